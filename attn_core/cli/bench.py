@@ -20,8 +20,9 @@ from attn_core import backends
 from attn_core.cli.bench_sweep import Record, Sweep, read, write
 from attn_core.cli.bench_timing import DeviceLostError
 from attn_core.cli.bench_torch import SDPA
-from attn_core.cli.explain import target_of
-from attn_core.cli.frameworks import devices_of
+from attn_core.cli.complaint import complain
+from attn_core.cli.devices import device_named
+from attn_core.cli.frameworks import check_framework, devices_of
 from attn_core.errors import SpecError
 from attn_core.selection.cross_validation import Fitting
 from attn_core.selection.random_calls import random_calls
@@ -34,9 +35,7 @@ WRITE_EVERY = 5.0
 
 
 def bench(
-    device: Annotated[
-        str | None, typer.Option(help="cpu, or a GPU of this machine such as sm90. Default: the GPU, else cpu.")
-    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, or cuda (the GPU here). Default: the GPU, else cpu.")] = None,
     framework: Annotated[str, typer.Option(help="torch or jax.")] = "torch",
     calls: Annotated[int, typer.Option(min=1, help="How many random calls to run, in both directions.")] = 350,
     seed: Annotated[int, typer.Option(help="Of the random calls.")] = 0,
@@ -71,7 +70,7 @@ def bench(
         cases = QUICK if quick else islice(random_calls(seed, sweep.target.kind), calls)
         complete = _measure(sweep, [case for case in cases if _wanted(case, only)], seconds, json)
     except SpecError as error:
-        typer.echo(f"attn: {error}", err=True)
+        complain(error)
         raise typer.Exit(2) from None
     if not complete or any(_faulty(record) for record in sweep.raw["cases"]):
         raise typer.Exit(1)
@@ -83,14 +82,14 @@ def device_of(requested: str | None, framework: str) -> str:
     Raises:
         SpecError: if this machine or the framework's timing does not have the device.
     """
+    check_framework(framework)
     # Tensors of torch compare the results, also those of JAX.
     for package in dict.fromkeys(("torch", framework)):
         if find_spec(package) is None:
             raise SpecError(f"timing needs {package}, which is not installed; install {package}")
     here = devices_of(framework)
     # devices_of lists the CPU first, so the last device is a GPU if there is one.
-    device = here[-1] if requested is None else requested
-    target_of(framework, device, False)  # raises SpecError for a name that is no device's
+    device = here[-1] if requested is None else device_named(requested, framework)
     if device not in here:
         raise SpecError(f"--device={device}: expected a device of this machine: {', '.join(here)}")
     return device

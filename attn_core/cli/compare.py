@@ -12,11 +12,12 @@ from rich.table import Table
 from rich.text import Text
 
 from attn_core.cli.comparison import ORACLE_LIMIT, Row, bit_equality, fits_oracle, rows_of
-from attn_core.cli.explain import target_of
+from attn_core.cli.devices import device_named
 from attn_core.cli.frameworks import devices_of, installed
-from attn_core.cli.spec_options import SpecOptions, takes_spec
+from attn_core.cli.spec_options import ON_CPU, ON_GPU, SpecOptions, takes_spec
 from attn_core.cli.trial import Trial, draw
 from attn_core.errors import SpecError
+from attn_core.selection.explanation_text import wrapped
 
 
 @takes_spec
@@ -25,20 +26,23 @@ def compare(
     gradients: Annotated[
         bool, typer.Option("--gradients", help="Compare gradients as well. The same as --backward.")
     ] = False,
-    device: Annotated[str, typer.Option(help="cpu, or a GPU of this machine such as sm90.")] = "cpu",
+    device: Annotated[str, typer.Option(help="cpu, or cuda (the GPU here).")] = "cpu",
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each backend; the median is shown.")] = 5,
     seed: Annotated[int, typer.Option(help="Seed of the random tensors.")] = 0,
     plot: Annotated[
         Path | None, typer.Option(help="Write a plot of times and errors to this file (needs matplotlib).")
     ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Show why the others cannot run the call.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Run one call on every backend in torch and JAX, and compare errors, bits and times.
 
-    Errors are measured against a float64 reference. "of the bound" is the largest error over the allowed error.
+    Errors are measured against a float64 reference. "of the bound" is the largest error over the allowed error. "bits"
+    says whether torch and JAX have equal results.
 
     Exit code: 0 if every backend that ran is right; 1 if one is wrong or none ran; 2 for invalid options.
     """
+    device = _device_here(device)
     trial = _trial(options, gradients, device, seed)
     console = Console()
     rows = _rows(trial, device, repeats, quiet=json)
@@ -47,7 +51,7 @@ def compare(
     if json:
         typer.echo(json_text.dumps(_as_json(trial, rows, equal), indent=2))
     else:
-        _show(console, trial, rows, equal)
+        _show(console, trial, rows, equal, everything)
     if plot is not None:
         _picture(trial, rows).savefig(plot, dpi=150)
         # With --json, stdout must hold nothing but JSON.
@@ -61,14 +65,23 @@ def _trial(options: SpecOptions, gradients: bool, device: str, seed: int) -> Tri
         raise SpecError(
             f"--dropout={options.dropout}: expected 0, because each framework draws its own seed and results differ"
         )
+    # Short also on a GPU, because the float64 reference runs on the CPU.
+    options = options.filled(ON_CPU if device == "cpu" else ON_GPU._replace(length=ON_CPU.length))
+    return draw(options.spec(device, needs_backward=gradients), options.seq_info(), seed)
+
+
+def _device_here(requested: str) -> str:
     if not installed():
         raise SpecError("attn compare runs the call: install torch or jax, or use `attn explain`, which needs neither")
-    target_of("torch", device, False)  # raises SpecError for a name that is no device's
+    # "cuda" means the GPU of the first framework that has one.
+    framework = next((name for name in installed() if len(devices_of(name)) > 1), installed()[0])
+    device = device_named(requested, framework)
     if not any(device in devices_of(framework) for framework in installed()):
         raise SpecError(
-            f"--device={device}: expected a device of this machine; `attn explain --device {device}` works without it"
+            f"--device={requested}: expected a device of this machine; `attn explain --device {requested}` works "
+            "without it"
         )
-    return draw(options.spec(device, needs_backward=gradients), options.seq_info(), seed)
+    return device
 
 
 def _rows(trial: Trial, device: str, repeats: int, quiet: bool) -> list[Row]:
@@ -80,13 +93,20 @@ def _rows(trial: Trial, device: str, repeats: int, quiet: bool) -> list[Row]:
     return rows
 
 
-def _show(console: Console, trial: Trial, rows: list[Row], equal: dict[str, bool]) -> None:
-    console.print(Text(str(trial.spec)))
-    for line in _failure_lines(rows):  # before the table, which they would scroll off the screen
-        console.print(Text(line))
+def _show(console: Console, trial: Trial, rows: list[Row], equal: dict[str, bool], everything: bool) -> None:
+    console.print(Text(wrapped(str(trial.spec))))
+    # Before the table, which they would scroll off the screen.
+    for line in _failure_lines([row for row in rows if row.failed or everything]):
+        console.print(Text(wrapped(line, "", "  ")))
+    ran = {row.backend for row in rows if not row.reasons or row.failed}
+    refused = {row.backend for row in rows} - ran
+    if refused and not everything:
+        verb = "backend cannot" if len(refused) == 1 else "backends cannot"
+        console.print(Text(f"{len(refused)} {verb} run it on {rows[0].device}; every reason: --all", "dim"))
+    console.print()
     table = Table(box=None, pad_edge=False)
-    for title in ("backend", "framework", "of the bound", "max error", "worst in", "bits, torch = JAX", "median"):
-        table.add_column(title, justify="left" if title in ("backend", "framework", "worst in") else "right")
+    for title in ("backend", "in", "of the bound", "max error", "worst in", "bits", "median"):
+        table.add_column(title, justify="left" if title in ("backend", "in", "worst in") else "right")
     for row in (row for row in rows if row.outcome is not None):
         table.add_row(*_cells(row, equal))
     console.print(table)

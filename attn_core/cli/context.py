@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from attn_core.cli.devices import device_named
 from attn_core.cli.spec_options import SpecOptions, takes_spec
 from attn_core.context_parallel.call import plan_spec
 from attn_core.context_parallel.cost.choose import explain_choice
@@ -24,7 +25,7 @@ def context_plan(
     ] = "4",
     layout: Annotated[str, typer.Option(help="contiguous, zigzag or striped.")] = "zigzag",
     strategy: Annotated[str | None, typer.Option(help="all_gather, ring or ulysses. Default: the fastest.")] = None,
-    device: Annotated[str, typer.Option(help="GPU whose measurements the estimates use, such as sm90.")] = "sm90",
+    device: Annotated[str, typer.Option(help="GPU whose measurements the estimates use, such as h100.")] = "sm90",
     memory: Annotated[float | None, typer.Option(help="Memory limit of the call on each rank, in GiB.")] = None,
     picture: Annotated[Path | None, typer.Option("--svg", help="Also write the plan to this file, as SVG.")] = None,
 ) -> None:
@@ -34,6 +35,7 @@ def context_plan(
     """
     if options.kv_lengths is not None:
         raise SpecError("--kv-lengths: expected none, because each document has as many queries as keys; leave it out")
+    device = device_named(device, "torch")
     spec, info, axes = options.spec(device), options.seq_info(), _axes(ranks)
     documents = None if info is None else tuple(int(offset) for offset in info.cu_seqlens_q)
     budget = None if memory is None else memory * GIB

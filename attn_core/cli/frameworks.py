@@ -6,6 +6,10 @@ import platform
 from importlib import metadata
 from importlib.util import find_spec
 
+from attn_core.errors import SpecError
+
+FRAMEWORKS = ("torch", "jax")
+
 PACKAGES = (
     *("numpy", "torch", "triton", "jax", "jaxlib", "flax", "jax-tvm-ffi", "apache-tvm-ffi", "transformers"),
     *("jax-cuda13-plugin", "jax-cuda12-plugin", "flash-attn", "flash-attn-4", "flash-attn-3", "tokenspeed-fa3"),
@@ -15,7 +19,13 @@ PACKAGES = (
 
 def installed() -> tuple[str, ...]:
     """Returns the frameworks that are installed here."""
-    return tuple(name for name in ("torch", "jax") if find_spec(name) is not None)
+    return tuple(name for name in FRAMEWORKS if find_spec(name) is not None)
+
+
+def check_framework(name: str) -> None:
+    """Raises SpecError for a word that names no framework."""
+    if name not in FRAMEWORKS:
+        raise SpecError(f"--framework={name!r}: expected torch or jax")
 
 
 def versions() -> dict[str, str | None]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import wraps
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import numpy as np
 import typer
@@ -16,9 +16,25 @@ from attn_core.call.offset_checks import check_cu_seqlens
 from attn_core.call.options import Options, check_options
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.spec import AttentionSpec
+from attn_core.cli.complaint import complain
 from attn_core.errors import SpecError
 
 SHAPE, CHOICE, DOCUMENTS = "Shapes", "Attention options", "Packed documents"
+
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "fp64": "float64"}
+"""Short words for dtypes."""
+
+
+class Defaults(NamedTuple):
+    """The dtype and the number of tokens in a row of a call that states neither."""
+
+    dtype: str
+    length: int
+
+
+ON_CPU = Defaults("float32", 128)
+ON_GPU = Defaults("bfloat16", 2048)
+"""Most GPU kernels take no float32, and calls on a GPU are rarely short."""
 
 
 def _option(*names: str, panel: str, help: str) -> Any:
@@ -33,10 +49,15 @@ class SpecOptions:
     kv_heads: Annotated[int | None, _option(panel=SHAPE, help="Key/value heads. Default: --heads.")] = None
     head_dim: Annotated[int, _option(panel=SHAPE, help="Channels of q and k.")] = 64
     value_dim: Annotated[int | None, _option(panel=SHAPE, help="Channels of v. Default: --head-dim.")] = None
-    q_len: Annotated[int | None, _option(panel=SHAPE, help="Queries in a row. Default: 128.")] = None
+    q_len: Annotated[
+        int | None, _option(panel=SHAPE, help="Queries in a row. Default: 128, in explain on a GPU 2048.")
+    ] = None
     kv_len: Annotated[int | None, _option(panel=SHAPE, help="Keys in a row. Default: --q-len.")] = None
     batch: Annotated[int, _option(panel=SHAPE, help="Number of rows.")] = 1
-    dtype: Annotated[str, _option(panel=SHAPE, help="float64, float32, bfloat16 or float16.")] = "float32"
+    dtype: Annotated[
+        str | None,
+        _option(panel=SHAPE, help="fp64, fp32, bf16 or fp16. Default: fp32; in explain and compare on a GPU bf16."),
+    ] = None
     causal: Annotated[bool, _option("--causal", panel=CHOICE, help="Hide later keys from each query.")] = False
     alignment: Annotated[str, _option(panel=CHOICE, help="Causal diagonal: bottom_right or top_left.")] = "bottom_right"
     window: Annotated[
@@ -64,6 +85,12 @@ class SpecOptions:
     cu_seqlens: Annotated[
         str | None, _option(panel=DOCUMENTS, help="Cumulative lengths instead of lengths, such as 0,3,7,12.")
     ] = None
+
+    def filled(self, defaults: Defaults) -> SpecOptions:
+        """Returns the options with a dtype and, unless the documents have lengths, a number of queries."""
+        given = self.q_len is not None or self.lengths is not None or self.cu_seqlens is not None
+        dtype = defaults.dtype if self.dtype is None else DTYPES.get(self.dtype, self.dtype)
+        return replace(self, dtype=dtype, q_len=self.q_len if given else defaults.length)
 
     def seq_info(self) -> SeqInfo | None:
         """Returns the packed documents with numpy offsets, or None.
@@ -98,16 +125,16 @@ class SpecOptions:
         return SeqInfo.from_lengths(*even)
 
     def _lengths(self) -> tuple[int, int]:
-        queries = 128 if self.q_len is None else self.q_len
+        queries = ON_CPU.length if self.q_len is None else self.q_len
         return queries, queries if self.kv_len is None else self.kv_len
 
     def spec(self, device: str = "cpu", *, needs_backward: bool = False) -> AttentionSpec:
-        """Builds the call's spec.
+        """Builds the call's spec. An option that is missing has its default of ON_CPU.
 
         Raises:
             SpecError: if the options do not describe a call.
         """
-        seq_info = self.seq_info()
+        dtype, seq_info = str(self.filled(ON_CPU).dtype), self.seq_info()
         q_len, kv_len = self._lengths()
         if seq_info is not None:
             q_len, kv_len = int(seq_info.cu_seqlens_q[-1]), int(seq_info.cu_seqlens_k[-1])
@@ -115,7 +142,7 @@ class SpecOptions:
                 if requested is not None and requested != sum_of:
                     raise SpecError(f"{name}={requested}: expected the documents' {sum_of} tokens; leave {name} out")
 
-        def facts(*shape: int, dtype: str = self.dtype) -> ArrayFacts:
+        def facts(*shape: int, dtype: str = dtype) -> ArrayFacts:
             return ArrayFacts(shape, dtype, device)
 
         kv_heads = self.heads if self.kv_heads is None else self.kv_heads
@@ -168,7 +195,7 @@ def takes_spec(command: Callable[..., None]) -> Callable[..., None]:
         try:
             command(options, **values)
         except SpecError as error:
-            typer.echo(f"attn: {error}", err=True)
+            complain(error)
             # 2 is also typer's own code for a wrong option.
             raise typer.Exit(2) from None
 

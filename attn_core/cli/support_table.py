@@ -48,7 +48,7 @@ This page shows what each backend can run. `make support` writes it from the cla
 [Which kernels for which GPU](devices.md) has the same by card; the [Glossary](glossary.md) has the words.
 
 A claim covers one feature at a time. Rules about two features together, or about sizes, are in the backend's `refuses`.
-For one call, `attn explain` with the call's options shows every reason:
+For one call, `attn explain` with the call's options shows what can run it and, with `--all`, every reason:
 
 ```bash
 attn explain --heads 32 --kv-heads 8 --head-dim 128 --causal --softcap 50 --device sm90 --assume-installed
@@ -58,24 +58,30 @@ attn explain --heads 32 --kv-heads 8 --head-dim 128 --causal --softcap 50 --devi
 
 def render() -> str:
     """Returns the whole page as Markdown."""
-    built = {
+    modules = built()
+    features = [f"## {title}\n\n{_features(modules, group)}" for title, group in GROUPS.items()]
+    sections = [HEAD, *features, "## Limits\n\n" + _limits(modules), _preference()]
+    return "\n".join(sections)
+
+
+def built() -> dict[str, Backend]:
+    """Returns every module of every backend by its name in the tables."""
+    return {
         f"`{name}`" + (f" ({kind})" if kind else ""): backend
         for name in backends.names()
         for kind, backend in backends.modules(name).items()
     }
-    features = [f"## {title}\n\n{_features(built, group)}" for title, group in GROUPS.items()]
-    sections = [HEAD, *features, "## Limits\n\n" + _limits(built), _preference()]
-    return "\n".join(sections)
 
 
-def _features(built: dict[str, Backend], group: dict[str, str]) -> str:
+def _features(modules: dict[str, Backend], group: dict[str, str]) -> str:
     rows = [["backend", *group.values()]]
-    for name, backend in built.items():
-        rows.append([name, *(_cell(backend, claim) for claim in group)])
+    for name, backend in modules.items():
+        rows.append([name, *(cell(backend, claim) for claim in group)])
     return table_of(rows)
 
 
-def _cell(backend: Backend, claim: str) -> str:
+def cell(backend: Backend, claim: str) -> str:
+    """Returns BOTH, FORWARD_ONLY or NONE for a claim of a backend."""
     forward = getattr(backend.FORWARD, claim)
     backward = backend.BACKWARD is not None and getattr(backend.BACKWARD, claim)
     if claim in ("bias_gradient", "lse_gradient"):  # these are claims about the backward alone
@@ -83,9 +89,9 @@ def _cell(backend: Backend, claim: str) -> str:
     return BOTH if forward and backward else FORWARD_ONLY if forward else NONE
 
 
-def _limits(built: dict[str, Backend]) -> str:
+def _limits(modules: dict[str, Backend]) -> str:
     rows = [["backend", "kernel", "tensors of", "needs", "devices", "dtypes", "head_dim", "alignments", "backward"]]
-    for name, backend in built.items():
+    for name, backend in modules.items():
         forward = backend.FORWARD
         rows.append(
             [
@@ -95,7 +101,7 @@ def _limits(built: dict[str, Backend]) -> str:
                 f"`{backend.REQUIRES}`",
                 ", ".join(forward.devices),
                 ", ".join(forward.dtypes),
-                _head_dims(forward),
+                head_dims(forward),
                 ", ".join(forward.alignments) or NONE,
                 "yes" if backend.BACKWARD is not None else "no",
             ]
@@ -103,7 +109,8 @@ def _limits(built: dict[str, Backend]) -> str:
     return table_of(rows)
 
 
-def _head_dims(support: Support) -> str:
+def head_dims(support: Support) -> str:
+    """Returns the head dimensions that a backend takes, as text."""
     limit = "any" if support.max_head_dim is None else f"up to {support.max_head_dim}"
     return limit if support.head_dim_multiple == 1 else f"{limit}, a multiple of {support.head_dim_multiple}"
 

@@ -10,6 +10,7 @@ from rich.console import Console
 from attn_core.cli.bench import device_of, line_of, regret_table
 from attn_core.cli.bench_sweep import Record, Sweep
 from attn_core.cli.bench_timing import DeviceLostError
+from attn_core.cli.complaint import complain
 from attn_core.errors import SpecError
 from attn_core.selection.cross_validation import Fitting, write_table
 from attn_core.selection.random_calls import random_calls
@@ -20,9 +21,7 @@ ROUNDS = 3
 
 
 def tune(
-    device: Annotated[
-        str | None, typer.Option(help="cpu, or a GPU of this machine such as sm90. Default: the GPU, else cpu.")
-    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, or cuda (the GPU here). Default: the GPU, else cpu.")] = None,
     framework: Annotated[str, typer.Option(help="torch, or jax on a CPU. A GPU has one table for both.")] = "torch",
     minutes: Annotated[float, typer.Option(min=0.01, help="How long to measure.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Of the random calls.")] = 1,
@@ -43,15 +42,15 @@ def tune(
         sweep = Sweep(target, (), ROUNDS, False, framework)
         _measure(sweep, seed, 60 * minutes)
     except SpecError as error:
-        typer.echo(f"attn: {error}", err=True)
+        complain(error)
         raise typer.Exit(2) from None
     except DeviceLostError as error:
-        typer.echo(f"attn: the device failed and cannot be used again: {error}; nothing was written", err=True)
+        complain(f"the device failed and cannot be used again: {error}; nothing was written")
         raise typer.Exit(1) from None
     shipped = shipped_table(framework, target)
     fitting = Fitting(sweep.raw, None if shipped is None else shipped.models)
     if not all(fitting.models.values()):
-        typer.echo(f"attn: {len(fitting.records)} measured calls are too few; try --minutes {5 * minutes:g}", err=True)
+        complain(f"{len(fitting.records)} measured calls are too few; try --minutes {5 * minutes:g}")
         raise typer.Exit(1)
     path = user_path(framework, target)
     write_table(fitting.table() | {"versions": versions(), "device_name": device_name(target)}, path)

@@ -153,7 +153,7 @@ def test_a_sweep_continues_where_it_stopped(raw_file: Path, tmp_path: Path) -> N
     ("arguments", "text"),
     [
         (["--device", "sm90"], "--device=sm90: expected a device of this machine"),
-        (["--device", "tpu"], "--device='tpu': expected cpu, or a compute capability"),
+        (["--device", "tpu"], "--device='tpu': no such device; did you mean cpu? Expected one of"),
         (["--device", "cpu", "--only", "nothing like it"], "no case contains it"),
         (["--device", "cpu", "--resume"], "--resume: expected --json"),
         (["--device", "cpu", "--backend", "flsh3"], "did you mean flash3"),

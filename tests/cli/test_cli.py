@@ -8,20 +8,32 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cost_tables import made_up_table, tables_in_force
 from typer.testing import CliRunner
 
 import attn_core
+from attn_core import backends
 from attn_core.cli import demo as demo_command
-from attn_core.cli import in_torch, mask, trial
+from attn_core.cli import devices, in_torch, mask, trial
 from attn_core.cli.app import app
-from attn_core.cli.spec_options import SpecOptions
+from attn_core.cli.spec_options import ON_GPU, SpecOptions
+from attn_core.cli.support_table import GROUPS
+from attn_core.cli.support_tables import TITLES
+from attn_core.errors import SpecError
 from attn_core.selection import Target
 
-WIDE = {"COLUMNS": "200", "NO_COLOR": "1"}
+WIDE, NARROW = ({"COLUMNS": columns, "NO_COLOR": "1"} for columns in ("200", "80"))
 
 
-def attn(*arguments: str):
-    return CliRunner().invoke(app, list(arguments), env=WIDE)
+def attn(*arguments: str, env: dict[str, str] = WIDE):
+    return CliRunner().invoke(app, list(arguments), env=env)
+
+
+def on_80_columns(*arguments: str) -> list[str]:
+    """Runs a command on a terminal of 80 columns. Returns its lines on stdout, without the spaces at their ends."""
+    done = attn(*arguments, env=NARROW)
+    assert max(map(len, done.output.splitlines())) <= 80, done.output
+    return [line.rstrip() for line in done.stdout.splitlines()]
 
 
 def test_version_prints_the_version() -> None:
@@ -40,13 +52,123 @@ def test_help_of_every_command(command: str) -> None:
 # explain
 
 
-def test_explain_prints_the_selection() -> None:
-    arguments = ["--heads", "32", "--kv-heads", "8", "--head-dim", "128", "--softcap", "50", "--causal", "--backward"]
-    done = attn("explain", *arguments, "--device", "sm90", "--assume-installed")
-    spec = SpecOptions(heads=32, kv_heads=8, head_dim=128, softcap=50.0, causal=True, backward=True).spec("sm90")
-    selection = attn_core.explain(spec, Target("torch", "sm90"))
-    assert done.stdout == f"{selection}\n(every backend is assumed to be installed)\n"
-    assert done.exit_code == (0 if selection.backend else 1)
+GEMMA = ["--heads", "32", "--kv-heads", "8", "--head-dim", "128", "--causal", "--softcap", "50"]
+
+
+def test_explain_on_a_gpu_shows_a_flash_kernel_and_what_is_one_change_away() -> None:
+    with tables_in_force({}):
+        assert on_80_columns("explain", *GEMMA, "--device", "sm90", "--assume-installed") == [
+            "selected: flash3",
+            "  because: the first in the usual order that can run the call",
+            "  call: attention in torch on sm90: bfloat16, batch 1, q_len 2048, kv_len 2048,",
+            "    heads 32/8, head_dim 128, causal, softcap=50.0",
+            "",
+            "can run it too",
+            "flash4",
+            "flash2",
+            "flex",
+            "math",
+            "by name only: flash3_fp8",
+            "",
+            "one change away     why",
+            "sdpa_cudnn          softcap=50.0: cuDNN attention has none",
+            "sdpa_flash          softcap=50.0: the aten CUDA flash kernel has none",
+            "xformers            softcap=50.0: xformers has none",
+            "sdpa_efficient      softcap=50.0: the aten memory-efficient kernel has none",
+            "",
+            "14 others cannot run it on sm90; every reason: --all",
+            "(every backend is assumed to be installed)",
+        ]
+
+
+def test_explain_on_a_cpu() -> None:
+    assert on_80_columns("explain", "--softcap", "50", "--assume-installed") == [
+        "selected: math",
+        "  because: the first in the usual order that can run the call",
+        "  call: attention in torch on cpu: float32, batch 1, q_len 128, kv_len 128,",
+        "    heads 8/8, head_dim 64, softcap=50.0",
+        "",
+        "can run it too",
+        "flex",
+        "",
+        "one change away     why",
+        "sdpa_flash          softcap=50.0: the aten CPU flash kernel has none",
+        "",
+        "21 others cannot run it on cpu; every reason: --all",
+        "(every backend is assumed to be installed)",
+    ]
+
+
+def test_explain_of_a_refused_backend_puts_its_reasons_first() -> None:
+    lines = on_80_columns("explain", "--backend", "flash3", "--dtype", "bf16", "--softcap", "50", "--assume-installed")
+    assert lines[:2] == [
+        "backend='flash3' cannot run this call:",
+        "  device cpu: the FlashAttention 3 kernel needs sm90",
+    ]
+    assert "can run it, but a backend requested by name never falls back:" in lines
+
+
+def test_explain_shows_predicted_times_and_their_source() -> None:
+    with tables_in_force({("torch", "cpu"): made_up_table({"math": 12.0, "sdpa_flash": 1250.0})}):
+        lines = on_80_columns("explain", "--assume-installed")
+    assert lines[0] == "selected: math, about 12 µs" and "made-up calls" in " ".join(lines)
+    assert "can run it too      predicted" in lines
+    assert "sdpa_flash            1.25 ms" in lines
+
+
+def test_explain_all_has_every_reason() -> None:
+    lines = on_80_columns("explain", *GEMMA, "--device", "sm90", "--assume-installed", "--all")
+    spec = SpecOptions(heads=32, kv_heads=8, head_dim=128, causal=True, softcap=50.0).filled(ON_GPU).spec("sm90")
+    printed = " ".join(" ".join(lines).split())
+    for name, reasons in attn_core.explain(spec, Target("torch", "sm90")).refusals:
+        assert f" {name} " in printed and all(reason in printed for reason in reasons), name
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+@pytest.mark.parametrize("device", ["cpu", "sm75", "b200", "5090", "mi300"])
+def test_explain_fits_80_columns(framework: str, device: str) -> None:
+    for more in ([], ["--backward"], ["--dtype", "fp32", "--sinks"], ["--backend", "flash2"], ["--all"], ["--here"]):
+        lines = on_80_columns("explain", *GEMMA, "--device", device, "--framework", framework, *more)
+        assert lines[0].startswith(("selected: ", "no backend can run this call", "backend='flash2' cannot"))
+
+
+# Devices
+
+
+@pytest.mark.parametrize(
+    ("word", "device"),
+    [
+        *(("h100", "sm90"), ("H200", "sm90"), ("a100", "sm80"), ("4090", "sm89"), ("RTX 4090", "sm89")),
+        *(("l40s", "sm89"), ("b200", "sm100"), ("rtx-5090", "sm120"), ("t4", "sm75"), ("mi300", "gfx942")),
+        *(("sm90", "sm90"), ("SM90", "sm90"), ("cpu", "cpu"), ("gfx90a", "gfx90a"), ("RTX A6000", "sm86")),
+    ],
+)
+def test_products_are_devices(word: str, device: str) -> None:
+    assert devices.device_named(word, "torch") == device
+
+
+def test_no_product_is_of_two_devices() -> None:
+    aliases = [alias for named in devices.DEVICES.values() for alias in named]
+    assert len(aliases) == len(set(aliases)) and not {devices.HERE, *devices.DEVICES} & set(aliases)
+
+
+def test_the_word_cuda_means_the_gpu_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "find_spec", lambda name: object())
+    monkeypatch.setattr(devices, "devices_of", lambda framework: ("cpu", "sm90"))
+    assert devices.device_named("cuda", "torch") == "sm90"
+    monkeypatch.setattr(devices, "devices_of", lambda framework: ("cpu", "sm199"))
+    assert devices.device_named("sm199", "torch") == "sm199", "a GPU that is newer than the table, but is here"
+    monkeypatch.setattr(devices, "devices_of", lambda framework: ("cpu",))
+    with pytest.raises(SpecError, match="--device=cuda: torch has no GPU here; name one"):
+        devices.device_named("cuda", "torch")
+
+
+def test_a_device_that_does_not_exist_is_refused_with_the_list() -> None:
+    done = attn("explain", "--device", "sm91", env=NARROW)
+    assert done.exit_code == 2
+    assert done.stderr.startswith("attn: --device='sm91': no such device; did you mean sm90? Expected one of\n")
+    assert all(device in done.stderr for device in devices.DEVICES)
+    assert max(map(len, done.stderr.splitlines())) <= 80
 
 
 def test_explain_of_a_named_backend_prints_its_reasons() -> None:
@@ -65,7 +187,7 @@ def test_explain_of_a_named_backend_prints_its_reasons() -> None:
         (["--dtype", "int8"], "got int8"),
         (["--alignment", "left"], "alignment='left'"),
         (["--backend", "flsh3"], "backend='flsh3': unknown backend; did you mean flash3"),
-        (["--device", "tpu"], "--device='tpu': expected cpu, or a compute capability"),
+        (["--device", "tpu"], "--device='tpu': no such device; did you mean cpu? Expected one of"),
         (["--framework", "tf"], "--framework='tf': expected torch or jax"),
         (["--lengths", "3,x"], "--lengths='3,x': expected whole numbers"),
         (["--lengths", "3", "--documents", "2"], "--documents and --lengths: expected only one"),
@@ -79,7 +201,8 @@ def test_explain_of_a_named_backend_prints_its_reasons() -> None:
 def test_bad_options_are_named_and_exit_with_2(arguments: list[str], text: str) -> None:
     done = attn("explain", "--assume-installed", *arguments)
     assert done.exit_code == 2
-    assert text in done.stderr
+    assert text in done.stderr.replace("\n", " ")
+    assert max(map(len, done.stderr.splitlines())) <= 80
     assert "Traceback" not in done.output
 
 
@@ -90,6 +213,8 @@ def test_bad_options_are_named_and_exit_with_2(arguments: list[str], text: str) 
     ("options", "fields"),
     [
         ({}, {"q_len": 128, "kv_len": 128, "num_heads": 8, "num_kv_heads": 8, "head_dim": 64, "value_dim": 64}),
+        ({"dtype": "bf16"}, {"dtype": "bfloat16"}),
+        ({"dtype": "fp16"}, {"dtype": "float16"}),
         ({"q_len": 7, "kv_len": 11, "value_dim": 32}, {"q_len": 7, "kv_len": 11, "value_dim": 32}),
         ({"window": "3", "causal": True}, {"window": (2, 0)}),
         ({"window": "none,3"}, {"window": (None, 3)}),
@@ -107,6 +232,17 @@ def test_bad_options_are_named_and_exit_with_2(arguments: list[str], text: str) 
 def test_options_become_fields_of_the_spec(options: dict, fields: dict) -> None:
     spec = SpecOptions(**options).spec()
     assert {name: getattr(spec, name) for name in fields} == fields
+
+
+def test_defaults_fill_only_what_the_options_leave_open() -> None:
+    def spec(**options: object) -> attn_core.AttentionSpec:
+        return SpecOptions(**options).filled(ON_GPU).spec("sm90")
+
+    assert (spec().dtype, spec().q_len, spec().kv_len) == ("bfloat16", 2048, 2048)
+    assert (spec(dtype="fp32", q_len=7).dtype, spec(q_len=7).q_len) == ("float32", 7)
+    assert spec(lengths="3,4").q_len == spec(cu_seqlens="0,3,7").q_len == 7
+    assert (spec(documents=2).q_len, spec(documents=2).max_len_q) == (2048, 1024)
+    assert SpecOptions().spec().dtype == "float32"
 
 
 def test_every_field_of_the_spec_has_an_option() -> None:
@@ -181,7 +317,21 @@ def test_compare_takes_every_kind_of_tensor(arguments: list[str]) -> None:
     pytest.importorskip("torch")
     done = attn("compare", "--heads", "2", "--q-len" if "--mask" in arguments else "--batch", "1", *arguments)
     assert done.exit_code == 0, done.output
-    assert "math" in done.stdout and "refused" in done.stdout
+    assert "math" in done.stdout and "refused" not in done.stdout
+
+
+def test_compare_prints_the_table_last_and_refusals_on_request() -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("jax")
+    arguments = ["compare", "--heads", "2", "--q-len", "5", "--softcap", "50", "--repeats", "1"]
+    lines = on_80_columns(*arguments)
+    assert lines[0].startswith("float32, batch 1, q_len 5")
+    assert lines[1].endswith("backends cannot run it on cpu; every reason: --all") and lines[2] == ""
+    assert lines[3].split()[:3] == ["backend", "in", "of"]
+    assert {line.split()[0] for line in lines[4:]} == {"math", "flex", "jax_xla"}
+    everything = on_80_columns(*arguments, "--all")
+    assert [line.split()[:2] for line in everything[-len(lines[3:]) :]] == [line.split()[:2] for line in lines[3:]]
+    assert "softcap=50.0: the aten CPU flash kernel has none" in " ".join(" ".join(everything).split())
 
 
 def test_compare_reports_a_wrong_backend(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,12 +369,22 @@ def test_trial_values_are_exact_in_the_dtype() -> None:
 def test_support_writes_and_checks_the_page(command: list[str], tmp_path: Path) -> None:
     page = tmp_path / "support.md"
     stale = attn(*command, "--check", str(page))
-    assert stale.exit_code == 1 and f"run: attn {' '.join(command)} --write" in stale.stderr
+    assert stale.exit_code == 1 and f"run: attn {' '.join(command)} --write" in " ".join(stale.stderr.split())
     assert attn(*command, "--write", str(page)).exit_code == 0
     assert attn(*command, "--check", str(page)).exit_code == 0
-    assert page.read_text(encoding="utf-8") in attn(*command).stdout
+    assert page.read_text(encoding="utf-8") in attn(*command, "--markdown").stdout
     page.write_text(page.read_text(encoding="utf-8") + "\n", encoding="utf-8")
     assert attn(*command, "--check", str(page)).exit_code == 1
+
+
+def test_support_shows_tables_of_80_columns() -> None:
+    lines = on_80_columns("support")
+    for name in backends.names():
+        assert sum(line.split()[:1] == [name] for line in lines) >= len(GROUPS) + 1, name
+    assert not any("|" in line or "`" in line for line in lines)
+    assert {claim for group in GROUPS.values() for claim in group} == set(TITLES)
+    flash4 = next(line for line in lines if line.startswith("flash4 "))
+    assert flash4.split() == ["flash4", "✓", "✓", "✓", "✓", "✓", "·", "·", "·", "✓", "✓"]
 
 
 EXAMPLES = pytest.mark.parametrize(

@@ -534,4 +534,4 @@ def test_the_command_exits_with_the_refusal() -> None:
         ),
     ):
         done = attn(*options)
-        assert done.exit_code == 2 and done.output.startswith(message)
+        assert done.exit_code == 2 and " ".join(done.output.split()).startswith(message.strip())
