@@ -23,6 +23,7 @@ from attn_core.cli.bench_torch import SDPA
 from attn_core.cli.complaint import complain
 from attn_core.cli.devices import device_named
 from attn_core.cli.frameworks import check_framework, devices_of
+from attn_core.cli.progress import Stages
 from attn_core.errors import SpecError
 from attn_core.selection.cross_validation import Fitting
 from attn_core.selection.random_calls import random_calls
@@ -32,6 +33,9 @@ from attn_core.selection.sweeps import regrets_of_new_sweeps, regrets_of_package
 
 WRITE_EVERY = 5.0
 """Seconds between two writes of the raw file; a run that is killed loses the cases since the last write."""
+
+MEASURING = "measuring calls"
+"""The stage of which ``attn bench`` and ``attn tune`` show the progress."""
 
 
 def bench(
@@ -103,21 +107,21 @@ def _measure(sweep: Sweep, cases: Sequence[SweepCase], seconds: float | None, pa
     if not cases:
         raise SpecError("--only: expected a part of a case's name; no case contains it")
     # Progress goes to stderr, so that stdout has only the result.
-    console = Console(stderr=True)
-
-    written = perf_counter()
+    stages, written = Stages(Console(stderr=True)), perf_counter()
 
     def done(record: Record) -> None:
         nonlocal written
-        # Without highlight, because rich would color every number.
-        console.print(line_of(record), highlight=False)
+        stages.log(line_of(record))
+        advance()
         # Not after every case, because a long file takes as long to write as a short case to measure.
         if path is not None and perf_counter() - written > WRITE_EVERY:
             _replace(path, sweep.raw)
             written = perf_counter()
 
     try:
-        complete = sweep.run(cases, seconds, done)
+        total = sum(1 for _ in sweep.remaining(cases))
+        with stages, stages.stage(MEASURING, total, seconds) as advance:
+            complete = sweep.run(cases, seconds, done)
     except DeviceLostError as error:
         # A lost device fails every later call of this process, so the sweep cannot go on.
         raise SpecError(f"the device failed and cannot be used again: {error}; run again with --resume") from None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -95,21 +95,24 @@ class Sweep:
         """
         # A resumed sweep adds its time to the time of earlier runs.
         began, spent = perf_counter(), self.raw["seconds"]
-        # A resumed file already has these cases.
+        for case, direction in self.remaining(cases):
+            if seconds is not None and perf_counter() - began > seconds:
+                return False
+            spec = replace(as_called(case.spec), needs_backward=direction == "training")
+            try:
+                record = self._record(case, spec, direction)
+            finally:
+                self.raw["seconds"] = round(spent + perf_counter() - began, 1)
+            done(record)
+        return True
+
+    def remaining(self, cases: Iterable[SweepCase]) -> Iterator[tuple[SweepCase, str]]:
+        """Yields the cases with each of their directions, without those that the raw data has."""
         finished = {(record["name"], record["direction"]) for record in self.raw["cases"]}
         for case in cases:
             for direction in ("forward", "training") if case.training else ("forward",):
-                if (case.name, direction) in finished:
-                    continue
-                if seconds is not None and perf_counter() - began > seconds:
-                    return False
-                spec = replace(as_called(case.spec), needs_backward=direction == "training")
-                try:
-                    record = self._record(case, spec, direction)
-                finally:
-                    self.raw["seconds"] = round(spent + perf_counter() - began, 1)
-                done(record)
-        return True
+                if (case.name, direction) not in finished:
+                    yield case, direction
 
     def _record(self, case: SweepCase, spec: AttentionSpec, direction: str) -> Record:
         began = perf_counter()

@@ -7,10 +7,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from attn_core.cli.bench import device_of, line_of, regret_table
+from attn_core.cli.bench import MEASURING, device_of, line_of, regret_table
 from attn_core.cli.bench_sweep import Record, Sweep
 from attn_core.cli.bench_timing import DeviceLostError
 from attn_core.cli.complaint import complain
+from attn_core.cli.progress import Stages
 from attn_core.errors import SpecError
 from attn_core.selection.cross_validation import Fitting, write_table
 from attn_core.selection.random_calls import random_calls
@@ -60,10 +61,10 @@ def tune(
 
 def _measure(sweep: Sweep, seed: int, seconds: float) -> None:
     # Progress goes to stderr, so that stdout has only the result.
-    console = Console(stderr=True)
+    with Stages(Console(stderr=True)) as stages, stages.stage(MEASURING, None, seconds) as advance:
 
-    def done(record: Record) -> None:
-        # Without highlight, because rich would color every number.
-        console.print(line_of(record), highlight=False)
+        def done(record: Record) -> None:
+            stages.log(line_of(record))
+            advance()
 
-    sweep.run(random_calls(seed, sweep.target.kind), seconds, done)
+        sweep.run(random_calls(seed, sweep.target.kind), seconds, done)

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
+from attn_core.cli.progress import Stages
 from attn_core.paged.allocator import PoolReport
 from examples.serving.engine import Served, serve
-from examples.smollm2.stages import Stages
 
 QUESTIONS = (
     "What is the capital of France?",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from examples.smollm2.stages import Stages
+from attn_core.cli.progress import Stages
 
 QUESTIONS = (
     "What is the capital of France?",

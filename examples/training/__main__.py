@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from examples.smollm2.stages import Stages
+from attn_core.cli.progress import Stages
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS, IMAGES, PAGE = ROOT / "benchmarks/results", ROOT / "docs/images", ROOT / "docs/explanation/training.md"
