@@ -223,7 +223,7 @@ def test_the_log_sum_exp_has_a_gradient(arrays):
         jax.jit(jax.grad(partial(merged, backend=name), argnums=(0, 1, 2)))(*arrays) for name in ("math", "jax_xla")
     ]
     close(actual[0], actual[1], rtol=1e-4, atol=1e-5)
-    with pytest.raises(NoBackendError, match="takes no gradient of the log-sum-exp"):
+    with pytest.raises(NoBackendError, match="takes no gradient of the"):
         jax.grad(partial(merged, backend="sdpa_flash"))(*arrays)
 
 

@@ -21,8 +21,8 @@ pytest.importorskip("rich")
 
 from rich.console import Console
 
+from attn_core.cli.progress import Stages
 from attn_core.errors import SpecError
-from examples.smollm2.stages import Stages
 from examples.training import __main__ as command
 from examples.training import data, ranks, report, weights
 from examples.training.config import AdamW, GemmaConfig, Options
