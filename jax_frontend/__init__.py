@@ -4,6 +4,12 @@ from typing import TYPE_CHECKING, Any
 from warnings import warn
 
 from attn_core import NoBackendError, Pages, Selection, SeqInfo
+from attn_core import __version__ as __version__
+from attn_core.errors import needs_extra
+
+with needs_extra(__name__, "jax", "jax"):
+    import jax  # noqa: F401
+
 from jax_frontend import context_parallel, unsloth
 from jax_frontend.attention import attention, explain
 from jax_frontend.backends import available_backends

@@ -10,12 +10,14 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from attn_core.errors import ShapeError, SpecError
+from attn_core.errors import ShapeError, SpecError, needs_extra
 from jax_frontend.attention import attention
+
+with needs_extra(__name__, "equinox", "equinox"):
+    import equinox as eqx
 
 __all__ = ["attend"]
 

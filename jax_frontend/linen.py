@@ -7,13 +7,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import linen as nn
-from flax.linen.linear import default_kernel_init
 
 from attn_core.call.layer_shapes import head_sizes
+from attn_core.errors import needs_extra
 from attn_core.paged.step import Pages
 from jax_frontend.flax.hook import AttentionFn, attention_fn
 from jax_frontend.flax.layer import LayerCall, Projections, Rotary, attend
+
+with needs_extra(__name__, "jax", "flax"):
+    from flax import linen as nn
+    from flax.linen.linear import default_kernel_init
 
 __all__ = ["Attention", "AttentionFn", "attention_fn"]
 

@@ -7,14 +7,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
-from flax.nnx.nn.linear import default_bias_init, default_kernel_init
 
 from attn_core.call.layer_shapes import check_features, head_sizes
-from attn_core.errors import SpecError
+from attn_core.errors import SpecError, needs_extra
 from attn_core.paged.step import Pages
 from jax_frontend.flax.hook import AttentionFn, attention_fn
 from jax_frontend.flax.layer import LayerCall, Projections, Rotary, attend
+
+with needs_extra(__name__, "jax", "flax"):
+    from flax import nnx
+    from flax.nnx.nn.linear import default_bias_init, default_kernel_init
 
 __all__ = ["Attention", "AttentionFn", "attention_fn"]
 

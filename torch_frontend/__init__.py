@@ -3,10 +3,16 @@
 from typing import TYPE_CHECKING, Any
 from warnings import warn
 
+from attn_core import NoBackendError, Pages, Selection, SeqInfo
+from attn_core import __version__ as __version__
+from attn_core.errors import needs_extra
+from attn_core.selection.override import use_backend
+
+with needs_extra(__name__, "torch", "torch"):
+    import torch
+
 import torch.distributed
 
-from attn_core import NoBackendError, Pages, Selection, SeqInfo
-from attn_core.selection.override import use_backend
 from torch_frontend import context_parallel, flops, unsloth  # noqa: F401  flops tells torch's counter
 from torch_frontend.attention import attention, explain
 from torch_frontend.backends import available_backends

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import sys
 
+from attn_core.errors import MissingExtraError, needs_extra
+
 
 def main() -> None:
     """Runs ``attn``. If typer or rich is missing, exits with one line that says what to install."""
     try:
-        from attn_core.cli.app import app
-    except ModuleNotFoundError as error:
-        missing = (error.name or "").partition(".")[0]
-        # Another missing module is a defect, whose traceback must stay visible.
-        if missing not in ("typer", "rich"):
-            raise
-        sys.exit(f"attn: the command line needs {missing}, which is not installed; pip install 'attn-core[cli]'")
+        with needs_extra("the command line", "cli", "typer", "rich"):
+            from attn_core.cli.app import app
+    except MissingExtraError as error:
+        sys.exit(f"attn: {error}")
     app(prog_name="attn")

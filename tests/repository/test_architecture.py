@@ -266,11 +266,3 @@ def test_explain_works_without_any_framework(framework: str, device: str) -> Non
     assert done.returncode in (0, 1), done.stderr
     assert f"attention in {framework} on {device}: " in done.stdout
     assert f"{framework} is not installed here: every backend is assumed to be installed" in done.stdout
-
-
-@pytest.mark.parametrize("missing", ["typer", "rich"])
-def test_the_command_line_names_a_missing_package(missing: str) -> None:
-    done = python(f"import sys\nsys.modules[{missing!r}] = None\nfrom attn_core.cli import main\nmain()")
-    assert done.returncode == 1
-    expected = f"attn: the command line needs {missing}, which is not installed; pip install 'attn-core[cli]'\n"
-    assert done.stderr == expected

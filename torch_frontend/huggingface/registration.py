@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from attn_core import backends
-from attn_core.errors import SpecError
+from attn_core.errors import SpecError, needs_extra
 from torch_frontend.huggingface.attention import LAYER_BACKEND, attend
 
 __all__ = ["NAME", "register", "set_layer_backends", "unregister"]
@@ -91,9 +91,13 @@ def register() -> None:
     methods of ``PreTrainedModel``. For our names alone they return an alias of the backend (a model stores
     "attn_core:flash3" as "attn_core:fa3"), and raise for a model that computes attention in its own code.
     ``unregister`` removes the wrappers.
+
+    Raises:
+        MissingExtraError: if transformers is not installed.
     """
-    from transformers import AttentionInterface, PreTrainedModel
-    from transformers.masking_utils import AttentionMaskInterface
+    with needs_extra("torch_frontend.huggingface", "hf", "transformers"):
+        from transformers import AttentionInterface, PreTrainedModel
+        from transformers.masking_utils import AttentionMaskInterface
 
     from torch_frontend.huggingface import masks
 
