@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Never
+from typing import Any, Literal, Never, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 
 from attn_core.call import checks
 from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
+from attn_core.call.keywords import AttentionKeywords
 from attn_core.call.layouts import Layout, check_layout
 from attn_core.call.options import Options, check_options, requested_names
 from attn_core.call.seq_info import SeqInfo
@@ -20,8 +21,21 @@ from jax_frontend.dispatch.differentiable import AttentionCall, differentiable_a
 
 Array = jax.Array
 Window = int | tuple[int | None, int | None] | None
+Keywords = AttentionKeywords[Array, Array]
 
 
+@overload
+def attention(
+    q: Array, k: Array, v: Array, *, return_lse: Literal[False] = False, **options: Unpack[Keywords]
+) -> Array: ...
+@overload
+def attention(
+    q: Array, k: Array, v: Array, *, return_lse: Literal[True], **options: Unpack[Keywords]
+) -> tuple[Array, Array]: ...
+@overload
+def attention(
+    q: Array, k: Array, v: Array, *, return_lse: bool, **options: Unpack[Keywords]
+) -> Array | tuple[Array, Array]: ...
 @hide_unknown
 def attention(
     q: Array,
@@ -45,7 +59,7 @@ def attention(
     return_lse: bool = False,
     dropout_rng: Array | None = None,
     **unknown: Never,
-) -> Any:
+) -> Array | tuple[Array, Array]:
     """Computes scaled dot-product attention on the best kernel that honours every argument, eagerly or transformed.
 
     Args:

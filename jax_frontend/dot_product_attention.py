@@ -12,7 +12,7 @@ no mask, so kernels without masks can run it.
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,51 @@ _BACKENDS = {"xla": "jax_xla", "cudnn": "jax_cudnn"}
 """Our names of jax.nn's implementations."""
 
 
+class _Keywords(TypedDict, total=False):
+    """The keywords of ``dot_product_attention``, without return_residual."""
+
+    scale: float | None
+    is_causal: bool
+    query_seq_lengths: ArrayLike | None
+    key_value_seq_lengths: ArrayLike | None
+    local_window_size: int | tuple[int, int] | None
+    implementation: Literal["xla", "cudnn"] | None
+    backend: str | tuple[str, ...] | None
+
+
+@overload
+def dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    return_residual: Literal[False] = False,
+    **options: Unpack[_Keywords],
+) -> Array: ...
+@overload
+def dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    return_residual: Literal[True],
+    **options: Unpack[_Keywords],
+) -> tuple[Array, Array]: ...
+@overload
+def dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    return_residual: bool,
+    **options: Unpack[_Keywords],
+) -> Array | tuple[Array, Array]: ...
 def dot_product_attention(
     query: ArrayLike,
     key: ArrayLike,
@@ -48,7 +93,7 @@ def dot_product_attention(
     implementation: Literal["xla", "cudnn"] | None = None,
     return_residual: bool = False,
     backend: str | tuple[str, ...] | None = None,
-) -> Any:
+) -> Array | tuple[Array, Array]:
     """Computes ``jax.nn.dot_product_attention`` on the best kernel that honours every argument.
 
     Args:
@@ -86,7 +131,7 @@ def dot_product_attention(
     if is_causal and query_seq_lengths is key_value_seq_lengths:
         keys_inside = None  # query i < length sees keys j <= i < length: causal hides all others already
     scores = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])  # [batch, heads, q_len, kv_len]
-    results = attention(
+    results: Any = attention(
         query,
         key,
         value,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Never
+from typing import Any, Literal, Never, Unpack, overload
 
 import jax
 
 from attn_core.call.arguments import ArrayFacts, check_qkv_as_one
 from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
+from attn_core.call.keywords import QkvPackedKeywords
 from attn_core.call.options import Options, requested_names
 from attn_core.call.seq_info import SeqInfo
 from attn_core.selection import override
@@ -16,8 +17,19 @@ from jax_frontend.dispatch import plan
 from jax_frontend.dispatch.differentiable import AttentionCall
 
 Array = jax.Array
+Keywords = QkvPackedKeywords[Array, Array]
 
 
+@overload
+def attention_qkvpacked(qkv: Array, *, return_lse: Literal[False] = False, **options: Unpack[Keywords]) -> Array: ...
+@overload
+def attention_qkvpacked(
+    qkv: Array, *, return_lse: Literal[True], **options: Unpack[Keywords]
+) -> tuple[Array, Array]: ...
+@overload
+def attention_qkvpacked(
+    qkv: Array, *, return_lse: bool, **options: Unpack[Keywords]
+) -> Array | tuple[Array, Array]: ...
 @hide_unknown
 def attention_qkvpacked(
     qkv: Array,
@@ -38,7 +50,7 @@ def attention_qkvpacked(
     return_lse: bool = False,
     dropout_rng: Array | None = None,
     **unknown: Never,
-) -> Any:
+) -> Array | tuple[Array, Array]:
     """Computes ``attention`` of q, k and v in one array; torch's kernels read it in place and write one gradient.
 
     Args:

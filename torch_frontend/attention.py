@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Never
+from typing import Any, Literal, Never, Unpack, overload
 
 import torch
 from torch.autograd import forward_ad
 
 from attn_core.call import checks
 from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
+from attn_core.call.keywords import AttentionKeywords
 from attn_core.call.layouts import Layout, check_layout
 from attn_core.call.options import Options, is_plain_window, requested_names
 from attn_core.call.tensors import Inputs
@@ -38,8 +39,21 @@ _is_autocast_on, _is_transformed, _modes, _checks = (
     checks.enabled,
 )
 Window = int | tuple[int | None, int | None] | None
+Keywords = AttentionKeywords[Tensor, torch.Generator]
 
 
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[Keywords]
+) -> Tensor: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[Keywords]
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Unpack[Keywords]
+) -> Tensor | tuple[Tensor, Tensor]: ...
 @hide_unknown
 def attention(
     q: Tensor,
@@ -63,7 +77,7 @@ def attention(
     return_lse: bool = False,
     dropout_rng: torch.Generator | None = None,
     **unknown: Never,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Computes scaled dot-product attention on the best kernel that honours every argument.
 
     Args:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Never
+from typing import Any, Literal, Never, Unpack, overload
 
 import torch
 
 from attn_core.call.arguments import check_qkv_as_one
 from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
+from attn_core.call.keywords import QkvPackedKeywords
 from attn_core.call.options import Options, requested_names
 from attn_core.call.tensors import Gradients, Inputs
 from attn_core.selection import override
@@ -18,8 +19,19 @@ from torch_frontend.dispatch.second_derivative import once_differentiable
 from torch_frontend.dispatch.tensor_kinds import is_watched
 
 Tensor = torch.Tensor
+Keywords = QkvPackedKeywords[Tensor, torch.Generator]
 
 
+@overload
+def attention_qkvpacked(qkv: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[Keywords]) -> Tensor: ...
+@overload
+def attention_qkvpacked(
+    qkv: Tensor, *, return_lse: Literal[True], **options: Unpack[Keywords]
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention_qkvpacked(
+    qkv: Tensor, *, return_lse: bool, **options: Unpack[Keywords]
+) -> Tensor | tuple[Tensor, Tensor]: ...
 @hide_unknown
 def attention_qkvpacked(
     qkv: Tensor,
@@ -40,7 +52,7 @@ def attention_qkvpacked(
     return_lse: bool = False,
     dropout_rng: torch.Generator | None = None,
     **unknown: Never,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Computes ``attention`` of views of one tensor; the backward writes its gradient without a concatenation.
 
     Args:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache, partial
-from typing import Any, Never
+from typing import Any, Literal, Never, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ import numpy as np
 from attn_core.backends.shared.jax_offsets import safe_offsets
 from attn_core.call.arguments import ArrayFacts
 from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
+from attn_core.call.keywords import PagedKeywords
 from attn_core.call.options import Options, requested_names
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import PagedInputs
@@ -23,9 +24,22 @@ from jax_frontend.dispatch import empty_rows, ops, plan
 from jax_frontend.paged.tables import check_kinds, check_table_values, copy_numpy
 
 Array = jax.Array
+Keywords = PagedKeywords[Array]
 Metadata = tuple[tuple[int, ...], np.dtype]
 
 
+@overload
+def paged_attention(
+    q: Array, k_pages: Array, v_pages: Array, *, return_lse: Literal[False] = False, **options: Unpack[Keywords]
+) -> Array: ...
+@overload
+def paged_attention(
+    q: Array, k_pages: Array, v_pages: Array, *, return_lse: Literal[True], **options: Unpack[Keywords]
+) -> tuple[Array, Array]: ...
+@overload
+def paged_attention(
+    q: Array, k_pages: Array, v_pages: Array, *, return_lse: bool, **options: Unpack[Keywords]
+) -> Array | tuple[Array, Array]: ...
 @hide_unknown
 def paged_attention(
     q: Array,
@@ -45,7 +59,7 @@ def paged_attention(
     backend: str | tuple[str, ...] | None = None,
     return_lse: bool = False,
     **unknown: Never,
-) -> Any:
+) -> Array | tuple[Array, Array]:
     """Computes attention of each sequence's new tokens to its keys and values in pages: decoding or chunked prefill.
 
     Query i of a sequence with n new tokens out of N sees key ``j <= i + N - n``; windows align to the same diagonal.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Never
+from typing import Any, Literal, Never, Unpack, overload
 
 import torch
 from torch.autograd import forward_ad
 
 from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
+from attn_core.call.keywords import PagedKeywords
 from attn_core.call.options import requested_names
 from attn_core.selection import Selection, explain, override
 from torch_frontend.dispatch.ops import join_names
@@ -21,9 +22,22 @@ from torch_frontend.paged.append import append, check_appended
 from torch_frontend.paged.plan import check_op, gather_arguments, metadata, op_tables, options_of, request, run
 
 Tensor = torch.Tensor
+Keywords = PagedKeywords[Tensor]
 _is_compiling, _modes = torch.compiler.is_compiling, are_modes_active
 
 
+@overload
+def paged_attention(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[Keywords]
+) -> Tensor: ...
+@overload
+def paged_attention(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, *, return_lse: Literal[True], **options: Unpack[Keywords]
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def paged_attention(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, *, return_lse: bool, **options: Unpack[Keywords]
+) -> Tensor | tuple[Tensor, Tensor]: ...
 @hide_unknown
 def paged_attention(
     q: Tensor,
@@ -43,7 +57,7 @@ def paged_attention(
     backend: str | tuple[str, ...] | None = None,
     return_lse: bool = False,
     **unknown: Never,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Computes attention of each sequence's new tokens to its keys and values in pages: decoding or chunked prefill.
 
     Query i of a sequence with n new tokens out of N sees key ``j <= i + N - n``; windows align to the same diagonal.

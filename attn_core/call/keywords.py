@@ -1,0 +1,55 @@
+"""The keywords of the public functions, as types. Their overloads take the type of the result from ``return_lse``.
+
+An overload repeats every argument of a function, and both frontends have the same ones. So they are listed once, here.
+The functions' docstrings say what they mean.
+"""
+
+# No `from __future__ import annotations`: it would hide Required from __required_keys__.
+from typing import Any, Generic, Required, TypedDict, TypeVar
+
+from attn_core.call.layouts import Layout
+
+Array = TypeVar("Array")
+Random = TypeVar("Random")
+"""What dropout draws from: torch's generator or JAX's key."""
+
+
+class QkvPackedKeywords(TypedDict, Generic[Array, Random], total=False):
+    """The keywords of ``attention_qkvpacked``, without return_lse."""
+
+    causal: bool
+    alignment: str
+    window: int | tuple[int | None, int | None] | None
+    softcap: float | None
+    scale: float | None
+    mask: Array | None
+    bias: Array | None
+    alibi_slopes: Array | None
+    sinks: Array | None
+    seq_info: Any
+    dropout: float
+    deterministic: bool
+    backend: str | tuple[str, ...] | None
+    dropout_rng: Random | None
+
+
+class AttentionKeywords(QkvPackedKeywords[Array, Random], total=False):
+    """The keywords of ``attention``, without return_lse."""
+
+    layout: Layout
+
+
+class PagedKeywords(TypedDict, Generic[Array], total=False):
+    """The keywords of ``paged_attention``, without return_lse."""
+
+    block_table: Required[Any]
+    seq_lens: Required[Any]
+    cu_seqlens_q: Any
+    max_len_q: int | None
+    causal: bool
+    window: int | tuple[int | None, int | None] | None
+    softcap: float | None
+    sinks: Array | None
+    scale: float | None
+    deterministic: bool
+    backend: str | tuple[str, ...] | None

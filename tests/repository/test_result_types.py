@@ -1,0 +1,68 @@
+"""Tests what type checkers conclude about a user's calls: the type of every result, and mistakes in the arguments."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attn_core.call.keywords import AttentionKeywords, PagedKeywords, QkvPackedKeywords
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAMS = [f"tests/typing/{framework}_program.py" for framework in ("torch", "jax")]
+
+
+def lines_with_errors(*command: str) -> set[tuple[str, int]]:
+    done = subprocess.run(
+        [sys.executable, "-m", *command, *PROGRAMS], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    found = re.findall(r"(tests/typing/\w+\.py):(\d+):(?:\d+ -)? error: ", done.stdout)
+    assert found, done.stdout + done.stderr
+    return {(name, int(line)) for name, line in found}
+
+
+def marked_lines() -> set[tuple[str, int]]:
+    return {
+        (name, number)
+        for name in PROGRAMS
+        for number, line in enumerate((ROOT / name).read_text(encoding="utf-8").splitlines(), start=1)
+        if "  # error: " in line
+    }
+
+
+@pytest.fixture(autouse=True)
+def both_frameworks() -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("jax")
+
+
+def test_mypy_finds_exactly_the_mistakes(tmp_path: Path) -> None:
+    # A user's settings: none of this project's, and errors only of the user's own files.
+    own = ("--config-file=", f"--cache-dir={tmp_path}", "--strict", "--follow-imports=silent", "--no-pretty")
+    assert lines_with_errors("mypy", *own) == marked_lines()
+
+
+@pytest.mark.skipif(not find_spec("pyright") or not shutil.which("node"), reason="needs pyright, which needs node")
+def test_pyright_finds_exactly_the_mistakes() -> None:
+    assert lines_with_errors("pyright", "--pythonpath", sys.executable) == marked_lines()
+
+
+@pytest.mark.parametrize("frontend", ["torch_frontend", "jax_frontend"])
+@pytest.mark.parametrize(
+    ("function", "keywords"),
+    [("attention", AttentionKeywords), ("attention_qkvpacked", QkvPackedKeywords), ("paged_attention", PagedKeywords)],
+    ids=["attention", "attention_qkvpacked", "paged_attention"],
+)
+def test_the_overloads_have_every_keyword(frontend: str, function: str, keywords: Any) -> None:
+    parameters = signature(getattr(import_module(frontend), function)).parameters.values()
+    expected = [each for each in parameters if each.kind is each.KEYWORD_ONLY and each.name != "return_lse"]
+    assert set(keywords.__annotations__) == {each.name for each in expected}
+    assert keywords.__required_keys__ == {each.name for each in expected if each.default is each.empty}

@@ -1,0 +1,45 @@
+"""A user's program in JAX, for type checkers: the type of every result follows from ``return_lse``."""
+
+from __future__ import annotations
+
+from typing import assert_type
+
+import jax
+import numpy as np
+from jax import Array
+
+from jax_frontend import SeqInfo, attention, attention_qkvpacked, dot_product_attention, paged_attention
+
+
+def calls(q: Array, k: Array, v: Array, qkv: Array, flag: bool) -> None:
+    assert_type(attention(q, k, v), Array)
+    assert_type(attention(q, k, v, causal=True, window=(3, None), return_lse=False), Array)
+    assert_type(
+        attention(q, k, v, softcap=50.0, seq_info=SeqInfo.from_lengths([3]), return_lse=True), tuple[Array, Array]
+    )
+    assert_type(
+        attention(q, k, v, dropout=0.1, dropout_rng=jax.random.key(0), return_lse=flag), Array | tuple[Array, Array]
+    )
+    assert_type(attention_qkvpacked(qkv, causal=True), Array)
+    assert_type(attention_qkvpacked(qkv, backend=("flex", "math"), return_lse=True), tuple[Array, Array])
+    assert_type(attention_qkvpacked(qkv, return_lse=flag), Array | tuple[Array, Array])
+    assert_type(dot_product_attention(q, k, v, None, None, is_causal=True), Array)
+    assert_type(dot_product_attention(q, k, v, scale=0.5, return_residual=True), tuple[Array, Array])
+    assert_type(dot_product_attention(q, k, v, return_residual=flag), Array | tuple[Array, Array])
+
+
+def decode(q: Array, k_pages: Array, v_pages: Array, table: np.ndarray, lengths: np.ndarray, flag: bool) -> None:
+    assert_type(paged_attention(q, k_pages, v_pages, block_table=table, seq_lens=lengths), Array)
+    lse = paged_attention(q, k_pages, v_pages, block_table=table, seq_lens=lengths, window=4, return_lse=True)
+    assert_type(lse, tuple[Array, Array])
+    either = paged_attention(q, k_pages, v_pages, block_table=table, seq_lens=lengths, return_lse=flag)
+    assert_type(either, Array | tuple[Array, Array])
+
+
+def mistakes(q: Array, k: Array, v: Array) -> None:
+    attention(q, k, v, is_causal=True)  # error: no such keyword
+    attention(q, k, v, causal="yes")  # error: a bool
+    attention(q, k)  # error: v is missing
+    print(attention(q, k, v).lse)  # error: an array has none
+    dot_product_attention(q, k, v, causal=True)  # error: no such keyword
+    paged_attention(q, k, v)  # error: block_table and seq_lens are missing

@@ -1,0 +1,41 @@
+"""A user's program in torch, for type checkers: the type of every result follows from ``return_lse``."""
+
+from __future__ import annotations
+
+from typing import assert_type
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torch_frontend import SeqInfo, attention, attention_qkvpacked, paged_attention
+
+
+def calls(q: Tensor, k: Tensor, v: Tensor, qkv: Tensor, flag: bool) -> None:
+    assert_type(attention(q, k, v), Tensor)
+    assert_type(attention(q, k, v, causal=True, window=(3, None), return_lse=False), Tensor)
+    assert_type(
+        attention(q, k, v, softcap=50.0, seq_info=SeqInfo.from_lengths([3]), return_lse=True), tuple[Tensor, Tensor]
+    )
+    assert_type(
+        attention(q, k, v, dropout=0.1, dropout_rng=torch.Generator(), return_lse=flag), Tensor | tuple[Tensor, Tensor]
+    )
+    assert_type(attention_qkvpacked(qkv, causal=True), Tensor)
+    assert_type(attention_qkvpacked(qkv, backend=("flex", "math"), return_lse=True), tuple[Tensor, Tensor])
+    assert_type(attention_qkvpacked(qkv, return_lse=flag), Tensor | tuple[Tensor, Tensor])
+
+
+def decode(q: Tensor, k_pages: Tensor, v_pages: Tensor, table: np.ndarray, lengths: np.ndarray, flag: bool) -> None:
+    assert_type(paged_attention(q, k_pages, v_pages, block_table=table, seq_lens=lengths), Tensor)
+    lse = paged_attention(q, k_pages, v_pages, block_table=table, seq_lens=lengths, window=4, return_lse=True)
+    assert_type(lse, tuple[Tensor, Tensor])
+    either = paged_attention(q, k_pages, v_pages, block_table=table, seq_lens=lengths, return_lse=flag)
+    assert_type(either, Tensor | tuple[Tensor, Tensor])
+
+
+def mistakes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    attention(q, k, v, is_causal=True)  # error: no such keyword
+    attention(q, k, v, causal="yes")  # error: a bool
+    attention(q, k)  # error: v is missing
+    print(attention(q, k, v).lse)  # error: a tensor has none
+    paged_attention(q, k, v)  # error: block_table and seq_lens are missing
