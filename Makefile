@@ -13,12 +13,14 @@ PYTHON ?= python3
 VENV ?= .venv
 PIP_ARGS ?=
 PYTEST_ARGS ?=
+CHECK_ARGS ?=
+MATRIX_ARGS ?=
 EXTRAS := torch,jax,hf,cli,dev,demo
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.installed-docs
 
-.PHONY: help venv demo demo-short serve-demo test test-avx2 sweep lint format docs docs-check support clean
+.PHONY: help venv demo demo-short serve-demo test test-avx2 sweep lint format docs docs-check support release-check matrix clean
 
 help:
 	@echo "make demo        runs SmolLM2-135M on packed prompts in torch and in JAX, and compares the answers"
@@ -32,6 +34,8 @@ help:
 	@echo "make docs        builds the documentation in site/"
 	@echo "make docs-check  opens ten pages of it in headless Chromium, which must be installed"
 	@echo "make support     writes docs/reference/support.md and devices.md from the claims of the backends"
+	@echo "make release-check  builds the wheel and the sdist, and installs the wheel with each extra in an empty environment"
+	@echo "make matrix      runs a short suite on other versions of Python, JAX and torch, each in an environment of its own"
 	@echo "make clean       removes .venv and all build and cache folders"
 
 venv: $(STAMP)
@@ -94,5 +98,12 @@ support: $(STAMP)
 	$(RUN) -m attn_core support --write docs/reference/support.md
 	$(RUN) -m attn_core support --devices --write docs/reference/devices.md
 
+# Both need no .venv: they build their environments. PIP_ARGS='-c constraints.txt' installs the pinned versions.
+release-check:
+	$(PYTHON) -m tools.release_check --pip-args="$(PIP_ARGS)" $(CHECK_ARGS)
+
+matrix:
+	$(PYTHON) -m tools.matrix --pip-args="$(PIP_ARGS)" $(MATRIX_ARGS)
+
 clean:
-	rm -rf $(VENV) build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .matrix build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
