@@ -1,0 +1,86 @@
+"""Tests the files that releases and contributors rely on: metadata, links on a package index, forms and workflows."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import attn_core
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
+WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
+FORMS = sorted(path for path in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml") if path.name != "config.yml")
+
+
+def load(path: Path) -> Any:
+    return yaml.load(path.read_text(encoding="utf-8"), yaml.BaseLoader)  # "on" stays a word
+
+
+def test_the_description_on_an_index_has_no_link_into_the_repository() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (rule,) = PROJECT["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]["substitutions"]
+    shown = re.sub(rule["pattern"], rule["replacement"], readme)
+    inside = re.compile(r"\]\((?!https?:|#)")
+    assert inside.search(readme) and not inside.search(shown)
+    words = re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", readme)
+    assert re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", shown) == words  # only links go, no text
+
+
+def test_every_extra_is_named_in_the_documentation() -> None:
+    install = (ROOT / "docs/get_started/install.md").read_text(encoding="utf-8")
+    for_users = set(PROJECT["project"]["optional-dependencies"]) - {"dev", "docs", "demo", "cuda13"}
+    assert for_users <= set(re.findall(r"[a-z]+", " ".join(re.findall(r"attn-core\[([a-z,]+)\]", install))))
+
+
+def test_the_citation_has_the_version_and_the_authors_of_the_package() -> None:
+    citation = load(ROOT / "CITATION.cff")
+    assert citation["version"] == attn_core.__version__
+    assert citation["authors"] == PROJECT["project"]["authors"]
+    assert citation["license"] == PROJECT["project"]["license"]
+    assert {"cff-version", "message", "title"} <= citation.keys()
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
+def test_a_workflow_pins_actions_and_runs_targets_that_exist(path: Path) -> None:
+    workflow = load(path)
+    assert workflow["permissions"] == {"contents": "read"} and workflow["on"]
+    steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
+    assert steps and all(("uses" in step) != ("run" in step) for step in steps)
+    for step in steps:
+        if "uses" in step:
+            assert re.fullmatch(r"[\w-]+/[\w-]+@(v\d+|release/v\d+)", step["uses"]), step
+        for target in re.findall(r"\bmake ([a-z0-9-]+)", step.get("run", "")):
+            assert re.search(rf"^{target}:", MAKEFILE, re.MULTILINE), target
+    needed = {job["needs"] for job in workflow["jobs"].values() if "needs" in job}
+    assert needed <= workflow["jobs"].keys()
+
+
+def test_the_workflows_cover_every_python_that_the_package_names() -> None:
+    named = [line.rpartition(" ")[2] for line in PROJECT["project"]["classifiers"] if "Python :: 3." in line]
+    matrix = load(ROOT / ".github/workflows/ci.yml")["jobs"]["matrix"]["strategy"]["matrix"]["python"]
+    assert named == matrix and PROJECT["project"]["requires-python"] == f">={named[0]}"
+
+
+@pytest.mark.parametrize("path", FORMS, ids=lambda path: path.name)
+def test_an_issue_form_asks_for_the_doctor(path: Path) -> None:
+    form = load(path)
+    assert {"name", "description", "body"} <= form.keys()
+    fields = [field for field in form["body"] if field["type"] != "markdown"]
+    assert len({field["id"] for field in fields}) == len(fields)
+    assert any("attn doctor --json" in field["attributes"]["label"] for field in fields)
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "SECURITY.md"])
+def test_links_and_commands_of_the_pages_for_contributors_exist(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for target in re.findall(r"\]\((?!https?:|#)([^)#\s]+)", text):
+        assert (ROOT / target).exists(), target
+    for target in re.findall(r"`make ([a-z0-9-]+)|^make ([a-z0-9-]+)", text, re.MULTILINE):
+        assert re.search(rf"^{''.join(target)}:", MAKEFILE, re.MULTILINE), target
