@@ -15,7 +15,7 @@ from attn_core.paged.step import Pages, Step
 from attn_core.selection.choice import NoBackendError, Selection, explain, select
 from attn_core.selection.target import Target
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 old_paths.install()
 
 __all__ = [

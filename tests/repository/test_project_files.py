@@ -47,6 +47,12 @@ def test_the_citation_has_the_version_and_the_authors_of_the_package() -> None:
     assert {"cff-version", "message", "title"} <= citation.keys()
 
 
+def test_the_changelog_has_the_version_below_what_is_unreleased() -> None:
+    headings = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert headings[:2] == ["Unreleased", attn_core.__version__]
+    assert len(headings) == len(set(headings))
+
+
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
 def test_a_workflow_pins_actions_and_runs_targets_that_exist(path: Path) -> None:
     workflow = load(path)
