@@ -877,7 +877,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         TypeError,
         "^context.causal_mask: expected a .*, got builtins.object",
     ),
-    "seq_info": ({"seq_info": [3, 4]}, SpecError, "^seq_info: expected a SeqInfo or the triple"),
+    "seq_info": ({"seq_info": [3, 4]}, SpecError, "^seq_info: expected a SeqInfo, got"),
     "documents that end behind the rows": (
         {"seq_info": SeqInfo.from_lengths([3, 8], [3, 11])},
         SpecError,

@@ -83,9 +83,7 @@ CAUSES: dict[str, Callable[[], Any]] = {
     "expected [batch, seq, heads, head_dim], got …": lambda: attention(q[0], q[0], q[0]),
     "mask: expected dtype bool (True = visible), got …": lambda: attention(q, q, q, mask=MASK.float()),
     "mask: expected a shape broadcastable to [batch, heads, q, kv] = …": lambda: attention(q, q, q, mask=MASK[:2]),
-    "is read as [q, kv], the same for each row of the batch": lambda: attention(
-        *[torch.randn(12, 12, 2, 8)] * 3, mask=MASK
-    ),
+    "mask: expected four axes, got …": lambda: attention(*[torch.randn(12, 12, 2, 8)] * 3, mask=MASK),
     "expected causal=True with an int": lambda: attention(q, q, q, window=4),
     "expected a left distance of 0 or more, got -1": lambda: attention(q, q, q, window=(-1, -1)),
     "seq_info: expected a SeqInfo …, got …": _packed([3, 4]),
@@ -112,7 +110,7 @@ CAUSES: dict[str, Callable[[], Any]] = {
 }
 """What raises, or warns with, the words of each heading under "Messages of attn-core"."""
 ELSEWHERE = {
-    "the command line needs typer, which is not installed": "tests/cli",
+    "needs …, which is not installed; pip install 'attn-core[…]'": "tests/repository/test_missing_packages.py",
     "ignored, because …; run `attn tune`, or delete the file": "tests/selection",
 }
 """Headings whose causes are tested in other folders."""
@@ -149,7 +147,7 @@ def test_the_heading_has_the_words_of_the_message(heading: str) -> None:
 def test_the_heading_has_the_words_of_the_source(heading: str) -> None:
     root = PAGE.parents[2]
     sources = "\n".join(path.read_text(encoding="utf-8") for path in (root / "attn_core").rglob("*.py"))
-    sources = re.sub(r"\{\w+\}", "typer" if "typer" in heading else "", sources)
+    sources = re.sub(r"\{\w+\}", "", sources)
     for words in _words(heading):
         assert words in sources
 
