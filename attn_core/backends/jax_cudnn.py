@@ -25,6 +25,7 @@ from importlib import import_module
 from typing import Any
 
 from attn_core.backends.shared import jax_nn
+from attn_core.backends.shared.aten_masks import explicit
 from attn_core.backends.shared.kernel_limits import GRID_LIMIT
 from attn_core.backends.support import Build, Support
 from attn_core.call.masks import band
@@ -64,12 +65,7 @@ def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str,
     """Refuses combinations that cuDNN or jax.nn lacks, and known faults. No build means the oldest cuDNN."""
     version = build.version if build is not None else ()
     by_device = (*_size_reasons(spec, device, version), *_faults(spec, device, version))
-    return (*(_table_reasons(spec) if _has_table(spec) else _band_reasons(spec)), *by_device)
-
-
-def _has_table(spec: AttentionSpec) -> bool:
-    """Returns whether the call has a mask or a bias. The band then becomes part of it."""
-    return spec.mask_shape is not None or spec.bias_shape is not None
+    return (*(_table_reasons(spec) if explicit(spec) else _band_reasons(spec)), *by_device)
 
 
 def _band_reasons(spec: AttentionSpec) -> list[str]:
@@ -132,7 +128,7 @@ def _faults(spec: AttentionSpec, device: str, version: tuple[int, ...]) -> list[
     if not spec.needs_backward or device != "sm90":
         return []
     reasons = []
-    causal = _causal(spec) and not _has_table(spec)
+    causal = _causal(spec) and not explicit(spec)
     if not causal and spec.kv_len % 128 == 64 and version < NAN_FIXED:
         reasons.append(
             f"backward: kv_len={spec.kv_len}: cuDNN {_version_text(version)} can give NaN where kv_len % 128 == 64"
@@ -178,7 +174,7 @@ def _causal(spec: AttentionSpec) -> bool:
     edge = band(spec)
     if edge.right != 0 or edge.hides_nothing(spec.q_len, spec.kv_len):
         return False
-    return not _has_table(spec) or (edge.left is None and not edge.offset)
+    return not explicit(spec) or (edge.left is None and not edge.offset)
 
 
 @lru_cache(maxsize=4096)
@@ -221,7 +217,7 @@ def _attend(spec: AttentionSpec, mask: Any, bias: Any, q: Any, k: Any, v: Any) -
     import jax.numpy as jnp
 
     how = lower(spec)
-    added, has_key = _additive(spec, mask, bias, q.dtype) if _has_table(spec) else (None, None)
+    added, has_key = _additive(spec, mask, bias, q.dtype) if explicit(spec) else (None, None)
     out = jax_nn.dot_product_attention(q, k, v, bias=added, **how)
     out = out[0] if how["return_residual"] else out
     if has_key is None:

@@ -8,6 +8,8 @@ from typing import NamedTuple
 from attn_core import backends
 from attn_core.call.pages import PagedKV
 from attn_core.call.spec import AttentionSpec
+from attn_core.cli.advice import Machine
+from attn_core.cli.advice.packages import commands_of, package_for
 from attn_core.cli.support_table import BOTH, FORWARD_ONLY, NONE, table_of
 from attn_core.selection import Target, refusals
 
@@ -41,12 +43,8 @@ IN_FIRST_TABLE = ("training", "decoding from pages")
 SHOWN = 3
 """So many of the backends that automatic choice may take are shown; the rest is in the second table."""
 
-PACKAGES = {
-    "flash4": "pip install 'flash-attn-4>=4.0.0b30'",
-    "flash3": "pip install tokenspeed-fa3",
-    "flash2": "pip install flash-attn --no-build-isolation",
-}
-"""The command that installs a backend's kernel, for the backends that do not come with torch or JAX.
+PACKAGES = {"flash4": "flash-attn-4", "flash3": "tokenspeed-fa3", "flash2": "flash-attn"}
+"""The package with a backend's kernel, for the backends that do not come with torch or JAX.
 
 Only those that can make automatic choice faster: ``xformers`` launches kernels that torch has, too."""
 
@@ -103,8 +101,14 @@ def _row(device: Device) -> list[str]:
     chosen_by_name = {name for name in PACKAGES if runs(name, device, "training")}
     useful = {name for names in chosen for name in names} or chosen_by_name
     lists = [", ".join(f"`{name}`" for name in names) or NONE for names in chosen]
-    commands = "<br>".join(f"`{command}`" for name, command in PACKAGES.items() if name in useful)
+    commands = "<br>".join(f"`{_install(package, device)}`" for name, package in PACKAGES.items() if name in useful)
     return [device.cards, f"`{device.name}`", *lists, commands or NONE]
+
+
+def _install(name: str, device: Device) -> str:
+    """Returns the last command that ``attn doctor`` advises for a package on a device, which installs it."""
+    package = package_for(name, device.name)
+    return "" if package is None else commands_of(package, Machine(device=device.name))[-1]
 
 
 def _cell(name: str, device: Device) -> str:

@@ -57,7 +57,7 @@ def predicted(
         caution: the factor by which the backend's predicted times count as longer.
         host_in_torch, device_time: the predicted times of the host in torch and of the device, with caution.
     """
-    has_table = not (spec.mask_shape is None and spec.bias_shape is None)
+    has_table = spec.mask_shape is not None or spec.bias_shape is not None
     if name == "jax_cudnn" and spec.causal and has_table:
         device_time *= CAUSAL_BESIDE_TABLE
     callback, launch = CALLBACK[spec.needs_backward], XLA_LAUNCH[spec.needs_backward]

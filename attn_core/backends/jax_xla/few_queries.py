@@ -7,7 +7,6 @@ heads, c channels of all kv heads.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from attn_core.backends.jax_xla.attention import product, sum_dtype
@@ -32,8 +31,9 @@ def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
     # head. With bfloat16 it copies them in any case, to float32.
     if spec.dtype == "bfloat16" or spec.q_len * spec.num_kv_heads > MOST_PRODUCTS:
         return _forward(spec, inputs, joint=False)
-    forms = {name: partial(_forward, spec, inputs, joint=name == "cpu") for name in ("cpu", "default")}
-    return platform_dependent(**forms)  # type: ignore[no-any-return]
+    return platform_dependent(  # type: ignore[no-any-return]
+        cpu=lambda: _forward(spec, inputs, joint=True), default=lambda: _forward(spec, inputs, joint=False)
+    )
 
 
 def _forward(spec: AttentionSpec, inputs: Inputs, joint: bool) -> tuple[Any, Any]:
