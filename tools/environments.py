@@ -15,8 +15,8 @@ def interpreter(version: str) -> str | None:
     named = shutil.which(f"python{version}")
     installed = sorted((Path.home() / ".pyenv/versions").glob(f"{version}.*/bin/python"))
     for path in [sys.executable, *([named] if named else []), *map(str, reversed(installed))]:
-        asked = "import sys; print('%d.%d' % sys.version_info[:2])"
-        done = subprocess.run([path, "-c", asked], capture_output=True, text=True, check=False)
+        program = "import sys; print('%d.%d' % sys.version_info[:2])"
+        done = subprocess.run([path, "-c", program], capture_output=True, text=True, check=False)
         if done.returncode == 0 and done.stdout.strip() == version:
             return path
     return None

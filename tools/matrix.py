@@ -76,12 +76,12 @@ def result_of(environment: Environment, pip_args: list[str]) -> tuple[str, str]:
         return "", f"skipped: no Python {environment.python} here"
     folder = FOLDER / environment.name
     try:
-        wanted = (f"{ROOT}[{environment.extras}]", *environment.packages, *TEST_TOOLS)
-        own = build(folder, base, *wanted, pip_args=pip_args, keep=True)
+        packages = (f"{ROOT}[{environment.extras}]", *environment.packages, *TEST_TOOLS)
+        own = build(folder, base, *packages, pip_args=pip_args, keep=True)
     except subprocess.CalledProcessError as error:
         return "", f"FAILED: pip: {error.stdout.strip().splitlines()[-1]}"
-    asked = f"from importlib.metadata import version; print(version({environment.framework!r}))"
-    version = run(own, "-c", asked).strip()
+    program = f"from importlib.metadata import version; print(version({environment.framework!r}))"
+    version = run(own, "-c", program).strip()
     options = ("-q", "-p", "no:cacheprovider", "-n", "2")
     # The tests import the sources from this folder, and everything else from the environment.
     done = subprocess.run(

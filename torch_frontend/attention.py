@@ -113,10 +113,10 @@ def attention(
     if unknown:
         refuse_keywords("attention", unknown)
     if layout != "bshd":
-        given = {"causal": causal, "alignment": alignment, "window": window, "softcap": softcap, "scale": scale}
-        given |= {"mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks, "seq_info": seq_info}
-        given |= {"dropout": dropout, "deterministic": deterministic, "backend": backend, "return_lse": return_lse}
-        return heads_first.attend_in_layout(attention, layout, (q, k, v), given | {"dropout_rng": dropout_rng})
+        keywords = {"causal": causal, "alignment": alignment, "window": window, "softcap": softcap, "scale": scale}
+        keywords |= {"mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks, "seq_info": seq_info}
+        keywords |= {"dropout": dropout, "deterministic": deterministic, "backend": backend, "return_lse": return_lse}
+        return heads_first.attend_in_layout(attention, layout, (q, k, v), keywords | {"dropout_rng": dropout_rng})
     # The fast path: plain tensors, no dropout, nothing that observes the call. It costs one cached lookup.
     no_extras = mask is None and bias is None and alibi_slopes is None and sinks is None and seq_info is None
     observed = _is_compiling() or _is_autocast_on() or _is_transformed() or _modes() or forward_ad._current_level >= 0

@@ -88,9 +88,9 @@ class SpecOptions:
 
     def filled(self, defaults: Defaults) -> SpecOptions:
         """Returns the options with a dtype and, unless the documents have lengths, a number of queries."""
-        given = self.q_len is not None or self.lengths is not None or self.cu_seqlens is not None
+        has_lengths = self.q_len is not None or self.lengths is not None or self.cu_seqlens is not None
         dtype = defaults.dtype if self.dtype is None else DTYPES.get(self.dtype, self.dtype)
-        return replace(self, dtype=dtype, q_len=self.q_len if given else defaults.length)
+        return replace(self, dtype=dtype, q_len=self.q_len if has_lengths else defaults.length)
 
     def seq_info(self) -> SeqInfo | None:
         """Returns the packed documents with numpy offsets, or None.

@@ -128,14 +128,14 @@ def worth_showing(facts: Explanation) -> tuple[list[Row], int]:
     These are the backends that can run the call, the requested ones, and the candidates of automatic choice that are
     one change away. If there is none, they are the candidates with the fewest reasons.
     """
-    wanted = {*facts.requested, *facts.automatic}
+    eligible = {*facts.requested, *facts.automatic}
     shown = [
         row
         for row in facts.rows
-        if not row.reasons or row.backend in facts.requested or (row.verdict == ONE_CHANGE and row.backend in wanted)
+        if not row.reasons or row.backend in facts.requested or (row.verdict == ONE_CHANGE and row.backend in eligible)
     ]
     if not shown:
-        closest = sorted(facts.rows, key=lambda row: (row.backend not in wanted, len(row.reasons)))[:MOST_CLOSEST]
+        closest = sorted(facts.rows, key=lambda row: (row.backend not in eligible, len(row.reasons)))[:MOST_CLOSEST]
         shown = [row for row in facts.rows if row in closest]
     return shown, len(facts.rows) - len(shown)
 
@@ -216,8 +216,8 @@ def with_remedy(reason: str) -> str:
     if missing is None:
         return reason
     package = missing["package"]
-    wanted = EXTRAS.get(package, missing["requirement"])
-    return f"{missing['fault']}; pip install '{wanted}'{PIP_OPTIONS.get(package, '')}"
+    required = EXTRAS.get(package, missing["requirement"])
+    return f"{missing['fault']}; pip install '{required}'{PIP_OPTIONS.get(package, '')}"
 
 
 def duration(microseconds: float) -> str:

@@ -9,7 +9,7 @@ from textwrap import fill
 from attn_core.selection.explanation import BY_NAME, Explanation, Row, duration, sections, worth_showing
 
 COLUMNS = 80
-"""The width of a terminal that nobody has made wider."""
+"""The usual width of a terminal."""
 
 COMMAND = re.compile(r"pip install '[^']*'( --[a-z-]+)*")
 NO_BREAK = "\N{NO-BREAK SPACE}"

@@ -30,7 +30,7 @@ def restored() -> Iterator[None]:
         yield
 
 
-def found(framework: Framework, on: bool = True, **arguments: Any) -> list[str]:
+def findings_of(framework: Framework, on: bool = True, **arguments: Any) -> list[str]:
     """The findings of a call of zeros with these arguments; numpy arrays become the framework's."""
     call = {name: np.zeros((BATCH, LENGTH, HEADS, 8), np.float32) for name in "qkv"} | arguments
     given = {name: framework.array(each) if isinstance(each, np.ndarray) else each for name, each in call.items()}
@@ -87,22 +87,22 @@ RIGHT: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", WRONG)
 def test_a_mistake_is_reported(framework: Framework, name: str) -> None:
     arguments, says = WRONG[name]
-    messages = found(framework, **arguments)
+    messages = findings_of(framework, **arguments)
     assert any(re.match(says, message) for message in messages), messages
-    assert found(framework, on=False, **arguments) == []
+    assert findings_of(framework, on=False, **arguments) == []
 
 
 @everywhere
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_usual_call_is_not_reported(framework: Framework, name: str) -> None:
-    assert found(framework, **RIGHT[name]) == []
+    assert findings_of(framework, **RIGHT[name]) == []
 
 
 @everywhere
 def test_padding_behind_the_documents_is_not_reported(framework: Framework) -> None:
     row = {name: np.zeros((LENGTH, HEADS, 8), np.float32) for name in "qkv"}
-    assert found(framework, **row, seq_info=SeqInfo.from_lengths([3, 1]), causal=True) == []
-    messages = found(framework, **row, seq_info=SeqInfo.from_lengths([2, 3], [1, 4]), causal=True)
+    assert findings_of(framework, **row, seq_info=SeqInfo.from_lengths([3, 1]), causal=True) == []
+    messages = findings_of(framework, **row, seq_info=SeqInfo.from_lengths([2, 3], [1, 4]), causal=True)
     assert [message.partition(";")[0] for message in messages] == [
         "causal: 1 of 5 rows see no key, so their output is 0"
     ]
@@ -112,7 +112,7 @@ def test_padding_behind_the_documents_is_not_reported(framework: Framework) -> N
 def test_bfloat16_is_read(framework: Framework) -> None:
     arrays = {name: framework.zeros(1, 2, 1, 8, dtype="bfloat16") for name in "kv"}
     q = framework.array(with_value(np.nan, 1, 2, 1, 8), "bfloat16")
-    assert found(framework, q=q, **arrays)[0].startswith("q: 1 of 16 values")
+    assert findings_of(framework, q=q, **arrays)[0].startswith("q: 1 of 16 values")
 
 
 def test_traced_calls_are_not_checked() -> None:

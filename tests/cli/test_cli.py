@@ -50,8 +50,8 @@ def test_help_of_every_command(command: str) -> None:
 
 
 def test_the_shell_completes_commands() -> None:
-    asked = {"_ATTN_COMPLETE": "complete_bash", "COMP_WORDS": "attn con", "COMP_CWORD": "1"}
-    assert CliRunner().invoke(app, [], env=asked, prog_name="attn").stdout.split() == ["context-plan"]
+    variables = {"_ATTN_COMPLETE": "complete_bash", "COMP_WORDS": "attn con", "COMP_CWORD": "1"}
+    assert CliRunner().invoke(app, [], env=variables, prog_name="attn").stdout.split() == ["context-plan"]
     assert "--install-completion" in attn("--help").stdout
 
 

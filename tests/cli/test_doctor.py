@@ -33,13 +33,13 @@ def attn(*arguments: str, columns: int = 80):
 
 
 @pytest.fixture(scope="module")
-def found() -> Findings:
+def findings() -> Findings:
     return examine(Console(quiet=True))
 
 
-def on(found: Findings, machine: Machine) -> Findings:
+def on(findings: Findings, machine: Machine) -> Findings:
     """The findings as if this process ran on a machine whose GPU the frameworks do not use."""
-    return replace(found, machine=machine, problems=problems(machine), advice=advise(machine))
+    return replace(findings, machine=machine, problems=problems(machine), advice=advise(machine))
 
 
 def text(findings: Findings, monkeypatch: pytest.MonkeyPatch, *, everything: bool = False) -> list[str]:
@@ -47,16 +47,16 @@ def text(findings: Findings, monkeypatch: pytest.MonkeyPatch, *, everything: boo
     return list(report(findings, everything))
 
 
-def test_json_is_complete(found: Findings) -> None:
+def test_json_is_complete(findings: Findings) -> None:
     done = attn("doctor", "--json")
-    assert done.exit_code == (0 if found.healthy else 1), done.output
+    assert done.exit_code == (0 if findings.healthy else 1), done.output
     actual = json.loads(done.stdout)
     assert set(actual) == KEYS
     assert actual["versions"]["numpy"] == np.__version__
     assert {state["name"] for state in actual["backends"].values()} == set(backends.names())
     for name, state in actual["backends"].items():
         assert (state["version"] is None) != (state["reason"] is None), name
-    assert actual["runs"] == {framework: found.running(framework) for framework in found.devices}
+    assert actual["runs"] == {framework: findings.running(framework) for framework in findings.devices}
     assert set(actual["runs"]["torch"]) <= set(backends.names()) and actual["runs"]["torch"]
     for row in actual["checks"]:
         assert row["reasons"] or row["ok"], row
@@ -97,14 +97,14 @@ MACHINES = [
 @pytest.mark.parametrize("everything", [False, True], ids=["short", "all"])
 @pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.device)
 def test_lines_fit_80_columns(
-    found: Findings, machine: Machine, everything: bool, monkeypatch: pytest.MonkeyPatch
+    findings: Findings, machine: Machine, everything: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for line in text(on(found, machine), monkeypatch, everything=everything):
+    for line in text(on(findings, machine), monkeypatch, everything=everything):
         assert len(line) <= 80, line
 
 
-def test_the_report_shows_problems_and_commands(found: Findings, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = text(on(found, MACHINES[1]), monkeypatch)
+def test_the_report_shows_problems_and_commands(findings: Findings, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = text(on(findings, MACHINES[1]), monkeypatch)
     assert lines[0].startswith("CPU ONLY: all backends that run here were right")
     together = "\n".join(lines)
     for problem in problems(MACHINES[1]):
@@ -113,14 +113,14 @@ def test_the_report_shows_problems_and_commands(found: Findings, monkeypatch: py
     assert "for sm90, which no framework uses here: flash2" in together
 
 
-def test_a_long_command_continues_after_a_backslash(found: Findings, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = text(on(found, Machine(device="sm70")), monkeypatch)
+def test_a_long_command_continues_after_a_backslash(findings: Findings, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = text(on(findings, Machine(device="sm70")), monkeypatch)
     first = lines.index("       pip install 'torch>=2.11' \\")
     assert lines[first + 1] == "         --index-url https://download.pytorch.org/whl/cu126"
 
 
-def test_a_machine_without_kernels_is_told_so(found: Findings, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = text(on(found, Machine(device="tpu")), monkeypatch)
+def test_a_machine_without_kernels_is_told_so(findings: Findings, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = text(on(findings, Machine(device="tpu")), monkeypatch)
     assert "  Nothing: no package has a kernel for tpu." in lines
 
 
@@ -191,14 +191,14 @@ REASON = "not available: ImportError: undefined symbol"
     ids=["import", "works", "launch", "one-variant", "all-variants", "absent"],
 )
 def test_an_installed_package_that_does_not_work_is_broken(
-    found: Findings, states: dict[str, str | None], checks: list[Row], broken: dict[str, str]
+    findings: Findings, states: dict[str, str | None], checks: list[Row], broken: dict[str, str]
 ) -> None:
     modules = {
         name: State(name, "cuda", False, None if reason else "1.0", reason, here=True)
         for name, reason in states.items()
     }
-    versions = found.versions | {"flash-attn": "2.8.3", "sageattention": "1.0.6"}
-    changed = replace(found, versions=versions, backends=modules, checks=[*found.right, *checks])
+    versions = findings.versions | {"flash-attn": "2.8.3", "sageattention": "1.0.6"}
+    changed = replace(findings, versions=versions, backends=modules, checks=[*findings.right, *checks])
     assert changed.broken == broken
     assert changed.healthy == (not broken)
 

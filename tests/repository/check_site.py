@@ -56,11 +56,11 @@ def faults_of(site: Path, pages: tuple[str, ...], browser: str | None, screensho
     from playwright.sync_api import sync_playwright
 
     screenshots.mkdir(parents=True, exist_ok=True)
-    found = browser or next((path for path in map(shutil.which, BROWSERS) if path), None)
+    executable = browser or next((path for path in map(shutil.which, BROWSERS) if path), None)
     faults: list[str] = []
     links: set[str] = set()
     with served(site) as root, sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=found)
+        chromium = playwright.chromium.launch(executable_path=executable)
         for device, width in WIDTHS.items():
             for page in pages:
                 tab = chromium.new_page(viewport={"width": width, "height": 900})

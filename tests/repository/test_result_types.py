@@ -24,9 +24,9 @@ def lines_with_errors(*command: str) -> set[tuple[str, int]]:
     done = subprocess.run(
         [sys.executable, "-m", *command, *PROGRAMS], cwd=ROOT, capture_output=True, text=True, check=False
     )
-    found = re.findall(r"(tests/typing/\w+\.py):(\d+):(?:\d+ -)? error: ", done.stdout)
-    assert found, done.stdout + done.stderr
-    return {(name, int(line)) for name, line in found}
+    errors = re.findall(r"(tests/typing/\w+\.py):(\d+):(?:\d+ -)? error: ", done.stdout)
+    assert errors, done.stdout + done.stderr
+    return {(name, int(line)) for name, line in errors}
 
 
 def marked_lines() -> set[tuple[str, int]]:

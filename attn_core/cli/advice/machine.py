@@ -153,8 +153,8 @@ def _loads_runtime(major: int) -> bool:
 
 def _xformers_cuda() -> dict[str, int]:
     """Returns {"xformers": 12} for a wheel that was built for CUDA 12.8, as the wheel itself says."""
-    found = find_spec("xformers")
-    path = Path(found.origin or "").with_name("cpp_lib.json") if found else None
+    module = find_spec("xformers")
+    path = Path(module.origin or "").with_name("cpp_lib.json") if module else None
     if path is None or not path.is_file():
         return {}
     cuda = json.loads(path.read_text(encoding="utf-8")).get("version", {}).get("cuda")  # 1208 for 12.8

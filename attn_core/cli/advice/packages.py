@@ -158,9 +158,9 @@ def packages_for(device: str) -> list[Package]:
 def requirements(backend: str, kind: str) -> dict[str, str]:
     """Returns the packages in a backend's ``REQUIRES``: name -> versions such as ``">=2.6.2,<3"``, or ``""``."""
     pattern = r"([a-z][\w-]*)(?:\[\w+\])?((?:[<>=]=?[\w.]+,?)*)(?![\w-])"
-    found = re.findall(pattern, backends.load(backend, kind).REQUIRES)
+    pairs = re.findall(pattern, backends.load(backend, kind).REQUIRES)
     known = {entry.name for entry in PACKAGES} | ALTERNATIVES
-    return {name: versions.rstrip(",") for name, versions in found if name in known}
+    return {name: versions.rstrip(",") for name, versions in pairs if name in known}
 
 
 ALTERNATIVES = {"flash-attn-3", "fa3-fwd"}
