@@ -43,8 +43,10 @@ def attend_in_layout(attention: Callable[..., Any], layout: Any, qkv: tuple[Any,
         options: all other arguments of ``attention``, by name.
     """
     check_layout(layout)
-    # The types first, because a tensor or an array has no truth value.
-    if all(type(options[name]) is type(usual) and options[name] == usual for name, usual in DEFAULTS.items()):
+    # Every option is in one of the two tables, so a new one cannot be dropped. The types are compared first, because a
+    # tensor has no truth value.
+    others = [(value, DEFAULTS[name]) for name, value in options.items() if name not in DIRECT]
+    if all(type(value) is type(usual) and value == usual for value, usual in others):
         out = attend(*qkv, **{name: options[name] for name in DIRECT})
         if out is not None:
             return out
