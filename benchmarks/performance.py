@@ -12,6 +12,9 @@ import statistics
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from attn_core.cli.bench import draw_sweep
+from attn_core.cli.bench_sweep import read
+from attn_core.selection.cross_validation import Fitting
 from benchmarks import choice_report, jax_calls, real_calls_report, small_calls_report
 from benchmarks.hopper_report import figures_of
 from benchmarks.performance_plots import ONE_GPU, draw, efficiency, strategies
@@ -48,6 +51,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(page(results))
         return
     draw(results["hopper"], results["context-parallel"], IMAGES)
+    draw_sweep(Fitting(read(RESULTS / "sweep-sm90.json")), IMAGES / "sweep-h200.png")
     PAGE.write_text(page(results), encoding="utf-8")
     for other in WITH_TABLE:
         other.write_text(with_table(other.read_text(encoding="utf-8"), table(rows(results))), encoding="utf-8")
@@ -234,6 +238,11 @@ models were fitted to the H200: its figures come from cross-validation, and sett
 at its calls. The other devices run the package as it is, on calls that nothing was chosen by.
 
 {choice_report.section()}
+
+![Sorted speeds beside F.sdpa, and the sorted cost of the choice, on an H200](../images/sweep-h200.png)
+
+`attn bench --plot` draws this for your machine. Every point is a call; the calls are sorted, and points below 1 at the
+left are slower than torch's own function.
 
 ## Random calls in JAX on a GPU
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from attn_core.cli.bench import regret_table
 from attn_core.cli.bench_sweep import read
+from attn_core.cli.plots import empty_figure
 from attn_core.errors import SpecError
 from attn_core.selection.cross_validation import FOLDS, Fitting
 from attn_core.selection.regret import Regret, fastest_round, right_times
@@ -162,7 +163,7 @@ def _errors_table(fitting: Fitting) -> str:
 
 def errors(fitting: Fitting) -> Any:
     """Draws predicted over measured time of unseen calls by measured time; a colour per backend."""
-    figure = _figure(11, 4.5)
+    figure = empty_figure(11, 4.5, "--write")
     for axes, direction in zip(figure.subplots(1, 2), DIRECTIONS, strict=True):
         for name, pairs in _log_errors(fitting, direction).items():
             times, ratios = [time for time, _ in pairs], [math.exp(error) for _, error in pairs]
@@ -177,7 +178,7 @@ def errors(fitting: Fitting) -> Any:
 
 def histogram(chosen: Sequence[Regret]) -> Any:
     """Draws the number of cases by regret, separately for forward and training."""
-    figure = _figure(8, 3.5)
+    figure = empty_figure(8, 3.5, "--write")
     axes = figure.subplots()
     finite = {
         direction: [regret.ratio for regret in chosen if regret.training is training and math.isfinite(regret.ratio)]
@@ -190,14 +191,6 @@ def histogram(chosen: Sequence[Regret]) -> Any:
     axes.set(xlabel="time of the automatic choice / time of the fastest", ylabel="cases", yscale="symlog")
     axes.legend()
     return figure
-
-
-def _figure(width: float, height: float) -> Any:
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        raise SpecError("--write: matplotlib is not installed; pip install 'attn-core[cli]'") from None
-    return Figure(figsize=(width, height), layout="constrained")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

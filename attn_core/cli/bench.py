@@ -23,6 +23,7 @@ from attn_core.cli.bench_torch import SDPA
 from attn_core.cli.complaint import complain
 from attn_core.cli.devices import device_named
 from attn_core.cli.frameworks import check_framework, devices_of
+from attn_core.cli.plots import empty_figure, sweep_figure
 from attn_core.cli.progress import Stages
 from attn_core.errors import SpecError
 from attn_core.selection.cross_validation import Fitting
@@ -56,6 +57,10 @@ def bench(
         float | None, typer.Option(help="Start no new case after this many seconds; see --resume.")
     ] = None,
     json: Annotated[Path | None, typer.Option(help="Write the raw times to this file, every few seconds.")] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="Write a plot of the speeds and the choice's cost to this file (needs matplotlib)."),
+    ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Run only the cases that the --json file does not have yet.")
     ] = False,
@@ -65,6 +70,8 @@ def bench(
     Exit code: 0 on success; 1 if a backend failed or was wrong, or time ran out; 2 for invalid options.
     """
     try:
+        if plot is not None:
+            empty_figure(1, 1)  # fails before minutes of measuring if matplotlib is missing
         sweep = Sweep(device_of(device, framework), tuple(backend or ()), rounds, everything, framework)
         if resume:
             if json is None:
@@ -72,7 +79,7 @@ def bench(
             if json.exists():
                 sweep.resume(read(json))
         cases = QUICK if quick else islice(random_calls(seed, sweep.target.kind), calls)
-        complete = _measure(sweep, [case for case in cases if _wanted(case, only)], seconds, json)
+        complete = _measure(sweep, [case for case in cases if _wanted(case, only)], seconds, json, plot)
     except SpecError as error:
         complain(error)
         raise typer.Exit(2) from None
@@ -103,7 +110,9 @@ def _wanted(case: SweepCase, only: list[str] | None) -> bool:
     return not only or any(text in case.name for text in only)
 
 
-def _measure(sweep: Sweep, cases: Sequence[SweepCase], seconds: float | None, path: Path | None) -> bool:
+def _measure(
+    sweep: Sweep, cases: Sequence[SweepCase], seconds: float | None, path: Path | None, plot: Path | None
+) -> bool:
     if not cases:
         raise SpecError("--only: expected a part of a case's name; no case contains it")
     # Progress goes to stderr, so that stdout has only the result.
@@ -128,10 +137,23 @@ def _measure(sweep: Sweep, cases: Sequence[SweepCase], seconds: float | None, pa
     finally:
         if path is not None:
             _replace(path, sweep.raw)
-    typer.echo(regret_table(Fitting(sweep.raw)))
-    if path is not None:
-        typer.echo(f"wrote {path}")
+    fitting = Fitting(sweep.raw)
+    typer.echo(regret_table(fitting))
+    if plot is not None:
+        draw_sweep(fitting, plot)
+    for written_file in (path, plot):
+        if written_file is not None:
+            typer.echo(f"wrote {written_file}")
     return complete
+
+
+def draw_sweep(fitting: Fitting, path: Path) -> None:
+    """Writes the plot of a sweep. Raises a SpecError if no call can be drawn, or matplotlib is not installed."""
+    if not fitting.counted:
+        raise SpecError(f"--plot={path}: nothing to draw, because no backend ran a call with right numbers")
+    # The package's order is what a user of this machine has.
+    chosen = regrets_of_package(fitting) or fitting.regrets()
+    sweep_figure(fitting, speeds_beside(fitting)[0], chosen).savefig(path, dpi=150)
 
 
 def _replace(path: Path, raw: dict[str, Any]) -> None:

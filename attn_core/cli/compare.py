@@ -14,6 +14,7 @@ from rich.text import Text
 from attn_core.cli.comparison import ORACLE_LIMIT, Row, bit_equality, fits_oracle, rows_of
 from attn_core.cli.devices import device_named
 from attn_core.cli.frameworks import devices_of, installed
+from attn_core.cli.plots import comparison_figure
 from attn_core.cli.spec_options import ON_CPU, ON_GPU, SpecOptions, takes_spec
 from attn_core.cli.trial import Trial, draw
 from attn_core.errors import SpecError
@@ -53,7 +54,7 @@ def compare(
     else:
         _show(console, trial, rows, equal, everything)
     if plot is not None:
-        _picture(trial, rows).savefig(plot, dpi=150)
+        comparison_figure(trial, rows).savefig(plot, dpi=150)
         # With --json, stdout must hold nothing but JSON.
         typer.echo(f"wrote {plot}", err=json)
     if any(row.wrong for row in rows) or not any(row.outcome for row in rows):
@@ -136,24 +137,3 @@ def _cells(row: Row, equal: dict[str, bool]) -> list[str]:
 
 def _as_json(trial: Trial, rows: list[Row], equal: dict[str, bool]) -> dict[str, Any]:
     return {"spec": str(trial.spec), "rows": [row.as_json() for row in rows], "bit_equal": equal}
-
-
-def _picture(trial: Trial, rows: list[Row]) -> Any:
-    try:
-        # Figure instead of pyplot, which may look for a display.
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        raise SpecError("--plot: matplotlib is not installed; pip install 'attn-core[cli]'") from None
-    ran = [row for row in rows if row.outcome is not None]
-    figure = Figure(figsize=(8, 1.6 + 0.4 * len(ran)), layout="constrained")
-    times, errors = figure.subplots(1, 2, sharey=True)
-    names = [f"{row.backend} in {row.framework}" for row in ran]
-    colors = ["tab:orange" if row.framework == "torch" else "tab:blue" for row in ran]
-    times.barh(names, [row.outcome.milliseconds for row in ran if row.outcome], color=colors)
-    times.set(xlabel="median time (ms)")
-    times.invert_yaxis()
-    errors.barh(names, [row.accuracy.worst if row.accuracy else 0.0 for row in ran], color=colors)
-    errors.axvline(1.0, color="black", linewidth=0.8)
-    errors.set(xlabel="error / bound (1 is the limit)")
-    figure.suptitle(str(trial.spec), fontsize=8, wrap=True)
-    return figure

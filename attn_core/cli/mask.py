@@ -11,6 +11,7 @@ import typer
 
 from attn_core.call.masks import visible
 from attn_core.call.spec import AttentionSpec
+from attn_core.cli.plots import empty_figure
 from attn_core.cli.spec_options import SpecOptions, takes_spec
 from attn_core.errors import SpecError
 
@@ -68,12 +69,7 @@ def _shares(seen: np.ndarray, block: int) -> np.ndarray:
 
 
 def _picture(seen: np.ndarray, spec: AttentionSpec, offsets: tuple[Any, Any]) -> Any:
-    try:
-        # Figure instead of pyplot, which may look for a display.
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        raise SpecError("--png: matplotlib is not installed; pip install 'attn-core[cli]'") from None
-    figure = Figure(figsize=(6, 6), layout="constrained")
+    figure = empty_figure(6, 6, "--png")
     axes = figure.add_subplot()
     axes.imshow(seen, cmap="Blues", vmin=0, vmax=1.4, interpolation="nearest", aspect="equal")
     for cut, line in zip(offsets, (axes.axhline, axes.axvline)):

@@ -14,8 +14,9 @@ from typer.testing import CliRunner
 
 from attn_core import AttentionSpec
 from attn_core.cli import bench_jax, bench_sweep, bench_timing
-from attn_core.cli.bench import bench
+from attn_core.cli.bench import bench, regrets_of_package, speeds_beside
 from attn_core.cli.bench_sweep import Sweep, candidates, read
+from attn_core.cli.plots import sweep_figure
 from attn_core.selection import Target, cross_validation
 from attn_core.selection.cross_validation import Fitting
 from attn_core.selection.sweep import QUICK, SweepCase
@@ -147,6 +148,30 @@ def test_a_sweep_continues_where_it_stopped(raw_file: Path, tmp_path: Path) -> N
     done = run(*FEW[:-2], "--resume", "--json", str(path))
     assert done.exit_code == 2
     assert "--resume: the file has backends=" in done.stderr
+
+
+def test_a_sweep_is_drawn(raw_file: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    copy, picture = tmp_path / "raw.json", tmp_path / "sweep.png"
+    copy.write_bytes(raw_file.read_bytes())
+    done = run(*FEW, "--json", str(copy), "--resume", "--plot", str(picture))
+    assert done.exit_code == 0, done.output
+    assert f"wrote {picture}" in done.output
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_drawn_sweep_sorts_the_speeds_on_a_log_scale() -> None:
+    pytest.importorskip("matplotlib")
+    fitting = Fitting(read(Path(__file__).parents[2] / "benchmarks/results/sweep-jax-cpu.json"))
+    speeds = speeds_beside(fitting)[0]
+    beside, cost = sweep_figure(fitting, speeds, regrets_of_package(fitting)).axes
+    expected = [sorted(ratio for ratio, _ in pairs) for pairs in speeds.values()]
+    # The last line of a panel is the mark at 1.
+    assert [list(line.get_ydata()) for line in beside.lines[:-1]] == expected
+    assert beside.get_yscale() == cost.get_yscale() == "log"
+    labels = [text.get_text() for text in beside.get_legend().get_texts()]
+    assert [label.partition(":")[0] for label in labels] == ["jax.nn, forward", "jax.nn, training"]
+    assert all(min(line.get_ydata()) >= 1 for line in cost.lines)
 
 
 @pytest.mark.parametrize(
