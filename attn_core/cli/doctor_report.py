@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from attn_core.cli.advice import Advice
 from attn_core.cli.advice.packages import runs_on
 from attn_core.cli.comparison import Row
-from attn_core.cli.findings import CHECKED, Findings, State
+from attn_core.cli.findings import CHECKED, EVEN_LENGTH, Findings, State
 
 SPOKEN = {"torch": "torch", "jax": "JAX"}
 FIRST = 16
@@ -145,7 +145,8 @@ def _right(findings: Findings) -> Iterator[str]:
     for name, of_backend in rows.items():
         yield from _two(name, "; ".join(_results(of_backend)))
     if rows:
-        yield from _wrap(f"The call: {CHECKED}; with gradients if the backend has them.", "  ", "  ")
+        call = f"The call: {CHECKED}; with gradients if the backend has them. Kernels without float32 have a half dtype"
+        yield from _wrap(f"{call}, and kernels that refuse these lengths have {EVEN_LENGTH}.", "  ", "  ")
 
 
 def _results(rows: list[Row]) -> Iterator[str]:
@@ -162,7 +163,7 @@ def _results(rows: list[Row]) -> Iterator[str]:
 
 def _groups(findings: Findings) -> Iterator[str]:
     """Yields the backends that do not run here, in groups."""
-    ran = {row.backend for row in findings.checks}
+    ran = {row.backend for row in findings.checks if row.outcome is not None or row.failed}
     groups: dict[str, list[str]] = {}
     for state in findings.backends.values():
         if state.name not in ran:

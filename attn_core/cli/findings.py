@@ -15,6 +15,7 @@ from attn_core.cli.comparison import Row, rows_of
 from attn_core.cli.frameworks import devices_of, has_tpu, installed, versions
 from attn_core.cli.trial import draw
 from attn_core.selection import preference
+from attn_core.selection.choice import refusals
 from attn_core.selection.tables import device_name
 from attn_core.selection.target import Target, bridge_reason
 
@@ -29,7 +30,10 @@ CHECKED = AttentionSpec(
     dtype="float32",
     causal=True,
 )
-"""The call that every backend is checked with: GQA, causal, q_len != kv_len; with gradients if the backend has any."""
+"""The call that backends are checked with: GQA, causal, q_len != kv_len; with gradients if the backend has any."""
+
+EVEN_LENGTH = 40
+"""The length of queries and keys for a backend that refuses CHECKED, such as cuDNN: both alignments agree there."""
 
 
 class State(NamedTuple):
@@ -206,16 +210,16 @@ def _check(name: str, kind: str, devices: dict[str, list[str]]) -> list[Row]:
     # Some kernels take no float32: they are checked in a half dtype.
     half = "bfloat16" if "bfloat16" in backend.FORWARD.dtypes else backend.FORWARD.dtypes[0]
     spec = CHECKED if "float32" in backend.FORWARD.dtypes else replace(CHECKED, dtype=half)
-    if not backend.FORWARD.causal or "bottom_right" not in backend.FORWARD.alignments:
-        # With equal lengths both alignments agree, so a kernel with top-left only can be checked.
-        spec = replace(spec, kv_len=spec.q_len, causal=backend.FORWARD.causal)
+    even = replace(spec, q_len=EVEN_LENGTH, kv_len=EVEN_LENGTH, causal=backend.FORWARD.causal)
     rows: list[Row] = []
     for framework, named in devices.items():
         present = _present(name, kind, named)
         if not present or (backend.FRAMEWORK == "jax" and framework == "torch"):
             continue
+        target = Target.here(framework, present[-1])
         # The claims on this machine, because a build may lack the backward that the backend claims.
-        forward = Target.here(framework, present[-1]).claims(name)[1] is None
-        trial = draw(replace(spec, needs_backward=not forward))
-        rows += rows_of(trial, present[-1], repeats=1, names=(name,), frameworks=(framework,))
+        learns = target.claims(name)[1] is not None
+        calls = [replace(each, needs_backward=learns) for each in (spec, even)]
+        call = next((each for each in calls if not refusals(name, each, target)), calls[0])
+        rows += rows_of(draw(call), present[-1], repeats=1, names=(name,), frameworks=(framework,))
     return rows

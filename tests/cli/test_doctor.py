@@ -10,13 +10,15 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from attn_core import backends
+from attn_core import AttentionSpec, backends
 from attn_core.cli import comparison, in_torch
 from attn_core.cli.advice import Machine, advise, problems
 from attn_core.cli.app import app
 from attn_core.cli.comparison import Row
 from attn_core.cli.doctor_report import report
 from attn_core.cli.findings import Findings, State, examine
+from attn_core.selection import Target
+from attn_core.selection.choice import refusals
 
 pytest.importorskip("torch")
 pytest.importorskip("jax")
@@ -216,3 +218,21 @@ def test_each_framework_is_checked_on_its_own_device(monkeypatch: pytest.MonkeyP
     check("sdpa_flash", "cpu", {"torch": ["cpu", "sm90"], "jax": ["cpu"]})
     check("jax_xla", "cpu", {"torch": ["cpu"], "jax": ["cpu"]})
     assert ran == [("torch", "sm90"), ("jax", "cpu"), ("torch", "cpu"), ("jax", "cpu"), ("jax", "cpu")]
+
+
+@pytest.mark.parametrize("name, framework", [("sdpa_cudnn", "torch"), ("jax_cudnn", "jax"), ("flash4", "torch")])
+def test_a_backend_is_checked_with_a_call_that_it_takes(
+    name: str, framework: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    specs: list[AttentionSpec] = []
+
+    def rows_of(trial, device, repeats, names, frameworks):
+        specs.append(trial.spec)
+        return iter(())
+
+    everything = Target(framework, "sm90")
+    monkeypatch.setattr(f"{MODULE}.rows_of", rows_of)
+    monkeypatch.setattr(Target, "here", staticmethod(lambda *_: everything))
+    examine.__globals__["_check"](name, "cuda", {framework: ["cpu", "sm90"]})
+    (spec,) = specs
+    assert spec.needs_backward and refusals(name, spec, everything) == ()
