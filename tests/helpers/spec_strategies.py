@@ -287,6 +287,8 @@ def corners(claims: Support) -> dict[str, Call]:
             actual["rows without keys, with sinks"] = make_call(**tall, causal=True, sinks=True)
     if claims.window and claims.alignments:
         actual["a window beside the keys"] = make_call(**fixed, q_len=11, kv_len=4, window=(1, 0))
+    if claims.softcap:  # logits near 0 below a large cap, where an absolute error of the tanh would show
+        actual["few keys below a large cap"] = make_call(**fixed, q_len=2, kv_len=2, softcap=50.0)
     if claims.mask:
         actual["a mask row all False"] = _hidden(make_call(**tall, mask_shape=(2, 1, 7, 5)), np.s_[:, :, 3])
     if claims.mask and claims.window:  # row 5 sees only keys 4 to 6

@@ -15,9 +15,6 @@ from attn_core.call.dropout import keep
 from attn_core.call.spec import AttentionSpec
 
 LOG2E, LN2 = math.log2(math.e), math.log(2.0)
-SMALL_CAP = 64.0
-"""Softcaps up to this use ``1 - 2 / (exp2(x) + 1)`` for the hyperbolic tangent, whose error is one of a float32 near 1.
-Larger ones would multiply that error, which a tanh near 0 does not have."""
 
 
 def forward_block(spec: AttentionSpec, operands: BlockOperands, block: RowBlock) -> tuple[Any, Any]:
@@ -108,7 +105,7 @@ def _scores(
     q = _heads_first(spec, operands.q, block, operands.k.dtype) * factor_of(spec)
     scores = _scratch_products(operands, "scores", q, _of_keys(operands.k, block).mT)
     if cap is not None:
-        tanh = hyperbolic_tangent(scores, cap)
+        tanh = scores.tanh_()
         scores = tanh * (cap * LOG2E) if keep else tanh.mul_(cap * LOG2E)
     if operands.bias is not None:
         scores = scores.add_(_part(operands.bias, block).to(scores.dtype), alpha=LOG2E)
@@ -136,18 +133,8 @@ def _scratch_products(operands: BlockOperands, name: str, rows: Any, matrix: Any
 
 
 def factor_of(spec: AttentionSpec) -> float:
-    """Returns the factor of the queries: the scale, for exp2; with a softcap also what ``hyperbolic_tangent`` takes."""
-    cap = spec.softcap
-    return spec.scale * LOG2E if cap is None else 2.0 * LOG2E * spec.scale / cap  # type: ignore[operator]
-
-
-def hyperbolic_tangent(values: Any, cap: float) -> Any:
-    """Returns the hyperbolic tangent of ``values * ln(2) / 2`` and overwrites the values; see SMALL_CAP."""
-    import torch
-
-    if not values.is_cpu or cap > SMALL_CAP or values.dtype != torch.float32:
-        return values.mul_(LN2 / 2.0).tanh_()
-    return values.exp2_().add_(1.0).reciprocal_().mul_(-2.0).add_(1.0)
+    """Returns the factor of the queries: with a softcap that of the tanh's argument, else the scale for exp2."""
+    return spec.scale * LOG2E if spec.softcap is None else spec.scale / spec.softcap  # type: ignore[operator]
 
 
 def _of_keys(table: Any, block: RowBlock) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-from attn_core.backends.shared.block_attention import LOG2E, factor_of, hyperbolic_tangent, softmax
+from attn_core.backends.shared.block_attention import LOG2E, factor_of, softmax
 from attn_core.backends.shared.block_operands import WINDOW_BLOCK
 from attn_core.backends.shared.contained_sums import products, sum_over_keys
 from attn_core.call.masks import band
@@ -45,7 +45,7 @@ def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
     q = (q * factor_of(spec)).unflatten(1, (spec.num_kv_heads, spec.group_size))
     scores, hidden = products(q, k.mT), _hidden(spec)
     if spec.softcap is not None:
-        scores = hyperbolic_tangent(scores, spec.softcap).mul_(spec.softcap * LOG2E)
+        scores = scores.tanh_().mul_(spec.softcap * LOG2E)
     if hidden is not None:
         scores = scores.masked_fill_(hidden, -torch.inf)
     weights, total, lse = softmax(scores, scores.amax(dim=-1, keepdim=True), None)
