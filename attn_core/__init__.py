@@ -6,6 +6,7 @@ Imports neither torch nor jax. Call attention through ``torch_frontend`` or ``ja
 from attn_core.backends.support import Support
 from attn_core.call.checks import CheckWarning, checks
 from attn_core.call.pages import PagedKV
+from attn_core.call.ranges import ranges
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.spec import AttentionSpec
 from attn_core.dropins import old_paths
@@ -38,5 +39,6 @@ __all__ = [
     "Target",
     "checks",
     "explain",
+    "ranges",
     "select",
 ]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any, Literal, Never, Unpack, overload
 
 import torch
-from torch.autograd import forward_ad
+from torch.autograd import forward_ad, profiler
 
-from attn_core.call import checks
+from attn_core.call import checks, ranges
 from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
 from attn_core.call.keywords import AttentionKeywords
 from attn_core.call.layouts import Layout, check_layout
@@ -27,16 +27,18 @@ from torch_frontend.dispatch import (
 )
 from torch_frontend.dispatch.general_calls import attend, gather_arguments
 from torch_frontend.dispatch.plan_cache import dense_plan
+from torch_frontend.dispatch.ranges import in_ranges
 from torch_frontend.dispatch.tensor_kinds import are_modes_active
 
 Tensor = torch.Tensor
 # Aliases save the fast path an attribute lookup for each.
 _is_compiling, _is_grad_enabled, _requested = torch.compiler.is_compiling, torch.is_grad_enabled, override.requested
-_is_autocast_on, _is_transformed, _modes, _checks = (
+_is_autocast_on, _is_transformed, _modes, _checks, _ranges = (
     autocast.is_on,
     transforms.are_active,
     are_modes_active,
     checks.enabled,
+    ranges.enabled,
 )
 Window = int | tuple[int | None, int | None] | None
 Keywords = AttentionKeywords[Tensor, torch.Generator]
@@ -169,6 +171,8 @@ def attention(
         # An argument cannot be a cache key. The general path accepts it (a list of names) or names it in an error.
         options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
         return attend(*gather_arguments((q, k, v, None, None, None, None), None, options, None), backend)
+    if profiler._is_profiler_enabled or _ranges():
+        call_plan = in_ranges(call_plan)
     try:
         shortcut = call_plan.shortcut
         results = shortcut(q, k, v) if shortcut else None

@@ -15,6 +15,7 @@ from attn_core.selection import override
 from torch_frontend.attention import Window
 from torch_frontend.dispatch import autocast, autograd, empty_rows, plan, run_plan, transforms
 from torch_frontend.dispatch.general_calls import attend, gather_arguments
+from torch_frontend.dispatch.ranges import in_ranges
 from torch_frontend.dispatch.second_derivative import once_differentiable
 from torch_frontend.dispatch.tensor_kinds import is_watched
 
@@ -78,7 +79,7 @@ def attention_qkvpacked(
     inputs, options = gather_arguments(tensors, seq_info, options, dropout_rng)
     bias_gradient = bias is not None and bias.requires_grad
     requested = requested_names(backend) or override.requested()
-    call_plan = plan.plan(plan.metadata(inputs), options, True, bias_gradient, requested)
+    call_plan = in_ranges(plan.plan(plan.metadata(inputs), options, True, bias_gradient, requested))
     run_plan.check_offsets(call_plan.spec, inputs)
     with autocast.switched_off(qkv.device):
         results = QkvAttention.apply(call_plan, qkv, *inputs[3:])

@@ -17,6 +17,7 @@ from attn_core.selection import override
 from torch_frontend.attention import attention
 from torch_frontend.dispatch import autocast, empty_rows, heads_first, plan, run_plan, transforms
 from torch_frontend.dispatch.general_calls import gather_arguments
+from torch_frontend.dispatch.ranges import in_ranges
 
 Tensor = torch.Tensor
 
@@ -41,7 +42,7 @@ def attention_of_layer(q: Tensor, k: Tensor, v: Tensor, *, trains: bool, **optio
     request = (plan.metadata(inputs), call_options, True, bias_gradient, requested)
     if not _can_run(*request):  # a requested backend without a backward may still serve a pass without gradients
         request = (*request[:2], False, False, requested)
-    call_plan = plan.plan(*request)
+    call_plan = in_ranges(plan.plan(*request))
     run_plan.check_offsets(call_plan.spec, inputs)
     with autocast.switched_off(inputs.q.device):
         out, lse = run_plan.run_forward(call_plan, inputs)

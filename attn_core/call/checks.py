@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Iterator, Mapping
-from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
 
 from attn_core.call.masks import visible
 from attn_core.call.spec import AttentionSpec
-from attn_core.errors import SpecError
+from attn_core.call.switch import Switch, variable_of
 
-_enabled: ContextVar[bool] = ContextVar(
-    "attn_core_checks", default=os.environ.get("ATTN_CORE_CHECKS", "") not in ("", "0")
-)
+_enabled = variable_of("checks")
 
 enabled = _enabled.get
 """Returns whether checks are on. The bound method of the context variable itself, because every call reads it."""
@@ -24,19 +20,6 @@ enabled = _enabled.get
 
 class CheckWarning(UserWarning):
     """A finding of ``checks``; ``warnings.simplefilter("error", CheckWarning)`` makes it an error."""
-
-
-class Switch:
-    """What ``checks`` returns: as a context manager it restores the earlier state at the end of its block."""
-
-    def __init__(self, on: bool) -> None:
-        self._token = _enabled.set(on)
-
-    def __enter__(self) -> None:
-        """Begins the block. The checks are on or off since ``checks`` was called."""
-
-    def __exit__(self, *_: Any) -> None:
-        _enabled.reset(self._token)
 
 
 def checks(on: bool = True) -> Switch:
@@ -51,9 +34,7 @@ def checks(on: bool = True) -> Switch:
     Raises:
         SpecError: unless ``on`` is True or False.
     """
-    if not isinstance(on, bool):
-        raise SpecError(f"checks({on!r}): expected True or False")
-    return Switch(on)
+    return Switch("checks", _enabled, on)
 
 
 def warn_of_values(spec: AttentionSpec, arrays: Mapping[str, np.ndarray | None], tokens: int | None = None) -> None:

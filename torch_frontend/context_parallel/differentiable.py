@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from attn_core.backends.shared.autograd import without_create_graph
+from attn_core.call import ranges
 from attn_core.context_parallel.request import Metadata, Request
 from attn_core.selection import override
 from torch_frontend.context_parallel import backward, forward
@@ -29,7 +30,8 @@ class Attention(torch.autograd.Function):
     def forward(ctx: Any, request: Request, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Any:
         plan = prepare(request)
         results, residuals = forward.forward(plan, q, k, v, sinks, with_lse=request.options.return_lse, keep=True)
-        ctx.plan = plan
+        # A thread of autograd, which has a context of its own, may run the backward.
+        ctx.plan, ctx.ranges = plan, ranges.enabled()
         # One flat list, because autograd saves tensors and no tuples of them.
         ctx.save_for_backward(sinks, *(tensor for group in residuals for tensor in group))
         ctx.set_materialize_grads(False)
@@ -47,7 +49,7 @@ class Attention(torch.autograd.Function):
             # Only lse has a gradient. The exchanges and kernels still need a dout.
             out = residuals[0].out
             dout = out.new_zeros(batch, shard, heads, out.shape[3])
-        with autocast.switched_off(dout.device):
+        with autocast.switched_off(dout.device), ranges.ranges(ctx.ranges):
             return None, *backward.backward(ctx.plan, residuals, sinks, dout, _lse_gradient(ctx.plan, dout, dlse))
 
 

@@ -9,17 +9,25 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd import profiler
 
+from attn_core.call import ranges
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.tensors import Inputs
 from attn_core.selection import override
 from torch_frontend.dispatch import autograd, empty_rows, offsets
 from torch_frontend.dispatch.plan_cache import fast_plan, table_plan
+from torch_frontend.dispatch.ranges import in_ranges
 from torch_frontend.dispatch.run_plan import check_offsets, run_forward, run_shortcut
 
 Tensor = torch.Tensor
 _KINDS = frozenset((Tensor, torch.nn.Parameter))
-_STRIDED, _is_grad_enabled, _requested = torch.strided, torch.is_grad_enabled, override.requested
+_STRIDED, _is_grad_enabled, _requested, _ranges = (
+    torch.strided,
+    torch.is_grad_enabled,
+    override.requested,
+    ranges.enabled,
+)
 
 
 def attend(
@@ -56,6 +64,8 @@ def attend(
         call_plan = fast_plan(metadata, needs_backward, bias_gradient, requested, *longest, *options)
     except Exception:  # the general path raises the error again, or the one that comes before it
         return None
+    if profiler._is_profiler_enabled or _ranges():
+        call_plan = in_ranges(call_plan)
     if seq_info is not None:
         check_offsets(call_plan.spec, inputs)
     results = run_shortcut(call_plan, inputs)
@@ -108,6 +118,8 @@ def attend_with_tables(
         )
     except Exception:  # a nested tensor has no shape; the general path raises the error again, or an earlier one
         return None
+    if profiler._is_profiler_enabled or _ranges():
+        call_plan = in_ranges(call_plan)
     shortcut = call_plan.shortcut
     results = shortcut(q, k, v, mask, bias) if shortcut else None
     if results is None:

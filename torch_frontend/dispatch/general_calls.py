@@ -14,6 +14,7 @@ from attn_core.errors import SpecError
 from attn_core.selection import override
 from torch_frontend.dispatch import autocast, autograd, offsets, ops, plan, run_plan, transforms, value_checks
 from torch_frontend.dispatch.dropout_words import draw_words
+from torch_frontend.dispatch.ranges import in_ranges
 
 
 def gather_arguments(
@@ -58,7 +59,7 @@ def attend(inputs: Inputs, options: Options, backend: Any) -> Any:
         out, lse = (transforms if transforms.are_observing() else ops).traced(inputs, plain)
         return (out, lse) if options.return_lse else out
     requested = requested_names(backend) or override.requested()
-    call_plan = plan.plan(plan.metadata(inputs), options, needs_backward, bias_gradient, requested)
+    call_plan = in_ranges(plan.plan(plan.metadata(inputs), options, needs_backward, bias_gradient, requested))
     run_plan.check_offsets(call_plan.spec, inputs)
     with autocast.switched_off(inputs.q.device):
         results = run_plan.run_shortcut(call_plan, inputs)

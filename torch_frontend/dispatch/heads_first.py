@@ -11,20 +11,22 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
+from torch.autograd import forward_ad, profiler
 
-from attn_core.call import checks
+from attn_core.call import checks, ranges
 from attn_core.call.layouts import check_layout
 from attn_core.call.options import is_plain_window
 from attn_core.selection import override
 from torch_frontend.dispatch import autocast, transforms
+from torch_frontend.dispatch.plan import Plan
 from torch_frontend.dispatch.plan_cache import dense_plan, fast_plan
+from torch_frontend.dispatch.ranges import in_ranges
 from torch_frontend.dispatch.tensor_kinds import are_jit_traces_active, are_modes_active
 
 Tensor = torch.Tensor
 _is_compiling, _is_grad_enabled, _requested = torch.compiler.is_compiling, torch.is_grad_enabled, override.requested
-_is_autocast_on, _is_transformed, _modes, _traces, _checks = (
-    *(autocast.is_on, transforms.are_active, are_modes_active, are_jit_traces_active, checks.enabled),
+_is_autocast_on, _is_transformed, _modes, _traces, _checks, _ranges = (
+    *(autocast.is_on, transforms.are_active, are_modes_active, are_jit_traces_active, checks.enabled, ranges.enabled),
 )
 
 
@@ -102,6 +104,8 @@ def attend(
         if mask is not None or bias is not None:
             tables = tuple([None if each is None else (each.shape, each.dtype, each.device) for each in (mask, bias)])
         run = _kernel(operands, tables, needs_backward, bias_gradient, requested, *options)
+        if profiler._is_profiler_enabled or _ranges():
+            run = _function(in_ranges(_plan(operands, tables, needs_backward, bias_gradient, requested, *options)))
     except Exception:  # attention raises it again, and names the argument
         return None
     # Errors of the kernel propagate: checkpointing stops a recomputation by one of its own, from a hook.
@@ -110,15 +114,24 @@ def attend(
 
 
 @lru_cache(maxsize=4096, typed=True)
-def _kernel(
+def _kernel(*request: Any) -> Callable[..., tuple[Any, Any] | None] | None:
+    """Returns the planned backend's function for this layout, or None. The arguments are those of ``_plan``."""
+    return _function(_plan(*request))
+
+
+def _function(call_plan: Plan) -> Callable[..., tuple[Any, Any] | None] | None:
+    return getattr(call_plan.shortcut, "heads_first", None)
+
+
+def _plan(
     operands: tuple[Any, ...],
     tables: tuple[Any, ...] | None,
     needs_backward: bool,
     bias_gradient: bool,
     requested: str | tuple[str, ...] | None,
     *options: Any,
-) -> Callable[..., tuple[Any, Any] | None] | None:
-    """Returns the planned backend's function for this layout, or None.
+) -> Plan:
+    """Plans a call.
 
     Args:
         operands: shapes, dtypes and devices of q, k and v. tables: (shape, dtype, device) of the mask and of the bias.
@@ -128,8 +141,6 @@ def _kernel(
     shapes = [torch.Size((batch, length, heads, dim)) for batch, heads, length, dim in operands[:3]]
     dtypes, devices = operands[3:6], operands[6:]
     if tables is None:
-        call_plan = dense_plan(*shapes, *dtypes, *devices, needs_backward, requested, *options)
-    else:
-        metadata = (*zip(shapes, dtypes, devices, strict=True), *tables, None, None, None, None)
-        call_plan = fast_plan(metadata, needs_backward, bias_gradient, requested, None, None, *options)
-    return getattr(call_plan.shortcut, "heads_first", None)
+        return dense_plan(*shapes, *dtypes, *devices, needs_backward, requested, *options)
+    metadata = (*zip(shapes, dtypes, devices, strict=True), *tables, None, None, None, None)
+    return fast_plan(metadata, needs_backward, bias_gradient, requested, None, None, *options)

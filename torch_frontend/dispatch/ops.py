@@ -21,6 +21,7 @@ from attn_core.selection import override
 from torch_frontend.dispatch import offsets, vmap
 from torch_frontend.dispatch.autocast import switched_off
 from torch_frontend.dispatch.plan import Plan, metadata, plan
+from torch_frontend.dispatch.ranges import in_ranges
 from torch_frontend.dispatch.run_plan import gradients_in_order, run_backward, run_forward
 
 Tensor = torch.Tensor
@@ -125,7 +126,7 @@ def _op_plan(inputs: Inputs, plain: PlainOptions, chosen: Tensor | None = None) 
     # The backward runs on its forward's backend, even if use_backend names another one by then.
     if chosen is not None:
         requested = (names()[int(chosen)],)
-    return plan(metadata(inputs), plain.as_options(), plain.needs_backward, plain.bias_gradient, requested)
+    return in_ranges(plan(metadata(inputs), plain.as_options(), plain.needs_backward, plain.bias_gradient, requested))
 
 
 def _forward_op(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,8 +9,10 @@ import numpy as np
 import torch
 
 from attn_core import backends
+from attn_core.backends.shared.torch_ranges import in_range, is_on
 from attn_core.call.options import Options, check_traced_options, is_plain_window
 from attn_core.call.pages import PagedKV
+from attn_core.call.ranges import enabled, range_name
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import PagedInputs
 from attn_core.errors import SpecError
@@ -28,6 +30,7 @@ class PagedPlan(NamedTuple):
     """A checked paged call with the functions of its backend."""
 
     spec: AttentionSpec
+    range_name: str
     forward: Any
     shortcut: Any = None
     """The backend's fast path, see ``contract.paged_shortcut``; None with ``cu_seqlens_q`` and for an empty call."""
@@ -39,11 +42,12 @@ def plan_call(metadata: tuple[Metadata | None, ...], options: Options, requested
     selection = select(*request(metadata, options, requested))
     module = backends.load(selection.backend or "", selection.target.kind)
     assert metadata[0] is not None
+    name = range_name(selection.backend or "", selection.spec, "forward")
     if selection.spec.empty:
-        return PagedPlan(selection.spec, plan.empty_forward)
+        return PagedPlan(selection.spec, name, plan.empty_forward)
     shortcut = backends.paged_shortcut(module, selection.spec) if metadata[5] is None else None
     forward, shortcut = (on_device(function, metadata[0][2]) for function in (module.forward, shortcut))
-    return PagedPlan(selection.spec, forward, shortcut)
+    return PagedPlan(selection.spec, name, forward, shortcut)
 
 
 def request(
@@ -175,7 +179,10 @@ def run(inputs: PagedInputs, options: Options, requested: tuple[str, ...] | None
     call_plan = plan_call(metadata(inputs), options, requested or override.requested())
     if inputs.q.device.type == "cpu":
         check_values(options.max_len_q, call_plan.spec.q_len, inputs.k, *inputs[3:6])
-    out, lse = call_plan.forward(call_plan.spec, inputs)
+    forward = call_plan.forward
+    if is_on() and not call_plan.spec.empty:
+        forward = in_range(forward, call_plan.range_name, enabled())
+    out, lse = forward(call_plan.spec, inputs)
     cu = inputs.cu_seqlens_q
     # Kernels leave the rows behind the last offset unwritten, and the host does not know the last offset.
     out, lse = offsets.clear_tail(out, lse, cu) if cu is not None and cu.is_cuda else (out, lse)

@@ -12,7 +12,10 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd import profiler
 
+from attn_core.backends.shared.torch_ranges import in_range
+from attn_core.call import ranges
 from attn_core.call.options import is_plain_window, requested_names
 from attn_core.call.pages import PagedKV
 from attn_core.paged.tables import FEW_ENTRIES, are_valid
@@ -22,7 +25,12 @@ from torch_frontend.paged.plan import Metadata, check_values, options_of, plan_c
 
 Tensor = torch.Tensor
 _KINDS = frozenset((Tensor, torch.nn.Parameter))
-_STRIDED, _is_grad_enabled, _requested = torch.strided, torch.is_grad_enabled, override.requested
+_STRIDED, _is_grad_enabled, _requested, _ranges = (
+    torch.strided,
+    torch.is_grad_enabled,
+    override.requested,
+    ranges.enabled,
+)
 
 
 class SeenCall(NamedTuple):
@@ -33,6 +41,7 @@ class SeenCall(NamedTuple):
 
     run: Callable[..., tuple[Any, Any] | None]
     sizes: PagedKV | None
+    range_name: str
 
 
 @lru_cache(maxsize=4096, typed=True)  # True and 1.0 are not 1
@@ -71,7 +80,7 @@ def seen_call(
     )
     plan = plan_call((*tensors, None, sinks), options_of(*options), requested_names(backend))
     sizes = plan.spec.paged if q_device.type == "cpu" else None
-    return None if plan.shortcut is None else SeenCall(plan.shortcut, sizes)
+    return None if plan.shortcut is None else SeenCall(plan.shortcut, sizes, plan.range_name)
 
 
 def attend(q: Any, k: Any, v: Any, table: Any, lengths: Any, sinks: Any, backend: Any, options: tuple[Any, ...]) -> Any:
@@ -120,12 +129,14 @@ def attend(q: Any, k: Any, v: Any, table: Any, lengths: Any, sinks: Any, backend
         return None
     if seen is None:
         return None
-    run, sizes = seen
+    run, sizes, name = seen
     if sizes is not None:
         if table.numel() > FEW_ENTRIES:
             check_values(None, 0, k, table, lengths, None)
         elif not are_valid(sizes, table.tolist(), lengths.tolist()):
             return None
+    if profiler._is_profiler_enabled or _ranges():
+        run = in_range(run, name, _ranges())
     results = run(q, k, v, table, lengths, sinks)
     if results is None:
         return None

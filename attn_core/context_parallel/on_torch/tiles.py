@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from attn_core import backends
+from attn_core.backends.shared.torch_ranges import in_range_if_on
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
 from attn_core.context_parallel.call import ContextCall
@@ -79,7 +80,10 @@ def build_tile_run(
     rows, keys = (Places(index, device) for index in places[:2])
     # Keys that are not gathered have the same places in both; one object saves a second index on the device.
     key_sums = keys if places[2] is places[1] else Places(places[2], device)
-    forward, backward, writes = wrap(module.forward), wrap(module.backward), backends.writes_into(module)
+    forward, backward = (
+        in_range_if_on(wrap(getattr(module, direction)), name, direction) for direction in ("forward", "backward")
+    )
+    writes = backends.writes_into(module)
     return TileRun(spec, forward, backward, writes, rows, keys, key_sums, cu_seqlens, coverage.add(places[0]))
 
 
