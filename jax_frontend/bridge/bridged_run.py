@@ -7,8 +7,10 @@ from functools import lru_cache
 from typing import Any
 
 import jax
+from jax.profiler import TraceAnnotation
 
 from attn_core import backends
+from attn_core.call.ranges import range_name
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, PagedInputs
 from attn_core.context_parallel.on_torch import step
@@ -26,7 +28,22 @@ def run_of(call: BridgedCall | BridgedStep) -> Run:
     if isinstance(call, BridgedStep):
         return _StepRunner(call).run
     run = _forward(call) if call.direction == "forward" else _backward(call)
+    run = _in_range(run, range_name(call.backend, call.spec, call.direction))
     return _with_head_start(run) if call.overlaps_exchange else run
+
+
+def _in_range(run_call: Run, name: str) -> Run:
+    """Names the call on the host's timeline while ``jax.profiler`` records; XLA's own event has no name of ours."""
+    is_recorded = TraceAnnotation.is_enabled
+
+    def run(values: tuple[Any, ...]) -> None:
+        if not is_recorded():
+            run_call(values)
+            return
+        with TraceAnnotation(name):
+            run_call(values)
+
+    return run
 
 
 def _with_head_start(run_call: Run) -> Run:

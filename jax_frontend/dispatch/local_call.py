@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from attn_core import backends
+from attn_core.call.ranges import range_name
 from attn_core.call.tensors import Gradients, Inputs, PagedInputs
 from jax_frontend.bridge import targets
 from jax_frontend.bridge.bridged_call import BridgedCall
@@ -62,7 +63,15 @@ def has_lse(plan: Plan) -> bool:
 
 
 def run(call: BridgedCall, *operands: Any) -> list[Any]:
-    """Returns a call's results, by the bridge or by the backend's own JAX functions; traceable."""
+    """Returns a call's results, by the bridge or by the backend's own JAX functions; traceable.
+
+    XLA knows the call's operations by the name of its range; the name costs nothing when the program runs.
+    """
+    with jax.named_scope(range_name(call.backend, call.spec, call.direction)):
+        return _run(call, *operands)
+
+
+def _run(call: BridgedCall, *operands: Any) -> list[Any]:
     if not speaks_jax(call):
         return list(targets.run(call, result_types(call, *operands), *operands))
     module = backends.load(call.backend, backends.kind_of(call.device))
