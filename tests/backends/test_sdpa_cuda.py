@@ -1010,7 +1010,7 @@ def test_the_number_of_kernels_that_a_call_launches(case: str) -> None:
         call()
         torch.cuda.synchronize()
     kernels = [event.name for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    kernels = [kernel for kernel in kernels if not kernel.startswith(("Memset", "Memcpy"))]
+    kernels = [kernel for kernel in kernels if not kernel.startswith(("Memset", "Memcpy", "attn."))]
     if not kernels:
         pytest.skip("torch.profiler sees no kernels on this machine")
     assert len(kernels) <= most, kernels

@@ -66,7 +66,8 @@ def decode(**options: Any) -> Callable[[], Any]:
 def operations(call: Callable[[], Any]) -> list[str]:
     with profile() as record:
         call()
-    return [e.name for e in record.function_events if e.name.startswith("aten::") and e.cpu_parent is None]
+    outside = [e for e in record.function_events if e.cpu_parent is None or e.cpu_parent.name.startswith("attn.")]
+    return [e.name for e in outside if e.name.startswith("aten::")]
 
 
 def frames(call: Callable[[], Any]) -> int:
