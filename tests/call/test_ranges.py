@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
 from dataclasses import fields, replace
 from typing import Any
 
 import pytest
+from own_process import in_its_own_process
 
 from attn_core import AttentionSpec, PagedKV, SpecError, ranges
 from attn_core.call.ranges import DTYPE_WORDS, FEATURE_WORDS, enabled, range_name
@@ -79,9 +77,5 @@ def test_the_switch_takes_a_bool() -> None:
 
 @pytest.mark.parametrize(("value", "on"), [("1", True), ("0", False), ("", False)])
 def test_the_environment_switches_ranges_on(value: str, on: bool) -> None:
-    program = "from attn_core.call.ranges import enabled; print(enabled())"
-    environment = os.environ | {"ATTN_CORE_RANGES": value}
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True, timeout=120
-    )
-    assert done.stdout.strip() == str(on)
+    done = in_its_own_process("from attn_core.call.ranges import enabled; print(enabled())", ATTN_CORE_RANGES=value)
+    assert done.stdout.strip() == str(on), done.stderr

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from own_process import in_its_own_process
 from torch.profiler import ProfilerActivity, profile
 
 import attn_core
@@ -292,3 +294,31 @@ def test_a_tile_is_a_range_whenever_somebody_listens(nvtx: list[str]) -> None:
     with attn_core.ranges(True):
         assert run(spec, 2, 3) == 5
     assert nvtx == [name, "pop"]
+
+
+ONE_RANK = """
+import torch
+from torch import distributed
+from torch.profiler import profile
+import attn_core
+from torch_frontend import context_parallel_attention
+
+distributed.init_process_group("gloo", init_method="file://{store}", rank=0, world_size=1)
+mesh = distributed.init_device_mesh("cpu", (1,), mesh_dim_names=("context",))
+q, k, v = (torch.randn(1, 64, heads, 16, requires_grad=True) for heads in (4, 2, 2))
+torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop = print, lambda: print("pop")
+with attn_core.ranges(True):
+    loss = context_parallel_attention(q, k, v, mesh=mesh, causal=True).sum()
+loss.backward()
+with profile() as record:
+    context_parallel_attention(q, k, v, mesh=mesh, causal=True).sum().backward()
+print(*(event.name for event in record.events() if event.name.startswith("attn.")), sep="\\n")
+distributed.destroy_process_group()
+"""
+
+
+def test_context_parallelism_has_a_range_for_each_tile(tmp_path: Path) -> None:
+    done = in_its_own_process(ONE_RANK.format(store=tmp_path / "store"))
+    sizes = "b1 q64 kv64 h4:2 d16 f32 causal partial"
+    forward, backward = (f"attn.sdpa_flash {direction} {sizes}" for direction in ("forward", "backward"))
+    assert done.stdout.splitlines() == [forward, "pop", backward, "pop", forward, backward], done.stderr
