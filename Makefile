@@ -20,7 +20,7 @@ RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.installed-docs
 
-.PHONY: help venv demo demo-short serve-demo test test-avx2 sweep lint format docs docs-check support release-check matrix clean
+.PHONY: help venv demo demo-short serve-demo test test-avx2 sweep lint format tutorials docs docs-check support release-check matrix clean
 
 help:
 	@echo "make demo        runs SmolLM2-135M on packed prompts in torch and in JAX, and compares the answers"
@@ -31,8 +31,9 @@ help:
 	@echo "make sweep       compares every type of transformers' models with eager; make test runs a third of them each day"
 	@echo "make lint        runs ruff and mypy"
 	@echo "make format      applies ruff's fixes and formatting"
+	@echo "make tutorials   runs the notebooks of docs/tutorials and writes their outputs back"
 	@echo "make docs        builds the documentation in site/"
-	@echo "make docs-check  opens ten pages of it in headless Chromium, which must be installed"
+	@echo "make docs-check  opens eleven pages of it in headless Chromium, which must be installed"
 	@echo "make support     writes docs/reference/support.md and devices.md from the claims of the backends"
 	@echo "make release-check  builds the wheel and the sdist, and installs the wheel with each extra in an empty environment"
 	@echo "make matrix      runs a short suite on other versions of Python, JAX and torch, each in an environment of its own"
@@ -86,6 +87,9 @@ lint: $(STAMP)
 format: $(STAMP)
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
+
+tutorials: $(STAMP)
+	$(RUN) -m tools.tutorials
 
 docs: $(DOCS_STAMP)
 	$(RUN) -m mkdocs build --strict

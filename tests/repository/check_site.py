@@ -2,7 +2,7 @@
 
     python tests/repository/check_site.py site      # make docs-check builds the site before
 
-Ten pages at the widths of a laptop and of a phone. Faults are errors in the console, responses that are not found,
+Eleven pages at the widths of a laptop and of a phone. Faults are errors in the console, responses that are not found,
 links within the site whose page or heading does not exist, and pages that scroll sideways. Screenshots are written to
 build/docs-check. The exit code is 1 if there is a fault.
 """
@@ -27,6 +27,7 @@ PAGES = (
     "",
     "get_started/install/",
     "get_started/troubleshooting/",
+    "tutorials/packed_finetuning/",
     "how_to/out_of_memory/",
     "reference/devices/",
     "reference/support/",
