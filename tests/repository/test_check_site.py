@@ -60,6 +60,7 @@ def test_chromium_finds_each_planted_fault(check_site: Any, site: Path, tmp_path
 
 def test_the_pages_of_the_check_exist(check_site: Any) -> None:
     docs = FILE.parents[2] / "docs"
-    assert len(check_site.PAGES) == 10
+    assert len(check_site.PAGES) == 11
     for page in check_site.PAGES:
-        assert (docs / f"{page.rstrip('/') or 'index'}.md").is_file()
+        source = docs / (page.rstrip("/") or "index")
+        assert source.with_suffix(".md").is_file() or source.with_suffix(".ipynb").is_file()
