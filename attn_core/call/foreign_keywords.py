@@ -59,7 +59,7 @@ KEYWORDS: dict[str, str | dict[str, str]] = {
     "op": {"backend": _NAMES},
     # jax.nn, and kernels for JAX
     "implementation": {"backend": _NAMES},
-    "local_window_size": {"window": "(left, right) as there"},
+    "local_window_size": {"window": "(left, right) as there, and (n, n) for an int n; an int here is a number of keys"},
     "query_seq_lengths": "leave it out, and ignore the output of padding queries",
     "key_value_seq_lengths": {"mask": "(jnp.arange(kv_len) < lengths[:, None])[:, None, None, :]"},
     "return_residual": {"return_lse": "it gives (out, lse)"},

@@ -65,6 +65,12 @@ def test_every_wrong_keyword_is_named(framework: Framework) -> None:
 
 
 @everywhere
+def test_an_int_of_jax_nn_is_not_passed_on_as_a_number_of_keys(framework: Framework) -> None:
+    """``local_window_size=3`` is a distance to both sides; ``window=3`` is 3 keys."""
+    assert "(n, n) for an int n" in called(framework, "attention", local_window_size=3)
+
+
+@everywhere
 @every_function
 def test_the_signature_shows_no_catch_all(framework: Framework, function: str) -> None:
     kinds = {each.kind for each in inspect.signature(getattr(framework.frontend, function)).parameters.values()}
