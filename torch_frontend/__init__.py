@@ -67,7 +67,8 @@ def __getattr__(name: str) -> Any:
             raise ImportError(f"torch_frontend.{name} needs torch.distributed, which this build of torch does not have")
         globals()[name] = getattr(context_parallel, name)
         return globals()[name]
-    if name in unsloth.__all__:  # one release longer here, because Unsloth's names were at the root
+    # One release longer here, because Unsloth's names were at the root.
+    if name in unsloth.__all__ and name not in unsloth.patching.__all__:
         warn(f"{__name__}.{name} is now {unsloth.__name__}.{name}", DeprecationWarning, stacklevel=2)
         return getattr(unsloth, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

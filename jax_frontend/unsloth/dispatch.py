@@ -18,8 +18,9 @@ from attn_core.dropins.unsloth.arguments import (
     documents,
     preference,
 )
+from attn_core.dropins.unsloth.masks import split_mask
 from attn_core.dropins.unsloth.prefix import resolve_prefix_seg_info
-from attn_core.dropins.unsloth.request import interpret, split_mask
+from attn_core.dropins.unsloth.request import interpret
 from attn_core.errors import SpecError
 from attn_core.selection import override
 from jax_frontend.attention import attention
@@ -45,8 +46,9 @@ Array = jax.Array
 def run_attention(*, config: AttentionConfig, context: AttentionContext, Q: Array, K: Array, V: Array) -> Array:
     """Computes attention of ``Q [bsz, n_heads, q_len, head_dim]``, ``K, V [bsz, n_kv_heads, kv_len, head_dim]``.
 
-    The call is causal unless an option dict or a complete mask says otherwise. It is packed if ``context.seq_info`` is
-    set, with the rows laid end to end, and has shared prefixes if ``context.prefix_seg_info`` is set.
+    The call is causal unless an option dict, ``context.is_causal`` or a complete mask says otherwise. It is packed if
+    ``context.seq_info`` is set, with the rows laid end to end, and has shared prefixes if ``context.prefix_seg_info``
+    is set.
     ``config.backend`` is a preference: automatic choice runs the calls that its kernels cannot, with the same result.
 
     Returns:
@@ -89,6 +91,9 @@ def run_attention(*, config: AttentionConfig, context: AttentionContext, Q: Arra
     return out.reshape(context.bsz, context.q_len, context.n_heads, V.shape[3]).astype(Q.dtype)
 
 
-def select_attention_backend(use_varlen: bool = False) -> str:
-    """Returns Unsloth's backend name for this machine, in Unsloth's order: flash-attn, xformers, SDPA."""
-    return choose_word(available_here(), use_varlen)
+def select_attention_backend(use_varlen: bool = False, dropout_p: float = 0.0) -> str:
+    """Returns Unsloth's backend name for this machine, in Unsloth's order: flash-attn, xformers, SDPA.
+
+    Packed rows (``use_varlen``) without dropout prefer SDPA to xformers, if torch's own flash kernel runs here.
+    """
+    return choose_word(available_here(), use_varlen, dropout_p)

@@ -164,6 +164,17 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"sliding_window": 3, "attention_mask": KEEP},
         {"window": (2, 0), "mask": KEEP[:, None, None, :] != 0},
     ),
+    "not causal": ({"is_causal": False}, {"causal": False}),
+    "not causal and keep mask": (
+        {"is_causal": False, "attention_mask": KEEP},
+        {"mask": KEEP[:, None, None, :] != 0, "causal": False},
+    ),
+    "not causal and 4-D mask": (
+        {"is_causal": False, "attention_mask": FULL_MASK},
+        {"mask": FULL_MASK, "causal": False},
+    ),
+    "not causal twice": ({"is_causal": False, "bags": {"sdpa_kwargs": {"is_causal": False}}}, {"causal": False}),
+    "training": ({"training": True, "sliding_window": 3}, {"window": (2, 0)}),
     "sliding window and complete mask": (
         {"sliding_window": 3, "attention_mask": FULL_MASK},
         {"mask": FULL_MASK, "causal": False},
@@ -711,10 +722,14 @@ def test_the_word_of_a_machine() -> None:
     for available, words in (
         (("flash3", "xformers", "sdpa_flash"), ("flash_dense", "flash_varlen")),
         (("flash4",), ("flash_dense", "flash_varlen")),
-        (("xformers", "sdpa_flash"), ("xformers", "xformers")),
+        (("xformers",), ("xformers", "xformers")),
+        (("xformers", "sdpa_flash"), ("xformers", "sdpa")),  # torch's own kernel is as fast for packed rows
         (("sdpa_cudnn",), ("sdpa", "sdpa")),
     ):
         assert tuple(arguments.choose_word(available, use_varlen) for use_varlen in (False, True)) == words
+    assert arguments.choose_word(("xformers", "sdpa_flash"), True, dropout=0.1) == "xformers"
+    for frontend in (TORCH.frontend, JAX.frontend):
+        assert frontend.unsloth.select_attention_backend(use_varlen=True, dropout_p=0.1) == "sdpa"
 
 
 def test_preferences_end_with_automatic_choice() -> None:
@@ -753,6 +768,22 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         SpecError,
         r"^config.sdpa_kwargs\['scale'\]=0.25 contradicts config.flash_dense_kwargs\['softmax_scale'\]=0.5; pass",
     ),
+    "not causal against a bag": (
+        {"is_causal": False, **bags_of(flash_dense_kwargs={"causal": True})},
+        SpecError,
+        r"^context.is_causal=False contradicts config.flash_dense_kwargs\['causal'\]=True; pass causal once",
+    ),
+    "not causal with a window": (
+        {"is_causal": False, "sliding_window": 3},
+        SpecError,
+        "^context.sliding_window=3: expected a causal call",
+    ),
+    "not causal with a triangle": (
+        {"is_causal": False, "causal_mask": LowerTriangularMask()},
+        SpecError,
+        "^context.causal_mask is LowerTriangularMask, causal=True contradicts context.is_causal=False",
+    ),
+    "is_causal as a number": ({"is_causal": 1}, SpecError, "^context.is_causal=1: expected True or False"),
     "contradicting causal": (
         bags_of(flash_varlen_kwargs={"causal": True}, sdpa_kwargs={"is_causal": False}),
         SpecError,

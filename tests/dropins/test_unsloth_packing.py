@@ -20,9 +20,11 @@ from torch_frontend import attention
 from torch_frontend.unsloth import (
     build_sdpa_packed_attention_mask,
     build_xformers_block_causal_mask,
+    cover_padded_cu_seqlens,
     get_packed_info_from_kwargs,
     mask_packed_boundary_labels,
     mask_packed_sequence_boundaries,
+    move_xformers_attention_bias,
 )
 
 LENGTHS = [3, 0, 1, 5]
@@ -101,7 +103,7 @@ class SeqLenInfo:
 
 
 @dataclass
-class BlockDiagonalCausalMask:
+class BlockDiagonalMask:
     """Stands for xformers' class of this name."""
 
     q_seqinfo: SeqLenInfo
@@ -109,10 +111,14 @@ class BlockDiagonalCausalMask:
     window: int | None = None
 
     @classmethod
-    def from_seqlens(cls, lengths: list[int]) -> BlockDiagonalCausalMask:
+    def from_seqlens(cls, lengths: list[int]) -> BlockDiagonalMask:
         starts = [sum(lengths[:at]) for at in range(len(lengths) + 1)]
         info = SeqLenInfo(Offsets(starts), starts)
         return cls(info, info)
+
+
+class BlockDiagonalCausalMask(BlockDiagonalMask):
+    """Stands for xformers' class of this name."""
 
     def make_local_attention(self, window_size: int) -> BlockDiagonalCausalMask:
         return BlockDiagonalCausalMask(self.q_seqinfo, self.k_seqinfo, window_size)
@@ -139,13 +145,73 @@ def test_an_xformers_bias_is_on_the_device_of_the_lengths(
     names = ("xformers", "xformers.ops", "xformers.ops.fmha", "xformers.ops.fmha.attn_bias")
     for name in names:
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setattr(sys.modules[names[-1]], "BlockDiagonalCausalMask", BlockDiagonalCausalMask, raising=False)
+        if "." in name:
+            parent, _, own = name.rpartition(".")
+            monkeypatch.setattr(sys.modules[parent], own, sys.modules[name], raising=False)
+    for kind in (BlockDiagonalMask, BlockDiagonalCausalMask):
+        monkeypatch.setattr(sys.modules[names[-1]], kind.__name__, kind, raising=False)
     packed = get_packed_info_from_kwargs({"packed_seq_lengths": LENGTHS}, device)
     mask = build_xformers_block_causal_mask(packed, sliding_window=window)
     assert mask.window == window and packed is not None
     for info in (mask.q_seqinfo, mask.k_seqinfo):
         assert info.seqstart == Offsets([0, 3, 4, 9], packed[0].device)
         assert info.seqstart_py == [0, 3, 4, 9]
+    if window is None:
+        padded = build_xformers_block_causal_mask(packed, total_tokens=11, is_causal=False)
+        assert type(padded) is BlockDiagonalMask and padded.q_seqinfo.seqstart_py == [0, 3, 4, 9, 11]
+        elsewhere = move_xformers_attention_bias(padded, "meta")
+        assert elsewhere.q_seqinfo.seqstart.device == "meta" and padded.q_seqinfo.seqstart.device == packed[0].device
+    else:
+        with pytest.raises(SpecError, match=r"^sliding_window=3: expected None with is_causal=False"):
+            build_xformers_block_causal_mask(packed, sliding_window=window, is_causal=False)
+
+
+def test_biases_without_offsets_move_themselves() -> None:
+    bias = Offsets([0, 2])
+    assert move_xformers_attention_bias(bias, "meta") == Offsets([0, 2], "meta")
+    assert move_xformers_attention_bias(None, "meta") is None
+    plain = object()
+    assert move_xformers_attention_bias(plain, "meta") is plain
+
+
+def test_padding_behind_the_documents_is_one_more_document(device: str) -> None:
+    packed = get_packed_info_from_kwargs({"packed_seq_lengths": LENGTHS}, device)
+    assert packed is not None
+    offsets, longest = cover_padded_cu_seqlens(packed, 16)
+    assert (offsets.tolist(), offsets.dtype, longest) == ([0, 3, 3, 4, 9, 16], torch.int32, 7)
+    assert cover_padded_cu_seqlens(packed, 9) == (packed[1], 5)
+    mask = build_sdpa_packed_attention_mask(packed, dtype=torch.float32, device=device, total_tokens=11)
+    longer = get_packed_info_from_kwargs({"packed_seq_lengths": [*LENGTHS, 2]}, device)
+    assert torch.equal(mask, build_sdpa_packed_attention_mask(longer, dtype=torch.float32, device=device))
+
+
+def test_a_mask_without_causal_shows_the_whole_document(device: str) -> None:
+    packed = get_packed_info_from_kwargs({"packed_seq_lengths": LENGTHS}, device)
+    mask = build_sdpa_packed_attention_mask(packed, dtype=torch.float32, device=device, is_causal=False)[0, 0]
+    document = torch.tensor([0, 0, 0, 1, 2, 2, 2, 2, 2], device=device)
+    assert torch.equal(mask == 0, document[:, None] == document)
+    with pytest.raises(SpecError, match=r"^sliding_window=2: expected None with is_causal=False"):
+        build_sdpa_packed_attention_mask(packed, dtype=torch.float32, device=device, sliding_window=2, is_causal=False)
+
+
+@pytest.mark.parametrize(
+    ("positions", "lengths"),
+    [
+        ([[0, 1, 2, 0, 0, 1]], [3, 1, 2]),
+        ([[0, 1, 2, 3]], None),  # one document
+        ([[1, 1, 0, 1, 0, 1]], None),  # padding at the start
+        ([[0, 1, 0], [0, 1, 2]], None),  # a batch
+        ([0, 1, 0, 1], None),
+    ],
+)
+def test_documents_may_follow_from_positions(positions: Any, lengths: Any, device: str) -> None:
+    rows = torch.tensor(positions, device=device)
+    packed = get_packed_info_from_kwargs({}, device, rows)
+    assert (None if packed is None else packed[0].tolist()) == lengths
+    if packed is not None:
+        assert (packed[1].tolist(), packed[2]) == ([0, 3, 4, 6], 3)
+    stated = get_packed_info_from_kwargs({"packed_seq_lengths": [4, 2]}, device, rows)
+    assert stated is not None and stated[0].tolist() == [4, 2]
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "transposed"])
@@ -207,32 +273,11 @@ def test_labels_without_documents_are_unchanged(device: str) -> None:
             mask_packed_boundary_labels(labels, [2, 3])
 
 
-@pytest.mark.usefixtures("device")
-def test_every_name_that_unsloths_models_import_exists() -> None:
-    """The names that its models import from its dispatch and its packing helpers, at 015bdef0."""
-    from torch_frontend import unsloth
-    from torch_frontend.unsloth import packing as unsloth_packing
-
-    dispatch = (
-        *("AttentionConfig", "AttentionContext", "HAS_XFORMERS", "SDPA", "run_attention"),
-        *("FLASH_DENSE", "FLASH_VARLEN", "XFORMERS", "resolve_prefix_seg_info", "select_attention_backend"),
-    )
-    packing = (
-        *("build_sdpa_packed_attention_mask", "build_xformers_block_causal_mask", "get_packed_info_from_kwargs"),
-        *("mask_packed_boundary_labels", "mask_packed_sequence_boundaries"),
-    )
-    for module, names in ((unsloth, dispatch), (unsloth_packing, packing)):
-        for name in names:
-            assert getattr(torch_frontend.unsloth, name) == getattr(module, name)
-    fields = ("requires_grad", "seq_info", "attention_mask", "causal_mask", "sliding_window", "prefix_seg_info")
-    context = torch_frontend.unsloth.AttentionContext(1, 2, 3, 4, 5, *fields)  # in Unsloth's order
-    assert all(getattr(context, name) == name for name in fields)
-
-
 @pytest.mark.parametrize("framework", BOTH, ids=str)
 def test_the_names_at_the_root_are_deprecated(framework: Framework) -> None:
     frontend = framework.frontend
-    moved = sorted(set(frontend.unsloth.__all__) - {"run_attention"})
+    new = {"run_attention", "install", "installed", "is_installed", "uninstall"}
+    moved = sorted(set(frontend.unsloth.__all__) - new)
     assert {"AttentionConfig", "AttentionContext", "SDPA", "select_attention_backend"} <= set(moved)
     for name in moved:
         with pytest.warns(DeprecationWarning, match=f"frontend.{name} is now {frontend.__name__}.unsloth.{name}"):

@@ -44,6 +44,10 @@ def mask_in_form(form: str, q_len: int, kv_len: int, device: str, window: int | 
         return additive(9, 9, device, window)
     if form == "a table of the call":
         return additive(q_len, kv_len, device, window)
+    if form == "four axes":
+        return additive(q_len, kv_len, device, window).expand(BSZ, 1, -1, -1)
+    if form == "four longer axes":
+        return torch.nn.functional.pad(additive(q_len, kv_len, device, window), (0, 2, 0, 1))[None, None]
     return create_flex_attention_sliding_window_mask(64, window) if window else create_flex_attention_causal_mask(64)
 
 
@@ -55,7 +59,8 @@ def formula(q: Any, k: Any, v: Any, mask: Any) -> Any:
 
 shapes = pytest.mark.parametrize(("q_len", "kv_len"), [(7, 7), (1, 7), (3, 7)])
 windows = pytest.mark.parametrize("window", [None, 3])
-forms = pytest.mark.parametrize("form", ["by positions", "a table of positions", "a table of the call"])
+FORMS = ["by positions", "a table of positions", "a table of the call", "four axes", "four longer axes"]
+forms = pytest.mark.parametrize("form", FORMS)
 
 
 @shapes
@@ -75,6 +80,9 @@ def test_values_and_gradients_match_the_formula(
         inference = slow_inference_attention_softcapping(*given, made, LAYER, BSZ, q_len)
     assert torch.equal(inference, slow_attention_softcapping(*(x.detach() for x in given), made, LAYER, BSZ, q_len))
     assert not slow_inference_attention_softcapping(*given, made, LAYER, BSZ, q_len).requires_grad
+    # The host's Gemma 2 passes the number of keys in the place of the number of queries.
+    assert torch.equal(slow_attention_softcapping(*given, made, LAYER, BSZ, kv_len), out)
+    assert torch.equal(slow_inference_attention_softcapping(*given, made, LAYER, BSZ, kv_len), inference)
 
 
 @shapes
@@ -130,11 +138,13 @@ def test_the_mask_functions_can_be_called() -> None:
     [
         ({"causal_mask": None}, SpecError, "causal_mask: expected a float tensor or a mask of create_flex"),
         ({"causal_mask": torch.ones(7, 7, dtype=torch.bool)}, DTypeError, "causal_mask: expected a float mask"),
-        ({"causal_mask": torch.zeros(1, 1, 7, 7)}, ShapeError, "causal_mask: expected two axes"),
+        ({"causal_mask": torch.zeros(1, 7, 7)}, ShapeError, "causal_mask: expected two axes, .* or four"),
+        ({"causal_mask": torch.zeros(1, 1, 6, 7)}, ShapeError, r"causal_mask: expected \[.., .., 7, 7\] or longer"),
+        ({"causal_mask": torch.zeros(1, 1, 7, 6)}, ShapeError, r"longer, got \[1, 1, 7, 6\]"),
         ({"causal_mask": torch.zeros(6, 6)}, ShapeError, r"n >= kv_len = 7, or \[7, 7\], got \[6, 6\]"),
         ({"causal_mask": create_flex_attention_causal_mask(6)}, ShapeError, "expected at most 6 keys .*, got 7"),
-        ({"bsz": 3}, ShapeError, "Q: expected bsz=3 and q_len=7"),
-        ({"q_len": 6}, ShapeError, "Q: expected bsz=2 and q_len=6"),
+        ({"bsz": 3}, ShapeError, "Q: expected bsz=3 and a length of 7"),
+        ({"q_len": 6}, ShapeError, "Q: expected bsz=2 and a length of 6"),
         ({"K": torch.zeros(2, 3, 7)}, ShapeError, "K: expected .bsz, heads, length, head_dim."),
         ({"self": SimpleNamespace()}, SpecError, "self.config.attn_logit_softcapping: expected a positive number"),
         (

@@ -36,6 +36,14 @@ def run_attention(x: Tensor, trains: bool) -> Tensor:
     return torch_frontend.run_attention(config=config, context=context, Q=heads(x), K=heads(x), V=heads(x))
 
 
+def in_training_mode(x: Tensor, trains: bool) -> Tensor:
+    """As in Unsloth, whose hidden states need no gradient in a checkpoint's first pass."""
+    config = torch_frontend.unsloth.AttentionConfig("sdpa", HEADS, 1)
+    sizes = (len(x), x.shape[1], x.shape[1], HEADS, HEAD_DIM)
+    context = torch_frontend.unsloth.AttentionContext(*sizes, requires_grad=x.requires_grad, training=trains)
+    return torch_frontend.run_attention(config=config, context=context, Q=heads(x), K=heads(x), V=heads(x))
+
+
 def packed(x: Tensor, trains: bool) -> Tensor:
     config = torch_frontend.unsloth.AttentionConfig("sdpa", HEADS, 1)
     context = torch_frontend.unsloth.AttentionContext(
@@ -76,7 +84,8 @@ def module(x: Tensor, trains: bool) -> Tensor:
 
 
 DOORS: dict[str, Callable[[Tensor, bool], Tensor]] = {
-    each.__name__: each for each in (run_attention, packed, shared_prefix, softcapping, transformers, module)
+    each.__name__: each
+    for each in (run_attention, in_training_mode, packed, shared_prefix, softcapping, transformers, module)
 }
 
 

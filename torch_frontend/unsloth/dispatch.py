@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -19,9 +21,11 @@ from attn_core.dropins.unsloth.arguments import (
     computed_in,
     documents,
     preference,
+    trains,
 )
+from attn_core.dropins.unsloth.masks import split_mask
 from attn_core.dropins.unsloth.prefix import resolve_prefix_seg_info
-from attn_core.dropins.unsloth.request import interpret, split_mask
+from attn_core.dropins.unsloth.request import interpret
 from attn_core.selection import override
 from torch_frontend.attention import attention
 from torch_frontend.backends import available_here
@@ -41,6 +45,7 @@ __all__ = [
     "XFORMERS",
     "AttentionConfig",
     "AttentionContext",
+    "decode_scaled_dot_product_attention",
     "resolve_prefix_seg_info",
     "run_attention",
     "select_attention_backend",
@@ -51,13 +56,19 @@ Tensor = torch.Tensor
 SDPA_HAS_GQA = True
 """Whether torch's own attention supports grouped heads: True for every torch that this package supports."""
 
+decode_scaled_dot_product_attention: Callable[..., Tensor]
+"""Attention with the signature of torch's own function, which decoding calls; loads at first use."""
 HAS_FLASH_ATTENTION: bool
 """Whether a FlashAttention package runs on this machine; looked up on access."""
 HAS_XFORMERS: bool
 """Whether xformers runs on this machine; looked up on access."""
 
 
-def __getattr__(name: str) -> bool:
+def __getattr__(name: str) -> Any:
+    if name == "decode_scaled_dot_product_attention":
+        from torch_frontend.finetrainers import attention_dispatch  # loads at first use, like this drop-in everywhere
+
+        return attention_dispatch
     if name == "HAS_FLASH_ATTENTION":
         return choose_word(available_here(), use_varlen=True) == FLASH_VARLEN
     if name == "HAS_XFORMERS":
@@ -68,8 +79,9 @@ def __getattr__(name: str) -> bool:
 def run_attention(*, config: AttentionConfig, context: AttentionContext, Q: Tensor, K: Tensor, V: Tensor) -> Tensor:
     """Computes attention: ``Q [bsz, n_heads, q_len, head_dim]``, ``K, V [bsz, n_kv_heads, kv_len, head_dim]``.
 
-    It is causal unless the config's keyword arguments or a complete mask state otherwise. With ``context.seq_info`` the
-    rows are laid end to end and hold packed documents; with ``context.prefix_seg_info`` they share prefixes.
+    It is causal unless the config's keyword arguments, ``context.is_causal`` or a complete mask state otherwise. With
+    ``context.seq_info`` the rows are laid end to end and hold packed documents; with ``context.prefix_seg_info`` they
+    share prefixes.
     ``config.backend`` is a preference: automatic choice runs what that backend cannot, with the same result.
 
     Returns:
@@ -100,7 +112,7 @@ def run_attention(*, config: AttentionConfig, context: AttentionContext, Q: Tens
     if info is not None:
         q, k, v = (tensor.flatten(0, 1) for tensor in (q, k, v))  # [bsz * len, heads, head_dim]
     # Re-entrant checkpointing runs a layer twice, and both passes must run the same kernel.
-    attend = partial(attention_of_layer, trains=True) if context.requires_grad else attention
+    attend = partial(attention_of_layer, trains=True) if trains(context) else attention
     out = attend(
         q,
         k,
@@ -129,6 +141,9 @@ def _backends(preferred: tuple[str, ...]) -> tuple[str, ...]:
     return (FROM_CONTEXT, *preferred) if torch.compiler.is_compiling() else override.requested() or preferred
 
 
-def select_attention_backend(use_varlen: bool = False) -> str:
-    """Returns the host's word for this machine's backend, in the host's order: flash-attn, xformers, SDPA."""
-    return choose_word(available_here(), use_varlen)
+def select_attention_backend(use_varlen: bool = False, dropout_p: float = 0.0) -> str:
+    """Returns the host's word for this machine's backend, in the host's order: flash-attn, xformers, SDPA.
+
+    Packed rows (``use_varlen``) without dropout prefer SDPA to xformers, if torch's own flash kernel runs here.
+    """
+    return choose_word(available_here(), use_varlen, dropout_p)

@@ -18,21 +18,31 @@ from attn_core.errors import ShapeError, SpecError
 __all__ = [
     "build_sdpa_packed_attention_mask",
     "build_xformers_block_causal_mask",
+    "cover_padded_cu_seqlens",
     "get_packed_info_from_kwargs",
     "mask_packed_boundary_labels",
     "mask_packed_sequence_boundaries",
+    "move_xformers_attention_bias",
 ]
 
 Tensor = torch.Tensor
 Packed = tuple[Tensor, Tensor, int]
 
 
-def get_packed_info_from_kwargs(kwargs: Mapping[str, Any], device: Any) -> Packed | None:
-    """Returns the ``seq_info`` of ``kwargs["packed_seq_lengths"]``, or None without that key.
+def get_packed_info_from_kwargs(
+    kwargs: Mapping[str, Any], device: Any, position_ids: Tensor | None = None
+) -> Packed | None:
+    """Returns the ``seq_info`` of ``kwargs["packed_seq_lengths"]``, else that of ``position_ids``, else None.
 
     The longest length must be on the host, so this reads a tensor on a GPU once.
+
+    Args:
+        position_ids: ``[1, tokens]``, 0 at the first token of each document. Other shapes, and rows with one document,
+            give None. The positions of a padded row would be misread, so pass them only for rows without padding.
     """
     values = kwargs.get("packed_seq_lengths")
+    if values is None and position_ids is not None:
+        values = _lengths_of_positions(position_ids)
     if values is None:
         return None
     lengths = _lengths("packed_seq_lengths", values)
@@ -43,53 +53,88 @@ def get_packed_info_from_kwargs(kwargs: Mapping[str, Any], device: Any) -> Packe
     return host.to(device, torch.int32), info.cu_seqlens_q.to(device), info.max_len_q
 
 
+def cover_padded_cu_seqlens(seq_info: Packed, total_tokens: int) -> tuple[Tensor, int]:
+    """Returns the offsets of the documents and the longest length; padding behind them is one more document.
+
+    It is for code that calls a varlen kernel itself: some leave rows behind the last offset unwritten.
+    ``run_attention`` gives padding the output 0. Reads the offsets' last value on the host.
+    """
+    _, cu_seqlens, longest = seq_info
+    padding = total_tokens - int(cu_seqlens[-1])
+    if padding <= 0:
+        return cu_seqlens, longest
+    return torch.cat((cu_seqlens, cu_seqlens.new_full((1,), total_tokens))), max(longest, padding)
+
+
 def build_sdpa_packed_attention_mask(
-    seq_info: Packed, *, dtype: torch.dtype, device: Any, sliding_window: int | None = None
+    seq_info: Packed,
+    *,
+    dtype: torch.dtype,
+    device: Any,
+    sliding_window: int | None = None,
+    total_tokens: int | None = None,
+    is_causal: bool = True,
 ) -> Tensor:
-    """Builds an additive causal mask of all documents, ``[1, 1, tokens, tokens]``: 0 is visible, -inf is hidden.
+    """Builds an additive mask of all documents, ``[1, 1, tokens, tokens]``: 0 is visible, -inf is hidden.
 
     It has tokens² elements and is for code that calls SDPA itself; ``run_attention`` and ``attention`` need only
     ``seq_info``.
 
     Args:
         sliding_window: the number of keys that a query sees, itself included; None, 0 or less: all keys before it.
+        total_tokens: the length of the row. Padding behind the documents becomes one more document, because SDPA gives
+            NaN for rows that see no key.
+        is_causal: False shows the whole document to each query.
+
+    Raises:
+        SpecError: for a window without causal.
     """
-    lengths = _lengths("seq_info", seq_info[0]).to(device, torch.int64)
+    keys = _window_keys(sliding_window, is_causal)
+    lengths = _lengths_with_padding(seq_info, total_tokens).to(device)
     tokens = int(lengths.sum())
     document = torch.repeat_interleave(torch.arange(len(lengths), device=device), lengths)  # [tokens]
-    distance = torch.arange(tokens, device=device)
-    distance = distance[:, None] - distance  # [queries, keys]: query position minus key position
-    visible = (document[:, None] == document) & (distance >= 0)
-    if sliding_window is not None and sliding_window > 0:
-        visible &= distance < sliding_window
+    visible = document[:, None] == document
+    if is_causal:
+        distance = torch.arange(tokens, device=device)
+        distance = distance[:, None] - distance  # [queries, keys]: query position minus key position
+        visible &= (distance >= 0) & (distance < (keys or tokens))
     mask = torch.zeros((tokens, tokens), dtype=dtype, device=device).masked_fill_(~visible, -torch.inf)
     return mask[None, None]
 
 
 def build_xformers_block_causal_mask(
-    seq_info: Packed | None, *, sliding_window: int | None = None, base_mask: Any = None
+    seq_info: Packed | None,
+    *,
+    sliding_window: int | None = None,
+    base_mask: Any = None,
+    total_tokens: int | None = None,
+    is_causal: bool = True,
 ) -> Any:
     """Builds xformers' bias of the same mask, for code that calls xformers itself; None if xformers is not installed.
 
     Its offsets are on the device of the lengths. Without ``seq_info`` it returns ``base_mask`` with the window added; a
     tensor or None stays unchanged, because a tensor already is a complete mask.
 
+    Args:
+        total_tokens, is_causal: as in ``build_sdpa_packed_attention_mask``.
+
     Raises:
-        SpecError: for a window with a ``base_mask`` that cannot apply it.
+        SpecError: for a window without causal, or with a ``base_mask`` that cannot apply it.
     """
-    local = sliding_window is not None and sliding_window > 0
+    keys = _window_keys(sliding_window, is_causal)
     if seq_info is None:
-        return _add_window(base_mask, sliding_window) if local else base_mask
+        return _add_window(base_mask, keys) if keys else base_mask
     try:
-        from xformers.ops.fmha.attn_bias import BlockDiagonalCausalMask  # type: ignore[import-not-found]
+        from xformers.ops.fmha import attn_bias  # type: ignore[import-not-found]
     except ImportError:
         return None
-    lengths = _lengths("seq_info", seq_info[0])
-    mask = BlockDiagonalCausalMask.from_seqlens([length for length in lengths.tolist() if length])
-    return _move_offsets(_add_window(mask, sliding_window) if local else mask, lengths.device)
+    lengths = _lengths_with_padding(seq_info, total_tokens)
+    kind = attn_bias.BlockDiagonalCausalMask if is_causal else attn_bias.BlockDiagonalMask
+    mask = kind.from_seqlens([length for length in lengths.tolist() if length])
+    return move_xformers_attention_bias(_add_window(mask, keys) if keys else mask, lengths.device)
 
 
-def _add_window(mask: Any, sliding_window: int | None) -> Any:
+def _add_window(mask: Any, sliding_window: int) -> Any:
     """Returns an xformers bias with a window added; None and tensors unchanged."""
     if mask is None or isinstance(mask, Tensor):
         return mask
@@ -101,15 +146,51 @@ def _add_window(mask: Any, sliding_window: int | None) -> Any:
     return mask.make_local_attention(window_size=sliding_window)
 
 
-def _move_offsets(mask: Any, device: torch.device) -> Any:
-    """Moves a block-diagonal bias's offsets to a device. Some versions of the bias have no ``to`` of their own."""
+def move_xformers_attention_bias(attn_bias: Any, device: Any) -> Any:
+    """Returns an xformers bias with its tensors on a device; None stays None. The given bias does not change.
+
+    Some versions of the block-diagonal biases have no ``to`` of their own, so their offsets are moved one by one.
+    """
+    if attn_bias is None:
+        return None
+    if not hasattr(attn_bias, "q_seqinfo"):
+        return attn_bias.to(device) if hasattr(attn_bias, "to") else attn_bias
     sides = {}
     for side in ("q_seqinfo", "k_seqinfo"):
-        info = getattr(mask, side)
+        info = getattr(attn_bias, side)
         values = {each.name: getattr(info, each.name) for each in fields(info)}
         tensors = {name: value.to(device) for name, value in values.items() if hasattr(value, "to")}
         sides[side] = replace(info, **tensors)
-    return replace(mask, **sides)
+    return replace(attn_bias, **sides)
+
+
+def _window_keys(sliding_window: int | None, is_causal: bool) -> int | None:
+    """Returns the number of keys in the window, or None. Raises SpecError for a window without causal."""
+    if sliding_window is None or sliding_window <= 0:
+        return None
+    if not is_causal:
+        raise SpecError(
+            f"sliding_window={sliding_window}: expected None with is_causal=False, because the window ends at the query"
+        )
+    return sliding_window
+
+
+def _lengths_with_padding(seq_info: Packed, total_tokens: int | None) -> Tensor:
+    """Returns the lengths of the documents, and of the padding behind them if the row is longer."""
+    lengths = _lengths("seq_info", seq_info[0])
+    padding = 0 if total_tokens is None else total_tokens - int(lengths.sum())
+    return lengths if padding <= 0 else torch.cat((lengths, lengths.new_tensor([padding])))
+
+
+def _lengths_of_positions(position_ids: Tensor) -> Tensor | None:
+    """Returns the lengths of the documents that start at position 0 in ``[1, tokens]``; None for fewer than two."""
+    if position_ids.ndim != 2 or len(position_ids) != 1:
+        return None
+    row = position_ids[0].cpu()
+    starts = (row == 0).nonzero().flatten()
+    if len(starts) < 2 or int(starts[0]):
+        return None
+    return torch.cat((starts, starts.new_tensor([len(row)]))).diff()
 
 
 def mask_packed_sequence_boundaries(shift_labels: Tensor, seq_lengths: Any, *, ignore_index: int = -100) -> bool:

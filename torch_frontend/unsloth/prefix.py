@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from attn_core.dropins.unsloth.arguments import AttentionContext
+from attn_core.dropins.unsloth.arguments import AttentionContext, trains
 from attn_core.dropins.unsloth.prefix import shared_prefixes
 from attn_core.dropins.unsloth.request import UnslothRequest
 from torch_frontend.recomputed import attention_of_layer
@@ -24,7 +24,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, request: UnslothRequest, context: At
     rows = [tensor.flatten(0, 1) for tensor in (q, k, v)]  # [bsz * len, heads, head_dim]
     options: dict[str, Any] = {"softcap": request.softcap, "scale": request.scale}
     options |= {"deterministic": request.deterministic, "backend": backend, "return_lse": True}
-    attention = partial(attention_of_layer, trains=context.requires_grad)
+    attention = partial(attention_of_layer, trains=trains(context))
     own, own_lse = attention(*rows, causal=True, seq_info=shared.own, **options)
     # Not causal, because a prefix lies before every token that shares it.
     prefix, prefix_lse = attention(*rows, seq_info=shared.prefix, **options)

@@ -67,8 +67,10 @@ def slow_attention_softcapping(
         Q: ``[bsz, n_heads, q_len, head_dim]``.
         K, V: ``[bsz, n_kv_heads, kv_len, head_dim]`` with ``kv_len >= q_len``.
         causal_mask: a result of the two functions above, or a float tensor added after the softcap: ``[n, n]`` by
-            positions with ``n >= kv_len``, or ``[q_len, kv_len]``; 0 is visible, -inf is hidden.
+            positions with ``n >= kv_len``, or ``[q_len, kv_len]``, or ``[.., .., q_len, kv_len]``, whose further rows
+            and columns do not count; 0 is visible, -inf is hidden.
         self: the layer; its ``config`` has ``query_pre_attn_scalar`` and ``attn_logit_softcapping``.
+        q_len: the number of queries, or of keys: the host's Gemma 2 passes the latter.
 
     Returns:
         ``[bsz, q_len, n_heads * head_dim]`` in Q's dtype, or autocast's dtype under ``torch.autocast``; 0 for queries
@@ -81,8 +83,11 @@ def slow_attention_softcapping(
         check_tensor(name, tensor)
         if tensor.ndim != 4:
             raise ShapeError(f"{name}: expected [bsz, heads, length, head_dim], got {list(tensor.shape)}")
-    if (Q.shape[0], Q.shape[2]) != (bsz, q_len):
-        raise ShapeError(f"Q: expected bsz={bsz} and q_len={q_len} in [bsz, n_heads, q_len, ..], got {list(Q.shape)}")
+    if Q.shape[0] != bsz or q_len not in (Q.shape[2], K.shape[2]):
+        raise ShapeError(
+            f"Q: expected bsz={bsz} and a length of {q_len} in [bsz, n_heads, length, ..] of Q or K, got Q "
+            f"{list(Q.shape)} and K {list(K.shape)}"
+        )
     out = attention(
         Q.transpose(1, 2),  # [bsz, length, heads, head_dim]
         K.transpose(1, 2),
@@ -90,17 +95,17 @@ def slow_attention_softcapping(
         softcap=_config_number(self, "attn_logit_softcapping"),
         scale=_config_number(self, "query_pre_attn_scalar") ** -0.5,
         trains=bool(getattr(self, "training", False)),
-        **_mask_arguments(causal_mask, q_len, K.shape[2]),
+        **_mask_arguments(causal_mask, Q.shape[2], K.shape[2]),
     )
     return out.flatten(2)  # [bsz, q_len, n_heads * head_dim]
 
 
 def slow_inference_attention_softcapping(
-    Q: Tensor, K: Tensor, V: Tensor, causal_mask: PositionMask | Tensor, self: Any, bsz: int, q_len: int
+    Q: Tensor, K: Tensor, V: Tensor, causal_mask: PositionMask | Tensor, self: Any, bsz: int, kv_len: int
 ) -> Tensor:
-    """Computes ``slow_attention_softcapping`` without gradients."""
+    """Computes ``slow_attention_softcapping`` without gradients; ``kv_len`` is its ``q_len``."""
     with torch.no_grad():
-        return slow_attention_softcapping(Q, K, V, causal_mask, self, bsz, q_len)
+        return slow_attention_softcapping(Q, K, V, causal_mask, self, bsz, kv_len)
 
 
 def _check_positive(name: str, value: Any) -> int:
@@ -131,8 +136,15 @@ def _mask_arguments(mask: Any, q_len: int, kv_len: int) -> dict[str, Any]:
     check_tensor("causal_mask", mask)
     if not mask.is_floating_point():
         raise DTypeError(f"causal_mask: expected a float mask to be added (0 or -inf), got {mask.dtype}")
+    if mask.ndim == 4:  # made for this call's queries, and possibly for more keys
+        if mask.shape[2] < q_len or mask.shape[3] < kv_len:
+            raise ShapeError(f"causal_mask: expected [.., .., {q_len}, {kv_len}] or longer, got {list(mask.shape)}")
+        return {"bias": mask[..., :q_len, :kv_len]}
     if mask.ndim != 2:
-        raise ShapeError(f"causal_mask: expected two axes, [queries, keys], got {list(mask.shape)}")
+        raise ShapeError(
+            f"causal_mask: expected two axes, [queries, keys], or four, [bsz, heads, queries, keys], got "
+            f"{list(mask.shape)}"
+        )
     if tuple(mask.shape) != (q_len, kv_len):
         if min(mask.shape) < kv_len:
             raise ShapeError(

@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from attn_core import backends
+from attn_core.call.options import check_flag
 from attn_core.call.seq_info import SeqInfo
 from attn_core.errors import ShapeError, SpecError
 
@@ -50,7 +51,10 @@ class AttentionConfig:
 class AttentionContext:
     """One call: its sizes and its masks. ``sliding_window=W`` is W keys, self included; 0 or less is no window.
 
-    prefix_seg_info: the layout of groups of rows that share a prefix (see attn_core.dropins.unsloth.prefix).
+    Attributes:
+        prefix_seg_info: the layout of groups of rows that share a prefix (see attn_core.dropins.unsloth.prefix).
+        is_causal: False makes the call see every key; True leaves it to the config's keyword bags.
+        training: whether the layer trains, which is also true in a checkpoint's first pass, without gradients.
     """
 
     bsz: int
@@ -64,6 +68,20 @@ class AttentionContext:
     causal_mask: Any = None
     sliding_window: int | None = None
     prefix_seg_info: Any = None
+    is_causal: bool = True
+    training: bool = False
+
+
+def trains(context: AttentionContext) -> bool:
+    """Returns whether the call's kernel must have a backward. Raises SpecError for a flag that is not a bool."""
+    # Contexts of the host's releases before October 2026 have no ``training``.
+    return bool(context.requires_grad) or check_flag("context.training", getattr(context, "training", False))
+
+
+def is_bidirectional(context: AttentionContext) -> bool:
+    """Returns whether ``is_causal`` is False. Raises SpecError if it is not a bool."""
+    # Contexts of the host's releases before October 2026 have no ``is_causal``.
+    return not check_flag("context.is_causal", getattr(context, "is_causal", True))
 
 
 def preference(config: AttentionConfig, framework: str, device: str) -> tuple[str, ...]:
@@ -121,8 +139,13 @@ def computed_in(*dtypes: str) -> str | None:
     return half if half in ("bfloat16", "float16") else None
 
 
-def choose_word(available: tuple[str, ...], use_varlen: bool) -> str:
-    """Returns the host's backend word for a machine with these backends: flash-attn, then xformers, then SDPA."""
+def choose_word(available: tuple[str, ...], use_varlen: bool, dropout: float = 0.0) -> str:
+    """Returns the host's backend word for a machine with these backends: flash-attn, then xformers, then SDPA.
+
+    Packed rows without dropout prefer SDPA to xformers if torch's own flash kernel is available, as in the host.
+    """
     if any(name in available for name in ("flash2", "flash3", "flash4")):
         return FLASH_VARLEN if use_varlen else FLASH_DENSE
-    return XFORMERS if "xformers" in available else SDPA
+    if "xformers" not in available or (use_varlen and not dropout and "sdpa_flash" in available):
+        return SDPA
+    return XFORMERS

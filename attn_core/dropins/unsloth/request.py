@@ -7,14 +7,12 @@ lists our choices. This file has no tensor operations: the frontends turn an ``U
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from attn_core.call.options import check_flag, normalise_window
 from attn_core.call.seq_info import SeqInfo, is_host_int
-from attn_core.call.tensors import dtype_name
 from attn_core.dropins.keyword_bags import BAGS, Option, bag_of, distances, read_options, state_mask
 from attn_core.dropins.unsloth.arguments import (
     FAMILIES,
@@ -23,9 +21,10 @@ from attn_core.dropins.unsloth.arguments import (
     SDPA,
     AttentionConfig,
     AttentionContext,
+    is_bidirectional,
 )
 from attn_core.dropins.unsloth.block_masks import BlockMask, read_block_mask
-from attn_core.errors import DTypeError, ShapeError, SpecError
+from attn_core.errors import SpecError
 
 
 class UnslothRequest(NamedTuple):
@@ -72,7 +71,8 @@ def interpret(config: AttentionConfig, context: AttentionContext) -> UnslothRequ
     Without a mask the call is causal, bottom-right: new queries are at the end of the keys. A 2-D ``attention_mask``
     hides keys in addition. Any other mask is complete by itself, as the host builds them: causal is added only if a bag
     states it, and the sliding window never is. ``softcap=0`` and ``window_size=(-1, -1)`` are flash-attn's "none". A
-    ``causal_mask`` that is True or False is no mask: it states whether the layer has a sliding window.
+    ``causal_mask`` that is True or False is no mask: it states whether the layer has a sliding window. The context's
+    ``is_causal=False`` states causal like a bag does.
 
     Raises:
         SpecError: for unknown keys, bags that contradict each other, or an unknown backend word.
@@ -82,7 +82,8 @@ def interpret(config: AttentionConfig, context: AttentionContext) -> UnslothRequ
     if unmasked and (slides is None or slides is True or slides is False):
         try:
             kind, packed = type(context.sliding_window).__name__, context.seq_info is not None
-            return _without_masks(config.backend, packed, slides, kind, context.sliding_window, _plain(config))
+            flags = (slides, is_bidirectional(context))
+            return _without_masks(config.backend, packed, flags, kind, context.sliding_window, _plain(config))
         except TypeError:  # a value that cannot be part of a key, e.g. an array
             pass
     return _interpret(config, context)
@@ -107,11 +108,20 @@ def _kind(value: Any) -> Any:
 
 @lru_cache(maxsize=1024)
 def _without_masks(
-    word: str, packed: bool, slides: bool | None, kind: str, sliding_window: int | None, bags: tuple[Any, ...]
+    word: str,
+    packed: bool,
+    flags: tuple[bool | None, bool],
+    kind: str,
+    sliding_window: int | None,
+    bags: tuple[Any, ...],
 ) -> UnslothRequest:
-    """Caches ``_interpret`` for calls of plain values. ``kind`` distinguishes 1, 1.0 and True."""
+    """Caches ``_interpret`` for calls of plain values. ``kind`` distinguishes 1, 1.0 and True.
+
+    flags: whether the layer slides (``causal_mask``, or None), and whether the call is bidirectional.
+    """
     named = {name: {key: value for key, _, value in items} for name, items in bags}
-    fields: dict[str, Any] = {"seq_info": packed or None, "causal_mask": slides, "sliding_window": sliding_window}
+    fields: dict[str, Any] = {"seq_info": packed or None, "causal_mask": flags[0], "sliding_window": sliding_window}
+    fields["is_causal"] = not flags[1]
     return _interpret(AttentionConfig(word, 1, 1, **named), AttentionContext(1, 1, 1, 1, 1, **fields))
 
 
@@ -132,6 +142,8 @@ def _interpret(config: AttentionConfig, context: AttentionContext) -> UnslothReq
             f"context.sliding_window={context.sliding_window!r}: expected the number of keys that a query sees, or None"
         )
     stated = read_options(config, host_branch(config, context))
+    if is_bidirectional(context):  # True is the default, so it states nothing
+        stated["causal"].state(False, "context.is_causal")
     # Masks in the context count like masks in a bag: two different ones contradict each other.
     for name in ("attention_mask", "causal_mask"):
         value = getattr(context, name)
@@ -208,45 +220,3 @@ def _window(
             f"self included: window_size=({keys - 1}, 0)"
         )
     return (keys - 1, 0)
-
-
-def split_mask(request: UnslothRequest, context: AttentionContext, to_bool: Callable[[Any], Any]) -> tuple[Any, Any]:
-    """Returns Unsloth's mask as (bool mask, additive bias) of four axes. See ``UnslothRequest.mask`` for its ranks.
-
-    Args:
-        to_bool: returns an array of True where an array is not 0.
-
-    Raises:
-        ShapeError, DTypeError: for a mask that is not a mask of keys, bool, or float.
-    """
-    mask = request.mask
-    if mask is None:
-        return None, None
-    _check_mask(request, context)
-    if request.keep:
-        keys = to_bool(mask)
-        if context.seq_info is not None or request.documents is not None:  # rows are laid end to end, so their keys are
-            keys = keys.reshape(1, -1)
-        return keys[:, None, None, :], None
-    table = mask[:, None] if mask.ndim == 3 else mask
-    kind = dtype_name(table)
-    if kind == "bool":
-        return table, None
-    if "float" in kind:
-        return None, table
-    raise DTypeError(
-        f"{request.mask_name}: expected bool (True = visible) or a float to be added, got {table.dtype} of shape "
-        f"{list(mask.shape)}; a 0/1 mask becomes bool by mask != 0"
-    )
-
-
-def _check_mask(request: UnslothRequest, context: AttentionContext) -> None:
-    """Raises ShapeError for a mask with unsupported axes; ``attention`` checks the sizes of complete masks."""
-    shape = list(request.mask.shape)
-    if request.keep and shape != [context.bsz, context.kv_seq_len]:
-        raise ShapeError(
-            f"{request.mask_name}: expected a mask of keys, [bsz, kv_len] = [{context.bsz}, {context.kv_seq_len}], "
-            f"got {shape}"
-        )
-    if len(shape) not in (2, 3, 4):
-        raise ShapeError(f"{request.mask_name}: expected 2, 3 or 4 axes, got {shape}")

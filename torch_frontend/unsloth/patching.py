@@ -1,0 +1,142 @@
+"""Runs Unsloth's own models on our attention: ``with installed():``, or ``install()`` once for the process.
+
+Unsloth's model files import their attention functions by name. So each of these functions is replaced in every loaded
+module of unsloth, under whatever name the module has it. Modules that are imported later receive ours from the module
+that defines it.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from attn_core.errors import SpecError
+from torch_frontend.unsloth.dispatch import run_attention, select_attention_backend
+from torch_frontend.unsloth.softcapping import slow_attention_softcapping, slow_inference_attention_softcapping
+
+__all__ = ["install", "installed", "is_installed", "uninstall"]
+
+_DISPATCH, _SOFTCAPPING = "unsloth.utils.attention_dispatch", "unsloth.kernels.flex_attention"
+
+
+@contextmanager
+def installed() -> Iterator[None]:
+    """Replaces Unsloth's attention with ours in a block, in every thread. Blocks nest; the last end restores it.
+
+    Raises:
+        RuntimeError: if unsloth is not imported, or is a release without ``run_attention``.
+    """
+    holder = object()
+    _patch.hold(holder)
+    try:
+        yield
+    finally:
+        _patch.release(holder)
+
+
+def install() -> None:
+    """Replaces Unsloth's attention with ours until ``uninstall``. Idempotent.
+
+    Raises:
+        RuntimeError: if unsloth is not imported, or is a release without ``run_attention``.
+    """
+    _patch.hold(_PROCESS)
+
+
+def uninstall() -> None:
+    """Undoes all calls of ``install``. Running blocks of ``installed`` keep our attention until their end."""
+    _patch.release(_PROCESS)
+
+
+def is_installed() -> bool:
+    """Returns whether our attention currently replaces Unsloth's."""
+    return bool(_patch.holders)
+
+
+class _Patch:
+    """The holders that need our attention in unsloth's modules, and the functions to restore.
+
+    One for the process, because a module's names are one for the process.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.holders: set[object] = set()
+        self.pairs: list[tuple[Any, Any]] = []  # (the host's function, ours), while installed
+
+    def hold(self, holder: object) -> None:
+        with self.lock:
+            if not self.holders:
+                self.pairs = _replacements()
+                _replace({id(theirs): ours for theirs, ours in self.pairs})
+            self.holders.add(holder)
+
+    def release(self, holder: object) -> None:
+        with self.lock:
+            if holder not in self.holders:
+                return
+            self.holders.remove(holder)
+            if not self.holders:
+                _replace({id(ours): theirs for theirs, ours in self.pairs})
+                self.pairs = []
+
+
+_patch = _Patch()
+_PROCESS = object()  # the holder of install()
+
+
+def _replacements() -> list[tuple[Any, Any]]:
+    """Returns each function of the host that exists, with ours. Raises RuntimeError if unsloth is not imported."""
+    dispatch = sys.modules.get(_DISPATCH)
+    # unsloth changes transformers and must be imported before it, so it is not imported here.
+    if dispatch is None:
+        raise RuntimeError(f"{_DISPATCH}: expected to be imported before install(); put `import unsloth` first")
+    if not hasattr(dispatch, "run_attention"):
+        raise RuntimeError(f"{_DISPATCH}: expected run_attention, which this release of unsloth does not have")
+    from torch_frontend.finetrainers import attention_dispatch  # loads at first use, like this drop-in everywhere
+
+    parallel = sys.modules.get("unsloth.context_parallel")
+    ours: dict[tuple[str, str], Callable[..., Any]] = {
+        (_DISPATCH, "run_attention"): _outside_context_parallelism(getattr(parallel, "get_cp_manager", None)),
+        (_DISPATCH, "select_attention_backend"): select_attention_backend,
+        (_DISPATCH, "decode_scaled_dot_product_attention"): attention_dispatch,
+        (_SOFTCAPPING, "slow_attention_softcapping"): slow_attention_softcapping,
+        (_SOFTCAPPING, "slow_inference_attention_softcapping"): slow_inference_attention_softcapping,
+    }
+    found = ((getattr(sys.modules.get(module), name, None), function) for (module, name), function in ours.items())
+    return [(theirs, function) for theirs, function in found if theirs is not None]
+
+
+def _outside_context_parallelism(manager: Callable[[], Any] | None) -> Callable[..., Any]:
+    """Returns ``run_attention`` with a refusal of the host's context parallelism, which splits rows among processes."""
+    if manager is None:
+        return _run_attention
+
+    def run_on_one_device(**call: Any) -> Any:
+        parallel = manager()
+        if parallel is not None:
+            raise SpecError(
+                f"unsloth's context parallelism ({parallel.backend}): expected none with torch_frontend.unsloth "
+                "installed, because each process has only a part of the keys; call uninstall(), or split rows with "
+                "torch_frontend.context_parallel_attention"
+            )
+        return run_attention(**call)
+
+    return run_on_one_device
+
+
+def _run_attention(**call: Any) -> Any:
+    """Calls ``run_attention``. Another object than it, so that restoring cannot touch a caller's own import of it."""
+    return run_attention(**call)
+
+
+def _replace(functions: dict[int, Any]) -> None:
+    """Replaces functions by identity in every loaded module of unsloth."""
+    for module_name, module in list(sys.modules.items()):
+        if module_name.split(".")[0] == "unsloth":
+            for name, value in list(vars(module).items()):
+                if id(value) in functions:
+                    setattr(module, name, functions[id(value)])
