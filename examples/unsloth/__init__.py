@@ -1,0 +1,1 @@
+"""Unsloth's way of calling attention, in the attention layers of transformers' models."""
