@@ -30,7 +30,8 @@ class HostOptions(NamedTuple):
 
 _NOTHING = HostOptions()
 _OFFSETS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-_OPTIONS = ("window_size", "softcap", "alibi_slopes", "deterministic", "return_lse", *_OFFSETS)
+OPTIONS = ("window_size", "softcap", "alibi_slopes", "deterministic", "return_lse", *_OFFSETS)
+"""The keys that every provider takes."""
 _CUDA_8BIT = ("_sage_qk_int8_pv_fp8_cuda", "_sage_qk_int8_pv_fp8_cuda_sm90")
 _SMOOTH_V = ("_sage_qk_int8_pv_fp8_cuda", "_sage_qk_int8_pv_fp16_cuda")
 _QUANTISED = tuple(word.value for word in AttentionProvider if word.startswith("_sage"))
@@ -61,7 +62,7 @@ def interpret(provider: AttentionProvider, kwargs: Mapping[str, Any] | None) -> 
         return _NOTHING
     stated = dict(kwargs)
     for key, value in stated.items():
-        if key not in _OPTIONS:
+        if key not in OPTIONS:
             _check_fixed(provider, key, value)
     softcap = stated.get("softcap")
     return HostOptions(
@@ -79,7 +80,7 @@ def _check_fixed(provider: AttentionProvider, key: Any, value: Any) -> None:
     """Raises SpecError unless the key has the only value that the provider's kernel supports."""
     entries = [entry for entry in _ONLY if entry[0] == key]
     if not entries:
-        known = dict.fromkeys((*_OPTIONS, *(entry[0] for entry in _ONLY)))
+        known = dict.fromkeys((*OPTIONS, *(entry[0] for entry in _ONLY)))
         raise SpecError(f"attention_kwargs[{key!r}]: unknown; expected one of {', '.join(known)}")
     allowed = next((only for _, only, words in entries if provider.value in words), entries)
     if allowed is entries:

@@ -8,12 +8,12 @@ that defines it.
 from __future__ import annotations
 
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from attn_core.errors import SpecError
+from torch_frontend.dispatch.replacement import Replacement
 from torch_frontend.unsloth.dispatch import run_attention, select_attention_backend
 from torch_frontend.unsloth.softcapping import slow_attention_softcapping, slow_inference_attention_softcapping
 
@@ -22,19 +22,13 @@ __all__ = ["install", "installed", "is_installed", "uninstall"]
 _DISPATCH, _SOFTCAPPING = "unsloth.utils.attention_dispatch", "unsloth.kernels.flex_attention"
 
 
-@contextmanager
-def installed() -> Iterator[None]:
+def installed() -> AbstractContextManager[None]:
     """Replaces Unsloth's attention with ours in a block, in every thread. Blocks nest; the last end restores it.
 
     Raises:
         RuntimeError: if unsloth is not imported, or is a release without ``run_attention``.
     """
-    holder = object()
-    _patch.hold(holder)
-    try:
-        yield
-    finally:
-        _patch.release(holder)
+    return _replacement.block()
 
 
 def install() -> None:
@@ -43,49 +37,26 @@ def install() -> None:
     Raises:
         RuntimeError: if unsloth is not imported, or is a release without ``run_attention``.
     """
-    _patch.hold(_PROCESS)
+    _replacement.install()
 
 
 def uninstall() -> None:
     """Undoes all calls of ``install``. Running blocks of ``installed`` keep our attention until their end."""
-    _patch.release(_PROCESS)
+    _replacement.uninstall()
 
 
 def is_installed() -> bool:
     """Returns whether our attention currently replaces Unsloth's."""
-    return bool(_patch.holders)
+    return _replacement.applied
 
 
-class _Patch:
-    """The holders that need our attention in unsloth's modules, and the functions to restore.
-
-    One for the process, because a module's names are one for the process.
-    """
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.holders: set[object] = set()
-        self.pairs: list[tuple[Any, Any]] = []  # (the host's function, ours), while installed
-
-    def hold(self, holder: object) -> None:
-        with self.lock:
-            if not self.holders:
-                self.pairs = _replacements()
-                _replace({id(theirs): ours for theirs, ours in self.pairs})
-            self.holders.add(holder)
-
-    def release(self, holder: object) -> None:
-        with self.lock:
-            if holder not in self.holders:
-                return
-            self.holders.remove(holder)
-            if not self.holders:
-                _replace({id(ours): theirs for theirs, ours in self.pairs})
-                self.pairs = []
+def _apply() -> Callable[[], None]:
+    pairs = _replacements()
+    _replace({id(theirs): ours for theirs, ours in pairs})
+    return lambda: _replace({id(ours): theirs for theirs, ours in pairs})
 
 
-_patch = _Patch()
-_PROCESS = object()  # the holder of install()
+_replacement = Replacement(_apply)
 
 
 def _replacements() -> list[tuple[Any, Any]]:

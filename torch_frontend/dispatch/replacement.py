@@ -1,0 +1,60 @@
+"""A replacement in another library that lasts as long as someone needs it, in blocks and for the whole process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+class Replacement:
+    """Replaces something when the first holder needs it, and restores it after the last one.
+
+    There should be one for the process, because what it replaces is one for the process.
+
+    Args:
+        apply: replaces, and returns a function that restores. If it raises, nothing is held.
+    """
+
+    def __init__(self, apply: Callable[[], Callable[[], None]]) -> None:
+        self._apply = apply
+        self._restore: Callable[[], None] | None = None
+        self._holders: set[object] = set()
+        self._lock = threading.Lock()
+
+    @property
+    def applied(self) -> bool:
+        return bool(self._holders)
+
+    def install(self) -> None:
+        """Holds it for the process. Idempotent."""
+        self._hold(self)
+
+    def uninstall(self) -> None:
+        """Releases the process's hold, if there is one. Running blocks keep theirs."""
+        self._release(self)
+
+    @contextmanager
+    def block(self) -> Iterator[None]:
+        """Holds it in a block. Blocks nest and overlap, in one thread or several."""
+        holder = object()
+        self._hold(holder)
+        try:
+            yield
+        finally:
+            self._release(holder)
+
+    def _hold(self, holder: object) -> None:
+        with self._lock:
+            if not self._holders:
+                self._restore = self._apply()
+            self._holders.add(holder)
+
+    def _release(self, holder: object) -> None:
+        with self._lock:
+            if holder not in self._holders:
+                return
+            self._holders.remove(holder)
+            if not self._holders and self._restore is not None:
+                restore, self._restore = self._restore, None
+                restore()

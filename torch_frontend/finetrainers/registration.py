@@ -1,0 +1,129 @@
+"""Registers our attention as a provider of Finetrainers: ``with installed():``, or ``install()`` once for the process.
+
+Its Trainer sets the active provider of Finetrainers' own registry, by a name that its enumeration must know. While
+installed, both know the provider ``attn_core``. It is the active one unless the Trainer chooses another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from attn_core.dropins.finetrainers_kwargs import OPTIONS
+from attn_core.errors import SpecError
+from torch_frontend.dispatch.replacement import Replacement
+from torch_frontend.finetrainers.dispatch import attention_dispatch
+
+__all__ = ["install", "installed", "is_installed", "uninstall"]
+
+Tensor = torch.Tensor
+
+NAME = "attn_core"
+_DISPATCH = "finetrainers.models.attention_dispatch"
+
+
+def installed() -> AbstractContextManager[None]:
+    """Registers and activates the provider ``attn_core`` in a block, in every thread. Blocks nest.
+
+    The end of the last block removes the provider, and activates the one before unless another is active by then.
+
+    Raises:
+        ImportError: if Finetrainers cannot be imported.
+        RuntimeError: if its registry already has another provider of this name.
+    """
+    return _replacement.block()
+
+
+def install() -> None:
+    """Registers and activates the provider ``attn_core`` until ``uninstall``. Idempotent.
+
+    Raises:
+        ImportError: if Finetrainers cannot be imported.
+        RuntimeError: if its registry already has another provider of this name.
+    """
+    _replacement.install()
+
+
+def uninstall() -> None:
+    """Undoes all calls of ``install``. Running blocks of ``installed`` keep the provider until their end."""
+    _replacement.uninstall()
+
+
+def is_installed() -> bool:
+    """Returns whether Finetrainers' registry has our provider."""
+    return _replacement.applied
+
+
+def _apply() -> Callable[[], None]:
+    host = import_module(_DISPATCH)
+    registry, enumeration = host._AttentionProviderRegistry, host.AttentionProvider
+    if NAME in registry._providers:
+        raise RuntimeError(f"{_DISPATCH}: expected no provider named {NAME!r}, found {registry._providers[NAME]}")
+    member = _member(enumeration)
+    registry.register(member)(_provider(registry))
+    registry._supported_arg_names[member] = _EveryName(registry._supported_arg_names[member])
+    before, registry._active_provider = registry._active_provider, member
+
+    def restore() -> None:
+        del enumeration._missing_
+        for table in list(vars(registry).values()):
+            if isinstance(table, dict):
+                table.pop(NAME, None)
+        if registry._active_provider == NAME:
+            registry._active_provider = before
+
+    return restore
+
+
+_replacement = Replacement(_apply)
+
+
+def _member(enumeration: Any) -> Any:
+    """Makes the host's enumeration know our provider, by its method for values without a member. Returns the value."""
+    member = str.__new__(enumeration, NAME)
+    member._name_, member._value_ = NAME.upper(), NAME
+    enumeration._missing_ = classmethod(lambda _, value: member if value == NAME else None)
+    return member
+
+
+def _provider(registry: Any) -> Callable[..., Any]:
+    """Returns the function that the host's dispatch calls."""
+
+    def attn_core(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        **attention_kwargs: Any,
+    ) -> Any:
+        """Runs ``attention_dispatch``. The host calls it for parts of the keys if a mesh is set: refused."""
+        if getattr(registry, "_mesh", None) is not None:
+            raise SpecError(
+                f"mesh={registry._mesh}: expected None with the provider {NAME}, which has no context parallelism; "
+                "choose native or flash for this block, or use torch_frontend.context_parallel_attention"
+            )
+        options = (attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        return attention_dispatch(query, key, value, *options, attention_kwargs or None)
+
+    return attn_core
+
+
+class _EveryName(frozenset[str]):
+    """The names of our provider's arguments. It contains every name, because the host drops keywords it lacks.
+
+    Its iterator gives those that we know: the host's checks warn of the others.
+    """
+
+    def __new__(cls, parameters: Iterable[str]) -> _EveryName:
+        return super().__new__(cls, {*parameters, *OPTIONS} - {"attention_kwargs"})
+
+    def __contains__(self, name: object) -> bool:
+        return True
