@@ -23,6 +23,7 @@ from torch_frontend.dispatch import (
     heads_first,
     plan,
     run_plan,
+    sdpa_flags,
     transforms,
 )
 from torch_frontend.dispatch.general_calls import attend, gather_arguments
@@ -40,6 +41,8 @@ _is_autocast_on, _is_transformed, _modes, _checks, _ranges = (
     checks.enabled,
     ranges.enabled,
 )
+_flash_on, _efficient_on, _cudnn_on = sdpa_flags.is_flash_on, sdpa_flags.is_efficient_on, sdpa_flags.is_cudnn_on
+_math_on, _others_on = sdpa_flags.is_math_on, sdpa_flags.are_others_on
 Window = int | tuple[int | None, int | None] | None
 Keywords = AttentionKeywords[Tensor, torch.Generator]
 
@@ -111,6 +114,7 @@ def attention(
     Raises:
         ShapeError, DTypeError, DeviceError, SpecError: for invalid arguments.
         NoBackendError: if no backend, or not the requested one, can run the call; the message has every reason.
+            ``torch.nn.attention.sdpa_kernel`` around the call allows only torch's kernels that it lists.
     """
     if unknown:
         refuse_keywords("attention", unknown)
@@ -122,7 +126,8 @@ def attention(
     # The fast path: plain tensors, no dropout, nothing that observes the call. It costs one cached lookup.
     no_extras = mask is None and bias is None and alibi_slopes is None and sinks is None and seq_info is None
     observed = _is_compiling() or _is_autocast_on() or _is_transformed() or _modes() or forward_ad._current_level >= 0
-    observed = observed or _checks()
+    observed = observed or _checks() or not (_flash_on() and _efficient_on() and _cudnn_on() and _math_on())
+    observed = observed or not _others_on()  # sdpa_kernel(...) around the call
     plain = type(q) is type(k) is type(v) is Tensor  # the general path handles subclasses
     unusual_window = window is not None and type(window) is not int and not is_plain_window(window)
     usual = plain and not (observed or dropout or unusual_window or dropout_rng is not None)
@@ -227,6 +232,7 @@ def explain(
     trains, bias_gradient = autograd.gradients_needed(inputs)
     needs = trains if needs_backward is None else needs_backward
     requested = requested_names(backend) or override.requested()
-    selection = plan.explanation(plan.metadata(inputs), options, needs, bias_gradient and needs, requested)
+    gradients = needs, bias_gradient and needs
+    selection = plan.explanation(plan.metadata(inputs), options, *gradients, requested, sdpa_flags.now())
     run_plan.check_offsets(selection.spec, inputs)
     return selection

@@ -13,7 +13,7 @@ from attn_core.call.options import Options, requested_names
 from attn_core.call.tensors import Gradients, Inputs
 from attn_core.selection import override
 from torch_frontend.attention import Window
-from torch_frontend.dispatch import autocast, autograd, empty_rows, plan, run_plan, transforms
+from torch_frontend.dispatch import autocast, autograd, empty_rows, plan, run_plan, sdpa_flags, transforms
 from torch_frontend.dispatch.general_calls import attend, gather_arguments
 from torch_frontend.dispatch.ranges import in_ranges
 from torch_frontend.dispatch.second_derivative import once_differentiable
@@ -79,7 +79,8 @@ def attention_qkvpacked(
     inputs, options = gather_arguments(tensors, seq_info, options, dropout_rng)
     bias_gradient = bias is not None and bias.requires_grad
     requested = requested_names(backend) or override.requested()
-    call_plan = in_ranges(plan.plan(plan.metadata(inputs), options, True, bias_gradient, requested))
+    entries = plan.metadata(inputs)
+    call_plan = in_ranges(plan.plan(entries, options, True, bias_gradient, requested, sdpa_flags.now()))
     run_plan.check_offsets(call_plan.spec, inputs)
     with autocast.switched_off(qkv.device):
         results = QkvAttention.apply(call_plan, qkv, *inputs[3:])

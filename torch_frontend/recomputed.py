@@ -15,7 +15,7 @@ import torch
 from attn_core.call.options import Options, requested_names
 from attn_core.selection import override
 from torch_frontend.attention import attention
-from torch_frontend.dispatch import autocast, empty_rows, heads_first, plan, run_plan, transforms
+from torch_frontend.dispatch import autocast, empty_rows, heads_first, plan, run_plan, sdpa_flags, transforms
 from torch_frontend.dispatch.general_calls import gather_arguments
 from torch_frontend.dispatch.ranges import in_ranges
 
@@ -39,9 +39,9 @@ def attention_of_layer(q: Tensor, k: Tensor, v: Tensor, *, trains: bool, **optio
     inputs, call_options = gather_arguments((q, k, v, *tables), seq_info, Options(**options), generator)
     requested = requested_names(backend) or override.requested()
     bias_gradient = inputs.bias is not None and inputs.bias.requires_grad
-    request = (plan.metadata(inputs), call_options, True, bias_gradient, requested)
+    request = (plan.metadata(inputs), call_options, True, bias_gradient, requested, sdpa_flags.now())
     if not _can_run(*request):  # a requested backend without a backward may still serve a pass without gradients
-        request = (*request[:2], False, False, requested)
+        request = (*request[:2], False, False, *request[4:])
     call_plan = in_ranges(plan.plan(*request))
     run_plan.check_offsets(call_plan.spec, inputs)
     with autocast.switched_off(inputs.q.device):

@@ -288,9 +288,12 @@ def test_diffusers_other_backends_do_not_use_ours(monkeypatch: pytest.MonkeyPatc
                 model(**inputs)
             assert len(returned) == calls
         assert ran == ["math"] * 3  # those of native
-        with diffusers.attention_backend("_native_math"), attention_provider("flex"):
+        refused = pytest.raises(NoBackendError, match=r"(?s)'flex' cannot run.*sdpa_kernel\(...\) around the call")
+        with diffusers.attention_backend("_native_math"), attention_provider("flex"), refused:
             model(**inputs)
-        assert ran == ["math"] * 3 + ["flex"] * 3
+        with diffusers.attention_backend("_native_math"), attention_provider("_native_math"):
+            model(**inputs)
+        assert ran == ["math"] * 6
 
 
 def test_diffusers_backends_are_a_closed_list() -> None:

@@ -12,7 +12,18 @@ from attn_core.call.seq_info import SeqInfo
 from attn_core.call.tensors import Inputs
 from attn_core.errors import SpecError
 from attn_core.selection import override
-from torch_frontend.dispatch import autocast, autograd, offsets, ops, plan, run_plan, transforms, value_checks
+from torch_frontend.dispatch import (
+    autocast,
+    autograd,
+    offsets,
+    ops,
+    plan,
+    run_plan,
+    sdpa_flags,
+    transforms,
+    value_checks,
+)
+from torch_frontend.dispatch.backend_names import join_names
 from torch_frontend.dispatch.dropout_words import draw_words
 from torch_frontend.dispatch.ranges import in_ranges
 
@@ -54,12 +65,13 @@ def attend(inputs: Inputs, options: Options, backend: Any) -> Any:
     needs_backward, bias_gradient = autograd.gradients_needed(inputs)
     if transforms.is_one_op(inputs.q):
         plan.check(inputs, options)
-        names = ops.join_names(requested_names(backend))
+        names = join_names(requested_names(backend), sdpa_flags.now())
         plain = ops.PlainOptions.from_options(options, needs_backward, bias_gradient, names)
         out, lse = (transforms if transforms.are_observing() else ops).traced(inputs, plain)
         return (out, lse) if options.return_lse else out
     requested = requested_names(backend) or override.requested()
-    call_plan = in_ranges(plan.plan(plan.metadata(inputs), options, needs_backward, bias_gradient, requested))
+    entries = plan.metadata(inputs)
+    call_plan = in_ranges(plan.plan(entries, options, needs_backward, bias_gradient, requested, sdpa_flags.now()))
     run_plan.check_offsets(call_plan.spec, inputs)
     with autocast.switched_off(inputs.q.device):
         results = run_plan.run_shortcut(call_plan, inputs)

@@ -17,7 +17,7 @@ from attn_core.call import checks, ranges
 from attn_core.call.layouts import check_layout
 from attn_core.call.options import is_plain_window
 from attn_core.selection import override
-from torch_frontend.dispatch import autocast, transforms
+from torch_frontend.dispatch import autocast, sdpa_flags, transforms
 from torch_frontend.dispatch.plan import Plan
 from torch_frontend.dispatch.plan_cache import dense_plan, fast_plan
 from torch_frontend.dispatch.ranges import in_ranges
@@ -28,7 +28,8 @@ _is_compiling, _is_grad_enabled, _requested = torch.compiler.is_compiling, torch
 _is_autocast_on, _is_transformed, _modes, _traces, _checks, _ranges = (
     *(autocast.is_on, transforms.are_active, are_modes_active, are_jit_traces_active, checks.enabled, ranges.enabled),
 )
-
+_flash_on, _efficient_on, _cudnn_on = sdpa_flags.is_flash_on, sdpa_flags.is_efficient_on, sdpa_flags.is_cudnn_on
+_math_on, _others_on = sdpa_flags.is_math_on, sdpa_flags.are_others_on
 
 DIRECT = ("causal", "alignment", "window", "scale", "mask", "bias", "deterministic", "backend")
 """The options that ``attend`` takes."""
@@ -84,7 +85,7 @@ def attend(
         return None
     if _is_autocast_on() or _is_transformed() or _modes() or forward_ad._current_level >= 0 or _traces() is not None:
         return None
-    if _checks():
+    if _checks() or not (_flash_on() and _efficient_on() and _cudnn_on() and _math_on() and _others_on()):
         return None
     strided = q.layout is k.layout is v.layout is torch.strided
     if not strided or (window is not None and not is_plain_window(window)):

@@ -17,9 +17,9 @@ from attn_core.backends import names
 from attn_core.backends.shared.autograd import refuse_second_derivative
 from attn_core.call.options import Options
 from attn_core.call.tensors import Gradients, Inputs
-from attn_core.selection import override
 from torch_frontend.dispatch import offsets, vmap
 from torch_frontend.dispatch.autocast import switched_off
+from torch_frontend.dispatch.backend_names import requested_now
 from torch_frontend.dispatch.plan import Plan, metadata, plan
 from torch_frontend.dispatch.ranges import in_ranges
 from torch_frontend.dispatch.run_plan import gradients_in_order, run_backward, run_forward
@@ -28,10 +28,6 @@ Tensor = torch.Tensor
 
 TENSORS = 10
 """The number of tensors in the schema: the first fields of ``Inputs``."""
-
-FROM_CONTEXT = "use_backend"
-"""As the first backend name: the names that ``use_backend`` requests when the op runs replace the rest."""
-
 
 _WINDOW = Options._fields.index("window")
 
@@ -94,11 +90,6 @@ def _schema() -> str:
     return ", ".join([*tensors, OPTIONS_SCHEMA])
 
 
-def join_names(names: tuple[str, ...] | None) -> str | None:
-    """Joins backend names into the string that an op accepts."""
-    return None if names is None else "\n".join(names)
-
-
 def from_call(call: Sequence[Any]) -> tuple[Inputs, PlainOptions]:
     """Returns the arguments of ``attn::forward`` as Inputs and PlainOptions."""
     return Inputs(*call[:TENSORS]), PlainOptions(*call[TENSORS:])
@@ -119,14 +110,13 @@ def _complete(call: Sequence[Any]) -> tuple[Inputs, PlainOptions]:
 
 def _op_plan(inputs: Inputs, plain: PlainOptions, chosen: Tensor | None = None) -> Plan:
     """Plans a call; with ``chosen``, on the backend that the forward chose."""
-    requested = tuple(plain.backend.split("\n")) if plain.backend else override.requested()
-    # A drop-in's preference gives way to use_backend, as in an eager call.
-    if requested and requested[0] == FROM_CONTEXT:
-        requested = override.requested() or requested[1:]
-    # The backward runs on its forward's backend, even if use_backend names another one by then.
+    requested, switches = requested_now(plain.backend)
+    # The backward runs on its forward's backend, even if use_backend or sdpa_kernel names another one by then.
     if chosen is not None:
-        requested = (names()[int(chosen)],)
-    return in_ranges(plan(metadata(inputs), plain.as_options(), plain.needs_backward, plain.bias_gradient, requested))
+        requested, switches = (names()[int(chosen)],), None
+    options = plain.as_options()
+    gradients = plain.needs_backward, plain.bias_gradient
+    return in_ranges(plan(metadata(inputs), options, *gradients, requested, switches))
 
 
 def _forward_op(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -49,14 +49,16 @@ def plan(
     needs_backward: bool,
     bias_gradient: bool,
     requested: str | tuple[str, ...] | None,
+    switches: sdpa_flags.Switches | None = None,
 ) -> Plan:
     """Checks a call and chooses its backend; results are cached.
 
     Args:
         metadata: (shape, dtype, device) for each field of ``arguments.Arrays``, None for an absent tensor.
         requested: the backends that the call's ``backend=`` or ``use_backend`` names.
+        switches: torch's flags during the call, ``sdpa_flags.now()``.
     """
-    selection = select(*_request(metadata, options, needs_backward, bias_gradient, requested))
+    selection = select(*_request(metadata, options, needs_backward, bias_gradient, requested, switches))
     spec = selection.spec
     one_row = spec.packed and len(metadata[0][0]) == 4 if metadata[0] else False
     device = metadata[0][2] if metadata[0] else torch.device("cpu")
@@ -75,7 +77,6 @@ def plan_on(
     """Returns the plan of a call on the chosen backend."""
     if spec.empty:
         return Plan(spec, name, empty_forward, _empty_backward, one_row)
-    sdpa_flags.warn_if_off(name)
     module = backends.load(name, target.kind)
     shortcut = with_four_axes(backends.shortcut(module, spec), mask, bias)
     forward, backward = (on_device(function, device) for function in (module.forward, module.backward))
@@ -93,12 +94,14 @@ def _request(
     needs_backward: bool,
     bias_gradient: bool,
     requested: str | tuple[str, ...] | None,
+    switches: sdpa_flags.Switches | None = None,
 ) -> tuple[AttentionSpec, Target, str | tuple[str, ...] | None]:
     """Returns the arguments of ``select``: the spec, the target and the requested backends."""
     arrays = Arrays(*(entry and facts(*entry) for entry in metadata))  # type: ignore[arg-type]
     spec = build_spec(arrays, options, needs_backward=needs_backward, bias_gradient=bias_gradient)
     device = metadata[0][2] if metadata[0] else torch.device("cpu")
-    return spec, Target.here("torch", device_name(device)), requested_names(requested)
+    target = sdpa_flags.limited(Target.here("torch", device_name(device)), switches)
+    return spec, target, requested_names(requested) or sdpa_flags.preferred(switches)
 
 
 def check(inputs: Inputs, options: Options) -> None:

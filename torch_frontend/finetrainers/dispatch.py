@@ -22,6 +22,7 @@ from attn_core.dropins.finetrainers_kwargs import HostOptions
 from attn_core.errors import SpecError
 from attn_core.selection import NoBackendError, Target, override
 from torch_frontend.backends import here
+from torch_frontend.dispatch import sdpa_flags
 from torch_frontend.dispatch.after_import import after_import
 from torch_frontend.dispatch.tensor_kinds import (
     PLAIN,
@@ -196,19 +197,14 @@ def _is_ours(call: DispatchCall) -> bool:
         return False
     if mask is not None and (mask.dim() > rank or mask.dtype not in (torch.bool, torch.float32, query.dtype)):
         return False
-    return torch.compiler.is_compiling() or _is_unrestricted()
+    return sdpa_flags.now() is None if torch.compiler.is_compiling() else _is_unrestricted()
 
 
 def _is_unrestricted() -> bool:
     """Returns whether no transform or trace is active and no torch kernel is disabled; only torch honours these."""
     if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
         return False
-    if are_jit_traces_active() is not None:
-        return False
-    allowed = torch._C
-    if not (allowed._get_flash_sdp_enabled() and allowed._get_mem_efficient_sdp_enabled()):
-        return False
-    return allowed._get_math_sdp_enabled() and allowed._get_cudnn_sdp_enabled()  # type: ignore[no-any-return]
+    return are_jit_traces_active() is None and sdpa_flags.now() is None
 
 
 _register_builtin(

@@ -11,7 +11,7 @@ from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
 from attn_core.call.keywords import PagedKeywords
 from attn_core.call.options import requested_names
 from attn_core.selection import Selection, explain, override
-from torch_frontend.dispatch.ops import join_names
+from torch_frontend.dispatch.backend_names import join_names
 from torch_frontend.dispatch.plan import check_tensor
 from torch_frontend.dispatch.tensor_kinds import are_modes_active, is_watched
 from torch_frontend.paged import (

@@ -30,7 +30,7 @@ from attn_core.selection import override
 from torch_frontend.attention import attention
 from torch_frontend.backends import available_here
 from torch_frontend.dispatch.autocast import autocast_dtype
-from torch_frontend.dispatch.ops import FROM_CONTEXT
+from torch_frontend.dispatch.backend_names import FROM_CONTEXT
 from torch_frontend.dispatch.plan import check_tensor, device_name
 from torch_frontend.recomputed import attention_of_layer
 from torch_frontend.unsloth import prefix
