@@ -21,6 +21,7 @@ from torch_frontend.dispatch import (
     empty_rows,
     fast_calls,
     heads_first,
+    nested,
     plan,
     run_plan,
     sdpa_flags,
@@ -87,6 +88,8 @@ def attention(
 
     Args:
         q: ``[batch, q_len, heads, head_dim]``; packed ``[tokens, heads, head_dim]``, alone or as one row ``[1, ...]``.
+            If q, k and v are NestedTensors ``[batch, ragged, heads, head_dim]`` of the layout torch.jagged, each row is
+            a document, and the output is one, too.
         k: ``[batch, kv_len, kv_heads, head_dim]``; query head h reads kv head ``h // (heads // kv_heads)``.
         v: ``[batch, kv_len, kv_heads, value_dim]``. q, k, v: all float64, float32, bfloat16 or float16; any strides.
         causal: query i sees key ``j <= i + offset``; ``alignment`` "bottom_right" means offset = kv_len - q_len,
@@ -118,17 +121,21 @@ def attention(
     """
     if unknown:
         refuse_keywords("attention", unknown)
-    if layout != "bshd":
+    plain = type(q) is type(k) is type(v) is Tensor
+    jagged = not plain and nested.has_jagged(q, k, v)
+    if jagged or layout != "bshd":
         keywords = {"causal": causal, "alignment": alignment, "window": window, "softcap": softcap, "scale": scale}
         keywords |= {"mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks, "seq_info": seq_info}
         keywords |= {"dropout": dropout, "deterministic": deterministic, "backend": backend, "return_lse": return_lse}
-        return heads_first.attend_in_layout(attention, layout, (q, k, v), keywords | {"dropout_rng": dropout_rng})
+        keywords["dropout_rng"] = dropout_rng
+        if layout != "bshd":  # it calls attention again, so nested tensors are heads-first here once
+            return heads_first.attend_in_layout(attention, layout, (q, k, v), keywords)
+        return nested.attend(attention, (q, k, v), keywords)
     # The fast path: plain tensors, no dropout, nothing that observes the call. It costs one cached lookup.
     no_extras = mask is None and bias is None and alibi_slopes is None and sinks is None and seq_info is None
     observed = _is_compiling() or _is_autocast_on() or _is_transformed() or _modes() or forward_ad._current_level >= 0
     observed = observed or _checks() or not (_flash_on() and _efficient_on() and _cudnn_on() and _math_on())
     observed = observed or not _others_on()  # sdpa_kernel(...) around the call
-    plain = type(q) is type(k) is type(v) is Tensor  # the general path handles subclasses
     unusual_window = window is not None and type(window) is not int and not is_plain_window(window)
     usual = plain and not (observed or dropout or unusual_window or dropout_rng is not None)
     if usual and not no_extras:
@@ -226,6 +233,8 @@ def explain(
         refuse_keywords("explain", unknown)
     if check_layout(layout) == "bhsd":
         q, k, v = map(heads_first.exchanged, (q, k, v))
+    if nested.has_jagged(q, k, v):
+        (q, k, v), seq_info = nested.as_documents((q, k, v), {"seq_info": seq_info, "mask": mask, "bias": bias})
     tensors = (q, k, v, mask, bias, alibi_slopes, sinks)
     options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
     inputs, options = gather_arguments(tensors, seq_info, options, dropout_rng, draw=False)

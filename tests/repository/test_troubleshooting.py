@@ -95,9 +95,7 @@ CAUSES: dict[str, Callable[[], Any]] = {
     "k: expected the device of q (…), got …": lambda: attention(q, q.to("meta"), q),
     "q: expected a torch.Tensor, got numpy.ndarray": lambda: attention(q.numpy(), q, q),
     "q: expected a jax.Array, got numpy.ndarray": lambda: jax_frontend.attention(np.ones((1, 4, 2, 8)), x, x),
-    "q: expected a plain torch.Tensor, got …": lambda: attention(
-        torch.nested.nested_tensor([q[0], q[1]], layout=torch.jagged), q, q
-    ),
+    "q: expected a plain torch.Tensor, got …": lambda: attention(torch.nested.nested_tensor([q[0], q[1]]), q, q),
     "expected dropout_rng, a PRNG key such as jax.random.key(0)": lambda: jax_frontend.attention(x, x, x, dropout=0.1),
     "expected a number known on the host": lambda: jax_frontend.attention(x, x, x, scale=1 / jax.numpy.sqrt(64)),
     "expected True or False": lambda: jax.jit(jax_frontend.attention)(x, x, x, causal=True),

@@ -342,15 +342,14 @@ def test_attention_refuses_a_causal_bias_and_names_the_option(name: str, compile
 
 
 def test_jagged_rows_run_as_the_error_says() -> None:
-    q = jagged(3, 5, 4)
-    with pytest.raises(
-        SpecError, match=r"^q: .*; pass q.values\(\) and seq_info=\(None, q.offsets\(\).int\(\), the longest row\)"
-    ):
-        attention(q, q, q)
-    out = attention(*[q.values()] * 3, seq_info=(None, q.offsets().int(), 5), causal=True)
-    for rows, expected in zip(out.split([3, 5, 4]), q.unbind(), strict=True):
-        alone = attention(*[expected[None]] * 3, causal=True)[0]
-        torch.testing.assert_close(rows, alone)
+    rows = [torch.randn(n, 3, HEADS, DIM) for n in (3, 5, 4)]
+    qkv = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    remedy = r"pass qkv.values\(\) and seq_info=\(None, qkv.offsets\(\).int\(\), the longest row\)"
+    with pytest.raises(SpecError, match=f"^qkv: .*; {remedy}"):
+        attention_qkvpacked(qkv)
+    out = attention_qkvpacked(qkv.values(), seq_info=(None, qkv.offsets().int(), 5), causal=True)
+    for one, row in zip(out.split([3, 5, 4]), rows, strict=True):
+        torch.testing.assert_close(one, attention_qkvpacked(row[None], causal=True)[0])
 
 
 def test_parameters_count_as_plain_tensors() -> None:

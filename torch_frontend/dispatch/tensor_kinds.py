@@ -80,12 +80,15 @@ def check(name: str, tensor: Tensor) -> None:
         remedy = {
             "torch.distributed.tensor.DTensor": "pass its to_local(), if that is a complete call by itself",
             "torch.nested._internal.nested_tensor.NestedTensor": (
-                f"pass {name}.values() and seq_info=(None, q.offsets().int(), the longest row)"
+                f"pass {name}.values() and seq_info=(None, {name}.offsets().int(), the longest row)"
             ),
         }.get(name_of_kind, remedy_of(tensor) or _PLAIN_REMEDY)
         raise SpecError(f"{name}: expected a plain torch.Tensor, got {name_of_kind}; {remedy}")
     if tensor.is_nested:
-        raise SpecError(f"{name}: expected a plain torch.Tensor, got a nested one; pack its rows and pass seq_info=")
+        raise SpecError(
+            f"{name}: expected a plain torch.Tensor, got a nested one of the layout torch.strided; build it with "
+            "layout=torch.jagged, which attention() takes as packed documents"
+        )
     if tensor.layout is not torch.strided:
         raise SpecError(f"{name}: expected a strided tensor, got the layout {tensor.layout}; pass {name}.to_dense()")
 
