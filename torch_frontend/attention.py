@@ -11,6 +11,7 @@ from attn_core.call import checks, ranges
 from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
 from attn_core.call.keywords import AttentionKeywords
 from attn_core.call.layouts import Layout, check_layout
+from attn_core.call.mask_objects import is_object
 from attn_core.call.options import Options, is_plain_window, requested_names
 from attn_core.call.tensors import Inputs
 from attn_core.errors import SpecError
@@ -97,7 +98,8 @@ def attention(
         window: ``W`` (needs causal): W keys, self included; or inclusive distances ``(left, right)``, None: unbounded.
         softcap: ``s = softcap * tanh(s / softcap)``, after scale, before bias and mask.
         scale: factor on ``q . k``; ``1 / sqrt(head_dim)`` if None.
-        mask: bool, True = visible; bias: float, added. Broadcastable to ``[batch, heads, q_len, kv_len]``.
+        mask: bool, True = visible; bias: float, added. Broadcastable to ``[batch, heads, q_len, kv_len]``. One of the
+            two may be an object of xformers or torch's ``CausalBias``, in the place of the options that it means.
         alibi_slopes: ``[heads]`` or ``[batch, heads]``: adds ``-slope * |i + offset - j|``. No gradient.
         sinks: ``[heads]``: one extra logit per head in every row's softmax; it has no value.
         seq_info: a ``SeqInfo`` or ``(seq_lens, cu_seqlens, max_seqlen)``: packed documents, which never see each other.
@@ -131,8 +133,8 @@ def attention(
         if layout != "bshd":  # it calls attention again, so nested tensors are heads-first here once
             return heads_first.attend_in_layout(attention, layout, (q, k, v), keywords)
         return nested.attend(attention, (q, k, v), keywords)
-    # The fast path: plain tensors, no dropout, nothing that observes the call. It costs one cached lookup.
     no_extras = mask is None and bias is None and alibi_slopes is None and sinks is None and seq_info is None
+    # The fast path: plain tensors, no dropout, nothing that observes the call. It costs one cached lookup.
     observed = _is_compiling() or _is_autocast_on() or _is_transformed() or _modes() or forward_ad._current_level >= 0
     observed = observed or _checks() or not (_flash_on() and _efficient_on() and _cudnn_on() and _math_on())
     observed = observed or not _others_on()  # sdpa_kernel(...) around the call
@@ -148,6 +150,9 @@ def attention(
         if results is not None:
             return results
     if not (usual and no_extras):
+        if is_object(mask, bias):
+            visible = causal, alignment, window, mask, bias, seq_info
+            causal, alignment, window, mask, bias, seq_info = plan.read_mask_object(q, k, visible)
         tensors = (q, k, v, mask, bias, alibi_slopes, sinks)
         options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
         arguments = gather_arguments(tensors, seq_info, options, dropout_rng)
@@ -235,6 +240,9 @@ def explain(
         q, k, v = map(heads_first.exchanged, (q, k, v))
     if nested.has_jagged(q, k, v):
         (q, k, v), seq_info = nested.as_documents((q, k, v), {"seq_info": seq_info, "mask": mask, "bias": bias})
+    if is_object(mask, bias):
+        visible = causal, alignment, window, mask, bias, seq_info
+        causal, alignment, window, mask, bias, seq_info = plan.read_mask_object(q, k, visible)
     tensors = (q, k, v, mask, bias, alibi_slopes, sinks)
     options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
     inputs, options = gather_arguments(tensors, seq_info, options, dropout_rng, draw=False)

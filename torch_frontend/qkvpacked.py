@@ -9,6 +9,7 @@ import torch
 from attn_core.call.arguments import check_qkv_as_one
 from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
 from attn_core.call.keywords import QkvPackedKeywords
+from attn_core.call.mask_objects import is_object
 from attn_core.call.options import Options, requested_names
 from attn_core.call.tensors import Gradients, Inputs
 from attn_core.selection import override
@@ -65,6 +66,9 @@ def attention_qkvpacked(
     if unknown:
         refuse_keywords("attention_qkvpacked", unknown)
     plan.check_tensor("qkv", qkv)
+    if is_object(mask, bias):
+        rows, visible = qkv.select(-3, 0) if qkv.dim() > 3 else qkv, (causal, alignment, window, mask, bias, seq_info)
+        causal, alignment, window, mask, bias, seq_info = plan.read_mask_object(rows, rows, visible)
     facts = plan.facts(qkv.shape, qkv.dtype, qkv.device)
     check_qkv_as_one(facts, seq_info is not None)
     options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from attn_core.call.mask_objects import Visible, is_object
 from attn_core.call.options import Options, requested_names
 from attn_core.selection import override
 from torch_frontend.attention import attention
@@ -34,6 +35,9 @@ def attention_of_layer(q: Tensor, k: Tensor, v: Tensor, *, trains: bool, **optio
     # Then attention itself chooses a kernel with a backward, and autograd must record the call.
     if torch.is_grad_enabled() and any(getattr(tensor, "requires_grad", False) for tensor in trainable):
         return attention(q, k, v, **options)
+    if is_object(options.get("mask"), options.get("bias")):
+        visible = Visible(**{name: options[name] for name in Visible._fields if name in options})
+        options |= plan.read_mask_object(q, k, visible)._asdict()
     tables = (options.pop(name, None) for name in ("mask", "bias", "alibi_slopes", "sinks"))
     seq_info, backend, generator = (options.pop(name, None) for name in ("seq_info", "backend", "dropout_rng"))
     inputs, call_options = gather_arguments((q, k, v, *tables), seq_info, Options(**options), generator)

@@ -6,6 +6,8 @@ from typing import Any
 
 _BLOCKS = "pass seq_info=SeqInfo.from_lengths([...]) with the lengths of its blocks"
 _BOTTOM_RIGHT, _TOP_LEFT = "causal=True, alignment='bottom_right'", "causal=True, alignment='top_left'"
+_GAPS = "gather the used keys, because documents have no gaps between them, and pass seq_info="
+_PAGES = "paged_attention() reads keys and values in pages"
 
 REMEDIES = {
     # xformers.ops.fmha.attn_bias
@@ -19,11 +21,21 @@ REMEDIES = {
     "LowerTriangularFromBottomRightLocalAttentionMask": f"pass {_BOTTOM_RIGHT}, window=W",
     "LowerTriangularMaskWithTensorBias": f"pass {_TOP_LEFT} and the tensor as bias=",
     "LocalAttentionFromBottomRightMask": "pass window=(left, right)",
+    "BlockDiagonalPaddedKeysMask": _GAPS,
+    "BlockDiagonalCausalWithOffsetPaddedKeysMask": f"{_GAPS}, {_BOTTOM_RIGHT}",
+    "BlockDiagonalLocalAttentionPaddedKeysMask": f"{_GAPS}, window=(left, right)",
+    "BlockDiagonalCausalLocalAttentionPaddedKeysMask": f"{_GAPS}, {_BOTTOM_RIGHT}, window=W",
+    "BlockDiagonalGappyKeysMask": _GAPS,
+    "BlockDiagonalCausalWithOffsetGappyKeysMask": f"{_GAPS}, {_BOTTOM_RIGHT}",
+    "PagedBlockDiagonalPaddedKeysMask": _PAGES,
+    "PagedBlockDiagonalCausalWithOffsetPaddedKeysMask": _PAGES,
+    "PagedBlockDiagonalGappyKeysMask": _PAGES,
+    "PagedBlockDiagonalCausalWithOffsetGappyKeysMask": _PAGES,
     # torch.nn.attention
     "BlockMask": "pass causal=, window= or seq_info= if they describe it, else a bool mask",
     "CausalBias": f"pass {_TOP_LEFT} for upper left, {_BOTTOM_RIGHT} for lower right",
 }
-"""By the name of the class."""
+"""By the name of the class: what to pass if an object cannot be read."""
 
 
 def remedy_of(value: Any) -> str | None:

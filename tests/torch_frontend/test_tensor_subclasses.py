@@ -332,13 +332,19 @@ def test_every_other_entry_point_refuses_special_tensors_by_name(
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", ["bias", "mask"])
-def test_attention_refuses_a_causal_bias_and_names_the_option(name: str, compiled: bool) -> None:
-    call: Any = lambda mask: attention(*(torch.zeros(1, 5, HEADS, DIM) for _ in "qkv"), **{name: mask})  # noqa: E731
+def test_attention_reads_a_causal_bias(name: str, compiled: bool) -> None:
+    q, k = torch.randn(1, 5, HEADS, DIM), torch.randn(1, 9, HEADS, DIM)
+    call: Any = lambda bias: attention(q, k, k, **{name: bias})  # noqa: E731
     if compiled:
         torch._dynamo.reset()
-        call = torch.compile(call, backend="eager")
-    with pytest.raises((SpecError, torch._dynamo.exc.TorchDynamoException), match=f"{name}: .*CausalBias.*alignment"):
-        call(causal_upper_left(5, 5))
+        call = torch.compile(call, backend="eager", fullgraph=True)
+    assert torch.equal(call(causal_lower_right(5, 9)), attention(q, k, k, causal=True))
+
+
+@pytest.mark.parametrize("name", ["bias", "mask"])
+def test_other_functions_name_the_option_for_a_causal_bias(name: str) -> None:
+    with pytest.raises(SpecError, match=r"attention_mask.*: .*CausalBias.*alignment"):
+        _unsloth(attention_mask=causal_upper_left(5, 5))
 
 
 def test_jagged_rows_run_as_the_error_says() -> None:

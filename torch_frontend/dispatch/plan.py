@@ -11,6 +11,7 @@ import torch
 from attn_core import backends
 from attn_core.call.arguments import ArrayFacts, Arrays, build_spec
 from attn_core.call.foreign_masks import remedy_of
+from attn_core.call.mask_objects import Visible, as_options
 from attn_core.call.options import Options, requested_names
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
@@ -164,6 +165,18 @@ def check_tensor(name: str, value: Any) -> None:
     usual = "use jax_frontend.attention for JAX arrays" if kind.__module__.startswith("jax") else "use torch.as_tensor"
     remedy = remedy_of(value) or usual
     raise TypeError(f"{name}: expected a torch.Tensor, got {kind.__module__}.{kind.__qualname__}; {remedy}")
+
+
+def read_mask_object(q: Any, k: Any, visible: tuple[Any, ...]) -> Visible:
+    """Returns the options that say what is visible, with those that a mask object means in its place.
+
+    Args:
+        visible: causal, alignment, window, mask, bias, seq_info; the mask or the bias ``is_object``.
+    """
+    check_tensor("q", q)
+    check_tensor("k", k)
+    q_len, kv_len = (tensor.shape[-3] if tensor.dim() > 2 else None for tensor in (q, k))
+    return as_options(Visible(*visible), q_len, kv_len, q.device)
 
 
 def check_gradient_free(name: str, value: Tensor | None) -> None:
