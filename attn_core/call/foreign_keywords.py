@@ -7,7 +7,7 @@ cost 190 ns. A type checker refuses every unknown keyword, and ``inspect.signatu
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn, TypeVar
 
@@ -96,6 +96,10 @@ KEYWORDS: dict[str, str | dict[str, str]] = {
 """Keyword -> {our keyword: how to write the value}, of which the first that a function has counts; or, if no function
 has one, what to do instead."""
 
+_TRANSPOSED = "pass q, k and v as [batch, shard, heads, head_dim]"
+_OF_SHARDS = {"tensor_layout": _TRANSPOSED, "qkv_format": _TRANSPOSED}
+"""The same for functions with a mesh, whose ``layout`` says which positions a shard holds."""
+
 _PARAMETERS: dict[str, tuple[str, ...]] = {}
 """The parameters of each public function, by its name. Both frontends have the same names."""
 
@@ -105,7 +109,7 @@ def hide_unknown(function: Function) -> Function:
     signature = inspect.signature(function)
     named = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
     function.__signature__ = signature.replace(parameters=named)  # type: ignore[attr-defined]
-    _PARAMETERS[function.__name__] = tuple(parameter.name for parameter in named)
+    _PARAMETERS[function.__name__] = tuple(each.name for each in named if each.name != "self")
     return function
 
 
@@ -114,8 +118,14 @@ def refuse_keywords(function: str, unknown: Mapping[str, Any]) -> NoReturn:
     raise TypeError("\n".join([_sentence(word, function) for word in unknown]))
 
 
+def meaning(word: str, ours: Sequence[str]) -> str | dict[str, str] | None:
+    """Returns the entry of ``KEYWORDS`` for a keyword, as it is for a function with these parameters."""
+    return (_OF_SHARDS.get(word) if "mesh" in ours else None) or KEYWORDS.get(word)
+
+
 def _sentence(word: str, function: str) -> str:
-    ours, known = _PARAMETERS[function], KEYWORDS.get(word)
+    ours = _PARAMETERS[function]
+    known = meaning(word, ours)
     if known is None:
         close = get_close_matches(word, ours, n=1)
         hint = f"did you mean {close[0]}=?" if close else f"expected one of {', '.join(ours)}"

@@ -5,6 +5,7 @@ The functions' docstrings say what they mean.
 """
 
 # No `from __future__ import annotations`: it would hide Required from __required_keys__.
+from collections.abc import Sequence
 from typing import Any, Generic, Required, TypedDict, TypeVar
 
 from attn_core.call.layouts import Layout
@@ -39,13 +40,31 @@ class AttentionKeywords(QkvPackedKeywords[Array, Random], total=False):
     layout: Layout
 
 
-class PagedKeywords(TypedDict, Generic[Array], total=False):
-    """The keywords of ``paged_attention``, without return_lse."""
+class ContextParallelKeywords(TypedDict, Generic[Array], total=False):
+    """The keywords of ``context_parallel_attention`` that both frontends have, without return_lse."""
 
-    block_table: Required[Any]
-    seq_lens: Required[Any]
-    cu_seqlens_q: Any
-    max_len_q: int | None
+    strategy: str | None
+    layout: str
+    length: int | Sequence[int] | None
+    head_groups: int | None
+    causal: bool
+    alignment: str
+    window: int | tuple[int | None, int | None] | None
+    softcap: float | None
+    scale: float | None
+    mask: Array | None
+    bias: Array | None
+    alibi_slopes: Array | None
+    sinks: Array | None
+    seq_info: Any
+    dropout: float
+    deterministic: bool
+    backend: str | tuple[str, ...] | None
+
+
+class CachedKeywords(TypedDict, Generic[Array], total=False):
+    """The keywords of ``PagedKVCache.attend``, without return_lse."""
+
     causal: bool
     window: int | tuple[int | None, int | None] | None
     softcap: float | None
@@ -53,3 +72,12 @@ class PagedKeywords(TypedDict, Generic[Array], total=False):
     scale: float | None
     deterministic: bool
     backend: str | tuple[str, ...] | None
+
+
+class PagedKeywords(CachedKeywords[Array], total=False):
+    """The keywords of ``paged_attention``, without return_lse."""
+
+    block_table: Required[Any]
+    seq_lens: Required[Any]
+    cu_seqlens_q: Any
+    max_len_q: int | None

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal, Never, Unpack, overload
 
 import jax
 from jax.sharding import PartitionSpec as P
 
+from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
+from attn_core.call.keywords import ContextParallelKeywords
 from attn_core.call.options import Options, requested_names
 from attn_core.context_parallel.cost.choose import Explanation
 from attn_core.context_parallel.request import Request
@@ -23,9 +25,47 @@ from jax_frontend.dispatch import plan
 __all__ = ["context_parallel_attention", "explain_context_parallel", "shard_sequence", "unshard_sequence"]
 
 Array = jax.Array
+Keywords = ContextParallelKeywords[Array]
 AxisName = str | tuple[str, str] | None
 
 
+@overload
+def context_parallel_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    mesh: Any = None,
+    axis_name: AxisName = None,
+    partition_spec: P | None = None,
+    return_lse: Literal[False] = False,
+    **options: Unpack[Keywords],
+) -> Array: ...
+@overload
+def context_parallel_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    mesh: Any = None,
+    axis_name: AxisName = None,
+    partition_spec: P | None = None,
+    return_lse: Literal[True],
+    **options: Unpack[Keywords],
+) -> tuple[Array, Array]: ...
+@overload
+def context_parallel_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    mesh: Any = None,
+    axis_name: AxisName = None,
+    partition_spec: P | None = None,
+    return_lse: bool,
+    **options: Unpack[Keywords],
+) -> Array | tuple[Array, Array]: ...
+@hide_unknown
 def context_parallel_attention(
     q: Array,
     k: Array,
@@ -52,7 +92,8 @@ def context_parallel_attention(
     deterministic: bool = False,
     backend: str | tuple[str, ...] | None = None,
     return_lse: bool = False,
-) -> Any:
+    **unknown: Never,
+) -> Array | tuple[Array, Array]:
     """``attention`` over rows whose positions are spread over the devices of a mesh.
 
     Inside ``jax.shard_map`` arrays are this device's shards. Outside, they are whole rows in the order of shards, as
@@ -88,6 +129,8 @@ def context_parallel_attention(
         ShapeError, DTypeError, SpecError: for invalid arguments, and for those that context parallelism lacks.
         NoBackendError: if no backend, or not the requested one, can run a tile; the message has every reason.
     """
+    if unknown:
+        refuse_keywords("context_parallel_attention", unknown)
     options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
     inputs = plan.check_arrays((q, k, v, mask, bias, alibi_slopes, sinks))
     row_mesh = find_row_mesh(mesh, axis_name)
@@ -103,6 +146,7 @@ def context_parallel_attention(
     return _attend_over_mesh(request, row_mesh, specs, *arrays, row_mesh.reshard(sinks, P(specs.heads)))
 
 
+@hide_unknown
 def explain_context_parallel(
     q: Any,
     k: Any,
@@ -130,11 +174,14 @@ def explain_context_parallel(
     backend: str | tuple[str, ...] | None = None,
     return_lse: bool = False,
     needs_backward: bool | None = None,
+    **unknown: Never,
 ) -> Explanation:
     """Returns how ``context_parallel_attention`` runs a call with the same arguments, and why. Runs nothing.
 
     Takes arrays or ``jax.ShapeDtypeStruct``; ``needs_backward=True`` explains a call in training.
     """
+    if unknown:
+        refuse_keywords("explain_context_parallel", unknown)
     options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
     inputs = plan.check_arrays((q, k, v, mask, bias, alibi_slopes, sinks), shapes_only=True)
     row_mesh = find_row_mesh(mesh, axis_name)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, Literal, Never, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
+from attn_core.call.keywords import CachedKeywords
 from attn_core.paged.allocator import Copies, PageAllocator
 from attn_core.paged.arguments import check_cache
 from attn_core.paged.cache import PagedCache
@@ -17,6 +19,7 @@ from jax_frontend.paged.append import append_kv
 from jax_frontend.paged.attention import paged_attention
 
 Array = jax.Array
+Keywords = CachedKeywords[Array]
 
 
 class PagedKVCache(PagedCache):
@@ -67,10 +70,54 @@ class PagedKVCache(PagedCache):
         # append_kv donates the old pool, so JAX has deleted those arrays.
         self.k_pages[layer], self.v_pages[layer] = append_kv(k_pages, v_pages, k, v, **step.tables)
 
-    def attend(self, layer: int, q: Array, step: Step, **options: Any) -> Any:
+    @overload
+    def attend(
+        self, layer: int, q: Array, step: Step, *, return_lse: Literal[False] = False, **options: Unpack[Keywords]
+    ) -> Array: ...
+    @overload
+    def attend(
+        self, layer: int, q: Array, step: Step, *, return_lse: Literal[True], **options: Unpack[Keywords]
+    ) -> tuple[Array, Array]: ...
+    @overload
+    def attend(
+        self, layer: int, q: Array, step: Step, *, return_lse: bool, **options: Unpack[Keywords]
+    ) -> Array | tuple[Array, Array]: ...
+    @hide_unknown
+    def attend(
+        self,
+        layer: int,
+        q: Array,
+        step: Step,
+        *,
+        causal: bool = True,
+        window: int | tuple[int | None, int | None] | None = None,
+        softcap: float | None = None,
+        sinks: Array | None = None,
+        scale: float | None = None,
+        deterministic: bool = False,
+        backend: str | tuple[str, ...] | None = None,
+        return_lse: bool = False,
+        **unknown: Never,
+    ) -> Array | tuple[Array, Array]:
         """Runs ``check``, then ``paged_attention`` of a layer's queries, ``[tokens, heads, head_dim]``."""
+        if unknown:
+            refuse_keywords("attend", unknown)
         k_pages, v_pages = self._pools(layer, step)
-        return paged_attention(q, k_pages, v_pages, **step.tables, max_len_q=step.max_len_q, **options)
+        return paged_attention(
+            q,
+            k_pages,
+            v_pages,
+            **step.tables,
+            max_len_q=step.max_len_q,
+            causal=causal,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+            scale=scale,
+            deterministic=deterministic,
+            backend=backend,
+            return_lse=return_lse,
+        )
 
     def _placement_of_tables(self, device: Any) -> Any:
         """Returns the tables' device; for a sharding, one that puts whole tables on every device of its mesh."""

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import inspect
 import re
+from operator import attrgetter
 from typing import Any
 
 import pytest
 from frameworks import BOTH, Framework
 
-from attn_core.call.foreign_keywords import KEYWORDS
+from attn_core.call.foreign_keywords import KEYWORDS, meaning
 
-FUNCTIONS = ("attention", "explain", "attention_qkvpacked", "paged_attention", "explain_paged", "append_kv")
+FUNCTIONS = (
+    *("attention", "explain", "attention_qkvpacked", "paged_attention", "explain_paged", "append_kv"),
+    *("context_parallel_attention", "explain_context_parallel", "PagedKVCache.attend"),
+)
 everywhere = pytest.mark.parametrize("framework", BOTH, ids=str)
 every_function = pytest.mark.parametrize("function", FUNCTIONS)
 
 
+def public(framework: Framework, function: str) -> Any:
+    return attrgetter(function)(framework.frontend)
+
+
 def called(framework: Framework, function: str, **keywords: Any) -> str:
     """The message of a call with wrong keywords. Other arguments do not matter, because nothing looks at them."""
-    call = getattr(framework.frontend, function)
+    call = public(framework, function)
     parameters = inspect.signature(call).parameters.values()
     required = {each.name: None for each in parameters if each.default is inspect.Parameter.empty}
     with pytest.raises(TypeError) as caught:
@@ -30,31 +38,32 @@ def called(framework: Framework, function: str, **keywords: Any) -> str:
 @every_function
 @pytest.mark.parametrize("word", KEYWORDS)
 def test_a_foreign_keyword_names_ours(framework: Framework, function: str, word: str) -> None:
-    parameters = inspect.signature(getattr(framework.frontend, function)).parameters
+    parameters = inspect.signature(public(framework, function)).parameters
     if word in parameters:
         pytest.skip(f"{function} has {word}")
     message = called(framework, function, **{word: 1})
     assert message.startswith(f"{word}: ")
-    known = KEYWORDS[word]
+    known = meaning(word, list(parameters))
     named = [name for name in ({} if isinstance(known, str) else known) if name in parameters]
     if named:
         assert message == f"{word}: expected {named[0]}=; {known[named[0]]}"  # type: ignore[index]
     else:
-        assert f"{function}() has no " in message
+        assert f"{function.split('.')[-1]}() has no " in message
 
 
 @everywhere
 def test_each_of_our_words_is_a_parameter_of_some_function(framework: Framework) -> None:
-    ours = {name for f in FUNCTIONS for name in inspect.signature(getattr(framework.frontend, f)).parameters}
+    ours = {name for f in FUNCTIONS for name in inspect.signature(public(framework, f)).parameters}
     assert {name for known in KEYWORDS.values() if isinstance(known, dict) for name in known} <= ours
 
 
 @everywhere
 @every_function
 def test_an_unknown_keyword_gets_a_close_match(framework: Framework, function: str) -> None:
-    parameter = list(inspect.signature(getattr(framework.frontend, function)).parameters)[-1]
+    parameter = list(inspect.signature(public(framework, function)).parameters)[-1]
     message = called(framework, function, **{parameter + "s": 1})
-    assert re.fullmatch(rf"{function}\(\) got an unexpected .* '{parameter}s'; did you mean {parameter}=\?", message)
+    name = function.split(".")[-1]
+    assert re.fullmatch(rf"{name}\(\) got an unexpected .* '{parameter}s'; did you mean {parameter}=\?", message)
     assert "; expected one of " in called(framework, function, zzzzzzzz=1)
 
 
@@ -73,5 +82,5 @@ def test_an_int_of_jax_nn_is_not_passed_on_as_a_number_of_keys(framework: Framew
 @everywhere
 @every_function
 def test_the_signature_shows_no_catch_all(framework: Framework, function: str) -> None:
-    kinds = {each.kind for each in inspect.signature(getattr(framework.frontend, function)).parameters.values()}
+    kinds = {each.kind for each in inspect.signature(public(framework, function)).parameters.values()}
     assert inspect.Parameter.VAR_KEYWORD not in kinds

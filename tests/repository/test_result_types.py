@@ -9,12 +9,19 @@ import sys
 from importlib import import_module
 from importlib.util import find_spec
 from inspect import signature
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from attn_core.call.keywords import AttentionKeywords, PagedKeywords, QkvPackedKeywords
+from attn_core.call.keywords import (
+    AttentionKeywords,
+    CachedKeywords,
+    ContextParallelKeywords,
+    PagedKeywords,
+    QkvPackedKeywords,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = [f"tests/typing/{framework}_program.py" for framework in ("torch", "jax")]
@@ -58,11 +65,18 @@ def test_pyright_finds_exactly_the_mistakes() -> None:
 @pytest.mark.parametrize("frontend", ["torch_frontend", "jax_frontend"])
 @pytest.mark.parametrize(
     ("function", "keywords"),
-    [("attention", AttentionKeywords), ("attention_qkvpacked", QkvPackedKeywords), ("paged_attention", PagedKeywords)],
-    ids=["attention", "attention_qkvpacked", "paged_attention"],
+    [
+        ("attention", AttentionKeywords),
+        ("attention_qkvpacked", QkvPackedKeywords),
+        ("paged_attention", PagedKeywords),
+        ("PagedKVCache.attend", CachedKeywords),
+        ("context_parallel_attention", ContextParallelKeywords),
+    ],
+    ids=lambda each: each if isinstance(each, str) else "",
 )
 def test_the_overloads_have_every_keyword(frontend: str, function: str, keywords: Any) -> None:
-    parameters = signature(getattr(import_module(frontend), function)).parameters.values()
-    expected = [each for each in parameters if each.kind is each.KEYWORD_ONLY and each.name != "return_lse"]
+    parameters = signature(attrgetter(function)(import_module(frontend))).parameters.values()
+    spelled = ("return_lse", "mesh", "axis_name", "partition_spec")  # the overloads have these themselves
+    expected = [each for each in parameters if each.kind is each.KEYWORD_ONLY and each.name not in spelled]
     assert set(keywords.__annotations__) == {each.name for each in expected}
     assert keywords.__required_keys__ == {each.name for each in expected if each.default is each.empty}

@@ -8,7 +8,15 @@ import jax
 import numpy as np
 from jax import Array
 
-from jax_frontend import SeqInfo, attention, attention_qkvpacked, dot_product_attention, paged_attention
+from jax_frontend import (
+    PagedKVCache,
+    SeqInfo,
+    attention,
+    attention_qkvpacked,
+    context_parallel_attention,
+    dot_product_attention,
+    paged_attention,
+)
 
 
 def calls(q: Array, k: Array, v: Array, qkv: Array, flag: bool) -> None:
@@ -34,6 +42,24 @@ def decode(q: Array, k_pages: Array, v_pages: Array, table: np.ndarray, lengths:
     assert_type(lse, tuple[Array, Array])
     either = paged_attention(q, k_pages, v_pages, block_table=table, seq_lens=lengths, return_lse=flag)
     assert_type(either, Array | tuple[Array, Array])
+
+
+def cached(cache: PagedKVCache, q: Array, flag: bool) -> None:
+    step = cache.step(["one"])
+    assert_type(cache.attend(0, q, step), Array)
+    assert_type(cache.attend(0, q, step, window=4, return_lse=True), tuple[Array, Array])
+    assert_type(cache.attend(0, q, step, return_lse=flag), Array | tuple[Array, Array])
+    cache.attend(0, q, step, is_causal=True)  # error: no such keyword
+
+
+def split(q: Array, k: Array, v: Array, mesh: jax.sharding.Mesh, flag: bool) -> None:
+    assert_type(context_parallel_attention(q, k, v, mesh=mesh, axis_name="cp"), Array)
+    lse = context_parallel_attention(q, k, v, mesh=mesh, axis_name="cp", strategy="ring", causal=True, return_lse=True)
+    assert_type(lse, tuple[Array, Array])
+    assert_type(
+        context_parallel_attention(q, k, v, mesh=mesh, axis_name="cp", return_lse=flag), Array | tuple[Array, Array]
+    )
+    context_parallel_attention(q, k, v, mesh=mesh, axis_name="cp", is_causal=True)  # error: no such keyword
 
 
 def mistakes(q: Array, k: Array, v: Array) -> None:

@@ -7,8 +7,16 @@ from typing import assert_type
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
-from torch_frontend import SeqInfo, attention, attention_qkvpacked, paged_attention
+from torch_frontend import (
+    PagedKVCache,
+    SeqInfo,
+    attention,
+    attention_qkvpacked,
+    context_parallel_attention,
+    paged_attention,
+)
 
 
 def calls(q: Tensor, k: Tensor, v: Tensor, qkv: Tensor, flag: bool) -> None:
@@ -31,6 +39,22 @@ def decode(q: Tensor, k_pages: Tensor, v_pages: Tensor, table: np.ndarray, lengt
     assert_type(lse, tuple[Tensor, Tensor])
     either = paged_attention(q, k_pages, v_pages, block_table=table, seq_lens=lengths, return_lse=flag)
     assert_type(either, Tensor | tuple[Tensor, Tensor])
+
+
+def cached(cache: PagedKVCache, q: Tensor, flag: bool) -> None:
+    step = cache.step(["one"])
+    assert_type(cache.attend(0, q, step), Tensor)
+    assert_type(cache.attend(0, q, step, window=4, return_lse=True), tuple[Tensor, Tensor])
+    assert_type(cache.attend(0, q, step, return_lse=flag), Tensor | tuple[Tensor, Tensor])
+    cache.attend(0, q, step, is_causal=True)  # error: no such keyword
+
+
+def split(q: Tensor, k: Tensor, v: Tensor, mesh: DeviceMesh, flag: bool) -> None:
+    assert_type(context_parallel_attention(q, k, v, mesh=mesh), Tensor)
+    lse = context_parallel_attention(q, k, v, mesh=mesh, strategy="ring", causal=True, return_lse=True)
+    assert_type(lse, tuple[Tensor, Tensor])
+    assert_type(context_parallel_attention(q, k, v, mesh=mesh, return_lse=flag), Tensor | tuple[Tensor, Tensor])
+    context_parallel_attention(q, k, v, mesh=mesh, is_causal=True)  # error: no such keyword
 
 
 def mistakes(q: Tensor, k: Tensor, v: Tensor) -> None:

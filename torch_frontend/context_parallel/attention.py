@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, Never, Unpack, overload
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
+from attn_core.call.keywords import ContextParallelKeywords
 from attn_core.call.options import Options, check_options, check_traced_options, requested_names
 from attn_core.context_parallel.call import check_supported
 from attn_core.context_parallel.cost.choose import Explanation
@@ -25,9 +27,41 @@ from torch_frontend.dispatch import autocast, plan
 __all__ = ["context_parallel_attention", "explain_context_parallel", "shard_sequence", "unshard_sequence"]
 
 Tensor = torch.Tensor
+Keywords = ContextParallelKeywords[Tensor]
 Window = int | tuple[int | None, int | None] | None
 
 
+@overload
+def context_parallel_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mesh: DeviceMesh,
+    return_lse: Literal[False] = False,
+    **options: Unpack[Keywords],
+) -> Tensor: ...
+@overload
+def context_parallel_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mesh: DeviceMesh,
+    return_lse: Literal[True],
+    **options: Unpack[Keywords],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def context_parallel_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mesh: DeviceMesh,
+    return_lse: bool,
+    **options: Unpack[Keywords],
+) -> Tensor | tuple[Tensor, Tensor]: ...
+@hide_unknown
 def context_parallel_attention(
     q: Tensor,
     k: Tensor,
@@ -52,7 +86,8 @@ def context_parallel_attention(
     deterministic: bool = False,
     backend: str | tuple[str, ...] | None = None,
     return_lse: bool = False,
-) -> Any:
+    **unknown: Never,
+) -> Tensor | tuple[Tensor, Tensor]:
     """``attention`` over rows whose positions are spread over the ranks of a mesh. Every rank calls it alike.
 
     Args:
@@ -81,6 +116,8 @@ def context_parallel_attention(
             calls.
         NoBackendError: if no backend, or not the requested one, can run a part of the call.
     """
+    if unknown:
+        refuse_keywords("context_parallel_attention", unknown)
     shards: Any = (q, k, v)
     rows: tuple[Tensor, ...] = shards
     try:
@@ -103,6 +140,7 @@ def context_parallel_attention(
     return out, results[1][0] if request.packed else results[1]
 
 
+@hide_unknown
 def explain_context_parallel(
     q: Tensor,
     k: Tensor,
@@ -128,11 +166,14 @@ def explain_context_parallel(
     backend: str | tuple[str, ...] | None = None,
     return_lse: bool = False,
     needs_backward: bool | None = None,
+    **unknown: Never,
 ) -> Explanation:
     """Returns how ``context_parallel_attention`` runs a call with the same arguments, and why. Runs and sends nothing.
 
     ``needs_backward`` overrides what the tensors' ``requires_grad`` says about training.
     """
+    if unknown:
+        refuse_keywords("explain_context_parallel", unknown)
     q, k, v = to_local((q, k, v), mesh)
     check_supported(mask, bias, alibi_slopes, dropout)
     options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)

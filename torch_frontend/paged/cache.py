@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, Never, Unpack, overload
 
 import numpy as np
 import torch
 
+from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
+from attn_core.call.keywords import CachedKeywords
 from attn_core.paged.allocator import Copies, PageAllocator
 from attn_core.paged.arguments import check_cache
 from attn_core.paged.cache import PagedCache
@@ -14,6 +16,7 @@ from attn_core.paged.step import Step
 from torch_frontend.paged.attention import append_kv, paged_attention
 
 Tensor = torch.Tensor
+Keywords = CachedKeywords[Tensor]
 
 
 class PagedKVCache(PagedCache):
@@ -62,10 +65,54 @@ class PagedKVCache(PagedCache):
         k_pages, v_pages = self._pools(layer, step)
         append_kv(k_pages, v_pages, k, v, **step.tables)
 
-    def attend(self, layer: int, q: Tensor, step: Step, **options: Any) -> Any:
+    @overload
+    def attend(
+        self, layer: int, q: Tensor, step: Step, *, return_lse: Literal[False] = False, **options: Unpack[Keywords]
+    ) -> Tensor: ...
+    @overload
+    def attend(
+        self, layer: int, q: Tensor, step: Step, *, return_lse: Literal[True], **options: Unpack[Keywords]
+    ) -> tuple[Tensor, Tensor]: ...
+    @overload
+    def attend(
+        self, layer: int, q: Tensor, step: Step, *, return_lse: bool, **options: Unpack[Keywords]
+    ) -> Tensor | tuple[Tensor, Tensor]: ...
+    @hide_unknown
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        step: Step,
+        *,
+        causal: bool = True,
+        window: int | tuple[int | None, int | None] | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        scale: float | None = None,
+        deterministic: bool = False,
+        backend: str | tuple[str, ...] | None = None,
+        return_lse: bool = False,
+        **unknown: Never,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Runs ``check``, then ``paged_attention`` of a layer's queries ``[tokens, heads, head_dim]`` with options."""
+        if unknown:
+            refuse_keywords("attend", unknown)
         k_pages, v_pages = self._pools(layer, step)
-        return paged_attention(q, k_pages, v_pages, **step.tables, max_len_q=step.max_len_q, **options)
+        return paged_attention(
+            q,
+            k_pages,
+            v_pages,
+            **step.tables,
+            max_len_q=step.max_len_q,
+            causal=causal,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+            scale=scale,
+            deterministic=deterministic,
+            backend=backend,
+            return_lse=return_lse,
+        )
 
     def _copy(self, copies: Copies) -> None:
         source, target = (torch.tensor(pages, device=self.k_pages[0].device) for pages in copies)
