@@ -28,8 +28,9 @@ def checks(on: bool = True) -> Switch:
     Each eager call of ``attention`` then warns with ``CheckWarning`` of rows that see no key, masks that look inverted
     or like an upper triangle, and inputs that are not finite. It reads all values, so it waits for the device, and
     needs the time and memory of a full mask. Calls inside ``jax.jit``, ``torch.compile`` and transforms are not
-    checked. ``ATTN_CORE_CHECKS=1`` switches the checks on when the package is imported. The switch belongs to the
-    current thread or task.
+    checked, except that a function which JAX traces while checks are on warns of wrong offsets of documents when it
+    runs. ``ATTN_CORE_CHECKS=1`` switches the checks on when the package is imported. The switch belongs to the current
+    thread or task.
 
     Raises:
         SpecError: unless ``on`` is True or False.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from functools import partial
 from typing import Any
 
 import jax
@@ -9,18 +11,35 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core.call.arguments import Arrays
-from attn_core.call.checks import warn_of_values
-from attn_core.call.seq_info import SeqInfo
+from attn_core.call.checks import CheckWarning, warn_of_values
+from attn_core.call.offset_checks import check_cu_seqlens
+from attn_core.call.seq_info import SeqInfo, is_number
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
+from attn_core.errors import SpecError
 
 
 def check(spec: AttentionSpec, inputs: Inputs, info: SeqInfo | None) -> None:
-    """Warns of mistakes in the values of a call. Does nothing while JAX traces, because there are no values."""
+    """Warns of mistakes in the values of a call. While JAX traces there are none: then the program checks its offsets.
+
+    Kernels clamp wrong offsets, so a jitted program would hide them.
+    """
     if any(isinstance(array, jax.core.Tracer) for array in inputs):
+        if info is not None and isinstance(info.cu_seqlens_q, jax.core.Tracer):
+            report = partial(_warn_of_offsets, spec, info.max_len_q, info.max_len_k)
+            jax.debug.callback(report, info.cu_seqlens_q, info.cu_seqlens_k)
         return
     tokens = None if info is None else int(info.cu_seqlens_q[-1])
     warn_of_values(spec, {name: _numpy(a) for name, a in zip(Arrays._fields, inputs, strict=False)}, tokens)
+
+
+def _warn_of_offsets(spec: AttentionSpec, max_len_q: int, max_len_k: int, queries: Any, keys: Any) -> None:
+    for side, array, longest in (("q", queries, max_len_q), ("k", keys, max_len_k)):
+        tokens = spec.q_len if side == "q" else spec.kv_len
+        try:
+            check_cu_seqlens(np.asarray(array), longest, side=side, tokens=tokens if is_number(tokens) else None)
+        except SpecError as error:
+            warnings.warn(str(error), CheckWarning, stacklevel=2)
 
 
 def _numpy(array: Any) -> Any:

@@ -17,6 +17,7 @@ import pytest
 import torch
 from frameworks import BOTH, Framework
 
+import jax_frontend
 from attn_core import CheckWarning, SeqInfo, SpecError, checks
 from attn_core.call.checks import enabled
 
@@ -147,3 +148,26 @@ def test_the_environment_switches_checks_on(value: str, on: bool) -> None:
     environment = {**os.environ, "ATTN_CORE_CHECKS": value}
     run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert run.stdout.strip() == str(on)
+
+
+@pytest.mark.parametrize("offsets", [[0, 4, 2, 5], [0, 5, 9, 9], [0, 1, 2, 5]], ids=["decreasing", "late", "long"])
+def test_a_jitted_function_reports_wrong_offsets_when_it_runs(offsets: list[int]) -> None:
+    q = jax.numpy.ones((1, LENGTH, HEADS, 8))
+
+    def call(q: Any, offsets: Any) -> Any:
+        return jax_frontend.attention(q, q, q, causal=True, seq_info=SeqInfo(offsets, offsets, 2, 2))
+
+    right, wrong = (jax.numpy.asarray(each, np.int32) for each in ([0, 2, 3, 5], offsets))
+    with checks(True):
+        run = jax.jit(call)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            run(q, right).block_until_ready()
+            jax.effects_barrier()
+    with pytest.warns(CheckWarning, match=r"seq_info\.(cu_seqlens|max_len)_[qk]"):
+        run(q, wrong)
+        jax.effects_barrier()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jax.jit(lambda *arrays: call(*arrays))(q, wrong).block_until_ready()  # traced without checks
+        jax.effects_barrier()
