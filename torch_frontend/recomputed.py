@@ -63,16 +63,17 @@ def attention_of_heads(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     dropout: float = 0.0,
+    return_lse: bool = False,
     **options: Any,
-) -> Tensor:
+) -> Any:
     """Computes ``attention_of_layer`` of tensors ``[batch, heads, len, dim]``.
 
     With documents, the rows of the batch are laid end to end.
 
     Returns:
-        ``[batch, q_len, heads, value_dim]``.
+        ``[batch, q_len, heads, value_dim]``; with return_lse ``(out, lse)``, lse ``[batch, heads, q_len]``.
     """
-    plain = seq_info is None and softcap is None and sinks is None and not dropout
+    plain = seq_info is None and softcap is None and sinks is None and not dropout and not return_lse
     if plain and q.shape[2] == 1 and _fits_packing(q, k, **options):
         group = q.reshape(*k.shape[:2], -1, q.shape[3])  # [batch, kv_heads, heads of a kv head, dim]
         rows_of_group = attention_of_heads(group, k, v, trains=trains, **options)  # [batch, heads of a kv head, ...]
@@ -83,12 +84,16 @@ def attention_of_heads(
         out = heads_first.attend(q, k, v, **options)
         if out is not None:
             return out.transpose(1, 2)
-    options |= {"softcap": softcap, "sinks": sinks, "dropout": dropout, "seq_info": seq_info}
+    options |= {"softcap": softcap, "sinks": sinks, "dropout": dropout, "seq_info": seq_info, "return_lse": return_lse}
     rows = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [batch, len, heads, dim]
     if seq_info is not None:
         rows = rows[0].flatten(0, 1), rows[1].flatten(0, 1), rows[2].flatten(0, 1)  # [batch * len, heads, dim]
-    result: Tensor = attention(*rows, **options) if decided else attention_of_layer(*rows, trains=trains, **options)
-    return result if seq_info is None else result.reshape(q.shape[0], q.shape[2], *result.shape[-2:])
+    results: Any = attention(*rows, **options) if decided else attention_of_layer(*rows, trains=trains, **options)
+    if seq_info is None:
+        return results
+    out = results[0] if return_lse else results
+    out = out.reshape(q.shape[0], q.shape[2], *out.shape[-2:])
+    return (out, results[1].unflatten(-1, (q.shape[0], q.shape[2])).transpose(0, 1)) if return_lse else out
 
 
 LONG_ROW = 128

@@ -456,7 +456,6 @@ REFUSED = {
     "head_mask": (torch.ones(2), "head_mask=a tensor of shape .2.: this attention has no such option"),
     "cache": (SimpleNamespace(), "cache.*: paged caches"),
     "block_table": (torch.zeros(1, 1), "block_table="),
-    "indices": ([1, 2], "indices="),
     "sliding_window_left": (0, "sliding_window_left=0"),
 }
 

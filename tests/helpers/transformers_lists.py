@@ -52,17 +52,13 @@ MIXED |= dict.fromkeys(
     "a recurrent layer carries its state from document to document",
 )
 MIXED |= dict.fromkeys(
-    ["inkling_text", "lfm2_moe", "lfm3", "zaya"], "a convolution reads the last tokens of the document before"
+    ["inkling_text", "inkling2_text", "lfm2_moe", "lfm3", "zaya"],
+    "a convolution reads the last tokens of the document before",
 )
+MIXED["deepseek_v4"] = "a compressor pools runs of tokens, counted from the row's start"
 """Types that mix packed documents outside of attention: compared with the packed row on eager."""
 
 REFUSED_WHEN_CALLED: dict[str, str] = {
-    "causal axk2": "indices=",  # sparse attention
-    "causal deepseek_v32": "indices=",
-    "causal glm_moe_dsa": "indices=",
-    "causal hy_v4": "indices=",
-    "causal inkling2_text": "sinks=",  # a sink for each query
-    "causal deepseek_v4": "attention_mask: built for",  # compressed keys beside those that the mask describes
     "seq2seq bigbird_pegasus": "hands its mask on to attention",  # its encoder adds the mask to its own scores
 }
 """Types that are built, and raise a SpecError in every call, with these words."""

@@ -13,6 +13,7 @@ from torch_frontend.huggingface import context as huggingface_context
 from torch_frontend.huggingface.described_mask import DescribedMask, description_of
 from torch_frontend.huggingface.documents import documents_from_offsets
 from torch_frontend.huggingface.layer_call import prepare, read_table, share, split_mask
+from torch_frontend.huggingface.selected_keys import absorb, mask_of_blocks, selected_keys, with_selected
 from torch_frontend.recomputed import attention_of_heads as attention
 
 Tensor = torch.Tensor
@@ -41,6 +42,9 @@ def attend(
     softcap: float | None = None,
     is_causal: bool | None = None,
     s_aux: Tensor | None = None,
+    sinks: Tensor | None = None,
+    indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
     position_bias: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
@@ -56,6 +60,9 @@ def attend(
 
     Args:
         query: ``[batch, heads, q_len, head_dim]``; key, value: ``[batch, kv_heads, kv_len, ...]``.
+        s_aux: sinks ``[heads]``; sinks: one for each query, ``[batch, heads, q_len, 1]``.
+        indices: the keys that a model selects for each query, as in ``selected_keys``.
+        block_indices: the blocks of keys that it selects for each query, as in ``mask_of_blocks``.
 
     Returns:
         ``([batch, q_len, heads, value_dim], None)``; None because fused kernels have no attention weights to return.
@@ -66,6 +73,8 @@ def attend(
     """
     if others:
         check_keywords(others)
+    if block_indices is not None:
+        attention_mask = mask_of_blocks(module, block_indices, attention_mask, query, key, position_ids)
     call, described, compiling = None, None, _is_compiling()
     alone = position_bias is None and cu_seq_lens_q is None and cu_seq_lens_k is None
     # All layers of a model read one mask: the first layer prepares the call, and the others look it up.
@@ -94,6 +103,7 @@ def attend(
         if context is not None:
             tables = {"attention_mask": attention_mask, "position_bias": position_bias}
             tables |= {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
+            tables |= {"indices": indices, "sinks": sinks}
             bands = is_causal, sliding_window
             return attend_in_context(module, context, (query, key, value), tables, bands, options)
         lengths = query.shape[0], query.shape[2], key.shape[2]
@@ -109,9 +119,11 @@ def attend(
         )
         if described is not None:
             share(call, described, lengths, sliding_window, position_ids)
+    if indices is not None:
+        call = with_selected(call, selected_keys(indices, query, key), query.shape[0])
     if call.seen is not None:
         key, value = key[:, :, : call.seen], value[:, :, : call.seen]
-    out = attention(
+    results: Any = attention(
         query,
         key,
         value,
@@ -122,8 +134,10 @@ def attend(
         bias=call.bias,
         seq_info=call.seq_info,
         trains=bool(getattr(module, "training", False)),
+        return_lse=sinks is not None,
         **options,
     )
+    out: Tensor = results if sinks is None else absorb(results[0], results[1], sinks)
     return out.contiguous(), None
 
 

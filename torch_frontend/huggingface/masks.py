@@ -25,6 +25,9 @@ from torch_frontend.huggingface.patterns import Pattern, infer_pattern, read_pat
 
 Tensor = torch.Tensor
 
+_WIDENED = {"deepseek_v4"}
+"""Model types that append columns of 0 and -inf to their mask for keys of their own, if the mask is a tensor."""
+
 
 def mask(
     batch_size: int,
@@ -53,6 +56,18 @@ def mask(
     if context is not None:
         sizes = batch_size, (q_length, kv_length), (q_offset, kv_offset)
         return huggingface_context.mask(context, *sizes, mask_function, attention_mask, device)
+    if getattr(options.get("config"), "model_type", None) in _WIDENED:
+        return masking_utils.eager_mask(
+            batch_size,
+            q_length,
+            kv_length,
+            q_offset,
+            kv_offset,
+            mask_function,
+            attention_mask,
+            device=device,
+            **options | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False},
+        )
     # Without its skips, because sdpa_mask returns None for a mask that SDPA can express by is_causal.
     dense = partial(
         masking_utils.sdpa_mask,
