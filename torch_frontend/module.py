@@ -9,7 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attn_core.call.layer_shapes import check_features, check_layer_inputs, check_rotary, head_sizes
+from attn_core.call.layer_shapes import (
+    HeadSizes,
+    check_features,
+    check_layer_inputs,
+    check_rotary,
+    check_split_heads,
+    head_sizes,
+)
 from attn_core.call.seq_info import SeqInfo
 from attn_core.errors import SpecError
 from attn_core.paged.step import Pages, Step, check_paged_layer
@@ -26,6 +33,10 @@ class Attention(nn.Module):
 
     Parameters: ``q_proj``, ``k_proj``, ``v_proj`` and ``o_proj``, each an ``nn.Linear``; and ``sink_logits [heads]``
     when sinks is True.
+
+    Tensor parallelism: ``parallelize_module`` may split the heads over ranks (``ColwiseParallel`` for q_proj, k_proj
+    and v_proj, ``RowwiseParallel`` for o_proj). The number of ranks must divide num_heads and num_kv_heads. sink_logits
+    must then be a DTensor with ``Shard(0)``.
 
     Args:
         num_heads, num_kv_heads: query heads, and key/value heads (default: num_heads).
@@ -130,9 +141,7 @@ class Attention(nn.Module):
             context_parallel = context_parallel.with_documents(seq_info)
             seq_info = context_parallel.seq_info
         queries, keys = self._rows(x, context, seq_info, positions)
-        q = self.q_proj(queries).unflatten(-1, (self.num_heads, self.head_dim))  # [batch, seq, heads, head_dim]
-        k = self.k_proj(keys).unflatten(-1, (self.num_kv_heads, self.head_dim))
-        v = self.v_proj(keys).unflatten(-1, (self.num_kv_heads, self.value_dim))
+        q, k, v = self._project(queries, keys)  # [batch, seq, heads, head_dim]
         if self.rotary is not None:
             if positions is None and context_parallel is not None:
                 positions = context_parallel.position_ids(q.shape[1], q.device)
@@ -153,7 +162,7 @@ class Attention(nn.Module):
             mask=mask,
             bias=bias,
             alibi_slopes=alibi_slopes,
-            sinks=self.sink_logits,
+            sinks=self._sinks(),
             dropout=self.dropout_rate if self.training else 0.0,
             deterministic=self.bitwise_deterministic,
             backend=self.backend,
@@ -173,9 +182,7 @@ class Attention(nn.Module):
             positions=None if positions is None else tuple(positions.shape),
             rows=(1, x.shape[0]),
         )
-        q = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))  # [tokens, heads, head_dim]
-        k = self.k_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim))
-        v = self.v_proj(x).unflatten(-1, (self.num_kv_heads, self.value_dim))
+        q, k, v = self._project(x, x)  # [tokens, heads, head_dim]
         dtype, pool_dtype, step = v.dtype, pages.k.dtype, pages.step
         if self.rotary is not None:
             places = token_places(step, x) if positions is None else positions
@@ -192,11 +199,30 @@ class Attention(nn.Module):
             window=self.window,
             softcap=self.softcap,
             scale=self.scale,
-            sinks=self.sink_logits,
+            sinks=self._sinks(),
             deterministic=self.bitwise_deterministic,
             backend=self.backend,
         )
         return self.o_proj(out.to(dtype).flatten(-2)), (pages.k, pages.v)
+
+    def _project(self, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns q, k and v, ``[..., heads, head_dim]``; of this rank's heads if they are split over ranks."""
+        q, k, v = self.q_proj(queries), self.k_proj(keys), self.v_proj(keys)
+        heads, kv_heads = self.num_heads, self.num_kv_heads
+        widths = q.shape[-1], k.shape[-1], v.shape[-1]
+        if widths != (heads * self.head_dim, kv_heads * self.head_dim, kv_heads * self.value_dim):
+            check_split_heads(widths, HeadSizes(heads, kv_heads, self.head_dim, self.value_dim))
+            heads, kv_heads = widths[0] // self.head_dim, widths[1] // self.head_dim
+        return (
+            q.unflatten(-1, (heads, self.head_dim)),
+            k.unflatten(-1, (kv_heads, self.head_dim)),
+            v.unflatten(-1, (kv_heads, self.value_dim)),
+        )
+
+    def _sinks(self) -> Tensor | None:
+        """Returns the sinks; of this rank's heads if they are a DTensor that is split over ranks."""
+        to_local = getattr(self.sink_logits, "to_local", None)
+        return self.sink_logits if to_local is None else to_local()
 
     def _rows(
         self, x: Tensor, context: Tensor | None, seq_info: SeqInfo | None, positions: Tensor | None

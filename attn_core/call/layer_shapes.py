@@ -51,6 +51,26 @@ def head_sizes(
     return HeadSizes(num_heads, key_heads, head_dim, head_dim if value_dim is None else value_dim)
 
 
+def check_split_heads(widths: tuple[int, int, int], sizes: HeadSizes) -> None:
+    """Checks that projections which are split over ranks give each rank an equal part of whole heads.
+
+    Args:
+        widths: channels of q, k and v on this rank.
+
+    Raises:
+        ShapeError: naming the numbers of heads.
+    """
+    dims = sizes.head_dim, sizes.head_dim, sizes.value_dim
+    q, k, v = (width / dim for width, dim in zip(widths, dims))
+    grouped = q * sizes.num_kv_heads == k * sizes.num_heads and k == v
+    if not q or not grouped or any(width % dim for width, dim in zip(widths, dims)) or sizes.num_heads % q:
+        raise ShapeError(
+            f"num_heads={sizes.num_heads}, num_kv_heads={sizes.num_kv_heads}: expected q_proj, k_proj and v_proj to be "
+            "split over ranks whose number divides both; got projections that give this rank "
+            f"{q:g} heads of q, {k:g} of k and {v:g} of v"
+        )
+
+
 def check_layer_inputs(x: tuple[int, ...], context: tuple[int, ...] | None, *, packed: bool) -> None:
     """Checks the shapes of a layer's inputs.
 
