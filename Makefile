@@ -36,7 +36,7 @@ help:
 	@echo "make docs-check  opens eleven pages of it in headless Chromium, which must be installed"
 	@echo "make support     writes docs/reference/support.md and devices.md from the claims of the backends"
 	@echo "make release-check  builds the wheel and the sdist, and installs the wheel with each extra in an empty environment"
-	@echo "make matrix      runs a short suite on other versions of Python, JAX and torch, each in an environment of its own"
+	@echo "make matrix      runs a short suite on other versions of Python, JAX, torch and its hosts, each in its own environment"
 	@echo "make clean       removes .venv and all build and cache folders"
 
 venv: $(STAMP)

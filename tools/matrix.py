@@ -1,7 +1,7 @@
-"""Runs a short suite on other versions of Python and of the frameworks: ``make matrix``. Prints a table.
+"""Runs a short suite on other versions of Python, the frameworks and their hosts: ``make matrix``. Prints a table.
 
 Each environment is built in ``.matrix/`` with pip, and kept: a later run only installs what changed. An environment
-whose Python is not on this machine is skipped, with the reason.
+whose Python is not on this machine is skipped, with the reason. Those that download gigabytes need ``--all``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,14 @@ CORE = (
 )
 JAX = ("tests/jax_frontend/test_jax_precision.py", "tests/jax_frontend/test_jax_symbols.py")
 TORCH = ("tests/torch_frontend/test_heads_first.py", "tests/backends/test_sdpa_flash_shortcut.py")
-HOSTS = ("tests/dropins/test_huggingface_documents.py",)
+HOSTS = (
+    "tests/dropins/test_huggingface_documents.py",
+    "tests/dropins/test_huggingface_models.py",
+    "tests/dropins/test_huggingface_selected.py",
+)
+DIFFUSERS = ("tests/dropins/test_diffusers.py",)
+
+CUDA = "downloads torch with CUDA, about 3 GB, if pip finds no wheel for the CPU"
 
 
 class Environment(NamedTuple):
@@ -42,6 +49,7 @@ class Environment(NamedTuple):
         packages: further requirements, such as the exact version of a framework.
         tests: the files to run.
         framework: the package whose version the table shows.
+        large: why the row runs with ``--all`` only; empty if it always runs.
     """
 
     python: str
@@ -49,6 +57,7 @@ class Environment(NamedTuple):
     packages: tuple[str, ...]
     tests: tuple[str, ...]
     framework: str
+    large: str = ""
 
     @property
     def name(self) -> str:
@@ -59,18 +68,25 @@ class Environment(NamedTuple):
 
 ENVIRONMENTS = (
     Environment("3.11", "cli,jax", ("jax==0.10.2",), CORE + JAX, "jax"),
+    Environment("3.12", "cli,jax", ("jax==0.11.2",), CORE + JAX, "jax"),
     Environment("3.12", "cli,jax", (), CORE + JAX, "jax"),
+    Environment("3.13", "cli,jax", (), CORE + JAX, "jax"),
     Environment("3.13", "cli", (), CORE, "numpy"),
+    Environment("3.11", "cli,torch", ("torch==2.11.0",), CORE + TORCH, "torch", CUDA),
     Environment("3.11", "cli,torch", ("torch==2.13.0",), CORE + TORCH, "torch"),
+    Environment("3.12", "cli,torch", (), CORE + TORCH, "torch", CUDA),
+    Environment("3.13", "cli,torch", (), CORE + TORCH, "torch", CUDA),
     Environment("3.11", "cli,hf", ("torch==2.13.0", "transformers==5.17.0"), CORE + HOSTS, "transformers"),
-    Environment("3.11", "cli,hf,diffusers", ("torch==2.13.0",), CORE + HOSTS, "transformers"),
-    Environment("3.12", "cli,torch", (), CORE + TORCH, "torch"),
-    Environment("3.13", "cli,torch", (), CORE + TORCH, "torch"),
+    Environment("3.11", "cli,hf", ("torch==2.13.0",), CORE + HOSTS, "transformers"),
+    Environment("3.11", "cli,hf,diffusers", ("torch==2.13.0",), CORE + DIFFUSERS, "diffusers"),
 )
+"""A package without a version is the newest one that pip finds for that Python."""
 
 
-def result_of(environment: Environment, pip_args: list[str]) -> tuple[str, str]:
+def result_of(environment: Environment, pip_args: list[str], large: bool) -> tuple[str, str]:
     """Returns (the framework's version, the closing line of pytest or why there is none)."""
+    if environment.large and not large:
+        return "", f"not run: {environment.large}; --all runs it"
     base = interpreter(environment.python)
     if base is None:
         return "", f"skipped: no Python {environment.python} here"
@@ -96,6 +112,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--python", help="only this version, such as 3.12")
     parser.add_argument("--only", default="*", help="a pattern of names, such as '*-jax*'")
+    parser.add_argument("--all", action="store_true", help="also the environments that download gigabytes")
     parser.add_argument("--list", action="store_true", help="print the names and build nothing")
     parser.add_argument("--pip-args", default="", type=shlex.split, help="options of pip install")
     arguments = parser.parse_args()
@@ -112,7 +129,7 @@ def main() -> None:
     failed = False
     for environment in chosen:
         began = time.monotonic()
-        version, result = result_of(environment, arguments.pip_args or [])
+        version, result = result_of(environment, arguments.pip_args or [], arguments.all)
         failed |= result.startswith("FAILED")
         shown = f"{environment.framework} {version}".strip() if version else ""
         print(f"| {environment.name} | {shown} | {result} | {time.monotonic() - began:.0f} |", flush=True)

@@ -24,7 +24,6 @@ from torch_frontend.huggingface import masks, registration
 SIZES: dict[str, Any] = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
 OWN = {  # one of each kind: added masks, ALiBi, sparse and convolutional attention, a decoder beside an encoder
     "bloom": SIZES,
-    "codegen": {"vocab_size": 97, "n_embd": 32, "n_layer": 1, "n_head": 4, "rotary_dim": 8},
     "mpt": {"vocab_size": 97, "d_model": 32, "n_layers": 1, "n_heads": 4},
     "xglm": {"vocab_size": 97, "d_model": 32, "num_layers": 1, "attention_heads": 4, "ffn_dim": 32},
     "big_bird": SIZES,

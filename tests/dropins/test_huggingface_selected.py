@@ -48,7 +48,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     | {"num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     | {"shared_expert_intermediate_size": 16, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "hc_count": 2}
     | {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "hc_lowrank": 8, "ple_embed_dim": 32}
-    | {"layer_types": ["linear_attention", "indexed_attention", "indexed_attention"], "indexer_n_heads": 2}
+    | {"layer_types": ["linear_attention", "full_attention", "full_attention"], "indexer_n_heads": 2}
     | {"indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 4, "indexer_compress_ratio": 2},
     "deepseek_v4": COMMON
     | {"num_key_value_heads": 1, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -56,6 +56,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     | {"index_head_dim": 8, "index_n_heads": 2, "sliding_window": 4, "layer_types": COMPRESSED}
     | {"compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4}},
     "inkling2_text": COMMON
+    | {"unpadded_vocab_size": 97}
     | {"layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"]}
     | {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "num_key_value_heads": 2, "swa_head_dim": 8}
     | {"sliding_window_size": 5, "rel_extent": 8, "d_rel": 4, "n_routed_experts": 4, "num_experts_per_tok": 2}
