@@ -36,7 +36,7 @@ HOSTS = (
     "tests/dropins/test_huggingface_models.py",
     "tests/dropins/test_huggingface_selected.py",
 )
-DIFFUSERS = ("tests/dropins/test_diffusers.py",)
+DIFFUSERS = ("tests/dropins/test_diffusers.py",)  # its helpers need JAX, too
 
 CUDA = "downloads torch with CUDA, about 3 GB, if pip finds no wheel for the CPU"
 
@@ -78,7 +78,7 @@ ENVIRONMENTS = (
     Environment("3.13", "cli,torch", (), CORE + TORCH, "torch", CUDA),
     Environment("3.11", "cli,hf", ("torch==2.13.0", "transformers==5.17.0"), CORE + HOSTS, "transformers"),
     Environment("3.11", "cli,hf", ("torch==2.13.0",), CORE + HOSTS, "transformers"),
-    Environment("3.11", "cli,hf,diffusers", ("torch==2.13.0",), CORE + DIFFUSERS, "diffusers"),
+    Environment("3.11", "cli,diffusers,hf,jax", ("torch==2.13.0",), CORE + DIFFUSERS, "diffusers"),
 )
 """A package without a version is the newest one that pip finds for that Python."""
 

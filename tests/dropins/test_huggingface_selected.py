@@ -108,6 +108,12 @@ def reference(family: str, padding: bool) -> str:
     return "sdpa" if padding and family == "minimax_m3_vl_text" else "eager"
 
 
+def skip_nan(family: str, expected: torch.Tensor) -> None:
+    """Skips a test whose reference is NaN: in transformers 5.17 Qwen 4 adds the lowest float twice."""
+    if family == "qwen4_exp_text" and not expected.isfinite().all():
+        pytest.skip(f"transformers {transformers.__version__} gives NaN itself")
+
+
 def rows(padding: bool) -> dict[str, torch.Tensor]:
     ids = torch.randint(2, 95, (2, LENGTH), generator=torch.Generator().manual_seed(1))
     keep = torch.ones_like(ids)
@@ -129,6 +135,7 @@ def test_selected_keys_give_what_eager_gives(family: str, padding: bool) -> None
         slopes = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
         found.append((logits.detach(), slopes))
     (expected, slopes), (actual, mine) = found
+    skip_nan(family, expected)
     assert expected.abs().max() > 0.5
     torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
     assert slopes.keys() == mine.keys()
@@ -148,6 +155,7 @@ def test_generated_tokens_are_those_of_eager(family: str, cache: str) -> None:
     except Exception as error:  # this model has no such cache
         assert cache == "static"
         pytest.skip(f"{family}: {type(error).__name__}: {error}")
+    skip_nan(family, torch.stack(expected.logits))
     actual = build(family, huggingface.NAME).generate(**rows(True), **limits)
     assert torch.equal(actual.sequences, expected.sequences)
     torch.testing.assert_close(torch.stack(actual.logits), torch.stack(expected.logits), rtol=1e-3, atol=1e-3)
