@@ -19,9 +19,9 @@ from attn_core.call.layer_shapes import (
 )
 from attn_core.call.seq_info import SeqInfo
 from attn_core.errors import SpecError
-from attn_core.paged.step import Pages, Step, check_paged_layer
+from attn_core.paged.step import Pages, check_paged_layer
 from torch_frontend.context_parallel.layers import active_for
-from torch_frontend.dispatch.tensor_kinds import to_device_of
+from torch_frontend.dispatch.token_positions import token_places, token_positions
 from torch_frontend.paged.attention import append_kv, paged_attention
 from torch_frontend.recomputed import attention_of_layer as attention
 
@@ -248,31 +248,3 @@ class Attention(nn.Module):
         flags = [name for name in ("causal", "sinks", "bitwise_deterministic") if getattr(self, name)]
         heads = f"heads={self.num_heads}/{self.num_kv_heads}, head_dim={self.head_dim}/{self.value_dim}"
         return ", ".join([heads, *flags, *options])
-
-
-def token_positions(positions: Tensor | None, seq_info: SeqInfo | None, q: Tensor) -> Tensor:
-    """Returns int positions ``[batch, seq]`` for ``q [batch, seq, heads, head_dim]``.
-
-    They are the caller's (``[seq]`` or ``[batch, seq]``), else counted from each row's or document's start.
-    """
-    if positions is None:
-        positions = torch.arange(q.shape[1], dtype=torch.int32, device=q.device)
-        if seq_info is not None:
-            starts = to_device_of(q, seq_info.cu_seqlens_q)
-            # Search all offsets, not a view of them: a compiled searchsorted may ignore the view's start. The clamp
-            # keeps tokens behind the last offset in the last document.
-            document = (torch.searchsorted(starts, positions, right=True) - 1).clamp(max=len(starts) - 2)  # [tokens]
-            positions = positions - starts[document]
-    return positions.expand(q.shape[:2])
-
-
-def token_places(step: Step, x: Tensor) -> Tensor:
-    """Returns int ``[tokens]``: the position of each new token ``x [tokens, features]`` in its own sequence."""
-    lengths = to_device_of(x, step.seq_lens)
-    if step.cu_seqlens_q is None:
-        return lengths - 1
-    offsets = to_device_of(x, step.cu_seqlens_q)
-    token = torch.arange(x.shape[0], dtype=offsets.dtype, device=x.device)
-    # Tokens behind the last offset belong to no sequence. The clamp only keeps their index in range.
-    sequence = (torch.searchsorted(offsets, token, right=True) - 1).clamp(max=len(offsets) - 2)
-    return lengths[sequence] - (offsets[sequence + 1] - token)
