@@ -301,5 +301,8 @@ def test_vmap_over_layers_and_remat():
     np.testing.assert_allclose(actual[0], layer.apply(params, x), **TOLERANCE)
     remat = flax_linen.remat(linen.Attention)(HEADS, causal=True, **SIZES)
     desired, again = (jax.grad(lambda p, m=m: jnp.sum(m.apply(p, x) ** 2))(params) for m in (layer, remat))
+    # The gradient of the key projection's bias is 0 but for rounding, which is relative to the largest gradient.
+    largest = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(desired))
+    tolerance = TOLERANCE | {"atol": TOLERANCE["atol"] * max(largest, 1.0)}
     for left, right in zip(jax.tree.leaves(desired), jax.tree.leaves(again), strict=True):
-        np.testing.assert_allclose(left, right, **TOLERANCE)
+        np.testing.assert_allclose(left, right, **tolerance)
