@@ -15,12 +15,14 @@ PIP_ARGS ?=
 PYTEST_ARGS ?=
 CHECK_ARGS ?=
 MATRIX_ARGS ?=
+MINUTES ?= 3
+CAMPAIGN_ARGS ?=
 EXTRAS := torch,jax,hf,cli,dev,demo
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.installed-docs
 
-.PHONY: help venv demo demo-short serve-demo test test-avx2 sweep lint format tutorials docs docs-check support release-check matrix clean
+.PHONY: help venv demo demo-short serve-demo test test-avx2 campaign sweep lint format tutorials docs docs-check support release-check matrix clean
 
 help:
 	@echo "make demo        runs SmolLM2-135M on packed prompts in torch and in JAX, and compares the answers"
@@ -28,6 +30,7 @@ help:
 	@echo "make serve-demo  runs SmolLM2-135M on many prompts at once, from one pool of pages"
 	@echo "make test        runs the tests (PYTEST_ARGS='-k mask -x' passes options to pytest)"
 	@echo "make test-avx2   runs the numeric tests as on a CPU without AVX-512"
+	@echo "make campaign    runs random calls through every entry point for MINUTES=3, on the GPU if there is one"
 	@echo "make sweep       compares every type of transformers' models with eager; make test runs a third of them each day"
 	@echo "make lint        runs ruff and mypy"
 	@echo "make format      applies ruff's fixes and formatting"
@@ -75,6 +78,10 @@ NUMERIC := $(addprefix tests/,correctness/test_bit_equality.py correctness/test_
 test-avx2: $(STAMP)
 	ATEN_CPU_CAPABILITY=avx2 XLA_FLAGS=--xla_cpu_max_isa=AVX2 OMP_NUM_THREADS=1 \
 		$(RUN) -m pytest -n auto --maxprocesses 8 --dist worksteal $(NUMERIC) $(PYTEST_ARGS)
+
+# The seed is the day of the year, so that every day has other calls. XLA compiles the quick way.
+campaign: $(STAMP)
+	OMP_NUM_THREADS=1 $(RUN) -m attn_core campaign --minutes $(MINUTES) $(CAMPAIGN_ARGS)
 
 sweep: $(STAMP)
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --maxprocesses 8 --dist worksteal --sweep tests/dropins/test_transformers_sweep.py $(PYTEST_ARGS)

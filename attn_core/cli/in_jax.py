@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -18,9 +19,8 @@ def run(trial: Trial, backend: str, device: str = "cpu", repeats: int = 5) -> Ou
     where = jax.devices("gpu" if device.startswith("sm") else "cpu")[0]
     # JAX turns float64 into float32 unless x64 is enabled.
     with jax.enable_x64(trial.spec.dtype == "float64"), jax.default_device(where):
-        constants = {name: _array(trial, name) for name in ("q", "k", "v", "mask", "bias", "alibi_slopes", "sinks")}
-        learned = {name: constants.pop(name) for name in trial.learned}
-        cotangents = _cotangents(trial)
+        constants, learned = arrays_of(trial)
+        cotangents = cotangents_of(trial)
         call = jax.jit(_call(trial, backend))
         times = []
         # One more than requested, because the first call compiles and is not counted.
@@ -36,8 +36,6 @@ def run(trial: Trial, backend: str, device: str = "cpu", repeats: int = 5) -> Ou
 
 def _call(trial: Trial, backend: str) -> Any:
     """Returns a function of (learned inputs, other inputs, cotangents) that returns the named results."""
-    import jax
-
     from jax_frontend import attention
 
     def call(learned: dict[str, Any], constants: dict[str, Any], cotangents: tuple[Any, ...]) -> dict[str, Any]:
@@ -45,16 +43,32 @@ def _call(trial: Trial, backend: str) -> Any:
             results = attention(**learned, **constants, **trial.keywords, backend=backend)
             return results if trial.spec.return_lse else (results,)
 
-        if not trial.learned:
-            return dict(zip(("out", "lse"), forward(learned)))
-        results, pull = jax.vjp(forward, learned)
-        (gradients,) = pull(cotangents)
-        return dict(zip(("out", "lse"), results)) | {f"d{name}": gradients[name] for name in trial.learned}
+        return results_of(forward, learned, cotangents)
 
     return call
 
 
-def _cotangents(trial: Trial) -> tuple[Any, ...]:
+def arrays_of(trial: Trial) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the array arguments of ``attention``, None for an absent one: without gradients, and with."""
+    constants = {name: _array(trial, name) for name in ("q", "k", "v", "mask", "bias", "alibi_slopes", "sinks")}
+    return constants, {name: constants.pop(name) for name in trial.learned}
+
+
+def results_of(
+    forward: Callable[[dict[str, Any]], tuple[Any, ...]], learned: dict[str, Any], cotangents: tuple[Any, ...]
+) -> dict[str, Any]:
+    """Returns the results of a function by name, and the gradients of the learned inputs."""
+    import jax
+
+    if not learned:
+        return dict(zip(("out", "lse"), forward(learned)))
+    results, pull = jax.vjp(forward, learned)
+    (gradients,) = pull(cotangents)
+    return dict(zip(("out", "lse"), results)) | {f"d{name}": gradient for name, gradient in gradients.items()}
+
+
+def cotangents_of(trial: Trial) -> tuple[Any, ...]:
+    """Returns the gradient of the output, and that of the log-sum-exp if there is one."""
     import jax.numpy as jnp
 
     dout = jnp.asarray(trial.dout, trial.spec.dtype)

@@ -15,18 +15,16 @@ def run(trial: Trial, backend: str, device: str = "cpu", repeats: int = 5) -> Ou
     """Runs one backend. Returns its arrays and median time (milliseconds, with gradients if the spec needs them)."""
     import torch
 
+    from torch_frontend import attention
+
     where = torch.device("cuda" if device.startswith("sm") else "cpu")
-    tensors = {name: _tensor(trial, name, where) for name in ("q", "k", "v", "mask", "bias", "alibi_slopes", "sinks")}
-    for name in trial.learned:
-        tensors[name].requires_grad_(True)
-    cotangents = [torch.from_numpy(trial.dout).to(where, getattr(torch, trial.spec.dtype))]
-    if trial.dlse is not None:
-        cotangents.append(torch.from_numpy(trial.dlse).to(where, getattr(torch, trial.spec.lse_dtype)))
+    tensors, cotangents = tensors_of(trial, where), cotangents_of(trial, where)
     times = []
     # One more than requested, because the first call may compile and is not counted.
     for _ in range(repeats + 1):
         began = perf_counter()
-        results = _once(trial, backend, tensors, cotangents)
+        output = attention(**tensors, **trial.keywords, backend=backend)
+        results = named_results(trial, output, tensors, cotangents)
         if where.type == "cuda":
             # Kernels run asynchronously: wait, so that their time counts.
             torch.cuda.synchronize()
@@ -36,12 +34,28 @@ def run(trial: Trial, backend: str, device: str = "cpu", repeats: int = 5) -> Ou
     return Outcome(arrays, 1e3 * median(times[1:] or times))
 
 
-def _once(trial: Trial, backend: str, tensors: dict[str, Any], cotangents: list[Any]) -> dict[str, Any]:
+def tensors_of(trial: Trial, where: Any) -> dict[str, Any]:
+    """Returns the tensor arguments of ``attention`` on a torch device; None for an absent one."""
+    tensors = {name: _tensor(trial, name, where) for name in ("q", "k", "v", "mask", "bias", "alibi_slopes", "sinks")}
+    for name in trial.learned:
+        tensors[name].requires_grad_(True)
+    return tensors
+
+
+def cotangents_of(trial: Trial, where: Any) -> list[Any]:
+    """Returns the gradient of the output, and that of the log-sum-exp if there is one."""
     import torch
 
-    from torch_frontend import attention
+    cotangents = [torch.from_numpy(trial.dout).to(where, getattr(torch, trial.spec.dtype))]
+    if trial.dlse is not None:
+        cotangents.append(torch.from_numpy(trial.dlse).to(where, getattr(torch, trial.spec.lse_dtype)))
+    return cotangents
 
-    output = attention(**tensors, **trial.keywords, backend=backend)
+
+def named_results(trial: Trial, output: Any, tensors: dict[str, Any], cotangents: list[Any]) -> dict[str, Any]:
+    """Returns an output of ``attention`` and the gradients of the learned inputs by name."""
+    import torch
+
     results = list(output) if trial.spec.return_lse else [output]
     named = dict(zip(("out", "lse"), results))
     if trial.learned:

@@ -21,6 +21,7 @@ class Trial(NamedTuple):
         seq_info: the packed documents with numpy offsets, or None.
         dout, dlse: the gradients of the output and of the log-sum-exp. dlse is None unless the spec has a backward and
             returns the log-sum-exp.
+        seed: of the numbers.
     """
 
     spec: AttentionSpec
@@ -28,13 +29,14 @@ class Trial(NamedTuple):
     seq_info: SeqInfo | None
     dout: np.ndarray
     dlse: np.ndarray | None
+    seed: int = 0
 
     @property
     def learned(self) -> tuple[str, ...]:
         """The names of the inputs whose gradients are computed."""
         if not self.spec.needs_backward:
             return ()
-        return ("q", "k", "v", "sinks") if self.spec.sinks else ("q", "k", "v")
+        return ("q", "k", "v", *("bias",) * self.spec.bias_gradient, *("sinks",) * self.spec.sinks)
 
     @property
     def keywords(self) -> dict[str, Any]:
@@ -58,30 +60,31 @@ def draw(spec: AttentionSpec, seq_info: SeqInfo | None = None, seed: int = 0) ->
     def normal(*shape: int, dtype: str = spec.dtype) -> np.ndarray:
         return rounded(random.standard_normal(shape), dtype)
 
-    row = () if spec.packed else (spec.batch,)
+    row, extras = () if spec.packed else (spec.batch,), spec.lse_dtype
     offsets = (None, None) if seq_info is None else (seq_info.cu_seqlens_q, seq_info.cu_seqlens_k)
-    slopes = 2.0 ** (-8.0 * np.arange(1, spec.num_heads + 1) / spec.num_heads)
+    slopes = rounded(2.0 ** (-8.0 * np.arange(1, spec.num_heads + 1) / spec.num_heads), extras)
     inputs = Inputs(
         q=normal(*row, spec.q_len, spec.num_heads, spec.head_dim),
         k=normal(*row, spec.kv_len, spec.num_kv_heads, spec.head_dim),
         v=normal(*row, spec.kv_len, spec.num_kv_heads, spec.value_dim),
         mask=None if spec.mask_shape is None else random.random(spec.mask_shape) > 0.2,
-        bias=None if spec.bias_shape is None else normal(*spec.bias_shape),
-        alibi_slopes=None if spec.alibi_shape is None else rounded(slopes, "float32"),
-        sinks=normal(spec.num_heads, dtype="float32") if spec.sinks else None,
+        bias=None if spec.bias_shape is None else normal(*spec.bias_shape, dtype=spec.bias_dtype or spec.dtype),
+        alibi_slopes=None if spec.alibi_shape is None else np.broadcast_to(slopes, spec.alibi_shape).copy(),
+        sinks=normal(spec.num_heads, dtype=extras) if spec.sinks else None,
         cu_seqlens_q=offsets[0],
         cu_seqlens_k=offsets[1],
     )
     # Only a log-sum-exp that is returned can have a gradient.
     both = spec.needs_backward and spec.return_lse
     dlse = normal(*spec.lse_shape, dtype=spec.lse_dtype) if both else None
-    return Trial(spec, inputs, seq_info, normal(*spec.out_shape), dlse)
+    return Trial(spec, inputs, seq_info, normal(*spec.out_shape), dlse, seed)
 
 
 def dtype_of(trial: Trial, name: str) -> str:
     """Returns the dtype of one of the trial's floating-point inputs in a framework."""
-    # Slopes and sinks are float32 in every spec that SpecOptions builds.
-    return "float32" if name in ("alibi_slopes", "sinks") else trial.spec.dtype
+    if name in ("alibi_slopes", "sinks"):
+        return trial.spec.lse_dtype
+    return trial.spec.bias_dtype or trial.spec.dtype if name == "bias" else trial.spec.dtype
 
 
 def rounded(values: np.ndarray, dtype: str) -> np.ndarray:

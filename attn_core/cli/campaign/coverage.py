@@ -1,0 +1,84 @@
+"""Counts what a campaign ran, by entry, backend and feature, and shows the holes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attn_core import backends
+from attn_core.call.spec import AttentionSpec
+
+FEATURES = (
+    *("causal", "window", "softcap", "mask", "bias", "bias gradient", "alibi", "sinks", "packed", "dropout"),
+    *("lse", "gradients", "grouped heads", "value_dim", "empty", "float64", "float32", "bfloat16", "float16"),
+)
+
+CLAIMS = {"bias gradient": "bias_gradient", "grouped heads": "grouped_heads"}
+"""The claim of Support that covers a feature, if its name is another one."""
+
+Counts = dict[str, dict[str, int]]
+"""By backend in framework: calls, and calls with each feature."""
+
+
+def features_of(spec: AttentionSpec) -> list[str]:
+    """Returns the features of a call, some of FEATURES."""
+    present = {
+        "causal": spec.causal,
+        "window": spec.window != (None, None),
+        "softcap": spec.softcap is not None,
+        "mask": spec.mask_shape is not None,
+        "bias": spec.bias_shape is not None,
+        "bias gradient": spec.bias_gradient,
+        "alibi": spec.alibi_shape is not None,
+        "sinks": spec.sinks,
+        "packed": spec.packed,
+        "dropout": spec.dropout > 0,
+        "lse": spec.return_lse,
+        "gradients": spec.needs_backward,
+        "grouped heads": spec.group_size > 1,
+        "value_dim": spec.value_dim != spec.head_dim,
+        "empty": spec.empty,
+        spec.dtype: True,
+    }
+    return [name for name, there in present.items() if there]
+
+
+def add(counts: Counts, key: str, spec: AttentionSpec) -> None:
+    """Counts one call."""
+    row = counts.setdefault(key, {"calls": 0})
+    row["calls"] += 1
+    for feature in features_of(spec):
+        row[feature] = row.get(feature, 0) + 1
+
+
+def table(counts: Counts, title: str) -> str:
+    """Returns counts as a Markdown table with a row for each key."""
+    lines = [f"| {title} | calls | " + " | ".join(FEATURES) + " |", "|---" * (len(FEATURES) + 2) + "|"]
+    for key, row in sorted(counts.items()):
+        lines.append(f"| {key} | {row['calls']} | " + " | ".join(str(row.get(name, 0)) for name in FEATURES) + " |")
+    return "\n".join(lines)
+
+
+def holes(counts: Counts, kind: str) -> list[str]:
+    """Returns, for each backend that ran, the features that it claims and no call had: ``"math in jax: sinks"``."""
+    result = []
+    for key, row in sorted(counts.items()):
+        name, _, framework = key.partition(" in ")
+        if name not in backends.names():
+            continue
+        module = backends.load(name, kind)
+        missing = [feature for feature in FEATURES if not row.get(feature) and _claims(module, feature)]
+        if missing:
+            result.append(f"{name} in {framework}: {', '.join(missing)}")
+    return result
+
+
+def _claims(module: Any, feature: str) -> bool:
+    forward, backward = module.FORWARD, module.BACKWARD
+    if feature in ("float64", "float32", "bfloat16", "float16"):
+        return feature in forward.dtypes
+    if feature == "gradients":
+        return backward is not None
+    if feature == "empty":
+        return True
+    claims = backward if feature == "bias gradient" else forward
+    return bool(claims is not None and getattr(claims, CLAIMS.get(feature, feature)))

@@ -1,0 +1,193 @@
+"""The entry points of JAX that a campaign calls. The twin of torch_entries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from attn_core import SeqInfo
+from attn_core.call.spec import AttentionSpec
+from attn_core.cli.campaign import pages
+from attn_core.cli.campaign.entries import Arrays, Entry, without
+from attn_core.cli.campaign.pages import pages_of
+from attn_core.cli.in_jax import arrays_of, cotangents_of, results_of
+from attn_core.cli.trial import Trial
+
+Call = Callable[..., Any]
+
+_programs: dict[Any, Any] = {}
+"""The jitted program of the last structure: the cases of a block share it. One at a time, so memory stays bounded."""
+
+
+def words(seed: int, device: str) -> list[int]:
+    """Returns the two words that ``attention`` draws from a key with this seed."""
+    import jax
+    import jax.numpy as jnp
+
+    return jax.random.bits(jax.random.key(seed), (2,), jnp.uint32).tolist()  # type: ignore[no-any-return]
+
+
+def _run(call: Call, jitted: bool, trial: Trial, backend: str | None, device: str) -> Arrays:
+    import jax
+    import jax.numpy as jnp
+
+    spec = trial.spec
+    where = jax.devices("gpu" if device.startswith("sm") else "cpu")[0]
+    with jax.enable_x64(spec.dtype == "float64"), jax.default_device(where):
+        constants, learned = arrays_of(trial)
+        offsets = None
+        if trial.seq_info is not None:
+            offsets = (jnp.asarray(trial.seq_info.cu_seqlens_q), jnp.asarray(trial.seq_info.cu_seqlens_k))
+        key = jax.random.key(trial.seed) if spec.dropout else None
+        program = _program(call, spec, backend) if jitted else _function(call, spec, backend)
+        results = program(learned, constants, cotangents_of(trial), offsets, key)
+        return {name: np.asarray(array).astype(np.float64) for name, array in results.items()}
+
+
+def _program(call: Call, spec: AttentionSpec, backend: str | None) -> Any:
+    import jax
+
+    key = (call, spec, backend)
+    if key not in _programs:
+        _programs.clear()
+        _programs[key] = jax.jit(_function(call, spec, backend))
+    return _programs[key]
+
+
+def _function(call: Call, spec: AttentionSpec, backend: str | None) -> Call:
+    """Returns a function of (learned inputs, other inputs, cotangents, offsets, key) that returns the named results."""
+    names = ("causal", "alignment", "window", "softcap", "scale", "deterministic", "return_lse", "dropout")
+    keywords = {name: getattr(spec, name) for name in names} | {"backend": backend}
+
+    def function(learned: Arrays, constants: Arrays, cotangents: Any, offsets: Any, key: Any) -> Arrays:
+        longest = (spec.max_len_q or 0, spec.max_len_k or 0)
+        info = None if offsets is None else SeqInfo(offsets[0], offsets[1], *longest)
+        options = keywords | {"seq_info": info, "dropout_rng": key}
+
+        def forward(learned: Arrays) -> tuple[Any, ...]:
+            results = call(learned | constants, options)
+            return results if spec.return_lse else (results,)
+
+        return results_of(forward, learned, cotangents)
+
+    return function
+
+
+def _attention(arrays: Arrays, options: dict[str, Any]) -> Any:
+    import jax_frontend
+
+    return jax_frontend.attention(**arrays, **options)
+
+
+def _mapped(arrays: Arrays, options: dict[str, Any]) -> Any:
+    """Each row of the batch is a call of its own, under vmap."""
+    import jax
+
+    import jax_frontend
+
+    batched = {name: 0 for name in ("q", "k", "v")}
+    batched |= {name: 0 for name in ("mask", "bias") if arrays[name] is not None and arrays[name].shape[0] > 1}
+    batched |= {"alibi_slopes": 0} if arrays["alibi_slopes"] is not None and arrays["alibi_slopes"].ndim == 2 else {}
+
+    def one(rows: Arrays, shared: Arrays) -> Any:
+        whole = rows | shared
+        alone = {name: array if array is None or name not in rows else array[None] for name, array in whole.items()}
+        results = jax_frontend.attention(**alone, **options)
+        return tuple(result[0] for result in results) if isinstance(results, tuple) else results[0]
+
+    rows = {name: arrays[name] for name in batched}
+    shared = {name: array for name, array in arrays.items() if name not in batched}
+    return jax.vmap(one, in_axes=(0, None))(rows, shared)
+
+
+def _mapped_refuses(spec: AttentionSpec) -> str | None:
+    return "a batch" if spec.batch < 2 else without("packed", "dropout")(spec)
+
+
+def _dot_product_attention(arrays: Arrays, options: dict[str, Any]) -> Any:
+    import jax_frontend
+
+    result = jax_frontend.dot_product_attention(
+        arrays["q"],
+        arrays["k"],
+        arrays["v"],
+        arrays["bias"],
+        arrays["mask"],
+        scale=options["scale"],
+        is_causal=options["causal"],
+    )
+    return result
+
+
+def _dot_product_refuses(spec: AttentionSpec) -> str | None:
+    if spec.causal and spec.q_len != spec.kv_len and spec.alignment != "top_left":
+        return "is_causal is top-left"
+    if spec.value_dim != spec.head_dim:
+        return "values as wide as keys"
+    return without("window", "softcap", "alibi", "packed", "sinks", "dropout", "lse", "deterministic")(spec)
+
+
+def _run_paged(trial: Trial, backend: str | None, device: str) -> Arrays:
+    import jax
+    import jax.numpy as jnp
+
+    import jax_frontend
+
+    spec, laid_out = trial.spec, pages_of(trial)
+    where = jax.devices("gpu" if device.startswith("sm") else "cpu")[0]
+    names = ("causal", "window", "softcap", "scale", "deterministic", "return_lse")
+    options = {name: getattr(spec, name) for name in names} | {"max_len_q": laid_out.max_len_q, "backend": backend}
+    with jax.enable_x64(spec.dtype == "float64"), jax.default_device(where):
+        constants, _ = arrays_of(trial)
+        pools = (jnp.asarray(pool, spec.dtype) for pool in (laid_out.k, laid_out.v))
+        tables = dict(zip(("block_table", "seq_lens", "cu_seqlens_q"), map(jnp.asarray, laid_out[2:5])))
+
+        def call(q: Any, k_pages: Any, v_pages: Any, sinks: Any, tables: Any) -> Any:
+            return jax_frontend.paged_attention(q, k_pages, v_pages, **tables, sinks=sinks, **options)
+
+        results = jax.jit(call)(constants["q"], *pools, constants["sinks"], tables)
+        named = dict(zip(("out", "lse"), results if spec.return_lse else (results,)))
+        return {name: np.asarray(array).astype(np.float64) for name, array in named.items()}
+
+
+def _exported(arrays: Arrays, options: dict[str, Any]) -> Any:
+    """The call runs as the program that ``jax.export`` lowered. Its text would need another package."""
+    import jax
+    import jax.export
+
+    import jax_frontend
+
+    present = {name: array for name, array in arrays.items() if array is not None}
+    absent: Arrays = dict.fromkeys(arrays.keys() - present.keys())
+
+    def call(present: Arrays) -> Any:
+        return _attention(present | absent, options)
+
+    shapes = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in present.items()}
+    program = jax.export.export(jax.jit(call), disabled_checks=jax_frontend.export_checks())(shapes)
+    return program.call(present)
+
+
+ENTRIES = (
+    Entry("jax paged_attention", _run_paged, pages.refuses, requests=False, share=0.1),
+    Entry(
+        "jax attention, exported",
+        partial(_run, _exported, False),
+        without("packed", "dropout", "gradients"),
+        shared=True,
+        share=0.1,
+    ),
+    Entry("jax attention, jit", partial(_run, _attention, True), without(), shared=True, words=words),
+    Entry("jax attention, eager", partial(_run, _attention, False), without(), shared=True, share=0.1, words=words),
+    Entry("jax attention, vmap", partial(_run, _mapped, True), _mapped_refuses, shared=True),
+    Entry(
+        "jax dot_product_attention",
+        partial(_run, _dot_product_attention, True),
+        _dot_product_refuses,
+        shared=True,
+        requests=False,
+    ),
+)

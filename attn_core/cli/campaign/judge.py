@@ -1,0 +1,91 @@
+"""Runs one case and judges it. A fault is a text; a case without a fault has none."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from attn_core.call.tensors import Gradients
+from attn_core.cli.campaign.case import Case
+from attn_core.cli.campaign.entries import Entry, entry_of
+from attn_core.cli.campaign.relations import RELATIONS
+from attn_core.cli.trial import Trial, draw
+from attn_core.correctness.accuracy import expect
+from attn_core.errors import SpecError
+from attn_core.selection import Target, choice
+
+
+class Verdict(NamedTuple):
+    """The outcome of a case.
+
+    Attributes:
+        skipped: why the case cannot run here, or None.
+        fault: what is wrong, or None.
+        use: the largest error as a part of its bound.
+    """
+
+    skipped: str | None = None
+    fault: str | None = None
+    use: float = 0.0
+
+
+def trial_of(case: Case) -> Trial:
+    """Returns the numbers of a case. In every second case a quarter of the bias is -inf, which hides its pairs."""
+    trial = draw(case.spec, case.seq_info, case.seed)
+    if trial.inputs.bias is None or case.seed % 2:
+        return trial
+    hidden = np.random.default_rng(case.seed + 1).random(trial.inputs.bias.shape) < 0.25
+    return trial._replace(inputs=trial.inputs._replace(bias=np.where(hidden, -np.inf, trial.inputs.bias)))
+
+
+def verdict_of(case: Case, device: str) -> Verdict:
+    """Runs a case on a device, such as "cpu" or "sm90", and compares it with the reference.
+
+    Raises:
+        SpecError: for an entry, backend or relation that does not exist.
+    """
+    entry = entry_of(case.entry)
+    if case.relation is not None and case.relation not in RELATIONS:
+        raise SpecError(f"relation={case.relation!r}: expected one of {', '.join(RELATIONS)}")
+    relation = None if case.relation is None else RELATIONS[case.relation]
+    if relation is not None and not relation.fits(case.spec):
+        return Verdict(skipped=f"{case.relation}: cannot rewrite the call")
+    trial = trial_of(case)
+    trials, join = ((trial,), None) if relation is None else relation.rewrite(trial)
+    target = Target.here(entry.framework, device)
+    for each in trials:
+        if (reason := _refusal(each, case, entry, target)) is not None:
+            return Verdict(skipped=reason)
+    try:
+        results = [entry.run(each, case.backend, device) for each in trials]
+        arrays = results[0] if join is None else join(results)
+        return _judged(trial, arrays, entry, device)
+    except Exception as error:  # whatever a call raises although it was accepted is a fault of this project
+        return Verdict(fault=f"raised {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+
+
+def _refusal(trial: Trial, case: Case, entry: Entry, target: Target) -> str | None:
+    spec = trial.spec
+    if (reason := entry.refuses(spec)) is not None:
+        return f"{case.entry}: {reason}"
+    if spec.dropout and entry.words is None:
+        return f"{case.entry}: no dropout"
+    if case.backend is None:
+        return None
+    reasons = choice.refusals(case.backend, spec, target)
+    return f"{case.backend}: {reasons[0]}" if reasons else None
+
+
+def _judged(trial: Trial, arrays: dict[str, np.ndarray], entry: Entry, device: str) -> Verdict:
+    inputs = trial.inputs
+    if trial.spec.dropout and entry.words is not None:
+        inputs = inputs._replace(rng=entry.words(trial.seed, device))
+    expected = expect(trial.spec, inputs, dout=trial.dout if trial.learned else None, dlse=trial.dlse)
+    names = [f"d{name}" for name in trial.learned]
+    gradients = Gradients(**{name: arrays[name] for name in names}) if names else None  # type: ignore[arg-type]
+    accuracy = expected.judge(out=arrays["out"], lse=arrays.get("lse"), gradients=gradients)
+    if accuracy.ok:
+        return Verdict(use=accuracy.worst)
+    wrong = [str(quantity) for quantity in accuracy.quantities if not quantity.use <= 1]
+    return Verdict(fault="; ".join(wrong), use=accuracy.worst)

@@ -1,0 +1,217 @@
+"""Relations: ways to write a call otherwise without changing its result (metamorphic tests).
+
+A relation turns a trial into other trials, and joins their results to the results of the first. The joined results are
+judged by the float64 reference of the first trial, so both sides of the relation are judged by one measure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from attn_core.call.masks import visible
+from attn_core.call.seq_info import SeqInfo
+from attn_core.call.spec import AttentionSpec
+from attn_core.call.tensors import Inputs
+from attn_core.cli.campaign.rewritten import Arrays, Rewritten, heads_permuted, rows_permuted
+from attn_core.cli.trial import Trial
+
+
+class Relation(NamedTuple):
+    """A relation.
+
+    Attributes:
+        fits: whether it can rewrite calls of a spec.
+        rewrite: rewrites a trial.
+    """
+
+    fits: Callable[[AttentionSpec], bool]
+    rewrite: Callable[[Trial], Rewritten]
+
+
+def _documents_apart(trial: Trial) -> Rewritten:
+    """Runs each document as a call of its own; the tokens behind the last one as nothing."""
+    spec, inputs = trial.spec, trial.inputs
+    bounds = [inputs.cu_seqlens_q, inputs.cu_seqlens_k]
+    pieces = [tuple(slice(int(cu[d]), int(cu[d + 1])) for cu in bounds) for d in range(spec.documents or 0)]
+    trials = tuple(_document(trial, rows, columns) for rows, columns in pieces)
+
+    def join(results: list[Arrays]) -> Arrays:
+        out = {"out": np.zeros(spec.out_shape)}
+        if spec.return_lse:
+            out["lse"] = np.full(spec.lse_shape, -np.inf)
+        for name in trial.learned:
+            out[f"d{name}"] = np.zeros(getattr(inputs, name).shape)
+        for arrays, (rows, columns) in zip(results, pieces, strict=True):
+            for name, array in arrays.items():
+                if name == "lse":
+                    out["lse"][:, rows] = array[0]
+                elif name == "dsinks":
+                    out[name] += array
+                else:
+                    out[name][rows if name in ("out", "dq") else columns] = array[0]
+        return out
+
+    return Rewritten(trials, join)
+
+
+def _document(trial: Trial, rows: slice, columns: slice) -> Trial:
+    spec, inputs = trial.spec, trial.inputs
+
+    def cut(table: np.ndarray | None) -> np.ndarray | None:
+        if table is None:
+            return None
+        table = table[:, :, rows] if table.shape[2] > 1 else table
+        return table[..., columns] if table.shape[3] > 1 else table
+
+    mask, bias = cut(inputs.mask), cut(inputs.bias)
+    alone = replace(
+        spec,
+        q_len=rows.stop - rows.start,
+        kv_len=columns.stop - columns.start,
+        documents=None,
+        max_len_q=None,
+        max_len_k=None,
+        mask_shape=None if mask is None else mask.shape,
+        bias_shape=None if bias is None else bias.shape,
+    )
+    tensors = Inputs(
+        inputs.q[None, rows],
+        inputs.k[None, columns],
+        inputs.v[None, columns],
+        mask,
+        bias,
+        inputs.alibi_slopes,
+        inputs.sinks,
+    )
+    dlse = None if trial.dlse is None else trial.dlse[None, :, rows]
+    return Trial(alone, tensors, None, trial.dout[None, rows], dlse, trial.seed)
+
+
+def _band_as_mask(trial: Trial) -> Rewritten:
+    """Writes causal, window and mask as one mask."""
+    spec, inputs = trial.spec, trial.inputs
+    seen = visible(spec, inputs.mask)
+    mask = np.broadcast_to(seen, np.broadcast_shapes(seen.shape, (1, 1, spec.q_len, spec.kv_len))).copy()
+    plain = replace(spec, causal=False, window=(None, None), mask_shape=mask.shape)
+    return Rewritten((trial._replace(spec=plain, inputs=inputs._replace(mask=mask)),), _only)
+
+
+def _keys_padded(trial: Trial) -> Rewritten:
+    """Appends three keys of large values that a mask hides."""
+    spec, inputs, more = trial.spec, trial.inputs, 3
+    mask = np.ones((1, 1, 1, spec.kv_len), bool) if inputs.mask is None else inputs.mask
+    mask = np.broadcast_to(mask, (*mask.shape[:3], spec.kv_len))
+    mask = np.pad(mask, ((0, 0), (0, 0), (0, 0), (0, more)))
+    keys, values = (np.pad(array, ((0, 0), (0, more), (0, 0), (0, 0)), constant_values=8.0) for array in inputs[1:3])
+    bias = inputs.bias
+    if bias is not None and bias.shape[3] > 1:
+        bias = np.pad(bias, ((0, 0), (0, 0), (0, 0), (0, more)))
+    longer = replace(
+        spec, kv_len=spec.kv_len + more, mask_shape=mask.shape, bias_shape=None if bias is None else bias.shape
+    )
+
+    def join(results: list[Arrays]) -> Arrays:
+        (arrays,) = results
+        short: Arrays = {name: arrays[name][:, : spec.kv_len] for name in ("dk", "dv") if name in arrays}
+        if "dbias" in arrays and arrays["dbias"].shape[3] > 1:
+            short["dbias"] = arrays["dbias"][..., : spec.kv_len]
+        return arrays | short
+
+    changed = inputs._replace(k=keys, v=values, mask=mask, bias=bias)
+    return Rewritten((trial._replace(spec=longer, inputs=changed),), join)
+
+
+def _scale_in_q(trial: Trial) -> Rewritten:
+    """Halves q and doubles the scale: both are exact, so that nothing but the order of multiplications can change."""
+    assert trial.spec.scale is not None
+    doubled = replace(trial.spec, scale=2 * trial.spec.scale)
+    inputs = trial.inputs._replace(q=trial.inputs.q / 2)
+
+    def join(results: list[Arrays]) -> Arrays:
+        (arrays,) = results
+        return arrays | ({"dq": arrays["dq"] / 2} if "dq" in arrays else {})
+
+    return Rewritten((trial._replace(spec=doubled, inputs=inputs),), join)
+
+
+def _upcast(trial: Trial) -> Rewritten:
+    """Runs half-precision numbers in float32, whose result is nearer to the reference."""
+    return Rewritten((trial._replace(spec=replace(trial.spec, dtype="float32", bias_dtype=None)),), _only)
+
+
+def _as_documents(trial: Trial) -> Rewritten:
+    """Packs the rows of a batch as documents of one row."""
+    spec, inputs = trial.spec, trial.inputs
+
+    def flat(array: Any) -> Any:
+        return array.reshape(-1, *array.shape[2:])
+
+    info = SeqInfo.from_lengths([spec.q_len] * spec.batch, [spec.kv_len] * spec.batch)
+    packed = replace(
+        spec,
+        batch=1,
+        q_len=spec.batch * spec.q_len,
+        kv_len=spec.batch * spec.kv_len,
+        documents=spec.batch,
+        max_len_q=spec.q_len,
+        max_len_k=spec.kv_len,
+    )
+    tensors = inputs._replace(
+        q=flat(inputs.q),
+        k=flat(inputs.k),
+        v=flat(inputs.v),
+        cu_seqlens_q=info.cu_seqlens_q,
+        cu_seqlens_k=info.cu_seqlens_k,
+    )
+    by_head = None if trial.dlse is None else np.concatenate(list(trial.dlse), -1)
+
+    def join(results: list[Arrays]) -> Arrays:
+        (arrays,) = results
+        rows = {
+            name: array if name == "dsinks" else array.reshape(spec.batch, -1, *array.shape[1:])
+            for name, array in arrays.items()
+            if name != "lse"
+        }
+        if "lse" in arrays:
+            rows["lse"] = arrays["lse"].reshape(spec.num_heads, spec.batch, spec.q_len).swapaxes(0, 1)
+        return rows
+
+    return Rewritten((Trial(packed, tensors, info, flat(trial.dout), by_head, trial.seed),), join)
+
+
+def _only(results: list[Arrays]) -> Arrays:
+    return results[0]
+
+
+def _dense(spec: AttentionSpec) -> bool:
+    return not spec.packed and not spec.dropout and not spec.empty
+
+
+def _no_tables(spec: AttentionSpec) -> bool:
+    return spec.mask_shape is None and spec.bias_shape is None and len(spec.alibi_shape or ()) < 2
+
+
+def _banded(spec: AttentionSpec) -> bool:
+    return spec.causal or spec.window != (None, None)
+
+
+RELATIONS: dict[str, Relation] = {
+    "batch rows permuted": Relation(lambda s: _dense(s) and s.batch > 1, rows_permuted),
+    "heads permuted": Relation(lambda s: _dense(s) and s.num_heads > 1, heads_permuted),
+    # A bias that all documents share would need the sum of its gradients.
+    "documents apart": Relation(lambda s: s.packed and not s.dropout and not s.bias_gradient, _documents_apart),
+    "rows as documents": Relation(lambda s: _dense(s) and _no_tables(s), _as_documents),
+    "causal and window as a mask": Relation(lambda s: _dense(s) and _banded(s), _band_as_mask),
+    # More keys move a bottom-right diagonal.
+    "hidden keys appended": Relation(
+        lambda s: _dense(s) and (s.alignment == "top_left" or not (_banded(s) or s.alibi_shape)), _keys_padded
+    ),
+    "scale moved into q": Relation(_dense, _scale_in_q),
+    "float32 instead of a half dtype": Relation(
+        lambda s: _dense(s) and s.dtype in ("bfloat16", "float16") and not s.rounds_bias, _upcast
+    ),
+}

@@ -1,0 +1,172 @@
+"""The entry points of torch that a campaign calls. The twin of jax_entries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from attn_core.call.spec import AttentionSpec
+from attn_core.cli.campaign import pages
+from attn_core.cli.campaign.entries import Arrays, Entry, without
+from attn_core.cli.campaign.pages import pages_of
+from attn_core.cli.in_torch import cotangents_of, named_results, tensors_of
+from attn_core.cli.trial import Trial
+
+Tensors = dict[str, Any]
+Call = Callable[..., Any]
+
+
+def words(seed: int, device: str) -> list[int]:
+    """Returns the two words that ``attention`` draws from a generator with this seed."""
+    import torch
+
+    return torch.randint(-(2**63), 2**63 - 1, (2,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def _run(call: Call, trial: Trial, backend: str | None, device: str) -> Arrays:
+    import torch
+
+    where = torch.device("cuda" if device.startswith("sm") else "cpu")
+    tensors = tensors_of(trial, where)
+    results = call(tensors, trial, backend)
+    named = named_results(trial, results, tensors, cotangents_of(trial, where))
+    return {name: tensor.detach().to("cpu", torch.float64).numpy() for name, tensor in named.items()}
+
+
+def _keywords(trial: Trial, backend: str | None) -> dict[str, Any]:
+    import torch
+
+    keywords = trial.keywords | {"backend": backend, "dropout": trial.spec.dropout}
+    if trial.spec.dropout:
+        keywords["dropout_rng"] = torch.Generator().manual_seed(trial.seed)
+    return keywords
+
+
+def _attention(tensors: Tensors, trial: Trial, backend: str | None) -> Any:
+    import torch_frontend
+
+    return torch_frontend.attention(**tensors, **_keywords(trial, backend))
+
+
+def _heads_first(tensors: Tensors, trial: Trial, backend: str | None) -> Any:
+    import torch_frontend
+
+    exchanged = tensors | {name: tensors[name].transpose(-3, -2) for name in ("q", "k", "v")}
+    results = torch_frontend.attention(**exchanged, **_keywords(trial, backend), layout="bhsd")
+    out, *lse = results if trial.spec.return_lse else (results,)
+    return (out.transpose(-3, -2), *lse) if lse else out.transpose(-3, -2)
+
+
+def _one_row(tensors: Tensors, trial: Trial, backend: str | None) -> Any:
+    import torch_frontend
+
+    rows = tensors | {name: tensors[name][None] for name in ("q", "k", "v")}
+    results = torch_frontend.attention(**rows, **_keywords(trial, backend))
+    out, *lse = results if trial.spec.return_lse else (results,)
+    return (out[0], *lse) if lse else out[0]
+
+
+def _strided(tensors: Tensors, trial: Trial, backend: str | None) -> Any:
+    """q, k and v are views with NaN between their values."""
+    import torch
+
+    import torch_frontend
+
+    views = {}
+    for name in ("q", "k", "v"):
+        tensor = tensors[name]
+        wide = torch.stack((tensor, torch.full_like(tensor, torch.nan)), -1).flatten(-2)
+        views[name] = wide[..., ::2]
+    return torch_frontend.attention(**tensors | views, **_keywords(trial, backend))
+
+
+_compiled: dict[tuple[AttentionSpec, str | None], Call] = {}
+"""The compiled function of the last structure. One at a time, because torch stops compiling after eight."""
+
+
+def _in_graph(tensors: Tensors, trial: Trial, backend: str | None) -> Any:
+    import torch
+
+    import torch_frontend
+
+    key = (trial.spec, backend)
+    if key not in _compiled:
+        _compiled.clear()
+        torch._dynamo.reset()  # type: ignore[no-untyped-call]
+        # Without Inductor, which compiles for seconds: its own code is not under test.
+        _compiled[key] = torch.compile(torch_frontend.attention, backend="aot_eager", dynamic=False)
+    return _compiled[key](**tensors, **_keywords(trial, backend))
+
+
+def _scaled_dot_product_attention(tensors: Tensors, trial: Trial, backend: str | None) -> Any:
+    import torch_frontend
+
+    spec = trial.spec
+    q, k, v = (tensors[name].transpose(1, 2) for name in ("q", "k", "v"))
+    table = tensors["mask"] if tensors["bias"] is None else tensors["bias"]
+    out = torch_frontend.scaled_dot_product_attention(
+        q, k, v, table, is_causal=spec.causal, scale=spec.scale, enable_gqa=spec.num_heads != spec.num_kv_heads
+    )
+    return out.transpose(1, 2)
+
+
+def _sdpa_refuses(spec: AttentionSpec) -> str | None:
+    if spec.causal and spec.q_len != spec.kv_len and spec.alignment != "top_left":
+        return "is_causal is top-left"
+    if spec.mask_shape is not None and spec.bias_shape is not None:
+        return "one attn_mask"
+    if spec.causal and (spec.mask_shape is not None or spec.bias_shape is not None):
+        return "is_causal or attn_mask"
+    return without("window", "softcap", "alibi", "packed", "sinks", "dropout", "lse", "deterministic")(spec)
+
+
+def _paged(tensors: Tensors, trial: Trial, backend: str | None) -> Any:
+    import torch
+
+    import torch_frontend
+
+    spec, laid_out, q = trial.spec, pages_of(trial), tensors["q"]
+    k_pages, v_pages = (torch.from_numpy(pool).to(q.device, q.dtype) for pool in (laid_out.k, laid_out.v))
+    tables = (torch.from_numpy(table).to(q.device) for table in laid_out[2:5])
+    names = ("causal", "window", "softcap", "scale", "deterministic", "return_lse")
+    options: dict[str, Any] = {name: getattr(spec, name) for name in names}
+    options |= dict(zip(("block_table", "seq_lens", "cu_seqlens_q"), tables))
+    options |= {"max_len_q": laid_out.max_len_q, "sinks": tensors["sinks"], "backend": backend}
+    return torch_frontend.paged_attention(q, k_pages, v_pages, **options)
+
+
+def _qkvpacked(tensors: Tensors, trial: Trial, backend: str | None) -> Any:
+    import torch
+
+    import torch_frontend
+
+    qkv = torch.stack([tensors[name] for name in ("q", "k", "v")], -3)
+    others = {name: tensor for name, tensor in tensors.items() if name not in ("q", "k", "v")}
+    return torch_frontend.attention_qkvpacked(qkv, **others, **_keywords(trial, backend))
+
+
+def _qkvpacked_refuses(spec: AttentionSpec) -> str | None:
+    same = spec.num_heads == spec.num_kv_heads and spec.head_dim == spec.value_dim and spec.q_len == spec.kv_len
+    return None if same else "q, k and v of one shape"
+
+
+def _packed_alone(spec: AttentionSpec) -> str | None:
+    return None if spec.packed else "packed documents alone"
+
+
+ENTRIES = (
+    Entry("torch attention", partial(_run, _attention), without(), words=words),
+    Entry("torch attention, heads first", partial(_run, _heads_first), without(), words=words),
+    Entry("torch attention, one row", partial(_run, _one_row), _packed_alone, words=words),
+    Entry("torch attention, strided", partial(_run, _strided), without(), words=words),
+    Entry("torch attention_qkvpacked", partial(_run, _qkvpacked), _qkvpacked_refuses, words=words),
+    Entry("torch paged_attention", partial(_run, _paged), pages.refuses, requests=False),
+    Entry("torch attention, compiled", partial(_run, _in_graph), without("dropout"), shared=True),
+    Entry(
+        "torch scaled_dot_product_attention",
+        partial(_run, _scaled_dot_product_attention),
+        _sdpa_refuses,
+        requests=False,
+    ),
+)

@@ -1,0 +1,255 @@
+"""Tests ``attn campaign`` and ``attn replay``: draws, relations, entries, planted faults, shrinking and resuming."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from attn_core import AttentionSpec, backends
+from attn_core.cli.app import app
+from attn_core.cli.campaign import coverage
+from attn_core.cli.campaign.campaign import BLOCK, Campaign
+from attn_core.cli.campaign.case import Case, case_of, text_of
+from attn_core.cli.campaign.draw import Place, new_lengths, structure
+from attn_core.cli.campaign.entries import entries_of
+from attn_core.cli.campaign.judge import trial_of, verdict_of
+from attn_core.cli.campaign.relations import RELATIONS
+from attn_core.cli.campaign.shrink import shrunk
+from attn_core.cli.trial import Trial
+from attn_core.correctness.accuracy import expect
+from attn_core.errors import SpecError
+
+pytest.importorskip("torch")
+pytest.importorskip("jax")
+
+CPU = {"torch": "cpu", "jax": "cpu"}
+PLACES = [Place(3, number, number) for number in range(300)]
+SPEC = AttentionSpec(
+    **{"batch": 2, "q_len": 5, "kv_len": 7, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "value_dim": 8},
+    **{"dtype": "float32", "causal": True, "return_lse": True, "needs_backward": True},
+)
+
+
+def attn(*arguments: str) -> Any:
+    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200", "NO_COLOR": "1"})
+
+
+def drawn(count: int, packed: bool | None = None) -> list[Case]:
+    cases = []
+    for place in PLACES[:count]:
+        spec, lengths = structure(place, "cpu", packed=packed)
+        cases.append(Case("torch attention", spec, None, place.number, lengths))
+    return cases
+
+
+# cases as data
+
+
+def test_a_case_survives_its_text() -> None:
+    for case in drawn(60):
+        assert case_of(text_of(case)) == case
+        assert "\n" not in text_of(case)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("{", "one JSON object"),
+        ("[]", "at least 'entry' and 'spec'"),
+        ('{"entry": "torch attention"}', "at least 'entry' and 'spec'"),
+        ('{"entry": 1, "spec": {}}', "entry: expected str, got int"),
+        ('{"entry": "torch attention", "spec": {}, "seed": true}', "seed: expected int, got bool"),
+        ('{"entry": "torch attention", "spec": {}, "run": "rm"}', "unknown field 'run'"),
+        ('{"entry": "torch attention", "spec": {"no": 1}}', "spec: .*no"),
+        ("[" * 100_000, "at most 65536 characters"),
+        ("[" * 60_000, "one JSON object"),
+    ],
+)
+def test_a_text_that_is_no_case_is_refused(text: str, message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        case_of(text)
+
+
+def test_lengths_that_do_not_fit_the_spec_are_refused() -> None:
+    packed = drawn(1, packed=True)[0]
+    plain = json.loads(text_of(packed))
+    for wrong in ([[1]], [[-1], [1]], [[10**9] * packed.spec.documents] * 2, None):  # type: ignore[operator]
+        with pytest.raises(SpecError, match="lengths"):
+            case_of(json.dumps(plain | {"lengths": wrong}))
+
+
+# draws
+
+
+def test_draws_are_the_same_everywhere_and_reach_every_feature() -> None:
+    assert drawn(20) == drawn(20)
+    counts: coverage.Counts = {}
+    for case in drawn(300):
+        coverage.add(counts, "all", case.spec)
+    assert all(counts["all"].get(feature) for feature in coverage.FEATURES)
+
+
+def test_documents_of_a_shared_structure_stay_within_it() -> None:
+    for case in drawn(60, packed=True):
+        spec = case.spec
+        for number in range(5):
+            queries, keys = new_lengths(spec, Place(3, 0, number))
+            assert len(queries) == len(keys) == spec.documents
+            assert sum(queries) <= spec.q_len and sum(keys) <= spec.kv_len
+            assert max(queries) <= spec.max_len_q and max(keys) <= spec.max_len_k  # type: ignore[operator]
+
+
+# relations, with the float64 reference in the place of a kernel
+
+
+def by_reference(trial: Trial) -> dict[str, np.ndarray]:
+    expected = expect(trial.spec, trial.inputs, dout=trial.dout if trial.learned else None, dlse=trial.dlse)
+    names = {"out", *(("lse",) if trial.spec.return_lse else ()), *(f"d{name}" for name in trial.learned)}
+    return {name: array for name, array in expected.truth.items() if name in names}
+
+
+@pytest.mark.parametrize("name", RELATIONS)
+def test_a_relation_keeps_the_result(name: str) -> None:
+    relation, count = RELATIONS[name], 0
+    for case in (*drawn(300), Case("torch attention", SPEC)):
+        if not relation.fits(case.spec):
+            continue
+        trial = trial_of(case)
+        trials, join = relation.rewrite(trial)
+        results, expected = join([by_reference(each) for each in trials]), by_reference(trial)
+        assert results.keys() == expected.keys()
+        for quantity, truth in expected.items():
+            np.testing.assert_allclose(results[quantity], truth, rtol=1e-9, atol=1e-9, err_msg=f"{quantity} of {case}")
+        count += 1
+        assert not any(_same(trial, each) for each in trials)
+    assert count >= 5
+
+
+def _same(one: Trial, other: Trial) -> bool:
+    return one.spec == other.spec and all(np.array_equal(a, b) for a, b in zip(one.inputs[:3], other.inputs[:3]))
+
+
+# entries
+
+
+@pytest.mark.parametrize("name", [name for framework in CPU for name in entries_of(framework)])
+def test_an_entry_runs_calls_rightly(name: str) -> None:
+    entry, ran = entries_of(name.partition(" ")[0])[name], 0
+    for case in drawn(300, packed=True if name.endswith("one row") else None):
+        case = replace(case, entry=name)
+        if case.spec.dropout or entry.refuses(case.spec) is not None:
+            continue
+        verdict = verdict_of(case, "cpu")
+        assert verdict.fault is None, f"{verdict.fault}: attn replay '{case}'"
+        ran += verdict.skipped is None
+        if ran == 3:
+            break
+    assert ran == 3
+
+
+# planted faults
+
+
+def _wrong_window(spec: AttentionSpec, inputs: Any, *into: Any) -> Any:
+    left = spec.window[0]
+    wider = spec if left is None else replace(spec, window=(left + 1, spec.window[1]))
+    return _wrong_window.right(wider, inputs, *into)  # type: ignore[attr-defined]
+
+
+def test_a_planted_fault_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    math = backends.load("math", "cpu")
+    _wrong_window.right = math.forward  # type: ignore[attr-defined]
+    monkeypatch.setattr(math, "forward", _wrong_window)
+    from torch_frontend.dispatch import plan_cache
+
+    for cached in vars(plan_cache).values():
+        if hasattr(cached, "cache_clear"):
+            cached.cache_clear()
+    run = Campaign(5, {"torch": "cpu"}, ("torch attention, strided",))
+    for _, case in islice(run.cases(0), 400):
+        run._count(case, verdict_of(case, "cpu"))
+        if run.state["faults"]:
+            break
+    (fault,) = run.state["faults"]
+    small = case_of(fault["shrunk"]).spec
+    assert small.window[0] is not None and "WRONG" in fault["fault"]
+    assert (small.softcap, small.mask_shape, small.bias_shape, small.sinks, small.needs_backward) == (
+        None,
+        None,
+        None,
+        False,
+        False,
+    )
+    assert small.batch * small.num_heads * small.q_len * small.kv_len <= 64
+    done = attn("replay", fault["shrunk"])
+    assert done.exit_code == 1 and "WRONG" in done.output
+
+
+def test_shrinking_keeps_a_failing_case_failing() -> None:
+    def fails(case: Case) -> bool:
+        return case.spec.softcap is not None and case.spec.q_len >= 3
+
+    case = Case("torch attention", replace(SPEC, softcap=5.0, sinks=True, window=(3, 0)))
+    small = shrunk(case, fails).spec
+    assert (small.q_len, small.kv_len, small.batch, small.num_heads, small.softcap) == (3, 1, 1, 1, 5.0)
+    assert not small.sinks and small.window == (None, None) and not small.needs_backward
+
+
+# the loop
+
+
+def test_a_campaign_writes_its_counts_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    path = tmp_path / "campaign.json"
+    options = ("--device", "cpu", "--seed", "7", "--only", "torch attention, heads", "--json", str(path))
+    done = attn("campaign", "--minutes", "0.03", *options)
+    assert done.exit_code == 0, done.output
+    first = json.loads(path.read_text())
+    assert first["calls"] > 0 and first["faults"] == [] and first["next"] > 0
+    assert f"{first['calls']} calls" in done.output
+    done = attn("campaign", "--minutes", "0.03", *options, "--resume")
+    assert done.exit_code == 0, done.output
+    second = json.loads(path.read_text())
+    assert second["next"] > first["next"] and second["calls"] > first["calls"]
+    done = attn("campaign", "--minutes", "0.03", *options, "--resume", "--seed", "8")
+    assert done.exit_code == 2 and "seed" in done.output
+
+
+def test_the_case_in_which_a_process_died_is_a_fault(tmp_path: Path) -> None:
+    path = tmp_path / "campaign.json"
+    run = Campaign(7, CPU, ("torch attention",))
+    path.write_text(json.dumps(run.state))
+    case = Case("torch attention", SPEC, "math", 3)
+    (tmp_path / "campaign.json.running").write_bytes(f"17 {text_of(case)}".encode().ljust(4096, b"\0"))
+    run.resume(path)
+    assert run.state["next"] == 18
+    assert run.state["faults"] == [{"fault": "the process died", "case": text_of(case), "shrunk": text_of(case)}]
+
+
+def test_every_entry_and_relation_gets_its_turn() -> None:
+    run = Campaign(11, CPU)
+    cases = [case for _, case in islice(run.cases(0), 120 * BLOCK)]
+    assert {case.entry for case in cases} == set(run.entries)
+    assert {case.relation for case in cases} == {None, *RELATIONS}
+    assert [case for _, case in islice(run.cases(0), 50)] == cases[:50]
+
+
+def test_holes_name_claims_that_no_call_had() -> None:
+    counts: coverage.Counts = {}
+    coverage.add(counts, "math in torch", SPEC)
+    (hole,) = coverage.holes(counts, "cpu")
+    assert hole.startswith("math in torch: window, softcap, mask") and "causal" not in hole
+
+
+def test_replay_says_whether_a_case_is_right() -> None:
+    done = attn("replay", text_of(Case("torch attention", SPEC, "math")))
+    assert done.exit_code == 0 and "right: the largest error is" in done.output
+    done = attn("replay", text_of(Case("torch attention", SPEC, "flash3")))
+    assert done.exit_code == 2 and "cannot run here" in done.output
+    assert attn("replay", '{"entry": "no such", "spec": {}}').exit_code == 2
