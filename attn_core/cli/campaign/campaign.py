@@ -152,7 +152,8 @@ class Campaign:
             number += 1
 
     def _shares(self, place: Place, entry: Entry) -> bool:
-        return entry.shared or place.block % SLOW_EVERY == 0
+        # On a GPU several backends compile for a structure.
+        return entry.shared or self.kind == "cuda" or place.block % SLOW_EVERY == 0
 
     def _case(self, place: Place, entry: Entry) -> Case | None:
         """Returns the case of a place, or None if its structure does not fit the entry."""
@@ -168,9 +169,9 @@ class Campaign:
         target = Target.here(entry.framework, self.devices[entry.framework])
         backend = random_choice(drawn, ("", *self._able(entry, spec, target, shares))) or None
         relation = None
-        if not shares and place.number % 4 == 0:
-            fitting = tuple(name for name, each in RELATIONS.items() if each.fits(spec))
-            relation = random_choice(drawn, fitting) if fitting else None
+        if drawn.block % 4 == 0:
+            fitting = [name for name, each in RELATIONS.items() if each.fits(spec) and not (shares and each.splits)]
+            relation = random_choice(drawn, tuple(fitting)) if fitting else None
         return Case(entry.name, spec, backend, number_seed(place), lengths, relation)
 
     def _able(self, entry: Entry, spec: Any, target: Target, shares: bool) -> tuple[str, ...]:

@@ -26,10 +26,12 @@ class Relation(NamedTuple):
     Attributes:
         fits: whether it can rewrite calls of a spec.
         rewrite: rewrites a trial.
+        splits: whether it gives several trials, of other lengths each time.
     """
 
     fits: Callable[[AttentionSpec], bool]
     rewrite: Callable[[Trial], Rewritten]
+    splits: bool = False
 
 
 def _documents_apart(trial: Trial) -> Rewritten:
@@ -203,7 +205,7 @@ RELATIONS: dict[str, Relation] = {
     "batch rows permuted": Relation(lambda s: _dense(s) and s.batch > 1, rows_permuted),
     "heads permuted": Relation(lambda s: _dense(s) and s.num_heads > 1, heads_permuted),
     # A bias that all documents share would need the sum of its gradients.
-    "documents apart": Relation(lambda s: s.packed and not s.dropout and not s.bias_gradient, _documents_apart),
+    "documents apart": Relation(lambda s: s.packed and not s.dropout and not s.bias_gradient, _documents_apart, True),
     "rows as documents": Relation(lambda s: _dense(s) and _no_tables(s), _as_documents),
     "causal and window as a mask": Relation(lambda s: _dense(s) and _banded(s), _band_as_mask),
     # More keys move a bottom-right diagonal.

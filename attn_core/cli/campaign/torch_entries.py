@@ -21,7 +21,8 @@ def words(seed: int, device: str) -> list[int]:
     """Returns the two words that ``attention`` draws from a generator with this seed."""
     import torch
 
-    return torch.randint(-(2**63), 2**63 - 1, (2,), generator=torch.Generator().manual_seed(seed)).tolist()
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-(2**63), 2**63 - 1, (2,), generator=generator, device="cpu").tolist()
 
 
 def _run(call: Call, trial: Trial, backend: str | None, device: str) -> Arrays:
