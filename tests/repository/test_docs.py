@@ -25,7 +25,7 @@ from attn_core.cli.app import app
 from attn_core.cli.bench_sweep import read
 from attn_core.cli.support_table import FEATURES, render
 from attn_core.selection.cross_validation import Fitting
-from benchmarks import hopper_report, models_report, performance, sweep_report
+from benchmarks import hopper_report, models_report, performance, reliability, sweep_report
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -131,7 +131,11 @@ def test_examples_run(block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
     with _one_rank(monkeypatch) if "torch.distributed" in block.text else nullcontext():
         module = ModuleType("example")
         monkeypatch.setitem(sys.modules, "example", module)  # a compiler looks up a function's globals by module
-        exec(compile(block.text, block.name, "exec"), vars(module))
+        try:
+            exec(compile(block.text, block.name, "exec"), vars(module))
+        finally:  # an example registers for its process, in which other tests run
+            if "huggingface.register()" in block.text:
+                import_module("torch_frontend.huggingface").unregister()
 
 
 @contextmanager
@@ -202,6 +206,11 @@ def test_a_later_run_replaces_parts_of_the_whole_models() -> None:
     assert merged == first | {"generate": [dynamic, static | {"rows": 3}]}
     with pytest.raises(SystemExit, match="the runs differ"):
         models_report.merged(first, later | {"environment": where | {"date": "2026-01-02"}})
+
+
+def test_the_reliability_page_shows_the_stored_campaigns() -> None:
+    stale = "stale: run python -m benchmarks.reliability --write"
+    assert reliability.PAGE.read_text(encoding="utf-8") == reliability.page(), stale
 
 
 def test_the_pages_of_results_show_the_stored_results() -> None:

@@ -1,0 +1,105 @@
+"""Writes docs/explanation/reliability.md from the files of ``attn campaign --json`` in benchmarks/results.
+
+python -m benchmarks.reliability            # the page, printed
+python -m benchmarks.reliability --write    # writes the page; needs no framework
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from attn_core import backends
+from attn_core.cli.campaign import coverage
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks/results"
+PAGE = ROOT / "docs/explanation/reliability.md"
+
+HEAD = """# Reliability
+
+How this project looks for wrong numbers, and what it has found. `python -m benchmarks.reliability --write` writes this
+page from the files in `benchmarks/results`.
+
+A campaign draws whole calls from a seed: sizes, dtypes, options, packed documents, gradients, a backend or automatic
+choice, and the entry point that runs the call. Each result is compared with the float64 reference, with a bound for
+each element ([Numerics](numerics.md)). One call in four is first written in another way that must not change the
+result. Dropout is drawn on a CPU alone, because kernels on a GPU drop weights of their own choice.
+
+A call outside its bound, an exception from an accepted call, and a process that dies are faults. Such a call becomes a
+line of `tests/correctness/reproducers.jsonl`, which tests run. `make campaign` runs a campaign on your machine. Every
+change of this project runs one of three minutes, with the day of the year as its seed ([Command
+line](../reference/cli.md#search-for-wrong-numbers)).
+"""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Prints the page or writes it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true")
+    text = page()
+    if parser.parse_args(arguments).write:
+        PAGE.write_text(text, encoding="utf-8")
+    else:
+        print(text)
+
+
+def page() -> str:
+    """Returns the page as Markdown."""
+    files = sorted(RESULTS.glob("campaign-*.json"))
+    runs = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    by_kind: dict[str, list[dict[str, Any]]] = {}
+    for run in runs:
+        by_kind.setdefault(backends.kind_of(next(iter(run["devices"].values()))), []).append(run)
+    return "\n".join([HEAD, "## Campaigns\n", _overview(runs), *(_kind(kind, runs) for kind, runs in by_kind.items())])
+
+
+def _overview(runs: list[dict[str, Any]]) -> str:
+    lines = ["| device | date | versions | seed | calls | seconds | faults | largest error / bound |", "|---" * 8 + "|"]
+    for run in runs:
+        versions = ", ".join(f"{name} {run['versions'][name]}" for name in run["devices"])
+        lines.append(
+            f"| {run['device_name']} | {run['date']} | {versions} | {run['seed']} | {run['calls']} | "
+            f"{run['seconds']:.0f} | {len(run['faults'])} | {run['worst']['use']:.2f} |"
+        )
+    return "\n".join([*lines, ""])
+
+
+def _kind(kind: str, runs: list[dict[str, Any]]) -> str:
+    by_backend, by_entry = (_sum([run[name] for run in runs]) for name in ("backends", "by entry"))
+    by_relation: dict[str, int] = {}
+    for run in runs:
+        for name, count in run["by relation"].items():
+            by_relation[name] = by_relation.get(name, 0) + count
+    calls = sum(run["calls"] for run in runs)
+    parts = [
+        f"## {'On a CPU' if kind == 'cpu' else 'On a GPU'}: {calls} calls\n",
+        "Calls by backend, and how many of them had each feature:\n",
+        coverage.table(by_backend, "backend"),
+        "\nCalls by entry point:\n",
+        coverage.table(by_entry, "entry"),
+        "\nCalls that were written in another way:\n",
+        "| relation | calls |\n|---|---|",
+        *(f"| {name} | {count} |" for name, count in sorted(by_relation.items())),
+        "\nFeatures that a backend claims and no call had:\n",
+        *([f"- {hole}" for hole in coverage.holes(by_backend, kind)] or ["None."]),
+        "",
+    ]
+    for fault in [fault for run in runs for fault in run["faults"]]:
+        parts += [f"Fault: {fault['fault']}\n", f"```text\n{fault['shrunk']}\n```\n"]
+    return "\n".join(parts)
+
+
+def _sum(several: list[coverage.Counts]) -> coverage.Counts:
+    total: coverage.Counts = {}
+    for counts in several:
+        for key, row in counts.items():
+            for name, count in row.items():
+                total.setdefault(key, {})[name] = total.setdefault(key, {}).get(name, 0) + count
+    return total
+
+
+if __name__ == "__main__":
+    main()
