@@ -14,7 +14,7 @@ from attn_core.call.options import Options
 from attn_core.call.tensors import Inputs
 from attn_core.errors import SpecError
 from jax_frontend.dispatch import empty_rows, ops, plan, tangent
-from jax_frontend.dispatch.local_call import speaks_jax, vary_over, varying_axes
+from jax_frontend.dispatch.local_call import speaks_jax, vary_over, varying_as, varying_axes
 
 Array = jax.Array
 OUT_NAME, LSE_NAME = "attention_out", "attention_lse"
@@ -62,7 +62,7 @@ class Derivative(NamedTuple):
 
     def tangent(self, *arrays: Array) -> tuple[Array, ...]:
         """Forward mode: differentiates the operations of a JAX backend's forward; other backends raise SpecError."""
-        if not self.call_plan.spec.empty and not speaks_jax(self.call_plan):
+        if not speaks_jax(self.call_plan):
             raise SpecError(
                 f"backend={self.call_plan.backend!r}: expected reverse mode (jax.grad, jax.vjp), its kernels have no "
                 'forward mode (jax.jvp, jax.linearize, jax.jacfwd); backend="jax_xla" has both'
@@ -114,6 +114,11 @@ def _derivative(call: AttentionCall, primals: tuple[Inputs], tangents: tuple[Inp
     # Planned again, because a backend without a backward may have run the forward if no gradient was needed.
     call_plan, with_lse = _plan(call, inputs, True, "bias" in moving), call.options.return_lse
     out, lse = _run(call_plan, inputs, with_lse=True)
+    if call_plan.spec.empty:
+        # No value depends on an input. Under vmap the results are then constants without the mapped axis, and so must
+        # be their tangents.
+        results = (out, lse) if with_lse else out
+        return results, jax.tree.map(lambda array: varying_as([array], jnp.zeros_like(array)), results)
     out = checkpoint_name(out, OUT_NAME)
     residuals = {**_present(inputs), "out": out}
     if lse is not None:
