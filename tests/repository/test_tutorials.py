@@ -79,7 +79,14 @@ def test_a_tutorial_runs(path: Path) -> None:
     for package in ("torch", "jax", "flax", "equinox"):
         if any(re.search(rf"^(import|from) {package}\b", cell.source, re.MULTILINE) for cell in notebook.cells):
             pytest.importorskip(package)
-    tutorials.executed(notebook)
+    try:
+        tutorials.executed(notebook)
+    except CellExecutionError as error:
+        # gloo rarely aborts a rank on a busy machine ("terminate called ..."), which says nothing about the tutorial.
+        if "terminate called without an active exception" not in str(error):
+            raise
+        notebook = tutorials.read(path)
+        tutorials.executed(notebook)
     for before, now in zip(committed.cells, notebook.cells, strict=True):
         assert kinds(before) == kinds(now), f"stale outputs: run `make tutorials`\n{now.source}"
 
