@@ -121,14 +121,14 @@ def _meaning(value: Any, shown: str, q_len: Any, kv_len: Any) -> Meaning:
 
 def _check_free(shown: str, meaning: Meaning, visible: Visible) -> None:
     """Raises SpecError for options that the object has as well."""
-    given = {
+    repeated = {
         "causal=True": meaning.causal and visible.causal is True,
         "window=": meaning.window and visible.window is not None,
         # An object for whole rows has one diagonal, documents have one each.
         "seq_info=": visible.seq_info is not None,
         "alignment='top_left'": meaning.alignment == "bottom_right" and visible.alignment == "top_left",
     }
-    for option, clashes in given.items():
+    for option, clashes in repeated.items():
         if clashes:
             raise SpecError(f"{shown} with {option}: expected one of the two, because both say what is visible")
 

@@ -19,7 +19,7 @@ from attn_core.cli.campaign.campaign import BLOCK, Campaign
 from attn_core.cli.campaign.case import Case, case_of, text_of
 from attn_core.cli.campaign.draw import Place, new_lengths, structure
 from attn_core.cli.campaign.entries import entries_of
-from attn_core.cli.campaign.judge import trial_of, verdict_of
+from attn_core.cli.campaign.judge import Verdict, trial_of, verdict_of
 from attn_core.cli.campaign.relations import RELATIONS
 from attn_core.cli.campaign.shrink import shrunk
 from attn_core.cli.trial import Trial
@@ -253,3 +253,16 @@ def test_replay_says_whether_a_case_is_right() -> None:
     done = attn("replay", text_of(Case("torch attention", SPEC, "flash3")))
     assert done.exit_code == 2 and "cannot run here" in done.output
     assert attn("replay", '{"entry": "no such", "spec": {}}').exit_code == 2
+
+
+def test_an_interrupt_is_no_fault(tmp_path: Path) -> None:
+    path, run = tmp_path / "campaign.json", Campaign(7, CPU, ("torch attention, heads",))
+
+    def interrupt(verdict: Verdict) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run.run(10.0, path, interrupt)
+    again = Campaign(7, CPU, ("torch attention, heads",))
+    again.resume(path)
+    assert again.state["faults"] == [] and again.state["next"] == run.state["next"] > 0

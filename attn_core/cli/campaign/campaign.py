@@ -60,7 +60,6 @@ class Campaign:
         if not self.entries:
             raise SpecError(f"--only: expected a part of one of {', '.join(e.name for e in everything)}")
         self.kind = backends.kind_of(next(iter(devices.values())))
-        self._running: Path | None = None
         self.state: dict[str, Any] = {
             "format": FORMAT,
             "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -132,9 +131,8 @@ class Campaign:
             if descriptor is not None and path is not None:
                 os.close(descriptor)
                 _write(self.state, path)
-        # Only a run that ends without a crash gets here.
-        if path is not None:
-            _running(path).unlink(missing_ok=True)
+                # A process that dies never gets here. One that Ctrl-C ends does, and its case is no fault.
+                _running(path).unlink(missing_ok=True)
 
     def cases(self, first: int) -> Iterator[tuple[int, Case]]:
         """Yields the cases from a number on, without end: (number, case)."""

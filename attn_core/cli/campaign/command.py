@@ -61,12 +61,12 @@ def replay(case: Annotated[str, typer.Argument(help="The JSON that attn campaign
     Exit code: 0 if it is right; 1 if it is not; 2 if it cannot run here.
     """
     try:
-        given = case_of(case)
-        verdict = verdict_of(given, _devices(None)[given.entry.partition(" ")[0]])
+        parsed = case_of(case)
+        verdict = verdict_of(parsed, _devices(None)[parsed.entry.partition(" ")[0]])
     except (SpecError, KeyError) as error:
         complain(error if isinstance(error, SpecError) else SpecError(f"entry: {error} is not installed"))
         raise typer.Exit(2) from None
-    typer.echo(str(given.spec))
+    typer.echo(str(parsed.spec))
     if verdict.skipped is not None:
         typer.echo(f"cannot run here: {verdict.skipped}")
         raise typer.Exit(2)

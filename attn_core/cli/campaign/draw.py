@@ -1,4 +1,4 @@
-"""Draws the cases of a campaign. ``random_case`` returns the same case for the same seed on every machine.
+"""Draws the cases of a campaign. A place in a campaign gives the same call on every machine.
 
 Sizes are small and mostly distinct primes, so that swapped axes cannot fit, and a float64 reference takes a
 millisecond. Options are drawn independently of each other, so that every pair of them meets.

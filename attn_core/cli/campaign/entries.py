@@ -35,11 +35,11 @@ class Entry(NamedTuple):
     shared: bool = False
     share: float = 1.0
     requests: bool = True
-    words: Callable[[int, str], list[int]] | None = None
+    words: Callable[[int], list[int]] | None = None
 
     @property
     def framework(self) -> str:
-        """ "torch" or "jax"."""
+        """The framework: torch or jax."""
         return self.name.partition(" ")[0]
 
 

@@ -22,7 +22,7 @@ _programs: dict[Any, Any] = {}
 """The jitted program of the last structure: the cases of a block share it. One at a time, so memory stays bounded."""
 
 
-def words(seed: int, device: str) -> list[int]:
+def words(seed: int) -> list[int]:
     """Returns the two words that ``attention`` draws from a key with this seed."""
     import jax
     import jax.numpy as jnp

@@ -60,7 +60,7 @@ def verdict_of(case: Case, device: str) -> Verdict:
     try:
         results = [entry.run(each, case.backend, device) for each in trials]
         arrays = results[0] if join is None else join(results)
-        return _judged(trial, arrays, entry, device)
+        return _judged(trial, arrays, entry)
     except Exception as error:  # whatever a call raises although it was accepted is a fault of this project
         return Verdict(fault=f"raised {type(error).__name__}: {' '.join(str(error).split())[:300]}")
 
@@ -77,10 +77,10 @@ def _refusal(trial: Trial, case: Case, entry: Entry, target: Target) -> str | No
     return f"{case.backend}: {reasons[0]}" if reasons else None
 
 
-def _judged(trial: Trial, arrays: dict[str, np.ndarray], entry: Entry, device: str) -> Verdict:
+def _judged(trial: Trial, arrays: dict[str, np.ndarray], entry: Entry) -> Verdict:
     inputs = trial.inputs
     if trial.spec.dropout and entry.words is not None:
-        inputs = inputs._replace(rng=entry.words(trial.seed, device))
+        inputs = inputs._replace(rng=entry.words(trial.seed))
     expected = expect(trial.spec, inputs, dout=trial.dout if trial.learned else None, dlse=trial.dlse)
     names = [f"d{name}" for name in trial.learned]
     gradients = Gradients(**{name: arrays[name] for name in names}) if names else None  # type: ignore[arg-type]

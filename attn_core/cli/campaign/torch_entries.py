@@ -17,7 +17,7 @@ Tensors = dict[str, Any]
 Call = Callable[..., Any]
 
 
-def words(seed: int, device: str) -> list[int]:
+def words(seed: int) -> list[int]:
     """Returns the two words that ``attention`` draws from a generator with this seed."""
     import torch
 
