@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from statistics import geometric_mean
 from time import perf_counter
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -124,7 +123,7 @@ def _measure(
         advance()
         # Not after every case, because a long file takes as long to write as a short case to measure.
         if path is not None and perf_counter() - written > WRITE_EVERY:
-            _replace(path, sweep.raw)
+            write(sweep.raw, path)
             written = perf_counter()
 
     try:
@@ -136,7 +135,7 @@ def _measure(
         raise SpecError(f"the device failed and cannot be used again: {error}; run again with --resume") from None
     finally:
         if path is not None:
-            _replace(path, sweep.raw)
+            write(sweep.raw, path)
     fitting = Fitting(sweep.raw)
     typer.echo(regret_table(fitting))
     if plot is not None:
@@ -154,13 +153,6 @@ def draw_sweep(fitting: Fitting, path: Path) -> None:
     # The package's order is what a user of this machine has.
     chosen = regrets_of_package(fitting) or fitting.regrets()
     sweep_figure(fitting, speeds_beside(fitting)[0], chosen).savefig(path, dpi=150)
-
-
-def _replace(path: Path, raw: dict[str, Any]) -> None:
-    """Writes the raw file in one step: an interrupted write must not destroy the earlier measurements."""
-    partial = path.with_name(path.name + ".part")
-    write(raw, partial)
-    os.replace(partial, path)
 
 
 def line_of(record: Record) -> str:

@@ -22,6 +22,7 @@ from attn_core.errors import SpecError
 from attn_core.selection import Target, choice
 from attn_core.selection.sweep import SweepCase, plain_fields
 from attn_core.selection.tables import device_name
+from attn_core.selection.whole_file import write_whole
 
 MOST_SCORES = 2**28
 """From this many scores on, the math backend is timed only if nothing else runs the case: it may store every score."""
@@ -225,6 +226,4 @@ def write(data: dict[str, Any], path: Path) -> None:
     """Writes JSON with one line per case, so that diffs of two files are readable."""
     head = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in data.items() if name != "cases"]
     cases = ",\n".join("  " + json.dumps(case) for case in data["cases"])
-    path.write_text(
-        "{\n" + "".join(f" {line},\n" for line in head) + f' "cases": [\n{cases}\n ]\n}}\n', encoding="utf-8"
-    )
+    write_whole("{\n" + "".join(f" {line},\n" for line in head) + f' "cases": [\n{cases}\n ]\n}}\n', path)

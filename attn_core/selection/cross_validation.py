@@ -27,6 +27,7 @@ from attn_core.selection.regret import (
 )
 from attn_core.selection.samples import counts, samples_of
 from attn_core.selection.tables import DIRECTIONS, FORMAT, plain_model
+from attn_core.selection.whole_file import write_whole
 
 FOLDS = 10
 
@@ -203,6 +204,4 @@ def write_table(table: dict[str, Any], path: Path) -> None:
         directions.append(f"  {json.dumps(direction)}: {{\n{lines}\n  }}")
     text = "".join(f" {line},\n" for line in head)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".part")
-    partial.write_text(f'{{\n{text} "models": {{\n' + ",\n".join(directions) + "\n }\n}\n", encoding="utf-8")
-    partial.replace(path)  # in one step, so that no process reads half a table
+    write_whole(f'{{\n{text} "models": {{\n' + ",\n".join(directions) + "\n }\n}\n", path)

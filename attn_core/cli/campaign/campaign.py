@@ -24,6 +24,7 @@ from attn_core.cli.frameworks import versions
 from attn_core.errors import SpecError
 from attn_core.selection import Target, choice
 from attn_core.selection.tables import device_name
+from attn_core.selection.whole_file import write_whole
 
 BLOCK = 40
 """Cases in a block. They share an entry, and their structure if the entry compiles for it."""
@@ -125,12 +126,12 @@ class Campaign:
                 self.state |= {"next": number + 1, "seconds": round(spent + monotonic() - began, 1)}
                 advance(verdict)
                 if path is not None and monotonic() - written > 5:
-                    _write(self.state, path)
+                    write_whole(json.dumps(self.state, indent=1) + "\n", path)
                     written = monotonic()
         finally:
             if descriptor is not None and path is not None:
                 os.close(descriptor)
-                _write(self.state, path)
+                write_whole(json.dumps(self.state, indent=1) + "\n", path)
                 # A process that dies never gets here. One that Ctrl-C ends does, and its case is no fault.
                 _running(path).unlink(missing_ok=True)
 
@@ -209,10 +210,3 @@ class Campaign:
 
 def _running(path: Path) -> Path:
     return path.with_name(path.name + ".running")
-
-
-def _write(state: dict[str, Any], path: Path) -> None:
-    """Writes in one step: an interrupted write must not destroy what is there."""
-    partial = path.with_name(path.name + ".part")
-    partial.write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
-    os.replace(partial, path)
