@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from itertools import islice
+from multiprocessing import active_children
 from pathlib import Path
+from signal import SIGKILL
 from typing import Any
 
 import numpy as np
@@ -15,11 +17,12 @@ from typer.testing import CliRunner
 from attn_core import AttentionSpec, backends
 from attn_core.cli.app import app
 from attn_core.cli.campaign import coverage
-from attn_core.cli.campaign.campaign import BLOCK, Campaign
+from attn_core.cli.campaign.campaign import BLOCK, Campaign, Part
 from attn_core.cli.campaign.case import Case, case_of, text_of
 from attn_core.cli.campaign.draw import Place, new_lengths, structure
 from attn_core.cli.campaign.entries import entries_of
 from attn_core.cli.campaign.judge import Verdict, trial_of, verdict_of
+from attn_core.cli.campaign.processes import run_in_processes
 from attn_core.cli.campaign.relations import RELATIONS
 from attn_core.cli.campaign.shrink import shrunk
 from attn_core.cli.trial import Trial
@@ -219,6 +222,36 @@ def test_a_campaign_writes_its_counts_and_goes_on_where_it_stopped(tmp_path: Pat
     assert second["next"] > first["next"] and second["calls"] > first["calls"]
     done = attn("campaign", "--minutes", "0.03", *options, "--resume", "--seed", "8")
     assert done.exit_code == 2 and "seed" in done.output
+
+
+def test_processes_share_the_blocks_and_add_up(tmp_path: Path) -> None:
+    parts = [Campaign(11, CPU, part=Part(number, 3)) for number in range(3)]
+    blocks = [{number // BLOCK for number, _ in islice(part.cases(0), 5 * BLOCK)} for part in parts]
+    assert not blocks[0] & blocks[1] and not blocks[1] & blocks[2]
+    path = tmp_path / "campaign.json"
+    options = ("--device", "cpu", "--seed", "7", "--only", "torch attention, heads", "--json", str(path))
+    done = attn("campaign", "--minutes", "0.05", *options, "--processes", "2")
+    assert done.exit_code == 0, done.output
+    states = [json.loads((tmp_path / f"campaign.json.{number}").read_text()) for number in range(2)]
+    total = json.loads(path.read_text())
+    assert total["calls"] == states[0]["calls"] + states[1]["calls"] > 0
+    assert total["by entry"]["torch attention, heads first"]["calls"] == total["calls"]
+
+
+def test_a_process_that_dies_is_started_again_and_its_case_is_a_fault(tmp_path: Path) -> None:
+    path, run = tmp_path / "campaign.json", Campaign(7, CPU, ("torch attention, heads",))
+    killed: list[Any] = []
+
+    def kill_one() -> None:
+        if not killed:
+            killed.append(min(active_children(), key=lambda child: child.name))
+            killed[0].kill()
+
+    run_in_processes(run, 2, 12.0, path, False, kill_one)
+    assert killed[0].exitcode == -SIGKILL
+    assert [fault["fault"] for fault in run.state["faults"]] == ["the process died"]
+    after = json.loads((tmp_path / "campaign.json.0").read_text())
+    assert after["next"] > 0 and run.state["calls"] > after["calls"] > 0
 
 
 def test_the_case_in_which_a_process_died_is_a_fault(tmp_path: Path) -> None:

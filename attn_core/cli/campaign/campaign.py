@@ -10,7 +10,8 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import Any, NamedTuple
+from warnings import catch_warnings, simplefilter
 
 from attn_core import backends
 from attn_core.cli.campaign import coverage
@@ -21,7 +22,7 @@ from attn_core.cli.campaign.judge import Verdict, verdict_of
 from attn_core.cli.campaign.relations import RELATIONS
 from attn_core.cli.campaign.shrink import shrunk
 from attn_core.cli.frameworks import versions
-from attn_core.errors import SpecError
+from attn_core.errors import LayoutWarning, SpecError
 from attn_core.selection import Target, choice
 from attn_core.selection.tables import device_name
 from attn_core.selection.whole_file import write_whole
@@ -38,6 +39,13 @@ MOST_FAULTS = 100
 """Faults to keep. A campaign with more stops, because one defect fails in thousands of cases."""
 
 
+class Part(NamedTuple):
+    """The blocks that one of several processes runs: every ``processes``-th from ``number`` on."""
+
+    number: int = 0
+    processes: int = 1
+
+
 class Campaign:
     """A campaign on one device, whose state grows with every case.
 
@@ -45,12 +53,15 @@ class Campaign:
         state: the content of the JSON file.
     """
 
-    def __init__(self, seed: int, devices: dict[str, str], names: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, seed: int, devices: dict[str, str], names: tuple[str, ...] = (), part: Part | None = None
+    ) -> None:
         """Prepares a campaign.
 
         Args:
             devices: the device of each framework, such as ``{"torch": "cpu", "jax": "cpu"}``.
             names: parts of the names of the entries to run; all entries if empty.
+            part: the blocks of this process; all blocks if None.
 
         Raises:
             SpecError: if no entry has one of the names.
@@ -60,7 +71,7 @@ class Campaign:
         self.entries = {e.name: e for e in everything if not names or any(name in e.name for name in names)}
         if not self.entries:
             raise SpecError(f"--only: expected a part of one of {', '.join(e.name for e in everything)}")
-        self.kind = backends.kind_of(next(iter(devices.values())))
+        self.kind, self._part = backends.kind_of(next(iter(devices.values()))), part or Part()
         self.state: dict[str, Any] = {
             "format": FORMAT,
             "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -69,6 +80,8 @@ class Campaign:
             "device_name": device_name(next(iter(devices.values()))),
             "versions": versions(),
             "entries": sorted(self.entries),
+            "only": list(names),
+            "part": list(self._part),
             "next": 0,
             "seconds": 0.0,
             "calls": 0,
@@ -77,6 +90,7 @@ class Campaign:
             "backends": {},
             "by entry": {},
             "by relation": {},
+            "seconds by entry": {},
             "faults": [],
         }
 
@@ -92,7 +106,7 @@ class Campaign:
             raise SpecError(f"{path}: cannot be read: {error}") from None
         if not isinstance(before, dict):
             raise SpecError(f"{path}: expected a file written by `attn campaign --json`")
-        for name in ("format", "seed", "devices", "versions", "entries"):
+        for name in ("format", "seed", "devices", "versions", "entries", "part"):
             if before.get(name) != self.state[name]:
                 raise SpecError(
                     f"--resume: the file has {name}={before.get(name)}, this run {self.state[name]}; use a new file"
@@ -113,6 +127,8 @@ class Campaign:
             advance: called after every case.
         """
         began, spent, written = monotonic(), self.state["seconds"], monotonic()
+        if path is not None:
+            write_whole(json.dumps(self.state, indent=1) + "\n", path)
         descriptor = None if path is None else os.open(_running(path), os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
             for number, case in self.cases(self.state["next"]):
@@ -121,7 +137,12 @@ class Campaign:
                 if descriptor is not None:
                     # So that the next run knows the case if this process dies in it.
                     os.pwrite(descriptor, f"{number} {text_of(case)}".encode().ljust(4096, b"\0"), 0)
-                verdict = verdict_of(case, self.devices[self.entries[case.entry].framework])
+                start = monotonic()
+                with catch_warnings():
+                    simplefilter("ignore", LayoutWarning)  # drawn sizes look like any layout
+                    verdict = verdict_of(case, self.devices[self.entries[case.entry].framework])
+                took = self.state["seconds by entry"]
+                took[case.entry] = took.get(case.entry, 0.0) + monotonic() - start
                 self._count(case, verdict)
                 self.state |= {"next": number + 1, "seconds": round(spent + monotonic() - began, 1)}
                 advance(verdict)
@@ -140,6 +161,9 @@ class Campaign:
         number = first
         while True:
             place = Place(self.state["seed"], number // BLOCK, number)
+            if place.block % self._part.processes != self._part.number:
+                number += BLOCK - number % BLOCK
+                continue
             entry = self.entries[random_choice(place, tuple(self.entries))]
             over = number % BLOCK >= entry.share * BLOCK
             case = None if over else self._case(place, entry)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import typer
@@ -14,6 +15,7 @@ from attn_core.cli.campaign import coverage
 from attn_core.cli.campaign.campaign import Campaign
 from attn_core.cli.campaign.case import case_of
 from attn_core.cli.campaign.judge import Verdict, verdict_of
+from attn_core.cli.campaign.processes import run_in_processes
 from attn_core.cli.complaint import complain
 from attn_core.cli.devices import device_named
 from attn_core.cli.frameworks import devices_of, installed
@@ -32,6 +34,7 @@ def campaign(
     ] = None,
     json: Annotated[Path | None, typer.Option(help="Keep counts and faults in this file.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue with the --json file.")] = False,
+    processes: Annotated[int, typer.Option(min=1, max=256, help="How many to run side by side.")] = 1,
 ) -> None:
     """Run random calls through every entry point, and compare each with the float64 reference.
 
@@ -43,10 +46,13 @@ def campaign(
         run = Campaign(seed, _devices(device), tuple(only or ()))
         if resume and json is None:
             raise SpecError("--resume: expected --json with the file to continue")
-        if resume and json is not None and json.exists():
+        if resume and processes == 1 and json is not None and json.exists():
             run.resume(json)
         typer.echo(f"seed {seed}, {run.state['device_name']}")
-        _run(run, 60 * minutes, json)
+        if processes == 1:
+            _run(run, 60 * minutes, json)
+        else:
+            _run_several(run, processes, 60 * minutes, json, resume)
     except SpecError as error:
         complain(error)
         raise typer.Exit(2) from None
@@ -103,6 +109,12 @@ def _run(run: Campaign, seconds: float, json: Path | None) -> None:
 
     with stages, stages.stage(RUNNING, None, seconds) as advance:
         run.run(seconds, json, done)
+
+
+def _run_several(run: Campaign, processes: int, seconds: float, json: Path | None, resume: bool) -> None:
+    stages = Stages(Console(stderr=True))
+    with TemporaryDirectory() as folder, stages, stages.stage(RUNNING, None, seconds) as advance:
+        run_in_processes(run, processes, seconds, json or Path(folder) / "campaign.json", resume, advance)
 
 
 def report(state: dict[str, Any], kind: str) -> str:

@@ -1,0 +1,115 @@
+"""Runs a campaign in several processes, each with its own part of the blocks, and adds up their counts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from multiprocessing import get_context
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any
+
+from attn_core.cli.campaign.campaign import Campaign, Part
+from attn_core.cli.campaign.judge import Verdict
+from attn_core.errors import SpecError
+from attn_core.selection.whole_file import write_whole
+
+POLL = 0.5
+"""Seconds between two looks at the processes."""
+
+ADDED = ("calls", "skipped")
+COUNTED = ("backends", "by entry", "by relation", "seconds by entry")
+
+
+def run_in_processes(
+    campaign: Campaign, count: int, seconds: float, path: Path, resume: bool, advance: Callable[[], None]
+) -> None:
+    """Runs a campaign in processes until time is over, and leaves the sums in ``campaign.state``.
+
+    A process that dies is started again, and the case in which it died is a fault.
+
+    Args:
+        campaign: gives the seed, the devices and the entries.
+        count: the number of processes.
+        seconds: how long each process runs. Its start comes on top.
+        path: the JSON file of the sums. The state of process i is kept in ``<path>.<i>``.
+        resume: whether to continue with those files, if they exist.
+        advance: called once for every call that has run.
+    """
+    files = [path.with_name(f"{path.name}.{number}") for number in range(count)]
+    if not resume:
+        for file in files:
+            file.unlink(missing_ok=True)
+    context, began = get_context("spawn"), monotonic()
+
+    def start(number: int, left: float) -> Any:
+        names = tuple(campaign.state["only"])
+        arguments = (campaign.state["seed"], campaign.devices, names, Part(number, count), left, files[number])
+        process = context.Process(target=_run_part, args=arguments, name=f"campaign {number}")
+        process.start()
+        return process
+
+    workers = [start(number, seconds) for number in range(count)]
+    seen = sum(state["calls"] for state in _states(files))
+    try:
+        while any(worker.is_alive() for worker in workers):
+            sleep(POLL)
+            for number, worker in enumerate(workers):
+                left = seconds - (monotonic() - began)
+                if worker.is_alive() or worker.exitcode == 0 or left <= 0:
+                    continue
+                if not files[number].exists():
+                    raise SpecError(f"--processes: process {number} ended with {worker.exitcode} before its first call")
+                workers[number] = start(number, left)
+            calls = sum(state["calls"] for state in _states(files))
+            for _ in range(calls - seen):
+                advance()
+            seen = calls
+    finally:
+        for worker in workers:  # Ctrl-C reaches every process of the terminal, and each writes its file
+            worker.join()
+        campaign.state = merged([campaign.state, *_states(files)])
+        write_whole(json.dumps(campaign.state, indent=1) + "\n", path)
+
+
+def _run_part(
+    seed: int, devices: dict[str, str], names: tuple[str, ...], part: Part, seconds: float, path: Path
+) -> None:
+    run = Campaign(seed, devices, names, part)
+    if path.exists():
+        run.resume(path)
+    try:
+        run.run(seconds, path, _ignore)
+    except KeyboardInterrupt:
+        raise SystemExit(0) from None
+
+
+def _ignore(verdict: Verdict) -> None:
+    pass
+
+
+def _states(files: list[Path]) -> list[dict[str, Any]]:
+    return [json.loads(file.read_text(encoding="utf-8")) for file in files if file.exists()]
+
+
+def merged(states: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the sum of several campaigns' states. The first gives the date, the seed, the device and the versions."""
+    total = json.loads(json.dumps(states[0]))
+    for state in states[1:]:
+        for name in ADDED:
+            total[name] += state[name]
+        for name in COUNTED:
+            _add(total[name], state[name])
+        total["seconds"] = max(total["seconds"], state["seconds"])
+        total["faults"] += state["faults"]
+        if state["worst"]["use"] > total["worst"]["use"]:
+            total["worst"] = state["worst"]
+    return total  # type: ignore[no-any-return]
+
+
+def _add(total: dict[str, Any], more: dict[str, Any]) -> None:
+    for key, value in more.items():
+        if isinstance(value, dict):
+            _add(total.setdefault(key, {}), value)
+        else:
+            total[key] = total.get(key, 0) + value
