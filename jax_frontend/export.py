@@ -7,6 +7,7 @@ from contextvars import ContextVar
 
 from jax.export import DisabledSafetyCheck
 
+from attn_core.backends import jax_cudnn
 from jax_frontend.bridge import compiled_lane
 from jax_frontend.bridge import targets as bridge
 
@@ -24,7 +25,8 @@ def warn_unasked() -> None:
 
 
 def export_checks() -> list[DisabledSafetyCheck]:
-    """Returns the checks for ``jax.export.export(..., disabled_checks=export_checks())``: our kernels' custom calls.
+    """Returns the checks for ``jax.export.export(..., disabled_checks=export_checks())``: our kernels' custom calls,
+    and jax.nn's calls of cuDNN, because automatic choice may select them.
 
     ``jax.export`` refuses custom calls that it does not know to be portable. A call of the callback lane runs in any
     process with the same version of this package, once a function with the same call has been traced there
@@ -38,4 +40,5 @@ def export_checks() -> list[DisabledSafetyCheck]:
     _asked.set(True)
     # Not "step": exported programs run steps of context parallelism by branches.
     targets = [bridge._target(direction) for direction in ("forward", "backward")]
-    return [DisabledSafetyCheck.custom_call(name) for name in (*targets, *compiled_lane.compile_seconds())]
+    names = (*targets, *compiled_lane.compile_seconds(), *jax_cudnn.CUSTOM_CALLS)
+    return [DisabledSafetyCheck.custom_call(name) for name in names]

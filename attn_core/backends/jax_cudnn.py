@@ -57,6 +57,13 @@ NAN_FIXED = (9, 26)
 """The first cuDNN whose sm90 gradient of uncausal calls has no NaN where kv_len % 128 == 64."""
 LARGEST_EXPANSION = 2**24
 """The most elements of the additive array if the mask or bias has fewer rows or keys: 32 MiB."""
+CUSTOM_CALLS = tuple(
+    f"__cudnn$fmha{bias}Softmax{dropout}{direction}"
+    for bias in ("", "ScaleBias")
+    for dropout in ("", "Dropout")
+    for direction in ("", "Backward")
+)
+"""The names of jax.nn's calls of cuDNN in XLA programs, which ``jax.export`` refuses unless they are listed."""
 VERSIONS = ("jax_cuda13_plugin._versions", "jax_cuda12_plugin._versions", "jaxlib.cuda._versions")
 """Modules in which jax's CUDA plugins report the version of the loaded cuDNN."""
 

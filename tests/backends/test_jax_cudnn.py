@@ -190,3 +190,29 @@ def test_forward_and_gradients_match_the_reference(changes: dict[str, Any], with
         empty = (slice(None), 2) if spec.mask_shape == (1, 4, 10, 10) else (0, 2)
         heads = np.s_[0] if spec.mask_shape == (1, 4, 10, 10) else np.s_[:]
         assert not np.asarray(out[empty])[..., heads, :].any() and not np.asarray(actual.dq[empty])[..., heads, :].any()
+
+
+def test_the_exported_custom_calls_are_those_of_jax() -> None:
+    names = pytest.importorskip("jax._src.cudnn.fused_attention_stablehlo")._custom_name_maps.values()
+    assert set(jax_cudnn.CUSTOM_CALLS) == {name for name in names if not name.endswith("F8")}
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("gradients", [False, True])
+def test_a_program_with_cudnn_is_exported(bias: bool, gradients: bool) -> None:
+    import jax.export
+
+    import jax_frontend
+
+    rng = np.random.default_rng(4)
+    q, k, v = (jnp.asarray(rng.standard_normal((2, 12, 2, 16)), jnp.bfloat16) for _ in range(3))
+    table = jnp.asarray(rng.standard_normal((1, 2, 12, 12)), jnp.bfloat16) if bias else None
+
+    def call(q: Any, k: Any, v: Any) -> Any:
+        return jax_frontend.attention(q, k, v, bias=table, backend="jax_cudnn")
+
+    run = jax.jit(jax.grad(lambda *x: call(*x).astype(jnp.float32).sum(), (0, 1, 2)) if gradients else call)
+    exported = jax.export.export(run, disabled_checks=jax_frontend.export_checks())(q, k, v)
+    for result, expected in zip(jax.tree.leaves(exported.call(q, k, v)), jax.tree.leaves(run(q, k, v)), strict=True):
+        assert np.array_equal(np.asarray(result, np.float32), np.asarray(expected, np.float32))
