@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -113,26 +114,30 @@ class Campaign:
                 )
         self.state = before
         with suppress(OSError):
-            text = _running(path).read_text(encoding="utf-8").strip("\0 \n")
+            text = running_file(path).read_text(encoding="utf-8").strip("\0 \n")
             if text:
                 number, _, case = text.partition(" ")
                 self._fault(case_of(case), Verdict(fault="the process died"), shrink=False)
                 self.state["next"] = int(number) + 1
 
-    def run(self, seconds: float, path: Path | None, advance: Callable[[Verdict], None]) -> None:
-        """Runs cases until time is over, or too many fail.
+    def run(
+        self, seconds: float, path: Path | None, advance: Callable[[Verdict], None], most_calls: float = math.inf
+    ) -> None:
+        """Runs cases until time is over, enough have run, or too many fail.
 
         Args:
             path: the JSON file, written every few seconds, or None.
             advance: called after every case.
+            most_calls: how many calls to run at most.
         """
         began, spent, written = monotonic(), self.state["seconds"], monotonic()
+        most_calls += self.state["calls"]
         if path is not None:
             write_whole(json.dumps(self.state, indent=1) + "\n", path)
-        descriptor = None if path is None else os.open(_running(path), os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        descriptor = None if path is None else os.open(running_file(path), os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
             for number, case in self.cases(self.state["next"]):
-                if monotonic() - began > seconds or len(self.state["faults"]) >= MOST_FAULTS:
+                if monotonic() - began > seconds or self.full or self.state["calls"] >= most_calls:
                     break
                 if descriptor is not None:
                     # So that the next run knows the case if this process dies in it.
@@ -154,7 +159,12 @@ class Campaign:
                 os.close(descriptor)
                 write_whole(json.dumps(self.state, indent=1) + "\n", path)
                 # A process that dies never gets here. One that Ctrl-C ends does, and its case is no fault.
-                _running(path).unlink(missing_ok=True)
+                running_file(path).unlink(missing_ok=True)
+
+    @property
+    def full(self) -> bool:
+        """Whether too many cases failed."""
+        return len(self.state["faults"]) >= MOST_FAULTS
 
     def cases(self, first: int) -> Iterator[tuple[int, Case]]:
         """Yields the cases from a number on, without end: (number, case)."""
@@ -232,5 +242,6 @@ class Campaign:
         self.state["faults"].append({"fault": verdict.fault, "case": text_of(case), "shrunk": text_of(small)})
 
 
-def _running(path: Path) -> Path:
+def running_file(path: Path) -> Path:
+    """Returns the file that holds the case of a running process."""
     return path.with_name(path.name + ".running")

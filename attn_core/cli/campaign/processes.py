@@ -9,11 +9,15 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
-from attn_core.cli.campaign.campaign import Campaign, Part
+from attn_core.cli.campaign.campaign import MOST_FAULTS, Campaign, Part, running_file
 from attn_core.cli.campaign.judge import Verdict
 from attn_core.errors import SpecError
 from attn_core.selection.whole_file import write_whole
 
+CALLS = 10_000
+"""Calls of one process, which is then replaced. torch and JAX keep about 100 MB for each 1000 compiled calls."""
+LAST = 10.0
+"""Seconds. With less time left, no process starts."""
 POLL = 0.5
 """Seconds between two looks at the processes."""
 
@@ -54,17 +58,21 @@ def run_in_processes(
     try:
         while any(worker.is_alive() for worker in workers):
             sleep(POLL)
-            for number, worker in enumerate(workers):
+            for number, (worker, file) in enumerate(zip(workers, files)):
                 left = seconds - (monotonic() - began)
-                if worker.is_alive() or worker.exitcode == 0 or left <= 0:
+                if worker.is_alive() or left < LAST or _full(file):
                     continue
-                if not files[number].exists():
-                    raise SpecError(f"--processes: process {number} ended with {worker.exitcode} before its first call")
+                if worker.exitcode != 0 and not running_file(file).exists():
+                    raise SpecError(f"--processes: process {number} ended with exit code {worker.exitcode}")
                 workers[number] = start(number, left)
             calls = sum(state["calls"] for state in _states(files))
             for _ in range(calls - seen):
                 advance()
             seen = calls
+    except SpecError:
+        for worker in workers:
+            worker.terminate()
+        raise
     finally:
         for worker in workers:  # Ctrl-C reaches every process of the terminal, and each writes its file
             worker.join()
@@ -79,13 +87,17 @@ def _run_part(
     if path.exists():
         run.resume(path)
     try:
-        run.run(seconds, path, _ignore)
+        run.run(seconds, path, _ignore, CALLS)
     except KeyboardInterrupt:
         raise SystemExit(0) from None
 
 
 def _ignore(verdict: Verdict) -> None:
     pass
+
+
+def _full(file: Path) -> bool:
+    return any(len(state["faults"]) >= MOST_FAULTS for state in _states([file]))
 
 
 def _states(files: list[Path]) -> list[dict[str, Any]]:
