@@ -123,7 +123,7 @@ class Campaign:
     def run(
         self, seconds: float, path: Path | None, advance: Callable[[Verdict], None], most_calls: float = math.inf
     ) -> None:
-        """Runs cases until time is over, enough have run, or too many fail.
+        """Runs cases until time is over, enough have run, or too many fail, but at least one.
 
         Args:
             path: the JSON file, written every few seconds, or None.
@@ -131,13 +131,14 @@ class Campaign:
             most_calls: how many calls to run at most.
         """
         began, spent, written = monotonic(), self.state["seconds"], monotonic()
-        most_calls += self.state["calls"]
+        before = self.state["calls"]
         if path is not None:
             write_whole(json.dumps(self.state, indent=1) + "\n", path)
         descriptor = None if path is None else os.open(running_file(path), os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
             for number, case in self.cases(self.state["next"]):
-                if monotonic() - began > seconds or self.full or self.state["calls"] >= most_calls:
+                ran = self.state["calls"] - before
+                if self.full or ran >= most_calls or (ran and monotonic() - began > seconds):
                     break
                 if descriptor is not None:
                     # So that the next run knows the case if this process dies in it.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Callable
 from multiprocessing import get_context
 from pathlib import Path
@@ -69,12 +71,13 @@ def run_in_processes(
             for _ in range(calls - seen):
                 advance()
             seen = calls
-    except SpecError:
+    except BaseException:
         for worker in workers:
-            worker.terminate()
+            if worker.is_alive():
+                os.kill(worker.pid, signal.SIGINT)  # so that it writes its file
         raise
     finally:
-        for worker in workers:  # Ctrl-C reaches every process of the terminal, and each writes its file
+        for worker in workers:
             worker.join()
         campaign.state = merged([campaign.state, *_states(files)])
         write_whole(json.dumps(campaign.state, indent=1) + "\n", path)
