@@ -21,7 +21,9 @@ from attn_core.backends.contract import (
     shortcut,
     writes_into,
 )
+from attn_core.backends.shared import known_bad
 from attn_core.backends.shared.cached_once import cached_once
+from attn_core.backends.shared.known_bad import numbers_of
 from attn_core.backends.support import Build
 from attn_core.call.tensors import Gradients, Inputs, PagedInputs
 from attn_core.errors import SpecError
@@ -189,9 +191,14 @@ def availability(name: str, kind: str = "cpu") -> tuple[str | None, str | None]:
 
 @cached_once
 def installed_build(name: str, device: str) -> Build | None:
-    """Returns the build of an available backend on a device of this machine, or None if the backend has no ``build``.
+    """Returns the build of an available backend on a device of this machine; None if nothing depends on it.
 
-    Errors of ``build`` propagate; the caller turns them into a reason.
+    A backend without ``build`` has one if some versions of its package are known bad. Errors of ``build`` propagate;
+    the caller turns them into a reason.
     """
-    build = getattr(load(name, kind_of(device)), "build", None)
-    return None if build is None else build()
+    kind = kind_of(device)
+    build = getattr(load(name, kind), "build", None)
+    if build is not None:
+        return build()
+    package, version = known_bad.versioned_package(name), availability(name, kind)[0]
+    return None if package is None or version is None else Build(f"{package} {version}", version=numbers_of(version))

@@ -29,7 +29,9 @@ class Backend(Protocol):
     BACKWARD: Support | None
 
     def refuses(self, spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
-        """Returns reasons that no single claim expresses, such as combinations and upstream bugs; empty if none.
+        """Returns reasons that no single claim expresses, such as combinations; empty if there are none.
+
+        Faults of upstream versions are rows of ``known_bad.json``, which selection reads.
 
         device: such as ``"sm90"``. build: describes the installed package if the backend defines ``build()``; None
         otherwise, also while planning for another machine. Assume the most restrictive build then.

@@ -8,7 +8,7 @@ and -inf where a key is hidden: jax.nn would hide keys behind finite values, whi
 bias that the dtype would round is refused, and so is a mask or bias without its own rows or keys if the array would be
 large. Rows that see no key are shown all of them, and their results and gradients are set to 0. Gradients need even
 lengths, which jax.nn requires for a bias, and it treats its own placeholder as one.
-cuDNN's known faults are refused by version. The backward is jax.vjp of the forward; both request the residual, so that
+The backward is jax.vjp of the forward; both request the residual, so that
 XLA can run the forward once.
 Upstream: jax 0.10 to 0.12 (jax/_src/nn/functions.py, jax/_src/cudnn/fused_attention_stablehlo.py) with cuDNN 9.8 or
 later. ``local_window_size=(left, 0)`` is inclusive, as ours; jax.nn itself adds the 1 that cuDNN wants.
@@ -53,8 +53,6 @@ BACKWARD = replace(FORWARD, deterministic=False)
 
 WIDE_HEADS = (9, 10)
 """The first cuDNN with head dims over 128, on sm90."""
-NAN_FIXED = (9, 26)
-"""The first cuDNN whose sm90 gradient of uncausal calls has no NaN where kv_len % 128 == 64."""
 LARGEST_EXPANSION = 2**24
 """The most elements of the additive array if the mask or bias has fewer rows or keys: 32 MiB."""
 CUSTOM_CALLS = tuple(
@@ -69,10 +67,9 @@ VERSIONS = ("jax_cuda13_plugin._versions", "jax_cuda12_plugin._versions", "jaxli
 
 
 def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
-    """Refuses combinations that cuDNN or jax.nn lacks, and known faults. No build means the oldest cuDNN."""
+    """Refuses combinations that cuDNN or jax.nn lacks. No build means the oldest cuDNN."""
     version = build.version if build is not None else ()
-    by_device = (*_size_reasons(spec, device, version), *_faults(spec, device, version))
-    return (*(_table_reasons(spec) if explicit(spec) else _band_reasons(spec)), *by_device)
+    return (*(_table_reasons(spec) if explicit(spec) else _band_reasons(spec)), *_size_reasons(spec, device, version))
 
 
 def _band_reasons(spec: AttentionSpec) -> list[str]:
@@ -129,20 +126,6 @@ def _size_reasons(spec: AttentionSpec, device: str, version: tuple[int, ...]) ->
 
 def _grid(spec: AttentionSpec) -> tuple[tuple[str, int], ...]:
     return ("batch", spec.batch), ("num_heads", spec.num_heads)
-
-
-def _faults(spec: AttentionSpec, device: str, version: tuple[int, ...]) -> list[str]:
-    if not spec.needs_backward or device != "sm90":
-        return []
-    reasons = []
-    causal = _causal(spec) and not explicit(spec)
-    if not causal and spec.kv_len % 128 == 64 and version < NAN_FIXED:
-        reasons.append(
-            f"backward: kv_len={spec.kv_len}: cuDNN {_version_text(version)} can give NaN where kv_len % 128 == 64"
-        )
-    if spec.q_len == 1 and version[:2] == NAN_FIXED:
-        reasons.append(f"backward: q_len=1: cuDNN {_version_text(version)} can give NaN for a single query")
-    return reasons
 
 
 def _version_text(version: tuple[int, ...]) -> str:

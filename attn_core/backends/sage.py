@@ -7,8 +7,8 @@ Limits: no gradient, window, mask, bias, softcap or sinks; causal only if q_len 
 with zeros to 64 or 128. A value of v beyond float16's 65504 overflows. A value of q or k that is not finite spoils the
 128 rows or 64 keys that share a scale with it. Documents are refused: the packed kernel waits for the device on every
 call, smooths k by one mean over all documents, and the rules below would need lengths that are on the device.
-The Triton kernels pad kv_len to a multiple of 64 and give the padding keys weight, so other lengths are refused. Causal
-calls hide these keys but read scales past their end, so rows are padded to a multiple of 128 and cut again.
+The Triton kernels give the keys that pad kv_len weight, which ``known_bad.json`` refuses. Causal calls hide these keys
+but read scales past their end, so rows are padded to a multiple of 128 and cut again.
 Correction: 1.x subtracts k's mean from the caller's own k in place. We subtract it from a copy before the kernel, and
 add its share of the log-sum-exp after the kernel in float32.
 Upstream: sageattention 1.0.6, and 2.x (which has a log-sum-exp; 1.x has none).
@@ -22,6 +22,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from attn_core.backends.shared import kernel_limits, rewrites
+from attn_core.backends.shared.known_bad import numbers_of
 from attn_core.backends.support import Build, Support
 from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
@@ -74,8 +75,8 @@ FUNCTIONS = {
         "sageattn_qk_int8_pv_fp8_cuda_sm90", _claims_2x("fp8 Hopper", "sm90"), _TWO_SUMS, "SM90_ENABLED"
     ),
 }
-_KEYS, _ROWS = 64, 128
-"""Keys and query rows of a Triton kernel's block."""
+_ROWS = 128
+"""Query rows of a Triton kernel's block."""
 
 
 def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
@@ -84,18 +85,12 @@ def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str,
 
 
 def _refuses(word: str, spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
-    """Refuses causal calls with q_len != kv_len, partial key blocks of the Triton kernel, and 32-bit overflows."""
-    kernel, square = FUNCTIONS[word].support.kernel, spec.q_len == spec.kv_len
-    # 1.x has Triton kernels only. 2.x itself chooses its Triton kernel on sm86.
-    triton = word == "fp16_triton" or (word == "auto" and (build is None or build.version < (2,) or device == "sm86"))
+    """Refuses causal calls with q_len != kv_len, and 32-bit overflows."""
+    kernel = FUNCTIONS[word].support.kernel
     reasons = [*kernel_limits.grid(spec, kernel)]
-    if spec.causal and not square and not band(spec).hides_nothing(spec.q_len, spec.kv_len):
+    if spec.causal and spec.q_len != spec.kv_len and not band(spec).hides_nothing(spec.q_len, spec.kv_len):
         reasons.append(
             f"causal with q_len {spec.q_len} and kv_len {spec.kv_len}: {kernel} needs as many keys as queries"
-        )
-    if triton and spec.kv_len % _KEYS and not (spec.causal and square):
-        reasons.append(
-            f"kv_len={spec.kv_len} without causal: {kernel} counts the keys that pad it to a multiple of {_KEYS}"
         )
     elements = spec.batch * max(spec.q_len, spec.kv_len) * spec.num_heads * _width(max(spec.head_dim, spec.value_dim))
     if elements >= 2**31:
@@ -124,8 +119,7 @@ def _probe(word: str) -> str:
 def build() -> Build:
     """Returns the installed version's build; 1.x lacks the log-sum-exp."""
     installed = probe()
-    # A local version such as "+cu128" is no part of the number.
-    numbers = tuple(int(part) for part in installed.split("+")[0].split(".") if part.isdigit())
+    numbers = numbers_of(installed)
     return Build(f"sageattention {installed}", ("lse",) if numbers < (2,) else (), version=numbers)
 
 

@@ -32,7 +32,7 @@ CHECKED = AttentionSpec(
 )
 """The call that backends are checked with: GQA, causal, q_len != kv_len; with gradients if the backend has any."""
 
-EVEN_LENGTH = 40
+EVEN_LENGTH = 128
 """The length of queries and keys for a backend that refuses CHECKED, such as cuDNN: both alignments agree there."""
 
 

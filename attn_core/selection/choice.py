@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from attn_core import backends
+from attn_core.backends.shared import known_bad
 from attn_core.backends.support import unmet_claims
 from attn_core.call.spec import AttentionSpec
 from attn_core.errors import SpecError
@@ -203,8 +204,13 @@ def _unclaimed(name: str, spec: AttentionSpec, target: Target) -> Iterator[str]:
 
 
 def _broken_rules(name: str, spec: AttentionSpec, target: Target) -> Reasons:
-    """Returns the reasons that depend on all sizes of a call."""
-    return backends.load(name, target.kind).refuses(spec, target.device, target.build(name))
+    """Returns the reasons that depend on all sizes of a call: the backend's own rules, and its known faults."""
+    build = target.build(name)
+    version = () if build is None else build.version
+    reasons = backends.load(name, target.kind).refuses(spec, target.device, build)
+    if not known_bad.rows_of(name, target.device, version):
+        return reasons
+    return (*reasons, *known_bad.refusals(name, spec, target.device, version))
 
 
 def _unclaimed_gradient(name: str, spec: AttentionSpec, target: Target) -> Iterator[str]:

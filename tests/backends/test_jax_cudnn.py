@@ -14,7 +14,7 @@ from oracle_cases import fill
 
 from attn_core import AttentionSpec, Target, explain
 from attn_core.backends import jax_cudnn
-from attn_core.backends.shared import jax_nn
+from attn_core.backends.shared import jax_nn, known_bad
 from attn_core.backends.support import Build, unmet_claims
 from attn_core.call.tensors import Gradients, Inputs
 from attn_core.correctness import accuracy
@@ -28,9 +28,10 @@ NEW, OLD = Build("cuDNN 9.26.1", version=(9, 26, 1)), Build("cuDNN 9.19.0", vers
 
 
 def reasons(spec: AttentionSpec, device: str = "sm90", build: Build | None = NEW) -> tuple[str, ...]:
-    """Every reason of the module itself, including the claims."""
+    """Every reason of the claims, of the module's own rules and of the known faults."""
     claims = jax_cudnn.BACKWARD if spec.needs_backward else jax_cudnn.FORWARD
-    return (*unmet_claims(claims, spec, device), *jax_cudnn.refuses(spec, device, build))
+    faults = known_bad.refusals("jax_cudnn", spec, device, build.version if build else ())
+    return (*unmet_claims(claims, spec, device), *jax_cudnn.refuses(spec, device, build), *faults)
 
 
 @pytest.mark.parametrize(
@@ -114,15 +115,14 @@ def test_the_cudnn_version_decides_what_is_supported() -> None:
     wide = replace(SPEC, head_dim=256, value_dim=256)
     assert reasons(wide) == reasons(wide, "sm90", OLD) == ()
     assert reasons(wide, "sm100") == ("head_dim=256 on sm100: cuDNN 9.26.1 stops at 128",)
-    assert reasons(wide, "sm90", None) == ("head_dim=256 on sm90: cuDNN (of unknown version) stops at 128",)
+    assert reasons(wide, "sm90", None)[0] == "head_dim=256 on sm90: cuDNN (of unknown version) stops at 128"
     nan = replace(SPEC, q_len=64, kv_len=192, needs_backward=True)
-    why = "backward: kv_len=192: cuDNN 9.19.0 can give NaN where kv_len % 128 == 64"
-    assert reasons(nan, "sm90", OLD) == (why,)
-    assert reasons(replace(nan, causal=True, q_len=192, mask_shape=(1, 1, 192, 192)), "sm90", OLD) == (why,)
+    masked = replace(nan, causal=True, q_len=192, mask_shape=(1, 1, 192, 192))
+    for spec in (nan, masked):
+        (why,) = reasons(spec, "sm90", OLD)
+        assert why.startswith("backward: kv_len=192, ") and "NaN in dq" in why and "cuDNN 9.19.0" in why
     assert reasons(nan) == reasons(nan, "sm80", OLD) == reasons(replace(nan, kv_len=128), "sm90", OLD) == ()
     assert reasons(replace(nan, causal=True, q_len=192), "sm90", OLD) == ()
-    single = replace(SPEC, q_len=1, needs_backward=True)
-    assert "backward: q_len=1: cuDNN 9.26.1 can give NaN for a single query" in reasons(single)
 
 
 def test_only_jax_can_use_it() -> None:

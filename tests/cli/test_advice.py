@@ -18,7 +18,7 @@ from attn_core.cli.advice import Advice, Machine, advise, find_machine, problems
 from attn_core.cli.advice import machine as finder
 from attn_core.cli.advice.calls import CALLS
 from attn_core.cli.advice.combinations import COMBINATIONS
-from attn_core.cli.advice.machine import gfx_name, numbers, nvidia_gpus
+from attn_core.cli.advice.machine import gfx_name, nvidia_gpus
 from attn_core.cli.advice.packages import PACKAGES, backends_of, requirements
 from attn_core.cli.frameworks import devices_of
 from attn_core.selection import Target
@@ -312,12 +312,6 @@ def test_nvidia_smi_is_read() -> None:
 )
 def test_amd_gpus_are_read(line: str, name: str | None) -> None:
     assert gfx_name(f"cpu_cores_count 0\n{line}\nvendor_id 4098\n") == name
-
-
-def test_versions_are_read_as_numbers() -> None:
-    assert numbers("2.13.0+cu130") == (2, 13, 0)
-    assert numbers("4.0.0b36") == (4, 0, 0)
-    assert numbers("unknown") == ()
 
 
 def test_a_gpu_that_no_framework_sees_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

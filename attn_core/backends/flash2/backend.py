@@ -15,7 +15,6 @@ ROCm builds take the same arguments and silently ignore some: see ROCM_CK and RO
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
@@ -26,6 +25,7 @@ from attn_core.backends.flash2.limits import NAME, ROCM_CK, ROCM_TRITON, WIDTHS,
 from attn_core.backends.shared import flash_paged, kernel_limits, rewrites
 from attn_core.backends.shared.cached_once import cached_once
 from attn_core.backends.shared.flash2_conventions import generator_of, longest_query, rng_state_of, shift_lse, slopes_of
+from attn_core.backends.shared.known_bad import numbers_of
 from attn_core.backends.shared.rewrites import readable, writable
 from attn_core.backends.support import Build, Support
 from attn_core.call.masks import band
@@ -65,8 +65,6 @@ def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str,
     width = width_of(max(spec.head_dim, spec.value_dim), build.head_dims if build else ())
     reasons = [*rewrites.refusals(spec), *refusals(spec, device, width)]
     reasons += kernel_limits.grid(spec, NAME)
-    # The overflow is fixed in 2.8.3.
-    reasons += kernel_limits.sums_of_dq(spec, NAME) if build is None or build.version < (2, 8, 3) else ()
     return (*reasons, *(rocm_refusals(spec, build) if device.startswith("gfx") else ()))
 
 
@@ -74,7 +72,7 @@ def probe() -> str:
     """Imports flash-attn's interface and extension (flash-attn-4 alone has neither) and returns its version."""
     _extension()
     version = import_module("flash_attn").__version__
-    if _release(version) < (2, 6, 2):
+    if numbers_of(version) < (2, 6, 2):
         raise ImportError(f"flash-attn {version}: the gradient with softcap is wrong before 2.6.2")
     return version
 
@@ -90,7 +88,7 @@ def build() -> Build:
     head_dims = tuple(width for width in WIDTHS if _runs(width))
     if not head_dims:
         raise RuntimeError(f"flash-attn {version}: none of its kernels runs on this GPU")
-    return Build(f"flash-attn {version}", head_dims=head_dims, version=_release(version))
+    return Build(f"flash-attn {version}", head_dims=head_dims, version=numbers_of(version))
 
 
 def _runs(width: int) -> bool:
@@ -106,10 +104,6 @@ def _runs(width: int) -> bool:
     except RuntimeError:
         return False
     return bool((out == 1).all())
-
-
-def _release(version: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
 
 
 @lru_cache(maxsize=4096)

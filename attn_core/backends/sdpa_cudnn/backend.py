@@ -21,7 +21,7 @@ from typing import Any
 from attn_core.backends.sdpa_cudnn.empty_rows import forward_binding, zero_for_empty_rows
 from attn_core.backends.sdpa_cudnn.operands import additive, as_allocated_for, kernel_bias
 from attn_core.backends.shared import rewrites
-from attn_core.backends.shared.aten_masks import additive_of, compute_capability, explicit, limits, needed_band
+from attn_core.backends.shared.aten_masks import additive_of, explicit, limits, needed_band
 from attn_core.backends.shared.incoming_gradients import copy_other_layouts
 from attn_core.backends.support import Build, Support
 from attn_core.call.spec import AttentionSpec
@@ -54,7 +54,7 @@ NO_WEIGHT = 1e30
 
 
 def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
-    """Refuses what cuDNN lacks or a version of it computes wrongly. Assumes the worst of an unknown version."""
+    """Refuses what cuDNN, or an old version of it, lacks. Assumes the oldest if the version is unknown."""
     version = build.version if build is not None else ()
     spoken = f"cuDNN {'.'.join(map(str, version))}" if version else "an unknown cuDNN"
     reasons = [*rewrites.refusals(spec), *limits(spec, device, NAME)]
@@ -73,25 +73,7 @@ def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str,
         reasons.append(
             f"head_dim={widest} on {device} with {spoken}: {NAME} stops at 128, on sm90 from cuDNN 9.10 at 256"
         )
-    return (*reasons, *_known_bugs(spec, compute_capability(device), version, spoken))
-
-
-def _known_bugs(spec: AttentionSpec, capability: int, version: tuple[int, ...], spoken: str) -> list[str]:
-    reasons = []
-    bare_causal = needed_band(spec).right == 0 and not explicit(spec)
-    if spec.needs_backward and capability == 90:
-        if version < (9, 26) and spec.kv_len % 128 == 64 and not bare_causal:
-            reasons.append(
-                f"backward: kv_len={spec.kv_len} (64 more than a multiple of 128) without causal or with a mask or "
-                f"bias: NaN in dq under {spoken}, before 9.26 (pytorch#196678)"
-            )
-        if spec.q_len == 1:
-            reasons.append(f"backward: q_len=1: NaN in dk and dv under {spoken} (cudnn-frontend#1072)")
-    # Fixed in 9.25.1 and in the patch release 9.24.1.
-    no_decoding = not version or ((9, 19) <= version < (9, 25, 1) and version[:3] != (9, 24, 1))
-    if spec.q_len == 1 and 100 <= capability < 120 and no_decoding:
-        reasons.append(f"q_len=1 on sm{capability}: wrong under {spoken}, from 9.19 to 9.25.0 (pytorch#193893)")
-    return reasons
+    return tuple(reasons)
 
 
 def probe() -> str:

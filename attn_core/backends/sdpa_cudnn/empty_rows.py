@@ -54,7 +54,7 @@ def _gives_zero(queries: int, head_dim: int, device: Any = "cuda") -> bool:
     bias[:, :, -1] = -torch.inf
     out, lse, *_ = forward_binding()(query, key, value, bias, True, 0.0, False, False, scale=0.1)
     empty = bool((out[:, :, -1] == 0).all() and (lse.reshape(1, 2, queries)[..., -1] == -torch.inf).all())
-    if queries == 1:  # its gradient is NaN in every version (cudnn-frontend#1072), so ``refuses`` refuses it
+    if queries == 1:  # its gradient is NaN in every version (cudnn-frontend#1072), so ``known_bad.json`` refuses it
         return empty
     dout = torch.ones_like(out)
     gradients = torch.autograd.grad(out, (query, key, value), dout, retain_graph=True)

@@ -1,4 +1,4 @@
-"""Limits of torch's memory-efficient kernel: windows, sizes and documents that it lacks or computes wrongly."""
+"""Limits of torch's memory-efficient kernel: windows, sizes and documents that it lacks."""
 
 from __future__ import annotations
 
@@ -21,32 +21,18 @@ def packed_refusals(spec: AttentionSpec) -> tuple[str, ...]:
 
 
 def band_refusals(spec: AttentionSpec, edge: Band) -> list[str]:
-    """Refuses bands that are no causal windows, and windows that the kernel or its gradient misplaces."""
+    """Refuses bands that are no causal windows, and windows of packed documents."""
     if edge.right != 0:
         return [f"window={spec.window}: {NAME} has causal windows only"]
-    if edge.left is None:
-        return []
-    if spec.packed:
+    if edge.left is not None and spec.packed:
         return [f"window={spec.window} with packed documents: {NAME} has none"]
-    if spec.needs_backward and edge.offset > 0:
-        what = f"window={spec.window} with q_len {spec.q_len} and kv_len {spec.kv_len}, bottom_right"
-        return [f"backward: {what}: {NAME} puts the gradient's window top_left"]
     return []
 
 
 def size_refusals(spec: AttentionSpec) -> list[str]:
     """Refuses tensors beyond the kernel's int32 addresses."""
-    reasons = []
     widest = max(whole_eights(spec.head_dim), whole_eights(spec.value_dim))
-    if max(spec.q_len, spec.kv_len) * spec.num_heads * widest >= ADDRESSES:
-        reasons.append(
-            f"q_len {spec.q_len} and kv_len {spec.kv_len} with {spec.num_heads} heads of {widest}: "
-            f"{NAME} addresses fewer than 2**31 elements"
-        )
-    rows = max((shape[2] for shape in (spec.mask_shape, spec.bias_shape) if shape), default=1)
-    if rows > 1 and rows * whole_eights(spec.kv_len) >= ADDRESSES:
-        reasons.append(
-            f"mask or bias with q_len {spec.q_len} and kv_len {spec.kv_len}: {NAME} reads the wrong rows of one "
-            "that large (pytorch#162588)"
-        )
-    return reasons
+    if max(spec.q_len, spec.kv_len) * spec.num_heads * widest < ADDRESSES:
+        return []
+    what = f"q_len {spec.q_len} and kv_len {spec.kv_len} with {spec.num_heads} heads of {widest}"
+    return [f"{what}: {NAME} addresses fewer than 2**31 elements"]

@@ -6,8 +6,7 @@ value_dim, sinks and the gradient of the log-sum-exp. The backward adds dq in no
 need torch's global switch, which belongs to the caller, so they are not claimed.
 Upstream: ``aten::_flash_attention_forward`` and ``_backward``, torch 2.11 to 2.15. Corrections: the log-sum-exp of rows
 that see no key (+inf in the op); packed calls with at most one query per document, because the op's fast path for
-grouped heads needs exactly one. Refused: non-causal windows with more queries than keys, which FlashAttention 2
-misplaces.
+grouped heads needs exactly one.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from typing import Any
 from attn_core.backends.shared import rewrites
 from attn_core.backends.shared.aten_masks import compute_capability, limits, needed_band
 from attn_core.backends.shared.incoming_gradients import copy_unaligned
-from attn_core.backends.shared.kernel_limits import sums_of_dq
 from attn_core.backends.support import Build, Support
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
@@ -54,18 +52,8 @@ SMALL_SHARED_MEMORY = (86, 87, 89, 120, 121)
 
 
 def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
-    """Refuses windows that FlashAttention 2 misplaces, gradients of wide heads on small GPUs, and too large grids."""
-    reasons = [*rewrites.refusals(spec), *limits(spec, device, NAME), *sums_of_dq(spec, NAME)]
-    edge = needed_band(spec)
-    windowed = (edge.left is not None or edge.right is not None) and edge.right != 0
-    # A packed document may have no key at all, so assume the worst.
-    q_len, kv_len = (spec.q_len, spec.kv_len) if not spec.packed else (spec.max_len_q or 0, 0)
-    if windowed and q_len > kv_len + 1:
-        lengths = "in packed documents" if spec.packed else f"with q_len {q_len} and kv_len {kv_len}"
-        reasons.append(
-            f"window={spec.window} {lengths}: {NAME} misplaces windows with an open or positive right side "
-            "if there are more than kv_len + 1 queries"
-        )
+    """Refuses gradients of wide heads on small GPUs, and too large grids."""
+    reasons = [*rewrites.refusals(spec), *limits(spec, device, NAME)]
     widest = max(spec.head_dim, spec.value_dim)
     if spec.needs_backward and widest > 192 and compute_capability(device) in SMALL_SHARED_MEMORY:
         reasons.append(f"backward with head_dim={widest} on {device}: {NAME} stops at 192 there")

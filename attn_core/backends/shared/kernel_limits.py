@@ -38,19 +38,14 @@ def tables(spec: AttentionSpec, kernel: str) -> tuple[str, ...]:
     )
 
 
-def sums_of_dq(spec: AttentionSpec, kernel: str) -> tuple[str, ...]:
-    """Returns refusals of a backward whose float32 sums of dq exceed 32-bit indices (FlashAttention 2 before 2.8.3).
+def dq_elements(spec: AttentionSpec) -> int:
+    """Returns the elements of the float32 sums of dq of FlashAttention 2, which it indexes with 32 bits before 2.8.3.
 
     The sums pad each document's rows to multiples of 128, and head dimensions to multiples of 32, or of 64 above 128.
     Source: flash_bwd_kernel.h and block_info.h of 2.8.2; torch has the same code.
     """
-    if not spec.needs_backward:
-        return ()
     # The kernel itself allocates 128 rows more for each document, whatever the documents' lengths.
     rows = spec.q_len + 128 * spec.documents if spec.documents else spec.batch * -(-spec.q_len // 128) * 128
     width = max(spec.head_dim, spec.value_dim)
     step = 64 if width > 128 else 32
-    if rows * spec.num_heads * -(-width // step) * step < COUNTABLE:
-        return ()
-    what = f"q_len={spec.q_len} with {spec.documents or spec.batch} rows or documents and {spec.num_heads} heads"
-    return (f"backward: {what}: {kernel} counts the sums of dq in 32 bits",)
+    return rows * spec.num_heads * -(-width // step) * step

@@ -18,7 +18,7 @@ from functools import cache, lru_cache, partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from attn_core.backends.shared import kernel_limits, rewrites
+from attn_core.backends.shared import kernel_limits, known_bad, rewrites
 from attn_core.backends.support import Build, Support, unmet_claims
 from attn_core.backends.xformers import operators
 from attn_core.backends.xformers.bias import TENSOR, mask_of
@@ -117,6 +117,7 @@ def _misfits(word: str, spec: AttentionSpec) -> tuple[str, ...]:
     """Returns all reasons why an operator cannot run a call, apart from the device."""
     forward, backward, device = OPERATORS[word].forward, OPERATORS[word].backward, FORWARD.devices[0]
     reasons = (*unmet_claims(forward, spec, device), *_refuses(word, spec, device, None))
+    reasons += known_bad.refusals(f"xformers_{word}", spec, device)
     if spec.needs_backward and backward is not None:
         reasons += tuple(f"backward: {why}" for why in unmet_claims(backward, spec, device) if why not in reasons)
     return reasons
@@ -128,7 +129,7 @@ def _refuses(word: str, spec: AttentionSpec, device: str, build: Build | None) -
     banded = f"causal={spec.causal}, window={spec.window}, alignment={spec.alignment}"
     described = f"{banded} with q_len {spec.q_len} and kv_len {spec.kv_len}"
     reasons = [*_mask_refusals(word, spec, name, described), *kernel_limits.grid(spec, kernel)]
-    reasons += kernel_limits.sums_of_dq(spec, kernel) if word == "flash" else kernel_limits.tables(spec, kernel)
+    reasons += () if word == "flash" else kernel_limits.tables(spec, kernel)
     if word == "flash" and name == _TWO_SIDED and spec.q_len > spec.kv_len + 1:
         reasons.append(f"{described}: {kernel} gets windows that are not causal wrong if q_len > kv_len + 1")
     if word == "splitk" and name in _ROW_MASKS and spec.q_len > _SPLITK_ROWS:

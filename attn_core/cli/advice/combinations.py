@@ -1,11 +1,16 @@
-"""Combinations of packages that are known not to work together, as a table."""
+"""Combinations of packages that are known not to work together, as a table.
+
+They concern installations: something does not start or is not used. Kernels that run and compute something wrong are
+rows of ``attn_core/backends/known_bad.json``. ``attn doctor`` shows both.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from attn_core.cli.advice.machine import Machine, numbers
+from attn_core.backends.shared.known_bad import includes, numbers_of
+from attn_core.cli.advice.machine import Machine
 from attn_core.cli.advice.packages import BRIDGE, commands_of, package_for, requirements
 
 
@@ -59,8 +64,8 @@ def _older(name: str, backend: str) -> Callable[[Machine], bool]:
     """Returns whether a framework is older than what a backend requires of it."""
 
     def applies(machine: Machine) -> bool:
-        installed, least = numbers(machine.packages.get(name, "")), numbers(requirements(backend, "cpu")[name][2:])
-        return bool(installed) and installed < least
+        installed = numbers_of(machine.packages.get(name, ""))
+        return bool(installed) and not includes(requirements(backend, "cpu")[name], installed)
 
     return applies
 
@@ -128,7 +133,7 @@ COMBINATIONS = (
     ),
     Combination(
         name="driver-too-old-for-cuda-13",
-        applies=lambda machine: 0 < next(iter(numbers(machine.driver)), 0) < 580 and 13 in _majors(machine),
+        applies=lambda machine: 0 < next(iter(numbers_of(machine.driver)), 0) < 580 and 13 in _majors(machine),
         text="CUDA 13 needs NVIDIA's driver 580 or newer, and this machine has {driver}. Update the driver, or install "
         "builds for CUDA 12.",
     ),

@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from attn_core import backends
+from attn_core.backends.shared.known_bad import numbers_of
 
 WHEEL_CUDA = {"tokenspeed-fa3": 13, "xformers": 12}
 """The major CUDA version that a package's prebuilt wheel is linked with (tokenspeed-fa3 3.0.0, xformers 0.0.35)."""
@@ -81,12 +82,6 @@ class Machine:
         return more
 
 
-def numbers(version: str) -> tuple[int, ...]:
-    """Returns the leading numbers of a version: (2, 13, 0) for ``"2.13.0+cu130"``."""
-    matched = re.match(r"\d+(\.\d+)*", version)
-    return tuple(map(int, matched[0].split("."))) if matched else ()
-
-
 def find_machine(packages: Mapping[str, str | None], devices: Iterable[str]) -> Machine:
     """Returns this machine.
 
@@ -119,7 +114,7 @@ def nvidia_gpus(listing: str) -> list[tuple[str, str, str]]:
     """Returns (name, device, driver) of each line such as ``"NVIDIA H200, 9.0, 580.95.05"``."""
     rows = [[cell.strip() for cell in line.split(",")] for line in listing.splitlines()]
     # A line of another form is an error message.
-    return [(row[0], "sm" + row[1].replace(".", ""), row[2]) for row in rows if len(row) == 3 and numbers(row[1])]
+    return [(row[0], "sm" + row[1].replace(".", ""), row[2]) for row in rows if len(row) == 3 and numbers_of(row[1])]
 
 
 def gfx_name(properties: str) -> str | None:
@@ -140,7 +135,7 @@ def _torch_build() -> tuple[tuple[int, ...] | None, bool]:
     torch = sys.modules.get("torch")  # the search for devices has imported it, unless it is missing or broken
     if torch is None:
         return None, False
-    return (numbers(torch.version.cuda) if torch.version.cuda else None), bool(torch.version.hip)
+    return (numbers_of(torch.version.cuda) if torch.version.cuda else None), bool(torch.version.hip)
 
 
 def _loads_runtime(major: int) -> bool:

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 import attn_core
 from attn_core import backends
 from attn_core.backends.shared.cached_once import cached_once
+from attn_core.backends.shared.known_bad import includes
 from attn_core.backends.support import Build
 from attn_core.cli.advice.calls import CALLS
-from attn_core.cli.advice.machine import Machine, numbers
+from attn_core.cli.advice.machine import Machine
 from attn_core.selection.target import Target
 
 CUDA = 13
@@ -184,9 +185,7 @@ def backends_of(name: str, device: str) -> tuple[str, ...]:
     order = backends.PREFERENCE.get(("jax", kind), ())
     versions = {one: requirements(one, kind).get(name) for one in backends.names()}
     if entry is not None and entry.release:
-        versions = {
-            one: None if numbers(least[2:]) > entry.release else least for one, least in versions.items() if least
-        }
+        versions = {one: least if includes(least, entry.release) else None for one, least in versions.items() if least}
     brought = [one for one, least in versions.items() if least is not None and runs_on(one, device)]
     return tuple(sorted(brought, key=lambda one: order.index(one) if one in order else len(order)))
 

@@ -1,0 +1,118 @@
+"""Tests that each row of known_bad.json is complete, keeps to the vocabulary, and refuses what it means."""
+
+from __future__ import annotations
+
+import ast
+import json
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+
+import pytest
+from packaging.specifiers import SpecifierSet
+
+from attn_core import AttentionSpec, backends
+from attn_core.backends.shared import known_bad
+from attn_core.backends.shared.known_bad import EVERY_CALL, QUANTITIES, RELATIONS, Row, refusals, versioned_package
+from attn_core.selection.random_calls import random_call
+
+ROOT = Path(__file__).parents[2]
+ROWS = known_bad.rows()
+RAW = json.loads(known_bad.DATA.read_text(encoding="utf-8"))
+TESTS = {
+    node.name
+    for node in ast.walk(ast.parse((ROOT / "tests/backends/test_known_bad.py").read_text(encoding="utf-8")))
+    if isinstance(node, ast.FunctionDef)
+}
+CHAT = AttentionSpec(
+    **{"batch": 2, "q_len": 2048, "kv_len": 2048, "num_heads": 32, "num_kv_heads": 8, "head_dim": 128},
+    **{"value_dim": 128, "dtype": "bfloat16", "causal": True, "needs_backward": True},
+)
+"""A plain call of a chat model in training."""
+WHOLE_KERNELS = {"sage-fp8-sm90"}
+"""The rows that refuse every call of a kernel, on purpose."""
+
+
+def name_of(row: Row) -> str:
+    return row.name
+
+
+def devices_of(row: Row) -> list[str]:
+    """A device for each entry of a row's devices."""
+    kinds = {"cuda": "sm90", "rocm": "gfx942"}
+    return [kinds.get(named, named.partition("-")[0]) for named in row.devices]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=name_of)
+def test_a_row_is_complete(row: Row) -> None:
+    assert row.symptom and row.package and row.backends and row.devices
+    assert set(row.backends) <= set(backends.names())
+    assert row.direction in ("forward", "backward")
+    assert (row.handling, bool(row.how)) in (("refused", False), ("avoided", True))
+    assert row.link.startswith("https://") and " " not in row.link
+    assert date.fromisoformat(row.found) <= date.today()
+    assert row.test in TESTS and row.test.startswith("test_")
+
+
+@pytest.mark.parametrize("row", ROWS, ids=name_of)
+def test_a_row_has_the_vocabulary(row: Row) -> None:
+    SpecifierSet(row.versions)
+    for device in devices_of(row):
+        assert known_bad.concerns(row, device, ())
+        assert any(backends.load(name, backends.kind_of(device)).FORWARD.runs_on(device) for name in row.backends)
+    assert row.when == EVERY_CALL or (isinstance(row.when, tuple) and row.when)
+    for condition in row.conditions:
+        assert condition.quantity in QUANTITIES and condition.relation in RELATIONS
+        value = QUANTITIES[condition.quantity].value(CHAT)
+        assert type(condition.value) is type(value), "a comparison of unlike things is always false"
+
+
+def test_names_are_unique_and_fields_have_one_order() -> None:
+    assert len({row.name for row in ROWS}) == len(ROWS)
+    assert {tuple(fields) for fields in RAW} == {Row._fields}
+
+
+def test_every_word_of_the_vocabulary_is_used() -> None:
+    assert {condition.quantity for row in ROWS for condition in row.conditions} == set(QUANTITIES)
+    shown = {field for quantity in QUANTITIES.values() for field in quantity.shown}
+    assert all(hasattr(CHAT, field) for field in shown)
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.handling == "refused"], ids=name_of)
+def test_no_row_refuses_everything_by_accident(row: Row) -> None:
+    assert (row.when == EVERY_CALL) == (row.name in WHOLE_KERNELS)
+    for name in row.backends if row.name not in WHOLE_KERNELS else ():
+        for device in devices_of(row):
+            assert not [why for why in refusals(name, CHAT, device) if row.symptom in why]
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.handling == "refused"], ids=name_of)
+def test_a_refusing_row_refuses_some_call(row: Row) -> None:
+    special = [
+        {"q_len": 1},
+        {"kv_len": 192, "q_len": 64, "causal": False},
+        {"kv_len": 65, "causal": False},
+        {"q_len": 2050, "window": (3, 2), "causal": False},
+        {"q_len": 64, "window": (31, 0)},
+        {"batch": 8300, "q_len": 1, "kv_len": 1},
+        {"batch": 1, "q_len": 2**17, "kv_len": 2**17, "bias_shape": (1, 1, 2**17, 2**17)},
+    ]
+    calls = [replace(CHAT, **fields) for fields in special]
+    for name in row.backends:
+        for device in devices_of(row):
+            assert any(row.symptom in why for spec in calls for why in refusals(name, spec, device))
+
+
+def test_a_range_of_versions_is_of_a_version_that_is_known() -> None:
+    """``Build.version`` of a backend is the version of one package."""
+    for row in ROWS:
+        if row.handling == "refused" and row.versions:
+            packages = {versioned_package(name) for name in row.backends}
+            assert packages == {row.package}, row.name
+
+
+def test_most_random_calls_meet_no_row() -> None:
+    calls = [random_call(0, number, "cuda").spec for number in range(60)]
+    for name in ("sdpa_cudnn", "sdpa_flash", "sdpa_efficient", "flash2"):
+        met = sum(bool(refusals(name, spec, "sm90", (99,))) for spec in calls)
+        assert met < len(calls) / 2, name
