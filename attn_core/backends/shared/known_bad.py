@@ -151,12 +151,14 @@ def rows_of(backend: str, device: str, version: Version = ()) -> tuple[Row, ...]
     """Returns the rows that refuse calls of a backend on a device.
 
     Args:
-        version: of the installed package; empty if it is unknown, which counts as each of the faulty versions.
+        version: of the installed package; empty if it is unknown, as in plans for another machine. That counts as a
+            faulty version, except for rows about every call: one bad version would hide the backend from every plan.
     """
     return tuple(
         row
         for row in rows()
         if row.handling == "refused" and backend in row.backends and concerns(row, device, version)
+        if version or row.when != EVERY_CALL
     )
 
 
