@@ -37,7 +37,7 @@ help:
 	@echo "make tutorials   runs the notebooks of docs/tutorials and writes their outputs back"
 	@echo "make docs        builds the documentation in site/"
 	@echo "make docs-check  opens eleven pages of it in headless Chromium, which must be installed"
-	@echo "make support     writes docs/reference/support.md and devices.md from the claims of the backends"
+	@echo "make support     writes docs/reference/support.md, devices.md and known_bad.md from the data of the backends"
 	@echo "make release-check  builds the wheel and the sdist, and installs the wheel with each extra in an empty environment"
 	@echo "make matrix      runs a short suite on other versions of Python, JAX, torch and its hosts, each in its own environment"
 	@echo "make clean       removes .venv and all build and cache folders"
@@ -108,6 +108,7 @@ docs-check: docs
 support: $(STAMP)
 	$(RUN) -m attn_core support --write docs/reference/support.md
 	$(RUN) -m attn_core support --devices --write docs/reference/devices.md
+	$(RUN) -m attn_core support --known-bad --write docs/reference/known_bad.md
 
 # Both need no .venv: they build their environments. PIP_ARGS='-c constraints.txt' installs the pinned versions.
 release-check:

@@ -29,6 +29,7 @@ def report(findings: Findings, everything: bool) -> Iterator[str]:
         "This machine": _machine(findings),
         "Right (the error as a part of its bound)": _right(findings),
         "Wrong": _wrong(findings),
+        "Known faults: calls that would meet one take another kernel": _faults(findings),
         "Known problems": _problems(findings),
         "Install next": _next(findings),
         "Not here" if everything else "Not here (attn doctor --all gives every reason)": absent,
@@ -116,6 +117,12 @@ def _wrong(findings: Findings) -> Iterator[str]:
 def _problems(findings: Findings) -> Iterator[str]:
     for number, problem in enumerate(findings.problems, start=1):
         yield from _item(number, problem.text, problem.commands)
+
+
+def _faults(findings: Findings) -> Iterator[str]:
+    for fault in findings.faults:
+        where = f"{fault.package} {fault.versions}".strip()
+        yield from _two(", ".join(fault.backends), f"on {fault.device}: {fault.symptom} ({where}; {fault.link})")
 
 
 def _next(findings: Findings) -> Iterator[str]:

@@ -12,6 +12,7 @@ from attn_core.call.spec import AttentionSpec
 from attn_core.cli.advice import Advice, Machine, Problem, advise, find_machine, problems
 from attn_core.cli.advice.packages import requirements, runs_on
 from attn_core.cli.comparison import Row, rows_of
+from attn_core.cli.faults import Fault, faults_of
 from attn_core.cli.frameworks import devices_of, has_tpu, installed, versions
 from attn_core.cli.trial import draw
 from attn_core.selection import preference
@@ -69,7 +70,8 @@ class Findings:
         bridge: why JAX cannot reach torch's kernels, or None.
         backends: every module of every backend, by its label.
         checks: a row for each backend in each framework that was checked.
-        problems: known-bad combinations.
+        faults: known faults of installed kernels.
+        problems: known-bad combinations of packages.
         advice: what to install.
     """
 
@@ -82,6 +84,7 @@ class Findings:
     bridge: str | None
     backends: dict[str, State]
     checks: list[Row]
+    faults: tuple[Fault, ...]
     problems: tuple[Problem, ...]
     advice: tuple[Advice, ...]
 
@@ -130,6 +133,7 @@ class Findings:
             "backends": {label: state._asdict() for label, state in self.backends.items()},
             "checks": [row.as_json() | {"device": row.device} for row in self.checks],
             "broken": self.broken,
+            "faults": [fault._asdict() for fault in self.faults],
             "problems": [asdict(problem) for problem in self.problems],
             "advice": [asdict(advice) for advice in self.advice],
         }
@@ -161,6 +165,7 @@ def examine(progress: Console) -> Findings:
             rows += _check(state.name, state.kind, devices) if state.reason is None else []
     return Findings(
         *(packages, devices, errors, machine, device_name("cpu"), tables, bridge, states, rows),
+        faults_of(Target.here(framework, device) for framework, named in devices.items() for device in named),
         *(problems(machine), advise(machine)),
     )
 

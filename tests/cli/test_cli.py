@@ -371,7 +371,7 @@ def test_trial_values_are_exact_in_the_dtype() -> None:
 # support and demo
 
 
-@pytest.mark.parametrize("command", [["support"], ["support", "--devices"]], ids=" ".join)
+@pytest.mark.parametrize("command", [["support"], ["support", "--devices"], ["support", "--known-bad"]], ids=" ".join)
 def test_support_writes_and_checks_the_page(command: list[str], tmp_path: Path) -> None:
     page = tmp_path / "support.md"
     stale = attn(*command, "--check", str(page))
@@ -381,6 +381,11 @@ def test_support_writes_and_checks_the_page(command: list[str], tmp_path: Path) 
     assert page.read_text(encoding="utf-8") in attn(*command, "--markdown").stdout
     page.write_text(page.read_text(encoding="utf-8") + "\n", encoding="utf-8")
     assert attn(*command, "--check", str(page)).exit_code == 1
+
+
+def test_support_writes_one_page_at_a_time() -> None:
+    both = attn("support", "--devices", "--known-bad")
+    assert both.exit_code == 2 and "give one of them" in " ".join(both.stderr.split())
 
 
 def test_support_shows_tables_of_80_columns() -> None:

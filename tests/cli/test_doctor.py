@@ -11,11 +11,13 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from attn_core import AttentionSpec, backends
+from attn_core.backends.support import Build
 from attn_core.cli import comparison, in_torch
 from attn_core.cli.advice import Machine, advise, problems
 from attn_core.cli.app import app
 from attn_core.cli.comparison import Row
 from attn_core.cli.doctor_report import report
+from attn_core.cli.faults import faults_of
 from attn_core.cli.findings import Findings, State, examine
 from attn_core.selection import Target
 from attn_core.selection.choice import refusals
@@ -26,7 +28,7 @@ pytest.importorskip("jax")
 MODULE = "attn_core.cli.findings"
 KEYS = {
     *("healthy", "runs", "versions", "devices", "machine", "processor", "tables", "bridge", "backends", "checks"),
-    *("broken", "problems", "advice"),
+    *("broken", "faults", "problems", "advice"),
 }
 
 
@@ -113,6 +115,30 @@ def test_the_report_shows_problems_and_commands(findings: Findings, monkeypatch:
         assert problem.text in " ".join(together.split())
         assert all(f"       {command}\n" in together for command in problem.commands)
     assert "for sm90, which no framework uses here: flash2" in together
+
+
+GPU = Target("torch", "sm90", builds=(("sdpa_cudnn", Build("cuDNN 9.19.0", version=(9, 19, 0))),))
+
+
+def test_the_report_lists_known_faults_of_installed_kernels(
+    findings: Findings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert findings.faults == (), "no row is about a kernel of this test's machine"
+    missing = tuple((name, "not here") for name in backends.names() if name not in ("sdpa_cudnn", "math"))
+    faults = faults_of([replace(GPU, unavailable=missing), Target("torch", "cpu")])
+    assert [fault.name for fault in faults] == ["cudnn-nan-dq", "cudnn-nan-one-query"]
+    assert all(fault.backends == ("sdpa_cudnn",) for fault in faults)
+    report = " ".join(" ".join(text(replace(findings, faults=faults), monkeypatch)).split())
+    for fault in faults:
+        assert fault.symptom in report and fault.link in report
+    assert "Known faults" not in " ".join(text(replace(findings, faults=()), monkeypatch))
+
+
+def test_faults_of_torch_leave_out_the_kernels_of_jax() -> None:
+    assert {name for fault in faults_of([GPU]) for name in fault.backends} >= {"sdpa_flash", "sdpa_cudnn"}
+    assert not any("jax_cudnn" in fault.backends for fault in faults_of([GPU]))
+    both = faults_of([GPU, Target("jax", "sm90", builds=GPU.builds)])
+    assert [fault.backends for fault in both if fault.name == "cudnn-nan-dq"] == [("sdpa_cudnn", "jax_cudnn")]
 
 
 def test_a_long_command_continues_after_a_backslash(findings: Findings, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,5 @@
-"""Tests that each row of known_bad.json is complete, keeps to the vocabulary, and refuses what it means."""
+"""Tests that each row of known_bad.json is complete, keeps to the vocabulary, and refuses what it means; the watch
+list; and the page with both."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from packaging.specifiers import SpecifierSet
 from attn_core import AttentionSpec, backends
 from attn_core.backends.shared import known_bad
 from attn_core.backends.shared.known_bad import EVERY_CALL, QUANTITIES, RELATIONS, Row, refusals, versioned_package
+from attn_core.cli import known_bad_page
 from attn_core.selection.random_calls import random_call
 
 ROOT = Path(__file__).parents[2]
@@ -31,6 +33,9 @@ CHAT = AttentionSpec(
 """A plain call of a chat model in training."""
 WHOLE_KERNELS = {"sage-fp8-sm90"}
 """The rows that refuse every call of a kernel, on purpose."""
+
+
+WATCHED = known_bad_page.watched()
 
 
 def name_of(row: Row) -> str:
@@ -86,6 +91,12 @@ def test_no_row_refuses_everything_by_accident(row: Row) -> None:
             assert not [why for why in refusals(name, CHAT, device) if row.symptom in why]
 
 
+def test_an_unknown_version_hides_no_backend_from_plans() -> None:
+    for row in ROWS:
+        for name in row.backends if row.name in WHOLE_KERNELS else ():
+            assert all(refusals(name, CHAT, device) == () for device in devices_of(row))
+
+
 @pytest.mark.parametrize("row", [row for row in ROWS if row.handling == "refused"], ids=name_of)
 def test_a_refusing_row_refuses_some_call(row: Row) -> None:
     special = [
@@ -100,7 +111,8 @@ def test_a_refusing_row_refuses_some_call(row: Row) -> None:
     calls = [replace(CHAT, **fields) for fields in special]
     for name in row.backends:
         for device in devices_of(row):
-            assert any(row.symptom in why for spec in calls for why in refusals(name, spec, device))
+            version = known_bad.numbers_of(row.versions.lstrip("<>=")) if row.name in WHOLE_KERNELS else ()
+            assert any(row.symptom in why for spec in calls for why in refusals(name, spec, device, version))
 
 
 def test_a_range_of_versions_is_of_a_version_that_is_known() -> None:
@@ -116,3 +128,34 @@ def test_most_random_calls_meet_no_row() -> None:
     for name in ("sdpa_cudnn", "sdpa_flash", "sdpa_efficient", "flash2"):
         met = sum(bool(refusals(name, spec, "sm90", (99,))) for spec in calls)
         assert met < len(calls) / 2, name
+
+
+def test_the_page_is_current() -> None:
+    page = ROOT / "docs/reference/known_bad.md"
+    assert page.read_text(encoding="utf-8") == known_bad_page.render(), "stale: run `make support`"
+
+
+def test_the_page_has_every_row() -> None:
+    page = known_bad_page.render()
+    assert all(row.link in page and f"`{row.name}`" in page and row.symptom in page for row in ROWS)
+    assert all(entry.link in page and entry.symptom in page for entry in WATCHED)
+    cells = {line.count(" | ") for line in page.splitlines() if line.startswith("| [")}
+    assert cells == {3}, "a bar in a text would split a cell"
+
+
+@pytest.mark.parametrize("entry", WATCHED, ids=lambda entry: entry.link.removeprefix("https://github.com/"))
+def test_an_entry_of_the_watch_list_is_complete(entry: known_bad_page.Watched) -> None:
+    assert entry.link.startswith("https://github.com/") and entry.link.split("/")[-2] in ("issues", "pull")
+    assert entry.package and entry.symptom.endswith(".") and entry.because.endswith(".")
+    assert entry.affected in ("yes", "no", "not tested")
+    assert entry.state in ("open", "closed")
+    assert date.fromisoformat(entry.seen) <= date.today()
+    assert entry.reported[:4].isdigit() and entry.reported <= entry.seen
+    named = [word for word in entry.because.replace(".", " ").split() if word in {row.name for row in ROWS}]
+    assert "row" not in entry.because.split() or named, "it names a row that does not exist"
+
+
+def test_the_watch_list_is_long_and_has_no_report_twice() -> None:
+    links = [entry.link for entry in WATCHED]
+    assert len(set(links)) == len(links) >= 25
+    assert not set(links) & {row.link for row in ROWS}, "a row says more than the watch list"
