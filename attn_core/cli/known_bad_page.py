@@ -14,7 +14,7 @@ WATCHED = known_bad.DATA.with_name("watched.json")
 
 
 class Watched(NamedTuple):
-    """An open report about a package that our backends use.
+    """A report about a package that our backends use.
 
     Attributes:
         link: to the thread.
@@ -69,8 +69,8 @@ out, lse = backends.load("sdpa_flash", "cpu").forward(spec, Inputs(q, k, v))  # 
 WATCH = """
 ## Watch list
 
-Open reports that could make attention wrong, stop it, or reach outside its buffers, and whether our calls are affected.
-They were read in an archive of the threads that ends in September 2026, so their state may have changed since.
+Reports of faults that could make attention wrong, stop it, or reach outside its buffers, and whether our calls are
+affected. They were read in an archive of threads that ends in September 2026, so their state may have changed since.
 """
 
 
