@@ -32,6 +32,7 @@ from attn_core.backends.support import unmet_claims
 from attn_core.call.masks import visible
 from attn_core.call.tensors import Gradients, Inputs
 from attn_core.correctness import accuracy
+from torch_frontend import attention
 
 SPEC = AttentionSpec(
     batch=2, q_len=256, kv_len=384, num_heads=6, num_kv_heads=2, head_dim=80, value_dim=40, dtype="bfloat16"
@@ -561,3 +562,15 @@ def test_the_shortcut_gives_the_same_bits_on_a_gpu() -> None:
         expected = flex_cuda.backward(spec, inputs, out, lse, torch.ones_like(out), None)
         got = torch.autograd.grad(again, leaves, torch.ones_like(out))
         assert torch.equal(again, out) and torch.equal(again_lse, lse) and all(map(torch.equal, got, expected[:3]))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_compiled_function_contains_the_same_kernel(causal: bool) -> None:
+    q, k, v = (torch.randn(1, length, 2, 16, device="cuda") for length in (131, 67, 67))
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return attention(q, k, v, causal=causal, backend="flex")
+
+    compiled = torch.compile(call, fullgraph=True, dynamic=False, backend="aot_eager")
+    assert torch.equal(compiled(q, k, v), call(q, k, v))

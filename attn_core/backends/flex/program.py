@@ -178,7 +178,7 @@ def flex(how: tuple[Any, ...], q: Any, k: Any, v: Any, *operands: Any) -> tuple[
         k,
         v,
         score_mod=functions.score_function(softcap, bias_reader, slope_reader, distance),
-        block_mask=None if visible is None else _block_mask(visible, (q.shape[2], k.shape[2]), tables),
+        block_mask=_one_block(q) if visible is None else _block_mask(visible, (q.shape[2], k.shape[2]), tables),
         scale=float(signature.scale),
         enable_gqa=signature.enable_gqa,
         kernel_options=options,
@@ -186,6 +186,31 @@ def flex(how: tuple[Any, ...], q: Any, k: Any, v: Any, *operands: Any) -> tuple[
     )
     lse: Any = extra.lse
     return out, torch.where(lse == -torch.inf, -torch.inf, lse)  # an infinite gradient there would be 0 * inf
+
+
+def _one_block(like: Any) -> Any:
+    """Returns the BlockMask that hides nothing: one block, which is as large as any call.
+
+    flex_attention makes the same one if it gets none, but by vmap, which torch 2.11 cannot trace inside a compiled
+    function of the caller.
+    """
+    import torch
+    from torch.nn.attention.flex_attention import _LARGE_SPARSE_BLOCK_SIZE, BlockMask
+
+    count = torch.ones((1, 1, 1), dtype=torch.int32, device=like.device)
+    indices = torch.zeros((1, 1, 1, 1), dtype=torch.int32, device=like.device)
+    return BlockMask(
+        seq_lengths=(1, 1),
+        kv_num_blocks=count,
+        kv_indices=indices,
+        full_kv_num_blocks=None,
+        full_kv_indices=None,
+        q_num_blocks=count,
+        q_indices=indices,
+        full_q_num_blocks=None,
+        full_q_indices=None,
+        BLOCK_SIZE=(_LARGE_SPARSE_BLOCK_SIZE, _LARGE_SPARSE_BLOCK_SIZE),
+    )
 
 
 def _block_mask(visible: Any, lengths: tuple[int, int], tables: tuple[Table, Table]) -> Any:
