@@ -5,9 +5,12 @@ Imports neither torch nor jax. Call attention through ``torch_frontend`` or ``ja
 
 from attn_core.backends.support import Support
 from attn_core.call.checks import CheckWarning, checks
+from attn_core.call.counters import Counters, counters
+from attn_core.call.log import log
 from attn_core.call.pages import PagedKV
 from attn_core.call.ranges import ranges
 from attn_core.call.seq_info import SeqInfo
+from attn_core.call.slow_paths import SlowPathWarning
 from attn_core.call.spec import AttentionSpec
 from attn_core.dropins import old_paths
 from attn_core.errors import BridgeError, DeviceError, DTypeError, ShapeError, SpecError
@@ -23,6 +26,7 @@ __all__ = [
     "AttentionSpec",
     "BridgeError",
     "CheckWarning",
+    "Counters",
     "DTypeError",
     "DeviceError",
     "NoBackendError",
@@ -32,13 +36,16 @@ __all__ = [
     "PoolFullError",
     "Selection",
     "SeqInfo",
+    "SlowPathWarning",
     "ShapeError",
     "SpecError",
     "Step",
     "Support",
     "Target",
     "checks",
+    "counters",
     "explain",
+    "log",
     "ranges",
     "select",
 ]

@@ -13,6 +13,7 @@ from attn_core.call.keywords import AttentionKeywords
 from attn_core.call.layouts import Layout, check_layout
 from attn_core.call.options import Options, check_options, requested_names
 from attn_core.call.seq_info import SeqInfo
+from attn_core.call.slow_copies import EVERY, FIRST, tables_passed
 from attn_core.call.tensors import Inputs
 from attn_core.errors import SpecError
 from attn_core.selection import Selection, override
@@ -127,6 +128,8 @@ def run(call: AttentionCall, inputs: Inputs, info: SeqInfo | None) -> Any:
     offsets.check(checked_spec, info)
     if checks.enabled():
         value_checks.check(checked_spec, inputs, info)
+    if (inputs.mask is not None or inputs.bias is not None) and tables_passed() % EVERY == FIRST:
+        value_checks.look_at(inputs.mask, inputs.bias)
     if inputs.sinks is not None and info is not None:
         # The inputs have further documents for trailing tokens, whose rows must not get a sink as log-sum-exp.
         call = call._replace(documents=len(info.cu_seqlens_q) - 1)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from attn_core.call.mask_patterns import look
 from attn_core.call.masks import visible
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.switch import Switch, variable_of
@@ -26,7 +27,8 @@ def checks(on: bool = True) -> Switch:
     """Switches the checks of values on or off: ``checks(True)`` from here on, ``with checks(True):`` for a block.
 
     Each eager call of ``attention`` then warns with ``CheckWarning`` of rows that see no key, masks that look inverted
-    or like an upper triangle, and inputs that are not finite. It reads all values, so it waits for the device, and
+    or like an upper triangle, and inputs that are not finite; and with ``SlowPathWarning``, once for each line of the
+    program, of a mask or a bias that says the same as an option. It reads all values, so it waits for the device, and
     needs the time and memory of a full mask. Calls inside ``jax.jit``, ``torch.compile`` and transforms are not
     checked, except that a function which JAX traces while checks are on warns of wrong offsets of documents when it
     runs. ``ATTN_CORE_CHECKS=1`` switches the checks on when the package is imported. The switch belongs to the current
@@ -39,7 +41,7 @@ def checks(on: bool = True) -> Switch:
 
 
 def warn_of_values(spec: AttentionSpec, arrays: Mapping[str, np.ndarray | None], tokens: int | None = None) -> None:
-    """Warns of every finding.
+    """Warns of every finding, and with SlowPathWarning of a mask or a bias that an option describes.
 
     Args:
         arrays: the call's arrays by the names of ``Inputs``, bfloat16 as float32.
@@ -47,6 +49,10 @@ def warn_of_values(spec: AttentionSpec, arrays: Mapping[str, np.ndarray | None],
     """
     for finding in findings(spec, arrays, tokens):
         warnings.warn(finding, CheckWarning, stacklevel=2)
+    for name in ("mask", "bias"):
+        table = arrays.get(name)
+        if table is not None:
+            look(name, table)
 
 
 def findings(spec: AttentionSpec, arrays: Mapping[str, np.ndarray | None], tokens: int | None = None) -> Iterator[str]:

@@ -37,10 +37,14 @@ def range_name(backend: str, spec: AttentionSpec, direction: str) -> str:
     kv heads; head_dim, and value_dim if it differs; dtype; then a word for each feature that the call has. No part
     contains a slash, because XLA's tools split names there.
     """
+    return f"attn.{backend} {direction} {words_of(spec)}"
+
+
+@lru_cache(maxsize=4096)
+def words_of(spec: AttentionSpec) -> str:
+    """Returns the parts of a range's name that describe the call: ``b2 q2048 kv2048 h8:2 d64 bf16 causal w256``."""
     value_dim = f":{spec.value_dim}" if spec.value_dim != spec.head_dim else ""
     words = [
-        f"attn.{backend}",
-        direction,
         f"b{spec.batch}",
         f"q{spec.q_len}",
         f"kv{spec.kv_len}",

@@ -155,21 +155,25 @@ def select(spec: AttentionSpec, target: Target, backend: str | tuple[str, ...] |
 
 def choose(
     spec: AttentionSpec, target: Target, requested: tuple[str, ...] | None, claimed: dict[str, bool]
-) -> str | None:
-    """Returns ``explain(...).backend`` for a call that differs from earlier ones in the batch and the lengths alone.
+) -> tuple[str, tuple[str, ...]] | None:
+    """Chooses for a call that differs from earlier ones in the batch and the lengths alone, as ``explain`` does.
 
     Args:
         requested: names that ``explain`` has accepted, or None.
         claimed: by backend, whether its claims cover these calls. One dict serves all calls that differ in the batch
             and the lengths alone, and for which q_len == kv_len is equally true. This function fills it.
+
+    Returns:
+        The chosen backend and all candidates, best first; None if no candidate can run the call.
     """
-    for name in requested or preference.order(spec, target.framework, target.device):
+    candidates = requested or preference.order(spec, target.framework, target.device)
+    for name in candidates:
         covered = claimed.get(name)
         if covered is None:
             reasons = (*_unclaimed(name, spec, target), *_unclaimed_gradient(name, spec, target))
             covered = claimed[name] = not reasons
         if covered and not _broken_rules(name, spec, target):
-            return name
+            return name, candidates
     return None
 
 

@@ -17,6 +17,7 @@ from attn_core.context_parallel.on_torch import step
 from attn_core.context_parallel.on_torch.head_start import head_start
 from attn_core.errors import BridgeError
 from attn_core.paged.tables import check_values
+from jax_frontend.bridge import hot_callbacks
 from jax_frontend.bridge.bridged_call import BridgedCall, BridgedStep, inputs_builder
 
 Run = Callable[[tuple[Any, ...]], None]
@@ -28,7 +29,7 @@ def run_of(call: BridgedCall | BridgedStep) -> Run:
     if isinstance(call, BridgedStep):
         return _StepRunner(call).run
     run = _forward(call) if call.direction == "forward" else _backward(call)
-    run = _in_range(run, range_name(call.backend, call.spec, call.direction))
+    run = _in_range(hot_callbacks.counted(run, call), range_name(call.backend, call.spec, call.direction))
     return _with_head_start(run) if call.overlaps_exchange else run
 
 

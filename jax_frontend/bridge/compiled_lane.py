@@ -21,6 +21,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from attn_core import backends
+from attn_core.call import counters
+from attn_core.call import log as records
+from attn_core.call.compiles import compiled
+from attn_core.call.ranges import words_of
 from attn_core.selection import Selection
 from jax_frontend.bridge.bridged_call import BridgedCall
 
@@ -53,7 +57,7 @@ def lane_of(call: BridgedCall) -> Lane:
     backend: Any = backends.load(call.backend, kind)
     why = static_reasons(call, backend)
     if why:
-        return Lane(None, why)
+        return _callback_lane(call, why)
     try:
         program = backend.program(call.spec, call.direction, "dlse" in call.extras)
         for step in program.steps:
@@ -61,8 +65,24 @@ def lane_of(call: BridgedCall) -> Lane:
     except Exception as error:  # an interface that changed upstream can raise anything, and a callback still works
         reason = f"{call.backend}: {type(error).__name__}: {error}"
         log.warning("%s of (%s) runs by callback: %s", call.direction, call.spec, reason)
-        return Lane(None, (reason,))
+        return _callback_lane(call, (reason,))
     return Lane(program)
+
+
+def _callback_lane(call: BridgedCall, why: tuple[str, ...]) -> Lane:
+    counters.count("fallback", "lane")
+    about = {"backend": call.backend, "direction": call.direction, "device": call.device, "call": words_of(call.spec)}
+    message = f"{call.backend} {call.direction} runs by callback, because {why[0]}: {about['call']}"
+    records.emit("fallback", message, what="lane", **about, framework="jax", missing=why[0])
+    return Lane(None, why)
+
+
+def missing(call: BridgedCall) -> str | None:
+    """Returns the first reason why a backend of the compiled lane runs a call by callback; None for other backends."""
+    backend: Any = backends.load(call.backend, backends.kind_of(call.device))
+    if backends.program_refusals(backend, call.spec, call.device) is None:
+        return None
+    return next(iter(lane_of(call._replace(overlaps_exchange=False)).why), None)
 
 
 def with_program_reasons(selection: Selection) -> Selection:
@@ -148,7 +168,7 @@ def _register(step: Any, platform: str) -> None:
         seconds = time.perf_counter() - began
         jax_tvm_ffi.register_ffi_target(step.target, function, ["args", "rets"], platform, allow_cuda_graph=True)
         _compile_seconds[step.target] = seconds
-        log.info("compiled %s in %.1f s", step.target, seconds)
+        compiled("compiled_lane", step.target, seconds)
 
 
 def compile_seconds() -> dict[str, float]:

@@ -29,7 +29,8 @@ from attn_core.backends.shared import dry_run
 from attn_core.backends.shared.cached_once import cached_once
 from attn_core.call.spec import AttentionSpec
 from attn_core.errors import BridgeError
-from jax_frontend.bridge import compiled_lane
+from attn_core.selection import new_plans
+from jax_frontend.bridge import compiled_lane, hot_callbacks
 from jax_frontend.bridge.bridged_call import BridgedCall, BridgedStep, calls_of
 from jax_frontend.bridge.bridged_run import run_of
 from jax_frontend.bridge.interrupted import Interrupted
@@ -53,6 +54,7 @@ def run(call: BridgedCall, results: tuple[jax.ShapeDtypeStruct, ...], *operands:
     lane = compiled_lane.lane_of(call._replace(overlaps_exchange=False))
     if lane.program is not None:
         return compiled_lane.run(lane.program, call, results, operands)
+    hot_callbacks.traced(call)
     _register_targets()
     return tuple(jax.ffi.ffi_call(_target(call.direction), results)(*operands, call=token_of(call)))
 
@@ -66,6 +68,7 @@ def run_step(call: BridgedStep, results: tuple[jax.ShapeDtypeStruct, ...], *oper
     """
     at = 1 + call.step.key_arrays
     aliases = {at: 0, at + 1: 1} if call.step.has_earlier_results else {}
+    hot_callbacks.traced(call)
     _register_targets()
     launch = jax.ffi.ffi_call(_target("step"), results, input_output_aliases=aliases)
     return tuple(launch(*operands, call=token_of(call))[:2])
@@ -235,4 +238,5 @@ def _callback(token: str) -> Callable[[tuple[Any, ...]], None]:
     with _making_room:
         while len(_callbacks) >= CALLBACKS:
             del _callbacks[next(iter(_callbacks))]
+            new_plans.dropped("callbacks", CALLBACKS)
         return _callbacks.setdefault(token, run_call)

@@ -9,13 +9,14 @@ import jax
 import numpy as np
 
 from attn_core import backends
+from attn_core.call import counters
 from attn_core.call.arguments import ArrayFacts, Arrays, build_spec
 from attn_core.call.foreign_masks import remedy_of
 from attn_core.call.options import Options
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
 from attn_core.errors import DTypeError, SpecError
-from attn_core.selection import Selection, Target, explain, preference, refusals, select
+from attn_core.selection import Selection, Target, explain, new_plans, preference, refusals, select
 from jax_frontend.bridge import compiled_lane
 
 
@@ -58,10 +59,14 @@ def plan(
     """
     spec = _spec(metadata, device, options, needs_backward, bias_gradient)
     names = (requested,) if isinstance(requested, str) else requested
+    new_plans.evicted(plan)
     if _takes_jax_xla(spec, device, names):
         backend = "jax_xla"
+        new_plans.planned(spec, Target("jax", device), names, backend, fell_back=False)
     else:
-        backend = select(spec, Target.here("jax", device), names).backend or ""
+        selection = select(spec, Target.here("jax", device), names)
+        new_plans.selected(selection)
+        backend = selection.backend or ""
     one_row = spec.packed and metadata[0] is not None and len(metadata[0][0]) == 4
     return Plan(spec, backend, device, one_row, requested=names)
 
@@ -153,3 +158,6 @@ def check_array(name: str, value: Any, *, shapes_only: bool = False) -> None:
     usual = "use torch_frontend.attention for torch tensors" if module == "torch" else "use jnp.asarray"
     remedy = remedy_of(value) or usual
     raise TypeError(f"{name}: expected a jax.Array, got {kind.__module__}.{kind.__qualname__}; {remedy}")
+
+
+counters.watch("jax", plan)

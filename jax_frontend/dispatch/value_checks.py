@@ -12,6 +12,7 @@ import numpy as np
 
 from attn_core.call.arguments import Arrays
 from attn_core.call.checks import CheckWarning, warn_of_values
+from attn_core.call.mask_patterns import look
 from attn_core.call.offset_checks import check_cu_seqlens
 from attn_core.call.seq_info import SeqInfo, is_number
 from attn_core.call.spec import AttentionSpec
@@ -31,6 +32,16 @@ def check(spec: AttentionSpec, inputs: Inputs, info: SeqInfo | None) -> None:
         return
     tokens = None if info is None else int(info.cu_seqlens_q[-1])
     warn_of_values(spec, {name: _numpy(a) for name, a in zip(Arrays._fields, inputs, strict=False)}, tokens)
+
+
+def look_at(mask: Any, bias: Any) -> None:
+    """Warns if a mask or a bias on the CPU says no more than an option does. A traced one has no values."""
+    for name, table in (("mask", mask), ("bias", bias)):
+        if table is None or isinstance(table, jax.core.Tracer) or not table.is_fully_addressable:
+            continue
+        if all(device.platform == "cpu" for device in table.devices()):
+            with jax.transfer_guard("allow"):
+                look(name, _numpy(table))
 
 
 def _warn_of_offsets(spec: AttentionSpec, max_len_q: int, max_len_k: int, queries: Any, keys: Any) -> None:

@@ -18,7 +18,7 @@ from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import PagedInputs
 from attn_core.errors import SpecError
 from attn_core.paged import arguments
-from attn_core.selection import Selection, Target, explain, override, select
+from attn_core.selection import Selection, Target, explain, new_plans, override, select
 from jax_frontend.bridge import compiled_lane
 from jax_frontend.dispatch import empty_rows, ops, plan
 from jax_frontend.paged.tables import check_kinds, check_table_values, copy_numpy
@@ -134,7 +134,9 @@ def explain_paged(
 def _plan(
     metadata: tuple[Metadata | None, ...], device: str, options: Options, requested: tuple[str, ...] | None
 ) -> plan.Plan:
+    new_plans.evicted(_plan)
     selection = select(*_request(metadata, device, options, requested))
+    new_plans.selected(selection)
     return plan.Plan(selection.spec, selection.backend or "", device, one_row=False, requested=selection.requested)
 
 

@@ -20,6 +20,8 @@ from examples.serving import engine
 from examples.serving.engine import serve
 from torch_frontend import PagedKVCache
 
+pytestmark = pytest.mark.filterwarnings("error::attn_core.SlowPathWarning")
+
 VOCABULARY, WIDTH, HEADS, KV_HEADS, DIM, STOP = 11, 12, 4, 2, 3, 0
 LONGEST = 64
 

@@ -34,6 +34,8 @@ from examples.training.spread import RANKS, Spread, SpreadRun
 from examples.training.steps import train
 from examples.training.torch_side import TorchTrainer
 
+pytestmark = pytest.mark.filterwarnings("error::attn_core.SlowPathWarning")
+
 TINY = GemmaConfig(
     hidden_size=48,
     mlp_size=80,

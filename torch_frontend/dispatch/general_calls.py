@@ -9,6 +9,7 @@ import torch
 from attn_core.call import checks
 from attn_core.call.options import Options, check_options, check_traced_options, requested_names
 from attn_core.call.seq_info import SeqInfo
+from attn_core.call.slow_copies import EVERY, FIRST, tables_passed
 from attn_core.call.tensors import Inputs
 from attn_core.errors import SpecError
 from attn_core.selection import override
@@ -73,6 +74,8 @@ def attend(inputs: Inputs, options: Options, backend: Any) -> Any:
     entries = plan.metadata(inputs)
     call_plan = in_ranges(plan.plan(entries, options, needs_backward, bias_gradient, requested, sdpa_flags.now()))
     run_plan.check_offsets(call_plan.spec, inputs)
+    if (inputs.mask is not None or inputs.bias is not None) and tables_passed() % EVERY == FIRST:
+        value_checks.look_at(inputs.mask, inputs.bias)
     with autocast.switched_off(inputs.q.device):
         results = run_plan.run_shortcut(call_plan, inputs)
         if results is None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad, profiler
 
-from attn_core.call import checks, ranges
+from attn_core.call import checks, counters, ranges
 from attn_core.call.layouts import check_layout
 from attn_core.call.options import is_plain_window
 from attn_core.selection import override
@@ -145,3 +145,6 @@ def _plan(
         return dense_plan(*shapes, *dtypes, *devices, needs_backward, requested, *options)
     metadata = (*zip(shapes, dtypes, devices, strict=True), *tables, None, None, None, None)
     return fast_plan(metadata, needs_backward, bias_gradient, requested, None, None, *options)
+
+
+counters.watch("torch", _kernel)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from attn_core import backends
+from attn_core.call import counters
 from attn_core.call.arguments import ArrayFacts, Arrays, build_spec
 from attn_core.call.foreign_masks import remedy_of
 from attn_core.call.mask_objects import Visible, as_options
@@ -16,7 +17,7 @@ from attn_core.call.options import Options, requested_names
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
 from attn_core.errors import SpecError
-from attn_core.selection import Selection, Target, explain, select
+from attn_core.selection import Selection, Target, explain, new_plans, select
 from torch_frontend.dispatch import sdpa_flags, tensor_kinds
 from torch_frontend.dispatch.wrappers import on_device, with_four_axes
 
@@ -59,7 +60,9 @@ def plan(
         requested: the backends that the call's ``backend=`` or ``use_backend`` names.
         switches: torch's flags during the call, ``sdpa_flags.now()``.
     """
+    new_plans.evicted(plan)
     selection = select(*_request(metadata, options, needs_backward, bias_gradient, requested, switches))
+    new_plans.selected(selection)
     spec = selection.spec
     one_row = spec.packed and len(metadata[0][0]) == 4 if metadata[0] else False
     device = metadata[0][2] if metadata[0] else torch.device("cpu")
@@ -192,3 +195,6 @@ def smaller(one: Any, other: Any) -> Any:
         if isinstance(one, torch.SymInt) or isinstance(other, torch.SymInt)
         else min(one, other)
     )
+
+
+counters.watch("torch", plan)

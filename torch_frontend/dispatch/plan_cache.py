@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
+from attn_core.call import counters
 from attn_core.call.masks import without_idle_sides
 from attn_core.call.options import Options, check_options, requested_names
 from attn_core.call.spec import AttentionSpec
-from attn_core.selection import Target, choose
+from attn_core.selection import Target, choose, new_plans
 from torch_frontend.dispatch import tensor_kinds
 from torch_frontend.dispatch.plan import Metadata, Plan, device_name, plan, plan_on
 
@@ -43,6 +44,7 @@ def dense_plan(
     if q_device.type == "meta" or tensor_kinds.are_jit_traces_active() is not None:
         # The caller catches this and takes the general path: the sizes in a trace are tensors, and no cache key.
         raise TypeError("meta tensors and traces have no dense plan")
+    new_plans.evicted(dense_plan)
     shapes, dtypes, devices = (q_shape, k_shape, v_shape), (q_dtype, k_dtype, v_dtype), (q_device, k_device, v_device)
     return _plan(shapes, dtypes, devices, None, None, needs_backward, False, requested, options)
 
@@ -62,6 +64,7 @@ def fast_plan(
     assert first is not None
     if first[2].type == "meta" or tensor_kinds.are_jit_traces_active() is not None:
         raise TypeError("meta tensors and traces have no plan in this cache")
+    new_plans.evicted(fast_plan)
     checked_options = _checked_options(*options)._replace(max_len_q=max_len_q, max_len_k=max_len_k)
     return plan(metadata, checked_options, needs_backward, bias_gradient, requested)
 
@@ -87,6 +90,7 @@ def table_plan(
     """Plans a call with a mask or a bias alone, as ``fast_plan`` does. A flat key is compared faster."""
     if q_device.type == "meta" or tensor_kinds.are_jit_traces_active() is not None:
         raise TypeError("meta tensors and traces have no plan in this cache")
+    new_plans.evicted(table_plan)
     shapes, dtypes, devices = (q_shape, k_shape, v_shape), (q_dtype, k_dtype, v_dtype), (q_device, k_device, v_device)
     return _plan(shapes, dtypes, devices, mask, bias, needs_backward, bias_gradient, requested, options)
 
@@ -139,8 +143,10 @@ def _plan(
     if family.known is not None:
         first, target, names = family.known
         spec = first.with_lengths(batch, q_len, kv_len, mask and mask[0], bias and bias[0])
-        name = choose(spec, target, names, family.claimed)
-        if name is not None:
+        choice = choose(spec, target, names, family.claimed)
+        if choice is not None:
+            name, candidates = choice
+            new_plans.planned(spec, target, names, name, new_plans.is_fallback(candidates, name, target, names))
             return plan_on(name, spec, target, devices[0], mask, bias, False)
     qkv = tuple(zip(shapes, dtypes, devices, strict=True))
     result = plan((*qkv, mask, bias, *(None,) * 4), checked_options, needs_backward, bias_gradient, requested)
@@ -180,3 +186,6 @@ def _sizes(
 def _checked_options(*options: Any) -> Options:
     """Returns the checked options of PLAIN_CALL."""
     return check_options(Options(**dict(zip(PLAIN_CALL, options, strict=True))))
+
+
+counters.watch("torch", dense_plan, fast_plan, table_plan)

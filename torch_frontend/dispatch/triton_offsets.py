@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +11,10 @@ import triton
 import triton.language as tl
 
 from attn_core.backends.shared.triton import relaunch
+from attn_core.call import counters
+from attn_core.call import log as records
 from attn_core.call.trailing_tokens import Tail
 
-log = logging.getLogger("attn_core.offsets")
 Tensor = torch.Tensor
 BLOCK = 1024
 """How many offsets the kernel reads at once."""
@@ -124,7 +124,10 @@ def _run(device: int, launch: Callable[..., Any] | None, arguments: tuple[Any, .
     try:
         _launchers[device] = relaunch(_complete, (2, 1, 1), arguments, BLOCK=BLOCK, num_warps=4)
     except Exception as error:
-        log.info("offsets are completed by torch operations: %s: %s", type(error).__name__, error)
+        counters.count("fallback", "triton")
+        reason = f"{type(error).__name__}: {error}"
+        message = f"torch operations complete the offsets of documents on GPU {device}, because Triton raised {reason}"
+        records.emit("fallback", message, what="triton", framework="torch", device=device, missing=reason)
         _launchers[device] = None
 
 

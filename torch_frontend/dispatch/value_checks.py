@@ -8,6 +8,7 @@ import torch
 
 from attn_core.call.arguments import Arrays, build_spec
 from attn_core.call.checks import warn_of_values
+from attn_core.call.mask_patterns import look
 from attn_core.call.options import Options
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.tensors import Inputs
@@ -20,6 +21,13 @@ def check(inputs: Inputs, options: Options, info: SeqInfo | None) -> None:
     tokens = None if info is None else int(info.cu_seqlens_q[-1])
     arrays = {name: _numpy(tensor) for name, tensor in zip(Arrays._fields, inputs, strict=False)}
     warn_of_values(build_spec(facts, options), arrays, tokens)
+
+
+def look_at(mask: torch.Tensor | None, bias: torch.Tensor | None) -> None:
+    """Warns if a mask or a bias on the CPU says no more than an option does; on a GPU it would have to wait."""
+    for name, table in (("mask", mask), ("bias", bias)):
+        if type(table) is torch.Tensor and table.is_cpu and not table.is_meta and not table.requires_grad:
+            look(name, _numpy(table))
 
 
 def _numpy(tensor: torch.Tensor | None) -> Any:

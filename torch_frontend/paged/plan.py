@@ -10,6 +10,7 @@ import torch
 
 from attn_core import backends
 from attn_core.backends.shared.torch_ranges import in_range, is_on
+from attn_core.call import counters
 from attn_core.call.options import Options, check_traced_options, is_plain_window
 from attn_core.call.pages import PagedKV
 from attn_core.call.ranges import enabled, range_name
@@ -18,7 +19,7 @@ from attn_core.call.tensors import PagedInputs
 from attn_core.errors import SpecError
 from attn_core.paged import arguments
 from attn_core.paged import tables as paged_tables
-from attn_core.selection import Target, override, select
+from attn_core.selection import Target, new_plans, override, select
 from torch_frontend.dispatch import empty_rows, offsets, plan, tensor_kinds
 from torch_frontend.dispatch.wrappers import on_device
 
@@ -39,7 +40,9 @@ class PagedPlan(NamedTuple):
 @lru_cache(maxsize=4096)
 def plan_call(metadata: tuple[Metadata | None, ...], options: Options, requested: tuple[str, ...] | None) -> PagedPlan:
     """Checks a paged call and chooses its backend; results are cached."""
+    new_plans.evicted(plan_call)
     selection = select(*request(metadata, options, requested))
+    new_plans.selected(selection)
     module = backends.load(selection.backend or "", selection.target.kind)
     assert metadata[0] is not None
     name = range_name(selection.backend or "", selection.spec, "forward")
@@ -189,3 +192,6 @@ def run(inputs: PagedInputs, options: Options, requested: tuple[str, ...] | None
     if inputs.sinks is None or not options.return_lse:
         return out, lse
     return out, empty_rows.fill_with_sinks(lse, inputs.sinks, None if cu is None else cu[-1])
+
+
+counters.watch("torch", plan_call)

@@ -15,11 +15,11 @@ import torch
 from torch.autograd import profiler
 
 from attn_core.backends.shared.torch_ranges import in_range
-from attn_core.call import ranges
+from attn_core.call import counters, ranges
 from attn_core.call.options import is_plain_window, requested_names
 from attn_core.call.pages import PagedKV
 from attn_core.paged.tables import FEW_ENTRIES, are_valid
-from attn_core.selection import override
+from attn_core.selection import new_plans, override
 from torch_frontend.dispatch import empty_rows, tensor_kinds
 from torch_frontend.paged.plan import Metadata, check_values, options_of, plan_call
 
@@ -74,6 +74,7 @@ def seen_call(
     if q_device.type == "meta" or tensor_kinds.are_jit_traces_active() is not None:
         # The caller catches this and takes the general path: the sizes in a trace are tensors, and no cache key.
         raise TypeError("meta tensors and traces have no plan in this cache")
+    new_plans.evicted(seen_call)
     tensors = (
         *((q_shape, q_dtype, q_device), (k_shape, k_dtype, k_device), (v_shape, v_dtype, v_device)),
         *((table_shape, table_dtype, table_device), (lengths_shape, lengths_dtype, lengths_device)),
@@ -143,3 +144,6 @@ def attend(q: Any, k: Any, v: Any, table: Any, lengths: Any, sinks: Any, backend
     if not options[5]:
         return results[0]
     return results if sinks is None else (results[0], empty_rows.fill_with_sinks(results[1], sinks))
+
+
+counters.watch("torch", seen_call)

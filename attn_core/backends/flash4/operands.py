@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
+from attn_core.call.counters import operand_copied
 from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
 
@@ -69,4 +70,5 @@ def copied(tensor: Any) -> Any:
     """Returns a contiguous copy."""
     import torch
 
+    operand_copied()
     return tensor.clone(memory_format=torch.contiguous_format)

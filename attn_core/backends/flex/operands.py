@@ -18,6 +18,7 @@ from attn_core.backends.flex.blocks import (
 )
 from attn_core.backends.flex.functions import Edges, PackedTokens, Softcap, edges, places
 from attn_core.backends.flex.program import program, refuse_capture
+from attn_core.call.counters import bias_copied, operand_copied
 from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
@@ -81,6 +82,8 @@ def _condensed(values: Any) -> Any:
         return values
     for axis, stride in enumerate(values.stride()):
         values = values.narrow(axis, 0, 1) if stride == 0 else values
+    if values.is_floating_point() and not values.is_contiguous():
+        bias_copied()
     return values.contiguous()
 
 
@@ -190,6 +193,7 @@ def arrange(tensor: Any) -> tuple[Any, int | str]:
     dense = tensor.stride(3) == 1 and tensor.stride(2) == dim and step % 8 == 0
     if dense and length > 1 and (batch == 1 or tensor.stride(0) == length * step):
         return tensor, step
+    operand_copied()
     return tensor.contiguous(), "tokens"
 
 

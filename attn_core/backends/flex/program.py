@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from attn_core.backends.flex import functions
 from attn_core.backends.flex.blocks import BLOCK, Table
 from attn_core.backends.shared.autograd import differentiable_once
+from attn_core.call.compiles import timed
 
 TRACING = (("torch.fx.experimental._config", "use_duck_shape", False),)
 """torch's settings while it traces a program: two lengths that happen to be equal get two symbols."""
@@ -78,7 +79,7 @@ class CompiledFunction:
         digest = sha256(repr(signature).encode()).hexdigest()[:8]
         code = program.__code__.replace(co_name=f"{function.__name__}_{digest}")
         own = FunctionType(code, program.__globals__, code.co_name, None, program.__closure__)
-        self.compiler = Compiler()
+        self.compiler = Compiler(code.co_name)
         self.run = compile_symbolic(own, self.compiler)
         self.name = function.__name__.strip("_")
         self.ready: set[bool] = set()
@@ -122,9 +123,12 @@ class Compiler:
 
     fresh = False
 
+    def __init__(self, name: str) -> None:
+        self.name = name
+
     def __call__(self, graph: Any, examples: Any) -> Any:
         """Compiles a graph."""
-        with torch_settings(COMPILING):
+        with torch_settings(COMPILING), timed("flex", self.name):
             result = inductor(graph, examples)
         self.fresh = True
         return result

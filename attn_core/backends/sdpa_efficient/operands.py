@@ -13,6 +13,7 @@ from attn_core.backends.sdpa_efficient import documents as aten_documents
 from attn_core.backends.sdpa_efficient.documents import QueryTokens
 from attn_core.backends.shared import aten_masks
 from attn_core.backends.shared.rewrites import readable
+from attn_core.call.counters import operand_copied
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
 
@@ -187,4 +188,7 @@ def addressable(tensor: Any) -> Any:
     """Returns a ``[batch, length, heads, dim]`` tensor that the kernel can read, copied if needed."""
     tensor = readable(tensor)
     # Views of wide rows, as of one packed projection, have strides that reach further than the tensor's own elements.
-    return tensor if tensor.shape[1] * tensor.stride(1) < ADDRESSES else tensor.contiguous()
+    if tensor.shape[1] * tensor.stride(1) < ADDRESSES:
+        return tensor
+    operand_copied()
+    return tensor.contiguous()

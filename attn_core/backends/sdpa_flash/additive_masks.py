@@ -9,7 +9,10 @@ from functools import lru_cache
 from typing import Any
 
 from attn_core.backends.shared import kept_masks
+from attn_core.call.counters import mask_converted
 from attn_core.call.masks import Band
+from attn_core.call.slow_copies import copy_of_bias
+from attn_core.call.tensors import dtype_name
 
 CACHED_ELEMENTS = 2**14
 """The most elements of a cached table: with BANDS entries in each cache, at most 16 MiB."""
@@ -29,8 +32,12 @@ def additive(dtype: str, device: Any, mask: Any, bias: Any, edge: Band | None, r
     import torch
 
     zero, hides = _constants(dtype, device)
-    if bias is not None:
+    if bias is not None and bias.dtype is not getattr(torch, dtype):
+        if rows.start == 0:  # once for all blocks of a call
+            copy_of_bias(f"the kernel adds {dtype} and the bias is {dtype_name(bias)}", f"as {dtype}")
         bias = bias.to(getattr(torch, dtype))
+    if mask is not None and (bias is not None or kept_masks.MARK not in mask.__dict__):
+        mask_converted()
     if edge is None:
         if mask is None:
             return bias

@@ -19,6 +19,7 @@ from typing import Any
 from attn_core.backends.sdpa_flash import additive_masks, containment, cpu_blocks, cpu_kernel, cpu_packed, cpu_paged
 from attn_core.backends.shared import rewrites
 from attn_core.backends.support import Build, Support
+from attn_core.call.counters import operand_copied
 from attn_core.call.masks import band
 from attn_core.call.spec import DTYPES, AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
@@ -198,6 +199,7 @@ def _readable(tensor: Any) -> Any:
     batch_stride, seq_stride, head_stride, last_stride = tensor.stride()
     width = tensor.shape[3]
     if last_stride != 1 or min(seq_stride, head_stride) < width or batch_stride < 1:
+        operand_copied()
         return tensor.contiguous()
     return tensor
 
@@ -207,5 +209,6 @@ def _readable_heads(tensor: Any) -> Any:
     batch_stride, head_stride, seq_stride, last_stride = tensor.stride()
     width = tensor.shape[3]
     if last_stride != 1 or seq_stride < width or head_stride < width or batch_stride < 1:
+        operand_copied()
         return tensor.contiguous()
     return tensor

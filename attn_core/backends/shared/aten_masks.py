@@ -11,8 +11,11 @@ from typing import Any
 
 from attn_core.backends.shared import kept_masks, kernel_limits
 from attn_core.backends.shared.rewrites import readable
+from attn_core.call.counters import bias_copied, mask_converted
 from attn_core.call.masks import Band, band
+from attn_core.call.slow_copies import copy_of_bias
 from attn_core.call.spec import AttentionSpec
+from attn_core.call.tensors import dtype_name
 
 ROW_MULTIPLE = 8
 """Rows of an additive tensor begin at multiples of 8 elements: 16 bytes in the smallest dtype."""
@@ -76,7 +79,11 @@ def additive(mask: Any, bias: Any, dtype: Any, kv_len: int, *, aligned: bool = T
     """
     import torch
 
-    bias = None if bias is None else bias.to(dtype)
+    if bias is not None and bias.dtype is not dtype:
+        copy_of_bias(f"the kernel adds {_name(dtype)} and the bias is {dtype_name(bias)}", f"as {_name(dtype)}")
+        bias = bias.to(dtype)
+    if mask is not None and (bias is not None or kept_masks.MARK not in mask.__dict__):
+        mask_converted()
     if mask is None:
         return in_rows_of(bias, kv_len, aligned)
     if bias is not None:
@@ -87,6 +94,10 @@ def additive(mask: Any, bias: Any, dtype: Any, kv_len: int, *, aligned: bool = T
         return torch.log(keys, out=_empty_rows_of(keys, dtype, aligned))
     form = dtype, kv_len, aligned
     return kept_masks.additive_of(mask, form, lambda: torch.log(keys, out=_empty_rows_of(keys, dtype, aligned)))
+
+
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def additive_of(spec: AttentionSpec, dtype: str, *, aligned: bool = True) -> Callable[[Any, Any], Any]:
@@ -114,6 +125,7 @@ def additive_of(spec: AttentionSpec, dtype: str, *, aligned: bool = True) -> Cal
         def of_mask(mask: Any, bias: Any) -> Any:
             if kept_masks.MARK in mask.__dict__:
                 return additive(mask, None, kind, kv_len, aligned=aligned)
+            mask_converted()
             return log(mask, out=empty_like(mask, dtype=kind, memory_format=contiguous))
 
         return of_mask
@@ -132,6 +144,7 @@ def in_rows_of(added: Any, kv_len: int, aligned: bool = True) -> Any:
         return added
     if whole and aligned and not kv_len % ROW_MULTIPLE:
         return readable(added)
+    bias_copied()
     added = added.expand(*added.shape[:3], kv_len)
     return _empty_rows_of(added, added.dtype, aligned).copy_(added)
 

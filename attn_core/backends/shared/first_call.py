@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable, Hashable
 from typing import Any
 
+from attn_core.call.compiles import timed
+
 MOST_KEYS = 2**15
 """The most keys in ``_compiled``. Dropping a key recompiles nothing; only a later graph capture needs warm_up again."""
 
@@ -33,7 +35,8 @@ def run(key: Hashable, call: Callable[[], Any], what: Callable[[], str], remedy:
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(f"{what()} is not compiled yet, and a CUDA graph cannot capture the compilation; {remedy}")
     with _compiling:
-        result = call()
+        with timed("flash4", what()):
+            result = call()
         if len(_compiled) >= MOST_KEYS:  # decoding has a new length at every step
             _compiled.clear()
         _compiled.add(key)

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any
 from weakref import ref
 
+from attn_core.call.counters import mask_converted
+
 KEPT_ELEMENTS = 2**22
 """The most elements of a kept form: 16 MiB in float32. Larger calls take much longer than the conversion."""
 
@@ -34,12 +36,14 @@ def additive_of(mask: Any, form: tuple[Any, ...], convert: Callable[[], Any]) ->
     captured = mask.is_cuda and torch.cuda.is_current_stream_capturing()
     # A deep copy has the attributes of its original.
     if original() is not mask or observed or captured or torch.compiler.is_compiling():
+        mask_converted()
         return convert()
     # Another stream does not wait for the conversion, and a tensor made in inference mode cannot be used in training.
     stream = torch.cuda.current_stream(mask.device).cuda_stream if mask.is_cuda else 0
     key = (*form, mask._version, torch.is_inference_mode_enabled(), stream)
     result = forms.get(key)
     if result is None:
+        mask_converted()
         result = convert()
         if result.numel() <= KEPT_ELEMENTS:
             forms[key] = result

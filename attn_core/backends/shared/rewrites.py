@@ -20,6 +20,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from attn_core.call.counters import operand_copied
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
 
@@ -118,10 +119,18 @@ def readable(tensor: Any) -> Any:
     Kernels copy 16 bytes at a time: the last axis must be dense, and every other stride and the address a multiple of
     16 bytes. A tensor with an expanded axis (stride 0) is copied as well.
     """
-    strides = tensor.stride()
-    if _are_readable(tensor.shape, strides, tensor.element_size()) and not tensor.data_ptr() % 16:
+    if is_readable(tensor):
         return tensor
-    return tensor.contiguous() if strides[-1] != 1 else tensor.clone(memory_format=_contiguous())
+    import torch
+
+    operand_copied()
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def is_readable(tensor: Any) -> bool:
+    """Returns whether a kernel can read the tensor."""
+    strides = tensor.stride()
+    return _are_readable(tensor.shape, strides, tensor.element_size()) and not tensor.data_ptr() % 16
 
 
 def readable_rows(q: Any, k: Any, v: Any, each: Callable[[Any], Any] = readable) -> tuple[Any, Any, Any]:
@@ -146,13 +155,7 @@ def whole_eights(dim: int) -> int:
 
 def writable(buffer: Any) -> Any:
     """Returns the buffer if a kernel can write into it (by the same rules as ``readable``), else None."""
-    return buffer if buffer is not None and readable(buffer) is buffer else None
-
-
-def _contiguous() -> Any:
-    import torch
-
-    return torch.contiguous_format
+    return buffer if buffer is not None and is_readable(buffer) else None
 
 
 @lru_cache(maxsize=4096)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from functools import cache
+from time import perf_counter
 from typing import Any
+
+from attn_core.call.compiles import compiled as count_compiled
 
 
 @cache
@@ -39,6 +42,8 @@ Direct = Callable[..., None]
 """A function of the addresses of a launch's tensors."""
 Description = tuple[tuple[int, int, int], tuple[Any, ...], dict[str, Any]]
 """A launch: its grid, the numbers that follow the tensors, and the kernel's constants."""
+_compiled: dict[int, Any] = {}
+"""The compiled code of all kernels by its ``id``; Triton keeps it as long. The first launch of each compiled it."""
 _launches: dict[Hashable, tuple[Direct | None, Description]] = {}
 """By the key of a launch, its direct launch if there is one, and its description."""
 
@@ -81,7 +86,11 @@ def _launch_compiled(
         arguments: those that later launches replace. They may replace a tensor by its address.
         fixed: the arguments behind them, which later launches repeat.
     """
+    began = perf_counter()
     compiled = kernel[grid](*arguments, *fixed, **constants)
+    if compiled is not None and id(compiled) not in _compiled:
+        _compiled[id(compiled)] = compiled
+        count_compiled("triton", getattr(kernel, "__name__", "kernel"), perf_counter() - began)
     if compiled is None or not _launches_directly():  # None: Triton's interpreter
         return None
     rest = (*fixed, *[constants[parameter.name] for parameter in kernel.params if parameter.is_constexpr])

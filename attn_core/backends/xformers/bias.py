@@ -18,6 +18,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from attn_core.backends.shared.flash2_conventions import longest_query
+from attn_core.call.counters import bias_copied, mask_converted
 from attn_core.call.masks import Band, band
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
@@ -124,8 +125,10 @@ def added_tensor(spec: AttentionSpec, inputs: Inputs, dtype: Any) -> Any:
     storage = inputs.q.new_zeros((batch, heads, spec.q_len if banded else rows, width), dtype=dtype)
     added = storage[..., : spec.kv_len]
     if inputs.bias is not None:
+        bias_copied()
         added.copy_(inputs.bias.expand(added.shape))
     if inputs.mask is not None:
+        mask_converted()
         added.masked_fill_(~inputs.mask, -torch.inf)
     if banded:
         columns = torch.arange(spec.kv_len, device=added.device)
