@@ -15,7 +15,7 @@ from attn_core.context_parallel.bands import VisibleBand
 from attn_core.context_parallel.plan import ROUNDED_ONCE, AxisSizes, ContextPlan, build_plan, parts_and_members
 from attn_core.context_parallel.tiles import Tile
 from attn_core.errors import ShapeError, SpecError
-from attn_core.selection import Target, preference, refusals, select
+from attn_core.selection import Target, new_plans, preference, refusals, select
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,11 @@ def build_call(
     tiles = (tile for step in plan.steps for of_part in step.tiles for tile in of_part)
     # Many tiles have the same spec, and each distinct spec is selected once. dict.fromkeys keeps their order.
     specs = tuple(dict.fromkeys(tile_spec(spec, tile, *call.heads) for tile in tiles))
-    return replace(call, backends=_select_backends(specs, target, requested))
+    chosen = _select_backends(specs, target, requested)
+    for tile, name in chosen:
+        names = requested or preference.order(tile, target.framework, target.device)
+        new_plans.planned(tile, target, requested, name, new_plans.is_fallback(names, name, target, requested))
+    return replace(call, backends=chosen)
 
 
 def plan_spec(

@@ -17,9 +17,11 @@ from frameworks import BOTH, Framework, empty_plan_caches
 
 import attn_core
 import torch_frontend
+from attn_core import AttentionSpec, Target
 from attn_core.call import counters as module
 from attn_core.call import log
 from attn_core.call.counters import Counters
+from attn_core.context_parallel.call import build_call
 from torch_frontend.dispatch.plan_cache import dense_plan
 
 everywhere = pytest.mark.parametrize("framework", BOTH, ids=str)
@@ -57,6 +59,14 @@ def test_new_plans_count_by_framework_and_backend(framework: Framework) -> None:
     assert counted["plans"][framework.name] == {"math": 2}
     assert counted["plans"][framework.other.name] == {}
     assert counted["plan_hits"][framework.name] >= 2
+
+
+def test_each_kind_of_tile_of_context_parallelism_counts() -> None:
+    sizes: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 4, "head_dim": 8, "value_dim": 8, "dtype": "float32"}
+    spec = AttentionSpec(batch=3, q_len=64, kv_len=64, causal=True, **sizes)
+    for _ in range(2):
+        call = build_call(spec, None, "ring", "contiguous", (4,), 1, Target("torch", "cpu"), ("math",))
+    assert attn_core.counters()["plans"]["torch"] == {"math": len(call.backends)} and len(call.backends) > 1
 
 
 def test_a_call_of_new_lengths_alone_counts_as_a_plan() -> None:
