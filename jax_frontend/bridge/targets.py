@@ -18,7 +18,7 @@ import pickle
 import threading
 import zlib
 from collections.abc import Callable
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -202,7 +202,7 @@ def _gpu_callback(stay: Callable[[], bool]) -> Callable[..., None]:
     functions = ("_cuda_getCurrentStream", "_cuda_setStream", "_cuda_getDevice", "_cuda_setDevice")
     current_stream, set_stream, current_device, set_device = (getattr(torch._C, name, None) for name in functions)
 
-    @cache
+    @lru_cache(maxsize=64)
     def identity(pointer: int, device: int) -> tuple[int, int, int]:
         stream = torch.cuda.ExternalStream(pointer, device)
         return stream.stream_id, stream.device_index, stream.device_type

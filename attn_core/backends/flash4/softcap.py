@@ -14,9 +14,8 @@ Upstream: flash-attn-4 >= 4.0.0b30 with nvidia-cutlass-dsl >= 4.6.2.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple
-
-from attn_core.backends.shared.cached_once import cached_once
 
 Tanh = Callable[[Any], Any]
 
@@ -51,9 +50,9 @@ def capped_gradient(gradient: Any, score: Any, cap: float, tanh: Tanh) -> Any:
     return gradient * (1.0 - bent * bent)
 
 
-@cached_once
+@lru_cache(maxsize=64)  # a cap that comes back after 64 others gets equal functions, so nothing compiles again
 def score_functions(cap: float) -> ScoreFunctions:
-    """Returns the score functions of a cap, cached per process. Needs the CuTe DSL.
+    """Returns the score functions of a cap. Needs the CuTe DSL.
 
     A softcap ignores the kernel's other arguments (batch_idx, head_idx, q_idx, kv_idx, seqlen_info, aux_tensors).
     """

@@ -147,11 +147,12 @@ def _on_stream(by_stream: dict[int, Any], device: Any, make: Callable[[], Any]) 
             with torch.inference_mode(False):  # autograd could not save inference tensors later
                 by_stream[stream] = make()
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        _in_graphs.append(by_stream[stream])  # the graph has only their addresses: they must outlive it
+        # The graph has only their addresses: they must outlive it. By id, so that a second graph adds nothing.
+        _in_graphs[id(by_stream[stream])] = by_stream[stream]
     return by_stream[stream]
 
 
-_in_graphs: list[Any] = []
+_in_graphs: dict[int, Any] = {}
 """Tensors captured by CUDA graphs. Never freed: torch does not report when a graph is destroyed."""
 
 
