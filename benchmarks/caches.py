@@ -69,6 +69,7 @@ BOUNDS: dict[str, int | str] = {
     "attn_core.backends.shared.cached_once:first": "the arguments of its function",
     "attn_core.backends.shared.cached_once:once": "the arguments of its function",
     "attn_core.backends.shared.flash3_operators:operators": ONE,
+    "attn_core.backends.shared.known_bad:rows": ONE,
     "attn_core.backends.shared.torch_ranges:_profiler": ONE,
     "attn_core.backends.shared.triton:_launches_directly": ONE,
     "attn_core.backends.shared.triton:has_triton": ONE,

@@ -13,6 +13,7 @@ from typing import Any
 
 from attn_core import backends
 from attn_core.cli.campaign import coverage
+from benchmarks import soak_report
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results"
@@ -53,7 +54,8 @@ def page() -> str:
     by_kind: dict[str, list[dict[str, Any]]] = {}
     for run in runs:
         by_kind.setdefault(backends.kind_of(next(iter(run["devices"].values()))), []).append(run)
-    return "\n".join([HEAD, "## Campaigns\n", _overview(runs), *(_kind(kind, runs) for kind, runs in by_kind.items())])
+    kinds = [_kind(kind, runs) for kind, runs in by_kind.items()]
+    return "\n".join([HEAD, "## Campaigns\n", _overview(runs), *kinds, soak_report.section()])
 
 
 def _overview(runs: list[dict[str, Any]]) -> str:

@@ -16,7 +16,7 @@ import torch
 
 from attn_core.backends.flash4 import direct
 from attn_core.backends.shared import first_call, triton
-from benchmarks import caches, soak, soak_verdict
+from benchmarks import caches, soak, soak_report, soak_verdict
 from benchmarks.soak_calls import EagerCalls
 
 CALLS, BLOCKS, POINTS = 2000, 6, 40
@@ -231,3 +231,16 @@ def test_memory_that_comes_and_goes_is_no_fault() -> None:
 def test_only_settled_points_count_for_memory() -> None:
     run = run_of(settled=lambda at: at % 10 == 0, resident=lambda at: 10**9 + 10**7 * (at % 10))
     assert soak_verdict.faults(run) == []
+
+
+# The report
+
+
+def test_the_report_has_every_run_and_every_cache() -> None:
+    runs, text = soak_report.stored(), soak_report.section()
+    assert len(runs) > 1 and text.count("| nothing grows |") == sum(not soak_verdict.faults(run) for run in runs)
+    for cache in caches.all_caches():
+        assert f"`{cache.name}`: {cache.bound}" in text
+    pytest.importorskip("matplotlib")
+    drawing = soak_report.figure(runs)
+    assert [len(axes.get_lines()[0].get_xdata()) for axes in drawing.axes] == [len(run["points"]) for run in runs]
