@@ -14,8 +14,7 @@ import numpy as np
 
 from attn_core.call.seq_info import is_host_int
 from attn_core.errors import SpecError
-from attn_core.paged.changes import Changes
-from attn_core.paged.report import Occupancy, PoolReport
+from attn_core.paged.held_pages import HeldPages
 
 MOST_TOKENS = 2**31 - 1
 """The longest sequence: lengths are int32."""
@@ -35,7 +34,7 @@ class Copies(NamedTuple):
     target: tuple[int, ...] = ()
 
 
-class PageAllocator:
+class PageAllocator(HeldPages):
     """Assigns the pages of a pool to sequences.
 
     Args:
@@ -45,44 +44,9 @@ class PageAllocator:
     Attributes:
         changes: the last change of each sequence and its time.
 
-    Any hashable value can name a sequence. Not thread-safe.
+    Any hashable value can name a sequence. Not thread-safe. A change that Ctrl-C interrupts is undone; ``free`` is
+    completed.
     """
-
-    def __init__(self, num_pages: int, page_size: int) -> None:
-        for name, value in (("num_pages", num_pages), ("page_size", page_size)):
-            if not is_host_int(value) or value < 1:
-                raise SpecError(f"{name}={value!r}: expected a number of 1 or more")
-        self.num_pages, self.page_size = int(num_pages), int(page_size)
-        self._free = list(range(self.num_pages))[::-1]  # a stack: the page freed last is assigned next
-        self._holders = [0] * self.num_pages  # by page, the number of sequences that have it
-        self._pages: dict[Hashable, list[int]] = {}
-        self._lengths: dict[Hashable, int] = {}
-        self.changes = Changes()
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._pages
-
-    def __len__(self) -> int:
-        """The number of sequences."""
-        return len(self._pages)
-
-    @property
-    def sequences(self) -> tuple[Hashable, ...]:
-        """The names of the sequences, oldest first."""
-        return tuple(self._pages)
-
-    @property
-    def free_pages(self) -> int:
-        """The number of pages of no sequence."""
-        return len(self._free)
-
-    def length(self, name: Hashable) -> int:
-        """Returns the number of tokens of a sequence."""
-        return self._lengths[self._known(name)]
-
-    def pages(self, name: Hashable) -> tuple[int, ...]:
-        """Returns the pages of a sequence, in the order of its tokens."""
-        return tuple(self._pages[self._known(name)])
 
     def allocate(self, name: Hashable, tokens: int = 0) -> None:
         """Starts a sequence of ``tokens`` tokens on pages that no other sequence has.
@@ -94,9 +58,13 @@ class PageAllocator:
             raise SpecError(f"name={name!r}: expected a new name, but a sequence has this one; free it first")
         count = self._count(tokens)
         self._room_for(self._pages_for(count), name)
-        self._pages[name] = [self._take() for _ in range(self._pages_for(count))]
-        self._lengths[name] = count
-        self.changes.note(name, "started")
+        try:
+            self._pages[name] = [self._take() for _ in range(self._pages_for(count))]
+            self._lengths[name] = count
+            self.changes.note(name, "started")
+        except BaseException:
+            self._restore({name: None})
+            raise
 
     def fork(self, parent: Hashable, name: Hashable, tokens: int | None = None) -> None:
         """Starts a sequence that shares the parent's first ``tokens`` (all if None), without a copy.
@@ -110,12 +78,16 @@ class PageAllocator:
         count = length if tokens is None else self._count(tokens)
         if count > length:
             raise SpecError(f"tokens={tokens}: expected at most the {length} that {parent!r} has")
-        self._pages[name] = self._pages[parent][: self._pages_for(count)]
-        for page in self._pages[name]:
-            self._holders[page] += 1
-        self._lengths[name] = count
-        self.changes.note(name, "started")
-        self.changes.note(parent, "forked")
+        try:
+            self._pages[name] = self._pages[parent][: self._pages_for(count)]
+            for page in self._pages[name]:
+                self._holders[page] += 1
+            self._lengths[name] = count
+            self.changes.note(name, "started")
+            self.changes.note(parent, "forked")
+        except BaseException:
+            self._restore({name: None})
+            raise
 
     def extend(self, name: Hashable, tokens: int = 1) -> Copies:
         """Makes room for ``tokens`` more tokens at the end of a sequence.
@@ -129,16 +101,20 @@ class PageAllocator:
         length, count, pages = self.length(name), self._count(tokens), self._pages[name]
         copies, more = self._growth(name, count)
         self._room_for(more + copies, name)
-        source: tuple[int, ...] = ()
-        if copies:
-            source = (pages[-1],)
-            self._release(pages[-1])  # frees nothing: other sequences still share the page
-            pages[-1] = self._take()
-        target = tuple(pages[-1:]) if copies else ()
-        pages += [self._take() for _ in range(more)]
-        self._lengths[name] = length + count
-        self.changes.note(name, "stepped again")
-        return Copies(source, target)
+        held, last = len(pages), tuple(pages[-1:])
+        target: tuple[int, ...] = ()
+        try:
+            if copies:
+                self._release(last[0])  # frees nothing: other sequences still share the page
+                pages[-1] = self._take()
+                target = (pages[-1],)
+            pages += [self._take() for _ in range(more)]
+            self._lengths[name] = length + count
+            self.changes.note(name, "stepped again")
+        except BaseException:
+            self._restore({name: ([*pages[: held - 1], *last] if held else [], length)})
+            raise
+        return Copies(last if copies else (), target)
 
     def undo_extend(self, tokens: Mapping[Hashable, int]) -> Callable[[], None]:
         """Returns a function that restores these sequences after ``extend`` of all of them, or of the first few.
@@ -146,18 +122,12 @@ class PageAllocator:
         It must work for the first few, because an interrupt can stop a step after any of its sequences.
         """
         untouched = len(self._free) - self.needed(tokens)
-        taken = self._free[untouched:]  # the end of the stack: writing it back undoes any number of extensions
-        before = [(name, list(self._pages[name]), self._lengths[name]) for name in tokens]
-        last = {pages[-1]: self._holders[pages[-1]] for _, pages, _ in before if pages}
+        taken = self._free[untouched:]  # the end of the stack
+        before = {name: (list(self._pages[name]), self._lengths[name]) for name in tokens}
 
         def undo() -> None:
-            self._free[untouched:] = taken
-            for page in taken:
-                self._holders[page] = 0
-            for page, holders in last.items():
-                self._holders[page] = holders
-            for name, pages, length in before:
-                self._pages[name], self._lengths[name] = pages, length
+            self._restore(before)
+            self._free[untouched:] = taken  # in their order
 
         return undo
 
@@ -181,10 +151,14 @@ class PageAllocator:
 
     def free(self, name: Hashable) -> tuple[int, ...]:
         """Ends a sequence and returns the pages that are free now, because no other sequence shares them."""
-        pages = self._pages.pop(self._known(name))
-        del self._lengths[name]
-        self.changes.forget(name)
-        return tuple(page for page in reversed(pages) if self._release(page))  # so the next one gets them in order
+        pages = self._pages[self._known(name)]
+        try:
+            self.changes.forget(name)  # first: a step must never take a freed sequence for a living one
+            del self._pages[name], self._lengths[name]
+            return tuple(page for page in reversed(pages) if self._release(page))  # so the next one gets them in order
+        except BaseException:
+            self._restore({name: None})
+            raise
 
     def block_table(self, names: Sequence[Hashable], width: int | None = None) -> np.ndarray:
         """Returns int32 ``[len(names), width]``: each sequence's pages in order, then ``UNUSED``.
@@ -215,23 +189,6 @@ class PageAllocator:
         """Returns int32 ``[len(names)]``: the tokens of each sequence."""
         return np.array([self.length(name) for name in names], np.int32)
 
-    def __str__(self) -> str:
-        """Draws the pool: a line for each page, # for each token, and the sequences that read the page."""
-        return str(self._occupancy())
-
-    def report(self) -> PoolReport:
-        """Returns how full the pool is."""
-        return self._occupancy().report()
-
-    def _occupancy(self) -> Occupancy:
-        sequences = {name: (pages, self._lengths[name]) for name, pages in self._pages.items()}
-        return Occupancy(self.num_pages, self.page_size, sequences)
-
-    def _known(self, name: Hashable) -> Hashable:
-        if not isinstance(name, Hashable) or name not in self._pages:
-            raise SpecError(f"name={name!r}: expected the name of a sequence of this allocator; add it first")
-        return name
-
     def _count(self, tokens: int) -> int:
         if not is_host_int(tokens) or tokens < 0:
             raise SpecError(f"tokens={tokens!r}: expected a number of 0 or more")
@@ -246,15 +203,3 @@ class PageAllocator:
                 f"{name!r} needs {pages} more pages of {self.page_size} tokens, and {self.free_pages} of the pool's "
                 f"{self.num_pages} are free; free a sequence, or make the pool larger"
             )
-
-    def _take(self) -> int:
-        page = self._free.pop()
-        self._holders[page] = 1
-        return page
-
-    def _release(self, page: int) -> bool:
-        self._holders[page] -= 1
-        if self._holders[page]:
-            return False
-        self._free.append(page)
-        return True

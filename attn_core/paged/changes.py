@@ -34,7 +34,7 @@ class Changes:
     def forget(self, name: Hashable) -> None:
         """Records that a sequence was freed. A sequence started later under its name is a different one."""
         self.now += 1  # so that ``since`` does not take its shortcut
-        del self._last[name]
+        self._last.pop(name, None)
 
     def since(self, time: int, names: Iterable[Hashable]) -> tuple[Hashable, str] | None:
         """Returns the first of these sequences that changed after ``time``, and how; None if none did."""

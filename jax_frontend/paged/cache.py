@@ -119,6 +119,16 @@ class PagedKVCache(PagedCache):
             return_lse=return_lse,
         )
 
+    def _pools(self, layer: int, step: Step) -> tuple[Array, Array]:
+        pools = super()._pools(layer, step)
+        for pool in pools:
+            if not isinstance(pool, jax.core.Tracer) and pool.is_deleted():
+                raise RuntimeError(
+                    f"layer={layer}: its pages are lost, because Ctrl-C or an error interrupted update or step after "
+                    "JAX had taken their memory; build a new cache"
+                )
+        return pools
+
     def _placement_of_tables(self, device: Any) -> Any:
         """Returns the tables' device; for a sharding, one that puts whole tables on every device of its mesh."""
         if isinstance(device, jax.sharding.NamedSharding):
@@ -128,7 +138,9 @@ class PagedKVCache(PagedCache):
     def _copy(self, copies: Copies) -> None:
         source, target = (jnp.asarray(pages, jnp.int32) for pages in copies)
         for pools in (self.k_pages, self.v_pages):
-            pools[:] = [_copy_pages(pool, source, target) for pool in pools]
+            for layer, pool in enumerate(pools):
+                # Stored at once, because JAX has deleted the old pool, and the copy for the next layer may fail.
+                pools[layer] = _copy_pages(pool, source, target)
 
     def _to_device(self, array: np.ndarray | None) -> Any:
         if array is None:
