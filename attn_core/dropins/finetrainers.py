@@ -124,13 +124,14 @@ def provided(
     # Ignoring the mesh would compute attention within each rank only.
     if mesh is not None:
         raise SpecError(f"mesh={mesh!r}: expected None; context parallelism is not offered here")
-    token = _active.set(chosen)
-    try:
+    before = _active.get()
+    try:  # around the change as well, because Ctrl-C may raise right after it
+        _active.set(chosen)
         # No names for native: automatic choice, also inside a block that names backends.
         with use_backend(*KERNELS[chosen]):
             yield chosen
     finally:
-        _active.reset(token)
+        _active.set(before)
 
 
 def two_axes(provider: AttentionProvider, mask: tuple[int, ...], batch: int, q_len: int, kv_len: int) -> str:

@@ -33,9 +33,10 @@ def use_backend(*names: str) -> Iterator[None]:
         if not isinstance(name, str):
             raise SpecError(f"use_backend({name!r}): expected backend names as separate strings")
         backends.check_name(name)
-    # None, so that an inner block without names cancels the names of an outer one.
-    token = _requested.set(names or None)
-    try:
+    before = _requested.get()
+    try:  # around the change as well, because Ctrl-C may raise right after it
+        # None, so that an inner block without names cancels the names of an outer one.
+        _requested.set(names or None)
         yield
     finally:
-        _requested.reset(token)
+        _requested.set(before)
