@@ -19,6 +19,7 @@ from attn_core.errors import SpecError
 from attn_core.selection import Selection, override
 from jax_frontend.dispatch import offsets, plan, value_checks
 from jax_frontend.dispatch.differentiable import AttentionCall, differentiable_attention, varying_alike
+from jax_frontend.dispatch.forked import check_process
 
 Array = jax.Array
 Window = int | tuple[int | None, int | None] | None
@@ -96,6 +97,7 @@ def attention(
     """
     if unknown:
         refuse_keywords("attention", unknown)
+    check_process()  # before the axes are exchanged, which runs JAX
     if check_layout(layout) == "bhsd":
         q, k, v = map(_exchanged, (q, k, v))
     arrays = (q, k, v, mask, bias, alibi_slopes, sinks)

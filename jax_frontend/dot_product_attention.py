@@ -1,7 +1,6 @@
 """dot_product_attention: ``jax.nn.dot_product_attention`` on every kernel, with the same signature and meaning.
 
-docs/how_to/migrate/jax_nn.md lists the deliberate differences. The meaning follows jax/_src/nn/functions.py of jax 0.10
-to 0.12.
+docs/how_to/migrate/jax_nn.md lists the differences. The meaning follows jax/_src/nn/functions.py of jax 0.10 to 0.12.
 
 The lengths of a padded batch never become a matrix of queries and keys. A mask ``[batch, 1, 1, kv_len]`` hides the keys
 past a row's end. Queries past it are computed like any other and then set to 0. This also stops their gradients,
@@ -26,6 +25,7 @@ from attn_core.call.spec import DTYPES
 from attn_core.errors import DTypeError, ShapeError, SpecError
 from jax_frontend.attention import attention
 from jax_frontend.dispatch import plan
+from jax_frontend.dispatch.forked import check_process
 
 Array = jax.Array
 
@@ -156,6 +156,7 @@ def dot_product_attention(
 
 def _array(name: str, value: Any) -> Array:
     """Converts everything that jax.nn accepts as an array; raises for a torch tensor, whose gradient would be lost."""
+    check_process()
     if type(value).__module__.partition(".")[0] == "torch":
         plan.check_array(name, value)
     # Copies numpy arrays: with asarray JAX may share their memory, which the caller may write to before the call runs.

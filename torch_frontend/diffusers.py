@@ -19,6 +19,7 @@ import torch.nn.functional as functional
 from torch.jit._builtins import _register_builtin
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
+from attn_core.call.after_fork import free_in_children
 from torch_frontend.dispatch.tensor_kinds import PLAIN
 from torch_frontend.finetrainers.dispatch import attention_dispatch
 
@@ -44,8 +45,8 @@ def installed() -> Iterator[None]:
             That function stays.
     """
     holder = object()
-    _place.hold(holder)
-    try:
+    try:  # around the change as well, because Ctrl-C may raise right after it
+        _place.hold(holder)
         yield
     finally:
         _place.release(holder)
@@ -108,7 +109,7 @@ class _Place:
     """
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock = free_in_children(threading.Lock())
         self.holders: set[object] = set()
         self.before: Callable[..., Any] = _torch_attention
 

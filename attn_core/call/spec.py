@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import dataclass, fields
-from functools import cached_property, partial
+from functools import partial
 from operator import attrgetter
 
+from attn_core.call.after_fork import lazy_property
 from attn_core.call.options import Alignment, Options, check_options
 from attn_core.call.pages import PagedKV
 from attn_core.call.seq_info import is_number
@@ -15,7 +16,6 @@ from attn_core.errors import DTypeError, ShapeError, SpecError
 
 Shape4 = tuple[int, int, int, int]
 Shape = tuple[int, ...] | None
-
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
@@ -117,7 +117,7 @@ class AttentionSpec:
         """Whether the row holds packed documents, separated by cumulative lengths."""
         return self.documents is not None
 
-    @cached_property
+    @lazy_property
     def symbolic(self) -> bool:
         """Whether a size is a symbol: a dimension that ``jax.export`` leaves open."""
         return not all(map(is_number, (self.batch, self.q_len, self.kv_len, self.documents or 0)))

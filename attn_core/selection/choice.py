@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 from attn_core import backends
 from attn_core.backends.shared import known_bad
 from attn_core.backends.support import unmet_claims
+from attn_core.call.after_fork import lazy_property
 from attn_core.call.spec import AttentionSpec
 from attn_core.errors import SpecError
 from attn_core.selection import preference
@@ -39,19 +40,19 @@ class Selection:
     backend: str | None
     program_faults: Reasons = ()
 
-    @cached_property
+    @lazy_property
     def considered(self) -> tuple[str, ...]:
         """All backends: the candidates in the order of preference, then the ones that run only when requested."""
         candidates = self.requested or self.automatic
         return (*candidates, *(name for name in backends.names() if name not in candidates))
 
-    @cached_property
+    @lazy_property
     def refusals(self) -> tuple[tuple[str, Reasons], ...]:
         """``((backend, reasons), ...)``: every reason of every backend that cannot run the call."""
         reasons = ((name, refusals(name, self.spec, self.target)) for name in self.considered)
         return tuple((name, why) for name, why in reasons if why)
 
-    @cached_property
+    @lazy_property
     def lane(self) -> tuple[str, Reasons] | None:
         """How JAX reaches the chosen torch backend; None for other frameworks and backends.
 
@@ -68,7 +69,7 @@ class Selection:
             return "compiled", ()
         return "callback", (*(why or ()), *self.program_faults)
 
-    @cached_property
+    @lazy_property
     def predicted(self) -> dict[str, float]:
         """The predicted microseconds of each backend that has a cost model, whether or not it can run the call."""
         return preference.predicted(self.spec, self.target.framework, self.target.device)
@@ -98,7 +99,7 @@ class Selection:
     def __str__(self) -> str:
         return self.text()
 
-    @cached_property
+    @lazy_property
     def automatic(self) -> tuple[str, ...]:
         """The candidates of automatic choice, best first. All other backends run only when requested by name."""
         return preference.order(self.spec, self.target.framework, self.target.device)

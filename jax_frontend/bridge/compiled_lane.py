@@ -23,6 +23,7 @@ from jax import lax
 from attn_core import backends
 from attn_core.call import counters
 from attn_core.call import log as records
+from attn_core.call.after_fork import free_in_children
 from attn_core.call.compiles import compiled
 from attn_core.call.ranges import words_of
 from attn_core.selection import Selection
@@ -34,7 +35,7 @@ MOST_TARGETS = 1000
 
 _compile_seconds: dict[str, float] = {}
 """Seconds that each registered kernel took to compile, by its name in XLA. Guarded by ``_registering``."""
-_registering = threading.Lock()
+_registering = free_in_children(threading.Lock())
 """Held while a kernel is compiled and registered, so that each is registered once, whichever threads need it."""
 
 

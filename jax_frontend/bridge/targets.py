@@ -27,6 +27,7 @@ import numpy as np
 from attn_core import backends
 from attn_core.backends.shared import dry_run
 from attn_core.backends.shared.cached_once import cached_once
+from attn_core.call.after_fork import free_in_children
 from attn_core.call.spec import AttentionSpec
 from attn_core.errors import BridgeError
 from attn_core.selection import new_plans
@@ -34,6 +35,7 @@ from jax_frontend.bridge import compiled_lane, hot_callbacks
 from jax_frontend.bridge.bridged_call import BridgedCall, BridgedStep, calls_of
 from jax_frontend.bridge.bridged_run import run_of
 from jax_frontend.bridge.interrupted import Interrupted
+from jax_frontend.dispatch.forked import has_lost_threads
 
 TOKEN_LENGTH = 7
 _calls: dict[str, bytes] = {}
@@ -45,7 +47,7 @@ entry takes half a kilobyte; the entry of a step of context parallelism takes on
 _callbacks: dict[str, Callable[[tuple[Any, ...]], None]] = {}
 """token -> function that runs the call on (operands, result buffers), built from ``_calls``; at most CALLBACKS."""
 CALLBACKS = 1024
-_making_room = threading.Lock()
+_making_room = free_in_children(threading.Lock())
 
 
 def run(call: BridgedCall, results: tuple[jax.ShapeDtypeStruct, ...], *operands: Any) -> tuple[Any, ...]:
@@ -164,6 +166,8 @@ def _drain() -> None:
     A device runs one thread's computations in order, so waiting for a last computation waits for all of this thread's.
     Another thread's calls are waited for through their results, as long as these are alive.
     """
+    if has_lost_threads():  # nothing runs in a forked child, and waiting would hang
+        return
     for array in jax.live_arrays():
         if not array.is_deleted():
             array.block_until_ready()

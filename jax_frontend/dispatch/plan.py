@@ -18,6 +18,7 @@ from attn_core.call.tensors import Inputs
 from attn_core.errors import DTypeError, SpecError
 from attn_core.selection import Selection, Target, explain, new_plans, preference, refusals, select
 from jax_frontend.bridge import compiled_lane
+from jax_frontend.dispatch.forked import check_process
 
 
 class Plan(NamedTuple):
@@ -145,10 +146,12 @@ def check_arrays(arrays: tuple[Any, ...], *, shapes_only: bool = False) -> Input
 
 
 def check_array(name: str, value: Any, *, shapes_only: bool = False) -> None:
-    """Raises TypeError or DTypeError unless ``value`` is a JAX array of numbers.
+    """Raises TypeError or DTypeError unless ``value`` is a JAX array of numbers, and RuntimeError if JAX would hang.
 
-    With ``shapes_only`` a ShapeDtypeStruct is accepted, too.
+    With ``shapes_only`` a ShapeDtypeStruct is accepted, too, and nothing will run.
     """
+    if not shapes_only:
+        check_process()
     if isinstance(value, jax.Array) or (shapes_only and isinstance(value, jax.ShapeDtypeStruct)):
         if jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended):
             raise DTypeError(f"{name}: expected numbers, got dtype {value.dtype}")

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from attn_core.call.after_fork import free_in_children
 from attn_core.call.seq_info import SeqInfo
 from attn_core.context_parallel import places
 from attn_core.context_parallel.layout import Layout
@@ -103,7 +104,9 @@ def _position_ids(layout: Layout, documents: tuple[int, ...] | None, rank: int, 
 _active: ContextVar[ActiveMesh | None] = ContextVar("attn_core_context_parallel", default=None)
 active_block = _active.get
 """``active_mesh`` for eager code, which calls it in every layer."""
-_entered, _lock = 0, Lock()
+_blocks: set[int] = set()
+_entered, _lock = 0, free_in_children(Lock())
+"""How many blocks are running, and what guards the number and ``_blocks``, their ids."""
 # Weak keys, so that the entry does not keep a model alive.
 _ran_under: WeakKeyDictionary[torch.nn.Module, ActiveMesh | None] = WeakKeyDictionary()
 
@@ -143,15 +146,18 @@ def use_context_parallel(
     if block.documents is not None:
         row_lengths(length, block.documents, (0, 0), 1)
     block.row_layout(1)  # raises for an unknown layout or mesh here instead of in the first layer
-    token = _active.set(block)
-    with _lock:
-        _entered += 1
-    try:
+    before = _active.get()
+    try:  # around the changes as well, because Ctrl-C may raise right after one
+        _active.set(block)
+        with _lock:
+            _blocks.add(id(block))
+            _entered = len(_blocks)
         yield
     finally:
-        _active.reset(token)
+        _active.set(before)
         with _lock:
-            _entered -= 1
+            _blocks.discard(id(block))
+            _entered = len(_blocks)
 
 
 def active_mesh() -> ActiveMesh | None:

@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from attn_core.call.after_fork import free_in_children
+
 
 class Replacement:
     """Replaces something when the first holder needs it, and restores it after the last one.
@@ -20,7 +22,7 @@ class Replacement:
         self._apply = apply
         self._restore: Callable[[], None] | None = None
         self._holders: set[object] = set()
-        self._lock = threading.Lock()
+        self._lock = free_in_children(threading.Lock())
 
     @property
     def applied(self) -> bool:
@@ -38,23 +40,21 @@ class Replacement:
     def block(self) -> Iterator[None]:
         """Holds it in a block. Blocks nest and overlap, in one thread or several."""
         holder = object()
-        self._hold(holder)
-        try:
+        try:  # around the change as well, because Ctrl-C may raise right after it
+            self._hold(holder)
             yield
         finally:
             self._release(holder)
 
     def _hold(self, holder: object) -> None:
         with self._lock:
-            if not self._holders:
+            if self._restore is None:
                 self._restore = self._apply()
             self._holders.add(holder)
 
     def _release(self, holder: object) -> None:
         with self._lock:
-            if holder not in self._holders:
-                return
-            self._holders.remove(holder)
+            self._holders.discard(holder)
             if not self._holders and self._restore is not None:
                 restore, self._restore = self._restore, None
                 restore()

@@ -19,6 +19,7 @@ from attn_core.backends.flash4.program import check_constant, zeroed_memory
 from attn_core.backends.flash4.recorder import private_copy, watching
 from attn_core.backends.shared.cached_once import cached_once
 from attn_core.backends.shared.kernel_programs import Unrecordable
+from attn_core.call.after_fork import free_in_children
 
 Tensors = tuple[Any, ...]
 
@@ -123,7 +124,7 @@ def _layout(tensor: Any) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.dtype
 
 
-_recording = threading.Lock()
+_recording = free_in_children(threading.Lock())
 """Held during a recording, because all recordings share one copy of the entry points."""
 
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from attn_core.backends.shared.cached_once import cached_once
 from attn_core.backends.shared.kernel_programs import Unrecordable
+from attn_core.call.after_fork import free_in_children
 
 
 class RecordedKernel(NamedTuple):
@@ -118,7 +119,7 @@ def _suppress_address_warning() -> None:
         torch.empty(1, device="cpu").data_ptr()
 
 
-_recording = threading.Lock()
+_recording = free_in_children(threading.Lock())
 """Held during a recording, because all recordings share the private copy."""
 
 

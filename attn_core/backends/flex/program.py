@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from attn_core.backends.flex import functions
 from attn_core.backends.flex.blocks import BLOCK, Table
 from attn_core.backends.shared.autograd import differentiable_once
+from attn_core.call.after_fork import free_in_children
 from attn_core.call.compiles import timed
 
 TRACING = (("torch.fx.experimental._config", "use_duck_shape", False),)
@@ -32,7 +33,7 @@ COMPILING = (
 )
 """torch's settings while it compiles a program, also when it recompiles. In torch 2.11 other threads see them, too."""
 
-_lock = RLock()
+_lock = free_in_children(RLock())
 """One call at a time: tracing patches torch for the whole process, and XLA's threads call as well as ours."""
 
 

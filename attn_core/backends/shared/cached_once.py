@@ -7,6 +7,8 @@ from functools import _lru_cache_wrapper, cache, wraps
 from threading import RLock
 from typing import Any, TypeVar
 
+from attn_core.call.after_fork import after_fork
+
 Result = TypeVar("Result")
 
 
@@ -19,6 +21,7 @@ def cached_once(function: Callable[..., Result]) -> _lru_cache_wrapper[Result]:
     ``functools.cache``.
     """
     locks: dict[Hashable, Any] = {}
+    after_fork(locks.clear)  # the thread that holds one does not exist in a child
     # Two caches: the inner one makes the second waiter find the first one's result, the outer one answers later calls
     # in C, without a lock. The locks are reentrant, so the function may call itself.
     first = cache(function)

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Hashable
 from typing import Any
 
+from attn_core.call.after_fork import free_in_children
 from attn_core.call.compiles import timed
 
 MOST_KEYS = 2**15
@@ -13,7 +14,7 @@ MOST_KEYS = 2**15
 
 _compiled: set[Hashable] = set()
 """Keys that have run. Shared by all threads: reads take no lock, writes happen under ``_compiling``."""
-_compiling = threading.Lock()
+_compiling = free_in_children(threading.Lock())
 """Held during a first call, because neither torch's compiler nor the kernels' compilers are safe across threads."""
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from attn_core.call.after_fork import lazy_property
 from attn_core.context_parallel.places import contiguous_ranges
 
 Tensor = Any
@@ -27,7 +27,7 @@ class Places:
             # Copied to the device once, when the call is planned, so that a warm call copies nothing from the host.
             self.index = torch.from_numpy(index).to(device)
 
-    @cached_property
+    @lazy_property
     def distinct(self) -> bool:
         """Whether no place occurs twice."""
         return len(np.unique(self._index)) == self.count
