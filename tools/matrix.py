@@ -28,6 +28,7 @@ CORE = (
     "tests/paged/test_page_allocator.py",
     "tests/paged/test_paged_tables.py",
     "tests/repository/test_missing_packages.py",
+    "tests/faults/test_subinterpreters.py",
 )
 JAX = ("tests/jax_frontend/test_jax_precision.py", "tests/jax_frontend/test_jax_symbols.py")
 TORCH = ("tests/torch_frontend/test_heads_first.py", "tests/backends/test_sdpa_flash_shortcut.py")

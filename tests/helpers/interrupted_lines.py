@@ -1,0 +1,99 @@
+"""Raises KeyboardInterrupt at a chosen line of the project's code, as Ctrl-C would at a chosen moment."""
+
+from __future__ import annotations
+
+import ast
+import gc
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+ROOT = str(Path(__file__).parents[2])
+PACKAGES = tuple(f"{ROOT}/{name}/" for name in ("attn_core", "torch_frontend", "jax_frontend"))
+FOREVER = 10**9
+
+
+@cache
+def _untouched(file: str) -> frozenset[int]:
+    """Returns the lines of a file at which Python itself never raises KeyboardInterrupt, although a line begins there:
+    the end of a ``with`` block, before its context is left, and the way from a ``try`` to its ``finally``."""
+    lines: set[int] = set()
+    for node in ast.walk(ast.parse(Path(file).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.With):
+            lines.update(range(node.lineno, node.body[0].lineno))
+        if isinstance(node, ast.Try) and node.finalbody:
+            lines.add(node.finalbody[0].lineno)
+    return frozenset(lines)
+
+
+class _Lines:
+    """Counts the lines that run, and interrupts at one of them, once."""
+
+    def __init__(self, at: int, parts: tuple[str, ...]) -> None:
+        self.at, self.parts, self.seen = at, parts, 0
+
+    def trace(self, frame: FrameType, event: str, _: Any) -> Any:
+        file = frame.f_code.co_filename
+        if not file.startswith(self.parts):
+            return None
+        if event == "line" and frame.f_lineno not in _untouched(file):
+            self.seen += 1
+            if self.seen == self.at:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self.trace
+
+
+@contextmanager
+def interrupted_at(line: int, parts: tuple[str, ...] = PACKAGES) -> Iterator[_Lines]:
+    """Interrupts the block at its ``line``-th line (from 1) in files below ``parts``; swallows the interruption."""
+    lines, before = _Lines(line, parts), sys.gettrace()
+    enabled = gc.isenabled()
+    gc.disable()  # a destructor would swallow the interruption
+    sys.settrace(lines.trace)
+    try:
+        yield lines
+        _settle()
+    except KeyboardInterrupt:
+        if lines.seen < lines.at:
+            raise
+    except Exception:  # XLA's, if the line was inside a callback of JAX: KeyboardInterrupt follows
+        with suppress(KeyboardInterrupt):
+            _settle()
+            raise
+    finally:
+        sys.settrace(before)
+        if enabled:
+            gc.enable()
+
+
+def _settle() -> None:
+    """Waits for an interruption that a callback of JAX carries to the main thread."""
+    sys.settrace(None)
+    for _ in range(100):
+        time.sleep(0)
+
+
+def count_lines(call: Callable[[], Any], parts: tuple[str, ...] = PACKAGES) -> int:
+    """Returns how many lines of these files a call runs in this thread."""
+    with interrupted_at(FOREVER, parts) as lines:
+        call()
+    return lines.seen
+
+
+def held_locks() -> list[str]:
+    """Returns the names of the locks of our modules that are held now."""
+    held = []
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] in ("attn_core", "torch_frontend", "jax_frontend"):
+            for variable, value in vars(module).items():
+                for lock in (value, getattr(value, "_lock", None), getattr(value, "lock", None)):
+                    if isinstance(lock, type(threading.Lock())) and lock.locked():
+                        held.append(f"{name}.{variable}")
+    return held
