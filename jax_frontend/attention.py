@@ -19,7 +19,7 @@ from attn_core.errors import SpecError
 from attn_core.selection import Selection, override
 from jax_frontend.dispatch import offsets, plan, value_checks
 from jax_frontend.dispatch.differentiable import AttentionCall, differentiable_attention, varying_alike
-from jax_frontend.dispatch.forked import check_process
+from jax_frontend.forked import check_process
 
 Array = jax.Array
 Window = int | tuple[int | None, int | None] | None

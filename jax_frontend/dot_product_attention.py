@@ -25,7 +25,7 @@ from attn_core.call.spec import DTYPES
 from attn_core.errors import DTypeError, ShapeError, SpecError
 from jax_frontend.attention import attention
 from jax_frontend.dispatch import plan
-from jax_frontend.dispatch.forked import check_process
+from jax_frontend.forked import check_process
 
 Array = jax.Array
 

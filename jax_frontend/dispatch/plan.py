@@ -18,7 +18,7 @@ from attn_core.call.tensors import Inputs
 from attn_core.errors import DTypeError, SpecError
 from attn_core.selection import Selection, Target, explain, new_plans, preference, refusals, select
 from jax_frontend.bridge import compiled_lane
-from jax_frontend.dispatch.forked import check_process
+from jax_frontend.forked import check_process
 
 
 class Plan(NamedTuple):
