@@ -8,6 +8,8 @@ from itertools import count as counting
 from threading import Lock
 from typing import Any, TypedDict
 
+from attn_core.call.after_fork import free_in_children
+
 
 class Compiles(TypedDict):
     """Compilations of one kind: their number, and the seconds that all of them took."""
@@ -48,7 +50,7 @@ COMPILES = ("flash4", "flex", "triton", "compiled_lane", "xla")
 COPIES = ("mask", "bias", "operand")
 FRAMEWORKS = ("torch", "jax")
 
-_lock = Lock()
+_lock = free_in_children(Lock())
 _numbers: Counter[tuple[str, ...]] = Counter()
 """By (group, name, ...); guarded by ``_lock``."""
 _seconds: dict[str, float] = defaultdict(float)

@@ -6,6 +6,7 @@ import warnings
 from threading import Lock
 
 from attn_core.call import counters, log
+from attn_core.call.after_fork import free_in_children
 from attn_core.call.log import Place
 
 PAGE = "docs/how_to/observe.md"
@@ -28,7 +29,7 @@ CAUSES = {
 
 _warned: set[tuple[str, Place]] = set()
 """Guarded by ``_lock``. Places are lines of programs, so there are few."""
-_lock = Lock()
+_lock = free_in_children(Lock())
 
 
 def warn_once(cause: str, place: Place | None, finding: str, remedy: str) -> bool:

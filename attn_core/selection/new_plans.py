@@ -9,6 +9,7 @@ from threading import Lock
 from typing import Any
 
 from attn_core.call import counters, log
+from attn_core.call.after_fork import free_in_children
 from attn_core.call.ranges import words_of
 from attn_core.call.slow_paths import warn_once
 from attn_core.call.spec import AttentionSpec
@@ -109,7 +110,7 @@ class _Loop:
     """
 
     def __init__(self, framework: str) -> None:
-        self._framework, self._lock = framework, Lock()
+        self._framework, self._lock = framework, free_in_children(Lock())
         self._number = count(1).__next__  # one call of a C function, which needs no lock
         self._hits = 0
         self._before: AttentionSpec | None = None
