@@ -13,7 +13,7 @@ from attn_core.call.seq_info import SeqInfo
 from attn_core.call.slow_paths import SlowPathWarning
 from attn_core.call.spec import AttentionSpec
 from attn_core.dropins import old_paths
-from attn_core.errors import BridgeError, DeviceError, DTypeError, ShapeError, SpecError
+from attn_core.errors import BridgeError, DeviceError, DTypeError, ResultError, ShapeError, SpecError
 from attn_core.paged.allocator import PageAllocator, PoolFullError
 from attn_core.paged.step import Pages, Step
 from attn_core.selection.choice import NoBackendError, Selection, explain, select
@@ -34,6 +34,7 @@ __all__ = [
     "PagedKV",
     "Pages",
     "PoolFullError",
+    "ResultError",
     "Selection",
     "SeqInfo",
     "SlowPathWarning",

@@ -26,6 +26,10 @@ class BridgeError(RuntimeError):
     """A value that cannot cross between JAX and torch."""
 
 
+class ResultError(RuntimeError):
+    """A kernel returned a result of the wrong shape, dtype or device, for instance after an upgrade of its package."""
+
+
 class LayoutWarning(UserWarning):
     """Shapes that are valid, but likelier those of another order of the axes."""
 

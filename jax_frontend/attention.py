@@ -128,14 +128,19 @@ def run(call: AttentionCall, inputs: Inputs, info: SeqInfo | None) -> Any:
     # are cached, so planning twice costs a dictionary lookup.
     checked_spec = plan.plan(plan.metadata(inputs), call.device, call.options, False, False, call.requested).spec
     offsets.check(checked_spec, info)
-    if checks.enabled():
+    checked = checks.enabled()
+    if checked:
         value_checks.check(checked_spec, inputs, info)
+        call = call._replace(checked=True)
     if (inputs.mask is not None or inputs.bias is not None) and tables_passed() % EVERY == FIRST:
         value_checks.look_at(inputs.mask, inputs.bias)
     if inputs.sinks is not None and info is not None:
         # The inputs have further documents for trailing tokens, whose rows must not get a sink as log-sum-exp.
         call = call._replace(documents=len(info.cu_seqlens_q) - 1)
-    return differentiable_attention(call, varying_alike(inputs))
+    results = differentiable_attention(call, varying_alike(inputs))
+    if checked and not value_checks.are_traced(inputs):
+        jax.effects_barrier()  # so that an eager call has warned of its results when it returns
+    return results
 
 
 @hide_unknown

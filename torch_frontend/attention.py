@@ -198,9 +198,11 @@ def attention(
             if needs_backward:
                 return autograd.AttentionFunction.apply(call_plan, q, k, v)
             results = call_plan.forward(call_plan.spec, Inputs(q, k, v))
-    except RuntimeError:  # a kernel raises it for a layout that it cannot read; check_tensor names that argument
+    except Exception as error:
+        # A kernel raises RuntimeError for a layout that it cannot read; check_tensor names that argument.
         for name, tensor in zip("qkv", (q, k, v), strict=True):
             plan.check_tensor(name, tensor)
+        run_plan.note_plan(error, call_plan, "forward")
         raise
     return results if return_lse else results[0]
 

@@ -15,6 +15,7 @@ from attn_core.call.tensors import Gradients, Inputs
 from attn_core.selection import override
 from torch_frontend.attention import Window
 from torch_frontend.dispatch import autocast, autograd, empty_rows, plan, run_plan, sdpa_flags, transforms
+from torch_frontend.dispatch.checked_results import in_checks
 from torch_frontend.dispatch.general_calls import attend, gather_arguments
 from torch_frontend.dispatch.ranges import in_ranges
 from torch_frontend.dispatch.second_derivative import once_differentiable
@@ -84,7 +85,7 @@ def attention_qkvpacked(
     bias_gradient = bias is not None and bias.requires_grad
     requested = requested_names(backend) or override.requested()
     entries = plan.metadata(inputs)
-    call_plan = in_ranges(plan.plan(entries, options, True, bias_gradient, requested, sdpa_flags.now()))
+    call_plan = in_checks(in_ranges(plan.plan(entries, options, True, bias_gradient, requested, sdpa_flags.now())))
     run_plan.check_offsets(call_plan.spec, inputs)
     with autocast.switched_off(qkv.device):
         results = QkvAttention.apply(call_plan, qkv, *inputs[3:])

@@ -17,6 +17,7 @@ from attn_core.call.options import Options, requested_names
 from attn_core.selection import override
 from torch_frontend.attention import attention
 from torch_frontend.dispatch import autocast, empty_rows, heads_first, plan, run_plan, sdpa_flags, transforms
+from torch_frontend.dispatch.checked_results import in_checks
 from torch_frontend.dispatch.general_calls import gather_arguments
 from torch_frontend.dispatch.ranges import in_ranges
 
@@ -46,7 +47,7 @@ def attention_of_layer(q: Tensor, k: Tensor, v: Tensor, *, trains: bool, **optio
     request = (plan.metadata(inputs), call_options, True, bias_gradient, requested, sdpa_flags.now())
     if not _can_run(*request):  # a requested backend without a backward may still serve a pass without gradients
         request = (*request[:2], False, False, *request[4:])
-    call_plan = in_ranges(plan.plan(*request))
+    call_plan = in_checks(in_ranges(plan.plan(*request)))
     run_plan.check_offsets(call_plan.spec, inputs)
     with autocast.switched_off(inputs.q.device):
         out, lse = run_plan.run_forward(call_plan, inputs)

@@ -27,12 +27,12 @@ def checks(on: bool = True) -> Switch:
     """Switches the checks of values on or off: ``checks(True)`` from here on, ``with checks(True):`` for a block.
 
     Each eager call of ``attention`` then warns with ``CheckWarning`` of rows that see no key, masks that look inverted
-    or like an upper triangle, and inputs that are not finite; and with ``SlowPathWarning``, once for each line of the
-    program, of a mask or a bias that says the same as an option. It reads all values, so it waits for the device, and
-    needs the time and memory of a full mask. Calls inside ``jax.jit``, ``torch.compile`` and transforms are not
-    checked, except that a function which JAX traces while checks are on warns of wrong offsets of documents when it
-    runs. ``ATTN_CORE_CHECKS=1`` switches the checks on when the package is imported. The switch belongs to the current
-    thread or task.
+    or like an upper triangle, inputs that are not finite, and NaN that a kernel returns for finite inputs, in both
+    directions; and with ``SlowPathWarning``, once for each line of the program, of a mask or a bias that says the same
+    as an option. It reads all values, so it waits for the device, and needs the time and memory of a full mask. Calls
+    inside ``jax.jit``, ``torch.compile`` and transforms are not checked, except that a function which JAX traces while
+    checks are on warns of wrong offsets of documents and of NaN in results when it runs. ``ATTN_CORE_CHECKS=1``
+    switches the checks on when the package is imported. The switch belongs to the current thread or task.
 
     Raises:
         SpecError: unless ``on`` is True or False.

@@ -27,6 +27,8 @@ class BridgedCall(NamedTuple):
     """Whether the kernel overlaps an exchange that was just started. It then waits a few us, so the exchange begins."""
     tables_checked: bool = False
     """Whether a paged call's tables were checked already. Traced tables have no values before the call runs."""
+    checked: bool = False
+    """Whether the buffers of results start as NaN, so that a value which the kernel does not write shows."""
 
     @property
     def gradients(self) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -10,9 +11,11 @@ import jax
 from jax.profiler import TraceAnnotation
 
 from attn_core import backends
+from attn_core.call.failed_calls import note_call
 from attn_core.call.ranges import range_name
+from attn_core.call.results import result_error
 from attn_core.call.spec import AttentionSpec
-from attn_core.call.tensors import Gradients, PagedInputs
+from attn_core.call.tensors import Gradients, PagedInputs, dtype_name
 from attn_core.context_parallel.on_torch import step
 from attn_core.context_parallel.on_torch.head_start import head_start
 from attn_core.errors import BridgeError
@@ -27,10 +30,30 @@ Run = Callable[[tuple[Any, ...]], None]
 def run_of(call: BridgedCall | BridgedStep) -> Run:
     """Returns the function that runs a call."""
     if isinstance(call, BridgedStep):
-        return _StepRunner(call).run
+        return _named(_StepRunner(call).run)
     run = _forward(call) if call.direction == "forward" else _backward(call)
-    run = _in_range(hot_callbacks.counted(run, call), range_name(call.backend, call.spec, call.direction))
+    name = range_name(call.backend, call.spec, call.direction)
+    run = _in_range(_named(hot_callbacks.counted(run, call), name), name)
     return _with_head_start(run) if call.overlaps_exchange else run
+
+
+def _named(run_call: Run, name: str | None = None) -> Run:
+    """Puts the notes of a kernel's error into its message, because XLA keeps nothing but the message of an error.
+
+    Args:
+        name: the call's; None if the errors have their notes already.
+    """
+
+    def run(values: tuple[Any, ...]) -> None:
+        try:
+            run_call(values)
+        except Exception as error:
+            if name is not None:
+                note_call(error, name)
+            lines = f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())
+            raise BridgeError("\n".join(lines)) from error
+
+    return run
 
 
 def _in_range(run_call: Run, name: str) -> Run:
@@ -60,7 +83,7 @@ def _with_head_start(run_call: Run) -> Run:
 def _forward(call: BridgedCall) -> Run:
     module: Any = backends.load(call.backend, backends.kind_of(call.device))
     spec, count, gather = call.spec, len(call.operands), inputs_builder(call.operands)
-    kernel, with_lse, writes = module.forward, call.with_lse, backends.writes_into(module)
+    kernel, with_lse, writes, checked = module.forward, call.with_lse, backends.writes_into(module), call.checked
     # On a GPU kernels clamp the tables, because reading them here would wait for it.
     unchecked = spec.paged is not None and call.device == "cpu" and not call.tables_checked
 
@@ -69,13 +92,37 @@ def _forward(call: BridgedCall) -> Run:
         inputs = gather(values)
         if unchecked:
             _check_tables(spec, inputs)
+        if checked:
+            _fill(out_buffer, lse_buffer)
         out, lse = kernel(spec, inputs, (out_buffer, lse_buffer)) if writes else kernel(spec, inputs)
         if out is not out_buffer:  # the backend could not write into XLA's buffer
-            out_buffer.copy_(out)
+            _copy("out", out, out_buffer)
         if with_lse and lse is not lse_buffer:
-            values[count + 1].copy_(lse)
+            _copy("lse", lse, lse_buffer)
 
     return forward
+
+
+def _fill(*buffers: Any) -> None:
+    """Fills the buffers of results with NaN, so that a value which the kernel does not write shows."""
+    for buffer in buffers:
+        if buffer is not None:
+            buffer.fill_(math.nan)
+
+
+def _copy(name: str, result: Any, buffer: Any) -> None:
+    """Copies a result into XLA's buffer. ``copy_`` alone would convert or repeat a result that is wrong.
+
+    Raises:
+        ResultError: for a result of another shape, dtype or device.
+    """
+    if not (
+        getattr(result, "shape", None) == buffer.shape
+        and result.dtype is buffer.dtype
+        and result.device == buffer.device
+    ):
+        raise result_error(name, result, tuple(buffer.shape), dtype_name(buffer), buffer.device)
+    buffer.copy_(result)
 
 
 def _check_tables(spec: AttentionSpec, inputs: PagedInputs) -> None:
@@ -99,10 +146,12 @@ def _backward(call: BridgedCall) -> Run:
         qkv = first.unbind(-3) if as_one else (first, *rest[:2])
         buffers = Gradients(**dict(zip(names, (*qkv, *(rest if as_one else rest[2:])), strict=True)))
         arguments = (call.spec, gather(values), saved["out"], saved["lse"], saved["dout"], saved.get("dlse"))
+        if call.checked:
+            _fill(*buffers)
         gradients = module.backward(*arguments, buffers) if writes else module.backward(*arguments)
-        for buffer, gradient in zip(buffers, gradients, strict=True):
+        for name, buffer, gradient in zip(Gradients._fields, buffers, gradients, strict=True):
             if buffer is not None and gradient is not buffer:
-                buffer.copy_(gradient)
+                _copy(name, gradient, buffer)
 
     return backward
 

@@ -52,8 +52,9 @@ _making_room = free_in_children(threading.Lock())
 
 def run(call: BridgedCall, results: tuple[jax.ShapeDtypeStruct, ...], *operands: Any) -> tuple[Any, ...]:
     """Returns the results of a backend's forward or backward on JAX arrays; traceable, as one or a few custom calls."""
-    # A compiled program has no head start for exchanges, so calls that differ in ``overlaps_exchange`` alone share one.
-    lane = compiled_lane.lane_of(call._replace(overlaps_exchange=False))
+    # A compiled program has neither a head start for exchanges nor buffers of NaN, so calls that differ in these alone
+    # share one.
+    lane = compiled_lane.lane_of(call._replace(overlaps_exchange=False, checked=False))
     if lane.program is not None:
         return compiled_lane.run(lane.program, call, results, operands)
     hot_callbacks.traced(call)

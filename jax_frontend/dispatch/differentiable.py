@@ -27,6 +27,8 @@ class AttentionCall(NamedTuple):
     options: Options
     requested: str | tuple[str, ...] | None
     device: str
+    checked: bool = False
+    """See ``Plan.checked``."""
     documents: int | None = None
     """How many documents the caller's offsets have. The documents that ``offsets`` adds for other tokens follow."""
 
@@ -141,7 +143,7 @@ def differentiable_attention(call: AttentionCall, inputs: Inputs) -> Any:
 def _plan(call: AttentionCall, inputs: Inputs, needs_backward: bool, bias_gradient: bool) -> plan.Plan:
     metadata = plan.metadata(inputs)
     arguments = (metadata, call.device, call.options, needs_backward, bias_gradient, call.requested)
-    return plan.plan(*arguments)._replace(as_one=inputs.k is None)
+    return plan.plan(*arguments)._replace(as_one=inputs.k is None, checked=call.checked)
 
 
 def _run(call_plan: plan.Plan, inputs: Inputs, *, with_lse: bool) -> tuple[Any, Any]:

@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from attn_core import backends
+from attn_core.call.failed_calls import note_call
 from attn_core.call.ranges import range_name
+from attn_core.call.results import result_error
 from attn_core.call.tensors import Gradients, Inputs, PagedInputs
 from jax_frontend.bridge import targets
 from jax_frontend.bridge.bridged_call import BridgedCall
@@ -67,8 +69,13 @@ def run(call: BridgedCall, *operands: Any) -> list[Any]:
 
     XLA knows the call's operations by the name of its range; the name costs nothing when the program runs.
     """
-    with jax.named_scope(range_name(call.backend, call.spec, call.direction)):
-        return _run(call, *operands)
+    name = range_name(call.backend, call.spec, call.direction)
+    try:
+        with jax.named_scope(name):
+            return _run(call, *operands)
+    except Exception as error:
+        note_call(error, name)
+        raise
 
 
 def _run(call: BridgedCall, *operands: Any) -> list[Any]:
@@ -79,10 +86,15 @@ def _run(call: BridgedCall, *operands: Any) -> list[Any]:
     saved = [named.pop(name, None) for name in ("out", "lse", "dout", "dlse")]
     inputs = to_inputs(named)
     if call.direction == "forward":
-        return list(module.forward(call.spec, inputs)[: 1 + call.with_lse])
-    gradients: Gradients = module.backward(call.spec, inputs, *saved)
-    by_name = gradients._asdict() | ({"dqkv": jnp.stack(gradients[:3], -3)} if "qkv" in named else {})
-    return [by_name[name] for name in names_of(call)[1]]
+        results = list(module.forward(call.spec, inputs)[: 1 + call.with_lse])
+    else:
+        gradients: Gradients = module.backward(call.spec, inputs, *saved)
+        by_name = gradients._asdict() | ({"dqkv": jnp.stack(gradients[:3], -3)} if "qkv" in named else {})
+        results = [by_name[name] for name in names_of(call)[1]]
+    for name, result, expected in zip(names_of(call)[1], results, result_types(call, *operands), strict=True):
+        if result.shape != expected.shape or result.dtype != expected.dtype:
+            raise result_error(name, result, expected.shape, str(expected.dtype))
+    return results
 
 
 def empty_results(call: BridgedCall, *operands: Any) -> list[Any]:

@@ -25,6 +25,7 @@ from jax_frontend.dispatch import (
     partitioning,
     primitive_rules,
     tangent,
+    value_checks,
     xla_compiles,  # noqa: F401 (it listens from its import on)
 )
 from jax_frontend.dispatch.plan import Plan
@@ -47,12 +48,16 @@ def forward(plan: Plan, inputs: Any, *, with_lse: bool = True) -> tuple[Any, Any
         with_lse=with_lse,
         overlaps_exchange=plan.overlaps_exchange,
         tables_checked=plan.tables_checked,
+        checked=plan.checked,
     )
     if plan.spec.empty:
         empty = partial(local_call.empty_results, call)
         out, *lse = partitioning.run_under_auto_axes(empty, MappedCall(call), operands)
     else:
         out, *lse = _run(forward_p, MappedCall(call, requested=plan.requested), operands)
+        if plan.checked:
+            results = {"out": out, "lse": lse[0] if with_lse else None}
+            value_checks.report_results(plan, "forward", dict(zip(names, operands, strict=True)), results)
     return out, lse[0] if with_lse else None
 
 
@@ -71,9 +76,21 @@ def backward(plan: Plan, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: An
     extras = {"out": out, "lse": lse, "dout": dout, "dlse": dlse}
     saved = {name: array for name, array in extras.items() if array is not None}
     call = BridgedCall(
-        "backward", plan.backend, plan.device, spec, names, tuple(saved), overlaps_exchange=plan.overlaps_exchange
+        "backward",
+        plan.backend,
+        plan.device,
+        spec,
+        names,
+        tuple(saved),
+        overlaps_exchange=plan.overlaps_exchange,
+        checked=plan.checked,
     )
     results = _run(backward_p, MappedCall(call, requested=plan.requested), (*operands, *saved.values()))
+    if plan.checked:
+        named = dict(zip(names, operands, strict=True)) | saved
+        value_checks.report_results(
+            plan, "backward", named, dict(zip(local_call.names_of(call)[1], results, strict=True))
+        )
     if plan.as_one:
         # One result stands for the first three gradients.
         rest = dict(zip(call.gradients[3:], results[1:], strict=True))

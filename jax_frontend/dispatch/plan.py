@@ -37,6 +37,8 @@ class Plan(NamedTuple):
     """The backends that the caller named, or None for automatic choice."""
     tables_checked: bool = False
     """See ``BridgedCall.tables_checked``."""
+    checked: bool = False
+    """Whether the program warns of NaN in the call's results when it runs, see ``value_checks.report_results``."""
 
 
 Metadata = tuple[tuple[int, ...], np.dtype]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -14,10 +15,13 @@ from attn_core.call.arguments import Arrays
 from attn_core.call.checks import CheckWarning, warn_of_values
 from attn_core.call.mask_patterns import look
 from attn_core.call.offset_checks import check_cu_seqlens
+from attn_core.call.ranges import range_name
+from attn_core.call.results import warn_of_results
 from attn_core.call.seq_info import SeqInfo, is_number
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
 from attn_core.errors import SpecError
+from jax_frontend.dispatch.plan import Plan
 
 
 def check(spec: AttentionSpec, inputs: Inputs, info: SeqInfo | None) -> None:
@@ -25,7 +29,7 @@ def check(spec: AttentionSpec, inputs: Inputs, info: SeqInfo | None) -> None:
 
     Kernels clamp wrong offsets, so a jitted program would hide them.
     """
-    if any(isinstance(array, jax.core.Tracer) for array in inputs):
+    if are_traced(inputs):
         if info is not None and isinstance(info.cu_seqlens_q, jax.core.Tracer):
             report = partial(_warn_of_offsets, spec, info.max_len_q, info.max_len_k)
             jax.debug.callback(report, info.cu_seqlens_q, info.cu_seqlens_k)
@@ -42,6 +46,22 @@ def look_at(mask: Any, bias: Any) -> None:
         if all(device.platform == "cpu" for device in table.devices()):
             with jax.transfer_guard("allow"):
                 look(name, _numpy(table))
+
+
+def are_traced(inputs: Inputs) -> bool:
+    """Returns whether JAX traces the call, so that its arrays have no values yet."""
+    return any(isinstance(array, jax.core.Tracer) for array in inputs)
+
+
+def report_results(plan: Plan, direction: str, operands: Mapping[str, Any], results: Mapping[str, Any]) -> None:
+    """Makes the program warn of NaN in the results of a call with finite operands, whenever it runs; traceable.
+
+    Args:
+        operands, results: the call's arrays by name; None for an absent one.
+    """
+    report = partial(warn_of_results, range_name(plan.backend, plan.spec, direction), plan.spec.dropout)
+    present = ({name: array for name, array in each.items() if array is not None} for each in (operands, results))
+    jax.debug.callback(report, *present)
 
 
 def _warn_of_offsets(spec: AttentionSpec, max_len_q: int, max_len_k: int, queries: Any, keys: Any) -> None:

@@ -9,7 +9,7 @@ import torch
 from attn_core.call.tensors import Gradients, Inputs
 from torch_frontend.dispatch import autocast
 from torch_frontend.dispatch.plan import Plan
-from torch_frontend.dispatch.run_plan import gradients_in_order, run_backward, run_forward
+from torch_frontend.dispatch.run_plan import gradients_in_order, note_plan, run_backward, run_forward
 from torch_frontend.dispatch.second_derivative import once_differentiable
 from torch_frontend.dispatch.tensor_kinds import are_jit_traces_active
 
@@ -40,7 +40,11 @@ class AttentionFunction(torch.autograd.Function):
         if not is_direct(dout, dlse):
             return None, *gradients_in_order(guarded_backward(plan, inputs, out, lse, dout, dlse), len(tensors))
         if len(tensors) == 3 and dout is not None:
-            return (None, *plan.backward(plan.spec, inputs, out, lse, dout, dlse)[:3])
+            try:
+                return (None, *plan.backward(plan.spec, inputs, out, lse, dout, dlse)[:3])
+            except Exception as error:
+                note_plan(error, plan, "backward")
+                raise
         return None, *gradients_in_order(run_backward(plan, inputs, out, lse, dout, dlse), len(tensors))
 
 

@@ -19,7 +19,7 @@ from attn_core.selection import override
 from torch_frontend.dispatch import autograd, empty_rows, offsets, value_checks
 from torch_frontend.dispatch.plan_cache import fast_plan, table_plan
 from torch_frontend.dispatch.ranges import in_ranges
-from torch_frontend.dispatch.run_plan import check_offsets, run_forward, run_shortcut
+from torch_frontend.dispatch.run_plan import check_offsets, note_plan, run_forward, run_shortcut
 
 Tensor = torch.Tensor
 _KINDS = frozenset((Tensor, torch.nn.Parameter))
@@ -126,7 +126,11 @@ def attend_with_tables(
     if tables_passed() % EVERY == FIRST:
         value_checks.look_at(mask, bias)
     shortcut = call_plan.shortcut
-    results = shortcut(q, k, v, mask, bias) if shortcut else None
+    try:
+        results = shortcut(q, k, v, mask, bias) if shortcut else None
+    except Exception as error:
+        note_plan(error, call_plan, "forward")
+        raise
     if results is None:
         if needs_backward:
             return autograd.AttentionFunction.apply(call_plan, *Inputs(q, k, v, mask, bias))

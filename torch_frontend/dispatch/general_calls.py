@@ -25,6 +25,7 @@ from torch_frontend.dispatch import (
     value_checks,
 )
 from torch_frontend.dispatch.backend_names import join_names
+from torch_frontend.dispatch.checked_results import in_checks
 from torch_frontend.dispatch.dropout_words import draw_words
 from torch_frontend.dispatch.ranges import in_ranges
 
@@ -72,7 +73,8 @@ def attend(inputs: Inputs, options: Options, backend: Any) -> Any:
         return (out, lse) if options.return_lse else out
     requested = requested_names(backend) or override.requested()
     entries = plan.metadata(inputs)
-    call_plan = in_ranges(plan.plan(entries, options, needs_backward, bias_gradient, requested, sdpa_flags.now()))
+    call_plan = plan.plan(entries, options, needs_backward, bias_gradient, requested, sdpa_flags.now())
+    call_plan = in_checks(in_ranges(call_plan))
     run_plan.check_offsets(call_plan.spec, inputs)
     if (inputs.mask is not None or inputs.bias is not None) and tables_passed() % EVERY == FIRST:
         value_checks.look_at(inputs.mask, inputs.bias)

@@ -21,6 +21,7 @@ from torch_frontend.dispatch import autocast, sdpa_flags, transforms
 from torch_frontend.dispatch.plan import Plan
 from torch_frontend.dispatch.plan_cache import dense_plan, fast_plan
 from torch_frontend.dispatch.ranges import in_ranges
+from torch_frontend.dispatch.run_plan import note_plan
 from torch_frontend.dispatch.tensor_kinds import are_jit_traces_active, are_modes_active
 
 Tensor = torch.Tensor
@@ -110,7 +111,11 @@ def attend(
     except Exception:  # attention raises it again, and names the argument
         return None
     # Errors of the kernel propagate: checkpointing stops a recomputation by one of its own, from a hook.
-    results = None if run is None else run(q, k, v) if tables is None else run(q, k, v, mask, bias)
+    try:
+        results = None if run is None else run(q, k, v) if tables is None else run(q, k, v, mask, bias)
+    except Exception as error:
+        note_plan(error, _plan(operands, tables, needs_backward, bias_gradient, requested, *options), "forward")
+        raise
     return None if results is None else results[0]
 
 

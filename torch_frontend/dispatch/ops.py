@@ -20,6 +20,7 @@ from attn_core.call.tensors import Gradients, Inputs
 from torch_frontend.dispatch import offsets, vmap
 from torch_frontend.dispatch.autocast import switched_off
 from torch_frontend.dispatch.backend_names import requested_now
+from torch_frontend.dispatch.checked_results import check_backward, check_forward
 from torch_frontend.dispatch.plan import Plan, metadata, plan
 from torch_frontend.dispatch.ranges import in_ranges
 from torch_frontend.dispatch.run_plan import gradients_in_order, run_backward, run_forward
@@ -124,6 +125,8 @@ def _forward_op(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     call_plan = _op_plan(inputs, plain)
     with switched_off(inputs.q.device):
         out, lse = run_forward(call_plan, inputs)
+    # Compiled code reads the results' memory as ``_forward_fake`` describes it, and would read out of bounds.
+    check_forward(call_plan, inputs.q, out[0] if call_plan.one_row else out, lse)
     # Contiguous, because compilers plan memory with the strides that _forward_fake promises. The backend travels as an
     # index on the CPU, where the backward reads it without waiting for the device.
     return out.contiguous(), lse.contiguous(), torch.tensor(names().index(call_plan.backend), device="cpu")
@@ -144,7 +147,9 @@ def _backward_op(*arguments: Any) -> tuple[Tensor, ...]:
     dout, dlse, out, lse, chosen, *call = arguments
     inputs, plain = _complete(call)
     with switched_off(inputs.q.device):
-        results = run_backward(_op_plan(inputs, plain, chosen), inputs, out, lse, dout, dlse)
+        call_plan = _op_plan(inputs, plain, chosen)
+        results = run_backward(call_plan, inputs, out, lse, dout, dlse)
+    check_backward(call_plan, inputs, results)
     absent = inputs.q.new_empty(0)  # an op must return a tensor for each result, and no two may share memory
     return tuple(absent.clone() if gradient is None else gradient.contiguous() for gradient in results)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from attn_core.call.failed_calls import note_call
 from attn_core.call.offset_checks import check_cu_seqlens
+from attn_core.call.ranges import range_name
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
 from torch_frontend.dispatch.plan import Plan
@@ -23,14 +25,22 @@ def run_shortcut(call_plan: Plan, inputs: Inputs) -> tuple[Tensor, Tensor] | Non
     """Returns (out, lse) of the backend's shortcut; None if it has none, or none for these values."""
     if call_plan.shortcut is None:
         return None
-    return call_plan.shortcut(*inputs[: 3 if inputs.mask is None and inputs.bias is None else 5])
+    try:
+        return call_plan.shortcut(*inputs[: 3 if inputs.mask is None and inputs.bias is None else 5])
+    except Exception as error:
+        note_plan(error, call_plan, "forward")
+        raise
 
 
 def run_forward(call_plan: Plan, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """Runs a plan's forward and returns (out, lse); out has q's rank."""
     if call_plan.one_row:  # [1, tokens, heads, dim] -> [tokens, heads, dim]
         inputs = inputs._replace(q=inputs.q[0], k=inputs.k[0], v=inputs.v[0])
-    out, lse = call_plan.forward(call_plan.spec, _four_dimensional(inputs))
+    try:
+        out, lse = call_plan.forward(call_plan.spec, _four_dimensional(inputs))
+    except Exception as error:
+        note_plan(error, call_plan, "forward")
+        raise
     return (out[None] if call_plan.one_row else out), lse
 
 
@@ -54,12 +64,21 @@ def run_backward(
         out, dout = out[0], dout[0]
         into = into and into._replace(dq=into.dq[0], dk=into.dk[0], dv=into.dv[0])
     buffers = {"into": into} if into is not None and call_plan.writes_into else {}
-    gradients = call_plan.backward(call_plan.spec, _four_dimensional(inputs), out, lse, dout, dlse, **buffers)
+    try:
+        gradients = call_plan.backward(call_plan.spec, _four_dimensional(inputs), out, lse, dout, dlse, **buffers)
+    except Exception as error:
+        note_plan(error, call_plan, "backward")
+        raise
     if call_plan.one_row:
         gradients = gradients._replace(dq=gradients.dq[None], dk=gradients.dk[None], dv=gradients.dv[None])
     if gradients.dbias is not None:
         gradients = gradients._replace(dbias=gradients.dbias.reshape(inputs.bias.shape))
     return gradients
+
+
+def note_plan(error: Exception, call_plan: Plan, direction: str) -> None:
+    """Adds a note with the backend and the call to an error of its kernel."""
+    note_call(error, range_name(call_plan.backend, call_plan.spec, direction))
 
 
 def _four_dimensional(inputs: Inputs) -> Inputs:

@@ -19,7 +19,7 @@ def check(inputs: Inputs, options: Options, info: SeqInfo | None) -> None:
     """Warns of mistakes in the values of a call. Reads every tensor, so it waits for the device."""
     facts = Arrays(*(entry and plan.facts(*entry) for entry in plan.metadata(inputs)))  # type: ignore[arg-type]
     tokens = None if info is None else int(info.cu_seqlens_q[-1])
-    arrays = {name: _numpy(tensor) for name, tensor in zip(Arrays._fields, inputs, strict=False)}
+    arrays = {name: as_numpy(tensor) for name, tensor in zip(Arrays._fields, inputs, strict=False)}
     warn_of_values(build_spec(facts, options), arrays, tokens)
 
 
@@ -27,10 +27,11 @@ def look_at(mask: torch.Tensor | None, bias: torch.Tensor | None) -> None:
     """Warns if a mask or a bias on the CPU says no more than an option does; on a GPU it would have to wait."""
     for name, table in (("mask", mask), ("bias", bias)):
         if type(table) is torch.Tensor and table.is_cpu and not table.is_meta and not table.requires_grad:
-            look(name, _numpy(table))
+            look(name, as_numpy(table))
 
 
-def _numpy(tensor: torch.Tensor | None) -> Any:
+def as_numpy(tensor: torch.Tensor | None) -> Any:
+    """Returns a tensor's values as a numpy array, bfloat16 as float32; None for an absent tensor."""
     if tensor is None:
         return None
     tensor = tensor.detach().cpu()

@@ -11,6 +11,7 @@ import torch
 from attn_core import backends
 from attn_core.backends.shared.torch_ranges import in_range, is_on
 from attn_core.call import counters
+from attn_core.call.failed_calls import note_call
 from attn_core.call.options import Options, check_traced_options, is_plain_window
 from attn_core.call.pages import PagedKV
 from attn_core.call.ranges import enabled, range_name
@@ -185,7 +186,11 @@ def run(inputs: PagedInputs, options: Options, requested: tuple[str, ...] | None
     forward = call_plan.forward
     if is_on() and not call_plan.spec.empty:
         forward = in_range(forward, call_plan.range_name, enabled())
-    out, lse = forward(call_plan.spec, inputs)
+    try:
+        out, lse = forward(call_plan.spec, inputs)
+    except Exception as error:
+        note_call(error, call_plan.range_name)
+        raise
     cu = inputs.cu_seqlens_q
     # Kernels leave the rows behind the last offset unwritten, and the host does not know the last offset.
     out, lse = offsets.clear_tail(out, lse, cu) if cu is not None and cu.is_cuda else (out, lse)

@@ -16,6 +16,7 @@ from torch.autograd import profiler
 
 from attn_core.backends.shared.torch_ranges import in_range
 from attn_core.call import counters, ranges
+from attn_core.call.failed_calls import note_call
 from attn_core.call.options import is_plain_window, requested_names
 from attn_core.call.pages import PagedKV
 from attn_core.paged.tables import FEW_ENTRIES, are_valid
@@ -138,7 +139,11 @@ def attend(q: Any, k: Any, v: Any, table: Any, lengths: Any, sinks: Any, backend
             return None
     if profiler._is_profiler_enabled or _ranges():
         run = in_range(run, name, _ranges())
-    results = run(q, k, v, table, lengths, sinks)
+    try:
+        results = run(q, k, v, table, lengths, sinks)
+    except Exception as error:
+        note_call(error, name)
+        raise
     if results is None:
         return None
     if not options[5]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from attn_core.backends.shared.cached_once import cached_once
+from attn_core.call.failed_calls import note_call
 from attn_core.call.ranges import enabled, range_name
 
 
@@ -85,12 +86,16 @@ def in_range(function: Callable[..., Any], name: str, nvtx: bool) -> Callable[..
 
 
 def in_range_if_on(function: Callable[..., Any], backend: str, direction: str) -> Callable[..., Any]:
-    """Wraps a backend's forward or backward: its call is a range whenever somebody listens."""
+    """Wraps a backend's forward or backward: its call is a range whenever somebody listens, and is noted on errors."""
 
     def run(spec: Any, *arguments: Any) -> Any:
-        if not is_on():
-            return function(spec, *arguments)
-        with Range(range_name(backend, spec, direction), enabled()):
-            return function(spec, *arguments)
+        try:
+            if not is_on():
+                return function(spec, *arguments)
+            with Range(range_name(backend, spec, direction), enabled()):
+                return function(spec, *arguments)
+        except Exception as error:
+            note_call(error, range_name(backend, spec, direction))
+            raise
 
     return run
