@@ -124,10 +124,12 @@ class PageAllocator(HeldPages):
         untouched = len(self._free) - self.needed(tokens)
         taken = self._free[untouched:]  # the end of the stack
         before = {name: (list(self._pages[name]), self._lengths[name]) for name in tokens}
+        undo_notes = self.changes.undo_notes(tokens)
 
         def undo() -> None:
             self._restore(before)
             self._free[untouched:] = taken  # in their order
+            undo_notes()  # so that the step before this one stays valid
 
         return undo
 

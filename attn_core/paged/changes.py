@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import NamedTuple
 
 
@@ -35,6 +35,16 @@ class Changes:
         """Records that a sequence was freed. A sequence started later under its name is a different one."""
         self.now += 1  # so that ``since`` does not take its shortcut
         self._last.pop(name, None)
+
+    def undo_notes(self, names: Iterable[Hashable]) -> Callable[[], None]:
+        """Returns a function that forgets whatever is noted of these sequences after now."""
+        now, last = self.now, {name: self._last[name] for name in names}
+
+        def undo() -> None:
+            self._last.update(last)
+            self.now = now
+
+        return undo
 
     def since(self, time: int, names: Iterable[Hashable]) -> tuple[Hashable, str] | None:
         """Returns the first of these sequences that changed after ``time``, and how; None if none did."""
