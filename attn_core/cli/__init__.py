@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 
 from attn_core.errors import MissingExtraError, needs_extra
@@ -14,4 +15,9 @@ def main() -> None:
             from attn_core.cli.app import app
     except MissingExtraError as error:
         sys.exit(f"attn: {error}")
-    app(prog_name="attn")
+    try:
+        app(prog_name="attn")
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            raise
+        sys.exit(f"attn: the output cannot be written: {error.strerror}")

@@ -22,7 +22,7 @@ from attn_core.cli.bench_torch import SDPA
 from attn_core.cli.complaint import complain
 from attn_core.cli.devices import device_named
 from attn_core.cli.frameworks import check_framework, devices_of
-from attn_core.cli.plots import empty_figure, sweep_figure
+from attn_core.cli.plots import empty_figure, save, sweep_figure
 from attn_core.cli.progress import Stages
 from attn_core.errors import SpecError
 from attn_core.selection.cross_validation import Fitting
@@ -30,6 +30,7 @@ from attn_core.selection.random_calls import random_calls
 from attn_core.selection.regret import GOALS, TORCH_ALONE, fastest_round, regrets, right_times, static_order, summary
 from attn_core.selection.sweep import QUICK, SweepCase
 from attn_core.selection.sweeps import regrets_of_new_sweeps, regrets_of_package
+from attn_core.selection.whole_file import check_place
 
 WRITE_EVERY = 5.0
 """Seconds between two writes of the raw file; a run that is killed loses the cases since the last write."""
@@ -71,6 +72,9 @@ def bench(
     try:
         if plot is not None:
             empty_figure(1, 1)  # fails before minutes of measuring if matplotlib is missing
+        for file in (json, plot):
+            if file is not None:
+                check_place(file)
         sweep = Sweep(device_of(device, framework), tuple(backend or ()), rounds, everything, framework)
         if resume:
             if json is None:
@@ -152,7 +156,7 @@ def draw_sweep(fitting: Fitting, path: Path) -> None:
         raise SpecError(f"--plot={path}: nothing to draw, because no backend ran a call with right numbers")
     # The package's order is what a user of this machine has.
     chosen = regrets_of_package(fitting) or fitting.regrets()
-    sweep_figure(fitting, speeds_beside(fitting)[0], chosen).savefig(path, dpi=150)
+    save(sweep_figure(fitting, speeds_beside(fitting)[0], chosen), path)
 
 
 def line_of(record: Record) -> str:

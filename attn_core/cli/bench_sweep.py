@@ -22,7 +22,7 @@ from attn_core.errors import SpecError
 from attn_core.selection import Target, choice
 from attn_core.selection.sweep import SweepCase, plain_fields
 from attn_core.selection.tables import device_name
-from attn_core.selection.whole_file import write_whole
+from attn_core.selection.whole_file import read_json, write_whole
 
 MOST_SCORES = 2**28
 """From this many scores on, the math backend is timed only if nothing else runs the case: it may store every score."""
@@ -213,12 +213,16 @@ def read(path: Path) -> dict[str, Any]:
     Raises:
         SpecError: if the file cannot be read or was not written by ``attn bench --json``.
     """
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise SpecError(f"{path}: cannot be read: {error}") from None
+    raw = read_json(path)
     if not isinstance(raw, dict) or raw.get("format") != 1:
         raise SpecError(f"{path}: expected a file written by `attn bench --json`")
+    kinds: dict[str, Any] = {"seconds": (int, float), "cases": list}
+    for name, kind in kinds.items():
+        if not isinstance(raw.get(name), kind):
+            raise SpecError(f"{path}: {name}={raw.get(name)!r}: expected what `attn bench --json` writes")
+    for case in raw["cases"]:
+        if not isinstance(case, dict) or not {"name", "direction"} <= case.keys():
+            raise SpecError(f"{path}: cases: expected the name and the direction of each, got {str(case)[:80]}")
     return raw
 
 

@@ -14,11 +14,12 @@ from rich.text import Text
 from attn_core.cli.comparison import ORACLE_LIMIT, Row, bit_equality, fits_oracle, rows_of
 from attn_core.cli.devices import device_named
 from attn_core.cli.frameworks import devices_of, installed
-from attn_core.cli.plots import comparison_figure
+from attn_core.cli.plots import comparison_figure, save
 from attn_core.cli.spec_options import ON_CPU, ON_GPU, SpecOptions, takes_spec
 from attn_core.cli.trial import Trial, draw
 from attn_core.errors import SpecError
 from attn_core.selection.explanation_text import wrapped
+from attn_core.selection.whole_file import check_place
 
 
 @takes_spec
@@ -44,6 +45,8 @@ def compare(
     Exit code: 0 if every backend that ran is right; 1 if one is wrong or none ran; 2 for invalid options.
     """
     device = _device_here(device)
+    if plot is not None:
+        check_place(plot)
     trial = _trial(options, gradients, device, seed)
     console = Console()
     rows = _rows(trial, device, repeats, quiet=json)
@@ -54,7 +57,7 @@ def compare(
     else:
         _show(console, trial, rows, equal, everything)
     if plot is not None:
-        comparison_figure(trial, rows).savefig(plot, dpi=150)
+        save(comparison_figure(trial, rows), plot)
         # With --json, stdout must hold nothing but JSON.
         typer.echo(f"wrote {plot}", err=json)
     if any(row.wrong for row in rows) or not any(row.outcome for row in rows):

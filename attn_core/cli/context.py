@@ -15,6 +15,7 @@ from attn_core.context_parallel.cost.machine import GIB, Constants
 from attn_core.context_parallel.picture import LIMIT, draw, svg
 from attn_core.context_parallel.plan import AxisSizes
 from attn_core.errors import SpecError
+from attn_core.selection.whole_file import write_whole
 
 
 @takes_spec
@@ -43,7 +44,7 @@ def context_plan(
     if choice.strategy is not None:
         plan = plan_spec(spec, documents, choice.strategy, layout, axes)
         if picture is not None:
-            picture.write_text(svg(plan), encoding="utf-8")
+            write_whole(svg(plan), picture)
         # A picture has a sign for each token, so it is left out for long rows.
         drawn = max(spec.q_len, spec.kv_len, plan.world) <= LIMIT
         typer.echo(draw(plan) if drawn else f"(no picture: a row or the number of ranks is above {LIMIT})")

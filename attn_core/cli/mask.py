@@ -11,7 +11,7 @@ import typer
 
 from attn_core.call.masks import visible
 from attn_core.call.spec import AttentionSpec
-from attn_core.cli.plots import empty_figure
+from attn_core.cli.plots import empty_figure, save
 from attn_core.cli.spec_options import SpecOptions, takes_spec
 from attn_core.errors import SpecError
 
@@ -39,7 +39,7 @@ def mask(
     typer.echo(str(spec))
     typer.echo(draw(seen, columns=shutil.get_terminal_size().columns))
     if png is not None:
-        _picture(seen, spec, offsets).savefig(png, dpi=150)
+        save(_picture(seen, spec, offsets), png)
         typer.echo(f"wrote {png}")
 
 

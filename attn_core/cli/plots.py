@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from io import BytesIO
+from pathlib import Path
 from statistics import geometric_mean
 from textwrap import fill
 from typing import Any
@@ -13,6 +15,7 @@ from attn_core.cli.trial import Trial
 from attn_core.errors import SpecError
 from attn_core.selection.cross_validation import Fitting
 from attn_core.selection.regret import Regret
+from attn_core.selection.whole_file import write_whole
 
 BLUE, ORANGE = "#0072b2", "#d55e00"
 """Colours that people with any kind of colour vision can tell apart (Okabe and Ito, 2008)."""
@@ -26,6 +29,20 @@ SLOWER = 0.95
 
 Speeds = dict[tuple[str, str], list[tuple[float, str]]]
 """By function and direction: (times as fast, call)."""
+
+
+def save(figure: Any, path: Path) -> None:
+    """Writes a figure in one step, in the format that the file's ending names, PNG if it has none.
+
+    Raises:
+        SpecError: for an ending that matplotlib does not know, or a file that cannot be written.
+    """
+    content = BytesIO()
+    try:
+        figure.savefig(content, format=path.suffix[1:] or "png", dpi=150)
+    except ValueError as error:
+        raise SpecError(f"{path}: cannot be drawn: {error}") from None
+    write_whole(content.getvalue(), path)
 
 
 def empty_figure(width: float, height: float, option: str = "--plot") -> Any:

@@ -11,6 +11,8 @@ from rich.console import Console
 from attn_core.cli import device_table, known_bad_page, support_table
 from attn_core.cli.complaint import complain
 from attn_core.cli.support_tables import LEGEND, tables
+from attn_core.errors import SpecError
+from attn_core.selection.whole_file import write_whole
 
 
 def support(
@@ -32,13 +34,17 @@ def support(
     option, module = next(((name, module) for name, (asked, module) in pages.items() if asked), ("", support_table))
     page = module.render()
     if check is not None:
-        # A missing page is out of date as well.
-        if not check.is_file() or check.read_text(encoding="utf-8") != page:
+        # A page that is missing or no text is out of date as well.
+        if not check.is_file() or check.read_bytes() != page.encode():
             complain(f"{check} is out of date; run: attn support{option} --write {check}")
             raise typer.Exit(1)
         typer.echo(f"{check} is current")
     elif write is not None:
-        write.write_text(page, encoding="utf-8")
+        try:
+            write_whole(page, write)
+        except SpecError as error:
+            complain(error)
+            raise typer.Exit(2) from None
         typer.echo(f"wrote {write}")
     elif markdown or option:
         typer.echo(page)

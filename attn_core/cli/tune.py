@@ -16,6 +16,7 @@ from attn_core.errors import SpecError
 from attn_core.selection.cross_validation import Fitting, write_table
 from attn_core.selection.random_calls import random_calls
 from attn_core.selection.tables import device_name, shipped_table, user_path, versions
+from attn_core.selection.whole_file import check_place, names_file
 
 ROUNDS = 3
 """Timed rounds of each backend. Fewer than in ``attn bench``, because more calls teach the models more."""
@@ -40,6 +41,10 @@ def tune(
             raise SpecError(
                 f"--framework=jax --device={target}: a GPU's table is measured in torch; use --framework torch"
             )
+        path = user_path(framework, target)
+        with names_file(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        check_place(path)
         sweep = Sweep(target, (), ROUNDS, False, framework)
         _measure(sweep, seed, 60 * minutes)
     except SpecError as error:
@@ -53,8 +58,11 @@ def tune(
     if not all(fitting.models.values()):
         complain(f"{len(fitting.records)} measured calls are too few; try --minutes {5 * minutes:g}")
         raise typer.Exit(1)
-    path = user_path(framework, target)
-    write_table(fitting.table() | {"versions": versions(), "device_name": device_name(target)}, path)
+    try:
+        write_table(fitting.table() | {"versions": versions(), "device_name": device_name(target)}, path)
+    except SpecError as error:
+        complain(error)
+        raise typer.Exit(1) from None
     typer.echo(regret_table(fitting))
     typer.echo(f"wrote {path}; automatic choice follows it in new processes, and `attn doctor` shows it")
 

@@ -27,7 +27,7 @@ from attn_core.selection.regret import (
 )
 from attn_core.selection.samples import counts, samples_of
 from attn_core.selection.tables import DIRECTIONS, FORMAT, plain_model
-from attn_core.selection.whole_file import write_whole
+from attn_core.selection.whole_file import names_file, write_whole
 
 FOLDS = 10
 
@@ -196,12 +196,17 @@ class Fitting:
 
 
 def write_table(table: dict[str, Any], path: Path) -> None:
-    """Writes a table as JSON with a line for each model, so that diffs of two files are readable."""
+    """Writes a table as JSON with a line for each model, so that diffs of two files are readable.
+
+    Raises:
+        SpecError: if the file cannot be written. An earlier file is unchanged.
+    """
     head = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in table.items() if name != "models"]
     directions = []
     for direction, models in table["models"].items():
         lines = ",\n".join(f"   {json.dumps(name)}: {json.dumps(model)}" for name, model in models.items())
         directions.append(f"  {json.dumps(direction)}: {{\n{lines}\n  }}")
     text = "".join(f" {line},\n" for line in head)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    with names_file(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(f'{{\n{text} "models": {{\n' + ",\n".join(directions) + "\n }\n}\n", path)

@@ -7,6 +7,7 @@ one warning, if it cannot be read, or was measured on another device or with oth
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import warnings
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from attn_core.selection.cost_model import FACTORS, RATES, Model
+from attn_core.selection.whole_file import read_json
 
 FORMAT = 4
 """Of the tables. A table in another format is not read."""
@@ -74,7 +76,7 @@ def user_table(framework: str, device: str) -> Table | None:
         path = user_path(framework, device)
         if not path.is_file():
             return None
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = read_json(path)
         reason = _stale(raw, device)
         if reason is None:
             return table_of(raw, str(path))
@@ -139,7 +141,10 @@ def table_of(raw: dict[str, Any], path: str = "") -> Table:
         training: {name: _model(content) for name, content in raw["models"].get(direction, {}).items()}
         for direction, training in DIRECTIONS.items()
     }
-    return Table(source, int(raw["tile"]), int(raw["processors"]), models)
+    tile, processors = int(raw["tile"]), int(raw["processors"])
+    if tile < 1 or processors < 1:
+        raise ValueError(f"tile={tile}, processors={processors}: expected 1 or more")
+    return Table(source, tile, processors, models)
 
 
 def _model(content: dict[str, Any]) -> Model:
@@ -148,7 +153,11 @@ def _model(content: dict[str, Any]) -> Model:
     if unknown := factors.keys() - set(known):
         raise ValueError(f"unknown factors: {', '.join(' '.join(one) for one in sorted(unknown))}")
     rates = tuple(float(content["rates"][name]) for name in RATES)
-    return Model(rates, tuple(float(factors.get(key, 0.0)) for key in known), float(content["error"]))
+    effects, error = tuple(float(factors.get(key, 0.0)) for key in known), float(content["error"])
+    # json reads NaN and 1e999. A NaN would make the order of the backends depend on how they are compared.
+    if not all(map(math.isfinite, (*rates, *effects, error))):
+        raise ValueError("rates, factors, error: expected finite numbers")
+    return Model(rates, effects, error)
 
 
 def plain_model(model: Model) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from attn_core.cli.frameworks import versions
 from attn_core.errors import LayoutWarning, SpecError
 from attn_core.selection import Target, choice
 from attn_core.selection.tables import device_name
-from attn_core.selection.whole_file import write_whole
+from attn_core.selection.whole_file import names_file, read_json, write_whole
 
 BLOCK = 40
 """Cases in a block. They share an entry, and their structure if the entry compiles for it."""
@@ -101,10 +101,7 @@ class Campaign:
         Raises:
             SpecError: if the file is no campaign with the same seed, devices, versions and entries.
         """
-        try:
-            before = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise SpecError(f"{path}: cannot be read: {error}") from None
+        before = read_json(path)
         if not isinstance(before, dict):
             raise SpecError(f"{path}: expected a file written by `attn campaign --json`")
         for name in ("format", "seed", "devices", "versions", "entries", "part"):
@@ -132,17 +129,20 @@ class Campaign:
         """
         began, spent, written = monotonic(), self.state["seconds"], monotonic()
         before = self.state["calls"]
+        descriptor = None
         if path is not None:
             write_whole(json.dumps(self.state, indent=1) + "\n", path)
-        descriptor = None if path is None else os.open(running_file(path), os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+            with names_file(path):
+                descriptor = os.open(running_file(path), os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
             for number, case in self.cases(self.state["next"]):
                 ran = self.state["calls"] - before
                 if self.full or ran >= most_calls or (ran and monotonic() - began > seconds):
                     break
-                if descriptor is not None:
+                if descriptor is not None and path is not None:
                     # So that the next run knows the case if this process dies in it.
-                    os.pwrite(descriptor, f"{number} {text_of(case)}".encode().ljust(4096, b"\0"), 0)
+                    with names_file(running_file(path)):
+                        os.pwrite(descriptor, f"{number} {text_of(case)}".encode().ljust(4096, b"\0"), 0)
                 start = monotonic()
                 with catch_warnings():
                     simplefilter("ignore", LayoutWarning)  # drawn sizes look like any layout

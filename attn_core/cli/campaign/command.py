@@ -21,6 +21,7 @@ from attn_core.cli.devices import device_named
 from attn_core.cli.frameworks import devices_of, installed
 from attn_core.cli.progress import Stages
 from attn_core.errors import SpecError
+from attn_core.selection.whole_file import check_place
 
 RUNNING = "running calls"
 
@@ -44,6 +45,8 @@ def campaign(
         seed = datetime.now(UTC).timetuple().tm_yday
     try:
         run = Campaign(seed, _devices(device), tuple(only or ()))
+        if json is not None:
+            check_place(json)
         if resume and json is None:
             raise SpecError("--resume: expected --json with the file to continue")
         if resume and processes == 1 and json is not None and json.exists():
