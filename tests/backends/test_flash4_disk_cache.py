@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from collections.abc import Iterator
 from importlib import metadata
@@ -116,7 +118,7 @@ def test_a_folder_that_cannot_be_written_is_no_error(interface: ModuleType, tmp_
     assert type(interface._flash_attn_fwd.compile_cache) is MemoryCache
 
 
-@pytest.mark.parametrize("error", [OSError, RuntimeError])
+@pytest.mark.parametrize("error", [OSError, RuntimeError, ValueError, EOFError, MemoryError])
 def test_a_disk_that_breaks_later_is_no_error(error: type[Exception], interface: ModuleType) -> None:
     disk_cache.use()
     cache = interface._flash_attn_fwd.compile_cache
@@ -124,6 +126,77 @@ def test_a_disk_that_breaks_later_is_no_error(error: type[Exception], interface:
     assert "kernel" not in cache
     cache["kernel"] = "compiled"
     assert "kernel" in cache
+
+
+LEVELS = ("ours", "flash4", "kernels")
+
+
+def place_of(level: str, caches: Path) -> Path:
+    """A folder of the cache by its name; "kernels" is the one that has the files."""
+    return caches / {"ours": "attn_core", "flash4": "attn_core/flash4"}.get(
+        level, f"attn_core/flash4/{disk_cache.fingerprint()}"
+    )
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o1777])
+def test_a_folder_that_others_may_write_into_is_not_used(
+    level: str, mode: int, interface: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = place_of(level, tmp_path / "caches")
+    place.mkdir(parents=True)
+    for folder in (place, *place.parents):
+        if folder == tmp_path:
+            break
+        folder.chmod(0o700)
+    place.chmod(mode)
+    for _ in range(3):
+        assert disk_cache.use() is None
+    assert type(interface._flash_attn_fwd.compile_cache) is MemoryCache
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and f"others may write into {place}" in record.getMessage()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_folder_of_another_user_is_not_used(
+    level: str, interface: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert disk_cache.use() is not None
+    disk_cache.use.cache_clear()
+    interface._flash_attn_fwd.compile_cache = MemoryCache()
+    place, of_path = place_of(level, tmp_path / "caches"), Path.stat
+
+    def stat_of(path: Path, **options: Any) -> Any:
+        status = of_path(path, **options)
+        owner = os.getuid() + 1 if path == place else status.st_uid
+        return SimpleNamespace(st_uid=owner, st_mode=status.st_mode)
+
+    monkeypatch.setattr(Path, "stat", stat_of)
+    assert disk_cache.use() is None
+    assert type(interface._flash_attn_fwd.compile_cache) is MemoryCache
+    assert f"{place} belongs to another user" in caplog.text
+
+
+def test_every_folder_of_ours_is_private(interface: ModuleType, tmp_path: Path) -> None:
+    before = os.umask(0o000)
+    try:
+        assert disk_cache.use() is not None
+    finally:
+        os.umask(before)
+    for level in LEVELS:
+        assert place_of(level, tmp_path / "caches").stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EACCES])
+def test_a_full_or_read_only_disk_is_no_error(
+    code: int, interface: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(Path, "mkdir", fail)
+    assert disk_cache.use() is None
+    assert type(interface._flash_attn_fwd.compile_cache) is MemoryCache
 
 
 def test_an_interface_that_changed_is_no_error(interface: ModuleType) -> None:

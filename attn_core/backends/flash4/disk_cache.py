@@ -4,7 +4,8 @@ The folder is ``flash4`` in ``attn_core`` in the user's cache folder (``$XDG_CAC
 folder for each set of package versions, GPUs, compiler settings and sources of ours that a kernel may depend on. The
 user's own ``FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED`` (0 turns the cache off) or ``FLASH_ATTENTION_CUTE_DSL_CACHE_DIR``
 takes precedence. flash-attn-4's own cache does the work: it writes a file under another name and renames it, and
-compiles again what it cannot load. Here a folder that cannot be read, written or locked is no error either.
+compiles again what it cannot load. Here a folder that cannot be read, written or locked is no error either. A folder
+that belongs to another user, or that others may write into, is not used: its files are code.
 Upstream: flash-attn-4 4.0.0b36, ``flash_attn.cute.cache_utils``.
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import stat
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,10 @@ PACKAGES = ("flash-attn-4", "nvidia-cutlass-dsl", "quack-kernels", "apache-tvm-f
 """The packages that the compiled code depends on."""
 SETTINGS = ("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR")
 """flash-attn-4's own environment variables. If one is set, flash-attn-4 does what it says."""
+
+
+class UnsafeFolderError(Exception):
+    """Another user may write into the folder of compiled kernels."""
 
 
 @cached_once
@@ -44,6 +50,9 @@ def use() -> Path | None:
             caches[name].cache.update(entry.compile_cache.cache)  # kernels that were compiled before
         for name, entry in entries.items():
             entry.compile_cache = caches[name]
+    except UnsafeFolderError as error:
+        log.warning("FlashAttention-4's kernels are not kept on disk: %s", error)
+        return None
     except Exception as error:  # an interface that changed upstream can raise anything, and compiling always works
         log.info("FlashAttention-4's kernels are not kept on disk: %s: %s", type(error).__name__, error)
         return None
@@ -62,32 +71,46 @@ def _cache(folder: Path) -> Any:
     from flash_attn.cute.cache_utils import JITPersistentCache
 
     class Cache(JITPersistentCache):  # type: ignore[misc]
-        """A cache on disk for which a full or read-only disk, or a lock that it does not get, is no error."""
+        """A cache on disk for which a full or read-only disk, a damaged file, or a lock that it does not get, is no
+        error."""
 
         def _try_load_from_storage(self, key: Any) -> bool:
             try:
                 return bool(super()._try_load_from_storage(key))
-            except (OSError, RuntimeError) as error:
+            except Exception as error:  # a damaged file may fail in any way, and compiling always works
                 log.info("compiled code is not read from %s: %s", folder, error)
                 return False
 
         def _try_export_to_storage(self, key: Any, function: Any) -> None:
             try:
                 super()._try_export_to_storage(key, function)
-            except (OSError, RuntimeError) as error:
+            except Exception as error:
                 log.info("compiled code is not written to %s: %s", folder, error)
 
     return Cache(folder)
 
 
 def _usable_folder() -> Path:
-    """Creates and returns the folder. Raises OSError if files in it cannot be written or locked."""
+    """Creates and returns the folder.
+
+    Raises:
+        OSError: if files in it cannot be written or locked.
+        UnsafeFolderError: if another user may write into it, because its kernels are code that this process runs.
+    """
     import fcntl  # flash-attn-4 runs on Linux alone; this module is imported everywhere
 
     base = os.environ.get("XDG_CACHE_HOME", "")
     caches = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
-    folder = caches / "attn_core" / "flash4" / fingerprint()
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    caches.mkdir(parents=True, exist_ok=True)
+    folder = caches
+    for name in ("attn_core", "flash4", fingerprint()):  # one by one, because mkdir gives parents another mode
+        folder /= name
+        folder.mkdir(mode=0o700, exist_ok=True)
+        status = folder.stat()
+        if status.st_uid != os.getuid():
+            raise UnsafeFolderError(f"{folder} belongs to another user (uid {status.st_uid}); delete it")
+        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise UnsafeFolderError(f"others may write into {folder}; delete it, or chmod it to 700")
     with open(folder / "lock", "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     return folder
