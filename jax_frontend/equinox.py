@@ -97,7 +97,8 @@ def attend(
         dropout_rng=key if dropout else None,
     )
     # equinox's Linear takes one vector.
-    return jax.vmap(layer.output_proj)(out.reshape(sizes[1], -1))  # [q_len, heads * vo_size] -> [q_len, output_size]
+    flat = out.reshape(sizes[1], sizes[0] * out.shape[-1])  # [q_len, heads * vo_size]
+    return jax.vmap(layer.output_proj)(flat)  # [q_len, output_size]
 
 
 def _check_rows(layer: eqx.nn.MultiheadAttention, query: Array, key_: Array, value: Array) -> None:
@@ -135,7 +136,8 @@ def _heads(
     """Projects the rows, ``[length, features]`` -> ``[length, heads, channels]`` each, to one dtype."""
     projections = (layer.query_proj, layer.key_proj, layer.value_proj)
     projected = [jax.vmap(project)(array) for project, array in zip(projections, rows, strict=True)]
-    heads = [array.reshape(array.shape[0], layer.num_heads, -1) for array in projected]
+    # With every size, because JAX infers none for an array without rows.
+    heads = [array.reshape(len(array), layer.num_heads, array.shape[1] // layer.num_heads) for array in projected]
     if process_heads is not None:
         shapes, heads = [array.shape for array in heads], list(process_heads(*heads))
         for name, array, shape in zip(("query", "key", "value"), heads, shapes, strict=True):

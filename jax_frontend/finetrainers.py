@@ -211,5 +211,5 @@ def _attend_end_to_end(attend: Attend, rows: list[Array], **form: Any) -> Result
     """Runs rows ``[batch, len, heads, head_dim]`` as one packed row; the results have the axes of a dense call."""
     batch, q_len, heads = rows[0].shape[:3]
     out, lse = attend(*(array.reshape(-1, *array.shape[2:]) for array in rows), **form)
-    out = out.reshape(batch, q_len, heads, -1).swapaxes(1, 2)
+    out = out.reshape(batch, q_len, heads, out.shape[-1]).swapaxes(1, 2)
     return out, None if lse is None else lse.reshape(heads, batch, q_len).swapaxes(0, 1)
