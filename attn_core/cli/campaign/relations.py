@@ -102,6 +102,31 @@ def _band_as_mask(trial: Trial) -> Rewritten:
     return Rewritten((trial._replace(spec=plain, inputs=inputs._replace(mask=mask)),), _only)
 
 
+def _documents_as_mask(trial: Trial) -> Rewritten:
+    """Writes packed documents, causal, window and mask as one mask of a row without documents."""
+    spec, inputs = trial.spec, trial.inputs
+    mask = visible(spec, inputs.mask, inputs.cu_seqlens_q, inputs.cu_seqlens_k)
+    one_row = replace(
+        spec,
+        causal=False,
+        window=(None, None),
+        documents=None,
+        max_len_q=None,
+        max_len_k=None,
+        mask_shape=mask.shape,
+    )
+    tensors = inputs._replace(
+        q=inputs.q[None], k=inputs.k[None], v=inputs.v[None], mask=mask, cu_seqlens_q=None, cu_seqlens_k=None
+    )
+    dlse = None if trial.dlse is None else trial.dlse[None]
+
+    def join(results: list[Arrays]) -> Arrays:
+        (arrays,) = results
+        return {name: array if name in ("dbias", "dsinks") else array[0] for name, array in arrays.items()}
+
+    return Rewritten((Trial(one_row, tensors, None, trial.dout[None], dlse, trial.seed),), join)
+
+
 def _keys_padded(trial: Trial) -> Rewritten:
     """Appends three keys of large values that a mask hides."""
     spec, inputs, more = trial.spec, trial.inputs, 3
@@ -208,6 +233,10 @@ RELATIONS: dict[str, Relation] = {
     "documents apart": Relation(lambda s: s.packed and not s.dropout and not s.bias_gradient, _documents_apart, True),
     "rows as documents": Relation(lambda s: _dense(s) and _no_tables(s), _as_documents),
     "causal and window as a mask": Relation(lambda s: _dense(s) and _banded(s), _band_as_mask),
+    # The distances of ALiBi count within a document. Tokens behind the last one have no sinks; rows that see none do.
+    "documents as a mask": Relation(
+        lambda s: s.packed and not (s.dropout or s.empty or s.sinks) and s.alibi_shape is None, _documents_as_mask
+    ),
     # More keys move a bottom-right diagonal.
     "hidden keys appended": Relation(
         lambda s: _dense(s) and (s.alignment == "top_left" or not (_banded(s) or s.alibi_shape)), _keys_padded
