@@ -273,7 +273,7 @@ def test_the_case_in_which_a_process_died_is_a_fault(tmp_path: Path) -> None:
 
 def test_every_entry_and_relation_gets_its_turn() -> None:
     run = Campaign(11, CPU)
-    cases = [case for _, case in islice(run.cases(0), 120 * BLOCK)]
+    cases = [case for _, case in islice(run.cases(0), 250 * BLOCK)]
     assert {case.entry for case in cases} == set(run.entries)
     assert {case.relation for case in cases} == {None, *RELATIONS}
     assert [case for _, case in islice(run.cases(0), 50)] == cases[:50]

@@ -17,6 +17,7 @@ from warnings import catch_warnings, simplefilter
 from attn_core import backends
 from attn_core.cli.campaign import coverage
 from attn_core.cli.campaign.case import Case, case_of, text_of
+from attn_core.cli.campaign.documents import with_same_documents
 from attn_core.cli.campaign.draw import Place, new_lengths, number_seed, random_choice, structure
 from attn_core.cli.campaign.entries import Entry, entries_of
 from attn_core.cli.campaign.judge import Verdict, verdict_of
@@ -68,11 +69,12 @@ class Campaign:
             SpecError: if no entry has one of the names.
         """
         self.devices = devices
-        everything = [entry for framework in devices for entry in entries_of(framework).values()]
+        self.kind, self._part = backends.kind_of(next(iter(devices.values()))), part or Part()
+        known = [entry for framework in devices for entry in entries_of(framework).values()]
+        everything = [entry for entry in known if self.kind in entry.kinds]
         self.entries = {e.name: e for e in everything if not names or any(name in e.name for name in names)}
         if not self.entries:
             raise SpecError(f"--only: expected a part of one of {', '.join(e.name for e in everything)}")
-        self.kind, self._part = backends.kind_of(next(iter(devices.values()))), part or Part()
         self.state: dict[str, Any] = {
             "format": FORMAT,
             "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -200,6 +202,8 @@ class Campaign:
             return None
         if lengths is not None and place.number % BLOCK and shares:
             lengths = new_lengths(spec, place)
+        if lengths is not None and entry.same_documents:
+            spec, lengths = with_same_documents(spec, lengths)
         target = Target.here(entry.framework, self.devices[entry.framework])
         backend = random_choice(drawn, ("", *self._able(entry, spec, target, shares))) or None
         relation = None

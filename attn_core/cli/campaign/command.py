@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -14,6 +14,8 @@ from attn_core import backends
 from attn_core.cli.campaign import coverage
 from attn_core.cli.campaign.campaign import Campaign
 from attn_core.cli.campaign.case import case_of
+from attn_core.cli.campaign.entries import left_out
+from attn_core.cli.campaign.expressible import holes
 from attn_core.cli.campaign.judge import Verdict, verdict_of
 from attn_core.cli.campaign.processes import run_in_processes
 from attn_core.cli.complaint import complain
@@ -52,6 +54,9 @@ def campaign(
         if resume and processes == 1 and json is not None and json.exists():
             run.resume(json)
         typer.echo(f"seed {seed}, {run.state['device_name']}")
+        for framework in run.devices:
+            for name, reason in left_out(framework).items():
+                typer.echo(f"left out: {name}: {reason}")
         if processes == 1:
             _run(run, 60 * minutes, json)
         else:
@@ -59,7 +64,7 @@ def campaign(
     except SpecError as error:
         complain(error)
         raise typer.Exit(2) from None
-    typer.echo(report(run.state, run.kind))
+    typer.echo(report(run))
     if run.state["faults"]:
         raise typer.Exit(1)
 
@@ -120,8 +125,9 @@ def _run_several(run: Campaign, processes: int, seconds: float, json: Path | Non
         run_in_processes(run, processes, seconds, json or Path(folder) / "campaign.json", resume, advance)
 
 
-def report(state: dict[str, Any], kind: str) -> str:
+def report(run: Campaign) -> str:
     """Returns the outcome of a campaign as Markdown."""
+    state, kind = run.state, run.kind
     worst = state["worst"]
     lines = [
         f"{state['calls']} calls in {state['seconds']:.0f} s, seed {state['seed']}, {len(state['faults'])} faults.",
@@ -133,8 +139,9 @@ def report(state: dict[str, Any], kind: str) -> str:
         "",
     ]
     lines += [f"- {name}: {count} calls" for name, count in sorted(state["by relation"].items())]
-    holes = coverage.holes(state["backends"], kind)
-    lines += ["", *(f"Claimed, but no call had it: {hole}" for hole in holes)]
+    claims = coverage.holes(state["backends"], kind)
+    lines += ["", *(f"Claimed, but no call had it: {hole}" for hole in claims)]
+    lines += [f"Can be written, but no call had it: {hole}" for hole in holes(state["by entry"], run.entries, kind)]
     for fault in state["faults"]:
         lines += ["", fault["fault"], f"attn replay '{fault['shrunk']}'"]
     return "\n".join(lines)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from attn_core.call.spec import AttentionSpec
@@ -12,7 +13,11 @@ from attn_core.cli.trial import Trial
 from attn_core.errors import SpecError
 
 Arrays = dict[str, Any]
-MODULES = {"torch": "attn_core.cli.campaign.torch_entries", "jax": "attn_core.cli.campaign.jax_entries"}
+MODULES = {
+    framework: tuple(f"attn_core.cli.campaign.{framework}_{name}" for name in ("entries", "hosts", "context"))
+    for framework in ("torch", "jax")
+}
+"""The modules with the entry points of each framework: its own functions, the drop-ins, and context parallelism."""
 
 
 class Entry(NamedTuple):
@@ -27,6 +32,9 @@ class Entry(NamedTuple):
         share: the share of a block's cases that run; less than 1 for an entry that is slow.
         requests: whether the caller can request a backend by name.
         words: returns the words that dropout draws for a seed, or None if the entry has no dropout.
+        needs: the packages that the entry imports besides its framework.
+        same_documents: whether packed queries and keys must have the same documents, and no tokens behind the last.
+        kinds: the kinds of device that the entry runs on.
     """
 
     name: str
@@ -36,6 +44,9 @@ class Entry(NamedTuple):
     share: float = 1.0
     requests: bool = True
     words: Callable[[int], list[int]] | None = None
+    needs: tuple[str, ...] = ()
+    same_documents: bool = False
+    kinds: tuple[str, ...] = ("cpu", "cuda")
 
     @property
     def framework(self) -> str:
@@ -44,23 +55,41 @@ class Entry(NamedTuple):
 
 
 @cache
+def _known(framework: str) -> dict[str, Entry]:
+    return {entry.name: entry for module in MODULES[framework] for entry in import_module(module).ENTRIES}
+
+
+@cache
 def entries_of(framework: str) -> dict[str, Entry]:
-    """Returns the entry points of a framework by name. Imports the framework."""
-    return {entry.name: entry for entry in import_module(MODULES[framework]).ENTRIES}
+    """Returns the entry points of a framework that can run here, by name. Imports the framework."""
+    return {name: entry for name, entry in _known(framework).items() if not missing(entry)}
+
+
+def left_out(framework: str) -> dict[str, str]:
+    """Returns why entry points of a framework cannot run here, by name."""
+    return {name: reason for name, entry in _known(framework).items() if (reason := missing(entry))}
+
+
+def missing(entry: Entry) -> str:
+    """Returns ``"x is not installed"`` for the packages that an entry lacks here, or an empty text."""
+    absent = [name for name in entry.needs if find_spec(name) is None]
+    return f"{', '.join(absent)} is not installed" if absent else ""
 
 
 def entry_of(name: str) -> Entry:
     """Returns an entry by name.
 
     Raises:
-        SpecError: if no framework has it.
+        SpecError: if no framework has it, or it cannot run here.
     """
     framework = name.partition(" ")[0]
     if framework not in MODULES:
         raise SpecError(f"entry={name!r}: expected a name that begins with one of {', '.join(MODULES)}")
-    known = entries_of(framework)
+    known = _known(framework)
     if name not in known:
         raise SpecError(f"entry={name!r}: expected one of {', '.join(known)}")
+    if reason := missing(known[name]):
+        raise SpecError(f"entry={name!r}: {reason}")
     return known[name]
 
 

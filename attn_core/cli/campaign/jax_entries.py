@@ -30,7 +30,8 @@ def words(seed: int) -> list[int]:
     return jax.random.bits(jax.random.key(seed), (2,), jnp.uint32).tolist()  # type: ignore[no-any-return]
 
 
-def _run(call: Call, jitted: bool, trial: Trial, backend: str | None, device: str) -> Arrays:
+def run(call: Call, jitted: bool, trial: Trial, backend: str | None, device: str) -> Arrays:
+    """Runs a call of (arrays, options), which returns the results of ``attention``; see ``Entry.run``."""
     import jax
     import jax.numpy as jnp
 
@@ -175,17 +176,17 @@ ENTRIES = (
     Entry("jax paged_attention", _run_paged, pages.refuses, requests=False, share=0.1),
     Entry(
         "jax attention, exported",
-        partial(_run, _exported, False),
+        partial(run, _exported, False),
         without("packed", "dropout", "gradients"),
         shared=True,
         share=0.1,
     ),
-    Entry("jax attention, jit", partial(_run, _attention, True), without(), shared=True, words=words),
-    Entry("jax attention, eager", partial(_run, _attention, False), without(), shared=True, share=0.1, words=words),
-    Entry("jax attention, vmap", partial(_run, _mapped, True), _mapped_refuses, shared=True),
+    Entry("jax attention, jit", partial(run, _attention, True), without(), shared=True, words=words),
+    Entry("jax attention, eager", partial(run, _attention, False), without(), shared=True, share=0.1, words=words),
+    Entry("jax attention, vmap", partial(run, _mapped, True), _mapped_refuses, shared=True),
     Entry(
         "jax dot_product_attention",
-        partial(_run, _dot_product_attention, True),
+        partial(run, _dot_product_attention, True),
         _dot_product_refuses,
         shared=True,
         requests=False,

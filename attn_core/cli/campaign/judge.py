@@ -8,6 +8,7 @@ import numpy as np
 
 from attn_core.call.tensors import Gradients
 from attn_core.cli.campaign.case import Case
+from attn_core.cli.campaign.documents import same_documents
 from attn_core.cli.campaign.entries import Entry, entry_of
 from attn_core.cli.campaign.relations import RELATIONS
 from attn_core.cli.trial import Trial, draw
@@ -71,6 +72,8 @@ def _refusal(trial: Trial, case: Case, entry: Entry, target: Target) -> str | No
         return f"{case.entry}: {reason}"
     if spec.dropout and entry.words is None:
         return f"{case.entry}: no dropout"
+    if entry.same_documents and trial.seq_info is not None and not same_documents(spec, trial.seq_info):
+        return f"{case.entry}: the same documents of queries and keys, and no token behind them"
     if case.backend is None:
         return None
     reasons = choice.refusals(case.backend, spec, target)

@@ -25,7 +25,8 @@ def words(seed: int) -> list[int]:
     return torch.randint(-(2**63), 2**63 - 1, (2,), generator=generator, device="cpu").tolist()
 
 
-def _run(call: Call, trial: Trial, backend: str | None, device: str) -> Arrays:
+def run(call: Call, trial: Trial, backend: str | None, device: str) -> Arrays:
+    """Runs a call of (tensors, trial, backend), which returns the results of ``attention``; see ``Entry.run``."""
     import torch
 
     where = torch.device("cuda" if device.startswith("sm") else "cpu")
@@ -35,26 +36,27 @@ def _run(call: Call, trial: Trial, backend: str | None, device: str) -> Arrays:
     return {name: tensor.detach().to("cpu", torch.float64).numpy() for name, tensor in named.items()}
 
 
-def _keywords(trial: Trial, backend: str | None) -> dict[str, Any]:
+def keywords(trial: Trial, backend: str | None) -> dict[str, Any]:
+    """Returns the keyword arguments of ``attention`` other than tensors."""
     import torch
 
-    keywords = trial.keywords | {"backend": backend, "dropout": trial.spec.dropout}
+    options = trial.keywords | {"backend": backend, "dropout": trial.spec.dropout}
     if trial.spec.dropout:
-        keywords["dropout_rng"] = torch.Generator().manual_seed(trial.seed)
-    return keywords
+        options["dropout_rng"] = torch.Generator().manual_seed(trial.seed)
+    return options
 
 
 def _attention(tensors: Tensors, trial: Trial, backend: str | None) -> Any:
     import torch_frontend
 
-    return torch_frontend.attention(**tensors, **_keywords(trial, backend))
+    return torch_frontend.attention(**tensors, **keywords(trial, backend))
 
 
 def _heads_first(tensors: Tensors, trial: Trial, backend: str | None) -> Any:
     import torch_frontend
 
     exchanged = tensors | {name: tensors[name].transpose(-3, -2) for name in ("q", "k", "v")}
-    results = torch_frontend.attention(**exchanged, **_keywords(trial, backend), layout="bhsd")
+    results = torch_frontend.attention(**exchanged, **keywords(trial, backend), layout="bhsd")
     out, *lse = results if trial.spec.return_lse else (results,)
     return (out.transpose(-3, -2), *lse) if lse else out.transpose(-3, -2)
 
@@ -63,7 +65,7 @@ def _one_row(tensors: Tensors, trial: Trial, backend: str | None) -> Any:
     import torch_frontend
 
     rows = tensors | {name: tensors[name][None] for name in ("q", "k", "v")}
-    results = torch_frontend.attention(**rows, **_keywords(trial, backend))
+    results = torch_frontend.attention(**rows, **keywords(trial, backend))
     out, *lse = results if trial.spec.return_lse else (results,)
     return (out[0], *lse) if lse else out[0]
 
@@ -79,7 +81,7 @@ def _strided(tensors: Tensors, trial: Trial, backend: str | None) -> Any:
         tensor = tensors[name]
         wide = torch.stack((tensor, torch.full_like(tensor, torch.nan)), -1).flatten(-2)
         views[name] = wide[..., ::2]
-    return torch_frontend.attention(**tensors | views, **_keywords(trial, backend))
+    return torch_frontend.attention(**tensors | views, **keywords(trial, backend))
 
 
 _compiled: dict[tuple[AttentionSpec, str | None], Call] = {}
@@ -97,7 +99,7 @@ def _in_graph(tensors: Tensors, trial: Trial, backend: str | None) -> Any:
         torch._dynamo.reset()  # type: ignore[no-untyped-call]
         # Without Inductor, which compiles for seconds: its own code is not under test.
         _compiled[key] = torch.compile(torch_frontend.attention, backend="aot_eager", dynamic=False)
-    return _compiled[key](**tensors, **_keywords(trial, backend))
+    return _compiled[key](**tensors, **keywords(trial, backend))
 
 
 def _scaled_dot_product_attention(tensors: Tensors, trial: Trial, backend: str | None) -> Any:
@@ -112,6 +114,11 @@ def _scaled_dot_product_attention(tensors: Tensors, trial: Trial, backend: str |
     return out.transpose(1, 2)
 
 
+def no_gradient_as_in_torch(spec: AttentionSpec) -> str | None:
+    """Refuses the one gradient that torch's own function leaves out, and so do the functions that stand in for it."""
+    return "no gradient of an empty call's bias" if spec.empty and spec.bias_gradient else None
+
+
 def _sdpa_refuses(spec: AttentionSpec) -> str | None:
     if spec.causal and spec.q_len != spec.kv_len and spec.alignment != "top_left":
         return "is_causal is top-left"
@@ -119,7 +126,8 @@ def _sdpa_refuses(spec: AttentionSpec) -> str | None:
         return "one attn_mask"
     if spec.causal and (spec.mask_shape is not None or spec.bias_shape is not None):
         return "is_causal or attn_mask"
-    return without("window", "softcap", "alibi", "packed", "sinks", "dropout", "lse", "deterministic")(spec)
+    lacks = without("window", "softcap", "alibi", "packed", "sinks", "dropout", "lse", "deterministic")
+    return no_gradient_as_in_torch(spec) or lacks(spec)
 
 
 def _paged(tensors: Tensors, trial: Trial, backend: str | None) -> Any:
@@ -144,7 +152,7 @@ def _qkvpacked(tensors: Tensors, trial: Trial, backend: str | None) -> Any:
 
     qkv = torch.stack([tensors[name] for name in ("q", "k", "v")], -3)
     others = {name: tensor for name, tensor in tensors.items() if name not in ("q", "k", "v")}
-    return torch_frontend.attention_qkvpacked(qkv, **others, **_keywords(trial, backend))
+    return torch_frontend.attention_qkvpacked(qkv, **others, **keywords(trial, backend))
 
 
 def _qkvpacked_refuses(spec: AttentionSpec) -> str | None:
@@ -157,16 +165,16 @@ def _packed_alone(spec: AttentionSpec) -> str | None:
 
 
 ENTRIES = (
-    Entry("torch attention", partial(_run, _attention), without(), words=words),
-    Entry("torch attention, heads first", partial(_run, _heads_first), without(), words=words),
-    Entry("torch attention, one row", partial(_run, _one_row), _packed_alone, words=words),
-    Entry("torch attention, strided", partial(_run, _strided), without(), words=words),
-    Entry("torch attention_qkvpacked", partial(_run, _qkvpacked), _qkvpacked_refuses, words=words),
-    Entry("torch paged_attention", partial(_run, _paged), pages.refuses, requests=False),
-    Entry("torch attention, compiled", partial(_run, _in_graph), without("dropout"), shared=True),
+    Entry("torch attention", partial(run, _attention), without(), words=words),
+    Entry("torch attention, heads first", partial(run, _heads_first), without(), words=words),
+    Entry("torch attention, one row", partial(run, _one_row), _packed_alone, words=words),
+    Entry("torch attention, strided", partial(run, _strided), without(), words=words),
+    Entry("torch attention_qkvpacked", partial(run, _qkvpacked), _qkvpacked_refuses, words=words),
+    Entry("torch paged_attention", partial(run, _paged), pages.refuses, requests=False),
+    Entry("torch attention, compiled", partial(run, _in_graph), without("dropout"), shared=True),
     Entry(
         "torch scaled_dot_product_attention",
-        partial(_run, _scaled_dot_product_attention),
+        partial(run, _scaled_dot_product_attention),
         _sdpa_refuses,
         requests=False,
     ),
