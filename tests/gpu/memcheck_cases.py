@@ -6,8 +6,9 @@ The tool knows the driver's allocations, not tensors: without that variable torc
 is read beside a tensor is seen only where it lies outside of them all.
 
 Prints what ran and what did not, with its reason; exit code 1 only when a call raises, gives NaN or Inf, or writes
-beside a pool of pages. Without an NVIDIA GPU nothing runs. ``--only NAME ...`` runs these backends (and ``append_kv``)
-alone.
+beside a pool of pages. Without an NVIDIA GPU nothing runs. ``--only NAME ...`` runs these backends alone;
+``append_kv``, ``merge``, ``offsets`` and ``tables`` are names of our other Triton kernels, and ``--own`` means all of
+our kernels.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers")]  # run as a file, the project need not be installed
@@ -24,16 +27,25 @@ import small_paged_calls as paged
 import torch
 from small_calls import KINDS, most_it_can, small_call, torch_backends, why_not
 
+from attn_core import PagedKV
+from attn_core.backends.shared import pools
+from attn_core.call.trailing_tokens import tail_of
+from attn_core.context_parallel.on_torch.merge import merge
 from attn_core.errors import SpecError
+from torch_frontend.dispatch import offsets
 
 APPEND = "append_kv"
+OWN = ("triton_splitkv", APPEND, "merge", "offsets", "tables")
+"""Everything that runs a kernel of this project."""
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs every case."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these backends alone")
-    only = parser.parse_args(arguments).only
+    parser.add_argument("--own", action="store_true", help="kernels of this project alone")
+    parsed = parser.parse_args(arguments)
+    only = OWN if parsed.own else parsed.only
     if not torch.cuda.is_available():
         print(f"not run: all cases: needs an NVIDIA GPU, torch {torch.__version__} sees none")
         print("memcheck cases: 0 ran")
@@ -41,6 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
     requested = [(run_case, name, kind) for name in torch_backends() for kind in KINDS]
     requested += [(run_paged, name, kind) for name in paged.paged_backends() for kind in paged.KINDS]
     requested += [(run_append, APPEND, kind) for kind in paged.KINDS]
+    requested += [(run_other, name, name) for name in OTHERS]
     outcomes = [case(name, kind) for case, name, kind in requested if only is None or name in only]
     ran, wrong = len(outcomes) - outcomes.count(None), outcomes.count(False)
     print(f"memcheck cases: {ran} ran, {wrong} wrong")
@@ -88,6 +101,48 @@ def run_append(name: str, kind: str, device: str = "cuda") -> bool:
         return finite(*call.pools) and call.guarded() and all(written)
 
     return passed(f"{name}, {kind}, in place", passes)
+
+
+def run_other(name: str, kind: str, device: str = "cuda") -> bool:
+    """Runs one of OTHERS, and compares it with the same arithmetic by torch's operations on the CPU."""
+    return passed(f"{name}, beside torch's operations", lambda: OTHERS[kind](device))
+
+
+def merges(device: str) -> bool:
+    """Merges two results; some rows of each saw no key."""
+    generator = torch.Generator().manual_seed(1)
+    out, part = (torch.randn(2, 67, 3, 80, generator=generator) for _ in range(2))
+    lse, part_lse = (torch.randn(2, 3, 67, generator=generator) for _ in range(2))
+    lse[:, :, ::5], part_lse[:, :, ::7] = -torch.inf, -torch.inf
+    here = [tensor.to(device, copy=True) for tensor in (out, lse, part, part_lse)]
+    merge(*here)
+    merge(out, lse, part, part_lse)
+    return all(torch.allclose(a.cpu(), b, atol=1e-5) for a, b in zip(here, (out, lse), strict=False))
+
+
+def completes_offsets(device: str) -> bool:
+    """Completes offsets that lie outside of the tokens and decrease."""
+    tail, tokens = tail_of((91, 83), (5, 7), 30), (91, 83)
+    assert tail is not None
+    lies = torch.randint(-200, 200, (2, 31), dtype=torch.int32, generator=torch.Generator().manual_seed(2))
+    lies[0, 3], lies[1, 4] = 2**31 - 1, -(2**31)
+    actual = offsets._safe(*lies.to(device), tail, tokens)
+    return all(torch.equal(a.cpu(), b) for a, b in zip(actual, offsets.safe_by_torch(*lies, tail, tokens), strict=True))
+
+
+def clamps_tables(device: str) -> bool:
+    """Clamps pages and lengths that lie outside of the pool."""
+    call = paged.paged_call("paged decode, lying tables", 16, device=device)
+    table, lengths = call.tables["block_table"], call.tables["seq_lens"]
+    page_size, width = call.pools[0].shape[1], table.shape[1]
+    spec = PagedKV(num_pages=paged.PAGES, page_size=page_size, width=width)
+    inputs: Any = SimpleNamespace(block_table=table, seq_lens=lengths)
+    safe_table, safe_lengths = pools.safe_tables(spec, inputs)
+    expected = table.cpu().clamp(0, paged.PAGES - 1), lengths.cpu().clamp(0, width * page_size)
+    return torch.equal(safe_table.cpu(), expected[0]) and torch.equal(safe_lengths.cpu(), expected[1])
+
+
+OTHERS: dict[str, Callable[[str], bool]] = {"merge": merges, "offsets": completes_offsets, "tables": clamps_tables}
 
 
 def finite(*tensors: torch.Tensor) -> bool:

@@ -20,6 +20,12 @@ def test_paged_cases_run(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"ran: math, {kind}, forward\nran: append_kv, {kind}, in place\n"
 
 
+@pytest.mark.parametrize("name", memcheck_cases.OTHERS)
+def test_other_kernels_run(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert memcheck_cases.run_other(name, name, "cpu")
+    assert capsys.readouterr().out == f"ran: {name}, beside torch's operations\n"
+
+
 def test_a_case_that_cannot_run_prints_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
     assert memcheck_cases.run_paged("triton_splitkv", TRUE_KINDS[0], "cpu") is None
     said = capsys.readouterr().out
