@@ -78,8 +78,8 @@ def section(runs: list[dict[str, Any]] | None = None) -> str:
     lines = [
         "## Memory on the GPU\n",
         "`python -m benchmarks.sanitizer` runs NVIDIA's compute-sanitizer over every Triton kernel of this project:",
-        "attention on pages, appending, merging, offsets of documents, and tables. Half of the calls on pages have tables",
-        "that lie.",
+        "attention on pages, appending, merging, offsets of documents, and tables. Half of the calls on pages have",
+        "tables that lie.",
         "No build with AddressSanitizer exists, because this project has no C or C++ code.\n",
         "| device | date | tool | calls | errors |",
         "|---|---|---|---|---|",

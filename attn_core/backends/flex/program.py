@@ -200,7 +200,7 @@ def _one_block(like: Any) -> Any:
     function of the caller.
     """
     import torch
-    from torch.nn.attention.flex_attention import _LARGE_SPARSE_BLOCK_SIZE, BlockMask
+    from torch.nn.attention.flex_attention import _LARGE_SPARSE_BLOCK_SIZE, BlockMask, noop_mask
 
     count = torch.ones((1, 1, 1), dtype=torch.int32, device=like.device)
     indices = torch.zeros((1, 1, 1, 1), dtype=torch.int32, device=like.device)
@@ -215,6 +215,7 @@ def _one_block(like: Any) -> Any:
         full_q_num_blocks=None,
         full_q_indices=None,
         BLOCK_SIZE=(_LARGE_SPARSE_BLOCK_SIZE, _LARGE_SPARSE_BLOCK_SIZE),
+        mask_mod=noop_mask,  # torch 2.11 has no default
     )
 
 
