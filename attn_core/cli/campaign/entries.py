@@ -35,6 +35,7 @@ class Entry(NamedTuple):
         needs: the packages that the entry imports besides its framework.
         same_documents: whether packed queries and keys must have the same documents, and no tokens behind the last.
         kinds: the kinds of device that the entry runs on.
+        masks: whether the host says in a mask what the spec says in other words. A backend by name may then refuse it.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Entry(NamedTuple):
     needs: tuple[str, ...] = ()
     same_documents: bool = False
     kinds: tuple[str, ...] = ("cpu", "cuda")
+    masks: bool = False
 
     @property
     def framework(self) -> str:

@@ -18,7 +18,10 @@ HostCall = Callable[[AttentionSpec, Arrays, dict[str, Any]], Any]
 
 
 def _run(call: HostCall, trial: Trial, backend: str | None, device: str) -> Arrays:
-    return run(_with_spec(call, trial.spec), True, trial, backend, device)
+    import jax
+
+    with jax.default_matmul_precision("highest"):  # a GPU would round the layers' own float32 products to TF32
+        return run(_with_spec(call, trial.spec), True, trial, backend, device)
 
 
 @lru_cache(maxsize=1)  # one object for the cases of a block, so that they share its program
@@ -34,10 +37,7 @@ def _draw(spec: AttentionSpec) -> int:
 def _ops() -> Ops:
     import jax.numpy as jnp
 
-    def hide(bias: Any, seen: Any) -> Any:
-        return jnp.where(seen, bias, -jnp.inf)
-
-    return Ops(jnp.asarray, hide)
+    return Ops(jnp.asarray, lambda bias, seen: jnp.where(seen, bias, -jnp.inf))
 
 
 # Unsloth and Finetrainers
@@ -246,7 +246,7 @@ def _unsloth_refuses(spec: AttentionSpec) -> str | None:
     return without("dropout")(spec) or host_words.unsloth_refuses(spec)
 
 
-_shared: dict[str, Any] = {"shared": True, "share": 0.5}
+_shared: dict[str, Any] = {"shared": True, "share": 0.5, "masks": True}
 
 ENTRIES = (
     Entry("jax unsloth", partial(_run, _unsloth), _unsloth_refuses, **_shared),

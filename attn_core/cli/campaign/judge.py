@@ -14,7 +14,7 @@ from attn_core.cli.campaign.relations import RELATIONS
 from attn_core.cli.trial import Trial, draw
 from attn_core.correctness.accuracy import expect
 from attn_core.errors import SpecError
-from attn_core.selection import Target, choice
+from attn_core.selection import NoBackendError, Target, choice
 
 
 class Verdict(NamedTuple):
@@ -62,6 +62,10 @@ def verdict_of(case: Case, device: str) -> Verdict:
         results = [entry.run(each, case.backend, device) for each in trials]
         arrays = results[0] if join is None else join(results)
         return _judged(trial, arrays, entry)
+    except NoBackendError as error:
+        if entry.masks and case.backend is not None:
+            return Verdict(skipped=f"{case.backend}: {error}")
+        return Verdict(fault=f"raised NoBackendError: {' '.join(str(error).split())[:300]}")
     except Exception as error:  # whatever a call raises although it was accepted is a fault of this project
         return Verdict(fault=f"raised {type(error).__name__}: {' '.join(str(error).split())[:300]}")
 
