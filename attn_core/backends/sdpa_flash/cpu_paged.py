@@ -72,7 +72,7 @@ def decoder(spec: AttentionSpec, needs_lse: bool) -> Callable[..., tuple[Any, An
         # [pages, page_size, kv_heads, dim] -> [batch, kv_heads, keys, dim]
         layout = (batch, kv_heads, keys, dim), (columns * page_size * slot, dim, slot, 1)
         k, v = k.index_select(0, pages).as_strided(*layout), v.index_select(0, pages).as_strided(*layout)
-        q = q.reshape(grouped)
+        q = q.contiguous().reshape(grouped)  # the kernel reads channels and rows side by side, whatever the strides say
         op = run_twice if alone and longest * dim >= WORTH_TWO_ROWS else kernel
         if longest == shortest and (left is None or left >= longest - 1):
             out, lse = op(q, k, v, 0.0, False, scale=scale)
