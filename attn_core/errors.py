@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 
 class SpecError(ValueError):
@@ -32,6 +34,39 @@ class ResultError(RuntimeError):
 
 class LayoutWarning(UserWarning):
     """Shapes that are valid, but likelier those of another order of the axes."""
+
+
+class _Text(reprlib.Repr):
+    """As ``repr``, but short; arrays as their type and shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = 200
+        self.maxlist = self.maxtuple = self.maxset = self.maxdict = 12
+
+    def repr1(self, value: Any, level: int) -> str:
+        # Not the values of an array: they may be many, on a device, or in memory that is freed.
+        kind = type(value)
+        is_array = any(hasattr(kind, name) for name in ("__array__", "__dlpack__", "__jax_array__"))
+        # A scalar of numpy and a tracer have nothing to read.
+        is_scalar = kind.__module__ == "numpy" and kind.__name__ != "ndarray"
+        if is_array and not is_scalar and "Tracer" not in kind.__name__:
+            return f"{kind.__module__}.{kind.__qualname__} of shape {_shape(value)}"
+        try:
+            return super().repr1(value, level)
+        except Exception:  # a __repr__ of the caller, or an int with too many digits
+            return f"<{kind.__qualname__}>"
+
+
+def _shape(array: Any) -> Any:
+    try:
+        return list(array.shape)
+    except Exception:  # a nested tensor has none
+        return "unknown"
+
+
+shown = _Text().repr
+"""Returns the text of a caller's value for a message. Never reads the values of an array."""
 
 
 class MissingExtraError(ModuleNotFoundError):

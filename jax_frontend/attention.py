@@ -11,7 +11,7 @@ from attn_core.call import checks
 from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
 from attn_core.call.keywords import AttentionKeywords
 from attn_core.call.layouts import Layout, check_layout
-from attn_core.call.options import Options, check_options, requested_names
+from attn_core.call.options import Options, check_flag, check_options, requested_names
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.slow_copies import EVERY, FIRST, tables_passed
 from attn_core.call.tensors import Inputs
@@ -181,6 +181,8 @@ def explain(
     options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
     info = SeqInfo.coerce(seq_info)
     inputs, options = gather_arguments(arrays, info, options, dropout_rng, shapes_only=True)
+    if needs_backward is not None:
+        check_flag("needs_backward", needs_backward)
     trains, requested = bool(needs_backward), requested_names(backend) or override.requested()
     # Shapes do not show which arrays get gradients, so training counts with a gradient of every bias.
     bias_gradient = trains and bias is not None

@@ -22,7 +22,7 @@ from jax.typing import ArrayLike
 from attn_core.call.options import check_flag, check_number, requested_names
 from attn_core.call.seq_info import is_host_int
 from attn_core.call.spec import DTYPES
-from attn_core.errors import DTypeError, ShapeError, SpecError
+from attn_core.errors import DTypeError, ShapeError, SpecError, shown
 from jax_frontend.attention import attention
 from jax_frontend.dispatch import plan
 from jax_frontend.forked import check_process
@@ -160,7 +160,7 @@ def _array(name: str, value: Any) -> Array:
     if type(value).__module__.partition(".")[0] == "torch":
         plan.check_array(name, value)
     # Copies numpy arrays: with asarray JAX may share their memory, which the caller may write to before the call runs.
-    return jnp.array(value) if isinstance(value, np.ndarray) else jnp.asarray(value)
+    return jnp.array(value) if isinstance(value, np.ndarray) else plan.as_array(name, value)
 
 
 def _with_batch(name: str, array: Array) -> Array:
@@ -232,7 +232,8 @@ def _window(size: Any) -> tuple[int, int] | None:
     if isinstance(pair, (tuple, list)) and len(pair) == 2 and all(is_host_int(side) and side >= 0 for side in pair):
         return int(pair[0]), int(pair[1])
     raise SpecError(
-        f"local_window_size={size!r}: expected an int or a pair (left, right) of ints, 0 or more and known on the host"
+        f"local_window_size={shown(size)}: expected an int or a pair (left, right) of ints, 0 or more and known "
+        "on the host"
     )
 
 
@@ -241,13 +242,14 @@ def _requested(implementation: Any, backend: Any) -> str | tuple[str, ...] | Non
         return backend
     if not isinstance(implementation, str) or implementation not in _BACKENDS:
         raise SpecError(
-            f"implementation={implementation!r}: expected 'xla', 'cudnn' or None; other kernels have names for backend="
+            f"implementation={shown(implementation)}: expected 'xla', 'cudnn' or None; other kernels have names for "
+            "backend="
         )
     name = _BACKENDS[implementation]
     if backend is not None and requested_names(backend) != (name,):
         raise SpecError(
-            f"implementation={implementation!r} with backend={backend!r}: they name different kernels; "
-            f"implementation={implementation!r} is backend={name!r}, so pass one of the two"
+            f"implementation={shown(implementation)} with backend={shown(backend)}: they name different kernels; "
+            f"implementation={shown(implementation)} is backend={shown(name)}, so pass one of the two"
         )
     return name
 

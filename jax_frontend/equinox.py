@@ -12,9 +12,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from attn_core.errors import ShapeError, SpecError, needs_extra
 from jax_frontend.attention import attention
+from jax_frontend.dispatch.plan import as_array, check_array
 
 with needs_extra(__name__, "equinox", "equinox"):
     import equinox as eqx
@@ -71,7 +73,7 @@ def attend(
     Raises:
         SpecError, ShapeError, NoBackendError: naming the argument, its value and the remedy.
     """
-    _check_rows(layer, query, key_, value)
+    _check_rows(layer, query, key_, value, process_heads)
     if deterministic is not None:
         warnings.warn("attend(deterministic=...) is deprecated, as in equinox: pass inference=...", stacklevel=2)
         inference = deterministic
@@ -86,8 +88,8 @@ def attend(
         window=window,
         softcap=softcap,
         scale=scale,
-        mask=None if mask is None else _table("mask", jnp.asarray(mask).astype(bool), sizes),
-        bias=None if bias is None else _table("bias", jnp.asarray(bias), sizes),
+        mask=None if mask is None else _table("mask", as_array("mask", mask).astype(bool), sizes),
+        bias=None if bias is None else _table("bias", as_array("bias", bias), sizes),
         alibi_slopes=alibi_slopes,
         sinks=sinks,
         seq_info=seq_info,
@@ -101,9 +103,15 @@ def attend(
     return jax.vmap(layer.output_proj)(flat)  # [q_len, output_size]
 
 
-def _check_rows(layer: eqx.nn.MultiheadAttention, query: Array, key_: Array, value: Array) -> None:
+def _check_rows(layer: eqx.nn.MultiheadAttention, query: Array, key_: Array, value: Array, process_heads: Any) -> None:
+    if not isinstance(layer, eqx.nn.MultiheadAttention):
+        raise SpecError(f"layer: expected an equinox.nn.MultiheadAttention, got {type(layer).__name__}")
+    if process_heads is not None and not callable(process_heads):
+        raise SpecError(f"process_heads: expected a function, or None, got {type(process_heads).__name__}")
     sizes = (("query", query, "query_size"), ("key_", key_, "key_size"), ("value", value, "value_size"))
     for name, array, size in sizes:
+        if not isinstance(array, np.ndarray):
+            check_array(name, array)
         features = getattr(layer, size)
         if array.ndim != 2 or array.shape[1] != features:
             raise ShapeError(

@@ -12,7 +12,7 @@ from attn_core.call.layer_shapes import head_sizes
 from attn_core.errors import needs_extra
 from attn_core.paged.step import Pages
 from jax_frontend.flax.hook import AttentionFn, attention_fn
-from jax_frontend.flax.layer import LayerCall, Projections, Rotary, attend
+from jax_frontend.flax.layer import LayerCall, Projections, Rotary, attend, check_inputs
 
 with needs_extra(__name__, "jax", "flax"):
     from flax import linen as nn
@@ -113,6 +113,7 @@ class Attention(nn.Module):
         Raises:
             SpecError, ShapeError, NoBackendError: the message names the argument, its value and the remedy.
         """
+        check_inputs(x, context)
         # merge_param raises an error if both or neither are set, so it must not run without a dropout rate.
         dropping = self.dropout_rate != 0 and not nn.merge_param("deterministic", self.deterministic, deterministic)
         if dropping and dropout_rng is None:

@@ -8,11 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from attn_core.call.kinds import check_size
 from attn_core.call.layer_shapes import check_features, head_sizes
+from attn_core.call.options import check_flag, check_number
 from attn_core.errors import SpecError, needs_extra
 from attn_core.paged.step import Pages
 from jax_frontend.flax.hook import AttentionFn, attention_fn
-from jax_frontend.flax.layer import LayerCall, Projections, Rotary, attend
+from jax_frontend.flax.layer import LayerCall, Projections, Rotary, attend, check_inputs
 
 with needs_extra(__name__, "jax", "flax"):
     from flax import nnx
@@ -92,6 +94,12 @@ class Attention(nnx.Module):
         rngs: nnx.Rngs,
         keep_rngs: bool = True,
     ) -> None:
+        for name, flag in (("sinks", sinks), ("use_bias", use_bias), ("keep_rngs", keep_rngs)):
+            check_flag(name, flag)
+        for name, features in (("in_kv_features", in_kv_features), ("out_features", out_features)):
+            if features is not None:
+                check_size(name, features, 1)
+        check_number("dropout_rate", dropout_rate)
         sizes = head_sizes(in_features, num_heads, num_kv_heads, head_dim, value_dim)
         self.num_heads, self.num_kv_heads, self.head_dim, self.value_dim = sizes
         self.causal, self.alignment, self.window = causal, alignment, window
@@ -153,6 +161,7 @@ class Attention(nnx.Module):
         Raises:
             SpecError, ShapeError, NoBackendError: the message names the argument, its value and the remedy.
         """
+        check_inputs(x, context)
         check_features(x.shape, None if context is None else context.shape, self.in_features, self.in_kv_features)
         dropout, dropout_rng = self._dropout(deterministic, rngs)
         sinks = None if self.sink_logits is None else self.sink_logits[...]

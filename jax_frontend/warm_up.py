@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
+
 from attn_core.selection import NoBackendError, Selection
 from jax_frontend.attention import explain
 from jax_frontend.bridge import targets
@@ -19,6 +21,9 @@ def warm_up(q: Any, k: Any, v: Any, *, needs_backward: bool | None = None, **opt
     Raises:
         NoBackendError: if no backend, or not the requested one, can run the call.
     """
+    for name, array in zip("qkv", (q, k, v)):
+        if isinstance(array, jax.Array):
+            plan.check_array(name, array)  # not deleted, because its device counts
     selection = explain(q, k, v, needs_backward=needs_backward, **options)
     if selection.backend is None:
         raise NoBackendError(selection)

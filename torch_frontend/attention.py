@@ -12,7 +12,7 @@ from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
 from attn_core.call.keywords import AttentionKeywords
 from attn_core.call.layouts import Layout, check_layout
 from attn_core.call.mask_objects import is_object
-from attn_core.call.options import Options, is_plain_window, requested_names
+from attn_core.call.options import Options, check_flag, is_plain_window, requested_names
 from attn_core.call.tensors import Inputs
 from attn_core.errors import SpecError
 from attn_core.selection import NoBackendError, Selection, override
@@ -125,12 +125,14 @@ def attention(
         refuse_keywords("attention", unknown)
     plain = type(q) is type(k) is type(v) is Tensor
     jagged = not plain and nested.has_jagged(q, k, v)
-    if jagged or layout != "bshd":
+    if jagged or not isinstance(layout, str) or layout != "bshd":
         keywords = {"causal": causal, "alignment": alignment, "window": window, "softcap": softcap, "scale": scale}
         keywords |= {"mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks, "seq_info": seq_info}
         keywords |= {"dropout": dropout, "deterministic": deterministic, "backend": backend, "return_lse": return_lse}
         keywords["dropout_rng"] = dropout_rng
-        if layout != "bshd":  # it calls attention again, so nested tensors are heads-first here once
+        if (
+            not isinstance(layout, str) or layout != "bshd"
+        ):  # it calls attention again, so nested tensors are heads-first here once
             return heads_first.attend_in_layout(attention, layout, (q, k, v), keywords)
         return nested.attend(attention, (q, k, v), keywords)
     no_extras = mask is None and bias is None and alibi_slopes is None and sinks is None and seq_info is None
@@ -139,7 +141,9 @@ def attention(
     observed = observed or _checks() or not (_flash_on() and _efficient_on() and _cudnn_on() and _math_on())
     observed = observed or not _others_on()  # sdpa_kernel(...) around the call
     unusual_window = window is not None and type(window) is not int and not is_plain_window(window)
-    usual = plain and not (observed or dropout or unusual_window or dropout_rng is not None)
+    usual = plain and not (
+        observed or type(dropout) is not float or dropout or unusual_window or dropout_rng is not None
+    )
     if usual and not no_extras:
         plain_options = (causal, alignment, window, softcap, scale, dropout, deterministic, return_lse)
         if alibi_slopes is None and sinks is None and seq_info is None:
@@ -249,6 +253,8 @@ def explain(
     options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
     inputs, options = gather_arguments(tensors, seq_info, options, dropout_rng, draw=False)
     trains, bias_gradient = autograd.gradients_needed(inputs)
+    if needs_backward is not None:
+        check_flag("needs_backward", needs_backward)
     needs = trains if needs_backward is None else needs_backward
     requested = requested_names(backend) or override.requested()
     gradients = needs, bias_gradient and needs

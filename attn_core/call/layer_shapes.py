@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from attn_core.call.kinds import check_size
 from attn_core.errors import ShapeError, SpecError
 
 
@@ -33,11 +34,12 @@ def head_sizes(
     Raises:
         ShapeError: naming the size that does not fit.
     """
+    check_size("in_features", in_features, 1)
     sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "value_dim": value_dim}
     # Before the divisions below, because a size may be 0.
     for name, size in sizes.items():
-        if size is not None and size < 1:
-            raise ShapeError(f"{name}={size}: expected at least 1")
+        if size is not None or name == "num_heads":
+            check_size(name, size, 1)
     key_heads = num_heads if num_kv_heads is None else num_kv_heads
     if num_heads % key_heads:
         raise ShapeError(f"num_kv_heads={key_heads}: expected a divisor of num_heads={num_heads}")

@@ -6,7 +6,7 @@ import warnings
 from typing import Any, Literal, get_args
 
 from attn_core.call.seq_info import is_number
-from attn_core.errors import LayoutWarning, SpecError
+from attn_core.errors import LayoutWarning, SpecError, shown
 
 Layout = Literal["bshd", "bhsd"]
 """``[batch, seq, heads, head_dim]`` or ``[batch, heads, seq, head_dim]``; packed the same without the batch."""
@@ -19,12 +19,12 @@ HINT = "if q, k and v are [batch, heads, seq, head_dim], pass layout='bhsd'"
 
 def check_layout(layout: Any) -> Layout:
     """Returns one of the two layouts. Raises SpecError for any other value."""
-    if layout not in get_args(Layout):
+    if not isinstance(layout, str) or layout not in get_args(Layout):
         raise SpecError(
-            f"layout={layout!r}: expected 'bshd', which is [batch, seq, heads, head_dim], or 'bhsd', which is "
+            f"layout={shown(layout)}: expected 'bshd', which is [batch, seq, heads, head_dim], or 'bhsd', which is "
             "[batch, heads, seq, head_dim]"
         )
-    return layout  # type: ignore[no-any-return]
+    return layout  # type: ignore[return-value]
 
 
 def fits_heads_first(q: tuple[Any, ...], k: tuple[Any, ...]) -> bool:

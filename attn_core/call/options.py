@@ -7,7 +7,7 @@ import numbers
 from typing import Any, Literal, NamedTuple, get_args
 
 from attn_core.call.seq_info import is_host_int, must_be_static
-from attn_core.errors import SpecError
+from attn_core.errors import SpecError, shown
 
 Alignment = Literal["bottom_right", "top_left"]
 
@@ -41,7 +41,7 @@ def check_options(options: Options) -> Options:
     check_flag("return_lse", options.return_lse)
     if not isinstance(options.alignment, str) or options.alignment not in get_args(Alignment):
         expected = f"expected one of {', '.join(get_args(Alignment))}{must_be_static(options.alignment)}"
-        raise SpecError(f"alignment={options.alignment!r}: {expected}")
+        raise SpecError(f"alignment={shown(options.alignment)}: {expected}")
     softcap = _positive("softcap", options.softcap, "None switches it off")
     scale = _positive("scale", options.scale, "None gives 1/sqrt(head_dim)")
     dropout = check_number("dropout", options.dropout) or 0.0
@@ -74,7 +74,7 @@ def requested_names(backend: Any) -> tuple[str, ...] | None:
     names = (backend,) if isinstance(backend, str) else backend
     if not isinstance(names, (tuple, list)) or not names or not all(isinstance(name, str) and name for name in names):
         expected = f"expected a backend's name, or a tuple of names in order of preference{must_be_static(backend)}"
-        raise SpecError(f"backend={backend!r}: {expected}")
+        raise SpecError(f"backend={shown(backend)}: {expected}")
     return tuple(names)
 
 
@@ -110,7 +110,7 @@ def normalise_window(window: Any, causal: bool) -> tuple[int | None, int | None]
         return (left, right)
     distances = window if isinstance(window, (tuple, list)) else (window,)
     hint = next(filter(None, map(must_be_static, distances)), "")
-    raise SpecError(f"window={window!r}: expected an int, a pair (left, right) of ints or None, or None{hint}")
+    raise SpecError(f"window={shown(window)}: expected an int, a pair (left, right) of ints or None, or None{hint}")
 
 
 def is_plain_window(window: Any) -> bool:
@@ -130,7 +130,7 @@ def is_plain_window(window: Any) -> bool:
 def check_flag(name: str, value: Any) -> bool:
     """Returns a value that is True or False. Raises SpecError for any other value, such as 1."""
     if not isinstance(value, bool):
-        raise SpecError(f"{name}={value!r}: expected True or False{must_be_static(value)}")
+        raise SpecError(f"{name}={shown(value)}: expected True or False{must_be_static(value)}")
     return value
 
 
@@ -140,7 +140,7 @@ def check_number(name: str, value: Any) -> float | None:
         return None
     # A bool is a Real in Python, and would pass as the number 0 or 1.
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise SpecError(f"{name}={value!r}: expected a number known on the host{must_be_static(value)}")
+        raise SpecError(f"{name}={shown(value)}: expected a number known on the host{must_be_static(value)}")
     try:
         return float(value)
     except OverflowError:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from attn_core.errors import ShapeError
+from attn_core.call.seq_info import is_host_int
+from attn_core.errors import ShapeError, shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,8 +25,9 @@ class PagedKV:
     def __post_init__(self) -> None:
         # An empty pool and an empty table are calls without keys. page_size divides positions, so it cannot be 0.
         for name, least in (("num_pages", 0), ("page_size", 1), ("width", 0)):
-            if getattr(self, name) < least:
-                raise ShapeError(f"{name}={getattr(self, name)}: expected {least} or more")
+            value = getattr(self, name)
+            if not is_host_int(value) or value < least:
+                raise ShapeError(f"{name}={shown(value)}: expected {least} or more")
 
     @property
     def capacity(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 
 from attn_core.call.foreign_masks import remedy_of
 from attn_core.call.offset_checks import check_cu_seqlens
-from attn_core.errors import DTypeError, ShapeError, SpecError
+from attn_core.errors import DTypeError, ShapeError, SpecError, shown
 
 
 # Without __eq__, because comparing the offsets gives an array, or waits for the device.
@@ -55,8 +56,8 @@ class SeqInfo:
             value = getattr(self, name)
             if not is_host_int(value):
                 raise SpecError(
-                    f"seq_info.{name}={value!r}: expected a host int (the longest document in tokens), because a value "
-                    f"on a device would cost a synchronisation on every call{must_be_static(value)}"
+                    f"seq_info.{name}={shown(value)}: expected a host int (the longest document in tokens), because a "
+                    f"value on a device would cost a synchronisation on every call{must_be_static(value)}"
                 )
             if value < 0:
                 raise SpecError(f"seq_info.{name}={value}: expected the longest document in tokens, 0 or more")
@@ -76,6 +77,9 @@ class SeqInfo:
     def _copy_numpy(self) -> None:
         """Replaces numpy offsets by copies. One array for both sides stays one, so that it is converted once."""
         callers_q, callers_k = self.cu_seqlens_q, self.cu_seqlens_k
+        for name, offsets in (("cu_seqlens_q", callers_q), ("cu_seqlens_k", callers_k)):
+            if isinstance(offsets, np.ma.MaskedArray):
+                raise SpecError(f"seq_info.{name}: expected an array without a mask, got a numpy.ma.MaskedArray")
         if isinstance(callers_q, np.ndarray):
             object.__setattr__(self, "cu_seqlens_q", callers_q.copy())
         if isinstance(callers_k, np.ndarray):
@@ -118,6 +122,8 @@ class SeqInfo:
             same = keys is queries
             queries = _with_documents(queries, max_documents)
             keys = queries if same else _with_documents(keys, max_documents)
+        if array is not None and not callable(array):
+            raise SpecError(f"array: expected a function of a numpy array, got {type(array).__name__}")
         if array is None:
             return cls(queries, keys, max_len_q, max_len_k)
         # One array for both sides if they are equal, so that a device gets one copy.
@@ -176,14 +182,22 @@ def is_host_int(value: Any) -> bool:
     """Returns whether a value is an integer on the host: an int, numpy's int, or a tracer's symbol. No tensor is."""
     if isinstance(value, (int, np.integer)):  # first, because Dynamo cannot look up attributes of a symbol
         return not isinstance(value, bool)
-    return hasattr(value, "__index__") and not isinstance(value, bool) and not hasattr(value, "shape")
+    # A class has the method of its objects.
+    return hasattr(value, "__index__") and not isinstance(value, type) and not _has_shape(value)
 
 
 def must_be_static(value: Any) -> str:
     """Returns what to do about an array or a tracer in the place of a static option; empty for other values."""
-    if not hasattr(value, "shape") or isinstance(value, np.generic):
+    if not _has_shape(value) or isinstance(value, np.generic):
         return ""
     return "; it must be static: under jit close over it or name it in static_argnames, elsewhere pass a Python value"
+
+
+def _has_shape(value: Any) -> bool:
+    try:
+        return hasattr(value, "shape")
+    except (RuntimeError, ValueError):  # a tensor whose shape is not known yet
+        return True
 
 
 def is_number(size: Any) -> bool:
@@ -193,9 +207,12 @@ def is_number(size: Any) -> bool:
 
 def _offsets(lengths: Iterable[int], name: str) -> np.ndarray:
     """Returns int32 offsets ``[documents + 1]``. Raises SpecError or ShapeError, naming ``name``."""
-    items = list(lengths)
+    try:
+        items = list(lengths)
+    except (TypeError, RuntimeError, NotImplementedError):  # no iterable, an array without axes, or a sparse one
+        raise SpecError(f"{name}: expected document lengths as a list of ints, got {type(lengths).__name__}") from None
     for length in items:
-        if isinstance(length, bool) or not hasattr(length, "__index__") or int(length) < 0:
+        if not _is_length(length):
             raise SpecError(f"{name}: expected document lengths as non-negative ints, got {length!r}")
     if not items:
         raise ShapeError(f"{name}: expected at least one document, got none")
@@ -208,6 +225,15 @@ def _offsets(lengths: Iterable[int], name: str) -> np.ndarray:
     return np.concatenate([[0], np.cumsum([int(length) for length in items])]).astype(np.int32)
 
 
+def _is_length(length: Any) -> bool:
+    if isinstance(length, bool):
+        return False
+    try:  # by __index__, which an array of several numbers has and refuses
+        return operator.index(length) >= 0
+    except (TypeError, ValueError, RuntimeError):
+        return False
+
+
 def _longest(queries: np.ndarray, keys: np.ndarray, max_len: Any) -> tuple[int, int]:
     """Returns the longest documents of queries and keys, or the caller's limits, which may be one number for both."""
     longest = tuple(int(np.diff(offsets).max(initial=0)) for offsets in (queries, keys))
@@ -215,10 +241,12 @@ def _longest(queries: np.ndarray, keys: np.ndarray, max_len: Any) -> tuple[int, 
         return longest[0], longest[1]
     limits = tuple(max_len) if isinstance(max_len, (tuple, list)) else (max_len, max_len)
     if len(limits) != 2 or not all(map(is_host_int, limits)):
-        raise SpecError(f"max_len={max_len!r}: expected a host int, or a pair of them for queries and keys")
+        raise SpecError(f"max_len={shown(max_len)}: expected a host int, or a pair of them for queries and keys")
     for side, limit, needed in zip("qk", limits, longest, strict=True):
         if limit < needed:
-            raise SpecError(f"max_len={max_len!r}: expected at least the longest of lengths_{side}, {needed} tokens")
+            raise SpecError(
+                f"max_len={shown(max_len)}: expected at least the longest of lengths_{side}, {needed} tokens"
+            )
     return int(limits[0]), int(limits[1])
 
 
@@ -226,5 +254,7 @@ def _with_documents(offsets: np.ndarray, count: Any) -> np.ndarray:
     """Appends documents without tokens until there are ``count`` documents."""
     missing = count - (len(offsets) - 1) if is_host_int(count) else -1
     if missing < 0:
-        raise SpecError(f"max_documents={count!r}: expected a host int, at least the {len(offsets) - 1} documents")
+        raise SpecError(f"max_documents={shown(count)}: expected a host int, at least the {len(offsets) - 1} documents")
+    if count > np.iinfo(np.int32).max:
+        raise SpecError(f"max_documents={shown(count)}: expected at most {np.iinfo(np.int32).max}, the largest int32")
     return np.pad(offsets, (0, int(missing)), "edge")

@@ -6,7 +6,7 @@ import os
 from contextvars import ContextVar
 from typing import Any
 
-from attn_core.errors import SpecError
+from attn_core.errors import SpecError, shown
 
 
 class Switch:
@@ -21,7 +21,7 @@ class Switch:
 
     def __init__(self, name: str, variable: ContextVar[bool], on: bool) -> None:
         if not isinstance(on, bool):
-            raise SpecError(f"{name}({on!r}): expected True or False")
+            raise SpecError(f"{name}({shown(on)}): expected True or False")
         self._variable, self._token = variable, variable.set(on)
 
     def __enter__(self) -> None:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from attn_core.call.seq_info import SeqInfo
+from attn_core.errors import ShapeError
 
 
 class Tail(NamedTuple):
@@ -46,6 +47,9 @@ def tail_of(
         documents: the number of documents. The tail has at most about twice as many, however small ``longest`` is.
         last_offsets: the last offsets; None where they are traced or on a device.
     """
+    for name, count in zip("qk", tokens):
+        if count > np.iinfo(np.int32).max:
+            raise ShapeError(f"{name}: {count} tokens, more than int32 offsets can address ({np.iinfo(np.int32).max})")
     # Unknown offsets may end as early as 0, so the tail must be able to cover every token.
     firsts = last_offsets or (0, 0)
     # This is `longest`, unless the caller's documents could not cover the row even at that length.

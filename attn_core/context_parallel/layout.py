@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from attn_core.call.seq_info import is_host_int
-from attn_core.errors import ShapeError, SpecError
+from attn_core.errors import ShapeError, SpecError, shown
 
 LAYOUTS = ("contiguous", "zigzag", "striped")
 
@@ -66,10 +66,10 @@ def build_layout(kind: str, length: int, outer: int, inner: int = 1, documents: 
     Raises:
         SpecError, ShapeError: for invalid arguments.
     """
-    if kind not in LAYOUTS:
-        raise SpecError(f"layout={kind!r}: expected one of {', '.join(LAYOUTS)}")
+    if not isinstance(kind, str) or kind not in LAYOUTS:
+        raise SpecError(f"layout={shown(kind)}: expected one of {', '.join(LAYOUTS)}")
     if not is_host_int(length) or length < 0:
-        raise SpecError(f"length={length!r}: expected the positions of the whole row, an integer of 0 or more")
+        raise SpecError(f"length={shown(length)}: expected the positions of the whole row, an integer of 0 or more")
     if outer < 1 or inner < 1:
         raise SpecError(f"world={outer} x {inner}: expected at least one rank each way")
     world = outer * inner
@@ -102,7 +102,7 @@ def check_axis(dim: int, rank: int) -> int:
         ShapeError: if the array has no such axis.
     """
     if not (is_host_int(dim) and -rank <= dim < rank):
-        raise ShapeError(f"dim={dim!r}: expected one of the {rank} axes of x")
+        raise ShapeError(f"dim={shown(dim)}: expected one of the {rank} axes of x")
     return dim % rank
 
 

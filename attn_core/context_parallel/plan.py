@@ -11,7 +11,7 @@ from attn_core.context_parallel import layout as layouts
 from attn_core.context_parallel.bands import VisibleBand
 from attn_core.context_parallel.layout import Block, Layout
 from attn_core.context_parallel.tiles import Tile, max_overlap, split_into_tiles
-from attn_core.errors import SpecError
+from attn_core.errors import SpecError, shown
 
 STRATEGIES = ("all_gather", "ring", "ulysses")
 """How keys and values reach the queries: every rank gathers all of them; blocks travel from rank to rank; or ranks
@@ -160,7 +160,7 @@ def build_plan(
         ShapeError: for documents that do not fill the row.
     """
     if strategy not in STRATEGIES:
-        raise SpecError(f"strategy={strategy!r}: expected one of {', '.join(STRATEGIES)}")
+        raise SpecError(f"strategy={shown(strategy)}: expected one of {', '.join(STRATEGIES)}")
     if strategy == "ulysses" and outer != 1:
         raise SpecError(f"strategy='ulysses': expected all {outer * inner} ranks on its axis, got {outer} x {inner}")
     if visible.documents is not None and q_len != kv_len:

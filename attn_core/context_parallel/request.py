@@ -20,7 +20,7 @@ from attn_core.context_parallel.call import ContextCall, build_call
 from attn_core.context_parallel.cost.choose import Explanation, check_strategy, choose
 from attn_core.context_parallel.cost.machine import Constants
 from attn_core.context_parallel.plan import AxisSizes
-from attn_core.errors import ShapeError, SpecError
+from attn_core.errors import ShapeError, SpecError, shown
 from attn_core.selection import Target
 
 Metadata = tuple[tuple[int, ...], Any]
@@ -140,10 +140,10 @@ def row_lengths(length: Any, documents: Documents, shards: tuple[int, int], worl
         return (shards[0] * world, shards[1] * world) if documents is None else (documents[-1], documents[-1])
     pair = tuple(length) if isinstance(length, (tuple, list)) else (length, length)
     if len(pair) != 2 or not all(is_host_int(each) and each >= 0 for each in pair):
-        raise SpecError(f"length={length!r}: expected the positions of the whole row, or a pair (of q, of k)")
+        raise SpecError(f"length={shown(length)}: expected the positions of the whole row, or a pair (of q, of k)")
     # Zigzag cuts every document, so positions after the last document would belong to no rank.
     if documents is not None and pair != (documents[-1],) * 2:
-        raise SpecError(f"length={length!r}: expected the {documents[-1]} positions of seq_info's documents")
+        raise SpecError(f"length={shown(length)}: expected the {documents[-1]} positions of seq_info's documents")
     return pair[0], pair[1]
 
 

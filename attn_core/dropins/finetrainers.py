@@ -16,7 +16,8 @@ from enum import StrEnum
 from typing import Any
 
 from attn_core import backends
-from attn_core.errors import ShapeError, SpecError
+from attn_core.call.options import check_flag
+from attn_core.errors import ShapeError, SpecError, shown
 from attn_core.selection import Target
 
 ENVIRONMENT = "FINETRAINERS_ATTN_PROVIDER"
@@ -91,7 +92,7 @@ def provider_of(value: Any) -> AttentionProvider:
         return provider
     close = get_close_matches(str(word), _WORDS, n=3)
     hint = f"did you mean {' or '.join(close)}?" if close else f"expected one of {', '.join(_WORDS)}"
-    raise SpecError(f"provider={value!r}: unknown attention provider; {hint}")
+    raise SpecError(f"provider={shown(value)}: unknown attention provider; {hint}")
 
 
 _BY_WORD = {provider.value: provider for provider in AttentionProvider}
@@ -123,7 +124,7 @@ def provided(
     chosen = provider_of(provider)
     # Ignoring the mesh would compute attention within each rank only.
     if mesh is not None:
-        raise SpecError(f"mesh={mesh!r}: expected None; context parallelism is not offered here")
+        raise SpecError(f"mesh={shown(mesh)}: expected None; context parallelism is not offered here")
     before = _active.get()
     try:  # around the change as well, because Ctrl-C may raise right after it
         _active.set(chosen)
@@ -162,6 +163,8 @@ def two_axes(provider: AttentionProvider, mask: tuple[int, ...], batch: int, q_l
 
 def providers_on(target: Target, *, training: bool, uses_mask: bool) -> tuple[AttentionProvider, ...]:
     """Returns the providers that have a kernel on a machine, by its backends' claims; see ``list_providers``."""
+    for name, flag in (("training", training), ("uses_mask", uses_mask)):
+        check_flag(name, flag)
     return tuple(provider for provider in AttentionProvider if _kernel_on(target, provider, training, uses_mask))
 
 

@@ -9,7 +9,7 @@ from attn_core.call.options import check_flag
 from attn_core.call.seq_info import SeqInfo, is_host_int
 from attn_core.dropins.finetrainers import AttentionProvider
 from attn_core.dropins.keyword_bags import Option, distances
-from attn_core.errors import SpecError
+from attn_core.errors import SpecError, shown
 
 
 class HostOptions(NamedTuple):
@@ -57,7 +57,7 @@ def interpret(provider: AttentionProvider, kwargs: Mapping[str, Any] | None) -> 
         SpecError: for unknown keys, keys of another provider, and values that our kernels do not support.
     """
     if kwargs is not None and not isinstance(kwargs, Mapping):
-        raise SpecError(f"attention_kwargs={kwargs!r}: expected a dict or None")
+        raise SpecError(f"attention_kwargs={shown(kwargs)}: expected a dict or None")
     if not kwargs:
         return _NOTHING
     stated = dict(kwargs)
@@ -86,14 +86,14 @@ def _check_fixed(provider: AttentionProvider, key: Any, value: Any) -> None:
     if allowed is entries:
         words = dict.fromkeys(word for entry in entries for word in entry[2])
         raise SpecError(
-            f"attention_kwargs[{key!r}]={value!r}: provider {provider.value} has no such option; it is one of "
+            f"attention_kwargs[{key!r}]={shown(value)}: provider {provider.value} has no such option; it is one of "
             f"{', '.join(words)}"
         )
     # The types are compared too, because 1 == True and 0 == False.
     if type(value) is not type(allowed) or value != allowed:
         raise SpecError(
-            f"attention_kwargs[{key!r}]={value!r}: expected {allowed!r}, which is how provider {provider.value} runs "
-            "here"
+            f"attention_kwargs[{key!r}]={shown(value)}: expected {allowed!r}, which is how provider "
+            f"{provider.value} runs here"
         )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from attn_core.call.seq_info import is_host_int
 from attn_core.dropins.unsloth.block_masks import NAMES
-from attn_core.errors import SpecError
+from attn_core.errors import SpecError, shown
 
 _FLASH = {
     "causal": "causal",
@@ -115,7 +115,9 @@ def distances(stated: Option) -> tuple[int | None, int | None] | None:
     if value is None:
         return None
     if not isinstance(value, (tuple, list)) or len(value) != 2 or not all(map(is_host_int, value)):
-        raise SpecError(f"{stated.where}={value!r}: expected two distances (left, right) as ints, -1 for unbounded")
+        raise SpecError(
+            f"{stated.where}={shown(value)}: expected two distances (left, right) as ints, -1 for unbounded"
+        )
     left, right = (None if distance < 0 else distance for distance in value)
     return None if left is None and right is None else (left, right)
 

@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from attn_core.call.kinds import check_hashable, check_kind, check_names
 from attn_core.call.seq_info import is_host_int
-from attn_core.errors import SpecError
+from attn_core.errors import SpecError, shown
 from attn_core.paged.held_pages import HeldPages
 
 MOST_TOKENS = 2**31 - 1
@@ -54,8 +55,7 @@ class PageAllocator(HeldPages):
         Raises:
             SpecError: if a sequence of that name exists. PoolFullError: if the pool has too few free pages.
         """
-        if name in self._pages:
-            raise SpecError(f"name={name!r}: expected a new name, but a sequence has this one; free it first")
+        self._check_new(name)
         count = self._count(tokens)
         self._room_for(self._pages_for(count), name)
         try:
@@ -72,8 +72,7 @@ class PageAllocator(HeldPages):
         Raises:
             SpecError: for a name that a sequence already has, or more tokens than the parent has.
         """
-        if name in self._pages:
-            raise SpecError(f"name={name!r}: expected a new name, but a sequence has this one; free it first")
+        self._check_new(name)
         length = self.length(parent)
         count = length if tokens is None else self._count(tokens)
         if count > length:
@@ -135,6 +134,7 @@ class PageAllocator(HeldPages):
 
     def needed(self, tokens: Mapping[Hashable, int]) -> int:
         """Returns how many free pages it would take to extend each sequence by its number of tokens."""
+        check_kind("tokens", tokens, Mapping, "a dict of tokens by sequence")
         pages, readers = 0, dict[int, int]()
         for name, count in tokens.items():
             copies, more = self._growth(name, self._count(count))
@@ -171,6 +171,7 @@ class PageAllocator(HeldPages):
         Raises:
             SpecError: if a sequence has more pages than columns.
         """
+        names = check_names("names", names)
         rows = [self._pages[self._known(name)] for name in names]
         longest = self.check_width(width, (self._lengths[name] for name in names))
         table = np.full((len(rows), longest if width is None else width), UNUSED, np.int32)
@@ -182,18 +183,25 @@ class PageAllocator(HeldPages):
         """Returns the pages of the longest of these lengths (tokens). Raises SpecError if a table has fewer columns."""
         longest, most = self._pages_for(max(lengths, default=0)), MOST_TOKENS // self.page_size
         if width is not None and not (is_host_int(width) and 0 <= width <= most):
-            raise SpecError(f"width={width!r}: expected at most {most} columns, because kernels count tokens in int32")
+            raise SpecError(
+                f"width={shown(width)}: expected at most {most} columns, because kernels count tokens in int32"
+            )
         if width is not None and width < longest:
             raise SpecError(f"width={width}: expected at least the {longest} pages of the longest sequence")
         return longest
 
     def seq_lens(self, names: Sequence[Hashable]) -> np.ndarray:
         """Returns int32 ``[len(names)]``: the tokens of each sequence."""
-        return np.array([self.length(name) for name in names], np.int32)
+        return np.array([self.length(name) for name in check_names("names", names)], np.int32)
+
+    def _check_new(self, name: Hashable) -> None:
+        check_hashable("name", name)
+        if name in self._pages:
+            raise SpecError(f"name={shown(name)}: expected a new name, but a sequence has this one; free it first")
 
     def _count(self, tokens: int) -> int:
         if not is_host_int(tokens) or tokens < 0:
-            raise SpecError(f"tokens={tokens!r}: expected a number of 0 or more")
+            raise SpecError(f"tokens={shown(tokens)}: expected a number of 0 or more")
         return int(tokens)
 
     def _pages_for(self, tokens: int) -> int:

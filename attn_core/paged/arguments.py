@@ -9,7 +9,7 @@ from attn_core.call.options import Options, check_options
 from attn_core.call.pages import PagedKV
 from attn_core.call.seq_info import is_host_int, is_number, must_be_static
 from attn_core.call.spec import DTYPES, AttentionSpec
-from attn_core.errors import DeviceError, DTypeError, ShapeError, SpecError
+from attn_core.errors import DeviceError, DTypeError, ShapeError, SpecError, shown
 from attn_core.paged.tables import check_table_types
 
 
@@ -35,7 +35,7 @@ def check_paged_options(
     """Returns the options of a paged call after checking each. Raises SpecError naming the wrong one."""
     if max_len_q is not None and (not is_host_int(max_len_q) or max_len_q < 0):
         expected = f"expected a host int, at least the most new tokens of a sequence{must_be_static(max_len_q)}"
-        raise SpecError(f"max_len_q={max_len_q!r}: {expected}")
+        raise SpecError(f"max_len_q={shown(max_len_q)}: {expected}")
     return check_options(
         Options(causal, "bottom_right", window, softcap, scale, max_len_q, None, 0.0, deterministic, return_lse)
     )
@@ -100,11 +100,17 @@ def build_spec(arrays: PagedArrays, options: Options) -> AttentionSpec:
     )
 
 
+MOST_LAYERS_AND_CHANNELS = 2**16
+"""No model comes near, and a larger number would fill the memory before anything else complains."""
+
+
 def check_cache(dtype: str, **sizes: Any) -> None:
     """Checks the sizes and the dtype of a cache. Raises SpecError for a size below 1, DTypeError for the dtype."""
     for name, value in sizes.items():
         if not is_host_int(value) or value < 1:
-            raise SpecError(f"{name}={value!r}: expected a number of 1 or more")
+            raise SpecError(f"{name}={shown(value)}: expected a number of 1 or more")
+        if value > MOST_LAYERS_AND_CHANNELS:
+            raise SpecError(f"{name}={shown(value)}: expected at most {MOST_LAYERS_AND_CHANNELS}")
     if dtype not in DTYPES:
         raise DTypeError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype}")
 
@@ -113,7 +119,7 @@ def check_layer(layer: Any, layers: int) -> int:
     """Returns the index of a cache's layer. Raises SpecError if the cache has no such layer."""
     # A negative index would silently select a layer from the end.
     if not is_host_int(layer) or not 0 <= layer < layers:
-        raise SpecError(f"layer={layer!r}: expected a number from 0 to {layers - 1}, one of the cache's layers")
+        raise SpecError(f"layer={shown(layer)}: expected a number from 0 to {layers - 1}, one of the cache's layers")
     return int(layer)
 
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 
+from attn_core.call.kinds import check_hashable
 from attn_core.call.seq_info import is_host_int
-from attn_core.errors import SpecError
+from attn_core.errors import SpecError, shown
 from attn_core.paged.changes import Changes
 from attn_core.paged.report import Occupancy, PoolReport
+
+MOST_PAGES = 2**31 - 1
+"""Tables of pages, and positions in a page, are int32."""
 
 
 class HeldPages:
@@ -24,7 +28,9 @@ class HeldPages:
     def __init__(self, num_pages: int, page_size: int) -> None:
         for name, value in (("num_pages", num_pages), ("page_size", page_size)):
             if not is_host_int(value) or value < 1:
-                raise SpecError(f"{name}={value!r}: expected a number of 1 or more")
+                raise SpecError(f"{name}={shown(value)}: expected a number of 1 or more")
+            if value > MOST_PAGES:
+                raise SpecError(f"{name}={shown(value)}: expected at most {MOST_PAGES}, because tables are int32")
         self.num_pages, self.page_size = int(num_pages), int(page_size)
         self._free = list(range(self.num_pages))[::-1]  # a stack: the page freed last is assigned next
         self._holders = [0] * self.num_pages  # by page, the number of sequences that have it
@@ -89,8 +95,9 @@ class HeldPages:
         self._holders, self._free = holders, free + sorted(lost, reverse=True)
 
     def _known(self, name: Hashable) -> Hashable:
-        if not isinstance(name, Hashable) or name not in self._pages:
-            raise SpecError(f"name={name!r}: expected the name of a sequence of this allocator; add it first")
+        check_hashable("name", name)
+        if name not in self._pages:
+            raise SpecError(f"name={shown(name)}: expected the name of a sequence of this allocator; add it first")
         return name
 
     def _take(self) -> int:

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from attn_core.call.kinds import check_names
 from attn_core.call.seq_info import is_host_int
-from attn_core.errors import ShapeError, SpecError
+from attn_core.errors import ShapeError, SpecError, shown
 from attn_core.paged.allocator import Copies, PageAllocator, PoolFullError
 
 
@@ -61,7 +62,7 @@ def check_paged_layer(shape: tuple[int, ...], alignment: str, dropout: float, ot
         if value is not None:
             raise SpecError(f"{name}: expected None with pages, because their tables define what each token sees")
     if alignment != "bottom_right":
-        raise SpecError(f"alignment={alignment!r}: expected bottom_right with pages")
+        raise SpecError(f"alignment={shown(alignment)}: expected bottom_right with pages")
     if dropout:
         raise SpecError(f"dropout_rate={dropout}: expected 0 with pages, because they are for inference; switch it off")
 
@@ -170,7 +171,7 @@ def _counts(
     allocator: PageAllocator, names: Sequence[Hashable], new: int | Sequence[int], width: int | None
 ) -> dict[Hashable, int]:
     """Checks the arguments of a step and returns the new tokens of each sequence."""
-    named = _listed("names", names)
+    named = check_names("names", names)
     for name in named:
         allocator.length(name)  # raises for one that is unknown
     each = [new] * len(named) if is_host_int(new) else _listed("new", new)
@@ -191,8 +192,8 @@ def _counts(
 def _listed(name: str, values: Any) -> list[Any]:
     """Returns the values as a list. Raises SpecError if they are not iterable, or a text."""
     if isinstance(values, (str, bytes)) or not hasattr(values, "__iter__"):
-        expected = (
-            "the sequences' names, a list" if name == "names" else "a number of tokens, or a list of one for each"
-        )
-        raise SpecError(f"{name}={values!r}: expected {expected}")
-    return list(values)
+        raise SpecError(f"{name}={shown(values)}: expected a number of tokens, or a list of one for each")
+    try:
+        return list(values)
+    except (TypeError, ValueError, RuntimeError):  # an array without axes, or without data
+        raise SpecError(f"{name}={shown(values)}: expected a number of tokens, or a list of one for each") from None

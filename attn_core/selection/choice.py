@@ -15,8 +15,9 @@ from attn_core import backends
 from attn_core.backends.shared import known_bad
 from attn_core.backends.support import unmet_claims
 from attn_core.call.after_fork import lazy_property
+from attn_core.call.kinds import check_kind
+from attn_core.call.options import requested_names
 from attn_core.call.spec import AttentionSpec
-from attn_core.errors import SpecError
 from attn_core.selection import preference
 from attn_core.selection.target import Target
 
@@ -119,16 +120,19 @@ class NoBackendError(NotImplementedError):
         return NoBackendError, (self.selection,)
 
 
-@lru_cache(maxsize=64)  # small, because the reasons of a call take 10 KiB once they are read
 def explain(spec: AttentionSpec, target: Target, backend: str | tuple[str, ...] | None = None) -> Selection:
     """Returns the Selection of a call, even if no backend can run it. Pure: the result depends on the arguments only.
 
     Raises:
-        SpecError: for an unknown name, or an empty tuple of names.
+        SpecError: for an unknown name, an empty tuple of names, or an argument of another type.
     """
-    requested = (backend,) if isinstance(backend, str) else backend
-    if requested is not None and not requested:
-        raise SpecError(f"backend={backend!r}: expected a backend's name, names in order of preference, or None")
+    check_kind("spec", spec, AttentionSpec, "an AttentionSpec")
+    check_kind("target", target, Target, "a Target, such as Target('torch', 'cpu')")
+    return _explained(spec, target, requested_names(backend))
+
+
+@lru_cache(maxsize=64)  # small, because the reasons of a call take 10 KiB once they are read
+def _explained(spec: AttentionSpec, target: Target, requested: tuple[str, ...] | None) -> Selection:
     for name in requested or ():
         # A wrong name is an error even behind a name that can run the call.
         backends.check_name(name)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 from attn_core import backends
-from attn_core.errors import SpecError
+from attn_core.errors import SpecError, shown
 
 _requested: ContextVar[tuple[str, ...] | None] = ContextVar("attn_core_requested_backends", default=None)
 
@@ -31,7 +31,7 @@ def use_backend(*names: str) -> Iterator[None]:
     """
     for name in names:
         if not isinstance(name, str):
-            raise SpecError(f"use_backend({name!r}): expected backend names as separate strings")
+            raise SpecError(f"use_backend({shown(name)}): expected backend names as separate strings")
         backends.check_name(name)
     before = _requested.get()
     try:  # around the change as well, because Ctrl-C may raise right after it

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from attn_core import backends
 from attn_core.backends.shared.cached_once import cached_once
 from attn_core.backends.support import Build, Support, limit_to_build
+from attn_core.call.kinds import check_hashable, check_kind
 
 
 @dataclass(frozen=True)
@@ -26,9 +28,16 @@ class Target:
     unavailable: tuple[tuple[str, str], ...] = ()
     builds: tuple[tuple[str, Build], ...] = ()
 
+    def __post_init__(self) -> None:
+        _check_place(self.framework, self.device)
+        for name in ("unavailable", "builds"):
+            check_kind(name, getattr(self, name), tuple, "a tuple of pairs that begin with a backend's name")
+            check_hashable(name, getattr(self, name))
+
     @classmethod
     def here(cls, framework: str, device: str) -> Target:
         """Returns this process's installation. Probes only the backends that claim the device."""
+        _check_place(framework, device)
         return local_target(framework, device)
 
     @property
@@ -42,7 +51,13 @@ class Target:
 
     def claims(self, name: str) -> tuple[Support, Support | None]:
         """Returns a backend's claims on this target: (forward, backward), narrowed to the installed build."""
+        check_kind("name", name, str, "a backend's name")
         return _claims(self, name)
+
+
+def _check_place(framework: Any, device: Any) -> None:
+    check_kind("framework", framework, str, "'torch' or 'jax'")
+    check_kind("device", device, str, "a name such as 'cpu' or 'sm90'")
 
 
 @lru_cache(maxsize=1024)  # narrowing copies a Support, and every new shape needs the same few copies

@@ -11,7 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
 from attn_core.call.keywords import ContextParallelKeywords
-from attn_core.call.options import Options, requested_names
+from attn_core.call.kinds import check_kind
+from attn_core.call.options import Options, check_flag, requested_names
 from attn_core.context_parallel.cost.choose import Explanation
 from attn_core.context_parallel.request import Request
 from attn_core.selection import override
@@ -135,6 +136,7 @@ def context_parallel_attention(
     inputs = plan.check_arrays((q, k, v, mask, bias, alibi_slopes, sinks))
     row_mesh = find_row_mesh(mesh, axis_name)
     backends = requested_names(backend) or override.requested()
+    check_kind("layout", layout, str, "the name of a layout")
     how = {"strategy": strategy, "layout": layout, "length": length, "head_groups": head_groups}
     request = build_request(row_mesh, inputs, options, seq_info, backends, **how)
     # Chosen from whole rows, before each device builds its own request: all devices must use one strategy.
@@ -186,8 +188,11 @@ def explain_context_parallel(
     inputs = plan.check_arrays((q, k, v, mask, bias, alibi_slopes, sinks), shapes_only=True)
     row_mesh = find_row_mesh(mesh, axis_name)
     backends = requested_names(backend) or override.requested()
+    check_kind("layout", layout, str, "the name of a layout")
     how = {"strategy": strategy, "layout": layout, "length": length, "head_groups": head_groups}
     request = build_request(row_mesh, inputs, options, seq_info, backends, **how)
+    if needs_backward is not None:
+        check_flag("needs_backward", needs_backward)
     return explain_request(request._replace(needs_backward=bool(needs_backward)))
 
 

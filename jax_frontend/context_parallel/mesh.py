@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from attn_core.context_parallel.plan import AxisSizes, parts_and_members
-from attn_core.errors import SpecError
+from attn_core.errors import SpecError, shown
 
 Array = jax.Array
 
@@ -138,8 +138,8 @@ class RowMesh(NamedTuple):
         named = {name for entry in requested for name in _entry(entry)} if isinstance(requested, P) else {None}
         if len(requested) > rank or not named <= set(self.mesh.axis_names):
             raise SpecError(
-                f"partition_spec={requested!r}: expected a jax.sharding.PartitionSpec of q's {rank} axes over the mesh "
-                f"axes {tuple(self.mesh.axis_names)}"
+                f"partition_spec={shown(requested)}: expected a jax.sharding.PartitionSpec of q's {rank} axes over the "
+                f"mesh axes {tuple(self.mesh.axis_names)}"
             )
         return requested
 
@@ -199,7 +199,7 @@ def find_row_mesh(mesh: Any, axis_name: str | tuple[str, str] | None) -> RowMesh
     context = jax.sharding.get_abstract_mesh()
     whole = context if mesh is None else mesh
     if not hasattr(whole, "axis_names"):
-        raise SpecError(f"mesh={mesh!r}: expected a jax.sharding.Mesh, or None inside jax.shard_map")
+        raise SpecError(f"mesh={shown(mesh)}: expected a jax.sharding.Mesh, or None inside jax.shard_map")
     names = _names(axis_name, whole)
     kinds = zip(context.axis_names, context.axis_types, strict=True)
     manual = {name for name, kind in kinds if kind is AxisType.Manual}
@@ -209,8 +209,8 @@ def find_row_mesh(mesh: Any, axis_name: str | tuple[str, str] | None) -> RowMesh
     for name in names:
         if name not in whole.axis_names or name in manual:
             raise SpecError(
-                f"axis_name={axis_name!r}: expected axes of the mesh that jax.shard_map maps over, or of mesh=, got "
-                f"{name!r} and a mesh of {tuple(whole.axis_names)}"
+                f"axis_name={shown(axis_name)}: expected axes of the mesh that jax.shard_map maps over, or of mesh=, "
+                f"got {name!r} and a mesh of {tuple(whole.axis_names)}"
             )
     return RowMesh(names, _sizes(names, whole), whole)
 
@@ -242,5 +242,5 @@ def _names(axis_name: Any, mesh: Any) -> tuple[str, ...]:
     names = (axis_name,) if isinstance(axis_name, str) else axis_name
     right = isinstance(names, (tuple, list)) and len(names) in (1, 2) and len(set(names)) == len(names)
     if not right or not all(isinstance(name, str) for name in names):
-        raise SpecError(f"axis_name={axis_name!r}: expected a mesh axis, or a pair of them (outer, inner)")
+        raise SpecError(f"axis_name={shown(axis_name)}: expected a mesh axis, or a pair of them (outer, inner)")
     return tuple(names)

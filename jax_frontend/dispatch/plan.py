@@ -6,6 +6,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from attn_core import backends
@@ -147,6 +148,17 @@ def check_arrays(arrays: tuple[Any, ...], *, shapes_only: bool = False) -> Input
     return Inputs(*arrays)
 
 
+def as_array(name: str, value: Any) -> jax.Array:
+    """Returns anything that JAX takes for an array. Raises TypeError that names the argument for other values."""
+    if isinstance(value, jax.Array):
+        check_array(name, value)
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        kind = type(value)
+        raise TypeError(f"{name}: expected an array, got {kind.__module__}.{kind.__qualname__}") from None
+
+
 def check_array(name: str, value: Any, *, shapes_only: bool = False) -> None:
     """Raises TypeError or DTypeError unless ``value`` is a JAX array of numbers, and RuntimeError if JAX would hang.
 
@@ -157,6 +169,10 @@ def check_array(name: str, value: Any, *, shapes_only: bool = False) -> None:
     if isinstance(value, jax.Array) or (shapes_only and isinstance(value, jax.ShapeDtypeStruct)):
         if jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended):
             raise DTypeError(f"{name}: expected numbers, got dtype {value.dtype}")
+        if not shapes_only and not isinstance(value, jax.core.Tracer | jax.ShapeDtypeStruct) and value.is_deleted():
+            raise SpecError(
+                f"{name}: expected an array with data, got a deleted one; a jit may have donated its buffer"
+            )
         return
     kind = type(value)
     module = kind.__module__.partition(".")[0]

@@ -15,10 +15,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from attn_core.call.seq_info import SeqInfo
-from attn_core.errors import ShapeError, SpecError
+from attn_core.errors import ShapeError, SpecError, shown
 from jax_frontend.attention import attention
+from jax_frontend.dispatch.plan import as_array, check_array
 from jax_frontend.flax.layer import Rotary, token_positions
 from jax_frontend.flax.refusals import (
     check_dropout,
@@ -166,8 +168,8 @@ class AttentionFn:
             window=self.window,
             softcap=self.softcap,
             scale=self.scale,
-            mask=None if mask is None else _four_axes("mask", jnp.asarray(mask).astype(bool), batch),
-            bias=None if bias is None else _four_axes("bias", jnp.asarray(bias), batch),
+            mask=None if mask is None else _four_axes("mask", as_array("mask", mask).astype(bool), batch),
+            bias=None if bias is None else _four_axes("bias", as_array("bias", bias), batch),
             alibi_slopes=self.alibi_slopes,
             sinks=self.sinks,
             seq_info=self.seq_info,
@@ -217,6 +219,14 @@ class AttentionFn:
 
 
 def _promote(arrays: tuple[jax.Array, ...], dtype: Any, promote_dtype: Callable[..., Any] | None) -> tuple[Any, ...]:
+    for name, array in zip(("query", "key", "value"), arrays):
+        if not isinstance(array, np.ndarray):
+            check_array(name, array)
+    if dtype is not None:
+        try:
+            jnp.dtype(dtype)
+        except (TypeError, ValueError):
+            raise SpecError(f"dtype={shown(dtype)}: expected a dtype, or None") from None
     if promote_dtype is not None:
         return tuple(promote_dtype(arrays, dtype=dtype))
     target = jnp.result_type(*arrays) if dtype is None else dtype
@@ -238,7 +248,7 @@ def _row_positions(positions: Any, batch: tuple[int, ...], length: int) -> jax.A
     """Returns positions that broadcast to ``[batch..., length]`` as ``[batch, length]``."""
     if positions is None:
         return None
-    array = jnp.asarray(positions)
+    array = as_array("positions", positions)
     full = (*batch, length)
     missing = len(full) - array.ndim
     if missing < 0 or any(size not in (1, axis) for size, axis in zip(array.shape, full[missing:], strict=True)):

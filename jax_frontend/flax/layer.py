@@ -8,13 +8,16 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from attn_core.backends.shared.jax_offsets import document_numbers
 from attn_core.call.layer_shapes import check_layer_inputs, check_rotary
 from attn_core.call.seq_info import SeqInfo
+from attn_core.errors import DTypeError
 from attn_core.paged.step import Pages, Step, check_paged_layer
 from jax_frontend.attention import attention
 from jax_frontend.context_parallel import layers as context_layers
+from jax_frontend.dispatch.plan import as_array, check_array
 from jax_frontend.paged.append import append_kv
 from jax_frontend.paged.attention import paged_attention
 
@@ -61,6 +64,15 @@ class LayerCall(NamedTuple):
     pages: Pages | None = None
 
 
+def check_inputs(x: Any, context: Any) -> None:
+    """Raises TypeError unless a layer's inputs are arrays; context may be None."""
+    for name, array in (("x", x), ("context", context)):
+        if not (isinstance(array, np.ndarray) or (array is None and name == "context")):
+            check_array(name, array)
+        if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
+            raise DTypeError(f"{name}: expected floats, got {array.dtype}")
+
+
 def attend(
     layer: LayerOptions, projections: Projections, x: jax.Array, context: jax.Array | None, call: LayerCall
 ) -> Any:
@@ -74,12 +86,13 @@ def attend(
         An array with the rank of x and the features of ``projections.out``; with pages ``(out, (k, v))``, where k and
         v are the updated pool.
     """
+    check_inputs(x, context)
     if call.pages is not None:
         return _attend_in_pages(layer, projections, x, context, call, call.pages)
     seq_info = SeqInfo.coerce(call.seq_info)
     check_layer_inputs(x.shape, None if context is None else context.shape, packed=seq_info is not None)
     queries = x[None] if x.ndim == 2 else x  # [batch, seq, features]
-    positions = None if call.positions is None else jnp.asarray(call.positions)
+    positions = None if call.positions is None else as_array("positions", call.positions)
     check_rotary(
         rotary=layer.rotary is not None,
         cross=context is not None,
@@ -105,7 +118,9 @@ def attend(
         window=layer.window,
         softcap=layer.softcap,
         scale=layer.scale,
-        mask=None if call.mask is None else jnp.asarray(call.mask).astype(bool),  # Flax's helpers make float32 masks
+        mask=None
+        if call.mask is None
+        else as_array("mask", call.mask).astype(bool),  # Flax's helpers make float32 masks
         bias=call.bias,
         alibi_slopes=call.alibi_slopes,
         sinks=call.sinks,
@@ -135,7 +150,7 @@ def _attend_in_pages(
     }
     unsupported |= {"seq_info": call.seq_info, "context_axis": layer.context_axis}
     check_paged_layer(x.shape, layer.alignment, call.dropout, unsupported)
-    positions = None if call.positions is None else jnp.asarray(call.positions)
+    positions = None if call.positions is None else as_array("positions", call.positions)
     check_rotary(
         rotary=layer.rotary is not None,
         cross=False,

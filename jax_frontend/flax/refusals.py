@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from attn_core.backends.shared.xla_precision import current_precision, current_precision_level
-from attn_core.errors import SpecError
+from attn_core.errors import SpecError, shown
 
 
 def check_dropout(broadcast_dropout: bool, dropout_rng: Any, dropout_rate: float) -> None:
@@ -35,13 +35,13 @@ def check_precision(precision: Any, dtype: Any) -> None:
             level = lax.Precision(each).value
         except (ValueError, TypeError):  # TypeError: the value is not hashable
             raise SpecError(
-                f"precision={precision!r}: expected None, a jax.lax.Precision or its name; kernels choose the "
+                f"precision={shown(precision)}: expected None, a jax.lax.Precision or its name; kernels choose the "
                 "algorithm of their multiplications"
             ) from None
         if dtype == jnp.float32 and level > current_precision_level():
             raise SpecError(
-                f"precision={precision!r}: jax.default_matmul_precision is {current_precision()!r} here, and a layer "
-                "cannot ask for more; raise it, or leave it unset (then float32 is multiplied at HIGHEST)"
+                f"precision={shown(precision)}: jax.default_matmul_precision is {current_precision()!r} here, and a "
+                "layer cannot ask for more; raise it, or leave it unset (then float32 is multiplied at HIGHEST)"
             )
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
 from attn_core.call.keywords import CachedKeywords
+from attn_core.errors import DTypeError, SpecError, shown
 from attn_core.paged.allocator import Copies, PageAllocator
 from attn_core.paged.arguments import check_cache
 from attn_core.paged.cache import PagedCache
@@ -52,7 +53,13 @@ class PagedKVCache(PagedCache):
         device: Any = None,
     ) -> None:
         dims = {"head_dim": head_dim, "value_dim": head_dim if value_dim is None else value_dim}
-        check_cache(np.dtype(dtype).name, num_layers=num_layers, kv_heads=kv_heads, **dims)
+        try:
+            name = np.dtype(dtype).name
+        except TypeError:
+            raise DTypeError(f"dtype={shown(dtype)}: expected a float dtype") from None
+        if device is not None and not isinstance(device, jax.Device | jax.sharding.Sharding):
+            raise SpecError(f"device={shown(device)}: expected a jax.Device, a Sharding, or None")
+        check_cache(name, num_layers=num_layers, kv_heads=kv_heads, **dims)
         self.allocator = PageAllocator(num_pages, page_size)
         self._table_placement = self._placement_of_tables(device)
         self.k_pages, self.v_pages = (

@@ -12,6 +12,7 @@ from attn_core.dropins.unsloth.arguments import (
     XFORMERS,
     AttentionConfig,
     AttentionContext,
+    check_fields,
     check_sizes,
     choose_word,
     computed_in,
@@ -59,6 +60,7 @@ def run_attention(*, config: AttentionConfig, context: AttentionContext, Q: Arra
     """
     for name, array in (("Q", Q), ("K", K), ("V", V)):
         check_array(name, array)
+    check_fields(config, context)
     check_sizes(config, context, Q.shape, K.shape, V.shape)
     request = interpret(config, context)
     backend = override.requested() or preference(config, "jax", device_name(Q))

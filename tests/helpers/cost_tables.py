@@ -8,8 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from attn_core import selection
-from attn_core.selection import preference
+from attn_core.selection import choice, preference
 from attn_core.selection.cost_model import FACTORS, RATES, Model
 from attn_core.selection.tables import Table
 
@@ -44,4 +43,4 @@ def _forget() -> None:
     preference._order_by_time.cache_clear()
     preference._rates.cache_clear()
     preference._models.cache_clear()
-    selection.explain.cache_clear()
+    choice._explained.cache_clear()

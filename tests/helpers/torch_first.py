@@ -11,7 +11,7 @@ from jax_frontend.dispatch import plan
 
 def _forget() -> None:
     plan.plan.cache_clear()
-    choice.explain.cache_clear()
+    choice._explained.cache_clear()
     jax.clear_caches()
 
 

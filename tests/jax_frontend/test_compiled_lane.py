@@ -29,6 +29,7 @@ from attn_core.backends.flash4 import backend as flash4
 from attn_core.backends.math import backend as math
 from attn_core.backends.shared.kernel_programs import SCRATCH, Buffer, KernelProgram, KernelStep
 from attn_core.call.tensors import Inputs
+from attn_core.selection import choice
 from jax_frontend.bridge import compiled_lane
 from jax_frontend.bridge.bridged_call import calls_of
 
@@ -189,7 +190,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def empty_caches() -> None:
-    explain.cache_clear()
+    choice._explained.cache_clear()
     compiled_lane.lane_of.cache_clear()
     jax.clear_caches()
 

@@ -29,7 +29,7 @@ def empty_caches() -> None:
     backends.availability.cache_clear()
     target.local_target.cache_clear()
     target.bridge_reason.cache_clear()
-    choice.explain.cache_clear()
+    choice._explained.cache_clear()
     empty_plan_caches()
 
 

@@ -68,9 +68,9 @@ EVERYTHING = Support(
 @pytest.fixture(autouse=True)
 def empty_caches() -> Iterator[None]:
     """Selections are cached; tests that patch their inputs must neither read nor leave cached ones."""
-    selection.explain.cache_clear()
+    choice._explained.cache_clear()
     yield
-    selection.explain.cache_clear()
+    choice._explained.cache_clear()
 
 
 # Claims of a backend

@@ -10,7 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
 from attn_core.call.keywords import ContextParallelKeywords
-from attn_core.call.options import Options, check_options, check_traced_options, requested_names
+from attn_core.call.kinds import check_kind
+from attn_core.call.options import Options, check_flag, check_options, check_traced_options, requested_names
 from attn_core.context_parallel.call import check_supported
 from attn_core.context_parallel.cost.choose import Explanation
 from attn_core.context_parallel.request import Request, build_request
@@ -22,7 +23,7 @@ from torch_frontend.context_parallel.dtensor import to_dtensor, to_local
 from torch_frontend.context_parallel.mesh import find_axis, group_names
 from torch_frontend.context_parallel.prepare import explain_request
 from torch_frontend.context_parallel.shards import document_offsets, shard_sequence, unshard_sequence
-from torch_frontend.dispatch import autocast, plan
+from torch_frontend.dispatch import autocast, plan, tensor_kinds
 
 __all__ = ["context_parallel_attention", "explain_context_parallel", "shard_sequence", "unshard_sequence"]
 
@@ -121,9 +122,13 @@ def context_parallel_attention(
     shards: Any = (q, k, v)
     rows: tuple[Tensor, ...] = shards
     try:
-        q, k, v = rows = autocast.in_autocast(*to_local(shards, mesh))
+        q, k, v = shards = to_local(shards, mesh)
+        for name, tensor in zip("qkv", shards):
+            plan.check_tensor(name, tensor)
+        q, k, v = rows = autocast.in_autocast(q, k, v)
         check_supported(mask, bias, alibi_slopes, dropout)
         options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
+        check_kind("layout", layout, str, "the name of a layout")
         how = {"strategy": strategy, "layout": layout, "length": length, "head_groups": head_groups}
         rows, request = _build_request(q, k, v, sinks, mesh, options, seq_info, backend, **how)
     except Exception as error:
@@ -177,8 +182,11 @@ def explain_context_parallel(
     q, k, v = to_local((q, k, v), mesh)
     check_supported(mask, bias, alibi_slopes, dropout)
     options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
+    check_kind("layout", layout, str, "the name of a layout")
     how = {"strategy": strategy, "layout": layout, "length": length, "head_groups": head_groups}
     _, request = _build_request(q, k, v, sinks, mesh, options, seq_info, backend, **how)
+    if needs_backward is not None:
+        check_flag("needs_backward", needs_backward)
     return explain_request(request if needs_backward is None else request._replace(needs_backward=needs_backward))
 
 
@@ -224,6 +232,7 @@ def _check_tensors(q: Any, k: Any, v: Any, sinks: Any) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v), ("sinks", sinks)):
         if tensor is not None or name != "sinks":
             plan.check_tensor(name, tensor)
+    tensor_kinds.check_data(q, k=k, v=v, sinks=sinks)
     for name, tensor in (("k", k), ("v", v), ("sinks", sinks)):
         if tensor is not None and tensor.device != q.device:
             raise DeviceError(f"{name}: expected the device of q ({q.device}), got {tensor.device}; move it there")

@@ -21,7 +21,7 @@ from attn_core.call.seq_info import SeqInfo
 from attn_core.context_parallel import places
 from attn_core.context_parallel.layout import Layout
 from attn_core.context_parallel.request import row_lengths
-from attn_core.errors import SpecError
+from attn_core.errors import SpecError, shown
 from torch_frontend.dispatch.after_import import after_import
 
 if TYPE_CHECKING:  # layers import this module, and run where torch was built without torch.distributed
@@ -141,7 +141,10 @@ def use_context_parallel(
     """
     global _entered
     if length is not None and (isinstance(length, bool) or not isinstance(length, int) or length < 1):
-        raise SpecError(f"length={length!r}: expected the positions of the whole row, an int")
+        raise SpecError(f"length={shown(length)}: expected the positions of the whole row, an int")
+    from torch_frontend.context_parallel.mesh import group_names
+
+    group_names(mesh)  # checks the mesh
     block = ActiveMesh(mesh, strategy, layout, length, SeqInfo.coerce(seq_info))
     if block.documents is not None:
         row_lengths(length, block.documents, (0, 0), 1)

@@ -12,7 +12,7 @@ from attn_core.context_parallel import places, request
 from attn_core.errors import ShapeError
 from torch_frontend.context_parallel.exchange import gather
 from torch_frontend.context_parallel.mesh import find_axis, group_names, rank_of, row_layout
-from torch_frontend.dispatch import plan
+from torch_frontend.dispatch import plan, tensor_kinds
 
 Tensor = torch.Tensor
 
@@ -30,9 +30,12 @@ def shard_sequence(
         The shard. If the row does not fill all shards, the last places of some shards are zeros. Differentiable.
     """
     plan.check_tensor("x", x)
+    if x.numel() * x.element_size() >= 2**63:
+        raise ShapeError(f"x: expected a tensor of less than 2^63 bytes, got shape {list(x.shape)}")
     dim = layouts.check_axis(dim, x.dim())
     row = row_layout(mesh, layout, x.shape[dim], document_offsets(seq_info))
     index = torch.from_numpy(places.positions_by_shard(row)[rank_of(mesh)]).to(x.device)
+    tensor_kinds.check_data(index, x=x)
     count = row.position_count(rank_of(mesh))
     positions = x.index_select(dim, index[:count])
     if count == row.shard:
@@ -52,11 +55,13 @@ def unshard_sequence(
     row = row_layout(mesh, layout, length, document_offsets(seq_info))
     if x.shape[dim] != row.shard:
         raise ShapeError(f"x: expected a shard of {row.shard} positions at dim {dim}, got {x.shape[dim]}")
+    order = torch.from_numpy(places.places_by_position(row)).to(x.device)
+    tensor_kinds.check_data(order, x=x)
     shards = x.movedim(dim, 0).contiguous()
     # The inner axis first: ranks are numbered outer first, so the gathered shards end up in the order of ranks.
     for name in reversed(group_names(mesh)):
         shards = gather(find_axis(name), [shards[None, :, None]]).wait()[0][0, :, 0]  # as [batch, places, heads, ...]
-    return shards.index_select(0, torch.from_numpy(places.places_by_position(row)).to(x.device)).movedim(0, dim)
+    return shards.index_select(0, order).movedim(0, dim)
 
 
 def document_offsets(seq_info: Any) -> request.Documents:

@@ -16,12 +16,13 @@ from attn_core.call.seq_info import SeqInfo
 from attn_core.call.slow_copies import EVERY, FIRST, tables_passed
 from attn_core.call.tensors import Inputs
 from attn_core.selection import override
-from torch_frontend.dispatch import autograd, empty_rows, offsets, value_checks
+from torch_frontend.dispatch import autograd, empty_rows, offsets, tensor_kinds, value_checks
 from torch_frontend.dispatch.plan_cache import fast_plan, table_plan
 from torch_frontend.dispatch.ranges import in_ranges
 from torch_frontend.dispatch.run_plan import check_offsets, note_plan, run_forward, run_shortcut
 
 Tensor = torch.Tensor
+_fits = tensor_kinds.fits_its_storage
 _KINDS = frozenset((Tensor, torch.nn.Parameter))
 _STRIDED, _is_grad_enabled, _requested, _ranges = (
     torch.strided,
@@ -60,6 +61,10 @@ def attend(
         needs_backward = q.requires_grad or k.requires_grad or v.requires_grad or bias_gradient
         needs_backward = needs_backward or (sinks is not None and sinks.requires_grad)
     try:
+        if q.is_cpu:
+            for tensor in (q, k, v, *extras):  # the storage, because torch's kernels read beyond it without a word
+                if tensor is not None and tensor.untyped_storage().nbytes() < tensor.nbytes and not _fits(tensor):
+                    return None
         metadata = tuple([None if each is None else (each.shape, each.dtype, each.device) for each in inputs[:9]])
         requested = _requested() if backend is None else backend
         call_plan = fast_plan(metadata, needs_backward, bias_gradient, requested, *longest, *options)
@@ -95,10 +100,14 @@ def attend_with_tables(
             if type(mask) not in _KINDS or mask.layout is not _STRIDED:
                 return None
             mask_key = (mask.shape, mask.dtype, mask.device)
+            if mask.untyped_storage().nbytes() < mask.nbytes and not _fits(mask):
+                return None
         if bias is not None:
             if type(bias) not in _KINDS or bias.layout is not _STRIDED:
                 return None
             bias_key = (bias.shape, bias.dtype, bias.device)
+            if bias.untyped_storage().nbytes() < bias.nbytes and not _fits(bias):
+                return None
             bias_gradient = needs_backward and bias.requires_grad
         if needs_backward:
             needs_backward = q.requires_grad or k.requires_grad or v.requires_grad or bias_gradient

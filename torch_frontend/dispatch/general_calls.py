@@ -21,6 +21,7 @@ from torch_frontend.dispatch import (
     plan,
     run_plan,
     sdpa_flags,
+    tensor_kinds,
     transforms,
     value_checks,
 )
@@ -43,6 +44,7 @@ def gather_arguments(
         if tensor is not None or name in ("q", "k", "v"):
             plan.check_tensor(name, tensor)
     q, k, v, mask, bias, alibi_slopes, sinks = tensors
+    tensor_kinds.check_data(q, k=k, v=v, mask=mask, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks)
     q, k, v, bias = autocast.in_autocast(q, k, v, bias)
     plan.check_gradient_free("alibi_slopes", alibi_slopes)
     options = check_traced_options(options) if torch.compiler.is_compiling() else check_options(options)

@@ -91,6 +91,47 @@ def check(name: str, tensor: Tensor) -> None:
         )
     if tensor.layout is not torch.strided:
         raise SpecError(f"{name}: expected a strided tensor, got the layout {tensor.layout}; pass {name}.to_dense()")
+    if torch.compiler.is_compiling():
+        return
+    if tensor.is_quantized:
+        raise SpecError(f"{name}: expected a tensor of numbers, got a quantised one; pass {name}.dequantize()")
+    # Inline, because this runs for every tensor of a call.
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor) or torch._is_functional_tensor(tensor):
+        if torch._C._functorch.peek_interpreter_stack() is None and not are_modes_active():
+            raise SpecError(
+                f"{name}: expected a tensor with data, got one that escaped from a transform such as torch.vmap"
+            )
+    elif kind is not FakeTensor and tensor.untyped_storage().nbytes() < tensor.nbytes and not fits_its_storage(tensor):
+        raise SpecError(
+            f"{name}: expected a tensor with its memory, got a storage of {tensor.untyped_storage().nbytes()} bytes "
+            f"for the shape {list(tensor.shape)}; FSDP frees the storage of a parameter outside of its layer"
+        )
+
+
+def fits_its_storage(tensor: Tensor) -> bool:
+    """Returns whether a plain tensor's last element is inside its storage. Tensors without data always fit."""
+    if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.is_meta or not tensor.numel():
+        return True
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor) or torch._is_functional_tensor(tensor):
+        return True
+    last = tensor.storage_offset() + sum(
+        (size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    return (last + 1) * tensor.element_size() <= tensor.untyped_storage().nbytes()
+
+
+def check_data(q: Tensor, **others: Any) -> None:
+    """Raises SpecError for a fake tensor beside a q with data, or the reverse, outside of a mode that converts them."""
+    if torch.compiler.is_compiling() or are_modes_active():
+        return
+    if type(q) is FakeTensor:
+        for name, tensor in others.items():
+            if isinstance(tensor, Tensor) and type(tensor) is not FakeTensor and not q.fake_mode.allow_non_fake_inputs:
+                raise SpecError(f"{name}: expected a FakeTensor, as q is, got a tensor with data")
+        return
+    for name, tensor in others.items():
+        if type(tensor) is FakeTensor:
+            raise SpecError(f"{name}: expected a tensor with data, as q has, got a FakeTensor")
 
 
 def as_causal(mask: Any, is_causal: bool, query: Tensor) -> tuple[Any, bool]:

@@ -6,6 +6,7 @@ On the native provider without ``attention_kwargs``, a call has the result of
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -14,7 +15,8 @@ from torch.autograd import forward_ad
 from torch.jit._builtins import _register_builtin
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
-from attn_core.call.options import check_flag
+from attn_core.call.kinds import check_kind
+from attn_core.call.options import check_flag, check_number
 from attn_core.dropins import finetrainers
 from attn_core.dropins.finetrainers import KERNELS, NATIVE, AttentionProvider
 from attn_core.dropins.finetrainers_call import DispatchCall, check_heads
@@ -119,6 +121,12 @@ def attention_dispatch(
         return _run_as_torch(call)  # on the provider's kernels: the op looks them up when it runs
     if _modes() and (offered := _offer_to_modes(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)):
         return offered[0]
+    if type(dropout_p) is not float:
+        check_number("dropout_p", dropout_p)
+    if type(is_causal) is not bool or type(enable_gqa) is not bool:
+        check_flag("is_causal", is_causal), check_flag("enable_gqa", enable_gqa)
+    if attention_kwargs is not None:
+        check_kind("attention_kwargs", attention_kwargs, Mapping, "a dict or None")
     provider = finetrainers.stated_provider() or finetrainers.default_provider()
     native = provider is NATIVE and not attention_kwargs
     plain = not attention_kwargs and not dropout_p and (attn_mask is None or (native and is_table(attn_mask, query)))

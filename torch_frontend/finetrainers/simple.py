@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from torch_frontend.attention import attention
-from torch_frontend.dispatch import heads_first
+from torch_frontend.dispatch import heads_first, tensor_kinds
 
 Tensor = torch.Tensor
 
@@ -18,6 +18,8 @@ Tensor = torch.Tensor
 def is_simple(query: Any, key: Any, value: Any, is_causal: Any, enable_gqa: Any) -> bool:
     """Returns whether these are plain, fitting tensors ``[batch, heads, len, head_dim]`` without unusual options."""
     if type(query) is not Tensor or type(key) is not Tensor or type(value) is not Tensor:
+        return False
+    if query.is_nested or key.is_nested or value.is_nested:  # a strided one has no shape
         return False
     q, k, v = query.shape, key.shape, value.shape
     if len(q) != 4 or len(k) != 4 or k[0] != q[0] or k[3] != q[3] or v[:3] != k[:3] or len(v) != 4:
@@ -33,6 +35,8 @@ def is_table(mask: Any, query: Any) -> bool:
     """Returns whether a mask is a plain tensor ``[batch, heads, q_len, kv_len]`` that torch's own function accepts."""
     if type(mask) is not Tensor or mask.layout is not torch.strided or mask.dim() != 4:
         return False
+    if mask.untyped_storage().nbytes() < mask.nbytes:
+        tensor_kinds.check("attn_mask", mask)  # an expanded mask passes
     return mask.dtype in (torch.bool, torch.float32, query.dtype)
 
 

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from attn_core import backends
-from attn_core.errors import SpecError, needs_extra
+from attn_core.call.kinds import check_kind
+from attn_core.errors import SpecError, needs_extra, shown
 from torch_frontend.huggingface.attention import LAYER_BACKEND, attend
 
 __all__ = ["NAME", "register", "set_layer_backends", "unregister"]
@@ -33,8 +34,11 @@ def set_layer_backends(model: torch.nn.Module, choice: Mapping[int, str | None])
         SpecError: for an unknown backend, a layer index that no attention module of the model has, or a layer whose
             attention is not ours.
     """
+    check_kind("model", model, torch.nn.Module, "a torch.nn.Module")
+    check_kind("choice", choice, Mapping, "a dict of backends by layer index")
     for name in choice.values():
         if name is not None:
+            check_kind("choice", name, str, "a backend's name for each layer, or None")
             backends.check_name(name)
     layers: dict[int, list[torch.nn.Module]] = {}
     for module in model.modules():
@@ -81,7 +85,7 @@ def check_implementation(requested: str) -> None:
     try:
         backends.check_name(requested.removeprefix(f"{NAME}:"))
     except SpecError as error:
-        raise SpecError(f"attn_implementation={requested!r}: {error}") from None
+        raise SpecError(f"attn_implementation={shown(requested)}: {error}") from None
 
 
 def register() -> None:
@@ -138,9 +142,10 @@ def refuse_model_code(kind: type, requested: str) -> None:
     partly = getattr(getattr(kind, "config_class", None), "model_type", None) in _PARTLY_MODEL_CODE
     if partly or checked is PreTrainedModel or not checked._can_set_attn_implementation():
         raise SpecError(
-            f"attn_implementation={requested!r}: {kind.__name__} computes attention in its own code and does not call "
-            "the function that transformers' AttentionInterface names; load it with attn_implementation='eager'. If it "
-            'is part of a larger model, name the other parts, such as attn_implementation={"text_config": "attn_core"}'
+            f"attn_implementation={shown(requested)}: {kind.__name__} computes attention in its own code and does not "
+            "call the function that transformers' AttentionInterface names; load it with attn_implementation='eager'. "
+            "If it is part of a larger model, name the other parts, such as "
+            'attn_implementation={"text_config": "attn_core"}'
         )
 
 

@@ -15,7 +15,7 @@ from attn_core.call.pages import PagedKV
 from attn_core.errors import ShapeError
 from attn_core.paged import arguments
 from attn_core.paged.tables import FEW_ENTRIES, are_valid, check_slots, last_places, last_slots, slots_of
-from torch_frontend.dispatch import plan
+from torch_frontend.dispatch import plan, tensor_kinds
 from torch_frontend.dispatch.wrappers import on_device
 from torch_frontend.paged.plan import check_no_gradient, check_values, tables_of
 
@@ -47,6 +47,9 @@ def check_appended(k_pages: Any, v_pages: Any, k: Any, v: Any, block_table: Any,
     for name, tensor in (("k_pages", k_pages), ("v_pages", v_pages), ("k", k), ("v", v)):
         plan.check_tensor(name, tensor)
         check_no_gradient(name, tensor)
+    tensor_kinds.check_data(
+        k_pages, v_pages=v_pages, k=k, v=v, block_table=block_table, seq_lens=seq_lens, cu_seqlens_q=cu
+    )
     tensors = (k_pages, v_pages, k, v, block_table, seq_lens, cu)
     entries = tuple([None if t is None else (t.shape, t.dtype, t.device) for t in tensors])
     # Symbolic sizes cannot be compared. The op checks them when it runs.
@@ -95,6 +98,12 @@ def _append_as_before(k_pages: Any, v_pages: Any, k: Any, v: Any, table: Any, le
         if forward_ad._current_level >= 0:
             return False
         if torch.is_grad_enabled() and any([each.requires_grad for each in (k_pages, v_pages, k, v)]):
+            return False
+        if k.is_cpu:
+            for each in (k_pages, v_pages, k, v, table, lengths):
+                if each.untyped_storage().nbytes() < each.nbytes and not tensor_kinds.fits_its_storage(each):
+                    return False
+        if any(map(torch._is_functional_tensor, (k_pages, v_pages, k, v))):
             return False
         write = _writer(
             *(k_pages.shape, v_pages.shape, k.shape, v.shape, table.shape, lengths.shape),

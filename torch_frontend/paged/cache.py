@@ -9,6 +9,7 @@ import torch
 
 from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
 from attn_core.call.keywords import CachedKeywords
+from attn_core.errors import SpecError, shown
 from attn_core.paged.allocator import Copies, PageAllocator
 from attn_core.paged.arguments import check_cache
 from attn_core.paged.cache import PagedCache
@@ -50,6 +51,10 @@ class PagedKVCache(PagedCache):
     ) -> None:
         dims = {"head_dim": head_dim, "value_dim": head_dim if value_dim is None else value_dim}
         check_cache(str(dtype).removeprefix("torch."), num_layers=num_layers, kv_heads=kv_heads, **dims)
+        try:
+            device = torch.device(device)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise SpecError(f"device={shown(device)}: expected a torch.device or its name; {error}") from None
         self.allocator = PageAllocator(num_pages, page_size)
         self.k_pages, self.v_pages = (
             [torch.zeros(num_pages, page_size, kv_heads, dim, dtype=dtype, device=device) for _ in range(num_layers)]

@@ -17,7 +17,7 @@ from attn_core.call.pages import PagedKV
 from attn_core.call.ranges import enabled, range_name
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import PagedInputs
-from attn_core.errors import SpecError
+from attn_core.errors import DTypeError, SpecError
 from attn_core.paged import arguments
 from attn_core.paged import tables as paged_tables
 from attn_core.selection import Target, new_plans, override, select
@@ -97,6 +97,15 @@ def gather_arguments(
             continue
         plan.check_tensor(name, tensor)
         check_no_gradient(name, tensor)
+    tensor_kinds.check_data(
+        q,
+        k_pages=k_pages,
+        v_pages=v_pages,
+        sinks=sinks,
+        block_table=block_table,
+        seq_lens=seq_lens,
+        cu_seqlens_q=cu_seqlens_q,
+    )
     tables = tables_of(q, k_pages, max_len_q, block_table, seq_lens, cu_seqlens_q)
     return PagedInputs(q, k_pages, v_pages, *tables, sinks=sinks)
 
@@ -124,6 +133,9 @@ def tables_of(q: Tensor, k_pages: Tensor, max_len_q: int | None, *tables: Any) -
         # On a CPU, `run` and `append` check the values of all tables later, whatever their type.
         if q.device.type != "cpu":
             check_values(max_len_q, q.shape[0], k_pages, *tables)
+        for name, table in zip(names, tables, strict=True):
+            if table is not None and table.dtype.kind not in "biufc":  # torch has no tensor of it
+                raise DTypeError(f"{name}: expected dtype int32, got {table.dtype}")
         return tuple(None if t is None else torch.from_numpy(t).to(q.device) for t in tables)  # type: ignore[return-value]
     for name, table in zip(names, tables, strict=True):
         if table is not None:

@@ -16,6 +16,7 @@ from attn_core.dropins.unsloth.arguments import (
     XFORMERS,
     AttentionConfig,
     AttentionContext,
+    check_fields,
     check_sizes,
     choose_word,
     computed_in,
@@ -32,6 +33,7 @@ from torch_frontend.backends import available_here
 from torch_frontend.dispatch.autocast import autocast_dtype
 from torch_frontend.dispatch.backend_names import FROM_CONTEXT
 from torch_frontend.dispatch.plan import check_tensor, device_name
+from torch_frontend.dispatch.tensor_kinds import check_data
 from torch_frontend.recomputed import attention_of_layer
 from torch_frontend.unsloth import prefix
 
@@ -93,6 +95,9 @@ def run_attention(*, config: AttentionConfig, context: AttentionContext, Q: Tens
     """
     for name, tensor in (("Q", Q), ("K", K), ("V", V)):
         check_tensor(name, tensor)
+    check_data(Q, K=K, V=V)
+    check_data(K, Q=Q)
+    check_fields(config, context)
     for name in ("attention_mask", "causal_mask"):  # other types are masks of the host's own classes
         if isinstance(getattr(context, name), Tensor):
             check_tensor(f"context.{name}", getattr(context, name))

@@ -12,8 +12,12 @@ from typing import Any
 
 import torch
 
-from attn_core.call.seq_info import SeqInfo
-from attn_core.errors import ShapeError, SpecError
+from attn_core.call.kinds import MOST, check_kind, check_size
+from attn_core.call.options import check_flag
+from attn_core.call.seq_info import SeqInfo, is_host_int
+from attn_core.errors import DTypeError, ShapeError, SpecError, shown
+from torch_frontend.dispatch.plan import check_tensor
+from torch_frontend.dispatch.tensor_kinds import check_data
 
 __all__ = [
     "build_sdpa_packed_attention_mask",
@@ -40,6 +44,9 @@ def get_packed_info_from_kwargs(
         position_ids: ``[1, tokens]``, 0 at the first token of each document. Other shapes, and rows with one document,
             give None. The positions of a padded row would be misread, so pass them only for rows without padding.
     """
+    check_kind("kwargs", kwargs, Mapping, "a dict of keywords")
+    check_kind("position_ids", position_ids, (Tensor, type(None)), "a tensor, or None")
+    place = _device(device)
     values = kwargs.get("packed_seq_lengths")
     if values is None and position_ids is not None:
         values = _lengths_of_positions(position_ids)
@@ -50,7 +57,7 @@ def get_packed_info_from_kwargs(
     if (host < 0).any():
         raise SpecError(f"packed_seq_lengths: expected lengths of 0 or more, got {int(host.min())}")
     info = SeqInfo.from_lengths(host.tolist(), array=torch.from_numpy)
-    return host.to(device, torch.int32), info.cu_seqlens_q.to(device), info.max_len_q
+    return host.to(place, torch.int32), info.cu_seqlens_q.to(place), info.max_len_q
 
 
 def cover_padded_cu_seqlens(seq_info: Packed, total_tokens: int) -> tuple[Tensor, int]:
@@ -59,7 +66,8 @@ def cover_padded_cu_seqlens(seq_info: Packed, total_tokens: int) -> tuple[Tensor
     It is for code that calls a varlen kernel itself: some leave rows behind the last offset unwritten.
     ``run_attention`` gives padding the output 0. Reads the offsets' last value on the host.
     """
-    _, cu_seqlens, longest = seq_info
+    _, cu_seqlens, longest = _checked(seq_info)
+    check_size("total_tokens", total_tokens, 0)
     padding = total_tokens - int(cu_seqlens[-1])
     if padding <= 0:
         return cu_seqlens, longest
@@ -90,6 +98,10 @@ def build_sdpa_packed_attention_mask(
         SpecError: for a window without causal.
     """
     keys = _window_keys(sliding_window, is_causal)
+    check_kind("dtype", dtype, torch.dtype, "a torch.dtype")
+    if not dtype.is_floating_point:
+        raise DTypeError(f"dtype: expected a float dtype, which has -inf, got {dtype}")
+    device = _device(device)
     lengths = _lengths_with_padding(seq_info, total_tokens).to(device)
     tokens = int(lengths.sum())
     document = torch.repeat_interleave(torch.arange(len(lengths), device=device), lengths)  # [tokens]
@@ -122,6 +134,8 @@ def build_xformers_block_causal_mask(
         SpecError: for a window without causal, or with a ``base_mask`` that cannot apply it.
     """
     keys = _window_keys(sliding_window, is_causal)
+    if total_tokens is not None:
+        check_size("total_tokens", total_tokens, 0)
     if seq_info is None:
         return _add_window(base_mask, keys) if keys else base_mask
     try:
@@ -153,7 +167,12 @@ def move_xformers_attention_bias(attn_bias: Any, device: Any) -> Any:
     """
     if attn_bias is None:
         return None
+    _device(device)
     if not hasattr(attn_bias, "q_seqinfo"):
+        if isinstance(attn_bias, Tensor):
+            check_tensor("attn_bias", attn_bias)
+            if attn_bias.is_meta:
+                raise SpecError("attn_bias: expected a tensor with data, got one on the device meta")
         return attn_bias.to(device) if hasattr(attn_bias, "to") else attn_bias
     sides = {}
     for side in ("q_seqinfo", "k_seqinfo"):
@@ -166,8 +185,13 @@ def move_xformers_attention_bias(attn_bias: Any, device: Any) -> Any:
 
 def _window_keys(sliding_window: int | None, is_causal: bool) -> int | None:
     """Returns the number of keys in the window, or None. Raises SpecError for a window without causal."""
+    check_flag("is_causal", is_causal)
+    if sliding_window is not None and not is_host_int(sliding_window):
+        raise SpecError(f"sliding_window={shown(sliding_window)}: expected a number of keys, or None")
     if sliding_window is None or sliding_window <= 0:
         return None
+    if sliding_window > MOST:
+        raise SpecError(f"sliding_window={shown(sliding_window)}: expected at most {MOST} keys")
     if not is_causal:
         raise SpecError(
             f"sliding_window={sliding_window}: expected None with is_causal=False, because the window ends at the query"
@@ -177,7 +201,9 @@ def _window_keys(sliding_window: int | None, is_causal: bool) -> int | None:
 
 def _lengths_with_padding(seq_info: Packed, total_tokens: int | None) -> Tensor:
     """Returns the lengths of the documents, and of the padding behind them if the row is longer."""
-    lengths = _lengths("seq_info", seq_info[0])
+    lengths = _lengths("seq_info", _checked(seq_info)[0])
+    if total_tokens is not None:
+        check_size("total_tokens", total_tokens, 0)
     padding = 0 if total_tokens is None else total_tokens - int(lengths.sum())
     return lengths if padding <= 0 else torch.cat((lengths, lengths.new_tensor([padding])))
 
@@ -208,7 +234,11 @@ def mask_packed_sequence_boundaries(shift_labels: Tensor, seq_lengths: Any, *, i
     """
     if seq_lengths is None:
         return False
-    lengths = _lengths("seq_lengths", seq_lengths).to(shift_labels.device, torch.int64)
+    check_tensor("shift_labels", shift_labels)
+    _check_ignore_index("shift_labels", shift_labels, ignore_index)
+    lengths = _lengths("seq_lengths", seq_lengths)
+    check_data(lengths, shift_labels=shift_labels)
+    lengths = lengths.to(shift_labels.device, torch.int64)
     if not len(lengths):
         return False
     total = shift_labels.numel()
@@ -232,10 +262,16 @@ def mask_packed_boundary_labels(labels: Any, seq_lengths: Any, *, ignore_index: 
         ShapeError: for documents that exceed the labels (checked on the CPU only, because reading lengths on a GPU
             would wait for it).
     """
-    if not isinstance(labels, Tensor) or seq_lengths is None or not labels.numel():
+    if not isinstance(labels, Tensor) or seq_lengths is None:
         return labels
+    check_tensor("labels", labels)
+    if not labels.numel():
+        return labels
+    _check_ignore_index("labels", labels, ignore_index)
     total = labels.numel()
-    ends = _lengths("seq_lengths", seq_lengths).to(labels.device).cumsum(0)
+    lengths = _lengths("seq_lengths", seq_lengths)
+    check_data(lengths, labels=labels)
+    ends = lengths.to(labels.device).cumsum(0)
     if not len(ends):
         return labels
     if ends.device.type == "cpu" and int(ends[-1]) > total:
@@ -245,9 +281,39 @@ def mask_packed_boundary_labels(labels: Any, seq_lengths: Any, *, ignore_index: 
     return labels.masked_fill(first.view(labels.shape), ignore_index)
 
 
+def _checked(seq_info: Any) -> Packed:
+    """Returns the triple. Raises SpecError for anything else."""
+    if not isinstance(seq_info, tuple) or len(seq_info) != 3:
+        raise SpecError(f"seq_info: expected the triple (lengths, cu_seqlens, longest), got {type(seq_info).__name__}")
+    check_tensor("seq_info", seq_info[1])
+    return seq_info
+
+
+def _device(device: Any) -> torch.device:
+    """Returns a device. Raises SpecError for a value that names none."""
+    try:
+        return torch.device(device)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise SpecError(f"device={shown(device)}: expected a torch.device or its name; {error}") from None
+
+
+def _check_ignore_index(name: str, labels: Tensor, ignore_index: Any) -> None:
+    if not is_host_int(ignore_index):
+        raise SpecError(f"ignore_index={shown(ignore_index)}: expected an int")
+    if labels.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
+        raise DTypeError(f"{name}: expected integers, got {labels.dtype}")
+    limits = torch.iinfo(labels.dtype)
+    if not limits.min <= ignore_index <= limits.max:
+        raise SpecError(f"ignore_index={ignore_index}: expected a value of {labels.dtype}, the dtype of {name}")
+
+
 def _lengths(name: str, values: Any) -> Tensor:
     """Returns lengths as int64 ``[documents]`` on their device; flattens nested lists and tensors."""
-    lengths = values if isinstance(values, Tensor) else torch.tensor(values, device="cpu")
-    if lengths.numel() and (lengths.is_floating_point() or lengths.dtype == torch.bool):
+    try:
+        lengths = values if isinstance(values, Tensor) else torch.tensor(values, device="cpu")
+    except (TypeError, ValueError, RuntimeError):
+        raise SpecError(f"{name}: expected lengths as integers, got {type(values).__name__}") from None
+    check_tensor(name, lengths)
+    if lengths.numel() and (lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool):
         raise SpecError(f"{name}: expected lengths as integers, got {lengths.dtype}")
     return lengths.reshape(-1).to(torch.int64)

@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
+from attn_core.call.kinds import check_size
 from attn_core.call.seq_info import is_host_int
-from attn_core.errors import DTypeError, ShapeError, SpecError
+from attn_core.errors import DTypeError, ShapeError, SpecError, shown
 from torch_frontend.dispatch.plan import check_tensor
 from torch_frontend.recomputed import attention_of_layer as attention
 
@@ -79,6 +80,8 @@ def slow_attention_softcapping(
     Raises:
         ShapeError, DTypeError, SpecError: for invalid arguments, before any kernel runs.
     """
+    for name, size in (("bsz", bsz), ("q_len", q_len)):
+        check_size(name, size, 0)
     for name, tensor in (("Q", Q), ("K", K), ("V", V)):
         check_tensor(name, tensor)
         if tensor.ndim != 4:
@@ -110,14 +113,14 @@ def slow_inference_attention_softcapping(
 
 def _check_positive(name: str, value: Any) -> int:
     if not is_host_int(value) or value <= 0:
-        raise SpecError(f"{name}: expected an int of 1 or more, got {value!r}")
+        raise SpecError(f"{name}: expected an int of 1 or more, got {shown(value)}")
     return int(value)
 
 
 def _config_number(layer: Any, name: str) -> float:
     value = getattr(getattr(layer, "config", None), name, None)
     if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-        raise SpecError(f"self.config.{name}: expected a positive number, got {value!r}")
+        raise SpecError(f"self.config.{name}: expected a positive number, got {shown(value)}")
     return float(value)
 
 
@@ -131,7 +134,7 @@ def _mask_arguments(mask: Any, q_len: int, kv_len: int) -> dict[str, Any]:
         return {"causal": True, "window": mask.window}
     if not isinstance(mask, Tensor):
         raise SpecError(
-            f"causal_mask: expected a float tensor or a mask of create_flex_attention_causal_mask(), got {mask!r}"
+            f"causal_mask: expected a float tensor or a mask of create_flex_attention_causal_mask(), got {shown(mask)}"
         )
     check_tensor("causal_mask", mask)
     if not mask.is_floating_point():

@@ -13,7 +13,7 @@ from attn_core.context_parallel.cost.estimate import Estimate, estimate
 from attn_core.context_parallel.cost.machine import GIB, Constants
 from attn_core.context_parallel.layout import LAYOUTS
 from attn_core.context_parallel.plan import AxisSizes, parts_and_members
-from attn_core.errors import ShapeError, SpecError
+from attn_core.errors import ShapeError, SpecError, shown
 
 CANDIDATES = {1: ("all_gather", "ulysses", "ring"), 2: ("all_gather", "ring")}
 """The strategies by the number of axes; the earlier one wins a tie. On two axes they are for the outer axis."""
@@ -22,9 +22,9 @@ CANDIDATES = {1: ("all_gather", "ulysses", "ring"), 2: ("all_gather", "ring")}
 def check_strategy(strategy: object, head_groups: object) -> None:
     """Raises SpecError unless ``strategy`` is a name or None, and ``head_groups`` is a positive integer or None."""
     if strategy is not None and not (isinstance(strategy, str) and strategy):
-        raise SpecError(f"strategy={strategy!r}: expected a strategy's name, or None for automatic choice")
+        raise SpecError(f"strategy={shown(strategy)}: expected a strategy's name, or None for automatic choice")
     if head_groups is not None and not (is_host_int(head_groups) and head_groups > 0):  # type: ignore[operator]
-        raise SpecError(f"head_groups={head_groups!r}: expected the number of groups of heads, 1 or more")
+        raise SpecError(f"head_groups={shown(head_groups)}: expected the number of groups of heads, 1 or more")
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,9 @@ class NoStrategyError(NotImplementedError):
         self.choice = choice
         lead = "no strategy can share this call"
         if choice.requested:
-            lead = f"strategy={choice.requested!r} cannot share this call, and one asked for by name never falls back"
+            lead = (
+                f"strategy={shown(choice.requested)} cannot share this call, and one asked for by name never falls back"
+            )
         super().__init__(f"{lead}\n{choice}")
 
     def __reduce__(self) -> tuple[type[NoStrategyError], tuple[Choice]]:
@@ -175,7 +177,7 @@ def explain_choice(
     check_spec(spec)
     names = _strategies(axes, layout)
     if strategy is not None and strategy not in names:
-        raise SpecError(f"strategy={strategy!r}: expected one of {', '.join(names)} on {len(axes)} axes, or None")
+        raise SpecError(f"strategy={shown(strategy)}: expected one of {', '.join(names)} on {len(axes)} axes, or None")
     undecided = Choice(spec, documents, layout, axes, constants, memory, strategy, None)
     # A named strategy is the only one that is estimated here, because estimating the others needs their plans.
     able = [undecided.candidate(name) for name in names if strategy in (None, name) and not undecided.reasons(name)]
@@ -187,8 +189,8 @@ def explain_choice(
 def _strategies(axes: AxisSizes, layout: str) -> tuple[str, ...]:
     if len(axes) not in CANDIDATES or any(size < 1 for size in axes):
         raise SpecError(f"axes={axes}: expected (ranks,) or (outer, inner), each of at least one rank")
-    if layout not in LAYOUTS:
-        raise SpecError(f"layout={layout!r}: expected one of {', '.join(LAYOUTS)}")
+    if not isinstance(layout, str) or layout not in LAYOUTS:
+        raise SpecError(f"layout={shown(layout)}: expected one of {', '.join(LAYOUTS)}")
     return CANDIDATES[len(axes)]
 
 

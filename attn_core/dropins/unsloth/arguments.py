@@ -7,14 +7,14 @@ interprets them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any
 
 from attn_core import backends
 from attn_core.call.options import check_flag
-from attn_core.call.seq_info import SeqInfo
-from attn_core.errors import ShapeError, SpecError
+from attn_core.call.seq_info import SeqInfo, is_host_int
+from attn_core.errors import ShapeError, SpecError, shown
 
 FLASH_VARLEN = "flash_varlen"
 FLASH_DENSE = "flash_dense"
@@ -75,7 +75,9 @@ class AttentionContext:
 def trains(context: AttentionContext) -> bool:
     """Returns whether the call's kernel must have a backward. Raises SpecError for a flag that is not a bool."""
     # Contexts of the host's releases before October 2026 have no ``training``.
-    return bool(context.requires_grad) or check_flag("context.training", getattr(context, "training", False))
+    return check_flag("context.requires_grad", context.requires_grad) or check_flag(
+        "context.training", getattr(context, "training", False)
+    )
 
 
 def is_bidirectional(context: AttentionContext) -> bool:
@@ -114,6 +116,30 @@ def check_sizes(config: AttentionConfig, context: AttentionContext, q: Any, k: A
             f"config.n_groups={config.n_groups}: expected n_heads // n_kv_heads = "
             f"{context.n_heads} // {config.n_kv_heads}"
         )
+
+
+_LATER = ("training", "is_causal")
+"""Fields that contexts of the host's older releases lack."""
+
+_SIZES = {"config": ("n_kv_heads", "n_groups"), "context": ("bsz", "q_len", "kv_seq_len", "n_heads", "head_dim")}
+
+
+def check_fields(config: AttentionConfig, context: AttentionContext) -> None:
+    """Raises SpecError for arguments without the fields of ours, or with sizes that are no numbers."""
+    _check_fields("config", config, AttentionConfig)
+    _check_fields("context", context, AttentionContext)
+
+
+def _check_fields(name: str, given: Any, kind: type) -> None:
+    # The host passes classes of its own.
+    missing = [] if type(given) is kind else [f.name for f in fields(kind) if not hasattr(given, f.name)]
+    if missing := [field for field in missing if field not in _LATER]:
+        raise SpecError(
+            f"{name}: expected an object like {kind.__name__}, got {type(given).__name__} without {missing}"
+        )
+    for field in _SIZES[name]:
+        if not is_host_int(getattr(given, field)):
+            raise SpecError(f"{name}.{field}={shown(getattr(given, field))}: expected an int")
 
 
 def documents(context: AttentionContext) -> SeqInfo | None:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from attn_core.call.kinds import check_kind
 from attn_core.call.seq_info import SeqInfo
 from attn_core.dropins.unsloth.arguments import AttentionContext
 from attn_core.dropins.unsloth.request import UnslothRequest
@@ -41,6 +42,7 @@ def resolve_prefix_seg_info(kwargs: Mapping[str, Any], past_key_value: Any, atte
     Raises:
         SpecError: if a cache or a mask comes with it, because neither supports shared prefixes.
     """
+    check_kind("kwargs", kwargs, Mapping, "a dict of keywords")
     info = kwargs.get("prefix_seg_info")
     beside = {"past_key_value": past_key_value, "attention_mask": attention_mask}
     for name, value in beside.items():

@@ -24,7 +24,7 @@ from attn_core.dropins.unsloth.arguments import (
     is_bidirectional,
 )
 from attn_core.dropins.unsloth.block_masks import BlockMask, read_block_mask
-from attn_core.errors import SpecError
+from attn_core.errors import SpecError, shown
 
 
 class UnslothRequest(NamedTuple):
@@ -135,11 +135,12 @@ def host_branch(config: AttentionConfig, context: AttentionContext) -> str:
 
 
 def _interpret(config: AttentionConfig, context: AttentionContext) -> UnslothRequest:
-    if config.backend not in FAMILIES:
-        raise SpecError(f"config.backend={config.backend!r}: expected one of {', '.join(FAMILIES)}")
+    if not isinstance(config.backend, str) or config.backend not in FAMILIES:
+        raise SpecError(f"config.backend={shown(config.backend)}: expected one of {', '.join(FAMILIES)}")
     if context.sliding_window is not None and not is_host_int(context.sliding_window):
         raise SpecError(
-            f"context.sliding_window={context.sliding_window!r}: expected the number of keys that a query sees, or None"
+            f"context.sliding_window={shown(context.sliding_window)}: expected the number of keys that a query sees, "
+            "or None"
         )
     stated = read_options(config, host_branch(config, context))
     if is_bidirectional(context):  # True is the default, so it states nothing
