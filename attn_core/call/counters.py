@@ -9,6 +9,7 @@ from threading import Lock
 from typing import Any, TypedDict
 
 from attn_core.call.after_fork import free_in_children
+from attn_core.call.options import check_flag
 
 
 class Compiles(TypedDict):
@@ -78,7 +79,7 @@ def counters(*, reset: bool = False) -> Counters:
         running = {("hits", name): hits(name) for name in FRAMEWORKS}
         running |= {("copies", kind): _value(copies) for kind, copies in _copies.items()}
         result = _snapshot({key: value - _base[key] for key, value in running.items()})
-        if reset:
+        if check_flag("reset", reset):
             _numbers.clear()
             _seconds.clear()
             _base.update({key: value - _base[key] for key, value in running.items()})

@@ -40,7 +40,7 @@ def check_names(name: str, values: Any) -> tuple[Hashable, ...]:
         raise SpecError(f"{name}={shown(values)}: expected a list of names, got {_type_of(values)}")
     try:
         found = tuple(values)
-    except (TypeError, RuntimeError, NotImplementedError) as error:  # an array without axes, or one of a sparse layout
+    except (TypeError, ValueError, RuntimeError) as error:  # an array without axes, or one of a sparse layout
         raise SpecError(f"{name}: expected a list of names, got {_type_of(values)} ({error})") from None
     for each in found:
         check_hashable(name, each)

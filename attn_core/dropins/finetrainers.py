@@ -90,7 +90,7 @@ def provider_of(value: Any) -> AttentionProvider:
     provider = _BY_WORD.get(word) if isinstance(word, str) else None
     if provider is not None:
         return provider
-    close = get_close_matches(str(word), _WORDS, n=3)
+    close = get_close_matches(word, _WORDS, n=3) if isinstance(word, str) else []
     hint = f"did you mean {' or '.join(close)}?" if close else f"expected one of {', '.join(_WORDS)}"
     raise SpecError(f"provider={shown(value)}: unknown attention provider; {hint}")
 

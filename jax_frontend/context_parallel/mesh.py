@@ -136,7 +136,7 @@ class RowMesh(NamedTuple):
 
     def _check_spec(self, requested: Any, rank: int) -> P:
         named = {name for entry in requested for name in _entry(entry)} if isinstance(requested, P) else {None}
-        if len(requested) > rank or not named <= set(self.mesh.axis_names):
+        if not isinstance(requested, P) or len(requested) > rank or not named <= set(self.mesh.axis_names):
             raise SpecError(
                 f"partition_spec={shown(requested)}: expected a jax.sharding.PartitionSpec of q's {rank} axes over the "
                 f"mesh axes {tuple(self.mesh.axis_names)}"

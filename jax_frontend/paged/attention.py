@@ -123,6 +123,8 @@ def explain_paged(
     if unknown:
         refuse_keywords("explain_paged", unknown)
     inputs = _gather_arguments(q, k_pages, v_pages, block_table, seq_lens, cu_seqlens_q, sinks, shapes_only=True)
+    if isinstance(q, jax.Array):
+        plan.check_array("q", q)  # not deleted, because its device counts
     options = arguments.check_paged_options(causal, window, softcap, scale, deterministic, return_lse, max_len_q)
     requested = requested_names(backend) or override.requested()
     return compiled_lane.with_program_reasons(

@@ -55,7 +55,7 @@ class PagedKVCache(PagedCache):
         dims = {"head_dim": head_dim, "value_dim": head_dim if value_dim is None else value_dim}
         try:
             name = np.dtype(dtype).name
-        except TypeError:
+        except (TypeError, ValueError):
             raise DTypeError(f"dtype={shown(dtype)}: expected a float dtype") from None
         if device is not None and not isinstance(device, jax.Device | jax.sharding.Sharding):
             raise SpecError(f"device={shown(device)}: expected a jax.Device, a Sharding, or None")

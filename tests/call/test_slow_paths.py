@@ -21,7 +21,7 @@ import jax_frontend
 from attn_core import SeqInfo, SlowPathWarning
 from attn_core.backends.math import backend as math
 from attn_core.call import counters, slow_copies, slow_paths
-from attn_core.selection import explain, new_plans
+from attn_core.selection import choice, new_plans
 from jax_frontend.bridge import compiled_lane, hot_callbacks, targets
 from torch_frontend import attention
 
@@ -172,7 +172,7 @@ def test_a_call_that_just_misses_the_compiled_lane_warns_in_a_hot_loop(
 ) -> None:
     monkeypatch.setattr(math, "program", None, raising=False)
     monkeypatch.setattr(math, "program_refuses", lambda spec, device: ("sinks: added by torch",), raising=False)
-    for cache in (compiled_lane.lane_of, explain):
+    for cache in (compiled_lane.lane_of, choice._explained):
         cache.cache_clear()
     targets._callbacks.clear()
     q = jnp.ones((2, 17, 4, 8))

@@ -24,6 +24,7 @@ NO_FUZZING = {
     "Pages": "a tuple of other objects",
     "Step": "a tuple of other objects",
     "Selection": "a result, which callers do not make",
+    "Counters": "a result, as a dict",
     "Support": "claims of a backend, as data",
     "AttentionFn": "made by attention_fn",
     "digest": "for names of compiled code",

@@ -139,6 +139,8 @@ def _from_host(error: Exception) -> bool:
     """
     frames = traceback.extract_tb(error.__traceback__)
     names = [frame.name for frame in frames]
+    if "escaped from inside a function being vmapped" in str(error) or str(error) == "Invalid scalar type":
+        return True  # of torch.func; of gloo, which does not send every dtype
     if "Inplace update to inference tensor" in str(error) or any("torch/distributed/" in f.filename for f in frames):
         return True
     kind = type(error)
@@ -156,8 +158,11 @@ _OTHER_NAMES = {
     **{name: (name[0],) for name in ("query", "key", "key_")},
     "value": ("v", "seq_info"),  # the latter of SeqInfo.coerce
     "block_table": ("width",),
+    "attn_mask": ("bias", "mask"),
+    "qkv": ("q", "k", "v"),
+    "x": ("in_features",),
     "causal_mask": ("bias", "mask"),
-    "on": ("checks", "ranges"),
+    "on": ("checks", "ranges", "log"),
     "kv_len": ("q_len",),  # of slow_inference_attention_softcapping
     "names": ("backend",),  # of use_backend
     "name": ("backend",),  # of Target.claims

@@ -46,9 +46,17 @@ def announce_refusal(error: Exception, tensors: tuple[Any, ...], packed: bool, d
         SpecError: on every rank, unless all ranks refuse with one error; the message lists each rank's call.
     """
     shared = tuple(axis for axis in axes if axis.size > 1)
-    shards = tuple((getattr(tensor, "shape", None), getattr(tensor, "dtype", None)) for tensor in tensors)
+    shards = tuple(map(_metadata, tensors))
     if packed or (shards, shared) not in _COMPARED:
         _compare(f"{type(error).__name__}: {str(error).splitlines()[0]}", device, shared)
+
+
+def _metadata(tensor: Any) -> tuple[Any, Any]:
+    """Returns the shape and dtype of what the caller passed as a tensor. Never raises, because other ranks wait."""
+    try:
+        return getattr(tensor, "shape", None), getattr(tensor, "dtype", None)
+    except RuntimeError:  # a nested tensor, or a parameter that is not initialised, has no shape
+        return None, None
 
 
 def _describe(request: Request) -> str:
@@ -72,7 +80,8 @@ def _compare(text: str, device: str, axes: tuple[RankAxis, ...]) -> None:
     reaches all ranks. Only if there is a difference, the texts themselves are exchanged for the message.
     """
     # sha256, because Python's hash of a string differs between processes. Its 32 bytes travel as four int64.
-    digest = torch.frombuffer(bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.int64).to(device)
+    digest_bytes = hashlib.sha256(text.encode(errors="backslashreplace")).digest()
+    digest = torch.frombuffer(bytearray(digest_bytes), dtype=torch.int64).to(device)
     differ = digest.new_zeros(1, dtype=torch.bool)
     for axis in axes:
         # The flag carries a difference along an earlier axis to the ranks of the next one.

@@ -56,8 +56,9 @@ class ActiveMesh(NamedTuple):
 
     def row_layout(self, places: int) -> Layout:
         """Returns the layout of rows whose shards have so many places."""
-        from torch_frontend.context_parallel.mesh import row_layout
+        from torch_frontend.context_parallel.mesh import group_names, row_layout
 
+        group_names(self.mesh)  # checks the mesh before its size is read
         documents = self.documents
         length = self.length if documents is None else documents[-1]
         return row_layout(self.mesh, self.layout, places * self.mesh.size() if length is None else length, documents)
@@ -142,9 +143,6 @@ def use_context_parallel(
     global _entered
     if length is not None and (isinstance(length, bool) or not isinstance(length, int) or length < 1):
         raise SpecError(f"length={shown(length)}: expected the positions of the whole row, an int")
-    from torch_frontend.context_parallel.mesh import group_names
-
-    group_names(mesh)  # checks the mesh
     block = ActiveMesh(mesh, strategy, layout, length, SeqInfo.coerce(seq_info))
     if block.documents is not None:
         row_lengths(length, block.documents, (0, 0), 1)

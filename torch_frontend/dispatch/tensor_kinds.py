@@ -120,6 +120,14 @@ def fits_its_storage(tensor: Tensor) -> bool:
     return (last + 1) * tensor.element_size() <= tensor.untyped_storage().nbytes()
 
 
+def is_cut(tensor: Tensor) -> bool:
+    """Returns whether a strided tensor reaches beyond its storage. Wrappers of transforms have no storage: False."""
+    try:
+        return tensor.untyped_storage().nbytes() < tensor.nbytes and not fits_its_storage(tensor)
+    except (RuntimeError, NotImplementedError):
+        return False
+
+
 def check_data(q: Tensor, **others: Any) -> None:
     """Raises SpecError for a fake tensor beside a q with data, or the reverse, outside of a mode that converts them."""
     if torch.compiler.is_compiling() or are_modes_active():

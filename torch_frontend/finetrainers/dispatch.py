@@ -26,10 +26,12 @@ from attn_core.selection import NoBackendError, Target, override
 from torch_frontend.backends import here
 from torch_frontend.dispatch import sdpa_flags
 from torch_frontend.dispatch.after_import import after_import
+from torch_frontend.dispatch.plan import check_tensor
 from torch_frontend.dispatch.tensor_kinds import (
     PLAIN,
     are_jit_traces_active,
     as_causal,
+    is_cut,
     is_foreign,
     is_plain,
     torch_attention,
@@ -121,6 +123,8 @@ def attention_dispatch(
         return _run_as_torch(call)  # on the provider's kernels: the op looks them up when it runs
     if _modes() and (offered := _offer_to_modes(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)):
         return offered[0]
+    if type(attn_mask) is Tensor and attn_mask.layout is torch.strided and is_cut(attn_mask):
+        check_tensor("attn_mask", attn_mask)
     if type(dropout_p) is not float:
         check_number("dropout_p", dropout_p)
     if type(is_causal) is not bool or type(enable_gqa) is not bool:

@@ -107,6 +107,8 @@ def attend(q: Any, k: Any, v: Any, table: Any, lengths: Any, sinks: Any, backend
             if sinks.requires_grad and _is_grad_enabled():
                 return None
             sinks_key = (sinks.shape, sinks.dtype, sinks.device)
+        if torch._is_functional_tensor(q) or torch._is_functional_tensor(k) or torch._is_functional_tensor(v):
+            return None
         if q.is_cpu:
             for each in (q, k, v, table, lengths, q if sinks is None else sinks):
                 if each.untyped_storage().nbytes() < each.nbytes and not tensor_kinds.fits_its_storage(each):
