@@ -23,7 +23,6 @@ ROOT = Path(__file__).resolve().parents[1]
 CASES = ROOT / "tests/gpu/memcheck_cases.py"
 RESULTS = ROOT / "benchmarks/results"
 TOOLS = ("memcheck", "initcheck", "racecheck")
-OPTIONS = {"initcheck": ("--track-unused-memory", "no")}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -49,10 +48,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(tool: str, seconds: float) -> dict[str, Any]:
-    """Runs one tool and returns its outcome: tool, exit, errors, cases, wrong, and the end of its output."""
+    """Runs one tool and returns its outcome: tool, exit, errors, cases, wrong, its reports, and the end of its output."""
     # The tool knows the driver's allocations: without the variable, torch cuts many tensors out of one.
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    options = ("--tool", tool, "--error-exitcode", "9", *OPTIONS.get(tool, ()))
+    options = ("--tool", tool, "--error-exitcode", "9")
     command = ["compute-sanitizer", *options, sys.executable, str(CASES), "--own"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=environment, check=False)
@@ -65,6 +64,7 @@ def run(tool: str, seconds: float) -> dict[str, Any]:
     return {
         **{"tool": tool, "exit": code, "errors": int(next(filter(None, found.groups()))) if found else None},
         **{"cases": int(ran[1]) if ran else None, "wrong": int(ran[2]) if ran else None},
+        "reports": [line for line in text.splitlines() if line.startswith("=========")][:60],
         "end": [line for line in text.splitlines() if line.strip()][-12:],
     }
 

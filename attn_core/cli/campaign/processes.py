@@ -20,6 +20,8 @@ CALLS = 10_000
 """Calls of one process, which is then replaced. torch and JAX keep about 100 MB for each 1000 compiled calls."""
 LAST = 10.0
 """Seconds. With less time left, no process starts."""
+EVERY = 10.0
+"""Seconds between two writes of the sums."""
 POLL = 0.5
 """Seconds between two looks at the processes."""
 
@@ -55,8 +57,13 @@ def run_in_processes(
         process.start()
         return process
 
+    def collect() -> dict[str, Any]:
+        total = merged([campaign.state, *_states(files)])
+        write_whole(json.dumps(total, indent=1) + "\n", path)
+        return total
+
     workers = [start(number, seconds) for number in range(count)]
-    seen = sum(state["calls"] for state in _states(files))
+    seen, written = sum(state["calls"] for state in _states(files)), began
     try:
         while any(worker.is_alive() for worker in workers):
             sleep(POLL)
@@ -71,6 +78,9 @@ def run_in_processes(
             for _ in range(calls - seen):
                 advance()
             seen = calls
+            if monotonic() - written > EVERY:  # so that little is lost if this process is killed
+                collect()
+                written = monotonic()
     except BaseException:
         for worker in workers:
             if worker.is_alive():
@@ -79,8 +89,7 @@ def run_in_processes(
     finally:
         for worker in workers:
             worker.join()
-        campaign.state = merged([campaign.state, *_states(files)])
-        write_whole(json.dumps(campaign.state, indent=1) + "\n", path)
+        campaign.state = collect()
 
 
 def _run_part(
