@@ -46,7 +46,8 @@ def import_time() -> list[dict[str, Any]]:
     ):
         script = f"import time, {after}; began = time.perf_counter(); import {name}; print(time.perf_counter() - began)"
         runs = [
-            subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True) for _ in range(7)
+            subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, check=True)
+            for _ in range(7)
         ]
         seconds = {f"import {name}": [float(run.stdout) for run in runs]}
         value = medians(seconds)[f"import {name}"] * 1e3

@@ -13,7 +13,7 @@ from typing import Any
 
 from attn_core import backends
 from attn_core.cli.campaign import coverage
-from benchmarks import fault_report, sanitizer, soak_report
+from benchmarks import fault_report, hostile, sanitizer, soak_report
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results"
@@ -56,7 +56,7 @@ def page() -> str:
         by_kind.setdefault(backends.kind_of(next(iter(run["devices"].values()))), []).append(run)
     kinds = [_kind(kind, runs) for kind, runs in by_kind.items()]
     parts = [HEAD, "## Campaigns\n", _overview(runs), *kinds, soak_report.section(), sanitizer.section()]
-    parts += [fault_report.section()]
+    parts += [hostile.section(), fault_report.section()]
     return "\n".join(parts)
 
 

@@ -231,10 +231,7 @@ def _window(size: Any) -> tuple[int, int] | None:
     pair = (size, size) if is_host_int(size) else size
     if isinstance(pair, (tuple, list)) and len(pair) == 2 and all(is_host_int(side) and side >= 0 for side in pair):
         return int(pair[0]), int(pair[1])
-    raise SpecError(
-        f"local_window_size={shown(size)}: expected an int or a pair (left, right) of ints, 0 or more and known "
-        "on the host"
-    )
+    raise SpecError(f"local_window_size={shown(size)}: expected an int or a pair (left, right) of host ints, 0 or more")
 
 
 def _requested(implementation: Any, backend: Any) -> str | tuple[str, ...] | None:
@@ -242,8 +239,7 @@ def _requested(implementation: Any, backend: Any) -> str | tuple[str, ...] | Non
         return backend
     if not isinstance(implementation, str) or implementation not in _BACKENDS:
         raise SpecError(
-            f"implementation={shown(implementation)}: expected 'xla', 'cudnn' or None; other kernels have names for "
-            "backend="
+            f"implementation={shown(implementation)}: expected 'xla', 'cudnn' or None; backend= takes others"
         )
     name = _BACKENDS[implementation]
     if backend is not None and requested_names(backend) != (name,):

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from attn_core.call.spec import DTYPES
 from attn_core.errors import DTypeError, ShapeError, SpecError, needs_extra
 from jax_frontend.attention import attention
 from jax_frontend.dispatch.plan import as_array, check_array
@@ -112,8 +113,8 @@ def _check_rows(layer: eqx.nn.MultiheadAttention, query: Array, key_: Array, val
     for name, array, size in sizes:
         if not isinstance(array, np.ndarray):
             check_array(name, array)
-        if not jnp.issubdtype(as_array(name, array).dtype, jnp.floating):
-            raise DTypeError(f"{name}: expected floats, got {array.dtype}")
+        if str(as_array(name, array).dtype) not in DTYPES:
+            raise DTypeError(f"{name}: expected one of {', '.join(DTYPES)}, got {array.dtype}")
         features = getattr(layer, size)
         if array.ndim != 2 or array.shape[1] != features:
             raise ShapeError(

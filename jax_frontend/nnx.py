@@ -8,8 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from attn_core.call.kinds import check_size
-from attn_core.call.layer_shapes import check_features, head_sizes
+from attn_core.call.layer_shapes import check_features, check_layer_options, head_sizes
 from attn_core.call.options import check_flag, check_number
 from attn_core.errors import SpecError, needs_extra
 from attn_core.paged.step import Pages
@@ -94,11 +93,8 @@ class Attention(nnx.Module):
         rngs: nnx.Rngs,
         keep_rngs: bool = True,
     ) -> None:
-        for name, flag in (("sinks", sinks), ("use_bias", use_bias), ("keep_rngs", keep_rngs)):
-            check_flag(name, flag)
-        for name, features in (("in_kv_features", in_kv_features), ("out_features", out_features)):
-            if features is not None:
-                check_size(name, features, 1)
+        check_flag("keep_rngs", keep_rngs)
+        check_layer_options(use_bias, sinks, in_kv_features=in_kv_features, out_features=out_features)
         check_number("dropout_rate", dropout_rate)
         sizes = head_sizes(in_features, num_heads, num_kv_heads, head_dim, value_dim)
         self.num_heads, self.num_kv_heads, self.head_dim, self.value_dim = sizes

@@ -16,7 +16,7 @@ def interpreter(version: str) -> str | None:
     installed = sorted((Path.home() / ".pyenv/versions").glob(f"{version}.*/bin/python"))
     for path in [sys.executable, *([named] if named else []), *map(str, reversed(installed))]:
         program = "import sys; print('%d.%d' % sys.version_info[:2])"
-        done = subprocess.run([path, "-c", program], capture_output=True, text=True, check=False)
+        done = subprocess.run([path, "-I", "-c", program], capture_output=True, text=True, check=False)
         if done.returncode == 0 and done.stdout.strip() == version:
             return path
     return None

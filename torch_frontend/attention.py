@@ -125,14 +125,13 @@ def attention(
         refuse_keywords("attention", unknown)
     plain = type(q) is type(k) is type(v) is Tensor
     jagged = not plain and nested.has_jagged(q, k, v)
-    if jagged or not isinstance(layout, str) or layout != "bshd":
+    usual_layout = isinstance(layout, str) and layout == "bshd"  # an array would compare element by element
+    if jagged or not usual_layout:
         keywords = {"causal": causal, "alignment": alignment, "window": window, "softcap": softcap, "scale": scale}
         keywords |= {"mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks, "seq_info": seq_info}
         keywords |= {"dropout": dropout, "deterministic": deterministic, "backend": backend, "return_lse": return_lse}
         keywords["dropout_rng"] = dropout_rng
-        if (
-            not isinstance(layout, str) or layout != "bshd"
-        ):  # it calls attention again, so nested tensors are heads-first here once
+        if not usual_layout:  # it calls attention again, so nested tensors are heads-first here once
             return heads_first.attend_in_layout(attention, layout, (q, k, v), keywords)
         return nested.attend(attention, (q, k, v), keywords)
     no_extras = mask is None and bias is None and alibi_slopes is None and sinks is None and seq_info is None
@@ -141,9 +140,8 @@ def attention(
     observed = observed or _checks() or not (_flash_on() and _efficient_on() and _cudnn_on() and _math_on())
     observed = observed or not _others_on()  # sdpa_kernel(...) around the call
     unusual_window = window is not None and type(window) is not int and not is_plain_window(window)
-    usual = plain and not (
-        observed or type(dropout) is not float or dropout or unusual_window or dropout_rng is not None
-    )
+    drops = type(dropout) is not float or dropout
+    usual = plain and not (observed or drops or unusual_window or dropout_rng is not None)
     if usual and not no_extras:
         plain_options = (causal, alignment, window, softcap, scale, dropout, deterministic, return_lse)
         if alibi_slopes is None and sinks is None and seq_info is None:
@@ -253,9 +251,7 @@ def explain(
     options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
     inputs, options = gather_arguments(tensors, seq_info, options, dropout_rng, draw=False)
     trains, bias_gradient = autograd.gradients_needed(inputs)
-    if needs_backward is not None:
-        check_flag("needs_backward", needs_backward)
-    needs = trains if needs_backward is None else needs_backward
+    needs = trains if needs_backward is None else check_flag("needs_backward", needs_backward)
     requested = requested_names(backend) or override.requested()
     gradients = needs, bias_gradient and needs
     selection = plan.explanation(plan.metadata(inputs), options, *gradients, requested, sdpa_flags.now())

@@ -9,22 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attn_core.call.kinds import check_kind, check_size
 from attn_core.call.layer_shapes import (
     HeadSizes,
     check_features,
     check_layer_inputs,
+    check_layer_options,
     check_rotary,
     check_split_heads,
     head_sizes,
 )
-from attn_core.call.options import check_flag
 from attn_core.call.seq_info import SeqInfo
-from attn_core.errors import DeviceError, SpecError
+from attn_core.errors import SpecError
 from attn_core.paged.step import Pages, check_paged_layer
 from torch_frontend.context_parallel.layers import active_for
-from torch_frontend.dispatch.plan import check_tensor
-from torch_frontend.dispatch.tensor_kinds import check_data
+from torch_frontend.dispatch.layer_inputs import check_inputs
 from torch_frontend.dispatch.token_positions import token_places, token_positions
 from torch_frontend.paged.attention import append_kv, paged_attention
 from torch_frontend.recomputed import attention_of_layer as attention
@@ -94,11 +92,7 @@ class Attention(nn.Module):
         self.dropout_rate = dropout_rate
         self.bitwise_deterministic, self.backend = bitwise_deterministic, backend
 
-        for name, flag in (("use_bias", use_bias), ("sinks", sinks)):
-            check_flag(name, flag)
-        for name, features in (("in_kv_features", in_kv_features), ("out_features", out_features)):
-            if features is not None:
-                check_size(name, features, 1)
+        check_layer_options(use_bias, sinks, in_kv_features=in_kv_features, out_features=out_features)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.in_features = in_features
         self.in_kv_features = source = in_features if in_kv_features is None else in_kv_features
@@ -137,11 +131,7 @@ class Attention(nn.Module):
         Raises:
             SpecError, ShapeError, NoBackendError: the message names the argument, its value and the remedy.
         """
-        for name, tensor in (("x", x), ("context", context), ("positions", positions)):
-            if tensor is not None or name == "x":
-                check_tensor(name, tensor)
-        if pages is not None:
-            check_kind("pages", pages, Pages, "Pages(k, v, step)")
+        check_inputs(x, context, positions, pages)
         context_parallel = active_for(self)
         if pages is not None:
             if context_parallel is not None:
@@ -242,9 +232,6 @@ class Attention(nn.Module):
         self, x: Tensor, context: Tensor | None, seq_info: SeqInfo | None, positions: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Checks x and context and returns them as ``[batch, seq, features]``."""
-        if context is not None and context.device != x.device:
-            raise DeviceError(f"context: expected the device of x ({x.device}), got {context.device}; move it there")
-        check_data(x, context=context, positions=positions)
         shape, kv_shape = tuple(x.shape), None if context is None else tuple(context.shape)
         check_layer_inputs(shape, kv_shape, packed=seq_info is not None)
         check_features(shape, kv_shape, self.in_features, self.in_kv_features)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from attn_core.call.kinds import check_size
+from attn_core.call.options import check_flag
 from attn_core.errors import ShapeError, SpecError
 
 
@@ -51,6 +52,15 @@ def head_sizes(
             )
         head_dim = in_features // num_heads
     return HeadSizes(num_heads, key_heads, head_dim, head_dim if value_dim is None else value_dim)
+
+
+def check_layer_options(use_bias: bool, sinks: bool, **features: int | None) -> None:
+    """Raises SpecError or ShapeError for a flag that is no bool, or a number of features that is none; None passes."""
+    for name, flag in (("use_bias", use_bias), ("sinks", sinks)):
+        check_flag(name, flag)
+    for name, number in features.items():
+        if number is not None:
+            check_size(name, number, 1)
 
 
 def check_split_heads(widths: tuple[int, int, int], sizes: HeadSizes) -> None:

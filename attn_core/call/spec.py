@@ -9,10 +9,10 @@ from functools import partial
 from operator import attrgetter
 
 from attn_core.call.after_fork import lazy_property
-from attn_core.call.kinds import check_hashable, check_kind, check_size
-from attn_core.call.options import Alignment, Options, check_flag, check_options
+from attn_core.call.field_types import check_field_types
+from attn_core.call.options import Alignment, Options, check_options
 from attn_core.call.pages import PagedKV
-from attn_core.call.seq_info import is_host_int, is_number
+from attn_core.call.seq_info import is_number
 from attn_core.errors import DTypeError, ShapeError, SpecError, shown
 
 Shape4 = tuple[int, int, int, int]
@@ -86,6 +86,7 @@ class AttentionSpec:
     partial: bool = False
 
     def __post_init__(self) -> None:
+        check_field_types(self)
         _check_shapes(self)
         options = _check_choices(self)
         scale = 1.0 / math.sqrt(self.head_dim) if options.scale is None else options.scale
@@ -197,25 +198,21 @@ _WRITTEN_FIRST = (
 
 def _check_shapes(spec: AttentionSpec) -> None:
     for name in ("batch", "q_len", "kv_len"):
-        if not is_host_int(getattr(spec, name)):
-            raise ShapeError(f"{name}={shown(getattr(spec, name))}: expected a length, which is an int")
         # A symbolic size cannot be compared with 0.
         if is_number(getattr(spec, name)) and getattr(spec, name) < 0:
             raise ShapeError(f"{name}={getattr(spec, name)}: expected a length of 0 or more")
     for name in ("num_heads", "num_kv_heads", "head_dim", "value_dim"):
-        check_size(name, getattr(spec, name), 1)
+        if getattr(spec, name) < 1:
+            raise ShapeError(f"{name}={getattr(spec, name)}: expected at least 1")
     if spec.num_heads % spec.num_kv_heads:
         raise ShapeError(
             f"k: expected kv heads that divide the {spec.num_heads} query heads, got {spec.num_kv_heads}; "
             "query head h reads kv head h // (num_heads // num_kv_heads)"
         )
-    if not isinstance(spec.dtype, str) or spec.dtype not in DTYPES:
+    if spec.dtype not in DTYPES:
         raise DTypeError(f"q: expected one of {', '.join(DTYPES)}, got {spec.dtype}")
     if spec.packed and spec.batch != 1:
         raise ShapeError(f"seq_info: packed documents live in one row, got batch {spec.batch}; concatenate the rows")
-    for name in ("mask_shape", "bias_shape", "alibi_shape"):
-        check_kind(name, getattr(spec, name), (tuple, type(None)), "a tuple of ints, or None")
-        check_hashable(name, getattr(spec, name))
     full = (spec.batch, spec.num_heads, spec.q_len, spec.kv_len)
     for name in ("mask", "bias"):
         shape = getattr(spec, f"{name}_shape")
@@ -232,12 +229,6 @@ def _check_shapes(spec: AttentionSpec) -> None:
 
 def _check_choices(spec: AttentionSpec) -> Options:
     """Raises SpecError for an option that no call can have, or that does not fit the others; returns the options."""
-    for name in ("sinks", "needs_backward", "bias_gradient", "partial"):
-        check_flag(name, getattr(spec, name))
-    if not isinstance(spec.window, tuple) or len(spec.window) != 2:
-        raise SpecError(
-            f"window={shown(spec.window)}: expected a pair (left, right) of inclusive distances, None unbounded"
-        )
     lengths, flags = (spec.max_len_q, spec.max_len_k), (spec.deterministic, spec.return_lse)
     options = check_options(
         Options(spec.causal, spec.alignment, spec.window, spec.softcap, spec.scale, *lengths, spec.dropout, *flags)
@@ -248,10 +239,6 @@ def _check_choices(spec: AttentionSpec) -> Options:
         raise SpecError("bias_gradient=True: expected a bias_shape, got none")
     if spec.partial and (spec.sinks or spec.dropout or spec.paged is not None):
         raise SpecError("partial=True: expected no sinks, dropout or pages, because they belong to whole rows")
-    for name in ("documents", "max_len_q", "max_len_k"):
-        if getattr(spec, name) is not None and not is_host_int(getattr(spec, name)):
-            raise SpecError(f"{name}={shown(getattr(spec, name))}: expected an int, or None")
-    check_kind("paged", spec.paged, (PagedKV, type(None)), "a PagedKV, or None")
     if spec.paged is not None:
         _check_paged(spec, spec.paged)
     return options

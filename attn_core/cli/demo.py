@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -31,8 +33,17 @@ def _run(module: str, target: str, short: bool) -> None:
         )
         raise typer.Exit(1)
     # A process of its own, because the demo is a script that parses its own arguments.
-    command = [sys.executable, "-m", module, *(["--short"] if short else [])]
-    raise typer.Exit(subprocess.run(command, check=False).returncode)
+    # It finds the examples where this process found them, and nothing in the working folder.
+    command = [sys.executable, "-P", "-m", module, *(["--short"] if short else [])]
+    paths = os.pathsep.join(path for path in (_root_of(module), os.environ.get("PYTHONPATH")) if path)
+    raise typer.Exit(subprocess.run(command, check=False, env={**os.environ, "PYTHONPATH": paths}).returncode)
+
+
+def _root_of(module: str) -> str:
+    """Returns the folder that a package ``examples.NAME`` is found in."""
+    spec = find_spec(module)
+    folders = list((spec and spec.submodule_search_locations) or [])
+    return str(Path(folders[0]).resolve().parents[1]) if folders else ""
 
 
 def _importable(module: str) -> bool:

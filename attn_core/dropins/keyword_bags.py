@@ -53,7 +53,7 @@ class Option:
         # The host would take the value of one branch, so which one counts would depend on the machine.
         if self.where and not _same(self.value, value):
             raise SpecError(
-                f"{where}={_shown(value)} contradicts {self.where}={_shown(self.value)}; "
+                f"{where}={shown(value)} contradicts {self.where}={shown(self.value)}; "
                 f"pass {self.name} once, or the same value twice"
             )
         self.value, self.where = value, where
@@ -65,7 +65,7 @@ def bag_of(config: Any, name: str) -> Mapping[str, Any]:
     if bag is None:
         return {}
     if type(bag) is not dict and not isinstance(bag, Mapping):
-        raise SpecError(f"config.{name}={_shown(bag)}: expected a dict of options by name, or None")
+        raise SpecError(f"config.{name}={shown(bag)}: expected a dict of options by name, or None")
     return bag
 
 
@@ -135,7 +135,3 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
         return list(one) == list(other)
     return bool(one == other)
-
-
-def _shown(value: Any) -> str:
-    return f"<array of shape {list(value.shape)}>" if hasattr(value, "shape") else repr(value)

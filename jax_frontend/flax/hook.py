@@ -20,8 +20,9 @@ import numpy as np
 from attn_core.call.seq_info import SeqInfo
 from attn_core.errors import ShapeError, SpecError, shown
 from jax_frontend.attention import attention
-from jax_frontend.dispatch.plan import as_array, check_array
+from jax_frontend.dispatch.plan import as_array
 from jax_frontend.flax.layer import Rotary, token_positions
+from jax_frontend.flax.promotion import promote
 from jax_frontend.flax.refusals import (
     check_dropout,
     check_one_causal_query,
@@ -147,9 +148,11 @@ class AttentionFn:
             NoBackendError: if no backend can run the call; the message has every reason.
         """
         refuse_weights(module, einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum)
-        query, key, value = _promote((query, key, value), dtype, promote_dtype)
+        query, key, value = promote((query, key, value), dtype, promote_dtype)
         check_precision(precision, query.dtype)  # after the promotion, because only float32 has a precision
         batch = _batch_axes(query, key, value)
+        if not isinstance(deterministic, bool | np.bool_ | jax.Array | int | None):
+            raise SpecError(f"deterministic={shown(deterministic)}: expected True or False")
         dropping = not deterministic and dropout_rate != 0  # in Flax deterministic means no dropout
         if dropping:
             check_dropout(broadcast_dropout, dropout_rng, dropout_rate)
@@ -216,21 +219,6 @@ class AttentionFn:
 
     def __hash__(self) -> int:
         return hash(self._identity())
-
-
-def _promote(arrays: tuple[jax.Array, ...], dtype: Any, promote_dtype: Callable[..., Any] | None) -> tuple[Any, ...]:
-    for name, array in zip(("query", "key", "value"), arrays):
-        if not isinstance(array, np.ndarray):
-            check_array(name, array)
-    if dtype is not None:
-        try:
-            jnp.dtype(dtype)
-        except (TypeError, ValueError):
-            raise SpecError(f"dtype={shown(dtype)}: expected a dtype, or None") from None
-    if promote_dtype is not None:
-        return tuple(promote_dtype(arrays, dtype=dtype))
-    target = jnp.result_type(*arrays) if dtype is None else dtype
-    return tuple(array.astype(target) for array in arrays)
 
 
 def _batch_axes(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[int, ...]:

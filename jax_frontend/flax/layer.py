@@ -13,7 +13,8 @@ import numpy as np
 from attn_core.backends.shared.jax_offsets import document_numbers
 from attn_core.call.layer_shapes import check_layer_inputs, check_rotary
 from attn_core.call.seq_info import SeqInfo
-from attn_core.errors import DTypeError
+from attn_core.call.spec import DTYPES
+from attn_core.errors import DTypeError, ShapeError
 from attn_core.paged.step import Pages, Step, check_paged_layer
 from jax_frontend.attention import attention
 from jax_frontend.context_parallel import layers as context_layers
@@ -69,8 +70,10 @@ def check_inputs(x: Any, context: Any) -> None:
     for name, array in (("x", x), ("context", context)):
         if not (isinstance(array, np.ndarray) or (array is None and name == "context")):
             check_array(name, array)
-        if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
-            raise DTypeError(f"{name}: expected floats, got {array.dtype}")
+        if array is not None and array.ndim < 2:
+            raise ShapeError(f"{name}: expected [..., seq, features], got {list(array.shape)}")
+        if array is not None and str(array.dtype) not in DTYPES:
+            raise DTypeError(f"{name}: expected one of {', '.join(DTYPES)}, got {array.dtype}")
 
 
 def attend(

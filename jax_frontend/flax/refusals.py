@@ -33,7 +33,7 @@ def check_precision(precision: Any, dtype: Any) -> None:
     for each in precision if isinstance(precision, tuple) else (precision,):
         try:
             level = lax.Precision(each).value
-        except (ValueError, TypeError):  # TypeError: the value is not hashable
+        except (ValueError, TypeError, NotImplementedError):  # for one that cannot be hashed or compared
             raise SpecError(
                 f"precision={shown(precision)}: expected None, a jax.lax.Precision or its name; kernels choose the "
                 "algorithm of their multiplications"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -405,17 +407,22 @@ EXAMPLES = pytest.mark.parametrize(
 
 @EXAMPLES
 def test_a_demo_runs_its_example(monkeypatch: pytest.MonkeyPatch, command: str, module: str) -> None:
-    commands = []
+    commands, root = [], Path(__file__).resolve().parents[2]
 
-    def run(command: list[str], check: bool) -> subprocess.CompletedProcess[str]:
+    def run(command: list[str], check: bool, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
         commands.append(command[1:])
+        assert Path(env["PYTHONPATH"].split(os.pathsep)[0]) == root
         return subprocess.CompletedProcess(command, 3)
 
-    monkeypatch.setattr(demo_command, "find_spec", lambda name: object())
+    monkeypatch.setattr(
+        demo_command,
+        "find_spec",
+        lambda name: SimpleNamespace(submodule_search_locations=[str(root / name.replace(".", "/"))]),
+    )
     monkeypatch.setattr(demo_command.subprocess, "run", run)
     assert attn(command, "--short").exit_code == 3
     assert attn(command).exit_code == 3
-    assert commands == [["-m", module, "--short"], ["-m", module]]
+    assert commands == [["-P", "-m", module, "--short"], ["-P", "-m", module]]
 
 
 @EXAMPLES

@@ -122,10 +122,10 @@ def context_parallel_attention(
     shards: Any = (q, k, v)
     rows: tuple[Tensor, ...] = shards
     try:
-        q, k, v = shards = to_local(shards, mesh)
-        for name, tensor in zip("qkv", shards):
+        local = to_local(shards, mesh)
+        for name, tensor in zip("qkv", local):
             plan.check_tensor(name, tensor)
-        q, k, v = rows = autocast.in_autocast(q, k, v)
+        q, k, v = rows = autocast.in_autocast(*local)
         check_supported(mask, bias, alibi_slopes, dropout)
         options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
         check_kind("layout", layout, str, "the name of a layout")

@@ -63,7 +63,11 @@ def attend(
     try:
         if q.is_cpu:
             for tensor in (q, k, v, *extras):  # the storage, because torch's kernels read beyond it without a word
-                if tensor is not None and tensor.untyped_storage().nbytes() < tensor.nbytes and not _fits(tensor):
+                if tensor is None:
+                    continue
+                if tensor.untyped_storage().nbytes() < tensor.nbytes and not _fits(tensor):
+                    return None
+                if torch._is_functional_tensor(tensor):
                     return None
         metadata = tuple([None if each is None else (each.shape, each.dtype, each.device) for each in inputs[:9]])
         requested = _requested() if backend is None else backend

@@ -34,7 +34,7 @@ def attach(info: SeqInfo, inputs: Inputs) -> tuple[Inputs, Longest]:
         queries, keys = (tensor_kinds.to_device_of(inputs.q, offsets) for offsets in (queries, keys))
     for side, offsets in (("q", queries), ("k", keys)):
         plan.check_tensor(f"seq_info.cu_seqlens_{side}", offsets)
-    if type(queries) is not Tensor or type(inputs.q) is not Tensor:
+    if not (type(queries) is type(keys) is type(inputs.q) is Tensor):
         named = {"seq_info.cu_seqlens_q": queries, "seq_info.cu_seqlens_k": keys}
         tensor_kinds.check_data(inputs.q, **named)
     return inputs._replace(cu_seqlens_q=queries, cu_seqlens_k=keys), (info.max_len_q, info.max_len_k)

@@ -133,9 +133,7 @@ def tables_of(q: Tensor, k_pages: Tensor, max_len_q: int | None, *tables: Any) -
         # On a CPU, `run` and `append` check the values of all tables later, whatever their type.
         if q.device.type != "cpu":
             check_values(max_len_q, q.shape[0], k_pages, *tables)
-        for name, table in zip(names, tables, strict=True):
-            if table is not None and table.dtype.kind not in "biufc":  # torch has no tensor of it
-                raise DTypeError(f"{name}: expected dtype int32, got {table.dtype}")
+        _check_kinds(names, tables)
         return tuple(None if t is None else torch.from_numpy(t).to(q.device) for t in tables)  # type: ignore[return-value]
     for name, table in zip(names, tables, strict=True):
         if table is not None:
@@ -151,6 +149,9 @@ def op_tables(q: Tensor, *tables: Any) -> tuple[Any, Any, Any]:
     for name, table in zip(("block_table", "seq_lens", "cu_seqlens_q"), tables, strict=True):
         if not isinstance(table, np.ndarray) and (table is not None or name != "cu_seqlens_q"):
             plan.check_tensor(name, table)
+    named = dict(zip(("block_table", "seq_lens", "cu_seqlens_q"), tables, strict=True))
+    _check_kinds(tuple(named), tables)
+    tensor_kinds.check_data(q, **named)
     return tuple(tensor_kinds.to_device_of(q, t) if isinstance(t, np.ndarray) else t for t in tables)  # type: ignore[return-value]
 
 
@@ -167,6 +168,13 @@ def check_op(
     if all(type(size) is int for entry in entries if entry for size in entry[0]):
         arguments.build_spec(arguments.PagedArrays(*(entry and plan.facts(*entry) for entry in entries)), options)  # type: ignore[arg-type]
     return tensors
+
+
+def _check_kinds(names: tuple[str, ...], tables: tuple[Any, ...]) -> None:
+    """Raises DTypeError for a numpy array of a dtype that no tensor has, such as dates."""
+    for name, table in zip(names, tables):
+        if isinstance(table, np.ndarray) and table.dtype.kind not in "biufc":
+            raise DTypeError(f"{name}: expected dtype int32, got {table.dtype}")
 
 
 def check_values(

@@ -102,7 +102,7 @@ def attend(q: Any, k: Any, v: Any, table: Any, lengths: Any, sinks: Any, backend
         if _is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
             return None
         if sinks is not None:
-            if type(sinks) not in _KINDS or sinks.layout is not _STRIDED:
+            if type(sinks) not in _KINDS or sinks.layout is not _STRIDED or torch._is_functional_tensor(sinks):
                 return None
             if sinks.requires_grad and _is_grad_enabled():
                 return None

@@ -12,12 +12,21 @@ from typing import Any
 
 import torch
 
-from attn_core.call.kinds import MOST, check_kind, check_size
-from attn_core.call.options import check_flag
-from attn_core.call.seq_info import SeqInfo, is_host_int
-from attn_core.errors import DTypeError, ShapeError, SpecError, shown
+from attn_core.call.kinds import check_kind, check_size
+from attn_core.call.seq_info import SeqInfo
+from attn_core.errors import DTypeError, ShapeError, SpecError
 from torch_frontend.dispatch.plan import check_tensor
 from torch_frontend.dispatch.tensor_kinds import check_data
+from torch_frontend.unsloth.packed_arguments import (
+    Packed,
+    check_ignore_index,
+    check_triple,
+    device_of,
+    lengths_of,
+    lengths_of_positions,
+    lengths_with_padding,
+    window_keys,
+)
 
 __all__ = [
     "build_sdpa_packed_attention_mask",
@@ -30,7 +39,6 @@ __all__ = [
 ]
 
 Tensor = torch.Tensor
-Packed = tuple[Tensor, Tensor, int]
 
 
 def get_packed_info_from_kwargs(
@@ -46,13 +54,13 @@ def get_packed_info_from_kwargs(
     """
     check_kind("kwargs", kwargs, Mapping, "a dict of keywords")
     check_kind("position_ids", position_ids, (Tensor, type(None)), "a tensor, or None")
-    place = _device(device)
+    place = device_of(device)
     values = kwargs.get("packed_seq_lengths")
     if values is None and position_ids is not None:
-        values = _lengths_of_positions(position_ids)
+        values = lengths_of_positions(position_ids)
     if values is None:
         return None
-    lengths = _lengths("packed_seq_lengths", values)
+    lengths = lengths_of("packed_seq_lengths", values)
     host = lengths.cpu()
     if (host < 0).any():
         raise SpecError(f"packed_seq_lengths: expected lengths of 0 or more, got {int(host.min())}")
@@ -66,7 +74,7 @@ def cover_padded_cu_seqlens(seq_info: Packed, total_tokens: int) -> tuple[Tensor
     It is for code that calls a varlen kernel itself: some leave rows behind the last offset unwritten.
     ``run_attention`` gives padding the output 0. Reads the offsets' last value on the host.
     """
-    _, cu_seqlens, longest = _checked(seq_info)
+    _, cu_seqlens, longest = check_triple(seq_info)
     check_size("total_tokens", total_tokens, 0)
     padding = total_tokens - int(cu_seqlens[-1])
     if padding <= 0:
@@ -97,12 +105,14 @@ def build_sdpa_packed_attention_mask(
     Raises:
         SpecError: for a window without causal.
     """
-    keys = _window_keys(sliding_window, is_causal)
+    keys = window_keys(sliding_window, is_causal)
     check_kind("dtype", dtype, torch.dtype, "a torch.dtype")
     if not dtype.is_floating_point:
         raise DTypeError(f"dtype: expected a float dtype, which has -inf, got {dtype}")
-    device = _device(device)
-    lengths = _lengths_with_padding(seq_info, total_tokens).to(device)
+    device = device_of(device)
+    if device.type == "meta":
+        raise SpecError("device='meta': expected a device with memory, because the mask depends on the lengths' values")
+    lengths = lengths_with_padding(seq_info, total_tokens).to(device)
     tokens = int(lengths.sum())
     document = torch.repeat_interleave(torch.arange(len(lengths), device=device), lengths)  # [tokens]
     visible = document[:, None] == document
@@ -133,7 +143,7 @@ def build_xformers_block_causal_mask(
     Raises:
         SpecError: for a window without causal, or with a ``base_mask`` that cannot apply it.
     """
-    keys = _window_keys(sliding_window, is_causal)
+    keys = window_keys(sliding_window, is_causal)
     if total_tokens is not None:
         check_size("total_tokens", total_tokens, 0)
     if seq_info is None:
@@ -142,7 +152,7 @@ def build_xformers_block_causal_mask(
         from xformers.ops.fmha import attn_bias  # type: ignore[import-not-found]
     except ImportError:
         return None
-    lengths = _lengths_with_padding(seq_info, total_tokens)
+    lengths = lengths_with_padding(seq_info, total_tokens)
     kind = attn_bias.BlockDiagonalCausalMask if is_causal else attn_bias.BlockDiagonalMask
     mask = kind.from_seqlens([length for length in lengths.tolist() if length])
     return move_xformers_attention_bias(_add_window(mask, keys) if keys else mask, lengths.device)
@@ -167,7 +177,7 @@ def move_xformers_attention_bias(attn_bias: Any, device: Any) -> Any:
     """
     if attn_bias is None:
         return None
-    _device(device)
+    device_of(device)
     if not hasattr(attn_bias, "q_seqinfo"):
         if isinstance(attn_bias, Tensor):
             check_tensor("attn_bias", attn_bias)
@@ -181,42 +191,6 @@ def move_xformers_attention_bias(attn_bias: Any, device: Any) -> Any:
         tensors = {name: value.to(device) for name, value in values.items() if hasattr(value, "to")}
         sides[side] = replace(info, **tensors)
     return replace(attn_bias, **sides)
-
-
-def _window_keys(sliding_window: int | None, is_causal: bool) -> int | None:
-    """Returns the number of keys in the window, or None. Raises SpecError for a window without causal."""
-    check_flag("is_causal", is_causal)
-    if sliding_window is not None and not is_host_int(sliding_window):
-        raise SpecError(f"sliding_window={shown(sliding_window)}: expected a number of keys, or None")
-    if sliding_window is None or sliding_window <= 0:
-        return None
-    if sliding_window > MOST:
-        raise SpecError(f"sliding_window={shown(sliding_window)}: expected at most {MOST} keys")
-    if not is_causal:
-        raise SpecError(
-            f"sliding_window={sliding_window}: expected None with is_causal=False, because the window ends at the query"
-        )
-    return sliding_window
-
-
-def _lengths_with_padding(seq_info: Packed, total_tokens: int | None) -> Tensor:
-    """Returns the lengths of the documents, and of the padding behind them if the row is longer."""
-    lengths = _lengths("seq_info", _checked(seq_info)[0])
-    if total_tokens is not None:
-        check_size("total_tokens", total_tokens, 0)
-    padding = 0 if total_tokens is None else total_tokens - int(lengths.sum())
-    return lengths if padding <= 0 else torch.cat((lengths, lengths.new_tensor([padding])))
-
-
-def _lengths_of_positions(position_ids: Tensor) -> Tensor | None:
-    """Returns the lengths of the documents that start at position 0 in ``[1, tokens]``; None for fewer than two."""
-    if position_ids.ndim != 2 or len(position_ids) != 1:
-        return None
-    row = position_ids[0].cpu()
-    starts = (row == 0).nonzero().flatten()
-    if len(starts) < 2 or int(starts[0]):
-        return None
-    return torch.cat((starts, starts.new_tensor([len(row)]))).diff()
 
 
 def mask_packed_sequence_boundaries(shift_labels: Tensor, seq_lengths: Any, *, ignore_index: int = -100) -> bool:
@@ -235,8 +209,8 @@ def mask_packed_sequence_boundaries(shift_labels: Tensor, seq_lengths: Any, *, i
     if seq_lengths is None:
         return False
     check_tensor("shift_labels", shift_labels)
-    _check_ignore_index("shift_labels", shift_labels, ignore_index)
-    lengths = _lengths("seq_lengths", seq_lengths)
+    check_ignore_index("shift_labels", shift_labels, ignore_index)
+    lengths = lengths_of("seq_lengths", seq_lengths)
     check_data(lengths, shift_labels=shift_labels)
     lengths = lengths.to(shift_labels.device, torch.int64)
     if not len(lengths):
@@ -267,9 +241,9 @@ def mask_packed_boundary_labels(labels: Any, seq_lengths: Any, *, ignore_index: 
     check_tensor("labels", labels)
     if not labels.numel():
         return labels
-    _check_ignore_index("labels", labels, ignore_index)
+    check_ignore_index("labels", labels, ignore_index)
     total = labels.numel()
-    lengths = _lengths("seq_lengths", seq_lengths)
+    lengths = lengths_of("seq_lengths", seq_lengths)
     check_data(lengths, labels=labels)
     ends = lengths.to(labels.device).cumsum(0)
     if not len(ends):
@@ -279,41 +253,3 @@ def mask_packed_boundary_labels(labels: Any, seq_lengths: Any, *, ignore_index: 
     # An end at `total` wraps to index 0, the very first label. Dropping it instead would wait for the device.
     first = torch.zeros(total, dtype=torch.bool, device=ends.device).index_fill_(0, ends.clamp(max=total) % total, True)
     return labels.masked_fill(first.view(labels.shape), ignore_index)
-
-
-def _checked(seq_info: Any) -> Packed:
-    """Returns the triple. Raises SpecError for anything else."""
-    if not isinstance(seq_info, tuple) or len(seq_info) != 3:
-        raise SpecError(f"seq_info: expected the triple (lengths, cu_seqlens, longest), got {type(seq_info).__name__}")
-    check_tensor("seq_info", seq_info[1])
-    return seq_info
-
-
-def _device(device: Any) -> torch.device:
-    """Returns a device. Raises SpecError for a value that names none."""
-    try:
-        return torch.device(device)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise SpecError(f"device={shown(device)}: expected a torch.device or its name; {error}") from None
-
-
-def _check_ignore_index(name: str, labels: Tensor, ignore_index: Any) -> None:
-    if not is_host_int(ignore_index):
-        raise SpecError(f"ignore_index={shown(ignore_index)}: expected an int")
-    if labels.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
-        raise DTypeError(f"{name}: expected integers, got {labels.dtype}")
-    limits = torch.iinfo(labels.dtype)
-    if not limits.min <= ignore_index <= limits.max:
-        raise SpecError(f"ignore_index={ignore_index}: expected a value of {labels.dtype}, the dtype of {name}")
-
-
-def _lengths(name: str, values: Any) -> Tensor:
-    """Returns lengths as int64 ``[documents]`` on their device; flattens nested lists and tensors."""
-    try:
-        lengths = values if isinstance(values, Tensor) else torch.tensor(values, device="cpu")
-    except (TypeError, ValueError, RuntimeError):
-        raise SpecError(f"{name}: expected lengths as integers, got {type(values).__name__}") from None
-    check_tensor(name, lengths)
-    if lengths.numel() and (lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool):
-        raise SpecError(f"{name}: expected lengths as integers, got {lengths.dtype}")
-    return lengths.reshape(-1).to(torch.int64)
