@@ -36,6 +36,35 @@ line](../reference/cli.md#search-for-wrong-numbers)).
 """
 
 
+EXPLAINED = (
+    (
+        "appears to not have been used in the graph",
+        "torch's own function, and so ours by its name, gives the bias of an empty call no gradient. The campaign no "
+        "longer asks for it.",
+    ),
+    ("Cannot serialize code with custom calls", "`export_checks()` lacked cuDNN's calls. Mended."),
+    ("call_method new_zeros", "FlexAttention without a mask failed inside a compiled function of torch 2.11. Mended."),
+    ("failed to bind arguments when attempting to inline", "The first attempt to mend that failed, too. Mended."),
+    ("raised NoBackendError", "The host said a window in a mask, which the requested backend refuses in words."),
+    ("lse: 1.", "The bound lacked the error of the GPU's `tanh.approx`, which a softcap multiplies. It has it now."),
+)
+"""Words of faults, and what they were."""
+
+ROUNDED = ("jax linen layer", "jax nnx layer", "jax equinox")
+"""Entries whose projections XLA rounded to TF32 on a GPU, until the campaign requested float32."""
+
+
+def explanation(fault: dict[str, Any]) -> str | None:
+    """Returns what a fault was, or None if nobody knows."""
+    for words, meaning in EXPLAINED:
+        if words in fault["fault"]:
+            return meaning
+    case = json.loads(fault["case"])
+    if case["entry"] in ROUNDED and case["spec"]["dtype"] == "float32":
+        return "XLA rounded the layer's own projections to TF32. The campaign now requests float32 of them."
+    return None
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Prints the page or writes it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -61,12 +90,14 @@ def page() -> str:
 
 
 def _overview(runs: list[dict[str, Any]]) -> str:
-    lines = ["| device | date | versions | seed | calls | seconds | faults | largest error / bound |", "|---" * 8 + "|"]
+    lines = ["| device | date | versions | seed | calls | seconds | faults | unexplained | largest error / bound |"]
+    lines.append("|---" * 9 + "|")
     for run in runs:
         versions = ", ".join(f"{name} {run['versions'][name]}" for name in run["devices"])
         lines.append(
             f"| {run['device_name']} | {run['date']} | {versions} | {run['seed']} | {run['calls']} | "
-            f"{run['seconds']:.0f} | {len(run['faults'])} | {run['worst']['use']:.2f} |"
+            f"{run['seconds']:.0f} | {len(run['faults'])} | "
+            f"{sum(explanation(fault) is None for fault in run['faults'])} | {run['worst']['use']:.2f} |"
         )
     return "\n".join([*lines, ""])
 
@@ -91,9 +122,23 @@ def _kind(kind: str, runs: list[dict[str, Any]]) -> str:
         *([f"- {hole}" for hole in coverage.holes(by_backend, kind)] or ["None."]),
         "",
     ]
-    for fault in [fault for run in runs for fault in run["faults"]]:
-        parts += [f"Fault: {fault['fault']}\n", f"```text\n{fault['shrunk']}\n```\n"]
+    parts += _faults([fault for run in runs for fault in run["faults"]])
     return "\n".join(parts)
+
+
+def _faults(faults: list[dict[str, Any]]) -> list[str]:
+    counts: dict[str | None, list[dict[str, Any]]] = {}
+    for fault in faults:
+        counts.setdefault(explanation(fault), []).append(fault)
+    lines = []
+    for meaning, same in counts.items():
+        if meaning is not None:
+            lines.append(f"- {len(same)} faults: {meaning}")
+    unknown = counts.get(None, [])
+    if unknown:
+        lines.append(f"- {len(unknown)} faults are not explained. The first:")
+        lines.append(f"\n```text\n{unknown[0]['fault']}\n{unknown[0]['case']}\n```")
+    return ["\nFaults:\n", *(lines or ["None."]), ""]
 
 
 def _sum(several: list[coverage.Counts]) -> coverage.Counts:

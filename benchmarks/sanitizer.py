@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(tool: str, seconds: float) -> dict[str, Any]:
-    """Runs one tool and returns its outcome: tool, exit, errors, cases, wrong, its reports, and the end of its output."""
+    """Runs one tool and returns its outcome: tool, exit, errors, cases, wrong, reports, and the end of its output."""
     # The tool knows the driver's allocations: without the variable, torch cuts many tensors out of one.
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     options = ("--tool", tool, "--error-exitcode", "9")

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -215,7 +216,8 @@ def test_an_interrupted_step_of_a_cache_keeps_what_it_held(framework: Framework)
     total, lost = count_lines(lambda: work(cache_with_two(), "a", 3.0)), 0
     for at in spread(total, 24):
         cache = cache_with_two()
-        with interrupted_at(at):
+        # A callback of JAX may deliver the interruption at the very end of the inner block.
+        with suppress(KeyboardInterrupt), interrupted_at(at):
             work(cache, "a", 3.0)
         check_pages(cache.allocator)
         try:

@@ -65,7 +65,7 @@ def interrupted_at(line: int, parts: tuple[str, ...] = PACKAGES) -> Iterator[_Li
             raise
     except Exception:  # XLA's, if the line was inside a callback of JAX: KeyboardInterrupt follows
         with suppress(KeyboardInterrupt):
-            _settle()
+            _settle(5.0)  # it follows late on a busy machine
             raise
     finally:
         sys.settrace(before)
@@ -73,11 +73,14 @@ def interrupted_at(line: int, parts: tuple[str, ...] = PACKAGES) -> Iterator[_Li
             gc.enable()
 
 
-def _settle() -> None:
+def _settle(seconds: float = 0.0) -> None:
     """Waits for an interruption that a callback of JAX carries to the main thread."""
     sys.settrace(None)
+    until = time.monotonic() + seconds
     for _ in range(100):
         time.sleep(0)
+    while time.monotonic() < until:
+        time.sleep(0.001)
 
 
 def count_lines(call: Callable[[], Any], parts: tuple[str, ...] = PACKAGES) -> int:

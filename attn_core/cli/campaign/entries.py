@@ -35,6 +35,7 @@ class Entry(NamedTuple):
         needs: the packages that the entry imports besides its framework.
         same_documents: whether packed queries and keys must have the same documents, and no tokens behind the last.
         kinds: the kinds of device that the entry runs on.
+        parts: results of how many kernels are merged into one at most. Each merge rounds, so the bound grows with them.
         masks: whether the host says in a mask what the spec says in other words. A backend by name may then refuse it.
     """
 
@@ -49,6 +50,7 @@ class Entry(NamedTuple):
     same_documents: bool = False
     kinds: tuple[str, ...] = ("cpu", "cuda")
     masks: bool = False
+    parts: int = 1
 
     @property
     def framework(self) -> str:

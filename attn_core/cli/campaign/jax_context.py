@@ -113,5 +113,6 @@ ENTRIES = (
         requests=False,
         same_documents=True,
         kinds=("cpu",),
+        parts=4,
     ),
 )

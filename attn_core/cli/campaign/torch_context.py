@@ -43,7 +43,9 @@ def work(rank: int, count: int, folder: Path, connection: Connection) -> None:
     )
     # All ranks make all meshes, in one order; those that are not in a mesh do nothing in its calls.
     meshes = {
-        axes: DeviceMesh("cpu", torch.arange(int(np.prod(axes))).reshape(axes), mesh_dim_names=NAMES[len(axes)])
+        axes: DeviceMesh(
+            "cpu", torch.arange(int(np.prod(axes)), device="cpu").reshape(axes), mesh_dim_names=NAMES[len(axes)]
+        )
         for axes in AXES
     }
 
@@ -69,7 +71,7 @@ def _shard(trial: Trial, how: Sharing, mesh: Any) -> Arrays:
     def cut(array: np.ndarray, dim: int, dtype: Any) -> Any:
         whole = torch.from_numpy(array).to(dtype)
         shard = shard_sequence(whole, mesh, dim=dim, **placed)
-        held = shard_sequence(torch.ones(whole.shape[dim]), mesh, dim=0, **placed)
+        held = shard_sequence(torch.ones(whole.shape[dim], device="cpu"), mesh, dim=0, **placed)
         shard.movedim(dim, -1)[..., held == 0] = torch.nan  # values at places without a position must not matter
         return shard.requires_grad_(spec.needs_backward and dtype == dtypes[0])
 
@@ -109,5 +111,6 @@ ENTRIES = (
         share=0.25,
         same_documents=True,
         kinds=("cpu",),
+        parts=4,
     ),
 )

@@ -86,7 +86,7 @@ def _described(trial: Trial, tensors: Tensors) -> dict[str, Any]:
     padding = None if spec.mask_shape is None else host_words.key_mask(spec, tensors, ops_on(where))
     if spec.packed:
         lengths = torch.from_numpy(np.diff(trial.inputs.cu_seqlens_q))
-        numbers = torch.repeat_interleave(torch.arange(len(lengths)), lengths)[None].to(where)
+        numbers = torch.repeat_interleave(torch.arange(len(lengths), device="cpu"), lengths)[None].to(where)
         function = masking_utils.and_masks(function, masking_utils.packed_sequence_mask_function(numbers))
     first = _first_query(spec)
     mask = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["attn_core"](
