@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import numbers
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -147,9 +146,14 @@ def check_number(name: str, value: Any) -> float | None:
         raise SpecError(f"{name}: expected a number up to 1.8e308, the largest float, got a larger one") from None
 
 
+_LARGEST = 3.4028235e38
+"""The largest float32."""
+
+
 def _positive(name: str, value: Any, remedy: str) -> float | None:
     """Returns a finite number above 0 as a float; None for None."""
     checked_number = check_number(name, value)
-    if checked_number is not None and not (math.isfinite(checked_number) and checked_number > 0):
+    # Kernels compute in float32, in which a larger number is infinite.
+    if checked_number is not None and not 0 < checked_number <= _LARGEST:
         raise SpecError(f"{name}={value}: expected a finite number above 0; {remedy}")
     return checked_number

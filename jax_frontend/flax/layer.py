@@ -68,6 +68,8 @@ class LayerCall(NamedTuple):
 def check_inputs(x: Any, context: Any) -> None:
     """Raises TypeError unless a layer's inputs are arrays; context may be None."""
     for name, array in (("x", x), ("context", context)):
+        if isinstance(array, np.ma.MaskedArray):
+            raise TypeError(f"{name}: expected an array without a mask, got a numpy.ma.MaskedArray")
         if not (isinstance(array, np.ndarray) or (array is None and name == "context")):
             check_array(name, array)
         if array is not None and array.ndim < 2:
