@@ -125,6 +125,8 @@ CAUSES: dict[str, Callable[[], Any]] = {
 }
 """What raises, or warns with, the words of each heading under "Messages of attn-core"."""
 ELSEWHERE = {
+    "in the call …": "tests/faults/test_failing_kernels.py",
+    "this process was forked after JAX had started": "tests/faults/test_forks.py",
     "needs …, which is not installed; pip install 'attn-core[…]'": "tests/repository/test_missing_packages.py",
     "ignored, because …; run `attn tune`, or delete the file": "tests/selection",
     "ran … times by callback, because …": "tests/call/test_slow_paths.py",
