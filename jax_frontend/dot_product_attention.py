@@ -231,7 +231,9 @@ def _window(size: Any) -> tuple[int, int] | None:
     pair = (size, size) if is_host_int(size) else size
     if isinstance(pair, (tuple, list)) and len(pair) == 2 and all(is_host_int(side) and side >= 0 for side in pair):
         return int(pair[0]), int(pair[1])
-    raise SpecError(f"local_window_size={shown(size)}: expected an int or a pair (left, right) of host ints, 0 or more")
+    raise SpecError(
+        f"local_window_size={shown(size)}: expected an int or a pair (left, right) of ints known on the host, 0 or more"
+    )
 
 
 def _requested(implementation: Any, backend: Any) -> str | tuple[str, ...] | None:

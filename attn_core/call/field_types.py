@@ -7,7 +7,7 @@ from typing import Any
 from attn_core.call.kinds import check_hashable, check_kind
 from attn_core.call.options import check_flag
 from attn_core.call.pages import PagedKV
-from attn_core.call.seq_info import is_host_int
+from attn_core.call.seq_info import is_size
 from attn_core.errors import ShapeError, SpecError, shown
 
 _NONE = type(None)
@@ -20,10 +20,10 @@ def check_field_types(spec: Any) -> None:
         ShapeError, SpecError: naming the field.
     """
     for name in ("batch", "q_len", "kv_len", "num_heads", "num_kv_heads", "head_dim", "value_dim"):
-        if not is_host_int(getattr(spec, name)):
+        if not is_size(getattr(spec, name)):
             raise ShapeError(f"{name}={shown(getattr(spec, name))}: expected an int")
     for name in ("documents", "max_len_q", "max_len_k"):
-        if getattr(spec, name) is not None and not is_host_int(getattr(spec, name)):
+        if getattr(spec, name) is not None and not is_size(getattr(spec, name)):
             raise SpecError(f"{name}={shown(getattr(spec, name))}: expected an int, or None")
     for name in ("mask_shape", "bias_shape", "alibi_shape"):
         check_kind(name, getattr(spec, name), (tuple, _NONE), "a tuple of ints, or None")

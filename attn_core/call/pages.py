@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from attn_core.call.seq_info import is_host_int
+from attn_core.call.seq_info import is_host_int, is_size
 from attn_core.errors import ShapeError, shown
 
 
@@ -26,7 +26,7 @@ class PagedKV:
         # An empty pool and an empty table are calls without keys. page_size divides positions, so it cannot be 0.
         for name, least in (("num_pages", 0), ("page_size", 1), ("width", 0)):
             value = getattr(self, name)
-            if not is_host_int(value) or value < least:
+            if not is_size(value) or (is_host_int(value) and value < least):
                 raise ShapeError(f"{name}={shown(value)}: expected {least} or more")
 
     @property

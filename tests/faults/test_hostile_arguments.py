@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,23 @@ pytest.importorskip("jax")
 
 import hostile_calls
 import hostile_judge
+import hostile_values
 import numpy as np
 import torch
 from hostile_judge import Case
 
 from attn_core import SpecError
 from benchmarks import hostile
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_group_left() -> Iterator[None]:
+    """Ends the process group of the DTensors, because other tests start their own."""
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    hostile_values.one_rank_mesh.cache_clear()
+
 
 CALLS = {"torch": 900, "jax": 250, "core": 300}
 

@@ -1,4 +1,4 @@
-"""Scenes with a real SIGINT for ``tests/faults/test_interrupts.py``; each prints one JSON object."""
+"""Scenes with a real SIGINT for ``tests/faults/test_interruptions.py``; each prints one JSON object."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from own_process import in_its_own_process
 from spec_strategies import make_call
 
 from attn_core import NoBackendError, SpecError, Target, backends, selection
+from attn_core.selection import choice
 from jax_frontend import SeqInfo, attention
 from jax_frontend.bridge import targets
 from jax_frontend.dispatch import ops, plan
@@ -55,7 +56,7 @@ def fresh_plans():
     """Empties the caches of plans and traces, so that nothing of a test reaches the next one."""
 
     def empty_caches():
-        for cache in (selection.explain, plan.plan, ops._jit_partitionable):
+        for cache in (choice._explained, plan.plan, ops._jit_partitionable):
             cache.cache_clear()
         jax.clear_caches()
 
