@@ -48,8 +48,8 @@ class _Text(reprlib.Repr):
         # Not the values of an array: they may be many, on a device, or in memory that is freed.
         kind = type(value)
         is_array = any(hasattr(kind, name) for name in ("__array__", "__dlpack__", "__jax_array__"))
-        # A scalar of numpy and a tracer have nothing to read.
-        is_scalar = kind.__module__ == "numpy" and kind.__name__ != "ndarray"
+        # A scalar of numpy, a tracer and a symbolic size of jax.export have nothing to read.
+        is_scalar = (kind.__module__ == "numpy" and kind.__name__ != "ndarray") or hasattr(kind, "dimension_as_value")
         if is_array and not is_scalar and "Tracer" not in kind.__name__:
             return f"{kind.__module__}.{kind.__qualname__} of shape {_shape(value)}"
         try:
