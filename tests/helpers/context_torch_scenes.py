@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from attn_core import SeqInfo
 from attn_core.context_parallel import places
+from torch_frontend import Pages
 from torch_frontend.context_parallel.attention import context_parallel_attention, explain_context_parallel
 from torch_frontend.context_parallel.layers import active_mesh, use_context_parallel
 from torch_frontend.context_parallel.mesh import rank_of, row_layout
@@ -354,7 +355,7 @@ def scopes() -> dict[str, Any]:
             thread.start()
             thread.join()
             mask = error_of(lambda: layer(shard, mask=torch.ones(1, 1, 12, 12, dtype=torch.bool)))
-            pages = error_of(lambda: layer(shard[0], pages=object()))
+            pages = error_of(lambda: layer(shard[0], pages=Pages(None, None, None)))
             twice = replace(SeqInfo.from_lengths((LENGTH,)))
             with use_context_parallel(mesh, seq_info=twice):
                 documents = error_of(lambda: layer(shard[:1], seq_info=twice))
