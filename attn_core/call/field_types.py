@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from attn_core.call.kinds import check_hashable, check_kind
+from attn_core.call.kinds import check_hashable, check_kind, is_size
 from attn_core.call.options import check_flag
 from attn_core.call.pages import PagedKV
-from attn_core.call.seq_info import is_size
 from attn_core.errors import ShapeError, SpecError, shown
 
 _NONE = type(None)

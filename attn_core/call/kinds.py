@@ -49,3 +49,8 @@ def check_names(name: str, values: Any) -> tuple[Hashable, ...]:
 
 def _type_of(value: Any) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def is_size(value: Any) -> bool:
+    """Returns whether a value may be a size: an integer on the host, or a dimension that ``jax.export`` leaves open."""
+    return is_host_int(value) or (hasattr(value, "dimension_as_value") and not isinstance(value, type))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from attn_core.call.seq_info import is_host_int, is_size
+from attn_core.call.kinds import is_size
+from attn_core.call.seq_info import is_host_int
 from attn_core.errors import ShapeError, shown
 
 

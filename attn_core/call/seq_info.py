@@ -186,11 +186,6 @@ def is_host_int(value: Any) -> bool:
     return hasattr(value, "__index__") and not isinstance(value, type) and not _has_shape(value)
 
 
-def is_size(value: Any) -> bool:
-    """Returns whether a value may be a size: an integer on the host, or a dimension that ``jax.export`` leaves open."""
-    return is_host_int(value) or (hasattr(value, "dimension_as_value") and not isinstance(value, type))
-
-
 def must_be_static(value: Any) -> str:
     """Returns what to do about an array or a tracer in the place of a static option; empty for other values."""
     if not _has_shape(value) or isinstance(value, np.generic):
