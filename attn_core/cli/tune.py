@@ -16,7 +16,7 @@ from attn_core.errors import SpecError
 from attn_core.selection.cross_validation import Fitting, write_table
 from attn_core.selection.random_calls import random_calls
 from attn_core.selection.tables import device_name, shipped_table, user_path, versions
-from attn_core.selection.whole_file import check_place, names_file
+from attn_core.selection.whole_file import check_place
 
 ROUNDS = 3
 """Timed rounds of each backend. Fewer than in ``attn bench``, because more calls teach the models more."""
@@ -42,9 +42,8 @@ def tune(
                 f"--framework=jax --device={target}: a GPU's table is measured in torch; use --framework torch"
             )
         path = user_path(framework, target)
-        with names_file(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-        check_place(path)
+        # ``write_table`` makes the folders, so that an interrupted run leaves none behind.
+        check_place(next(folder for folder in path.parents if folder.exists()) / path.name)
         sweep = Sweep(target, (), ROUNDS, False, framework)
         _measure(sweep, seed, 60 * minutes)
     except SpecError as error:

@@ -6,9 +6,11 @@ random moments; and inside commands of ``attn``. ``tests/jax_frontend/test_inter
 
 from __future__ import annotations
 
+import _thread
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 import warnings
@@ -21,7 +23,7 @@ import jax
 import numpy as np
 import pytest
 import torch
-from frameworks import JAX, TORCH, Framework, as_numpy
+from frameworks import BOTH, JAX, TORCH, Framework, as_numpy
 from interrupted_lines import count_lines, held_locks, interrupted_at
 
 import torch_frontend.diffusers
@@ -38,8 +40,12 @@ lengths = itertools.count(20)
 """Every call has a new length, so that it is planned anew."""
 
 
-def _interrupt(*_: Any) -> None:
-    raise KeyboardInterrupt
+@pytest.fixture(autouse=True)
+def interrupts_arrive() -> Iterator[None]:
+    """Handles SIGINT as Python does. A process that a shell starts in the background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def spread(total: int, points: int) -> list[int]:
@@ -90,8 +96,7 @@ def expected(length: int, trained: bool, kind: str) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("kind", ["plain", "documents"])
 @pytest.mark.parametrize("trained", [False, True])
-# In JAX, an interruption inside a callback comes at a later moment: ``scene_random`` has those.
-@pytest.mark.parametrize("framework", [TORCH], ids=str)
+@pytest.mark.parametrize("framework", BOTH, ids=str)
 def test_a_call_after_an_interrupted_one_is_right(framework: Framework, trained: bool, kind: str) -> None:
     """Selection, plan, forward and backward. The interrupted call and the next one have one shape, new to caches."""
     total = count_lines(lambda: run(framework, next(lengths), trained, kind))
@@ -192,7 +197,7 @@ def test_an_interrupted_change_of_pages_is_undone(name: str) -> None:
             check_pages(allocator)
 
 
-@pytest.mark.parametrize("framework", [TORCH], ids=str)
+@pytest.mark.parametrize("framework", BOTH, ids=str)
 def test_an_interrupted_step_of_a_cache_keeps_what_it_held(framework: Framework) -> None:
     """A step copies a shared page, writes and reads. Afterwards the other sequence still has its keys."""
 
@@ -308,7 +313,7 @@ def test_interrupted_commands_exit_with_130_and_keep_their_file(tmp_path: Path) 
 def test_an_interrupted_tune_writes_no_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     monkeypatch.setattr(sys, "argv", ["attn", "tune", "--device", "cpu", "--minutes", "1"])
-    monkeypatch.setattr(tune, "_measure", _interrupt)
+    monkeypatch.setattr(tune, "_measure", lambda *_: _thread.interrupt_main())
     with pytest.raises(SystemExit) as left:
         cli.main()
     assert left.value.code == 130 and list(tmp_path.rglob("*")) == []
