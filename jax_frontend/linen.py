@@ -113,7 +113,7 @@ class Attention(nn.Module):
         Raises:
             SpecError, ShapeError, NoBackendError: the message names the argument, its value and the remedy.
         """
-        check_inputs(x, context)
+        check_inputs(x, context, pages)
         # merge_param raises an error if both or neither are set, so it must not run without a dropout rate.
         dropping = self.dropout_rate != 0 and not nn.merge_param("deterministic", self.deterministic, deterministic)
         if dropping and dropout_rng is None:

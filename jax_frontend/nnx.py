@@ -157,7 +157,7 @@ class Attention(nnx.Module):
         Raises:
             SpecError, ShapeError, NoBackendError: the message names the argument, its value and the remedy.
         """
-        check_inputs(x, context)
+        check_inputs(x, context, pages)
         check_features(x.shape, None if context is None else context.shape, self.in_features, self.in_kv_features)
         dropout, dropout_rng = self._dropout(deterministic, rngs)
         sinks = None if self.sink_logits is None else self.sink_logits[...]

@@ -65,14 +65,15 @@ class LayerCall(NamedTuple):
     pages: Pages | None = None
 
 
-def check_inputs(x: Any, context: Any) -> None:
-    """Raises TypeError unless a layer's inputs are arrays; context may be None."""
+def check_inputs(x: Any, context: Any, pages: Any) -> None:
+    """Raises an error unless a layer's inputs are arrays; context may be None. ``check_paged_layer`` checks the rank of
+    x with pages."""
     for name, array in (("x", x), ("context", context)):
         if isinstance(array, np.ma.MaskedArray):
             raise TypeError(f"{name}: expected an array without a mask, got a numpy.ma.MaskedArray")
         if not (isinstance(array, np.ndarray) or (array is None and name == "context")):
             check_array(name, array)
-        if array is not None and array.ndim < 2:
+        if array is not None and array.ndim < 2 and pages is None:
             raise ShapeError(f"{name}: expected [..., seq, features], got {list(array.shape)}")
         if array is not None and str(array.dtype) not in DTYPES:
             raise DTypeError(f"{name}: expected one of {', '.join(DTYPES)}, got {array.dtype}")
@@ -91,7 +92,6 @@ def attend(
         An array with the rank of x and the features of ``projections.out``; with pages ``(out, (k, v))``, where k and
         v are the updated pool.
     """
-    check_inputs(x, context)
     if call.pages is not None:
         return _attend_in_pages(layer, projections, x, context, call, call.pages)
     seq_info = SeqInfo.coerce(call.seq_info)
@@ -123,9 +123,8 @@ def attend(
         window=layer.window,
         softcap=layer.softcap,
         scale=layer.scale,
-        mask=None
-        if call.mask is None
-        else as_array("mask", call.mask).astype(bool),  # Flax's helpers make float32 masks
+        # Flax's helpers make float32 masks.
+        mask=None if call.mask is None else as_array("mask", call.mask).astype(bool),
         bias=call.bias,
         alibi_slopes=call.alibi_slopes,
         sinks=call.sinks,

@@ -382,9 +382,7 @@ def test_x_of_a_wrong_rank_is_refused(name: str, shape: tuple[int, ...]) -> None
     layer = LAYERS[name](OPTIONS[0])
     layer.cache.add("a")
     step = layer.cache.step(["a"], [2])
-    with pytest.raises(
-        ShapeError, match=r"^x: expected \[(tokens, features\] with pages|\.\.\., seq, features\], got \[13\])"
-    ):
+    with pytest.raises(ShapeError, match=r"^x: expected \[tokens, features\] with pages"):
         layer.paged(normal(0, *shape), step)
 
 
