@@ -13,6 +13,7 @@ from typing import Any
 
 from attn_core import backends
 from attn_core.cli.campaign import coverage
+from attn_core.cli.campaign.processes import COUNTED, add_counts
 from benchmarks import fault_report, hostile, sanitizer, soak_report
 
 ROOT = Path(__file__).parents[1]
@@ -103,11 +104,11 @@ def _overview(runs: list[dict[str, Any]]) -> str:
 
 
 def _kind(kind: str, runs: list[dict[str, Any]]) -> str:
-    by_backend, by_entry = (_sum([run[name] for run in runs]) for name in ("backends", "by entry"))
-    by_relation: dict[str, int] = {}
+    total: dict[str, Any] = {name: {} for name in COUNTED}
     for run in runs:
-        for name, count in run["by relation"].items():
-            by_relation[name] = by_relation.get(name, 0) + count
+        for name in COUNTED:
+            add_counts(total[name], run.get(name, {}))
+    by_backend, by_entry = total["backends"], total["by entry"]
     calls = sum(run["calls"] for run in runs)
     parts = [
         f"## {'On a CPU' if kind == 'cpu' else 'On a GPU'}: {calls} calls\n",
@@ -117,7 +118,7 @@ def _kind(kind: str, runs: list[dict[str, Any]]) -> str:
         coverage.table(by_entry, "entry"),
         "\nCalls that were written in another way:\n",
         "| relation | calls |\n|---|---|",
-        *(f"| {name} | {count} |" for name, count in sorted(by_relation.items())),
+        *(f"| {name} | {count} |" for name, count in sorted(total["by relation"].items())),
         "\nFeatures that a backend claims and no call had:\n",
         *([f"- {hole}" for hole in coverage.holes(by_backend, kind)] or ["None."]),
         "",
@@ -139,15 +140,6 @@ def _faults(faults: list[dict[str, Any]]) -> list[str]:
         lines.append(f"- {len(unknown)} faults are not explained. The first:")
         lines.append(f"\n```text\n{unknown[0]['fault']}\n{unknown[0]['case']}\n```")
     return ["\nFaults:\n", *(lines or ["None."]), ""]
-
-
-def _sum(several: list[coverage.Counts]) -> coverage.Counts:
-    total: coverage.Counts = {}
-    for counts in several:
-        for key, row in counts.items():
-            for name, count in row.items():
-                total.setdefault(key, {})[name] = total.setdefault(key, {}).get(name, 0) + count
-    return total
 
 
 if __name__ == "__main__":

@@ -65,11 +65,9 @@ def verdict_of(case: Case, device: str) -> Verdict:
         results = [entry.run(each, case.backend, device) for each in trials]
         arrays = results[0] if join is None else join(results)
         return _judged(trial, arrays, entry)
-    except NoBackendError as error:
-        if entry.masks and case.backend is not None:
-            return Verdict(skipped=f"{case.backend}: {error}")
-        return Verdict(fault=f"raised NoBackendError: {' '.join(str(error).split())[:300]}")
     except Exception as error:  # whatever a call raises although it was accepted is a fault of this project
+        if isinstance(error, NoBackendError) and entry.masks and case.backend is not None:
+            return Verdict(skipped=f"{case.backend}: {error}")
         return Verdict(fault=f"raised {type(error).__name__}: {' '.join(str(error).split())[:300]}")
 
 

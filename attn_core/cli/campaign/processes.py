@@ -123,7 +123,7 @@ def merged(states: list[dict[str, Any]]) -> dict[str, Any]:
         for name in ADDED:
             total[name] += state[name]
         for name in COUNTED:
-            _add(total[name], state[name])
+            add_counts(total[name], state[name])
         total["seconds"] = max(total["seconds"], state["seconds"])
         total["faults"] += state["faults"]
         if state["worst"]["use"] > total["worst"]["use"]:
@@ -131,9 +131,10 @@ def merged(states: list[dict[str, Any]]) -> dict[str, Any]:
     return total  # type: ignore[no-any-return]
 
 
-def _add(total: dict[str, Any], more: dict[str, Any]) -> None:
+def add_counts(total: dict[str, Any], more: dict[str, Any]) -> None:
+    """Adds counts to others in place; both may be nested."""
     for key, value in more.items():
         if isinstance(value, dict):
-            _add(total.setdefault(key, {}), value)
+            add_counts(total.setdefault(key, {}), value)
         else:
             total[key] = total.get(key, 0) + value
