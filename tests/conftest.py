@@ -2,7 +2,7 @@
 
 ``ci`` (the default profile) is bounded and always draws the same examples; ``--hypothesis-profile=thorough`` draws many
 more, different ones each time. Neither has a deadline, because a first call may compile. ``--random-order`` shuffles
-the tests.
+the tests. A run fails if it leaves a process behind (``left_behind``).
 
 JAX has four CPU devices, for the tests that need several. On a machine without a GPU JAX also compiles the quick way
 (``xla_compiler``), except for the programs by which claims are judged (``both_frontends``, ``paged_cases``).
@@ -23,6 +23,7 @@ from pathlib import Path
 from zlib import crc32
 
 import compiled_programs
+import left_behind
 import pytest
 import xla_compiler
 from case_names import pytest_make_parametrize_id  # noqa: F401 (a hook)
@@ -68,6 +69,18 @@ def four_devices() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def scalar_inductor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """torch.compile's usual compiler with an empty cache of its own, and without vector instructions.
+
+    Its shared cache outlives an op's schema, and has programs that were compiled with other instructions. In an empty
+    cache it would first build two programs that test for vector instructions.
+    """
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    # Not config.cpp.vec_isa_ok: this function remembers its result, and later tests of the process would get it.
+    monkeypatch.setattr("torch._inductor.cpu_vec_isa.valid_vec_isa_list", list)
+
+
 def pytest_runtest_logfinish() -> None:
     """Runs after the teardown of every test."""
     compiled_programs.free()
@@ -77,7 +90,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--sweep", action="store_true", help="every type of transformers' models, not a third of them")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(left_behind)
     os.environ.setdefault("SWEEP_DAY", str(date.today().toordinal()))  # one day for all processes, even past midnight
 
 

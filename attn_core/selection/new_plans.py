@@ -126,7 +126,9 @@ class _Loop:
             before = self._before
             hits = counters.hits(self._framework)
             found, self._hits = hits - self._hits, hits
-            place = log.place() if WINDOW + found <= MOST_LOOKUPS[self._framework] else None
+            # Fewer hits than before: a cache was cleared and counts from zero, so this window tells nothing.
+            looks_new = found >= 0 and WINDOW + found <= MOST_LOOKUPS[self._framework]
+            place = log.place() if looks_new else None
             is_loop, self._suspect = place is not None and place == self._suspect, place
         if is_loop and before is not None:
             self._warn(before, spec, place, found)

@@ -202,6 +202,23 @@ def test_the_warning_can_be_an_error() -> None:
             growing_cache()
 
 
+def test_a_cleared_cache_is_no_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cleared cache counts its hits from zero, so a program with many hits seems to have fewer than none."""
+    hits = iter([500, 10, 12])  # at the end of each window
+    monkeypatch.setattr(counters, "hits", lambda framework: next(hits))
+    loop = new_plans._Loop("torch")
+    sizes = {"batch": 1, "q_len": 5, "kv_len": 5, "num_heads": 1, "num_kv_heads": 1, "head_dim": 8, "value_dim": 8}
+    spec = attn_core.AttentionSpec(**sizes, dtype="float32")
+
+    def steps() -> None:
+        for _ in range(3 * new_plans.WINDOW):
+            loop.step(spec)
+
+    assert not found(steps)
+    hits = iter([500, 501, 502])
+    assert found(steps)
+
+
 def test_threads_warn_of_one_line_once() -> None:
     def together() -> None:
         threads = [threading.Thread(target=causal_mask) for _ in range(4)]

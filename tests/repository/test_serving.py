@@ -20,8 +20,6 @@ from examples.serving import engine
 from examples.serving.engine import serve
 from torch_frontend import PagedKVCache
 
-pytestmark = pytest.mark.filterwarnings("error::attn_core.SlowPathWarning")
-
 VOCABULARY, WIDTH, HEADS, KV_HEADS, DIM, STOP = 11, 12, 4, 2, 3, 0
 LONGEST = 64
 
@@ -247,6 +245,7 @@ def test_the_reported_waste_is_the_largest_per_sequence() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("error::attn_core.SlowPathWarning")
 def test_a_transformers_llama_serves_the_answers_it_gives_alone() -> None:
     pytest.importorskip("transformers")
     from examples.serving.torch_side import TorchForward

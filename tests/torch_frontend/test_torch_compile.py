@@ -55,12 +55,8 @@ def test_fullgraph_dynamic_is_bitwise_eager(name):
 
 
 @pytest.mark.slow
-def test_the_default_compiler_compiles_it(monkeypatch, tmp_path):
-    # The compiler's own cache outlives an op's schema, so programs of another version of this library must not be
-    # found.
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    # In an empty cache the compiler would first build programs that test for vector instructions.
-    monkeypatch.setattr("torch._inductor.config.cpp.vec_isa_ok", False)
+@pytest.mark.usefixtures("scalar_inductor")
+def test_the_default_compiler_compiles_it():
     call = lambda q, k, v: torch.relu(attention(q, k, v, causal=True)) + 1  # noqa: E731
     compiled, qkv = torch.compile(call, fullgraph=True, dynamic=True), tensors()
     for got, expected in zip(run(compiled, qkv), run(call, qkv), strict=True):

@@ -220,6 +220,7 @@ def test_compiles_in_one_graph(device):
     torch.testing.assert_close(compiled(x), layer(x), **TOLERANCE)
 
 
+@pytest.mark.usefixtures("scalar_inductor")
 def test_compiled_positions_of_packed_tokens(device):
     """With a compiler that generates kernels: on a GPU, some compile searchsorted so that it ignores a view's start."""
     offsets = torch.tensor([0, 3, 3, 7, 9], dtype=torch.int32, device=device)  # token 9 belongs to no document
