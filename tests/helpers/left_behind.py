@@ -79,9 +79,9 @@ def too_large(peaks: dict[str, int]) -> list[str]:
     ]
 
 
-def left_behind(run: str, patience: float = PATIENCE) -> list[str]:
+def left_behind(run: str) -> list[str]:
     """Returns a line for each process of a run that does not end in time."""
-    until = time.monotonic() + patience
+    until = time.monotonic() + PATIENCE
     while (found := _processes(run)) and time.monotonic() < until:
         time.sleep(0.1)
     return [f"the process {pid} was left behind: {command[:200]}" for pid, command in found.items()]
@@ -93,9 +93,9 @@ def _processes(run: str) -> dict[int, str]:
     found = {}
     for process in psutil.process_iter():
         try:
-            if process.pid not in own and process.environ().get(RUN) == run:
-                if process.status() != psutil.STATUS_ZOMBIE:
-                    found[process.pid] = " ".join(process.cmdline())
+            is_of_run = process.pid not in own and process.environ().get(RUN) == run
+            if is_of_run and process.status() != psutil.STATUS_ZOMBIE:
+                found[process.pid] = " ".join(process.cmdline())
         except psutil.Error:  # it has just ended, or belongs to another user
             continue
     return found
