@@ -515,6 +515,45 @@ def test_a_graph_replays_the_same_bits_after_warm_up() -> None:
         flex_cuda.forward(replace(spec, softcap=3.5), inputs)
 
 
+OTHER_LENGTHS = {
+    "two row blocks, one key block": ((300, 50), (197, 7), (129, 127), (1000, 65)),
+    "one row block, two key blocks": ((50, 300), (7, 197), (127, 129)),
+    "some of both": ((200, 300), (600, 140), (131, 1000)),
+}
+"""(q_len, kv_len) of calls that one program serves; the first one compiles it."""
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("axes", [(), (3,), (2,), (2, 3)], ids=["whole", "rows alone", "keys alone", "one value"])
+@pytest.mark.parametrize("lengths", OTHER_LENGTHS.values(), ids=list(OTHER_LENGTHS))
+def test_a_program_compiled_for_other_lengths_is_right(
+    lengths: tuple[tuple[int, int], ...], axes: tuple[int, ...]
+) -> None:
+    """Forward and gradients of calls with a mask, whose block tables have other sizes than the first call's."""
+    sizes = {"batch": 1, "num_heads": 2, "num_kv_heads": 2, "head_dim": 96, "value_dim": 96, "dtype": "bfloat16"}
+    programs.program.cache_clear()
+    for number, (q_len, kv_len) in enumerate(lengths):
+        shape = tuple(1 if axis in axes else size for axis, size in enumerate((1, 1, q_len, kv_len)))
+        spec = AttentionSpec(
+            **sizes, q_len=q_len, kv_len=kv_len, softcap=0.7, mask_shape=shape, needs_backward=True, return_lse=True
+        )
+        inputs = on_gpu(spec)
+        out, lse = flex_cuda.forward(spec, inputs)
+        dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(number), dtype=torch.float32)
+        dout = dout.to(torch.bfloat16)
+        actual = flex_cuda.backward(spec, inputs, out, lse, dout.cuda(), None)
+        arrays = Inputs(*(None if t is None else widened(t) for t in inputs))
+        expected = accuracy.expect(spec, arrays, dout=widened(dout))
+        gradients = Gradients(*(None if t is None else widened(t) for t in actual))
+        verdict = expected.judge(out=widened(out), lse=widened(lse), gradients=gradients)
+        assert verdict.ok, (q_len, kv_len, verdict)
+
+
+def widened(tensor: torch.Tensor) -> np.ndarray:
+    """The values of a tensor as numpy, floats in float64."""
+    return (tensor.double() if tensor.is_floating_point() else tensor).cpu().numpy()
+
+
 @pytest.mark.cuda
 def test_float32_is_not_rounded_to_tf32() -> None:
     spec = replace(SPEC, dtype="float32", needs_backward=True)
