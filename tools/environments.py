@@ -11,11 +11,16 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def interpreter(version: str) -> str | None:
-    """Returns the path of a Python ``"3.12"``: from PATH, or from pyenv's folder; None if there is none that runs."""
+    """Returns the path of a Python ``"3.12"``: from PATH, or from pyenv's folder; None if there is none that runs.
+
+    Args:
+        version: with a "t" at its end, a free-threaded build.
+    """
     named = shutil.which(f"python{version}")
-    installed = sorted((Path.home() / ".pyenv/versions").glob(f"{version}.*/bin/python"))
+    installed = sorted((Path.home() / ".pyenv/versions").glob(f"{version.rstrip('t')}.*/bin/python"))
     for path in [sys.executable, *([named] if named else []), *map(str, reversed(installed))]:
-        program = "import sys; print('%d.%d' % sys.version_info[:2])"
+        program = "import sys, sysconfig; free = sysconfig.get_config_var('Py_GIL_DISABLED')"
+        program += "; print('%d.%d' % sys.version_info[:2] + 't' * bool(free))"
         done = subprocess.run([path, "-I", "-c", program], capture_output=True, text=True, check=False)
         if done.returncode == 0 and done.stdout.strip() == version:
             return path

@@ -30,6 +30,7 @@ CORE = (
     "tests/repository/test_missing_packages.py",
     "tests/faults/test_subinterpreters.py",
 )
+FREE_THREADED = ("tests/faults/test_free_threading.py", *CORE)
 JAX = ("tests/jax_frontend/test_jax_precision.py", "tests/jax_frontend/test_jax_symbols.py")
 TORCH = ("tests/torch_frontend/test_heads_first.py", "tests/backends/test_sdpa_flash_shortcut.py")
 HOSTS = (
@@ -46,7 +47,7 @@ class Environment(NamedTuple):
     """One row of the table.
 
     Attributes:
-        extras: of attn-core, with commas.
+        extras: of attn-core, with commas; may be empty.
         packages: further requirements, such as the exact version of a framework.
         tests: the files to run.
         framework: the package whose version the table shows.
@@ -62,9 +63,8 @@ class Environment(NamedTuple):
 
     @property
     def name(self) -> str:
-        return "-".join(
-            [self.python, self.extras.replace(",", "-"), *(re.sub(r"\W+", "", each) for each in self.packages)]
-        )
+        extras = self.extras.split(",") if self.extras else []
+        return "-".join([self.python, *extras, *(re.sub(r"\W+", "", each) for each in self.packages)])
 
 
 ENVIRONMENTS = (
@@ -73,6 +73,8 @@ ENVIRONMENTS = (
     Environment("3.12", "cli,jax", (), CORE + JAX, "jax"),
     Environment("3.13", "cli,jax", (), CORE + JAX, "jax"),
     Environment("3.13", "cli", (), CORE, "numpy"),
+    # Without extras: flax, jax-tvm-ffi and matplotlib need packages that have no wheel for this build of Python.
+    Environment("3.13t", "", ("jax==0.10.2", "typer", "rich"), FREE_THREADED, "jax"),
     Environment("3.11", "cli,torch", ("torch==2.11.0",), CORE + TORCH, "torch", CUDA),
     Environment("3.11", "cli,torch", ("torch==2.13.0",), CORE + TORCH, "torch"),
     Environment("3.12", "cli,torch", (), CORE + TORCH, "torch", CUDA),
@@ -93,8 +95,11 @@ def result_of(environment: Environment, pip_args: list[str], large: bool) -> tup
         return "", f"skipped: no Python {environment.python} here"
     folder = FOLDER / environment.name
     try:
-        packages = (f"{ROOT}[{environment.extras}]", *environment.packages, *TEST_TOOLS)
-        own = build(folder, base, *packages, pip_args=pip_args, keep=True)
+        project = f"{ROOT}[{environment.extras}]" if environment.extras else str(ROOT)
+        packages = (project, *environment.packages, *TEST_TOOLS)
+        # The newest versions of some packages have no wheels for free-threaded builds; pip takes older ones then.
+        wheels = ["--only-binary=:all:"] if environment.python.endswith("t") else []
+        own = build(folder, base, *packages, pip_args=[*pip_args, *wheels], keep=True)
     except subprocess.CalledProcessError as error:
         return "", f"FAILED: pip: {error.stdout.strip().splitlines()[-1]}"
     program = f"from importlib.metadata import version; print(version({environment.framework!r}))"
