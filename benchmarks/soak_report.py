@@ -128,9 +128,10 @@ def figure(runs: list[dict[str, Any]]) -> Any:
             values = [point[name] for point in run["points"]]
             middle = median(values)
             style = {"color": colour, "linewidth": 1.6 if name == "resident" else 0.8}
-            axes.plot([point["calls"] for point in run["points"]], [value / middle for value in values], **style)
+            calls = [point["calls"] / 1000 for point in run["points"]]
+            axes.plot(calls, [value / middle for value in values], **style)
             axes.plot([], [], color=colour, label=label)
-        axes.set(title=f"{run['mode']}, {run['device_name']}", xlabel="calls", ylabel="multiple of the median")
+        axes.set(title=f"{run['mode']}, {run['device_name']}", xlabel="thousand calls", ylabel="multiple of the median")
         axes.set(ylim=(0, 2))
         axes.title.set_fontsize(9)
         axes.grid(alpha=0.3)
