@@ -37,6 +37,9 @@ _CASTS: dict[str, Kind] = {"float": "float", "double": "float", "int": "int", "l
 _DTYPES: dict[str, Kind] = {"float32": "float", "float64": "float", "int32": "int", "int64": "int", **_CASTS}
 """The name of a dtype -> the kind that a cast to it gives. Not the half dtypes: such a cast would round."""
 
+METHODS = {*NAMES, *_SWAPPED, *_NEGATED, *_CASTS, "to", "type", "astype", "pow", "clamp", "clip"}
+"""What a symbol has as methods, too, such as ``symbol.abs()``."""
+
 
 def call_foreign(recorder: Any, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """Returns the symbol of a function of torch or numpy, or of a method such as ``symbol.abs()``.

@@ -17,6 +17,8 @@ Interval = tuple[float, float]
 """The lowest and the highest value, both included; of a bool 0 for False and 1 for True."""
 
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
+MAX_INDEX = 2**30 - 1
+"""The highest b, h, q or k. No row is so long, and ``q + 1`` is known not to wrap around."""
 ANY_INT: Interval = (INT_MIN, INT_MAX)
 ANY_BOOL: Interval = (0, 1)
 ANY_FLOAT: Interval = (-math.inf, math.inf)
@@ -28,7 +30,7 @@ def interval(tree: Expression, ranges: Mapping[str, tuple[int, int]] | None = No
     Args:
         tree: the expression. A float gives ``(-inf, inf)``.
         ranges: the intervals of ``"b"``, ``"h"``, ``"q"`` and ``"k"``, such as ``{"q": (0, 127)}``; an index that is
-            not given is at least 0.
+            not given is from 0 to 2**30 - 1.
 
     Returns:
         ``(1, 1)`` for a mask that is always True, ``(0, 0)`` for one that is always False, ``(0, 1)`` if unknown.
@@ -43,7 +45,7 @@ def intervals(tree: Expression, ranges: Mapping[str, tuple[int, int]] | None = N
     """Returns the interval of each of ``tree.rows``. Arguments and errors are ``interval``'s."""
     if not ranges and "_intervals" in tree.__dict__:
         return tree.__dict__["_intervals"]
-    leaves = {name: (0, INT_MAX) for name in INDICES} | dict(ranges or {})
+    leaves = {name: (0, MAX_INDEX) for name in INDICES} | dict(ranges or {})
     for name, (low, high) in leaves.items():
         if name not in INDICES or not INT_MIN <= low <= high <= INT_MAX:
             raise ExpressionError(
@@ -89,7 +91,7 @@ def _floor_divide(a: Interval, b: Interval) -> Interval | None:
 def _remainder(a: Interval, b: Interval) -> Interval | None:
     if b[0] <= 0 <= b[1]:
         return None
-    if 0 <= a[0] and a[1] < b[0]:
+    if a[0] >= 0 and a[1] < b[0]:
         return a
     return (0, b[1] - 1) if b[0] > 0 else (b[0] + 1, 0)
 

@@ -47,10 +47,7 @@ def _plain(function: Any) -> Any:
     while isinstance(function, functools.partial):
         function = function.func
     function = inspect.unwrap(function)
-    if not hasattr(function, "__code__") and hasattr(type(function), "__call__"):
-        return (
-            getattr(function, "__func__", None)
-            or getattr(type(function).__call__, "__wrapped__", None)
-            or (type(function).__call__ if hasattr(type(function).__call__, "__code__") else function)
-        )
-    return function
+    if hasattr(function, "__code__") or inspect.isbuiltin(function):
+        return function
+    method = getattr(function, "__func__", None) or type(function).__call__
+    return method if hasattr(method, "__code__") else function

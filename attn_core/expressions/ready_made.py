@@ -20,7 +20,11 @@ Score = Callable[..., Any]
 
 
 def causal(offset: int = 0) -> Mask:
-    """Returns the mask ``k <= q + offset``. ``kv_len - q_len`` aligns the diagonal to the bottom right, 0 to the top left."""
+    """Returns the mask ``k <= q + offset``.
+
+    Args:
+        offset: ``kv_len - q_len`` aligns the diagonal to the bottom right, 0 to the top left.
+    """
     _check_int("offset", offset)
     return lambda b, h, q, k, *aux: k <= q + offset
 
@@ -189,6 +193,5 @@ def _check_axes(name: str, array: Any, allowed: tuple[int, ...]) -> None:
 
 def _check_int(name: str, value: Any, least: int | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or (least is not None and value < least):
-        raise ExpressionError(
-            f"{name}: expected an int{'' if least is None else f' of {least} or more'}, got {shown(value)}"
-        )
+        limit = "" if least is None else f" of {least} or more"
+        raise ExpressionError(f"{name}: expected an int{limit}, got {shown(value)}")

@@ -9,7 +9,7 @@ import numpy as np
 
 from attn_core.errors import shown
 from attn_core.expressions.building import Refused, build, constant, power
-from attn_core.expressions.foreign_functions import call_foreign
+from attn_core.expressions.foreign_functions import METHODS, call_foreign
 from attn_core.expressions.properties import kind_of_dtype
 from attn_core.expressions.tree import Expression, Kind
 
@@ -84,6 +84,10 @@ class Recorder:
         if hasattr(value, "shape") and hasattr(value, "dtype"):
             raise Refused(f"{shown(value)} as a number: pass it in aux and index it, or write lookup(array, q)")
         raise Refused(f"{shown(value)} ({type(value).__name__}) as a number")
+
+
+class _NoAttribute(Refused, AttributeError):
+    """An AttributeError, so that ``hasattr`` of a symbol works."""
 
 
 def _no_value(what: str, instead: str) -> Any:
@@ -209,8 +213,8 @@ class Operand:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # a framework that asks what this is
             raise AttributeError(name)
-        if name in ("shape", "dtype", "device", "item", "tolist", "numpy", "size"):
-            raise AttributeError(f"a symbolic value has no {name}")
+        if name not in METHODS:
+            raise _NoAttribute(f"the attribute {name}: a symbolic value has none of that name")
         return lambda *arguments, **options: call_foreign(
             self.recorder, name, _in_order(name, (self, *arguments)), options
         )

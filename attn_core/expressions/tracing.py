@@ -128,7 +128,9 @@ def _result(recorder: Recorder, result: Any, kind: Kind) -> Expression:
 
 def _foreign(error: Exception) -> str:
     """What to do about an error of Python, numpy or JAX, which know nothing of symbols."""
-    text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    text = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0].rstrip('.')}"
+    if not isinstance(error, (TypeError, IndexError, ValueError)):
+        return text
     return (
         f"{text}. jax.numpy's functions take no symbols, and arrays of numpy or JAX cannot be indexed by one: pass the "
         "array in aux, or write lookup(array, q)"

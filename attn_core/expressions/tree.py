@@ -43,8 +43,8 @@ class Expression:
 
     Attributes:
         op: a name of ``OPERATIONS``, such as ``"add"``, or of ``LEAVES``, such as ``"q"``.
-        kind: what it gives: ``"bool"``, ``"int"`` (32 bits, overflow wraps around) or ``"float"`` (of the dtype in which
-            the expression runs).
+        kind: what it gives: ``"bool"``, ``"int"`` (32 bits; overflow wraps around) or ``"float"`` (of the dtype in
+            which the expression runs).
         operands: the expressions that the operation takes.
         value: the number of a constant; of a lookup the number of its aux array; else None.
 
