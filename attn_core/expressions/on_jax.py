@@ -18,9 +18,13 @@ def _vocabulary(dtype: Any) -> Vocabulary:
     import jax.numpy as jnp
 
     dtypes = {"bool": np.dtype(bool), "int": np.dtype(np.int32), "float": np.dtype(dtype)}
-    names = ("where", "minimum", "maximum", "abs", "exp", "tanh")
+    def absolute(value: Any) -> Any:
+        # jnp.abs has the derivative 1 at 0, and torch's and ours is 0.
+        return value * jnp.sign(value) if jnp.issubdtype(value.dtype, jnp.floating) else jnp.abs(value)
+
+    names = ("where", "minimum", "maximum", "exp", "tanh")
     return Vocabulary(
-        functions={**ARITHMETIC, **{name: getattr(jnp, name) for name in names}},
+        functions={**ARITHMETIC, "abs": absolute, **{name: getattr(jnp, name) for name in names}},
         # A numpy scalar becomes a literal of the program, and keeps its dtype.
         constant=lambda value, kind: dtypes[kind].type(value),
         cast=lambda value, kind: jnp.asarray(value).astype(dtypes[kind]),
