@@ -1,7 +1,8 @@
 """The derivative of a score expression by the score, as another expression.
 
 At a kink the rules are torch's: ``abs`` has the derivative 0 at 0, and ``minimum`` and ``maximum`` of equal numbers
-share it. ``evaluate_jax`` has the same. A branch of ``where`` that is not taken adds nothing, also where its own derivative is infinite.
+share it. ``evaluate_jax`` has the same. A branch of ``where`` that is not taken adds nothing, also where its own
+derivative is infinite.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ def _vocabulary(dtype: Any) -> Vocabulary:
     import jax.numpy as jnp
 
     dtypes = {"bool": np.dtype(bool), "int": np.dtype(np.int32), "float": np.dtype(dtype)}
+
     def absolute(value: Any) -> Any:
         # jnp.abs has the derivative 1 at 0, and torch's and ours is 0.
         return value * jnp.sign(value) if jnp.issubdtype(value.dtype, jnp.floating) else jnp.abs(value)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from attn_core.expressions.rendering import ARITHMETIC, Vocabulary, evaluate
+from attn_core.expressions.rendering import ARITHMETIC, Step, Vocabulary, run, steps_of
 from attn_core.expressions.tree import Expression
 
 
@@ -31,6 +31,8 @@ def evaluate_torch(
 ) -> Any:
     """Returns the value of an expression as a tensor. It has gradients by the score and by aux arrays of floats.
 
+    Inside ``torch.compile``, call what ``torch_mask_mod`` or ``torch_score_mod`` returned outside.
+
     Args:
         tree: a mask or score expression.
         indices: b, h, q and k: int tensors that broadcast to ``[b, h, q, k]`` (in FlexAttention, of no axes).
@@ -44,12 +46,16 @@ def evaluate_torch(
     Raises:
         ExpressionError: if the expression needs a score and there is none, or aux arrays do not fit.
     """
+    return _run(steps_of(tree), indices, score, aux, dtype)
+
+
+def _run(steps: Sequence[Step], indices: Sequence[Any], score: Any, aux: Sequence[Any], dtype: Any = None) -> Any:
     import torch
 
     floats = dtype or (torch.float32 if score is None else score.dtype)
     places = [index.to(torch.int32) for index in indices]
     scores = None if score is None else score.to(floats)
-    return evaluate(tree, _vocabulary(places[0].device, floats), places, scores, aux)
+    return run(steps, _vocabulary(places[0].device, floats), places, scores, aux)
 
 
 def torch_mask_mod(tree: Expression, aux: Sequence[Any] = ()) -> Callable[[Any, Any, Any, Any], Any]:
@@ -60,8 +66,10 @@ def torch_mask_mod(tree: Expression, aux: Sequence[Any] = ()) -> Callable[[Any, 
         aux: tensors of its lookups, by their numbers.
     """
 
+    steps = steps_of(tree)
+
     def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return evaluate_torch(tree, (b, h, q_idx, kv_idx), None, aux)
+        return _run(steps, (b, h, q_idx, kv_idx), None, aux)
 
     return mask_mod
 
@@ -74,7 +82,9 @@ def torch_score_mod(tree: Expression, aux: Sequence[Any] = ()) -> Callable[[Any,
         aux: tensors of its lookups, by their numbers.
     """
 
+    steps = steps_of(tree)
+
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return evaluate_torch(tree, (b, h, q_idx, kv_idx), score, aux)
+        return _run(steps, (b, h, q_idx, kv_idx), score, aux)
 
     return score_mod

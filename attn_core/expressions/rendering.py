@@ -9,12 +9,11 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from attn_core.errors import shown
 from attn_core.expressions.intervals import intervals
-from attn_core.expressions.operations import INDICES
-from attn_core.expressions.tree import Expression, ExpressionError, Kind, Row
+from attn_core.expressions.tree import Expression, ExpressionError, Kind
 
 ARITHMETIC: dict[str, Callable[..., Any]] = {
     "add": operator.add,
@@ -52,6 +51,40 @@ class Vocabulary:
     load: Callable[[Any, list[Any]], Any]
 
 
+class Step(NamedTuple):
+    """One row of a tree, ready to run.
+
+    Attributes:
+        op, kind, value, operands: of the row.
+        constants: of a lookup, each index that is constant, else None.
+        negative: of a lookup, whether each index may be negative.
+    """
+
+    op: str
+    kind: Kind
+    value: Any
+    operands: tuple[int, ...]
+    constants: tuple[int | None, ...]
+    negative: tuple[bool, ...]
+
+
+def steps_of(tree: Expression) -> tuple[Step, ...]:
+    """Returns the steps that compute an expression, made once: torch.compile can follow them, but not make them."""
+    steps = getattr(tree, "_steps", None)
+    if steps is None:
+        bounds, rows = intervals(tree), tree.rows
+        steps = tuple(
+            Step(
+                *(row.op, row.kind, row.value, row.operands),
+                tuple(rows[each].value if rows[each].op == "constant" else None for each in row.operands),  # type: ignore[misc]
+                tuple(bounds[each][0] < 0 for each in row.operands),
+            )
+            for row in rows
+        )
+        object.__setattr__(tree, "_steps", steps)
+    return steps
+
+
 def evaluate(
     tree: Expression, vocabulary: Vocabulary, indices: Sequence[Any], score: Any = None, aux: Sequence[Any] = ()
 ) -> Any:
@@ -70,48 +103,52 @@ def evaluate(
     Raises:
         ExpressionError: if the expression needs a score and there is none, or aux arrays do not fit.
     """
-    leaves = {"score": score, **dict(zip(INDICES, indices, strict=True))}
-    bounds = intervals(tree)
+    return run(steps_of(tree), vocabulary, indices, score, aux)
+
+
+def run(
+    steps: Sequence[Step], vocabulary: Vocabulary, indices: Sequence[Any], score: Any = None, aux: Sequence[Any] = ()
+) -> Any:
+    """Returns the value of the last step. Arguments and errors are ``evaluate``'s."""
+    leaves = {"score": score, "b": indices[0], "h": indices[1], "q": indices[2], "k": indices[3]}
     values: list[Any] = []
-    for row in tree.rows:
-        operands = [values[operand] for operand in row.operands]
-        if row.op == "constant":
-            values.append(vocabulary.constant(row.value, row.kind))
-        elif row.op == "lookup":
-            values.append(_lookup(row, tree.rows, values, bounds, vocabulary, aux))
-        elif row.op in leaves:
-            if leaves[row.op] is None:
-                raise ExpressionError(f"{row.op}: the expression needs it, got None: {tree}")
-            values.append(leaves[row.op])
-        elif row.op in ("to_int", "to_float"):
-            values.append(vocabulary.cast(operands[0], row.kind))
+    for step in steps:
+        operands = [values[operand] for operand in step.operands]
+        if step.op == "constant":
+            values.append(vocabulary.constant(step.value, step.kind))
+        elif step.op == "lookup":
+            values.append(_lookup(step, operands, vocabulary, aux))
+        elif step.op in leaves:
+            if leaves[step.op] is None:
+                raise ExpressionError(f"{step.op}: the expression needs it, got None")
+            values.append(leaves[step.op])
+        elif step.op in ("to_int", "to_float"):
+            values.append(vocabulary.cast(operands[0], step.kind))
         else:
-            values.append(vocabulary.functions[row.op](*operands))
+            values.append(vocabulary.functions[step.op](*operands))
     return values[-1]
 
 
-def _lookup(
-    row: Row, rows: Sequence[Row], values: list[Any], bounds: list[Any], vocabulary: Vocabulary, aux: Sequence[Any]
-) -> Any:
-    number = row.value
-    if not isinstance(number, int) or number >= len(aux):
+def _lookup(step: Step, indices: list[Any], vocabulary: Vocabulary, aux: Sequence[Any]) -> Any:
+    number = step.value
+    if number >= len(aux):
         raise ExpressionError(f"aux: expected an array of number {number}, counted from 0, got {len(aux)} arrays")
     array = aux[number]
     shape = tuple(array.shape)
-    if len(shape) != len(row.operands):
-        raise ExpressionError(f"aux[{number}]: expected {len(row.operands)} axes, as it is indexed, got {shown(array)}")
+    if len(shape) != len(indices):
+        raise ExpressionError(f"aux[{number}]: expected {len(indices)} axes, as it is indexed, got {shown(array)}")
     if 0 in shape:
-        return vocabulary.constant({"bool": False, "int": 0, "float": 0.0}[row.kind], row.kind)
+        return vocabulary.constant({"bool": False, "int": 0, "float": 0.0}[step.kind], step.kind)
     inside = []
-    for operand, size in zip(row.operands, shape, strict=True):
-        if rows[operand].op == "constant":
-            place = int(rows[operand].value or 0)
+    for axis, size in enumerate(shape):
+        place = step.constants[axis]
+        if place is not None:
             place = min(max(place + size if place < 0 else place, 0), size - 1)
             inside.append(vocabulary.constant(place, "int"))
         else:
-            inside.append(_inside(values[operand], size, bounds[operand][0] < 0, vocabulary))
+            inside.append(_inside(indices[axis], size, step.negative[axis], vocabulary))
     found = vocabulary.load(array, inside)
-    return found if row.kind == "bool" else vocabulary.cast(found, row.kind)
+    return found if step.kind == "bool" else vocabulary.cast(found, step.kind)
 
 
 def _inside(index: Any, size: int, may_be_negative: bool, vocabulary: Vocabulary) -> Any:

@@ -220,5 +220,7 @@ def test_missing_operands_are_named() -> None:
     tree = trees.lookups("float", [trees.LEAVES["q"], trees.LEAVES["k"]])
     with pytest.raises(ExpressionError, match="aux: expected an array of number 2, counted from 0, got 2 arrays"):
         evaluate_numpy(tree, indices, score, aux[:2])
-    with pytest.raises(ExpressionError, match=r"aux\[2\]: expected 2 axes, as it is indexed, got numpy.ndarray of shape"):
+    with pytest.raises(
+        ExpressionError, match=r"aux\[2\]: expected 2 axes, as it is indexed, got numpy.ndarray of shape"
+    ):
         evaluate_numpy(tree, indices, score, [*aux[:2], aux[0]])
