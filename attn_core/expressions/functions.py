@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from attn_core.expressions.building import cast
-from attn_core.expressions.symbols import Array, Operand, Recorder, Symbol
+from attn_core.expressions.operators import Operand
+from attn_core.expressions.symbols import Array, Recorder, Symbol
 from attn_core.expressions.tree import ExpressionError
 
 

@@ -45,7 +45,7 @@ def evaluate_numpy(tree: Expression, indices: Sequence[Any], score: Any = None, 
     scores = None if score is None else np.asarray(score, np.float64)
     with np.errstate(all="ignore"):  # infinities and NaN are values like others
         value = evaluate(tree, vocabulary(), places, scores, [np.asarray(array) for array in aux])
-    given = places if scores is None else [*places, scores]
+    given: list[np.ndarray] = places if scores is None else [*places, scores]
     return np.broadcast_to(value, np.broadcast_shapes(np.shape(value), *(array.shape for array in given)))
 
 

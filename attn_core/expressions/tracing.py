@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 from attn_core.errors import shown
 from attn_core.expressions.building import Refused
 from attn_core.expressions.operations import ALLOWED, INDICES
+from attn_core.expressions.operators import Operand
 from attn_core.expressions.places import definition_of, failing_line, name_of
 from attn_core.expressions.properties import kind_of_dtype
-from attn_core.expressions.symbols import Array, Operand, Recorder, Symbol
+from attn_core.expressions.symbols import Array, Recorder, Symbol
 from attn_core.expressions.tree import Expression, ExpressionError, Kind
 
 

@@ -137,7 +137,7 @@ def on_scalars(tree: Expression, place: tuple[int, ...], score: float, aux: Any)
     operators = ("add", "subtract", "multiply", "divide", "floor_divide", "remainder", "negative")
     python = dict(zip(operators, ("add", "sub", "mul", "truediv", "floordiv", "mod", "neg"), strict=True))
     functions: dict[str, Any] = {
-        op: lambda *values, f=getattr(operator, name): wrapped(f(*values)) for op, name in python.items()
+        op: lambda *values, name=name: wrapped(getattr(operator, name)(*values)) for op, name in python.items()
     }
     functions |= {"less": operator.lt, "less_equal": operator.le, "equal": operator.eq}
     functions |= {"and": operator.and_, "or": operator.or_, "not": operator.not_}
