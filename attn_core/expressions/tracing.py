@@ -17,6 +17,9 @@ from attn_core.expressions.symbols import Array, Recorder, Symbol
 from attn_core.expressions.tree import Expression, ExpressionError, Kind
 
 
+_LEAVES = {leaf: Expression(leaf, "int") for leaf in INDICES} | {"score": Expression("score", "float")}
+
+
 class Aux(NamedTuple):
     """The shape and dtype of an aux array, for tracing without the array.
 
@@ -78,11 +81,8 @@ def _trace(name: str, function: Any, aux: Sequence[Any], kind: Kind, before: tup
     if not callable(function):
         raise ExpressionError(f"{name}: expected a function of ({parameters}, *aux), got {shown(function)}")
     recorder = Recorder(len(aux))
-    arguments: list[Any] = [
-        Symbol(recorder, Expression(leaf, "float" if leaf == "score" else "int")) for leaf in (*before, *INDICES)
-    ]
+    arguments: list[Any] = [Symbol(recorder, _LEAVES[leaf]) for leaf in (*before, *INDICES)]
     arguments += [_argument(recorder, number, array) for number, array in enumerate(aux)]
-    _check_parameters(name, function, arguments, f"({parameters}) and {len(aux)} aux arrays")
     try:
         tree = _result(recorder, function(*arguments), kind)
     except Refused as refusal:
@@ -90,6 +90,8 @@ def _trace(name: str, function: Any, aux: Sequence[Any], kind: Kind, before: tup
     except ExpressionError:
         raise
     except Exception as error:
+        if error.__traceback__ is not None and error.__traceback__.tb_next is None:  # the call itself failed
+            _check_parameters(name, function, arguments, f"({parameters}) and {len(aux)} aux arrays")
         raise _error(name, function, error, _foreign(error)) from error
     return TracedFunction(tree, tuple(recorder.captured))
 
