@@ -11,13 +11,18 @@ from typing import Any
 import numpy as np
 
 from attn_core.expressions.rendering import ARITHMETIC, Vocabulary, evaluate
-from attn_core.expressions.tree import Expression
+from attn_core.expressions.tree import Expression, Kind
 
 
 def _vocabulary(dtype: Any) -> Vocabulary:
     import jax.numpy as jnp
 
     dtypes = {"bool": np.dtype(bool), "int": np.dtype(np.int32), "float": np.dtype(dtype)}
+
+    def constant(value: Any, kind: Kind) -> Any:
+        # A numpy scalar becomes a literal of the program, and keeps its dtype. An open size of jax.export has none.
+        is_number = isinstance(value, (bool, int, float))
+        return dtypes[kind].type(value) if is_number else jnp.asarray(value, dtypes[kind])
 
     def absolute(value: Any) -> Any:
         # jnp.abs has the derivative 1 at 0, and torch's and ours is 0.
@@ -26,8 +31,7 @@ def _vocabulary(dtype: Any) -> Vocabulary:
     names = ("where", "minimum", "maximum", "exp", "tanh")
     return Vocabulary(
         functions={**ARITHMETIC, "abs": absolute, **{name: getattr(jnp, name) for name in names}},
-        # A numpy scalar becomes a literal of the program, and keeps its dtype.
-        constant=lambda value, kind: dtypes[kind].type(value),
+        constant=constant,
         cast=lambda value, kind: jnp.asarray(value).astype(dtypes[kind]),
         load=lambda array, indices: jnp.asarray(array).at[tuple(indices)].get(mode="promise_in_bounds"),
     )

@@ -35,7 +35,8 @@ def evaluate_torch(
 
     Args:
         tree: a mask or score expression.
-        indices: b, h, q and k: int tensors that broadcast to ``[b, h, q, k]`` (in FlexAttention, of no axes).
+        indices: b, h, q and k: int tensors that broadcast to ``[b, h, q, k]``. In FlexAttention they have no axes;
+            elsewhere they have some, because torch reads an index without axes on the host.
         score: a float tensor that broadcasts to ``[b, h, q, k]``.
         aux: tensors of the lookups, by their numbers, on the device of the indices.
         dtype: in which floats are computed; None is the score's, or float32 without a score.

@@ -42,7 +42,8 @@ class Vocabulary:
             ``remainder`` round down; their divisor is never 0 or -1.
         constant: ``(value, kind) -> value`` of a constant.
         cast: ``(value, kind) -> value`` as an int of 32 bits or as the float of the call.
-        load: ``(array, indices) -> value``; no index is outside, and there is an index for each axis.
+        load: ``(array, indices) -> value``; no index is outside, and there is an index for each axis. A constant index
+            is Python's int.
     """
 
     functions: Mapping[str, Callable[..., Any]]
@@ -142,9 +143,9 @@ def _lookup(step: Step, indices: list[Any], vocabulary: Vocabulary, aux: Sequenc
     inside = []
     for axis, size in enumerate(shape):
         place = step.constants[axis]
-        if place is not None:
+        if place is not None and isinstance(size, int):  # not a size that jax.export leaves open
             place = min(max(place + size if place < 0 else place, 0), size - 1)
-            inside.append(vocabulary.constant(place, "int"))
+            inside.append(place)
         else:
             inside.append(_inside(indices[axis], size, step.negative[axis], vocabulary))
     found = vocabulary.load(array, inside)

@@ -16,7 +16,6 @@ from attn_core.expressions.properties import kind_of_dtype
 from attn_core.expressions.symbols import Array, Recorder, Symbol
 from attn_core.expressions.tree import Expression, ExpressionError, Kind
 
-
 _LEAVES = {leaf: Expression(leaf, "int") for leaf in INDICES} | {"score": Expression("score", "float")}
 
 

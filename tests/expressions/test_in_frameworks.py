@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attn_core.expressions import (
+    Aux,
     Expression,
     Vocabulary,
     alibi,
@@ -125,6 +126,41 @@ def test_jit_and_vmap_of_jax_run_them() -> None:
     expected = evaluate_numpy(tree, indices, score, [slopes])
     for got in (whole, by_row(np.arange(2, dtype=np.int32), score)):
         np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-6)
+
+
+BY_ROW = trace_mask(
+    lambda b, h, q, k, ids: (ids[b, q] == ids[b, k]) & (ids[b, q - k] > -3) & (ids[0, 1] < 9), [Aux((2, 5), "int32")]
+).tree
+ROWS = np.array([[0, 0, 1, 1, 1], [0, 1, 2, 2, 2]], np.int32)
+
+
+def test_jax_export_leaves_the_length_of_an_aux_array_open() -> None:
+    jax = pytest.importorskip("jax")
+    jnp = jax.numpy
+
+    def mask(ids: Any) -> Any:
+        length = ids.shape[1]
+        q, k = jnp.arange(length)[None, None, :, None], jnp.arange(length)[None, None, None, :]
+        return evaluate_jax(BY_ROW, (jnp.arange(2)[:, None, None, None], jnp.int32(0), q, k), None, [ids])
+
+    (length,) = jax.export.symbolic_shape("n")
+    exported = jax.export.export(jax.jit(mask))(jax.ShapeDtypeStruct((2, length), jnp.int32))
+    for rows in (ROWS, np.tile(ROWS, 2)):
+        expected = evaluate_numpy(BY_ROW, block_indices(2, 1, rows.shape[1], rows.shape[1]), aux=[rows])
+        assert np.array_equal(exported.call(rows), expected)
+
+
+def test_torch_compile_takes_aux_arrays_of_any_length() -> None:
+    def mask(ids: Any) -> Any:
+        b, h = torch.arange(2, device="cpu")[:, None, None, None], torch.zeros(1, dtype=torch.int32, device="cpu")
+        places = torch.arange(ids.shape[1], device="cpu")
+        return torch_mask_mod(BY_ROW, [ids])(b, h, places[None, None, :, None], places[None, None, None, :])
+
+    torch_mask_mod(BY_ROW, ())  # makes the steps
+    compiled = torch.compile(mask, backend="aot_eager", fullgraph=True, dynamic=True)
+    for rows in (ROWS, np.tile(ROWS, 2)):
+        expected = evaluate_numpy(BY_ROW, block_indices(2, 1, rows.shape[1], rows.shape[1]), aux=[rows])
+        assert np.array_equal(compiled(torch.from_numpy(rows)).numpy(), expected)
 
 
 def on_scalars(tree: Expression, place: tuple[int, ...], score: float, aux: Any) -> Any:
