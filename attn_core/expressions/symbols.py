@@ -70,7 +70,7 @@ class Recorder:
             Refused: for anything else.
         """
         if isinstance(value, Array):
-            raise Refused(f"{value} as a number: index it with {len(value.shape)} ints, such as array[q]")
+            raise Refused(f"{value} as a number: it needs an index for each axis, such as array[b, q]")
         if isinstance(value, Symbol):
             if value.recorder is not self:
                 raise Refused("a symbolic value of another function")

@@ -265,7 +265,7 @@ def test_refused_score_functions(function: Any, reason: str) -> None:
         (lambda ids, q: ids[:, q], "indices are ints or symbols, no slices"),
         (lambda ids, q: ids[q, q * 0.5], "an index of kind float"),
         (lambda ids, q: ids[[0, 1], q], "the index [0, 1]"),
-        (lambda ids, q: ids * 2, "aux[0] of shape [2, 5] as a number: index it with 2 ints"),
+        (lambda ids, q: ids * 2, "aux[0] of shape [2, 5] as a number: it needs an index for each axis"),
         (lambda ids, q: ids == q, "aux[0] of shape [2, 5] as a number"),
     ],
 )

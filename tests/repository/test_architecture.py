@@ -192,6 +192,7 @@ LOADED = f"import sys; loaded = sorted({FRAMEWORKS!r} & set(sys.modules)); print
         "import attn_core",
         "import attn_core.correctness.reference, attn_core.correctness.accuracy",
         "import attn_core.cli.app",
+        "import attn_core.expressions",
     ],
 )
 def test_import_loads_no_framework(statement: str) -> None:
