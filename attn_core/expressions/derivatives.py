@@ -1,0 +1,109 @@
+"""The derivative of a score expression by the score, as another expression.
+
+At a kink the rules are torch's: ``abs`` has the derivative 0 at 0, and ``minimum`` and ``maximum`` of equal numbers
+share it. ``evaluate_jax`` has the same. A branch of ``where`` that is not taken adds nothing, also where its own
+derivative is infinite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from attn_core.expressions.building import build, constant
+from attn_core.expressions.tree import Expression, ExpressionError, nodes
+
+ZERO, ONE, HALF = constant(0.0), constant(1.0), constant(0.5)
+
+
+def derivative(tree: Expression) -> Expression:
+    """Returns the derivative of a float expression by the score: a float expression of the same leaves.
+
+    It shares nodes with the expression (``exp`` and ``tanh`` are used again), so a kernel that evaluates both computes
+    them once.
+
+    Args:
+        tree: a float expression. Comparisons of the score have no derivative; ``where`` on them has that of its branch.
+
+    Raises:
+        ExpressionError: for an expression of another kind.
+    """
+    if tree.kind != "float":
+        raise ExpressionError(f"derivative: expected a float expression, got one of kind {tree.kind}: {tree}")
+    found: dict[Expression, Expression] = {}
+    for node in nodes(tree):
+        parts = [found[operand] for operand in node.operands]
+        if node.op == "score":
+            found[node] = ONE
+        elif node.kind != "float" or node.op in ("lookup", "to_float") or all(part == ZERO for part in parts):
+            found[node] = ZERO
+        else:
+            found[node] = _RULES[node.op](node, *node.operands, *parts)
+    return found[tree]
+
+
+def _plus(a: Expression, b: Expression) -> Expression:
+    """a + b without a term that is known to be 0."""
+    return b if a == ZERO else a if b == ZERO else build("add", a, b)
+
+
+def _minus(a: Expression, b: Expression) -> Expression:
+    if a == ZERO:
+        return ZERO if b == ZERO else build("negative", b)
+    return a if b == ZERO else build("subtract", a, b)
+
+
+def _times(a: Expression, b: Expression) -> Expression:
+    return ZERO if ZERO in (a, b) else build("multiply", a, b)
+
+
+def _over(a: Expression, b: Expression) -> Expression:
+    return ZERO if a == ZERO else build("divide", a, b)
+
+
+def _multiply(node: Expression, a: Expression, b: Expression, da: Expression, db: Expression) -> Expression:
+    return _plus(_times(da, b), _times(a, db))
+
+
+def _divide(node: Expression, a: Expression, b: Expression, da: Expression, db: Expression) -> Expression:
+    return _over(_minus(da, _times(node, db)), b)  # (a / b)' = (a' - (a / b) b') / b
+
+
+def _abs(node: Expression, a: Expression, da: Expression) -> Expression:
+    slope = build("where", build("less", a, ZERO), build("negative", da), ZERO)
+    return build("where", build("less", ZERO, a), da, slope)
+
+
+def _extreme(first: Callable[[Expression, Expression], Expression]) -> Callable[..., Expression]:
+    """The rule of minimum or maximum; ``first(a, b)`` says that a alone is chosen."""
+
+    def rule(node: Expression, a: Expression, b: Expression, da: Expression, db: Expression) -> Expression:
+        shared = _times(_plus(da, db), HALF)
+        return build("where", first(a, b), da, build("where", first(b, a), db, shared))
+
+    return rule
+
+
+def _tanh(node: Expression, a: Expression, da: Expression) -> Expression:
+    return _times(da, build("subtract", ONE, build("multiply", node, node)))
+
+
+def _where(
+    node: Expression, condition: Expression, a: Expression, b: Expression, _: Expression, da: Expression, db: Expression
+) -> Expression:
+    return build("where", condition, da, db)
+
+
+_RULES: dict[str, Callable[..., Expression]] = {
+    "add": lambda node, a, b, da, db: _plus(da, db),
+    "subtract": lambda node, a, b, da, db: _minus(da, db),
+    "multiply": _multiply,
+    "divide": _divide,
+    "negative": lambda node, a, da: build("negative", da),
+    "abs": _abs,
+    "minimum": _extreme(lambda a, b: build("less", a, b)),
+    "maximum": _extreme(lambda a, b: build("less", b, a)),
+    "exp": lambda node, a, da: _times(da, node),
+    "tanh": _tanh,
+    "where": _where,
+}
+"""Operation on floats -> its rule: from the node, its operands and their derivatives to the node's derivative."""

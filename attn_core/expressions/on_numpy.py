@@ -1,0 +1,66 @@
+"""Evaluates expressions in numpy: the oracle. Ints have 32 bits, floats are float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from attn_core.expressions.rendering import ARITHMETIC, Vocabulary, evaluate
+from attn_core.expressions.tree import Expression
+
+_DTYPES = {"bool": np.bool_, "int": np.int32, "float": np.float64}
+
+
+@lru_cache(maxsize=1)
+def vocabulary() -> Vocabulary:
+    """Returns the operations on numpy arrays of bool, int32 and float64."""
+    names = ("where", "minimum", "maximum", "abs", "exp", "tanh")
+    return Vocabulary(
+        functions={**ARITHMETIC, **{name: getattr(np, name) for name in names}},
+        constant=lambda value, kind: _DTYPES[kind](value),
+        cast=lambda value, kind: np.asarray(value).astype(_DTYPES[kind]),
+        load=lambda array, indices: np.asarray(array)[tuple(indices)],
+    )
+
+
+def evaluate_numpy(tree: Expression, indices: Sequence[Any], score: Any = None, aux: Sequence[Any] = ()) -> np.ndarray:
+    """Returns the value of an expression for whole blocks.
+
+    Args:
+        tree: a mask or score expression.
+        indices: b, h, q and k: ints or int arrays that broadcast to ``[b, h, q, k]``, as ``block_indices`` makes them.
+        score: scores that broadcast to ``[b, h, q, k]``; computed in float64.
+        aux: the arrays of the lookups, by their numbers: bool, ints (of which the low 32 bits count) or floats.
+
+    Returns:
+        The broadcast result: bool, int32 or float64.
+
+    Raises:
+        ExpressionError: if the expression needs a score and there is none, or aux arrays do not fit.
+    """
+    places = [np.asarray(index, np.int32) for index in indices]
+    scores = None if score is None else np.asarray(score, np.float64)
+    with np.errstate(all="ignore"):  # infinities and NaN are values like others
+        value = evaluate(tree, vocabulary(), places, scores, [np.asarray(array) for array in aux])
+    given: list[np.ndarray] = places if scores is None else [*places, scores]
+    return np.broadcast_to(value, np.broadcast_shapes(np.shape(value), *(array.shape for array in given)))
+
+
+def block_indices(
+    batch: int, heads: int, q_len: int, kv_len: int, starts: tuple[int, int, int, int] = (0, 0, 0, 0)
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Returns b, h, q and k of a block as int32 arrays of four axes, which broadcast to ``[b, h, q, k]``.
+
+    Args:
+        batch, heads, q_len, kv_len: the sizes of the block.
+        starts: its first b, h, q and k.
+    """
+    sizes = (batch, heads, q_len, kv_len)
+    b, h, q, k = (
+        np.arange(start, start + size, dtype=np.int32).reshape([size if other == axis else 1 for other in range(4)])
+        for axis, (start, size) in enumerate(zip(starts, sizes, strict=True))
+    )
+    return b, h, q, k

@@ -1,0 +1,161 @@
+"""Evaluates an expression with the operations of any framework: a vocabulary.
+
+``on_numpy``, ``on_torch`` and ``on_jax`` have the vocabularies of whole arrays. A kernel's own vocabulary, on its
+scalars, goes through the same walk, so no renderer can read a tree in another way.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from attn_core.errors import shown
+from attn_core.expressions.intervals import intervals
+from attn_core.expressions.tree import Expression, ExpressionError, Kind
+
+ARITHMETIC: dict[str, Callable[..., Any]] = {
+    "add": operator.add,
+    "subtract": operator.sub,
+    "multiply": operator.mul,
+    "divide": operator.truediv,
+    "floor_divide": operator.floordiv,
+    "remainder": operator.mod,
+    "negative": operator.neg,
+    "less": operator.lt,
+    "less_equal": operator.le,
+    "equal": operator.eq,
+    "and": operator.and_,
+    "or": operator.or_,
+    "not": operator.invert,
+}
+"""The operations that every framework writes as Python's operators."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vocabulary:
+    """How a framework writes the operations.
+
+    Attributes:
+        functions: each name of ``OPERATIONS`` but the casts -> a function of its operands. ``floor_divide`` and
+            ``remainder`` round down; their divisor is never 0 or -1.
+        constant: ``(value, kind) -> value`` of a constant.
+        cast: ``(value, kind) -> value`` as an int of 32 bits or as the float of the call.
+        load: ``(array, indices) -> value``; no index is outside, and there is an index for each axis. A constant index
+            is Python's int.
+    """
+
+    functions: Mapping[str, Callable[..., Any]]
+    constant: Callable[[Any, Kind], Any]
+    cast: Callable[[Any, Kind], Any]
+    load: Callable[[Any, list[Any]], Any]
+
+
+class Step(NamedTuple):
+    """One row of a tree, ready to run.
+
+    Attributes:
+        op, kind, value, operands: of the row.
+        constants: of a lookup, each index that is constant, else None.
+        negative: of a lookup, whether each index may be negative.
+    """
+
+    op: str
+    kind: Kind
+    value: Any
+    operands: tuple[int, ...]
+    constants: tuple[int | None, ...]
+    negative: tuple[bool, ...]
+
+
+def steps_of(tree: Expression) -> tuple[Step, ...]:
+    """Returns the steps that compute an expression, made once: torch.compile can follow them, but not make them."""
+    steps = getattr(tree, "_steps", None)
+    if steps is None:
+        bounds, rows = intervals(tree), tree.rows
+        steps = tuple(
+            Step(
+                *(row.op, row.kind, row.value, row.operands),
+                tuple(rows[each].value if rows[each].op == "constant" else None for each in row.operands),  # type: ignore[misc]
+                tuple(bounds[each][0] < 0 for each in row.operands),
+            )
+            for row in rows
+        )
+        object.__setattr__(tree, "_steps", steps)
+    return steps
+
+
+def evaluate(
+    tree: Expression, vocabulary: Vocabulary, indices: Sequence[Any], score: Any = None, aux: Sequence[Any] = ()
+) -> Any:
+    """Returns the value of an expression.
+
+    An index of a lookup counts from the end if it is negative, as in Python, and is then clamped to the array. A lookup
+    in an empty array gives 0. So no lookup reads beside its array.
+
+    Args:
+        tree: the expression.
+        vocabulary: the framework's operations.
+        indices: the values of b, h, q and k, ints of 32 bits.
+        score: the scores, or None for an expression without a score.
+        aux: the arrays of the lookups, by their numbers.
+
+    Raises:
+        ExpressionError: if the expression needs a score and there is none, or aux arrays do not fit.
+    """
+    return run(steps_of(tree), vocabulary, indices, score, aux)
+
+
+def run(
+    steps: Sequence[Step], vocabulary: Vocabulary, indices: Sequence[Any], score: Any = None, aux: Sequence[Any] = ()
+) -> Any:
+    """Returns the value of the last step. Arguments and errors are ``evaluate``'s."""
+    leaves = {"score": score, "b": indices[0], "h": indices[1], "q": indices[2], "k": indices[3]}
+    values: list[Any] = []
+    for step in steps:
+        operands = [values[operand] for operand in step.operands]
+        if step.op == "constant":
+            values.append(vocabulary.constant(step.value, step.kind))
+        elif step.op == "lookup":
+            values.append(_lookup(step, operands, vocabulary, aux))
+        elif step.op in leaves:
+            if leaves[step.op] is None:
+                raise ExpressionError(f"{step.op}: the expression needs it, got None")
+            values.append(leaves[step.op])
+        elif step.op in ("to_int", "to_float"):
+            values.append(vocabulary.cast(operands[0], step.kind))
+        else:
+            values.append(vocabulary.functions[step.op](*operands))
+    return values[-1]
+
+
+def _lookup(step: Step, indices: list[Any], vocabulary: Vocabulary, aux: Sequence[Any]) -> Any:
+    number = step.value
+    if number >= len(aux):
+        raise ExpressionError(f"aux: expected an array of number {number}, counted from 0, got {len(aux)} arrays")
+    array = aux[number]
+    shape = tuple(array.shape)
+    if len(shape) != len(indices):
+        raise ExpressionError(f"aux[{number}]: expected {len(indices)} axes, as it is indexed, got {shown(array)}")
+    if 0 in shape:
+        return vocabulary.constant({"bool": False, "int": 0, "float": 0.0}[step.kind], step.kind)
+    inside = []
+    for axis, size in enumerate(shape):
+        place = step.constants[axis]
+        if place is not None and isinstance(size, int):  # not a size that jax.export leaves open
+            place = min(max(place + size if place < 0 else place, 0), size - 1)
+            inside.append(place)
+        else:
+            inside.append(_inside(indices[axis], size, step.negative[axis], vocabulary))
+    found = vocabulary.load(array, inside)
+    return found if step.kind == "bool" else vocabulary.cast(found, step.kind)
+
+
+def _inside(index: Any, size: int, may_be_negative: bool, vocabulary: Vocabulary) -> Any:
+    functions, last = vocabulary.functions, vocabulary.constant(size - 1, "int")
+    if may_be_negative:
+        zero = vocabulary.constant(0, "int")
+        wrapped = functions["add"](index, vocabulary.constant(size, "int"))
+        index = functions["maximum"](functions["where"](functions["less"](index, zero), wrapped, index), zero)
+    return functions["minimum"](index, last)

@@ -1,0 +1,226 @@
+"""Tests that numpy, torch and JAX give the same values for random expressions, and that a swapped index is noticed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import expression_trees as trees
+import numpy as np
+import pytest
+from hypothesis import Phase, find, given, settings
+from hypothesis import strategies as st
+
+from attn_core.expressions import (
+    Expression,
+    ExpressionError,
+    Vocabulary,
+    block_indices,
+    evaluate,
+    evaluate_jax,
+    evaluate_numpy,
+    evaluate_torch,
+)
+from attn_core.expressions.building import build, constant
+from attn_core.expressions.rendering import ARITHMETIC
+
+ANY_EXACT = st.sampled_from(["bool", "int", "float"]).flatmap(trees.exact)
+
+
+def on_torch(tree: Expression, indices: Any, score: Any, aux: Any, dtype: str = "float64") -> np.ndarray:
+    import torch
+
+    tensors = [torch.from_numpy(np.array(array)) for array in (*indices, *aux)]
+    scores = torch.from_numpy(score).to(getattr(torch, dtype))
+    return evaluate_torch(tree, tensors[:4], scores, tensors[4:]).numpy()
+
+
+def on_jax(tree: Expression, indices: Any, score: Any, aux: Any, dtype: str = "float64") -> np.ndarray:
+    import jax
+
+    with jax.enable_x64(True):
+        scores = jax.numpy.asarray(score, dtype)
+        return np.asarray(evaluate_jax(tree, indices, scores, [jax.numpy.asarray(array) for array in aux]))
+
+
+FRAMEWORKS = [on_torch, on_jax]
+
+
+def same(expected: np.ndarray, got: np.ndarray) -> bool:
+    """Equal in dtype and value; a NaN equals a NaN."""
+    return expected.dtype == got.dtype and np.array_equal(
+        expected, np.broadcast_to(got, expected.shape), equal_nan=expected.dtype.kind == "f"
+    )
+
+
+@pytest.mark.parametrize("other", FRAMEWORKS)
+@given(tree=ANY_EXACT)
+def test_frameworks_compute_exact_expressions_alike(other: Any, tree: Expression) -> None:
+    given_operands = trees.operands()
+    assert same(evaluate_numpy(tree, *given_operands), other(tree, *given_operands)), tree
+
+
+def swapped(tree: Expression, indices: Any, score: Any, aux: Any) -> np.ndarray:
+    b, h, q, k = indices
+    return on_torch(tree, (b, h, k, q), score, aux)
+
+
+def biased(tree: Expression, indices: Any, score: Any, aux: Any) -> np.ndarray:
+    return on_torch(tree, indices, score, [np.roll(array, 1) for array in aux])
+
+
+def wrong_division(tree: Expression, indices: Any, score: Any, aux: Any) -> np.ndarray:
+    """Rounds ``//`` towards 0, as C does."""
+    functions = {**ARITHMETIC, **{name: getattr(np, name) for name in ("where", "minimum", "maximum", "abs")}}
+    kinds = {"bool": np.bool_, "int": np.int32, "float": np.float64}
+    words = Vocabulary(
+        functions={**functions, "floor_divide": lambda a, b: np.trunc(a / b).astype(np.int32)},
+        constant=lambda value, kind: kinds[kind](value),
+        cast=lambda value, kind: np.asarray(value).astype(kinds[kind]),
+        load=lambda array, places: array[tuple(places)],
+    )
+    with np.errstate(all="ignore"):
+        return np.asarray(evaluate(tree, words, indices, score, aux))
+
+
+@pytest.mark.parametrize("fault", [swapped, biased, wrong_division])
+def test_planted_faults_are_noticed(fault: Any) -> None:
+    indices, score, aux = trees.operands()
+
+    def differs(tree: Expression) -> bool:
+        return not same(evaluate_numpy(tree, indices, score, aux), fault(tree, indices, score, aux))
+
+    # Without shrinking: that some tree is found is enough.
+    quick = settings(max_examples=500, derandomize=True, database=None, phases=[Phase.generate])
+    assert find(ANY_EXACT, differs, settings=quick)
+
+
+class Bound:
+    """A value with a bound of its rounding error, so that a tree computes its own tolerance."""
+
+    def __init__(self, value: Any, error: Any) -> None:
+        self.value, self.error = value, error
+
+
+def error_bound(tree: Expression, indices: Any, score: Any, aux: Any, roundoff: float) -> np.ndarray:
+    """The largest difference of two evaluations whose every operation is within a few roundoffs."""
+    u = 4 * roundoff
+
+    def rounded(value: Any, error: Any) -> Bound:
+        return Bound(value, error + u * np.abs(value))
+
+    def of(function: Any, error: Any) -> Any:
+        def call(*operands: Any) -> Any:
+            if not isinstance(operands[-1], Bound):
+                return function(*operands)
+            values = [each.value if isinstance(each, Bound) else each for each in operands]
+            value = function(*values)
+            return rounded(value, error(value, *operands))
+
+        return call
+
+    def product(value: Any, a: Bound, b: Bound) -> Any:
+        return a.error * np.abs(b.value) + b.error * np.abs(a.value) + a.error * b.error
+
+    rules: dict[str, tuple[Any, Any]] = {
+        "add": (np.add, lambda v, a, b: a.error + b.error),
+        "subtract": (np.subtract, lambda v, a, b: a.error + b.error),
+        "multiply": (np.multiply, product),
+        "divide": (np.divide, lambda v, a, b: (a.error + np.abs(v) * b.error) / (np.abs(b.value) - b.error)),
+        "negative": (np.negative, lambda v, a: a.error),
+        "abs": (np.abs, lambda v, a: a.error),
+        "minimum": (np.minimum, lambda v, a, b: np.maximum(a.error, b.error)),
+        "maximum": (np.maximum, lambda v, a, b: np.maximum(a.error, b.error)),
+        "exp": (np.exp, lambda v, a: v * np.expm1(a.error)),
+        "tanh": (np.tanh, lambda v, a: a.error),
+        "where": (np.where, lambda v, c, a, b: np.where(c, a.error, b.error)),
+    }
+    kinds = {"bool": np.bool_, "int": np.int32, "float": np.float64}
+    words = Vocabulary(
+        functions={**ARITHMETIC, **{name: of(*rule) for name, rule in rules.items()}},
+        constant=lambda value, kind: rounded(np.float64(value), 0.0) if kind == "float" else kinds[kind](value),
+        cast=lambda value, kind: (
+            rounded(np.asarray(value, np.float64), 0.0) if kind == "float" else np.asarray(value, np.int32)
+        ),
+        load=lambda array, places: array[tuple(places)],
+    )
+    result = evaluate(tree, words, indices, rounded(score, 0.0), aux)
+    return np.broadcast_to(result.error, score.shape)
+
+
+@pytest.mark.parametrize(("dtype", "roundoff"), [("float64", 2.0**-53), ("float32", 2.0**-24)])
+@pytest.mark.parametrize("other", FRAMEWORKS)
+@settings(max_examples=30)
+@given(tree=trees.tame(float_conditions=False))
+def test_floats_are_within_rounding(other: Any, tree: Expression, dtype: str, roundoff: float) -> None:
+    indices, score, aux = trees.operands()
+    bound = error_bound(tree, indices, score, aux, roundoff)
+    got = other(tree, indices, score, aux, dtype)
+    assert got.dtype == dtype
+    assert (np.abs(got - evaluate_numpy(tree, indices, score, aux)) <= bound).all(), tree
+
+
+def test_the_bound_notices_an_error_of_a_thousandth() -> None:
+    indices, score, aux = trees.operands()
+    tree = build("tanh", trees.LEAVES["score"])
+    bound = error_bound(tree, indices, score, aux, 2.0**-24)
+    assert (np.abs(np.tanh(score) * 0.001) > bound).any()
+
+
+@pytest.mark.parametrize("evaluation", [evaluate_numpy, on_torch, on_jax])
+def test_an_index_counts_from_the_end_and_is_clamped(evaluation: Any) -> None:
+    q, k = trees.LEAVES["q"], trees.LEAVES["k"]
+    table = np.arange(10, 15, dtype=np.int32)
+    tree = Expression("lookup", "int", (build("subtract", q, k),), 0)
+    indices = block_indices(1, 1, 9, 9)
+    got = np.asarray(evaluation(tree, indices, np.zeros((1, 1, 9, 9)), [table]))[0, 0]
+    for i in range(9):
+        for j in range(9):
+            place = i - j + (5 if i < j else 0)
+            assert got[i, j] == table[min(max(place, 0), 4)]
+
+
+@pytest.mark.parametrize("evaluation", [evaluate_numpy, on_torch, on_jax])
+@pytest.mark.parametrize("dtype", ["int32", "bool", "float32"])
+def test_a_lookup_in_an_empty_array_gives_zero(evaluation: Any, dtype: str) -> None:
+    kind: Any = {"int32": "int", "bool": "bool", "float32": "float"}[dtype]
+    tree = Expression("lookup", kind, (trees.LEAVES["q"],), 0)
+    got = evaluation(tree, *trees.operands()[:2], [np.zeros(0, dtype)])
+    assert not got.any()
+
+
+@pytest.mark.parametrize("evaluation", [evaluate_numpy, on_torch, on_jax])
+def test_divisions_that_stop_a_processor_have_values(evaluation: Any) -> None:
+    indices, score, _ = trees.operands()
+    for numerator in (-(2**31), 7, -7):
+        for divisor in (0, -1, 1, 3, -3):
+            tables = [np.array([numerator], np.int32), np.array([divisor], np.int32)]
+            a, b = (Expression("lookup", "int", (trees.LEAVES["b"],), number) for number in (0, 1))
+            quotient = evaluation(build("floor_divide", a, b), indices, score, tables).flat[0]
+            remainder = evaluation(build("remainder", a, b), indices, score, tables).flat[0]
+            expected = divmod(numerator, divisor) if divisor else (0, 0)
+            assert (quotient, remainder) == ((expected[0] + 2**31) % 2**32 - 2**31, expected[1])
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int16", "int64", "uint8", "float16"])
+def test_other_dtypes_of_aux_arrays(dtype: str) -> None:
+    kind: Any = "float" if dtype == "float16" else "int"
+    tree = build("add", Expression("lookup", kind, (trees.LEAVES["q"],), 0), constant(1))
+    indices, score, _ = trees.operands()
+    table = np.array([3, 1, 4, 1, 5], dtype)
+    expected = evaluate_numpy(tree, indices, score, [table])
+    assert expected[0, 0, :, 0].tolist() == [4, 2, 5, 2, 6]
+    for other in FRAMEWORKS:
+        assert same(expected, other(tree, indices, score, [table]))
+
+
+def test_missing_operands_are_named() -> None:
+    indices, score, aux = trees.operands()
+    with pytest.raises(ExpressionError, match="score: the expression needs it, got None"):
+        evaluate_numpy(trees.LEAVES["score"], indices)
+    tree = trees.lookups("float", [trees.LEAVES["q"], trees.LEAVES["k"]])
+    with pytest.raises(ExpressionError, match="aux: expected an array of number 2, counted from 0, got 2 arrays"):
+        evaluate_numpy(tree, indices, score, aux[:2])
+    with pytest.raises(
+        ExpressionError, match=r"aux\[2\]: expected 2 axes, as it is indexed, got numpy.ndarray of shape"
+    ):
+        evaluate_numpy(tree, indices, score, [*aux[:2], aux[0]])
