@@ -134,15 +134,13 @@ def wheel_of(name: str, folder: Path) -> str:
     info = f"{name}-1.0.dist-info"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-        archive.writestr(
-            f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        )
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         archive.writestr(f"{info}/RECORD", "")
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def install(pins: dict[str, lock.Pin], folder: Path) -> subprocess.CompletedProcess[str]:
-    """Runs pip with the flags of the Makefile on a lock of these pins, with the wheels of a folder; installs nothing."""
+    """Runs pip with the Makefile's flags on a lock of these pins, with the wheels of a folder. It installs nothing."""
     (flags,) = re.findall(r"pip install \$\(PIP_ARGS\) (.+) -r requirements.lock", MAKEFILE)
     path = folder / "a.lock"
     path.write_text(lock.text_of(pins, path.name), encoding="utf-8")
