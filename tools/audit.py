@@ -1,7 +1,7 @@
 """Looks for known vulnerabilities of every package of the lock files: ``make audit``. Needs the network.
 
-pip-audit asks an index of packages, or with ``-s osv`` a database of advisories, about each version. It runs strictly: a
-package that cannot be looked up is an error, because an index without advisories would pass for one that knows none.
+pip-audit asks an index of packages, or with ``-s osv`` a database of advisories, about each version. It runs strictly:
+a package that cannot be looked up is an error, because an index without advisories would pass for one that knows none.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Checks that a release would work for its users: ``make release-check``. Needs an index of packages, and minutes.
 
 Builds the wheel and the sdist with the tools of requirements-release.lock; checks their metadata and the list of
-dependencies (SBOM) in the wheel; builds the wheel again from the sdist; installs the wheel alone into an empty environment
-for each extra, and there imports what the extra gives and what it does not give. The files stay in ``dist/``, a copy of
-the SBOM in ``build/sbom/``.
+dependencies (SBOM) in the wheel; builds the wheel again from the sdist; installs the wheel alone into an empty
+environment for each extra, and there imports what the extra gives and what it does not give. The files stay in
+``dist/``, a copy of the SBOM in ``build/sbom/``.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 REQUIREMENT = "attn-core:requirement"
-"""The name of a component's property: a requirement, as the wheel's metadata declares it. There is one for each extra."""
+"""The name of a component's property: a requirement, as the wheel's metadata declares it. Each extra has its own."""
 
 
 def document(

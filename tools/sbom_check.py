@@ -1,5 +1,5 @@
-"""Checks the list of what a wheel needs (SBOM): ``python -m tools.sbom_check WHEEL COPY``. ``make release-check`` runs it
-in an environment that has the packages of the extra release.
+"""Checks the list of what a wheel needs (SBOM): ``python -m tools.sbom_check WHEEL COPY``. ``make release-check`` runs
+it in an environment that has the packages of the extra release.
 
 The wheel must have one SBOM; CycloneDX's schema must accept it; it must name the package, the version and every
 requirement of the wheel's metadata, and nothing else. A copy of it is written for the release.
