@@ -39,7 +39,7 @@ def main() -> None:
             python = build(folder / "tools", sys.executable, *hashed, pip_args=arguments.pip_args or [])
         except subprocess.CalledProcessError as error:
             sys.exit(f"failed\n{error}\n{error.stdout}")
-        flags = ["--strict", "--require-hashes", "--disable-pip", "--progress-spinner", "off"]
+        flags = ["--strict", "--disable-pip", "--progress-spinner", "off"]
         audit = [python, "-m", "pip_audit", *flags, *files, *arguments.options]
         sys.exit(subprocess.run(audit, check=False).returncode)
 
