@@ -1,7 +1,7 @@
-"""Pairs: a call as a program (compiled, jitted or exported) and the same call eagerly, whose results have the same bits.
+"""Pairs: a call as a program (compiled, jitted or exported) and the same call eagerly, which give the same bits.
 
 The other relations rewrite a call; these change nothing but who runs it. Both ways run one backend by name, so the
-kernel is the same. A program of torch is compiled without Inductor, which takes seconds for each structure.
+kernel is the same. torch compiles without Inductor, which takes seconds for each structure.
 """
 
 from __future__ import annotations

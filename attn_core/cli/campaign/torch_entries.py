@@ -187,8 +187,13 @@ ENTRIES = (
     Entry("torch attention_qkvpacked", partial(run, _qkvpacked), _qkvpacked_refuses, words=words),
     Entry("torch paged_attention", partial(run, _paged), pages.refuses, requests=False),
     Entry("torch attention, compiled", partial(run, _in_graph), without("dropout"), shared=True),
-    # No more than two cases of a block, because each is exported anew.
-    Entry("torch attention, exported", partial(run, _exported), without("dropout", "gradients"), shared=True, share=0.05),
+    Entry(
+        "torch attention, exported",
+        partial(run, _exported),
+        without("dropout", "gradients"),
+        shared=True,
+        share=0.05,  # each case is exported anew
+    ),
     Entry(
         "torch scaled_dot_product_attention",
         partial(run, _scaled_dot_product_attention),
