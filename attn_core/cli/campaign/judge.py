@@ -12,7 +12,7 @@ from attn_core.cli.campaign.case import Case
 from attn_core.cli.campaign.documents import same_documents
 from attn_core.cli.campaign.entries import Entry, entry_of
 from attn_core.cli.campaign.relations import RELATIONS
-from attn_core.cli.campaign.same_bits import HOLDS, PAIRS, differences
+from attn_core.cli.campaign.same_bits import PAIRS, differences, must_agree
 from attn_core.cli.trial import Trial, draw
 from attn_core.correctness.accuracy import expect
 from attn_core.errors import SpecError
@@ -94,7 +94,8 @@ def _both_ways(case: Case, entry: Entry, device: str) -> Verdict:
             verdict = _judged(trial, plain, eager)
     except Exception as error:
         return Verdict(fault=_words(error))
-    if differing and verdict.fault is None and case.backend in HOLDS[backends.kind_of(device)][entry.framework]:
+    agree = must_agree(case.backend, case.spec, entry.framework, backends.kind_of(device))
+    if differing and verdict.fault is None and agree:
         sizes = ", ".join(f"{name} by {size:.2g}" for name, size in differing.items())
         verdict = Verdict(fault=f"other bits than in an eager call: {sizes}")
     return verdict._replace(differing=tuple(differing))

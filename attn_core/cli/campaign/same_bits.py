@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from attn_core.call.spec import AttentionSpec
+
 Arrays = dict[str, np.ndarray]
 
 
@@ -36,12 +38,25 @@ PAIRS = {
 }
 """By the name of the relation."""
 
-HOLDS: dict[str, dict[str, tuple[str, ...]]] = {
-    "cpu": {"torch": ("flex", "math", "sdpa_flash"), "jax": ("flex", "jax_xla", "math", "sdpa_flash")},
-    "cuda": {"torch": (), "jax": ()},
+
+class Equal(NamedTuple):
+    """Backends whose bits must be the same: in calls without gradients, and in calls with them."""
+
+    untrained: tuple[str, ...] = ()
+    trained: tuple[str, ...] = ()
+
+
+_OF_TORCH = ("math", "sdpa_flash")
+HOLDS = {
+    "cpu": {
+        "torch": Equal((*_OF_TORCH, "flex"), _OF_TORCH),
+        # XLA compiles the forward and the backward of jax_xla as one program under jit, and as two in an eager call.
+        "jax": Equal((*_OF_TORCH, "flex", "jax_xla"), _OF_TORCH),
+    },
+    "cuda": {"torch": Equal(), "jax": Equal()},
 }
-"""By kind of device and framework: the backends whose bits must be the same, because measurements found them so. A
-difference of theirs is a fault. The results of others stay within the bounds, and the campaign counts their bits."""
+"""By kind of device and framework: the backends that measurements found equal. A difference of theirs is a fault. Both
+results of other calls stay within the bounds, and the campaign counts equal bits."""
 
 EVERY = 2
 """One block of so many runs both ways, if its entry has a pair and its backend is named."""
@@ -52,6 +67,11 @@ def pair_of(entry: str, block: int, index: int) -> str | None:
     if block % EVERY == 0:
         return None  # some of these blocks have another relation
     return next((name for name, pair in PAIRS.items() if pair.program == entry and index < pair.cases), None)
+
+
+def must_agree(backend: str, spec: AttentionSpec, framework: str, kind: str) -> bool:
+    """Returns whether both ways of a call must give the same bits on a kind of device."""
+    return backend in HOLDS[kind][framework][spec.needs_backward]
 
 
 def differences(one: Arrays, other: Arrays) -> dict[str, float]:
