@@ -108,7 +108,7 @@ def _both_ways(runs: list[dict[str, Any]]) -> str:
     lines.append(
         "\n`jax_xla` under `jax.jit` may give gradients with other last bits than eagerly, because XLA compiles its "
         "forward\nand backward as one program there. Compiled apart under `jax.jit`, they give the eager bits. Calls "
-        "that the\ntable does not have stay within the bounds of the reference both ways, and the campaign counts equal "
+        "that the\ntable does not have stay within the bounds both ways, and the campaign counts equal "
         "bits.\n"
     )
     total: dict[str, Any] = {}
