@@ -194,13 +194,13 @@ def test_processes_add_up_what_ran_both_ways() -> None:
     assert json.loads(json.dumps(states[0])) == states[0]
 
 
-def test_gradients_of_jax_xla_may_differ_under_jit() -> None:
-    """XLA compiles the forward and the backward as one program; apart, they give the eager bits. dq and dk of this call
-    differed where it was found."""
+def test_a_trained_call_of_jax_xla_may_have_other_bits_under_jit() -> None:
+    """XLA compiles its forward and backward as one program. A campaign's flags gave dq and dk other bits where this call
+    was found, the flags of tests give the output others, too. So it is no fault."""
     found = replace(SPEC, q_len=64, kv_len=64, num_heads=1, num_kv_heads=1, alibi_shape=(2, 1), alignment="top_left")
     found = replace(found, needs_backward=True, deterministic=True)
     verdict = verdict_of(Case(PAIRS[JITTED].program, found, "jax_xla", 16, None, JITTED), "cpu")
-    assert verdict.fault is None and verdict.differing is not None and not {"out", "lse"} & set(verdict.differing)
+    assert verdict.skipped is verdict.fault is None and verdict.differing is not None
     assert not must_agree("jax_xla", found, "jax", "cpu") and must_agree("jax_xla", SPEC, "jax", "cpu")
 
 
