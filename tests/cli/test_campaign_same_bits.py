@@ -195,8 +195,8 @@ def test_processes_add_up_what_ran_both_ways() -> None:
 
 
 def test_a_trained_call_of_jax_xla_may_have_other_bits_under_jit() -> None:
-    """XLA compiles its forward and backward as one program. Only dq and dk of this call differed where it was found; with
-    the flags of the tests the output does, too."""
+    """XLA compiles its forward and backward as one program. Only dq and dk of this call differed where it was found;
+    with the flags of the tests the output does, too."""
     found = replace(SPEC, q_len=64, kv_len=64, num_heads=1, num_kv_heads=1, alibi_shape=(2, 1), alignment="top_left")
     found = replace(found, needs_backward=True, deterministic=True)
     verdict = verdict_of(Case(PAIRS[JITTED].program, found, "jax_xla", 16, None, JITTED), "cpu")
