@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from attn_core import backends
-from attn_core.cli.campaign import coverage
+from attn_core.cli.campaign import coverage, same_bits
 from attn_core.cli.campaign.processes import COUNTED, add_counts
 from benchmarks import fault_report, hostile, sanitizer, soak_report
 
@@ -29,6 +29,10 @@ A campaign draws whole calls from a seed: sizes, dtypes, options, packed documen
 choice, and the entry point that runs the call. Each result is compared with the float64 reference, with a bound for
 each element ([Numerics](numerics.md)). One call in four is first written in another way that must not change the
 result. Dropout is drawn on a CPU alone, because kernels on a GPU drop weights of their own choice.
+
+One call in some dozens runs twice, on one backend: as a program (`torch.compile` without Inductor, `torch.export`,
+`jax.jit`, `jax.export`) and eagerly. [Programs and eager calls](#programs-and-eager-calls) says whose bits must be
+equal.
 
 A call outside its bound, an exception from an accepted call, and a process that dies are faults. Such a call becomes a
 line of `tests/correctness/reproducers.jsonl`, which tests run. `make campaign` runs a campaign on your machine. Every
@@ -85,9 +89,33 @@ def page() -> str:
     for run in runs:
         by_kind.setdefault(backends.kind_of(next(iter(run["devices"].values()))), []).append(run)
     kinds = [_kind(kind, runs) for kind, runs in by_kind.items()]
-    parts = [HEAD, "## Campaigns\n", _overview(runs), *kinds, soak_report.section(), sanitizer.section()]
-    parts += [hostile.section(), fault_report.section()]
+    parts = [HEAD, "## Campaigns\n", _overview(runs), *kinds, _both_ways(runs), soak_report.section()]
+    parts += [sanitizer.section(), hostile.section(), fault_report.section()]
     return "\n".join(parts)
+
+
+def _both_ways(runs: list[dict[str, Any]]) -> str:
+    """Returns the section about programs and eager calls: the claims of the code, and what campaigns counted."""
+    lines = [
+        "## Programs and eager calls\n",
+        "Results and gradients of a program and of the eager call have the same bits. A difference is a fault:\n",
+        "| device | framework | calls without gradients | calls with gradients |\n|---|---|---|---|",
+    ]
+    for kind, by_framework in same_bits.HOLDS.items():
+        for framework, equal in by_framework.items():
+            names = " | ".join(", ".join(f"`{name}`" for name in sorted(part)) or "not measured" for part in equal)
+            lines.append(f"| {kind} | {framework} | {names} |")
+    lines.append(
+        "\n`jax_xla` under `jax.jit` may give a call with gradients other last bits than eagerly, because XLA "
+        "compiles its\nforward and backward as one program there. Compiled apart under `jax.jit`, they gave the eager "
+        "bits. Calls that the\ntable does not have stay within the bounds both ways, and the campaign counts equal "
+        "bits.\n"
+    )
+    total: dict[str, Any] = {}
+    for run in runs:
+        kind = backends.kind_of(next(iter(run["devices"].values())))
+        add_counts(total, {f"{key}, {kind}": row for key, row in run.get("both ways", {}).items()})
+    return "\n".join([*lines, *([coverage.table_of_bits(total), ""] if total else [])])
 
 
 def _overview(runs: list[dict[str, Any]]) -> str:

@@ -24,6 +24,7 @@ from attn_core.cli.campaign.entries import entries_of
 from attn_core.cli.campaign.judge import Verdict, trial_of, verdict_of
 from attn_core.cli.campaign.processes import run_in_processes
 from attn_core.cli.campaign.relations import RELATIONS
+from attn_core.cli.campaign.same_bits import PAIRS
 from attn_core.cli.campaign.shrink import shrunk
 from attn_core.cli.trial import Trial
 from attn_core.correctness.accuracy import expect
@@ -275,7 +276,7 @@ def test_every_entry_and_relation_gets_its_turn() -> None:
     run = Campaign(11, CPU)
     cases = [case for _, case in islice(run.cases(0), 250 * BLOCK)]
     assert {case.entry for case in cases} == set(run.entries)
-    assert {case.relation for case in cases} == {None, *RELATIONS}
+    assert {case.relation for case in cases} == {None, *RELATIONS, *PAIRS}
     assert [case for _, case in islice(run.cases(0), 50)] == cases[:50]
 
 

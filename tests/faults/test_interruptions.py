@@ -9,9 +9,7 @@ from __future__ import annotations
 import _thread
 import itertools
 import json
-import os
 import signal
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -24,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 from frameworks import BOTH, JAX, TORCH, Framework, as_numpy
+from interrupt_scenes import scene
 from interrupted_lines import count_lines, held_locks, interrupted_at
 
 import torch_frontend.diffusers
@@ -287,15 +286,6 @@ def test_an_interrupted_write_keeps_the_earlier_file(tmp_path: Path) -> None:
 
 
 # A real SIGINT
-
-
-def scene(*arguments: str) -> dict[str, Any]:
-    """What a scene of ``interrupt_scenes`` says."""
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": ":".join(path for path in sys.path if path)}
-    command = [sys.executable, "-m", "interrupt_scenes", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)
 
 
 def test_calls_between_interruptions_at_random_moments_are_right() -> None:

@@ -1,4 +1,4 @@
-"""Scenes with a real SIGINT for ``tests/faults/test_interruptions.py``; each prints one JSON object."""
+"""Scenes with a real SIGINT, each in a process of its own that prints one JSON object."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -14,6 +15,15 @@ from pathlib import Path
 from typing import Any
 
 INTERRUPTS = 24
+
+
+def scene(*arguments: str) -> dict[str, Any]:
+    """Runs a scene, the first argument, in a process of its own, and returns what it says."""
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": ":".join(path for path in sys.path if path)}
+    command = [sys.executable, "-m", "interrupt_scenes", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
 
 
 def scene_random() -> dict[str, Any]:
@@ -104,6 +114,53 @@ def scene_commands(folder: str) -> dict[str, Any]:
         left = sorted(each.name for each in Path(folder).iterdir() if each.name.startswith(name))
         counted = None if content is None else content.get("calls", len(content.get("cases", ())))
         result[name] = [os.waitstatus_to_exitcode(status), left, counted]
+    return result
+
+
+def scene_slow() -> dict[str, Any]:
+    """By way and direction of a call: what the caller sees if Ctrl-C comes while a kernel runs, from elsewhere; and
+    what is wrong afterwards."""
+    import numpy as np
+    from faulty_kernels import WAYS, faulty
+    from interrupted_lines import held_locks
+
+    from attn_core.selection.override import requested
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    started, result = threading.Event(), {}
+
+    def slow(results: Any) -> Any:
+        started.set()
+        time.sleep(1.0)
+        return results
+
+    def press() -> None:
+        started.wait()
+        time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    for name, way in WAYS.items():
+        for direction in ("forward", "backward"):
+            expected, wrong = way.run(direction, "math"), []
+            started.clear()
+            with faulty("math", direction, slow, runs=(1,)):
+                presses = threading.Thread(target=press)
+                presses.start()
+                try:
+                    try:
+                        way.run(direction, "math")
+                        seen = "a result"
+                    except Exception as error:  # XLA's, from inside a callback; KeyboardInterrupt follows
+                        seen = repr(error)
+                    time.sleep(5.0)
+                except KeyboardInterrupt:
+                    seen = "KeyboardInterrupt"
+                presses.join()
+                time.sleep(0.05)  # a second one would come here
+                if not np.array_equal(way.run(direction, "math"), expected):
+                    wrong.append("another result")
+            wrong += [*held_locks(), *([] if requested() is None else ["an override"])]
+            result[f"{name}, {direction}"] = [seen, *wrong]
     return result
 
 

@@ -22,6 +22,7 @@ from attn_core.cli.campaign.draw import Place, new_lengths, number_seed, random_
 from attn_core.cli.campaign.entries import Entry, entries_of
 from attn_core.cli.campaign.judge import Verdict, verdict_of
 from attn_core.cli.campaign.relations import RELATIONS
+from attn_core.cli.campaign.same_bits import pair_of
 from attn_core.cli.campaign.shrink import shrunk
 from attn_core.cli.frameworks import versions
 from attn_core.errors import LayoutWarning, SpecError
@@ -93,6 +94,7 @@ class Campaign:
             "backends": {},
             "by entry": {},
             "by relation": {},
+            "both ways": {},
             "seconds by entry": {},
             "faults": [],
         }
@@ -210,6 +212,8 @@ class Campaign:
         if drawn.block % 4 == 0:
             fitting = [name for name, each in RELATIONS.items() if each.fits(spec) and not (shares and each.splits)]
             relation = random_choice(drawn, tuple(fitting)) if fitting else None
+        elif backend is not None:
+            relation = pair_of(entry.name, place.block, place.number % BLOCK)
         return Case(entry.name, spec, backend, number_seed(place), lengths, relation)
 
     def _able(self, entry: Entry, spec: Any, target: Target, shares: bool) -> tuple[str, ...]:
@@ -236,6 +240,8 @@ class Campaign:
         if case.relation is not None:
             counted = self.state["by relation"]
             counted[case.relation] = counted.get(case.relation, 0) + 1
+        if verdict.differing is not None:
+            coverage.add_bits(self.state["both ways"], f"{case.relation}, {case.backend}", case.spec, verdict.differing)
         if verdict.fault is not None:
             self._fault(case, verdict, shrink=True)
         elif verdict.use > self.state["worst"]["use"]:

@@ -139,6 +139,7 @@ def report(run: Campaign) -> str:
         "",
     ]
     lines += [f"- {name}: {count} calls" for name, count in sorted(state["by relation"].items())]
+    lines += ["", coverage.table_of_bits(state["both ways"])] if state["both ways"] else []
     claims = coverage.holes(state["backends"], kind)
     lines += ["", *(f"Claimed, but no call had it: {hole}" for hole in claims)]
     lines += [f"Can be written, but no call had it: {hole}" for hole in holes(state["by entry"], run.entries, kind)]

@@ -50,6 +50,28 @@ def add(counts: Counts, key: str, spec: AttentionSpec) -> None:
         row[feature] = row.get(feature, 0) + 1
 
 
+BITS = ("calls", "other results", "with gradients", "other gradients")
+
+
+def add_bits(counts: Counts, key: str, spec: AttentionSpec, differing: tuple[str, ...]) -> None:
+    """Counts one call that ran both ways.
+
+    Args:
+        differing: the names of the results and gradients whose bits differ.
+    """
+    row = counts.setdefault(key, dict.fromkeys(BITS, 0))
+    results = {"out", "lse"} & set(differing)
+    for name, there in zip(BITS, (True, results, spec.needs_backward, set(differing) - results)):
+        row[name] += bool(there)
+
+
+def table_of_bits(counts: Counts) -> str:
+    """Returns the counts of ``add_bits`` as a Markdown table."""
+    lines = ["| both ways, backend | " + " | ".join(BITS) + " |", "|---" * (len(BITS) + 1) + "|"]
+    lines += [f"| {key} | " + " | ".join(str(row[name]) for name in BITS) + " |" for key, row in sorted(counts.items())]
+    return "\n".join(lines)
+
+
 def table(counts: Counts, title: str) -> str:
     """Returns counts as a Markdown table with a row for each key."""
     lines = [f"| {title} | calls | " + " | ".join(FEATURES) + " |", "|---" * (len(FEATURES) + 2) + "|"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -155,7 +156,7 @@ def _run_paged(trial: Trial, backend: str | None, device: str) -> Arrays:
 
 
 def _exported(arrays: Arrays, options: dict[str, Any]) -> Any:
-    """The call runs as the program that ``jax.export`` lowered. Its text would need another package."""
+    """The call runs as the program that ``jax.export`` wrote, and read again where flatbuffers is installed."""
     import jax
     import jax.export
 
@@ -169,6 +170,8 @@ def _exported(arrays: Arrays, options: dict[str, Any]) -> Any:
 
     shapes = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in present.items()}
     program = jax.export.export(jax.jit(call), disabled_checks=jax_frontend.export_checks())(shapes)
+    if find_spec("flatbuffers") is not None:
+        program = jax.export.deserialize(program.serialize())
     return program.call(present)
 
 

@@ -6,11 +6,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from attn_core import backends
 from attn_core.call.tensors import Gradients
 from attn_core.cli.campaign.case import Case
 from attn_core.cli.campaign.documents import same_documents
 from attn_core.cli.campaign.entries import Entry, entry_of
 from attn_core.cli.campaign.relations import RELATIONS
+from attn_core.cli.campaign.same_bits import PAIRS, differences, must_agree
 from attn_core.cli.trial import Trial, draw
 from attn_core.correctness.accuracy import expect
 from attn_core.errors import SpecError
@@ -27,11 +29,14 @@ class Verdict(NamedTuple):
         skipped: why the case cannot run here, or None.
         fault: what is wrong, or None.
         use: the largest error as a part of its bound.
+        differing: the results and gradients whose bits the two ways of a pair gave otherwise; None if the case ran one
+            way.
     """
 
     skipped: str | None = None
     fault: str | None = None
     use: float = 0.0
+    differing: tuple[str, ...] | None = None
 
 
 def trial_of(case: Case) -> Trial:
@@ -50,8 +55,10 @@ def verdict_of(case: Case, device: str) -> Verdict:
         SpecError: for an entry, backend or relation that does not exist.
     """
     entry = entry_of(case.entry)
-    if case.relation is not None and case.relation not in RELATIONS:
-        raise SpecError(f"relation={case.relation!r}: expected one of {', '.join(RELATIONS)}")
+    if case.relation is not None and case.relation not in (known := {**RELATIONS, **PAIRS}):
+        raise SpecError(f"relation={case.relation!r}: expected one of {', '.join(known)}")
+    if case.relation in PAIRS:
+        return _both_ways(case, entry, device)
     relation = None if case.relation is None else RELATIONS[case.relation]
     if relation is not None and not relation.fits(case.spec):
         return Verdict(skipped=f"{case.relation}: cannot rewrite the call")
@@ -68,7 +75,30 @@ def verdict_of(case: Case, device: str) -> Verdict:
     except Exception as error:  # whatever a call raises although it was accepted is a fault of this project
         if isinstance(error, NoBackendError) and entry.masks and case.backend is not None:
             return Verdict(skipped=f"{case.backend}: {error}")
-        return Verdict(fault=f"raised {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+        return Verdict(fault=_words(error))
+
+
+def _both_ways(case: Case, entry: Entry, device: str) -> Verdict:
+    """Runs a call as a program and eagerly, judges both, and compares their bits."""
+    assert case.relation is not None
+    pair, target, trial = PAIRS[case.relation], Target.here(entry.framework, device), trial_of(case)
+    if case.entry != pair.program or case.backend is None:
+        return Verdict(skipped=f"{case.relation}: expected {pair.program!r} and a backend by name")
+    for each in (entry, eager := entry_of(pair.eager)):
+        if (reason := _refusal(trial, case, each, target)) is not None:
+            return Verdict(skipped=reason)
+    try:
+        program, plain = (each.run(trial, case.backend, device) for each in (entry, eager))
+        verdict, differing = _judged(trial, program, entry), differences(program, plain)
+        if differing and verdict.fault is None:
+            verdict = _judged(trial, plain, eager)
+    except Exception as error:
+        return Verdict(fault=_words(error))
+    agree = must_agree(case.backend, case.spec, entry.framework, backends.kind_of(device))
+    if differing and verdict.fault is None and agree:
+        sizes = ", ".join(f"{name} by {size:.2g}" for name, size in differing.items())
+        verdict = Verdict(fault=f"other bits than in an eager call: {sizes}")
+    return verdict._replace(differing=tuple(differing))
 
 
 def _refusal(trial: Trial, case: Case, entry: Entry, target: Target) -> str | None:
@@ -83,6 +113,10 @@ def _refusal(trial: Trial, case: Case, entry: Entry, target: Target) -> str | No
         return None
     reasons = choice.refusals(case.backend, spec, target)
     return f"{case.backend}: {reasons[0]}" if reasons else None
+
+
+def _words(error: Exception) -> str:
+    return f"raised {type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def _judged(trial: Trial, arrays: dict[str, np.ndarray], entry: Entry) -> Verdict:

@@ -26,7 +26,7 @@ POLL = 0.5
 """Seconds between two looks at the processes."""
 
 ADDED = ("calls", "skipped")
-COUNTED = ("backends", "by entry", "by relation", "seconds by entry")
+COUNTED = ("backends", "by entry", "by relation", "both ways", "seconds by entry")
 
 
 def run_in_processes(

@@ -98,8 +98,23 @@ def _in_graph(tensors: Tensors, trial: Trial, backend: str | None) -> Any:
         _compiled.clear()
         torch._dynamo.reset()  # type: ignore[no-untyped-call]
         # Without Inductor, which compiles for seconds: its own code is not under test.
-        _compiled[key] = torch.compile(torch_frontend.attention, backend="aot_eager", dynamic=False)
+        _compiled[key] = torch.compile(torch_frontend.attention, fullgraph=True, backend="aot_eager", dynamic=False)
     return _compiled[key](**tensors, **keywords(trial, backend))
+
+
+def _exported(tensors: Tensors, trial: Trial, backend: str | None) -> Any:
+    """The call runs as the program that ``torch.export`` wrote."""
+    import torch
+
+    import torch_frontend
+
+    options = keywords(trial, backend)
+
+    class Call(torch.nn.Module):
+        def forward(self, tensors: Tensors) -> Any:
+            return torch_frontend.attention(**tensors, **options)
+
+    return torch.export.export(Call(), (tensors,)).module()(tensors)
 
 
 def _scaled_dot_product_attention(tensors: Tensors, trial: Trial, backend: str | None) -> Any:
@@ -172,6 +187,13 @@ ENTRIES = (
     Entry("torch attention_qkvpacked", partial(run, _qkvpacked), _qkvpacked_refuses, words=words),
     Entry("torch paged_attention", partial(run, _paged), pages.refuses, requests=False),
     Entry("torch attention, compiled", partial(run, _in_graph), without("dropout"), shared=True),
+    Entry(
+        "torch attention, exported",
+        partial(run, _exported),
+        without("dropout", "gradients"),
+        shared=True,
+        share=0.05,  # each case is exported anew
+    ),
     Entry(
         "torch scaled_dot_product_attention",
         partial(run, _scaled_dot_product_attention),
