@@ -26,8 +26,9 @@ class CallChunk(NamedTuple):
     def of_operands(self, operands: BlockOperands) -> BlockOperands:
         """The operands of the chunk."""
         k, v, mask, bias, slopes, sinks = (self._of_kv_heads(table) for table in operands[1:7])
-        q = operands.q[self.batch, :, self.heads]
-        return operands._replace(q=q, k=k, v=v, mask=mask, bias=bias, slopes=slopes, sinks=sinks)
+        q, ranges = operands.q[self.batch, :, self.heads], self._of_kv_heads(operands.key_ranges)
+        tables = {"mask": mask, "bias": bias, "slopes": slopes, "sinks": sinks, "key_ranges": ranges}
+        return operands._replace(q=q, k=k, v=v, **tables)
 
     def of_saved(self, saved: SavedTensors) -> SavedTensors:
         """The saved tensors of the chunk."""
