@@ -23,12 +23,12 @@ from torch_frontend.dispatch.backend_names import requested_now
 from torch_frontend.dispatch.checked_results import check_backward, check_forward
 from torch_frontend.dispatch.plan import Plan, metadata, plan
 from torch_frontend.dispatch.ranges import in_ranges
-from torch_frontend.dispatch.run_plan import gradients_in_order, run_backward, run_forward
+from torch_frontend.dispatch.run_plan import check_key_ranges, gradients_in_order, run_backward, run_forward
 
 Tensor = torch.Tensor
 
-TENSORS = 10
-"""The number of tensors in the schema: the first fields of ``Inputs``."""
+TENSORS = len(Inputs._fields)
+"""The number of tensors in the schema: the fields of ``Inputs``."""
 
 _WINDOW = Options._fields.index("window")
 
@@ -123,6 +123,7 @@ def _op_plan(inputs: Inputs, plain: PlainOptions, chosen: Tensor | None = None) 
 def _forward_op(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     inputs, plain = _complete(arguments)
     call_plan = _op_plan(inputs, plain)
+    check_key_ranges(call_plan.spec, inputs.key_ranges)
     with switched_off(inputs.q.device):
         out, lse = run_forward(call_plan, inputs)
     # Compiled code reads the results' memory as ``_forward_fake`` describes it, and would read out of bounds.

@@ -36,8 +36,8 @@ class XlaOperands(NamedTuple):
     """The tensors of a call, heads first, its block sizes, and ``zero`` (see ``zero_like``).
 
     q ``[b, h, g, i, d]``, k ``[b, h, j, d]``, v ``[b, h, j, e]``; mask and bias ``[b, h, g, i, j]`` and slopes
-    ``[b, h, g, 1, 1]``, with 1 on any axis along which they broadcast; sinks ``[h, g, 1]``; key_ranges int32 ``[b or 1, h or 1, 1,
-    j, ranges, 2]``; rng uint32 ``[2]``.
+    ``[b, h, g, 1, 1]``, with 1 on any axis along which they broadcast; sinks ``[h, g, 1]``; rng uint32 ``[2]``;
+    key_ranges int32 ``[b or 1, h or 1, 1, j, ranges, 2]``.
     """
 
     q: Any

@@ -145,7 +145,7 @@ def _of_keys(table: Any, block: RowBlock) -> Any:
 
 
 def _hidden(operands: BlockOperands, block: RowBlock) -> Any:
-    """Returns which scores band, documents, mask, key ranges or a bias of -inf hide: bool, 5-D, broadcastable; None for none."""
+    """Returns which scores band, documents, mask, ranges or a bias of -inf hide: bool, 5-D, broadcastable, or None."""
     hidden = None if block.hidden is None else block.hidden[None, None, None]
     if operands.mask is not None:
         masked = ~_part(operands.mask, block)

@@ -112,7 +112,7 @@ def operands_of(spec: AttentionSpec, inputs: Inputs, saved: SavedTensors | None 
 
 
 def _keys_last(key_ranges: Any) -> Any:
-    """Returns key ranges with the axis of the group, in memory ``[.., ranges, 2, kv_len]``: blocks compare whole rows."""
+    """Returns key ranges with the axis of the group. In memory the keys come last, because blocks compare rows."""
     if key_ranges is None:
         return None
     return key_ranges.permute(0, 1, 3, 4, 2).contiguous().permute(0, 1, 4, 2, 3)[:, :, None]
