@@ -80,9 +80,8 @@ def test_torch_and_jax_give_the_same_bits_on_ranges_and_on_the_mask(name: str) -
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_documents_as_ranges_are_those_of_seq_info(framework: str) -> None:
     lengths = (3, 4, 5)
-    packed = make_call(
-        7, (lengths, lengths), **{n: x for n, x in SIZES.items() if n not in ("batch", "q_len", "kv_len")}
-    )
+    others = {name: value for name, value in SIZES.items() if name not in ("batch", "q_len", "kv_len")}
+    packed = make_call(7, (lengths, lengths), **others)
     ranges = masks.documents(lengths)
     spec = replace(packed.spec, documents=None, max_len_q=None, max_len_k=None, key_ranges_shape=ranges.shape)
     rows = {name: getattr(packed.inputs, name)[None] for name in "qkv"}
@@ -127,9 +126,7 @@ def test_a_wrong_reading_of_the_ranges_fails(fault: str, framework: str) -> None
 @pytest.mark.parametrize("shift", [(0, 1), (1, 0)])
 def test_a_kernel_that_is_off_by_one_fails(shift: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     right = block_attention.contains
-    monkeypatch.setattr(
-        block_attention, "contains", lambda ranges, rows: right(ranges - ranges.new_tensor(shift), rows)
-    )
+    monkeypatch.setattr(block_attention, "contains", lambda table, rows: right(table - table.new_tensor(shift), rows))
     call = make_call(11, **SIZES, key_ranges_shape=(2, 3, TOKENS, 2, 2))
     assert not judge("torch", call, run("torch", call, "math")).ok
 
