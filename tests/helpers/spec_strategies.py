@@ -89,7 +89,7 @@ class Call:
         return self.extras_dtype if name in ("bias", "alibi_slopes", "sinks") else self.spec.dtype
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """q, k, v and the present ones of mask, bias, alibi_slopes, sinks and key ranges, in the shapes that the caller passes."""
+        """q, k, v, and the tables, slopes, sinks and key ranges that are present, in the caller's shapes."""
         names = ("q", "k", "v", "mask", "bias", "alibi_slopes", "sinks", "key_ranges")
         actual = {name: getattr(self.inputs, name) for name in names if getattr(self.inputs, name) is not None}
         if self.one_row:
