@@ -236,7 +236,7 @@ RELATIONS: dict[str, Relation] = {
     "documents apart": Relation(
         lambda s: s.packed and not (s.dropout or s.bias_gradient or s.key_ranges_shape), _documents_apart, True
     ),
-    "key ranges as a mask": Relation(lambda s: bool(s.key_ranges_shape) and not s.empty, ranges_as_mask),
+    "key ranges as a mask": Relation(lambda s: bool(s.key_ranges_shape) and not (s.empty or s.dropout), ranges_as_mask),
     "rows as documents": Relation(lambda s: _dense(s) and _no_tables(s), _as_documents),
     "causal and window as a mask": Relation(lambda s: _dense(s) and _banded(s), _band_as_mask),
     # The distances of ALiBi count within a document. Tokens behind the last one have no sinks; rows that see none do.
