@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from functools import lru_cache
 
 import numpy as np
 
@@ -11,7 +10,6 @@ from attn_core import masks
 from attn_core.errors import SpecError
 
 
-@lru_cache(maxsize=16)
 def key_ranges_of(text: str) -> np.ndarray:
     """Returns the key ranges that a text such as ``"shared_prefix(4, [3, 3])"`` builds. The arguments are literals.
 

@@ -38,7 +38,7 @@ def mask(
     ranges = options.ranges()
     if ranges is not None and ranges.shape[0] > 1:
         raise SpecError(f"--key-ranges: expected one row to draw, got {ranges.shape[0]}")
-    seen = visible(spec, None, *offsets, ranges)[0, 0]
+    seen = visible(spec, cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[1], key_ranges=ranges)[0, 0]
     typer.echo(str(spec))
     typer.echo(draw(seen, columns=shutil.get_terminal_size().columns))
     if png is not None:

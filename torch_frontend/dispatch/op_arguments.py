@@ -82,7 +82,8 @@ def to_call(inputs: Inputs, plain: PlainOptions) -> tuple[Any, ...]:
 def tensors_of(call: Sequence[Any]) -> Inputs:
     """Returns what stands in the places of the tensors of a call. torch leaves out a last argument of None."""
     last = call[TENSORS + len(PlainOptions._fields) :]
-    return Inputs(*call[: TENSORS - 1], last[0] if last else None, call[TENSORS - 1])
+    tensors: list[Any] = [*call[: TENSORS - 1], last[0] if last else None, call[TENSORS - 1]]
+    return Inputs(*tensors)
 
 
 def from_call(call: Sequence[Any]) -> tuple[Inputs, PlainOptions]:

@@ -141,7 +141,7 @@ def _keys_padded(trial: Trial) -> Rewritten:
     if ranges is not None:  # the new keys' ranges are empty
         ranges = np.pad(ranges, ((0, 0), (0, 0), (0, more), (0, 0), (0, 0)))
     tables = {"bias_shape": bias, "key_ranges_shape": ranges}
-    shapes = {name: None if table is None else table.shape for name, table in tables.items()}
+    shapes: dict[str, Any] = {name: None if table is None else table.shape for name, table in tables.items()}
     longer = replace(spec, kv_len=spec.kv_len + more, mask_shape=mask.shape, **shapes)
 
     def join(results: list[Arrays]) -> Arrays:
