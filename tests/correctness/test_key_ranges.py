@@ -15,7 +15,17 @@ import jax.numpy as jnp
 from both_frontends import FRAMEWORKS, judge, run, same_bits
 from spec_strategies import Call, make_call
 
-from attn_core import AttentionSpec, SeqInfo, masks
+from attn_core import (
+    AttentionSpec,
+    CheckWarning,
+    DeviceError,
+    DTypeError,
+    SeqInfo,
+    ShapeError,
+    SpecError,
+    checks,
+    masks,
+)
 from attn_core.backends.jax_xla import backend as jax_xla
 from attn_core.backends.jax_xla import tiles
 from attn_core.backends.shared import block_attention, row_blocks
@@ -240,3 +250,70 @@ def test_seq_info_and_ranges_count_queries_in_the_whole_row() -> None:
     expected = np.zeros((7, 7), bool)
     expected[:3, :3], expected[6, 3:] = True, True
     assert np.array_equal(out[:, 0, :7].numpy() > 0, expected)
+
+
+GOOD = np.zeros((2, 3, TOKENS, 2, 2), np.int32)
+BAD: dict[str, tuple[Any, type[Exception], str]] = {
+    "axes": (GOOD[0], ShapeError, r"key_ranges: expected shape \[batch or 1, kv_heads or 1, kv_len, ranges, 2\] = "),
+    "batch": (GOOD[[0, 0, 0]], ShapeError, r"\[2 or 1, 3 or 1, 12, 1 or 2, 2\], got \[3, 3, 12, 2, 2\]"),
+    "query heads": (GOOD[:, [0, 0, 0, 0, 0, 0]], ShapeError, r"got \[2, 6, 12, 2, 2\]"),
+    "keys": (GOOD[:, :, :1], ShapeError, r"got \[2, 3, 1, 2, 2\]"),
+    "three ranges": (GOOD[:, :, :, [0, 0, 0]], ShapeError, r"got \[2, 3, 12, 3, 2\]"),
+    "no range": (GOOD[:, :, :, :0], ShapeError, r"got \[2, 3, 12, 0, 2\]"),
+    "three ends": (GOOD[..., [0, 0, 0]], ShapeError, r"got \[2, 3, 12, 2, 3\]"),
+    "int16": (GOOD.astype(np.int16), DTypeError, "key_ranges: expected dtype int32, got int16; cast it"),
+    "float32": (GOOD.astype(np.float32), DTypeError, "key_ranges: expected dtype int32, got float32; cast it"),
+    "a list": ([[0, 1]], TypeError, "key_ranges: expected a (torch.Tensor|jax.Array), got builtins.list"),
+}
+
+
+@pytest.mark.parametrize("as_numpy", [True, False])
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("name", BAD)
+def test_bad_key_ranges_are_named(name: str, framework: str, as_numpy: bool) -> None:
+    import torch
+
+    import jax_frontend
+    import torch_frontend
+
+    given, error, message = BAD[name]
+    frontend, convert = {"torch": (torch_frontend, torch.from_numpy), "jax": (jax_frontend, jnp.asarray)}[framework]
+    if not as_numpy and isinstance(given, np.ndarray):
+        given = convert(given)
+    q, k = (convert(np.zeros((2, TOKENS, heads, 5), np.float32)) for heads in (6, 3))
+    for function in (frontend.attention, frontend.explain):
+        with pytest.raises(error, match=message):
+            function(q, k, k, key_ranges=given)
+
+
+def test_ranges_on_another_device_are_named() -> None:
+    import torch
+
+    import torch_frontend
+
+    q = torch.zeros(1, TOKENS, 1, 8)
+    elsewhere = torch.zeros(1, 1, TOKENS, 1, 2, dtype=torch.int32, device="meta")
+    with pytest.raises(DeviceError, match=r"key_ranges: expected the device of q \(cpu\), got meta"):
+        torch_frontend.explain(q, q, q, key_ranges=elsewhere)
+
+
+def test_a_program_traced_under_checks_warns_of_wrong_ranges() -> None:
+    import jax_frontend
+
+    q = jnp.zeros((1, TOKENS, 1, 8))
+    wrong = jnp.full((1, 1, TOKENS, 1, 2), TOKENS + 1, jnp.int32)
+    with checks(True):
+        attend = jax.jit(lambda ranges: jax_frontend.attention(q, q, q, key_ranges=ranges))
+        with pytest.warns(CheckWarning, match=r"key_ranges: expected 0 <= start <= stop <= q_len \(12\)"):
+            attend(wrong).block_until_ready()
+            jax.effects_barrier()
+
+
+def test_nested_tensors_refuse_key_ranges() -> None:
+    import torch
+
+    import torch_frontend
+
+    rows = torch.nested.nested_tensor([torch.zeros(3, 1, 8), torch.zeros(2, 1, 8)], layout=torch.jagged)
+    with pytest.raises(SpecError, match="key_ranges: expected None with nested q, k and v"):
+        torch_frontend.attention(rows, rows, rows, key_ranges=np.zeros((1, 1, 5, 1, 2), np.int32))
