@@ -50,6 +50,7 @@ def attention(
     softcap: float | None = None,
     scale: float | None = None,
     mask: Array | None = None,
+    key_ranges: Any = None,
     bias: Array | None = None,
     alibi_slopes: Array | None = None,
     sinks: Array | None = None,
@@ -74,6 +75,9 @@ def attention(
         softcap: ``s = softcap * tanh(s / softcap)``, after scale, before bias and mask.
         scale: factor on ``q . k``; ``1 / sqrt(head_dim)`` if None.
         mask: bool, True = visible; bias: float, added. Broadcastable to ``[batch, heads, q_len, kv_len]``.
+        key_ranges: int32 ``[batch or 1, kv_heads or 1, kv_len, 1 or 2, 2]``, a mask of O(kv_len) numbers: query i sees
+            key j only if ``start <= i < stop`` for a range (start, stop) of the key. ``attn_core.masks`` builds them.
+            numpy or a JAX array. Queries count in the whole row, also with documents.
         alibi_slopes: ``[heads]`` or ``[batch, heads]``: adds ``-slope * |i + offset - j|``. No gradient.
         sinks: ``[heads]``: one extra logit per head in every row's softmax; it has no value.
         seq_info: a ``SeqInfo`` or ``(seq_lens, cu_seqlens, max_seqlen)``: packed documents, which never see each other.
@@ -103,7 +107,7 @@ def attention(
     arrays = (q, k, v, mask, bias, alibi_slopes, sinks)
     options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
     info = SeqInfo.coerce(seq_info)
-    inputs, options = gather_arguments(arrays, info, options, dropout_rng)
+    inputs, options = gather_arguments(arrays, info, options, dropout_rng, key_ranges=key_ranges)
     call = AttentionCall(options, requested_names(backend) or override.requested(), plan.device_name(q))
     results = run(call, inputs, info)
     if layout == "bshd":
@@ -128,6 +132,7 @@ def run(call: AttentionCall, inputs: Inputs, info: SeqInfo | None) -> Any:
     # are cached, so planning twice costs a dictionary lookup.
     checked_spec = plan.plan(plan.metadata(inputs), call.device, call.options, False, False, call.requested).spec
     offsets.check(checked_spec, info)
+    value_checks.check_key_ranges(checked_spec, inputs.key_ranges)
     checked = checks.enabled()
     if checked:
         value_checks.check(checked_spec, inputs, info)
@@ -155,6 +160,7 @@ def explain(
     softcap: float | None = None,
     scale: float | None = None,
     mask: Any = None,
+    key_ranges: Any = None,
     bias: Any = None,
     alibi_slopes: Any = None,
     sinks: Any = None,
@@ -180,7 +186,7 @@ def explain(
     arrays = (q, k, v, mask, bias, alibi_slopes, sinks)
     options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
     info = SeqInfo.coerce(seq_info)
-    inputs, options = gather_arguments(arrays, info, options, dropout_rng, shapes_only=True)
+    inputs, options = gather_arguments(arrays, info, options, dropout_rng, shapes_only=True, key_ranges=key_ranges)
     if needs_backward is not None:
         check_flag("needs_backward", needs_backward)
     trains, requested = bool(needs_backward), requested_names(backend) or override.requested()
@@ -188,6 +194,8 @@ def explain(
     bias_gradient = trains and bias is not None
     selection = plan.explanation(plan.metadata(inputs), plan.device_name(q), options, trains, bias_gradient, requested)
     offsets.check(selection.spec, info)
+    if not isinstance(inputs.key_ranges, jax.ShapeDtypeStruct):
+        value_checks.check_key_ranges(selection.spec, inputs.key_ranges)
     return selection
 
 
@@ -199,9 +207,12 @@ def gather_arguments(
     *,
     shapes_only: bool = False,
     token_axis: int = -3,
+    key_ranges: Any = None,
 ) -> tuple[Inputs, Options]:
     """Returns a call's arguments, each checked by itself. With ``shapes_only`` they need no values."""
     inputs, options = plan.check_arrays(arrays, shapes_only=shapes_only), check_options(options)
+    if key_ranges is not None:
+        inputs = inputs._replace(key_ranges=plan.ranges_as_array(key_ranges, shapes_only=shapes_only))
     if info is not None:
         inputs, options = offsets.attach_complete(info, inputs, options, token_axis)
     if options.dropout:

@@ -12,15 +12,15 @@ from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
 from attn_core.call.keywords import AttentionKeywords
 from attn_core.call.layouts import Layout, check_layout
 from attn_core.call.mask_objects import is_object
-from attn_core.call.options import Options, check_flag, is_plain_window, requested_names
+from attn_core.call.options import Options, is_plain_window
 from attn_core.call.tensors import Inputs
 from attn_core.errors import SpecError
 from attn_core.selection import NoBackendError, Selection, override
 from torch_frontend.dispatch import (
     autocast,
     autograd,
-    empty_rows,
     fast_calls,
+    general_calls,
     heads_first,
     nested,
     plan,
@@ -28,7 +28,6 @@ from torch_frontend.dispatch import (
     sdpa_flags,
     transforms,
 )
-from torch_frontend.dispatch.general_calls import attend, gather_arguments
 from torch_frontend.dispatch.plan_cache import dense_plan
 from torch_frontend.dispatch.ranges import in_ranges
 from torch_frontend.dispatch.tensor_kinds import are_modes_active
@@ -73,6 +72,7 @@ def attention(
     softcap: float | None = None,
     scale: float | None = None,
     mask: Tensor | None = None,
+    key_ranges: Any = None,
     bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -100,6 +100,9 @@ def attention(
         scale: factor on ``q . k``; ``1 / sqrt(head_dim)`` if None.
         mask: bool, True = visible; bias: float, added. Broadcastable to ``[batch, heads, q_len, kv_len]``. One of the
             two may be an object of xformers or torch's ``CausalBias``, in the place of the options that it means.
+        key_ranges: int32 ``[batch or 1, kv_heads or 1, kv_len, 1 or 2, 2]``, a mask of O(kv_len) numbers: query i sees
+            key j only if ``start <= i < stop`` for a range (start, stop) of the key. ``attn_core.masks`` builds them.
+            numpy or a tensor. Queries count in the whole row, also with documents.
         alibi_slopes: ``[heads]`` or ``[batch, heads]``: adds ``-slope * |i + offset - j|``. No gradient.
         sinks: ``[heads]``: one extra logit per head in every row's softmax; it has no value.
         seq_info: a ``SeqInfo`` or ``(seq_lens, cu_seqlens, max_seqlen)``: packed documents, which never see each other.
@@ -130,7 +133,7 @@ def attention(
         keywords = {"causal": causal, "alignment": alignment, "window": window, "softcap": softcap, "scale": scale}
         keywords |= {"mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks, "seq_info": seq_info}
         keywords |= {"dropout": dropout, "deterministic": deterministic, "backend": backend, "return_lse": return_lse}
-        keywords["dropout_rng"] = dropout_rng
+        keywords |= {"dropout_rng": dropout_rng, "key_ranges": key_ranges}
         if not usual_layout:  # it calls attention again, so nested tensors are heads-first here once
             return heads_first.attend_in_layout(attention, layout, (q, k, v), keywords)
         return nested.attend(attention, (q, k, v), keywords)
@@ -141,7 +144,7 @@ def attention(
     observed = observed or not _others_on()  # sdpa_kernel(...) around the call
     unusual_window = window is not None and type(window) is not int and not is_plain_window(window)
     drops = type(dropout) is not float or dropout
-    usual = plain and not (observed or drops or unusual_window or dropout_rng is not None)
+    usual = plain and not (observed or drops or unusual_window or dropout_rng is not None or key_ranges is not None)
     if usual and not no_extras:
         plain_options = (causal, alignment, window, softcap, scale, dropout, deterministic, return_lse)
         if alibi_slopes is None and sinks is None and seq_info is None:
@@ -157,8 +160,7 @@ def attention(
             causal, alignment, window, mask, bias, seq_info = plan.read_mask_object(q, k, visible)
         tensors = (q, k, v, mask, bias, alibi_slopes, sinks)
         options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
-        arguments = gather_arguments(tensors, seq_info, options, dropout_rng)
-        return empty_rows.finish_results(attend(*arguments, backend), arguments[0], seq_info)
+        return general_calls.run(tensors, seq_info, options, dropout_rng, backend, key_ranges)
     try:
         needs_backward = _is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         call_plan = dense_plan(
@@ -189,7 +191,7 @@ def attention(
             raise
         # An argument cannot be a cache key. The general path accepts it (a list of names) or names it in an error.
         options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
-        return attend(*gather_arguments((q, k, v, None, None, None, None), None, options, None), backend)
+        return general_calls.run((q, k, v, None, None, None, None), None, options, None, backend)
     if profiler._is_profiler_enabled or _ranges():
         call_plan = in_ranges(call_plan)
     try:
@@ -221,6 +223,7 @@ def explain(
     softcap: float | None = None,
     scale: float | None = None,
     mask: Tensor | None = None,
+    key_ranges: Any = None,
     bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -243,17 +246,11 @@ def explain(
     if check_layout(layout) == "bhsd":
         q, k, v = map(heads_first.exchanged, (q, k, v))
     if nested.has_jagged(q, k, v):
-        (q, k, v), seq_info = nested.as_documents((q, k, v), {"seq_info": seq_info, "mask": mask, "bias": bias})
+        others = {"seq_info": seq_info, "mask": mask, "bias": bias, "key_ranges": key_ranges}
+        (q, k, v), seq_info = nested.as_documents((q, k, v), others)
     if is_object(mask, bias):
         visible = causal, alignment, window, mask, bias, seq_info
         causal, alignment, window, mask, bias, seq_info = plan.read_mask_object(q, k, visible)
     tensors = (q, k, v, mask, bias, alibi_slopes, sinks)
     options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
-    inputs, options = gather_arguments(tensors, seq_info, options, dropout_rng, draw=False)
-    trains, bias_gradient = autograd.gradients_needed(inputs)
-    needs = trains if needs_backward is None else check_flag("needs_backward", needs_backward)
-    requested = requested_names(backend) or override.requested()
-    gradients = needs, bias_gradient and needs
-    selection = plan.explanation(plan.metadata(inputs), options, *gradients, requested, sdpa_flags.now())
-    run_plan.check_offsets(selection.spec, inputs)
-    return selection
+    return general_calls.explain(tensors, seq_info, options, dropout_rng, backend, key_ranges, needs_backward)

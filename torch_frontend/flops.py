@@ -12,8 +12,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from attn_core.call.tensors import Inputs
+from torch_frontend.dispatch import ops as dense_ops  # noqa: F401  registers its ops
 from torch_frontend.dispatch.after_import import after_import
-from torch_frontend.dispatch.ops import PlainOptions, from_call
+from torch_frontend.dispatch.op_arguments import PlainOptions, from_call
 from torch_frontend.paged import ops  # noqa: F401  registers its op
 
 Tensor = torch.Tensor

@@ -16,7 +16,7 @@ from attn_core.selection import override
 from torch_frontend.attention import Window
 from torch_frontend.dispatch import autocast, autograd, empty_rows, plan, run_plan, sdpa_flags, transforms
 from torch_frontend.dispatch.checked_results import in_checks
-from torch_frontend.dispatch.general_calls import attend, gather_arguments
+from torch_frontend.dispatch.general_calls import gather_arguments, run
 from torch_frontend.dispatch.ranges import in_ranges
 from torch_frontend.dispatch.second_derivative import once_differentiable
 from torch_frontend.dispatch.tensor_kinds import is_watched
@@ -77,8 +77,7 @@ def attention_qkvpacked(
     trains = torch.is_grad_enabled() and qkv.requires_grad
     if not trains or torch.compiler.is_compiling() or transforms.are_observing() or is_watched(qkv):
         tensors = (*qkv.unbind(-3), mask, bias, alibi_slopes, sinks)
-        arguments = gather_arguments(tensors, seq_info, options, dropout_rng)
-        return empty_rows.finish_results(attend(*arguments, backend), arguments[0], seq_info)
+        return run(tensors, seq_info, options, dropout_rng, backend)
     # Detached views serve the checks and the plan. QkvAttention takes qkv itself and returns one gradient for it.
     tensors = (*qkv.detach().unbind(-3), mask, bias, alibi_slopes, sinks)
     inputs, options = gather_arguments(tensors, seq_info, options, dropout_rng)

@@ -69,7 +69,15 @@ def shortcut(backend: Backend, spec: AttentionSpec) -> Callable[..., tuple[Any, 
     an output in that layout. Hosts with that layout then need no views, which cost as much as a small call's kernel.
     """
     # A shortcut runs the kernel of ``forward``, which is never called for an empty spec.
-    others = spec.packed or spec.sinks or spec.alibi_shape is not None or spec.dropout or spec.paged or spec.partial
+    others = (
+        spec.packed
+        or spec.sinks
+        or spec.alibi_shape
+        or spec.key_ranges_shape
+        or spec.dropout
+        or spec.paged
+        or spec.partial
+    )
     shortcut_of = getattr(backend, "shortcut", None)
     return None if shortcut_of is None or spec.empty or others else shortcut_of(spec)
 

@@ -23,7 +23,7 @@ class Support:
         value_dim: value_dim may differ from head_dim.
         grouped_heads: fewer kv heads than heads.
         alignments: the causal/window alignments it has when q_len and kv_len differ (or documents are packed).
-        causal, window, softcap, mask, bias, bias_gradient, alibi, sinks, packed, dropout: the features.
+        causal, window, softcap, mask, key_ranges, bias, bias_gradient, alibi, sinks, packed, dropout: the features.
         paged: it takes keys and values in pages of a pool.
         deterministic: it can promise equal bits on every run.
         lse: it returns the log-sum-exp; lse_gradient: its backward takes a gradient of it.
@@ -48,6 +48,7 @@ class Support:
     window: bool = False
     softcap: bool = False
     mask: bool = False
+    key_ranges: bool = False
     bias: bool = False
     bias_gradient: bool = False
     alibi: bool = False
@@ -218,6 +219,9 @@ CHECKS: dict[str, Check] = {
     "window": _flag("window", lambda s: s.window != (None, None), lambda s: f"window={s.window}"),
     "softcap": _flag("softcap", lambda s: s.softcap is not None, lambda s: f"softcap={s.softcap}"),
     "mask_shape": _flag("mask", lambda s: s.mask_shape, lambda s: f"mask of shape {list(s.mask_shape or ())}"),
+    "key_ranges_shape": _flag(
+        "key_ranges", lambda s: s.key_ranges_shape, lambda s: f"key_ranges of shape {list(s.key_ranges_shape or ())}"
+    ),
     "bias_shape": _flag("bias", lambda s: s.bias_shape, lambda s: f"bias of shape {list(s.bias_shape or ())}"),
     "bias_gradient": _flag("bias_gradient", lambda s: s.bias_gradient, lambda s: "gradient of the bias"),
     "alibi_shape": _flag("alibi", lambda s: s.alibi_shape, lambda s: "alibi_slopes"),

@@ -37,6 +37,7 @@ class Arrays(NamedTuple):
     sinks: ArrayFacts | None = None
     cu_seqlens_q: ArrayFacts | None = None
     cu_seqlens_k: ArrayFacts | None = None
+    key_ranges: ArrayFacts | None = None
 
 
 def check_qkv_as_one(facts: ArrayFacts, packed: bool) -> None:
@@ -98,6 +99,7 @@ def build_spec(
         softcap=options.softcap,
         scale=options.scale,
         mask_shape=_four("mask", arrays.mask),
+        key_ranges_shape=None if arrays.key_ranges is None else arrays.key_ranges.shape,
         bias_shape=_four("bias", arrays.bias),
         # None if it is the dtype of q, so that equal calls have equal specs.
         bias_dtype=arrays.bias.dtype if arrays.bias is not None and arrays.bias.dtype != arrays.q.dtype else None,
@@ -141,9 +143,10 @@ def _check_dtypes(arrays: Arrays) -> None:
         if named.get(name, "float32") not in DTYPES:
             hint = "; pass a boolean mask as mask=" if name == "bias" else "; cast it"
             raise DTypeError(f"{name}: expected one of {', '.join(DTYPES)}, got {named[name]}{hint}")
-    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+    for name in ("cu_seqlens_q", "cu_seqlens_k", "key_ranges"):
         if named.get(name, "int32") != "int32":
-            raise DTypeError(f"seq_info.{name}: expected dtype int32, got {named[name]}; cast it to int32")
+            argument = name if name == "key_ranges" else f"seq_info.{name}"
+            raise DTypeError(f"{argument}: expected dtype int32, got {named[name]}; cast it to int32")
 
 
 def _rows(arrays: Arrays, packed: bool) -> list[tuple[int, ...]]:

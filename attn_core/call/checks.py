@@ -91,13 +91,14 @@ def _polarity(mask: np.ndarray, spec: AttentionSpec) -> Iterator[str]:
 
 def _blind_rows(spec: AttentionSpec, arrays: Mapping[str, np.ndarray | None], tokens: int | None) -> Iterator[str]:
     bias = arrays.get("bias")
-    seen: Any = visible(spec, arrays.get("mask"), arrays.get("cu_seqlens_q"), arrays.get("cu_seqlens_k"))
+    names = ("mask", "cu_seqlens_q", "cu_seqlens_k", "key_ranges")
+    seen: Any = visible(spec, *map(arrays.get, names))
     if bias is not None:
         seen = seen & (bias != -np.inf)
     blind = ~seen.any(-1)[..., :tokens]  # [batch or 1, heads or 1, rows]
     if blind.any():
         batch, head, row = (int(index) for index in np.argwhere(blind)[0])
-        causes = [name for name in ("mask", "bias") if arrays.get(name) is not None]
+        causes = [name for name in ("mask", "key_ranges", "bias") if arrays.get(name) is not None]
         causes += [name for name, given in (("causal", spec.causal), ("window", spec.window != (None, None))) if given]
         yield (
             f"{' and '.join(causes) or 'kv_len'}: {int(blind.sum())} of {blind.size} rows see no key, so their output "

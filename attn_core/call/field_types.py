@@ -24,7 +24,7 @@ def check_field_types(spec: Any) -> None:
     for name in ("documents", "max_len_q", "max_len_k"):
         if getattr(spec, name) is not None and not is_size(getattr(spec, name)):
             raise SpecError(f"{name}={shown(getattr(spec, name))}: expected an int, or None")
-    for name in ("mask_shape", "bias_shape", "alibi_shape"):
+    for name in ("mask_shape", "key_ranges_shape", "bias_shape", "alibi_shape"):
         check_kind(name, getattr(spec, name), (tuple, _NONE), "a tuple of ints, or None")
         check_hashable(name, getattr(spec, name))
     for name in ("sinks", "needs_backward", "bias_gradient", "partial"):

@@ -37,6 +37,7 @@ class QkvPackedKeywords(TypedDict, Generic[Array, Random], total=False):
 class AttentionKeywords(QkvPackedKeywords[Array, Random], total=False):
     """The keywords of ``attention``, without return_lse."""
 
+    key_ranges: Any
     layout: Layout
 
 

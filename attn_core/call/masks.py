@@ -1,4 +1,7 @@
-"""Visibility as data: the band of causal and window, packed documents, arbitrary masks."""
+"""Visibility as data: the band of causal and window, packed documents, key ranges, arbitrary masks.
+
+This is the definition of what is visible. ``attn_core.masks`` builds key ranges for the masks of usual models.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from attn_core.call.key_ranges import visible_in_ranges
 from attn_core.call.options import Options
 from attn_core.call.seq_info import is_number
 from attn_core.call.spec import AttentionSpec
@@ -131,7 +135,9 @@ def positions(spec: AttentionSpec, cu_seqlens_q: Any = None, cu_seqlens_k: Any =
     return np.arange(spec.q_len) - cu_q[of_query] + offsets[of_query], np.arange(spec.kv_len) - cu_k[of_key]
 
 
-def visible(spec: AttentionSpec, mask: Any = None, cu_seqlens_q: Any = None, cu_seqlens_k: Any = None) -> np.ndarray:
+def visible(
+    spec: AttentionSpec, mask: Any = None, cu_seqlens_q: Any = None, cu_seqlens_k: Any = None, key_ranges: Any = None
+) -> np.ndarray:
     """Returns the visible (query, key) pairs as a boolean array ``[batch or 1, heads or 1, q_len, kv_len]``.
 
     This is the definition of visibility. The mask probe compares every backend's mask with it.
@@ -145,4 +151,6 @@ def visible(spec: AttentionSpec, mask: Any = None, cu_seqlens_q: Any = None, cu_
         # The second condition hides padding: tokens after the last document would match each other in the first.
         seen &= (of_query[:, None] == of_key[None, :]) & (of_query[:, None] < len(np.asarray(cu_seqlens_q)) - 1)
     full = seen[None, None]
+    if key_ranges is not None:
+        full = full & visible_in_ranges(key_ranges, spec.q_len, spec.num_heads)
     return full if mask is None else full & np.asarray(mask, bool)

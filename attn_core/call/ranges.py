@@ -76,6 +76,7 @@ FEATURE_WORDS: dict[str, Callable[[AttentionSpec], str]] = {
     "window": _window,
     "softcap": lambda spec: "" if spec.softcap is None else f"softcap{spec.softcap:g}",
     "mask_shape": lambda spec: "mask" if spec.mask_shape else "",
+    "key_ranges_shape": lambda spec: f"ranges{spec.key_ranges_shape[3]}" if spec.key_ranges_shape else "",
     "bias_shape": lambda spec: "bias" if spec.bias_shape else "",
     "alibi_shape": lambda spec: "alibi" if spec.alibi_shape else "",
     "sinks": lambda spec: "sinks" if spec.sinks else "",

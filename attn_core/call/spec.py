@@ -10,8 +10,9 @@ from operator import attrgetter
 
 from attn_core.call.after_fork import lazy_property
 from attn_core.call.field_types import check_field_types
+from attn_core.call.key_ranges import check_shape
 from attn_core.call.options import Alignment, Options, check_options
-from attn_core.call.pages import PagedKV
+from attn_core.call.pages import PagedKV, check_paged
 from attn_core.call.seq_info import is_number
 from attn_core.errors import DTypeError, ShapeError, SpecError, shown
 
@@ -38,6 +39,7 @@ class AttentionSpec:
         softcap: ``c`` in ``c * tanh(s / c)``, applied after scale and before bias, ALiBi and mask.
         scale: factor on ``q . k``; None becomes ``1 / sqrt(head_dim)``.
         mask_shape, bias_shape: 4-D shapes broadcastable to ``[batch, num_heads, q_len, kv_len]``, or None.
+        key_ranges_shape: ``(batch or 1, num_kv_heads or 1, kv_len, 1 or 2, 2)``, or None; see ``call.key_ranges``.
         bias_dtype: of the bias; None if there is no bias or its dtype is ``dtype``.
         alibi_shape: ``(num_heads,)`` or ``(batch, num_heads)``, or None; adds ``-slope * |i + offset - j|``.
         sinks: one logit per head joins each row's softmax without a value.
@@ -70,6 +72,7 @@ class AttentionSpec:
     softcap: float | None = None
     scale: float | None = None
     mask_shape: Shape4 | None = None
+    key_ranges_shape: tuple[int, ...] | None = None
     bias_shape: Shape4 | None = None
     bias_dtype: str | None = None
     alibi_shape: tuple[int, ...] | None = None
@@ -103,7 +106,7 @@ class AttentionSpec:
     def with_lengths(
         self, batch: int, q_len: int, kv_len: int, mask_shape: Shape = None, bias_shape: Shape = None
     ) -> AttentionSpec:
-        """Returns the same call of other sizes, for a call without packed documents and without slopes.
+        """Returns the same call of other sizes, for one without packed documents, slopes and key ranges.
 
         It is several times as fast as a new spec because it checks nothing: the sizes must be numbers, and the caller
         must have compared the shapes.
@@ -220,6 +223,7 @@ def _check_shapes(spec: AttentionSpec) -> None:
             raise ShapeError(
                 f"{name}: expected a shape broadcastable to [batch, heads, q, kv] = {list(full)}, got {list(shape)}"
             )
+    check_shape(spec.key_ranges_shape, spec.batch, spec.num_kv_heads, spec.kv_len)
     if spec.alibi_shape is not None and spec.alibi_shape not in ((spec.num_heads,), (spec.batch, spec.num_heads)):
         raise ShapeError(
             f"alibi_slopes: expected shape [heads] = [{spec.num_heads}] or [batch, heads] = "
@@ -240,21 +244,5 @@ def _check_choices(spec: AttentionSpec) -> Options:
     if spec.partial and (spec.sinks or spec.dropout or spec.paged is not None):
         raise SpecError("partial=True: expected no sinks, dropout or pages, because they belong to whole rows")
     if spec.paged is not None:
-        _check_paged(spec, spec.paged)
+        check_paged(spec, spec.paged)
     return options
-
-
-def _check_paged(spec: AttentionSpec, paged: PagedKV) -> None:
-    # New queries are the last tokens of their sequence, so their diagonal ends at the last key.
-    if not spec.packed or spec.alignment != "bottom_right" or spec.kv_len != paged.capacity:
-        raise SpecError(
-            "paged: expected documents, bottom-right alignment and kv_len = width * page_size "
-            f"({paged.capacity}), got documents={spec.documents}, {spec.alignment}, kv_len={spec.kv_len}"
-        )
-    if spec.needs_backward:
-        raise SpecError("paged: expected no backward, because keys and values in pages have no gradient; use no_grad")
-    for name in ("mask_shape", "bias_shape", "alibi_shape"):
-        if getattr(spec, name) is not None:
-            raise SpecError(f"paged: expected no {name.removesuffix('_shape')}, got shape {getattr(spec, name)}")
-    if spec.dropout:
-        raise SpecError(f"dropout={spec.dropout}: expected 0, because keys and values in pages have no backward")

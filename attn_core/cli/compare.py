@@ -71,7 +71,8 @@ def _trial(options: SpecOptions, gradients: bool, device: str, seed: int) -> Tri
         )
     # Short also on a GPU, because the float64 reference runs on the CPU.
     options = options.filled(ON_CPU if device == "cpu" else ON_GPU._replace(length=ON_CPU.length))
-    return draw(options.spec(device, needs_backward=gradients), options.seq_info(), seed)
+    trial = draw(options.spec(device, needs_backward=gradients), options.seq_info(), seed)
+    return trial._replace(inputs=trial.inputs._replace(key_ranges=options.ranges()))
 
 
 def _device_here(requested: str) -> str:

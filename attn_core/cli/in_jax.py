@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from attn_core.cli.trial import Outcome, Trial, dtype_of
+from attn_core.cli.trial import Outcome, Trial, arrays_of_call, dtype_of
 
 
 def run(trial: Trial, backend: str, device: str = "cpu", repeats: int = 5) -> Outcome:
@@ -50,7 +50,7 @@ def _call(trial: Trial, backend: str) -> Any:
 
 def arrays_of(trial: Trial) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the array arguments of ``attention``, None for an absent one: without gradients, and with."""
-    constants = {name: _array(trial, name) for name in ("q", "k", "v", "mask", "bias", "alibi_slopes", "sinks")}
+    constants = {name: _array(trial, name) for name in arrays_of_call(trial)}
     return constants, {name: constants.pop(name) for name in trial.learned}
 
 
@@ -81,4 +81,4 @@ def _array(trial: Trial, name: str) -> Any:
     array = getattr(trial.inputs, name)
     if array is None:
         return None
-    return jnp.asarray(array, "bool" if array.dtype == np.bool_ else dtype_of(trial, name))
+    return jnp.asarray(array, str(array.dtype) if array.dtype in (np.bool_, np.int32) else dtype_of(trial, name))

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from attn_core.cli.trial import Outcome, Trial, dtype_of
+from attn_core.cli.trial import Outcome, Trial, arrays_of_call, dtype_of
 
 
 def run(trial: Trial, backend: str, device: str = "cpu", repeats: int = 5) -> Outcome:
@@ -36,7 +36,7 @@ def run(trial: Trial, backend: str, device: str = "cpu", repeats: int = 5) -> Ou
 
 def tensors_of(trial: Trial, where: Any) -> dict[str, Any]:
     """Returns the tensor arguments of ``attention`` on a torch device; None for an absent one."""
-    tensors = {name: _tensor(trial, name, where) for name in ("q", "k", "v", "mask", "bias", "alibi_slopes", "sinks")}
+    tensors = {name: _tensor(trial, name, where) for name in arrays_of_call(trial)}
     for name in trial.learned:
         tensors[name].requires_grad_(True)
     return tensors
@@ -72,6 +72,6 @@ def _tensor(trial: Trial, name: str, where: Any) -> Any:
     array = getattr(trial.inputs, name)
     if array is None:
         return None
-    if array.dtype == np.bool_:
+    if array.dtype in (np.bool_, np.int32):
         return torch.from_numpy(array).to(where)
     return torch.from_numpy(array).to(where, getattr(torch, dtype_of(trial, name)))

@@ -34,8 +34,11 @@ def mask(
         raise SpecError(f"q_len={spec.q_len}, kv_len={spec.kv_len}: expected at most {LIMIT} pairs to draw")
     info = options.seq_info()
     offsets = (None, None) if info is None else (info.cu_seqlens_q, info.cu_seqlens_k)
-    # Without a mask every row and head sees the same, so one picture shows all.
-    seen = visible(spec, None, *offsets)[0, 0]
+    # Without a mask every row and head sees the same, so one picture shows all; ranges of several rows are an error.
+    ranges = options.ranges()
+    if ranges is not None and ranges.shape[0] > 1:
+        raise SpecError(f"--key-ranges: expected one row to draw, got {ranges.shape[0]}")
+    seen = visible(spec, cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[1], key_ranges=ranges)[0, 0]
     typer.echo(str(spec))
     typer.echo(draw(seen, columns=shutil.get_terminal_size().columns))
     if png is not None:

@@ -12,11 +12,13 @@ import numpy as np
 import typer
 
 from attn_core.call.arguments import ArrayFacts, Arrays, build_spec
+from attn_core.call.key_ranges import check_values
 from attn_core.call.offset_checks import check_cu_seqlens
 from attn_core.call.options import Options, check_options
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.spec import AttentionSpec
 from attn_core.cli.complaint import complain
+from attn_core.cli.key_ranges import key_ranges_of
 from attn_core.errors import SpecError
 
 SHAPE, CHOICE, DOCUMENTS = "Shapes", "Attention options", "Packed documents"
@@ -66,6 +68,10 @@ class SpecOptions:
     softcap: Annotated[float | None, _option(panel=CHOICE, help="Cap c: scores become c * tanh(s / c).")] = None
     scale: Annotated[float | None, _option(panel=CHOICE, help="Factor on q . k. Default: 1/sqrt(head_dim).")] = None
     mask: Annotated[bool, _option("--mask", panel=CHOICE, help="Add a random mask (batch, 1, q_len, kv_len).")] = False
+    key_ranges: Annotated[
+        str | None,
+        _option(panel=CHOICE, help="A mask of attn_core.masks, e.g. 'shared_prefix(4, [3, 3])'; sets --q-len."),
+    ] = None
     bias: Annotated[bool, _option("--bias", panel=CHOICE, help="Add a bias (1, heads, q_len, kv_len).")] = False
     alibi: Annotated[bool, _option("--alibi", panel=CHOICE, help="Add ALiBi slopes, one per head.")] = False
     sinks: Annotated[bool, _option("--sinks", panel=CHOICE, help="Add an attention sink for each head.")] = False
@@ -88,7 +94,8 @@ class SpecOptions:
 
     def filled(self, defaults: Defaults) -> SpecOptions:
         """Returns the options with a dtype and, unless the documents have lengths, a number of queries."""
-        has_lengths = self.q_len is not None or self.lengths is not None or self.cu_seqlens is not None
+        given = (self.q_len, self.lengths, self.cu_seqlens, self.key_ranges)
+        has_lengths = any(value is not None for value in given)
         dtype = defaults.dtype if self.dtype is None else DTYPES.get(self.dtype, self.dtype)
         return replace(self, dtype=dtype, q_len=self.q_len if has_lengths else defaults.length)
 
@@ -118,6 +125,10 @@ class SpecOptions:
             return self._even_documents(self.documents)
         return None
 
+    def ranges(self) -> np.ndarray | None:
+        """Returns the key ranges, or None. Raises SpecError if the text is no call of a constructor."""
+        return None if self.key_ranges is None else key_ranges_of(self.key_ranges)
+
     def _even_documents(self, documents: int) -> SeqInfo:
         if documents < 1:
             raise SpecError(f"--documents={documents}: expected at least 1")
@@ -125,7 +136,9 @@ class SpecOptions:
         return SeqInfo.from_lengths(*even)
 
     def _lengths(self) -> tuple[int, int]:
-        queries = ON_CPU.length if self.q_len is None else self.q_len
+        ranges = self.ranges()
+        tokens = ON_CPU.length if ranges is None else ranges.shape[2]
+        queries = tokens if self.q_len is None else self.q_len
         return queries, queries if self.kv_len is None else self.kv_len
 
     def spec(self, device: str = "cpu", *, needs_backward: bool = False) -> AttentionSpec:
@@ -148,6 +161,9 @@ class SpecOptions:
         kv_heads = self.heads if self.kv_heads is None else self.kv_heads
         value_dim = self.head_dim if self.value_dim is None else self.value_dim
         offsets = None if seq_info is None else facts(len(seq_info.cu_seqlens_q), dtype="int32")
+        ranges = self.ranges()
+        if ranges is not None:
+            check_values(ranges, q_len)
         arrays = Arrays(
             q=facts(self.batch, q_len, self.heads, self.head_dim),
             k=facts(self.batch, kv_len, kv_heads, self.head_dim),
@@ -158,6 +174,7 @@ class SpecOptions:
             sinks=facts(self.heads, dtype="float32") if self.sinks else None,
             cu_seqlens_q=offsets,
             cu_seqlens_k=offsets,
+            key_ranges=None if ranges is None else facts(*ranges.shape, dtype="int32"),
         )
         options = Options(
             causal=self.causal,

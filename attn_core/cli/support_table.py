@@ -16,6 +16,7 @@ GROUPS = {
         "window": "`window`",
         "softcap": "`softcap`",
         "mask": "boolean `mask`",
+        "key_ranges": "`key_ranges`",
         "bias": "additive `bias`",
         "alibi": "`alibi_slopes`",
         "sinks": "`sinks`",

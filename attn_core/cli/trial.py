@@ -73,11 +73,25 @@ def draw(spec: AttentionSpec, seq_info: SeqInfo | None = None, seed: int = 0) ->
         sinks=normal(spec.num_heads, dtype=extras) if spec.sinks else None,
         cu_seqlens_q=offsets[0],
         cu_seqlens_k=offsets[1],
+        key_ranges=None if spec.key_ranges_shape is None else _ranges(spec, seed),
     )
     # Only a log-sum-exp that is returned can have a gradient.
     both = spec.needs_backward and spec.return_lse
     dlse = normal(*spec.lse_shape, dtype=spec.lse_dtype) if both else None
     return Trial(spec, inputs, seq_info, normal(*spec.out_shape), dlse, seed)
+
+
+def _ranges(spec: AttentionSpec, seed: int) -> np.ndarray:
+    """Draws key ranges: a quarter empty, the others of any length."""
+    random = np.random.default_rng((seed, 1))  # of its own, so that other numbers do not depend on them
+    ranges = np.sort(random.integers(0, spec.q_len + 1, spec.key_ranges_shape, np.int32), -1)
+    return np.where(random.random((*ranges.shape[:-1], 1)) < 0.25, ranges[..., :1], ranges)
+
+
+def arrays_of_call(trial: Trial) -> tuple[str, ...]:
+    """Returns the array arguments of ``attention``; key_ranges if the call has them, because few functions take it."""
+    usual = ("q", "k", "v", "mask", "bias", "alibi_slopes", "sinks")
+    return (*usual, *("key_ranges",) * (trial.inputs.key_ranges is not None))
 
 
 def dtype_of(trial: Trial, name: str) -> str:

@@ -118,6 +118,8 @@ def plan_spec(
 
 def check_spec(spec: AttentionSpec) -> None:
     """Raises SpecError for an argument of ``attention`` that context parallelism does not support."""
+    if spec.key_ranges_shape is not None:
+        raise SpecError("key_ranges: expected none in context parallelism, where every rank would need others")
     check_supported(spec.mask_shape, spec.bias_shape, spec.alibi_shape, spec.dropout)
 
 

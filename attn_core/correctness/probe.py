@@ -95,7 +95,13 @@ class MaskProbe:
 
 
 def mask_probe(
-    spec: AttentionSpec, *, mask: Any = None, cu_seqlens_q: Any = None, cu_seqlens_k: Any = None, rng: Any = None
+    spec: AttentionSpec,
+    *,
+    mask: Any = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    rng: Any = None,
+    key_ranges: Any = None,
 ) -> MaskProbe:
     """Builds the mask probe of a spec.
 
@@ -105,9 +111,10 @@ def mask_probe(
         mask: bool, of shape ``spec.mask_shape``; None if the spec has no mask.
         cu_seqlens_q, cu_seqlens_k: int32 ``[documents + 1]`` if the spec is packed.
         rng: two integer words (seed, offset) if the spec has dropout.
+        key_ranges: int32, of shape ``spec.key_ranges_shape``; None if the spec has none.
     """
     full = (spec.batch, spec.num_heads, spec.q_len, spec.kv_len)
-    pairs = np.broadcast_to(visible(spec, mask, cu_seqlens_q, cu_seqlens_k), full)
+    pairs = np.broadcast_to(visible(spec, mask, cu_seqlens_q, cu_seqlens_k, key_ranges), full)
     if spec.dropout:  # a dropped weight is 0, so its pair does not show in the output
         seed, offset = (int(word) for word in rng)
         pairs = pairs & dropout.keep((seed, offset), tuple(np.ogrid[tuple(slice(n) for n in full)]), spec.dropout)
@@ -123,6 +130,7 @@ def mask_probe(
         sinks=np.zeros(spec.num_heads, spec.lse_dtype) if spec.sinks else None,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
+        key_ranges=key_ranges,
         rng=rng,
     )
     return MaskProbe(spec, pairs[:, :, :, None, :] & reads[None, :, None, :, None], shared)

@@ -116,7 +116,8 @@ def softmax(spec: AttentionSpec, inputs: Inputs) -> Softmax:
         bent = np.tanh(scores / spec.softcap)
         capped, slope = spec.softcap * bent, 1.0 - bent**2
     added = np.broadcast_to(_added(spec, inputs), scores.shape)
-    seen = visible(spec, inputs.mask, inputs.cu_seqlens_q, inputs.cu_seqlens_k) & (added != -np.inf)
+    seen = visible(spec, inputs.mask, inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.key_ranges)
+    seen = seen & (added != -np.inf)
     logits = capped + added
     sink = np.full((1, spec.num_heads, 1), -np.inf)
     if spec.sinks:  # rows after the last document have no sink: their output is 0 and their lse -inf

@@ -81,7 +81,7 @@ def _of_round_lengths(spec: AttentionSpec) -> AttentionSpec:
     So the steps of a decoding loop, and prompts of similar lengths, share one order. All backends take longer alike, by
     at most a sixteenth. Up to 4096 tokens the number of tiles of 128 stays right.
     """
-    if spec.documents is not None or spec.alibi_shape is not None or spec.symbolic:
+    if spec.documents is not None or spec.alibi_shape or spec.key_ranges_shape or spec.symbolic:
         return spec
     q_len, kv_len = _round_up(spec.q_len), _round_up(spec.kv_len)
     if is_ragged(spec) and kv_len % 8 == 0:

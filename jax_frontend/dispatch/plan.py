@@ -148,6 +148,16 @@ def check_arrays(arrays: tuple[Any, ...], *, shapes_only: bool = False) -> Input
     return Inputs(*arrays)
 
 
+def ranges_as_array(key_ranges: Any, *, shapes_only: bool = False) -> Any:
+    """Returns key ranges as a JAX array, or with ``shapes_only`` as its shape; ``attn_core.masks`` builds numpy's."""
+    if not isinstance(key_ranges, np.ndarray):
+        check_array("key_ranges", key_ranges, shapes_only=shapes_only)
+        return key_ranges
+    if key_ranges.dtype != np.int32:
+        raise DTypeError(f"key_ranges: expected dtype int32, got {key_ranges.dtype}; cast it to int32")
+    return jax.device_put(key_ranges)  # explicitly, which ``jax.transfer_guard`` allows
+
+
 def as_array(name: str, value: Any) -> jax.Array:
     """Returns anything that JAX takes for an array. Raises TypeError that names the argument for other values."""
     if isinstance(value, jax.Array):

@@ -22,6 +22,7 @@ _AXES = {
     "mask": ("batch", "heads", "queries", "keys"),
     "bias": ("batch", "heads", "queries", "keys"),
     "alibi_slopes": ("batch", "heads"),
+    "key_ranges": ("batch", "kv_heads", "keys", "ranges", "ends"),
     "sinks": ("heads",),
     "cu_seqlens_q": ("documents",),
     "cu_seqlens_k": ("documents",),
@@ -34,7 +35,7 @@ _AXES = {
 """The axes of every operand and of its gradient. Packed arrays have no batch axis, and slopes may have none."""
 _POOL = ("pages", "slots", "kv_heads", "dim")
 """The axes of k and v in pages."""
-_BROADCAST = ("mask", "bias", "alibi_slopes")
+_BROADCAST = ("mask", "bias", "alibi_slopes", "key_ranges")
 
 Known = Sequence[tuple[str, Sequence[int], Sequence[Any]]]
 """(name, shape, PartitionSpec) of every array with a known sharding; if two disagree, the earlier one counts."""
@@ -143,6 +144,10 @@ def _local_spec(spec: AttentionSpec, mesh: Any, split: Split) -> AttentionSpec:
         if shape is not None:
             own = zip(axes[len(axes) - len(shape) :], shape, strict=True)
             changes[f"{field}_shape"] = tuple(1 if size == 1 else size // parts.get(axis, 1) for axis, size in own)
+    if spec.key_ranges_shape is not None:
+        rows, range_heads, *rest = spec.key_ranges_shape
+        local = 1 if rows == 1 else changes["batch"], 1 if range_heads == 1 else kv_heads
+        changes["key_ranges_shape"] = (*local, *rest)
     return replace(spec, **changes)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from attn_core.call.arguments import Arrays
 from attn_core.call.checks import CheckWarning, warn_of_values
+from attn_core.call.key_ranges import check_values
 from attn_core.call.mask_patterns import look
 from attn_core.call.offset_checks import check_cu_seqlens
 from attn_core.call.ranges import range_name
@@ -33,9 +34,22 @@ def check(spec: AttentionSpec, inputs: Inputs, info: SeqInfo | None) -> None:
         if info is not None and isinstance(info.cu_seqlens_q, jax.core.Tracer):
             report = partial(_warn_of_offsets, spec, info.max_len_q, info.max_len_k)
             jax.debug.callback(report, info.cu_seqlens_q, info.cu_seqlens_k)
+        if isinstance(inputs.key_ranges, jax.core.Tracer):
+            jax.debug.callback(partial(_warn_of_ranges, spec), inputs.key_ranges)
         return
+    if inputs.key_ranges is not None:
+        check_values(np.asarray(inputs.key_ranges), spec.q_len)
     tokens = None if info is None else int(info.cu_seqlens_q[-1])
     warn_of_values(spec, {name: _numpy(a) for name, a in zip(Arrays._fields, inputs, strict=False)}, tokens)
+
+
+def check_key_ranges(spec: AttentionSpec, key_ranges: Any) -> None:
+    """Checks the values of key ranges on the CPU; traced ones have none, and on a GPU wrong ones only hide keys."""
+    if key_ranges is None or isinstance(key_ranges, jax.core.Tracer) or not key_ranges.is_fully_addressable:
+        return
+    if all(device.platform == "cpu" for device in key_ranges.devices()):
+        with jax.transfer_guard("allow"):
+            check_values(np.asarray(key_ranges), spec.q_len)
 
 
 def look_at(mask: Any, bias: Any) -> None:
@@ -62,6 +76,13 @@ def report_results(plan: Plan, direction: str, operands: Mapping[str, Any], resu
     report = partial(warn_of_results, range_name(plan.backend, plan.spec, direction), plan.spec.dropout)
     present = ({name: array for name, array in each.items() if array is not None} for each in (operands, results))
     jax.debug.callback(report, *present)
+
+
+def _warn_of_ranges(spec: AttentionSpec, key_ranges: Any) -> None:
+    try:
+        check_values(np.asarray(key_ranges), spec.q_len)
+    except SpecError as error:
+        warnings.warn(str(error), CheckWarning, stacklevel=2)
 
 
 def _warn_of_offsets(spec: AttentionSpec, max_len_q: int, max_len_k: int, queries: Any, keys: Any) -> None:

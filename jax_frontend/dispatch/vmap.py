@@ -55,7 +55,7 @@ class MappedCall(NamedTuple):
         batch = spec.batch * prod(self.sizes)
         changes: dict[str, Any] = {"batch": batch}
         for name, has in zip(self.names, map(any, zip(*self.mapped, strict=True)), strict=True):
-            if name in ("mask", "bias"):
+            if name in ("mask", "bias", "key_ranges"):
                 shape = getattr(spec, f"{name}_shape")
                 changes[f"{name}_shape"] = (batch, *shape[1:]) if has or shape[0] != 1 else shape
             elif name == "alibi_slopes" and (has or len(spec.alibi_shape or ()) == 2):

@@ -433,3 +433,38 @@ def test_a_demo_without_its_example_says_where_to_get_it(
     done = attn(command)
     assert done.exit_code == 1
     assert f"make {command}" in done.stderr and f"python -m {module}" in done.stderr
+
+
+def test_mask_draws_a_constructor_of_key_ranges() -> None:
+    done = attn("mask", "--key-ranges", "tree([-1, 0, 0, 2])", "--kv-heads", "1")
+    assert done.exit_code == 0
+    assert "0  ■ · · ·\n1  ■ ■ · ·\n2  ■ · ■ ·\n3  ■ · ■ ■" in done.stdout
+
+
+def test_explain_names_key_ranges_and_why_other_kernels_refuse_them() -> None:
+    done = attn("explain", "--key-ranges", "prefix_lm(3, 64)")
+    assert done.exit_code == 0
+    assert "selected: math" in done.stdout and "key_ranges of shape [1, 1, 64, 1, 2]" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("prefix_lm(3)", "tokens"),
+        ("prefix_lm(9, 4)", "lengths: expected at most tokens=4, got 9"),
+        ("open('x')", "of one of block_diffusion, blocks"),
+        ("prefix_lm(3, len([1]))", "numbers, lists"),
+        ("prefix_lm(3,", "no Python expression"),
+        ("prefix_lm([1, 2], 4)", "key_ranges: expected shape"),
+    ],
+)
+def test_a_wrong_text_of_key_ranges_is_refused(text: str, message: str) -> None:
+    done = attn("mask", "--key-ranges", text)
+    assert done.exit_code == 2
+    assert message in " ".join(done.stderr.split())
+
+
+def test_context_parallelism_refuses_key_ranges_by_name() -> None:
+    done = attn("context-plan", "--ranks", "2", "--key-ranges", "prefix_lm(3, 64)")
+    assert done.exit_code == 2
+    assert "key_ranges: expected none in context parallelism" in " ".join(done.stderr.split())

@@ -62,7 +62,8 @@ def probed(
         fields["mask_shape"] = tuple(1 if broadcast else n for n, broadcast in zip(full, mask, strict=True))
     call = make_call(**fields)
     inputs = call.inputs
-    probe = mask_probe(call.spec, mask=inputs.mask, cu_seqlens_q=inputs.cu_seqlens_q, cu_seqlens_k=inputs.cu_seqlens_k)
+    names = ("mask", "cu_seqlens_q", "cu_seqlens_k", "key_ranges")
+    probe = mask_probe(call.spec, **{name: getattr(inputs, name) for name in names})
     return Probed(call, probe)
 
 
@@ -114,6 +115,20 @@ def combinations(framework: str, backend: str, lengths: str) -> list[tuple[Any, 
 @pytest.mark.parametrize(("backend", "device"), claimed())
 def test_the_visible_set(backend: str, lengths: str, framework: str, device: str) -> None:
     check_all(framework, backend, device, combinations(framework, backend, lengths))
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize(("backend", "device"), [c for c in claimed() if module_on(*c.values).FORWARD.key_ranges])
+def test_the_visible_set_of_key_ranges(backend: str, device: str, framework: str) -> None:
+    for rows, heads, ranges in ((2, 2, 2), (1, 2, 1), (2, 1, 1)):
+        some = [("more keys", True, "top_left", (3, None), (0, 1, 1, 0)), ("more keys", False, "top_left", None, None)]
+        check_all(framework, backend, device, some, key_ranges_shape=(rows, heads, 11, ranges, 2))
+    packed = [("documents", False, "top_left", None, None), ("documents", True, "bottom_right", (2, 1), None)]
+    check_all(framework, backend, device, packed, key_ranges_shape=(1, 2, 11, 2, 2))
+    sizes = {"batch": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 128, "value_dim": 128}
+    long = [("more keys", False, "top_left", None, None), ("more keys", False, "top_left", (3, 129), (0, 1, 1, 0))]
+    sizes |= {"q_len": 263, "kv_len": 271}
+    check_all(framework, backend, device, long, key_ranges_shape=(1, 1, 271, 2, 2), **sizes)
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)

@@ -65,6 +65,12 @@ def is_visible(case: Case, b: int, h: int, i: int, j: int, distance: int) -> boo
         return False
     if (left is not None and distance < -left) or (right is not None and distance > right):
         return False
+    if case.inputs.key_ranges is not None:
+        rows, heads = case.inputs.key_ranges.shape[:2]
+        kv_head = h // (case.spec.num_heads // case.spec.num_kv_heads)
+        ranges = case.inputs.key_ranges[b if rows > 1 else 0, kv_head if heads > 1 else 0, j].tolist()
+        if not any(start <= i < stop for start, stop in ranges):
+            return False
     return case.inputs.mask is None or bool(broadcast_at(case.inputs.mask, b, h, i, j))
 
 

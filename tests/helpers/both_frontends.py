@@ -178,8 +178,7 @@ def laid_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:
 def _torch_arrays(call: Call, device: str) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
     arrays = {}
     for name, array in call.arrays().items():
-        dtype = torch.bool if name == "mask" else getattr(torch, call.dtype_of(name))
-        tensor = torch.from_numpy(np.array(array)).to(device, dtype)
+        tensor = torch.from_numpy(np.array(array)).to(device, getattr(torch, call.dtype_of(name)))
         if name in ("q", "k", "v"):
             tensor = laid_out(tensor, call.layout)
         elif name in ("mask", "bias") and tensor.ndim > 1 and call.layout != "contiguous":
@@ -229,10 +228,7 @@ def _jax_on(call: Call, device: str) -> Iterator[None]:
 
 
 def _jax_arrays(call: Call) -> dict[str, jax.Array]:
-    return {
-        name: jnp.asarray(array, bool if name == "mask" else call.dtype_of(name))
-        for name, array in call.arrays().items()
-    }
+    return {name: jnp.asarray(array, call.dtype_of(name)) for name, array in call.arrays().items()}
 
 
 def _jax_info(call: Call) -> tuple[SeqInfo | None, Any]:

@@ -29,6 +29,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "right window": {"window": (None, 1)},
     "softcap": {"softcap": 0.9},
     "mask": {"mask_shape": (2, 9, 5, 7)},
+    "key ranges": {"key_ranges_shape": (2, 3, 7, 2, 2)},
+    "key ranges of all rows, causal": {"key_ranges_shape": (1, 1, 7, 1, 2), "causal": True},
     "mask by key": {"mask_shape": (2, 1, 1, 7)},
     "bias": {"bias_shape": (2, 9, 5, 7), "bias_gradient": True},
     "bias by head": {"bias_shape": (1, 9, 1, 7), "bias_gradient": True},
@@ -46,6 +48,7 @@ FEATURES: dict[str, dict[str, Any]] = {
         **PACKED,
         **{"bias_shape": (1, 9, 12, 14), "mask_shape": (1, 1, 12, 14), "bias_gradient": True, "sinks": True},
     },
+    "packed, key ranges, sinks": {**PACKED, "key_ranges_shape": (1, 3, 14, 2, 2), "sinks": True},
     "everything": {
         **{"causal": True, "window": (3, 0), "softcap": 1.5, "mask_shape": (2, 1, 5, 7), "bias_shape": (1, 9, 5, 7)},
         **{"bias_gradient": True, "alibi_shape": (2, 9), "sinks": True, "dropout": 0.2, "scale": 0.4},
@@ -87,9 +90,18 @@ def fill(spec: AttentionSpec, seed: int, lengths_q: Any = None, lengths_k: Any =
         sinks=normal(spec.num_heads) if spec.sinks else None,
         cu_seqlens_q=None if info is None else info.cu_seqlens_q,
         cu_seqlens_k=None if info is None else info.cu_seqlens_k,
+        key_ranges=None if spec.key_ranges_shape is None else random_ranges(spec, seed),
         rng=np.array([seed + 17, 3], np.int64) if spec.dropout else None,
     )
     return Case(spec, inputs, normal(*spec.out_shape), random.normal(size=spec.lse_shape))
+
+
+def random_ranges(spec: AttentionSpec, seed: int) -> np.ndarray:
+    """Random key ranges of a spec: a quarter of them empty, the rest of any length up to all queries."""
+    random = np.random.default_rng(seed + 29)
+    ranges = np.sort(random.integers(0, spec.q_len + 1, spec.key_ranges_shape, np.int32), -1)
+    empty = random.random(ranges.shape[:-1]) < 0.25
+    return np.where(empty[..., None], ranges[..., :1], ranges)
 
 
 def rounded(array: Any, dtype: str) -> np.ndarray:
@@ -146,8 +158,12 @@ def _scores(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     if inputs.alibi_slopes is not None:
         rows, columns = positions(spec, inputs.cu_seqlens_q, inputs.cu_seqlens_k)
         logit = logit - inputs.alibi_slopes.astype(F32)[..., None, None] * abs(rows[:, None] - columns).astype(F32)
-    seen = np.broadcast_to(visible(spec, inputs.mask, inputs.cu_seqlens_q, inputs.cu_seqlens_k), score.shape)
+    seen = np.broadcast_to(visible(spec, *_hiding(inputs)), score.shape)
     return score, np.where(seen, logit, F32(-np.inf)), seen
+
+
+def _hiding(inputs: Inputs) -> tuple[Any, ...]:
+    return inputs.mask, inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.key_ranges
 
 
 def _online_softmax(

@@ -81,14 +81,16 @@ class Call:
         return {name: getattr(self.spec, name) for name in names} | {"window": self.window}
 
     def dtype_of(self, name: str) -> str:
-        """The dtype in which a floating-point input (or ``dout``, ``dlse``) is passed."""
+        """The dtype in which an input (or ``dout``, ``dlse``) is passed."""
         if name == "dlse":
             return self.spec.lse_dtype
+        if name in ("mask", "key_ranges"):
+            return "bool" if name == "mask" else "int32"
         return self.extras_dtype if name in ("bias", "alibi_slopes", "sinks") else self.spec.dtype
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """q, k, v and the present ones of mask, bias, alibi_slopes and sinks, in the shapes that the caller passes."""
-        names = ("q", "k", "v", "mask", "bias", "alibi_slopes", "sinks")
+        """q, k, v, and the tables, slopes, sinks and key ranges that are present, in the caller's shapes."""
+        names = ("q", "k", "v", "mask", "bias", "alibi_slopes", "sinks", "key_ranges")
         actual = {name: getattr(self.inputs, name) for name in names if getattr(self.inputs, name) is not None}
         if self.one_row:
             actual |= {name: actual[name][None] for name in ("q", "k", "v")}
@@ -173,7 +175,7 @@ GPU_SIZES = (
 )
 GPU_PACKED_SIZES = (_sizes(1, 0, 0, 4, 2, 64, 64), _sizes(1, 0, 0, 6, 2, 128, 128))
 WINDOWS = ((2, 1), (0, 0), (None, 1), (3, None), (1, 4))
-FEATURES = ("causal", "window", "softcap", "mask", "bias", "alibi", "sinks", "dropout", "scale")
+FEATURES = ("causal", "window", "softcap", "mask", "key_ranges", "bias", "alibi", "sinks", "dropout", "scale")
 
 TAILS = st.sampled_from(((0, 0), (0, 0), (3, 2), (0, 4), (5, 0), (11, 11)))
 """The numbers of tokens of q and of k behind the last document."""
@@ -336,12 +338,14 @@ def _feature(name: str, fields: dict[str, Any]) -> st.SearchStrategy[dict[str, A
     batch, heads = fields["batch"], fields["num_heads"]
     full = (batch, heads, fields["q_len"], fields["kv_len"])
     some_axes = st.tuples(*(st.sampled_from((size, 1)) for size in full))
+    few_axes = (st.sampled_from(sizes) for sizes in ((batch, 1), (fields["num_kv_heads"], 1), full[3:], (1, 2), (2,)))
     return {
         "causal": st.just({"causal": True}),
         "window": st.sampled_from((*WINDOWS, 1, 3)).map(lambda window: {"window": window}),
         "softcap": st.sampled_from((0.7, 30.0)).map(lambda softcap: {"softcap": softcap}),
         "scale": st.sampled_from((0.31, 1.7)).map(lambda scale: {"scale": scale}),
         "mask": some_axes.map(lambda shape: {"mask_shape": shape}),
+        "key_ranges": st.tuples(*few_axes).map(lambda shape: {"key_ranges_shape": shape}),
         "bias": some_axes.map(lambda shape: {"bias_shape": shape}),
         "alibi": st.sampled_from(((heads,), (batch, heads))).map(lambda shape: {"alibi_shape": shape}),
         "sinks": st.just({"sinks": True}),
@@ -378,6 +382,7 @@ SIGNATURES: tuple[dict[str, Any], ...] = (
         **{"bias_shape": (1, 6, 13, 17), "bias_gradient": True, "sinks": True, "return_lse": True},
     },
     {**_sizes(1, 263, 269, 2, 1, 5, 3), "dtype": "float32", "window": (150, 3)},  # more than one block of either
+    {**DENSE_SIZES[0], "dtype": "float32", "key_ranges_shape": (2, 3, 7, 2, 2), "sinks": True, "return_lse": True},
 )
 
 

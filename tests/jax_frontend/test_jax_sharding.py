@@ -122,6 +122,42 @@ def test_gradients_that_sum_over_a_split_axis_are_summed_over_devices(mesh, back
     assert whole or collectives.keys() == {"all-reduce"}
 
 
+@cache
+def with_key_ranges(backend, rows, heads):
+    ranges = np.sort(np.random.default_rng(9).integers(0, Q_LEN + 1, (rows, heads, KV_LEN, 2, 2), np.int32), -1)
+
+    def call(q, k, v):
+        return attention(q, k, v, key_ranges=jnp.asarray(ranges), backend=backend)
+
+    return call
+
+
+@pytest.mark.parametrize("backend", BOTH_WAYS)
+@pytest.mark.parametrize(("rows", "heads"), [(1, 1), (BATCH, KV_HEADS), (1, KV_HEADS)])
+@pytest.mark.parametrize("kv_heads", [KV_HEADS, 1])
+def test_key_ranges_are_split_by_batch_and_kv_heads(mesh, backend, rows, heads, kv_heads):
+    """With one kv head, which no mesh axis divides, each device picks the ranges of the heads that it reads."""
+    call, arrays = with_key_ranges(backend, rows, min(heads, kv_heads)), qkv(kv_heads=kv_heads)
+    specs = (P("data", None, "model"), *(P("data", None, "model" if kv_heads > 1 else None),) * 2)
+    results, _, _ = run_split(mesh, call, arrays, specs)
+    assert_close(results, on_one_device(call, *arrays))
+
+
+@pytest.mark.parametrize("backend", BOTH_WAYS)
+def test_key_ranges_of_kv_heads_that_the_mesh_does_not_divide(mesh, backend):
+    """Six query heads read three kv heads, and two devices share them: each picks the kv heads of its query heads."""
+    ranges = np.sort(np.random.default_rng(9).integers(0, Q_LEN + 1, (1, 3, KV_LEN, 1, 2), np.int32), -1)
+    call, arrays = partial(_attend_in, backend, tuple(ranges.ravel().tolist())), qkv(heads=6, kv_heads=3)
+    specs = (P("data", None, "model"), P("data"), P("data"))
+    results, _, _ = run_split(mesh, call, arrays, specs)
+    assert_close(results, on_one_device(call, *arrays))
+
+
+def _attend_in(backend, numbers, q, k, v):
+    ranges = jnp.asarray(numbers, jnp.int32).reshape(1, 3, KV_LEN, 1, 2)
+    return attention(q, k, v, key_ranges=ranges, backend=backend)
+
+
 @pytest.mark.parametrize("backend", BOTH_WAYS)
 def test_pages_split_by_kv_heads(mesh, backend):
     """A step of a cache whose pools are split by heads: nothing is gathered, and the pools stay split."""

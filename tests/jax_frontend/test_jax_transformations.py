@@ -117,7 +117,9 @@ def test_vmap_equals_a_loop(arrays, backend, in_axes):
 
 
 @pytest.mark.parametrize("backend", ("sdpa_flash", "math"))
-@pytest.mark.parametrize("extra", ["mask", "shared mask", "bias", "alibi_slopes", "sinks", "shared sinks", "softcap"])
+@pytest.mark.parametrize(
+    "extra", ["mask", "shared mask", "key_ranges", "bias", "alibi_slopes", "sinks", "shared sinks", "softcap"]
+)
 def test_vmap_folds_or_repeats_every_operand(arrays, backend, extra):
     generator = np.random.default_rng(1)
     options, mapped = {}, None
@@ -125,6 +127,8 @@ def test_vmap_folds_or_repeats_every_operand(arrays, backend, extra):
         mapped = jnp.asarray(generator.random((3, BATCH, 1, Q_LEN, KV_LEN)) > 0.4)
     elif extra == "shared mask":
         options["mask"] = jnp.asarray(generator.random((1, 1, Q_LEN, KV_LEN)) > 0.4)
+    elif extra == "key_ranges":
+        mapped = jnp.asarray(np.sort(generator.integers(0, Q_LEN + 1, (3, 1, 1, KV_LEN, 2, 2), np.int32), -1))
     elif extra == "shared sinks":
         options["sinks"] = jnp.asarray(generator.standard_normal(HEADS), jnp.float32)
     elif extra == "bias":
@@ -135,7 +139,7 @@ def test_vmap_folds_or_repeats_every_operand(arrays, backend, extra):
         mapped = jnp.asarray(generator.standard_normal((3, HEADS)), jnp.float32)
     else:
         options["softcap"] = 2.0
-    if backend == "sdpa_flash" and extra == "softcap":
+    if backend == "sdpa_flash" and extra in ("softcap", "key_ranges"):
         with pytest.raises(NoBackendError):
             attention(*arrays, backend=backend, **options, **({} if mapped is None else {extra: mapped[0]}))
         return

@@ -7,7 +7,7 @@ from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 from attn_core import NoBackendError
 from attn_core.call.options import Options
 from torch_frontend import SeqInfo, attention, use_backend
-from torch_frontend.dispatch.ops import PlainOptions
+from torch_frontend.dispatch.op_arguments import PlainOptions
 
 HEADS, KV_HEADS, DIM = 6, 3, 8
 
@@ -29,6 +29,7 @@ CASES = {
     "softcap": {"softcap": 7.0, "scale": 0.2},
     "lse": {"return_lse": True, "causal": True},
     "mask": {"mask": torch.rand(1, 1, 5, 7) > 0.3},
+    "key_ranges": {"key_ranges": torch.randint(0, 6, (2, KV_HEADS, 7, 2, 2)).sort(-1).values.int()},
     "sinks": {"sinks": torch.randn(HEADS), "alibi_slopes": torch.rand(HEADS)},
     "backend": {"backend": "math", "deterministic": True},
 }
@@ -164,7 +165,8 @@ def test_an_input_changed_before_the_backward_is_an_error():
 
 
 def test_the_options_of_an_op_equal_those_of_a_call():
-    """A compiler's cache stores programs by this schema, so the schema may change only together with an op's name."""
+    """A compiler's cache stores programs by this schema, so it may change only together with an op's name; or grow
+    at its end by arguments with defaults, without which stored programs still run."""
     options = Options(True, "top_left", (3, None), 4.0, 0.5, 7, 9, 0.1, True, True)
     plain = PlainOptions.from_options(options, True, False, "math")
     assert plain == (True, "top_left", 3, None, 4.0, 0.5, 7, 9, 0.1, True, True, True, False, "math")
@@ -175,8 +177,8 @@ def test_the_options_of_an_op_equal_those_of_a_call():
         "attn::forward(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, "
         "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? rng, bool causal, str alignment, SymInt? window_left, "
         "SymInt? window_right, float? softcap, float? scale, SymInt? max_len_q, SymInt? max_len_k, float dropout, "
-        "bool deterministic, bool return_lse, bool needs_backward, bool bias_gradient, str? backend) "
-        "-> (Tensor, Tensor, Tensor)"
+        "bool deterministic, bool return_lse, bool needs_backward, bool bias_gradient, str? backend, "
+        "Tensor? key_ranges=None) -> (Tensor, Tensor, Tensor)"
     )
 
 

@@ -19,7 +19,7 @@ from torch_frontend.context_parallel.mesh import find_axis
 from torch_frontend.context_parallel.prepare import RankPlan, prepare
 from torch_frontend.dispatch import autocast, empty_rows
 from torch_frontend.dispatch.backend_names import join_names
-from torch_frontend.dispatch.ops import OPTIONS_SCHEMA, PlainOptions
+from torch_frontend.dispatch.op_arguments import OPTIONS_SCHEMA, PlainOptions
 
 Tensor = torch.Tensor
 

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from attn_core.call import checks
-from attn_core.call.options import Options, check_options, check_traced_options, requested_names
+from attn_core.call.options import Options, check_flag, check_options, check_traced_options, requested_names
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.slow_copies import EVERY, FIRST, tables_passed
 from attn_core.call.tensors import Inputs
-from attn_core.errors import SpecError
-from attn_core.selection import override
+from attn_core.errors import DTypeError, SpecError
+from attn_core.selection import Selection, override
 from torch_frontend.dispatch import (
     autocast,
     autograd,
+    empty_rows,
     offsets,
     ops,
     plan,
@@ -28,6 +30,7 @@ from torch_frontend.dispatch import (
 from torch_frontend.dispatch.backend_names import join_names
 from torch_frontend.dispatch.checked_results import in_checks
 from torch_frontend.dispatch.dropout_words import draw_words
+from torch_frontend.dispatch.op_arguments import PlainOptions
 from torch_frontend.dispatch.ranges import in_ranges
 
 
@@ -38,6 +41,7 @@ def gather_arguments(
     generator: torch.Generator | None,
     *,
     draw: bool = True,
+    key_ranges: Any = None,
 ) -> tuple[Inputs, Options]:
     """Returns a call's arguments, each checked by itself. Without ``draw`` dropout's generator stays as it is."""
     for name, tensor in zip(Inputs._fields, tensors, strict=False):
@@ -52,6 +56,8 @@ def gather_arguments(
         raise SpecError(f"dropout_rng: expected a torch.Generator, or None for torch's own, got {type(generator)}")
     info = SeqInfo.coerce(seq_info)
     inputs = Inputs(q, k, v, mask, bias, alibi_slopes, sinks)
+    if key_ranges is not None:
+        inputs = inputs._replace(key_ranges=_ranges_as_tensor(q, key_ranges))
     if info is not None:
         attach = offsets.attach if transforms.is_one_op(q) else offsets.attach_complete  # an op completes them itself
         inputs, longest = attach(info, inputs)
@@ -64,20 +70,64 @@ def gather_arguments(
     return inputs, options
 
 
+def _ranges_as_tensor(q: torch.Tensor, key_ranges: Any) -> torch.Tensor:
+    """Returns key ranges as a tensor; those of numpy, as ``attn_core.masks`` builds them, move to q's device."""
+    if not isinstance(key_ranges, np.ndarray):
+        plan.check_tensor("key_ranges", key_ranges)
+        tensor_kinds.check_data(q, key_ranges=key_ranges)
+        return key_ranges  # type: ignore[no-any-return]
+    if key_ranges.dtype != np.int32:
+        raise DTypeError(f"key_ranges: expected dtype int32, got {key_ranges.dtype}; cast it to int32")
+    return tensor_kinds.to_device_of(q, key_ranges)
+
+
+def run(
+    tensors: tuple[Any, ...],
+    seq_info: Any,
+    options: Options,
+    generator: torch.Generator | None,
+    backend: Any,
+    key_ranges: Any = None,
+) -> Any:
+    """Gathers the arguments of a call, runs it, and returns out or (out, lse) as ``attention`` does."""
+    arguments = gather_arguments(tensors, seq_info, options, generator, key_ranges=key_ranges)
+    return empty_rows.finish_results(attend(*arguments, backend), arguments[0], seq_info)
+
+
+def explain(
+    tensors: tuple[Any, ...],
+    seq_info: Any,
+    options: Options,
+    generator: torch.Generator | None,
+    backend: Any,
+    key_ranges: Any,
+    needs_backward: bool | None,
+) -> Selection:
+    """Gathers the arguments of a call, and returns what would run it, as ``attention.explain`` does."""
+    inputs, options = gather_arguments(tensors, seq_info, options, generator, draw=False, key_ranges=key_ranges)
+    trains, bias_gradient = autograd.gradients_needed(inputs)
+    needs = trains if needs_backward is None else check_flag("needs_backward", needs_backward)
+    requested = requested_names(backend) or override.requested()
+    gradients = needs, bias_gradient and needs
+    selection = plan.explanation(plan.metadata(inputs), options, *gradients, requested, sdpa_flags.now())
+    run_plan.check_host_values(selection.spec, inputs)
+    return selection
+
+
 def attend(inputs: Inputs, options: Options, backend: Any) -> Any:
     """Runs a call with any feature: eagerly by a plan, or by the ops if a compiler or a transform observes the call."""
     needs_backward, bias_gradient = autograd.gradients_needed(inputs)
     if transforms.is_one_op(inputs.q):
         plan.check(inputs, options)
         names = join_names(requested_names(backend), sdpa_flags.now())
-        plain = ops.PlainOptions.from_options(options, needs_backward, bias_gradient, names)
+        plain = PlainOptions.from_options(options, needs_backward, bias_gradient, names)
         out, lse = (transforms if transforms.are_observing() else ops).traced(inputs, plain)
         return (out, lse) if options.return_lse else out
     requested = requested_names(backend) or override.requested()
     entries = plan.metadata(inputs)
     call_plan = plan.plan(entries, options, needs_backward, bias_gradient, requested, sdpa_flags.now())
     call_plan = in_checks(in_ranges(call_plan))
-    run_plan.check_offsets(call_plan.spec, inputs)
+    run_plan.check_host_values(call_plan.spec, inputs)
     if (inputs.mask is not None or inputs.bias is not None) and tables_passed() % EVERY == FIRST:
         value_checks.look_at(inputs.mask, inputs.bias)
     with autocast.switched_off(inputs.q.device):

@@ -36,7 +36,7 @@ DIRECT = ("causal", "alignment", "window", "scale", "mask", "bias", "determinist
 """The options that ``attend`` takes."""
 
 DEFAULTS: dict[str, Any] = {"softcap": None, "alibi_slopes": None, "sinks": None, "seq_info": None, "dropout_rng": None}
-DEFAULTS |= {"dropout": 0.0, "return_lse": False}
+DEFAULTS |= {"dropout": 0.0, "return_lse": False, "key_ranges": None}
 """The other options of ``attention``."""
 
 

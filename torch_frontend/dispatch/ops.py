@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any
 
 import torch
 
@@ -21,79 +21,12 @@ from torch_frontend.dispatch import offsets, vmap
 from torch_frontend.dispatch.autocast import switched_off
 from torch_frontend.dispatch.backend_names import requested_now
 from torch_frontend.dispatch.checked_results import check_backward, check_forward
+from torch_frontend.dispatch.op_arguments import SCHEMA, TENSORS, PlainOptions, from_call, tensors_of, to_call
 from torch_frontend.dispatch.plan import Plan, metadata, plan
 from torch_frontend.dispatch.ranges import in_ranges
-from torch_frontend.dispatch.run_plan import gradients_in_order, run_backward, run_forward
+from torch_frontend.dispatch.run_plan import check_key_ranges, gradients_in_order, run_backward, run_forward
 
 Tensor = torch.Tensor
-
-TENSORS = 10
-"""The number of tensors in the schema: the first fields of ``Inputs``."""
-
-_WINDOW = Options._fields.index("window")
-
-
-class PlainOptions(NamedTuple):
-    """The arguments of the ops after the tensors: Options in their order, the window as two numbers, and three more."""
-
-    causal: bool
-    alignment: str
-    window_left: int | None
-    window_right: int | None
-    softcap: float | None
-    scale: float | None
-    max_len_q: int | None
-    max_len_k: int | None
-    dropout: float
-    deterministic: bool
-    return_lse: bool
-    needs_backward: bool
-    bias_gradient: bool
-    backend: str | None
-    """Names in order of preference, joined by ``join_names``, because torch.jit accepts no list of names."""
-
-    @classmethod
-    def from_options(
-        cls, options: Options, needs_backward: bool, bias_gradient: bool, backend: str | None
-    ) -> PlainOptions:
-        """Returns checked options, their window a pair, as the arguments of an op."""
-        window: Any = options.window
-        values: list[Any] = [*options[:_WINDOW], *window, *options[_WINDOW + 1 :]]
-        values += [needs_backward, bias_gradient, backend]
-        return cls(*values)
-
-    def as_options(self) -> Options:
-        """Returns the arguments of an op as Options again."""
-        window = (self.window_left, self.window_right)
-        values: list[Any] = [*self[:_WINDOW], window, *self[_WINDOW + 2 : -3]]  # the last three are no options
-        return Options(*values)
-
-
-def _options_schema() -> str:
-    """Returns the fields of PlainOptions as torch's schema spells them."""
-    spelled = {
-        bool: "bool",
-        str: "str",
-        float: "float",
-        int | None: "SymInt?",
-        float | None: "float?",
-        str | None: "str?",
-    }
-    return ", ".join(f"{spelled[kind]} {name}" for name, kind in get_type_hints(PlainOptions).items())
-
-
-OPTIONS_SCHEMA = _options_schema()
-
-
-def _schema() -> str:
-    """Returns the arguments of both ops as torch's schema spells them."""
-    tensors = [f"Tensor{'' if name in ('q', 'k', 'v') else '?'} {name}" for name in Inputs._fields[:TENSORS]]
-    return ", ".join([*tensors, OPTIONS_SCHEMA])
-
-
-def from_call(call: Sequence[Any]) -> tuple[Inputs, PlainOptions]:
-    """Returns the arguments of ``attn::forward`` as Inputs and PlainOptions."""
-    return Inputs(*call[:TENSORS]), PlainOptions(*call[TENSORS:])
 
 
 def _complete(call: Sequence[Any]) -> tuple[Inputs, PlainOptions]:
@@ -123,6 +56,7 @@ def _op_plan(inputs: Inputs, plain: PlainOptions, chosen: Tensor | None = None) 
 def _forward_op(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     inputs, plain = _complete(arguments)
     call_plan = _op_plan(inputs, plain)
+    check_key_ranges(call_plan.spec, inputs.key_ranges)
     with switched_off(inputs.q.device):
         out, lse = run_forward(call_plan, inputs)
     # Compiled code reads the results' memory as ``_forward_fake`` describes it, and would read out of bounds.
@@ -133,7 +67,7 @@ def _forward_op(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    inputs = Inputs(*arguments[:TENSORS])
+    inputs = tensors_of(arguments)
     q, heads, tokens = inputs.q, inputs.q.shape[-2], inputs.q.shape[-3]
     out = q.new_empty((*q.shape[:-1], inputs.v.shape[-1]))
     rows = (heads, tokens) if inputs.cu_seqlens_q is not None else (q.shape[0], heads, tokens)
@@ -164,8 +98,8 @@ def _backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
 
 def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     """Saves what the backward of ``attn::forward`` needs: all its tensors, results and options."""
-    ctx.plain = PlainOptions(*inputs[TENSORS:])
-    ctx.save_for_backward(*inputs[:TENSORS], *output)
+    tensors, ctx.plain = from_call(inputs)
+    ctx.save_for_backward(*tensors, *output)
     ctx.set_materialize_grads(False)
 
 
@@ -176,9 +110,10 @@ def differentiate(
     *tensors, out, lse, chosen = ctx.saved_tensors
     plain: PlainOptions = ctx.plain
     backward = backward or torch.ops.attn.backward
-    results = backward(dout, dlse if plain.return_lse else None, out, lse, chosen, *tensors, *plain)
-    gradients = _without_absent(results, Inputs(*tensors), plain)
-    return *gradients_in_order(gradients, len(tensors)), *(None,) * len(plain)
+    inputs = Inputs(*tensors)
+    results = backward(dout, dlse if plain.return_lse else None, out, lse, chosen, *to_call(inputs, plain))
+    # None for the options and for the key ranges.
+    return *gradients_in_order(_without_absent(results, inputs, plain), TENSORS), *(None,) * (len(plain) + 1)
 
 
 def _without_absent(results: Sequence[Tensor], inputs: Inputs, plain: PlainOptions) -> Gradients:
@@ -191,10 +126,10 @@ def mapped_forward(run: Any, info: Any, in_dims: tuple[Any, ...], *call: Any) ->
     """Applies the vmap rule to ``run``: ``attn::forward``, or a function with its signature."""
     inputs, plain = from_call(call)
     return vmap.forward(
-        lambda *tensors: run(*tensors[:TENSORS], *plain),
+        lambda *tensors: run(*to_call(Inputs(*tensors), plain)),
         info.batch_size,
         inputs,
-        Inputs(*in_dims[:TENSORS]),
+        tensors_of(in_dims),
         plain.dropout,
     )
 
@@ -203,12 +138,12 @@ def mapped_backward(run: Any, info: Any, in_dims: tuple[Any, ...], *arguments: A
     """Applies the vmap rule to ``run``: ``attn::backward``, or a function with its signature."""
     inputs, plain = from_call(arguments[5:])
     return vmap.backward(
-        lambda *tensors: run(*tensors[: 5 + TENSORS], *plain),
+        lambda *tensors: run(*tensors[:5], *to_call(Inputs(*tensors[5:]), plain)),
         info.batch_size,
         arguments[:5],
         in_dims[:5],
         inputs,
-        Inputs(*in_dims[5 : 5 + TENSORS]),
+        tensors_of(in_dims[5:]),
         plain.dropout,
         summed=plain.bias_gradient or inputs.sinks is not None,
     )
@@ -222,15 +157,15 @@ def mapped_gradients(
     options = Options(*(getattr(spec, name) for name in Options._fields))
     plain = PlainOptions.from_options(options, spec.needs_backward, spec.bias_gradient, call_plan.backend)
     chosen = torch.tensor(names().index(call_plan.backend), device="cpu")
-    results = torch.ops.attn.backward(dout, dlse, out, lse, chosen, *inputs[:TENSORS], *plain)
+    results = torch.ops.attn.backward(dout, dlse, out, lse, chosen, *to_call(inputs, plain))
     return _without_absent(results, inputs, plain)
 
 
 # torch's compiler caches identify ops by name: after a release, a changed schema needs a new op name.
 _library = torch.library.Library("attn", "DEF")
-_library.define(f"forward({_schema()}) -> (Tensor, Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
+_library.define(f"forward({SCHEMA}) -> (Tensor, Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
 _library.define(
-    f"backward(Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, Tensor chosen, {_schema()}) "
+    f"backward(Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, Tensor chosen, {SCHEMA}) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
@@ -245,5 +180,5 @@ for _name, _rule in (("forward", mapped_forward), ("backward", mapped_backward))
 
 def traced(inputs: Inputs, plain: PlainOptions) -> tuple[Tensor, Tensor]:
     """Runs the call as the op ``attn::forward`` and returns (out, lse)."""
-    out, lse, _ = torch.ops.attn.forward(*inputs[:TENSORS], *plain)
+    out, lse, _ = torch.ops.attn.forward(*to_call(inputs, plain))
     return out, lse

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from attn_core.call import key_ranges as key_ranges_of
 from attn_core.call.failed_calls import note_call
 from attn_core.call.offset_checks import check_cu_seqlens
 from attn_core.call.ranges import range_name
@@ -19,6 +20,18 @@ def check_offsets(spec: AttentionSpec, inputs: Inputs) -> None:
     if spec.packed and inputs.q.device.type == "cpu":
         check_cu_seqlens(inputs.cu_seqlens_q.numpy(), spec.max_len_q or 0, side="q", tokens=spec.q_len)
         check_cu_seqlens(inputs.cu_seqlens_k.numpy(), spec.max_len_k or 0, side="k", tokens=spec.kv_len)
+
+
+def check_key_ranges(spec: AttentionSpec, key_ranges: Tensor | None) -> None:
+    """Checks the values of key ranges on the CPU; on a GPU wrong ones only hide keys."""
+    if key_ranges is not None and key_ranges.is_cpu:
+        key_ranges_of.check_values(key_ranges.numpy(), spec.q_len)
+
+
+def check_host_values(spec: AttentionSpec, inputs: Inputs) -> None:
+    """Checks the values of offsets and key ranges that are on the host."""
+    check_offsets(spec, inputs)
+    check_key_ranges(spec, inputs.key_ranges)
 
 
 def run_shortcut(call_plan: Plan, inputs: Inputs) -> tuple[Tensor, Tensor] | None:

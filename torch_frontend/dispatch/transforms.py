@@ -16,7 +16,7 @@ from attn_core.call.tensors import Inputs
 from torch_frontend.dispatch import ops
 from torch_frontend.dispatch import vmap as vmap_rules
 from torch_frontend.dispatch.after_import import after_import
-from torch_frontend.dispatch.ops import PlainOptions, from_call
+from torch_frontend.dispatch.op_arguments import PlainOptions, from_call, to_call
 from torch_frontend.dispatch.tensor_kinds import is_watched
 
 Tensor = torch.Tensor
@@ -36,7 +36,7 @@ def is_one_op(q: Tensor) -> bool:
 
 def traced(inputs: Inputs, plain: PlainOptions) -> tuple[Tensor, Tensor]:
     """Returns (out, lse), as ``ops.traced`` does."""
-    return _in_graph(*inputs[: ops.TENSORS], *plain)
+    return _in_graph(*to_call(inputs, plain))
 
 
 def _in_graph(*call: Any) -> tuple[Tensor, Tensor]:
@@ -46,7 +46,8 @@ def _in_graph(*call: Any) -> tuple[Tensor, Tensor]:
     bias = recorded and inputs.bias is not None and _needs_gradient(inputs.bias)
     sinks = inputs.sinks is not None and _needs_gradient(inputs.sinks)
     needs = bias or (recorded and (sinks or any(_needs_gradient(tensor) for tensor in inputs[:3])))
-    out, lse, _ = _Forward.apply(*call[: ops.TENSORS], *plain._replace(needs_backward=needs, bias_gradient=bias))
+    plain = plain._replace(needs_backward=needs, bias_gradient=bias)
+    out, lse, _ = _Forward.apply(*to_call(inputs, plain))
     return out, lse
 
 

@@ -8,6 +8,7 @@ import torch
 
 from attn_core.call.arguments import Arrays, build_spec
 from attn_core.call.checks import warn_of_values
+from attn_core.call.key_ranges import check_values
 from attn_core.call.mask_patterns import look
 from attn_core.call.options import Options
 from attn_core.call.seq_info import SeqInfo
@@ -20,7 +21,10 @@ def check(inputs: Inputs, options: Options, info: SeqInfo | None) -> None:
     facts = Arrays(*(entry and plan.facts(*entry) for entry in plan.metadata(inputs)))  # type: ignore[arg-type]
     tokens = None if info is None else int(info.cu_seqlens_q[-1])
     arrays = {name: as_numpy(tensor) for name, tensor in zip(Arrays._fields, inputs, strict=False)}
-    warn_of_values(build_spec(facts, options), arrays, tokens)
+    spec = build_spec(facts, options)
+    if inputs.key_ranges is not None:
+        check_values(arrays["key_ranges"], spec.q_len)
+    warn_of_values(spec, arrays, tokens)
 
 
 def look_at(mask: torch.Tensor | None, bias: torch.Tensor | None) -> None:

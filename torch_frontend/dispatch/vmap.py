@@ -86,7 +86,8 @@ def _fold(size: int, batch: int, inputs: Inputs, dims: Inputs) -> Inputs:
     mask = _fold_table(size, batch, inputs.mask, dims.mask, axes=4)
     bias = _fold_table(size, batch, inputs.bias, dims.bias, axes=4)
     slopes = _fold_table(size, batch, inputs.alibi_slopes, dims.alibi_slopes, axes=2)
-    return Inputs(q, k, v, mask, bias, slopes, inputs.sinks)
+    ranges = _fold_table(size, batch, inputs.key_ranges, dims.key_ranges, axes=5)
+    return Inputs(q, k, v, mask, bias, slopes, inputs.sinks, key_ranges=ranges)
 
 
 def _fold_rows(size: int, part: Tensor, dim: int | None) -> Tensor:

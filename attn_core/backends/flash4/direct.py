@@ -84,6 +84,7 @@ FEW_DOCUMENTS = 256
 _WIDTHS = attrgetter(
     *("dtype", "num_heads", "num_kv_heads", "head_dim", "value_dim", "packed", "sinks", "paged", "partial"),
     *("softcap", "scale", "deterministic", "dropout", "mask_shape", "bias_shape", "alibi_shape"),
+    "key_ranges_shape",
 )
 
 

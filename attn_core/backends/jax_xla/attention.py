@@ -1,7 +1,7 @@
 """Attention in plain XLA operations: every feature of the spec, forward and explicit backward, in blocks.
 
 Documents, causal and window together leave each query one unbroken range of keys, so two integers per query and the
-caller's mask describe visibility (``KeyRanges``). A loop over blocks of queries runs an inner loop over the blocks of
+caller's mask describe visibility (``RowKeys``). A loop over blocks of queries runs an inner loop over the blocks of
 keys that some query may see, with the running softmax of FlashAttention (Dao et al. 2022, arXiv:2205.14135): memory per
 head is O(block of queries * block of keys), and the trace holds one body for all lengths.
 
@@ -16,7 +16,7 @@ from typing import Any
 
 from attn_core.backends.jax_xla.tiles import (
     BlockSizes,
-    KeyRanges,
+    RowKeys,
     ScoreTile,
     Summand,
     XlaOperands,
@@ -31,6 +31,7 @@ from attn_core.backends.jax_xla.tiles import (
     key_blocks,
     queries_first,
     rows_of,
+    seen_in_ranges,
     summands,
     tile_at,
     tokens_first,
@@ -105,7 +106,7 @@ def backward(
     )
 
 
-def _attend(spec: AttentionSpec, call: XlaOperands, value: Summand, rows: KeyRanges, start: Any) -> tuple[Any, Any]:
+def _attend(spec: AttentionSpec, call: XlaOperands, value: Summand, rows: RowKeys, start: Any) -> tuple[Any, Any]:
     """Returns (out, lse) of one block of queries: ``[b, h, g, i, e]`` in the inputs' dtype and ``[b, h, g, i]``."""
     import jax.numpy as jnp
     from jax import lax
@@ -130,7 +131,7 @@ def _attend(spec: AttentionSpec, call: XlaOperands, value: Summand, rows: KeyRan
 
     zero = jnp.zeros(q.shape[:4], spec.lse_dtype) + call.zero.astype(spec.lse_dtype)
     state = (zero - jnp.inf, zero, jnp.broadcast_to(zero[..., None], (*zero.shape, spec.value_dim)))
-    return finish(spec, call, *lax.fori_loop(*key_blocks(spec, call, rows), step, state))
+    return finish(spec, call, *lax.fori_loop(*key_blocks(spec, call, rows, start), step, state))
 
 
 def finish(spec: AttentionSpec, call: XlaOperands, top: Any, total: Any, summed: Any) -> tuple[Any, Any]:
@@ -154,7 +155,7 @@ def _gradients(
     sources: tuple[Summand, ...],
     saved: tuple[Any, Any],
     totals: tuple[Any, ...],
-    rows: KeyRanges,
+    rows: RowKeys,
     start: Any,
 ) -> tuple[Any, ...]:
     """Adds one block of queries to the gradients so far: dq and dk (before scale), dv, and dbias if requested."""
@@ -182,11 +183,11 @@ def _gradients(
         dv = add_at(dv, _sum_over(spec, "bhgij,bhgie->bhje", weights, seen, dout), {2: tile.key})
         return (dq, dk, dv, *(add_to_bias(total, dlogits, tile) for total in dbias))
 
-    return lax.fori_loop(*key_blocks(spec, call, rows), step, totals)
+    return lax.fori_loop(*key_blocks(spec, call, rows, start), step, totals)
 
 
 def _logits(
-    spec: AttentionSpec, call: XlaOperands, q: Any, k: Any, rows: KeyRanges, tile: ScoreTile
+    spec: AttentionSpec, call: XlaOperands, q: Any, k: Any, rows: RowKeys, tile: ScoreTile
 ) -> tuple[Any, Any, Any]:
     """Returns (logits, seen, slope) of a tile, ``[b, h, g, i, j]``. slope: softcap's derivative, or None."""
     import jax.numpy as jnp
@@ -206,6 +207,8 @@ def _logits(
         logits, seen = logits + bias.astype(logits.dtype), seen & (bias != -jnp.inf)
     if call.mask is not None:
         seen = seen & cut_tile(call.mask, tile)
+    if call.key_ranges is not None:
+        seen = seen & seen_in_ranges(call, tile)
     seen = jnp.broadcast_to(seen, logits.shape)
     return jnp.where(seen, logits, -jnp.inf), seen, slope
 

@@ -32,6 +32,7 @@ FORWARD = Support(
     window=True,
     softcap=True,
     mask=True,
+    key_ranges=True,
     bias=True,
     bias_gradient=True,
     alibi=True,
@@ -94,6 +95,8 @@ def _path(spec: AttentionSpec) -> str:
 def _may_skip_blocks(spec: AttentionSpec) -> bool:
     """Returns whether the blocked maths may find a block of scores that is hidden on a CPU."""
     edge = band(spec)
+    if spec.key_ranges_shape is not None:
+        return True
     if spec.packed or edge.hides_nothing(spec.q_len, spec.kv_len):
         return spec.packed
     return edge.left is not None or spec.kv_len > LARGEST_BLOCKS["cpu"].keys

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from attn_core.backends.jax_xla.finite import all_finite, finite_only
 from attn_core.backends.shared.jax_offsets import document_numbers, safe_offsets
+from attn_core.call.key_ranges import contains
 from attn_core.call.masks import band
 from attn_core.call.seq_info import is_number
 from attn_core.call.spec import AttentionSpec
@@ -23,7 +24,7 @@ class BlockSizes(NamedTuple):
     keys: int
 
 
-class KeyRanges(NamedTuple):
+class RowKeys(NamedTuple):
     """For each query, int32 ``[q_len]``: the keys ``first <= j < stop`` it may see, and the key on its diagonal."""
 
     first: Any
@@ -35,7 +36,8 @@ class XlaOperands(NamedTuple):
     """The tensors of a call, heads first, its block sizes, and ``zero`` (see ``zero_like``).
 
     q ``[b, h, g, i, d]``, k ``[b, h, j, d]``, v ``[b, h, j, e]``; mask and bias ``[b, h, g, i, j]`` and slopes
-    ``[b, h, g, 1, 1]``, with 1 on any axis along which they broadcast; sinks ``[h, g, 1]``; rng uint32 ``[2]``.
+    ``[b, h, g, 1, 1]``, with 1 on any axis along which they broadcast; sinks ``[h, g, 1]``; rng uint32 ``[2]``;
+    key_ranges int32 ``[b or 1, h or 1, 1, j, ranges, 2]``.
     """
 
     q: Any
@@ -48,6 +50,7 @@ class XlaOperands(NamedTuple):
     rng: Any
     zero: Any
     blocks: BlockSizes
+    key_ranges: Any = None
 
 
 class ScoreTile(NamedTuple):
@@ -79,7 +82,7 @@ def block_sizes(spec: AttentionSpec, largest: BlockSizes) -> BlockSizes:
     )
 
 
-def rows_of(spec: AttentionSpec, cu_seqlens_q: Any = None, cu_seqlens_k: Any = None) -> KeyRanges:
+def rows_of(spec: AttentionSpec, cu_seqlens_q: Any = None, cu_seqlens_k: Any = None) -> RowKeys:
     """Returns the keys that each query may see. Clamps the offsets, which cannot be checked on a device."""
     import jax.numpy as jnp
 
@@ -94,7 +97,7 @@ def rows_of(spec: AttentionSpec, cu_seqlens_q: Any = None, cu_seqlens_k: Any = N
     left, right, _ = band(spec)
     first = k_start if left is None else jnp.maximum(k_start, diagonal - left)
     stop = k_stop if right is None else jnp.minimum(k_stop, diagonal + right + 1)
-    return KeyRanges(first, stop, diagonal)
+    return RowKeys(first, stop, diagonal)
 
 
 def arrange(spec: AttentionSpec, inputs: Inputs, blocks: BlockSizes, *, loops: bool = True) -> XlaOperands:
@@ -123,6 +126,7 @@ def arrange(spec: AttentionSpec, inputs: Inputs, blocks: BlockSizes, *, loops: b
         inputs.rng.astype(jnp.uint32) if spec.dropout else None,
         zero_like(inputs) if loops else None,
         blocks,
+        None if inputs.key_ranges is None else inputs.key_ranges[:, :, None],
     )
 
 
@@ -168,8 +172,16 @@ def tile_at(spec: AttentionSpec, call: XlaOperands, start: Any, index: Any) -> S
     return ScoreTile(start, queries, jnp.minimum(index * keys, spec.kv_len - keys), keys, index * keys)
 
 
-def key_blocks(spec: AttentionSpec, call: XlaOperands, rows: KeyRanges) -> tuple[Any, Any]:
-    """Returns the half-open range of key blocks that any of the rows may see."""
+def seen_in_ranges(call: XlaOperands, tile: ScoreTile) -> Any:
+    """Returns which pairs of the tile the call's key ranges show, ``[b or 1, h or 1, 1, i, j]``."""
+    import jax.numpy as jnp
+
+    ranges = cut(call.key_ranges, tile.key, tile.keys, axis=3)
+    return contains(ranges, tile.query + jnp.arange(tile.queries, dtype=jnp.int32))
+
+
+def key_blocks(spec: AttentionSpec, call: XlaOperands, rows: RowKeys, query: Any) -> tuple[Any, Any]:
+    """Returns the half-open range of key blocks that any of the rows, which begin at ``query``, may see."""
     import jax.numpy as jnp
 
     keys = call.blocks.keys
@@ -177,6 +189,12 @@ def key_blocks(spec: AttentionSpec, call: XlaOperands, rows: KeyRanges) -> tuple
     # Rows that see no key must not widen the range. If no row sees one, the range is empty.
     start = jnp.where(some, rows.first, spec.kv_len).min(initial=spec.kv_len)
     stop = jnp.where(some, rows.stop, 0).max(initial=0)
+    if call.key_ranges is not None:
+        starts, stops = call.key_ranges[..., 0], call.key_ranges[..., 1]
+        meets = (starts < query + call.blocks.queries) & (stops > query) & (starts < stops)
+        meets, key = meets.any((0, 1, 2, 4)), jnp.arange(spec.kv_len, dtype=jnp.int32)
+        start = jnp.maximum(start, jnp.where(meets, key, spec.kv_len).min(initial=spec.kv_len))
+        stop = jnp.minimum(stop, jnp.where(meets, key + 1, 0).max(initial=0))
     return start // keys, (stop + keys - 1) // keys
 
 
@@ -187,8 +205,8 @@ def cut(array: Any, start: Any, size: int, axis: int) -> Any:
     return array if array.shape[axis] == size else lax.dynamic_slice_in_dim(array, start, size, axis)
 
 
-def cut_rows(rows: KeyRanges, start: Any, size: int) -> KeyRanges:
-    return KeyRanges(*(cut(array, start, size, axis=0) for array in rows))
+def cut_rows(rows: RowKeys, start: Any, size: int) -> RowKeys:
+    return RowKeys(*(cut(array, start, size, axis=0) for array in rows))
 
 
 def cut_summand(summand: Summand, start: Any, size: int, axis: int) -> Summand:

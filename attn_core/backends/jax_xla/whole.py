@@ -25,6 +25,7 @@ from attn_core.backends.jax_xla.tiles import (
     tile_at,
     tokens_first,
 )
+from attn_core.call.key_ranges import contains
 from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
@@ -56,12 +57,13 @@ def _without_groups(spec: AttentionSpec, call: XlaOperands) -> tuple[XlaOperands
     takes longer than the copy of short rows, and the backward would compute other scores than the forward.
     """
     wide = spec.dtype in ("float32", "float64")
-    hidden = spec.packed or spec.mask_shape is not None or not band(spec).hides_nothing(spec.q_len, spec.kv_len)
+    tables = spec.mask_shape is not None or spec.key_ranges_shape is not None
+    hidden = spec.packed or tables or not band(spec).hides_nothing(spec.q_len, spec.kv_len)
     long_rows = spec.kv_len >= LONG_ROWS and not hidden
     # ``dropped`` counts the heads of g.
     if spec.group_size != 1 or spec.dropout or spec.needs_backward or not (wide or long_rows):
         return call, "g"
-    names = ("q", "mask", "bias", "slopes")
+    names = ("q", "mask", "bias", "slopes", "key_ranges")
     arrays = {name: array.squeeze(2) for name in names if (array := getattr(call, name)) is not None}
     return call._replace(**arrays, sinks=None if call.sinks is None else call.sinks.squeeze(1)), ""
 
@@ -77,7 +79,7 @@ def _with_nan(spec: AttentionSpec, call: XlaOperands, summed: Any, seen: Any, in
 
     def marked() -> Any:
         bad = ~jnp.isfinite(v)
-        if call.mask is None and call.bias is None:  # every head sees the same keys
+        if call.mask is None and call.bias is None and call.key_ranges is None:  # every head sees the same keys
             here = visible_pairs(spec, call, inputs)  # again, so that the usual branch need not store it
             met = jnp.einsum("ij,bjhe->bhie", here.astype(jnp.float32), bad.astype(jnp.float32))
             met = met[:, :, None] if g else met
@@ -181,6 +183,8 @@ def visible_pairs(spec: AttentionSpec, call: XlaOperands, inputs: Inputs) -> Any
     parts = [] if call.mask is None else [call.mask]
     if call.bias is not None:
         parts.append(call.bias != -jnp.inf)
+    if call.key_ranges is not None:
+        parts.append(contains(call.key_ranges, jnp.arange(spec.q_len, dtype=jnp.int32)))
     if spec.packed:
         first, stop, _ = (array[:, None] for array in rows_of(spec, inputs.cu_seqlens_q, inputs.cu_seqlens_k))
         keys = jnp.arange(spec.kv_len, dtype=jnp.int32)
@@ -196,7 +200,8 @@ def visible_pairs(spec: AttentionSpec, call: XlaOperands, inputs: Inputs) -> Any
 
 def _may_be_empty(spec: AttentionSpec) -> bool:
     """Returns whether some query may see no key."""
-    if spec.packed or spec.mask_shape is not None or spec.bias_shape is not None:
+    tables = spec.mask_shape, spec.bias_shape, spec.key_ranges_shape
+    if spec.packed or any(shape is not None for shape in tables):
         return True
     return band(spec).empties_a_row(spec.q_len, spec.kv_len)
 

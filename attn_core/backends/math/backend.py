@@ -37,6 +37,7 @@ FORWARD = Support(
     window=True,
     softcap=True,
     mask=True,
+    key_ranges=True,
     bias=True,
     bias_gradient=True,
     alibi=True,

@@ -12,6 +12,7 @@ from attn_core.backends.shared.block_operands import BlockOperands, SavedTensors
 from attn_core.backends.shared.contained_sums import products, sum_over_keys, sum_over_rows
 from attn_core.backends.shared.row_blocks import RowBlock
 from attn_core.call.dropout import keep
+from attn_core.call.key_ranges import contains
 from attn_core.call.spec import AttentionSpec
 
 LOG2E, LN2 = math.log2(math.e), math.log(2.0)
@@ -113,7 +114,8 @@ def _scores(
         scores = scores.sub_(operands.slopes * block.distance.abs(), alpha=LOG2E)
     if hidden is None:
         return scores, tanh if keep else None
-    if block.shades is None or operands.mask is not None or operands.bias is not None:
+    others = operands.mask, operands.bias, operands.key_ranges
+    if block.shades is None or any(table is not None for table in others):
         scores = scores.masked_fill_(hidden, float("-inf"))
     elif operands.bounded:  # to add takes a tenth of the time
         for keys, shade in block.shades:
@@ -143,15 +145,26 @@ def _of_keys(table: Any, block: RowBlock) -> Any:
 
 
 def _hidden(operands: BlockOperands, block: RowBlock) -> Any:
-    """Returns which scores band, documents, mask or a bias of -inf hide: bool, 5-D, broadcastable; None for none."""
+    """Returns which scores band, documents, mask, ranges or a bias of -inf hide: bool, 5-D, broadcastable, or None."""
     hidden = None if block.hidden is None else block.hidden[None, None, None]
     if operands.mask is not None:
         masked = ~_part(operands.mask, block)
         hidden = masked if hidden is None else masked | hidden
+    if operands.key_ranges is not None:
+        outside = _outside_ranges(operands, block)
+        hidden = outside if hidden is None else outside | hidden
     if operands.bias is not None:
         excluded = _part(operands.bias, block) == float("-inf")
         hidden = excluded if hidden is None else excluded | hidden
     return hidden
+
+
+def _outside_ranges(operands: BlockOperands, block: RowBlock) -> Any:
+    """Returns which scores of the block no range shows: bool ``[batch or 1, kv_heads or 1, 1, rows, keys]``."""
+    import torch
+
+    rows = torch.arange(block.rows.start, block.rows.stop, dtype=torch.int32, device=operands.k.device)
+    return contains(operands.key_ranges[:, :, :, block.keys], rows).logical_not_()
 
 
 def _zero_hidden(values: Any, hidden: Any) -> Any:

@@ -40,6 +40,7 @@ class BlockOperands(NamedTuple):
     q: the caller's, ``[batch, q_len, heads, head_dim]``. k, v: ``[batch, kv_heads, kv_len, dim]``, accumulation dtype;
         contiguous but with a narrow window.
     mask, bias: ``[batch, kv_heads, group, q_len, kv_len]``; any axis may be 1. slopes, sinks: the last two axes are 1.
+    key_ranges: int32 ``[batch or 1, kv_heads or 1, 1, kv_len, ranges, 2]``, the starts of a range contiguous.
     bounded: whether no hidden score, weight or gradient can be NaN, so that hidden scores may be set by an addition.
     scratch: where the blocks write their scores; None for new tensors.
     """
@@ -53,6 +54,7 @@ class BlockOperands(NamedTuple):
     sinks: Any
     rng: Any
     bounded: bool
+    key_ranges: Any = None
     scratch: ScoreMemory | None = None
 
 
@@ -105,7 +107,15 @@ def operands_of(spec: AttentionSpec, inputs: Inputs, saved: SavedTensors | None 
         sinks=per_head(inputs.sinks),
         rng=inputs.rng,
         bounded=is_bounded(spec, inputs, saved),
+        key_ranges=_keys_last(inputs.key_ranges),
     )
+
+
+def _keys_last(key_ranges: Any) -> Any:
+    """Returns key ranges with the axis of the group. In memory the keys come last, because blocks compare rows."""
+    if key_ranges is None:
+        return None
+    return key_ranges.permute(0, 1, 3, 4, 2).contiguous().permute(0, 1, 4, 2, 3)[:, :, None]
 
 
 def has_narrow_window(spec: AttentionSpec) -> bool:
@@ -123,8 +133,8 @@ def is_bounded(spec: AttentionSpec, inputs: Inputs, saved: SavedTensors | None =
     """
     import torch
 
-    tables = spec.mask_shape, spec.bias_shape, spec.alibi_shape
-    if not inputs.q.is_cpu or spec.batch * spec.q_len * spec.num_heads <= FEW_ROWS or tables != (None, None, None):
+    tables = any((spec.mask_shape, spec.bias_shape, spec.alibi_shape, spec.key_ranges_shape))
+    if not inputs.q.is_cpu or spec.batch * spec.q_len * spec.num_heads <= FEW_ROWS or tables:
         return False
     norm = torch.linalg.vector_norm
     q, k, v = (float(norm(tensor)) for tensor in inputs[:3])

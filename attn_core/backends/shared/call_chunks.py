@@ -26,8 +26,9 @@ class CallChunk(NamedTuple):
     def of_operands(self, operands: BlockOperands) -> BlockOperands:
         """The operands of the chunk."""
         k, v, mask, bias, slopes, sinks = (self._of_kv_heads(table) for table in operands[1:7])
-        q = operands.q[self.batch, :, self.heads]
-        return operands._replace(q=q, k=k, v=v, mask=mask, bias=bias, slopes=slopes, sinks=sinks)
+        q, ranges = operands.q[self.batch, :, self.heads], self._of_kv_heads(operands.key_ranges)
+        tables = {"mask": mask, "bias": bias, "slopes": slopes, "sinks": sinks, "key_ranges": ranges}
+        return operands._replace(q=q, k=k, v=v, **tables)
 
     def of_saved(self, saved: SavedTensors) -> SavedTensors:
         """The saved tensors of the chunk."""
@@ -58,6 +59,7 @@ def chunks(spec: AttentionSpec, most: int) -> tuple[CallChunk, ...]:
         return (CallChunk(spec, slice(0, spec.batch), slice(0, number), slice(0, spec.num_heads), True),)
     rows, heads = max(most // number, 1), min(max(most, 1), number)
     tables: dict[str, Any] = {"mask_shape": None, "bias_shape": None, "alibi_shape": None, "bias_gradient": False}
+    tables["key_ranges_shape"] = None
     result = []
     for first in range(0, spec.batch, rows):
         batch = slice(first, min(first + rows, spec.batch))

@@ -54,6 +54,7 @@ def zeros(spec: AttentionSpec, device: str = "cuda") -> Inputs:
         sinks=tensor(spec.num_heads) if spec.sinks else None,
         cu_seqlens_q=offsets(spec.q_len, spec.max_len_q),
         cu_seqlens_k=offsets(spec.kv_len, spec.max_len_k),
+        key_ranges=extra(spec.key_ranges_shape, torch.int32),
         rng=torch.zeros(2, dtype=torch.int64, device="cpu") if spec.dropout else None,
     )
 

@@ -50,11 +50,15 @@ def _host_blocks(
 
     device = inputs.q.device
     tables: dict[Any, tuple[Any, Any]] = {}
+    # A GPU would have to wait for the values, and a fake tensor has none.
+    has_values = inputs.key_ranges is not None and inputs.key_ranges.is_cpu and type(inputs.key_ranges) is torch.Tensor
     for queries, keys, edge in _documents(spec, inputs, valid_documents):
         for start in range(queries.start, queries.stop, height):
             stop = min(start + height, queries.stop)
             first, last = edge.keys_of(start, stop - 1, keys.stop)
             first = max(first, keys.start)
+            if has_values and first < last:
+                first, last = _keys_in_ranges(inputs.key_ranges, start, stop, first, last)
             if first >= last:  # the band shows no key to any of these rows
                 continue
             distance = None
@@ -63,6 +67,15 @@ def _host_blocks(
                 distance = torch.arange(first, last, device=device) - (rows + edge.offset)
             hidden, shades = _hidden(edge, start, stop, first, last, device, tables)
             yield RowBlock(slice(start, stop), slice(first, last), distance, hidden, shades)
+
+
+def _keys_in_ranges(key_ranges: Any, start: int, stop: int, first: int, last: int) -> tuple[int, int]:
+    """Returns the first key from first to last that a row from start to stop sees in its ranges, and the one after the
+    last; two equal numbers if there is none."""
+    starts, stops = key_ranges[:, :, first:last].unbind(-1)
+    meets = ((starts < stop) & (stops > start) & (starts < stops)).permute(2, 0, 1, 3).flatten(1).any(1)
+    keys = meets.nonzero()
+    return (first + int(keys[0]), first + int(keys[-1]) + 1) if len(keys) else (first, first)
 
 
 def _hidden(

@@ -22,7 +22,7 @@ MOST_SCORES = 2**17
 @lru_cache(maxsize=4096)
 def fits(spec: AttentionSpec) -> bool:
     """Returns whether ``forward`` runs a call: few scores, no row without keys, no extras but a softcap and a band."""
-    tables = (spec.mask_shape, spec.bias_shape, spec.alibi_shape)
+    tables = (spec.mask_shape, spec.bias_shape, spec.alibi_shape, spec.key_ranges_shape)
     extras = spec.packed or spec.sinks or spec.dropout or any(shape is not None for shape in tables)
     if extras or spec.dtype == "float64":
         return False

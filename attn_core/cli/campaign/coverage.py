@@ -8,8 +8,9 @@ from attn_core import backends
 from attn_core.call.spec import AttentionSpec
 
 FEATURES = (
-    *("causal", "window", "softcap", "mask", "bias", "bias gradient", "alibi", "sinks", "packed", "dropout"),
-    *("lse", "gradients", "grouped heads", "value_dim", "empty", "float64", "float32", "bfloat16", "float16"),
+    *("causal", "window", "softcap", "mask", "key_ranges", "bias", "bias gradient", "alibi", "sinks"),
+    *("packed", "dropout", "lse", "gradients", "grouped heads", "value_dim", "empty"),
+    *("float64", "float32", "bfloat16", "float16"),
 )
 
 CLAIMS = {"bias gradient": "bias_gradient", "grouped heads": "grouped_heads"}
@@ -26,6 +27,7 @@ def features_of(spec: AttentionSpec) -> list[str]:
         "window": spec.window != (None, None),
         "softcap": spec.softcap is not None,
         "mask": spec.mask_shape is not None,
+        "key_ranges": spec.key_ranges_shape is not None,
         "bias": spec.bias_shape is not None,
         "bias gradient": spec.bias_gradient,
         "alibi": spec.alibi_shape is not None,

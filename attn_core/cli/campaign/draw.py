@@ -158,6 +158,9 @@ def _options(random: Random, fields: dict[str, Any], packed: bool) -> dict[str, 
         options["bias_gradient"] = "bias_shape" in options and present(0.5)
     if present(0.06):
         options["dropout"] = random.choice((0.1, 0.5))
+    if present(0.15):  # last, so that a place of an earlier campaign still gives the rest of its call
+        axes = [random.choice((1, size)) for size in (batch, fields["num_kv_heads"])]
+        options["key_ranges_shape"] = (*axes, kv_len, random.choice((1, 2)), 2)
     return options
 
 

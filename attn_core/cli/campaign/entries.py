@@ -97,8 +97,12 @@ def entry_of(name: str) -> Entry:
     return known[name]
 
 
-def without(*features: str) -> Callable[[AttentionSpec], str | None]:
-    """Returns an Entry's ``refuses`` for an entry without some arguments of ``attention``."""
+def without(*features: str, key_ranges: bool = False) -> Callable[[AttentionSpec], str | None]:
+    """Returns an Entry's ``refuses`` for an entry without some arguments of ``attention``.
+
+    Args:
+        key_ranges: whether it has this argument, which few entries have.
+    """
 
     def refuses(spec: AttentionSpec) -> str | None:
         present = {
@@ -108,11 +112,12 @@ def without(*features: str) -> Callable[[AttentionSpec], str | None]:
             "packed": spec.packed,
             "mask": spec.mask_shape is not None,
             "bias": spec.bias_shape is not None,
+            "key_ranges": spec.key_ranges_shape is not None,
             "lse": spec.return_lse,
             "gradients": spec.needs_backward,
         }
         present |= {name: bool(getattr(spec, name)) for name in ("sinks", "dropout", "deterministic")}
-        missing = [name for name in features if present[name]]
+        missing = [name for name in (*features, *("key_ranges",) * (not key_ranges)) if present[name]]
         return f"no {', '.join(missing)}" if missing else None
 
     return refuses

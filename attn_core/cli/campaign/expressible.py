@@ -23,6 +23,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "window": {"causal": True, "window": (1, 0)},
     "softcap": {"softcap": 5.0},
     "mask": {"mask_shape": (1, 1, 5, 5)},
+    "key_ranges": {"key_ranges_shape": (1, 4, 5, 2, 2)},
     "bias": {"bias_shape": (1, 1, 5, 5)},
     "bias gradient": {"bias_shape": (1, 1, 5, 5), "needs_backward": True, "bias_gradient": True},
     "alibi": {"alibi_shape": (4,)},

@@ -91,7 +91,8 @@ def _mapped(arrays: Arrays, options: dict[str, Any]) -> Any:
     import jax_frontend
 
     batched = {name: 0 for name in ("q", "k", "v")}
-    batched |= {name: 0 for name in ("mask", "bias") if arrays[name] is not None and arrays[name].shape[0] > 1}
+    tables = {name: arrays.get(name) for name in ("mask", "bias", "key_ranges")}
+    batched |= {name: 0 for name, table in tables.items() if table is not None and table.shape[0] > 1}
     batched |= {"alibi_slopes": 0} if arrays["alibi_slopes"] is not None and arrays["alibi_slopes"].ndim == 2 else {}
 
     def one(rows: Arrays, shared: Arrays) -> Any:
@@ -106,7 +107,7 @@ def _mapped(arrays: Arrays, options: dict[str, Any]) -> Any:
 
 
 def _mapped_refuses(spec: AttentionSpec) -> str | None:
-    return "a batch" if spec.batch < 2 else without("packed", "dropout")(spec)
+    return "a batch" if spec.batch < 2 else without("packed", "dropout", key_ranges=True)(spec)
 
 
 def _dot_product_attention(arrays: Arrays, options: dict[str, Any]) -> Any:
@@ -180,12 +181,19 @@ ENTRIES = (
     Entry(
         "jax attention, exported",
         partial(run, _exported, False),
-        without("packed", "dropout", "gradients"),
+        without("packed", "dropout", "gradients", key_ranges=True),
         shared=True,
         share=0.1,
     ),
-    Entry("jax attention, jit", partial(run, _attention, True), without(), shared=True, words=words),
-    Entry("jax attention, eager", partial(run, _attention, False), without(), shared=True, share=0.1, words=words),
+    Entry("jax attention, jit", partial(run, _attention, True), without(key_ranges=True), shared=True, words=words),
+    Entry(
+        "jax attention, eager",
+        partial(run, _attention, False),
+        without(key_ranges=True),
+        shared=True,
+        share=0.1,
+        words=words,
+    ),
     Entry("jax attention, vmap", partial(run, _mapped, True), _mapped_refuses, shared=True),
     Entry(
         "jax dot_product_attention",

@@ -16,7 +16,7 @@ from attn_core.call.masks import visible
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
-from attn_core.cli.campaign.rewritten import Arrays, Rewritten, heads_permuted, rows_permuted
+from attn_core.cli.campaign.rewritten import Arrays, Rewritten, heads_permuted, ranges_as_mask, rows_permuted
 from attn_core.cli.trial import Trial
 
 
@@ -137,9 +137,12 @@ def _keys_padded(trial: Trial) -> Rewritten:
     bias = inputs.bias
     if bias is not None and bias.shape[3] > 1:
         bias = np.pad(bias, ((0, 0), (0, 0), (0, 0), (0, more)))
-    longer = replace(
-        spec, kv_len=spec.kv_len + more, mask_shape=mask.shape, bias_shape=None if bias is None else bias.shape
-    )
+    ranges = inputs.key_ranges
+    if ranges is not None:  # the new keys' ranges are empty
+        ranges = np.pad(ranges, ((0, 0), (0, 0), (0, more), (0, 0), (0, 0)))
+    tables = {"bias_shape": bias, "key_ranges_shape": ranges}
+    shapes: dict[str, Any] = {name: None if table is None else table.shape for name, table in tables.items()}
+    longer = replace(spec, kv_len=spec.kv_len + more, mask_shape=mask.shape, **shapes)
 
     def join(results: list[Arrays]) -> Arrays:
         (arrays,) = results
@@ -148,7 +151,7 @@ def _keys_padded(trial: Trial) -> Rewritten:
             short["dbias"] = arrays["dbias"][..., : spec.kv_len]
         return arrays | short
 
-    changed = inputs._replace(k=keys, v=values, mask=mask, bias=bias)
+    changed = inputs._replace(k=keys, v=values, mask=mask, bias=bias, key_ranges=ranges)
     return Rewritten((trial._replace(spec=longer, inputs=changed),), join)
 
 
@@ -219,7 +222,7 @@ def _dense(spec: AttentionSpec) -> bool:
 
 
 def _no_tables(spec: AttentionSpec) -> bool:
-    return spec.mask_shape is None and spec.bias_shape is None and len(spec.alibi_shape or ()) < 2
+    return not (spec.mask_shape or spec.bias_shape or spec.key_ranges_shape) and len(spec.alibi_shape or ()) < 2
 
 
 def _banded(spec: AttentionSpec) -> bool:
@@ -230,7 +233,10 @@ RELATIONS: dict[str, Relation] = {
     "batch rows permuted": Relation(lambda s: _dense(s) and s.batch > 1, rows_permuted),
     "heads permuted": Relation(lambda s: _dense(s) and s.num_heads > 1, heads_permuted),
     # A bias that all documents share would need the sum of its gradients.
-    "documents apart": Relation(lambda s: s.packed and not s.dropout and not s.bias_gradient, _documents_apart, True),
+    "documents apart": Relation(
+        lambda s: s.packed and not (s.dropout or s.bias_gradient or s.key_ranges_shape), _documents_apart, True
+    ),
+    "key ranges as a mask": Relation(lambda s: bool(s.key_ranges_shape) and not (s.empty or s.dropout), ranges_as_mask),
     "rows as documents": Relation(lambda s: _dense(s) and _no_tables(s), _as_documents),
     "causal and window as a mask": Relation(lambda s: _dense(s) and _banded(s), _band_as_mask),
     # The distances of ALiBi count within a document. Tokens behind the last one have no sinks; rows that see none do.

@@ -1,12 +1,15 @@
-"""Rewritten: a call in another way, with the same result. Here are the rewritings that move rows and heads."""
+"""Rewritten: a call in another way, with the same result. Here are the rewritings of rows, heads and key ranges."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from attn_core.call.key_ranges import visible_in_ranges
 from attn_core.cli.trial import Trial
 
 Arrays = dict[str, np.ndarray]
@@ -35,6 +38,7 @@ INPUT_AXES = {
     "mask": AXES["lse"],
     "bias": AXES["lse"],
     "sinks": AXES["dsinks"],
+    "key_ranges": {"batch": 0, "kv_heads": 1},
 }
 
 
@@ -75,6 +79,15 @@ def heads_permuted(trial: Trial) -> Rewritten:
     # Query heads move with their kv head, and change places inside its group.
     order = [kv * spec.group_size + _rotation(spec.group_size, trial.seed) for kv in kv_order]
     return _permuted(trial, {"heads": np.concatenate(order), "kv_heads": kv_order})
+
+
+def ranges_as_mask(trial: Trial) -> Rewritten:
+    """Writes key ranges and mask as one mask."""
+    spec, inputs = trial.spec, trial.inputs
+    seen = visible_in_ranges(inputs.key_ranges, spec.q_len, spec.num_heads)
+    mask = seen if inputs.mask is None else seen & inputs.mask
+    plain = replace(spec, key_ranges_shape=None, mask_shape=mask.shape)
+    return Rewritten((trial._replace(spec=plain, inputs=inputs._replace(key_ranges=None, mask=mask)),), itemgetter(0))
 
 
 def _rotation(count: int, seed: int) -> np.ndarray:

@@ -15,6 +15,7 @@ PLAIN: dict[str, Any] = {
     "window": (None, None),
     "softcap": None,
     "mask_shape": None,
+    "key_ranges_shape": None,
     "alibi_shape": None,
     "sinks": False,
     "dropout": 0.0,
@@ -107,6 +108,14 @@ def _resized(case: Case, sizes: dict[str, int]) -> Iterator[Case]:
         for name in ("mask", "bias")
         if (shape := getattr(spec, f"{name}_shape")) is not None
     }
+    if spec.key_ranges_shape is not None:
+        of = ("batch", "num_kv_heads", "kv_len", "ranges", "ends")
+        shape = zip(spec.key_ranges_shape, of, strict=True)
+        # An axis of the keys is never shared, also if it has one key.
+        tables["key_ranges_shape"] = tuple(
+            size if size == 1 and axis != "kv_len" else sizes.get(axis, getattr(old, axis, size))
+            for size, axis in shape
+        )
     if spec.alibi_shape is not None:
         heads, batch = sizes.get("num_heads", spec.num_heads), sizes.get("batch", spec.batch)
         tables["alibi_shape"] = (heads,) if len(spec.alibi_shape) == 1 else (batch, heads)

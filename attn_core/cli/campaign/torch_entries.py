@@ -172,7 +172,7 @@ def _qkvpacked(tensors: Tensors, trial: Trial, backend: str | None) -> Any:
 
 def _qkvpacked_refuses(spec: AttentionSpec) -> str | None:
     same = spec.num_heads == spec.num_kv_heads and spec.head_dim == spec.value_dim and spec.q_len == spec.kv_len
-    return None if same else "q, k and v of one shape"
+    return without()(spec) if same else "q, k and v of one shape"
 
 
 def _packed_alone(spec: AttentionSpec) -> str | None:
@@ -180,13 +180,13 @@ def _packed_alone(spec: AttentionSpec) -> str | None:
 
 
 ENTRIES = (
-    Entry("torch attention", partial(run, _attention), without(), words=words),
-    Entry("torch attention, heads first", partial(run, _heads_first), without(), words=words),
+    Entry("torch attention", partial(run, _attention), without(key_ranges=True), words=words),
+    Entry("torch attention, heads first", partial(run, _heads_first), without(key_ranges=True), words=words),
     Entry("torch attention, one row", partial(run, _one_row), _packed_alone, words=words),
-    Entry("torch attention, strided", partial(run, _strided), without(), words=words),
+    Entry("torch attention, strided", partial(run, _strided), without(key_ranges=True), words=words),
     Entry("torch attention_qkvpacked", partial(run, _qkvpacked), _qkvpacked_refuses, words=words),
     Entry("torch paged_attention", partial(run, _paged), pages.refuses, requests=False),
-    Entry("torch attention, compiled", partial(run, _in_graph), without("dropout"), shared=True),
+    Entry("torch attention, compiled", partial(run, _in_graph), without("dropout", key_ranges=True), shared=True),
     Entry(
         "torch attention, exported",
         partial(run, _exported),

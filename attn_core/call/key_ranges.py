@@ -1,0 +1,74 @@
+"""Key ranges: for each key the ranges of queries that see it, a mask of O(kv_len) numbers. Definition and checks.
+
+Key ``j`` of kv head ``g`` in batch row ``b`` is visible to query ``i`` iff ``start <= i < stop`` for one of its ranges
+``(start, stop) = key_ranges[b, g, j, r]``. A range with ``start == stop`` is empty: it fills up a key that needs fewer
+ranges than another one. Queries count from 0 in the whole row, in packed rows through all documents. Causal, window,
+documents and mask hide further pairs. ``attn_core.masks`` builds such arrays.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from attn_core.call.seq_info import is_number
+from attn_core.errors import ShapeError, SpecError
+
+LAYOUT = "[batch or 1, kv_heads or 1, kv_len, ranges, 2]"
+MOST_RANGES = 2
+
+
+def check_shape(shape: tuple[int, ...] | None, batch: int, kv_heads: int, kv_len: int) -> None:
+    """Checks the shape of key ranges; None means that there are none.
+
+    Raises:
+        ShapeError: naming the axes.
+    """
+    if shape is None:
+        return
+    full = f"{LAYOUT} = [{batch} or 1, {kv_heads} or 1, {kv_len}, 1 or {MOST_RANGES}, 2]"
+    fits = len(shape) == 5 and shape[0] in (1, batch) and shape[1] in (1, kv_heads) and shape[2] == kv_len
+    if not fits or shape[3] not in range(1, MOST_RANGES + 1) or shape[4] != 2:
+        raise ShapeError(f"key_ranges: expected shape {full}, got [{', '.join(map(str, shape))}]")
+
+
+def check_values(key_ranges: np.ndarray, q_len: Any) -> None:
+    """Checks ranges whose values are on the host. They are not checked against a length that is a symbol.
+
+    Raises:
+        SpecError: naming the first wrong range and its key.
+    """
+    starts, stops = key_ranges[..., 0], key_ranges[..., 1]
+    wrong = (starts < 0) | (starts > stops)
+    if is_number(q_len):
+        wrong |= stops > q_len
+    if wrong.any():
+        row, head, key, which = (int(index) for index in np.argwhere(wrong)[0])
+        start, stop = key_ranges[row, head, key, which].tolist()
+        raise SpecError(
+            f"key_ranges: expected 0 <= start <= stop <= q_len ({q_len}), got start {start} and stop {stop} for key "
+            f"{key} (batch row {row}, kv head {head}, range {which}); start == stop is an empty range"
+        )
+
+
+def contains(key_ranges: Any, rows: Any) -> Any:
+    """Returns which queries see which keys, bool ``[..., queries, keys]``; the definition, in any framework.
+
+    Args:
+        key_ranges: ``[..., keys, ranges, 2]``, whose values need not be valid: nothing is indexed by them.
+        rows: the queries' places in the row, ints ``[queries]``.
+    """
+    seen: Any = None
+    for which in range(key_ranges.shape[-2]):
+        starts, stops = (key_ranges[..., which, end][..., None, :] for end in (0, 1))  # [..., 1, keys]
+        inside = (rows[:, None] >= starts) & (rows[:, None] < stops)
+        seen = inside if seen is None else seen | inside
+    return seen
+
+
+def visible_in_ranges(key_ranges: Any, q_len: int, num_heads: int) -> np.ndarray:
+    """Returns the pairs that ranges show: bool ``[batch or 1, heads or 1, q_len, kv_len]``; 1 head if all share it."""
+    ranges = np.asarray(key_ranges)
+    seen: np.ndarray = contains(ranges, np.arange(q_len))
+    return seen if seen.shape[1] == 1 else np.repeat(seen, num_heads // seen.shape[1], axis=1)
