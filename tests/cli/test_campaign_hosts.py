@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import wraps
@@ -20,7 +19,6 @@ from attn_core.cli.campaign.documents import same_documents, with_same_documents
 from attn_core.cli.campaign.draw import Place, structure
 from attn_core.cli.campaign.entries import Entry, entries_of, entry_of, left_out
 from attn_core.cli.campaign.judge import verdict_of
-from attn_core.cli.campaign.workers import WorkerError, Workers
 from attn_core.errors import SpecError
 
 pytest.importorskip("torch")
@@ -175,39 +173,6 @@ def test_a_fault_in_every_rank_is_found(monkeypatch: pytest.MonkeyPatch, name: s
         assert cases and all("WRONG" in (verdict_of(case, "cpu").fault or "") for case in cases)
     finally:
         workers._groups.pop(faulty).stop()
-
-
-# workers
-
-
-def test_workers_stay_alive_between_jobs() -> None:
-    group = Workers(faulty_workers.answers, 2)
-    try:
-        first, second = group.run(("none", 0)), group.run(("none", 0))
-        assert first == second and len(set(first)) == 2 and os.getpid() not in first
-    finally:
-        group.stop()
-
-
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [("die", "worker 1 of 2: died with exit code 3"), ("hang", "worker 1 of 2: no answer"), ("raise", "no such tile")],
-)
-def test_a_worker_that_fails_is_an_error_and_the_next_call_starts_another(
-    monkeypatch: pytest.MonkeyPatch, fault: str, message: str
-) -> None:
-    work = faulty_workers.answers
-    try:
-        before = workers.workers_of(work, 2).run(("none", 0))
-        if fault == "hang":
-            monkeypatch.setattr(workers, "SECONDS", 1.0)
-        with pytest.raises(WorkerError, match=message):
-            workers.workers_of(work, 2).run((fault, 1))
-        monkeypatch.undo()
-        after = workers.workers_of(work, 2).run(("none", 0))
-        assert set(before).isdisjoint(after)
-    finally:
-        workers._groups.pop(work).stop()
 
 
 # entries that cannot run here, and what entries can express

@@ -24,6 +24,9 @@ PATIENCE = 10.0
 RUN = "ATTN_CORE_TEST_RUN"
 """The environment variable with the run's name."""
 
+SERVERS = re.compile(r"from multiprocessing\.(resource_tracker|forkserver) import main")
+"""Command lines of servers that multiprocessing keeps, each until the process ends that started it."""
+
 _PEAK = "peak memory"
 _peaks: dict[str, int] = {}
 """Bytes by the worker's name."""
@@ -93,9 +96,11 @@ def _processes(run: str) -> dict[int, str]:
     found = {}
     for process in psutil.process_iter():
         try:
-            is_of_run = process.pid not in own and process.environ().get(RUN) == run
-            if is_of_run and process.status() != psutil.STATUS_ZOMBIE:
-                found[process.pid] = " ".join(process.cmdline())
+            if process.pid in own or process.environ().get(RUN) != run or process.status() == psutil.STATUS_ZOMBIE:
+                continue
+            command = " ".join(process.cmdline())
+            if not (process.ppid() == os.getpid() and SERVERS.search(command)):
+                found[process.pid] = command
         except psutil.Error:  # it has just ended, or belongs to another user
             continue
     return found

@@ -39,6 +39,13 @@ def test_it():
     subprocess.run(["sleep", "0"], check=True)
     subprocess.Popen(["sleep", "0.1"])
 """
+STARTS_A_SERVER = """
+from multiprocessing import get_context
+
+
+def test_it():
+    get_context("spawn").Semaphore()
+"""
 
 
 def run(folder: Path, test: str, *arguments: str, most: int = left_behind.MOST) -> subprocess.CompletedProcess[str]:
@@ -78,3 +85,8 @@ def test_the_peak_is_of_this_process_alone() -> None:
     environment = os.environ | {"PYTHONPATH": str(HELPERS)}
     out = subprocess.run([sys.executable, "-c", code], env=environment, text=True, capture_output=True, check=True)
     assert 2**20 < int(out.stdout) < len(large)
+
+
+def test_servers_of_multiprocessing_may_stay_as_long_as_pytest(tmp_path: Path) -> None:
+    result = run(tmp_path, STARTS_A_SERVER)
+    assert result.returncode == 0 and "left behind" not in result.stdout, result.stdout

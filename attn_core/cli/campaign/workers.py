@@ -7,11 +7,13 @@ starts new ones.
 from __future__ import annotations
 
 import multiprocessing
+import os
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from threading import Thread
 from time import monotonic
 from typing import Any
 
@@ -44,9 +46,8 @@ class Workers:
         self._processes = []
         for rank in range(count):
             here, there = context.Pipe()
-            process = context.Process(
-                target=work, args=(rank, count, Path(self._folder.name), there), daemon=True, name=f"worker {rank}"
-            )
+            arguments = (work, rank, count, Path(self._folder.name), there)
+            process = context.Process(target=_work, args=arguments, daemon=True, name=f"worker {rank}")
             process.start()
             there.close()
             self._connections.append(here)
@@ -120,6 +121,26 @@ def workers_of(work: Callable[..., None], count: int) -> Workers:
             group.stop()
         _groups[work] = group = Workers(work, count)
     return group
+
+
+def end_with_parent() -> None:
+    """Makes this process end as soon as the process that started it has ended, also if that was killed.
+
+    Without this a rank would wait for another one that got no job any more, and a part of a campaign for its time.
+    """
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "multiprocessing did not start this process"
+
+    def watch() -> None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+    Thread(target=watch, daemon=True, name="end with parent").start()
+
+
+def _work(work: Callable[..., None], *arguments: Any) -> None:
+    end_with_parent()
+    work(*arguments)
 
 
 def serve(connection: Connection, run: Callable[[Any], Any]) -> None:
