@@ -9,18 +9,20 @@ from attn_core.backends.support import Support
 BOTH, FORWARD_ONLY, NONE = "✓", "forward", "—"
 
 GROUPS = {
-    "Shapes, masks and scores": {
+    "Shapes and masks": {
         "grouped_heads": "fewer kv heads than heads (GQA, MQA)",
         "value_dim": "value_dim ≠ head_dim",
         "causal": "`causal`",
         "window": "`window`",
-        "softcap": "`softcap`",
+        "packed": "packed documents (`seq_info`)",
         "mask": "boolean `mask`",
         "key_ranges": "`key_ranges`",
+    },
+    "Scores": {
+        "softcap": "`softcap`",
         "bias": "additive `bias`",
         "alibi": "`alibi_slopes`",
         "sinks": "`sinks`",
-        "packed": "packed documents (`seq_info`)",
     },
     "Results, gradients and dropout": {
         "lse": "`return_lse=True`",

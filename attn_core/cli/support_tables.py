@@ -12,7 +12,8 @@ from attn_core.cli.support_table import BOTH, FORWARD_ONLY, GROUPS, NONE, built,
 
 TITLES = {
     **{"grouped_heads": "GQA", "value_dim": "value dim", "causal": "causal", "window": "window"},
-    **{"softcap": "soft cap", "mask": "mask", "bias": "bias", "alibi": "ALiBi", "sinks": "sinks", "packed": "packed"},
+    **{"softcap": "soft cap", "mask": "mask", "key_ranges": "key ranges", "bias": "bias", "alibi": "ALiBi"},
+    **{"sinks": "sinks", "packed": "packed"},
     **{"lse": "LSE", "lse_gradient": "gradient of LSE", "bias_gradient": "gradient of bias"},
     **{"deterministic": "equal bits", "dropout": "dropout", "portable_dropout": "same dropout"},
     **{"paged": "pages", "partial": "part of keys", "symbolic": "jax. export"},

@@ -17,7 +17,6 @@ MOVED = {
     "attn_core.context_parallel.machine": "attn_core.context_parallel.cost.machine",
     "attn_core.dropout": "attn_core.call.dropout",
     "attn_core.finetrainers": "attn_core.dropins.finetrainers",
-    "attn_core.masks": "attn_core.call.masks",
     "attn_core.override": "attn_core.selection.override",
     "attn_core.paged.book": "attn_core.paged.step",
     "attn_core.paged.kv": "attn_core.paged.tables",

@@ -33,7 +33,7 @@ def _vocabulary(dtype: Any) -> Vocabulary:
         functions={**ARITHMETIC, "abs": absolute, **{name: getattr(jnp, name) for name in names}},
         constant=constant,
         cast=lambda value, kind: jnp.asarray(value).astype(dtypes[kind]),
-        load=lambda array, indices: jnp.asarray(array).at[tuple(indices)].get(mode="promise_in_bounds"),
+        read=lambda array, indices: jnp.asarray(array).at[tuple(indices)].get(mode="promise_in_bounds"),
     )
 
 

@@ -22,7 +22,7 @@ def vocabulary() -> Vocabulary:
         functions={**ARITHMETIC, **{name: getattr(np, name) for name in names}},
         constant=lambda value, kind: _DTYPES[kind](value),
         cast=lambda value, kind: np.asarray(value).astype(_DTYPES[kind]),
-        load=lambda array, indices: np.asarray(array)[tuple(indices)],
+        read=lambda array, indices: np.asarray(array)[tuple(indices)],
     )
 
 

@@ -22,7 +22,7 @@ def _vocabulary(device: Any, dtype: Any) -> Vocabulary:
         # A tensor, because where and minimum would give two Python numbers torch's default dtype.
         constant=lambda value, kind: torch.full((), value, dtype=dtypes[kind], device=device),
         cast=lambda value, kind: value.to(dtypes[kind]),
-        load=lambda array, indices: array[tuple(indices)],
+        read=lambda array, indices: array[tuple(indices)],
     )
 
 

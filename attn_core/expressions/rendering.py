@@ -42,14 +42,14 @@ class Vocabulary:
             ``remainder`` round down; their divisor is never 0 or -1.
         constant: ``(value, kind) -> value`` of a constant.
         cast: ``(value, kind) -> value`` as an int of 32 bits or as the float of the call.
-        load: ``(array, indices) -> value``; no index is outside, and there is an index for each axis. A constant index
+        read: ``(array, indices) -> value``; no index is outside, and there is an index for each axis. A constant index
             is Python's int.
     """
 
     functions: Mapping[str, Callable[..., Any]]
     constant: Callable[[Any, Kind], Any]
     cast: Callable[[Any, Kind], Any]
-    load: Callable[[Any, list[Any]], Any]
+    read: Callable[[Any, list[Any]], Any]
 
 
 class Step(NamedTuple):
@@ -148,7 +148,7 @@ def _lookup(step: Step, indices: list[Any], vocabulary: Vocabulary, aux: Sequenc
             inside.append(place)
         else:
             inside.append(_inside(indices[axis], size, step.negative[axis], vocabulary))
-    found = vocabulary.load(array, inside)
+    found = vocabulary.read(array, inside)
     return found if step.kind == "bool" else vocabulary.cast(found, step.kind)
 
 

@@ -76,7 +76,7 @@ def wrong_division(tree: Expression, indices: Any, score: Any, aux: Any) -> np.n
         functions={**functions, "floor_divide": lambda a, b: np.trunc(a / b).astype(np.int32)},
         constant=lambda value, kind: kinds[kind](value),
         cast=lambda value, kind: np.asarray(value).astype(kinds[kind]),
-        load=lambda array, places: array[tuple(places)],
+        read=lambda array, places: array[tuple(places)],
     )
     with np.errstate(all="ignore"):
         return np.asarray(evaluate(tree, words, indices, score, aux))
@@ -141,7 +141,7 @@ def error_bound(tree: Expression, indices: Any, score: Any, aux: Any, roundoff: 
         cast=lambda value, kind: (
             rounded(np.asarray(value, np.float64), 0.0) if kind == "float" else np.asarray(value, np.int32)
         ),
-        load=lambda array, places: array[tuple(places)],
+        read=lambda array, places: array[tuple(places)],
     )
     result = evaluate(tree, words, indices, rounded(score, 0.0), aux)
     return np.broadcast_to(result.error, score.shape)

@@ -184,7 +184,7 @@ def on_scalars(tree: Expression, place: tuple[int, ...], score: float, aux: Any)
         functions=functions,
         constant=lambda value, kind: value,
         cast=lambda value, kind: casts[kind](value),
-        load=lambda array, indices: array[tuple(indices)].item(),
+        read=lambda array, indices: array[tuple(indices)].item(),
     )
     return evaluate(tree, words, place, score, aux)
 

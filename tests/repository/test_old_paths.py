@@ -32,6 +32,16 @@ def test_an_old_path_can_be_imported_from() -> None:
     assert "<string>:1: DeprecationWarning: attn_core.seq_info is now attn_core.call.seq_info" in done.stderr
 
 
+def test_the_old_names_of_a_path_that_has_a_new_module() -> None:
+    from attn_core import masks
+    from attn_core.call.masks import visible
+
+    with pytest.warns(DeprecationWarning, match=r"attn_core.masks.visible is now attn_core.call.masks.visible"):
+        assert masks.visible is visible
+    with pytest.raises(AttributeError, match="no attribute 'never_was'"):
+        _ = masks.never_was
+
+
 def test_an_unknown_path_is_not_found() -> None:
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("attn_core.never_was")
