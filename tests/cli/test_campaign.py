@@ -255,7 +255,7 @@ def test_a_process_that_dies_is_started_again_and_its_case_is_a_fault(tmp_path: 
                 raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run_in_processes(run, 2, 120.0, path, False, kill_one)
+        run_in_processes(run, 2, 400.0, path, False, kill_one)
     assert killed[0].exitcode == -SIGKILL
     assert [fault["fault"] for fault in run.state["faults"]] == ["the process died"]
     assert json.loads(path.read_text()) == run.state

@@ -43,7 +43,7 @@ def test_support_page_shows_every_claim() -> None:
 def test_support_page_shows_forward_and_backward_separately(monkeypatch: pytest.MonkeyPatch) -> None:
     class Stub:
         FRAMEWORK, REQUIRES = "torch", "stub>=1"
-        FORWARD = Support(kernel="a stub", devices=("cpu",), dtypes=("float32",), softcap=True, causal=True)
+        FORWARD = Support(kernel="a stub", devices=("cpu",), dtypes=("float32",), window=True, causal=True)
         BACKWARD = Support(kernel="a stub", devices=("cpu",), dtypes=("float32",), causal=True)
 
     monkeypatch.setattr(backends, "names", lambda: ("math",))
@@ -51,7 +51,7 @@ def test_support_page_shows_forward_and_backward_separately(monkeypatch: pytest.
     lines = render().splitlines()
     titles = next(line for line in lines if "`causal`" in line).split(" | ")
     cells = dict(zip(titles, next(line for line in lines if line.startswith("| `math` |")).split(" | "), strict=True))
-    assert (cells["`softcap`"], cells["`causal`"], cells["`window`"]) == ("forward", "✓", "—")
+    assert (cells["`window`"], cells["`causal`"], cells["boolean `mask`"]) == ("forward", "✓", "—")
 
 
 def test_the_page_of_gpus_is_current() -> None:
