@@ -106,10 +106,10 @@ def _both_ways(runs: list[dict[str, Any]]) -> str:
             names = " | ".join(", ".join(f"`{name}`" for name in sorted(part)) or "not measured" for part in equal)
             lines.append(f"| {kind} | {framework} | {names} |")
     lines.append(
-        "\n`jax_xla` under `jax.jit` may give a call with gradients other last bits than eagerly, because XLA "
-        "compiles its\nforward and backward as one program there. Compiled apart under `jax.jit`, they gave the eager "
-        "bits. Calls that the\ntable does not have stay within the bounds both ways, and the campaign counts equal "
-        "bits.\n"
+        "\n`jax_xla` may have other last bits under `jax.jit` than eagerly: XLA chooses its code by processor and by "
+        "program, and\nunder `jax.jit` one program has the forward and the backward. On an AMD EPYC without AVX-512 "
+        "only calls with gradients\ndiffered. Calls that the table does not have stay within the bounds both ways, and "
+        "the campaign counts equal bits.\n"
     )
     total: dict[str, Any] = {}
     for run in runs:
