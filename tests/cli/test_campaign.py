@@ -196,6 +196,22 @@ def test_a_planted_fault_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch, tm
     assert done.exit_code == 1 and "WRONG" in done.output
 
 
+def test_a_wrong_number_does_not_shrink_to_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backend gives wrong numbers with a softcap, and cannot run at all without one."""
+    from attn_core.cli.campaign import judge
+
+    def verdict(case: Case, device: str) -> judge.Verdict:
+        return judge.Verdict(
+            fault="raised ValueError: no" if case.spec.softcap is None else "out: 3 of the bound WRONG"
+        )
+
+    monkeypatch.setattr(judge, "verdict_of", verdict)
+    case = Case("torch attention", replace(SPEC, softcap=5.0, causal=True), "math", 3)
+    wrong, raised = "dv: 16.2 of the bound, error 6.10e-01 WRONG", "raised ValueError: other words"
+    assert shrunk(case, judge.fails_alike(wrong, "cpu")).spec.softcap == 5.0
+    assert shrunk(case, judge.fails_alike(raised, "cpu")).spec.softcap is None
+
+
 def test_shrinking_keeps_a_failing_case_failing() -> None:
     def fails(case: Case) -> bool:
         return case.spec.softcap is not None and case.spec.q_len >= 3

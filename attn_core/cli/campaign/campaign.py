@@ -20,7 +20,7 @@ from attn_core.cli.campaign.case import Case, case_of, text_of
 from attn_core.cli.campaign.documents import with_same_documents
 from attn_core.cli.campaign.draw import Place, new_lengths, number_seed, random_choice, structure
 from attn_core.cli.campaign.entries import Entry, entries_of
-from attn_core.cli.campaign.judge import Verdict, verdict_of
+from attn_core.cli.campaign.judge import Verdict, fails_alike, verdict_of
 from attn_core.cli.campaign.relations import RELATIONS
 from attn_core.cli.campaign.same_bits import pair_of
 from attn_core.cli.campaign.shrink import shrunk
@@ -249,7 +249,8 @@ class Campaign:
 
     def _fault(self, case: Case, verdict: Verdict, shrink: bool) -> None:
         device = self.devices[self.entries[case.entry].framework]
-        small = shrunk(case, lambda each: verdict_of(each, device).fault is not None) if shrink else case
+        assert verdict.fault is not None
+        small = shrunk(case, fails_alike(verdict.fault, device)) if shrink else case
         self.state["faults"].append({"fault": verdict.fault, "case": text_of(case), "shrunk": text_of(small)})
 
 

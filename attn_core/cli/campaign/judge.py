@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -130,3 +132,18 @@ def _judged(trial: Trial, arrays: dict[str, np.ndarray], entry: Entry) -> Verdic
     allowed = 1 + MERGE * (entry.parts - 1)
     wrong = [str(quantity) for quantity in accuracy.quantities if not quantity.use <= allowed]
     return Verdict(fault="; ".join(wrong) or None, use=accuracy.worst / allowed)
+
+
+def fails_alike(fault: str, device: str) -> Callable[[Case], bool]:
+    """Returns whether a case has a fault of the same kind: a wrong number must not shrink to an error that hides it."""
+
+    def fails(case: Case) -> bool:
+        other = verdict_of(case, device).fault
+        return other is not None and _kind(other) == _kind(fault)
+
+    return fails
+
+
+def _kind(fault: str) -> str:
+    raised = re.match(r"raised \w+", fault)
+    return raised[0] if raised else "other bits" if fault.startswith("other bits") else "wrong numbers"
