@@ -44,6 +44,12 @@ SIZES = {"hidden_size": 24, "intermediate_size": 32, "num_attention_heads": 3}
 ROUNDS = 3
 
 
+@pytest.fixture(autouse=True, scope="module")
+def nothing_registered() -> None:
+    """Random calls of other tests register our attention for their process and leave it."""
+    huggingface.unregister()
+
+
 class Host(NamedTuple):
     """One drop-in with its own choice of kernel: how it is chosen, the call, and the backend that must run it."""
 
