@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from contextvars import copy_context
+from contextvars import Context
 
 import jax
 import jax.export
@@ -11,6 +11,9 @@ import jax.numpy as jnp
 import pytest
 
 from jax_frontend import attention, export_checks
+
+
+# Each test has an empty context, because other tests of the process have called ``export_checks`` in its own.
 
 
 def exported(backend: str, checks: bool) -> None:
@@ -24,11 +27,11 @@ def test_an_export_without_the_checks_warns() -> None:
             exported("math", checks=False)
 
     with pytest.raises(ValueError, match="Cannot serialize code with custom calls"):
-        copy_context().run(run)
+        Context().run(run)
 
 
 @pytest.mark.parametrize(("backend", "checks"), [("math", True), ("jax_xla", False)])
 def test_an_export_that_succeeds_does_not_warn(backend: str, checks: bool) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        copy_context().run(exported, backend, checks)
+        Context().run(exported, backend, checks)
