@@ -12,7 +12,6 @@ import pytest
 
 from jax_frontend import attention, export_checks
 
-
 # Each test has an empty context, because other tests of the process have called ``export_checks`` in its own.
 
 
