@@ -1,4 +1,5 @@
-"""A plugin of pytest: a run fails if one of its processes held too much memory, or is still there after the run.
+"""A plugin of pytest: tells which processes of a run held too much memory, or are still there after it. If STRICT is set
+in the environment, as in the workflow ci, such a run fails.
 
 Processes are found by an environment variable, which children inherit. So a process is found even if it left its group
 or lost its parent. Both checks need Linux.
@@ -27,6 +28,7 @@ RUN = "ATTN_CORE_TEST_RUN"
 SERVERS = re.compile(r"from multiprocessing\.(resource_tracker|forkserver) import main")
 """Command lines of servers that multiprocessing keeps, each until the process ends that started it."""
 
+STRICT = "ATTN_CORE_LEAVE_NOTHING"
 _PEAK = "peak memory"
 _peaks: dict[str, int] = {}
 """Bytes by the worker's name."""
@@ -45,7 +47,7 @@ def pytest_sessionfinish(session: pytest.Session) -> Generator[None, Any, Any]:
         return result
     _peaks["main"] = peak()
     found = session.config.stash[_FAULTS] = [*too_large(_peaks), *left_behind(os.environ[RUN])]
-    if found:
+    if found and os.environ.get(STRICT):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
     return result
 

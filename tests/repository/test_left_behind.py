@@ -53,7 +53,7 @@ def run(folder: Path, test: str, *arguments: str, most: int = left_behind.MOST) 
     (folder / "conftest.py").write_text(CONFTEST.format(most=most), encoding="utf-8")
     (folder / "test_it.py").write_text(test, encoding="utf-8")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    environment |= {left_behind.RUN: f"run of {folder}", "PYTHONPATH": str(HELPERS)}
+    environment |= {left_behind.RUN: f"run of {folder}", left_behind.STRICT: "1", "PYTHONPATH": str(HELPERS)}
     environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # most of the time of a start
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "xdist", *arguments, "test_it.py"]
     return subprocess.run(command, cwd=folder, env=environment, text=True, capture_output=True, check=False)
