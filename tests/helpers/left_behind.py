@@ -1,5 +1,6 @@
-"""A plugin of pytest: tells which processes of a run held too much memory, or are still there after it. If STRICT is set
-in the environment, as in the workflow ci, such a run fails.
+"""A plugin of pytest: tells which processes of a run held too much memory, or are still there after it.
+
+Such a run fails if STRICT is set in the environment, as it is in the workflow ci.
 
 Processes are found by an environment variable, which children inherit. So a process is found even if it left its group
 or lost its parent. Both checks need Linux.
