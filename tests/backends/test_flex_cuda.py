@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import threading
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -464,6 +465,30 @@ def _times(how: tuple[str], values: Any) -> Any:
     return values * int(how[0])
 
 
+def test_torchs_cache_keeps_programs_of_one_graph_apart(scalar_inductor: None) -> None:
+    """100 and 197 queries are one and two blocks. Their graphs are equal, and torch's cache would serve both with one.
+
+    Other lengths of the same signature take their program from the cache, as they would in another process.
+    """
+    from torch._dynamo.utils import counters
+
+    def hits(q_len: int) -> int:
+        programs.program.cache_clear()
+        before = counters["inductor"]["fxgraph_cache_hit"]
+        spec = AttentionSpec(
+            **{"batch": 1, "q_len": q_len, "kv_len": 7, "num_heads": 1, "num_kv_heads": 1, "head_dim": 8},
+            **{"value_dim": 8, "dtype": "float32", "mask_shape": (1, 1, 1, 7)},
+        )
+        q, k, mask = torch.ones(1, q_len, 1, 8), torch.ones(1, 7, 1, 8), torch.ones((1, 1, 1, 7), dtype=torch.bool)
+        with torch.no_grad():
+            tables = operands.operands(spec, Inputs(q, k, k, mask)).tables
+        assert tables is not None and tables[1].partial_count.item() == blocks.blocks(q_len)
+        return int(counters["inductor"]["fxgraph_cache_hit"] - before)
+
+    assert [hits(q_len) for q_len in (100, 197, 300)] == [0, 0, 1]
+    programs.program.cache_clear()
+
+
 def test_nothing_compiles_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
@@ -519,17 +544,20 @@ OTHER_LENGTHS = {
     "two row blocks, one key block": ((300, 50), (197, 7), (129, 127), (1000, 65)),
     "one row block, two key blocks": ((50, 300), (7, 197), (127, 129)),
     "some of both": ((200, 300), (600, 140), (131, 1000)),
+    "one row block, then two": ((100, 7), (197, 7), (300, 50)),
+    "one of each, then others": ((100, 7), (100, 300), (389, 300), (300, 50), (197, 7)),
 }
-"""(q_len, kv_len) of calls that one program serves; the first one compiles it."""
+"""(q_len, kv_len) of calls that follow each other. The last two have several programs, with one graph."""
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("axes", [(), (3,), (2,), (2, 3)], ids=["whole", "rows alone", "keys alone", "one value"])
 @pytest.mark.parametrize("lengths", OTHER_LENGTHS.values(), ids=list(OTHER_LENGTHS))
 def test_a_program_compiled_for_other_lengths_is_right(
-    lengths: tuple[tuple[int, int], ...], axes: tuple[int, ...]
+    lengths: tuple[tuple[int, int], ...], axes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Forward and gradients of calls with a mask, whose block tables have other sizes than the first call's."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     sizes = {"batch": 1, "num_heads": 2, "num_kv_heads": 2, "head_dim": 96, "value_dim": 96, "dtype": "bfloat16"}
     programs.program.cache_clear()
     for number, (q_len, kv_len) in enumerate(lengths):

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
@@ -459,6 +460,35 @@ def test_flash4_takes_minus_one_for_a_distance() -> None:
     assert not differs(fault.out(spec, q, k, v), right(spec, q, k, v)), "our own call is right"
     out = _flash_attn_fwd(q, k, v, causal=True, window_size_left=-1, window_size_right=0)[0]
     fault.is_there(bool((out == 0).all()))
+
+
+@pytest.mark.cuda
+def test_torchs_cache_serves_programs_of_other_lengths(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Block tables of 100 and then of 197 queries, with torch's own cache key and with ours."""
+    from attn_core.backends.flex import operands, program
+    from attn_core.backends.flex.blocks import masked_tables
+
+    fault = Fault("flex-cached-lengths")
+
+    def counts_of_two_blocks() -> list[int]:
+        program.program.cache_clear()
+        for q_len in (100, 197):
+            spec = replace(SPEC, q_len=q_len, kv_len=7, mask_shape=(1, 1, 1, 7))
+            mask = torch.ones((1, 1, 1, 7), dtype=torch.bool, device="cuda")
+            mask[..., -1] = False
+            with torch.no_grad():
+                tables = operands.operands(spec, Inputs(*draw(spec), mask)).tables
+        assert tables is not None
+        assert masked_tables(None, mask, 197, 7)[1].partial_count.item() == 2
+        return [int(tables[0].partial_count.sum()), int(tables[1].partial_count.sum())]
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "ours"))
+    assert counts_of_two_blocks() == [2, 2]
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "torch's"))
+    monkeypatch.setattr(program.Compiler, "__call__", lambda self, graph, examples: program.inductor(graph, examples))
+    found = counts_of_two_blocks()
+    program.program.cache_clear()
+    fault.is_there(found != [2, 2])
 
 
 def test_the_cpu_kernel_reads_past_the_keys() -> None:

@@ -129,7 +129,8 @@ class Compiler:
 
     def __call__(self, graph: Any, examples: Any) -> Any:
         """Compiles a graph."""
-        with torch_settings(COMPILING), timed("flex", self.name):
+        tag = ("torch.compiler.config", "cache_key_tag", f"{self.name} {_conditions(examples)}")
+        with torch_settings((*COMPILING, tag)), timed("flex", self.name):
             result = inductor(graph, examples)
         self.fresh = True
         return result
@@ -137,6 +138,15 @@ class Compiler:
     def reset(self) -> None:
         """Drops the programs. torch calls it from ``torch.compiler.reset``."""
         program.cache_clear()
+
+
+def _conditions(examples: Any) -> str:
+    """Returns a digest of the conditions on lengths under which torch traced a graph, such as "one block"."""
+    from torch._guards import detect_fake_mode
+
+    mode = detect_fake_mode(examples)
+    known = [] if mode is None or mode.shape_env is None else [str(guard.expr) for guard in mode.shape_env.guards]
+    return sha256("\n".join(known).encode()).hexdigest()[:16]
 
 
 def inductor(graph: Any, examples: Any) -> Any:
