@@ -349,6 +349,24 @@ def test_the_shortcut_allows_retain_graph_but_no_second_derivative(
 
 
 @needs_no_gpu
+def test_gradients_are_right_if_the_sink_has_nearly_all_weight(standing_in: list[Any]) -> None:
+    """The keys then have weights of 1e-5 and less, and ``1 - the sink's weight`` would have few correct digits."""
+    fields = {**FEATURES["sinks"], "bias_gradient": False, "needs_backward": True, "return_lse": True}
+    case = make({**fields, "scale": 1.0}, "float32")
+    spec, q = case.spec, case.inputs.q.copy()
+    q[..., 0], case.inputs.k[..., 0] = 4.0, -4.0  # adds -16 to every score
+    arrays = case.inputs._replace(q=q)
+    inputs = tensors(arrays, torch.float32)
+    out, lse = flex_cuda.forward(spec, inputs)
+    actual = flex_cuda.backward(spec, inputs, out, lse, torch.from_numpy(case.dout).float(), None)
+    expected = accuracy.expect(spec, arrays, dout=case.dout)
+    verdict = expected.judge(
+        out=out.numpy(), lse=lse.numpy(), gradients=Gradients(*(None if t is None else t.numpy() for t in actual))
+    )
+    assert verdict.ok, verdict
+
+
+@needs_no_gpu
 def test_one_program_serves_every_length(standing_in: list[Any]) -> None:
     """Equal lengths compile nothing new, whether they equal each other or the batch; neither do other windows."""
     sizes = ((2, 130, 140, (5, 0)), (3, 200, 300, (7, 2)), (139, 139, 130, (3, None)), (4, 333, 257, (None, 3)))

@@ -8,8 +8,7 @@ Gradients exist only through autograd: ``backward`` runs the forward again, ``sh
 Corrections: head dims between powers of two are zero-padded (the kernel's work is the same, and its block sizes are
 tuned for powers of two); TF32 is off for float32; a NaN in one packed document would reach documents in the same block
 through ``0 * NaN``, so non-finite values are set to 0 before the kernel and their rows to NaN after it.
-Sinks are an epilogue: with w the sink's share of a row's weight, out' = (1 - w) * out and lse' = log(exp(lse) +
-exp(sink)); the kernel's backward gets (1 - w) * dout and (1 - w) * dlse + w * delta, delta = sum(dout * out').
+Sinks are an epilogue, see sinks.py.
 Upstream: ``torch.nn.attention.flex_attention``, torch 2.11 to 2.15, with the Triton that belongs to it.
 """
 
@@ -26,6 +25,7 @@ from attn_core.backends.flex.blocks import BLOCK
 from attn_core.backends.flex.operands import FlexOperands, arrange, contain, hides, length_classes, mark
 from attn_core.backends.flex.operands import operands as operands_of
 from attn_core.backends.flex.program import Signature, flex, program
+from attn_core.backends.flex.sinks import SinkShare, with_sinks
 from attn_core.backends.shared import dry_run
 from attn_core.backends.shared.autograd import recording
 from attn_core.backends.shared.kernel_limits import tables
@@ -112,7 +112,7 @@ def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
             out, lse = _attend(spec, q, k, clean.tensors[0], operands)
             mark(out, clean.rows, lse)
         if spec.sinks:
-            out, lse = _with_sinks(out, lse, inputs.sinks)
+            out, lse = with_sinks(out, lse, inputs.sinks)
     return (out[0], lse[0]) if spec.packed else (out, lse)
 
 
@@ -144,12 +144,11 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
             out, lse, dout, dlse = (t if t is None else t.clone() for t in (out, lse, dout, dlse))
             copies = Inputs(*(t if t is None else t.clone() for t in inputs))
             return backward(spec, copies, out, lse, dout, dlse)
-    dsinks, clean = None, None
+    clean = None
     with torch.no_grad(), _without_autocast(inputs.q):
         q, k, v, out, dout = _with_batch(spec, *(tensor.detach() for tensor in (*inputs[:3], out, dout)))
         lse, dlse = (t if t is None or not spec.packed else t[None] for t in (lse, dlse))
-        if spec.sinks:
-            dout, dlse, dsinks = _through_sinks(inputs.sinks, out, lse, dout, dlse)
+        share = SinkShare(inputs.sinks, out, lse, dout, dlse) if spec.sinks else None
         operands = operands_of(spec, inputs)
         if operands.places is not None:
             clean = contain(spec, operands.places, inputs, (q, dout), (k, v))
@@ -157,12 +156,14 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
         with recording():
             leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
             results = _attend(spec, leaves[0], leaves[1], leaves[2], operands)
+            if share is not None:
+                dout, dlse = share.inner(results[1].detach(), dout)
             cotangents = (dout,) if dlse is None else (dout, dlse)
             dq, dk, dv = torch.autograd.grad(results[: len(cotangents)], leaves, cotangents)
         if clean is not None:
             mark(dq, clean.rows, results[1].detach())
             dk, dv = mark(dk, clean.keys), mark(dv, clean.keys)
-    return Gradients(*((dq[0], dk[0], dv[0]) if spec.packed else (dq, dk, dv)), None, dsinks)
+    return Gradients(*((dq[0], dk[0], dv[0]) if spec.packed else (dq, dk, dv)), None, share and share.dsinks)
 
 
 def warm_up(spec: AttentionSpec) -> None:
@@ -233,26 +234,3 @@ def _padded(tensor: Any, width: int) -> Any:
 
     missing = width - tensor.shape[-1]
     return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor
-
-
-def _with_sinks(out: Any, lse: Any, sinks: Any) -> tuple[Any, Any]:
-    import torch
-
-    sinks = sinks.detach().to(lse.dtype)[:, None]  # [heads, 1] against [batch, heads, q_len]
-    empty = lse == -torch.inf
-    gate = torch.sigmoid(lse - sinks).masked_fill(empty, 0.0).transpose(1, 2)[..., None]
-    joined = torch.logaddexp(lse, sinks).masked_fill(empty, -torch.inf)
-    return (out * gate).to(out.dtype), joined
-
-
-def _through_sinks(sinks: Any, out: Any, lse: Any, dout: Any, dlse: Any) -> tuple[Any, Any, Any]:
-    """Returns dout and dlse for the kernel, and the gradient of the sinks. The module's docstring has the formulas."""
-    import torch
-
-    empty = lse == -torch.inf
-    share = torch.exp(sinks.detach().to(lse.dtype)[:, None] - lse).masked_fill(empty, 0.0)
-    delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).transpose(1, 2)  # [batch, heads, q_len]
-    outer = torch.zeros_like(delta) if dlse is None else dlse.masked_fill(empty, 0.0)
-    dsinks = -(share * (delta - outer)).sum((0, 2)).to(sinks.dtype)
-    inner = dout * (1 - share).transpose(1, 2)[..., None]
-    return inner.to(dout.dtype), (1 - share) * outer + share * delta, dsinks
