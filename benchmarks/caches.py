@@ -42,6 +42,7 @@ BOUNDS: dict[str, int | str] = {
     "torch_frontend.context_parallel.agreement:_COMPARED": 4097,
     "torch_frontend.context_parallel.layers:_blocks": "the blocks that are running",
     "torch_frontend.context_parallel.layers:_ran_under": "the modules that are alive",
+    "torch_frontend.dispatch.cudnn_plans:_shapes": 64,
     "torch_frontend.dispatch.triton_offsets:_launchers": "the GPUs",
     # Functions of few arguments
     "attn_core.backends:_module": "backends and kinds of device",

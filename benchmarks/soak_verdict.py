@@ -15,9 +15,11 @@ BLOCKS_PER_CALL = 0.02
 """The most growth of Python's memory blocks in the last half: one object kept by one call of fifty."""
 LOOSE_BLOCKS = 500
 """Blocks that come and go without a leak, such as those of numbers in lists that Python keeps for reuse."""
-PROGRAM_BYTES, PROGRAM_BLOCKS = 256 * 2**10, 400
-"""What each new program of JAX may add: plans, up to the bounds of our caches, and what ``jax.clear_caches`` leaves.
-JAX alone, without us, leaves 0.1 to 0.3 MiB and 80 blocks for each (jax 0.10.2 on a CPU)."""
+PROGRAM_BYTES, PROGRAM_BLOCKS = 256 * 2**10, 100
+"""What each new program of JAX may add: JAX alone, without us, leaves 0.1 to 0.3 MiB and 80 blocks for each after
+``jax.clear_caches`` (jax 0.10.2 on a CPU)."""
+ENTRY_BYTES, ENTRY_BLOCKS = 2048, 30
+"""What a new entry of one of our caches may hold. A cache that is full gains none, so this growth ends at its bound."""
 SLOWER = 1.05
 """The most that a call may take in the last tenth, as a multiple of the first tenth."""
 
@@ -44,21 +46,33 @@ def tenths(points: Points) -> list[Points]:
     return [points[len(points) * tenth // 10 : len(points) * (tenth + 1) // 10] for tenth in range(10)]
 
 
+def new_entries(points: Points) -> float:
+    """Returns how many entries our caches gain per call."""
+    sized = [{**each, "entries": sum(each["caches"].values())} for each in points if "caches" in each]
+    return max(0.0, slope(sized, "entries"))
+
+
 def figures(result: dict[str, Any]) -> dict[str, Any]:
     """Returns the figures that the verdict and the report name, by name."""
     points: Points = result["points"]
     first, last = halves(points)
     settled = [each for each in last if each["settled"]]
     full = next((each["caches"] for each in reversed(points) if "caches" in each), {})
-    programs = slope(settled, "programs")
+    programs, entries = slope(settled, "programs"), new_entries(last)
     by_tenth = [statistics.median(each["ratio"] for each in tenth) if tenth else None for tenth in tenths(points)]
     calls = last[-1]["calls"] - last[0]["calls"]
     return {
         "resident": [statistics.median(each["resident"] for each in half) for half in (first, last)],
         "bytes per call": slope(settled, "resident"),
-        "bytes per call allowed": BYTES_PER_CALL + RESOLUTION / max(calls, 1) + PROGRAM_BYTES * programs,
+        "bytes per call allowed": BYTES_PER_CALL
+        + RESOLUTION / max(calls, 1)
+        + PROGRAM_BYTES * programs
+        + ENTRY_BYTES * entries,
         "blocks per call": slope(settled, "blocks"),
-        "blocks per call allowed": BLOCKS_PER_CALL + LOOSE_BLOCKS / max(calls, 1) + PROGRAM_BLOCKS * programs,
+        "blocks per call allowed": BLOCKS_PER_CALL
+        + LOOSE_BLOCKS / max(calls, 1)
+        + PROGRAM_BLOCKS * programs
+        + ENTRY_BLOCKS * entries,
         **{name: [max(each[name] for each in half) for half in (first, last)] for name in ("descriptors", "threads")},
         "allocated bytes per call": slope(settled, "allocated") if settled[0]["allocated"] is not None else None,
         "handlers": [sum(half[-1]["handlers"].values()) for half in (first, last)],

@@ -24,6 +24,7 @@ CAUSES = {
     "mask": "a-mask-that-an-option-describes",
     "bias": "a-bias-copied-in-every-call",
     "callback": "a-callback-in-a-hot-loop",
+    "cudnn": "more-shapes-than-plans-of-cudnn",
 }
 """The anchor of each cause on the page PAGE."""
 

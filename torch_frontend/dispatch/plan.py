@@ -18,7 +18,7 @@ from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
 from attn_core.errors import SpecError
 from attn_core.selection import Selection, Target, explain, new_plans, select
-from torch_frontend.dispatch import sdpa_flags, tensor_kinds
+from torch_frontend.dispatch import cudnn_plans, sdpa_flags, tensor_kinds
 from torch_frontend.dispatch.wrappers import on_device, with_four_axes
 
 Tensor = torch.Tensor
@@ -63,6 +63,8 @@ def plan(
     new_plans.evicted(plan)
     selection = select(*_request(metadata, options, needs_backward, bias_gradient, requested, switches))
     new_plans.selected(selection)
+    if selection.requested is None and switches is None:
+        cudnn_plans.chosen(selection.spec, selection.target, selection.backend or "", selection.automatic)
     spec = selection.spec
     one_row = spec.packed and len(metadata[0][0]) == 4 if metadata[0] else False
     device = metadata[0][2] if metadata[0] else torch.device("cpu")
@@ -105,7 +107,10 @@ def _request(
     spec = build_spec(arrays, options, needs_backward=needs_backward, bias_gradient=bias_gradient)
     device = metadata[0][2] if metadata[0] else torch.device("cpu")
     target = sdpa_flags.limited(Target.here("torch", device_name(device)), switches)
-    return spec, target, requested_names(requested) or sdpa_flags.preferred(switches)
+    names = requested_names(requested) or sdpa_flags.preferred(switches)
+    if names is None and switches is None:  # torch's flags may leave cuDNN alone
+        target = cudnn_plans.limited(target, spec)
+    return spec, target, names
 
 
 def check(inputs: Inputs, options: Options) -> None:

@@ -15,7 +15,7 @@ from attn_core.call.masks import without_idle_sides
 from attn_core.call.options import Options, check_options, requested_names
 from attn_core.call.spec import AttentionSpec
 from attn_core.selection import Target, choose, new_plans
-from torch_frontend.dispatch import tensor_kinds
+from torch_frontend.dispatch import cudnn_plans, tensor_kinds
 from torch_frontend.dispatch.plan import Metadata, Plan, device_name, plan, plan_on
 
 PLAIN_CALL = ("causal", "alignment", "window", "softcap", "scale", "dropout", "deterministic", "return_lse")
@@ -100,12 +100,12 @@ class _Family:
 
     Attributes:
         known: the spec of the first call, the target, and the names of the requested backends; None before that call.
-        claimed: see ``choose``.
+        claimed: see ``choose``; for the target, and for the target without cuDNN.
     """
 
     def __init__(self) -> None:
         self.known: tuple[AttentionSpec, Target, tuple[str, ...] | None] | None = None
-        self.claimed: dict[str, bool] = {}
+        self.claimed: tuple[dict[str, bool], dict[str, bool]] = ({}, {})
 
 
 @lru_cache(maxsize=1024)
@@ -143,9 +143,12 @@ def _plan(
     if family.known is not None:
         first, target, names = family.known
         spec = first.with_lengths(batch, q_len, kv_len, mask and mask[0], bias and bias[0])
-        choice = choose(spec, target, names, family.claimed)
+        limited = target if names else cudnn_plans.limited(target, spec)
+        choice = choose(spec, limited, names, family.claimed[limited is not target])
         if choice is not None:
             name, candidates = choice
+            if names is None:
+                cudnn_plans.chosen(spec, limited, name, candidates)
             new_plans.planned(spec, target, names, name, new_plans.is_fallback(candidates, name, target, names))
             return plan_on(name, spec, target, devices[0], mask, bias, False)
     qkv = tuple(zip(shapes, dtypes, devices, strict=True))

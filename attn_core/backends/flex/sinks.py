@@ -10,7 +10,7 @@ from typing import Any
 
 
 def with_sinks(out: Any, lse: Any, sinks: Any) -> tuple[Any, Any]:
-    """Returns (out', lse') from the kernel's own out ``[batch, q_len, heads, dim]`` and lse ``[batch, heads, q_len]``."""
+    """Returns (out', lse') from the kernel's out ``[batch, q_len, heads, dim]`` and lse ``[batch, heads, q_len]``."""
     import torch
 
     sinks = sinks.detach().to(lse.dtype)[:, None]  # [heads, 1] against [batch, heads, q_len]

@@ -1,0 +1,108 @@
+"""Tests the limit on the shapes that automatic choice gives to cuDNN, on a described H100 without other packages."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from attn_core import AttentionSpec, SlowPathWarning, Target, backends
+from attn_core.backends.support import Build
+from attn_core.call import slow_paths
+from torch_frontend.dispatch import cudnn_plans, plan, plan_cache
+from torch_frontend.dispatch.plan import Plan
+
+OTHERS = [name for name in backends.names() if not name.startswith(("sdpa", "math", "flex"))]
+H100 = Target(
+    "torch",
+    "sm90",
+    tuple((name, "not installed here") for name in OTHERS),
+    (("sdpa_cudnn", Build("cuDNN", version=(9, 26, 0))),),
+)
+CACHES = (plan.plan, plan_cache.dense_plan, plan_cache.fast_plan, plan_cache.table_plan, plan_cache._family)
+PLACE = torch.device("cpu")  # the plans are those of an H100, and none of them runs
+
+
+@pytest.fixture(autouse=True)
+def on_a_described_h100(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def forget() -> None:
+        for cache in CACHES:
+            cache.cache_clear()
+
+    def unrunnable(name: str, spec: AttentionSpec, *_: Any) -> Plan:
+        return Plan(spec, name, plan.empty_forward, plan._empty_backward, False)
+
+    for module in (plan, plan_cache):
+        monkeypatch.setattr(module, "plan_on", unrunnable)
+    monkeypatch.setattr(Target, "here", classmethod(lambda cls, framework, device: H100))
+    monkeypatch.setattr(cudnn_plans, "MOST_SHAPES", 5)
+    monkeypatch.setattr(cudnn_plans, "_shapes", {})
+    forget()
+    yield
+    forget()
+
+
+def planned(q_len: int, requested: str | None = None, *, sinks: bool = False, training: bool = False) -> Plan:
+    """The plan of a call with a mask; with sinks it takes the general path."""
+    q, mask = (torch.Size((2, q_len, 16, 64)), torch.bfloat16, PLACE), (torch.Size((2, 1, 1, q_len)), torch.bool, PLACE)
+    options = (False, "bottom_right", None, None, None, 0.0, False, False)
+    if sinks:
+        metadata = (q, q, q, mask, None, None, (torch.Size((16,)), torch.float32, PLACE), None, None, None)
+        return plan_cache.fast_plan(metadata, training, False, requested, None, None, *options)
+    shapes, dtypes, devices = ([part] * 3 for part in q)
+    return plan_cache.table_plan(*shapes, *dtypes, *devices, mask, None, training, False, requested, *options)
+
+
+@pytest.mark.parametrize("more", [{}, {"training": True}, {"sinks": True}], ids=["family", "training", "general path"])
+def test_new_shapes_beyond_the_limit_take_another_kernel(more: dict[str, Any]) -> None:
+    first = [planned(1000 + step, **more).backend for step in range(5)]
+    assert first == ["sdpa_cudnn"] * 5
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SlowPathWarning)
+        later = {planned(1000 + step, **more).backend for step in range(5, 20)}
+    assert later and "sdpa_cudnn" not in later
+    for cache in CACHES:  # a plan that was dropped from our caches is still cuDNN's
+        cache.cache_clear()
+    assert [planned(1000 + step, **more).backend for step in range(5)] == first
+    assert len(cudnn_plans._shapes) == 5
+
+
+def test_a_call_that_names_cudnn_has_no_limit() -> None:
+    assert {planned(1000 + step, "sdpa_cudnn").backend for step in range(20)} == {"sdpa_cudnn"}
+    assert not cudnn_plans._shapes
+    assert planned(2000).backend == "sdpa_cudnn"
+
+
+def test_explain_says_why() -> None:
+    for step in range(5):
+        planned(1000 + step)
+    q, mask = (torch.Size((2, 77, 16, 64)), torch.bfloat16, PLACE), (torch.Size((2, 1, 1, 77)), torch.bool, PLACE)
+    options = plan_cache._checked_options(False, "bottom_right", None, None, None, 0.0, False, False)
+    selection = plan.explanation((q, q, q, mask, *(None,) * 6), options, False, False, None)
+    assert selection.reasons("sdpa_cudnn") == (cudnn_plans.WHY,)
+    assert "never frees" in str(selection.text(everything=True))
+
+
+def test_a_warning_names_the_line_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slow_paths, "_warned", set())
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for step in range(9):
+            planned(1000 + step)
+    (warning,) = [each for each in found if issubclass(each.category, SlowPathWarning)]
+    assert "pad rows to a few lengths" in str(warning.message) and warning.filename == __file__
+
+
+def test_other_calls_are_not_limited() -> None:
+    """The limit is about shapes that cuDNN would run."""
+    target = cudnn_plans.limited(
+        H100,
+        AttentionSpec(
+            **{"batch": 1, "q_len": 8, "kv_len": 8, "num_heads": 2, "num_kv_heads": 2, "head_dim": 64, "value_dim": 64},
+            dtype="bfloat16",
+        ),
+    )
+    assert target is H100

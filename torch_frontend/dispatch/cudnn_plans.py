@@ -1,0 +1,52 @@
+"""Limits how many shapes automatic choice gives to cuDNN, because each costs memory and time that never come back.
+
+torch prepares a plan in cuDNN for every new shape of a call, and keeps it until the process ends. A program with ever
+new lengths would spend most of its time on plans and grow without end. So after MOST_SHAPES shapes, automatic choice
+takes another kernel for a new one. The shapes that have a plan stay with cuDNN, and so do calls that name it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+from attn_core.call import log
+from attn_core.call.slow_paths import warn_once
+from attn_core.call.spec import AttentionSpec
+from attn_core.selection import Target, choice
+
+MOST_SHAPES = 64
+"""Plans take 1 to 2 MB of the host's memory each, and 20 to 100 ms (H100, torch 2.11, cuDNN 9.19)."""
+NAME = "sdpa_cudnn"
+WHY = (
+    f"{MOST_SHAPES} shapes of this process have a plan in cuDNN, which it never frees; automatic choice makes no "
+    f"more. Pad lengths to a few sizes, or name it: backend={NAME!r}"
+)
+
+_shapes: dict[AttentionSpec, None] = {}
+"""The calls that automatic choice gave to cuDNN."""
+
+
+def limited(target: Target, spec: AttentionSpec) -> Target:
+    """Returns the target for the automatic choice of a call: without cuDNN if a new shape would exceed the limit."""
+    return target if len(_shapes) < MOST_SHAPES or spec in _shapes else _without(target)
+
+
+@lru_cache(maxsize=64)
+def _without(target: Target) -> Target:
+    return replace(target, unavailable=(*target.unavailable, (NAME, WHY)))
+
+
+def chosen(spec: AttentionSpec, target: Target, name: str, candidates: tuple[str, ...]) -> None:
+    """Notes the automatic choice of a call; warns of the line that would make cuDNN prepare one plan too many.
+
+    Args:
+        target: what ``limited`` returned. candidates: best first, with the chosen ``name``.
+    """
+    if name == NAME:
+        _shapes.setdefault(spec)
+        return
+    better = candidates[: candidates.index(name)] if name in candidates else ()
+    if NAME in better and choice.refusals(NAME, spec, target) == (WHY,):
+        finding = f"torch: {MOST_SHAPES} shapes have a plan in cuDNN, and this call has another one, so {name} runs it"
+        warn_once("cudnn", log.place(), finding, "pad rows to a few lengths, for example multiples of 128")
