@@ -39,7 +39,7 @@ SPEC = AttentionSpec(
     batch=2, q_len=256, kv_len=384, num_heads=6, num_kv_heads=2, head_dim=80, value_dim=40, dtype="bfloat16"
 )
 CASES = [name for name, fields in FEATURES.items() if not fields.get("dropout")]
-COMPILED = ("plain", "causal with empty rows", "packed, causal", "packed, bias, mask, sinks", "whole")
+COMPILED = ("plain", "causal with empty rows", "key ranges", "packed, causal", "packed, bias, mask, sinks", "whole")
 WHOLE = {**FEATURES["everything"], "dropout": 0.0, "bias_gradient": False}
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for the kernels, on the CPU")
 
@@ -129,9 +129,10 @@ def functions_of(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
     bias = functions.reader(inputs.bias, torch.float64)
     slope = functions.slope_reader(inputs.alibi_slopes, torch.float64)
     mask = functions.reader(inputs.mask)
+    in_ranges = functions.range_reader(operands._range_ends(inputs.key_ranges), spec.group_size)
     return (
         functions.score_function(spec.softcap, bias, slope, distance),
-        functions.mask_function(mask, made.left, made.right, distance, where),
+        functions.mask_function(mask, made.left, made.right, distance, where, in_ranges),
     )
 
 
@@ -142,7 +143,7 @@ def test_mask_functions_match_the_visible_set(name: str) -> None:
     spec, inputs, *_ = make(FEATURES[name])
     _, mask = functions_of(spec, tensors(inputs, None))
     got = create_mask(mask, spec.batch, spec.num_heads, spec.q_len, spec.kv_len, "cpu").numpy()
-    expected = visible(spec, inputs.mask, inputs.cu_seqlens_q, inputs.cu_seqlens_k)
+    expected = visible(spec, inputs.mask, inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.key_ranges)
     np.testing.assert_array_equal(got, np.broadcast_to(expected, got.shape))
 
 
@@ -188,11 +189,11 @@ def test_tokens_outside_every_document_see_nothing() -> None:
 
 @st.composite
 def calls(draw: Any) -> Case:
-    """Any band over a few blocks of 8, dense or packed, with or without a mask."""
+    """Any band over a few blocks of 8, dense or packed, with or without a mask and key ranges."""
     length = st.integers(1, 45)
     distance = st.none() | st.integers(0, 30)
     fields: dict[str, Any] = {
-        **{"batch": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 1, "value_dim": 1, "dtype": "float64"},
+        **{"batch": 1, "num_heads": 4, "num_kv_heads": 2, "head_dim": 1, "value_dim": 1, "dtype": "float64"},
         **{"causal": draw(st.booleans()), "window": (draw(distance), draw(distance))},
         "alignment": draw(st.sampled_from(("bottom_right", "top_left"))),
     }
@@ -204,8 +205,10 @@ def calls(draw: Any) -> Case:
     else:
         fields |= {"q_len": draw(length), "kv_len": draw(length)}
     if draw(st.booleans()):
-        whole = (1, 2, fields["q_len"], fields["kv_len"])
+        whole = (1, 4, fields["q_len"], fields["kv_len"])
         fields["mask_shape"] = tuple(draw(st.sampled_from((size, 1))) for size in whole)
+    if draw(st.booleans()):
+        fields["key_ranges_shape"] = (1, draw(st.sampled_from((1, 2))), fields["kv_len"], draw(st.integers(1, 2)), 2)
     return fill(AttentionSpec(**fields), draw(st.integers(0, 99)), *(lengths or ()))
 
 
@@ -238,7 +241,8 @@ def test_block_tables(case: Case) -> None:
         counts = blocks.blocks(spec.q_len), blocks.blocks(spec.kv_len)
     for cache in (blocks.widths, operands.length_classes, operands._by_stream, programs.program):
         cache.cache_clear()
-    seen = visible(spec, case.inputs.mask, case.inputs.cu_seqlens_q, case.inputs.cu_seqlens_k)
+    given = case.inputs
+    seen = visible(spec, given.mask, given.cu_seqlens_q, given.cu_seqlens_k, given.key_ranges)
     if made.tables is None:
         assert seen.all()
         return
@@ -253,9 +257,48 @@ def test_block_tables(case: Case) -> None:
     by_key = [matrix.swapaxes(2, 3) for matrix in matrices(made.tables[1], counts[0])]
     assert not (by_key[0] & by_key[1]).any()
     assert ((by_key[0] | by_key[1]) >= some).all() and (by_key[1] <= every).all()
-    if not spec.packed and spec.mask_shape is None:
+    if not spec.packed and spec.mask_shape is None and spec.key_ranges_shape is None:
         np.testing.assert_array_equal(partial | full, some)
         np.testing.assert_array_equal(by_key[0] | by_key[1], some)
+
+
+def test_the_blocks_of_key_ranges_are_exact() -> None:
+    """128 keys seen by rows 128..383 and by nobody else: two full blocks. The next keys share one partial block."""
+    ranges = torch.zeros(1, 1, 200, 1, 2, dtype=torch.int32)
+    ranges[:, :, :128] = torch.tensor([128, 384])
+    ranges[:, :, 128:, 0, 1] = 5
+    some, every = blocks.range_blocks(operands._range_ends(ranges) or (), 400, 200, 3)
+    assert some[0, 0].int().tolist() == [[0, 1], [1, 0], [1, 0], [0, 0]]
+    assert every[0, 0].int().tolist() == [[0, 0], [1, 0], [1, 0], [0, 0]]
+
+
+def test_lying_ranges_give_blocks_that_exist() -> None:
+    ranges = torch.tensor([[-(2**31), 2**31 - 1], [2**31 - 1, -(2**31)], [900, 1000], [-5, 3]], dtype=torch.int32)
+    some, every = blocks.range_blocks(operands._range_ends(ranges[None, None, :, None]) or (), 400, 4, 1)
+    assert some.shape == every.shape == (1, 1, 4, 1) and some.all() and not every.any()
+    for table in blocks.tables_of_blocks([(some, every)], None, 400, 4):
+        assert (table.partial < 4).all() and (table.partial_count <= 4).all()
+
+
+def test_memory_of_key_ranges_grows_with_tokens() -> None:
+    """At 64K the blocks have 2^18 numbers; a table of all pairs would have 2^32."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Largest(TorchDispatchMode):
+        most = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor):
+                self.most = max(self.most, result.untyped_storage().nbytes())
+            return result
+
+    tokens = 2**16
+    ranges = torch.stack([torch.arange(tokens), torch.full((tokens,), tokens)], -1).int()[None, None, :, None]
+    with Largest() as largest:
+        part = blocks.range_blocks(operands._range_ends(ranges) or (), tokens, tokens, 1)
+        blocks.tables_of_blocks([part], None, tokens, tokens)
+    assert largest.most <= 40 * tokens
 
 
 def test_the_tables_of_a_window_have_few_columns() -> None:
@@ -600,6 +643,33 @@ def widened(tensor: torch.Tensor) -> np.ndarray:
     return (tensor.double() if tensor.is_floating_point() else tensor).cpu().numpy()
 
 
+RANGES_ON_A_GPU = {
+    "one range of all heads": {"key_ranges_shape": (1, 1, 300, 1, 2)},
+    "two ranges by head, causal": {"key_ranges_shape": (2, 2, 300, 2, 2), "causal": True},
+    "two ranges, mask, softcap": {
+        **{"key_ranges_shape": (2, 1, 300, 2, 2), "mask_shape": (2, 1, 1, 300), "softcap": 5.0},
+    },
+    "packed, sinks": {"batch": 1, "documents": 2, "key_ranges_shape": (1, 2, 300, 1, 2), "sinks": True, "q_len": 300},
+}
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("fields", RANGES_ON_A_GPU.values(), ids=list(RANGES_ON_A_GPU))
+def test_key_ranges_on_a_gpu(fields: dict[str, Any]) -> None:
+    sizes = {"batch": 2, "q_len": 200, "kv_len": 300, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64}
+    more = {"value_dim": 64, "dtype": "bfloat16", "needs_backward": True, "return_lse": True}
+    spec = AttentionSpec(**{**sizes, **more, **fields})
+    inputs = on_gpu(spec)
+    out, lse = flex_cuda.forward(spec, inputs)
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float32).to(torch.bfloat16)
+    actual = flex_cuda.backward(spec, inputs, out, lse, dout.cuda(), None)
+    arrays = Inputs(*(None if t is None else widened(t) for t in inputs))
+    expected = accuracy.expect(spec, arrays, dout=widened(dout))
+    gradients = Gradients(*(None if t is None else widened(t) for t in actual))
+    verdict = expected.judge(out=widened(out), lse=widened(lse), gradients=gradients)
+    assert verdict.ok, verdict
+
+
 @pytest.mark.cuda
 def test_float32_is_not_rounded_to_tf32() -> None:
     spec = replace(SPEC, dtype="float32", needs_backward=True)
@@ -619,7 +689,9 @@ def test_float32_is_not_rounded_to_tf32() -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("changes", [{"window": (128, 0)}, {"documents": 2, "causal": True}])
+@pytest.mark.parametrize(
+    "changes", [{"window": (128, 0)}, {"documents": 2, "causal": True}, {"key_ranges_shape": (1, 1, 2**15, 1, 2)}]
+)
 def test_memory_grows_with_tokens(changes: dict[str, Any]) -> None:
     spec = AttentionSpec(
         **{"batch": 1, "q_len": 2**15, "kv_len": 2**15, "num_heads": 2, "num_kv_heads": 1, "head_dim": 64},

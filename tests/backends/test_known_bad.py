@@ -466,7 +466,7 @@ def test_flash4_takes_minus_one_for_a_distance() -> None:
 def test_torchs_cache_serves_programs_of_other_lengths(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Block tables of 100 and then of 197 queries, with torch's own cache key and with ours."""
     from attn_core.backends.flex import operands, program
-    from attn_core.backends.flex.blocks import masked_tables
+    from attn_core.backends.flex.blocks import mask_blocks, tables_of_blocks
 
     fault = Fault("flex-cached-lengths")
 
@@ -479,7 +479,7 @@ def test_torchs_cache_serves_programs_of_other_lengths(monkeypatch: pytest.Monke
             with torch.no_grad():
                 tables = operands.operands(spec, Inputs(*draw(spec), mask)).tables
         assert tables is not None
-        assert masked_tables(None, mask, 197, 7)[1].partial_count.item() == 2
+        assert tables_of_blocks([mask_blocks(mask)], None, 197, 7)[1].partial_count.item() == 2
         return [int(tables[0].partial_count.sum()), int(tables[1].partial_count.sum())]
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "ours"))

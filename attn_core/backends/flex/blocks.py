@@ -47,7 +47,7 @@ def blocks(tokens: int) -> int:
 @lru_cache(maxsize=4096)
 def widths(spec: AttentionSpec) -> tuple[int, int]:
     """Returns the most key blocks that a row block can need, and the most row blocks that a key block can need."""
-    if spec.packed or spec.mask_shape is not None:
+    if spec.packed or spec.mask_shape is not None or spec.key_ranges_shape is not None:
         return blocks(spec.kv_len), blocks(spec.q_len)
     rows = band(spec)
     keys = Band(rows.right, rows.left, -rows.offset)  # the same band with rows and keys exchanged
@@ -145,22 +145,31 @@ def _ranges(seen: Intervals, others: int) -> tuple[Any, Any, Any, Any]:
     return first, stop, torch.where(some, full_first, stop), torch.where(some, full_stop, stop)
 
 
-def masked_tables(seen: Intervals | None, mask: Any, q_len: int, kv_len: int) -> tuple[Table, Table]:
-    """Returns both tables of a call with a mask ``[batch, heads, q_len, kv_len]``, any axis may be 1, and intervals."""
+BlockMatrices = tuple[Any, Any]
+"""Whether a mask shows some of each block, and all of it: bool ``[batch, heads, q blocks, kv blocks]``, any axis may
+be 1."""
+
+
+def tables_of_blocks(
+    parts: list[BlockMatrices], seen: Intervals | None, q_len: int, kv_len: int
+) -> tuple[Table, Table]:
+    """Returns both tables of a call with masks, all of which must show a pair, and the intervals of its rows."""
     import torch
 
-    some, every = _mask_blocks(mask)
+    some, every = parts[0]
+    for some_too, every_too in parts[1:]:
+        some, every = some & some_too, every & every_too
     if seen is not None:
         first, stop, full_first, full_stop = (edge[:, None] for edge in _ranges(seen, kv_len))
-        column = torch.arange(blocks(kv_len), device=mask.device)
+        column = torch.arange(blocks(kv_len), device=some.device)
         some = some & (column >= first) & (column < stop)
         every = every & (column >= full_first) & (column < full_stop)
-    shape = (*mask.shape[:2], blocks(q_len), blocks(kv_len))
+    shape = (*some.shape[:2], blocks(q_len), blocks(kv_len))
     full, partial = every.expand(shape), (some & ~every).expand(shape)
     return _ordered(partial, full), _ordered(partial.transpose(2, 3), full.transpose(2, 3))
 
 
-def _mask_blocks(mask: Any) -> tuple[Any, Any]:
+def mask_blocks(mask: Any) -> BlockMatrices:
     """Returns whether a mask shows some of each block, and all of it: bool, by blocks; axes of length 1 stay 1."""
     import torch
 
@@ -170,6 +179,45 @@ def _mask_blocks(mask: Any) -> tuple[Any, Any]:
     # [batch, heads, q_len, kv_len] -> [batch, heads, blocks, rows, blocks, keys]
     tiles = padded.unflatten(2, (-1, heights[0])).unflatten(4, (-1, heights[1]))
     return tiles.any(5).any(3), tiles.all(5).all(3)
+
+
+def range_blocks(ranges: tuple[Any, ...], q_len: int, kv_len: int, group: int) -> BlockMatrices:
+    """Returns the blocks of key ranges, whose starts and stops are int32 ``[batch or 1, kv_heads or 1, 1, kv_len]``.
+
+    Time and memory are those of the ranges and of the blocks. A block is full if one range of each of its keys covers
+    all its rows.
+
+    Args:
+        group: query heads per kv head.
+    """
+    import torch
+
+    some: Any = None
+    every: Any = None
+    height, width = blocks(q_len), blocks(kv_len)
+
+    def rows_of_keys(first: Any, stop: Any) -> Any:
+        """How many keys of each block have each row block in [first, stop): int32 ``[batch, kv_heads, kv, q]``."""
+        nothing = first >= stop
+        ends = [torch.where(nothing, 0, end.clamp(0, height)).to(torch.int64) for end in (first, stop)]
+        by_block = [torch.nn.functional.pad(end[:, :, 0], (0, width * BLOCK - kv_len)) for end in ends]
+        counts = first.new_zeros((*first.shape[:2], width, height + 1))
+        for end, step in zip(by_block, (1, -1)):
+            index = end.unflatten(2, (width, BLOCK))
+            counts = counts.scatter_add(3, index, torch.full_like(index, step, dtype=torch.int32))
+        return counts.cumsum(3, dtype=torch.int32)[..., :height]
+
+    for start, stop in zip(ranges[::2], ranges[1::2]):
+        start, stop = start.clamp(0, q_len), stop.clamp(0, q_len)  # any number may be there, and sums would overflow
+        shown = stop > start
+        touched = rows_of_keys(start // BLOCK, torch.where(shown, (stop + BLOCK - 1) // BLOCK, 0)) > 0
+        covered = rows_of_keys((start + BLOCK - 1) // BLOCK, torch.where(shown, stop // BLOCK, 0)) == BLOCK
+        some = touched if some is None else some | touched
+        every = covered if every is None else every | covered
+    by_head = [part.transpose(2, 3) for part in (some, every)]
+    if by_head[0].shape[1] > 1:
+        by_head = [part.repeat_interleave(group, 1) for part in by_head]
+    return by_head[0], by_head[1]
 
 
 def _ordered(partial: Any, full: Any) -> Table:

@@ -36,6 +36,7 @@ FORWARD = Support(
     window=True,
     softcap=True,
     mask=True,
+    key_ranges=True,
     bias=True,
     alibi=True,
     sinks=True,
@@ -72,7 +73,11 @@ def probe() -> str:
 def lower(spec: AttentionSpec) -> dict[str, Any]:
     """Returns flex_attention's scale and enable_gqa, and the parts of its score and mask functions, in order."""
     score = {"softcap": spec.softcap, "bias": spec.bias_shape, "alibi": spec.alibi_shape}
-    mask = {"band": spec.causal or spec.window != (None, None), "mask": spec.mask_shape}
+    mask = {
+        "band": spec.causal or spec.window != (None, None),
+        "mask": spec.mask_shape,
+        "ranges": spec.key_ranges_shape,
+    }
     return {
         "scale": spec.scale,
         "enable_gqa": spec.group_size > 1,
@@ -150,10 +155,11 @@ def _attend(spec: AttentionSpec, inputs: Inputs, piece: _Piece) -> tuple[Any, An
     q, k, v = (tensor.detach() for tensor in (inputs.q, inputs.k, inputs.v))  # raises if one requires a gradient
     q, k, v = (tensor[None] if spec.packed else tensor for tensor in (q, k, v))
     q, k, v = (part.transpose(1, 2) for part in (q[:, piece.rows], k[:, piece.keys], v[:, piece.keys]))
-    mask_function = _mask_function(inputs, piece)
+    mask_function = _mask_function(spec, inputs, piece)
     block_mask = None
     if mask_function is not None:
-        batch, heads = (None, None) if spec.mask_shape is None else (spec.batch, spec.num_heads)
+        alike = spec.mask_shape is None and spec.key_ranges_shape is None  # all rows and heads see the same keys
+        batch, heads = (None, None) if alike else (spec.batch, spec.num_heads)
         block_mask = create_block_mask(mask_function, batch, heads, q.shape[2], k.shape[2], device="cpu")
     out, extra = flex_attention(
         q,
@@ -175,11 +181,13 @@ def _attend(spec: AttentionSpec, inputs: Inputs, piece: _Piece) -> tuple[Any, An
     return out, torch.logaddexp(lse, sinks).masked_fill(empty, -torch.inf)
 
 
-def _mask_function(inputs: Inputs, piece: _Piece) -> Callable[..., Any] | None:
+def _mask_function(spec: AttentionSpec, inputs: Inputs, piece: _Piece) -> Callable[..., Any] | None:
     """Returns ``(batch, head, row, column) -> visible``, each a scalar tensor."""
-    edge = piece.edge
-    mask = functions.reader(_cut(inputs.mask, piece))
-    return functions.mask_function(mask, edge.left, edge.right, functions.distance_function(edge.offset))
+    edge, ranges = piece.edge, inputs.key_ranges
+    ends = None if ranges is None else ranges[:, :, piece.keys].flatten(3)[:, :, None].unbind(4)
+    in_ranges = functions.range_reader(ends, spec.group_size, piece.rows.start)
+    mask, distance = functions.reader(_cut(inputs.mask, piece)), functions.distance_function(edge.offset)
+    return functions.mask_function(mask, edge.left, edge.right, distance, None, in_ranges)
 
 
 def _score_function(spec: AttentionSpec, inputs: Inputs, piece: _Piece) -> Callable[..., Any] | None:

@@ -22,7 +22,8 @@ from importlib import import_module
 from typing import Any
 
 from attn_core.backends.flex.blocks import BLOCK
-from attn_core.backends.flex.operands import FlexOperands, arrange, contain, hides, length_classes, mark
+from attn_core.backends.flex.containment import contain, mark
+from attn_core.backends.flex.operands import FlexOperands, arrange, hides, length_classes
 from attn_core.backends.flex.operands import operands as operands_of
 from attn_core.backends.flex.program import Signature, flex, program
 from attn_core.backends.flex.sinks import SinkShare, with_sinks
@@ -48,6 +49,7 @@ FORWARD = Support(
     window=True,
     softcap=True,
     mask=True,
+    key_ranges=True,
     bias=True,
     alibi=True,
     sinks=True,
@@ -80,7 +82,7 @@ def lower(spec: AttentionSpec) -> dict[str, Any]:
     """Returns flex_attention's scale, enable_gqa and kernel_options, its head dims (widths), and the parts of its score
     and mask functions, in order."""
     score = {"softcap": spec.softcap, "bias": spec.bias_shape, "alibi": spec.alibi_shape}
-    mask = {"documents": spec.packed, "band": hides(spec), "mask": spec.mask_shape}
+    mask = {"documents": spec.packed, "band": hides(spec), "mask": spec.mask_shape, "ranges": spec.key_ranges_shape}
     whole = spec.q_len % BLOCK == 0 and spec.kv_len % BLOCK == 0
     # The kernel for few queries splits the keys. Let torch choose it only within that kernel's limits.
     few = spec.q_len == 1 and spec.group_size <= 64
@@ -120,7 +122,7 @@ def shortcut(spec: AttentionSpec) -> Callable[[Any, Any, Any], tuple[Any, Any]] 
     """See ``contract.shortcut``: autograd keeps what the compiled forward saved, and runs the same backward kernel."""
     import torch
 
-    more = (spec.mask_shape, spec.bias_shape, spec.alibi_shape, spec.documents)
+    more = (spec.mask_shape, spec.key_ranges_shape, spec.bias_shape, spec.alibi_shape, spec.documents)
     if not spec.needs_backward or spec.sinks or any(extra is not None for extra in more):
         return None
 
@@ -221,8 +223,9 @@ def _attend(spec: AttentionSpec, q: Any, k: Any, v: Any, operands: FlexOperands)
     wide, value_wide = signature.widths
     padded = (_padded(q, wide), _padded(k, wide), _padded(v, value_wide))
     (q, k, v), layouts = zip(*map(arrange, padded))
-    tables = tuple(None if t is None else (str(t.dtype), tuple(n == 1 for n in t.shape)) for t in operands[3:6])
-    run = program(flex, signature, layouts, tables)
+    ends = operands.ranges or ()
+    tables = [None if t is None else (str(t.dtype), tuple(n == 1 for n in t.shape)) for t in (*operands[3:6], *ends)]
+    run = program(flex, signature, layouts, tuple(tables))
     # [batch, tokens, heads, dim] -> [batch, heads, tokens, dim] and back, as views
     out, lse = run(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), *operands)
     out = out.transpose(1, 2)

@@ -86,6 +86,25 @@ def reader(table: Any, dtype: Any = None) -> Reader | None:
     return read
 
 
+def range_reader(ends: tuple[Any, ...] | None, group: int, first_row: int = 0) -> Reader | None:
+    """Returns a function that says whether a key range shows a pair; None for None.
+
+    Args:
+        ends: starts and stops of the ranges in turn, int32 ``[batch or 1, kv_heads or 1, 1, kv_len]``.
+        group: query heads per kv head. first_row: the place of row 0 in the ranges.
+    """
+    if ends is None:
+        return None
+    readers = [reader(end) for end in ends]
+
+    def visible(batch: Any, head: Any, row: Any, column: Any) -> Any:
+        place, values = row + first_row, [read(batch, head // group, row, column) for read in readers if read]
+        seen = (place >= values[0]) & (place < values[1])
+        return seen if len(values) == 2 else seen | ((place >= values[2]) & (place < values[3]))
+
+    return visible
+
+
 def slope_reader(slopes: Any, dtype: Any) -> Reader | None:
     """Returns a function that reads ALiBi slopes ``[heads]`` or ``[batch, heads]``; None for None."""
     if slopes is None:
@@ -124,12 +143,13 @@ def mask_function(
     right: Any,
     distance: Callable[[Any, Any], Any],
     places: PackedTokens | None = None,
+    ranges: Reader | None = None,
 ) -> Reader | None:
-    """Returns ``(batch, head, row, column) -> visible`` by documents, band and mask; None if nothing is hidden.
+    """Returns ``(batch, head, row, column) -> visible`` by documents, band, mask and ranges; None if nothing is hidden.
 
-    left, right: the distances that bound the band; None is unbounded.
+    left, right: the distances that bound the band; None is unbounded. ranges: see ``range_reader``.
     """
-    if mask is None and left is None and right is None and places is None:
+    if mask is None and left is None and right is None and places is None and ranges is None:
         return None
 
     def visible(batch: Any, head: Any, row: Any, column: Any) -> Any:
@@ -142,6 +162,8 @@ def mask_function(
             tests += [] if right is None else [away <= right]
         if mask is not None:
             tests.append(mask(batch, head, row, column))
+        if ranges is not None:
+            tests.append(ranges(batch, head, row, column))
         seen = tests[0]
         for test in tests[1:]:
             seen = seen & test

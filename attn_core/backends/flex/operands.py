@@ -1,4 +1,4 @@
-"""Prepares the tensors of a compiled FlexAttention call other than q, k, v, and keeps NaN within its document."""
+"""Prepares the tensors of a compiled FlexAttention call other than q, k, v."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from attn_core.backends.flex.blocks import (
     Table,
     blocks,
     dense_intervals,
-    masked_tables,
+    mask_blocks,
     packed_intervals,
+    range_blocks,
     table,
+    tables_of_blocks,
     widths,
 )
 from attn_core.backends.flex.functions import Edges, PackedTokens, Softcap, edges, places
@@ -29,7 +31,7 @@ class FlexOperands(NamedTuple):
 
     edges: int32 scalars; places: of packed tokens; tables: of the rows and of the keys; mask, bias
     ``[batch, heads, q_len, kv_len]``, any axis may be 1; slopes ``[heads]`` or ``[batch, heads]``; softcap, with the
-    scale in it.
+    scale in it; ranges: of key ranges the starts and the stops, int32 ``[batch or 1, kv_heads or 1, 1, kv_len]`` each.
     """
 
     edges: Edges | None
@@ -39,6 +41,7 @@ class FlexOperands(NamedTuple):
     bias: Any
     slopes: Any
     softcap: Softcap | None
+    ranges: tuple[Any, ...] | None
 
 
 def hides(spec: AttentionSpec) -> bool:
@@ -63,17 +66,26 @@ def operands(spec: AttentionSpec, inputs: Inputs) -> FlexOperands:
     """Returns the operands of a call, on its device and current stream, without a synchronisation."""
     mask, bias, slopes = (None if t is None else t.detach() for t in (inputs.mask, inputs.bias, inputs.alibi_slopes))
     mask, bias = _condensed(mask), _condensed(bias)
-    hidden, cap = hides(spec), _softcap(spec, inputs.q.device)
-    if not (hidden or spec.packed or mask is not None or slopes is not None):
-        return FlexOperands(None, None, None, mask, bias, slopes, cap)
+    hidden, cap, ranges = hides(spec), _softcap(spec, inputs.q.device), _range_ends(inputs.key_ranges)
+    if not (hidden or spec.packed or mask is not None or slopes is not None or ranges is not None):
+        return FlexOperands(None, None, None, mask, bias, slopes, cap, None)
     edge, tables = _constants(spec, inputs.q.device)
     where = None
-    # Tables that depend on tensors (offsets, a mask) are computed in every call, by one compiled program.
-    if spec.packed or mask is not None:
-        shapes = None if mask is None else tuple(length == 1 for length in mask.shape)  # which axes broadcast
-        prepare = program(_prepare, spec.packed, hidden, spec.alignment, shapes, length_classes(spec))
-        where, tables = prepare(edge, *_offsets(inputs), mask, spec.q_len, spec.kv_len)
-    return FlexOperands(edge, where, tables, mask, bias, slopes, cap)
+    # Tables that depend on tensors (offsets, a mask, ranges) are computed in every call, by one compiled program.
+    if spec.packed or mask is not None or ranges is not None:
+        broadcast = [tuple([length == 1 for length in t.shape]) for t in (mask, *(ranges or ())) if t is not None]
+        group = ("head",) * spec.group_size if ranges is not None else ()  # a number would become a symbol
+        how = (spec.packed, hidden, spec.alignment, group, mask is None, tuple(broadcast), length_classes(spec))
+        where, tables = program(_prepare, *how)(edge, *offsets(inputs), mask, ranges, spec.q_len, spec.kv_len)
+    return FlexOperands(edge, where, tables, mask, bias, slopes, cap, ranges)
+
+
+def _range_ends(key_ranges: Any) -> tuple[Any, ...] | None:
+    """Returns the starts and stops of key ranges, one contiguous tensor each, so that a kernel reads them in order."""
+    if key_ranges is None:
+        return None
+    ends = key_ranges.detach().flatten(3).unbind(3)  # [batch or 1, kv_heads or 1, kv_len] each
+    return tuple([end.contiguous()[:, :, None] for end in ends])
 
 
 def _condensed(values: Any) -> Any:
@@ -87,7 +99,7 @@ def _condensed(values: Any) -> Any:
     return values.contiguous()
 
 
-def _offsets(inputs: Inputs) -> tuple[Any, Any]:
+def offsets(inputs: Inputs) -> tuple[Any, Any]:
     """Returns cu_seqlens_q and cu_seqlens_k as two tensor objects.
 
     The caller may pass one object twice; a program traced with one object would not accept two.
@@ -97,24 +109,26 @@ def _offsets(inputs: Inputs) -> tuple[Any, Any]:
     return inputs.cu_seqlens_q.detach(), inputs.cu_seqlens_k.detach()
 
 
-def _prepare(how: Any, edge: Edges, cu_q: Any, cu_k: Any, mask: Any, q_len: int, kv_len: int) -> Any:
+def _prepare(how: Any, edge: Edges, cu_q: Any, cu_k: Any, mask: Any, ranges: Any, q_len: int, kv_len: int) -> Any:
     """Returns (places, tables) of a call whose visibility depends on tensors. Runs compiled."""
-    packed, hidden, alignment, *_ = how
+    packed, hidden, alignment, group, *_ = how
     where = places(cu_q, cu_k, q_len, kv_len, alignment == "bottom_right") if packed else None
+    seen = None
     if where is not None:
         seen = packed_intervals(edge, where, cu_q, cu_k, alignment == "bottom_right")
     elif hidden:
-        seen = dense_intervals(edge, q_len, kv_len, mask.device)
-    else:
-        return where, masked_tables(None, mask, q_len, kv_len)
-    if mask is not None:
-        return where, masked_tables(seen[0], mask, q_len, kv_len)
-    return where, (table(seen[0], kv_len, blocks(kv_len)), table(seen[1], q_len, blocks(q_len)))
+        seen = dense_intervals(edge, q_len, kv_len, (ranges[0] if mask is None else mask).device)
+    if mask is None and ranges is None and seen is not None:
+        return where, (table(seen[0], kv_len, blocks(kv_len)), table(seen[1], q_len, blocks(q_len)))
+    parts = [] if mask is None else [mask_blocks(mask)]
+    parts += [] if ranges is None else [range_blocks(ranges, q_len, kv_len, len(group))]
+    return where, tables_of_blocks(parts, None if seen is None else seen[0], q_len, kv_len)
 
 
 def _constants(spec: AttentionSpec, device: Any) -> tuple[Edges, tuple[Table, Table] | None]:
     """Returns the (edges, tables) that depend on the spec alone. The tables are None if they depend on tensors."""
-    with_tables = hides(spec) and not spec.packed and spec.mask_shape is None
+    by_tensors = spec.packed or spec.mask_shape is not None or spec.key_ranges_shape is not None
+    with_tables = hides(spec) and not by_tensors
     by_stream = _by_stream(edges(spec), (spec.q_len, spec.kv_len, *widths(spec)) if with_tables else None, device)
     return _on_stream(by_stream, device, lambda: _new_constants(spec, device, with_tables))  # type: ignore[no-any-return]
 
@@ -196,65 +210,3 @@ def arrange(tensor: Any) -> tuple[Any, int | str]:
         return tensor, step
     operand_copied()
     return tensor.contiguous(), "tokens"
-
-
-class Contained(NamedTuple):
-    """Packed tensors without NaN and Inf, and which rows and keys must become NaN, bool ``[tokens]`` each."""
-
-    tensors: tuple[Any, ...]
-    rows: Any
-    keys: Any
-
-
-def contain(
-    spec: AttentionSpec, where: PackedTokens, inputs: Inputs, by_query: tuple[Any, ...], by_key: tuple[Any, ...]
-) -> Contained:
-    """Replaces non-finite elements of tensors ``[1, tokens, heads, dim]`` by 0, and finds the affected rows and keys.
-
-    Without this a NaN would reach other documents that share a block, because 0 * NaN is NaN.
-
-    A non-finite query marks its own row; a non-finite key marks every row of its document. Either marks every key of
-    that document.
-    """
-    tensors, layouts = zip(*map(arrange, (*by_query, *by_key)))
-    shapes = tuple((str(tensor.dtype), tuple(tensor.shape[2:])) for tensor in tensors)
-    clean = program(_contain, ("q",) * len(by_query), shapes, layouts, length_classes(spec))
-    return clean(where, *_offsets(inputs), *tensors)
-
-
-def _contain(how: Any, where: PackedTokens, cu_q: Any, cu_k: Any, *tensors: Any) -> Contained:
-    import torch
-
-    count = len(how[0])  # the signature holds a tuple of this length because a number would become a symbol
-    finite = [torch.isfinite(tensor) for tensor in tensors]
-    clean = tuple(torch.where(fine, tensor, 0.0) for fine, tensor in zip(finite, tensors))
-    bad = [~fine.all(3).all(2)[0] for fine in finite]  # [tokens]
-    bad_rows, bad_keys = torch.zeros_like(where.of_query, dtype=torch.bool), bad[count]
-    for one in bad[:count]:
-        bad_rows = bad_rows | one
-    for one in bad[count + 1 :]:
-        bad_keys = bad_keys | one
-    by_keys, by_rows = _in_documents(bad_keys, cu_k), _in_documents(bad_rows, cu_q)
-    documents = cu_q.shape[0] - 1
-    of_query, of_key = where.of_query.clamp(0, documents - 1), where.of_key.clamp(0, documents - 1)
-    rows = bad_rows | (by_keys[of_query] & (where.of_query >= 0))
-    keys = (by_keys | by_rows)[of_key] & (where.of_key < documents)
-    return Contained(clean, rows, keys)
-
-
-def _in_documents(bad: Any, cu_seqlens: Any) -> Any:
-    """Returns which documents contain a bad token: bool ``[documents]``."""
-    import torch
-
-    total = torch.nn.functional.pad(bad.cumsum(0), (1, 0))
-    return total[cu_seqlens.clamp(0, bad.shape[0])].diff() > 0
-
-
-def mark(results: Any, tokens: Any, lse: Any = None) -> Any:
-    """Writes NaN into ``[1, tokens, heads, dim]`` at ``tokens``, except in rows that see no key according to lse."""
-    import torch
-
-    places = tokens[None, :, None, None]
-    if lse is not None:  # [1, heads, tokens] -> [1, tokens, heads, 1]
-        places = places & (lse != -torch.inf).transpose(1, 2)[..., None]
-    return results.masked_fill_(places, torch.nan)

@@ -181,12 +181,13 @@ def flex(how: tuple[Any, ...], q: Any, k: Any, v: Any, *operands: Any) -> tuple[
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
     signature: Signature = how[0]
-    edges, places, tables, mask, bias, slopes, softcap = operands
+    edges, places, tables, mask, bias, slopes, softcap, ranges = operands
     distance = functions.distance_function(None if edges is None else edges.offset, places)
     wide = torch.float32
     bias_reader, slope_reader = functions.reader(bias, wide), functions.slope_reader(slopes, wide)
     left, right = (edges.left, edges.right) if "band" in signature.mask else (None, None)
-    visible = functions.mask_function(functions.reader(mask), left, right, distance, places)
+    in_ranges = functions.range_reader(ranges, signature.heads[0] // signature.heads[1])
+    visible = functions.mask_function(functions.reader(mask), left, right, distance, places, in_ranges)
     options: Any = dict(signature.options)
     out, extra = flex_attention(
         q,
