@@ -51,7 +51,7 @@ EXPLAINED = (
         "Cannot serialize code with custom calls",
         "`export_checks()` lacked the kernels that are compiled while the function is traced. Mended.",
     ),
-    ("integer modulo by zero", "The campaign itself reshaped an array without rows. Mended."),
+    ("integer modulo by zero", "`equinox.attend` could not reshape a mask without rows. Mended."),
 )
 """Words of faults, and what they were."""
 

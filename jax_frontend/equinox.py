@@ -167,4 +167,4 @@ def _table(name: str, array: Array, sizes: tuple[int, int, int]) -> Array:
             f"{name}: expected [q_len, kv_len] = [{q_len}, {kv_len}] or [heads, q_len, kv_len] = "
             f"[{heads}, {q_len}, {kv_len}], got {list(array.shape)}"
         )
-    return array.reshape(1, -1, q_len, kv_len)
+    return array.reshape(1, heads if array.ndim == 3 else 1, q_len, kv_len)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
+from typing import Any
 
 from jax.export import DisabledSafetyCheck
 
@@ -24,21 +26,45 @@ def warn_unasked() -> None:
         )
 
 
-def export_checks() -> list[DisabledSafetyCheck]:
+class _Checks(Sequence[DisabledSafetyCheck]):
+    """The custom calls that this process knows at the moment at which somebody reads the sequence."""
+
+    def __len__(self) -> int:
+        return len(_targets())
+
+    def __getitem__(self, index: Any) -> Any:
+        checks = [DisabledSafetyCheck.custom_call(name) for name in _targets()]
+        return checks[index]
+
+    def __iter__(self) -> Iterator[DisabledSafetyCheck]:  # one list, although tracing may add calls meanwhile
+        return iter(self[:])
+
+    def __repr__(self) -> str:
+        return "jax_frontend.export_checks()"
+
+
+def _targets() -> tuple[str, ...]:
+    # Not "step": exported programs run steps of context parallelism by branches.
+    targets = [bridge._target(direction) for direction in ("forward", "backward")]
+    return (*targets, *compiled_lane.compile_seconds(), *jax_cudnn.CUSTOM_CALLS)
+
+
+def export_checks() -> Sequence[DisabledSafetyCheck]:
     """Returns the checks for ``jax.export.export(..., disabled_checks=export_checks())``: our kernels' custom calls,
     and jax.nn's calls of cuDNN, because automatic choice may select them.
 
     ``jax.export`` refuses custom calls that it does not know to be portable. A call of the callback lane runs in any
     process with the same version of this package, once a function with the same call has been traced there
     (``jax.eval_shape`` of the exported function is enough). In other processes the exported program raises a
-    BridgeError, or XLA reports that it has no such FFI handler. A kernel of the compiled lane joins the list when it
-    is compiled: when a function that runs it is traced.
+    BridgeError, or XLA reports that it has no such FFI handler.
+
+    A kernel of the compiled lane gets its name when it is compiled: when a function that runs it is traced. The
+    sequence is read after that, so it has the kernels of the exported function. A list that is made from it, such as
+    ``[*export_checks(), other]``, has only those of functions that were traced before, and so has the gradient of an
+    exported function (``vjp_order=1``): trace the gradient once before, with ``jax.eval_shape(jax.grad(...), ...)``.
 
     A program for several devices can be exported if its calls are inside ``jax.shard_map``. If XLA must split a call
     by itself, ``jax.export`` raises an error.
     """
     _asked.set(True)
-    # Not "step": exported programs run steps of context parallelism by branches.
-    targets = [bridge._target(direction) for direction in ("forward", "backward")]
-    names = (*targets, *compiled_lane.compile_seconds(), *jax_cudnn.CUSTOM_CALLS)
-    return [DisabledSafetyCheck.custom_call(name) for name in names]
+    return _Checks()

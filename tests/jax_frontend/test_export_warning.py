@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from jax_frontend import attention, export_checks
+from jax_frontend.bridge import compiled_lane
 
 # Each test has an empty context, because other tests of the process have called ``export_checks`` in its own.
 
@@ -34,3 +35,20 @@ def test_an_export_that_succeeds_does_not_warn(backend: str, checks: bool) -> No
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         Context().run(exported, backend, checks)
+
+
+def test_a_kernel_that_is_compiled_while_the_function_is_traced_is_in_the_checks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a kernel of the compiled lane is on a GPU. The checks are made before the function is traced."""
+    name = "attn_core.flash4.0123"
+
+    def run(q: jax.Array) -> jax.Array:
+        monkeypatch.setitem(compiled_lane._compile_seconds, name, 1.0)
+        return jax.ffi.ffi_call(name, jax.ShapeDtypeStruct(q.shape, q.dtype))(q)  # nothing runs it
+
+    checks = export_checks()
+    assert name not in [check.is_custom_call() for check in checks]
+    exported = jax.export.export(jax.jit(run), disabled_checks=checks)(jnp.zeros((1, 3)))
+    assert name in [check.is_custom_call() for check in exported.disabled_safety_checks]
+    assert len(checks) == len(list(checks)) == len([*checks]) and checks[0] == next(iter(checks))
