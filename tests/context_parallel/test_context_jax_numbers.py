@@ -30,7 +30,7 @@ from jax_frontend import (
     unshard_sequence,
 )
 
-pytestmark = pytest.mark.usefixtures("four_devices", "x64")
+pytestmark = [pytest.mark.usefixtures("four_devices", "x64"), pytest.mark.rotates]
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)

@@ -35,6 +35,8 @@ import jax_frontend
 import torch_frontend
 from attn_core import backends, explain
 
+pytestmark = pytest.mark.rotates
+
 BRIDGED = backends_of("torch")
 
 

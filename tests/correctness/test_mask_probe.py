@@ -19,6 +19,8 @@ from spec_strategies import Call, make_call
 from attn_core import explain
 from attn_core.correctness.accuracy import MaskProbe, mask_probe
 
+pytestmark = pytest.mark.rotates
+
 # One call shows everything: it has as many channels as there are pairs of key and kv head.
 DENSE = {"batch": 2, "num_heads": 6, "num_kv_heads": 2, "dtype": "float32"}
 LENGTHS = {

@@ -1,6 +1,6 @@
 """Tests every type of transformers' text and vision models: equal to ``eager``, or refused at construction.
 
-A third of the types runs each day, chosen by the hash of their names; ``--sweep`` (``make sweep``) runs all. Types that
+A third of the types runs each day; ``--sweep`` (``make sweep``) runs all. Types that
 cannot run are listed with their reasons in transformers_lists, so a type that starts or stops running is noticed.
 """
 
@@ -21,6 +21,8 @@ import transformers_types as types
 
 from attn_core.errors import SpecError
 from torch_frontend import huggingface
+
+pytestmark = pytest.mark.rotates
 
 LENGTH, NEW = 9, 5
 

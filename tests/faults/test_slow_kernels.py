@@ -20,6 +20,8 @@ from faulty_kernels import WAYS, faulty
 from interrupt_scenes import scene
 from interrupted_lines import held_locks
 
+pytestmark = pytest.mark.rotates
+
 DIRECTIONS = ("forward", "backward")
 LONG = 200.0
 """Seconds after which a thread that waits counts as stuck."""

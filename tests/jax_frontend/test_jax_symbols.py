@@ -27,6 +27,8 @@ from jax_frontend import (
     paged_attention,
 )
 
+pytestmark = pytest.mark.rotates
+
 DENSE = ("b,n,6,8", "b,m,3,8", "b,m,3,8")
 PACKED = ("t,6,8", "t,3,8", "t,3,8", "d+1")
 LENGTHS = ((2, 5, 7), (1, 300, 9), (3, 1, 260))

@@ -42,6 +42,8 @@ from attn_core import NoBackendError, SpecError, backends, explain
 from attn_core.call.tensors import PagedInputs
 from attn_core.correctness.paged import append, gather_pages
 
+pytestmark = pytest.mark.rotates
+
 CLAIMED = [
     pytest.param(name, device, marks=(pytest.mark.cuda,) if device == "cuda" else (), id=f"{name}-{device}")
     for name, device in paged_backends()

@@ -36,6 +36,8 @@ from attn_core.paged import triton_tables
 from torch_frontend.dispatch import offsets, triton_offsets
 from torch_frontend.paged.append import _repeated_on_gpu, append_on_gpu
 
+pytestmark = pytest.mark.rotates
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 

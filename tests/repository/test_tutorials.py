@@ -20,6 +20,8 @@ from nbformat import v4
 
 from tools import tutorials
 
+pytestmark = pytest.mark.rotates
+
 ROOT = Path(__file__).resolve().parents[2]
 PATHS = tutorials.paths()
 each = pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)

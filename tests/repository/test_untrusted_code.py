@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.rotates
+
 pytest.importorskip("typer")
 
 ROOT = Path(__file__).parents[2]

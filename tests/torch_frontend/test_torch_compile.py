@@ -9,6 +9,8 @@ from attn_core.call.options import Options
 from torch_frontend import SeqInfo, attention, use_backend
 from torch_frontend.dispatch.op_arguments import PlainOptions
 
+pytestmark = pytest.mark.rotates
+
 HEADS, KV_HEADS, DIM = 6, 3, 8
 
 

@@ -45,6 +45,8 @@ from torch_frontend.unsloth import (
     slow_inference_attention_softcapping,
 )
 
+pytestmark = pytest.mark.rotates
+
 HEADS, KV_HEADS, DIM = 4, 2, 8
 GEMMA = SimpleNamespace(config=SimpleNamespace(query_pre_attn_scalar=float(DIM), attn_logit_softcapping=5.0))
 CAUSAL = create_flex_attention_causal_mask(512)

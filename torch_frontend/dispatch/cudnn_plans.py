@@ -16,7 +16,8 @@ from attn_core.call.spec import AttentionSpec
 from attn_core.selection import Target, choice
 
 MOST_SHAPES = 64
-"""Plans take 1 to 2 MB of the host's memory each, and 20 to 100 ms (H100, torch 2.11, cuDNN 9.19)."""
+"""A plan takes 1.9 MB of the host's memory and 40 ms; with the gradient 3.0 MB and 104 ms (H100, torch 2.11, cuDNN
+9.19, measured on 2026-11-26)."""
 NAME = "sdpa_cudnn"
 WHY = (
     f"{MOST_SHAPES} shapes of this process have a plan in cuDNN, which it never frees; automatic choice makes no "

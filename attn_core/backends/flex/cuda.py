@@ -192,6 +192,7 @@ def _signature(spec: AttentionSpec) -> Signature:
         widths=how["widths"],
         enable_gqa=how["enable_gqa"],
         scale=repr(how["scale"] if spec.softcap is None else 1.0),  # the softcap includes the scale
+        group=str(spec.group_size),
         score=how["score"],
         mask=how["mask"],
         options=tuple(how["kernel_options"].items()),

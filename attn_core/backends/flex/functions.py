@@ -95,10 +95,10 @@ def range_reader(ends: tuple[Any, ...] | None, group: int, first_row: int = 0) -
     """
     if ends is None:
         return None
-    readers = [reader(end) for end in ends]
+    readers: list[Any] = [reader(end) for end in ends]
 
     def visible(batch: Any, head: Any, row: Any, column: Any) -> Any:
-        place, values = row + first_row, [read(batch, head // group, row, column) for read in readers if read]
+        place, values = row + first_row, [read(batch, head // group, row, column) for read in readers]
         seen = (place >= values[0]) & (place < values[1])
         return seen if len(values) == 2 else seen | ((place >= values[2]) & (place < values[3]))
 

@@ -53,7 +53,7 @@ class Signature(NamedTuple):
 
     Attributes:
         heads: of q, and of k and v. widths: the kernel's head dims, of q and k, and of v.
-        scale: as text, because torch's compiler makes symbols of numbers, which the kernel cannot take.
+        scale, group: as text, because torch's compiler makes symbols of numbers, which the kernel cannot take.
         score, mask: the parts of the score and mask functions. options: kernel_options.
         length_classes: see ``operands.length_classes``.
     """
@@ -63,6 +63,7 @@ class Signature(NamedTuple):
     widths: tuple[int, int]
     enable_gqa: bool
     scale: str
+    group: str
     score: tuple[str, ...]
     mask: tuple[str, ...]
     options: tuple[tuple[str, Any], ...]
@@ -186,7 +187,7 @@ def flex(how: tuple[Any, ...], q: Any, k: Any, v: Any, *operands: Any) -> tuple[
     wide = torch.float32
     bias_reader, slope_reader = functions.reader(bias, wide), functions.slope_reader(slopes, wide)
     left, right = (edges.left, edges.right) if "band" in signature.mask else (None, None)
-    in_ranges = functions.range_reader(ranges, signature.heads[0] // signature.heads[1])
+    in_ranges = functions.range_reader(ranges, int(signature.group))
     visible = functions.mask_function(functions.reader(mask), left, right, distance, places, in_ranges)
     options: Any = dict(signature.options)
     out, extra = flex_attention(
