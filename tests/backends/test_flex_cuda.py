@@ -281,6 +281,15 @@ def test_the_blocks_of_key_ranges_are_exact() -> None:
     assert every[0, 0].int().tolist() == [[0, 0], [1, 0], [1, 0], [0, 0]]
 
 
+def test_blocks_of_key_ranges_are_the_same_with_deterministic_algorithms(request: pytest.FixtureRequest) -> None:
+    request.addfinalizer(lambda: torch.use_deterministic_algorithms(False))
+    ends = torch.randint(0, 401, (2, 3, 300, 2, 2), generator=torch.Generator().manual_seed(0)).int().sort(-1)[0]
+    ranges = operands._range_ends(ends) or ()
+    usual = blocks.range_blocks(ranges, 400, 300, 2)
+    torch.use_deterministic_algorithms(True)
+    assert all(map(torch.equal, usual, blocks.range_blocks(ranges, 400, 300, 2)))
+
+
 def test_lying_ranges_give_blocks_that_exist() -> None:
     ranges = torch.tensor([[-(2**31), 2**31 - 1], [2**31 - 1, -(2**31)], [900, 1000], [-5, 3]], dtype=torch.int32)
     some, every = blocks.range_blocks(operands._range_ends(ranges[None, None, :, None]) or (), 400, 4, 1)

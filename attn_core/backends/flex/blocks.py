@@ -200,10 +200,14 @@ def range_blocks(ranges: tuple[Any, ...], q_len: int, kv_len: int, group: int) -
         """How many keys of each block have each row block in [first, stop): int32 ``[batch, kv_heads, kv, q]``."""
         nothing = first >= stop
         ends = [torch.where(nothing, 0, end.clamp(0, height)).to(torch.int64) for end in (first, stop)]
-        by_block = [torch.nn.functional.pad(end[:, :, 0], (0, width * BLOCK - kv_len)) for end in ends]
+        padded = [torch.nn.functional.pad(end[:, :, 0], (0, width * BLOCK - kv_len)) for end in ends]
+        by_block = [end.unflatten(2, (width, BLOCK)) for end in padded]
+        if torch.are_deterministic_algorithms_enabled():  # torch then has no scatter_add, although integers add exactly
+            row = torch.arange(height, device=first.device)
+            inside = (by_block[0][..., None] <= row) & (row < by_block[1][..., None])
+            return inside.sum(3, dtype=torch.int32)
         counts = first.new_zeros((*first.shape[:2], width, height + 1))
-        for end, step in zip(by_block, (1, -1)):
-            index = end.unflatten(2, (width, BLOCK))
+        for index, step in zip(by_block, (1, -1)):
             counts = counts.scatter_add(3, index, torch.full_like(index, step, dtype=torch.int32))
         return counts.cumsum(3, dtype=torch.int32)[..., :height]
 
