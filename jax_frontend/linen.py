@@ -87,6 +87,7 @@ class Attention(nn.Module):
         context: jax.Array | None = None,
         *,
         mask: jax.Array | None = None,
+        key_ranges: Any = None,
         bias: jax.Array | None = None,
         alibi_slopes: jax.Array | None = None,
         seq_info: Any = None,
@@ -100,7 +101,7 @@ class Attention(nn.Module):
         Args:
             x: ``[batch, seq, features]``; with seq_info ``[tokens, features]`` or ``[1, tokens, features]``.
             context: the source of keys and values, with x's layout; None for self-attention.
-            mask, bias, alibi_slopes, seq_info: as in ``jax_frontend.attention`` (mask bool, True = visible).
+            mask, key_ranges, bias, alibi_slopes, seq_info: as in ``jax_frontend.attention`` (mask True = visible).
             positions: ``[seq]`` or ``[batch, seq]`` for rotary; counted from each row's or document's start if omitted.
             pages: for decoding, the layer's pool and the step's tables. x then has the new tokens of all sequences,
                 ``[tokens, features]``; the layer writes their keys and values into the pool.
@@ -122,7 +123,7 @@ class Attention(nn.Module):
         sinks = self.param("sink_logits", self.sinks_init, (self.num_heads,), self.param_dtype) if self.sinks else None
         dropout = self.dropout_rate if dropping else 0.0
         rng = dropout_rng if dropping else None
-        call = LayerCall(mask, bias, alibi_slopes, sinks, seq_info, positions, dropout, rng, pages)
+        call = LayerCall(mask, bias, alibi_slopes, sinks, seq_info, positions, dropout, rng, pages, key_ranges)
         return attend(self, self._projections(x.shape[-1]), x, context, call)
 
     def _projections(self, features: int) -> Projections:

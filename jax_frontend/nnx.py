@@ -131,6 +131,7 @@ class Attention(nnx.Module):
         context: jax.Array | None = None,
         *,
         mask: jax.Array | None = None,
+        key_ranges: Any = None,
         bias: jax.Array | None = None,
         alibi_slopes: jax.Array | None = None,
         seq_info: Any = None,
@@ -144,7 +145,7 @@ class Attention(nnx.Module):
         Args:
             x: ``[batch, seq, features]``; with seq_info ``[tokens, features]`` or ``[1, tokens, features]``.
             context: the source of keys and values, with x's layout; None for self-attention.
-            mask, bias, alibi_slopes, seq_info: as in ``jax_frontend.attention`` (mask bool, True = visible).
+            mask, key_ranges, bias, alibi_slopes, seq_info: as in ``jax_frontend.attention`` (mask True = visible).
             positions: ``[seq]`` or ``[batch, seq]`` for rotary; counted from each row's or document's start if omitted.
             pages: for decoding, the layer's pool and the step's tables. x then has the new tokens of all sequences,
                 ``[tokens, features]``; the layer writes their keys and values into the pool.
@@ -161,7 +162,7 @@ class Attention(nnx.Module):
         check_features(x.shape, None if context is None else context.shape, self.in_features, self.in_kv_features)
         dropout, dropout_rng = self._dropout(deterministic, rngs)
         sinks = None if self.sink_logits is None else self.sink_logits[...]
-        call = LayerCall(mask, bias, alibi_slopes, sinks, seq_info, positions, dropout, dropout_rng, pages)
+        call = LayerCall(mask, bias, alibi_slopes, sinks, seq_info, positions, dropout, dropout_rng, pages, key_ranges)
         return attend(self, Projections(self.query, self.key, self.value, self.out), x, context, call)
 
     def _dropout(self, deterministic: bool | None, rngs: nnx.Rngs | nnx.RngStream | None) -> tuple[float, Any]:

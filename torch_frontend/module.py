@@ -109,6 +109,7 @@ class Attention(nn.Module):
         context: Tensor | None = None,
         *,
         mask: Tensor | None = None,
+        key_ranges: Any = None,
         bias: Tensor | None = None,
         alibi_slopes: Tensor | None = None,
         seq_info: Any = None,
@@ -120,7 +121,7 @@ class Attention(nn.Module):
         Args:
             x: ``[batch, seq, features]``; with seq_info ``[tokens, features]`` or ``[1, tokens, features]``.
             context: the source of keys and values, with x's layout; None for self-attention.
-            mask, bias, alibi_slopes, seq_info: as in ``torch_frontend.attention`` (mask bool, True = visible).
+            mask, key_ranges, bias, alibi_slopes, seq_info: as in ``torch_frontend.attention`` (mask True = visible).
             positions: ``[seq]`` or ``[batch, seq]`` for rotary; counted from each row's or document's start if omitted.
             pages: for decoding, the layer's pool and the step's tables. x then has the new tokens of all sequences,
                 ``[tokens, features]``; the layer writes their keys and values into the pool.
@@ -138,10 +139,13 @@ class Attention(nn.Module):
                 raise SpecError(
                     "pages: expected None in context parallelism, which exchanges keys and values as shards"
                 )
-            others = {"context": context, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes}
-            return self._in_pages(x, others | {"seq_info": seq_info}, positions, pages)
+            others = {"context": context, "mask": mask, "key_ranges": key_ranges, "bias": bias}
+            others |= {"alibi_slopes": alibi_slopes, "seq_info": seq_info}
+            return self._in_pages(x, others, positions, pages)
         seq_info = SeqInfo.coerce(seq_info)
         if context_parallel is not None:
+            if key_ranges is not None:
+                raise SpecError("key_ranges: expected None in context parallelism, which has no ranges of shards")
             context_parallel = context_parallel.with_documents(seq_info)
             seq_info = context_parallel.seq_info
         queries, keys = self._rows(x, context, seq_info, positions)
@@ -152,7 +156,7 @@ class Attention(nn.Module):
             q, k = self.rotary(q, k, token_positions(positions, seq_info, q))
             # Rotary functions with float32 tables return float32, but attention needs one dtype for q, k and v.
             q, k = q.to(v.dtype), k.to(v.dtype)
-        attend: Any = partial(attention, trains=self.training, seq_info=seq_info)
+        attend: Any = partial(attention, trains=self.training, seq_info=seq_info, key_ranges=key_ranges)
         attend = attend if context_parallel is None else context_parallel.attend
         out = attend(
             q,

@@ -40,8 +40,10 @@ def attention_of_layer(q: Tensor, k: Tensor, v: Tensor, *, trains: bool, **optio
         visible = Visible(**{name: options[name] for name in Visible._fields if name in options})
         options |= plan.read_mask_object(q, k, visible)._asdict()
     tables = (options.pop(name, None) for name in ("mask", "bias", "alibi_slopes", "sinks"))
-    seq_info, backend, generator = (options.pop(name, None) for name in ("seq_info", "backend", "dropout_rng"))
-    inputs, call_options = gather_arguments((q, k, v, *tables), seq_info, Options(**options), generator)
+    names = ("seq_info", "backend", "dropout_rng", "key_ranges")
+    seq_info, backend, generator, key_ranges = (options.pop(name, None) for name in names)
+    tensors = (q, k, v, *tables)
+    inputs, call_options = gather_arguments(tensors, seq_info, Options(**options), generator, key_ranges=key_ranges)
     requested = requested_names(backend) or override.requested()
     bias_gradient = inputs.bias is not None and inputs.bias.requires_grad
     request = (plan.metadata(inputs), call_options, True, bias_gradient, requested, sdpa_flags.now())

@@ -17,6 +17,8 @@ from flax import nnx as flax_nnx
 from frameworks import jax_on
 from rotary import rope_in_jax
 
+from attn_core import masks
+from attn_core.call.key_ranges import visible_in_ranges
 from attn_core.call.seq_info import SeqInfo
 from attn_core.errors import ShapeError, SpecError
 from jax_frontend import linen, nnx
@@ -194,7 +196,13 @@ PASSED = {
     "bitwise_deterministic": True,
     "backend": ("math", "jax_xla"),
 }
-CALLED = {"mask": jnp.ones((SEQ, SEQ), bool), "bias": normal(3, SEQ, SEQ), "alibi_slopes": normal(4, HEADS)}
+RANGES = jnp.asarray(masks.prefix_lm([3], SEQ))
+CALLED = {
+    "mask": jnp.ones((SEQ, SEQ), bool),
+    "key_ranges": RANGES,
+    "bias": normal(3, SEQ, SEQ),
+    "alibi_slopes": normal(4, HEADS),
+}
 
 
 @pytest.mark.parametrize("name", [*PASSED, *CALLED])
@@ -214,6 +222,23 @@ def test_every_option_reaches_attention(name, monkeypatch):
     seen.clear()
     nnx.Attention(HEADS, FEATURES, rngs=flax_nnx.Rngs(0), **SIZES, **option)(x, **call)
     assert _same(seen[keyword], {**option, **call}[name])
+
+
+def test_key_ranges_hide_what_their_mask_hides():
+    x, seen = normal(0, BATCH, SEQ, FEATURES), jnp.asarray(visible_in_ranges(RANGES, SEQ, HEADS))
+    layer, params = linen_layer(x)
+
+    def loss(params, **call):
+        out = layer.apply(params, x, **call)
+        return (out**2).sum(), out
+
+    (_, out), gradients = jax.value_and_grad(loss, has_aux=True)(params, key_ranges=RANGES)
+    (_, expected), wanted = jax.value_and_grad(loss, has_aux=True)(params, mask=seen)
+    np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
+    assert not np.allclose(out, layer.apply(params, x), atol=1e-3)
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-3), gradients, wanted)
+    same = nnx_layer(params)(x, key_ranges=RANGES)
+    np.testing.assert_allclose(same, out, rtol=1e-4, atol=1e-5)
 
 
 def _same(actual, given):

@@ -12,6 +12,8 @@ pytest.importorskip("torch")
 import torch
 from rotary import rope_in_jax, rope_in_torch
 
+from attn_core import masks
+from attn_core.call.key_ranges import visible_in_ranges
 from attn_core.call.seq_info import SeqInfo
 from attn_core.errors import DTypeError, ShapeError, SpecError
 from attn_core.paged.step import Step
@@ -177,7 +179,13 @@ PASSED = {
     "backend": ("math", "sdpa_flash"),
     "dropout_rate": 0.25,
 }
-CALLED = {"mask": torch.ones(SEQ, SEQ, dtype=torch.bool), "bias": normal(3, SEQ, SEQ), "alibi_slopes": normal(4, HEADS)}
+RANGES = masks.prefix_lm([3], SEQ)
+CALLED = {
+    "mask": torch.ones(SEQ, SEQ, dtype=torch.bool),
+    "key_ranges": RANGES,
+    "bias": normal(3, SEQ, SEQ),
+    "alibi_slopes": normal(4, HEADS),
+}
 
 
 @pytest.mark.parametrize("name", [*PASSED, *CALLED])
@@ -194,6 +202,22 @@ def test_every_option_reaches_attention(name, monkeypatch):
     layer_of(**option)(normal(0, BATCH, SEQ, FEATURES), **call)
     keyword = {"bitwise_deterministic": "deterministic", "dropout_rate": "dropout"}.get(name, name)
     assert seen[keyword] is {**option, **call}[name]
+
+
+@pytest.mark.parametrize("mode", ["training", "training without gradients", "inference"])
+def test_key_ranges_hide_what_their_mask_hides(mode, device):
+    layer, x = layer_of(device), normal(0, BATCH, SEQ, FEATURES, device=device)
+    layer.train(mode != "inference")
+    seen = torch.from_numpy(visible_in_ranges(RANGES, SEQ, HEADS)).to(device)
+    assert not seen.all()
+    with torch.set_grad_enabled(mode == "training"):
+        results = [layer(x, key_ranges=RANGES), layer(x, mask=seen)]
+    torch.testing.assert_close(*results, **TOLERANCE)
+    assert not torch.allclose(results[0], layer(x), atol=1e-3)
+    if mode == "training":
+        gradients = [torch.autograd.grad(out.square().sum(), [*layer.parameters()]) for out in results]
+        for one, other in zip(*gradients, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
 
 
 def test_dropout_only_while_training(device):
