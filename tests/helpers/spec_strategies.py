@@ -95,7 +95,10 @@ class Call:
         if self.one_row:
             actual |= {name: actual[name][None] for name in ("q", "k", "v")}
         if self.low_rank:
-            actual |= {name: _without_leading_ones(actual[name]) for name in ("mask", "bias") if name in actual}
+            short = {name: _without_leading_ones(actual[name]) for name in ("mask", "bias") if name in actual}
+            # Fewer axes that may be meant as the batch are refused, so such a table keeps its four.
+            batch = self.spec.batch
+            actual |= {name: one for name, one in short.items() if batch == 1 or one.shape[:1] != (batch,)}
         return actual
 
 
