@@ -36,6 +36,12 @@ class _Checks(Sequence[DisabledSafetyCheck]):
         checks = [DisabledSafetyCheck.custom_call(name) for name in _targets()]
         return checks[index]
 
+    def __add__(self, others: Sequence[DisabledSafetyCheck]) -> list[DisabledSafetyCheck]:
+        return [*self, *others]
+
+    def __radd__(self, others: Sequence[DisabledSafetyCheck]) -> list[DisabledSafetyCheck]:
+        return [*others, *self]
+
     def __iter__(self) -> Iterator[DisabledSafetyCheck]:  # one list, although tracing may add calls meanwhile
         return iter(self[:])
 
@@ -60,7 +66,7 @@ def export_checks() -> Sequence[DisabledSafetyCheck]:
 
     A kernel of the compiled lane gets its name when it is compiled: when a function that runs it is traced. The
     sequence is read after that, so it has the kernels of the exported function. A list that is made from it, such as
-    ``[*export_checks(), other]``, has only those of functions that were traced before, and so has the gradient of an
+    ``export_checks() + [other]``, has only those of functions that were traced before, and so has the gradient of an
     exported function (``vjp_order=1``): trace the gradient once before, with ``jax.eval_shape(jax.grad(...), ...)``.
 
     A program for several devices can be exported if its calls are inside ``jax.shard_map``. If XLA must split a call

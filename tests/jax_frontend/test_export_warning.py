@@ -52,3 +52,35 @@ def test_a_kernel_that_is_compiled_while_the_function_is_traced_is_in_the_checks
     exported = jax.export.export(jax.jit(run), disabled_checks=checks)(jnp.zeros((1, 3)))
     assert name in [check.is_custom_call() for check in exported.disabled_safety_checks]
     assert len(checks) == len(list(checks)) == len([*checks]) and checks[0] == next(iter(checks))
+
+
+def test_the_checks_can_be_added_to_other_checks() -> None:
+    other = jax.export.DisabledSafetyCheck.custom_call("other")
+    assert export_checks() + [other] == [*export_checks(), other]
+    assert [other] + export_checks() == [other, *export_checks()]
+
+
+@pytest.mark.parametrize("traced_before", [True, False])
+def test_the_gradient_of_an_exported_function_must_be_traced_before_the_export(
+    monkeypatch: pytest.MonkeyPatch, traced_before: bool
+) -> None:
+    """Because JAX reads the checks when it exports the function, and traces its gradient after that."""
+
+    def kernel(name: str, x: jax.Array) -> jax.Array:
+        monkeypatch.setitem(compiled_lane._compile_seconds, name, 1.0)
+        return jax.ffi.ffi_call(name, jax.ShapeDtypeStruct(x.shape, x.dtype))(x)  # nothing runs it
+
+    @jax.custom_vjp
+    def run(x: jax.Array) -> jax.Array:
+        return kernel("attn_core.flash4.forward", x)
+
+    run.defvjp(lambda x: (run(x), None), lambda _, cotangent: (kernel("attn_core.flash4.backward", cotangent),))
+    x = jnp.zeros((1, 3))
+    if traced_before:
+        jax.eval_shape(jax.grad(lambda x: run(x).sum()), x)
+    exported = jax.export.export(jax.jit(run), disabled_checks=export_checks())(x)
+    if traced_before:
+        assert exported.vjp().nr_devices == 1
+    else:
+        with pytest.raises(ValueError, match=r"attn_core\.flash4\.backward"):
+            exported.vjp()
