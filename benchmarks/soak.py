@@ -3,7 +3,7 @@ handlers, full caches, slower calls. Exit code 1 if anything grows.
 
 python -m benchmarks.soak --mode eager --calls 1000000 --json soak-cpu-eager.json
 python -m benchmarks.soak --mode jit --calls 200000 --json soak-cpu-jit.json
-python -m benchmarks.soak --mode eager --device cuda --minutes 9.5 --json soak-h100-eager.json
+python -m benchmarks.soak --mode eager --device cuda --minutes 9.5 --json soak-h200-eager.json
 
 Each run takes one process. On a CPU it runs on one thread. The time of a call is compared with a fixed piece of work
 that runs beside it, so a machine that becomes slower cancels. ``benchmarks.soak_report`` renders the files.
