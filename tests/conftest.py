@@ -86,7 +86,7 @@ def pytest_runtest_logfinish() -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--sweep", action="store_true", help="every case of the tests that rotate, not a third of them")
+    parser.addoption("--sweep", action="store_true", help="all tests that rotate or are slow, not a third of them")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -95,14 +95,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def resting(items: list[pytest.Item], day: int) -> list[pytest.Item]:
-    """The cases that do not run today, of tests marked ``rotates``: two thirds of each family of three or more.
+    """The cases that do not run today: two thirds of each family of three or more.
 
-    A family is one test function with all its parameters. The cases that run are another third on each day, so a
-    family never rests, and each case runs every third day.
+    A family is one test function marked ``rotates``, with all its parameters; and all tests marked ``slow`` are one.
+    The cases that run are another third on each day, so a family never rests, and each case runs every third day.
     """
     families: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("rotates"):
+        if item.get_closest_marker("slow"):
+            families.setdefault("slow", []).append(item)
+        elif item.get_closest_marker("rotates"):
             families.setdefault(item.nodeid.partition("[")[0], []).append(item)
     large = [sorted(family, key=lambda item: item.nodeid) for family in families.values() if len(family) > 2]
     return [item for family in large for number, item in enumerate(family) if number % 3 != day % 3]

@@ -42,6 +42,7 @@ def raw_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_quick_sweep_on_the_cpu_measures_every_case(raw_file: Path) -> None:
     raw = read(raw_file)
     assert raw["device"] == "cpu" and raw["device_name"] and raw["versions"]["torch"] and raw["date"]

@@ -255,6 +255,7 @@ def test_processes_share_the_blocks_and_add_up(tmp_path: Path) -> None:
     assert total["by entry"]["torch attention, heads first"]["calls"] == total["calls"]
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_is_started_again_and_its_case_is_a_fault(tmp_path: Path) -> None:
     path, run = tmp_path / "campaign.json", Campaign(7, CPU, ("torch attention, heads",))
     killed: list[Any] = []

@@ -35,6 +35,7 @@ def attn(*arguments: str) -> Any:
     return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200", "NO_COLOR": "1"})
 
 
+@pytest.mark.slow
 def test_tune_writes_a_table_that_new_processes_follow(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "random_calls", lambda seed, kind: iter(QUICK))
     monkeypatch.setattr(cross_validation, "FEWEST", 2)

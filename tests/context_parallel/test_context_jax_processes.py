@@ -39,12 +39,14 @@ def in_processes(folder, count, device, backend, **environment):
     return [process.wait() for process in started], [path.read_text() for path in said]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_two_processes_share_a_row(tmp_path):
     codes, said = in_processes(tmp_path, 2, "cpu", "math", **ON_CPU, XLA_FLAGS=xla_compiler.flags(TWO_DEVICES))
     assert codes == [0, 0], "\n".join(text[-3000:] for text in said)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_a_process_that_dies_ends_the_others_with_an_error(tmp_path):
     codes, said = in_processes(tmp_path, 2, "dies", "", **ON_CPU)

@@ -181,6 +181,7 @@ def test_the_documentation_lists_every_backend_of_diffusers() -> None:
     assert [name for name in sorted(OWN_KERNELS | TORCHS_FUNCTION) if f"`{name}`" not in page] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("degree", ["ulysses_degree", "ring_degree"])
 def test_context_parallelism_on_native(degree: str, tmp_path: Path) -> None:
     worker = Path(diffusers_processes.__file__)

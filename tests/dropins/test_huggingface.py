@@ -654,6 +654,7 @@ def test_compiles_without_a_graph_break(family: str, device: str) -> None:
     )
 
 
+@pytest.mark.slow
 def test_layers_compile_one_by_one(device: str) -> None:
     _, ours = decoders(DECODERS["mistral"], device=device)
     packed = {"input_ids": tokens(1, POSITIONS.shape[1], device), "position_ids": POSITIONS.to(device)}

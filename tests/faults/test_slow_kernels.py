@@ -95,6 +95,7 @@ def test_slow_kernels_of_many_threads_run_at_once(way: str, direction: str) -> N
     slow.assert_nothing_is_kept()
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_a_kernel_is_slow() -> None:
     """In a process of its own, from another thread than the caller's. The next call is right, without another one."""
     said = scene("slow")

@@ -50,6 +50,7 @@ print(seen, len(times))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["eager", "jit"])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_ctrl_c_inside_a_kernel_raises_keyboard_interrupt(direction, form):

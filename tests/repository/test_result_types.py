@@ -51,12 +51,14 @@ def both_frameworks() -> None:
     pytest.importorskip("jax")
 
 
+@pytest.mark.slow
 def test_mypy_finds_exactly_the_mistakes(tmp_path: Path) -> None:
     # A user's settings: none of this project's, and errors only of the user's own files.
     own = ("--config-file=", f"--cache-dir={tmp_path}", "--strict", "--follow-imports=silent", "--no-pretty")
     assert lines_with_errors("mypy", *own) == marked_lines()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not find_spec("pyright") or not shutil.which("node"), reason="needs pyright, which needs node")
 def test_pyright_finds_exactly_the_mistakes() -> None:
     assert lines_with_errors("pyright", "--pythonpath", sys.executable) == marked_lines()

@@ -1,4 +1,4 @@
-"""Tests which cases of the tests marked ``rotates`` run on a day."""
+"""Tests which cases of the tests marked ``rotates`` or ``slow`` run on a day."""
 
 from __future__ import annotations
 
@@ -30,9 +30,17 @@ def test_two(case): pass
 @pytest.mark.rotates
 def test_alone(): pass
 
+@pytest.mark.slow
+def test_slow(): pass
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", range(2))
+def test_slow_too(case): pass
+
 @pytest.mark.parametrize("case", range(5))
 def test_other(case): pass
 """
+SLOW = {"test_slow", "test_slow_too[0]", "test_slow_too[1]"}
 MANY, OTHERS = {f"test_many[{case}]" for case in range(7)}, {"test_two[0]", "test_two[1]", "test_alone"}
 
 
@@ -52,13 +60,14 @@ def test_every_case_runs_within_three_days_and_no_family_rests(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     days = [ran(pytester, monkeypatch, day) for day in (700, 701, 702)]
-    assert set.union(*days) >= MANY
+    assert set.union(*days) >= MANY | SLOW
     for day in days:
+        assert len(day & SLOW) == 1
         assert 2 <= len(day & MANY) <= 3 and day >= OTHERS and len([name for name in day if "other" in name]) == 5
 
 
-@pytest.mark.parametrize("options", [("--sweep",), ("test_families.py",), ("-m", "rotates or cuda")])
+@pytest.mark.parametrize("options", [("--sweep",), ("test_families.py",), ("-m", "rotates or slow or cuda")])
 def test_a_sweep_and_a_file_by_name_run_everything(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
 ) -> None:
-    assert ran(pytester, monkeypatch, 700, *options) >= MANY | OTHERS
+    assert ran(pytester, monkeypatch, 700, *options) >= MANY | OTHERS | SLOW

@@ -142,6 +142,7 @@ def test_every_factor_multiplies_some_rates() -> None:
 # The fit
 
 
+@pytest.mark.slow
 def test_a_fit_predicts_calls_that_it_did_not_see(fitting: Fitting) -> None:
     for name in TRUTH:
         errors = sorted(
@@ -164,6 +165,7 @@ def test_the_choice_by_held_out_predictions_costs_little(fitting: Fitting) -> No
     assert {regret.chosen for regret in alone} == {"math"} and {regret.ratio for regret in alone} == {1.0}
 
 
+@pytest.mark.slow
 def test_no_call_is_chosen_by_a_model_that_saw_it() -> None:
     odd = record("#0 odd", SPEC, {name: {"median": 1e9, "difference": 0.0} for name in TRUTH})
     with_odd = Fitting(raw_of(odd, *RAW["cases"][40:]))

@@ -105,6 +105,7 @@ def test_an_older_sweep_counts_where_the_device_decided() -> None:
     assert 120 < len(kept) < 240
 
 
+@pytest.mark.slow
 def test_each_sweep_is_chosen_for_by_the_others() -> None:
     fitting = Fitting(with_orders(together([OLD, NEW])))
     chosen = regrets_of_new_sweeps(fitting)
@@ -120,6 +121,7 @@ def test_each_sweep_is_chosen_for_by_the_others() -> None:
     assert regrets_of_new_sweeps(alone) == {} and all(math.isfinite(one.ratio) for one in alone.regrets())
 
 
+@pytest.mark.slow
 def test_the_scripts_take_several_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paths = [tmp_path / "old.json", tmp_path / "new.json"]
     for raw, path in zip((OLD, NEW), paths, strict=True):
@@ -137,6 +139,7 @@ def test_the_scripts_take_several_files(tmp_path: Path, capsys: pytest.CaptureFi
         sweep_preference.main([*files, "--write", str(tmp_path)])
 
 
+@pytest.mark.slow
 def test_a_sweep_of_another_gpu_is_judged_by_the_table_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     table = table_of(Fitting(OLD).table())
     monkeypatch.setattr(sweeps, "shipped_table", lambda framework, device: table)

@@ -543,6 +543,7 @@ def test_compiled_drop_ins_ask_use_backend_when_they_run(device: str) -> None:
         assert torch.equal(compiled(*tensors), unsloth(*tensors))
 
 
+@pytest.mark.slow
 def test_two_processes_share_a_step(tmp_path: Path) -> None:
     worker = Path(two_processes.__file__)
     paths = ":".join(path for path in sys.path if path)
