@@ -136,11 +136,11 @@ def merge(out: Array, lse: Array, other: Array, other_lse: Array) -> tuple[Array
     base = jnp.where(top == -jnp.inf, 0, top)
     weight, other_weight = jnp.exp(lse - base), jnp.exp(other_lse - base)
     total = weight + other_weight
-    # The inner where avoids 0 / 0, which is NaN.
-    share = jnp.where(total == 0, 0, other_weight / jnp.where(total == 0, 1, total))
-    share = share.swapaxes(1, 2)[..., None]  # [batch, heads, rows] -> [batch, rows, heads, 1]
-    first, second = out.astype(share.dtype), other.astype(share.dtype)
-    return (first + share * (second - first)).astype(out.dtype), base + jnp.log(total)
+    divisor = jnp.where(total == 0, 1, total)  # both results are 0 in such a row
+    # [batch, heads, rows] -> [batch, rows, heads, 1]
+    by_row = [(each / divisor).swapaxes(1, 2)[..., None] for each in (weight, other_weight)]
+    merged = by_row[0] * out.astype(total.dtype) + by_row[1] * other.astype(total.dtype)
+    return merged.astype(out.dtype), base + jnp.log(total)
 
 
 def with_sinks(out: Array, lse: Array, sinks: Array) -> tuple[Array, Array]:

@@ -10,9 +10,9 @@ from attn_core.backends.shared.triton import has_triton
 def merge(out: Any, lse: Any, part_out: Any, part_lse: Any) -> None:
     """Merges the results over further keys, ``part_out`` and ``part_lse``, into ``out`` and ``lse``, in place.
 
-    Let l be the larger log-sum-exp (0 if both are -inf) and z = e^(lse - l) + e^(part_lse - l). The new log-sum-exp is
-    l + log z. The part's weight is w = e^(part_lse - l) / z, and out becomes out + w (part_out - out). Rows without
-    keys, in ``out`` or in the part, need no special case. (Milakov and Gimelshein 2018; Dao et al. 2022.)
+    Let l be the larger log-sum-exp (0 if both are -inf), a = e^(lse - l) and b = e^(part_lse - l). The new log-sum-exp
+    is l + log(a + b), and out becomes (a / (a + b)) out + (b / (a + b)) part_out. (Milakov and Gimelshein 2018; Dao et
+    al. 2022.) With one weight, as out + w (part_out - out), an output of little weight would leave its rounding error.
 
     Args:
         out: ``[batch, rows, heads, value_dim]``, of any dtype.
@@ -32,9 +32,8 @@ def merge(out: Any, lse: Any, part_out: Any, part_lse: Any) -> None:
     # -inf - -inf would be NaN in rows that neither result gave a key.
     larger = larger.masked_fill(larger == -torch.inf, 0.0)
     weight, part_weight = (lse - larger).exp_(), (part_lse - larger).exp_()
-    # ``weight`` is not needed again: the part's share alone moves ``out``.
-    total = weight.add_(part_weight)
-    share = torch.where(total == 0, 0.0, part_weight / total)
-    lse.copy_(larger + total.log_())
-    before = out.to(lse.dtype)
-    out.copy_(before + (part_out - before).mul_(share.transpose(1, 2)[..., None]))
+    total = weight + part_weight
+    lse.copy_(larger + total.log())
+    total.masked_fill_(total == 0, 1.0)  # both results are 0 in such a row
+    by_row = [each.div_(total).transpose(1, 2)[..., None] for each in (weight, part_weight)]
+    out.copy_(by_row[0] * out + by_row[1] * part_out)

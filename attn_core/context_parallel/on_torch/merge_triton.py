@@ -54,10 +54,9 @@ def _merge(
     larger = tl.maximum(old, new)
     # If neither result saw a key, -inf - -inf would be NaN. With 0, both weights are 0.
     larger = tl.where(larger == -float("inf"), 0.0, larger)
-    part_weight = tl.exp(new - larger)
-    total = tl.exp(old - larger) + part_weight
-    # 0 / 0 would be NaN. With a share of 0 the row keeps its output.
-    share = tl.where(total == 0.0, 0.0, part_weight / total)
+    weight, part_weight = tl.exp(old - larger), tl.exp(new - larger)
+    total = weight + part_weight
+    share = 1.0 / tl.where(total == 0.0, 1.0, total)  # 0 / 0 would be NaN; both results are 0 in such a row
     tl.store(new_lse + batch_head.to(tl.int64) * rows + row, larger + tl.log(total), mask=inside)
     channel = tl.arange(0, WIDE)
     mask = inside[:, None] & (channel < DIM)[None, :]
@@ -66,7 +65,8 @@ def _merge(
     of_part = part_out + batch * part_batch + head * part_head + row[:, None] * part_row + channel[None, :]
     before = tl.load(of_out, mask=mask, other=0.0).to(tl.float32)
     part = tl.load(of_part, mask=mask, other=0.0).to(tl.float32)
-    tl.store(of_out, before + share[:, None] * (part - before), mask=mask)
+    merged = (weight * share)[:, None] * before + (part_weight * share)[:, None] * part
+    tl.store(of_out, merged, mask=mask)
 
 
 def merge(out: Any, lse: Any, part_out: Any, part_lse: Any) -> None:
