@@ -11,9 +11,10 @@ with needs_extra(__name__, "jax", "jax"):
     import jax  # noqa: F401
 
 from jax_frontend import context_parallel, unsloth
-from jax_frontend.attention import attention, explain
+from jax_frontend.attention import attention
 from jax_frontend.backends import available_backends
 from jax_frontend.dot_product_attention import dot_product_attention
+from jax_frontend.explain import explain
 from jax_frontend.export import export_checks
 from jax_frontend.override import use_backend
 from jax_frontend.paged.append import append_kv

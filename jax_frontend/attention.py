@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Never, Unpack, overload
 
 import jax
@@ -9,17 +10,19 @@ import jax.numpy as jnp
 
 from attn_core.call import checks
 from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
+from attn_core.call.functions import named, trace
 from attn_core.call.keywords import AttentionKeywords
 from attn_core.call.layouts import Layout, check_layout
-from attn_core.call.options import Options, check_flag, check_options, requested_names
+from attn_core.call.options import Options, check_options, requested_names
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.slow_copies import EVERY, FIRST, tables_passed
 from attn_core.call.tensors import Inputs
 from attn_core.errors import SpecError
-from attn_core.selection import Selection, override
+from attn_core.expressions.tracing import TracedFunction
+from attn_core.selection import override
+from jax_frontend.bridge.forked import check_process
 from jax_frontend.dispatch import offsets, plan, value_checks
 from jax_frontend.dispatch.differentiable import AttentionCall, differentiable_attention, varying_alike
-from jax_frontend.forked import check_process
 
 Array = jax.Array
 Window = int | tuple[int | None, int | None] | None
@@ -51,6 +54,9 @@ def attention(
     scale: float | None = None,
     mask: Array | None = None,
     key_ranges: Any = None,
+    mask_mod: Callable[..., Any] | TracedFunction | None = None,
+    score_mod: Callable[..., Any] | TracedFunction | None = None,
+    aux: Sequence[Any] = (),
     bias: Array | None = None,
     alibi_slopes: Array | None = None,
     sinks: Array | None = None,
@@ -78,6 +84,10 @@ def attention(
         key_ranges: int32 ``[batch or 1, kv_heads or 1, kv_len, 1 or 2, 2]``, a mask of O(kv_len) numbers: query i sees
             key j only if ``start <= i < stop`` for a range (start, stop) of the key. ``attn_core.masks`` builds them.
             numpy or a JAX array. Queries count in the whole row, also with documents.
+        mask_mod: a function ``f(b, h, q, k, *aux)`` that says whether query q sees key k; b and h count rows and query
+            heads, q and k tokens of the whole row. score_mod: ``g(score, b, h, q, k, *aux)``, applied after softcap;
+            -inf hides the pair. aux: at most 4 arrays, traced or not, which the functions index. They have no gradient
+            (docs/reference/expressions.md).
         alibi_slopes: ``[heads]`` or ``[batch, heads]``: adds ``-slope * |i + offset - j|``. No gradient.
         sinks: ``[heads]``: one extra logit per head in every row's softmax; it has no value.
         seq_info: a ``SeqInfo`` or ``(seq_lens, cu_seqlens, max_seqlen)``: packed documents, which never see each other.
@@ -103,19 +113,20 @@ def attention(
         refuse_keywords("attention", unknown)
     check_process()  # before the axes are exchanged, which runs JAX
     if check_layout(layout) == "bhsd":
-        q, k, v = map(_exchanged, (q, k, v))
+        q, k, v = map(exchanged, (q, k, v))
     arrays = (q, k, v, mask, bias, alibi_slopes, sinks)
     options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
     info = SeqInfo.coerce(seq_info)
-    inputs, options = gather_arguments(arrays, info, options, dropout_rng, key_ranges=key_ranges)
+    given: dict[str, Any] = {"key_ranges": key_ranges, "functions": (mask_mod, score_mod, aux)}
+    inputs, options = gather_arguments(arrays, info, options, dropout_rng, **given)
     call = AttentionCall(options, requested_names(backend) or override.requested(), plan.device_name(q))
     results = run(call, inputs, info)
     if layout == "bshd":
         return results
-    return (_exchanged(results[0]), results[1]) if return_lse else _exchanged(results)
+    return (exchanged(results[0]), results[1]) if return_lse else exchanged(results)
 
 
-def _exchanged(array: Any) -> Any:
+def exchanged(array: Any) -> Any:
     """Returns an array or its shape with the axes of the sequence and the heads exchanged; any other value as it is."""
     shape: Any = getattr(array, "shape", ())
     if len(shape) < 3:
@@ -148,55 +159,7 @@ def run(call: AttentionCall, inputs: Inputs, info: SeqInfo | None) -> Any:
     return results
 
 
-@hide_unknown
-def explain(
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    causal: bool = False,
-    alignment: str = "bottom_right",
-    window: Window = None,
-    softcap: float | None = None,
-    scale: float | None = None,
-    mask: Any = None,
-    key_ranges: Any = None,
-    bias: Any = None,
-    alibi_slopes: Any = None,
-    sinks: Any = None,
-    seq_info: Any = None,
-    layout: Layout = "bshd",
-    dropout: float = 0.0,
-    deterministic: bool = False,
-    backend: str | tuple[str, ...] | None = None,
-    return_lse: bool = False,
-    dropout_rng: Any = None,
-    needs_backward: bool | None = None,
-    **unknown: Never,
-) -> Selection:
-    """Returns the backend that ``attention`` chooses for these arguments and why the others cannot run. Runs nothing.
-
-    Takes arrays or ``jax.ShapeDtypeStruct``. JAX's arguments do not show whether a gradient will be computed; pass
-    ``needs_backward=True`` for training.
-    """
-    if unknown:
-        refuse_keywords("explain", unknown)
-    if check_layout(layout) == "bhsd":
-        q, k, v = map(_exchanged, (q, k, v))
-    arrays = (q, k, v, mask, bias, alibi_slopes, sinks)
-    options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
-    info = SeqInfo.coerce(seq_info)
-    inputs, options = gather_arguments(arrays, info, options, dropout_rng, shapes_only=True, key_ranges=key_ranges)
-    if needs_backward is not None:
-        check_flag("needs_backward", needs_backward)
-    trains, requested = bool(needs_backward), requested_names(backend) or override.requested()
-    # Shapes do not show which arrays get gradients, so training counts with a gradient of every bias.
-    bias_gradient = trains and bias is not None
-    selection = plan.explanation(plan.metadata(inputs), plan.device_name(q), options, trains, bias_gradient, requested)
-    offsets.check(selection.spec, info)
-    if not isinstance(inputs.key_ranges, jax.ShapeDtypeStruct):
-        value_checks.check_key_ranges(selection.spec, inputs.key_ranges)
-    return selection
+NO_FUNCTIONS = None, None, ()
 
 
 def gather_arguments(
@@ -208,11 +171,19 @@ def gather_arguments(
     shapes_only: bool = False,
     token_axis: int = -3,
     key_ranges: Any = None,
+    functions: tuple[Any, Any, Any] = NO_FUNCTIONS,
 ) -> tuple[Inputs, Options]:
-    """Returns a call's arguments, each checked by itself. With ``shapes_only`` they need no values."""
+    """Returns a call's arguments, each checked by itself. With ``shapes_only`` they need no values.
+
+    functions: mask_mod, score_mod and aux.
+    """
     inputs, options = plan.check_arrays(arrays, shapes_only=shapes_only), check_options(options)
     if key_ranges is not None:
         inputs = inputs._replace(key_ranges=plan.ranges_as_array(key_ranges, shapes_only=shapes_only))
+    if functions != NO_FUNCTIONS:
+        mask_mod, score_mod, aux = trace(*functions)
+        given = [plan.aux_as_array(f"aux[{at}]", array, shapes_only=shapes_only) for at, array in enumerate(aux)]
+        inputs, options = inputs._replace(**named(given)), options._replace(mask_mod=mask_mod, score_mod=score_mod)
     if info is not None:
         inputs, options = offsets.attach_complete(info, inputs, options, token_axis)
     if options.dropout:

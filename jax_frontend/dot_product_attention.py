@@ -24,8 +24,8 @@ from attn_core.call.seq_info import is_host_int
 from attn_core.call.spec import DTYPES
 from attn_core.errors import DTypeError, ShapeError, SpecError, shown
 from jax_frontend.attention import attention
+from jax_frontend.bridge.forked import check_process
 from jax_frontend.dispatch import plan
-from jax_frontend.forked import check_process
 
 Array = jax.Array
 

@@ -7,9 +7,9 @@ from typing import Any
 import jax
 
 from attn_core.selection import NoBackendError, Selection
-from jax_frontend.attention import explain
 from jax_frontend.bridge import targets
 from jax_frontend.dispatch import plan
+from jax_frontend.explain import explain
 
 
 def warm_up(q: Any, k: Any, v: Any, *, needs_backward: bool | None = None, **options: Any) -> Selection:

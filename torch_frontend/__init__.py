@@ -14,9 +14,10 @@ with needs_extra(__name__, "torch", "torch"):
 import torch.distributed
 
 from torch_frontend import context_parallel, flops, unsloth  # noqa: F401  flops tells torch's counter
-from torch_frontend.attention import attention, explain
+from torch_frontend.attention import attention
 from torch_frontend.backends import available_backends
 from torch_frontend.context_parallel.layers import use_context_parallel
+from torch_frontend.explain import explain
 from torch_frontend.paged.attention import append_kv, explain_paged, paged_attention
 from torch_frontend.paged.cache import PagedKVCache
 from torch_frontend.qkvpacked import attention_qkvpacked

@@ -1,7 +1,8 @@
-"""The public functions for torch tensors: attention and explain."""
+"""attention: the public function for torch tensors."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Never, Unpack, overload
 
 import torch
@@ -10,12 +11,13 @@ from torch.autograd import forward_ad, profiler
 from attn_core.call import checks, ranges
 from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
 from attn_core.call.keywords import AttentionKeywords
-from attn_core.call.layouts import Layout, check_layout
+from attn_core.call.layouts import Layout
 from attn_core.call.mask_objects import is_object
 from attn_core.call.options import Options, is_plain_window
 from attn_core.call.tensors import Inputs
 from attn_core.errors import SpecError
-from attn_core.selection import NoBackendError, Selection, override
+from attn_core.expressions.tracing import TracedFunction
+from attn_core.selection import NoBackendError, override
 from torch_frontend.dispatch import (
     autocast,
     autograd,
@@ -73,6 +75,9 @@ def attention(
     scale: float | None = None,
     mask: Tensor | None = None,
     key_ranges: Any = None,
+    mask_mod: Callable[..., Any] | TracedFunction | None = None,
+    score_mod: Callable[..., Any] | TracedFunction | None = None,
+    aux: Sequence[Any] = (),
     bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -103,6 +108,10 @@ def attention(
         key_ranges: int32 ``[batch or 1, kv_heads or 1, kv_len, 1 or 2, 2]``, a mask of O(kv_len) numbers: query i sees
             key j only if ``start <= i < stop`` for a range (start, stop) of the key. ``attn_core.masks`` builds them.
             numpy or a tensor. Queries count in the whole row, also with documents.
+        mask_mod: a function ``f(b, h, q, k, *aux)`` that says whether query q sees key k; b and h count rows and query
+            heads, q and k tokens of the whole row. score_mod: ``g(score, b, h, q, k, *aux)``, applied after softcap;
+            -inf hides the pair. FlexAttention's functions are such. aux: at most 4 tensors without a gradient, which
+            the functions index (docs/reference/expressions.md).
         alibi_slopes: ``[heads]`` or ``[batch, heads]``: adds ``-slope * |i + offset - j|``. No gradient.
         sinks: ``[heads]``: one extra logit per head in every row's softmax; it has no value.
         seq_info: a ``SeqInfo`` or ``(seq_lens, cu_seqlens, max_seqlen)``: packed documents, which never see each other.
@@ -134,6 +143,7 @@ def attention(
         keywords |= {"mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks, "seq_info": seq_info}
         keywords |= {"dropout": dropout, "deterministic": deterministic, "backend": backend, "return_lse": return_lse}
         keywords |= {"dropout_rng": dropout_rng, "key_ranges": key_ranges}
+        keywords |= {"mask_mod": mask_mod, "score_mod": score_mod, "aux": aux}
         if not usual_layout:  # it calls attention again, so nested tensors are heads-first here once
             return heads_first.attend_in_layout(attention, layout, (q, k, v), keywords)
         return nested.attend(attention, (q, k, v), keywords)
@@ -145,6 +155,7 @@ def attention(
     unusual_window = window is not None and type(window) is not int and not is_plain_window(window)
     drops = type(dropout) is not float or dropout
     usual = plain and not (observed or drops or unusual_window or dropout_rng is not None or key_ranges is not None)
+    usual = usual and mask_mod is None and score_mod is None and not aux
     if usual and not no_extras:
         plain_options = (causal, alignment, window, softcap, scale, dropout, deterministic, return_lse)
         if alibi_slopes is None and sinks is None and seq_info is None:
@@ -160,7 +171,8 @@ def attention(
             causal, alignment, window, mask, bias, seq_info = plan.read_mask_object(q, k, visible)
         tensors = (q, k, v, mask, bias, alibi_slopes, sinks)
         options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
-        return general_calls.run(tensors, seq_info, options, dropout_rng, backend, key_ranges)
+        functions = mask_mod, score_mod, aux
+        return general_calls.run(tensors, seq_info, options, dropout_rng, backend, key_ranges, functions)
     try:
         needs_backward = _is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         call_plan = dense_plan(
@@ -209,48 +221,3 @@ def attention(
         run_plan.note_plan(error, call_plan, "forward")
         raise
     return results if return_lse else results[0]
-
-
-@hide_unknown
-def explain(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = False,
-    alignment: str = "bottom_right",
-    window: Window = None,
-    softcap: float | None = None,
-    scale: float | None = None,
-    mask: Tensor | None = None,
-    key_ranges: Any = None,
-    bias: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    seq_info: Any = None,
-    layout: Layout = "bshd",
-    dropout: float = 0.0,
-    deterministic: bool = False,
-    backend: str | tuple[str, ...] | None = None,
-    return_lse: bool = False,
-    dropout_rng: torch.Generator | None = None,
-    needs_backward: bool | None = None,
-    **unknown: Never,
-) -> Selection:
-    """Returns the backend that ``attention`` chooses for these arguments and why the others cannot run. Runs nothing.
-
-    ``needs_backward`` states whether the call is for training; if None, the tensors' ``requires_grad`` decides.
-    """
-    if unknown:
-        refuse_keywords("explain", unknown)
-    if check_layout(layout) == "bhsd":
-        q, k, v = map(heads_first.exchanged, (q, k, v))
-    if nested.has_jagged(q, k, v):
-        others = {"seq_info": seq_info, "mask": mask, "bias": bias, "key_ranges": key_ranges}
-        (q, k, v), seq_info = nested.as_documents((q, k, v), others)
-    if is_object(mask, bias):
-        visible = causal, alignment, window, mask, bias, seq_info
-        causal, alignment, window, mask, bias, seq_info = plan.read_mask_object(q, k, visible)
-    tensors = (q, k, v, mask, bias, alibi_slopes, sinks)
-    options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
-    return general_calls.explain(tensors, seq_info, options, dropout_rng, backend, key_ranges, needs_backward)

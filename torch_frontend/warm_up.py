@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from attn_core.selection import NoBackendError, Selection
-from torch_frontend.attention import attention, explain
+from torch_frontend.attention import attention
+from torch_frontend.explain import explain
 
 Tensor = torch.Tensor
 

@@ -74,6 +74,8 @@ def shortcut(backend: Backend, spec: AttentionSpec) -> Callable[..., tuple[Any, 
         or spec.sinks
         or spec.alibi_shape
         or spec.key_ranges_shape
+        or spec.mask_mod is not None
+        or spec.score_mod is not None
         or spec.dropout
         or spec.paged
         or spec.partial

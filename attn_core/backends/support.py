@@ -23,7 +23,8 @@ class Support:
         value_dim: value_dim may differ from head_dim.
         grouped_heads: fewer kv heads than heads.
         alignments: the causal/window alignments it has when q_len and kv_len differ (or documents are packed).
-        causal, window, softcap, mask, key_ranges, bias, bias_gradient, alibi, sinks, packed, dropout: the features.
+        causal, window, softcap, mask, key_ranges, mask_mod, score_mod, bias, bias_gradient, alibi, sinks, packed,
+        dropout: the features.
         paged: it takes keys and values in pages of a pool.
         deterministic: it can promise equal bits on every run.
         lse: it returns the log-sum-exp; lse_gradient: its backward takes a gradient of it.
@@ -49,6 +50,8 @@ class Support:
     softcap: bool = False
     mask: bool = False
     key_ranges: bool = False
+    mask_mod: bool = False
+    score_mod: bool = False
     bias: bool = False
     bias_gradient: bool = False
     alibi: bool = False
@@ -208,7 +211,7 @@ def _page_size(spec: AttentionSpec) -> int:
 CHECKS: dict[str, Check] = {
     **{name: _size(name) for name in ("batch", "q_len", "kv_len")},
     **dict.fromkeys(("num_heads", "scale", "max_len_q", "max_len_k"), _nothing),
-    **dict.fromkeys(("needs_backward", "bias_dtype"), _nothing),  # backends have rules of their own about them
+    **dict.fromkeys(("needs_backward", "bias_dtype", "aux"), _nothing),  # backends have rules of their own about them
     "dtype": _dtype,
     "head_dim": _head_dim,
     "value_dim": _value_dim,
@@ -222,6 +225,8 @@ CHECKS: dict[str, Check] = {
     "key_ranges_shape": _flag(
         "key_ranges", lambda s: s.key_ranges_shape, lambda s: f"key_ranges of shape {list(s.key_ranges_shape or ())}"
     ),
+    "mask_mod": _flag("mask_mod", lambda s: s.mask_mod is not None, lambda s: "mask_mod"),
+    "score_mod": _flag("score_mod", lambda s: s.score_mod is not None, lambda s: "score_mod"),
     "bias_shape": _flag("bias", lambda s: s.bias_shape, lambda s: f"bias of shape {list(s.bias_shape or ())}"),
     "bias_gradient": _flag("bias_gradient", lambda s: s.bias_gradient, lambda s: "gradient of the bias"),
     "alibi_shape": _flag("alibi", lambda s: s.alibi_shape, lambda s: "alibi_slopes"),

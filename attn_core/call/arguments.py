@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from attn_core.call.functions import AUX, Aux, aux_of
 from attn_core.call.layouts import HINT, fits_heads_first, warn_of_heads_first
 from attn_core.call.mask_axes import check_axes
 from attn_core.call.masks import without_idle_sides
@@ -38,6 +39,10 @@ class Arrays(NamedTuple):
     cu_seqlens_q: ArrayFacts | None = None
     cu_seqlens_k: ArrayFacts | None = None
     key_ranges: ArrayFacts | None = None
+    aux0: ArrayFacts | None = None
+    aux1: ArrayFacts | None = None
+    aux2: ArrayFacts | None = None
+    aux3: ArrayFacts | None = None
 
 
 def check_qkv_as_one(facts: ArrayFacts, packed: bool) -> None:
@@ -99,7 +104,10 @@ def build_spec(
         softcap=options.softcap,
         scale=options.scale,
         mask_shape=_four("mask", arrays.mask),
-        key_ranges_shape=None if arrays.key_ranges is None else arrays.key_ranges.shape,
+        key_ranges_shape=None if arrays.key_ranges is None else tuple(arrays.key_ranges.shape),
+        mask_mod=options.mask_mod,
+        score_mod=options.score_mod,
+        aux=tuple(Aux(tuple(facts.shape), facts.dtype) for facts in aux_of(arrays)),
         bias_shape=_four("bias", arrays.bias),
         # None if it is the dtype of q, so that equal calls have equal specs.
         bias_dtype=arrays.bias.dtype if arrays.bias is not None and arrays.bias.dtype != arrays.q.dtype else None,
@@ -119,6 +127,7 @@ def _check_devices(arrays: Arrays) -> None:
     for name, facts in zip(Arrays._fields, arrays, strict=True):
         if facts is not None and facts.device != arrays.q.device:
             argument = f"seq_info.{name}" if name.startswith("cu_seqlens") else name
+            argument = f"aux[{AUX.index(name)}]" if name in AUX else argument
             raise DeviceError(
                 f"{argument}: expected the device of q ({arrays.q.device}), got {facts.device}; move it there"
             )

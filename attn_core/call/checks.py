@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from attn_core.call.functions import AUX
 from attn_core.call.mask_patterns import look
 from attn_core.call.masks import visible
 from attn_core.call.spec import AttentionSpec
@@ -92,13 +93,16 @@ def _polarity(mask: np.ndarray, spec: AttentionSpec) -> Iterator[str]:
 def _blind_rows(spec: AttentionSpec, arrays: Mapping[str, np.ndarray | None], tokens: int | None) -> Iterator[str]:
     bias = arrays.get("bias")
     names = ("mask", "cu_seqlens_q", "cu_seqlens_k", "key_ranges")
-    seen: Any = visible(spec, *map(arrays.get, names))
+    tables = {name: arrays.get(name) for name in names}
+    aux = [array for array in map(arrays.get, AUX) if array is not None]
+    seen: Any = visible(spec, **tables, aux=aux)
     if bias is not None:
         seen = seen & (bias != -np.inf)
     blind = ~seen.any(-1)[..., :tokens]  # [batch or 1, heads or 1, rows]
     if blind.any():
         batch, head, row = (int(index) for index in np.argwhere(blind)[0])
         causes = [name for name in ("mask", "key_ranges", "bias") if arrays.get(name) is not None]
+        causes += ["mask_mod"] if spec.mask_mod is not None else []
         causes += [name for name, given in (("causal", spec.causal), ("window", spec.window != (None, None))) if given]
         yield (
             f"{' and '.join(causes) or 'kv_len'}: {int(blind.sum())} of {blind.size} rows see no key, so their output "

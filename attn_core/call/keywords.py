@@ -5,10 +5,11 @@ The functions' docstrings say what they mean.
 """
 
 # No `from __future__ import annotations`: it would hide Required from __required_keys__.
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, Required, TypedDict, TypeVar
 
 from attn_core.call.layouts import Layout
+from attn_core.expressions.tracing import TracedFunction
 
 Array = TypeVar("Array")
 Random = TypeVar("Random")
@@ -38,6 +39,9 @@ class AttentionKeywords(QkvPackedKeywords[Array, Random], total=False):
     """The keywords of ``attention``, without return_lse."""
 
     key_ranges: Any
+    mask_mod: Callable[..., Any] | TracedFunction | None
+    score_mod: Callable[..., Any] | TracedFunction | None
+    aux: Sequence[Any]
     layout: Layout
 
 

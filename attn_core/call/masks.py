@@ -5,12 +5,14 @@ This is the definition of what is visible. ``attn_core.masks`` builds key ranges
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from attn_core.call.functions import seen_by_function
 from attn_core.call.key_ranges import visible_in_ranges
 from attn_core.call.options import Options
 from attn_core.call.seq_info import is_number
@@ -136,7 +138,12 @@ def positions(spec: AttentionSpec, cu_seqlens_q: Any = None, cu_seqlens_k: Any =
 
 
 def visible(
-    spec: AttentionSpec, mask: Any = None, cu_seqlens_q: Any = None, cu_seqlens_k: Any = None, key_ranges: Any = None
+    spec: AttentionSpec,
+    mask: Any = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    key_ranges: Any = None,
+    aux: Sequence[Any] = (),
 ) -> np.ndarray:
     """Returns the visible (query, key) pairs as a boolean array ``[batch or 1, heads or 1, q_len, kv_len]``.
 
@@ -153,4 +160,6 @@ def visible(
     full = seen[None, None]
     if key_ranges is not None:
         full = full & visible_in_ranges(key_ranges, spec.q_len, spec.num_heads)
+    if spec.mask_mod is not None:
+        full = full & seen_by_function(spec, aux)
     return full if mask is None else full & np.asarray(mask, bool)

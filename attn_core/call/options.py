@@ -7,12 +7,16 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from attn_core.call.seq_info import is_host_int, must_be_static
 from attn_core.errors import SpecError, shown
+from attn_core.expressions.tree import Expression
 
 Alignment = Literal["bottom_right", "top_left"]
 
 
 class Options(NamedTuple):
-    """The options of a call: the keyword arguments of ``attention`` that are not tensors, under the same names."""
+    """The options of a call: the keyword arguments of ``attention`` that are not tensors, under the same names.
+
+    The functions are expressions, traced by ``functions.trace``.
+    """
 
     causal: bool = False
     alignment: str = "bottom_right"
@@ -24,6 +28,8 @@ class Options(NamedTuple):
     dropout: float = 0.0
     deterministic: bool = False
     return_lse: bool = False
+    mask_mod: Expression | None = None
+    score_mod: Expression | None = None
 
 
 def check_options(options: Options) -> Options:

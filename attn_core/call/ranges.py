@@ -77,6 +77,8 @@ FEATURE_WORDS: dict[str, Callable[[AttentionSpec], str]] = {
     "softcap": lambda spec: "" if spec.softcap is None else f"softcap{spec.softcap:g}",
     "mask_shape": lambda spec: "mask" if spec.mask_shape else "",
     "key_ranges_shape": lambda spec: f"ranges{spec.key_ranges_shape[3]}" if spec.key_ranges_shape else "",
+    "mask_mod": lambda spec: "" if spec.mask_mod is None else "mask_mod",
+    "score_mod": lambda spec: "" if spec.score_mod is None else "score_mod",
     "bias_shape": lambda spec: "bias" if spec.bias_shape else "",
     "alibi_shape": lambda spec: "alibi" if spec.alibi_shape else "",
     "sinks": lambda spec: "sinks" if spec.sinks else "",

@@ -10,11 +10,13 @@ from operator import attrgetter
 
 from attn_core.call.after_fork import lazy_property
 from attn_core.call.field_types import check_field_types
+from attn_core.call.functions import Aux, check_functions
 from attn_core.call.key_ranges import check_shape
 from attn_core.call.options import Alignment, Options, check_options
 from attn_core.call.pages import PagedKV, check_paged
 from attn_core.call.seq_info import is_number
 from attn_core.errors import DTypeError, ShapeError, SpecError, shown
+from attn_core.expressions.tree import Expression
 
 Shape4 = tuple[int, int, int, int]
 Shape = tuple[int, ...] | None
@@ -40,6 +42,7 @@ class AttentionSpec:
         scale: factor on ``q . k``; None becomes ``1 / sqrt(head_dim)``.
         mask_shape, bias_shape: 4-D shapes broadcastable to ``[batch, num_heads, q_len, kv_len]``, or None.
         key_ranges_shape: ``(batch or 1, num_kv_heads or 1, kv_len, 1 or 2, 2)``, or None; see ``call.key_ranges``.
+        mask_mod, score_mod: expressions, or None; aux: (shape, dtype) of their arrays. See ``call.functions``.
         bias_dtype: of the bias; None if there is no bias or its dtype is ``dtype``.
         alibi_shape: ``(num_heads,)`` or ``(batch, num_heads)``, or None; adds ``-slope * |i + offset - j|``.
         sinks: one logit per head joins each row's softmax without a value.
@@ -73,6 +76,9 @@ class AttentionSpec:
     scale: float | None = None
     mask_shape: Shape4 | None = None
     key_ranges_shape: tuple[int, ...] | None = None
+    mask_mod: Expression | None = None
+    score_mod: Expression | None = None
+    aux: tuple[Aux, ...] = ()
     bias_shape: Shape4 | None = None
     bias_dtype: str | None = None
     alibi_shape: tuple[int, ...] | None = None
@@ -91,6 +97,7 @@ class AttentionSpec:
     def __post_init__(self) -> None:
         check_field_types(self)
         _check_shapes(self)
+        check_functions(self)
         options = _check_choices(self)
         scale = 1.0 / math.sqrt(self.head_dim) if options.scale is None else options.scale
         for name, value in (("softcap", options.softcap), ("scale", scale), ("dropout", options.dropout)):
@@ -165,7 +172,7 @@ class AttentionSpec:
     @property
     def key(self) -> str:
         """A text with every field and its value, the same in every process (``hash`` of a string is not)."""
-        return ";".join(f"{field.name}={getattr(self, field.name)!r}" for field in fields(self))
+        return ";".join(f"{field.name}={_text(getattr(self, field.name))}" for field in fields(self))
 
     def digest(self, *extra: str) -> str:
         """Returns a content hash of the spec and of extra words, as hexadecimal text."""
@@ -188,6 +195,11 @@ class AttentionSpec:
         if field.default is value or value == field.default or name in _WRITTEN_FIRST:
             return ""
         return name if value is True else f"{name}={value}"
+
+
+def _text(value: object) -> str:
+    """Returns a field's value as text with nothing left out; the repr of an expression is a formula for people."""
+    return value.key if isinstance(value, Expression) else repr(value)
 
 
 _values_of = attrgetter(*(field.name for field in fields(AttentionSpec)))

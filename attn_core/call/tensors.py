@@ -15,8 +15,8 @@ class Inputs(NamedTuple):
 
     Shapes: q ``[batch, q_len, heads, head_dim]``, k ``[batch, kv_len, kv_heads, head_dim]``, v ``[batch, kv_len,
     kv_heads, value_dim]``; packed: no batch axis. mask (bool) and bias 4-D as the spec says; alibi_slopes and sinks
-    float; cu_seqlens int32 ``[documents + 1]``; key_ranges int32 5-D as the spec says; rng two integer words (seed,
-    offset), present if dropout > 0.
+    float; cu_seqlens int32 ``[documents + 1]``; key_ranges int32 5-D as the spec says; aux0 to aux3 the arrays of its
+    functions; rng two integer words (seed, offset), present if dropout > 0.
     """
 
     q: Any
@@ -29,6 +29,10 @@ class Inputs(NamedTuple):
     cu_seqlens_q: Any = None
     cu_seqlens_k: Any = None
     key_ranges: Any = None
+    aux0: Any = None
+    aux1: Any = None
+    aux2: Any = None
+    aux3: Any = None
     rng: Any = None
 
 

@@ -17,9 +17,11 @@ GROUPS = {
         "packed": "packed documents (`seq_info`)",
         "mask": "boolean `mask`",
         "key_ranges": "`key_ranges`",
+        "mask_mod": "`mask_mod`",
     },
     "Scores": {
         "softcap": "`softcap`",
+        "score_mod": "`score_mod`",
         "bias": "additive `bias`",
         "alibi": "`alibi_slopes`",
         "sinks": "`sinks`",

@@ -13,6 +13,7 @@ from attn_core.cli.support_table import BOTH, FORWARD_ONLY, GROUPS, NONE, built,
 TITLES = {
     **{"grouped_heads": "GQA", "value_dim": "value dim", "causal": "causal", "window": "window"},
     **{"softcap": "soft cap", "mask": "mask", "key_ranges": "key ranges", "bias": "bias", "alibi": "ALiBi"},
+    **{"mask_mod": "mask mod", "score_mod": "score mod"},
     **{"sinks": "sinks", "packed": "packed"},
     **{"lse": "LSE", "lse_gradient": "gradient of LSE", "bias_gradient": "gradient of bias"},
     **{"deterministic": "equal bits", "dropout": "dropout", "portable_dropout": "same dropout"},

@@ -6,13 +6,14 @@ key) pair a positive number of the output, so a backend's mask is compared with 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from attn_core.call import dropout
+from attn_core.call.functions import named, scored
 from attn_core.call.masks import visible
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
@@ -102,6 +103,7 @@ def mask_probe(
     cu_seqlens_k: Any = None,
     rng: Any = None,
     key_ranges: Any = None,
+    aux: Sequence[Any] = (),
 ) -> MaskProbe:
     """Builds the mask probe of a spec.
 
@@ -112,9 +114,12 @@ def mask_probe(
         cu_seqlens_q, cu_seqlens_k: int32 ``[documents + 1]`` if the spec is packed.
         rng: two integer words (seed, offset) if the spec has dropout.
         key_ranges: int32, of shape ``spec.key_ranges_shape``; None if the spec has none.
+        aux: the arrays of its functions.
     """
     full = (spec.batch, spec.num_heads, spec.q_len, spec.kv_len)
-    pairs = np.broadcast_to(visible(spec, mask, cu_seqlens_q, cu_seqlens_k, key_ranges), full)
+    pairs = np.broadcast_to(visible(spec, mask, cu_seqlens_q, cu_seqlens_k, key_ranges, aux), full)
+    if spec.score_mod is not None:  # all scores are 0
+        pairs = pairs & (scored(spec, np.zeros(full), aux)[0] != -np.inf)
     if spec.dropout:  # a dropped weight is 0, so its pair does not show in the output
         seed, offset = (int(word) for word in rng)
         pairs = pairs & dropout.keep((seed, offset), tuple(np.ogrid[tuple(slice(n) for n in full)]), spec.dropout)
@@ -132,6 +137,7 @@ def mask_probe(
         cu_seqlens_k=cu_seqlens_k,
         key_ranges=key_ranges,
         rng=rng,
+        **named(aux),
     )
     return MaskProbe(spec, pairs[:, :, :, None, :] & reads[None, :, None, :, None], shared)
 

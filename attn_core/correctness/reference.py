@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from attn_core.call import dropout
+from attn_core.call.functions import aux_of, scored
 from attn_core.call.masks import document_of, positions, visible
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
@@ -23,9 +24,11 @@ class Softmax(NamedTuple):
 
     Attributes:
         q, k, v: ``[batch, heads, length, dim]``, key/value heads repeated for every query head that reads them.
-        seen: bool, the visible pairs. A bias of -inf hides its pair as the mask does.
+        seen: bool, the visible pairs. A bias or a modded score of -inf hides its pair as the mask does.
         capped, slope: ``softcap * tanh(scale * q.k / softcap)`` and its derivative by ``scale * q.k``; without softcap
             ``scale * q.k`` and 1.
+        modded, mod_slope, mod_bend: the score function of ``capped``, and its first two derivatives there; without one
+            ``capped``, 1 and 0.
         added: bias plus ALiBi, 0 without.
         lse: ``[batch, heads, q_len]``, the natural log-sum-exp with the sink: the sink for a row that sees no key, and
             -inf if there is no sink either, as in rows outside all documents.
@@ -42,6 +45,9 @@ class Softmax(NamedTuple):
     seen: Array
     capped: Array
     slope: Array
+    modded: Array
+    mod_slope: Array
+    mod_bend: Array
     added: Array
     lse: Array
     sink: Array
@@ -51,8 +57,8 @@ class Softmax(NamedTuple):
 
     @property
     def logits(self) -> Array:
-        """The logits of the softmax: ``capped + added``."""
-        return self.capped + self.added
+        """The logits of the softmax: ``modded + added``."""
+        return self.modded + self.added
 
 
 def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Array, Array]:
@@ -90,7 +96,8 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
         dweights = call.factors * (dout @ call.v.swapaxes(-1, -2))
         # dweights is NaN where a hidden value is NaN, and 0 * NaN is NaN: set hidden pairs to 0.
         dlogits = np.where(call.seen, weights * (dweights + slope_of_row[..., None]), 0.0)
-        dscores = spec.scale * call.slope * dlogits
+        # An infinite slope of a hidden pair would make its 0 a NaN.
+        dscores = np.where(call.seen, spec.scale * call.slope * call.mod_slope * dlogits, 0.0)
         by_key = call.seen.swapaxes(-1, -2)
         dq = sum_over(dscores, call.seen, call.k)
         dk = sum_over(dscores.swapaxes(-1, -2), by_key, call.q)
@@ -106,7 +113,7 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
 
 
 def softmax(spec: AttentionSpec, inputs: Inputs) -> Softmax:
-    """Computes everything up to the softmax weights: scale, softcap, bias and ALiBi, mask, softmax, dropout."""
+    """Computes everything up to the softmax weights: scale, softcap, score function, bias, ALiBi, mask, dropout."""
     q, k, v = (heads_first(spec, tensor) for tensor in (inputs.q, inputs.k, inputs.v))
     kv_head = np.arange(spec.num_heads) // spec.group_size
     k, v = k[:, kv_head], v[:, kv_head]
@@ -116,9 +123,13 @@ def softmax(spec: AttentionSpec, inputs: Inputs) -> Softmax:
         bent = np.tanh(scores / spec.softcap)
         capped, slope = spec.softcap * bent, 1.0 - bent**2
     added = np.broadcast_to(_added(spec, inputs), scores.shape)
-    seen = visible(spec, inputs.mask, inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.key_ranges)
-    seen = seen & (added != -np.inf)
-    logits = capped + added
+    aux = aux_of(inputs)
+    seen = visible(spec, inputs.mask, inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.key_ranges, aux)
+    modded, mod_slope, mod_bend = capped, np.ones((1, 1, 1, 1)), np.zeros((1, 1, 1, 1))
+    if spec.score_mod is not None:
+        modded, mod_slope, mod_bend = scored(spec, capped, aux)
+    seen = seen & (added != -np.inf) & (modded != -np.inf)
+    logits = modded + added
     sink = np.full((1, spec.num_heads, 1), -np.inf)
     if spec.sinks:  # rows after the last document have no sink: their output is 0 and their lse -inf
         sink = np.where(_in_document(spec, inputs), np.asarray(inputs.sinks, np.float64).reshape(sink.shape), -np.inf)
@@ -128,7 +139,7 @@ def softmax(spec: AttentionSpec, inputs: Inputs) -> Softmax:
     # A row with neither keys nor a sink has top = -inf, so total is exp(-inf + inf) = NaN: replace it by -inf.
     lse = np.where(seen.any(-1) | (sink != -np.inf), np.log(total) + top, -np.inf)
     return Softmax(
-        *(q, k, v, seen, capped, slope, added, lse, sink),
+        *(q, k, v, seen, capped, slope, modded, mod_slope, mod_bend, added, lse, sink),
         weights=np.where(seen, np.exp(logits - lse[..., None]), 0.0),
         sink_weights=np.where(sink == -np.inf, 0.0, np.exp(sink - lse)),
         factors=_dropout_factors(spec, inputs.rng),

@@ -12,7 +12,8 @@ from attn_core.expressions.rendering import ARITHMETIC, Step, Vocabulary, run, s
 from attn_core.expressions.tree import Expression
 
 
-def _vocabulary(device: Any, dtype: Any) -> Vocabulary:
+def vocabulary(device: Any, dtype: Any) -> Vocabulary:
+    """Returns the operations on torch tensors of bool, int32 and a dtype of floats."""
     import torch
 
     dtypes = {"bool": torch.bool, "int": torch.int32, "float": dtype}
@@ -56,7 +57,7 @@ def _run(steps: Sequence[Step], indices: Sequence[Any], score: Any, aux: Sequenc
     floats = dtype or (torch.float32 if score is None else score.dtype)
     places = [index.to(torch.int32) for index in indices]
     scores = None if score is None else score.to(floats)
-    return run(steps, _vocabulary(places[0].device, floats), places, scores, aux)
+    return run(steps, vocabulary(places[0].device, floats), places, scores, aux)
 
 
 def torch_mask_mod(tree: Expression, aux: Sequence[Any] = ()) -> Callable[[Any, Any, Any, Any], Any]:

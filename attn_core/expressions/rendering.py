@@ -118,7 +118,7 @@ def run(
         if step.op == "constant":
             values.append(vocabulary.constant(step.value, step.kind))
         elif step.op == "lookup":
-            values.append(_lookup(step, operands, vocabulary, aux))
+            values.append(look_up(step, operands, vocabulary, aux))
         elif step.op in leaves:
             if leaves[step.op] is None:
                 raise ExpressionError(f"{step.op}: the expression needs it, got None")
@@ -130,7 +130,8 @@ def run(
     return values[-1]
 
 
-def _lookup(step: Step, indices: list[Any], vocabulary: Vocabulary, aux: Sequence[Any]) -> Any:
+def look_up(step: Step, indices: list[Any], vocabulary: Vocabulary, aux: Sequence[Any]) -> Any:
+    """Returns the value of a lookup. Arguments and errors are ``evaluate``'s."""
     number = step.value
     if number >= len(aux):
         raise ExpressionError(f"aux: expected an array of number {number}, counted from 0, got {len(aux)} arrays")

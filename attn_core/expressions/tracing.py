@@ -38,10 +38,12 @@ class TracedFunction:
     Attributes:
         tree: the expression, plain data. Lookups name arrays by number: first those of ``aux``, then the captured.
         captured: arrays of torch, JAX or numpy that the function looked numbers up in, each once.
+        given: the number of arrays in ``aux``.
     """
 
     tree: Expression
     captured: tuple[Any, ...] = ()
+    given: int = 0
 
 
 def trace_mask(function: Callable[..., Any], aux: Sequence[Any] = (), name: str = "mask_mod") -> TracedFunction:
@@ -92,7 +94,7 @@ def _trace(name: str, function: Any, aux: Sequence[Any], kind: Kind, before: tup
         if error.__traceback__ is not None and error.__traceback__.tb_next is None:  # the call itself failed
             _check_parameters(name, function, arguments, f"({parameters}) and {len(aux)} aux arrays")
         raise _error(name, function, error, _foreign(error)) from error
-    return TracedFunction(tree, tuple(recorder.captured))
+    return TracedFunction(tree, tuple(recorder.captured), len(aux))
 
 
 def _argument(recorder: Recorder, number: int, array: Any) -> Any:

@@ -7,7 +7,9 @@ which each different node is once; a walk along the operands could take exponent
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 from attn_core.errors import SpecError
@@ -93,6 +95,13 @@ class Expression:
         return ";".join(_line(number, row) for number, row in enumerate(self.rows))
 
     @property
+    def text(self) -> str:
+        """The rows as JSON, from which ``from_text`` makes the expression again."""
+        if "_json" not in self.__dict__:
+            object.__setattr__(self, "_json", json.dumps(self.rows))
+        return self._json  # type: ignore[attr-defined]
+
+    @property
     def digest(self) -> str:
         """A content hash as hexadecimal text, the same in every process."""
         return self._content.hex()  # type: ignore[attr-defined]
@@ -115,6 +124,20 @@ def from_rows(rows: tuple[tuple[Any, ...], ...]) -> Expression:
     for op, kind, value, operands in rows:
         made.append(Expression(op, kind, tuple(made[operand] for operand in operands), value))
     return made[-1]
+
+
+@lru_cache(maxsize=256)
+def from_text(text: str) -> Expression:
+    """Returns the expression of ``Expression.text``; cached.
+
+    Raises:
+        ExpressionError: if the text is none.
+    """
+    try:
+        rows = json.loads(text)
+        return from_rows(tuple((op, kind, value, tuple(operands)) for op, kind, value, operands in rows))
+    except (ValueError, TypeError, IndexError, RecursionError):
+        raise ExpressionError(f"expression: expected the text of one, got {text[:200]!r}") from None
 
 
 def nodes(tree: Expression) -> list[Expression]:

@@ -34,8 +34,8 @@ from attn_core.selection import new_plans
 from jax_frontend.bridge import compiled_lane, hot_callbacks
 from jax_frontend.bridge.bridged_call import BridgedCall, BridgedStep, calls_of
 from jax_frontend.bridge.bridged_run import run_of
+from jax_frontend.bridge.forked import has_lost_threads
 from jax_frontend.bridge.interrupted import Interrupted
-from jax_frontend.forked import has_lost_threads
 
 TOKEN_LENGTH = 7
 _calls: dict[str, bytes] = {}

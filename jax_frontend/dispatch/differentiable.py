@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from attn_core.backends.shared.jax_offsets import safe_offsets
+from attn_core.call.functions import AUX
 from attn_core.call.options import Options
 from attn_core.call.tensors import Inputs
 from attn_core.errors import SpecError
@@ -111,8 +112,10 @@ def _derivative(call: AttentionCall, primals: tuple[Inputs], tangents: tuple[Inp
     """Returns the results and their tangents. The inputs with a tangent decide what the backend must support."""
     (inputs,) = primals
     moving = {name: moved for name, moved in _present(tangents[0]).items() if not _is_zero(moved)}
-    if "alibi_slopes" in moving:
-        raise SpecError("alibi_slopes: expected no gradient, it is not defined here; use jax.lax.stop_gradient")
+    for name in ("alibi_slopes", *AUX):
+        if name in moving:
+            argument = f"aux[{AUX.index(name)}]" if name in AUX else name
+            raise SpecError(f"{argument}: expected no gradient, it is not defined here; use jax.lax.stop_gradient")
     # Planned again, because a backend without a backward may have run the forward if no gradient was needed.
     call_plan, with_lse = _plan(call, inputs, True, "bias" in moving), call.options.return_lse
     out, lse = _run(call_plan, inputs, with_lse=True)

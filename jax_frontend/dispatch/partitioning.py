@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding
 
+from attn_core.call.functions import reads
 from attn_core.errors import SpecError
 from jax_frontend.dispatch.split import Known, Part, Split, axes_of, part_of, result_names, split_of
 from jax_frontend.dispatch.vmap import MappedCall
@@ -153,9 +154,17 @@ def _rule(call: MappedCall, mesh: Any, operands: Any, results: Any) -> tuple[str
         "kv_heads": "k",
         **{f"mapped{at}": f"m{at}" for at in range(len(call.sizes))},
     }
+    for axis, index in (("batch", "b"), ("heads", "h"), ("kv_heads", "h")):
+        if reads(spec, index):  # as in ``split_of``
+            del factors[axis]
     whole: list[str] = []
     sizes = {}
-    if spec.group_size > 1 and spec.num_kv_heads > 1 and spec.num_kv_heads % max(mesh.size, 1) == 0:
+    if (
+        "heads" in factors
+        and spec.group_size > 1
+        and spec.num_kv_heads > 1
+        and spec.num_kv_heads % max(mesh.size, 1) == 0
+    ):
         factors["heads"], sizes = "(k g)", {"g": spec.group_size}
 
     def factor(axis: str) -> str:

@@ -19,7 +19,7 @@ from attn_core.call.tensors import Inputs
 from attn_core.errors import DTypeError, SpecError
 from attn_core.selection import Selection, Target, explain, new_plans, preference, refusals, select
 from jax_frontend.bridge import compiled_lane
-from jax_frontend.forked import check_process
+from jax_frontend.bridge.forked import check_process
 
 
 class Plan(NamedTuple):
@@ -156,6 +156,14 @@ def ranges_as_array(key_ranges: Any, *, shapes_only: bool = False) -> Any:
     if key_ranges.dtype != np.int32:
         raise DTypeError(f"key_ranges: expected dtype int32, got {key_ranges.dtype}; cast it to int32")
     return jax.device_put(key_ranges)  # explicitly, which ``jax.transfer_guard`` allows
+
+
+def aux_as_array(name: str, array: Any, *, shapes_only: bool = False) -> Any:
+    """Returns an array of a function as a JAX array, or with ``shapes_only`` as its shape."""
+    if isinstance(array, np.ndarray):
+        return jax.device_put(array)
+    check_array(name, array, shapes_only=shapes_only)
+    return array
 
 
 def as_array(name: str, value: Any) -> jax.Array:

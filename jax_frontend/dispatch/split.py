@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec as P
 
+from attn_core.call.functions import AUX, reads
 from attn_core.call.spec import AttentionSpec
 from attn_core.errors import SpecError
 from jax_frontend.dispatch.local_call import names_of
@@ -23,6 +24,7 @@ _AXES = {
     "bias": ("batch", "heads", "queries", "keys"),
     "alibi_slopes": ("batch", "heads"),
     "key_ranges": ("batch", "kv_heads", "keys", "ranges", "ends"),
+    **{name: ("first", "second", "third", "fourth") for name in AUX},
     "sinks": ("heads",),
     "cu_seqlens_q": ("documents",),
     "cu_seqlens_k": ("documents",),
@@ -107,9 +109,10 @@ def split_of(call: MappedCall, mesh: Any, known: Known) -> Split:
         return chosen
 
     mapped = tuple(first(f"mapped{axis}", size) for axis, size in enumerate(call.sizes))
-    batch = first("batch", spec.batch)
+    # A function that counts rows or heads needs all of them.
+    batch = () if reads(spec, "b") else first("batch", spec.batch)
     # If only k and v are split by heads, their mesh axes split the query heads as well.
-    heads = first("heads", spec.num_heads) or first("kv_heads", spec.num_kv_heads)
+    heads = () if reads(spec, "h") else first("heads", spec.num_heads) or first("kv_heads", spec.num_kv_heads)
     return Split(batch, heads, heads if spec.num_kv_heads % shards(mesh, heads) == 0 else (), mapped)
 
 

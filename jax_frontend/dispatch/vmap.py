@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from attn_core.call.functions import AUX, reads
 from attn_core.call.spec import AttentionSpec
 from attn_core.selection import Target, refusals
 from jax_frontend.bridge.bridged_call import BridgedCall
@@ -88,7 +89,9 @@ class MappedCall(NamedTuple):
         spec = self.call.spec
         unbatched = {name for at, name in enumerate(self.names) if name in ("sinks", "rng") and self.axes_in_front(at)}
         summed = self.call.direction == "backward" and (spec.sinks or spec.bias_gradient)
-        return not (spec.packed or unbatched or summed or self._refusals_of(self._wide_spec()))
+        # Mapped elements have aux arrays and batch rows of their own.
+        counted = reads(spec, "b") or any(self.axes_in_front(at) for at, name in enumerate(self.names) if name in AUX)
+        return not (spec.packed or unbatched or summed or counted or self._refusals_of(self._wide_spec()))
 
     def run(self, *operands: Any) -> list[Any]:
         """Returns the results; traceable."""
@@ -121,7 +124,11 @@ class MappedCall(NamedTuple):
         # Mapped slopes differ between elements, so they need the batch axis that the fold multiplies.
         if name == "alibi_slopes" and len(rest) == 1 and has:
             rest = (1, *rest)
-        if name == "sinks" or (name not in _BATCH_FIRST and not has and (rest[0] == 1 or len(rest) == 1)):
+        if (
+            name == "sinks"
+            or name in AUX
+            or (name not in _BATCH_FIRST and not has and (rest[0] == 1 or len(rest) == 1))
+        ):
             return array
         # An operand lacks the axes along which it was not mapped. Insert them with size 1, then broadcast.
         lead = tuple(size if axis in has else 1 for axis, size in enumerate(self.sizes))

@@ -14,6 +14,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from callers_view import callers_results
+from drawn_functions import MASKS, fields_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle_cases import FEATURES, Case, fill, make
@@ -30,9 +31,11 @@ from attn_core.backends.flex import (
 from attn_core.backends.flex import program as programs
 from attn_core.backends.shared import dry_run
 from attn_core.backends.support import unmet_claims
+from attn_core.call.functions import aux_of, scored
 from attn_core.call.masks import visible
 from attn_core.call.tensors import Gradients, Inputs
 from attn_core.correctness import accuracy
+from attn_core.expressions.torch_functions import torch_function
 from torch_frontend import attention
 
 pytestmark = pytest.mark.rotates
@@ -47,6 +50,8 @@ COMPILED = (
     "packed, key ranges, sinks",
     "packed, causal",
     "packed, bias, mask, sinks",
+    "both functions",
+    "packed, functions",
     "whole",
 )
 WHOLE = {**FEATURES["everything"], "dropout": 0.0, "bias_gradient": False}
@@ -139,9 +144,15 @@ def functions_of(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
     slope = functions.slope_reader(inputs.alibi_slopes, torch.float64)
     mask = functions.reader(inputs.mask)
     in_ranges = functions.range_reader(operands._range_ends(inputs.key_ranges), spec.group_size)
+    aux = aux_of(inputs)
+    masked, changing = (
+        None if tree is None else torch_function(tree).function for tree in (spec.mask_mod, spec.score_mod)
+    )
+    shown = masked and (lambda *place: masked(None, *place, aux))
+    changed = changing and (lambda score, *place: changing(score, *place, aux))
     return (
-        functions.score_function(spec.softcap, bias, slope, distance),
-        functions.mask_function(mask, made.left, made.right, distance, where, in_ranges),
+        functions.score_function(spec.softcap, bias, slope, distance, changed),
+        functions.mask_function(mask, made.left, made.right, distance, where, (in_ranges, shown)),
     )
 
 
@@ -152,12 +163,13 @@ def test_mask_functions_match_the_visible_set(name: str) -> None:
     spec, inputs, *_ = make(FEATURES[name])
     _, mask = functions_of(spec, tensors(inputs, None))
     got = create_mask(mask, spec.batch, spec.num_heads, spec.q_len, spec.kv_len, "cpu").numpy()
-    expected = visible(spec, inputs.mask, inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.key_ranges)
+    given = inputs.mask, inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.key_ranges
+    expected = visible(spec, *given, aux_of(inputs))
     np.testing.assert_array_equal(got, np.broadcast_to(expected, got.shape))
 
 
 @pytest.mark.parametrize(
-    "name", ["softcap", "bias", "bias by head", "bias by batch", "alibi", "alibi by batch", "whole"]
+    "name", ["softcap", "bias", "bias by head", "bias by batch", "alibi", "alibi by batch", "whole", "score function"]
 )
 def test_score_functions_match_the_reference(name: str) -> None:
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
@@ -176,6 +188,8 @@ def test_score_functions_match_the_reference(name: str) -> None:
     with TransformGetItemToIndex():
         got = score(torch.from_numpy(plain), *map(torch.arange, shape)).numpy()
     expected = plain if spec.softcap is None else spec.softcap * np.tanh(plain / spec.softcap)
+    if spec.score_mod is not None:
+        expected = scored(spec, expected, aux_of(inputs))[0]
     expected = expected + (0 if inputs.bias is None else inputs.bias)
     if inputs.alibi_slopes is not None:
         offset = spec.kv_len - spec.q_len if spec.alignment == "bottom_right" else 0
@@ -218,6 +232,9 @@ def calls(draw: Any) -> Case:
         fields["mask_shape"] = tuple(draw(st.sampled_from((size, 1))) for size in whole)
     if draw(st.booleans()):
         fields["key_ranges_shape"] = (1, draw(st.sampled_from((1, 2))), fields["kv_len"], draw(st.integers(1, 2)), 2)
+    if draw(st.booleans()):
+        sizes = (1, 4, fields["q_len"], fields["kv_len"])
+        fields |= fields_of(draw(st.sampled_from((*MASKS,))), None, sizes)
     return fill(AttentionSpec(**fields), draw(st.integers(0, 99)), *(lengths or ()))
 
 
@@ -251,7 +268,8 @@ def test_block_tables(case: Case) -> None:
     for cache in (blocks.widths, operands.length_classes, operands._by_stream, programs.program):
         cache.cache_clear()
     given = case.inputs
-    seen = visible(spec, given.mask, given.cu_seqlens_q, given.cu_seqlens_k, given.key_ranges)
+    tables = given.mask, given.cu_seqlens_q, given.cu_seqlens_k, given.key_ranges, aux_of(given)
+    seen = visible(spec, *tables)
     if made.tables is None:
         assert seen.all()
         return
@@ -266,7 +284,7 @@ def test_block_tables(case: Case) -> None:
     by_key = [matrix.swapaxes(2, 3) for matrix in matrices(made.tables[1], counts[0])]
     assert not (by_key[0] & by_key[1]).any()
     assert ((by_key[0] | by_key[1]) >= some).all() and (by_key[1] <= every).all()
-    if not spec.packed and spec.mask_shape is None and spec.key_ranges_shape is None:
+    if not spec.packed and not (spec.mask_shape or spec.key_ranges_shape or spec.mask_mod):
         np.testing.assert_array_equal(partial | full, some)
         np.testing.assert_array_equal(by_key[0] | by_key[1], some)
 

@@ -256,6 +256,7 @@ def test_defaults_fill_only_what_the_options_leave_open() -> None:
 def test_every_field_of_the_spec_has_an_option() -> None:
     elsewhere = {"max_len_q": "lengths", "max_len_k": "kv_lengths", "bias_gradient": None, "bias_dtype": None}
     elsewhere["paged"] = None  # fields of explain_paged, which each frontend has
+    elsewhere |= dict.fromkeys(("mask_mod", "score_mod", "aux"), None)  # Python functions, and their arrays
     elsewhere["partial"] = None  # fields of the tiles that context-plan shows, never of a user's call
     renamed = {
         **{"num_heads": "heads", "num_kv_heads": "kv_heads", "mask_shape": "mask", "bias_shape": "bias"},
@@ -397,8 +398,8 @@ def test_support_shows_tables_of_80_columns() -> None:
     assert not any("|" in line or "`" in line for line in lines)
     assert {claim for group in GROUPS.values() for claim in group} == set(TITLES)
     masks, scores, *_ = (line.split() for line in lines if line.startswith("flash4 "))
-    assert masks == ["flash4", "✓", "✓", "✓", "✓", "✓", "·", "·"]
-    assert scores == ["flash4", "✓", "·", "·", "✓"]
+    assert masks == ["flash4", "✓", "✓", "✓", "✓", "✓", "·", "·", "·"]
+    assert scores == ["flash4", "✓", "·", "·", "·", "✓"]
 
 
 EXAMPLES = pytest.mark.parametrize(

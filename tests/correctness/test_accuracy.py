@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from oracle_cases import FEATURES, PACKED, Case, altered, fill, honest, make, result_of, rounded
 
 from attn_core import AttentionSpec, SeqInfo, ShapeError, SpecError
+from attn_core.call.functions import aux_of
 from attn_core.call.tensors import Gradients
 from attn_core.correctness import accuracy, reference
 
@@ -287,7 +288,8 @@ def run(probe: accuracy.MaskProbe, forward=reference.forward) -> list[np.ndarray
 def probe_of(case: Case) -> accuracy.MaskProbe:
     inputs = case.inputs
     offsets = {"cu_seqlens_q": inputs.cu_seqlens_q, "cu_seqlens_k": inputs.cu_seqlens_k}
-    return accuracy.mask_probe(case.spec, mask=inputs.mask, rng=inputs.rng, **offsets)
+    others = {"key_ranges": inputs.key_ranges, "aux": aux_of(inputs)}
+    return accuracy.mask_probe(case.spec, mask=inputs.mask, rng=inputs.rng, **offsets, **others)
 
 
 @pytest.mark.parametrize("name", FEATURES)

@@ -4,7 +4,9 @@ cases."""
 from __future__ import annotations
 
 import math
+import operator
 from itertools import product
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -15,8 +17,10 @@ from oracle_cases import FEATURES, LENGTHS_K, LENGTHS_Q, Case, altered, fill, ma
 
 from attn_core import AttentionSpec
 from attn_core.call.dropout import keep
+from attn_core.call.functions import aux_of
 from attn_core.call.tensors import Inputs
 from attn_core.correctness import reference
+from attn_core.expressions import Expression
 
 SMALL = {"num_heads": 6, "head_dim": 3, "value_dim": 5}
 
@@ -32,7 +36,8 @@ def by_loops(case: Case) -> tuple[np.ndarray, np.ndarray]:
         for j in range(spec.kv_len):
             distance = distance_to_diagonal(case, i, j)
             if distance is not None and is_visible(case, b, h, i, j, distance):
-                logits[j] = logit_of(case, row, b, h, g, i, j, distance)
+                logit = logit_of(case, row, b, h, g, i, j, distance)
+                logits |= {} if logit == -math.inf else {j: logit}
         sink = [inputs.sinks[h]] if spec.sinks else []
         if not logits and not sink:
             continue
@@ -71,6 +76,8 @@ def is_visible(case: Case, b: int, h: int, i: int, j: int, distance: int) -> boo
         ranges = case.inputs.key_ranges[b if rows > 1 else 0, kv_head if heads > 1 else 0, j].tolist()
         if not any(start <= i < stop for start, stop in ranges):
             return False
+    if case.spec.mask_mod is not None and not value_of(case.spec.mask_mod, case, (b, h, i, j)):
+        return False
     return case.inputs.mask is None or bool(broadcast_at(case.inputs.mask, b, h, i, j))
 
 
@@ -80,12 +87,36 @@ def logit_of(case: Case, row: tuple[int, ...], b: int, h: int, g: int, i: int, j
     logit = spec.scale * dot
     if spec.softcap is not None:
         logit = spec.softcap * math.tanh(logit / spec.softcap)
+    if spec.score_mod is not None:
+        logit = value_of(spec.score_mod, case, (b, h, i, j), logit)
     if inputs.bias is not None:
         logit += broadcast_at(inputs.bias, b, h, i, j)
     if inputs.alibi_slopes is not None:
         slopes = inputs.alibi_slopes
         logit -= (slopes[h] if slopes.ndim == 1 else slopes[b, h]) * abs(distance)
     return logit
+
+
+def value_of(tree: Expression, case: Case, place: tuple[int, int, int, int], score: float = 0.0) -> Any:
+    """The value of an expression in Python's own numbers."""
+    leaves, aux = dict(zip("bhqk", place, strict=True)) | {"score": score}, aux_of(case.inputs)
+    operations: dict[str, Any] = {"add": operator.add, "multiply": operator.mul, "divide": operator.truediv}
+    operations |= {"remainder": operator.mod}
+    operations |= {"subtract": operator.sub, "less": operator.lt, "less_equal": operator.le, "equal": operator.eq}
+    operations |= {"negative": operator.neg, "abs": abs, "tanh": math.tanh, "exp": math.exp, "to_float": float}
+    operations |= {"and": lambda x, y: x and y, "or": lambda x, y: x or y, "not": operator.not_}
+    operations |= {"where": lambda x, y, z: y if x else z}
+    values: list[Any] = []
+    for op, _, value, operands in tree.rows:
+        given = [values[operand] for operand in operands]
+        if op == "constant":
+            values.append(value)
+        elif op == "lookup":
+            array = aux[value]
+            values.append(array[tuple(min(at, size - 1) for at, size in zip(given, array.shape, strict=True))])
+        else:
+            values.append(leaves[op] if op in leaves else operations[op](*given))
+    return values[-1]
 
 
 def broadcast_at(array: np.ndarray, *index: int):

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache, partial
+from operator import itemgetter
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import xla_compiler
+from drawn_functions import as_keywords
 from spec_strategies import Call
 
 import jax_frontend
@@ -104,13 +106,13 @@ def spec_seen(framework: str, call: Call, device: str = "cpu") -> AttentionSpec:
     """The spec that the frontend builds from the call's arguments."""
     if framework == "torch":
         arrays, _ = _torch_arrays(call, device)
-        return torch_frontend.explain(**arrays, **call.options, **_torch_info(call, device)).spec
+        return torch_frontend.explain(**as_keywords(arrays), **call.options, **_torch_info(call, device)).spec
     with _jax_on(call, device):
         info, _ = _jax_info(call)
         key = {"dropout_rng": jax.random.key(call.seed)} if call.spec.dropout else {}
         arrays = _jax_arrays(call)
         return jax_frontend.explain(
-            **arrays, **call.options, **key, seq_info=info, needs_backward=bool(call.learned)
+            **as_keywords(arrays), **call.options, **key, seq_info=info, needs_backward=bool(call.learned)
         ).spec
 
 
@@ -203,7 +205,9 @@ def _torch_info(call: Call, device: str) -> dict[str, Any]:
 
 def _run_torch(call: Call, backend: str | None, device: str) -> Results:
     arrays, cotangents = _torch_arrays(call, device)
-    actual = torch_frontend.attention(**arrays, **call.options, **_torch_info(call, device), backend=backend)
+    actual = torch_frontend.attention(
+        **as_keywords(arrays), **call.options, **_torch_info(call, device), backend=backend
+    )
     results = list(actual) if call.spec.return_lse else [actual]
     named = dict(zip(("out", "lse"), results, strict=False))
     if call.learned:
@@ -245,7 +249,7 @@ def _run_jax(call: Call, backend: str | None, device: str, rounding_matters: boo
         learned = {name: given.pop(name) for name in call.learned}
         dout = jnp.asarray(call.dout[None] if call.one_row else call.dout, call.spec.dtype)
         cotangents = (dout, jnp.asarray(call.dlse, call.spec.lse_dtype))[: 1 + call.spec.return_lse]
-        program = _program(backend, tuple(sorted(call.options.items())), rounding_matters)
+        program = _program(backend, tuple(sorted(call.options.items(), key=itemgetter(0))), rounding_matters)
         actual = program(learned, given, *_jax_info(call), cotangents)
         return {name: np.asarray(array) for name, array in actual.items()}
 
@@ -264,7 +268,7 @@ def _program(backend: str | None, options: tuple[tuple[str, Any], ...], rounding
     def program(learned: Any, given: Any, info: Any, key: Any, cotangents: tuple[Any, ...]) -> dict[str, Any]:
         def forward(learned: dict[str, Any]) -> tuple[Any, ...]:
             actual = jax_frontend.attention(
-                **learned, **given, **dict(options), seq_info=info, dropout_rng=key, backend=backend
+                **learned, **as_keywords(given), **dict(options), seq_info=info, dropout_rng=key, backend=backend
             )
             return actual if isinstance(actual, tuple) else (actual,)
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import drawn_functions
 import ml_dtypes
 import numpy as np
 
 from attn_core import AttentionSpec, SeqInfo
 from attn_core.call.dropout import keep
+from attn_core.call.functions import aux_of, named, scored
 from attn_core.call.masks import positions, visible
 from attn_core.call.tensors import Gradients, Inputs
 
@@ -48,6 +50,14 @@ FEATURES: dict[str, dict[str, Any]] = {
         **PACKED,
         **{"bias_shape": (1, 9, 12, 14), "mask_shape": (1, 1, 12, 14), "bias_gradient": True, "sinks": True},
     },
+    "mask function": drawn_functions.fields_of("by row and head", None, (2, 9, 5, 7)),
+    "mask function with an array": drawn_functions.fields_of("keys of heads", None, (2, 9, 5, 7)),
+    "score function": drawn_functions.fields_of(None, "bent", (2, 9, 5, 7)),
+    "both functions": {
+        **drawn_functions.fields_of("first key of each query", "per row", (2, 9, 5, 7)),
+        **{"causal": True, "softcap": 1.5, "bias_shape": (2, 9, 5, 7), "bias_gradient": True, "sinks": True},
+    },
+    "packed, functions": {**PACKED, **drawn_functions.fields_of("documents", "hides", (1, 9, 12, 14))},
     "packed, key ranges, sinks": {**PACKED, "key_ranges_shape": (1, 3, 14, 2, 2), "sinks": True},
     "everything": {
         **{"causal": True, "window": (3, 0), "softcap": 1.5, "mask_shape": (2, 1, 5, 7), "bias_shape": (1, 9, 5, 7)},
@@ -92,6 +102,7 @@ def fill(spec: AttentionSpec, seed: int, lengths_q: Any = None, lengths_k: Any =
         cu_seqlens_k=None if info is None else info.cu_seqlens_k,
         key_ranges=None if spec.key_ranges_shape is None else random_ranges(spec, seed),
         rng=np.array([seed + 17, 3], np.int64) if spec.dropout else None,
+        **named(drawn_functions.arrays_of(spec.aux, seed)),
     )
     return Case(spec, inputs, normal(*spec.out_shape), random.normal(size=spec.lse_shape))
 
@@ -153,17 +164,19 @@ def _scores(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     spec, inputs = case.spec, case.inputs
     score = (_heads(spec, inputs.q) @ _heads(spec, inputs.k).swapaxes(-1, -2)) * F32(spec.scale)
     logit = score if spec.softcap is None else F32(spec.softcap) * np.tanh(score / F32(spec.softcap))
+    if spec.score_mod is not None:
+        logit = scored(spec, logit, aux_of(inputs))[0].astype(F32)
     if inputs.bias is not None:
         logit = logit + inputs.bias.astype(F32)
     if inputs.alibi_slopes is not None:
         rows, columns = positions(spec, inputs.cu_seqlens_q, inputs.cu_seqlens_k)
         logit = logit - inputs.alibi_slopes.astype(F32)[..., None, None] * abs(rows[:, None] - columns).astype(F32)
-    seen = np.broadcast_to(visible(spec, *_hiding(inputs)), score.shape)
+    seen = np.broadcast_to(visible(spec, *_hiding(inputs)), score.shape) & (logit != -np.inf)
     return score, np.where(seen, logit, F32(-np.inf)), seen
 
 
 def _hiding(inputs: Inputs) -> tuple[Any, ...]:
-    return inputs.mask, inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.key_ranges
+    return inputs.mask, inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.key_ranges, aux_of(inputs)
 
 
 def _online_softmax(
@@ -195,7 +208,10 @@ def _gradients(case: Case, score: np.ndarray, logit: np.ndarray, seen: np.ndarra
     row = case.dlse.astype(F32).reshape(lse.shape) - (dout * out).sum(-1)
     dlogit = weights * (kept * (dout @ v.swapaxes(-1, -2)) + row[..., None])
     slope = F32(1) if spec.softcap is None else 1 - np.tanh(score / F32(spec.softcap)) ** 2
-    dscore = _low(spec, dlogit * slope) * F32(spec.scale)
+    if spec.score_mod is not None:
+        capped = score if spec.softcap is None else F32(spec.softcap) * np.tanh(score / F32(spec.softcap))
+        slope = slope * scored(spec, capped, aux_of(inputs))[1].astype(F32)
+    dscore = _low(spec, np.where(seen, dlogit * slope, F32(0))) * F32(spec.scale)
     by_head = dscore.swapaxes(-1, -2) @ q, _low(spec, weights * kept).swapaxes(-1, -2) @ dout
     groups = (spec.batch, spec.num_kv_heads, spec.group_size)
     dk, dv = (part.reshape(*groups, *part.shape[2:]).sum(2, dtype=F32) for part in by_head)

@@ -9,16 +9,20 @@ are fixed calls that no draw may leave out.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
+from drawn_functions import MASKS, SCORES, fields_of
 from hypothesis import strategies as st
 from oracle_cases import fill
 
 from attn_core import AttentionSpec
 from attn_core.backends.support import Support
+from attn_core.call.functions import AUX
 from attn_core.call.spec import DTYPES
 from attn_core.call.tensors import Inputs
+from attn_core.expressions import Expression, TracedFunction
 
 LAYOUTS = ("contiguous", "heads_outside", "sliced", "stepped", "one_head_expanded")
 """The memory layouts of torch's q, k, v and output gradient; see ``both_frontends.laid_out``."""
@@ -78,19 +82,23 @@ class Call:
     def options(self) -> dict[str, Any]:
         """The keywords of ``attention`` that are plain values."""
         names = ("causal", "alignment", "softcap", "scale", "dropout", "deterministic", "return_lse")
-        return {name: getattr(self.spec, name) for name in names} | {"window": self.window}
+        functions = {name: getattr(self.spec, name) for name in ("mask_mod", "score_mod")}
+        traced = {name: _traced(tree, len(self.spec.aux)) for name, tree in functions.items() if tree is not None}
+        return {name: getattr(self.spec, name) for name in names} | {"window": self.window} | traced
 
     def dtype_of(self, name: str) -> str:
         """The dtype in which an input (or ``dout``, ``dlse``) is passed."""
         if name == "dlse":
             return self.spec.lse_dtype
+        if name in AUX:
+            return str(self.spec.aux[AUX.index(name)].dtype)
         if name in ("mask", "key_ranges"):
             return "bool" if name == "mask" else "int32"
         return self.extras_dtype if name in ("bias", "alibi_slopes", "sinks") else self.spec.dtype
 
     def arrays(self) -> dict[str, np.ndarray]:
         """q, k, v, and the tables, slopes, sinks and key ranges that are present, in the caller's shapes."""
-        names = ("q", "k", "v", "mask", "bias", "alibi_slopes", "sinks", "key_ranges")
+        names = ("q", "k", "v", "mask", "bias", "alibi_slopes", "sinks", "key_ranges", *AUX)
         actual = {name: getattr(self.inputs, name) for name in names if getattr(self.inputs, name) is not None}
         if self.one_row:
             actual |= {name: actual[name][None] for name in ("q", "k", "v")}
@@ -100,6 +108,11 @@ class Call:
             batch = self.spec.batch
             actual |= {name: one for name, one in short.items() if batch == 1 or one.shape[:1] != (batch,)}
         return actual
+
+
+@lru_cache(maxsize=256)  # one object, because jitted programs are known by it
+def _traced(tree: Expression, aux: int) -> TracedFunction:
+    return TracedFunction(tree, (), aux)
 
 
 Lengths = tuple[tuple[int, ...], tuple[int, ...]]
@@ -178,7 +191,19 @@ GPU_SIZES = (
 )
 GPU_PACKED_SIZES = (_sizes(1, 0, 0, 4, 2, 64, 64), _sizes(1, 0, 0, 6, 2, 128, 128))
 WINDOWS = ((2, 1), (0, 0), (None, 1), (3, None), (1, 4))
-FEATURES = ("causal", "window", "softcap", "mask", "key_ranges", "bias", "alibi", "sinks", "dropout", "scale")
+FEATURES = (
+    "causal",
+    "window",
+    "softcap",
+    "mask",
+    "key_ranges",
+    "mask_mod",
+    "bias",
+    "alibi",
+    "sinks",
+    "dropout",
+    "scale",
+)
 
 TAILS = st.sampled_from(((0, 0), (0, 0), (3, 2), (0, 4), (5, 0), (11, 11)))
 """The numbers of tokens of q and of k behind the last document."""
@@ -336,6 +361,13 @@ def cudnn_calls(draw: Any) -> Call:
     return make_call(draw(st.integers(0, 2**16), label="seed"), needs_backward=True, **fields)
 
 
+def _functions(fields: dict[str, Any]) -> st.SearchStrategy[dict[str, Any]]:
+    """The fields that give a call a mask function, a score function, or both."""
+    sizes = tuple(fields[name] for name in ("batch", "num_heads", "q_len", "kv_len"))
+    masks, scores = (st.sampled_from((None, *families)) for families in (MASKS, SCORES))
+    return st.tuples(masks, scores).filter(any).map(lambda names: fields_of(*names, sizes))
+
+
 def _feature(name: str, fields: dict[str, Any]) -> st.SearchStrategy[dict[str, Any]]:
     """The fields that switch a feature on, for the sizes in ``fields``."""
     batch, heads = fields["batch"], fields["num_heads"]
@@ -349,6 +381,7 @@ def _feature(name: str, fields: dict[str, Any]) -> st.SearchStrategy[dict[str, A
         "scale": st.sampled_from((0.31, 1.7)).map(lambda scale: {"scale": scale}),
         "mask": some_axes.map(lambda shape: {"mask_shape": shape}),
         "key_ranges": st.tuples(*few_axes).map(lambda shape: {"key_ranges_shape": shape}),
+        "mask_mod": _functions(fields),
         "bias": some_axes.map(lambda shape: {"bias_shape": shape}),
         "alibi": st.sampled_from(((heads,), (batch, heads))).map(lambda shape: {"alibi_shape": shape}),
         "sinks": st.just({"sinks": True}),

@@ -11,6 +11,7 @@ import psutil
 import pytest
 import torch
 from cost_tables import made_up_table, tables_in_force
+from drawn_functions import fields_of
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from spec_strategies import Call, calls
@@ -41,6 +42,8 @@ ASKS: dict[str, dict[str, Any]] = {
     "softcap": {"softcap": 50.0},
     "mask_shape": {"mask_shape": (2, 1, 1, 7)},
     "key_ranges_shape": {"key_ranges_shape": (2, 1, 7, 1, 2)},
+    "mask_mod": fields_of("nothing", None, (2, 6, 5, 7)),
+    "score_mod": fields_of(None, "slopes", (2, 6, 5, 7)),
     "bias_shape": {"bias_shape": (1, 6, 5, 7)},
     "bias_gradient": {"bias_shape": (1, 6, 5, 7), "bias_gradient": True},
     "alibi_shape": {"alibi_shape": (6,)},
@@ -56,7 +59,18 @@ ASKS: dict[str, dict[str, Any]] = {
     },
 }
 """The features that a spec requests by each of its fields. Every backend accepts the other fields."""
-FREE = {"batch", "q_len", "kv_len", "num_heads", "scale", "max_len_q", "max_len_k", "needs_backward", "bias_dtype"}
+FREE = {
+    "batch",
+    "q_len",
+    "kv_len",
+    "num_heads",
+    "scale",
+    "max_len_q",
+    "max_len_k",
+    "needs_backward",
+    "bias_dtype",
+    "aux",
+}
 
 NOTHING = Support(kernel="the empty kernel", devices=("cpu",), dtypes=("float32",))
 EVERYTHING = Support(

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from attn_core.call import checks
+from attn_core.call.functions import named, trace
 from attn_core.call.options import Options, check_flag, check_options, check_traced_options, requested_names
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.slow_copies import EVERY, FIRST, tables_passed
@@ -33,6 +34,8 @@ from torch_frontend.dispatch.dropout_words import draw_words
 from torch_frontend.dispatch.op_arguments import PlainOptions
 from torch_frontend.dispatch.ranges import in_ranges
 
+NO_FUNCTIONS = None, None, ()
+
 
 def gather_arguments(
     tensors: tuple[Any, ...],
@@ -42,8 +45,12 @@ def gather_arguments(
     *,
     draw: bool = True,
     key_ranges: Any = None,
+    functions: tuple[Any, Any, Any] = NO_FUNCTIONS,
 ) -> tuple[Inputs, Options]:
-    """Returns a call's arguments, each checked by itself. Without ``draw`` dropout's generator stays as it is."""
+    """Returns a call's arguments, each checked by itself. Without ``draw`` dropout's generator stays as it is.
+
+    functions: mask_mod, score_mod and aux.
+    """
     for name, tensor in zip(Inputs._fields, tensors, strict=False):
         if tensor is not None or name in ("q", "k", "v"):
             plan.check_tensor(name, tensor)
@@ -58,6 +65,10 @@ def gather_arguments(
     inputs = Inputs(q, k, v, mask, bias, alibi_slopes, sinks)
     if key_ranges is not None:
         inputs = inputs._replace(key_ranges=_ranges_as_tensor(q, key_ranges))
+    if functions != NO_FUNCTIONS:
+        mask_mod, score_mod, aux = trace(*functions)
+        arrays = [_aux_as_tensor(q, f"aux[{number}]", array) for number, array in enumerate(aux)]
+        inputs, options = inputs._replace(**named(arrays)), options._replace(mask_mod=mask_mod, score_mod=score_mod)
     if info is not None:
         attach = offsets.attach if transforms.is_one_op(q) else offsets.attach_complete  # an op completes them itself
         inputs, longest = attach(info, inputs)
@@ -81,6 +92,16 @@ def _ranges_as_tensor(q: torch.Tensor, key_ranges: Any) -> torch.Tensor:
     return tensor_kinds.to_device_of(q, key_ranges)
 
 
+def _aux_as_tensor(q: torch.Tensor, name: str, array: Any) -> torch.Tensor:
+    """Returns an array of a function as a tensor; one of numpy moves to q's device."""
+    if isinstance(array, np.ndarray):
+        return tensor_kinds.to_device_of(q, array)
+    plan.check_tensor(name, array)
+    tensor_kinds.check_data(q, **{name: array})
+    plan.check_gradient_free(name, array)
+    return array  # type: ignore[no-any-return]
+
+
 def run(
     tensors: tuple[Any, ...],
     seq_info: Any,
@@ -88,9 +109,10 @@ def run(
     generator: torch.Generator | None,
     backend: Any,
     key_ranges: Any = None,
+    functions: tuple[Any, Any, Any] = NO_FUNCTIONS,
 ) -> Any:
     """Gathers the arguments of a call, runs it, and returns out or (out, lse) as ``attention`` does."""
-    arguments = gather_arguments(tensors, seq_info, options, generator, key_ranges=key_ranges)
+    arguments = gather_arguments(tensors, seq_info, options, generator, key_ranges=key_ranges, functions=functions)
     return empty_rows.finish_results(attend(*arguments, backend), arguments[0], seq_info)
 
 
@@ -101,10 +123,12 @@ def explain(
     generator: torch.Generator | None,
     backend: Any,
     key_ranges: Any,
+    functions: tuple[Any, Any, Any],
     needs_backward: bool | None,
 ) -> Selection:
-    """Gathers the arguments of a call, and returns what would run it, as ``attention.explain`` does."""
-    inputs, options = gather_arguments(tensors, seq_info, options, generator, draw=False, key_ranges=key_ranges)
+    """Gathers the arguments of a call, and returns what would run it, as ``explain.explain`` does."""
+    given: dict[str, Any] = {"key_ranges": key_ranges, "functions": functions}
+    inputs, options = gather_arguments(tensors, seq_info, options, generator, draw=False, **given)
     trains, bias_gradient = autograd.gradients_needed(inputs)
     needs = trains if needs_backward is None else check_flag("needs_backward", needs_backward)
     requested = requested_names(backend) or override.requested()

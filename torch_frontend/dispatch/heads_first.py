@@ -37,6 +37,7 @@ DIRECT = ("causal", "alignment", "window", "scale", "mask", "bias", "determinist
 
 DEFAULTS: dict[str, Any] = {"softcap": None, "alibi_slopes": None, "sinks": None, "seq_info": None, "dropout_rng": None}
 DEFAULTS |= {"dropout": 0.0, "return_lse": False, "key_ranges": None}
+DEFAULTS |= {"mask_mod": None, "score_mod": None, "aux": ()}
 """The other options of ``attention``."""
 
 

@@ -20,6 +20,8 @@ _REPEATED = {
     "seq_info": "nested tensors say themselves which tokens belong together; leave it out",
     "mask": "causal= and window= apply to each row; a mask of all tokens needs q.values() and seq_info=",
     "key_ranges": "their queries count in the whole row: pass q.values() and seq_info=",
+    "mask_mod": "its tokens count in the whole row: pass q.values() and seq_info=",
+    "score_mod": "its tokens count in the whole row: pass q.values() and seq_info=",
     "bias": "alibi_slopes= applies to each row; a bias of all tokens needs q.values() and seq_info=",
 }
 """The arguments that a call on nested tensors cannot have, and why."""

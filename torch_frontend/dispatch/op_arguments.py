@@ -5,19 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, get_type_hints
 
+from attn_core.call.functions import AUX
 from attn_core.call.options import Options
 from attn_core.call.tensors import Inputs
+from attn_core.expressions.tree import from_text
 
-FIRST_TENSORS = tuple(name for name in Inputs._fields if name != "key_ranges")
-"""The tensors before the options. key_ranges came later: at the end and with a default, so that programs which a
-compiler or ``torch.export`` stored before still run."""
+LATER = ("key_ranges", *AUX)
+"""The tensors that came later: at the end and with a default, so that programs which a compiler or ``torch.export``
+stored before still run."""
+FIRST_TENSORS = tuple(name for name in Inputs._fields if name not in LATER)
+"""The tensors before the options."""
 TENSORS = len(FIRST_TENSORS)
 
 _WINDOW = Options._fields.index("window")
 
 
 class PlainOptions(NamedTuple):
-    """The options among the arguments: Options in their order, the window as two numbers, and three more."""
+    """The options among the arguments: Options in their order, the window as two numbers, three more, the functions."""
 
     causal: bool
     alignment: str
@@ -34,6 +38,9 @@ class PlainOptions(NamedTuple):
     bias_gradient: bool
     backend: str | None
     """Names in order of preference, joined by ``join_names``, because torch.jit accepts no list of names."""
+    mask_mod: str | None = None
+    score_mod: str | None = None
+    """The functions as ``Expression.text``. They came later, so they follow key_ranges in the schema."""
 
     @classmethod
     def from_options(
@@ -41,15 +48,19 @@ class PlainOptions(NamedTuple):
     ) -> PlainOptions:
         """Returns checked options, their window a pair, as the arguments of an op."""
         window: Any = options.window
-        values: list[Any] = [*options[:_WINDOW], *window, *options[_WINDOW + 1 :]]
+        values: list[Any] = [*options[:_WINDOW], *window, *options[_WINDOW + 1 : -2]]
         values += [needs_backward, bias_gradient, backend]
-        return cls(*values)
+        return cls(*values, *(None if tree is None else tree.text for tree in options[-2:]))
 
     def as_options(self) -> Options:
         """Returns the arguments of an op as Options again."""
         window = (self.window_left, self.window_right)
-        values: list[Any] = [*self[:_WINDOW], window, *self[_WINDOW + 2 : -3]]  # the last three are no options
-        return Options(*values)
+        values: list[Any] = [*self[:_WINDOW], window, *self[_WINDOW + 2 : OPTIONS - 3]]  # then three that are none
+        return Options(*values, *(None if text is None else from_text(text) for text in self[OPTIONS:]))
+
+
+OPTIONS = len(PlainOptions._fields) - 2
+"""How many of them the schema has before ``LATER``."""
 
 
 def _options_schema() -> str:
@@ -62,30 +73,38 @@ def _options_schema() -> str:
         float | None: "float?",
         str | None: "str?",
     }
-    return ", ".join(f"{spelled[kind]} {name}" for name, kind in get_type_hints(PlainOptions).items())
+    hints = list(get_type_hints(PlainOptions).items())[:OPTIONS]
+    return ", ".join(f"{spelled[kind]} {name}" for name, kind in hints)
 
 
 OPTIONS_SCHEMA = _options_schema()
 
 
 _TENSOR_SCHEMA = ", ".join(f"Tensor{'' if name in ('q', 'k', 'v') else '?'} {name}" for name in FIRST_TENSORS)
-SCHEMA = f"{_TENSOR_SCHEMA}, {OPTIONS_SCHEMA}, Tensor? key_ranges=None"
+_LATER = ["Tensor? key_ranges", "str? mask_mod", "str? score_mod", *(f"Tensor? {name}" for name in AUX)]
+SCHEMA = ", ".join([_TENSOR_SCHEMA, OPTIONS_SCHEMA, *(f"{each}=None" for each in _LATER)])
 """The arguments of both ops as torch's schema spells them."""
 
 
 def to_call(inputs: Inputs, plain: PlainOptions) -> tuple[Any, ...]:
     """Returns the arguments of ``attn::forward``."""
-    *first, key_ranges, rng = inputs
-    return *first, rng, *plain, key_ranges
+    first, later = inputs[: TENSORS - 1], inputs[TENSORS - 1 : -1]
+    return *first, inputs.rng, *plain[:OPTIONS], later[0], *plain[OPTIONS:], *later[1:]
 
 
 def tensors_of(call: Sequence[Any]) -> Inputs:
-    """Returns what stands in the places of the tensors of a call. torch leaves out a last argument of None."""
-    last = call[TENSORS + len(PlainOptions._fields) :]
-    tensors: list[Any] = [*call[: TENSORS - 1], last[0] if last else None, call[TENSORS - 1]]
+    """Returns what stands in the places of the tensors of a call. torch leaves out last arguments of None."""
+    last = _last(call)
+    tensors: list[Any] = [*call[: TENSORS - 1], last[0], *last[3:], call[TENSORS - 1]]
     return Inputs(*tensors)
+
+
+def _last(call: Sequence[Any]) -> list[Any]:
+    """Returns key_ranges, both functions and the aux arrays."""
+    last = [*call[TENSORS + OPTIONS :]]
+    return last + [None] * (len(_LATER) - len(last))
 
 
 def from_call(call: Sequence[Any]) -> tuple[Inputs, PlainOptions]:
     """Returns the arguments of ``attn::forward`` as Inputs and PlainOptions."""
-    return tensors_of(call), PlainOptions(*call[TENSORS : TENSORS + len(PlainOptions._fields)])
+    return tensors_of(call), PlainOptions(*call[TENSORS : TENSORS + OPTIONS], *_last(call)[1:3])

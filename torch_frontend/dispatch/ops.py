@@ -21,7 +21,7 @@ from torch_frontend.dispatch import offsets, vmap
 from torch_frontend.dispatch.autocast import switched_off
 from torch_frontend.dispatch.backend_names import requested_now
 from torch_frontend.dispatch.checked_results import check_backward, check_forward
-from torch_frontend.dispatch.op_arguments import SCHEMA, TENSORS, PlainOptions, from_call, tensors_of, to_call
+from torch_frontend.dispatch.op_arguments import LATER, SCHEMA, TENSORS, PlainOptions, from_call, tensors_of, to_call
 from torch_frontend.dispatch.plan import Plan, metadata, plan
 from torch_frontend.dispatch.ranges import in_ranges
 from torch_frontend.dispatch.run_plan import check_key_ranges, gradients_in_order, run_backward, run_forward
@@ -112,8 +112,9 @@ def differentiate(
     backward = backward or torch.ops.attn.backward
     inputs = Inputs(*tensors)
     results = backward(dout, dlse if plain.return_lse else None, out, lse, chosen, *to_call(inputs, plain))
-    # None for the options and for the key ranges.
-    return *gradients_in_order(_without_absent(results, inputs, plain), TENSORS), *(None,) * (len(plain) + 1)
+    # None for the options, and for the tensors among LATER.
+    rest = len(plain) + len(LATER)
+    return *gradients_in_order(_without_absent(results, inputs, plain), TENSORS), *(None,) * rest
 
 
 def _without_absent(results: Sequence[Tensor], inputs: Inputs, plain: PlainOptions) -> Gradients:
@@ -130,7 +131,7 @@ def mapped_forward(run: Any, info: Any, in_dims: tuple[Any, ...], *call: Any) ->
         info.batch_size,
         inputs,
         tensors_of(in_dims),
-        plain.dropout,
+        plain,
     )
 
 
@@ -144,7 +145,7 @@ def mapped_backward(run: Any, info: Any, in_dims: tuple[Any, ...], *arguments: A
         in_dims[:5],
         inputs,
         tensors_of(in_dims[5:]),
-        plain.dropout,
+        plain,
         summed=plain.bias_gradient or inputs.sinks is not None,
     )
 

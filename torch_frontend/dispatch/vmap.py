@@ -12,6 +12,7 @@ import torch
 
 from attn_core.call.tensors import Inputs
 from attn_core.errors import ShapeError
+from torch_frontend.dispatch.op_arguments import PlainOptions
 
 Tensor = torch.Tensor
 Dims = Sequence[int | None]
@@ -21,10 +22,10 @@ MappedResults = tuple[tuple[Tensor, ...], tuple[int | None, ...]]
 
 
 def forward(
-    run: Callable[..., tuple[Tensor, ...]], size: int, inputs: Inputs, dims: Inputs, dropout: float
+    run: Callable[..., tuple[Tensor, ...]], size: int, inputs: Inputs, dims: Inputs, plain: PlainOptions
 ) -> MappedResults:
     """Maps ``run(*inputs) -> (out, lse, chosen)`` over ``size`` elements."""
-    if _cannot_fold(inputs, dims, dropout):
+    if _cannot_fold(inputs, dims, plain):
         # All elements have the same shapes and options, so they ran on one backend: its index needs no mapped axis.
         out, lse, chosen = one_by_one(run, size, inputs, dims)
         return (out, lse, chosen[0]), (0, 0, None)
@@ -40,7 +41,7 @@ def backward(
     saved_dims: Dims,
     inputs: Inputs,
     dims: Inputs,
-    dropout: float,
+    plain: PlainOptions,
     summed: bool,
 ) -> MappedResults:
     """Maps ``run(dout, dlse, out, lse, chosen, *inputs) -> (dq, dk, dv, dbias, dsinks)`` over ``size`` elements.
@@ -49,7 +50,7 @@ def backward(
         summed: whether ``run`` sums a gradient over the batch (dbias, dsinks). Folding would then also sum over the
             mapped elements.
     """
-    if summed or _cannot_fold(inputs, dims, dropout):
+    if summed or _cannot_fold(inputs, dims, plain):
         return one_by_one(run, size, (*saved, *inputs), (*saved_dims, *dims)), (0,) * 5
     batch, (*rows, chosen), at = _batch(inputs, dims), saved, saved_dims[-1]
     folded = [None if part is None else _fold_rows(size, part, dim) for part, dim in zip(rows, saved_dims)]
@@ -70,9 +71,11 @@ def one_by_one(
     return tuple(torch.stack(parts) for parts in zip(*results))
 
 
-def _cannot_fold(inputs: Inputs, dims: Inputs, dropout: float) -> bool:
-    """Returns whether the mapped axis has no place: offsets, mapped sinks and dropout's words have no batch axis."""
-    return inputs.cu_seqlens_q is not None or dims.sinks is not None or dropout != 0
+def _cannot_fold(inputs: Inputs, dims: Inputs, plain: PlainOptions) -> bool:
+    """Returns whether the mapped axis has no place: offsets, mapped sinks and dropout's words have no batch axis, and
+    functions may count the batch rows."""
+    functions = plain.mask_mod is not None or plain.score_mod is not None
+    return inputs.cu_seqlens_q is not None or dims.sinks is not None or plain.dropout != 0 or functions
 
 
 def _batch(inputs: Inputs, dims: Inputs) -> int:

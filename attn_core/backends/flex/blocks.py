@@ -47,7 +47,7 @@ def blocks(tokens: int) -> int:
 @lru_cache(maxsize=4096)
 def widths(spec: AttentionSpec) -> tuple[int, int]:
     """Returns the most key blocks that a row block can need, and the most row blocks that a key block can need."""
-    if spec.packed or spec.mask_shape is not None or spec.key_ranges_shape is not None:
+    if spec.packed or any(each is not None for each in (spec.mask_shape, spec.key_ranges_shape, spec.mask_mod)):
         return blocks(spec.kv_len), blocks(spec.q_len)
     rows = band(spec)
     keys = Band(rows.right, rows.left, -rows.offset)  # the same band with rows and keys exchanged
@@ -222,6 +222,29 @@ def range_blocks(ranges: tuple[Any, ...], q_len: int, kv_len: int, group: int) -
     if by_head[0].shape[1] > 1:
         by_head = [part.repeat_interleave(group, 1) for part in by_head]
     return by_head[0], by_head[1]
+
+
+def function_blocks(
+    function: Any, aux: Any, rows: tuple[int, int], q_len: int, kv_len: int, edge: Edges
+) -> BlockMatrices:
+    """Returns the blocks of a mask function ``(None, b, h, q, k, aux) -> visible``.
+
+    Compiled, the function's values are reduced where they are computed: no ``q_len x kv_len`` array is written.
+
+    Args:
+        rows: batch rows and heads whose blocks differ, 1 for one that the function does not read.
+        edge: a tensor of it says on which device.
+    """
+    import torch
+
+    device = edge.left.device
+    b, h = (torch.arange(count, device=device, dtype=torch.int32) for count in rows)
+    q, k = (torch.arange(blocks(length) * BLOCK, device=device, dtype=torch.int32) for length in (q_len, kv_len))
+    q, k = q.view(-1, BLOCK, 1, 1), k.view(1, 1, -1, BLOCK)  # [blocks, rows, blocks, keys]
+    shown = function(None, b.view(-1, 1, 1, 1, 1, 1), h.view(1, -1, 1, 1, 1, 1), q, k, aux)
+    inside = (q < q_len) & (k < kv_len)
+    tiles = shown & inside.expand(*rows, *inside.shape)
+    return tiles.any(5).any(3), tiles.all(5).all(3)
 
 
 def _ordered(partial: Any, full: Any) -> Table:

@@ -13,14 +13,17 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 from attn_core.backends.flex import functions
 from attn_core.backends.shared.split_documents import documents
 from attn_core.backends.support import Build, Support
+from attn_core.call.functions import aux_of
 from attn_core.call.masks import Band, band
 from attn_core.call.spec import DTYPES, AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
+from attn_core.expressions.torch_functions import TorchFunction, torch_function
 
 FRAMEWORK = "torch"
 REQUIRES = "torch>=2.11"
@@ -37,6 +40,8 @@ FORWARD = Support(
     softcap=True,
     mask=True,
     key_ranges=True,
+    mask_mod=True,
+    score_mod=True,
     bias=True,
     alibi=True,
     sinks=True,
@@ -72,11 +77,12 @@ def probe() -> str:
 
 def lower(spec: AttentionSpec) -> dict[str, Any]:
     """Returns flex_attention's scale and enable_gqa, and the parts of its score and mask functions, in order."""
-    score = {"softcap": spec.softcap, "bias": spec.bias_shape, "alibi": spec.alibi_shape}
+    score = {"softcap": spec.softcap, "score_mod": spec.score_mod, "bias": spec.bias_shape, "alibi": spec.alibi_shape}
     mask = {
         "band": spec.causal or spec.window != (None, None),
         "mask": spec.mask_shape,
         "ranges": spec.key_ranges_shape,
+        "mask_mod": spec.mask_mod,
     }
     return {
         "scale": spec.scale,
@@ -158,7 +164,8 @@ def _attend(spec: AttentionSpec, inputs: Inputs, piece: _Piece) -> tuple[Any, An
     mask_function = _mask_function(spec, inputs, piece)
     block_mask = None
     if mask_function is not None:
-        alike = spec.mask_shape is None and spec.key_ranges_shape is None  # all rows and heads see the same keys
+        tables = spec.mask_shape, spec.key_ranges_shape, spec.mask_mod
+        alike = all(table is None for table in tables)  # all rows and heads see the same keys
         batch, heads = (None, None) if alike else (spec.batch, spec.num_heads)
         block_mask = create_block_mask(mask_function, batch, heads, q.shape[2], k.shape[2], device="cpu")
     out, extra = flex_attention(
@@ -187,7 +194,17 @@ def _mask_function(spec: AttentionSpec, inputs: Inputs, piece: _Piece) -> Callab
     ends = None if ranges is None else ranges[:, :, piece.keys].flatten(3)[:, :, None].unbind(4)
     in_ranges = functions.range_reader(ends, spec.group_size, piece.rows.start)
     mask, distance = functions.reader(_cut(inputs.mask, piece)), functions.distance_function(edge.offset)
-    return functions.mask_function(mask, edge.left, edge.right, distance, None, in_ranges)
+    others = (
+        in_ranges,
+        None if spec.mask_mod is None else partial(_apply, torch_function(spec.mask_mod), inputs, piece, None),
+    )
+    return functions.mask_function(mask, edge.left, edge.right, distance, None, others)
+
+
+def _apply(changes: TorchFunction, inputs: Inputs, piece: _Piece, score: Any, *place: Any) -> Any:
+    """Returns the value of a function of the call at (batch, head, row, column) of the piece."""
+    b, h, row, column = place
+    return changes.function(score, b, h, row + piece.rows.start, column + piece.keys.start, aux_of(inputs))
 
 
 def _score_function(spec: AttentionSpec, inputs: Inputs, piece: _Piece) -> Callable[..., Any] | None:
@@ -198,7 +215,8 @@ def _score_function(spec: AttentionSpec, inputs: Inputs, piece: _Piece) -> Calla
     bias = functions.reader(_cut(inputs.bias, piece), wide)
     slope = functions.slope_reader(inputs.alibi_slopes, wide)
     distance = functions.distance_function(piece.edge.offset)
-    return functions.score_function(spec.softcap, bias, slope, distance)
+    score_mod = None if spec.score_mod is None else partial(_apply, torch_function(spec.score_mod), inputs, piece)
+    return functions.score_function(spec.softcap, bias, slope, distance, score_mod)
 
 
 def _cut(table: Any, piece: _Piece) -> Any:

@@ -33,6 +33,7 @@ from attn_core.backends.shared.kernel_limits import tables
 from attn_core.backends.support import Build, Support
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
+from attn_core.expressions.torch_functions import torch_function
 
 FRAMEWORK = "torch"
 REQUIRES = "torch>=2.11 with its triton"
@@ -50,6 +51,8 @@ FORWARD = Support(
     softcap=True,
     mask=True,
     key_ranges=True,
+    mask_mod=True,
+    score_mod=True,
     bias=True,
     alibi=True,
     sinks=True,
@@ -81,8 +84,14 @@ def probe() -> str:
 def lower(spec: AttentionSpec) -> dict[str, Any]:
     """Returns flex_attention's scale, enable_gqa and kernel_options, its head dims (widths), and the parts of its score
     and mask functions, in order."""
-    score = {"softcap": spec.softcap, "bias": spec.bias_shape, "alibi": spec.alibi_shape}
-    mask = {"documents": spec.packed, "band": hides(spec), "mask": spec.mask_shape, "ranges": spec.key_ranges_shape}
+    score = {"softcap": spec.softcap, "score_mod": spec.score_mod, "bias": spec.bias_shape, "alibi": spec.alibi_shape}
+    mask: dict[str, Any] = {
+        "documents": spec.packed,
+        "band": hides(spec),
+        "mask": spec.mask_shape,
+        "ranges": spec.key_ranges_shape,
+    }
+    mask |= {"ranges": spec.key_ranges_shape, "mask_mod": spec.mask_mod}
     whole = spec.q_len % BLOCK == 0 and spec.kv_len % BLOCK == 0
     # The kernel for few queries splits the keys. Let torch choose it only within that kernel's limits.
     few = spec.q_len == 1 and spec.group_size <= 64
@@ -122,8 +131,8 @@ def shortcut(spec: AttentionSpec) -> Callable[[Any, Any, Any], tuple[Any, Any]] 
     """See ``contract.shortcut``: autograd keeps what the compiled forward saved, and runs the same backward kernel."""
     import torch
 
-    more = (spec.mask_shape, spec.key_ranges_shape, spec.bias_shape, spec.alibi_shape, spec.documents)
-    if not spec.needs_backward or spec.sinks or any(extra is not None for extra in more):
+    more = (spec.mask_shape, spec.key_ranges_shape, spec.bias_shape, spec.alibi_shape, spec.documents, spec.mask_mod)
+    if not spec.needs_backward or spec.sinks or any(extra is not None for extra in (*more, spec.score_mod)):
         return None
 
     def run(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
@@ -196,6 +205,8 @@ def _signature(spec: AttentionSpec) -> Signature:
         score=how["score"],
         mask=how["mask"],
         options=tuple(how["kernel_options"].items()),
+        mask_mod=None if spec.mask_mod is None else torch_function(spec.mask_mod),
+        score_mod=None if spec.score_mod is None else torch_function(spec.score_mod),
         length_classes=length_classes(spec),
     )
 
@@ -224,8 +235,8 @@ def _attend(spec: AttentionSpec, q: Any, k: Any, v: Any, operands: FlexOperands)
     wide, value_wide = signature.widths
     padded = (_padded(q, wide), _padded(k, wide), _padded(v, value_wide))
     (q, k, v), layouts = zip(*map(arrange, padded))
-    ends = operands.ranges or ()
-    tables = [None if t is None else (str(t.dtype), tuple(n == 1 for n in t.shape)) for t in (*operands[3:6], *ends)]
+    given = (*operands[3:6], *(operands.ranges or ()), *operands.aux)
+    tables = [None if t is None else (str(t.dtype), tuple(n == 1 for n in t.shape)) for t in given]
     run = program(flex, signature, layouts, tuple(tables))
     # [batch, tokens, heads, dim] -> [batch, heads, tokens, dim] and back, as views
     out, lse = run(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), *operands)

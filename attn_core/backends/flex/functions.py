@@ -115,12 +115,17 @@ def slope_reader(slopes: Any, dtype: Any) -> Reader | None:
 
 
 def score_function(
-    softcap: float | Softcap | None, bias: Reader | None, slope: Reader | None, distance: Callable[[Any, Any], Any]
+    softcap: float | Softcap | None,
+    bias: Reader | None,
+    slope: Reader | None,
+    distance: Callable[[Any, Any], Any],
+    score_mod: Callable[..., Any] | None = None,
 ) -> Callable[..., Any] | None:
-    """Returns ``(score, batch, head, row, column) -> score``: softcap, then bias, then ALiBi; None if there is none."""
+    """Returns ``(score, batch, head, row, column) -> score``: softcap, the call's function, bias, ALiBi; None if
+    there is none of them."""
     import torch
 
-    if softcap is None and bias is None and slope is None:
+    if softcap is None and bias is None and slope is None and score_mod is None:
         return None
 
     def change(score: Any, batch: Any, head: Any, row: Any, column: Any) -> Any:
@@ -128,6 +133,8 @@ def score_function(
             score = softcap.limit * torch.tanh(score * softcap.share)
         elif softcap is not None:
             score = softcap * torch.tanh(score / softcap)
+        if score_mod is not None:
+            score = score_mod(score, batch, head, row, column)
         if bias is not None:
             score = score + bias(batch, head, row, column)
         if slope is not None:
@@ -143,13 +150,14 @@ def mask_function(
     right: Any,
     distance: Callable[[Any, Any], Any],
     places: PackedTokens | None = None,
-    ranges: Reader | None = None,
+    others: tuple[Reader | None, ...] = (),
 ) -> Reader | None:
-    """Returns ``(batch, head, row, column) -> visible`` by documents, band, mask and ranges; None if nothing is hidden.
+    """Returns ``(batch, head, row, column) -> visible`` by documents, band, mask and others; None if nothing is hidden.
 
-    left, right: the distances that bound the band; None is unbounded. ranges: see ``range_reader``.
+    left, right: the distances that bound the band; None is unbounded. others: ``range_reader``, the call's function.
     """
-    if mask is None and left is None and right is None and places is None and ranges is None:
+    readers = [reader for reader in (mask, *others) if reader is not None]
+    if not readers and left is None and right is None and places is None:
         return None
 
     def visible(batch: Any, head: Any, row: Any, column: Any) -> Any:
@@ -160,10 +168,8 @@ def mask_function(
             away = distance(row, column)
             tests += [] if left is None else [away >= -left]
             tests += [] if right is None else [away <= right]
-        if mask is not None:
-            tests.append(mask(batch, head, row, column))
-        if ranges is not None:
-            tests.append(ranges(batch, head, row, column))
+        for read in readers:
+            tests.append(read(batch, head, row, column))
         seen = tests[0]
         for test in tests[1:]:
             seen = seen & test

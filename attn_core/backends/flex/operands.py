@@ -11,6 +11,7 @@ from attn_core.backends.flex.blocks import (
     Table,
     blocks,
     dense_intervals,
+    function_blocks,
     mask_blocks,
     packed_intervals,
     range_blocks,
@@ -21,9 +22,11 @@ from attn_core.backends.flex.blocks import (
 from attn_core.backends.flex.functions import Edges, PackedTokens, Softcap, edges, places
 from attn_core.backends.flex.program import program, refuse_capture
 from attn_core.call.counters import bias_copied, operand_copied
+from attn_core.call.functions import aux_of, reads
 from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
+from attn_core.expressions.torch_functions import torch_function
 
 
 class FlexOperands(NamedTuple):
@@ -31,7 +34,8 @@ class FlexOperands(NamedTuple):
 
     edges: int32 scalars; places: of packed tokens; tables: of the rows and of the keys; mask, bias
     ``[batch, heads, q_len, kv_len]``, any axis may be 1; slopes ``[heads]`` or ``[batch, heads]``; softcap, with the
-    scale in it; ranges: of key ranges the starts and the stops, int32 ``[batch or 1, kv_heads or 1, 1, kv_len]`` each.
+    scale in it; ranges: of key ranges the starts and the stops, int32 ``[batch or 1, kv_heads or 1, 1, kv_len]`` each;
+    aux: the arrays of the call's functions.
     """
 
     edges: Edges | None
@@ -42,6 +46,7 @@ class FlexOperands(NamedTuple):
     slopes: Any
     softcap: Softcap | None
     ranges: tuple[Any, ...] | None
+    aux: tuple[Any, ...] = ()
 
 
 def hides(spec: AttentionSpec) -> bool:
@@ -67,17 +72,25 @@ def operands(spec: AttentionSpec, inputs: Inputs) -> FlexOperands:
     mask, bias, slopes = (None if t is None else t.detach() for t in (inputs.mask, inputs.bias, inputs.alibi_slopes))
     mask, bias = _condensed(mask), _condensed(bias)
     hidden, cap, ranges = hides(spec), _softcap(spec, inputs.q.device), _range_ends(inputs.key_ranges)
-    if not (hidden or spec.packed or mask is not None or slopes is not None or ranges is not None):
-        return FlexOperands(None, None, None, mask, bias, slopes, cap, None)
+    aux, by_tensors = tuple(array.detach() for array in aux_of(inputs)), mask is not None or ranges is not None
+    by_tensors = by_tensors or spec.packed or spec.mask_mod is not None
+    if not (hidden or by_tensors or slopes is not None):
+        return FlexOperands(None, None, None, mask, bias, slopes, cap, None, aux)
     edge, tables = _constants(spec, inputs.q.device)
     where = None
-    # Tables that depend on tensors (offsets, a mask, ranges) are computed in every call, by one compiled program.
-    if spec.packed or mask is not None or ranges is not None:
-        broadcast = [tuple([length == 1 for length in t.shape]) for t in (mask, *(ranges or ())) if t is not None]
+    # Tables that depend on tensors (offsets, a mask, ranges, a function's arrays) are computed in every call, by one
+    # compiled program.
+    if by_tensors:
+        given = [t for t in (mask, *(ranges or ()), *aux) if t is not None]
+        broadcast = [tuple([length == 1 for length in t.shape]) for t in given]
+        tree = spec.mask_mod
+        function = None if tree is None else (torch_function(tree), reads(spec, "b"), reads(spec, "h"))
         group = ("head",) * spec.group_size if ranges is not None else ()  # a number would become a symbol
-        how = (spec.packed, hidden, spec.alignment, group, mask is None, tuple(broadcast), length_classes(spec))
-        where, tables = program(_prepare, *how)(edge, *offsets(inputs), mask, ranges, spec.q_len, spec.kv_len)
-    return FlexOperands(edge, where, tables, mask, bias, slopes, cap, ranges)
+        how = (spec.packed, hidden, spec.alignment, group, function, mask is None, tuple(broadcast))
+        sizes = spec.batch, spec.num_heads, spec.q_len, spec.kv_len
+        run = program(_prepare, *how, tuple(str(t.dtype) for t in aux), length_classes(spec))
+        where, tables = run(edge, *offsets(inputs), mask, ranges, aux if function else (), *sizes)
+    return FlexOperands(edge, where, tables, mask, bias, slopes, cap, ranges, aux)
 
 
 def _range_ends(key_ranges: Any) -> tuple[Any, ...] | None:
@@ -109,25 +122,34 @@ def offsets(inputs: Inputs) -> tuple[Any, Any]:
     return inputs.cu_seqlens_q.detach(), inputs.cu_seqlens_k.detach()
 
 
-def _prepare(how: Any, edge: Edges, cu_q: Any, cu_k: Any, mask: Any, ranges: Any, q_len: int, kv_len: int) -> Any:
+def _prepare(how: Any, edge: Edges, cu_q: Any, cu_k: Any, mask: Any, ranges: Any, aux: Any, *sizes: int) -> Any:
     """Returns (places, tables) of a call whose visibility depends on tensors. Runs compiled."""
-    packed, hidden, alignment, group, *_ = how
+    packed, hidden, alignment, group, function, *_ = how
+    batch, heads, q_len, kv_len = sizes
     where = places(cu_q, cu_k, q_len, kv_len, alignment == "bottom_right") if packed else None
     seen = None
     if where is not None:
         seen = packed_intervals(edge, where, cu_q, cu_k, alignment == "bottom_right")
     elif hidden:
-        seen = dense_intervals(edge, q_len, kv_len, (ranges[0] if mask is None else mask).device)
-    if mask is None and ranges is None and seen is not None:
+        seen = dense_intervals(edge, q_len, kv_len, edge.left.device)
+    if mask is None and ranges is None and function is None and seen is not None:
         return where, (table(seen[0], kv_len, blocks(kv_len)), table(seen[1], q_len, blocks(q_len)))
     parts = [] if mask is None else [mask_blocks(mask)]
     parts += [] if ranges is None else [range_blocks(ranges, q_len, kv_len, len(group))]
+    if function is not None:
+        of_rows, by_batch, by_head = function
+        shown = function_blocks(
+            of_rows.function, aux, (batch if by_batch else 1, heads if by_head else 1), q_len, kv_len, edge
+        )
+        parts.append(shown)
     return where, tables_of_blocks(parts, None if seen is None else seen[0], q_len, kv_len)
 
 
 def _constants(spec: AttentionSpec, device: Any) -> tuple[Edges, tuple[Table, Table] | None]:
     """Returns the (edges, tables) that depend on the spec alone. The tables are None if they depend on tensors."""
-    by_tensors = spec.packed or spec.mask_shape is not None or spec.key_ranges_shape is not None
+    by_tensors = spec.packed or any(
+        each is not None for each in (spec.mask_shape, spec.key_ranges_shape, spec.mask_mod)
+    )
     with_tables = hides(spec) and not by_tensors
     by_stream = _by_stream(edges(spec), (spec.q_len, spec.kv_len, *widths(spec)) if with_tables else None, device)
     return _on_stream(by_stream, device, lambda: _new_constants(spec, device, with_tables))  # type: ignore[no-any-return]

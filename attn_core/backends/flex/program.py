@@ -22,6 +22,7 @@ from attn_core.backends.flex.blocks import BLOCK, Table
 from attn_core.backends.shared.autograd import differentiable_once
 from attn_core.call.after_fork import free_in_children
 from attn_core.call.compiles import timed
+from attn_core.expressions.torch_functions import TorchFunction
 
 TRACING = (("torch.fx.experimental._config", "use_duck_shape", False),)
 """torch's settings while it traces a program: two lengths that happen to be equal get two symbols."""
@@ -55,6 +56,7 @@ class Signature(NamedTuple):
         heads: of q, and of k and v. widths: the kernel's head dims, of q and k, and of v.
         scale, group: as text, because torch's compiler makes symbols of numbers, which the kernel cannot take.
         score, mask: the parts of the score and mask functions. options: kernel_options.
+        mask_mod, score_mod: the call's functions.
         length_classes: see ``operands.length_classes``.
     """
 
@@ -67,6 +69,8 @@ class Signature(NamedTuple):
     score: tuple[str, ...]
     mask: tuple[str, ...]
     options: tuple[tuple[str, Any], ...]
+    mask_mod: TorchFunction | None
+    score_mod: TorchFunction | None
     length_classes: tuple[bool, ...]
 
 
@@ -182,19 +186,22 @@ def flex(how: tuple[Any, ...], q: Any, k: Any, v: Any, *operands: Any) -> tuple[
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
     signature: Signature = how[0]
-    edges, places, tables, mask, bias, slopes, softcap, ranges = operands
+    edges, places, tables, mask, bias, slopes, softcap, ranges, aux = operands
     distance = functions.distance_function(None if edges is None else edges.offset, places)
     wide = torch.float32
     bias_reader, slope_reader = functions.reader(bias, wide), functions.slope_reader(slopes, wide)
     left, right = (edges.left, edges.right) if "band" in signature.mask else (None, None)
     in_ranges = functions.range_reader(ranges, int(signature.group))
-    visible = functions.mask_function(functions.reader(mask), left, right, distance, places, in_ranges)
+    masked, scored = signature.mask_mod, signature.score_mod
+    shown = None if masked is None else lambda b, h, row, column: masked.function(None, b, h, row, column, aux)
+    changed = None if scored is None else lambda score, *place: scored.function(score, *place, aux)
+    visible = functions.mask_function(functions.reader(mask), left, right, distance, places, (in_ranges, shown))
     options: Any = dict(signature.options)
     out, extra = flex_attention(
         q,
         k,
         v,
-        score_mod=functions.score_function(softcap, bias_reader, slope_reader, distance),
+        score_mod=functions.score_function(softcap, bias_reader, slope_reader, distance, changed),
         block_mask=_one_block(q) if visible is None else _block_mask(visible, (q.shape[2], k.shape[2]), tables),
         scale=float(signature.scale),
         enable_gqa=signature.enable_gqa,

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from attn_core.backends.jax_xla.functions import scored, seen_by_function
+from attn_core.backends.jax_xla.products import product, sum_dtype
 from attn_core.backends.jax_xla.tiles import (
     BlockSizes,
     RowKeys,
@@ -37,7 +39,6 @@ from attn_core.backends.jax_xla.tiles import (
     tokens_first,
     zero_like,
 )
-from attn_core.backends.shared.xla_precision import product_precision
 from attn_core.call import dropout
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
@@ -189,7 +190,7 @@ def _gradients(
 def _logits(
     spec: AttentionSpec, call: XlaOperands, q: Any, k: Any, rows: RowKeys, tile: ScoreTile
 ) -> tuple[Any, Any, Any]:
-    """Returns (logits, seen, slope) of a tile, ``[b, h, g, i, j]``. slope: softcap's derivative, or None."""
+    """Returns (logits, seen, slope) of a tile, ``[b, h, g, i, j]``. slope: of softcap and score function, or None."""
     import jax.numpy as jnp
 
     logits = spec.scale * product("bhgid,bhjd->bhgij", q, k, spec.lse_dtype)
@@ -200,6 +201,9 @@ def _logits(
     keys = tile.key + jnp.arange(tile.keys, dtype=jnp.int32)
     first, stop, diagonal = (array[:, None] for array in rows)
     seen = (keys >= jnp.maximum(first, tile.fresh_key)) & (keys < stop)
+    if spec.score_mod is not None:
+        logits, bent = scored(spec, call, tile, logits)
+        slope, seen = bent if slope is None else bent * slope, seen & (logits != -jnp.inf)
     if call.slopes is not None:
         logits = logits - call.slopes * jnp.abs(diagonal - keys).astype(logits.dtype)
     if call.bias is not None:
@@ -209,6 +213,8 @@ def _logits(
         seen = seen & cut_tile(call.mask, tile)
     if call.key_ranges is not None:
         seen = seen & seen_in_ranges(call, tile)
+    if spec.mask_mod is not None:
+        seen = seen & seen_by_function(spec, call, tile)
     seen = jnp.broadcast_to(seen, logits.shape)
     return jnp.where(seen, logits, -jnp.inf), seen, slope
 
@@ -236,19 +242,6 @@ def _sum_over(spec: AttentionSpec, subscripts: str, weights: Any, seen: Any, sum
     dtype = sum_dtype(spec)
     total = product(subscripts, weights.astype(dtype), summand.clean.astype(dtype), spec.lse_dtype)
     return contain(subscripts, total, seen, summand)
-
-
-def sum_dtype(spec: AttentionSpec) -> str:
-    """Returns the dtype of weights and values in their product. float16 would lose small weights, so it is widened."""
-    return "bfloat16" if spec.dtype == "bfloat16" else spec.lse_dtype
-
-
-def product(subscripts: str, left: Any, right: Any, dtype: str) -> Any:
-    """Returns the einsum of two arrays, accumulated and returned in ``dtype``."""
-    import jax.numpy as jnp
-
-    precision = product_precision(left.dtype)
-    return jnp.einsum(subscripts, left, right, precision=precision, preferred_element_type=dtype)
 
 
 def sinks_gradient(call: XlaOperands, lse: Any, shift: Any) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 from attn_core.backends.jax_xla import attention, few_queries, paged, tiles, whole
 from attn_core.backends.jax_xla.tiles import BlockSizes
 from attn_core.backends.support import Build, Support
+from attn_core.call.functions import has_functions
 from attn_core.call.masks import band
 from attn_core.call.spec import DTYPES, AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
@@ -33,6 +34,8 @@ FORWARD = Support(
     softcap=True,
     mask=True,
     key_ranges=True,
+    mask_mod=True,
+    score_mod=True,
     bias=True,
     bias_gradient=True,
     alibi=True,
@@ -83,7 +86,7 @@ def _path(spec: AttentionSpec) -> str:
     if spec.symbolic:  # a symbolic size cannot be compared
         return "blocked"
     # The scores of a few queries take about as much memory as the keys.
-    few = not spec.packed and spec.q_len <= few_queries.FEW_QUERIES
+    few = not (spec.packed or has_functions(spec)) and spec.q_len <= few_queries.FEW_QUERIES
     if few and not spec.needs_backward:  # else "whole", whose scores XLA computes once for both directions
         return "few queries"
     most: float = MAX_SCORES
@@ -95,7 +98,7 @@ def _path(spec: AttentionSpec) -> str:
 def _may_skip_blocks(spec: AttentionSpec) -> bool:
     """Returns whether the blocked maths may find a block of scores that is hidden on a CPU."""
     edge = band(spec)
-    if spec.key_ranges_shape is not None:
+    if spec.key_ranges_shape is not None or spec.mask_mod is not None:
         return True
     if spec.packed or edge.hides_nothing(spec.q_len, spec.kv_len):
         return spec.packed

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from attn_core.backends.jax_xla.attention import product, sum_dtype
 from attn_core.backends.jax_xla.finite import all_finite, finite_only
+from attn_core.backends.jax_xla.products import product, sum_dtype
 from attn_core.backends.jax_xla.tiles import XlaOperands, tokens_first
 from attn_core.backends.jax_xla.whole import arrange_whole, logits_of, results, softmax, visible_pairs
 from attn_core.call.spec import AttentionSpec
@@ -46,7 +46,7 @@ def _forward(spec: AttentionSpec, inputs: Inputs, joint: bool) -> tuple[Any, Any
     def attend(k: Any, v: Any) -> tuple[tuple[Any, Any], Any]:
         """Returns (out, lse) and whether they are finite. Nothing is contained: a hidden NaN makes them NaN."""
         scores = (_joint_scores if joint else _scores)(spec, call, k)
-        weights, top, total = softmax(spec, call, logits_of(spec, call, inputs, scores)[0], seen)
+        weights, top, total = softmax(spec, call, logits_of(spec, call, inputs, scores, seen)[0], seen)
         summed = (_joint_sums if joint else _sums)(spec, weights.astype(sum_dtype(spec)), v.astype(sum_dtype(spec)))
         # A NaN in a key of one head is in the joint scores of all heads.
         return results(spec, call, top, total, summed), all_finite(summed, *([scores] if joint else []))

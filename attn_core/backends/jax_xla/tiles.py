@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from attn_core.backends.jax_xla.finite import all_finite, finite_only
 from attn_core.backends.shared.jax_offsets import document_numbers, safe_offsets
+from attn_core.call.functions import aux_of
 from attn_core.call.key_ranges import contains
 from attn_core.call.masks import band
 from attn_core.call.seq_info import is_number
@@ -37,7 +38,7 @@ class XlaOperands(NamedTuple):
 
     q ``[b, h, g, i, d]``, k ``[b, h, j, d]``, v ``[b, h, j, e]``; mask and bias ``[b, h, g, i, j]`` and slopes
     ``[b, h, g, 1, 1]``, with 1 on any axis along which they broadcast; sinks ``[h, g, 1]``; rng uint32 ``[2]``;
-    key_ranges int32 ``[b or 1, h or 1, 1, j, ranges, 2]``.
+    key_ranges int32 ``[b or 1, h or 1, 1, j, ranges, 2]``; aux the arrays of the call's functions.
     """
 
     q: Any
@@ -51,6 +52,7 @@ class XlaOperands(NamedTuple):
     zero: Any
     blocks: BlockSizes
     key_ranges: Any = None
+    aux: tuple[Any, ...] = ()
 
 
 class ScoreTile(NamedTuple):
@@ -127,6 +129,7 @@ def arrange(spec: AttentionSpec, inputs: Inputs, blocks: BlockSizes, *, loops: b
         zero_like(inputs) if loops else None,
         blocks,
         None if inputs.key_ranges is None else inputs.key_ranges[:, :, None],
+        aux_of(inputs),
     )
 
 

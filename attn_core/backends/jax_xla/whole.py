@@ -14,8 +14,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from attn_core.backends.jax_xla.attention import dropped, finish, product, sinks_gradient, sum_dtype
+from attn_core.backends.jax_xla.attention import dropped, finish, sinks_gradient
 from attn_core.backends.jax_xla.finite import all_finite, finite_constant, finite_only, finite_rows
+from attn_core.backends.jax_xla.functions import scored, seen_by_function
+from attn_core.backends.jax_xla.products import product, sum_dtype, sum_over_queries
 from attn_core.backends.jax_xla.tiles import (
     BlockSizes,
     XlaOperands,
@@ -25,6 +27,7 @@ from attn_core.backends.jax_xla.tiles import (
     tile_at,
     tokens_first,
 )
+from attn_core.call.functions import has_functions
 from attn_core.call.key_ranges import contains
 from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
@@ -39,7 +42,8 @@ def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
     call, g = _without_groups(spec, arrange_whole(spec, inputs))
     seen = visible_pairs(spec, call, inputs)
     scores = product(f"bh{g}id,bhjd->bh{g}ij", call.q, call.k, spec.lse_dtype)
-    weights, top, total = softmax(spec, call, logits_of(spec, call, inputs, scores)[0], seen)
+    logits, _, seen = logits_of(spec, call, inputs, scores, seen)
+    weights, top, total = softmax(spec, call, logits, seen)
     dtype = sum_dtype(spec)
     v = call.v if seen is None else finite_only(call.v)
     summed = product(f"bh{g}ij,bhje->bh{g}ie", weights.astype(dtype), v.astype(dtype), spec.lse_dtype)
@@ -57,11 +61,11 @@ def _without_groups(spec: AttentionSpec, call: XlaOperands) -> tuple[XlaOperands
     takes longer than the copy of short rows, and the backward would compute other scores than the forward.
     """
     wide = spec.dtype in ("float32", "float64")
-    tables = spec.mask_shape is not None or spec.key_ranges_shape is not None
+    tables = spec.mask_shape is not None or spec.key_ranges_shape is not None or has_functions(spec)
     hidden = spec.packed or tables or not band(spec).hides_nothing(spec.q_len, spec.kv_len)
     long_rows = spec.kv_len >= LONG_ROWS and not hidden
-    # ``dropped`` counts the heads of g.
-    if spec.group_size != 1 or spec.dropout or spec.needs_backward or not (wide or long_rows):
+    # ``dropped`` and functions count the heads of g.
+    if spec.group_size != 1 or spec.dropout or spec.needs_backward or not (wide or long_rows) or has_functions(spec):
         return call, "g"
     names = ("q", "mask", "bias", "slopes", "key_ranges")
     arrays = {name: array.squeeze(2) for name in names if (array := getattr(call, name)) is not None}
@@ -79,7 +83,8 @@ def _with_nan(spec: AttentionSpec, call: XlaOperands, summed: Any, seen: Any, in
 
     def marked() -> Any:
         bad = ~jnp.isfinite(v)
-        if call.mask is None and call.bias is None and call.key_ranges is None:  # every head sees the same keys
+        tables = call.mask, call.bias, call.key_ranges, spec.mask_mod, spec.score_mod
+        if all(table is None for table in tables):  # every head sees the same keys
             here = visible_pairs(spec, call, inputs)  # again, so that the usual branch need not store it
             met = jnp.einsum("ij,bjhe->bhie", here.astype(jnp.float32), bad.astype(jnp.float32))
             met = met[:, :, None] if g else met
@@ -102,7 +107,8 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
     import jax.numpy as jnp
 
     call, wide = arrange_whole(spec, inputs), spec.lse_dtype
-    seen = visible_pairs(spec, call, inputs)
+    scores = product("bhgid,bhjd->bhgij", call.q, call.k, wide)
+    logits, slope, seen = logits_of(spec, call, inputs, scores, visible_pairs(spec, call, inputs))
 
     def per_row(array: Any) -> Any:  # [b, i, heads], or packed without b, as [b, h, g, i, 1]
         rows = array.reshape(spec.batch, spec.q_len, spec.num_kv_heads, spec.group_size, 1)
@@ -120,8 +126,6 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
         douts = finite_constant(douts)
     if _may_be_empty(spec):
         saved = jnp.where(saved == -jnp.inf, jnp.inf, saved)  # a row that saw no key: exp(s - inf) = 0
-    scores = product("bhgid,bhjd->bhgij", call.q, call.k, wide)
-    logits, slope = logits_of(spec, call, inputs, scores)
     weights = jnp.exp(logits - saved)
     if seen is not None:
         weights = jnp.where(seen, weights, 0)
@@ -137,7 +141,7 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
     dscores, weights = dscores.astype(dtype), dropped(spec, call, weights, tile).astype(dtype)
     q, k, douts = (array.astype(dtype) for array in (q, k, douts))
     dq = product("bhgij,bhjd->bhgid", dscores, k, wide)
-    dk, dv = (_sum_over_queries(spec, *pair) for pair in ((dscores, q), (weights, douts)))
+    dk, dv = (sum_over_queries(spec, *pair) for pair in ((dscores, q), (weights, douts)))
     dbias = None
     if spec.bias_gradient:
         axes = tuple(axis for axis, size in enumerate(call.bias.shape) if size == 1)
@@ -150,24 +154,6 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
         dbias,
         sinks_gradient(call, lse, shift[..., 0]).astype(inputs.sinks.dtype) if spec.sinks else None,
     )
-
-
-SHORT_KEYS = {True: 128, False: 64}
-"""Keys up to which XLA transposes the scores faster than the queries: with one query head per kv head, with more."""
-
-
-def _sum_over_queries(spec: AttentionSpec, weights: Any, rows: Any) -> Any:
-    """Returns the sums of the queries' rows ``[b, h, g, i, channels]`` for each key: ``[b, j, h, 1, channels]``.
-
-    XLA transposes one factor of the product on a CPU, so the smaller one comes first. Without the axis of 1, it would
-    copy the sums twice.
-    """
-    keys, channels = weights.shape[-1], rows.shape[-1]
-    if keys <= SHORT_KEYS[spec.group_size == 1] or 3 * keys <= 2 * channels:
-        sums = product("bhgij,bhgid->bhjd", weights, rows, spec.lse_dtype)
-        return sums[:, :, None].transpose(0, 3, 1, 2, 4)
-    sums = product("bhgid,bhgij->bhdj", rows, weights, spec.lse_dtype)
-    return sums[:, :, None].transpose(0, 4, 1, 2, 3)
 
 
 def arrange_whole(spec: AttentionSpec, inputs: Inputs) -> XlaOperands:
@@ -183,6 +169,8 @@ def visible_pairs(spec: AttentionSpec, call: XlaOperands, inputs: Inputs) -> Any
     parts = [] if call.mask is None else [call.mask]
     if call.bias is not None:
         parts.append(call.bias != -jnp.inf)
+    if spec.mask_mod is not None:
+        parts.append(seen_by_function(spec, call, tile_at(spec, call, 0, 0)))
     if call.key_ranges is not None:
         parts.append(contains(call.key_ranges, jnp.arange(spec.q_len, dtype=jnp.int32)))
     if spec.packed:
@@ -201,26 +189,33 @@ def visible_pairs(spec: AttentionSpec, call: XlaOperands, inputs: Inputs) -> Any
 def _may_be_empty(spec: AttentionSpec) -> bool:
     """Returns whether some query may see no key."""
     tables = spec.mask_shape, spec.bias_shape, spec.key_ranges_shape
-    if spec.packed or any(shape is not None for shape in tables):
+    if spec.packed or has_functions(spec) or any(shape is not None for shape in tables):
         return True
     return band(spec).empties_a_row(spec.q_len, spec.kv_len)
 
 
-def logits_of(spec: AttentionSpec, call: XlaOperands, inputs: Inputs, scores: Any) -> tuple[Any, Any]:
-    """Returns (logits, slope), ``[b, h, g, i, j]``, hidden ones as well. slope: softcap's derivative, or None."""
+def logits_of(spec: AttentionSpec, call: XlaOperands, inputs: Inputs, scores: Any, seen: Any) -> tuple[Any, Any, Any]:
+    """Returns (logits, slope, seen), ``[b, h, g, i, j]``, the logits of hidden pairs as well.
+
+    slope: of softcap and score function, or None. seen: without the pairs that the score function hides.
+    """
     import jax.numpy as jnp
 
     logits, slope = spec.scale * scores, None
     if spec.softcap is not None:
         bent = jnp.tanh(logits / spec.softcap)
         logits, slope = spec.softcap * bent, 1 - bent * bent
+    if spec.score_mod is not None:
+        logits, bent = scored(spec, call, tile_at(spec, call, 0, 0), logits)
+        slope, shown = bent if slope is None else bent * slope, logits != -jnp.inf
+        seen = shown if seen is None else seen & shown
     if call.slopes is not None:
         diagonal = rows_of(spec, inputs.cu_seqlens_q, inputs.cu_seqlens_k).diagonal[:, None]
         distance = jnp.abs(diagonal - jnp.arange(spec.kv_len, dtype=jnp.int32))
         logits = logits - call.slopes * distance.astype(logits.dtype)
     if call.bias is not None:
         logits = logits + call.bias.astype(logits.dtype)
-    return logits, slope
+    return logits, slope, seen
 
 
 def softmax(spec: AttentionSpec, call: XlaOperands, logits: Any, seen: Any) -> tuple[Any, Any, Any]:

@@ -12,8 +12,10 @@ from attn_core.backends.shared.block_operands import BlockOperands, SavedTensors
 from attn_core.backends.shared.contained_sums import products, sum_over_keys, sum_over_rows
 from attn_core.backends.shared.row_blocks import RowBlock
 from attn_core.call.dropout import keep
+from attn_core.call.functions import slope
 from attn_core.call.key_ranges import contains
 from attn_core.call.spec import AttentionSpec
+from attn_core.expressions.on_torch import evaluate_torch
 
 LOG2E, LN2 = math.log2(math.e), math.log(2.0)
 
@@ -22,8 +24,8 @@ def forward_block(spec: AttentionSpec, operands: BlockOperands, block: RowBlock)
     """Returns out ``[batch, kv_heads, group, rows, value_dim]`` and lse ``[batch, kv_heads, group, rows]``."""
     import torch
 
-    hidden = _hidden(operands, block)
-    scores, _ = _scores(spec, operands, block, hidden)
+    hidden = _hidden(spec, operands, block)
+    scores, _, hidden = _scores(spec, operands, block, hidden)
     top = scores.amax(dim=-1, keepdim=True)
     empty = None if hidden is None else top == -torch.inf
     if empty is not None and empty.is_cpu and not empty.any():
@@ -61,8 +63,8 @@ def backward_block(
     import torch
 
     grouped = (spec.num_kv_heads, spec.group_size)
-    hidden = _hidden(operands, block)
-    scores, tanh = _scores(spec, operands, block, hidden, keep=True)
+    hidden = _hidden(spec, operands, block)
+    scores, slopes, hidden = _scores(spec, operands, block, hidden, keep=True)
     hidden = None if operands.bounded else hidden  # hidden weights are 0, whatever they are multiplied by
     out, dout = (_heads_first(spec, tensor, block, scores.dtype) for tensor in (saved.out, saved.dout))
     lse = saved.lse[:, :, block.rows].unflatten(1, grouped)[..., None]
@@ -81,14 +83,14 @@ def backward_block(
     sums.dv[:, :, block.keys] += sum_over_rows(dropped, dout, hidden)
     dscores = _zero_hidden(dweights.add_(row_term).mul_(weights), hidden)
     if sums.dbias is not None:
-        # The bias is added after the softcap, so its gradient has no factor of the softcap.
+        # The bias is added after softcap and score function, so its gradient has no factor of theirs.
         part = _part(sums.dbias, block)
         part += dscores.sum_to_size(part.shape)
     if sums.dsinks is not None:
         sink_weight = torch.exp(operands.sinks - lse).masked_fill(empty, 0.0)
         sums.dsinks.add_((sink_weight * row_term).sum(dim=(0, 3), keepdim=True))
-    if tanh is not None:
-        dscores = _zero_hidden(dscores * (1.0 - tanh.square()), hidden)  # a hidden score may be NaN
+    for each in slopes:
+        dscores = _zero_hidden(dscores * each, hidden)  # a hidden score may be NaN
     dscores = dscores * spec.scale
     sums.dq[:, block.rows] = rows_first(sum_over_keys(dscores, _of_keys(operands.k, block), hidden))
     q = _heads_first(spec, operands.q, block, scores.dtype)
@@ -97,24 +99,36 @@ def backward_block(
 
 def _scores(
     spec: AttentionSpec, operands: BlockOperands, block: RowBlock, hidden: Any, keep: bool = False
-) -> tuple[Any, Any]:
-    """Returns the scores, -inf where hidden, and the softcap's tanh (None without a softcap, or without ``keep``).
+) -> tuple[Any, list[Any], Any]:
+    """Returns the scores, -inf where hidden, what their gradient is multiplied by in turn, and what is hidden.
 
-    The scores are multiplied by log2(e): on a CPU, exp2 takes half the time of exp. The caller may overwrite them.
+    The factors are the slopes of score function and softcap; without ``keep`` there are none. A score function may hide
+    more pairs. The scores are multiplied by log2(e): on a CPU, exp2 takes half the time of exp. The caller may
+    overwrite them.
     """
-    cap, tanh = spec.softcap, None
+    cap, slopes, factor = spec.softcap, [], LOG2E if spec.score_mod is None else 1.0
     q = _heads_first(spec, operands.q, block, operands.k.dtype) * factor_of(spec)
     scores = _scratch_products(operands, "scores", q, _of_keys(operands.k, block).mT)
     if cap is not None:
         tanh = scores.tanh_()
-        scores = tanh * (cap * LOG2E) if keep else tanh.mul_(cap * LOG2E)
+        scores = tanh * (cap * factor) if keep else tanh.mul_(cap * factor)
+        slopes = [1.0 - tanh.square()] if keep else []
+    if spec.score_mod is not None:
+        places = _places(spec, operands, block)
+        capped, scores = scores, evaluate_torch(spec.score_mod, places, scores, operands.aux)
+        scores = scores.expand(capped.shape).clone() if scores is capped or scores.shape != capped.shape else scores
+        if keep:
+            slopes.insert(0, evaluate_torch(slope(spec.score_mod), places, capped, operands.aux))
+        excluded = scores == float("-inf")
+        hidden = excluded if hidden is None else excluded | hidden
+        scores = scores.mul_(LOG2E)
     if operands.bias is not None:
         scores = scores.add_(_part(operands.bias, block).to(scores.dtype), alpha=LOG2E)
     if operands.slopes is not None:
         scores = scores.sub_(operands.slopes * block.distance.abs(), alpha=LOG2E)
     if hidden is None:
-        return scores, tanh if keep else None
-    others = operands.mask, operands.bias, operands.key_ranges
+        return scores, slopes, None
+    others = operands.mask, operands.bias, operands.key_ranges, spec.mask_mod, spec.score_mod
     if block.shades is None or any(table is not None for table in others):
         scores = scores.masked_fill_(hidden, float("-inf"))
     elif operands.bounded:  # to add takes a tenth of the time
@@ -123,7 +137,7 @@ def _scores(
     else:
         for keys, _ in block.shades:
             scores[..., keys].masked_fill_(hidden[..., keys], float("-inf"))
-    return scores, tanh if keep else None
+    return scores, slopes, hidden
 
 
 def _scratch_products(operands: BlockOperands, name: str, rows: Any, matrix: Any) -> Any:
@@ -135,8 +149,13 @@ def _scratch_products(operands: BlockOperands, name: str, rows: Any, matrix: Any
 
 
 def factor_of(spec: AttentionSpec) -> float:
-    """Returns the factor of the queries: with a softcap that of the tanh's argument, else the scale for exp2."""
-    return spec.scale * LOG2E if spec.softcap is None else spec.scale / spec.softcap  # type: ignore[operator]
+    """Returns the factor of the queries: with a softcap that of the tanh's argument, else the scale for exp2.
+
+    A score function takes scores that are not multiplied for exp2.
+    """
+    if spec.softcap is not None:
+        return spec.scale / spec.softcap  # type: ignore[operator]
+    return spec.scale * (LOG2E if spec.score_mod is None else 1.0)  # type: ignore[operator]
 
 
 def _of_keys(table: Any, block: RowBlock) -> Any:
@@ -144,8 +163,9 @@ def _of_keys(table: Any, block: RowBlock) -> Any:
     return table if block.keys == slice(0, table.shape[2]) else table[:, :, block.keys]
 
 
-def _hidden(operands: BlockOperands, block: RowBlock) -> Any:
-    """Returns which scores band, documents, mask, ranges or a bias of -inf hide: bool, 5-D, broadcastable, or None."""
+def _hidden(spec: AttentionSpec, operands: BlockOperands, block: RowBlock) -> Any:
+    """Returns which scores band, documents, mask, ranges, mask function or a bias of -inf hide: bool, 5-D,
+    broadcastable, or None."""
     hidden = None if block.hidden is None else block.hidden[None, None, None]
     if operands.mask is not None:
         masked = ~_part(operands.mask, block)
@@ -153,10 +173,30 @@ def _hidden(operands: BlockOperands, block: RowBlock) -> Any:
     if operands.key_ranges is not None:
         outside = _outside_ranges(operands, block)
         hidden = outside if hidden is None else outside | hidden
+    if spec.mask_mod is not None:
+        wide = operands.k.dtype
+        shown = evaluate_torch(spec.mask_mod, _places(spec, operands, block), None, operands.aux, wide)
+        masked = ~shown.expand(*(1,) * (5 - shown.dim()), *shown.shape)
+        hidden = masked if hidden is None else masked | hidden
     if operands.bias is not None:
         excluded = _part(operands.bias, block) == float("-inf")
         hidden = excluded if hidden is None else excluded | hidden
     return hidden
+
+
+def _places(spec: AttentionSpec, operands: BlockOperands, block: RowBlock) -> tuple[Any, ...]:
+    """Returns b, h, q and k of the block's scores: int32, each with five axes, of which it uses its own."""
+    import torch
+
+    def count(start: int, stop: int, *shape: int) -> Any:
+        return torch.arange(start, stop, dtype=torch.int32, device=operands.k.device).view(shape)
+
+    return (
+        count(0, spec.batch, -1, 1, 1, 1, 1),
+        count(0, spec.num_heads, 1, spec.num_kv_heads, spec.group_size, 1, 1),
+        count(block.rows.start, block.rows.stop, 1, 1, 1, -1, 1),
+        count(block.keys.start, block.keys.stop, 1, 1, 1, 1, -1),
+    )
 
 
 def _outside_ranges(operands: BlockOperands, block: RowBlock) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+from attn_core.call.functions import aux_of, has_functions
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
 
@@ -41,6 +42,7 @@ class BlockOperands(NamedTuple):
         contiguous but with a narrow window.
     mask, bias: ``[batch, kv_heads, group, q_len, kv_len]``; any axis may be 1. slopes, sinks: the last two axes are 1.
     key_ranges: int32 ``[batch or 1, kv_heads or 1, 1, kv_len, ranges, 2]``, the starts of a range contiguous.
+    aux: the arrays of the call's functions.
     bounded: whether no hidden score, weight or gradient can be NaN, so that hidden scores may be set by an addition.
     scratch: where the blocks write their scores; None for new tensors.
     """
@@ -55,6 +57,7 @@ class BlockOperands(NamedTuple):
     rng: Any
     bounded: bool
     key_ranges: Any = None
+    aux: tuple[Any, ...] = ()
     scratch: ScoreMemory | None = None
 
 
@@ -108,6 +111,7 @@ def operands_of(spec: AttentionSpec, inputs: Inputs, saved: SavedTensors | None 
         rng=inputs.rng,
         bounded=is_bounded(spec, inputs, saved),
         key_ranges=_keys_last(inputs.key_ranges),
+        aux=aux_of(inputs),
     )
 
 
@@ -133,7 +137,7 @@ def is_bounded(spec: AttentionSpec, inputs: Inputs, saved: SavedTensors | None =
     """
     import torch
 
-    tables = any((spec.mask_shape, spec.bias_shape, spec.alibi_shape, spec.key_ranges_shape))
+    tables = any((spec.mask_shape, spec.bias_shape, spec.alibi_shape, spec.key_ranges_shape, has_functions(spec)))
     if not inputs.q.is_cpu or spec.batch * spec.q_len * spec.num_heads <= FEW_ROWS or tables:
         return False
     norm = torch.linalg.vector_norm

@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from attn_core.backends.shared.block_operands import BlockOperands, SavedTensors, Sums
+from attn_core.call.functions import has_functions
 from attn_core.call.spec import AttentionSpec
 
 
@@ -55,7 +56,8 @@ def chunks(spec: AttentionSpec, most: int) -> tuple[CallChunk, ...]:
     A chunk has all heads of its batch rows, or some heads of one row: so its keys are contiguous.
     """
     number, group = spec.num_kv_heads, spec.group_size
-    if spec.batch * number <= most or spec.dropout:  # dropout counts the rows and heads of the whole call
+    counts = spec.dropout or has_functions(spec)  # both count the rows and heads of the whole call
+    if spec.batch * number <= most or counts:
         return (CallChunk(spec, slice(0, spec.batch), slice(0, number), slice(0, spec.num_heads), True),)
     rows, heads = max(most // number, 1), min(max(most, 1), number)
     tables: dict[str, Any] = {"mask_shape": None, "bias_shape": None, "alibi_shape": None, "bias_gradient": False}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from attn_core.backends.contract import Backend, backend_warm_up
+from attn_core.call.functions import named
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
 
@@ -55,6 +56,7 @@ def zeros(spec: AttentionSpec, device: str = "cuda") -> Inputs:
         cu_seqlens_q=offsets(spec.q_len, spec.max_len_q),
         cu_seqlens_k=offsets(spec.kv_len, spec.max_len_k),
         key_ranges=extra(spec.key_ranges_shape, torch.int32),
+        **named([extra(each.shape, getattr(torch, each.dtype)) for each in spec.aux]),
         rng=torch.zeros(2, dtype=torch.int64, device="cpu") if spec.dropout else None,
     )
 

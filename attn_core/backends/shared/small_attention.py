@@ -11,6 +11,7 @@ from typing import Any
 from attn_core.backends.shared.block_attention import LOG2E, factor_of, softmax
 from attn_core.backends.shared.block_operands import WINDOW_BLOCK
 from attn_core.backends.shared.contained_sums import products, sum_over_keys
+from attn_core.call.functions import has_functions
 from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
@@ -24,6 +25,7 @@ def fits(spec: AttentionSpec) -> bool:
     """Returns whether ``forward`` runs a call: few scores, no row without keys, no extras but a softcap and a band."""
     tables = (spec.mask_shape, spec.bias_shape, spec.alibi_shape, spec.key_ranges_shape)
     extras = spec.packed or spec.sinks or spec.dropout or any(shape is not None for shape in tables)
+    extras = extras or has_functions(spec)
     if extras or spec.dtype == "float64":
         return False
     edge = band(spec)

@@ -1,0 +1,156 @@
+"""The mask and score functions of a call: their aux arrays among its tensors, their checks and their values.
+
+``mask_mod(b, h, q, k, *aux)`` says whether query q sees key k. ``score_mod(score, b, h, q, k, *aux)`` maps a scaled and
+softcapped score to another one, before bias and ALiBi; a score of -inf hides its pair. b and h count batch rows and
+query heads. q and k count from 0 in the whole row, in packed rows through all documents. A spec holds both functions as
+expressions. These name no array: lookups go by number, in the arrays that ``AUX`` names in ``Inputs``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from attn_core.errors import ShapeError, SpecError, shown
+from attn_core.expressions.derivatives import derivative
+from attn_core.expressions.on_numpy import block_indices, evaluate_numpy
+from attn_core.expressions.properties import check_aux, uses
+from attn_core.expressions.tracing import Aux, TracedFunction, trace_mask, trace_score
+from attn_core.expressions.tree import Expression, from_rows
+
+AUX = ("aux0", "aux1", "aux2", "aux3")
+"""The fields of ``Inputs`` that hold the aux arrays, in order."""
+KINDS = {"mask_mod": "bool", "score_mod": "float"}
+"""What each function gives."""
+
+
+def trace(mask_mod: Any, score_mod: Any, aux: Any) -> tuple[Expression | None, Expression | None, tuple[Any, ...]]:
+    """Returns the expressions of a call's functions and their arrays: those of aux, then those that they captured.
+
+    Args:
+        mask_mod, score_mod: functions, what ``trace_mask`` and ``trace_score`` returned for them, or None.
+        aux: a tuple or list of arrays.
+
+    Raises:
+        ExpressionError: for a function that cannot become an expression; SpecError: for too many arrays.
+    """
+    if not isinstance(aux, (tuple, list)):
+        raise SpecError(f"aux={shown(aux)}: expected a tuple of arrays")
+    arrays: list[Any] = list(aux)
+    trees: list[Expression | None] = []
+    for name, function, tracer in (("mask_mod", mask_mod, trace_mask), ("score_mod", score_mod, trace_score)):
+        if function is None:
+            trees.append(None)
+            continue
+        if isinstance(function, TracedFunction):
+            traced = function
+            if traced.tree.kind != KINDS[name]:
+                raise SpecError(f"{name}: expected a function that gives a {KINDS[name]}, got {traced.tree.kind}")
+            if traced.given != len(aux):
+                raise SpecError(f"aux: expected the {traced.given} arrays that {name} was traced with, got {len(aux)}")
+        else:
+            traced = tracer(function, aux)
+        trees.append(_renumbered(traced, len(aux), arrays))
+    if len(arrays) > len(AUX):
+        raise SpecError(f"aux: expected at most {len(AUX)} arrays, captured ones included, got {len(arrays)}")
+    if aux and trees == [None, None]:
+        raise SpecError(f"aux: expected mask_mod or score_mod with it, got {len(aux)} arrays alone")
+    return trees[0], trees[1], tuple(arrays)
+
+
+def _renumbered(traced: TracedFunction, given: int, arrays: list[Any]) -> Expression:
+    """Appends the captured arrays to the call's, and returns the expression with their numbers."""
+    numbers = {}
+    for number, array in enumerate(traced.captured):
+        places = [place for place, other in enumerate(arrays) if other is array]
+        if not places:
+            places = [len(arrays)]
+            arrays.append(array)
+        numbers[given + number] = places[0]
+    return traced.tree if all(old == new for old, new in numbers.items()) else _with_numbers(traced.tree, numbers)
+
+
+def _with_numbers(tree: Expression, numbers: dict[int, int]) -> Expression:
+    rows = [
+        (op, kind, numbers.get(value, value) if op == "lookup" else value, operands)  # type: ignore[arg-type]
+        for op, kind, value, operands in tree.rows
+    ]
+    return from_rows(tuple(rows))
+
+
+def check_functions(spec: Any) -> None:
+    """Checks the functions of a spec, and that its aux arrays fit them.
+
+    Raises:
+        SpecError: naming the field. ExpressionError: naming the array.
+    """
+    if spec.aux == () and not has_functions(spec):
+        return
+    if not isinstance(spec.aux, tuple) or len(spec.aux) > len(AUX):
+        raise SpecError(f"aux={shown(spec.aux)}: expected at most {len(AUX)} pairs (shape, dtype)")
+    for name, kind in KINDS.items():
+        tree = getattr(spec, name)
+        if tree is None:
+            continue
+        if not isinstance(tree, Expression) or tree.kind != kind:
+            raise SpecError(f"{name}={shown(tree)}: expected an expression that gives a {kind}, or None")
+        check_aux(tree, spec.aux)
+    if spec.aux and spec.mask_mod is None and spec.score_mod is None:
+        raise SpecError("aux: expected mask_mod or score_mod with it, got none")
+    if (spec.mask_mod is not None or spec.score_mod is not None) and spec.paged is not None:
+        raise SpecError("mask_mod, score_mod: expected none with keys and values in pages")
+    for number, entry in enumerate(spec.aux):
+        if len(entry.shape) > 4:
+            raise ShapeError(f"aux[{number}]: expected at most 4 axes, got {list(entry.shape)}")
+
+
+def reads(spec: Any, *names: str) -> bool:
+    """Returns whether a function of the call reads one of "b", "h", "q", "k": then a part of it must keep its place."""
+    trees = (spec.mask_mod, spec.score_mod)
+    return any(tree is not None and uses(tree) & set(names) for tree in trees)
+
+
+def has_functions(spec: Any) -> bool:
+    """Returns whether the call has a mask or a score function."""
+    return spec.mask_mod is not None or spec.score_mod is not None
+
+
+def aux_of(inputs: Any) -> tuple[Any, ...]:
+    """Returns the aux arrays among a call's tensors."""
+    arrays = (getattr(inputs, name) for name in AUX)
+    return tuple(array for array in arrays if array is not None)
+
+
+def named(aux: Sequence[Any]) -> dict[str, Any]:
+    """Returns aux arrays by their fields in ``Inputs``."""
+    return dict(zip(AUX, aux, strict=False))
+
+
+@lru_cache(maxsize=256)
+def slope(tree: Expression) -> Expression:
+    """Returns the derivative of a score expression by the score; cached."""
+    return derivative(tree)
+
+
+def seen_by_function(spec: Any, aux: Sequence[Any]) -> np.ndarray:
+    """Returns what the mask function shows: bool ``[batch, heads, q_len, kv_len]``; the definition."""
+    return evaluate_numpy(spec.mask_mod, _indices(spec), aux=aux)
+
+
+def scored(spec: Any, scores: np.ndarray, aux: Sequence[Any]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns the score function's values and its first two derivatives at the scores, float64; the definition."""
+    first = slope(spec.score_mod)
+    trees = (spec.score_mod, first, slope(first))
+    values, slopes, bends = (evaluate_numpy(tree, _indices(spec), scores, aux) for tree in trees)
+    return values, slopes, bends
+
+
+def _indices(spec: Any) -> tuple[np.ndarray, ...]:
+    return block_indices(spec.batch, spec.num_heads, spec.q_len, spec.kv_len)
+
+
+__all__ = ["AUX", "Aux", "trace", "check_functions", "reads", "has_functions", "aux_of", "named", "slope"]
+__all__ += ["seen_by_function", "scored"]

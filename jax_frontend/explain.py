@@ -1,0 +1,72 @@
+"""explain: what ``attention`` would run on JAX arrays, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Never
+
+import jax
+
+from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
+from attn_core.call.layouts import Layout, check_layout
+from attn_core.call.options import Options, check_flag, requested_names
+from attn_core.call.seq_info import SeqInfo
+from attn_core.expressions.tracing import TracedFunction
+from attn_core.selection import Selection, override
+from jax_frontend.attention import Window, exchanged, gather_arguments
+from jax_frontend.dispatch import offsets, plan, value_checks
+
+
+@hide_unknown
+def explain(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: bool = False,
+    alignment: str = "bottom_right",
+    window: Window = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    mask: Any = None,
+    key_ranges: Any = None,
+    mask_mod: Callable[..., Any] | TracedFunction | None = None,
+    score_mod: Callable[..., Any] | TracedFunction | None = None,
+    aux: Sequence[Any] = (),
+    bias: Any = None,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    seq_info: Any = None,
+    layout: Layout = "bshd",
+    dropout: float = 0.0,
+    deterministic: bool = False,
+    backend: str | tuple[str, ...] | None = None,
+    return_lse: bool = False,
+    dropout_rng: Any = None,
+    needs_backward: bool | None = None,
+    **unknown: Never,
+) -> Selection:
+    """Returns the backend that ``attention`` chooses for these arguments and why the others cannot run. Runs nothing.
+
+    Takes arrays or ``jax.ShapeDtypeStruct``. JAX's arguments do not show whether a gradient will be computed; pass
+    ``needs_backward=True`` for training.
+    """
+    if unknown:
+        refuse_keywords("explain", unknown)
+    if check_layout(layout) == "bhsd":
+        q, k, v = map(exchanged, (q, k, v))
+    arrays = (q, k, v, mask, bias, alibi_slopes, sinks)
+    options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
+    info = SeqInfo.coerce(seq_info)
+    given: dict[str, Any] = {"key_ranges": key_ranges, "functions": (mask_mod, score_mod, aux)}
+    inputs, options = gather_arguments(arrays, info, options, dropout_rng, shapes_only=True, **given)
+    if needs_backward is not None:
+        check_flag("needs_backward", needs_backward)
+    trains, requested = bool(needs_backward), requested_names(backend) or override.requested()
+    # Shapes do not show which arrays get gradients, so training counts with a gradient of every bias.
+    bias_gradient = trains and bias is not None
+    selection = plan.explanation(plan.metadata(inputs), plan.device_name(q), options, trains, bias_gradient, requested)
+    offsets.check(selection.spec, info)
+    if not isinstance(inputs.key_ranges, jax.ShapeDtypeStruct):
+        value_checks.check_key_ranges(selection.spec, inputs.key_ranges)
+    return selection

@@ -1,0 +1,69 @@
+"""explain: what ``attention`` would run on torch tensors, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Never
+
+import torch
+
+from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
+from attn_core.call.layouts import Layout, check_layout
+from attn_core.call.mask_objects import is_object
+from attn_core.call.options import Options
+from attn_core.expressions.tracing import TracedFunction
+from attn_core.selection import Selection
+from torch_frontend.attention import Window
+from torch_frontend.dispatch import general_calls, heads_first, nested, plan
+
+Tensor = torch.Tensor
+
+
+@hide_unknown
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    alignment: str = "bottom_right",
+    window: Window = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    mask: Tensor | None = None,
+    key_ranges: Any = None,
+    mask_mod: Callable[..., Any] | TracedFunction | None = None,
+    score_mod: Callable[..., Any] | TracedFunction | None = None,
+    aux: Sequence[Any] = (),
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    seq_info: Any = None,
+    layout: Layout = "bshd",
+    dropout: float = 0.0,
+    deterministic: bool = False,
+    backend: str | tuple[str, ...] | None = None,
+    return_lse: bool = False,
+    dropout_rng: torch.Generator | None = None,
+    needs_backward: bool | None = None,
+    **unknown: Never,
+) -> Selection:
+    """Returns the backend that ``attention`` chooses for these arguments and why the others cannot run. Runs nothing.
+
+    ``needs_backward`` states whether the call is for training; if None, the tensors' ``requires_grad`` decides.
+    """
+    if unknown:
+        refuse_keywords("explain", unknown)
+    if check_layout(layout) == "bhsd":
+        q, k, v = map(heads_first.exchanged, (q, k, v))
+    if nested.has_jagged(q, k, v):
+        others = {"seq_info": seq_info, "mask": mask, "bias": bias, "key_ranges": key_ranges}
+        others |= {"mask_mod": mask_mod, "score_mod": score_mod}
+        (q, k, v), seq_info = nested.as_documents((q, k, v), others)
+    if is_object(mask, bias):
+        visible = causal, alignment, window, mask, bias, seq_info
+        causal, alignment, window, mask, bias, seq_info = plan.read_mask_object(q, k, visible)
+    tensors = (q, k, v, mask, bias, alibi_slopes, sinks)
+    options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
+    extras = dropout_rng, backend, key_ranges, (mask_mod, score_mod, aux)
+    return general_calls.explain(tensors, seq_info, options, *extras, needs_backward)
