@@ -1,0 +1,308 @@
+"""Tests mask and score functions in both frontends: against the oracle, against other ways to say the same, under
+transformations, and that planted faults and bad arguments are found."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("jax")
+import cpu_meshes
+import jax
+import jax.numpy as jnp
+import torch
+from both_frontends import FRAMEWORKS, judge, reachable, run, same_bits
+from drawn_functions import MASKS, SCORES, fields_of
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from spec_strategies import make_call
+
+import jax_frontend
+import torch_frontend
+from attn_core import DeviceError, NoBackendError, SpecError, masks
+from attn_core.call.functions import aux_of
+from attn_core.expressions import ExpressionError, alibi, causal, softcap, tanh, trace_mask, where
+
+SIZES = {"batch": 2, "q_len": 12, "kv_len": 12, "num_heads": 6, "num_kv_heads": 3, "head_dim": 5, "value_dim": 5}
+SIZES |= {"dtype": "float32", "needs_backward": True, "return_lse": True}
+NUMBERS = (2, 6, 12, 12)
+CALLS = {
+    **{name: fields_of(name, None, NUMBERS) for name in MASKS},
+    **{name: fields_of(None, name, NUMBERS) for name in SCORES},
+    "both, causal": fields_of("documents", "per row", NUMBERS) | {"causal": True, "softcap": 3.0},
+    "both, with tables": fields_of("by row and head", "hides", NUMBERS)
+    | {"bias_shape": (2, 6, 12, 12), "bias_gradient": True, "mask_shape": (2, 1, 1, 12), "sinks": True},
+}
+
+
+def on(device: str, framework: str, backend: str) -> None:
+    if reason := reachable(framework, backend, device):
+        pytest.skip(reason)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("backend", ["math", "jax_xla", "flex"])
+@pytest.mark.parametrize("name", CALLS)
+def test_functions_match_the_oracle(name: str, backend: str, framework: str, device: str) -> None:
+    on(device, framework, backend)
+    call = make_call(3, **{**SIZES, **CALLS[name]})
+    if backend == "flex":
+        gradients = device == "cuda" and not call.spec.bias_gradient
+        call = replace(call, spec=replace(call.spec, needs_backward=gradients, bias_gradient=False))
+        wide = {"head_dim": 64, "value_dim": 64, "q_len": 200, "kv_len": 200}
+        if device == "cuda":
+            functions = {key: value for key, value in CALLS[name].items() if key != "bias_gradient"}
+            call = make_call(3, **{**SIZES, **wide, **_longer(functions), "needs_backward": gradients})
+    assert judge(framework, call, run(framework, call, backend, device)).ok
+
+
+def _longer(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields for 200 tokens in the place of 12."""
+    shapes = {
+        key: tuple(200 if n == 12 else n for n in value) for key, value in fields.items() if key.endswith("_shape")
+    }
+    aux = tuple(each._replace(shape=tuple(200 if n == 12 else n for n in each.shape)) for each in fields["aux"])
+    return {**fields, **shapes, "aux": aux}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_torch_and_jax_give_the_same_bits(name: str, device: str) -> None:
+    on(device, "jax", "math")
+    call = make_call(3, **{**SIZES, **CALLS[name]})
+    assert same_bits(run("torch", call, "math", device), run("jax", call, "math", device)) == []
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_functions_count_in_the_whole_row(framework: str) -> None:
+    """Also with documents: the second document's first token has q and k of the first one's length."""
+    lengths = (5, 4)
+    sizes = {name: value for name, value in SIZES.items() if name not in ("batch", "q_len", "kv_len")}
+    functions = fields_of("by row and head", "slopes", (1, 6, 9, 9))
+    call = make_call(4, (lengths, lengths), **sizes, **functions, causal=True)
+    for backend in ("math", "jax_xla")[: 1 + (framework == "jax")]:
+        assert judge(framework, call, run(framework, call, backend)).ok
+
+
+def attend(framework: str, **options: Any) -> np.ndarray:
+    """The output of three arrays of numbers with some options."""
+    random = np.random.default_rng(0)
+    arrays = [random.standard_normal((2, 12, heads, 8), np.float32) for heads in (4, 2, 2)]
+    if framework == "torch":
+        out: Any = torch_frontend.attention(*map(torch.from_numpy, arrays), backend="math", **options)
+        return out.numpy()
+    return np.asarray(jax_frontend.attention(*map(jnp.asarray, arrays), backend="math", **options))
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_functions_say_what_options_say(framework: str) -> None:
+    ids = np.repeat(np.arange(3, dtype=np.int32), 4)
+    slopes = np.float32([0.5, 0.25, 0.125, 1.0])
+    own = torch.from_numpy if framework == "torch" else jnp.asarray
+    same = [
+        ({"mask_mod": causal()}, {"causal": True}),
+        (
+            {"mask_mod": lambda b, h, q, k, ids: ids[q] == ids[k], "aux": (ids,)},
+            {"key_ranges": masks.documents([4] * 3)},
+        ),
+        ({"score_mod": softcap(2.0)}, {"softcap": 2.0}),
+        ({"score_mod": alibi(slopes)}, {"alibi_slopes": own(slopes)}),
+        ({"mask_mod": trace_mask(lambda b, h, q, k: q - k < 3), "causal": True}, {"window": 3, "causal": True}),
+    ]
+    for functions, options in same:
+        np.testing.assert_allclose(attend(framework, **functions), attend(framework, **options), rtol=0, atol=2e-6)
+
+
+def test_torchs_own_functions_are_taken_as_they_are() -> None:
+    """With tensors that they capture."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    random = np.random.default_rng(1)
+    q, k, v = (torch.from_numpy(random.standard_normal((2, heads, 12, 16), np.float32)) for heads in (4, 4, 4))
+    ids, slopes = torch.arange(12) // 4, torch.rand(4)
+
+    def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return (ids[q_idx] == ids[kv_idx]) & (q_idx >= kv_idx)
+
+    def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return torch.tanh(score / 2) * 2 - slopes[h] * (q_idx - kv_idx)
+
+    blocks = create_block_mask(mask_mod, None, None, 12, 12, device="cpu")
+    expected = flex_attention(q, k, v, score_mod=score_mod, block_mask=blocks)
+    functions: dict[str, Any] = {"mask_mod": mask_mod, "score_mod": score_mod}
+    out = torch_frontend.attention(q, k, v, layout="bhsd", backend="math", **functions)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)
+
+
+def test_vmap_and_a_mesh_keep_the_places_of_rows_and_heads() -> None:
+    random = np.random.default_rng(2)
+    q, k, v = (jnp.asarray(random.standard_normal((3, 4, 12, heads, 8), np.float32)) for heads in (4, 2, 2))
+    first = jnp.asarray(random.integers(0, 9, (3, 12)), jnp.int32)
+
+    def one(q: Any, k: Any, v: Any, first: Any, backend: str) -> Any:
+        hides: Any = lambda b, h, q, k, first: (k >= first[q]) & ((k + b + h) % 3 != 0)  # noqa: E731
+        return jax_frontend.attention(q, k, v, mask_mod=hides, aux=(first,), backend=backend)
+
+    for backend in ("math", "jax_xla"):
+        expected = jnp.stack([one(*each, backend) for each in zip(q, k, v, first, strict=True)])
+        mapped = jax.vmap(lambda *each: one(*each, backend))(q, k, v, first)
+        np.testing.assert_allclose(mapped, expected, rtol=0, atol=2e-6)
+
+
+def test_a_mesh_keeps_the_places_of_rows_and_heads(four_devices: None) -> None:
+    random = np.random.default_rng(2)
+    q, k, v = (jnp.asarray(random.standard_normal((4, 12, heads, 8), np.float32)) for heads in (4, 4, 4))
+    mesh = jax.sharding.Mesh(np.array(cpu_meshes.devices()).reshape(2, 2), ("data", "heads"))
+    split = [jax.device_put(array, NamedSharding(mesh, P("data", None, "heads"))) for array in (q, k, v)]
+    for read in ("b", "h", "q"):
+        hides = {
+            "b": lambda b, h, q, k: (k + b) % 3 != 0,
+            "h": lambda b, h, q, k: (k + h) % 3 != 0,
+            "q": lambda b, h, q, k: (k + q) % 3 != 0,
+        }[read]
+        for backend in ("math", "jax_xla"):
+            run = jax.jit(lambda *qkv: jax_frontend.attention(*qkv, mask_mod=hides, backend=backend))  # noqa: B023
+            np.testing.assert_allclose(run(*split), run(q, k, v), rtol=0, atol=2e-6)
+
+
+def test_a_jitted_program_takes_other_arrays_without_a_trace() -> None:
+    q = jnp.ones((1, 6, 2, 8))
+    traces = []
+
+    @jax.jit
+    def program(ids: jax.Array) -> jax.Array:
+        traces.append(1)
+        keys = jnp.arange(6.0)[None, :, None, None] * jnp.ones((1, 6, 2, 8))
+        return jax_frontend.attention(q, q, keys, mask_mod=lambda b, h, q, k, ids: ids[q] == ids[k], aux=(ids,))
+
+    ones = program(jnp.zeros(6, jnp.int32)), program(jnp.arange(6, dtype=jnp.int32))
+    np.testing.assert_allclose(ones[0][0, :, 0, 0], 2.5, rtol=1e-6)
+    np.testing.assert_allclose(ones[1][0, :, 0, 0], np.arange(6.0), rtol=1e-6)
+    assert len(traces) == 1
+
+
+FAULTS = {
+    "an array of another row": lambda inputs: inputs._replace(aux0=inputs.aux0[::-1]),
+    "an array one place too late": lambda inputs: inputs._replace(aux0=np.roll(inputs.aux0, 1, -1)),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(fault: str) -> None:
+    call = make_call(3, **SIZES, **fields_of("first key of each query", None, NUMBERS))
+    wrong = replace(call, inputs=FAULTS[fault](call.inputs))
+    assert not np.array_equal(wrong.inputs.aux0, call.inputs.aux0)
+    assert not judge("torch", call, run("torch", wrong, "math")).ok
+
+
+@pytest.mark.parametrize("change", ["k <= q + 1", "swapped", "h for b"])
+def test_a_wrong_function_is_found(change: str) -> None:
+    right: Any = lambda b, h, q, k: (k <= q) & (b + 2 * q != k)  # noqa: E731
+    wrong: Any = {
+        "k <= q + 1": lambda b, h, q, k: (k <= q + 1) & (b + 2 * q != k),
+        "swapped": lambda b, h, q, k: right(b, h, k, q),
+        "h for b": lambda b, h, q, k: right(h, b, q, k),
+    }[change]
+    calls = [make_call(3, **SIZES, mask_mod=trace_mask(function).tree) for function in (right, wrong)]
+    assert judge("torch", calls[0], run("torch", calls[0], "math")).ok
+    assert not judge("torch", calls[0], run("torch", calls[1], "math")).ok
+
+
+BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "no function": ({"mask_mod": 3}, ExpressionError, r"mask_mod: expected a function of \(b, h, q, k, \*aux\)"),
+    "a branch": (
+        {"mask_mod": lambda b, h, q, k: True if q > k else False},
+        ExpressionError,
+        r"mask_mod: .*truth value.*\n.*test_functions.py:\d+: ",
+    ),
+    "a score for a mask": ({"mask_mod": lambda b, h, q, k: q - k}, ExpressionError, "must return a bool"),
+    "a mask for a score": ({"score_mod": lambda s, b, h, q, k: q > k}, ExpressionError, "must return a float"),
+    "arguments": ({"mask_mod": lambda b, h, q: q > 0}, ExpressionError, r"takes \(b, h, q, k\) and 0 aux arrays"),
+    "aux alone": ({"aux": (np.zeros(3),)}, SpecError, "aux: expected mask_mod or score_mod with it, got 1 arrays"),
+    "aux no tuple": ({"mask_mod": causal(), "aux": 3}, SpecError, "aux=3: expected a tuple of arrays"),
+    "five arrays": (
+        {"mask_mod": lambda b, h, q, k, *aux: aux[4][q] > 0, "aux": (np.zeros(12),) * 5},
+        SpecError,
+        "aux: expected at most 4 arrays, captured ones included, got 5",
+    ),
+    "traced with other arrays": (
+        {"mask_mod": trace_mask(lambda b, h, q, k: q > k), "aux": (np.zeros(12),)},
+        SpecError,
+        "aux: expected the 0 arrays that mask_mod was traced with, got 1",
+    ),
+    "a list in aux": (
+        {"mask_mod": lambda b, h, q, k, a: a[q] > 0, "aux": ([1],)},
+        ExpressionError,
+        r"aux\[0\]: expected",
+    ),
+}
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arguments_are_named(name: str, framework: str) -> None:
+    options, error, text = BAD[name]
+    with pytest.raises(error, match=text):
+        attend(framework, **options)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_an_array_has_no_gradient(framework: str) -> None:
+    adds: Any = lambda s, b, h, q, k, added: s + added[k]  # noqa: E731
+    with pytest.raises(SpecError, match=r"aux\[0\]: expected .*gradient"):
+        if framework == "torch":
+            attend("torch", score_mod=adds, aux=(torch.zeros(12, requires_grad=True),))
+        else:
+            jax.grad(lambda added: attend_in_jax(adds, added))(jnp.zeros(12))
+
+
+def attend_in_jax(score_mod: Any, added: jax.Array) -> jax.Array:
+    q = jnp.ones((1, 12, 1, 8))
+    return jax_frontend.attention(q, q, q, score_mod=score_mod, aux=(added,)).sum()
+
+
+def test_other_kernels_refuse_functions_by_name() -> None:
+    with pytest.raises(NoBackendError, match="mask_mod: the aten CPU flash kernel has none"):
+        q = torch.zeros(1, 3, 1, 8)
+        torch_frontend.attention(q, q, q, mask_mod=causal(), backend="sdpa_flash")
+
+
+def test_arrays_beside_the_tensors_are_named() -> None:
+    q = torch.zeros(1, 3, 1, 8)
+    with pytest.raises(DeviceError, match=r"aux\[0\]: expected the device of q \(cpu\), got meta"):
+        torch_frontend.attention(
+            q,
+            q,
+            q,
+            mask_mod=lambda b, h, q, k, ids: ids[q] > 0,
+            aux=(torch.zeros(3, dtype=torch.int32, device="meta"),),
+        )
+
+
+def test_a_score_may_hide_all_keys_of_a_row() -> None:
+    """The row has output 0, log-sum-exp -inf and gradients 0; a NaN in a hidden value reaches nothing."""
+    hides: Any = lambda s, b, h, q, k: where((q == 1) | (k == 2), -float("inf"), tanh(s))  # noqa: E731
+    q, k, v = (torch.ones(1, 3, 1, 4, requires_grad=True) for _ in range(3))
+    values = v.detach().clone()
+    values[0, 2] = torch.nan
+    out, lse = torch_frontend.attention(q, k, values.requires_grad_(), score_mod=hides, return_lse=True)
+    out.sum().backward()
+    assert out[0, 1].eq(0).all() and lse[0, 0, 1] == -torch.inf and out[0, ::2].eq(1).all()
+    assert q.grad is not None and q.grad.isfinite().all() and q.grad[0, 1].eq(0).all()
+    results = [
+        jax_frontend.attention(*(jnp.asarray(each.detach().numpy()) for each in (q, k, values)), score_mod=hides)
+        for _ in range(1)
+    ]
+    np.testing.assert_array_equal(results[0], out.detach().numpy())
+
+
+def test_a_call_prints_its_formulas() -> None:
+    q = torch.zeros(1, 4, 1, 8)
+    found = torch_frontend.explain(q, q, q, mask_mod=lambda b, h, q, k: k <= q + 1, score_mod=softcap(5.0))
+    text = found.text(everything=True).replace("\n    ", " ")
+    assert found.backend == "math" and "mask_mod=k <= (q + 1)" in text and "score_mod=5.0 * tanh" in text
+    assert "flash2" in text and "mask_mod" in str(found.spec)
+    assert aux_of(make_call(1, **SIZES, **CALLS["documents"]).inputs)[0].shape == (12,)
