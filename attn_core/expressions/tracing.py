@@ -94,6 +94,7 @@ def _trace(name: str, function: Any, aux: Sequence[Any], kind: Kind, before: tup
         if error.__traceback__ is not None and error.__traceback__.tb_next is None:  # the call itself failed
             _check_parameters(name, function, arguments, f"({parameters}) and {len(aux)} aux arrays")
         raise _error(name, function, error, _foreign(error)) from error
+    _ = tree.text  # made here, because torch's compiler cannot make it
     return TracedFunction(tree, tuple(recorder.captured), len(aux))
 
 

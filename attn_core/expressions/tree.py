@@ -97,9 +97,11 @@ class Expression:
     @property
     def text(self) -> str:
         """The rows as JSON, from which ``from_text`` makes the expression again."""
-        if "_json" not in self.__dict__:
-            object.__setattr__(self, "_json", json.dumps(self.rows))
-        return self._json  # type: ignore[attr-defined]
+        text = self.__dict__.get("_json")
+        if text is None:
+            text = json.dumps(self.rows)
+            object.__setattr__(self, "_json", text)
+        return text
 
     @property
     def digest(self) -> str:

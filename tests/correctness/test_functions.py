@@ -4,6 +4,7 @@ transformations, and that planted faults and bad arguments are found."""
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -148,7 +149,7 @@ def test_vmap_and_a_mesh_keep_the_places_of_rows_and_heads() -> None:
 
     for backend in ("math", "jax_xla"):
         expected = jnp.stack([one(*each, backend) for each in zip(q, k, v, first, strict=True)])
-        mapped = jax.vmap(lambda *each: one(*each, backend))(q, k, v, first)
+        mapped = jax.vmap(partial(one, backend=backend))(q, k, v, first)
         np.testing.assert_allclose(mapped, expected, rtol=0, atol=2e-6)
 
 
@@ -214,7 +215,7 @@ def test_a_wrong_function_is_found(change: str) -> None:
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no function": ({"mask_mod": 3}, ExpressionError, r"mask_mod: expected a function of \(b, h, q, k, \*aux\)"),
     "a branch": (
-        {"mask_mod": lambda b, h, q, k: True if q > k else False},
+        {"mask_mod": lambda b, h, q, k: q > k if h > 0 else k < 0},
         ExpressionError,
         r"mask_mod: .*truth value.*\n.*test_functions.py:\d+: ",
     ),
@@ -306,3 +307,38 @@ def test_a_call_prints_its_formulas() -> None:
     assert found.backend == "math" and "mask_mod=k <= (q + 1)" in text and "score_mod=5.0 * tanh" in text
     assert "flash2" in text and "mask_mod" in str(found.spec)
     assert aux_of(make_call(1, **SIZES, **CALLS["documents"]).inputs)[0].shape == (12,)
+
+
+def test_a_compiled_program_takes_traced_functions() -> None:
+    """Others break its graph, with words."""
+    q, ids = torch.randn(1, 6, 2, 8), torch.tensor([0, 0, 1, 1, 2, 2], dtype=torch.int32)
+    plain: Any = lambda b, h, q, k, ids: ids[q] == ids[k]  # noqa: E731
+    traced = trace_mask(plain, (ids,))
+
+    def attend(function: Any) -> Any:
+        return lambda q, ids: torch_frontend.attention(q, q, q, mask_mod=function, aux=(ids,))
+
+    def compiled(function: Any, **options: Any) -> Any:
+        return torch.compile(attend(function), backend="aot_eager", **options)(q, ids)
+
+    expected = attend(plain)(q, ids)
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"pass what attn_core\.expressions\.trace_mask"):
+        compiled(plain, fullgraph=True)
+    torch._dynamo.reset()
+    assert torch.equal(compiled(plain), expected)
+    assert torch.equal(compiled(traced, fullgraph=True), expected)
+
+
+def test_torchs_transforms_keep_the_places_of_rows() -> None:
+    q = torch.randn(3, 2, 6, 2, 8)
+    hides = trace_mask(lambda b, h, q, k: (k + b) % 3 != 0)
+
+    def one(q: torch.Tensor) -> torch.Tensor:
+        return torch_frontend.attention(q, q, q, mask_mod=hides, backend="math")
+
+    torch.testing.assert_close(torch.func.vmap(one)(q), torch.stack([one(each) for each in q]))
+    grads = torch.func.vmap(torch.func.grad(lambda q: one(q).sum()))(q)
+    leaf = q[1].clone().requires_grad_()
+    one(leaf).sum().backward()
+    torch.testing.assert_close(grads[1], leaf.grad)

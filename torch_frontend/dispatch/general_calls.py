@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from attn_core.call.seq_info import SeqInfo
 from attn_core.call.slow_copies import EVERY, FIRST, tables_passed
 from attn_core.call.tensors import Inputs
 from attn_core.errors import DTypeError, SpecError
+from attn_core.expressions.tracing import TracedFunction
 from attn_core.selection import Selection, override
 from torch_frontend.dispatch import (
     autocast,
@@ -35,6 +37,20 @@ from torch_frontend.dispatch.op_arguments import PlainOptions
 from torch_frontend.dispatch.ranges import in_ranges
 
 NO_FUNCTIONS = None, None, ()
+
+
+def _trace_outside(*functions: Any) -> Any:
+    """``functions.trace`` outside of a program that torch compiles: Dynamo would trace the tracing itself."""
+    dynamo = sys.modules.get("torch._dynamo")  # after a broken graph it runs this function, too
+    return (trace if dynamo is None else dynamo.disable(trace))(*functions)
+
+
+# As torch.compiler.disable does, which would load the compiler.
+vars(_trace_outside).update(
+    _torchdynamo_disable=True,
+    _torchdynamo_disable_msg="attention traces mask_mod and score_mod, which breaks the graph: pass what "
+    "attn_core.expressions.trace_mask and trace_score return for them",
+)
 
 
 def gather_arguments(
@@ -66,7 +82,8 @@ def gather_arguments(
     if key_ranges is not None:
         inputs = inputs._replace(key_ranges=_ranges_as_tensor(q, key_ranges))
     if functions != NO_FUNCTIONS:
-        mask_mod, score_mod, aux = trace(*functions)
+        untraced = any(each is not None and type(each) is not TracedFunction for each in functions[:2])
+        mask_mod, score_mod, aux = (_trace_outside if untraced else trace)(*functions)
         arrays = [_aux_as_tensor(q, f"aux[{number}]", array) for number, array in enumerate(aux)]
         inputs, options = inputs._replace(**named(arrays)), options._replace(mask_mod=mask_mod, score_mod=score_mod)
     if info is not None:

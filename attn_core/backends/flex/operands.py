@@ -26,6 +26,7 @@ from attn_core.call.functions import aux_of, reads
 from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
+from attn_core.expressions.properties import uses
 from attn_core.expressions.torch_functions import torch_function
 
 
@@ -72,25 +73,35 @@ def operands(spec: AttentionSpec, inputs: Inputs) -> FlexOperands:
     mask, bias, slopes = (None if t is None else t.detach() for t in (inputs.mask, inputs.bias, inputs.alibi_slopes))
     mask, bias = _condensed(mask), _condensed(bias)
     hidden, cap, ranges = hides(spec), _softcap(spec, inputs.q.device), _range_ends(inputs.key_ranges)
-    aux, by_tensors = tuple(array.detach() for array in aux_of(inputs)), mask is not None or ranges is not None
-    by_tensors = by_tensors or spec.packed or spec.mask_mod is not None
-    if not (hidden or by_tensors or slopes is not None):
+    aux, by_tensors = tuple(array.detach() for array in aux_of(inputs)), _by_tensors(spec)
+    if not (hidden or by_tensors or spec.mask_mod is not None or slopes is not None):
         return FlexOperands(None, None, None, mask, bias, slopes, cap, None, aux)
     edge, tables = _constants(spec, inputs.q.device)
     where = None
-    # Tables that depend on tensors (offsets, a mask, ranges, a function's arrays) are computed in every call, by one
-    # compiled program.
-    if by_tensors:
-        given = [t for t in (mask, *(ranges or ()), *aux) if t is not None]
-        broadcast = [tuple([length == 1 for length in t.shape]) for t in given]
-        tree = spec.mask_mod
-        function = None if tree is None else (torch_function(tree), reads(spec, "b"), reads(spec, "h"))
-        group = ("head",) * spec.group_size if ranges is not None else ()  # a number would become a symbol
-        how = (spec.packed, hidden, spec.alignment, group, function, mask is None, tuple(broadcast))
-        sizes = spec.batch, spec.num_heads, spec.q_len, spec.kv_len
-        run = program(_prepare, *how, tuple(str(t.dtype) for t in aux), length_classes(spec))
-        where, tables = run(edge, *offsets(inputs), mask, ranges, aux if function else (), *sizes)
+    if by_tensors:  # computed in every call
+        where, tables = _run_prepare(spec, edge, offsets(inputs), mask, ranges, aux)
     return FlexOperands(edge, where, tables, mask, bias, slopes, cap, ranges, aux)
+
+
+def _by_tensors(spec: AttentionSpec) -> bool:
+    """Returns whether the block tables depend on tensors: offsets, a mask, ranges, or arrays of the mask function."""
+    tables = spec.packed or spec.mask_shape is not None or spec.key_ranges_shape is not None
+    return tables or (spec.mask_mod is not None and "aux" in uses(spec.mask_mod))
+
+
+def _run_prepare(
+    spec: AttentionSpec, edge: Edges, cu_seqlens: tuple[Any, Any], mask: Any, ranges: Any, aux: tuple[Any, ...]
+) -> Any:
+    """Runs ``_prepare`` as one compiled program."""
+    given = [t for t in (mask, *(ranges or ()), *aux) if t is not None]
+    broadcast = [tuple([length == 1 for length in t.shape]) for t in given]
+    tree = spec.mask_mod
+    function = None if tree is None else (torch_function(tree), reads(spec, "b"), reads(spec, "h"))
+    group = ("head",) * spec.group_size if ranges is not None else ()  # a number would become a symbol
+    how = (spec.packed, hides(spec), spec.alignment, group, function, mask is None, tuple(broadcast))
+    run = program(_prepare, *how, tuple(str(t.dtype) for t in aux), length_classes(spec))
+    sizes = spec.batch, spec.num_heads, spec.q_len, spec.kv_len
+    return run(edge, *cu_seqlens, mask, ranges, aux if function else (), *sizes)
 
 
 def _range_ends(key_ranges: Any) -> tuple[Any, ...] | None:
@@ -147,11 +158,10 @@ def _prepare(how: Any, edge: Edges, cu_q: Any, cu_k: Any, mask: Any, ranges: Any
 
 def _constants(spec: AttentionSpec, device: Any) -> tuple[Edges, tuple[Table, Table] | None]:
     """Returns the (edges, tables) that depend on the spec alone. The tables are None if they depend on tensors."""
-    by_tensors = spec.packed or any(
-        each is not None for each in (spec.mask_shape, spec.key_ranges_shape, spec.mask_mod)
-    )
-    with_tables = hides(spec) and not by_tensors
-    by_stream = _by_stream(edges(spec), (spec.q_len, spec.kv_len, *widths(spec)) if with_tables else None, device)
+    with_tables = (hides(spec) or spec.mask_mod is not None) and not _by_tensors(spec)
+    rows = () if spec.mask_mod is None else (spec.batch, spec.num_heads, spec.mask_mod)
+    sizes = (spec.q_len, spec.kv_len, *widths(spec), *rows) if with_tables else None
+    by_stream = _by_stream(edges(spec), sizes, device)
     return _on_stream(by_stream, device, lambda: _new_constants(spec, device, with_tables))  # type: ignore[no-any-return]
 
 
@@ -193,7 +203,7 @@ _in_graphs: dict[int, Any] = {}
 
 
 @lru_cache(maxsize=64)
-def _by_stream(numbers: tuple[Any, ...], lengths: tuple[int, ...] | None, device: Any) -> dict[int, Any]:
+def _by_stream(numbers: tuple[Any, ...], lengths: tuple[Any, ...] | None, device: Any) -> dict[int, Any]:
     """Returns the dict that caches tensors made from numbers, by stream."""
     return {}
 
@@ -205,6 +215,8 @@ def _new_constants(spec: AttentionSpec, device: Any, with_tables: bool) -> tuple
     scalars = Edges(*(torch.full((), value, dtype=torch.int32, device=device) for value in edge))
     if not with_tables:
         return scalars, None
+    if spec.mask_mod is not None:
+        return scalars, _run_prepare(spec, scalars, (None, None), None, None, ())[1]
     rows, keys = dense_intervals(edge, spec.q_len, spec.kv_len, device)
     return scalars, (table(rows, spec.kv_len, widths(spec)[0]), table(keys, spec.q_len, widths(spec)[1]))
 
