@@ -80,7 +80,7 @@ KEYWORDS: dict[str, str | dict[str, str]] = {
     "precision": "set jax.default_matmul_precision around the call",
     # FlexAttention
     "score_mod": "bias=, alibi_slopes= and softcap= change scores",
-    "block_mask": {"mask": _SEEN},
+    "block_mask": {"mask_mod": "pass block_mask.mask_mod", "mask": _SEEN},
     # SageAttention and Transformer Engine
     "tensor_layout": {"layout": "'bshd' for NHD, 'bhsd' for HND"},
     "qkv_format": {"layout": "'bshd' or 'bhsd'; packed tensors need seq_info="},

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from attn_core.cli.drawn_functions import as_keywords
 from attn_core.cli.trial import Outcome, Trial, arrays_of_call, dtype_of
 
 
@@ -51,7 +52,8 @@ def _call(trial: Trial, backend: str) -> Any:
 def arrays_of(trial: Trial) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the array arguments of ``attention``, None for an absent one: without gradients, and with."""
     constants = {name: _array(trial, name) for name in arrays_of_call(trial)}
-    return constants, {name: constants.pop(name) for name in trial.learned}
+    learned = {name: constants.pop(name) for name in trial.learned}
+    return as_keywords(constants), learned
 
 
 def results_of(

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from attn_core.cli.drawn_functions import as_keywords
 from attn_core.cli.trial import Outcome, Trial, arrays_of_call, dtype_of
 
 
@@ -39,7 +40,7 @@ def tensors_of(trial: Trial, where: Any) -> dict[str, Any]:
     tensors = {name: _tensor(trial, name, where) for name in arrays_of_call(trial)}
     for name in trial.learned:
         tensors[name].requires_grad_(True)
-    return tensors
+    return as_keywords(tensors)
 
 
 def cotangents_of(trial: Trial, where: Any) -> list[Any]:

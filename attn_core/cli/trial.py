@@ -6,9 +6,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from attn_core.call.functions import AUX, named
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
+from attn_core.cli import drawn_functions
+from attn_core.cli.drawn_functions import functions_of
 from attn_core.correctness.accuracy import Accuracy, Expected, expect
 
 
@@ -43,7 +46,7 @@ class Trial(NamedTuple):
         """The keyword arguments of ``attention`` other than tensors."""
         spec = self.spec
         names = ("causal", "alignment", "window", "softcap", "scale", "deterministic", "return_lse")
-        return {name: getattr(spec, name) for name in names} | {"seq_info": self.seq_info}
+        return {name: getattr(spec, name) for name in names} | {"seq_info": self.seq_info} | functions_of(spec)
 
 
 class Outcome(NamedTuple):
@@ -74,6 +77,7 @@ def draw(spec: AttentionSpec, seq_info: SeqInfo | None = None, seed: int = 0) ->
         cu_seqlens_q=offsets[0],
         cu_seqlens_k=offsets[1],
         key_ranges=None if spec.key_ranges_shape is None else _ranges(spec, seed),
+        **named(drawn_functions.arrays_of(spec.aux, seed)),
     )
     # Only a log-sum-exp that is returned can have a gradient.
     both = spec.needs_backward and spec.return_lse
@@ -89,13 +93,16 @@ def _ranges(spec: AttentionSpec, seed: int) -> np.ndarray:
 
 
 def arrays_of_call(trial: Trial) -> tuple[str, ...]:
-    """Returns the array arguments of ``attention``; key_ranges if the call has them, because few functions take it."""
+    """Returns the arrays of a call as fields of ``Inputs``; key_ranges and aux arrays if it has them, because few
+    functions take them."""
     usual = ("q", "k", "v", "mask", "bias", "alibi_slopes", "sinks")
-    return (*usual, *("key_ranges",) * (trial.inputs.key_ranges is not None))
+    return (*usual, *(name for name in ("key_ranges", *AUX) if getattr(trial.inputs, name) is not None))
 
 
 def dtype_of(trial: Trial, name: str) -> str:
     """Returns the dtype of one of the trial's floating-point inputs in a framework."""
+    if name in AUX:
+        return str(trial.spec.aux[AUX.index(name)].dtype)
     if name in ("alibi_slopes", "sinks"):
         return trial.spec.lse_dtype
     return trial.spec.bias_dtype or trial.spec.dtype if name == "bias" else trial.spec.dtype

@@ -14,7 +14,6 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from callers_view import callers_results
-from drawn_functions import MASKS, fields_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle_cases import FEATURES, Case, fill, make
@@ -34,6 +33,7 @@ from attn_core.backends.support import unmet_claims
 from attn_core.call.functions import aux_of, scored
 from attn_core.call.masks import visible
 from attn_core.call.tensors import Gradients, Inputs
+from attn_core.cli.drawn_functions import MASKS, fields_of
 from attn_core.correctness import accuracy
 from attn_core.expressions.torch_functions import torch_function
 from torch_frontend import attention

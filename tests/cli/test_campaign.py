@@ -123,7 +123,7 @@ def by_reference(trial: Trial) -> dict[str, np.ndarray]:
 def test_a_relation_keeps_the_result(name: str) -> None:
     relation, count = RELATIONS[name], 0
     for case in (*drawn(300), Case("torch attention", SPEC)):
-        if not relation.fits(case.spec):
+        if not relation.takes(case.spec):
             continue
         trial = trial_of(case)
         trials, join = relation.rewrite(trial)

@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import torch
 from both_frontends import FRAMEWORKS, judge, reachable, run, same_bits
-from drawn_functions import MASKS, SCORES, fields_of
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from spec_strategies import make_call
@@ -26,6 +25,7 @@ import jax_frontend
 import torch_frontend
 from attn_core import DeviceError, NoBackendError, SpecError, masks
 from attn_core.call.functions import aux_of
+from attn_core.cli.drawn_functions import MASKS, SCORES, fields_of
 from attn_core.expressions import ExpressionError, alibi, causal, softcap, tanh, trace_mask, where
 
 SIZES = {"batch": 2, "q_len": 12, "kv_len": 12, "num_heads": 6, "num_kv_heads": 3, "head_dim": 5, "value_dim": 5}

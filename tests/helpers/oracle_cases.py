@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import drawn_functions
 import ml_dtypes
 import numpy as np
 
@@ -14,6 +13,7 @@ from attn_core.call.dropout import keep
 from attn_core.call.functions import aux_of, named, scored
 from attn_core.call.masks import positions, visible
 from attn_core.call.tensors import Gradients, Inputs
+from attn_core.cli import drawn_functions
 
 SIZES = {"batch": 2, "q_len": 5, "kv_len": 7, "num_heads": 9, "num_kv_heads": 3, "head_dim": 11, "value_dim": 13}
 LENGTHS_Q, LENGTHS_K = (3, 0, 2, 6, 0, 1), (5, 2, 0, 4, 0, 3)

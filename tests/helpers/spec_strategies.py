@@ -9,11 +9,9 @@ are fixed calls that no draw may leave out.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from drawn_functions import MASKS, SCORES, fields_of
 from hypothesis import strategies as st
 from oracle_cases import fill
 
@@ -22,7 +20,7 @@ from attn_core.backends.support import Support
 from attn_core.call.functions import AUX
 from attn_core.call.spec import DTYPES
 from attn_core.call.tensors import Inputs
-from attn_core.expressions import Expression, TracedFunction
+from attn_core.cli.drawn_functions import MASKS, SCORES, fields_of, functions_of
 
 LAYOUTS = ("contiguous", "heads_outside", "sliced", "stepped", "one_head_expanded")
 """The memory layouts of torch's q, k, v and output gradient; see ``both_frontends.laid_out``."""
@@ -82,9 +80,7 @@ class Call:
     def options(self) -> dict[str, Any]:
         """The keywords of ``attention`` that are plain values."""
         names = ("causal", "alignment", "softcap", "scale", "dropout", "deterministic", "return_lse")
-        functions = {name: getattr(self.spec, name) for name in ("mask_mod", "score_mod")}
-        traced = {name: _traced(tree, len(self.spec.aux)) for name, tree in functions.items() if tree is not None}
-        return {name: getattr(self.spec, name) for name in names} | {"window": self.window} | traced
+        return {name: getattr(self.spec, name) for name in names} | {"window": self.window} | functions_of(self.spec)
 
     def dtype_of(self, name: str) -> str:
         """The dtype in which an input (or ``dout``, ``dlse``) is passed."""
@@ -108,11 +104,6 @@ class Call:
             batch = self.spec.batch
             actual |= {name: one for name, one in short.items() if batch == 1 or one.shape[:1] != (batch,)}
         return actual
-
-
-@lru_cache(maxsize=256)  # one object, because jitted programs are known by it
-def _traced(tree: Expression, aux: int) -> TracedFunction:
-    return TracedFunction(tree, (), aux)
 
 
 Lengths = tuple[tuple[int, ...], tuple[int, ...]]

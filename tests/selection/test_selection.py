@@ -11,7 +11,6 @@ import psutil
 import pytest
 import torch
 from cost_tables import made_up_table, tables_in_force
-from drawn_functions import fields_of
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from spec_strategies import Call, calls
@@ -20,6 +19,7 @@ from attn_core import AttentionSpec, NoBackendError, SpecError, Target, backends
 from attn_core.backends.support import CHECKS, Build, Support, unmet_claims
 from attn_core.call.pages import PagedKV
 from attn_core.call.spec import DTYPES
+from attn_core.cli.drawn_functions import fields_of
 from attn_core.selection import choice, explanation, explanation_text, preference
 from attn_core.selection.random_calls import random_call
 from torch_frontend.dispatch import plan, plan_cache

@@ -210,7 +210,7 @@ class Campaign:
         backend = random_choice(drawn, ("", *self._able(entry, spec, target, shares))) or None
         relation = None
         if drawn.block % 4 == 0:
-            fitting = [name for name, each in RELATIONS.items() if each.fits(spec) and not (shares and each.splits)]
+            fitting = [name for name, each in RELATIONS.items() if each.takes(spec) and not (shares and each.splits)]
             relation = random_choice(drawn, tuple(fitting)) if fitting else None
         elif backend is not None:
             relation = pair_of(entry.name, place.block, place.number % BLOCK)

@@ -8,7 +8,19 @@ from attn_core import backends
 from attn_core.call.spec import AttentionSpec
 
 FEATURES = (
-    *("causal", "window", "softcap", "mask", "key_ranges", "bias", "bias gradient", "alibi", "sinks"),
+    *(
+        "causal",
+        "window",
+        "softcap",
+        "mask",
+        "key_ranges",
+        "mask_mod",
+        "score_mod",
+        "bias",
+        "bias gradient",
+        "alibi",
+        "sinks",
+    ),
     *("packed", "dropout", "lse", "gradients", "grouped heads", "value_dim", "empty"),
     *("float64", "float32", "bfloat16", "float16"),
 )
@@ -28,6 +40,8 @@ def features_of(spec: AttentionSpec) -> list[str]:
         "softcap": spec.softcap is not None,
         "mask": spec.mask_shape is not None,
         "key_ranges": spec.key_ranges_shape is not None,
+        "mask_mod": spec.mask_mod is not None,
+        "score_mod": spec.score_mod is not None,
         "bias": spec.bias_shape is not None,
         "bias gradient": spec.bias_gradient,
         "alibi": spec.alibi_shape is not None,

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from attn_core.call.spec import AttentionSpec
 from attn_core.cli.campaign.case import Lengths
+from attn_core.cli.drawn_functions import MASKS, SCORES, fields_of
 
 
 class Sizes(NamedTuple):
@@ -161,6 +162,9 @@ def _options(random: Random, fields: dict[str, Any], packed: bool) -> dict[str, 
     if present(0.15):  # last, so that a place of an earlier campaign still gives the rest of its call
         axes = [random.choice((1, size)) for size in (batch, fields["num_kv_heads"])]
         options["key_ranges_shape"] = (*axes, kv_len, random.choice((1, 2)), 2)
+    if present(0.12):
+        names = random.choice((None, *MASKS)), random.choice((None, *SCORES))
+        options |= fields_of(*names, (batch, heads, q_len, kv_len)) if any(names) else {}
     return options
 
 

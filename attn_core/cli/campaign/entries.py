@@ -8,6 +8,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
+from attn_core.call.functions import has_functions
 from attn_core.call.spec import AttentionSpec
 from attn_core.cli.trial import Trial
 from attn_core.errors import SpecError
@@ -97,11 +98,11 @@ def entry_of(name: str) -> Entry:
     return known[name]
 
 
-def without(*features: str, key_ranges: bool = False) -> Callable[[AttentionSpec], str | None]:
+def without(*features: str, key_ranges: bool = False, functions: bool = False) -> Callable[[AttentionSpec], str | None]:
     """Returns an Entry's ``refuses`` for an entry without some arguments of ``attention``.
 
     Args:
-        key_ranges: whether it has this argument, which few entries have.
+        key_ranges: whether it has this argument, which few entries have. functions: the same of mask_mod and score_mod.
     """
 
     def refuses(spec: AttentionSpec) -> str | None:
@@ -113,11 +114,13 @@ def without(*features: str, key_ranges: bool = False) -> Callable[[AttentionSpec
             "mask": spec.mask_shape is not None,
             "bias": spec.bias_shape is not None,
             "key_ranges": spec.key_ranges_shape is not None,
+            "functions": has_functions(spec),
             "lse": spec.return_lse,
             "gradients": spec.needs_backward,
         }
         present |= {name: bool(getattr(spec, name)) for name in ("sinks", "dropout", "deterministic")}
-        missing = [name for name in (*features, *("key_ranges",) * (not key_ranges)) if present[name]]
+        rare = ("key_ranges",) * (not key_ranges), ("functions",) * (not functions)
+        missing = [name for name in (*features, *rare[0], *rare[1]) if present[name]]
         return f"no {', '.join(missing)}" if missing else None
 
     return refuses

@@ -10,6 +10,7 @@ from typing import Any
 from attn_core.call.spec import AttentionSpec
 from attn_core.cli.campaign.coverage import FEATURES, Counts, features_of
 from attn_core.cli.campaign.entries import Entry
+from attn_core.cli.drawn_functions import fields_of
 from attn_core.errors import SpecError
 
 _SIZES: dict[str, Any] = {"batch": 2, "q_len": 5, "kv_len": 5, "num_heads": 4, "num_kv_heads": 4}
@@ -24,6 +25,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "softcap": {"softcap": 5.0},
     "mask": {"mask_shape": (1, 1, 5, 5)},
     "key_ranges": {"key_ranges_shape": (1, 4, 5, 2, 2)},
+    "mask_mod": fields_of("documents", None, (2, 4, 5, 5)),
+    "score_mod": fields_of(None, "slopes", (2, 4, 5, 5)),
     "bias": {"bias_shape": (1, 1, 5, 5)},
     "bias gradient": {"bias_shape": (1, 1, 5, 5), "needs_backward": True, "bias_gradient": True},
     "alibi": {"alibi_shape": (4,)},

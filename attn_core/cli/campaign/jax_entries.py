@@ -14,6 +14,7 @@ from attn_core.call.spec import AttentionSpec
 from attn_core.cli.campaign import pages
 from attn_core.cli.campaign.entries import Arrays, Entry, without
 from attn_core.cli.campaign.pages import pages_of
+from attn_core.cli.drawn_functions import functions_of
 from attn_core.cli.in_jax import arrays_of, cotangents_of, results_of
 from attn_core.cli.trial import Trial
 
@@ -62,7 +63,7 @@ def _program(call: Call, spec: AttentionSpec, backend: str | None) -> Any:
 def _function(call: Call, spec: AttentionSpec, backend: str | None) -> Call:
     """Returns a function of (learned inputs, other inputs, cotangents, offsets, key) that returns the named results."""
     names = ("causal", "alignment", "window", "softcap", "scale", "deterministic", "return_lse", "dropout")
-    keywords = {name: getattr(spec, name) for name in names} | {"backend": backend}
+    keywords = {name: getattr(spec, name) for name in names} | {"backend": backend} | functions_of(spec)
 
     def function(learned: Arrays, constants: Arrays, cotangents: Any, offsets: Any, key: Any) -> Arrays:
         longest = (spec.max_len_q or 0, spec.max_len_k or 0)
@@ -169,27 +170,36 @@ def _exported(arrays: Arrays, options: dict[str, Any]) -> Any:
     def call(present: Arrays) -> Any:
         return _attention(present | absent, options)
 
-    shapes = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in present.items()}
+    shapes = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), present)
     program = jax.export.export(jax.jit(call), disabled_checks=jax_frontend.export_checks())(shapes)
     if find_spec("flatbuffers") is not None:
         program = jax.export.deserialize(program.serialize())
     return program.call(present)
 
 
+_lacks = partial(without, key_ranges=True, functions=True)
+"""What ``attention`` itself lacks."""
+
 ENTRIES = (
     Entry("jax paged_attention", _run_paged, pages.refuses, requests=False, share=0.1),
     Entry(
         "jax attention, exported",
         partial(run, _exported, False),
-        without("packed", "dropout", "gradients", key_ranges=True),
+        _lacks("packed", "dropout", "gradients"),
         shared=True,
         share=0.1,
     ),
-    Entry("jax attention, jit", partial(run, _attention, True), without(key_ranges=True), shared=True, words=words),
+    Entry(
+        "jax attention, jit",
+        partial(run, _attention, True),
+        _lacks(),
+        shared=True,
+        words=words,
+    ),
     Entry(
         "jax attention, eager",
         partial(run, _attention, False),
-        without(key_ranges=True),
+        _lacks(),
         shared=True,
         share=0.1,
         words=words,

@@ -62,7 +62,7 @@ def verdict_of(case: Case, device: str) -> Verdict:
     if case.relation in PAIRS:
         return _both_ways(case, entry, device)
     relation = None if case.relation is None else RELATIONS[case.relation]
-    if relation is not None and not relation.fits(case.spec):
+    if relation is not None and not relation.takes(case.spec):
         return Verdict(skipped=f"{case.relation}: cannot rewrite the call")
     trial = trial_of(case)
     trials, join = ((trial,), None) if relation is None else relation.rewrite(trial)

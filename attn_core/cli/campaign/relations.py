@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from attn_core.call.functions import has_functions
 from attn_core.call.masks import visible
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.spec import AttentionSpec
@@ -32,6 +33,10 @@ class Relation(NamedTuple):
     fits: Callable[[AttentionSpec], bool]
     rewrite: Callable[[Trial], Rewritten]
     splits: bool = False
+
+    def takes(self, spec: AttentionSpec) -> bool:
+        """Returns whether it fits, and the call has no function: relations move what functions count."""
+        return not has_functions(spec) and self.fits(spec)
 
 
 def _documents_apart(trial: Trial) -> Rewritten:

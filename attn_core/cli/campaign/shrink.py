@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from attn_core.call.functions import has_functions
 from attn_core.cli.campaign.case import Case
 from attn_core.errors import SpecError
 
@@ -60,6 +61,8 @@ def _simpler(case: Case) -> Iterator[Case]:
     for name, value in PLAIN.items():
         if getattr(spec, name) != value:
             yield from _with(case, **{name: value})
+    if has_functions(spec):
+        yield from _with(case, mask_mod=None, score_mod=None, aux=())
     if case.lengths is not None:
         yield from _fewer_documents(case)
         return

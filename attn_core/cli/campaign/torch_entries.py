@@ -179,14 +179,27 @@ def _packed_alone(spec: AttentionSpec) -> str | None:
     return None if spec.packed else "packed documents alone"
 
 
+_lacks = partial(without, key_ranges=True, functions=True)
+"""What ``attention`` itself lacks."""
+
 ENTRIES = (
-    Entry("torch attention", partial(run, _attention), without(key_ranges=True), words=words),
-    Entry("torch attention, heads first", partial(run, _heads_first), without(key_ranges=True), words=words),
+    Entry("torch attention", partial(run, _attention), _lacks(), words=words),
+    Entry(
+        "torch attention, heads first",
+        partial(run, _heads_first),
+        _lacks(),
+        words=words,
+    ),
     Entry("torch attention, one row", partial(run, _one_row), _packed_alone, words=words),
-    Entry("torch attention, strided", partial(run, _strided), without(key_ranges=True), words=words),
+    Entry("torch attention, strided", partial(run, _strided), _lacks(), words=words),
     Entry("torch attention_qkvpacked", partial(run, _qkvpacked), _qkvpacked_refuses, words=words),
     Entry("torch paged_attention", partial(run, _paged), pages.refuses, requests=False),
-    Entry("torch attention, compiled", partial(run, _in_graph), without("dropout", key_ranges=True), shared=True),
+    Entry(
+        "torch attention, compiled",
+        partial(run, _in_graph),
+        _lacks("dropout"),
+        shared=True,
+    ),
     Entry(
         "torch attention, exported",
         partial(run, _exported),

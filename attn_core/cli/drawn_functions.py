@@ -1,4 +1,4 @@
-"""Mask and score functions for drawn calls, with the shapes and dtypes of their aux arrays."""
+"""Mask and score functions of drawn calls, with the shapes and dtypes of their aux arrays: in campaigns and tests."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from attn_core.call.functions import Aux, trace
-from attn_core.expressions import exp, tanh, to_float, where
+from attn_core.call.functions import AUX, KINDS, Aux, trace
+from attn_core.call.spec import AttentionSpec
+from attn_core.expressions import Expression, TracedFunction, exp, tanh, to_float, where
 
 Sizes = tuple[int, int, int, int]
 """batch, heads, q_len, kv_len."""
@@ -41,7 +42,7 @@ SCORES: dict[str, Family] = {
 
 @lru_cache(maxsize=1024)
 def fields_of(mask: str | None, score: str | None, sizes: Sizes) -> dict[str, Any]:
-    """The fields of a spec with these functions."""
+    """Returns the fields of a spec with these functions."""
     of_mask, masked = MASKS[mask] if mask else (lambda s: (), None)
     of_score, scored = SCORES[score] if score else (lambda s: (), None)
     first, second = of_mask(sizes), of_score(sizes)
@@ -53,7 +54,7 @@ def fields_of(mask: str | None, score: str | None, sizes: Sizes) -> dict[str, An
 
 
 def arrays_of(aux: tuple[Aux, ...], seed: int) -> list[np.ndarray]:
-    """Random arrays: ints from 0 to 3, so that documents repeat."""
+    """Returns random arrays: ints from 0 to 3, so that documents repeat."""
     random = np.random.default_rng((seed, 31))
     arrays = []
     for shape, dtype in aux:
@@ -67,7 +68,19 @@ def arrays_of(aux: tuple[Aux, ...], seed: int) -> list[np.ndarray]:
 
 
 def as_keywords(arrays: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of ``attention``: aux0 to aux3 become one tuple."""
-    names = [name for name in arrays if name.startswith("aux")]
+    """Returns the arguments of ``attention``, in which aux0 to aux3 are one tuple."""
+    names = sorted(name for name in arrays if name in AUX)
     rest = {name: array for name, array in arrays.items() if name not in names}
-    return rest | ({"aux": tuple(arrays[name] for name in sorted(names))} if names else {})
+    return rest | ({"aux": tuple(arrays[name] for name in names)} if names else {})
+
+
+@lru_cache(maxsize=256)  # one object, because jitted programs are known by it
+def traced(tree: Expression, aux: int) -> TracedFunction:
+    """Returns an expression as ``attention`` takes it. ``aux``: the number of arrays."""
+    return TracedFunction(tree, (), aux)
+
+
+def functions_of(spec: AttentionSpec) -> dict[str, TracedFunction]:
+    """Returns the functions of a call as keywords of ``attention``; none for a call without."""
+    trees = {name: getattr(spec, name) for name in KINDS}
+    return {name: traced(tree, len(spec.aux)) for name, tree in trees.items() if tree is not None}
