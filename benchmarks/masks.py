@@ -1,0 +1,215 @@
+"""Measures masks as ranges and as functions on a GPU, beside FlexAttention, a dense mask, and kernels without a mask.
+
+python -m benchmarks.masks --json masks.json     # minutes; needs a GPU. flash3 and flash4 are compared if installed
+
+Speeds count visible pairs alone: a kernel that computes hidden pairs is slower by this measure. The candidates of a
+call take turns in one process, and each call ends with a synchronisation, so the host's time counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+# torch 2.11 compiles in processes of its own, and waited for them for ever once JAX ran in this one.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+import numpy as np
+import torch
+
+from attn_core import masks
+from attn_core.backends.flex import operands
+from attn_core.call.tensors import Inputs
+from attn_core.expressions import tanh, trace_score
+from benchmarks.measure import environment, side_by_side
+from torch_frontend import attention, explain
+
+HEADS, KV_HEADS, DIM = 32, 8, 128
+CALLS, ROUNDS = 3, 7
+Calls = dict[str, Callable[[], Any]]
+
+
+def tree_of_depth_4() -> np.ndarray:
+    """A segment of 1024 tokens with 3 children of 512, each with 3 of 256, each with 3 of 128."""
+    parents: list[int] = []
+
+    def grow(parent: int, length: int, depth: int) -> None:
+        for _ in range(length):
+            parents.append(parent)
+            parent = len(parents) - 1
+        for _ in range(3 if depth < 4 else 0):
+            grow(parent, length // 2, depth + 1)
+
+    grow(-1, 1024, 1)
+    return masks.tree(np.array(parents))
+
+
+GALLERY: dict[str, Callable[[], np.ndarray]] = {
+    "16 completions of 512 on a prompt of 4096": lambda: masks.shared_prefix(4096, [512] * 16),
+    "tree of depth 4, 8320 tokens": tree_of_depth_4,
+    "prefix-LM, half of 8192": lambda: masks.prefix_lm([4096], 8192),
+    "16 images of 256 in 8192": lambda: masks.blocks(np.arange(0, 8192, 256), [False, True] * 16, 8192),
+    "block diffusion, 32 of 4096": lambda: masks.block_diffusion(4096, 32),
+    "64 global tokens and a window of 1024": lambda: masks.global_and_window(64, (1024, 1024), 8192),
+}
+
+
+def tensors(batch: int, tokens: int, training: bool) -> list[torch.Tensor]:
+    """q, k and v in bfloat16."""
+    place: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    shapes = [(batch, tokens, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    return [torch.randn(shape, **place, requires_grad=training) for shape in shapes]
+
+
+def synchronized(call: Callable[[], torch.Tensor], leaves: list[torch.Tensor] | None) -> Callable[[], None]:
+    """The call, with the gradients of ``leaves`` if there are any, and the wait for the device."""
+
+    def run() -> None:
+        if leaves is None:
+            with torch.no_grad():
+                call()
+        else:
+            out = call()
+            torch.autograd.grad(out, leaves, torch.ones_like(out))
+        torch.cuda.synchronize()
+
+    return run
+
+
+def flex_of_torch(qkv: list[torch.Tensor], score_mod: Any = None, mask_mod: Any = None) -> Callable[[], torch.Tensor]:
+    """torch's FlexAttention, compiled; its BlockMask is made once, before the calls."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    torch._dynamo.reset()
+    compiled, blocks = torch.compile(flex_attention), None
+    q, k, v = (tensor.transpose(1, 2) for tensor in qkv)
+    if mask_mod is not None:
+        blocks = torch.compile(create_block_mask)(mask_mod, None, None, q.shape[2], k.shape[2], device="cuda")
+    return lambda: compiled(q, k, v, score_mod=score_mod, block_mask=blocks, enable_gqa=True)
+
+
+def of_ranges(ranges: torch.Tensor) -> Callable[..., Any]:
+    """A FlexAttention mask function of key ranges."""
+    ends = [ranges[0, 0, :, which, end].contiguous() for which in range(ranges.shape[3]) for end in (0, 1)]
+
+    def mask_mod(b: Any, h: Any, q: Any, k: Any) -> Any:
+        seen = (q >= ends[0][k]) & (q < ends[1][k])
+        return seen if len(ends) == 2 else seen | ((q >= ends[2][k]) & (q < ends[3][k]))
+
+    return mask_mod
+
+
+def mask_row(name: str, training: bool) -> dict[str, Any]:
+    """Times one mask of the gallery."""
+    ranges = torch.from_numpy(GALLERY[name]()).cuda()
+    tokens = ranges.shape[2]
+    qkv = tensors(1, tokens, training)
+    leaves = qkv if training else None
+    rows = torch.arange(tokens, device="cuda")[:, None]
+    dense = torch.zeros(tokens, tokens, dtype=torch.bool, device="cuda")
+    for which in range(ranges.shape[3]):
+        dense |= (rows >= ranges[0, 0, :, which, 0]) & (rows < ranges[0, 0, :, which, 1])
+    calls: Calls = {
+        "attention": synchronized(lambda: attention(*qkv, key_ranges=ranges), leaves),
+        "FlexAttention": synchronized(flex_of_torch(qkv, mask_mod=of_ranges(ranges)), leaves),
+        "a dense mask": synchronized(lambda: attention(*qkv, mask=dense[None, None]), leaves),
+    }
+    selection = explain(*qkv, key_ranges=ranges)
+    row = {"call": name, "training": training, "pairs": int(dense.sum()), "tokens": tokens, "batch": 1}
+    row |= {"backend": selection.backend, "dense backend": explain(*qkv, mask=dense[None, None]).backend}
+    if not training:
+        given = Inputs(*qkv, key_ranges=ranges)
+        calls["block tables"] = synchronized(lambda: operands.operands(selection.spec, given).tables, None)
+        calls |= jax_calls(qkv, ranges)
+    return row | {"seconds": side_by_side(calls, calls=CALLS, rounds=ROUNDS)}
+
+
+def jax_calls(qkv: list[torch.Tensor], ranges: torch.Tensor) -> Calls:
+    """The same call in a jitted program of JAX; nothing if JAX sees no GPU."""
+    import jax
+
+    import jax_frontend
+
+    if jax.default_backend() != "gpu":
+        return {}
+    arrays = [jax.dlpack.from_dlpack(tensor.detach()) for tensor in (*qkv, ranges)]
+    program = jax.jit(lambda q, k, v, ranges: jax_frontend.attention(q, k, v, key_ranges=ranges))
+    return {"jax": lambda: program(*arrays).block_until_ready()}
+
+
+def slopes(s: Any, b: Any, h: Any, q: Any, k: Any, by_head: Any) -> Any:
+    return s - by_head[h] * abs(q - k)
+
+
+def capped_bias(s: Any, b: Any, h: Any, q: Any, k: Any, table: Any) -> Any:
+    return 20.0 * tanh((s + table[h, q - k + 4095]) / 20.0)
+
+
+SCORES = {"ALiBi": (slopes, (HEADS,)), "softcap of a relative bias": (capped_bias, (HEADS, 8191))}
+
+
+def score_row(name: str, training: bool) -> dict[str, Any]:
+    """Times one score function at 4 x 4096, causal."""
+    function, shape = SCORES[name]
+    qkv, array = tensors(4, 4096, training), torch.rand(shape, device="cuda")
+    leaves, traced = qkv if training else None, trace_score(function, (array,))
+
+    def of_torch(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        if function is slopes:
+            return slopes(s, b, h, q, k, array)
+        return 20.0 * torch.tanh((s + array[h, q - k + 4095]) / 20.0)
+
+    own = flex_of_torch(qkv, of_torch, lambda b, h, q, k: q >= k)
+    options: dict[str, Any] = {"causal": True, "score_mod": traced, "aux": (array,)}
+    calls = {
+        "attention": synchronized(lambda: attention(*qkv, **options), leaves),
+        "FlexAttention": synchronized(own, leaves),
+    }
+    row = {"call": name, "training": training, "pairs": 4 * 4096 * 4097 // 2, "tokens": 4096, "batch": 4}
+    row["backend"] = explain(*qkv, **options).backend
+    return row | {"seconds": side_by_side(calls, calls=CALLS, rounds=ROUNDS)}
+
+
+def plain_row(training: bool) -> dict[str, Any]:
+    """Times the fastest kernels without a mask function: causal, 8192 tokens."""
+    qkv, calls = tensors(1, 8192, training), {}
+    selection = explain(*qkv, causal=True)
+    for name in ("flash3", "flash4"):
+        try:
+            attention(*qkv, causal=True, backend=name)
+        except RuntimeError:  # not installed here, or without a gradient
+            continue
+        run = lambda name=name: attention(*qkv, causal=True, backend=name)  # noqa: E731
+        calls[name] = synchronized(run, qkv if training else None)
+    calls["attention"] = synchronized(lambda: attention(*qkv, causal=True), qkv if training else None)
+    row = {"call": "causal, 8192", "training": training, "pairs": 8192 * 8193 // 2, "tokens": 8192, "batch": 1}
+    return row | {"backend": selection.backend, "seconds": side_by_side(calls, calls=CALLS, rounds=ROUNDS)}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measures everything, and prints or writes it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="writes the times of every round")
+    parsed = parser.parse_args(arguments)
+    rows = []
+    for training in (False, True):
+        jobs = [lambda: plain_row(training)]  # noqa: B023
+        jobs += [lambda name=name: mask_row(name, training) for name in GALLERY]  # noqa: B023
+        jobs += [lambda name=name: score_row(name, training) for name in SCORES]  # noqa: B023
+        for job in jobs:
+            rows.append(job())
+            medians = {name: sorted(times)[len(times) // 2] for name, times in rows[-1]["seconds"].items()}
+            shown = ", ".join(f"{name} {1e3 * seconds:.2f} ms" for name, seconds in medians.items())
+            print(f"{rows[-1]['call']}, {'training' if training else 'forward'}: {shown}", flush=True)
+            torch.cuda.empty_cache()
+    result = {"device": torch.cuda.get_device_name(), "environment": environment(), "calls": rows}
+    if parsed.json is not None:
+        parsed.json.write_text(json.dumps(result) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
