@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from attn_core.call import checks
 from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
-from attn_core.call.functions import named, trace
+from attn_core.call.functions import NO_FUNCTIONS, are_given, named, trace
 from attn_core.call.keywords import AttentionKeywords
 from attn_core.call.layouts import Layout, check_layout
 from attn_core.call.options import Options, check_options, requested_names
@@ -159,9 +159,6 @@ def run(call: AttentionCall, inputs: Inputs, info: SeqInfo | None) -> Any:
     return results
 
 
-NO_FUNCTIONS = None, None, ()
-
-
 def gather_arguments(
     arrays: tuple[Any, ...],
     info: SeqInfo | None,
@@ -180,7 +177,7 @@ def gather_arguments(
     inputs, options = plan.check_arrays(arrays, shapes_only=shapes_only), check_options(options)
     if key_ranges is not None:
         inputs = inputs._replace(key_ranges=plan.ranges_as_array(key_ranges, shapes_only=shapes_only))
-    if functions != NO_FUNCTIONS:
+    if are_given(functions):
         mask_mod, score_mod, aux = trace(*functions)
         given = [plan.aux_as_array(f"aux[{at}]", array, shapes_only=shapes_only) for at, array in enumerate(aux)]
         inputs, options = inputs._replace(**named(given)), options._replace(mask_mod=mask_mod, score_mod=score_mod)

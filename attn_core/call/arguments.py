@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from attn_core.call.functions import AUX, Aux, aux_of
+from attn_core.call.functions import AUX, aux_of
 from attn_core.call.layouts import HINT, fits_heads_first, warn_of_heads_first
 from attn_core.call.mask_axes import check_axes
 from attn_core.call.masks import without_idle_sides
@@ -16,6 +16,7 @@ from attn_core.call.options import Options
 from attn_core.call.seq_info import is_number
 from attn_core.call.spec import DTYPES, AttentionSpec, Shape4
 from attn_core.errors import DeviceError, DTypeError, ShapeError, SpecError
+from attn_core.expressions.tracing import Aux
 
 
 class ArrayFacts(NamedTuple):

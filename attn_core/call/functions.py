@@ -18,13 +18,22 @@ from attn_core.errors import ShapeError, SpecError, shown
 from attn_core.expressions.derivatives import derivative
 from attn_core.expressions.on_numpy import block_indices, evaluate_numpy
 from attn_core.expressions.properties import check_aux, uses
-from attn_core.expressions.tracing import Aux, TracedFunction, trace_mask, trace_score
+from attn_core.expressions.tracing import TracedFunction, trace_mask, trace_score
 from attn_core.expressions.tree import Expression, from_rows
 
 AUX = ("aux0", "aux1", "aux2", "aux3")
 """The fields of ``Inputs`` that hold the aux arrays, in order."""
 KINDS = {"mask_mod": "bool", "score_mod": "float"}
 """What each function gives."""
+
+
+NO_FUNCTIONS = None, None, ()
+
+
+def are_given(functions: tuple[Any, Any, Any]) -> bool:
+    """Returns whether a call has mask_mod, score_mod or aux. An array has no truth value, so nothing is compared."""
+    mask_mod, score_mod, aux = functions
+    return not (mask_mod is None and score_mod is None and type(aux) is tuple and not aux)
 
 
 def trace(mask_mod: Any, score_mod: Any, aux: Any) -> tuple[Expression | None, Expression | None, tuple[Any, ...]]:
@@ -150,7 +159,3 @@ def scored(spec: Any, scores: np.ndarray, aux: Sequence[Any]) -> tuple[np.ndarra
 
 def _indices(spec: Any) -> tuple[np.ndarray, ...]:
     return block_indices(spec.batch, spec.num_heads, spec.q_len, spec.kv_len)
-
-
-__all__ = ["AUX", "Aux", "trace", "check_functions", "reads", "has_functions", "aux_of", "named", "slope"]
-__all__ += ["seen_by_function", "scored"]

@@ -10,12 +10,13 @@ from operator import attrgetter
 
 from attn_core.call.after_fork import lazy_property
 from attn_core.call.field_types import check_field_types
-from attn_core.call.functions import Aux, check_functions
+from attn_core.call.functions import check_functions
 from attn_core.call.key_ranges import check_shape
 from attn_core.call.options import Alignment, Options, check_options
 from attn_core.call.pages import PagedKV, check_paged
 from attn_core.call.seq_info import is_number
 from attn_core.errors import DTypeError, ShapeError, SpecError, shown
+from attn_core.expressions.tracing import Aux
 from attn_core.expressions.tree import Expression
 
 Shape4 = tuple[int, int, int, int]
@@ -246,9 +247,8 @@ def _check_shapes(spec: AttentionSpec) -> None:
 def _check_choices(spec: AttentionSpec) -> Options:
     """Raises SpecError for an option that no call can have, or that does not fit the others; returns the options."""
     lengths, flags = (spec.max_len_q, spec.max_len_k), (spec.deterministic, spec.return_lse)
-    options = check_options(
-        Options(spec.causal, spec.alignment, spec.window, spec.softcap, spec.scale, *lengths, spec.dropout, *flags)
-    )
+    scores = spec.softcap, spec.scale
+    options = check_options(Options(spec.causal, spec.alignment, spec.window, *scores, *lengths, spec.dropout, *flags))
     if spec.bias_dtype is not None and (spec.bias_shape is None or spec.bias_dtype not in DTYPES):
         raise SpecError(f"bias_dtype={shown(spec.bias_dtype)}: expected one of {', '.join(DTYPES)}, with a bias_shape")
     if spec.bias_gradient and spec.bias_shape is None:

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from attn_core.call.functions import AUX, KINDS, Aux, trace
+from attn_core.call.functions import AUX, KINDS, trace
 from attn_core.call.spec import AttentionSpec
 from attn_core.expressions import Expression, TracedFunction, exp, tanh, to_float, where
+from attn_core.expressions.tracing import Aux
 
 Sizes = tuple[int, int, int, int]
 """batch, heads, q_len, kv_len."""

@@ -6,8 +6,8 @@ import json
 from dataclasses import dataclass, fields
 from typing import Any
 
-from attn_core.call.functions import Aux
 from attn_core.call.spec import AttentionSpec
+from attn_core.expressions.tracing import Aux
 from attn_core.expressions.tree import from_text
 
 

@@ -19,7 +19,7 @@ from torch_frontend.context_parallel.mesh import find_axis
 from torch_frontend.context_parallel.prepare import RankPlan, prepare
 from torch_frontend.dispatch import autocast, empty_rows
 from torch_frontend.dispatch.backend_names import join_names
-from torch_frontend.dispatch.op_arguments import OPTIONS_SCHEMA, PlainOptions
+from torch_frontend.dispatch.op_arguments import OPTIONS, OPTIONS_SCHEMA, PlainOptions
 
 Tensor = torch.Tensor
 
@@ -91,7 +91,10 @@ def op_arguments(request: Request) -> tuple[Any, ...]:
     return (
         *(outer, inner[0] if inner else "", request.strategy, request.layout, *request.lengths, request.head_groups),
         None if request.documents is None else list(request.documents),
-        *PlainOptions.from_options(request.options, request.needs_backward, False, join_names(request.requested)),
+        # Without the functions, which context parallelism does not take.
+        *PlainOptions.from_options(request.options, request.needs_backward, False, join_names(request.requested))[
+            :OPTIONS
+        ],
     )
 
 

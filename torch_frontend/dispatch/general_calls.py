@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from attn_core.call import checks
-from attn_core.call.functions import named, trace
+from attn_core.call.functions import NO_FUNCTIONS, are_given, named, trace
 from attn_core.call.options import Options, check_flag, check_options, check_traced_options, requested_names
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.slow_copies import EVERY, FIRST, tables_passed
@@ -35,8 +35,6 @@ from torch_frontend.dispatch.checked_results import in_checks
 from torch_frontend.dispatch.dropout_words import draw_words
 from torch_frontend.dispatch.op_arguments import PlainOptions
 from torch_frontend.dispatch.ranges import in_ranges
-
-NO_FUNCTIONS = None, None, ()
 
 
 def _trace_outside(*functions: Any) -> Any:
@@ -81,7 +79,7 @@ def gather_arguments(
     inputs = Inputs(q, k, v, mask, bias, alibi_slopes, sinks)
     if key_ranges is not None:
         inputs = inputs._replace(key_ranges=_ranges_as_tensor(q, key_ranges))
-    if functions != NO_FUNCTIONS:
+    if are_given(functions):
         untraced = any(each is not None and type(each) is not TracedFunction for each in functions[:2])
         mask_mod, score_mod, aux = (_trace_outside if untraced else trace)(*functions)
         arrays = [_aux_as_tensor(q, f"aux[{number}]", array) for number, array in enumerate(aux)]
