@@ -10,13 +10,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-# torch 2.11 compiles in processes of its own, and waited for them for ever once JAX ran in this one.
-os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import numpy as np
 import torch
@@ -29,7 +25,7 @@ from benchmarks.measure import environment, side_by_side
 from torch_frontend import attention, explain
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
-CALLS, ROUNDS = 3, 7
+CALLS, ROUNDS = 3, 5
 Calls = dict[str, Callable[[], Any]]
 
 
@@ -88,7 +84,8 @@ def flex_of_torch(qkv: list[torch.Tensor], score_mod: Any = None, mask_mod: Any 
     compiled, blocks = torch.compile(flex_attention), None
     q, k, v = (tensor.transpose(1, 2) for tensor in qkv)
     if mask_mod is not None:
-        blocks = torch.compile(create_block_mask)(mask_mod, None, None, q.shape[2], k.shape[2], device="cuda")
+        # Not compiled: for 8320 tokens Triton takes longer than five minutes.
+        blocks = create_block_mask(mask_mod, None, None, q.shape[2], k.shape[2], device="cuda")
     return lambda: compiled(q, k, v, score_mod=score_mod, block_mask=blocks, enable_gqa=True)
 
 
