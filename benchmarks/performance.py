@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from attn_core.cli.bench import draw_sweep
 from attn_core.cli.bench_sweep import read
 from attn_core.selection.cross_validation import Fitting
-from benchmarks import choice_report, jax_calls, real_calls_report, small_calls_report
+from benchmarks import choice_report, jax_calls, masks_report, real_calls_report, small_calls_report
 from benchmarks.hopper_report import figures_of
 from benchmarks.performance_plots import ONE_GPU, draw, efficiency, strategies
 
@@ -280,6 +280,15 @@ cuDNN; both sides ran each shape before.
 
 {real_calls_report.section()}
 
+## Masks and scores
+
+Key ranges and score functions, which run in torch's FlexAttention on a GPU: 32 query heads on 8 kv heads of 128
+channels in bfloat16, one row for masks, 4 x 4096 causal for scores. Speeds count visible pairs alone. FlexAttention
+gets block tables that were made before the timing; attention() makes them in each call, and its backward runs the
+forward again. So it is slower than FlexAttention itself. `python -m benchmarks.masks --json` writes the raw times.
+
+{masks_report.section()}
+
 ## Measure your own machine
 
 ```bash
@@ -287,6 +296,7 @@ python -m benchmarks.cpu --write                         # the CPU's figures, an
 python -m benchmarks.small_calls --device cpu            # tiny torch calls of every kind, beside their rivals; or cuda
 python -m benchmarks.real_calls                          # calls of real models beside F.sdpa, on a GPU
 python -m benchmarks.jax_calls                           # random calls in JAX beside jax.nn
+python -m benchmarks.masks --json masks.json             # key ranges and functions beside FlexAttention, on a GPU
 python -m benchmarks.cpu_flex --json flex.json           # windows, documents, softcaps beside compiled FlexAttention
 python -m benchmarks.hopper --json hopper.json           # the figures of a GPU
 attn bench --json times.json                             # every backend on random calls, side by side

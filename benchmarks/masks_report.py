@@ -1,0 +1,75 @@
+"""Renders benchmarks/results/masks-*.json, the raw times of ``benchmarks.masks``, for the performance page."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).resolve().parent / "results"
+WORK = 4 * 32 * 128
+"""Floating-point operations of a forward per visible pair; with gradients 3.5 times as many."""
+GOALS = {"plain": 0.85, "FlexAttention": 1.5}
+"""Times the speed of kernels without a mask, and of torch's FlexAttention."""
+
+
+def section() -> str:
+    """Returns the tables of every stored measurement."""
+    files = sorted(RESULTS.glob("masks-*.json"))
+    return "\n\n".join(_of_one(json.loads(file.read_text(encoding="utf-8"))) for file in files)
+
+
+def _of_one(result: dict[str, Any]) -> str:
+    environment, parts = result["environment"], []
+    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items() if version)
+    parts.append(f"Measured on {environment['date']}: {result['device']}, {versions}.")
+    met = {goal: 0 for goal in GOALS}
+    for training in (False, True):
+        rows = [row for row in result["calls"] if row["training"] == training]
+        plain, *rest = rows
+        name = "flash4" if training or "flash3" not in plain["seconds"] else "flash3"
+        bare = _speed(plain, name)
+        head = f"| {'forward and gradients' if training else 'forward'} | TFLOP/s | beside {name}, causal, {bare:.0f} |"
+        lines = [f"{head} beside FlexAttention | beside a dense mask | JAX beside torch |", "|---|---|---|---|---|---|"]
+        for row in rest:
+            ratios = {"plain": _speed(row, "attention") / bare} | {
+                other: _times(row, other) for other in ("FlexAttention", "a dense mask", "jax")
+            }
+            for goal, least in GOALS.items():
+                met[goal] += (ratios[goal] or 0) >= least
+            jax = None if ratios["jax"] is None else 1 / ratios["jax"]
+            shown = [ratios["plain"], ratios["FlexAttention"], ratios["a dense mask"], jax]
+            cells = ["" if ratio is None else f"{ratio:.2f}" for ratio in shown]
+            lines.append(f"| {row['call']} | {_speed(row, 'attention'):.0f} | {' | '.join(cells)} |")
+        parts.append("\n".join(lines))
+    tables = [(_median(row, "block tables"), _median(row, "attention")) for row in result["calls"] if _has_tables(row)]
+    share = statistics.median(table / whole for table, whole in tables)
+    count = sum(row["call"] != "causal, 8192" for row in result["calls"])
+    parts.append(
+        f"Making the block tables takes {100 * share:.0f} % of a forward's time (median): the host launches a dozen "
+        f"small kernels. The goal is 5 %. {met['plain']} of {count} rows reach {GOALS['plain']} of the kernels without "
+        f"a mask, and {met['FlexAttention']} of {count} are {GOALS['FlexAttention']} times as fast as FlexAttention."
+    )
+    return "\n\n".join(parts)
+
+
+def _has_tables(row: dict[str, Any]) -> bool:
+    return "block tables" in row["seconds"]
+
+
+def _median(row: dict[str, Any], name: str) -> float:
+    return statistics.median(row["seconds"][name])
+
+
+def _speed(row: dict[str, Any], name: str) -> float:
+    """TFLOP/s, of visible pairs alone."""
+    return (3.5 if row["training"] else 1.0) * WORK * row["pairs"] / _median(row, name) / 1e12
+
+
+def _times(row: dict[str, Any], other: str) -> float | None:
+    """How many times as fast as another candidate: the median over rounds."""
+    if other not in row["seconds"]:
+        return None
+    rounds = zip(row["seconds"][other], row["seconds"]["attention"], strict=True)
+    return statistics.median(theirs / ours for theirs, ours in rounds)
