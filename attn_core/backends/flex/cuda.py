@@ -90,8 +90,8 @@ def lower(spec: AttentionSpec) -> dict[str, Any]:
         "band": hides(spec),
         "mask": spec.mask_shape,
         "ranges": spec.key_ranges_shape,
+        "mask_mod": spec.mask_mod,
     }
-    mask |= {"ranges": spec.key_ranges_shape, "mask_mod": spec.mask_mod}
     whole = spec.q_len % BLOCK == 0 and spec.kv_len % BLOCK == 0
     # The kernel for few queries splits the keys. Let torch choose it only within that kernel's limits.
     few = spec.q_len == 1 and spec.group_size <= 64
