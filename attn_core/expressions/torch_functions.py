@@ -49,7 +49,9 @@ def torch_function(tree: Expression) -> TorchFunction:
     def function(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
         import torch
 
-        words = vocabulary(b.device, torch.float32 if score is None else score.dtype)
+        # In float32 at least: FlexAttention on a CPU has scores of half precision.
+        floats = torch.float64 if score is not None and score.dtype == torch.float64 else torch.float32
+        score, words = None if score is None else score.to(floats), vocabulary(b.device, floats)
         places = [index.to(torch.int32) for index in (b, h, q, k)]
         return run([_as_step(row) for row in rows], words, places, score, aux)
 
