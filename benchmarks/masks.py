@@ -21,7 +21,7 @@ from attn_core import masks
 from attn_core.backends.flex import operands
 from attn_core.call.tensors import Inputs
 from attn_core.expressions import tanh, trace_score
-from benchmarks.measure import environment, side_by_side
+from benchmarks.measure import environment, medians, side_by_side
 from torch_frontend import attention, explain
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
@@ -199,8 +199,8 @@ def main(arguments: list[str] | None = None) -> None:
         jobs += [lambda name=name: score_row(name, training) for name in SCORES]  # noqa: B023
         for job in jobs:
             rows.append(job())
-            medians = {name: sorted(times)[len(times) // 2] for name, times in rows[-1]["seconds"].items()}
-            shown = ", ".join(f"{name} {1e3 * seconds:.2f} ms" for name, seconds in medians.items())
+            times = medians(rows[-1]["seconds"]).items()
+            shown = ", ".join(f"{name} {1e3 * seconds:.2f} ms" for name, seconds in times)
             print(f"{rows[-1]['call']}, {'training' if training else 'forward'}: {shown}", flush=True)
             torch.cuda.empty_cache()
     result = {"device": torch.cuda.get_device_name(), "environment": environment(), "calls": rows}

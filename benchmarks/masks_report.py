@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import statistics
-from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).resolve().parent / "results"
+from benchmarks.measure import median_ratio
+from benchmarks.small_calls_report import RESULTS, measured_on
+
 WORK = 4 * 32 * 128
 """Floating-point operations of a forward per visible pair; with gradients 3.5 times as many."""
 GOALS = {"plain": 0.85, "FlexAttention": 1.5}
@@ -21,9 +22,7 @@ def section() -> str:
 
 
 def _of_one(result: dict[str, Any]) -> str:
-    environment, parts = result["environment"], []
-    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items() if version)
-    parts.append(f"Measured on {environment['date']}: {result['device']}, {versions}.")
+    parts = [measured_on(result | {"dtype": "bfloat16"})]
     met = {goal: 0 for goal in GOALS}
     for training in (False, True):
         rows = [row for row in result["calls"] if row["training"] == training]
@@ -68,8 +67,5 @@ def _speed(row: dict[str, Any], name: str) -> float:
 
 
 def _times(row: dict[str, Any], other: str) -> float | None:
-    """How many times as fast as another candidate: the median over rounds."""
-    if other not in row["seconds"]:
-        return None
-    rounds = zip(row["seconds"][other], row["seconds"]["attention"], strict=True)
-    return statistics.median(theirs / ours for theirs, ours in rounds)
+    """How many times as fast as another candidate ``attention`` is; None if it was not timed."""
+    return median_ratio(row["seconds"], "attention", other) if other in row["seconds"] else None

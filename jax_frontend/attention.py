@@ -1,4 +1,4 @@
-"""The public functions for JAX arrays: attention and explain."""
+"""attention: the public function for JAX arrays."""
 
 from __future__ import annotations
 
@@ -179,8 +179,8 @@ def gather_arguments(
         inputs = inputs._replace(key_ranges=plan.ranges_as_array(key_ranges, shapes_only=shapes_only))
     if are_given(functions):
         mask_mod, score_mod, aux = trace(*functions)
-        given = [plan.aux_as_array(f"aux[{at}]", array, shapes_only=shapes_only) for at, array in enumerate(aux)]
-        inputs, options = inputs._replace(**named(given)), options._replace(mask_mod=mask_mod, score_mod=score_mod)
+        moved = [plan.moved_array(f"aux[{at}]", array, shapes_only=shapes_only) for at, array in enumerate(aux)]
+        inputs, options = inputs._replace(**named(moved)), options._replace(mask_mod=mask_mod, score_mod=score_mod)
     if info is not None:
         inputs, options = offsets.attach_complete(info, inputs, options, token_axis)
     if options.dropout:

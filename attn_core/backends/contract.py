@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from attn_core.backends.support import Build, Support
+from attn_core.call.functions import has_functions
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs, PagedInputs
 
@@ -74,8 +75,7 @@ def shortcut(backend: Backend, spec: AttentionSpec) -> Callable[..., tuple[Any, 
         or spec.sinks
         or spec.alibi_shape
         or spec.key_ranges_shape
-        or spec.mask_mod is not None
-        or spec.score_mod is not None
+        or has_functions(spec)
         or spec.dropout
         or spec.paged
         or spec.partial

@@ -62,7 +62,7 @@ def trace(mask_mod: Any, score_mod: Any, aux: Any) -> tuple[Expression | None, E
                 raise SpecError(f"aux: expected the {traced.given} arrays that {name} was traced with, got {len(aux)}")
         else:
             traced = tracer(function, aux)
-        trees.append(_renumbered(traced, len(aux), arrays))
+        trees.append(_renumbered(traced, arrays))
     if len(arrays) > len(AUX):
         raise SpecError(f"aux: expected at most {len(AUX)} arrays, captured ones included, got {len(arrays)}")
     if aux and trees == [None, None]:
@@ -70,7 +70,7 @@ def trace(mask_mod: Any, score_mod: Any, aux: Any) -> tuple[Expression | None, E
     return trees[0], trees[1], tuple(arrays)
 
 
-def _renumbered(traced: TracedFunction, given: int, arrays: list[Any]) -> Expression:
+def _renumbered(traced: TracedFunction, arrays: list[Any]) -> Expression:
     """Appends the captured arrays to the call's, and returns the expression with their numbers."""
     numbers = {}
     for number, array in enumerate(traced.captured):
@@ -78,7 +78,7 @@ def _renumbered(traced: TracedFunction, given: int, arrays: list[Any]) -> Expres
         if not places:
             places = [len(arrays)]
             arrays.append(array)
-        numbers[given + number] = places[0]
+        numbers[traced.given + number] = places[0]
     return traced.tree if all(old == new for old, new in numbers.items()) else _with_numbers(traced.tree, numbers)
 
 

@@ -150,18 +150,15 @@ def check_arrays(arrays: tuple[Any, ...], *, shapes_only: bool = False) -> Input
 
 def ranges_as_array(key_ranges: Any, *, shapes_only: bool = False) -> Any:
     """Returns key ranges as a JAX array, or with ``shapes_only`` as its shape; ``attn_core.masks`` builds numpy's."""
-    if not isinstance(key_ranges, np.ndarray):
-        check_array("key_ranges", key_ranges, shapes_only=shapes_only)
-        return key_ranges
-    if key_ranges.dtype != np.int32:
+    if isinstance(key_ranges, np.ndarray) and key_ranges.dtype != np.int32:
         raise DTypeError(f"key_ranges: expected dtype int32, got {key_ranges.dtype}; cast it to int32")
-    return jax.device_put(key_ranges)  # explicitly, which ``jax.transfer_guard`` allows
+    return moved_array("key_ranges", key_ranges, shapes_only=shapes_only)
 
 
-def aux_as_array(name: str, array: Any, *, shapes_only: bool = False) -> Any:
-    """Returns an array of a function as a JAX array, or with ``shapes_only`` as its shape."""
+def moved_array(name: str, array: Any, *, shapes_only: bool = False) -> Any:
+    """Returns an argument as a JAX array, or with ``shapes_only`` as its shape; an array of numpy moves to a device."""
     if isinstance(array, np.ndarray):
-        return jax.device_put(array)
+        return jax.device_put(array)  # explicitly, which ``jax.transfer_guard`` allows
     check_array(name, array, shapes_only=shapes_only)
     return array
 

@@ -138,7 +138,7 @@ def test_torchs_own_functions_are_taken_as_they_are() -> None:
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)
 
 
-def test_vmap_and_a_mesh_keep_the_places_of_rows_and_heads() -> None:
+def test_vmap_keeps_the_places_of_rows_and_heads() -> None:
     random = np.random.default_rng(2)
     q, k, v = (jnp.asarray(random.standard_normal((3, 4, 12, heads, 8), np.float32)) for heads in (4, 2, 2))
     first = jnp.asarray(random.integers(0, 9, (3, 12)), jnp.int32)

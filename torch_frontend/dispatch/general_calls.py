@@ -98,23 +98,25 @@ def gather_arguments(
 
 def _ranges_as_tensor(q: torch.Tensor, key_ranges: Any) -> torch.Tensor:
     """Returns key ranges as a tensor; those of numpy, as ``attn_core.masks`` builds them, move to q's device."""
-    if not isinstance(key_ranges, np.ndarray):
-        plan.check_tensor("key_ranges", key_ranges)
-        tensor_kinds.check_data(q, key_ranges=key_ranges)
-        return key_ranges  # type: ignore[no-any-return]
-    if key_ranges.dtype != np.int32:
+    if isinstance(key_ranges, np.ndarray) and key_ranges.dtype != np.int32:
         raise DTypeError(f"key_ranges: expected dtype int32, got {key_ranges.dtype}; cast it to int32")
-    return tensor_kinds.to_device_of(q, key_ranges)
+    return _as_tensor(q, "key_ranges", key_ranges)
 
 
-def _aux_as_tensor(q: torch.Tensor, name: str, array: Any) -> torch.Tensor:
-    """Returns an array of a function as a tensor; one of numpy moves to q's device."""
+def _as_tensor(q: torch.Tensor, name: str, array: Any) -> torch.Tensor:
+    """Returns an argument as a checked tensor; an array of numpy moves to q's device."""
     if isinstance(array, np.ndarray):
         return tensor_kinds.to_device_of(q, array)
     plan.check_tensor(name, array)
     tensor_kinds.check_data(q, **{name: array})
-    plan.check_gradient_free(name, array)
     return array  # type: ignore[no-any-return]
+
+
+def _aux_as_tensor(q: torch.Tensor, name: str, array: Any) -> torch.Tensor:
+    """Returns an array of a function as a tensor without a gradient."""
+    tensor = _as_tensor(q, name, array)
+    plan.check_gradient_free(name, tensor)
+    return tensor
 
 
 def run(

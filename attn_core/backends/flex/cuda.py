@@ -31,6 +31,7 @@ from attn_core.backends.shared import dry_run
 from attn_core.backends.shared.autograd import recording
 from attn_core.backends.shared.kernel_limits import tables
 from attn_core.backends.support import Build, Support
+from attn_core.call.functions import has_functions
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
 from attn_core.expressions.torch_functions import torch_function
@@ -131,8 +132,8 @@ def shortcut(spec: AttentionSpec) -> Callable[[Any, Any, Any], tuple[Any, Any]] 
     """See ``contract.shortcut``: autograd keeps what the compiled forward saved, and runs the same backward kernel."""
     import torch
 
-    more = (spec.mask_shape, spec.key_ranges_shape, spec.bias_shape, spec.alibi_shape, spec.documents, spec.mask_mod)
-    if not spec.needs_backward or spec.sinks or any(extra is not None for extra in (*more, spec.score_mod)):
+    more = (spec.mask_shape, spec.key_ranges_shape, spec.bias_shape, spec.alibi_shape, spec.documents)
+    if not spec.needs_backward or spec.sinks or has_functions(spec) or any(extra is not None for extra in more):
         return None
 
     def run(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
