@@ -117,8 +117,8 @@ def attention(
     arrays = (q, k, v, mask, bias, alibi_slopes, sinks)
     options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
     info = SeqInfo.coerce(seq_info)
-    given: dict[str, Any] = {"key_ranges": key_ranges, "functions": (mask_mod, score_mod, aux)}
-    inputs, options = gather_arguments(arrays, info, options, dropout_rng, **given)
+    masking: dict[str, Any] = {"key_ranges": key_ranges, "functions": (mask_mod, score_mod, aux)}
+    inputs, options = gather_arguments(arrays, info, options, dropout_rng, **masking)
     call = AttentionCall(options, requested_names(backend) or override.requested(), plan.device_name(q))
     results = run(call, inputs, info)
     if layout == "bshd":

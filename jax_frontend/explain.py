@@ -58,8 +58,8 @@ def explain(
     arrays = (q, k, v, mask, bias, alibi_slopes, sinks)
     options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
     info = SeqInfo.coerce(seq_info)
-    given: dict[str, Any] = {"key_ranges": key_ranges, "functions": (mask_mod, score_mod, aux)}
-    inputs, options = gather_arguments(arrays, info, options, dropout_rng, shapes_only=True, **given)
+    masking: dict[str, Any] = {"key_ranges": key_ranges, "functions": (mask_mod, score_mod, aux)}
+    inputs, options = gather_arguments(arrays, info, options, dropout_rng, shapes_only=True, **masking)
     if needs_backward is not None:
         check_flag("needs_backward", needs_backward)
     trains, requested = bool(needs_backward), requested_names(backend) or override.requested()

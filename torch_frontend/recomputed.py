@@ -43,8 +43,8 @@ def attention_of_layer(q: Tensor, k: Tensor, v: Tensor, *, trains: bool, **optio
     names = ("seq_info", "backend", "dropout_rng", "key_ranges")
     seq_info, backend, generator, key_ranges = (options.pop(name, None) for name in names)
     functions = options.pop("mask_mod", None), options.pop("score_mod", None), options.pop("aux", ())
-    tensors, given = (q, k, v, *tables), {"key_ranges": key_ranges, "functions": functions}
-    inputs, call_options = gather_arguments(tensors, seq_info, Options(**options), generator, **given)
+    tensors, masking = (q, k, v, *tables), {"key_ranges": key_ranges, "functions": functions}
+    inputs, call_options = gather_arguments(tensors, seq_info, Options(**options), generator, **masking)
     requested = requested_names(backend) or override.requested()
     bias_gradient = inputs.bias is not None and inputs.bias.requires_grad
     request = (plan.metadata(inputs), call_options, True, bias_gradient, requested, sdpa_flags.now())

@@ -58,8 +58,10 @@ def trace(mask_mod: Any, score_mod: Any, aux: Any) -> tuple[Expression | None, E
             traced = function
             if traced.tree.kind != KINDS[name]:
                 raise SpecError(f"{name}: expected a function that gives a {KINDS[name]}, got {traced.tree.kind}")
-            if traced.given != len(aux):
-                raise SpecError(f"aux: expected the {traced.given} arrays that {name} was traced with, got {len(aux)}")
+            if traced.aux_count != len(aux):
+                raise SpecError(
+                    f"aux: expected the {traced.aux_count} arrays that {name} was traced with, got {len(aux)}"
+                )
         else:
             traced = tracer(function, aux)
         trees.append(_renumbered(traced, arrays))
@@ -78,7 +80,7 @@ def _renumbered(traced: TracedFunction, arrays: list[Any]) -> Expression:
         if not places:
             places = [len(arrays)]
             arrays.append(array)
-        numbers[traced.given + number] = places[0]
+        numbers[traced.aux_count + number] = places[0]
     return traced.tree if all(old == new for old, new in numbers.items()) else _with_numbers(traced.tree, numbers)
 
 

@@ -38,12 +38,12 @@ class TracedFunction:
     Attributes:
         tree: the expression, plain data. Lookups name arrays by number: first those of ``aux``, then the captured.
         captured: arrays of torch, JAX or numpy that the function looked numbers up in, each once.
-        given: the number of arrays in ``aux``.
+        aux_count: the number of arrays in ``aux``.
     """
 
     tree: Expression
     captured: tuple[Any, ...] = ()
-    given: int = 0
+    aux_count: int = 0
 
 
 def trace_mask(function: Callable[..., Any], aux: Sequence[Any] = (), name: str = "mask_mod") -> TracedFunction:

@@ -144,8 +144,8 @@ def explain(
     needs_backward: bool | None,
 ) -> Selection:
     """Gathers the arguments of a call, and returns what would run it, as ``explain.explain`` does."""
-    given: dict[str, Any] = {"key_ranges": key_ranges, "functions": functions}
-    inputs, options = gather_arguments(tensors, seq_info, options, generator, draw=False, **given)
+    masking: dict[str, Any] = {"key_ranges": key_ranges, "functions": functions}
+    inputs, options = gather_arguments(tensors, seq_info, options, generator, draw=False, **masking)
     trains, bias_gradient = autograd.gradients_needed(inputs)
     needs = trains if needs_backward is None else check_flag("needs_backward", needs_backward)
     requested = requested_names(backend) or override.requested()
