@@ -11,7 +11,9 @@ import itertools
 import json
 import signal
 import sys
+import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -27,7 +29,7 @@ from interrupted_lines import count_lines, held_locks, interrupted_at
 
 import torch_frontend.diffusers
 from attn_core import SeqInfo, cli
-from attn_core.cli import tune
+from attn_core.cli import ctrl_c, tune
 from attn_core.dropins import finetrainers
 from attn_core.paged.allocator import PageAllocator
 from attn_core.selection import tables
@@ -300,6 +302,36 @@ def test_interrupted_commands_exit_with_130_and_keep_their_file(tmp_path: Path) 
         code, files, _ = said[name]
         assert code == 130 and files == [f"{name}.json"], said
     assert said["campaign"][2] > 0
+
+
+def test_ctrl_c_that_a_callback_swallows_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python drops a KeyboardInterrupt in a weak reference's callback; torch's compiler and JAX have such callbacks."""
+    printed: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", printed.append)
+    ctrl_c.repeat_swallowed_ctrl_c()
+    hook = sys.unraisablehook
+    ctrl_c.repeat_swallowed_ctrl_c()
+    assert sys.unraisablehook is hook
+
+    def swallow(error: BaseException) -> None:
+        def callback(_: Any) -> None:
+            raise error
+
+        watched = Watched()
+        reference = weakref.ref(watched, callback)
+        del watched
+        assert reference() is None
+
+    with pytest.raises(KeyboardInterrupt):
+        swallow(KeyboardInterrupt())
+        time.sleep(20.0)
+    assert printed == []
+    swallow(ValueError("another error"))
+    assert [each.exc_type for each in printed] == [ValueError]
+
+
+class Watched:
+    """An object that can have a weak reference."""
 
 
 def test_an_interrupted_tune_writes_no_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
