@@ -7,13 +7,14 @@ from typing import Any, Literal, Never, Unpack, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from attn_core.call import checks
 from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
 from attn_core.call.functions import NO_FUNCTIONS, are_given, named, trace
 from attn_core.call.keywords import AttentionKeywords
 from attn_core.call.layouts import Layout, check_layout
-from attn_core.call.options import Options, check_options, requested_names
+from attn_core.call.options import Options, Window, check_options, requested_names
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.slow_copies import EVERY, FIRST, tables_passed
 from attn_core.call.tensors import Inputs
@@ -21,11 +22,11 @@ from attn_core.errors import SpecError
 from attn_core.expressions.tracing import TracedFunction
 from attn_core.selection import override
 from jax_frontend.bridge.forked import check_process
+from jax_frontend.context_parallel import one_device
 from jax_frontend.dispatch import offsets, plan, value_checks
 from jax_frontend.dispatch.differentiable import AttentionCall, differentiable_attention, varying_alike
 
 Array = jax.Array
-Window = int | tuple[int | None, int | None] | None
 Keywords = AttentionKeywords[Array, Array]
 
 
@@ -117,13 +118,23 @@ def attention(
     arrays = (q, k, v, mask, bias, alibi_slopes, sinks)
     options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
     info = SeqInfo.coerce(seq_info)
-    masking: dict[str, Any] = {"key_ranges": key_ranges, "functions": (mask_mod, score_mod, aux)}
+    requested, functions = requested_names(backend) or override.requested(), (mask_mod, score_mod, aux)
+    if isinstance(key_ranges, np.ndarray):
+        # The values are on the host, so that kernels without key ranges may compute the mask in parts.
+        results = one_device.attend(arrays, seq_info, options, requested, key_ranges, functions)
+        if results is not None:
+            return _in_layout(results, layout)
+    masking: dict[str, Any] = {"key_ranges": key_ranges, "functions": functions}
     inputs, options = gather_arguments(arrays, info, options, dropout_rng, **masking)
-    call = AttentionCall(options, requested_names(backend) or override.requested(), plan.device_name(q))
-    results = run(call, inputs, info)
+    call = AttentionCall(options, requested, plan.device_name(q))
+    return _in_layout(run(call, inputs, info), layout)
+
+
+def _in_layout(results: Any, layout: Layout) -> Any:
+    """Returns the output, or (output, lse), with the output in a layout."""
     if layout == "bshd":
         return results
-    return (exchanged(results[0]), results[1]) if return_lse else exchanged(results)
+    return (exchanged(results[0]), results[1]) if isinstance(results, tuple) else exchanged(results)
 
 
 def exchanged(array: Any) -> Any:

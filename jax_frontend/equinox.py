@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from attn_core.call.options import Window
 from attn_core.call.spec import DTYPES
 from attn_core.errors import DTypeError, ShapeError, SpecError, needs_extra
 from jax_frontend.attention import attention
@@ -25,7 +26,6 @@ with needs_extra(__name__, "equinox", "equinox"):
 __all__ = ["attend"]
 
 Array = jax.Array
-Window = int | tuple[int | None, int | None] | None
 ProcessHeads = Callable[[Array, Array, Array], tuple[Array, Array, Array]]
 
 

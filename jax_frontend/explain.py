@@ -6,14 +6,16 @@ from collections.abc import Callable, Sequence
 from typing import Any, Never
 
 import jax
+import numpy as np
 
 from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
 from attn_core.call.layouts import Layout, check_layout
-from attn_core.call.options import Options, check_flag, requested_names
+from attn_core.call.options import Options, Window, check_flag, requested_names
 from attn_core.call.seq_info import SeqInfo
+from attn_core.context_parallel.one_device import described
 from attn_core.expressions.tracing import TracedFunction
 from attn_core.selection import Selection, override
-from jax_frontend.attention import Window, exchanged, gather_arguments
+from jax_frontend.attention import exchanged, gather_arguments
 from jax_frontend.dispatch import offsets, plan, value_checks
 
 
@@ -69,4 +71,6 @@ def explain(
     offsets.check(selection.spec, info)
     if not isinstance(inputs.key_ranges, jax.ShapeDtypeStruct):
         value_checks.check_key_ranges(selection.spec, inputs.key_ranges)
-    return selection
+    # As ``context_parallel.one_device`` decides, but for the question whether the program is traced.
+    parts = isinstance(key_ranges, np.ndarray) and (requested is not None or selection.spec.batch == 1)
+    return described(selection, key_ranges) if parts else selection

@@ -9,10 +9,10 @@ import jax
 from attn_core.call.arguments import ArrayFacts, check_qkv_as_one
 from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
 from attn_core.call.keywords import QkvPackedKeywords
-from attn_core.call.options import Options, requested_names
+from attn_core.call.options import Options, Window, requested_names
 from attn_core.call.seq_info import SeqInfo
 from attn_core.selection import override
-from jax_frontend.attention import Window, gather_arguments, run
+from jax_frontend.attention import gather_arguments, run
 from jax_frontend.dispatch import plan
 from jax_frontend.dispatch.differentiable import AttentionCall
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, Never, Unpack, overload
 
 import torch
+from numpy import ndarray
 from torch.autograd import forward_ad, profiler
 
 from attn_core.call import checks, ranges
@@ -13,7 +14,7 @@ from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
 from attn_core.call.keywords import AttentionKeywords
 from attn_core.call.layouts import Layout
 from attn_core.call.mask_objects import is_object
-from attn_core.call.options import Options, is_plain_window
+from attn_core.call.options import Options, Window, is_plain_window
 from attn_core.call.tensors import Inputs
 from attn_core.errors import SpecError
 from attn_core.expressions.tracing import TracedFunction
@@ -46,7 +47,6 @@ _is_autocast_on, _is_transformed, _modes, _checks, _ranges = (
 )
 _flash_on, _efficient_on, _cudnn_on = sdpa_flags.is_flash_on, sdpa_flags.is_efficient_on, sdpa_flags.is_cudnn_on
 _math_on, _others_on = sdpa_flags.is_math_on, sdpa_flags.are_others_on
-Window = int | tuple[int | None, int | None] | None
 Keywords = AttentionKeywords[Tensor, torch.Generator]
 
 
@@ -172,6 +172,13 @@ def attention(
         tensors = (q, k, v, mask, bias, alibi_slopes, sinks)
         options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
         functions = mask_mod, score_mod, aux
+        if not _is_compiling() and isinstance(key_ranges, ndarray):
+            # The values are on the host, so that kernels without key ranges may compute the mask in parts.
+            from torch_frontend.context_parallel import one_device
+
+            results = one_device.attend(tensors, seq_info, options, backend, key_ranges, functions)
+            if results is not None:
+                return results
         return general_calls.run(tensors, seq_info, options, dropout_rng, backend, key_ranges, functions)
     try:
         needs_backward = _is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)

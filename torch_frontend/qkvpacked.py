@@ -10,10 +10,9 @@ from attn_core.call.arguments import check_qkv_as_one
 from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
 from attn_core.call.keywords import QkvPackedKeywords
 from attn_core.call.mask_objects import is_object
-from attn_core.call.options import Options, requested_names
+from attn_core.call.options import Options, Window, requested_names
 from attn_core.call.tensors import Gradients, Inputs
 from attn_core.selection import override
-from torch_frontend.attention import Window
 from torch_frontend.dispatch import autocast, autograd, empty_rows, plan, run_plan, sdpa_flags, transforms
 from torch_frontend.dispatch.checked_results import in_checks
 from torch_frontend.dispatch.general_calls import gather_arguments, run

@@ -67,6 +67,39 @@ def contains(key_ranges: Any, rows: Any) -> Any:
     return seen
 
 
+def within_band(
+    starts: np.ndarray, stops: np.ndarray, edges: tuple[int | None, int | None], q_len: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Cuts ranges ``[..., keys]`` at the band of causal and window, ``low <= key - query <= high``, and at the row."""
+    (low, high), key = edges, np.arange(starts.shape[-1])
+    starts = np.maximum(starts, 0 if high is None else key - high)
+    return starts, np.minimum(stops, q_len if low is None else key - low + 1)
+
+
+def visible_blocks(
+    key_ranges: np.ndarray, q_len: int, edges: tuple[int | None, int | None], size: int = 128
+) -> tuple[int, int]:
+    """Returns how many blocks of ``size`` queries and keys have a visible pair, and how many there are.
+
+    Args:
+        key_ranges: ``[batch or 1, kv_heads or 1, kv_len, ranges, 2]``, valid.
+        edges: the band of causal and window, see ``within_band``.
+    """
+    rows, heads, kv_len, ranges, _ = key_ranges.shape
+    q_blocks, k_blocks = -(-q_len // size), -(-kv_len // size)
+    # Each range adds 1 from its first block of queries on, and takes it away behind its last.
+    changes = np.zeros((rows, heads, k_blocks, q_blocks + 1), np.int64)
+    for which in range(ranges):
+        of_range = key_ranges[..., which, 0].astype(np.int64), key_ranges[..., which, 1].astype(np.int64)
+        starts, stops = within_band(*of_range, edges, q_len)
+        row, head, key = np.nonzero(starts < stops)
+        first, last = starts[row, head, key] // size, (stops[row, head, key] - 1) // size
+        np.add.at(changes, (row, head, key // size, first), 1)
+        np.add.at(changes, (row, head, key // size, last + 1), -1)
+    seen = changes.cumsum(-1)[..., :-1] > 0
+    return int(seen.sum()), seen.size
+
+
 def visible_in_ranges(key_ranges: Any, q_len: int, num_heads: int) -> np.ndarray:
     """Returns the pairs that ranges show: bool ``[batch or 1, heads or 1, q_len, kv_len]``; 1 head if all share it."""
     ranges = np.asarray(key_ranges)

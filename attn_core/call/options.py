@@ -10,6 +10,8 @@ from attn_core.errors import SpecError, shown
 from attn_core.expressions.tree import Expression
 
 Alignment = Literal["bottom_right", "top_left"]
+Window = int | tuple[int | None, int | None] | None
+"""The argument ``window``; ``normalise_window`` makes a pair of it."""
 
 
 class Options(NamedTuple):

@@ -19,12 +19,19 @@ class VisibleBand(NamedTuple):
     Attributes:
         left, right: 0 or more; None is unbounded.
         documents: the offsets of packed documents, each of which sees only itself; None for no documents.
+        parts: the whole mask as bands, instead of all the above; None for a mask that has no key ranges.
     """
 
     left: int | None
     right: int | None
     offset: int = 0
     documents: tuple[int, ...] | None = None
+    parts: tuple[BandedSegment, ...] | None = None
+
+    @property
+    def has_pieces(self) -> bool:
+        """Whether several segments may share a kernel call, as packed documents."""
+        return self.documents is not None or self.parts is not None
 
 
 class Segment(NamedTuple):

@@ -11,11 +11,14 @@ from typing import Any
 from attn_core.call.masks import band
 from attn_core.call.options import check_number
 from attn_core.call.spec import AttentionSpec
-from attn_core.context_parallel.bands import VisibleBand
+from attn_core.context_parallel.bands import BandedSegment, VisibleBand
 from attn_core.context_parallel.plan import ROUNDED_ONCE, AxisSizes, ContextPlan, build_plan, parts_and_members
 from attn_core.context_parallel.tiles import Tile
 from attn_core.errors import ShapeError, SpecError
 from attn_core.selection import Target, new_plans, preference, refusals, select
+
+Bands = tuple[BandedSegment, ...] | None
+"""The whole mask of a call with key ranges, see ``attn_core.context_parallel.ranges``; None without ranges."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,7 @@ def build_call(
     head_groups: int,
     target: Target,
     requested: tuple[str, ...] | None,
+    bands: Bands = None,
 ) -> ContextCall:
     """Plans a call and selects the backends of its tiles; cached.
 
@@ -85,13 +89,14 @@ def build_call(
         documents: the offsets of the whole row's packed documents.
         strategy, layout, axes: see ``attn_core.context_parallel.plan``.
         requested: ``backend=`` of the call, or of ``use_backend``.
+        bands: the whole mask of a call with key ranges.
 
     Raises:
         SpecError: for arguments that context parallelism does not support, and for heads that ranks cannot share.
         NoBackendError: if no backend, or not the requested one, can run a tile; the message has every reason.
     """
-    check_spec(spec)
-    plan = plan_spec(spec, documents, strategy, layout, axes)
+    check_spec(spec, bands)
+    plan = plan_spec(spec, documents, strategy, layout, axes, bands)
     repeats = kv_repeats(spec.num_heads, spec.num_kv_heads, plan.inner)
     heads = spec.num_kv_heads * repeats // plan.inner
     if head_groups < 1 or heads % head_groups:
@@ -108,17 +113,24 @@ def build_call(
 
 
 def plan_spec(
-    spec: AttentionSpec, documents: tuple[int, ...] | None, strategy: str, layout: str, axes: AxisSizes
+    spec: AttentionSpec,
+    documents: tuple[int, ...] | None,
+    strategy: str,
+    layout: str,
+    axes: AxisSizes,
+    bands: Bands = None,
 ) -> ContextPlan:
     """Returns the plan of a spec's call; cached by ``build_plan``."""
     edge = band(spec)
     visible = VisibleBand(edge.left, edge.right, edge.offset, documents)
+    if bands is not None:  # causal, window and documents are in them
+        visible = VisibleBand(None, None, parts=bands)
     return build_plan(strategy, layout, *parts_and_members(axes, strategy), spec.q_len, spec.kv_len, visible)
 
 
-def check_spec(spec: AttentionSpec) -> None:
+def check_spec(spec: AttentionSpec, bands: Bands = None) -> None:
     """Raises SpecError for an argument of ``attention`` that context parallelism does not support."""
-    if spec.key_ranges_shape is not None:
+    if spec.key_ranges_shape is not None and bands is None:
         raise SpecError("key_ranges: expected none in context parallelism, where every rank would need others")
     check_supported(spec.mask_shape, spec.bias_shape, spec.alibi_shape, spec.dropout)
 

@@ -14,7 +14,7 @@ class Tile(NamedTuple):
     """One kernel call: segments that share a window, in which every query sees a key.
 
     Attributes:
-        segments: one; or, for packed documents, several that have no query and no key in common.
+        segments: one; or, of documents and key ranges, several that have no query and no key in common.
         left, right: the window's inclusive distances around each segment's bottom-right diagonal; None is unbounded.
     """
 
@@ -55,6 +55,10 @@ class Tile(NamedTuple):
         return BandedSegment(segment, low, None if self.right is None else segment.offset + self.right)
 
 
+THIN = 4
+"""How many segments of a group are compared with another window."""
+
+
 def max_overlap(ranges: Iterable[tuple[int, int]]) -> int:
     """Returns the largest number of ranges ``[start, stop)`` that have one place in common."""
     # At one place, ends (-1) sort before starts (+1), so ranges that only touch do not overlap.
@@ -76,6 +80,8 @@ def split_into_tiles(queries: Sequence[Run], keys: Sequence[Run], visible: Visib
     Rows and columns without a visible pair are left out. What remains of a band is a window around the bottom-right
     diagonal with distances of 0 or more, which every kernel supports. Segments that form one band become one tile.
     """
+    if visible.parts is not None:
+        return _group_into_tiles(list(_parts_of_bands(queries, keys, visible.parts)), visible)
     parts = [
         part
         for q_pieces, k_pieces in _pair_by_document(
@@ -84,6 +90,30 @@ def split_into_tiles(queries: Sequence[Run], keys: Sequence[Run], visible: Visib
         for part in _join_all(part for piece in q_pieces for part in _parts_of_piece(piece, k_pieces, visible))
     ]
     return _group_into_tiles(parts, visible)
+
+
+def _parts_of_bands(
+    queries: Sequence[Run], keys: Sequence[Run], bands: Iterable[BandedSegment]
+) -> Iterator[BandedSegment]:
+    """Yields the visible parts of each band between two blocks, joined where possible."""
+    q_pieces, k_pieces = _cut_at_documents(queries, None), _cut_at_documents(keys, None)
+    for (q_start, q_stop, k_start, k_stop), low, high in bands:
+        of_band = VisibleBand(None if low is None else -low, high)
+        of_keys = [piece for piece in (_clip(each, k_start, k_stop) for each in k_pieces) if piece.run.count]
+        parts: list[BandedSegment] = []
+        for piece in q_pieces:
+            query = _clip(piece, q_start, q_stop)
+            if query.run.count:
+                parts += _parts_of_piece(query, of_keys, of_band)
+        yield from parts if len(parts) < 2 else _join_all(parts)
+
+
+def _clip(piece: Piece, start: int, stop: int) -> Piece:
+    """Returns the positions of a piece in ``[start, stop)``."""
+    run = piece.run
+    skipped = max(0, -(-(start - run.start) // run.stride))
+    count = max(0, min(run.count, -(-(stop - run.start) // run.stride)) - skipped)
+    return Piece(piece.document, piece.place + skipped, Run(run.start + skipped * run.stride, count, run.stride))
 
 
 def _cut_at_documents(runs: Sequence[Run], documents: tuple[int, ...] | None) -> list[Piece]:
@@ -137,18 +167,28 @@ def _join_all(parts: Iterable[BandedSegment]) -> list[BandedSegment]:
 
 
 def _group_into_tiles(parts: list[BandedSegment], visible: VisibleBand) -> tuple[Tile, ...]:
-    """Turns parts into tiles. Parts of packed documents share a tile if they have one window and no common place."""
+    """Turns parts into tiles.
+
+    Parts of documents and of key ranges share a tile if they have one window and no common place.
+    """
     groups: list[tuple[list[Segment], int | None, int | None]] = []
     # Sorted by queries, so that ``_comes_after`` need only compare with the last segment of a group.
     for segment, low, high in sorted(parts, key=lambda part: part.segment):
         left = None if low is None else segment.offset - low
         right = None if high is None else high - segment.offset
-        for segments, *window in groups if visible.documents is not None else ():
-            if _windows_agree(segment, window, (left, right)) and _comes_after(segment, segments[-1]):
+        window = _common_window(segment, left, right, visible)
+        for at, (segments, *of_group) in enumerate(groups if visible.has_pieces else ()):
+            if not _comes_after(segment, segments[-1]):
+                continue
+            if _windows_agree(segment, of_group, window):
                 segments.append(segment)
                 break
+            # A group of a few thin segments may take the window of the next one, which hides nothing of them.
+            if len(segments) <= THIN and all(_windows_agree(each, of_group, window) for each in segments):
+                groups[at] = ([*segments, segment], *window)
+                break
         else:
-            groups.append(([segment], *_common_window(segment, left, right, visible)))
+            groups.append(([segment], *window))
     return tuple(Tile(tuple(segments), left, right) for segments, left, right in groups)
 
 

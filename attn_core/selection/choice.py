@@ -33,6 +33,8 @@ class Selection:
         requested: the backends the caller named, or None for automatic choice.
         backend: the chosen backend, or None.
         program_faults: why this installation cannot build the kernels that XLA would launch. Only an attempt shows it.
+        mask: how much of the scores the call's mask leaves, if its values are on the host.
+        parts: how kernels without key ranges compute the call's in parts; None if one kernel computes them.
     """
 
     spec: AttentionSpec
@@ -40,6 +42,8 @@ class Selection:
     requested: tuple[str, ...] | None
     backend: str | None
     program_faults: Reasons = ()
+    mask: str | None = None
+    parts: str | None = None
 
     @lazy_property
     def considered(self) -> tuple[str, ...]:
@@ -51,7 +55,8 @@ class Selection:
     def refusals(self) -> tuple[tuple[str, Reasons], ...]:
         """``((backend, reasons), ...)``: every reason of every backend that cannot run the call."""
         reasons = ((name, refusals(name, self.spec, self.target)) for name in self.considered)
-        return tuple((name, why) for name, why in reasons if why)
+        chosen = None if self.parts is None else self.backend  # it runs other calls than this one
+        return tuple((name, why) for name, why in reasons if why and name != chosen)
 
     @lazy_property
     def lane(self) -> tuple[str, Reasons] | None:
@@ -60,7 +65,7 @@ class Selection:
         ``("compiled", ())``: XLA launches its kernels. ``("callback", why)``: XLA calls Python, for the reasons
         ``why``.
         """
-        if self.backend is None or self.target.framework != "jax":
+        if self.backend is None or self.target.framework != "jax" or self.parts is not None:
             return None
         backend = backends.load(self.backend, self.target.kind)
         if backend.FRAMEWORK != "torch":
@@ -73,6 +78,8 @@ class Selection:
     @lazy_property
     def predicted(self) -> dict[str, float]:
         """The predicted microseconds of each backend that has a cost model, whether or not it can run the call."""
+        if self.parts is not None:
+            return {}
         return preference.predicted(self.spec, self.target.framework, self.target.device)
 
     @property

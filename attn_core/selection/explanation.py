@@ -71,6 +71,10 @@ class Decision(Protocol):
     def source(self) -> str | None: ...
     @property
     def automatic(self) -> tuple[str, ...]: ...
+    @property
+    def mask(self) -> str | None: ...
+    @property
+    def parts(self) -> str | None: ...
     def reasons(self, name: str) -> tuple[str, ...]: ...
 
 
@@ -82,6 +86,7 @@ class Explanation(NamedTuple):
         faults: why each requested backend cannot run the call, if none can.
         because: why this backend was chosen; None if none was.
         lane: how JAX reaches the backend, if that has reasons.
+        mask, parts: as the Selection has them.
         call: where the call would run, and its spec.
         rows: every backend: the requested ones, the candidates of automatic choice, best first, and the others.
         device, backend, requested, automatic: as the Selection has them; no requested backends are an empty tuple.
@@ -97,6 +102,8 @@ class Explanation(NamedTuple):
     backend: str | None
     requested: tuple[str, ...]
     automatic: tuple[str, ...]
+    mask: str | None = None
+    parts: str | None = None
 
 
 def explanation(selection: Decision) -> Explanation:
@@ -114,6 +121,8 @@ def explanation(selection: Decision) -> Explanation:
         backend=selection.backend,
         requested=selection.requested or (),
         automatic=selection.automatic,
+        mask=selection.mask,
+        parts=selection.parts,
     )
 
 
@@ -185,6 +194,8 @@ def _because(selection: Decision) -> str:
     if selection.requested is not None:
         names = ", ".join(selection.requested)
         return "requested by name" if len(selection.requested) == 1 else f"the first of {names} that can run the call"
+    if selection.parts is not None:
+        return "kernels that have no key ranges compute these in parts"
     if selection.source is None:
         return "the first in the usual order that can run the call"
     return f"the first that can run the call in the order of predicted times, from {selection.source}"

@@ -37,7 +37,7 @@ def head(facts: Explanation) -> list[str]:
     lines = [wrapped(facts.answer, "", "  "), *(wrapped(fault, "  ", "    ") for fault in facts.faults)]
     # The call is broken between its fields.
     call = ", ".join(field.replace(" ", NO_BREAK) for field in facts.call.split(", "))
-    labelled = {"because": facts.because, "lane": facts.lane, "call": call}
+    labelled = {"because": facts.because, "parts": facts.parts, "lane": facts.lane, "mask": facts.mask, "call": call}
     return lines + [wrapped(f"{label}: {fact}", "  ", "    ") for label, fact in labelled.items() if fact is not None]
 
 

@@ -50,7 +50,7 @@ class BridgedStep(NamedTuple):
     """See ``BridgedCall.overlaps_exchange``."""
     parts: tuple[tuple[int, int], ...] = ()
     """(device id, part) of every device of the mesh; empty if the last operand is the part. On CPUs it is an operand,
-    because the host can read its value there."""
+    because the host can read its value there. The value is not read if there is one part."""
     direction: str = "step"
 
     @property

@@ -180,6 +180,8 @@ class _StepRunner:
         step.attend(part_step, q, values[1 : self._keys_end], (out, lse), scratch)
 
     def _part(self, values: tuple[Any, ...]) -> int:
+        if self.step.call.plan.outer == 1:
+            return 0
         if self._parts is None:
             return int(values[self._part_at])
         device = values[0].get_device()

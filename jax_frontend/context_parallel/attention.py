@@ -12,11 +12,10 @@ from jax.sharding import PartitionSpec as P
 from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
 from attn_core.call.keywords import ContextParallelKeywords
 from attn_core.call.kinds import check_kind
-from attn_core.call.options import Options, check_flag, requested_names
+from attn_core.call.options import Options, Window, check_flag, requested_names
 from attn_core.context_parallel.cost.choose import Explanation
 from attn_core.context_parallel.request import Request
 from attn_core.selection import override
-from jax_frontend.attention import Window
 from jax_frontend.context_parallel.differentiable import attend_shards
 from jax_frontend.context_parallel.mesh import ArraySpecs, RowMesh, find_row_mesh
 from jax_frontend.context_parallel.prepare import build_request, explain_request

@@ -15,6 +15,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
@@ -54,11 +55,13 @@ def attend(
     results: Results | None,
 ) -> Results:
     """Runs ``tiles.attend`` with the tiles of this device's part."""
-    # If all parts have the same tiles, no branch is needed. With earlier results, the callback's merge is faster still.
-    same = len(set(parts)) == 1 and results is None
+    # If all parts have the same tiles, no branch is needed. With earlier results, the callback's merge is faster still,
+    # and so it is for several tiles on one device, where it also gives the bits that torch gives.
+    several = axes.names == () and len(parts[0].tiles) > 1
+    same = len(set(parts)) == 1 and results is None and not several
     if same or partly_manual() or not _runs_by_callback(context.call, context.device, step):
         return switch_by_part(axes.part, parts, partial(tiles.attend, context), q, keys, results)  # type: ignore[no-any-return]
-    operands = (q, *keys, *(results or ()), axes.part)
+    operands = (q, *keys, *(results or ()), jnp.asarray(axes.part, jnp.int32))
     step_call = StepCall(context.call, context.call.plan.steps.index(step), stacked=len(keys) == 1)
     assert step_call.has_earlier_results == (results is not None)
     branches = _branches(context, tuple(parts), step_call.key_arrays).trace(*operands).jaxpr
@@ -95,15 +98,17 @@ def _branches(context: TileContext, parts: tuple[PartTiles, ...], count: int) ->
     return jax.jit(run)
 
 
-def _impl(*operands: Any, call: BridgedStep, axis: str, meshes: Any, branches: ClosedJaxpr) -> list[Any]:
+def _impl(*operands: Any, call: BridgedStep, axis: str | None, meshes: Any, branches: ClosedJaxpr) -> list[Any]:
     return list(jit_program(branches)(*operands))
 
 
-def _result_types(*operands: Any, call: BridgedStep, axis: str, meshes: Any, branches: ClosedJaxpr) -> list[Any]:
+def _result_types(*operands: Any, call: BridgedStep, axis: str | None, meshes: Any, branches: ClosedJaxpr) -> list[Any]:
     return list(branches.out_avals)
 
 
-def _evaluate_branches(*operands: Any, call: BridgedStep, axis: str, meshes: Any, branches: ClosedJaxpr) -> list[Any]:
+def _evaluate_branches(
+    *operands: Any, call: BridgedStep, axis: str | None, meshes: Any, branches: ClosedJaxpr
+) -> list[Any]:
     return list(jaxpr_as_fun(branches)(*operands))
 
 
@@ -118,14 +123,21 @@ _lower_branches = mlir.lower_fun(_evaluate_branches, multiple_results=True)
 _lower_callback = mlir.lower_fun(_call_back, multiple_results=True)
 
 
-def _lower_for_cpu(ctx: Any, *operands: Any, call: BridgedStep, axis: str, meshes: Any, branches: ClosedJaxpr) -> Any:
+def _lower_for_cpu(
+    ctx: Any, *operands: Any, call: BridgedStep, axis: str | None, meshes: Any, branches: ClosedJaxpr
+) -> Any:
     if _is_exported(ctx) or not runs_on(call, "cpu"):
         return _lower_branches(ctx, *operands, call=call, axis=axis, meshes=meshes, branches=branches)
     return _lower_callback(ctx, *operands, call=call, branches=branches)
 
 
-def _lower_for_gpu(ctx: Any, *operands: Any, call: BridgedStep, axis: str, meshes: Any, branches: ClosedJaxpr) -> Any:
-    parts = () if _is_exported(ctx) or not runs_on(call, "cuda") else device_parts(ctx, axis, meshes[1])
+def _lower_for_gpu(
+    ctx: Any, *operands: Any, call: BridgedStep, axis: str | None, meshes: Any, branches: ClosedJaxpr
+) -> Any:
+    here = not _is_exported(ctx) and runs_on(call, "cuda")
+    if here and axis is None:  # every device has the only part
+        return _lower_callback(ctx, *operands, call=call, branches=branches)
+    parts = device_parts(ctx, axis, meshes[1]) if here and axis is not None else ()
     if not parts:
         return _lower_branches(ctx, *operands, call=call, axis=axis, meshes=meshes, branches=branches)
     # The last operand is the part, which `parts` replaces: on a GPU the host would have to wait for its value.

@@ -61,18 +61,18 @@ def plan(
         device: the device's name, from ``device_name``.
         requested: ``backend=`` of the call, or the names from ``use_backend``.
     """
-    spec = _spec(metadata, device, options, needs_backward, bias_gradient)
+    call_spec = spec(metadata, device, options, needs_backward, bias_gradient)
     names = (requested,) if isinstance(requested, str) else requested
     new_plans.evicted(plan)
-    if _takes_jax_xla(spec, device, names):
+    if _takes_jax_xla(call_spec, device, names):
         backend = "jax_xla"
-        new_plans.planned(spec, Target("jax", device), names, backend, fell_back=False)
+        new_plans.planned(call_spec, Target("jax", device), names, backend, fell_back=False)
     else:
-        selection = select(spec, Target.here("jax", device), names)
+        selection = select(call_spec, Target.here("jax", device), names)
         new_plans.selected(selection)
         backend = selection.backend or ""
-    one_row = spec.packed and metadata[0] is not None and len(metadata[0][0]) == 4
-    return Plan(spec, backend, device, one_row, requested=names)
+    one_row = call_spec.packed and metadata[0] is not None and len(metadata[0][0]) == 4
+    return Plan(call_spec, backend, device, one_row, requested=names)
 
 
 def _takes_jax_xla(spec: AttentionSpec, device: str, names: tuple[str, ...] | None) -> bool:
@@ -89,12 +89,13 @@ def _takes_jax_xla(spec: AttentionSpec, device: str, names: tuple[str, ...] | No
 def explanation(*arguments: Any) -> Selection:
     """Returns the Selection behind ``plan``, whether or not a backend can run the call."""
     *call, requested = arguments
-    return compiled_lane.with_program_reasons(explain(_spec(*call), Target.here("jax", call[1]), requested))
+    return compiled_lane.with_program_reasons(explain(spec(*call), Target.here("jax", call[1]), requested))
 
 
-def _spec(
+def spec(
     metadata: tuple[Metadata | None, ...], device: str, options: Options, needs_backward: bool, bias_gradient: bool
 ) -> AttentionSpec:
+    """Returns the spec of a call; the arguments are those of ``plan``."""
     facts = Arrays(*(entry and ArrayFacts(tuple(entry[0]), str(entry[1]), device) for entry in metadata))  # type: ignore[arg-type]
     return build_spec(facts, options, needs_backward=needs_backward, bias_gradient=bias_gradient)
 

@@ -63,17 +63,24 @@ def module_on(name: str, device: str) -> Any:
 
 
 def run(
-    framework: str, call: Call, backend: str | None = None, device: str = "cpu", *, rounding_matters: bool = True
+    framework: str,
+    call: Call,
+    backend: str | None = None,
+    device: str = "cpu",
+    *,
+    rounding_matters: bool = True,
+    ranges_on_host: bool = False,
 ) -> Results:
     """out, lse if the call returns it, and dq, dk, dv, dbias, dsinks as far as the call has gradients.
 
     Shapes are those of the spec; ``run`` checks that the frontend returned the caller's own shapes.
-    JAX runs inside ``jax.jit``; if rounding does not matter, the program is compiled as quickly as possible.
+    JAX runs inside ``jax.jit``; if rounding does not matter, the program is compiled as quickly as possible. With
+    ``ranges_on_host`` key ranges are passed in numpy.
     """
     if framework == "torch":
-        actual = _run_torch(call, backend, device)
+        actual = _run_torch(call, backend, device, ranges_on_host)
     else:
-        actual = _run_jax(call, backend, device, rounding_matters)
+        actual = _run_jax(call, backend, device, rounding_matters, ranges_on_host)
     given, spec = call.arrays(), call.spec
     shapes = {"out": (*given["q"].shape[:-1], spec.value_dim), "lse": spec.lse_shape}
     shapes |= {f"d{name}": given[name].shape for name in call.learned}
@@ -203,8 +210,10 @@ def _torch_info(call: Call, device: str) -> dict[str, Any]:
     return results
 
 
-def _run_torch(call: Call, backend: str | None, device: str) -> Results:
+def _run_torch(call: Call, backend: str | None, device: str, ranges_on_host: bool) -> Results:
     arrays, cotangents = _torch_arrays(call, device)
+    if ranges_on_host:
+        arrays |= {"key_ranges": call.inputs.key_ranges}
     actual = torch_frontend.attention(
         **as_keywords(arrays), **call.options, **_torch_info(call, device), backend=backend
     )
@@ -243,13 +252,19 @@ def _jax_info(call: Call) -> tuple[SeqInfo | None, Any]:
     return info, jax.random.key(call.seed) if call.spec.dropout else None
 
 
-def _run_jax(call: Call, backend: str | None, device: str, rounding_matters: bool) -> Results:
+def _run_jax(call: Call, backend: str | None, device: str, rounding_matters: bool, ranges_on_host: bool) -> Results:
     with _jax_on(call, device):
         given = _jax_arrays(call)
         learned = {name: given.pop(name) for name in call.learned}
         dout = jnp.asarray(call.dout[None] if call.one_row else call.dout, call.spec.dtype)
         cotangents = (dout, jnp.asarray(call.dlse, call.spec.lse_dtype))[: 1 + call.spec.return_lse]
-        program = _program(backend, tuple(sorted(call.options.items(), key=itemgetter(0))), rounding_matters)
+        options = tuple(sorted(call.options.items(), key=itemgetter(0)))
+        if ranges_on_host:
+            del given["key_ranges"]
+            options += (("key_ranges", call.inputs.key_ranges),)
+        # An array cannot be a key of the cache.
+        build = _program.__wrapped__ if ranges_on_host else _program
+        program = build(backend, options, rounding_matters)
         actual = program(learned, given, *_jax_info(call), cotangents)
         return {name: np.asarray(array) for name, array in actual.items()}
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
 from attn_core.call.keywords import ContextParallelKeywords
 from attn_core.call.kinds import check_kind
-from attn_core.call.options import Options, check_flag, check_options, check_traced_options, requested_names
+from attn_core.call.options import Options, Window, check_flag, check_options, check_traced_options, requested_names
 from attn_core.context_parallel.call import check_supported
 from attn_core.context_parallel.cost.choose import Explanation
 from attn_core.context_parallel.request import Request, build_request
@@ -29,7 +29,6 @@ __all__ = ["context_parallel_attention", "explain_context_parallel", "shard_sequ
 
 Tensor = torch.Tensor
 Keywords = ContextParallelKeywords[Tensor]
-Window = int | tuple[int | None, int | None] | None
 
 
 @overload

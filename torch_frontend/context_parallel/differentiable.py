@@ -25,12 +25,11 @@ Tensor = torch.Tensor
 
 
 class Attention(torch.autograd.Function):
-    """Arguments: the request, then q, k, v ``[batch, shard, heads, dim]`` and sinks or None."""
+    """Arguments: the plan, whether lse is returned, q, k, v ``[batch, shard, heads, dim]``, and sinks or None."""
 
     @staticmethod
-    def forward(ctx: Any, request: Request, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Any:
-        plan = prepare(request)
-        results, residuals = forward.forward(plan, q, k, v, sinks, with_lse=request.options.return_lse, keep=True)
+    def forward(ctx: Any, plan: RankPlan, with_lse: bool, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Any:
+        results, residuals = forward.forward(plan, q, k, v, sinks, with_lse=with_lse, keep=True)
         # A thread of autograd, which has a context of its own, may run the backward.
         ctx.plan, ctx.ranges = plan, ranges.enabled()
         # One flat list, because autograd saves tensors and no tuples of them.
@@ -51,7 +50,8 @@ class Attention(torch.autograd.Function):
             out = residuals[0].out
             dout = out.new_zeros(batch, shard, heads, out.shape[3])
         with autocast.switched_off(dout.device), ranges.ranges(ctx.ranges):
-            return None, *backward.backward(ctx.plan, residuals, sinks, dout, _lse_gradient(ctx.plan, dout, dlse))
+            dlse = _lse_gradient(ctx.plan, dout, dlse)
+            return None, None, *backward.backward(ctx.plan, residuals, sinks, dout, dlse)
 
 
 def _lse_gradient(plan: RankPlan, dout: Tensor, dlse: Tensor | None) -> Tensor | None:
@@ -63,10 +63,16 @@ def _lse_gradient(plan: RankPlan, dout: Tensor, dlse: Tensor | None) -> Tensor |
 
 def run(request: Request, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, ...]:
     """Returns (out,) or (out, lse) of an eager call."""
-    plan, with_lse = prepare(request), request.options.return_lse
+    return run_plan(prepare(request), q, k, v, sinks, request.options.return_lse, request.needs_backward)
+
+
+def run_plan(
+    plan: RankPlan, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, with_lse: bool, needs_backward: bool
+) -> tuple[Tensor, ...]:
+    """Returns (out,) or (out, lse) of a rank's part of a planned call."""
     with autocast.switched_off(q.device):
-        if request.needs_backward:
-            output = Attention.apply(request, q, k, v, sinks)
+        if needs_backward:
+            output = Attention.apply(plan, with_lse, q, k, v, sinks)
             results = list(output) if with_lse else [output]
         else:
             results, _ = forward.forward(plan, q, k, v, sinks, with_lse=with_lse, keep=False)

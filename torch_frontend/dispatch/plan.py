@@ -61,7 +61,7 @@ def plan(
         switches: torch's flags during the call, ``sdpa_flags.now()``.
     """
     new_plans.evicted(plan)
-    selection = select(*_request(metadata, options, needs_backward, bias_gradient, requested, switches))
+    selection = select(*request(metadata, options, needs_backward, bias_gradient, requested, switches))
     new_plans.selected(selection)
     if selection.requested is None and switches is None:
         cudnn_plans.chosen(selection.spec, selection.target, selection.backend or "", selection.automatic)
@@ -91,10 +91,10 @@ def plan_on(
 
 def explanation(*arguments: Any) -> Selection:
     """Returns the Selection for the arguments of ``plan``, also if no backend can run the call."""
-    return explain(*_request(*arguments))
+    return explain(*request(*arguments))
 
 
-def _request(
+def request(
     metadata: tuple[Metadata | None, ...],
     options: Options,
     needs_backward: bool,

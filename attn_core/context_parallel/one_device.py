@@ -1,0 +1,208 @@
+"""Calls with key ranges on one device as tiles: calls of kernels that have no key ranges, merged by log-sum-exp.
+
+It is context parallelism over one rank, whose whole row is here. The values of the ranges must be on the host, because
+they decide which kernels run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+
+from attn_core.call.key_ranges import visible_blocks
+from attn_core.call.masks import band
+from attn_core.call.spec import AttentionSpec
+from attn_core.context_parallel import ranges
+from attn_core.context_parallel.call import ContextCall, build_call
+from attn_core.selection import NoBackendError, Selection, Target, explain, refusals
+
+FEWEST_PAIRS = {"cpu": 2**15, "cuda": 2**21}
+"""By the kind of device, visible pairs of all rows, for one head. With fewer, automatic choice takes one kernel that
+has key ranges, because each tile costs a launch."""
+
+
+def described(selection: Selection, key_ranges: np.ndarray) -> Selection:
+    """Returns the explanation of a call with key ranges on the host: how much they leave, and whether tiles run it.
+
+    Args:
+        selection: of the call as a whole.
+        key_ranges: valid ranges of ``spec.key_ranges_shape``.
+    """
+    spec, target = selection.spec, selection.target
+    if spec.symbolic or spec.empty:
+        return selection
+    if not (spec.packed or spec.mask_shape or spec.mask_mod):  # they hide further blocks
+        seen, count = visible_blocks(key_ranges, spec.q_len, _edges(spec))
+        share = f"{seen} of {count} blocks of 128 queries and keys have a visible pair ({seen / count:.0%})"
+        selection = replace(selection, mask=share)
+    found = find(spec, key_ranges, target, selection.requested)
+    if found is None:
+        if selection.backend is not None or not selection.requested:
+            return selection
+        why = tiled(spec, key_ranges, target, selection.requested[:1])
+        return replace(selection, parts=f"none, because {why}")
+    return replace(selection, backend=found.backends[0], parts=str(found))
+
+
+@dataclass(frozen=True, eq=False)
+class Tiled:
+    """A call as tiles. Equal only to itself: ``choose`` returns the same object for the same call.
+
+    Attributes:
+        call: over one rank. Its row holds the batch rows end to end if there are several.
+        rows: the number of batch rows.
+    """
+
+    call: ContextCall
+    rows: int
+
+    @property
+    def kernel_calls(self) -> int:
+        """The number of kernel calls."""
+        return sum(len(of_part) for step in self.call.plan.steps for of_part in step.tiles)
+
+    @property
+    def backends(self) -> tuple[str, ...]:
+        """The backends of the tiles."""
+        return tuple(sorted({name for _, name in self.call.backends}))
+
+    def __str__(self) -> str:
+        calls = "1 kernel call" if self.kernel_calls == 1 else f"{self.kernel_calls} kernel calls"
+        merged = "" if self.kernel_calls == 1 else ", merged by their log-sum-exps"
+        return f"{calls} of {' and '.join(self.backends)}{merged}"
+
+
+def choose(
+    spec: AttentionSpec, key_ranges: np.ndarray, target: Target, requested: tuple[str, ...] | None
+) -> Tiled | None:
+    """Returns the call as tiles if that is the best way to run it; None if a backend shall run it as a whole.
+
+    Args:
+        spec: the call, with ``key_ranges_shape``.
+        key_ranges: valid ranges of that shape.
+        requested: a backend that has key ranges runs them itself; any other one runs tiles. None for automatic choice:
+            tiles run on kernels that have no key ranges, if there is enough to compute.
+
+    Raises:
+        NoBackendError: if no requested backend can run the call, as a whole or as tiles.
+    """
+    found = find(spec, key_ranges, target, requested)
+    if found is None and requested is not None and all(refusals(name, spec, target) for name in requested):
+        raise NoBackendError(described(explain(spec, target, requested), key_ranges))
+    return found
+
+
+def find(
+    spec: AttentionSpec, key_ranges: np.ndarray, target: Target, requested: tuple[str, ...] | None
+) -> Tiled | None:
+    """As ``choose``, but returns None if no requested backend can run the call."""
+    if unsupported(spec) is not None:
+        return None
+    return _chosen(spec, _content(key_ranges), key_ranges.shape[3], target, requested)
+
+
+@lru_cache(maxsize=64)
+def _chosen(
+    spec: AttentionSpec, content: tuple[bytes, ...], count: int, target: Target, requested: tuple[str, ...] | None
+) -> Tiled | None:
+    for names in [None] if requested is None else [(name,) for name in requested]:
+        if names is not None and not refusals(names[0], spec, target):
+            return None
+        found = _tiled(spec, content, count, target, names)
+        if isinstance(found, Tiled) and (names is not None or _is_worth_it(found, spec, target)):
+            return found
+    return None
+
+
+def _content(key_ranges: np.ndarray) -> tuple[bytes, ...]:
+    """Returns the ranges of each batch row as a key of caches: an array may change between two calls."""
+    return tuple([np.ascontiguousarray(row[0]).tobytes() for row in key_ranges])
+
+
+def _is_worth_it(found: Tiled, spec: AttentionSpec, target: Target) -> bool:
+    if sum(found.call.plan.pairs) < FEWEST_PAIRS.get(target.kind, 0):
+        return False
+    return all(refusals(name, spec, target) for name in found.backends)
+
+
+def tiled(
+    spec: AttentionSpec, key_ranges: np.ndarray, target: Target, requested: tuple[str, ...] | None
+) -> Tiled | str:
+    """Returns the call as tiles, or why it cannot run as tiles; the arguments are those of ``choose``."""
+    why = unsupported(spec)
+    return why or _tiled(spec, _content(key_ranges), key_ranges.shape[3], target, requested)
+
+
+@lru_cache(maxsize=64)
+def _tiled(
+    spec: AttentionSpec, content: tuple[bytes, ...], count: int, target: Target, requested: tuple[str, ...] | None
+) -> Tiled | str:
+    edges = _edges(spec)
+    why = f"its key_ranges are not a few bands: they would take more than {ranges.MOST_TILES} kernel calls"
+    best: Tiled | None = None
+    for windows in (True, False):  # not every kernel has windows
+        of_rows = [ranges.bands_of(row, count, spec.q_len, edges, windows) for row in content]
+        if any(bands is None for bands in of_rows):
+            continue
+        whole: ranges.Bands = of_rows[0]  # type: ignore[assignment]
+        if spec.batch > 1:
+            rows = of_rows if len(of_rows) > 1 else of_rows * spec.batch
+            whole = ranges.of_rows(rows, spec.q_len, spec.kv_len)  # type: ignore[arg-type]
+        if len(whole) > ranges.MOST_BANDS:
+            continue
+        try:
+            call = build_call(_one_row(spec), None, "ring", "contiguous", (1,), 1, target, requested, whole)
+        except NoBackendError as error:
+            name = requested[0] if requested else error.selection.considered[0]
+            why = f"{name} cannot run a tile ({error.selection.spec}): {'; '.join(error.selection.reasons(name))}"
+            continue
+        found = Tiled(call, spec.batch)
+        # Tiles without windows run on more kernels. They are worth it only if those with windows run on none.
+        if requested is not None or all(refusals(name, spec, target) for name in found.backends):
+            return found
+        best = best or found
+    return best or why
+
+
+def _edges(spec: AttentionSpec) -> tuple[int | None, int | None]:
+    """Returns the band of causal and window, ``low <= key - query <= high``."""
+    edge = band(spec)
+    low = None if edge.left is None else edge.offset - edge.left
+    return low, None if edge.right is None else edge.offset + edge.right
+
+
+def _one_row(spec: AttentionSpec) -> AttentionSpec:
+    """Returns the call on its batch rows end to end, without what the bands say."""
+    return replace(
+        spec,
+        batch=1,
+        q_len=spec.batch * spec.q_len,
+        kv_len=spec.batch * spec.kv_len,
+        causal=False,
+        window=(None, None),
+        key_ranges_shape=None,
+    )
+
+
+def unsupported(spec: AttentionSpec) -> str | None:
+    """Returns why a call cannot run as tiles, whatever its ranges are."""
+    assert spec.key_ranges_shape is not None
+    if spec.symbolic or spec.empty:
+        return "it has no keys, or sizes that are symbols"
+    if spec.packed:
+        return "tiles take no seq_info; attn_core.masks.documents has documents as ranges"
+    if spec.key_ranges_shape[1] > 1:
+        return "its key_ranges differ between kv heads"
+    for name, given in (
+        ("mask", spec.mask_shape),
+        ("bias", spec.bias_shape),
+        ("alibi_slopes", spec.alibi_shape),
+        ("mask_mod", spec.mask_mod),
+        ("score_mod", spec.score_mod),
+        ("dropout", spec.dropout),
+    ):
+        if given:
+            return f"tiles take no {name}"
+    return None

@@ -1,0 +1,164 @@
+"""``attention`` with key ranges whose values are on the host, as calls of kernels that have no key ranges."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+
+from attn_core.call.functions import are_given
+from attn_core.call.key_ranges import check_values
+from attn_core.call.options import Options, check_options
+from attn_core.call.spec import AttentionSpec
+from attn_core.call.tensors import Inputs
+from attn_core.context_parallel.one_device import Tiled, choose, find
+from attn_core.selection import NoBackendError, Target, explain
+from jax_frontend.context_parallel.backward import backward
+from jax_frontend.context_parallel.forward import forward
+from jax_frontend.context_parallel.mesh import RankAxes
+from jax_frontend.context_parallel.prepare import RankPlan
+from jax_frontend.dispatch import empty_rows, plan
+from jax_frontend.dispatch.differentiable import LSE_NAME, OUT_NAME, varying_alike
+
+Array = jax.Array
+
+ONE_RANK = RankAxes(None, None, 1, 1)
+"""The axes of a device that shares nothing."""
+
+
+class TiledCall(NamedTuple):
+    """A call as tiles, in inference and in training, on a device of one kind.
+
+    ``trained`` is the spec if no requested backend can train the call.
+    """
+
+    forward: Tiled
+    trained: Tiled | AttentionSpec
+    device: str
+    requested: tuple[str, ...] | None
+    return_lse: bool
+
+    def rank_plan(self, *, needs_backward: bool) -> RankPlan:
+        """Returns what the device runs.
+
+        Raises:
+            NoBackendError: if no requested backend can train the call.
+        """
+        found = self.trained if needs_backward else self.forward
+        if not isinstance(found, Tiled):
+            raise NoBackendError(explain(found, Target.here("jax", self.device), self.requested))
+        return RankPlan(found.call, ONE_RANK, self.device)
+
+
+def attend(
+    arrays: tuple[Any, ...],
+    seq_info: Any,
+    options: Options,
+    requested: tuple[str, ...] | None,
+    key_ranges: np.ndarray,
+    functions: Any,
+) -> Any:
+    """Returns the result of ``attention``; None if a backend shall run the call as a whole.
+
+    Args:
+        arrays: q, k, v, mask, bias, alibi_slopes and sinks, as the caller passed them; so are the other arguments.
+        functions: mask_mod, score_mod and aux.
+    """
+    # These are checked where the call then runs. Tiles take none of them.
+    extras = *arrays[3:6], seq_info, options.dropout or None
+    if any(each is not None for each in extras) or are_given(functions) or key_ranges.dtype != np.int32:
+        return None
+    inputs, options = plan.check_arrays(arrays), check_options(options)
+    call = tiled_call(inputs, options, requested, key_ranges)
+    if call is None:
+        return None
+    q, k, v, sinks = inputs.q, inputs.k, inputs.v, inputs.sinks
+    if sinks is not None:
+        sinks = sinks.astype(jnp.promote_types(sinks.dtype, jnp.float32))
+    q, k, v, *_, sinks = varying_alike(Inputs(q, k, v, sinks=sinks))[:7]
+    results = _attend(call, q, k, v, sinks)
+    if not options.return_lse or sinks is None:
+        return results
+    return results[0], empty_rows.fill_with_sinks(results[1], sinks)
+
+
+def tiled_call(
+    inputs: Inputs, options: Options, requested: tuple[str, ...] | None, key_ranges: np.ndarray
+) -> TiledCall | None:
+    """Returns a call as tiles; None if a backend shall run it as a whole.
+
+    Automatic choice takes tiles only in traced programs, because each new mask is a new program, and only for one batch
+    row: tiles of several rows have them end to end, and an axis of a mesh may split the batch.
+    """
+    q, device = inputs.q, plan.device_name(inputs.q)
+    traced = isinstance(q, jax.core.Tracer)
+    if requested is None and not (traced and q.shape[0] == 1):
+        return None
+    if not traced and len(q.devices()) > 1:
+        return None
+    target = Target.here("jax", device)
+    of_forward, of_training = specs(inputs, options, device, key_ranges)
+    found = choose(of_forward, key_ranges, target, requested)
+    trained = find(of_training, key_ranges, target, requested)
+    if found is None or (requested is None and trained is None):
+        return None
+    return TiledCall(found, trained or of_training, device, requested, options.return_lse)
+
+
+def specs(inputs: Inputs, options: Options, device: str, key_ranges: np.ndarray) -> list[AttentionSpec]:
+    """Returns the specs of a call with key ranges, in inference and in training, and checks the ranges.
+
+    Raises:
+        ShapeError, SpecError: naming the argument.
+    """
+    entries = list(plan.metadata(inputs))
+    entries[Inputs._fields.index("key_ranges")] = (tuple(key_ranges.shape), np.dtype(np.int32))
+    found = [plan.spec(tuple(entries), device, options, trained, False) for trained in (False, True)]
+    check_values(key_ranges, found[0].q_len)
+    return found
+
+
+# Jitted, because an eager call would run every merge operation by operation.
+@partial(jax.jit, static_argnums=0, inline=True)
+def _attend(call: TiledCall, q: Array, k: Array, v: Array, sinks: Array | None) -> Any:
+    batch, tokens = q.shape[:2]
+    if call.forward.rows > 1:
+        q, k, v = (array.reshape(1, -1, *array.shape[2:]) for array in (q, k, v))
+    results = _attention(call, q, k, v, sinks)
+    out, lse = results if call.return_lse else (results, None)
+    if call.forward.rows > 1:
+        out = out.reshape(batch, tokens, *out.shape[2:])
+        if lse is not None:  # [1, heads, batch * tokens] -> [batch, heads, tokens]
+            lse = lse[0].reshape(-1, batch, tokens).swapaxes(0, 1)
+    return out if lse is None else (out, lse)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(call: TiledCall, q: Array, k: Array, v: Array, sinks: Array | None) -> Any:
+    # Without a gradient, kernels that have no backward may run too.
+    rank_plan = call.rank_plan(needs_backward=False)
+    out, lse, _ = forward(rank_plan, q, k, v, sinks, with_lse=call.return_lse)
+    return (out, lse) if call.return_lse else out
+
+
+def _forward(call: TiledCall, q: Array, k: Array, v: Array, sinks: Array | None) -> tuple[Any, Any]:
+    """Returns (results, residuals). The names, for ``jax.checkpoint`` policies, are those that ``attention`` uses."""
+    rank_plan = call.rank_plan(needs_backward=True)
+    out, lse, residuals = forward(rank_plan, q, k, v, sinks, with_lse=call.return_lse)
+    out = checkpoint_name(out, OUT_NAME)
+    residuals = tuple(each._replace(lse=checkpoint_name(each.lse, LSE_NAME)) for each in residuals)
+    return ((out, lse) if call.return_lse else out), ((q, k, v, sinks), out, residuals)
+
+
+def _backward(call: TiledCall, residuals: Any, cotangents: Any) -> tuple[Array, Array, Array, Array | None]:
+    # None instead of zeros, so that the backward does not compute with dlse.
+    cotangents = cotangents if call.return_lse else (cotangents, None)
+    inputs, out, of_groups = residuals
+    return backward(call.rank_plan(needs_backward=True), inputs, out, of_groups, cotangents)
+
+
+_attention.defvjp(_forward, _backward)

@@ -1,0 +1,399 @@
+"""Tests key ranges that kernels without key ranges compute in parts: the parts, both frontends, and explain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from both_frontends import FRAMEWORKS, Results, judge, run, same_bits
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from spec_strategies import Call, make_call
+
+import jax_frontend
+import torch_frontend
+from attn_core import NoBackendError, ShapeError, SpecError, masks
+from attn_core.call.key_ranges import contains, visible_blocks
+from attn_core.call.spec import AttentionSpec
+from attn_core.context_parallel import one_device, ranges
+from attn_core.context_parallel.tiles import Tile
+
+TREE = [-1, 0, 1, 2, 1, 4, 4, 0, 7, 7, 9, 9]
+"""The parent of each token, in depth-first order."""
+GALLERY = {
+    "prefix-LM": masks.prefix_lm(5, 12),
+    "shared prefix": masks.shared_prefix(4, [4, 3, 1]),
+    "two groups": masks.shared_prefix([3, 1], [[2, 2], [4]]),
+    "tree": masks.tree(TREE),
+    "image blocks": masks.blocks([0, 3, 6, 9], [False, True, False, True], 12),
+    "block-causal": masks.blocks([0, 3, 6, 9], True, 12),
+    "block diffusion": masks.block_diffusion(6, 2),
+    "global and window": masks.global_and_window(2, (2, 1), 12),
+    "sinks of StreamingLLM": masks.global_and_window(2, 3, 12, causal=True),
+    "documents": masks.documents([4, 1, 0, 7]),
+}
+"""Ranges for 12 queries."""
+CALLS = {
+    **{"prefix-LM": (2, 2), "shared prefix": (2, 2), "two groups": (2, 2), "tree": (5, None), "image blocks": (2, 5)},
+    **{"block-causal": (2, 4), "block diffusion": (3, 3), "global and window": (4, None)},
+    **{"sinks of StreamingLLM": (2, None), "documents": (1, 1)},
+}
+"""How many kernel calls compute each, by kernels with windows and without; None if they cannot."""
+
+
+def counted(tiles: tuple[Tile, ...], q_len: int, kv_len: int) -> np.ndarray:
+    """How many tiles compute each pair, int ``[q_len, kv_len]``."""
+    counts = np.zeros((q_len, kv_len), np.int64)
+    for tile in tiles:
+        for segment in tile.segments:
+            q, k = np.mgrid[segment.q_start : segment.q_stop, segment.k_start : segment.k_stop]
+            apart = k - q - segment.offset
+            seen = (apart >= (-q_len - kv_len if tile.left is None else -tile.left)) & (
+                apart <= (q_len + kv_len if tile.right is None else tile.right)
+            )
+            counts[q, k] += seen
+    return counts
+
+
+def bands_of(
+    key_ranges: np.ndarray, q_len: int, edges: tuple[int | None, int | None] = (None, None), **how: bool
+) -> Any:
+    return ranges.bands_of(np.ascontiguousarray(key_ranges).tobytes(), key_ranges.shape[-2], q_len, edges, **how)
+
+
+def within(q_len: int, kv_len: int, edges: tuple[int | None, int | None]) -> np.ndarray:
+    """The pairs of a band ``low <= key - query <= high``."""
+    q, k = np.mgrid[:q_len, :kv_len]
+    low, high = edges
+    return (k - q >= (-q_len if low is None else low)) & (k - q <= (kv_len if high is None else high))
+
+
+# The parts
+
+
+@pytest.mark.parametrize("windows", [True, False])
+@pytest.mark.parametrize("name", GALLERY)
+def test_the_parts_of_a_mask_are_its_pairs(name: str, windows: bool) -> None:
+    key_ranges, calls = GALLERY[name], CALLS[name][not windows]
+    bands = bands_of(key_ranges, 12, windows=windows)
+    if calls is None:
+        assert bands is None
+        return
+    tiles = ranges.tiles_on_one_device(bands, 12, key_ranges.shape[2])
+    assert (counted(tiles, 12, key_ranges.shape[2]) == contains(key_ranges[0, 0], np.arange(12))).all()
+    assert len(tiles) == calls
+    if not windows:
+        assert all(tile.left is None and tile.right in (None, 0) for tile in tiles)
+
+
+@st.composite
+def drawn_ranges(draw: Any) -> tuple[np.ndarray, int, tuple[int | None, int | None]]:
+    """Any ranges: noise, or runs of keys with ends that stay or move; the number of queries, and a band."""
+    q_len, kv_len, count = draw(st.integers(1, 24)), draw(st.integers(1, 24)), draw(st.integers(1, 2))
+    whole = []
+    for _ in range(count):
+        ends = np.zeros((kv_len, 2), np.int64)
+        key = 0
+        while key < kv_len:
+            length = draw(st.integers(1, 8))
+            first, second = sorted((draw(st.integers(0, q_len)), draw(st.integers(0, q_len))))
+            moves = np.arange(length)[:, None] * np.array(draw(st.sampled_from([(0, 0), (1, 0), (0, 1), (1, 1)])))
+            ends[key : key + length] = ([first, second] + moves)[: kv_len - key]
+            key += length
+        ends = np.minimum(ends, q_len)
+        whole.append(np.where(ends[:, :1] <= ends[:, 1:], ends, 0))
+    edge = st.none() | st.integers(-8, 8)
+    return np.stack(whole, 1).astype(np.int32), q_len, (draw(edge), draw(edge))
+
+
+@settings(max_examples=200, deadline=None)
+@given(drawn_ranges(), st.booleans())
+def test_every_visible_pair_is_in_one_part(drawn: Any, windows: bool) -> None:
+    key_ranges, q_len, edges = drawn
+    bands = bands_of(key_ranges, q_len, edges, windows=windows)
+    if bands is None:
+        return
+    kv_len = len(key_ranges)
+    expected = contains(key_ranges, np.arange(q_len)) & within(q_len, kv_len, edges)
+    assert (counted(ranges.tiles_on_one_device(bands, q_len, kv_len), q_len, kv_len) == expected).all()
+
+
+def test_most_drawn_ranges_have_few_parts() -> None:
+    """So that the test above is not empty."""
+    rng, few = np.random.default_rng(0), 0
+    for _ in range(50):
+        starts = np.repeat(rng.integers(0, 20, 4), 5)
+        few += bands_of(np.stack([starts, starts + 4], -1)[:, None].astype(np.int32), 24) is not None
+    assert few > 45
+
+
+def test_ranges_without_a_form_have_no_parts() -> None:
+    rng = np.random.default_rng(0)
+    noise = np.sort(rng.integers(0, 4097, (4096, 1, 2)), -1).astype(np.int32)
+    assert bands_of(noise, 4096) is None
+    assert bands_of(noise, 4096, windows=False) is None
+
+
+def test_a_long_row_is_few_parts() -> None:
+    """Of real lengths, in a moment: block diffusion of 4096 tokens in blocks of 32 is five kernel calls."""
+    key_ranges = masks.block_diffusion(4096, 32)
+    assert len(ranges.tiles_on_one_device(bands_of(key_ranges, 8192), 8192, 8192)) == 5
+
+
+@settings(max_examples=100, deadline=None)
+@given(drawn_ranges(), st.integers(1, 5))
+def test_the_number_of_visible_blocks(drawn: Any, size: int) -> None:
+    key_ranges, q_len, edges = drawn
+    seen = contains(key_ranges, np.arange(q_len)) & within(q_len, len(key_ranges), edges)
+    blocks = [
+        seen[q : q + size, k : k + size].any() for q in range(0, q_len, size) for k in range(0, len(key_ranges), size)
+    ]
+    assert visible_blocks(key_ranges[None, None], q_len, edges, size) == (sum(blocks), len(blocks))
+
+
+# Both frontends
+
+
+@pytest.fixture
+def math_has_no_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes ``math`` a kernel without key ranges: it has windows, softcaps and all dtypes on a CPU."""
+    monkeypatch.setattr(one_device, "refusals", lambda *_: ("no key ranges, says the test",))
+    one_device._chosen.cache_clear()
+    one_device._tiled.cache_clear()
+    yield
+    one_device._chosen.cache_clear()
+    one_device._tiled.cache_clear()
+
+
+SIZES = {"batch": 1, "q_len": 12, "kv_len": 12, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "value_dim": 8}
+SIZES |= {"dtype": "float32", "needs_backward": True}
+
+
+def call_with(key_ranges: np.ndarray, **fields: Any) -> Call:
+    call = make_call(7, **{**SIZES, **fields}, key_ranges_shape=key_ranges.shape)
+    return replace(call, inputs=call.inputs._replace(key_ranges=key_ranges))
+
+
+def in_parts(framework: str, call: Call, backend: str) -> Results:
+    """The results of the call in parts; fails if it ran as a whole."""
+    seen: list[Any] = []
+    original = one_device.choose
+
+    def choose(*arguments: Any) -> Any:
+        seen.append(original(*arguments))
+        return seen[-1]
+
+    module: Any = _frontend_module(framework)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "choose", choose)
+        results = run(framework, call, backend, ranges_on_host=True)
+    assert isinstance(seen[0], one_device.Tiled), seen  # in JAX the second is that of training
+    return results
+
+
+def _frontend_module(framework: str) -> Any:
+    from jax_frontend.context_parallel import one_device as of_jax
+    from torch_frontend.context_parallel import one_device as of_torch
+
+    return of_torch if framework == "torch" else of_jax
+
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "lse": {"return_lse": True},
+    "softcap": {"softcap": 0.9, "return_lse": True},
+    "sinks": {"sinks": True, "return_lse": True},
+    "causal": {"causal": True, "return_lse": True},
+    "window": {"window": (3, 2), "scale": 0.4},
+    "wide values": {"value_dim": 11, "return_lse": True},
+    "float64": {"dtype": "float64", "return_lse": True},
+    "bfloat16": {"dtype": "bfloat16"},
+    "batch": {"batch": 2, "return_lse": True},
+    "batch, sinks, causal": {"batch": 3, "sinks": True, "causal": True},
+}
+
+
+@pytest.mark.usefixtures("math_has_no_ranges")
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("feature", FEATURES)
+def test_features(feature: str, framework: str) -> None:
+    """Forward and gradients against the float64 reference, with every mask of the gallery for one feature."""
+    names = GALLERY if feature == "plain" else ("shared prefix", "image blocks")
+    for name in names:
+        call = call_with(GALLERY[name], **FEATURES[feature])
+        assert judge(framework, call, in_parts(framework, call, "math")).ok, name
+
+
+@pytest.mark.usefixtures("math_has_no_ranges")
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize(("q_len", "alignment"), [(7, "bottom_right"), (15, "bottom_right"), (7, "top_left")])
+def test_other_lengths_of_queries(q_len: int, alignment: str, framework: str) -> None:
+    key_ranges = np.zeros((1, 1, 12, 1, 2), np.int32)
+    key_ranges[..., :5, :, 1] = q_len
+    key_ranges[..., 5:, :, :] = (2, q_len - 1)
+    causal = {"causal": True, "alignment": alignment, "return_lse": True}
+    call = call_with(key_ranges, q_len=q_len, **causal)
+    assert judge(framework, call, in_parts(framework, call, "math")).ok
+
+
+@pytest.mark.usefixtures("math_has_no_ranges")
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_rows_with_ranges_of_their_own(framework: str) -> None:
+    key_ranges = np.concatenate([GALLERY["shared prefix"], masks.documents([5, 7])])
+    call = call_with(key_ranges, batch=2, return_lse=True)
+    assert judge(framework, call, in_parts(framework, call, "math")).ok
+
+
+@pytest.mark.usefixtures("math_has_no_ranges")
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_queries_that_see_nothing(framework: str) -> None:
+    """With a sink, the sink is such a row's log-sum-exp."""
+    key_ranges = np.zeros((1, 1, 12, 1, 2), np.int32)
+    key_ranges[..., 3:6, :, 1] = 9
+    for fields in ({}, {"sinks": True}):
+        call = call_with(key_ranges, return_lse=True, **fields)
+        results = in_parts(framework, call, "math")
+        assert judge(framework, call, results).ok
+        assert (results["out"][:, 9:] == 0).all()
+    nothing = call_with(np.zeros_like(key_ranges), return_lse=True)
+    assert (in_parts(framework, nothing, "math")["lse"] == -np.inf).all()
+
+
+@pytest.mark.parametrize("name", ["shared prefix", "tree", "documents", "prefix-LM"])
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_kernel_that_has_no_ranges(framework: str, name: str) -> None:
+    """aten's flash kernel, which has neither windows nor a gradient of the log-sum-exp."""
+    for fields in ({"batch": 2}, {"needs_backward": False, "return_lse": True}, {"dtype": "bfloat16"}):
+        call = call_with(GALLERY[name], **fields)
+        assert judge(framework, call, in_parts(framework, call, "sdpa_flash")).ok
+
+
+@pytest.mark.parametrize("name", ["shared prefix", "tree", "documents"])
+def test_torch_and_jax_give_the_same_bits(name: str) -> None:
+    """Without sinks, which each framework adds by its own operations."""
+    for fields in ({}, {"batch": 2}, {"dtype": "bfloat16", "causal": True}):
+        call = call_with(GALLERY[name], **fields)
+        assert same_bits(*(in_parts(framework, call, "sdpa_flash") for framework in FRAMEWORKS)) == []
+
+
+FAULTS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "stop one too early": lambda array: np.maximum(array - np.array([0, 1], np.int32), array[..., :1]),
+    "start one too late": lambda array: np.minimum(array + np.array([1, 0], np.int32), array[..., 1:]),
+    "one key too far": lambda array: np.roll(array, 1, axis=2),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_wrong_part_fails(framework: str, fault: str) -> None:
+    right = call_with(GALLERY["shared prefix"])
+    wrong = call_with(np.ascontiguousarray(FAULTS[fault](GALLERY["shared prefix"])))
+    assert judge(framework, right, in_parts(framework, right, "sdpa_flash")).ok
+    assert not judge(framework, right, in_parts(framework, wrong, "sdpa_flash")).ok
+
+
+def test_rows_of_the_batch_in_the_wrong_order_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    key_ranges = np.concatenate([GALLERY["shared prefix"], masks.documents([5, 7])])
+    call = call_with(key_ranges, batch=2)
+    original = ranges.of_rows
+    monkeypatch.setattr(ranges, "of_rows", lambda bands, *sizes: original(bands[::-1], *sizes))
+    one_device._tiled.cache_clear()
+    one_device._chosen.cache_clear()
+    assert not judge("torch", call, in_parts("torch", call, "sdpa_flash")).ok
+    one_device._tiled.cache_clear()
+    one_device._chosen.cache_clear()
+
+
+# The choice
+
+
+def spec_of(key_ranges: np.ndarray, **fields: Any) -> AttentionSpec:
+    return call_with(key_ranges, **fields).spec
+
+
+def arrays(tokens: int, batch: int = 1) -> tuple[Any, Any, Any]:
+    import torch
+
+    q = torch.zeros(batch, tokens, 4, 8)
+    return q, q[:, :, :2], q[:, :, :2]
+
+
+def test_automatic_choice_takes_parts_of_long_rows_alone() -> None:
+    short, long = masks.shared_prefix(32, [8] * 4), masks.shared_prefix(256, [32] * 8)
+    assert torch_frontend.explain(*arrays(64), key_ranges=short).parts is None
+    selection = torch_frontend.explain(*arrays(512), key_ranges=long)
+    assert (selection.backend, selection.parts) == (
+        "sdpa_flash",
+        "2 kernel calls of sdpa_flash, merged by their log-sum-exps",
+    )
+    assert torch_frontend.explain(*arrays(512), key_ranges=long, backend="math").parts is None
+    # On the device the values are unknown.
+    import torch
+
+    assert torch_frontend.explain(*arrays(512), key_ranges=torch.from_numpy(long)).parts is None
+
+
+def test_the_automatic_choice_computes_what_the_whole_computes() -> None:
+    import torch
+
+    rng, key_ranges = np.random.default_rng(0), masks.shared_prefix(256, [32] * 8)
+    q, k, v = (torch.from_numpy(rng.standard_normal((1, 512, heads, 8), np.float32)) for heads in (4, 2, 2))
+    parts = torch_frontend.attention(q, k, v, key_ranges=key_ranges)
+    whole = torch_frontend.attention(q, k, v, key_ranges=torch.from_numpy(key_ranges))
+    torch.testing.assert_close(parts, whole)
+
+
+def test_explain_says_how_many_blocks_are_computed() -> None:
+    selection = torch_frontend.explain(*arrays(512), key_ranges=masks.shared_prefix(256, [32] * 8))
+    assert selection.mask == "9 of 16 blocks of 128 queries and keys have a visible pair (56%)"
+    assert "mask: 9 of 16 blocks" in str(selection)
+    import jax
+
+    q, k, v = (jax.ShapeDtypeStruct(tuple(each.shape), np.float32) for each in arrays(512))
+    assert jax_frontend.explain(q, k, v, key_ranges=masks.documents([256, 256])).mask is not None
+
+
+def test_a_refusal_says_why_the_ranges_are_no_parts() -> None:
+    rng = np.random.default_rng(0)
+    noise = np.sort(rng.integers(0, 513, (1, 1, 512, 1, 2)), -1).astype(np.int32)
+    with pytest.raises(NoBackendError, match=r"more\s+than 16 kernel calls"):
+        torch_frontend.attention(*arrays(512), key_ranges=noise, backend="sdpa_flash")
+    with pytest.raises(NoBackendError, match="parts: none, because flash3 cannot run a tile"):
+        torch_frontend.attention(*arrays(12), key_ranges=GALLERY["tree"], backend="flash3")
+    per_head = np.repeat(GALLERY["tree"], 2, axis=1)
+    with pytest.raises(NoBackendError, match="differ between kv heads"):
+        torch_frontend.attention(*arrays(12), key_ranges=per_head, backend="sdpa_flash")
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_bad_ranges_on_the_host(framework: str) -> None:
+    import jax.numpy as jnp
+
+    q, k, v = arrays(12)
+    attention: Any = torch_frontend.attention
+    if framework == "jax":
+        q, k, v = (jnp.asarray(each.numpy()) for each in (q, k, v))
+        attention = jax_frontend.attention
+    key_ranges = GALLERY["tree"]
+    with pytest.raises(SpecError, match=r"key_ranges: expected 0 <= start <= stop <= q_len \(12\), got start 0 and"):
+        attention(q, k, v, key_ranges=key_ranges + np.array([0, 1], np.int32), backend="sdpa_flash")
+    with pytest.raises(ShapeError, match="key_ranges: expected shape"):
+        attention(q, k, v, key_ranges=key_ranges[:, :, 1:], backend="sdpa_flash")
+    with pytest.raises(SpecError, match="key_ranges: expected dtype int32, got int64"):
+        attention(q, k, v, key_ranges=key_ranges.astype(np.int64), backend="sdpa_flash")
+
+
+def test_an_array_that_changes_between_two_calls() -> None:
+    """Plans are kept by the ranges' values, not by the array."""
+    import torch
+
+    key_ranges = masks.documents([6, 6])
+    q, k, v = (each + torch.arange(12.0)[None, :, None, None] for each in arrays(12))
+    first = torch_frontend.attention(q, k, v, key_ranges=key_ranges, backend="sdpa_flash")
+    key_ranges[...] = masks.documents([3, 9])
+    second = torch_frontend.attention(q, k, v, key_ranges=key_ranges, backend="sdpa_flash")
+    assert not torch.equal(first, second)
+    torch.testing.assert_close(second, torch_frontend.attention(q, k, v, key_ranges=key_ranges, backend="math"))
