@@ -144,8 +144,6 @@ class Attention(nn.Module):
             return self._in_pages(x, others, positions, pages)
         seq_info = SeqInfo.coerce(seq_info)
         if context_parallel is not None:
-            if key_ranges is not None:
-                raise SpecError("key_ranges: expected None in context parallelism, which has no ranges of shards")
             context_parallel = context_parallel.with_documents(seq_info)
             seq_info = context_parallel.seq_info
         queries, keys = self._rows(x, context, seq_info, positions)
@@ -156,7 +154,7 @@ class Attention(nn.Module):
             q, k = self.rotary(q, k, token_positions(positions, seq_info, q))
             # Rotary functions with float32 tables return float32, but attention needs one dtype for q, k and v.
             q, k = q.to(v.dtype), k.to(v.dtype)
-        attend: Any = partial(attention, trains=self.training, seq_info=seq_info, key_ranges=key_ranges)
+        attend: Any = partial(attention, trains=self.training, seq_info=seq_info)
         attend = attend if context_parallel is None else context_parallel.attend
         out = attend(
             q,
@@ -168,6 +166,7 @@ class Attention(nn.Module):
             softcap=self.softcap,
             scale=self.scale,
             mask=mask,
+            key_ranges=key_ranges,
             bias=bias,
             alibi_slopes=alibi_slopes,
             sinks=self._sinks(),

@@ -58,6 +58,7 @@ class ContextParallelKeywords(TypedDict, Generic[Array], total=False):
     softcap: float | None
     scale: float | None
     mask: Array | None
+    key_ranges: Any
     bias: Array | None
     alibi_slopes: Array | None
     sinks: Array | None

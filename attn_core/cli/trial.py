@@ -86,10 +86,22 @@ def draw(spec: AttentionSpec, seq_info: SeqInfo | None = None, seed: int = 0) ->
 
 
 def _ranges(spec: AttentionSpec, seed: int) -> np.ndarray:
-    """Draws key ranges: a quarter empty, the others of any length."""
+    """Draws key ranges: a quarter empty, the others of any length; for odd seeds runs of keys that form bands."""
     random = np.random.default_rng((seed, 1))  # of its own, so that other numbers do not depend on them
+    if seed % 2:
+        return _banded_ranges(spec, random)
     ranges = np.sort(random.integers(0, spec.q_len + 1, spec.key_ranges_shape, np.int32), -1)
     return np.where(random.random((*ranges.shape[:-1], 1)) < 0.25, ranges[..., :1], ranges)
+
+
+def _banded_ranges(spec: AttentionSpec, random: np.random.Generator) -> np.ndarray:
+    """Draws ranges whose ends stay, or move by one query with each key, over up to three runs of keys."""
+    rows, heads, keys, count, _ = spec.key_ranges_shape or ()
+    run = np.searchsorted(np.sort(random.integers(0, keys + 1, 2)), np.arange(keys), side="right")
+    ends = np.sort(random.integers(0, spec.q_len + 1, (rows, heads, 3, count, 2), np.int32), -1)[:, :, run]
+    moves = random.integers(0, 2, (rows, heads, 3, count, 2), np.int32)[:, :, run]
+    ranges = np.minimum(ends + moves * np.arange(keys, dtype=np.int32)[:, None, None], spec.q_len)
+    return np.where(ranges[..., :1] < ranges[..., 1:], ranges, 0)
 
 
 def arrays_of_call(trial: Trial) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ class VisibleBand(NamedTuple):
         left, right: 0 or more; None is unbounded.
         documents: the offsets of packed documents, each of which sees only itself; None for no documents.
         parts: the whole mask as bands, instead of all the above; None for a mask that has no key ranges.
+        packs: whether parts may share a kernel call, as packed documents: if there is one batch row.
     """
 
     left: int | None
@@ -27,11 +28,12 @@ class VisibleBand(NamedTuple):
     offset: int = 0
     documents: tuple[int, ...] | None = None
     parts: tuple[BandedSegment, ...] | None = None
+    packs: bool = True
 
     @property
     def has_pieces(self) -> bool:
         """Whether several segments may share a kernel call, as packed documents."""
-        return self.documents is not None or self.parts is not None
+        return self.documents is not None or (self.parts is not None and self.packs)
 
 
 class Segment(NamedTuple):

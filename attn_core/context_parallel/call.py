@@ -124,7 +124,7 @@ def plan_spec(
     edge = band(spec)
     visible = VisibleBand(edge.left, edge.right, edge.offset, documents)
     if bands is not None:  # causal, window and documents are in them
-        visible = VisibleBand(None, None, parts=bands)
+        visible = VisibleBand(None, None, parts=bands, packs=spec.batch == 1)
     return build_plan(strategy, layout, *parts_and_members(axes, strategy), spec.q_len, spec.kv_len, visible)
 
 

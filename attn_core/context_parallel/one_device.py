@@ -12,7 +12,6 @@ from functools import lru_cache
 import numpy as np
 
 from attn_core.call.key_ranges import visible_blocks
-from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
 from attn_core.context_parallel import ranges
 from attn_core.context_parallel.call import ContextCall, build_call
@@ -34,7 +33,7 @@ def described(selection: Selection, key_ranges: np.ndarray) -> Selection:
     if spec.symbolic or spec.empty:
         return selection
     if not (spec.packed or spec.mask_shape or spec.mask_mod):  # they hide further blocks
-        seen, count = visible_blocks(key_ranges, spec.q_len, _edges(spec))
+        seen, count = visible_blocks(key_ranges, spec.q_len, ranges.edges_of(spec))
         share = f"{seen} of {count} blocks of 128 queries and keys have a visible pair ({seen / count:.0%})"
         selection = replace(selection, mask=share)
     found = find(spec, key_ranges, target, selection.requested)
@@ -139,7 +138,7 @@ def tiled(
 def _tiled(
     spec: AttentionSpec, content: tuple[bytes, ...], count: int, target: Target, requested: tuple[str, ...] | None
 ) -> Tiled | str:
-    edges = _edges(spec)
+    edges = ranges.edges_of(spec)
     why = f"its key_ranges are not a few bands: they would take more than {ranges.MOST_TILES} kernel calls"
     best: Tiled | None = None
     for windows in (True, False):  # not every kernel has windows
@@ -164,13 +163,6 @@ def _tiled(
             return found
         best = best or found
     return best or why
-
-
-def _edges(spec: AttentionSpec) -> tuple[int | None, int | None]:
-    """Returns the band of causal and window, ``low <= key - query <= high``."""
-    edge = band(spec)
-    low = None if edge.left is None else edge.offset - edge.left
-    return low, None if edge.right is None else edge.offset + edge.right
 
 
 def _one_row(spec: AttentionSpec) -> AttentionSpec:

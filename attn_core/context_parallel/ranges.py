@@ -10,13 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import product
+from typing import Any
 
 import numpy as np
 
-from attn_core.call.key_ranges import within_band
+from attn_core.call.key_ranges import check_shape, check_values, within_band
+from attn_core.call.masks import band
+from attn_core.call.spec import AttentionSpec
 from attn_core.context_parallel.bands import BandedSegment, Segment, VisibleBand, join
 from attn_core.context_parallel.layout import Run
 from attn_core.context_parallel.tiles import Tile, max_overlap, split_into_tiles
+from attn_core.errors import DTypeError, SpecError
 
 Bands = tuple[BandedSegment, ...]
 
@@ -81,12 +85,54 @@ def _is_plain(tile: Tile) -> bool:
     return tile.left is None and tile.right in (None, 0)
 
 
+def bands_of_row(key_ranges: Any, spec: AttentionSpec) -> Bands:
+    """Returns the bands of a row that is spread over ranks.
+
+    Args:
+        key_ranges: as the caller passed them.
+        spec: the whole call, without the ranges.
+
+    Raises:
+        ShapeError, DTypeError, SpecError: for ranges that are not in numpy, invalid, or not a few bands; and beside
+            packed documents.
+    """
+    if not isinstance(key_ranges, np.ndarray):
+        raise SpecError(
+            "key_ranges: expected a numpy array in context parallelism, because the ranges decide what is sent where; "
+            f"got {type(key_ranges)}"
+        )
+    if key_ranges.dtype != np.int32:
+        raise DTypeError(f"key_ranges: expected dtype int32, got {key_ranges.dtype}; cast it to int32")
+    if spec.packed:
+        raise SpecError(
+            "key_ranges: expected None beside seq_info in context parallelism; attn_core.masks.documents has documents "
+            "as ranges"
+        )
+    # Ranks would have to cut rows and heads apart.
+    check_shape(tuple(key_ranges.shape), 1, 1, spec.kv_len)
+    check_values(key_ranges, spec.q_len)
+    bands = bands_of(key_ranges[0, 0].tobytes(), key_ranges.shape[3], spec.q_len, edges_of(spec))
+    if bands is None:
+        raise SpecError(
+            f"key_ranges: expected few bands in context parallelism; these would take more than {MOST_TILES} kernel "
+            "calls on one device"
+        )
+    return bands
+
+
+def edges_of(spec: AttentionSpec) -> tuple[int | None, int | None]:
+    """Returns the band of causal and window, ``low <= key - query <= high``; None is unbounded."""
+    edge = band(spec)
+    low = None if edge.left is None else edge.offset - edge.left
+    return low, None if edge.right is None else edge.offset + edge.right
+
+
 def of_rows(bands: Sequence[Bands], q_len: int, kv_len: int) -> Bands:
     """Returns the bands of several batch rows in one row that holds them end to end."""
     return tuple(
-        BandedSegment(_moved(band.segment, row * q_len, row * kv_len), *_shifted(band, row * (kv_len - q_len)))
+        BandedSegment(_moved(each.segment, row * q_len, row * kv_len), *_shifted(each, row * (kv_len - q_len)))
         for row, of_row in enumerate(bands)
-        for band in of_row
+        for each in of_row
     )
 
 
@@ -169,14 +215,14 @@ def _band(start: np.ndarray, stop: np.ndarray, first: int, last: int, kind: int)
 def _split_at_corners(bands: Sequence[BandedSegment]) -> tuple[list[BandedSegment], list[BandedSegment]]:
     """Splits rectangles at the diagonal through their first pair; returns (on it and below, above it)."""
     below, above = [], []
-    for band in bands:
-        (q_start, q_stop, k_start, k_stop), low, high = band
+    for each in bands:
+        (q_start, q_stop, k_start, k_stop), low, high = each
         queries, keys = q_stop - q_start, k_stop - k_start
         if high is not None or low is not None or keys < 2 or queries < keys:
-            below.append(band)
+            below.append(each)
             continue
         diagonal = k_start - q_start
-        below.append(BandedSegment(band.segment, None, diagonal))
+        below.append(BandedSegment(each.segment, None, diagonal))
         upper = Segment(q_start, q_start + keys - 1, k_start + 1, k_stop)
         above.append(BandedSegment(upper, diagonal + 1, None).drop_idle_edges())
     return below, above
@@ -185,14 +231,14 @@ def _split_at_corners(bands: Sequence[BandedSegment]) -> tuple[list[BandedSegmen
 def _join_neighbours(bands: Sequence[BandedSegment]) -> list[BandedSegment]:
     """Joins bands that continue one of the latest; ``bands`` are in the order of keys."""
     joined: list[BandedSegment] = []
-    for band in bands:
+    for each in bands:
         for at in range(len(joined) - 1, max(-1, len(joined) - 1 - NEIGHBOURS), -1):
-            both = join(joined[at], band)
+            both = join(joined[at], each)
             if both is not None:
                 joined[at] = both
                 break
         else:
-            joined.append(band)
+            joined.append(each)
     return joined
 
 
@@ -201,11 +247,11 @@ def _cut_under_squares(bands: Sequence[BandedSegment]) -> Iterator[BandedSegment
 
     Squares of all sizes share one call of a kernel, whose diagonal is in each square's corner.
     """
-    for band in bands:
-        (q_start, q_stop, k_start, k_stop), low, high = band
+    for each in bands:
+        (q_start, q_stop, k_start, k_stop), low, high = each
         below = q_start + k_stop - k_start
         if low is not None or high != k_start - q_start or below >= q_stop:
-            yield band
+            yield each
             continue
         yield BandedSegment(Segment(q_start, below, k_start, k_stop), None, high).drop_idle_edges()
         yield BandedSegment(Segment(below, q_stop, k_start, k_stop), None, None)

@@ -16,10 +16,11 @@ from attn_core.call.offset_checks import check_cu_seqlens
 from attn_core.call.options import Options
 from attn_core.call.seq_info import SeqInfo, is_host_int
 from attn_core.call.spec import AttentionSpec
-from attn_core.context_parallel.call import ContextCall, build_call
+from attn_core.context_parallel.call import Bands, ContextCall, build_call
 from attn_core.context_parallel.cost.choose import Explanation, check_strategy, choose
 from attn_core.context_parallel.cost.machine import Constants
 from attn_core.context_parallel.plan import AxisSizes
+from attn_core.context_parallel.ranges import bands_of_row
 from attn_core.errors import ShapeError, SpecError, shown
 from attn_core.selection import Target
 
@@ -39,6 +40,7 @@ class Request(NamedTuple):
         axes, sizes: the names and sizes of the mesh axes that share the row: one axis, or (outer, inner).
         device: the device of the arrays, as the framework names it.
         requested: the backends that the caller named, or None for automatic choice.
+        bands: the whole mask of a call with key ranges, causal and window included.
     """
 
     shards: tuple[Metadata | None, ...]
@@ -53,6 +55,7 @@ class Request(NamedTuple):
     device: Any
     needs_backward: bool
     requested: tuple[str, ...] | None
+    bands: Bands = None
 
     @property
     def packed(self) -> bool:
@@ -76,6 +79,7 @@ def build_request(
     needs_backward: bool,
     requested: tuple[str, ...] | None,
     shards_each: int = 1,
+    key_ranges: Any = None,
 ) -> Request:
     """Checks everything that can be checked without a plan, and computes the lengths.
 
@@ -84,6 +88,7 @@ def build_request(
         options: checked by the caller.
         length: the caller's argument, see ``row_lengths``.
         shards_each: the number of shards that lie end to end in each array.
+        key_ranges: of the whole row, in numpy.
 
     Raises:
         ShapeError, SpecError: naming the argument, its value and what was expected.
@@ -109,9 +114,13 @@ def build_request(
         longest = max(stop - start for start, stop in pairwise(documents))
         # The offsets are on the host, so the longest document is known exactly, whatever bound the caller passed.
         options = options._replace(max_len_q=longest, max_len_k=longest)
+    lengths = row_lengths(length, documents, (shards[0][0][-3], shards[1][0][-3]), prod(sizes))
+    bands = None
+    if key_ranges is not None:
+        bands = bands_of_row(key_ranges, _build_spec((*shards, sinks), lengths, documents, options))
     return Request(
         (*shards, sinks),
-        row_lengths(length, documents, (shards[0][0][-3], shards[1][0][-3]), prod(sizes)),
+        lengths,
         documents,
         options,
         strategy or "",
@@ -122,6 +131,7 @@ def build_request(
         device,
         needs_backward,
         requested,
+        bands,
     )
 
 
@@ -210,7 +220,8 @@ def explain_request(request: Request, target: Target) -> Explanation:
     # JAX traces a forward before it knows whether there will be a backward, so both must choose the same strategy.
     spec = replace(spec, needs_backward=request.needs_backward or target.framework == "jax")
     constants, strategy = Constants.of(target.device), request.strategy or None
-    choice = choose(spec, request.documents, request.layout, request.sizes, constants, None, strategy)
+    how = request.layout, request.sizes, constants, None, strategy, request.bands
+    choice = choose(spec, request.documents, *how)
     # With the strategy filled in, a call that names it finds the same plan in the cache.
     return Explanation(choice, plan_request(request._replace(strategy=choice.strategy or ""), target))
 
@@ -222,7 +233,7 @@ def plan_request(request: Request, target: Target) -> ContextCall:
     spec = replace(spec, needs_backward=request.needs_backward)
     call = build_call(
         *(spec, request.documents, request.strategy, request.layout, request.sizes),
-        *(request.head_groups, target, request.requested),
+        *(request.head_groups, target, request.requested, request.bands),
     )
     layouts = call.plan.q_layout, call.plan.k_layout, call.plan.k_layout
     for name, shard, layout in zip("qkv", request.shards, layouts, strict=False):

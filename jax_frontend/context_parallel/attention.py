@@ -84,6 +84,7 @@ def context_parallel_attention(
     softcap: float | None = None,
     scale: float | None = None,
     mask: Any = None,
+    key_ranges: Any = None,
     bias: Any = None,
     alibi_slopes: Any = None,
     sinks: Array | None = None,
@@ -117,6 +118,7 @@ def context_parallel_attention(
             other axes stay automatic; then kernels raise an error for arrays that those axes split, and only JAX's own
             backend takes such arrays.
         seq_info: packed documents of the whole row, the same for q and k, with offsets on the host.
+        key_ranges: of the whole row, int32 numpy ``[1, 1, kv_len, 1 or 2, 2]``; without seq_info.
         mask, bias, alibi_slopes, dropout: not supported; an error names the argument.
         return_lse: also return the log-sum-exp of the shard, ``[batch, heads, shard]``, packed ``[heads, shard]``.
 
@@ -137,6 +139,7 @@ def context_parallel_attention(
     backends = requested_names(backend) or override.requested()
     check_kind("layout", layout, str, "the name of a layout")
     how = {"strategy": strategy, "layout": layout, "length": length, "head_groups": head_groups}
+    how["key_ranges"] = key_ranges
     request = build_request(row_mesh, inputs, options, seq_info, backends, **how)
     # Chosen from whole rows, before each device builds its own request: all devices must use one strategy.
     request = request._replace(strategy=explain_request(request).choice.strategy or "")
@@ -166,6 +169,7 @@ def explain_context_parallel(
     softcap: float | None = None,
     scale: float | None = None,
     mask: Any = None,
+    key_ranges: Any = None,
     bias: Any = None,
     alibi_slopes: Any = None,
     sinks: Any = None,
@@ -189,6 +193,7 @@ def explain_context_parallel(
     backends = requested_names(backend) or override.requested()
     check_kind("layout", layout, str, "the name of a layout")
     how = {"strategy": strategy, "layout": layout, "length": length, "head_groups": head_groups}
+    how["key_ranges"] = key_ranges
     request = build_request(row_mesh, inputs, options, seq_info, backends, **how)
     if needs_backward is not None:
         check_flag("needs_backward", needs_backward)

@@ -16,7 +16,7 @@ from attn_core.call.options import Options, check_options
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
 from attn_core.context_parallel.one_device import Tiled, choose, find
-from attn_core.selection import NoBackendError, Target, explain
+from attn_core.selection import NoBackendError, Target, explain, refusals
 from jax_frontend.context_parallel.backward import backward
 from jax_frontend.context_parallel.forward import forward
 from jax_frontend.context_parallel.mesh import RankAxes
@@ -104,7 +104,12 @@ def tiled_call(
     of_forward, of_training = specs(inputs, options, device, key_ranges)
     found = choose(of_forward, key_ranges, target, requested)
     trained = find(of_training, key_ranges, target, requested)
-    if found is None or (requested is None and trained is None):
+    if found is None:
+        return None
+    # JAX does not know yet whether the call will be differentiated. A backend that trains it as a whole runs it whole.
+    if trained is None and any(not refusals(name, of_training, target) for name in requested or ()):
+        return None
+    if trained is None and requested is None:
         return None
     return TiledCall(found, trained or of_training, device, requested, options.return_lse)
 

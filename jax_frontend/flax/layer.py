@@ -14,7 +14,7 @@ from attn_core.backends.shared.jax_offsets import document_numbers
 from attn_core.call.layer_shapes import check_layer_inputs, check_rotary
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.spec import DTYPES
-from attn_core.errors import DTypeError, ShapeError, SpecError
+from attn_core.errors import DTypeError, ShapeError
 from attn_core.paged.step import Pages, Step, check_paged_layer
 from jax_frontend.attention import attention
 from jax_frontend.context_parallel import layers as context_layers
@@ -113,11 +113,9 @@ def attend(
         if positions is None and context_layers.is_context_parallel(layer):
             positions = context_layers.position_ids(layer, seq_info, q.shape[1])
         q, k = layer.rotary(q, k, token_positions(positions, seq_info, *q.shape[:2]))
-    # context_parallel_attention has no dropout, and so no dropout_rng, and no ranges.
-    run = partial(attention, dropout_rng=call.dropout_rng, key_ranges=call.key_ranges)
+    # context_parallel_attention has no dropout, and so no dropout_rng.
+    run = partial(attention, dropout_rng=call.dropout_rng)
     if context_layers.is_context_parallel(layer):
-        if call.key_ranges is not None:
-            raise SpecError("key_ranges: expected None in context parallelism, which has no ranges of shards")
         run = partial(context_layers.attend, layer)
     out = run(
         *(array.astype(dtype) for array in (q, k, v)),
@@ -128,6 +126,7 @@ def attend(
         scale=layer.scale,
         # Flax's helpers make float32 masks.
         mask=None if call.mask is None else as_array("mask", call.mask).astype(bool),
+        key_ranges=call.key_ranges,
         bias=call.bias,
         alibi_slopes=call.alibi_slopes,
         sinks=call.sinks,

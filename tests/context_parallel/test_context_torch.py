@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch")
 if not torch.distributed.is_available():
     pytest.skip("torch was built without torch.distributed", allow_module_level=True)
 
-from context_torch_worker import AXES, Case, Failed, World, once, values
+from context_torch_worker import AXES, Case, Failed, World, once, ranges_of, values
 
 from attn_core import AttentionSpec, SeqInfo
 from attn_core.call.options import normalise_window
@@ -40,6 +40,7 @@ FEW_KEYS = (8, 1)
 """So few kv heads that the gathered keys are kept for the backward."""
 CAUSAL = ("causal", True)
 DOCUMENTS = (3, 0, 11, 1, 8)
+IMAGES = ("blocks", ((0, 6, 11, 19), (True, False, True, False), 23))
 MASKS: dict[str, dict[str, Any]] = {
     "full": {},
     "causal": {"options": (CAUSAL,)},
@@ -50,6 +51,17 @@ MASKS: dict[str, dict[str, Any]] = {
     "rows without keys": {"options": (CAUSAL, ("window", 6)), "length": (23, 11), "sinks": True},
     "top left": {"options": (CAUSAL, ("alignment", "top_left")), "length": (17, 23)},
     "documents": {"options": (CAUSAL,), "documents": DOCUMENTS},
+    "shared prefix": {"options": (("key_ranges", ("shared_prefix", (9, (5, 4, 5)))), ("softcap", 1.5)), "batch": 1},
+    "image blocks, window, sinks": {
+        **{
+            "options": (
+                ("key_ranges", ("blocks", ((0, 6, 11, 19), (True, False, True, False), 23))),
+                ("window", (7, 5)),
+            )
+        },
+        "sinks": True,
+    },
+    "global tokens": {"options": (CAUSAL, ("key_ranges", ("global_and_window", (3, (4, 2), 23)))), "batch": 1},
     "documents, window, softcap, sinks": {
         **{"options": (("window", (4, 1)), ("softcap", 2.0)), "documents": (2, 19, 0, 2), "sinks": True}
     },
@@ -154,7 +166,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, list[Any]]:
 
 
 def spec_of(case: Case) -> AttentionSpec:
-    options = {name: value for name, value in case.options if name != "backend"}
+    options = {name: value for name, value in case.options if name not in ("backend", "key_ranges")}
+    key_ranges = ranges_of(case)
     window = normalise_window(options.pop("window", None), options.get("causal", False))
     documents = case.documents
     longest = max(documents) if documents else None
@@ -163,6 +176,7 @@ def spec_of(case: Case) -> AttentionSpec:
         **{"num_heads": case.heads[0], "num_kv_heads": case.heads[1], "dtype": case.dtype, "sinks": case.sinks},
         **{"head_dim": case.dims[0], "value_dim": case.dims[1], "window": window, **options},
         **{"documents": len(documents) if documents else None, "max_len_q": longest, "max_len_k": longest},
+        key_ranges_shape=None if key_ranges is None else key_ranges.shape,
         needs_backward=True,
     )
 
@@ -174,6 +188,7 @@ def expected(case: Case) -> dict[str, np.ndarray]:
     q, k, v, dout, dlse = (each[0] if case.documents else each for each in whole[:5])
     cu = SeqInfo.from_lengths(case.documents).cu_seqlens_q if case.documents else None
     inputs = Inputs(q, k, v, sinks=whole.sinks if case.sinks else None, cu_seqlens_q=cu, cu_seqlens_k=cu)
+    inputs = inputs._replace(key_ranges=ranges_of(case))
     out, lse = reference.forward(spec, inputs)
     dlse = dlse if case.lse_gradient else None
     gradients = reference.backward(spec, inputs, out, lse, dout, dlse)

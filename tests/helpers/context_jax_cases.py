@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from attn_core import SeqInfo
+from attn_core import SeqInfo, masks
 from attn_core.call.arguments import ArrayFacts, Arrays, build_spec
 from attn_core.call.options import Options, check_options
 from attn_core.call.tensors import Inputs
@@ -112,6 +112,10 @@ def reference_results(case: Case, arrays: dict[str, np.ndarray]) -> dict[str, np
         facts |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), ArrayFacts(offsets.shape, "int32", "cpu"))
         options = options._replace(max_len_q=case.info.max_len_q, max_len_k=case.info.max_len_k)
         inputs = inputs._replace(cu_seqlens_q=offsets, cu_seqlens_k=offsets)
+    key_ranges = case.keywords.get("key_ranges")
+    if key_ranges is not None:
+        facts["key_ranges"] = ArrayFacts(key_ranges.shape, "int32", "cpu")
+        inputs = inputs._replace(key_ranges=key_ranges)
     spec = build_spec(Arrays(**facts), options, needs_backward=True)
     out, lse = reference.forward(spec, inputs)
     gradients = reference.backward(spec, inputs, out, lse, arrays["dout"], arrays.get("dlse"))
@@ -182,6 +186,10 @@ ROWS = {"layout": "contiguous", "documents": DOCUMENTS, "options": {"causal": Tr
 ZIGZAG_ROWS = {"documents": DOCUMENTS, "sinks": True, "options": {"causal": True, "return_lse": True}}
 UNEVEN = {"layout": "contiguous", "lengths": (23, 11), "sinks": True}  # rows that see none
 UNEVEN |= {"options": {"causal": True, "return_lse": True}}
+SHARED_PREFIX = {"sinks": True, "options": {"softcap": 2.0, "return_lse": True}}
+SHARED_PREFIX |= {"keywords": {"key_ranges": masks.shared_prefix(9, [5, 4, 5])}}
+IMAGES = {"options": {"window": (7, 5)}}
+IMAGES |= {"keywords": {"key_ranges": masks.blocks([0, 6, 11, 19], [True, False, True, False], 23)}}
 CASES = {
     "ring-4-full": Case("ring", (4,), **FULL),
     "ring-3-causal": Case("ring", (3,), **CAUSAL),
@@ -208,6 +216,11 @@ CASES = {
     "ring-2x2-zigzag-rows": Case("ring", (2, 2), **ZIGZAG_ROWS),
     "all_gather-2x2-full": Case("all_gather", (2, 2), heads=(4, 1), **FULL),
     "all_gather-2x2-zigzag-rows": Case("all_gather", (2, 2), **ZIGZAG_ROWS),
+    "ring-3-prefix": Case("ring", (3,), batch=1, **SHARED_PREFIX),
+    "all_gather-4-prefix": Case("all_gather", (4,), batch=1, **SHARED_PREFIX),
+    "ulysses-2-prefix": Case("ulysses", (2,), batch=1, **SHARED_PREFIX),
+    "ring-2x2-images": Case("ring", (2, 2), "contiguous", **IMAGES),
+    "all_gather-2-images": Case("all_gather", (2,), "striped", **IMAGES),
 }
 CALLED = {
     f"{strategy}-{layout}-{'x'.join(map(str, sizes))}{'-wide' if dims[0] != dims[1] else ''}": Case(

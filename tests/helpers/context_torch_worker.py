@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from attn_core import SeqInfo
+from attn_core import SeqInfo, masks
 from attn_core.context_parallel.layout import build_layout
 from torch_frontend.context_parallel.attention import context_parallel_attention
 from torch_frontend.context_parallel.mesh import rank_of
@@ -63,7 +63,7 @@ class Case(NamedTuple):
     Attributes:
         axes: of the mesh.
         length: positions of q, and of k and v; documents: their lengths in a packed row.
-        options: other keywords of ``context_parallel_attention``.
+        options: other keywords of ``context_parallel_attention``; key_ranges as (constructor, its arguments).
         lse_gradient: whether the log-sum-exp has a gradient, too; without it, its cotangent is None.
         device: of the world that runs it.
         how: "eager", "compile", "compile in parts" (offsets of documents are no part of a graph), "checkpoint", or
@@ -93,6 +93,12 @@ class Case(NamedTuple):
         return f"{ranks} {self.strategy} {self.layout} {self.length} heads {self.heads} {self.documents or ''} " + (
             f"{dict(self.options)} sinks={self.sinks} groups={self.head_groups} {self.dtype} {self.how} {self.seed}"
         )
+
+
+def ranges_of(case: Case) -> Array | None:
+    """The key ranges of a case's whole row."""
+    given = dict(case.options).get("key_ranges")
+    return None if given is None else getattr(masks, given[0])(*given[1])
 
 
 class Values(NamedTuple):
@@ -153,7 +159,7 @@ def run(case: Case) -> dict[str, Array]:
             *given[:3],
             **{"mesh": mesh, "strategy": case.strategy, "layout": case.layout, "seq_info": info, "sinks": given[3]},
             **{"length": q_len if q_len == k_len else case.length, "head_groups": case.head_groups},
-            **dict(case.options),
+            **dict(case.options) | {"key_ranges": ranges_of(case)},
             return_lse=return_lse,
         )
 

@@ -15,7 +15,7 @@ from attn_core.call.options import Options, Window, check_flag, check_options, c
 from attn_core.context_parallel.call import check_supported
 from attn_core.context_parallel.cost.choose import Explanation
 from attn_core.context_parallel.request import Request, build_request
-from attn_core.errors import DeviceError, DTypeError, ShapeError
+from attn_core.errors import DeviceError, DTypeError, ShapeError, SpecError
 from attn_core.selection import override
 from torch_frontend.context_parallel import differentiable
 from torch_frontend.context_parallel.agreement import announce_refusal
@@ -78,6 +78,7 @@ def context_parallel_attention(
     softcap: float | None = None,
     scale: float | None = None,
     mask: Tensor | None = None,
+    key_ranges: Any = None,
     bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -104,6 +105,8 @@ def context_parallel_attention(
         causal, alignment, window, softcap, scale, sinks, deterministic, backend, return_lse: as in ``attention``; they
             refer to the whole row.
         seq_info: the whole row's packed documents, as in ``attention``, with offsets on the host.
+        key_ranges: of the whole row, int32 numpy ``[1, 1, kv_len, 1 or 2, 2]``, the same on every rank; without
+            seq_info, and not under torch.compile.
         mask, bias, alibi_slopes, dropout: not supported; an error names the argument.
 
     Returns:
@@ -129,11 +132,12 @@ def context_parallel_attention(
         options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
         check_kind("layout", layout, str, "the name of a layout")
         how = {"strategy": strategy, "layout": layout, "length": length, "head_groups": head_groups}
+        how["key_ranges"] = key_ranges
         rows, request = _build_request(q, k, v, sinks, mesh, options, seq_info, backend, **how)
     except Exception as error:
         # A trace cannot send. Ranks compare when the op runs.
         if not torch.compiler.is_compiling():
-            _announce_error(error, rows, seq_info is not None, mesh)
+            _announce_error(error, rows, seq_info is not None or key_ranges is not None, mesh)
         raise
     run = differentiable.run_traced if torch.compiler.is_compiling() else differentiable.run
     results: tuple[Tensor, ...] = run(request, *rows, sinks)  # type: ignore[call-arg, operator]
@@ -161,6 +165,7 @@ def explain_context_parallel(
     softcap: float | None = None,
     scale: float | None = None,
     mask: Tensor | None = None,
+    key_ranges: Any = None,
     bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -183,6 +188,7 @@ def explain_context_parallel(
     options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
     check_kind("layout", layout, str, "the name of a layout")
     how = {"strategy": strategy, "layout": layout, "length": length, "head_groups": head_groups}
+    how["key_ranges"] = key_ranges
     _, request = _build_request(q, k, v, sinks, mesh, options, seq_info, backend, **how)
     if needs_backward is not None:
         check_flag("needs_backward", needs_backward)
@@ -194,6 +200,8 @@ def _build_request(
 ) -> tuple[tuple[Tensor, ...], Request]:
     """Checks a call's tensors and options; returns (q, k and v with a batch axis, the request)."""
     _check_tensors(q, k, v, sinks)
+    if how["key_ranges"] is not None and torch.compiler.is_compiling():
+        raise SpecError("key_ranges: expected None under torch.compile in context parallelism, which needs the values")
     compiling, names, documents = torch.compiler.is_compiling(), group_names(mesh), document_offsets(seq_info)
     # Only packed documents may lack the batch axis, as in attention. Else build_request names the wrong shape.
     rows = tuple(tensor[None] if tensor.dim() == 3 and documents is not None else tensor for tensor in (q, k, v))

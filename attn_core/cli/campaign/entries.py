@@ -98,6 +98,15 @@ def entry_of(name: str) -> Entry:
     return known[name]
 
 
+LACK_RANGES = {"cpu": ("sdpa_flash", "math"), "cuda": ("flash4", "flash3", "flash2", "xformers", "math")}
+"""By the kind of device: backends without key ranges, which compute them in parts; the last one has them."""
+
+
+def ranges_refuse(spec: AttentionSpec) -> str | None:
+    """An Entry's ``refuses`` for calls with key ranges on the host."""
+    return without(key_ranges=True)(spec) if spec.key_ranges_shape else "key ranges alone"
+
+
 def without(*features: str, key_ranges: bool = False, functions: bool = False) -> Callable[[AttentionSpec], str | None]:
     """Returns an Entry's ``refuses`` for an entry without some arguments of ``attention``.
 

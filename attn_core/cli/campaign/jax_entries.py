@@ -12,11 +12,12 @@ import numpy as np
 from attn_core import SeqInfo
 from attn_core.call.spec import AttentionSpec
 from attn_core.cli.campaign import pages
-from attn_core.cli.campaign.entries import Arrays, Entry, without
+from attn_core.cli.campaign.entries import LACK_RANGES, Arrays, Entry, ranges_refuse, without
 from attn_core.cli.campaign.pages import pages_of
 from attn_core.cli.drawn_functions import functions_of
 from attn_core.cli.in_jax import arrays_of, cotangents_of, results_of
 from attn_core.cli.trial import Trial
+from attn_core.context_parallel.ranges import MOST_TILES
 
 Call = Callable[..., Any]
 
@@ -83,6 +84,16 @@ def _attention(arrays: Arrays, options: dict[str, Any]) -> Any:
     import jax_frontend
 
     return jax_frontend.attention(**arrays, **options)
+
+
+def _ranges_on_host(arrays: Arrays, options: dict[str, Any]) -> Any:
+    """Backends without key ranges compute them in parts, if they are a few bands."""
+    import jax_frontend
+
+    device = next(iter(arrays["key_ranges"].devices())).platform
+    names = LACK_RANGES["cpu" if device == "cpu" else "cuda"]
+    ranges = {"key_ranges": np.asarray(arrays["key_ranges"]), "backend": names}
+    return jax_frontend.attention(**arrays | options | ranges)
 
 
 def _mapped(arrays: Arrays, options: dict[str, Any]) -> Any:
@@ -203,6 +214,15 @@ ENTRIES = (
         shared=True,
         share=0.1,
         words=words,
+    ),
+    Entry(
+        "jax attention, ranges on the host",
+        partial(run, _ranges_on_host, False),
+        ranges_refuse,
+        shared=True,
+        share=0.1,
+        requests=False,
+        parts=MOST_TILES,
     ),
     Entry("jax attention, vmap", partial(run, _mapped, True), _mapped_refuses, shared=True),
     Entry(

@@ -8,10 +8,11 @@ from typing import Any
 
 from attn_core.call.spec import AttentionSpec
 from attn_core.cli.campaign import pages
-from attn_core.cli.campaign.entries import Arrays, Entry, without
+from attn_core.cli.campaign.entries import LACK_RANGES, Arrays, Entry, ranges_refuse, without
 from attn_core.cli.campaign.pages import pages_of
 from attn_core.cli.in_torch import cotangents_of, named_results, tensors_of
 from attn_core.cli.trial import Trial
+from attn_core.context_parallel.ranges import MOST_TILES
 
 Tensors = dict[str, Any]
 Call = Callable[..., Any]
@@ -50,6 +51,15 @@ def _attention(tensors: Tensors, trial: Trial, backend: str | None) -> Any:
     import torch_frontend
 
     return torch_frontend.attention(**tensors, **keywords(trial, backend))
+
+
+def _ranges_on_host(tensors: Tensors, trial: Trial, backend: str | None) -> Any:
+    """Backends without key ranges compute them in parts, if they are a few bands."""
+    import torch_frontend
+
+    kind = "cuda" if tensors["q"].is_cuda else "cpu"
+    options = keywords(trial, backend) | {"backend": LACK_RANGES[kind], "key_ranges": trial.inputs.key_ranges}
+    return torch_frontend.attention(**tensors | options)
 
 
 def _heads_first(tensors: Tensors, trial: Trial, backend: str | None) -> Any:
@@ -189,6 +199,14 @@ ENTRIES = (
         partial(run, _heads_first),
         _lacks(),
         words=words,
+    ),
+    Entry(
+        "torch attention, ranges on the host",
+        partial(run, _ranges_on_host),
+        ranges_refuse,
+        requests=False,
+        words=words,
+        parts=MOST_TILES,
     ),
     Entry("torch attention, one row", partial(run, _one_row), _packed_alone, words=words),
     Entry("torch attention, strided", partial(run, _strided), _lacks(), words=words),

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from attn_core.call.seq_info import is_host_int
 from attn_core.call.spec import AttentionSpec
-from attn_core.context_parallel.call import ContextCall, check_spec, kv_repeats, plan_spec
+from attn_core.context_parallel.call import Bands, ContextCall, check_spec, kv_repeats, plan_spec
 from attn_core.context_parallel.cost.estimate import Estimate, estimate
 from attn_core.context_parallel.cost.machine import GIB, Constants
 from attn_core.context_parallel.layout import LAYOUTS
@@ -45,7 +45,7 @@ class Choice:
     """The strategy of a call, and why it was chosen: ``str(choice)`` is the explanation.
 
     Attributes:
-        spec, documents, layout, axes, constants, memory: the arguments of ``choose``.
+        spec, documents, layout, axes, constants, memory, bands: the arguments of ``choose``.
         requested: the strategy that the caller named, or None.
         strategy: the chosen strategy, or None if none can run the call.
     """
@@ -58,6 +58,7 @@ class Choice:
     memory: float | None
     requested: str | None
     strategy: str | None
+    bands: Bands = None
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
@@ -66,7 +67,8 @@ class Choice:
 
     def candidate(self, strategy: str) -> Candidate:
         """Returns the candidate of a strategy."""
-        return _evaluate(self.spec, self.documents, strategy, self.layout, self.axes, self.constants, self.memory)
+        machine = self.constants, self.memory, self.bands
+        return _evaluate(self.spec, self.documents, strategy, self.layout, self.axes, *machine)
 
     @property
     def estimate(self) -> Estimate | None:
@@ -140,6 +142,7 @@ def choose(
     constants: Constants,
     memory: float | None = None,
     strategy: str | None = None,
+    bands: Bands = None,
 ) -> Choice:
     """Chooses the strategy with the shortest estimate, among those that can run the call. A pure function, cached.
 
@@ -152,12 +155,13 @@ def choose(
         memory: the bytes that the call may use on a rank, inputs and results included; None for no limit. It must be
             the same on every rank, or ranks may choose differently.
         strategy: None to choose. A named strategy is used, or raises an error: it never falls back to another one.
+        bands: the whole mask of a call with key ranges.
 
     Raises:
         NoStrategyError: if no strategy can run the call, with every reason.
         SpecError: for arguments that context parallelism does not support, and unknown names.
     """
-    choice = explain_choice(spec, documents, layout, axes, constants, memory, strategy)
+    choice = explain_choice(spec, documents, layout, axes, constants, memory, strategy, bands)
     if choice.strategy is None:
         raise NoStrategyError(choice)
     return choice
@@ -172,13 +176,14 @@ def explain_choice(
     constants: Constants,
     memory: float | None = None,
     strategy: str | None = None,
+    bands: Bands = None,
 ) -> Choice:
     """Returns the Choice of a call, even if no strategy can run it; see ``choose``."""
-    check_spec(spec)
+    check_spec(spec, bands)
     names = _strategies(axes, layout)
     if strategy is not None and strategy not in names:
         raise SpecError(f"strategy={shown(strategy)}: expected one of {', '.join(names)} on {len(axes)} axes, or None")
-    undecided = Choice(spec, documents, layout, axes, constants, memory, strategy, None)
+    undecided = Choice(spec, documents, layout, axes, constants, memory, strategy, None, bands)
     # A named strategy is the only one that is estimated here, because estimating the others needs their plans.
     able = [undecided.candidate(name) for name in names if strategy in (None, name) and not undecided.reasons(name)]
     estimates = [(one.estimate.seconds, one.strategy) for one in able if one.estimate]
@@ -203,13 +208,14 @@ def _evaluate(
     axes: AxisSizes,
     constants: Constants,
     memory: float | None,
+    bands: Bands,
 ) -> Candidate:
     try:
         # Heads come first: without a number of copies there are no tiles to estimate.
         kv_repeats(spec.num_heads, spec.num_kv_heads, parts_and_members(axes, strategy)[1])
     except ShapeError as error:
         return Candidate(strategy, (str(error),), None)
-    cost = estimate(spec, plan_spec(spec, documents, strategy, layout, axes), constants)
+    cost = estimate(spec, plan_spec(spec, documents, strategy, layout, axes, bands), constants)
     refusals: tuple[str, ...] = ()
     if memory is not None and cost.peak > memory:
         refusals = (f"memory: {cost.peak / GIB:.2f} GiB a rank, more than the {memory / GIB:.2f} GiB it may use",)
