@@ -32,7 +32,7 @@ REMEDIES = {
     "PagedBlockDiagonalGappyKeysMask": _PAGES,
     "PagedBlockDiagonalCausalWithOffsetGappyKeysMask": _PAGES,
     # torch.nn.attention
-    "BlockMask": "pass causal=, window= or seq_info= if they describe it, else a bool mask",
+    "BlockMask": "pass it as mask_mod= in torch, or its mask_mod; causal=, window= or seq_info= if they describe it",
     "CausalBias": f"pass {_TOP_LEFT} for upper left, {_BOTTOM_RIGHT} for lower right",
 }
 """By the name of the class: what to pass if an object cannot be read."""

@@ -23,7 +23,7 @@ from spec_strategies import make_call
 
 import jax_frontend
 import torch_frontend
-from attn_core import DeviceError, NoBackendError, SpecError, masks
+from attn_core import DeviceError, NoBackendError, ShapeError, SpecError, masks
 from attn_core.call.functions import aux_of
 from attn_core.cli.drawn_functions import MASKS, SCORES, fields_of
 from attn_core.expressions import ExpressionError, alibi, causal, softcap, tanh, trace_mask, where
@@ -342,3 +342,31 @@ def test_torchs_transforms_keep_the_places_of_rows() -> None:
     leaf = q[1].clone().requires_grad_()
     one(leaf).sum().backward()
     torch.testing.assert_close(grads[1], leaf.grad)
+
+
+# BlockMask
+
+
+def test_a_block_mask_is_its_function() -> None:
+    from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+    q, k = torch.randn(2, 9, 4, 8), torch.randn(2, 7, 2, 8)
+
+    def near(b: Any, h: Any, i: Any, j: Any) -> Any:
+        return (i - j <= 2 + b) & (j <= i + h)
+
+    block = create_block_mask(near, 2, 4, 9, 7, device="cpu")
+    expected = torch_frontend.attention(q, k, k, mask_mod=near)
+    assert torch.equal(torch_frontend.attention(q, k, k, mask_mod=block), expected)
+    heads_first = torch_frontend.attention(*(each.transpose(1, 2) for each in (q, k, k)), mask_mod=block, layout="bhsd")
+    assert torch.equal(heads_first.transpose(1, 2), expected)
+    assert torch_frontend.explain(q, k, k, mask_mod=block).spec.mask_mod is not None
+    with pytest.raises(
+        ShapeError, match=r"mask_mod: expected a BlockMask of \[2 or 1, 4 or 1, 8, 7\], got \[2, 4, 9, 7\]"
+    ):
+        torch_frontend.attention(q[:, :8], k, k, mask_mod=block)
+    tables = BlockMask.from_kv_blocks(block.kv_num_blocks, block.kv_indices, seq_lengths=(9, 7))
+    with pytest.raises(SpecError, match="mask_mod: expected a BlockMask that has a mask function"):
+        torch_frontend.attention(q, k, k, mask_mod=tables)
+    with pytest.raises(TypeError, match=r"mask: expected a torch.Tensor.*mask_mod"):
+        torch_frontend.attention(q, k, k, mask=block)

@@ -42,7 +42,7 @@ from frameworks import EVERYWHERE, JAX, JAX_ON_GPU, Framework, as_numpy, spied
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.utils.checkpoint import checkpoint
 from torch_first import torch_first  # noqa: F401 (a fixture)
 
@@ -598,7 +598,7 @@ def test_an_expanded_mask_of_keys_is_one_of_keys() -> None:
             attention_dispatch(*tensors(), whole.contiguous(), enable_gqa=True)
 
 
-def test_block_masks_are_written_out_for_flex_and_refused_elsewhere(device: str) -> None:
+def test_block_masks_are_used_by_flex_and_refused_elsewhere(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     block = create_block_mask(lambda b, h, i, j: (i + 2 * j) % 3 > 0, None, None, Q_LEN, KV_LEN, device=device)
     table = (np.arange(Q_LEN)[:, None] + 2 * np.arange(KV_LEN)) % 3 > 0
     close(
@@ -609,6 +609,19 @@ def test_block_masks_are_written_out_for_flex_and_refused_elsewhere(device: str)
         dispatched("flex", tensors(7, device=device), {"attn_mask": block})
     with pytest.raises(TypeError, match=r"attn_mask: expected a torch.Tensor, got .*BlockMask"):
         dispatched("_native_math", tensors(device=device), {"attn_mask": block})
+    blocks = BlockMask.from_kv_blocks(block.kv_num_blocks, block.kv_indices, seq_lengths=(Q_LEN, KV_LEN))
+    with pytest.raises(SpecError, match="attn_mask: expected a BlockMask that has a mask function"):
+        dispatched("flex", tensors(device=device), {"attn_mask": blocks})
+    monkeypatch.setattr("torch_frontend.finetrainers.call.mask_tensor", None)  # no dense mask is written
+    assert dispatched("flex", tensors(device=device), {"attn_mask": block}).shape[2] == Q_LEN
+
+
+def test_a_block_mask_that_is_no_expression_is_written_out() -> None:
+    table = torch.from_numpy((np.arange(Q_LEN)[:, None] + 2 * np.arange(KV_LEN)) % 3 > 0)
+    block = create_block_mask(
+        lambda b, h, i, j: torch.take(table, i * KV_LEN + j), None, None, Q_LEN, KV_LEN, device="cpu"
+    )
+    close(dispatched("flex", tensors(), {"attn_mask": block}), expected(tensors(), mask=table.numpy()[None, None])[0])
 
 
 WRONG: dict[str, tuple[str, dict[str, Any], str]] = {

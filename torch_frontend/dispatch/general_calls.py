@@ -31,6 +31,7 @@ from torch_frontend.dispatch import (
     value_checks,
 )
 from torch_frontend.dispatch.backend_names import join_names
+from torch_frontend.dispatch.block_masks import function_of, is_block_mask
 from torch_frontend.dispatch.checked_results import in_checks
 from torch_frontend.dispatch.dropout_words import draw_words
 from torch_frontend.dispatch.op_arguments import PlainOptions
@@ -80,6 +81,9 @@ def gather_arguments(
     if key_ranges is not None:
         inputs = inputs._replace(key_ranges=_ranges_as_tensor(q, key_ranges))
     if are_given(functions):
+        if is_block_mask(functions[0]):
+            sizes = 1 if q.dim() == 3 else q.shape[0], q.shape[-2], q.shape[-3], k.shape[-3]
+            functions = function_of(functions[0], *sizes, "mask_mod"), *functions[1:]
         untraced = any(each is not None and type(each) is not TracedFunction for each in functions[:2])
         mask_mod, score_mod, aux = (_trace_outside if untraced else trace)(*functions)
         arrays = [_aux_as_tensor(q, f"aux[{number}]", array) for number, array in enumerate(aux)]

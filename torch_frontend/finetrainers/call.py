@@ -22,12 +22,13 @@ from attn_core.dropins.finetrainers_call import (
 )
 from attn_core.dropins.finetrainers_kwargs import HostOptions, interpret
 from attn_core.dropins.key_masks import kept_documents, offset_documents
+from attn_core.expressions.tracing import TracedFunction
 from attn_core.selection import override
 from torch_frontend.attention import attention
 from torch_frontend.dispatch.autocast import autocast_dtype, in_autocast
 from torch_frontend.dispatch.plan import check_tensor, smaller
 from torch_frontend.finetrainers.key_masks import attend_documents, attend_to_kept_keys
-from torch_frontend.finetrainers.masks import mask_tensor, without_copies
+from torch_frontend.finetrainers.masks import mask_function, mask_tensor, without_copies
 
 Tensor = torch.Tensor
 Results = tuple[Tensor, Tensor | None]
@@ -41,18 +42,22 @@ def run_on_provider(provider: AttentionProvider, call: DispatchCall, kwargs: dic
     check_arrays(call, any_dtypes=autocast_dtype(call.query.device) is not None)
     check_heads(call)
     options = interpret(provider, kwargs)
-    call = normalise(call._replace(attn_mask=mask_tensor(provider, call.query, call.key, call.attn_mask)))
+    mask_mod = mask_function(provider, call.query, call.key, call.attn_mask)
+    mask = None if mask_mod is not None else mask_tensor(provider, call.query, call.key, call.attn_mask)
+    call = normalise(call._replace(attn_mask=mask))
     names = override.requested() or KERNELS[provider] or None
     if options.documents is not None:
         results = _run_documents(provider, call, options, options.documents, names)
     elif call.attn_mask is not None and provider in VARLEN:
         results = _run_key_mask(provider, call, options, names)
     else:
-        results = run_dense(call, options, names)
+        results = run_dense(call, options, names, mask_mod)
     return results if options.return_lse else results[0]
 
 
-def run_dense(call: DispatchCall, options: HostOptions, backend: tuple[str, ...] | None) -> Results:
+def run_dense(
+    call: DispatchCall, options: HostOptions, backend: tuple[str, ...] | None, mask_mod: TracedFunction | None = None
+) -> Results:
     """Runs rows without documents: ``[batch, heads, q_len, value_dim]``, or fewer axes as in query."""
     query, key, value, mask, causal = *call[:4], call.is_causal
     q_len, kv_len = query.shape[-2], key.shape[-2]
@@ -74,6 +79,7 @@ def run_dense(call: DispatchCall, options: HostOptions, backend: tuple[str, ...]
         causal=causal,
         alignment="bottom_right" if options.anchored else "top_left",
         mask=None if added else mask,
+        mask_mod=mask_mod,
         bias=mask if added else None,
     )
     out = out.transpose(1, 2)

@@ -8,7 +8,9 @@ import torch
 
 from attn_core.dropins.finetrainers import AttentionProvider
 from attn_core.dropins.finetrainers_call import with_mask_axes
-from attn_core.errors import ShapeError
+from attn_core.expressions import ExpressionError, trace_mask
+from attn_core.expressions.tracing import TracedFunction
+from torch_frontend.dispatch.block_masks import function_of, is_block_mask
 from torch_frontend.dispatch.plan import check_tensor
 
 Tensor = torch.Tensor
@@ -17,15 +19,31 @@ Tensor = torch.Tensor
 def mask_tensor(provider: AttentionProvider, query: Tensor, key: Tensor, mask: Any) -> Tensor | None:
     """Returns the mask as a tensor: flex's BlockMask as a dense mask, a key mask of two axes with four axes.
 
+    A BlockMask becomes a dense mask only if ``mask_function`` cannot read it.
+
     Raises:
         DTypeError, ShapeError: for an invalid mask, or one whose two axes are ambiguous.
     """
     if mask is None:
         return None
-    if type(mask).__name__ == "BlockMask" and provider is AttentionProvider.FLEX:
+    if is_block_mask(mask) and provider is AttentionProvider.FLEX:
         return _dense_block_mask(mask, query, key)
     check_tensor("attn_mask", mask)
     return with_mask_axes(provider, query, key, mask)  # type: ignore[no-any-return]
+
+
+def mask_function(provider: AttentionProvider, query: Tensor, key: Tensor, mask: Any) -> TracedFunction | None:
+    """Returns the function of flex's BlockMask as an expression.
+
+    None for other masks and providers, under torch.compile, and for a function that cannot become one.
+    """
+    if not is_block_mask(mask) or provider is not AttentionProvider.FLEX or torch.compiler.is_compiling():
+        return None
+    (batch, heads, q_len, _), kv_len = query.shape, key.shape[2]
+    try:
+        return trace_mask(function_of(mask, batch, heads, q_len, kv_len, "attn_mask"))
+    except ExpressionError:
+        return None
 
 
 def _dense_block_mask(mask: Any, query: Tensor, key: Tensor) -> Tensor:
@@ -33,13 +51,9 @@ def _dense_block_mask(mask: Any, query: Tensor, key: Tensor) -> Tensor:
     from torch.nn.attention.flex_attention import create_mask
 
     (batch, heads, q_len, _), kv_len = query.shape, key.shape[2]
-    mask_batch, mask_heads, *lengths = mask.shape
-    if mask_batch not in (1, batch) or mask_heads not in (1, heads) or lengths != [q_len, kv_len]:
-        raise ShapeError(
-            f"attn_mask: expected a BlockMask of [{batch} or 1, {heads} or 1, {q_len}, {kv_len}], "
-            f"got {list(mask.shape)}"
-        )
-    return create_mask(mask.mask_mod, mask_batch, mask_heads, q_len, kv_len, device=query.device)
+    function = function_of(mask, batch, heads, q_len, kv_len, "attn_mask")
+    mask_batch, mask_heads = mask.shape[:2]
+    return create_mask(function, mask_batch, mask_heads, q_len, kv_len, device=query.device)
 
 
 def without_copies(mask: Tensor) -> Tensor:
