@@ -7,7 +7,7 @@ same arguments and numbers, followed by our own options. The layer, its paramete
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ import numpy as np
 from attn_core.call.options import Window
 from attn_core.call.spec import DTYPES
 from attn_core.errors import DTypeError, ShapeError, SpecError, needs_extra
+from attn_core.expressions.tracing import TracedFunction
 from jax_frontend.attention import attention
 from jax_frontend.dispatch.plan import as_array, check_array
 
@@ -45,6 +46,10 @@ def attend(
     window: Window = None,
     softcap: float | None = None,
     scale: float | None = None,
+    key_ranges: Any = None,
+    mask_mod: Callable[..., Any] | TracedFunction | None = None,
+    score_mod: Callable[..., Any] | TracedFunction | None = None,
+    aux: Sequence[Any] = (),
     bias: Array | None = None,
     alibi_slopes: Array | None = None,
     sinks: Array | None = None,
@@ -63,9 +68,9 @@ def attend(
         inference: no dropout; the layer's own setting if None.
         deterministic: the layer's deprecated name of inference.
         process_heads: ``(q, k, v) -> (q, k, v)``, ``[length, heads, channels]`` each, of unchanged shapes.
-        causal, alignment, window, softcap, scale, bias, alibi_slopes, sinks, seq_info, backend: as in
-            ``jax_frontend.attention``. bias is ``[q_len, kv_len]`` or ``[heads, q_len, kv_len]``; with seq_info the
-            rows are packed documents.
+        causal, alignment, window, softcap, scale, key_ranges, mask_mod, score_mod, aux, bias, alibi_slopes, sinks,
+            seq_info, backend: as in ``jax_frontend.attention``. bias is ``[q_len, kv_len]`` or
+            ``[heads, q_len, kv_len]``; with seq_info the rows are packed documents.
         bitwise_deterministic: the same bits on every run (``deterministic=`` of ``jax_frontend.attention``).
 
     Returns:
@@ -90,6 +95,10 @@ def attend(
         softcap=softcap,
         scale=scale,
         mask=None if mask is None else _table("mask", as_array("mask", mask).astype(bool), sizes),
+        key_ranges=key_ranges,
+        mask_mod=mask_mod,
+        score_mod=score_mod,
+        aux=aux,
         bias=None if bias is None else _table("bias", as_array("bias", bias), sizes),
         alibi_slopes=alibi_slopes,
         sinks=sinks,

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Never, Unpack, overload
 
 import jax
 
 from attn_core.call.arguments import ArrayFacts, check_qkv_as_one
 from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
+from attn_core.call.functions import are_given
 from attn_core.call.keywords import QkvPackedKeywords
 from attn_core.call.options import Options, Window, requested_names
 from attn_core.call.seq_info import SeqInfo
+from attn_core.expressions.tracing import TracedFunction
 from attn_core.selection import override
-from jax_frontend.attention import gather_arguments, run
+from jax_frontend.attention import attention, gather_arguments, run
 from jax_frontend.dispatch import plan
 from jax_frontend.dispatch.differentiable import AttentionCall
 
@@ -40,6 +43,10 @@ def attention_qkvpacked(
     softcap: float | None = None,
     scale: float | None = None,
     mask: Array | None = None,
+    key_ranges: Any = None,
+    mask_mod: Callable[..., Any] | TracedFunction | None = None,
+    score_mod: Callable[..., Any] | TracedFunction | None = None,
+    aux: Sequence[Any] = (),
     bias: Array | None = None,
     alibi_slopes: Array | None = None,
     sinks: Array | None = None,
@@ -53,6 +60,8 @@ def attention_qkvpacked(
 ) -> Array | tuple[Array, Array]:
     """Computes ``attention`` of q, k and v in one array; torch's kernels read it in place and write one gradient.
 
+    With key_ranges and functions, the array is cut and the gradient is concatenated.
+
     Args:
         qkv: ``[batch, seq, 3, heads, head_dim]``; packed ``[tokens, 3, heads, head_dim]``, alone or as one row
             ``[1, ...]``. There are as many kv heads as heads.
@@ -63,6 +72,13 @@ def attention_qkvpacked(
         refuse_keywords("attention_qkvpacked", unknown)
     plan.check_array("qkv", qkv)
     check_qkv_as_one(ArrayFacts(tuple(qkv.shape), str(qkv.dtype), ""), seq_info is not None)
+    if key_ranges is not None or are_given((mask_mod, score_mod, aux)):
+        visible = {"causal": causal, "alignment": alignment, "window": window, "mask": mask, "key_ranges": key_ranges}
+        scores = {"softcap": softcap, "scale": scale, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks}
+        functions = {"mask_mod": mask_mod, "score_mod": score_mod, "aux": aux}
+        how = {"dropout": dropout, "dropout_rng": dropout_rng, "deterministic": deterministic, "backend": backend}
+        rest: Any = {**visible, **scores, **functions, **how, "seq_info": seq_info, "return_lse": return_lse}
+        return attention(*(qkv[..., at, :, :] for at in range(3)), **rest)
     options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
     info = SeqInfo.coerce(seq_info)
     # One array three times for the checks; the primitive gets it once, as ``inputs.q``.

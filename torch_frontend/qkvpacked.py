@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Never, Unpack, overload
 
 import torch
 
 from attn_core.call.arguments import check_qkv_as_one
 from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
+from attn_core.call.functions import are_given
 from attn_core.call.keywords import QkvPackedKeywords
 from attn_core.call.mask_objects import is_object
 from attn_core.call.options import Options, Window, requested_names
 from attn_core.call.tensors import Gradients, Inputs
+from attn_core.expressions.tracing import TracedFunction
 from attn_core.selection import override
+from torch_frontend.attention import attention
 from torch_frontend.dispatch import autocast, autograd, empty_rows, plan, run_plan, sdpa_flags, transforms
 from torch_frontend.dispatch.checked_results import in_checks
 from torch_frontend.dispatch.general_calls import gather_arguments, run
@@ -44,6 +48,10 @@ def attention_qkvpacked(
     softcap: float | None = None,
     scale: float | None = None,
     mask: Tensor | None = None,
+    key_ranges: Any = None,
+    mask_mod: Callable[..., Any] | TracedFunction | None = None,
+    score_mod: Callable[..., Any] | TracedFunction | None = None,
+    aux: Sequence[Any] = (),
     bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -56,6 +64,8 @@ def attention_qkvpacked(
     **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Computes ``attention`` of views of one tensor; the backward writes its gradient without a concatenation.
+
+    With key_ranges and functions, the gradient is concatenated.
 
     Args:
         qkv: ``[batch, seq, 3, heads, head_dim]``; packed ``[tokens, 3, heads, head_dim]``, alone or as one row
@@ -71,6 +81,13 @@ def attention_qkvpacked(
         causal, alignment, window, mask, bias, seq_info = plan.read_mask_object(rows, rows, visible)
     facts = plan.facts(qkv.shape, qkv.dtype, qkv.device)
     check_qkv_as_one(facts, seq_info is not None)
+    if key_ranges is not None or are_given((mask_mod, score_mod, aux)):
+        seen = {"causal": causal, "alignment": alignment, "window": window, "mask": mask, "key_ranges": key_ranges}
+        scores = {"softcap": softcap, "scale": scale, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks}
+        functions = {"mask_mod": mask_mod, "score_mod": score_mod, "aux": aux}
+        how = {"dropout": dropout, "dropout_rng": dropout_rng, "deterministic": deterministic, "backend": backend}
+        rest: Any = {**seen, **scores, **functions, **how, "seq_info": seq_info, "return_lse": return_lse}
+        return attention(*qkv.unbind(-3), **rest)
     options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
     (qkv,) = autocast.in_autocast(qkv)
     trains = torch.is_grad_enabled() and qkv.requires_grad

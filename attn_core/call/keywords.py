@@ -25,6 +25,10 @@ class QkvPackedKeywords(TypedDict, Generic[Array, Random], total=False):
     softcap: float | None
     scale: float | None
     mask: Array | None
+    key_ranges: Any
+    mask_mod: Callable[..., Any] | TracedFunction | None
+    score_mod: Callable[..., Any] | TracedFunction | None
+    aux: Sequence[Any]
     bias: Array | None
     alibi_slopes: Array | None
     sinks: Array | None
@@ -38,10 +42,6 @@ class QkvPackedKeywords(TypedDict, Generic[Array, Random], total=False):
 class AttentionKeywords(QkvPackedKeywords[Array, Random], total=False):
     """The keywords of ``attention``, without return_lse."""
 
-    key_ranges: Any
-    mask_mod: Callable[..., Any] | TracedFunction | None
-    score_mod: Callable[..., Any] | TracedFunction | None
-    aux: Sequence[Any]
     layout: Layout
 
 

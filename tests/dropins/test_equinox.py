@@ -13,7 +13,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from attn_core import NoBackendError, SeqInfo
+from attn_core import NoBackendError, SeqInfo, masks
 from attn_core.errors import ShapeError, SpecError
 from jax_frontend.equinox import attend
 
@@ -173,6 +173,12 @@ def test_options_are_passed_to_attention():
         "causal": ({"causal": True}, column <= row),
         "window": ({"causal": True, "window": 2}, (column <= row) & (column > row - 2)),
         "seq_info": ({"seq_info": SeqInfo.from_lengths([2, 3])}, document[:, None] == document),
+        "key_ranges": ({"key_ranges": masks.documents([2, 3])}, document[:, None] == document),
+        "mask_mod": ({"mask_mod": lambda b, h, q, k: k <= q}, column <= row),
+        "aux": (
+            {"mask_mod": lambda b, h, q, k, of: of[q] == of[k], "aux": (document,)},
+            document[:, None] == document,
+        ),
         "bias": ({"bias": jnp.where(column <= row, 0.0, -jnp.inf)}, column <= row),
     }
     for name, (options, mask) in visible.items():

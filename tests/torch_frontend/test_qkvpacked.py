@@ -17,7 +17,7 @@ from frameworks import BOTH, Framework, as_numpy
 
 import jax_frontend
 import torch_frontend
-from attn_core import DTypeError, SeqInfo, ShapeError
+from attn_core import DTypeError, SeqInfo, ShapeError, masks
 from torch_frontend.dispatch import offsets
 
 CASES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
@@ -26,6 +26,11 @@ CASES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "documents": ((17, 3, 6, 16), {"seq_info": SeqInfo.from_lengths([5, 0, 9, 3]), "causal": True}),
     "documents in one row": ((1, 17, 3, 6, 16), {"seq_info": SeqInfo.from_lengths([5, 0, 9, 3])}),
     "log-sum-exp": ((2, 11, 3, 6, 16), {"return_lse": True, "backend": "math"}),
+    "key ranges": ((2, 11, 3, 6, 16), {"key_ranges": masks.shared_prefix(4, [3, 4])}),
+    "functions": (
+        (2, 11, 3, 6, 16),
+        {"mask_mod": lambda b, h, q, k: k <= q + b, "score_mod": lambda s, b, h, q, k: s * 0.5, "backend": "math"},
+    ),
 }
 BACKENDS = ("sdpa_flash", "math", "jax_xla")
 
