@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from attn_core.backends.flex.functions import PackedTokens
-from attn_core.backends.flex.operands import arrange, length_classes, offsets
+from attn_core.backends.flex.operands import arrange, offsets
 from attn_core.backends.flex.program import program
+from attn_core.backends.flex.tables import length_classes
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
 

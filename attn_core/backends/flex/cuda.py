@@ -23,10 +23,11 @@ from typing import Any
 
 from attn_core.backends.flex.blocks import BLOCK
 from attn_core.backends.flex.containment import contain, mark
-from attn_core.backends.flex.operands import FlexOperands, arrange, hides, length_classes
+from attn_core.backends.flex.operands import FlexOperands, arrange
 from attn_core.backends.flex.operands import operands as operands_of
 from attn_core.backends.flex.program import Signature, flex, program
 from attn_core.backends.flex.sinks import SinkShare, with_sinks
+from attn_core.backends.flex.tables import hides, length_classes
 from attn_core.backends.shared import dry_run
 from attn_core.backends.shared.autograd import recording
 from attn_core.backends.shared.kernel_limits import tables

@@ -6,28 +6,14 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from attn_core.backends.flex.blocks import (
-    BLOCK,
-    Table,
-    blocks,
-    dense_intervals,
-    function_blocks,
-    mask_blocks,
-    packed_intervals,
-    range_blocks,
-    table,
-    tables_of_blocks,
-    widths,
-)
-from attn_core.backends.flex.functions import Edges, PackedTokens, Softcap, edges, places
-from attn_core.backends.flex.program import program, refuse_capture
+from attn_core.backends.flex.blocks import Table, dense_intervals, table, widths
+from attn_core.backends.flex.functions import Edges, PackedTokens, Softcap, edges
+from attn_core.backends.flex.program import refuse_capture
+from attn_core.backends.flex.tables import by_tensors, hides, run_prepare
 from attn_core.call.counters import bias_copied, operand_copied
-from attn_core.call.functions import aux_of, reads
-from attn_core.call.masks import band
+from attn_core.call.functions import aux_of
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
-from attn_core.expressions.properties import uses
-from attn_core.expressions.torch_functions import torch_function
 
 
 class FlexOperands(NamedTuple):
@@ -50,58 +36,19 @@ class FlexOperands(NamedTuple):
     aux: tuple[Any, ...] = ()
 
 
-def hides(spec: AttentionSpec) -> bool:
-    """Returns whether causal or window hide any key. True for packed documents, whose lengths are not known here."""
-    edge = band(spec)
-    banded = edge.left is not None or edge.right is not None
-    return banded and (spec.packed or not edge.hides_nothing(spec.q_len, spec.kv_len))
-
-
-@lru_cache(maxsize=4096)
-def length_classes(spec: AttentionSpec) -> tuple[bool, ...]:
-    """Length properties that force a separate compilation: size 1, shorter than one block, multiple of the block.
-
-    torch's compiler never makes a symbol of a size of 1; the other two select different code.
-    """
-    tokens = (spec.q_len, spec.kv_len)
-    sizes = (spec.batch, *tokens, *map(blocks, tokens), spec.documents, *widths(spec))
-    return (*(size == 1 for size in sizes), spec.q_len < BLOCK, *(length % BLOCK == 0 for length in tokens))
-
-
 def operands(spec: AttentionSpec, inputs: Inputs) -> FlexOperands:
     """Returns the operands of a call, on its device and current stream, without a synchronisation."""
     mask, bias, slopes = (None if t is None else t.detach() for t in (inputs.mask, inputs.bias, inputs.alibi_slopes))
     mask, bias = _condensed(mask), _condensed(bias)
     hidden, cap, ranges = hides(spec), _softcap(spec, inputs.q.device), _range_ends(inputs.key_ranges)
-    aux, by_tensors = tuple(array.detach() for array in aux_of(inputs)), _by_tensors(spec)
-    if not (hidden or by_tensors or spec.mask_mod is not None or slopes is not None):
+    aux, in_each_call = tuple(array.detach() for array in aux_of(inputs)), by_tensors(spec)
+    if not (hidden or in_each_call or spec.mask_mod is not None or slopes is not None):
         return FlexOperands(None, None, None, mask, bias, slopes, cap, None, aux)
     edge, tables = _constants(spec, inputs.q.device)
     where = None
-    if by_tensors:  # computed in every call
-        where, tables = _run_prepare(spec, edge, offsets(inputs), mask, ranges, aux)
+    if in_each_call:
+        where, tables = run_prepare(spec, edge, offsets(inputs), mask, ranges, aux)
     return FlexOperands(edge, where, tables, mask, bias, slopes, cap, ranges, aux)
-
-
-def _by_tensors(spec: AttentionSpec) -> bool:
-    """Returns whether the block tables depend on tensors: offsets, a mask, ranges, or arrays of the mask function."""
-    tables = spec.packed or spec.mask_shape is not None or spec.key_ranges_shape is not None
-    return tables or (spec.mask_mod is not None and "aux" in uses(spec.mask_mod))
-
-
-def _run_prepare(
-    spec: AttentionSpec, edge: Edges, cu_seqlens: tuple[Any, Any], mask: Any, ranges: Any, aux: tuple[Any, ...]
-) -> Any:
-    """Runs ``_prepare`` as one compiled program."""
-    given = [t for t in (mask, *(ranges or ()), *aux) if t is not None]
-    broadcast = [tuple([length == 1 for length in t.shape]) for t in given]
-    tree = spec.mask_mod
-    function = None if tree is None else (torch_function(tree), reads(spec, "b"), reads(spec, "h"))
-    group = ("head",) * spec.group_size if ranges is not None else ()  # a number would become a symbol
-    how = (spec.packed, hides(spec), spec.alignment, group, function, mask is None, tuple(broadcast))
-    run = program(_prepare, *how, tuple(str(t.dtype) for t in aux), length_classes(spec))
-    sizes = spec.batch, spec.num_heads, spec.q_len, spec.kv_len
-    return run(edge, *cu_seqlens, mask, ranges, aux if function else (), *sizes)
 
 
 def _range_ends(key_ranges: Any) -> tuple[Any, ...] | None:
@@ -133,32 +80,9 @@ def offsets(inputs: Inputs) -> tuple[Any, Any]:
     return inputs.cu_seqlens_q.detach(), inputs.cu_seqlens_k.detach()
 
 
-def _prepare(how: Any, edge: Edges, cu_q: Any, cu_k: Any, mask: Any, ranges: Any, aux: Any, *sizes: int) -> Any:
-    """Returns (places, tables) of a call whose visibility depends on tensors. Runs compiled."""
-    packed, hidden, alignment, group, function, *_ = how
-    batch, heads, q_len, kv_len = sizes
-    where = places(cu_q, cu_k, q_len, kv_len, alignment == "bottom_right") if packed else None
-    seen = None
-    if where is not None:
-        seen = packed_intervals(edge, where, cu_q, cu_k, alignment == "bottom_right")
-    elif hidden:
-        seen = dense_intervals(edge, q_len, kv_len, edge.left.device)
-    if mask is None and ranges is None and function is None and seen is not None:
-        return where, (table(seen[0], kv_len, blocks(kv_len)), table(seen[1], q_len, blocks(q_len)))
-    parts = [] if mask is None else [mask_blocks(mask)]
-    parts += [] if ranges is None else [range_blocks(ranges, q_len, kv_len, len(group))]
-    if function is not None:
-        of_rows, by_batch, by_head = function
-        shown = function_blocks(
-            of_rows.function, aux, (batch if by_batch else 1, heads if by_head else 1), q_len, kv_len, edge
-        )
-        parts.append(shown)
-    return where, tables_of_blocks(parts, None if seen is None else seen[0], q_len, kv_len)
-
-
 def _constants(spec: AttentionSpec, device: Any) -> tuple[Edges, tuple[Table, Table] | None]:
     """Returns the (edges, tables) that depend on the spec alone. The tables are None if they depend on tensors."""
-    with_tables = (hides(spec) or spec.mask_mod is not None) and not _by_tensors(spec)
+    with_tables = (hides(spec) or spec.mask_mod is not None) and not by_tensors(spec)
     rows = () if spec.mask_mod is None else (spec.batch, spec.num_heads, spec.mask_mod)
     sizes = (spec.q_len, spec.kv_len, *widths(spec), *rows) if with_tables else None
     by_stream = _by_stream(edges(spec), sizes, device)
@@ -216,7 +140,7 @@ def _new_constants(spec: AttentionSpec, device: Any, with_tables: bool) -> tuple
     if not with_tables:
         return scalars, None
     if spec.mask_mod is not None:
-        return scalars, _run_prepare(spec, scalars, (None, None), None, None, ())[1]
+        return scalars, run_prepare(spec, scalars, (None, None), None, None, ())[1]
     rows, keys = dense_intervals(edge, spec.q_len, spec.kv_len, device)
     return scalars, (table(rows, spec.kv_len, widths(spec)[0]), table(keys, spec.q_len, widths(spec)[1]))
 
