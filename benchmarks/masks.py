@@ -101,8 +101,9 @@ def of_ranges(ranges: torch.Tensor) -> Callable[..., Any]:
 
 
 def mask_row(name: str, training: bool) -> dict[str, Any]:
-    """Times one mask of the gallery."""
-    ranges = torch.from_numpy(GALLERY[name]()).cuda()
+    """Times one mask of the gallery: its ranges in numpy, which may run in parts, and on the device."""
+    on_host = GALLERY[name]()
+    ranges = torch.from_numpy(on_host).cuda()
     tokens = ranges.shape[2]
     qkv = tensors(1, tokens, training)
     leaves = qkv if training else None
@@ -111,21 +112,23 @@ def mask_row(name: str, training: bool) -> dict[str, Any]:
     for which in range(ranges.shape[3]):
         dense |= (rows >= ranges[0, 0, :, which, 0]) & (rows < ranges[0, 0, :, which, 1])
     calls: Calls = {
-        "attention": synchronized(lambda: attention(*qkv, key_ranges=ranges), leaves),
+        "attention": synchronized(lambda: attention(*qkv, key_ranges=on_host), leaves),
+        "ranges on the device": synchronized(lambda: attention(*qkv, key_ranges=ranges), leaves),
         "FlexAttention": synchronized(flex_of_torch(qkv, mask_mod=of_ranges(ranges)), leaves),
         "a dense mask": synchronized(lambda: attention(*qkv, mask=dense[None, None]), leaves),
     }
-    selection = explain(*qkv, key_ranges=ranges)
+    selection, whole = explain(*qkv, key_ranges=on_host), explain(*qkv, key_ranges=ranges)
     row = {"call": name, "training": training, "pairs": int(dense.sum()), "tokens": tokens, "batch": 1}
     row |= {"backend": selection.backend, "dense backend": explain(*qkv, mask=dense[None, None]).backend}
+    row |= {"parts": selection.parts, "backend on the device": whole.backend}
     if not training:
         given = Inputs(*qkv, key_ranges=ranges)
-        calls["block tables"] = synchronized(lambda: operands.operands(selection.spec, given).tables, None)
-        calls |= jax_calls(qkv, ranges)
+        calls["block tables"] = synchronized(lambda: operands.operands(whole.spec, given).tables, None)
+        calls |= jax_calls(qkv, on_host)
     return row | {"seconds": side_by_side(calls, calls=CALLS, rounds=ROUNDS)}
 
 
-def jax_calls(qkv: list[torch.Tensor], ranges: torch.Tensor) -> Calls:
+def jax_calls(qkv: list[torch.Tensor], ranges: np.ndarray) -> Calls:
     """The same call in a jitted program of JAX; nothing if JAX sees no GPU."""
     import jax
 
@@ -133,8 +136,8 @@ def jax_calls(qkv: list[torch.Tensor], ranges: torch.Tensor) -> Calls:
 
     if jax.default_backend() != "gpu":
         return {}
-    arrays = [jax.dlpack.from_dlpack(tensor.detach()) for tensor in (*qkv, ranges)]
-    program = jax.jit(lambda q, k, v, ranges: jax_frontend.attention(q, k, v, key_ranges=ranges))
+    arrays = [jax.dlpack.from_dlpack(tensor.detach()) for tensor in qkv]
+    program = jax.jit(lambda q, k, v: jax_frontend.attention(q, k, v, key_ranges=ranges))
     return {"jax": lambda: program(*arrays).block_until_ready()}
 
 

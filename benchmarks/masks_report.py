@@ -13,6 +13,14 @@ WORK = 4 * 32 * 128
 """Floating-point operations of a forward per visible pair; with gradients 3.5 times as many."""
 GOALS = {"plain": 0.85, "FlexAttention": 1.5}
 """Times the speed of kernels without a mask, and of torch's FlexAttention."""
+ON_DEVICE = "ranges on the device"
+OTHERS = {
+    ON_DEVICE: "beside the same ranges on the device",
+    "FlexAttention": "beside FlexAttention",
+    "a dense mask": "beside a dense mask",
+    "jax": "JAX beside torch",
+}
+"""The other candidates of a row, and the titles of their columns."""
 
 
 def section() -> str:
@@ -30,19 +38,21 @@ def _of_one(result: dict[str, Any]) -> str:
         name = "flash4" if training or "flash3" not in plain["seconds"] else "flash3"
         bare = _speed(plain, name)
         head = f"| {'forward and gradients' if training else 'forward'} | TFLOP/s | beside {name}, causal, {bare:.0f} |"
-        lines = [f"{head} beside FlexAttention | beside a dense mask | JAX beside torch |", "|---|---|---|---|---|---|"]
+        more = [other for other in OTHERS if any(other in row["seconds"] for row in rest)]
+        lines = [f"{head} {' | '.join(map(OTHERS.get, more))} |", "|---" * (3 + len(more)) + "|"]
         for row in rest:
-            ratios = {"plain": _speed(row, "attention") / bare} | {
-                other: _times(row, other) for other in ("FlexAttention", "a dense mask", "jax")
-            }
+            ratios = {"plain": _speed(row, "attention") / bare} | {other: _times(row, other) for other in more}
             for goal, least in GOALS.items():
                 met[goal] += (ratios[goal] or 0) >= least
-            jax = None if ratios["jax"] is None else 1 / ratios["jax"]
-            shown = [ratios["plain"], ratios["FlexAttention"], ratios["a dense mask"], jax]
+            if ratios.get("jax") is not None:
+                ratios["jax"] = 1 / ratios["jax"]
+            shown = [ratios["plain"], *(ratios[other] for other in more)]
             cells = ["" if ratio is None else f"{ratio:.2f}" for ratio in shown]
             lines.append(f"| {row['call']} | {_speed(row, 'attention'):.0f} | {' | '.join(cells)} |")
         parts.append("\n".join(lines))
-    tables = [(_median(row, "block tables"), _median(row, "attention")) for row in result["calls"] if _has_tables(row)]
+    whole = {id(row): ON_DEVICE if ON_DEVICE in row["seconds"] else "attention" for row in result["calls"]}
+    timed = [row for row in result["calls"] if _has_tables(row)]
+    tables = [(_median(row, "block tables"), _median(row, whole[id(row)])) for row in timed]
     share = statistics.median(table / whole for table, whole in tables)
     count = sum(row["call"] != "causal, 8192" for row in result["calls"])
     parts.append(
