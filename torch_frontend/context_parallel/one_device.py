@@ -25,13 +25,20 @@ Tensor = torch.Tensor
 
 
 def attend(
-    tensors: tuple[Any, ...], seq_info: Any, options: Options, backend: Any, key_ranges: np.ndarray, functions: Any
+    tensors: tuple[Any, ...],
+    seq_info: Any,
+    options: Options,
+    backend: Any,
+    key_ranges: np.ndarray,
+    functions: Any,
+    trains: bool = False,
 ) -> Any:
     """Returns the result of ``attention``; None if a backend runs the call as a whole, or nothing here can run it.
 
     Args:
         tensors: q, k, v, mask, bias, alibi_slopes and sinks, as the caller passed them; so are the other arguments.
         functions: mask_mod, score_mod and aux.
+        trains: whether kernels must have a backward, although no tensor has a gradient.
 
     Raises:
         NoBackendError: if no requested backend can run the call, as a whole or as tiles.
@@ -43,7 +50,7 @@ def attend(
     inputs, options = gather_arguments(tensors, None, options, None)
     if transforms.is_one_op(inputs.q):
         return None
-    needs_backward, _ = autograd.gradients_needed(inputs)
+    needs_backward = trains or autograd.gradients_needed(inputs)[0]
     spec, target, names = request(inputs, options, backend, key_ranges, needs_backward)
     found = choose(spec, key_ranges, target, names)
     if found is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,23 +15,18 @@ Tensor = torch.Tensor
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, request: UnslothRequest, context: AttentionContext, backend: Any) -> Tensor:
-    """Returns ``[bsz, len, heads, value_dim]``: each token attends to its own run and to its group's shared prefix.
-
-    Two calls compute the two parts; their log-sum-exps give the weights of the merge.
-    """
+    """Returns ``[bsz, len, heads, value_dim]``: each token attends to its own run and to its group's shared prefix."""
     shared = shared_prefixes(request, context, _on_host)
-    rows = [tensor.flatten(0, 1) for tensor in (q, k, v)]  # [bsz * len, heads, head_dim]
-    options: dict[str, Any] = {"softcap": request.softcap, "scale": request.scale}
-    options |= {"deterministic": request.deterministic, "backend": backend, "return_lse": True}
-    attention = partial(attention_of_layer, trains=trains(context))
-    own, own_lse = attention(*rows, causal=True, seq_info=shared.own, **options)
-    # Not causal, because a prefix lies before every token that shares it.
-    prefix, prefix_lse = attention(*rows, seq_info=shared.prefix, **options)
-    # Two softmaxes merge with the weights exp(lse) / sum of both, which is a sigmoid of the difference.
-    share = torch.sigmoid(prefix_lse - own_lse).mT[..., None]  # [bsz * len, heads, 1]; 0 where no prefix is seen
-    # In the dtype of the log-sum-exp, so that the merge rounds only once.
-    merged = torch.lerp(own.to(share.dtype), prefix.to(share.dtype), share).to(own.dtype)
-    return merged.unflatten(0, q.shape[:2])
+    out = attention_of_layer(
+        *(tensor.flatten(0, 1)[None] for tensor in (q, k, v)),  # [1, bsz * len, heads, head_dim]
+        trains=trains(context),
+        key_ranges=shared.key_ranges,
+        softcap=request.softcap,
+        scale=request.scale,
+        deterministic=request.deterministic,
+        backend=backend,
+    )
+    return out[0].unflatten(0, q.shape[:2])  # type: ignore[no-any-return]
 
 
 def _on_host(labels: Any) -> Any:

@@ -1,9 +1,7 @@
-"""Expresses rows that share a prefix (Unsloth's GRPO) as two packed calls over the same tokens.
+"""Expresses rows that share a prefix (Unsloth's GRPO) as key ranges of the rows laid end to end.
 
 A row consists of groups: one prefix, then the suffixes that continue it. A token of the prefix sees the prefix up to
-itself. A token of a suffix sees the whole prefix of its group, and its own suffix up to itself. The first call is
-causal, and each prefix and each suffix is a document of its own. In the second call the suffixes of a group see its
-prefix. Merging the two results by their log-sum-exps gives the softmax over the keys of both.
+itself. A token of a suffix sees the whole prefix of its group, and its own suffix up to itself.
 
 Unsloth describes the layout by labels of every token: ``group_of_kv``, ``is_prefix`` and ``suffix_of_kv`` (padded at
 the end), with a ``signature`` that two layouts share only if they are equal.
@@ -19,8 +17,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from attn_core import masks
 from attn_core.call.kinds import check_kind
-from attn_core.call.seq_info import SeqInfo
 from attn_core.dropins.unsloth.arguments import AttentionContext
 from attn_core.dropins.unsloth.request import UnslothRequest
 from attn_core.errors import ShapeError, SpecError
@@ -29,10 +27,9 @@ NAME = "context.prefix_seg_info"
 
 
 class SharedPrefixes(NamedTuple):
-    """The documents of the two calls, and the most positions of a prefix together with its longest suffix."""
+    """The key ranges, in numpy, and the most positions of a prefix together with its longest suffix."""
 
-    own: SeqInfo
-    prefix: SeqInfo
+    key_ranges: np.ndarray
     longest: int
 
 
@@ -54,7 +51,7 @@ def resolve_prefix_seg_info(kwargs: Mapping[str, Any], past_key_value: Any, atte
 def shared_prefixes(
     request: UnslothRequest, context: AttentionContext, read: Callable[[Any], np.ndarray]
 ) -> SharedPrefixes:
-    """Returns the documents of ``context.prefix_seg_info``, cached by signature.
+    """Returns the mask of ``context.prefix_seg_info``, cached by signature.
 
     Args:
         read: copies an array of labels to the host.
@@ -74,7 +71,7 @@ def shared_prefixes(
             raise
         prefixes = _read_layout.__wrapped__(layout)
     left = request.window[0]
-    # Neither call has a window, so a window is allowed only if it hides nothing.
+    # A window would count the tokens of other suffixes, so it is allowed only if it hides nothing.
     if left is not None and left + 1 < prefixes.longest:
         raise SpecError(
             f"window of {left + 1} keys: expected {prefixes.longest} or more with {NAME}, because its longest prefix "
@@ -96,7 +93,7 @@ def _refuse(request: UnslothRequest, context: AttentionContext) -> None:
             raise SpecError(f"{name}: expected None with {NAME}, got {type(value).__name__}")
     if request.dropout:
         raise SpecError(
-            f"dropout_p={request.dropout}: expected 0 with {NAME}, because each row is merged from two calls"
+            f"dropout_p={request.dropout}: expected 0 with {NAME}, because kernels compute each row in parts"
         )
     if not request.causal:
         raise SpecError(f"causal=False: expected True with {NAME}, because its prefixes and suffixes are causal")
@@ -118,7 +115,7 @@ class _Layout:
 
 @lru_cache(maxsize=16)
 def _read_layout(layout: _Layout) -> SharedPrefixes:
-    """Reads the labels of a layout and returns its two calls. Raises ShapeError or SpecError for invalid labels."""
+    """Reads the labels of a layout and returns its mask. Raises ShapeError or SpecError for invalid labels."""
     info, tokens = layout.info, layout.tokens
     labels = []
     for name in ("group_of_kv", "is_prefix", "suffix_of_kv"):
@@ -142,17 +139,9 @@ def _read_layout(layout: _Layout) -> SharedPrefixes:
             )
         seen.append((suffix, sum(1 for _ in members)))
         last = group
-    return _calls(list(runs.values()))
-
-
-def _calls(groups: list[list[tuple[Any, int]]]) -> SharedPrefixes:
-    """Returns the two calls of groups, each a list of (None for the prefix or the suffix's label, tokens)."""
-    own, queries, keys, longest = [], [], [], 0
-    for runs in groups:
-        prefix = runs[0][1] if runs[0][0] is None else 0
-        suffixes = [length for name, length in runs if name is not None]
-        own += [length for _, length in runs]
-        queries += [prefix, sum(suffixes), 0]  # in this call the prefix sees no key, the suffixes see the prefix,
-        keys += [0, prefix, sum(suffixes)]  # and no query sees the suffixes' keys
-        longest = max(longest, prefix + max(suffixes, default=0))
-    return SharedPrefixes(SeqInfo.from_lengths(own or [0]), SeqInfo.from_lengths(queries or [0], keys or [0]), longest)
+    prefixes, suffixes = [], []
+    for group_runs in runs.values():
+        prefixes.append(group_runs[0][1] if group_runs[0][0] is None else 0)
+        suffixes.append([length for name, length in group_runs if name is not None])
+    longest = max((prefix + max(rest, default=0) for prefix, rest in zip(prefixes, suffixes)), default=0)
+    return SharedPrefixes(masks.shared_prefix(prefixes, suffixes), longest)
