@@ -81,6 +81,7 @@ def attention_of_heads(
     *,
     trains: bool,
     seq_info: Any = None,
+    key_ranges: Any = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     dropout: float = 0.0,
@@ -95,6 +96,7 @@ def attention_of_heads(
         ``[batch, q_len, heads, value_dim]``; with return_lse ``(out, lse)``, lse ``[batch, heads, q_len]``.
     """
     plain = seq_info is None and softcap is None and sinks is None and not dropout and not return_lse
+    plain = plain and key_ranges is None
     if plain and q.shape[2] == 1 and _fits_packing(q, k, **options):
         group = q.reshape(*k.shape[:2], -1, q.shape[3])  # [batch, kv_heads, heads of a kv head, dim]
         rows_of_group = attention_of_heads(group, k, v, trains=trains, **options)  # [batch, heads of a kv head, ...]
@@ -106,6 +108,7 @@ def attention_of_heads(
         if out is not None:
             return out.transpose(1, 2)
     options |= {"softcap": softcap, "sinks": sinks, "dropout": dropout, "seq_info": seq_info, "return_lse": return_lse}
+    options |= {} if key_ranges is None else {"key_ranges": key_ranges}
     rows = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [batch, len, heads, dim]
     if seq_info is not None:
         rows = rows[0].flatten(0, 1), rows[1].flatten(0, 1), rows[2].flatten(0, 1)  # [batch * len, heads, dim]

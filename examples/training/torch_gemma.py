@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as functional
 from torch import Tensor, nn
@@ -80,8 +82,8 @@ class Layer(nn.Module):
         self.before_mlp, self.after_mlp = RMSNorm(config), RMSNorm(config)
         self.mlp = Mlp(config)
 
-    def forward(self, x: Tensor, seq_info: SeqInfo | None) -> Tensor:
-        x = x + self.after_attention(self.attention(self.before_attention(x), seq_info=seq_info))
+    def forward(self, x: Tensor, seq_info: SeqInfo | None, **shared: Any) -> Tensor:
+        x = x + self.after_attention(self.attention(self.before_attention(x), seq_info=seq_info, **shared))
         return x + self.after_mlp(self.mlp(self.before_mlp(x)))
 
 
@@ -96,11 +98,14 @@ class Gemma(nn.Module):
         self.layers = nn.ModuleList([Layer(config, window, backend) for window in windows])
         self.norm = RMSNorm(config)
 
-    def forward(self, tokens: Tensor, seq_info: SeqInfo | None) -> Tensor:
-        """float32 logits ``[rows, length, vocab_size]`` for int32 tokens ``[rows, length]``."""
+    def forward(self, tokens: Tensor, seq_info: SeqInfo | None, **shared: Any) -> Tensor:
+        """float32 logits ``[rows, length, vocab_size]`` for int32 tokens ``[rows, length]``.
+
+        shared: ``key_ranges`` and ``positions`` of completions that share a prompt, as the attention layer takes them.
+        """
         x = self.embed(tokens) * self.config.hidden_size**0.5
         for layer in self.layers:
-            x = layer(x, seq_info)
+            x = layer(x, seq_info, **shared)
         logits = functional.linear(self.norm(x), self.embed.weight).float()
         cap = self.config.final_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)

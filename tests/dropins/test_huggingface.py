@@ -29,7 +29,7 @@ from attn_core import AttentionSpec, NoBackendError
 from attn_core.call import masks
 from attn_core.errors import DTypeError, ShapeError, SpecError
 from torch_frontend import huggingface
-from torch_frontend.huggingface import attention, patterns, registration
+from torch_frontend.huggingface import attention, described_mask, patterns, registration
 from torch_frontend.huggingface import masks as huggingface_masks
 
 pytestmark = pytest.mark.rotates
@@ -339,12 +339,12 @@ def test_a_description_shows_exactly_what_transformers_mask_shows(
 def test_the_description_of_each_known_mask_function() -> None:
     actual = {name: patterns.read_pattern(function) for name, function in KNOWN.items()}
     assert actual == {
-        "causal": (None, 0, None),
-        "both": (None, None, None),
-        "window": (2, 0, None),
-        "both window": (3, 3, None),
+        "causal": patterns.Pattern(None, 0),
+        "both": patterns.Pattern(),
+        "window": patterns.Pattern(2, 0),
+        "both window": patterns.Pattern(3, 3),
     }
-    for name, (left, right, _) in actual.items():
+    for name, (left, right, *_) in actual.items():
         spec = AttentionSpec(
             batch=1, q_len=7, kv_len=7, num_heads=1, num_kv_heads=1, head_dim=8, value_dim=8, dtype="float32",
             window=(left, right),
@@ -386,7 +386,8 @@ def test_other_operations_on_a_described_mask_act_on_the_dense_mask() -> None:
     built, made.build = made.build, None  # printing it builds nothing
     assert (made.shape, made.ndim, made.dim(), made.dtype, str(made.device)) == ((2, 1, 3, 5), 4, 4, torch.bool, "cpu")
     assert (made.size(), made.size(-1), len(made)) == ((2, 1, 3, 5), 5, 2)
-    assert made.to("cpu").visible == made.visible == copy.copy(made).visible == (None, 0, 2, (3, 5), None, None, None)
+    expected = described_mask.VisibleKeys(None, 0, 2, (3, 5))
+    assert made.to("cpu").visible == made.visible == copy.copy(made).visible == expected
     made.build = built
     dense = torch.ones(3, 5, dtype=torch.bool).tril(2).expand(2, 1, 3, 5)
     operations: list[Any] = [

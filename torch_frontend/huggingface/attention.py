@@ -131,6 +131,7 @@ def attend(
         window=call.window,
         alignment=call.alignment,
         mask=call.mask,
+        key_ranges=call.key_ranges,
         bias=call.bias,
         seq_info=call.seq_info,
         trains=bool(getattr(module, "training", False)),

@@ -42,7 +42,7 @@ def mask(
         _refuse_cache(lengths[0], lengths[1])
     _refuse_padding(context, attention_mask, lengths[1])
     pattern = read_pattern(mask_function)
-    if pattern is None:
+    if pattern is None or pattern.blocks is not None:
         raise SpecError(
             "attention_mask: expected a causal mask, a sliding window or none in context parallelism, got the mask "
             f"function {getattr(mask_function, '__qualname__', mask_function)!r}, whose indices are places in a shard"

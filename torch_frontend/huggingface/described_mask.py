@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 from weakref import ref
 
+import numpy as np
 import torch
 from torch.utils._pytree import tree_map
 
@@ -27,6 +28,7 @@ class VisibleKeys(NamedTuple):
         seq_info: the documents of all rows laid end to end; or None.
         context: the ``use_context_parallel`` block that splits the rows; or None. In a block, left and right apply to
             whole rows, and offset is unused.
+        key_ranges: the whole mask as key ranges in numpy, instead of all the others but lengths; or None.
     """
 
     left: int | None
@@ -36,6 +38,7 @@ class VisibleKeys(NamedTuple):
     keys: Tensor | None = None
     seq_info: SeqInfo | None = None
     context: ActiveMesh | None = None
+    key_ranges: np.ndarray | None = None
 
 
 class DescribedMask:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 from weakref import ref
 
+import numpy as np
 import torch
 
 from attn_core.backends.shared import kept_masks
@@ -28,6 +29,7 @@ class LayerCall(NamedTuple):
         seq_info: the documents of all rows laid end to end, or None.
         positions: returns the position ids that ``seq_info`` depends on, a weak reference; or None if it depends on
             none.
+        key_ranges: of the rows, in numpy, or None.
     """
 
     causal: bool
@@ -38,6 +40,7 @@ class LayerCall(NamedTuple):
     bias: Tensor | None = None
     seq_info: SeqInfo | None = None
     positions: Callable[[], Tensor | None] | None = None
+    key_ranges: np.ndarray | None = None
 
 
 def prepare(
@@ -103,6 +106,11 @@ def cut_keys(visible: VisibleKeys, mask: Tensor | None, bias: Tensor | None) -> 
 
     Keys behind the last query are the unused rest of a static cache. Padding becomes a mask of keys.
     """
+    if visible.key_ranges is not None:
+        square = visible.lengths[0] == visible.lengths[1]
+        return LayerCall(
+            False, None, "bottom_right" if square else "top_left", bias=bias, key_ranges=visible.key_ranges
+        )
     queries, kv_len = visible.lengths
     keys, alignment = visible.keys, "bottom_right"
     causal, left, compiling = visible.right == 0, visible.left, torch.compiler.is_compiling()
@@ -128,6 +136,8 @@ def join_rows(visible: VisibleKeys, mask: Tensor | None, bias: Tensor | None, in
     Raises:
         SpecError: for several rows with a mask or a bias.
     """
+    if visible.key_ranges is not None:
+        raise SpecError("attention_mask: expected no blocks of tokens that see each other with packed rows")
     if batch > 1 and (mask is not None or bias is not None):
         raise SpecError("attention_mask, position_bias: expected none of 4 axes with packed rows, or a single row")
     if visible.keys is not None:

@@ -19,6 +19,7 @@ from attn_core.errors import SpecError
 from torch_frontend.context_parallel.layers import active_mesh
 from torch_frontend.dispatch.transforms import is_one_op
 from torch_frontend.huggingface import context as huggingface_context
+from torch_frontend.huggingface.blocks import ranges_of_blocks
 from torch_frontend.huggingface.described_mask import DescribedMask, VisibleKeys, describe
 from torch_frontend.huggingface.documents import documents_from_numbers
 from torch_frontend.huggingface.patterns import Pattern, infer_pattern, read_pattern
@@ -123,6 +124,16 @@ def _describe(
     """
     (batch, _, q_length, kv_length), (q_offset, kv_offset) = shape, offsets
     offset = q_offset - kv_offset
+    if pattern is not None and pattern.blocks is not None:
+        keys = visible_keys(attention_mask, kv_length, kv_offset)
+        lengths = q_length, kv_length
+        found = ranges_of_blocks(pattern.blocks, pattern.left, lengths, offsets, keys)
+        if found is None:
+            return dense(q_offset=q_offset, attention_mask=attention_mask)
+        if attention_mask is not None:
+            attention_mask = attention_mask.to(torch.bool, copy=True)  # the caller may change theirs before the build
+        build = partial(dense, q_offset=q_offset, attention_mask=attention_mask)
+        return DescribedMask(batch, device, VisibleKeys(None, None, 0, lengths, key_ranges=found), build)
     if pattern is None or not is_alignable(pattern, offset, q_length, kv_length):
         return dense(q_offset=q_offset, attention_mask=attention_mask)
     keys = visible_keys(attention_mask, kv_length, kv_offset)

@@ -15,11 +15,14 @@ class Pattern(NamedTuple):
     """A mask function as data: a query at position i sees a key at position j iff ``-left <= j - i <= right``.
 
     None means unbounded. ``documents [batch, tokens]``, if any, has each token's document number in packed rows.
+    ``blocks [batch, tokens]``, if any, has the number of each token's block, -1 for none: besides, tokens of one block
+    see each other.
     """
 
     left: int | None = None
     right: int | None = None
     documents: Tensor | None = None
+    blocks: Tensor | None = None
 
 
 def read_pattern(function: Callable[..., Any]) -> Pattern | None:
@@ -33,10 +36,11 @@ def read_pattern(function: Callable[..., Any]) -> Pattern | None:
         return Pattern()
     if getattr(function, "__module__", None) != masking_utils.__name__:
         return None
-    factory, _, _ = function.__qualname__.partition(".")
-    cells = dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in function.__closure__ or ())))
+    factory, cells = _made_by(function)
     if factory == "and_masks":
         return _intersection(tuple(read_pattern(part) for part in cells["mask_functions"]))
+    if factory == "or_masks":
+        return _union(cells["mask_functions"])
     if factory == "sliding_window_overlay":
         return Pattern(left=cells["sliding_window"] - 1)
     if factory == "sliding_window_bidirectional_overlay":
@@ -47,6 +51,22 @@ def read_pattern(function: Callable[..., Any]) -> Pattern | None:
     if factory == "remap_positions_for_packed_sequence":  # positions within each document: distances are the same
         return read_pattern(cells["mask_function"])
     return None
+
+
+def _made_by(function: Callable[..., Any]) -> tuple[str, dict[str, Any]]:
+    """Returns the name of the function that made a closure, and what the closure holds, by name."""
+    cells = (cell.cell_contents for cell in function.__closure__ or ())
+    return function.__qualname__.partition(".")[0], dict(zip(function.__code__.co_freevars, cells))
+
+
+def _union(parts: tuple[Callable[..., Any], ...]) -> Pattern | None:
+    """Returns the pattern of a causal mask and blocks of tokens that see each other; None for any other union."""
+    if len(parts) != 2 or getattr(parts[1], "__module__", None) != masking_utils.__name__:
+        return None
+    band, (factory, cells) = read_pattern(parts[0]), _made_by(parts[1])
+    if factory != "blockwise_overlay" or band is None or band.right != 0 or band.documents is not None:
+        return None
+    return band._replace(blocks=cells["block_sequence_ids"]) if band.blocks is None else None
 
 
 def infer_pattern(function: Callable[..., Any], options: dict[str, Any]) -> Pattern | None:
@@ -71,6 +91,8 @@ def infer_pattern(function: Callable[..., Any], options: dict[str, Any]) -> Patt
 def _intersection(parts: tuple[Pattern | None, ...]) -> Pattern | None:
     """Returns the pattern of keys visible in every part; None if a part is unknown or two parts have documents."""
     known = [part for part in parts if part is not None]
+    if any(part.blocks is not None for part in known):
+        return None
     documents = [part.documents for part in known if part.documents is not None]
     if len(known) < len(parts) or len(documents) > 1:
         return None
