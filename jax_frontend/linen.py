@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from attn_core.call.functions import given_keywords
 from attn_core.call.layer_shapes import head_sizes
 from attn_core.errors import needs_extra
 from attn_core.paged.step import Pages
@@ -88,6 +90,9 @@ class Attention(nn.Module):
         *,
         mask: jax.Array | None = None,
         key_ranges: Any = None,
+        mask_mod: Any = None,
+        score_mod: Any = None,
+        aux: Sequence[Any] = (),
         bias: jax.Array | None = None,
         alibi_slopes: jax.Array | None = None,
         seq_info: Any = None,
@@ -101,7 +106,7 @@ class Attention(nn.Module):
         Args:
             x: ``[batch, seq, features]``; with seq_info ``[tokens, features]`` or ``[1, tokens, features]``.
             context: the source of keys and values, with x's layout; None for self-attention.
-            mask, key_ranges, bias, alibi_slopes, seq_info: as in ``jax_frontend.attention`` (mask True = visible).
+            mask, key_ranges, mask_mod, score_mod, aux, bias, alibi_slopes, seq_info: as in ``attention``.
             positions: ``[seq]`` or ``[batch, seq]`` for rotary; counted from each row's or document's start if omitted.
             pages: for decoding, the layer's pool and the step's tables. x then has the new tokens of all sequences,
                 ``[tokens, features]``; the layer writes their keys and values into the pool.
@@ -123,7 +128,9 @@ class Attention(nn.Module):
         sinks = self.param("sink_logits", self.sinks_init, (self.num_heads,), self.param_dtype) if self.sinks else None
         dropout = self.dropout_rate if dropping else 0.0
         rng = dropout_rng if dropping else None
-        call = LayerCall(mask, bias, alibi_slopes, sinks, seq_info, positions, dropout, rng, pages, key_ranges)
+        functions = given_keywords(mask_mod, score_mod, aux)
+        tables = mask, bias, alibi_slopes, sinks, seq_info, positions
+        call = LayerCall(*tables, dropout, rng, pages, key_ranges, functions)
         return attend(self, self._projections(x.shape[-1]), x, context, call)
 
     def _projections(self, features: int) -> Projections:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from attn_core.call.functions import given_keywords
 from attn_core.call.layer_shapes import check_features, check_layer_options, head_sizes
 from attn_core.call.options import check_flag, check_number
 from attn_core.errors import SpecError, needs_extra
@@ -132,6 +134,9 @@ class Attention(nnx.Module):
         *,
         mask: jax.Array | None = None,
         key_ranges: Any = None,
+        mask_mod: Any = None,
+        score_mod: Any = None,
+        aux: Sequence[Any] = (),
         bias: jax.Array | None = None,
         alibi_slopes: jax.Array | None = None,
         seq_info: Any = None,
@@ -145,7 +150,7 @@ class Attention(nnx.Module):
         Args:
             x: ``[batch, seq, features]``; with seq_info ``[tokens, features]`` or ``[1, tokens, features]``.
             context: the source of keys and values, with x's layout; None for self-attention.
-            mask, key_ranges, bias, alibi_slopes, seq_info: as in ``jax_frontend.attention`` (mask True = visible).
+            mask, key_ranges, mask_mod, score_mod, aux, bias, alibi_slopes, seq_info: as in ``attention``.
             positions: ``[seq]`` or ``[batch, seq]`` for rotary; counted from each row's or document's start if omitted.
             pages: for decoding, the layer's pool and the step's tables. x then has the new tokens of all sequences,
                 ``[tokens, features]``; the layer writes their keys and values into the pool.
@@ -162,7 +167,9 @@ class Attention(nnx.Module):
         check_features(x.shape, None if context is None else context.shape, self.in_features, self.in_kv_features)
         dropout, dropout_rng = self._dropout(deterministic, rngs)
         sinks = None if self.sink_logits is None else self.sink_logits[...]
-        call = LayerCall(mask, bias, alibi_slopes, sinks, seq_info, positions, dropout, dropout_rng, pages, key_ranges)
+        functions = given_keywords(mask_mod, score_mod, aux)
+        tables = mask, bias, alibi_slopes, sinks, seq_info, positions
+        call = LayerCall(*tables, dropout, dropout_rng, pages, key_ranges, functions)
         return attend(self, Projections(self.query, self.key, self.value, self.out), x, context, call)
 
     def _dropout(self, deterministic: bool | None, rngs: nnx.Rngs | nnx.RngStream | None) -> tuple[float, Any]:

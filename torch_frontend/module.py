@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from attn_core.call.functions import given_keywords, refuse_over_ranks
 from attn_core.call.layer_shapes import (
     HeadSizes,
     check_features,
@@ -110,6 +111,9 @@ class Attention(nn.Module):
         *,
         mask: Tensor | None = None,
         key_ranges: Any = None,
+        mask_mod: Any = None,
+        score_mod: Any = None,
+        aux: Sequence[Any] = (),
         bias: Tensor | None = None,
         alibi_slopes: Tensor | None = None,
         seq_info: Any = None,
@@ -121,7 +125,7 @@ class Attention(nn.Module):
         Args:
             x: ``[batch, seq, features]``; with seq_info ``[tokens, features]`` or ``[1, tokens, features]``.
             context: the source of keys and values, with x's layout; None for self-attention.
-            mask, key_ranges, bias, alibi_slopes, seq_info: as in ``torch_frontend.attention`` (mask True = visible).
+            mask, key_ranges, mask_mod, score_mod, aux, bias, alibi_slopes, seq_info: as in ``attention``.
             positions: ``[seq]`` or ``[batch, seq]`` for rotary; counted from each row's or document's start if omitted.
             pages: for decoding, the layer's pool and the step's tables. x then has the new tokens of all sequences,
                 ``[tokens, features]``; the layer writes their keys and values into the pool.
@@ -133,17 +137,18 @@ class Attention(nn.Module):
             SpecError, ShapeError, NoBackendError: the message names the argument, its value and the remedy.
         """
         check_inputs(x, context, positions, pages)
-        context_parallel = active_for(self)
+        context_parallel, functions = active_for(self), given_keywords(mask_mod, score_mod, aux)
         if pages is not None:
             if context_parallel is not None:
                 raise SpecError(
                     "pages: expected None in context parallelism, which exchanges keys and values as shards"
                 )
             others = {"context": context, "mask": mask, "key_ranges": key_ranges, "bias": bias}
-            others |= {"alibi_slopes": alibi_slopes, "seq_info": seq_info}
+            others |= {"alibi_slopes": alibi_slopes, "seq_info": seq_info, **functions}
             return self._in_pages(x, others, positions, pages)
         seq_info = SeqInfo.coerce(seq_info)
         if context_parallel is not None:
+            refuse_over_ranks(functions)
             context_parallel = context_parallel.with_documents(seq_info)
             seq_info = context_parallel.seq_info
         queries, keys = self._rows(x, context, seq_info, positions)
@@ -167,6 +172,7 @@ class Attention(nn.Module):
             scale=self.scale,
             mask=mask,
             key_ranges=key_ranges,
+            **functions,
             bias=bias,
             alibi_slopes=alibi_slopes,
             sinks=self._sinks(),
@@ -183,12 +189,7 @@ class Attention(nn.Module):
         """Writes the keys and values of new tokens ``[tokens, features]`` into the pages, then attends to the pages."""
         check_paged_layer(tuple(x.shape), self.alignment, self.dropout_rate if self.training else 0.0, others)
         check_features(tuple(x.shape), None, self.in_features, self.in_kv_features)
-        check_rotary(
-            rotary=self.rotary is not None,
-            cross=False,
-            positions=None if positions is None else tuple(positions.shape),
-            rows=(1, x.shape[0]),
-        )
+        self._check_rotary(positions, (1, x.shape[0]))
         q, k, v = self._project(x, x)  # [tokens, heads, head_dim]
         dtype, pool_dtype, step = v.dtype, pages.k.dtype, pages.step
         if self.rotary is not None:
@@ -240,13 +241,12 @@ class Attention(nn.Module):
         check_features(shape, kv_shape, self.in_features, self.in_kv_features)
         source = x if context is None else context
         queries, keys = (x[None], source[None]) if x.ndim == 2 else (x, source)
-        check_rotary(
-            rotary=self.rotary is not None,
-            cross=context is not None,
-            positions=None if positions is None else tuple(positions.shape),
-            rows=(queries.shape[0], queries.shape[1]),
-        )
+        self._check_rotary(positions, (queries.shape[0], queries.shape[1]), cross=context is not None)
         return queries, keys
+
+    def _check_rotary(self, positions: Tensor | None, rows: tuple[int, int], cross: bool = False) -> None:
+        shape = None if positions is None else tuple(positions.shape)
+        check_rotary(rotary=self.rotary is not None, cross=cross, positions=shape, rows=rows)
 
     def extra_repr(self) -> str:
         """Returns the sizes and the options that are set."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core.backends.shared.jax_offsets import document_numbers
+from attn_core.call.functions import refuse_over_ranks
 from attn_core.call.layer_shapes import check_layer_inputs, check_rotary
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.spec import DTYPES
@@ -52,7 +54,7 @@ class Projections(NamedTuple):
 
 
 class LayerCall(NamedTuple):
-    """The arguments of one call of a layer; dropout is 0 if it is switched off."""
+    """The arguments of one call of a layer; dropout is 0 if it is switched off. functions: mask_mod, score_mod, aux."""
 
     mask: jax.Array | None = None
     bias: jax.Array | None = None
@@ -64,6 +66,7 @@ class LayerCall(NamedTuple):
     dropout_rng: Any = None
     pages: Pages | None = None
     key_ranges: Any = None
+    functions: Any = MappingProxyType({})
 
 
 def check_inputs(x: Any, context: Any, pages: Any) -> None:
@@ -116,6 +119,7 @@ def attend(
     # context_parallel_attention has no dropout, and so no dropout_rng.
     run = partial(attention, dropout_rng=call.dropout_rng)
     if context_layers.is_context_parallel(layer):
+        refuse_over_ranks(call.functions)
         run = partial(context_layers.attend, layer)
     out = run(
         *(array.astype(dtype) for array in (q, k, v)),
@@ -127,6 +131,7 @@ def attend(
         # Flax's helpers make float32 masks.
         mask=None if call.mask is None else as_array("mask", call.mask).astype(bool),
         key_ranges=call.key_ranges,
+        **call.functions,
         bias=call.bias,
         alibi_slopes=call.alibi_slopes,
         sinks=call.sinks,
@@ -155,7 +160,7 @@ def _attend_in_pages(
         "bias": call.bias,
         "alibi_slopes": call.alibi_slopes,
     }
-    unsupported |= {"seq_info": call.seq_info, "context_axis": layer.context_axis}
+    unsupported |= {"seq_info": call.seq_info, "context_axis": layer.context_axis, **call.functions}
     check_paged_layer(x.shape, layer.alignment, call.dropout, unsupported)
     positions = None if call.positions is None else as_array("positions", call.positions)
     check_rotary(

@@ -200,6 +200,8 @@ RANGES = jnp.asarray(masks.prefix_lm([3], SEQ))
 CALLED = {
     "mask": jnp.ones((SEQ, SEQ), bool),
     "key_ranges": RANGES,
+    "mask_mod": lambda b, h, q, k: k <= q,
+    "score_mod": lambda score, b, h, q, k: score * 2,
     "bias": normal(3, SEQ, SEQ),
     "alibi_slopes": normal(4, HEADS),
 }
@@ -239,6 +241,15 @@ def test_key_ranges_hide_what_their_mask_hides():
     jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-3), gradients, wanted)
     same = nnx_layer(params)(x, key_ranges=RANGES)
     np.testing.assert_allclose(same, out, rtol=1e-4, atol=1e-5)
+
+
+def test_functions_and_their_arrays():
+    x, of = normal(0, BATCH, SEQ, FEATURES), jnp.arange(SEQ, dtype=jnp.int32) // 3
+    layer, params = linen_layer(x)
+    call = {"mask_mod": lambda b, h, q, k, of: of[q] == of[k], "aux": (of,)}
+    expected = layer.apply(params, x, mask=of[:, None] == of)
+    np.testing.assert_allclose(layer.apply(params, x, **call), expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(nnx_layer(params)(x, **call), expected, rtol=1e-4, atol=1e-5)
 
 
 def _same(actual, given):

@@ -183,6 +183,8 @@ RANGES = masks.prefix_lm([3], SEQ)
 CALLED = {
     "mask": torch.ones(SEQ, SEQ, dtype=torch.bool),
     "key_ranges": RANGES,
+    "mask_mod": lambda b, h, q, k: k <= q,
+    "score_mod": lambda score, b, h, q, k: score * 2,
     "bias": normal(3, SEQ, SEQ),
     "alibi_slopes": normal(4, HEADS),
 }
@@ -218,6 +220,16 @@ def test_key_ranges_hide_what_their_mask_hides(mode, device):
         gradients = [torch.autograd.grad(out.square().sum(), [*layer.parameters()]) for out in results]
         for one, other in zip(*gradients, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+
+
+def test_functions_and_their_arrays(device):
+    layer, x = layer_of(device), normal(0, BATCH, SEQ, FEATURES, device=device)
+    of = torch.arange(SEQ, dtype=torch.int32, device=device) // 3
+    results = [
+        layer(x, mask_mod=lambda b, h, q, k, of: of[q] == of[k], aux=(of,)),
+        layer(x, mask=of[:, None] == of[None, :]),
+    ]
+    torch.testing.assert_close(*results, **TOLERANCE)
 
 
 def test_dropout_only_while_training(device):
