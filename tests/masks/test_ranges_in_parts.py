@@ -187,6 +187,8 @@ def in_parts(framework: str, call: Call, backend: str) -> Results:
         return seen[-1]
 
     module: Any = _frontend_module(framework)
+    if framework == "torch":
+        module._plan.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "choose", choose)
         results = run(framework, call, backend, ranges_on_host=True)

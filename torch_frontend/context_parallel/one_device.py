@@ -11,10 +11,9 @@ import torch
 from attn_core.call.functions import are_given
 from attn_core.call.key_ranges import check_values
 from attn_core.call.options import Options, requested_names
-from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
-from attn_core.context_parallel.one_device import Tiled, choose
-from attn_core.selection import Target, override
+from attn_core.context_parallel.one_device import choose
+from attn_core.selection import override
 from torch_frontend.context_parallel.differentiable import run_plan
 from torch_frontend.context_parallel.mesh import SINGLE_RANK
 from torch_frontend.context_parallel.prepare import RankPlan, build_rank_plan
@@ -22,6 +21,8 @@ from torch_frontend.dispatch import autograd, empty_rows, plan, sdpa_flags, tran
 from torch_frontend.dispatch.general_calls import gather_arguments
 
 Tensor = torch.Tensor
+Request = tuple[Any, ...]
+"""The arguments of ``plan.request``."""
 
 
 def attend(
@@ -51,40 +52,44 @@ def attend(
     if transforms.is_one_op(inputs.q):
         return None
     needs_backward = trains or autograd.gradients_needed(inputs)[0]
-    spec, target, names = request(inputs, options, backend, key_ranges, needs_backward)
-    found = choose(spec, key_ranges, target, names)
-    if found is None:
+    planned = _plan(_request(inputs, options, backend, key_ranges, needs_backward), key_ranges.tobytes())
+    if planned is None:
         return None
-    q, k, v = inputs[:3] if found.rows == 1 else (_in_one_row(tensor) for tensor in inputs[:3])
-    rank_plan = _rank_plan(found, inputs.q.device)
+    rows, rank_plan = planned
+    q, k, v = inputs[:3] if rows == 1 else (_in_one_row(tensor) for tensor in inputs[:3])
     results = run_plan(rank_plan, q, k, v, inputs.sinks, options.return_lse, needs_backward)
-    out, *lse = results if found.rows == 1 else _in_rows(results, inputs.q)
+    out, *lse = results if rows == 1 else _in_rows(results, inputs.q)
     if not lse:
         return out
     return out, lse[0] if inputs.sinks is None else empty_rows.fill_with_sinks(lse[0], inputs.sinks)
 
 
-def request(
-    inputs: Inputs, options: Options, backend: Any, key_ranges: np.ndarray, needs_backward: bool
-) -> tuple[AttentionSpec, Target, tuple[str, ...] | None]:
-    """Returns the spec of a call with key ranges, its target and the requested backends, and checks the ranges.
-
-    Raises:
-        ShapeError, SpecError: naming the argument.
-    """
+def _request(inputs: Inputs, options: Options, backend: Any, key_ranges: np.ndarray, needs_backward: bool) -> Request:
+    """Returns the arguments of ``plan.request`` for a call with key ranges."""
     entries = list(plan.metadata(inputs))
     entries[Inputs._fields.index("key_ranges")] = (torch.Size(key_ranges.shape), torch.int32, inputs.q.device)
     switches, requested = sdpa_flags.now(), requested_names(backend) or override.requested()
-    spec, target, names = plan.request(tuple(entries), options, needs_backward, False, requested, switches)
-    check_values(key_ranges, spec.q_len)
-    return spec, target, requested_names(names)
+    return tuple(entries), options, needs_backward, False, requested, switches
 
 
-# Small, because a plan holds tensors on the device: the places of tiles and their offsets. By the object, because the
-# hash of a plan would take longer than a kernel's launch.
+# By the values of the ranges, because an array may change between two calls. Small, because a plan holds tensors on the
+# device: the places of tiles and their offsets.
 @lru_cache(maxsize=64)
-def _rank_plan(found: Tiled, device: torch.device) -> RankPlan:
-    return build_rank_plan(found.call, SINGLE_RANK, SINGLE_RANK, device)
+def _plan(request: Request, content: bytes) -> tuple[int, RankPlan] | None:
+    """Checks a call and returns (its batch rows, its plan), or None if it does not run as tiles.
+
+    Raises:
+        ShapeError, SpecError: naming the argument. NoBackendError: as in ``attend``.
+    """
+    entries = request[0]
+    shape, _, device = entries[Inputs._fields.index("key_ranges")]
+    spec, target, names = plan.request(*request)
+    key_ranges = np.frombuffer(content, np.int32).reshape(shape)
+    check_values(key_ranges, spec.q_len)
+    found = choose(spec, key_ranges, target, requested_names(names))
+    if found is None:
+        return None
+    return found.rows, build_rank_plan(found.call, SINGLE_RANK, SINGLE_RANK, device)
 
 
 def _in_one_row(tensor: Tensor) -> Tensor:
