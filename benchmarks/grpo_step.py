@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import resource
-import statistics
 import subprocess
 import sys
 import time
@@ -24,12 +23,11 @@ import torch
 import torch.nn.functional as functional
 
 from attn_core import SeqInfo, masks
+from benchmarks.grpo_report import COMPLETIONS, FORMS, LENGTH, PROMPT, text
 from benchmarks.measure import environment
 from examples.training.config import GemmaConfig
 from examples.training.torch_gemma import Gemma
 
-PROMPT, COMPLETIONS, LENGTH = 2048, 8, 512
-FORMS = ("shared", "copied")
 STEPS = 3
 """Timed steps of a process, after one that warms up."""
 
@@ -89,27 +87,6 @@ def run(form: str, device: str) -> dict[str, Any]:
     }
 
 
-def section(result: dict[str, Any]) -> str:
-    """Returns a result as a paragraph and a table."""
-    shared, copied = (result["forms"][form] for form in FORMS)
-    lines = ["| rows | tokens | seconds of a step | peak memory, GiB |", "|---|---|---|---|"]
-    for name, form in (("the prompt once", shared), ("a copy for every completion", copied)):
-        median = statistics.median(form["seconds"])
-        lines.append(f"| {name} | {form['tokens']} | {median:.3g} | {form['peak_bytes'] / 2**30:.2f} |")
-    times, memory = (
-        statistics.median(copied["seconds"]) / statistics.median(shared["seconds"]),
-        copied["peak_bytes"] / shared["peak_bytes"],
-    )
-    apart = abs(shared["gradient_norm"] / copied["gradient_norm"] - 1)
-    where = f"{result['dtype']}, {result['device']}, {result['environment']['date']}"
-    text = (
-        f"A step on {COMPLETIONS} completions of {LENGTH} tokens on one prompt of {PROMPT}, with the model of the "
-        f"training example ({where}): {times:.1f} times as fast with the prompt once, and {memory:.1f} times less "
-        f"memory. The norms of the gradients differ by {apart:.0e} of their size."
-    )
-    return "\n".join([text, "", *lines])
-
-
 def main(arguments: list[str] | None = None) -> None:
     """Runs both forms in turns and writes the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -133,7 +110,7 @@ def main(arguments: list[str] | None = None) -> None:
     cuda = parsed.device == "cuda"
     result = {"device": torch.cuda.get_device_name() if cuda else "CPU", "dtype": "bfloat16" if cuda else "float32"}
     result |= {"environment": environment(), "forms": forms}
-    print(section(result))
+    print(text(result))
     if parsed.json is not None:
         parsed.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 

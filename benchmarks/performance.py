@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from attn_core.cli.bench import draw_sweep
 from attn_core.cli.bench_sweep import read
 from attn_core.selection.cross_validation import Fitting
-from benchmarks import choice_report, jax_calls, masks_report, real_calls_report, small_calls_report
+from benchmarks import choice_report, grpo_report, jax_calls, masks_report, real_calls_report, small_calls_report
 from benchmarks.hopper_report import figures_of
 from benchmarks.performance_plots import ONE_GPU, draw, efficiency, strategies
 
@@ -289,6 +289,8 @@ forward again. So it is slower than FlexAttention itself. `python -m benchmarks.
 
 {masks_report.section()}
 
+Ranges in numpy run [in parts](../how_to/masks.md#how-they-run) on kernels without ranges. {grpo_report.section()}
+
 ## Measure your own machine
 
 ```bash
@@ -297,6 +299,7 @@ python -m benchmarks.small_calls --device cpu            # tiny torch calls of e
 python -m benchmarks.real_calls                          # calls of real models beside F.sdpa, on a GPU
 python -m benchmarks.jax_calls                           # random calls in JAX beside jax.nn
 python -m benchmarks.masks --json masks.json             # key ranges and functions beside FlexAttention, on a GPU
+python -m benchmarks.grpo_step --json grpo.json          # a training step on completions that share a prompt
 python -m benchmarks.cpu_flex --json flex.json           # windows, documents, softcaps beside compiled FlexAttention
 python -m benchmarks.hopper --json hopper.json           # the figures of a GPU
 attn bench --json times.json                             # every backend on random calls, side by side

@@ -49,6 +49,13 @@ class Tile(NamedTuple):
         """The number of (query, key) pairs."""
         return sum(self._banded(segment).pairs for segment in self.segments)
 
+    def keys_of(self, segment: Segment, first: int, stop: int) -> tuple[int, int]:
+        """Returns the keys from the first to the last that queries [first, stop) of a segment see, half open."""
+        rows = max(first, segment.q_start), min(stop, segment.q_stop) - 1
+        low = segment.k_start if self.left is None else rows[0] + segment.offset - self.left
+        high = segment.k_stop if self.right is None else rows[1] + segment.offset + self.right + 1
+        return max(low, segment.k_start), min(high, segment.k_stop)
+
     def _banded(self, segment: Segment) -> BandedSegment:
         # A tile's window counts from the bottom-right diagonal, a BandedSegment's band from equal places.
         low = None if self.left is None else segment.offset - self.left

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from both_frontends import FRAMEWORKS, Results, judge, run, same_bits
+from both_frontends import FRAMEWORKS, Results, judge, reachable, run, same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from spec_strategies import Call, make_call
@@ -19,6 +19,7 @@ from attn_core import NoBackendError, ShapeError, SpecError, masks
 from attn_core.call.key_ranges import contains, visible_blocks
 from attn_core.call.spec import AttentionSpec
 from attn_core.context_parallel import one_device, ranges
+from attn_core.context_parallel.bands import Segment
 from attn_core.context_parallel.tiles import Tile
 
 TREE = [-1, 0, 1, 2, 1, 4, 4, 0, 7, 7, 9, 9]
@@ -177,7 +178,7 @@ def call_with(key_ranges: np.ndarray, **fields: Any) -> Call:
     return replace(call, inputs=call.inputs._replace(key_ranges=key_ranges))
 
 
-def in_parts(framework: str, call: Call, backend: str) -> Results:
+def in_parts(framework: str, call: Call, backend: str, device: str = "cpu") -> Results:
     """The results of the call in parts; fails if it ran as a whole."""
     seen: list[Any] = []
     original = one_device.choose
@@ -191,7 +192,7 @@ def in_parts(framework: str, call: Call, backend: str) -> Results:
         module._plan.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "choose", choose)
-        results = run(framework, call, backend, ranges_on_host=True)
+        results = run(framework, call, backend, device, ranges_on_host=True)
     assert isinstance(seen[0], one_device.Tiled), seen  # in JAX the second is that of training
     return results
 
@@ -279,6 +280,46 @@ def test_torch_and_jax_give_the_same_bits(name: str) -> None:
     for fields in ({}, {"batch": 2}, {"dtype": "bfloat16", "causal": True}):
         call = call_with(GALLERY[name], **fields)
         assert same_bits(*(in_parts(framework, call, "sdpa_flash") for framework in FRAMEWORKS)) == []
+
+
+LARGE = {
+    "prefix-LM": masks.prefix_lm(200, 500),
+    "shared prefix": masks.shared_prefix(200, [100, 60, 140]),
+    "image blocks": masks.blocks([0, 130, 260, 300], [False, True, False, True], 500),
+    "block diffusion": masks.block_diffusion(250, 10),
+    "global and window": masks.global_and_window(5, (60, 20), 500),
+}
+FLASH = ("flash2", "flash3", "flash4", "xformers", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient")
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize("backend", FLASH)
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_kernels_of_a_gpu(framework: str, backend: str, name: str) -> None:
+    why = reachable(framework, backend, "cuda")
+    if why is not None:
+        pytest.skip(why)
+    fields = {"dtype": "bfloat16", "q_len": 500, "kv_len": 500, "head_dim": 64, "value_dim": 64}
+    call = call_with(LARGE[name], **fields, batch=2)
+    try:
+        results = in_parts(framework, call, backend, "cuda")
+    except NoBackendError as error:
+        pytest.skip(str(error.selection.parts))
+    assert judge(framework, call, results, "cuda").ok
+    if framework == "jax":
+        assert same_bits(results, in_parts("torch", call, backend, "cuda")) == []
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_automatic_choice_on_a_gpu(framework: str) -> None:
+    """A long row takes parts of the fastest kernel, whichever it is here."""
+    call = call_with(
+        masks.shared_prefix(2048, [256] * 8),
+        **{"dtype": "bfloat16", "q_len": 4096, "kv_len": 4096, "head_dim": 64, "value_dim": 64},
+    )
+    assert judge(framework, call, run(framework, call, None, "cuda", ranges_on_host=True), "cuda").ok
 
 
 FAULTS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
@@ -399,3 +440,24 @@ def test_an_array_that_changes_between_two_calls() -> None:
     second = torch_frontend.attention(q, k, v, key_ranges=key_ranges, backend="sdpa_flash")
     assert not torch.equal(first, second)
     torch.testing.assert_close(second, torch_frontend.attention(q, k, v, key_ranges=key_ranges, backend="math"))
+
+
+@pytest.mark.parametrize(
+    ("key_ranges", "parts"),
+    [
+        (masks.shared_prefix(512, [128] * 12), "2 kernel calls of math, merged by their log-sum-exps"),
+        (masks.blocks(np.arange(0, 2048, 128), np.arange(16) % 2 == 1, 2048), None),
+        (masks.documents([1000, 1048]), "1 kernel call of math"),
+    ],
+    ids=["shared prefix", "images", "documents"],
+)
+def test_math_runs_in_parts_what_it_would_hide(key_ranges: np.ndarray, parts: str | None) -> None:
+    """A softcap leaves math alone on a CPU. As a whole it computes the keys between the first and the last seen."""
+    assert torch_frontend.explain(*arrays(2048), key_ranges=key_ranges, softcap=3.0).parts == parts
+
+
+def test_the_keys_of_a_block_of_queries() -> None:
+    tile = Tile((Segment(10, 30, 5, 40),), 4, 2)  # query i sees keys from i + 10 - 4 to i + 10 + 2
+    assert tile.keys_of(tile.segments[0], 0, 128) == (16, 40)
+    assert tile.keys_of(tile.segments[0], 12, 15) == (18, 27)
+    assert Tile(tile.segments, None, None).keys_of(tile.segments[0], 12, 15) == (5, 40)
