@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, Never, Unpack, overload
 
 import torch
-from numpy import ndarray
 from torch.autograd import forward_ad, profiler
 
 from attn_core.call import checks, ranges
@@ -172,13 +171,6 @@ def attention(
         tensors = (q, k, v, mask, bias, alibi_slopes, sinks)
         options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
         functions = mask_mod, score_mod, aux
-        if not _is_compiling() and isinstance(key_ranges, ndarray):
-            # The values are on the host, so that kernels without key ranges may compute the mask in parts.
-            from torch_frontend.context_parallel import one_device
-
-            results = one_device.attend(tensors, seq_info, options, backend, key_ranges, functions)
-            if results is not None:
-                return results
         return general_calls.run(tensors, seq_info, options, dropout_rng, backend, key_ranges, functions)
     try:
         needs_backward = _is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)

@@ -6,13 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, Never
 
 import torch
-from numpy import ndarray
 
 from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
 from attn_core.call.layouts import Layout, check_layout
 from attn_core.call.mask_objects import is_object
 from attn_core.call.options import Options, Window
-from attn_core.context_parallel.one_device import described
 from attn_core.expressions.tracing import TracedFunction
 from attn_core.selection import Selection
 from torch_frontend.dispatch import general_calls, heads_first, nested, plan
@@ -67,5 +65,4 @@ def explain(
     tensors = (q, k, v, mask, bias, alibi_slopes, sinks)
     options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
     extras = dropout_rng, backend, key_ranges, (mask_mod, score_mod, aux)
-    selection = general_calls.explain(tensors, seq_info, options, *extras, needs_backward)
-    return described(selection, key_ranges) if isinstance(key_ranges, ndarray) else selection
+    return general_calls.explain(tensors, seq_info, options, *extras, needs_backward)

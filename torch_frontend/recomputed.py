@@ -7,17 +7,15 @@ second. So the layer states whether it trains.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
-import numpy as np
 import torch
 
 from attn_core.call.mask_objects import Visible, is_object
 from attn_core.call.options import Options, requested_names
 from attn_core.selection import NoBackendError, override
 from torch_frontend.attention import attention
-from torch_frontend.dispatch import autocast, empty_rows, heads_first, plan, run_plan, sdpa_flags, transforms
+from torch_frontend.dispatch import autocast, empty_rows, heads_first, in_parts, plan, run_plan, sdpa_flags, transforms
 from torch_frontend.dispatch.checked_results import in_checks
 from torch_frontend.dispatch.general_calls import gather_arguments
 from torch_frontend.dispatch.ranges import in_ranges
@@ -45,33 +43,19 @@ def attention_of_layer(q: Tensor, k: Tensor, v: Tensor, *, trains: bool, **optio
     seq_info, backend, generator, key_ranges = (options.pop(name, None) for name in names)
     functions = options.pop("mask_mod", None), options.pop("score_mod", None), options.pop("aux", ())
     tensors, masking = (q, k, v, *tables), {"key_ranges": key_ranges, "functions": functions}
-    if isinstance(key_ranges, np.ndarray):
-        results = _in_parts(tensors, seq_info, Options(**options), backend, key_ranges, functions)
-        if results is not None:
-            return results
     inputs, call_options = gather_arguments(tensors, seq_info, Options(**options), generator, **masking)
     requested = requested_names(backend) or override.requested()
     bias_gradient = inputs.bias is not None and inputs.bias.requires_grad
-    request = (plan.metadata(inputs), call_options, True, bias_gradient, requested, sdpa_flags.now())
-    if not _can_run(*request):  # a requested backend without a backward may still serve a pass without gradients
-        request = (*request[:2], False, False, *request[4:])
-    call_plan = in_checks(in_ranges(plan.plan(*request)))
+    request = (in_parts.metadata(inputs), call_options, True, bias_gradient, requested, sdpa_flags.now())
+    try:
+        call_plan, inputs = in_parts.resolve(request, inputs)
+    except NoBackendError:  # a requested backend without a backward may still serve a pass without gradients
+        call_plan, inputs = in_parts.resolve((*request[:2], False, False, *request[4:]), inputs)
+    call_plan = in_checks(in_ranges(call_plan))
     run_plan.check_offsets(call_plan.spec, inputs)
     with autocast.switched_off(inputs.q.device):
         out, lse = run_plan.run_forward(call_plan, inputs)
     return empty_rows.finish_results((out, lse) if call_options.return_lse else out, inputs, seq_info)
-
-
-def _in_parts(
-    tensors: tuple[Any, ...], seq_info: Any, options: Options, backend: Any, key_ranges: np.ndarray, functions: Any
-) -> Any:
-    """Returns the result of key ranges that kernels without them compute in parts, or None; see ``one_device``."""
-    from torch_frontend.context_parallel import one_device
-
-    try:
-        return one_device.attend(tensors, seq_info, options, backend, key_ranges, functions, trains=True)
-    except NoBackendError:  # a requested backend without a backward may still serve a pass without gradients
-        return one_device.attend(tensors, seq_info, options, backend, key_ranges, functions)
 
 
 def attention_of_heads(
@@ -146,8 +130,3 @@ def _fits_packing(
     if mask is not None and (mask.dim() != 4 or mask.shape[1] != 1 or mask.shape[2] != 1):
         return False
     return q.shape[0] == k.shape[0] and k.shape[1] > 0 and q.shape[1] % k.shape[1] == 0
-
-
-@lru_cache(maxsize=4096)
-def _can_run(*request: Any) -> bool:
-    return plan.explanation(*request).backend is not None

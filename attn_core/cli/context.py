@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +15,7 @@ from attn_core.context_parallel.cost.choose import explain_choice
 from attn_core.context_parallel.cost.machine import GIB, Constants
 from attn_core.context_parallel.picture import LIMIT, draw, svg
 from attn_core.context_parallel.plan import AxisSizes
+from attn_core.context_parallel.ranges import bands_of_row
 from attn_core.errors import SpecError
 from attn_core.selection.whole_file import write_whole
 
@@ -40,9 +42,11 @@ def context_plan(
     spec, info, axes = options.spec(device), options.seq_info(), _axes(ranks)
     documents = None if info is None else tuple(int(offset) for offset in info.cu_seqlens_q)
     budget = None if memory is None else memory * GIB
-    choice = explain_choice(spec, documents, layout, axes, Constants.of(device), budget, strategy)
+    ranges = options.ranges()
+    bands = None if ranges is None else bands_of_row(ranges, replace(spec, key_ranges_shape=None))
+    choice = explain_choice(spec, documents, layout, axes, Constants.of(device), budget, strategy, bands)
     if choice.strategy is not None:
-        plan = plan_spec(spec, documents, choice.strategy, layout, axes)
+        plan = plan_spec(spec, documents, choice.strategy, layout, axes, bands)
         if picture is not None:
             write_whole(svg(plan), picture)
         # A picture has a sign for each token, so it is left out for long rows.

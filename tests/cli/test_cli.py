@@ -443,6 +443,14 @@ def test_mask_draws_a_constructor_of_key_ranges() -> None:
     assert "0  ■ · · ·\n1  ■ ■ · ·\n2  ■ · ■ ·\n3  ■ · ■ ■" in done.stdout
 
 
+def test_explain_says_how_kernels_without_key_ranges_compute_them() -> None:
+    """Without a GPU, for a GPU."""
+    done = attn("explain", "--device", "sm90", "--assume-installed", "--key-ranges", "prefix_lm(4096, 8192)")
+    assert done.exit_code == 0
+    words = " ".join(done.stdout.split())
+    assert "parts: 2 kernel calls of flash" in words and "2576 of 4096 blocks" in words
+
+
 def test_explain_names_key_ranges_and_why_other_kernels_refuse_them() -> None:
     done = attn("explain", "--key-ranges", "prefix_lm(3, 64)")
     assert done.exit_code == 0
@@ -466,7 +474,9 @@ def test_a_wrong_text_of_key_ranges_is_refused(text: str, message: str) -> None:
     assert message in " ".join(done.stderr.split())
 
 
-def test_context_parallelism_refuses_key_ranges_by_name() -> None:
-    done = attn("context-plan", "--ranks", "2", "--key-ranges", "prefix_lm(3, 64)")
+def test_ranks_share_key_ranges() -> None:
+    done = attn("context-plan", "--ranks", "2", "--key-ranges", "prefix_lm(3, 64)", "--layout", "contiguous")
+    assert done.exit_code == 0 and "selected" in done.stdout
+    done = attn("context-plan", "--ranks", "2", "--key-ranges", "prefix_lm([3, 4], 64)", "--batch", "2")
     assert done.exit_code == 2
-    assert "key_ranges: expected none in context parallelism" in " ".join(done.stderr.split())
+    assert "key_ranges: expected shape" in " ".join(done.stderr.split())

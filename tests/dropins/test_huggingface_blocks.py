@@ -17,7 +17,7 @@ from transformers import masking_utils
 from attn_core.call.key_ranges import contains
 from attn_core.context_parallel import one_device
 from torch_frontend import huggingface
-from torch_frontend.context_parallel import one_device as torch_one_device
+from torch_frontend.dispatch import in_parts
 from torch_frontend.huggingface import attention, blocks, patterns
 from torch_frontend.huggingface.described_mask import DescribedMask
 from torch_frontend.huggingface.masks import mask
@@ -74,10 +74,8 @@ def test_the_attention_of_images_is_that_of_the_dense_mask(monkeypatch: pytest.M
     """Output and gradients, by kernels that have no key ranges."""
     chosen = []
     original = one_device.choose
-    monkeypatch.setattr(
-        "torch_frontend.context_parallel.one_device.choose", lambda *call: chosen.append(original(*call)) or chosen[-1]
-    )
-    torch_one_device._plan.cache_clear()
+    monkeypatch.setattr(one_device, "choose", lambda *call: chosen.append(original(*call)) or chosen[-1])
+    in_parts._plan_in_parts.cache_clear()
     q, k, v = (torch.randn(2, heads, TOKENS, 16, requires_grad=True) for heads in (4, 2, 2))
     described = mask(2, TOKENS, TOKENS, mask_function=function_of(IDS), device="cpu")
     out, _ = attention.attend(SimpleNamespace(training=True), q, k, v, described)

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.checkpoint import checkpoint
 
-from attn_core import SeqInfo
+from attn_core import SeqInfo, masks
 from attn_core.context_parallel import places
 from torch_frontend import Pages
 from torch_frontend.context_parallel.attention import context_parallel_attention, explain_context_parallel
@@ -153,13 +153,11 @@ def round_trips(axes: tuple[int, ...]) -> list[str]:
 
 def disagreeing(sizes: tuple[int, ...]) -> dict[str, Any]:
     """The error of every rank when rank 1 calls differently; and whether the ranks agree again afterwards."""
-    mesh, rank = mesh_of(sizes), dist.get_rank()
+    mesh, rank, whole = mesh_of(sizes), dist.get_rank(), {"strategy": "ring", "length": LENGTH}
     q, k, v, _ = (shard_sequence(each, mesh) for each in row())
     narrow = [each[..., :3] for each in (q, k, v)] if rank == 1 else [q, k, v]
-    shapes = error_of(lambda: context_parallel_attention(*narrow, mesh=mesh, strategy="ring", length=LENGTH))
-    window = error_of(
-        lambda: context_parallel_attention(q, k, v, mesh=mesh, strategy="ring", length=LENGTH, window=(rank, 0))
-    )
+    shapes = error_of(lambda: context_parallel_attention(*narrow, mesh=mesh, **whole))
+    window = error_of(lambda: context_parallel_attention(q, k, v, mesh=mesh, window=(rank, 0), **whole))
     alone = {}
     for name, (wrong, right) in {
         "softcap": (-1.0, None),
@@ -174,10 +172,16 @@ def disagreeing(sizes: tuple[int, ...]) -> dict[str, Any]:
     alone["dtype"] = error_of(lambda: context_parallel_attention(*halves, mesh=mesh, length=LENGTH))
     moved = (q.to("meta") if rank == 1 else q, k, v)  # ranks cannot communicate here
     alone["device"] = error_of(lambda: context_parallel_attention(*moved, mesh=mesh, length=LENGTH, scale=0.25))
-    fine = context_parallel_attention(q, k, v, mesh=mesh, strategy="ring", length=LENGTH)
+    fine = context_parallel_attention(q, k, v, mesh=mesh, **whole)
     info, one = SeqInfo.from_lengths((3, 19) if rank == 1 else (3, 20)), [each[:1] for each in (q, k, v)]
     alone["seq_info"] = error_of(lambda: context_parallel_attention(*one, mesh=mesh, length=LENGTH, seq_info=info))
-    return {"shapes": shapes, "window": window, "alone": alone, "fine": bool(fine.isfinite().all())}
+    right, other = masks.documents([3, 20]), masks.documents([4, 19])
+    ranges = right + np.array([0, 1], np.int32) if rank == 1 else right
+    alone["key_ranges"] = error_of(lambda: context_parallel_attention(q, k, v, mesh=mesh, key_ranges=ranges, **whole))
+    theirs = other if rank == 1 else right
+    others = error_of(lambda: context_parallel_attention(q, k, v, mesh=mesh, key_ranges=theirs, **whole))
+    same = {"shapes": shapes, "window": window, "ranges": others}
+    return {"same": same, "alone": alone, "fine": bool(fine.isfinite().all())}
 
 
 def without_one(how: str) -> tuple[str, float]:

@@ -20,7 +20,9 @@ from attn_core.call.key_ranges import contains, visible_blocks
 from attn_core.call.spec import AttentionSpec
 from attn_core.context_parallel import one_device, ranges
 from attn_core.context_parallel.bands import Segment
+from attn_core.context_parallel.on_torch import one_device as parts
 from attn_core.context_parallel.tiles import Tile
+from torch_frontend.dispatch import in_parts as torch_parts
 
 TREE = [-1, 0, 1, 2, 1, 4, 4, 0, 7, 7, 9, 9]
 """The parent of each token, in depth-first order."""
@@ -189,7 +191,7 @@ def in_parts(framework: str, call: Call, backend: str, device: str = "cpu") -> R
 
     module: Any = _frontend_module(framework)
     if framework == "torch":
-        module._plan.cache_clear()
+        torch_parts._plan_in_parts.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "choose", choose)
         results = run(framework, call, backend, device, ranges_on_host=True)
@@ -199,9 +201,8 @@ def in_parts(framework: str, call: Call, backend: str, device: str = "cpu") -> R
 
 def _frontend_module(framework: str) -> Any:
     from jax_frontend.context_parallel import one_device as of_jax
-    from torch_frontend.context_parallel import one_device as of_torch
 
-    return of_torch if framework == "torch" else of_jax
+    return one_device if framework == "torch" else of_jax
 
 
 FEATURES: dict[str, dict[str, Any]] = {
@@ -373,10 +374,10 @@ def test_automatic_choice_takes_parts_of_long_rows_alone() -> None:
         "2 kernel calls of sdpa_flash, merged by their log-sum-exps",
     )
     assert torch_frontend.explain(*arrays(512), key_ranges=long, backend="math").parts is None
-    # On the device the values are unknown.
     import torch
 
-    assert torch_frontend.explain(*arrays(512), key_ranges=torch.from_numpy(long)).parts is None
+    on_cpu = torch_frontend.explain(*arrays(512), key_ranges=torch.from_numpy(long))
+    assert on_cpu.parts == selection.parts, "a tensor on the CPU is on the host, too"
 
 
 def test_the_automatic_choice_computes_what_the_whole_computes() -> None:
@@ -385,7 +386,7 @@ def test_the_automatic_choice_computes_what_the_whole_computes() -> None:
     rng, key_ranges = np.random.default_rng(0), masks.shared_prefix(256, [32] * 8)
     q, k, v = (torch.from_numpy(rng.standard_normal((1, 512, heads, 8), np.float32)) for heads in (4, 2, 2))
     parts = torch_frontend.attention(q, k, v, key_ranges=key_ranges)
-    whole = torch_frontend.attention(q, k, v, key_ranges=torch.from_numpy(key_ranges))
+    whole = torch_frontend.attention(q, k, v, key_ranges=key_ranges, backend="math")
     torch.testing.assert_close(parts, whole)
 
 
@@ -461,3 +462,146 @@ def test_the_keys_of_a_block_of_queries() -> None:
     assert tile.keys_of(tile.segments[0], 0, 128) == (16, 40)
     assert tile.keys_of(tile.segments[0], 12, 15) == (18, 27)
     assert Tile(tile.segments, None, None).keys_of(tile.segments[0], 12, 15) == (5, 40)
+
+
+# Compilers and transforms of torch
+
+
+def drawn(tokens: int = 12, batch: int = 2) -> list[Any]:
+    import torch
+
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(batch, tokens, heads, 8, generator=generator) for heads in (4, 2, 2)]
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What ran in parts: "forward" and "backward"."""
+    seen: list[str] = []
+    for name in ("forward", "backward"):
+        original = getattr(parts, name)
+        monkeypatch.setattr(parts, name, lambda *call, n=name, run=original: seen.append(n) or run(*call))
+    return seen
+
+
+@pytest.mark.parametrize("given", ["numpy", "tensor"])
+def test_a_compiled_call_runs_in_parts(given: str, ran: list[str]) -> None:
+    import torch
+
+    key_ranges: Any = GALLERY["shared prefix"]
+    key_ranges = torch.from_numpy(key_ranges) if given == "tensor" else key_ranges
+    leaves = [each.requires_grad_() for each in drawn()]
+
+    def attend(q: Any, k: Any, v: Any, ranges: Any) -> Any:
+        return torch_frontend.attention(q, k, v, key_ranges=ranges, backend="sdpa_flash")
+
+    expected = attend(*leaves, key_ranges)
+    gradients = torch.autograd.grad(expected.square().sum(), leaves)
+    ran.clear()
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    out = compiled(*leaves, key_ranges)
+    actual = torch.autograd.grad(out.square().sum(), leaves)
+    assert torch.equal(out, expected) and all(map(torch.equal, actual, gradients))
+    assert ran == ["forward", "backward"]
+
+
+def test_other_ranges_of_the_same_shape_in_a_compiled_call() -> None:
+    import torch
+
+    leaves = drawn()
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda q, k, v, ranges: torch_frontend.attention(q, k, v, key_ranges=ranges, backend="sdpa_flash"),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    for name in ("prefix-LM", "documents", "tree"):
+        expected = torch_frontend.attention(*leaves, key_ranges=GALLERY[name], backend="math")
+        torch.testing.assert_close(compiled(*leaves, GALLERY[name]), expected)
+
+
+def test_transforms_run_in_parts(ran: list[str]) -> None:
+    import torch
+
+    q, k, v = drawn()
+    key_ranges = GALLERY["shared prefix"]
+
+    def loss(q: Any, k: Any, v: Any, backend: str = "sdpa_flash") -> Any:
+        return torch_frontend.attention(q, k, v, key_ranges=key_ranges, backend=backend).square().sum()
+
+    actual = torch.func.grad(loss, (0, 1, 2))(q, k, v)
+    assert ran == ["forward", "backward"]
+    torch.testing.assert_close(actual, torch.func.grad(loss, (0, 1, 2))(q, k, v, "math"))
+    each = torch.func.vmap(torch.func.grad(lambda *row: loss(*(tensor[None] for tensor in row)), (0, 1, 2)))(q, k, v)
+    torch.testing.assert_close(each, actual)
+
+
+def test_the_backward_has_its_forwards_parts() -> None:
+    """A compiled backward runs where the forward ran, also if use_backend names another backend by then."""
+    import torch
+
+    leaves = [each.requires_grad_() for each in drawn()]
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda q, k, v: torch_frontend.attention(q, k, v, key_ranges=GALLERY["shared prefix"]),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    with torch_frontend.use_backend("sdpa_flash"):
+        out = compiled(*leaves)
+    with torch_frontend.use_backend("math"):
+        actual = torch.autograd.grad(out.square().sum(), leaves)
+    expected = torch_frontend.attention(*leaves, key_ranges=GALLERY["shared prefix"], backend="math")
+    torch.testing.assert_close(actual, torch.autograd.grad(expected.square().sum(), leaves))
+
+
+def test_ranges_that_change_before_the_backward_change_nothing() -> None:
+    import torch
+
+    for backend in ("sdpa_flash", "math"):
+        key_ranges, leaves = GALLERY["shared prefix"].copy(), [each.requires_grad_() for each in drawn()]
+        out = torch_frontend.attention(*leaves, key_ranges=key_ranges, backend=backend)
+        expected = torch.autograd.grad(out.square().sum(), leaves, retain_graph=True)
+        key_ranges[...] = 0
+        assert all(map(torch.equal, torch.autograd.grad(out.square().sum(), leaves), expected)), backend
+
+
+def test_checkpointing_and_autocast(ran: list[str]) -> None:
+    import torch
+    from torch.utils.checkpoint import checkpoint
+
+    leaves = [each.requires_grad_() for each in drawn()]
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        return torch_frontend.attention(q, k, v, key_ranges=GALLERY["tree"], backend=("sdpa_flash", "math"))
+
+    expected = torch.autograd.grad(attend(*leaves).square().sum(), leaves)
+    actual = torch.autograd.grad(checkpoint(attend, *leaves, use_reentrant=False).square().sum(), leaves)
+    assert all(map(torch.equal, actual, expected))
+    with torch.autocast("cpu", torch.bfloat16):
+        out = attend(*leaves)
+    assert out.dtype == torch.bfloat16
+    torch.autograd.grad(out.float().square().sum(), leaves)
+    with pytest.raises(RuntimeError, match="second derivative"):
+        torch.autograd.grad(torch.autograd.grad(attend(*leaves).sum(), leaves, create_graph=True)[0].sum(), leaves)
+
+
+# Rows over ranks
+
+
+def test_ranges_that_ranks_cannot_share_are_named() -> None:
+    spec = replace(spec_of(GALLERY["tree"]), key_ranges_shape=None)
+    noise = np.sort(np.random.default_rng(0).integers(0, 513, (1, 1, 512, 1, 2)), -1).astype(np.int32)
+    packed = replace(spec, documents=2, max_len_q=6, max_len_k=6)
+    for ranges_given, of_call, message in (
+        (GALLERY["tree"].tolist(), spec, "expected a numpy array in context parallelism"),
+        (GALLERY["tree"].astype(np.int64), spec, "expected dtype int32, got int64"),
+        (GALLERY["tree"], packed, "expected None beside seq_info"),
+        (np.repeat(GALLERY["tree"], 2, axis=0), spec, "key_ranges: expected shape"),
+        (GALLERY["tree"] + np.array([0, 9], np.int32), spec, "expected 0 <= start <= stop <= q_len"),
+        (noise, replace(spec, q_len=512, kv_len=512), "expected few bands"),
+    ):
+        with pytest.raises(SpecError, match=message):
+            ranges.bands_of_row(ranges_given, of_call)
+    assert ranges.bands_of_row(GALLERY["tree"], spec)

@@ -9,6 +9,7 @@ import torch
 
 from attn_core.backends.shared.rewrites import sink_gradient
 from attn_core.context_parallel.on_torch.places import Places
+from attn_core.context_parallel.on_torch.rows import SavedRows, TileGradients, Total, tile_gradients
 from attn_core.context_parallel.on_torch.tiles import TileRun
 from attn_core.context_parallel.plan import Step
 from attn_core.context_parallel.prefetch import prefetch
@@ -19,57 +20,6 @@ from torch_frontend.context_parallel.keys import Keys
 from torch_frontend.context_parallel.prepare import RankPlan
 
 Tensor = torch.Tensor
-
-
-class BlockGradients(NamedTuple):
-    """Gradients ``[batch, places, heads, dim]`` of a tile's queries and keys, or of a group's whole block."""
-
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
-
-
-class Total:
-    """Adds up tiles' gradients along an axis of ``size`` places; the other axes are those of ``block``.
-
-    Args:
-        buffer: where to compute the sum, or None for new memory; its initial values do not matter.
-    """
-
-    def __init__(self, block: Tensor, size: int, dtype: torch.dtype, buffer: Tensor | None = None) -> None:
-        self.shape, self.dtype, self.device = (block.shape[0], size, *block.shape[2:]), dtype, block.device
-        self._buffer = buffer
-        self._sum: Tensor | None = None
-
-    @classmethod
-    def in_place(cls, tensor: Tensor) -> Total:
-        """Returns a total that continues the sum in a tensor, in place."""
-        total = cls(tensor, tensor.shape[1], tensor.dtype)
-        total._sum = tensor
-        return total
-
-    def add(self, places: Places, gradient: Tensor) -> None:
-        """Adds a tile's gradients. Takes over the first tensor itself if it covers all places."""
-        if self._sum is not None:
-            places.add(self._sum, gradient)
-        elif self._buffer is None and places.is_whole(self.shape[1]):
-            self._sum = gradient.to(self.dtype)
-        elif places.distinct:
-            self._sum = self._allocate(zeros=not places.is_whole(self.shape[1]))
-            places.put(self._sum, gradient)
-        else:
-            places.add(self.tensor(), gradient)
-
-    def tensor(self) -> Tensor:
-        """Returns the sum; zeros if nothing was added."""
-        if self._sum is None:
-            self._sum = self._allocate(zeros=True)
-        return self._sum
-
-    def _allocate(self, *, zeros: bool) -> Tensor:
-        if self._buffer is not None:
-            return self._buffer.zero_() if zeros else self._buffer
-        return (torch.zeros if zeros else torch.empty)(self.shape, dtype=self.dtype, device=self.device)
 
 
 class GroupGradients(NamedTuple):
@@ -85,13 +35,13 @@ class GroupGradients(NamedTuple):
     own: list[Total]
     pending: PendingExchange[Any] | None
 
-    def wait(self) -> BlockGradients:
+    def wait(self) -> TileGradients:
         """Waits for the other ranks' share and adds it."""
         pair = [total.tensor() for total in self.own]
         if self.pending is not None:
             # Other ranks send as many places as the largest block has; this rank's block may have fewer.
             pair = [mine + other[:, : mine.shape[1]] for mine, other in zip(pair, self.pending.wait(), strict=True)]
-        return BlockGradients(self.dq.tensor(), *pair)
+        return TileGradients(self.dq.tensor(), *pair)
 
 
 QueryGradients = list[tuple[Places, Tensor]]
@@ -99,7 +49,7 @@ QueryGradients = list[tuple[Places, Tensor]]
 
 
 def _add_key_gradients(
-    tiles: Sequence[TileRun], gradients: list[BlockGradients], totals: Sequence[Total]
+    tiles: Sequence[TileRun], gradients: list[TileGradients], totals: Sequence[Total]
 ) -> QueryGradients:
     """Adds the tiles' dk and dv to the totals and frees them; returns dq with its places, to be added later."""
     # dk and dv first, because they are sent. dq stays here, and its sum can overlap the message.
@@ -152,13 +102,14 @@ def backward(
     return dq, dk, dv, dsinks
 
 
-Steps = Iterator[tuple[Step, tuple[TileRun, ...], list[BlockGradients]]]
+Steps = Iterator[tuple[Step, tuple[TileRun, ...], list[TileGradients]]]
 """Each step with its tiles' gradients, computed when the iterator reaches it."""
 
 
 def _steps(saved: Residuals, keys: Keys, dout: Tensor, dlse: Tensor | None) -> Steps:
+    rows = SavedRows(saved.q, saved.out, saved.lse, dout, dlse)
     for step, tiles, (k, v) in keys.blocks():
-        gradients = [_tile_gradients(tile, saved, k, v, dout, dlse) for tile in tiles]
+        gradients = [tile_gradients(tile, rows, k, v) for tile in tiles]
         del k, v  # free this block: the next two blocks will be in memory
         yield step, tiles, gradients
 
@@ -212,19 +163,7 @@ def _totals(plan: RankPlan, saved: Residuals) -> tuple[Total, list[Total]]:
     return dq, [Total(block, block.shape[1], plan.own_dtype) for block in (saved.k, saved.v)]
 
 
-def _tile_gradients(
-    tile: TileRun, saved: Residuals, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None
-) -> BlockGradients:
-    """Returns the gradients of one tile."""
-    inputs, spec = tile.inputs(saved.q, k, v), tile.spec
-    rows = [tile.rows.take(saved.out), tile.rows.take(saved.lse, 2).contiguous(), tile.rows.take(dout)]
-    rows += [] if dlse is None else [tile.rows.take(dlse, 2)]
-    out, lse, dout, *rest = (each[0] for each in rows) if spec.packed else rows
-    gradients = tile.backward(spec, inputs, out, lse, dout, rest[0] if rest else None)
-    return BlockGradients(*(each[None] if spec.packed else each for each in gradients[:3]))
-
-
-def _start_shards(plan: RankPlan, gradients: BlockGradients, dtype: torch.dtype) -> PendingExchange[list[Tensor]]:
+def _start_shards(plan: RankPlan, gradients: TileGradients, dtype: torch.dtype) -> PendingExchange[list[Tensor]]:
     """Starts the exchange of dq, dk and dv back to shards ``[batch, shard, ranks, heads, dim]``.
 
     Copies of kv heads are not added up yet, so they keep the dtype of sums.

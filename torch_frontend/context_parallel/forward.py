@@ -9,7 +9,7 @@ import torch
 
 from attn_core.backends.shared.rewrites import with_sinks
 from attn_core.context_parallel.call import keeps_gathered
-from attn_core.context_parallel.on_torch.tiles import merge_tile
+from attn_core.context_parallel.on_torch import rows
 from attn_core.context_parallel.prefetch import prefetch
 from torch_frontend.context_parallel import exchange
 from torch_frontend.context_parallel.exchange import PendingExchange
@@ -104,27 +104,8 @@ def own_heads(plan: RankPlan, vector: Tensor, group: int) -> Tensor:
 
 def _attend(plan: RankPlan, block: Sequence[Tensor], keys: Keys) -> tuple[Tensor, Tensor]:
     """Returns (out ``[batch, places, heads, value_dim]`` in the dtype of sums, lse ``[batch, heads, places]``)."""
-    q, v = block[0], block[2]
-    batch, rows, heads = q.shape[:3]
-    shape = (batch, rows, heads, v.shape[3])
-    # Rows that no tile writes must be 0.
-    allocate = q.new_empty if plan.covered else q.new_zeros
-    out = lse = None
-    for _, tiles, (k, v) in keys.blocks():
-        for tile in tiles:
-            part_out, part_lse = tile.attend(q, k, v)
-            if out is None and tile.rows.is_whole(rows):  # the first result covers all rows: take it without a copy
-                out, lse = part_out.to(plan.q_dtype), part_lse
-                continue
-            if out is None or lse is None:
-                out = allocate(shape, dtype=plan.q_dtype)
-                lse = q.new_full((batch, heads, rows), -torch.inf, dtype=plan.lse_dtype)
-            merge_tile(tile, out, lse, part_out, part_lse)
-            del part_out, part_lse
-        del k, v  # free this block: the next two blocks will be in memory
-    if out is None or lse is None:  # no key is visible
-        return q.new_zeros(shape), q.new_full((batch, heads, rows), -torch.inf, dtype=plan.lse_dtype)
-    return out, lse
+    dtypes = {"dtype": plan.q_dtype, "lse_dtype": plan.lse_dtype}
+    return rows.attend(keys.blocks(), block[0], block[2].shape[3], covered=plan.covered, **dtypes)
 
 
 def _start_results(plan: RankPlan, out: Tensor, lse: Tensor | None) -> PendingExchange[list[Tensor]]:

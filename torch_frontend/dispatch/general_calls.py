@@ -14,6 +14,7 @@ from attn_core.call.options import Options, check_flag, check_options, check_tra
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.slow_copies import EVERY, FIRST, tables_passed
 from attn_core.call.tensors import Inputs
+from attn_core.context_parallel.one_device import described
 from attn_core.errors import DTypeError, SpecError
 from attn_core.expressions.tracing import TracedFunction
 from attn_core.selection import Selection, override
@@ -21,6 +22,7 @@ from torch_frontend.dispatch import (
     autocast,
     autograd,
     empty_rows,
+    in_parts,
     offsets,
     ops,
     plan,
@@ -101,10 +103,17 @@ def gather_arguments(
 
 
 def _ranges_as_tensor(q: torch.Tensor, key_ranges: Any) -> torch.Tensor:
-    """Returns key ranges as a tensor; those of numpy, as ``attn_core.masks`` builds them, move to q's device."""
-    if isinstance(key_ranges, np.ndarray) and key_ranges.dtype != np.int32:
-        raise DTypeError(f"key_ranges: expected dtype int32, got {key_ranges.dtype}; cast it to int32")
-    return _as_tensor(q, "key_ranges", key_ranges)
+    """Returns key ranges as a tensor; those of numpy, as ``attn_core.masks`` builds them, stay on the CPU."""
+    if not isinstance(key_ranges, np.ndarray):
+        return _as_tensor(q, "key_ranges", key_ranges)
+    if not torch.compiler.is_compiling() and tensor_kinds.is_watched(q):
+        ranges = tensor_kinds.to_device_of(q, key_ranges)
+    else:  # a copy, because the caller may change the array before the backward reads it
+        ranges = torch.as_tensor(key_ranges, device="cpu").clone()
+    if ranges.dtype != torch.int32:
+        name = str(ranges.dtype).removeprefix("torch.")
+        raise DTypeError(f"key_ranges: expected dtype int32, got {name}; cast it to int32")
+    return ranges
 
 
 def _as_tensor(q: torch.Tensor, name: str, array: Any) -> torch.Tensor:
@@ -154,9 +163,10 @@ def explain(
     needs = trains if needs_backward is None else check_flag("needs_backward", needs_backward)
     requested = requested_names(backend) or override.requested()
     gradients = needs, bias_gradient and needs
-    selection = plan.explanation(plan.metadata(inputs), options, *gradients, requested, sdpa_flags.now())
+    selection = plan.explanation(in_parts.metadata(inputs), options, *gradients, requested, sdpa_flags.now())
     run_plan.check_host_values(selection.spec, inputs)
-    return selection
+    on_host = inputs.key_ranges is not None and inputs.key_ranges.is_cpu
+    return described(selection, inputs.key_ranges.numpy()) if on_host else selection
 
 
 def attend(inputs: Inputs, options: Options, backend: Any) -> Any:
@@ -169,8 +179,9 @@ def attend(inputs: Inputs, options: Options, backend: Any) -> Any:
         out, lse = (transforms if transforms.are_observing() else ops).traced(inputs, plain)
         return (out, lse) if options.return_lse else out
     requested = requested_names(backend) or override.requested()
-    entries = plan.metadata(inputs)
-    call_plan = plan.plan(entries, options, needs_backward, bias_gradient, requested, sdpa_flags.now())
+    entries = in_parts.metadata(inputs)
+    gradients = needs_backward, bias_gradient
+    call_plan, inputs = in_parts.resolve((entries, options, *gradients, requested, sdpa_flags.now()), inputs)
     call_plan = in_checks(in_ranges(call_plan))
     run_plan.check_host_values(call_plan.spec, inputs)
     if (inputs.mask is not None or inputs.bias is not None) and tables_passed() % EVERY == FIRST:

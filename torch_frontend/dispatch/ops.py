@@ -17,7 +17,7 @@ from attn_core.backends import names
 from attn_core.backends.shared.autograd import refuse_second_derivative
 from attn_core.call.options import Options
 from attn_core.call.tensors import Gradients, Inputs
-from torch_frontend.dispatch import offsets, vmap
+from torch_frontend.dispatch import in_parts, offsets, vmap
 from torch_frontend.dispatch.autocast import switched_off
 from torch_frontend.dispatch.backend_names import requested_now
 from torch_frontend.dispatch.checked_results import check_backward, check_forward
@@ -42,28 +42,34 @@ def _complete(call: Sequence[Any]) -> tuple[Inputs, PlainOptions]:
     return inputs, plain._replace(max_len_q=longest[0], max_len_k=longest[1])
 
 
-def _op_plan(inputs: Inputs, plain: PlainOptions, chosen: Tensor | None = None) -> Plan:
-    """Plans a call; with ``chosen``, on the backend that the forward chose."""
+def _op_plan(inputs: Inputs, plain: PlainOptions, chosen: Tensor | None = None) -> tuple[Plan, Inputs]:
+    """Plans a call, with ``chosen`` on the backend that the forward chose; returns the inputs that the plan takes."""
     requested, switches = requested_now(plain.backend)
+    rest = plain.as_options(), plain.needs_backward, plain.bias_gradient
+    number = -1 if chosen is None else int(chosen)
+    name = names()[number % len(names())]
     # The backward runs on its forward's backend, even if use_backend or sdpa_kernel names another one by then.
-    if chosen is not None:
-        requested, switches = (names()[int(chosen)],), None
-    options = plain.as_options()
-    gradients = plain.needs_backward, plain.bias_gradient
-    return in_ranges(plan(metadata(inputs), options, *gradients, requested, switches))
+    if 0 <= number < len(names()):
+        if inputs.key_ranges is not None:
+            inputs = inputs._replace(key_ranges=inputs.key_ranges.to(inputs.q.device))
+        return in_ranges(plan(metadata(inputs), *rest, (name,), None)), inputs
+    arguments = in_parts.metadata(inputs), *rest, requested, switches
+    call_plan, inputs = in_parts.resolve(arguments, inputs, None if chosen is None else name)
+    return in_ranges(call_plan), inputs
 
 
 def _forward_op(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     inputs, plain = _complete(arguments)
-    call_plan = _op_plan(inputs, plain)
+    call_plan, inputs = _op_plan(inputs, plain)
     check_key_ranges(call_plan.spec, inputs.key_ranges)
     with switched_off(inputs.q.device):
         out, lse = run_forward(call_plan, inputs)
     # Compiled code reads the results' memory as ``_forward_fake`` describes it, and would read out of bounds.
     check_forward(call_plan, inputs.q, out[0] if call_plan.one_row else out, lse)
     # Contiguous, because compilers plan memory with the strides that _forward_fake promises. The backend travels as an
-    # index on the CPU, where the backward reads it without waiting for the device.
-    return out.contiguous(), lse.contiguous(), torch.tensor(names().index(call_plan.backend), device="cpu")
+    # index on the CPU, where the backward reads it without waiting for the device. A call in parts has a further one.
+    number = names().index(call_plan.backend) + len(names()) * call_plan.in_parts
+    return out.contiguous(), lse.contiguous(), torch.tensor(number, device="cpu")
 
 
 def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -81,7 +87,7 @@ def _backward_op(*arguments: Any) -> tuple[Tensor, ...]:
     dout, dlse, out, lse, chosen, *call = arguments
     inputs, plain = _complete(call)
     with switched_off(inputs.q.device):
-        call_plan = _op_plan(inputs, plain, chosen)
+        call_plan, inputs = _op_plan(inputs, plain, chosen)
         results = run_backward(call_plan, inputs, out, lse, dout, dlse)
     check_backward(call_plan, inputs, results)
     absent = inputs.q.new_empty(0)  # an op must return a tensor for each result, and no two may share memory
@@ -157,7 +163,8 @@ def mapped_gradients(
     spec = call_plan.spec
     options = Options(*(getattr(spec, name) for name in Options._fields))
     plain = PlainOptions.from_options(options, spec.needs_backward, spec.bias_gradient, call_plan.backend)
-    chosen = torch.tensor(names().index(call_plan.backend), device="cpu")
+    number = names().index(call_plan.backend) + len(names()) * call_plan.in_parts
+    chosen = torch.tensor(number, device="cpu")
     results = torch.ops.attn.backward(dout, dlse, out, lse, chosen, *to_call(inputs, plain))
     return _without_absent(results, inputs, plain)
 

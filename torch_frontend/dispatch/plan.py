@@ -39,6 +39,8 @@ class Plan(NamedTuple):
     It takes the mask and the bias as the caller passed them."""
     writes_into: bool = False
     """Whether the backend's functions accept ``into``, buffers for their results."""
+    in_parts: bool = False
+    """Whether the backend computes the call's key ranges in parts, see ``in_parts``."""
 
 
 Metadata = tuple[torch.Size, torch.dtype, torch.device]

@@ -1,0 +1,123 @@
+"""A part's rows from the tiles of its steps: the merged forward, and the gradients added up. On torch tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from attn_core.context_parallel.on_torch.places import Places
+from attn_core.context_parallel.on_torch.tiles import TileRun, merge_tile
+
+Tensor = Any
+
+
+class TileGradients(NamedTuple):
+    """Gradients ``[batch, places, heads, dim]`` of a tile's queries and keys, or of a whole block."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+class SavedRows(NamedTuple):
+    """What the gradients of tiles depend on besides keys: of whole rows q, the results, and their gradients."""
+
+    q: Tensor
+    out: Tensor
+    lse: Tensor
+    dout: Tensor
+    dlse: Tensor | None
+
+
+def attend(
+    steps: Iterable[tuple[Any, Sequence[TileRun], Sequence[Tensor]]],
+    q: Tensor,
+    value_dim: int,
+    *,
+    covered: bool,
+    dtype: Any,
+    lse_dtype: Any,
+) -> tuple[Tensor, Tensor]:
+    """Returns (out ``[batch, rows, heads, value_dim]``, lse ``[batch, heads, rows]``) of a part's rows.
+
+    Args:
+        steps: each step, its tiles and its (k, v); a block of keys is freed before the next one is asked for.
+        covered: whether the tiles write every row, so that the output needs no zeros.
+        dtype: of out, in which results are merged; lse_dtype: that of lse.
+    """
+    import torch
+
+    batch, rows, heads = q.shape[:3]
+    shape = (batch, rows, heads, value_dim)
+    out = lse = None
+    for _, tiles, (k, v) in steps:
+        for tile in tiles:
+            part_out, part_lse = tile.attend(q, k, v)
+            if out is None and tile.rows.is_whole(rows):  # the first result covers all rows: take it without a copy
+                out, lse = part_out.to(dtype), part_lse
+                continue
+            if out is None:
+                # Rows that no tile writes must be 0.
+                out = (q.new_empty if covered else q.new_zeros)(shape, dtype=dtype)
+                lse = q.new_full((batch, heads, rows), -torch.inf, dtype=lse_dtype)
+            merge_tile(tile, out, lse, part_out, part_lse)
+            del part_out, part_lse
+        del k, v  # free this block: the next two blocks will be in memory
+    if out is None:  # no key is visible
+        return q.new_zeros(shape), q.new_full((batch, heads, rows), -torch.inf, dtype=lse_dtype)
+    return out, lse
+
+
+def tile_gradients(tile: TileRun, saved: SavedRows, k: Tensor, v: Tensor) -> TileGradients:
+    """Returns the gradients of one tile, from the results of whole rows."""
+    inputs, spec = tile.inputs(saved.q, k, v), tile.spec
+    rows = [tile.rows.take(saved.out), tile.rows.take(saved.lse, 2).contiguous(), tile.rows.take(saved.dout)]
+    rows += [] if saved.dlse is None else [tile.rows.take(saved.dlse, 2)]
+    out, lse, dout, *rest = (each[0] for each in rows) if spec.packed else rows
+    gradients = tile.backward(spec, inputs, out, lse, dout, rest[0] if rest else None)
+    return TileGradients(*(each[None] if spec.packed else each for each in gradients[:3]))
+
+
+class Total:
+    """Adds up tiles' gradients along an axis of ``size`` places; the other axes are those of ``block``.
+
+    Args:
+        buffer: where to compute the sum, or None for new memory; its initial values do not matter.
+    """
+
+    def __init__(self, block: Tensor, size: int, dtype: Any, buffer: Tensor | None = None) -> None:
+        self.shape, self.dtype, self.device = (block.shape[0], size, *block.shape[2:]), dtype, block.device
+        self._buffer = buffer
+        self._sum: Tensor | None = None
+
+    @classmethod
+    def in_place(cls, tensor: Tensor) -> Total:
+        """Returns a total that continues the sum in a tensor, in place."""
+        total = cls(tensor, tensor.shape[1], tensor.dtype)
+        total._sum = tensor
+        return total
+
+    def add(self, places: Places, gradient: Tensor) -> None:
+        """Adds a tile's gradients. Takes over the first tensor itself if it covers all places."""
+        if self._sum is not None:
+            places.add(self._sum, gradient)
+        elif self._buffer is None and places.is_whole(self.shape[1]):
+            self._sum = gradient.to(self.dtype)
+        elif places.distinct:
+            self._sum = self._allocate(zeros=not places.is_whole(self.shape[1]))
+            places.put(self._sum, gradient)
+        else:
+            places.add(self.tensor(), gradient)
+
+    def tensor(self) -> Tensor:
+        """Returns the sum; zeros if nothing was added."""
+        if self._sum is None:
+            self._sum = self._allocate(zeros=True)
+        return self._sum
+
+    def _allocate(self, *, zeros: bool) -> Tensor:
+        import torch
+
+        if self._buffer is not None:
+            return self._buffer.zero_() if zeros else self._buffer
+        return (torch.zeros if zeros else torch.empty)(self.shape, dtype=self.dtype, device=self.device)

@@ -1,0 +1,95 @@
+"""Plans of calls with key ranges whose values are on the host: kernels without key ranges compute them in parts.
+
+Ranges are on the host as an array of numpy, or as a tensor on the CPU, also beside a q on a GPU.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache, partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from attn_core.call.key_ranges import check_values
+from attn_core.call.options import requested_names
+from attn_core.call.spec import AttentionSpec
+from attn_core.call.tensors import Gradients, Inputs
+from attn_core.context_parallel import one_device
+from attn_core.context_parallel.on_torch import one_device as parts
+from torch_frontend.dispatch import plan
+from torch_frontend.dispatch.plan import Plan
+from torch_frontend.dispatch.wrappers import on_device
+
+Tensor = torch.Tensor
+Arguments = tuple[Any, ...]
+"""The arguments of ``plan.plan``."""
+
+_AT = Inputs._fields.index("key_ranges")
+
+
+def metadata(inputs: Inputs) -> tuple[plan.Metadata | None, ...]:
+    """Returns ``plan.metadata`` with key ranges on the host as if they were on q's device."""
+    entries = plan.metadata(inputs)
+    if inputs.key_ranges is None or not inputs.key_ranges.is_cpu or inputs.q.is_cpu:
+        return entries
+    shape, dtype, _ = entries[_AT]  # type: ignore[misc]
+    return *entries[:_AT], (shape, dtype, inputs.q.device), *entries[_AT + 1 :]
+
+
+def resolve(arguments: Arguments, inputs: Inputs, chosen: str | None = None) -> tuple[Plan, Inputs]:
+    """Returns the plan of a call, in parts if that is the best way to run it, and the inputs that the plan takes.
+
+    Args:
+        arguments: of ``plan.plan``, with ``metadata``.
+        chosen: the backend of the parts, if the forward of the call ran in parts.
+
+    Raises:
+        ShapeError, DTypeError, SpecError: naming the argument. NoBackendError: with every reason.
+    """
+    ranges = inputs.key_ranges
+    if ranges is None or not ranges.is_cpu:
+        return plan.plan(*arguments), inputs
+    if ranges.dtype == torch.int32:
+        found = _plan_in_parts(arguments, ranges.numpy().tobytes(), chosen)
+        if found is not None:
+            return found, inputs
+    return plan.plan(*arguments), inputs._replace(key_ranges=ranges.to(inputs.q.device))
+
+
+# By the values of the ranges, because an array may change between two calls. Small, because a plan holds tensors on the
+# device: the places of tiles and their offsets.
+@lru_cache(maxsize=64)
+def _plan_in_parts(arguments: Arguments, content: bytes, chosen: str | None) -> Plan | None:
+    """Returns a call's plan in parts; None if a backend shall run the call as a whole."""
+    entries = arguments[0]
+    spec, target, names = plan.request(*arguments)
+    key_ranges = np.frombuffer(content, np.int32).reshape(entries[_AT][0])
+    check_values(key_ranges, spec.q_len)
+    found = one_device.choose(spec, key_ranges, target, requested_names(names))
+    if chosen is not None and found is None:
+        again = one_device.tiled(spec, key_ranges, target, (chosen,))
+        found = again if isinstance(again, one_device.Tiled) else None
+    if found is None:
+        return None
+    device = entries[0][2]
+    planned = parts.build(spec, found, device, partial(on_device, device=device))
+    functions = partial(_forward, planned), partial(_backward, planned)
+    return Plan(spec, planned.backend, *functions, one_row=False, in_parts=True)
+
+
+def _forward(planned: parts.PartsPlan, spec: AttentionSpec, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    return parts.forward(planned, *inputs[:3], inputs.sinks)
+
+
+def _backward(
+    planned: parts.PartsPlan,
+    spec: AttentionSpec,
+    inputs: Inputs,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+) -> Gradients:
+    dq, dk, dv, dsinks = parts.backward(planned, *inputs[:3], inputs.sinks, out, lse, dout, dlse)
+    return Gradients(dq, dk, dv, None, dsinks)
