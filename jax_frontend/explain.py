@@ -16,6 +16,7 @@ from attn_core.context_parallel.one_device import described
 from attn_core.expressions.tracing import TracedFunction
 from attn_core.selection import Selection, override
 from jax_frontend.attention import exchanged, gather_arguments
+from jax_frontend.context_parallel.one_device import rows_are_here
 from jax_frontend.dispatch import offsets, plan, value_checks
 
 
@@ -72,5 +73,5 @@ def explain(
     if not isinstance(inputs.key_ranges, jax.ShapeDtypeStruct):
         value_checks.check_key_ranges(selection.spec, inputs.key_ranges)
     # As ``context_parallel.one_device`` decides, but for the question whether the program is traced.
-    parts = isinstance(key_ranges, np.ndarray) and (requested is not None or selection.spec.batch == 1)
+    parts = isinstance(key_ranges, np.ndarray) and (requested is not None or rows_are_here(selection.spec.batch))
     return described(selection, key_ranges) if parts else selection

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType
 
 from attn_core.call.functions import are_given
 from attn_core.call.key_ranges import check_values
@@ -91,14 +92,10 @@ def tiled_call(
 ) -> TiledCall | None:
     """Returns a call as tiles; None if a backend shall run it as a whole.
 
-    Automatic choice takes tiles only in traced programs, because each new mask is a new program, and only for one batch
-    row: tiles of several rows have them end to end, and an axis of a mesh may split the batch.
+    Automatic choice takes tiles only in traced programs, because each new mask is a new program.
     """
     q, device = inputs.q, plan.device_name(inputs.q)
-    traced = isinstance(q, jax.core.Tracer)
-    if requested is None and not (traced and q.shape[0] == 1):
-        return None
-    if not traced and len(q.devices()) > 1:
+    if requested is None and not (isinstance(q, jax.core.Tracer) and rows_are_here(q.shape[0])):
         return None
     target = Target.here("jax", device)
     of_forward, of_training = specs(inputs, options, device, key_ranges)
@@ -112,6 +109,15 @@ def tiled_call(
     if trained is None and requested is None:
         return None
     return TiledCall(found, trained or of_training, device, requested, options.return_lse)
+
+
+def rows_are_here(batch: int) -> bool:
+    """Returns whether tiles may have the batch rows end to end, because no axis of a mesh splits the batch.
+
+    Outside ``jax.shard_map`` JAX decides that after the program is traced, if there are several devices.
+    """
+    manual = jax.sharding.get_abstract_mesh().axis_types
+    return batch == 1 or jax.device_count() == 1 or (bool(manual) and set(manual) == {AxisType.Manual})
 
 
 def specs(inputs: Inputs, options: Options, device: str, key_ranges: np.ndarray) -> list[AttentionSpec]:

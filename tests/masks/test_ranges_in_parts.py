@@ -605,3 +605,66 @@ def test_ranges_that_ranks_cannot_share_are_named() -> None:
         with pytest.raises(SpecError, match=message):
             ranges.bands_of_row(ranges_given, of_call)
     assert ranges.bands_of_row(GALLERY["tree"], spec)
+
+
+# Transformations of JAX
+
+
+@pytest.mark.usefixtures("four_devices")
+def test_transformations_of_jax() -> None:
+    import cpu_meshes
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import Mesh, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    q, k, v = (jnp.asarray(each.numpy()) for each in drawn(batch=4))
+    key_ranges = GALLERY["shared prefix"]
+
+    def attend(*arrays: Any) -> Any:
+        return jax_frontend.attention(*arrays, key_ranges=key_ranges, backend="sdpa_flash")
+
+    def gradients(*arrays: Any) -> Any:
+        return jax.grad(lambda *arrays: (attend(*arrays) ** 2).sum(), (0, 1, 2))(*arrays)
+
+    def of_row(function: Any) -> Any:
+        return lambda *row: jax.tree.map(lambda array: array[0], function(*(array[None] for array in row)))
+
+    mesh = Mesh(np.array(cpu_meshes.devices(4)), ("data",))
+    split = [jax.device_put(array, NamedSharding(mesh, P("data"))) for array in (q, k, v)]
+    whole = jax_frontend.attention(q, k, v, key_ranges=jnp.asarray(key_ranges))
+    right = jax.grad(
+        lambda *arrays: (jax_frontend.attention(*arrays, key_ranges=jnp.asarray(key_ranges)) ** 2).sum(), (0, 1, 2)
+    )(q, k, v)
+    exported = jax.export.export(jax.jit(attend), disabled_checks=jax_frontend.export_checks())(q, k, v)
+    mapped = {"mesh": mesh, "in_specs": (P("data"),) * 3, "out_specs": P("data")}
+    for name, actual in {
+        "jit": jax.jit(attend)(q, k, v),
+        "vmap": jax.vmap(of_row(attend))(q, k, v),
+        "scan": jax.lax.scan(lambda carry, row: (carry, of_row(attend)(*row)), 0, (q, k, v))[1],
+        "arrays on several devices": attend(*split),
+        "jit of arrays on several devices": jax.jit(attend)(*split),
+        "shard_map": jax.jit(jax.shard_map(attend, **mapped))(q, k, v),
+        "export": exported.call(q, k, v),
+    }.items():
+        np.testing.assert_allclose(actual, whole, atol=1e-5, err_msg=name)
+    for name, of_name in {
+        "jit": jax.jit(gradients)(q, k, v),
+        "vmap": jax.vmap(of_row(gradients))(q, k, v),
+        "checkpoint": jax.grad(lambda *arrays: (jax.checkpoint(attend)(*arrays) ** 2).sum(), (0, 1, 2))(q, k, v),
+        "shard_map": jax.jit(jax.shard_map(gradients, **mapped))(q, k, v),
+    }.items():
+        for one, other in zip(of_name, right, strict=True):
+            np.testing.assert_allclose(one, other, atol=1e-4, err_msg=name)
+
+
+def test_jax_takes_parts_where_a_mesh_cannot_split_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    import jax
+
+    from jax_frontend.context_parallel.one_device import rows_are_here
+
+    assert rows_are_here(1)
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    assert rows_are_here(4)
+    monkeypatch.setattr(jax, "device_count", lambda: 8)
+    assert not rows_are_here(4)
