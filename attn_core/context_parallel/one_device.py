@@ -1,6 +1,6 @@
-"""Calls with key ranges on one device as tiles: calls of kernels that have no key ranges, merged by log-sum-exp.
+"""Calls with key ranges in parts: tiles on kernels that have no key ranges, merged by their log-sum-exps.
 
-It is context parallelism over one rank, whose whole row is here. The values of the ranges must be on the host, because
+It is context parallelism over one rank, which has the whole row. The values of the ranges must be on the host, because
 they decide which kernels run.
 """
 
@@ -20,10 +20,14 @@ from attn_core.selection import NoBackendError, Selection, Target, explain, refu
 FEWEST_PAIRS = {"cpu": 2**15, "cuda": 2**21}
 """By the kind of device, visible pairs of all rows, for one head. With fewer, automatic choice takes one kernel that
 has key ranges, because each tile costs a launch."""
+MATH_PAIRS, HIDDEN = 2**18, 0.2
+"""``math`` runs more pairs than these in parts if a call as a whole would compute more pairs, by this share for each
+kernel call but the first. Measured on a CPU: 2.6 times as fast on a shared prefix (1.7 times as many pairs as a whole,
+2 calls), 0.9 times on block diffusion (1.6 times, 5 calls), 0.8 times on images (1.0 times, 2 calls)."""
 
 
 def described(selection: Selection, key_ranges: np.ndarray) -> Selection:
-    """Returns the explanation of a call with key ranges on the host: how much they leave, and whether tiles run it.
+    """Returns the explanation of a call with key ranges on the host: how much they leave, and whether it runs in parts.
 
     Args:
         selection: of the call as a whole.
@@ -43,12 +47,6 @@ def described(selection: Selection, key_ranges: np.ndarray) -> Selection:
         why = tiled(spec, key_ranges, target, selection.requested[:1])
         return replace(selection, parts=f"none, because {why}")
     return replace(selection, backend=found.backends[0], parts=str(found))
-
-
-MATH_PAIRS, HIDDEN = 2**18, 0.2
-"""``math`` runs more pairs than these in parts if a call as a whole would compute more pairs, by this share for each
-kernel call but the first. Measured on a CPU: 2.6 times as fast on a shared prefix (1.7 times as many pairs as a whole,
-2 calls), 0.9 times on block diffusion (1.6 times, 5 calls), 0.8 times on images (1.0 times, 2 calls)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +92,7 @@ class Tiled:
 def choose(
     spec: AttentionSpec, key_ranges: np.ndarray, target: Target, requested: tuple[str, ...] | None
 ) -> Tiled | None:
-    """Returns the call as tiles if that is the best way to run it; None if a backend shall run it as a whole.
+    """Returns the call as tiles if that is the best way to run it; None if a backend runs it as a whole.
 
     Args:
         spec: the call, with ``key_ranges_shape``.
@@ -179,7 +177,7 @@ def _tiled(
             call = build_call(_one_row(spec), None, "ring", "contiguous", (1,), 1, target, requested, whole)
         except NoBackendError as error:
             name = requested[0] if requested else error.selection.considered[0]
-            why = f"{name} cannot run a tile ({error.selection.spec}): {'; '.join(error.selection.reasons(name))}"
+            why = f"{name} cannot run a part ({error.selection.spec}): {'; '.join(error.selection.reasons(name))}"
             continue
         found = Tiled(call, spec.batch)
         # Tiles without windows run on more kernels. They are worth it only if those with windows run on none.
@@ -208,7 +206,7 @@ def unsupported(spec: AttentionSpec) -> str | None:
     if spec.symbolic or spec.empty:
         return "it has no keys, or sizes that are symbols"
     if spec.packed:
-        return "tiles take no seq_info; attn_core.masks.documents has documents as ranges"
+        return "parts take no seq_info; attn_core.masks.documents has documents as ranges"
     if spec.key_ranges_shape[1] > 1:
         return "its key_ranges differ between kv heads"
     for name, given in (
@@ -220,5 +218,5 @@ def unsupported(spec: AttentionSpec) -> str | None:
         ("dropout", spec.dropout),
     ):
         if given:
-            return f"tiles take no {name}"
+            return f"parts take no {name}"
     return None

@@ -63,7 +63,7 @@ def attend(
     key_ranges: np.ndarray,
     functions: Any,
 ) -> Any:
-    """Returns the result of ``attention``; None if a backend shall run the call as a whole.
+    """Returns the result of ``attention``; None if a backend runs the call as a whole.
 
     Args:
         arrays: q, k, v, mask, bias, alibi_slopes and sinks, as the caller passed them; so are the other arguments.
@@ -90,7 +90,7 @@ def attend(
 def tiled_call(
     inputs: Inputs, options: Options, requested: tuple[str, ...] | None, key_ranges: np.ndarray
 ) -> TiledCall | None:
-    """Returns a call as tiles; None if a backend shall run it as a whole.
+    """Returns a call as tiles; None if a backend runs it as a whole.
 
     Automatic choice takes tiles only in traced programs, because each new mask is a new program.
     """

@@ -405,7 +405,7 @@ def test_a_refusal_says_why_the_ranges_are_no_parts() -> None:
     noise = np.sort(rng.integers(0, 513, (1, 1, 512, 1, 2)), -1).astype(np.int32)
     with pytest.raises(NoBackendError, match=r"more\s+than 16 kernel calls"):
         torch_frontend.attention(*arrays(512), key_ranges=noise, backend="sdpa_flash")
-    with pytest.raises(NoBackendError, match="parts: none, because flash3 cannot run a tile"):
+    with pytest.raises(NoBackendError, match="parts: none, because flash3 cannot run a part"):
         torch_frontend.attention(*arrays(12), key_ranges=GALLERY["tree"], backend="flash3")
     per_head = np.repeat(GALLERY["tree"], 2, axis=1)
     with pytest.raises(NoBackendError, match="differ between kv heads"):

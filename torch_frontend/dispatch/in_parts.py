@@ -61,7 +61,7 @@ def resolve(arguments: Arguments, inputs: Inputs, chosen: str | None = None) -> 
 # device: the places of tiles and their offsets.
 @lru_cache(maxsize=64)
 def _plan_in_parts(arguments: Arguments, content: bytes, chosen: str | None) -> Plan | None:
-    """Returns a call's plan in parts; None if a backend shall run the call as a whole."""
+    """Returns a call's plan in parts; None if a backend runs the call as a whole."""
     entries = arguments[0]
     spec, target, names = plan.request(*arguments)
     key_ranges = np.frombuffer(content, np.int32).reshape(entries[_AT][0])
