@@ -73,5 +73,7 @@ def explain(
     if not isinstance(inputs.key_ranges, jax.ShapeDtypeStruct):
         value_checks.check_key_ranges(selection.spec, inputs.key_ranges)
     # As ``context_parallel.one_device`` decides, but for the question whether the program is traced.
-    parts = isinstance(key_ranges, np.ndarray) and (requested is not None or rows_are_here(selection.spec.batch))
-    return described(selection, key_ranges) if parts else selection
+    whole = key_ranges is not None and requested is None and not rows_are_here(selection.spec.batch)
+    if whole or not all(isinstance(table, np.ndarray) for table in (key_ranges, *aux) if table is not None):
+        return selection
+    return described(selection, key_ranges, aux)

@@ -6,12 +6,16 @@ they decide which kernels run.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
+from attn_core.call.functions import reads
 from attn_core.call.key_ranges import visible_blocks
+from attn_core.call.masks import visible
 from attn_core.call.spec import AttentionSpec
 from attn_core.context_parallel import ranges
 from attn_core.context_parallel.call import ContextCall, build_call
@@ -26,20 +30,23 @@ kernel call but the first. Measured on a CPU: 2.6 times as fast on a shared pref
 2 calls), 0.9 times on block diffusion (1.6 times, 5 calls), 0.8 times on images (1.0 times, 2 calls)."""
 
 
-def described(selection: Selection, key_ranges: np.ndarray) -> Selection:
-    """Returns the explanation of a call with key ranges on the host: how much they leave, and whether it runs in parts.
+def described(selection: Selection, key_ranges: np.ndarray | None, aux: Sequence[Any] = ()) -> Selection:
+    """Returns the explanation of a call: how much its mask leaves, and whether its key ranges run in parts.
 
     Args:
         selection: of the call as a whole.
-        key_ranges: valid ranges of ``spec.key_ranges_shape``.
+        key_ranges: valid ranges of ``spec.key_ranges_shape`` on the host, or None.
+        aux: the arrays of the call's functions, on the host.
     """
     spec, target = selection.spec, selection.target
     if spec.symbolic or spec.empty:
         return selection
-    if not (spec.packed or spec.mask_shape or spec.mask_mod):  # they hide further blocks
-        seen, count = visible_blocks(key_ranges, spec.q_len, ranges.edges_of(spec))
-        share = f"{seen} of {count} blocks of 128 queries and keys have a visible pair ({seen / count:.0%})"
-        selection = replace(selection, mask=share)
+    blocks = _blocks(spec, key_ranges, aux)
+    if blocks is not None:
+        share = f"{blocks[0]} of {blocks[1]} blocks of 128 queries and keys have a visible pair"
+        selection = replace(selection, mask=f"{share} ({blocks[0] / blocks[1]:.0%})")
+    if key_ranges is None:
+        return selection
     found = find(spec, key_ranges, target, selection.requested)
     if found is None:
         if selection.backend is not None or not selection.requested:
@@ -87,6 +94,28 @@ class Tiled:
         calls = "1 kernel call" if self.kernel_calls == 1 else f"{self.kernel_calls} kernel calls"
         merged = "" if self.kernel_calls == 1 else ", merged by their log-sum-exps"
         return f"{calls} of {' and '.join(self.backends)}{merged}"
+
+
+MOST_VALUES = 2**24
+"""The most values of a mask function that an explanation computes."""
+
+
+def _blocks(spec: AttentionSpec, key_ranges: np.ndarray | None, aux: Sequence[Any]) -> tuple[int, int] | None:
+    """Returns how many blocks of the scores a mask leaves, and how many there are; None if that is not known here."""
+    if spec.packed or spec.mask_shape is not None:  # they hide further blocks
+        return None
+    if spec.mask_mod is None:
+        return None if key_ranges is None else visible_blocks(key_ranges, spec.q_len, ranges.edges_of(spec))
+    heads = spec.num_heads if reads(spec, "h") or key_ranges is not None else 1
+    batch = spec.batch if reads(spec, "b") or key_ranges is not None else 1
+    if batch * heads * spec.q_len * spec.kv_len > MOST_VALUES:
+        return None
+    fewer = replace(spec, batch=batch, num_heads=heads, num_kv_heads=min(heads, spec.num_kv_heads))
+    seen = visible(fewer, key_ranges=key_ranges, aux=aux)
+    missing = [(0, -length % 128) for length in seen.shape[2:]]
+    padded = np.pad(seen, [(0, 0), (0, 0), *missing])
+    tiles = padded.reshape(*padded.shape[:2], padded.shape[2] // 128, 128, -1, 128).any((3, 5))
+    return int(tiles.sum()), tiles.size
 
 
 def choose(

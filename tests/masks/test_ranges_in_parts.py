@@ -668,3 +668,33 @@ def test_jax_takes_parts_where_a_mesh_cannot_split_rows(monkeypatch: pytest.Monk
     assert rows_are_here(4)
     monkeypatch.setattr(jax, "device_count", lambda: 8)
     assert not rows_are_here(4)
+
+
+# How much of the scores is left
+
+
+@pytest.mark.parametrize(
+    ("options", "blocks"),
+    [
+        ({"mask_mod": lambda b, h, q, k: q >= k}, "10 of 16"),
+        ({"mask_mod": lambda b, h, q, k: q >= k, "window": (127, 0)}, "7 of 16"),
+        ({"mask_mod": lambda b, h, q, k: q >= k + 128 * h}, "20 of 64"),
+        ({"mask_mod": lambda b, h, q, k, of: of[q] == of[k], "aux": (np.arange(512) // 128,)}, "4 of 16"),
+        ({"mask_mod": lambda b, h, q, k: q >= k, "key_ranges": masks.documents([256, 256])}, "24 of 64"),
+        ({"score_mod": lambda score, b, h, q, k: score * 2}, None),
+        ({"causal": True}, None),
+    ],
+)
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_explain_counts_the_blocks_of_a_function(framework: str, options: dict[str, Any], blocks: str | None) -> None:
+    import jax
+
+    q, k, v = arrays(512)
+    explain: Any = torch_frontend.explain
+    if framework == "jax":
+        explain = jax_frontend.explain
+        q, k, v = (jax.ShapeDtypeStruct(tuple(each.shape), np.float32) for each in (q, k, v))
+    said = explain(q, k, v, **options).mask
+    assert (
+        said is None if blocks is None else said.startswith(f"{blocks} blocks of 128 queries and keys have a visible")
+    )

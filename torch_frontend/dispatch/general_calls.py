@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from attn_core.call import checks
-from attn_core.call.functions import NO_FUNCTIONS, are_given, named, trace
+from attn_core.call.functions import NO_FUNCTIONS, are_given, aux_of, named, trace
 from attn_core.call.options import Options, check_flag, check_options, check_traced_options, requested_names
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.slow_copies import EVERY, FIRST, tables_passed
@@ -165,15 +165,18 @@ def explain(
     gradients = needs, bias_gradient and needs
     selection = plan.explanation(in_parts.metadata(inputs), options, *gradients, requested, sdpa_flags.now())
     run_plan.check_host_values(selection.spec, inputs)
-    on_host = inputs.key_ranges is not None and inputs.key_ranges.is_cpu
-    return described(selection, inputs.key_ranges.numpy()) if on_host else selection
+    tables = inputs.key_ranges, *aux_of(inputs)
+    if any(table is not None and not table.is_cpu for table in tables):
+        return selection  # reading a GPU would wait for it
+    ranges, *arrays = (None if table is None else table.detach().numpy() for table in tables)
+    return described(selection, ranges, arrays)
 
 
 def attend(inputs: Inputs, options: Options, backend: Any) -> Any:
     """Runs a call with any feature: eagerly by a plan, or by the ops if a compiler or a transform observes the call."""
     needs_backward, bias_gradient = autograd.gradients_needed(inputs)
     if transforms.is_one_op(inputs.q):
-        plan.check(inputs, options)
+        plan.check(() if torch.compiler.is_compiling() else in_parts.metadata(inputs), options)
         names = join_names(requested_names(backend), sdpa_flags.now())
         plain = PlainOptions.from_options(options, needs_backward, bias_gradient, names)
         out, lse = (transforms if transforms.are_observing() else ops).traced(inputs, plain)

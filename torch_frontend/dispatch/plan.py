@@ -115,14 +115,16 @@ def request(
     return spec, target, names
 
 
-def check(inputs: Inputs, options: Options) -> None:
+def check(entries: tuple[Metadata | None, ...], options: Options) -> None:
     """Checks a call that becomes one op, if its sizes are ints; the op checks the rest when it runs.
 
     Only the op checks the longest documents, because it completes the offsets first.
+
+    Args:
+        entries: ``metadata`` of the call's tensors.
     """
     if torch.compiler.is_compiling():
         return
-    entries = metadata(inputs)
     if all(type(size) is int for entry in entries if entry for size in entry[0]):
         arrays = Arrays(*(entry and facts(*entry) for entry in entries))  # type: ignore[arg-type]
         if arrays.cu_seqlens_q is not None and len(arrays.q.shape) > 2 and len(arrays.k.shape) > 2:
