@@ -698,3 +698,24 @@ def test_explain_counts_the_blocks_of_a_function(framework: str, options: dict[s
     assert (
         said is None if blocks is None else said.startswith(f"{blocks} blocks of 128 queries and keys have a visible")
     )
+
+
+def test_arrays_of_any_layout() -> None:
+    """Reversed, strided and read-only arrays of numpy, without a warning."""
+    import warnings
+
+    q, k, v = drawn()
+    expected = torch_frontend.attention(q, k, v, key_ranges=GALLERY["tree"], backend="sdpa_flash")
+    reversed_twice = np.ascontiguousarray(GALLERY["tree"][:, :, ::-1])[:, :, ::-1]
+    strided = np.repeat(GALLERY["tree"], 2, axis=2)[:, :, ::2]
+    read_only = GALLERY["tree"].copy()
+    read_only.flags.writeable = False
+    for array in (reversed_twice, strided, read_only):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for backend in ("sdpa_flash", "math"):
+                out = torch_frontend.attention(q, k, v, key_ranges=array, backend=backend)
+                np.testing.assert_allclose(out, expected, atol=1e-5)
+    big_endian = GALLERY["tree"].astype(">i4")
+    with pytest.raises(SpecError, match="key_ranges: expected dtype int32, got >i4"):
+        torch_frontend.attention(q, k, v, key_ranges=big_endian)

@@ -106,14 +106,19 @@ def _ranges_as_tensor(q: torch.Tensor, key_ranges: Any) -> torch.Tensor:
     """Returns key ranges as a tensor; those of numpy, as ``attn_core.masks`` builds them, stay on the CPU."""
     if not isinstance(key_ranges, np.ndarray):
         return _as_tensor(q, "key_ranges", key_ranges)
-    if not torch.compiler.is_compiling() and tensor_kinds.is_watched(q):
-        ranges = tensor_kinds.to_device_of(q, key_ranges)
-    else:  # a copy, because the caller may change the array before the backward reads it
+    # Copies, because the caller may change the array before the backward reads it.
+    if torch.compiler.is_compiling():  # Dynamo knows the dtype of a tensor alone
         ranges = torch.as_tensor(key_ranges, device="cpu").clone()
-    if ranges.dtype != torch.int32:
-        name = str(ranges.dtype).removeprefix("torch.")
-        raise DTypeError(f"key_ranges: expected dtype int32, got {name}; cast it to int32")
-    return ranges
+        _check_int32(str(ranges.dtype).removeprefix("torch."))
+        return ranges
+    _check_int32(str(key_ranges.dtype))
+    array = np.array(key_ranges, order="C")
+    return tensor_kinds.to_device_of(q, array) if tensor_kinds.is_watched(q) else torch.from_numpy(array)
+
+
+def _check_int32(dtype: str) -> None:
+    if dtype != "int32":
+        raise DTypeError(f"key_ranges: expected dtype int32, got {dtype}; cast it to int32")
 
 
 def _as_tensor(q: torch.Tensor, name: str, array: Any) -> torch.Tensor:
