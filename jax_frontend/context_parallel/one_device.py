@@ -92,10 +92,12 @@ def tiled_call(
 ) -> TiledCall | None:
     """Returns a call as tiles; None if a backend runs it as a whole.
 
-    Automatic choice takes tiles only in traced programs, because each new mask is a new program.
+    Automatic choice takes tiles only in traced programs, because each new mask is a new program. On a CPU it takes
+    ``jax_xla``, which has key ranges, without a look at torch's backends, which would import torch.
     """
     q, device = inputs.q, plan.device_name(inputs.q)
-    if requested is None and not (isinstance(q, jax.core.Tracer) and rows_are_here(q.shape[0])):
+    traced = isinstance(q, jax.core.Tracer) and device != "cpu"
+    if requested is None and not (traced and rows_are_here(q.shape[0])):
         return None
     target = Target.here("jax", device)
     of_forward, of_training = specs(inputs, options, device, key_ranges)
