@@ -46,7 +46,8 @@ def bands_of(
         windows: whether tiles may have windows; else each is whole or causal, which more kernels run.
 
     Returns:
-        The bands of the decomposition that needs the fewest kernel calls. Every visible pair is in exactly one.
+        The bands of the decomposition that needs the fewest kernel calls, and the fewest with windows. Every visible
+        pair is in exactly one.
     """
     key_ranges = np.frombuffer(content, np.int32).reshape(-1, ranges, 2).astype(np.int64)
     sides = [within_band(*side, edges, q_len) for side in _disjoint(key_ranges)]
@@ -58,7 +59,7 @@ def bands_of(
         runs += found
     # By key, because only neighbours can be joined.
     runs.sort(key=lambda band: (band.segment.k_start, band.segment.q_start))
-    best: tuple[tuple[int, int], Bands] | None = None
+    best: tuple[tuple[int, int, int], Bands] | None = None
     for at_corner, under_squares in product((False, True), (False, True)):
         below, above = _split_at_corners(runs) if at_corner else (runs, [])
         joined = _join_neighbours(below)
@@ -70,7 +71,8 @@ def bands_of(
         tiles = tiles_on_one_device(bands, q_len, len(key_ranges))
         if len(tiles) > MOST_TILES or not (windows or all(map(_is_plain, tiles))):
             continue
-        effort = len(tiles), sum(tile.q_len for tile in tiles)
+        # Kernels are fastest without a window, and merges read their rows.
+        effort = len(tiles), sum(not _is_plain(tile) for tile in tiles), sum(tile.q_len for tile in tiles)
         if best is None or effort < best[0]:
             best = effort, bands
     return None if best is None else best[1]
