@@ -101,7 +101,7 @@ def main(arguments: list[str] | None = None) -> None:
     forms: dict[str, Any] = {}
     for _ in range(parsed.turns):
         for form in FORMS:
-            command = [sys.executable, "-m", "benchmarks.grpo_step", "--form", form, "--device", parsed.device]
+            command = [sys.executable, "-P", "-m", "benchmarks.grpo_step", "--form", form, "--device", parsed.device]
             said = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
             if form in forms:
                 said["seconds"] += forms[form]["seconds"]
