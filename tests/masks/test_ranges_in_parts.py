@@ -719,3 +719,34 @@ def test_arrays_of_any_layout() -> None:
     big_endian = GALLERY["tree"].astype(">i4")
     with pytest.raises(SpecError, match="key_ranges: expected dtype int32, got >i4"):
         torch_frontend.attention(q, k, v, key_ranges=big_endian)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("given", ["numpy", "on the CPU", "on the GPU"])
+def test_ranges_on_the_host_beside_tensors_on_a_gpu(given: str) -> None:
+    """Eager, compiled and under a transform, with gradients, beside the same ranges on the GPU."""
+    import torch
+
+    key_ranges: Any = masks.shared_prefix(200, [100, 60, 140])
+    key_ranges = {
+        "numpy": lambda: key_ranges,
+        "on the CPU": lambda: torch.from_numpy(key_ranges),
+        "on the GPU": lambda: torch.from_numpy(key_ranges).cuda(),
+    }[given]()
+    leaves = [each.cuda().requires_grad_() for each in drawn(500)]
+
+    def loss(q: Any, k: Any, v: Any, ranges: Any = key_ranges, backend: Any = None) -> Any:
+        return torch_frontend.attention(q, k, v, key_ranges=ranges, backend=backend).square().sum()
+
+    on_gpu = key_ranges if given == "on the GPU" else torch.as_tensor(key_ranges).cuda()
+    expected = torch.autograd.grad(loss(*leaves, on_gpu, "math"), leaves)
+    torch._dynamo.reset()
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    for actual in (
+        torch.autograd.grad(loss(*leaves), leaves),
+        torch.autograd.grad(loss(*leaves, backend=("xformers", "sdpa_efficient", "math")), leaves),
+        torch.autograd.grad(compiled(*leaves, key_ranges), leaves),
+        torch.func.grad(loss, (0, 1, 2))(*(each.detach() for each in leaves)),
+    ):
+        torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-4)
+    assert torch_frontend.explain(*leaves, key_ranges=key_ranges).backend is not None
