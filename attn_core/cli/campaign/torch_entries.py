@@ -182,7 +182,7 @@ def _qkvpacked(tensors: Tensors, trial: Trial, backend: str | None) -> Any:
 
 def _qkvpacked_refuses(spec: AttentionSpec) -> str | None:
     same = spec.num_heads == spec.num_kv_heads and spec.head_dim == spec.value_dim and spec.q_len == spec.kv_len
-    return without()(spec) if same else "q, k and v of one shape"
+    return _lacks()(spec) if same else "q, k and v of one shape"
 
 
 def _packed_alone(spec: AttentionSpec) -> str | None:

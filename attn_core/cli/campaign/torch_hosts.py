@@ -18,6 +18,7 @@ from attn_core.cli.campaign.torch_words import (
     seeded,
     without_batch,
 )
+from attn_core.cli.drawn_functions import functions_of
 from attn_core.cli.trial import Trial
 
 Tensors = dict[str, Any]
@@ -127,6 +128,7 @@ def _module(tensors: Tensors, trial: Trial, backend: str | None) -> Any:
         weights["sink_logits"] = tensors["sinks"]
     inputs = (source,) if itself else (rows[0], source)
     tables = {name: tensors[name] for name in ("mask", "bias", "alibi_slopes")} | {"seq_info": trial.seq_info}
+    tables |= {name: tensors[name] for name in ("key_ranges", "aux") if name in tensors} | functions_of(spec)
     with seeded(trial):
         out = torch.func.functional_call(layer, weights, inputs, tables)
     return out.unflatten(-1, (spec.num_heads, spec.value_dim))
@@ -151,5 +153,5 @@ ENTRIES = (
         needs=("diffusers",),
         masks=True,
     ),
-    Entry("torch layer", partial(run, _module), without("lse"), words=words),
+    Entry("torch layer", partial(run, _module), without("lse", key_ranges=True, functions=True), words=words),
 )
