@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from attn_core.errors import ShapeError, SpecError, shown
 from attn_core.expressions.derivatives import derivative
 from attn_core.expressions.on_numpy import block_indices, evaluate_numpy
 from attn_core.expressions.properties import check_aux, uses
+from attn_core.expressions.rounding import rounding
 from attn_core.expressions.tracing import TracedFunction, trace_mask, trace_score
 from attn_core.expressions.tree import Expression, from_rows
 
@@ -166,12 +167,28 @@ def seen_by_function(spec: Any, aux: Sequence[Any]) -> np.ndarray:
     return evaluate_numpy(spec.mask_mod, _indices(spec), aux=aux)
 
 
-def scored(spec: Any, scores: np.ndarray, aux: Sequence[Any]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns the score function's values and its first two derivatives at the scores, float64; the definition."""
+class Scored(NamedTuple):
+    """A score function at the scores of a call, float64; the definition.
+
+    Attributes:
+        values: what the function returns; slopes, bends: its first two derivatives by the score.
+        rounding, slope_rounding: the rounding errors of the values and of the slopes, in units of the roundoff.
+    """
+
+    values: np.ndarray
+    slopes: np.ndarray
+    bends: np.ndarray
+    rounding: np.ndarray
+    slope_rounding: np.ndarray
+
+
+def scored(spec: Any, scores: np.ndarray, aux: Sequence[Any]) -> Scored:
+    """Evaluates the score function at the scores."""
     first = slope(spec.score_mod)
-    trees = (spec.score_mod, first, slope(first))
-    values, slopes, bends = (evaluate_numpy(tree, _indices(spec), scores, aux) for tree in trees)
-    return values, slopes, bends
+    trees = (spec.score_mod, first, slope(first), rounding(spec.score_mod), rounding(first))
+    *values, error, slope_error = (evaluate_numpy(tree, _indices(spec), scores, aux) for tree in trees)
+    # NaN is 0 times an infinite error: the operation does not depend on that operand here.
+    return Scored(*values, *(np.where(np.isnan(part), 0.0, part) for part in (error, slope_error)))
 
 
 def _indices(spec: Any) -> tuple[np.ndarray, ...]:

@@ -47,7 +47,7 @@ class Magnitudes(NamedTuple):
     Attributes:
         scores: scale |q|.|k|, the scale of a float32 dot product's error.
         logits: A. Softcap shrinks the score's error by its slope and rounds its own result, so does a score function,
-            and adding bias or ALiBi rounds at their magnitude.
+            whose every operation rounds, and adding bias or ALiBi rounds at their magnitude.
         mean: Abar by row, the scale of the log-sum-exp's error; the sink counts as one more logit.
         sink: |sink| by row, 0 without a sink.
         lse: |lse| by row, 0 if it is -inf.
@@ -65,8 +65,8 @@ def magnitudes(spec: AttentionSpec, call: Softmax) -> Magnitudes:
     scores = spec.scale * (abs(call.q) @ abs(call.k).swapaxes(-1, -2))
     capped = 0.0 if spec.softcap is None else abs(call.capped)
     logits = call.slope * scores + capped
-    if spec.score_mod is not None:  # it carries the error of its score, and rounds its own result
-        logits = abs(call.mod_slope) * (logits + abs(call.capped)) + abs(call.modded)
+    if spec.score_mod is not None:  # it carries the error of its score, and rounds by itself
+        logits = abs(call.mod_slope) * (logits + abs(call.capped)) + call.mod_rounding
     logits = np.where(call.seen, logits + abs(call.added), 0.0)
     sink = np.where(call.sink_weights > 0, abs(call.sink), 0.0)
     mean = (call.weights * logits).sum(-1) + call.sink_weights * sink
@@ -150,13 +150,13 @@ def _dscores(spec: AttentionSpec, call: Softmax, sizes: Magnitudes, dlogits: _Su
     """Carries sums for the logits over to the scores: through the slopes of the score function and of the softcap, 1 -
     tanh^2, then the scale.
 
-    The slope has errors of its own: tanh^2 is rounded, and an error of the score moves the point at which the slope is
-    taken.
+    The slope has errors of its own: its operations round, and an error of the score moves the point at which the slope
+    is taken.
     """
     cond, logits = dlogits.cond, dlogits.logits
     if spec.score_mod is not None:
         slope, moved = abs(call.mod_slope), abs(call.mod_bend) * (call.slope * sizes.scores + abs(call.capped))
-        logits = np.where(call.seen, slope * (logits + cond) + moved * cond, 0.0)
+        logits = np.where(call.seen, slope * (logits + cond) + (moved + call.mod_slope_rounding) * cond, 0.0)
         cond = np.where(call.seen, slope * cond, 0.0)
     dlogits = dlogits._replace(cond=cond, logits=logits)
     cond, logits = call.slope * cond, call.slope * logits

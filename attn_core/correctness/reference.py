@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from attn_core.call import dropout
-from attn_core.call.functions import aux_of, scored
+from attn_core.call.functions import Scored, aux_of, scored
 from attn_core.call.masks import document_of, positions, visible
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
@@ -29,6 +29,8 @@ class Softmax(NamedTuple):
             ``scale * q.k`` and 1.
         modded, mod_slope, mod_bend: the score function of ``capped``, and its first two derivatives there; without one
             ``capped``, 1 and 0.
+        mod_rounding, mod_slope_rounding: the rounding errors of ``modded`` and ``mod_slope``, in units of the roundoff;
+            0 without a score function.
         added: bias plus ALiBi, 0 without.
         lse: ``[batch, heads, q_len]``, the natural log-sum-exp with the sink: the sink for a row that sees no key, and
             -inf if there is no sink either, as in rows outside all documents.
@@ -48,6 +50,8 @@ class Softmax(NamedTuple):
     modded: Array
     mod_slope: Array
     mod_bend: Array
+    mod_rounding: Array
+    mod_slope_rounding: Array
     added: Array
     lse: Array
     sink: Array
@@ -125,11 +129,10 @@ def softmax(spec: AttentionSpec, inputs: Inputs) -> Softmax:
     added = np.broadcast_to(_added(spec, inputs), scores.shape)
     aux = aux_of(inputs)
     seen = visible(spec, inputs.mask, inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.key_ranges, aux)
-    modded, mod_slope, mod_bend = capped, np.ones((1, 1, 1, 1)), np.zeros((1, 1, 1, 1))
-    if spec.score_mod is not None:
-        modded, mod_slope, mod_bend = scored(spec, capped, aux)
-    seen = seen & (added != -np.inf) & (modded != -np.inf)
-    logits = modded + added
+    one, zero = np.ones((1, 1, 1, 1)), np.zeros((1, 1, 1, 1))
+    modded = Scored(capped, one, zero, zero, zero) if spec.score_mod is None else scored(spec, capped, aux)
+    seen = seen & (added != -np.inf) & (modded.values != -np.inf)
+    logits = modded.values + added
     sink = np.full((1, spec.num_heads, 1), -np.inf)
     if spec.sinks:  # rows after the last document have no sink: their output is 0 and their lse -inf
         sink = np.where(_in_document(spec, inputs), np.asarray(inputs.sinks, np.float64).reshape(sink.shape), -np.inf)
@@ -139,7 +142,7 @@ def softmax(spec: AttentionSpec, inputs: Inputs) -> Softmax:
     # A row with neither keys nor a sink has top = -inf, so total is exp(-inf + inf) = NaN: replace it by -inf.
     lse = np.where(seen.any(-1) | (sink != -np.inf), np.log(total) + top, -np.inf)
     return Softmax(
-        *(q, k, v, seen, capped, slope, modded, mod_slope, mod_bend, added, lse, sink),
+        *(q, k, v, seen, capped, slope, *modded, added, lse, sink),
         weights=np.where(seen, np.exp(logits - lse[..., None]), 0.0),
         sink_weights=np.where(sink == -np.inf, 0.0, np.exp(sink - lse)),
         factors=_dropout_factors(spec, inputs.rng),

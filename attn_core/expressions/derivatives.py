@@ -37,7 +37,7 @@ def derivative(tree: Expression) -> Expression:
         elif node.kind != "float" or node.op in ("lookup", "to_float") or all(part == ZERO for part in parts):
             found[node] = ZERO
         else:
-            found[node] = _RULES[node.op](node, *node.operands, *parts)
+            found[node] = RULES[node.op](node, *node.operands, *parts)
     return found[tree]
 
 
@@ -93,7 +93,7 @@ def _where(
     return build("where", condition, da, db)
 
 
-_RULES: dict[str, Callable[..., Expression]] = {
+RULES: dict[str, Callable[..., Expression]] = {
     "add": lambda node, a, b, da, db: _plus(da, db),
     "subtract": lambda node, a, b, da, db: _minus(da, db),
     "multiply": _multiply,

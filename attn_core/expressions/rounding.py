@@ -1,0 +1,39 @@
+"""The rounding error of a float expression, as another expression: a running error analysis, in units of the roundoff.
+
+A slope such as ``1 - tanh^2`` is small because two terms cancel, and its error is that of the terms. So an error bound
+of a score function needs more than the size of its result.
+"""
+
+from __future__ import annotations
+
+from attn_core.expressions.building import build
+from attn_core.expressions.derivatives import ONE, RULES, ZERO
+from attn_core.expressions.tree import Expression, nodes
+
+_EXACT = ("negative", "abs", "minimum", "maximum", "where", "score")
+
+
+def rounding(tree: Expression) -> Expression:
+    """Returns the error of a float expression if every operation rounds by one unit of its own result.
+
+    The score counts as exact: multiply its error by the expression's derivative to add it. Comparisons count as exact
+    too.
+    """
+    found: dict[Expression, Expression] = {}
+    for node in nodes(tree):
+        if node.kind == "float":
+            found[node] = _of_node(node, [found.get(operand, ZERO) for operand in node.operands])
+    return found[tree]
+
+
+def _of_node(node: Expression, errors: list[Expression]) -> Expression:
+    if node.op == "where":  # by branch: the other one may be infinite
+        return build("where", node.operands[0], *errors[1:])
+    total = ZERO if node.op in _EXACT else build("abs", node)
+    for number, error in enumerate(errors):
+        if error == ZERO or node.op not in RULES:
+            continue
+        parts = [ONE if place == number else ZERO for place in range(len(errors))]
+        slope = build("abs", RULES[node.op](node, *node.operands, *parts))
+        total = build("add", total, build("multiply", slope, error))
+    return total
