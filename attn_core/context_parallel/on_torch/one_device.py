@@ -22,9 +22,11 @@ class PartsPlan(NamedTuple):
     Attributes:
         spec: the call as a whole.
         backend: of the parts; the first one if there are several.
-        one_row: the spec of the row that holds the batch rows end to end; None if there is one batch row.
+        batch: the number of batch rows. The tiles read them end to end, as one row.
+        tiles: the kernel calls, in order.
         covered: whether the tiles write every row.
         dtypes: in which results and gradients of q, and gradients of k and v, are added up.
+        lse_dtype: of the log-sum-exps.
     """
 
     spec: AttentionSpec
