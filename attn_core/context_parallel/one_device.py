@@ -110,7 +110,9 @@ def _blocks(spec: AttentionSpec, key_ranges: np.ndarray | None, aux: Sequence[An
     batch = spec.batch if reads(spec, "b") or key_ranges is not None else 1
     if batch * heads * spec.q_len * spec.kv_len > MOST_VALUES:
         return None
-    fewer = replace(spec, batch=batch, num_heads=heads, num_kv_heads=min(heads, spec.num_kv_heads))
+    # A bias and slopes hide nothing, and may have more batch rows and heads than the mask.
+    bare = replace(spec, bias_shape=None, bias_gradient=False, alibi_shape=None)
+    fewer = replace(bare, batch=batch, num_heads=heads, num_kv_heads=min(heads, spec.num_kv_heads))
     seen = visible(fewer, key_ranges=key_ranges, aux=aux)
     missing = [(0, -length % 128) for length in seen.shape[2:]]
     padded = np.pad(seen, [(0, 0), (0, 0), *missing])

@@ -681,6 +681,8 @@ def test_jax_takes_parts_where_a_mesh_cannot_split_rows(monkeypatch: pytest.Monk
         ({"mask_mod": lambda b, h, q, k: q >= k + 128 * h}, "20 of 64"),
         ({"mask_mod": lambda b, h, q, k, of: of[q] == of[k], "aux": (np.arange(512) // 128,)}, "4 of 16"),
         ({"mask_mod": lambda b, h, q, k: q >= k, "key_ranges": masks.documents([256, 256])}, "24 of 64"),
+        ({"mask_mod": lambda b, h, q, k: q >= k, "bias": np.zeros((1, 4, 512, 512), np.float32)}, "10 of 16"),
+        ({"mask_mod": lambda b, h, q, k: q >= k, "alibi_slopes": np.ones((1, 4), np.float32)}, "10 of 16"),
         ({"score_mod": lambda score, b, h, q, k: score * 2}, None),
         ({"causal": True}, None),
     ],
@@ -688,12 +690,14 @@ def test_jax_takes_parts_where_a_mesh_cannot_split_rows(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_explain_counts_the_blocks_of_a_function(framework: str, options: dict[str, Any], blocks: str | None) -> None:
     import jax
+    import torch
 
     q, k, v = arrays(512)
-    explain: Any = torch_frontend.explain
+    explain, of_numpy = torch_frontend.explain, torch.from_numpy
     if framework == "jax":
-        explain = jax_frontend.explain
+        explain, of_numpy = jax_frontend.explain, jax.numpy.asarray
         q, k, v = (jax.ShapeDtypeStruct(tuple(each.shape), np.float32) for each in (q, k, v))
+    options = {name: of_numpy(each) if name in ("bias", "alibi_slopes") else each for name, each in options.items()}
     said = explain(q, k, v, **options).mask
     assert (
         said is None if blocks is None else said.startswith(f"{blocks} blocks of 128 queries and keys have a visible")
