@@ -7,12 +7,14 @@ second. So the layer states whether it trains.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
 
 from attn_core.call.mask_objects import Visible, is_object
 from attn_core.call.options import Options, requested_names
+from attn_core.call.tensors import Inputs
 from attn_core.selection import NoBackendError, override
 from torch_frontend.attention import attention
 from torch_frontend.dispatch import autocast, empty_rows, heads_first, in_parts, plan, run_plan, sdpa_flags, transforms
@@ -47,10 +49,7 @@ def attention_of_layer(q: Tensor, k: Tensor, v: Tensor, *, trains: bool, **optio
     requested = requested_names(backend) or override.requested()
     bias_gradient = inputs.bias is not None and inputs.bias.requires_grad
     request = (in_parts.metadata(inputs), call_options, True, bias_gradient, requested, sdpa_flags.now())
-    try:
-        call_plan, inputs = in_parts.resolve(request, inputs)
-    except NoBackendError:  # a requested backend without a backward may still serve a pass without gradients
-        call_plan, inputs = in_parts.resolve((*request[:2], False, False, *request[4:]), inputs)
+    call_plan, inputs = _resolve(request, inputs)
     call_plan = in_checks(in_ranges(call_plan))
     run_plan.check_offsets(call_plan.spec, inputs)
     with autocast.switched_off(inputs.q.device):
@@ -130,3 +129,23 @@ def _fits_packing(
     if mask is not None and (mask.dim() != 4 or mask.shape[1] != 1 or mask.shape[2] != 1):
         return False
     return q.shape[0] == k.shape[0] and k.shape[1] > 0 and q.shape[1] % k.shape[1] == 0
+
+
+def _resolve(request: in_parts.Arguments, inputs: Inputs) -> tuple[plan.Plan, Inputs]:
+    """Returns the plan of a call, with a backward if a requested backend has one, and the inputs that it takes."""
+    if not _can_run(*request):
+        if in_parts.on_host(inputs.key_ranges):
+            try:
+                return in_parts.resolve(request, inputs)
+            except NoBackendError:
+                pass
+        # A requested backend without a backward may still serve a pass without gradients.
+        request = (*request[:2], False, False, *request[4:])
+    return in_parts.resolve(request, inputs)
+
+
+# Cached, because NoBackendError would be built again in every call.
+@lru_cache(maxsize=4096)
+def _can_run(*request: Any) -> bool:
+    """Returns whether a backend can run a call as a whole."""
+    return plan.explanation(*request).backend is not None

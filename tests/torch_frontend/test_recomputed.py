@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -125,6 +126,16 @@ def test_a_layer_in_training_mode_may_name_a_kernel_without_a_backward(monkeypat
     torch.testing.assert_close(lse, lse_right)
     with pytest.raises(NoBackendError, match="backward: FlexAttention on CPU has no gradient"):
         attention_of_layer(q.requires_grad_(), q, q, trains=True, backend="flex")
+
+
+@pytest.mark.parametrize("backend", ["flex", ("flex", "sdpa_cudnn")])
+def test_a_refusal_is_found_once(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error has every backend's reasons, so building one in every call would be slow."""
+    q = torch.randn(1, TOKENS, HEADS, HEAD_DIM)
+    with torch.no_grad():
+        attention_of_layer(q, q, q, trains=True, backend=backend)
+        monkeypatch.setattr(NoBackendError, "__init__", lambda *_: pytest.fail("a call built the error again"))
+        attention_of_layer(q, q, q, trains=True, backend=backend)
 
 
 @pytest.mark.parametrize("recorded", [True, False])

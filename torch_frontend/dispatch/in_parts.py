@@ -28,10 +28,15 @@ Arguments = tuple[Any, ...]
 _AT = Inputs._fields.index("key_ranges")
 
 
+def on_host(key_ranges: Tensor | None) -> bool:
+    """Returns whether the values of a call's key ranges can be read without waiting for a GPU."""
+    return key_ranges is not None and key_ranges.is_cpu
+
+
 def metadata(inputs: Inputs) -> tuple[plan.Metadata | None, ...]:
     """Returns ``plan.metadata`` with key ranges on the host as if they were on q's device."""
     entries = plan.metadata(inputs)
-    if inputs.key_ranges is None or not inputs.key_ranges.is_cpu or inputs.q.is_cpu:
+    if not on_host(inputs.key_ranges) or inputs.q.is_cpu:
         return entries
     shape, dtype, _ = entries[_AT]  # type: ignore[misc]
     return *entries[:_AT], (shape, dtype, inputs.q.device), *entries[_AT + 1 :]
@@ -48,7 +53,7 @@ def resolve(arguments: Arguments, inputs: Inputs, chosen: str | None = None) -> 
         ShapeError, DTypeError, SpecError: naming the argument. NoBackendError: with every reason.
     """
     ranges = inputs.key_ranges
-    if ranges is None or not ranges.is_cpu:
+    if ranges is None or not on_host(ranges):
         return plan.plan(*arguments), inputs
     if ranges.dtype == torch.int32:
         found = _plan_in_parts(arguments, ranges.numpy().tobytes(), chosen)
