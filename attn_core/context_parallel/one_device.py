@@ -240,7 +240,7 @@ def unsupported(spec: AttentionSpec) -> str | None:
         return "parts take no seq_info; attn_core.masks.documents has documents as ranges"
     if spec.key_ranges_shape[1] > 1:
         return "its key_ranges differ between kv heads"
-    for name, given in (
+    for name, value in (
         ("mask", spec.mask_shape),
         ("bias", spec.bias_shape),
         ("alibi_slopes", spec.alibi_shape),
@@ -248,6 +248,6 @@ def unsupported(spec: AttentionSpec) -> str | None:
         ("score_mod", spec.score_mod),
         ("dropout", spec.dropout),
     ):
-        if given:
+        if value:
             return f"parts take no {name}"
     return None

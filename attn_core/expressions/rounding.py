@@ -6,6 +6,8 @@ of a score function needs more than the size of its result.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from attn_core.expressions.building import build
 from attn_core.expressions.derivatives import ONE, RULES, ZERO
 from attn_core.expressions.tree import Expression, nodes
@@ -13,11 +15,12 @@ from attn_core.expressions.tree import Expression, nodes
 _EXACT = ("negative", "abs", "minimum", "maximum", "where", "score")
 
 
+@lru_cache(maxsize=256)
 def rounding(tree: Expression) -> Expression:
     """Returns the error of a float expression if every operation rounds by one unit of its own result.
 
     The score counts as exact: multiply its error by the expression's derivative to add it. Comparisons count as exact
-    too.
+    too. Cached.
     """
     found: dict[Expression, Expression] = {}
     for node in nodes(tree):

@@ -138,8 +138,13 @@ def context_parallel_attention(
     row_mesh = find_row_mesh(mesh, axis_name)
     backends = requested_names(backend) or override.requested()
     check_kind("layout", layout, str, "the name of a layout")
-    how = {"strategy": strategy, "layout": layout, "length": length, "head_groups": head_groups}
-    how["key_ranges"] = key_ranges
+    how = {
+        "strategy": strategy,
+        "layout": layout,
+        "length": length,
+        "head_groups": head_groups,
+        "key_ranges": key_ranges,
+    }
     request = build_request(row_mesh, inputs, options, seq_info, backends, **how)
     # Chosen from whole rows, before each device builds its own request: all devices must use one strategy.
     request = request._replace(strategy=explain_request(request).choice.strategy or "")
@@ -192,8 +197,13 @@ def explain_context_parallel(
     row_mesh = find_row_mesh(mesh, axis_name)
     backends = requested_names(backend) or override.requested()
     check_kind("layout", layout, str, "the name of a layout")
-    how = {"strategy": strategy, "layout": layout, "length": length, "head_groups": head_groups}
-    how["key_ranges"] = key_ranges
+    how = {
+        "strategy": strategy,
+        "layout": layout,
+        "length": length,
+        "head_groups": head_groups,
+        "key_ranges": key_ranges,
+    }
     request = build_request(row_mesh, inputs, options, seq_info, backends, **how)
     if needs_backward is not None:
         check_flag("needs_backward", needs_backward)

@@ -131,8 +131,13 @@ def context_parallel_attention(
         check_supported(mask, bias, alibi_slopes, dropout)
         options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
         check_kind("layout", layout, str, "the name of a layout")
-        how = {"strategy": strategy, "layout": layout, "length": length, "head_groups": head_groups}
-        how["key_ranges"] = key_ranges
+        how = {
+            "strategy": strategy,
+            "layout": layout,
+            "length": length,
+            "head_groups": head_groups,
+            "key_ranges": key_ranges,
+        }
         rows, request = _build_request(q, k, v, sinks, mesh, options, seq_info, backend, **how)
     except Exception as error:
         # A trace cannot send. Ranks compare when the op runs.
@@ -187,8 +192,13 @@ def explain_context_parallel(
     check_supported(mask, bias, alibi_slopes, dropout)
     options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
     check_kind("layout", layout, str, "the name of a layout")
-    how = {"strategy": strategy, "layout": layout, "length": length, "head_groups": head_groups}
-    how["key_ranges"] = key_ranges
+    how = {
+        "strategy": strategy,
+        "layout": layout,
+        "length": length,
+        "head_groups": head_groups,
+        "key_ranges": key_ranges,
+    }
     _, request = _build_request(q, k, v, sinks, mesh, options, seq_info, backend, **how)
     if needs_backward is not None:
         check_flag("needs_backward", needs_backward)

@@ -63,15 +63,9 @@ def _lse_gradient(plan: RankPlan, dout: Tensor, dlse: Tensor | None) -> Tensor |
 
 def run(request: Request, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, ...]:
     """Returns (out,) or (out, lse) of an eager call."""
-    return run_plan(prepare(request), q, k, v, sinks, request.options.return_lse, request.needs_backward)
-
-
-def run_plan(
-    plan: RankPlan, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, with_lse: bool, needs_backward: bool
-) -> tuple[Tensor, ...]:
-    """Returns (out,) or (out, lse) of a rank's part of a planned call."""
+    plan, with_lse = prepare(request), request.options.return_lse
     with autocast.switched_off(q.device):
-        if needs_backward:
+        if request.needs_backward:
             output = Attention.apply(plan, with_lse, q, k, v, sinks)
             results = list(output) if with_lse else [output]
         else:

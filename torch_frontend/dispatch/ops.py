@@ -58,6 +58,11 @@ def _op_plan(inputs: Inputs, plain: PlainOptions, chosen: Tensor | None = None) 
     return in_ranges(call_plan), inputs
 
 
+def _chosen(call_plan: Plan) -> Tensor:
+    """Returns the number of a plan's backend, as ``_op_plan`` reads it; numbers from ``len(names())`` on mean parts."""
+    return torch.tensor(names().index(call_plan.backend) + len(names()) * call_plan.in_parts, device="cpu")
+
+
 def _forward_op(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     inputs, plain = _complete(arguments)
     call_plan, inputs = _op_plan(inputs, plain)
@@ -67,9 +72,8 @@ def _forward_op(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     # Compiled code reads the results' memory as ``_forward_fake`` describes it, and would read out of bounds.
     check_forward(call_plan, inputs.q, out[0] if call_plan.one_row else out, lse)
     # Contiguous, because compilers plan memory with the strides that _forward_fake promises. The backend travels as an
-    # index on the CPU, where the backward reads it without waiting for the device. A call in parts has a further one.
-    number = names().index(call_plan.backend) + len(names()) * call_plan.in_parts
-    return out.contiguous(), lse.contiguous(), torch.tensor(number, device="cpu")
+    # index on the CPU, where the backward reads it without waiting for the device.
+    return out.contiguous(), lse.contiguous(), _chosen(call_plan)
 
 
 def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -163,9 +167,7 @@ def mapped_gradients(
     spec = call_plan.spec
     options = Options(*(getattr(spec, name) for name in Options._fields))
     plain = PlainOptions.from_options(options, spec.needs_backward, spec.bias_gradient, call_plan.backend)
-    number = names().index(call_plan.backend) + len(names()) * call_plan.in_parts
-    chosen = torch.tensor(number, device="cpu")
-    results = torch.ops.attn.backward(dout, dlse, out, lse, chosen, *to_call(inputs, plain))
+    results = torch.ops.attn.backward(dout, dlse, out, lse, _chosen(call_plan), *to_call(inputs, plain))
     return _without_absent(results, inputs, plain)
 
 

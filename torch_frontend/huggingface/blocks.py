@@ -55,8 +55,8 @@ def _spans(ids: np.ndarray) -> np.ndarray | None:
     edges = np.flatnonzero(np.diff(ids)) + 1
     first, stop = np.concatenate([[0], edges]), np.concatenate([edges, [len(ids)]])
     names = ids[first]
-    held = names[names >= 0]
-    if len(np.unique(held)) < len(held):
+    numbers = names[names >= 0]
+    if len(np.unique(numbers)) < len(numbers):
         return None
     length = stop - first
     return np.repeat(np.stack([first, np.where(names >= 0, stop, first)], -1), length, axis=0)

@@ -130,9 +130,7 @@ def _describe(
         found = ranges_of_blocks(pattern.blocks, pattern.left, lengths, offsets, keys)
         if found is None:
             return dense(q_offset=q_offset, attention_mask=attention_mask)
-        if attention_mask is not None:
-            attention_mask = attention_mask.to(torch.bool, copy=True)  # the caller may change theirs before the build
-        build = partial(dense, q_offset=q_offset, attention_mask=attention_mask)
+        build = partial(dense, q_offset=q_offset, attention_mask=_copied(attention_mask))
         return DescribedMask(batch, device, VisibleKeys(None, None, 0, lengths, key_ranges=found), build)
     if pattern is None or not is_alignable(pattern, offset, q_length, kv_length):
         return dense(q_offset=q_offset, attention_mask=attention_mask)
@@ -143,11 +141,16 @@ def _describe(
         if bool(reached.all()):
             attention_mask = keys = None
     if attention_mask is not None:
-        attention_mask = attention_mask.to(torch.bool, copy=True)  # the caller may change theirs before the build
+        attention_mask = _copied(attention_mask)
         keys = visible_keys(attention_mask, kv_length, kv_offset)
     info = None if pattern.documents is None else documents_from_numbers(pattern.documents)
     visible = VisibleKeys(pattern.left, pattern.right, offset, (q_length, kv_length), keys, info)
     return DescribedMask(batch, device, visible, partial(dense, q_offset=q_offset, attention_mask=attention_mask))
+
+
+def _copied(attention_mask: Tensor | None) -> Tensor | None:
+    """Returns a bool copy of a padding mask, because the caller may change it before the dense mask is built."""
+    return None if attention_mask is None else attention_mask.to(torch.bool, copy=True)
 
 
 def row_of_keys(

@@ -62,9 +62,9 @@ def run_prepare(
     """
     sizes = spec.q_len, spec.kv_len
     shown = None if spec.mask_mod is None else _run_function(spec, edge, aux)
-    given = [t for t in (mask, *(ranges or ()), *(shown or ())) if t is not None]
+    tensors = [t for t in (mask, *(ranges or ()), *(shown or ())) if t is not None]
     group = ("head",) * spec.group_size if ranges is not None else ()  # a number would become a symbol
-    how = (spec.packed, hides(spec), spec.alignment, group, shown is None, mask is None, _broadcast(given))
+    how = (spec.packed, hides(spec), spec.alignment, group, shown is None, mask is None, _broadcast(tensors))
     run = program(_prepare, *how, length_classes(spec))
     return run(edge, *cu_seqlens, mask, ranges, shown, *sizes)
 
