@@ -11,7 +11,8 @@ import torch
 
 from attn_core import AttentionSpec, SlowPathWarning, Target, backends
 from attn_core.backends.support import Build
-from attn_core.call import slow_paths
+from attn_core.call import counters, slow_paths
+from attn_core.selection import new_plans
 from torch_frontend.dispatch import cudnn_plans, plan, plan_cache
 from torch_frontend.dispatch.plan import Plan
 
@@ -40,6 +41,8 @@ def on_a_described_h100(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(Target, "here", classmethod(lambda cls, framework, device: H100))
     monkeypatch.setattr(cudnn_plans, "MOST_SHAPES", 5)
     monkeypatch.setattr(cudnn_plans, "_shapes", {})
+    # Else the plans of earlier tests count, too, and a loop of new plans has a warning of its own.
+    monkeypatch.setattr(new_plans, "_loops", {name: new_plans._Loop(name) for name in counters.FRAMEWORKS})
     forget()
     yield
     forget()
