@@ -24,6 +24,7 @@ BOUNDS: dict[str, int | str] = {
     "attn_core.backends.flash4.direct:_recorded": 2 * 4096,
     "attn_core.backends.flash4.direct:_seen": 4096,
     "attn_core.backends.flex.operands:_in_graphs": "the tables in captured CUDA graphs, each once",
+    "attn_core.backends.shared.constant_tensors:_results": "ranges on a GPU that in_parts keeps, 8 results each",
     "attn_core.backends.shared.first_call:_compiled": 2**15,
     "attn_core.backends.shared.triton:_compiled": "the kernels that Triton keeps compiled",
     "attn_core.backends.shared.triton:_launches": 4096,

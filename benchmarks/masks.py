@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from attn_core import masks
+from attn_core.backends.flash4 import masked
 from attn_core.backends.flex import operands
 from attn_core.call.tensors import Inputs
 from attn_core.expressions import tanh, trace_score
@@ -123,9 +124,16 @@ def mask_row(name: str, training: bool) -> dict[str, Any]:
     row |= {"parts": selection.parts, "backend on the device": whole.backend}
     if not training:
         given = Inputs(*qkv, key_ranges=ranges)
-        calls["block tables"] = synchronized(lambda: operands.operands(whole.spec, given).tables, None)
+        calls["block tables"] = synchronized(lambda: tables(whole, given), None)
         calls |= jax_calls(qkv, on_host)
     return row | {"seconds": side_by_side(calls, calls=CALLS, rounds=ROUNDS)}
+
+
+def tables(whole: Any, given: Inputs) -> Any:
+    """Makes the block tables that the backend of a call needs for its forward."""
+    if whole.backend == "flash4":
+        return masked.operands(whole.spec, given, "forward")
+    return operands.operands(whole.spec, given).tables
 
 
 def jax_calls(qkv: list[torch.Tensor], ranges: np.ndarray) -> Calls:

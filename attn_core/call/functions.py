@@ -28,6 +28,10 @@ KINDS = {"mask_mod": "bool", "score_mod": "float"}
 """What each function gives."""
 
 
+TANH_ERROR = {"float16": 16.0, "bfloat16": 16.0}
+"""The absolute error of tanh in a score function, in units of the roundoff. Kernels in half precision use the GPU's
+``tanh.approx``: bounds take 8 roundoffs of float32 for each unit, so this is 2**-17, as for softcap."""
+
 NO_FUNCTIONS = None, None, ()
 
 
@@ -185,7 +189,8 @@ class Scored(NamedTuple):
 def scored(spec: Any, scores: np.ndarray, aux: Sequence[Any]) -> Scored:
     """Evaluates the score function at the scores."""
     first = slope(spec.score_mod)
-    trees = (spec.score_mod, first, slope(first), rounding(spec.score_mod), rounding(first))
+    tanh = TANH_ERROR.get(spec.dtype, 0.0)
+    trees = (spec.score_mod, first, slope(first), rounding(spec.score_mod, tanh), rounding(first, tanh))
     *values, error, slope_error = (evaluate_numpy(tree, _indices(spec), scores, aux) for tree in trees)
     # NaN is 0 times an infinite error: the operation does not depend on that operand here.
     return Scored(*values, *(np.where(np.isnan(part), 0.0, part) for part in (error, slope_error)))

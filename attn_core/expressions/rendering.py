@@ -139,7 +139,7 @@ def look_up(step: Step, indices: list[Any], vocabulary: Vocabulary, aux: Sequenc
     shape = tuple(array.shape)
     if len(shape) != len(indices):
         raise ExpressionError(f"aux[{number}]: expected {len(indices)} axes, as it is indexed, got {shown(array)}")
-    if 0 in shape:
+    if any(isinstance(size, int) and size == 0 for size in shape):
         return vocabulary.constant({"bool": False, "int": 0, "float": 0.0}[step.kind], step.kind)
     inside = []
     for axis, size in enumerate(shape):

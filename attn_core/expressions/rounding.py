@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from attn_core.expressions.building import build
+from attn_core.expressions.building import build, constant
 from attn_core.expressions.derivatives import ONE, RULES, ZERO
 from attn_core.expressions.tree import Expression, nodes
 
@@ -16,23 +16,28 @@ _EXACT = ("negative", "abs", "minimum", "maximum", "where", "score")
 
 
 @lru_cache(maxsize=256)
-def rounding(tree: Expression) -> Expression:
+def rounding(tree: Expression, tanh_error: float = 0.0) -> Expression:
     """Returns the error of a float expression if every operation rounds by one unit of its own result.
 
     The score counts as exact: multiply its error by the expression's derivative to add it. Comparisons count as exact
     too. Cached.
+
+    Args:
+        tanh_error: an absolute error of tanh besides, in the same units.
     """
     found: dict[Expression, Expression] = {}
     for node in nodes(tree):
         if node.kind == "float":
-            found[node] = _of_node(node, [found.get(operand, ZERO) for operand in node.operands])
+            errors = [found.get(operand, ZERO) for operand in node.operands]
+            found[node] = _of_node(node, errors, constant(tanh_error) if tanh_error and node.op == "tanh" else ZERO)
     return found[tree]
 
 
-def _of_node(node: Expression, errors: list[Expression]) -> Expression:
+def _of_node(node: Expression, errors: list[Expression], more: Expression) -> Expression:
     if node.op == "where":  # by branch: the other one may be infinite
         return build("where", node.operands[0], *errors[1:])
     total = ZERO if node.op in _EXACT else build("abs", node)
+    total = total if more == ZERO else build("add", total, more)
     for number, error in enumerate(errors):
         if error == ZERO or node.op not in RULES:
             continue

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from attn_core import AttentionSpec, PagedKV, Target, backends, selection
+from attn_core.backends.flash4 import arguments, direct, operands, versions
 from attn_core.backends.flash4 import backend as flash4
-from attn_core.backends.flash4 import direct, operands, versions
 from attn_core.backends.flash4 import paged as flash4_kernel
 from attn_core.backends.flash4 import softcap as flash4_scores
 from attn_core.backends.shared import dry_run, first_call
@@ -258,11 +258,16 @@ def test_untested_versions_have_no_paged_kernels(
 ) -> None:
     monkeypatch.setattr(metadata, "version", lambda name: version)
     actual = flash4.build()
-    assert actual == versions.build() == (None if has_pages else Build(f"flash-attn-4 {version}", ("paged",)))
+    assert actual == versions.build() == (None if has_pages else Build(f"flash-attn-4 {version}", versions.NEWER))
     here = Target("torch", "sm90", builds=() if actual is None else (("flash4", actual),))
     lacking = f"keys and values in pages of 16: FlashAttention-4 (flash-attn-4 {version}) has none"
     assert selection.refusals("flash4", paged_spec(16), here) == (() if has_pages else (lacking,))
     assert selection.refusals("flash4", SPEC, here) == ()
+
+
+def test_newer_versions_have_no_score_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "version", lambda name: "4.0.0b37")
+    assert flash4.build() == Build("flash-attn-4 4.0.0b37", ("score_mod",))
 
 
 # The score functions
@@ -400,7 +405,7 @@ def scores(q: Any, k: Any, how: dict[str, Any]) -> tuple[Any, Any]:
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Any:
     stand_in = Kernel()
     monkeypatch.setattr(flash4, "_kernels", lambda: (stand_in.forward, stand_in.backward))
-    monkeypatch.setattr(flash4_scores, "_each", lambda function, *vectors: function(*vectors))
+    monkeypatch.setattr(flash4_scores, "each_pair", lambda function, *vectors: function(0, *vectors))
     monkeypatch.setattr(flash4_scores, "tanh_approx", torch.tanh)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     first_call._compiled.clear()
@@ -651,7 +656,7 @@ def test_each_cap_compiles_one_kernel() -> None:
         results[cap] = out
         counts = len(_flash_attn_fwd.compile_cache.cache), len(_flash_attn_bwd.compile_cache.cache)
     flash4_scores.score_functions.cache_clear()  # an old cap gets new functions
-    flash4._arguments.cache_clear()
+    arguments.keywords.cache_clear()
     direct._seen.clear()  # so that the call goes through flash-attn-4's entry points once more
     direct._recorded.clear()
     flash4.forward(spec, inputs)

@@ -290,7 +290,7 @@ LARGE = {
     "block diffusion": masks.block_diffusion(250, 10),
     "global and window": masks.global_and_window(5, (60, 20), 500),
 }
-FLASH = ("flash2", "flash3", "flash4", "xformers", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient")
+FLASH = ("flash2", "flash3", "xformers", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient")
 
 
 @pytest.mark.cuda

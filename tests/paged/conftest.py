@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from triton_interpreter import send
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    process = pyfuncitem.funcargs.get("interpreter")
-    if process is None:
-        return None
-    process.run(pyfuncitem.nodeid)
-    return True
+    return send(pyfuncitem)

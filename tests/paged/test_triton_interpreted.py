@@ -1,23 +1,18 @@
-"""The Triton kernels of paged attention in Triton's interpreter, on the CPU.
-
-Triton decides when a kernel is defined whether the kernel is compiled or interpreted. Therefore a second process runs
-each test here (``other_process``), unless this process already has TRITON_INTERPRET=1.
-"""
+"""The Triton kernels of paged attention in Triton's interpreter, on the CPU."""
 
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-triton_interpreter = pytest.importorskip("triton.runtime.interpreter")
+pytest.importorskip("triton.runtime.interpreter")
+import triton_interpreter
 from both_frontends import _numpy
 from callers_view import callers_results
 from hypothesis import given, settings
@@ -38,34 +33,11 @@ from torch_frontend.paged.append import _repeated_on_gpu, append_on_gpu
 
 pytestmark = pytest.mark.rotates
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-
 
 @pytest.fixture(autouse=True, scope="module")
 def interpreter(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[OtherProcess | None]:
     """The process that runs these tests; None if this process does."""
-    if INTERPRETED:
-        yield None
-        return
-    environment = {name: os.environ[name] for name in ("PATH", "HOME", "LD_LIBRARY_PATH") if name in os.environ}
-    environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1"}
-    log = tmp_path_factory.mktemp("interpreter") / "log"
-    process = OtherProcess(Path(__file__), pytestconfig.rootpath, log, environment)
-    yield process
-    process.end()
-
-
-_patch_of_triton = triton_interpreter._patch_lang_tensor
-
-
-def _patch(tensor: Any, scope: Any) -> None:
-    """Triton's, with an ``__index__`` that numpy 2.4 allows: an array of one element is no number there any longer."""
-    _patch_of_triton(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-
-if INTERPRETED:
-    triton_interpreter._patch_lang_tensor = _patch
+    yield from triton_interpreter.process(__file__, tmp_path_factory, pytestconfig)
 
 
 def splits_of(patch: pytest.MonkeyPatch, count: int) -> None:

@@ -65,6 +65,7 @@ def test_the_reader_of_imports_finds_them() -> None:
 TRITON_KERNELS = [
     ROOT / "attn_core" / kernel
     for kernel in (
+        "backends/shared/triton_block_tables.py",
         "backends/triton_splitkv/kernels.py",
         "context_parallel/on_torch/merge_triton.py",
         "paged/triton_tables.py",

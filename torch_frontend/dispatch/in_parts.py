@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from attn_core.backends.shared.constant_tensors import declare
 from attn_core.call.key_ranges import check_values
 from attn_core.call.options import requested_names
 from attn_core.call.spec import AttentionSpec
@@ -55,11 +56,39 @@ def resolve(arguments: Arguments, inputs: Inputs, chosen: str | None = None) -> 
     ranges = inputs.key_ranges
     if ranges is None or not on_host(ranges):
         return plan.plan(*arguments), inputs
-    if ranges.dtype == torch.int32:
-        found = _plan_in_parts(arguments, ranges.numpy().tobytes(), chosen)
-        if found is not None:
-            return found, inputs
-    return plan.plan(*arguments), inputs._replace(key_ranges=ranges.to(inputs.q.device))
+    if ranges.dtype != torch.int32:
+        return plan.plan(*arguments), inputs  # raises an error that names the dtype
+    content = _content(ranges)
+    found = _plan_in_parts(arguments, content, chosen)
+    if found is not None:
+        return found, inputs
+    if not inputs.q.is_cpu:
+        inputs = inputs._replace(key_ranges=_on_gpu(content, tuple(ranges.shape), inputs.q.device))
+    return plan.plan(*arguments), inputs
+
+
+_recent: tuple[bytes, ...] = ()
+"""The contents of the last few ranges."""
+
+
+def _content(ranges: Tensor) -> bytes:
+    """Returns the bytes of ranges. Ranges that were seen lately get the same object, whose hash is known."""
+    global _recent
+    values = ranges.numpy().reshape(-1)
+    for content in _recent:
+        if np.array_equal(np.frombuffer(content, np.int32), values):
+            return content
+    content = values.tobytes()
+    _recent = (content, *_recent[:3])
+    return content
+
+
+# Few, because backends keep block tables for each. A step of training uses one mask for all layers.
+@lru_cache(maxsize=4)
+def _on_gpu(content: bytes, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """Returns ranges on a GPU, copied once for all calls with the same values. Nothing writes to the tensor."""
+    with torch.inference_mode(False):  # autograd could not save an inference tensor later
+        return declare(torch.from_numpy(np.frombuffer(content, np.int32).reshape(shape).copy()).to(device))  # type: ignore[no-any-return]
 
 
 # By the values of the ranges, because an array may change between two calls. Small, because a plan holds tensors on the

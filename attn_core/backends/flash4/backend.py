@@ -2,7 +2,8 @@
 
 Tested on sm90 (Hopper). On sm100 (Blackwell) the claims follow upstream's sources and tests, up to head_dim 128; we
 have not run it there. Limits: no mask, bias, ALiBi or dropout. ``shared.rewrites`` adds sinks and head widths; the
-gradient of the log-sum-exp is the kernel's own. Softcap runs through ``softcap.py``, not ``softcap=``.
+gradient of the log-sum-exp is the kernel's own. Softcap runs through ``softcap.py``, not ``softcap=``. Key ranges, mask
+functions and score functions: ``masked.py``.
 
 Conventions: causal and windows become distances from the bottom-right diagonal, None if a side hides nothing (-1 would
 be the distance -1). For rows that see no key the kernel itself gives out 0, log-sum-exp -inf and gradients 0; its
@@ -22,8 +23,8 @@ from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any
 
-from attn_core.backends.flash4 import direct, disk_cache, paged, versions
-from attn_core.backends.flash4.operands import backward_width, copy_if_expanded, window, writable
+from attn_core.backends.flash4 import arguments, direct, disk_cache, masked, paged, versions
+from attn_core.backends.flash4.operands import backward_width, copy_if_expanded, writable
 from attn_core.backends.shared import dry_run, first_call, kernel_limits, rewrites
 from attn_core.backends.shared.kernel_programs import KernelProgram
 from attn_core.backends.support import Build, Support
@@ -45,6 +46,9 @@ FORWARD = Support(
     causal=True,
     window=True,
     softcap=True,
+    key_ranges=True,
+    mask_mod=True,
+    score_mod=True,
     sinks=True,
     packed=True,
     deterministic=True,
@@ -55,11 +59,13 @@ FORWARD = Support(
 )
 BACKWARD = replace(FORWARD, paged=False)
 WRITES_INTO = True
+lower = arguments.lower
 
 
 def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
-    """Refuses top-left bands of packed documents, calls beyond the grid, widths over 128 on sm100, some page sizes."""
-    reasons = [*kernel_limits.grid(spec, FORWARD.kernel, spec.batch)]
+    """Refuses top-left bands of packed documents, calls beyond the grid, widths over 128 on sm100, some page sizes,
+    and some calls with ranges or functions."""
+    reasons = [*kernel_limits.grid(spec, FORWARD.kernel, spec.batch), *masked.refusals(spec, device, FORWARD.kernel)]
     if spec.paged is not None:
         reasons += paged.refusals(spec, device, FORWARD.kernel)
     edge, widest = band(spec), max(spec.head_dim, spec.value_dim)
@@ -83,26 +89,6 @@ def probe() -> str:
 def build() -> Build | None:
     """See ``versions.build``."""
     return versions.build()
-
-
-@lru_cache(maxsize=4096)
-def lower(spec: AttentionSpec) -> dict[str, Any]:
-    """Returns the kernel's keywords for "forward" and "backward", and the softcap, which needs score functions."""
-    left, right = window(spec)
-    causal = left is None and right == 0
-    both = {
-        "causal": causal,
-        "window_size_left": left,
-        "window_size_right": None if causal else right,
-        "max_seqlen_q": spec.max_len_q,
-        "max_seqlen_k": spec.max_len_k,
-    }
-    scale = spec.scale or 1.0  # never None in a spec
-    return {
-        "forward": {"softmax_scale": scale / (spec.softcap or 1.0), **both},  # see softcap.py for the division
-        "backward": {"softmax_scale": scale, "deterministic": spec.deterministic, **both},
-        "softcap": spec.softcap,
-    }
 
 
 @cache
@@ -133,7 +119,7 @@ def backward(
     """See ``Backend.backward``, and ``forward`` for the error."""
     launches = direct.launches_of(spec, "backward", inputs.q) if dlse is None else None
     if launches is not None:
-        return direct.launch_backward(launches, inputs, out, lse, dout, into, None)
+        return direct.launch_backward(launches, spec, inputs, out, lse, dout, into, None)
     disk_cache.use()
     kernel = _kernel(spec, gradient=True)
     return first_call.run(
@@ -160,6 +146,8 @@ def program_refuses(spec: AttentionSpec, device: str) -> tuple[str, ...]:
         reasons.append("keys and values in pages: torch operations make tables safe before the kernel")
     if spec.sinks:
         reasons.append("sinks: added by torch operations after the kernel")
+    if masked.by_blocks(spec) or spec.aux:
+        reasons.append("key_ranges, mask_mod, aux: torch operations make tables and arrays before the kernel")
     if any(_kernel(spec, gradient).pads(spec) for gradient in ({False, spec.needs_backward})):
         reasons.append(f"head_dim={spec.head_dim}, value_dim={spec.value_dim}: padded by torch operations")
     return tuple(reasons)
@@ -184,27 +172,14 @@ def program(spec: AttentionSpec, direction: str, with_dlse: bool = False) -> Ker
     return flash4_program.program(spec, direction, with_dlse, run)
 
 
-@lru_cache(maxsize=4096)
-def _arguments(spec: AttentionSpec, half: str) -> dict[str, Any]:
-    how = lower(spec)
-    if how["softcap"] is None:
-        return how[half]
-    from attn_core.backends.flash4.softcap import score_functions
-
-    functions = score_functions(how["softcap"])
-    if half == "forward":
-        return {**how[half], "score_mod": functions.forward}
-    return {**how[half], "score_mod": functions.recompute, "score_mod_bwd": functions.gradient}
-
-
 def _forward(spec: AttentionSpec, inputs: Any, into: Any) -> tuple[Any, Any]:
     if spec.paged is not None:
-        return paged.forward(spec, inputs, into, _kernels()[0], _arguments(spec, "forward"))
+        return paged.forward(spec, inputs, into, _kernels()[0], arguments.keywords(spec, "forward"))
     return direct.forward(spec, inputs, into, _run_forward)
 
 
-def _run_forward(spec: AttentionSpec, inputs: Inputs, into: Any, kernels: Any) -> tuple[Any, Any]:
-    """Makes a call through flash-attn-4's entry points. kernels: a recording replaces them."""
+def _run_forward(spec: AttentionSpec, inputs: Inputs, into: Any, kernels: Any, *more: Any) -> tuple[Any, Any]:
+    """Makes a call through flash-attn-4's entry points. kernels: a recording replaces them; more: see ``masked``."""
     out, lse = (None, None) if into is None else map(writable, into)
     results = (kernels or _kernels())[0](
         *map(copy_if_expanded, inputs[:3]),
@@ -213,7 +188,8 @@ def _run_forward(spec: AttentionSpec, inputs: Inputs, into: Any, kernels: Any) -
         return_lse=True,
         out=out,
         lse=lse,
-        **_arguments(spec, "forward"),
+        **arguments.keywords(spec, "forward"),
+        **masked.tensor_keywords(spec, more),
     )
     return results[0], results[1]
 
@@ -227,7 +203,7 @@ def _backward(
 
 
 def _run_backward(
-    spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, into: Any, dlse: Any, kernels: Any
+    spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, into: Any, dlse: Any, kernels: Any, *more: Any
 ) -> Gradients:
     dq, dk, dv = (None, None, None) if into is None else map(writable, into[:3])
     results = (kernels or _kernels())[1](
@@ -239,7 +215,8 @@ def _run_backward(
         dk=dk,
         dv=dv,
         dlse=dlse,
-        **_arguments(spec, "backward"),
+        **arguments.keywords(spec, "backward"),
+        **masked.tensor_keywords(spec, more),
     )
     return Gradients(*results[:3])
 

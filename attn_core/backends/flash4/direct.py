@@ -19,7 +19,7 @@ from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
-from attn_core.backends.flash4 import versions
+from attn_core.backends.flash4 import masked, versions
 from attn_core.backends.flash4.launches import Launches, Tensors, copied_entry_points, record
 from attn_core.backends.flash4.operands import dense, readable, window, writable
 from attn_core.call.spec import AttentionSpec
@@ -84,7 +84,7 @@ FEW_DOCUMENTS = 256
 _WIDTHS = attrgetter(
     *("dtype", "num_heads", "num_kv_heads", "head_dim", "value_dim", "packed", "sinks", "paged", "partial"),
     *("softcap", "scale", "deterministic", "dropout", "mask_shape", "bias_shape", "alibi_shape"),
-    "key_ranges_shape",
+    "score_mod",
 )
 
 
@@ -94,7 +94,7 @@ def family(spec: AttentionSpec) -> Any:
     On sm90 flash-attn-4 chooses the kernel by widths, groups and the band; of the lengths matters only whether the
     queries of a head, times the group, fit in one tile of 64, 128, 192 or 256.
     """
-    if spec.packed and (spec.documents or 0) > FEW_DOCUMENTS:
+    if spec.aux or masked.by_blocks(spec) or (spec.packed and (spec.documents or 0) > FEW_DOCUMENTS):
         return spec
     rows = (spec.max_len_q or spec.q_len) * spec.group_size
     return (*_WIDTHS(spec), window(spec), min(-(-rows // 64), 5))
@@ -104,7 +104,8 @@ def forward(spec: AttentionSpec, inputs: Inputs, into: Any, entry: Callable[...,
     """Returns (out, lse) of a call of the kernel's own widths, through the entry points unless it is recorded.
 
     Args:
-        entry: ``(spec, inputs, into, entry_points)`` makes the call through the entry points, None for the usual ones.
+        entry: ``(spec, inputs, into, entry_points, *more)`` makes the call through the entry points, None for the usual
+            ones. more: ``masked.operands``.
     """
     launches = launches_of(spec, "forward", inputs.q)
     if launches is not None:
@@ -112,14 +113,16 @@ def forward(spec: AttentionSpec, inputs: Inputs, into: Any, entry: Callable[...,
     device = inputs.q.get_device()
     key = (_forward_key(spec, device), "forward", device)
     if not _is_due(key):
-        return entry(spec, inputs, into, None)  # type: ignore[no-any-return]
+        return entry(spec, inputs, into, None, *masked.operands(spec, inputs, "forward"))  # type: ignore[no-any-return]
 
     def call(entry_points: Any, tensors: Tensors) -> tuple[Any, Any]:
-        q, k, v, out, lse, *offsets = tensors
-        return entry(spec, _inputs(q, k, v, offsets), (out, lse), entry_points)  # type: ignore[no-any-return]
+        q, k, v, out, lse, *others = tensors
+        offsets, more = _split(spec, others)
+        return entry(spec, _inputs(q, k, v, offsets), (out, lse), entry_points, *more)  # type: ignore[no-any-return]
 
-    operands, results = _forward_operands(spec, inputs, into)
-    written, launches = record(operands, results, call)
+    has_more = not masked.is_plain(spec)
+    operands, results = _forward_operands(spec, inputs, into, has_more)
+    written, launches = record(operands, results, call, has_more)
     if launches is not None and launches.scratch:  # whose sizes may depend on the lengths
         key = (spec, "forward", device)
     _remember(key, launches)
@@ -128,7 +131,7 @@ def forward(spec: AttentionSpec, inputs: Inputs, into: Any, entry: Callable[...,
 
 def launch_forward(launches: Launches, spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple[Any, Any]:
     """Returns (out, lse) from recorded launches; ``into`` as in ``Backend.forward``."""
-    operands, results = _forward_operands(spec, inputs, into)
+    operands, results = _forward_operands(spec, inputs, into, launches.more)
     launches.run(operands)
     return results
 
@@ -144,29 +147,32 @@ def backward(
     half = "backward" if dlse is None else "backward of out and lse"
     launches = launches_of(spec, half, inputs.q)
     if launches is not None:
-        return launch_backward(launches, inputs, out, lse, dout, into, dlse)
+        return launch_backward(launches, spec, inputs, out, lse, dout, into, dlse)
     key = (spec, half, inputs.q.get_device())
     if not _is_due(key):
-        return entry(spec, inputs, out, lse, dout, into, dlse, None)  # type: ignore[no-any-return]
+        more = masked.operands(spec, inputs, "backward")
+        return entry(spec, inputs, out, lse, dout, into, dlse, None, *more)  # type: ignore[no-any-return]
 
     def call(entry_points: Any, tensors: Tensors) -> Gradients:
         q, k, v, out, dout, lse, dq, dk, dv, *others = tensors
-        dlse_given = None if dlse is None else others.pop()
+        dlse_given = None if dlse is None else others.pop(0)
+        offsets, more = _split(spec, others)
         buffers = Gradients(dq, dk, dv)
-        results = entry(spec, _inputs(q, k, v, others), out, lse, dout, buffers, dlse_given, entry_points)
+        results = entry(spec, _inputs(q, k, v, offsets), out, lse, dout, buffers, dlse_given, entry_points, *more)
         return results  # type: ignore[no-any-return]
 
-    operands, gradients = _backward_operands(inputs, out, lse, dout, into, dlse)
-    written, launches = record(operands, gradients, call)
+    has_more = not masked.is_plain(spec)
+    operands, gradients = _backward_operands(spec, inputs, out, lse, dout, into, dlse, has_more)
+    written, launches = record(operands, gradients, call, has_more)
     _remember(key, launches)
     return written
 
 
 def launch_backward(
-    launches: Launches, inputs: Inputs, out: Any, lse: Any, dout: Any, into: Any, dlse: Any
+    launches: Launches, spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, into: Any, dlse: Any
 ) -> Gradients:
     """Returns the gradients from recorded launches; ``into`` as in ``Backend.backward``."""
-    operands, gradients = _backward_operands(inputs, out, lse, dout, into, dlse)
+    operands, gradients = _backward_operands(spec, inputs, out, lse, dout, into, dlse, launches.more)
     launches.run(operands)
     return gradients
 
@@ -174,8 +180,10 @@ def launch_backward(
 # Operands: always in one order, and in a layout for which the entry points neither copy nor compile another kernel.
 
 
-def _forward_operands(spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple[Tensors, tuple[Any, Any]]:
-    """Returns all operands of a forward, and the results among them."""
+def _forward_operands(
+    spec: AttentionSpec, inputs: Inputs, into: Any, has_more: bool
+) -> tuple[Tensors, tuple[Any, Any]]:
+    """Returns all operands of a forward, and the results among them. has_more: see ``Launches.more``."""
     import torch
 
     q, k, v = readable(inputs.q), readable(inputs.k), readable(inputs.v)
@@ -185,11 +193,12 @@ def _forward_operands(spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple[T
     if lse is None:
         lse = torch.empty(spec.lse_shape, dtype=torch.float32, device=q.device)
     offsets = () if inputs.cu_seqlens_q is None else (inputs.cu_seqlens_q, inputs.cu_seqlens_k)
-    return (q, k, v, out, lse, *offsets), (out, lse)
+    more = masked.operands(spec, inputs, "forward") if has_more else ()
+    return (q, k, v, out, lse, *offsets, *more), (out, lse)
 
 
 def _backward_operands(
-    inputs: Inputs, out: Any, lse: Any, dout: Any, into: Any, dlse: Any
+    spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, into: Any, dlse: Any, has_more: bool
 ) -> tuple[Tensors, Gradients]:
     """Returns all operands of a backward, and the gradients among them."""
     import torch
@@ -199,8 +208,15 @@ def _backward_operands(
     dq = torch.empty_like(q) if dq is None else dq
     dk = torch.empty_like(k) if dk is None else dk
     dv = torch.empty_like(v) if dv is None else dv
-    others = [dense(other) for other in (inputs.cu_seqlens_q, inputs.cu_seqlens_k, dlse) if other is not None]
+    others = [dense(other) for other in (dlse, inputs.cu_seqlens_q, inputs.cu_seqlens_k) if other is not None]
+    others += masked.operands(spec, inputs, "backward") if has_more else ()
     return (q, k, v, readable(out), readable(dout), dense(lse), dq, dk, dv, *others), Gradients(dq, dk, dv)
+
+
+def _split(spec: AttentionSpec, others: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Returns the offsets of packed documents, and the operands of ``masked.operands``."""
+    count = 2 if spec.packed else 0
+    return others[:count], others[count:]
 
 
 def _buffer(buffer: Any) -> Any:

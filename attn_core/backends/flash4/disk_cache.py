@@ -19,6 +19,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from attn_core import expressions
 from attn_core.backends.shared.cached_once import cached_once
 
 log = logging.getLogger("attn_core.flash4")
@@ -125,10 +126,12 @@ def fingerprint() -> str:
     settings = {name: value for name, value in os.environ.items() if name.startswith(("CUTE_DSL_", "FLASH_ATTENTION_"))}
     versions = [metadata.version(name) for name in PACKAGES]
     digest = hashlib.sha256(repr((versions, torch.version.cuda, sorted(gpus), sorted(settings.items()))).encode())
-    # flash-attn-4's sources, as they may be installed from a checkout; and ours, whose score functions are compiled in.
+    # flash-attn-4's sources, as they may be installed from a checkout; and ours, whose mask and score functions are
+    # compiled in.
     from flash_attn.cute import cache_utils
 
     digest.update(cache_utils._compute_source_fingerprint().encode())
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(path.read_bytes())
+    for folder in (Path(__file__).parent, Path(expressions.__file__).parent):
+        for path in sorted(folder.glob("*.py")):
+            digest.update(path.read_bytes())
     return digest.hexdigest()[:32]

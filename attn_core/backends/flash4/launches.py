@@ -31,11 +31,13 @@ class Launches(NamedTuple):
         scratch: functions that allocate the memory between the kernels.
         constants: the arguments that are no tensors.
         kernels: each compiled kernel with a function that picks its arguments from (*operands, *scratch, *constants).
+        more: whether the call has the operands of ``masked.operands``.
     """
 
     scratch: tuple[Callable[[], Any], ...]
     constants: tuple[Any, ...]
     kernels: tuple[tuple[Callable[..., Any], Callable[[Tensors], Tensors]], ...]
+    more: bool = False
 
     def run(self, operands: Tensors) -> None:
         """Launches the kernels on torch's current stream."""
@@ -44,13 +46,16 @@ class Launches(NamedTuple):
             kernel(*pick(values))
 
 
-def record(operands: Tensors, results: Tensors, call: Callable[[Any, Tensors], Any]) -> tuple[Any, Launches | None]:
+def record(
+    operands: Tensors, results: Tensors, call: Callable[[Any, Tensors], Any], has_more: bool = False
+) -> tuple[Any, Launches | None]:
     """Makes a call; returns its results, and its launches or None if they cannot be repeated.
 
     Args:
         operands: every tensor of the call, contiguous results among them.
         results: the operands that the call should write into, None for a result that it has not.
         call: ``(entry_points, operands) -> results`` makes the call; entry_points is None for the usual ones.
+        has_more: ``Launches.more``.
     """
     entry_points = copied_entry_points()
     if entry_points is None:
@@ -63,7 +68,8 @@ def record(operands: Tensors, results: Tensors, call: Callable[[Any, Tensors], A
     try:
         with _noting(launched), watching(operations):
             written = call(entry_points, operands)
-        return written, _repeatable(operands, results, written, launched, operations)
+        launches = _repeatable(operands, results, written, launched, operations)
+        return written, launches and launches._replace(more=has_more)
     finally:
         # Both lists outlive this function: the copy's caches hold one, and a class with a reference cycle the other.
         # XLA does not allow its tensors, which may be operands, to outlive the call.
@@ -95,22 +101,8 @@ def _assemble(operands: Tensors, launched: list[tuple[Any, Tensors]], operations
     zeros = zeroed_memory(operations)  # raises an error for an operation that computes
     allocated = [result for name, result in operations if not name.startswith(("aten.detach", "prim."))]
     known = [*operands, *allocated]
-    places = {tensor.data_ptr(): place for place, tensor in enumerate(known)}
     constants: list[Any] = []
-    picks = []
-    for kernel, arguments in launched:
-        pick = []
-        for value in arguments:
-            if not isinstance(value, torch.Tensor):
-                check_constant(value)
-                pick.append(len(known) + len(constants))
-                constants.append(value)
-                continue
-            place = places.get(value.data_ptr())
-            if place is None or _layout(value) != _layout(known[place]):
-                raise Unrecordable(f"a kernel takes a view, or a tensor that is not the call's: {list(value.shape)}")
-            pick.append(place)
-        picks.append((kernel, itemgetter(*pick)))
+    picks = [(kernel, _picker([_place_of(value, known, constants) for value in values])) for kernel, values in launched]
     scratch = []
     for tensor in allocated:
         allocate = torch.zeros if tensor.untyped_storage()._cdata in zeros else torch.empty
@@ -118,6 +110,59 @@ def _assemble(operands: Tensors, launched: list[tuple[Any, Tensors]], operations
             raise Unrecordable(f"scratch of strides {tensor.stride()}")
         scratch.append(partial(allocate, tuple(tensor.shape), dtype=tensor.dtype, device=tensor.device))
     return Launches(tuple(scratch), tuple(constants), tuple(picks))
+
+
+def _place_of(value: Any, known: list[Any], constants: list[Any]) -> Any:
+    """Returns the place of a kernel's argument among all values, for a tuple of them a ``_Group``. Adds to constants.
+
+    Args:
+        known: the tensors of the call, operands first.
+    """
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        address = value.data_ptr()
+        place = next((place for place, tensor in reversed([*enumerate(known)]) if tensor.data_ptr() == address), None)
+        if place is None or _layout(value) != _layout(known[place]):
+            raise Unrecordable(f"a kernel takes a view, or a tensor that is not the call's: {list(value.shape)}")
+        return place
+    if isinstance(value, (tuple, list)) and any(part is not None for part in value):
+        return _Group(type(value), [_place_of(part, known, constants) for part in value])
+    if isinstance(getattr(value, "value", None), int):  # a number of the CuTe DSL, perhaps an operand's address
+        value = value.value
+        for place, tensor in enumerate(known):
+            if tensor.data_ptr() == value:
+                return _Address(place)
+    check_constant(value)
+    constants.append(value)
+    return len(known) + len(constants) - 1
+
+
+class _Address(NamedTuple):
+    """An argument that is the address of a tensor."""
+
+    place: int
+
+    def of(self, values: Tensors) -> int:
+        return values[self.place].data_ptr()  # type: ignore[no-any-return]
+
+
+class _Group(NamedTuple):
+    """An argument that is a tuple or a list: its type, and the places of its parts."""
+
+    kind: type
+    places: list[Any]
+
+    def of(self, values: Tensors) -> Any:
+        parts = [values[place] if isinstance(place, int) else place.of(values) for place in self.places]
+        return self.kind(*parts) if hasattr(self.kind, "_fields") else self.kind(parts)
+
+
+def _picker(places: list[Any]) -> Callable[[Tensors], Tensors]:
+    """Returns a function that picks a kernel's arguments from all values."""
+    if all(isinstance(place, int) for place in places):
+        return itemgetter(*places)
+    return lambda values: tuple([values[p] if isinstance(p, int) else p.of(values) for p in places])
 
 
 def _layout(tensor: Any) -> tuple[Any, ...]:

@@ -17,6 +17,8 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from attn_core.expressions.on_cute import tanh_approx
+
 Tanh = Callable[[Any], Any]
 
 
@@ -58,13 +60,13 @@ def score_functions(cap: float) -> ScoreFunctions:
     """
 
     def forward(scores: Any, *places: Any, **more: Any) -> Any:
-        return _each(lambda score: capped_share(score, cap, tanh_approx), scores)
+        return each_pair(lambda _, score: capped_share(score, cap, tanh_approx), scores)
 
     def recompute(scores: Any, *places: Any, **more: Any) -> Any:
-        return _each(lambda score: capped(score, cap, tanh_approx), scores)
+        return each_pair(lambda _, score: capped(score, cap, tanh_approx), scores)
 
     def gradient(gradients: Any, scores: Any, *places: Any, **more: Any) -> Any:
-        return _each(lambda dscore, score: capped_gradient(dscore, score, cap, tanh_approx), gradients, scores)
+        return each_pair(lambda _, dscore, score: capped_gradient(dscore, score, cap, tanh_approx), gradients, scores)
 
     functions = ScoreFunctions(forward, recompute, gradient)
     for name, function in functions._asdict().items():
@@ -72,32 +74,18 @@ def score_functions(cap: float) -> ScoreFunctions:
     return functions
 
 
-def _each(function: Callable[..., Any], *vectors: Any) -> Any:
-    """Applies the function to every element of the kernel's vectors (``cute.TensorSSA``, float32, all of one shape)."""
+def each_pair(function: Callable[..., Any], *vectors: Any) -> Any:
+    """Applies ``function(pair, *elements)`` to every pair of a query and a key in the kernel's vectors.
+
+    Args:
+        vectors: ``cute.TensorSSA`` of float32, all of one shape.
+    """
     from cutlass import Float32, cute
 
     shape = vectors[0].shape
     cells = [cute.make_rmem_tensor(shape, Float32) for _ in vectors]
     for cell, vector in zip(cells, vectors, strict=True):
         cell.store(vector)
-    for place in range(cute.size(shape)):  # unrolled while the kernel is traced
-        cells[0][place] = function(*(cell[place] for cell in cells))
+    for pair in range(cute.size(shape)):  # unrolled while the kernel is traced
+        cells[0][pair] = function(pair, *(cell[pair] for cell in cells))
     return cells[0].load()
-
-
-def tanh_approx(value: Any) -> Any:
-    """Returns the hyperbolic tangent of a ``cutlass.Float32`` in a kernel, as one instruction."""
-    from cutlass import Float32
-    from cutlass._mlir.dialects import llvm
-    from cutlass.cutlass_dsl import T
-
-    result = llvm.inline_asm(
-        T.f32(),
-        [Float32(value).ir_value()],
-        "tanh.approx.f32 $0, $1;",
-        "=f,f",
-        has_side_effects=False,  # so that the backward's two uses become one instruction
-        is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT,
-    )
-    return Float32(result)

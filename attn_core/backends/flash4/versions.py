@@ -10,7 +10,10 @@ OLDEST = "4.0.0b30"
 READ = "4.0.0b36"
 """The version whose choices among kernels we read: ``direct.family`` relies on them."""
 OLDEST_WITH_PAGES = "4.0.0b36"
-"""The version whose paged Hopper kernels we read. Some older ones do not compile (Dao-AILab/flash-attention#2446)."""
+"""The version whose paged Hopper kernels, block tables and functions we read. Some older paged ones do not compile
+(Dao-AILab/flash-attention#2446)."""
+NEWER = ("paged", "key_ranges", "mask_mod", "score_mod")
+"""The claims that need that version."""
 
 
 def installed() -> str:
@@ -28,9 +31,15 @@ def installed() -> str:
 
 
 def build() -> Build | None:
-    """Returns a build without paged keys and values if the installed version is too old for them, else None."""
+    """Returns a build without what the installed version lacks, or None if it lacks nothing.
+
+    Score functions run on the version that we read alone: with grouped heads its backward passes indices that our
+    functions undo (``functions.score_functions``), and a version that passes right ones would give wrong gradients.
+    """
     version = installed()
-    return Build(f"flash-attn-4 {version}", without=("paged",)) if _age(version) < _age(OLDEST_WITH_PAGES) else None
+    if version == READ:
+        return None
+    return Build(f"flash-attn-4 {version}", NEWER if _age(version) < _age(OLDEST_WITH_PAGES) else ("score_mod",))
 
 
 def _age(version: str) -> tuple[int, int, int, str, int]:

@@ -1,0 +1,99 @@
+"""A kernel that evaluates a mask function once, and says how much of each block of 128 queries and keys it shows.
+
+The code of the function is the same as in the attention kernel, so a table never contradicts the mask. A warp computes
+a block. Upstream: nvidia-cutlass-dsl 4.8.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from attn_core.backends.flash4.functions import Arrays, arrays_of, aux_tensors, read
+from attn_core.backends.shared.block_tables import BLOCK, blocks
+from attn_core.call.compiles import timed
+from attn_core.call.spec import AttentionSpec
+from attn_core.call.tensors import Inputs
+from attn_core.expressions.on_cute import evaluate_cute
+from attn_core.expressions.tree import Expression
+
+LANES = 32
+"""Threads of a warp."""
+
+
+def states(spec: AttentionSpec, inputs: Inputs) -> Any:
+    """Returns how much of each block the call's mask function shows: 0 for nothing, 1 for some pairs, 2 for all.
+
+    Returns:
+        int8 ``[batch or 1, heads or 1, q blocks, kv blocks]``, 1 for an axis that the function does not read.
+    """
+    import torch
+
+    rows = spec.batch if reads_of(spec, "b") else 1
+    heads = spec.num_heads if reads_of(spec, "h") else 1
+    shape = rows, heads, blocks(spec.q_len), blocks(spec.kv_len)
+    found = torch.empty(shape, dtype=torch.int8, device=inputs.q.device)
+    tensors = aux_tensors(inputs)
+    kernel = _compiled(spec.mask_mod, arrays_of(spec))  # type: ignore[arg-type]
+    scalars = [number for tensor in tensors for number in (tensor.data_ptr(), *tensor.shape)]
+    kernel(found, spec.q_len, spec.kv_len, *scalars)
+    return found
+
+
+def reads_of(spec: AttentionSpec, name: str) -> bool:
+    """Returns whether the mask function of the call reads "b" or "h"; a score function does not count."""
+    return any(row.op == name for row in spec.mask_mod.rows)  # type: ignore[union-attr]
+
+
+@lru_cache(maxsize=256)
+def _compiled(tree: Expression, arrays: Arrays) -> Any:
+    """Returns the compiled kernel ``(states, q_len, kv_len, *scalars)``, which runs on torch's current stream."""
+    import torch
+    from cutlass import Int32, Int64, cute
+    from flash_attn.cute.cute_dsl_utils import to_cute_tensor  # type: ignore[import-not-found]
+
+    states = to_cute_tensor(torch.empty((2, 2, 2, 2), dtype=torch.int8, device="cuda"), assumed_align=1)
+    scalars = [number for _, _, axes in arrays for number in (Int64(0), *(Int32(0),) * axes)]
+    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    with timed("flash4", "blocks of a mask function"):
+        return cute.compile(
+            _kernel(tree, arrays), stream, states, Int32(0), Int32(0), *scalars, options="--enable-tvm-ffi"
+        )
+
+
+def _kernel(tree: Expression, arrays: Arrays) -> Any:
+    import cutlass
+    from cutlass import Boolean, Int8, Int32, cute
+
+    class BlockStates:
+        @cute.jit
+        def __call__(self, stream, states, q_len, kv_len, *scalars):  # type: ignore[no-untyped-def]
+            rows, heads, q_blocks, kv_blocks = states.shape
+            self.kernel(states, q_len, kv_len, scalars).launch(
+                grid=[kv_blocks, q_blocks, rows * heads], block=[LANES, 1, 1], stream=stream
+            )
+
+        @cute.kernel
+        def kernel(self, states, q_len, kv_len, scalars):  # type: ignore[no-untyped-def]
+            lane, _, _ = cute.arch.thread_idx()
+            kv_block, q_block, row = cute.arch.block_idx()
+            heads = states.shape[1]
+            b = row // heads
+            h = row - b * heads
+            shown, hidden = Boolean(False), Boolean(False)
+            count = cutlass.min(q_len - q_block * BLOCK, BLOCK)
+            for at in cutlass.range(count):
+                for part in cutlass.range_constexpr(BLOCK // LANES):
+                    key = kv_block * BLOCK + part * LANES + lane
+                    index = (b, h, q_block * BLOCK + at, key)
+                    # A key behind the row reads no memory behind its arrays, because lookups stay inside.
+                    sees = evaluate_cute(tree, index, None, read(arrays, scalars))
+                    exists = key < kv_len
+                    shown = shown | (exists & sees)
+                    hidden = hidden | (exists & (sees == Boolean(False)))
+            some = Int32(cute.arch.vote_any_sync(shown))
+            missing = Int32(cute.arch.vote_any_sync(hidden))
+            if lane == 0:
+                states[b, h, q_block, kv_block] = Int8(some * (2 - missing))
+
+    return BlockStates()

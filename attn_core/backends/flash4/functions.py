@@ -1,0 +1,222 @@
+"""Mask and score functions of a call as functions of FlashAttention-4's kernels.
+
+A kernel passes one pair of a query and a key to a mask function, and a few pairs of one query to a score function.
+Arrays go in as ``aux_scalars``: the address of each, then its sizes. With ``aux_tensors`` a kernel would divide every
+index by the length of its row, which costs more than most functions; ours stay inside their arrays themselves. The
+first array holds the ends of the call's ranges if there are any (see ``shared/block_tables.py``), the others are the
+call's aux arrays.
+
+The kernel identifies compiled code by each function's ``__cute_hash__``. Ours names all that the code depends on.
+Upstream: flash-attn-4 4.0.0b36, ``flash_attn.cute``: mask.py, softmax.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from attn_core.backends.flash4.softcap import capped, capped_gradient, capped_share, each_pair, tanh_approx
+from attn_core.call.functions import aux_of, slope
+from attn_core.call.spec import AttentionSpec
+from attn_core.call.tensors import Inputs
+from attn_core.expressions.on_cute import CuteArray, evaluate_cute
+from attn_core.expressions.properties import kind_of_dtype
+from attn_core.expressions.tree import Expression, Kind
+
+Arrays = tuple[tuple[str, Kind, int], ...]
+"""The dtype in the kernel, the kind, and the number of axes of each aux array."""
+NARROWER = {"int64": "int32", "float64": "float32", "bool": "uint8"}
+"""Dtypes that a kernel reads in another one."""
+ELEMENTS = {
+    **{"int8": "Int8", "int16": "Int16", "int32": "Int32", "uint8": "Uint8", "uint16": "Uint16"},
+    **{"float16": "Float16", "bfloat16": "BFloat16", "float32": "Float32"},
+}
+"""The names of dtypes in the CuTe DSL."""
+
+
+class Ends(NamedTuple):
+    """How the ends of ranges are read: how many ranges a key has, and which axes of the ends are longer than 1."""
+
+    ranges: int
+    by_batch: bool
+    by_head: bool
+    group: int
+
+
+def arrays_of(spec: AttentionSpec) -> Arrays:
+    """Returns the dtypes, kinds and axes of a call's aux arrays."""
+    arrays = []
+    for shape, dtype in spec.aux:
+        kind = kind_of_dtype(dtype)
+        assert kind is not None  # a spec allows no other dtypes
+        arrays.append((NARROWER.get(str(dtype), str(dtype)), kind, len(shape)))
+    return tuple(arrays)
+
+
+def aux_tensors(inputs: Inputs) -> list[Any]:
+    """Returns the call's aux arrays as tensors that a kernel reads: dense, at most 32 bits, no bools.
+
+    Of an int64 the low 32 bits count, a float64 is rounded, as an expression defines it.
+    """
+    import torch
+
+    smaller = {getattr(torch, wide): getattr(torch, narrow) for wide, narrow in NARROWER.items()}
+    return [array.detach().to(smaller.get(array.dtype, array.dtype)).contiguous() for array in aux_of(inputs)]
+
+
+def scalars_of(tensors: Sequence[Any]) -> tuple[Any, ...]:
+    """Returns the addresses and sizes of arrays as a kernel takes them."""
+    from cutlass import Int32, Int64
+
+    return tuple(
+        scalar for tensor in tensors for scalar in (Int64(tensor.data_ptr()), *(Int32(size) for size in tensor.shape))
+    )
+
+
+@lru_cache(maxsize=256)
+def mask_function(tree: Expression | None, ends: Ends | None, arrays: Arrays) -> Callable[..., Any]:
+    """Returns ``mask_mod`` of the kernels: a key is visible if its ranges and the call's function show it.
+
+    Args:
+        tree: the call's mask function, or None.
+        ends: of the ranges, or None; one of both is needed.
+        arrays: of the call's aux arrays.
+    """
+
+    def mask_mod(b: Any, h: Any, q: Any, k: Any, seqlen_info: Any, aux_tensors: Any, aux_scalars: Any = ()) -> Any:
+        from cutlass import Boolean, cute
+
+        index, shown = (b[0], h[0], q[0], k[0]), None
+        if ends is not None:
+            shown = _in_ranges(ends, read((("int32", "int", 4),), aux_scalars)[0], index)
+        if tree is not None:
+            by_function = evaluate_cute(tree, index, None, read(arrays, aux_scalars, ends is not None))
+            shown = by_function if shown is None else shown & by_function
+        cell = cute.make_rmem_tensor(1, Boolean)
+        cell[0] = shown
+        return cell.load()
+
+    mask_mod.__cute_hash__ = f"attn_core.mask({tree and tree.digest}, {ends}, {arrays})"  # type: ignore[attr-defined]
+    return mask_mod
+
+
+def _in_ranges(ends: Ends, array: CuteArray, index: tuple[Any, ...]) -> Any:
+    """Returns whether a range of the key shows the pair. array: int32 ``[rows, heads, keys, 2 * ranges]``."""
+    from cutlass import cute
+
+    b, h, q, k = index
+    _, heads, keys, _ = array.shape
+    row = b * heads if ends.by_batch else 0
+    row = row + h // ends.group if ends.by_head else row
+    width = 2 * ends.ranges
+    # All ends of a key in one instruction: of four loads for a key, each is as slow as one.
+    pointer = (array.pointer + (row * keys + k) * width).align(4 * width)
+    values = cute.make_tensor(pointer, cute.make_layout(width)).load()
+    shown = (q >= values[0]) & (q < values[1])
+    return shown if ends.ranges == 1 else shown | ((q >= values[2]) & (q < values[3]))
+
+
+class ScoreFunctions(NamedTuple):
+    """The score functions of a call.
+
+    Attributes:
+        forward: ``score_mod`` of the forward; with a softcap the scores arrive divided by it, see ``softcap.py``.
+        recompute: ``score_mod`` of the backward, whose scores are whole.
+        gradient: ``score_mod_bwd`` of the backward.
+    """
+
+    forward: Callable[..., Any]
+    recompute: Callable[..., Any]
+    gradient: Callable[..., Any]
+
+
+@lru_cache(maxsize=256)
+def score_functions(
+    tree: Expression, cap: float | None, behind_ends: bool, arrays: Arrays, packed: bool, group: int
+) -> ScoreFunctions:
+    """Returns the score functions of a call: its softcap, then its own.
+
+    The backward of 4.0.0b36 does not pack the query heads of a kv head into one tile, but it passes indices as if it
+    did: ``q // group`` for q, and ``h * group + q % group`` for h. Our functions for the backward undo that.
+
+    Args:
+        tree: the call's score function.
+        cap: its softcap.
+        behind_ends: whether the first of the kernel's aux tensors holds the ends of ranges.
+        arrays: of the call's aux arrays.
+        packed: whether rows hold documents. The kernel counts tokens in a document, and functions in the whole row.
+        group: query heads per kv head.
+    """
+
+    def index_of(pair: int, b: Any, h: Any, q_idx: Any, kv_idx: Any, info: Any, ungroup: bool = False) -> Any:
+        row, head, query, key = b[pair], h[pair], q_idx[pair], kv_idx[pair]
+        if ungroup and group > 1:
+            kv_head = head // group
+            head, query = kv_head, query * group + (head - kv_head * group)
+        if packed:
+            from cutlass import Int32
+
+            row, query, key = Int32(0), query + info.offset_q, key + info.offset_k
+        return row, head, query, key
+
+    def value(of: Expression, score: Any, index: tuple[Any, ...], aux: Any) -> Any:
+        return evaluate_cute(of, index, score, read(arrays, aux, behind_ends))
+
+    # The kernels pass the arguments from q_idx on by these names.
+    def forward(
+        scores: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, seqlen_info: Any, aux_tensors: Any, aux_scalars: Any = ()
+    ) -> Any:
+        def each(pair: int, score: Any) -> Any:
+            whole = score if cap is None else capped_share(score, cap, tanh_approx)
+            return value(tree, whole, index_of(pair, b, h, q_idx, kv_idx, seqlen_info), aux_scalars)
+
+        return each_pair(each, scores)
+
+    def recompute(
+        scores: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, seqlen_info: Any, aux_tensors: Any, aux_scalars: Any = ()
+    ) -> Any:
+        def each(pair: int, score: Any) -> Any:
+            whole = score if cap is None else capped(score, cap, tanh_approx)
+            return value(tree, whole, index_of(pair, b, h, q_idx, kv_idx, seqlen_info, True), aux_scalars)
+
+        return each_pair(each, scores)
+
+    def gradient(
+        gradients: Any,
+        scores: Any,
+        b: Any,
+        h: Any,
+        q_idx: Any,
+        kv_idx: Any,
+        seqlen_info: Any,
+        aux_tensors: Any,
+        aux_scalars: Any = (),
+    ) -> Any:
+        def each(pair: int, dscore: Any, score: Any) -> Any:
+            whole = score if cap is None else capped(score, cap, tanh_approx)
+            index = index_of(pair, b, h, q_idx, kv_idx, seqlen_info, True)
+            dscore = dscore * value(slope(tree), whole, index, aux_scalars)
+            return dscore if cap is None else capped_gradient(dscore, score, cap, tanh_approx)
+
+        return each_pair(each, gradients, scores)
+
+    functions = ScoreFunctions(forward, recompute, gradient)
+    for name, function in functions._asdict().items():
+        key = (name, tree.digest, cap, behind_ends, arrays, packed, group)
+        function.__cute_hash__ = f"attn_core.score{key}"
+    return functions
+
+
+def read(arrays: Arrays, scalars: Sequence[Any], behind_ends: bool = False) -> tuple[CuteArray, ...]:
+    """Returns the arrays that a kernel's scalars describe, without the first one if it holds the ends of ranges."""
+    import cutlass
+    from cutlass import cute
+
+    found, place = [], 5 if behind_ends else 0
+    for dtype, kind, axes in arrays:
+        element = getattr(cutlass, ELEMENTS[dtype])
+        pointer = cute.make_ptr(element, scalars[place], cute.AddressSpace.gmem, assumed_align=element.width // 8)
+        found.append(CuteArray(pointer, tuple(scalars[place + 1 : place + 1 + axes]), kind))
+        place += 1 + axes
+    return tuple(found)

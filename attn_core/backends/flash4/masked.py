@@ -1,0 +1,117 @@
+"""FlashAttention-4 on calls with key ranges, a mask function or a score function: refusals and the kernels' arguments.
+
+Ranges and mask functions run through block tables: the kernel skips the blocks that nothing shows, and calls the mask
+function in blocks that are partly visible. Its mask functions replace causal and window, so the band of such a call is
+cut into its ranges. The tables of the queries serve the forward, those of the keys the backward.
+Upstream: flash-attn-4 4.0.0b36, ``flash_attn.cute``: block_sparsity.py, block_sparse_utils.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+from attn_core.backends.flash4 import function_blocks, functions
+from attn_core.backends.shared import block_tables
+from attn_core.backends.shared.constant_tensors import made_from
+from attn_core.backends.shared.triton import has_triton
+from attn_core.call.spec import AttentionSpec
+from attn_core.call.tensors import Inputs
+
+WIDEST = 128
+"""The largest head dim whose tiles are blocks of 128 keys, in both directions."""
+MOST_ELEMENTS = 2**31
+"""Of an aux array: its places are ints of 32 bits."""
+
+
+def by_blocks(spec: AttentionSpec) -> bool:
+    """Returns whether the call runs through block tables."""
+    return spec.key_ranges_shape is not None or spec.mask_mod is not None
+
+
+def is_plain(spec: AttentionSpec) -> bool:
+    """Returns whether the call has neither ranges nor functions, so that nothing of this module concerns it."""
+    return spec.key_ranges_shape is None and spec.mask_mod is None and spec.score_mod is None
+
+
+def refusals(spec: AttentionSpec, device: str, name: str) -> Iterator[str]:
+    """Yields refusals of sm100, and of what block tables exclude: documents, wide heads, paged keys, equal bits."""
+    if is_plain(spec):
+        return
+    if device != "sm90":
+        yield f"key_ranges, mask_mod, score_mod: {name} is claimed for them on sm90 alone"
+    if any(not 0 < prod(entry.shape) < MOST_ELEMENTS for entry in spec.aux):
+        yield f"aux: {name} takes arrays of 1 to {MOST_ELEMENTS - 1} elements"
+    if not by_blocks(spec):
+        return
+    what = "key_ranges" if spec.mask_mod is None else "mask_mod"
+    widest = max(spec.head_dim, spec.value_dim)
+    if not has_triton():
+        yield f"{what}: {name} needs triton, which makes its block tables"
+    if spec.packed:
+        yield f"{what} with packed documents: {name} has block tables for dense rows alone"
+    if spec.paged is not None:
+        yield f"{what} with keys and values in pages: {name} has none"
+    if widest > WIDEST:
+        yield f"{what} with head_dim={widest}: {name} has block tables up to {WIDEST}"
+    if spec.deterministic and spec.needs_backward:
+        yield f"{what} with deterministic=True and gradients: {name} promises no equal bits there"
+
+
+def score_keywords(spec: AttentionSpec, half: str) -> dict[str, Any]:
+    """Returns the keywords of a call's score function in a direction; of its softcap, too."""
+    if spec.score_mod is None:
+        return {}
+    ends = by_blocks(spec) and block_tables.has_ends(spec)
+    arrays = functions.arrays_of(spec)
+    made = functions.score_functions(spec.score_mod, spec.softcap, ends, arrays, spec.packed, spec.group_size)
+    if half == "forward":
+        # With the query heads of a kv head in one tile, the kernel would divide the index of every pair.
+        apart = {"pack_gqa": False} if (spec.max_len_q or spec.q_len) >= block_tables.BLOCK else {}
+        return {"score_mod": made.forward, **apart}
+    return {"score_mod": made.recompute, "score_mod_bwd": made.gradient}
+
+
+def operands(spec: AttentionSpec, inputs: Inputs, half: str) -> tuple[Any, ...]:
+    """Returns the further tensors of a call in a direction: its block table, the ends of its ranges, its aux arrays.
+
+    A plain call has none.
+    """
+    if is_plain(spec):
+        return ()
+    arrays = functions.aux_tensors(inputs)
+    if not by_blocks(spec):
+        return tuple(arrays)
+
+    def make() -> tuple[Any, ...]:
+        shown = None if spec.mask_mod is None else function_blocks.states(spec, inputs)
+        table, ends = block_tables.table(spec, inputs, shown, half == "forward")
+        return (*table, *arrays) if ends is None else (*table, ends, *arrays)
+
+    if arrays or inputs.key_ranges is None:
+        return make()
+    return made_from(inputs.key_ranges, (spec, half), make)  # type: ignore[no-any-return]
+
+
+def tensor_keywords(spec: AttentionSpec, tensors: tuple[Any, ...]) -> dict[str, Any]:
+    """Returns the keywords of flash-attn-4's entry points that pass ``operands``."""
+    if is_plain(spec):
+        return {}
+    if not by_blocks(spec):
+        return {"aux_scalars": functions.scalars_of(tensors) or None}
+    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch  # type: ignore[import-not-found]
+
+    table, arrays = tensors[:4], functions.scalars_of(tensors[4:])
+    blocks = BlockSparseTensorsTorch(*table, block_size=(block_tables.BLOCK, block_tables.BLOCK))
+    return {"aux_scalars": arrays or None, "block_sparse_tensors": blocks, "mask_mod": _mask_function(spec)}
+
+
+@lru_cache(maxsize=1024)
+def _mask_function(spec: AttentionSpec) -> Any:
+    ends = None
+    if block_tables.has_ends(spec):
+        rows, heads, _, ranges, _ = spec.key_ranges_shape or (1, 1, 0, 1, 0)
+        ends = functions.Ends(ranges, rows > 1, heads > 1, spec.group_size)
+    return functions.mask_function(spec.mask_mod, ends, functions.arrays_of(spec))

@@ -1,0 +1,130 @@
+"""Evaluates expressions in kernels of the CuTe DSL, for one pair of a query and a key at a time.
+
+Ints are ``cutlass.Int32``, floats ``Float32``, bools ``Boolean``. ``tanh`` and ``exp`` are the GPU's approximate
+instructions (absolute error of tanh up to 2**-17), and a division by a constant multiplies by its reciprocal: a true
+division would be a subroutine for every score.
+Upstream: nvidia-cutlass-dsl 4.8, ``cutlass.base_dsl.typing``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from attn_core.expressions.rendering import ARITHMETIC, Vocabulary, evaluate
+from attn_core.expressions.tree import Expression, Kind
+
+
+class CuteArray(NamedTuple):
+    """A dense aux array in a kernel, of fewer than 2**31 elements.
+
+    Attributes:
+        pointer: ``cute.Pointer`` to its first element; bools are stored as whole bytes.
+        shape: the sizes of its axes.
+        kind: of its elements.
+    """
+
+    pointer: Any
+    shape: tuple[Any, ...]
+    kind: Kind
+
+
+@lru_cache(maxsize=1)
+def vocabulary() -> Vocabulary:
+    """Returns the operations on scalars of the CuTe DSL, which it needs.
+
+    In a host function of the DSL, which a test runs on a CPU, tanh and exp are not available.
+    """
+    import cutlass
+
+    types = {"bool": cutlass.Boolean, "int": cutlass.Int32, "float": cutlass.Float32}
+
+    def constant(value: Any, kind: Kind) -> Any:
+        return types[kind](value)
+
+    def known(value: Any) -> bool:
+        return isinstance(value.value, (bool, int, float))
+
+    def where(condition: Any, a: Any, b: Any) -> Any:
+        if known(condition):
+            return a if condition.value else b
+        return type(a)(cutlass.select_(condition, a, b))
+
+    def minimum(a: Any, b: Any) -> Any:
+        # NaN wins, as in numpy and torch: it is neither less than another number nor equal to itself.
+        first = a < b if isinstance(a, cutlass.Int32) else (a < b) | (a != a)
+        return where(first, a, b)
+
+    def maximum(a: Any, b: Any) -> Any:
+        first = b < a if isinstance(a, cutlass.Int32) else (b < a) | (a != a)
+        return where(first, a, b)
+
+    def divide(a: Any, b: Any) -> Any:
+        return a * cutlass.Float32(1.0 / b.value) if known(b) and b.value else a / b
+
+    def remainder(a: Any, b: Any) -> Any:
+        return a - a // b * b  # the DSL's own % rounds to zero
+
+    def read(array: CuteArray, indices: list[Any]) -> Any:
+        place: Any = 0
+        for index, size in zip(indices, array.shape, strict=True):
+            place = place * size + index
+        value = cutlass.cute.make_tensor(array.pointer + place, cutlass.cute.make_layout(1))[0]
+        return value != 0 if array.kind == "bool" else value
+
+    zero = {name: types[name](0) for name in ("int", "float")}
+    functions: dict[str, Callable[..., Any]] = {
+        **ARITHMETIC,
+        "where": where,
+        "minimum": minimum,
+        "maximum": maximum,
+        "divide": divide,
+        "remainder": remainder,
+        "abs": lambda value: where(value < zero["int" if isinstance(value, cutlass.Int32) else "float"], -value, value),
+        "not": lambda value: value == cutlass.Boolean(False),
+        "exp": _exp,
+        "tanh": tanh_approx,
+    }
+    return Vocabulary(functions=functions, constant=constant, cast=lambda value, kind: types[kind](value), read=read)
+
+
+def evaluate_cute(tree: Expression, indices: Sequence[Any], score: Any = None, aux: Sequence[CuteArray] = ()) -> Any:
+    """Returns the value of an expression for one pair, inside a kernel.
+
+    Args:
+        tree: a mask or score expression.
+        indices: b, h, q and k, ``cutlass.Int32``.
+        score: ``cutlass.Float32``, or None for an expression without a score.
+        aux: the arrays of the lookups, by their numbers.
+    """
+    return evaluate(tree, vocabulary(), indices, score, aux)
+
+
+def tanh_approx(value: Any) -> Any:
+    """Returns the hyperbolic tangent of a ``cutlass.Float32`` in a kernel, as one instruction."""
+    return _instruction("tanh.approx.f32 $0, $1;", value)
+
+
+def _exp(value: Any) -> Any:
+    from cutlass import Float32
+
+    return _instruction("ex2.approx.ftz.f32 $0, $1;", value * Float32(1.4426950408889634))
+
+
+def _instruction(text: str, value: Any) -> Any:
+    """Returns the result of a PTX instruction from one float to another."""
+    from cutlass import Float32
+    from cutlass._mlir.dialects import llvm
+    from cutlass.cutlass_dsl import T
+
+    result = llvm.inline_asm(
+        T.f32(),
+        [Float32(value).ir_value()],
+        text,
+        "=f,f",
+        has_side_effects=False,  # so that two equal uses become one instruction
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )
+    return Float32(result)

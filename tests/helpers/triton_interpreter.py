@@ -1,0 +1,58 @@
+"""Triton's interpreter, which runs kernels on the CPU, in a second process.
+
+Triton decides when a kernel is defined whether the kernel is compiled or interpreted. Therefore a second process runs
+each test of a module with the fixture ``interpreter``, unless this process already has TRITON_INTERPRET=1.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from other_process import OtherProcess
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def process(
+    file: str, tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
+) -> Iterator[OtherProcess | None]:
+    """The process that runs the tests of a file; None if this process does."""
+    if INTERPRETED:
+        yield None
+        return
+    environment = {name: os.environ[name] for name in ("PATH", "HOME", "LD_LIBRARY_PATH") if name in os.environ}
+    environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1"}
+    log = tmp_path_factory.mktemp("interpreter") / "log"
+    second = OtherProcess(Path(file), pytestconfig.rootpath, log, environment)
+    yield second
+    second.end()
+
+
+def send(pyfuncitem: pytest.Function) -> bool | None:
+    """Sends a test with the fixture ``interpreter`` to the process that the fixture starts."""
+    second = pyfuncitem.funcargs.get("interpreter")
+    if second is None:
+        return None
+    second.run(pyfuncitem.nodeid)
+    return True
+
+
+def patch_numbers() -> None:
+    """Gives the interpreter's numbers an ``__index__`` that numpy 2.4 allows: an array of one element is none there."""
+    from triton.runtime import interpreter
+
+    original = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        original(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patched
+
+
+if INTERPRETED:
+    patch_numbers()
