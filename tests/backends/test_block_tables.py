@@ -70,6 +70,20 @@ def test_tables_and_ends(drawn: tuple[AttentionSpec, np.ndarray | None, np.ndarr
         table, ends = table_of(spec, key_ranges, shown, of_queries)
         check_ends(spec, key_ranges, ends)
         check_table(spec, key_ranges, shown, table, of_queries)
+        if key_ranges is not None and shown is None:
+            check_arrays(spec, key_ranges, table, ends, of_queries)
+
+
+def check_arrays(spec: AttentionSpec, key_ranges: np.ndarray, table: Any, ends: Any, of_queries: bool) -> None:
+    """Plain operations, which XLA runs, make the same table."""
+    arrays, same_ends = block_tables.table_arrays(spec, key_ranges, of_queries, np)
+    np.testing.assert_array_equal(same_ends, ends.numpy())
+    for count, numbers in ((0, 1), (2, 3)):
+        np.testing.assert_array_equal(arrays[count], table[count].numpy())
+        for place in np.ndindex(*arrays[count].shape):
+            first = slice(0, arrays[count][place])
+            np.testing.assert_array_equal(arrays[numbers][place][first], table[numbers][place][first].numpy())
+    assert all(array.dtype == np.int32 for array in (*arrays, same_ends))
 
 
 def table_of(spec: AttentionSpec, key_ranges: Any, shown: Any, of_queries: bool) -> tuple[Any, Any]:

@@ -60,6 +60,7 @@ FORWARD = Support(
 BACKWARD = replace(FORWARD, paged=False)
 WRITES_INTO = True
 lower = arguments.lower
+program_operands = masked.program_operands
 
 
 def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
@@ -146,8 +147,8 @@ def program_refuses(spec: AttentionSpec, device: str) -> tuple[str, ...]:
         reasons.append("keys and values in pages: torch operations make tables safe before the kernel")
     if spec.sinks:
         reasons.append("sinks: added by torch operations after the kernel")
-    if masked.by_blocks(spec) or spec.aux:
-        reasons.append("key_ranges, mask_mod, aux: torch operations make tables and arrays before the kernel")
+    if spec.mask_mod is not None or spec.aux:
+        reasons.append("mask_mod, aux: a kernel or torch operations make tables and arrays before the kernel")
     if any(_kernel(spec, gradient).pads(spec) for gradient in ({False, spec.needs_backward})):
         reasons.append(f"head_dim={spec.head_dim}, value_dim={spec.value_dim}: padded by torch operations")
     return tuple(reasons)
@@ -158,16 +159,19 @@ def program(spec: AttentionSpec, direction: str, with_dlse: bool = False) -> Ker
     """Returns the kernels of a call that ``program_refuses`` allows, and the buffers between them.
 
     Operands are the fields of ``Inputs``; in a backward also out, lse, dout, and ``with_dlse`` dlse, 0 in rows that see
-    no key. Compiles nothing. Raises Unrecordable if flash-attn-4 works differently from the version that we tested.
+    no key; and those of ``program_operands``. Compiles nothing. Raises Unrecordable if flash-attn-4 works differently
+    from the version that we tested.
     """
     from attn_core.backends.flash4 import program as flash4_program
 
     def run(kernels: Any, inputs: Inputs, others: dict[str, Any]) -> None:
+        more = [others[name] for name in masked.program_shapes(spec, direction)]
         if direction == "forward":
-            _run_forward(spec, inputs, (others["out"], others["lse"]), kernels)
+            _run_forward(spec, inputs, (others["out"], others["lse"]), kernels, *more, by_address=False)
         else:
             out, lse, dout, *buffers = (others[name] for name in ("out", "lse", "dout", "dq", "dk", "dv"))
-            _run_backward(spec, inputs, out, lse, dout, Gradients(*buffers), others.get("dlse"), kernels)
+            dlse = others.get("dlse")
+            _run_backward(spec, inputs, out, lse, dout, Gradients(*buffers), dlse, kernels, *more, by_address=False)
 
     return flash4_program.program(spec, direction, with_dlse, run)
 
@@ -178,7 +182,9 @@ def _forward(spec: AttentionSpec, inputs: Any, into: Any) -> tuple[Any, Any]:
     return direct.forward(spec, inputs, into, _run_forward)
 
 
-def _run_forward(spec: AttentionSpec, inputs: Inputs, into: Any, kernels: Any, *more: Any) -> tuple[Any, Any]:
+def _run_forward(
+    spec: AttentionSpec, inputs: Inputs, into: Any, kernels: Any, *more: Any, by_address: bool = True
+) -> tuple[Any, Any]:
     """Makes a call through flash-attn-4's entry points. kernels: a recording replaces them; more: see ``masked``."""
     out, lse = (None, None) if into is None else map(writable, into)
     results = (kernels or _kernels())[0](
@@ -189,7 +195,7 @@ def _run_forward(spec: AttentionSpec, inputs: Inputs, into: Any, kernels: Any, *
         out=out,
         lse=lse,
         **arguments.keywords(spec, "forward"),
-        **masked.tensor_keywords(spec, more),
+        **masked.tensor_keywords(spec, more, by_address),
     )
     return results[0], results[1]
 
@@ -203,7 +209,16 @@ def _backward(
 
 
 def _run_backward(
-    spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, into: Any, dlse: Any, kernels: Any, *more: Any
+    spec: AttentionSpec,
+    inputs: Inputs,
+    out: Any,
+    lse: Any,
+    dout: Any,
+    into: Any,
+    dlse: Any,
+    kernels: Any,
+    *more: Any,
+    by_address: bool = True,
 ) -> Gradients:
     dq, dk, dv = (None, None, None) if into is None else map(writable, into[:3])
     results = (kernels or _kernels())[1](
@@ -216,7 +231,7 @@ def _run_backward(
         dv=dv,
         dlse=dlse,
         **arguments.keywords(spec, "backward"),
-        **masked.tensor_keywords(spec, more),
+        **masked.tensor_keywords(spec, more, by_address),
     )
     return Gradients(*results[:3])
 

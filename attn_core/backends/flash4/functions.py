@@ -4,7 +4,7 @@ A kernel passes one pair of a query and a key to a mask function, and a few pair
 Arrays go in as ``aux_scalars``: the address of each, then its sizes. With ``aux_tensors`` a kernel would divide every
 index by the length of its row, which costs more than most functions; ours stay inside their arrays themselves. The
 first array holds the ends of the call's ranges if there are any (see ``shared/block_tables.py``), the others are the
-call's aux arrays.
+call's aux arrays. XLA passes no addresses, so that in a program of XLA the ends are an aux tensor.
 
 The kernel identifies compiled code by each function's ``__cute_hash__``. Ours names all that the code depends on.
 Upstream: flash-attn-4 4.0.0b36, ``flash_attn.cute``: mask.py, softmax.py.
@@ -89,7 +89,8 @@ def mask_function(tree: Expression | None, ends: Ends | None, arrays: Arrays) ->
 
         index, shown = (b[0], h[0], q[0], k[0]), None
         if ends is not None:
-            shown = _in_ranges(ends, read((("int32", "int", 4),), aux_scalars)[0], index)
+            of_ends = CuteArray(aux_tensors[0].iterator, tuple(aux_tensors[0].shape), "int") if aux_tensors else None
+            shown = _in_ranges(ends, of_ends or read((("int32", "int", 4),), aux_scalars)[0], index)
         if tree is not None:
             by_function = evaluate_cute(tree, index, None, read(arrays, aux_scalars, ends is not None))
             shown = by_function if shown is None else shown & by_function

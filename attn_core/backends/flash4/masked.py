@@ -95,17 +95,47 @@ def operands(spec: AttentionSpec, inputs: Inputs, half: str) -> tuple[Any, ...]:
     return made_from(inputs.key_ranges, (spec, half), make)  # type: ignore[no-any-return]
 
 
-def tensor_keywords(spec: AttentionSpec, tensors: tuple[Any, ...]) -> dict[str, Any]:
-    """Returns the keywords of flash-attn-4's entry points that pass ``operands``."""
+IN_PROGRAMS = ("partial_count", "partial", "full_count", "full", "ends")
+"""The names of ``operands`` in a program of XLA."""
+
+
+def program_shapes(spec: AttentionSpec, direction: str) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Returns the shapes and dtypes of a program's further operands, by their names; empty for a call without."""
+    if not by_blocks(spec):
+        return {}
+    length, others = block_tables.blocks(spec.q_len), block_tables.blocks(spec.kv_len)
+    length, others = (length, others) if direction == "forward" else (others, length)
+    counts, (rows, heads, _, ranges, _) = (spec.batch, spec.num_heads, length), spec.key_ranges_shape or (0,) * 5
+    ends = rows, heads, block_tables.blocks(spec.kv_len) * block_tables.BLOCK, 2 * ranges
+    shapes = (counts, (*counts, others), counts, (*counts, others), ends)
+    return {name: (shape, "int32") for name, shape in zip(IN_PROGRAMS, shapes, strict=True)}
+
+
+def program_operands(spec: AttentionSpec, direction: str, arrays: dict[str, Any], xp: Any) -> dict[str, Any]:
+    """Returns a program's further operands by name, from the call's own, by operations of ``xp`` (``jax.numpy``)."""
+    if not by_blocks(spec):
+        return {}
+    table, ends = block_tables.table_arrays(spec, arrays["key_ranges"], direction == "forward", xp)
+    return dict(zip(IN_PROGRAMS, (*table, ends), strict=True))
+
+
+def tensor_keywords(spec: AttentionSpec, tensors: tuple[Any, ...], by_address: bool = True) -> dict[str, Any]:
+    """Returns the keywords of flash-attn-4's entry points that pass ``operands``.
+
+    Args:
+        by_address: False for a program of XLA, which passes no addresses.
+    """
     if is_plain(spec):
         return {}
     if not by_blocks(spec):
         return {"aux_scalars": functions.scalars_of(tensors) or None}
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch  # type: ignore[import-not-found]
 
-    table, arrays = tensors[:4], functions.scalars_of(tensors[4:])
-    blocks = BlockSparseTensorsTorch(*table, block_size=(block_tables.BLOCK, block_tables.BLOCK))
-    return {"aux_scalars": arrays or None, "block_sparse_tensors": blocks, "mask_mod": _mask_function(spec)}
+    blocks = BlockSparseTensorsTorch(*tensors[:4], block_size=(block_tables.BLOCK, block_tables.BLOCK))
+    how = {"block_sparse_tensors": blocks, "mask_mod": _mask_function(spec)}
+    if not by_address:
+        return {**how, "aux_tensors": list(tensors[4:])}
+    return {**how, "aux_scalars": functions.scalars_of(tensors[4:]) or None}
 
 
 @lru_cache(maxsize=1024)

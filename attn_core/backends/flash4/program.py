@@ -10,11 +10,12 @@ from __future__ import annotations
 import hashlib
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from typing import Any
 
 from attn_core.backends.flash4 import disk_cache
+from attn_core.backends.flash4.masked import program_shapes
 from attn_core.backends.flash4.recorder import Launch, Recorder
 from attn_core.backends.shared import dry_run
 from attn_core.backends.shared.cached_once import cached_once
@@ -57,7 +58,7 @@ def _assemble(notes: Recorder, named: dict[str, Any], direction: str) -> KernelP
     operands = frozenset(written)
     steps = []
     for call in notes.calls:
-        tensors = [value for value in call.arguments if _is_tensor(value)]
+        tensors = [value for value, _ in _leaves(call.arguments, call.kernel.described) if _is_tensor(value)]
         for tensor in tensors:
             buffer = buffers.setdefault(_memory(tensor), _buffer(tensor, SCRATCH, tensor.shape, zeros))
             if buffer.shape != tuple(tensor.shape):
@@ -82,9 +83,10 @@ def _step(call: Launch, order: list[int], reads: tuple[int, ...], writes: tuple[
     parameters = (*reads, *writes)
     last = {place: slot for slot, place in enumerate(parameters)}  # an updated buffer is in both: take it from writes
     slots = [last[place] for place in order]
-    described = [call.kernel.described[at] for at, value in enumerate(call.arguments) if _is_tensor(value)]
+    leaves = list(_leaves(call.arguments, call.kernel.described))
+    described = [about for value, about in leaves if _is_tensor(value)]
     by_slot = [described[order.index(place)] for place in parameters]
-    constants = tuple(None if _is_tensor(value) else check_constant(value) for value in call.arguments)
+    constants = tuple(None if _is_tensor(value) else check_constant(value) for value, _ in leaves)
     key = (call.key, [str(one) for one in by_slot], slots, constants, call.kernel.options)
     text = repr((_versions(), type(call.kernel.kernel).__qualname__, key))
     if re.search(r"\bat 0x|0x[0-9a-f]{8}[0-9a-f]*[1-9a-f]", text):  # an address differs between processes
@@ -107,7 +109,7 @@ def _compile(target: str, call: Launch, slots: list[int], described: list[Any]) 
     # Numbers are captured, so they become constants of the compiled code, and XLA passes buffers only.
     def launch(stream: Any, tensors: Any) -> None:
         places, filled = iter(slots), []
-        for value in arguments:
+        for value, _ in _leaves(arguments, kernel.described):
             if _is_tensor(value):
                 filled.append(tensors[next(places)])
             elif isinstance(value, float):
@@ -116,13 +118,35 @@ def _compile(target: str, call: Launch, slots: list[int], described: list[Any]) 
                 filled.append(cutlass.Int32(value))
             else:
                 filled.append(value)
-        kernel.kernel(*filled, stream)
+        leaves = iter(filled)
+        kernel.kernel(*(_rebuilt(value, about, leaves) for value, about in zip(arguments, kernel.described)), stream)
 
     with warnings.catch_warnings():  # about an argument that flash-attn-4 leaves empty
         warnings.filterwarnings("ignore", "Argument aux_data ")
         compiled = cute.compile(_entry(), launch, kernel.described[-1], *described, options=kernel.options)
     _compiled_code()[target] = compiled
     return _function(compiled)
+
+
+def _leaves(arguments: Sequence[Any], described: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+    """Yields a kernel's arguments with their descriptions; of a tuple or list with tensors, its parts."""
+    for value, about in zip(arguments, described):
+        if _is_group(value):
+            yield from _leaves(value, about)
+        else:
+            yield value, about
+
+
+def _rebuilt(value: Any, about: Any, leaves: Iterator[Any]) -> Any:
+    """Returns an argument as the kernel takes it, from its leaves. about: its description, which has the right type."""
+    if not _is_group(value):
+        return next(leaves)
+    parts = [_rebuilt(part, of_part, leaves) for part, of_part in zip(value, about, strict=True)]
+    return type(about)(*parts) if hasattr(about, "_fields") else type(about)(parts)
+
+
+def _is_group(value: Any) -> bool:
+    return isinstance(value, (tuple, list)) and any(part is not None for part in value)
 
 
 def _function(compiled: Any) -> Any:
@@ -205,7 +229,7 @@ def _tensors(spec: AttentionSpec, direction: str, with_dlse: bool) -> dict[str, 
 
     query, key, value = dry_run.shapes(spec)
     wide, narrow = spec.dtype, "float32"
-    shapes = {"out": (spec.out_shape, wide), "lse": (spec.lse_shape, narrow)}
+    shapes = {"out": (spec.out_shape, wide), "lse": (spec.lse_shape, narrow), **program_shapes(spec, direction)}
     if direction == "backward":
         shapes |= {"dout": (spec.out_shape, wide)} | ({"dlse": (spec.lse_shape, narrow)} if with_dlse else {})
         shapes |= {"dq": (query, wide), "dk": (key, wide), "dv": (value, wide)}

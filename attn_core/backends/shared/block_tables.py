@@ -72,6 +72,45 @@ def table(spec: AttentionSpec, inputs: Any, shown: Any, of_queries: bool) -> tup
     return made, ends
 
 
+def table_arrays(spec: AttentionSpec, key_ranges: Any, of_queries: bool, xp: Any) -> tuple[Table, Any]:
+    """Returns the same as ``table`` for a call with ranges, by plain operations, so that XLA can run them.
+
+    Args:
+        key_ranges: int32 ``spec.key_ranges_shape``, with any values.
+        xp: ``numpy`` or ``jax.numpy``.
+    """
+    q_blocks, kv_blocks = blocks(spec.q_len), blocks(spec.kv_len)
+    left, right, offset = (FAR if side is None else side for side in band(spec))
+    key, exists = (xp.arange(kv_blocks * BLOCK, dtype=xp.int32) for _ in range(2))
+    exists = exists < spec.kv_len
+    lowest = xp.maximum(key - (offset + right), 0)[:, None]
+    highest = xp.minimum(key - (offset - left - 1), spec.q_len)[:, None]
+    padding = [(0, 0), (0, 0), (0, kv_blocks * BLOCK - spec.kv_len), (0, 0), (0, 0)]
+    padded = xp.pad(key_ranges, padding)  # ranges of 0 to 0 are empty
+    start, stop = xp.maximum(padded[..., 0], lowest), xp.minimum(padded[..., 1], highest)  # [rows, heads, keys, ranges]
+    shown = (start < stop) & exists[:, None]
+    start, stop = xp.where(shown, start, 0), xp.where(shown, stop, 0)
+    ends = xp.stack([start, stop], axis=-1).reshape(*start.shape[:3], -1)
+    low = xp.arange(q_blocks, dtype=xp.int32) * BLOCK
+    high = xp.minimum(low + BLOCK, spec.q_len)
+    first, last = start[..., None], stop[..., None]
+    touched = ((first < high) & (last > low) & (first < last)).any(3)  # [rows, heads, keys, q blocks]
+    covered = ((first <= low) & (last >= high)).any(3) | ~exists[:, None]
+    some, every = (of_keys.reshape(*start.shape[:2], kv_blocks, BLOCK, q_blocks) for of_keys in (touched, covered))
+    some, every = some.any(3), every.all(3)
+    if of_queries:
+        some, every = some.swapaxes(2, 3), every.swapaxes(2, 3)
+    parts = []
+    for present in (some & ~every, some & every):
+        present = xp.repeat(present, spec.num_heads // present.shape[1], axis=1)
+        present = xp.broadcast_to(present, (spec.batch, *present.shape[1:]))
+        others = xp.arange(present.shape[3], dtype=xp.int32)
+        # Present blocks first, in ascending order: all places differ, so that any sort gives the same.
+        order = xp.argsort(xp.where(present, others, others + present.shape[3]), axis=3)
+        parts += [present.sum(3, dtype=xp.int32), order.astype(xp.int32)]
+    return Table(*parts), ends
+
+
 class _How(NamedTuple):
     """How a table is made.
 

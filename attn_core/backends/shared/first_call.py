@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -36,7 +37,8 @@ def run(key: Hashable, call: Callable[[], Any], what: Callable[[], str], remedy:
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(f"{what()} is not compiled yet, and a CUDA graph cannot capture the compilation; {remedy}")
     with _compiling:
-        with timed("flash4", what()):
+        with timed("flash4", what()), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Argument aux_data ")  # an argument that flash-attn-4 leaves empty
             result = call()
         if len(_compiled) >= MOST_KEYS:  # decoding has a new length at every step
             _compiled.clear()
