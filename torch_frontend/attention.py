@@ -153,8 +153,15 @@ def attention(
     observed = observed or not _others_on()  # sdpa_kernel(...) around the call
     unusual_window = window is not None and type(window) is not int and not is_plain_window(window)
     drops = type(dropout) is not float or dropout
-    usual = plain and not (observed or drops or unusual_window or dropout_rng is not None or key_ranges is not None)
+    usual = plain and not (observed or drops or unusual_window or dropout_rng is not None)
     usual = usual and mask_mod is None and score_mod is None and type(aux) is tuple and not aux
+    if key_ranges is not None:
+        if usual and no_extras:
+            plain_options = (causal, alignment, window, softcap, scale, dropout, deterministic, return_lse)
+            results = fast_calls.attend_with_ranges(q, k, v, key_ranges, backend, plain_options)
+            if results is not None:
+                return results
+        usual = False
     if usual and not no_extras:
         plain_options = (causal, alignment, window, softcap, scale, dropout, deterministic, return_lse)
         if alibi_slopes is None and sinks is None and seq_info is None:

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch.autograd import profiler
 
 from attn_core.call import ranges
+from attn_core.call.options import Options, check_options, requested_names
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.slow_copies import EVERY, FIRST, tables_passed
 from attn_core.call.tensors import Inputs
 from attn_core.selection import override
-from torch_frontend.dispatch import autograd, empty_rows, offsets, tensor_kinds, value_checks
+from torch_frontend.dispatch import autograd, empty_rows, in_parts, offsets, sdpa_flags, tensor_kinds, value_checks
 from torch_frontend.dispatch.plan_cache import fast_plan, table_plan
 from torch_frontend.dispatch.ranges import in_ranges
 from torch_frontend.dispatch.run_plan import check_offsets, note_plan, run_forward, run_shortcut
@@ -149,6 +151,37 @@ def attend_with_tables(
             return autograd.AttentionFunction.apply(call_plan, *Inputs(q, k, v, mask, bias))
         results = run_forward(call_plan, Inputs(q, k, v, mask, bias))
     return results if call_plan.spec.return_lse else results[0]
+
+
+def attend_with_ranges(q: Tensor, k: Tensor, v: Tensor, key_ranges: Any, backend: Any, options: tuple[Any, ...]) -> Any:
+    """``attend`` for calls on a GPU with key ranges alone, in numpy or as a tensor."""
+    try:
+        if not (_is_on_gpu(q) and q.layout is k.layout is v.layout is _STRIDED):
+            return None
+        if type(key_ranges) is np.ndarray and key_ranges.dtype == np.int32:
+            # No copy: what the call keeps of ranges on the host is its own.
+            key_ranges = torch.from_numpy(key_ranges if key_ranges.flags.writeable else key_ranges.copy())
+        elif type(key_ranges) is not Tensor or key_ranges.layout is not _STRIDED:
+            return None
+        needs_backward = _is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        causal, alignment, window, softcap, scale, dropout, deterministic, return_lse = options
+        named = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
+        inputs = Inputs(q, k, v, key_ranges=key_ranges)
+        requested = requested_names(backend) or _requested()
+        arguments = in_parts.metadata(inputs), check_options(named), needs_backward, False, requested, sdpa_flags.now()
+        call_plan, inputs = in_parts.resolve(arguments, inputs)
+    except Exception:  # the general path raises the error again, or an earlier one
+        return None
+    if profiler._is_profiler_enabled or _ranges():
+        call_plan = in_ranges(call_plan)
+    if needs_backward:
+        return autograd.AttentionFunction.apply(call_plan, *inputs)
+    results = run_forward(call_plan, inputs)
+    return results if call_plan.spec.return_lse else results[0]
+
+
+def _is_on_gpu(q: Tensor) -> bool:
+    return q.is_cuda
 
 
 def _with_documents(inputs: Inputs, seq_info: Any) -> tuple[Inputs, offsets.Longest] | None:
