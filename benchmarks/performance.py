@@ -282,14 +282,18 @@ cuDNN; both sides ran each shape before.
 
 ## Masks and scores
 
-Key ranges and score functions, which run in torch's FlexAttention on a GPU: 32 query heads on 8 kv heads of 128
-channels in bfloat16, one row for masks, 4 x 4096 causal for scores. Speeds count visible pairs alone. FlexAttention
-gets block tables that were made before the timing; attention() makes them in each call, and its backward runs the
-forward again. So it is slower than FlexAttention itself. `python -m benchmarks.masks --json` writes the raw times.
+Key ranges and score functions, which run on FlashAttention-4 on a Hopper GPU: 32 query heads on 8 kv heads of 128
+channels in bfloat16, one row for masks, 4 x 4096 causal for scores. Speeds count visible pairs alone, and each call
+waits for the GPU, so that the host's time counts. FlexAttention is torch's own, compiled, with block tables that were
+made before the timing. Masks with many short rows are furthest from a kernel without a mask: there the host's time and
+the blocks at the border weigh most. `python -m benchmarks.masks --json` writes the raw times.
 
 {masks_report.section()}
 
-Ranges in numpy run [in parts](../how_to/masks.md#how-they-run) on kernels without ranges. {grpo_report.section()}
+A prompt that is computed once, in training. The model is small: on a GPU its steps wait for the host, so that memory
+alone shows the difference.
+
+{grpo_report.section()}
 
 ## Measure your own machine
 
