@@ -21,12 +21,13 @@ from attn_core.context_parallel import ranges
 from attn_core.context_parallel.call import ContextCall, build_call
 from attn_core.selection import NoBackendError, Selection, Target, explain, refusals
 
-FEWEST_PAIRS = {"cpu": 2**15, "cuda": 2**21}
+FEWEST_PAIRS = {"cpu": 2**15, "cuda": 2**14}
 """By the kind of device, visible pairs of all rows, for one head. With fewer, automatic choice takes one kernel that
-has key ranges, because each tile costs a launch."""
+has key ranges, because each tile costs a launch. On an H200 parts of flash3 were 1.1 to 5 times as fast as flex in all
+16 calls of 256 to 2048 tokens that were measured on 2026-11-26."""
 BY_BLOCKS = ("flash4",)
-"""Backends that skip hidden blocks as fast as a kernel without ranges skips keys behind a band. On an H200 parts took
-1.2 to 3.6 times as long, measured on 2026-11-26."""
+"""Backends that skip hidden blocks as fast as a kernel without ranges skips keys behind a band. On an H200 parts of
+flash3 took 1.3 to 7 times as long, measured on 2026-11-26."""
 MATH_PAIRS, HIDDEN = 2**18, 0.2
 """``math`` runs more pairs than these in parts if a call as a whole would compute more pairs, by this share for each
 kernel call but the first. Measured on a CPU: 2.6 times as fast on a shared prefix (1.7 times as many pairs as a whole,
