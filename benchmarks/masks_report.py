@@ -57,9 +57,9 @@ def _of_one(result: dict[str, Any]) -> str:
     share = statistics.median(table / whole for table, whole in tables)
     count = sum(row["call"] != "causal, 8192" for row in result["calls"])
     parts.append(
-        f"Making a block table alone, and waiting for it, takes {100 * share:.0f} % of the time of a forward with ranges "
-        f"on the device (median); the goal is 5 %. Ranges in numpy keep their tables. {met['plain']} of {count} rows "
-        f"reach {GOALS['plain']} of the kernels without a mask, and {met['FlexAttention']} of {count} are "
+        f"Making a block table alone, and waiting for it, takes {100 * share:.0f} % of the time of a forward with "
+        f"ranges on the device (median); the goal is 5 %. Ranges in numpy keep their tables. {met['plain']} of {count} "
+        f"rows reach {GOALS['plain']} of the kernels without a mask, and {met['FlexAttention']} of {count} are "
         f"{GOALS['FlexAttention']} times as fast as FlexAttention."
     )
     return "\n\n".join(parts)

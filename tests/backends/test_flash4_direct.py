@@ -10,14 +10,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from attn_core import AttentionSpec
 from attn_core.backends.flash4 import backend as flash4
-from attn_core.backends.flash4 import direct, launches
+from attn_core.backends.flash4 import direct, launches, program
 from attn_core.backends.shared import first_call
+from attn_core.backends.shared.kernel_programs import Unrecordable
 from attn_core.call.tensors import Gradients, Inputs
 
 torch = pytest.importorskip("torch")
@@ -304,3 +305,59 @@ def python_calls(call: Any) -> list[str]:
     finally:
         sys.setprofile(None)
     return names
+
+
+class Number:
+    """A number of the CuTe DSL, as flash-attn-4 passes aux scalars."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+
+class AuxData(NamedTuple):
+    """The arrays and numbers of flash-attn-4's functions."""
+
+    tensors: Any = None
+    scalars: Any = None
+
+
+def test_arguments_in_tuples_are_picked_again() -> None:
+    """Block tables are a tuple of tensors; aux scalars hold addresses, which differ in each call."""
+    known, constants = [torch.zeros(2), torch.zeros(3), torch.zeros(4)], []
+    tables = (known[0], known[1], None)
+    aux = AuxData(None, (Number(known[2].data_ptr()), Number(4), Number(7)))
+    picker = launches._picker(
+        [launches._place_of(value, known, constants) for value in (known[1], tables, aux, AuxData(), 0.5)]
+    )
+    others = [torch.ones(2), torch.ones(3), torch.ones(4)]
+    first, table, numbers, empty, scale = picker((*others, *constants))
+    assert first is others[1] and table[0] is others[0] and table[1] is others[1] and table[2] is None
+    assert type(numbers) is AuxData and numbers == (None, (others[2].data_ptr(), 4, 7))
+    assert type(empty) is AuxData and empty == (None, None) and scale == 0.5
+
+
+def test_a_view_in_a_tuple_prevents_direct_launches() -> None:
+    known = [torch.zeros(2, 3)]
+    with pytest.raises(Unrecordable, match="takes a view"):
+        launches._place_of((known[0].expand(4, 2, 3), None), known, [])
+    with pytest.raises(Unrecordable, match="takes object"):
+        launches._place_of((object(),), known, [])
+
+
+def test_a_program_rebuilds_arguments_in_tuples() -> None:
+    tensors = [torch.zeros(1), torch.zeros(2), torch.zeros(3)]
+    arguments = (tensors[0], (tensors[1], None), AuxData([tensors[2]], None), 3)
+    described = ("q", Table("count", None), AuxData(["ends"], None), "number")
+    pairs = list(program._leaves(arguments, described))
+    assert [about for _, about in pairs] == ["q", "count", None, "ends", None, "number"]
+    leaves = iter(["a", "b", None, "c", None, 3])
+    rebuilt = [program._rebuilt(value, about, leaves) for value, about in zip(arguments, described)]
+    assert rebuilt == ["a", Table("b", None), AuxData(["c"], None), 3]
+    assert type(rebuilt[1]) is Table and type(rebuilt[2]) is AuxData
+
+
+class Table(NamedTuple):
+    """A block table as the kernel takes it."""
+
+    count: Any
+    list: Any

@@ -56,6 +56,10 @@ def test_refusals() -> None:
     equal = spec_of(**RANGES, deterministic=True)
     assert reasons(equal) == (f"key_ranges with deterministic=True and gradients: {name} promises no equal bits there",)
     assert reasons(replace(equal, needs_backward=False)) == ()
+    long = {"batch": 2**10, "kv_len": 2**17, "key_ranges_shape": (2**10, 2, 2**17, 2, 2)}
+    assert reasons(spec_of(**long)) == (
+        f"key_ranges of shape [1024, 2, 131072, 2, 2]: {name} takes fewer than 1073741824 numbers",
+    )
     empty = spec_of(**score, head_dim=160)
     assert reasons(empty) == ()
     assert reasons(replace(empty, aux=(replace_shape(empty.aux[0], (0,)),))) == (

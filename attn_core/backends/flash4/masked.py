@@ -16,14 +16,13 @@ from typing import Any
 from attn_core.backends.flash4 import function_blocks, functions
 from attn_core.backends.shared import block_tables
 from attn_core.backends.shared.constant_tensors import made_from
-from attn_core.backends.shared.triton import has_triton
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
 
 WIDEST = 128
 """The largest head dim whose tiles are blocks of 128 keys, in both directions."""
 MOST_ELEMENTS = 2**31
-"""Of an aux array: its places are ints of 32 bits."""
+"""Of an aux array, and of all ranges: their places are ints of 32 bits."""
 
 
 def by_blocks(spec: AttentionSpec) -> bool:
@@ -48,8 +47,8 @@ def refusals(spec: AttentionSpec, device: str, name: str) -> Iterator[str]:
         return
     what = "key_ranges" if spec.mask_mod is None else "mask_mod"
     widest = max(spec.head_dim, spec.value_dim)
-    if not has_triton():
-        yield f"{what}: {name} needs triton, which makes its block tables"
+    if spec.key_ranges_shape is not None and prod(spec.key_ranges_shape) >= MOST_ELEMENTS // 2:  # they are padded
+        yield f"key_ranges of shape {list(spec.key_ranges_shape)}: {name} takes fewer than {MOST_ELEMENTS // 2} numbers"
     if spec.packed:
         yield f"{what} with packed documents: {name} has block tables for dense rows alone"
     if spec.paged is not None:
