@@ -23,6 +23,37 @@ OTHERS = {
 """The other candidates of a row, and the titles of their columns."""
 
 
+CONSTRUCTORS = {
+    "16 completions of 512 on a prompt of 4096": "shared_prefix(4096, [512] * 16)",
+    "tree of depth 4, 8320 tokens": "tree(parents)",
+    "prefix-LM, half of 8192": "prefix_lm([4096], 8192)",
+    "16 images of 256 in 8192": "blocks(np.arange(0, 8192, 256), [False, True] * 16, 8192)",
+    "block diffusion, 32 of 4096": "block_diffusion(4096, 32)",
+    "64 global tokens and a window of 1024": "global_and_window(64, (1024, 1024), 8192)",
+}
+"""The calls of ``attn_core.masks`` that ``benchmarks.masks`` times, by their names."""
+
+
+def gallery(device: str = "h200") -> str:
+    """Returns the constructor and the speeds of each mask on a device as a table, for the page of masks."""
+    result = json.loads((RESULTS / f"masks-{device}.json").read_text(encoding="utf-8"))
+    head = f"{result['device']}, {result['environment']['date']}"
+    lines = [
+        f"| {head} | forward | beside FlexAttention | with gradients | beside FlexAttention | beside a dense mask |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, constructor in CONSTRUCTORS.items():
+        forward, training = (
+            next(row for row in result["calls"] if row["call"] == name and row["training"] == trains)
+            for trains in (False, True)
+        )
+        cells = [f"`{constructor}`"]
+        for row in (forward, training):
+            cells += [f"{_speed(row, 'attention'):.0f} TFLOP/s", f"{_times(row, 'FlexAttention'):.2f}"]
+        lines.append(f"| {' | '.join(cells)} | {_times(training, 'a dense mask'):.1f} |")
+    return "\n".join(lines)
+
+
 def section() -> str:
     """Returns the tables of every stored measurement."""
     results = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(RESULTS.glob("masks-*.json"))]

@@ -24,6 +24,8 @@ RESULTS, IMAGES = ROOT / "benchmarks/results", ROOT / "docs/images"
 PAGE = ROOT / "docs/explanation/performance.md"
 WITH_TABLE = (ROOT / "README.md", ROOT / "docs/index.md")
 """The pages that show the table between BEGIN and END."""
+MASKS = ROOT / "docs/how_to/masks.md"
+"""The page that shows the speeds of masks between BEGIN and END."""
 TINY = (1, 5, 2, 16)
 """Batch, length, heads and head_dim of the CPU's small calls, whose time is almost only the call's overhead."""
 BEGIN, END = "<!-- written by python -m benchmarks.performance --write -->\n", "<!-- end -->\n"
@@ -55,6 +57,7 @@ def main(arguments: list[str] | None = None) -> None:
     PAGE.write_text(page(results), encoding="utf-8")
     for other in WITH_TABLE:
         other.write_text(with_table(other.read_text(encoding="utf-8"), table(rows(results))), encoding="utf-8")
+    MASKS.write_text(with_table(MASKS.read_text(encoding="utf-8"), masks_report.gallery()), encoding="utf-8")
 
 
 def stored() -> Results:

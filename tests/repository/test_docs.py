@@ -25,7 +25,8 @@ from attn_core.cli.app import app
 from attn_core.cli.bench_sweep import read
 from attn_core.cli.support_table import FEATURES, render
 from attn_core.selection.cross_validation import Fitting
-from benchmarks import hopper_report, models_report, performance, reliability, sweep_report
+from benchmarks import hopper_report, masks_report, models_report, performance, reliability, sweep_report
+from benchmarks.masks import GALLERY
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -175,6 +176,9 @@ def test_the_performance_page_and_the_tables_show_the_stored_results() -> None:
     for page in performance.WITH_TABLE:
         text = page.read_text(encoding="utf-8")
         assert table in text and text == performance.with_table(text, table), stale
+    masks = performance.MASKS.read_text(encoding="utf-8")
+    assert masks == performance.with_table(masks, masks_report.gallery()), stale
+    assert set(masks_report.CONSTRUCTORS) == set(GALLERY)
 
 
 def test_the_page_of_whole_models_shows_the_stored_results() -> None:
