@@ -20,6 +20,7 @@ from attn_core.backends.flash4 import direct, launches, program
 from attn_core.backends.shared import first_call
 from attn_core.backends.shared.kernel_programs import Unrecordable
 from attn_core.call.tensors import Gradients, Inputs
+from attn_core.cli.drawn_functions import fields_of
 
 torch = pytest.importorskip("torch")
 from torch.utils._python_dispatch import _disable_current_modes
@@ -305,6 +306,17 @@ def python_calls(call: Any) -> list[str]:
     finally:
         sys.setprofile(None)
     return names
+
+
+def test_calls_with_functions_or_ranges_have_no_family() -> None:
+    """Whether heads share a tile follows from q_len there, and tables have the sizes of the call."""
+    lengths = {"q_len": 200, "kv_len": 200, "causal": True}
+    plain, longer = replace(SPEC, **lengths), replace(SPEC, **{**lengths, "q_len": 300, "kv_len": 300})
+    assert direct.family(plain) == direct.family(longer)
+    score = fields_of(None, "bent", (2, 6, 200, 200))
+    for fields in (score, fields_of("nothing", None, (2, 6, 200, 200)), {"key_ranges_shape": (1, 1, 200, 1, 2)}):
+        spec = replace(plain, **fields)
+        assert direct.family(spec) == spec
 
 
 class Number:

@@ -84,7 +84,6 @@ FEW_DOCUMENTS = 256
 _WIDTHS = attrgetter(
     *("dtype", "num_heads", "num_kv_heads", "head_dim", "value_dim", "packed", "sinks", "paged", "partial"),
     *("softcap", "scale", "deterministic", "dropout", "mask_shape", "bias_shape", "alibi_shape"),
-    "score_mod",
 )
 
 
@@ -94,7 +93,7 @@ def family(spec: AttentionSpec) -> Any:
     On sm90 flash-attn-4 chooses the kernel by widths, groups and the band; of the lengths matters only whether the
     queries of a head, times the group, fit in one tile of 64, 128, 192 or 256.
     """
-    if spec.aux or masked.by_blocks(spec) or (spec.packed and (spec.documents or 0) > FEW_DOCUMENTS):
+    if not masked.is_plain(spec) or (spec.packed and (spec.documents or 0) > FEW_DOCUMENTS):
         return spec
     rows = (spec.max_len_q or spec.q_len) * spec.group_size
     return (*_WIDTHS(spec), window(spec), min(-(-rows // 64), 5))
