@@ -6,43 +6,39 @@ a block. Upstream: nvidia-cutlass-dsl 4.8.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from attn_core.backends.flash4.functions import Arrays, arrays_of, aux_tensors, read
+from attn_core.backends.flash4.functions import Arrays, arrays_of, read
 from attn_core.backends.shared.block_tables import BLOCK, blocks
 from attn_core.call.compiles import timed
 from attn_core.call.spec import AttentionSpec
-from attn_core.call.tensors import Inputs
 from attn_core.expressions.on_cute import evaluate_cute
+from attn_core.expressions.properties import uses
 from attn_core.expressions.tree import Expression
 
 LANES = 32
 """Threads of a warp."""
 
 
-def states(spec: AttentionSpec, inputs: Inputs) -> Any:
+def states(spec: AttentionSpec, arrays: Sequence[Any], device: Any) -> Any:
     """Returns how much of each block the call's mask function shows: 0 for nothing, 1 for some pairs, 2 for all.
+
+    Args:
+        arrays: ``functions.aux_tensors`` of the call, on the device.
 
     Returns:
         int8 ``[batch or 1, heads or 1, q blocks, kv blocks]``, 1 for an axis that the function does not read.
     """
     import torch
 
-    rows = spec.batch if reads_of(spec, "b") else 1
-    heads = spec.num_heads if reads_of(spec, "h") else 1
-    shape = rows, heads, blocks(spec.q_len), blocks(spec.kv_len)
-    found = torch.empty(shape, dtype=torch.int8, device=inputs.q.device)
-    tensors = aux_tensors(inputs)
-    kernel = _compiled(spec.mask_mod, arrays_of(spec))  # type: ignore[arg-type]
-    scalars = [number for tensor in tensors for number in (tensor.data_ptr(), *tensor.shape)]
-    kernel(found, spec.q_len, spec.kv_len, *scalars)
-    return found
-
-
-def reads_of(spec: AttentionSpec, name: str) -> bool:
-    """Returns whether the mask function of the call reads "b" or "h"; a score function does not count."""
-    return any(row.op == name for row in spec.mask_mod.rows)  # type: ignore[union-attr]
+    tree: Expression = spec.mask_mod  # type: ignore[assignment]
+    rows, heads = (spec.batch if "b" in uses(tree) else 1), (spec.num_heads if "h" in uses(tree) else 1)
+    result = torch.empty((rows, heads, blocks(spec.q_len), blocks(spec.kv_len)), dtype=torch.int8, device=device)
+    scalars = [number for array in arrays for number in (array.data_ptr(), *array.shape)]
+    _compiled(tree, arrays_of(spec))(result, spec.q_len, spec.kv_len, *scalars)
+    return result
 
 
 @lru_cache(maxsize=256)

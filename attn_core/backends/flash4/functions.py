@@ -144,7 +144,7 @@ def score_functions(
     Args:
         tree: the call's score function.
         cap: its softcap.
-        behind_ends: whether the first of the kernel's aux tensors holds the ends of ranges.
+        behind_ends: whether the first of the kernel's arrays holds the ends of ranges.
         arrays: of the call's aux arrays.
         packed: whether rows hold documents. The kernel counts tokens in a document, and functions in the whole row.
         group: query heads per kv head.
@@ -214,10 +214,10 @@ def read(arrays: Arrays, scalars: Sequence[Any], behind_ends: bool = False) -> t
     import cutlass
     from cutlass import cute
 
-    found, place = [], 5 if behind_ends else 0
+    result, place = [], 5 if behind_ends else 0
     for dtype, kind, axes in arrays:
         element = getattr(cutlass, ELEMENTS[dtype])
         pointer = cute.make_ptr(element, scalars[place], cute.AddressSpace.gmem, assumed_align=element.width // 8)
-        found.append(CuteArray(pointer, tuple(scalars[place + 1 : place + 1 + axes]), kind))
+        result.append(CuteArray(pointer, tuple(scalars[place + 1 : place + 1 + axes]), kind))
         place += 1 + axes
-    return tuple(found)
+    return tuple(result)

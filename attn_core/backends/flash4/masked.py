@@ -9,7 +9,6 @@ Upstream: flash-attn-4 4.0.0b36, ``flash_attn.cute``: block_sparsity.py, block_s
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -65,12 +64,12 @@ def score_keywords(spec: AttentionSpec, half: str) -> dict[str, Any]:
         return {}
     ends = by_blocks(spec) and block_tables.has_ends(spec)
     arrays = functions.arrays_of(spec)
-    made = functions.score_functions(spec.score_mod, spec.softcap, ends, arrays, spec.packed, spec.group_size)
+    score = functions.score_functions(spec.score_mod, spec.softcap, ends, arrays, spec.packed, spec.group_size)
     if half == "forward":
         # With the query heads of a kv head in one tile, the kernel would divide the index of every pair.
         apart = {"pack_gqa": False} if (spec.max_len_q or spec.q_len) >= block_tables.BLOCK else {}
-        return {"score_mod": made.forward, **apart}
-    return {"score_mod": made.recompute, "score_mod_bwd": made.gradient}
+        return {"score_mod": score.forward, **apart}
+    return {"score_mod": score.recompute, "score_mod_bwd": score.gradient}
 
 
 def operands(spec: AttentionSpec, inputs: Inputs, half: str) -> tuple[Any, ...]:
@@ -85,7 +84,7 @@ def operands(spec: AttentionSpec, inputs: Inputs, half: str) -> tuple[Any, ...]:
         return tuple(arrays)
 
     def make() -> tuple[Any, ...]:
-        shown = None if spec.mask_mod is None else function_blocks.states(spec, inputs)
+        shown = None if spec.mask_mod is None else function_blocks.states(spec, arrays, inputs.q.device)
         table, ends = block_tables.table(spec, inputs, shown, half == "forward")
         return (*table, *arrays) if ends is None else (*table, ends, *arrays)
 
@@ -137,7 +136,6 @@ def tensor_keywords(spec: AttentionSpec, tensors: tuple[Any, ...], by_address: b
     return {**how, "aux_scalars": functions.scalars_of(tensors[4:]) or None}
 
 
-@lru_cache(maxsize=1024)
 def _mask_function(spec: AttentionSpec) -> Any:
     ends = None
     if block_tables.has_ends(spec):

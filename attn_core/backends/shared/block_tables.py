@@ -63,13 +63,12 @@ def table(spec: AttentionSpec, inputs: Any, shown: Any, of_queries: bool) -> tup
 
     how = _how(spec, None if shown is None else shown.shape[:2], of_queries)
     memory = torch.empty(how.size, dtype=torch.int32, device=inputs.q.device)
-    made = Table(*[memory.as_strided(*view) for view in how.views])
+    views = Table(*[memory.as_strided(*view) for view in how.views])
     ends = None if how.ends is None else torch.empty(how.ends, dtype=torch.int32, device=memory.device)
-    ranges = inputs.key_ranges
-    given = memory if ranges is None else ranges.detach() if ranges.is_contiguous() else ranges.detach().contiguous()
-    operands = given, memory if shown is None else shown, memory if ends is None else ends, *made
+    ranges = memory if inputs.key_ranges is None else inputs.key_ranges.detach().contiguous()
+    operands = ranges, memory if shown is None else shown, memory if ends is None else ends, *views
     triton_launch.launch(kernels.table, (how, memory.get_device()), operands, how.describe)
-    return made, ends
+    return views, ends
 
 
 def table_arrays(spec: AttentionSpec, key_ranges: Any, of_queries: bool, xp: Any) -> tuple[Table, Any]:
