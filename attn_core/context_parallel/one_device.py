@@ -21,10 +21,10 @@ from attn_core.context_parallel import ranges
 from attn_core.context_parallel.call import ContextCall, build_call
 from attn_core.selection import NoBackendError, Selection, Target, explain, refusals
 
-FEWEST_PAIRS = {"cpu": 2**15, "cuda": 2**14}
+FEWEST_PAIRS = {"cpu": 2**15, "cuda": 2**21}
 """By the kind of device, visible pairs of all rows, for one head. With fewer, automatic choice takes one kernel that
-has key ranges, because each tile costs a launch. On an H200 parts of flash3 were 1.1 to 5 times as fast as flex in all
-16 calls of 256 to 2048 tokens that were measured on 2026-11-26."""
+has key ranges, because each tile costs a launch. On an H200 parts of flash3 were faster than flex from 2**15 pairs on,
+but parts of sdpa_efficient were slower for images and for half of the shared prefixes; measured on 2026-11-26."""
 BY_BLOCKS = ("flash4",)
 """Backends that skip hidden blocks as fast as a kernel without ranges skips keys behind a band. On an H200 parts of
 flash3 took 1.3 to 7 times as long, measured on 2026-11-26."""
