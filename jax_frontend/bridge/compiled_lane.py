@@ -2,10 +2,10 @@
 
 A backend takes part by two functions: ``program_refuses(spec, device)`` returns the reasons that follow from data, and
 ``program(spec, direction, with_dlse)`` returns the kernels of a call as functions of buffers. With a third one,
-``program_operands(spec, direction, arrays, xp)``, XLA computes further operands, such as block tables. Each kernel
-becomes one custom call, whose name is derived from everything that the kernel was compiled from; XLA allocates all
-scratch. The callback lane (``targets``) runs every other call, and ``Lane.why`` has the reasons. An upstream interface
-that changed is such a reason, never an error.
+``program_operands(spec, arrays)``, XLA converts operands first. Each kernel becomes one custom call, whose name is
+derived from everything that the kernel was compiled from; XLA allocates all scratch. The callback lane (``targets``)
+runs every other call, and ``Lane.why`` has the reasons. An upstream interface that changed is such a reason, never an
+error.
 """
 
 from __future__ import annotations
@@ -120,9 +120,7 @@ def run(program: Any, call: BridgedCall, results: tuple[Any, ...], operands: tup
         by_name["dlse"] = jnp.where(by_name["lse"] == -jnp.inf, 0.0, by_name["dlse"])
     more = getattr(backends.load(call.backend, backends.kind_of(call.device)), "program_operands", None)
     if more is not None:
-        # The barrier keeps XLA from computing tables of constant ranges while it compiles, which could take minutes.
-        kept = {name: lax.optimization_barrier(by_name[name]) for name in ("key_ranges",) if name in by_name}
-        by_name |= more(call.spec, call.direction, by_name | kept, jnp)
+        by_name |= more(call.spec, by_name)
     like = results[0]
     # Buffer index -> array. Operands come first; each step adds the buffers that it writes.
     arrays = {at: by_name[buffer.name] for at, buffer in enumerate(program.buffers) if buffer.name in by_name}

@@ -1,33 +1,42 @@
-"""Tests block tables: the Triton kernel, in its interpreter on the CPU, against the definition of visible pairs."""
+"""Tests block tables against the definition of visible pairs, on a GPU; and what is kept of constant tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("triton.runtime.interpreter")
-import triton_interpreter
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from other_process import OtherProcess
 
 from attn_core import AttentionSpec, masks
-from attn_core.backends.shared import block_tables, constant_tensors
+from attn_core.backends.flash4 import backend as flash4
+from attn_core.backends.flash4 import block_tables, own_kernels
+from attn_core.backends.shared import constant_tensors
 from attn_core.call.masks import visible
 from attn_core.call.tensors import Inputs
 from attn_core.cli.drawn_functions import fields_of
 
-pytestmark = pytest.mark.rotates
+
+class WholeTensors:
+    """A lane that launches as torch's does, into tensors with memory of their own, as in a program of XLA."""
+
+    TAKES_VIEWS = False
+    launch, address = staticmethod(own_kernels.launch), staticmethod(own_kernels.address)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def interpreter(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[OtherProcess | None]:
-    """The process that runs these tests; None if this process does."""
-    yield from triton_interpreter.process(__file__, tmp_path_factory, pytestconfig)
+LANES = {"views": own_kernels, "whole tensors": WholeTensors}
+
+
+@pytest.fixture
+def flash4_here() -> None:
+    """Skips the test if flash-attn-4 is not installed."""
+    try:
+        flash4.probe()
+    except (ImportError, RuntimeError) as error:
+        pytest.skip(str(error))
 
 
 SIZES: dict[str, Any] = {
@@ -62,34 +71,26 @@ def calls(draw: Any) -> tuple[AttentionSpec, np.ndarray | None, np.ndarray | Non
     return AttentionSpec(**fields), key_ranges, shown
 
 
-@settings(max_examples=25)
-@given(calls())
-def test_tables_and_ends(drawn: tuple[AttentionSpec, np.ndarray | None, np.ndarray | None]) -> None:
+@pytest.mark.cuda
+@pytest.mark.parametrize("lane", LANES)
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(drawn=calls())
+def test_tables_and_ends(
+    drawn: tuple[AttentionSpec, np.ndarray | None, np.ndarray | None], lane: str, flash4_here: None
+) -> None:
     spec, key_ranges, shown = drawn
     for of_queries in (True, False):
-        table, ends = table_of(spec, key_ranges, shown, of_queries)
+        table, ends = table_of(spec, key_ranges, shown, of_queries, lane)
         check_ends(spec, key_ranges, ends)
         check_table(spec, key_ranges, shown, table, of_queries)
-        if key_ranges is not None and shown is None:
-            check_arrays(spec, key_ranges, table, ends, of_queries)
 
 
-def check_arrays(spec: AttentionSpec, key_ranges: np.ndarray, table: Any, ends: Any, of_queries: bool) -> None:
-    """Plain operations, which XLA runs, make the same table."""
-    arrays, same_ends = block_tables.table_arrays(spec, key_ranges, of_queries, np)
-    np.testing.assert_array_equal(same_ends, ends.numpy())
-    for count, numbers in ((0, 1), (2, 3)):
-        np.testing.assert_array_equal(arrays[count], table[count].numpy())
-        for place in np.ndindex(*arrays[count].shape):
-            first = slice(0, arrays[count][place])
-            np.testing.assert_array_equal(arrays[numbers][place][first], table[numbers][place][first].numpy())
-    assert all(array.dtype == np.int32 for array in (*arrays, same_ends))
-
-
-def table_of(spec: AttentionSpec, key_ranges: Any, shown: Any, of_queries: bool) -> tuple[Any, Any]:
-    tensors = [None if array is None else torch.from_numpy(array) for array in (key_ranges, shown)]
-    inputs = Inputs(torch.zeros(1), torch.zeros(1), torch.zeros(1), key_ranges=tensors[0])
-    return block_tables.table(spec, inputs, tensors[1], of_queries)
+def table_of(spec: AttentionSpec, key_ranges: Any, shown: Any, of_queries: bool, lane: str) -> tuple[Any, Any]:
+    """The table and the ends, on the CPU."""
+    tensors = [None if array is None else torch.from_numpy(array).cuda() for array in (key_ranges, shown)]
+    inputs = Inputs(*(torch.zeros(1, device="cuda") for _ in range(3)), key_ranges=tensors[0])
+    table, ends = block_tables.table(spec, inputs, tensors[1], of_queries, LANES[lane])
+    return block_tables.Table(*[tensor.cpu() for tensor in table]), None if ends is None else ends.cpu()
 
 
 def seen(spec: AttentionSpec, key_ranges: Any) -> np.ndarray:
@@ -135,10 +136,12 @@ def check_table(spec: AttentionSpec, key_ranges: Any, shown: Any, table: Any, of
                 assert other in lists[0] or (tile.all() and most == 2 and other in lists[1])
 
 
-def test_full_blocks_of_a_shared_prefix() -> None:
+@pytest.mark.cuda
+def test_full_blocks_of_a_shared_prefix(flash4_here: None) -> None:
     key_ranges = masks.shared_prefix(256, [128, 128])
     spec = AttentionSpec(**{**SIZES, "q_len": 512, "kv_len": 512, "key_ranges_shape": key_ranges.shape})
-    table, _ = table_of(spec, key_ranges, None, True)
+    inputs = Inputs(*(torch.zeros(1, device="cuda") for _ in range(3)), key_ranges=torch.from_numpy(key_ranges).cuda())
+    table, _ = block_tables.table(spec, inputs, None, True, own_kernels)
     assert table.partial_count[0, 0].tolist() == [1, 1, 1, 1] and table.full_count[0, 0].tolist() == [0, 1, 2, 2]
     assert table.full.stride()[:2] == (0, 0)  # all heads share one table
 
@@ -163,3 +166,21 @@ def test_results_of_constants_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     address = tensor.data_ptr()
     del tensor
     assert address not in constant_tensors._results
+
+
+@pytest.mark.cuda
+def test_more_blocks_than_shared_memory_holds(flash4_here: None) -> None:
+    """2048 blocks of keys are examined at once; here are 2100."""
+    tokens = 2100 * block_tables.BLOCK - 5
+    key_ranges = np.zeros((1, 1, tokens, 1, 2), np.int32)
+    key_ranges[0, 0, ::1000] = (3, 130)
+    key_ranges[0, 0, -200:] = (0, 200)
+    fields = {**SIZES, "batch": 1, "q_len": 200, "kv_len": tokens, "key_ranges_shape": key_ranges.shape}
+    table, _ = table_of(AttentionSpec(**fields), key_ranges, None, True, "views")
+    touched = np.pad(key_ranges[0, 0, :, 0, 1] > 0, (0, 5)).reshape(-1, block_tables.BLOCK).any(1)
+    full = [tokens // block_tables.BLOCK]
+    partial = [block for block in np.flatnonzero(touched).tolist() if block not in full]
+    for block, expected in ((0, partial), (1, partial)):
+        count, full_count = table.partial_count[0, 0, block], table.full_count[0, 0, block]
+        assert table.full[0, 0, block, :full_count].tolist() == full
+        assert table.partial[0, 0, block, :count].tolist() == expected

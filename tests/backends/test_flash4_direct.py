@@ -17,6 +17,7 @@ import pytest
 from attn_core import AttentionSpec
 from attn_core.backends.flash4 import backend as flash4
 from attn_core.backends.flash4 import direct, launches, program
+from attn_core.backends.flash4.recorder import RecordedKernel
 from attn_core.backends.shared import first_call
 from attn_core.backends.shared.kernel_programs import Unrecordable
 from attn_core.call.tensors import Gradients, Inputs
@@ -360,7 +361,8 @@ def test_a_program_rebuilds_arguments_in_tuples() -> None:
     tensors = [torch.zeros(1), torch.zeros(2), torch.zeros(3)]
     arguments = (tensors[0], (tensors[1], None), AuxData([tensors[2]], None), 3)
     described = ("q", Table("count", None), AuxData(["ends"], None), "number")
-    pairs = list(program._leaves(arguments, described))
+    call = program.Launch(RecordedKernel(None, described, None), "key", arguments)
+    pairs = list(program._leaves(call))
     assert [about for _, about in pairs] == ["q", "count", None, "ends", None, "number"]
     leaves = iter(["a", "b", None, "c", None, 3])
     rebuilt = [program._rebuilt(value, about, leaves) for value, about in zip(arguments, described)]

@@ -10,7 +10,7 @@ import pytest
 
 from attn_core import AttentionSpec, Target, masks, selection
 from attn_core.backends.flash4 import backend as flash4
-from attn_core.backends.flash4 import direct, function_blocks, functions, masked
+from attn_core.backends.flash4 import direct, function_blocks, functions, masked, own_kernels
 from attn_core.backends.flash4.versions import NEWER
 from attn_core.backends.support import Build, limit_to_build
 from attn_core.call.tensors import Gradients, Inputs
@@ -131,14 +131,17 @@ def test_aux_tensors() -> None:
 )
 def test_blocks_of_a_mask_function(name: str, axes: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel gets a row for each batch row and head that the function reads, and each array once."""
+    pytest.importorskip("cutlass")
     calls: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(function_blocks, "_compiled", lambda *_: lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(own_kernels, "launch", lambda kernel, arguments: calls.append(arguments))
     spec = spec_of(**fields_of(name, None, (2, 4, 200, 300)))
     arrays = [torch.zeros(entry.shape, dtype=torch.int32) for entry in spec.aux]
-    states = function_blocks.states(spec, arrays, torch.device("cpu"))
-    ((first, *numbers),) = calls
+    states = function_blocks.states(spec, arrays, torch.device("cpu"), own_kernels)
+    ((first, *lengths, scalars),) = calls
     assert first is states and states.shape == (*axes, 2, 3) and states.dtype == torch.int8
-    assert numbers == [200, 300, *(number for array in arrays for number in (array.data_ptr(), *array.shape))]
+    numbers = [scalar.value for scalar in scalars]
+    assert lengths == [200, 300]
+    assert numbers == [number for array in arrays for number in (array.data_ptr(), *array.shape)]
 
 
 # On a GPU: against the float64 reference

@@ -153,6 +153,8 @@ def empty_plan_caches(programs: bool = True) -> None:
         module.plan.cache_clear()
     for fast in ("dense_plan", "fast_plan", "table_plan", "_family"):
         getattr(import_module("torch_frontend.dispatch.plan_cache"), fast).cache_clear()
+    for ranges in ("_plan_of_metadata", "_plan_of_content", "_plan_in_parts"):
+        getattr(import_module("torch_frontend.dispatch.in_parts"), ranges).cache_clear()
     import_module("torch_frontend.dispatch.heads_first")._kernel.cache_clear()
     import_module("torch_frontend.paged.plan").plan_call.cache_clear()
     import_module("torch_frontend.paged.seen_calls").seen_call.cache_clear()

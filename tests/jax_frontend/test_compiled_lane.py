@@ -52,8 +52,9 @@ SPEC = AttentionSpec(
         ({"key_ranges_shape": (1, 1, 64, 2, 2), "q_len": 64, "kv_len": 64}, "compiled", ""),
         (
             {**fields_of("by row and head", None, (2, 4, 64, 64)), "q_len": 64, "kv_len": 64},
-            *("callback", "mask_mod, aux: a kernel or torch operations"),
+            *("compiled", ""),
         ),
+        ({**fields_of(None, "slopes", (2, 4, 64, 64)), "q_len": 64, "kv_len": 64, "softcap": 5.0}, "compiled", ""),
         ({"sinks": True}, "callback", "sinks: added by torch operations"),
         ({"head_dim": 70, "value_dim": 70}, "callback", "head_dim=70, value_dim=70: padded by torch operations"),
         ({"head_dim": 72, "value_dim": 72}, "compiled", ""),
@@ -314,6 +315,27 @@ def test_a_call_that_cannot_be_compiled_uses_the_callback_and_logs_why(
 # On a GPU
 
 
+DOCUMENTS = np.repeat(np.arange(4, dtype=np.int32), 40)[:150]
+FUNCTIONS: list[dict[str, Any]] = [
+    {"mask_mod": lambda b, h, q, k: (q >= k) & (q - k < 30), "heads": (4, 4)},
+    {"mask_mod": lambda b, h, q, k, ids: ids[q] == ids[k], "aux": (DOCUMENTS,), "causal": True},
+    {
+        "mask_mod": lambda b, h, q, k, table: table[h, q, k],
+        "aux": (np.random.default_rng(3).random((4, 150, 150)) < 0.7,),
+        "key_ranges": masks.prefix_lm([70], 150),
+    },
+    {
+        "score_mod": lambda s, b, h, q, k, slope, scale: s * scale - slope[h] * abs(q - k),
+        "aux": (np.array([0.5, 0.1, 0.02, 0.0], np.float32), np.array(0.7, np.float32)),
+        **{"softcap": 9.0, "causal": True, "dim": 128},
+    },
+    {
+        "score_mod": lambda s, b, h, q, k, ids: s + ids[q],
+        **{"aux": (np.repeat(DOCUMENTS, 2),), "packed": True, "causal": True},
+    },
+]
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize(
     "options",
@@ -329,14 +351,15 @@ def test_a_call_that_cannot_be_compiled_uses_the_callback_and_logs_why(
         {"packed": True, "window": (5, 3)},
         {"key_ranges": masks.prefix_lm([70], 150), "heads": (6, 2)},
         {"key_ranges": masks.global_and_window(9, (40, 20), 150), "dim": 128, "causal": True},
+        *FUNCTIONS,
     ],
 )
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_flash4_gives_torchs_bits_without_python(options: dict[str, Any], deterministic: bool) -> None:
     if flash4_missing():
         pytest.skip(flash4_missing())
-    if deterministic and "key_ranges" in options:
-        pytest.skip("key_ranges with deterministic=True and gradients: flash4 promises no equal bits there")
+    if deterministic and {"key_ranges", "mask_mod"} & set(options):
+        pytest.skip("block tables with deterministic=True and gradients: flash4 promises no equal bits there")
     options = {"heads": (4, 2), "dim": 64, "packed": False, "dtype": "bfloat16", **options}
     (heads, kv_heads), dim, packed, dtype = (options.pop(name) for name in ("heads", "dim", "packed", "dtype"))
     rows, rng = ((300,) if packed else (2, 150)), np.random.default_rng(0)
@@ -344,18 +367,22 @@ def test_flash4_gives_torchs_bits_without_python(options: dict[str, Any], determ
     given = [jnp.asarray(rng.standard_normal(shape, np.float32), dtype) for shape in shapes]
     options |= {"deterministic": deterministic, "backend": "flash4"}
     lengths = {"seq_info": jax_frontend.SeqInfo.from_lengths([130, 1, 169])} if packed else {}
+    aux = options.pop("aux", ())
 
-    def forward_and_gradients(q: Any, k: Any, v: Any, dout: Any) -> Any:
-        out, pull = jax.vjp(lambda *x: jax_frontend.attention(*x, **options, **lengths), q, k, v)
+    def forward_and_gradients(q: Any, k: Any, v: Any, dout: Any, *aux: Any) -> Any:
+        out, pull = jax.vjp(lambda *x: jax_frontend.attention(*x, aux=aux, **options, **lengths), q, k, v)
         return out, *pull(dout)
 
+    given += [jnp.asarray(array) for array in aux]
     compiled = jax.jit(forward_and_gradients).lower(*given).compile()
     text = compiled.as_text()
     assert "attn_core.flash4." in text and "attn_core.callback" not in text
     ours = [np.asarray(actual.astype(jnp.float32)) for actual in compiled(*given)]
-    q, k, v, dout = (torch.from_numpy(np.array(x.astype(jnp.float32))).to("cuda", getattr(torch, dtype)) for x in given)
+    floats = (np.array(array.astype(jnp.float32)) for array in given[:4])
+    q, k, v, dout = (torch.from_numpy(array).to("cuda", getattr(torch, dtype)) for array in floats)
     leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
     lengths = {"seq_info": torch_frontend.SeqInfo.from_lengths([130, 1, 169])} if packed else {}
+    options["aux"] = tuple(torch.from_numpy(array).cuda() for array in aux)
     out = torch_frontend.attention(*leaves, **options, **lengths)
     theirs = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
     exact = len(ours) if deterministic else 1  # otherwise sums are added in any order

@@ -192,6 +192,7 @@ def in_parts(framework: str, call: Call, backend: str, device: str = "cpu") -> R
     module: Any = _frontend_module(framework)
     if framework == "torch":
         torch_parts._plan_in_parts.cache_clear()
+        torch_parts._plan_of_content.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "choose", choose)
         results = run(framework, call, backend, device, ranges_on_host=True)
@@ -309,7 +310,8 @@ def test_kernels_of_a_gpu(framework: str, backend: str, name: str) -> None:
         pytest.skip(str(error.selection.parts))
     assert judge(framework, call, results, "cuda").ok
     if framework == "jax":
-        assert same_bits(results, in_parts("torch", call, backend, "cuda")) == []
+        # Kernels add the parts of dq in any order.
+        assert set(same_bits(results, in_parts("torch", call, backend, "cuda"))) <= {"dq"}
 
 
 @pytest.mark.cuda

@@ -62,16 +62,16 @@ def test_the_reader_of_imports_finds_them() -> None:
     assert set(_imports(tree, False)) >= {"triton", "attn_core.spec", "transformers"}
 
 
-TRITON_KERNELS = [
+KERNEL_FILES = [
     ROOT / "attn_core" / kernel
     for kernel in (
-        "backends/shared/triton_block_tables.py",
+        "backends/flash4/table_kernel.py",
         "backends/triton_splitkv/kernels.py",
         "context_parallel/on_torch/merge_triton.py",
         "paged/triton_tables.py",
     )
 ]
-"""Written in Triton from the first line on, so they are imported only when they run."""
+"""Written in Triton or the CuTe DSL from the first line on, so they are imported only when they run."""
 
 
 @pytest.mark.parametrize("path", [p for p in SOURCES if "attn_core" in p.parts], ids=name_of)
@@ -79,12 +79,12 @@ def test_attn_core_imports_no_framework_at_module_level(path: Path) -> None:
     allowed = {"numpy", "attn_core"} | set(sys.stdlib_module_names)
     if path.is_relative_to(ROOT / "attn_core/cli"):
         allowed |= {"typer", "rich"}
-    if path in TRITON_KERNELS:
-        allowed |= {"triton"}
+    if path in KERNEL_FILES:
+        allowed |= {"triton", "cutlass"}
     names = list(imports(path, module_level=True))
     assert {top(name) for name in names} <= allowed
-    kernels = tuple(".".join(kernel.relative_to(ROOT).with_suffix("").parts) for kernel in TRITON_KERNELS)
-    assert path in TRITON_KERNELS or not [name for name in names if name.startswith(kernels)]
+    kernels = tuple(".".join(kernel.relative_to(ROOT).with_suffix("").parts) for kernel in KERNEL_FILES)
+    assert path in KERNEL_FILES or not [name for name in names if name.startswith(kernels)]
 
 
 @pytest.mark.parametrize("path", [p for p in SOURCES if p.is_relative_to(ROOT / "attn_core")], ids=name_of)

@@ -13,12 +13,11 @@ import torch
 from torch.autograd import profiler
 
 from attn_core.call import ranges
-from attn_core.call.options import Options, check_options, requested_names
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.slow_copies import EVERY, FIRST, tables_passed
 from attn_core.call.tensors import Inputs
 from attn_core.selection import override
-from torch_frontend.dispatch import autograd, empty_rows, in_parts, offsets, sdpa_flags, tensor_kinds, value_checks
+from torch_frontend.dispatch import autograd, empty_rows, in_parts, offsets, tensor_kinds, value_checks
 from torch_frontend.dispatch.plan_cache import fast_plan, table_plan
 from torch_frontend.dispatch.ranges import in_ranges
 from torch_frontend.dispatch.run_plan import check_offsets, note_plan, run_forward, run_shortcut
@@ -164,16 +163,13 @@ def attend_with_ranges(q: Tensor, k: Tensor, v: Tensor, key_ranges: Any, backend
         elif type(key_ranges) is not Tensor or key_ranges.layout is not _STRIDED:
             return None
         needs_backward = _is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-        causal, alignment, window, softcap, scale, dropout, deterministic, return_lse = options
-        named = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
-        inputs = Inputs(q, k, v, key_ranges=key_ranges)
-        requested = requested_names(backend) or _requested()
-        arguments = in_parts.metadata(inputs), check_options(named), needs_backward, False, requested, sdpa_flags.now()
-        call_plan, inputs = in_parts.resolve(arguments, inputs)
+        requested = _requested() if backend is None else backend
+        call_plan, key_ranges = in_parts.planned(q, k, v, key_ranges, needs_backward, requested, options)
     except Exception:  # the general path raises the error again, or an earlier one
         return None
     if profiler._is_profiler_enabled or _ranges():
         call_plan = in_ranges(call_plan)
+    inputs = Inputs(q, k, v, None, None, None, None, None, None, key_ranges)
     if needs_backward:
         return autograd.AttentionFunction.apply(call_plan, *inputs)
     results = run_forward(call_plan, inputs)

@@ -20,6 +20,7 @@ from attn_core.context_parallel import one_device
 from attn_core.context_parallel.on_torch import one_device as parts
 from torch_frontend.dispatch import plan
 from torch_frontend.dispatch.plan import Plan
+from torch_frontend.dispatch.plan_cache import checked_options
 from torch_frontend.dispatch.wrappers import on_device
 
 Tensor = torch.Tensor
@@ -58,34 +59,78 @@ def resolve(arguments: Arguments, inputs: Inputs, chosen: str | None = None) -> 
         return plan.plan(*arguments), inputs
     if ranges.dtype != torch.int32:
         return plan.plan(*arguments), inputs  # raises an error that names the dtype
-    content = _content(ranges)
+    content = content_of(ranges)
     found = _plan_in_parts(arguments, content, chosen)
     if found is not None:
         return found, inputs
     if not inputs.q.is_cpu:
-        inputs = inputs._replace(key_ranges=_on_gpu(content, tuple(ranges.shape), inputs.q.device))
+        inputs = inputs._replace(key_ranges=on_gpu(content, tuple(ranges.shape), inputs.q.device))
     return plan.plan(*arguments), inputs
 
 
-_recent: tuple[bytes, ...] = ()
-"""The contents of the last few ranges."""
+def planned(
+    q: Tensor, k: Tensor, v: Tensor, key_ranges: Tensor, needs_backward: bool, requested: Any, options: tuple[Any, ...]
+) -> tuple[Plan, Tensor]:
+    """Returns the plan of a call with key ranges alone, and the ranges that it takes; with torch's flags all on.
+
+    Args:
+        options: of ``plan_cache.PLAIN_CALL``; a window is plain.
+
+    Raises:
+        ShapeError, DTypeError, SpecError: as ``resolve``; TypeError: for options that cannot be looked up.
+    """
+    shapes, dtypes = (q.shape, k.shape, v.shape, key_ranges.shape), (q.dtype, k.dtype, v.dtype, key_ranges.dtype)
+    device = q.device
+    devices = device, k.device, v.device, device if on_host(key_ranges) else key_ranges.device
+    if not on_host(key_ranges):
+        return _plan_of_metadata(*shapes, *dtypes, *devices, needs_backward, requested, *options), key_ranges
+    content = content_of(key_ranges)
+    call_plan = _plan_of_content(content, *shapes, *dtypes, *devices, needs_backward, requested, *options)
+    if device.type == "cpu" or call_plan.in_parts:
+        return call_plan, key_ranges
+    return call_plan, on_gpu(content, key_ranges.shape, device)
 
 
-def _content(ranges: Tensor) -> bytes:
-    """Returns the bytes of ranges. Ranges that were seen lately get the same object, whose hash is known."""
+# Flat keys are compared faster; typed ones, because True and 1.0 are not 1.
+@lru_cache(maxsize=4096, typed=True)
+def _plan_of_metadata(*key: Any) -> Plan:
+    return plan.plan(*_arguments(*key))
+
+
+# As small as the cache of plans in parts, which hold tensors on the device.
+@lru_cache(maxsize=64, typed=True)
+def _plan_of_content(content: bytes, *key: Any) -> Plan:
+    arguments = _arguments(*key)
+    return _plan_in_parts(arguments, content, None) or plan.plan(*arguments)
+
+
+def _arguments(*key: Any) -> Arguments:
+    """Returns the arguments of ``plan.plan`` for the key of a plan."""
+    *qkv, ranges = zip(key[:4], key[4:8], key[8:12], strict=True)
+    needs_backward, requested, *options = key[12:]
+    entries = (*qkv, *(None,) * (_AT - 3), ranges, *(None,) * (len(plan.Arrays._fields) - _AT - 1))
+    return entries, checked_options(*options), needs_backward, False, requested_names(requested), None
+
+
+_recent: tuple[tuple[bytes, Any], ...] = ()
+"""The contents of the last few ranges, as bytes and as int64 that can be compared."""
+
+
+def content_of(ranges: Tensor) -> bytes:
+    """Returns the bytes of int32 ranges. Ranges that were seen lately get the same object, whose hash is known."""
     global _recent
-    values = ranges.numpy().reshape(-1)
-    for content in _recent:
-        if np.array_equal(np.frombuffer(content, np.int32), values):
+    values = ranges.numpy().reshape(-1).view(np.int64)  # the last axis has two numbers
+    for content, known in _recent:
+        if known.shape == values.shape and (known == values).all():
             return content
     content = values.tobytes()
-    _recent = (content, *_recent[:3])
+    _recent = ((content, np.frombuffer(content, np.int64)), *_recent[:3])
     return content
 
 
 # Few, because backends keep block tables for each. A step of training uses one mask for all layers.
 @lru_cache(maxsize=4)
-def _on_gpu(content: bytes, shape: tuple[int, ...], device: torch.device) -> Tensor:
+def on_gpu(content: bytes, shape: tuple[int, ...], device: torch.device) -> Tensor:
     """Returns ranges on a GPU, copied once for all calls with the same values. Nothing writes to the tensor."""
     with torch.inference_mode(False):  # autograd could not save an inference tensor later
         return declare(torch.from_numpy(np.frombuffer(content, np.int32).reshape(shape).copy()).to(device))  # type: ignore[no-any-return]

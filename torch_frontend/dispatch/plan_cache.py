@@ -65,8 +65,8 @@ def fast_plan(
     if first[2].type == "meta" or tensor_kinds.are_jit_traces_active() is not None:
         raise TypeError("meta tensors and traces have no plan in this cache")
     new_plans.evicted(fast_plan)
-    checked_options = _checked_options(*options)._replace(max_len_q=max_len_q, max_len_k=max_len_k)
-    return plan(metadata, checked_options, needs_backward, bias_gradient, requested)
+    checked = checked_options(*options)._replace(max_len_q=max_len_q, max_len_k=max_len_k)
+    return plan(metadata, checked, needs_backward, bias_gradient, requested)
 
 
 @lru_cache(maxsize=4096, typed=True)
@@ -128,16 +128,16 @@ def _plan(
 
     A decoding loop has new lengths with every token, so this function decides how long a step takes on the host.
     """
-    checked_options = _checked_options(*options)
+    checked = checked_options(*options)
     sizes = _sizes(shapes, mask, bias)
     if sizes is None:
         qkv = tuple(zip(shapes, dtypes, devices, strict=True))
-        return plan((*qkv, mask, bias, *(None,) * 4), checked_options, needs_backward, bias_gradient, requested)
+        return plan((*qkv, mask, bias, *(None,) * 4), checked, needs_backward, bias_gradient, requested)
     batch, q_len, kv_len, mask_axes, bias_axes = sizes
     # Before the key, because the window may hide keys of one call of a family and none of another one.
-    checked_options = without_idle_sides(checked_options, q_len, kv_len)
+    checked = without_idle_sides(checked, q_len, kv_len)
     # The options are checked, so those that are equal mean the same, whatever their type.
-    shared = (dtypes, devices, needs_backward, bias_gradient, requested, checked_options)
+    shared = (dtypes, devices, needs_backward, bias_gradient, requested, checked)
     tables = (mask and (mask_axes, *mask[1:]), bias and (bias_axes, *bias[1:]))
     family = _family(tuple([shape[2:] for shape in shapes]), q_len == kv_len, tables, shared)
     if family.known is not None:
@@ -152,7 +152,7 @@ def _plan(
             new_plans.planned(spec, target, names, name, new_plans.is_fallback(candidates, name, target, names))
             return plan_on(name, spec, target, devices[0], mask, bias, False)
     qkv = tuple(zip(shapes, dtypes, devices, strict=True))
-    result = plan((*qkv, mask, bias, *(None,) * 4), checked_options, needs_backward, bias_gradient, requested)
+    result = plan((*qkv, mask, bias, *(None,) * 4), checked, needs_backward, bias_gradient, requested)
     family.known = (result.spec, Target.here("torch", device_name(devices[0])), requested_names(requested))
     return result
 
@@ -186,7 +186,7 @@ def _sizes(
 
 
 @lru_cache(maxsize=1024, typed=True)  # typed, because causal=1 is an error, and causal=True is not
-def _checked_options(*options: Any) -> Options:
+def checked_options(*options: Any) -> Options:
     """Returns the checked options of PLAIN_CALL."""
     return check_options(Options(**dict(zip(PLAIN_CALL, options, strict=True))))
 

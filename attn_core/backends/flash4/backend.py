@@ -23,7 +23,7 @@ from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any
 
-from attn_core.backends.flash4 import arguments, direct, disk_cache, masked, paged, versions
+from attn_core.backends.flash4 import arguments, direct, disk_cache, masked, own_kernels, paged, versions
 from attn_core.backends.flash4.operands import backward_width, copy_if_expanded, writable
 from attn_core.backends.shared import dry_run, first_call, kernel_limits, rewrites
 from attn_core.backends.shared.kernel_programs import KernelProgram
@@ -147,8 +147,6 @@ def program_refuses(spec: AttentionSpec, device: str) -> tuple[str, ...]:
         reasons.append("keys and values in pages: torch operations make tables safe before the kernel")
     if spec.sinks:
         reasons.append("sinks: added by torch operations after the kernel")
-    if spec.mask_mod is not None or spec.aux:
-        reasons.append("mask_mod, aux: a kernel or torch operations make tables and arrays before the kernel")
     if any(_kernel(spec, gradient).pads(spec) for gradient in ({False, spec.needs_backward})):
         reasons.append(f"head_dim={spec.head_dim}, value_dim={spec.value_dim}: padded by torch operations")
     return tuple(reasons)
@@ -159,19 +157,19 @@ def program(spec: AttentionSpec, direction: str, with_dlse: bool = False) -> Ker
     """Returns the kernels of a call that ``program_refuses`` allows, and the buffers between them.
 
     Operands are the fields of ``Inputs``; in a backward also out, lse, dout, and ``with_dlse`` dlse, 0 in rows that see
-    no key; and those of ``program_operands``. Compiles nothing. Raises Unrecordable if flash-attn-4 works differently
-    from the version that we tested.
+    no key. Those of ``program_operands`` replace the call's. Compiles nothing. Raises Unrecordable if flash-attn-4
+    works differently from the version that we tested.
     """
     from attn_core.backends.flash4 import program as flash4_program
 
-    def run(kernels: Any, inputs: Inputs, others: dict[str, Any]) -> None:
-        more = [others[name] for name in masked.program_shapes(spec, direction)]
+    def run(notes: Any, inputs: Inputs, others: dict[str, Any]) -> None:
+        more = masked.operands(spec, inputs, direction, notes)
         if direction == "forward":
-            _run_forward(spec, inputs, (others["out"], others["lse"]), kernels, *more, by_address=False)
+            _run_forward(spec, inputs, (others["out"], others["lse"]), notes.kernels, *more, lane=notes)
         else:
             out, lse, dout, *buffers = (others[name] for name in ("out", "lse", "dout", "dq", "dk", "dv"))
             dlse = others.get("dlse")
-            _run_backward(spec, inputs, out, lse, dout, Gradients(*buffers), dlse, kernels, *more, by_address=False)
+            _run_backward(spec, inputs, out, lse, dout, Gradients(*buffers), dlse, notes.kernels, *more, lane=notes)
 
     return flash4_program.program(spec, direction, with_dlse, run)
 
@@ -183,7 +181,7 @@ def _forward(spec: AttentionSpec, inputs: Any, into: Any) -> tuple[Any, Any]:
 
 
 def _run_forward(
-    spec: AttentionSpec, inputs: Inputs, into: Any, kernels: Any, *more: Any, by_address: bool = True
+    spec: AttentionSpec, inputs: Inputs, into: Any, kernels: Any, *more: Any, lane: Any = own_kernels
 ) -> tuple[Any, Any]:
     """Makes a call through flash-attn-4's entry points. kernels: a recording replaces them; more: see ``masked``."""
     out, lse = (None, None) if into is None else map(writable, into)
@@ -195,7 +193,7 @@ def _run_forward(
         out=out,
         lse=lse,
         **arguments.keywords(spec, "forward"),
-        **masked.tensor_keywords(spec, more, by_address),
+        **masked.tensor_keywords(spec, more, lane),
     )
     return results[0], results[1]
 
@@ -218,7 +216,7 @@ def _run_backward(
     dlse: Any,
     kernels: Any,
     *more: Any,
-    by_address: bool = True,
+    lane: Any = own_kernels,
 ) -> Gradients:
     dq, dk, dv = (None, None, None) if into is None else map(writable, into[:3])
     results = (kernels or _kernels())[1](
@@ -231,7 +229,7 @@ def _run_backward(
         dv=dv,
         dlse=dlse,
         **arguments.keywords(spec, "backward"),
-        **masked.tensor_keywords(spec, more, by_address),
+        **masked.tensor_keywords(spec, more, lane),
     )
     return Gradients(*results[:3])
 

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from attn_core.backends.flash4.functions import Arrays, arrays_of, read
-from attn_core.backends.shared.block_tables import BLOCK, blocks
-from attn_core.call.compiles import timed
+from attn_core.backends.flash4.block_tables import BLOCK, blocks
+from attn_core.backends.flash4.functions import Arrays, arrays_of, read, scalars_of
+from attn_core.backends.flash4.own_kernels import OwnKernel
 from attn_core.call.spec import AttentionSpec
 from attn_core.expressions.on_cute import evaluate_cute
 from attn_core.expressions.properties import uses
@@ -22,11 +22,12 @@ LANES = 32
 """Threads of a warp."""
 
 
-def states(spec: AttentionSpec, arrays: Sequence[Any], device: Any) -> Any:
+def states(spec: AttentionSpec, arrays: Sequence[Any], device: Any, lane: Any) -> Any:
     """Returns how much of each block the call's mask function shows: 0 for nothing, 1 for some pairs, 2 for all.
 
     Args:
         arrays: ``functions.aux_tensors`` of the call, on the device.
+        lane: launches the kernel, see ``own_kernels``.
 
     Returns:
         int8 ``[batch or 1, heads or 1, q blocks, kv blocks]``, 1 for an axis that the function does not read.
@@ -36,34 +37,23 @@ def states(spec: AttentionSpec, arrays: Sequence[Any], device: Any) -> Any:
     tree: Expression = spec.mask_mod  # type: ignore[assignment]
     rows, heads = (spec.batch if "b" in uses(tree) else 1), (spec.num_heads if "h" in uses(tree) else 1)
     result = torch.empty((rows, heads, blocks(spec.q_len), blocks(spec.kv_len)), dtype=torch.int8, device=device)
-    scalars = [number for array in arrays for number in (array.data_ptr(), *array.shape)]
-    _compiled(tree, arrays_of(spec))(result, spec.q_len, spec.kv_len, *scalars)
+    scalars = scalars_of(spec, arrays, lane)
+    lane.launch(_kernel(tree, arrays_of(spec)), (result, spec.q_len, spec.kv_len, scalars))
     return result
 
 
 @lru_cache(maxsize=256)
-def _compiled(tree: Expression, arrays: Arrays) -> Any:
-    """Returns the compiled kernel ``(states, q_len, kv_len, *scalars)``, which runs on torch's current stream."""
-    import torch
-    from cutlass import Int32, Int64, cute
-    from flash_attn.cute.cute_dsl_utils import to_cute_tensor  # type: ignore[import-not-found]
-
-    states = to_cute_tensor(torch.empty((2, 2, 2, 2), dtype=torch.int8, device="cuda"), assumed_align=1)
-    scalars = [number for _, _, axes in arrays for number in (Int64(0), *(Int32(0),) * axes)]
-    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-    with timed("flash4", "blocks of a mask function"):
-        return cute.compile(
-            _kernel(tree, arrays), stream, states, Int32(0), Int32(0), *scalars, options="--enable-tvm-ffi"
-        )
+def _kernel(tree: Expression, arrays: Arrays) -> OwnKernel:
+    return OwnKernel(f"attn_core.block_states({tree.digest}, {arrays})", lambda: _code(tree, arrays))
 
 
-def _kernel(tree: Expression, arrays: Arrays) -> Any:
+def _code(tree: Expression, arrays: Arrays) -> Any:
     import cutlass
     from cutlass import Boolean, Int8, Int32, cute
 
     class BlockStates:
         @cute.jit
-        def __call__(self, stream, states, q_len, kv_len, *scalars):  # type: ignore[no-untyped-def]
+        def __call__(self, states, q_len, kv_len, scalars, stream):  # type: ignore[no-untyped-def]
             rows, heads, q_blocks, kv_blocks = states.shape
             self.kernel(states, q_len, kv_len, scalars).launch(
                 grid=[kv_blocks, q_blocks, rows * heads], block=[LANES, 1, 1], stream=stream

@@ -3,8 +3,8 @@
 A kernel passes one pair of a query and a key to a mask function, and a few pairs of one query to a score function.
 Arrays go in as ``aux_scalars``: the address of each, then its sizes. With ``aux_tensors`` a kernel would divide every
 index by the length of its row, which costs more than most functions; ours stay inside their arrays themselves. The
-first array holds the ends of the call's ranges if there are any (see ``shared/block_tables.py``), the others are the
-call's aux arrays. XLA passes no addresses, so that in a program of XLA the ends are an aux tensor.
+first array holds the ends of the call's ranges if there are any (see ``block_tables.py``), the others are the call's
+aux arrays.
 
 The kernel identifies compiled code by each function's ``__cute_hash__``. Ours names all that the code depends on.
 Upstream: flash-attn-4 4.0.0b36, ``flash_attn.cute``: mask.py, softmax.py.
@@ -65,13 +65,20 @@ def aux_tensors(inputs: Inputs) -> list[Any]:
     return [array.detach().to(smaller.get(array.dtype, array.dtype)).contiguous() for array in aux_of(inputs)]
 
 
-def scalars_of(tensors: Sequence[Any]) -> tuple[Any, ...]:
-    """Returns the addresses and sizes of arrays as a kernel takes them."""
-    from cutlass import Int32, Int64
+def scalars_of(spec: AttentionSpec, tensors: Sequence[Any], lane: Any, ends: bool = False) -> tuple[Any, ...] | None:
+    """Returns the addresses and sizes of a call's arrays as a kernel takes them; None if there are none.
 
-    return tuple(
-        scalar for tensor in tensors for scalar in (Int64(tensor.data_ptr()), *(Int32(size) for size in tensor.shape))
-    )
+    Args:
+        tensors: the aux arrays, which may be flat, behind the ends of ranges if there are ``ends``.
+        lane: returns the address of a tensor, see ``own_kernels``.
+    """
+    if not tensors:
+        return None
+    from cutlass import Int32
+
+    shapes = [*([tensors[0].shape] if ends else []), *(entry.shape for entry in spec.aux)]
+    pairs = zip(tensors, shapes, strict=True)
+    return tuple(scalar for tensor, shape in pairs for scalar in (lane.address(tensor), *map(Int32, shape)))
 
 
 @lru_cache(maxsize=256)
@@ -89,8 +96,7 @@ def mask_function(tree: Expression | None, ends: Ends | None, arrays: Arrays) ->
 
         index, shown = (b[0], h[0], q[0], k[0]), None
         if ends is not None:
-            of_ends = CuteArray(aux_tensors[0].iterator, tuple(aux_tensors[0].shape), "int") if aux_tensors else None
-            shown = _in_ranges(ends, of_ends or read((("int32", "int", 4),), aux_scalars)[0], index)
+            shown = _in_ranges(ends, read((("int32", "int", 4),), aux_scalars)[0], index)
         if tree is not None:
             by_function = evaluate_cute(tree, index, None, read(arrays, aux_scalars, ends is not None))
             shown = by_function if shown is None else shown & by_function

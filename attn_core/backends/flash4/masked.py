@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from math import prod
 from typing import Any
 
-from attn_core.backends.flash4 import function_blocks, functions
-from attn_core.backends.shared import block_tables
+from attn_core.backends.flash4 import block_tables, function_blocks, functions, own_kernels
 from attn_core.backends.shared.constant_tensors import made_from
+from attn_core.call.functions import AUX, named
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
 
@@ -72,68 +72,52 @@ def score_keywords(spec: AttentionSpec, half: str) -> dict[str, Any]:
     return {"score_mod": score.recompute, "score_mod_bwd": score.gradient}
 
 
-def operands(spec: AttentionSpec, inputs: Inputs, half: str) -> tuple[Any, ...]:
+def operands(spec: AttentionSpec, inputs: Inputs, half: str, lane: Any = own_kernels) -> tuple[Any, ...]:
     """Returns the further tensors of a call in a direction: its block table, the ends of its ranges, its aux arrays.
 
     A plain call has none.
+
+    Args:
+        lane: launches the kernels that make tables, see ``own_kernels``.
     """
     if is_plain(spec):
         return ()
-    arrays = functions.aux_tensors(inputs)
+    arrays = functions.aux_tensors(inputs) if spec.aux else []
     if not by_blocks(spec):
         return tuple(arrays)
 
     def make() -> tuple[Any, ...]:
-        shown = None if spec.mask_mod is None else function_blocks.states(spec, arrays, inputs.q.device)
-        table, ends = block_tables.table(spec, inputs, shown, half == "forward")
+        states = None if spec.mask_mod is None else function_blocks.states(spec, arrays, inputs.q.device, lane)
+        table, ends = block_tables.table(spec, inputs, states, half == "forward", lane)
         return (*table, *arrays) if ends is None else (*table, ends, *arrays)
 
-    if arrays or inputs.key_ranges is None:
+    if arrays or inputs.key_ranges is None or lane is not own_kernels:
         return make()
     return made_from(inputs.key_ranges, (spec, half), make)  # type: ignore[no-any-return]
 
 
-IN_PROGRAMS = ("partial_count", "partial", "full_count", "full", "ends")
-"""The names of ``operands`` in a program of XLA."""
+def program_inputs(inputs: Inputs) -> Inputs:
+    """Returns the inputs of a program, whose aux arrays are flat and of the dtypes that a kernel reads."""
+    return inputs._replace(**named([array.reshape(-1) for array in functions.aux_tensors(inputs)]))
 
 
-def program_shapes(spec: AttentionSpec, direction: str) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Returns the shapes and dtypes of a program's further operands, by their names; empty for a call without."""
-    if not by_blocks(spec):
-        return {}
-    length, others = block_tables.blocks(spec.q_len), block_tables.blocks(spec.kv_len)
-    length, others = (length, others) if direction == "forward" else (others, length)
-    counts, (rows, heads, _, ranges, _) = (spec.batch, spec.num_heads, length), spec.key_ranges_shape or (0,) * 5
-    ends = rows, heads, block_tables.blocks(spec.kv_len) * block_tables.BLOCK, 2 * ranges
-    shapes = (counts, (*counts, others), counts, (*counts, others), ends)
-    return {name: (shape, "int32") for name, shape in zip(IN_PROGRAMS, shapes, strict=True)}
+def program_operands(spec: AttentionSpec, arrays: dict[str, Any]) -> dict[str, Any]:
+    """Returns the operands of a program that are not the call's own arrays, by name: its aux arrays for a kernel."""
+    given = zip(AUX, functions.arrays_of(spec), strict=False)
+    return {name: arrays[name].astype(dtype).reshape(-1) for name, (dtype, _, _) in given}
 
 
-def program_operands(spec: AttentionSpec, direction: str, arrays: dict[str, Any], xp: Any) -> dict[str, Any]:
-    """Returns a program's further operands by name, from the call's own, by operations of ``xp`` (``jax.numpy``)."""
-    if not by_blocks(spec):
-        return {}
-    table, ends = block_tables.table_arrays(spec, arrays["key_ranges"], direction == "forward", xp)
-    return dict(zip(IN_PROGRAMS, (*table, ends), strict=True))
-
-
-def tensor_keywords(spec: AttentionSpec, tensors: tuple[Any, ...], by_address: bool = True) -> dict[str, Any]:
-    """Returns the keywords of flash-attn-4's entry points that pass ``operands``.
-
-    Args:
-        by_address: False for a program of XLA, which passes no addresses.
-    """
+def tensor_keywords(spec: AttentionSpec, tensors: tuple[Any, ...], lane: Any = own_kernels) -> dict[str, Any]:
+    """Returns the keywords of flash-attn-4's entry points that pass ``operands``. lane: see ``own_kernels``."""
     if is_plain(spec):
         return {}
     if not by_blocks(spec):
-        return {"aux_scalars": functions.scalars_of(tensors) or None}
+        return {"aux_scalars": functions.scalars_of(spec, tensors, lane)}
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch  # type: ignore[import-not-found]
 
     blocks = BlockSparseTensorsTorch(*tensors[:4], block_size=(block_tables.BLOCK, block_tables.BLOCK))
-    how = {"block_sparse_tensors": blocks, "mask_mod": _mask_function(spec)}
-    if not by_address:
-        return {**how, "aux_tensors": list(tensors[4:])}
-    return {**how, "aux_scalars": functions.scalars_of(tensors[4:]) or None}
+    scalars = functions.scalars_of(spec, tensors[4:], lane, block_tables.has_ends(spec))
+    return {"block_sparse_tensors": blocks, "mask_mod": _mask_function(spec), "aux_scalars": scalars}
 
 
 def _mask_function(spec: AttentionSpec) -> Any:

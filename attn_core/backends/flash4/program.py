@@ -10,13 +10,14 @@ from __future__ import annotations
 import hashlib
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from typing import Any
 
 from attn_core.backends.flash4 import disk_cache
-from attn_core.backends.flash4.masked import program_shapes
-from attn_core.backends.flash4.recorder import Launch, Recorder
+from attn_core.backends.flash4.masked import program_inputs
+from attn_core.backends.flash4.own_kernels import compiled_code, described
+from attn_core.backends.flash4.recorder import AddressOf, Launch, Recorder
 from attn_core.backends.shared import dry_run
 from attn_core.backends.shared.cached_once import cached_once
 from attn_core.backends.shared.kernel_programs import RESULTS, SCRATCH, Buffer, KernelProgram, KernelStep, Unrecordable
@@ -27,22 +28,22 @@ from attn_core.call.tensors import Inputs, dtype_name
 ALLOCATES = ("aten.empty", "aten.new_empty", "aten.detach", "prim.")
 ZEROS = ("aten.zeros", "aten.new_zeros")
 
-Run = Callable[[Any, Inputs, dict[str, Any]], None]
+Run = Callable[[Recorder, Inputs, dict[str, Any]], None]
 
 
 def program(spec: AttentionSpec, direction: str, with_dlse: bool, run: Run) -> KernelProgram:
     """Records a call and returns its program.
 
     Args:
-        run: makes the call, from flash-attn-4's entry points, its inputs, and the other tensors by name.
+        run: makes the call in a recorder, from its inputs, and the other tensors by name.
 
     Raises:
         Unrecordable: if torch operations run between the kernels, or a kernel takes a view of a buffer.
     """
     with Recorder() as notes:
-        inputs, others = dry_run.zeros(spec), _tensors(spec, direction, with_dlse)
+        inputs, others = program_inputs(dry_run.zeros(spec)), _tensors(spec, direction, with_dlse)
         notes.watch()
-        run(notes.kernels, inputs, others)
+        run(notes, inputs, others)
         operands = {name: tensor for name, tensor in zip(Inputs._fields, inputs, strict=True) if tensor is not None}
         return _assemble(notes, {**operands, **others}, direction)
 
@@ -58,7 +59,7 @@ def _assemble(notes: Recorder, named: dict[str, Any], direction: str) -> KernelP
     operands = frozenset(written)
     steps = []
     for call in notes.calls:
-        tensors = [value for value, _ in _leaves(call.arguments, call.kernel.described) if _is_tensor(value)]
+        tensors = [tensor for tensor in (_tensor_of(value) for value, _ in _leaves(call)) if tensor is not None]
         for tensor in tensors:
             buffer = buffers.setdefault(_memory(tensor), _buffer(tensor, SCRATCH, tensor.shape, zeros))
             if buffer.shape != tuple(tensor.shape):
@@ -83,10 +84,14 @@ def _step(call: Launch, order: list[int], reads: tuple[int, ...], writes: tuple[
     parameters = (*reads, *writes)
     last = {place: slot for slot, place in enumerate(parameters)}  # an updated buffer is in both: take it from writes
     slots = [last[place] for place in order]
-    leaves = list(_leaves(call.arguments, call.kernel.described))
-    described = [about for value, about in leaves if _is_tensor(value)]
-    by_slot = [described[order.index(place)] for place in parameters]
-    constants = tuple(None if _is_tensor(value) else check_constant(value) for value, _ in leaves)
+    leaves = list(_leaves(call))
+    of_tensors = [
+        described((value.tensor,))[0] if isinstance(value, AddressOf) else about
+        for value, about in leaves
+        if _tensor_of(value) is not None
+    ]
+    by_slot = [of_tensors[order.index(place)] for place in parameters]
+    constants = tuple(None if _tensor_of(value) is not None else check_constant(value) for value, _ in leaves)
     key = (call.key, [str(one) for one in by_slot], slots, constants, call.kernel.options)
     text = repr((_versions(), type(call.kernel.kernel).__qualname__, key))
     if re.search(r"\bat 0x|0x[0-9a-f]{8}[0-9a-f]*[1-9a-f]", text):  # an address differs between processes
@@ -97,21 +102,26 @@ def _step(call: Launch, order: list[int], reads: tuple[int, ...], writes: tuple[
     return KernelStep(target, reads, writes, lambda: _compile(target, call, slots, by_slot))
 
 
-def _compile(target: str, call: Launch, slots: list[int], described: list[Any]) -> Any:
+def _compile(target: str, call: Launch, slots: list[int], by_slot: list[Any]) -> Any:
     """Returns a ``tvm_ffi.Function`` of tensors alone that launches the kernel on the environment's stream."""
     import cutlass
     from cutlass import cute
 
-    if target in _compiled_code():
-        return _function(_compiled_code()[target])
+    code = compiled_code()
+    if target in code:
+        return _function(code[target])
     kernel, arguments = call.kernel, call.arguments
 
     # Numbers are captured, so they become constants of the compiled code, and XLA passes buffers only.
     def launch(stream: Any, tensors: Any) -> None:
         places, filled = iter(slots), []
-        for value, _ in _leaves(arguments, kernel.described):
+        for value, _ in _leaves(call):
             if _is_tensor(value):
                 filled.append(tensors[next(places)])
+            elif isinstance(value, AddressOf):
+                filled.append(tensors[next(places)].iterator.toint())
+            elif _is_number(value):
+                filled.append(type(value)(value.value))
             elif isinstance(value, float):
                 filled.append(cutlass.Float32(value))
             elif isinstance(value, int) and not isinstance(value, bool):
@@ -123,16 +133,18 @@ def _compile(target: str, call: Launch, slots: list[int], described: list[Any]) 
 
     with warnings.catch_warnings():  # about an argument that flash-attn-4 leaves empty
         warnings.filterwarnings("ignore", "Argument aux_data ")
-        compiled = cute.compile(_entry(), launch, kernel.described[-1], *described, options=kernel.options)
-    _compiled_code()[target] = compiled
+        compiled = cute.compile(_entry(), launch, kernel.described[-1], *by_slot, options=kernel.options)
+    code[target] = compiled
     return _function(compiled)
 
 
-def _leaves(arguments: Sequence[Any], described: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
-    """Yields a kernel's arguments with their descriptions; of a tuple or list with tensors, its parts."""
-    for value, about in zip(arguments, described):
+def _leaves(call: Launch) -> Iterator[tuple[Any, Any]]:
+    """Yields a kernel's arguments with their descriptions; of a tuple or list, its parts."""
+    pairs = [*zip(call.arguments, call.kernel.described)][::-1]
+    while pairs:
+        value, about = pairs.pop()
         if _is_group(value):
-            yield from _leaves(value, about)
+            pairs += [*zip(value, about, strict=True)][::-1]
         else:
             yield value, about
 
@@ -160,11 +172,6 @@ def _function(compiled: Any) -> Any:
 
 
 @cached_once
-def _compiled_code() -> Any:
-    return disk_cache.named_cache("attn_core")
-
-
-@cached_once
 def _entry() -> Any:
     import cutlass
     from cutlass import cute
@@ -176,8 +183,15 @@ def _entry() -> Any:
     return cute.jit(entry)
 
 
+def _is_number(value: Any) -> bool:
+    """Returns whether an argument is a number of the CuTe DSL."""
+    return isinstance(getattr(value, "value", None), (int, float))
+
+
 def check_constant(value: Any) -> Any:
-    """Checks and returns a value that becomes part of the compiled code."""
+    """Checks a value that becomes part of the compiled code, and returns what says it."""
+    if _is_number(value):
+        return f"{type(value).__name__}({value.value})"
     if value is None or isinstance(value, (bool, int, float)):
         return value
     if type(value).__name__ == "AuxData" and all(part is None for part in value):
@@ -206,6 +220,13 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
+def _tensor_of(value: Any) -> Any:
+    """Returns the tensor that an argument is or points to; None for any other argument."""
+    if isinstance(value, AddressOf):
+        return value.tensor
+    return value if _is_tensor(value) else None
+
+
 def _memory(tensor: Any) -> Any:
     """Returns a tensor's storage, which identifies its memory."""
     return tensor.untyped_storage()._cdata
@@ -229,7 +250,7 @@ def _tensors(spec: AttentionSpec, direction: str, with_dlse: bool) -> dict[str, 
 
     query, key, value = dry_run.shapes(spec)
     wide, narrow = spec.dtype, "float32"
-    shapes = {"out": (spec.out_shape, wide), "lse": (spec.lse_shape, narrow), **program_shapes(spec, direction)}
+    shapes = {"out": (spec.out_shape, wide), "lse": (spec.lse_shape, narrow)}
     if direction == "backward":
         shapes |= {"dout": (spec.out_shape, wide)} | ({"dlse": (spec.lse_shape, narrow)} if with_dlse else {})
         shapes |= {"dq": (query, wide), "dk": (key, wide), "dv": (value, wide)}

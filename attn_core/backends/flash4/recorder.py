@@ -15,9 +15,13 @@ from contextlib import ExitStack
 from importlib import util
 from typing import Any, NamedTuple
 
+from attn_core.backends.flash4.own_kernels import OPTIONS, OwnKernel, described
 from attn_core.backends.shared.cached_once import cached_once
 from attn_core.backends.shared.kernel_programs import Unrecordable
 from attn_core.call.after_fork import free_in_children
+
+_FIRST_ADDRESS = 2**62
+"""Numbers from here on stand for addresses; no GPU has such addresses."""
 
 
 class RecordedKernel(NamedTuple):
@@ -37,8 +41,17 @@ class Launch(NamedTuple):
     arguments: tuple[Any, ...]
 
 
+class AddressOf:
+    """An argument of a kernel that is the address of a tensor."""
+
+    def __init__(self, tensor: Any) -> None:
+        self.tensor = tensor
+
+
 class Recorder:
     """A context in which tensors have no memory, and flash-attn-4's entry points record instead of launching.
+
+    It is a lane for our own kernels (see ``own_kernels``), which it records, too.
 
     Attributes:
         kernels: ``(_flash_attn_fwd, _flash_attn_bwd)``, the recording entry points.
@@ -46,8 +59,11 @@ class Recorder:
         operations: ``(name, result)`` of every torch operation since ``watch``.
     """
 
+    TAKES_VIEWS = False
+
     def __init__(self) -> None:
         self.calls: list[Launch] = []
+        self._addressed: list[Any] = []
         self.operations: list[tuple[str, Any]] = []
         self._stack = ExitStack()
         self.kernels: tuple[Any, Any] = (None, None)
@@ -61,7 +77,7 @@ class Recorder:
             for name, function in vars(copy).items():
                 # flash-attn-4 keeps a function's compiled kernels in an attribute of the function.
                 if hasattr(function, "compile_cache"):
-                    function.compile_cache = _NotingCache(name, self.calls)
+                    function.compile_cache = _NotingCache(name, self._note)
             self.kernels = copy._flash_attn_fwd, copy._flash_attn_bwd
             stack.enter_context(FakeTensorMode())
             _suppress_address_warning()
@@ -70,6 +86,30 @@ class Recorder:
 
     def __exit__(self, *error: Any) -> None:
         self._stack.close()
+
+    def launch(self, kernel: OwnKernel, arguments: tuple[Any, ...]) -> None:
+        """Records the launch of a kernel of ours."""
+        self._note(RecordedKernel(kernel.code(), described(arguments), OPTIONS), kernel.name, arguments)
+
+    def address(self, tensor: Any) -> Any:
+        """Returns a number that stands for the address of a tensor; a recorded launch holds an ``AddressOf``."""
+        from cutlass import Int64
+
+        self._addressed.append(tensor)
+        return Int64(_FIRST_ADDRESS + len(self._addressed) - 1)
+
+    def _note(self, kernel: RecordedKernel, key: str, arguments: tuple[Any, ...]) -> None:
+        self.calls.append(Launch(kernel, key, self._with_addresses(arguments)))
+
+    def _with_addresses(self, value: Any) -> Any:
+        """Returns an argument with an ``AddressOf`` for each number that stands for an address."""
+        if isinstance(value, (tuple, list)):
+            parts = [self._with_addresses(part) for part in value]
+            return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+        number = getattr(value, "value", None)
+        if isinstance(number, int) and number >= _FIRST_ADDRESS:
+            return AddressOf(self._addressed[number - _FIRST_ADDRESS])
+        return value
 
     def watch(self) -> None:
         """Starts recording torch operations. Launch it after the operands exist."""
@@ -92,8 +132,8 @@ class _NotingCompiler:
 class _NotingCache:
     """A cache that looks empty, so that every kernel is requested, and returns kernels that record their calls."""
 
-    def __init__(self, name: str, calls: list[Launch]) -> None:
-        self._name, self._calls = name, calls
+    def __init__(self, name: str, note: Callable[[RecordedKernel, str, tuple[Any, ...]], None]) -> None:
+        self._name, self._note = name, note
         self._kernels: dict[Any, RecordedKernel] = {}
 
     def __contains__(self, key: Any) -> bool:
@@ -103,7 +143,7 @@ class _NotingCache:
         self._kernels[key] = kernel
 
     def __getitem__(self, key: Any) -> Callable[..., None]:
-        return lambda *arguments: self._calls.append(Launch(self._kernels[key], f"{self._name} {key!r}", arguments))
+        return lambda *arguments: self._note(self._kernels[key], f"{self._name} {key!r}", arguments)
 
 
 @cached_once

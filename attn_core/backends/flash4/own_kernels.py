@@ -1,0 +1,80 @@
+"""Our own kernels of the CuTe DSL: compiled once, and launched on torch's current stream or noted for a program of XLA.
+
+A lane has ``launch(kernel, arguments)``, ``address(tensor)`` and ``TAKES_VIEWS``. This module is the lane of torch, and
+``recorder.Recorder`` the other one. Upstream: nvidia-cutlass-dsl 4.8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from attn_core.backends.flash4 import disk_cache
+from attn_core.backends.shared.cached_once import cached_once
+from attn_core.call.compiles import timed
+
+TAKES_VIEWS = True
+"""Whether a kernel may take views of one tensor. In a program of XLA each has memory of its own."""
+OPTIONS = "--enable-tvm-ffi"
+
+
+class OwnKernel(NamedTuple):
+    """A kernel of ours.
+
+    Attributes:
+        name: says everything that the compiled code depends on.
+        code: returns the function of the CuTe DSL, of the launch's arguments and the stream.
+    """
+
+    name: str
+    code: Callable[[], Any]
+
+
+Arguments = tuple[Any, ...]
+"""Tensors, None, ints, and tuples of numbers of the CuTe DSL."""
+_compiled: dict[str, Any] = {}
+"""The compiled kernels of this process by name."""
+
+
+def launch(kernel: OwnKernel, arguments: Arguments) -> None:
+    """Launches a kernel on torch's current stream; the first launch compiles it."""
+    function = _compiled.get(kernel.name)
+    if function is None:
+        function = _compiled[kernel.name] = _compile(kernel, arguments)
+    function(*arguments)
+
+
+def address(tensor: Any) -> Any:
+    """Returns the address of a tensor as a kernel takes it."""
+    from cutlass import Int64
+
+    return Int64(tensor.data_ptr())
+
+
+def _compile(kernel: OwnKernel, arguments: Arguments) -> Any:
+    from cutlass import cute
+
+    code = compiled_code()
+    if kernel.name not in code:
+        with timed("flash4", kernel.name):
+            code[kernel.name] = cute.compile(kernel.code(), *described(arguments), options=OPTIONS)
+    return code[kernel.name]
+
+
+def described(arguments: Arguments) -> Arguments:
+    """Returns what a kernel is compiled for: tensors of any sizes, any numbers, and the stream of the environment."""
+    from cutlass import Int32, cute
+    from flash_attn.cute.cute_dsl_utils import to_cute_tensor  # type: ignore[import-not-found]
+
+    def describe(value: Any) -> Any:
+        if isinstance(value, int):
+            return Int32(value)
+        return value if value is None or isinstance(value, tuple) else to_cute_tensor(value, assumed_align=4)
+
+    return *map(describe, arguments), cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+
+
+@cached_once
+def compiled_code() -> Any:
+    """Returns the compiled code that we keep on disk, by name."""
+    return disk_cache.named_cache("attn_core")
