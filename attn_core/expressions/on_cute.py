@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from attn_core.expressions.rendering import ARITHMETIC, Vocabulary, evaluate
+from attn_core.expressions.rendering import ARITHMETIC, Vocabulary, run, steps_inside
 from attn_core.expressions.tree import Expression, Kind
 
 
@@ -67,11 +67,20 @@ def vocabulary() -> Vocabulary:
         return a - a // b * b  # the DSL's own % rounds to zero
 
     def read(array: CuteArray, indices: list[Any]) -> Any:
-        place: Any = 0
-        for index, size in zip(indices, array.shape, strict=True):
-            place = place * size + index
-        value = cutlass.cute.make_tensor(array.pointer + place, cutlass.cute.make_layout(1))[0]
+        pointer = array.pointer
+        if indices:
+            row: Any = 0
+            for index, size in zip(indices[:-1], array.shape[:-1], strict=True):
+                row = row * size + index
+            # The row's address first, because it is the same for many pairs; then one instruction for each pair.
+            pointer = pointer + row * array.shape[-1] + cutlass.Int64(cutlass.Uint32(indices[-1]))
+        value = cutlass.cute.make_tensor(pointer, cutlass.cute.make_layout(1))[0]
         return value != 0 if array.kind == "bool" else value
+
+    def bound(index: Any, size: Any) -> Any:
+        # One comparison without a sign: a negative index, of a pair behind the rows, becomes the last place.
+        index, last = cutlass.Uint32(index), cutlass.Uint32(size - 1)
+        return cutlass.Int32(where(last < index, last, index))
 
     zero = {name: types[name](0) for name in ("int", "float")}
     functions: dict[str, Callable[..., Any]] = {
@@ -86,10 +95,18 @@ def vocabulary() -> Vocabulary:
         "exp": _exp,
         "tanh": tanh_approx,
     }
-    return Vocabulary(functions=functions, constant=constant, cast=lambda value, kind: types[kind](value), read=read)
+    return Vocabulary(
+        functions=functions, constant=constant, cast=lambda value, kind: types[kind](value), read=read, bound=bound
+    )
 
 
-def evaluate_cute(tree: Expression, indices: Sequence[Any], score: Any = None, aux: Sequence[CuteArray] = ()) -> Any:
+def evaluate_cute(
+    tree: Expression,
+    indices: Sequence[Any],
+    score: Any = None,
+    aux: Sequence[CuteArray] = (),
+    inside: tuple[int, ...] = (),
+) -> Any:
     """Returns the value of an expression for one pair, inside a kernel.
 
     Args:
@@ -97,8 +114,9 @@ def evaluate_cute(tree: Expression, indices: Sequence[Any], score: Any = None, a
         indices: b, h, q and k, ``cutlass.Int32``.
         score: ``cutlass.Float32``, or None for an expression without a score.
         aux: the arrays of the lookups, by their numbers.
+        inside: ``lookups_inside`` of the call. These lookups take fewer instructions.
     """
-    return evaluate(tree, vocabulary(), indices, score, aux)
+    return run(steps_inside(tree, inside), vocabulary(), indices, score, aux)
 
 
 def tanh_approx(value: Any) -> Any:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from attn_core.errors import shown
 from attn_core.expressions.intervals import intervals
-from attn_core.expressions.tree import Expression, ExpressionError, Kind
+from attn_core.expressions.operations import INDICES
+from attn_core.expressions.tree import Expression, ExpressionError, Kind, Row
 
 ARITHMETIC: dict[str, Callable[..., Any]] = {
     "add": operator.add,
@@ -44,12 +46,15 @@ class Vocabulary:
         cast: ``(value, kind) -> value`` as an int of 32 bits or as the float of the call.
         read: ``(array, indices) -> value``; no index is outside, and there is an index for each axis. A constant index
             is Python's int.
+        bound: ``(index, size) -> index`` inside the axis, the same index if it is inside already; needed for lookups
+            that are ``inside``.
     """
 
     functions: Mapping[str, Callable[..., Any]]
     constant: Callable[[Any, Kind], Any]
     cast: Callable[[Any, Kind], Any]
     read: Callable[[Any, list[Any]], Any]
+    bound: Callable[[Any, Any], Any] | None = None
 
 
 class Step(NamedTuple):
@@ -59,6 +64,8 @@ class Step(NamedTuple):
         op, kind, value, operands: of the row.
         constants: of a lookup, each index that is constant, else None.
         negative: of a lookup, whether each index may be negative.
+        inside: of a lookup, whether all indices are inside the array for every pair of the call. They may be outside
+            for pairs behind the call's rows, which a kernel computes and drops.
     """
 
     op: str
@@ -67,6 +74,7 @@ class Step(NamedTuple):
     operands: tuple[int, ...]
     constants: tuple[int | None, ...]
     negative: tuple[bool, ...]
+    inside: bool = False
 
 
 def steps_of(tree: Expression) -> tuple[Step, ...]:
@@ -84,6 +92,31 @@ def steps_of(tree: Expression) -> tuple[Step, ...]:
         )
         object.__setattr__(tree, "_steps", steps)
     return steps
+
+
+@lru_cache(maxsize=1024)
+def lookups_inside(
+    tree: Expression, sizes: tuple[int, int, int, int], shapes: tuple[tuple[int, ...], ...]
+) -> tuple[int, ...]:
+    """Returns the numbers of the lookups, among a tree's rows, that stay inside their arrays for every pair of a call.
+
+    Args:
+        sizes: of the call: its batch rows, heads, queries and keys, each at least 1.
+        shapes: of the arrays.
+    """
+    bounds = intervals(tree, {name: (0, size - 1) for name, size in zip(INDICES, sizes, strict=True)})
+
+    def is_inside(row: Row) -> bool:
+        pairs = zip((bounds[operand] for operand in row.operands), shapes[row.value], strict=True)  # type: ignore[index]
+        return all(low >= 0 and high < size for (low, high), size in pairs)
+
+    return tuple([number for number, row in enumerate(tree.rows) if row.op == "lookup" and is_inside(row)])
+
+
+@lru_cache(maxsize=1024)
+def steps_inside(tree: Expression, inside: tuple[int, ...]) -> tuple[Step, ...]:
+    """Returns ``steps_of`` a tree of which the numbered lookups are inside."""
+    return tuple([step._replace(inside=number in inside) for number, step in enumerate(steps_of(tree))])
 
 
 def evaluate(
@@ -141,6 +174,8 @@ def look_up(step: Step, indices: list[Any], vocabulary: Vocabulary, aux: Sequenc
         raise ExpressionError(f"aux[{number}]: expected {len(indices)} axes, as it is indexed, got {shown(array)}")
     if any(isinstance(size, int) and size == 0 for size in shape):
         return vocabulary.constant({"bool": False, "int": 0, "float": 0.0}[step.kind], step.kind)
+    if step.inside and vocabulary.bound is not None:
+        return _read(step, array, [vocabulary.bound(index, size) for index, size in zip(indices, shape)], vocabulary)
     inside = []
     for axis, size in enumerate(shape):
         place = step.constants[axis]
@@ -149,7 +184,12 @@ def look_up(step: Step, indices: list[Any], vocabulary: Vocabulary, aux: Sequenc
             inside.append(place)
         else:
             inside.append(_inside(indices[axis], size, step.negative[axis], vocabulary))
-    found = vocabulary.read(array, inside)
+    return _read(step, array, inside, vocabulary)
+
+
+def _read(step: Step, array: Any, indices: list[Any], vocabulary: Vocabulary) -> Any:
+    """Returns the value of a lookup whose indices are inside the array."""
+    found = vocabulary.read(array, indices)
     return found if step.kind == "bool" else vocabulary.cast(found, step.kind)
 
 

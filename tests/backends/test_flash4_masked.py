@@ -89,16 +89,20 @@ def test_names_of_compiled_code() -> None:
     one, other = (fields_of(mask, "slopes", (2, 4, 200, 300)) for mask in ("documents", "by row and head"))
     ends = functions.Ends(1, False, False, 2)
     of_masks = [
-        functions.mask_function(tree, range_ends, functions.arrays_of(spec_of(**one)))
+        functions.mask_function(tree, range_ends, functions.arrays_of(spec_of(**one)), inside)
         for tree in (one["mask_mod"], other["mask_mod"], None)
         for range_ends in (ends, ends._replace(ranges=2), ends._replace(by_head=True), ends._replace(group=4))
+        for inside in ((), (3,))
     ]
     of_scores = [
         function
         for cap in (None, 3.0)
         for behind in (False, True)
         for packed in (False, True)
-        for function in functions.score_functions(one["score_mod"], cap, behind, (("float32", "float", 1),), packed, 2)
+        for inside in (((), ()), ((2,), ()), ((2,), (1,)))
+        for function in functions.score_functions(
+            one["score_mod"], cap, behind, (("float32", "float", 1),), packed, inside
+        )
     ]
     names = [function.__cute_hash__ for function in (*of_masks, *of_scores)]
     assert len(set(names)) == len(names)

@@ -19,9 +19,11 @@ from attn_core.expressions import (
     evaluate_jax,
     evaluate_numpy,
     evaluate_torch,
+    trace_score,
 )
 from attn_core.expressions.building import build, constant
-from attn_core.expressions.rendering import ARITHMETIC
+from attn_core.expressions.rendering import ARITHMETIC, lookups_inside
+from attn_core.expressions.tree import from_rows
 
 ANY_EXACT = st.sampled_from(["bool", "int", "float"]).flatmap(trees.exact)
 
@@ -224,3 +226,40 @@ def test_missing_operands_are_named() -> None:
         ExpressionError, match=r"aux\[2\]: expected 2 axes, as it is indexed, got numpy.ndarray of shape"
     ):
         evaluate_numpy(tree, indices, score, [*aux[:2], aux[0]])
+
+
+SIZES = (2, 3, 5, 7)
+"""Of a call: batch rows, heads, queries, keys."""
+
+
+@pytest.mark.parametrize(
+    ("function", "shapes", "inside"),
+    [
+        (lambda s, b, h, q, k, table: s + table[h, q - k + 6], [(3, 11)], [True]),
+        (lambda s, b, h, q, k, table: s + table[h, q - k + 6], [(3, 10)], [False]),
+        (lambda s, b, h, q, k, table: s + table[h, q - k + 5], [(3, 11)], [False]),
+        (lambda s, b, h, q, k, a, c: s + a[q] * a[k] + c[b], [(5,), (2,)], [True, False, True]),
+        (lambda s, b, h, q, k, a, i: s + a[i[q]] + a[-1], [(5,), (5,)], [True, False, False]),
+        (lambda s, b, h, q, k, one: s * one, [()], [True]),
+    ],
+)
+def test_lookups_that_stay_inside(function: Any, shapes: Any, inside: list[bool]) -> None:
+    """Only the sizes of the call and of the arrays say so, not their values."""
+    arrays = [np.zeros(shape, np.int32 if place == 1 else np.float32) for place, shape in enumerate(shapes)]
+    tree = trace_score(function, tuple(arrays)).tree
+    lookups = [number for number, row in enumerate(tree.rows) if row.op == "lookup"]
+    numbers = lookups_inside(tree, SIZES, tuple(shapes))
+    assert [number in numbers for number in lookups] == inside
+
+
+@settings(max_examples=200)
+@given(tree=ANY_EXACT)
+def test_lookups_said_to_be_inside_are(tree: Expression) -> None:
+    """The indices themselves, for every pair of a call."""
+    indices, score, aux = trees.operands()
+    sizes = tuple(int(np.max(index)) + 1 for index in indices)
+    for number in lookups_inside(tree, sizes, tuple(array.shape for array in aux)):
+        row = tree.rows[number]
+        for operand, size in zip(row.operands, aux[row.value].shape, strict=True):
+            values = evaluate_numpy(from_rows(tree.rows[: operand + 1]), indices, score, aux)
+            assert (values >= 0).all() and (values < size).all()

@@ -15,6 +15,7 @@ from cutlass.cute.runtime import from_dlpack
 from attn_core.expressions import maximum, minimum, trace_score, where
 from attn_core.expressions.on_cute import CuteArray, evaluate_cute
 from attn_core.expressions.on_numpy import block_indices, evaluate_numpy
+from attn_core.expressions.rendering import lookups_inside
 
 BATCH, HEADS, QUERIES, KEYS = 2, 3, 8, 11
 RANDOM = np.random.default_rng(0)
@@ -34,6 +35,9 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
         (a[k] >= a[q]) == o[k], s * s, (q - k) // 3 * 1.0 + (q - k) % -3
     ),
     "a constant index": lambda s, b, h, q, k, a, f, o, c: where(~o[q] & (k < 4), f[b, -1], 2.0) * s,
+    "lookups that are always inside": lambda s, b, h, q, k, a, f, o, c: (
+        s * f[h, (q - k + 11) // 3] + where(o[q // 2], a[h + b], a[h]) * c
+    ),
     "constants alone": lambda s, b, h, q, k, *_: s * 0.0 + where(q < 0, 1.0, 2.0),
 }
 
@@ -44,6 +48,7 @@ def test_values(name: str) -> None:
     tree = trace_score(FUNCTIONS[name], AUX).tree
     scores = RANDOM.normal(size=(BATCH, HEADS, QUERIES, KEYS)).astype(np.float32)
     expected = evaluate_numpy(tree, block_indices(BATCH, HEADS, QUERIES, KEYS), scores, AUX)
+    inside = lookups_inside(tree, (BATCH, HEADS, QUERIES, KEYS), tuple(array.shape for array in AUX))
     out = torch.zeros(scores.shape)
 
     @cute.jit
@@ -59,7 +64,7 @@ def test_values(name: str) -> None:
                 for q in cutlass.range(QUERIES):
                     for k in cutlass.range(KEYS):
                         index = (cutlass.Int32(b), cutlass.Int32(h), cutlass.Int32(q), cutlass.Int32(k))
-                        out[b, h, q, k] = evaluate_cute(tree, index, score[b, h, q, k], arrays)
+                        out[b, h, q, k] = evaluate_cute(tree, index, score[b, h, q, k], arrays, inside)
 
     tensors = [torch.from_numpy(array.reshape(array.shape or (1,))) for array in (scores, *AUX)]
     tensors[3] = tensors[3].view(torch.uint8)

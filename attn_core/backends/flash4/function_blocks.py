@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from attn_core.backends.flash4.block_tables import BLOCK, blocks
-from attn_core.backends.flash4.functions import Arrays, arrays_of, read, scalars_of
+from attn_core.backends.flash4.functions import Arrays, arrays_of, inside_of, read, scalars_of
 from attn_core.backends.flash4.own_kernels import OwnKernel
 from attn_core.call.spec import AttentionSpec
 from attn_core.expressions.on_cute import evaluate_cute
@@ -38,16 +38,17 @@ def states(spec: AttentionSpec, arrays: Sequence[Any], device: Any, lane: Any) -
     rows, heads = (spec.batch if "b" in uses(tree) else 1), (spec.num_heads if "h" in uses(tree) else 1)
     result = torch.empty((rows, heads, blocks(spec.q_len), blocks(spec.kv_len)), dtype=torch.int8, device=device)
     scalars = scalars_of(spec, arrays, lane)
-    lane.launch(_kernel(tree, arrays_of(spec)), (result, spec.q_len, spec.kv_len, scalars))
+    kernel = _kernel(tree, arrays_of(spec), inside_of(tree, spec))
+    lane.launch(kernel, (result, spec.q_len, spec.kv_len, scalars))
     return result
 
 
 @lru_cache(maxsize=256)
-def _kernel(tree: Expression, arrays: Arrays) -> OwnKernel:
-    return OwnKernel(f"attn_core.block_states({tree.digest}, {arrays})", lambda: _code(tree, arrays))
+def _kernel(tree: Expression, arrays: Arrays, inside: tuple[int, ...]) -> OwnKernel:
+    return OwnKernel(f"attn_core.block_states({tree.digest}, {arrays}, {inside})", lambda: _code(tree, arrays, inside))
 
 
-def _code(tree: Expression, arrays: Arrays) -> Any:
+def _code(tree: Expression, arrays: Arrays, inside: tuple[int, ...]) -> Any:
     import cutlass
     from cutlass import Boolean, Int8, Int32, cute
 
@@ -73,7 +74,7 @@ def _code(tree: Expression, arrays: Arrays) -> Any:
                     key = kv_block * BLOCK + part * LANES + lane
                     index = (b, h, q_block * BLOCK + at, key)
                     # A key behind the row reads no memory behind its arrays, because lookups stay inside.
-                    sees = evaluate_cute(tree, index, None, read(arrays, scalars))
+                    sees = evaluate_cute(tree, index, None, read(arrays, scalars), inside)
                     exists = key < kv_len
                     shown = shown | (exists & sees)
                     hidden = hidden | (exists & (sees == Boolean(False)))

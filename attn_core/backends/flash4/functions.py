@@ -16,12 +16,14 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from attn_core.backends.flash4 import score_indices
 from attn_core.backends.flash4.softcap import capped, capped_gradient, capped_share, each_pair, tanh_approx
 from attn_core.call.functions import aux_of, slope
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
 from attn_core.expressions.on_cute import CuteArray, evaluate_cute
 from attn_core.expressions.properties import kind_of_dtype
+from attn_core.expressions.rendering import lookups_inside
 from attn_core.expressions.tree import Expression, Kind
 
 Arrays = tuple[tuple[str, Kind, int], ...]
@@ -54,6 +56,12 @@ def arrays_of(spec: AttentionSpec) -> Arrays:
     return tuple(arrays)
 
 
+def inside_of(tree: Expression, spec: AttentionSpec) -> tuple[int, ...]:
+    """Returns the lookups of a function that stay inside the call's arrays, see ``rendering.lookups_inside``."""
+    sizes = spec.batch, spec.num_heads, spec.q_len, spec.kv_len
+    return lookups_inside(tree, sizes, tuple([entry.shape for entry in spec.aux]))
+
+
 def aux_tensors(inputs: Inputs) -> list[Any]:
     """Returns the call's aux arrays as tensors that a kernel reads: dense, at most 32 bits, no bools.
 
@@ -82,13 +90,16 @@ def scalars_of(spec: AttentionSpec, tensors: Sequence[Any], lane: Any, ends: boo
 
 
 @lru_cache(maxsize=256)
-def mask_function(tree: Expression | None, ends: Ends | None, arrays: Arrays) -> Callable[..., Any]:
+def mask_function(
+    tree: Expression | None, ends: Ends | None, arrays: Arrays, inside: tuple[int, ...] = ()
+) -> Callable[..., Any]:
     """Returns ``mask_mod`` of the kernels: a key is visible if its ranges and the call's function show it.
 
     Args:
         tree: the call's mask function, or None.
         ends: of the ranges, or None; one of both is needed.
         arrays: of the call's aux arrays.
+        inside: ``inside_of`` the tree.
     """
 
     def mask_mod(b: Any, h: Any, q: Any, k: Any, seqlen_info: Any, aux_tensors: Any, aux_scalars: Any = ()) -> Any:
@@ -98,13 +109,14 @@ def mask_function(tree: Expression | None, ends: Ends | None, arrays: Arrays) ->
         if ends is not None:
             shown = _in_ranges(ends, read((("int32", "int", 4),), aux_scalars)[0], index)
         if tree is not None:
-            by_function = evaluate_cute(tree, index, None, read(arrays, aux_scalars, ends is not None))
+            by_function = evaluate_cute(tree, index, None, read(arrays, aux_scalars, ends is not None), inside)
             shown = by_function if shown is None else shown & by_function
         cell = cute.make_rmem_tensor(1, Boolean)
         cell[0] = shown
         return cell.load()
 
-    mask_mod.__cute_hash__ = f"attn_core.mask({tree and tree.digest}, {ends}, {arrays})"  # type: ignore[attr-defined]
+    about = (tree and tree.digest, ends, arrays, inside)
+    mask_mod.__cute_hash__ = f"attn_core.mask{about}"  # type: ignore[attr-defined]
     return mask_mod
 
 
@@ -140,12 +152,14 @@ class ScoreFunctions(NamedTuple):
 
 @lru_cache(maxsize=256)
 def score_functions(
-    tree: Expression, cap: float | None, behind_ends: bool, arrays: Arrays, packed: bool, group: int
+    tree: Expression,
+    cap: float | None,
+    behind_ends: bool,
+    arrays: Arrays,
+    packed: bool,
+    inside: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
 ) -> ScoreFunctions:
     """Returns the score functions of a call: its softcap, then its own.
-
-    The backward of 4.0.0b36 does not pack the query heads of a kv head into one tile, but it passes indices as if it
-    did: ``q // group`` for q, and ``h * group + q % group`` for h. Our functions for the backward undo that.
 
     Args:
         tree: the call's score function.
@@ -153,14 +167,11 @@ def score_functions(
         behind_ends: whether the first of the kernel's arrays holds the ends of ranges.
         arrays: of the call's aux arrays.
         packed: whether rows hold documents. The kernel counts tokens in a document, and functions in the whole row.
-        group: query heads per kv head.
+        inside: ``inside_of`` the tree and of its slope.
     """
 
-    def index_of(pair: int, b: Any, h: Any, q_idx: Any, kv_idx: Any, info: Any, ungroup: bool = False) -> Any:
+    def index_of(pair: int, b: Any, h: Any, q_idx: Any, kv_idx: Any, info: Any) -> Any:
         row, head, query, key = b[pair], h[pair], q_idx[pair], kv_idx[pair]
-        if ungroup and group > 1:
-            kv_head = head // group
-            head, query = kv_head, query * group + (head - kv_head * group)
         if packed:
             from cutlass import Int32
 
@@ -168,7 +179,7 @@ def score_functions(
         return row, head, query, key
 
     def value(of: Expression, score: Any, index: tuple[Any, ...], aux: Any) -> Any:
-        return evaluate_cute(of, index, score, read(arrays, aux, behind_ends))
+        return evaluate_cute(of, index, score, read(arrays, aux, behind_ends), inside[of is not tree])
 
     # The kernels pass the arguments from q_idx on by these names.
     def forward(
@@ -185,7 +196,7 @@ def score_functions(
     ) -> Any:
         def each(pair: int, score: Any) -> Any:
             whole = score if cap is None else capped(score, cap, tanh_approx)
-            return value(tree, whole, index_of(pair, b, h, q_idx, kv_idx, seqlen_info, True), aux_scalars)
+            return value(tree, whole, index_of(pair, b, h, q_idx, kv_idx, seqlen_info), aux_scalars)
 
         return each_pair(each, scores)
 
@@ -202,7 +213,7 @@ def score_functions(
     ) -> Any:
         def each(pair: int, dscore: Any, score: Any) -> Any:
             whole = score if cap is None else capped(score, cap, tanh_approx)
-            index = index_of(pair, b, h, q_idx, kv_idx, seqlen_info, True)
+            index = index_of(pair, b, h, q_idx, kv_idx, seqlen_info)
             dscore = dscore * value(slope(tree), whole, index, aux_scalars)
             return dscore if cap is None else capped_gradient(dscore, score, cap, tanh_approx)
 
@@ -210,8 +221,9 @@ def score_functions(
 
     functions = ScoreFunctions(forward, recompute, gradient)
     for name, function in functions._asdict().items():
-        key = (name, tree.digest, cap, behind_ends, arrays, packed, group)
+        key = (name, tree.digest, cap, behind_ends, arrays, packed, inside)
         function.__cute_hash__ = f"attn_core.score{key}"
+        setattr(function, score_indices.NEEDED, True)
     return functions
 
 

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from math import prod
 from typing import Any
 
-from attn_core.backends.flash4 import block_tables, function_blocks, functions, own_kernels
+from attn_core.backends.flash4 import block_tables, function_blocks, functions, own_kernels, score_indices
 from attn_core.backends.shared.constant_tensors import made_from
-from attn_core.call.functions import AUX, named
+from attn_core.call.functions import AUX, named, slope
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
 
@@ -64,11 +64,13 @@ def score_keywords(spec: AttentionSpec, half: str) -> dict[str, Any]:
         return {}
     ends = by_blocks(spec) and block_tables.has_ends(spec)
     arrays = functions.arrays_of(spec)
-    score = functions.score_functions(spec.score_mod, spec.softcap, ends, arrays, spec.packed, spec.group_size)
+    inside = tuple(functions.inside_of(tree, spec) for tree in (spec.score_mod, slope(spec.score_mod)))
+    score = functions.score_functions(spec.score_mod, spec.softcap, ends, arrays, spec.packed, inside)
     if half == "forward":
         # With the query heads of a kv head in one tile, the kernel would divide the index of every pair.
         apart = {"pack_gqa": False} if (spec.max_len_q or spec.q_len) >= block_tables.BLOCK else {}
         return {"score_mod": score.forward, **apart}
+    score_indices.correct()
     return {"score_mod": score.recompute, "score_mod_bwd": score.gradient}
 
 
@@ -125,4 +127,5 @@ def _mask_function(spec: AttentionSpec) -> Any:
     if block_tables.has_ends(spec):
         rows, heads, _, ranges, _ = spec.key_ranges_shape or (1, 1, 0, 1, 0)
         ends = functions.Ends(ranges, rows > 1, heads > 1, spec.group_size)
-    return functions.mask_function(spec.mask_mod, ends, functions.arrays_of(spec))
+    inside = () if spec.mask_mod is None else functions.inside_of(spec.mask_mod, spec)
+    return functions.mask_function(spec.mask_mod, ends, functions.arrays_of(spec), inside)
