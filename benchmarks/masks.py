@@ -3,7 +3,8 @@
 python -m benchmarks.masks --json masks.json     # minutes; needs a GPU. flash3 and flash4 are compared if installed
 
 Speeds count visible pairs alone: a kernel that computes hidden pairs is slower by this measure. The candidates of a
-call take turns in one process, and each call ends with a synchronisation, so the host's time counts.
+call take turns in one process, and each call ends with a synchronisation, so the host's time counts. Candidates named
+"ten" make ten calls before they wait, as a model does, so the host's time hides behind the device's.
 """
 
 from __future__ import annotations
@@ -18,9 +19,6 @@ import numpy as np
 import torch
 
 from attn_core import masks
-from attn_core.backends.flash4 import masked
-from attn_core.backends.flex import operands
-from attn_core.call.tensors import Inputs
 from attn_core.expressions import tanh, trace_score
 from benchmarks.measure import environment, medians, side_by_side
 from torch_frontend import attention, explain
@@ -77,6 +75,22 @@ def synchronized(call: Callable[[], torch.Tensor], leaves: list[torch.Tensor] | 
     return run
 
 
+def ten(call: Callable[[], Any], wait: Callable[[Any], Any]) -> Callable[[], None]:
+    """Ten calls, and the wait for the last one."""
+
+    def run() -> None:
+        for _ in range(9):
+            call()
+        wait(call())
+
+    return run
+
+
+def ten_of_torch(call: Callable[[], Any]) -> Callable[[], None]:
+    """Ten forwards without gradients."""
+    return torch.no_grad()(ten(call, lambda _: torch.cuda.synchronize()))
+
+
 def flex_of_torch(qkv: list[torch.Tensor], score_mod: Any = None, mask_mod: Any = None) -> Callable[[], torch.Tensor]:
     """torch's FlexAttention, compiled; its BlockMask is made once, before the calls."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -123,30 +137,29 @@ def mask_row(name: str, training: bool) -> dict[str, Any]:
     row |= {"backend": selection.backend, "dense backend": explain(*qkv, mask=dense[None, None]).backend}
     row |= {"parts": selection.parts, "backend on the device": whole.backend}
     if not training:
-        given = Inputs(*qkv, key_ranges=ranges)
-        calls["block tables"] = synchronized(lambda: tables(whole, given), None)
-        calls |= jax_calls(qkv, on_host)
+        calls["ten"] = ten_of_torch(lambda: attention(*qkv, key_ranges=on_host))
+        calls["ten, ranges on the device"] = ten_of_torch(lambda: attention(*qkv, key_ranges=ranges))
+        calls |= jax_calls(qkv, dense[None, None], key_ranges=on_host)
     return row | {"seconds": side_by_side(calls, calls=CALLS, rounds=ROUNDS)}
 
 
-def tables(whole: Any, given: Inputs) -> Any:
-    """Makes the block tables that the backend of a call needs for its forward."""
-    if whole.backend == "flash4":
-        return masked.operands(whole.spec, given, "forward")
-    return operands.operands(whole.spec, given).tables
-
-
-def jax_calls(qkv: list[torch.Tensor], ranges: np.ndarray) -> Calls:
-    """The same call in a jitted program of JAX; nothing if JAX sees no GPU."""
+def jax_calls(qkv: list[torch.Tensor], dense: torch.Tensor | None, **options: Any) -> Calls:
+    """The same call in a jitted program of JAX, and ``jax.nn`` with a dense mask; nothing if JAX sees no GPU."""
     import jax
 
     import jax_frontend
 
     if jax.default_backend() != "gpu":
         return {}
-    arrays = [jax.dlpack.from_dlpack(tensor.detach()) for tensor in qkv]
-    program = jax.jit(lambda q, k, v: jax_frontend.attention(q, k, v, key_ranges=ranges))
-    return {"jax": lambda: program(*arrays).block_until_ready()}
+    q, k, v, *others = [jax.dlpack.from_dlpack(tensor.detach()) for tensor in (*qkv, *options.pop("aux", ()))]
+    program = jax.jit(lambda q, k, v, *aux: jax_frontend.attention(q, k, v, aux=aux, **options))
+    calls: Calls = {"jax": lambda: program(q, k, v, *others).block_until_ready()}
+    calls["ten in jax"] = ten(lambda: program(q, k, v, *others), jax.block_until_ready)
+    if dense is not None:
+        mask = jax.dlpack.from_dlpack(dense)
+        of_jax = jax.jit(lambda q, k, v, mask: jax.nn.dot_product_attention(q, k, v, mask=mask))
+        calls["jax.nn, a dense mask"] = lambda: of_jax(q, k, v, mask).block_until_ready()
+    return calls
 
 
 def slopes(s: Any, b: Any, h: Any, q: Any, k: Any, by_head: Any) -> Any:
@@ -173,12 +186,15 @@ def score_row(name: str, training: bool) -> dict[str, Any]:
 
     own = flex_of_torch(qkv, of_torch, lambda b, h, q, k: q >= k)
     options: dict[str, Any] = {"causal": True, "score_mod": traced, "aux": (array,)}
-    calls = {
+    calls: Calls = {
         "attention": synchronized(lambda: attention(*qkv, **options), leaves),
         "FlexAttention": synchronized(own, leaves),
     }
     row = {"call": name, "training": training, "pairs": 4 * 4096 * 4097 // 2, "tokens": 4096, "batch": 4}
     row["backend"] = explain(*qkv, **options).backend
+    if not training:
+        calls["ten"] = ten_of_torch(lambda: attention(*qkv, **options))
+        calls |= jax_calls(qkv, None, **options)
     return row | {"seconds": side_by_side(calls, calls=CALLS, rounds=ROUNDS)}
 
 
