@@ -3,8 +3,8 @@
 python -m benchmarks.masks --json masks.json     # minutes; needs a GPU. flash3 and flash4 are compared if installed
 
 Speeds count visible pairs alone: a kernel that computes hidden pairs is slower by this measure. The candidates of a
-call take turns in one process, and each call ends with a synchronisation, so the host's time counts. Candidates named
-"ten" make ten calls before they wait, as a model does, so the host's time hides behind the device's.
+call take turns in one process, and each call ends with a synchronisation, so the host's time counts. Candidates
+named "many" make 50 calls before they wait, as a model does, so the host's time hides behind the device's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks.measure import environment, medians, side_by_side
 from torch_frontend import attention, explain
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
-CALLS, ROUNDS = 3, 5
+CALLS, ROUNDS, UNTIMED, MANY = 5, 5, 5, 50
 Calls = dict[str, Callable[[], Any]]
 
 
@@ -75,20 +75,20 @@ def synchronized(call: Callable[[], torch.Tensor], leaves: list[torch.Tensor] | 
     return run
 
 
-def ten(call: Callable[[], Any], wait: Callable[[Any], Any]) -> Callable[[], None]:
-    """Ten calls, and the wait for the last one."""
+def many(call: Callable[[], Any], wait: Callable[[Any], Any]) -> Callable[[], None]:
+    """MANY calls, and the wait for the last one."""
 
     def run() -> None:
-        for _ in range(9):
+        for _ in range(MANY - 1):
             call()
         wait(call())
 
     return run
 
 
-def ten_of_torch(call: Callable[[], Any]) -> Callable[[], None]:
-    """Ten forwards without gradients."""
-    return torch.no_grad()(ten(call, lambda _: torch.cuda.synchronize()))
+def many_of_torch(call: Callable[[], Any]) -> Callable[[], None]:
+    """MANY forwards without gradients."""
+    return torch.no_grad()(many(call, lambda _: torch.cuda.synchronize()))
 
 
 def flex_of_torch(qkv: list[torch.Tensor], score_mod: Any = None, mask_mod: Any = None) -> Callable[[], torch.Tensor]:
@@ -137,10 +137,10 @@ def mask_row(name: str, training: bool) -> dict[str, Any]:
     row |= {"backend": selection.backend, "dense backend": explain(*qkv, mask=dense[None, None]).backend}
     row |= {"parts": selection.parts, "backend on the device": whole.backend}
     if not training:
-        calls["ten"] = ten_of_torch(lambda: attention(*qkv, key_ranges=on_host))
-        calls["ten, ranges on the device"] = ten_of_torch(lambda: attention(*qkv, key_ranges=ranges))
+        calls["many"] = many_of_torch(lambda: attention(*qkv, key_ranges=on_host))
+        calls["many, ranges on the device"] = many_of_torch(lambda: attention(*qkv, key_ranges=ranges))
         calls |= jax_calls(qkv, dense[None, None], key_ranges=on_host)
-    return row | {"seconds": side_by_side(calls, calls=CALLS, rounds=ROUNDS)}
+    return row | {"seconds": side_by_side(calls, calls=CALLS, rounds=ROUNDS, untimed=UNTIMED)}
 
 
 def jax_calls(qkv: list[torch.Tensor], dense: torch.Tensor | None, **options: Any) -> Calls:
@@ -154,7 +154,7 @@ def jax_calls(qkv: list[torch.Tensor], dense: torch.Tensor | None, **options: An
     q, k, v, *others = [jax.dlpack.from_dlpack(tensor.detach()) for tensor in (*qkv, *options.pop("aux", ()))]
     program = jax.jit(lambda q, k, v, *aux: jax_frontend.attention(q, k, v, aux=aux, **options))
     calls: Calls = {"jax": lambda: program(q, k, v, *others).block_until_ready()}
-    calls["ten in jax"] = ten(lambda: program(q, k, v, *others), jax.block_until_ready)
+    calls["many in jax"] = many(lambda: program(q, k, v, *others), jax.block_until_ready)
     if dense is not None:
         mask = jax.dlpack.from_dlpack(dense)
         of_jax = jax.jit(lambda q, k, v, mask: jax.nn.dot_product_attention(q, k, v, mask=mask))
@@ -193,9 +193,9 @@ def score_row(name: str, training: bool) -> dict[str, Any]:
     row = {"call": name, "training": training, "pairs": 4 * 4096 * 4097 // 2, "tokens": 4096, "batch": 4}
     row["backend"] = explain(*qkv, **options).backend
     if not training:
-        calls["ten"] = ten_of_torch(lambda: attention(*qkv, **options))
+        calls["many"] = many_of_torch(lambda: attention(*qkv, **options))
         calls |= jax_calls(qkv, None, **options)
-    return row | {"seconds": side_by_side(calls, calls=CALLS, rounds=ROUNDS)}
+    return row | {"seconds": side_by_side(calls, calls=CALLS, rounds=ROUNDS, untimed=UNTIMED)}
 
 
 def plain_row(training: bool) -> dict[str, Any]:
@@ -211,7 +211,10 @@ def plain_row(training: bool) -> dict[str, Any]:
         calls[name] = synchronized(run, qkv if training else None)
     calls["attention"] = synchronized(lambda: attention(*qkv, causal=True), qkv if training else None)
     row = {"call": "causal, 8192", "training": training, "pairs": 8192 * 8193 // 2, "tokens": 8192, "batch": 1}
-    return row | {"backend": selection.backend, "seconds": side_by_side(calls, calls=CALLS, rounds=ROUNDS)}
+    return row | {
+        "backend": selection.backend,
+        "seconds": side_by_side(calls, calls=CALLS, rounds=ROUNDS, untimed=UNTIMED),
+    }
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -12,10 +12,13 @@ from importlib import metadata
 from typing import Any
 
 
-def side_by_side(candidates: dict[str, Callable[[], Any]], *, calls: int, rounds: int) -> dict[str, list[float]]:
+def side_by_side(
+    candidates: dict[str, Callable[[], Any]], *, calls: int, rounds: int, untimed: int = 1
+) -> dict[str, list[float]]:
     """Returns the seconds per call of each candidate in each round; the rounds interleave the candidates.
 
-    Each turn begins with an untimed call, because threads of the last candidate may still be running.
+    Each turn begins with ``untimed`` calls: threads of the last candidate may still be running, and a GPU's clock
+    follows the load of the last milliseconds.
     """
     for run in candidates.values():
         for _ in range(3):
@@ -26,7 +29,8 @@ def side_by_side(candidates: dict[str, Callable[[], Any]], *, calls: int, rounds
     try:
         for _ in range(rounds):
             for name, run in candidates.items():
-                run()
+                for _ in range(untimed):
+                    run()
                 began = time.perf_counter()
                 for _ in range(calls):
                     run()

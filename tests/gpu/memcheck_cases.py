@@ -7,8 +7,9 @@ is read beside a tensor is seen only where it lies outside of them all.
 
 Prints what ran and what did not, with its reason; exit code 1 only when a call raises, gives NaN or Inf, or writes
 beside a pool of pages. Without an NVIDIA GPU nothing runs. ``--only NAME ...`` runs these backends alone;
-``append_kv``, ``merge``, ``offsets`` and ``tables`` are names of our other Triton kernels, and ``--own`` means all of
-our kernels.
+``append_kv``, ``merge``, ``offsets`` and ``tables`` are names of our other Triton kernels, ``block_tables`` and
+``block_states`` of those of the CuTe DSL, and ``--own`` means all of our kernels. ``functions`` runs our mask and score
+functions inside FlashAttention-4's kernels.
 """
 
 from __future__ import annotations
@@ -23,19 +24,27 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers")]  # run as a file, the project need not be installed
 
+import numpy as np
 import small_paged_calls as paged
 import torch
 from small_calls import KINDS, most_it_can, small_call, torch_backends, why_not
 
-from attn_core import PagedKV
+from attn_core import AttentionSpec, PagedKV
+from attn_core.backends.flash4 import backend as flash4
+from attn_core.backends.flash4 import block_tables, function_blocks, own_kernels
 from attn_core.backends.shared import pools
+from attn_core.call.functions import seen_by_function, trace
+from attn_core.call.masks import visible
+from attn_core.call.tensors import Inputs
 from attn_core.call.trailing_tokens import tail_of
 from attn_core.context_parallel.on_torch.merge import merge
+from attn_core.correctness import reference
 from attn_core.errors import SpecError
+from attn_core.expressions.tracing import Aux
 from torch_frontend.dispatch import offsets
 
 APPEND = "append_kv"
-OWN = ("triton_splitkv", APPEND, "merge", "offsets", "tables")
+OWN = ("triton_splitkv", APPEND, "merge", "offsets", "tables", "block_tables", "block_states")
 """Everything that runs a kernel of this project."""
 
 
@@ -44,8 +53,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these backends alone")
     parser.add_argument("--own", action="store_true", help="kernels of this project alone")
+    parser.add_argument("--functions", action="store_true", help="with --own: also our functions in other kernels")
     parsed = parser.parse_args(arguments)
-    only = OWN if parsed.own else parsed.only
+    only = (*OWN, *(["functions"] if parsed.functions else [])) if parsed.own else parsed.only
     if not torch.cuda.is_available():
         print(f"not run: all cases: needs an NVIDIA GPU, torch {torch.__version__} sees none")
         print("memcheck cases: 0 ran")
@@ -54,6 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
     requested += [(run_paged, name, kind) for name in paged.paged_backends() for kind in paged.KINDS]
     requested += [(run_append, APPEND, kind) for kind in paged.KINDS]
     requested += [(run_other, name, name) for name in OTHERS]
+    requested += [(run_of_flash4, name, name) for name in OF_FLASH4]
     outcomes = [case(name, kind) for case, name, kind in requested if only is None or name in only]
     ran, wrong = len(outcomes) - outcomes.count(None), outcomes.count(False)
     print(f"memcheck cases: {ran} ran, {wrong} wrong")
@@ -108,6 +119,16 @@ def run_other(name: str, kind: str, device: str = "cuda") -> bool:
     return passed(f"{name}, beside torch's operations", lambda: OTHERS[kind](device))
 
 
+def run_of_flash4(name: str, kind: str) -> bool | None:
+    """Runs one of OF_FLASH4, and compares it with the definition; None if flash-attn-4 is not installed."""
+    try:
+        flash4.probe()
+    except (ImportError, RuntimeError) as error:
+        print(f"not run: {name}: {type(error).__name__}: {error}", flush=True)
+        return None
+    return passed(f"{name}, beside the definition", OF_FLASH4[kind])
+
+
 def merges(device: str) -> bool:
     """Merges two results; some rows of each saw no key."""
     generator = torch.Generator().manual_seed(1)
@@ -143,6 +164,81 @@ def clamps_tables(device: str) -> bool:
 
 
 OTHERS: dict[str, Callable[[str], bool]] = {"merge": merges, "offsets": completes_offsets, "tables": clamps_tables}
+
+
+SIZES: dict[str, Any] = {
+    **{"batch": 2, "q_len": 300, "kv_len": 500, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "value_dim": 64},
+    "dtype": "bfloat16",
+}
+
+
+def block_tables_of_lying_ranges() -> bool:
+    """Makes the tables of both sides from ranges with any numbers."""
+    random = np.random.default_rng(3)
+    ranges = random.integers(-50, 400, (2, 2, 500, 2, 2)).astype(np.int32)
+    ranges[:, :, 7], ranges[:, 1, 9, :, 0], ranges[0, 0, 130:280] = 2**31 - 1, -(2**31), (0, 300)
+    spec = AttentionSpec(**SIZES, key_ranges_shape=ranges.shape, window=(400, None))
+    shown = visible(spec, key_ranges=np.clip(ranges, 0, 300))
+    inputs = Inputs(*(torch.zeros(1, device="cuda") for _ in range(3)), key_ranges=torch.from_numpy(ranges).cuda())
+    for of_queries in (True, False):
+        table, _ = block_tables.table(spec, inputs, None, of_queries, own_kernels)
+        if not same_blocks(*(tensor.cpu().numpy() for tensor in table), shown, of_queries):
+            return False
+    return True
+
+
+def same_blocks(partial_count: Any, partial: Any, full_count: Any, full: Any, shown: Any, of_queries: bool) -> bool:
+    """Whether a table has exactly the blocks with visible pairs, and as full ones only those that are."""
+    for row, head, block in np.ndindex(*full_count.shape):
+        whole = set(full[row, head, block, : full_count[row, head, block]].tolist())
+        some = set(partial[row, head, block, : partial_count[row, head, block]].tolist())
+        for other in range(full.shape[3]):
+            q, k = (block, other) if of_queries else (other, block)
+            tile = shown[row, head, 128 * q : 128 * q + 128, 128 * k : 128 * k + 128]
+            if (other in whole | some) != tile.any() or (other in whole and not tile.all()):
+                return False
+    return True
+
+
+def block_states_beyond_an_array() -> bool:
+    """Evaluates a mask function whose lookups go beyond its array on both sides."""
+    ids = np.random.default_rng(4).integers(0, 2, 100).astype(np.int32)
+    spec = AttentionSpec(**SIZES, **functions_of(lambda b, h, q, k, ids: ids[q - 120] == ids[k], None, ids))
+    shown = seen_by_function(spec, (ids,))
+    states = function_blocks.states(spec, [torch.from_numpy(ids).cuda()], torch.device("cuda"), own_kernels)
+    tiles = [[shown[0, 0, q : q + 128, k : k + 128] for k in range(0, 500, 128)] for q in range(0, 300, 128)]
+    expected = [[int(tile.any()) * (1 + int(tile.all())) for tile in row] for row in tiles]
+    return bool(states.cpu()[0, 0].tolist() == expected)
+
+
+def functions_in_kernels() -> bool:
+    """Runs a mask and a score function forward and backward; their lookups go beyond the array, too."""
+    table = np.random.default_rng(5).random((4, 700)).astype(np.float32)
+    ours = functions_of(
+        lambda b, h, q, k, table: table[h, k] < 0.8, lambda s, b, h, q, k, table: s + table[h, q - k + 250], table
+    )
+    spec = AttentionSpec(**SIZES, **ours, needs_backward=True, causal=True)
+    generator = torch.Generator("cuda").manual_seed(6)
+    shapes = (2, 300, 4, 64), (2, 500, 2, 64), (2, 500, 2, 64)
+    q, k, v = (torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16) for shape in shapes)
+    inputs = Inputs(q, k, v, aux0=torch.from_numpy(table).cuda())
+    out, lse = flash4.forward(spec, inputs)
+    gradients = flash4.backward(spec, inputs, out, lse, torch.ones_like(out), None)
+    expected = reference.forward(spec, Inputs(*(tensor.double().cpu().numpy() for tensor in (q, k, v)), aux0=table))[0]
+    return finite(out, *gradients[:3]) and bool(np.abs(out.double().cpu().numpy() - expected).max() < 0.05)
+
+
+def functions_of(mask_mod: Any, score_mod: Any, array: np.ndarray) -> dict[str, Any]:
+    """The fields of a spec with functions of one array."""
+    trees = trace(mask_mod, score_mod, (array,))
+    return {"mask_mod": trees[0], "score_mod": trees[1], "aux": (Aux(array.shape, str(array.dtype)),)}
+
+
+OF_FLASH4: dict[str, Callable[[], bool]] = {
+    "block_tables": block_tables_of_lying_ranges,
+    "block_states": block_states_beyond_an_array,
+    "functions": functions_in_kernels,
+}
 
 
 def finite(*tensors: torch.Tensor) -> bool:

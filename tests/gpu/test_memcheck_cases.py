@@ -7,6 +7,7 @@ import pytest
 pytest.importorskip("torch")
 
 import memcheck_cases
+import numpy as np
 import small_paged_calls as paged
 import torch
 
@@ -24,6 +25,33 @@ def test_paged_cases_run(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
 def test_other_kernels_run(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert memcheck_cases.run_other(name, name, "cpu")
     assert capsys.readouterr().out == f"ran: {name}, beside torch's operations\n"
+
+
+def no_flash4() -> None:
+    raise ImportError("flash-attn-4 is not here")
+
+
+@pytest.mark.parametrize("name", memcheck_cases.OF_FLASH4)
+def test_kernels_of_the_cute_dsl_need_flash4(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(memcheck_cases.flash4, "probe", no_flash4)
+    assert memcheck_cases.run_of_flash4(name, name) is None
+    assert capsys.readouterr().out == f"not run: {name}: ImportError: flash-attn-4 is not here\n"
+
+
+def test_a_wrong_block_is_noticed() -> None:
+    """The judge of block tables: a block too many, too few, or full though it is not."""
+    shown = np.zeros((1, 1, 128, 256), bool)
+    shown[..., :130] = True
+    right = [np.array(array) for array in ([[[1]]], [[[[1, 0]]]], [[[1]]], [[[[0, 0]]]])]
+    assert memcheck_cases.same_blocks(*right, shown, True)
+    for place, value in ((0, [[[0]]]), (2, [[[2]]]), (3, [[[[1, 0]]]])):
+        wrong = [*right]
+        wrong[place] = np.array(value)
+        if place == 2:
+            wrong[3] = np.array([[[[0, 1]]]])
+        assert not memcheck_cases.same_blocks(*wrong, shown, True)
 
 
 def test_a_case_that_cannot_run_prints_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
