@@ -136,30 +136,45 @@ def mask_row(name: str, training: bool) -> dict[str, Any]:
     row = {"call": name, "training": training, "pairs": int(dense.sum()), "tokens": tokens, "batch": 1}
     row |= {"backend": selection.backend, "dense backend": explain(*qkv, mask=dense[None, None]).backend}
     row |= {"parts": selection.parts, "backend on the device": whole.backend}
+    groups: tuple[Calls, ...] = ()
     if not training:
-        calls["many"] = many_of_torch(lambda: attention(*qkv, key_ranges=on_host))
-        calls["many, ranges on the device"] = many_of_torch(lambda: attention(*qkv, key_ranges=ranges))
-        calls |= jax_calls(qkv, dense[None, None], key_ranges=on_host)
-    return row | {"seconds": side_by_side(calls, calls=CALLS, rounds=ROUNDS, untimed=UNTIMED)}
+        in_a_row = {
+            "many": many_of_torch(lambda: attention(*qkv, key_ranges=on_host)),
+            "many, ranges on the device": many_of_torch(lambda: attention(*qkv, key_ranges=ranges)),
+        }
+        groups = jax_calls(qkv, in_a_row, dense[None, None], key_ranges=on_host)
+    return row | {"seconds": timed(calls, *groups)}
 
 
-def jax_calls(qkv: list[torch.Tensor], dense: torch.Tensor | None, **options: Any) -> Calls:
-    """The same call in a jitted program of JAX, and ``jax.nn`` with a dense mask; nothing if JAX sees no GPU."""
+def timed(*groups: Calls) -> dict[str, list[float]]:
+    """The seconds of each call; those of a group take turns. A GPU's clock suffers for a while from a heavy rival."""
+    seconds: dict[str, list[float]] = {}
+    for group in groups:
+        seconds |= side_by_side(group, calls=CALLS, rounds=ROUNDS, untimed=UNTIMED)
+    return seconds
+
+
+def jax_calls(
+    qkv: list[torch.Tensor], in_a_row: Calls, dense: torch.Tensor | None, **options: Any
+) -> tuple[Calls, ...]:
+    """Two groups: torch's calls in a row with JAX's, and a jitted program with ``jax.nn``'s on a dense mask.
+
+    Without a GPU for JAX it returns torch's calls alone.
+    """
     import jax
 
     import jax_frontend
 
     if jax.default_backend() != "gpu":
-        return {}
+        return (in_a_row,)
     q, k, v, *others = [jax.dlpack.from_dlpack(tensor.detach()) for tensor in (*qkv, *options.pop("aux", ()))]
     program = jax.jit(lambda q, k, v, *aux: jax_frontend.attention(q, k, v, aux=aux, **options))
     calls: Calls = {"jax": lambda: program(q, k, v, *others).block_until_ready()}
-    calls["many in jax"] = many(lambda: program(q, k, v, *others), jax.block_until_ready)
     if dense is not None:
         mask = jax.dlpack.from_dlpack(dense)
         of_jax = jax.jit(lambda q, k, v, mask: jax.nn.dot_product_attention(q, k, v, mask=mask))
         calls["jax.nn, a dense mask"] = lambda: of_jax(q, k, v, mask).block_until_ready()
-    return calls
+    return in_a_row | {"many in jax": many(lambda: program(q, k, v, *others), jax.block_until_ready)}, calls
 
 
 def slopes(s: Any, b: Any, h: Any, q: Any, k: Any, by_head: Any) -> Any:
@@ -192,10 +207,11 @@ def score_row(name: str, training: bool) -> dict[str, Any]:
     }
     row = {"call": name, "training": training, "pairs": 4 * 4096 * 4097 // 2, "tokens": 4096, "batch": 4}
     row["backend"] = explain(*qkv, **options).backend
+    groups: tuple[Calls, ...] = ()
     if not training:
-        calls["many"] = many_of_torch(lambda: attention(*qkv, **options))
-        calls |= jax_calls(qkv, None, **options)
-    return row | {"seconds": side_by_side(calls, calls=CALLS, rounds=ROUNDS, untimed=UNTIMED)}
+        in_a_row = {"many": many_of_torch(lambda: attention(*qkv, **options))}
+        groups = jax_calls(qkv, in_a_row, None, **options)
+    return row | {"seconds": timed(calls, *groups)}
 
 
 def plain_row(training: bool) -> dict[str, Any]:
@@ -211,10 +227,7 @@ def plain_row(training: bool) -> dict[str, Any]:
         calls[name] = synchronized(run, qkv if training else None)
     calls["attention"] = synchronized(lambda: attention(*qkv, causal=True), qkv if training else None)
     row = {"call": "causal, 8192", "training": training, "pairs": 8192 * 8193 // 2, "tokens": 8192, "batch": 1}
-    return row | {
-        "backend": selection.backend,
-        "seconds": side_by_side(calls, calls=CALLS, rounds=ROUNDS, untimed=UNTIMED),
-    }
+    return row | {"backend": selection.backend, "seconds": timed(calls)}
 
 
 def main(arguments: list[str] | None = None) -> None:
