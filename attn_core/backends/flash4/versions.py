@@ -33,8 +33,8 @@ def installed() -> str:
 def build() -> Build | None:
     """Returns a build without what the installed version lacks, or None if it lacks nothing.
 
-    Score functions run on the version that we read alone, because ``score_indices`` corrects the indices that its backward
-    passes, and another version may take them from elsewhere.
+    Score functions run on the version that we read alone, because ``score_indices`` corrects the indices that its
+    backward passes, and another version may take them from elsewhere.
     """
     version = installed()
     if version == READ:
