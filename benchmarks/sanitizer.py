@@ -1,6 +1,6 @@
 """Runs compute-sanitizer over every kernel of this project, on small calls with right and with lying tables.
 
-python -m benchmarks.sanitizer --json benchmarks/results/sanitizer-h100.json    # needs an NVIDIA GPU and CUDA's toolkit
+python -m benchmarks.sanitizer --json benchmarks/results/sanitizer-h200.json    # needs an NVIDIA GPU and CUDA's toolkit
 
 memcheck finds accesses outside of an allocation, initcheck reads of memory that nobody has written, racecheck threads
 that use shared memory without waiting for each other. The cases are those of tests/gpu/memcheck_cases.py.
