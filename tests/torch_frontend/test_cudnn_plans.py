@@ -83,7 +83,7 @@ def test_explain_says_why() -> None:
     for step in range(5):
         planned(1000 + step)
     q, mask = (torch.Size((2, 77, 16, 64)), torch.bfloat16, PLACE), (torch.Size((2, 1, 1, 77)), torch.bool, PLACE)
-    options = plan_cache._checked_options(False, "bottom_right", None, None, None, 0.0, False, False)
+    options = plan_cache.checked_options(False, "bottom_right", None, None, None, 0.0, False, False)
     selection = plan.explanation((q, q, q, mask, *(None,) * 6), options, False, False, None)
     assert selection.reasons("sdpa_cudnn") == (cudnn_plans.WHY,)
     assert "never frees" in str(selection.text(everything=True))
