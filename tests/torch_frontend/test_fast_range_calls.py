@@ -80,6 +80,7 @@ def test_read_only_ranges(ways: list[str]) -> None:
         (RANGES[:, :, :5], ShapeError),
         (np.where(RANGES == 12, 13, RANGES), SpecError),
         (RANGES[..., ::-1].copy(), SpecError),
+        (np.zeros((1, 1, 5, 1, 1), np.int32), ShapeError),  # an odd number of numbers
     ],
 )
 def test_errors_are_those_of_the_general_way(key_ranges: np.ndarray, error: type[Exception], ways: list[str]) -> None:

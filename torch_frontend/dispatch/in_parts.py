@@ -113,18 +113,18 @@ def _arguments(*key: Any) -> Arguments:
 
 
 _recent: tuple[tuple[bytes, Any], ...] = ()
-"""The contents of the last few ranges, as bytes and as int64 that can be compared."""
+"""The contents of the last few ranges, as bytes and as the numbers in them."""
 
 
 def content_of(ranges: Tensor) -> bytes:
     """Returns the bytes of int32 ranges. Ranges that were seen lately get the same object, whose hash is known."""
     global _recent
-    values = ranges.numpy().reshape(-1).view(np.int64)  # the last axis has two numbers
+    values = ranges.numpy().reshape(-1)
     for content, known in _recent:
         if known.shape == values.shape and (known == values).all():
             return content
     content = values.tobytes()
-    _recent = ((content, np.frombuffer(content, np.int64)), *_recent[:3])
+    _recent = ((content, np.frombuffer(content, np.int32)), *_recent[:3])
     return content
 
 
