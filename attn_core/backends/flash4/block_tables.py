@@ -90,7 +90,6 @@ def _how(spec: AttentionSpec, shown: tuple[int, int] | None, of_queries: bool) -
     """Returns how the table of a call is made. shown: the batch rows and heads of a mask function's blocks."""
     q_blocks, kv_blocks = blocks(spec.q_len), blocks(spec.kv_len)
     sides = (q_blocks, kv_blocks) if of_queries else (kv_blocks, q_blocks)
-    given = spec.key_ranges_shape is not None
     range_rows, range_heads, _, ranges, _ = spec.key_ranges_shape or (1, 1, 0, int(has_ends(spec)), 2)
     shown_rows, shown_heads = shown or (1, 1)
     rows = spec.batch if max(range_rows, shown_rows) > 1 else 1
@@ -99,7 +98,7 @@ def _how(spec: AttentionSpec, shown: tuple[int, int] | None, of_queries: bool) -
     left, right = (FAR if side is None else side for side in edge[:2])
     numbers = spec.q_len, spec.kv_len, left, right, edge.offset, rows, heads, spec.group_size
     ends = (range_rows, range_heads, kv_blocks * BLOCK, 2 * ranges) if ranges else None
-    kernel = _kernel(BLOCK, of_queries, ranges, given, shown is not None)
+    kernel = _kernel(BLOCK, of_queries, ranges, spec.key_ranges_shape is not None, shown is not None)
     return _How(kernel, numbers, ends, (rows, heads, *sides), (spec.batch, spec.num_heads, *sides))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from attn_core.backends.flash4 import block_tables, function_blocks, functions, own_kernels, score_indices
 from attn_core.backends.shared.constant_tensors import made_from
-from attn_core.call.functions import AUX, named, slope
+from attn_core.call.functions import named, slope
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
 
@@ -105,8 +105,8 @@ def program_inputs(inputs: Inputs) -> Inputs:
 
 def program_operands(spec: AttentionSpec, arrays: dict[str, Any]) -> dict[str, Any]:
     """Returns the operands of a program that are not the call's own arrays, by name: its aux arrays for a kernel."""
-    given = zip(AUX, functions.arrays_of(spec), strict=False)
-    return {name: arrays[name].astype(dtype).reshape(-1) for name, (dtype, _, _) in given}
+    dtypes = {name: dtype for name, (dtype, _, _) in named(functions.arrays_of(spec)).items()}
+    return {name: arrays[name].astype(dtype).reshape(-1) for name, dtype in dtypes.items()}
 
 
 def tensor_keywords(spec: AttentionSpec, tensors: tuple[Any, ...], lane: Any = own_kernels) -> dict[str, Any]:

@@ -23,13 +23,13 @@ class BlockTable:
         size: queries and keys of a block.
         of_queries: whether the table is that of the queries.
         ranges: how many ranges a key has; 0 if only the function hides pairs.
-        given: whether the call has ranges; else the range of each key is the whole row.
+        with_ranges: whether the call has ranges; else the range of each key is the whole row.
         with_states: whether the call has a mask function.
     """
 
-    def __init__(self, size: int, of_queries: bool, ranges: int, given: bool, with_states: bool) -> None:
+    def __init__(self, size: int, of_queries: bool, ranges: int, with_ranges: bool, with_states: bool) -> None:
         self.size, self.of_queries = size, of_queries
-        self.ranges, self.given, self.with_states = ranges, given, with_states
+        self.ranges, self.with_ranges, self.with_states = ranges, with_ranges, with_states
 
     @cute.jit
     def __call__(  # type: ignore[no-untyped-def]
@@ -69,7 +69,9 @@ class BlockTable:
         b = row // heads
         h = row - b * heads
         blocks, others = partial.shape[2], partial.shape[3]
-        found = cutlass.utils.SmemAllocator().allocate_tensor(Int32, cute.make_layout(AT_ONCE), byte_alignment=16)
+        block_states = cutlass.utils.SmemAllocator().allocate_tensor(
+            Int32, cute.make_layout(AT_ONCE), byte_alignment=16
+        )
         to_heads = partial.shape[1] // heads
         copies = partial.shape[0] // rows * to_heads
         partly, fully = Int32(0), Int32(0)
@@ -88,15 +90,15 @@ class BlockTable:
                     place = cutlass.min(b, states.shape[0] - 1), cutlass.min(h, states.shape[1] - 1), q_block, kv_block
                     state = cutlass.min(state, Int32(states[place]))
                 if lane == 0:
-                    found[at] = state
+                    block_states[at] = state
             cute.arch.sync_threads()
             for copy in cutlass.range(warp, copies, WARPS):
                 to_row = copy // to_heads
                 to = b + to_row * rows, h + (copy - to_row * to_heads) * heads, block
-                self.write(found, first, count, lane, partly, partial, to, 1)
-                self.write(found, first, count, lane, fully, full, to, 2)
-            partly += self.number_of(found, count, lane, 1)
-            fully += self.number_of(found, count, lane, 2)
+                self.write(block_states, first, count, lane, partly, partial, to, 1)
+                self.write(block_states, first, count, lane, fully, full, to, 2)
+            partly += self.number_of(block_states, count, lane, 1)
+            fully += self.number_of(block_states, count, lane, 2)
             cute.arch.sync_threads()
         for copy in cutlass.range(thread, copies, WARPS * LANES):
             to_row = copy // to_heads
@@ -120,13 +122,13 @@ class BlockTable:
             lowest = cutlass.max(key - offset - right, 0)
             highest = cutlass.min(key - offset + left + 1, q_len)
             cut = cute.make_rmem_tensor(width, Int32)
-            if cutlass.const_expr(self.given):
+            if cutlass.const_expr(self.with_ranges):
                 inside = cutlass.min(key, kv_len - 1)
                 cut.store(self.of_key(key_ranges, row, kv_len, inside, width).load())
             covered = Boolean(False)
             for which in cutlass.range_constexpr(self.ranges):
                 start, stop = lowest, highest
-                if cutlass.const_expr(self.given):
+                if cutlass.const_expr(self.with_ranges):
                     start, stop = cutlass.max(cut[2 * which], lowest), cutlass.min(cut[2 * which + 1], highest)
                 some = exists & (start < stop)
                 start = Int32(cutlass.select_(some, start, Int32(0)))
@@ -149,10 +151,10 @@ class BlockTable:
         return cute.make_tensor((tensor.iterator + place).align(4 * width), cute.make_layout(width))
 
     @cute.jit
-    def write(self, found, first, count, lane, behind, numbers, to, kind: cutlass.Constexpr):  # type: ignore[no-untyped-def]
+    def write(self, block_states, first, count, lane, behind, numbers, to, kind: cutlass.Constexpr):  # type: ignore[no-untyped-def]
         """Appends the blocks of a kind to a list that has ``behind`` entries; a warp does it."""
         for start in cutlass.range(0, count, LANES):
-            is_kind = self.is_of(found, count, start + lane, kind)
+            is_kind = self.is_of(block_states, count, start + lane, kind)
             kinds = cute.arch.vote_ballot_sync(is_kind)
             if is_kind:
                 before = cute.arch.popc(kinds & ((1 << lane) - 1))
@@ -160,13 +162,13 @@ class BlockTable:
             behind += cute.arch.popc(kinds)
 
     @cute.jit
-    def number_of(self, found, count, lane, kind: cutlass.Constexpr):  # type: ignore[no-untyped-def]
+    def number_of(self, block_states, count, lane, kind: cutlass.Constexpr):  # type: ignore[no-untyped-def]
         """Returns how many of the blocks are of a kind, to every thread of a warp."""
         number = Int32(0)
         for start in cutlass.range(0, count, LANES):
-            number += cute.arch.popc(cute.arch.vote_ballot_sync(self.is_of(found, count, start + lane, kind)))
+            number += cute.arch.popc(cute.arch.vote_ballot_sync(self.is_of(block_states, count, start + lane, kind)))
         return number
 
     @cute.jit
-    def is_of(self, found, count, at, kind: cutlass.Constexpr):  # type: ignore[no-untyped-def]
-        return (at < count) & (found[cutlass.min(at, AT_ONCE - 1)] == kind)
+    def is_of(self, block_states, count, at, kind: cutlass.Constexpr):  # type: ignore[no-untyped-def]
+        return (at < count) & (block_states[cutlass.min(at, AT_ONCE - 1)] == kind)
