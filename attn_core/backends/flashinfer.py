@@ -26,6 +26,7 @@ from typing import Any
 
 from attn_core.backends.shared import rewrites
 from attn_core.backends.shared.aten_masks import limits
+from attn_core.backends.shared.autograd import without_gradient
 from attn_core.backends.shared.pools import pools
 from attn_core.backends.support import Build, Support
 from attn_core.call.masks import band
@@ -107,6 +108,7 @@ def _sides(spec: AttentionSpec) -> tuple[int | None, int | None]:
     return left, right
 
 
+@without_gradient
 def forward(spec: AttentionSpec, inputs: PagedInputs, into: Any = None) -> tuple[Any, Any]:
     """See ``Backend.forward``. Waits for the GPU.
 
@@ -122,8 +124,7 @@ def forward(spec: AttentionSpec, inputs: PagedInputs, into: Any = None) -> tuple
             "backend='flashinfer' while a CUDA graph is captured: it reads the tables on the host, which a graph "
             "cannot capture; request 'triton_splitkv' or another backend that reads them on the GPU"
         )
-    with torch.no_grad():
-        return rewrites.forward(KERNEL, spec, inputs, into)  # type: ignore[arg-type]
+    return rewrites.forward(KERNEL, spec, inputs, into)  # type: ignore[arg-type]
 
 
 def _forward(spec: AttentionSpec, inputs: Any, into: Any) -> tuple[Any, Any]:

@@ -22,6 +22,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from attn_core.backends.shared import kernel_limits, rewrites
+from attn_core.backends.shared.autograd import without_gradient
 from attn_core.backends.shared.known_bad import numbers_of
 from attn_core.backends.support import Build, Support
 from attn_core.call.masks import band
@@ -157,30 +158,30 @@ def _width(dim: int) -> int:
     return 64 if dim <= 64 else 128
 
 
+@without_gradient
 def _forward(word: str, spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple[Any, Any]:
     """Returns (out, lse) at a width that the kernels have. The log-sum-exp is NaN if it was not requested."""
     import torch
 
     how = _lower(word, spec)
-    with torch.no_grad():
-        q, k, v = (rewrites.readable(tensor) for tensor in inputs[:3])
-        # Smoothing: k without its mean has smaller values, so 8 bits represent it better. The softmax is the same.
-        mean = k.mean(1, keepdim=True)  # [batch, 1, kv_heads, head_dim]
-        operands: tuple[Any, ...] = (q, k - mean, v)
-        if how["rows"] not in (None, spec.q_len):
-            missing = (0, 0, 0, 0, 0, how["rows"] - spec.q_len)
-            operands = tuple(torch.nn.functional.pad(tensor, missing) for tensor in operands)
-        if how["repeat"] > 1:  # see _lower: 2.x would correct the log-sum-exp of grouped heads wrongly
-            keys_and_values = (tensor.repeat_interleave(how["repeat"], dim=2) for tensor in operands[1:])
-            operands = (operands[0], *keys_and_values)
-        result = _function(how["function"])(*operands, **how["arguments"])
-        if not spec.return_lse:
-            return result[:, : spec.q_len], q.new_full(spec.lse_shape, torch.nan, dtype=torch.float32)
-        out, lse = result[0][:, : spec.q_len], result[1][..., : spec.q_len]
-        means = mean.float().repeat_interleave(spec.group_size, dim=2)
-        # Subtracting k's mean took q . mean from every score of a row: [batch, heads, q_len]
-        mean_share = (q.float() * means).sum(-1).transpose(1, 2)
-        return out, lse + spec.scale * mean_share
+    q, k, v = (rewrites.readable(tensor) for tensor in inputs[:3])
+    # Smoothing: k without its mean has smaller values, so 8 bits represent it better. The softmax is the same.
+    mean = k.mean(1, keepdim=True)  # [batch, 1, kv_heads, head_dim]
+    operands: tuple[Any, ...] = (q, k - mean, v)
+    if how["rows"] not in (None, spec.q_len):
+        missing = (0, 0, 0, 0, 0, how["rows"] - spec.q_len)
+        operands = tuple(torch.nn.functional.pad(tensor, missing) for tensor in operands)
+    if how["repeat"] > 1:  # see _lower: 2.x would correct the log-sum-exp of grouped heads wrongly
+        keys_and_values = (tensor.repeat_interleave(how["repeat"], dim=2) for tensor in operands[1:])
+        operands = (operands[0], *keys_and_values)
+    result = _function(how["function"])(*operands, **how["arguments"])
+    if not spec.return_lse:
+        return result[:, : spec.q_len], q.new_full(spec.lse_shape, torch.nan, dtype=torch.float32)
+    out, lse = result[0][:, : spec.q_len], result[1][..., : spec.q_len]
+    means = mean.float().repeat_interleave(spec.group_size, dim=2)
+    # Subtracting k's mean took q . mean from every score of a row: [batch, heads, q_len]
+    mean_share = (q.float() * means).sum(-1).transpose(1, 2)
+    return out, lse + spec.scale * mean_share
 
 
 @cache

@@ -22,6 +22,7 @@ from typing import Any
 
 from attn_core.backends.shared import rewrites
 from attn_core.backends.shared.aten_masks import limits
+from attn_core.backends.shared.autograd import without_gradient
 from attn_core.backends.shared.flash_paged import FLASH2_PAGES
 from attn_core.backends.shared.pools import pools, query_offsets, safe_tables
 from attn_core.backends.support import Build, Support
@@ -114,6 +115,7 @@ def lower(spec: AttentionSpec) -> dict[str, Any]:
     }
 
 
+@without_gradient
 def forward(spec: AttentionSpec, inputs: PagedInputs, into: Any = None) -> tuple[Any, Any]:
     """See ``Backend.forward``.
 
@@ -128,8 +130,7 @@ def forward(spec: AttentionSpec, inputs: PagedInputs, into: Any = None) -> tuple
             f"torch_varlen: the flash attention implementation {active!r} is active in its place; call "
             "torch.nn.attention.restore_flash_attention_impl(), or request another backend"
         )
-    with torch.no_grad():
-        return rewrites.forward(KERNEL, spec, inputs, into)  # type: ignore[arg-type]
+    return rewrites.forward(KERNEL, spec, inputs, into)  # type: ignore[arg-type]
 
 
 def _forward(spec: AttentionSpec, inputs: Any, into: Any) -> tuple[Any, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import sys
 
-from attn_core.cli.ctrl_c import repeat_swallowed_ctrl_c
+from attn_core.cli.ctrl_c import insistent_ctrl_c
 from attn_core.errors import MissingExtraError, needs_extra
 
 
@@ -16,9 +16,9 @@ def main() -> None:
             from attn_core.cli.app import app
     except MissingExtraError as error:
         sys.exit(f"attn: {error}")
-    repeat_swallowed_ctrl_c()
     try:
-        app(prog_name="attn")
+        with insistent_ctrl_c():
+            app(prog_name="attn")
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
             raise

@@ -36,6 +36,7 @@ def scene_random() -> dict[str, Any]:
 
     import jax_frontend
     import torch_frontend
+    from attn_core.cli.ctrl_c import insistent_ctrl_c
     from attn_core.selection.override import requested
 
     torch.set_num_threads(1)
@@ -57,8 +58,9 @@ def scene_random() -> dict[str, Any]:
         try:
             try:
                 timer.start()
-                while True:
-                    calls(6 + number % 4)
+                with insistent_ctrl_c():  # JAX's callback of the garbage collector may drop it
+                    while True:
+                        calls(6 + number % 4)
             except Exception as error:
                 # XLA's, from inside a callback; KeyboardInterrupt follows. It does not if Ctrl-C came while the
                 # callback was being entered: then the error is all that the caller sees.

@@ -90,6 +90,35 @@ def count_lines(call: Callable[[], Any], parts: tuple[str, ...] = PACKAGES) -> i
     return lines.seen
 
 
+def interrupt_at_moment(at: int, call: Callable[[], Any]) -> int:
+    """Interrupts a call at its ``at``-th moment (from 1) at which Ctrl-C may arrive; returns the moments so far.
+
+    Python handles signals as a function written in Python begins and after a function written in C has returned: in
+    anybody's code, torch's, too. (It also does at the end of a loop's body.)
+    """
+    seen, enabled = 0, gc.isenabled()
+
+    def profile(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal seen
+        if event in ("call", "c_return"):
+            seen += 1
+            if seen == at:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+    gc.disable()  # a destructor would swallow the interruption
+    try:
+        sys.setprofile(profile)
+        call()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.setprofile(None)
+        if enabled:
+            gc.enable()
+    return seen
+
+
 def held_locks() -> list[str]:
     """Returns the names of the locks of our modules that are held now."""
     held = []

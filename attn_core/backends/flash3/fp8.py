@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from attn_core.backends.shared.autograd import without_gradient
 from attn_core.backends.shared.rewrites import readable, writable
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
@@ -28,11 +29,8 @@ def forward(
         operator: of the names of the tensors, returns a function of the tensors that runs the kernel.
         offsets: the cumulative lengths of queries and keys, or None for both.
     """
-    import torch
-
-    with torch.no_grad():
-        sides = zip(inputs[:3], (inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.cu_seqlens_k))
-        rounded, factors = zip(*(quantise(tensor, spec.num_kv_heads, lengths) for tensor, lengths in sides))
+    sides = zip(inputs[:3], (inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.cu_seqlens_k))
+    rounded, factors = zip(*(quantise(tensor, spec.num_kv_heads, lengths) for tensor, lengths in sides))
     native = spec.dtype == "bfloat16"
     out = writable(into[0]) if native and into is not None else None
     run = operator("q", "k", "v", "q_descale", "k_descale", "v_descale", "out", "cu_seqlens_q", "cu_seqlens_k")
@@ -41,6 +39,7 @@ def forward(
     return result if native else result.to(inputs.q.dtype), lse
 
 
+@without_gradient
 def quantise(tensor: Any, kv_heads: int, cu_seqlens: Any = None) -> tuple[Any, Any]:
     """Returns the tensor as float8_e4m3fn, and the float32 factors that restore its values, ``[batch, kv_heads]``.
 

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from attn_core.backends.flex import functions
+from attn_core.backends.shared.autograd import without_gradient
 from attn_core.backends.shared.split_documents import documents
 from attn_core.backends.support import Build, Support
 from attn_core.call.functions import aux_of
@@ -92,6 +93,7 @@ def lower(spec: AttentionSpec) -> dict[str, Any]:
     }
 
 
+@without_gradient
 def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
     """See ``Backend.forward``. The log-sum-exp is float32, or float64 for float64 inputs."""
     import torch
@@ -99,7 +101,6 @@ def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
     # flex_attention's tracer keeps its operands alive; a caller's buffers must not outlive the call.
     inputs = Inputs(*(None if tensor is None else tensor.clone() for tensor in inputs))
     with ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
         stack.enter_context(torch.autocast("cpu", enabled=False))  # flex_attention would cast q, k, v to its dtype
         stack.enter_context(_vmap_allowed())
         stack.enter_context(warnings.catch_warnings())

@@ -29,7 +29,7 @@ from attn_core.backends.flex.program import Signature, flex, program
 from attn_core.backends.flex.sinks import SinkShare, with_sinks
 from attn_core.backends.flex.tables import hides, length_classes
 from attn_core.backends.shared import dry_run
-from attn_core.backends.shared.autograd import recording
+from attn_core.backends.shared.autograd import recording, without_gradient
 from attn_core.backends.shared.kernel_limits import tables
 from attn_core.backends.support import Build, Support
 from attn_core.call.functions import has_functions
@@ -111,11 +111,11 @@ def lower(spec: AttentionSpec) -> dict[str, Any]:
     }
 
 
+@without_gradient
 def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
     """See ``Backend.forward``."""
-    import torch
 
-    with torch.no_grad(), _without_autocast(inputs.q):
+    with _without_autocast(inputs.q):
         q, k, v = _with_batch(spec, *(tensor.detach() for tensor in inputs[:3]))
         operands = operands_of(spec, inputs)
         if operands.places is None:
@@ -148,6 +148,7 @@ def shortcut(spec: AttentionSpec) -> Callable[[Any, Any, Any], tuple[Any, Any]] 
     return run
 
 
+@without_gradient
 def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
     """See ``Backend.backward``. Runs the forward again, because its saved tensors are not accessible."""
     import torch
@@ -158,7 +159,7 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
             copies = Inputs(*(t if t is None else t.clone() for t in inputs))
             return backward(spec, copies, out, lse, dout, dlse)
     clean = None
-    with torch.no_grad(), _without_autocast(inputs.q):
+    with _without_autocast(inputs.q):
         q, k, v, out, dout = _with_batch(spec, *(tensor.detach() for tensor in (*inputs[:3], out, dout)))
         lse, dlse = (t if t is None or not spec.packed else t[None] for t in (lse, dlse))
         share = SinkShare(inputs.sinks, out, lse, dout, dlse) if spec.sinks else None

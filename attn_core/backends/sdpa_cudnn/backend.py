@@ -22,6 +22,7 @@ from attn_core.backends.sdpa_cudnn.empty_rows import forward_binding, zero_for_e
 from attn_core.backends.sdpa_cudnn.operands import additive, as_allocated_for, kernel_bias
 from attn_core.backends.shared import rewrites
 from attn_core.backends.shared.aten_masks import additive_of, explicit, limits, needed_band
+from attn_core.backends.shared.autograd import without_gradient
 from attn_core.backends.shared.incoming_gradients import copy_other_layouts
 from attn_core.backends.support import Build, Support
 from attn_core.call.spec import AttentionSpec
@@ -117,12 +118,10 @@ def _kernels() -> tuple[Any, Any]:
     return ops._scaled_dot_product_cudnn_attention.default, ops._scaled_dot_product_cudnn_attention_backward.default
 
 
+@without_gradient
 def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
     """See ``Backend.forward``."""
-    import torch
-
-    with torch.no_grad():
-        return rewrites.forward(_kernel(spec), spec, inputs)
+    return rewrites.forward(_kernel(spec), spec, inputs)
 
 
 def shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any]] | None:
@@ -147,12 +146,10 @@ def shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any]] | None:
     return run
 
 
+@without_gradient
 def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
     """See ``Backend.backward``."""
-    import torch
-
-    with torch.no_grad():
-        return rewrites.backward(_kernel(spec), spec, inputs, out, lse, dout, dlse)
+    return rewrites.backward(_kernel(spec), spec, inputs, out, lse, dout, dlse)
 
 
 def _forward(spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple[Any, Any]:

@@ -22,6 +22,7 @@ from attn_core.backends.sdpa_efficient import limits
 from attn_core.backends.sdpa_efficient import operands as tensors
 from attn_core.backends.sdpa_efficient.limits import NAME
 from attn_core.backends.shared import aten_masks, rewrites
+from attn_core.backends.shared.autograd import without_gradient
 from attn_core.backends.shared.incoming_gradients import copy_unaligned
 from attn_core.backends.support import Build, Support
 from attn_core.call.spec import AttentionSpec
@@ -125,12 +126,10 @@ def _kernels() -> tuple[Any, Any]:
     return torch.ops.aten._efficient_attention_forward.default, torch.ops.aten._efficient_attention_backward.default
 
 
+@without_gradient
 def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
     """See ``Backend.forward``."""
-    import torch
-
-    with torch.no_grad():
-        return rewrites.forward(KERNEL, spec, inputs)
+    return rewrites.forward(KERNEL, spec, inputs)
 
 
 def shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any]] | None:
@@ -162,12 +161,10 @@ def shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any]] | None:
     return run
 
 
+@without_gradient
 def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
     """See ``Backend.backward``."""
-    import torch
-
-    with torch.no_grad():
-        return rewrites.backward(KERNEL, spec, inputs, out, lse, dout, dlse)
+    return rewrites.backward(KERNEL, spec, inputs, out, lse, dout, dlse)
 
 
 def _forward(spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple[Any, Any]:

@@ -18,6 +18,7 @@ from typing import Any
 
 from attn_core.backends.shared import rewrites
 from attn_core.backends.shared.aten_masks import compute_capability, limits, needed_band
+from attn_core.backends.shared.autograd import without_gradient
 from attn_core.backends.shared.incoming_gradients import copy_unaligned
 from attn_core.backends.support import Build, Support
 from attn_core.call.spec import AttentionSpec
@@ -105,12 +106,10 @@ def _in_place() -> Any:
     return None if op is None else op.default
 
 
+@without_gradient
 def forward(spec: AttentionSpec, inputs: Inputs, into: Any = None) -> tuple[Any, Any]:
     """See ``Backend.forward``."""
-    import torch
-
-    with torch.no_grad():
-        return rewrites.forward(KERNEL, spec, inputs, into)
+    return rewrites.forward(KERNEL, spec, inputs, into)
 
 
 def shortcut(spec: AttentionSpec) -> Callable[[Any, Any, Any], tuple[Any, Any]] | None:
@@ -131,14 +130,12 @@ def shortcut(spec: AttentionSpec) -> Callable[[Any, Any, Any], tuple[Any, Any]] 
     return run
 
 
+@without_gradient
 def backward(
     spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any, into: Any = None
 ) -> Gradients:
     """See ``Backend.backward``."""
-    import torch
-
-    with torch.no_grad():
-        return rewrites.backward(KERNEL, spec, inputs, out, lse, dout, dlse, into)
+    return rewrites.backward(KERNEL, spec, inputs, out, lse, dout, dlse, into)
 
 
 def _forward(spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple[Any, Any]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any
+from typing import Any, TypeVar
+
+Call = TypeVar("Call", bound=Callable[..., Any])
 
 _KEYS = ("ADInplaceOrView", "AutogradFunctionality", "AutogradOther", "AutogradNestedTensor")
 """Dispatch keys that the dispatcher excludes below autograd, e.g. inside a custom operator."""
@@ -27,6 +29,28 @@ def recording() -> Iterator[None]:
         excluded = excluded.remove(key) if excluded.has(key) else excluded
     with dispatch._ForceDispatchKeyGuard(dispatch._dispatch_tls_local_include_set(), excluded), torch.enable_grad():
         yield
+
+
+def without_gradient(function: Call) -> Call:
+    """Decorates a function that runs without recording for autograd. Ctrl-C cannot leave autograd switched off.
+
+    ``torch.no_grad`` restores autograd in a Python function. If Ctrl-C arrives as that function begins, autograd stays
+    off for the rest of the process. Here a function in C restores it, and Python raises KeyboardInterrupt only between
+    calls of functions.
+    """
+
+    @wraps(function)
+    def run(*arguments: Any, **options: Any) -> Any:
+        import torch
+
+        before = torch.is_grad_enabled()
+        try:
+            torch._C._set_grad_enabled(False)
+            return function(*arguments, **options)
+        finally:
+            torch._C._set_grad_enabled(before)
+
+    return run  # type: ignore[return-value]
 
 
 def differentiable_once(result: Any) -> None:

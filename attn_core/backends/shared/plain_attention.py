@@ -5,11 +5,12 @@ Other backends use it for rows that their kernel computes wrongly, e.g. rows wit
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any
 
 from attn_core.backends.shared import small_attention
+from attn_core.backends.shared.autograd import without_gradient
 from attn_core.backends.shared.block_attention import backward_block, forward_block, rows_first
 from attn_core.backends.shared.block_operands import (
     WINDOW_BLOCK,
@@ -35,6 +36,7 @@ CACHED_SCORES = 2**19
 than this, 2 MiB in float32: each operation reads and writes all of them, in the processor's cache if they fit."""
 
 
+@without_gradient
 def forward(
     spec: AttentionSpec, inputs: Inputs, valid_documents: list[DocumentSlices] | None = None
 ) -> tuple[Any, Any]:
@@ -45,7 +47,7 @@ def forward(
     """
     import torch
 
-    with _without_autograd(inputs.q):
+    with _without_autocast(inputs.q):
         # A fake tensor has no values to look at, and is of another type.
         if inputs.q.is_cpu and small_attention.fits(spec) and type(inputs.q) in (torch.Tensor, torch.nn.Parameter):
             return small_attention.forward(spec, inputs)
@@ -104,9 +106,10 @@ def _empty_results(spec: AttentionSpec, inputs: Inputs, operands: BlockOperands)
     return out, operands.k.new_full((spec.batch, spec.num_heads, spec.q_len), float("-inf"))
 
 
+@without_gradient
 def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
     """See ``Backend.backward``."""
-    with _without_autograd(inputs.q):
+    with _without_autocast(inputs.q):
         out, lse, dout, dlse = (t[None] if spec.packed and t is not None else t for t in (out, lse, dout, dlse))
         saved = SavedTensors(out, lse, dout, dlse)
         height, parts, scores = _sizes(spec, inputs.q.is_cpu)
@@ -122,16 +125,13 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
         return _gradients(spec, inputs, sums)
 
 
-def _without_autograd(q: Any) -> AbstractContextManager[Any]:
-    """Returns a context without autograd, and without autocast, which would round the float32 products."""
+def _without_autocast(q: Any) -> AbstractContextManager[Any]:
+    """Returns a context without autocast, which would round the float32 products."""
     import torch
 
     if not torch._C._is_any_autocast_enabled():  # to enter autocast takes as long as several operations
-        return torch.no_grad()
-    stack = ExitStack()
-    stack.enter_context(torch.autocast(q.device.type, enabled=False))
-    stack.enter_context(torch.no_grad())
-    return stack
+        return nullcontext()
+    return torch.autocast(q.device.type, enabled=False)
 
 
 def _gradients(spec: AttentionSpec, inputs: Inputs, sums: Sums) -> Gradients:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from attn_core.backends.shared.autograd import without_gradient
 from attn_core.backends.shared.cached_once import cached_once
 from attn_core.backends.shared.rewrites import readable
 from attn_core.backends.xformers.bias import TENSOR, Mask, added_tensor, documents_mask, rows_mask
@@ -76,47 +77,45 @@ def width(word: str, dim: int) -> int:
     return eights if needed in installed else next(compiled for compiled in installed if compiled >= eights)
 
 
+@without_gradient
 def forward(how: dict[str, Any], spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
     """Returns (out, lse) of a call as the backend's ``lower`` describes it, at the operator's head dimensions."""
-    import torch
-
     fmha, operator, _ = load_operator(how["operator"])
-    with torch.no_grad():
-        q, k, v = (_rows(spec, tensor) for tensor in inputs[:3])
-        mask = _mask(fmha.attn_bias, how, spec, inputs)
-        hidden = _hidden_rows(mask) if how["attn_bias"] == TENSOR else None
-        if how["laid_end_to_end"]:  # [batch, length, heads, dim] -> [1, batch * length, heads, dim]
-            q, k, v = (x.flatten(0, 1).unsqueeze(0) for x in (q, k, v))
-        if how["groups"] == "five axes":
-            groups = (spec.num_kv_heads, spec.group_size)
-            q = q.unflatten(2, groups)  # [batch, q_len, kv_heads, group, dim]; k and v the same, expanded
-            k, v = (x.unsqueeze(3).expand(-1, -1, -1, spec.group_size, -1) for x in (k, v))  # stride 0: no copy
-            mask = mask if hidden is None else mask.unflatten(1, groups)
-        elif how["groups"] == "repeated":
-            k, v = _repeated(spec, k), _repeated(spec, v)
-        out, lse = fmha.memory_efficient_attention_forward_requires_grad(q, k, v, mask, 0.0, how["scale"], op=operator)
-        return out.reshape(spec.out_shape), _convert_lse(how, spec, lse, hidden)
+    q, k, v = (_rows(spec, tensor) for tensor in inputs[:3])
+    mask = _mask(fmha.attn_bias, how, spec, inputs)
+    hidden = _hidden_rows(mask) if how["attn_bias"] == TENSOR else None
+    if how["laid_end_to_end"]:  # [batch, length, heads, dim] -> [1, batch * length, heads, dim]
+        q, k, v = (x.flatten(0, 1).unsqueeze(0) for x in (q, k, v))
+    if how["groups"] == "five axes":
+        groups = (spec.num_kv_heads, spec.group_size)
+        q = q.unflatten(2, groups)  # [batch, q_len, kv_heads, group, dim]; k and v the same, expanded
+        k, v = (x.unsqueeze(3).expand(-1, -1, -1, spec.group_size, -1) for x in (k, v))  # stride 0: no copy
+        mask = mask if hidden is None else mask.unflatten(1, groups)
+    elif how["groups"] == "repeated":
+        k, v = _repeated(spec, k), _repeated(spec, v)
+    out, lse = fmha.memory_efficient_attention_forward_requires_grad(q, k, v, mask, 0.0, how["scale"], op=operator)
+    return out.reshape(spec.out_shape), _convert_lse(how, spec, lse, hidden)
 
 
+@without_gradient
 def backward(how: dict[str, Any], spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any) -> Gradients:
     """Returns the gradients of a call as the backend's ``lower`` describes it."""
     import torch
 
     fmha, _, operator = load_operator(how["operator"])
-    with torch.no_grad():
-        q, k, v, dout = (_rows(spec, tensor) for tensor in (*inputs[:3], dout))
-        out, lse = (x[None] if spec.packed else x for x in (out.contiguous(), lse))
-        if how["empty_rows"]:  # exp(score - inf) is 0 whatever the score
-            lse = lse.masked_fill(lse == -torch.inf, torch.inf)
-        if how["groups"]:
-            k, v = _repeated(spec, k), _repeated(spec, v)
-        mask = _mask(fmha.attn_bias, how, spec, inputs)
-        dq, dk, dv = fmha.memory_efficient_attention_backward(
-            dout, out, lse.contiguous(), q, k, v, mask, 0.0, how["scale"], op=operator
-        )
-        if how["groups"]:
-            dk, dv = _summed(spec, dk), _summed(spec, dv)
-        return Gradients(*((x[0] for x in (dq, dk, dv)) if spec.packed else (dq, dk, dv)))
+    q, k, v, dout = (_rows(spec, tensor) for tensor in (*inputs[:3], dout))
+    out, lse = (x[None] if spec.packed else x for x in (out.contiguous(), lse))
+    if how["empty_rows"]:  # exp(score - inf) is 0 whatever the score
+        lse = lse.masked_fill(lse == -torch.inf, torch.inf)
+    if how["groups"]:
+        k, v = _repeated(spec, k), _repeated(spec, v)
+    mask = _mask(fmha.attn_bias, how, spec, inputs)
+    dq, dk, dv = fmha.memory_efficient_attention_backward(
+        dout, out, lse.contiguous(), q, k, v, mask, 0.0, how["scale"], op=operator
+    )
+    if how["groups"]:
+        dk, dv = _summed(spec, dk), _summed(spec, dv)
+    return Gradients(*((x[0] for x in (dq, dk, dv)) if spec.packed else (dq, dk, dv)))
 
 
 def _rows(spec: AttentionSpec, tensor: Any) -> Any:

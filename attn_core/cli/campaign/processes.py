@@ -14,7 +14,7 @@ from typing import Any
 from attn_core.cli.campaign.campaign import MOST_FAULTS, Campaign, Part, running_file
 from attn_core.cli.campaign.judge import Verdict
 from attn_core.cli.campaign.workers import end_with_parent
-from attn_core.cli.ctrl_c import repeat_swallowed_ctrl_c
+from attn_core.cli.ctrl_c import insistent_ctrl_c
 from attn_core.errors import SpecError
 from attn_core.selection.whole_file import write_whole
 
@@ -98,12 +98,12 @@ def _run_part(
     seed: int, devices: dict[str, str], names: tuple[str, ...], part: Part, seconds: float, path: Path
 ) -> None:
     end_with_parent()
-    repeat_swallowed_ctrl_c()
     run = Campaign(seed, devices, names, part)
     if path.exists():
         run.resume(path)
     try:
-        run.run(seconds, path, _ignore, CALLS)
+        with insistent_ctrl_c():
+            run.run(seconds, path, _ignore, CALLS)
     except KeyboardInterrupt:
         raise SystemExit(0) from None
 
