@@ -4,6 +4,10 @@ Key ``j`` of kv head ``g`` in batch row ``b`` is visible to query ``i`` iff ``st
 ``(start, stop) = key_ranges[b, g, j, r]``. A range with ``start == stop`` is empty: it fills up a key that needs fewer
 ranges than another one. Queries count from 0 in the whole row, in packed rows through all documents. Causal, window,
 documents and mask hide further pairs. ``attn_core.masks`` builds such arrays.
+
+With keys and values in pages there are ranges for the new tokens alone, which are the tokens of q: row ``j`` belongs to
+the key that token ``j`` of q has written, and queries are numbered as the tokens of q. Every query sees the keys before
+them. So the drafts of speculative decoding form a tree.
 """
 
 from __future__ import annotations
@@ -16,19 +20,23 @@ from attn_core.call.seq_info import is_number
 from attn_core.errors import ShapeError, SpecError
 
 LAYOUT = "[batch or 1, kv_heads or 1, kv_len, ranges, 2]"
+LAYOUT_OF_PAGES = "[1, kv_heads or 1, tokens of q, ranges, 2]"
 MOST_RANGES = 2
 
 
-def check_shape(shape: tuple[int, ...] | None, batch: int, kv_heads: int, kv_len: int) -> None:
+def check_shape(shape: tuple[int, ...] | None, batch: int, kv_heads: int, keys: int, layout: str = LAYOUT) -> None:
     """Checks the shape of key ranges; None means that there are none.
+
+    Args:
+        keys: the number of keys that have ranges. layout: the names of the axes, for the error.
 
     Raises:
         ShapeError: naming the axes.
     """
     if shape is None:
         return
-    full = f"{LAYOUT} = [{batch} or 1, {kv_heads} or 1, {kv_len}, 1 or {MOST_RANGES}, 2]"
-    fits = len(shape) == 5 and shape[0] in (1, batch) and shape[1] in (1, kv_heads) and shape[2] == kv_len
+    full = f"{layout} = [{batch} or 1, {kv_heads} or 1, {keys}, 1 or {MOST_RANGES}, 2]"
+    fits = len(shape) == 5 and shape[0] in (1, batch) and shape[1] in (1, kv_heads) and shape[2] == keys
     if not fits or shape[3] not in range(1, MOST_RANGES + 1) or shape[4] != 2:
         raise ShapeError(f"key_ranges: expected shape {full}, got [{', '.join(map(str, shape))}]")
 
@@ -57,12 +65,12 @@ def contains(key_ranges: Any, rows: Any) -> Any:
 
     Args:
         key_ranges: ``[..., keys, ranges, 2]``, whose values need not be valid: nothing is indexed by them.
-        rows: the queries' places in the row, ints ``[queries]``.
+        rows: the queries' places in the row, ints ``[queries]``, or ``[..., queries]`` if rows differ in theirs.
     """
     seen: Any = None
     for which in range(key_ranges.shape[-2]):
         starts, stops = (key_ranges[..., which, end][..., None, :] for end in (0, 1))  # [..., 1, keys]
-        inside = (rows[:, None] >= starts) & (rows[:, None] < stops)
+        inside = (rows[..., None] >= starts) & (rows[..., None] < stops)
         seen = inside if seen is None else seen | inside
     return seen
 

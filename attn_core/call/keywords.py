@@ -73,6 +73,7 @@ class CachedKeywords(TypedDict, Generic[Array], total=False):
 
     causal: bool
     window: int | tuple[int | None, int | None] | None
+    key_ranges: Any
     softcap: float | None
     sinks: Array | None
     scale: float | None

@@ -47,7 +47,7 @@ def check_paged(spec: Any, paged: PagedKV) -> None:
         )
     if spec.needs_backward:
         raise SpecError("paged: expected no backward, because keys and values in pages have no gradient; use no_grad")
-    for name in ("mask_shape", "key_ranges_shape", "bias_shape", "alibi_shape"):
+    for name in ("mask_shape", "bias_shape", "alibi_shape"):
         if getattr(spec, name) is not None:
             raise SpecError(f"paged: expected no {name.removesuffix('_shape')}, got shape {getattr(spec, name)}")
     if spec.dropout:

@@ -236,7 +236,7 @@ def _check_shapes(spec: AttentionSpec) -> None:
             raise ShapeError(
                 f"{name}: expected a shape broadcastable to [batch, heads, q, kv] = {list(full)}, got {list(shape)}"
             )
-    check_shape(spec.key_ranges_shape, spec.batch, spec.num_kv_heads, spec.kv_len)
+    check_shape(spec.key_ranges_shape, spec.batch, spec.num_kv_heads, spec.kv_len if spec.paged is None else spec.q_len)
     if spec.alibi_shape is not None and spec.alibi_shape not in ((spec.num_heads,), (spec.batch, spec.num_heads)):
         raise ShapeError(
             f"alibi_slopes: expected shape [heads] = [{spec.num_heads}] or [batch, heads] = "

@@ -42,7 +42,8 @@ class PagedInputs(NamedTuple):
     Shapes: q ``[tokens, heads, head_dim]``, k and v pools ``[num_pages, page_size, kv_heads, dim]``, block_table int32
     ``[documents, width]``, seq_lens int32 ``[documents]``, cu_seqlens_q int32 ``[documents + 1]`` or None if every
     sequence has one query. The values of the last three are checked on a CPU, and unchecked on a GPU, where a backend
-    must clamp them.
+    must clamp them. key_ranges int32 ``[1, kv_heads or 1, tokens, 1 or 2, 2]``: the tokens of q that see each of the
+    new tokens; the values are only compared.
     """
 
     q: Any
@@ -52,6 +53,7 @@ class PagedInputs(NamedTuple):
     seq_lens: Any
     cu_seqlens_q: Any = None
     sinks: Any = None
+    key_ranges: Any = None
 
 
 class Gradients(NamedTuple):

@@ -32,8 +32,20 @@ def gather_pages(spec: AttentionSpec, inputs: Any) -> tuple[AttentionSpec, Input
     # [num_pages, page_size, kv_heads, dim] -> [tokens, kv_heads, dim]
     k, v = (np.asarray(pool).reshape(-1, *pool.shape[2:])[slots] for pool in (inputs.k, inputs.v))
     longest = int(lengths.max(initial=0))
-    packed = replace(spec, paged=None, kv_len=len(slots), max_len_k=longest)
-    return packed, Inputs(inputs.q, k, v, sinks=inputs.sinks, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
+    ranges = inputs.key_ranges
+    if ranges is not None:
+        ranges = np.asarray(ranges)
+        wide = np.zeros((1, ranges.shape[1], len(slots), *ranges.shape[3:]), np.int32)
+        wide[..., 0, 1] = spec.q_len  # every query sees a key that was there before
+        for at, end in enumerate(cu_k[1:]):
+            # The new tokens are the last ones. There may be more of them than the sequence has tokens.
+            count = min(cu_q[at + 1] - cu_q[at], lengths[at])
+            wide[:, :, end - count : end] = ranges[:, :, cu_q[at + 1] - count : cu_q[at + 1]]
+        ranges = wide
+    shape = None if ranges is None else ranges.shape
+    packed = replace(spec, paged=None, kv_len=len(slots), max_len_k=longest, key_ranges_shape=shape)
+    offsets = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
+    return packed, Inputs(inputs.q, k, v, sinks=inputs.sinks, key_ranges=ranges, **offsets)
 
 
 def append(pages: Array, new: Array, block_table: Array, seq_lens: Array, cu_seqlens_q: Array) -> Array:

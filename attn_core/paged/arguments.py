@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from attn_core.call.arguments import ArrayFacts
+from attn_core.call.key_ranges import LAYOUT_OF_PAGES, check_shape
 from attn_core.call.options import Options, check_options
 from attn_core.call.pages import PagedKV
 from attn_core.call.seq_info import is_host_int, is_number, must_be_static
@@ -23,9 +24,10 @@ class PagedArrays(NamedTuple):
     seq_lens: ArrayFacts
     cu_seqlens_q: ArrayFacts | None = None
     sinks: ArrayFacts | None = None
+    key_ranges: ArrayFacts | None = None
 
 
-ARGUMENTS = ("q", "k_pages", "v_pages", "block_table", "seq_lens", "cu_seqlens_q", "sinks")
+ARGUMENTS = ("q", "k_pages", "v_pages", "block_table", "seq_lens", "cu_seqlens_q", "sinks", "key_ranges")
 """The names of these arrays as arguments."""
 
 
@@ -58,6 +60,8 @@ def build_spec(arrays: PagedArrays, options: Options) -> AttentionSpec:
         raise ShapeError(f"k_pages: expected the head_dim of q ({head_dim}), got {arrays.k.shape[3]}")
     if arrays.sinks is not None and arrays.sinks.shape != (heads,):
         raise ShapeError(f"sinks: expected one logit per query head, shape [{heads}], got {list(arrays.sinks.shape)}")
+    ranges_shape = None if arrays.key_ranges is None else tuple(arrays.key_ranges.shape)
+    check_shape(ranges_shape, 1, arrays.k.shape[2], tokens, LAYOUT_OF_PAGES)
     # Without a bound, one sequence may have all tokens of q.
     longest = tokens if options.max_len_q is None else options.max_len_q
     numbers = is_number(tokens) and is_number(batch)
@@ -89,6 +93,7 @@ def build_spec(arrays: PagedArrays, options: Options) -> AttentionSpec:
         window=options.window,  # type: ignore[arg-type]
         softcap=options.softcap,
         scale=options.scale,
+        key_ranges_shape=ranges_shape,
         sinks=arrays.sinks is not None,
         documents=batch,
         max_len_q=most,
@@ -205,6 +210,8 @@ def _check_pool(arrays: PagedArrays) -> tuple[PagedKV, int]:
         check_table_types("cu_seqlens_q", arrays.cu_seqlens_q.dtype, arrays.cu_seqlens_q.shape, (batch + 1,))
     if arrays.sinks is not None and arrays.sinks.dtype not in DTYPES:
         raise DTypeError(f"sinks: expected one of {', '.join(DTYPES)}, got {arrays.sinks.dtype}; cast it")
+    if arrays.key_ranges is not None and arrays.key_ranges.dtype != "int32":
+        raise DTypeError(f"key_ranges: expected dtype int32, got {arrays.key_ranges.dtype}; cast it to int32")
     return PagedKV(num_pages=arrays.k.shape[0], page_size=arrays.k.shape[1], width=width), batch
 
 

@@ -21,7 +21,7 @@ from attn_core.paged import arguments
 from attn_core.selection import Selection, Target, explain, new_plans, override, select
 from jax_frontend.bridge import compiled_lane
 from jax_frontend.dispatch import empty_rows, ops, plan
-from jax_frontend.paged.tables import check_kinds, check_table_values, copy_numpy
+from jax_frontend.paged.tables import check_kinds, check_ranges_in_pages, check_table_values, copy_numpy
 
 Array = jax.Array
 Keywords = PagedKeywords[Array]
@@ -52,6 +52,7 @@ def paged_attention(
     max_len_q: int | None = None,
     causal: bool = True,
     window: int | tuple[int | None, int | None] | None = None,
+    key_ranges: Any = None,
     softcap: float | None = None,
     sinks: Array | None = None,
     scale: float | None = None,
@@ -75,6 +76,9 @@ def paged_attention(
         cu_seqlens_q: int32 ``[batch + 1]``, the offsets of the sequences in q; None if each has one new token.
         max_len_q: an int on the host, at least the most new tokens of a sequence; the tokens of q if None.
         causal, window, softcap, scale, sinks, deterministic: as in ``attention``.
+        key_ranges: int32 ``[1, kv_heads or 1, tokens, 1 or 2, 2]``, a mask among the new tokens: token i of q sees the
+            key of token j if ``start <= i < stop`` for a range of row j. Every query sees the keys before the new
+            tokens. Causal and window hide further keys. ``attn_core.masks.tree`` builds the mask of a tree of drafts.
         backend: a name, which runs or raises; names in order of preference; or None for automatic choice.
         return_lse: also return the log-sum-exp, ``[heads, tokens]``, natural log, float32.
 
@@ -89,11 +93,12 @@ def paged_attention(
     """
     if unknown:
         refuse_keywords("paged_attention", unknown)
-    inputs = _gather_arguments(q, k_pages, v_pages, block_table, seq_lens, cu_seqlens_q, sinks)
+    inputs = _gather_arguments(q, k_pages, v_pages, block_table, seq_lens, cu_seqlens_q, sinks, key_ranges)
     options = arguments.check_paged_options(causal, window, softcap, scale, deterministic, return_lse, max_len_q)
     requested = requested_names(backend) or override.requested()
     call_plan = _plan(_metadata(inputs), plan.device_name(q), options, requested)
     checked = check_table_values(options.max_len_q, q.shape[0], k_pages.shape, *inputs[3:6])
+    check_ranges_in_pages(key_ranges, q.shape[0])
     if call_plan.device == "cpu":  # kernels on a GPU clamp all tables, checked or not
         call_plan = call_plan._replace(tables_checked=checked)
     return _jit_attention(call_plan, _as_arrays(inputs))
@@ -111,6 +116,7 @@ def explain_paged(
     max_len_q: int | None = None,
     causal: bool = True,
     window: int | tuple[int | None, int | None] | None = None,
+    key_ranges: Any = None,
     softcap: float | None = None,
     sinks: Any = None,
     scale: float | None = None,
@@ -122,7 +128,8 @@ def explain_paged(
     """Returns the backend that ``paged_attention`` chooses for these arguments and why the others cannot run."""
     if unknown:
         refuse_keywords("explain_paged", unknown)
-    inputs = _gather_arguments(q, k_pages, v_pages, block_table, seq_lens, cu_seqlens_q, sinks, shapes_only=True)
+    tables = block_table, seq_lens, cu_seqlens_q
+    inputs = _gather_arguments(q, k_pages, v_pages, *tables, sinks, key_ranges, shapes_only=True)
     if isinstance(q, jax.Array):
         plan.check_array("q", q)  # not deleted, because its device counts
     options = arguments.check_paged_options(causal, window, softcap, scale, deterministic, return_lse, max_len_q)
@@ -154,13 +161,23 @@ def _metadata(inputs: PagedInputs) -> tuple[Metadata | None, ...]:
 
 
 def _gather_arguments(
-    q: Any, k_pages: Any, v_pages: Any, block_table: Any, seq_lens: Any, cu: Any, sinks: Any, shapes_only: bool = False
+    q: Any,
+    k_pages: Any,
+    v_pages: Any,
+    block_table: Any,
+    seq_lens: Any,
+    cu: Any,
+    sinks: Any,
+    key_ranges: Any,
+    shapes_only: bool = False,
 ) -> PagedInputs:
     for name, array in (("q", q), ("k_pages", k_pages), ("v_pages", v_pages), ("sinks", sinks)):
         if array is not None or name != "sinks":
             plan.check_array(name, array, shapes_only=shapes_only)
     check_kinds(block_table, seq_lens, cu, shapes_only)
-    return PagedInputs(q, k_pages, v_pages, block_table, seq_lens, cu, sinks)
+    if key_ranges is not None and not isinstance(key_ranges, np.ndarray):
+        plan.check_array("key_ranges", key_ranges, shapes_only=shapes_only)
+    return PagedInputs(q, k_pages, v_pages, block_table, seq_lens, cu, sinks, key_ranges)
 
 
 def _as_arrays(inputs: PagedInputs) -> PagedInputs:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from attn_core.call import key_ranges as key_ranges_module
 from attn_core.call.pages import PagedKV
 from attn_core.paged.tables import check_slots, check_values, slots_of
 from jax_frontend.dispatch import plan
@@ -39,6 +40,12 @@ def check_table_values(
         offsets = np.arange(len(seq_lens) + 1) if cu is None else cu
         check_slots(slots_of(block_table, seq_lens, offsets, pool[1]))
     return True
+
+
+def check_ranges_in_pages(key_ranges: Any, tokens: Any) -> None:
+    """Checks the values of key_ranges, whose shape has been checked before, if they are on the host."""
+    if key_ranges is not None and _on_host(key_ranges):
+        key_ranges_module.check_values(np.asarray(key_ranges), tokens)
 
 
 def _on_host(table: Any) -> bool:

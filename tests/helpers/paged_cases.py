@@ -77,6 +77,12 @@ class PagedCall:
         names = ("block_table", "seq_lens", "cu_seqlens_q")
         return {name: getattr(self.inputs, name) for name in names}
 
+    @property
+    def int_arrays(self) -> dict[str, Any]:
+        """The tables, and key_ranges if there are any."""
+        ranges = self.inputs.key_ranges
+        return self.tables if ranges is None else {**self.tables, "key_ranges": ranges}
+
 
 def make_paged(
     lengths: Any,
@@ -86,6 +92,7 @@ def make_paged(
     spare: int = 2,
     wider: int = 1,
     shared: int = 0,
+    ranges: tuple[int, int] | None = None,
     window: Any = None,
     bound: int | None = None,
     layout: str = "contiguous",
@@ -99,6 +106,7 @@ def make_paged(
         new: if None, one query each and no offsets.
         spare: pages that no sequence holds; wider: unused columns of the table.
         shared: the number of pages that the second sequence reads of the first one's in place of its own.
+        ranges: key ranges of so many kv heads and so many ranges each, or None.
         fields: of the spec.
     """
     counts = [-(-length // page_size) for length in lengths]
@@ -114,6 +122,7 @@ def make_paged(
         window=(window - 1, 0) if isinstance(window, int) else window or (None, None),
         max_len_q=longest,
         max_len_k=paged.capacity,
+        key_ranges_shape=None if ranges is None else (1, ranges[0], queries, ranges[1], 2),
     )
     inputs = inputs_of(spec, np.random.default_rng(seed), lengths, [1] * len(lengths) if new is None else new)
     names = ("q", "k", "v", "sinks")
@@ -181,6 +190,8 @@ def paged_calls(draw: Any, claims: Support, on_gpu: bool = False, page_sizes: tu
     fields: dict[str, Any] = dict(zip(names, heads, strict=True))
     for feature in sorted(draw(st.sets(st.sampled_from(sorted(FEATURES)), max_size=3))):
         fields |= draw(FEATURES[feature])
+    if claims.key_ranges and draw(st.integers(0, 3)) == 0:
+        fields["ranges"] = draw(st.sampled_from((1, fields["num_kv_heads"]))), draw(st.integers(1, 2))
     if isinstance(fields.get("window"), int):
         fields["causal"] = True
     bound = None
@@ -211,6 +222,8 @@ SIGNATURES: tuple[dict[str, Any], ...] = (
     {"new": 13, "page_size": 1, "dtype": "bfloat16", "softcap": 0.7, "return_lse": True, "host_tables": True},
     {"new": 13, "page_size": 3, "num_heads": 6, "num_kv_heads": 3, "value_dim": 5, "window": (2, 1), "causal": False},
     {"new": 13, "page_size": 16, "dtype": "float64", "num_kv_heads": 1, "scale": 0.31, "sinks": True, "bound": 9},
+    {"new": 13, "page_size": 3, "num_heads": 6, "num_kv_heads": 3, "ranges": (3, 2), "sinks": True, "return_lse": True},
+    {"new": 7, "page_size": 16, "ranges": (1, 1), "causal": False, "window": (6, 1), "host_tables": True},
     {"new": 7, "page_size": 256, "dtype": "float16", "causal": False, "return_lse": True},
 )
 """Calls with constant shapes: ``new`` queries in total, of four sequences on tables of fixed width."""
@@ -300,7 +313,7 @@ def torch_arguments(call: PagedCall, device: str = "cpu") -> tuple[tuple[Any, ..
     """((q, k_pages, v_pages), the tables and sinks) as tensors."""
     kind = {"dtype": getattr(torch, call.spec.dtype), "device": device}
     q, k, v = (torch.tensor(array, **kind) for array in call.inputs[:3])
-    tables = dict(call.tables)
+    tables = call.int_arrays
     if not call.host_tables:
         tables = {n: None if table is None else torch.tensor(table, device=device) for n, table in tables.items()}
     if call.inputs.sinks is not None:
@@ -336,7 +349,7 @@ def jax_on(call: PagedCall, device: str) -> Iterator[None]:
 def jax_arguments(call: PagedCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """((q, k_pages, v_pages), the tables and sinks) as JAX arrays, on the default device."""
     arrays = tuple(jnp.asarray(array, call.spec.dtype) for array in call.inputs[:3])
-    tables = dict(call.tables)
+    tables = call.int_arrays
     if not call.host_tables:
         tables = {name: None if table is None else jnp.asarray(table) for name, table in tables.items()}
     if call.inputs.sinks is not None:

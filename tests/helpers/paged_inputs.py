@@ -34,6 +34,12 @@ def inputs_of(spec: AttentionSpec, random: np.random.Generator, lengths: Any, ne
             filled = pool[row[:count]].reshape(-1, *pool.shape[2:])
             filled[:length] = random.standard_normal((length, *pool.shape[2:]))
             pool[row[:count]] = filled.reshape(count, *pool.shape[1:])
+    key_ranges = None
+    if spec.key_ranges_shape is not None:  # near the token itself, so that they matter within a sequence
+        near = np.arange(spec.q_len)[None, None, :, None]
+        starts = near + random.integers(-4, 3, spec.key_ranges_shape[:4])
+        stops = np.maximum(starts, starts + random.integers(-1, 8, spec.key_ranges_shape[:4]))
+        key_ranges = np.stack([starts, stops], -1).clip(0, spec.q_len).astype(np.int32)
     cu_q = np.concatenate([[0], np.cumsum(new)]).astype(np.int32)
     return PagedInputs(
         q=random.standard_normal((int(cu_q[-1]), spec.num_heads, spec.head_dim)),
@@ -43,4 +49,5 @@ def inputs_of(spec: AttentionSpec, random: np.random.Generator, lengths: Any, ne
         cu_seqlens_q=cu_q,
         block_table=table,
         seq_lens=np.asarray(lengths, np.int32),
+        key_ranges=key_ranges,
     )

@@ -14,8 +14,10 @@ import torch_frontend
 from attn_core import backends
 from attn_core.selection import Selection
 
-KINDS = ("paged decode", "paged chunk", "paged decode, lying tables", "paged chunk, lying tables")
-"""One new token of each sequence, or several; and the same with wrong tables on the device."""
+TRUE_KINDS = ("paged decode", "paged chunk", "paged tree")
+LYING_KINDS = tuple(f"{kind}, lying tables" for kind in TRUE_KINDS)
+KINDS = (*TRUE_KINDS, *LYING_KINDS)
+"""One new token of each sequence, several, or a tree of them; and the same with wrong tables on the device."""
 PAGE_SIZES = (16, 128, 256)
 """Tried in this order: the first size that the backend accepts."""
 GUARD = 3
@@ -34,14 +36,17 @@ class PagedCall(NamedTuple):
     pools: tuple[torch.Tensor, torch.Tensor]
     around: tuple[torch.Tensor, torch.Tensor]
     tables: dict[str, Any]
+    masking: dict[str, Any]
+    """key_ranges, if there are any: int32 ``[1, 1, tokens, 1, 2]``."""
 
     def selection(self, backend: str) -> Selection:
         """Whether a backend can run it, and the reasons if it cannot."""
-        return torch_frontend.explain_paged(self.q, *self.pools, **self.tables, backend=backend)
+        return torch_frontend.explain_paged(self.q, *self.pools, **self.tables, **self.masking, backend=backend)
 
     def attend(self, backend: str) -> torch.Tensor:
         """``[tokens, heads, head_dim]``."""
-        out: torch.Tensor = torch_frontend.paged_attention(self.q, *self.pools, **self.tables, backend=backend)
+        options = {**self.tables, **self.masking, "backend": backend}
+        out: torch.Tensor = torch_frontend.paged_attention(self.q, *self.pools, **options)
         return out
 
     def append(self) -> None:
@@ -68,7 +73,13 @@ def paged_call(kind: str, page_size: int, *, seed: int = 0, device: str = "cuda"
     tables = {"block_table": table, "seq_lens": lengths, "cu_seqlens_q": None if decode else offsets}
     kept = {name: rows for name, rows in tables.items() if rows is not None}
     there = {name: torch.tensor(rows, dtype=torch.int32, device=device) for name, rows in kept.items()}
-    return PagedCall(q, k, v, tuple(pools), tuple(around), there)  # type: ignore[arg-type]
+    masking = {}
+    if "tree" in kind:
+        token = torch.arange(tokens)
+        wrong = torch.tensor([[-(2**31), 2**31 - 1], [7, -7]]).repeat(tokens // 2, 1)
+        ranges = wrong if lying else torch.stack([token, (token + 3).clamp(max=tokens)], 1)
+        masking["key_ranges"] = ranges.view(1, 1, tokens, 1, 2).int().to(device)
+    return PagedCall(q, k, v, tuple(pools), tuple(around), there, masking)  # type: ignore[arg-type]
 
 
 def _true(page_size: int) -> tuple[list[list[int]], list[int], list[int]]:

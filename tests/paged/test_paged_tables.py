@@ -270,7 +270,7 @@ def test_every_dtype_has_a_spec(dtype: str) -> None:
 BAD: dict[str, tuple[str, dict[str, Any], type[Exception], str]] = {
     **{
         f"device of {argument}": (field, {"device": "cuda:0"}, DeviceError, f"^{argument}: expected the device of q ")
-        for field, argument in zip(arguments.PagedArrays._fields[1:-1], arguments.ARGUMENTS[1:-1])
+        for field, argument in zip(arguments.PagedArrays._fields[1:-2], arguments.ARGUMENTS[1:-2])
     },
     "rank of q": ("q", {"shape": (1, 5, 6, 11)}, ShapeError, r"^q: expected \[tokens, heads, head_dim\], got \[1, 5"),
     "rank of k": ("k", {"shape": (28, 3, 11)}, ShapeError, r"^k_pages: expected \[num_pages, .*, got \[28, 3, 11\]$"),

@@ -51,7 +51,7 @@ def tensors(call: PagedCall) -> PagedInputs:
     kind = getattr(torch, call.spec.dtype)
     q, k, v = (torch.tensor(array, dtype=kind) for array in call.inputs[:3])
     k, v = laid_out(k, v, call.layout)
-    tables = {n: None if table is None else torch.tensor(table) for n, table in call.tables.items()}
+    tables = {n: None if table is None else torch.tensor(table) for n, table in call.int_arrays.items()}
     sinks = None if call.inputs.sinks is None else torch.tensor(call.inputs.sinks, dtype=kind)
     return PagedInputs(q, k, v, **tables, sinks=sinks)
 
@@ -98,6 +98,9 @@ CASES: dict[str, dict[str, Any]] = {
     "shared pages": {"lengths": (40, 23), "new": (2, 3), "shared": 5},
     "heads outside": {"lengths": (40, 23), "new": (2, 3), "layout": "heads_outside"},
     "one tensor": {"lengths": (40, 23), "new": (2, 3), "layout": "one_tensor"},
+    "key ranges": {"lengths": (40, 23), "new": (9, 7), "ranges": (1, 1)},
+    "key ranges by head": {"lengths": (40, 0, 7), "new": (9, 0, 7), "ranges": (2, 2), "causal": False},
+    "key ranges, decode": {"lengths": (40, 23, 1), "ranges": (1, 2)},
     "a loose bound": {"lengths": (40, 23), "new": (2, 3), "bound": 9},
 }
 
@@ -128,6 +131,7 @@ def test_any_call(data: Any) -> None:
                 num_heads=heads,
                 num_kv_heads=kv_heads,
                 causal=data.draw(st.booleans()),
+                ranges=data.draw(st.sampled_from((None, (1, 1), (kv_heads, 2)))),
                 window=data.draw(st.sampled_from((None, (3, 1), (0, 0), (20, None), (None, 5)))),
                 softcap=data.draw(st.sampled_from((None, 2.0))),
                 sinks=data.draw(st.booleans()),
@@ -262,20 +266,27 @@ def amid_nan(pool: torch.Tensor) -> torch.Tensor:
     return wide[len(pool) : 2 * len(pool)]
 
 
-def lying(lie: str) -> tuple[PagedCall, PagedInputs]:
+def lying(lie: str, ranges: tuple[int, int] | None = None) -> tuple[PagedCall, PagedInputs]:
     """A call whose tables lie, with offsets as the frontends make them safe, and pools between pages of NaN."""
-    call = without_answers(make_paged((30, 33), (4, 3), page_size=4, wider=0, **HALF))
+    call = without_answers(make_paged((30, 33), (4, 3), page_size=4, wider=0, ranges=ranges, **HALF))
     tables = {name: np.array(table, np.int32) for name, table in LIES[lie].items()}
     given = tensors(replace(call, inputs=call.inputs._replace(**tables)))
     cu = offsets.clamp(given.cu_seqlens_q, call.spec.q_len)
     return call, given._replace(k=amid_nan(given.k), v=amid_nan(given.v), cu_seqlens_q=cu)
 
 
+@pytest.mark.parametrize("ranges", [None, (2, 2)], ids=["", "key ranges"])
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("lie", LIES)
-def test_tables_that_lie_lead_nowhere_outside_the_pool(lie: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_that_lie_lead_nowhere_outside_the_pool(
+    lie: str, count: int, ranges: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Key ranges are compared, but the place where they are read follows from the tables."""
     splits_of(monkeypatch, count)
-    call, inputs = lying(lie)
+    call, inputs = lying(lie, ranges)
+    if ranges is not None:
+        extremes = torch.tensor([[-(2**31), 2**31 - 1], [2**31 - 1, -(2**31)]], dtype=torch.int32)
+        inputs = inputs._replace(key_ranges=extremes.expand(1, 2, 7, 2, 2).contiguous())
     found = attended(call, inputs)
     assert np.isfinite(found["out"]).all(), "NaN from outside the pool, or a row that nobody wrote"
     assert not np.isnan(found["lse"]).any()

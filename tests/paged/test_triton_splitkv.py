@@ -79,8 +79,10 @@ def test_a_cpu_is_not_supported() -> None:
 
 def test_the_numbers_that_the_kernels_receive() -> None:
     assert triton_splitkv.lower(spec_of(softcap=20.0, window=(5, None), sinks=True, scale=0.3)) == {
-        **{"scale": 0.3, "softcap": 20.0, "left": 5, "right": 0, "ONE_QUERY": True, "SOFTCAP": True, "SINKS": True}
+        **{"scale": 0.3, "softcap": 20.0, "left": 5, "right": 0},
+        **{"ONE_QUERY": True, "SOFTCAP": True, "SINKS": True, "RANGES": 0},
     }
+    assert triton_splitkv.lower(spec_of(new=3, key_ranges_shape=(1, 1, 192, 2, 2)))["RANGES"] == 2
     open_sides = triton_splitkv.lower(spec_of(new=3, causal=False))
     assert open_sides["left"] == open_sides["right"] == 2**30 and not open_sides["ONE_QUERY"]
 

@@ -50,6 +50,7 @@ def paged_attention(
     max_len_q: int | None = None,
     causal: bool = True,
     window: int | tuple[int | None, int | None] | None = None,
+    key_ranges: Any = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     scale: float | None = None,
@@ -73,6 +74,9 @@ def paged_attention(
         cu_seqlens_q: int32 ``[batch + 1]``, the offsets of the sequences in q; None if each has one new token.
         max_len_q: an int on the host, at least the most new tokens of a sequence; the tokens of q if None.
         causal, window, softcap, scale, sinks, deterministic: as in ``attention``.
+        key_ranges: int32 ``[1, kv_heads or 1, tokens, 1 or 2, 2]``, a mask among the new tokens: token i of q sees the
+            key of token j if ``start <= i < stop`` for a range of row j. Every query sees the keys before the new
+            tokens. Causal and window hide further keys. ``attn_core.masks.tree`` builds the mask of a tree of drafts.
         backend: a name, which runs or raises; names in order of preference; or None for automatic choice.
         return_lse: also return the log-sum-exp, ``[heads, tokens]``, natural log, float32.
 
@@ -87,7 +91,8 @@ def paged_attention(
     """
     if unknown:
         refuse_keywords("paged_attention", unknown)
-    if cu_seqlens_q is None and not (_is_compiling() or _modes() or forward_ad._current_level >= 0):
+    is_usual = cu_seqlens_q is None and key_ranges is None
+    if is_usual and not (_is_compiling() or _modes() or forward_ad._current_level >= 0):
         plain_options = (causal, window, softcap, scale, deterministic, return_lse, max_len_q)
         results = seen_calls.attend(q, k_pages, v_pages, block_table, seq_lens, sinks, backend, plain_options)
         if results is not None:
@@ -97,14 +102,15 @@ def paged_attention(
         tables = block_table, seq_lens, cu_seqlens_q
         # While compiling, sizes are symbols; the op checks the arguments when it runs.
         if not torch.compiler.is_compiling():
-            tables = check_op(q, k_pages, v_pages, tables, sinks, options)
+            tables, key_ranges = check_op(q, k_pages, v_pages, tables, sinks, key_ranges, options)
         left, right = options.window  # type: ignore[misc]
         out, lse = torch.ops.attn.paged_forward(
             *(q, k_pages, v_pages, *tables, sinks, max_len_q, causal, left, right),
-            *(softcap, scale, deterministic, return_lse, join_names(requested_names(backend))),
+            *(softcap, scale, deterministic, return_lse, join_names(requested_names(backend)), key_ranges),
         )
         return (out, lse) if return_lse else out
-    inputs = gather_arguments(q, k_pages, v_pages, block_table, seq_lens, cu_seqlens_q, sinks, max_len_q)
+    tables = block_table, seq_lens, cu_seqlens_q
+    inputs = gather_arguments(q, k_pages, v_pages, *tables, sinks, max_len_q, key_ranges)
     out, lse = run(inputs, options, requested_names(backend))
     return (out, lse) if return_lse else out
 
@@ -121,6 +127,7 @@ def explain_paged(
     max_len_q: int | None = None,
     causal: bool = True,
     window: int | tuple[int | None, int | None] | None = None,
+    key_ranges: Any = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     scale: float | None = None,
@@ -133,7 +140,8 @@ def explain_paged(
     if unknown:
         refuse_keywords("explain_paged", unknown)
     options = options_of(causal, window, softcap, scale, deterministic, return_lse, max_len_q)
-    inputs = gather_arguments(q, k_pages, v_pages, block_table, seq_lens, cu_seqlens_q, sinks, max_len_q)
+    tables = block_table, seq_lens, cu_seqlens_q
+    inputs = gather_arguments(q, k_pages, v_pages, *tables, sinks, max_len_q, key_ranges)
     return explain(*request(metadata(inputs), options, requested_names(backend) or override.requested()))
 
 

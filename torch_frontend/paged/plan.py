@@ -23,6 +23,7 @@ from attn_core.paged import tables as paged_tables
 from attn_core.selection import Target, new_plans, override, select
 from torch_frontend.dispatch import empty_rows, offsets, plan, tensor_kinds
 from torch_frontend.dispatch.wrappers import on_device
+from torch_frontend.paged.key_ranges import check_ranges, ranges_of
 
 Tensor = torch.Tensor
 Metadata = tuple[torch.Size, torch.dtype, torch.device]
@@ -49,7 +50,7 @@ def plan_call(metadata: tuple[Metadata | None, ...], options: Options, requested
     name = range_name(selection.backend or "", selection.spec, "forward")
     if selection.spec.empty:
         return PagedPlan(selection.spec, name, plan.empty_forward)
-    shortcut = backends.paged_shortcut(module, selection.spec) if metadata[5] is None else None
+    shortcut = backends.paged_shortcut(module, selection.spec) if metadata[5] is metadata[7] is None else None
     forward, shortcut = (on_device(function, metadata[0][2]) for function in (module.forward, shortcut))
     return PagedPlan(selection.spec, name, forward, shortcut)
 
@@ -89,7 +90,15 @@ _checked = lru_cache(maxsize=1024, typed=True)(arguments.check_paged_options)
 
 
 def gather_arguments(
-    q: Any, k_pages: Any, v_pages: Any, block_table: Any, seq_lens: Any, cu_seqlens_q: Any, sinks: Any, max_len_q: Any
+    q: Any,
+    k_pages: Any,
+    v_pages: Any,
+    block_table: Any,
+    seq_lens: Any,
+    cu_seqlens_q: Any,
+    sinks: Any,
+    max_len_q: Any,
+    key_ranges: Any,
 ) -> PagedInputs:
     """Returns the arguments as PagedInputs on one device; ``run`` checks the values of tables on the CPU."""
     for name, tensor in (("q", q), ("k_pages", k_pages), ("v_pages", v_pages), ("sinks", sinks)):
@@ -105,9 +114,10 @@ def gather_arguments(
         block_table=block_table,
         seq_lens=seq_lens,
         cu_seqlens_q=cu_seqlens_q,
+        key_ranges=key_ranges,
     )
     tables = tables_of(q, k_pages, max_len_q, block_table, seq_lens, cu_seqlens_q)
-    return PagedInputs(q, k_pages, v_pages, *tables, sinks=sinks)
+    return PagedInputs(q, k_pages, v_pages, *tables, sinks=sinks, key_ranges=ranges_of(q, key_ranges))
 
 
 def check_no_gradient(name: str, tensor: Tensor) -> None:
@@ -156,18 +166,30 @@ def op_tables(q: Tensor, *tables: Any) -> tuple[Any, Any, Any]:
 
 
 def check_op(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, tables: tuple[Any, ...], sinks: Tensor | None, options: Options
-) -> tuple[Any, Any, Any]:
-    """Checks the arguments of a call that becomes one op, if its sizes are ints, and returns ``op_tables``."""
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    tables: tuple[Any, ...],
+    sinks: Tensor | None,
+    key_ranges: Any,
+    options: Options,
+) -> tuple[tuple[Any, Any, Any], Any]:
+    """Checks the arguments of a call that becomes one op, if its sizes are ints.
+
+    Returns:
+        (``op_tables``, key_ranges in the same form).
+    """
     for name, tensor in (("q", q), ("k_pages", k_pages), ("v_pages", v_pages), ("sinks", sinks)):
         if tensor is not None or name != "sinks":
             plan.check_tensor(name, tensor)
             check_no_gradient(name, tensor)  # type: ignore[arg-type]
+    ranges = ranges_of(q, key_ranges)
+    tensor_kinds.check_data(q, key_ranges=ranges)
     tensors = op_tables(q, *tables)
-    entries = metadata(PagedInputs(q, k_pages, v_pages, *tensors, sinks=sinks))
+    entries = metadata(PagedInputs(q, k_pages, v_pages, *tensors, sinks=sinks, key_ranges=ranges))
     if all(type(size) is int for entry in entries if entry for size in entry[0]):
         arguments.build_spec(arguments.PagedArrays(*(entry and plan.facts(*entry) for entry in entries)), options)  # type: ignore[arg-type]
-    return tensors
+    return tensors, ranges
 
 
 def _check_kinds(names: tuple[str, ...], tables: tuple[Any, ...]) -> None:
@@ -203,6 +225,8 @@ def run(inputs: PagedInputs, options: Options, requested: tuple[str, ...] | None
     call_plan = plan_call(metadata(inputs), options, requested or override.requested())
     if inputs.q.device.type == "cpu":
         check_values(options.max_len_q, call_plan.spec.q_len, inputs.k, *inputs[3:6])
+        if inputs.key_ranges is not None:
+            check_ranges(inputs.key_ranges.numpy(), call_plan.spec.q_len)
     forward = call_plan.forward
     if is_on() and not call_plan.spec.empty:
         forward = in_range(forward, call_plan.range_name, enabled())

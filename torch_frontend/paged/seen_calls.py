@@ -80,7 +80,7 @@ def seen_call(
         *((q_shape, q_dtype, q_device), (k_shape, k_dtype, k_device), (v_shape, v_dtype, v_device)),
         *((table_shape, table_dtype, table_device), (lengths_shape, lengths_dtype, lengths_device)),
     )
-    plan = plan_call((*tensors, None, sinks), options_of(*options), requested_names(backend))
+    plan = plan_call((*tensors, None, sinks, None), options_of(*options), requested_names(backend))
     sizes = plan.spec.paged if q_device.type == "cpu" else None
     return None if plan.shortcut is None else SeenCall(plan.shortcut, sizes, plan.range_name)
 

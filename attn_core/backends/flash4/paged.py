@@ -34,8 +34,10 @@ def tile(spec: AttentionSpec) -> tuple[int, int]:
 
 
 def refusals(spec: AttentionSpec, device: str, name: str) -> Iterator[str]:
-    """Yields refusals of sm100, of widths, and of the one page size per width that the kernel reads past the end."""
+    """Yields refusals of key ranges, sm100, widths, and the page size per width that the kernel reads past the end."""
     page_size = spec.paged.page_size if spec.paged else 0
+    if spec.key_ranges_shape is not None:
+        yield f"key_ranges of shape {list(spec.key_ranges_shape)}: {name} does not take them with keys in pages"
     if device == "sm100":
         yield f"keys and values in pages of {page_size}: {name} is not claimed for them on sm100"
     if spec.head_dim not in TILES or spec.value_dim != spec.head_dim:

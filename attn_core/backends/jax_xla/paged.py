@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from attn_core.backends.shared.paged_as_dense import dense_rows
+from attn_core.call.key_ranges import contains
 from attn_core.call.masks import band
 from attn_core.call.seq_info import is_number
 from attn_core.call.spec import AttentionSpec
@@ -47,7 +48,14 @@ def forward(spec: AttentionSpec, inputs: PagedInputs, run: Forward) -> tuple[Any
         seen &= distance >= -edge.left
     if edge.right is not None:
         seen &= distance <= edge.right
-    dense = Inputs(inputs.q[token], row(inputs.k), row(inputs.v), mask=seen[:, None], sinks=inputs.sinks)
+    seen = seen[:, None]  # [batch, 1, rows, capacity]
+    if inputs.key_ranges is not None:
+        place = key - (lengths - count)[:, None]  # among the sequence's new tokens; old ones: negative
+        of_key = jnp.clip(cu_q[:-1, None] + place, 0, max(spec.q_len - 1, 0))  # [batch, capacity]
+        ranges = inputs.key_ranges[0][:, of_key].swapaxes(0, 1)  # [batch, kv_heads or 1, capacity, ranges, 2]
+        shown = contains(ranges, token[:, None]) | (place < 0)[:, None, None]
+        seen = seen & (shown if shown.shape[1] == 1 else jnp.repeat(shown, spec.group_size, axis=1))
+    dense = Inputs(inputs.q[token], row(inputs.k), row(inputs.v), mask=seen, sinks=inputs.sinks)
     out, lse = run(dense_rows(spec, rows), dense)
     # Surplus rows of short sequences are dropped, because their index is out of range.
     target = jnp.where(is_query, token, spec.q_len)

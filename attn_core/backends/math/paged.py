@@ -8,6 +8,7 @@ from attn_core.backends.shared import plain_attention
 from attn_core.backends.shared.paged_as_dense import dense_rows, packed_documents
 from attn_core.backends.shared.pools import query_offsets
 from attn_core.backends.shared.split_documents import documents_between
+from attn_core.call.key_ranges import contains
 from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs, PagedInputs
@@ -54,9 +55,16 @@ def _as_dense_rows(spec: AttentionSpec, inputs: PagedInputs) -> tuple[Any, Any]:
         seen &= distance >= -edge.left
     if edge.right is not None:
         seen &= distance <= edge.right
+    seen = seen[:, None]  # [batch, 1, rows, capacity]
+    if inputs.key_ranges is not None:
+        place = key - (lengths - count)[:, None]  # among the sequence's new tokens; old ones: negative
+        of_key = (cu_q[:-1, None] + place).clamp(0, max(spec.q_len - 1, 0))  # [batch, capacity]
+        ranges = inputs.key_ranges[0][:, of_key].transpose(0, 1)  # [batch, kv_heads or 1, capacity, ranges, 2]
+        shown = contains(ranges, token[:, None]) | (place < 0)[:, None, None]
+        seen = seen & (shown if shown.shape[1] == 1 else shown.repeat_interleave(spec.group_size, 1))
     dense = dense_rows(spec, rows)
     rows_of_q = inputs.q.detach()[token]
-    out, lse = plain_attention.forward(dense, Inputs(rows_of_q, k, v, mask=seen[:, None], sinks=inputs.sinks))
+    out, lse = plain_attention.forward(dense, Inputs(rows_of_q, k, v, mask=seen, sinks=inputs.sinks))
     # Surplus rows of short sequences are written to an extra token at the end, which is cut off.
     flat_out = out.new_zeros((spec.q_len + 1, *out.shape[2:]))
     flat_lse = lse.new_full((lse.shape[1], spec.q_len + 1), -torch.inf)

@@ -38,7 +38,7 @@ def forward(
     Args:
         packed_forward: runs a call on packed documents.
     """
-    q, k, v, table, lengths, offsets, sinks = inputs
+    q, k, v, table, lengths, offsets, sinks = inputs[:7]
     results = None
     if offsets is None:
         results = decoder(spec, True)(q.detach(), k.detach(), v.detach(), table, lengths, sinks)

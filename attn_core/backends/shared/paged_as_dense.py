@@ -19,7 +19,10 @@ def dense_rows(spec: AttentionSpec, rows: int) -> AttentionSpec:
     assert paged is not None
     unpaged: dict[str, Any] = {"paged": None, "documents": None, "max_len_q": None, "max_len_k": None}
     # The mask has causal and window, too: a sequence's diagonal depends on its length, unknown on the host.
-    dense: dict[str, Any] = {"causal": False, "window": (None, None), "mask_shape": (batch, 1, rows, paged.capacity)}
+    heads = spec.num_heads if (spec.key_ranges_shape or (1, 1))[1] > 1 else 1
+    mask_shape = batch, heads, rows, paged.capacity
+    dense: dict[str, Any] = {"causal": False, "window": (None, None), "mask_shape": mask_shape}
+    dense["key_ranges_shape"] = None  # the mask has them, too
     return replace(spec, batch=batch, q_len=rows, kv_len=paged.capacity, **unpaged, **dense)
 
 
@@ -37,5 +40,16 @@ def packed_documents(spec: AttentionSpec, inputs: PagedInputs) -> tuple[Attentio
     slots = (page * paged.page_size + position % paged.page_size)[valid]
     # [pages, page_size, ...] -> [slots, ...]: the slots of one page lie next to each other.
     k, v = (pool.detach().flatten(0, 1)[slots] for pool in (inputs.k, inputs.v))  # [tokens, kv_heads, dim]
-    packed = replace(spec, paged=None, kv_len=len(slots), max_len_k=int(lengths.max()) if len(lengths) else 0)
-    return packed, Inputs(inputs.q, k, v, sinks=inputs.sinks, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
+    ranges = inputs.key_ranges
+    if ranges is not None:
+        # The number of each key among the new tokens of its sequence; negative for earlier keys.
+        place = position - (lengths - cu_q.diff().long())[:, None]
+        token = (cu_q[:-1, None] + place).clamp(0, spec.q_len - 1)[valid]
+        everyone = ranges.new_zeros(ranges.shape[3:])
+        everyone[0, 1] = spec.q_len
+        ranges = torch.where((place < 0)[valid][:, None, None], everyone, ranges[:, :, token])
+    changes: dict[str, Any] = {"key_ranges_shape": None if ranges is None else tuple(ranges.shape)}
+    changes["max_len_k"] = int(lengths.max()) if len(lengths) else 0
+    packed = replace(spec, paged=None, kv_len=len(slots), **changes)
+    offsets = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
+    return packed, Inputs(inputs.q, k, v, sinks=inputs.sinks, key_ranges=ranges, **offsets)

@@ -37,6 +37,7 @@ FORWARD = Support(
     alignments=("bottom_right",),
     causal=True,
     window=True,
+    key_ranges=True,
     softcap=True,
     sinks=True,
     packed=True,
@@ -118,6 +119,7 @@ def lower(spec: AttentionSpec) -> dict[str, Any]:
         "ONE_QUERY": one_query_each(spec),
         "SOFTCAP": spec.softcap is not None,
         "SINKS": spec.sinks,
+        "RANGES": 0 if spec.key_ranges_shape is None else spec.key_ranges_shape[3],
     }
 
 
@@ -169,9 +171,10 @@ def _forward(
     k, v = pools(inputs)
     table, lengths = inputs.block_table, inputs.seq_lens.contiguous()
     table = table if table.stride(-1) == 1 or table.shape[1] <= 1 else table.contiguous()
-    # Absent tensors are replaced by any other pointer; ONE_QUERY and SINKS keep the kernels from reading it.
+    # Absent tensors are replaced by any other pointer; ONE_QUERY, SINKS and RANGES keep the kernels from reading it.
     offsets = lengths if inputs.cu_seqlens_q is None else inputs.cu_seqlens_q.contiguous()
     sinks = q if inputs.sinks is None else inputs.sinks.contiguous()
+    ranges = q if inputs.key_ranges is None else inputs.key_ranges.contiguous()
     out, lse = into
     if out is None:
         out = torch.empty(out_shape, dtype=q.dtype, device=q.device)
@@ -185,7 +188,7 @@ def _forward(
     current = torch.cuda.current_device() if device >= 0 else device
     results = out.stride(), lse.stride(), sinks.dtype
     layout = (q.stride(), k.stride(), v.stride(), table.stride(0), *results, inputs.cu_seqlens_q is None)
-    operands = (q, k, v, table, lengths, offsets, sinks, parts, part_lse)
+    operands = (q, k, v, table, lengths, offsets, sinks, ranges, parts, part_lse)
     key = ("attend", spec, count, layout, current)
     attend = launch(kernels.attend, key, operands, lambda: launches.attend(spec, operands, *_settings(spec, device)))
     merge = None

@@ -31,8 +31,16 @@ def _raise_maximum(top, other):
     return new, base, tl.exp2(top - base)
 
 
+@triton.jit
+def _is_in_range(at, is_new, stop_of_old, token):
+    """Returns which tokens (rows) each key's range at this address shows; the range of an old key ends at a number."""
+    start = tl.load(at, mask=is_new, other=0)
+    stop = tl.load(at + 1, mask=is_new, other=stop_of_old)
+    return (token[:, None] >= start[None, :]) & (token[:, None] < stop[None, :])
+
+
 # Triton compiles again for arguments that are 1 or a multiple of 16. These change from call to call.
-@triton.jit(do_not_specialize=["tokens", "num_pages", "width", "left", "right"])
+@triton.jit(do_not_specialize=["tokens", "num_pages", "width", "left", "right", "range_head"])
 def attend(
     q,
     k_pages,
@@ -41,6 +49,7 @@ def attend(
     seq_lens,
     cu_seqlens_q,
     sinks,
+    key_ranges,
     out,
     lse,
     scale,
@@ -64,6 +73,7 @@ def attend(
     out_head,
     lse_split,
     lse_head,
+    range_head,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     PAGE: tl.constexpr,
@@ -73,13 +83,15 @@ def attend(
     ONE_QUERY: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
+    RANGES: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
     """Computes out and lse of one share of the keys; with SPLITS > 1 they are float32 partial results, one per split.
 
     q ``[tokens, heads, head_dim]``; out ``[splits, tokens, heads, value_dim]``; lse ``[splits, heads, tokens]``,
-    natural. ROWS and KEYS: queries (times GROUP) and keys of a tile. The other numbers are strides in elements.
+    natural. key_ranges ``[kv_heads or 1, tokens, RANGES, 2]``; range_head is 0 for one head. ROWS and KEYS: queries
+    (times GROUP) and keys of a tile. The other numbers are strides in elements.
     """
     sequence = tl.program_id(0) // KV_HEADS
     kv_head = (tl.program_id(0) % KV_HEADS).to(tl.int64)  # 64 bits, because a pool's stride times it may exceed 2^31
@@ -138,6 +150,15 @@ def attend(
             scores = scores * (scale * LOG2_E)  # base-2 logits, because GPUs compute exp2 directly
         distance = key[None, :] - diagonal[:, None]
         seen = is_key[None, :] & (distance <= right) & (distance >= -left)
+        if RANGES:
+            # A new token has the same number from the end among the keys as among the queries.
+            place = key + queries - length
+            is_new = is_key & (place >= 0)
+            ranges_at = key_ranges + kv_head * range_head + (first + place).to(tl.int64) * (2 * RANGES)
+            shown = _is_in_range(ranges_at, is_new, tokens, token)
+            if RANGES == 2:
+                shown |= _is_in_range(ranges_at + 2, is_new, 0, token)
+            seen &= shown
         scores = tl.where(seen, scores, float("-inf"))
         top, base, fade = _raise_maximum(top, tl.max(scores, 1))
         weights = tl.exp2(scores - base[:, None])

@@ -40,7 +40,7 @@ def attend(
         settings: the kernel's scalar arguments, from ``lower``.
         count: the number of splits.
     """
-    q, k, v, table, _, _, _, out, lse = operands
+    q, k, v, table, *_, out, lse = operands
     paged = spec.paged
     assert paged is not None
     # The kernel indexes results by split first. Without splits that stride is 0.
@@ -61,11 +61,12 @@ def attend(
         table.stride(0),
         *out_strides[:3],
         *lse_strides[:2],
+        2 * settings["RANGES"] * spec.q_len if (spec.key_ranges_shape or (1, 1))[1] > 1 else 0,
     )
     constants = {
         **{"KV_HEADS": spec.num_kv_heads, "GROUP": spec.group_size, "PAGE": paged.page_size},
         **{"HEAD_DIM": spec.head_dim, "VALUE_DIM": spec.value_dim, "SPLITS": count},
-        **{name: settings[name] for name in ("ONE_QUERY", "SOFTCAP", "SINKS")},
+        **{name: settings[name] for name in ("ONE_QUERY", "SOFTCAP", "SINKS", "RANGES")},
         **{"ROWS": tile.rows, "KEYS": tile.keys, "num_warps": tile.warps, "num_stages": tile.stages},
     }
     return grid, numbers, constants
@@ -125,11 +126,13 @@ def repeated(spec: AttentionSpec, first: First) -> Callable[..., tuple[Any, Any]
         space = empty(parts + (0 if returns_lse else lse_size), dtype=single, device=device)
         at_out, at_parts = out.data_ptr(), space.data_ptr()
         at_lse = at_parts + 4 * parts if lse is None else lse.data_ptr()
+        # q stands for the absent key_ranges, as the lengths do for cu_seqlens_q.
+        tables = at_q, at_k, at_v, at_table, at_lengths, at_lengths, at_sinks, at_q
         if merge is None:
-            attend(at_q, at_k, at_v, at_table, at_lengths, at_lengths, at_sinks, at_out, at_lse)
+            attend(*tables, at_out, at_lse)
         else:
             at_part_lse = at_parts + 4 * count * size
-            attend(at_q, at_k, at_v, at_table, at_lengths, at_lengths, at_sinks, at_parts, at_part_lse)
+            attend(*tables, at_parts, at_part_lse)
             merge(at_parts, at_part_lse, at_sinks, at_out, at_lse)
         return out, lse
 
