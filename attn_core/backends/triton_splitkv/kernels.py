@@ -133,40 +133,46 @@ def attend(
     total = tl.zeros([ROWS], tl.float32)
     summed = tl.zeros([ROWS, VALUE_DIM], tl.float32)
     table = block_table + sequence.to(tl.int64) * table_row
-    for at in range(start, stop, KEYS):
-        key = at + tl.arange(0, KEYS)
-        is_key = key < stop
-        page = tl.load(table + key // PAGE, mask=is_key, other=0)
-        page = tl.minimum(tl.maximum(page, 0), num_pages - 1).to(tl.int64)
-        slot = key % PAGE
-        keys_at = k_pages + kv_head * k_head + page[None, :] * k_page + slot[None, :] * k_slot + channel[:, None]
-        keys_tile = tl.load(keys_at, mask=is_key[None, :], other=0.0)
-        scores = tl.dot(queries_tile, keys_tile)
-        if SOFTCAP:
-            # tanh(x) = 1 - 2 / (1 + exp(2 x)): exact at both ends, where exp2 is 0 or inf.
-            bent = 1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 * LOG2_E * scale / softcap)))
-            scores = bent * (softcap * LOG2_E)
-        else:
-            scores = scores * (scale * LOG2_E)  # base-2 logits, because GPUs compute exp2 directly
-        distance = key[None, :] - diagonal[:, None]
-        seen = is_key[None, :] & (distance <= right) & (distance >= -left)
-        if RANGES:
-            # A new token has the same number from the end among the keys as among the queries.
-            place = key + queries - length
-            is_new = is_key & (place >= 0)
-            ranges_at = key_ranges + kv_head * range_head + (first + place).to(tl.int64) * (2 * RANGES)
-            shown = _is_in_range(ranges_at, is_new, tokens, token)
-            if RANGES == 2:
-                shown |= _is_in_range(ranges_at + 2, is_new, 0, token)
-            seen &= shown
-        scores = tl.where(seen, scores, float("-inf"))
-        top, base, fade = _raise_maximum(top, tl.max(scores, 1))
-        weights = tl.exp2(scores - base[:, None])
-        total = total * fade + tl.sum(weights, 1)
-        values_at = v_pages + kv_head * v_head + page[:, None] * v_page + slot[:, None] * v_slot
-        values_tile = tl.load(values_at + value_channel[None, :], mask=is_key[:, None], other=0.0)
-        # The tensor cores take both operands in one dtype. The sum stays float32.
-        summed = summed * fade[:, None] + tl.dot(weights.to(values_tile.dtype), values_tile)
+    # Keys before the new tokens need no ranges: whole tiles of them run first, without loading any.
+    border = stop
+    if RANGES:
+        old = tl.minimum(tl.maximum(length - queries - start, 0), tl.maximum(stop - start, 0))
+        border = start + old // KEYS * KEYS
+    for part in tl.static_range(2 if RANGES else 1):
+        for at in range(start if part == 0 else border, border if part == 0 else stop, KEYS):
+            key = at + tl.arange(0, KEYS)
+            is_key = key < stop
+            page = tl.load(table + key // PAGE, mask=is_key, other=0)
+            page = tl.minimum(tl.maximum(page, 0), num_pages - 1).to(tl.int64)
+            slot = key % PAGE
+            keys_at = k_pages + kv_head * k_head + page[None, :] * k_page + slot[None, :] * k_slot + channel[:, None]
+            keys_tile = tl.load(keys_at, mask=is_key[None, :], other=0.0)
+            scores = tl.dot(queries_tile, keys_tile)
+            if SOFTCAP:
+                # tanh(x) = 1 - 2 / (1 + exp(2 x)): exact at both ends, where exp2 is 0 or inf.
+                bent = 1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 * LOG2_E * scale / softcap)))
+                scores = bent * (softcap * LOG2_E)
+            else:
+                scores = scores * (scale * LOG2_E)  # base-2 logits, because GPUs compute exp2 directly
+            distance = key[None, :] - diagonal[:, None]
+            seen = is_key[None, :] & (distance <= right) & (distance >= -left)
+            if part == 1:
+                # A new token has the same number from the end among the keys as among the queries.
+                place = key + queries - length
+                is_new = is_key & (place >= 0)
+                ranges_at = key_ranges + kv_head * range_head + (first + place).to(tl.int64) * (2 * RANGES)
+                shown = _is_in_range(ranges_at, is_new, tokens, token)
+                if RANGES == 2:
+                    shown |= _is_in_range(ranges_at + 2, is_new, 0, token)
+                seen &= shown
+            scores = tl.where(seen, scores, float("-inf"))
+            top, base, fade = _raise_maximum(top, tl.max(scores, 1))
+            weights = tl.exp2(scores - base[:, None])
+            total = total * fade + tl.sum(weights, 1)
+            values_at = v_pages + kv_head * v_head + page[:, None] * v_page + slot[:, None] * v_slot
+            values_tile = tl.load(values_at + value_channel[None, :], mask=is_key[:, None], other=0.0)
+            # The tensor cores take both operands in one dtype. The sum stays float32.
+            summed = summed * fade[:, None] + tl.dot(weights.to(values_tile.dtype), values_tile)
 
     empty = total == 0.0  # before the sink is added: a row without keys has output 0 whatever its sink
     if SINKS and SPLITS == 1:  # with splits, merge adds the sink once
