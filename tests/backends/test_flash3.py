@@ -399,9 +399,8 @@ def test_paged_results_match_the_reference(install: Any, new: tuple[int, ...], i
     )
     drawn = inputs_of(spec, np.random.default_rng(0), (17, 2, 21), new)
     expected, expected_lse = reference.forward(spec, drawn)
-    inputs = PagedInputs(
-        *(torch.from_numpy(a).float() if a.dtype == np.float64 else torch.from_numpy(a) for a in drawn)
-    )
+    tensors = (None if a is None else torch.from_numpy(a) for a in drawn)
+    inputs = PagedInputs(*(t.float() if t is not None and t.is_floating_point() else t for t in tensors))
     if max(new) == 1:
         inputs = inputs._replace(cu_seqlens_q=None)
     buffers = (torch.empty(spec.out_shape), torch.empty(spec.lse_shape)) if into else None
