@@ -87,8 +87,8 @@ def attention(
             numpy or a JAX array. Queries count in the whole row, also with documents.
         mask_mod: a function ``f(b, h, q, k, *aux)`` that says whether query q sees key k; b and h count rows and query
             heads, q and k tokens of the whole row. score_mod: ``g(score, b, h, q, k, *aux)``, applied after softcap;
-            -inf hides the pair. aux: at most 4 arrays, traced or not, which the functions index. They have no gradient
-            (docs/reference/expressions.md).
+            -inf hides the pair. aux: at most 4 arrays, traced or not, which the functions index; arrays of floats that
+            score_mod reads have a gradient (docs/reference/expressions.md).
         alibi_slopes: ``[heads]`` or ``[batch, heads]``: adds ``-slope * |i + offset - j|``. No gradient.
         sinks: ``[heads]``: one extra logit per head in every row's softmax; it has no value.
         seq_info: a ``SeqInfo`` or ``(seq_lens, cu_seqlens, max_seqlen)``: packed documents, which never see each other.

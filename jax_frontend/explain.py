@@ -52,7 +52,7 @@ def explain(
     """Returns the backend that ``attention`` chooses for these arguments and why the others cannot run. Runs nothing.
 
     Takes arrays or ``jax.ShapeDtypeStruct``. JAX's arguments do not show whether a gradient will be computed; pass
-    ``needs_backward=True`` for training.
+    ``needs_backward=True`` for training: of every tensor, the bias included, but of no array in ``aux``.
     """
     if unknown:
         refuse_keywords("explain", unknown)

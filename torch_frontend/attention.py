@@ -110,7 +110,8 @@ def attention(
         mask_mod: a function ``f(b, h, q, k, *aux)`` that says whether query q sees key k; b and h count rows and query
             heads, q and k tokens of the whole row. score_mod: ``g(score, b, h, q, k, *aux)``, applied after softcap;
             -inf hides the pair. FlexAttention's functions are such, and mask_mod may be a ``BlockMask`` that has one.
-            aux: at most 4 tensors without a gradient, which the functions index (docs/reference/expressions.md).
+            aux: at most 4 tensors, which the functions index (docs/reference/expressions.md). Tensors of floats that
+            score_mod reads have a gradient.
         alibi_slopes: ``[heads]`` or ``[batch, heads]``: adds ``-slope * |i + offset - j|``. No gradient.
         sinks: ``[heads]``: one extra logit per head in every row's softmax; it has no value.
         seq_info: a ``SeqInfo`` or ``(seq_lens, cu_seqlens, max_seqlen)``: packed documents, which never see each other.

@@ -23,8 +23,8 @@ class Support:
         value_dim: value_dim may differ from head_dim.
         grouped_heads: fewer kv heads than heads.
         alignments: the causal/window alignments it has when q_len and kv_len differ (or documents are packed).
-        causal, window, softcap, mask, key_ranges, mask_mod, score_mod, bias, bias_gradient, alibi, sinks, packed,
-        dropout: the features.
+        causal, window, softcap, mask, key_ranges, mask_mod, score_mod, bias, bias_gradient, aux_gradients, alibi,
+        sinks, packed, dropout: the features.
         paged: it takes keys and values in pages of a pool.
         deterministic: it can promise equal bits on every run.
         lse: it returns the log-sum-exp; lse_gradient: its backward takes a gradient of it.
@@ -54,6 +54,7 @@ class Support:
     score_mod: bool = False
     bias: bool = False
     bias_gradient: bool = False
+    aux_gradients: bool = False
     alibi: bool = False
     sinks: bool = False
     packed: bool = False
@@ -229,6 +230,11 @@ CHECKS: dict[str, Check] = {
     "score_mod": _flag("score_mod", lambda s: s.score_mod is not None, lambda s: "score_mod"),
     "bias_shape": _flag("bias", lambda s: s.bias_shape, lambda s: f"bias of shape {list(s.bias_shape or ())}"),
     "bias_gradient": _flag("bias_gradient", lambda s: s.bias_gradient, lambda s: "gradient of the bias"),
+    "aux_gradients": _flag(
+        "aux_gradients",
+        lambda s: s.aux_gradients,
+        lambda s: "gradient of " + ", ".join(f"aux[{number}]" for number in s.aux_gradients),
+    ),
     "alibi_shape": _flag("alibi", lambda s: s.alibi_shape, lambda s: "alibi_slopes"),
     "sinks": _flag("sinks", lambda s: s.sinks, lambda s: "sinks"),
     "documents": _documents,

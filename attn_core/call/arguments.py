@@ -119,6 +119,7 @@ def build_spec(
         deterministic=options.deterministic,
         needs_backward=needs_backward,
         bias_gradient=bias_gradient,
+        aux_gradients=options.aux_gradients if needs_backward else (),
         return_lse=options.return_lse,
         **lengths,
     )

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from attn_core.errors import ShapeError, SpecError, shown
-from attn_core.expressions.derivatives import derivative
+from attn_core.expressions.derivatives import ZERO, derivative
 from attn_core.expressions.on_numpy import block_indices, evaluate_numpy
-from attn_core.expressions.properties import check_aux, uses
+from attn_core.expressions.properties import aux_numbers, check_aux, kind_of_dtype, uses
 from attn_core.expressions.rounding import rounding
 from attn_core.expressions.tracing import TracedFunction, trace_mask, trace_score
-from attn_core.expressions.tree import Expression, from_rows
+from attn_core.expressions.tree import Expression, from_rows, nodes
 
 AUX = ("aux0", "aux1", "aux2", "aux3")
 """The fields of ``Inputs`` that hold the aux arrays, in order."""
@@ -118,6 +118,7 @@ def check_functions(spec: Any) -> None:
     Raises:
         SpecError: naming the field. ExpressionError: naming the array.
     """
+    _check_aux_gradients(spec)
     if spec.aux == () and not has_functions(spec):
         return
     if not isinstance(spec.aux, tuple) or len(spec.aux) > len(AUX):
@@ -136,6 +137,20 @@ def check_functions(spec: Any) -> None:
     for number, entry in enumerate(spec.aux):
         if len(entry.shape) > 4:
             raise ShapeError(f"aux[{number}]: expected at most 4 axes, got {list(entry.shape)}")
+
+
+def _check_aux_gradients(spec: Any) -> None:
+    numbers = spec.aux_gradients
+    if numbers == ():
+        return
+    read = () if spec.score_mod is None else aux_numbers(spec.score_mod)
+    if not isinstance(numbers, tuple) or tuple(n for n in read if n in numbers) != numbers:
+        raise SpecError(f"aux_gradients={shown(numbers)}: expected numbers of arrays that score_mod reads, ascending")
+    for number in numbers:
+        if kind_of_dtype(spec.aux[number].dtype) != "float":
+            raise SpecError(f"aux_gradients: expected arrays of floats, got aux[{number}] of {spec.aux[number].dtype}")
+    if not spec.needs_backward:
+        raise SpecError("aux_gradients: expected needs_backward=True with it")
 
 
 def reads(spec: Any, *names: str) -> bool:
@@ -164,6 +179,17 @@ def named(aux: Sequence[Any]) -> dict[str, Any]:
 def slope(tree: Expression) -> Expression:
     """Returns the derivative of a score expression by the score; cached."""
     return derivative(tree)
+
+
+@lru_cache(maxsize=256)
+def lookup_slopes(tree: Expression, numbers: tuple[int, ...]) -> tuple[tuple[Expression, Expression], ...]:
+    """Returns (lookup, derivative of a score expression by it) for each lookup in the arrays of these numbers; cached.
+
+    Lookups on which the value does not depend are left out: those of an index alone.
+    """
+    found = [node for node in nodes(tree) if node.op == "lookup" and node.value in numbers and node.kind == "float"]
+    pairs = [(node, derivative(tree, node)) for node in found]
+    return tuple((node, slope) for node, slope in pairs if slope != ZERO)
 
 
 def seen_by_function(spec: Any, aux: Sequence[Any]) -> np.ndarray:

@@ -32,6 +32,8 @@ class Options(NamedTuple):
     return_lse: bool = False
     mask_mod: Expression | None = None
     score_mod: Expression | None = None
+    aux_gradients: tuple[int, ...] = ()
+    """The numbers of the aux arrays whose gradient may be requested; the frontends find out."""
 
 
 def check_options(options: Options) -> Options:

@@ -11,10 +11,10 @@ from operator import attrgetter
 from attn_core.call.after_fork import lazy_property
 from attn_core.call.field_types import check_field_types
 from attn_core.call.functions import check_functions
-from attn_core.call.key_ranges import check_shape
 from attn_core.call.options import Alignment, Options, check_options
 from attn_core.call.pages import PagedKV, check_paged
 from attn_core.call.seq_info import is_number
+from attn_core.call.table_shapes import check_tables
 from attn_core.errors import DTypeError, ShapeError, SpecError, shown
 from attn_core.expressions.tracing import Aux
 from attn_core.expressions.tree import Expression
@@ -43,7 +43,8 @@ class AttentionSpec:
         scale: factor on ``q . k``; None becomes ``1 / sqrt(head_dim)``.
         mask_shape, bias_shape: 4-D shapes broadcastable to ``[batch, num_heads, q_len, kv_len]``, or None.
         key_ranges_shape: ``(batch or 1, num_kv_heads or 1, kv_len, 1 or 2, 2)``, or None; see ``call.key_ranges``.
-        mask_mod, score_mod: expressions, or None; aux: (shape, dtype) of their arrays. See ``call.functions``.
+        mask_mod, score_mod: expressions, or None; aux: (shape, dtype) of their arrays; aux_gradients: the numbers of
+            those whose gradient may be requested. See ``call.functions``.
         bias_dtype: of the bias; None if there is no bias or its dtype is ``dtype``.
         alibi_shape: ``(num_heads,)`` or ``(batch, num_heads)``, or None; adds ``-slope * |i + offset - j|``.
         sinks: one logit per head joins each row's softmax without a value.
@@ -91,6 +92,7 @@ class AttentionSpec:
     deterministic: bool = False
     needs_backward: bool = False
     bias_gradient: bool = False
+    aux_gradients: tuple[int, ...] = ()
     return_lse: bool = False
     paged: PagedKV | None = None
     partial: bool = False
@@ -229,19 +231,7 @@ def _check_shapes(spec: AttentionSpec) -> None:
         raise DTypeError(f"q: expected one of {', '.join(DTYPES)}, got {spec.dtype}")
     if spec.packed and spec.batch != 1:
         raise ShapeError(f"seq_info: packed documents live in one row, got batch {spec.batch}; concatenate the rows")
-    full = (spec.batch, spec.num_heads, spec.q_len, spec.kv_len)
-    for name in ("mask", "bias"):
-        shape = getattr(spec, f"{name}_shape")
-        if shape is not None and (len(shape) != 4 or any(n not in (1, m) for n, m in zip(shape, full, strict=True))):
-            raise ShapeError(
-                f"{name}: expected a shape broadcastable to [batch, heads, q, kv] = {list(full)}, got {list(shape)}"
-            )
-    check_shape(spec.key_ranges_shape, spec.batch, spec.num_kv_heads, spec.kv_len if spec.paged is None else spec.q_len)
-    if spec.alibi_shape is not None and spec.alibi_shape not in ((spec.num_heads,), (spec.batch, spec.num_heads)):
-        raise ShapeError(
-            f"alibi_slopes: expected shape [heads] = [{spec.num_heads}] or [batch, heads] = "
-            f"[{spec.batch}, {spec.num_heads}], got {list(spec.alibi_shape)}"
-        )
+    check_tables(spec)
 
 
 def _check_choices(spec: AttentionSpec) -> Options:

@@ -57,10 +57,22 @@ class PagedInputs(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """dq, dk, dv in the dtypes and shapes of q, k, v; dbias if ``spec.bias_gradient``, dsinks if ``spec.sinks``."""
+    """The gradients of a call, in the dtypes and shapes of its tensors.
+
+    dbias if ``spec.bias_gradient``, dsinks if ``spec.sinks``, daux0 to daux3 of the arrays in ``spec.aux_gradients``.
+    """
 
     dq: Any
     dk: Any
     dv: Any
     dbias: Any = None
     dsinks: Any = None
+    daux0: Any = None
+    daux1: Any = None
+    daux2: Any = None
+    daux3: Any = None
+
+    @property
+    def daux(self) -> tuple[Any, Any, Any, Any]:
+        """The gradients of the aux arrays."""
+        return self[5:]

@@ -30,6 +30,7 @@ GROUPS = {
         "lse": "`return_lse=True`",
         "lse_gradient": "gradient of the log-sum-exp",
         "bias_gradient": "gradient of the bias",
+        "aux_gradients": "gradient of a score function's arrays",
         "deterministic": "`deterministic=True`",
         "dropout": "`dropout`",
         "portable_dropout": "portable dropout: drops the same weights as other backends with this claim",
@@ -89,7 +90,7 @@ def cell(backend: Backend, claim: str) -> str:
     """Returns BOTH, FORWARD_ONLY or NONE for a claim of a backend."""
     forward = getattr(backend.FORWARD, claim)
     backward = backend.BACKWARD is not None and getattr(backend.BACKWARD, claim)
-    if claim in ("bias_gradient", "lse_gradient"):  # these are claims about the backward alone
+    if claim in ("bias_gradient", "aux_gradients", "lse_gradient"):  # these are claims about the backward alone
         return BOTH if backward else NONE
     return BOTH if forward and backward else FORWARD_ONLY if forward else NONE
 

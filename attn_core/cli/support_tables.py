@@ -16,6 +16,7 @@ TITLES = {
     **{"mask_mod": "mask mod", "score_mod": "score mod"},
     **{"sinks": "sinks", "packed": "packed"},
     **{"lse": "LSE", "lse_gradient": "gradient of LSE", "bias_gradient": "gradient of bias"},
+    "aux_gradients": "gradient of aux",
     **{"deterministic": "equal bits", "dropout": "dropout", "portable_dropout": "same dropout"},
     **{"paged": "pages", "partial": "part of keys", "symbolic": "jax. export"},
     **{"approximate": "approximate", "unproven": "never on a GPU"},

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from attn_core.call.functions import aux_of
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
 from attn_core.correctness import reference
@@ -63,7 +64,7 @@ class Expected:
     """The reference's results for one call, and the error bound of each element.
 
     Attributes:
-        truth, bound: arrays of the same shapes, by the names out, lse, dq, dk, dv, dbias, dsinks.
+        truth, bound: arrays of the same shapes, by the names out, lse, dq, dk, dv, dbias, dsinks, daux0 to daux3.
     """
 
     truth: dict[str, Array]
@@ -131,5 +132,5 @@ def expect(spec: AttentionSpec, inputs: Inputs, *, dout: Any = None, dlse: Any =
         gradients = reference.backward(spec, inputs, out, lse, dout, dlse)._asdict()
         truth |= {name: gradient for name, gradient in gradients.items() if gradient is not None}
         with np.errstate(all="ignore"):
-            bound |= gradient_bounds(spec, call, sizes, truth, dout, dlse)
+            bound |= gradient_bounds(spec, call, sizes, truth, dout, dlse, aux_of(inputs))
     return Expected(truth, bound)

@@ -16,10 +16,12 @@ a logit changes p by p (dlogit - mean dlogit), hence A + Abar.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from attn_core.call.functions import AUX, TANH_ERROR, lookup_slopes, slope
 from attn_core.call.spec import AttentionSpec
 from attn_core.correctness.reference import (
     Array,
@@ -31,6 +33,8 @@ from attn_core.correctness.reference import (
     sum_over,
     sum_to_bias,
 )
+from attn_core.expressions.on_numpy import block_indices, evaluate_numpy, sum_at_lookup
+from attn_core.expressions.rounding import rounding
 
 # Half of the unit roundoff for float16 and bfloat16: the scale that the constants 4 and 8 were measured on. Twice it
 # for float64, since the reference rounds as well.
@@ -91,13 +95,27 @@ def lse_bound(spec: AttentionSpec, sizes: Magnitudes) -> Array:
 
 
 def gradient_bounds(
-    spec: AttentionSpec, call: Softmax, sizes: Magnitudes, truth: dict[str, Array], dout: Any, dlse: Any
+    spec: AttentionSpec,
+    call: Softmax,
+    sizes: Magnitudes,
+    truth: dict[str, Array],
+    dout: Any,
+    dlse: Any,
+    aux: Sequence[Any] = (),
 ) -> dict[str, Array]:
-    """Returns the error bounds of the gradients that are in ``truth`` (dq, dk, dv, dbias, dsinks), in their shapes."""
-    u, e, tiny = _ROUNDOFF[spec.dtype], _float32(spec), _TINY[spec.dtype]
-    sums = _sums(spec, call, sizes, abs(heads_first(spec, dout)), abs(per_row(spec, dlse)))
+    """Returns the error bounds of the gradients that are in ``truth``, in their shapes.
+
+    Args:
+        aux: the arrays of the call's functions.
+    """
+    e = _float32(spec)
+    sums = _sums(spec, call, sizes, abs(heads_first(spec, dout)), abs(per_row(spec, dlse)), aux)
+    # The gradient of an array has the array's dtype, which may round more than that of the call.
+    dtypes = {f"d{AUX[number]}": spec.aux[number].dtype for number in spec.aux_gradients}
+    kinds = {name: (spec.dtype, dtypes.get(name, spec.dtype)) for name in sums}
+    units = {name: (max(_ROUNDOFF[k] for k in pair), max(_TINY[k] for k in pair)) for name, pair in kinds.items()}
     return {
-        name: 8 * (u * (cond + abs(truth[name])) + e * logits) + tiny * (terms + 2)
+        name: 8 * (units[name][0] * (cond + abs(truth[name])) + e * logits) + units[name][1] * (terms + 2)
         for name, (cond, logits, terms) in sums.items()
         if name in truth
     }
@@ -122,7 +140,9 @@ class _Sum(NamedTuple):
         return _Sum(*(from_heads_first(spec, part) for part in sums))
 
 
-def _sums(spec: AttentionSpec, call: Softmax, sizes: Magnitudes, dout: Array, dlse: Array) -> dict[str, _Sum]:
+def _sums(
+    spec: AttentionSpec, call: Softmax, sizes: Magnitudes, dout: Array, dlse: Array, aux: Sequence[Any]
+) -> dict[str, _Sum]:
     """Returns the sums of each gradient by name. dout and dlse are magnitudes, heads first."""
     weights, terms = call.weights * call.factors, np.where(call.seen, 1.0, 0.0)
     dweights = np.where(call.seen, dout @ abs(call.v).swapaxes(-1, -2), 0.0)
@@ -143,7 +163,27 @@ def _sums(spec: AttentionSpec, call: Softmax, sizes: Magnitudes, dout: Array, dl
         "dv": _Sum(weights, weights * reach, terms).over_queries(spec, call, dout),
         "dbias": _Sum(*(sum_to_bias(spec, part) for part in dlogits)),
         "dsinks": _Sum(*(part.sum((0, 2)) for part in dsinks)),
+        **_aux_sums(spec, call, sizes, dlogits, aux),
     }
+
+
+def _aux_sums(
+    spec: AttentionSpec, call: Softmax, sizes: Magnitudes, dlogits: _Sum, aux: Sequence[Any]
+) -> dict[str, _Sum]:
+    """Carries sums for the logits over to the score function's arrays, as ``_dscores`` does to the scores."""
+    zeros = {number: np.zeros(spec.aux[number].shape) for number in spec.aux_gradients}
+    totals = {number: _Sum(zero, zero, zero) for number, zero in zeros.items()}
+    indices = block_indices(spec.batch, spec.num_heads, spec.q_len, spec.kv_len)
+    for node, tree in lookup_slopes(spec.score_mod, spec.aux_gradients) if totals else ():  # type: ignore[arg-type]
+        trees = tree, slope(tree), rounding(tree, TANH_ERROR.get(spec.dtype, 0.0))
+        size, bend, error = (abs(evaluate_numpy(each, indices, call.capped, aux)) for each in trees)
+        moved = bend * (call.slope * sizes.scores + abs(call.capped)) + error
+        logits = size * (dlogits.logits + dlogits.cond) + moved * dlogits.cond
+        parts = (np.where(call.seen & ~np.isnan(x), x, 0.0) for x in (size * dlogits.cond, logits, dlogits.terms))
+        number = int(node.value or 0)
+        added = (sum_at_lookup(node, part, indices, call.capped, aux) for part in parts)
+        totals[number] = _Sum(*(a + b for a, b in zip(totals[number], added, strict=True)))
+    return {f"d{AUX[number]}": total for number, total in totals.items()}
 
 
 def _dscores(spec: AttentionSpec, call: Softmax, sizes: Magnitudes, dlogits: _Sum) -> _Sum:

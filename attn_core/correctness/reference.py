@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from attn_core.call import dropout
-from attn_core.call.functions import Scored, aux_of, scored
+from attn_core.call.functions import AUX, Scored, aux_of, lookup_slopes, scored
 from attn_core.call.masks import document_of, positions, visible
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
+from attn_core.expressions.on_numpy import block_indices, evaluate_numpy, sum_at_lookup
 
 Array = np.ndarray
 
@@ -84,7 +85,7 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
     """Returns the gradients of a call from its forward's ``out`` and ``lse``, float64, each in its input's shape.
 
     ``dout`` is the gradient of ``out``; ``dlse`` is the gradient of ``lse``, or None if nothing depends on ``lse``. The
-    result has dbias if ``spec.bias_gradient`` and dsinks if ``spec.sinks``. With P the softmax weights, K the dropout
+    result has dbias, dsinks and daux as ``Gradients`` says. With P the softmax weights, K the dropout
     factors and S the logits: dV = (P K)' dO, dP = K (dO V'), dS = P (dP - delta + dlse), delta = sum(dO O) over
     channels (Dao et al., FlashAttention, 2022, appendix B.2). A sink is one more column of S, without a value. dlse
     enters dS because the derivative of the log-sum-exp by S is P.
@@ -113,7 +114,19 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
         from_heads_first(spec, sum_groups(spec, dv)),
         sum_to_bias(spec, dlogits) if spec.bias_gradient else None,
         dsinks if spec.sinks else None,
+        **_daux(spec, call, inputs, dlogits),
     )
+
+
+def _daux(spec: AttentionSpec, call: Softmax, inputs: Inputs, dlogits: Array) -> dict[str, Array]:
+    """Returns the gradients of the score function's arrays, as fields of Gradients."""
+    result = {f"d{AUX[number]}": np.zeros(spec.aux[number].shape) for number in spec.aux_gradients}
+    aux, indices = aux_of(inputs), block_indices(spec.batch, spec.num_heads, spec.q_len, spec.kv_len)
+    for node, tree in lookup_slopes(spec.score_mod, spec.aux_gradients) if result else ():  # type: ignore[arg-type]
+        # An infinite slope of a hidden pair would make its 0 a NaN.
+        summand = np.where(call.seen, evaluate_numpy(tree, indices, call.capped, aux) * dlogits, 0.0)
+        result[f"d{AUX[int(node.value or 0)]}"] += sum_at_lookup(node, summand, indices, call.capped, aux)
+    return result
 
 
 def softmax(spec: AttentionSpec, inputs: Inputs) -> Softmax:

@@ -1,4 +1,4 @@
-"""The derivative of a score expression by the score, as another expression.
+"""The derivative of a score expression by the score, or by a lookup in an array, as another expression.
 
 At a kink the rules are torch's: ``abs`` has the derivative 0 at 0, and ``minimum`` and ``maximum`` of equal numbers
 share it. ``evaluate_jax`` has the same. A branch of ``where`` that is not taken adds nothing, also where its own
@@ -15,14 +15,15 @@ from attn_core.expressions.tree import Expression, ExpressionError, nodes
 ZERO, ONE, HALF = constant(0.0), constant(1.0), constant(0.5)
 
 
-def derivative(tree: Expression) -> Expression:
-    """Returns the derivative of a float expression by the score: a float expression of the same leaves.
+def derivative(tree: Expression, by: Expression | None = None) -> Expression:
+    """Returns the derivative of a float expression by the score, or by ``by``: a float expression of the same leaves.
 
     It shares nodes with the expression (``exp`` and ``tanh`` are used again), so a kernel that evaluates both computes
     them once.
 
     Args:
         tree: a float expression. Comparisons of the score have no derivative; ``where`` on them has that of its branch.
+        by: a lookup in an array of floats, of the tree; None is the score.
 
     Raises:
         ExpressionError: for an expression of another kind.
@@ -32,9 +33,9 @@ def derivative(tree: Expression) -> Expression:
     found: dict[Expression, Expression] = {}
     for node in nodes(tree):
         parts = [found[operand] for operand in node.operands]
-        if node.op == "score":
+        if node == by or (by is None and node.op == "score"):
             found[node] = ONE
-        elif node.kind != "float" or node.op in ("lookup", "to_float") or all(part == ZERO for part in parts):
+        elif node.kind != "float" or node.op in ("score", "lookup", "to_float") or all(part == ZERO for part in parts):
             found[node] = ZERO
         else:
             found[node] = RULES[node.op](node, *node.operands, *parts)

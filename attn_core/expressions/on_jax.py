@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from attn_core.expressions.rendering import ARITHMETIC, Vocabulary, evaluate
+from attn_core.expressions.rendering import ARITHMETIC, Vocabulary, evaluate, places_read
 from attn_core.expressions.tree import Expression, Kind
 
 
@@ -61,3 +61,29 @@ def evaluate_jax(
     places = [jnp.asarray(index).astype(jnp.int32) for index in indices]
     scores = None if score is None else jnp.asarray(score).astype(floats)
     return jnp.asarray(evaluate(tree, _vocabulary(floats), places, scores, aux))
+
+
+def added_at_lookup(
+    total: Any, node: Expression, summand: Any, indices: Sequence[Any], score: Any, aux: Sequence[Any]
+) -> Any:
+    """Returns ``total`` with a summand of every pair added to the elements that a lookup reads there.
+
+    Args:
+        total: of the shape of the lookup's array.
+        node: the lookup.
+        summand: an array of the score's shape and of the dtype of ``total``.
+        indices, score, aux: as in ``evaluate_jax``; the indices have as many axes as the score.
+    """
+    import jax.numpy as jnp
+
+    places = places_read(
+        node, _vocabulary(score.dtype), [jnp.asarray(i).astype(jnp.int32) for i in indices], score, aux
+    )
+    if places is None:
+        return total
+    read = [jnp.asarray(place) for place in places]
+    shape = jnp.broadcast_shapes(*(place.shape for place in read))  # () if all indices are constant
+    own = (1,) * (summand.ndim - len(shape)) + tuple(shape)
+    shared = tuple(axis for axis, sizes in enumerate(zip(summand.shape, own, strict=True)) if sizes[0] != sizes[1])
+    summand = summand.sum(shared)  # pairs that all read one element
+    return total.at[tuple(read)].add(summand.reshape(shape))

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from attn_core.expressions.rendering import ARITHMETIC, Vocabulary, evaluate
+from attn_core.expressions.rendering import ARITHMETIC, Vocabulary, evaluate, places_read
 from attn_core.expressions.tree import Expression
 
 _DTYPES = {"bool": np.bool_, "int": np.int32, "float": np.float64}
@@ -64,3 +64,24 @@ def block_indices(
         for axis, (start, size) in enumerate(zip(starts, sizes, strict=True))
     )
     return b, h, q, k
+
+
+def sum_at_lookup(
+    node: Expression, summand: np.ndarray, indices: Sequence[Any], score: np.ndarray, aux: Sequence[Any]
+) -> np.ndarray:
+    """Returns, for each element of a lookup's array, the sum over the pairs that read it: float64, in its shape.
+
+    Args:
+        node: the lookup.
+        summand: of every pair, in the score's shape.
+        indices, score, aux: as in ``evaluate_numpy``.
+    """
+    arrays = [np.asarray(array) for array in aux]
+    total = np.zeros(arrays[int(node.value or 0)].shape)
+    with np.errstate(all="ignore"):
+        places = places_read(node, vocabulary(), [np.asarray(index, np.int32) for index in indices], score, arrays)
+    if places == []:
+        return total + summand.sum()
+    if places is not None:
+        np.add.at(total, tuple(np.broadcast_to(place, summand.shape) for place in places), summand)
+    return total

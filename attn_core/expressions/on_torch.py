@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from attn_core.expressions.rendering import ARITHMETIC, Step, Vocabulary, run, steps_of
+from attn_core.expressions.rendering import ARITHMETIC, Step, Vocabulary, places_read, run, steps_of
 from attn_core.expressions.tree import Expression
 
 
@@ -58,6 +58,31 @@ def _run(steps: Sequence[Step], indices: Sequence[Any], score: Any, aux: Sequenc
     places = [index.to(torch.int32) for index in indices]
     scores = None if score is None else score.to(floats)
     return run(steps, vocabulary(places[0].device, floats), places, scores, aux)
+
+
+def add_at_lookup(
+    total: Any, node: Expression, summand: Any, indices: Sequence[Any], score: Any, aux: Sequence[Any]
+) -> None:
+    """Adds a summand of every pair to the elements of an array that a lookup reads there, in place.
+
+    Args:
+        total: of the shape of the lookup's array.
+        node: the lookup.
+        summand: a tensor of the score's shape and of the dtype of ``total``.
+        indices, score, aux: as in ``evaluate_torch``; the indices have as many axes as the score.
+    """
+    import torch
+
+    places = places_read(node, vocabulary(score.device, score.dtype), indices, score, aux)
+    if places is None:
+        return
+    read = [torch.as_tensor(place, device=total.device) for place in places]
+    shape = torch.broadcast_shapes((1,) * summand.dim(), *(place.shape for place in read))
+    summand = summand.sum_to_size(shape)  # pairs that all read one element
+    if not read:
+        total.add_(summand.reshape(()))
+        return
+    total.index_put_(tuple(place.expand(shape).reshape(-1).long() for place in read), summand.reshape(-1), True)
 
 
 def torch_mask_mod(tree: Expression, aux: Sequence[Any] = ()) -> Callable[[Any, Any, Any, Any], Any]:

@@ -176,6 +176,24 @@ def look_up(step: Step, indices: list[Any], vocabulary: Vocabulary, aux: Sequenc
         return vocabulary.constant({"bool": False, "int": 0, "float": 0.0}[step.kind], step.kind)
     if step.inside and vocabulary.bound is not None:
         return _read(step, array, [vocabulary.bound(index, size) for index, size in zip(indices, shape)], vocabulary)
+    return _read(step, array, _all_inside(step, indices, shape, vocabulary), vocabulary)
+
+
+def places_read(
+    node: Expression, vocabulary: Vocabulary, indices: Sequence[Any], score: Any = None, aux: Sequence[Any] = ()
+) -> list[Any] | None:
+    """Returns the indices at which a lookup reads its array, one for each axis and inside of it; None if it is empty.
+
+    Arguments are ``evaluate``'s; a constant index is Python's int.
+    """
+    step, shape = steps_of(node)[-1], tuple(aux[int(node.value or 0)].shape)
+    if any(isinstance(size, int) and size == 0 for size in shape):
+        return None
+    values = [evaluate(operand, vocabulary, indices, score, aux) for operand in node.operands]
+    return _all_inside(step, values, shape, vocabulary)
+
+
+def _all_inside(step: Step, indices: list[Any], shape: tuple[Any, ...], vocabulary: Vocabulary) -> list[Any]:
     inside = []
     for axis, size in enumerate(shape):
         place = step.constants[axis]
@@ -184,7 +202,7 @@ def look_up(step: Step, indices: list[Any], vocabulary: Vocabulary, aux: Sequenc
             inside.append(place)
         else:
             inside.append(_inside(indices[axis], size, step.negative[axis], vocabulary))
-    return _read(step, array, inside, vocabulary)
+    return inside
 
 
 def _read(step: Step, array: Any, indices: list[Any], vocabulary: Vocabulary) -> Any:

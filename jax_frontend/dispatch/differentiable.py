@@ -14,6 +14,7 @@ from attn_core.call.functions import AUX
 from attn_core.call.options import Options
 from attn_core.call.tensors import Inputs
 from attn_core.errors import SpecError
+from attn_core.expressions.properties import aux_numbers
 from jax_frontend.dispatch import empty_rows, ops, plan, tangent
 from jax_frontend.dispatch.local_call import speaks_jax, vary_over, varying_as, varying_axes
 
@@ -112,10 +113,14 @@ def _derivative(call: AttentionCall, primals: tuple[Inputs], tangents: tuple[Inp
     """Returns the results and their tangents. The inputs with a tangent decide what the backend must support."""
     (inputs,) = primals
     moving = {name: moved for name, moved in _present(tangents[0]).items() if not _is_zero(moved)}
-    for name in ("alibi_slopes", *AUX):
-        if name in moving:
-            argument = f"aux[{AUX.index(name)}]" if name in AUX else name
-            raise SpecError(f"{argument}: expected no gradient, it is not defined here; use jax.lax.stop_gradient")
+    if "alibi_slopes" in moving:
+        raise SpecError("alibi_slopes: expected no gradient, it is not defined here; use jax.lax.stop_gradient")
+    score_mod = call.options.score_mod
+    read = () if score_mod is None else aux_numbers(score_mod)  # a mask function has no gradient
+    numbers = tuple(number for number in read if AUX[number] in moving)
+    unread = {AUX[number] for number in range(len(AUX)) if number not in read}
+    moving = {name: moved for name, moved in moving.items() if name not in unread}
+    call = call._replace(options=call.options._replace(aux_gradients=numbers))
     # Planned again, because a backend without a backward may have run the forward if no gradient was needed.
     call_plan, with_lse = _plan(call, inputs, True, "bias" in moving), call.options.return_lse
     out, lse = _run(call_plan, inputs, with_lse=True)

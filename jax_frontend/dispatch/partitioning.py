@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding
 
-from attn_core.call.functions import reads
+from attn_core.call.functions import AUX, reads
 from attn_core.errors import SpecError
 from jax_frontend.dispatch.split import Known, Part, Split, axes_of, part_of, result_names, split_of
 from jax_frontend.dispatch.vmap import MappedCall
@@ -198,6 +198,9 @@ def _run_part(part: Part, *operands: Any) -> list[Any]:
             results[name] = _sum_over(_scatter_kv_heads(part, gradient, picked), part.split.heads, gradient.dtype)
         elif name in ("dbias", "dsinks") and (over := _broadcast_axes(part, name)):
             results[name] = _sum_over(gradient, over, gradient.dtype)
+        elif name.removeprefix("d") in AUX:  # every device has the whole array
+            over = (*part.split.batch, *part.split.heads)
+            results[name] = _sum_over(gradient, over, gradient.dtype) if over else gradient
     return list(results.values())
 
 

@@ -88,7 +88,7 @@ class MappedCall(NamedTuple):
             return True
         spec = self.call.spec
         unbatched = {name for at, name in enumerate(self.names) if name in ("sinks", "rng") and self.axes_in_front(at)}
-        summed = self.call.direction == "backward" and (spec.sinks or spec.bias_gradient)
+        summed = self.call.direction == "backward" and (spec.sinks or spec.bias_gradient or bool(spec.aux_gradients))
         # Mapped elements have aux arrays and batch rows of their own.
         counted = reads(spec, "b") or any(self.axes_in_front(at) for at, name in enumerate(self.names) if name in AUX)
         return not (spec.packed or unbatched or summed or counted or self._refusals_of(self._wide_spec()))

@@ -19,7 +19,7 @@ SPEC = AttentionSpec(
 SIZES = "b2 q2048 kv4096 h8:2 d64 bf16"
 IN_EVERY_NAME = ("batch", "q_len", "kv_len", "num_heads", "num_kv_heads", "head_dim", "value_dim", "dtype")
 IN_NO_NAME = ("scale", "bias_dtype", "max_len_q", "max_len_k", "needs_backward", "bias_gradient", "return_lse")
-IN_NO_NAME += ("aux",)
+IN_NO_NAME += ("aux", "aux_gradients")
 """Fields that do not change which kernel runs, or how long."""
 
 WORDS: list[tuple[dict[str, Any], str]] = [

@@ -256,7 +256,9 @@ def test_defaults_fill_only_what_the_options_leave_open() -> None:
 def test_every_field_of_the_spec_has_an_option() -> None:
     elsewhere = {"max_len_q": "lengths", "max_len_k": "kv_lengths", "bias_gradient": None, "bias_dtype": None}
     elsewhere["paged"] = None  # fields of explain_paged, which each frontend has
-    elsewhere |= dict.fromkeys(("mask_mod", "score_mod", "aux"), None)  # Python functions, and their arrays
+    elsewhere |= dict.fromkeys(
+        ("mask_mod", "score_mod", "aux", "aux_gradients"), None
+    )  # Python functions, and their arrays
     elsewhere["partial"] = None  # fields of the tiles that context-plan shows, never of a user's call
     renamed = {
         **{"num_heads": "heads", "num_kv_heads": "kv_heads", "mask_shape": "mask", "bias_shape": "bias"},

@@ -181,7 +181,7 @@ GRADIENT_FAULTS = {
         f"{name} scaled": lambda gradients, factor, name=name: gradients._replace(
             **{name: factor * getattr(gradients, name)}
         )
-        for name in Gradients._fields
+        for name in ("dq", "dk", "dv", "dbias", "dsinks")  # those of arrays: test_aux_gradients
     },
     "dk of one query head only": lambda gradients, _: gradients._replace(dk=gradients.dk / 3),
     "dsinks negated": lambda gradients, _: gradients._replace(dsinks=-gradients.dsinks),
@@ -196,7 +196,7 @@ def test_a_wrong_gradient_fails_and_is_named(fault, dtype, factor):
     case = make({"bias_shape": (1, 9, 1, 7), "bias_gradient": True, "sinks": True}, dtype)
     expected = accuracy.expect(case.spec, case.inputs, dout=case.dout, dlse=case.dlse)
     out, lse = expected.truth["out"], expected.truth["lse"]
-    gradients = Gradients(*(expected.truth[name] for name in Gradients._fields))
+    gradients = Gradients(*(expected.truth[name] for name in Gradients._fields[:5]))
     assert expected.judge(out=out, lse=lse, gradients=gradients).worst == 0
     result = expected.judge(out=out, lse=lse, gradients=GRADIENT_FAULTS[fault](gradients, factor))
     name = fault.split()[0]

@@ -35,6 +35,9 @@ CALLS = {
     **{name: fields_of(name, None, NUMBERS) for name in MASKS},
     **{name: fields_of(None, name, NUMBERS) for name in SCORES},
     "both, causal": fields_of("documents", "per row", NUMBERS) | {"causal": True, "softcap": 3.0},
+    "slopes, learned": fields_of(None, "slopes", NUMBERS) | {"aux_gradients": (0,)},
+    "per row, learned": fields_of(None, "per row", NUMBERS) | {"aux_gradients": (0, 1), "causal": True, "softcap": 2.0},
+    "both, one learned": fields_of("documents", "per row", NUMBERS) | {"aux_gradients": (2,)},
     "both, with tables": fields_of("by row and head", "hides", NUMBERS)
     | {"bias_shape": (2, 6, 12, 12), "bias_gradient": True, "mask_shape": (2, 1, 1, 12), "sinks": True},
 }
@@ -52,11 +55,14 @@ def test_functions_match_the_oracle(name: str, backend: str, framework: str, dev
     on(device, framework, backend)
     call = make_call(3, **{**SIZES, **CALLS[name]})
     if backend == "flex":
-        gradients = device == "cuda" and not call.spec.bias_gradient
-        call = replace(call, spec=replace(call.spec, needs_backward=gradients, bias_gradient=False))
+        gradients = device == "cuda" and not (call.spec.bias_gradient or call.spec.aux_gradients)
+        without = {"needs_backward": gradients, "bias_gradient": False, "aux_gradients": ()}
+        call = replace(call, spec=replace(call.spec, **without))
         wide = {"head_dim": 64, "value_dim": 64, "q_len": 200, "kv_len": 200}
         if device == "cuda":
-            functions = {key: value for key, value in CALLS[name].items() if key != "bias_gradient"}
+            functions = {
+                key: value for key, value in CALLS[name].items() if not key.endswith(("gradient", "gradients"))
+            }
             call = make_call(3, **{**SIZES, **wide, **_longer(functions), "needs_backward": gradients})
     assert judge(framework, call, run(framework, call, backend, device)).ok
 
@@ -248,21 +254,6 @@ def test_bad_arguments_are_named(name: str, framework: str) -> None:
     options, error, text = BAD[name]
     with pytest.raises(error, match=text):
         attend(framework, **options)
-
-
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_an_array_has_no_gradient(framework: str) -> None:
-    adds: Any = lambda s, b, h, q, k, added: s + added[k]  # noqa: E731
-    with pytest.raises(SpecError, match=r"aux\[0\]: expected .*gradient"):
-        if framework == "torch":
-            attend("torch", score_mod=adds, aux=(torch.zeros(12, requires_grad=True),))
-        else:
-            jax.grad(lambda added: attend_in_jax(adds, added))(jnp.zeros(12))
-
-
-def attend_in_jax(score_mod: Any, added: jax.Array) -> jax.Array:
-    q = jnp.ones((1, 12, 1, 8))
-    return jax_frontend.attention(q, q, q, score_mod=score_mod, aux=(added,)).sum()
 
 
 def test_other_kernels_refuse_functions_by_name() -> None:

@@ -200,7 +200,7 @@ def test_backward_matches_finite_differences(name):
     gradients = reference.backward(case.spec, case.inputs, out, lse, case.dout, case.dlse)
     random = np.random.default_rng(2)
     sources = ("q", "k", "v", "bias", "sinks")
-    for source, gradient in zip(sources, gradients, strict=True):
+    for source, gradient in zip(sources, gradients[:5], strict=True):  # the arrays': test_aux_gradients
         value = getattr(case.inputs, source)
         assert (gradient is None) == (value is None)
         if value is None:
@@ -223,7 +223,7 @@ def test_every_single_gradient_of_a_tiny_call():
     )
     out, lse = reference.forward(case.spec, case.inputs)
     gradients = reference.backward(case.spec, case.inputs, out, lse, case.dout, case.dlse)
-    for source, gradient in zip(("q", "k", "v", "bias", "sinks"), gradients, strict=True):
+    for source, gradient in zip(("q", "k", "v", "bias", "sinks"), gradients[:5], strict=True):
         for index in np.ndindex(gradient.shape):
             values = []
             for step in (1e-6, -1e-6):

@@ -283,7 +283,7 @@ def _program(backend: str | None, options: tuple[tuple[str, Any], ...], rounding
     def program(learned: Any, given: Any, info: Any, key: Any, cotangents: tuple[Any, ...]) -> dict[str, Any]:
         def forward(learned: dict[str, Any]) -> tuple[Any, ...]:
             actual = jax_frontend.attention(
-                **learned, **as_keywords(given), **dict(options), seq_info=info, dropout_rng=key, backend=backend
+                **as_keywords({**learned, **given}), **dict(options), seq_info=info, dropout_rng=key, backend=backend
             )
             return actual if isinstance(actual, tuple) else (actual,)
 

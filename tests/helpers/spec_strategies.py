@@ -21,6 +21,7 @@ from attn_core.call.functions import AUX
 from attn_core.call.spec import DTYPES
 from attn_core.call.tensors import Inputs
 from attn_core.cli.drawn_functions import MASKS, SCORES, fields_of, functions_of
+from attn_core.expressions.properties import aux_numbers
 
 LAYOUTS = ("contiguous", "heads_outside", "sliced", "stepped", "one_head_expanded")
 """The memory layouts of torch's q, k, v and output gradient; see ``both_frontends.laid_out``."""
@@ -66,7 +67,7 @@ class Call:
     @property
     def inference(self) -> Call:
         """The same call without gradients."""
-        return replace(self, spec=replace(self.spec, needs_backward=False, bias_gradient=False))
+        return replace(self, spec=replace(self.spec, needs_backward=False, bias_gradient=False, aux_gradients=()))
 
     @property
     def learned(self) -> tuple[str, ...]:
@@ -74,7 +75,7 @@ class Call:
         if not self.spec.needs_backward:
             return ()
         bias, sinks = ("bias",) * self.spec.bias_gradient, ("sinks",) * self.spec.sinks
-        return ("q", "k", "v", *bias, *sinks)
+        return ("q", "k", "v", *bias, *sinks, *(AUX[number] for number in self.spec.aux_gradients))
 
     @property
     def options(self) -> dict[str, Any]:
@@ -262,6 +263,9 @@ def calls(
     extras = draw(st.sampled_from((fields["dtype"], fields["dtype"] if fields["dtype"] == "float64" else "float32")))
     gradient_of_bias = "bias_shape" in fields and (within is None or within.bias_gradient) and draw(st.booleans())
     lse = draw(st.booleans()) and (within is None or within.lse_gradient)
+    if fields.get("score_mod") is not None and (within is None or within.aux_gradients) and draw(st.booleans()):
+        floats = [n for n in aux_numbers(fields["score_mod"]) if fields["aux"][n].dtype.startswith("float")]
+        fields["aux_gradients"] = tuple(floats)
     if packed and draw(st.booleans()):  # an upper bound is as good as the longest document
         fields |= {"max_len_q": max(fields["q_len"], 1), "max_len_k": max(fields["kv_len"], 1) + 3}
     return make_call(

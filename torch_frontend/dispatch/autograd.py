@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from attn_core.call.functions import aux_of
 from attn_core.call.tensors import Gradients, Inputs
+from attn_core.expressions.properties import aux_numbers
+from attn_core.expressions.tree import Expression
 from torch_frontend.dispatch import autocast
 from torch_frontend.dispatch.plan import Plan
 from torch_frontend.dispatch.run_plan import gradients_in_order, note_plan, run_backward, run_forward
@@ -56,7 +60,26 @@ def gradients_needed(inputs: Inputs) -> tuple[bool, bool]:
         return False, False
     bias = inputs.bias is not None and inputs.bias.requires_grad
     sinks = inputs.sinks is not None and inputs.sinks.requires_grad
-    return bias or sinks or any(tensor.requires_grad for tensor in inputs[:3]), bias
+    others = bias or sinks or (inputs.aux0 is not None and any(array.requires_grad for array in aux_of(inputs)))
+    return others or any(tensor.requires_grad for tensor in inputs[:3]), bias
+
+
+def arrays_with_gradient(
+    inputs: Inputs, score_mod: Expression | None, needs_gradient: Callable[[Tensor], bool] | None = None
+) -> tuple[int, ...]:
+    """Returns the numbers of the aux arrays whose gradient autograd may need: arrays of floats that score_mod reads.
+
+    Args:
+        needs_gradient: says it of one array; None: whether it requires a gradient.
+    """
+    if score_mod is None or not (torch.is_grad_enabled() or are_jit_traces_active() is not None):
+        return ()
+    arrays = aux_of(inputs)
+    floats = [number for number in aux_numbers(score_mod) if arrays[number].dtype.is_floating_point]
+    if are_jit_traces_active() is not None:
+        return tuple(floats)
+    needs = needs_gradient or (lambda array: array.requires_grad)
+    return tuple([number for number in floats if needs(arrays[number])])
 
 
 def is_direct(dout: Tensor | None, dlse: Tensor | None) -> bool:

@@ -90,6 +90,7 @@ def gather_arguments(
         mask_mod, score_mod, aux = (_trace_outside if untraced else trace)(*functions)
         arrays = [_aux_as_tensor(q, f"aux[{number}]", array) for number, array in enumerate(aux)]
         inputs, options = inputs._replace(**named(arrays)), options._replace(mask_mod=mask_mod, score_mod=score_mod)
+        options = options._replace(aux_gradients=autograd.arrays_with_gradient(inputs, score_mod))
     if info is not None:
         attach = offsets.attach if transforms.is_one_op(q) else offsets.attach_complete  # an op completes them itself
         inputs, longest = attach(info, inputs)
@@ -131,10 +132,8 @@ def _as_tensor(q: torch.Tensor, name: str, array: Any) -> torch.Tensor:
 
 
 def _aux_as_tensor(q: torch.Tensor, name: str, array: Any) -> torch.Tensor:
-    """Returns an array of a function as a tensor without a gradient."""
-    tensor = _as_tensor(q, name, array)
-    plan.check_gradient_free(name, tensor)
-    return tensor
+    """Returns an array of a function as a tensor."""
+    return _as_tensor(q, name, array)
 
 
 def run(

@@ -41,6 +41,8 @@ class PlainOptions(NamedTuple):
     mask_mod: str | None = None
     score_mod: str | None = None
     """The functions as ``Expression.text``. They came later, so they follow key_ranges in the schema."""
+    aux_gradients: str | None = None
+    """The numbers of ``Options.aux_gradients``, joined by commas; None for none."""
 
     @classmethod
     def from_options(
@@ -48,18 +50,32 @@ class PlainOptions(NamedTuple):
     ) -> PlainOptions:
         """Returns checked options, their window a pair, as the arguments of an op."""
         window: Any = options.window
-        values: list[Any] = [*options[:_WINDOW], *window, *options[_WINDOW + 1 : -2]]
+        values: list[Any] = [*options[:_WINDOW], *window, *options[_WINDOW + 1 : -3]]
         values += [needs_backward, bias_gradient, backend]
-        return cls(*values, *(None if tree is None else tree.text for tree in options[-2:]))
+        values += [None if tree is None else tree.text for tree in (options.mask_mod, options.score_mod)]
+        values.append(joined(options.aux_gradients))
+        return cls(*values)
 
     def as_options(self) -> Options:
         """Returns the arguments of an op as Options again."""
         window = (self.window_left, self.window_right)
         values: list[Any] = [*self[:_WINDOW], window, *self[_WINDOW + 2 : OPTIONS - 3]]  # then three that are none
-        return Options(*values, *(None if text is None else from_text(text) for text in self[OPTIONS:]))
+        values += [None if text is None else from_text(text) for text in (self.mask_mod, self.score_mod)]
+        values.append(self.array_numbers)
+        return Options(*values)
+
+    @property
+    def array_numbers(self) -> tuple[int, ...]:
+        """``aux_gradients`` as numbers."""
+        return () if self.aux_gradients is None else tuple(int(number) for number in self.aux_gradients.split(","))
 
 
-OPTIONS = len(PlainOptions._fields) - 2
+def joined(numbers: tuple[int, ...]) -> str | None:
+    """Returns numbers of aux arrays as ``PlainOptions.aux_gradients``."""
+    return ",".join(map(str, numbers)) or None
+
+
+OPTIONS = len(PlainOptions._fields) - 3
 """How many of them the schema has before ``LATER``."""
 
 
@@ -82,6 +98,7 @@ OPTIONS_SCHEMA = _options_schema()
 
 _TENSOR_SCHEMA = ", ".join(f"Tensor{'' if name in ('q', 'k', 'v') else '?'} {name}" for name in FIRST_TENSORS)
 _LATER = ["Tensor? key_ranges", "str? mask_mod", "str? score_mod", *(f"Tensor? {name}" for name in AUX)]
+_LATER.append("str? aux_gradients")
 SCHEMA = ", ".join([_TENSOR_SCHEMA, OPTIONS_SCHEMA, *(f"{each}=None" for each in _LATER)])
 """The arguments of both ops as torch's schema spells them."""
 
@@ -89,22 +106,24 @@ SCHEMA = ", ".join([_TENSOR_SCHEMA, OPTIONS_SCHEMA, *(f"{each}=None" for each in
 def to_call(inputs: Inputs, plain: PlainOptions) -> tuple[Any, ...]:
     """Returns the arguments of ``attn::forward``."""
     first, later = inputs[: TENSORS - 1], inputs[TENSORS - 1 : -1]
-    return *first, inputs.rng, *plain[:OPTIONS], later[0], *plain[OPTIONS:], *later[1:]
+    return *first, inputs.rng, *plain[:OPTIONS], later[0], *plain[OPTIONS:-1], *later[1:], plain.aux_gradients
 
 
 def tensors_of(call: Sequence[Any]) -> Inputs:
     """Returns what stands in the places of the tensors of a call. torch leaves out last arguments of None."""
     last = _last(call)
-    tensors: list[Any] = [*call[: TENSORS - 1], last[0], *last[3:], call[TENSORS - 1]]
+    tensors: list[Any] = [*call[: TENSORS - 1], last[0], *last[3:-1], call[TENSORS - 1]]
     return Inputs(*tensors)
 
 
 def _last(call: Sequence[Any]) -> list[Any]:
-    """Returns key_ranges, both functions and the aux arrays."""
+    """Returns key_ranges, both functions, the aux arrays, and which of these have a gradient."""
     last = [*call[TENSORS + OPTIONS :]]
     return last + [None] * (len(_LATER) - len(last))
 
 
 def from_call(call: Sequence[Any]) -> tuple[Inputs, PlainOptions]:
     """Returns the arguments of ``attn::forward`` as Inputs and PlainOptions."""
-    return tensors_of(call), PlainOptions(*call[TENSORS : TENSORS + OPTIONS], *_last(call)[1:3])
+    last = _last(call)
+    values = [*call[TENSORS : TENSORS + OPTIONS], *last[1:3], last[-1]]
+    return tensors_of(call), PlainOptions(*values)

@@ -15,13 +15,14 @@ import torch
 
 from attn_core.backends import names
 from attn_core.backends.shared.autograd import refuse_second_derivative
+from attn_core.call.functions import AUX
 from attn_core.call.options import Options
 from attn_core.call.tensors import Gradients, Inputs
 from torch_frontend.dispatch import in_parts, offsets, vmap
 from torch_frontend.dispatch.autocast import switched_off
 from torch_frontend.dispatch.backend_names import requested_now
 from torch_frontend.dispatch.checked_results import check_backward, check_forward
-from torch_frontend.dispatch.op_arguments import LATER, SCHEMA, TENSORS, PlainOptions, from_call, tensors_of, to_call
+from torch_frontend.dispatch.op_arguments import OPTIONS, SCHEMA, TENSORS, PlainOptions, from_call, tensors_of, to_call
 from torch_frontend.dispatch.plan import Plan, metadata, plan
 from torch_frontend.dispatch.ranges import in_ranges
 from torch_frontend.dispatch.run_plan import check_key_ranges, gradients_in_order, run_backward, run_forward
@@ -95,15 +96,28 @@ def _backward_op(*arguments: Any) -> tuple[Tensor, ...]:
         results = run_backward(call_plan, inputs, out, lse, dout, dlse)
     check_backward(call_plan, inputs, results)
     absent = inputs.q.new_empty(0)  # an op must return a tensor for each result, and no two may share memory
-    return tuple(absent.clone() if gradient is None else gradient.contiguous() for gradient in results)
+    expected = results[: _results_of(plain)]
+    return tuple(absent.clone() if gradient is None else gradient.contiguous() for gradient in expected)
 
 
 def _backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
     call = arguments[5:]
     inputs, plain = from_call(call)
-    # The order of Gradients: dq, dk, dv, dbias, dsinks.
-    differentiated = (*inputs[:3], inputs.bias if plain.bias_gradient else None, inputs.sinks)
-    return tuple(inputs.q.new_empty(0) if t is None else t.new_empty(t.shape) for t in differentiated)
+    # The order of Gradients: dq, dk, dv, dbias, dsinks, daux0 to daux3.
+    arrays = [getattr(inputs, name) if number in plain.array_numbers else None for number, name in enumerate(AUX)]
+    differentiated = (*inputs[:3], inputs.bias if plain.bias_gradient else None, inputs.sinks, *arrays)
+    expected = differentiated[: _results_of(plain)]
+    return tuple(inputs.q.new_empty(0) if t is None else t.new_empty(t.shape) for t in expected)
+
+
+def _results_of(plain: PlainOptions) -> int:
+    """Returns the number of results of ``backward_op``."""
+    return _BACKWARDS["backward_with_aux" if plain.array_numbers else "backward"]
+
+
+def backward_op(plain: PlainOptions) -> Any:
+    """Returns the op that computes a call's gradients."""
+    return torch.ops.attn.backward_with_aux if plain.array_numbers else torch.ops.attn.backward
 
 
 def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -119,18 +133,20 @@ def differentiate(
     """Computes the gradients of ``attn::forward``'s arguments with ``backward``, by default ``attn::backward``."""
     *tensors, out, lse, chosen = ctx.saved_tensors
     plain: PlainOptions = ctx.plain
-    backward = backward or torch.ops.attn.backward
+    backward = backward or backward_op(plain)
     inputs = Inputs(*tensors)
     results = backward(dout, dlse if plain.return_lse else None, out, lse, chosen, *to_call(inputs, plain))
-    # None for the options, and for the tensors among LATER.
-    rest = len(plain) + len(LATER)
-    return *gradients_in_order(_without_absent(results, inputs, plain), TENSORS), *(None,) * rest
+    gradients = _without_absent(results, inputs, plain)
+    # Behind the first tensors: the options, key_ranges, both functions, the arrays and aux_gradients.
+    return *gradients_in_order(gradients, TENSORS), *(None,) * (OPTIONS + 3), *gradients.daux, None
 
 
 def _without_absent(results: Sequence[Tensor], inputs: Inputs, plain: PlainOptions) -> Gradients:
     """Returns the results of ``attn::backward`` as Gradients, with None for the empty tensors of absent gradients."""
     dbias = results[3] if plain.bias_gradient else None
-    return Gradients(results[0], results[1], results[2], dbias, None if inputs.sinks is None else results[4])
+    dsinks = None if inputs.sinks is None else results[4]
+    daux = {f"d{AUX[number]}": results[5 + number] for number in plain.array_numbers}
+    return Gradients(results[0], results[1], results[2], dbias, dsinks, **daux)
 
 
 def mapped_forward(run: Any, info: Any, in_dims: tuple[Any, ...], *call: Any) -> vmap.MappedResults:
@@ -156,7 +172,7 @@ def mapped_backward(run: Any, info: Any, in_dims: tuple[Any, ...], *arguments: A
         inputs,
         tensors_of(in_dims[5:]),
         plain,
-        summed=plain.bias_gradient or inputs.sinks is not None,
+        summed=plain.bias_gradient or inputs.sinks is not None or bool(plain.array_numbers),
     )
 
 
@@ -167,24 +183,30 @@ def mapped_gradients(
     spec = call_plan.spec
     options = Options(*(getattr(spec, name) for name in Options._fields))
     plain = PlainOptions.from_options(options, spec.needs_backward, spec.bias_gradient, call_plan.backend)
-    results = torch.ops.attn.backward(dout, dlse, out, lse, _chosen(call_plan), *to_call(inputs, plain))
+    results = backward_op(plain)(dout, dlse, out, lse, _chosen(call_plan), *to_call(inputs, plain))
     return _without_absent(results, inputs, plain)
 
 
 # torch's compiler caches identify ops by name: after a release, a changed schema needs a new op name.
 _library = torch.library.Library("attn", "DEF")
 _library.define(f"forward({SCHEMA}) -> (Tensor, Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
-_library.define(
-    f"backward(Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, Tensor chosen, {SCHEMA}) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-for _name, _body, _fake in (("forward", _forward_op, _forward_fake), ("backward", _backward_op, _backward_fake)):
+_SAVED = "Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, Tensor chosen"
+_BACKWARDS = {"backward": 5, "backward_with_aux": 9}
+"""The ops that compute gradients, and how many results they have. Most calls have no gradient of an aux array, and
+programs that were stored before know the first op by its five results."""
+for _name, _count in _BACKWARDS.items():
+    _results = ", ".join(["Tensor"] * _count)
+    _library.define(f"{_name}({_SAVED}, {SCHEMA}) -> ({_results})", tags=(torch.Tag.pt2_compliant_tag,))
+for _name, _body, _fake in (
+    ("forward", _forward_op, _forward_fake),
+    *((name, _backward_op, _backward_fake) for name in _BACKWARDS),
+):
     _library.impl(_name, _body, "CompositeExplicitAutograd")
     torch.library.register_fake(f"attn::{_name}", _fake, lib=_library)
 torch.library.register_autograd("attn::forward", differentiate, setup_context=save, lib=_library)
-torch.library.register_autograd("attn::backward", refuse_second_derivative, lib=_library)
-for _name, _rule in (("forward", mapped_forward), ("backward", mapped_backward)):
+for _name in _BACKWARDS:
+    torch.library.register_autograd(f"attn::{_name}", refuse_second_derivative, lib=_library)
+for _name, _rule in (("forward", mapped_forward), *((name, mapped_backward) for name in _BACKWARDS)):
     torch.library.register_vmap(f"attn::{_name}", partial(_rule, getattr(torch.ops.attn, _name)), lib=_library)
 
 

@@ -12,6 +12,7 @@ from attn_core import backends
 from attn_core.call import counters
 from attn_core.call.arguments import ArrayFacts, Arrays, build_spec
 from attn_core.call.foreign_masks import remedy_of
+from attn_core.call.functions import AUX
 from attn_core.call.mask_objects import Visible, as_options
 from attn_core.call.options import Options, requested_names
 from attn_core.call.spec import AttentionSpec
@@ -165,7 +166,9 @@ def _empty_backward(spec: AttentionSpec, inputs: Inputs, *_: Any) -> Gradients:
     dbias = torch.zeros_like(inputs.bias) if spec.bias_gradient else None
     dsinks = torch.zeros_like(inputs.sinks) if spec.sinks else None
     dq, dk, dv = (torch.zeros_like(tensor) for tensor in inputs[:3])
-    return Gradients(dq, dk, dv, dbias, dsinks)
+    arrays = {name: getattr(inputs, name) for name in (AUX[number] for number in spec.aux_gradients)}
+    daux = {f"d{name}": torch.zeros_like(array) for name, array in arrays.items()}
+    return Gradients(dq, dk, dv, dbias, dsinks, **daux)
 
 
 def check_tensor(name: str, value: Any) -> None:

@@ -105,4 +105,6 @@ def _four_dimensional(inputs: Inputs) -> Inputs:
 
 def gradients_in_order(gradients: Gradients, count: int) -> tuple[Tensor | None, ...]:
     """Returns gradients in the order of the first ``count`` fields of ``Inputs``: q, k, v, mask, bias, ..."""
-    return (*gradients[:3], None, gradients.dbias, None, gradients.dsinks, *(None,) * count)[:count]
+    # Inputs: q, k, v, mask, bias, alibi_slopes, sinks, both cu_seqlens, key_ranges, the aux arrays, rng.
+    dq, dk, dv, dbias, dsinks, *daux = gradients
+    return (dq, dk, dv, None, dbias, None, dsinks, None, None, None, *daux, None)[:count]

@@ -13,10 +13,10 @@ from torch.autograd import forward_ad
 
 from attn_core.backends.shared.autograd import refuse_second_derivative
 from attn_core.call.tensors import Inputs
-from torch_frontend.dispatch import ops
+from torch_frontend.dispatch import autograd, ops
 from torch_frontend.dispatch import vmap as vmap_rules
 from torch_frontend.dispatch.after_import import after_import
-from torch_frontend.dispatch.op_arguments import PlainOptions, from_call, to_call
+from torch_frontend.dispatch.op_arguments import PlainOptions, from_call, joined, to_call
 from torch_frontend.dispatch.tensor_kinds import is_watched
 
 Tensor = torch.Tensor
@@ -45,8 +45,9 @@ def _in_graph(*call: Any) -> tuple[Tensor, Tensor]:
     recorded = torch.is_grad_enabled()
     bias = recorded and inputs.bias is not None and _needs_gradient(inputs.bias)
     sinks = inputs.sinks is not None and _needs_gradient(inputs.sinks)
-    needs = bias or (recorded and (sinks or any(_needs_gradient(tensor) for tensor in inputs[:3])))
-    plain = plain._replace(needs_backward=needs, bias_gradient=bias)
+    arrays = autograd.arrays_with_gradient(inputs, plain.as_options().score_mod, _needs_gradient) if recorded else ()
+    needs = bias or bool(arrays) or (recorded and (sinks or any(_needs_gradient(tensor) for tensor in inputs[:3])))
+    plain = plain._replace(needs_backward=needs, bias_gradient=bias, aux_gradients=joined(arrays))
     out, lse, _ = _Forward.apply(*to_call(inputs, plain))
     return out, lse
 
@@ -99,7 +100,7 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, ...]:
-        return torch.ops.attn.backward(*arguments)
+        return ops.backward_op(from_call(arguments[5:])[1])(*arguments)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

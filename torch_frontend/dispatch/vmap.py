@@ -44,14 +44,15 @@ def backward(
     plain: PlainOptions,
     summed: bool,
 ) -> MappedResults:
-    """Maps ``run(dout, dlse, out, lse, chosen, *inputs) -> (dq, dk, dv, dbias, dsinks)`` over ``size`` elements.
+    """Maps ``run(dout, dlse, out, lse, chosen, *inputs) -> (dq, dk, dv, dbias, dsinks, ...)`` over ``size`` elements.
 
     Args:
-        summed: whether ``run`` sums a gradient over the batch (dbias, dsinks). Folding would then also sum over the
-            mapped elements.
+        summed: whether ``run`` sums a gradient over the batch (dbias, dsinks, daux). Folding would then also sum over
+            the mapped elements.
     """
     if summed or _cannot_fold(inputs, dims, plain):
-        return one_by_one(run, size, (*saved, *inputs), (*saved_dims, *dims)), (0,) * 5
+        results = one_by_one(run, size, (*saved, *inputs), (*saved_dims, *dims))
+        return results, (0,) * len(results)
     batch, (*rows, chosen), at = _batch(inputs, dims), saved, saved_dims[-1]
     folded = [None if part is None else _fold_rows(size, part, dim) for part, dim in zip(rows, saved_dims)]
     chosen = chosen if at is None or chosen is None else chosen.select(at, 0)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from attn_core.backends.jax_xla.functions import scored, seen_by_function
+from attn_core.backends.jax_xla.functions import add_to_aux, named_gradients, scored, seen_by_function
 from attn_core.backends.jax_xla.products import product, sum_dtype
 from attn_core.backends.jax_xla.tiles import (
     BlockSizes,
@@ -85,7 +85,8 @@ def backward(
         shift = shift + dlse.reshape(shift.shape).astype(shift.dtype)
     zero = zero_like((call.zero, lse, shift)).astype(spec.lse_dtype)
     summed = (call.q, call.k, call.v, call.bias) if spec.bias_gradient else (call.q, call.k, call.v)
-    totals = tuple(jnp.zeros(array.shape, zero.dtype) + zero for array in summed)
+    shapes = [*(array.shape for array in summed), *(spec.aux[number].shape for number in spec.aux_gradients)]
+    totals = tuple(jnp.zeros(shape, zero.dtype) + zero for shape in shapes)
     queries = blocks.queries
     sources = summands(call.q, call.k, dout)
 
@@ -97,13 +98,15 @@ def backward(
         cut = cut._replace(stop=jnp.where(repeated, 0, cut.stop))
         return _gradients(spec, call, sources, (lse, shift), totals, cut, start)
 
-    dq, dk, dv, *dbias = lax.fori_loop(0, -(-spec.q_len // queries), block, totals)
+    dq, dk, dv, *others = lax.fori_loop(0, -(-spec.q_len // queries), block, totals)
+    dbias, daux = others[: spec.bias_gradient], others[spec.bias_gradient :]
     return Gradients(
         tokens_first(spec, spec.scale * dq).astype(inputs.q.dtype).reshape(inputs.q.shape),
         (spec.scale * dk).swapaxes(1, 2).astype(inputs.k.dtype).reshape(inputs.k.shape),
         dv.swapaxes(1, 2).astype(inputs.v.dtype).reshape(inputs.v.shape),
         dbias[0].astype(inputs.bias.dtype).reshape(inputs.bias.shape) if dbias else None,
         sinks_gradient(call, lse, shift).astype(inputs.sinks.dtype) if spec.sinks else None,
+        **named_gradients(spec, tuple(daux)),
     )
 
 
@@ -159,7 +162,7 @@ def _gradients(
     rows: RowKeys,
     start: Any,
 ) -> tuple[Any, ...]:
-    """Adds one block of queries to the gradients so far: dq and dk (before scale), dv, and dbias if requested."""
+    """Adds one block of queries to the gradients so far: dq and dk (before scale), dv, dbias and daux if requested."""
     import jax.numpy as jnp
     from jax import lax
 
@@ -177,12 +180,15 @@ def _gradients(
         dweights = dropped(spec, call, product("bhgie,bhje->bhgij", dout.values, v, spec.lse_dtype), tile)
         dlogits = jnp.where(seen, weights * (dweights + shift), 0)
         dscores = dlogits if slope is None else jnp.where(seen, dlogits * slope, 0)
-        dq, dk, dv, *dbias = totals
+        dq, dk, dv, *others = totals
+        dbias, daux = others[: spec.bias_gradient], others[spec.bias_gradient :]
+        if daux:
+            daux = list(add_to_aux(spec, call, tile, q.values, k.values, dlogits, seen, daux))
         dq = add_at(dq, _sum_over(spec, "bhgij,bhjd->bhgid", dscores, seen, k), {3: start})
         dk = add_at(dk, _sum_over(spec, "bhgij,bhgid->bhjd", dscores, seen, q), {2: tile.key})
         weights = dropped(spec, call, weights, tile)
         dv = add_at(dv, _sum_over(spec, "bhgij,bhgie->bhje", weights, seen, dout), {2: tile.key})
-        return (dq, dk, dv, *(add_to_bias(total, dlogits, tile) for total in dbias))
+        return (dq, dk, dv, *(add_to_bias(total, dlogits, tile) for total in dbias), *daux)
 
     return lax.fori_loop(*key_blocks(spec, call, rows, start), step, totals)
 

@@ -38,6 +38,7 @@ FORWARD = Support(
     score_mod=True,
     bias=True,
     bias_gradient=True,
+    aux_gradients=True,
     alibi=True,
     sinks=True,
     packed=True,

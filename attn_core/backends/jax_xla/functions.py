@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from attn_core.backends.jax_xla.products import product
 from attn_core.backends.jax_xla.tiles import ScoreTile, XlaOperands
-from attn_core.call.functions import slope
+from attn_core.call.functions import AUX, lookup_slopes, slope
 from attn_core.call.spec import AttentionSpec
-from attn_core.expressions.on_jax import evaluate_jax
+from attn_core.expressions.on_jax import added_at_lookup, evaluate_jax
 
 
 def seen_by_function(spec: AttentionSpec, call: XlaOperands, tile: ScoreTile) -> Any:
@@ -23,6 +24,36 @@ def scored(spec: AttentionSpec, call: XlaOperands, tile: ScoreTile, scores: Any)
     assert tree is not None
     values, slopes = (evaluate_jax(each, places, scores, call.aux) for each in (tree, slope(tree)))
     return jnp.broadcast_to(values, scores.shape), slopes
+
+
+def add_to_aux(
+    spec: AttentionSpec, call: XlaOperands, tile: ScoreTile, q: Any, k: Any, dlogits: Any, seen: Any, totals: Any
+) -> tuple[Any, ...]:
+    """Returns the gradients of the score function's arrays, as ``spec.aux_gradients`` orders them, with a tile's share.
+
+    Args:
+        q, k: of the tile, ``[b, h, g, i, d]`` and ``[b, h, j, d]``.
+        dlogits: gradients of the function's values, ``[b, h, g, i, j]``, 0 where hidden. seen: what is not, or None.
+    """
+    import jax.numpy as jnp
+
+    scores = spec.scale * product("bhgid,bhjd->bhgij", q, k, spec.lse_dtype)
+    if spec.softcap is not None:
+        scores = spec.softcap * jnp.tanh(scores / spec.softcap)
+    places, sums = _places(spec, tile), dict(zip(spec.aux_gradients, totals, strict=True))
+    for node, tree in lookup_slopes(spec.score_mod, spec.aux_gradients):  # type: ignore[arg-type]
+        summand = dlogits * evaluate_jax(tree, places, scores, call.aux)
+        # The slope of a hidden pair may be infinite.
+        summand = jnp.broadcast_to(summand if seen is None else jnp.where(seen, summand, 0), scores.shape)
+        number = int(node.value or 0)
+        sums[number] = added_at_lookup(sums[number], node, summand, places, scores, call.aux)
+    return tuple(sums.values())
+
+
+def named_gradients(spec: AttentionSpec, sums: tuple[Any, ...]) -> dict[str, Any]:
+    """Returns the sums of ``add_to_aux`` as fields of ``Gradients``, in the dtypes of the arrays."""
+    pairs = zip(spec.aux_gradients, sums, strict=True)
+    return {f"d{AUX[number]}": total.astype(spec.aux[number].dtype) for number, total in pairs}
 
 
 def _places(spec: AttentionSpec, tile: ScoreTile) -> tuple[Any, ...]:

@@ -138,7 +138,8 @@ def zero_like(arrays: Any) -> Any:
     import jax.numpy as jnp
 
     def zero(array: Any) -> Any:
-        known = all(map(is_number, array.shape))  # a symbolic array may have no first element
+        # An empty array has no first element, and a symbolic one may have none.
+        known = all(map(is_number, array.shape)) and 0 not in array.shape
         # A select instead of ``0 * array``, which would be NaN for a NaN.
         return jnp.where(False, array[(0,) * array.ndim], 0) if known else jnp.where(False, array, 0).sum()
 

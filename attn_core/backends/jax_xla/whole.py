@@ -16,7 +16,7 @@ from typing import Any
 
 from attn_core.backends.jax_xla.attention import dropped, finish, sinks_gradient
 from attn_core.backends.jax_xla.finite import all_finite, finite_constant, finite_only, finite_rows
-from attn_core.backends.jax_xla.functions import scored, seen_by_function
+from attn_core.backends.jax_xla.functions import add_to_aux, named_gradients, scored, seen_by_function
 from attn_core.backends.jax_xla.products import product, sum_dtype, sum_over_queries
 from attn_core.backends.jax_xla.tiles import (
     BlockSizes,
@@ -147,12 +147,18 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
         axes = tuple(axis for axis, size in enumerate(call.bias.shape) if size == 1)
         dlogits = dlogits if seen is None else jnp.where(seen, dlogits, 0)
         dbias = dlogits.sum(axes, keepdims=True).astype(inputs.bias.dtype).reshape(inputs.bias.shape)
+    daux: dict[str, Any] = {}
+    if spec.aux_gradients:
+        zeros = tuple(jnp.zeros(spec.aux[number].shape, wide) for number in spec.aux_gradients)
+        sums = add_to_aux(spec, call, tile, call.q, call.k, dlogits, seen, zeros)
+        daux = named_gradients(spec, sums)
     return Gradients(
         tokens_first(spec, dq.astype(inputs.q.dtype)).reshape(inputs.q.shape),
         dk.astype(inputs.k.dtype).reshape(inputs.k.shape),
         dv.astype(inputs.v.dtype).reshape(inputs.v.shape),
         dbias,
         sinks_gradient(call, lse, shift[..., 0]).astype(inputs.sinks.dtype) if spec.sinks else None,
+        **daux,
     )
 
 

@@ -12,10 +12,10 @@ from attn_core.backends.shared.block_operands import BlockOperands, SavedTensors
 from attn_core.backends.shared.contained_sums import products, sum_over_keys, sum_over_rows
 from attn_core.backends.shared.row_blocks import RowBlock
 from attn_core.call.dropout import keep
-from attn_core.call.functions import slope
+from attn_core.call.functions import lookup_slopes, slope
 from attn_core.call.key_ranges import contains
 from attn_core.call.spec import AttentionSpec
-from attn_core.expressions.on_torch import evaluate_torch
+from attn_core.expressions.on_torch import add_at_lookup, evaluate_torch
 
 LOG2E, LN2 = math.log2(math.e), math.log(2.0)
 
@@ -89,12 +89,31 @@ def backward_block(
     if sums.dsinks is not None:
         sink_weight = torch.exp(operands.sinks - lse).masked_fill(empty, 0.0)
         sums.dsinks.add_((sink_weight * row_term).sum(dim=(0, 3), keepdim=True))
+    if sums.daux is not None:
+        _add_to_aux(spec, operands, block, dscores, hidden, sums.daux)
     for each in slopes:
         dscores = _zero_hidden(dscores * each, hidden)  # a hidden score may be NaN
     dscores = dscores * spec.scale
     sums.dq[:, block.rows] = rows_first(sum_over_keys(dscores, _of_keys(operands.k, block), hidden))
     q = _heads_first(spec, operands.q, block, scores.dtype)
     sums.dk[:, :, block.keys] += sum_over_rows(dscores, q, hidden)
+
+
+def _add_to_aux(
+    spec: AttentionSpec, operands: BlockOperands, block: RowBlock, dlogits: Any, hidden: Any, sums: dict[int, Any]
+) -> None:
+    """Adds one block's share to the gradients of the score function's arrays; hidden pairs, of any slope, add 0."""
+    places, scores = _places(spec, operands, block), _capped_scores(spec, operands, block)
+    for node, tree in lookup_slopes(spec.score_mod, spec.aux_gradients):  # type: ignore[arg-type]
+        summand = _zero_hidden(dlogits * evaluate_torch(tree, places, scores, operands.aux), hidden)
+        add_at_lookup(sums[int(node.value or 0)], node, summand, places, scores, operands.aux)
+
+
+def _capped_scores(spec: AttentionSpec, operands: BlockOperands, block: RowBlock) -> Any:
+    """Returns what the score function takes: scores with scale and softcap, in memory of their own."""
+    rows = _heads_first(spec, operands.q, block, operands.k.dtype)
+    scores = products(rows * factor_of(spec), _of_keys(operands.k, block).mT)
+    return scores if spec.softcap is None else scores.tanh_().mul_(spec.softcap)
 
 
 def _scores(

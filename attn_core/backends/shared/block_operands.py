@@ -81,6 +81,8 @@ class Sums(NamedTuple):
     dv: Any
     dbias: Any
     dsinks: Any
+    daux: dict[int, Any] | None = None
+    """By the numbers of the aux arrays whose gradient is needed."""
 
 
 def operands_of(spec: AttentionSpec, inputs: Inputs, saved: SavedTensors | None = None) -> BlockOperands:
@@ -161,4 +163,5 @@ def empty_sums(spec: AttentionSpec, operands: BlockOperands) -> Sums:
         dv=torch.zeros_like(operands.v),
         dbias=dbias,
         dsinks=torch.zeros_like(operands.sinks) if spec.sinks else None,
+        daux={number: operands.k.new_zeros(spec.aux[number].shape) for number in spec.aux_gradients} or None,
     )

@@ -62,7 +62,7 @@ def _simpler(case: Case) -> Iterator[Case]:
         if getattr(spec, name) != value:
             yield from _with(case, **{name: value})
     if has_functions(spec):
-        yield from _with(case, mask_mod=None, score_mod=None, aux=())
+        yield from _with(case, mask_mod=None, score_mod=None, aux=(), aux_gradients=())
     if case.lengths is not None:
         yield from _fewer_documents(case)
         return
