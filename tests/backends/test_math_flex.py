@@ -366,8 +366,8 @@ def test_strided_views_give_the_same_bits(backend):
     if backend is math:
         dout = torch.ones_like(saved[0])
         pairs += zip(
-            math.backward(spec, views, *map(transposed_copy, (*saved, dout)), None),
-            math.backward(spec, inputs, *saved, dout, None),
+            math.backward(spec, views, *map(transposed_copy, (*saved, dout)), None)[:5],
+            math.backward(spec, inputs, *saved, dout, None)[:5],
         )
     assert all(torch.equal(actual, expected) and actual.is_contiguous() for actual, expected in pairs)
 
@@ -378,7 +378,7 @@ def test_math_gives_the_same_bits_every_time(case):
 
     def run() -> list[torch.Tensor]:
         out, lse = math.forward(spec, inputs)
-        return [out, lse, *math.backward(spec, inputs, out, lse, torch.ones_like(out), torch.ones_like(lse))]
+        return [out, lse, *math.backward(spec, inputs, out, lse, torch.ones_like(out), torch.ones_like(lse))[:5]]
 
     first = run()
     assert all(torch.equal(actual, expected) for _ in range(5) for actual, expected in zip(run(), first))

@@ -44,6 +44,7 @@ ASKS: dict[str, dict[str, Any]] = {
     "key_ranges_shape": {"key_ranges_shape": (2, 1, 7, 1, 2)},
     "mask_mod": fields_of("nothing", None, (2, 6, 5, 7)),
     "score_mod": fields_of(None, "slopes", (2, 6, 5, 7)),
+    "aux_gradients": fields_of(None, "slopes", (2, 6, 5, 7)) | {"needs_backward": True, "aux_gradients": (0,)},
     "bias_shape": {"bias_shape": (1, 6, 5, 7)},
     "bias_gradient": {"bias_shape": (1, 6, 5, 7), "bias_gradient": True},
     "alibi_shape": {"alibi_shape": (6,)},
