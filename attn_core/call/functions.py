@@ -187,8 +187,8 @@ def lookup_slopes(tree: Expression, numbers: tuple[int, ...]) -> tuple[tuple[Exp
 
     Lookups on which the value does not depend are left out: those of an index alone.
     """
-    found = [node for node in nodes(tree) if node.op == "lookup" and node.value in numbers and node.kind == "float"]
-    pairs = [(node, derivative(tree, node)) for node in found]
+    lookups = [node for node in nodes(tree) if node.op == "lookup" and node.value in numbers and node.kind == "float"]
+    pairs = [(node, derivative(tree, node)) for node in lookups]
     return tuple((node, slope) for node, slope in pairs if slope != ZERO)
 
 

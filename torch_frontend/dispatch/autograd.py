@@ -72,14 +72,14 @@ def arrays_with_gradient(
     Args:
         needs_gradient: says it of one array; None: whether it requires a gradient.
     """
-    if score_mod is None or not (torch.is_grad_enabled() or are_jit_traces_active() is not None):
+    traced = are_jit_traces_active() is not None
+    if score_mod is None or not (torch.is_grad_enabled() or traced):
         return ()
-    arrays = aux_of(inputs)
-    floats = [number for number in aux_numbers(score_mod) if arrays[number].dtype.is_floating_point]
-    if are_jit_traces_active() is not None:
-        return tuple(floats)
     needs = needs_gradient or (lambda array: array.requires_grad)
-    return tuple([number for number in floats if needs(arrays[number])])
+    # Most arrays are constants, and the walk through the function is left out for them.
+    pairs = enumerate(aux_of(inputs))
+    numbers = [number for number, array in pairs if array.dtype.is_floating_point and (traced or needs(array))]
+    return tuple([number for number in aux_numbers(score_mod) if number in numbers]) if numbers else ()
 
 
 def is_direct(dout: Tensor | None, dlse: Tensor | None) -> bool:

@@ -88,7 +88,7 @@ def gather_arguments(
             functions = function_of(functions[0], *sizes, "mask_mod"), *functions[1:]
         untraced = any(each is not None and type(each) is not TracedFunction for each in functions[:2])
         mask_mod, score_mod, aux = (_trace_outside if untraced else trace)(*functions)
-        arrays = [_aux_as_tensor(q, f"aux[{number}]", array) for number, array in enumerate(aux)]
+        arrays = [_as_tensor(q, f"aux[{number}]", array) for number, array in enumerate(aux)]
         inputs, options = inputs._replace(**named(arrays)), options._replace(mask_mod=mask_mod, score_mod=score_mod)
         options = options._replace(aux_gradients=autograd.arrays_with_gradient(inputs, score_mod))
     if info is not None:
@@ -129,11 +129,6 @@ def _as_tensor(q: torch.Tensor, name: str, array: Any) -> torch.Tensor:
     plan.check_tensor(name, array)
     tensor_kinds.check_data(q, **{name: array})
     return array  # type: ignore[no-any-return]
-
-
-def _aux_as_tensor(q: torch.Tensor, name: str, array: Any) -> torch.Tensor:
-    """Returns an array of a function as a tensor."""
-    return _as_tensor(q, name, array)
 
 
 def run(

@@ -23,12 +23,7 @@ def ranges_of(q: Tensor, key_ranges: Any) -> Tensor | None:
         return key_ranges  # type: ignore[no-any-return]
     if key_ranges.dtype != np.int32:
         raise DTypeError(f"key_ranges: expected dtype int32, got {key_ranges.dtype}; cast it to int32")
-    if q.device.type != "cpu":  # else ``run`` checks them
-        check_ranges(key_ranges, q.shape[0])
+    # On a CPU ``run`` checks the values. ``build_spec`` raises for a wrong shape.
+    if q.device.type != "cpu" and key_ranges.ndim == 5 and key_ranges.shape[-1] == 2:
+        check_values(key_ranges, q.shape[0])
     return tensor_kinds.to_device_of(q, np.array(key_ranges, order="C"))
-
-
-def check_ranges(key_ranges: np.ndarray, tokens: Any) -> None:
-    """Checks the values of key_ranges on the host. ``build_spec`` raises for a wrong shape or dtype."""
-    if key_ranges.ndim == 5 and key_ranges.shape[-1] == 2:
-        check_values(key_ranges, tokens)

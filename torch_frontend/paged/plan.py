@@ -22,8 +22,9 @@ from attn_core.paged import arguments
 from attn_core.paged import tables as paged_tables
 from attn_core.selection import Target, new_plans, override, select
 from torch_frontend.dispatch import empty_rows, offsets, plan, tensor_kinds
+from torch_frontend.dispatch.run_plan import check_key_ranges
 from torch_frontend.dispatch.wrappers import on_device
-from torch_frontend.paged.key_ranges import check_ranges, ranges_of
+from torch_frontend.paged.key_ranges import ranges_of
 
 Tensor = torch.Tensor
 Metadata = tuple[torch.Size, torch.dtype, torch.device]
@@ -225,8 +226,7 @@ def run(inputs: PagedInputs, options: Options, requested: tuple[str, ...] | None
     call_plan = plan_call(metadata(inputs), options, requested or override.requested())
     if inputs.q.device.type == "cpu":
         check_values(options.max_len_q, call_plan.spec.q_len, inputs.k, *inputs[3:6])
-        if inputs.key_ranges is not None:
-            check_ranges(inputs.key_ranges.numpy(), call_plan.spec.q_len)
+        check_key_ranges(call_plan.spec, inputs.key_ranges)
     forward = call_plan.forward
     if is_on() and not call_plan.spec.empty:
         forward = in_range(forward, call_plan.range_name, enabled())
