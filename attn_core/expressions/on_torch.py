@@ -23,7 +23,8 @@ def vocabulary(device: Any, dtype: Any) -> Vocabulary:
         # A tensor, because where and minimum would give two Python numbers torch's default dtype.
         constant=lambda value, kind: torch.full((), value, dtype=dtypes[kind], device=device),
         cast=lambda value, kind: value.to(dtypes[kind]),
-        read=lambda array, indices: array[tuple(indices)],
+        # FlexAttention refuses to index an array without axes.
+        read=lambda array, indices: array[tuple(indices)] if indices else array,
     )
 
 

@@ -16,12 +16,15 @@ torch = pytest.importorskip("torch")
 from callers_view import callers_results
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from learned_functions import FUNCTIONS, SIZES, call_of
 from oracle_cases import FEATURES, Case, fill, make
+from spec_strategies import Call, make_call
 
 from attn_core import AttentionSpec, Target, explain
 from attn_core.backends.flex import (
     blocks,
     functions,
+    learned,
     operands,
 )
 from attn_core.backends.flex import (
@@ -36,7 +39,9 @@ from attn_core.call.masks import visible
 from attn_core.call.tensors import Gradients, Inputs
 from attn_core.cli.drawn_functions import MASKS, fields_of
 from attn_core.correctness import accuracy
+from attn_core.expressions import trace_score
 from attn_core.expressions.torch_functions import torch_function
+from attn_core.expressions.tracing import Aux
 from torch_frontend import attention
 
 pytestmark = pytest.mark.rotates
@@ -365,20 +370,67 @@ def standing_in(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     programs.program.cache_clear()
 
 
-@needs_no_gpu
-@pytest.mark.parametrize("name", COMPILED)
-def test_forward_and_gradients_match_the_reference(name: str, standing_in: list[Any]) -> None:
-    case, inputs = case_of(name, needs_backward=True, return_lse=True)
+def judged(case: Case | Call, inputs: Inputs) -> accuracy.Accuracy:
+    """Runs a call with gradients in the backend, and judges its results as the caller sees them."""
     out, lse = flex_cuda.forward(case.spec, inputs)
-    dout, dlse = torch.from_numpy(case.dout).float(), torch.from_numpy(case.dlse).float()
+    dout, dlse = (torch.from_numpy(np.array(array)).float() for array in (case.dout, case.dlse))
     given_dlse = dlse.masked_fill(lse == -torch.inf, torch.inf)  # the gradient of lse ** 2 is not finite there
     actual = flex_cuda.backward(case.spec, inputs, out, lse, dout, given_dlse)
     expected = accuracy.expect(case.spec, case.inputs, dout=case.dout, dlse=dlse.double().numpy())
     arrays = Gradients(*(None if gradient is None else gradient.numpy() for gradient in actual))
     seen, arrays = callers_results(case.spec, case.inputs, lse, arrays, dlse)
-    verdict = expected.judge(out=out.numpy(), lse=seen, gradients=arrays)
-    assert verdict.ok, verdict
     assert not out.requires_grad and not lse.requires_grad
+    return expected.judge(out=out.numpy(), lse=seen, gradients=arrays)
+
+
+@needs_no_gpu
+@pytest.mark.parametrize("name", COMPILED)
+def test_forward_and_gradients_match_the_reference(name: str, standing_in: list[Any]) -> None:
+    verdict = judged(*case_of(name, needs_backward=True, return_lse=True))
+    assert verdict.ok, verdict
+
+
+@needs_no_gpu
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_gradients_of_arrays_match_the_reference(name: str, standing_in: list[Any]) -> None:
+    call = call_of(name, dtype="float32", aux_dtype="float32", causal=True, softcap=2.0, sinks=True)
+    assert not list(unmet_claims(flex_cuda.BACKWARD, call.spec, "sm90"))
+    verdict = judged(call, tensors(call.inputs, torch.float32))
+    assert verdict.ok, verdict
+
+
+@needs_no_gpu
+def test_a_wrong_gradient_of_an_array_is_noticed(standing_in: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each head's gradient goes to the next head."""
+    call = call_of("relative bias", dtype="float32", aux_dtype="float32")
+    real = learned.summed
+    rolled = lambda spec, arrays, parts, bad: real(spec, arrays, [part.roll(1, 0) for part in parts], bad)  # noqa: E731
+    monkeypatch.setattr(learned, "summed", rolled)
+    assert not judged(call, tensors(call.inputs, torch.float32)).ok
+
+
+def test_every_lookup_has_an_array_of_its_own() -> None:
+    assert learned.read_alone(call_of("two arrays").spec).numbers == (0, 1, 0)
+    assert learned.read_alone(call_of("not read").spec).numbers == ()  # 0.0 * ... does not read it
+
+
+@needs_no_gpu
+def test_a_bad_number_in_a_document_reaches_the_gradients_of_arrays(standing_in: list[Any]) -> None:
+    """The kernel gets 0 in its place, and the gradient of an array is a sum over all documents."""
+    function, shapes = FUNCTIONS["learned slopes"]
+    aux = tuple(Aux(shape, "bfloat16") for shape in shapes)
+    sizes = {key: value for key, value in SIZES.items() if key not in ("batch", "q_len", "kv_len")} | {
+        "dtype": "float32"
+    }
+    call = make_call(4, ((3, 4), (3, 4)), **sizes, dtype="float32", score_mod=trace_score(function, aux).tree, aux=aux)
+    call = replace(call, spec=replace(call.spec, aux_gradients=(0,)))
+    inputs = tensors(call.inputs, torch.float32)._replace(aux0=torch.ones(4, dtype=torch.bfloat16))
+    for poison in (1.0, np.inf):
+        inputs.v[0] *= poison
+        out, lse = flex_cuda.forward(call.spec, inputs)
+        gradients = flex_cuda.backward(call.spec, inputs, out, lse, torch.ones_like(out), None)
+        assert gradients.daux0.dtype == torch.bfloat16
+        assert bool(gradients.daux0.isnan().all()) == np.isinf(poison)
 
 
 @needs_no_gpu

@@ -20,7 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from spec_strategies import Call, make_call
+from learned_functions import FUNCTIONS, SIZES, call_of
+from spec_strategies import make_call
 
 import jax_frontend
 import torch_frontend
@@ -29,33 +30,9 @@ from attn_core.backends.jax_xla import backend as jax_xla
 from attn_core.call.functions import AUX, lookup_slopes
 from attn_core.call.tensors import Inputs
 from attn_core.correctness import reference
-from attn_core.expressions import exp, maximum, tanh, to_float, trace_score, where
+from attn_core.expressions import trace_score
 from attn_core.expressions.tracing import Aux
 from attn_core.selection import Target
-
-SIZES = {"batch": 2, "q_len": 7, "kv_len": 7, "num_heads": 4, "num_kv_heads": 2, "head_dim": 5, "value_dim": 5}
-SIZES |= {"dtype": "float64", "needs_backward": True, "return_lse": True}
-FUNCTIONS: dict[str, tuple[Any, tuple[tuple[int, ...], ...]]] = {
-    "relative bias": (lambda s, b, h, q, k, t: s + t[h, q - k + 6], ((4, 13),)),
-    "beyond the array": (lambda s, b, h, q, k, t: s + t[h, q - k - 1], ((4, 3),)),
-    "learned slopes": (lambda s, b, h, q, k, m: s - m[h] * to_float(abs(q - k)), ((4,),)),
-    "a temperature": (lambda s, b, h, q, k, t: s / t[0], ((1,),)),
-    "one number": (lambda s, b, h, q, k, t: s * exp(-t * t), ((),)),
-    "a learned cap": (lambda s, b, h, q, k, c: c[h] * tanh(s / c[h]), ((4,),)),
-    "two arrays": (lambda s, b, h, q, k, w, t: s * w[b, k] + t[q] * w[b, q], ((2, 7), (7,))),
-    "a kink": (lambda s, b, h, q, k, t: maximum(s, t[k]), ((7,),)),
-    "hides": (lambda s, b, h, q, k, t: where((k + h) % 3 == 0, -float("inf"), s + t[k]), ((7,),)),
-    "not read": (lambda s, b, h, q, k, t: s + 0.0 * to_float(q), ((3,),)),
-    "an empty array": (lambda s, b, h, q, k, t: s + t[k], ((0,),)),
-}
-
-
-def call_of(name: str, seed: int = 3, **fields: Any) -> Call:
-    function, shapes = FUNCTIONS[name]
-    aux = tuple(Aux(shape, fields.pop("aux_dtype", "float64")) for shape in shapes)
-    tree = trace_score(function, aux).tree
-    numbers = tuple(sorted({row.value for row in tree.rows if row.op == "lookup"}))
-    return make_call(seed, **{**SIZES, **fields}, score_mod=tree, aux=aux, aux_gradients=numbers)
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True, "softcap": 2.0, "sinks": True, "bias_shape": (1, 4, 7, 7)}])
@@ -90,7 +67,18 @@ def test_gradients_match_the_reference(name: str, framework: str, backend: str) 
         assert verdict.ok, verdict
 
 
-@settings(max_examples=30)
+@pytest.mark.cuda
+@pytest.mark.parametrize(("framework", "backend"), [("torch", "flex"), ("jax", "flex"), ("jax", "jax_xla")])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_gradients_on_a_gpu_match_the_reference(name: str, framework: str, backend: str) -> None:
+    sizes = {"q_len": 300, "kv_len": 300, "head_dim": 64, "value_dim": 64}
+    for fields in ({"dtype": "float32"}, {"dtype": "bfloat16", "causal": True, "softcap": 2.0, "sinks": True, **sizes}):
+        call = call_of(name, aux_dtype="float32", **fields)
+        verdict = judge(framework, call, run(framework, call, backend, "cuda"), "cuda")
+        assert verdict.ok, verdict
+
+
+@settings(max_examples=15)
 @given(st.data())
 def test_blocks_and_documents_add_up(data: Any) -> None:
     """XLA's blocked maths, with blocks smaller than the call; the blocks of math; packed documents."""
@@ -213,9 +201,12 @@ def test_what_has_no_gradient_says_so() -> None:
     with pytest.raises(NoBackendError, match=r"gradient of aux\[0\]: FlexAttention on CPU has none"):
         loss(q, k, leaf, backend="flex")
     spec = call_of("relative bias", dtype="bfloat16", head_dim=64, value_dim=64, aux_dtype="float32").spec
-    for name in ("flex", "flash4"):
-        reasons = explain(spec, Target("torch", "sm90"), name).reasons(name)
-        assert any("gradient of aux[0]" in why for why in reasons), (name, reasons)
+    reasons = explain(spec, Target("torch", "sm90"), "flash4").reasons("flash4")
+    assert any("gradient of aux[0]" in why for why in reasons), reasons
+    equal_bits = replace(spec, deterministic=True)
+    reasons = explain(equal_bits, Target("torch", "sm90"), "flex").reasons("flex")
+    assert any("gradient of aux[0] with deterministic=True" in why for why in reasons), reasons
+    assert not any("aux[0]" in why for why in explain(spec, Target("torch", "sm90"), "flex").reasons("flex"))
     with torch.no_grad():
         assert torch_frontend.explain(q, k, k, score_mod=RELATIVE, aux=(leaf,)).spec.aux_gradients == ()
     assert torch_frontend.explain(q, k, k, score_mod=RELATIVE, aux=(leaf,)).spec.aux_gradients == (0,)

@@ -16,11 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
+from attn_core.backends.flex import learned
 from attn_core.backends.flex.blocks import BLOCK
 from attn_core.backends.flex.containment import contain, mark
 from attn_core.backends.flex.operands import FlexOperands, arrange
@@ -55,6 +55,7 @@ FORWARD = Support(
     key_ranges=True,
     mask_mod=True,
     score_mod=True,
+    aux_gradients=True,
     bias=True,
     alibi=True,
     sinks=True,
@@ -63,14 +64,14 @@ FORWARD = Support(
     lse=True,
     lse_gradient=True,
 )
-BACKWARD = replace(FORWARD)
+BACKWARD = FORWARD
 
 
 def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
     """Refuses GPUs before sm80, where nobody has run the Triton kernels, and tables beyond 32-bit indices."""
     old = device.startswith("sm") and int(device[2:]) < 80
     reasons = (f"device {device}: FlexAttention on CUDA needs sm80",) if old else ()
-    return (*reasons, *tables(spec, FORWARD.kernel))
+    return (*reasons, *learned.refusals(spec, FORWARD.kernel), *tables(spec, FORWARD.kernel))
 
 
 def probe() -> str:
@@ -114,7 +115,6 @@ def lower(spec: AttentionSpec) -> dict[str, Any]:
 @without_gradient
 def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
     """See ``Backend.forward``."""
-
     with _without_autocast(inputs.q):
         q, k, v = _with_batch(spec, *(tensor.detach() for tensor in inputs[:3]))
         operands = operands_of(spec, inputs)
@@ -168,16 +168,21 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
             clean = contain(spec, operands.places, inputs, (q, dout), (k, v))
             q, dout, k, v = clean.tensors
         with recording():
-            leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
-            results = _attend(spec, leaves[0], leaves[1], leaves[2], operands)
+            q, k, v = (tensor.detach().requires_grad_() for tensor in (q, k, v))
+            operands = operands._replace(learned=learned.leaves(spec, operands.aux))
+            results = _attend(spec, q, k, v, operands)
             if share is not None:
                 dout, dlse = share.inner(results[1].detach(), dout)
             cotangents = (dout,) if dlse is None else (dout, dlse)
-            dq, dk, dv = torch.autograd.grad(results[: len(cotangents)], leaves, cotangents)
+            dq, dk, dv, *parts = torch.autograd.grad(
+                results[: len(cotangents)], (q, k, v, *operands.learned), cotangents
+            )
         if clean is not None:
             mark(dq, clean.rows, results[1].detach())
             dk, dv = mark(dk, clean.keys), mark(dv, clean.keys)
-    return Gradients(*((dq[0], dk[0], dv[0]) if spec.packed else (dq, dk, dv)), None, share and share.dsinks)
+        daux = learned.summed(spec, operands.aux, parts, None if clean is None else clean.rows.any() | clean.keys.any())
+    dq, dk, dv = (dq[0], dk[0], dv[0]) if spec.packed else (dq, dk, dv)
+    return Gradients(dq, dk, dv, None, share and share.dsinks, **daux)
 
 
 def warm_up(spec: AttentionSpec) -> None:
@@ -196,8 +201,9 @@ def _width(dim: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _signature(spec: AttentionSpec) -> Signature:
+def _signature(spec: AttentionSpec, learns: bool) -> Signature:
     how = lower(spec)
+    score_mod = learned.read_alone(spec).tree if learns else spec.score_mod
     return Signature(
         dtype=spec.dtype,
         heads=(spec.num_heads, spec.num_kv_heads),
@@ -209,7 +215,7 @@ def _signature(spec: AttentionSpec) -> Signature:
         mask=how["mask"],
         options=tuple(how["kernel_options"].items()),
         mask_mod=None if spec.mask_mod is None else torch_function(spec.mask_mod),
-        score_mod=None if spec.score_mod is None else torch_function(spec.score_mod),
+        score_mod=None if score_mod is None else torch_function(score_mod),
         length_classes=length_classes(spec),
     )
 
@@ -234,11 +240,11 @@ def _with_batch(spec: AttentionSpec, *tensors: Any) -> tuple[Any, ...]:
 
 def _attend(spec: AttentionSpec, q: Any, k: Any, v: Any, operands: FlexOperands) -> tuple[Any, Any]:
     """Returns out ``[batch, q_len, heads, value_dim]`` and lse ``[batch, heads, q_len]``, differentiable."""
-    signature = _signature(spec)
+    signature = _signature(spec, bool(operands.learned))
     wide, value_wide = signature.widths
     padded = (_padded(q, wide), _padded(k, wide), _padded(v, value_wide))
     (q, k, v), layouts = zip(*map(arrange, padded))
-    given = (*operands[3:6], *(operands.ranges or ()), *operands.aux)
+    given = (*operands[3:6], *(operands.ranges or ()), *operands.aux, *operands.learned)
     tables = [None if t is None else (str(t.dtype), tuple(n == 1 for n in t.shape)) for t in given]
     run = program(flex, signature, layouts, tuple(tables))
     # [batch, tokens, heads, dim] -> [batch, heads, tokens, dim] and back, as views

@@ -22,7 +22,7 @@ class FlexOperands(NamedTuple):
     edges: int32 scalars; places: of packed tokens; tables: of the rows and of the keys; mask, bias
     ``[batch, heads, q_len, kv_len]``, any axis may be 1; slopes ``[heads]`` or ``[batch, heads]``; softcap, with the
     scale in it; ranges: of key ranges the starts and the stops, int32 ``[batch or 1, kv_heads or 1, 1, kv_len]`` each;
-    aux: the arrays of the call's functions.
+    aux: the arrays of the call's functions; learned: those of a backward that gives them gradients, see ``learned.py``.
     """
 
     edges: Edges | None
@@ -34,6 +34,7 @@ class FlexOperands(NamedTuple):
     softcap: Softcap | None
     ranges: tuple[Any, ...] | None
     aux: tuple[Any, ...] = ()
+    learned: tuple[Any, ...] = ()
 
 
 def operands(spec: AttentionSpec, inputs: Inputs) -> FlexOperands:

@@ -186,7 +186,7 @@ def flex(how: tuple[Any, ...], q: Any, k: Any, v: Any, *operands: Any) -> tuple[
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
     signature: Signature = how[0]
-    edges, places, tables, mask, bias, slopes, softcap, ranges, aux = operands
+    edges, places, tables, mask, bias, slopes, softcap, ranges, aux, learned = operands
     distance = functions.distance_function(None if edges is None else edges.offset, places)
     wide = torch.float32
     bias_reader, slope_reader = functions.reader(bias, wide), functions.slope_reader(slopes, wide)
@@ -194,7 +194,7 @@ def flex(how: tuple[Any, ...], q: Any, k: Any, v: Any, *operands: Any) -> tuple[
     in_ranges = functions.range_reader(ranges, int(signature.group))
     masked, scored = signature.mask_mod, signature.score_mod
     shown = None if masked is None else lambda b, h, row, column: masked.function(None, b, h, row, column, aux)
-    changed = None if scored is None else lambda score, *place: scored.function(score, *place, aux)
+    changed = None if scored is None else lambda score, *place: scored.function(score, *place, (*aux, *learned))
     visible = functions.mask_function(functions.reader(mask), left, right, distance, places, (in_ranges, shown))
     options: Any = dict(signature.options)
     out, extra = flex_attention(

@@ -1,0 +1,92 @@
+"""Gradients of the arrays that a score function reads, by FlexAttention's own backward.
+
+That backward adds to an element where a lookup reads it, atomically and in float32. It allows one lookup for each
+array, and indices that are tensors. So each lookup gets an array of its own, which is a view of the call's, and a
+constant index becomes an expression.
+Upstream: ``zeros_and_scatter`` of ``torch.nn.attention.flex_attention``, torch 2.11 to 2.15.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from math import prod
+from typing import Any, NamedTuple
+
+from attn_core.call.functions import AUX, lookup_slopes
+from attn_core.call.spec import AttentionSpec
+from attn_core.expressions.tree import Expression, nodes
+
+_ZERO = Expression("constant", "int", (), 0)
+_VARYING_ZERO = Expression("multiply", "int", (Expression("b", "int"), _ZERO))
+
+
+def refusals(spec: AttentionSpec, name: str) -> tuple[str, ...]:
+    """Refuses equal bits, because the order of atomic additions is not fixed. name: of the kernel."""
+    if not (spec.aux_gradients and spec.deterministic):
+        return ()
+    arrays = ", ".join(f"aux[{number}]" for number in spec.aux_gradients)
+    return (f"gradient of {arrays} with deterministic=True: {name} adds in any order",)
+
+
+class ReadAlone(NamedTuple):
+    """A score function with an array for each lookup that has a gradient.
+
+    Attributes:
+        tree: the function. Its new arrays follow the call's own.
+        numbers: of which array of the call each new one is a view.
+    """
+
+    tree: Expression
+    numbers: tuple[int, ...]
+
+
+@lru_cache(maxsize=256)
+def read_alone(spec: AttentionSpec) -> ReadAlone:
+    """Returns the score function of a call with ``aux_gradients``, changed so that its backward can add to arrays."""
+    tree: Any = spec.score_mod
+    learned = {node for node, _ in lookup_slopes(tree, spec.aux_gradients)}
+    numbers: list[int] = []
+    changed: dict[Expression, Expression] = {}
+    for node in nodes(tree):
+        operands, value = tuple([changed[operand] for operand in node.operands]), node.value
+        if node in learned and prod(spec.aux[int(node.value or 0)].shape) > 0:  # an empty array gives 0
+            numbers.append(int(node.value or 0))
+            operands, value = tuple(map(_varying, operands or (_ZERO,))), len(spec.aux) + len(numbers) - 1
+        changed[node] = Expression(node.op, node.kind, operands, value)
+    return ReadAlone(changed[tree], tuple(numbers))
+
+
+def _varying(index: Expression) -> Expression:
+    """An index of the same value that is no constant."""
+    return Expression("add", "int", (index, _VARYING_ZERO)) if index.op == "constant" else index
+
+
+def leaves(spec: AttentionSpec, arrays: Sequence[Any]) -> tuple[Any, ...]:
+    """Returns the new arrays of a backward, float32, which require gradients. arrays: the call's, on the GPU."""
+    import torch
+
+    if not spec.aux_gradients:
+        return ()
+    views = [torch.atleast_1d(arrays[number].detach().to(torch.float32)) for number in read_alone(spec).numbers]
+    return tuple([view.detach().requires_grad_() for view in views])
+
+
+def summed(spec: AttentionSpec, arrays: Sequence[Any], parts: Sequence[Any], bad: Any) -> dict[str, Any]:
+    """Returns the gradients of the call's arrays, by their fields in ``Gradients``, from those of the new arrays.
+
+    Args:
+        arrays: the call's. parts: the gradient of each new array.
+        bad: a bool tensor without axes, whether a number was replaced because it was not finite; None if none can be.
+    """
+    import torch
+
+    if not spec.aux_gradients:
+        return {}
+    like = {"dtype": torch.float32, "device": arrays[0].device}
+    totals = {number: torch.zeros(arrays[number].shape, **like) for number in spec.aux_gradients}
+    for number, part in zip(read_alone(spec).numbers, parts, strict=True):
+        totals[number] += part.detach().reshape(totals[number].shape)
+    if bad is not None:
+        totals = {number: torch.where(bad, torch.nan, total) for number, total in totals.items()}
+    return {f"d{AUX[number]}": total.to(arrays[number].dtype) for number, total in totals.items()}
