@@ -59,6 +59,7 @@ BOUNDS: dict[str, int | str] = {
     "attn_core.backends.flash4.backend:_kernels": ONE,
     "attn_core.backends.flash4.disk_cache:use": ONE,
     "attn_core.backends.flash4.launches:_module": ONE,
+    "attn_core.backends.flash4.masked:_use_orders": ONE,
     "attn_core.backends.flash4.own_kernels:_compiled": "mask functions and kinds of block tables",
     "attn_core.backends.flash4.own_kernels:compiled_code": ONE,
     "attn_core.backends.flash4.program:_entry": ONE,

@@ -4,7 +4,8 @@ python -m benchmarks.masks --json masks.json     # minutes; needs a GPU. flash3 
 
 Speeds count visible pairs alone: a kernel that computes hidden pairs is slower by this measure. The candidates of a
 call take turns in one process, and each call ends with a synchronisation, so the host's time counts. Candidates
-named "many" make 50 calls before they wait, as a model does, so the host's time hides behind the device's.
+named "many" make 50 calls before they wait (10 with gradients), as a model does, so the host's time hides behind the
+device's. "many, causal" is the fastest kernel without a mask, on 8192 tokens.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ import torch
 
 from attn_core import masks
 from attn_core.expressions import tanh, trace_score
+from benchmarks.masks_report import IN_A_ROW
 from benchmarks.measure import environment, medians, side_by_side
 from torch_frontend import attention, explain
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
-CALLS, ROUNDS, UNTIMED, MANY = 5, 5, 5, 50
+CALLS, ROUNDS, UNTIMED = 5, 5, 5
+PLAIN_TOKENS = 8192
 Calls = dict[str, Callable[[], Any]]
 
 
@@ -75,20 +78,41 @@ def synchronized(call: Callable[[], torch.Tensor], leaves: list[torch.Tensor] | 
     return run
 
 
-def many(call: Callable[[], Any], wait: Callable[[Any], Any]) -> Callable[[], None]:
-    """MANY calls, and the wait for the last one."""
+def many(call: Callable[[], Any], wait: Callable[[Any], Any], count: int = IN_A_ROW[False]) -> Callable[[], None]:
+    """Many calls, and the wait for the last one."""
 
     def run() -> None:
-        for _ in range(MANY - 1):
+        for _ in range(count - 1):
             call()
         wait(call())
 
     return run
 
 
-def many_of_torch(call: Callable[[], Any]) -> Callable[[], None]:
-    """MANY forwards without gradients."""
-    return torch.no_grad()(many(call, lambda _: torch.cuda.synchronize()))
+def many_of_torch(call: Callable[[], Any], leaves: list[torch.Tensor] | None = None) -> Callable[[], None]:
+    """Forwards in a row without gradients, or calls with the gradients of ``leaves``."""
+
+    def with_gradients() -> None:
+        out = call()
+        torch.autograd.grad(out, leaves, torch.ones_like(out))
+
+    wait = lambda _: torch.cuda.synchronize()  # noqa: E731
+    if leaves is None:
+        return torch.no_grad()(many(call, wait))
+    return many(with_gradients, wait, IN_A_ROW[True])
+
+
+def plain_calls(training: bool) -> dict[str, Callable[[], Any]]:
+    """The fastest causal kernels, by name; only those that can run here."""
+    qkv, calls = tensors(1, PLAIN_TOKENS, training), {}
+    for name in ("flash4",) if training else ("flash3", "flash4"):
+        call = lambda name=name: attention(*qkv, causal=True, backend=name)  # noqa: E731
+        try:
+            call()
+        except RuntimeError:  # not installed here
+            continue
+        calls[name] = many_of_torch(call, qkv if training else None)
+    return calls
 
 
 def flex_of_torch(qkv: list[torch.Tensor], score_mod: Any = None, mask_mod: Any = None) -> Callable[[], torch.Tensor]:
@@ -136,21 +160,28 @@ def mask_row(name: str, training: bool) -> dict[str, Any]:
     row = {"call": name, "training": training, "pairs": int(dense.sum()), "tokens": tokens, "batch": 1}
     row |= {"backend": selection.backend, "dense backend": explain(*qkv, mask=dense[None, None]).backend}
     row |= {"parts": selection.parts, "backend on the device": whole.backend}
-    groups: tuple[Calls, ...] = ()
+    in_a_row = in_a_row_with_plain(lambda: attention(*qkv, key_ranges=on_host), leaves)
+    groups: tuple[Calls, ...] = (in_a_row,)
     if not training:
-        in_a_row = {
-            "many": many_of_torch(lambda: attention(*qkv, key_ranges=on_host)),
-            "many, ranges on the device": many_of_torch(lambda: attention(*qkv, key_ranges=ranges)),
-        }
+        in_a_row["many, ranges on the device"] = many_of_torch(lambda: attention(*qkv, key_ranges=ranges))
         groups = jax_calls(qkv, in_a_row, dense[None, None], key_ranges=on_host)
     return row | {"seconds": timed(calls, *groups)}
+
+
+def in_a_row_with_plain(call: Callable[[], Any], leaves: list[torch.Tensor] | None) -> Calls:
+    """Many calls, and as many of the fastest kernel without a mask."""
+    calls = {"many": many_of_torch(call, leaves)}
+    for run in list(plain_calls(leaves is not None).values())[:1]:
+        calls["many, causal"] = run
+    return calls
 
 
 def timed(*groups: Calls) -> dict[str, list[float]]:
     """The seconds of each call; those of a group take turns. A GPU's clock suffers for a while from a heavy rival."""
     seconds: dict[str, list[float]] = {}
     for group in groups:
-        seconds |= side_by_side(group, calls=CALLS, rounds=ROUNDS, untimed=UNTIMED)
+        calls, untimed = (2, 1) if "many" in group else (CALLS, UNTIMED)
+        seconds |= side_by_side(group, calls=calls, rounds=ROUNDS, untimed=untimed)
     return seconds
 
 
@@ -207,27 +238,21 @@ def score_row(name: str, training: bool) -> dict[str, Any]:
     }
     row = {"call": name, "training": training, "pairs": 4 * 4096 * 4097 // 2, "tokens": 4096, "batch": 4}
     row["backend"] = explain(*qkv, **options).backend
-    groups: tuple[Calls, ...] = ()
+    in_a_row = in_a_row_with_plain(lambda: attention(*qkv, **options), leaves)
+    groups: tuple[Calls, ...] = (in_a_row,)
     if not training:
-        in_a_row = {"many": many_of_torch(lambda: attention(*qkv, **options))}
         groups = jax_calls(qkv, in_a_row, None, **options)
     return row | {"seconds": timed(calls, *groups)}
 
 
 def plain_row(training: bool) -> dict[str, Any]:
-    """Times the fastest kernels without a mask function: causal, 8192 tokens."""
-    qkv, calls = tensors(1, 8192, training), {}
-    selection = explain(*qkv, causal=True)
-    for name in ("flash3", "flash4"):
-        try:
-            attention(*qkv, causal=True, backend=name)
-        except RuntimeError:  # not installed here, or without a gradient
-            continue
-        run = lambda name=name: attention(*qkv, causal=True, backend=name)  # noqa: E731
-        calls[name] = synchronized(run, qkv if training else None)
-    calls["attention"] = synchronized(lambda: attention(*qkv, causal=True), qkv if training else None)
-    row = {"call": "causal, 8192", "training": training, "pairs": 8192 * 8193 // 2, "tokens": 8192, "batch": 1}
-    return row | {"backend": selection.backend, "seconds": timed(calls)}
+    """Times the fastest kernels without a mask, and attention: causal, PLAIN_TOKENS tokens, in a row."""
+    qkv = tensors(1, PLAIN_TOKENS, training)
+    calls = {f"many {name}": run for name, run in plain_calls(training).items()}
+    calls["many"] = many_of_torch(lambda: attention(*qkv, causal=True), qkv if training else None)
+    row = {"call": f"causal, {PLAIN_TOKENS}", "training": training, "pairs": PLAIN_TOKENS * (PLAIN_TOKENS + 1) // 2}
+    row |= {"tokens": PLAIN_TOKENS, "batch": 1, "backend": explain(*qkv, causal=True).backend}
+    return row | {"seconds": timed(calls)}
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -87,11 +87,11 @@ def test_the_band_is_no_argument_of_a_call_with_block_tables() -> None:
 def test_names_of_compiled_code() -> None:
     """Equal functions have equal names, and anything that changes the code changes the name."""
     one, other = (fields_of(mask, "slopes", (2, 4, 200, 300)) for mask in ("documents", "by row and head"))
-    ends = functions.Ends(1, False, False, 2)
+    spans = functions.Spans(1, False, False, 2)
     of_masks = [
-        functions.mask_function(tree, range_ends, functions.arrays_of(spec_of(**one)), inside)
+        functions.mask_function(tree, range_spans, functions.arrays_of(spec_of(**one)), inside)
         for tree in (one["mask_mod"], other["mask_mod"], None)
-        for range_ends in (ends, ends._replace(ranges=2), ends._replace(by_head=True), ends._replace(group=4))
+        for range_spans in (spans, spans._replace(ranges=2), spans._replace(by_head=True), spans._replace(group=4))
         for inside in ((), (3,))
     ]
     of_scores = [
@@ -106,7 +106,7 @@ def test_names_of_compiled_code() -> None:
     ]
     names = [function.__cute_hash__ for function in (*of_masks, *of_scores)]
     assert len(set(names)) == len(names)
-    again = functions.mask_function(one["mask_mod"], ends, functions.arrays_of(spec_of(**one)))
+    again = functions.mask_function(one["mask_mod"], spans, functions.arrays_of(spec_of(**one)))
     assert again.__cute_hash__ == names[0]
 
 

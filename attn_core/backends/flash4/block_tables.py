@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from attn_core.backends.flash4 import work_order
 from attn_core.backends.flash4.own_kernels import OwnKernel
 from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
@@ -37,13 +38,13 @@ def blocks(tokens: int) -> int:
     return -(-tokens // BLOCK)
 
 
-def has_ends(spec: AttentionSpec) -> bool:
+def has_spans(spec: AttentionSpec) -> bool:
     """Returns whether ranges or the band of a call without packed documents hide any pair."""
     return spec.key_ranges_shape is not None or not band(spec).hides_nothing(spec.q_len, spec.kv_len)
 
 
-def table(spec: AttentionSpec, inputs: Any, states: Any, of_queries: bool, lane: Any) -> tuple[Table, Any]:
-    """Returns the table of one side of a call, and the ends of its ranges.
+def table(spec: AttentionSpec, inputs: Any, states: Any, of_queries: bool, lane: Any) -> tuple[Table, Any, Any]:
+    """Returns the table of one side of a call, the spans of its ranges, and the order of the side's blocks.
 
     Args:
         spec: a call without packed documents, with ranges, a band or a mask function.
@@ -54,18 +55,18 @@ def table(spec: AttentionSpec, inputs: Any, states: Any, of_queries: bool, lane:
         lane: launches the kernel, see ``own_kernels``.
 
     Returns:
-        The table, whose tensors have all batch rows and heads; they are expanded if the lane takes views. The ends:
-        int32 ``[batch or 1, kv_heads or 1, kv blocks * 128, 2 * ranges]``, starts and stops in turn; None without
-        ranges and band.
+        The table, whose tensors have all batch rows and heads; they are expanded if the lane takes views. The spans:
+        int32 ``[batch or 1, kv_heads or 1, kv blocks * 128, 2 * ranges]``, starts and lengths in turn; None without
+        ranges and band. The order: see ``work_order``.
     """
     how = _how(spec, None if states is None else states.shape[:2], of_queries)
     ranges = inputs.key_ranges
     if ranges is not None:
         ranges = ranges.detach().contiguous()
         ranges = ranges.clone() if lane.TAKES_VIEWS and ranges.data_ptr() % 16 else ranges
-    tensors, ends, result = (_views if lane.TAKES_VIEWS else _whole)(how, inputs.q.device)
-    lane.launch(how.kernel, (ranges, states, ends, *tensors, *how.numbers))
-    return result, ends
+    tensors, spans, result = (_views if lane.TAKES_VIEWS else _whole)(how, inputs.q.device)
+    lane.launch(how.kernel, (ranges, states, spans, *tensors, *how.numbers))
+    return result, spans, work_order.of_table(tensors, how.shape[:2], lane)
 
 
 class _How(NamedTuple):
@@ -73,14 +74,14 @@ class _How(NamedTuple):
 
     Attributes:
         kernel, numbers: the kernel, and its arguments behind the tensors.
-        ends: the shape of the ends, None without.
+        spans: the shape of the spans, None without.
         shape: of the lists of a table that has one row for each that differs.
         whole: the shape of the lists with all batch rows and heads.
     """
 
     kernel: OwnKernel
     numbers: tuple[int, ...]
-    ends: tuple[int, ...] | None
+    spans: tuple[int, ...] | None
     shape: tuple[int, int, int, int]
     whole: tuple[int, int, int, int]
 
@@ -90,16 +91,16 @@ def _how(spec: AttentionSpec, shown: tuple[int, int] | None, of_queries: bool) -
     """Returns how the table of a call is made. shown: the batch rows and heads of a mask function's blocks."""
     q_blocks, kv_blocks = blocks(spec.q_len), blocks(spec.kv_len)
     sides = (q_blocks, kv_blocks) if of_queries else (kv_blocks, q_blocks)
-    range_rows, range_heads, _, ranges, _ = spec.key_ranges_shape or (1, 1, 0, int(has_ends(spec)), 2)
+    range_rows, range_heads, _, ranges, _ = spec.key_ranges_shape or (1, 1, 0, int(has_spans(spec)), 2)
     shown_rows, shown_heads = shown or (1, 1)
     rows = spec.batch if max(range_rows, shown_rows) > 1 else 1
     heads = spec.num_heads if max(range_heads, shown_heads) > 1 else 1
     edge = band(spec)
     left, right = (FAR if side is None else side for side in edge[:2])
     numbers = spec.q_len, spec.kv_len, left, right, edge.offset, rows, heads, spec.group_size
-    ends = (range_rows, range_heads, kv_blocks * BLOCK, 2 * ranges) if ranges else None
+    spans = (range_rows, range_heads, kv_blocks * BLOCK, 2 * ranges) if ranges else None
     kernel = _kernel(BLOCK, of_queries, ranges, spec.key_ranges_shape is not None, shown is not None)
-    return _How(kernel, numbers, ends, (rows, heads, *sides), (spec.batch, spec.num_heads, *sides))
+    return _How(kernel, numbers, spans, (rows, heads, *sides), (spec.batch, spec.num_heads, *sides))
 
 
 @lru_cache(maxsize=16)
@@ -113,22 +114,22 @@ def _kernel(*choices: Any) -> OwnKernel:
 
 
 def _views(how: _How, device: Any) -> tuple[Table, Any, Table]:
-    """Returns the tensors that the kernel writes, as views of one allocation, with the ends and the expanded table."""
+    """Returns the tensors that the kernel writes, as views of one allocation, with the spans and the expanded table."""
     import torch
 
     size, views, expanded = _layout(how)
     memory = torch.empty(size, dtype=torch.int32, device=device)
-    ends, *tensors = [view and memory.as_strided(*view) for view in views]
-    return Table(*tensors), ends, Table(*[memory.as_strided(*view) for view in expanded])
+    spans, *tensors = [view and memory.as_strided(*view) for view in views]
+    return Table(*tensors), spans, Table(*[memory.as_strided(*view) for view in expanded])
 
 
 @lru_cache(maxsize=4096)
 def _layout(how: _How) -> tuple[int, tuple[Any, ...], tuple[Any, ...]]:
-    """Returns a size, and the shapes, strides and offsets of tensors in it: ends and table, and the whole table."""
+    """Returns a size, and the shapes, strides and offsets of tensors in it: spans and table, and the whole table."""
     rows, heads, length, others = how.shape
-    _, width, keys, columns = how.ends or (0,) * 4
-    offset = (how.ends[0] if how.ends else 0) * width * keys * columns
-    views: list[Any] = [how.ends and (how.ends, (width * keys * columns, keys * columns, columns, 1), 0)]
+    _, width, keys, columns = how.spans or (0,) * 4
+    offset = (how.spans[0] if how.spans else 0) * width * keys * columns
+    views: list[Any] = [how.spans and (how.spans, (width * keys * columns, keys * columns, columns, 1), 0)]
     expanded = []
     for number in range(4):
         step = length * others if number % 2 else length
@@ -149,4 +150,4 @@ def _whole(how: _How, device: Any) -> tuple[Table, Any, Table]:
         return None if shape is None else torch.empty(shape, dtype=torch.int32, device=device)
 
     result = Table(*[make(how.whole[: 4 if number % 2 else 3]) for number in range(4)])
-    return result, make(how.ends), result
+    return result, make(how.spans), result

@@ -3,7 +3,7 @@
 A kernel passes one pair of a query and a key to a mask function, and a few pairs of one query to a score function.
 Arrays go in as ``aux_scalars``: the address of each, then its sizes. With ``aux_tensors`` a kernel would divide every
 index by the length of its row, which costs more than most functions; ours stay inside their arrays themselves. The
-first array holds the ends of the call's ranges if there are any (see ``block_tables.py``), the others are the call's
+first array holds the spans of the call's ranges if there are any (see ``block_tables.py``), the others are the call's
 aux arrays.
 
 The kernel identifies compiled code by each function's ``__cute_hash__``. Ours names all that the code depends on.
@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from attn_core.backends.flash4 import score_indices
+from attn_core.backends.flash4 import score_indices, work_order
 from attn_core.backends.flash4.softcap import capped, capped_gradient, capped_share, each_pair, tanh_approx
 from attn_core.call.functions import aux_of, slope
 from attn_core.call.spec import AttentionSpec
@@ -37,8 +37,8 @@ ELEMENTS = {
 """The names of dtypes in the CuTe DSL."""
 
 
-class Ends(NamedTuple):
-    """How the ends of ranges are read: how many ranges a key has, and which axes of the ends are longer than 1."""
+class Spans(NamedTuple):
+    """How the spans of ranges are read: how many ranges a key has, and which axes of the spans are longer than 1."""
 
     ranges: int
     by_batch: bool
@@ -73,31 +73,31 @@ def aux_tensors(inputs: Inputs) -> list[Any]:
     return [array.detach().to(smaller.get(array.dtype, array.dtype)).contiguous() for array in aux_of(inputs)]
 
 
-def scalars_of(spec: AttentionSpec, tensors: Sequence[Any], lane: Any, ends: bool = False) -> tuple[Any, ...] | None:
+def scalars_of(spec: AttentionSpec, tensors: Sequence[Any], lane: Any, spans: bool = False) -> tuple[Any, ...] | None:
     """Returns the addresses and sizes of a call's arrays as a kernel takes them; None if there are none.
 
     Args:
-        tensors: the aux arrays, which may be flat, behind the ends of ranges if there are ``ends``.
+        tensors: the aux arrays, which may be flat, behind the spans of ranges if there are ``spans``.
         lane: returns the address of a tensor, see ``own_kernels``.
     """
     if not tensors:
         return None
     from cutlass import Int32
 
-    shapes = [*([tensors[0].shape] if ends else []), *(entry.shape for entry in spec.aux)]
+    shapes = [*([tensors[0].shape] if spans else []), *(entry.shape for entry in spec.aux)]
     pairs = zip(tensors, shapes, strict=True)
     return tuple(scalar for tensor, shape in pairs for scalar in (lane.address(tensor), *map(Int32, shape)))
 
 
 @lru_cache(maxsize=256)
 def mask_function(
-    tree: Expression | None, ends: Ends | None, arrays: Arrays, inside: tuple[int, ...] = ()
+    tree: Expression | None, spans: Spans | None, arrays: Arrays, inside: tuple[int, ...] = ()
 ) -> Callable[..., Any]:
     """Returns ``mask_mod`` of the kernels: a key is visible if its ranges and the call's function show it.
 
     Args:
         tree: the call's mask function, or None.
-        ends: of the ranges, or None; one of both is needed.
+        spans: of the ranges, or None; one of both is needed.
         arrays: of the call's aux arrays.
         inside: ``inside_of`` the tree.
     """
@@ -106,34 +106,44 @@ def mask_function(
         from cutlass import Boolean, cute
 
         index, shown = (b[0], h[0], q[0], k[0]), None
-        if ends is not None:
-            shown = _in_ranges(ends, read((("int32", "int", 4),), aux_scalars)[0], index)
+        if spans is not None:
+            shown = _in_ranges(spans, aux_scalars, index)
         if tree is not None:
-            by_function = evaluate_cute(tree, index, None, read(arrays, aux_scalars, ends is not None), inside)
+            by_function = evaluate_cute(tree, index, None, read(arrays, aux_scalars, spans is not None), inside)
             shown = by_function if shown is None else shown & by_function
         cell = cute.make_rmem_tensor(1, Boolean)
         cell[0] = shown
         return cell.load()
 
-    about = (tree and tree.digest, ends, arrays, inside)
-    mask_mod.__cute_hash__ = f"attn_core.mask{about}"  # type: ignore[attr-defined]
+    about = (tree and tree.digest, spans, arrays, inside)
+    mask_mod.__cute_hash__ = f"attn_core.ordered_mask{about}"  # type: ignore[attr-defined]
+    setattr(mask_mod, work_order.NEEDED, True)
     return mask_mod
 
 
-def _in_ranges(ends: Ends, array: CuteArray, index: tuple[Any, ...]) -> Any:
-    """Returns whether a range of the key shows the pair. array: int32 ``[rows, heads, keys, 2 * ranges]``."""
-    from cutlass import cute
+def _in_ranges(spans: Spans, scalars: Sequence[Any], index: tuple[Any, ...]) -> Any:
+    """Returns whether a range of the key shows the pair.
+
+    Args:
+        scalars: the address and the sizes of the ranges' starts and lengths, see ``block_tables``.
+    """
+    from cutlass import Int32, Uint32, cute
 
     b, h, q, k = index
-    _, heads, keys, _ = array.shape
-    row = b * heads if ends.by_batch else 0
-    row = row + h // ends.group if ends.by_head else row
-    width = 2 * ends.ranges
-    # All ends of a key in one instruction: of four loads for a key, each is as slow as one.
-    pointer = (array.pointer + (row * keys + k) * width).align(4 * width)
-    values = cute.make_tensor(pointer, cute.make_layout(width)).load()
-    shown = (q >= values[0]) & (q < values[1])
-    return shown if ends.ranges == 1 else shown | ((q >= values[2]) & (q < values[3]))
+    address, _, heads, keys, _ = scalars[:5]
+    row = b * heads if spans.by_batch else 0
+    row = row + h // spans.group if spans.by_head else row
+    width = 2 * spans.ranges
+    # All numbers of a key in one instruction: of four loads for a key, each is as slow as one. The layout says that
+    # they are aligned.
+    pointer = cute.make_ptr(Int32, address, cute.AddressSpace.gmem, assumed_align=4 * width)
+    by_key = cute.make_tensor(pointer, cute.make_layout((width, cute.assume(keys, 128)), stride=(1, width)))
+    values = by_key[None, row * keys + k].load()
+    shown = None
+    for which in range(spans.ranges):
+        inside = Uint32(q - values[2 * which]) < Uint32(values[2 * which + 1])  # one comparison instead of two
+        shown = inside if shown is None else shown | inside
+    return shown
 
 
 class ScoreFunctions(NamedTuple):
@@ -154,7 +164,7 @@ class ScoreFunctions(NamedTuple):
 def score_functions(
     tree: Expression,
     cap: float | None,
-    behind_ends: bool,
+    behind_spans: bool,
     arrays: Arrays,
     packed: bool,
     inside: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
@@ -164,7 +174,7 @@ def score_functions(
     Args:
         tree: the call's score function.
         cap: its softcap.
-        behind_ends: whether the first of the kernel's arrays holds the ends of ranges.
+        behind_spans: whether the first of the kernel's arrays holds the spans of ranges.
         arrays: of the call's aux arrays.
         packed: whether rows hold documents. The kernel counts tokens in a document, and functions in the whole row.
         inside: ``inside_of`` the tree and of its slope.
@@ -179,7 +189,7 @@ def score_functions(
         return row, head, query, key
 
     def value(of: Expression, score: Any, index: tuple[Any, ...], aux: Any) -> Any:
-        return evaluate_cute(of, index, score, read(arrays, aux, behind_ends), inside[of is not tree])
+        return evaluate_cute(of, index, score, read(arrays, aux, behind_spans), inside[of is not tree])
 
     # The kernels pass the arguments from q_idx on by these names.
     def forward(
@@ -221,18 +231,18 @@ def score_functions(
 
     functions = ScoreFunctions(forward, recompute, gradient)
     for name, function in functions._asdict().items():
-        key = (name, tree.digest, cap, behind_ends, arrays, packed, inside)
+        key = (name, tree.digest, cap, behind_spans, arrays, packed, inside)
         function.__cute_hash__ = f"attn_core.score{key}"
         setattr(function, score_indices.NEEDED, True)
     return functions
 
 
-def read(arrays: Arrays, scalars: Sequence[Any], behind_ends: bool = False) -> tuple[CuteArray, ...]:
-    """Returns the arrays that a kernel's scalars describe, without the first one if it holds the ends of ranges."""
+def read(arrays: Arrays, scalars: Sequence[Any], behind_spans: bool = False) -> tuple[CuteArray, ...]:
+    """Returns the arrays that a kernel's scalars describe, without the first one if it holds the spans of ranges."""
     import cutlass
     from cutlass import cute
 
-    result, place = [], 5 if behind_ends else 0
+    result, place = [], 5 if behind_spans else 0
     for dtype, kind, axes in arrays:
         element = getattr(cutlass, ELEMENTS[dtype])
         pointer = cute.make_ptr(element, scalars[place], cute.AddressSpace.gmem, assumed_align=element.width // 8)

@@ -12,7 +12,16 @@ from collections.abc import Iterator
 from math import prod
 from typing import Any
 
-from attn_core.backends.flash4 import block_tables, function_blocks, functions, own_kernels, score_indices
+from attn_core.backends.flash4 import (
+    block_tables,
+    function_blocks,
+    functions,
+    own_kernels,
+    score_indices,
+    versions,
+    work_order,
+)
+from attn_core.backends.shared.cached_once import cached_once
 from attn_core.backends.shared.constant_tensors import made_from
 from attn_core.call.functions import named, slope
 from attn_core.call.spec import AttentionSpec
@@ -62,10 +71,10 @@ def score_keywords(spec: AttentionSpec, half: str) -> dict[str, Any]:
     """Returns the keywords of a call's score function in a direction; of its softcap, too."""
     if spec.score_mod is None:
         return {}
-    ends = by_blocks(spec) and block_tables.has_ends(spec)
+    spans = by_blocks(spec) and block_tables.has_spans(spec)
     arrays = functions.arrays_of(spec)
     inside = tuple(functions.inside_of(tree, spec) for tree in (spec.score_mod, slope(spec.score_mod)))
-    score = functions.score_functions(spec.score_mod, spec.softcap, ends, arrays, spec.packed, inside)
+    score = functions.score_functions(spec.score_mod, spec.softcap, spans, arrays, spec.packed, inside)
     if half == "forward":
         # With the query heads of a kv head in one tile, the kernel would divide the index of every pair.
         apart = {"pack_gqa": False} if (spec.max_len_q or spec.q_len) >= block_tables.BLOCK else {}
@@ -75,9 +84,8 @@ def score_keywords(spec: AttentionSpec, half: str) -> dict[str, Any]:
 
 
 def operands(spec: AttentionSpec, inputs: Inputs, half: str, lane: Any = own_kernels) -> tuple[Any, ...]:
-    """Returns the further tensors of a call in a direction: its block table, the ends of its ranges, its aux arrays.
-
-    A plain call has none.
+    """Returns the further tensors of a call in a direction: its block table, the spans of its ranges, its aux arrays,
+    and the order of its blocks. A plain call has none.
 
     Args:
         lane: launches the kernels that make tables, see ``own_kernels``.
@@ -90,8 +98,8 @@ def operands(spec: AttentionSpec, inputs: Inputs, half: str, lane: Any = own_ker
 
     def make() -> tuple[Any, ...]:
         states = None if spec.mask_mod is None else function_blocks.states(spec, arrays, inputs.q.device, lane)
-        table, ends = block_tables.table(spec, inputs, states, half == "forward", lane)
-        return (*table, *arrays) if ends is None else (*table, ends, *arrays)
+        table, spans, order = block_tables.table(spec, inputs, states, half == "forward", lane)
+        return (*table, *arrays, order) if spans is None else (*table, spans, *arrays, order)
 
     if arrays or inputs.key_ranges is None or lane is not own_kernels:
         return make()
@@ -118,14 +126,26 @@ def tensor_keywords(spec: AttentionSpec, tensors: tuple[Any, ...], lane: Any = o
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch  # type: ignore[import-not-found]
 
     blocks = BlockSparseTensorsTorch(*tensors[:4], block_size=(block_tables.BLOCK, block_tables.BLOCK))
-    scalars = functions.scalars_of(spec, tensors[4:], lane, block_tables.has_ends(spec))
+    _use_orders()
+    *arrays, order = tensors[4:]
+    scalars = functions.scalars_of(spec, arrays, lane, block_tables.has_spans(spec)) or ()
+    scalars = (*scalars, *work_order.scalars_of(order, lane))
     return {"block_sparse_tensors": blocks, "mask_mod": _mask_function(spec), "aux_scalars": scalars}
 
 
+@cached_once
+def _use_orders() -> None:
+    """Lets the kernels of this process read the order of calls that have one; once, in the version that we read."""
+    if versions.installed() == versions.READ:
+        from attn_core.backends.flash4 import ordered_tiles
+
+        ordered_tiles.use()
+
+
 def _mask_function(spec: AttentionSpec) -> Any:
-    ends = None
-    if block_tables.has_ends(spec):
+    spans = None
+    if block_tables.has_spans(spec):
         rows, heads, _, ranges, _ = spec.key_ranges_shape or (1, 1, 0, 1, 0)
-        ends = functions.Ends(ranges, rows > 1, heads > 1, spec.group_size)
+        spans = functions.Spans(ranges, rows > 1, heads > 1, spec.group_size)
     inside = () if spec.mask_mod is None else functions.inside_of(spec.mask_mod, spec)
-    return functions.mask_function(spec.mask_mod, ends, functions.arrays_of(spec), inside)
+    return functions.mask_function(spec.mask_mod, spans, functions.arrays_of(spec), inside)

@@ -33,7 +33,7 @@ class BlockTable:
 
     @cute.jit
     def __call__(  # type: ignore[no-untyped-def]
-        self, key_ranges, states, ends, partial_count, partial, full_count, full,
+        self, key_ranges, states, spans, partial_count, partial, full_count, full,
         q_len, kv_len, left, right, offset, rows, heads, group, stream,
     ):  # fmt: skip
         """Launches the kernel.
@@ -43,8 +43,8 @@ class BlockTable:
                 of 16 bytes.
             states: int8 ``[batch or 1, heads or 1, q blocks, kv blocks]``: 0 for a block of which a mask function shows
                 nothing, 1 for some pairs, 2 for all; or None.
-            ends: int32 ``[batch or 1, kv_heads or 1, kv blocks * 128, 2 * ranges]``: receives starts and stops in turn,
-                cut at band and row, 0 and 0 for an empty range; or None. At a multiple of 16 bytes.
+            spans: int32 ``[batch or 1, kv_heads or 1, kv blocks * 128, 2 * ranges]``: receives starts and lengths in
+                turn, cut at band and row, 0 and 0 for an empty range; or None. At a multiple of 16 bytes.
             partial_count, full_count: int32 ``[batch or rows, all heads or heads, blocks]``; partial, full: with one
                 more axis for the blocks of the other side. They receive ``block_tables.Table``.
             left, right, offset: key k is within the band of query q if ``-left <= k - (q + offset) <= right``.
@@ -53,13 +53,13 @@ class BlockTable:
         """
         blocks = partial_count.shape[2]
         self.kernel(
-            key_ranges, states, ends, partial_count, partial, full_count, full,
+            key_ranges, states, spans, partial_count, partial, full_count, full,
             q_len, kv_len, left, right, offset, rows, heads, group,
         ).launch(grid=[blocks, rows * heads, 1], block=[WARPS * LANES, 1, 1], stream=stream)  # fmt: skip
 
     @cute.kernel
     def kernel(  # type: ignore[no-untyped-def]
-        self, key_ranges, states, ends, partial_count, partial, full_count, full,
+        self, key_ranges, states, spans, partial_count, partial, full_count, full,
         q_len, kv_len, left, right, offset, rows, heads, group,
     ):  # fmt: skip
         thread, _, _ = cute.arch.thread_idx()
@@ -85,7 +85,7 @@ class BlockTable:
                     # Each block of keys is written once in a row of thread blocks.
                     writes = other % blocks == block if cutlass.const_expr(self.of_queries) else other == 0
                     edges = q_len, kv_len, left, right, offset
-                    state = self.by_ranges(key_ranges, ends, (b, h // group), q_block, kv_block, lane, writes, edges)
+                    state = self.by_ranges(key_ranges, spans, (b, h // group), q_block, kv_block, lane, writes, edges)
                 if cutlass.const_expr(self.with_states):
                     place = cutlass.min(b, states.shape[0] - 1), cutlass.min(h, states.shape[1] - 1), q_block, kv_block
                     state = cutlass.min(state, Int32(states[place]))
@@ -108,9 +108,9 @@ class BlockTable:
 
     @cute.jit
     def by_ranges(  # type: ignore[no-untyped-def]
-        self, key_ranges, ends, row, q_block, kv_block, lane, writes, edges
+        self, key_ranges, spans, row, q_block, kv_block, lane, writes, edges
     ):
-        """Returns the state of a block to every thread of a warp. writes: whether to write the ends of its keys."""
+        """Returns the state of a block to every thread of a warp. writes: whether to write the spans of its keys."""
         q_len, kv_len, left, right, offset = edges
         low = q_block * self.size
         high = cutlass.min(low + self.size, q_len)
@@ -135,10 +135,10 @@ class BlockTable:
                 stop = Int32(cutlass.select_(some, stop, Int32(0)))
                 touched = touched | (some & (start < high) & (stop > low))
                 covered = covered | ((start <= low) & (stop >= high))
-                cut[2 * which], cut[2 * which + 1] = start, stop
+                cut[2 * which], cut[2 * which + 1] = start, stop - start
             uncovered = uncovered | (exists & (covered == Boolean(False)))
             if writes:
-                self.of_key(ends, row, ends.shape[2], key, width).store(cut.load())
+                self.of_key(spans, row, spans.shape[2], key, width).store(cut.load())
         some = Int32(cute.arch.vote_any_sync(touched))
         missing = Int32(cute.arch.vote_any_sync(uncovered))
         return some * (2 - missing)
