@@ -419,9 +419,7 @@ def test_a_bad_number_in_a_document_reaches_the_gradients_of_arrays(standing_in:
     """The kernel gets 0 in its place, and the gradient of an array is a sum over all documents."""
     function, shapes = FUNCTIONS["learned slopes"]
     aux = tuple(Aux(shape, "bfloat16") for shape in shapes)
-    sizes = {key: value for key, value in SIZES.items() if key not in ("batch", "q_len", "kv_len")} | {
-        "dtype": "float32"
-    }
+    sizes = {key: value for key, value in SIZES.items() if key not in ("batch", "q_len", "kv_len", "dtype")}
     call = make_call(4, ((3, 4), (3, 4)), **sizes, dtype="float32", score_mod=trace_score(function, aux).tree, aux=aux)
     call = replace(call, spec=replace(call.spec, aux_gradients=(0,)))
     inputs = tensors(call.inputs, torch.float32)._replace(aux0=torch.ones(4, dtype=torch.bfloat16))
