@@ -20,7 +20,7 @@ from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
-from attn_core.backends.flex import learned
+from attn_core.backends.flex import functions, learned
 from attn_core.backends.flex.blocks import BLOCK
 from attn_core.backends.flex.containment import contain, mark
 from attn_core.backends.flex.operands import FlexOperands, arrange
@@ -107,7 +107,7 @@ def lower(spec: AttentionSpec) -> dict[str, Any]:
         "kernel_options": {
             "BACKEND": "AUTO" if few else "TRITON",
             "IS_DIVISIBLE": whole,
-            **({"FLOAT32_PRECISION": "'ieee'"} if spec.dtype == "float32" else {}),
+            **functions.kernel_options(spec),
         },
     }
 

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
+from attn_core.expressions.properties import uses
+from attn_core.expressions.tree import Expression, nodes
 
 Reader = Callable[[Any, Any, Any, Any], Any]
 """(batch, head, row, column) -> a value."""
@@ -58,6 +60,22 @@ def edges(spec: AttentionSpec) -> Edges:
     """Returns the band of a spec, with FAR for unbounded sides and offset 0 if packed."""
     left, right, offset = band(spec)
     return Edges(FAR if left is None else left, FAR if right is None else right, 0 if spec.packed else offset)
+
+
+def kernel_options(spec: AttentionSpec) -> dict[str, Any]:
+    """Returns the options of torch's kernels that follow from dtype and functions."""
+    options: dict[str, Any] = {"FLOAT32_PRECISION": "'ieee'"} if spec.dtype == "float32" else {}
+    if any(tree is not None and _reads_tiles(tree) for tree in (spec.score_mod, spec.mask_mod)):
+        # Triton loads the tile of an array ahead, as those of keys and values, and three stages of all do not fit in
+        # shared memory.
+        options |= {"fwd_num_stages": 2, "bwd_num_stages": 2 if max(spec.head_dim, spec.value_dim) <= 128 else 1}
+    return options
+
+
+def _reads_tiles(tree: Expression) -> bool:
+    """Returns whether a lookup's place depends on both query and key."""
+    lookups = (node for node in nodes(tree) if node.op == "lookup")
+    return any({"q", "k"} <= frozenset().union(*map(uses, node.operands)) for node in lookups)
 
 
 def distance_function(offset: Any, places: PackedTokens | None = None) -> Callable[[Any, Any], Any]:

@@ -18,7 +18,8 @@ from attn_core.call.spec import AttentionSpec
 from attn_core.expressions.tree import Expression, nodes
 
 _ZERO = Expression("constant", "int", (), 0)
-_VARYING_ZERO = Expression("multiply", "int", (Expression("b", "int"), _ZERO))
+_VARYING_ZERO = Expression("minimum", "int", (Expression("k", "int"), _ZERO))
+"""0, as a tensor of the keys: the compiler turns ``b * 0`` into a constant, at which the kernel cannot add."""
 
 
 def refusals(spec: AttentionSpec, name: str) -> tuple[str, ...]:
