@@ -5,8 +5,8 @@ python -m benchmarks.masks --json masks.json     # minutes; needs a GPU. flash3 
 Speeds count visible pairs alone: a kernel that computes hidden pairs is slower by this measure. The candidates of a
 call take turns in one process, and each call ends with a synchronisation, so the host's time counts. Candidates
 named "many" make 50 calls before they wait (10 with gradients), as a model does, so the host's time hides behind the
-device's. "many, causal" is the fastest kernel without a mask, on 8192 tokens; "many beside it" takes turns with it alone,
-because a GPU's clock follows the load.
+device's. "many, causal" is the fastest kernel without a mask, on 8192 tokens; "many beside it" takes turns with it
+alone, because a GPU's clock follows the load.
 """
 
 from __future__ import annotations

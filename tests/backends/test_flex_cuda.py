@@ -391,8 +391,14 @@ def test_forward_and_gradients_match_the_reference(name: str, standing_in: list[
 
 
 @needs_no_gpu
+@pytest.mark.parametrize("most", [0, learned.MOST_COPIES], ids=["no copies", "copies"])
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_gradients_of_arrays_match_the_reference(name: str, standing_in: list[Any]) -> None:
+def test_gradients_of_arrays_match_the_reference(
+    name: str, most: int, standing_in: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(learned, "MOST_COPIES", most)
+    learned.read_alone.cache_clear()
+    flex_cuda._signature.cache_clear()
     call = call_of(name, dtype="float32", aux_dtype="float32", causal=True, softcap=2.0, sinks=True)
     assert not list(unmet_claims(flex_cuda.BACKWARD, call.spec, "sm90"))
     verdict = judged(call, tensors(call.inputs, torch.float32))
@@ -410,7 +416,10 @@ def test_a_wrong_gradient_of_an_array_is_noticed(standing_in: list[Any], monkeyp
 
 
 def test_every_lookup_has_an_array_of_its_own() -> None:
-    assert learned.read_alone(call_of("two arrays").spec).numbers == (0, 1, 0)
+    learned.read_alone.cache_clear()
+    both, slopes = (learned.read_alone(call_of(name).spec) for name in ("two arrays", "learned slopes"))
+    assert both.numbers == (0, 1, 0) and both.by_key == (False, False, False)
+    assert slopes.by_key == (True,) and str(slopes.tree) == "score - (aux1[h, k] * to_float(abs((q - k))))"
     assert learned.read_alone(call_of("not read").spec).numbers == ()  # 0.0 * ... does not read it
 
 

@@ -1,8 +1,9 @@
 """Gradients of the arrays that a score function reads, by FlexAttention's own backward.
 
 That backward adds to an element where a lookup reads it, atomically and in float32. It allows one lookup for each
-array, and indices that are tensors. So each lookup gets an array of its own, which is a view of the call's, and a
-constant index becomes an expression.
+array, and indices that are tensors. So each lookup gets an array of its own, and a constant index becomes an
+expression. An element that all pairs of a head read gets a copy for each key, because additions to one place take
+turns.
 Upstream: ``zeros_and_scatter`` of ``torch.nn.attention.flex_attention``, torch 2.11 to 2.15.
 """
 
@@ -15,10 +16,11 @@ from typing import Any, NamedTuple
 
 from attn_core.call.functions import AUX, lookup_slopes
 from attn_core.call.spec import AttentionSpec
+from attn_core.expressions.properties import uses
 from attn_core.expressions.tree import Expression, nodes
 
-_ZERO = Expression("constant", "int", (), 0)
-_VARYING_ZERO = Expression("minimum", "int", (Expression("k", "int"), _ZERO))
+_KEY = Expression("k", "int")
+_VARYING_ZERO = Expression("minimum", "int", (_KEY, Expression("constant", "int", (), 0)))
 """0, as a tensor of the keys: the compiler turns ``b * 0`` into a constant, at which the kernel cannot add."""
 
 
@@ -35,11 +37,17 @@ class ReadAlone(NamedTuple):
 
     Attributes:
         tree: the function. Its new arrays follow the call's own.
-        numbers: of which array of the call each new one is a view.
+        numbers: of which array of the call each new one has the values.
+        by_key: whether each new array has one more axis, for the keys.
     """
 
     tree: Expression
     numbers: tuple[int, ...]
+    by_key: tuple[bool, ...]
+
+
+MOST_COPIES = 2**24
+"""The most elements of an array with a copy of each for each key."""
 
 
 @lru_cache(maxsize=256)
@@ -48,14 +56,19 @@ def read_alone(spec: AttentionSpec) -> ReadAlone:
     tree: Any = spec.score_mod
     learned = {node for node, _ in lookup_slopes(tree, spec.aux_gradients)}
     numbers: list[int] = []
+    by_key: list[bool] = []
     changed: dict[Expression, Expression] = {}
     for node in nodes(tree):
         operands, value = tuple([changed[operand] for operand in node.operands]), node.value
         if node in learned and prod(spec.aux[int(node.value or 0)].shape) > 0:  # an empty array gives 0
             numbers.append(int(node.value or 0))
-            operands, value = tuple(map(_varying, operands or (_ZERO,))), len(spec.aux) + len(numbers) - 1
+            few = prod(spec.aux[numbers[-1]].shape) * spec.kv_len <= MOST_COPIES
+            by_key.append(few and not any({"q", "k"} & uses(operand) for operand in node.operands))
+            varying = tuple(map(_varying, operands))
+            operands = (*varying, _KEY) if by_key[-1] else varying or (_VARYING_ZERO,)
+            value = len(spec.aux) + len(numbers) - 1
         changed[node] = Expression(node.op, node.kind, operands, value)
-    return ReadAlone(changed[tree], tuple(numbers))
+    return ReadAlone(changed[tree], tuple(numbers), tuple(by_key))
 
 
 def _varying(index: Expression) -> Expression:
@@ -69,8 +82,12 @@ def leaves(spec: AttentionSpec, arrays: Sequence[Any]) -> tuple[Any, ...]:
 
     if not spec.aux_gradients:
         return ()
-    views = [torch.atleast_1d(arrays[number].detach().to(torch.float32)) for number in read_alone(spec).numbers]
-    return tuple([view.detach().requires_grad_() for view in views])
+    made, how = [], read_alone(spec)
+    for number, by_key in zip(how.numbers, how.by_key, strict=True):
+        array = arrays[number].detach().to(torch.float32)
+        copies = array[..., None].expand(*array.shape, spec.kv_len) if by_key else torch.atleast_1d(array)
+        made.append(copies.contiguous().detach().requires_grad_())
+    return tuple(made)
 
 
 def summed(spec: AttentionSpec, arrays: Sequence[Any], parts: Sequence[Any], bad: Any) -> dict[str, Any]:
@@ -86,8 +103,9 @@ def summed(spec: AttentionSpec, arrays: Sequence[Any], parts: Sequence[Any], bad
         return {}
     like = {"dtype": torch.float32, "device": arrays[0].device}
     totals = {number: torch.zeros(arrays[number].shape, **like) for number in spec.aux_gradients}
-    for number, part in zip(read_alone(spec).numbers, parts, strict=True):
-        totals[number] += part.detach().reshape(totals[number].shape)
+    how = read_alone(spec)
+    for number, by_key, part in zip(how.numbers, how.by_key, parts, strict=True):
+        totals[number] += part.detach().sum(-1) if by_key else part.detach().reshape(totals[number].shape)
     if bad is not None:
         totals = {number: torch.where(bad, torch.nan, total) for number, total in totals.items()}
     return {f"d{AUX[number]}": total.to(arrays[number].dtype) for number, total in totals.items()}
