@@ -288,8 +288,11 @@ cuDNN; both sides ran each shape before.
 Key ranges and score functions, which run on FlashAttention-4 on a Hopper GPU: 32 query heads on 8 kv heads of 128
 channels in bfloat16, one row for masks, 4 x 4096 causal for scores. Speeds count visible pairs alone, and each call
 waits for the GPU, so that the host's time counts. FlexAttention is torch's own, compiled, with block tables that were
-made before the timing. Masks with many short rows are furthest from a kernel without a mask: there the host's time and
-the blocks at the border weigh most. `python -m benchmarks.masks --json` writes the raw times.
+made before the timing. "In a row" are 50 calls before a wait, or 10 with gradients, as in a model: their host's time
+hides behind the GPU's. There the calls take turns with the kernel without a mask, and JAX with torch's ranges on the
+device, whose block tables are made in each call, too. Masks with many short rows are furthest from a kernel without a
+mask: the start of a thread block and the blocks at the border weigh most there. `python -m benchmarks.masks --json`
+writes the raw times.
 
 {masks_report.section()}
 

@@ -36,7 +36,7 @@ equal.
 
 A call outside its bound, an exception from an accepted call, and a process that dies are faults. Such a call becomes a
 line of `tests/correctness/reproducers.jsonl`, which tests run. `make campaign` runs a campaign on your machine. Every
-change of this project runs one of three minutes, with the day of the year as its seed ([Command
+change of this project runs one of two minutes, with the day of the year as its seed ([Command
 line](../reference/cli.md#search-for-wrong-numbers)).
 """
 
