@@ -106,12 +106,15 @@ def _ordered(kernel: Any) -> Any:
     def with_order(self: Any, *values: Any, **named: Any) -> Any:
         bound = signature.bind(self, *values, **named)
         call = bound.arguments
-        if getattr(self.mask_mod, NEEDED, False) and call["TileScheduler"] is SingleTileScheduler:
-            plain, (*_, order, length) = call["tile_sched_params"], call["aux_data"].scalars
-            # The backward keeps the queries of a head in the cache, of which it also writes the gradient.
-            rows, widths = (call["mQ" if "mdO" in call else "mK"].shape[0], (call["mK"].shape[1], call["mV"].shape[1]))
+        plain = call["tile_sched_params"]
+        is_plain = call["TileScheduler"] is SingleTileScheduler and cute.size(plain.cluster_shape_mn) == 1
+        if is_plain and getattr(self.mask_mod, NEEDED, False):
+            *_, order, length = call["aux_data"].scalars
+            # A thread block of the forward reads all keys of a head, one of the backward all queries.
+            rows = cute.size(call["mQ" if "mdO" in call else "mK"].shape[0])
+            widths = call["mK"].shape[1], call["mV"].shape[1]
             sizes = TileSchedulerArguments(
-                *(plain.num_block, plain.num_head, plain.num_batch, plain.num_splits, cute.size(rows), *widths),
+                *(plain.num_block, plain.num_head, plain.num_batch, plain.num_splits, rows, *widths),
                 total_q=rows,
                 tile_shape_mn=(self.tile_m, self.tile_n),
             )
