@@ -34,6 +34,8 @@ from attn_core.expressions import trace_score
 from attn_core.expressions.tracing import Aux
 from attn_core.selection import Target
 
+pytestmark = pytest.mark.rotates
+
 
 @pytest.mark.parametrize("options", [{}, {"causal": True, "softcap": 2.0, "sinks": True, "bias_shape": (1, 4, 7, 7)}])
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -78,7 +80,7 @@ def test_gradients_on_a_gpu_match_the_reference(name: str, framework: str, backe
         assert verdict.ok, verdict
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(st.data())
 def test_blocks_and_documents_add_up(data: Any) -> None:
     """XLA's blocked maths, with blocks smaller than the call; the blocks of math; packed documents."""
