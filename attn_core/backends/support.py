@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from attn_core.call.functions import listed
 from attn_core.call.masks import band
 from attn_core.call.seq_info import is_number
 from attn_core.call.spec import AttentionSpec
@@ -233,7 +234,7 @@ CHECKS: dict[str, Check] = {
     "aux_gradients": _flag(
         "aux_gradients",
         lambda s: s.aux_gradients,
-        lambda s: "gradient of " + ", ".join(f"aux[{number}]" for number in s.aux_gradients),
+        lambda s: f"gradient of {listed(s.aux_gradients)}",
     ),
     "alibi_shape": _flag("alibi", lambda s: s.alibi_shape, lambda s: "alibi_slopes"),
     "sinks": _flag("sinks", lambda s: s.sinks, lambda s: "sinks"),

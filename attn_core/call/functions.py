@@ -24,6 +24,8 @@ from attn_core.expressions.tree import Expression, from_rows, nodes
 
 AUX = ("aux0", "aux1", "aux2", "aux3")
 """The fields of ``Inputs`` that hold the aux arrays, in order."""
+DAUX = ("daux0", "daux1", "daux2", "daux3")
+"""The fields of ``Gradients`` that hold their gradients."""
 KINDS = {"mask_mod": "bool", "score_mod": "float"}
 """What each function gives."""
 
@@ -173,6 +175,11 @@ def aux_of(inputs: Any) -> tuple[Any, ...]:
 def named(aux: Sequence[Any]) -> dict[str, Any]:
     """Returns aux arrays by their fields in ``Inputs``."""
     return dict(zip(AUX, aux, strict=False))
+
+
+def listed(numbers: Sequence[int]) -> str:
+    """Returns numbers of aux arrays as an error names them."""
+    return ", ".join(f"aux[{number}]" for number in numbers)
 
 
 @lru_cache(maxsize=256)

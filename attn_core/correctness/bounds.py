@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from attn_core.call.functions import AUX, TANH_ERROR, lookup_slopes, slope
+from attn_core.call.functions import DAUX, TANH_ERROR, lookup_slopes, slope
 from attn_core.call.spec import AttentionSpec
 from attn_core.correctness.reference import (
     Array,
@@ -111,7 +111,7 @@ def gradient_bounds(
     e = _float32(spec)
     sums = _sums(spec, call, sizes, abs(heads_first(spec, dout)), abs(per_row(spec, dlse)), aux)
     # The gradient of an array has the array's dtype, which may round more than that of the call.
-    dtypes = {f"d{AUX[number]}": spec.aux[number].dtype for number in spec.aux_gradients}
+    dtypes = {DAUX[number]: spec.aux[number].dtype for number in spec.aux_gradients}
     kinds = {name: (spec.dtype, dtypes.get(name, spec.dtype)) for name in sums}
     units = {name: (max(_ROUNDOFF[k] for k in pair), max(_TINY[k] for k in pair)) for name, pair in kinds.items()}
     return {
@@ -183,7 +183,7 @@ def _aux_sums(
         number = int(node.value or 0)
         added = (sum_at_lookup(node, part, indices, call.capped, aux) for part in parts)
         totals[number] = _Sum(*(a + b for a, b in zip(totals[number], added, strict=True)))
-    return {f"d{AUX[number]}": total for number, total in totals.items()}
+    return {DAUX[number]: total for number, total in totals.items()}
 
 
 def _dscores(spec: AttentionSpec, call: Softmax, sizes: Magnitudes, dlogits: _Sum) -> _Sum:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from attn_core.call import dropout
-from attn_core.call.functions import AUX, Scored, aux_of, lookup_slopes, scored
+from attn_core.call.functions import DAUX, Scored, aux_of, lookup_slopes, scored
 from attn_core.call.masks import document_of, positions, visible
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
@@ -120,12 +120,12 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
 
 def _daux(spec: AttentionSpec, call: Softmax, inputs: Inputs, dlogits: Array) -> dict[str, Array]:
     """Returns the gradients of the score function's arrays, as fields of Gradients."""
-    result = {f"d{AUX[number]}": np.zeros(spec.aux[number].shape) for number in spec.aux_gradients}
+    result = {DAUX[number]: np.zeros(spec.aux[number].shape) for number in spec.aux_gradients}
     aux, indices = aux_of(inputs), block_indices(spec.batch, spec.num_heads, spec.q_len, spec.kv_len)
     for node, tree in lookup_slopes(spec.score_mod, spec.aux_gradients) if result else ():  # type: ignore[arg-type]
         # An infinite slope of a hidden pair would make its 0 a NaN.
         summand = np.where(call.seen, evaluate_numpy(tree, indices, call.capped, aux) * dlogits, 0.0)
-        result[f"d{AUX[int(node.value or 0)]}"] += sum_at_lookup(node, summand, indices, call.capped, aux)
+        result[DAUX[int(node.value or 0)]] += sum_at_lookup(node, summand, indices, call.capped, aux)
     return result
 
 

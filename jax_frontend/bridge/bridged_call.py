@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from attn_core.call.functions import AUX
+from attn_core.call.functions import DAUX
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs, PagedInputs
 from attn_core.context_parallel.on_torch.step import StepCall
@@ -36,7 +36,7 @@ class BridgedCall(NamedTuple):
         """The fields of ``Gradients`` that a backward returns. With q, k and v in one array, dq, dk, dv are one."""
         spec = self.spec
         more = (*(["dbias"] if spec.bias_gradient else []), *(["dsinks"] if spec.sinks else []))
-        return ("dq", "dk", "dv", *more, *(f"d{AUX[number]}" for number in spec.aux_gradients))
+        return ("dq", "dk", "dv", *more, *(DAUX[number] for number in spec.aux_gradients))
 
 
 class BridgedStep(NamedTuple):

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
-from attn_core.call.functions import AUX
+from attn_core.call.functions import AUX, DAUX
 from attn_core.call.tensors import Gradients, Inputs
 from attn_core.errors import SpecError
 from jax_frontend import export
@@ -72,7 +72,7 @@ def backward(plan: Plan, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: An
     if spec.empty:
         zeros = Inputs(*(None if array is None else jnp.zeros_like(array) for array in inputs))
         dbias, dsinks = zeros.bias if spec.bias_gradient else None, zeros.sinks
-        daux = {f"d{AUX[number]}": getattr(zeros, AUX[number]) for number in spec.aux_gradients}
+        daux = {DAUX[number]: getattr(zeros, AUX[number]) for number in spec.aux_gradients}
         return Gradients(zeros.q, zeros.k, zeros.v, dbias, dsinks, **daux)
     names, operands = local_call.present_operands(inputs, plan.as_one)
     extras = {"out": out, "lse": lse, "dout": dout, "dlse": dlse}

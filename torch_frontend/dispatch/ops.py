@@ -15,7 +15,7 @@ import torch
 
 from attn_core.backends import names
 from attn_core.backends.shared.autograd import refuse_second_derivative
-from attn_core.call.functions import AUX
+from attn_core.call.functions import AUX, DAUX
 from attn_core.call.options import Options
 from attn_core.call.tensors import Gradients, Inputs
 from torch_frontend.dispatch import in_parts, offsets, vmap
@@ -145,7 +145,7 @@ def _without_absent(results: Sequence[Tensor], inputs: Inputs, plain: PlainOptio
     """Returns the results of ``attn::backward`` as Gradients, with None for the empty tensors of absent gradients."""
     dbias = results[3] if plain.bias_gradient else None
     dsinks = None if inputs.sinks is None else results[4]
-    daux = {f"d{AUX[number]}": results[5 + number] for number in plain.array_numbers}
+    daux = {DAUX[number]: results[5 + number] for number in plain.array_numbers}
     return Gradients(results[0], results[1], results[2], dbias, dsinks, **daux)
 
 

@@ -14,7 +14,7 @@ from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
-from attn_core.call.functions import AUX, lookup_slopes
+from attn_core.call.functions import DAUX, listed, lookup_slopes
 from attn_core.call.spec import AttentionSpec
 from attn_core.expressions.properties import uses
 from attn_core.expressions.tree import Expression, nodes
@@ -28,8 +28,7 @@ def refusals(spec: AttentionSpec, name: str) -> tuple[str, ...]:
     """Refuses equal bits, because the order of atomic additions is not fixed. name: of the kernel."""
     if not (spec.aux_gradients and spec.deterministic):
         return ()
-    arrays = ", ".join(f"aux[{number}]" for number in spec.aux_gradients)
-    return (f"gradient of {arrays} with deterministic=True: {name} adds in any order",)
+    return (f"gradient of {listed(spec.aux_gradients)} with deterministic=True: {name} adds in any order",)
 
 
 class ReadAlone(NamedTuple):
@@ -82,12 +81,12 @@ def leaves(spec: AttentionSpec, arrays: Sequence[Any]) -> tuple[Any, ...]:
 
     if not spec.aux_gradients:
         return ()
-    made, how = [], read_alone(spec)
+    new, how = [], read_alone(spec)
     for number, by_key in zip(how.numbers, how.by_key, strict=True):
         array = arrays[number].detach().to(torch.float32)
         copies = array[..., None].expand(*array.shape, spec.kv_len) if by_key else torch.atleast_1d(array)
-        made.append(copies.contiguous().detach().requires_grad_())
-    return tuple(made)
+        new.append(copies.contiguous().detach().requires_grad_())
+    return tuple(new)
 
 
 def summed(spec: AttentionSpec, arrays: Sequence[Any], parts: Sequence[Any], bad: Any) -> dict[str, Any]:
@@ -108,4 +107,4 @@ def summed(spec: AttentionSpec, arrays: Sequence[Any], parts: Sequence[Any], bad
         totals[number] += part.detach().sum(-1) if by_key else part.detach().reshape(totals[number].shape)
     if bad is not None:
         totals = {number: torch.where(bad, torch.nan, total) for number, total in totals.items()}
-    return {f"d{AUX[number]}": total.to(arrays[number].dtype) for number, total in totals.items()}
+    return {DAUX[number]: total.to(arrays[number].dtype) for number, total in totals.items()}

@@ -6,7 +6,7 @@ from typing import Any
 
 from attn_core.backends.jax_xla.products import product
 from attn_core.backends.jax_xla.tiles import ScoreTile, XlaOperands
-from attn_core.call.functions import AUX, lookup_slopes, slope
+from attn_core.call.functions import DAUX, lookup_slopes, slope
 from attn_core.call.spec import AttentionSpec
 from attn_core.expressions.on_jax import added_at_lookup, evaluate_jax
 
@@ -53,7 +53,7 @@ def add_to_aux(
 def named_gradients(spec: AttentionSpec, sums: tuple[Any, ...]) -> dict[str, Any]:
     """Returns the sums of ``add_to_aux`` as fields of ``Gradients``, in the dtypes of the arrays."""
     pairs = zip(spec.aux_gradients, sums, strict=True)
-    return {f"d{AUX[number]}": total.astype(spec.aux[number].dtype) for number, total in pairs}
+    return {DAUX[number]: total.astype(spec.aux[number].dtype) for number, total in pairs}
 
 
 def _places(spec: AttentionSpec, tile: ScoreTile) -> tuple[Any, ...]:

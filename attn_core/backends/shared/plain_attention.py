@@ -25,7 +25,7 @@ from attn_core.backends.shared.block_operands import (
 from attn_core.backends.shared.call_chunks import CallChunk, chunks
 from attn_core.backends.shared.row_blocks import blocks
 from attn_core.backends.shared.split_documents import DocumentSlices
-from attn_core.call.functions import AUX, aux_of
+from attn_core.call.functions import DAUX, aux_of
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
 
@@ -143,5 +143,5 @@ def _gradients(spec: AttentionSpec, inputs: Inputs, sums: Sums) -> Gradients:
         *((dq[0], dk[0], dv[0]) if spec.packed else (dq, dk, dv)),
         dbias=None if sums.dbias is None else sums.dbias.view(inputs.bias.shape).to(inputs.bias.dtype),
         dsinks=None if sums.dsinks is None else sums.dsinks.view(spec.num_heads).to(inputs.sinks.dtype),
-        **{f"d{AUX[number]}": total.to(aux_of(inputs)[number].dtype) for number, total in (sums.daux or {}).items()},
+        **{DAUX[number]: total.to(aux_of(inputs)[number].dtype) for number, total in (sums.daux or {}).items()},
     )
