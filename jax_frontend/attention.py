@@ -15,6 +15,7 @@ from attn_core.call.functions import NO_FUNCTIONS, are_given, named, trace
 from attn_core.call.keywords import AttentionKeywords
 from attn_core.call.layouts import Layout, check_layout
 from attn_core.call.options import Options, Window, check_options, requested_names
+from attn_core.call.segments import Segments, Visible, shapes_of, without_segments
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.slow_copies import EVERY, FIRST, tables_passed
 from attn_core.call.tensors import Inputs
@@ -58,6 +59,10 @@ def attention(
     mask_mod: Callable[..., Any] | TracedFunction | None = None,
     score_mod: Callable[..., Any] | TracedFunction | None = None,
     aux: Sequence[Any] = (),
+    q_segment_ids: Any = None,
+    kv_segment_ids: Any = None,
+    q_positions: Any = None,
+    kv_positions: Any = None,
     bias: Array | None = None,
     alibi_slopes: Array | None = None,
     sinks: Array | None = None,
@@ -89,6 +94,10 @@ def attention(
             heads, q and k tokens of the whole row. score_mod: ``g(score, b, h, q, k, *aux)``, applied after softcap;
             -inf hides the pair. aux: at most 4 arrays, traced or not, which the functions index; arrays of floats that
             score_mod reads have a gradient (docs/reference/expressions.md).
+        q_segment_ids, kv_segment_ids: int32 ``[batch, q_len]`` and ``[batch, kv_len]``: a query sees a key only if
+            their ids are equal. Any values in any order; traced or not. kv_segment_ids may be left out if it is the
+            same. q_positions, kv_positions: int32 of the same shapes: causal and window compare them instead of places
+            in the row, counted from 0. With aux they are at most 4 arrays.
         alibi_slopes: ``[heads]`` or ``[batch, heads]``: adds ``-slope * |i + offset - j|``. No gradient.
         sinks: ``[heads]``: one extra logit per head in every row's softmax; it has no value.
         seq_info: a ``SeqInfo`` or ``(seq_lens, cu_seqlens, max_seqlen)``: packed documents, which never see each other.
@@ -115,6 +124,10 @@ def attention(
     check_process()  # before the axes are exchanged, which runs JAX
     if check_layout(layout) == "bhsd":
         q, k, v = map(exchanged, (q, k, v))
+    said = Segments(q_segment_ids, kv_segment_ids, q_positions, kv_positions)
+    if any(each is not None for each in said):
+        visible, others = Visible(causal, window, mask_mod, aux), {"seq_info": seq_info, "alibi_slopes": alibi_slopes}
+        causal, window, mask_mod, aux = without_segments(said, visible, shapes_of(q, k), others)
     arrays = (q, k, v, mask, bias, alibi_slopes, sinks)
     options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
     info = SeqInfo.coerce(seq_info)

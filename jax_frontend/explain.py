@@ -11,6 +11,7 @@ import numpy as np
 from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
 from attn_core.call.layouts import Layout, check_layout
 from attn_core.call.options import Options, Window, check_flag, requested_names
+from attn_core.call.segments import Segments, Visible, shapes_of, without_segments
 from attn_core.call.seq_info import SeqInfo
 from attn_core.context_parallel.one_device import described
 from attn_core.expressions.tracing import TracedFunction
@@ -36,6 +37,10 @@ def explain(
     mask_mod: Callable[..., Any] | TracedFunction | None = None,
     score_mod: Callable[..., Any] | TracedFunction | None = None,
     aux: Sequence[Any] = (),
+    q_segment_ids: Any = None,
+    kv_segment_ids: Any = None,
+    q_positions: Any = None,
+    kv_positions: Any = None,
     bias: Any = None,
     alibi_slopes: Any = None,
     sinks: Any = None,
@@ -58,6 +63,10 @@ def explain(
         refuse_keywords("explain", unknown)
     if check_layout(layout) == "bhsd":
         q, k, v = map(exchanged, (q, k, v))
+    said = Segments(q_segment_ids, kv_segment_ids, q_positions, kv_positions)
+    if any(each is not None for each in said):
+        visible, others = Visible(causal, window, mask_mod, aux), {"seq_info": seq_info, "alibi_slopes": alibi_slopes}
+        causal, window, mask_mod, aux = without_segments(said, visible, shapes_of(q, k), others)
     arrays = (q, k, v, mask, bias, alibi_slopes, sinks)
     options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
     info = SeqInfo.coerce(seq_info)
@@ -74,6 +83,9 @@ def explain(
         value_checks.check_key_ranges(selection.spec, inputs.key_ranges)
     # As ``context_parallel.one_device`` decides, but for the question whether the program is traced.
     whole = key_ranges is not None and requested is None and not rows_are_here(selection.spec.batch)
-    if whole or not all(isinstance(table, np.ndarray) for table in (key_ranges, *aux) if table is not None):
+    tables = (*aux, *(mask_mod.captured if isinstance(mask_mod, TracedFunction) else ()))
+    here = all(isinstance(table, np.ndarray) for table in (key_ranges, *tables) if table is not None)
+    # Arrays that an untraced function captured are not among the tables.
+    if whole or not here or len(tables) != len(selection.spec.aux):
         return selection
-    return described(selection, key_ranges, aux)
+    return described(selection, key_ranges, tables)

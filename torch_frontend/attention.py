@@ -28,6 +28,7 @@ from torch_frontend.dispatch import (
     plan,
     run_plan,
     sdpa_flags,
+    segments,
     transforms,
 )
 from torch_frontend.dispatch.plan_cache import dense_plan
@@ -77,6 +78,10 @@ def attention(
     mask_mod: Callable[..., Any] | TracedFunction | None = None,
     score_mod: Callable[..., Any] | TracedFunction | None = None,
     aux: Sequence[Any] = (),
+    q_segment_ids: Any = None,
+    kv_segment_ids: Any = None,
+    q_positions: Any = None,
+    kv_positions: Any = None,
     bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -112,6 +117,10 @@ def attention(
             -inf hides the pair. FlexAttention's functions are such, and mask_mod may be a ``BlockMask`` that has one.
             aux: at most 4 tensors, which the functions index (docs/reference/expressions.md). Tensors of floats that
             score_mod reads have a gradient.
+        q_segment_ids, kv_segment_ids: int32 ``[batch, q_len]`` and ``[batch, kv_len]``: a query sees a key only if
+            their ids are equal. Any values in any order. kv_segment_ids may be left out if it is the same. q_positions,
+            kv_positions: int32 of the same shapes: causal and window compare them instead of places in the row, counted
+            from 0. With aux they are at most 4 tensors.
         alibi_slopes: ``[heads]`` or ``[batch, heads]``: adds ``-slope * |i + offset - j|``. No gradient.
         sinks: ``[heads]``: one extra logit per head in every row's softmax; it has no value.
         seq_info: a ``SeqInfo`` or ``(seq_lens, cu_seqlens, max_seqlen)``: packed documents, which never see each other.
@@ -137,6 +146,11 @@ def attention(
         refuse_keywords("attention", unknown)
     plain = type(q) is type(k) is type(v) is Tensor
     jagged = not plain and nested.has_jagged(q, k, v)
+    if not (q_segment_ids is None and kv_segment_ids is None and q_positions is None and kv_positions is None):
+        said, others = (q_segment_ids, kv_segment_ids, q_positions, kv_positions), (seq_info, alibi_slopes)
+        causal, window, mask_mod, aux = segments.without_segments(
+            said, (causal, window, mask_mod, aux), (q, k), layout, others
+        )
     usual_layout = isinstance(layout, str) and layout == "bshd"  # an array would compare element by element
     if jagged or not usual_layout:
         keywords = {"causal": causal, "alignment": alignment, "window": window, "softcap": softcap, "scale": scale}

@@ -13,7 +13,7 @@ from attn_core.call.mask_objects import is_object
 from attn_core.call.options import Options, Window
 from attn_core.expressions.tracing import TracedFunction
 from attn_core.selection import Selection
-from torch_frontend.dispatch import general_calls, heads_first, nested, plan
+from torch_frontend.dispatch import general_calls, heads_first, nested, plan, segments
 
 Tensor = torch.Tensor
 
@@ -34,6 +34,10 @@ def explain(
     mask_mod: Callable[..., Any] | TracedFunction | None = None,
     score_mod: Callable[..., Any] | TracedFunction | None = None,
     aux: Sequence[Any] = (),
+    q_segment_ids: Any = None,
+    kv_segment_ids: Any = None,
+    q_positions: Any = None,
+    kv_positions: Any = None,
     bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -53,6 +57,10 @@ def explain(
     """
     if unknown:
         refuse_keywords("explain", unknown)
+    if not (q_segment_ids is None and kv_segment_ids is None and q_positions is None and kv_positions is None):
+        said, alone = (q_segment_ids, kv_segment_ids, q_positions, kv_positions), (seq_info, alibi_slopes)
+        seen = causal, window, mask_mod, aux
+        causal, window, mask_mod, aux = segments.without_segments(said, seen, (q, k), layout, alone)
     if check_layout(layout) == "bhsd":
         q, k, v = map(heads_first.exchanged, (q, k, v))
     if nested.has_jagged(q, k, v):

@@ -103,10 +103,11 @@ def _renumbered(traced: TracedFunction, arrays: list[Any]) -> Expression:
             places = [len(arrays)]
             arrays.append(array)
         numbers[traced.aux_count + number] = places[0]
-    return traced.tree if all(old == new for old, new in numbers.items()) else _with_numbers(traced.tree, numbers)
+    return traced.tree if all(old == new for old, new in numbers.items()) else renumbered(traced.tree, numbers)
 
 
-def _with_numbers(tree: Expression, numbers: dict[int, int]) -> Expression:
+def renumbered(tree: Expression, numbers: dict[int, int]) -> Expression:
+    """Returns an expression whose lookups go to other arrays: ``numbers`` has the new number of each that changes."""
     rows = [
         (op, kind, numbers.get(value, value) if op == "lookup" else value, operands)  # type: ignore[arg-type]
         for op, kind, value, operands in tree.rows

@@ -43,6 +43,10 @@ class AttentionKeywords(QkvPackedKeywords[Array, Random], total=False):
     """The keywords of ``attention``, without return_lse."""
 
     layout: Layout
+    q_segment_ids: Any
+    kv_segment_ids: Any
+    q_positions: Any
+    kv_positions: Any
 
 
 class ContextParallelKeywords(TypedDict, Generic[Array], total=False):

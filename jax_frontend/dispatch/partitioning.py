@@ -28,6 +28,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding
 
 from attn_core.call.functions import AUX, reads
+from attn_core.call.row_arrays import by_row
 from attn_core.errors import SpecError
 from jax_frontend.dispatch.split import Known, Part, Split, axes_of, part_of, result_names, split_of
 from jax_frontend.dispatch.vmap import MappedCall
@@ -154,9 +155,12 @@ def _rule(call: MappedCall, mesh: Any, operands: Any, results: Any) -> tuple[str
         "kv_heads": "k",
         **{f"mapped{at}": f"m{at}" for at in range(len(call.sizes))},
     }
-    for axis, index in (("batch", "b"), ("heads", "h"), ("kv_heads", "h")):
-        if reads(spec, index):  # as in ``split_of``
-            del factors[axis]
+    kept = {
+        "batch": by_row(spec) is None,
+        "heads": reads(spec, "h"),
+        "kv_heads": reads(spec, "h"),
+    }  # as in ``split_of``
+    factors = {axis: factor for axis, factor in factors.items() if not kept.get(axis)}
     whole: list[str] = []
     sizes = {}
     if (
@@ -198,8 +202,9 @@ def _run_part(part: Part, *operands: Any) -> list[Any]:
             results[name] = _sum_over(_scatter_kv_heads(part, gradient, picked), part.split.heads, gradient.dtype)
         elif name in ("dbias", "dsinks") and (over := _broadcast_axes(part, name)):
             results[name] = _sum_over(gradient, over, gradient.dtype)
-        elif name.removeprefix("d") in AUX:  # every device has the whole array
-            over = (*part.split.batch, *part.split.heads)
+        elif name.removeprefix("d") in AUX:  # every device has the whole array, or its own rows of it
+            has_rows = AUX.index(name.removeprefix("d")) in (by_row(call.call.spec) or ())
+            over = (*(() if has_rows else part.split.batch), *part.split.heads)
             results[name] = _sum_over(gradient, over, gradient.dtype) if over else gradient
     return list(results.values())
 

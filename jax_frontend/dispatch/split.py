@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from jax.sharding import PartitionSpec as P
 
 from attn_core.call.functions import AUX, reads
+from attn_core.call.row_arrays import by_row
 from attn_core.call.spec import AttentionSpec
 from attn_core.errors import SpecError
 from jax_frontend.dispatch.local_call import names_of
@@ -85,6 +86,8 @@ def axes_of(call: MappedCall, name: str, shape: Sequence[int]) -> tuple[str, ...
     axes = _AXES[like][len(_AXES[like]) - len(own) :]
     if call.call.spec.paged is not None and like in ("k", "v"):
         axes = _POOL
+    if like in AUX and AUX.index(like) in (by_row(call.call.spec) or ()):
+        axes = ("batch", *axes[1:])
     # Then kv heads are query heads, and one factor splits both.
     if call.call.spec.group_size == 1:
         axes = tuple("heads" if axis == "kv_heads" else axis for axis in axes)
@@ -109,8 +112,8 @@ def split_of(call: MappedCall, mesh: Any, known: Known) -> Split:
         return chosen
 
     mapped = tuple(first(f"mapped{axis}", size) for axis, size in enumerate(call.sizes))
-    # A function that counts rows or heads needs all of them.
-    batch = () if reads(spec, "b") else first("batch", spec.batch)
+    # A function that counts rows or heads needs all of them, unless it only looks its own row up.
+    batch = () if by_row(spec) is None else first("batch", spec.batch)
     # If only k and v are split by heads, their mesh axes split the query heads as well.
     heads = () if reads(spec, "h") else first("heads", spec.num_heads) or first("kv_heads", spec.num_kv_heads)
     return Split(batch, heads, heads if spec.num_kv_heads % shards(mesh, heads) == 0 else (), mapped)
@@ -147,6 +150,11 @@ def _local_spec(spec: AttentionSpec, mesh: Any, split: Split) -> AttentionSpec:
         if shape is not None:
             own = zip(axes[len(axes) - len(shape) :], shape, strict=True)
             changes[f"{field}_shape"] = tuple(1 if size == 1 else size // parts.get(axis, 1) for axis, size in own)
+    rows_of = by_row(spec) or ()
+    changes["aux"] = tuple(
+        entry._replace(shape=(changes["batch"], *entry.shape[1:])) if number in rows_of else entry
+        for number, entry in enumerate(spec.aux)
+    )
     if spec.key_ranges_shape is not None:
         rows, range_heads, *rest = spec.key_ranges_shape
         local = 1 if rows == 1 else changes["batch"], 1 if range_heads == 1 else kv_heads

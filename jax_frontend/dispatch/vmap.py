@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from attn_core.call.functions import AUX, reads
+from attn_core.call.functions import AUX
+from attn_core.call.row_arrays import by_row
 from attn_core.call.spec import AttentionSpec
 from attn_core.selection import Target, refusals
 from jax_frontend.bridge.bridged_call import BridgedCall
@@ -61,6 +62,11 @@ class MappedCall(NamedTuple):
                 changes[f"{name}_shape"] = (batch, *shape[1:]) if has or shape[0] != 1 else shape
             elif name == "alibi_slopes" and (has or len(spec.alibi_shape or ()) == 2):
                 changes["alibi_shape"] = (batch, spec.num_heads)
+        rows_of = by_row(spec) or ()
+        changes["aux"] = tuple(
+            entry._replace(shape=(batch, *entry.shape[1:])) if number in rows_of else entry
+            for number, entry in enumerate(spec.aux)
+        )
         return replace(spec, **changes)
 
     def axes_in_front(self, at: int) -> tuple[int, ...]:
@@ -89,8 +95,10 @@ class MappedCall(NamedTuple):
         spec = self.call.spec
         unbatched = {name for at, name in enumerate(self.names) if name in ("sinks", "rng") and self.axes_in_front(at)}
         summed = self.call.direction == "backward" and (spec.sinks or spec.bias_gradient or bool(spec.aux_gradients))
-        # Mapped elements have aux arrays and batch rows of their own.
-        counted = reads(spec, "b") or any(self.axes_in_front(at) for at, name in enumerate(self.names) if name in AUX)
+        # Arrays that rows look up fold as the batch does. Other arrays of mapped elements differ from each other.
+        rows_of = by_row(spec)
+        shared = [name for number, name in enumerate(AUX) if number not in (rows_of or ())]
+        counted = rows_of is None or any(self.axes_in_front(at) for at, name in enumerate(self.names) if name in shared)
         return not (spec.packed or unbatched or summed or counted or self._refusals_of(self._wide_spec()))
 
     def run(self, *operands: Any) -> list[Any]:
@@ -124,11 +132,10 @@ class MappedCall(NamedTuple):
         # Mapped slopes differ between elements, so they need the batch axis that the fold multiplies.
         if name == "alibi_slopes" and len(rest) == 1 and has:
             rest = (1, *rest)
-        if (
-            name == "sinks"
-            or name in AUX
-            or (name not in _BATCH_FIRST and not has and (rest[0] == 1 or len(rest) == 1))
-        ):
+        by_batch = name in _BATCH_FIRST or (name in AUX and AUX.index(name) in (by_row(self.call.spec) or ()))
+        if name == "sinks" or (name in AUX and not by_batch):
+            return array
+        if not by_batch and not has and (rest[0] == 1 or len(rest) == 1):
             return array
         # An operand lacks the axes along which it was not mapped. Insert them with size 1, then broadcast.
         lead = tuple(size if axis in has else 1 for axis, size in enumerate(self.sizes))

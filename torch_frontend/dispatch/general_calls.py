@@ -16,7 +16,7 @@ from attn_core.call.slow_copies import EVERY, FIRST, tables_passed
 from attn_core.call.tensors import Inputs
 from attn_core.context_parallel.one_device import described
 from attn_core.errors import DTypeError, SpecError
-from attn_core.expressions.tracing import TracedFunction
+from attn_core.expressions.tracing import TracedFunction, trace_mask
 from attn_core.selection import Selection, override
 from torch_frontend.dispatch import (
     autocast,
@@ -46,12 +46,19 @@ def _trace_outside(*functions: Any) -> Any:
     return (trace if dynamo is None else dynamo.disable(trace))(*functions)
 
 
+def trace_mask_outside(mask_mod: Any, aux: Any) -> TracedFunction:
+    """``trace_mask`` outside of a program that torch compiles."""
+    dynamo = sys.modules.get("torch._dynamo")
+    return (trace_mask if dynamo is None else dynamo.disable(trace_mask))(mask_mod, aux)  # type: ignore[no-any-return]
+
+
 # As torch.compiler.disable does, which would load the compiler.
-vars(_trace_outside).update(
-    _torchdynamo_disable=True,
-    _torchdynamo_disable_msg="attention traces mask_mod and score_mod, which breaks the graph: pass what "
-    "attn_core.expressions.trace_mask and trace_score return for them",
-)
+for _function in (_trace_outside, trace_mask_outside):
+    vars(_function).update(
+        _torchdynamo_disable=True,
+        _torchdynamo_disable_msg="attention traces mask_mod and score_mod, which breaks the graph: pass what "
+        "attn_core.expressions.trace_mask and trace_score return for them",
+    )
 
 
 def gather_arguments(

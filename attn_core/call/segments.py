@@ -1,0 +1,174 @@
+"""Segment ids and positions of tokens: the mask that training code for JAX says with them, as a mask function.
+
+A query sees a key only if their segment ids are equal. Every pair is compared, so ids may have any values and any
+order: neighbours may share an id, an id may return later, and padding is a segment like any other. With positions the
+distances of causal and window are differences of positions, not of places in the row. All of it becomes one mask
+function, so a backend sees a call with ``mask_mod`` and ``aux``, and no value is read on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from attn_core.call.functions import renumbered
+from attn_core.call.options import check_flag, normalise_window
+from attn_core.errors import DTypeError, ShapeError, SpecError
+from attn_core.expressions.building import build
+from attn_core.expressions.ready_made import and_masks
+from attn_core.expressions.tracing import Aux, TracedFunction, trace_mask
+from attn_core.expressions.tree import Expression
+
+
+class Segments(NamedTuple):
+    """The arguments of a call that say which segment each token is in, and its position; int32 ``[batch, length]``."""
+
+    q_segment_ids: Any = None
+    kv_segment_ids: Any = None
+    q_positions: Any = None
+    kv_positions: Any = None
+
+
+class Visible(NamedTuple):
+    """The arguments of a call that say which keys a query sees, as its caller wrote them."""
+
+    causal: bool
+    window: Any
+    mask_mod: Any
+    aux: Any
+
+
+def without_segments(
+    segments: Segments,
+    visible: Visible,
+    shapes: tuple[tuple[int, ...], tuple[int, ...]],
+    others: Mapping[str, Any],
+    tracer: Callable[..., TracedFunction] = trace_mask,
+) -> Visible:
+    """Returns the arguments of the same call without segments: they become part of the mask function.
+
+    Args:
+        shapes: of q and k, ``[batch, length, heads, head_dim]``.
+        others: ``seq_info`` and ``alibi_slopes`` of the call, which segments and positions exclude.
+        tracer: ``trace_mask``, or one that a compiler does not look into.
+
+    Returns:
+        The arguments; with positions without causal and window, which the function then says.
+
+    Raises:
+        ShapeError, DTypeError, SpecError: naming the argument.
+    """
+    pairs = _checked(segments, shapes)
+    causal, window, mask_mod, aux = visible
+    by_position = segments.q_positions is not None or segments.kv_positions is not None
+    if others.get("seq_info") is not None:
+        raise SpecError(
+            f"seq_info: expected None with {_first(segments)}, because both say which tokens belong together"
+        )
+    band: tuple[int | None, int | None] = (None, None)
+    if by_position:
+        if others.get("alibi_slopes") is not None:
+            raise SpecError("alibi_slopes: expected None with positions, because slopes count places in the row")
+        left, right = normalise_window(window, check_flag("causal", causal))
+        band = left, 0 if causal else right
+        if band == (None, None):
+            raise SpecError(
+                "q_positions, kv_positions: expected causal=True or a window, because no other mask reads them"
+            )
+        causal, window = False, None
+    count, theirs = (len(aux) if isinstance(aux, (tuple, list)) else 0), None
+    if mask_mod is not None:
+        theirs = mask_mod if isinstance(mask_mod, TracedFunction) else tracer(mask_mod, aux)
+    # The arrays of a function count behind those in aux. Each counts once, as q's ids may be k's.
+    captured = [] if theirs is None else list(theirs.captured)
+    numbers = []
+    for array in (array for pair in pairs for array in pair):
+        places = [place for place, other in enumerate(captured) if other is array]
+        if not places:
+            captured.append(array)
+        numbers.append(count + (places[0] if places else len(captured) - 1))
+    tree = function_of(len(pairs[0]) > 0, band, tuple(numbers))
+    if theirs is not None:
+        tree = _both(tree, theirs.tree)
+    return Visible(causal, window, TracedFunction(tree, tuple(captured), count), aux)
+
+
+def _checked(segments: Segments, shapes: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Returns the pairs of ids and of positions, () for a pair that the call lacks."""
+    pairs: list[tuple[Any, ...]] = []
+    for what in ("segment_ids", "positions"):
+        queries, keys = (getattr(segments, f"{side}_{what}") for side in ("q", "kv"))
+        if queries is None and keys is None:
+            pairs.append(())
+            continue
+        if queries is None:
+            raise SpecError(f"q_{what}: expected an array with kv_{what}, got None")
+        if len(shapes[0]) != 4 or len(shapes[1]) != 4:
+            raise ShapeError(
+                f"q_{what}: expected q of [batch, q_len, heads, head_dim] with it, got {list(shapes[0])}; rows without "
+                "a batch axis are documents, which seq_info describes"
+            )
+        if keys is None:
+            if shapes[0][1] != shapes[1][1]:
+                raise SpecError(
+                    f"kv_{what}: expected an array, because q has {shapes[0][1]} tokens and k has {shapes[1][1]}"
+                )
+            keys = queries
+        for side, array, shape in (("q", queries, shapes[0]), ("kv", keys, shapes[1])):
+            _check(f"{side}_{what}", array, shape[:2])
+        pairs.append((queries, keys))
+    return pairs[0], pairs[1]
+
+
+def shapes_of(q: Any, k: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns the shapes of q and k, () for a value that is no array: its own check names it."""
+    return tuple(getattr(q, "shape", ())), tuple(getattr(k, "shape", ()))
+
+
+def _check(name: str, array: Any, expected: tuple[Any, ...]) -> None:
+    if not hasattr(array, "shape") or not hasattr(array, "dtype"):
+        raise TypeError(f"{name}: expected an int32 array [batch, length], got {type(array).__name__}")
+    if tuple(array.shape) != tuple(expected):
+        raise ShapeError(f"{name}: expected shape {list(expected)}, one number for each token, got {list(array.shape)}")
+    if str(array.dtype).removeprefix("torch.") != "int32":
+        raise DTypeError(f"{name}: expected dtype int32, got {array.dtype}; cast it to int32")
+
+
+def _first(segments: Segments) -> str:
+    return next(name for name, array in zip(Segments._fields, segments, strict=True) if array is not None)
+
+
+def function_of(has_ids: bool, band: tuple[int | None, int | None], numbers: tuple[int, ...]) -> Expression:
+    """Returns the expression of equal ids and of a band of positions; cached.
+
+    Args:
+        has_ids: whether the first two arrays are segment ids. The last two are positions if the band hides anything.
+        numbers: the number of each array among those of the call.
+    """
+    return _function_of(has_ids, band, numbers)  # a compiler that must not look inside cannot mark a cache
+
+
+@lru_cache(maxsize=256)
+def _function_of(has_ids: bool, band: tuple[int | None, int | None], numbers: tuple[int, ...]) -> Expression:
+    left, right = band
+
+    def same_segment(b: Any, h: Any, q: Any, k: Any, *aux: Any) -> Any:
+        return aux[0][b, q] == aux[1][b, k]
+
+    def not_before(b: Any, h: Any, q: Any, k: Any, *aux: Any) -> Any:
+        return aux[-1][b, k] >= aux[-2][b, q] - left
+
+    def not_after(b: Any, h: Any, q: Any, k: Any, *aux: Any) -> Any:
+        return aux[-1][b, k] <= aux[-2][b, q] + right
+
+    masks = [same_segment] if has_ids else []
+    masks += [not_before] if left is not None else []
+    masks += [not_after] if right is not None else []
+    tree = trace_mask(and_masks(*masks), (Aux((1, 1), "int32"),) * len(numbers)).tree
+    return renumbered(tree, dict(enumerate(numbers)))
+
+
+@lru_cache(maxsize=256)
+def _both(ours: Expression, theirs: Expression) -> Expression:
+    return build("and", ours, theirs)
