@@ -13,6 +13,7 @@ with needs_extra(__name__, "jax", "jax"):
 from jax_frontend import context_parallel, unsloth
 from jax_frontend.attention import attention
 from jax_frontend.backends import available_backends
+from jax_frontend.bridge.operator_lane import compile_operator_lane
 from jax_frontend.dot_product_attention import dot_product_attention
 from jax_frontend.explain import explain
 from jax_frontend.export import export_checks
@@ -42,6 +43,7 @@ __all__ = [
     "attention",
     "attention_qkvpacked",
     "available_backends",
+    "compile_operator_lane",
     "context_parallel_attention",
     "dot_product_attention",
     "explain",

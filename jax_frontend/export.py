@@ -10,6 +10,7 @@ from typing import Any
 from jax.export import DisabledSafetyCheck
 
 from attn_core.backends import jax_cudnn
+from attn_core.backends.shared import triton_programs
 from jax_frontend.bridge import compiled_lane
 from jax_frontend.bridge import targets as bridge
 
@@ -52,7 +53,7 @@ class _Checks(Sequence[DisabledSafetyCheck]):
 def _targets() -> tuple[str, ...]:
     # Not "step": exported programs run steps of context parallelism by branches.
     targets = [bridge._target(direction) for direction in ("forward", "backward")]
-    return (*targets, *compiled_lane.compile_seconds(), *jax_cudnn.CUSTOM_CALLS)
+    return (*targets, *compiled_lane.compile_seconds(), triton_programs.TARGET, *jax_cudnn.CUSTOM_CALLS)
 
 
 def export_checks() -> Sequence[DisabledSafetyCheck]:

@@ -22,12 +22,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from attn_core import backends
+from attn_core.backends.shared.kernel_programs import OPERATOR
 from attn_core.call import counters
 from attn_core.call import log as records
 from attn_core.call.after_fork import free_in_children
 from attn_core.call.compiles import compiled
 from attn_core.call.ranges import words_of
 from attn_core.selection import Selection
+from jax_frontend.bridge import operator_lane
 from jax_frontend.bridge.bridged_call import BridgedCall
 
 log = logging.getLogger("attn_core.compiled_lane")
@@ -61,7 +63,8 @@ def lane_of(call: BridgedCall) -> Lane:
     if why:
         return _callback_lane(call, why)
     try:
-        program = backend.program(call.spec, call.direction, "dlse" in call.extras)
+        as_one = {"as_one": True} if call.operands[0] == "qkv" else {}
+        program = backend.program(call.spec, call.direction, "dlse" in call.extras, **as_one)
         for step in program.steps:
             _register(step, "cpu" if kind == "cpu" else "gpu")
     except Exception as error:  # an interface that changed upstream can raise anything, and a callback still works
@@ -108,8 +111,7 @@ def static_reasons(call: BridgedCall, backend: Any) -> tuple[str, ...]:
     why = backends.program_refusals(backend, call.spec, call.device)
     if why is None:
         return (f"{call.backend} hands out no compiled kernels",)
-    as_one = () if call.operands[0] != "qkv" else ("q, k and v in one array: a callback reads them in place",)
-    return (*as_one, *why)
+    return why
 
 
 def run(program: Any, call: BridgedCall, results: tuple[Any, ...], operands: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -123,7 +125,9 @@ def run(program: Any, call: BridgedCall, results: tuple[Any, ...], operands: tup
         by_name |= more(call.spec, by_name)
     like = results[0]
     # Buffer index -> array. Operands come first; each step adds the buffers that it writes.
-    arrays = {at: by_name[buffer.name] for at, buffer in enumerate(program.buffers) if buffer.name in by_name}
+    arrays = {
+        at: _padded(by_name[buffer.name], buffer) for at, buffer in enumerate(program.buffers) if buffer.name in by_name
+    }
     if any(buffer.zeros for buffer in program.buffers):
         arrays |= _zeros(program.buffers, operands[0])
     for step in program.steps:
@@ -131,10 +135,21 @@ def run(program: Any, call: BridgedCall, results: tuple[Any, ...], operands: tup
         # A buffer that a kernel reads and writes is updated in place.
         aliases = {step.reads.index(buffer): at for at, buffer in enumerate(step.writes) if buffer in step.reads}
         launch = jax.ffi.ffi_call(step.target, types, input_output_aliases=aliases)
-        arrays |= dict(zip(step.writes, launch(*(arrays[at] for at in step.reads)), strict=True))
+        attributes = step.attributes() if step.attributes else {}
+        arrays |= dict(zip(step.writes, launch(*(arrays[at] for at in step.reads), **attributes), strict=True))
     named = {buffer.name: arrays[at] for at, buffer in enumerate(program.buffers) if at in arrays}
     names = ("out", "lse") if call.direction == "forward" else call.gradients
-    return tuple(named[name] for name, _ in zip(names, results, strict=False))
+    if call.operands[0] == "qkv" and call.direction == "backward":
+        names = ("dqkv", *call.gradients[3:])
+    # A kernel may be wider than the call, and sums some gradients in float32.
+    pairs = zip((named[name] for name in names), results, strict=False)
+    return tuple(array[..., : result.shape[-1]].astype(result.dtype) for array, result in pairs)
+
+
+def _padded(array: Any, buffer: Any) -> Any:
+    """Returns an operand with zeros behind its last axis, up to the width of its buffer."""
+    missing = buffer.shape[-1] - array.shape[-1] if array.ndim else 0
+    return jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, missing)]) if missing else array
 
 
 def _zeros(buffers: tuple[Any, ...], operand: Any) -> dict[int, Any]:
@@ -162,6 +177,12 @@ def _type(buffer: Any, like: Any) -> Any:
 def _register(step: Any, platform: str) -> None:
     """Compiles a kernel and registers it with XLA, once in a process."""
     with _registering:
+        if step.target == OPERATOR:
+            operator_lane.register()
+            return
+        if step.attributes is not None:
+            step.attributes()
+            return
         if step.target in _compile_seconds:
             return
         import jax_tvm_ffi

@@ -28,6 +28,7 @@ from attn_core import AttentionSpec, Target, backends, explain, masks
 from attn_core.backends.flash4 import backend as flash4
 from attn_core.backends.math import backend as math
 from attn_core.backends.shared.kernel_programs import SCRATCH, Buffer, KernelProgram, KernelStep
+from attn_core.call.pages import PagedKV
 from attn_core.call.tensors import Inputs
 from attn_core.cli.drawn_functions import fields_of
 from attn_core.selection import choice
@@ -38,6 +39,8 @@ SPEC = AttentionSpec(
     batch=2, q_len=64, kv_len=64, num_heads=4, num_kv_heads=2, head_dim=64, value_dim=64, dtype="bfloat16", scale=0.125
 )
 
+
+PAGES = PagedKV(num_pages=9, page_size=16, width=4)
 
 # The choice of the lane, as data
 
@@ -55,10 +58,14 @@ SPEC = AttentionSpec(
             *("compiled", ""),
         ),
         ({**fields_of(None, "slopes", (2, 4, 64, 64)), "q_len": 64, "kv_len": 64, "softcap": 5.0}, "compiled", ""),
-        ({"sinks": True}, "callback", "sinks: added by torch operations"),
-        ({"head_dim": 70, "value_dim": 70}, "callback", "head_dim=70, value_dim=70: padded by torch operations"),
-        ({"head_dim": 72, "value_dim": 72}, "compiled", ""),
-        ({"head_dim": 72, "value_dim": 72, "needs_backward": True}, "callback", "head_dim=72"),
+        ({"sinks": True, "needs_backward": True}, "compiled", ""),
+        ({"head_dim": 70, "value_dim": 70}, "compiled", ""),
+        ({"head_dim": 192, "value_dim": 128, "needs_backward": True}, "compiled", ""),
+        (
+            {"documents": 3, "max_len_q": 1, "batch": 1, "q_len": 3, "kv_len": 64, "paged": PAGES},
+            "callback",
+            "in pages",
+        ),
     ],
 )
 def test_the_selection_names_the_lane_and_the_reason(changes: dict[str, Any], lane: str, why: str) -> None:
@@ -85,8 +92,11 @@ def test_every_torch_backend_has_a_lane_in_jax(kind: str) -> None:
             bridged.append(name)
             (call, *_) = calls_of(name, SPEC, device)
             why = compiled_lane.static_reasons(call, module)
-            expected = () if kind == "cuda" else ("cpu: proven on sm90 only",)
-            assert why == (expected if name == "flash4" else (f"{name} hands out no compiled kernels",))
+            has_program = name in ("flash3", "flash4", "triton_splitkv")
+            none = (f"{name} hands out no compiled kernels",)
+            elsewhere = () if kind == "cuda" else ("cpu: proven on sm90 only",)
+            assert [each for each in why if "library" not in each] == [*(elsewhere if has_program else none)]
+            assert ("library" in str(why)) <= (name == "flash3")
     assert {"cpu": "math", "cuda": "flex"}[kind] in bridged
 
 
@@ -105,12 +115,18 @@ def kernel(name: str, run: Any) -> Any:
     return lambda: tvm_ffi.convert_func(launch, tensor_cls=torch.Tensor)
 
 
-def forward_program(spec: AttentionSpec) -> KernelProgram:
-    names = ("q", "k", "v", *(("cu_seqlens_q", "cu_seqlens_k") if spec.packed else ()))
+def split(names: Any, tensors: Any) -> dict[str, torch.Tensor]:
+    """Returns operands by name, with q, k and v out of one array."""
+    named = dict(zip(names, tensors, strict=False))
+    return named if "qkv" not in named else dict(zip("qkv", named.pop("qkv").unbind(-3), strict=True)) | named
+
+
+def forward_program(spec: AttentionSpec, as_one: bool) -> KernelProgram:
+    names = (*(["qkv"] if as_one else "qkv"), *(("cu_seqlens_q", "cu_seqlens_k") if spec.packed else ()))
 
     def run(*tensors: torch.Tensor) -> None:
         given, (out, lse) = tensors[: len(names)], tensors[len(names) :]
-        actual = math.forward(spec, Inputs(**dict(zip(names, given, strict=True))))
+        actual = math.forward(spec, Inputs(**split(names, given)))
         out.copy_(actual[0])
         lse.copy_(actual[1])
 
@@ -120,7 +136,7 @@ def forward_program(spec: AttentionSpec) -> KernelProgram:
         *(Buffer(name, *shapes[name]) for name in ("out", "lse")),
     )
     places = tuple(range(len(names)))
-    target = f"attn_core.stand_in.forward.{abs(hash(spec))}"
+    target = f"attn_core.stand_in.forward.{as_one}.{abs(hash(spec))}"
     return KernelProgram(buffers, (KernelStep(target, places, (len(names), len(names) + 1), kernel("forward", run)),))
 
 
@@ -130,23 +146,37 @@ def operand_shapes(spec: AttentionSpec) -> dict[str, tuple[tuple[int, ...], str]
     k = (*rows, spec.kv_len, spec.num_kv_heads, spec.head_dim), spec.dtype
     offsets = ((spec.documents or 0) + 1,), "int32"
     lse = spec.lse_shape, spec.lse_dtype
-    named = {"q": q, "k": k, "v": k, "out": q, "dout": q, "lse": lse, "dlse": lse, "dq": q, "dk": k, "dv": k}
+    one = (*rows, spec.q_len, 3, spec.num_heads, spec.head_dim), spec.dtype
+    named = {
+        "q": q,
+        "k": k,
+        "v": k,
+        "qkv": one,
+        "dqkv": one,
+        "out": q,
+        "dout": q,
+        "lse": lse,
+        "dlse": lse,
+        "dq": q,
+        "dk": k,
+        "dv": k,
+    }
     return {**named, "cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
 
 
-def backward_program(spec: AttentionSpec, with_dlse: bool) -> KernelProgram:
+def backward_program(spec: AttentionSpec, with_dlse: bool, as_one: bool) -> KernelProgram:
     """Three kernels: gradients into scratch, with k and v added into zeros; one that doubles a gradient; one that
     rounds all."""
-    names = ["q", "k", "v", "out", "lse", "dout", *(["dlse"] if with_dlse else [])]
+    names = [*(["qkv"] if as_one else "qkv"), "out", "lse", "dout", *(["dlse"] if with_dlse else [])]
     shapes = operand_shapes(spec)
-    results = ["dq", "dk", "dv"]
+    results = ["dqkv"] if as_one else ["dq", "dk", "dv"]
     made = [*(Buffer(name, *shapes[name]) for name in (*names, *results))]
     made += [Buffer(SCRATCH, shapes["q"][0], "float32"), *(Buffer(SCRATCH, shapes["k"][0], "float32", True),) * 2]
     count = len(names)
-    dq, dk, dv, wide_q, wide_k, wide_v = range(count, count + 6)
+    *written, wide_q, wide_k, wide_v = range(count, count + len(results) + 3)
 
     def gradients(*tensors: torch.Tensor) -> None:
-        given = dict(zip(names, tensors, strict=False))
+        given = split(names, tensors)
         old_k, old_v, new_q, new_k, new_v = tensors[count:]
         assert old_k.data_ptr() == new_k.data_ptr() and old_v.data_ptr() == new_v.data_ptr()
         assert new_k.data_ptr() != new_v.data_ptr() and not new_k.any() and not new_v.any()
@@ -161,10 +191,11 @@ def backward_program(spec: AttentionSpec, with_dlse: bool) -> KernelProgram:
         new.mul_(2)
 
     def rounded(*tensors: torch.Tensor) -> None:
-        for wide, narrow in zip(tensors[:3], tensors[-3:], strict=True):
+        parts = tensors[-1].unbind(-3) if as_one else tensors[-3:]
+        for wide, narrow in zip(tensors[:3], parts, strict=True):
             narrow.copy_(wide)
 
-    stem = f"attn_core.stand_in.backward.{with_dlse}.{abs(hash(spec))}"
+    stem = f"attn_core.stand_in.backward.{with_dlse}.{as_one}.{abs(hash(spec))}"
     return KernelProgram(
         tuple(made),
         (
@@ -172,15 +203,15 @@ def backward_program(spec: AttentionSpec, with_dlse: bool) -> KernelProgram:
                 f"{stem}.0", (*range(count), wide_k, wide_v), (wide_q, wide_k, wide_v), kernel("gradients", gradients)
             ),
             KernelStep(f"{stem}.1", (wide_k,), (wide_k,), kernel("doubled", doubled)),
-            KernelStep(f"{stem}.2", (wide_q, wide_k, wide_v), (dq, dk, dv), kernel("rounded", rounded)),
+            KernelStep(f"{stem}.2", (wide_q, wide_k, wide_v), tuple(written), kernel("rounded", rounded)),
         ),
     )
 
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    def program(spec: AttentionSpec, direction: str, with_dlse: bool = False) -> KernelProgram:
-        return forward_program(spec) if direction == "forward" else backward_program(spec, with_dlse)
+    def program(spec: AttentionSpec, direction: str, with_dlse: bool = False, as_one: bool = False) -> KernelProgram:
+        return forward_program(spec, as_one) if direction == "forward" else backward_program(spec, with_dlse, as_one)
 
     register = jax_tvm_ffi.register_ffi_target
     monkeypatch.setattr(math, "program", program, raising=False)
@@ -275,13 +306,34 @@ def test_packed_documents_pass_their_offsets() -> None:
 
 
 @pytest.mark.usefixtures("stand_in")
-def test_qkv_in_one_array_uses_the_callback() -> None:
+def test_qkv_in_one_array_stays_one_array() -> None:
     qkv = jax.random.normal(jax.random.key(0), (2, 5, 3, 4, 8))
-    out = jax_frontend.attention_qkvpacked(qkv, causal=True, backend="math")
-    parts = (torch.from_numpy(np.array(qkv[:, :, which])) for which in range(3))
-    expected = torch_frontend.attention(*parts, causal=True, backend="math")
-    np.testing.assert_array_equal(np.asarray(out), expected.numpy())
-    assert LAUNCHED == []
+    dout = jax.random.normal(jax.random.key(1), (2, 5, 4, 8))
+    out, pull = jax.vjp(lambda qkv: jax_frontend.attention_qkvpacked(qkv, causal=True, backend="math"), qkv)
+    (gradient,) = pull(dout)
+    expected = in_torch(*(qkv[:, :, which] for which in range(3)), dout)
+    np.testing.assert_array_equal(np.asarray(out), expected[0])
+    factors = np.array([1, 2, 1], np.float32)[:, None, None]
+    np.testing.assert_array_equal(np.asarray(gradient), np.stack(expected[1:], 2) * factors)
+    assert LAUNCHED == ["forward", "gradients", "doubled", "rounded"]
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_operands_are_padded_to_the_buffers_and_results_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = math.program  # type: ignore[attr-defined]
+
+    def wide(spec: AttentionSpec, direction: str, with_dlse: bool = False, as_one: bool = False) -> KernelProgram:
+        return made(replace(spec, head_dim=16, value_dim=16), direction, with_dlse, as_one)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(math, "program", wide)
+    q, k, v, dout = arrays()
+    out, pull = jax.vjp(lambda *x: jax_frontend.attention(*x, causal=True, backend="math"), q, k, v)
+    ours = (out, *pull(dout))
+    expected = in_torch(q, k, v, dout)
+    for one, other, factor in zip(ours, expected, (1, 1, 2, 1), strict=True):
+        assert one.shape == other.shape
+        np.testing.assert_allclose(np.asarray(one), other * factor, rtol=1e-5, atol=1e-6)
+    assert LAUNCHED == ["forward", "gradients", "doubled", "rounded"]
 
 
 @pytest.mark.usefixtures("stand_in")
@@ -294,7 +346,7 @@ def test_a_call_that_cannot_be_compiled_uses_the_callback_and_logs_why(
 
     made = math.program  # type: ignore[attr-defined]
 
-    def half_broken(spec: AttentionSpec, direction: str, with_dlse: bool = False) -> KernelProgram:
+    def half_broken(spec: AttentionSpec, direction: str, with_dlse: bool = False, **_: Any) -> KernelProgram:
         program = made(spec, direction, with_dlse)
         steps = (program.steps[0]._replace(target="attn_core.stand_in.broken", compile=broken),)
         return program._replace(steps=steps)
@@ -349,6 +401,14 @@ FUNCTIONS: list[dict[str, Any]] = [
         {"dim": 256, "causal": True},
         {"packed": True, "causal": True},
         {"packed": True, "window": (5, 3)},
+        {"sinks": True, "causal": True},
+        {"sinks": True, "packed": True, "causal": True, "dim": 128},
+        {"sinks": True, "dim": 72, "window": (5, 3)},
+        {"dim": 80, "causal": True},
+        {"dim": 96, "heads": (4, 4)},
+        {"dim": 192, "value_dim": 128, "heads": (4, 4), "causal": True},
+        {"dim": 192, "value_dim": 128, "causal": True},
+        {"dim": 64, "value_dim": 32, "causal": True},
         {"key_ranges": masks.prefix_lm([70], 150), "heads": (6, 2)},
         {"key_ranges": masks.global_and_window(9, (40, 20), 150), "dim": 128, "causal": True},
         *FUNCTIONS,
@@ -362,15 +422,20 @@ def test_flash4_gives_torchs_bits_without_python(options: dict[str, Any], determ
         pytest.skip("block tables with deterministic=True and gradients: flash4 promises no equal bits there")
     options = {"heads": (4, 2), "dim": 64, "packed": False, "dtype": "bfloat16", **options}
     (heads, kv_heads), dim, packed, dtype = (options.pop(name) for name in ("heads", "dim", "packed", "dtype"))
-    rows, rng = ((300,) if packed else (2, 150)), np.random.default_rng(0)
-    shapes = ((*rows, heads, dim), (*rows, kv_heads, dim), (*rows, kv_heads, dim), (*rows, heads, dim))
+    rows, rng, wide = ((300,) if packed else (2, 150)), np.random.default_rng(0), options.pop("value_dim", dim)
+    shapes = ((*rows, heads, dim), (*rows, kv_heads, dim), (*rows, kv_heads, wide), (*rows, heads, wide))
     given = [jnp.asarray(rng.standard_normal(shape, np.float32), dtype) for shape in shapes]
     options |= {"deterministic": deterministic, "backend": "flash4"}
     lengths = {"seq_info": jax_frontend.SeqInfo.from_lengths([130, 1, 169])} if packed else {}
     aux = options.pop("aux", ())
+    logits = [np.linspace(-1.0, 2.0, heads, dtype=np.float32)] if options.pop("sinks", False) else []
 
     def forward_and_gradients(q: Any, k: Any, v: Any, dout: Any, *aux: Any) -> Any:
-        out, pull = jax.vjp(lambda *x: jax_frontend.attention(*x, aux=aux, **options, **lengths), q, k, v)
+        def call(q: Any, k: Any, v: Any, *sinks: Any) -> Any:
+            more = {"sinks": sinks[0]} if sinks else {}
+            return jax_frontend.attention(q, k, v, aux=aux, **more, **options, **lengths)
+
+        out, pull = jax.vjp(call, q, k, v, *map(jnp.asarray, logits))
         return out, *pull(dout)
 
     given += [jnp.asarray(array) for array in aux]
@@ -380,10 +445,12 @@ def test_flash4_gives_torchs_bits_without_python(options: dict[str, Any], determ
     ours = [np.asarray(actual.astype(jnp.float32)) for actual in compiled(*given)]
     floats = (np.array(array.astype(jnp.float32)) for array in given[:4])
     q, k, v, dout = (torch.from_numpy(array).to("cuda", getattr(torch, dtype)) for array in floats)
-    leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
+    leaves = [tensor.requires_grad_() for tensor in (q, k, v, *(torch.from_numpy(each).cuda() for each in logits))]
     lengths = {"seq_info": torch_frontend.SeqInfo.from_lengths([130, 1, 169])} if packed else {}
     options["aux"] = tuple(torch.from_numpy(array).cuda() for array in aux)
-    out = torch_frontend.attention(*leaves, **options, **lengths)
+    if logits:
+        options["sinks"] = leaves[3]
+    out = torch_frontend.attention(*leaves[:3], **options, **lengths)
     theirs = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
     exact = len(ours) if deterministic else 1  # otherwise sums are added in any order
     for place, (one, other) in enumerate(zip(ours, (x.float().cpu().numpy() for x in theirs), strict=True)):
@@ -411,3 +478,91 @@ def test_flash4_names_its_kernels_and_their_time() -> None:
     k = jnp.zeros((2, 64, 2, 64), jnp.bfloat16)
     jax.jit(lambda q, k: jax_frontend.attention(q, k, k, causal=True, scale=0.125, backend="flash4"))(q, k)
     assert compiled_lane.compile_seconds().keys() & {step.target for step in steps}
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dim", [64, 72])
+def test_flash4_reads_and_writes_one_array_without_python(dim: int) -> None:
+    if flash4_missing():
+        pytest.skip(flash4_missing())
+    rng = np.random.default_rng(0)
+    qkv = jnp.asarray(rng.standard_normal((2, 150, 3, 4, dim), np.float32), "bfloat16")
+    dout = jnp.asarray(rng.standard_normal((2, 150, 4, dim), np.float32), "bfloat16")
+    options: dict[str, Any] = {"causal": True, "deterministic": True, "backend": "flash4"}
+
+    def forward_and_gradient(qkv: Any, dout: Any) -> Any:
+        out, pull = jax.vjp(lambda one: jax_frontend.attention_qkvpacked(one, **options), qkv)
+        return out, *pull(dout)
+
+    compiled = jax.jit(forward_and_gradient).lower(qkv, dout).compile()
+    text = compiled.as_text()
+    assert "attn_core.flash4." in text and "attn_core.callback" not in text
+    ours = [np.asarray(actual.astype(jnp.float32)) for actual in compiled(qkv, dout)]
+    tensor, dout = (torch.from_numpy(np.array(x.astype(jnp.float32))).cuda().bfloat16() for x in (qkv, dout))
+    out = torch_frontend.attention_qkvpacked(tensor.requires_grad_(), **options)
+    theirs = [out.detach(), *torch.autograd.grad(out, [tensor], dout)]
+    for one, other in zip(ours, theirs, strict=True):
+        np.testing.assert_array_equal(one, other.float().cpu().numpy())
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    "changes", [{}, {"sinks": True}, {"window": 40, "softcap": 9.0}, {"chunks": True}, {"lengths": (3, 1), "pages": 3}]
+)
+def test_decoding_from_pages_gives_torchs_bits_without_python(changes: dict[str, Any]) -> None:
+    """The number of splits is more than 1 in the calls with long sequences, and 1 in the last one."""
+    options = dict(changes)
+    lengths = options.pop("lengths", (900, 1, 577))
+    pages, rng, chunks = options.pop("pages", 200), np.random.default_rng(0), options.pop("chunks", False)
+    news = [4, 1, 30] if chunks else [1] * len(lengths)
+    table = np.full((len(lengths), 60), -1, np.int32)
+    free = iter(rng.permutation(pages))
+    for row, length in enumerate(lengths):
+        count = -(-length // 16)
+        table[row, :count] = [next(free) for _ in range(count)]
+    pool = rng.standard_normal((2, pages, 16, 2, 64)).astype(np.float32)
+    q = rng.standard_normal((sum(news), 8, 64)).astype(np.float32)
+    sinks = np.linspace(-1, 1, 8, dtype=np.float32) if options.pop("sinks", False) else None
+    tables = {"block_table": table, "seq_lens": np.array(lengths, np.int32)}
+    if chunks:
+        tables["cu_seqlens_q"] = np.cumsum([0, *news]).astype(np.int32)
+        options["max_len_q"] = max(news)
+    options |= {"backend": "triton_splitkv", "return_lse": True}
+
+    def call(q: Any, k: Any, v: Any, tables: Any, sinks: Any) -> Any:
+        return jax_frontend.paged_attention(q, k, v, **tables, sinks=sinks, **options)
+
+    given = [jnp.asarray(each, "bfloat16") for each in (q, *pool)]
+    arguments = (*given, jax.tree.map(jnp.asarray, tables), None if sinks is None else jnp.asarray(sinks))
+    compiled = jax.jit(call).lower(*arguments).compile()
+    text = compiled.as_text()
+    assert "triton_kernel_call_ffi" in text and "attn_core.callback" not in text
+    ours = [np.asarray(each.astype(jnp.float32)) for each in compiled(*arguments)]
+    tensors = [torch.from_numpy(each).cuda().bfloat16() for each in (q, *pool)]
+    in_torch_tables = {name: torch.from_numpy(each).cuda() for name, each in tables.items()}
+    more = None if sinks is None else torch.from_numpy(sinks).cuda()
+    theirs = torch_frontend.paged_attention(*tensors, **in_torch_tables, sinks=more, **options)
+    for one, other in zip(ours, theirs, strict=True):
+        np.testing.assert_array_equal(one, other.float().cpu().numpy())
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("changes", [{}, {"packed": True}, {"dim": 72}, {"window": (40, 3)}])
+def test_flash3s_operator_gives_torchs_bits_without_python(changes: dict[str, Any]) -> None:
+    missing = dict(Target.here("jax", "sm90").unavailable).get("flash3", "")
+    if missing:
+        pytest.skip(missing)
+    jax_frontend.compile_operator_lane()
+    compiled_lane.lane_of.cache_clear()
+    options = {"causal": "window" not in changes, "backend": "flash3", "return_lse": True, **changes}
+    packed, dim, rng = options.pop("packed", False), options.pop("dim", 128), np.random.default_rng(0)
+    rows = (300,) if packed else (2, 150)
+    arrays = [rng.standard_normal((*rows, heads, dim)).astype(np.float32) for heads in (4, 2, 2)]
+    lengths = {"seq_info": jax_frontend.SeqInfo.from_lengths([130, 1, 169])} if packed else {}
+    given = [jnp.asarray(each, "bfloat16") for each in arrays]
+    compiled = jax.jit(lambda *x: jax_frontend.attention(*x, **options, **lengths)).lower(*given).compile()
+    text = compiled.as_text()
+    assert "attn_core.operator.v1" in text and "attn_core.callback" not in text
+    theirs = torch_frontend.attention(*(torch.from_numpy(x).cuda().bfloat16() for x in arrays), **options, **lengths)
+    for one, other in zip(compiled(*given), theirs, strict=True):
+        np.testing.assert_array_equal(np.asarray(one.astype(jnp.float32)), other.float().cpu().numpy())

@@ -66,6 +66,7 @@ KERNEL_FILES = [
     ROOT / "attn_core" / kernel
     for kernel in (
         "backends/flash4/ordered_tiles.py",
+        "backends/flash4/sinks_kernel.py",
         "backends/flash4/table_kernel.py",
         "backends/flash4/work_order_kernel.py",
         "backends/triton_splitkv/kernels.py",

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from attn_core.backends.shared.rewrites import sink_gradient
+from attn_core.backends.shared.sinks import sink_gradient
 from attn_core.context_parallel.on_torch.places import Places
 from attn_core.context_parallel.on_torch.rows import SavedRows, TileGradients, Total, tile_gradients
 from attn_core.context_parallel.on_torch.tiles import TileRun

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from attn_core.backends.shared.rewrites import with_sinks
+from attn_core.backends.shared.sinks import with_sinks
 from attn_core.context_parallel.call import keeps_gathered
 from attn_core.context_parallel.on_torch import rows
 from attn_core.context_parallel.prefetch import prefetch

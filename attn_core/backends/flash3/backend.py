@@ -18,18 +18,20 @@ flash3_fp8: the same forward on q, k and v rounded to e4m3. See ``attn_core.back
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache, partial
 from types import SimpleNamespace
 from typing import Any
 
-from attn_core.backends.flash3 import fp8
+from attn_core.backends.flash3 import fp8, limits
+from attn_core.backends.flash3 import program as flash3_program
+from attn_core.backends.flash3.limits import NAME, ORDERED, WIDTHS, width_of
 from attn_core.backends.shared import flash_paged, rewrites
 from attn_core.backends.shared.build_trials import TOKENS, averages, differentiates, runs
 from attn_core.backends.shared.cached_once import cached_once
 from attn_core.backends.shared.flash3_operators import forward_tiles, operators, prepare
-from attn_core.backends.shared.kernel_limits import GRID_LIMIT
+from attn_core.backends.shared.kernel_programs import KernelProgram
 from attn_core.backends.shared.rewrites import readable, writable
 from attn_core.backends.support import Build, Support
 from attn_core.call.masks import band
@@ -40,7 +42,6 @@ from attn_core.call.tensors import Gradients, Inputs
 FRAMEWORK = "torch"
 REQUIRES = "flash-attn-3 (source build), tokenspeed-fa3 or fa3-fwd"
 
-NAME = "the FlashAttention 3 kernel"
 FORWARD = Support(
     kernel=NAME,
     devices=("sm90",),
@@ -63,38 +64,14 @@ FORWARD = Support(
 BACKWARD = replace(FORWARD, paged=False)
 WRITES_INTO = True
 
-WIDTHS = (64, 96, 128, 192, 256)
-"""The head dimensions that have kernels. A kernel also serves the smaller dimensions down to the next kernel's."""
 ONE_DIRECTION = {"forward": {"deterministic"}, "backward": {"num_splits", "pack_gqa"}}
 """Settings that a direction's operator does not take."""
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
-ORDERED = "deterministic backward"
-"""The word in ``Build.without`` for a gradient that adds in any order."""
 
 
 def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
     """Refuses combinations that the kernel or the installed build cannot run though each claim alone holds."""
-    return (*rewrites.refusals(spec), *_refusals(spec, build))
-
-
-def _refusals(spec: AttentionSpec, build: Build | None) -> Iterator[str]:
-    without, name = (build.without, f"{NAME} ({build.name})") if build else ((ORDERED,), NAME)
-    if spec.dtype in without:
-        yield f"dtype {spec.dtype}: {name} has none"
-    widths = build.head_dims if build else ()  # empty: every width runs
-    if spec.paged is not None:
-        yield from flash_paged.flash3_refusals(
-            spec, name, {width_of(d, widths) for d in (spec.head_dim, spec.value_dim)}
-        )
-    if (rows := spec.documents or spec.batch) > GRID_LIMIT:
-        yield f"batch={rows}: {NAME} launches at most {GRID_LIMIT} rows"
-    if spec.deterministic and spec.needs_backward:
-        width = max(spec.head_dim, spec.value_dim)
-        if width > 192:
-            yield f"backward: deterministic=True with head_dim={width}: {NAME} has none above 192"
-        if ORDERED in without:
-            why = "before late 2025 it ignored the flag, or lost count of windows, documents and grouped heads"
-            yield f"backward: deterministic=True: {name} is not known to keep it; {why}"
+    return (*rewrites.refusals(spec), *limits.refusals(spec, build))
 
 
 def probe() -> str:
@@ -179,6 +156,18 @@ def backward(
     return rewrites.backward(KERNEL, spec, inputs, out, lse, dout, dlse, into)
 
 
+def program_refuses(spec: AttentionSpec, device: str) -> tuple[str, ...]:
+    """Returns why ``program`` cannot express a supported call."""
+    return tuple(flash3_program.refusals(spec, device))
+
+
+def program(spec: AttentionSpec, direction: str, with_dlse: bool = False, as_one: bool = False) -> KernelProgram:
+    """Returns the operator of a forward that ``program_refuses`` allows, and its buffers. See ``flash4``."""
+    own = KERNEL.runs(spec)
+    settings = {name: value for name, value in lower(own).items() if name not in ONE_DIRECTION["forward"]}
+    return flash3_program.program(own, settings, as_one)
+
+
 def _forward(spec: AttentionSpec, inputs: Any, into: Any) -> tuple[Any, Any]:
     if spec.paged is not None:
         return flash_paged.flash3(spec, inputs, into, partial(_operator, spec, "forward"))
@@ -211,15 +200,6 @@ def _offsets(inputs: Inputs) -> tuple[Any, Any]:
     if inputs.cu_seqlens_q is None:
         return None, None
     return inputs.cu_seqlens_q.contiguous(), inputs.cu_seqlens_k.contiguous()
-
-
-def width_of(dim: int, head_dims: tuple[int, ...], multiple: int = 8) -> int:
-    """Returns the head dimension to run ``dim`` at: the next multiple, or the next width that the build has."""
-    width = -(-dim // multiple) * multiple
-    native = next((kernel for kernel in WIDTHS if kernel >= width), width)
-    if not head_dims or native in head_dims:
-        return width
-    return next((kernel for kernel in head_dims if kernel > width), width)
 
 
 VARIANTS = {"flash3_fp8": "fp8"}

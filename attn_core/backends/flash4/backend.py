@@ -23,7 +23,7 @@ from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any
 
-from attn_core.backends.flash4 import arguments, direct, disk_cache, masked, own_kernels, paged, versions
+from attn_core.backends.flash4 import arguments, direct, disk_cache, masked, own_kernels, paged, sinks, versions
 from attn_core.backends.flash4.operands import backward_width, copy_if_expanded, writable
 from attn_core.backends.shared import dry_run, first_call, kernel_limits, rewrites
 from attn_core.backends.shared.kernel_programs import KernelProgram
@@ -60,7 +60,6 @@ FORWARD = Support(
 BACKWARD = replace(FORWARD, paged=False)
 WRITES_INTO = True
 lower = arguments.lower
-program_operands = masked.program_operands
 
 
 def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
@@ -141,37 +140,48 @@ def warm_up(spec: AttentionSpec) -> None:
 
 
 def program_refuses(spec: AttentionSpec, device: str) -> tuple[str, ...]:
-    """Returns why ``program`` cannot express a supported call: torch operations run around its kernels."""
+    """Returns why ``program`` cannot express a supported call."""
     reasons = [] if device == "sm90" else [f"{device}: proven on sm90 only"]
     if spec.paged is not None:
         reasons.append("keys and values in pages: torch operations make tables safe before the kernel")
-    if spec.sinks:
-        reasons.append("sinks: added by torch operations after the kernel")
-    if any(_kernel(spec, gradient).pads(spec) for gradient in ({False, spec.needs_backward})):
-        reasons.append(f"head_dim={spec.head_dim}, value_dim={spec.value_dim}: padded by torch operations")
     return tuple(reasons)
 
 
 @lru_cache(maxsize=1024)
-def program(spec: AttentionSpec, direction: str, with_dlse: bool = False) -> KernelProgram:
+def program(spec: AttentionSpec, direction: str, with_dlse: bool = False, as_one: bool = False) -> KernelProgram:
     """Returns the kernels of a call that ``program_refuses`` allows, and the buffers between them.
 
     Operands are the fields of ``Inputs``; in a backward also out, lse, dout, and ``with_dlse`` dlse, 0 in rows that see
-    no key. Those of ``program_operands`` replace the call's. Compiles nothing. Raises Unrecordable if flash-attn-4
-    works differently from the version that we tested.
+    no key; ``as_one`` q, k and v are the operand qkv. Those of ``program_operands`` replace the call's. Buffers have
+    the kernel's widths: operands are padded with zeros, and results are cut. Compiles nothing. Raises Unrecordable if
+    flash-attn-4 works differently from the version that we tested.
     """
     from attn_core.backends.flash4 import program as flash4_program
 
-    def run(notes: Any, inputs: Inputs, others: dict[str, Any]) -> None:
-        more = masked.operands(spec, inputs, direction, notes)
-        if direction == "forward":
-            _run_forward(spec, inputs, (others["out"], others["lse"]), notes.kernels, *more, lane=notes)
-        else:
-            out, lse, dout, *buffers = (others[name] for name in ("out", "lse", "dout", "dq", "dk", "dv"))
-            dlse = others.get("dlse")
-            _run_backward(spec, inputs, out, lse, dout, Gradients(*buffers), dlse, notes.kernels, *more, lane=notes)
+    own = _kernel(spec, direction == "backward").runs(spec)
 
-    return flash4_program.program(spec, direction, with_dlse, run)
+    def run(notes: Any, inputs: Inputs, others: dict[str, Any]) -> None:
+        more = masked.operands(own, inputs, direction, notes)
+        alone = inputs._replace(sinks=None)
+        out, lse = others["out"], others["lse"]
+        if direction == "forward":
+            plain = sinks.scratch_like(lse) if spec.sinks else lse
+            _run_forward(own, alone, (out, plain), notes.kernels, *more, lane=notes)
+            if spec.sinks:
+                sinks.add(out, plain, inputs.sinks, lse, notes)
+        else:
+            dout, dlse = others["dout"], others.get("dlse")
+            buffers = Gradients(*(others[name] for name in ("dq", "dk", "dv")))
+            _run_backward(own, alone, out, lse, dout, buffers, dlse, notes.kernels, *more, lane=notes)
+            if spec.sinks:
+                sinks.gradient(inputs.sinks, out, lse, dout, dlse, others["dsinks"], lane=notes)
+
+    return flash4_program.program(replace(own, sinks=spec.sinks), direction, with_dlse, as_one, run)
+
+
+def program_operands(spec: AttentionSpec, arrays: dict[str, Any]) -> dict[str, Any]:
+    """Returns the operands of a program that are not the call's own arrays, by name."""
+    return masked.program_operands(spec, arrays) | sinks.program_operands(arrays)
 
 
 def _forward(spec: AttentionSpec, inputs: Any, into: Any) -> tuple[Any, Any]:
@@ -243,4 +253,7 @@ def _kernel(spec: AttentionSpec, gradient: bool) -> rewrites.Kernel:
     """
     apart = 128 < spec.head_dim <= 192 and spec.value_dim <= 128 and not (gradient and spec.group_size > 1)
     width = backward_width if gradient else rewrites.whole_eights
-    return rewrites.Kernel(_forward, _backward, width, same_width=not apart, lse_gradient=True)
+    return rewrites.Kernel(_forward, _backward, width, same_width=not apart, lse_gradient=True, **_SINKS)
+
+
+_SINKS: dict[str, Any] = {"add_sinks": sinks.add, "sink_gradient": sinks.gradient}

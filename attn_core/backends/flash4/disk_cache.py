@@ -14,13 +14,13 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import stat
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from attn_core import expressions
 from attn_core.backends.shared.cached_once import cached_once
+from attn_core.backends.shared.private_folder import UnsafeFolderError, private_folder
 
 log = logging.getLogger("attn_core.flash4")
 
@@ -28,10 +28,6 @@ PACKAGES = ("flash-attn-4", "nvidia-cutlass-dsl", "quack-kernels", "apache-tvm-f
 """The packages that the compiled code depends on."""
 SETTINGS = ("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR")
 """flash-attn-4's own environment variables. If one is set, flash-attn-4 does what it says."""
-
-
-class UnsafeFolderError(Exception):
-    """Another user may write into the folder of compiled kernels."""
 
 
 @cached_once
@@ -100,18 +96,7 @@ def _usable_folder() -> Path:
     """
     import fcntl  # flash-attn-4 runs on Linux alone; this module is imported everywhere
 
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    caches = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
-    caches.mkdir(parents=True, exist_ok=True)
-    folder = caches
-    for name in ("attn_core", "flash4", fingerprint()):  # one by one, because mkdir gives parents another mode
-        folder /= name
-        folder.mkdir(mode=0o700, exist_ok=True)
-        status = folder.stat()
-        if status.st_uid != os.getuid():
-            raise UnsafeFolderError(f"{folder} belongs to another user (uid {status.st_uid}); delete it")
-        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise UnsafeFolderError(f"others may write into {folder}; delete it, or chmod it to 700")
+    folder = private_folder("flash4", fingerprint())
     with open(folder / "lock", "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     return folder

@@ -1,7 +1,7 @@
 """A kernel that evaluates a mask function once, and says how much of each block of 128 queries and keys it shows.
 
 The code of the function is the same as in the attention kernel, so a table never contradicts the mask. A warp computes
-a block. Upstream: nvidia-cutlass-dsl 4.8.
+a block, pair by pair unless its bounds decide (``block_bounds``). Upstream: nvidia-cutlass-dsl 4.8.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+from attn_core.backends.flash4.block_bounds import Block, bounds, helps
 from attn_core.backends.flash4.block_tables import BLOCK, blocks
 from attn_core.backends.flash4.functions import Arrays, arrays_of, inside_of, read, scalars_of
 from attn_core.backends.flash4.own_kernels import OwnKernel
@@ -45,12 +46,15 @@ def states(spec: AttentionSpec, arrays: Sequence[Any], device: Any, lane: Any) -
 
 @lru_cache(maxsize=256)
 def _kernel(tree: Expression, arrays: Arrays, inside: tuple[int, ...]) -> OwnKernel:
-    return OwnKernel(f"attn_core.block_states({tree.digest}, {arrays}, {inside})", lambda: _code(tree, arrays, inside))
+    about = f"{tree.digest}, {arrays}, {inside}"
+    return OwnKernel(f"attn_core.bounded_states({about})", lambda: _code(tree, arrays, inside))
 
 
 def _code(tree: Expression, arrays: Arrays, inside: tuple[int, ...]) -> Any:
     import cutlass
     from cutlass import Boolean, Int8, Int32, cute
+
+    has_bounds = helps(tree)
 
     class BlockStates:
         @cute.jit
@@ -69,7 +73,14 @@ def _code(tree: Expression, arrays: Arrays, inside: tuple[int, ...]) -> Any:
             h = row - b * heads
             shown, hidden = Boolean(False), Boolean(False)
             count = cutlass.min(q_len - q_block * BLOCK, BLOCK)
-            for at in cutlass.range(count):
+            pairs = count  # rows of pairs to compute: none if the bounds decide
+            if cutlass.const_expr(has_bounds):
+                keys = cutlass.min(kv_len - kv_block * BLOCK, BLOCK)
+                tokens = q_block * BLOCK, kv_block * BLOCK, count, keys
+                every, some = bounds(tree, Block(b, h, *tokens, BLOCK), lane, read(arrays, scalars))
+                hidden, shown = some == Boolean(False), every
+                pairs = Int32(cutlass.select_(every | hidden, Int32(0), count))
+            for at in cutlass.range(pairs):
                 for part in cutlass.range_constexpr(BLOCK // LANES):
                     key = kv_block * BLOCK + part * LANES + lane
                     index = (b, h, q_block * BLOCK + at, key)
@@ -78,9 +89,9 @@ def _code(tree: Expression, arrays: Arrays, inside: tuple[int, ...]) -> Any:
                     exists = key < kv_len
                     shown = shown | (exists & sees)
                     hidden = hidden | (exists & (sees == Boolean(False)))
-            some = Int32(cute.arch.vote_any_sync(shown))
+            visible = Int32(cute.arch.vote_any_sync(shown))
             missing = Int32(cute.arch.vote_any_sync(hidden))
             if lane == 0:
-                states[b, h, q_block, kv_block] = Int8(some * (2 - missing))
+                states[b, h, q_block, kv_block] = Int8(visible * (2 - missing))
 
     return BlockStates()

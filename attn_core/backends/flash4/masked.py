@@ -107,8 +107,9 @@ def operands(spec: AttentionSpec, inputs: Inputs, half: str, lane: Any = own_ker
 
 
 def program_inputs(inputs: Inputs) -> Inputs:
-    """Returns the inputs of a program, whose aux arrays are flat and of the dtypes that a kernel reads."""
-    return inputs._replace(**named([array.reshape(-1) for array in functions.aux_tensors(inputs)]))
+    """Returns the inputs of a program: aux arrays flat, and they and sinks of the dtypes that a kernel reads."""
+    arrays = named([array.reshape(-1) for array in functions.aux_tensors(inputs)])
+    return inputs._replace(**arrays, sinks=None if inputs.sinks is None else inputs.sinks.float())
 
 
 def program_operands(spec: AttentionSpec, arrays: dict[str, Any]) -> dict[str, Any]:

@@ -61,15 +61,19 @@ def _compile(kernel: OwnKernel, arguments: Arguments) -> Any:
     return code[kernel.name]
 
 
-def described(arguments: Arguments) -> Arguments:
-    """Returns what a kernel is compiled for: tensors of any sizes, any numbers, and the stream of the environment."""
+def described(arguments: Arguments, alignment: int = 4) -> Arguments:
+    """Returns what a kernel is compiled for: tensors of any sizes, any numbers, and the stream of the environment.
+
+    Args:
+        alignment: of the addresses of tensors, in bytes.
+    """
     from cutlass import Int32, cute
     from flash_attn.cute.cute_dsl_utils import to_cute_tensor  # type: ignore[import-not-found]
 
     def describe(value: Any) -> Any:
         if isinstance(value, int):
             return Int32(value)
-        return value if value is None or isinstance(value, tuple) else to_cute_tensor(value, assumed_align=4)
+        return value if value is None or isinstance(value, tuple) else to_cute_tensor(value, assumed_align=alignment)
 
     return *map(describe, arguments), cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
 

@@ -17,7 +17,7 @@ from functools import lru_cache
 from typing import Any
 
 from attn_core.backends.sdpa_flash import additive_masks, containment, cpu_blocks, cpu_kernel, cpu_packed, cpu_paged
-from attn_core.backends.shared import rewrites
+from attn_core.backends.shared import sinks
 from attn_core.backends.support import Build, Support
 from attn_core.call.counters import operand_copied
 from attn_core.call.masks import band
@@ -103,7 +103,7 @@ def forward(spec: AttentionSpec, inputs: Any) -> tuple[Any, Any]:
             out, lse = cpu_kernel.kernels()[0](q, k, v, 0.0, how["is_causal"], scale=how["scale"])
         out = out.transpose(1, 2)
     if spec.sinks:
-        out, lse = rewrites.with_sinks(out, lse, inputs.sinks)
+        out, lse = sinks.with_sinks(out, lse, inputs.sinks)
     if how["contained"]:
         containment.contain(spec, inputs, out, lse, how["by_results"])
     return out, lse
@@ -183,7 +183,7 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
         dq, dk, dv = (gradient.transpose(1, 2) for gradient in gradients)
     if how["contained"]:
         containment.contain_gradients(spec, inputs, out, lse, dout, (dq, dk, dv))
-    dsinks = rewrites.sink_gradient(inputs.sinks, out, lse, dout, None) if spec.sinks else None
+    dsinks = sinks.sink_gradient(inputs.sinks, out, lse, dout, None) if spec.sinks else None
     return Gradients(dq, dk, dv, dsinks=dsinks)
 
 

@@ -15,8 +15,8 @@ import numpy as np
 
 from attn_core.backends.sdpa_flash import containment
 from attn_core.backends.sdpa_flash.cpu_kernel import has_tiles, kernels, run_twice
-from attn_core.backends.shared import rewrites
 from attn_core.backends.shared.paged_as_dense import packed_documents
+from attn_core.backends.shared.sinks import with_sinks
 from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs, PagedInputs
@@ -83,7 +83,7 @@ def decoder(spec: AttentionSpec, needs_lse: bool) -> Callable[..., tuple[Any, An
             lse = lse.flatten(1).t()
             if shortest == 0:
                 lse = lse.masked_fill(lengths == 0, -math.inf)
-        return rewrites.with_sinks(out, lse, sinks) if sinks is not None else (out, lse)
+        return with_sinks(out, lse, sinks) if sinks is not None else (out, lse)
 
     return run
 

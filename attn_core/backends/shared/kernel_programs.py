@@ -6,8 +6,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 SCRATCH = "scratch"
-RESULTS = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv")}
-"""The names of a call's results."""
+RESULTS = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv", "dqkv", "dsinks")}
+"""The names of a call's results, of which a backward has some."""
+
+
+OPERATOR = "attn_core.operator.v1"
+"""The target of a step that calls an operator of torch; see ``operator_step``."""
 
 
 class Unrecordable(RuntimeError):
@@ -15,7 +19,7 @@ class Unrecordable(RuntimeError):
 
 
 class Buffer(NamedTuple):
-    """Contiguous memory of a program.
+    """Contiguous memory of a program. An operand with a shorter last axis is padded with zeros, a result is cut.
 
     Attributes:
         name: the operand or result that it holds, or SCRATCH.
@@ -37,12 +41,15 @@ class KernelStep(NamedTuple):
         reads: indices of the buffers that the kernel reads, into ``KernelProgram.buffers``, in its arguments' order.
         writes: indices of the buffers that the kernel writes; these arguments follow. A buffer in both is updated.
         compile: returns a ``tvm_ffi.Function`` of the tensors of reads and writes; takes about a second.
+        attributes: of a step whose target XLA itself has, so that nothing is registered: returns the attributes of the
+            custom call, after compiling the kernel; None for other steps.
     """
 
     target: str
     reads: tuple[int, ...]
     writes: tuple[int, ...]
     compile: Callable[[], Any]
+    attributes: Callable[[], dict[str, Any]] | None = None
 
 
 class KernelProgram(NamedTuple):
@@ -50,3 +57,45 @@ class KernelProgram(NamedTuple):
 
     buffers: tuple[Buffer, ...]
     steps: tuple[KernelStep, ...]
+
+
+def operator_step(
+    name: str, arguments: tuple[Any, ...], reads: tuple[int, ...], writes: tuple[int, ...], results: dict[int, int]
+) -> KernelStep:
+    """Returns a step that calls an operator of torch through torch's dispatcher.
+
+    Args:
+        name: such as ``"aten::mul.out"``.
+        arguments: of the operator in order: None, a bool, an int, a float, or a ``Place`` for a buffer.
+        results: the operator's results that are copied: number of the result -> place of its buffer.
+    """
+    order = (*reads, *writes)
+    words = [_word(argument, order) for argument in arguments]
+    copies = [f"{number}:{order.index(place)}" for number, place in results.items()]
+    qualified, _, overload = name.partition(".")
+    attributes = {"name": qualified, "overload": overload, "arguments": " ".join(words), "copies": " ".join(copies)}
+    return KernelStep(OPERATOR, reads, writes, _compiles_nothing, lambda: attributes)
+
+
+class Place(NamedTuple):
+    """A buffer as an argument of an operator: its place in ``KernelProgram.buffers``."""
+
+    number: int
+
+
+def _word(argument: Any, order: tuple[int, ...]) -> str:
+    if argument is None:
+        return "n"
+    if isinstance(argument, Place):
+        return f"t{order.index(argument.number)}"
+    if isinstance(argument, bool):
+        return f"b{int(argument)}"
+    if isinstance(argument, int):
+        return f"i{argument}"
+    if isinstance(argument, float):
+        return f"f{argument!r}"
+    raise Unrecordable(f"an operator takes {type(argument).__name__} {argument!r:.100}")
+
+
+def _compiles_nothing() -> None:
+    """Stands for the compilation of a step that calls an operator."""

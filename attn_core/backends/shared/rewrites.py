@@ -20,6 +20,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from attn_core.backends.shared.sinks import by_row, sink_gradient, with_sinks
 from attn_core.call.counters import operand_copied
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
@@ -34,6 +35,8 @@ class Kernel(NamedTuple):
         width: maps a head dimension to the one that the kernel runs it at.
         same_width: False if the kernel's value_dim may differ from head_dim; then v is padded separately from q and k.
         lse_gradient: whether backward takes a keyword ``dlse``.
+        add_sinks: ``(out, lse, sinks, into) -> (out, lse)`` of its own, which writes into out; into: a buffer for lse.
+        sink_gradient: its own ``sink_gradient``. Kernels without these two use the operations below.
     """
 
     forward: Callable[[AttentionSpec, Inputs, Any], tuple[Any, Any]]
@@ -41,11 +44,12 @@ class Kernel(NamedTuple):
     width: Callable[[int], int]
     same_width: bool = True
     lse_gradient: bool = False
+    add_sinks: Callable[..., tuple[Any, Any]] | None = None
+    sink_gradient: Callable[..., Any] | None = None
 
-    def pads(self, spec: AttentionSpec) -> bool:
-        """Returns whether the kernel runs the call at larger head dimensions."""
-        wide = _widened(self, replace(spec, sinks=False))
-        return wide is not None and wide != spec
+    def runs(self, spec: AttentionSpec) -> AttentionSpec:
+        """Returns the call that the kernel runs for a call: at its own widths, without sinks."""
+        return _widened(self, spec) or spec
 
 
 def refusals(spec: AttentionSpec) -> tuple[str, ...]:
@@ -77,11 +81,15 @@ def forward(kernel: Kernel, spec: AttentionSpec, inputs: Inputs, into: Any = Non
     wide = _widened(kernel, spec)
     if wide is None:
         return kernel.forward(spec, inputs, into)
+    out_buffer, lse_buffer = into or (None, None)
     # With sinks or a padded out, the kernel's result is not the call's, so it does not go into the caller's buffers.
-    out, lse = kernel.forward(wide, _wide_inputs(wide, inputs), None if spec.sinks or _pads_out(spec, wide) else into)
-    if _pads_out(spec, wide):
-        out = out[..., : spec.value_dim]
-    if not spec.sinks:
+    buffers: Any = (None if spec.sinks and kernel.add_sinks is None else out_buffer, None if spec.sinks else lse_buffer)
+    buffers = None if _pads_out(spec, wide) or buffers == (None, None) else buffers
+    out, lse = kernel.forward(wide, _wide_inputs(wide, inputs), buffers)
+    if spec.sinks and kernel.add_sinks is not None:
+        out, lse = kernel.add_sinks(out, lse, inputs.sinks, lse_buffer)
+    out = out[..., : spec.value_dim] if _pads_out(spec, wide) else out
+    if not spec.sinks or kernel.add_sinks is not None:
         return out, lse
     return with_sinks(out, lse, inputs.sinks, needs_lse=spec.return_lse or spec.needs_backward)
 
@@ -109,7 +117,8 @@ def backward(
     if dlse is not None and not native:
         gradients = _with_lse_gradient(kernel, wide, spec, inputs, out, lse, dlse, gradients)
     if spec.sinks:
-        gradients = gradients._replace(dsinks=sink_gradient(inputs.sinks, out, lse, dout, dlse))
+        sum_sinks = kernel.sink_gradient or sink_gradient
+        gradients = gradients._replace(dsinks=sum_sinks(inputs.sinks, out, lse, dout, dlse))
     return gradients
 
 
@@ -187,47 +196,6 @@ def _padded(tensor: Any, width: int) -> Any:
     return tensor if missing == 0 else torch.nn.functional.pad(tensor.detach(), (0, missing))
 
 
-def _by_row(values: Any) -> Any:
-    """``[batch, heads, q_len]`` -> ``[batch, q_len, heads, 1]``; packed ``[heads, tokens]`` likewise."""
-    return values.transpose(-1, -2)[..., None]
-
-
-def _by_head(values: Any) -> Any:
-    """``[heads]`` -> ``[heads, 1]``, which broadcasts against ``[..., heads, rows]``."""
-    return values[:, None]
-
-
-def with_sinks(out: Any, lse: Any, sinks: Any, *, needs_lse: bool = True) -> tuple[Any, Any]:
-    """Adds one logit per head, ``[heads]``, to the softmax of (out, lse). Rows that see no key keep 0 and -inf.
-
-    Without ``needs_lse`` the returned log-sum-exp is the given one.
-    """
-    import torch
-
-    sinks = _by_head(sinks.detach().to(lse.dtype))
-    gate = (lse - sinks).sigmoid_().nan_to_num_()  # NaN if both are -inf
-    # Every operation here is a small kernel, so the product is rounded by the kernel that computes it.
-    out = torch.mul(out, _by_row(gate), out=torch.empty_like(out))
-    if not needs_lse:
-        return out, lse
-    return out, torch.logaddexp(lse, sinks).masked_fill_(lse == -torch.inf, -torch.inf)
-
-
-def sink_gradient(sinks: Any, out: Any, lse: Any, dout: Any, dlse: Any) -> Any:
-    """Returns the gradient of the sinks, ``[heads]``, from out and lse with sinks.
-
-    A sink's weight in a row is exp(sink - lse); its logit's gradient is -weight * (delta - dlse). A row that sees no
-    key adds nothing, whatever its dout is.
-    """
-    import torch
-
-    share = torch.exp(_by_head(sinks.detach().to(lse.dtype)) - lse)
-    delta = (dout.to(lse.dtype) * out).sum(-1).transpose(-1, -2)  # [..., heads, rows]
-    total = (share * (delta if dlse is None else delta - dlse)).masked_fill(lse == -torch.inf, 0.0)
-    rows = (0, 2) if total.dim() == 3 else (1,)
-    return -total.sum(rows).to(sinks.dtype)
-
-
 def _with_lse_gradient(
     kernel: Kernel,
     wide: AttentionSpec,
@@ -249,10 +217,10 @@ def _with_lse_gradient(
     mean_key, kernel_lse = kernel.forward(square, operands, None)
     empty = lse == -torch.inf
     factor = torch.exp(kernel_lse - lse).masked_fill(empty, 0.0) * dlse.masked_fill(empty, 0.0) * spec.scale
-    factor = _by_row(factor)
+    factor = by_row(factor)
     dq = gradients.dq + (mean_key[..., : spec.head_dim].to(factor.dtype) * factor)
     queries = _padded(inputs.q, square.head_dim)
-    weight = _by_row(dlse.masked_fill(empty, 0.0)) * spec.scale
+    weight = by_row(dlse.masked_fill(empty, 0.0)) * spec.scale
     dout = (queries.to(factor.dtype) * weight).to(inputs.q.dtype)
     # Only dv is used, sum_i P_ij dout_i. It does not depend on out, so zeros serve.
     extra = kernel.backward(square, operands, torch.zeros_like(dout), lse, dout, None)

@@ -14,6 +14,7 @@ from functools import cache, lru_cache
 from typing import Any
 
 from attn_core.backends.shared.kernel_limits import GRID_LIMIT
+from attn_core.backends.shared.kernel_programs import KernelProgram
 from attn_core.backends.shared.pools import pools
 from attn_core.backends.shared.triton import launch
 from attn_core.backends.support import Build, Support
@@ -201,6 +202,29 @@ def _forward(
     if copied or attend is None or (count > 1 and merge is None):
         return out, lse, None
     return out, lse, launches.Launches(count, attend, merge)
+
+
+def program_refuses(spec: AttentionSpec, device: str) -> tuple[str, ...]:
+    """Returns why ``program`` cannot express a supported call."""
+    return () if device == "sm90" else (f"{device}: proven on sm90 only",)
+
+
+@lru_cache(maxsize=1024)
+def program(spec: AttentionSpec, direction: str, with_dlse: bool = False) -> KernelProgram:
+    """Returns the kernels of a call on the current GPU, and the buffers between them, as ``flash4`` does.
+
+    Raises Unrecordable if this jaxlib or Triton differs from those that ``shared.triton_programs`` knows.
+    """
+    import torch
+
+    from attn_core.backends.triton_splitkv import program as splitkv_program
+
+    return splitkv_program.program(spec, *_settings(spec, torch.cuda.current_device()))
+
+
+def program_operands(spec: AttentionSpec, arrays: dict[str, Any]) -> dict[str, Any]:
+    """Returns the operands of a program that are not the call's own arrays, by name: sinks in float32."""
+    return {"sinks": arrays["sinks"].astype("float32")} if "sinks" in arrays else {}
 
 
 def backward(spec: AttentionSpec, inputs: Any, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from attn_core.backends.shared.rewrites import sink_gradient, with_sinks
+from attn_core.backends.shared.sinks import sink_gradient, with_sinks
 from attn_core.call.spec import AttentionSpec
 from attn_core.context_parallel import places
 from attn_core.context_parallel.on_torch import rows

@@ -1,0 +1,104 @@
+"""Triton kernels as steps of a program: XLA launches their compiled code itself, without Python.
+
+jaxlib has a custom call for Triton's kernels, which jax's own Pallas uses. It takes the PTX of a kernel and its
+numbers, so a step needs no registration. The PTX is what torch's launches run.
+Upstream: jaxlib 0.10.2 to 0.11.2, ``jaxlib.gpu_triton``, whose names are not public; triton 3.6. Where they are missing
+or differ, ``step`` raises Unrecordable.
+"""
+
+from __future__ import annotations
+
+import zlib
+from functools import lru_cache
+from typing import Any
+
+from attn_core.backends.shared.kernel_programs import Buffer, KernelStep, Unrecordable
+from attn_core.backends.shared.triton import Description
+
+TARGET = "triton_kernel_call_ffi"
+"""jaxlib's name of the custom call."""
+ALIGNMENT = 16
+"""Bytes; XLA aligns all of its buffers to more."""
+_NUMBERS = {"i1", "i8", "i16", "i32", "i64", "u32", "u64", "fp32", "fp64"}
+"""Triton's types of numbers that jaxlib can pass."""
+
+
+def step(
+    kernel: Any, reads: tuple[int, ...], writes: tuple[int, ...], buffers: tuple[Buffer, ...], how: Description
+) -> KernelStep:
+    """Returns a step that launches a Triton kernel on buffers.
+
+    Args:
+        kernel: its first arguments are the buffers of ``reads``, then those of ``writes``; then come numbers.
+        reads, writes: places in ``buffers``, which may repeat.
+        how: the grid, the numbers and the constants.
+
+    Raises:
+        Unrecordable: if this jaxlib has no such custom call.
+    """
+    _jaxlib()
+    dtypes = tuple(buffers[place].dtype for place in (*reads, *writes))
+    grid, numbers, constants = how
+    frozen = grid, numbers, tuple(sorted(constants.items()))
+    return KernelStep(TARGET, reads, writes, _nothing, lambda: _attributes(kernel, dtypes, *frozen))
+
+
+def _nothing() -> None:
+    """Stands for the compilation of a step, which ``attributes`` does."""
+
+
+@lru_cache(maxsize=256)
+def _attributes(
+    kernel: Any,
+    dtypes: tuple[str, ...],
+    grid: tuple[int, int, int],
+    numbers: tuple[Any, ...],
+    constants: tuple[tuple[str, Any], ...],
+) -> dict[str, Any]:
+    """Returns the attributes of the custom call; compiles the kernel for the current GPU."""
+    import torch
+
+    tensors = [getattr(torch, dtype) for dtype in dtypes]  # a dtype stands for a tensor that is aligned
+    compiled = kernel.warmup(*tensors, *numbers, grid=grid, **dict(constants))
+    return {"name": compiled.metadata.name, "opaque": zlib.compress(_call(compiled, grid, numbers, len(dtypes)))}
+
+
+def _call(compiled: Any, grid: tuple[int, int, int], numbers: tuple[Any, ...], tensors: int) -> bytes:
+    """Returns jaxlib's description of a launch.
+
+    Raises:
+        Unrecordable: for compiled code that needs more than pointers and numbers.
+    """
+    library, about = _jaxlib(), compiled.metadata
+    for name in ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl", "tmem_size"):
+        if getattr(about, name, 0):
+            raise Unrecordable(f"a Triton kernel with {name}={getattr(about, name)}")
+    if about.num_ctas != 1:
+        raise Unrecordable(f"a Triton kernel with num_ctas={about.num_ctas}")
+    kinds = list(compiled.src.signature.values())
+    parameters = [library.create_array_parameter(0, ALIGNMENT)] * tensors
+    for kind, number in zip(kinds[tensors:], numbers, strict=False):
+        if kind == "constexpr":  # Triton compiled the number 1 in
+            continue
+        if kind not in _NUMBERS:
+            raise Unrecordable(f"a Triton kernel with a number of type {kind}")
+        parameters.append(library.create_scalar_parameter(number, kind))
+    # Triton's code takes the address of scratch memory behind them. jaxlib passes the last such address itself.
+    parameters.append(library.create_scalar_parameter(0, "i64"))
+    capability = int(compiled.metadata.target.arch)
+    kernel = library.TritonKernel(about.name, about.num_warps, 1, about.shared, compiled.asm["ptx"], "", capability)
+    return library.TritonKernelCall(kernel, *grid, parameters).to_proto(about.name, b"")  # type: ignore[no-any-return]
+
+
+@lru_cache(maxsize=1)
+def _jaxlib() -> Any:
+    try:
+        from jaxlib import gpu_triton
+    except Exception as error:  # a part of jaxlib that is not public can fail in any way
+        raise Unrecordable(f"jaxlib has no gpu_triton: {type(error).__name__}: {error}") from error
+    needed = ("TritonKernel", "TritonKernelCall", "create_array_parameter", "create_scalar_parameter")
+    missing = [name for name in needed if not hasattr(gpu_triton, name)]
+    targets: Any = getattr(getattr(gpu_triton, "_cuda_triton", None), "registrations", dict)()
+    if missing or TARGET not in targets:
+        raise Unrecordable(f"jaxlib.gpu_triton has no {', '.join(missing) or TARGET}; a GPU's jaxlib 0.10.2 has it")
+    return gpu_triton

@@ -1,0 +1,74 @@
+"""The Triton kernels of a paged call as a program that XLA launches without Python."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attn_core.backends.shared import triton_programs
+from attn_core.backends.shared.kernel_programs import SCRATCH, Buffer, KernelProgram
+from attn_core.backends.triton_splitkv import launches
+from attn_core.backends.triton_splitkv.launches import Tiles
+from attn_core.call.spec import AttentionSpec
+from attn_core.paged.arguments import one_query_each
+
+SINKS_DTYPE = "float32"
+
+
+def program(spec: AttentionSpec, settings: dict[str, Any], tiles: Tiles, count: int) -> KernelProgram:
+    """Returns the program of a call.
+
+    Args:
+        settings, tiles, count: the numbers of the kernel, its tiles, and into how many parts each sequence is split.
+    """
+    from attn_core.backends.triton_splitkv import kernels
+
+    buffers = {"q": Buffer("q", (spec.q_len, spec.num_heads, spec.head_dim), spec.dtype), **_operands(spec)}
+    buffers["out"] = Buffer("out", spec.out_shape, spec.dtype)
+    buffers["lse"] = Buffer("lse", spec.lse_shape, "float32")
+    if count > 1:
+        buffers["parts"] = Buffer(SCRATCH, (count, *spec.out_shape), "float32")
+        buffers["part_lse"] = Buffer(SCRATCH, (count, *spec.lse_shape), "float32")
+    place = {name: number for number, name in enumerate(buffers)}
+    every = tuple(buffers.values())
+    # The kernel gets another pointer for an operand that the call lacks, and does not read it.
+    stand_ins = {"cu_seqlens_q": "seq_lens", "sinks": "q", "key_ranges": "q"}
+    names = ("q", "k", "v", "block_table", "seq_lens", "cu_seqlens_q", "sinks", "key_ranges")
+    reads = [name if name in buffers else stand_ins[name] for name in names]
+    writes = ["parts", "part_lse"] if count > 1 else ["out", "lse"]
+
+    def step(kernel: Any, read: list[str], written: list[str], describe: Any) -> Any:
+        tensors = [_like(buffers[name]) for name in (*read, *written)]
+        at = tuple(place[name] for name in read), tuple(place[name] for name in written)
+        return triton_programs.step(kernel, *at, every, describe(tensors))
+
+    steps = [step(kernels.attend, reads, writes, lambda t: launches.attend(spec, tuple(t), settings, tiles, count))]
+    if count > 1:
+        merged = [*writes, reads[6]]
+        steps.append(step(kernels.merge, merged, ["out", "lse"], lambda t: launches.merge(spec, tuple(t), count)))
+    return KernelProgram(every, tuple(steps))
+
+
+def _operands(spec: AttentionSpec) -> dict[str, Buffer]:
+    paged, documents = spec.paged, spec.documents or 0
+    assert paged is not None
+    pool = paged.num_pages, paged.page_size, spec.num_kv_heads
+    shapes: dict[str, tuple[Any, str]] = {
+        "k": ((*pool, spec.head_dim), spec.dtype),
+        "v": ((*pool, spec.value_dim), spec.dtype),
+        "block_table": ((documents, paged.width), "int32"),
+        "seq_lens": ((documents,), "int32"),
+    }
+    if not one_query_each(spec):
+        shapes["cu_seqlens_q"] = (documents + 1,), "int32"
+    if spec.sinks:
+        shapes["sinks"] = (spec.num_heads,), SINKS_DTYPE
+    if spec.key_ranges_shape is not None:
+        shapes["key_ranges"] = spec.key_ranges_shape, "int32"
+    return {name: Buffer(name, tuple(shape), dtype) for name, (shape, dtype) in shapes.items()}
+
+
+def _like(buffer: Buffer) -> Any:
+    """Returns a tensor without memory that has a buffer's strides."""
+    import torch
+
+    return torch.empty(buffer.shape, dtype=getattr(torch, buffer.dtype), device="meta")
