@@ -19,6 +19,7 @@ from attn_core.call.segments import Segments, Visible, shapes_of, without_segmen
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.slow_copies import EVERY, FIRST, tables_passed
 from attn_core.call.tensors import Inputs
+from attn_core.call.traced_options import Scores, is_traced, lengths_of, without_traced
 from attn_core.errors import SpecError
 from attn_core.expressions.tracing import TracedFunction
 from attn_core.selection import override
@@ -128,6 +129,11 @@ def attention(
     if any(each is not None for each in said):
         visible, others = Visible(causal, window, mask_mod, aux), {"seq_info": seq_info, "alibi_slopes": alibi_slopes}
         causal, window, mask_mod, aux = without_segments(said, visible, shapes_of(q, k), others)
+    if is_traced(window, scale):
+        scores = Scores(causal, alignment, window, softcap, scale, mask_mod, score_mod, aux)
+        causal, alignment, window, softcap, scale, mask_mod, score_mod, aux = without_traced(
+            scores, lengths_of(q, k), seq_info
+        )
     arrays = (q, k, v, mask, bias, alibi_slopes, sinks)
     options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
     info = SeqInfo.coerce(seq_info)

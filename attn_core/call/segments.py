@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from attn_core.call.added_functions import and_mask
 from attn_core.call.functions import renumbered
 from attn_core.call.options import check_flag, normalise_window
 from attn_core.errors import DTypeError, ShapeError, SpecError
-from attn_core.expressions.building import build
 from attn_core.expressions.ready_made import and_masks
 from attn_core.expressions.tracing import Aux, TracedFunction, trace_mask
 from attn_core.expressions.tree import Expression
@@ -77,21 +77,10 @@ def without_segments(
                 "q_positions, kv_positions: expected causal=True or a window, because no other mask reads them"
             )
         causal, window = False, None
-    count, theirs = (len(aux) if isinstance(aux, (tuple, list)) else 0), None
-    if mask_mod is not None:
-        theirs = mask_mod if isinstance(mask_mod, TracedFunction) else tracer(mask_mod, aux)
-    # The arrays of a function count behind those in aux. Each counts once, as q's ids may be k's.
-    captured = [] if theirs is None else list(theirs.captured)
-    numbers = []
-    for array in (array for pair in pairs for array in pair):
-        places = [place for place, other in enumerate(captured) if other is array]
-        if not places:
-            captured.append(array)
-        numbers.append(count + (places[0] if places else len(captured) - 1))
-    tree = function_of(len(pairs[0]) > 0, band, tuple(numbers))
-    if theirs is not None:
-        tree = _both(tree, theirs.tree)
-    return Visible(causal, window, TracedFunction(tree, tuple(captured), count), aux)
+    arrays = [array for pair in pairs for array in pair]
+    has_ids = len(pairs[0]) > 0
+    joined = and_mask(mask_mod, aux, arrays, lambda numbers: function_of(has_ids, band, numbers), tracer)
+    return Visible(causal, window, joined, aux)
 
 
 def _checked(segments: Segments, shapes: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -167,8 +156,3 @@ def _function_of(has_ids: bool, band: tuple[int | None, int | None], numbers: tu
     masks += [not_after] if right is not None else []
     tree = trace_mask(and_masks(*masks), (Aux((1, 1), "int32"),) * len(numbers)).tree
     return renumbered(tree, dict(enumerate(numbers)))
-
-
-@lru_cache(maxsize=256)
-def _both(ours: Expression, theirs: Expression) -> Expression:
-    return build("and", ours, theirs)

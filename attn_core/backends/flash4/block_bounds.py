@@ -77,16 +77,20 @@ def bounds(tree: Expression, block: Block, lane: Any, aux: Sequence[CuteArray]) 
 
 
 def _along_one_side(node: Expression) -> bool:
-    """Returns whether a lookup reads one element for each query or one for each key."""
+    """Returns whether a lookup reads one element for each query, or for each key, or one for all pairs of a head."""
     read = {operand.op for operand in node.operands}
-    return read <= {"b", "h", "q", "k"} and len(read & {"q", "k"}) == 1
+    return read <= {"b", "h", "q", "k"} and len(read & {"q", "k"}) <= 1
 
 
 def _of_lookup(node: Expression, block: Block, lane: Any, aux: Sequence[CuteArray]) -> Bounds:
     import cutlass
     from cutlass import Int32, cute
 
-    of_queries = any(operand.op == "q" for operand in node.operands)
+    read = {operand.op for operand in node.operands}
+    if not read & {"q", "k"}:
+        value = Int32(evaluate_cute(node, (block.b, block.h, block.first_q, block.first_k), None, aux))
+        return Bounds(value, value)
+    of_queries = "q" in read
     first, count = (block.first_q, block.queries) if of_queries else (block.first_k, block.keys)
     low, high = Int32(INT_MAX), Int32(INT_MIN)
     for part in range(block.size // LANES):

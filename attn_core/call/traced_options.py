@@ -1,0 +1,139 @@
+"""Windows and scales whose values a program learns only when it runs: they become mask and score functions.
+
+A scan over layers, for example, has the window of each layer as a traced number. Kernels that take functions read it
+from the device; other backends refuse the call by naming ``mask_mod`` or ``score_mod``.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from attn_core.call.added_functions import and_mask, before_score
+from attn_core.call.functions import renumbered
+from attn_core.call.options import check_flag
+from attn_core.errors import DTypeError, ShapeError, SpecError
+from attn_core.expressions import ready_made
+from attn_core.expressions.tracing import Aux, trace_mask, trace_score
+from attn_core.expressions.tree import Expression
+
+
+class Scores(NamedTuple):
+    """The arguments of a call that a traced window or scale changes, as its caller wrote them."""
+
+    causal: bool
+    alignment: str
+    window: Any
+    softcap: Any
+    scale: Any
+    mask_mod: Any
+    score_mod: Any
+    aux: Any
+
+
+def is_traced(window: Any, scale: Any) -> bool:
+    """Returns whether the scale or a distance of the window is an array, so that its value may not be known here."""
+    distances = window if isinstance(window, (tuple, list)) else (window,)
+    return any(_is_array(each) for each in (scale, *distances))
+
+
+def without_traced(scores: Scores, lengths: tuple[Any, Any], seq_info: Any) -> Scores:
+    """Returns the arguments of the same call in which neither window nor scale is an array.
+
+    Args:
+        lengths: of q and k.
+        seq_info: of the call; with documents a window counts in each, which a function of the whole row cannot.
+
+    Raises:
+        ShapeError, DTypeError, SpecError: naming the argument.
+    """
+    causal, alignment, window, softcap, scale, mask_mod, score_mod, aux = scores
+    if _is_array(scale):
+        _check("scale", scale, "float")
+        cap = None if softcap is None else float(softcap)
+        score_mod = before_score(score_mod, aux, [scale], lambda numbers: _scaled(cap, numbers[0]))
+        scale, softcap = 1.0, None
+    if is_traced(window, None):
+        if seq_info is not None:
+            raise SpecError(
+                "window: expected ints on the host with seq_info, got an array; q_segment_ids= takes a traced window"
+            )
+        keys = not isinstance(window, (tuple, list))
+        if keys and not check_flag("causal", causal):
+            raise SpecError("window: expected causal=True with one number of keys, or a pair (left, right)")
+        if not keys and len(window) != 2:
+            raise SpecError(f"window: expected a pair (left, right), got {len(window)} numbers")
+        sides = (window, None) if keys else tuple(window)
+        offset = 0 if alignment == "top_left" else lengths[1] - lengths[0]
+        fixed = tuple([_fixed(name, side) for name, side in zip(("left", "right"), sides, strict=True)])
+        for side in sides:
+            if _is_array(side):
+                _check("window", side, "int32")
+        arrays = [side for side in sides if _is_array(side)]
+        mask_mod = and_mask(mask_mod, aux, arrays, lambda numbers: _banded(fixed, keys, offset, numbers))
+        window = None
+    return Scores(causal, alignment, window, softcap, scale, mask_mod, score_mod, aux)
+
+
+def lengths_of(q: Any, k: Any) -> tuple[Any, Any]:
+    """Returns the lengths of q and k, ``[..., length, heads, head_dim]``; 0 for a value that is no array, which its own
+    check names."""
+    shapes = [tuple(getattr(array, "shape", ())) for array in (q, k)]
+    return tuple([shape[-3] if len(shape) > 2 else 0 for shape in shapes])  # type: ignore[return-value]
+
+
+def _is_array(value: Any) -> bool:
+    return hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, (np.generic, np.ndarray))
+
+
+def _check(name: str, array: Any, kind: str) -> None:
+    if tuple(array.shape) != ():
+        raise ShapeError(f"{name}: expected a number, an array without axes, got shape {list(array.shape)}")
+    if kind not in str(array.dtype):
+        raise DTypeError(f"{name}: expected dtype {kind}, got {array.dtype}")
+
+
+def _fixed(name: str, side: Any) -> int | str | None:
+    """Returns a distance that is known, None without a limit, or "traced"."""
+    if side is None or _is_array(side):
+        return None if side is None else "traced"
+    if isinstance(side, bool) or not isinstance(side, (int, np.integer)) or side < 0:
+        raise SpecError(f"window: expected a {name} distance of 0 or more, None or an array, got {side!r}")
+    return int(side)
+
+
+@lru_cache(maxsize=256)
+def _banded(sides: tuple[Any, Any], counts_keys: bool, offset: Any, numbers: tuple[int, ...]) -> Expression:
+    """Returns the expression of a window. counts_keys: whether the left number counts keys, self included."""
+
+    def mask(b: Any, h: Any, q: Any, k: Any, *aux: Any) -> Any:
+        left, right = _of_sides(sides, aux)
+        shown: Any = True
+        if left is not None:
+            shown = k + (left - 1 if counts_keys else left) >= q + offset
+        if right is not None:
+            before = k <= q + offset + right
+            shown = before if shown is True else shown & before
+        return shown
+
+    tree = trace_mask(mask, (Aux((), "int32"),) * len(numbers)).tree
+    return renumbered(tree, dict(enumerate(numbers)))
+
+
+def _of_sides(sides: tuple[Any, Any], aux: tuple[Any, ...]) -> list[Any]:
+    arrays = iter(aux)
+    return [next(arrays) if side == "traced" else side for side in sides]
+
+
+@lru_cache(maxsize=256)
+def _scaled(cap: float | None, number: int) -> Expression:
+    """Returns the expression of a score times a number in an array, then softcapped."""
+
+    def score_mod(score: Any, b: Any, h: Any, q: Any, k: Any, factor: Any) -> Any:
+        scaled = score * factor
+        return scaled if cap is None else ready_made.softcap(cap)(scaled, b, h, q, k)
+
+    tree = trace_score(score_mod, (Aux((), "float32"),)).tree
+    return renumbered(tree, {0: number})
