@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from attn_core import AttentionSpec, PagedKV, Target, backends, selection
-from attn_core.backends.flash4 import arguments, direct, operands, versions
+from attn_core.backends.flash4 import arguments, direct, operands, own_kernels, versions
 from attn_core.backends.flash4 import backend as flash4
 from attn_core.backends.flash4 import paged as flash4_kernel
 from attn_core.backends.flash4 import softcap as flash4_scores
@@ -23,6 +23,7 @@ from attn_core.call.tensors import Gradients, Inputs, PagedInputs
 from attn_core.correctness import accuracy, reference
 
 torch = pytest.importorskip("torch")
+import sink_kernels
 from callers_view import callers_results
 from oracle_cases import make
 from paged_inputs import inputs_of
@@ -35,6 +36,12 @@ UNBOUNDED = {
     **{"causal": False, "window_size_left": None, "window_size_right": None},
     **{"max_seqlen_q": None, "max_seqlen_k": None},
 }
+
+
+@pytest.fixture(autouse=True)
+def sinks_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(own_kernels, "launch", sink_kernels.launch)
 
 
 def spec_of(**changes: Any) -> AttentionSpec:

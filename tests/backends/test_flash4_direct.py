@@ -16,7 +16,7 @@ import pytest
 
 from attn_core import AttentionSpec
 from attn_core.backends.flash4 import backend as flash4
-from attn_core.backends.flash4 import direct, launches, program
+from attn_core.backends.flash4 import direct, launches, program, step_code
 from attn_core.backends.flash4.recorder import RecordedKernel
 from attn_core.backends.shared import first_call
 from attn_core.backends.shared.kernel_programs import Unrecordable
@@ -362,10 +362,10 @@ def test_a_program_rebuilds_arguments_in_tuples() -> None:
     arguments = (tensors[0], (tensors[1], None), AuxData([tensors[2]], None), 3)
     described = ("q", Table("count", None), AuxData(["ends"], None), "number")
     call = program.Launch(RecordedKernel(None, described, None), "key", arguments)
-    pairs = list(program._leaves(call))
+    pairs = list(step_code.leaves(call))
     assert [about for _, about in pairs] == ["q", "count", None, "ends", None, "number"]
     leaves = iter(["a", "b", None, "c", None, 3])
-    rebuilt = [program._rebuilt(value, about, leaves) for value, about in zip(arguments, described)]
+    rebuilt = [step_code._rebuilt(value, about, leaves) for value, about in zip(arguments, described)]
     assert rebuilt == ["a", Table("b", None), AuxData(["c"], None), 3]
     assert type(rebuilt[1]) is Table and type(rebuilt[2]) is AuxData
 

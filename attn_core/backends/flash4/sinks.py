@@ -30,7 +30,7 @@ def add(out: Any, lse: Any, sinks: Any, into: Any = None, lane: Any = own_kernel
     lse = lse.contiguous()
     new = torch.empty_like(lse) if into is None or not into.is_contiguous() else into
     if out.numel():
-        lane.launch(_kernel("AddSinks", out), (out, lse, as_float32(sinks), new))
+        lane.launch(_kernel("AddSinks", out), (out, lse, as_kernel_reads(sinks, lse), new))
     return out, new
 
 
@@ -44,19 +44,19 @@ def gradient(
     """
     import torch
 
-    result = torch.empty(sinks.shape, dtype=torch.float32, device=sinks.device) if into is None else into
+    result = torch.empty(sinks.shape, dtype=lse.dtype, device=sinks.device) if into is None else into
     if out.numel() == 0:
         return result.zero_().to(sinks.dtype)
     out, dout = readable(out), readable(dout)
     if sums is None:
-        sums = torch.empty(sums_shape(lse.shape), dtype=torch.float32, device=sinks.device)
+        sums = torch.empty(sums_shape(lse.shape), dtype=lse.dtype, device=sinks.device)
     others = () if dlse is None else (dlse.contiguous(),)
     lane.launch(
         _kernel("SinkGradient", out, dlse is not None),
-        (out, lse.contiguous(), dout, *(others or (None,)), as_float32(sinks), sums),
+        (out, lse.contiguous(), dout, *(others or (None,)), as_kernel_reads(sinks, lse), sums),
     )
     lane.launch(_kernel("SumOfSinks", sums), (sums, result))
-    return result if sinks.dtype == torch.float32 or into is not None else result.to(sinks.dtype)
+    return result if into is not None else result.to(sinks.dtype)
 
 
 def sums_shape(lse: tuple[int, ...]) -> tuple[int, int, int]:
@@ -77,11 +77,9 @@ def program_operands(arrays: dict[str, Any]) -> dict[str, Any]:
     return {"sinks": arrays["sinks"].astype("float32")} if "sinks" in arrays else {}
 
 
-def as_float32(sinks: Any) -> Any:
-    """Returns the sinks as a kernel reads them."""
-    import torch
-
-    return sinks.detach().to(torch.float32).contiguous()
+def as_kernel_reads(sinks: Any, lse: Any) -> Any:
+    """Returns the sinks in the dtype of the log-sum-exp, float32, dense."""
+    return sinks.detach().to(lse.dtype).contiguous()
 
 
 def _kernel(name: str, tensor: Any, *choices: Any) -> OwnKernel:

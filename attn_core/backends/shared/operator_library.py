@@ -7,13 +7,19 @@ of torch and jaxlib.
 from __future__ import annotations
 
 import hashlib
+import os
+import shutil
+import subprocess
 import sys
+import tempfile
 from importlib import metadata
 from pathlib import Path
 
 from attn_core.backends.shared.private_folder import UnsafeFolderError, private_folder
 
 SOURCE = Path(__file__).with_name("operator_call.cc")
+LIMIT = 600
+"""Seconds that the compiler may take; usual are 20 to 60."""
 
 
 def library_path() -> Path:
@@ -35,3 +41,59 @@ def missing() -> str | None:
     except (OSError, UnsafeFolderError, metadata.PackageNotFoundError) as error:
         return f"torch's operator needs a compiled library: {error}"
     return "torch's operator needs a compiled library: run jax_frontend.compile_operator_lane() once on this machine"
+
+
+def compile_library(xla_headers: str) -> Path:
+    """Compiles the library unless it is there, and returns its path.
+
+    Args:
+        xla_headers: the folder of the headers of XLA's foreign function interface.
+
+    Raises:
+        RuntimeError: if there is no compiler, or it fails; the message has its output.
+    """
+    path = library_path()
+    if path.exists():
+        return path
+    command = _command(xla_headers)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        unfinished = Path(folder) / path.name
+        try:
+            result = subprocess.run([*command, "-o", str(unfinished)], capture_output=True, text=True, timeout=LIMIT)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise RuntimeError(f"{command[0]}: {error}") from error
+        if result.returncode:
+            raise RuntimeError(f"{' '.join(command)}\n{result.stderr[-4000:]}")
+        os.replace(unfinished, path)  # another process may compile the same library meanwhile
+    return path
+
+
+def _command(xla_headers: str) -> list[str]:
+    """Returns the compiler's command without the name of its output. Raises RuntimeError without a compiler."""
+    import torch
+
+    compiler = os.environ.get("CXX") or "g++"
+    if shutil.which(compiler) is None:
+        raise RuntimeError(f"{compiler}: not found; install a C++ compiler, or name one in the variable CXX")
+    root = Path(torch.__file__).parent
+    headers, libraries = [root / "include", Path(xla_headers)], ["c10", "torch_cpu"]
+    flags = [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", "-std=c++20", "-O2", "-fPIC"]
+    if torch.version.cuda is not None:
+        headers.append(_cuda_headers())
+        libraries += ["c10_cuda", "torch_cuda"]
+        flags.append("-DATTN_CORE_CUDA")
+    links = ["-L", str(root / "lib"), f"-Wl,-rpath,{root / 'lib'}", *(f"-l{name}" for name in libraries)]
+    return [compiler, "-shared", *flags, *(f"-isystem{folder}" for folder in headers), str(SOURCE), *links]
+
+
+def _cuda_headers() -> Path:
+    """Returns the folder of CUDA's headers. Raises RuntimeError if there is none."""
+    from torch.utils.cpp_extension import CUDA_HOME
+
+    folders = [Path(CUDA_HOME) / "include"] if CUDA_HOME else []
+    for package in ("cu13", "cuda_runtime"):  # NVIDIA's wheels
+        folders += [Path(place) / "nvidia" / package / "include" for place in sys.path]
+    for folder in folders:
+        if (folder / "cuda_runtime_api.h").exists():
+            return folder
+    raise RuntimeError("cuda_runtime_api.h: not found; install CUDA's toolkit, or set CUDA_HOME")

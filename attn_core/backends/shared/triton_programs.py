@@ -12,7 +12,7 @@ import zlib
 from functools import lru_cache
 from typing import Any
 
-from attn_core.backends.shared.kernel_programs import Buffer, KernelStep, Unrecordable
+from attn_core.backends.shared.kernel_programs import KernelStep, Unrecordable
 from attn_core.backends.shared.triton import Description
 
 TARGET = "triton_kernel_call_ffi"
@@ -24,23 +24,23 @@ _NUMBERS = {"i1", "i8", "i16", "i32", "i64", "u32", "u64", "fp32", "fp64"}
 
 
 def step(
-    kernel: Any, reads: tuple[int, ...], writes: tuple[int, ...], buffers: tuple[Buffer, ...], how: Description
+    kernel: Any, reads: tuple[int, ...], writes: tuple[int, ...], kinds: tuple[Any, ...], how: Description
 ) -> KernelStep:
     """Returns a step that launches a Triton kernel on buffers.
 
     Args:
         kernel: its first arguments are the buffers of ``reads``, then those of ``writes``; then come numbers.
-        reads, writes: places in ``buffers``, which may repeat.
+        reads, writes: places of buffers, which may repeat.
+        kinds: torch's dtypes of these buffers.
         how: the grid, the numbers and the constants.
 
     Raises:
         Unrecordable: if this jaxlib has no such custom call.
     """
     _jaxlib()
-    dtypes = tuple(buffers[place].dtype for place in (*reads, *writes))
     grid, numbers, constants = how
     frozen = grid, numbers, tuple(sorted(constants.items()))
-    return KernelStep(TARGET, reads, writes, _nothing, lambda: _attributes(kernel, dtypes, *frozen))
+    return KernelStep(TARGET, reads, writes, _nothing, lambda: _attributes(kernel, kinds, *frozen))
 
 
 def _nothing() -> None:
@@ -50,17 +50,15 @@ def _nothing() -> None:
 @lru_cache(maxsize=256)
 def _attributes(
     kernel: Any,
-    dtypes: tuple[str, ...],
+    kinds: tuple[Any, ...],
     grid: tuple[int, int, int],
     numbers: tuple[Any, ...],
     constants: tuple[tuple[str, Any], ...],
 ) -> dict[str, Any]:
     """Returns the attributes of the custom call; compiles the kernel for the current GPU."""
-    import torch
-
-    tensors = [getattr(torch, dtype) for dtype in dtypes]  # a dtype stands for a tensor that is aligned
-    compiled = kernel.warmup(*tensors, *numbers, grid=grid, **dict(constants))
-    return {"name": compiled.metadata.name, "opaque": zlib.compress(_call(compiled, grid, numbers, len(dtypes)))}
+    # A dtype stands for a tensor whose address is aligned.
+    compiled = kernel.warmup(*kinds, *numbers, grid=grid, **dict(constants))
+    return {"name": compiled.metadata.name, "opaque": zlib.compress(_call(compiled, grid, numbers, len(kinds)))}
 
 
 def _call(compiled: Any, grid: tuple[int, int, int], numbers: tuple[Any, ...], tensors: int) -> bytes:

@@ -39,7 +39,7 @@ def program(spec: AttentionSpec, settings: dict[str, Any], tiles: Tiles, count: 
     def step(kernel: Any, read: list[str], written: list[str], describe: Any) -> Any:
         tensors = [_like(buffers[name]) for name in (*read, *written)]
         at = tuple(place[name] for name in read), tuple(place[name] for name in written)
-        return triton_programs.step(kernel, *at, every, describe(tensors))
+        return triton_programs.step(kernel, *at, tuple([tensor.dtype for tensor in tensors]), describe(tensors))
 
     steps = [step(kernels.attend, reads, writes, lambda t: launches.attend(spec, tuple(t), settings, tiles, count))]
     if count > 1:

@@ -1,0 +1,228 @@
+"""Measures what JAX's users run on a GPU: each call beside the same kernel in torch, and how XLA reaches the kernel.
+
+python -m benchmarks.jax_first --json jax-first.json      # minutes; needs a GPU. Kernels that are missing are skipped
+
+A turn makes CALLS calls in a row and then waits, as a model does; the two frameworks take turns in one process.
+The layer is a decoder layer of an 8B model (4096 features, 32/8 heads of 128, 14336 in the MLP), forward and gradients,
+with three attentions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+import jax_frontend
+import torch_frontend
+from attn_core import SeqInfo
+from benchmarks.jax_first_report import CALLS, table
+from benchmarks.measure import environment, side_by_side
+
+ROUNDS = 7
+TOKENS = 8192
+HEADS, KV_HEADS = 32, 8
+WIDTH, MLP = 4096, 14336
+Calls = dict[str, Callable[[], Any]]
+_CUTS = np.sort(np.random.default_rng(1).choice(np.arange(64, TOKENS - 64), 23, replace=False))
+LENGTHS = np.diff([0, *_CUTS, TOKENS]).tolist()
+"""The lengths of 24 documents in a row of TOKENS tokens."""
+IDS = np.tile(np.repeat(np.arange(1, 25, dtype=np.int32), LENGTHS), (4, 1))
+
+
+class Case:
+    """A call of attention in both frameworks on equal bytes.
+
+    Args:
+        shape: batch, tokens, heads, kv heads, head_dim, value_dim; a batch of 0 is a packed row.
+        options: for both frameworks; an array of numpy becomes an array on the device.
+    """
+
+    def __init__(self, shape: tuple[int, ...], options: dict[str, Any], training: bool, backend: str | None) -> None:
+        batch, tokens, heads, kv_heads, dim, wide = shape
+        rows = (batch, tokens) if batch else (tokens,)
+        sizes = ((*rows, heads, dim), (*rows, kv_heads, dim), (*rows, kv_heads, wide), (*rows, heads, wide))
+        self.tensors = [torch.randn(size, device="cuda", dtype=torch.bfloat16) for size in sizes]
+        self.arrays = [jax.dlpack.from_dlpack(tensor) for tensor in self.tensors]
+        self.training, self.backend = training, backend
+        self.in_torch = {name: self._moved(value, _to_torch) for name, value in options.items()}
+        self.in_jax = {name: self._moved(value, jnp.asarray) for name, value in options.items()}
+
+    @staticmethod
+    def _moved(value: Any, move: Callable[[np.ndarray], Any]) -> Any:
+        if isinstance(value, SeqInfo):
+            return SeqInfo(*(move(offsets) for offsets in (value.cu_seqlens_q,) * 2), value.max_len_q, value.max_len_k)
+        return move(value) if isinstance(value, np.ndarray) else value
+
+    def calls(self) -> tuple[Calls, str]:
+        """Returns the calls of both frameworks, and how XLA reaches the kernel."""
+        q, k, v, dout = self.tensors
+        leaves = [tensor.requires_grad_(self.training) for tensor in (q, k, v)]
+        call = partial(torch_frontend.attention, backend=self.backend, **self.in_torch)
+
+        def torch_call() -> Any:
+            out = call(*leaves)
+            return torch.autograd.grad(out, leaves, dout) if self.training else out
+
+        static = {name: value for name, value in self.in_jax.items() if not isinstance(value, (jax.Array, SeqInfo))}
+        moving = {name: value for name, value in self.in_jax.items() if name not in static}
+
+        def function(q: Any, k: Any, v: Any, dout: Any, moving: Any) -> Any:
+            attend = partial(jax_frontend.attention, backend=self.backend, **static, **moving)
+            if not self.training:
+                return attend(q, k, v)
+            _, pull = jax.vjp(attend, q, k, v)
+            return pull(dout)
+
+        program = jax.jit(function).lower(*self.arrays, moving).compile()
+        return _in_a_row(torch_call, lambda: program(*self.arrays, moving)), _lane(program.as_text())
+
+
+def _to_torch(array: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(array).cuda()
+
+
+def _in_a_row(in_torch: Callable[[], Any], in_jax: Callable[[], Any]) -> Calls:
+    def torch_turn() -> None:
+        for _ in range(CALLS):
+            in_torch()
+        torch.cuda.synchronize()
+
+    def jax_turn() -> None:
+        for _ in range(CALLS):
+            result = in_jax()
+        jax.block_until_ready(result)
+
+    return {"torch": torch_turn, "jax": jax_turn}
+
+
+def _lane(text: str) -> str:
+    """Returns how a compiled program reaches kernels of torch: "callback", "operator" or "XLA"."""
+    return "callback" if "attn_core.callback" in text else "operator" if "attn_core.operator" in text else "XLA"
+
+
+DENSE = (4, 4096, HEADS, KV_HEADS, 128, 128)
+PACKED = SeqInfo.from_lengths(LENGTHS * 4)
+CASES: dict[str, tuple[tuple[int, ...], dict[str, Any], str | None]] = {
+    "causal, 4 x 4096": (DENSE, {"causal": True}, None),
+    "causal, 4 x 4096, flash3": (DENSE, {"causal": True}, "flash3"),
+    "causal, 4 x 4096, flash4": (DENSE, {"causal": True}, "flash4"),
+    "sinks and a window of 128": (DENSE, {"causal": True, "window": 128, "sinks": np.zeros(HEADS, np.float32)}, None),
+    "head_dim 96": ((*DENSE[:4], 96, 96), {"causal": True}, None),
+    "widths 192/128, 2 x 4096, 32/32 heads": ((2, 4096, 32, 32, 192, 128), {"causal": True}, None),
+    "4 rows of 24 documents, offsets": ((0, 4 * TOKENS, *DENSE[2:]), {"causal": True, "seq_info": PACKED}, None),
+    "4 rows of 24 documents, segment ids": ((4, TOKENS, *DENSE[2:]), {"causal": True, "q_segment_ids": IDS}, None),
+}
+DECODING = {
+    "64 sequences of 4096": (64, 4096, 32, 8),
+    "8 sequences of 8192, heads 64/8": (8, 8192, 64, 8),
+    "1 sequence of 32768": (1, 32768, 32, 8),
+}
+
+
+def decoding(sequences: int, length: int, heads: int, kv_heads: int) -> tuple[Calls, str]:
+    """Returns one step of decoding from pages of 16 tokens, in both frameworks, and how XLA reaches the kernel."""
+    width = length // 16
+    pool = [torch.randn(sequences * width, 16, kv_heads, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+    q = torch.randn(sequences, heads, 128, device="cuda", dtype=torch.bfloat16)
+    table = torch.randperm(sequences * width, device="cuda").to(torch.int32).view(sequences, width)
+    lengths = torch.full((sequences,), length, dtype=torch.int32, device="cuda")
+    arrays = [jax.dlpack.from_dlpack(each) for each in (q, *pool, table, lengths)]
+
+    def function(q: Any, k: Any, v: Any, table: Any, lengths: Any) -> Any:
+        return jax_frontend.paged_attention(q, k, v, block_table=table, seq_lens=lengths)
+
+    program = jax.jit(function).lower(*arrays).compile()
+    tables = {"block_table": table, "seq_lens": lengths}
+    in_torch = lambda: torch_frontend.paged_attention(q, *pool, **tables)  # noqa: E731
+    return _in_a_row(in_torch, lambda: program(*arrays)), _lane(program.as_text())
+
+
+ATTENTIONS: dict[str, Callable[..., Any]] = {
+    "attention": partial(jax_frontend.attention, causal=True),
+    "jax.nn, cuDNN": partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn"),
+    "jax.nn, XLA": partial(jax.nn.dot_product_attention, is_causal=True),
+}
+
+
+def layer_steps() -> Calls:
+    """Returns a training step of one decoder layer on 2 rows of 4096 tokens, by attention."""
+    keys = jax.random.split(jax.random.key(0), 8)
+    sizes = [(WIDTH, HEADS, 128), (WIDTH, KV_HEADS, 128), (WIDTH, KV_HEADS, 128), (HEADS, 128, WIDTH)]
+    sizes += [(WIDTH, MLP), (WIDTH, MLP), (MLP, WIDTH)]
+    weights = [jax.random.normal(key, size, jnp.bfloat16) * 0.02 for key, size in zip(keys, sizes, strict=False)]
+    x = jax.random.normal(keys[7], (2, 4096, WIDTH), jnp.bfloat16)
+
+    def normalised(x: Any) -> Any:
+        wide = x.astype(jnp.float32)
+        return (wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + 1e-6)).astype(x.dtype)
+
+    def loss(attend: Callable[..., Any], weights: Any, x: Any) -> Any:
+        wq, wk, wv, wo, gate, up, down = weights
+        h = normalised(x)
+        q, k, v = (jnp.einsum("btw,whd->bthd", h, w) for w in (wq, wk, wv))
+        x = x + jnp.einsum("bthd,hdw->btw", attend(q, k, v), wo)
+        h = normalised(x)
+        x = x + (jax.nn.silu(h @ gate) * (h @ up)) @ down
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    turns: Calls = {}
+    for name, attend in ATTENTIONS.items():
+        step = jax.jit(jax.grad(partial(loss, attend), argnums=(0, 1)))
+        try:
+            jax.block_until_ready(step(weights, x))
+        except Exception as error:  # an attention that this machine lacks is left out of the table
+            print(f"{name}: {type(error).__name__}: {str(error)[:200]}")
+            continue
+        turns[name] = _in_a_row(int, lambda step=step: step(weights, x))["jax"]  # type: ignore[misc]
+    return turns
+
+
+def main() -> None:
+    """Measures the calls, writes the raw times if --json is given, and prints a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, default=None)
+    parsed = parser.parse_args()
+    try:
+        jax_frontend.compile_operator_lane()
+    except RuntimeError as error:
+        print(f"no operator lane: {error}")
+    result: dict[str, Any] = {"environment": environment(), "device": torch.cuda.get_device_name(), "calls": []}
+    makers: list[tuple[str, str, Callable[[], tuple[Calls, str]]]] = []
+    for name, (shape, options, backend) in CASES.items():
+        for training in (False, True) if backend != "flash3" else (False,):
+            what = "training" if training else "forward"
+            makers.append((name, what, lambda c=(shape, options, training, backend): Case(*c).calls()))  # type: ignore[misc]
+    makers += [(name, "decoding", partial(decoding, *sizes)) for name, sizes in DECODING.items()]
+    for name, what, make in makers:
+        try:
+            calls, lane = make()
+        except RuntimeError as error:  # a backend that is not installed
+            print(f"{name}, {what}: {str(error)[:200]}")
+            continue
+        seconds = side_by_side(calls, calls=1, rounds=ROUNDS)
+        row = {
+            "call": name,
+            "what": what,
+            "lane": lane,
+            "seconds": {key: [s / CALLS for s in each] for key, each in seconds.items()},
+        }
+        result["calls"].append(row)
+        print(name, what, lane, {key: f"{1e3 * min(each):.3f} ms" for key, each in row["seconds"].items()}, flush=True)  # type: ignore[attr-defined]
+    steps = side_by_side(layer_steps(), calls=1, rounds=ROUNDS)
+    result["layer"] = {name: [s / CALLS for s in each] for name, each in steps.items()}
+    if parsed.json is not None:
+        parsed.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(table(result))
+
+
+if __name__ == "__main__":
+    main()
