@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from attn_core.call.functions import given_keywords
 from attn_core.call.layer_shapes import head_sizes
-from attn_core.errors import needs_extra
+from attn_core.call.options import check_flag
+from attn_core.errors import SpecError, needs_extra
 from attn_core.paged.step import Pages
+from jax_frontend.flax.attend import attend
 from jax_frontend.flax.hook import AttentionFn, attention_fn
-from jax_frontend.flax.layer import LayerCall, Projections, Rotary, attend, check_inputs
+from jax_frontend.flax.layer import Cache, LayerCall, Projections, Rotary, check_inputs, then
 
 with needs_extra(__name__, "jax", "flax"):
     from flax import linen as nn
@@ -28,7 +30,8 @@ class Attention(nn.Module):
 
     Parameters are those of ``flax.linen.MultiHeadDotProductAttention``: ``query``, ``key`` and ``value`` with kernels
     ``[features, heads, head_dim]`` and biases ``[heads, head_dim]``, ``out`` with a kernel
-    ``[heads, value_dim, features]``; and ``sink_logits [heads]`` when sinks is True.
+    ``[heads, value_dim, features]``; ``sink_logits [heads]`` when sinks is True; and ``query_ln`` and ``key_ln`` with
+    a scale ``[head_dim]`` when normalize_qk is True.
 
     Attributes:
         num_heads, num_kv_heads: query heads, and key/value heads (default: num_heads).
@@ -37,9 +40,15 @@ class Attention(nn.Module):
         use_bias: whether the four projections have biases.
         causal, alignment, window, softcap, scale, backend: as in ``jax_frontend.attention``.
         sinks: learns one extra logit per head in every row's softmax; it has no value.
+        normalize_qk: normalises the channels of each head of q and k with a LayerNorm without bias, before rotary.
         rotary: ``(q, k, positions) -> (q, k)``, applied after the projections; q and k
             ``[batch, seq, heads, head_dim]``, positions int ``[batch, seq]``, counted within each document when packed.
-            Its results are cast back to the dtype of the projections. Self-attention only.
+            Several batch axes are folded into one. Its results are cast back to the dtype of the projections.
+            Self-attention only.
+        decode: keeps keys and values in the collection ``"cache"``, by the names of Flax's layer: ``cached_key`` and
+            ``cached_value`` ``[batch..., max_length, kv_heads, dim]`` and ``cache_index``. ``init``, or an ``apply``
+            without a cache, creates it with the length of x and leaves it empty. Then each ``apply`` appends its 1 or
+            more tokens, and a token sees the keys up to its own. Needs ``mutable=["cache"]``.
         dropout_rate: probability of dropping a softmax weight; each weight is dropped independently.
         deterministic: no dropout, as everywhere in Flax; set here or in the call, and needed only with dropout_rate.
         bitwise_deterministic: the same bits on every run, gradients included: ``deterministic=`` of
@@ -48,6 +57,8 @@ class Attention(nn.Module):
             then this device's shard, from ``jax_frontend.shard_sequence``, and the layer calls
             ``jax_frontend.context_parallel_attention``. rotary then gets the positions of the shard's tokens.
         context_strategy, context_layout, context_length: ``strategy``, ``layout`` and ``length`` of that call.
+        precision: of the projections, as in Flax's Dense. Attention multiplies float32 at HIGHEST, unless
+            ``jax.default_matmul_precision`` is lower; a higher precision than that raises an error.
         dtype, param_dtype: of the computation (inferred from inputs and parameters when None), and of the parameters.
         kernel_init, bias_init, out_kernel_init, out_bias_init, sinks_init: initialisers; out_kernel_init and
             out_bias_init default to kernel_init and bias_init.
@@ -65,7 +76,9 @@ class Attention(nn.Module):
     softcap: float | None = None
     scale: float | None = None
     sinks: bool = False
+    normalize_qk: bool = False
     rotary: Rotary | None = None
+    decode: bool = False
     dropout_rate: float = 0.0
     deterministic: bool | None = None
     bitwise_deterministic: bool = False
@@ -74,6 +87,7 @@ class Attention(nn.Module):
     context_strategy: str | None = None
     context_layout: str = "zigzag"
     context_length: int | tuple[int, int] | None = None
+    precision: Any = None
     dtype: Any = None
     param_dtype: Any = jnp.float32
     kernel_init: nn.initializers.Initializer = default_kernel_init
@@ -104,22 +118,28 @@ class Attention(nn.Module):
         """Applies the layer.
 
         Args:
-            x: ``[batch, seq, features]``; with seq_info ``[tokens, features]`` or ``[1, tokens, features]``.
+            x: ``[batch..., seq, features]`` with any number of batch axes, or none; with seq_info
+                ``[tokens, features]`` or ``[1, tokens, features]``.
             context: the source of keys and values, with x's layout; None for self-attention.
-            mask, key_ranges, mask_mod, score_mod, aux, bias, alibi_slopes, seq_info: as in ``attention``.
-            positions: ``[seq]`` or ``[batch, seq]`` for rotary; counted from each row's or document's start if omitted.
+            mask, key_ranges, mask_mod, score_mod, aux, bias, alibi_slopes, seq_info: as in ``attention``. Without
+                seq_info they have the batch axes of x: mask and bias broadcast to ``[batch..., heads, seq, kv_len]``,
+                and functions count the rows of all batch axes. In decode mode kv_len is the cache's length, and
+                key_ranges and functions count queries in the whole row.
+            positions: ``[seq]`` or ``[batch..., seq]`` for rotary; counted from each row's or document's start, or from
+                the cache's index, if omitted.
             pages: for decoding, the layer's pool and the step's tables. x then has the new tokens of all sequences,
                 ``[tokens, features]``; the layer writes their keys and values into the pool.
             deterministic: no dropout.
             dropout_rng: a random key; the ``"dropout"`` stream when omitted.
 
         Returns:
-            ``[batch, seq, out_features]``, with x's rank; with pages ``(out, (k, v))``, with the updated pool.
+            ``[batch..., seq, out_features]``; with pages ``(out, (k, v))``, with the updated pool.
 
         Raises:
             SpecError, ShapeError, NoBackendError: the message names the argument, its value and the remedy.
         """
         check_inputs(x, context, pages)
+        check_flag("decode", self.decode)
         # merge_param raises an error if both or neither are set, so it must not run without a dropout rate.
         dropping = self.dropout_rate != 0 and not nn.merge_param("deterministic", self.deterministic, deterministic)
         if dropping and dropout_rng is None:
@@ -130,16 +150,22 @@ class Attention(nn.Module):
         rng = dropout_rng if dropping else None
         functions = given_keywords(mask_mod, score_mod, aux)
         tables = mask, bias, alibi_slopes, sinks, seq_info, positions
-        call = LayerCall(*tables, dropout, rng, pages, key_ranges, functions)
+        store = _CacheCollection(self) if self.decode else None
+        call = LayerCall(*tables, dropout, rng, pages, key_ranges, functions, store)
         return attend(self, self._projections(x.shape[-1]), x, context, call)
 
     def _projections(self, features: int) -> Projections:
         sizes = head_sizes(features, self.num_heads, self.num_kv_heads, self.head_dim, self.value_dim)
-        dense = partial(nn.DenseGeneral, use_bias=self.use_bias, dtype=self.dtype, param_dtype=self.param_dtype)
+        kinds: dict[str, Any] = {"dtype": self.dtype, "param_dtype": self.param_dtype}
+        dense: Any = partial(nn.DenseGeneral, use_bias=self.use_bias, precision=self.precision, **kinds)
         heads = partial(dense, axis=-1, kernel_init=self.kernel_init, bias_init=self.bias_init)
+        norm = partial(nn.LayerNorm, use_bias=False, **kinds)
+        normalised = check_flag("normalize_qk", self.normalize_qk)
+        query = heads((sizes.num_heads, sizes.head_dim), name="query")
+        key = heads((sizes.num_kv_heads, sizes.head_dim), name="key")
         return Projections(
-            query=heads((sizes.num_heads, sizes.head_dim), name="query"),
-            key=heads((sizes.num_kv_heads, sizes.head_dim), name="key"),
+            query=then(query, norm(name="query_ln")) if normalised else query,
+            key=then(key, norm(name="key_ln")) if normalised else key,
             value=heads((sizes.num_kv_heads, sizes.value_dim), name="value"),
             out=dense(
                 features if self.out_features is None else self.out_features,
@@ -149,3 +175,29 @@ class Attention(nn.Module):
                 name="out",
             ),
         )
+
+
+class _CacheCollection(NamedTuple):
+    """A linen layer's variables in the collection "cache"."""
+
+    layer: nn.Module
+
+    def load(self, key: jax.ShapeDtypeStruct, value: jax.ShapeDtypeStruct) -> Cache | None:
+        layer = self.layer
+        exists = layer.has_variable("cache", "cached_key")
+        if not layer.is_mutable_collection("cache"):
+            raise SpecError(
+                "cache: expected apply(..., mutable=['cache']) with decode=True, because the layer "
+                + ("appends keys and values to it" if exists else "has no cache yet; pass what init returned")
+            )
+        variable = partial(layer.variable, "cache")
+        variables = (
+            variable("cached_key", jnp.zeros, key.shape, key.dtype),
+            variable("cached_value", jnp.zeros, value.shape, value.dtype),
+            variable("cache_index", lambda: jnp.array(0, jnp.int32)),
+        )
+        return Cache(*(each.value for each in variables)) if exists else None
+
+    def store(self, cache: Cache) -> None:
+        for name, array in cache._asdict().items():
+            self.layer.put_variable("cache", name, array)

@@ -14,12 +14,15 @@ from attn_core.call.layer_shapes import check_features, check_layer_options, hea
 from attn_core.call.options import check_flag, check_number
 from attn_core.errors import SpecError, needs_extra
 from attn_core.paged.step import Pages
+from jax_frontend.flax.attend import attend
 from jax_frontend.flax.hook import AttentionFn, attention_fn
-from jax_frontend.flax.layer import LayerCall, Projections, Rotary, attend, check_inputs
+from jax_frontend.flax.layer import LayerCall, Projections, Rotary, check_inputs, then
 
 with needs_extra(__name__, "jax", "flax"):
     from flax import nnx
     from flax.nnx.nn.linear import default_bias_init, default_kernel_init
+
+    from jax_frontend.flax.nnx_cache import CacheVariables, init_cache, shape_of_view
 
 __all__ = ["Attention", "AttentionFn", "attention_fn"]
 
@@ -29,7 +32,8 @@ class Attention(nnx.Module):
 
     Parameters are those of ``flax.nnx.MultiHeadAttention``: ``query``, ``key`` and ``value`` with kernels
     ``[features, heads, head_dim]`` and biases ``[heads, head_dim]``, ``out`` with a kernel
-    ``[heads, value_dim, features]``; and ``sink_logits [heads]`` when sinks is True.
+    ``[heads, value_dim, features]``; ``sink_logits [heads]`` when sinks is True; and ``query_ln`` and ``key_ln`` with a
+    scale ``[head_dim]`` when normalize_qk is True.
 
     Args:
         num_heads, num_kv_heads: query heads, and key/value heads (default: num_heads).
@@ -39,9 +43,13 @@ class Attention(nnx.Module):
         use_bias: whether the four projections have biases.
         causal, alignment, window, softcap, scale, backend: as in ``jax_frontend.attention``.
         sinks: learns one extra logit per head in every row's softmax; it has no value.
+        normalize_qk: normalises the channels of each head of q and k with a LayerNorm without bias, before rotary.
         rotary: ``(q, k, positions) -> (q, k)``, applied after the projections; q and k
             ``[batch, seq, heads, head_dim]``, positions int ``[batch, seq]``, counted within each document when packed.
-            Its results are cast back to the dtype of the projections. Self-attention only.
+            Several batch axes are folded into one. Its results are cast back to the dtype of the projections.
+            Self-attention only.
+        decode: keeps keys and values in a cache, as Flax's layer does; set here or in the call. ``init_cache`` creates
+            it. Each call appends its 1 or more tokens, and a token sees the keys up to its own.
         dropout_rate: probability of dropping a softmax weight; each weight is dropped independently.
         deterministic: no dropout, as everywhere in Flax (``train()`` and ``eval()`` set it); set here or in the call,
             and needed only with dropout_rate.
@@ -51,6 +59,8 @@ class Attention(nnx.Module):
             then this device's shard, from ``jax_frontend.shard_sequence``, and the layer calls
             ``jax_frontend.context_parallel_attention``. rotary then gets the positions of the shard's tokens.
         context_strategy, context_layout, context_length: ``strategy``, ``layout`` and ``length`` of that call.
+        precision: of the projections, as in Flax's Linear. Attention multiplies float32 at HIGHEST, unless
+            ``jax.default_matmul_precision`` is lower; a higher precision than that raises an error.
         dtype, param_dtype: of the computation (inferred from inputs and parameters when None), and of the parameters.
         kernel_init, bias_init, out_kernel_init, out_bias_init, sinks_init: initialisers; out_kernel_init and
             out_bias_init default to kernel_init and bias_init.
@@ -76,7 +86,9 @@ class Attention(nnx.Module):
         softcap: float | None = None,
         scale: float | None = None,
         sinks: bool = False,
+        normalize_qk: bool = False,
         rotary: Rotary | None = None,
+        decode: bool = False,
         dropout_rate: float = 0.0,
         deterministic: bool | None = None,
         bitwise_deterministic: bool = False,
@@ -85,6 +97,7 @@ class Attention(nnx.Module):
         context_strategy: str | None = None,
         context_layout: str = "zigzag",
         context_length: int | tuple[int, int] | None = None,
+        precision: Any = None,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
         kernel_init: nnx.Initializer = default_kernel_init,
@@ -95,7 +108,8 @@ class Attention(nnx.Module):
         rngs: nnx.Rngs,
         keep_rngs: bool = True,
     ) -> None:
-        check_flag("keep_rngs", keep_rngs)
+        for name, flag in (("keep_rngs", keep_rngs), ("normalize_qk", normalize_qk), ("decode", decode)):
+            check_flag(name, flag)
         check_layer_options(use_bias, sinks, in_kv_features=in_kv_features, out_features=out_features)
         check_number("dropout_rate", dropout_rate)
         sizes = head_sizes(in_features, num_heads, num_kv_heads, head_dim, value_dim)
@@ -107,14 +121,20 @@ class Attention(nnx.Module):
         self.bitwise_deterministic, self.backend = bitwise_deterministic, backend
         self.context_axis, self.context_strategy = context_axis, context_strategy
         self.context_layout, self.context_length = context_layout, context_length
+        self.normalize_qk, self.decode, self.precision, self.dtype = normalize_qk, decode, precision, dtype
 
-        linear = partial(nnx.LinearGeneral, use_bias=use_bias, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        kinds: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        linear: Any = partial(nnx.LinearGeneral, use_bias=use_bias, precision=precision, **kinds)
         heads = partial(linear, kernel_init=kernel_init, bias_init=bias_init)
         self.in_features = in_features
         self.in_kv_features = source = in_features if in_kv_features is None else in_kv_features
         self.query = heads(in_features, (sizes.num_heads, sizes.head_dim))
         self.key = heads(source, (sizes.num_kv_heads, sizes.head_dim))
         self.value = heads(source, (sizes.num_kv_heads, sizes.value_dim))
+        norm = partial(nnx.LayerNorm, sizes.head_dim, use_bias=False, **kinds)
+        # Before out, as in Flax's layer, so that equal seeds give equal parameters.
+        self.query_ln = norm() if normalize_qk else nnx.data(None)
+        self.key_ln = norm() if normalize_qk else nnx.data(None)
         self.out = linear(
             (sizes.num_heads, sizes.value_dim),
             in_features if out_features is None else out_features,
@@ -126,6 +146,9 @@ class Attention(nnx.Module):
         self.sink_logits = nnx.data(None) if logits is None else nnx.Param(logits)
         # A fork, so that calls of the layer do not advance the caller's stream.
         self.rngs = rngs.dropout.fork() if keep_rngs and dropout_rate != 0 else None
+        self.cached_key: nnx.Cache[jax.Array] | None = nnx.data(None)
+        self.cached_value: nnx.Cache[jax.Array] | None = nnx.data(None)
+        self.cache_index: nnx.Cache[jax.Array] | None = nnx.data(None)
 
     def __call__(
         self,
@@ -144,21 +167,28 @@ class Attention(nnx.Module):
         pages: Pages | None = None,
         deterministic: bool | None = None,
         rngs: nnx.Rngs | nnx.RngStream | None = None,
+        decode: bool | None = None,
     ) -> Any:
         """Applies the layer.
 
         Args:
-            x: ``[batch, seq, features]``; with seq_info ``[tokens, features]`` or ``[1, tokens, features]``.
+            x: ``[batch..., seq, features]`` with any number of batch axes, or none; with seq_info
+                ``[tokens, features]`` or ``[1, tokens, features]``.
             context: the source of keys and values, with x's layout; None for self-attention.
-            mask, key_ranges, mask_mod, score_mod, aux, bias, alibi_slopes, seq_info: as in ``attention``.
-            positions: ``[seq]`` or ``[batch, seq]`` for rotary; counted from each row's or document's start if omitted.
+            mask, key_ranges, mask_mod, score_mod, aux, bias, alibi_slopes, seq_info: as in ``attention``. Without
+                seq_info they have the batch axes of x: mask and bias broadcast to ``[batch..., heads, seq, kv_len]``,
+                and functions count the rows of all batch axes. In decode mode kv_len is the cache's length, and
+                key_ranges and functions count queries in the whole row.
+            positions: ``[seq]`` or ``[batch..., seq]`` for rotary; counted from each row's or document's start, or from
+                the cache's index, if omitted.
             pages: for decoding, the layer's pool and the step's tables. x then has the new tokens of all sequences,
                 ``[tokens, features]``; the layer writes their keys and values into the pool.
             deterministic: no dropout; overrides the layer's setting.
             rngs: the source of the dropout key; overrides the layer's stream.
+            decode: whether to use the cache; overrides the layer's setting.
 
         Returns:
-            ``[batch, seq, out_features]``, with x's rank; with pages ``(out, (k, v))``, with the updated pool.
+            ``[batch..., seq, out_features]``; with pages ``(out, (k, v))``, with the updated pool.
 
         Raises:
             SpecError, ShapeError, NoBackendError: the message names the argument, its value and the remedy.
@@ -169,8 +199,47 @@ class Attention(nnx.Module):
         sinks = None if self.sink_logits is None else self.sink_logits[...]
         functions = given_keywords(mask_mod, score_mod, aux)
         tables = mask, bias, alibi_slopes, sinks, seq_info, positions
-        call = LayerCall(*tables, dropout, dropout_rng, pages, key_ranges, functions)
-        return attend(self, Projections(self.query, self.key, self.value, self.out), x, context, call)
+        decoding = check_flag("decode", self.decode if decode is None else decode)
+        store = CacheVariables(self) if decoding else None
+        call = LayerCall(*tables, dropout, dropout_rng, pages, key_ranges, functions, store)
+        query, key = then(self.query, self.query_ln), then(self.key, self.key_ln)
+        return attend(self, Projections(query, key, self.value, self.out), x, context, call)
+
+    def init_cache(self, input_shape: Sequence[int], dtype: Any = None) -> None:
+        """Creates an empty cache for decode mode, or replaces it: ``cached_key``, ``cached_value`` and ``cache_index``.
+
+        Args:
+            input_shape: ``[batch..., max_length, in_features]``, the shape of the longest x.
+            dtype: of the cached keys and values; the layer's dtype if None, or else float32.
+
+        Raises:
+            ShapeError: naming the size that does not fit.
+        """
+        init_cache(self, input_shape, dtype)
+
+    def set_view(
+        self,
+        deterministic: bool | None = None,
+        decode: bool | None = None,
+        batch_size: int | Sequence[int] | None = None,
+        max_length: int | None = None,
+    ) -> None:
+        """Sets the layer up for ``flax.nnx.view``.
+
+        Args:
+            deterministic, decode: the settings of these names, unless None.
+            batch_size, max_length: with ``decode=True``, create a cache of this size, which must both be set.
+
+        Raises:
+            SpecError, ShapeError: naming the argument.
+        """
+        if deterministic is not None:
+            self.deterministic = deterministic
+        if decode is not None:
+            self.decode = check_flag("decode", decode)
+        shape = shape_of_view(batch_size, max_length, self.in_features)
+        if decode and shape is not None:
+            self.init_cache(shape)
 
     def _dropout(self, deterministic: bool | None, rngs: nnx.Rngs | nnx.RngStream | None) -> tuple[float, Any]:
         """Returns the dropout rate and key of this call."""

@@ -45,9 +45,7 @@ def check(spec: AttentionSpec, inputs: Inputs, info: SeqInfo | None) -> None:
 
 def check_key_ranges(spec: AttentionSpec, key_ranges: Any) -> None:
     """Checks the values of key ranges on the CPU; traced ones have none, and on a GPU wrong ones only hide keys."""
-    if key_ranges is None or isinstance(key_ranges, jax.core.Tracer) or not key_ranges.is_fully_addressable:
-        return
-    if all(device.platform == "cpu" for device in key_ranges.devices()):
+    if key_ranges is not None and values_here(key_ranges):
         with jax.transfer_guard("allow"):
             check_values(np.asarray(key_ranges), spec.q_len)
 
@@ -55,11 +53,20 @@ def check_key_ranges(spec: AttentionSpec, key_ranges: Any) -> None:
 def look_at(mask: Any, bias: Any) -> None:
     """Warns if a mask or a bias on the CPU says no more than an option does. A traced one has no values."""
     for name, table in (("mask", mask), ("bias", bias)):
-        if table is None or isinstance(table, jax.core.Tracer) or not table.is_fully_addressable:
-            continue
-        if all(device.platform == "cpu" for device in table.devices()):
+        if table is not None and values_here(table):
             with jax.transfer_guard("allow"):
                 look(name, _numpy(table))
+
+
+def values_here(array: jax.Array, *, on_gpu: bool = False) -> bool:
+    """Returns whether an array's values can be read without waiting: it is on the CPU and not traced.
+
+    Args:
+        on_gpu: also True for an array on a GPU, which the caller then waits for.
+    """
+    if isinstance(array, jax.core.Tracer) or not array.is_fully_addressable:
+        return False
+    return on_gpu or all(device.platform == "cpu" for device in array.devices())
 
 
 def are_traced(inputs: Inputs) -> bool:

@@ -14,13 +14,13 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from attn_core.call.seq_info import SeqInfo
 from attn_core.errors import ShapeError, SpecError, shown
 from jax_frontend.attention import attention
 from jax_frontend.dispatch.plan import as_array
+from jax_frontend.flax.batch_axes import four_axes, row_positions
 from jax_frontend.flax.layer import Rotary, token_positions
 from jax_frontend.flax.promotion import promote
 from jax_frontend.flax.refusals import (
@@ -161,7 +161,9 @@ class AttentionFn:
         if is_causal and self.alignment is None:
             check_one_causal_query(query.shape[1], key.shape[1], mask)
         if self.rotary is not None:
-            query, key = self._rotate(query, key, _row_positions(input_positions, batch, query.shape[1]))
+            query, key = self._rotate(
+                query, key, row_positions("input_positions", input_positions, batch, query.shape[1])
+            )
         out = attention(
             query,
             key,
@@ -171,8 +173,8 @@ class AttentionFn:
             window=self.window,
             softcap=self.softcap,
             scale=self.scale,
-            mask=None if mask is None else _four_axes("mask", as_array("mask", mask).astype(bool), batch),
-            bias=None if bias is None else _four_axes("bias", as_array("bias", bias), batch),
+            mask=None if mask is None else four_axes("mask", as_array("mask", mask).astype(bool), batch),
+            bias=None if bias is None else four_axes("bias", as_array("bias", bias), batch),
             alibi_slopes=self.alibi_slopes,
             sinks=self.sinks,
             seq_info=self.seq_info,
@@ -230,29 +232,3 @@ def _batch_axes(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[int
                 f"{name}: expected the batch axes of query {list(query.shape[:-3])}, got {list(array.shape[:-3])}"
             )
     return query.shape[:-3]
-
-
-def _row_positions(positions: Any, batch: tuple[int, ...], length: int) -> jax.Array | None:
-    """Returns positions that broadcast to ``[batch..., length]`` as ``[batch, length]``."""
-    if positions is None:
-        return None
-    array = as_array("positions", positions)
-    full = (*batch, length)
-    missing = len(full) - array.ndim
-    if missing < 0 or any(size not in (1, axis) for size, axis in zip(array.shape, full[missing:], strict=True)):
-        raise ShapeError(f"input_positions: expected [batch..., length] = {list(full)}, got {list(array.shape)}")
-    return jnp.broadcast_to(array, full).reshape(math.prod(batch), length)
-
-
-def _four_axes(name: str, array: jax.Array, batch: tuple[int, ...]) -> jax.Array:
-    """Returns a mask or bias of up to ``[batch..., heads, q, kv]`` with four axes, ``[batch or 1, heads, q, kv]``."""
-    rank = len(batch) + 3
-    if array.ndim > rank:
-        raise ShapeError(f"{name}: expected at most {rank} axes [batch..., heads, q, kv], got {list(array.shape)}")
-    shape = (1,) * (rank - array.ndim) + array.shape
-    lead, tail = shape[: len(batch)], shape[len(batch) :]
-    if all(size == 1 for size in lead):
-        return array.reshape(1, *tail)  # the batch shares it, so no row needs a copy
-    if any(size not in (1, full) for size, full in zip(lead, batch, strict=True)):
-        raise ShapeError(f"{name}: expected batch axes broadcastable to {list(batch)}, got {list(lead)}")
-    return jnp.broadcast_to(array.reshape(shape), (*batch, *tail)).reshape(math.prod(batch), *tail)

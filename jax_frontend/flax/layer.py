@@ -1,8 +1,8 @@
-"""The code that the linen and the NNX attention layers share: everything between their projections."""
+"""The parts that the linen and the NNX attention layers share: their options, a call's arguments, and attention."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -13,16 +13,13 @@ import numpy as np
 
 from attn_core.backends.shared.jax_offsets import document_numbers
 from attn_core.call.functions import refuse_over_ranks
-from attn_core.call.layer_shapes import check_layer_inputs, check_rotary
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.spec import DTYPES
 from attn_core.errors import DTypeError, ShapeError
-from attn_core.paged.step import Pages, Step, check_paged_layer
+from attn_core.paged.step import Pages
 from jax_frontend.attention import attention
 from jax_frontend.context_parallel import layers as context_layers
 from jax_frontend.dispatch.plan import as_array, check_array
-from jax_frontend.paged.append import append_kv
-from jax_frontend.paged.attention import paged_attention
 
 Rotary = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
@@ -42,10 +39,12 @@ class LayerOptions(Protocol):
     context_strategy: str | None
     context_layout: str
     context_length: int | tuple[int, int] | None
+    precision: Any
 
 
 class Projections(NamedTuple):
-    """query, key, value: ``[batch, seq, features] -> [batch, seq, heads, dim]``; out: ``-> [batch, seq, features]``."""
+    """query, key, value: ``[..., features] -> [..., heads, dim]``, normalised if the layer has normalize_qk; out:
+    ``[..., heads, dim] -> [..., features]``."""
 
     query: Callable[[jax.Array], jax.Array]
     key: Callable[[jax.Array], jax.Array]
@@ -53,20 +52,57 @@ class Projections(NamedTuple):
     out: Callable[[jax.Array], jax.Array]
 
 
-class LayerCall(NamedTuple):
-    """The arguments of one call of a layer; dropout is 0 if it is switched off. functions: mask_mod, score_mod, aux."""
+def then(project: Callable[[Any], Any], norm: Callable[[Any], Any] | None) -> Callable[[jax.Array], jax.Array]:
+    """Returns a projection whose heads are normalised, as normalize_qk wants them; the projection itself if norm is
+    None."""
+    return project if norm is None else lambda x: norm(project(x))
 
-    mask: jax.Array | None = None
-    bias: jax.Array | None = None
-    alibi_slopes: jax.Array | None = None
+
+class Cache(NamedTuple):
+    """The variables of a layer in decode mode, by their names in Flax's layers.
+
+    Attributes:
+        cached_key, cached_value: ``[batch..., max_length, kv_heads, dim]``; keys are rotated.
+        cache_index: int ``[]``: how many tokens the cache has.
+    """
+
+    cached_key: jax.Array
+    cached_value: jax.Array
+    cache_index: jax.Array
+
+
+class CacheStore(Protocol):
+    """A layer's access to its cache."""
+
+    def load(self, key: jax.ShapeDtypeStruct, value: jax.ShapeDtypeStruct) -> Cache | None:
+        """Returns the cache; None if it was just initialised, with the shapes and dtypes of key and value.
+
+        Raises:
+            SpecError: if there is no cache, and this call cannot initialise one.
+        """
+
+    def store(self, cache: Cache) -> None:
+        """Replaces the cache."""
+
+
+class LayerCall(NamedTuple):
+    """The arguments of one call of a layer; dropout is 0 if it is switched off. functions: mask_mod, score_mod, aux.
+
+    store: access to the layer's cache in decode mode, else None.
+    """
+
+    mask: Any = None
+    bias: Any = None
+    alibi_slopes: Any = None
     sinks: jax.Array | None = None
     seq_info: Any = None
-    positions: jax.Array | None = None
+    positions: Any = None
     dropout: float = 0.0
     dropout_rng: Any = None
     pages: Pages | None = None
     key_ranges: Any = None
-    functions: Any = MappingProxyType({})
+    functions: Mapping[str, Any] = MappingProxyType({})
+    store: CacheStore | None = None
 
 
 def check_inputs(x: Any, context: Any, pages: Any) -> None:
@@ -83,49 +119,25 @@ def check_inputs(x: Any, context: Any, pages: Any) -> None:
             raise DTypeError(f"{name}: expected one of {', '.join(DTYPES)}, got {array.dtype}")
 
 
-def attend(
-    layer: LayerOptions, projections: Projections, x: jax.Array, context: jax.Array | None, call: LayerCall
-) -> Any:
-    """Projects x to q, k and v, rotates q and k, computes attention, and projects the output.
+def attend_to_heads(
+    layer: LayerOptions, q: jax.Array, k: jax.Array, v: jax.Array, call: LayerCall, **visibility: Any
+) -> jax.Array:
+    """Computes attention of projected heads, ``[rows, seq, heads, dim]`` each, with a layer's options.
 
     Args:
-        x: ``[batch, seq, features]``; with seq_info ``[tokens, features]`` or ``[1, tokens, features]``.
-        context: the source of keys and values, laid out as x; None for self-attention.
-
-    Returns:
-        An array with the rank of x and the features of ``projections.out``; with pages ``(out, (k, v))``, where k and
-        v are the updated pool.
+        visibility: replaces ``causal``, ``window`` and ``alignment`` of the layer.
     """
-    if call.pages is not None:
-        return _attend_in_pages(layer, projections, x, context, call, call.pages)
-    seq_info = SeqInfo.coerce(call.seq_info)
-    check_layer_inputs(x.shape, None if context is None else context.shape, packed=seq_info is not None)
-    queries = x[None] if x.ndim == 2 else x  # [batch, seq, features]
-    positions = None if call.positions is None else as_array("positions", call.positions)
-    check_rotary(
-        rotary=layer.rotary is not None,
-        cross=context is not None,
-        positions=None if positions is None else positions.shape,
-        rows=(queries.shape[0], queries.shape[1]),
-    )
-    keys = queries if context is None else context[None] if x.ndim == 2 else context
-    q, k, v = projections.query(queries), projections.key(keys), projections.value(keys)
-    dtype = jnp.result_type(q, k, v)  # rotary may return float32; all three go back to one dtype
-    if layer.rotary is not None:
-        # The places of a shard are not consecutive positions, so they cannot be counted from 0.
-        if positions is None and context_layers.is_context_parallel(layer):
-            positions = context_layers.position_ids(layer, seq_info, q.shape[1])
-        q, k = layer.rotary(q, k, token_positions(positions, seq_info, *q.shape[:2]))
     # context_parallel_attention has no dropout, and so no dropout_rng.
     run = partial(attention, dropout_rng=call.dropout_rng)
     if context_layers.is_context_parallel(layer):
-        refuse_over_ranks(call.functions)
+        refuse_over_ranks(dict(call.functions))
         run = partial(context_layers.attend, layer)
-    out = run(
-        *(array.astype(dtype) for array in (q, k, v)),
-        causal=layer.causal,
-        alignment=layer.alignment,
-        window=layer.window,
+    band = {"causal": layer.causal, "alignment": layer.alignment, "window": layer.window}
+    return run(
+        q,
+        k,
+        v,
+        **(visibility or band),
         softcap=layer.softcap,
         scale=layer.scale,
         # Flax's helpers make float32 masks.
@@ -135,77 +147,11 @@ def attend(
         bias=call.bias,
         alibi_slopes=call.alibi_slopes,
         sinks=call.sinks,
-        seq_info=seq_info,
+        seq_info=call.seq_info,
         dropout=call.dropout,
         deterministic=layer.bitwise_deterministic,
         backend=layer.backend,
     )
-    out = projections.out(out)
-    return out[0] if x.ndim == 2 else out
-
-
-def _attend_in_pages(
-    layer: LayerOptions,
-    projections: Projections,
-    x: jax.Array,
-    context: jax.Array | None,
-    call: LayerCall,
-    pages: Pages,
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """Appends the keys and values of new tokens ``[tokens, features]`` to the pages, and attends to the pages."""
-    unsupported: dict[str, Any] = {
-        "context": context,
-        "mask": call.mask,
-        "key_ranges": call.key_ranges,
-        "bias": call.bias,
-        "alibi_slopes": call.alibi_slopes,
-    }
-    unsupported |= {"seq_info": call.seq_info, "context_axis": layer.context_axis, **call.functions}
-    check_paged_layer(x.shape, layer.alignment, call.dropout, unsupported)
-    positions = None if call.positions is None else as_array("positions", call.positions)
-    check_rotary(
-        rotary=layer.rotary is not None,
-        cross=False,
-        positions=None if positions is None else positions.shape,
-        rows=(1, x.shape[0]),
-    )
-    q, k, v = projections.query(x), projections.key(x), projections.value(x)  # [tokens, heads, dim]
-    dtype = jnp.result_type(q, k, v)
-    if layer.rotary is not None:
-        positions = _sequence_positions(pages.step, x.shape[0]) if positions is None else positions
-        # As one row, because rotary functions expect a batch axis.
-        q, k = (rows[0].astype(dtype) for rows in layer.rotary(q[None], k[None], positions.reshape(1, -1)))
-    tables = pages.step.tables
-    # The pool may have another dtype than the layer computes in, and append_kv does not cast.
-    kinds = (pages.k.dtype, pages.v.dtype)
-    pool = append_kv(pages.k, pages.v, *(new.astype(kind) for new, kind in zip((k, v), kinds, strict=True)), **tables)
-    out = paged_attention(
-        q.astype(pages.k.dtype),
-        *pool,
-        **tables,
-        max_len_q=pages.step.max_len_q,
-        causal=layer.causal,
-        window=layer.window,
-        softcap=layer.softcap,
-        scale=layer.scale,
-        sinks=call.sinks,
-        deterministic=layer.bitwise_deterministic,
-        backend=layer.backend,
-    )
-    # The output has the pool's dtype; the projection gets the layer's own.
-    return projections.out(out.astype(dtype)), pool
-
-
-def _sequence_positions(step: Step, tokens: int) -> jax.Array:
-    """Returns the position of each new token in its own sequence, int32 ``[tokens]``."""
-    token = jnp.arange(tokens, dtype=jnp.int32)
-    lengths = jnp.asarray(step.seq_lens)
-    if step.cu_seqlens_q is None:
-        return lengths - 1
-    ends = jnp.asarray(step.cu_seqlens_q)[1:]
-    # Tokens behind the last offset belong to no sequence. The minimum only keeps their index in range.
-    sequence = jnp.minimum(document_numbers(ends, tokens), len(ends) - 1)
-    return lengths[sequence] - (ends[sequence] - token)
 
 
 def token_positions(positions: jax.Array | None, seq_info: SeqInfo | None, batch: int, seq: int) -> jax.Array:

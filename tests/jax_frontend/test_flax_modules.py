@@ -252,6 +252,47 @@ def test_functions_and_their_arrays():
     np.testing.assert_allclose(nnx_layer(params)(x, **call), expected, rtol=1e-4, atol=1e-5)
 
 
+@everywhere
+@pytest.mark.parametrize("batch", [(), (2, 3), (1, 2)], ids=str)
+def test_any_number_of_batch_axes_equals_one(batch):
+    """Each call runs on rows that are folded into one batch axis, with each of its tables."""
+    rows, options = int(np.prod(batch)), {"rotary": rope_in_jax, "causal": True}
+    x = normal(0, *batch, SEQ, FEATURES)
+    layer, params = linen_layer(x.reshape(rows, SEQ, FEATURES), **options)
+    ranges = masks.prefix_lm([1 + row for row in range(rows)], SEQ)
+    tables = {
+        "mask": normal(1, *batch, 1, SEQ, SEQ) > -1,
+        "bias": normal(2, *batch, HEADS, 1, SEQ),
+        "alibi_slopes": normal(3, *batch, HEADS),
+        "key_ranges": ranges.reshape(*batch, *ranges.shape[1:]),
+        "positions": jax.random.randint(jax.random.key(4), (*batch, SEQ), 0, 20),
+    }
+
+    def folded(array):
+        return array.reshape(rows, *array.shape[len(batch) :])
+
+    expected = layer.apply(params, folded(x), **{name: folded(table) for name, table in tables.items()})
+    actual = layer.apply(params, x, **tables)
+    assert actual.shape == (*batch, SEQ, OUT)
+    np.testing.assert_allclose(folded(actual), expected, **TOLERANCE)
+    np.testing.assert_allclose(nnx_layer(params, **options)(x, **tables), actual, **TOLERANCE)
+    shared = {"mask": tables["mask"][(0,) * len(batch)], "bias": tables["bias"][(0,) * len(batch)]}
+    shared |= {"key_ranges": ranges[:1], "alibi_slopes": normal(3, HEADS), "positions": jnp.arange(SEQ)}
+    expected = layer.apply(params, folded(x), **shared)
+    np.testing.assert_allclose(folded(layer.apply(params, x, **shared)), expected, **TOLERANCE)
+
+
+@everywhere
+def test_cross_attention_without_a_batch_and_with_normalised_heads():
+    x, context = normal(0, SEQ, HEADS * DIM), normal(1, KV_SEQ, FEATURES)
+    theirs = flax_linen.MultiHeadDotProductAttention(HEADS, normalize_qk=True)
+    params = {"params": randomised(theirs.init(jax.random.key(0), x, context)["params"])}
+    ours = linen.Attention(HEADS, normalize_qk=True)
+    expected = theirs.apply(params, x, context)
+    np.testing.assert_allclose(ours.apply(params, x, context), expected, **TOLERANCE)
+    assert not np.allclose(linen.Attention(HEADS).apply(params, x, context), expected, atol=1e-3)
+
+
 def _same(actual, given):
     return np.array_equal(actual, given) if isinstance(given, jax.Array) else actual == given
 
@@ -261,7 +302,7 @@ def test_both_layers_have_the_same_options():
     of_nnx = set(inspect.signature(nnx.Attention.__init__).parameters)
     assert of_linen == of_nnx - {"self", "in_features", "in_kv_features", "rngs", "keep_rngs"}
     calls = [set(inspect.signature(layer.__call__).parameters) for layer in (linen.Attention, nnx.Attention)]
-    assert calls[0] - {"dropout_rng"} == calls[1] - {"rngs"}
+    assert calls[0] - {"dropout_rng"} == calls[1] - {"rngs", "decode"}  # as in Flax
 
 
 @everywhere
@@ -324,10 +365,21 @@ def test_inputs_of_a_wrong_shape_are_named():
     layer = nnx.Attention(HEADS, FEATURES, rngs=flax_nnx.Rngs(0), **SIZES)
     with pytest.raises(ShapeError, match="x: expected the layer's 13 features"):
         layer(normal(0, BATCH, SEQ, FEATURES + 1))
-    with pytest.raises(ShapeError, match="need seq_info="):
-        layer(normal(0, SEQ, FEATURES))
-    with pytest.raises(ShapeError, match=r"x: expected \[batch, seq, features\]"):
-        linen.Attention(HEADS, **SIZES).init(jax.random.key(0), normal(0, 1, BATCH, SEQ, FEATURES))
+    with pytest.raises(ShapeError, match=r"x: expected \[..., seq, features\]"):
+        linen.Attention(HEADS, **SIZES).init(jax.random.key(0), normal(0, FEATURES))
+    x, more = normal(0, 3, BATCH, SEQ, FEATURES), {"rotary": rope_in_jax}
+    with pytest.raises(ShapeError, match="with seq_info"):
+        layer(x, seq_info=SeqInfo.from_lengths([SEQ]))
+    for call, words in (
+        ({"context": x[0]}, "context: expected the layout and batch of x"),
+        ({"mask": jnp.ones((BATCH, 3, 1, SEQ, SEQ), bool)}, r"mask: expected batch axes broadcastable to \[3, 2\]"),
+        ({"bias": jnp.ones((1, 1, 1, 1, SEQ, SEQ))}, "bias: expected at most 5 axes"),
+        ({"alibi_slopes": jnp.ones((BATCH, HEADS))}, r"alibi_slopes: expected \[heads\] or \[batch..., heads\]"),
+        ({"key_ranges": np.zeros((6, 1, SEQ, 1, 2), np.int32)}, r"key_ranges: expected \[batch..., kv_heads or 1"),
+        ({"positions": jnp.zeros((BATCH, 1, SEQ), int)}, r"positions: expected \[batch..., length\] = \[3, 2, 7\]"),
+    ):
+        with pytest.raises(ShapeError, match=words):
+            nnx.Attention(HEADS, FEATURES, rngs=flax_nnx.Rngs(0), **SIZES, **more)(x, **call)
 
 
 @everywhere

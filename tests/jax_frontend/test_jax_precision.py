@@ -21,19 +21,24 @@ CALLS: dict[str, dict[str, Any]] = {
 
 
 def precisions(call: dict[str, Any]) -> set[str]:
-    """The precisions of the products in the lowered forward and backward.
+    """The precisions of the products in the lowered forward and backward."""
+    x = jnp.ones((1, 16, 2, 8))
+    total = jax.grad(lambda x: attention(x, x, x, backend="jax_xla", **call).sum())
+    return set(precisions_in(jax.jit(total).lower(x).as_text()))
+
+
+def precisions_in(program: str) -> list[str]:
+    """The precision of each product in a lowered program.
 
     Products of zeros and ones, which count NaNs, are exact in any precision and are left out.
     """
-    x = jnp.ones((1, 16, 2, 8))
-    total = jax.grad(lambda x: attention(x, x, x, backend="jax_xla", **call).sum())
-    actual, of_bools = set(), {}
-    for line in jax.jit(total).lower(x).as_text().splitlines():
+    actual, of_bools = [], {}
+    for line in program.splitlines():
         if made := re.match(r"\s*(%\w+) = ", line):
             of_bools[made[1]] = "stablehlo.convert" in line and "xi1>)" in line
         product = re.search(r"dot_general (%\w+), (%\w+),.*precision = \[(\w+), \w+\]", line)
         if product and not (of_bools.get(product[1]) and of_bools.get(product[2])):
-            actual.add(product[3])
+            actual.append(product[3])
     return actual
 
 
@@ -88,3 +93,38 @@ def test_an_unknown_precision_is_refused_by_name(precision: Any) -> None:
     x = jnp.ones((1, 8, 2, 8))
     with pytest.raises(SpecError, match=r"precision=.*: expected None, a jax.lax.Precision or its name"):
         attention_fn()(x, x, x, precision=precision)
+
+
+def calls_of_layers(precision: Any) -> dict[str, Any]:
+    """A call of each layer with 1 head of 16 channels, on x [1, 16, 16]."""
+    flax_nnx = pytest.importorskip("flax.nnx")
+    from jax_frontend import linen, nnx
+
+    layer, twin = (
+        linen.Attention(1, precision=precision),
+        nnx.Attention(1, 16, precision=precision, rngs=flax_nnx.Rngs(0)),
+    )
+    params = linen.Attention(1).init(jax.random.key(0), jnp.ones((1, 16, 16)))
+    return {"linen": lambda x: layer.apply(params, x), "nnx": twin}
+
+
+@pytest.mark.parametrize("layer", ["linen", "nnx"])
+@pytest.mark.parametrize("precision", ["default", jax.lax.Precision.HIGH, "highest"])
+def test_a_layer_projects_with_its_precision_and_attends_with_no_less(layer: str, precision: Any) -> None:
+    call, x = calls_of_layers(precision)[layer], jnp.ones((1, 16, 16))
+    products = precisions_in(jax.jit(lambda x: call(x)).lower(x).as_text())
+    name = jax.lax.Precision(precision).name
+    assert products.count(name) >= 4  # the projections
+    assert set(products) == {name, "HIGHEST"}
+
+
+@pytest.mark.parametrize("layer", ["linen", "nnx"])
+def test_a_layer_refuses_what_attention_cannot_honour(layer: str) -> None:
+    x = jnp.ones((1, 16, 16))
+    with pytest.raises(SpecError, match=r"precision='bogus': expected None, a jax.lax.Precision or its name"):
+        calls_of_layers("bogus")[layer](x)
+    with (
+        jax.default_matmul_precision("high"),
+        pytest.raises(SpecError, match=r"precision='highest': jax\.default_matmul_precision is 'high' here"),
+    ):
+        calls_of_layers("highest")[layer](x)

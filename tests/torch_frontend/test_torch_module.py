@@ -121,10 +121,11 @@ def test_option_names_are_those_of_the_flax_layers():
     initialisers = {name for name in of_flax if name.endswith("_init") and not name.startswith("__")}
     flax_only = {"deterministic", "param_dtype", "rngs", "keep_rngs"} | initialisers
     # torch has use_context_parallel
+    flax_only |= {"decode", "normalize_qk", "precision"}  # options of Flax's own layers
     flax_only |= {"context_axis", "context_strategy", "context_layout", "context_length"}
     assert of_torch - {"device"} == of_flax - flax_only
     calls = [set(inspect.signature(call).parameters) for call in (Attention.forward, nnx.Attention.__call__)]
-    assert calls[0] == calls[1] - {"deterministic", "rngs"}
+    assert calls[0] == calls[1] - {"deterministic", "rngs", "decode"}
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: ",".join(options) or "plain")
