@@ -196,7 +196,7 @@ class _CacheCollection(NamedTuple):
             variable("cached_value", jnp.zeros, value.shape, value.dtype),
             variable("cache_index", lambda: jnp.array(0, jnp.int32)),
         )
-        return Cache(*(each.value for each in variables)) if exists else None
+        return Cache(*(jnp.asarray(each.value) for each in variables)) if exists else None
 
     def store(self, cache: Cache) -> None:
         for name, array in cache._asdict().items():

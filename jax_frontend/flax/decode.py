@@ -21,7 +21,8 @@ from attn_core.call import checks, key_ranges
 from attn_core.call.checks import CheckWarning
 from attn_core.call.functions import AUX
 from attn_core.call.options import normalise_window
-from attn_core.errors import ShapeError, SpecError, shown
+from attn_core.call.spec import DTYPES
+from attn_core.errors import DTypeError, ShapeError, SpecError, shown
 from attn_core.expressions.tracing import TracedFunction
 from jax_frontend.dispatch.plan import as_array, ranges_as_array
 from jax_frontend.dispatch.value_checks import values_here
@@ -86,7 +87,7 @@ def attend_in_cache(
         call._replace(
             key_ranges=_within(call.key_ranges, ranges, index, (rows, keys.shape[2])),
             functions=_moved(call.functions, index),
-            bias=_with_alibi(call, index, (new, max_length)),
+            bias=_with_alibi(call, index, (rows, q.shape[2], new, max_length)),
             alibi_slopes=None,
         ),
         causal=False,
@@ -184,19 +185,38 @@ def _within(ranges: Any, visible: jax.Array, index: jax.Array, sizes: tuple[int,
     return jnp.clip(array - index, visible[:, None, :1], visible[:, None, 1:])
 
 
-def _with_alibi(call: LayerCall, index: jax.Array, sizes: tuple[int, int]) -> Any:
-    """Returns the bias with ALiBi's, because the kernels' own counts from the end of the cache."""
+def _with_alibi(call: LayerCall, index: jax.Array, full: tuple[int, ...]) -> Any:
+    """Returns the bias with ALiBi's in it, because kernels count ALiBi's distances from the end of the cache.
+
+    Args:
+        full: ``(rows, heads, new, max_length)``.
+    """
     if call.alibi_slopes is None:
         return call.bias
-    slopes = as_array("alibi_slopes", call.alibi_slopes)
-    if slopes.ndim not in (1, 2):
-        raise ShapeError(f"alibi_slopes: expected [heads] or [batch, heads], got {list(slopes.shape)}")
-    queries, keys = (jnp.arange(size, dtype=jnp.int32) for size in sizes)
+    slopes = _floats("alibi_slopes", call.alibi_slopes)
+    if slopes.shape not in (full[1:2], full[:2]):
+        raise ShapeError(
+            f"alibi_slopes: expected [heads] = [{full[1]}] or [batch, heads] = {list(full[:2])}, got "
+            f"{list(slopes.shape)}"
+        )
+    queries, keys = (jnp.arange(size, dtype=jnp.int32) for size in full[2:])
     distances = jnp.abs(index + queries[:, None] - keys)  # [new, max_length]
     dtype = jnp.promote_types(slopes.dtype, jnp.float32)
-    alibi = -slopes.astype(dtype)[..., None, None] * distances.astype(dtype)
-    alibi = alibi if slopes.ndim == 2 else alibi[None]  # [rows or 1, heads, new, max_length]
-    return alibi if call.bias is None else as_array("bias", call.bias).astype(dtype) + alibi
+    alibi = -slopes.astype(dtype)[..., None, None] * distances.astype(dtype)  # [rows, heads, new, max_length] or less
+    if call.bias is None:
+        return alibi
+    bias = _floats("bias", call.bias)
+    missing = 4 - bias.ndim
+    if missing < 0 or any(size not in (1, axis) for size, axis in zip(bias.shape, full[missing:], strict=True)):
+        raise ShapeError(f"bias: expected a shape broadcastable to {list(full)}, got {list(bias.shape)}")
+    return bias.astype(jnp.promote_types(bias.dtype, dtype)) + alibi
+
+
+def _floats(name: str, value: Any) -> jax.Array:
+    array = as_array(name, value)
+    if str(array.dtype) not in DTYPES:
+        raise DTypeError(f"{name}: expected one of {', '.join(DTYPES)}, got {array.dtype}")
+    return array
 
 
 def _moved(functions: Mapping[str, Any], index: jax.Array) -> Mapping[str, Any]:

@@ -534,6 +534,14 @@ def _flax_layers() -> Iterator[Function]:
         return layer.apply(weights, **keywords)
 
     yield Function("jax_frontend.linen.Attention()", "jax", apply, arrays, ("x", "context"))
+    decoding = layer.clone(decode=True)
+    cache = decoding.init(jax.random.key(0), jnp.ones((2, 7, 32)))["cache"]
+
+    def decode(**keywords: Any) -> Any:
+        return decoding.apply({**weights, "cache": cache}, mutable=["cache"], **keywords)[0]
+
+    tables = {"x": arrays["x"], **{name: arrays[name] for name in ("mask", "bias", "alibi_slopes")}}
+    yield Function("jax_frontend.linen.Attention(decode=True)()", "jax", decode, tables, ("x",))
     yield Function(
         "jax_frontend.nnx.Attention()",
         "jax",

@@ -18,7 +18,7 @@ from rotary import rope_in_jax
 
 from attn_core import checks, masks
 from attn_core.call.checks import CheckWarning
-from attn_core.errors import ShapeError, SpecError
+from attn_core.errors import DTypeError, ShapeError, SpecError
 from attn_core.expressions import trace_mask
 from attn_core.paged.step import Pages
 from attn_core.selection import NoBackendError
@@ -296,6 +296,21 @@ def test_decoding_runs_in_scans_over_tokens_and_layers():
 
 
 @everywhere
+def test_each_row_of_a_vmap_has_its_own_index():
+    layer, decoding, params, cache = layers((), window=3)
+    expected = layer.apply({"params": params}, X)
+
+    def step(cache, x):
+        return decoding.apply({"params": params, "cache": cache}, x, mutable=["cache"])
+
+    (_, one), (_, other) = step(cache, X[0, :3]), step(cache, X[1, :5])
+    rows = jax.tree.map(lambda *leaves: jnp.stack(leaves), one["cache"], other["cache"])
+    out, updates = jax.jit(jax.vmap(step))(rows, jnp.stack([X[0, 3:4], X[1, 5:6]]))
+    np.testing.assert_allclose(out[:, 0], jnp.stack([expected[0, 3], expected[1, 5]]), **TOLERANCE)
+    assert updates["cache"]["cache_index"].tolist() == [4, 6]
+
+
+@everywhere
 @rotates
 def test_nnx_decodes_in_a_scan():
     layer = nnx.Attention(HEADS, FEATURES, rngs=flax_nnx.Rngs(0), causal=True, **SIZES)
@@ -328,7 +343,8 @@ def test_a_narrow_cache_rounds_keys_and_values_alone():
 def test_a_cache_that_is_full_refuses_tokens_and_stays_as_it_is():
     _, decoding, params, cache = layers()
     cache = {**cache, "cache_index": jnp.array(MAX_LENGTH - 1)}
-    _, updates = decoding.apply({"params": params, "cache": cache}, X[:, :1], mutable=["cache"])
+    from_checkpoint = jax.device_get(cache)  # numpy's arrays
+    _, updates = decoding.apply({"params": params, "cache": from_checkpoint}, X[:, :1], mutable=["cache"])
     with pytest.raises(SpecError, match=f"cache_index={MAX_LENGTH}: expected room for 1 new tokens"):
         decoding.apply({"params": params, **updates}, X[:, :1], mutable=["cache"])
     layer = nnx.Attention(HEADS, FEATURES, rngs=flax_nnx.Rngs(0), decode=True, **SIZES)
@@ -388,7 +404,10 @@ REFUSED = [
     ({}, {"mask": np.ones((BATCH, 1, SEQ, SEQ), bool)}, ShapeError, "mask: expected a shape broadcastable to"),
     ({}, {"bias": jnp.ones((SEQ, SEQ))}, ShapeError, "bias: expected a shape broadcastable to"),
     ({}, {"alibi_slopes": jnp.ones((1, 2, 3))}, ShapeError, "alibi_slopes: expected"),
-    ({}, {"alibi_slopes": jnp.ones(HEADS + 1)}, ShapeError, "heads"),
+    ({}, {"alibi_slopes": jnp.ones(HEADS + 1)}, ShapeError, r"alibi_slopes: expected \[heads\] = \[6\]"),
+    ({}, {"alibi_slopes": jnp.ones(HEADS, int)}, DTypeError, "alibi_slopes: expected one of"),
+    ({}, {"alibi_slopes": SLOPES, "bias": jnp.ones((SEQ, SEQ))}, ShapeError, "bias: expected a shape broadcastable"),
+    ({}, {"alibi_slopes": SLOPES, "bias": jnp.ones((1, 1), int)}, DTypeError, "bias: expected one of"),
     ({}, {"key_ranges": masks.documents([SEQ])}, ShapeError, "key_ranges: expected shape"),
     ({}, {"key_ranges": RANGES[..., ::-1].copy()}, SpecError, "key_ranges: expected 0 <= start <= stop"),
     ({}, {"mask_mod": trace_mask(lambda b, h, q, k: k <= q)}, SpecError, "mask_mod: expected a function with decode"),

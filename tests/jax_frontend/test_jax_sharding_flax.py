@@ -107,3 +107,27 @@ def test_nnx_layers_under_scan_remat_and_grad_on_a_mesh(auto_mesh, backend):
         return (forward(flax_nnx.merge(graph, params), x) ** 2).mean()
 
     check_layers(auto_mesh, loss, params, jnp.asarray(normal(0, BATCH, Q_LEN, FEATURES)))
+
+
+def test_a_cache_stays_split_over_a_mesh(auto_mesh):
+    heads = {"num_kv_heads": KV_HEADS, "head_dim": DIM}
+    layer = linen.Attention(HEADS, causal=True, window=3, backend="jax_xla", **heads)
+    decoder, x = layer.clone(decode=True), jnp.asarray(normal(0, BATCH, Q_LEN, FEATURES))
+    variables = decoder.init(jax.random.key(0), x)
+    expected = layer.apply({"params": variables["params"]}, x)
+    split = NamedSharding(auto_mesh, P("data", None, "model"))
+    cache = {name: jax.device_put(each, split) if each.ndim else each for name, each in variables["cache"].items()}
+    params = spread(auto_mesh, {"params": variables["params"]})
+
+    @jax.jit
+    def step(params, cache, x):
+        return decoder.apply({**params, "cache": cache}, x, mutable=["cache"])
+
+    on_mesh = [jax.device_put(part, NamedSharding(auto_mesh, P("data"))) for part in (x[:, :4], x[:, 4:5])]
+    assert not re.search(r" all-gather(?:-start)?\(", step.lower(params, cache, on_mesh[1]).compile().as_text())
+    start = 0
+    for part in on_mesh:
+        out, updates = step(params, cache, part)
+        np.testing.assert_allclose(out, expected[:, start : start + part.shape[1]], rtol=1e-4, atol=1e-5)
+        cache, start = updates["cache"], start + part.shape[1]
+        assert cache["cached_key"].sharding.is_equivalent_to(split, 4)
