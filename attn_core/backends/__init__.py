@@ -23,12 +23,14 @@ from attn_core.backends.contract import (
 )
 from attn_core.backends.shared import known_bad
 from attn_core.backends.shared.cached_once import cached_once
+from attn_core.backends.shared.device_kinds import ANY, STARTS, kind_of
 from attn_core.backends.shared.known_bad import numbers_of
 from attn_core.backends.support import Build
 from attn_core.call.tensors import Gradients, Inputs, PagedInputs
 from attn_core.errors import SpecError
 
 __all__ = [
+    "ANY",
     "DECODING",
     "FOREIGN_NAMES",
     "PAGED_PREFERENCE",
@@ -50,6 +52,7 @@ __all__ = [
     "program_refusals",
     "reads_pages_alone",
     "shortcut",
+    "usual_order",
     "writes_into",
 ]
 
@@ -62,11 +65,16 @@ PREFERENCE = {
     ("jax", "cpu"): ("sdpa_flash", "math", "jax_xla", "flex"),
     ("torch", "cuda"): (*_CUDA, "xformers_splitk", "math"),
     ("jax", "cuda"): (*_CUDA, "xformers_splitk", "jax_cudnn", "jax_xla", "math"),
+    ("torch", ANY): ("math",),
+    ("jax", ANY): ("jax_xla",),
 }
-"""Automatic choice per (framework, kind of device), best first. Other backends run only when requested.
+"""Automatic choice per (framework, kind of device), best first; ANY is for every kind without an order of its own.
+Other backends run only when requested.
 
-Both frameworks have the same order of torch's kernels, so that the same call gives the same bits in both unless JAX's
-own operations are faster. ``attn_core.selection.preference`` refines the order by the shape of the call."""
+On a TPU, and on the GPUs of AMD, Apple and Intel, the framework's own operations run: this project never ran a
+vendor's kernel there. JAX reaches torch's kernels on CPUs and NVIDIA's GPUs alone. There both frameworks have the same
+order of torch's kernels, so that the same call gives the same bits in both unless JAX's own operations are faster.
+``attn_core.selection.preference`` refines the order by the shape of the call."""
 
 DECODING = "triton_splitkv"
 _PAGED = ("flash3", "flash4", "flash2", DECODING)
@@ -132,7 +140,7 @@ def load(name: str, kind: str = "cpu") -> Backend:
     """Returns the module of a backend for a kind of device.
 
     A backend is a file, ``sage.py``, or a folder: ``flash4/backend.py`` for all devices, or one file for each kind,
-    ``flex/cpu.py`` and ``flex/cuda.py``.
+    ``flex/cpu.py`` and ``flex/cuda.py``. A file for one kind, ``flash2/rocm.py``, comes before ``backend.py``.
 
     Raises:
         SpecError: for an unknown name, with close matches.
@@ -150,7 +158,7 @@ def _module(place: str, kind: str) -> Any:
     if not hasattr(module, "__path__"):
         return module
     inside = {entry.name for entry in iter_modules(module.__path__)}
-    # A kind without a module of its own (rocm) gets the CPU's, whose claims refuse the device with a reason.
+    # A kind without a module of its own (tpu) gets the CPU's, whose claims refuse the device with a reason.
     return importlib.import_module(f"{__name__}.{place}.{next(m for m in (kind, 'backend', 'cpu') if m in inside)}")
 
 
@@ -161,14 +169,19 @@ def _variant(module: Any, word: str) -> Backend:
 
 
 def modules(name: str) -> dict[str, Backend]:
-    """Returns a backend's modules by kind of device: ``{"": module}``, or one for "cpu" and one for "cuda"."""
-    main, cuda = load(name), load(name, "cuda")
-    return {"": main} if cuda is main else {"cpu": main, "cuda": cuda}
+    """Returns a backend's modules by kind of device: ``{"": module}``, or one for each of several kinds.
+
+    The module for all kinds that have none of their own has the key "", or "cpu" if it is for CPUs alone.
+    """
+    main = load(name)
+    others = {kind: load(name, kind) for kind in STARTS if load(name, kind) is not main}
+    return {"cpu" if main.FORWARD.devices == ("cpu",) else "": main, **others}
 
 
-def kind_of(device: str) -> str:
-    """Returns "cuda" for a device such as "sm90", "rocm" for one such as "gfx942", else the device itself."""
-    return "cuda" if device.startswith("sm") else "rocm" if device.startswith("gfx") else device
+def usual_order(framework: str, kind: str, *, paged: bool = False) -> tuple[str, ...]:
+    """Returns the static order of automatic choice in a framework on a kind of device, best first."""
+    orders = PAGED_PREFERENCE if paged else PREFERENCE
+    return orders.get((framework, kind)) or orders.get((framework, ANY), ())
 
 
 def check_name(name: str) -> None:

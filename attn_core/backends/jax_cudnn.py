@@ -17,8 +17,6 @@ later. ``local_window_size=(left, 0)`` is inclusive, as ours; jax.nn itself adds
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from importlib import import_module
@@ -26,6 +24,7 @@ from typing import Any
 
 from attn_core.backends.shared import jax_nn
 from attn_core.backends.shared.aten_masks import explicit
+from attn_core.backends.shared.jax_promotion import usual_promotion
 from attn_core.backends.shared.kernel_limits import GRID_LIMIT
 from attn_core.backends.support import Build, Support
 from attn_core.call.masks import band
@@ -181,7 +180,7 @@ def lower(spec: AttentionSpec) -> dict[str, Any]:
 
 def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
     """Returns (out, None): there is no log-sum-exp. Traceable."""
-    with _usual_promotion():
+    with usual_promotion():
         return _attend(spec, inputs.mask, inputs.bias, *inputs[:3]), None
 
 
@@ -189,18 +188,9 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
     """See ``Backend.backward``; traceable."""
     import jax
 
-    with _usual_promotion():
+    with usual_promotion():
         _, pull = jax.vjp(lambda *qkv: _attend(spec, inputs.mask, inputs.bias, *qkv), *inputs[:3])
         return Gradients(*pull(dout))
-
-
-@contextmanager
-def _usual_promotion() -> Iterator[None]:
-    """Sets JAX's default promotion of ranks and dtypes, which jax.nn relies on, whatever the caller has set."""
-    import jax
-
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def _attend(spec: AttentionSpec, mask: Any, bias: Any, q: Any, k: Any, v: Any) -> Any:

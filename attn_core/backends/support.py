@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from attn_core.backends.shared.device_kinds import ANY, in_words, kind_of
 from attn_core.call.functions import listed
 from attn_core.call.masks import band
 from attn_core.call.seq_info import is_number
@@ -18,7 +19,8 @@ class Support:
 
     Attributes:
         kernel: the kernel's name in refusals, e.g. ``"the aten CPU flash kernel"``.
-        devices: ``"cpu"``, ``"cuda"`` (any NVIDIA GPU), ``"sm90"``, ...
+        devices: names such as ``"cpu"``, ``"sm90"``, ``"tpu"``; kinds, ``"cuda"`` (any NVIDIA GPU), ``"rocm"`` (any GPU
+            of AMD); or ANY, every device of the framework.
         dtypes: of q, k and v.
         max_head_dim: largest head_dim and value_dim, or None; head_dim_multiple: both must divide by it.
         value_dim: value_dim may differ from head_dim.
@@ -35,7 +37,7 @@ class Support:
         symbolic: it takes a batch, lengths and a number of documents that ``jax.export`` leaves open.
         approximate: its numbers are not right to the precision of its dtypes (quantised inputs, say), so that it runs
             only when requested by name.
-        unproven: this project never ran its kernel on a GPU, so it runs only when requested by name.
+        unproven: this project never ran its kernel on such a device, so it runs only when requested by name.
     """
 
     kernel: str
@@ -72,7 +74,12 @@ class Support:
 
     def runs_on(self, device: str) -> bool:
         """Returns whether the claim covers a device such as ``"cpu"`` or ``"sm90"``."""
-        return device in self.devices or (device.startswith("sm") and "cuda" in self.devices)
+        return device in self.devices or ANY in self.devices or kind_of(device) in self.devices
+
+    @property
+    def never_run(self) -> str | None:
+        """What this project never did with an unproven kernel, as words; None for any other kernel."""
+        return f"never run on {in_words(self.devices)} by this project" if self.unproven else None
 
 
 @dataclass(frozen=True)

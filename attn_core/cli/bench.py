@@ -26,7 +26,7 @@ from attn_core.cli.plots import empty_figure, save, sweep_figure
 from attn_core.cli.progress import Stages
 from attn_core.errors import SpecError
 from attn_core.selection.cross_validation import Fitting
-from attn_core.selection.random_calls import random_calls
+from attn_core.selection.random_calls import LIMITS, random_calls
 from attn_core.selection.regret import GOALS, TORCH_ALONE, fastest_round, regrets, right_times, static_order, summary
 from attn_core.selection.sweep import QUICK, SweepCase
 from attn_core.selection.sweeps import regrets_of_new_sweeps, regrets_of_package
@@ -101,11 +101,12 @@ def device_of(requested: str | None, framework: str) -> str:
     for package in dict.fromkeys(("torch", framework)):
         if find_spec(package) is None:
             raise SpecError(f"timing needs {package}, which is not installed; install {package}")
-    here = devices_of(framework)
+    # Calls are drawn, and kernels timed, for CPUs and NVIDIA's GPUs alone.
+    here = [device for device in devices_of(framework) if backends.kind_of(device) in LIMITS]
     # devices_of lists the CPU first, so the last device is a GPU if there is one.
     device = here[-1] if requested is None else device_named(requested, framework)
     if device not in here:
-        raise SpecError(f"--device={device}: expected a device of this machine: {', '.join(here)}")
+        raise SpecError(f"--device={device}: expected a device of this machine that can be timed: {', '.join(here)}")
     return device
 
 

@@ -194,7 +194,7 @@ def candidates(target: Target) -> tuple[str, ...]:
     """Returns the backends to measure on a target: the installed candidates of automatic choice, best first."""
     return tuple(
         name
-        for name in backends.PREFERENCE.get((target.framework, target.kind), ())
+        for name in backends.usual_order(target.framework, target.kind)
         if name not in dict(target.unavailable) and backends.load(name, target.kind).FORWARD.runs_on(target.device)
     )
 

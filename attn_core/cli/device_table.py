@@ -131,8 +131,8 @@ def _target(name: str, device: Device) -> Target:
 def _order(target: Target, call: str) -> tuple[str, ...]:
     """Returns the static order of automatic choice, which no measurement on this machine can change."""
     if call != "decoding from pages":
-        return backends.PREFERENCE.get((target.framework, target.kind), ())
-    usual = backends.PAGED_PREFERENCE.get((target.framework, target.kind), ())
+        return backends.usual_order(target.framework, target.kind)
+    usual = backends.usual_order(target.framework, target.kind, paged=True)
     return tuple(sorted(usual, key=lambda name: name != backends.DECODING))  # it comes first if there are few queries
 
 

@@ -6,6 +6,7 @@ import re
 from difflib import get_close_matches
 from importlib.util import find_spec
 
+from attn_core.backends.shared.device_kinds import STARTS, kind_of
 from attn_core.cli.frameworks import devices_of
 from attn_core.errors import SpecError
 from attn_core.selection.explanation_text import NO_BREAK, wrapped
@@ -29,16 +30,21 @@ DEVICES: dict[str, tuple[str, ...]] = {
     "gfx90a": ("mi200", "mi210", "mi250", "mi250x"),
     "gfx942": ("mi300", "mi300a", "mi300x", "mi325x"),
     "gfx950": ("mi350x", "mi355x"),
+    "gfx1100": ("7900xtx",),
+    "gfx1201": ("9070xt",),
+    "tpu": ("v4", "v5e", "v5p", "v6e"),
+    "mps": ("apple", "m1", "m2", "m3", "m4"),
+    "xpu": ("intelgpu", "arc"),
 }
 """The devices that exist, as a Target names them, each with the products of that kind: NVIDIA's GPUs by compute
-capability, AMD's by architecture."""
+capability, AMD's by architecture, TPUs, and the GPUs of Apple and Intel by the frameworks' words."""
 
 ALIASES = {alias: device for device, aliases in DEVICES.items() for alias in (device, *aliases)}
 
 HERE = "cuda"
 """The word for the GPU of this machine."""
 
-HELP = "cpu, cuda (the GPU here), or a GPU such as h100, a100, 4090, sm90."
+HELP = "cpu, cuda (the GPU here), a GPU such as h100, a100, 4090, sm90, mi300, or tpu, mps, xpu."
 
 
 def device_named(requested: str, framework: str) -> str:
@@ -61,11 +67,10 @@ def device_named(requested: str, framework: str) -> str:
 
 
 def _gpu_here(framework: str) -> str:
-    # devices_of lists the CPU first, so the last device is a GPU if there is one.
-    device = devices_of(framework)[-1] if find_spec(framework) else "cpu"
-    if device == "cpu":
+    gpus = [device for device in devices_of(framework) if kind_of(device) in STARTS] if find_spec(framework) else []
+    if not gpus:
         raise SpecError(f"--device={HERE}: {framework} has no GPU here; name one, such as --device h100")
-    return device
+    return gpus[0]
 
 
 def _listed() -> str:

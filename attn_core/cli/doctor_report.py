@@ -6,6 +6,7 @@ import shutil
 import textwrap
 from collections.abc import Iterable, Iterator
 
+from attn_core import backends
 from attn_core.cli.advice import Advice
 from attn_core.cli.advice.packages import runs_on
 from attn_core.cli.comparison import Row
@@ -196,7 +197,8 @@ def _reasons(findings: Findings) -> Iterator[str]:
         ]
         device = "" if state.here else "no kernel for a device of this machine; "
         reason = state.reason or ("; ".join(refused) if state.here else "installed")
-        unproven = "; never run on a GPU by this project" if state.unproven else ""
+        never_run = backends.load(state.name, state.kind).FORWARD.never_run
+        unproven = f"; {never_run}" if never_run else ""
         if state.reason or refused or not state.here:
             yield from _wrap(f"{label}: {device}{reason}{unproven}", "  ", "    ")
 

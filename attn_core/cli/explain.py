@@ -115,14 +115,14 @@ def _show(console: Console, selection: Selection, everything: bool) -> None:
 
 def _show_section(console: Console, title: str, rows: list[Row]) -> None:
     # A line of names is shorter than a row for each.
-    by_name = [row.backend for row in rows if row.verdict == explained.BY_NAME]
+    by_name = explained.by_name(rows)
     rows = [row for row in rows if row.verdict != explained.BY_NAME]
     if len(title) > TITLE_WIDTH:
         console.print(Text(title + ":", "bold"))
     if rows:
         console.print(_table(title, rows))
-    if by_name:
-        console.print(Text(wrapped(f"{explained.BY_NAME}: {', '.join(by_name)}", "", "  "), "cyan"))
+    for line in by_name:
+        console.print(Text(wrapped(line, "", "  "), "cyan"))
 
 
 def _table(title: str, rows: list[Row]) -> Table:

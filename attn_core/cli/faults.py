@@ -50,6 +50,5 @@ def _installed(target: Target) -> Iterator[str]:
     """Yields the backends that are installed on a target and claim its device."""
     missing = {name for name, _ in target.unavailable}
     for name in backends.names():
-        foreign = backends.load(name, target.kind).FRAMEWORK == "jax" and target.framework == "torch"
-        if name not in missing and not foreign and target.claims(name)[0].runs_on(target.device):
+        if name not in missing and target.out_of_reach(name) is None and target.claims(name)[0].runs_on(target.device):
             yield name

@@ -13,7 +13,7 @@ from attn_core.cli.advice import Advice, Machine, Problem, advise, find_machine,
 from attn_core.cli.advice.packages import requirements, runs_on
 from attn_core.cli.comparison import Row, rows_of
 from attn_core.cli.faults import Fault, faults_of
-from attn_core.cli.frameworks import devices_of, has_tpu, installed, versions
+from attn_core.cli.frameworks import devices_of, installed, versions
 from attn_core.cli.trial import draw
 from attn_core.selection import preference
 from attn_core.selection.choice import refusals
@@ -42,7 +42,7 @@ class State(NamedTuple):
 
     Attributes:
         name, kind: the backend, and the kind of device that the module is for.
-        unproven: whether this project never ran it on a GPU.
+        unproven: whether this project never ran it on a device that it claims.
         version: what it runs on, or None if it is not available.
         reason: why it is not available, or None if it is.
         here: whether it has kernels for a device of this machine.
@@ -141,7 +141,7 @@ class Findings:
     def running(self, framework: str) -> list[str]:
         """Returns the backends that were right in a framework on its best device, the first choices first."""
         device = self.devices[framework][-1] if self.devices[framework] else ""
-        order = backends.PREFERENCE.get((framework, backends.kind_of(device)), ())
+        order = backends.usual_order(framework, backends.kind_of(device))
         names = [row.backend for row in self.right if row.framework == framework and row.device == device]
         return sorted(names, key=lambda name: order.index(name) if name in order else len(order))
 
@@ -187,8 +187,7 @@ def _devices(framework: str) -> list[str]:
 
 
 def _accelerators(devices: dict[str, list[str]]) -> list[str]:
-    seen = [device for named in devices.values() for device in named[1:]]
-    return [*seen, "tpu"] if "jax" in devices and has_tpu() else seen
+    return [device for named in devices.values() for device in named[1:]]
 
 
 def _files() -> list[tuple[str, str, str]]:
@@ -205,8 +204,9 @@ def _state(name: str, kind: str, devices: dict[str, list[str]]) -> State:
 
 def _present(name: str, kind: str, devices: list[str]) -> list[str]:
     """Returns the devices that a module of a backend is for and claims."""
-    ours = [device for device in devices if len(backends.modules(name)) == 1 or backends.kind_of(device) == kind]
-    return [device for device in ours if backends.load(name, kind).FORWARD.runs_on(device)]
+    module = backends.load(name, kind)
+    ours = [device for device in devices if backends.load(name, backends.kind_of(device)) is module]
+    return [device for device in ours if module.FORWARD.runs_on(device)]
 
 
 def _check(name: str, kind: str, devices: dict[str, list[str]]) -> list[Row]:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import platform
 from importlib import metadata
 from importlib.util import find_spec
+from typing import Any
 
+from attn_core.backends.shared.device_kinds import STARTS, kind_of
 from attn_core.errors import SpecError
+from attn_core.selection.jax_devices import name_of
 
 FRAMEWORKS = ("torch", "jax")
 
@@ -42,32 +45,41 @@ def versions() -> dict[str, str | None]:
 
 
 def devices_of(framework: str) -> tuple[str, ...]:
-    """Returns the devices of a framework as a Target names them: ``"cpu"``, ``"sm90"``, ... Imports the framework."""
+    """Returns the devices of a framework as a Target names them: ``"cpu"``, ``"sm90"``, ... Imports the framework.
+
+    The CPU comes first; the last one is the accelerator that the framework itself prefers.
+    """
     # Several GPUs of one kind are one device for a Target.
-    return ("cpu", *dict.fromkeys(_torch_gpus() if framework == "torch" else _jax_gpus()))
+    return ("cpu", *dict.fromkeys(_torch_accelerators() if framework == "torch" else _jax_accelerators()))
 
 
-def _torch_gpus() -> list[str]:
+def _torch_accelerators() -> list[str]:
     import torch
 
     if not torch.cuda.is_available():
-        return []
+        other = torch.accelerator.current_accelerator(check_available=True)  # "mps", "xpu", ...
+        return [] if other is None else [other.type]
     everything = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     if torch.version.hip:
         return [properties.gcnArchName.partition(":")[0] for properties in everything]
     return [f"sm{properties.major}{properties.minor}" for properties in everything]
 
 
-def _jax_gpus() -> list[str]:
+def _jax_accelerators() -> list[str]:
     import jax
 
-    gpus = [device for device in jax.devices() if device.platform == "gpu"]
-    # JAX writes a compute capability with a dot, such as 9.0.
-    return ["sm" + str(device.compute_capability).replace(".", "") for device in gpus]
+    return [name_of(device) for device in jax.devices() if device.platform != "cpu"]
 
 
-def has_tpu() -> bool:
-    """Returns whether JAX sees a TPU. Imports jax."""
+def torch_device(name: str) -> Any:
+    """Returns the ``torch.device`` of a device as a Target names it. torch says "cuda" for AMD's GPUs, too."""
+    import torch
+
+    return torch.device("cuda" if kind_of(name) in STARTS else name)
+
+
+def jax_device(name: str) -> Any:
+    """Returns JAX's first device that a Target names so. Raises StopIteration if there is none."""
     import jax
 
-    return any(device.platform == "tpu" for device in jax.devices())
+    return jax.devices("cpu")[0] if name == "cpu" else next(each for each in jax.devices() if name_of(each) == name)

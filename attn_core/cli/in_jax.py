@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from attn_core.cli.drawn_functions import as_keywords
+from attn_core.cli.frameworks import jax_device
 from attn_core.cli.trial import Outcome, Trial, arrays_of_call, dtype_of
 
 
@@ -17,7 +18,7 @@ def run(trial: Trial, backend: str, device: str = "cpu", repeats: int = 5) -> Ou
     """Runs one backend. Returns its arrays and median time (milliseconds, with gradients if the spec needs them)."""
     import jax
 
-    where = jax.devices("gpu" if device.startswith("sm") else "cpu")[0]
+    where = jax_device(device)
     # JAX turns float64 into float32 unless x64 is enabled.
     with jax.enable_x64(trial.spec.dtype == "float64"), jax.default_device(where):
         constants, learned = arrays_of(trial)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from attn_core.cli.drawn_functions import as_keywords
+from attn_core.cli.frameworks import torch_device
 from attn_core.cli.trial import Outcome, Trial, arrays_of_call, dtype_of
 
 
@@ -18,7 +19,7 @@ def run(trial: Trial, backend: str, device: str = "cpu", repeats: int = 5) -> Ou
 
     from torch_frontend import attention
 
-    where = torch.device("cuda" if device.startswith("sm") else "cpu")
+    where = torch_device(device)
     tensors, cotangents = tensors_of(trial, where), cotangents_of(trial, where)
     times = []
     # One more than requested, because the first call may compile and is not counted.
@@ -26,12 +27,12 @@ def run(trial: Trial, backend: str, device: str = "cpu", repeats: int = 5) -> Ou
         began = perf_counter()
         output = attention(**tensors, **trial.keywords, backend=backend)
         results = named_results(trial, output, tensors, cotangents)
-        if where.type == "cuda":
+        if where.type != "cpu":
             # Kernels run asynchronously: wait, so that their time counts.
-            torch.cuda.synchronize()
+            getattr(torch, where.type).synchronize()
         times.append(perf_counter() - began)
     # float64 represents every value of the other dtypes, so the comparison of bits loses nothing.
-    arrays = {name: tensor.detach().to("cpu", torch.float64).numpy() for name, tensor in results.items()}
+    arrays = {name: tensor.detach().cpu().double().numpy() for name, tensor in results.items()}
     return Outcome(arrays, 1e3 * median(times[1:] or times))
 
 
@@ -47,9 +48,10 @@ def cotangents_of(trial: Trial, where: Any) -> list[Any]:
     """Returns the gradient of the output, and that of the log-sum-exp if there is one."""
     import torch
 
-    cotangents = [torch.from_numpy(trial.dout).to(where, getattr(torch, trial.spec.dtype))]
+    # The dtype before the device: Apple's GPUs have no float64.
+    cotangents = [torch.from_numpy(trial.dout).to(getattr(torch, trial.spec.dtype)).to(where)]
     if trial.dlse is not None:
-        cotangents.append(torch.from_numpy(trial.dlse).to(where, getattr(torch, trial.spec.lse_dtype)))
+        cotangents.append(torch.from_numpy(trial.dlse).to(getattr(torch, trial.spec.lse_dtype)).to(where))
     return cotangents
 
 
@@ -75,4 +77,4 @@ def _tensor(trial: Trial, name: str, where: Any) -> Any:
         return None
     if array.dtype in (np.bool_, np.int32):
         return torch.from_numpy(array).to(where)
-    return torch.from_numpy(array).to(where, getattr(torch, dtype_of(trial, name)))
+    return torch.from_numpy(array).to(getattr(torch, dtype_of(trial, name))).to(where)

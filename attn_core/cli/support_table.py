@@ -40,7 +40,7 @@ GROUPS = {
         "partial": "a part of each row's keys (context parallelism)",
         "symbolic": "symbolic sizes (`jax.export`)",
         "approximate": "approximate: by name only",
-        "unproven": "never run on a GPU by this project: by name only",
+        "unproven": "never run on such a device by this project: by name only",
     },
 }
 """Every boolean claim of Support and its name in the tables, a table for each group."""
@@ -127,9 +127,10 @@ def _preference() -> str:
         for (framework, kind), names in backends.PREFERENCE.items()
     ]
     lines.append(
-        "\nOn a device that was measured, the order depends on the call and follows the measurements (`attn bench`).\n"
+        "\n`any` is every device without a line of its own: a TPU, or a GPU of AMD, Apple or Intel.\n"
+        "On a device that was measured, the order depends on the call and follows the measurements (`attn bench`).\n"
         "Backends that no line and no measurement names run only when requested by name. So do approximate backends,\n"
-        "and backends that this project never ran on a GPU.\n"
+        "and backends that this project never ran on such a device.\n"
     )
     return "## Order of automatic choice\n\n" + "\n".join(lines)
 

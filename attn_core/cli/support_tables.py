@@ -19,7 +19,7 @@ TITLES = {
     "aux_gradients": "gradient of aux",
     **{"deterministic": "equal bits", "dropout": "dropout", "portable_dropout": "same dropout"},
     **{"paged": "pages", "partial": "part of keys", "symbolic": "jax. export"},
-    **{"approximate": "approximate", "unproven": "never on a GPU"},
+    **{"approximate": "approximate", "unproven": "never run"},
 }
 """The short title of every claim. It breaks at spaces, because many columns are narrow."""
 

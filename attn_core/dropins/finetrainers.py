@@ -170,7 +170,7 @@ def providers_on(target: Target, *, training: bool, uses_mask: bool) -> tuple[At
 
 def _kernel_on(target: Target, provider: AttentionProvider, training: bool, uses_mask: bool) -> bool:
     # native is automatic choice, so any backend in its order of preference will do.
-    names = KERNELS[provider] or backends.PREFERENCE.get((target.framework, target.kind), ())
+    names = KERNELS[provider] or backends.usual_order(target.framework, target.kind)
     return any(_serves(target, provider, name, training, uses_mask) for name in names)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from attn_core import backends
-from attn_core.selection.target import bridge_reason
+from attn_core.selection.target import bridge_reason, out_of_reach
 
 
 class Availability(NamedTuple):
@@ -26,6 +26,9 @@ def report(framework: str, device: str) -> dict[str, Availability]:
 def _availability(name: str, framework: str, device: str) -> Availability:
     kind = backends.kind_of(device)
     backend = backends.load(name, kind)
+    unreached = out_of_reach(framework, device, backend.FRAMEWORK)
+    if unreached is not None and framework == "jax":  # before a probe, which imports torch
+        return Availability(None, unreached)
     version, reason = backends.availability(name, kind)
     if reason is not None:
         return Availability(None, reason)
@@ -33,8 +36,8 @@ def _availability(name: str, framework: str, device: str) -> Availability:
         return Availability(
             None, f"{backend.FORWARD.kernel} runs on {' or '.join(backend.FORWARD.devices)}, not {device}"
         )
-    if backend.FRAMEWORK == "jax" and framework == "torch":
-        return Availability(None, "runs in JAX only")
+    if unreached is not None:
+        return Availability(None, unreached)
     if backend.FRAMEWORK == "torch" and framework == "jax" and bridge_reason():
         return Availability(None, bridge_reason())
     return Availability(version, None)

@@ -212,11 +212,14 @@ def _unclaimed(name: str, spec: AttentionSpec, target: Target) -> Iterator[str]:
     for unavailable, why in target.unavailable:
         if unavailable == name:
             yield why
-    if backend.FRAMEWORK == "jax" and target.framework == "torch":
-        yield "runs in JAX only"
+    claims = target.claims(name)[0]
+    unreached = target.out_of_reach(name)
+    # The bridge matters only for kernels that claim the device; the claims refuse it for the others.
+    if unreached is not None and (target.framework == "torch" or claims.runs_on(target.device)):
+        yield unreached
     if spec.dropout and backend.FRAMEWORK == "torch" and target.framework == "jax":
         yield f"dropout={spec.dropout}: in JAX only the XLA path has dropout"
-    yield from unmet_claims(target.claims(name)[0], spec, target.device)
+    yield from unmet_claims(claims, spec, target.device)
 
 
 def _broken_rules(name: str, spec: AttentionSpec, target: Target) -> Reasons:

@@ -142,7 +142,7 @@ class Fitting:
     @cached_property
     def _samples(self) -> dict[tuple[bool, str], dict[int, Sample]]:
         """By direction and backend the samples, each under the position of its record."""
-        candidates = backends.PREFERENCE.get((self.raw["framework"], self.kind), ())
+        candidates = backends.usual_order(self.raw["framework"], self.kind)
         samples = samples_of(self.records, candidates, self.kind, self.tile, self.processors)
         return {key: each for key, each in samples.items() if len(each) >= self._fewest(*key)}
 
@@ -164,7 +164,7 @@ class Fitting:
         """Returns the candidates of a record, best first, as choice would rank them if it had not seen the call."""
         times, training = self.unseen[self._place[id(record)]], record["direction"] == "training"
         cautious = {name: time * caution(name, self._errors[training, name]) for name, time in times.items()}
-        usual = backends.PREFERENCE.get((self.raw["framework"], self.kind), ())
+        usual = backends.usual_order(self.raw["framework"], self.kind)
         return ranking(cautious, usual)
 
     @cached_property

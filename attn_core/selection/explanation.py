@@ -39,12 +39,14 @@ class Row(NamedTuple):
         verdict: SELECTED, ABLE, BY_NAME, ONE_CHANGE or REFUSED.
         microseconds: the predicted time; None if it is unknown or the backend cannot run the call.
         reasons: why it cannot run the call; empty if it can.
+        never_run: see ``Support.never_run``.
     """
 
     backend: str
     verdict: str
     microseconds: float | None
     reasons: tuple[str, ...]
+    never_run: str | None = None
 
     @property
     def why(self) -> str:
@@ -168,6 +170,13 @@ def sections(facts: Explanation, shown: list[Row]) -> dict[str, list[Row]]:
     return {title: rows for title, rows in titled.items() if rows}
 
 
+def by_name(rows: list[Row]) -> list[str]:
+    """Returns lines of the backends that run only when requested by name, those that this project never ran apart."""
+    marks = dict.fromkeys(row.never_run for row in rows if row.verdict == BY_NAME)
+    named = {mark: [row.backend for row in rows if (row.verdict, row.never_run) == (BY_NAME, mark)] for mark in marks}
+    return [f"{BY_NAME}{f', {mark}' if mark else ''}: {', '.join(names)}" for mark, names in named.items()]
+
+
 def _answer(selection: Decision) -> str:
     if selection.backend is not None:
         time = selection.predicted.get(selection.backend)
@@ -193,7 +202,9 @@ def _faults(selection: Decision) -> tuple[str, ...]:
 def _because(selection: Decision) -> str:
     if selection.requested is not None:
         names = ", ".join(selection.requested)
-        return "requested by name" if len(selection.requested) == 1 else f"the first of {names} that can run the call"
+        why = "requested by name" if len(selection.requested) == 1 else f"the first of {names} that can run the call"
+        mark = selection.target.claims(selection.backend or "")[0].never_run
+        return why if mark is None else f"{why}; {mark}"
     if selection.parts is not None:
         return "kernels that have no key ranges compute these in parts"
     if selection.source is None:
@@ -206,19 +217,21 @@ def _row(selection: Decision, name: str) -> Row:
     if reasons:
         return Row(name, ONE_CHANGE if _one_change(selection, name) else REFUSED, None, reasons)
     verdict = ABLE if name in selection.automatic else BY_NAME
-    return Row(name, SELECTED if name == selection.backend else verdict, selection.predicted.get(name), ())
+    mark = selection.target.claims(name)[0].never_run
+    return Row(name, SELECTED if name == selection.backend else verdict, selection.predicted.get(name), (), mark)
 
 
 def _one_change(selection: Decision, name: str) -> bool:
     """Returns whether one installation or one other argument would let a backend run the call."""
     spec, target = selection.spec, selection.target
     backend = backends.load(name, target.kind)
-    if backend.FRAMEWORK == "jax" and target.framework == "torch":
+    if target.out_of_reach(name) is not None:
         return False
     if not target.claims(name)[0].runs_on(target.device) or (backends.reads_pages_alone(backend) and not spec.paged):
         return False
-    # A reason starts with the argument: two reasons against one argument still ask for one change.
-    return len({reason.partition(":")[0] for reason in selection.reasons(name)}) == 1
+    # A reason starts with the argument: two reasons against one argument still ask for one change. The device is none.
+    changes = {reason.partition(":")[0] for reason in selection.reasons(name)}
+    return len(changes) == 1 and f"device {target.device}" not in changes
 
 
 def with_remedy(reason: str) -> str:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from textwrap import fill
 
-from attn_core.selection.explanation import BY_NAME, Explanation, Row, duration, sections, worth_showing
+from attn_core.selection.explanation import BY_NAME, Explanation, Row, by_name, duration, sections, worth_showing
 
 COLUMNS = 80
 """The usual width of a terminal."""
@@ -22,10 +22,9 @@ def text(facts: Explanation, everything: bool = False) -> str:
         return "\n".join([*lines, *_listed((row.backend, _sentence(row)) for row in facts.rows)])
     shown, hidden = worth_showing(facts)
     for title, rows in sections(facts, shown).items():
-        by_name = ", ".join(row.backend for row in rows if row.verdict == BY_NAME)
         lines.append(wrapped(title + ":", "", "  "))
         lines += _listed((row.backend, _detail(row)) for row in rows if row.verdict != BY_NAME)
-        lines += [wrapped(f"{BY_NAME}: {by_name}", "  ", "    ")] if by_name else []
+        lines += [wrapped(line, "  ", "    ") for line in by_name(rows)]
     if hidden:
         lines.append(wrapped(others(facts, hidden, "selection.text(everything=True)"), "", "  "))
     return "\n".join(lines)
@@ -61,7 +60,7 @@ def _sentence(row: Row) -> str:
     if row.reasons:
         return f"refused: {'; '.join(row.reasons)}"
     verdict = "can run it when requested by name" if row.verdict == BY_NAME else row.verdict
-    return ", ".join(part for part in (verdict, _detail(row)) if part)
+    return ", ".join(part for part in (verdict, _detail(row), row.never_run) if part)
 
 
 def _listed(pairs: Iterable[tuple[str, str]]) -> list[str]:

@@ -54,16 +54,15 @@ Rates = tuple[str, float, float, tuple[float, ...]]
 
 def order(spec: AttentionSpec, framework: str, device: str) -> tuple[str, ...]:
     """Returns the candidates for automatic choice, best first. The same in a process for the same arguments."""
-    where = (framework, backends.kind_of(device))
+    usual = backends.usual_order(framework, backends.kind_of(device), paged=spec.paged is not None)
     if spec.symbolic:  # a symbol cannot be compared
-        return (backends.PREFERENCE if spec.paged is None else backends.PAGED_PREFERENCE).get(where, ())
+        return usual
     if spec.paged is not None:
-        return _paged_order(spec, backends.PAGED_PREFERENCE.get(where, ()))
-    usual = backends.PREFERENCE.get(where, ())
-    timed = _order_by_time(_of_round_lengths(spec), framework, device) if usual else ()
+        return _paged_order(spec, usual)
+    timed = _order_by_time(_of_round_lengths(spec), framework, device)
     if timed:
         return timed
-    if where == ("jax", "cpu") and jax_on_cpu.xla_is_faster(spec):
+    if (framework, device) == ("jax", "cpu") and jax_on_cpu.xla_is_faster(spec):
         return ("jax_xla", *(name for name in usual if name != "jax_xla"))
     return usual
 
@@ -72,7 +71,7 @@ def order(spec: AttentionSpec, framework: str, device: str) -> tuple[str, ...]:
 def _order_by_time(spec: AttentionSpec, framework: str, device: str) -> tuple[str, ...]:
     """Returns the candidates by predicted time; () without a table of the device."""
     timed = _cautious(spec, framework, device)
-    return _ranked(timed, backends.PREFERENCE[framework, backends.kind_of(device)]) if timed else ()
+    return _ranked(timed, backends.usual_order(framework, backends.kind_of(device))) if timed else ()
 
 
 def _of_round_lengths(spec: AttentionSpec) -> AttentionSpec:
@@ -152,7 +151,7 @@ def _models(framework: str, device: str, training: bool) -> tuple[list[str], lis
     """Returns the candidates that have a model in a direction, in the usual order, with their caution factors."""
     table = _table(framework, device)
     known = {} if table is None else table.models[training]
-    usual = backends.PREFERENCE.get((framework, backends.kind_of(device)), ())
+    usual = backends.usual_order(framework, backends.kind_of(device))
     named = {name: known[SAME_KERNEL.get(name, name)] for name in usual if SAME_KERNEL.get(name, name) in known}
     cautions = [caution(name, model.error) for name, model in named.items()]
     return list(named), cautions, Models(list(named.values()), cautions)

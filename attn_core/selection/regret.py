@@ -108,7 +108,7 @@ def _failed(record: Record, name: str, only: Sequence[str] | None) -> bool:
 
 def static_order(raw: dict[str, Any]) -> Callable[[Record], Sequence[str]]:
     """Returns the ranking that ignores all measurements."""
-    usual = backends.PREFERENCE.get((raw["framework"], backends.kind_of(raw["device"])), ())
+    usual = backends.usual_order(raw["framework"], backends.kind_of(raw["device"]))
     return lambda record: usual
 
 

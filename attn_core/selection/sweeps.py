@@ -92,7 +92,7 @@ def with_package_order(raw: dict[str, Any]) -> dict[str, Any]:
     That is the order of the shipped table, which was fitted to another GPU, or the one without a table.
     """
     framework, device = raw["framework"], raw["device"]
-    usual = backends.PREFERENCE.get((framework, backends.kind_of(device)), ())
+    usual = backends.usual_order(framework, backends.kind_of(device))
     table = shipped_table(framework, device)
 
     def order(record: Record) -> list[str]:
@@ -116,7 +116,7 @@ def regrets_of_package(fitting: Fitting, only: Sequence[str] | None = None) -> l
 
 
 def _order(fitting: Fitting, record: Record) -> list[str]:
-    usual = backends.PREFERENCE.get((fitting.raw["framework"], fitting.kind), ())
+    usual = backends.usual_order(fitting.raw["framework"], fitting.kind)
     return _order_by(fitting.models, fitting.tile, fitting.processors, usual, record)
 
 

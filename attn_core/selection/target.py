@@ -11,6 +11,9 @@ from attn_core.backends.shared.cached_once import cached_once
 from attn_core.backends.support import Build, Support, limit_to_build
 from attn_core.call.kinds import check_hashable, check_kind
 
+BRIDGED = ("cpu", "cuda")
+"""The kinds of device on which JAX reaches torch's kernels: XLA hands its buffers to torch there."""
+
 
 @dataclass(frozen=True)
 class Target:
@@ -18,7 +21,8 @@ class Target:
 
     Attributes:
         framework: ``"torch"`` or ``"jax"``, the framework of the caller's tensors.
-        device: ``"cpu"``, or the compute capability of an NVIDIA GPU as ``"sm80"``, ``"sm90"``, ``"sm100"``.
+        device: ``"cpu"``; an NVIDIA GPU by its compute capability, ``"sm80"``, ``"sm90"``; a GPU of AMD by its
+            architecture, ``"gfx942"``; else the framework's own word in lower case: ``"tpu"``, ``"mps"``, ``"xpu"``.
         unavailable: ``((backend, reason), ...)`` for backends that are not installed there.
         builds: ``((backend, Build), ...)`` for installed builds that differ from the backend's claims.
     """
@@ -45,6 +49,10 @@ class Target:
         """``"cuda"`` for every NVIDIA GPU, ``"rocm"`` for AMD's, else the device itself."""
         return backends.kind_of(self.device)
 
+    def out_of_reach(self, name: str) -> str | None:
+        """Returns why the framework cannot call a backend on this kind of device, whatever is installed; else None."""
+        return out_of_reach(self.framework, self.device, backends.load(name, self.kind).FRAMEWORK)
+
     def build(self, name: str) -> Build | None:
         """Returns the Build of a backend that differs from the backend's claims here, or None."""
         return next((build for backend, build in self.builds if backend == name), None)
@@ -53,6 +61,21 @@ class Target:
         """Returns a backend's claims on this target: (forward, backward), narrowed to the installed build."""
         check_kind("name", name, str, "a backend's name")
         return _claims(self, name)
+
+
+def out_of_reach(framework: str, device: str, owner: str) -> str | None:
+    """Returns why a framework cannot call kernels on tensors of another one on a device, or None if it can.
+
+    Args:
+        owner: the framework of the kernels' tensors.
+    """
+    if framework == owner:
+        return None
+    if framework == "torch":
+        return "runs in JAX only"
+    if backends.kind_of(device) in BRIDGED:
+        return None
+    return f"device {device}: the bridge from JAX to torch's kernels runs on CPUs and NVIDIA GPUs"
 
 
 def _check_place(framework: Any, device: Any) -> None:
@@ -74,10 +97,8 @@ def local_target(framework: str, device: str) -> Target:
     kind, missing, builds = backends.kind_of(device), [], []
     for name in backends.names():
         backend = backends.load(name, kind)
-        # Not probed: its claims already refuse the device.
-        if not backend.FORWARD.runs_on(device):
-            continue
-        if backend.FRAMEWORK == "jax" and framework == "torch":
+        # Not probed: selection refuses it anyway, and on a TPU the probe would import torch for nothing.
+        if not backend.FORWARD.runs_on(device) or out_of_reach(framework, device, backend.FRAMEWORK):
             continue
         reason = backends.availability(name, kind)[1]
         if reason is None and backend.FRAMEWORK == "torch" and framework == "jax":

@@ -17,7 +17,7 @@ from attn_core.call.options import Options
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
 from attn_core.errors import DTypeError, SpecError
-from attn_core.selection import Selection, Target, explain, new_plans, preference, refusals, select
+from attn_core.selection import Selection, Target, explain, jax_devices, new_plans, preference, refusals, select
 from jax_frontend.bridge import compiled_lane
 from jax_frontend.bridge.forked import check_process
 
@@ -111,10 +111,7 @@ def metadata(inputs: Inputs) -> tuple[Metadata | None, ...]:
 
 def device_name(array: Any) -> str:
     """Returns the name of an array's device, such as "cpu" or "sm90". A traced array has JAX's default device."""
-    device = _device(array)
-    if device.platform not in ("gpu", "cuda"):
-        return str(device.platform)
-    return "sm" + str(device.compute_capability).replace(".", "")
+    return jax_devices.name_of(_device(array))
 
 
 def device_index(array: Any) -> int:

@@ -23,7 +23,22 @@ from attn_core.cli.advice.packages import PACKAGES, backends_of, requirements
 from attn_core.cli.frameworks import devices_of
 from attn_core.selection import Target
 
-DEVICES = ("sm70", "sm75", "sm80", "sm86", "sm89", "sm90", "sm100", "sm120", "gfx90a", "gfx942", "cpu", "tpu")
+DEVICES = (
+    "sm70",
+    "sm75",
+    "sm80",
+    "sm86",
+    "sm89",
+    "sm90",
+    "sm100",
+    "sm120",
+    "gfx90a",
+    "gfx942",
+    "mps",
+    "xpu",
+    "cpu",
+    "tpu",
+)
 
 KERNELS = {
     "sm70": [],
@@ -34,8 +49,10 @@ KERNELS = {
     "sm90": ["flash-attn-4", "tokenspeed-fa3", "flash-attn"],
     "sm100": ["flash-attn-4", "flash-attn"],
     "sm120": ["flash-attn"],
-    "gfx90a": ["flash-attn"],
-    "gfx942": ["flash-attn"],
+    "gfx90a": [],
+    "gfx942": [],
+    "mps": [],
+    "xpu": [],
     "cpu": [],
     "tpu": [],
 }
@@ -55,7 +72,6 @@ NEVER = {
         "flash-attn",
         "flash-attn-4",
         "tokenspeed-fa3",
-        "xformers",
         "sageattention",
         "flashinfer-python",
         "triton",
@@ -68,8 +84,10 @@ NEVER = {
     "sm120": {"flash-attn-4", "tokenspeed-fa3", "xformers", "sageattention"},
     "gfx90a": {package.name for package in PACKAGES} - {"torch", "flash-attn"},
     "gfx942": {package.name for package in PACKAGES} - {"torch", "flash-attn"},
+    "mps": {package.name for package in PACKAGES} - {"torch"},
+    "xpu": {package.name for package in PACKAGES} - {"torch"},
     "cpu": {package.name for package in PACKAGES} - {"torch", "jax"},
-    "tpu": {package.name for package in PACKAGES},
+    "tpu": {package.name for package in PACKAGES} - {"jax"},
 }
 """What must be advised on no machine with the device: the package has no kernel for it."""
 
@@ -108,8 +126,7 @@ def test_no_package_without_a_kernel_for_the_device(device: str) -> None:
 def test_every_advised_backend_claims_the_device_and_names_the_package(device: str) -> None:
     for machine in machines(device):
         for advice in advise(machine):
-            # torch has no kernel of its own for AMD GPUs, but flash-attn needs it.
-            assert advice.backends or (advice.package, machine.kind) == ("torch", "rocm")
+            assert advice.backends
             for name in advice.backends:
                 assert backends.load(name, machine.kind).FORWARD.runs_on(device)
                 assert advice.package in requirements(name, machine.kind)
@@ -145,7 +162,10 @@ def test_automatic_choice_runs_the_calls_on_the_advised_package(device: str) -> 
         assert attn_core.explain(CALLS[call], Target("torch", device, missing)).backend in advised[0].backends
 
 
-FRAMEWORKS: Mapping[str, list[str]] = {"tpu": [], "gfx90a": ["torch"], "gfx942": ["torch"]}
+FRAMEWORKS: Mapping[str, list[str]] = {
+    **{"tpu": ["jax"]},
+    **{device: ["torch"] for device in ("gfx90a", "gfx942", "mps", "xpu")},
+}
 
 
 @pytest.mark.parametrize("device", DEVICES)

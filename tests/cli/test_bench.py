@@ -179,7 +179,7 @@ def test_a_drawn_sweep_sorts_the_speeds_on_a_log_scale() -> None:
     ("arguments", "text"),
     [
         (["--device", "sm90"], "--device=sm90: expected a device of this machine"),
-        (["--device", "tpu"], "--device='tpu': no such device; did you mean cpu? Expected one of"),
+        (["--device", "npu"], "--device='npu': no such device; did you mean xpu? Expected one of"),
         (["--device", "cpu", "--only", "nothing like it"], "no case contains it"),
         (["--device", "cpu", "--resume"], "--resume: expected --json"),
         (["--device", "cpu", "--backend", "flsh3"], "did you mean flash3"),

@@ -195,7 +195,7 @@ def test_explain_of_a_named_backend_prints_its_reasons() -> None:
         (["--dtype", "int8"], "got int8"),
         (["--alignment", "left"], "alignment='left'"),
         (["--backend", "flsh3"], "backend='flsh3': unknown backend; did you mean flash3"),
-        (["--device", "tpu"], "--device='tpu': no such device; did you mean cpu? Expected one of"),
+        (["--device", "npu"], "--device='npu': no such device; did you mean xpu? Expected one of"),
         (["--framework", "tf"], "--framework='tf': expected torch or jax"),
         (["--lengths", "3,x"], "--lengths='3,x': expected whole numbers"),
         (["--lengths", "3", "--documents", "2"], "--documents and --lengths: expected only one"),

@@ -147,9 +147,10 @@ def test_a_long_command_continues_after_a_backslash(findings: Findings, monkeypa
     assert lines[first + 1] == "         --index-url https://download.pytorch.org/whl/cu126"
 
 
-def test_a_machine_without_kernels_is_told_so(findings: Findings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tpu_needs_jax_alone(findings: Findings, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "  Nothing: no package would be used for tpu." in text(on(findings, MACHINES[5]), monkeypatch)
     lines = text(on(findings, Machine(device="tpu")), monkeypatch)
-    assert "  Nothing: no package has a kernel for tpu." in lines
+    assert "  1. jax. XLA's operations, which run on every TPU. JAX's splash attention runs" in lines
 
 
 def test_a_wrong_backend_is_named_first_and_exits_with_1(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,7 +74,7 @@ def test_tune_stops_when_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--device", "tpu"], "--device='tpu': no such device; did you mean cpu? Expected one of"),
+        (["--device", "npu"], "--device='npu': no such device; did you mean xpu? Expected one of"),
         (["--framework", "numpy"], "--framework='numpy_': expected torch or jax"),
         (["--framework", "jax", "--device", "sm90"], "--device=sm90: expected a device of this machine: cpu"),
     ],

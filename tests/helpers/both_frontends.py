@@ -53,8 +53,8 @@ def _backends_of_dense_calls(names: tuple[str, ...] | None) -> list[str]:
 
 def claims_device(name: str, device: str) -> bool:
     """Whether a backend has a file that claims a kind of device."""
-    devices = module_on(name, device).FORWARD.devices
-    return device in devices or (device == "cuda" and any(claim.startswith("sm") for claim in devices))
+    claims = module_on(name, device).FORWARD
+    return claims.runs_on(device) or device in map(backends.kind_of, claims.devices)
 
 
 def module_on(name: str, device: str) -> Any:

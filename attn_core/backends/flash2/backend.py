@@ -9,7 +9,7 @@ Upstream: flash-attn 2.6.2 to 2.8: 2.6.0 takes other arguments, and before 2.6.2
 Corrections: the log-sum-exp of rows that see no key (+inf in the kernel, whose backward also takes -inf) and of causal
 ALiBi (``shared.flash2_conventions``); packed windows (``lower``); head dimensions, sinks and the gradient of the
 log-sum-exp (``shared.rewrites``). Packed tokens outside all documents come out as rows that see no key.
-ROCm builds take the same arguments and silently ignore some: see ROCM_CK and ROCM_TRITON. We have run none of them.
+AMD's GPUs: ``rocm.py``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
-from attn_core.backends.flash2.limits import NAME, ROCM_CK, ROCM_TRITON, WIDTHS, refusals, rocm_refusals, width_of
+from attn_core.backends.flash2.limits import NAME, ROCM_CK, ROCM_TRITON, WIDTHS, refusals, width_of
 from attn_core.backends.shared import flash_paged, kernel_limits, rewrites
 from attn_core.backends.shared.cached_once import cached_once
 from attn_core.backends.shared.flash2_conventions import generator_of, longest_query, rng_state_of, shift_lse, slopes_of
@@ -37,7 +37,7 @@ REQUIRES = "flash-attn>=2.6.2,<3"
 
 FORWARD = Support(
     kernel=NAME,
-    devices=("sm80", "sm86", "sm87", "sm89", "sm90", "sm100", "sm120", "gfx90a", "gfx942", "gfx950"),
+    devices=("sm80", "sm86", "sm87", "sm89", "sm90", "sm100", "sm120"),
     dtypes=("bfloat16", "float16"),
     max_head_dim=256,
     value_dim=True,
@@ -64,8 +64,7 @@ def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str,
     """Refuses combinations of features that the kernel computes wrongly or cannot launch."""
     width = width_of(max(spec.head_dim, spec.value_dim), build.head_dims if build else ())
     reasons = [*rewrites.refusals(spec), *refusals(spec, device, width)]
-    reasons += kernel_limits.grid(spec, NAME)
-    return (*reasons, *(rocm_refusals(spec, build) if device.startswith("gfx") else ()))
+    return (*reasons, *kernel_limits.grid(spec, NAME))
 
 
 def probe() -> str:

@@ -6,13 +6,14 @@ keys in place (``few_queries.py``). Larger calls run the blocked maths of ``atte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from attn_core.backends.jax_xla import attention, few_queries, paged, tiles, whole
 from attn_core.backends.jax_xla.tiles import BlockSizes
+from attn_core.backends.shared.device_kinds import ANY
+from attn_core.backends.shared.jax_promotion import usual_promotion
 from attn_core.backends.support import Build, Support
 from attn_core.call.functions import has_functions
 from attn_core.call.masks import band
@@ -24,7 +25,7 @@ REQUIRES = "jax>=0.10"
 
 FORWARD = Support(
     kernel="XLA's attention",
-    devices=("cpu", "cuda"),
+    devices=(ANY,),
     dtypes=DTYPES,
     value_dim=True,
     grouped_heads=True,
@@ -59,8 +60,9 @@ MAX_SCORES = 2**22
 NOTHING_TO_SKIP = {"forward": 15 / 8, "training": 4}
 """A small call has this many times MAX_SCORES if the blocked maths would compute every block."""
 
-LARGEST_BLOCKS = {"cpu": BlockSizes(256, 256), "cuda": BlockSizes(1024, 1024)}
-"""Largest blocks of the blocked maths: sized for a CPU's cache, and to keep a GPU busy (H200: 6 times 256 x 256)."""
+LARGEST_BLOCKS = {"cpu": BlockSizes(256, 256), ANY: BlockSizes(1024, 1024)}
+"""Largest blocks of the blocked maths: sized for a CPU's cache, and to keep a GPU busy (H200: 6 times 256 x 256). TPUs
+and GPUs of other vendors were never measured; they have the blocks of a GPU."""
 
 
 def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
@@ -77,7 +79,7 @@ def probe() -> str:
 
 
 def lower(spec: AttentionSpec) -> dict[str, Any]:
-    """Returns ``path``, the forward's algorithm, and ``blocks``, the sizes for "blocked" per kind of device."""
+    """Returns ``path``, the forward's algorithm, and ``blocks``, the sizes for "blocked" on CPUs and elsewhere."""
     blocks = {kind: tiles.block_sizes(spec, largest) for kind, largest in LARGEST_BLOCKS.items()}
     return {"path": _path(spec), "blocks": blocks}
 
@@ -108,7 +110,7 @@ def _may_skip_blocks(spec: AttentionSpec) -> bool:
 
 def forward(spec: AttentionSpec, inputs: Any) -> tuple[Any, Any]:
     """Returns (out, lse) in ``spec.out_shape`` and ``spec.lse_shape``. Traceable."""
-    with _usual_promotion():
+    with usual_promotion():
         if spec.paged is not None:
             return paged.forward(spec, inputs, forward)
         path = _path(spec)
@@ -123,25 +125,16 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
     def run(blocks: BlockSizes) -> Gradients:
         return attention.backward(spec, inputs, blocks, out, lse, dout, dlse)
 
-    with _usual_promotion():
+    with usual_promotion():
         if _path(spec) != "blocked":
             return whole.backward(spec, inputs, out, lse, dout, dlse)
         return _where_it_runs(lower(spec)["blocks"], run)
-
-
-@contextmanager
-def _usual_promotion() -> Iterator[None]:
-    """Sets JAX's default promotion of ranks and dtypes, which the maths relies on, whatever the caller has set."""
-    import jax
-
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def _where_it_runs(blocks: dict[str, BlockSizes], run: Callable[[BlockSizes], Any]) -> Any:
     """Runs with the block sizes of the device that the program is compiled for, which only the compiler knows."""
     from jax.lax import platform_dependent
 
-    if blocks["cpu"] == blocks["cuda"]:
+    if blocks["cpu"] == blocks[ANY]:
         return run(blocks["cpu"])
-    return platform_dependent(cpu=lambda: run(blocks["cpu"]), default=lambda: run(blocks["cuda"]))
+    return platform_dependent(cpu=lambda: run(blocks["cpu"]), default=lambda: run(blocks[ANY]))

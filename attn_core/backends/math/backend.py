@@ -1,10 +1,10 @@
-"""Plain attention in torch operations: every feature, any float dtype, CPU and CUDA. Correct first, fast second.
+"""Plain attention in torch operations: every feature, any float dtype, any device. Correct first, fast second.
 
 Blocked over queries: a block of QUERY_BLOCK rows reads only the keys that its band shows, so memory grows with
 ``QUERY_BLOCK * kv_len`` and never with ``q_len * kv_len``. Everything but inputs and outputs is float32 (float64 for
 float64 inputs). The backward recomputes the weights from the saved log-sum-exp; no autograd graph is ever built.
 
-Packed documents: on the CPU the offsets are read and checked, and each document runs in blocks of its own. On CUDA
+Packed documents: on the CPU the offsets are read and checked, and each document runs in blocks of its own. Elsewhere
 reading them would synchronise, so every block spans all keys, and document numbers hide the other documents. Wrong
 offsets can then hide keys, but never read outside a buffer. A NaN or Inf in a hidden key or value affects no row; one
 in a visible key or value makes the row NaN (or Inf).
@@ -18,6 +18,7 @@ from typing import Any
 
 from attn_core.backends.math import paged
 from attn_core.backends.shared import plain_attention
+from attn_core.backends.shared.device_kinds import ANY
 from attn_core.backends.support import Build, Support
 from attn_core.call.masks import band
 from attn_core.call.spec import DTYPES, AttentionSpec
@@ -28,7 +29,7 @@ REQUIRES = "torch>=2.11"
 
 FORWARD = Support(
     kernel="the torch math kernel",
-    devices=("cpu", "cuda"),
+    devices=(ANY,),
     dtypes=DTYPES,
     value_dim=True,
     grouped_heads=True,

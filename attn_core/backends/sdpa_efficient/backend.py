@@ -1,8 +1,9 @@
 """torch's memory-efficient attention on NVIDIA GPUs, by its raw ops: the cutlass kernel that xformers began with.
 
-Limits: causal windows only; no softcap, ALiBi or dropout; packed documents without mask, bias or window. A bias must be
-representable in q's dtype, which the kernel requires: we do not round the caller's numbers. A boolean mask becomes an
-additive one of 0 and -inf, exact in any dtype. float32 products are 3xTF32.
+Limits: sm50 and later, bfloat16 from sm80 on; causal windows only; no softcap, ALiBi or dropout; packed documents
+without mask, bias or window. A bias must be representable in q's dtype, which the kernel requires: we do not round the
+caller's numbers. A boolean mask becomes an additive one of 0 and -inf, exact in any dtype. float32 products are 3xTF32
+from sm80 on. We ran it on sm90 alone; older GPUs have the same sources, compiled for other instructions.
 Grouped k and v are expanded, because the kernel needs equal heads; the groups' dk and dv are summed in float32.
 ``shared.rewrites`` adds sinks and the gradient of the log-sum-exp.
 Upstream: ``aten::_efficient_attention_forward`` and ``_backward``, torch 2.11 to 2.15. Corrections: the log-sum-exp of
@@ -21,7 +22,7 @@ from typing import Any
 from attn_core.backends.sdpa_efficient import limits
 from attn_core.backends.sdpa_efficient import operands as tensors
 from attn_core.backends.sdpa_efficient.limits import NAME
-from attn_core.backends.shared import aten_masks, rewrites
+from attn_core.backends.shared import aten_masks, kernel_limits, rewrites
 from attn_core.backends.shared.autograd import without_gradient
 from attn_core.backends.shared.incoming_gradients import copy_unaligned
 from attn_core.backends.support import Build, Support
@@ -61,7 +62,8 @@ def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str,
     """Refuses unsupported windows, biases it would round, masks of packed documents, and int32 overflows."""
     # In the launch grid, each half of a split document is a sequence of its own.
     documents = 2 * spec.documents if spec.documents and _splits(spec) else spec.documents
-    reasons = [*rewrites.refusals(spec), *aten_masks.limits(spec, device, NAME, documents)]
+    reasons = [*rewrites.refusals(spec), *aten_masks.limits(spec, device, NAME, documents, oldest=50)]
+    reasons += kernel_limits.bfloat16(spec, device, NAME)
     edge = aten_masks.needed_band(spec)
     if edge.left is not None or edge.right is not None:
         reasons += limits.band_refusals(spec, edge)

@@ -17,8 +17,9 @@ from functools import cache, lru_cache, partial
 from typing import Any
 
 from attn_core.backends.shared import rewrites
-from attn_core.backends.shared.aten_masks import compute_capability, limits, needed_band
+from attn_core.backends.shared.aten_masks import limits, needed_band
 from attn_core.backends.shared.autograd import without_gradient
+from attn_core.backends.shared.device_kinds import compute_capability
 from attn_core.backends.shared.incoming_gradients import copy_unaligned
 from attn_core.backends.support import Build, Support
 from attn_core.call.spec import AttentionSpec

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from attn_core.backends.shared import kept_masks, kernel_limits
+from attn_core.backends.shared.device_kinds import compute_capability
 from attn_core.backends.shared.rewrites import readable
 from attn_core.call.counters import bias_copied, mask_converted
 from attn_core.call.masks import Band, band
@@ -45,20 +46,20 @@ def explicit(spec: AttentionSpec) -> bool:
     return spec.mask_shape is not None or spec.bias_shape is not None
 
 
-def compute_capability(device: str) -> int:
-    """Returns 90 for ``"sm90"``, and 0 for a device that is no NVIDIA GPU."""
-    return int(device[2:]) if device.startswith("sm") and device[2:].isdigit() else 0
-
-
-def limits(spec: AttentionSpec, device: str, kernel: str, sequences: int | None = None) -> tuple[str, ...]:
-    """Returns refusals of GPUs older than sm80 (nobody tests the kernels there), and of calls beyond the launch grid.
+def limits(
+    spec: AttentionSpec, device: str, kernel: str, sequences: int | None = None, oldest: int = 80
+) -> tuple[str, ...]:
+    """Returns refusals of GPUs that are too old for a kernel, and of calls beyond the launch grid.
 
     Args:
         sequences: the number of sequences that the kernel sees; by default the batch rows or documents.
+        oldest: the first compute capability that torch itself lets the kernel run on: 80 for flash attention and
+            cuDNN, 50 for memory-efficient attention (the ``check_..._hardware_support`` of each in
+            https://github.com/pytorch/pytorch/blob/001f694a/aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
     """
     reasons = []
-    if 0 < compute_capability(device) < 80:
-        reasons.append(f"device {device}: {kernel} needs sm80 or newer")
+    if 0 < compute_capability(device) < oldest:
+        reasons.append(f"device {device}: {kernel} needs sm{oldest} or newer")
     return (*reasons, *kernel_limits.grid(spec, kernel, sequences))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from attn_core.backends.shared.device_kinds import compute_capability
 from attn_core.call.spec import AttentionSpec
 
 GRID_LIMIT = 65535
@@ -23,6 +24,19 @@ def grid(spec: AttentionSpec, kernel: str, sequences: int | None = None) -> tupl
     return tuple(
         f"{count} {name}: {kernel} stops at {GRID_LIMIT}" for name, count in counts.items() if count > GRID_LIMIT
     )
+
+
+def bfloat16(spec: AttentionSpec, device: str, kernel: str) -> tuple[str, ...]:
+    """Returns a refusal of bfloat16 on NVIDIA GPUs before sm80, which have no instructions for it.
+
+    The CUTLASS kernels of torch and of xformers take float16 and float32 there. Sources: ``can_use_mem_efficient_
+    attention`` in https://github.com/pytorch/pytorch/blob/001f694a/aten/src/ATen/native/transformers/cuda/sdp_utils.cpp
+    and ``not_supported_reasons`` in
+    https://github.com/facebookresearch/xformers/blob/v0.0.29/xformers/ops/fmha/common.py.
+    """
+    if spec.dtype != "bfloat16" or not 0 < compute_capability(device) < 80:
+        return ()
+    return (f"dtype bfloat16 on {device}: {kernel} takes float32 and float16 there",)
 
 
 def tables(spec: AttentionSpec, kernel: str) -> tuple[str, ...]:

@@ -15,7 +15,8 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from attn_core.backends.shared.aten_masks import compute_capability, explicit, needed_band
+from attn_core.backends.shared.aten_masks import explicit, needed_band
+from attn_core.backends.shared.device_kinds import compute_capability, kind_of
 from attn_core.backends.shared.kernel_limits import dq_elements
 from attn_core.backends.shared.rewrites import whole_eights
 from attn_core.call.spec import AttentionSpec
@@ -23,9 +24,6 @@ from attn_core.call.spec import AttentionSpec
 DATA = Path(__file__).parents[1] / "known_bad.json"
 EVERY_CALL = "every call"
 """The ``when`` of a row without conditions: it must be said, so that an empty list refuses nothing by accident."""
-
-KINDS = {"cuda": ("sm",), "rocm": ("gfx",)}
-"""How the names of a kind's devices start."""
 
 Version = tuple[int, ...]
 
@@ -178,7 +176,7 @@ def _covers(named: str, device: str) -> bool:
     first, dash, last = named.partition("-")
     if dash:
         return compute_capability(first) <= compute_capability(device) <= compute_capability(last)
-    return named == device or device.startswith(KINDS.get(named, ("?",)))
+    return named in (device, kind_of(device))
 
 
 def includes(versions: str, version: Version) -> bool:

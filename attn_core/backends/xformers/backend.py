@@ -6,7 +6,7 @@ name: xformers would also choose its backward, which a forward-only build lacks.
 Limits: no softcap, ALiBi, dropout or bias gradient. Non-causal windows: flash and flash3, without documents.
 Documents: flash and flash3. (CUTLASS is undefined for a document with fewer keys than queries, split-KV needs causal
 documents of equal length, and lengths are on the device.) Masks and biases: CUTLASS, if q's dtype can represent the
-bias, and split-KV, which has no gradient. Corrections: see ``operators.py``.
+bias, and split-KV, which has no gradient. sm75 has CUTLASS alone. Corrections: see ``operators.py``.
 Upstream: xformers >= 0.0.29. Its flash operator is flash-attn's if that is installed, otherwise torch's.
 """
 
@@ -22,6 +22,7 @@ from attn_core.backends.shared import kernel_limits, known_bad, rewrites
 from attn_core.backends.support import Build, Support, unmet_claims
 from attn_core.backends.xformers import operators
 from attn_core.backends.xformers.bias import TENSOR, mask_of
+from attn_core.backends.xformers.limits import cutlass_refusals
 from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
@@ -49,7 +50,7 @@ FORWARD = Support(
 )
 BACKWARD = replace(FORWARD, deterministic=False)
 
-_CUTLASS = replace(FORWARD, kernel="the xformers CUTLASS kernel", packed=False)
+_CUTLASS = replace(FORWARD, kernel="the xformers CUTLASS kernel", devices=(*FORWARD.devices, "sm75"), packed=False)
 _FLASH = replace(
     FORWARD,
     kernel="the xformers flash kernel",
@@ -138,13 +139,9 @@ def _refuses(word: str, spec: AttentionSpec, device: str, build: Build | None) -
     if word == "splitk" and parts >= 2**31:  # seen: an illegal memory access
         reasons.append(f"q_len={spec.q_len}: {kernel} counts the {parts} elements of its partial results in 32 bits")
     if word == "cutlass":
-        elements = max(spec.q_len, spec.kv_len) * spec.num_heads * max(spec.head_dim, spec.value_dim)
         if name in (_CAUSAL, _WINDOW) and spec.q_len > spec.kv_len:
             reasons.append(f"{described}: {kernel} is undefined for rows that see no key")
-        if spec.rounds_bias:
-            reasons.append(f"bias in {spec.bias_dtype} with {spec.dtype}: {kernel} rounds a bias to q's dtype")
-        if elements >= 2**31:
-            reasons.append(f"{elements} elements in a row of q, k or v: {kernel} counts them in 32 bits")
+        reasons += cutlass_refusals(spec, device, kernel)
     return tuple(reasons)
 
 

@@ -27,7 +27,7 @@ class Machine:
     """What a machine has.
 
     Attributes:
-        device: the accelerator as a Target names it, such as ``"sm90"`` or ``"gfx942"``; ``"tpu"``; else ``"cpu"``.
+        device: the accelerator as a Target names it, such as ``"sm90"``, ``"gfx942"`` or ``"tpu"``; else ``"cpu"``.
         packages: the version of each installed package that matters here, by name.
         gpus: the names of the GPUs.
         driver: the version of NVIDIA's driver, such as ``"580.95.05"``; empty if unknown.
@@ -50,7 +50,7 @@ class Machine:
 
     @property
     def kind(self) -> str:
-        """``"cuda"``, ``"rocm"``, ``"tpu"`` or ``"cpu"``."""
+        """``"cuda"``, ``"rocm"``, else the device itself."""
         return backends.kind_of(self.device)
 
     @property

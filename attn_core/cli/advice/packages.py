@@ -67,9 +67,16 @@ PACKAGES = (
     Package(
         name="torch",
         on=("rocm",),
-        why="flash-attn, the only backend for AMD GPUs, needs torch.",
+        why="torch's own operations, which run on every GPU of AMD. Its flash attention runs there by name.",
         commands=("pip install {requirement} --index-url https://download.pytorch.org/whl/rocmX.Y",),
         note="Replace X.Y by a ROCm version that pytorch.org offers.",
+    ),
+    Package(name="torch", on=("mps",), why="torch's own operations, which run on Apple's GPUs."),
+    Package(
+        name="torch",
+        on=("xpu",),
+        why="torch's own operations, which run on Intel's GPUs.",
+        commands=("pip install {requirement} --index-url https://download.pytorch.org/whl/xpu",),
     ),
     Package(
         name="torch",
@@ -83,6 +90,12 @@ PACKAGES = (
         on=("cuda", "cpu"),
         why="XLA's kernels, and cuDNN's on a GPU. One framework is enough; with both, JAX also runs torch's kernels.",
         extras={12: "cuda12", 13: "cuda13"},
+    ),
+    Package(
+        name="jax",
+        on=("tpu",),
+        why="XLA's operations, which run on every TPU. JAX's splash attention runs there by name.",
+        commands=("pip install 'jax[tpu]>=0.10'",),
     ),
     Package(
         name="flash-attn-4",
@@ -111,8 +124,8 @@ PACKAGES = (
     Package(
         name="flash-attn",
         on=("rocm",),
-        why="FlashAttention 2, the only backend for AMD GPUs. This project never ran it there, so it only runs if you "
-        "request it: backend='flash2'.",
+        why="FlashAttention 2 by CK or Triton. This project never ran it on a GPU of AMD, so it only runs if you request "
+        "it: backend='flash2'.",
         commands=(
             "pip install packaging ninja setuptools wheel",
             "MAX_JOBS=4 pip install --no-build-isolation {requirement}",
@@ -182,7 +195,7 @@ def runs_on(backend: str, device: str) -> bool:
 def backends_of(name: str, device: str) -> tuple[str, ...]:
     """Returns the backends that a package brings to a device, in the order of automatic choice; others follow."""
     kind, entry = backends.kind_of(device), package_for(name, device)
-    order = backends.PREFERENCE.get(("jax", kind), ())
+    order = backends.usual_order("jax", kind)
     versions = {one: requirements(one, kind).get(name) for one in backends.names()}
     if entry is not None and entry.release:
         versions = {one: least if includes(least, entry.release) else None for one, least in versions.items() if least}

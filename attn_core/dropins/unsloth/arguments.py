@@ -93,7 +93,7 @@ def preference(config: AttentionConfig, framework: str, device: str) -> tuple[st
 
 @lru_cache(maxsize=64)
 def _preference(word: str, framework: str, kind: str) -> tuple[str, ...]:
-    return tuple(dict.fromkeys((*FAMILIES[word], *backends.PREFERENCE.get((framework, kind), ()))))
+    return tuple(dict.fromkeys((*FAMILIES[word], *backends.usual_order(framework, kind))))
 
 
 def check_sizes(config: AttentionConfig, context: AttentionContext, q: Any, k: Any, v: Any) -> None:

@@ -1,0 +1,1 @@
+"""JAX's splash attention for TPUs as a backend."""

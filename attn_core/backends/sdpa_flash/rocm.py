@@ -1,0 +1,108 @@
+"""torch's flash attention on AMD's GPUs: the AOTriton kernels behind the ops of ``cuda.py``. We have never run them.
+
+The claims are what two files of torch's sources say; everything else is denied:
+- GPUs: ``check_gpu_arch`` in [1] names gfx90a and gfx942.
+- float16 and bfloat16, head_dim a multiple of 8, heads that the kv heads divide: ``mha_fwd_aot`` in [1]. [2] allows a
+  head_dim of 256 on every architecture, and needs value_dim == head_dim; ``shared.rewrites`` pads both with zeros.
+- causal with as many queries as keys: ``mha_bwd_aot`` refuses others, and SDPA never makes such a call ([2],
+  ``check_flash_causal_non_square_seqlens``). Older builds ignore windows, so there are none here.
+- No log-sum-exp: the sources do not say in which base the kernel stores it. It only goes back to the kernel's backward.
+- No packed documents: the op returns another log-sum-exp for them than on NVIDIA's GPUs.
+
+On ROCm memory-efficient attention is the same kernel ([2], ``check_head_dim_size_flash``), so ``sdpa_efficient`` adds
+float32 and a bias at most. It has no claim here: neither source says how a row that a bias hides entirely comes out.
+
+[1] https://github.com/pytorch/pytorch/blob/0119c205/aten/src/ATen/native/transformers/hip/flash_attn/aot/mha_all_aot.hip
+[2] https://github.com/pytorch/pytorch/blob/001f694a/aten/src/ATen/native/transformers/cuda/sdp_utils.cpp
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+from attn_core.backends.sdpa_flash import cuda
+from attn_core.backends.shared import kernel_limits, rewrites
+from attn_core.backends.shared.aten_masks import needed_band
+from attn_core.backends.shared.autograd import without_gradient
+from attn_core.backends.support import Build, Support
+from attn_core.call.spec import AttentionSpec
+from attn_core.call.tensors import Gradients, Inputs
+
+FRAMEWORK = "torch"
+REQUIRES = "torch>=2.11 with ROCm"
+NAME = "the aten ROCm flash kernel"
+
+FORWARD = Support(
+    kernel=NAME,
+    devices=("gfx90a", "gfx942"),
+    dtypes=("bfloat16", "float16"),
+    max_head_dim=256,
+    value_dim=True,
+    grouped_heads=True,
+    causal=True,
+    unproven=True,
+)
+BACKWARD = replace(FORWARD)
+
+
+def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
+    """Refuses too large grids."""
+    return kernel_limits.grid(spec, NAME)
+
+
+def probe() -> str:
+    """Checks that torch is a ROCm build with the kernel and returns torch's version."""
+    import torch
+
+    if torch.version.hip is None or not torch.backends.cuda.is_flash_attention_available():
+        raise ImportError(f"torch {torch.__version__} was built without ROCm's flash attention")
+    return torch.__version__
+
+
+@lru_cache(maxsize=4096)
+def lower(spec: AttentionSpec) -> dict[str, Any]:
+    """Returns the arguments of the ops. Causal counts as such only if it hides a key: one query has none to hide."""
+    return {"is_causal": needed_band(spec).right == 0, "scale": spec.scale}
+
+
+@without_gradient
+def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
+    """See ``Backend.forward``. The log-sum-exp is the kernel's own, which ``backward`` expects."""
+    return rewrites.forward(KERNEL, spec, inputs)
+
+
+@without_gradient
+def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
+    """See ``Backend.backward``."""
+    return rewrites.backward(KERNEL, spec, inputs, out, lse, dout, dlse)
+
+
+def _forward(spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple[Any, Any]:
+    """Runs the op, which allocates its results; ``into`` is unused."""
+    how = lower(spec)
+    q, k, v = (rewrites.readable(tensor) for tensor in inputs[:3])
+    lengths = (None, None, spec.q_len, spec.kv_len)
+    out, lse, *_ = cuda._kernels()[0](q, k, v, *lengths, 0.0, how["is_causal"], False, scale=how["scale"])
+    return out, lse
+
+
+def _backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, into: Any) -> Gradients:
+    """Runs the op, which allocates its results; ``into`` is unused."""
+    import torch
+
+    how = lower(spec)
+    q, k, v = (rewrites.readable(tensor) for tensor in inputs[:3])
+    # Seed and offset of a random generator as the forward op returns them; unused without dropout.
+    states = [inputs.q.new_empty((), dtype=torch.int64) for _ in range(2)]
+    lengths = (None, None, spec.q_len, spec.kv_len)
+    gradients = cuda._kernels()[1](
+        *(rewrites.readable(dout), q, k, v, rewrites.readable(out), lse, *lengths, 0.0, how["is_causal"], *states),
+        scale=how["scale"],
+    )
+    return Gradients(*gradients)
+
+
+KERNEL = rewrites.Kernel(_forward, _backward, rewrites.whole_eights)
+"""The kernel that ``shared.rewrites`` completes."""
