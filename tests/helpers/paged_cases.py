@@ -380,8 +380,7 @@ def paged_backends(*devices: str) -> list[tuple[str, str]]:
         for device in devices or ("cpu", "cuda"):
             module = module_on(name, device)
             claims = module.FORWARD
-            on = device in claims.devices or (device == "cuda" and any(d.startswith("sm") for d in claims.devices))
-            if claims.paged and on:
+            if claims.paged and (claims.runs_on(device) or device in map(backends.kind_of, claims.devices)):
                 results.append((name, device))
     return results
 

@@ -237,7 +237,7 @@ def calls(
     within = claims if claims is not None and draw(st.integers(0, 3)) else None
     packed = draw(st.booleans()) if within is None or within.packed else False
     if on_gpu is None:
-        on_gpu = claims is not None and "cpu" not in claims.devices
+        on_gpu = claims is not None and not claims.runs_on("cpu")
     longer = (131, 1, 0, 67, 2, 197) if on_gpu else (3, 1, 0, 5, 2, 7)
     lengths = draw(document_lengths(sizes=longer)) if packed else None
     tail = draw(TAILS) if packed else (0, 0)
@@ -291,7 +291,7 @@ def corners(claims: Support) -> dict[str, Call]:
 
     Draws are few and meet these calls only by chance. A call returns the log-sum-exp if the backend has its gradient.
     """
-    width = 8 if "cpu" in claims.devices else 64
+    width = 8 if claims.runs_on("cpu") else 64
     kind = "float32" if "float32" in claims.dtypes else claims.dtypes[0]
     fixed = {
         **{"batch": 2, "num_heads": 4, "num_kv_heads": 2 if claims.grouped_heads else 4, "head_dim": width},

@@ -80,8 +80,8 @@ def _to_device(info: SeqInfo, device: torch.device, tokens: tuple[int, int]) -> 
 def complete(inputs: Inputs, longest: Longest) -> tuple[Inputs, Longest]:
     """Returns the inputs with offsets that give every token a document, and the longest documents.
 
-    Reading offsets on a GPU would wait for it. So offsets on a GPU are always completed and clamped, on every call,
-    because their values may have changed since the last one (a CUDA graph's static buffer does).
+    Reading offsets on a GPU would wait for it. So offsets on any device but a CPU are always completed and clamped, on
+    every call, because their values may have changed since the last one (a CUDA graph's static buffer does).
 
     Raises:
         ShapeError, SpecError: for offsets on the CPU that end early and are invalid.
@@ -92,12 +92,12 @@ def complete(inputs: Inputs, longest: Longest) -> tuple[Inputs, Longest]:
     if not (fit and rows and queries.shape == keys.shape and queries.shape[0] > 1):
         return inputs, longest  # build_spec raises an error that names the invalid argument
     tokens, documents = (inputs.q.shape[-3], inputs.k.shape[-3]), queries.shape[0] - 1
-    if queries.is_cuda:
+    if not queries.is_cpu:
         tail = trailing_tokens.tail_of(tokens, longest, documents)
         if tail is None:
             return inputs, longest
         queries, keys = _safe(queries, keys, tail, tokens)
-    elif queries.device.type == "cpu":
+    else:
         tail = trailing_tokens.tail_of(tokens, longest, documents, (int(queries.numpy()[-1]), int(keys.numpy()[-1])))
         if tail is None:
             return inputs, longest
@@ -105,8 +105,6 @@ def complete(inputs: Inputs, longest: Longest) -> tuple[Inputs, Longest]:
         check_cu_seqlens(keys.numpy(), longest[1], side="k", tokens=tokens[1])
         both = ((queries, tail.ends_q), (keys, tail.ends_k))
         queries, keys = (torch.from_numpy(trailing_tokens.append_tail(o.numpy(), ends)) for o, ends in both)
-    else:
-        return inputs, longest
     return inputs._replace(cu_seqlens_q=queries, cu_seqlens_k=keys), (tail.max_len_q, tail.max_len_k)
 
 

@@ -150,7 +150,7 @@ def tables_of(q: Tensor, k_pages: Tensor, max_len_q: int | None, *tables: Any) -
         if table is not None:
             plan.check_tensor(name, table)
     block_table, seq_lens, cu = tables
-    if cu is not None and cu.is_cuda and cu.dtype == torch.int32 and cu.dim() == 1 and q.dim() == 3:
+    if cu is not None and not cu.is_cpu and cu.dtype == torch.int32 and cu.dim() == 1 and q.dim() == 3:
         cu = offsets.clamp(cu, q.shape[0])
     return block_table, seq_lens, cu
 
@@ -237,7 +237,7 @@ def run(inputs: PagedInputs, options: Options, requested: tuple[str, ...] | None
         raise
     cu = inputs.cu_seqlens_q
     # Kernels leave the rows behind the last offset unwritten, and the host does not know the last offset.
-    out, lse = offsets.clear_tail(out, lse, cu) if cu is not None and cu.is_cuda else (out, lse)
+    out, lse = offsets.clear_tail(out, lse, cu) if cu is not None and not cu.is_cpu else (out, lse)
     if inputs.sinks is None or not options.return_lse:
         return out, lse
     return out, empty_rows.fill_with_sinks(lse, inputs.sinks, None if cu is None else cu[-1])
