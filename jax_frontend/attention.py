@@ -15,11 +15,10 @@ from attn_core.call.functions import NO_FUNCTIONS, are_given, named, trace
 from attn_core.call.keywords import AttentionKeywords
 from attn_core.call.layouts import Layout, check_layout
 from attn_core.call.options import Options, Window, check_options, requested_names
-from attn_core.call.segments import Segments, Visible, shapes_of, without_segments
+from attn_core.call.segments import Segments
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.slow_copies import EVERY, FIRST, tables_passed
 from attn_core.call.tensors import Inputs
-from attn_core.call.traced_options import Scores, is_traced, lengths_of, without_traced
 from attn_core.errors import SpecError
 from attn_core.expressions.tracing import TracedFunction
 from attn_core.selection import override
@@ -27,6 +26,7 @@ from jax_frontend.bridge.forked import check_process
 from jax_frontend.context_parallel import one_device
 from jax_frontend.dispatch import offsets, plan, value_checks
 from jax_frontend.dispatch.differentiable import AttentionCall, differentiable_attention, varying_alike
+from jax_frontend.dispatch.written import Written, as_plain
 
 Array = jax.Array
 Keywords = AttentionKeywords[Array, Array]
@@ -87,7 +87,8 @@ def attention(
         window: ``W`` (needs causal): W keys, self included; or inclusive distances ``(left, right)``, None: unbounded.
         softcap: ``s = softcap * tanh(s / softcap)``, after scale, before bias and mask.
         scale: factor on ``q . k``; ``1 / sqrt(head_dim)`` if None.
-        mask: bool, True = visible; bias: float, added. Broadcastable to ``[batch, heads, q_len, kv_len]``.
+        mask: bool, True = visible; bias: float, added. Broadcastable to ``[batch, heads, q_len, kv_len]``. A mask may
+            also be an object of splash attention's classes (docs/reference/semantics.md).
         key_ranges: int32 ``[batch or 1, kv_heads or 1, kv_len, 1 or 2, 2]``, a mask of O(kv_len) numbers: query i sees
             key j only if ``start <= i < stop`` for a range (start, stop) of the key. ``attn_core.masks`` builds them.
             numpy or a JAX array. Queries count in the whole row, also with documents.
@@ -125,15 +126,10 @@ def attention(
     check_process()  # before the axes are exchanged, which runs JAX
     if check_layout(layout) == "bhsd":
         q, k, v = map(exchanged, (q, k, v))
-    said = Segments(q_segment_ids, kv_segment_ids, q_positions, kv_positions)
-    if any(each is not None for each in said):
-        visible, others = Visible(causal, window, mask_mod, aux), {"seq_info": seq_info, "alibi_slopes": alibi_slopes}
-        causal, window, mask_mod, aux = without_segments(said, visible, shapes_of(q, k), others)
-    if is_traced(window, scale):
-        scores = Scores(causal, alignment, window, softcap, scale, mask_mod, score_mod, aux)
-        causal, alignment, window, softcap, scale, mask_mod, score_mod, aux = without_traced(
-            scores, lengths_of(q, k), seq_info
-        )
+    segments = Segments(q_segment_ids, kv_segment_ids, q_positions, kv_positions)
+    written = Written(causal, alignment, window, softcap, scale, mask, key_ranges, mask_mod, score_mod, aux)
+    plain = as_plain(written, segments, (q, k), seq_info, alibi_slopes)
+    causal, alignment, window, softcap, scale, mask, key_ranges, mask_mod, score_mod, aux = plain
     arrays = (q, k, v, mask, bias, alibi_slopes, sinks)
     options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
     info = SeqInfo.coerce(seq_info)

@@ -11,15 +11,15 @@ import numpy as np
 from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
 from attn_core.call.layouts import Layout, check_layout
 from attn_core.call.options import Options, Window, check_flag, requested_names
-from attn_core.call.segments import Segments, Visible, shapes_of, without_segments
+from attn_core.call.segments import Segments
 from attn_core.call.seq_info import SeqInfo
-from attn_core.call.traced_options import Scores, is_traced, lengths_of, without_traced
 from attn_core.context_parallel.one_device import described
 from attn_core.expressions.tracing import TracedFunction
 from attn_core.selection import Selection, override
 from jax_frontend.attention import exchanged, gather_arguments
 from jax_frontend.context_parallel.one_device import rows_are_here
 from jax_frontend.dispatch import offsets, plan, value_checks
+from jax_frontend.dispatch.written import Written, as_plain
 
 
 @hide_unknown
@@ -64,15 +64,10 @@ def explain(
         refuse_keywords("explain", unknown)
     if check_layout(layout) == "bhsd":
         q, k, v = map(exchanged, (q, k, v))
-    said = Segments(q_segment_ids, kv_segment_ids, q_positions, kv_positions)
-    if any(each is not None for each in said):
-        visible, others = Visible(causal, window, mask_mod, aux), {"seq_info": seq_info, "alibi_slopes": alibi_slopes}
-        causal, window, mask_mod, aux = without_segments(said, visible, shapes_of(q, k), others)
-    if is_traced(window, scale):
-        scores = Scores(causal, alignment, window, softcap, scale, mask_mod, score_mod, aux)
-        causal, alignment, window, softcap, scale, mask_mod, score_mod, aux = without_traced(
-            scores, lengths_of(q, k), seq_info
-        )
+    segments = Segments(q_segment_ids, kv_segment_ids, q_positions, kv_positions)
+    written = Written(causal, alignment, window, softcap, scale, mask, key_ranges, mask_mod, score_mod, aux)
+    plain = as_plain(written, segments, (q, k), seq_info, alibi_slopes)
+    causal, alignment, window, softcap, scale, mask, key_ranges, mask_mod, score_mod, aux = plain
     arrays = (q, k, v, mask, bias, alibi_slopes, sinks)
     options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
     info = SeqInfo.coerce(seq_info)

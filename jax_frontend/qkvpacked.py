@@ -16,7 +16,7 @@ from attn_core.call.seq_info import SeqInfo
 from attn_core.expressions.tracing import TracedFunction
 from attn_core.selection import override
 from jax_frontend.attention import attention, gather_arguments, run
-from jax_frontend.dispatch import plan
+from jax_frontend.dispatch import plan, splash_masks
 from jax_frontend.dispatch.differentiable import AttentionCall
 
 Array = jax.Array
@@ -72,6 +72,9 @@ def attention_qkvpacked(
         refuse_keywords("attention_qkvpacked", unknown)
     plan.check_array("qkv", qkv)
     check_qkv_as_one(ArrayFacts(tuple(qkv.shape), str(qkv.dtype), ""), seq_info is not None)
+    seen = causal, alignment, window, mask, key_ranges
+    seen = splash_masks.as_options(seen, seq_info, alibi_slopes, qkv, qkv, as_one=True)
+    causal, alignment, window, mask, key_ranges = seen
     if key_ranges is not None or are_given((mask_mod, score_mod, aux)):
         visible = {"causal": causal, "alignment": alignment, "window": window, "mask": mask, "key_ranges": key_ranges}
         scores = {"softcap": softcap, "scale": scale, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks}

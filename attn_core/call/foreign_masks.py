@@ -34,6 +34,16 @@ REMEDIES = {
     # torch.nn.attention
     "BlockMask": "pass it as mask_mod= in torch, or its mask_mod; causal=, window= or seq_info= if they describe it",
     "CausalBias": f"pass {_TOP_LEFT} for upper left, {_BOTTOM_RIGHT} for lower right",
+    # splash attention, of JAX and of tokamax; jax_frontend.attention reads them as mask=
+    "CausalMask": f"pass {_TOP_LEFT}",
+    "LocalMask": "pass window=(left, right), alignment='top_left'",
+    "ChunkedCausalMask": f"{_BLOCKS}, {_TOP_LEFT}",
+    "FullMask": "leave mask= away",
+    "NumpyMask": "pass its array as a bool mask [1, 1, q_len, kv_len]",
+    "MultiHeadMask": "pass a bool mask [1, heads, q_len, kv_len], or causal= and window= if they describe it",
+    "LogicalAnd": "pass causal= and window= if they describe it, else key_ranges= or a bool mask",
+    "LogicalOr": "pass key_ranges= or a bool mask",
+    "SegmentIds": "pass seq_info=SeqInfo.from_lengths([...]) with the lengths of the segments",
 }
 """By the name of the class: what to pass if an object cannot be read."""
 

@@ -151,7 +151,8 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
         _, pull = jax.vjp(lambda *qkv: attend(*qkv)[0], *operands.of_call(spec, lower(spec), inputs))
         dq, dk, dv = pull(operands.heads_first(dout, how["lengths"][0], how["widths"][1]))
         dsinks = None if inputs.sinks is None else operands.sink_gradient(inputs.sinks, out, lse, dout)
-        return Gradients(*operands.gradients(spec, how, inputs, dq, dk, dv), dsinks=dsinks)
+        dq, dk, dv = operands.gradients(spec, how, inputs, dq, dk, dv)
+        return Gradients(dq, dk, dv, dsinks=dsinks)
 
 
 def _rows(spec: AttentionSpec, inputs: Inputs) -> PackedRows | None:

@@ -1,7 +1,7 @@
 """The operands of splash attention from those of a call, and the gradients of the call from those of its operands.
 
-splash has no batch: the heads of all rows are heads of one row, ``[batch * heads, length, channels]``, which keeps query
-head h with kv head ``h // group``. Without batch the heads are those of the packed row.
+splash has no batch: the heads of all rows are heads of one row, ``[batch * heads, length, channels]``, which keeps
+query head h with kv head ``h // group``. Without batch the heads are those of the packed row.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def of_call(spec: AttentionSpec, how: dict[str, Any], inputs: Inputs) -> tuple[A
 
 
 def heads_first(array: Any, length: int, width: int) -> Any:
-    """``[batch, tokens, heads, channels]`` or without batch -> ``[batch * heads, length, width]``, zeros at the ends."""
+    """``[batch, tokens, heads, channels]`` or without batch -> ``[batch * heads, length, width]``, padded by zeros."""
     import jax.numpy as jnp
 
     array = jnp.swapaxes(array, -3, -2)

@@ -124,8 +124,8 @@ PACKAGES = (
     Package(
         name="flash-attn",
         on=("rocm",),
-        why="FlashAttention 2 by CK or Triton. This project never ran it on a GPU of AMD, so it only runs if you request "
-        "it: backend='flash2'.",
+        why="FlashAttention 2 by CK or Triton. This project never ran it on a GPU of AMD, so it only runs if you "
+        "request it: backend='flash2'.",
         commands=(
             "pip install packaging ninja setuptools wheel",
             "MAX_JOBS=4 pip install --no-build-isolation {requirement}",
