@@ -67,6 +67,7 @@ BOUNDS: dict[str, int | str] = {
     "attn_core.backends.flash4.recorder:_private_copy": ONE,
     "attn_core.backends.flash4.score_indices:correct": ONE,
     "attn_core.backends.flash4.recorder:_suppress_address_warning": ONE,
+    "attn_core.backends.jax_splash.visibility:mask_class": ONE,
     "attn_core.backends.sage:_function": "SageAttention's functions",
     "attn_core.backends.sage:_kernel": "SageAttention's kernels",
     "attn_core.backends.sdpa_cudnn.backend:_kernels": ONE,

@@ -171,11 +171,11 @@ def _variant(module: Any, word: str) -> Backend:
 def modules(name: str) -> dict[str, Backend]:
     """Returns a backend's modules by kind of device: ``{"": module}``, or one for each of several kinds.
 
-    The module for all kinds that have none of their own has the key "", or "cpu" if it is for CPUs alone.
+    The module for all kinds that have none of their own has the key "", or "cpu" if it is the one of several for CPUs.
     """
     main = load(name)
     others = {kind: load(name, kind) for kind in STARTS if load(name, kind) is not main}
-    return {"cpu" if main.FORWARD.devices == ("cpu",) else "": main, **others}
+    return {"cpu" if others and main.FORWARD.devices == ("cpu",) else "": main, **others}
 
 
 def usual_order(framework: str, kind: str, *, paged: bool = False) -> tuple[str, ...]:

@@ -15,14 +15,16 @@ from attn_core.selection import Target, refusals
 
 
 class Device(NamedTuple):
-    """A column of the page: the cards' names, the device as ``attn explain`` names it, and the dtype of the calls."""
+    """A row of the page: the cards' names, the device as ``attn explain`` names it, the calls' dtype and framework."""
 
     cards: str
     name: str
     dtype: str = "bfloat16"
+    framework: str = "torch"
 
 
 DEVICES = (
+    Device("V100", "sm70", "float16"),
     Device("T4", "sm75", "float16"),
     Device("A100", "sm80"),
     Device("RTX 3090", "sm86"),
@@ -34,7 +36,8 @@ DEVICES = (
     Device("MI300", "gfx942"),
     Device("any CPU", "cpu"),
     Device("Apple GPU", "mps"),
-    Device("TPU", "tpu"),
+    Device("Intel GPU", "xpu"),
+    Device("TPU", "tpu", framework="jax"),
 )
 
 CALL_NAMES = ("training", "inference", "decoding", "decoding from pages")
@@ -58,16 +61,17 @@ H200. [What each backend supports](support.md) lists the features of each backen
 
 The second column has the name that `attn explain --device` takes. The next two have the first {SHOWN} backends of
 automatic choice, if everything is installed. The last one has the packages that bring them, where torch does not;
-without these packages the next backend runs. `math` is exact, but not a fused kernel.
+without these packages the next backend runs. `math` and `jax_xla` are exact, but not fused kernels.
 """
 
 CALLS = f"""
-- Training, inference and decoding are causal calls in half precision (float16 on a T4, else bfloat16) with a head_dim
-  of 128 and four query heads for each kv head. Other calls may run on other kernels: ask `attn explain`, anywhere.
+- Training, inference and decoding are causal calls in half precision (float16 on a V100 and a T4, else bfloat16) with a
+  head_dim of 128 and four query heads for each kv head. Other calls may run on other kernels: ask `attn explain`,
+  anywhere. The calls are torch's, on a TPU JAX's.
 - The order shown is the static one. On a card that was measured (H100, H200, or yours after `attn tune`), it depends on
   the call and follows the measurements.
-- On AMD's GPUs nothing is chosen automatically: name `backend="flash2"`. This project never ran it there.
-- On Apple's GPUs and on TPUs no backend runs. [Install](../get_started/install.md) says what to do there.
+- On every other device the framework's own operations run: `math` in torch, `jax_xla` in JAX. A TPU and the GPUs of
+  AMD, Apple and Intel are such devices. This project never ran them there. Kernels for these devices run by name only.
 - `tokenspeed-fa3` has no backward, so with it alone `flash3` is for inference.
 
 ```bash
@@ -81,8 +85,8 @@ only if you request the backend by name. `{NONE}` means that the backend refuses
 """
 
 BY_NAME = """
-A backend runs by name only if its results are approximate, if this project never ran it on a GPU, if it is a variant of
-another backend, or if the device has no order of automatic choice.
+A backend runs by name only if its results are approximate, if this project never ran it on such a device, or if it is a
+variant of another backend.
 """
 
 
@@ -96,10 +100,11 @@ def render() -> str:
 
 
 def _row(device: Device) -> list[str]:
-    target = Target("torch", device.name)
+    target = Target(device.framework, device.name)
     chosen = [[name for name in _order(target, call) if runs(name, device, call)][:SHOWN] for call in IN_FIRST_TABLE]
     chosen_by_name = {name for name in PACKAGES if runs(name, device, "training")}
-    useful = {name for names in chosen for name in names} or chosen_by_name
+    # Packages whose kernels run by name alone are shown if there are no others.
+    useful = {name for names in chosen for name in names if name in PACKAGES} or chosen_by_name
     lists = [", ".join(f"`{name}`" for name in names) or NONE for names in chosen]
     commands = "<br>".join(f"`{_install(package, device)}`" for name, package in PACKAGES.items() if name in useful)
     return [device.cards, f"`{device.name}`", *lists, commands or NONE]
