@@ -15,6 +15,8 @@ from typing import Any
 from attn_core.backends.contract import (
     Backend,
     backend_warm_up,
+    forward_mode,
+    jvp_of,
     paged_shortcut,
     program_refusals,
     reads_pages_alone,
@@ -33,6 +35,7 @@ __all__ = [
     "ANY",
     "DECODING",
     "FOREIGN_NAMES",
+    "FORWARD_MODE",
     "PAGED_PREFERENCE",
     "PREFERENCE",
     "Backend",
@@ -42,7 +45,9 @@ __all__ = [
     "PagedInputs",
     "availability",
     "check_name",
+    "forward_mode",
     "installed_build",
+    "jvp_of",
     "kind_of",
     "load",
     "modules",
@@ -88,6 +93,14 @@ PAGED_PREFERENCE = {
 "flashinfer" and "torch_varlen" are not here: this project never ran either on a GPU. "flashinfer" also waits for the
 GPU on every call."""
 
+
+FORWARD_MODE = {
+    ("torch", "cpu"): ("math",),
+    ("jax", "cpu"): ("jax_xla", "math"),
+    ("torch", "cuda"): ("triton_jvp", "math"),
+    ("jax", "cuda"): ("triton_jvp", "jax_xla", "math"),
+}
+"""Automatic choice of the backend that computes tangents, best first. Another one may compute the call's results."""
 
 _OF_TORCH = ("sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "math")
 FOREIGN_NAMES = {

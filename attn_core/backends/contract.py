@@ -20,8 +20,8 @@ class Backend(Protocol):
 
     Optional: with ``WRITES_INTO = True`` forward and backward take a last argument ``into``, buffers for their results:
     (out, lse) or Gradients. The returned tensors are the results; the caller copies a result that is not the buffer
-    itself. ``build()`` (see Support's Build), ``warm_up(spec)``, ``shortcut(spec)``, ``paged_shortcut(spec)`` and
-    ``variant(word)``: see the functions below.
+    itself. ``build()`` (see Support's Build), ``warm_up(spec)``, ``shortcut(spec)``, ``paged_shortcut(spec)``,
+    ``FORWARD_MODE`` with ``jvp``, and ``variant(word)``: see the functions below.
     """
 
     FRAMEWORK: str
@@ -123,3 +123,27 @@ def program_refusals(backend: Backend, spec: AttentionSpec, device: str) -> tupl
 def backend_warm_up(backend: Backend) -> Callable[[AttentionSpec], None] | None:
     """Returns the backend's ``warm_up(spec)``, which compiles its kernels on the current device, or None."""
     return getattr(backend, "warm_up", None)
+
+
+def forward_mode(backend: Backend) -> Support | None:
+    """Returns what the backend claims about forward mode, its ``FORWARD_MODE``; None if it has none.
+
+    A backend of JAX that claims it has a forward whose operations JAX differentiates. A backend of torch has a ``jvp``.
+    """
+    return getattr(backend, "FORWARD_MODE", None)
+
+
+Jvp = Callable[..., tuple[Any, Any, Any, Any]]
+"""``(spec, inputs, tangents, into=None, *, primals=False) -> (out, lse, dout, dlse)``, see ``jvp_of``."""
+
+
+def jvp_of(backend: Backend) -> Jvp:
+    """Returns the backend's ``jvp``: the tangents of out and lse along the tangents of a call's tensors.
+
+    It takes the spec, Inputs, and Tangents of which at least one is not None. dout and dlse have the shapes and dtypes
+    of out and lse, and are 0 in rows that see no key. With ``primals`` it also returns the out and lse of ``forward``;
+    without, anything in their place. ``into`` is None, or with ``WRITES_INTO = True`` buffers for dout and dlse, as in
+    ``Backend``. It is never called if ``spec.empty``, and never builds a graph.
+    """
+    jvp: Jvp = getattr(backend, "jvp")  # noqa: B009 (a member that few backends have)
+    return jvp

@@ -56,6 +56,16 @@ class PagedInputs(NamedTuple):
     key_ranges: Any = None
 
 
+class Tangents(NamedTuple):
+    """The tangents of a call's tensors in forward mode, each in the shape and dtype of its tensor; None for a zero."""
+
+    dq: Any = None
+    dk: Any = None
+    dv: Any = None
+    dbias: Any = None
+    dsinks: Any = None
+
+
 class Gradients(NamedTuple):
     """The gradients of a call, in the dtypes and shapes of its tensors.
 

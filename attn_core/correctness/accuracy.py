@@ -64,7 +64,8 @@ class Expected:
     """The reference's results for one call, and the error bound of each element.
 
     Attributes:
-        truth, bound: arrays of the same shapes, by the names out, lse, dq, dk, dv, dbias, dsinks, daux0 to daux3.
+        truth, bound: arrays of the same shapes, by the names out, lse, dq, dk, dv, dbias, dsinks, daux0 to daux3; in
+            forward mode out, lse, dout, dlse.
     """
 
     truth: dict[str, Array]
@@ -85,6 +86,14 @@ class Expected:
             if "dq" not in self.truth:
                 raise SpecError("dout=None: expected the gradient of out with which the gradients were computed")
             results |= {name: result for name, result in gradients._asdict().items() if name in self.truth}
+        return self.compare(results)
+
+    def compare(self, results: dict[str, Any]) -> Accuracy:
+        """Compares results, by their names in ``truth``, with the expected ones.
+
+        Raises:
+            ShapeError: if a result has the wrong shape.
+        """
         return Accuracy(tuple(self._compare(name, result) for name, result in results.items()))
 
     def _compare(self, name: str, result: Any) -> Quantity:

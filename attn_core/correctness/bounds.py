@@ -38,8 +38,8 @@ from attn_core.expressions.rounding import rounding
 
 # Half of the unit roundoff for float16 and bfloat16: the scale that the constants 4 and 8 were measured on. Twice it
 # for float64, since the reference rounds as well.
-_ROUNDOFF = {"float64": 2.0**-52, "float32": 2.0**-24, "float16": 2.0**-12, "bfloat16": 2.0**-9}
-_TINY = {"float64": 2.0**-1022, "float32": 2.0**-126, "float16": 2.0**-24, "bfloat16": 2.0**-126}
+ROUNDOFF = {"float64": 2.0**-52, "float32": 2.0**-24, "float16": 2.0**-12, "bfloat16": 2.0**-9}
+TINY = {"float64": 2.0**-1022, "float32": 2.0**-126, "float16": 2.0**-24, "bfloat16": 2.0**-126}
 _TANH = {"float64": 0.0, "float32": 0.0, "float16": 2.0**-17, "bfloat16": 2.0**-17}
 """The absolute error of tanh. Kernels in half precision use the GPU's ``tanh.approx``: 5.3e-6 was seen on an H100."""
 _LSE_FLOOR = {"float64": 1e-13, "float32": 2e-5, "float16": 2e-4, "bfloat16": 2e-4}
@@ -82,15 +82,15 @@ def out_bound(spec: AttentionSpec, call: Softmax, sizes: Magnitudes, out: Array)
     weights, values = call.weights * call.factors, abs(call.v)
     rounding = sum_over(weights, call.seen, values)
     logits = sum_over(weights * (sizes.logits + sizes.mean[..., None]), call.seen, values)
-    u = _ROUNDOFF[spec.dtype]
-    bound = 4 * u * rounding + 8 * _float32(spec) * logits + 2 * _TINY[spec.dtype]
+    u = ROUNDOFF[spec.dtype]
+    bound = 4 * u * rounding + 8 * float32_roundoff(spec) * logits + 2 * TINY[spec.dtype]
     return from_heads_first(spec, bound) + 4 * u * abs(out)
 
 
 def lse_bound(spec: AttentionSpec, sizes: Magnitudes) -> Array:
     """Returns the error bound of the log-sum-exp, in ``spec.lse_shape``: a floor, plus the rounding of large logits."""
     tanh = (spec.softcap or 0.0) * _TANH[spec.dtype]
-    bound = _LSE_FLOOR[spec.dtype] + tanh + 8 * _float32(spec) * (sizes.mean + sizes.lse)
+    bound = _LSE_FLOOR[spec.dtype] + tanh + 8 * float32_roundoff(spec) * (sizes.mean + sizes.lse)
     return bound.reshape(spec.lse_shape)
 
 
@@ -108,12 +108,12 @@ def gradient_bounds(
     Args:
         aux: the arrays of the call's functions.
     """
-    e = _float32(spec)
+    e = float32_roundoff(spec)
     sums = _sums(spec, call, sizes, abs(heads_first(spec, dout)), abs(per_row(spec, dlse)), aux)
     # The gradient of an array has the array's dtype, which may round more than that of the call.
     dtypes = {DAUX[number]: spec.aux[number].dtype for number in spec.aux_gradients}
     kinds = {name: (spec.dtype, dtypes.get(name, spec.dtype)) for name in sums}
-    units = {name: (max(_ROUNDOFF[k] for k in pair), max(_TINY[k] for k in pair)) for name, pair in kinds.items()}
+    units = {name: (max(ROUNDOFF[k] for k in pair), max(TINY[k] for k in pair)) for name, pair in kinds.items()}
     return {
         name: 8 * (units[name][0] * (cond + abs(truth[name])) + e * logits) + units[name][1] * (terms + 2)
         for name, (cond, logits, terms) in sums.items()
@@ -207,5 +207,6 @@ def _dscores(spec: AttentionSpec, call: Softmax, sizes: Magnitudes, dlogits: _Su
     return _Sum(spec.scale * cond, spec.scale * logits, max(spec.scale or 1.0, 1.0) * dlogits.terms)
 
 
-def _float32(spec: AttentionSpec) -> float:
-    return _ROUNDOFF["float64" if spec.dtype == "float64" else "float32"]
+def float32_roundoff(spec: AttentionSpec) -> float:
+    """Returns e: the roundoff of float32, or of float64 for float64 inputs."""
+    return ROUNDOFF["float64" if spec.dtype == "float64" else "float32"]

@@ -15,15 +15,16 @@ class BridgedCall(NamedTuple):
     """The static description of a call; the operands come with every run."""
 
     direction: str
+    """"forward", "backward" or "jvp", which returns the tangents of a forward's results."""
     backend: str
     device: str
     spec: AttentionSpec
     operands: tuple[str, ...]
     """The fields of ``Inputs`` that the leading operands are; "qkv" for q, k and v in one array."""
     extras: tuple[str, ...] = ()
-    """The names of the further operands: a backward's out, lse, dout and dlse."""
+    """The names of the further operands: a backward's out, lse, dout and dlse, or the tangents of a jvp."""
     with_lse: bool = True
-    """Whether a forward has the log-sum-exp as its second result."""
+    """Whether a forward has the log-sum-exp as its second result; a jvp always has its tangent."""
     overlaps_exchange: bool = False
     """Whether the kernel overlaps an exchange that was just started. It then waits a few us, so the exchange begins."""
     tables_checked: bool = False

@@ -15,7 +15,7 @@ from attn_core.call.failed_calls import note_call
 from attn_core.call.ranges import range_name
 from attn_core.call.results import result_error
 from attn_core.call.spec import AttentionSpec
-from attn_core.call.tensors import Gradients, PagedInputs, dtype_name
+from attn_core.call.tensors import Gradients, PagedInputs, Tangents, dtype_name
 from attn_core.context_parallel.on_torch import step
 from attn_core.context_parallel.on_torch.head_start import head_start
 from attn_core.errors import BridgeError
@@ -31,7 +31,7 @@ def run_of(call: BridgedCall | BridgedStep) -> Run:
     """Returns the function that runs a call."""
     if isinstance(call, BridgedStep):
         return _named(_StepRunner(call).run)
-    run = _forward(call) if call.direction == "forward" else _backward(call)
+    run = {"forward": _forward, "backward": _backward, "jvp": _jvp}[call.direction](call)
     name = range_name(call.backend, call.spec, call.direction)
     run = _in_range(_named(hot_callbacks.counted(run, call), name), name)
     return _with_head_start(run) if call.overlaps_exchange else run
@@ -154,6 +154,24 @@ def _backward(call: BridgedCall) -> Run:
                 _copy(name, gradient, buffer)
 
     return backward
+
+
+def _jvp(call: BridgedCall) -> Run:
+    module: Any = backends.load(call.backend, backends.kind_of(call.device))
+    count, results = len(call.operands), len(call.operands) + len(call.extras)
+    jvp, gather, writes = backends.jvp_of(module), inputs_builder(call.operands), backends.writes_into(module)
+
+    def run(values: tuple[Any, ...]) -> None:
+        tangents = Tangents(**dict(zip(call.extras, values[count:results], strict=True)))
+        buffers = values[results], values[results + 1]
+        if call.checked:
+            _fill(*buffers)
+        _, _, *moved = jvp(call.spec, gather(values), tangents, *([buffers] if writes else []))
+        for name, buffer, result in zip(("dout", "dlse"), buffers, moved, strict=True):
+            if result is not buffer:
+                _copy(name, result, buffer)
+
+    return run
 
 
 class _StepRunner:

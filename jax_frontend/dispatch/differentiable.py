@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,7 +16,8 @@ from attn_core.call.options import Options
 from attn_core.call.tensors import Inputs
 from attn_core.errors import SpecError
 from attn_core.expressions.properties import aux_numbers
-from jax_frontend.dispatch import empty_rows, ops, plan, tangent
+from attn_core.selection import NoBackendError, Target, explain
+from jax_frontend.dispatch import empty_rows, forward_mode, ops, plan, tangent
 from jax_frontend.dispatch.local_call import speaks_jax, vary_over, varying_as, varying_axes
 
 Array = jax.Array
@@ -65,23 +67,46 @@ class Derivative(NamedTuple):
         return tuple(self.names.index(name) for name in ("out", "lse")[: 1 + self.with_lse])
 
     def tangent(self, *arrays: Array) -> tuple[Array, ...]:
-        """Forward mode: differentiates the operations of a JAX backend's forward; other backends raise SpecError."""
-        if not speaks_jax(self.call_plan):
-            raise SpecError(
-                f"backend={self.call_plan.backend!r}: expected reverse mode (jax.grad, jax.vjp), its kernels have no "
-                'forward mode (jax.jvp, jax.linearize, jax.jacfwd); backend="jax_xla" has both'
-            )
+        """Forward mode: by a kernel that computes tangents, or by JAX's derivative of a JAX backend's operations.
+
+        Raises:
+            SpecError: if no backend, or not the requested one, has forward mode for the call.
+        """
+        return self._tangent(forward_mode.plan_of(self.call_plan), arrays)
+
+    def differentiable(self, *arrays: Array) -> tuple[Array, ...]:
+        """Forward mode by a JAX backend alone, whose operations JAX differentiates again."""
+        return self._tangent(forward_mode.plan_of(self.call_plan, again=True), arrays)
+
+    def _tangent(self, call_plan: plan.Plan, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
         inputs, _, _ = self._split(arrays)
+        moving = dict(zip(self.moving, arrays[len(self.names) :], strict=True))
+        if not speaks_jax(call_plan):
+            return self._by_kernel(call_plan, inputs, moving)
 
         def forward(moved: dict[str, Array]) -> tuple[Array, ...]:
-            return _run(self.call_plan, inputs._replace(**moved), with_lse=True)[: 1 + self.with_lse]
+            return _run(call_plan, inputs._replace(**moved), with_lse=True)[: 1 + self.with_lse]
 
         primals = {name: getattr(inputs, name) for name in self.moving}
-        moving = dict(zip(self.moving, arrays[len(self.names) :], strict=True))
         return jax.jvp(forward, (primals,), (moving,))[1]  # type: ignore[no-any-return]
 
+    def _by_kernel(self, call_plan: plan.Plan, inputs: Inputs, moving: dict[str, Array]) -> tuple[Array, ...]:
+        if call_plan.as_one:  # [..., tokens, 3, heads, head_dim] -> three arrays
+            call_plan = call_plan._replace(as_one=False)
+            inputs = inputs._replace(**_apart(inputs.q))
+            moving = moving | (_apart(moving["q"]) if "q" in moving else {})
+        operands = _backend_inputs(call_plan, inputs)
+        # The tangents take the shapes that ``_backend_inputs`` gives to their arrays.
+        tangents = {name: array.reshape(getattr(operands, name).shape) for name, array in moving.items()}
+        dout, dlse = forward_mode.jvp(call_plan, operands, tangents)
+        return (dout[None] if call_plan.one_row else dout, dlse)[: 1 + self.with_lse]
+
     def transpose(self, *arrays: Any) -> list[Array]:
-        """Reverse mode: runs the backend's backward."""
+        """Reverse mode: runs the backend's backward. Raises NoBackendError if it has none."""
+        spec = self.call_plan.spec
+        if not spec.needs_backward:  # see _derivative_plan
+            target = Target.here("jax", self.call_plan.device)
+            raise NoBackendError(explain(replace(spec, needs_backward=True), target, self.call_plan.requested))
         inputs, out, lse = self._split(arrays)
         dout, *dlse = arrays[len(self.names) :]  # None for a cotangent that is zero
         dout = jnp.zeros_like(out) if dout is None else dout
@@ -122,7 +147,7 @@ def _derivative(call: AttentionCall, primals: tuple[Inputs], tangents: tuple[Inp
     moving = {name: moved for name, moved in moving.items() if name not in unread}
     call = call._replace(options=call.options._replace(aux_gradients=numbers))
     # Planned again, because a backend without a backward may have run the forward if no gradient was needed.
-    call_plan, with_lse = _plan(call, inputs, True, "bias" in moving), call.options.return_lse
+    call_plan, with_lse = _derivative_plan(call, inputs, "bias" in moving), call.options.return_lse
     out, lse = _run(call_plan, inputs, with_lse=True)
     if call_plan.spec.empty:
         # No value depends on an input. Under vmap the results are then constants without the mapped axis, and so must
@@ -154,6 +179,22 @@ def _plan(call: AttentionCall, inputs: Inputs, needs_backward: bool, bias_gradie
     return plan.plan(*arguments)._replace(as_one=inputs.k is None, checked=call.checked)
 
 
+def _derivative_plan(call: AttentionCall, inputs: Inputs, bias_gradient: bool) -> plan.Plan:
+    """Returns a plan with a backward; for backends that the caller named, one with forward mode alone will do.
+
+    Forward and reverse mode begin alike, and JAX does not say which one follows.
+    """
+    try:
+        return _plan(call, inputs, True, bias_gradient)
+    except NoBackendError as error:
+        try:
+            call_plan = _plan(call, inputs, False, False)
+            forward_mode.plan_of(call_plan)
+        except (NoBackendError, SpecError):
+            raise error from None
+        return call_plan
+
+
 def _run(call_plan: plan.Plan, inputs: Inputs, *, with_lse: bool) -> tuple[Any, Any]:
     out, lse = ops.forward(call_plan, _backend_inputs(call_plan, inputs), with_lse=with_lse)
     return (out[None] if call_plan.one_row else out), lse
@@ -175,6 +216,11 @@ def _backend_inputs(call_plan: plan.Plan, inputs: Inputs) -> Inputs:
         inputs = inputs._replace(cu_seqlens_q=queries, cu_seqlens_k=keys)
     shapes = {"mask": spec.mask_shape, "bias": spec.bias_shape}
     return inputs._replace(**{name: getattr(inputs, name).reshape(shape) for name, shape in shapes.items() if shape})
+
+
+def _apart(qkv: Array) -> dict[str, Array]:
+    """Returns q, k and v of one array ``[..., tokens, 3, heads, head_dim]``."""
+    return {name: qkv[..., at, :, :] for at, name in enumerate("qkv")}
 
 
 def _present(inputs: Inputs) -> dict[str, Any]:

@@ -17,12 +17,15 @@ from jax_frontend.bridge import targets
 from jax_frontend.bridge.bridged_call import BridgedCall
 from jax_frontend.dispatch.plan import Plan
 
+RESULTS = {"forward": ("out", "lse"), "jvp": ("dout", "dlse")}
+"""The results of the directions that have an output and, with ``with_lse``, a log-sum-exp or their tangents."""
+
 
 def names_of(call: BridgedCall) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Returns the names of a call's operands and of its results; "qkv" and "dqkv" if q, k and v are one array."""
     operands = (*call.operands, *call.extras)
-    if call.direction == "forward":
-        return operands, ("out", "lse") if call.with_lse else ("out",)
+    if call.direction in RESULTS:
+        return operands, RESULTS[call.direction][: 1 + call.with_lse]
     return operands, ("dqkv", *call.gradients[3:]) if call.operands[0] == "qkv" else call.gradients
 
 
@@ -33,7 +36,7 @@ def result_types(call: BridgedCall, *operands: Any) -> tuple[jax.ShapeDtypeStruc
     ``attention.run`` makes all operands vary over the same axes.
     """
     spec, like = call.spec, jax.typeof(operands[0])
-    if call.direction == "forward":
+    if call.direction in RESULTS:
         types = [(spec.out_shape, spec.dtype), (spec.lse_shape, spec.lse_dtype)][: 1 + call.with_lse]
     else:
         names, gradients = names_of(call)
@@ -84,9 +87,12 @@ def _run(call: BridgedCall, *operands: Any) -> list[Any]:
     module = backends.load(call.backend, backends.kind_of(call.device))
     named = dict(zip(names_of(call)[0], operands, strict=True))
     saved = [named.pop(name, None) for name in ("out", "lse", "dout", "dlse")]
+    moved = {name[1:]: named.pop(name) for name in call.extras} if call.direction == "jvp" else {}
     inputs = to_inputs(named)
     if call.direction == "forward":
         results = list(module.forward(call.spec, inputs)[: 1 + call.with_lse])
+    elif call.direction == "jvp":
+        results = _tangents(call, inputs, moved)
     else:
         gradients: Gradients = module.backward(call.spec, inputs, *saved)
         by_name = gradients._asdict() | ({"dqkv": jnp.stack(gradients[:3], -3)} if "qkv" in named else {})
@@ -95,6 +101,17 @@ def _run(call: BridgedCall, *operands: Any) -> list[Any]:
         if result.shape != expected.shape or result.dtype != expected.dtype:
             raise result_error(name, result, expected.shape, str(expected.dtype))
     return results
+
+
+def _tangents(call: BridgedCall, inputs: Inputs, moved: dict[str, Any]) -> list[Any]:
+    """Returns the tangents of a JAX backend's results, by JAX's derivative of its operations."""
+    module = backends.load(call.backend, backends.kind_of(call.device))
+
+    def forward(moving: dict[str, Any]) -> list[Any]:
+        return list(module.forward(call.spec, inputs._replace(**moving))[: 1 + call.with_lse])
+
+    primals = {name: getattr(inputs, name) for name in moved}
+    return jax.jvp(forward, (primals,), (moved,))[1]  # type: ignore[no-any-return]
 
 
 def empty_results(call: BridgedCall, *operands: Any) -> list[Any]:

@@ -55,7 +55,7 @@ def forward(plan: Plan, inputs: Any, *, with_lse: bool = True) -> tuple[Any, Any
         empty = partial(local_call.empty_results, call)
         out, *lse = partitioning.run_under_auto_axes(empty, MappedCall(call), operands)
     else:
-        out, *lse = _run(forward_p, MappedCall(call, requested=plan.requested), operands)
+        out, *lse = run_call(forward_p, MappedCall(call, requested=plan.requested), operands)
         if plan.checked:
             results = {"out": out, "lse": lse[0] if with_lse else None}
             value_checks.report_results(plan, "forward", dict(zip(names, operands, strict=True)), results)
@@ -77,17 +77,9 @@ def backward(plan: Plan, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: An
     names, operands = local_call.present_operands(inputs, plan.as_one)
     extras = {"out": out, "lse": lse, "dout": dout, "dlse": dlse}
     saved = {name: array for name, array in extras.items() if array is not None}
-    call = BridgedCall(
-        "backward",
-        plan.backend,
-        plan.device,
-        spec,
-        names,
-        tuple(saved),
-        overlaps_exchange=plan.overlaps_exchange,
-        checked=plan.checked,
-    )
-    results = _run(backward_p, MappedCall(call, requested=plan.requested), (*operands, *saved.values()))
+    flags = {"overlaps_exchange": plan.overlaps_exchange, "checked": plan.checked}
+    call = BridgedCall("backward", plan.backend, plan.device, spec, names, tuple(saved), **flags)
+    results = run_call(backward_p, MappedCall(call, requested=plan.requested), (*operands, *saved.values()))
     if plan.checked:
         named = dict(zip(names, operands, strict=True)) | saved
         value_checks.report_results(
@@ -100,7 +92,7 @@ def backward(plan: Plan, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: An
     return Gradients(**dict(zip(call.gradients, results, strict=True)))
 
 
-def _run(primitive: Primitive, whole: MappedCall, operands: Sequence[Any]) -> list[Any]:
+def run_call(primitive: Primitive, whole: MappedCall, operands: Sequence[Any]) -> list[Any]:
     """Runs a call as its primitive, or as a JAX backend's plain operations if XLA must split those itself.
 
     XLA must split the operations itself in two cases. With dropout, the dropped weights depend on indices in the whole
@@ -229,6 +221,10 @@ class OperationsDerivative(NamedTuple):
         residuals = len(self.moving) + len(self.results)
         return self.jvp(arrays[: len(self.moving)], arrays[residuals:])[1]  # type: ignore[no-any-return]
 
+    def differentiable(self, *arrays: Any) -> Sequence[Any]:
+        """Forward mode of forward mode: the operations are JAX's."""
+        return self.tangent(*arrays)
+
     def transpose(self, *arrays: Any) -> Sequence[Any]:
         """Always raises: a backward's operations contain loops that JAX cannot differentiate in reverse mode."""
         raise SpecError(
@@ -237,7 +233,7 @@ class OperationsDerivative(NamedTuple):
         )
 
 
-def _primitive(name: str) -> Primitive:
+def make_primitive(name: str) -> Primitive:
     """Creates a primitive with JAX's rules for running, typing, lowering, differentiating and mapping it."""
     primitive = Primitive(name)
     primitive.multiple_results = True
@@ -253,5 +249,5 @@ def _primitive(name: str) -> Primitive:
     return primitive
 
 
-forward_p = _primitive("attn_forward")
-backward_p = _primitive("attn_backward")
+forward_p = make_primitive("attn_forward")
+backward_p = make_primitive("attn_backward")

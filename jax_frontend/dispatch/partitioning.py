@@ -191,11 +191,11 @@ def _run_part(part: Part, *operands: Any) -> list[Any]:
     arrays = dict(zip(call.names, operands, strict=True))
     picked = _kv_heads_read(part) if part.picks_kv_heads else None
     if picked is not None:
-        arrays |= {name: jnp.take(arrays[name], picked, axis=-2) for name in ("k", "v")}
+        arrays |= {name: jnp.take(arrays[name], picked, axis=-2) for name in ("k", "v", "dk", "dv") if name in arrays}
         if (call.call.spec.key_ranges_shape or (1, 1))[1] > 1:
             arrays["key_ranges"] = jnp.take(arrays["key_ranges"], picked, axis=-4)
     results = dict(zip(result_names(call), part.local.run(*arrays.values()), strict=True))
-    if call.call.direction == "forward":
+    if call.call.direction != "backward":
         return list(results.values())
     for name, gradient in results.items():
         if picked is not None and name in ("dk", "dv"):

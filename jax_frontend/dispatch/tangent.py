@@ -30,6 +30,9 @@ class Linear(Protocol):
     def tangent(self, *arrays: Any) -> Sequence[Any]:
         """Returns the output tangents, from residuals and input tangents; linear in the input tangents."""
 
+    def differentiable(self, *arrays: Any) -> Sequence[Any]:
+        """Returns ``tangent`` in operations that JAX differentiates; raises SpecError if there are none."""
+
     def transpose(self, *arrays: Any) -> Sequence[Any]:
         """Returns the cotangents of the input tangents, from residuals and output cotangents; None is a zero."""
 
@@ -49,6 +52,10 @@ class MappedDerivative(NamedTuple):
     def tangent(self, *arrays: Any) -> Sequence[Any]:
         """Maps the tangent over the elements."""
         return self._map(self.element.tangent, arrays)
+
+    def differentiable(self, *arrays: Any) -> Sequence[Any]:
+        """Maps the differentiable tangent over the elements."""
+        return self._map(self.element.differentiable, arrays)
 
     def transpose(self, *arrays: Any) -> Sequence[Any]:
         """Maps the transpose over the elements."""
@@ -88,7 +95,7 @@ def _derivative(primals: Sequence[Any], tangents: Sequence[Any], *, linear: Line
 
     def run(*moved: Any) -> list[Any]:
         arrays = dict(enumerate(primals)) | dict(zip(moving, moved, strict=True))
-        return list(linear.tangent(*arrays.values()))
+        return list(linear.differentiable(*arrays.values()))
 
     return jax.jvp(run, [primals[at] for at in moving], [tangents[at] for at in moving])  # type: ignore[no-any-return]
 

@@ -20,8 +20,9 @@ from attn_core.selection import Target, refusals
 from jax_frontend.bridge.bridged_call import BridgedCall
 from jax_frontend.dispatch import local_call, platforms
 
-_BATCH_FIRST = ("q", "k", "v", "qkv", "out", "lse", "dout", "dlse")
+_BATCH_FIRST = ("q", "k", "v", "qkv", "out", "lse", "dq", "dk", "dv", "dout", "dlse")
 """Operands whose leading axis is the batch."""
+_UNBATCHED = ("sinks", "dsinks", "rng")
 
 
 class MappedCall(NamedTuple):
@@ -93,12 +94,14 @@ class MappedCall(NamedTuple):
         if not self.sizes:
             return True
         spec = self.call.spec
-        unbatched = {name for at, name in enumerate(self.names) if name in ("sinks", "rng") and self.axes_in_front(at)}
+        unbatched = {name for at, name in enumerate(self.names) if name in _UNBATCHED and self.axes_in_front(at)}
         summed = self.call.direction == "backward" and (spec.sinks or spec.bias_gradient or bool(spec.aux_gradients))
         # Arrays that rows look up fold as the batch does. Other arrays of mapped elements differ from each other.
         rows_of = by_row(spec)
         shared = [name for number, name in enumerate(AUX) if number not in (rows_of or ())]
-        counted = rows_of is None or any(self.axes_in_front(at) for at, name in enumerate(self.names) if name in shared)
+        counted = rows_of is None or any(
+            self.axes_in_front(at) for at, name in enumerate(self.names) if name.removeprefix("d") in shared
+        )
         return not (spec.packed or unbatched or summed or counted or self._refusals_of(self._wide_spec()))
 
     def run(self, *operands: Any) -> list[Any]:
@@ -132,8 +135,9 @@ class MappedCall(NamedTuple):
         # Mapped slopes differ between elements, so they need the batch axis that the fold multiplies.
         if name == "alibi_slopes" and len(rest) == 1 and has:
             rest = (1, *rest)
-        by_batch = name in _BATCH_FIRST or (name in AUX and AUX.index(name) in (by_row(self.call.spec) or ()))
-        if name == "sinks" or (name in AUX and not by_batch):
+        table = name.removeprefix("d")  # of a tangent, its operand
+        by_batch = name in _BATCH_FIRST or (table in AUX and AUX.index(table) in (by_row(self.call.spec) or ()))
+        if table == "sinks" or (table in AUX and not by_batch):
             return array
         if not by_batch and not has and (rest[0] == 1 or len(rest) == 1):
             return array

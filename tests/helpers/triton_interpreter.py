@@ -54,5 +54,23 @@ def patch_numbers() -> None:
     interpreter._patch_lang_tensor = patched
 
 
+def patch_products() -> None:
+    """Makes the interpreter multiply bfloat16 numbers; it would multiply their bits, which it keeps as integers."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    original = interpreter.InterpreterBuilder.create_dot
+
+    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return original(self, *(_widened(each) if each.dtype.scalar == tl.bfloat16 else each for each in (a, b)), *rest)
+
+    def _widened(handle: Any) -> Any:
+        wide = handle.data.astype("uint32") << 16
+        return interpreter.TensorHandle(wide.view("float32"), tl.float32)
+
+    interpreter.InterpreterBuilder.create_dot = create_dot
+
+
 if INTERPRETED:
     patch_numbers()
+    patch_products()

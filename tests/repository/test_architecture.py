@@ -69,6 +69,8 @@ KERNEL_FILES = [
         "backends/flash4/sinks_kernel.py",
         "backends/flash4/table_kernel.py",
         "backends/flash4/work_order_kernel.py",
+        "backends/triton_jvp/kernels.py",
+        "backends/triton_jvp/tile_functions.py",
         "backends/triton_splitkv/kernels.py",
         "context_parallel/on_torch/merge_triton.py",
         "paged/triton_tables.py",

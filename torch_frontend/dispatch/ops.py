@@ -30,7 +30,7 @@ from torch_frontend.dispatch.run_plan import check_key_ranges, gradients_in_orde
 Tensor = torch.Tensor
 
 
-def _complete(call: Sequence[Any]) -> tuple[Inputs, PlainOptions]:
+def complete(call: Sequence[Any]) -> tuple[Inputs, PlainOptions]:
     """Returns the arguments of ``attn::forward`` with offsets that give every token a document."""
     inputs, plain = from_call(call)
     if inputs.mask is not None:
@@ -65,7 +65,7 @@ def _chosen(call_plan: Plan) -> Tensor:
 
 
 def _forward_op(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    inputs, plain = _complete(arguments)
+    inputs, plain = complete(arguments)
     call_plan, inputs = _op_plan(inputs, plain)
     check_key_ranges(call_plan.spec, inputs.key_ranges)
     with switched_off(inputs.q.device):
@@ -90,7 +90,7 @@ def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _backward_op(*arguments: Any) -> tuple[Tensor, ...]:
     # The saved offsets are the caller's, not completed ones, so the backward completes them as the forward did.
     dout, dlse, out, lse, chosen, *call = arguments
-    inputs, plain = _complete(call)
+    inputs, plain = complete(call)
     with switched_off(inputs.q.device):
         call_plan, inputs = _op_plan(inputs, plain, chosen)
         results = run_backward(call_plan, inputs, out, lse, dout, dlse)

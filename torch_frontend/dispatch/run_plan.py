@@ -50,7 +50,7 @@ def run_forward(call_plan: Plan, inputs: Inputs) -> tuple[Tensor, Tensor]:
     if call_plan.one_row:  # [1, tokens, heads, dim] -> [tokens, heads, dim]
         inputs = inputs._replace(q=inputs.q[0], k=inputs.k[0], v=inputs.v[0])
     try:
-        out, lse = call_plan.forward(call_plan.spec, _four_dimensional(inputs))
+        out, lse = call_plan.forward(call_plan.spec, four_dimensional(inputs))
     except Exception as error:
         note_plan(error, call_plan, "forward")
         raise
@@ -78,7 +78,7 @@ def run_backward(
         into = into and into._replace(dq=into.dq[0], dk=into.dk[0], dv=into.dv[0])
     buffers = {"into": into} if into is not None and call_plan.writes_into else {}
     try:
-        gradients = call_plan.backward(call_plan.spec, _four_dimensional(inputs), out, lse, dout, dlse, **buffers)
+        gradients = call_plan.backward(call_plan.spec, four_dimensional(inputs), out, lse, dout, dlse, **buffers)
     except Exception as error:
         note_plan(error, call_plan, "backward")
         raise
@@ -94,7 +94,7 @@ def note_plan(error: Exception, call_plan: Plan, direction: str) -> None:
     note_call(error, range_name(call_plan.backend, call_plan.spec, direction))
 
 
-def _four_dimensional(inputs: Inputs) -> Inputs:
+def four_dimensional(inputs: Inputs) -> Inputs:
     """Adds leading axes of size 1 to the mask and the bias, because backends expect four axes."""
     if inputs.mask is not None and inputs.mask.dim() < 4:
         inputs = inputs._replace(mask=inputs.mask[(None,) * (4 - inputs.mask.dim())])

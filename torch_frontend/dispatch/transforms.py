@@ -1,4 +1,4 @@
-"""Runs a call under torch.func's transforms: ``vmap``, ``grad``, ``vjp``, ``jacrev`` and their combinations.
+"""Runs a call under torch.func's transforms: ``vmap``, ``grad``, ``vjp``, ``jvp`` and their combinations.
 
 Eager calls use a plan's autograd function in its shortest form, which transforms do not support. Under a transform a
 call uses the autograd functions below, which have a rule for each transform and end in the ops.
@@ -13,10 +13,10 @@ from torch.autograd import forward_ad
 
 from attn_core.backends.shared.autograd import refuse_second_derivative
 from attn_core.call.tensors import Inputs
-from torch_frontend.dispatch import autograd, ops
+from torch_frontend.dispatch import autograd, forward_mode, ops
 from torch_frontend.dispatch import vmap as vmap_rules
 from torch_frontend.dispatch.after_import import after_import
-from torch_frontend.dispatch.op_arguments import PlainOptions, from_call, joined, to_call
+from torch_frontend.dispatch.op_arguments import PlainOptions, from_call, joined, tensors_of, to_call
 from torch_frontend.dispatch.tensor_kinds import is_watched
 
 Tensor = torch.Tensor
@@ -77,6 +77,7 @@ class _Forward(torch.autograd.Function):
         # The third result is the index of the backend, an integer.
         ctx.mark_non_differentiable(output[2])
         ops.save(ctx, inputs, output)
+        ctx.save_for_forward(*tensors_of(inputs))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
@@ -88,11 +89,9 @@ class _Forward(torch.autograd.Function):
         return ops.mapped_forward(_Forward.apply, info, in_dims, *call)
 
     @staticmethod
-    def jvp(ctx: Any, *_: Any) -> Any:
-        raise RuntimeError(
-            "attention has no forward mode in torch (torch.func.jvp, jacfwd, hessian, torch.autograd.forward_ad): use "
-            "reverse mode (torch.func.vjp, jacrev), or jax_frontend.attention with backend='jax_xla'"
-        )
+    def jvp(ctx: Any, *moved: Any) -> Any:
+        inputs = Inputs(*ctx.saved_tensors[: len(Inputs._fields)])
+        return *forward_mode.run(inputs, ctx.plain, moved), None
 
 
 class _Backward(torch.autograd.Function):

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from attn_core.call.tensors import Inputs
+from attn_core.call.tensors import Inputs, Tangents
 from attn_core.errors import ShapeError
 from torch_frontend.dispatch.op_arguments import PlainOptions
 
@@ -58,6 +58,30 @@ def backward(
     chosen = chosen if at is None or chosen is None else chosen.select(at, 0)
     gradients = run(*folded, chosen, *_fold(size, batch, inputs, dims))
     return (*(part.unflatten(0, (size, batch)) for part in gradients[:3]), *gradients[3:]), (0, 0, 0, None, None)
+
+
+def jvp(
+    run: Callable[..., tuple[Tensor, ...]],
+    size: int,
+    tangents: tuple[Tangents, Tangents],
+    inputs: Inputs,
+    dims: Inputs,
+    plain: PlainOptions,
+) -> MappedResults:
+    """Maps ``run(*tangents, *inputs) -> (dout, dlse)`` over ``size`` elements.
+
+    Args:
+        tangents: the tangents, and their mapped axes.
+    """
+    moved, moved_dims = tangents
+    if _cannot_fold(inputs, dims, plain) or moved_dims.dsinks is not None:
+        results = one_by_one(run, size, (*moved, *inputs), (*moved_dims, *dims))
+        return results, (0,) * len(results)
+    batch = _batch(inputs, dims)
+    rows = [None if each is None else _fold_rows(size, each, dim) for each, dim in zip(moved[:3], moved_dims)]
+    bias = _fold_table(size, batch, moved.dbias, moved_dims.dbias, axes=4)
+    dout, dlse = run(*rows, bias, moved.dsinks, *_fold(size, batch, inputs, dims))
+    return (dout.unflatten(0, (size, batch)), dlse.unflatten(0, (size, batch))), (0, 0)
 
 
 def one_by_one(

@@ -53,6 +53,7 @@ FORWARD = Support(
     symbolic=True,
 )
 BACKWARD = replace(FORWARD, paged=False)
+FORWARD_MODE = BACKWARD
 
 MAX_SCORES = 2**22
 """The most scores (batch * heads * q_len * kv_len) of a small call if blocks of them may be hidden."""

@@ -17,12 +17,12 @@ from dataclasses import replace
 from typing import Any
 
 from attn_core.backends.math import paged
-from attn_core.backends.shared import plain_attention
+from attn_core.backends.shared import plain_attention, plain_tangents
 from attn_core.backends.shared.device_kinds import ANY
 from attn_core.backends.support import Build, Support
 from attn_core.call.masks import band
 from attn_core.call.spec import DTYPES, AttentionSpec
-from attn_core.call.tensors import Gradients, Inputs
+from attn_core.call.tensors import Gradients, Inputs, Tangents
 
 FRAMEWORK = "torch"
 REQUIRES = "torch>=2.11"
@@ -56,6 +56,7 @@ FORWARD = Support(
     paged=True,
 )
 BACKWARD = replace(FORWARD, paged=False)
+FORWARD_MODE = replace(FORWARD, paged=False, aux_gradients=False)
 
 
 def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
@@ -90,3 +91,10 @@ def forward(spec: AttentionSpec, inputs: Any) -> tuple[Any, Any]:
 def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
     """See ``Backend.backward``."""
     return plain_attention.backward(spec, inputs, out, lse, dout, dlse)
+
+
+def jvp(
+    spec: AttentionSpec, inputs: Inputs, tangents: Tangents, into: Any = None, *, primals: bool = False
+) -> tuple[Any, Any, Any, Any]:
+    """See ``contract.jvp_of``. It always computes out and lse."""
+    return plain_tangents.jvp(spec, inputs, tangents)

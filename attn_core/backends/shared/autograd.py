@@ -91,4 +91,6 @@ def without_create_graph(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 def refuse_second_derivative(*_: Any) -> None:
     """Raises. Registered in the place of the derivative of a backward."""
-    raise RuntimeError("attention has no second derivative: its backward cannot be differentiated again")
+    raise RuntimeError(
+        "attention has no second derivative: its backward and its tangents cannot be differentiated again"
+    )

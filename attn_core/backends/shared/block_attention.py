@@ -24,16 +24,16 @@ def forward_block(spec: AttentionSpec, operands: BlockOperands, block: RowBlock)
     """Returns out ``[batch, kv_heads, group, rows, value_dim]`` and lse ``[batch, kv_heads, group, rows]``."""
     import torch
 
-    hidden = _hidden(spec, operands, block)
-    scores, _, hidden = _scores(spec, operands, block, hidden)
+    hidden = hidden_in(spec, operands, block)
+    scores, _, hidden = scores_of(spec, operands, block, hidden)
     top = scores.amax(dim=-1, keepdim=True)
     empty = None if hidden is None else top == -torch.inf
     if empty is not None and empty.is_cpu and not empty.any():
         empty = None
     weights, total, lse = softmax(scores, top, empty)
     if spec.dropout:
-        weights = weights * _dropout_factors(spec, operands, block)
-    out = sum_over_keys(weights, _of_keys(operands.v, block), None if operands.bounded else hidden)
+        weights = weights * dropout_factors(spec, operands, block)
+    out = sum_over_keys(weights, keys_in(operands.v, block), None if operands.bounded else hidden)
     out = out.div_(total if empty is None else total.masked_fill_(empty, 1.0))
     if operands.sinks is not None:
         share = torch.sigmoid(lse - operands.sinks)  # 0 for an empty row, but NaN if its sink is -inf, too
@@ -63,10 +63,10 @@ def backward_block(
     import torch
 
     grouped = (spec.num_kv_heads, spec.group_size)
-    hidden = _hidden(spec, operands, block)
-    scores, slopes, hidden = _scores(spec, operands, block, hidden, keep=True)
+    hidden = hidden_in(spec, operands, block)
+    scores, slopes, hidden = scores_of(spec, operands, block, hidden, keep=True)
     hidden = None if operands.bounded else hidden  # hidden weights are 0, whatever they are multiplied by
-    out, dout = (_heads_first(spec, tensor, block, scores.dtype) for tensor in (saved.out, saved.dout))
+    out, dout = (heads_first(spec, tensor, block, scores.dtype) for tensor in (saved.out, saved.dout))
     lse = saved.lse[:, :, block.rows].unflatten(1, grouped)[..., None]
     empty = lse == -torch.inf
     row_term = -(dout * out).sum(dim=-1, keepdim=True)  # dlse - delta, the same for all keys of a row
@@ -74,17 +74,17 @@ def backward_block(
         row_term = row_term + saved.dlse[:, :, block.rows].to(row_term.dtype).unflatten(1, grouped)[..., None]
     row_term = row_term.masked_fill(empty, 0.0)
 
-    weights = _zero_hidden(scores.sub_(lse.masked_fill(empty, 0.0) * LOG2E).exp2_(), hidden)
-    dweights = _scratch_products(operands, "dweights", dout, _of_keys(operands.v, block).mT)
+    weights = zero_hidden(scores.sub_(lse.masked_fill(empty, 0.0) * LOG2E).exp2_(), hidden)
+    dweights = _scratch_products(operands, "dweights", dout, keys_in(operands.v, block).mT)
     dropped = weights
     if spec.dropout:
-        factors = _dropout_factors(spec, operands, block)
+        factors = dropout_factors(spec, operands, block)
         dropped, dweights = weights * factors, dweights * factors
     sums.dv[:, :, block.keys] += sum_over_rows(dropped, dout, hidden)
-    dscores = _zero_hidden(dweights.add_(row_term).mul_(weights), hidden)
+    dscores = zero_hidden(dweights.add_(row_term).mul_(weights), hidden)
     if sums.dbias is not None:
         # The bias is added after softcap and score function, so its gradient has no factor of theirs.
-        part = _part(sums.dbias, block)
+        part = part_of(sums.dbias, block)
         part += dscores.sum_to_size(part.shape)
     if sums.dsinks is not None:
         sink_weight = torch.exp(operands.sinks - lse).masked_fill(empty, 0.0)
@@ -92,10 +92,10 @@ def backward_block(
     if sums.daux is not None:
         _add_to_aux(spec, operands, block, dscores, hidden, sums.daux)
     for each in slopes:
-        dscores = _zero_hidden(dscores * each, hidden)  # a hidden score may be NaN
+        dscores = zero_hidden(dscores * each, hidden)  # a hidden score may be NaN
     dscores = dscores * spec.scale
-    sums.dq[:, block.rows] = rows_first(sum_over_keys(dscores, _of_keys(operands.k, block), hidden))
-    q = _heads_first(spec, operands.q, block, scores.dtype)
+    sums.dq[:, block.rows] = rows_first(sum_over_keys(dscores, keys_in(operands.k, block), hidden))
+    q = heads_first(spec, operands.q, block, scores.dtype)
     sums.dk[:, :, block.keys] += sum_over_rows(dscores, q, hidden)
 
 
@@ -105,18 +105,18 @@ def _add_to_aux(
     """Adds one block's share to the gradients of the score function's arrays; hidden pairs, of any slope, add 0."""
     places, scores = _places(spec, operands, block), _capped_scores(spec, operands, block)
     for node, tree in lookup_slopes(spec.score_mod, spec.aux_gradients):  # type: ignore[arg-type]
-        summand = _zero_hidden(dlogits * evaluate_torch(tree, places, scores, operands.aux), hidden)
+        summand = zero_hidden(dlogits * evaluate_torch(tree, places, scores, operands.aux), hidden)
         add_at_lookup(sums[int(node.value or 0)], node, summand, places, scores, operands.aux)
 
 
 def _capped_scores(spec: AttentionSpec, operands: BlockOperands, block: RowBlock) -> Any:
     """Returns what the score function takes: scores with scale and softcap, in memory of their own."""
-    rows = _heads_first(spec, operands.q, block, operands.k.dtype)
-    scores = products(rows * factor_of(spec), _of_keys(operands.k, block).mT)
+    rows = heads_first(spec, operands.q, block, operands.k.dtype)
+    scores = products(rows * factor_of(spec), keys_in(operands.k, block).mT)
     return scores if spec.softcap is None else scores.tanh_().mul_(spec.softcap)
 
 
-def _scores(
+def scores_of(
     spec: AttentionSpec, operands: BlockOperands, block: RowBlock, hidden: Any, keep: bool = False
 ) -> tuple[Any, list[Any], Any]:
     """Returns the scores, -inf where hidden, what their gradient is multiplied by in turn, and what is hidden.
@@ -126,8 +126,8 @@ def _scores(
     overwrite them.
     """
     cap, slopes, factor = spec.softcap, [], LOG2E if spec.score_mod is None else 1.0
-    q = _heads_first(spec, operands.q, block, operands.k.dtype) * factor_of(spec)
-    scores = _scratch_products(operands, "scores", q, _of_keys(operands.k, block).mT)
+    q = heads_first(spec, operands.q, block, operands.k.dtype) * factor_of(spec)
+    scores = _scratch_products(operands, "scores", q, keys_in(operands.k, block).mT)
     if cap is not None:
         tanh = scores.tanh_()
         scores = tanh * (cap * factor) if keep else tanh.mul_(cap * factor)
@@ -142,7 +142,7 @@ def _scores(
         hidden = excluded if hidden is None else excluded | hidden
         scores = scores.mul_(LOG2E)
     if operands.bias is not None:
-        scores = scores.add_(_part(operands.bias, block).to(scores.dtype), alpha=LOG2E)
+        scores = scores.add_(part_of(operands.bias, block).to(scores.dtype), alpha=LOG2E)
     if operands.slopes is not None:
         scores = scores.sub_(operands.slopes * block.distance.abs(), alpha=LOG2E)
     if hidden is None:
@@ -177,17 +177,16 @@ def factor_of(spec: AttentionSpec) -> float:
     return spec.scale * (LOG2E if spec.score_mod is None else 1.0)  # type: ignore[operator]
 
 
-def _of_keys(table: Any, block: RowBlock) -> Any:
+def keys_in(table: Any, block: RowBlock) -> Any:
     """Returns a block's keys or values of ``[batch, kv_heads, kv_len, dim]``."""
     return table if block.keys == slice(0, table.shape[2]) else table[:, :, block.keys]
 
 
-def _hidden(spec: AttentionSpec, operands: BlockOperands, block: RowBlock) -> Any:
-    """Returns which scores band, documents, mask, ranges, mask function or a bias of -inf hide: bool, 5-D,
-    broadcastable, or None."""
+def hidden_in(spec: AttentionSpec, operands: BlockOperands, block: RowBlock) -> Any:
+    """Returns which scores anything but a score function hides: bool, 5-D, broadcastable, or None."""
     hidden = None if block.hidden is None else block.hidden[None, None, None]
     if operands.mask is not None:
-        masked = ~_part(operands.mask, block)
+        masked = ~part_of(operands.mask, block)
         hidden = masked if hidden is None else masked | hidden
     if operands.key_ranges is not None:
         outside = _outside_ranges(operands, block)
@@ -198,7 +197,7 @@ def _hidden(spec: AttentionSpec, operands: BlockOperands, block: RowBlock) -> An
         masked = ~shown.expand(*(1,) * (5 - shown.dim()), *shown.shape)
         hidden = masked if hidden is None else masked | hidden
     if operands.bias is not None:
-        excluded = _part(operands.bias, block) == float("-inf")
+        excluded = part_of(operands.bias, block) == float("-inf")
         hidden = excluded if hidden is None else excluded | hidden
     return hidden
 
@@ -226,17 +225,18 @@ def _outside_ranges(operands: BlockOperands, block: RowBlock) -> Any:
     return contains(operands.key_ranges[:, :, :, block.keys], rows).logical_not_()
 
 
-def _zero_hidden(values: Any, hidden: Any) -> Any:
+def zero_hidden(values: Any, hidden: Any) -> Any:
+    """Returns the values with 0 where they are hidden; overwrites them."""
     return values if hidden is None else values.masked_fill_(hidden, 0.0)
 
 
-def _part(table: Any, block: RowBlock) -> Any:
+def part_of(table: Any, block: RowBlock) -> Any:
     """The block's view of a table that is broadcastable to the scores of the whole call."""
     rows = table if table.shape[3] == 1 else table[..., block.rows, :]
     return rows if table.shape[4] == 1 else rows[..., block.keys]
 
 
-def _dropout_factors(spec: AttentionSpec, operands: BlockOperands, block: RowBlock) -> Any:
+def dropout_factors(spec: AttentionSpec, operands: BlockOperands, block: RowBlock) -> Any:
     """Returns 0 where a weight is dropped, ``1 / (1 - dropout)`` elsewhere."""
     import torch
 
@@ -248,7 +248,7 @@ def _dropout_factors(spec: AttentionSpec, operands: BlockOperands, block: RowBlo
     return keep(operands.rng, (batch, head, row, column), spec.dropout).to(operands.k.dtype) / (1.0 - spec.dropout)
 
 
-def _heads_first(spec: AttentionSpec, tensor: Any, block: RowBlock, dtype: Any) -> Any:
+def heads_first(spec: AttentionSpec, tensor: Any, block: RowBlock, dtype: Any) -> Any:
     """The block's rows of ``[batch, q_len, heads, dim]`` as ``[batch, kv_heads, group, rows, dim]`` in the dtype."""
     rows = tensor if block.rows == slice(0, tensor.shape[1]) else tensor[:, block.rows]
     shape = (*rows.shape[:2], spec.num_kv_heads, spec.group_size, rows.shape[3])

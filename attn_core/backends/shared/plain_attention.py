@@ -48,7 +48,7 @@ def forward(
     """
     import torch
 
-    with _without_autocast(inputs.q):
+    with without_autocast(inputs.q):
         # A fake tensor has no values to look at, and is of another type.
         if inputs.q.is_cpu and small_attention.fits(spec) and type(inputs.q) in (torch.Tensor, torch.nn.Parameter):
             return small_attention.forward(spec, inputs)
@@ -110,7 +110,7 @@ def _empty_results(spec: AttentionSpec, inputs: Inputs, operands: BlockOperands)
 @without_gradient
 def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
     """See ``Backend.backward``."""
-    with _without_autocast(inputs.q):
+    with without_autocast(inputs.q):
         out, lse, dout, dlse = (t[None] if spec.packed and t is not None else t for t in (out, lse, dout, dlse))
         saved = SavedTensors(out, lse, dout, dlse)
         height, parts, scores = _sizes(spec, inputs.q.is_cpu)
@@ -126,7 +126,7 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
         return _gradients(spec, inputs, sums)
 
 
-def _without_autocast(q: Any) -> AbstractContextManager[Any]:
+def without_autocast(q: Any) -> AbstractContextManager[Any]:
     """Returns a context without autocast, which would round the float32 products."""
     import torch
 

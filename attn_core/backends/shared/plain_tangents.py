@@ -1,0 +1,136 @@
+"""Forward mode in plain torch operations, block by block: what ``plain_attention`` computes, together with tangents.
+
+With w the softmax weights, f dropout's factors and m the tangent of the log-sum-exp:
+
+    dt = slope * scale * (dq.k + q.dk) + dbias      m = sum w dt      dout = sum w f ((dt - m) v + dv)
+
+A sink is one more term of m. Rows that see no key have tangent 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from attn_core.backends.shared.autograd import without_gradient
+from attn_core.backends.shared.block_attention import (
+    dropout_factors,
+    heads_first,
+    hidden_in,
+    keys_in,
+    part_of,
+    rows_first,
+    scores_of,
+    softmax,
+    zero_hidden,
+)
+from attn_core.backends.shared.block_operands import BlockOperands, operands_of
+from attn_core.backends.shared.contained_sums import products, sum_over_keys
+from attn_core.backends.shared.plain_attention import QUERY_BLOCK, without_autocast
+from attn_core.backends.shared.row_blocks import RowBlock, blocks
+from attn_core.call.spec import AttentionSpec
+from attn_core.call.tensors import Inputs, Tangents
+
+Results = tuple[Any, Any, Any, Any]
+"""out, lse, dout and dlse."""
+
+
+class Moves(NamedTuple):
+    """The tangents in the layouts of ``BlockOperands``; None for a zero."""
+
+    q: Any
+    k: Any
+    v: Any
+    bias: Any
+    sinks: Any
+
+
+@without_gradient
+def jvp(spec: AttentionSpec, inputs: Inputs, tangents: Tangents) -> Results:
+    """Returns out, lse and their tangents, with a batch axis only if the spec is not packed."""
+    import torch
+
+    with without_autocast(inputs.q):
+        operands = operands_of(spec, inputs)
+        moves = _moves_of(spec, operands, tangents)
+        shape = (spec.batch, spec.q_len, spec.num_heads, spec.value_dim)
+        out, dout = (torch.zeros(shape, dtype=inputs.q.dtype, device=inputs.q.device) for _ in range(2))
+        lse = operands.k.new_full((spec.batch, spec.num_heads, spec.q_len), float("-inf"))
+        dlse = torch.zeros_like(lse)
+        for block in blocks(spec, inputs, QUERY_BLOCK):
+            of_block = _block(spec, operands, moves, block)
+            for whole, part in zip((out, dout), of_block[::2], strict=True):
+                whole[:, block.rows] = rows_first(part)
+            for whole, part in zip((lse, dlse), of_block[1::2], strict=True):
+                whole[:, :, block.rows] = part.flatten(1, 2)
+    results = out, lse, dout, dlse
+    return tuple(each[0] for each in results) if spec.packed else results  # type: ignore[return-value]
+
+
+def _moves_of(spec: AttentionSpec, operands: BlockOperands, tangents: Tangents) -> Moves:
+    wide, grouped = operands.k.dtype, (spec.num_kv_heads, spec.group_size)
+
+    def of_rows(tangent: Any) -> Any:
+        return tangent if tangent is None or not spec.packed else tangent[None]
+
+    def of_keys(tangent: Any) -> Any:  # [batch, kv_len, kv_heads, dim] -> [batch, kv_heads, kv_len, dim]
+        return None if tangent is None else of_rows(tangent).transpose(1, 2).to(wide).contiguous()
+
+    bias = tangents.dbias
+    if bias is not None:  # [batch, heads or 1, q, kv] -> [batch, kv_heads or 1, group or 1, q, kv]
+        bias = bias.unflatten(1, grouped if bias.shape[1] > 1 else (1, 1))
+    sinks = None if tangents.dsinks is None else tangents.dsinks.to(wide).reshape(1, *grouped, 1, 1)
+    return Moves(of_rows(tangents.dq), of_keys(tangents.dk), of_keys(tangents.dv), bias, sinks)
+
+
+def _block(spec: AttentionSpec, operands: BlockOperands, moves: Moves, block: RowBlock) -> Results:
+    """Returns one block's out and dout ``[batch, kv_heads, group, rows, value_dim]``, and lse and dlse without dim."""
+    import torch
+
+    scores, slopes, hidden = scores_of(spec, operands, block, hidden_in(spec, operands, block), keep=True)
+    moved = _moved_logits(spec, operands, moves, block, slopes, hidden)
+    top = scores.amax(dim=-1, keepdim=True)
+    empty = top == -torch.inf
+    weights, total, lse = softmax(scores, top, empty)
+    weights = weights.div_(total.masked_fill(empty, 1.0))
+    mean = torch.zeros_like(lse) if moved is None else (weights * moved).sum(-1, keepdim=True)
+    if operands.sinks is not None:
+        with_sink = torch.logaddexp(lse, operands.sinks)
+        share, of_sink = (torch.exp(each - with_sink).masked_fill_(empty, 0.0) for each in (lse, operands.sinks))
+        weights, mean = weights.mul_(share), mean * share
+        if moves.sinks is not None:
+            mean = mean + of_sink * moves.sinks
+        lse = with_sink.masked_fill_(empty, -torch.inf)
+    dropped = weights * dropout_factors(spec, operands, block) if spec.dropout else weights
+    values = keys_in(operands.v, block)
+    out = sum_over_keys(dropped, values, hidden)
+    centred = -mean if moved is None else moved - mean
+    dout = sum_over_keys(zero_hidden(dropped * centred, hidden), values, hidden)
+    if moves.v is not None:
+        dout = dout + sum_over_keys(dropped, keys_in(moves.v, block), hidden)
+    return out, lse.squeeze(-1), dout, mean.squeeze(-1)
+
+
+def _moved_logits(
+    spec: AttentionSpec, operands: BlockOperands, moves: Moves, block: RowBlock, slopes: list[Any], hidden: Any
+) -> Any:
+    """Returns the tangents of the logits, 0 where hidden; None if they do not move."""
+    wide = operands.k.dtype
+    moved = None
+    if moves.q is not None:
+        moved = products(heads_first(spec, moves.q, block, wide), keys_in(operands.k, block).mT)
+    if moves.k is not None:
+        part = products(heads_first(spec, operands.q, block, wide), keys_in(moves.k, block).mT)
+        moved = part if moved is None else moved.add_(part)
+    if moved is not None:
+        moved = moved.mul_(spec.scale)
+        for each in slopes:
+            moved = moved.mul_(each)
+    if moves.bias is not None:
+        bias = part_of(moves.bias, block).to(wide)
+        moved = bias.expand(*_scores_shape(spec, block)).clone() if moved is None else moved.add_(bias)
+    return None if moved is None else zero_hidden(moved, hidden)
+
+
+def _scores_shape(spec: AttentionSpec, block: RowBlock) -> tuple[int, ...]:
+    rows, keys = (part.stop - part.start for part in (block.rows, block.keys))
+    return spec.batch, spec.num_kv_heads, spec.group_size, rows, keys

@@ -1,0 +1,183 @@
+"""Our own Triton kernel for forward mode: out, lse and the tangents of both in one pass, without memory for scores.
+
+Limits: head_dim and value_dim up to 256, no gradient. By name it also runs the forward alone. A program has all
+channels of the logits and at most 128 of the values, so wider values compute the logits twice. float32 products are
+sums of three TF32 products. A NaN in a key or value may reach queries of its document that do not see it, but no other
+document.
+Upstream: triton 3.6 to 3.9, as torch brings it.
+"""
+
+from __future__ import annotations
+
+from functools import cache, lru_cache
+from typing import Any
+
+from attn_core.backends.shared.triton import launch
+from attn_core.backends.support import Build, Support
+from attn_core.backends.triton_jvp import launches
+from attn_core.backends.triton_jvp.launches import Tiles
+from attn_core.call.counters import operand_copied
+from attn_core.call.masks import band
+from attn_core.call.spec import AttentionSpec
+from attn_core.call.tensors import Gradients, Inputs, Tangents
+
+FRAMEWORK = "torch"
+REQUIRES = "triton>=3.6"
+
+FORWARD = Support(
+    kernel="the Triton forward-mode kernel",
+    devices=("cuda",),
+    dtypes=("float32", "bfloat16", "float16"),
+    max_head_dim=256,
+    value_dim=True,
+    grouped_heads=True,
+    alignments=("bottom_right", "top_left"),
+    causal=True,
+    window=True,
+    softcap=True,
+    sinks=True,
+    packed=True,
+    deterministic=True,
+    lse=True,
+)
+BACKWARD = None
+FORWARD_MODE = FORWARD
+WRITES_INTO = True
+
+MOST_PROGRAMS = 2**31 - 1
+"""The most programs along the first axis of a CUDA grid."""
+
+
+def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
+    """Refuses grids that are too large."""
+    programs = launches.programs(spec, launches.SMALLEST)
+    if programs <= MOST_PROGRAMS:
+        return ()
+    sizes = f"q_len={spec.q_len} with {spec.documents or spec.batch} rows and {spec.num_heads} heads"
+    return (f"{sizes}: {FORWARD.kernel} launches at most {MOST_PROGRAMS} programs, not {programs}",)
+
+
+def probe() -> str:
+    """Imports the kernel and returns Triton's version."""
+    import triton
+
+    from attn_core.backends.triton_jvp import kernels  # noqa: F401
+
+    return str(triton.__version__)
+
+
+def lower(spec: AttentionSpec) -> dict[str, Any]:
+    """Returns the kernel's arguments that follow from the spec. An open side of the window reaches every key."""
+    edge = band(spec)
+    # The kernel adds positions to it in int32, so it must stay far below 2**31.
+    far = 2**30
+    return {
+        "scale": spec.scale,
+        "softcap": spec.softcap or 1.0,  # unused without SOFTCAP
+        "left": far if edge.left is None else edge.left,
+        "right": far if edge.right is None else edge.right,
+        "PACKED": spec.packed,
+        "BOTTOM_RIGHT": spec.alignment == "bottom_right",
+        "LEFT": edge.left is not None,
+        "SOFTCAP": spec.softcap is not None,
+        "SINKS": spec.sinks,
+    }
+
+
+@lru_cache(maxsize=4096)
+def _settings(spec: AttentionSpec, device: int) -> tuple[dict[str, Any], Tiles]:
+    return lower(spec), launches.tiles(spec, _shared_memory(device))
+
+
+@cache
+def _shared_memory(device: int) -> int:
+    """Returns the bytes of shared memory that a program may use on a GPU for the tiles of ``launches``."""
+    if device < 0:  # a CPU tensor: tests run the kernel in Triton's interpreter
+        return 2**20
+    import torch
+    from triton.runtime.driver import driver
+
+    most = driver.active.utils.get_device_properties(device)["max_shared_mem"]
+    # From compute capability 10 on, the compiler puts a few KiB more into shared memory.
+    return int(most) - (5 * 1024 if torch.cuda.get_device_capability(device)[0] >= 10 else 0)
+
+
+@cache
+def _kernels() -> Any:
+    from attn_core.backends.triton_jvp import kernels
+
+    return kernels
+
+
+def forward(spec: AttentionSpec, inputs: Inputs, into: Any = None) -> tuple[Any, Any]:
+    """See ``Backend.forward``."""
+    out, lse, _, _ = _run(spec, inputs, Tangents(), into or (None, None), (None, None), primals=True)
+    return out, lse
+
+
+def jvp(
+    spec: AttentionSpec, inputs: Inputs, tangents: Tangents, into: Any = None, *, primals: bool = False
+) -> tuple[Any, Any, Any, Any]:
+    """See ``contract.jvp_of``."""
+    return _run(spec, inputs, tangents, (None, None), into or (None, None), primals=primals)
+
+
+def backward(spec: AttentionSpec, inputs: Any, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
+    """Raises: the kernel is for forward mode."""
+    raise NotImplementedError(f"backward: {FORWARD.kernel} has no gradient")
+
+
+def _run(
+    spec: AttentionSpec,
+    inputs: Inputs,
+    tangents: Tangents,
+    results: tuple[Any, Any],
+    moved: tuple[Any, Any],
+    *,
+    primals: bool,
+) -> tuple[Any, Any, Any, Any]:
+    """Returns (out, lse, dout, dlse): the first two None without ``primals``, the others if nothing moves."""
+    import torch
+
+    q, device = _dense(inputs.q), inputs.q.get_device()
+    moves = tuple(each is not None for each in (tangents.dq, tangents.dk, tangents.dv, tangents.dsinks))
+    rows = [_dense(each) for each in (inputs.k, inputs.v)]
+    # Absent tensors are replaced by any other pointer; constants keep the kernel from reading them.
+    moving = [q if each is None else _dense(each) for each in tangents[:3]]
+    sinks, dsinks = (q if each is None else each.contiguous() for each in (inputs.sinks, tangents.dsinks))
+    offsets = [q if each is None else each.contiguous() for each in (inputs.cu_seqlens_q, inputs.cu_seqlens_k)]
+    out, lse = _buffers(spec, q, results) if primals else (None, None)
+    dout, dlse = _buffers(spec, q, moved) if any(moves) else (None, None)
+    written = [q if each is None else each for each in (out, lse, dout, dlse)]
+    operands = (q, *rows, sinks, *moving, dsinks, *offsets, *written)
+    # The current device, because Triton launches there. Tests run the kernel on the CPU, in Triton's interpreter.
+    current = torch.cuda.current_device() if device >= 0 else device
+    strides = tuple(tensor.stride() for tensor in (q, *rows, *moving))
+    key = ("jvp", spec, moves, primals, strides, sinks.dtype, dsinks.dtype, current)
+    launch(
+        _kernels().attend,
+        key,
+        operands,
+        lambda: launches.attend(spec, strides, moves, primals, *_settings(spec, device)),
+    )
+    return out, lse, dout, dlse
+
+
+def _dense(tensor: Any) -> Any:
+    """Returns the tensor, or a contiguous copy if its channels are not next to each other."""
+    if tensor.stride(-1) == 1:
+        return tensor
+    operand_copied()
+    return tensor.contiguous()
+
+
+def _buffers(spec: AttentionSpec, q: Any, given: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Returns contiguous tensors for an output and a log-sum-exp, the caller's if they are contiguous."""
+    import torch
+
+    out, lse = (None if each is None or not each.is_contiguous() else each for each in given)
+    if out is None:
+        out = torch.empty(spec.out_shape, dtype=q.dtype, device=q.device)
+    if lse is None:
+        lse = torch.empty(spec.lse_shape, dtype=torch.float32, device=q.device)
+    return out, lse

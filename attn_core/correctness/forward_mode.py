@@ -1,0 +1,137 @@
+"""Forward mode in numpy float64: the tangents of out and lse, and the error bound of every element.
+
+With w the softmax weights, f dropout's factors, b the slope of softcap and score function, and m the tangent of lse:
+
+    dt      b scale (dq.k + q.dk) + dbias
+    dlse    m = sum w dt, with the sink's tangent as one more term
+    dout    sum w f ((dt - m) v + dv)
+
+The bounds hold for a kernel as in ``bounds``, in one pass: it rounds ``w dt`` and ``w`` to the call's dtype, and
+subtracts ``m out`` at the end. With the names of ``bounds``, E the error of dt in units of e, and M that of m:
+
+    dout    4 u (sum w f ((|dt| + |m|) |v| + |dv|) + |dout|)
+            + 8 e sum w f ((A + Abar) ((|dt| + |m|) |v| + |dv|) + (E + M) |v|), and the smallest steps of the dtype
+    dlse    8 e (M + |m|)
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from attn_core.call.spec import AttentionSpec
+from attn_core.call.tensors import Inputs, Tangents
+from attn_core.correctness import reference
+from attn_core.correctness.accuracy import Expected
+from attn_core.correctness.bounds import ROUNDOFF, TINY, float32_roundoff, lse_bound, magnitudes, out_bound
+from attn_core.correctness.reference import Array, Softmax, from_heads_first, heads_first, sum_over
+
+LARGEST_MOVE = 2.0**14
+"""A kernel in float16 divides larger tangents of logits, and so loses the last digits of small weights."""
+
+
+class Moves(NamedTuple):
+    """The tangents behind a call's results; ``[batch, heads, q_len, kv_len]`` unless noted.
+
+    Attributes:
+        scores: the tangent of ``scale * q.k``; scores_size: its terms' magnitudes.
+        logits: the tangent of the logits, 0 where hidden; bias: the bias's part of it.
+        values: ``[batch, heads, kv_len, value_dim]``, the tangent of v.
+        mean: ``[batch, heads, q_len]``, the tangent of lse.
+    """
+
+    scores: Array
+    scores_size: Array
+    logits: Array
+    bias: Array
+    values: Array
+    mean: Array
+
+
+def jvp(spec: AttentionSpec, inputs: Inputs, tangents: Tangents) -> tuple[Array, Array]:
+    """Returns the tangents of the output and the log-sum-exp, float64, in ``spec.out_shape`` and ``spec.lse_shape``.
+
+    The log-sum-exp is the caller's: a row that sees no key has its sink, and so the sink's tangent, or 0.
+    """
+    with np.errstate(all="ignore"):
+        call = reference.softmax(spec, inputs)
+        return _results(spec, call, _moves(spec, call, tangents))
+
+
+def expect(spec: AttentionSpec, inputs: Inputs, tangents: Tangents) -> Expected:
+    """Returns the reference's out, lse, dout and dlse of one call, and their bounds. dout and dlse are tangents."""
+    out, lse = reference.forward(spec, inputs)
+    with np.errstate(all="ignore"):
+        call = reference.softmax(spec, inputs)
+        sizes, moves = magnitudes(spec, call), _moves(spec, call, tangents)
+        dout, dlse = _results(spec, call, moves)
+        bounds = {"out": out_bound(spec, call, sizes, out), "lse": lse_bound(spec, sizes)}
+        reach = sizes.logits + sizes.mean[..., None]
+        error = _logit_errors(spec, call, sizes.scores, moves)
+        sinks = (1.0 + sizes.sink + sizes.mean) * abs(_sink_moves(spec, tangents))
+        mean_error = (call.weights * (error + reach * abs(moves.logits))).sum(-1) + call.sink_weights * sinks
+        bounds["dlse"] = (8 * float32_roundoff(spec) * (mean_error + abs(moves.mean))).reshape(spec.lse_shape)
+        bounds["dout"] = _dout_bound(spec, call, moves, reach, error + mean_error[..., None], dout)
+    return Expected({"out": out, "lse": lse, "dout": dout, "dlse": dlse}, bounds)
+
+
+def _moves(spec: AttentionSpec, call: Softmax, tangents: Tangents) -> Moves:
+    kv_head = np.arange(spec.num_heads) // spec.group_size
+    dq = np.zeros_like(call.q) if tangents.dq is None else heads_first(spec, tangents.dq)
+    dk, dv = (
+        np.zeros_like(primal) if moved is None else heads_first(spec, moved)[:, kv_head]
+        for primal, moved in ((call.k, tangents.dk), (call.v, tangents.dv))
+    )
+    k, keys = call.k.swapaxes(-1, -2), dk.swapaxes(-1, -2)
+    scores = spec.scale * (dq @ k + call.q @ keys)
+    size = spec.scale * (abs(dq) @ abs(k) + abs(call.q) @ abs(keys))
+    shape = (1, 1, 1, 1) if tangents.dbias is None else spec.bias_shape
+    bias = np.zeros((1, 1, 1, 1)) if tangents.dbias is None else np.asarray(tangents.dbias, np.float64).reshape(shape)
+    # A hidden pair's tangent may be NaN, and its slope infinite.
+    logits = np.where(call.seen, call.slope * call.mod_slope * scores + bias, 0.0)
+    mean = (call.weights * logits).sum(-1) + call.sink_weights * _sink_moves(spec, tangents)
+    return Moves(scores, size, logits, bias, dv, mean)
+
+
+def _sink_moves(spec: AttentionSpec, tangents: Tangents) -> Array:
+    """Returns the tangents of the sinks, ``[1, heads, 1]``; 0 without."""
+    if tangents.dsinks is None:
+        return np.zeros((1, spec.num_heads, 1))
+    return np.asarray(tangents.dsinks, np.float64).reshape(1, spec.num_heads, 1)
+
+
+def _results(spec: AttentionSpec, call: Softmax, moves: Moves) -> tuple[Array, Array]:
+    weights = call.weights * call.factors
+    centred = np.where(call.seen, moves.logits - moves.mean[..., None], 0.0)
+    dout = sum_over(weights * centred, call.seen, call.v) + sum_over(weights, call.seen, moves.values)
+    return from_heads_first(spec, dout), moves.mean.reshape(spec.lse_shape)
+
+
+def _logit_errors(spec: AttentionSpec, call: Softmax, scores: Array, moves: Moves) -> Array:
+    """Returns E: the errors of the products, then those of the slopes, which move with their scores and round."""
+    bend, size = abs(call.mod_slope), abs(moves.scores)
+    error = call.slope * bend * moves.scores_size
+    if spec.softcap is not None:
+        bent = abs(call.capped) / spec.softcap
+        error = error + bend * 2 * bent * (bent + call.slope * scores / spec.softcap) * size
+    if spec.score_mod is not None:
+        moved = abs(call.mod_bend) * (call.slope * scores + abs(call.capped))
+        error = error + (moved + call.mod_slope_rounding) * call.slope * size
+    return np.where(call.seen, error + abs(moves.bias) + abs(moves.logits), 0.0)
+
+
+def _dout_bound(spec: AttentionSpec, call: Softmax, moves: Moves, reach: Array, error: Array, dout: Array) -> Array:
+    """Returns the bound of dout. reach: A + Abar; error: E + M."""
+    weights, size = call.weights * call.factors, abs(moves.logits) + abs(moves.mean)[..., None]
+    values, moved = abs(call.v), abs(moves.values)
+
+    def over(each: Array, of: Array) -> Array:
+        return sum_over(np.where(call.seen, each, 0.0), call.seen, of)
+
+    rounding = over(weights * size, values) + over(weights, moved)
+    logits = over(weights * (reach * size + error), values) + over(weights * reach, moved)
+    largest = 1.0 + abs(moves.logits).max(-1, initial=0.0)[..., None] / LARGEST_MOVE
+    steps = largest * (over(np.ones_like(weights), values) + over(np.ones_like(weights), moved)) + 2
+    bound = 4 * ROUNDOFF[spec.dtype] * rounding + 8 * float32_roundoff(spec) * logits + TINY[spec.dtype] * steps
+    return from_heads_first(spec, bound) + 4 * ROUNDOFF[spec.dtype] * abs(dout)

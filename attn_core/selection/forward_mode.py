@@ -1,0 +1,110 @@
+"""Chooses the backend of a call's forward mode, as pure data with all reasons, beside the choice of its forward.
+
+The tangents of a call do not depend on the kernel that computes its results. So each has a choice of its own: the
+results come from the backend of ``select``, the tangents from one that claims forward mode.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from attn_core import backends
+from attn_core.backends.support import unmet_claims
+from attn_core.call import counters, log
+from attn_core.call.ranges import words_of
+from attn_core.call.spec import AttentionSpec
+from attn_core.errors import SpecError
+from attn_core.selection.choice import Reasons, refusals
+from attn_core.selection.target import Target
+
+WORDS = {
+    "torch": ("torch.func.vjp, jacrev", "torch.func.jvp, jacfwd, torch.autograd.forward_ad"),
+    "jax": ("jax.grad, jax.vjp", "jax.jvp, jax.linearize, jax.jacfwd"),
+}
+"""What reverse mode and forward mode are called, by framework."""
+
+
+@dataclass(frozen=True)
+class ForwardMode:
+    """The choice of the backend that computes a call's tangents.
+
+    Attributes:
+        spec: the call without gradients in reverse mode.
+        backend: the chosen one, or None.
+        refusals: ``((backend, reasons), ...)`` of the candidates in front of it; of all if there is none.
+    """
+
+    spec: AttentionSpec
+    target: Target
+    requested: tuple[str, ...] | None
+    backend: str | None
+    refusals: tuple[tuple[str, Reasons], ...]
+
+    def __str__(self) -> str:
+        why = "; ".join(f"{name}: {', '.join(reasons)}" for name, reasons in self.refusals)
+        if self.backend is None:
+            return f"no forward mode: {why}"
+        return f"forward mode: {self.backend}" + (f", because of {why}" if why else "")
+
+    def error(self) -> SpecError:
+        """Returns the error for a call whose tangents no candidate can compute."""
+        reverse, forward = WORDS[self.target.framework]
+        named = "the call" if self.requested is None else f"backend={', '.join(self.requested)!r}"
+        others = [name for name in self._automatic if not reasons(name, self.spec, self.target)]
+        remedy = f'; backend="{others[0]}" has forward mode' if others else ""
+        why = "; ".join(f"{name}: {', '.join(each)}" for name, each in self.refusals)
+        return SpecError(f"{named}: expected reverse mode ({reverse}), got forward mode ({forward}): {why}{remedy}")
+
+    @property
+    def _automatic(self) -> tuple[str, ...]:
+        return backends.FORWARD_MODE.get((self.target.framework, self.target.kind), ())
+
+
+@lru_cache(maxsize=4096)
+def choose(spec: AttentionSpec, target: Target, requested: tuple[str, ...] | None) -> ForwardMode:
+    """Chooses the first candidate that can compute a call's tangents.
+
+    Args:
+        spec: its ``aux_gradients`` are the numbers of the arrays that have tangents.
+        requested: the backends that the caller named, of which no other may run; None for automatic choice.
+    """
+    spec = replace(spec, needs_backward=False, bias_gradient=False)
+    refused: list[tuple[str, Reasons]] = []
+    for name in requested or backends.FORWARD_MODE.get((target.framework, target.kind), ()):
+        why = reasons(name, spec, target)
+        if not why:
+            return ForwardMode(spec, target, requested, name, tuple(refused))
+        refused.append((name, why))
+    return ForwardMode(spec, target, requested, None, tuple(refused))
+
+
+def noted(choice: ForwardMode) -> str:
+    """Returns the chosen backend, counts the new plan, and writes its record.
+
+    Raises:
+        SpecError: if there is none; the message has every reason.
+    """
+    if choice.backend is None:
+        raise choice.error()
+    target = choice.target
+    counters.count("plan", target.framework, choice.backend)
+    refused = {name: list(why) for name, why in choice.refusals}
+    chosen_by = "name" if choice.requested else "static order"
+    behind = f", behind {', '.join(refused)}" if refused else ""
+    call, where = words_of(choice.spec), f"{target.framework} on {target.device}"
+    fields: dict[str, Any] = {"backend": choice.backend, "framework": target.framework, "device": target.device}
+    fields |= {"call": call, "chosen_by": chosen_by, "predicted_us": None, "refused": refused, "direction": "jvp"}
+    log.emit("plan", f"{choice.backend} in {where}, by {chosen_by}{behind}: jvp {call}", **fields)
+    return choice.backend
+
+
+def reasons(name: str, spec: AttentionSpec, target: Target) -> Reasons:
+    """Returns every reason why a backend cannot compute the tangents of a call on a target."""
+    backend = backends.load(name, target.kind)
+    claims = backends.forward_mode(backend)
+    if claims is None:
+        return (f"{backend.FORWARD.kernel} has no forward mode",)
+    forward = refusals(name, spec, target)
+    return (*forward, *(why for why in unmet_claims(claims, spec, target.device) if why not in forward))
