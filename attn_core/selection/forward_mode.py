@@ -13,6 +13,7 @@ from typing import Any
 from attn_core import backends
 from attn_core.backends.support import unmet_claims
 from attn_core.call import counters, log
+from attn_core.call.functions import listed
 from attn_core.call.ranges import words_of
 from attn_core.call.spec import AttentionSpec
 from attn_core.errors import SpecError
@@ -32,6 +33,7 @@ class ForwardMode:
 
     Attributes:
         spec: the call without gradients in reverse mode.
+        arrays: the numbers of the aux arrays that have tangents.
         backend: the chosen one, or None.
         refusals: ``((backend, reasons), ...)`` of the candidates in front of it; of all if there is none.
     """
@@ -39,6 +41,7 @@ class ForwardMode:
     spec: AttentionSpec
     target: Target
     requested: tuple[str, ...] | None
+    arrays: tuple[int, ...]
     backend: str | None
     refusals: tuple[tuple[str, Reasons], ...]
 
@@ -52,7 +55,7 @@ class ForwardMode:
         """Returns the error for a call whose tangents no candidate can compute."""
         reverse, forward = WORDS[self.target.framework]
         named = "the call" if self.requested is None else f"backend={', '.join(self.requested)!r}"
-        others = [name for name in self._automatic if not reasons(name, self.spec, self.target)]
+        others = [name for name in self._automatic if not reasons(name, self.spec, self.target, self.arrays)]
         remedy = f'; backend="{others[0]}" has forward mode' if others else ""
         why = "; ".join(f"{name}: {', '.join(each)}" for name, each in self.refusals)
         return SpecError(f"{named}: expected reverse mode ({reverse}), got forward mode ({forward}): {why}{remedy}")
@@ -63,21 +66,23 @@ class ForwardMode:
 
 
 @lru_cache(maxsize=4096)
-def choose(spec: AttentionSpec, target: Target, requested: tuple[str, ...] | None) -> ForwardMode:
+def choose(
+    spec: AttentionSpec, target: Target, requested: tuple[str, ...] | None, arrays: tuple[int, ...] = ()
+) -> ForwardMode:
     """Chooses the first candidate that can compute a call's tangents.
 
     Args:
-        spec: its ``aux_gradients`` are the numbers of the arrays that have tangents.
         requested: the backends that the caller named, of which no other may run; None for automatic choice.
+        arrays: the numbers of the aux arrays that have tangents.
     """
-    spec = replace(spec, needs_backward=False, bias_gradient=False)
+    spec = replace(spec, needs_backward=False, bias_gradient=False, aux_gradients=())
     refused: list[tuple[str, Reasons]] = []
     for name in requested or backends.FORWARD_MODE.get((target.framework, target.kind), ()):
-        why = reasons(name, spec, target)
+        why = reasons(name, spec, target, arrays)
         if not why:
-            return ForwardMode(spec, target, requested, name, tuple(refused))
+            return ForwardMode(spec, target, requested, arrays, name, tuple(refused))
         refused.append((name, why))
-    return ForwardMode(spec, target, requested, None, tuple(refused))
+    return ForwardMode(spec, target, requested, arrays, None, tuple(refused))
 
 
 def noted(choice: ForwardMode) -> str:
@@ -100,11 +105,13 @@ def noted(choice: ForwardMode) -> str:
     return choice.backend
 
 
-def reasons(name: str, spec: AttentionSpec, target: Target) -> Reasons:
-    """Returns every reason why a backend cannot compute the tangents of a call on a target."""
+def reasons(name: str, spec: AttentionSpec, target: Target, arrays: tuple[int, ...] = ()) -> Reasons:
+    """Returns every reason why a backend cannot compute the tangents of a call on a target; see ``choose``."""
     backend = backends.load(name, target.kind)
     claims = backends.forward_mode(backend)
     if claims is None:
         return (f"{backend.FORWARD.kernel} has no forward mode",)
     forward = refusals(name, spec, target)
+    if arrays and not claims.aux_gradients:
+        forward = (*forward, f"tangent of {listed(arrays)}: {claims.kernel} has none")
     return (*forward, *(why for why in unmet_claims(claims, spec, target.device) if why not in forward))

@@ -48,7 +48,7 @@ def plan_of(call_plan: Plan, *, again: bool = False) -> Plan:
 
 @lru_cache(maxsize=4096)
 def _choice(spec: AttentionSpec, device: str, requested: tuple[str, ...] | None) -> tuple[AttentionSpec, str]:
-    choice = forward_mode.choose(spec, Target.here("jax", device), requested)
+    choice = forward_mode.choose(spec, Target.here("jax", device), requested, spec.aux_gradients)
     return choice.spec, forward_mode.noted(choice)
 
 

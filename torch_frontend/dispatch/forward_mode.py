@@ -46,16 +46,19 @@ class TangentPlan(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def plan_of(
-    metadata: tuple[plan.Metadata | None, ...], options: Options, requested: Any, switches: Any = None
+    metadata: tuple[plan.Metadata | None, ...], options: Options, requested: Any, switches: Any, arrays: tuple[int, ...]
 ) -> TangentPlan:
     """Checks a call and chooses the backend of its tangents; the arguments are those of ``plan.plan``.
+
+    Args:
+        arrays: the numbers of the aux arrays that have tangents.
 
     Raises:
         SpecError: if no backend, or not the requested one, can compute them; the message has every reason.
     """
     spec, target, names = plan.request(metadata, options, False, False, requested, switches)
     one_row = spec.packed and metadata[0] is not None and len(metadata[0][0]) == 4
-    backend = forward_mode.noted(forward_mode.choose(spec, target, names))
+    backend = forward_mode.noted(forward_mode.choose(spec, target, names, arrays))
     if spec.empty:
         return TangentPlan(spec, backend, None, one_row)
     assert metadata[0] is not None
@@ -86,7 +89,8 @@ def _jvp_op(*arguments: Any) -> tuple[Tensor, Tensor]:
     inputs, plain = complete(arguments[COUNT:])
     inputs = inputs if inputs.key_ranges is None else inputs._replace(key_ranges=inputs.key_ranges.to(inputs.q.device))
     requested, switches = requested_now(plain.backend)
-    call_plan = plan_of(plan.metadata(inputs), plain.as_options(), requested, switches)
+    arrays, plain = plain.array_numbers, plain._replace(aux_gradients=None)
+    call_plan = plan_of(plan.metadata(inputs), plain.as_options(), requested, switches, arrays)
     spec, tangents = call_plan.spec, Tangents(*arguments[:COUNT])
     check_key_ranges(spec, inputs.key_ranges)
     if call_plan.jvp is None or all(each is None for each in tangents):
