@@ -182,7 +182,7 @@ class _CacheCollection(NamedTuple):
 
     layer: nn.Module
 
-    def load(self, key: jax.ShapeDtypeStruct, value: jax.ShapeDtypeStruct) -> Cache | None:
+    def read(self, key: jax.ShapeDtypeStruct, value: jax.ShapeDtypeStruct) -> Cache | None:
         layer = self.layer
         exists = layer.has_variable("cache", "cached_key")
         if not layer.is_mutable_collection("cache"):
@@ -198,6 +198,6 @@ class _CacheCollection(NamedTuple):
         )
         return Cache(*(jnp.asarray(each.value) for each in variables)) if exists else None
 
-    def store(self, cache: Cache) -> None:
+    def write(self, cache: Cache) -> None:
         for name, array in cache._asdict().items():
             self.layer.put_variable("cache", name, array)

@@ -53,7 +53,7 @@ def attend(
     check_precision(layer.precision, dtype)
     cache = None
     if call.store is not None:
-        cache = call.store.load(*(jax.ShapeDtypeStruct((*batch, *heads.shape[1:]), heads.dtype) for heads in (k, v)))
+        cache = call.store.read(*(jax.ShapeDtypeStruct((*batch, *heads.shape[1:]), heads.dtype) for heads in (k, v)))
     if cache is not None:
         check_room(cache, batch, k, v)
     if layer.rotary is not None:
@@ -65,7 +65,7 @@ def attend(
         heads = attend_to_heads(layer, q, k, v, call)
     else:
         heads, extended = attend_in_cache(layer, q, k, v, call, cache)
-        call.store.store(extended)  # after the attention, so that a refused call leaves the cache as it was
+        call.store.write(extended)  # after the attention, so that a refused call leaves the cache as it was
     out = projections.out(heads)
     return out.reshape(*x.shape[:-1], out.shape[-1])
 

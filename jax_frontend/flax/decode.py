@@ -63,37 +63,24 @@ def attend_in_cache(
     Returns:
         ``[rows, new, heads, value_dim]`` and the cache with the new tokens.
     """
-    rows, new = k.shape[:2]
-    index = cache.cache_index
+    (rows, new), index = k.shape[:2], cache.cache_index
     extended = Cache(_written(cache.cached_key, k, index), _written(cache.cached_value, v, index), index + new)
-    keys, values = (
-        array.reshape(rows, *array.shape[-3:]).astype(q.dtype) for array in (extended.cached_key, extended.cached_value)
-    )  # [rows, max_length, kv_heads, dim]
-    index, max_length = cache.cache_index.astype(jnp.int32), keys.shape[1]
-    left = normalise_window(layer.window, layer.causal)[0]
-    reach = max_length if left is None else min(left + new, max_length)
-    first: Any = 0
-    if reach < max_length and not _has_tables(call):
+    keys, values = (each.reshape(rows, *each.shape[-3:]) for each in extended[:2])  # [rows, max_length, kv_heads, dim]
+    index, max_length = index.astype(jnp.int32), keys.shape[1]
+    left, first = normalise_window(layer.window, layer.causal)[0], jnp.zeros((), jnp.int32)
+    if left is not None and left + new < max_length and not _has_tables(call):
         # No new token sees further back, so a short window in a long cache reads only its own keys.
-        first = jnp.clip(index - (reach - new), 0, max_length - reach)
-        keys, values = (lax.dynamic_slice_in_dim(array, first, reach, axis=1) for array in (keys, values))
-    places = first + jnp.arange(keys.shape[1], dtype=jnp.int32)
-    ranges = _visible(places - index, new, left)  # [keys, 2]
-    out = attend_to_heads(
-        layer,
-        q,
-        keys,
-        values,
-        call._replace(
-            key_ranges=_within(call.key_ranges, ranges, index, (rows, keys.shape[2])),
-            functions=_moved(call.functions, index),
-            bias=_with_alibi(call, index, (rows, q.shape[2], new, max_length)),
-            alibi_slopes=None,
-        ),
-        causal=False,
-        window=None,
-    )
-    return out, extended
+        first = jnp.clip(index - left, 0, max_length - left - new)
+        keys, values = (lax.dynamic_slice_in_dim(each, first, left + new, axis=1) for each in (keys, values))
+    ahead = first - index + jnp.arange(keys.shape[1], dtype=jnp.int32)
+    tables = {
+        "key_ranges": _within(call.key_ranges, _visible(ahead, new, left), index, (rows, keys.shape[2])),
+        "functions": _moved(call.functions, index),
+        "bias": _with_alibi(call, index, (rows, q.shape[2], new, max_length)),
+        "alibi_slopes": None,
+    }
+    heads = q, keys.astype(q.dtype), values.astype(q.dtype)
+    return attend_to_heads(layer, *heads, call._replace(**tables), causal=False, window=None), extended
 
 
 def check_room(cache: Cache, batch: tuple[int, ...], k: jax.Array, v: jax.Array) -> None:

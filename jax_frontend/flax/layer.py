@@ -74,14 +74,14 @@ class Cache(NamedTuple):
 class CacheStore(Protocol):
     """A layer's access to its cache."""
 
-    def load(self, key: jax.ShapeDtypeStruct, value: jax.ShapeDtypeStruct) -> Cache | None:
+    def read(self, key: jax.ShapeDtypeStruct, value: jax.ShapeDtypeStruct) -> Cache | None:
         """Returns the cache; None if it was just initialised, with the shapes and dtypes of key and value.
 
         Raises:
             SpecError: if there is no cache, and this call cannot initialise one.
         """
 
-    def store(self, cache: Cache) -> None:
+    def write(self, cache: Cache) -> None:
         """Replaces the cache."""
 
 

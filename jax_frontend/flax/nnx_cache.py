@@ -51,12 +51,12 @@ class CacheVariables(NamedTuple):
 
     layer: Any
 
-    def load(self, key: jax.ShapeDtypeStruct, value: jax.ShapeDtypeStruct) -> Cache | None:
+    def read(self, key: jax.ShapeDtypeStruct, value: jax.ShapeDtypeStruct) -> Cache | None:
         layer = self.layer
         if layer.cached_key is None or layer.cached_value is None or layer.cache_index is None:
             raise SpecError("decode=True: expected a cache, got none; call init_cache(input_shape) first")
         return Cache(layer.cached_key[...], layer.cached_value[...], layer.cache_index[...])
 
-    def store(self, cache: Cache) -> None:
+    def write(self, cache: Cache) -> None:
         for name, array in cache._asdict().items():
             getattr(self.layer, name)[...] = array
