@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.measure import median_ratio
 from benchmarks.small_calls_report import RESULTS, measured_on
 
-CALLS = 10
+CALLS = 40
 """Calls in a row of a turn."""
 LAYER_TOKENS = 2 * 4096
 OURS = "attention"

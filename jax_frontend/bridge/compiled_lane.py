@@ -64,7 +64,9 @@ def lane_of(call: BridgedCall) -> Lane:
         return _callback_lane(call, why)
     try:
         as_one = {"as_one": True} if call.operands[0] == "qkv" else {}
-        program = backend.program(call.spec, call.direction, "dlse" in call.extras, **as_one)
+        # A forward before a backward has the log-sum-exp as a result, whether or not the caller wants it.
+        spec = replace(call.spec, return_lse=call.with_lse) if call.direction == "forward" else call.spec
+        program = backend.program(spec, call.direction, "dlse" in call.extras, **as_one)
         for step in program.steps:
             _register(step, "cpu" if kind == "cpu" else "gpu")
     except Exception as error:  # an interface that changed upstream can raise anything, and a callback still works
@@ -142,8 +144,8 @@ def run(program: Any, call: BridgedCall, results: tuple[Any, ...], operands: tup
     if call.operands[0] == "qkv" and call.direction == "backward":
         names = ("dqkv", *call.gradients[3:])
     # A kernel may be wider than the call, and sums some gradients in float32.
-    pairs = zip((named[name] for name in names), results, strict=False)
-    return tuple(array[..., : result.shape[-1]].astype(result.dtype) for array, result in pairs)
+    pairs = zip(results, names, strict=False)
+    return tuple(named[name][..., : result.shape[-1]].astype(result.dtype) for result, name in pairs)
 
 
 def _padded(array: Any, buffer: Any) -> Any:

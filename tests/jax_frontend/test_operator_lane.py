@@ -114,8 +114,12 @@ def test_flash3s_program_fills_the_operators_arguments_by_name(monkeypatch: pyte
         program = flash3_program.program(spec, {"softmax_scale": 0.5}, as_one=False)
         (step,) = program.steps
         assert step.attributes is not None and step.attributes()["arguments"] == words
-        assert [program.buffers[place].name for place in step.writes] == ["out", "lse"]
-        assert step.attributes()["copies"] == f"1:{len(step.reads) + 1}"
+        assert [program.buffers[place].name for place in step.writes] == ["out"]
+        assert step.attributes()["copies"] == ""
+        whole = flash3_program.program(replace(spec, return_lse=True), {"softmax_scale": 0.5}, as_one=False)
+        (step,) = whole.steps
+        assert [whole.buffers[place].name for place in step.writes] == ["out", "lse"]
+        assert step.attributes is not None and step.attributes()["copies"] == f"1:{len(step.reads) + 1}"
     with pytest.raises(Unrecordable, match="one array"):
         flash3_program.program(SPEC, {}, as_one=True)
 

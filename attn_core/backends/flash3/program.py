@@ -41,9 +41,12 @@ def program(spec: AttentionSpec, settings: Mapping[str, Any], as_one: bool) -> K
     offsets = ("cu_seqlens_q", "cu_seqlens_k") if spec.packed else ()
     buffers = [Buffer(name, shape, spec.dtype) for name, shape in zip("qkv", dry_run.shapes(spec), strict=True)]
     buffers += [Buffer(name, ((spec.documents or 0) + 1,), "int32") for name in offsets]
-    buffers += [Buffer("out", spec.out_shape, spec.dtype), Buffer("lse", spec.lse_shape, "float32")]
+    buffers.append(Buffer("out", spec.out_shape, spec.dtype))
     places = {buffer.name: number for number, buffer in enumerate(buffers)}
-    lse = places.pop("lse")
+    writes, copied = (places["out"],), {}
+    if spec.return_lse:  # the operator returns it as its second result, and a copy takes a kernel of its own
+        buffers.append(Buffer("lse", spec.lse_shape, "float32"))
+        writes, copied = (places["out"], len(buffers) - 1), {1: len(buffers) - 1}
     schema = operator._schema
     arguments = [
         Place(places[each.name]) if each.name in places else settings.get(each.name, each.default_value)
@@ -51,7 +54,4 @@ def program(spec: AttentionSpec, settings: Mapping[str, Any], as_one: bool) -> K
     ]
     reads = tuple(place for name, place in places.items() if name != "out")
     name = f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
-    # The operator writes out itself, and returns the log-sum-exp as its second result.
-    return KernelProgram(
-        tuple(buffers), (operator_step(name, tuple(arguments), reads, (places["out"], lse), {1: lse}),)
-    )
+    return KernelProgram(tuple(buffers), (operator_step(name, tuple(arguments), reads, writes, copied),))
