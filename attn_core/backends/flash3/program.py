@@ -43,7 +43,8 @@ def program(spec: AttentionSpec, settings: Mapping[str, Any], as_one: bool) -> K
     buffers += [Buffer(name, ((spec.documents or 0) + 1,), "int32") for name in offsets]
     buffers.append(Buffer("out", spec.out_shape, spec.dtype))
     places = {buffer.name: number for number, buffer in enumerate(buffers)}
-    writes, copied = (places["out"],), {}
+    writes: tuple[int, ...] = (places["out"],)
+    copied: dict[int, int] = {}
     if spec.return_lse:  # the operator returns it as its second result, and a copy takes a kernel of its own
         buffers.append(Buffer("lse", spec.lse_shape, "float32"))
         writes, copied = (places["out"], len(buffers) - 1), {1: len(buffers) - 1}
