@@ -7,9 +7,9 @@ is read beside a tensor is seen only where it lies outside of them all.
 
 Prints what ran and what did not, with its reason; exit code 1 only when a call raises, gives NaN or Inf, or writes
 beside a pool of pages. Without an NVIDIA GPU nothing runs. ``--only NAME ...`` runs these backends alone;
-``append_kv``, ``merge``, ``offsets`` and ``tables`` are names of our other Triton kernels, ``block_tables`` and
-``block_states`` of those of the CuTe DSL, and ``--own`` means all of our kernels. ``functions`` runs our mask and score
-functions inside FlashAttention-4's kernels.
+``append_kv``, ``merge``, ``offsets``, ``tables`` and ``jvp`` are names of our other Triton kernels, ``block_tables``,
+``block_states``, ``segments`` and ``sinks`` of those of the CuTe DSL, and ``--own`` means all of our kernels.
+``functions`` runs our mask and score functions inside FlashAttention-4's kernels.
 """
 
 from __future__ import annotations
@@ -32,10 +32,14 @@ from small_calls import KINDS, most_it_can, small_call, torch_backends, why_not
 from attn_core import AttentionSpec, PagedKV, backends
 from attn_core.backends.flash4 import backend as flash4
 from attn_core.backends.flash4 import block_tables, function_blocks, own_kernels
+from attn_core.backends.flash4 import sinks as flash4_sinks
 from attn_core.backends.shared import pools
+from attn_core.backends.shared.sinks import sink_gradient, with_sinks
+from attn_core.backends.triton_jvp import backend as triton_jvp
 from attn_core.call.functions import seen_by_function, trace
 from attn_core.call.masks import visible
-from attn_core.call.tensors import Inputs
+from attn_core.call.segments import function_of
+from attn_core.call.tensors import Inputs, Tangents
 from attn_core.call.trailing_tokens import tail_of
 from attn_core.context_parallel.on_torch.merge import merge
 from attn_core.correctness import reference
@@ -44,7 +48,10 @@ from attn_core.expressions.tracing import Aux
 from torch_frontend.dispatch import offsets
 
 APPEND = "append_kv"
-OWN = ("triton_splitkv", APPEND, "merge", "offsets", "tables", "block_tables", "block_states")
+OWN = (
+    *("triton_splitkv", "triton_jvp", "jvp", APPEND, "merge", "offsets", "tables"),
+    *("block_tables", "block_states", "segments", "sinks"),
+)
 """Everything that runs a kernel of this project."""
 
 
@@ -66,6 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
     requested += [(run_paged, name, kind) for name in paged.paged_backends() for kind in paged.KINDS]
     requested += [(run_append, APPEND, kind) for kind in paged.KINDS]
     requested += [(run_other, name, name) for name in OTHERS]
+    requested += [(run_of_triton, name, name) for name in OF_TRITON]
     requested += [(run_of_flash4, name, name) for name in OF_FLASH4]
     outcomes = [case(name, kind) for case, name, kind in requested if only is None or name in only]
     ran, wrong = len(outcomes) - outcomes.count(None), outcomes.count(False)
@@ -131,6 +139,11 @@ def run_other(name: str, kind: str, device: str = "cuda") -> bool:
     return passed(f"{name}, beside torch's operations", lambda: OTHERS[kind](device))
 
 
+def run_of_triton(name: str, kind: str) -> bool:
+    """Runs one of OF_TRITON."""
+    return passed(f"{name}, finite", OF_TRITON[kind])
+
+
 def run_of_flash4(name: str, kind: str) -> bool | None:
     """Runs one of OF_FLASH4, and compares it with the definition; None if flash-attn-4 is not installed."""
     try:
@@ -173,6 +186,25 @@ def clamps_tables(device: str) -> bool:
     safe_table, safe_lengths = pools.safe_tables(spec, inputs)
     expected = table.cpu().clamp(0, paged.PAGES - 1), lengths.cpu().clamp(0, width * page_size)
     return torch.equal(safe_table.cpu(), expected[0]) and torch.equal(safe_lengths.cpu(), expected[1])
+
+
+def moves_forward() -> bool:
+    """Computes tangents of documents whose offsets lie outside of the tokens and decrease."""
+    sizes = {"batch": 1, "q_len": 91, "kv_len": 83, "num_heads": 4, "num_kv_heads": 2, "head_dim": 48, "value_dim": 40}
+    spec = AttentionSpec(
+        **sizes, dtype="float32", documents=5, max_len_q=40, max_len_k=40, causal=True, softcap=3.0, return_lse=True
+    )
+    generator = torch.Generator().manual_seed(9)
+    shapes = ((91, 4, 48), (83, 2, 48), (83, 2, 40)) * 2
+    tensors = [torch.randn(shape, generator=generator).cuda() for shape in shapes]
+    lies = torch.tensor([0, 50, -7, 2**31 - 1, 30, 83], dtype=torch.int32).cuda()
+    inputs = Inputs(*tensors[:3], cu_seqlens_q=lies, cu_seqlens_k=lies)
+    triton_jvp.jvp(spec, inputs, Tangents(*tensors[3:]), primals=True)
+    right = torch.tensor([0, 40, 41, 41, 60, 83], dtype=torch.int32).cuda()
+    inputs = inputs._replace(cu_seqlens_q=right, cu_seqlens_k=right)
+    results = triton_jvp.jvp(spec, inputs, Tangents(*tensors[3:]), primals=True)
+    # The tokens behind the last offset belong to no document.
+    return finite(*(each[:83] if each.shape[0] == 91 else each[:, :83] for each in results))
 
 
 OTHERS: dict[str, Callable[[str], bool]] = {"merge": merges, "offsets": completes_offsets, "tables": clamps_tables}
@@ -226,6 +258,47 @@ def block_states_beyond_an_array() -> bool:
     return bool(states.cpu()[0, 0].tolist() == expected)
 
 
+def block_states_of_segments() -> bool:
+    """Finds the blocks of equal segments, whose ids come back, and of a band of positions in any order."""
+    random = np.random.default_rng(7)
+    ids = np.repeat(random.integers(0, 3, (2, 8)), 64, 1).astype(np.int32)
+    places = random.permutation(500).astype(np.int32)[None].repeat(2, 0)
+    arrays = ids[:, :300], ids[:, :500], places[:, :300], places
+    aux = tuple(Aux(array.shape, "int32") for array in arrays)
+    for band in ((None, None), (40, 0)):
+        count = 2 if band == (None, None) else 4
+        spec = AttentionSpec(**SIZES, mask_mod=function_of(True, band, tuple(range(count))), aux=aux[:count])
+        shown = seen_by_function(spec, arrays[:count])
+        on_gpu = [torch.from_numpy(np.ascontiguousarray(array)).cuda() for array in arrays[:count]]
+        states = function_blocks.states(spec, on_gpu, torch.device("cuda"), own_kernels).cpu()
+        for row, q, k in np.ndindex(2, 3, 4):
+            tile = shown[row, 0, 128 * q : 128 * q + 128, 128 * k : 128 * k + 128]
+            if int(states[row, 0, q, k]) != int(tile.any()) * (1 + int(tile.all())):
+                return False
+    return True
+
+
+def sinks_of_flash4() -> bool:
+    """Adds sinks to results of which some rows saw no key, and sums their gradient, dense and packed."""
+    generator = torch.Generator().manual_seed(8)
+    for rows in ((2,), ()):
+        out, dout = (torch.randn(*rows, 67, 4, 72, generator=generator).bfloat16() for _ in range(2))
+        lse, dlse = (torch.randn(*rows, 4, 67, generator=generator) for _ in range(2))
+        empty = torch.zeros_like(lse, dtype=torch.bool)
+        empty[..., ::5] = True
+        lse[empty], out.transpose(-2, -3)[empty] = -torch.inf, 0.0
+        sinks = torch.randn(4, generator=generator)
+        expected = with_sinks(out, lse, sinks)
+        actual = flash4_sinks.add(out.cuda(), lse.cuda(), sinks.cuda())
+        ours = flash4_sinks.gradient(sinks.cuda(), *actual, dout.cuda(), dlse.cuda())
+        theirs = sink_gradient(sinks, *expected, dout, dlse)
+        close = torch.allclose(actual[0].cpu().float(), expected[0].float(), rtol=0.01, atol=1e-3)
+        close = close and torch.allclose(actual[1].cpu(), expected[1], atol=1e-5)
+        if not (close and torch.allclose(ours.cpu(), theirs, rtol=1e-3, atol=0.02)):
+            return False
+    return True
+
+
 def functions_in_kernels() -> bool:
     """Runs a mask and a score function forward and backward; their lookups go beyond the array, too."""
     table = np.random.default_rng(5).random((4, 700)).astype(np.float32)
@@ -249,9 +322,13 @@ def functions_of(mask_mod: Any, score_mod: Any, array: np.ndarray) -> dict[str, 
     return {"mask_mod": trees[0], "score_mod": trees[1], "aux": (Aux(array.shape, str(array.dtype)),)}
 
 
+OF_TRITON: dict[str, Callable[[], bool]] = {"jvp": moves_forward}
+"""Those that have no other form on a CPU."""
 OF_FLASH4: dict[str, Callable[[], bool]] = {
     "block_tables": block_tables_of_lying_ranges,
     "block_states": block_states_beyond_an_array,
+    "segments": block_states_of_segments,
+    "sinks": sinks_of_flash4,
     "functions": functions_in_kernels,
 }
 
