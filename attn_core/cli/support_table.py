@@ -133,6 +133,10 @@ def _preference() -> str:
         "and backends that this project never ran on such a device.\n\n"
         "In forward mode, one of these computes the tangents:\n"
     )
+    lines += [
+        f"- {framework} on {kind}: " + ", ".join(f"`{name}`" for name in names)
+        for (framework, kind), names in backends.FORWARD_MODE.items()
+    ]
     return "## Order of automatic choice\n\n" + "\n".join(lines)
 
 

@@ -2,26 +2,22 @@
 
 The choice stops at the first backend that can run the call. A Selection computes the reasons against the others only
 when they are read, so that the first call of a new shape does not pay for an explanation. Choice and explanation use
-the same function, ``_reasons``, so they cannot disagree.
+the same function, ``reasons_of``, so they cannot disagree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
 from attn_core import backends
-from attn_core.backends.shared import known_bad
-from attn_core.backends.support import unmet_claims
 from attn_core.call.after_fork import lazy_property
 from attn_core.call.kinds import check_kind
 from attn_core.call.options import requested_names
 from attn_core.call.spec import AttentionSpec
 from attn_core.selection import preference
+from attn_core.selection.reasons import Reasons, broken_rules, reasons_of, refusals, unclaimed, unclaimed_gradient
 from attn_core.selection.target import Target
-
-Reasons = tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -144,7 +140,7 @@ def _explained(spec: AttentionSpec, target: Target, requested: tuple[str, ...] |
         # A wrong name is an error even behind a name that can run the call.
         backends.check_name(name)
     candidates = requested or preference.order(spec, target.framework, target.device)
-    chosen = next((name for name in candidates if next(_reasons(name, spec, target), None) is None), None)
+    chosen = next((name for name in candidates if next(reasons_of(name, spec, target), None) is None), None)
     return Selection(spec, target, requested, chosen)
 
 
@@ -182,64 +178,8 @@ def choose(
     for name in candidates:
         covered = claimed.get(name)
         if covered is None:
-            reasons = (*_unclaimed(name, spec, target), *_unclaimed_gradient(name, spec, target))
+            reasons = (*unclaimed(name, spec, target), *unclaimed_gradient(name, spec, target))
             covered = claimed[name] = not reasons
-        if covered and not _broken_rules(name, spec, target):
+        if covered and not broken_rules(name, spec, target):
             return name, candidates
     return None
-
-
-def refusals(name: str, spec: AttentionSpec, target: Target) -> Reasons:
-    """Returns every reason why one backend cannot run a call on a target."""
-    return tuple(_reasons(name, spec, target))
-
-
-def _reasons(name: str, spec: AttentionSpec, target: Target) -> Iterator[str]:
-    """Yields the reasons against a backend, so that a caller may stop at the first."""
-    yield from _unclaimed(name, spec, target)
-    if spec.symbolic and not target.claims(name)[0].symbolic:
-        return  # the rules compare sizes, and a symbol cannot be compared
-    yield from _broken_rules(name, spec, target)
-    yield from _unclaimed_gradient(name, spec, target)
-
-
-def _unclaimed(name: str, spec: AttentionSpec, target: Target) -> Iterator[str]:
-    """Yields the reasons that follow from the target and from the backend's claims about the forward.
-
-    They are the same for all numbers in place of the batch and the lengths, except for whether q_len is kv_len.
-    """
-    backend = backends.load(name, target.kind)
-    for unavailable, why in target.unavailable:
-        if unavailable == name:
-            yield why
-    claims = target.claims(name)[0]
-    unreached = target.out_of_reach(name)
-    # The bridge matters only for kernels that claim the device; the claims refuse it for the others.
-    if unreached is not None and (target.framework == "torch" or claims.runs_on(target.device)):
-        yield unreached
-    if spec.dropout and backend.FRAMEWORK == "torch" and target.framework == "jax":
-        yield f"dropout={spec.dropout}: in JAX only the XLA path has dropout"
-    yield from unmet_claims(claims, spec, target.device)
-
-
-def _broken_rules(name: str, spec: AttentionSpec, target: Target) -> Reasons:
-    """Returns the reasons that depend on all sizes of a call: the backend's own rules, and its known faults."""
-    build = target.build(name)
-    version = () if build is None else build.version
-    reasons = backends.load(name, target.kind).refuses(spec, target.device, build)
-    if not known_bad.rows_of(name, target.device, version):
-        return reasons
-    return (*reasons, *known_bad.refusals(name, spec, target.device, version))
-
-
-def _unclaimed_gradient(name: str, spec: AttentionSpec, target: Target) -> Iterator[str]:
-    """Yields the reasons that follow from the backend's claims about the backward; see ``_unclaimed`` for the sizes."""
-    if not spec.needs_backward:
-        return
-    claims, gradient_claims = target.claims(name)
-    if gradient_claims is None:
-        yield f"backward: {claims.kernel} has no gradient"
-        return
-    # The forward's reasons also apply to the backward; list each only once.
-    forward = unmet_claims(claims, spec, target.device)
-    yield from (f"backward: {why}" for why in unmet_claims(gradient_claims, spec, target.device) if why not in forward)

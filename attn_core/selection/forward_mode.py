@@ -17,7 +17,7 @@ from attn_core.call.functions import listed
 from attn_core.call.ranges import words_of
 from attn_core.call.spec import AttentionSpec
 from attn_core.errors import SpecError
-from attn_core.selection.choice import Reasons, refusals
+from attn_core.selection.reasons import Reasons, refusals
 from attn_core.selection.target import Target
 
 WORDS = {

@@ -45,7 +45,8 @@ from attn_core.context_parallel.on_torch.merge import merge
 from attn_core.correctness import reference
 from attn_core.errors import SpecError
 from attn_core.expressions.tracing import Aux
-from torch_frontend.dispatch import offsets
+from attn_core.selection import Target, forward_mode
+from torch_frontend.dispatch import offsets, plan
 
 APPEND = "append_kv"
 OWN = (
@@ -70,6 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
         print("memcheck cases: 0 ran")
         return 0
     requested = [(run_case, name, kind) for name in torch_backends() for kind in KINDS]
+    requested += [(run_tangents, "triton_jvp", kind) for kind in KINDS]
     requested += [(run_paged, name, kind) for name in paged.paged_backends() for kind in paged.KINDS]
     requested += [(run_append, APPEND, kind) for kind in paged.KINDS]
     requested += [(run_other, name, name) for name in OTHERS]
@@ -101,6 +103,23 @@ def run_case(backend: str, kind: str) -> bool | None:
     trained = able[0]
     label = f"{backend}, {kind}, {'forward and backward' if trained else 'forward'}"
     return passed(label, lambda: finite(*call.run(backend, trained)))
+
+
+def run_tangents(backend: str, kind: str, device: str = "cuda") -> bool | None:
+    """The same in forward mode, with tangents of q, k and v."""
+    call = small_call(kind, device=device)
+    choice = forward_mode.choose(
+        call.selection(backend, False).spec, Target.here("torch", plan.device_name(call.q.device)), (backend,)
+    )
+    if choice.backend is None:
+        print(f"not run: {kind}: {choice}", flush=True)
+        return None
+
+    def attend(*qkv: torch.Tensor) -> torch.Tensor:
+        return call._replace(q=qkv[0], k=qkv[1], v=qkv[2]).run(backend, False)[0]
+
+    primals = (call.q, call.k, call.v)
+    return passed(f"{backend}, {kind}, tangents", lambda: finite(*torch.func.jvp(attend, primals, primals[::-1])))
 
 
 def run_paged(backend: str, kind: str, device: str = "cuda") -> bool | None:

@@ -21,6 +21,14 @@ def test_paged_cases_run(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"ran: math, {kind}, forward\nran: append_kv, {kind}, in place\n"
 
 
+@pytest.mark.parametrize("kind", memcheck_cases.KINDS)
+def test_tangents_run(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert memcheck_cases.run_tangents("math", kind, "cpu")
+    assert memcheck_cases.run_tangents("triton_jvp", kind, "cpu") is None
+    ran, not_run = capsys.readouterr().out.splitlines()
+    assert ran == f"ran: math, {kind}, tangents" and "the Triton forward-mode kernel needs cuda" in not_run
+
+
 @pytest.mark.parametrize("name", memcheck_cases.OTHERS)
 def test_other_kernels_run(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert memcheck_cases.run_other(name, name, "cpu")

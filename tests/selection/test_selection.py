@@ -269,8 +269,8 @@ def test_the_way_to_a_kernel_explains_nothing(monkeypatch: pytest.MonkeyPatch) -
         considered.append(name)
         return reasons(name, spec, target)
 
-    reasons = choice._reasons
-    monkeypatch.setattr(choice, "_reasons", watched)
+    reasons = choice.reasons_of
+    monkeypatch.setattr(choice, "reasons_of", watched)
     monkeypatch.setattr(choice, "refusals", None)
     chosen = select(SPEC, Target("torch", "sm80"), ("flash3", "math", "flex"))
     assert (chosen.backend, considered) == ("math", ["flash3", "math"])
@@ -498,6 +498,7 @@ def test_the_whole_explanation_has_every_reason() -> None:
     assert explain(spec, CPU).text(everything=True) == (
         "selected: math\n"
         "  because: the first in the usual order that can run the call\n"
+        "  forward mode: math\n"
         f"  call: attention in torch on cpu: {HEAD}, "
         "softcap=50.0, needs_backward\n"
         "  sdpa_flash  refused: softcap=50.0: the aten CPU flash kernel has none\n"
@@ -570,7 +571,7 @@ def test_the_explanation_on_a_gpu() -> None:
             "  flash2\n"
             "  flex\n"
             "  math\n"
-            "  by name only: flash3_fp8\n"
+            "  by name only: flash3_fp8, triton_jvp\n"
             "one change away:\n"
             "  sdpa_cudnn      softcap=50.0: cuDNN attention has none\n"
             "  sdpa_flash      softcap=50.0: the aten CUDA flash kernel has none\n"
