@@ -52,6 +52,7 @@ __all__ = [
     "load",
     "modules",
     "names",
+    "of_kind",
     "backend_warm_up",
     "paged_shortcut",
     "program_refusals",
@@ -64,6 +65,7 @@ __all__ = [
 # Every other file or folder here counts as a backend, so a new helper at this level must be listed.
 NOT_BACKENDS = ("contract", "shared", "support")
 
+Orders = dict[tuple[str, str], tuple[str, ...]]
 _CUDA = ("flash3", "flash4", "sdpa_cudnn", "flash2", "sdpa_flash", "xformers", "sdpa_efficient", "flex")
 PREFERENCE = {
     ("torch", "cpu"): ("sdpa_flash", "math", "flex"),
@@ -99,6 +101,8 @@ FORWARD_MODE = {
     ("jax", "cpu"): ("jax_xla", "math"),
     ("torch", "cuda"): ("triton_jvp", "math"),
     ("jax", "cuda"): ("triton_jvp", "jax_xla", "math"),
+    ("torch", ANY): ("math",),
+    ("jax", ANY): ("jax_xla",),
 }
 """Automatic choice of the backend that computes tangents, best first. Another one may compute the call's results."""
 
@@ -193,7 +197,11 @@ def modules(name: str) -> dict[str, Backend]:
 
 def usual_order(framework: str, kind: str, *, paged: bool = False) -> tuple[str, ...]:
     """Returns the static order of automatic choice in a framework on a kind of device, best first."""
-    orders = PAGED_PREFERENCE if paged else PREFERENCE
+    return of_kind(PAGED_PREFERENCE if paged else PREFERENCE, framework, kind)
+
+
+def of_kind(orders: Orders, framework: str, kind: str) -> tuple[str, ...]:
+    """Returns the entry of a framework on a kind of device in an order such as ``FORWARD_MODE``."""
     return orders.get((framework, kind)) or orders.get((framework, ANY), ())
 
 

@@ -99,7 +99,7 @@ def _absent(framework: str, device: str) -> str | None:
 
 def _show(console: Console, selection: Selection, everything: bool) -> None:
     facts = explained.explanation(selection)
-    answer, *rest = head(facts)
+    answer, *rest = head(facts, everything)
     # These lines are wrapped already, and a path in them stays whole.
     console.print(Text(answer, STYLES[explained.SELECTED] if selection.backend else "bold red"), soft_wrap=True)
     for line in rest:

@@ -96,7 +96,8 @@ def cell(backend: Backend, claim: str) -> str:
 
 
 def _limits(modules: dict[str, Backend]) -> str:
-    rows = [["backend", "kernel", "tensors of", "needs", "devices", "dtypes", "head_dim", "alignments", "backward"]]
+    rows = [["backend", "kernel", "tensors of", "needs", "devices", "dtypes", "head_dim", "alignments"]]
+    rows[0] += ["backward", "forward mode"]
     for name, backend in modules.items():
         forward = backend.FORWARD
         rows.append(
@@ -110,6 +111,7 @@ def _limits(modules: dict[str, Backend]) -> str:
                 head_dims(forward),
                 ", ".join(forward.alignments) or NONE,
                 "yes" if backend.BACKWARD is not None else "no",
+                "yes" if backends.forward_mode(backend) is not None else "no",
             ]
         )
     return table_of(rows)

@@ -78,6 +78,13 @@ class Selection:
             return {}
         return preference.predicted(self.spec, self.target.framework, self.target.device)
 
+    @lazy_property
+    def forward_mode(self) -> str:
+        """The backend that computes the call's tangents in forward mode, or "none"; with the reasons against others."""
+        from attn_core.selection import forward_mode
+
+        return str(forward_mode.choose(self.spec, self.target, self.requested))
+
     @property
     def source(self) -> str | None:
         """What the predictions are derived from; None if the static order of ``attn_core.backends`` decides."""

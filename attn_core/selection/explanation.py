@@ -77,6 +77,8 @@ class Decision(Protocol):
     def mask(self) -> str | None: ...
     @property
     def parts(self) -> str | None: ...
+    @property
+    def forward_mode(self) -> str: ...
     def reasons(self, name: str) -> tuple[str, ...]: ...
 
 
@@ -88,7 +90,7 @@ class Explanation(NamedTuple):
         faults: why each requested backend cannot run the call, if none can.
         because: why this backend was chosen; None if none was.
         lane: how JAX reaches the backend, if that has reasons.
-        mask, parts: as the Selection has them.
+        mask, parts, forward_mode: as the Selection has them.
         call: where the call would run, and its spec.
         rows: every backend: the requested ones, the candidates of automatic choice, best first, and the others.
         device, backend, requested, automatic: as the Selection has them; no requested backends are an empty tuple.
@@ -106,6 +108,7 @@ class Explanation(NamedTuple):
     automatic: tuple[str, ...]
     mask: str | None = None
     parts: str | None = None
+    forward_mode: str | None = None
 
 
 def explanation(selection: Decision) -> Explanation:
@@ -125,6 +128,7 @@ def explanation(selection: Decision) -> Explanation:
         automatic=selection.automatic,
         mask=selection.mask,
         parts=selection.parts,
+        forward_mode=selection.forward_mode,
     )
 
 

@@ -17,7 +17,7 @@ NO_BREAK = "\N{NO-BREAK SPACE}"
 
 def text(facts: Explanation, everything: bool = False) -> str:
     """Returns the explanation as lines of at most 80 columns; see ``Selection.text``."""
-    lines = head(facts)
+    lines = head(facts, everything)
     if everything:
         return "\n".join([*lines, *_listed((row.backend, _sentence(row)) for row in facts.rows)])
     shown, hidden = worth_showing(facts)
@@ -30,13 +30,14 @@ def text(facts: Explanation, everything: bool = False) -> str:
     return "\n".join(lines)
 
 
-def head(facts: Explanation) -> list[str]:
-    """Returns the lines before the list of backends, the answer first."""
+def head(facts: Explanation, everything: bool = False) -> list[str]:
+    """Returns the lines before the list of backends, the answer first; ``everything`` as in ``text``."""
     # Each fault has a line of its own, so that most are not broken.
     lines = [wrapped(facts.answer, "", "  "), *(wrapped(fault, "  ", "    ") for fault in facts.faults)]
     # The call is broken between its fields.
     call = ", ".join(field.replace(" ", NO_BREAK) for field in facts.call.split(", "))
-    labelled = {"because": facts.because, "parts": facts.parts, "lane": facts.lane, "mask": facts.mask, "call": call}
+    labelled = {"because": facts.because, "parts": facts.parts, "lane": facts.lane, "mask": facts.mask}
+    labelled |= {"forward mode": facts.forward_mode if everything else None, "call": call}
     return lines + [wrapped(f"{label}: {fact}", "  ", "    ") for label, fact in labelled.items() if fact is not None]
 
 

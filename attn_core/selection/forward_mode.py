@@ -47,9 +47,7 @@ class ForwardMode:
 
     def __str__(self) -> str:
         why = "; ".join(f"{name}: {', '.join(reasons)}" for name, reasons in self.refusals)
-        if self.backend is None:
-            return f"no forward mode: {why}"
-        return f"forward mode: {self.backend}" + (f", because of {why}" if why else "")
+        return (self.backend or "none") + (f", because {why}" if why else "")
 
     def error(self) -> SpecError:
         """Returns the error for a call whose tangents no candidate can compute."""
@@ -62,7 +60,7 @@ class ForwardMode:
 
     @property
     def _automatic(self) -> tuple[str, ...]:
-        return backends.FORWARD_MODE.get((self.target.framework, self.target.kind), ())
+        return backends.of_kind(backends.FORWARD_MODE, self.target.framework, self.target.kind)
 
 
 @lru_cache(maxsize=4096)

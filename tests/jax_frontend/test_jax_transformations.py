@@ -15,8 +15,8 @@ from own_process import in_its_own_process
 from spec_strategies import make_call
 
 from attn_core import NoBackendError, SpecError, Target, backends, selection
-from attn_core.selection import choice
-from jax_frontend import SeqInfo, attention
+from attn_core.selection import choice, target
+from jax_frontend import SeqInfo, attention, attention_qkvpacked
 from jax_frontend.bridge import targets
 from jax_frontend.dispatch import ops, plan
 from jax_frontend.export import export_checks
@@ -58,7 +58,7 @@ def fresh_plans():
     """Empties the caches of plans and traces, so that nothing of a test reaches the next one."""
 
     def empty_caches():
-        for cache in (choice._explained, plan.plan, ops._jit_partitionable):
+        for cache in (choice._explained, target._claims, plan.plan, ops._jit_partitionable):
             cache.cache_clear()
         jax.clear_caches()
 
@@ -482,20 +482,62 @@ def test_hessians_equal_those_of_plain_operations(arrays):
             twice(q)
 
 
+FORWARD_WAYS = {
+    "jvp": lambda call, q: jax.jvp(call, (q,), (q,))[1],
+    "jit of jvp": lambda call, q: jax.jit(lambda q: jax.jvp(call, (q,), (q,)))(q)[1],
+    "jvp of jit": lambda call, q: jax.jvp(jax.jit(call), (q,), (q,))[1],
+    "linearize": lambda call, q: jax.linearize(call, q)[1](q),
+    "jacfwd": lambda call, q: jax.jacfwd(lambda q: call(q)[0, 1, :2])(q),
+    "vmap of jvp": lambda call, q: jax.vmap(lambda t: jax.jvp(call, (q,), (t,))[1])(jnp.stack([q, 2 * q])),
+    "jvp of vmap": lambda call, q: jax.jvp(jax.vmap(call), (jnp.stack([q, q]),), (jnp.stack([q, 2 * q]),))[1],
+    "remat": lambda call, q: jax.jvp(jax.checkpoint(call), (q,), (q,))[1],
+}
+
+
+@pytest.mark.parametrize("way", FORWARD_WAYS)
+def test_forward_mode_through_the_bridge(arrays, way):
+    """``math`` computes its tangents itself; its numbers are judged in tests/correctness/test_forward_mode.py."""
+    q, k, v = arrays
+    calls = (partial(attention, k=k, v=v, causal=True, softcap=3.0, backend=name) for name in ("math", "jax_xla"))
+    actual, expected = (FORWARD_WAYS[way](lambda q, call=call: call(q), q) for call in calls)
+    close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_forward_mode_of_one_array_and_of_documents():
+    qkv = jnp.asarray(np.random.default_rng(0).standard_normal((1, 9, 3, 4, DIM)), jnp.float32)
+    info = SeqInfo.from_lengths([4, 0, 5])
+    for options in ({}, {"seq_info": info, "window": (2, 1)}):
+        calls = (partial(attention_qkvpacked, backend=name, **options) for name in ("math", "jax_xla"))
+        (out, moved), (right, other) = (jax.jvp(call, (qkv,), (jnp.cos(qkv),)) for call in calls)
+        close(out, right)
+        close(moved, other, rtol=1e-4, atol=1e-5)
+
+
+def test_a_backend_with_forward_mode_alone_has_no_reverse_mode(arrays, monkeypatch, fresh_plans):
+    """As ``triton_jvp`` on a GPU."""
+    q, k, v = arrays
+    monkeypatch.setattr(backends.load("math"), "BACKWARD", None)
+    fresh_plans()
+    calls = (partial(attention, k=k, v=v, scale=0.123, backend=name) for name in ("math", "jax_xla"))
+    actual, expected = (jax.jvp(call, (q,), (q,)) for call in calls)
+    close(actual, expected, rtol=1e-4, atol=1e-5)
+    with pytest.raises(NoBackendError, match="backward: the torch math kernel has no gradient"):
+        jax.grad(lambda q: attention(q, k, v, scale=0.123, backend="math").sum())(q)
+
+
+def test_kernels_without_forward_mode_name_an_alternative(arrays):
+    q, k, v = arrays
+    call = lambda q: attention(q, k, v, backend="sdpa_flash")  # noqa: E731
+    says = r"backend='sdpa_flash': expected reverse mode .*no forward mode; backend=\"jax_xla\" has forward mode"
+    for forward in FORWARD_WAYS.values():
+        with pytest.raises(SpecError, match=says):
+            forward(call, q)
+
+
 @pytest.mark.parametrize("backend", ("sdpa_flash", "math"))
-def test_kernels_refuse_forward_mode_and_name_an_alternative(arrays, backend):
+def test_kernels_refuse_second_derivatives(arrays, backend):
     q, k, v = arrays
     call = lambda q: attention(q, k, v, backend=backend)  # noqa: E731
-    no_forward_mode = rf"backend='{backend}': expected reverse mode .*no forward mode .*backend=\"jax_xla\" has both"
-    for forward in (
-        lambda: jax.jvp(call, (q,), (q,)),
-        lambda: jax.jit(lambda q: jax.jvp(call, (q,), (q,)))(q),
-        lambda: jax.linearize(call, q)[1](q),
-        lambda: jax.jacfwd(call)(q),
-        lambda: jax.vmap(lambda t: jax.jvp(call, (q,), (t,))[1])(q[None]),
-    ):
-        with pytest.raises(SpecError, match=no_forward_mode):
-            forward()
     once = jax.grad(lambda q: call(q).sum())
     for second in (lambda: jax.jvp(once, (q,), (q,)), lambda: jax.grad(lambda q: once(q).sum())(q)):
         with pytest.raises(SpecError, match=rf"backend='{backend}': expected first derivatives in reverse mode"):

@@ -114,7 +114,9 @@ CAUSES: dict[str, Callable[[], Any]] = {
     "expected dropout_rng, a PRNG key such as jax.random.key(0)": lambda: jax_frontend.attention(x, x, x, dropout=0.1),
     "expected a number known on the host": lambda: jax_frontend.attention(x, x, x, scale=1 / jax.numpy.sqrt(64)),
     "expected True or False": lambda: jax.jit(jax_frontend.attention)(x, x, x, causal=True),
-    "attention has no forward mode in torch": lambda: torch.func.jvp(lambda y: attention(y, y, y), (q,), (q,)),
+    "expected reverse mode …, got forward mode …": lambda: torch.func.jvp(
+        lambda y: attention(y, y, y, backend="sdpa_flash"), (q,), (q,)
+    ),
     "expected second derivatives in forward over reverse mode": _second_derivative_in_jax,
     "this step needs … more pages of … tokens, but only …": _full_pool,
     "was stepped again after this step was taken": _stale_step,

@@ -352,22 +352,62 @@ def test_transforms_of_torch_func(entry: Entry, device: str) -> None:
 
 
 @every_entry
-def test_forward_mode_and_second_derivatives_are_refused_in_words(entry: Entry, device: str) -> None:
+def test_forward_mode(entry: Entry, device: str) -> None:
+    """Against reverse mode: <cotangent, J tangent> = <J' cotangent, tangent>."""
+    primals = tuple(qkv(device, *lengths(entry)[0]))
+    tangents = tuple(torch.cos(7 * tensor) for tensor in primals)
+    if entry.torchs:  # torch's own function raises torch's messages, or has forward mode as plain operations
+        if device == "cpu":
+            with pytest.raises((RuntimeError, NotImplementedError)):
+                torch.func.jvp(entry.call, primals, tangents)
+        return
+    out, moved = torch.func.jvp(entry.call, primals, tangents)
+    close(out, entry.call(*primals))
+    with forward_ad.dual_level():
+        dual = entry.call(*map(forward_ad.make_dual, primals, tangents))
+        close(forward_ad.unpack_dual(dual).tangent, moved)
+    rows = tuple(torch.stack((tensor, -2 * tensor)) for tensor in tangents)
+    mapped = torch.func.vmap(lambda *ways: torch.func.jvp(entry.call, primals, ways)[1])(*rows)
+    close(mapped, torch.stack((moved, -2 * moved)))
+    both = torch.func.jvp(torch.func.vmap(entry.call), tuple(torch.stack((x, x)) for x in primals), rows)[1]
+    close(both, mapped)
+    if entry.learns:
+        cotangent = torch.sin(torch.arange(out.numel(), device=device)).reshape(out.shape)
+        pulled_back = torch.func.vjp(entry.call, *primals)[1](cotangent)
+        expected = sum((one * other).sum() for one, other in zip(pulled_back, tangents, strict=True))
+        close((cotangent * moved).sum(), expected)
+
+
+@every_entry
+def test_an_output_beside_its_tangent_has_a_gradient(entry: Entry, device: str) -> None:
+    """As a loss that compares an output with a constant that its tangent gives."""
+    if not entry.learns or entry.torchs:
+        return
+    q, k, v = qkv(device, *lengths(entry)[0])
+    factor = torch.ones(DIM, device=device, requires_grad=True)
+    out, moved = torch.func.jvp(lambda q: entry.call(q * factor, k, v), (q,), (q,))
+    (gradient,) = torch.autograd.grad((out - moved.detach()).square().sum(), factor, retain_graph=True)
+    alone = factor.detach().requires_grad_()
+    (expected,) = torch.autograd.grad((entry.call(q * alone, k, v) - moved.detach()).square().sum(), alone)
+    close(gradient, expected)
+    with pytest.raises(RuntimeError, match="attention has no second derivative"):
+        moved.sum().backward()
+
+
+@every_entry
+def test_second_derivatives_are_refused_in_words(entry: Entry, device: str) -> None:
+    if not entry.learns or (entry.torchs and device == "cuda"):
+        return  # torch's own function has second derivatives as plain operations
     q, k, v = qkv(device, *lengths(entry)[0])
     call = lambda q: entry.call(q, k, v).sum()  # noqa: E731
-    # torch's own function raises torch's messages
-    words = None if entry.torchs else "attention has no forward mode in torch"
-    if entry.torchs and device == "cuda":
-        return  # as plain operations it has forward mode and second derivatives
-    for function in (lambda: torch.func.jvp(call, (q,), (q,)), lambda: torch.func.jacfwd(call)(q)):
-        with pytest.raises((RuntimeError, NotImplementedError), match=words):
-            function()
-    with forward_ad.dual_level(), pytest.raises((RuntimeError, NotImplementedError), match=words):
-        call(forward_ad.make_dual(q, q))
-    if entry.learns:
-        words = None if entry.torchs else "attention has no second derivative"
+    words = None if entry.torchs else "attention has no second derivative"
+    with pytest.raises(RuntimeError, match=words):
+        torch.func.grad(lambda q: torch.func.grad(call)(q).sum())(q)
+    along = lambda q: torch.func.jvp(call, (q,), (q,))[1]  # noqa: E731
+    seconds = (lambda: torch.func.jvp(along, (q,), (q,)), lambda: torch.func.grad(along)(q))
+    for second in (*seconds, lambda: torch.func.jvp(torch.func.grad(call), (q,), (q,))) if words else ():
         with pytest.raises(RuntimeError, match=words):
-            torch.func.grad(lambda q: torch.func.grad(call)(q).sum())(q)
+            second()
 
 
 @every_entry
@@ -398,15 +438,15 @@ def test_a_graph_can_be_kept(entry: Entry, device: str) -> None:
         close(one + other, expected)
 
 
-def test_forward_mode_is_refused_in_compiled_code(device: str) -> None:
+def test_forward_mode_in_compiled_code(device: str) -> None:
     q, k, v = qkv(device, 3, 5, 9)
     call = partial(attention, causal=True)
-    for function in (call, partial(call, softcap=5.0)):
-        compiled = torch.compile(
-            lambda q, f=function: torch.func.jvp(lambda q: f(q, k, v), (q,), (q,)), backend="eager"
-        )
-        with pytest.raises(RuntimeError, match="attention has no forward mode in torch"):
-            compiled(q)
+    for function in (call, partial(call, softcap=5.0, return_lse=True)):
+        along = lambda q, f=function: torch.func.jvp(lambda q: f(q, k, v), (q,), (q,))  # noqa: E731
+        for backend in ("eager", "aot_eager"):
+            compiled = torch.compile(along, backend=backend, fullgraph=True)
+            for actual, expected in zip(compiled(q), along(q), strict=True):
+                close(actual, expected)
 
 
 def test_transforms_in_compiled_code(device: str) -> None:

@@ -44,17 +44,22 @@ BACKWARD = None
 FORWARD_MODE = FORWARD
 WRITES_INTO = True
 
+OLDEST = 80
+"""The oldest compute capability, times ten."""
 MOST_PROGRAMS = 2**31 - 1
 """The most programs along the first axis of a CUDA grid."""
 
 
 def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
-    """Refuses grids that are too large."""
+    """Refuses old GPUs, and grids that are too large."""
+    reasons = []
+    if device.startswith("sm") and int(device[2:]) < OLDEST:  # no bfloat16 and no TF32 before
+        reasons.append(f"device {device}: {FORWARD.kernel} needs sm{OLDEST} or newer")
     programs = launches.programs(spec, launches.SMALLEST)
-    if programs <= MOST_PROGRAMS:
-        return ()
-    sizes = f"q_len={spec.q_len} with {spec.documents or spec.batch} rows and {spec.num_heads} heads"
-    return (f"{sizes}: {FORWARD.kernel} launches at most {MOST_PROGRAMS} programs, not {programs}",)
+    if programs > MOST_PROGRAMS:
+        sizes = f"q_len={spec.q_len} with {spec.documents or spec.batch} rows and {spec.num_heads} heads"
+        reasons.append(f"{sizes}: {FORWARD.kernel} launches at most {MOST_PROGRAMS} programs, not {programs}")
+    return tuple(reasons)
 
 
 def probe() -> str:
