@@ -10,7 +10,9 @@ from benchmarks.measure import median_ratio
 from benchmarks.small_calls_report import RESULTS, measured_on
 
 CALLS = 40
-"""Calls in a row of a turn."""
+"""Calls of attention in a row of a turn."""
+LAYER_CALLS = 10
+"""Training steps of the layer in a row of a turn."""
 LAYER_TOKENS = 2 * 4096
 OURS = "attention"
 

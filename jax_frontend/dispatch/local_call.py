@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -107,27 +106,12 @@ def _run(call: BridgedCall, *operands: Any) -> list[Any]:
 def _tangents(call: BridgedCall, inputs: Inputs, moved: dict[str, Any]) -> list[Any]:
     """Returns the tangents of a JAX backend's results, by JAX's derivative of its operations."""
     module = backends.load(call.backend, backends.kind_of(call.device))
-    spec, half = call.spec, call.spec.dtype in ("bfloat16", "float16")
-    if half:
-        # XLA for GPUs rounds some products of half precision in a program of tangents, where a float32 sum is due.
-        spec = replace(spec, dtype="float32")
-        inputs, moved = inputs._replace(**_wide(inputs._asdict())), _wide(moved)
 
     def forward(moving: dict[str, Any]) -> list[Any]:
-        return list(module.forward(spec, inputs._replace(**moving))[: 1 + call.with_lse])
+        return list(module.forward(call.spec, inputs._replace(**moving))[: 1 + call.with_lse])
 
     primals = {name: getattr(inputs, name) for name in moved}
-    tangents = jax.jvp(forward, (primals,), (moved,))[1]
-    return [tangents[0].astype(call.spec.dtype), *tangents[1:]]
-
-
-def _wide(arrays: dict[str, Any]) -> dict[str, Any]:
-    """Returns q, k and v among some arrays in float32, and the others as they are."""
-    return {
-        name: array.astype(jnp.float32) if name in ("q", "k", "v") else array
-        for name, array in arrays.items()
-        if array is not None
-    }
+    return jax.jvp(forward, (primals,), (moved,))[1]  # type: ignore[no-any-return]
 
 
 def empty_results(call: BridgedCall, *operands: Any) -> list[Any]:
