@@ -88,7 +88,7 @@ def attention(
         softcap: ``s = softcap * tanh(s / softcap)``, after scale, before bias and mask.
         scale: factor on ``q . k``; ``1 / sqrt(head_dim)`` if None.
         mask: bool, True = visible; bias: float, added. Broadcastable to ``[batch, heads, q_len, kv_len]``. A mask may
-            also be an object of splash attention's classes (docs/reference/semantics.md).
+            also be an object of splash attention's classes (docs/reference/jax.md).
         key_ranges: int32 ``[batch or 1, kv_heads or 1, kv_len, 1 or 2, 2]``, a mask of O(kv_len) numbers: query i sees
             key j only if ``start <= i < stop`` for a range (start, stop) of the key. ``attn_core.masks`` builds them.
             numpy or a JAX array. Queries count in the whole row, also with documents.
