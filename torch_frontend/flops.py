@@ -12,6 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from attn_core.call.tensors import Inputs
+from torch_frontend.dispatch import forward_mode
 from torch_frontend.dispatch import ops as dense_ops  # noqa: F401  registers its ops
 from torch_frontend.dispatch.after_import import after_import
 from torch_frontend.dispatch.op_arguments import PlainOptions, from_call
@@ -51,6 +52,14 @@ def _backward(*arguments: Any, out_val: Any = None, **_: Any) -> Any:
     return 2 * inputs.q.shape[-2] * _pairs(inputs, plain) * (3 * inputs.q.shape[-1] + 2 * inputs.v.shape[-1])
 
 
+def _jvp(*arguments: Any, out_val: Any = None, **_: Any) -> Any:
+    """Counts the forward's two matrix products, and one for each product with a tangent."""
+    dq, dk, dv = (each is not None for each in arguments[:3])
+    inputs, plain = from_call(arguments[forward_mode.COUNT :])
+    keys, values = 1 + dq + dk, 1 + (dq or dk) + dv
+    return 2 * inputs.q.shape[-2] * _pairs(inputs, plain) * (keys * inputs.q.shape[-1] + values * inputs.v.shape[-1])
+
+
 def _paged(
     q: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Tensor, offsets: Tensor | None = None, *_: Any, **__: Any
 ) -> Any:
@@ -69,6 +78,7 @@ def _register() -> None:
     formulas = {
         torch.ops.attn.forward: _forward,
         torch.ops.attn.backward: _backward,
+        torch.ops.attn.jvp: _jvp,
         torch.ops.attn.paged_forward: _paged,
     }
     for target, formula in formulas.items():

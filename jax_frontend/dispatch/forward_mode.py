@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
+from attn_core import backends
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs, Tangents
 from attn_core.errors import SpecError
@@ -48,7 +49,11 @@ def plan_of(call_plan: Plan, *, again: bool = False) -> Plan:
 
 @lru_cache(maxsize=4096)
 def _choice(spec: AttentionSpec, device: str, requested: tuple[str, ...] | None) -> tuple[AttentionSpec, str]:
-    choice = forward_mode.choose(spec, Target.here("jax", device), requested, spec.aux_gradients)
+    first = (requested or backends.FORWARD_MODE.get(("jax", backends.kind_of(device)), ()))[:1]
+    choice = forward_mode.choose(spec, Target("jax", device), requested, spec.aux_gradients)
+    # If JAX's own operations come first and serve, it does not matter what is installed; to look imports torch.
+    if first != (AGAIN,) or choice.backend != AGAIN:
+        choice = forward_mode.choose(spec, Target.here("jax", device), requested, spec.aux_gradients)
     return choice.spec, forward_mode.noted(choice)
 
 

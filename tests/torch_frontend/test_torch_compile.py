@@ -207,6 +207,13 @@ def test_opcheck(needs_backward):
             )
 
 
+def test_opcheck_of_forward_mode():
+    plain = PlainOptions(True, "bottom_right", None, None, 4.0, None, None, None, 0.0, False, True, False, False, None)
+    q, k, v = tensors(grad=False)
+    for tangents in ((q, k, v, None, None), (None, k, None, None, None)):
+        torch.library.opcheck(torch.ops.attn.jvp, (*tangents, q, k, v, *(None,) * 7, *plain))
+
+
 def test_gradcheck_in_float64():
     q, k, v = (
         torch.randn(1, length, heads, 4, dtype=torch.float64, requires_grad=True)

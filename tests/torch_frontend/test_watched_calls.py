@@ -330,6 +330,17 @@ def test_flops_equal_those_of_torchs_own_attention() -> None:
         assert counter.get_total_flops() == sdpa_backward_flop_count((2, 4, 5, 6), *wide)
 
 
+def test_flops_of_forward_mode_count_each_product_with_a_tangent() -> None:
+    primals = tuple(torch.randn(2, n, h, d) for n, h, d in ((5, 4, 8), (7, 2, 8), (7, 2, 6)))
+    pairs = 2 * 2 * 4 * 5 * 7
+    with FlopCounterMode(display=False) as counter:
+        torch.func.jvp(attention, primals, primals)
+    assert counter.get_total_flops() == pairs * (8 + 6) + pairs * (3 * 8 + 3 * 6)
+    with FlopCounterMode(display=False) as counter:
+        torch.func.jvp(lambda v: attention(*primals[:2], v), primals[2:], primals[2:])
+    assert counter.get_total_flops() == pairs * (8 + 6) + pairs * (8 + 2 * 6)
+
+
 def test_flops_of_documents_and_pages_depend_on_their_lengths(x: Tensor) -> None:
     with FlopCounterMode(display=False) as counter:
         ENTRIES["attention, packed"](x)

@@ -225,15 +225,16 @@ def attend(
     share = tl.where(empty, 0.0, 1.0 / tl.where(empty, 1.0, total))
     result = summed * share[:, None]
     rows_at = (row * HEADS + head) * q_tokens + token
-    is_once = is_row & (value_part == 0)
     tile_at = ((row * q_tokens + token) * HEADS + head)[:, None] * VALUE_DIM + value_channel[None, :]
     is_stored = is_row[:, None] & is_value[None, :]
     if PRIMALS:
         row_lse = tl.where(empty, float("-inf"), (top + tl.log2(tl.where(empty, 1.0, total))) * LN_2)
-        tl.store(lse + rows_at, row_lse, mask=is_once)
+        if value_part == 0:
+            tl.store(lse + rows_at, row_lse, mask=is_row)
         tl.store(out + tile_at, result.to(out.dtype.element_ty), mask=is_stored)
     if MOVES:
         mean = mean * share
-        tl.store(dlse + rows_at, mean, mask=is_once)
+        if value_part == 0:
+            tl.store(dlse + rows_at, mean, mask=is_row)
         moved = moved * (share * unit)[:, None] - mean[:, None] * result
         tl.store(dout + tile_at, moved.to(dout.dtype.element_ty), mask=is_stored)
