@@ -1,6 +1,6 @@
 """apply_attention: the method of that name of MaxText's ``AttentionOp``, on our attention.
 
-``AttentionOp.apply_attention = apply_attention`` is the one line. MaxText then calls us from every layer in place of its
+``AttentionOp.apply_attention = apply_attention`` is the one line. MaxText then calls us from every layer, not its own
 kernels, whatever ``config.attention`` names. The meaning is that of MaxText's ``attention="dot_product"``; MaxText is
 not imported here. docs/how_to/migrate/maxtext.md lists every argument.
 """
@@ -84,8 +84,8 @@ def apply_attention(
         qk_product_einsum, wv_product_einsum: ``jnp.einsum``, or those of a quantised cache: kernels run no einsum.
 
     Returns:
-        ``(out, None, None)``, with out ``[batch, q_len, heads, value_dim]``. In autoregressive mode ``(out, max, sum)``,
-        where ``max + log(sum)`` is the log-sum-exp ``[batch, q_len, heads, 1]``: MaxText merges two parts of the cache.
+        ``(out, None, None)``, out ``[batch, q_len, heads, value_dim]``; in autoregressive mode ``(out, max, sum)``,
+        whose ``max + log(sum)`` is the log-sum-exp ``[batch, q_len, heads, 1]``: MaxText merges two parts of a cache.
 
     Raises:
         SpecError, ShapeError, DTypeError: naming the argument, or the field of op.
