@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 import jax
@@ -130,13 +131,10 @@ _before: list[Callable[..., Any]] = []
 
 def _backend_module() -> Any:
     """Returns the module in which ``keras.ops`` looks the function up: ``keras.src.backend.jax.nn``."""
-    import keras
-
+    keras = import_module("keras")
     if keras.backend.backend() != "jax":
         raise SpecError(f"KERAS_BACKEND={shown(keras.backend.backend())}: expected 'jax', set before Keras is imported")
-    from keras.src import backend
-
-    return backend.nn
+    return import_module("keras.src.backend.jax.nn")
 
 
 def _hold(holder: object) -> None:

@@ -64,7 +64,7 @@ def fused_attn(
     """Computes ``transformer_engine.jax.attention.fused_attn(...)`` with the attention of ``jax_frontend``.
 
     Args:
-        qkv: ``(qkv,)``, ``(query, kv)`` or ``(query, key, value)``, as qkv_layout says: ``[batch, length, heads, dim]``,
+        qkv: ``(qkv,)``, ``(query, kv)`` or ``(query, key, value)``, by qkv_layout: ``[batch, length, heads, dim]``,
             with an axis of 3 or 2 before the heads if packed.
         bias: added to the scaled scores, or to the scores before the scale; broadcastable to four axes.
         sequence_descriptor: a ``SequenceDescriptor``: with lengths; with lengths and offsets, which may leave gaps;
@@ -73,7 +73,7 @@ def fused_attn(
         attn_bias_type, attn_mask_type, qkv_layout, softmax_type: members of Transformer Engine's enumerations, or their
             names. A THD layout needs a mask type with PADDING.
         scaling_factor: factor on ``q . k``.
-        dropout_probability, is_training: weights are dropped in training only. Other weights than in Transformer Engine.
+        dropout_probability, is_training: weights are dropped in training only; other ones than in Transformer Engine.
         max_segments_per_seq: the highest segment id.
         window_size: inclusive distances ``(left, right)``, -1 without limit; they count places in the segment.
         context_parallel_strategy, context_parallel_causal_load_balanced, context_parallel_axis, stripe_size: raise an
@@ -199,7 +199,7 @@ def _visible(q: Array, k: Array, descriptor: Any, kinds: tuple[str, str], window
         return options
     places = queries.places
     if bottom_right:
-        highest = segments if packed else 1
+        highest = max(segments, jnp.shape(descriptor.seqlens[0])[-1]) if packed else 1
         ahead = _counts(keys.ids, highest) - _counts(queries.ids, highest)
         places = places + jnp.take_along_axis(ahead, queries.ids, axis=1)
     return options | {"q_positions": places, "kv_positions": keys.places}
