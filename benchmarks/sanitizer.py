@@ -83,9 +83,10 @@ def section(runs: list[dict[str, Any]] | None = None) -> str:
         "## Memory on the GPU\n",
         "`python -m benchmarks.sanitizer` runs NVIDIA's compute-sanitizer over every kernel of this project: attention",
         "on pages, appending, merging, offsets of documents, tables of pages, block tables of ranges and of mask",
-        "functions. Half of the calls on pages have tables that lie, and so do the ranges. memcheck also runs our mask",
-        "and score functions inside FlashAttention-4's kernels.",
-        "No build with AddressSanitizer exists, because this project has no C or C++ code.\n",
+        "functions, sinks, and forward mode. Half of the calls on pages have tables that lie, and so do the ranges.",
+        "memcheck also runs our mask and score functions inside FlashAttention-4's kernels.",
+        "No build with AddressSanitizer exists: the only C++ code is the library that",
+        "`jax_frontend.compile_operator_lane` compiles, which passes XLA's buffers to torch's operators.\n",
         "| device | date | tool | calls | errors |",
         "|---|---|---|---|---|",
     ]

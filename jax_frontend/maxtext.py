@@ -31,13 +31,11 @@ _HIDDEN = -0.35 * float(jnp.finfo(jnp.float32).max)
 
 
 class _Call(NamedTuple):
-    """What a call's mask depends on, besides its arrays."""
+    """What a mask depends on, besides arrays: the ``attention_type``, and the first query's place among the keys."""
 
     kind: str
-    """The ``attention_type``, one of _TYPES."""
     decodes: bool
     offset: int
-    """The place of the first query among the keys."""
     q_len: int
     kv_len: int
 
@@ -110,8 +108,7 @@ def apply_attention(
     results: Any = attention(q, k, v, scale=1.0, softcap=softcap, sinks=sinks, return_lse=decodes, **options)
     if not decodes:
         return results, None, None
-    out, lse = results
-    lse = jnp.swapaxes(lse, 1, 2)[..., None]  # [batch, heads, q_len] -> [batch, q_len, heads, 1]
+    out, lse = results[0], jnp.swapaxes(results[1], 1, 2)[..., None]  # [batch, q_len, heads, 1]
     # A part of the cache without a visible key has weight 0; -inf in both parts would give NaN in MaxText's merge.
     return out, jnp.maximum(lse, 2 * _HIDDEN), jnp.ones_like(lse)
 
@@ -130,9 +127,7 @@ def _refuse(op: Any, compressed_mask: Any, record_max_logits: bool, ragged: bool
     if getattr(config, "moba", False):
         raise SpecError("config.moba=True: expected False, because its gates choose keys from the scores")
     if trains and getattr(config, "enable_dropout", False) and op.dropout_rate:
-        raise SpecError(
-            f"dropout_rate={op.dropout_rate}: expected 0, because MaxText passes no random key to its kernels"
-        )
+        raise SpecError(f"dropout_rate={op.dropout_rate}: expected 0, as MaxText passes no random key to its kernels")
     axis = getattr(config, "context_sharding", None)
     shards = 1 if op.mesh is None else op.mesh.shape.get(axis, 1)
     if shards > 1:
@@ -186,10 +181,7 @@ def _visible(op: Any, call: _Call, segments: tuple[Any, Any], images: Any, batch
 
 
 def _ids(call: _Call, queries: Any, keys: Any, batch: int) -> tuple[Array, ...]:
-    """Returns the ids of queries and keys, of which the negative ones are equal to no other; () without ids.
-
-    In autoregressive mode it returns the ids of the cache's places.
-    """
+    """Returns the ids of queries and keys, negative ones equal to no other; of a cache's places alone; () without."""
     if keys is not None and (queries is None or call.decodes):
         raise SpecError("decoder_segment_ids_kv: expected None without decoder_segment_ids and in autoregressive mode")
     if queries is None:
@@ -214,8 +206,8 @@ def _check_ids(name: str, ids: Array, batch: int, length: int) -> None:
 def _causal(call: _Call, batch: int) -> dict[str, Any]:
     if call.offset in (0, call.kv_len - call.q_len):
         return {"causal": True, "alignment": "bottom_right" if call.offset else "top_left"}
-    places = [jnp.arange(length, dtype=jnp.int32) for length in (call.q_len, call.kv_len)]
-    rows = [jnp.broadcast_to(place, (batch, len(place))) for place in (places[0] + call.offset, places[1])]
+    queries, keys = (jnp.arange(length, dtype=jnp.int32) for length in (call.q_len, call.kv_len))
+    rows = [jnp.broadcast_to(place, (batch, len(place))) for place in (queries + call.offset, keys)]
     return {"causal": True, "q_positions": rows[0], "kv_positions": rows[1]}
 
 
