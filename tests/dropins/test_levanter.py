@@ -6,9 +6,9 @@ Levanter is not installed here. Named arrays are haliax's if it is installed, an
 from __future__ import annotations
 
 import inspect
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,7 +35,7 @@ class Named:
     axes: Any
 
 
-if find_spec("haliax"):
+with suppress(ImportError):  # haliax 1.3 imports a name that jax 0.10 does not have
     haliax = import_module("haliax")
     Axis, Named = haliax.Axis, haliax.NamedArray  # type: ignore[misc]
 
