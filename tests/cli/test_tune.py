@@ -76,7 +76,10 @@ def test_tune_stops_when_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["--device", "npu"], "--device='npu': no such device; did you mean xpu? Expected one of"),
         (["--framework", "numpy"], "--framework='numpy_': expected torch or jax"),
-        (["--framework", "jax", "--device", "sm90"], "--device=sm90: expected a device of this machine that can be timed: cpu"),
+        (
+            ["--framework", "jax", "--device", "sm90"],
+            "--device=sm90: expected a device of this machine that can be timed: cpu",
+        ),
     ],
 )
 def test_bad_options_are_named_and_exit_with_2(arguments: list[str], text: str) -> None:

@@ -375,7 +375,9 @@ def test_forward_mode(entry: Entry, device: str) -> None:
         cotangent = torch.sin(torch.arange(out.numel(), device=device)).reshape(out.shape)
         pulled_back = torch.func.vjp(entry.call, *primals)[1](cotangent)
         expected = sum((one * other).sum() for one, other in zip(pulled_back, tangents, strict=True))
-        close((cotangent * moved).sum(), expected)
+        close(
+            (cotangent * moved).sum(), expected, 1e-5 if device == "cpu" else 1e-4
+        )  # two kernels, each with its error
 
 
 @every_entry
