@@ -1,13 +1,11 @@
-"""Renders benchmarks/results/jax-first-*.json, the raw times of ``benchmarks.jax_first``, for the performance page."""
+"""Renders the raw times of ``benchmarks.jax_first`` as tables."""
 
 from __future__ import annotations
 
-import json
 import statistics
 from typing import Any
 
 from benchmarks.measure import median_ratio
-from benchmarks.small_calls_report import RESULTS, measured_on
 
 CALLS = 40
 """Calls of attention in a row of a turn."""
@@ -15,12 +13,6 @@ LAYER_CALLS = 10
 """Training steps of the layer in a row of a turn."""
 LAYER_TOKENS = 2 * 4096
 OURS = "attention"
-
-
-def section(device: str = "h200") -> str:
-    """Returns the stored result of a device as Markdown."""
-    result = json.loads((RESULTS / f"jax-first-{device}.json").read_text(encoding="utf-8"))
-    return f"{measured_on(result)}\n\n{table(result)}"
 
 
 def table(result: dict[str, Any]) -> str:
