@@ -51,6 +51,7 @@ class Target:
 
     def out_of_reach(self, name: str) -> str | None:
         """Returns why the framework cannot call a backend on this kind of device, whatever is installed; else None."""
+        check_kind("name", name, str, "a backend's name")
         return out_of_reach(self.framework, self.device, backends.load(name, self.kind).FRAMEWORK)
 
     def build(self, name: str) -> Build | None:

@@ -155,12 +155,12 @@ def _rule(call: MappedCall, mesh: Any, operands: Any, results: Any) -> tuple[str
         "kv_heads": "k",
         **{f"mapped{at}": f"m{at}" for at in range(len(call.sizes))},
     }
-    kept = {
+    whole_axes = {
         "batch": by_row(spec) is None,
         "heads": reads(spec, "h"),
         "kv_heads": reads(spec, "h"),
     }  # as in ``split_of``
-    factors = {axis: factor for axis, factor in factors.items() if not kept.get(axis)}
+    factors = {axis: factor for axis, factor in factors.items() if not whole_axes.get(axis)}
     whole: list[str] = []
     sizes = {}
     if (

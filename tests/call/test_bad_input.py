@@ -198,7 +198,6 @@ WINDOWS = {
         )
         for given in (True, False, 2.0, np.float32(2), "3", (1,), (1, 2, 3), (1.0, 2), (True, 2), {1, 2})
     },
-    "array as window": value("^window=.*: expected an int, a pair", window=number(3), causal=True),
 }
 
 NUMBERS = {
@@ -223,7 +222,7 @@ NUMBERS = {
     },
     **{
         f"array as {name}": value(f"^{name}=.*: expected a number known on the host; .*static", **{name: number(0.5)})
-        for name in ("softcap", "scale", "dropout")
+        for name in ("softcap", "dropout")
     },
 }
 
@@ -652,12 +651,19 @@ def test_dropout_in_jax_needs_a_key_and_the_xla_path() -> None:
     assert_fails(row, lambda: JAX.frontend.attention(**dense(JAX), dropout=0.1, dropout_rng=key, backend="math"))
 
 
+@pytest.mark.parametrize(("name", "given"), [("scale", 0.5), ("window", 3)])
+def test_arrays_are_no_options_in_torch(name: str, given: Any) -> None:
+    """JAX takes both, see tests/jax_frontend/test_traced_options.py."""
+    call = lambda: TORCH.frontend.attention(**dense(TORCH), causal=True, **{name: torch.tensor(given)})  # noqa: E731
+    assert_fails(value(f"^{name}=.*: expected"), call)
+
+
 @pytest.mark.parametrize(
     ("name", "given"),
     [
-        *((name, 0.5) for name in ("softcap", "scale", "dropout", "backend", "alignment")),
+        *((name, 0.5) for name in ("softcap", "dropout", "backend", "alignment")),
         *((name, True) for name in ("causal", "deterministic", "return_lse")),
-        *(("window", 3), ("window", (3, 0)), ("max_len_q", 5)),
+        ("max_len_q", 5),
     ],
 )
 def test_traced_options_are_refused_by_name(name: str, given: Any) -> None:

@@ -112,7 +112,7 @@ CAUSES: dict[str, Callable[[], Any]] = {
     "q: expected a jax.Array, got numpy.ndarray": lambda: jax_frontend.attention(np.ones((1, 4, 2, 8)), x, x),
     "q: expected a plain torch.Tensor, got …": lambda: attention(torch.nested.nested_tensor([q[0], q[1]]), q, q),
     "expected dropout_rng, a PRNG key such as jax.random.key(0)": lambda: jax_frontend.attention(x, x, x, dropout=0.1),
-    "expected a number known on the host": lambda: jax_frontend.attention(x, x, x, scale=1 / jax.numpy.sqrt(64)),
+    "expected a number known on the host": lambda: jax_frontend.attention(x, x, x, softcap=jax.numpy.sqrt(64)),
     "expected True or False": lambda: jax.jit(jax_frontend.attention)(x, x, x, causal=True),
     "expected reverse mode …, got forward mode …": lambda: torch.func.jvp(
         lambda y: attention(y, y, y, backend="sdpa_flash"), (q,), (q,)

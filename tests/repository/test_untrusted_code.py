@@ -28,6 +28,8 @@ EXCEPTIONS = {
     ("attn_core/backends/__init__.py", "load"): "our own module of a backend, by a name of a fixed list",
     ("attn_core/backends/flash4/functions.py", "?.load"): "a load in a GPU kernel",
     ("attn_core/backends/flash4/functions.py", "cell.load"): "a load in a GPU kernel",
+    ("attn_core/backends/flash4/sinks_kernel.py", "?.load"): "a load in a GPU kernel",
+    ("attn_core/backends/flash4/sinks_kernel.py", "few.load"): "a load in a GPU kernel",
     ("attn_core/backends/flash4/softcap.py", "?.load"): "a load in a GPU kernel",
     ("attn_core/backends/flash4/table_kernel.py", "?.load"): "a load in a GPU kernel",
     ("attn_core/backends/flash4/table_kernel.py", "cut.load"): "a load in a GPU kernel",
