@@ -1,6 +1,7 @@
 """Operators of torch as steps of a program: XLA calls a small library of ours, which calls torch's dispatcher.
 
-The launches are no part of a CUDA graph, because torch allocates memory for them.
+``attn_core.backends.shared.operator_program`` says which operators. The launches are no part of a CUDA graph, because
+torch allocates memory for them.
 """
 
 from __future__ import annotations

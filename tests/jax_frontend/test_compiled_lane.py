@@ -7,8 +7,9 @@ and add into zeros, as FlashAttention-4's do.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ import torch_frontend
 from attn_core import AttentionSpec, Target, backends, explain, masks
 from attn_core.backends.flash4 import backend as flash4
 from attn_core.backends.math import backend as math
-from attn_core.backends.shared.kernel_programs import SCRATCH, Buffer, KernelProgram, KernelStep
+from attn_core.backends.shared.kernel_programs import OPERATOR, SCRATCH, Buffer, KernelProgram, KernelStep
 from attn_core.call.pages import PagedKV
 from attn_core.call.tensors import Inputs
 from attn_core.cli.drawn_functions import fields_of
@@ -92,11 +93,15 @@ def test_every_torch_backend_has_a_lane_in_jax(kind: str) -> None:
             bridged.append(name)
             (call, *_) = calls_of(name, SPEC, device)
             why = compiled_lane.static_reasons(call, module)
-            has_program = name in ("flash3", "flash4", "triton_splitkv")
-            none = (f"{name} hands out no compiled kernels",)
-            elsewhere = () if kind == "cuda" else ("cpu: proven on sm90 only",)
-            assert [each for each in why if "library" not in each] == [*(elsewhere if has_program else none)]
-            assert ("library" in str(why)) <= (name == "flash3")
+            by_operators = name in ("flash3", "sdpa_cudnn", "sdpa_efficient") or (name, kind) == ("sdpa_flash", "cuda")
+            proven = (
+                "calls of operators have been proven on NVIDIA's GPUs only" if by_operators else "proven on sm90 only"
+            )
+            expected = () if kind == "cuda" else (f"cpu: {proven}",)
+            if not by_operators and name not in ("flash4", "triton_splitkv"):
+                expected = (f"{name} hands out no compiled kernels",)
+            assert [each for each in why if "library" not in each] == [*expected]
+            assert ("library" in str(why)) <= by_operators
     assert {"cpu": "math", "cuda": "flex"}[kind] in bridged
 
 
@@ -546,23 +551,75 @@ def test_decoding_from_pages_gives_torchs_bits_without_python(changes: dict[str,
         np.testing.assert_array_equal(one, other.float().cpu().numpy())
 
 
+OPERATOR_CALLS: dict[str, tuple[dict[str, Any], ...]] = {
+    "flash3": ({}, {"packed": True}, {"dim": 72}, {"window": (40, 3)}, {"sinks": True}),
+    "sdpa_flash": ({}, {"packed": True}, {"dim": 72}, {"window": (40, 0)}, {"sinks": True}, {"lse": True}),
+    "sdpa_efficient": (
+        *({}, {"packed": True}, {"dim": 72}, {"window": (40, 0)}, {"sinks": True}, {"lse": True}),
+        *({"dtype": "float32"}, {"bias": True}, {"mask": True}, {"mask": True, "dtype": "float32"}),
+    ),
+    "sdpa_cudnn": ({}, {"dim": 72}, {"sinks": True}, {"bias": True}, {"mask": True}, {"lse": True}, {"wide": 64}),
+}
+
+
 @pytest.mark.cuda
-@pytest.mark.parametrize("changes", [{}, {"packed": True}, {"dim": 72}, {"window": (40, 3)}])
-def test_flash3s_operator_gives_torchs_bits_without_python(changes: dict[str, Any]) -> None:
-    missing = dict(Target.here("jax", "sm90").unavailable).get("flash3", "")
-    if missing:
-        pytest.skip(missing)
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(
+    ("backend", "changes"), [(name, each) for name, calls in OPERATOR_CALLS.items() for each in calls], ids=str
+)
+def test_torchs_operators_give_torchs_bits_without_python(
+    backend: str, changes: dict[str, Any], training: bool
+) -> None:
+    """Gradients are compared to the last bits, because these kernels add in any order."""
+    missing = dict(Target.here("jax", "sm90").unavailable).get(backend, "")
+    if missing or (training and backend == "flash3"):
+        pytest.skip(missing or "the installed build has no backward")
     jax_frontend.compile_operator_lane()
     compiled_lane.lane_of.cache_clear()
-    options = {"causal": "window" not in changes, "backend": "flash3", "return_lse": True, **changes}
-    packed, dim, rng = options.pop("packed", False), options.pop("dim", 128), np.random.default_rng(0)
-    rows = (300,) if packed else (2, 150)
-    arrays = [rng.standard_normal((*rows, heads, dim)).astype(np.float32) for heads in (4, 2, 2)]
-    lengths = {"seq_info": jax_frontend.SeqInfo.from_lengths([130, 1, 169])} if packed else {}
-    given = [jnp.asarray(each, "bfloat16") for each in arrays]
-    compiled = jax.jit(lambda *x: jax_frontend.attention(*x, **options, **lengths)).lower(*given).compile()
-    text = compiled.as_text()
-    assert "attn_core.operator.v1" in text and "attn_core.callback" not in text
-    theirs = torch_frontend.attention(*(torch.from_numpy(x).cuda().bfloat16() for x in arrays), **options, **lengths)
-    for one, other in zip(compiled(*given), theirs, strict=True):
-        np.testing.assert_array_equal(np.asarray(one.astype(jnp.float32)), other.float().cpu().numpy())
+    rng, dtype, changes = np.random.default_rng(0), changes.get("dtype", "bfloat16"), dict(changes)
+    dim, rows = changes.get("dim", 128), (300,) if "packed" in changes else (2, 150)
+    sizes = ((4, dim), (2, dim), (2, changes.get("wide", dim)))
+    arrays = [rng.standard_normal((*rows, *size)).astype(np.float32) for size in sizes]
+    tables = {
+        "bias": rng.standard_normal((1, 4, 150, 150)).astype(np.float32) if "bias" in changes else None,
+        "mask": rng.random((2, 1, 150, 150)) > 0.3 if "mask" in changes else None,
+        "sinks": np.linspace(-1, 1, 4, dtype=np.float32) if "sinks" in changes else None,
+    }
+    static = {"backend": backend, "causal": "mask" not in changes, "return_lse": changes.get("lse", not training)}
+    static |= {"window": changes["window"]} if "window" in changes else {}
+    lengths = [130, 1, 169] if "packed" in changes else None
+
+    def run(framework: Any, move: Callable[[Any], Any]) -> tuple[Any, Any, Any]:
+        """Returns the call as a function, its arrays and its other options."""
+        seq_info = {} if lengths is None else {"seq_info": framework.SeqInfo.from_lengths(lengths)}
+        kept = {name: move(each) for name, each in tables.items() if each is not None}
+        return partial(framework.attention, **static, **seq_info), [move(each) for each in arrays], kept
+
+    def to_jax(array: Any) -> Any:
+        return jnp.asarray(array, None if array.dtype == bool else dtype)
+
+    def to_torch(array: Any) -> Any:
+        tensor = torch.from_numpy(array).cuda()
+        return tensor if array.dtype == bool else tensor.to(getattr(torch, dtype))
+
+    call, given, kept = run(jax_frontend, to_jax)
+    in_torch, tensors, others = run(torch_frontend, to_torch)
+    if not training:
+        compiled = jax.jit(lambda *x: call(*x, **kept)).lower(*given).compile()
+        text = compiled.as_text()
+        assert OPERATOR in text and "attn_core.callback" not in text
+        for one, other in zip(compiled(*given), in_torch(*tensors, **others), strict=True):
+            np.testing.assert_array_equal(np.asarray(one.astype(jnp.float32)), other.float().cpu().numpy())
+        return
+
+    def total(results: Any) -> Any:
+        return sum((each * each).sum() for each in results) if isinstance(results, tuple) else (results * results).sum()
+
+    gradient = jax.jit(jax.grad(lambda *x: total(call(*x, **kept)).astype(jnp.float32), argnums=(0, 1, 2)))
+    text = gradient.lower(*given).compile().as_text()
+    assert OPERATOR in text and "attn_core.callback" not in text
+    leaves = [tensor.requires_grad_() for tensor in tensors]
+    theirs = torch.autograd.grad(total(in_torch(*leaves, **others)), leaves)
+    for one, other in zip(gradient(*given), theirs, strict=True):
+        exact = other.float().cpu().numpy()
+        np.testing.assert_allclose(np.asarray(one.astype(jnp.float32)), exact, atol=0.02 * np.abs(exact).max(), rtol=0)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import zlib
-from collections import namedtuple
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,25 +21,64 @@ import torch
 
 import jax_frontend
 from attn_core import AttentionSpec, PagedKV
-from attn_core.backends.flash3 import program as flash3_program
-from attn_core.backends.shared import operator_library, triton_programs
-from attn_core.backends.shared.kernel_programs import OPERATOR, SCRATCH, Place, Unrecordable, operator_step
+from attn_core.backends.flash3 import backend as flash3
+from attn_core.backends.sdpa_cudnn import backend as sdpa_cudnn
+from attn_core.backends.sdpa_efficient import backend as sdpa_efficient
+from attn_core.backends.shared import (
+    operator_library,
+    operator_program,
+    operator_recorder,
+    rewrites,
+    triton_programs,
+)
+from attn_core.backends.shared.kernel_programs import OPERATOR, SCRATCH, KernelStep, Unrecordable
 from attn_core.backends.triton_splitkv import backend as splitkv
+from attn_core.call.tensors import Gradients, Inputs
 from jax_frontend.bridge import operator_lane
 
-FLASH = "aten::_scaled_dot_product_flash_attention_for_cpu"
+FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 
 
-def test_a_step_says_the_operators_arguments_in_words() -> None:
-    arguments = (Place(4), None, True, False, -3, 0.1, Place(7))
-    step = operator_step("library::name.overload", arguments, (2, 4), (7, 9), {1: 9})
-    assert (step.target, step.reads, step.writes) == (OPERATOR, (2, 4), (7, 9)) and step.attributes is not None
-    assert step.attributes() == {
-        **{"name": "library::name", "overload": "overload"},
-        **{"arguments": "t1 n b1 b0 i-3 f0.1 t2", "copies": "1:3"},
+def recorded(run: Callable[..., None], *shapes: tuple[int, ...]) -> list[str]:
+    """Returns the lines of the text of a function of float32 tensors on the CPU."""
+    with operator_recorder.without_memory():
+        tensors = [torch.empty(shape) for shape in shapes]
+        return operator_recorder.record(lambda: run(*tensors), tensors).splitlines()
+
+
+def test_a_text_has_the_operators_whose_results_are_read() -> None:
+    def run(x: torch.Tensor, into: torch.Tensor) -> None:
+        (x * 3).exp()  # nothing reads it
+        half = x.view(2, 2).t() * 0.5
+        half.add_(x[:2, None])
+        into.copy_(torch.cat((half, half.sum((0, 1), keepdim=True).expand(2, 2)), dim=0))
+
+    assert recorded(run, (4,), (4, 2)) == [
+        "12",
+        "aten::view - t0 I2,2 > 4 ~",
+        "aten::t - t4 > 5 ~ 4",
+        "aten::mul Tensor t5 wf0.5 > 6:2,2:1,2 ~ 5",
+        "aten::slice Tensor t0 i0 i0 i2 i1 > 7 ~",
+        "aten::unsqueeze - t7 i1 > 8 ~ 7",
+        "aten::add_ Tensor t6 t8 i1 > -1 ~ 8",
+        "aten::sum dim_IntList t6 I0,1 b1 n > 9:1,1:1,1 ~",
+        "aten::expand - t9 I2,2 b0 > 10 ~ 9",
+        "aten::cat - T6,10 i0 > 11:4,2:2,1 ~ 6 10",
+        "aten::copy_ - t1 t11 b0 > -1 ~ 11",
+    ]
+
+
+def test_a_function_that_reads_values_is_not_recorded() -> None:
+    outside = torch.ones(2)
+    refused: dict[str, Callable[[torch.Tensor], Any]] = {
+        "depend on values": lambda x: x.sum().item(),
+        "from outside": lambda x: x.copy_(outside) if False else x.add_(outside),
+        "needs 500 operators": lambda x: [x.add_(1.0) for _ in range(500)],
+        "the device meta": lambda x: x.to("meta"),
     }
-    with pytest.raises(Unrecordable, match="an operator takes list"):
-        operator_step("library::name", ([1],), (), (0,), {})
+    for message, run in refused.items():
+        with pytest.raises(Unrecordable, match=message):
+            recorded(run, (2,))
 
 
 def test_the_library_is_named_by_what_it_depends_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -61,67 +101,178 @@ def test_the_library_is_named_by_what_it_depends_on(monkeypatch: pytest.MonkeyPa
     assert not list(path.parent.glob("*"))
 
 
-@pytest.mark.slow
-def test_xla_calls_an_operator_without_python(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+SMALL = AttentionSpec(
+    batch=2, q_len=9, kv_len=9, num_heads=4, num_kv_heads=2, head_dim=12, value_dim=12, dtype="float32", scale=0.25
+)
+
+
+def _forward(spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    q, k, v = (tensor.transpose(1, 2) for tensor in inputs[:3])
+    k, v = (torch.index_select(each, 1, torch.arange(4) // 2) for each in (k, v))
+    out, lse = getattr(torch.ops.aten, FLASH)(q, k, v, 0.0, spec.causal, scale=spec.scale)
+    return out.transpose(1, 2), lse
+
+
+def _backward(
+    spec: AttentionSpec, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, into: Any
+) -> Gradients:
+    q, k, v, out, dout = (tensor.transpose(1, 2) for tensor in (*inputs[:3], out, dout))
+    k, v = (each.repeat_interleave(2, 1) for each in (k, v))
+    backward = getattr(torch.ops.aten, f"{FLASH}_backward")
+    dq, dk, dv = backward(dout, q, k, v, out, lse, 0.0, spec.causal, scale=spec.scale)
+    dk, dv = (each.unflatten(1, (2, 2)).sum(2) for each in (dk, dv))
+    return Gradients(*(each.transpose(1, 2) for each in (dq, dk, dv)))
+
+
+KERNEL = rewrites.Kernel(_forward, _backward, rewrites.whole_eights)
+"""torch's own kernel on the CPU, completed as the kernels on a GPU are: widths, sinks, the gradient of lse."""
+FUNCTIONS = operator_program.Functions(partial(rewrites.forward, KERNEL), partial(rewrites.backward, KERNEL))
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Compiles the library for this machine, as a user would."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    path = jax_frontend.compile_operator_lane()
-    assert jax_frontend.compile_operator_lane() == path and operator_library.missing() is None
-    operator_lane.register()
-    q, k, v = (np.random.default_rng(seed).normal(size=(2, 4, 9, 16)).astype(np.float32) for seed in range(3))
-    arguments = (Place(0), Place(1), Place(2), 0.0, True, None, 0.25)
-    results = jax.ShapeDtypeStruct(q.shape, jnp.float32), jax.ShapeDtypeStruct((2, 4, 9), jnp.float32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        path = jax_frontend.compile_operator_lane()
+        operator_lane.register()
+        yield path
 
-    def call(name: str, arguments: tuple[Any, ...] = arguments, copies: dict[int, int] | None = None) -> Any:
-        step = operator_step(name, arguments, (0, 1, 2), (3, 4), {0: 3, 1: 4} if copies is None else copies)
-        assert step.attributes is not None
-        return jax.jit(lambda *qkv: jax.ffi.ffi_call(step.target, results)(*qkv, **step.attributes()))(q, k, v)  # type: ignore[misc]
 
-    expected = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        *map(torch.from_numpy, (q, k, v)), 0.0, True, scale=0.25
-    )
-    for one, other in zip(call(FLASH), expected, strict=True):
+def in_xla(step: Any, results: Any, *operands: Any) -> Any:
+    return jax.jit(lambda *arrays: jax.ffi.ffi_call(step.target, results)(*arrays, **step.attributes()))(*operands)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_xla_runs_operators_without_python(library: Path, sinks: bool, direction: str) -> None:
+    assert jax_frontend.compile_operator_lane() == library and operator_library.missing() is None
+    spec = replace(SMALL, causal=True, sinks=sinks, return_lse=True, needs_backward=direction == "backward")
+    program = operator_program.program(FUNCTIONS, spec, direction, with_dlse=True, device="cpu")
+    (step,) = program.steps
+    draw = np.random.default_rng(0)
+    arrays = {name: draw.normal(size=shape).astype(dtype) for name, shape, dtype, _ in program.buffers}
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    inputs = Inputs(*(tensors.get(name) for name in Inputs._fields))
+    out, lse = FUNCTIONS.forward(spec, inputs)
+    expected: Any = (out, lse)
+    if direction == "backward":
+        arrays |= {"out": out.numpy(), "lse": lse.numpy()}
+        expected = FUNCTIONS.backward(spec, inputs, out, lse, tensors["dout"], tensors["dlse"])
+    results = [jax.ShapeDtypeStruct(program.buffers[at].shape, program.buffers[at].dtype) for at in step.writes]
+    got = in_xla(step, results, *(arrays[program.buffers[at].name] for at in step.reads))
+    assert len(got) == (2 if direction == "forward" else 3 + sinks)
+    for one, other in zip(got, (each for each in expected if each is not None), strict=True):
         np.testing.assert_array_equal(one, other.numpy())
-    wrong: list[tuple[str, tuple[Any, ...], dict[int, int] | None, str]] = [
-        ("aten::no_such_operator", arguments, None, "no_such_operator"),
-        (FLASH, arguments[:2], None, "for_cpu"),
-        (FLASH, arguments, {1: 3}, "another shape or dtype"),
-    ]
-    for name, given, copies, message in wrong:
-        with pytest.raises(jax.errors.JaxRuntimeError, match=message):
-            jax.block_until_ready(call(name, given, copies))
+
+
+@pytest.mark.slow
+def test_operators_take_every_kind_of_argument(library: Path) -> None:
+    """Lists of tensors and of bools, None among indices, text, a device, a dtype; results in other layouts."""
+
+    def run(x: torch.Tensor, at: torch.Tensor, into: torch.Tensor) -> None:
+        picked = x[:, at]
+        divided = torch.div(picked, 0.5, rounding_mode="floor")
+        steps = torch.arange(3, device=x.device, dtype=torch.float32) + torch.zeros(2).sum()
+        halves = torch.stack((divided, -picked)).to(torch.float64).unbind(0)
+        into.copy_(torch.where(picked > 0, (halves[0] + steps).float(), float("-inf")))
+
+    x, at = np.random.default_rng(0).normal(size=(4, 5)).astype(np.float32), np.array([4, 0, 2], np.int64)
+    into = torch.empty(4, 3)
+    run(torch.from_numpy(x), torch.from_numpy(at), into)
+    with operator_recorder.without_memory():
+        tensors = [torch.empty(4, 5), torch.empty(3, dtype=torch.int64), torch.empty(4, 3)]
+        text = operator_recorder.record(lambda: run(*tensors), tensors)
+    with jax.enable_x64(True):
+        step = KernelStep(OPERATOR, (0, 1), (2,), lambda: None, lambda: {"operators": text})
+        (got,) = in_xla(step, [jax.ShapeDtypeStruct((4, 3), jnp.float32)], x, at)
+    np.testing.assert_array_equal(got, into.numpy())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("2\naten::no_such_operator - t0 > -1 ~", "no_such_operator"),
+        ("2\naten::neg - > -1 ~", "neg takes another number"),
+        ("3\naten::neg - t0 > 2:2:1 ~", "another shape"),
+    ],
+)
+def test_an_operator_that_fails_is_an_error_with_its_name(library: Path, text: str, message: str) -> None:
+    step = KernelStep(OPERATOR, (0,), (1,), lambda: None, lambda: {"operators": text})
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        jax.block_until_ready(in_xla(step, [jax.ShapeDtypeStruct((3,), jnp.float32)], np.ones(3, np.float32)))
 
 
 SPEC = AttentionSpec(
     batch=2, q_len=5, kv_len=7, num_heads=4, num_kv_heads=2, head_dim=64, value_dim=64, dtype="bfloat16", scale=0.5
 )
-Argument = namedtuple("Argument", "name default_value")
+
+
+def words_of(program: Any, operator: str) -> list[str]:
+    """Returns the words of an operator's arguments in a program's text."""
+    (step,) = program.steps
+    (line,) = [line for line in step.attributes()["operators"].splitlines() if line.startswith(operator)]
+    return line.split(" > ")[0].split()[2:]  # type: ignore[no-any-return]
 
 
 def test_flash3s_program_fills_the_operators_arguments_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ("q", "k", "v", "k_new", "out", "cu_seqlens_q", "cu_seqlens_k", "softmax_scale", "num_splits")
-    schema = SimpleNamespace(
-        name="flash_attn_3::fwd",
-        overload_name="",
-        arguments=[Argument(n, 1 if n == "num_splits" else None) for n in names],
+    library = torch.library.Library("attn_core_tests", "FRAGMENT")
+    library.define(
+        "fwd(Tensor q, Tensor k, Tensor v, Tensor? k_new, Tensor(out!)? out, Tensor? cu_seqlens_q, "
+        "Tensor? cu_seqlens_k, float? softmax_scale, int num_splits=1) -> (Tensor(out!), Tensor, Tensor, Tensor)"
     )
-    operator = SimpleNamespace(_schema=schema)
-    monkeypatch.setattr(flash3_program, "operators", lambda: SimpleNamespace(forward=operator))
-    for spec, words in (
-        (SPEC, "t0 t1 t2 n t3 n n f0.5 i1"),
-        (replace(SPEC, batch=1, documents=3, max_len_q=4, max_len_k=5), "t0 t1 t2 n t5 t3 t4 f0.5 i1"),
-    ):
-        program = flash3_program.program(spec, {"softmax_scale": 0.5}, as_one=False)
-        (step,) = program.steps
-        assert step.attributes is not None and step.attributes()["arguments"] == words
-        assert [program.buffers[place].name for place in step.writes] == ["out"]
-        assert step.attributes()["copies"] == ""
-        whole = flash3_program.program(replace(spec, return_lse=True), {"softmax_scale": 0.5}, as_one=False)
-        (step,) = whole.steps
-        assert [whole.buffers[place].name for place in step.writes] == ["out", "lse"]
-        assert step.attributes is not None and step.attributes()["copies"] == f"1:{len(step.reads) + 1}"
-    with pytest.raises(Unrecordable, match="one array"):
-        flash3_program.program(SPEC, {}, as_one=True)
+    operator = torch.ops.attn_core_tests.fwd.default
+    for module in (flash3, flash3.flash3_program):
+        monkeypatch.setattr(module, "operators", lambda: SimpleNamespace(forward=operator))
+    monkeypatch.setattr(flash3, "lower", lambda spec: {"softmax_scale": spec.scale})
+    monkeypatch.setattr(flash3, "build", lambda: SimpleNamespace(head_dims=()))
+    monkeypatch.setattr(flash3.operator_program.program, "__defaults__", (False, False, "cpu"))
+    packed = replace(SPEC, batch=1, documents=3, max_len_q=4, max_len_k=5)
+    for spec, words in ((SPEC, "t0 t1 t2 n t3 n n f0.5 i1"), (packed, "t0 t1 t2 n t5 t3 t4 f0.5 i1")):
+        assert words_of(flash3.program(spec, "forward"), "attn_core_tests::fwd") == words.split()
+    sinks = flash3.program(replace(SPEC, sinks=True, return_lse=True, head_dim=60), "forward")
+    assert words_of(sinks, "attn_core_tests::fwd")[4] == "n"  # sinks change the kernel's output
+    assert [buffer.shape[-1] for buffer in sinks.buffers[:2]] == [64, 64]
+    assert [sinks.buffers[place].name for place in sinks.steps[0].writes] == ["out", "lse"]
+
+
+@pytest.mark.parametrize("module", [sdpa_efficient, sdpa_cudnn])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"causal": True, "kv_len": 5},
+        {"mask_shape": (2, 1, 5, 7)},
+        {"bias_shape": (1, 4, 5, 7)},
+        {"sinks": True},
+        {"head_dim": 60, "value_dim": 60},
+    ],
+    ids=str,
+)
+def test_torchs_kernels_are_recorded_in_both_directions(
+    module: Any, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module.operator_program.program, "__defaults__", (False, False, "cpu"))
+    monkeypatch.setattr(sdpa_cudnn, "build", lambda: SimpleNamespace(version=(9, 19)))
+    for name in ("backend", "operands"):
+        monkeypatch.setattr(f"attn_core.backends.sdpa_cudnn.{name}.zero_for_empty_rows", lambda: True)
+    spec = replace(SPEC, **changes)
+    for direction in ("forward", "backward"):
+        program = module.program(replace(spec, needs_backward=direction == "backward"), direction)
+        kernel, backward = (op.name() for op in module._kernels())
+        words_of(program, backward if direction == "backward" else kernel)
+        names = [program.buffers[at].name for at in program.steps[0].writes]
+        expected = ["out"] if direction == "forward" else ["dq", "dk", "dv", *["dsinks"] * spec.sinks]
+        assert names == expected
+
+
+def test_calls_that_no_operator_expresses_are_refused_from_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operator_library, "missing", lambda: None)
+    assert list(operator_program.refusals(SPEC, "sm90")) == []
+    for device, changes, word in (("gfx942", {}, "gfx942"), ("sm90", {"dropout": 0.1}, "dropout")):
+        assert word in str(list(operator_program.refusals(replace(SPEC, **changes), device)))
 
 
 class Library:

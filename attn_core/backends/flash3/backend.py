@@ -27,7 +27,7 @@ from typing import Any
 from attn_core.backends.flash3 import fp8, limits
 from attn_core.backends.flash3 import program as flash3_program
 from attn_core.backends.flash3.limits import NAME, ORDERED, WIDTHS, width_of
-from attn_core.backends.shared import flash_paged, rewrites
+from attn_core.backends.shared import flash_paged, operator_program, rewrites
 from attn_core.backends.shared.build_trials import TOKENS, averages, differentiates, runs
 from attn_core.backends.shared.cached_once import cached_once
 from attn_core.backends.shared.flash3_operators import forward_tiles, operators, prepare
@@ -122,8 +122,11 @@ def lower(spec: AttentionSpec) -> dict[str, Any]:
 @lru_cache(maxsize=4096)
 def _operator(spec: AttentionSpec, direction: str, *tensors: str) -> Callable[..., Any]:
     """Returns a function of the named tensors that runs the operator for a spec."""
-    settings = [(name, value) for name, value in lower(spec).items() if name not in ONE_DIRECTION[direction]]
-    return _prepared(direction, tensors, tuple(settings))
+    return _prepared(direction, tensors, _settings(spec, direction))
+
+
+def _settings(spec: AttentionSpec, direction: str) -> tuple[tuple[str, Any], ...]:
+    return tuple((name, value) for name, value in lower(spec).items() if name not in ONE_DIRECTION[direction])
 
 
 @lru_cache(maxsize=4096)  # few settings depend on lengths, so the steps of a decoding loop share one function
@@ -163,9 +166,10 @@ def program_refuses(spec: AttentionSpec, device: str) -> tuple[str, ...]:
 
 def program(spec: AttentionSpec, direction: str, with_dlse: bool = False, as_one: bool = False) -> KernelProgram:
     """Returns the operator of a forward that ``program_refuses`` allows, and its buffers. See ``flash4``."""
-    own = KERNEL.runs(spec)
-    settings = {name: value for name, value in lower(own).items() if name not in ONE_DIRECTION["forward"]}
-    return flash3_program.program(own, settings, as_one)
+    functions = operator_program.Functions(forward, backward, True, flash3_program.forward_without_memory)
+    own = KERNEL.runs(spec)  # XLA pads and cuts widths
+    widened = replace(spec, head_dim=own.head_dim, value_dim=own.value_dim)
+    return operator_program.program(functions, widened, direction, with_dlse, as_one)
 
 
 def _forward(spec: AttentionSpec, inputs: Any, into: Any) -> tuple[Any, Any]:
@@ -173,7 +177,11 @@ def _forward(spec: AttentionSpec, inputs: Any, into: Any) -> tuple[Any, Any]:
         return flash_paged.flash3(spec, inputs, into, partial(_operator, spec, "forward"))
     q, k, v = readable(inputs.q), readable(inputs.k), readable(inputs.v)
     out = None if into is None else writable(into[0])
-    run = _operator(spec, "forward", "q", "k", "v", "out", *OFFSETS)
+    names = "q", "k", "v", "out", *OFFSETS
+    if hasattr(q, "fake_mode"):  # a recording of operators, which the direct call of the kernel would bypass
+        run = prepare(operators().forward, dict(_settings(spec, "forward")), names, recorded=True)
+    else:
+        run = _operator(spec, "forward", *names)
     result, lse, *_ = run(q, k, v, out, *_offsets(inputs))
     return result if out is None else out, lse
 

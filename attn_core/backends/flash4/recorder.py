@@ -9,7 +9,6 @@ Upstream: flash-attn-4 4.0.0b36, ``flash_attn.cute.interface``.
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from importlib import util
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 from attn_core.backends.flash4.own_kernels import OPTIONS, OwnKernel, described
 from attn_core.backends.shared.cached_once import cached_once
 from attn_core.backends.shared.kernel_programs import Unrecordable
+from attn_core.backends.shared.operator_recorder import without_memory
 from attn_core.call.after_fork import free_in_children
 
 _FIRST_ADDRESS = 2**62
@@ -69,8 +69,6 @@ class Recorder:
         self.kernels: tuple[Any, Any] = (None, None)
 
     def __enter__(self) -> Recorder:
-        from torch._subclasses.fake_tensor import FakeTensorMode
-
         with ExitStack() as stack:  # an error below unwinds whatever was entered
             stack.enter_context(_recording)
             copy = _private_copy()
@@ -79,8 +77,7 @@ class Recorder:
                 if hasattr(function, "compile_cache"):
                     function.compile_cache = _NotingCache(name, self._note)
             self.kernels = copy._flash_attn_fwd, copy._flash_attn_bwd
-            stack.enter_context(FakeTensorMode())
-            _suppress_address_warning()
+            stack.enter_context(without_memory())
             self._stack = stack.pop_all()
         return self
 
@@ -144,19 +141,6 @@ class _NotingCache:
 
     def __getitem__(self, key: Any) -> Callable[..., None]:
         return lambda *arguments: self._note(self._kernels[key], f"{self._name} {key!r}", arguments)
-
-
-@cached_once
-def _suppress_address_warning() -> None:
-    """Triggers and suppresses torch's once-per-process warning about reading a FakeTensor's data_ptr.
-
-    cutlass reads the address of every tensor, so users would see the warning.
-    """
-    import torch
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.empty(1, device="cpu").data_ptr()
 
 
 _recording = free_in_children(threading.Lock())

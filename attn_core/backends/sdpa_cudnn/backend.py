@@ -19,11 +19,12 @@ from functools import cache, lru_cache
 from typing import Any
 
 from attn_core.backends.sdpa_cudnn.empty_rows import forward_binding, zero_for_empty_rows
-from attn_core.backends.sdpa_cudnn.operands import additive, as_allocated_for, kernel_bias
-from attn_core.backends.shared import rewrites
+from attn_core.backends.sdpa_cudnn.operands import additive, as_allocated_for, kernel_bias, without_memory
+from attn_core.backends.shared import operator_program, rewrites
 from attn_core.backends.shared.aten_masks import additive_of, explicit, limits, needed_band
 from attn_core.backends.shared.autograd import without_gradient
 from attn_core.backends.shared.incoming_gradients import copy_other_layouts
+from attn_core.backends.shared.kernel_programs import KernelProgram
 from attn_core.backends.support import Build, Support
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
@@ -150,6 +151,28 @@ def shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any]] | None:
 def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
     """See ``Backend.backward``."""
     return rewrites.backward(_kernel(spec), spec, inputs, out, lse, dout, dlse)
+
+
+def program_refuses(spec: AttentionSpec, device: str) -> tuple[str, ...]:
+    """Returns why ``program`` cannot express a supported call."""
+    return tuple(operator_program.refusals(spec, device))
+
+
+def program(spec: AttentionSpec, direction: str, with_dlse: bool = False, as_one: bool = False) -> KernelProgram:
+    """Returns the operators of a call that ``program_refuses`` allows, and its buffers. See ``flash4``."""
+    functions = operator_program.Functions(forward, backward, fake_results=_without_memory)
+    return operator_program.program(functions, spec, direction, with_dlse, as_one)
+
+
+def _without_memory(op: Any, given: dict[str, Any]) -> Any:
+    """Returns the forward op's results without memory, in their real layouts; see ``operator_recorder``."""
+    if op is not _kernels()[0]:
+        return None
+    import torch
+
+    q, v = given["query"], given["value"]
+    lse = q.new_empty((*q.shape[:3], 1), dtype=torch.float32)
+    return without_memory(q, v.shape[3]), lse if given["compute_log_sumexp"] else q.new_empty((0,))
 
 
 def _forward(spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple[Any, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from attn_core.backends.shared.autograd import recording
 from attn_core.backends.shared.cached_once import cached_once
+from attn_core.backends.shared.operator_recorder import outside
 
 TRIALS = ((1, 64), (130, 128))
 """(queries, head_dim) of the calls that are tried. One query and many queries run on different kernels."""
@@ -38,7 +39,7 @@ def _trials() -> bool:
     import torch
 
     # The first call may be inside an operator, where autograd is off, and must not use up random numbers.
-    with torch.inference_mode(False), recording():
+    with outside(), torch.inference_mode(False), recording():
         return all(_gives_zero(queries, head_dim) for queries, head_dim in TRIALS)
 
 

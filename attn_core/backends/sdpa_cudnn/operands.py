@@ -7,6 +7,7 @@ from typing import Any
 
 from attn_core.backends.sdpa_cudnn.empty_rows import forward_binding, zero_for_empty_rows
 from attn_core.backends.shared import aten_masks
+from attn_core.backends.shared.operator_recorder import outside
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
 
@@ -46,13 +47,19 @@ def as_allocated_for(q: Any, tensor: Any) -> Any:
     return tensor.new_empty_strided(tensor.shape, strides).copy_(tensor)
 
 
+def without_memory(q: Any, value_dim: int) -> Any:
+    """Returns an output for q without memory, in the layout in which torch allocates it."""
+    shape = (*q.shape[:3], value_dim)
+    return q.new_empty_strided(shape, _strides_of_results(q.shape, q.stride(), value_dim, q.device))
+
+
 @lru_cache(maxsize=4096)
 def _strides_of_results(shape: Any, strides: Any, width: int, device: Any) -> tuple[int, ...]:
     import torch
 
     if width == shape[3]:
-        # On the CPU, because a meta tensor has other strides along axes of size 1.
-        like: tuple[int, ...] = torch.empty_like(torch.empty_strided(shape, strides, device="cpu")).stride()
+        with outside():  # on the CPU, because a meta tensor has other strides along axes of size 1
+            like: tuple[int, ...] = torch.empty_like(torch.empty_strided(shape, strides, device="cpu")).stride()
         return like
     return _dense((*shape[:3], width), _filled(_inner_first(strides), device))
 
@@ -66,7 +73,7 @@ def _filled(order: tuple[int, ...], device: Any) -> tuple[int, ...]:
     import torch
 
     shape = (2, 2, 2, 64)
-    with torch.inference_mode(False), torch.no_grad():
+    with outside(), torch.inference_mode(False), torch.no_grad():
         q = torch.zeros(shape, dtype=torch.bfloat16, device=device).as_strided(shape, _dense(shape, order))
         v = q.new_zeros((2, 2, 2, 32))
         out = forward_binding()(q, q, v, None, True, 0.0, False, False, scale=1.0)[0]

@@ -22,9 +22,10 @@ from typing import Any
 from attn_core.backends.sdpa_efficient import limits
 from attn_core.backends.sdpa_efficient import operands as tensors
 from attn_core.backends.sdpa_efficient.limits import NAME
-from attn_core.backends.shared import aten_masks, kernel_limits, rewrites
+from attn_core.backends.shared import aten_masks, kernel_limits, operator_program, rewrites
 from attn_core.backends.shared.autograd import without_gradient
 from attn_core.backends.shared.incoming_gradients import copy_unaligned
+from attn_core.backends.shared.kernel_programs import KernelProgram
 from attn_core.backends.support import Build, Support
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
@@ -167,6 +168,26 @@ def shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any]] | None:
 def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
     """See ``Backend.backward``."""
     return rewrites.backward(KERNEL, spec, inputs, out, lse, dout, dlse)
+
+
+def program_refuses(spec: AttentionSpec, device: str) -> tuple[str, ...]:
+    """Returns why ``program`` cannot express a supported call."""
+    return tuple(operator_program.refusals(spec, device))
+
+
+def program(spec: AttentionSpec, direction: str, with_dlse: bool = False, as_one: bool = False) -> KernelProgram:
+    """Returns the operators of a call that ``program_refuses`` allows, and its buffers. See ``flash4``."""
+    functions = operator_program.Functions(forward, backward, fake_results=_gradients_without_memory)
+    return operator_program.program(functions, spec, direction, with_dlse, as_one)
+
+
+def _gradients_without_memory(op: Any, given: dict[str, Any]) -> Any:
+    """Returns the shapes of the backward op's results; torch's own function for that takes no ``scale`` by name."""
+    if op is not _kernels()[1]:
+        return None
+    q, k, v, bias = (given[name] for name in ("query", "key", "value", "bias"))
+    dbias = q.new_empty(bias.shape if given["bias_requires_grad"] else (0,))
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dbias
 
 
 def _forward(spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple[Any, Any]:

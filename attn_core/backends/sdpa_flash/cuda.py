@@ -16,11 +16,12 @@ from dataclasses import replace
 from functools import cache, lru_cache, partial
 from typing import Any
 
-from attn_core.backends.shared import rewrites
+from attn_core.backends.shared import operator_program, rewrites
 from attn_core.backends.shared.aten_masks import limits, needed_band
 from attn_core.backends.shared.autograd import without_gradient
 from attn_core.backends.shared.device_kinds import compute_capability
 from attn_core.backends.shared.incoming_gradients import copy_unaligned
+from attn_core.backends.shared.kernel_programs import KernelProgram
 from attn_core.backends.support import Build, Support
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
@@ -137,6 +138,17 @@ def backward(
 ) -> Gradients:
     """See ``Backend.backward``."""
     return rewrites.backward(KERNEL, spec, inputs, out, lse, dout, dlse, into)
+
+
+def program_refuses(spec: AttentionSpec, device: str) -> tuple[str, ...]:
+    """Returns why ``program`` cannot express a supported call."""
+    return tuple(operator_program.refusals(spec, device))
+
+
+def program(spec: AttentionSpec, direction: str, with_dlse: bool = False, as_one: bool = False) -> KernelProgram:
+    """Returns the operators of a call that ``program_refuses`` allows, and its buffers. See ``flash4``."""
+    functions = operator_program.Functions(forward, backward, writes_into=True)
+    return operator_program.program(functions, spec, direction, with_dlse, as_one)
 
 
 def _forward(spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple[Any, Any]:

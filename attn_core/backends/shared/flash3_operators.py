@@ -44,7 +44,9 @@ def operators() -> Operators:
     return Operators(library.fwd.default, library.bwd.default, f"{distribution} {version}")
 
 
-def prepare(operator: Any, settings: dict[str, Any], tensors: tuple[str, ...]) -> Callable[..., Any]:
+def prepare(
+    operator: Any, settings: dict[str, Any], tensors: tuple[str, ...], *, recorded: bool = False
+) -> Callable[..., Any]:
     """Returns a function of some tensors that runs an operator with settings, both by the names in its schema.
 
     Arguments without a setting have the schema's default; tensors that are not named are None. The function calls the
@@ -68,7 +70,8 @@ def prepare(operator: Any, settings: dict[str, Any], tensors: tuple[str, ...]) -
     in_order = itemgetter(
         *(places.get(argument.name, len(tensors) + place) for place, argument in enumerate(arguments))
     )
-    run, keys = operator.redispatch, torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+    run = (lambda keys, *operands: operator(*operands)) if recorded else operator.redispatch
     if tensors == tuple(argument.name for argument in arguments[: len(tensors)]):  # no need to sort three dozen values
         others = values[len(tensors) :]
         return lambda *operands: run(keys, *operands, *others)

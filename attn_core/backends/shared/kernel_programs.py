@@ -10,8 +10,8 @@ RESULTS = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv", "dqkv", "ds
 """The names of a call's results, of which a backward has some."""
 
 
-OPERATOR = "attn_core.operator.v1"
-"""The target of a step that calls an operator of torch; see ``operator_step``."""
+OPERATOR = "attn_core.operators.v2"
+"""The target of a step that runs operators of torch; see ``operator_program``."""
 
 
 class Unrecordable(RuntimeError):
@@ -57,45 +57,3 @@ class KernelProgram(NamedTuple):
 
     buffers: tuple[Buffer, ...]
     steps: tuple[KernelStep, ...]
-
-
-def operator_step(
-    name: str, arguments: tuple[Any, ...], reads: tuple[int, ...], writes: tuple[int, ...], results: dict[int, int]
-) -> KernelStep:
-    """Returns a step that calls an operator of torch through torch's dispatcher.
-
-    Args:
-        name: such as ``"aten::mul.out"``.
-        arguments: of the operator in order: None, a bool, an int, a float, or a ``Place`` for a buffer.
-        results: the operator's results that are copied: number of the result -> place of its buffer.
-    """
-    order = (*reads, *writes)
-    words = [_word(argument, order) for argument in arguments]
-    copies = [f"{number}:{order.index(place)}" for number, place in results.items()]
-    qualified, _, overload = name.partition(".")
-    attributes = {"name": qualified, "overload": overload, "arguments": " ".join(words), "copies": " ".join(copies)}
-    return KernelStep(OPERATOR, reads, writes, _compiles_nothing, lambda: attributes)
-
-
-class Place(NamedTuple):
-    """A buffer as an argument of an operator: its place in ``KernelProgram.buffers``."""
-
-    number: int
-
-
-def _word(argument: Any, order: tuple[int, ...]) -> str:
-    if argument is None:
-        return "n"
-    if isinstance(argument, Place):
-        return f"t{order.index(argument.number)}"
-    if isinstance(argument, bool):
-        return f"b{int(argument)}"
-    if isinstance(argument, int):
-        return f"i{argument}"
-    if isinstance(argument, float):
-        return f"f{argument!r}"
-    raise Unrecordable(f"an operator takes {type(argument).__name__} {argument!r:.100}")
-
-
-def _compiles_nothing() -> None:
-    """Stands for the compilation of a step that calls an operator."""

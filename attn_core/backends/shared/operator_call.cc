@@ -1,19 +1,27 @@
-// Calls an operator of torch from a program of XLA, without Python.
+// Runs operators of torch from a program of XLA, without Python.
 //
-// The custom call has the operator's name and a text with its arguments. torch's dispatcher runs the operator's kernel on
-// XLA's stream, on tensors that share the memory of XLA's buffers. Results that the operator does not write into a
-// buffer itself are copied into it. Compiled on the user's machine by operator_lane.py, which says what the text means.
+// The custom call has a text with one operator on each line; operator_recorder.py wrote it and says what it means. torch's
+// dispatcher runs the operators on XLA's stream, on tensors that share the memory of XLA's buffers. Compiled on the user's
+// machine by operator_lane.py.
 
 #include <cstdint>
+#include <memory>
+#include <mutex>
 #include <sstream>
+#include <stdexcept>
 #include <string>
 #include <string_view>
+#include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include <ATen/Functions.h>
+#include <ATen/ScalarOps.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
 #include <c10/core/InferenceMode.h>
+#include <c10/util/Exception.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #ifdef ATTN_CORE_CUDA
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -26,6 +34,191 @@
 namespace ffi = xla::ffi;
 
 namespace {
+
+// What an argument is. A tensor is a place among the tensors of the run; a device is the run's own.
+enum class Kind { kConstant, kTensor, kTensors, kOptionalTensors, kDevice };
+
+struct Argument {
+  Kind kind;
+  c10::IValue constant;
+  std::vector<int64_t> places;  // -1 is None
+};
+
+struct Result {
+  int64_t place;  // -1: nobody reads it
+  bool has_layout;
+  std::vector<int64_t> sizes, strides;
+};
+
+struct Instruction {
+  c10::OperatorHandle op;
+  std::vector<Argument> arguments;
+  std::vector<Result> results;
+  std::vector<int64_t> last_uses;  // tensors that no later instruction reads
+};
+
+struct Program {
+  int64_t places = 0;
+  std::vector<Instruction> instructions;
+};
+
+std::vector<int64_t> numbers_of(const std::string& text) {
+  std::vector<int64_t> numbers;
+  std::istringstream words(text);
+  std::string word;
+  while (std::getline(words, word, ',')) numbers.push_back(std::stoll(word));
+  return numbers;
+}
+
+c10::IValue scalar_of(char kind, const std::string& rest) {
+  switch (kind) {
+    case 'n': return c10::IValue();
+    case 'i': return c10::IValue(static_cast<int64_t>(std::stoll(rest)));
+    case 'f': return c10::IValue(std::stod(rest));
+    case 'b': return c10::IValue(rest == "1");
+    case 's': return c10::IValue(rest);
+    case 'c': return c10::IValue(c10::Device(c10::kCPU));
+    default: throw std::runtime_error("unknown word in the text of an operator");
+  }
+}
+
+// Returns a number as a tensor that takes no part in the promotion of dtypes, as torch makes it of Python's numbers.
+c10::IValue wrapped_number(const c10::IValue& number) {
+  at::Tensor tensor = c10::scalar_to_tensor(number.toScalar());
+  tensor.unsafeGetTensorImpl()->set_wrapped_number(true);
+  return c10::IValue(tensor);
+}
+
+Argument argument_of(const std::string& word, const c10::OperatorHandle& op, size_t number) {
+  std::string rest = word.substr(1);
+  switch (word[0]) {
+    case 't': return {Kind::kTensor, {}, {std::stoll(rest)}};
+    case 'd': return {Kind::kDevice, {}, {}};
+    case 'w': return {Kind::kConstant, wrapped_number(scalar_of(rest.at(0), rest.substr(1))), {}};
+    case 'I': return {Kind::kConstant, c10::IValue(numbers_of(rest)), {}};
+    case 'B': {
+      c10::List<bool> values;
+      for (int64_t value : numbers_of(rest)) values.push_back(value != 0);
+      return {Kind::kConstant, c10::IValue(values), {}};
+    }
+    case 'T': {
+      auto type = op.schema().arguments().at(number).type();
+      bool optional = type->cast<c10::ListType>() &&
+                      type->cast<c10::ListType>()->getElementType()->kind() == c10::TypeKind::OptionalType;
+      return {optional ? Kind::kOptionalTensors : Kind::kTensors, {}, numbers_of(rest)};
+    }
+    default: return {Kind::kConstant, scalar_of(word[0], rest), {}};
+  }
+}
+
+Result result_of(const std::string& word) {
+  size_t first = word.find(':'), second = word.find(':', first + 1);
+  Result result{std::stoll(word.substr(0, first)), first != std::string::npos, {}, {}};
+  if (result.has_layout) {
+    result.sizes = numbers_of(word.substr(first + 1, second - first - 1));
+    result.strides = numbers_of(word.substr(second + 1));
+  }
+  return result;
+}
+
+std::shared_ptr<const Program> parsed(const std::string& text) {
+  auto program = std::make_shared<Program>();
+  std::istringstream lines(text);
+  std::string line, word;
+  std::getline(lines, line);
+  program->places = std::stoll(line);
+  while (std::getline(lines, line)) {
+    std::istringstream words(line);
+    std::string name, overload;
+    words >> name >> overload;
+    auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload == "-" ? "" : overload.c_str());
+    Instruction instruction{op, {}, {}, {}};
+    while (words >> word && word != ">")
+      instruction.arguments.push_back(argument_of(word, op, instruction.arguments.size()));
+    if (instruction.arguments.size() != op.schema().arguments().size())
+      throw std::runtime_error(name + " takes another number of arguments");
+    while (words >> word && word != "~") instruction.results.push_back(result_of(word));
+    while (words >> word) instruction.last_uses.push_back(std::stoll(word));
+    program->instructions.push_back(std::move(instruction));
+  }
+  return program;
+}
+
+// Returns the parsed text. Texts are never forgotten: a process has as many as it has traced calls.
+std::shared_ptr<const Program> program_of(std::string_view text) {
+  static std::mutex mutex;
+  static auto* known = new std::unordered_map<std::string, std::shared_ptr<const Program>>();
+  std::string key(text);
+  std::lock_guard<std::mutex> lock(mutex);
+  auto found = known->find(key);
+  if (found == known->end()) found = known->emplace(key, parsed(key)).first;
+  return found->second;
+}
+
+c10::IValue value_of(const Argument& argument, const std::vector<at::Tensor>& tensors, c10::Device device) {
+  switch (argument.kind) {
+    case Kind::kConstant: return argument.constant;
+    case Kind::kDevice: return c10::IValue(device);
+    case Kind::kTensor: return c10::IValue(tensors.at(argument.places[0]));
+    case Kind::kTensors: {
+      c10::List<at::Tensor> list;
+      for (int64_t place : argument.places) list.push_back(tensors.at(place));
+      return c10::IValue(list);
+    }
+    default: {
+      c10::List<std::optional<at::Tensor>> list;
+      for (int64_t place : argument.places)
+        list.push_back(place < 0 ? std::optional<at::Tensor>() : std::optional<at::Tensor>(tensors.at(place)));
+      return c10::IValue(list);
+    }
+  }
+}
+
+std::vector<int64_t> without_ones(c10::IntArrayRef sizes) {
+  std::vector<int64_t> others;
+  for (int64_t size : sizes)
+    if (size != 1) others.push_back(size);
+  return others;
+}
+
+// Returns a result in the layout that was recorded for it, because the operators after it were chosen for that layout.
+at::Tensor as_recorded(at::Tensor tensor, const Result& result, const Instruction& instruction) {
+  if (!result.has_layout) return tensor;
+  if (tensor.sizes() != c10::IntArrayRef(result.sizes)) {
+    if (without_ones(tensor.sizes()) != without_ones(result.sizes))
+      throw std::runtime_error(instruction.op.schema().name() + " returned a result of another shape than expected");
+    tensor = tensor.reshape(result.sizes);  // versions of torch differ in axes of length 1
+  }
+  bool equal = true;
+  for (size_t axis = 0; axis < result.sizes.size(); ++axis)
+    equal = equal && (result.sizes[axis] == 1 || tensor.stride(axis) == result.strides[axis]);
+  if (equal || tensor.numel() == 0) return tensor;
+  return at::empty_strided(result.sizes, result.strides, tensor.options()).copy_(tensor);
+}
+
+void run(const Program& program, std::vector<at::Tensor> tensors, c10::Device device) {
+  // Neither autograd nor a mode of the calling thread takes part.
+  c10::InferenceMode inference;
+  c10::impl::ForceDispatchKeyGuard plain(
+      c10::DispatchKeySet(c10::DispatchKey::BackendSelect),
+      c10::autograd_dispatch_keyset | c10::default_excluded_set | c10::DispatchKeySet(c10::DispatchKey::ADInplaceOrView));
+  tensors.resize(program.places);
+  for (const Instruction& instruction : program.instructions) {
+    torch::jit::Stack stack;
+    stack.reserve(instruction.arguments.size());
+    for (const Argument& argument : instruction.arguments) stack.push_back(value_of(argument, tensors, device));
+    instruction.op.callBoxed(&stack);
+    if (stack.size() == 1 && stack[0].isTensorList()) {  // an operator that returns a list
+      auto list = stack[0].toTensorVector();
+      stack.assign(list.begin(), list.end());
+    }
+    for (size_t i = 0; i < instruction.results.size(); ++i) {
+      const Result& result = instruction.results[i];
+      if (result.place >= 0) tensors.at(result.place) = as_recorded(stack.at(i).toTensor(), result, instruction);
+    }
+    for (int64_t place : instruction.last_uses) tensors.at(place) = at::Tensor();
+  }
+}
 
 at::ScalarType dtype_of(ffi::DataType type) {
   switch (type) {
@@ -49,47 +242,7 @@ at::Tensor tensor_of(const ffi::AnyBuffer& buffer, c10::Device device) {
                        at::TensorOptions().dtype(dtype_of(buffer.element_type())).device(device));
 }
 
-// Returns the operator's arguments. A word is one argument: "tN" buffer N, "n" None, "iN" an int, "fX" a float, "b0" or
-// "b1" a bool.
-std::vector<c10::IValue> arguments_of(std::string_view text, const std::vector<at::Tensor>& tensors) {
-  std::vector<c10::IValue> stack;
-  std::istringstream words{std::string(text)};
-  std::string word;
-  while (words >> word) {
-    std::string rest = word.substr(1);
-    switch (word[0]) {
-      case 't': stack.emplace_back(tensors.at(std::stoul(rest))); break;
-      case 'n': stack.emplace_back(); break;
-      case 'i': stack.emplace_back(static_cast<int64_t>(std::stoll(rest))); break;
-      case 'f': stack.emplace_back(std::stod(rest)); break;
-      case 'b': stack.emplace_back(rest == "1"); break;
-      default: throw std::runtime_error("unknown word in the arguments of an operator: " + word);
-    }
-  }
-  return stack;
-}
-
-// copies: words "result:buffer", the results that are copied into a buffer.
-void run(std::string_view name, std::string_view overload, std::string_view arguments, std::string_view copies,
-         const std::vector<at::Tensor>& tensors, c10::DispatchKey key) {
-  c10::InferenceMode guard;  // no autograd, whatever the thread's mode is
-  auto op = c10::Dispatcher::singleton().findSchemaOrThrow(std::string(name).c_str(), std::string(overload).c_str());
-  auto stack = arguments_of(arguments, tensors);
-  op.redispatchBoxed(c10::DispatchKeySet(key), &stack);
-  std::istringstream words{std::string(copies)};
-  std::string word;
-  while (words >> word) {
-    size_t colon = word.find(':');
-    const at::Tensor& result = stack.at(std::stoul(word.substr(0, colon))).toTensor();
-    at::Tensor buffer = tensors.at(std::stoul(word.substr(colon + 1)));
-    if (result.sizes() != buffer.sizes() || result.scalar_type() != buffer.scalar_type())
-      throw std::runtime_error("an operator returned a result of another shape or dtype than its buffer");
-    buffer.copy_(result);
-  }
-}
-
-ffi::Error call(ffi::RemainingArgs args, ffi::RemainingRets rets, std::string_view name, std::string_view overload,
-                std::string_view arguments, std::string_view copies, c10::Device device, c10::DispatchKey key) {
+ffi::Error call(ffi::RemainingArgs args, ffi::RemainingRets rets, std::string_view operators, c10::Device device) {
   try {
     std::vector<at::Tensor> tensors;
     for (size_t i = 0; i < args.size(); ++i) {
@@ -102,38 +255,32 @@ ffi::Error call(ffi::RemainingArgs args, ffi::RemainingRets rets, std::string_vi
       if (buffer.has_error()) return buffer.error();
       tensors.push_back(tensor_of(*buffer.value(), device));
     }
-    run(name, overload, arguments, copies, tensors, key);
+    run(*program_of(operators), std::move(tensors), device);
+  } catch (const c10::Error& error) {
+    return ffi::Error::Internal(error.what_without_backtrace());
   } catch (const std::exception& error) {
-    return ffi::Error::Internal(std::string(name) + ": " + error.what());
+    return ffi::Error::Internal(error.what());
   }
   return ffi::Error::Success();
 }
 
-ffi::Error on_cpu(ffi::RemainingArgs args, ffi::RemainingRets rets, std::string_view name, std::string_view overload,
-                  std::string_view arguments, std::string_view copies) {
-  return call(args, rets, name, overload, arguments, copies, c10::Device(c10::kCPU), c10::DispatchKey::CPU);
+ffi::Error on_cpu(ffi::RemainingArgs args, ffi::RemainingRets rets, std::string_view operators) {
+  return call(args, rets, operators, c10::Device(c10::kCPU));
 }
 
 #ifdef ATTN_CORE_CUDA
 ffi::Error on_gpu(cudaStream_t stream, int32_t ordinal, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                  std::string_view name, std::string_view overload, std::string_view arguments,
-                  std::string_view copies) {
+                  std::string_view operators) {
   auto device = static_cast<c10::DeviceIndex>(ordinal);
   c10::cuda::CUDAStreamGuard guard(c10::cuda::getStreamFromExternal(stream, device));
-  return call(args, rets, name, overload, arguments, copies, c10::Device(c10::kCUDA, device), c10::DispatchKey::CUDA);
+  return call(args, rets, operators, c10::Device(c10::kCUDA, device));
 }
 #endif
 
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(attn_core_operator_cpu, on_cpu,
-                              ffi::Ffi::Bind()
-                                  .RemainingArgs()
-                                  .RemainingRets()
-                                  .Attr<std::string_view>("name")
-                                  .Attr<std::string_view>("overload")
-                                  .Attr<std::string_view>("arguments")
-                                  .Attr<std::string_view>("copies"));
+                              ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attr<std::string_view>("operators"));
 
 #ifdef ATTN_CORE_CUDA
 XLA_FFI_DEFINE_HANDLER_SYMBOL(attn_core_operator_gpu, on_gpu,
@@ -142,8 +289,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(attn_core_operator_gpu, on_gpu,
                                   .Ctx<ffi::DeviceOrdinal>()
                                   .RemainingArgs()
                                   .RemainingRets()
-                                  .Attr<std::string_view>("name")
-                                  .Attr<std::string_view>("overload")
-                                  .Attr<std::string_view>("arguments")
-                                  .Attr<std::string_view>("copies"));
+                                  .Attr<std::string_view>("operators"));
 #endif
