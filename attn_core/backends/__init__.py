@@ -20,6 +20,7 @@ from attn_core.backends.contract import (
     paged_shortcut,
     program_refusals,
     reads_pages_alone,
+    runs_operators,
     shortcut,
     writes_into,
 )
@@ -57,6 +58,7 @@ __all__ = [
     "paged_shortcut",
     "program_refusals",
     "reads_pages_alone",
+    "runs_operators",
     "shortcut",
     "usual_order",
     "writes_into",

@@ -120,6 +120,11 @@ def program_refusals(backend: Backend, spec: AttentionSpec, device: str) -> tupl
     return None if refuses is None else refuses(spec, device)
 
 
+def runs_operators(backend: Backend) -> bool:
+    """Returns whether the backend has ``RUNS_OPERATORS = True``: its programs are operators of torch, not kernels."""
+    return getattr(backend, "RUNS_OPERATORS", False)
+
+
 def backend_warm_up(backend: Backend) -> Callable[[AttentionSpec], None] | None:
     """Returns the backend's ``warm_up(spec)``, which compiles its kernels on the current device, or None."""
     return getattr(backend, "warm_up", None)

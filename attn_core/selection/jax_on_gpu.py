@@ -29,6 +29,9 @@ XLA_LAUNCH = {
 }
 """The same if XLA launches the kernels itself."""
 
+OPERATORS, OPERATORS_TABLE = {False: 45.0, True: 220.0}, {False: 60.0, True: 120.0}
+"""The same if XLA runs operators of torch itself; and more for a mask or a bias. Of an H200 host on 2026-11-27."""
+
 XLA_SCORE = {False: 60e-6, True: 150e-6}
 """Device microseconds of ``jax_xla`` on a GPU for each score, hidden or not, from the same calls.
 
@@ -67,6 +70,9 @@ def predicted(
         return device_time  # the device surely takes longer than the host
     if not _launched_by_xla(name, spec, device):
         return max(caution * slowest, device_time)
+    if backends.runs_operators(backends.load(name, backends.kind_of(device))):
+        on_host = OPERATORS[spec.needs_backward] + has_table * OPERATORS_TABLE[spec.needs_backward]
+        return max(caution * on_host, device_time)
     if spec.needs_backward and host_in_torch:
         device_time *= min(1.0, max(HIDDEN_BY_HOST, device_time / (2 * host_in_torch)))
     return max(caution * launch.get(name, launch[""]), device_time)

@@ -140,7 +140,8 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def in_xla(step: Any, results: Any, *operands: Any) -> Any:
-    return jax.jit(lambda *arrays: jax.ffi.ffi_call(step.target, results)(*arrays, **step.attributes()))(*operands)
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        return jax.jit(lambda *x: jax.ffi.ffi_call(step.target, results)(*x, **step.attributes()))(*operands)
 
 
 @pytest.mark.slow

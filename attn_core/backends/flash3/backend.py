@@ -63,6 +63,7 @@ FORWARD = Support(
 )
 BACKWARD = replace(FORWARD, paged=False)
 WRITES_INTO = True
+RUNS_OPERATORS = True
 
 ONE_DIRECTION = {"forward": {"deterministic"}, "backward": {"num_splits", "pack_gqa"}}
 """Settings that a direction's operator does not take."""

@@ -31,6 +31,7 @@ from attn_core.call.tensors import Gradients, Inputs
 
 FRAMEWORK = "torch"
 REQUIRES = "torch>=2.11 with CUDA and cuDNN 9"
+RUNS_OPERATORS = True
 NAME = "cuDNN attention"
 
 FORWARD = Support(

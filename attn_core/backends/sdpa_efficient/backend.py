@@ -32,6 +32,7 @@ from attn_core.call.tensors import Gradients, Inputs
 
 FRAMEWORK = "torch"
 REQUIRES = "torch>=2.11 with CUDA"
+RUNS_OPERATORS = True
 
 FORWARD = Support(
     kernel=NAME,

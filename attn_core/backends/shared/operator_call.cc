@@ -94,6 +94,7 @@ Argument argument_of(const std::string& word, const c10::OperatorHandle& op, siz
   switch (word[0]) {
     case 't': return {Kind::kTensor, {}, {std::stoll(rest)}};
     case 'd': return {Kind::kDevice, {}, {}};
+    case 'u': return {Kind::kConstant, c10::IValue(at::Tensor()), {}};
     case 'w': return {Kind::kConstant, wrapped_number(scalar_of(rest.at(0), rest.substr(1))), {}};
     case 'I': return {Kind::kConstant, c10::IValue(numbers_of(rest)), {}};
     case 'B': {

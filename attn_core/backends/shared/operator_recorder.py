@@ -5,8 +5,8 @@ on shapes and dtypes, and never on values: a function that reads a value on the 
 
 The text's first line is the number of tensors. Each further line is an operator: its name, its overload or "-", its
 arguments, ">", its results, "~", and the tensors that no later line reads. Arguments: "t4" tensor 4, "T4,-1" a list of
-tensors or None, "i3" "f0.5" "b1" "n" "sword" a number, bool, None or text, "wi3" a number as a tensor, "I1,2" and
-"B0,1" lists, "d" the device of the run, "c" the CPU. A result is the number of its tensor, with sizes and strides
+tensors or None, "i3" "f0.5" "b1" "n" "sword" a number, bool, None or text, "wi3" a number as a tensor, "u" an
+undefined tensor, "I1,2" and "B0,1" lists, "d" the device of the run, "c" the CPU. A result is the number of its tensor, with sizes and strides
 ("5:2,8:8,1") unless it is a view; -1 if nothing reads it.
 """
 
@@ -30,13 +30,13 @@ None for any other operator."""
 
 
 class _Line(NamedTuple):
-    """One operator. words: its arguments; results: ``(tensor, layout as text)``; pure: it writes to no tensor."""
+    """One operator. words: its arguments; results: ``(tensor, layout as text)``; changes: memory that it writes to."""
 
     name: str
     words: list[str]
     reads: list[int]
     results: list[tuple[int, str]]
-    pure: bool
+    changes: set[Any]
 
 
 def without_memory() -> AbstractContextManager[Any]:
@@ -104,11 +104,16 @@ def _recorder() -> Any:
 
         def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = kwargs or {}
+            if op in _identities():  # a new view of the whole tensor
+                result = op(*args, **kwargs)
+                self._places[id(result)] = self._place(args[0])
+                self._alive.append(result)
+                return result
             schema = op._schema
             given = dict(zip((each.name for each in schema.arguments), args, strict=False)) | kwargs
             values = [given.get(each.name, each.default_value) for each in schema.arguments]
             read = [place for value in values for place in self._read(value)]
-            pairs = zip(values, schema.arguments, strict=True)
+            pairs = list(zip(values, schema.arguments, strict=True))
             words = [self._word(value, str(each.type)) for value, each in pairs]
             results = self._fake_results(op, given) if self._fake_results else None
             results = op(*args, **kwargs) if results is None else _completed(results, schema.returns)
@@ -116,7 +121,9 @@ def _recorder() -> Any:
             is_view = any(each.alias_info is not None for each in schema.returns)
             noted = [self._result(result, is_view) for result in several]
             name = f"{schema.name} {schema.overload_name or '-'}"
-            self._lines.append(_Line(name, words, read, noted, not schema.is_mutable))
+            written = [v for v, each in pairs if each.alias_info is not None and each.alias_info.is_write]
+            changes = {_memory(tensor) for tensor in written if hasattr(tensor, "untyped_storage")}
+            self._lines.append(_Line(name, words, read, noted, changes))
             if len(self._lines) > 10 * MOST_OPERATORS:
                 raise Unrecordable(f"it runs more than {10 * MOST_OPERATORS} operators")
             return results
@@ -145,8 +152,8 @@ def _recorder() -> Any:
                 return f"t{self._place(value)}"
             if isinstance(value, (list, tuple)):
                 return self._list(list(value))
-            if kind == "Tensor":  # a number that the operator takes as a tensor
-                return f"w{_scalar(value, kind, self._device)}"
+            if kind == "Tensor":  # a number that the operator takes as a tensor, or no tensor at all
+                return "u" if value is None else f"w{_scalar(value, kind, self._device)}"
             return _scalar(value, kind, self._device)
 
         def _list(self, values: list[Any]) -> str:
@@ -161,11 +168,13 @@ def _recorder() -> Any:
         def text(self) -> str:
             """Returns the recorded operators whose results somebody reads."""
             kept, last = list[tuple[_Line, list[int]]](), set(range(self._operands))
-            needed = set(range(self._operands))
+            memory = [_memory(tensor) for tensor in self._alive]
+            needed, read = set(memory[: self._operands]), set(range(self._operands))
             for line in reversed(self._lines):
-                if line.pure and not any(place in needed for place, _ in line.results):
+                if not (line.changes & needed or any(place in read for place, _ in line.results)):
                     continue
-                needed.update(line.reads)
+                needed.update(memory[place] for place in line.reads)
+                read.update(line.reads)
                 ends = sorted(set(line.reads) - last)
                 last.update(ends)
                 kept.append((line, ends))
@@ -174,7 +183,7 @@ def _recorder() -> Any:
             lines = [
                 " ".join(
                     [line.name, *line.words, ">"]
-                    + [f"{place}{layout}" if place in needed else "-1" for place, layout in line.results]
+                    + [f"{place}{layout}" if place in read else "-1" for place, layout in line.results]
                     + ["~", *map(str, ends)]
                 )
                 for line, ends in reversed(kept)
@@ -182,6 +191,18 @@ def _recorder() -> Any:
             return "\n".join([str(len(self._alive)), *lines])
 
     return Recorder
+
+
+def _memory(tensor: Any) -> Any:
+    """Returns what identifies the memory that a tensor would share with its views."""
+    return tensor.untyped_storage()._cdata
+
+
+@cached_once
+def _identities() -> tuple[Any, ...]:
+    import torch
+
+    return torch.ops.aten.alias.default, torch.ops.aten.detach.default
 
 
 def _completed(results: tuple[Any, ...], returns: Any) -> tuple[Any, ...]:
