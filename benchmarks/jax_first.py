@@ -2,9 +2,10 @@
 
 python -m benchmarks.jax_first --json jax-first.json      # minutes; needs a GPU. Kernels that are missing are skipped
 
-A turn makes CALLS calls in a row and then waits, as a model does; the two frameworks take turns in one process.
+A turn makes CALLS calls in a row and then waits, as a model does. The two frameworks take turns in one process, and
+so do attentions of other JAX packages (benchmarks/jax_anchors.py) that are installed and take the call.
 The layer is a decoder layer of an 8B model (4096 features, 32/8 heads of 128, 14336 in the MLP), forward and gradients,
-with three attentions.
+with our attention and those of the other packages.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import torch
 import jax_frontend
 import torch_frontend
 from attn_core import SeqInfo
+from benchmarks.jax_anchors import ANCHORS, jax_nn, programs
 from benchmarks.jax_first_report import CALLS, LAYER_CALLS, table
 from benchmarks.measure import environment, side_by_side
 
@@ -62,8 +64,8 @@ class Case:
             return SeqInfo(*(move(offsets) for offsets in (value.cu_seqlens_q,) * 2), value.max_len_q, value.max_len_k)
         return move(value) if isinstance(value, np.ndarray) else value
 
-    def calls(self) -> tuple[Calls, str]:
-        """Returns the calls of both frameworks, and how XLA reaches the kernel."""
+    def calls(self) -> tuple[Calls, dict[str, Any]]:
+        """Returns the calls of both frameworks and of the anchors, and what to record beside their times."""
         q, k, v, dout = self.tensors
         leaves = [tensor.requires_grad_(self.training) for tensor in (q, k, v)]
         call = partial(torch_frontend.attention, backend=self.backend, **self.in_torch)
@@ -83,26 +85,35 @@ class Case:
             return pull(dout)
 
         program = jax.jit(function)  # not compiled ahead: such a program's calls go through Python
-        lane = _lane(program.lower(*self.arrays, moving).compile().as_text())
-        return _in_a_row(torch_call, lambda: program(*self.arrays, moving)), lane
+        facts: dict[str, Any] = {"lane": _lane(program.lower(*self.arrays, moving).compile().as_text())}
+        turns = {"torch": _torch_turn(torch_call), "jax": _turn(CALLS, partial(program, *self.arrays, moving))}
+        if self.backend is None:
+            ours = program(*self.arrays, moving)
+            anchors, facts["left_out"], facts["differences"] = programs(self.in_jax, self.arrays, self.training, ours)
+            turns |= {name: _turn(CALLS, anchor) for name, anchor in anchors.items()}
+        return turns, facts
 
 
 def _to_torch(array: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(array).cuda()
 
 
-def _in_a_row(in_torch: Callable[[], Any], in_jax: Callable[[], Any]) -> Calls:
-    def torch_turn() -> None:
+def _torch_turn(call: Callable[[], Any]) -> Callable[[], None]:
+    def turn() -> None:
         for _ in range(CALLS):
-            in_torch()
+            call()
         torch.cuda.synchronize()
 
-    def jax_turn() -> None:
-        for _ in range(CALLS):
-            result = in_jax()
+    return turn
+
+
+def _turn(calls: int, call: Callable[[], Any]) -> Callable[[], None]:
+    def turn() -> None:
+        for _ in range(calls):
+            result = call()
         jax.block_until_ready(result)
 
-    return {"torch": torch_turn, "jax": jax_turn}
+    return turn
 
 
 def _lane(text: str) -> str:
@@ -129,8 +140,8 @@ DECODING = {
 }
 
 
-def decoding(sequences: int, length: int, heads: int, kv_heads: int) -> tuple[Calls, str]:
-    """Returns one step of decoding from pages of 16 tokens, in both frameworks, and how XLA reaches the kernel."""
+def decoding(sequences: int, length: int, heads: int, kv_heads: int) -> tuple[Calls, dict[str, Any]]:
+    """Returns one step of decoding from pages of 16 tokens, in both frameworks, and what to record."""
     width = length // 16
     pool = [torch.randn(sequences * width, 16, kv_heads, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
     q = torch.randn(sequences, heads, 128, device="cuda", dtype=torch.bfloat16)
@@ -144,14 +155,14 @@ def decoding(sequences: int, length: int, heads: int, kv_heads: int) -> tuple[Ca
     program = jax.jit(function)
     lane = _lane(program.lower(*arrays).compile().as_text())
     tables = {"block_table": table, "seq_lens": lengths}
-    in_torch = lambda: torch_frontend.paged_attention(q, *pool, **tables)  # noqa: E731
-    return _in_a_row(in_torch, lambda: program(*arrays)), lane
+    in_torch = _torch_turn(lambda: torch_frontend.paged_attention(q, *pool, **tables))
+    return {"torch": in_torch, "jax": _turn(CALLS, partial(program, *arrays))}, {"lane": lane}
 
 
-ATTENTIONS: dict[str, Callable[..., Any]] = {
-    "attention": partial(jax_frontend.attention, causal=True),
-    "jax.nn, cuDNN": partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn"),
-    "jax.nn, XLA": partial(jax.nn.dot_product_attention, is_causal=True),
+ATTENTIONS: dict[str, Callable[[dict[str, Any]], Callable[..., Any]]] = {
+    "attention": lambda options: partial(jax_frontend.attention, **options),
+    **ANCHORS,
+    "jax.nn, XLA": partial(jax_nn, implementation="xla"),
 }
 
 
@@ -177,24 +188,15 @@ def layer_steps() -> Calls:
         return jnp.mean(x.astype(jnp.float32) ** 2)
 
     turns: Calls = {}
-    for name, attend in ATTENTIONS.items():
-        step = jax.jit(jax.grad(partial(loss, attend), argnums=(0, 1)))
+    for name, make in ATTENTIONS.items():
         try:
+            step = jax.jit(jax.grad(partial(loss, make({"causal": True})), argnums=(0, 1)))
             jax.block_until_ready(step(weights, x))
         except Exception as error:  # an attention that this machine lacks is left out of the table
             print(f"{name}: {type(error).__name__}: {str(error)[:200]}")
             continue
-        turns[name] = _turn(step, weights, x)
+        turns[name] = _turn(LAYER_CALLS, partial(step, weights, x))
     return turns
-
-
-def _turn(step: Callable[..., Any], *arguments: Any) -> Callable[[], None]:
-    def turn() -> None:
-        for _ in range(LAYER_CALLS):
-            result = step(*arguments)
-        jax.block_until_ready(result)
-
-    return turn
 
 
 def main() -> None:
@@ -207,7 +209,7 @@ def main() -> None:
     except RuntimeError as error:
         print(f"no operator lane: {error}")
     result: dict[str, Any] = {"environment": environment(), "device": torch.cuda.get_device_name(), "calls": []}
-    makers: list[tuple[str, str, Callable[[], tuple[Calls, str]]]] = []
+    makers: list[tuple[str, str, Callable[[], tuple[Calls, dict[str, Any]]]]] = []
     for name, (shape, options, backend) in CASES.items():
         for training in (False, True) if backend != "flash3" else (False,):
             what = "training" if training else "forward"
@@ -215,7 +217,7 @@ def main() -> None:
     makers += [(name, "decoding", partial(decoding, *sizes)) for name, sizes in DECODING.items()]
     for name, what, make in makers:
         try:
-            calls, lane = make()
+            calls, facts = make()
         except RuntimeError as error:  # a backend that is not installed
             print(f"{name}, {what}: {str(error)[:200]}")
             continue
@@ -223,11 +225,12 @@ def main() -> None:
         row = {
             "call": name,
             "what": what,
-            "lane": lane,
+            **facts,
             "seconds": {key: [s / CALLS for s in each] for key, each in seconds.items()},
         }
         result["calls"].append(row)
-        print(name, what, lane, {key: f"{1e3 * min(each):.3f} ms" for key, each in row["seconds"].items()}, flush=True)  # type: ignore[attr-defined]
+        best = {key: f"{1e3 * min(each):.3f} ms" for key, each in row["seconds"].items()}  # type: ignore[attr-defined]
+        print(name, what, facts["lane"], best, facts.get("differences", ""), flush=True)
     steps = side_by_side(layer_steps(), calls=1, rounds=ROUNDS)
     result["layer"] = {name: [s / LAYER_CALLS for s in each] for name, each in steps.items()}
     if parsed.json is not None:

@@ -25,9 +25,37 @@ def table(result: dict[str, Any]) -> str:
         lines.append(f"| {row['call']} | {row['what']} | {times} | {ratio:.2f} | {row['lane']} |")
     launched = sum(row["lane"] != "callback" for row in result["calls"])
     lines += ["", f"{launched} of {len(result['calls'])} calls use no callback into Python.", ""]
+    lines += anchor_lines(result["calls"])
     lines += ["| a layer's training step with | tokens per second | attention is |", "|---|---|---|"]
     for name, seconds in result["layer"].items():
         speed = LAYER_TOKENS / statistics.median(seconds)
         times = median_ratio(result["layer"], OURS, name)
         lines.append(f"| {name} | {speed:,.0f} | {'' if name == OURS else f'{times:.2f} times as fast'} |")
     return "\n".join(lines)
+
+
+def anchor_lines(calls: list[dict[str, Any]]) -> list[str]:
+    """Returns a table of other packages' times beside ours in JAX, and the calls that they do not take."""
+    rows = [row for row in calls if "left_out" in row]
+    names = list(dict.fromkeys(name for row in rows for name in row["seconds"] if name not in ("torch", "jax")))
+    lines = ["| call | | ours, ms |" + "".join(f" {name}, ms |" for name in names)]
+    lines.append("|---|---|---|" + "---|" * len(names))
+    for row in rows:
+        cells = [f"{1e3 * statistics.median(row['seconds']['jax']):.3f}"]
+        for name in names:
+            if name not in row["seconds"]:
+                cells.append("")
+                continue
+            ratio = median_ratio(row["seconds"], "jax", name)
+            cells.append(f"{1e3 * statistics.median(row['seconds'][name]):.3f} (ours {ratio:.2f} times as fast)")
+        lines.append(f"| {row['call']} | {row['what']} | {' | '.join(cells)} |")
+    reasons: dict[str, list[str]] = {}
+    for row in rows:
+        for name, reason in row["left_out"].items():
+            reasons.setdefault(f"{name}: {reason.splitlines()[0]}", []).append(f"{row['call']} ({row['what']})")
+    return [
+        *(lines if names else []),
+        "",
+        *(f"- {reason}: {'; '.join(where)}" for reason, where in reasons.items()),
+        "",
+    ]

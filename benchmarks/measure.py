@@ -58,7 +58,7 @@ def median_ratio(seconds: dict[str, list[float]], name: str, baseline: str) -> f
 
 
 PACKAGES = (
-    *("attn-core", "numpy", "torch", "triton", "jax", "jaxlib", "flax", "jax-tvm-ffi", "transformers"),
+    *("attn-core", "numpy", "torch", "triton", "jax", "jaxlib", "flax", "jax-tvm-ffi", "tokamax", "transformers"),
     *("flash-attn", "tokenspeed-fa3", "flash-attn-4", "nvidia-cudnn-cu13"),
 )
 """The packages whose versions are recorded; None if one is not installed."""
