@@ -69,7 +69,10 @@ BOUNDS: dict[str, int | str] = {
     "attn_core.backends.flash4.program:_versions": ONE,
     "attn_core.backends.flash4.recorder:_private_copy": ONE,
     "attn_core.backends.flash4.score_indices:correct": ONE,
-    "attn_core.backends.flash4.recorder:_suppress_address_warning": ONE,
+    **{
+        f"attn_core.backends.shared.operator_recorder:{name}": ONE
+        for name in ("_suppress_address_warning", "_recorder", "_identities", "_enumerated")
+    },
     "attn_core.backends.jax_splash.visibility:mask_class": ONE,
     "attn_core.backends.sage:_function": "SageAttention's functions",
     "attn_core.backends.sage:_kernel": "SageAttention's kernels",

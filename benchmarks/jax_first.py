@@ -2,10 +2,11 @@
 
 python -m benchmarks.jax_first --json jax-first.json      # minutes; needs a GPU. Kernels that are missing are skipped
 
-A turn makes CALLS calls in a row and then waits, as a model does. The two frameworks take turns in one process, and
-so do attentions of other JAX packages (benchmarks/jax_anchors.py) that are installed and take the call.
+A turn makes calls for TURN seconds in a row and then waits, as a model does. Short turns would compare the clocks of a
+GPU that was idle. The two frameworks take turns in one process, and so do attentions of other JAX packages
+(benchmarks/jax_anchors.py) that are installed and take the call.
 The layer is a decoder layer of an 8B model (4096 features, 32/8 heads of 128, 14336 in the MLP), forward and gradients,
-with our attention and those of the other packages.
+with our attention and some of the other packages.
 """
 
 from __future__ import annotations
@@ -26,10 +27,12 @@ import jax_frontend
 import torch_frontend
 from attn_core import SeqInfo
 from benchmarks.jax_anchors import ANCHORS, jax_nn, programs
-from benchmarks.jax_first_report import CALLS, LAYER_CALLS, table
+from benchmarks.jax_first_report import LAYER_CALLS, table
 from benchmarks.measure import environment, side_by_side
 
 ROUNDS = 5
+TURN = 0.15
+"""Seconds of a turn. An H200 runs the first 20 ms after a wait at a higher clock."""
 TOKENS = 8192
 HEADS, KV_HEADS = 32, 8
 WIDTH, MLP = 4096, 14336
@@ -89,11 +92,12 @@ class Case:
 
         program = jax.jit(function)  # not compiled ahead: such a program's calls go through Python
         facts: dict[str, Any] = {"lane": _lane(program.lower(*self.arrays, moving).compile().as_text())}
-        turns = {"torch": _torch_turn(torch_call), "jax": _turn(CALLS, partial(program, *self.arrays, moving))}
+        facts["calls"] = count = _count(torch_call)
+        turns = {"torch": _torch_turn(count, torch_call), "jax": _turn(count, partial(program, *self.arrays, moving))}
         if self.anchored:
             ours = program(*self.arrays, moving)
             anchors, facts["left_out"], facts["differences"] = programs(self.in_jax, self.arrays, self.training, ours)
-            turns |= {name: _turn(CALLS, anchor) for name, anchor in anchors.items()}
+            turns |= {name: _turn(count, anchor) for name, anchor in anchors.items()}
         return turns, facts
 
 
@@ -101,9 +105,15 @@ def _to_torch(array: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(array).cuda()
 
 
-def _torch_turn(call: Callable[[], Any]) -> Callable[[], None]:
+def _count(call: Callable[[], Any]) -> int:
+    """Returns how many calls of torch take TURN seconds."""
+    seconds = side_by_side({"call": _torch_turn(5, call)}, calls=1, rounds=2)["call"]
+    return max(5, round(TURN / (min(seconds) / 5)))
+
+
+def _torch_turn(calls: int, call: Callable[[], Any]) -> Callable[[], None]:
     def turn() -> None:
-        for _ in range(CALLS):
+        for _ in range(calls):
             call()
         torch.cuda.synchronize()
 
@@ -160,13 +170,15 @@ def decoding(sequences: int, length: int, heads: int, kv_heads: int) -> tuple[Ca
     program = jax.jit(function)
     lane = _lane(program.lower(*arrays).compile().as_text())
     tables = {"block_table": table, "seq_lens": lengths}
-    in_torch = _torch_turn(lambda: torch_frontend.paged_attention(q, *pool, **tables))
-    return {"torch": in_torch, "jax": _turn(CALLS, partial(program, *arrays))}, {"lane": lane}
+    in_torch = partial(torch_frontend.paged_attention, q, *pool, **tables)
+    count = _count(in_torch)
+    turns = {"torch": _torch_turn(count, in_torch), "jax": _turn(count, partial(program, *arrays))}
+    return turns, {"lane": lane, "calls": count}
 
 
 ATTENTIONS: dict[str, Callable[[dict[str, Any]], Callable[..., Any]]] = {
     "attention": lambda options: partial(jax_frontend.attention, **options),
-    **ANCHORS,
+    **{name: ANCHORS[name] for name in ("jax.nn, cuDNN", "tokamax, Mosaic GPU")},
     "jax.nn, XLA": partial(jax_nn, implementation="xla"),
 }
 
@@ -232,16 +244,21 @@ def main() -> None:
             "call": name,
             "what": what,
             **facts,
-            "seconds": {key: [s / CALLS for s in each] for key, each in seconds.items()},
+            "seconds": {key: [s / facts["calls"] for s in each] for key, each in seconds.items()},
         }
         result["calls"].append(row)
+        _write(parsed.json, result)
         best = {key: f"{1e3 * min(each):.3f} ms" for key, each in row["seconds"].items()}  # type: ignore[attr-defined]
         print(name, what, facts["lane"], best, facts.get("differences", ""), facts.get("left_out", ""), flush=True)
     steps = side_by_side(layer_steps(), calls=1, rounds=ROUNDS)
     result["layer"] = {name: [s / LAYER_CALLS for s in each] for name, each in steps.items()}
-    if parsed.json is not None:
-        parsed.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    _write(parsed.json, result)
     print(table(result))
+
+
+def _write(path: Path | None, result: dict[str, Any]) -> None:
+    if path is not None:
+        path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -7,8 +7,6 @@ from typing import Any
 
 from benchmarks.measure import median_ratio
 
-CALLS = 40
-"""Calls of attention in a row of a turn."""
 LAYER_CALLS = 10
 """Training steps of the layer in a row of a turn."""
 LAYER_TOKENS = 2 * 4096
