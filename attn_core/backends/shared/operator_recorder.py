@@ -5,9 +5,9 @@ on shapes and dtypes, and never on values: a function that reads a value on the 
 
 The text's first line is the number of tensors. Each further line is an operator: its name, its overload or "-", its
 arguments, ">", its results, "~", and the tensors that no later line reads. Arguments: "t4" tensor 4, "T4,-1" a list of
-tensors or None, "i3" "f0.5" "b1" "n" "sword" a number, bool, None or text, "wi3" a number as a tensor, "u" an
-undefined tensor, "I1,2" and "B0,1" lists, "d" the device of the run, "c" the CPU. A result is the number of its tensor, with sizes and strides
-("5:2,8:8,1") unless it is a view; -1 if nothing reads it.
+tensors or None, "i3" "f0.5" "b1" "n" "sword" a number, bool, None or text, "wi3" a number as a tensor, "u" an undefined
+tensor, "I1,2" and "B0,1" lists, "d" the device of the run, "c" the CPU. A result is the number of its tensor, with
+sizes and strides ("5:2,8:8,1") unless it is a view; -1 if nothing reads it.
 """
 
 from __future__ import annotations
