@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import statistics
+from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import median_ratio
+from benchmarks.small_calls_report import RESULTS
 
 LAYER_CALLS = 10
 """Training steps of the layer in a row of a turn."""
 LAYER_TOKENS = 2 * 4096
 OURS = "attention"
+
+
+def section(path: Path = RESULTS / "jax-first-h200.json") -> str:
+    """Returns the date, the device and the tables of a stored result."""
+    result = json.loads(path.read_text(encoding="utf-8"))
+    environment = result["environment"]
+    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items() if version)
+    return f"Measured on {environment['date']}: {result['device']}, {versions}.\n\n{table(result)}"
 
 
 def table(result: dict[str, Any]) -> str:

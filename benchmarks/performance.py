@@ -15,7 +15,16 @@ from typing import Any, NamedTuple
 from attn_core.cli.bench import draw_sweep
 from attn_core.cli.bench_sweep import read
 from attn_core.selection.cross_validation import Fitting
-from benchmarks import choice_report, grpo_report, jax_calls, masks_report, real_calls_report, small_calls_report
+from benchmarks import (
+    choice_report,
+    forward_mode_report,
+    grpo_report,
+    jax_calls,
+    jax_first_report,
+    masks_report,
+    real_calls_report,
+    small_calls_report,
+)
 from benchmarks.hopper_report import figures_of
 from benchmarks.performance_plots import ONE_GPU, draw, efficiency, strategies
 
@@ -256,6 +265,23 @@ added after this run because of call #8. `python -m benchmarks.jax_calls --json`
 
 {jax_calls.section()}
 
+## JAX beside torch on a GPU
+
+The same kernel in both frameworks, calls in a row for 0.15 s and then a wait, and how XLA reaches the kernel: "XLA"
+launches it itself, "operator" is torch's operator without Python, "callback" is Python. Below are attentions of other
+JAX packages on the same arrays, and a training step of one decoder layer of an 8B model. `python -m
+benchmarks.jax_first --json` writes the raw times.
+
+{jax_first_report.section()}
+
+## Forward mode
+
+One pass of `triton_jvp` gives out, the log-sum-exp and both tangents. A rate counts 4 operations per visible pair and
+channel for a forward, 12 with tangents; its share of another kernel's rate is above 1 if the tangents cost less than
+their operations. `python -m benchmarks.forward_mode --json` writes the raw times.
+
+{forward_mode_report.section()}
+
 ## On a CPU
 
 Measured on {cpu["environment"]["date"]}: {cpu["environment"]["processor"]}, {cpu["cores"]} cores, {_versions(cpu)}.
@@ -308,6 +334,8 @@ python -m benchmarks.cpu --write                         # the CPU's figures, an
 python -m benchmarks.small_calls --device cpu            # tiny torch calls of every kind, beside their rivals; or cuda
 python -m benchmarks.real_calls                          # calls of real models beside F.sdpa, on a GPU
 python -m benchmarks.jax_calls                           # random calls in JAX beside jax.nn
+python -m benchmarks.jax_first --json jax-first.json     # JAX beside torch and other JAX packages, on a GPU
+python -m benchmarks.forward_mode --json forward.json    # tangents, on a GPU
 python -m benchmarks.masks --json masks.json             # key ranges and functions beside FlexAttention, on a GPU
 python -m benchmarks.grpo_step --json grpo.json          # a training step on completions that share a prompt
 python -m benchmarks.cpu_flex --json flex.json           # windows, documents, softcaps beside compiled FlexAttention
