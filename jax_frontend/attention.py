@@ -14,7 +14,7 @@ from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
 from attn_core.call.functions import NO_FUNCTIONS, are_given, named, trace
 from attn_core.call.keywords import AttentionKeywords
 from attn_core.call.layouts import Layout, check_layout
-from attn_core.call.options import Options, Window, check_options, requested_names
+from attn_core.call.options import Options, Window, check_flag, check_options, requested_names
 from attn_core.call.segments import Segments
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.slow_copies import EVERY, FIRST, tables_passed
@@ -24,7 +24,7 @@ from attn_core.expressions.tracing import TracedFunction
 from attn_core.selection import override
 from jax_frontend.bridge.forked import check_process
 from jax_frontend.context_parallel import one_device
-from jax_frontend.dispatch import offsets, plan, value_checks
+from jax_frontend.dispatch import max_logit, offsets, plan, value_checks
 from jax_frontend.dispatch.differentiable import AttentionCall, differentiable_attention, varying_alike
 from jax_frontend.dispatch.written import Written, as_plain
 
@@ -34,15 +34,53 @@ Keywords = AttentionKeywords[Array, Array]
 
 @overload
 def attention(
-    q: Array, k: Array, v: Array, *, return_lse: Literal[False] = False, **options: Unpack[Keywords]
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    return_lse: Literal[False] = False,
+    return_max_logit: Literal[False] = False,
+    **options: Unpack[Keywords],
 ) -> Array: ...
 @overload
 def attention(
-    q: Array, k: Array, v: Array, *, return_lse: Literal[True], **options: Unpack[Keywords]
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    return_lse: Literal[True],
+    return_max_logit: Literal[False] = False,
+    **options: Unpack[Keywords],
 ) -> tuple[Array, Array]: ...
 @overload
 def attention(
-    q: Array, k: Array, v: Array, *, return_lse: bool, **options: Unpack[Keywords]
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    return_lse: Literal[False] = False,
+    return_max_logit: Literal[True],
+    **options: Unpack[Keywords],
+) -> tuple[Array, Array]: ...
+@overload
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    return_lse: Literal[True],
+    return_max_logit: Literal[True],
+    **options: Unpack[Keywords],
+) -> tuple[Array, Array, Array]: ...
+@overload
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    return_lse: bool,
+    return_max_logit: Literal[False] = False,
+    **options: Unpack[Keywords],
 ) -> Array | tuple[Array, Array]: ...
 @hide_unknown
 def attention(
@@ -73,9 +111,10 @@ def attention(
     deterministic: bool = False,
     backend: str | tuple[str, ...] | None = None,
     return_lse: bool = False,
+    return_max_logit: bool = False,
     dropout_rng: Array | None = None,
     **unknown: Never,
-) -> Array | tuple[Array, Array]:
+) -> Array | tuple[Array, ...]:
     """Computes scaled dot-product attention on the best kernel that honours every argument, eagerly or transformed.
 
     Args:
@@ -113,9 +152,14 @@ def attention(
         backend: a name, which runs or raises; names in order of preference; or None for automatic choice.
         return_lse: also return the log-sum-exp, ``[batch, heads, q_len]`` (packed ``[heads, tokens]``), natural log,
             float32 (float64 for float64 inputs). A row that sees no key has output 0 and its sink, or -inf, as lse.
+        return_max_logit: also return the largest logit of each query head, for QK-clip: ``[batch, heads]`` (packed
+            ``[heads]``), with lse's dtype. A logit is what enters the softmax: the score of a visible pair after scale,
+            softcap, score_mod, bias and ALiBi, before dropout; sinks do not count. -inf if the head sees no pair. It
+            has no gradient. ``explain`` says what computes it.
 
     Returns:
-        The output, with q's rank and dtype and value_dim channels; or ``(output, lse)``.
+        The output, with q's rank and dtype and value_dim channels; ``(output, lse)``, ``(output, max_logit)``, or
+        ``(output, lse, max_logit)``.
 
     Raises:
         ShapeError, DTypeError, DeviceError, SpecError: for invalid arguments.
@@ -123,6 +167,7 @@ def attention(
     """
     if unknown:
         refuse_keywords("attention", unknown)
+    check_flag("return_max_logit", return_max_logit)
     check_process()  # before the axes are exchanged, which runs JAX
     if check_layout(layout) == "bhsd":
         q, k, v = map(exchanged, (q, k, v))
@@ -132,24 +177,26 @@ def attention(
     causal, alignment, window, softcap, scale, mask, key_ranges, mask_mod, score_mod, aux = plain
     arrays = (q, k, v, mask, bias, alibi_slopes, sinks)
     options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
-    info = SeqInfo.coerce(seq_info)
+    info, results, inputs = SeqInfo.coerce(seq_info), None, None
     requested, functions = requested_names(backend) or override.requested(), (mask_mod, score_mod, aux)
     if isinstance(key_ranges, np.ndarray):
         # The values are on the host, so that kernels without key ranges may compute the mask in parts.
         results = one_device.attend(arrays, seq_info, options, requested, key_ranges, functions)
-        if results is not None:
-            return _in_layout(results, layout)
-    masking: dict[str, Any] = {"key_ranges": key_ranges, "functions": functions}
-    inputs, options = gather_arguments(arrays, info, options, dropout_rng, **masking)
-    call = AttentionCall(options, requested, plan.device_name(q))
-    return _in_layout(run(call, inputs, info), layout)
+    if results is None or return_max_logit:
+        masking: dict[str, Any] = {"key_ranges": key_ranges, "functions": functions}
+        inputs, options = gather_arguments(arrays, info, options, dropout_rng, **masking)
+    if results is None:
+        results = run(AttentionCall(options, requested, plan.device_name(q)), inputs, info)
+    if return_max_logit:
+        results = (*(results if return_lse else (results,)), max_logit.max_logit(inputs, options))
+    return _in_layout(results, layout)
 
 
 def _in_layout(results: Any, layout: Layout) -> Any:
-    """Returns the output, or (output, lse), with the output in a layout."""
+    """Returns the output, or a tuple that begins with it, with the output in a layout."""
     if layout == "bshd":
         return results
-    return (exchanged(results[0]), results[1]) if isinstance(results, tuple) else exchanged(results)
+    return (exchanged(results[0]), *results[1:]) if isinstance(results, tuple) else exchanged(results)
 
 
 def exchanged(array: Any) -> Any:

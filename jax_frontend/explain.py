@@ -16,6 +16,7 @@ from attn_core.call.seq_info import SeqInfo
 from attn_core.context_parallel.one_device import described
 from attn_core.expressions.tracing import TracedFunction
 from attn_core.selection import Selection, override
+from attn_core.selection.row_maximum import with_max_logit
 from jax_frontend.attention import exchanged, gather_arguments
 from jax_frontend.context_parallel.one_device import rows_are_here
 from jax_frontend.dispatch import offsets, plan, value_checks
@@ -51,6 +52,7 @@ def explain(
     deterministic: bool = False,
     backend: str | tuple[str, ...] | None = None,
     return_lse: bool = False,
+    return_max_logit: bool = False,
     dropout_rng: Any = None,
     needs_backward: bool | None = None,
     **unknown: Never,
@@ -79,6 +81,7 @@ def explain(
     # Shapes do not show which arrays get gradients, so training counts with a gradient of every bias.
     bias_gradient = trains and bias is not None
     selection = plan.explanation(plan.metadata(inputs), plan.device_name(q), options, trains, bias_gradient, requested)
+    selection = with_max_logit(selection) if check_flag("return_max_logit", return_max_logit) else selection
     offsets.check(selection.spec, info)
     if not isinstance(inputs.key_ranges, jax.ShapeDtypeStruct):
         value_checks.check_key_ranges(selection.spec, inputs.key_ranges)

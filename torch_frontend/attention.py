@@ -52,15 +52,53 @@ Keywords = AttentionKeywords[Tensor, torch.Generator]
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[Keywords]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[False] = False,
+    return_max_logit: Literal[False] = False,
+    **options: Unpack[Keywords],
 ) -> Tensor: ...
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[Keywords]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[True],
+    return_max_logit: Literal[False] = False,
+    **options: Unpack[Keywords],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Unpack[Keywords]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[False] = False,
+    return_max_logit: Literal[True],
+    **options: Unpack[Keywords],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[True],
+    return_max_logit: Literal[True],
+    **options: Unpack[Keywords],
+) -> tuple[Tensor, Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: bool,
+    return_max_logit: Literal[False] = False,
+    **options: Unpack[Keywords],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 @hide_unknown
 def attention(
@@ -91,9 +129,10 @@ def attention(
     deterministic: bool = False,
     backend: str | tuple[str, ...] | None = None,
     return_lse: bool = False,
+    return_max_logit: bool = False,
     dropout_rng: torch.Generator | None = None,
     **unknown: Never,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """Computes scaled dot-product attention on the best kernel that honours every argument.
 
     Args:
@@ -132,10 +171,15 @@ def attention(
         backend: a name, which runs or raises; names in order of preference; or None for automatic choice.
         return_lse: also return the log-sum-exp, ``[batch, heads, q_len]`` (packed ``[heads, tokens]``), natural log,
             float32 (float64 for float64 inputs). A row that sees no key has output 0 and its sink, or -inf, as lse.
+        return_max_logit: also return the largest logit of each query head, for QK-clip: ``[batch, heads]`` (packed
+            ``[heads]``), with lse's dtype. A logit is what enters the softmax: the score of a visible pair after scale,
+            softcap, score_mod, bias and ALiBi, before dropout; sinks do not count. -inf if the head sees no pair. It
+            has no gradient. ``explain`` says what computes it.
 
     Returns:
-        The output, with q's rank and dtype and value_dim channels; or ``(output, lse)``. ``torch.autocast`` casts q, k,
-        v and bias to its dtype unless they are float64; the output then has that dtype.
+        The output, with q's rank and dtype and value_dim channels; ``(output, lse)``, ``(output, max_logit)``, or
+        ``(output, lse, max_logit)``. ``torch.autocast`` casts q, k, v and bias to its dtype unless they are float64;
+        the output then has that dtype.
 
     Raises:
         ShapeError, DTypeError, DeviceError, SpecError: for invalid arguments.
@@ -156,7 +200,7 @@ def attention(
         keywords = {"causal": causal, "alignment": alignment, "window": window, "softcap": softcap, "scale": scale}
         keywords |= {"mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks, "seq_info": seq_info}
         keywords |= {"dropout": dropout, "deterministic": deterministic, "backend": backend, "return_lse": return_lse}
-        keywords |= {"dropout_rng": dropout_rng, "key_ranges": key_ranges}
+        keywords |= {"dropout_rng": dropout_rng, "key_ranges": key_ranges, "return_max_logit": return_max_logit}
         keywords |= {"mask_mod": mask_mod, "score_mod": score_mod, "aux": aux}
         if not usual_layout:  # it calls attention again, so nested tensors are heads-first here once
             return heads_first.attend_in_layout(attention, layout, (q, k, v), keywords)
@@ -170,6 +214,7 @@ def attention(
     drops = type(dropout) is not float or dropout
     usual = plain and not (observed or drops or unusual_window or dropout_rng is not None)
     usual = usual and mask_mod is None and score_mod is None and type(aux) is tuple and not aux
+    usual = usual and return_max_logit is False
     if key_ranges is not None:
         if usual and no_extras:
             plain_options = (causal, alignment, window, softcap, scale, dropout, deterministic, return_lse)
@@ -193,7 +238,8 @@ def attention(
         tensors = (q, k, v, mask, bias, alibi_slopes, sinks)
         options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
         functions = mask_mod, score_mod, aux
-        return general_calls.run(tensors, seq_info, options, dropout_rng, backend, key_ranges, functions)
+        masking = key_ranges, functions, return_max_logit
+        return general_calls.run(tensors, seq_info, options, dropout_rng, backend, *masking)
     try:
         needs_backward = _is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         call_plan = dense_plan(

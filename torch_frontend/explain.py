@@ -47,6 +47,7 @@ def explain(
     deterministic: bool = False,
     backend: str | tuple[str, ...] | None = None,
     return_lse: bool = False,
+    return_max_logit: bool = False,
     dropout_rng: torch.Generator | None = None,
     needs_backward: bool | None = None,
     **unknown: Never,
@@ -73,4 +74,4 @@ def explain(
     tensors = (q, k, v, mask, bias, alibi_slopes, sinks)
     options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
     extras = dropout_rng, backend, key_ranges, (mask_mod, score_mod, aux)
-    return general_calls.explain(tensors, seq_info, options, *extras, needs_backward)
+    return general_calls.explain(tensors, seq_info, options, *extras, needs_backward, return_max_logit)

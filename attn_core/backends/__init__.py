@@ -20,6 +20,8 @@ from attn_core.backends.contract import (
     paged_shortcut,
     program_refusals,
     reads_pages_alone,
+    row_maximum_claims,
+    row_maximum_of,
     runs_operators,
     shortcut,
     writes_into,
@@ -39,6 +41,7 @@ __all__ = [
     "FORWARD_MODE",
     "PAGED_PREFERENCE",
     "PREFERENCE",
+    "ROW_MAXIMUM",
     "Backend",
     "Build",
     "Gradients",
@@ -58,6 +61,8 @@ __all__ = [
     "paged_shortcut",
     "program_refusals",
     "reads_pages_alone",
+    "row_maximum_claims",
+    "row_maximum_of",
     "runs_operators",
     "shortcut",
     "usual_order",
@@ -107,6 +112,9 @@ FORWARD_MODE = {
     ("jax", ANY): ("jax_xla",),
 }
 """Automatic choice of the backend that computes tangents, best first. Another one may compute the call's results."""
+
+ROW_MAXIMUM = FORWARD_MODE
+"""The same for the largest logit of each row, which a pass over q and k computes."""
 
 _OF_TORCH = ("sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "math")
 FOREIGN_NAMES = {

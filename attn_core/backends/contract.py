@@ -21,7 +21,7 @@ class Backend(Protocol):
     Optional: with ``WRITES_INTO = True`` forward and backward take a last argument ``into``, buffers for their results:
     (out, lse) or Gradients. The returned tensors are the results; the caller copies a result that is not the buffer
     itself. ``build()`` (see Support's Build), ``warm_up(spec)``, ``shortcut(spec)``, ``paged_shortcut(spec)``,
-    ``FORWARD_MODE`` with ``jvp``, and ``variant(word)``: see the functions below.
+    ``FORWARD_MODE`` with ``jvp``, ``ROW_MAXIMUM`` with ``row_maximum``, and ``variant(word)``: see the functions below.
     """
 
     FRAMEWORK: str
@@ -152,3 +152,23 @@ def jvp_of(backend: Backend) -> Jvp:
     """
     jvp: Jvp = getattr(backend, "jvp")  # noqa: B009 (a member that few backends have)
     return jvp
+
+
+def row_maximum_claims(backend: Backend) -> Support | None:
+    """Returns what the backend claims about its ``row_maximum``, its ``ROW_MAXIMUM``; None if it has none."""
+    return getattr(backend, "ROW_MAXIMUM", None)
+
+
+RowMaximum = Callable[[AttentionSpec, Inputs], Any]
+"""``(spec, inputs) -> row maxima``, see ``row_maximum_of``."""
+
+
+def row_maximum_of(backend: Backend) -> RowMaximum:
+    """Returns the backend's ``row_maximum``: the largest logit of each row, in ``spec.lse_shape`` and ``lse_dtype``.
+
+    A logit is what enters the softmax: the score of a visible pair after scale, softcap, score function, bias and ALiBi.
+    A row that sees no key has -inf. The spec has no sinks, dropout, pages or gradients, and v is k. The function is
+    never called if ``spec.empty``, and never builds a graph.
+    """
+    function: RowMaximum = getattr(backend, "row_maximum")  # noqa: B009 (a member that few backends have)
+    return function

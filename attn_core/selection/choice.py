@@ -31,6 +31,7 @@ class Selection:
         program_faults: why this installation cannot build the kernels that XLA would launch. Only an attempt shows it.
         mask: how much of the scores the call's mask leaves, if its values are on the host.
         parts: how kernels without key ranges compute the call's in parts; None if one kernel computes them.
+        max_logit: what computes the largest logits; None if the call does not return them.
     """
 
     spec: AttentionSpec
@@ -40,6 +41,7 @@ class Selection:
     program_faults: Reasons = ()
     mask: str | None = None
     parts: str | None = None
+    max_logit: str | None = None
 
     @lazy_property
     def considered(self) -> tuple[str, ...]:

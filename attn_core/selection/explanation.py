@@ -78,6 +78,8 @@ class Decision(Protocol):
     @property
     def parts(self) -> str | None: ...
     @property
+    def max_logit(self) -> str | None: ...
+    @property
     def forward_mode(self) -> str: ...
     def reasons(self, name: str) -> tuple[str, ...]: ...
 
@@ -90,7 +92,7 @@ class Explanation(NamedTuple):
         faults: why each requested backend cannot run the call, if none can.
         because: why this backend was chosen; None if none was.
         lane: how JAX reaches the backend, if that has reasons.
-        mask, parts, forward_mode: as the Selection has them.
+        mask, parts, forward_mode, max_logit: as the Selection has them.
         call: where the call would run, and its spec.
         rows: every backend: the requested ones, the candidates of automatic choice, best first, and the others.
         device, backend, requested, automatic: as the Selection has them; no requested backends are an empty tuple.
@@ -109,6 +111,7 @@ class Explanation(NamedTuple):
     mask: str | None = None
     parts: str | None = None
     forward_mode: str | None = None
+    max_logit: str | None = None
 
 
 def explanation(selection: Decision) -> Explanation:
@@ -129,6 +132,7 @@ def explanation(selection: Decision) -> Explanation:
         mask=selection.mask,
         parts=selection.parts,
         forward_mode=selection.forward_mode,
+        max_logit=selection.max_logit,
     )
 
 

@@ -15,7 +15,7 @@ class BridgedCall(NamedTuple):
     """The static description of a call; the operands come with every run."""
 
     direction: str
-    """"forward", "backward" or "jvp", which returns the tangents of a forward's results."""
+    """"forward", "backward", "jvp", which returns the tangents of a forward's results, or "row_maximum"."""
     backend: str
     device: str
     spec: AttentionSpec

@@ -31,7 +31,8 @@ def run_of(call: BridgedCall | BridgedStep) -> Run:
     """Returns the function that runs a call."""
     if isinstance(call, BridgedStep):
         return _named(_StepRunner(call).run)
-    run = {"forward": _forward, "backward": _backward, "jvp": _jvp}[call.direction](call)
+    makers = {"forward": _forward, "backward": _backward, "jvp": _jvp, "row_maximum": _row_maximum}
+    run = makers[call.direction](call)
     name = range_name(call.backend, call.spec, call.direction)
     run = _in_range(_named(hot_callbacks.counted(run, call), name), name)
     return _with_head_start(run) if call.overlaps_exchange else run
@@ -170,6 +171,16 @@ def _jvp(call: BridgedCall) -> Run:
         for name, buffer, result in zip(("dout", "dlse"), buffers, moved, strict=True):
             if result is not buffer:
                 _copy(name, result, buffer)
+
+    return run
+
+
+def _row_maximum(call: BridgedCall) -> Run:
+    module: Any = backends.load(call.backend, backends.kind_of(call.device))
+    function, count, gather = backends.row_maximum_of(module), len(call.operands), inputs_builder(call.operands)
+
+    def run(values: tuple[Any, ...]) -> None:
+        _copy("row_maximum", function(call.spec, gather(values)), values[count])
 
     return run
 

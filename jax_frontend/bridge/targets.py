@@ -148,7 +148,7 @@ def _register_targets() -> None:
         "cpu": (on_host, ["args", "rets", "attrs.call"]),
         "gpu": (on_stream, ["args", "rets", "attrs.call", "ctx.stream"]),
     }
-    for direction in ("forward", "backward", "jvp", "step"):
+    for direction in ("forward", "backward", "jvp", "row_maximum", "step"):
         for platform, (function, arguments) in platforms.items():
             jax_tvm_ffi.register_ffi_target(
                 _target(direction),

@@ -95,8 +95,8 @@ class Derivative(NamedTuple):
             call_plan = call_plan._replace(as_one=False)
             inputs = inputs._replace(**_apart(inputs.q))
             moving = moving | (_apart(moving["q"]) if "q" in moving else {})
-        operands = _backend_inputs(call_plan, inputs)
-        # The tangents take the shapes that ``_backend_inputs`` gives to their arrays.
+        operands = backend_inputs(call_plan, inputs)
+        # The tangents take the shapes that ``backend_inputs`` gives to their arrays.
         tangents = {name: array.reshape(getattr(operands, name).shape) for name, array in moving.items()}
         dout, dlse = forward_mode.jvp(call_plan, operands, tangents)
         return (dout[None] if call_plan.one_row else dout, dlse)[: 1 + self.with_lse]
@@ -112,9 +112,9 @@ class Derivative(NamedTuple):
         dout = jnp.zeros_like(out) if dout is None else dout
         if self.call_plan.one_row:
             out, dout = out[0], dout[0]
-        operands = _backend_inputs(self.call_plan, inputs)
+        operands = backend_inputs(self.call_plan, inputs)
         gradients = ops.backward(self.call_plan, operands, out, lse, dout, dlse[0] if dlse else None)
-        # Undoes the shapes of _backend_inputs.
+        # Undoes the shapes of backend_inputs.
         return [getattr(gradients, f"d{name}").reshape(getattr(inputs, name).shape) for name in self.moving]
 
     def _split(self, arrays: tuple[Any, ...]) -> tuple[Inputs, Any, Any]:
@@ -196,11 +196,11 @@ def _derivative_plan(call: AttentionCall, inputs: Inputs, bias_gradient: bool) -
 
 
 def _run(call_plan: plan.Plan, inputs: Inputs, *, with_lse: bool) -> tuple[Any, Any]:
-    out, lse = ops.forward(call_plan, _backend_inputs(call_plan, inputs), with_lse=with_lse)
+    out, lse = ops.forward(call_plan, backend_inputs(call_plan, inputs), with_lse=with_lse)
     return (out[None] if call_plan.one_row else out), lse
 
 
-def _backend_inputs(call_plan: plan.Plan, inputs: Inputs) -> Inputs:
+def backend_inputs(call_plan: plan.Plan, inputs: Inputs) -> Inputs:
     """Returns the inputs as backends take them: packed rows without the row axis, masks and biases with four axes.
 
     The values of offsets on a GPU cannot be checked here, so they are clamped into range. XLA computes the clamp once

@@ -17,8 +17,8 @@ from jax_frontend.bridge import targets
 from jax_frontend.bridge.bridged_call import BridgedCall
 from jax_frontend.dispatch.plan import Plan
 
-RESULTS = {"forward": ("out", "lse"), "jvp": ("dout", "dlse")}
-"""The results of the directions that have an output and, with ``with_lse``, a log-sum-exp or their tangents."""
+RESULTS = {"forward": ("out", "lse"), "jvp": ("dout", "dlse"), "row_maximum": ("row_maximum",)}
+"""The results of all directions but "backward"; a forward without ``with_lse`` has the first alone."""
 
 
 def names_of(call: BridgedCall) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -37,7 +37,8 @@ def result_types(call: BridgedCall, *operands: Any) -> tuple[jax.ShapeDtypeStruc
     """
     spec, like = call.spec, jax.typeof(operands[0])
     if call.direction in RESULTS:
-        types = [(spec.out_shape, spec.dtype), (spec.lse_shape, spec.lse_dtype)][: 1 + call.with_lse]
+        rows, names = (spec.lse_shape, spec.lse_dtype), names_of(call)[1]
+        types = [(spec.out_shape, spec.dtype) if name in ("out", "dout") else rows for name in names]
     else:
         names, gradients = names_of(call)
         by_name = dict(zip(names, operands, strict=True))
@@ -93,6 +94,8 @@ def _run(call: BridgedCall, *operands: Any) -> list[Any]:
         results = list(module.forward(call.spec, inputs)[: 1 + call.with_lse])
     elif call.direction == "jvp":
         results = _tangents(call, inputs, moved)
+    elif call.direction == "row_maximum":
+        results = [backends.row_maximum_of(module)(call.spec, inputs)]
     else:
         gradients: Gradients = module.backward(call.spec, inputs, *saved)
         by_name = gradients._asdict() | ({"dqkv": jnp.stack(gradients[:3], -3)} if "qkv" in named else {})
@@ -115,8 +118,8 @@ def _tangents(call: BridgedCall, inputs: Inputs, moved: dict[str, Any]) -> list[
 
 
 def empty_results(call: BridgedCall, *operands: Any) -> list[Any]:
-    """Returns the results of a forward without queries or keys: out is 0, and every log-sum-exp -inf."""
-    values = (0.0, -jnp.inf)[: 1 + call.with_lse]
+    """Returns the results of a call without queries or keys: out is 0; a log-sum-exp or a row's maximum is -inf."""
+    values = [0.0 if name == "out" else -jnp.inf for name in names_of(call)[1]]
     types = result_types(call, *operands)
     return [
         varying_as(operands, jnp.full(each.shape, value, each.dtype)) for each, value in zip(types, values, strict=True)

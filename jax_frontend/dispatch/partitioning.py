@@ -71,7 +71,8 @@ def run_under_auto_axes(run: Callable[..., list[Any]], call: MappedCall, operand
     mesh = explicit[0].mesh
     known = [(name, array.shape, at.spec) for name, array, at in zip(call.names, operands, shardings, strict=True)]
     split = split_of(call, mesh, known)
-    shapes = {"out": call.call.spec.out_shape, "lse": call.call.spec.lse_shape}
+    rows = call.call.spec.lse_shape
+    shapes = {"out": call.call.spec.out_shape, "lse": rows, "row_maximum": rows}
     specs = {name: entry for name, _, entry in known} | {
         name: split.spec(axes_of(call, name, shape)) for name, shape in shapes.items()
     }

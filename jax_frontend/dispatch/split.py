@@ -34,6 +34,7 @@ _AXES = {
     "seq_lens": ("documents",),
     "out": ("batch", "queries", "heads", "dim"),
     "lse": ("batch", "heads", "queries"),
+    "row_maximum": ("batch", "heads", "queries"),
 }
 """The axes of every operand and of its gradient. Packed arrays have no batch axis, and slopes may have none."""
 _POOL = ("pages", "slots", "kv_heads", "dim")

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from attn_core.call.functions import AUX
 from attn_core.call.row_arrays import by_row
 from attn_core.call.spec import AttentionSpec
-from attn_core.selection import Target, refusals
+from attn_core.selection import Target, refusals, row_maximum
 from jax_frontend.bridge.bridged_call import BridgedCall
 from jax_frontend.dispatch import local_call, platforms
 
@@ -79,7 +79,8 @@ class MappedCall(NamedTuple):
         return self._refusals_of(self.spec)
 
     def _refusals_of(self, spec: AttentionSpec) -> tuple[str, ...]:
-        return refusals(self.call.backend, spec, Target.here("jax", self.call.device))
+        why = row_maximum.reasons if self.call.direction == "row_maximum" else refusals
+        return why(self.call.backend, spec, Target.here("jax", self.call.device))
 
     def with_mapped_axis(self, size: int, mapped: Sequence[bool]) -> MappedCall:
         """Returns the call with one more mapped axis, outside the others."""

@@ -18,11 +18,13 @@ from attn_core.context_parallel.one_device import described
 from attn_core.errors import DTypeError, SpecError
 from attn_core.expressions.tracing import TracedFunction, trace_mask
 from attn_core.selection import Selection, override
+from attn_core.selection.row_maximum import with_max_logit
 from torch_frontend.dispatch import (
     autocast,
     autograd,
     empty_rows,
     in_parts,
+    max_logit,
     offsets,
     ops,
     plan,
@@ -146,10 +148,15 @@ def run(
     backend: Any,
     key_ranges: Any = None,
     functions: tuple[Any, Any, Any] = NO_FUNCTIONS,
+    return_max_logit: bool = False,
 ) -> Any:
-    """Gathers the arguments of a call, runs it, and returns out or (out, lse) as ``attention`` does."""
+    """Gathers the arguments of a call, runs it, and returns its results as ``attention`` does."""
+    with_maximum = check_flag("return_max_logit", return_max_logit)
     arguments = gather_arguments(tensors, seq_info, options, generator, key_ranges=key_ranges, functions=functions)
-    return empty_rows.finish_results(attend(*arguments, backend), arguments[0], seq_info)
+    results = empty_rows.finish_results(attend(*arguments, backend), arguments[0], seq_info)
+    if not with_maximum:
+        return results
+    return *(results if options.return_lse else (results,)), max_logit.max_logit(*arguments)
 
 
 def explain(
@@ -161,8 +168,10 @@ def explain(
     key_ranges: Any,
     functions: tuple[Any, Any, Any],
     needs_backward: bool | None,
+    return_max_logit: bool,
 ) -> Selection:
     """Gathers the arguments of a call, and returns what would run it, as ``explain.explain`` does."""
+    with_maximum = check_flag("return_max_logit", return_max_logit)
     masking: dict[str, Any] = {"key_ranges": key_ranges, "functions": functions}
     inputs, options = gather_arguments(tensors, seq_info, options, generator, draw=False, **masking)
     trains, bias_gradient = autograd.gradients_needed(inputs)
@@ -170,6 +179,7 @@ def explain(
     requested = requested_names(backend) or override.requested()
     gradients = needs, bias_gradient and needs
     selection = plan.explanation(in_parts.metadata(inputs), options, *gradients, requested, sdpa_flags.now())
+    selection = with_max_logit(selection) if with_maximum else selection
     run_plan.check_host_values(selection.spec, inputs)
     tables = inputs.key_ranges, *aux_of(inputs)
     if any(table is not None and not table.is_cpu for table in tables):

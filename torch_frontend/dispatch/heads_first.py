@@ -36,7 +36,7 @@ DIRECT = ("causal", "alignment", "window", "scale", "mask", "bias", "determinist
 """The options that ``attend`` takes."""
 
 DEFAULTS: dict[str, Any] = {"softcap": None, "alibi_slopes": None, "sinks": None, "seq_info": None, "dropout_rng": None}
-DEFAULTS |= {"dropout": 0.0, "return_lse": False, "key_ranges": None}
+DEFAULTS |= {"dropout": 0.0, "return_lse": False, "return_max_logit": False, "key_ranges": None}
 DEFAULTS |= {"mask_mod": None, "score_mod": None, "aux": ()}
 """The other options of ``attention``."""
 
@@ -56,7 +56,7 @@ def attend_in_layout(attention: Callable[..., Any], layout: Any, qkv: tuple[Any,
         if out is not None:
             return out
     results = attention(*map(exchanged, qkv), **options)
-    return (exchanged(results[0]), results[1]) if options["return_lse"] else exchanged(results)
+    return (exchanged(results[0]), *results[1:]) if isinstance(results, tuple) else exchanged(results)
 
 
 def exchanged(tensor: Any) -> Any:

@@ -40,16 +40,16 @@ def attend(attention: Callable[..., Any], qkv: tuple[Any, ...], options: dict[st
         options: all other arguments of ``attention``, by name.
 
     Returns:
-        The output, or ``(output, lse)`` with lse ``[heads, tokens]``.
+        The output, or a tuple that begins with it, as of packed documents: lse is ``[heads, tokens]``.
     """
     values, info = as_documents(qkv, options)
     results = attention(*values, **(options | {"seq_info": info}))
-    out, *lse = results if options["return_lse"] else (results,)
+    out, *others = results if isinstance(results, tuple) else (results,)
     q = qkv[0]
     lengths: dict[str, Any] = {"min_seqlen": q._maybe_min_seqlen, "max_seqlen": q._maybe_max_seqlen}
     # The same offsets, so that torch knows that the output has the structure of q.
     nested = torch.nested.nested_tensor_from_jagged(out, q.offsets(), **lengths)
-    return (nested, *lse) if lse else nested
+    return (nested, *others) if others else nested
 
 
 def as_documents(qkv: tuple[Any, ...], options: dict[str, Any]) -> tuple[tuple[Tensor, ...], SeqInfo]:

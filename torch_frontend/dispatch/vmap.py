@@ -84,6 +84,17 @@ def jvp(
     return (dout.unflatten(0, (size, batch)), dlse.unflatten(0, (size, batch))), (0, 0)
 
 
+def max_logit(
+    run: Callable[..., tuple[Tensor, ...]], size: int, inputs: Inputs, dims: Inputs, plain: PlainOptions
+) -> MappedResults:
+    """Maps ``run(*inputs) -> (max_logit,)`` over ``size`` elements."""
+    if _cannot_fold(inputs, dims, plain):
+        return one_by_one(run, size, inputs, dims), (0,)
+    batch = _batch(inputs, dims)
+    (result,) = run(*_fold(size, batch, inputs, dims))
+    return (result.unflatten(0, (size, batch)),), (0,)
+
+
 def one_by_one(
     run: Callable[..., tuple[Tensor, ...]], size: int, tensors: Sequence[Any], dims: Dims
 ) -> tuple[Tensor, ...]:

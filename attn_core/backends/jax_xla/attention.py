@@ -121,7 +121,7 @@ def _attend(spec: AttentionSpec, call: XlaOperands, value: Summand, rows: RowKey
     def step(index: Any, state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
         top, total, summed = state
         tile = tile_at(spec, call, start, index)
-        logits, seen, _ = _logits(spec, call, q, cut(call.k, tile.key, keys, axis=2), rows, tile)
+        logits, seen, _ = logits_in(spec, call, q, cut(call.k, tile.key, keys, axis=2), rows, tile)
         # The maximum cancels, so forward mode may treat it as a constant. It must: XLA may compute the logits twice
         # with different rounding, and a maximum that no logit equals would have a tangent of 0 / 0.
         new_top = jnp.maximum(top, lax.stop_gradient(logits.max(-1, initial=-jnp.inf)))
@@ -175,7 +175,7 @@ def _gradients(
         tile = tile_at(spec, call, start, index)
         k = cut_summand(sources[1], tile.key, keys, axis=2)
         v = cut(call.v, tile.key, keys, axis=2)
-        logits, seen, slope = _logits(spec, call, q.values, k.values, rows, tile)
+        logits, seen, slope = logits_in(spec, call, q.values, k.values, rows, tile)
         weights = jnp.where(seen, jnp.exp(logits - lse), 0)
         dweights = dropped(spec, call, product("bhgie,bhje->bhgij", dout.values, v, spec.lse_dtype), tile)
         dlogits = jnp.where(seen, weights * (dweights + shift), 0)
@@ -193,7 +193,7 @@ def _gradients(
     return lax.fori_loop(*key_blocks(spec, call, rows, start), step, totals)
 
 
-def _logits(
+def logits_in(
     spec: AttentionSpec, call: XlaOperands, q: Any, k: Any, rows: RowKeys, tile: ScoreTile
 ) -> tuple[Any, Any, Any]:
     """Returns (logits, seen, slope) of a tile, ``[b, h, g, i, j]``. slope: of softcap and score function, or None."""

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from attn_core.backends.jax_xla import attention, few_queries, paged, tiles, whole
+from attn_core.backends.jax_xla import row_maximum as maxima
 from attn_core.backends.jax_xla.tiles import BlockSizes
 from attn_core.backends.shared.device_kinds import ANY
 from attn_core.backends.shared.jax_promotion import usual_promotion
@@ -54,6 +55,7 @@ FORWARD = Support(
 )
 BACKWARD = replace(FORWARD, paged=False)
 FORWARD_MODE = BACKWARD
+ROW_MAXIMUM = BACKWARD
 
 MAX_SCORES = 2**22
 """The most scores (batch * heads * q_len * kv_len) of a small call if blocks of them may be hidden."""
@@ -130,6 +132,12 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
         if _path(spec) != "blocked":
             return whole.backward(spec, inputs, out, lse, dout, dlse)
         return _where_it_runs(lower(spec)["blocks"], run)
+
+
+def row_maximum(spec: AttentionSpec, inputs: Inputs) -> Any:
+    """See ``contract.row_maximum_of``. Traceable."""
+    with usual_promotion():
+        return _where_it_runs(lower(spec)["blocks"], lambda blocks: maxima.row_maximum(spec, inputs, blocks))
 
 
 def _where_it_runs(blocks: dict[str, BlockSizes], run: Callable[[BlockSizes], Any]) -> Any:

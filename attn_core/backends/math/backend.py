@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from attn_core.backends.math import paged
-from attn_core.backends.shared import plain_attention, plain_tangents
+from attn_core.backends.shared import plain_attention, plain_row_maximum, plain_tangents
 from attn_core.backends.shared.device_kinds import ANY
 from attn_core.backends.support import Build, Support
 from attn_core.call.masks import band
@@ -57,6 +57,7 @@ FORWARD = Support(
 )
 BACKWARD = replace(FORWARD, paged=False)
 FORWARD_MODE = replace(FORWARD, paged=False, aux_gradients=False)
+ROW_MAXIMUM = BACKWARD
 
 
 def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
@@ -98,3 +99,8 @@ def jvp(
 ) -> tuple[Any, Any, Any, Any]:
     """See ``contract.jvp_of``. It always computes out and lse."""
     return plain_tangents.jvp(spec, inputs, tangents)
+
+
+def row_maximum(spec: AttentionSpec, inputs: Inputs) -> Any:
+    """See ``contract.row_maximum_of``."""
+    return plain_row_maximum.row_maximum(spec, inputs)

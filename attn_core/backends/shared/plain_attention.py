@@ -52,8 +52,8 @@ def forward(
         # A fake tensor has no values to look at, and is of another type.
         if inputs.q.is_cpu and small_attention.fits(spec) and type(inputs.q) in (torch.Tensor, torch.nn.Parameter):
             return small_attention.forward(spec, inputs)
-        height, parts, scores = _sizes(spec, inputs.q.is_cpu)
-        operands = _with_scratch(operands_of(spec, inputs), scores)
+        height, parts, scores = block_sizes(spec, inputs.q.is_cpu)
+        operands = with_scratch(operands_of(spec, inputs), scores)
         out: Any = None
         lse: Any = None
         for block in blocks(spec, inputs, height, valid_documents):
@@ -75,7 +75,7 @@ def forward(
 
 
 @lru_cache(maxsize=1024)
-def _sizes(spec: AttentionSpec, on_cpu: bool) -> tuple[int, tuple[CallChunk, ...], int]:
+def block_sizes(spec: AttentionSpec, on_cpu: bool) -> tuple[int, tuple[CallChunk, ...], int]:
     """Returns a block's number of rows, the chunks of the call, and the most scores of a block in a chunk.
 
     The scores of a chunk stay in the cache. Their number is 0 if the blocks need no memory in common.
@@ -97,7 +97,7 @@ def _sizes(spec: AttentionSpec, on_cpu: bool) -> tuple[int, tuple[CallChunk, ...
     return height, parts, 0 if parts[0].whole and height >= spec.q_len else largest
 
 
-def _with_scratch(operands: BlockOperands, scores: int) -> BlockOperands:
+def with_scratch(operands: BlockOperands, scores: int) -> BlockOperands:
     return operands._replace(scratch=ScoreMemory(operands.k, scores)) if scores else operands
 
 
@@ -113,8 +113,8 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
     with without_autocast(inputs.q):
         out, lse, dout, dlse = (t[None] if spec.packed and t is not None else t for t in (out, lse, dout, dlse))
         saved = SavedTensors(out, lse, dout, dlse)
-        height, parts, scores = _sizes(spec, inputs.q.is_cpu)
-        operands = _with_scratch(operands_of(spec, inputs, saved), scores)
+        height, parts, scores = block_sizes(spec, inputs.q.is_cpu)
+        operands = with_scratch(operands_of(spec, inputs, saved), scores)
         sums = empty_sums(spec, operands)
         for block in blocks(spec, inputs, height):
             for chunk in parts:

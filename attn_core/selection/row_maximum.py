@@ -1,0 +1,106 @@
+"""Chooses the backend of ``return_max_logit``: of a pass over q and k that computes the largest logit of each row.
+
+The largest logit does not depend on the kernel that computes the output, and few kernels return it. So it has a choice
+of its own: among the backends that have a ``row_maximum``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from attn_core import backends
+from attn_core.backends.support import unmet_claims
+from attn_core.call import counters, log
+from attn_core.call.ranges import words_of
+from attn_core.call.spec import AttentionSpec
+from attn_core.errors import SpecError
+from attn_core.selection.choice import Selection
+from attn_core.selection.reasons import Reasons, broken_rules
+from attn_core.selection.target import Target
+
+
+@dataclass(frozen=True)
+class RowMaximum:
+    """The choice of the backend that computes a call's largest logits.
+
+    Attributes:
+        spec: the call, without what does not change a logit.
+        backend: the chosen one, or None.
+        refusals: ``((backend, reasons), ...)`` of the candidates in front of it; of all if there is none.
+    """
+
+    spec: AttentionSpec
+    target: Target
+    backend: str | None
+    refusals: tuple[tuple[str, Reasons], ...]
+
+    def __str__(self) -> str:
+        why = "; ".join(f"{name}: {', '.join(reasons)}" for name, reasons in self.refusals)
+        return f"by a second pass over q and k: {self.backend or 'none'}" + (f", because {why}" if why else "")
+
+
+def spec_of(spec: AttentionSpec) -> AttentionSpec:
+    """Returns a call without what does not change a logit: values, sinks, dropout, gradients, and other results."""
+    none: dict[str, Any] = {"sinks": False, "dropout": 0.0, "needs_backward": False, "bias_gradient": False}
+    none |= {"aux_gradients": (), "return_lse": False, "deterministic": False, "value_dim": spec.head_dim}
+    return replace(spec, **none)
+
+
+@lru_cache(maxsize=4096)
+def choose(spec: AttentionSpec, target: Target) -> RowMaximum:
+    """Chooses the first candidate that can compute a call's largest logits.
+
+    Raises:
+        SpecError: for a call on pages.
+    """
+    if spec.paged is not None:
+        raise SpecError("return_max_logit=True: expected keys that are not in pages; no pass reads their logits there")
+    spec, refused = spec_of(spec), []
+    for name in backends.of_kind(backends.ROW_MAXIMUM, target.framework, target.kind):
+        why = reasons(name, spec, target)
+        if not why:
+            return RowMaximum(spec, target, name, tuple(refused))
+        refused.append((name, why))
+    return RowMaximum(spec, target, None, tuple(refused))
+
+
+def with_max_logit(selection: Selection) -> Selection:
+    """Returns the Selection of a call that returns its largest logits, with what computes them."""
+    return replace(selection, max_logit=str(choose(selection.spec, selection.target)))
+
+
+def noted(choice: RowMaximum) -> str:
+    """Returns the chosen backend, counts the new plan, and writes its record.
+
+    Raises:
+        SpecError: if there is none; the message has every reason.
+    """
+    target, refused = choice.target, {name: list(why) for name, why in choice.refusals}
+    if choice.backend is None:
+        why = "; ".join(f"{name}: {', '.join(each)}" for name, each in refused.items())
+        raise SpecError(f"return_max_logit=True: expected a call whose logits a backend can compare: {why}")
+    counters.count("plan", target.framework, choice.backend)
+    behind = f", behind {', '.join(refused)}" if refused else ""
+    call, where = words_of(choice.spec), f"{target.framework} on {target.device}"
+    fields: dict[str, Any] = {"backend": choice.backend, "framework": target.framework, "device": target.device}
+    fields |= {"call": call, "chosen_by": "static order", "predicted_us": None, "refused": refused}
+    message = f"{choice.backend} in {where}, by static order{behind}: row_maximum {call}"
+    log.emit("plan", message, **fields, direction="row_maximum")
+    return choice.backend
+
+
+def reasons(name: str, spec: AttentionSpec, target: Target) -> Reasons:
+    """Returns every reason why a backend cannot compute the largest logits of a call on a target."""
+    backend = backends.load(name, target.kind)
+    claims = backends.row_maximum_claims(backend)
+    if claims is None:
+        return (f"{backend.FORWARD.kernel} has no largest logits",)
+    missing = [why for unavailable, why in target.unavailable if unavailable == name]
+    unreached = target.out_of_reach(name)
+    if unreached is not None:
+        missing.append(unreached)
+    unmet = unmet_claims(claims, spec, target.device)
+    rules = () if spec.symbolic else broken_rules(name, spec, target)
+    return (*missing, *unmet, *rules)
