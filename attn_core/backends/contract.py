@@ -168,7 +168,8 @@ def row_maximum_of(backend: Backend) -> RowMaximum:
 
     A logit is what enters the softmax: the score of a visible pair after scale, softcap, score function, bias and ALiBi.
     A row that sees no key has -inf. The spec has no sinks, dropout, pages or gradients, and v is k. The function is
-    never called if ``spec.empty``, and never builds a graph.
+    never called if ``spec.empty``, and never builds a graph. A backend may also define ``row_maximum_program(spec)``,
+    the same as a KernelProgram, which XLA launches without Python.
     """
     function: RowMaximum = getattr(backend, "row_maximum")  # noqa: B009 (a member that few backends have)
     return function

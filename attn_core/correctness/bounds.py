@@ -40,7 +40,7 @@ from attn_core.expressions.rounding import rounding
 # for float64, since the reference rounds as well.
 ROUNDOFF = {"float64": 2.0**-52, "float32": 2.0**-24, "float16": 2.0**-12, "bfloat16": 2.0**-9}
 TINY = {"float64": 2.0**-1022, "float32": 2.0**-126, "float16": 2.0**-24, "bfloat16": 2.0**-126}
-_TANH = {"float64": 0.0, "float32": 0.0, "float16": 2.0**-17, "bfloat16": 2.0**-17}
+TANH = {"float64": 0.0, "float32": 0.0, "float16": 2.0**-17, "bfloat16": 2.0**-17}
 """The absolute error of tanh. Kernels in half precision use the GPU's ``tanh.approx``: 5.3e-6 was seen on an H100."""
 _LSE_FLOOR = {"float64": 1e-13, "float32": 2e-5, "float16": 2e-4, "bfloat16": 2e-4}
 
@@ -89,7 +89,7 @@ def out_bound(spec: AttentionSpec, call: Softmax, sizes: Magnitudes, out: Array)
 
 def lse_bound(spec: AttentionSpec, sizes: Magnitudes) -> Array:
     """Returns the error bound of the log-sum-exp, in ``spec.lse_shape``: a floor, plus the rounding of large logits."""
-    tanh = (spec.softcap or 0.0) * _TANH[spec.dtype]
+    tanh = (spec.softcap or 0.0) * TANH[spec.dtype]
     bound = _LSE_FLOOR[spec.dtype] + tanh + 8 * float32_roundoff(spec) * (sizes.mean + sizes.lse)
     return bound.reshape(spec.lse_shape)
 

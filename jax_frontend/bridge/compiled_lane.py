@@ -63,10 +63,7 @@ def lane_of(call: BridgedCall) -> Lane:
     if why:
         return _callback_lane(call, why)
     try:
-        as_one = {"as_one": True} if call.operands[0] == "qkv" else {}
-        # A forward before a backward has the log-sum-exp as a result, whether or not the caller wants it.
-        spec = replace(call.spec, return_lse=call.with_lse) if call.direction == "forward" else call.spec
-        program = backend.program(spec, call.direction, "dlse" in call.extras, **as_one)
+        program = _program(call, backend)
         for step in program.steps:
             _register(step, "cpu" if kind == "cpu" else "gpu")
     except Exception as error:  # an interface that changed upstream can raise anything, and a callback still works
@@ -74,6 +71,15 @@ def lane_of(call: BridgedCall) -> Lane:
         log.warning("%s of (%s) runs by callback: %s", call.direction, call.spec, reason)
         return _callback_lane(call, (reason,))
     return Lane(program)
+
+
+def _program(call: BridgedCall, backend: Any) -> Any:
+    if call.direction == "row_maximum":
+        return backend.row_maximum_program(call.spec)
+    as_one = {"as_one": True} if call.operands[0] == "qkv" else {}
+    # A forward before a backward has the log-sum-exp as a result, whether or not the caller wants it.
+    spec = replace(call.spec, return_lse=call.with_lse) if call.direction == "forward" else call.spec
+    return backend.program(spec, call.direction, "dlse" in call.extras, **as_one)
 
 
 def _callback_lane(call: BridgedCall, why: tuple[str, ...]) -> Lane:
@@ -111,6 +117,8 @@ def with_program_reasons(selection: Selection) -> Selection:
 def static_reasons(call: BridgedCall, backend: Any) -> tuple[str, ...]:
     """Returns the reasons for the callback lane that follow from data alone."""
     why = backends.program_refusals(backend, call.spec, call.device)
+    if call.direction == "row_maximum":
+        why = () if hasattr(backend, "row_maximum_program") else None
     if why is None:
         return (f"{call.backend} hands out no compiled kernels",)
     return why
@@ -140,7 +148,7 @@ def run(program: Any, call: BridgedCall, results: tuple[Any, ...], operands: tup
         attributes = step.attributes() if step.attributes else {}
         arrays |= dict(zip(step.writes, launch(*(arrays[at] for at in step.reads), **attributes), strict=True))
     named = {buffer.name: arrays[at] for at, buffer in enumerate(program.buffers) if at in arrays}
-    names = ("out", "lse") if call.direction == "forward" else call.gradients
+    names = {"forward": ("out", "lse"), "row_maximum": ("row_maximum",)}.get(call.direction, call.gradients)
     if call.operands[0] == "qkv" and call.direction == "backward":
         names = ("dqkv", *call.gradients[3:])
     # A kernel may be wider than the call, and sums some gradients in float32.

@@ -1,5 +1,7 @@
 """Our own Triton kernel for forward mode: out, lse and the tangents of both in one pass, without memory for scores.
 
+A second kernel computes the largest logit of each row, for ``return_max_logit``; XLA launches it without Python.
+
 Limits: head_dim and value_dim up to 256, no gradient. By name it also runs the forward alone. A program has all
 channels of the logits and at most 128 of the values, so wider values compute the logits twice. float32 products are
 sums of three TF32 products. A NaN in a key or value may reach queries of its document that do not see it, but no other
@@ -9,12 +11,14 @@ Upstream: triton 3.6 to 3.9, as torch brings it.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any
 
+from attn_core.backends.shared.kernel_programs import KernelProgram
 from attn_core.backends.shared.triton import launch
 from attn_core.backends.support import Build, Support
-from attn_core.backends.triton_jvp import launches
+from attn_core.backends.triton_jvp import launches, maximum
 from attn_core.backends.triton_jvp.launches import Tiles
 from attn_core.call.counters import operand_copied
 from attn_core.call.masks import band
@@ -42,6 +46,7 @@ FORWARD = Support(
 )
 BACKWARD = None
 FORWARD_MODE = FORWARD
+ROW_MAXIMUM = replace(FORWARD, mask=True, key_ranges=True, bias=True, alibi=True)
 WRITES_INTO = True
 
 OLDEST = 80
@@ -66,7 +71,7 @@ def probe() -> str:
     """Imports the kernel and returns Triton's version."""
     import triton
 
-    from attn_core.backends.triton_jvp import kernels  # noqa: F401
+    from attn_core.backends.triton_jvp import kernels, maximum_kernel  # noqa: F401
 
     return str(triton.__version__)
 
@@ -125,6 +130,28 @@ def jvp(
 ) -> tuple[Any, Any, Any, Any]:
     """See ``contract.jvp_of``."""
     return _run(spec, inputs, tangents, (None, None), into or (None, None), primals=primals)
+
+
+def row_maximum(spec: AttentionSpec, inputs: Inputs) -> Any:
+    """See ``contract.row_maximum_of``."""
+    return maximum.run(spec, inputs, *_maximum_settings(spec, inputs.q.get_device()), _dense)
+
+
+def row_maximum_program(spec: AttentionSpec) -> KernelProgram:
+    """Returns the kernel of ``row_maximum`` for XLA's buffers on the current device."""
+    import torch
+
+    return maximum.program(spec, *_maximum_settings(spec, torch.cuda.current_device()))
+
+
+def program_operands(spec: AttentionSpec, arrays: dict[str, Any]) -> dict[str, Any]:
+    """Returns the operands of a program that are not the call's own arrays, by name: slopes in float32."""
+    return {"alibi_slopes": arrays["alibi_slopes"].astype("float32")} if "alibi_slopes" in arrays else {}
+
+
+@lru_cache(maxsize=4096)
+def _maximum_settings(spec: AttentionSpec, device: int) -> tuple[dict[str, Any], Tiles]:
+    return lower(spec), maximum.tiles(spec, _shared_memory(device))
 
 
 def backward(spec: AttentionSpec, inputs: Any, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
