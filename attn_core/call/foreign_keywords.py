@@ -62,6 +62,7 @@ KEYWORDS: dict[str, str | dict[str, str]] = {
     "local_window_size": {"window": "(left, right) as there, and (n, n) for an int n; an int here is a number of keys"},
     "query_seq_lengths": "leave it out, and ignore the output of padding queries",
     "key_value_seq_lengths": {"mask": "(jnp.arange(kv_len) < lengths[:, None])[:, None, None, :]"},
+    "return_max_logit": "attention() has it",
     "return_residual": {"return_lse": "it gives (out, lse)"},
     "segment_ids": {
         "q_segment_ids": "int32 [batch, length]; kv_segment_ids= too, if keys have others",

@@ -1,0 +1,283 @@
+"""``return_max_logit`` in both frontends, against the float64 reference."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from both_frontends import FRAMEWORKS, _jax_arrays, _jax_info, _jax_on, _numpy, _torch_arrays, _torch_info
+from hypothesis import given, settings
+from spec_strategies import Call, calls, corners, make_call
+
+import jax_frontend
+import torch_frontend
+from attn_core import SeqInfo, SpecError, Target, backends
+from attn_core.backends.math import backend as math
+from attn_core.cli.drawn_functions import as_keywords
+from attn_core.correctness import row_maximum
+from attn_core.selection import row_maximum as choice
+
+PLAIN = {"batch": 2, "q_len": 9, "kv_len": 11, "num_heads": 6, "num_kv_heads": 3, "head_dim": 8, "value_dim": 8}
+PLAIN |= {"dtype": "float32"}
+FRONTENDS = {"torch": torch_frontend, "jax": jax_frontend}
+
+
+def run(framework: str, call: Call, **options: Any) -> list[np.ndarray]:
+    """The results of ``attention`` with ``return_max_logit``."""
+    options = call.options | {"return_max_logit": True} | options
+    if framework == "torch":
+        arrays, _ = _torch_arrays(call, "cpu")
+        results = torch_frontend.attention(**as_keywords(arrays), **options, **_torch_info(call, "cpu"))
+        return [_numpy(each) for each in results]
+    with _jax_on(call, "cpu"):
+        info, key = _jax_info(call)
+        results = jax_frontend.attention(**as_keywords(_jax_arrays(call)), **options, seq_info=info, dropout_rng=key)
+        return [np.asarray(each) for each in results]
+
+
+def check(framework: str, call: Call) -> None:
+    *results, top = run(framework, call)
+    assert len(results) == 1 + call.spec.return_lse
+    assert str(top.dtype) == call.spec.lse_dtype
+    assert row_maximum.is_right(top, *row_maximum.max_logit(call.spec, call.inputs)), call
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("name", corners(math.FORWARD))
+def test_corners(name: str, framework: str) -> None:
+    check(framework, corners(math.FORWARD)[name])
+
+
+def test_drawn_calls_in_torch() -> None:
+    @settings(max_examples=60)
+    @given(call=calls(math.FORWARD))
+    def every_call(call: Call) -> None:
+        check("torch", call)
+
+    every_call()
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "everything dense": {
+        **{**PLAIN, "softcap": 2.0, "window": (4, 3), "bias_shape": (1, 6, 9, 11), "mask_shape": (2, 1, 9, 11)},
+        **{"alibi_shape": (6,), "sinks": True, "dropout": 0.3, "return_lse": True},
+    },
+    "documents": {**PLAIN, "lengths": ((5, 0, 4), (3, 6, 5)), "causal": True, "return_lse": True},
+    "tokens behind the last document": {**PLAIN, "lengths": ((5, 4), (3, 6)), "tail": (3, 2), "one_row": True},
+    "key ranges": {**PLAIN, "key_ranges_shape": (2, 3, 11, 2, 2), "dtype": "bfloat16"},
+    "several blocks": {**PLAIN, "q_len": 300, "kv_len": 1200, "batch": 1, "causal": True, "window": (700, None)},
+    "no queries": {**PLAIN, "q_len": 0},
+    "no keys": {**PLAIN, "kv_len": 0},
+}
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("name", CASES)
+def test_cases(name: str, framework: str) -> None:
+    check(framework, make_call(**CASES[name]))
+
+
+FAULTS: dict[str, dict[str, Any]] = {
+    "a window one wider": {"window": (3, 1)},
+    "the other alignment": {"alignment": "top_left"},
+    "a scale one percent off": {"scale": 1.01},
+    "another softcap": {"softcap": 1.52},
+}
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_faults_are_caught(framework: str) -> None:
+    call = make_call(**PLAIN, window=(2, 1), softcap=1.5, scale=1.0)
+    truth = row_maximum.max_logit(call.spec, call.inputs)
+    assert row_maximum.is_right(run(framework, call)[-1], *truth)
+    for fault, fields in FAULTS.items():
+        other = replace(call, spec=replace(call.spec, **fields), window=fields.get("window", call.window))
+        assert not row_maximum.is_right(run(framework, other)[-1], *truth), fault
+
+
+def arrays(framework: str) -> list[Any]:
+    random = np.random.default_rng(3)
+    shapes = ((2, 9, 4, 8), (2, 11, 2, 8), (2, 11, 2, 8))
+    values = [random.standard_normal(shape).astype("float32") for shape in shapes]
+    return [torch.from_numpy(each) if framework == "torch" else jnp.asarray(each) for each in values]
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_order_and_layout(framework: str) -> None:
+    attention, qkv = FRONTENDS[framework].attention, arrays(framework)
+    out, lse, top = attention(*qkv, return_lse=True, return_max_logit=True)
+    assert [tuple(each.shape) for each in (out, lse, top)] == [(2, 9, 4, 8), (2, 4, 9), (2, 4)]
+    assert (lse > lse.min()).any() and bool((np.asarray(lse).max(-1) >= np.asarray(top)).all())
+    swapped = [each.swapaxes(1, 2) for each in qkv]
+    heads_first = attention(*swapped, return_lse=True, return_max_logit=True, layout="bhsd")
+    expected = (out.swapaxes(1, 2), lse, top)
+    assert all(np.array_equal(*pair) for pair in zip(heads_first, expected, strict=True))
+    alone = attention(*qkv, return_max_logit=True, backend="math")
+    assert len(alone) == 2 and np.allclose(alone[1], top, rtol=1e-6)
+
+
+def test_nested_tensors() -> None:
+    rows = [[torch.randn(length, heads, 8) for length in (3, 5)] for heads in (4, 2, 2)]
+    nested = [torch.nested.nested_tensor(each, layout=torch.jagged) for each in rows]
+    out, lse, top = torch_frontend.attention(*nested, return_lse=True, return_max_logit=True)
+    assert out.is_nested and lse.shape == (4, 8) and top.shape == (4,)
+    packed = [torch.cat(each) for each in rows]
+    other = torch_frontend.attention(*packed, seq_info=SeqInfo.from_lengths([3, 5]), return_max_logit=True)
+    assert torch.equal(top, other[1])
+
+
+def test_no_gradient_passes_it_in_torch() -> None:
+    q, k, v = (each.requires_grad_() for each in arrays("torch"))
+    out, top = torch_frontend.attention(q, k, v, return_max_logit=True, causal=True)
+    assert out.requires_grad and not top.requires_grad
+    out.sum().backward()
+    expected = q.grad.clone()
+    q.grad = None
+    torch_frontend.attention(q, k, v, causal=True).sum().backward()
+    assert torch.equal(q.grad, expected)
+
+
+def test_transforms_of_torch() -> None:
+    q, k, v = arrays("torch")
+
+    def attend(q: torch.Tensor) -> Any:
+        return torch_frontend.attention(q, k, v, return_max_logit=True, causal=True)
+
+    out, top = attend(q)
+    several = torch.stack([q, 2 * q, -q])
+    assert torch.allclose(torch.func.vmap(attend)(several)[1], torch.stack([attend(each)[1] for each in several]))
+    gradient, aux = torch.func.grad(lambda q: (sum(each.sum() for each in attend(q)), attend(q)[1]), has_aux=True)(q)
+    assert torch.equal(aux, top)
+    assert torch.allclose(gradient, torch.func.grad(lambda q: attend(q)[0].sum())(q))
+    _, moved = torch.func.jvp(attend, (q,), (torch.ones_like(q),))
+    assert moved[0].any() and not moved[1].any()
+
+    def documents(q: torch.Tensor) -> Any:
+        info = SeqInfo.from_lengths([4, 5], [5, 6])
+        return torch_frontend.attention(q, k[0], v[0], seq_info=info, return_max_logit=True)[1]
+
+    assert torch.allclose(torch.func.vmap(documents)(q), torch.stack([documents(each) for each in q]))
+
+
+def test_torch_compile() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(torch_frontend.attention, fullgraph=True, backend="aot_eager", dynamic=True)
+    q, k, v = arrays("torch")
+    for length in (9, 7):
+        some = q[:, :length].requires_grad_(), k, v
+        results = compiled(*some, return_max_logit=True, return_lse=True, window=(3, 2))
+        expected = torch_frontend.attention(*some, return_max_logit=True, return_lse=True, window=(3, 2))
+        assert all(torch.equal(*pair) for pair in zip(results, expected, strict=True))
+        assert not results[2].requires_grad
+    torch.library.opcheck(torch.ops.attn.max_logit.default, _op_arguments(q, k))
+
+
+def _op_arguments(q: torch.Tensor, k: torch.Tensor) -> tuple[Any, ...]:
+    from attn_core.call.options import Options
+    from attn_core.call.tensors import Inputs
+    from torch_frontend.dispatch.op_arguments import PlainOptions, to_call
+
+    plain = PlainOptions.from_options(Options(causal=True, window=(None, None)), False, False, None)
+    return to_call(Inputs(q.detach(), k, k), plain)
+
+
+def test_transforms_of_jax() -> None:
+    q, k, v = arrays("jax")
+
+    def attend(q: jax.Array) -> Any:
+        return jax_frontend.attention(q, k, v, return_max_logit=True, causal=True)
+
+    top = attend(q)[1]
+    assert np.array_equal(jax.jit(attend)(q)[1], top)
+    several = jnp.stack([q, 2 * q, -q])
+    assert np.allclose(jax.vmap(attend)(several)[1], jnp.stack([attend(each)[1] for each in several]), rtol=1e-6)
+    both = [jax.grad(lambda q, count=count: sum(each.sum() for each in attend(q)[:count]))(q) for count in (1, 2)]
+    assert np.array_equal(*both)
+    remat = jax.checkpoint(lambda q: attend(q)[0].sum(), policy=jax.checkpoint_policies.nothing_saveable)
+    assert np.allclose(jax.grad(remat)(q), both[0], rtol=1e-6)
+    assert not jax.jvp(attend, (q,), (q,))[1][1].any()
+
+    def body(total: jax.Array, q: jax.Array) -> Any:
+        return jnp.maximum(total, attend(q)[1]), None
+
+    largest = jax.lax.scan(body, jnp.full((2, 4), -jnp.inf), several)[0]
+    assert np.allclose(largest, jnp.stack([attend(each)[1] for each in several]).max(0), rtol=1e-6)
+
+
+def test_jax_export() -> None:
+    batch, length = jax.export.symbolic_shape("batch, length")
+    shapes = [jax.ShapeDtypeStruct((batch, length, heads, 8), jnp.float32) for heads in (4, 2, 2)]
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+        return jax_frontend.attention(q, k, v, return_max_logit=True, backend="jax_xla")
+
+    program = jax.export.export(jax.jit(attend))(*shapes)
+    q, k, v = arrays("jax")
+    results = program.call(k.repeat(2, 2), k, v)
+    assert np.allclose(results[1], attend(k.repeat(2, 2), k, v)[1], rtol=1e-6)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_explain_names_what_computes_it(framework: str) -> None:
+    frontend, qkv = FRONTENDS[framework], arrays(framework)
+    first = {"torch": "math", "jax": "jax_xla"}[framework]
+    selection = frontend.explain(*qkv, return_max_logit=True)
+    assert selection.max_logit == f"by a second pass over q and k: {first}"
+    assert f"max_logit: {selection.max_logit}" in str(selection)
+    assert frontend.explain(*qkv).max_logit is None and "max_logit" not in str(frontend.explain(*qkv))
+
+
+def test_a_gpu_takes_the_triton_kernel() -> None:
+    spec = make_call(**{**PLAIN, "causal": True, "mask_shape": (1, 1, 9, 11)}).spec
+    for framework in FRAMEWORKS:
+        assert choice.choose(spec, Target(framework, "sm90")).backend == "triton_jvp"
+    functions = replace(spec, dtype="float64")
+    expected = "dtype float64: the Triton forward-mode kernel takes float32, bfloat16, float16"
+    for framework, name in {"torch": "math", "jax": "jax_xla"}.items():
+        other = choice.choose(functions, Target(framework, "sm90"))
+        assert other.backend == name and expected in str(other)
+    wide = replace(spec, value_dim=512, sinks=True, dropout=0.1)  # nothing of these changes a logit
+    assert choice.choose(wide, Target("torch", "sm90")).backend == "triton_jvp"
+    assert choice.choose(spec, Target("jax", "tpu")).backend == "jax_xla"
+    assert choice.choose(spec, Target("torch", "gfx942")).backend == "math"
+
+
+def test_every_candidate_has_a_row_maximum() -> None:
+    for (_, kind), names in backends.ROW_MAXIMUM.items():
+        for name in names:
+            module = backends.load(name, "cpu" if kind == backends.ANY else kind)
+            assert backends.row_maximum_claims(module) and callable(backends.row_maximum_of(module))
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_bad_values_are_named(framework: str) -> None:
+    frontend, qkv = FRONTENDS[framework], arrays(framework)
+    for function in (frontend.attention, frontend.explain):
+        for value in (1, None, "yes"):
+            with pytest.raises(SpecError, match="return_max_logit=.*expected True or False"):
+                function(*qkv, return_max_logit=value)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_functions_without_it_say_so(framework: str) -> None:
+    frontend = FRONTENDS[framework]
+    needed = {"paged_attention": ("block_table", "seq_lens"), "context_parallel_attention": ("mesh",)}
+    for name in (*needed, "attention_qkvpacked"):
+        rest = dict.fromkeys(needed.get(name, ()))
+        inputs = arrays(framework)[: 3 if rest else 1]
+        with pytest.raises(TypeError, match=rf"return_max_logit: {name}\(\) has no such argument; attention\(\) has"):
+            getattr(frontend, name)(*inputs, **rest, return_max_logit=True)
+
+
+def test_pages_are_refused() -> None:
+    from attn_core.call.pages import PagedKV
+
+    spec = make_call(**PLAIN, lengths=((5, 4), (3, 6))).spec
+    paged = replace(spec, kv_len=16, max_len_k=None, paged=PagedKV(num_pages=4, page_size=8, width=2))
+    with pytest.raises(SpecError, match="return_max_logit=True: expected keys that are not in pages"):
+        choice.choose(paged, Target("torch", "cpu"))
