@@ -24,8 +24,13 @@ from attn_core.expressions.tracing import TracedFunction
 from attn_core.selection import override
 from jax_frontend.bridge.forked import check_process
 from jax_frontend.context_parallel import one_device
-from jax_frontend.dispatch import max_logit, offsets, plan, value_checks
-from jax_frontend.dispatch.differentiable import AttentionCall, differentiable_attention, varying_alike
+from jax_frontend.dispatch import offsets, plan, value_checks
+from jax_frontend.dispatch.differentiable import (
+    AttentionCall,
+    differentiable_attention,
+    max_logit_alone,
+    varying_alike,
+)
 from jax_frontend.dispatch.written import Written, as_plain
 
 Array = jax.Array
@@ -185,10 +190,11 @@ def attention(
     if results is None or return_max_logit:
         masking: dict[str, Any] = {"key_ranges": key_ranges, "functions": functions}
         inputs, options = gather_arguments(arrays, info, options, dropout_rng, **masking)
+    call = AttentionCall(options, requested, plan.device_name(q), with_maximum=return_max_logit)
     if results is None:
-        results = run(AttentionCall(options, requested, plan.device_name(q)), inputs, info)
-    if return_max_logit:
-        results = (*(results if return_lse else (results,)), max_logit.max_logit(inputs, options))
+        results = run(call, inputs, info)
+    elif return_max_logit:
+        results = (*(results if return_lse else (results,)), max_logit_alone(call, varying_alike(inputs)))
     return _in_layout(results, layout)
 
 

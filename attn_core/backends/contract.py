@@ -21,7 +21,8 @@ class Backend(Protocol):
     Optional: with ``WRITES_INTO = True`` forward and backward take a last argument ``into``, buffers for their results:
     (out, lse) or Gradients. The returned tensors are the results; the caller copies a result that is not the buffer
     itself. ``build()`` (see Support's Build), ``warm_up(spec)``, ``shortcut(spec)``, ``paged_shortcut(spec)``,
-    ``FORWARD_MODE`` with ``jvp``, ``ROW_MAXIMUM`` with ``row_maximum``, and ``variant(word)``: see the functions below.
+    ``FORWARD_MODE`` with ``jvp``, ``ROW_MAXIMUM`` with ``row_maximum``,
+    ``forward_with_maximum(spec)``, and ``variant(word)``: see the functions below.
     """
 
     FRAMEWORK: str
@@ -173,3 +174,14 @@ def row_maximum_of(backend: Backend) -> RowMaximum:
     """
     function: RowMaximum = getattr(backend, "row_maximum")  # noqa: B009 (a member that few backends have)
     return function
+
+
+def forward_with_maximum(backend: Backend, spec: AttentionSpec) -> Callable[..., tuple[Any, Any, Any]] | None:
+    """Returns a backend's forward that also returns the row maxima, or None if another pass must compute them.
+
+    A backend may define ``forward_with_maximum(spec)``: None, or a function ``(spec, inputs) -> (out, lse, row maxima)``
+    with the out and lse of ``forward``, bit for bit, and the result of ``row_maximum_of``. It pays off if the forward
+    has the maxima at hand.
+    """
+    function_of = getattr(backend, "forward_with_maximum", None)
+    return None if function_of is None or spec.empty or spec.paged else function_of(spec)

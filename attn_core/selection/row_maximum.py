@@ -21,6 +21,9 @@ from attn_core.selection.reasons import Reasons, broken_rules
 from attn_core.selection.target import Target
 
 
+BY_THE_KERNEL = "by the kernel of the output"
+
+
 @dataclass(frozen=True)
 class RowMaximum:
     """The choice of the backend that computes a call's largest logits.
@@ -68,7 +71,14 @@ def choose(spec: AttentionSpec, target: Target) -> RowMaximum:
 
 def with_max_logit(selection: Selection) -> Selection:
     """Returns the Selection of a call that returns its largest logits, with what computes them."""
-    return replace(selection, max_logit=str(choose(selection.spec, selection.target)))
+    spec, target, name = selection.spec, selection.target, selection.backend
+    by_a_pass = str(choose(spec, target))
+    own = name is not None and selection.parts is None and not spec.empty
+    if not own or backends.forward_with_maximum(backends.load(name or "", target.kind), spec) is None:
+        return replace(selection, max_logit=by_a_pass)
+    # The op that torch's compiler traces has no place for a third result.
+    traced = f"; under torch.compile and torch.func {by_a_pass}" if target.framework == "torch" else ""
+    return replace(selection, max_logit=BY_THE_KERNEL + traced)
 
 
 def noted(choice: RowMaximum) -> str:

@@ -88,6 +88,8 @@ def _forward(call: BridgedCall) -> Run:
     # On a GPU kernels clamp the tables, because reading them here would wait for it.
     unchecked = spec.paged is not None and call.device == "cpu" and not call.tables_checked
 
+    with_maximum = backends.forward_with_maximum(module, spec) if call.with_maximum else None
+
     def forward(values: tuple[Any, ...]) -> None:
         out_buffer, lse_buffer = values[count], values[count + 1] if with_lse else None
         inputs = gather(values)
@@ -95,7 +97,11 @@ def _forward(call: BridgedCall) -> Run:
             _check_tables(spec, inputs)
         if checked:
             _fill(out_buffer, lse_buffer)
-        out, lse = kernel(spec, inputs, (out_buffer, lse_buffer)) if writes else kernel(spec, inputs)
+        if with_maximum is not None:
+            out, lse, top = with_maximum(spec, inputs)
+            _copy("row_maximum", top, values[count + 1 + with_lse])
+        else:
+            out, lse = kernel(spec, inputs, (out_buffer, lse_buffer)) if writes else kernel(spec, inputs)
         if out is not out_buffer:  # the backend could not write into XLA's buffer
             _copy("out", out, out_buffer)
         if with_lse and lse is not lse_buffer:

@@ -17,8 +17,8 @@ from attn_core.call.tensors import Inputs
 from attn_core.errors import SpecError
 from attn_core.expressions.properties import aux_numbers
 from attn_core.selection import NoBackendError, Target, explain
-from jax_frontend.dispatch import empty_rows, forward_mode, ops, plan, tangent
-from jax_frontend.dispatch.local_call import speaks_jax, vary_over, varying_as, varying_axes
+from jax_frontend.dispatch import empty_rows, forward_mode, max_logit, ops, plan, tangent
+from jax_frontend.dispatch.local_call import has_maximum, speaks_jax, vary_over, varying_as, varying_axes
 
 Array = jax.Array
 OUT_NAME, LSE_NAME = "attention_out", "attention_lse"
@@ -35,6 +35,8 @@ class AttentionCall(NamedTuple):
     """See ``Plan.checked``."""
     documents: int | None = None
     """How many documents the caller's offsets have. The documents that ``offsets`` adds for other tokens follow."""
+    with_maximum: bool = False
+    """Whether the results end with the largest logits."""
 
 
 def varying_alike(inputs: Inputs) -> Inputs:
@@ -128,8 +130,10 @@ class Derivative(NamedTuple):
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _attention(call: AttentionCall, inputs: Inputs) -> Any:
     # JAX runs this if nothing is differentiated, so kernels without a backward may run.
-    out, lse = _run(_plan(call, inputs, False, False), inputs, with_lse=call.options.return_lse)
-    return (out, lse) if call.options.return_lse else out
+    with_lse = call.options.return_lse
+    out, lse, top = _run(_plan(call, inputs, False, False), inputs, with_lse=with_lse, with_maximum=call.with_maximum)
+    results = (out, *([lse] if with_lse else []), *([top] if call.with_maximum else []))
+    return results if len(results) > 1 else out
 
 
 # Symbolic zeros tell which inputs have a gradient, so that the backend needs no gradient of the others.
@@ -148,11 +152,12 @@ def _derivative(call: AttentionCall, primals: tuple[Inputs], tangents: tuple[Inp
     call = call._replace(options=call.options._replace(aux_gradients=numbers))
     # Planned again, because a backend without a backward may have run the forward if no gradient was needed.
     call_plan, with_lse = _derivative_plan(call, inputs, "bias" in moving), call.options.return_lse
-    out, lse = _run(call_plan, inputs, with_lse=True)
+    out, lse, top = _run(call_plan, inputs, with_lse=True, with_maximum=call.with_maximum)
+    last = [top] if call.with_maximum else []
     if call_plan.spec.empty:
         # No value depends on an input. Under vmap the results are then constants without the mapped axis, and so must
         # be their tangents.
-        results = (out, lse) if with_lse else out
+        results = (out, *([lse] if with_lse else []), *last) if with_lse or last else out
         return results, jax.tree.map(lambda array: varying_as([array], jnp.zeros_like(array)), results)
     out = checkpoint_name(out, OUT_NAME)
     residuals = {**_present(inputs), "out": out}
@@ -160,17 +165,30 @@ def _derivative(call: AttentionCall, primals: tuple[Inputs], tangents: tuple[Inp
         residuals["lse"] = lse = checkpoint_name(lse, LSE_NAME)
     derivative = Derivative(call_plan, with_lse, tuple(residuals), tuple(moving))
     tangents_out = tangent.bind(derivative, list(residuals.values()), list(moving.values()))
-    return ((out, lse), tuple(tangents_out)) if with_lse else (out, tangents_out[0])
+    if not (with_lse or last):
+        return out, tangents_out[0]
+    return (out, *([lse] if with_lse else []), *last), (*tangents_out, *map(jnp.zeros_like, last))
 
 
 @partial(jax.jit, static_argnums=0, inline=True)
 def differentiable_attention(call: AttentionCall, inputs: Inputs) -> Any:
-    """Returns the output of a call, or ``(out, lse)``."""
+    """Returns the output of a call, or a tuple of out and, as far as the call returns them, lse and max_logit."""
     results = _attention(call, inputs)
     if inputs.sinks is None or not call.options.return_lse:
         return results
     end = None if call.documents is None else inputs.cu_seqlens_q[call.documents]
-    return results[0], empty_rows.fill_with_sinks(results[1], inputs.sinks, end)
+    return results[0], empty_rows.fill_with_sinks(results[1], inputs.sinks, end), *results[2:]
+
+
+@partial(jax.jit, static_argnums=0, inline=True)
+def max_logit_alone(call: AttentionCall, inputs: Inputs) -> Array:
+    """Returns the largest logit of each head of a call that something else computes."""
+    options = call.options._replace(dropout=0.0, return_lse=False)
+    metadata = plan.metadata(inputs)
+    spec = plan.spec(metadata, call.device, options, False, False)
+    one_row = spec.packed and metadata[0] is not None and len(metadata[0][0]) == 4
+    call_plan = plan.Plan(spec, "", call.device, one_row)
+    return max_logit.by_a_pass(call_plan, backend_inputs(call_plan, inputs))
 
 
 def _plan(call: AttentionCall, inputs: Inputs, needs_backward: bool, bias_gradient: bool) -> plan.Plan:
@@ -195,9 +213,12 @@ def _derivative_plan(call: AttentionCall, inputs: Inputs, bias_gradient: bool) -
         return call_plan
 
 
-def _run(call_plan: plan.Plan, inputs: Inputs, *, with_lse: bool) -> tuple[Any, Any]:
-    out, lse = ops.forward(call_plan, backend_inputs(call_plan, inputs), with_lse=with_lse)
-    return (out[None] if call_plan.one_row else out), lse
+def _run(call_plan: plan.Plan, inputs: Inputs, *, with_lse: bool, with_maximum: bool = False) -> tuple[Any, Any, Any]:
+    """Returns out, lse and max_logit; None for those that are not wanted, or that the backend does not have."""
+    operands, own = backend_inputs(call_plan, inputs), with_maximum and has_maximum(call_plan)
+    out, lse, rows = ops.forward_with_maximum(call_plan, operands, with_lse=with_lse, with_maximum=own)
+    top = max_logit.of_rows(rows) if own else max_logit.by_a_pass(call_plan, operands) if with_maximum else None
+    return (out[None] if call_plan.one_row else out), lse, top
 
 
 def backend_inputs(call_plan: plan.Plan, inputs: Inputs) -> Inputs:

@@ -13,6 +13,7 @@ from attn_core.call.failed_calls import note_call
 from attn_core.call.ranges import range_name
 from attn_core.call.results import result_error
 from attn_core.call.tensors import Gradients, Inputs, PagedInputs
+from attn_core.selection import row_maximum
 from jax_frontend.bridge import targets
 from jax_frontend.bridge.bridged_call import BridgedCall
 from jax_frontend.dispatch.plan import Plan
@@ -25,7 +26,7 @@ def names_of(call: BridgedCall) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Returns the names of a call's operands and of its results; "qkv" and "dqkv" if q, k and v are one array."""
     operands = (*call.operands, *call.extras)
     if call.direction in RESULTS:
-        return operands, RESULTS[call.direction][: 1 + call.with_lse]
+        return operands, RESULTS[call.direction][: 1 + call.with_lse] + ("row_maximum",) * call.with_maximum
     return operands, ("dqkv", *call.gradients[3:]) if call.operands[0] == "qkv" else call.gradients
 
 
@@ -68,6 +69,12 @@ def has_lse(plan: Plan) -> bool:
     return module.FORWARD.lse
 
 
+def has_maximum(plan: Plan) -> bool:
+    """Returns whether the backend's forward also has the row maxima."""
+    module = backends.load(plan.backend, backends.kind_of(plan.device))
+    return backends.forward_with_maximum(module, plan.spec) is not None
+
+
 def run(call: BridgedCall, *operands: Any) -> list[Any]:
     """Returns a call's results, by the bridge or by the backend's own JAX functions; traceable.
 
@@ -91,7 +98,7 @@ def _run(call: BridgedCall, *operands: Any) -> list[Any]:
     moved = {name[1:]: named.pop(name) for name in call.extras} if call.direction == "jvp" else {}
     inputs = to_inputs(named)
     if call.direction == "forward":
-        results = list(module.forward(call.spec, inputs)[: 1 + call.with_lse])
+        results = _forward(call, module, inputs)
     elif call.direction == "jvp":
         results = _tangents(call, inputs, moved)
     elif call.direction == "row_maximum":
@@ -104,6 +111,19 @@ def _run(call: BridgedCall, *operands: Any) -> list[Any]:
         if result.shape != expected.shape or result.dtype != expected.dtype:
             raise result_error(name, result, expected.shape, str(expected.dtype))
     return results
+
+
+def _forward(call: BridgedCall, module: Any, inputs: Inputs) -> list[Any]:
+    if not call.with_maximum:
+        return list(module.forward(call.spec, inputs)[: 1 + call.with_lse])
+    with_maximum = backends.forward_with_maximum(module, call.spec)
+    if with_maximum is not None:
+        *results, top = with_maximum(call.spec, inputs)
+    else:  # planned for another backend, on another platform
+        results = module.forward(call.spec, inputs)
+        alone = inputs._replace(v=inputs.k, sinks=None, rng=None)
+        top = backends.row_maximum_of(module)(row_maximum.spec_of(call.spec), alone)
+    return [*results[: 1 + call.with_lse], top]
 
 
 def _tangents(call: BridgedCall, inputs: Inputs, moved: dict[str, Any]) -> list[Any]:

@@ -34,7 +34,18 @@ from jax_frontend.dispatch.vmap import MappedCall, batch_call
 
 
 def forward(plan: Plan, inputs: Any, *, with_lse: bool = True) -> tuple[Any, Any]:
-    """Returns (out, lse) of a planned call; traceable. lse is None without ``with_lse``, or if the backend has none.
+    """Returns (out, lse) of a planned call, as ``forward_with_maximum`` does."""
+    out, lse, _ = forward_with_maximum(plan, inputs, with_lse=with_lse, with_maximum=False)
+    return out, lse
+
+
+def forward_with_maximum(
+    plan: Plan, inputs: Any, *, with_lse: bool = True, with_maximum: bool = True
+) -> tuple[Any, Any, Any]:
+    """Returns out, lse and the row maxima of a planned call; traceable.
+
+    lse is None without ``with_lse``, or if the backend has none. The maxima are None without ``with_maximum``, which
+    needs ``local_call.has_maximum``.
 
     If ``plan.as_one``, ``inputs.q`` is q, k and v in one array, and ``inputs.k`` and ``inputs.v`` are None.
     """
@@ -47,19 +58,20 @@ def forward(plan: Plan, inputs: Any, *, with_lse: bool = True) -> tuple[Any, Any
         plan.spec,
         names,
         with_lse=with_lse,
+        with_maximum=with_maximum,
         overlaps_exchange=plan.overlaps_exchange,
         tables_checked=plan.tables_checked,
         checked=plan.checked,
     )
     if plan.spec.empty:
         empty = partial(local_call.empty_results, call)
-        out, *lse = partitioning.run_under_auto_axes(empty, MappedCall(call), operands)
+        out, *others = partitioning.run_under_auto_axes(empty, MappedCall(call), operands)
     else:
-        out, *lse = run_call(forward_p, MappedCall(call, requested=plan.requested), operands)
+        out, *others = run_call(forward_p, MappedCall(call, requested=plan.requested), operands)
         if plan.checked:
-            results = {"out": out, "lse": lse[0] if with_lse else None}
+            results = {"out": out, "lse": others[0] if with_lse else None}
             value_checks.report_results(plan, "forward", dict(zip(names, operands, strict=True)), results)
-    return out, lse[0] if with_lse else None
+    return out, others[0] if with_lse else None, others[-1] if with_maximum else None
 
 
 def backward(plan: Plan, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:

@@ -17,6 +17,7 @@ from spec_strategies import Call, calls, corners, make_call
 import jax_frontend
 import torch_frontend
 from attn_core import SeqInfo, SpecError, Target, backends
+from attn_core.backends.jax_xla import backend as jax_xla
 from attn_core.backends.math import backend as math
 from attn_core.cli.drawn_functions import as_keywords
 from attn_core.correctness import row_maximum
@@ -28,16 +29,16 @@ FRONTENDS = {"torch": torch_frontend, "jax": jax_frontend}
 
 
 def run(framework: str, call: Call, **options: Any) -> list[np.ndarray]:
-    """The results of ``attention`` with ``return_max_logit``."""
+    """The results of ``attention``, with ``return_max_logit`` unless the options say otherwise."""
     options = call.options | {"return_max_logit": True} | options
     if framework == "torch":
         arrays, _ = _torch_arrays(call, "cpu")
         results = torch_frontend.attention(**as_keywords(arrays), **options, **_torch_info(call, "cpu"))
-        return [_numpy(each) for each in results]
+        return [_numpy(each) for each in (results if isinstance(results, tuple) else (results,))]
     with _jax_on(call, "cpu"):
         info, key = _jax_info(call)
         results = jax_frontend.attention(**as_keywords(_jax_arrays(call)), **options, seq_info=info, dropout_rng=key)
-        return [np.asarray(each) for each in results]
+        return [np.asarray(each) for each in (results if isinstance(results, tuple) else (results,))]
 
 
 def check(framework: str, call: Call) -> None:
@@ -172,8 +173,8 @@ def test_torch_compile() -> None:
         some = q[:, :length].requires_grad_(), k, v
         results = compiled(*some, return_max_logit=True, return_lse=True, window=(3, 2))
         expected = torch_frontend.attention(*some, return_max_logit=True, return_lse=True, window=(3, 2))
-        assert all(torch.equal(*pair) for pair in zip(results, expected, strict=True))
-        assert not results[2].requires_grad
+        assert torch.equal(results[0], expected[0]) and torch.equal(results[1], expected[1])
+        assert torch.allclose(results[2], expected[2], rtol=1e-6) and not results[2].requires_grad
     torch.library.opcheck(torch.ops.attn.max_logit.default, _op_arguments(q, k))
 
 
@@ -230,6 +231,60 @@ def test_explain_names_what_computes_it(framework: str) -> None:
     assert selection.max_logit == f"by a second pass over q and k: {first}"
     assert f"max_logit: {selection.max_logit}" in str(selection)
     assert frontend.explain(*qkv).max_logit is None and "max_logit" not in str(frontend.explain(*qkv))
+    kernel = frontend.explain(*qkv, return_max_logit=True, needs_backward=True, backend=first)
+    assert str(kernel.max_logit).startswith("by the kernel of the output")
+    if framework == "jax":  # a few queries
+        other = frontend.explain(*qkv, return_max_logit=True, backend="jax_xla")
+        assert other.max_logit == "by a second pass over q and k: jax_xla"
+
+
+OWN = {
+    "few keys": PLAIN | {"q_len": 17, "kv_len": 17},
+    "softcap, in a few blocks": PLAIN | {"q_len": 300, "kv_len": 1100, "batch": 1, "softcap": 2.0, "num_heads": 3},
+    "documents": {**PLAIN, "lengths": ((50, 0, 4), (3, 60, 5)), "causal": True, "return_lse": True, "sinks": True},
+    "rows without keys": {**PLAIN, "q_len": 43, "kv_len": 19, "causal": True, "needs_backward": True},
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize(("framework", "backend"), [("torch", "math"), ("jax", "math"), ("jax", "jax_xla")])
+def test_backends_that_have_it_need_no_pass(
+    name: str, framework: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The output and the log-sum-exp have the bits of a call without it."""
+    call = make_call(**OWN[name])
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("a second pass")
+
+    monkeypatch.setattr(choice, "choose", refuse)
+    if framework == "jax":
+        monkeypatch.setattr(jax_xla, "MAX_SCORES", 0 if "blocks" in name else 2**22)
+        monkeypatch.setattr(jax_xla, "NOTHING_TO_SKIP", {"training": 1, "forward": 1})
+    *results, top = run(framework, call, backend=backend)
+    assert row_maximum.is_right(top, *row_maximum.max_logit(call.spec, call.inputs))
+    usual = run(framework, call, backend=backend, return_max_logit=False)
+    assert all(np.array_equal(*pair) for pair in zip(results, usual, strict=True))
+
+
+def test_gradients_beside_a_backend_that_has_it() -> None:
+    """They have the bits of a call without it."""
+    q, k, v = arrays("jax")
+
+    def total(q: jax.Array, **options: Any) -> Any:
+        results = jax_frontend.attention(q, k, v, backend="jax_xla", causal=True, return_lse=True, **options)
+        return results[0].sum() + results[1].max(), results[2:]
+
+    gradient, (top,) = jax.jit(jax.grad(lambda q: total(q, return_max_logit=True), has_aux=True))(q)
+    assert np.array_equal(gradient, jax.jit(jax.grad(total, has_aux=True))(q)[0]) and top.shape == (2, 4)
+    q, k, v = arrays("torch")
+    q.requires_grad_()
+    gradients = []
+    for options in ({"return_max_logit": True}, {}):
+        results = torch_frontend.attention(q, k, v, backend="math", causal=True, return_lse=True, **options)
+        assert [each.requires_grad for each in results] == [True, True, False][: len(results)]
+        gradients += torch.autograd.grad(results[0].sum() + results[1].max(), q)
+    assert torch.equal(*gradients)
 
 
 def test_a_gpu_takes_the_triton_kernel() -> None:

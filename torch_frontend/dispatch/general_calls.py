@@ -153,10 +153,12 @@ def run(
     """Gathers the arguments of a call, runs it, and returns its results as ``attention`` does."""
     with_maximum = check_flag("return_max_logit", return_max_logit)
     arguments = gather_arguments(tensors, seq_info, options, generator, key_ranges=key_ranges, functions=functions)
-    results = empty_rows.finish_results(attend(*arguments, backend), arguments[0], seq_info)
-    if not with_maximum:
+    capture = max_logit.Capture() if with_maximum else None
+    results = empty_rows.finish_results(attend(*arguments, backend, capture), arguments[0], seq_info)
+    if capture is None:
         return results
-    return *(results if options.return_lse else (results,)), max_logit.max_logit(*arguments)
+    top = max_logit.by_a_pass(*arguments) if capture.max_logit is None else capture.max_logit
+    return *(results if options.return_lse else (results,)), top
 
 
 def explain(
@@ -188,8 +190,12 @@ def explain(
     return described(selection, ranges, arrays)
 
 
-def attend(inputs: Inputs, options: Options, backend: Any) -> Any:
-    """Runs a call with any feature: eagerly by a plan, or by the ops if a compiler or a transform observes the call."""
+def attend(inputs: Inputs, options: Options, backend: Any, capture: max_logit.Capture | None = None) -> Any:
+    """Runs a call with any feature: eagerly by a plan, or by the ops if a compiler or a transform observes the call.
+
+    Args:
+        capture: gets the largest logits of an eager call if the backend's forward has them; None if nobody wants them.
+    """
     needs_backward, bias_gradient = autograd.gradients_needed(inputs)
     if transforms.is_one_op(inputs.q):
         plan.check(() if torch.compiler.is_compiling() else in_parts.metadata(inputs), options)
@@ -201,7 +207,8 @@ def attend(inputs: Inputs, options: Options, backend: Any) -> Any:
     entries = in_parts.metadata(inputs)
     gradients = needs_backward, bias_gradient
     call_plan, inputs = in_parts.resolve((entries, options, *gradients, requested, sdpa_flags.now()), inputs)
-    call_plan = in_checks(in_ranges(call_plan))
+    call_plan = in_ranges(call_plan)
+    call_plan = in_checks(call_plan if capture is None else capture.of(call_plan, inputs.q.device))
     run_plan.check_host_values(call_plan.spec, inputs)
     if (inputs.mask is not None or inputs.bias is not None) and tables_passed() % EVERY == FIRST:
         value_checks.look_at(inputs.mask, inputs.bias)

@@ -1,5 +1,6 @@
 """``return_max_logit``: the op ``attn::max_logit``, a pass over q and k beside the kernel of the output.
 
+An eager call needs no pass if the forward of its backend has the row maxima at hand (``Capture``).
 The op has the arguments of ``attn::forward`` and returns the largest logit of each query head. The backend is one that
 ``attn_core.selection.row_maximum`` chooses. Nothing here has a gradient: the tensors are detached first.
 """
@@ -51,7 +52,28 @@ def plan_of(metadata: tuple[plan.Metadata | None, ...], options: Options) -> Max
     return MaximumPlan(choice.spec, on_device(function, metadata[0][2]), one_row)
 
 
-def max_logit(inputs: Inputs, options: Options) -> Tensor:
+class Capture:
+    """Takes the largest logits from the forward of an eager call, if its backend has them at hand."""
+
+    max_logit: Tensor | None = None
+
+    def of(self, call_plan: plan.Plan, device: torch.device) -> plan.Plan:
+        """Returns the plan with a forward that also leaves the largest logits here; the plan itself if it has none."""
+        module = None if call_plan.in_parts else backends.load(call_plan.backend, backends.kind_of(str(device)))
+        function = module and backends.forward_with_maximum(module, call_plan.spec)
+        if not function:
+            return call_plan
+        run = in_range_if_on(on_device(function, device), call_plan.backend, "forward")
+
+        def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Tensor, Tensor]:
+            out, lse, rows = run(spec, inputs)
+            self.max_logit = rows.amax(-1)
+            return out, lse
+
+        return call_plan._replace(forward=forward, shortcut=None, writes_into=False)
+
+
+def by_a_pass(inputs: Inputs, options: Options) -> Tensor:
     """Returns the largest logit of each query head: ``[batch, heads]``, packed ``[heads]``, without a gradient.
 
     Args:

@@ -44,8 +44,9 @@ from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
 
 
-def forward(spec: AttentionSpec, inputs: Inputs, blocks: BlockSizes) -> tuple[Any, Any]:
-    """Returns (out, lse) in ``spec.out_shape`` and ``spec.lse_shape``. Traceable; never called for an empty spec."""
+def forward(spec: AttentionSpec, inputs: Inputs, blocks: BlockSizes) -> tuple[Any, Any, Any]:
+    """Returns out in ``spec.out_shape``, and lse and the row maxima in ``spec.lse_shape``. Traceable; never called for
+    an empty spec."""
     import jax.numpy as jnp
     from jax import lax
 
@@ -53,20 +54,19 @@ def forward(spec: AttentionSpec, inputs: Inputs, blocks: BlockSizes) -> tuple[An
     (value,) = summands(call.v)
     queries = blocks.queries
 
-    def block(index: Any, results: tuple[Any, Any]) -> tuple[Any, Any]:
+    def block(index: Any, results: tuple[Any, ...]) -> tuple[Any, ...]:
         start = jnp.minimum(index * queries, spec.q_len - queries)
         parts = _attend(spec, call, value, cut_rows(rows, start, queries), start)
-        out, lse = (
+        return tuple(
             lax.dynamic_update_slice_in_dim(whole, part, start, axis=3)
             for whole, part in zip(results, parts, strict=True)
         )
-        return out, lse
 
     # Plus ``zero``, because under jax.shard_map a loop's carry must vary over the mesh axes of the inputs.
     lse = jnp.zeros(call.q.shape[:4], spec.lse_dtype) + call.zero.astype(spec.lse_dtype)
     out = jnp.zeros((*call.q.shape[:4], spec.value_dim), spec.dtype) + call.zero.astype(spec.dtype)
-    out, lse = lax.fori_loop(0, -(-spec.q_len // queries), block, (out, lse))
-    return tokens_first(spec, out).reshape(spec.out_shape), lse.reshape(spec.lse_shape)
+    out, lse, top = lax.fori_loop(0, -(-spec.q_len // queries), block, (out, lse, lse))
+    return tokens_first(spec, out).reshape(spec.out_shape), lse.reshape(spec.lse_shape), top.reshape(spec.lse_shape)
 
 
 def backward(
@@ -110,8 +110,8 @@ def backward(
     )
 
 
-def _attend(spec: AttentionSpec, call: XlaOperands, value: Summand, rows: RowKeys, start: Any) -> tuple[Any, Any]:
-    """Returns (out, lse) of one block of queries: ``[b, h, g, i, e]`` in the inputs' dtype and ``[b, h, g, i]``."""
+def _attend(spec: AttentionSpec, call: XlaOperands, value: Summand, rows: RowKeys, start: Any) -> tuple[Any, Any, Any]:
+    """Returns out ``[b, h, g, i, e]`` of one block of queries, in the inputs' dtype; lse and row maxima ``[b, h, g, i]``."""
     import jax.numpy as jnp
     from jax import lax
 
@@ -135,7 +135,8 @@ def _attend(spec: AttentionSpec, call: XlaOperands, value: Summand, rows: RowKey
 
     zero = jnp.zeros(q.shape[:4], spec.lse_dtype) + call.zero.astype(spec.lse_dtype)
     state = (zero - jnp.inf, zero, jnp.broadcast_to(zero[..., None], (*zero.shape, spec.value_dim)))
-    return finish(spec, call, *lax.fori_loop(*key_blocks(spec, call, rows, start), step, state))
+    top, total, summed = lax.fori_loop(*key_blocks(spec, call, rows, start), step, state)
+    return *finish(spec, call, top, total, summed), top
 
 
 def finish(spec: AttentionSpec, call: XlaOperands, top: Any, total: Any, summed: Any) -> tuple[Any, Any]:

@@ -116,10 +116,23 @@ def forward(spec: AttentionSpec, inputs: Any) -> tuple[Any, Any]:
     with usual_promotion():
         if spec.paged is not None:
             return paged.forward(spec, inputs, forward)
-        path = _path(spec)
-        if path == "blocked":
-            return _where_it_runs(lower(spec)["blocks"], lambda blocks: attention.forward(spec, inputs, blocks))
-        return (whole if path == "whole" else few_queries).forward(spec, inputs)
+        if _path(spec) == "few queries":
+            return few_queries.forward(spec, inputs)
+        out, lse, _ = _forward(spec, inputs)
+        return out, lse
+
+
+def forward_with_maximum(spec: AttentionSpec) -> Callable[..., tuple[Any, Any, Any]] | None:
+    """See ``contract.forward_with_maximum``. Few queries take another pass."""
+    return None if _path(spec) == "few queries" else _forward
+
+
+def _forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any, Any]:
+    """Returns out, lse and the row maxima of a call of more than a few queries."""
+    with usual_promotion():
+        if _path(spec) == "whole":
+            return whole.forward(spec, inputs)
+        return _where_it_runs(lower(spec)["blocks"], lambda blocks: attention.forward(spec, inputs, blocks))
 
 
 def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:

@@ -37,8 +37,9 @@ LONG_ROWS = 512
 """Keys from which XLA takes longer to copy bfloat16's scores than to multiply in float32."""
 
 
-def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
-    """Returns (out, lse) in ``spec.out_shape`` and ``spec.lse_shape``. Traceable; never called for an empty spec."""
+def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any, Any]:
+    """Returns out in ``spec.out_shape``, and lse and the row maxima in ``spec.lse_shape``. Traceable; never called for
+    an empty spec."""
     call, g = _without_groups(spec, arrange_whole(spec, inputs))
     seen = visible_pairs(spec, call, inputs)
     scores = product(f"bh{g}id,bhjd->bh{g}ij", call.q, call.k, spec.lse_dtype)
@@ -51,7 +52,7 @@ def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
         summed = _with_nan(spec, call, summed, seen, inputs, g)
     out, lse = results(spec, call, top, total, summed)
     out = tokens_first(spec, out) if g else out.swapaxes(1, 2)
-    return out.reshape(spec.out_shape), lse.reshape(spec.lse_shape)
+    return out.reshape(spec.out_shape), lse.reshape(spec.lse_shape), top.reshape(spec.lse_shape)
 
 
 def _without_groups(spec: AttentionSpec, call: XlaOperands) -> tuple[XlaOperands, str]:

@@ -13,6 +13,7 @@ Upstream: torch 2.11 to 2.15.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -104,3 +105,8 @@ def jvp(
 def row_maximum(spec: AttentionSpec, inputs: Inputs) -> Any:
     """See ``contract.row_maximum_of``."""
     return plain_row_maximum.row_maximum(spec, inputs)
+
+
+def forward_with_maximum(spec: AttentionSpec) -> Callable[..., tuple[Any, Any, Any]]:
+    """See ``contract.forward_with_maximum``."""
+    return plain_attention.forward_with_maximum

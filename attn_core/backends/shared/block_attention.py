@@ -20,8 +20,9 @@ from attn_core.expressions.on_torch import add_at_lookup, evaluate_torch
 LOG2E, LN2 = math.log2(math.e), math.log(2.0)
 
 
-def forward_block(spec: AttentionSpec, operands: BlockOperands, block: RowBlock) -> tuple[Any, Any]:
-    """Returns out ``[batch, kv_heads, group, rows, value_dim]`` and lse ``[batch, kv_heads, group, rows]``."""
+def forward_block(spec: AttentionSpec, operands: BlockOperands, block: RowBlock) -> tuple[Any, Any, Any]:
+    """Returns out ``[batch, kv_heads, group, rows, value_dim]``, lse ``[batch, kv_heads, group, rows]``, and the rows'
+    largest logits of lse's shape, multiplied by log2(e)."""
     import torch
 
     hidden = hidden_in(spec, operands, block)
@@ -40,7 +41,7 @@ def forward_block(spec: AttentionSpec, operands: BlockOperands, block: RowBlock)
         out = out.mul_(share if empty is None else share.masked_fill_(empty, 0.0))
         lse = torch.logaddexp(lse, operands.sinks)
         lse = lse if empty is None else lse.masked_fill_(empty, -torch.inf)
-    return out, lse.squeeze(-1)
+    return out, lse.squeeze(-1), top.squeeze(-1)
 
 
 def softmax(scores: Any, top: Any, empty: Any) -> tuple[Any, Any, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from attn_core.backends.shared import small_attention
 from attn_core.backends.shared.autograd import without_gradient
-from attn_core.backends.shared.block_attention import backward_block, forward_block, rows_first
+from attn_core.backends.shared.block_attention import LN2, backward_block, forward_block, rows_first
 from attn_core.backends.shared.block_operands import (
     WINDOW_BLOCK,
     BlockOperands,
@@ -37,7 +37,6 @@ CACHED_SCORES = 2**19
 than this, 2 MiB in float32: each operation reads and writes all of them, in the processor's cache if they fit."""
 
 
-@without_gradient
 def forward(
     spec: AttentionSpec, inputs: Inputs, valid_documents: list[DocumentSlices] | None = None
 ) -> tuple[Any, Any]:
@@ -46,6 +45,19 @@ def forward(
     Args:
         valid_documents: see ``row_blocks.blocks``.
     """
+    out, lse, _ = _forward(spec, inputs, valid_documents)
+    return out, lse
+
+
+def forward_with_maximum(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any, Any]:
+    """See ``contract.forward_with_maximum``."""
+    out, lse, top = _forward(spec, inputs, None)
+    return out, lse, top.mul(LN2).view(spec.lse_shape)
+
+
+@without_gradient
+def _forward(spec: AttentionSpec, inputs: Inputs, valid_documents: list[DocumentSlices] | None) -> tuple[Any, Any, Any]:
+    """Returns out, lse, and the rows' largest logits of lse's shape, multiplied by log2(e)."""
     import torch
 
     with without_autocast(inputs.q):
@@ -56,22 +68,24 @@ def forward(
         operands = with_scratch(operands_of(spec, inputs), scores)
         out: Any = None
         lse: Any = None
+        top: Any = None
         for block in blocks(spec, inputs, height, valid_documents):
             for chunk in parts:
                 some = operands if chunk.whole else chunk.of_operands(operands)
-                part, part_lse = forward_block(chunk.spec, some, block)
+                part, part_lse, part_top = forward_block(chunk.spec, some, block)
                 # [batch, rows, heads, dim], [batch, heads, rows]
-                part, part_lse = rows_first(part), part_lse.flatten(1, 2)
+                part, part_lse, part_top = rows_first(part), part_lse.flatten(1, 2), part_top.flatten(1, 2)
                 if part_lse.shape == (spec.batch, spec.num_heads, spec.q_len):  # the only block
-                    out, lse = part.to(inputs.q.dtype).contiguous(), part_lse
+                    out, lse, top = part.to(inputs.q.dtype).contiguous(), part_lse, part_top
                     break
                 if out is None:
-                    out, lse = _empty_results(spec, inputs, operands)
+                    out, lse, top = _empty_results(spec, inputs, operands)
                 out[chunk.batch, block.rows, chunk.heads] = part
                 lse[chunk.batch, chunk.heads, block.rows] = part_lse
+                top[chunk.batch, chunk.heads, block.rows] = part_top
         if out is None:
-            out, lse = _empty_results(spec, inputs, operands)
-    return (out[0], lse[0]) if spec.packed else (out, lse)
+            out, lse, top = _empty_results(spec, inputs, operands)
+    return (out[0], lse[0], top[0]) if spec.packed else (out, lse, top)
 
 
 @lru_cache(maxsize=1024)
@@ -101,10 +115,11 @@ def with_scratch(operands: BlockOperands, scores: int) -> BlockOperands:
     return operands._replace(scratch=ScoreMemory(operands.k, scores)) if scores else operands
 
 
-def _empty_results(spec: AttentionSpec, inputs: Inputs, operands: BlockOperands) -> tuple[Any, Any]:
-    """Returns (out, lse) of rows in no block, which see no key: 0 and -inf."""
+def _empty_results(spec: AttentionSpec, inputs: Inputs, operands: BlockOperands) -> tuple[Any, Any, Any]:
+    """Returns out, lse and largest logits of rows in no block, which see no key: 0, -inf and -inf."""
     out = inputs.q.new_zeros((spec.batch, spec.q_len, spec.num_heads, spec.value_dim))
-    return out, operands.k.new_full((spec.batch, spec.num_heads, spec.q_len), float("-inf"))
+    lse = operands.k.new_full((spec.batch, spec.num_heads, spec.q_len), float("-inf"))
+    return out, lse, lse.clone()
 
 
 @without_gradient

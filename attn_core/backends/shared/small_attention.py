@@ -37,8 +37,11 @@ def fits(spec: AttentionSpec) -> bool:
     return scores <= MOST_SCORES and all_seen and not edge.empties_a_row(spec.q_len, spec.kv_len)
 
 
-def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
-    """Returns (out, lse) of a call that ``fits``, with the arithmetic of ``forward_block``. Called without autograd."""
+def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any, Any]:
+    """Returns out, lse and the rows' largest logits, multiplied by log2(e), of a call that ``fits``.
+
+    The arithmetic is that of ``forward_block``. Called without autograd.
+    """
     import torch
 
     q, k, v = (tensor.transpose(1, 2) for tensor in inputs[:3])  # [batch, heads, len, dim]
@@ -50,10 +53,11 @@ def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
         scores = scores.tanh_().mul_(spec.softcap * LOG2E)
     if hidden is not None:
         scores = scores.masked_fill_(hidden, -torch.inf)
-    weights, total, lse = softmax(scores, scores.amax(dim=-1, keepdim=True), None)
+    top = scores.amax(dim=-1, keepdim=True)
+    weights, total, lse = softmax(scores, top, None)
     out = sum_over_keys(weights, v, hidden).div_(total).flatten(1, 2).transpose(1, 2)
     out = out if q.dtype == inputs.q.dtype else out.to(inputs.q.dtype)
-    return out.contiguous(), lse.view(spec.lse_shape)
+    return out.contiguous(), lse.view(spec.lse_shape), top
 
 
 @lru_cache(maxsize=64)
