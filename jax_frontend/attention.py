@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Never, Unpack, overload
+from typing import Any, Never, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ import numpy as np
 from attn_core.call import checks
 from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
 from attn_core.call.functions import NO_FUNCTIONS, are_given, named, trace
-from attn_core.call.keywords import AttentionKeywords
+from attn_core.call.keywords import AttentionKeywords, No, Yes
 from attn_core.call.layouts import Layout, check_layout
 from attn_core.call.options import Options, Window, check_flag, check_options, requested_names
 from attn_core.call.segments import Segments
@@ -39,54 +39,28 @@ Keywords = AttentionKeywords[Array, Array]
 
 @overload
 def attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    *,
-    return_lse: Literal[False] = False,
-    return_max_logit: Literal[False] = False,
-    **options: Unpack[Keywords],
+    q: Array, k: Array, v: Array, *, return_lse: No = False, return_max_logit: No = False, **options: Unpack[Keywords]
 ) -> Array: ...
 @overload
 def attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    *,
-    return_lse: Literal[True],
-    return_max_logit: Literal[False] = False,
-    **options: Unpack[Keywords],
+    q: Array, k: Array, v: Array, *, return_lse: Yes, return_max_logit: No = False, **options: Unpack[Keywords]
 ) -> tuple[Array, Array]: ...
 @overload
 def attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    *,
-    return_lse: Literal[False] = False,
-    return_max_logit: Literal[True],
-    **options: Unpack[Keywords],
+    q: Array, k: Array, v: Array, *, return_lse: No = False, return_max_logit: Yes, **options: Unpack[Keywords]
 ) -> tuple[Array, Array]: ...
 @overload
 def attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    *,
-    return_lse: Literal[True],
-    return_max_logit: Literal[True],
-    **options: Unpack[Keywords],
+    q: Array, k: Array, v: Array, *, return_lse: Yes, return_max_logit: Yes, **options: Unpack[Keywords]
 ) -> tuple[Array, Array, Array]: ...
 @overload
 def attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    *,
-    return_lse: bool,
-    return_max_logit: Literal[False] = False,
-    **options: Unpack[Keywords],
+    q: Array, k: Array, v: Array, *, return_lse: bool, return_max_logit: No = False, **options: Unpack[Keywords]
 ) -> Array | tuple[Array, Array]: ...
+@overload
+def attention(
+    q: Array, k: Array, v: Array, *, return_lse: bool = False, return_max_logit: bool, **options: Unpack[Keywords]
+) -> Array | tuple[Array, ...]: ...
 @hide_unknown
 def attention(
     q: Array,
@@ -158,13 +132,11 @@ def attention(
         return_lse: also return the log-sum-exp, ``[batch, heads, q_len]`` (packed ``[heads, tokens]``), natural log,
             float32 (float64 for float64 inputs). A row that sees no key has output 0 and its sink, or -inf, as lse.
         return_max_logit: also return the largest logit of each query head, for QK-clip: ``[batch, heads]`` (packed
-            ``[heads]``), with lse's dtype. A logit is what enters the softmax: the score of a visible pair after scale,
-            softcap, score_mod, bias and ALiBi, before dropout; sinks do not count. -inf if the head sees no pair. It
-            has no gradient. ``explain`` says what computes it.
+            ``[heads]``), of lse's dtype, without a gradient. A logit is what enters the softmax: a visible pair's score
+            after scale, softcap, score_mod, bias and ALiBi; sinks do not count. -inf if the head sees no pair.
 
     Returns:
-        The output, with q's rank and dtype and value_dim channels; ``(output, lse)``, ``(output, max_logit)``, or
-        ``(output, lse, max_logit)``.
+        The output, with q's rank and dtype and value_dim channels; or a tuple of it, lse and max_logit, in this order.
 
     Raises:
         ShapeError, DTypeError, DeviceError, SpecError: for invalid arguments.
@@ -182,20 +154,20 @@ def attention(
     causal, alignment, window, softcap, scale, mask, key_ranges, mask_mod, score_mod, aux = plain
     arrays = (q, k, v, mask, bias, alibi_slopes, sinks)
     options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
-    info, results, inputs = SeqInfo.coerce(seq_info), None, None
+    info, results = SeqInfo.coerce(seq_info), None
     requested, functions = requested_names(backend) or override.requested(), (mask_mod, score_mod, aux)
     if isinstance(key_ranges, np.ndarray):
         # The values are on the host, so that kernels without key ranges may compute the mask in parts.
         results = one_device.attend(arrays, seq_info, options, requested, key_ranges, functions)
-    if results is None or return_max_logit:
-        masking: dict[str, Any] = {"key_ranges": key_ranges, "functions": functions}
-        inputs, options = gather_arguments(arrays, info, options, dropout_rng, **masking)
+        if results is not None and not return_max_logit:
+            return _in_layout(results, layout)
+    masking: dict[str, Any] = {"key_ranges": key_ranges, "functions": functions}
+    inputs, options = gather_arguments(arrays, info, options, dropout_rng, **masking)
     call = AttentionCall(options, requested, plan.device_name(q), with_maximum=return_max_logit)
     if results is None:
-        results = run(call, inputs, info)
-    elif return_max_logit:
-        results = (*(results if return_lse else (results,)), max_logit_alone(call, varying_alike(inputs)))
-    return _in_layout(results, layout)
+        return _in_layout(run(call, inputs, info), layout)
+    results = results if return_lse else (results,)
+    return _in_layout((*results, max_logit_alone(call, varying_alike(inputs))), layout)
 
 
 def _in_layout(results: Any, layout: Layout) -> Any:

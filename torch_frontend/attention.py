@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Never, Unpack, overload
+from typing import Any, Never, Unpack, overload
 
 import torch
 from torch.autograd import forward_ad, profiler
 
 from attn_core.call import checks, ranges
 from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
-from attn_core.call.keywords import AttentionKeywords
+from attn_core.call.keywords import AttentionKeywords, No, Yes
 from attn_core.call.layouts import Layout
 from attn_core.call.mask_objects import is_object
 from attn_core.call.options import Options, Window, is_plain_window
@@ -39,11 +39,7 @@ Tensor = torch.Tensor
 # Aliases save the fast path an attribute lookup for each.
 _is_compiling, _is_grad_enabled, _requested = torch.compiler.is_compiling, torch.is_grad_enabled, override.requested
 _is_autocast_on, _is_transformed, _modes, _checks, _ranges = (
-    autocast.is_on,
-    transforms.are_active,
-    are_modes_active,
-    checks.enabled,
-    ranges.enabled,
+    *(autocast.is_on, transforms.are_active, are_modes_active, checks.enabled, ranges.enabled),
 )
 _flash_on, _efficient_on, _cudnn_on = sdpa_flags.is_flash_on, sdpa_flags.is_efficient_on, sdpa_flags.is_cudnn_on
 _math_on, _others_on = sdpa_flags.is_math_on, sdpa_flags.are_others_on
@@ -56,50 +52,30 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
-    return_lse: Literal[False] = False,
-    return_max_logit: Literal[False] = False,
+    return_lse: No = False,
+    return_max_logit: No = False,
     **options: Unpack[Keywords],
 ) -> Tensor: ...
 @overload
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    return_lse: Literal[True],
-    return_max_logit: Literal[False] = False,
-    **options: Unpack[Keywords],
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Yes, return_max_logit: No = False, **options: Unpack[Keywords]
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    return_lse: Literal[False] = False,
-    return_max_logit: Literal[True],
-    **options: Unpack[Keywords],
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: No = False, return_max_logit: Yes, **options: Unpack[Keywords]
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    return_lse: Literal[True],
-    return_max_logit: Literal[True],
-    **options: Unpack[Keywords],
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Yes, return_max_logit: Yes, **options: Unpack[Keywords]
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 @overload
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    return_lse: bool,
-    return_max_logit: Literal[False] = False,
-    **options: Unpack[Keywords],
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, return_max_logit: No = False, **options: Unpack[Keywords]
 ) -> Tensor | tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, return_max_logit: bool, **options: Unpack[Keywords]
+) -> Tensor | tuple[Tensor, ...]: ...
 @hide_unknown
 def attention(
     q: Tensor,
@@ -172,14 +148,12 @@ def attention(
         return_lse: also return the log-sum-exp, ``[batch, heads, q_len]`` (packed ``[heads, tokens]``), natural log,
             float32 (float64 for float64 inputs). A row that sees no key has output 0 and its sink, or -inf, as lse.
         return_max_logit: also return the largest logit of each query head, for QK-clip: ``[batch, heads]`` (packed
-            ``[heads]``), with lse's dtype. A logit is what enters the softmax: the score of a visible pair after scale,
-            softcap, score_mod, bias and ALiBi, before dropout; sinks do not count. -inf if the head sees no pair. It
-            has no gradient. ``explain`` says what computes it.
+            ``[heads]``), of lse's dtype, without a gradient. A logit is what enters the softmax: a visible pair's score
+            after scale, softcap, score_mod, bias and ALiBi; sinks do not count. -inf if the head sees no pair.
 
     Returns:
-        The output, with q's rank and dtype and value_dim channels; ``(output, lse)``, ``(output, max_logit)``, or
-        ``(output, lse, max_logit)``. ``torch.autocast`` casts q, k, v and bias to its dtype unless they are float64;
-        the output then has that dtype.
+        The output, with q's rank and dtype and value_dim channels; or a tuple of it, lse and max_logit, in this order.
+        ``torch.autocast`` casts q, k, v and bias to its dtype unless they are float64; the output then has that dtype.
 
     Raises:
         ShapeError, DTypeError, DeviceError, SpecError: for invalid arguments.
@@ -192,9 +166,8 @@ def attention(
     jagged = not plain and nested.has_jagged(q, k, v)
     if not (q_segment_ids is None and kv_segment_ids is None and q_positions is None and kv_positions is None):
         said, others = (q_segment_ids, kv_segment_ids, q_positions, kv_positions), (seq_info, alibi_slopes)
-        causal, window, mask_mod, aux = segments.without_segments(
-            said, (causal, window, mask_mod, aux), (q, k), layout, others
-        )
+        seen = causal, window, mask_mod, aux
+        causal, window, mask_mod, aux = segments.without_segments(said, seen, (q, k), layout, others)
     usual_layout = isinstance(layout, str) and layout == "bshd"  # an array would compare element by element
     if jagged or not usual_layout:
         keywords = {"causal": causal, "alignment": alignment, "window": window, "softcap": softcap, "scale": scale}
@@ -213,8 +186,7 @@ def attention(
     unusual_window = window is not None and type(window) is not int and not is_plain_window(window)
     drops = type(dropout) is not float or dropout
     usual = plain and not (observed or drops or unusual_window or dropout_rng is not None)
-    usual = usual and mask_mod is None and score_mod is None and type(aux) is tuple and not aux
-    usual = usual and return_max_logit is False
+    usual = usual and mask_mod is score_mod is None and type(aux) is tuple and not aux and return_max_logit is False
     if key_ranges is not None:
         if usual and no_extras:
             plain_options = (causal, alignment, window, softcap, scale, dropout, deterministic, return_lse)
@@ -227,8 +199,7 @@ def attention(
         if alibi_slopes is None and sinks is None and seq_info is None:
             results = fast_calls.attend_with_tables(q, k, v, mask, bias, backend, plain_options)
         else:
-            extras = (mask, bias, alibi_slopes, sinks)
-            results = fast_calls.attend(q, k, v, extras, seq_info, backend, plain_options)
+            results = fast_calls.attend(q, k, v, (mask, bias, alibi_slopes, sinks), seq_info, backend, plain_options)
         if results is not None:
             return results
     if not (usual and no_extras):
@@ -237,9 +208,8 @@ def attention(
             causal, alignment, window, mask, bias, seq_info = plan.read_mask_object(q, k, visible)
         tensors = (q, k, v, mask, bias, alibi_slopes, sinks)
         options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
-        functions = mask_mod, score_mod, aux
-        masking = key_ranges, functions, return_max_logit
-        return general_calls.run(tensors, seq_info, options, dropout_rng, backend, *masking)
+        rest = key_ranges, (mask_mod, score_mod, aux), return_max_logit
+        return general_calls.run(tensors, seq_info, options, dropout_rng, backend, *rest)
     try:
         needs_backward = _is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         call_plan = dense_plan(

@@ -167,10 +167,10 @@ RowMaximum = Callable[[AttentionSpec, Inputs], Any]
 def row_maximum_of(backend: Backend) -> RowMaximum:
     """Returns the backend's ``row_maximum``: the largest logit of each row, in ``spec.lse_shape`` and ``lse_dtype``.
 
-    A logit is what enters the softmax: the score of a visible pair after scale, softcap, score function, bias and ALiBi.
-    A row that sees no key has -inf. The spec has no sinks, dropout, pages or gradients, and v is k. The function is
-    never called if ``spec.empty``, and never builds a graph. A backend may also define ``row_maximum_program(spec)``,
-    the same as a KernelProgram, which XLA launches without Python.
+    A logit is what enters the softmax: a visible pair's score after scale, softcap, score function, bias and ALiBi. A
+    row that sees no key has -inf. The spec has no sinks, dropout, pages or gradients, and v is k. The function is never
+    called if ``spec.empty``, and never builds a graph. A backend may also define ``row_maximum_program(spec)``, the
+    same as a KernelProgram, which XLA launches without Python.
     """
     function: RowMaximum = getattr(backend, "row_maximum")  # noqa: B009 (a member that few backends have)
     return function
@@ -179,9 +179,9 @@ def row_maximum_of(backend: Backend) -> RowMaximum:
 def forward_with_maximum(backend: Backend, spec: AttentionSpec) -> Callable[..., tuple[Any, Any, Any]] | None:
     """Returns a backend's forward that also returns the row maxima, or None if another pass must compute them.
 
-    A backend may define ``forward_with_maximum(spec)``: None, or a function ``(spec, inputs) -> (out, lse, row maxima)``
-    with the out and lse of ``forward``, bit for bit, and the result of ``row_maximum_of``. It pays off if the forward
-    has the maxima at hand.
+    A backend may define ``forward_with_maximum(spec)``: None, or a function ``(spec, inputs) -> (out, lse, maxima)``:
+    the out and lse of ``forward``, bit for bit, and the result of ``row_maximum_of``. It pays off if the forward has
+    the maxima at hand.
     """
     function_of = getattr(backend, "forward_with_maximum", None)
     return None if function_of is None or spec.empty or spec.paged else function_of(spec)

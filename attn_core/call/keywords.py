@@ -1,4 +1,4 @@
-"""The keywords of the public functions, as types. Their overloads take the type of the result from ``return_lse``.
+"""The keywords of the public functions, as types. Their overloads take the type of the result from what is returned.
 
 An overload repeats every argument of a function, and both frontends have the same ones. So they are listed once, here.
 The functions' docstrings say what they mean.
@@ -6,7 +6,7 @@ The functions' docstrings say what they mean.
 
 # No `from __future__ import annotations`: it would hide Required from __required_keys__.
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, Required, TypedDict, TypeVar
+from typing import Any, Generic, Literal, Required, TypedDict, TypeVar
 
 from attn_core.call.layouts import Layout
 from attn_core.expressions.tracing import TracedFunction
@@ -14,6 +14,8 @@ from attn_core.expressions.tracing import TracedFunction
 Array = TypeVar("Array")
 Random = TypeVar("Random")
 """What dropout draws from: torch's generator or JAX's key."""
+No = Literal[False]
+Yes = Literal[True]
 
 
 class QkvPackedKeywords(TypedDict, Generic[Array, Random], total=False):
@@ -40,7 +42,7 @@ class QkvPackedKeywords(TypedDict, Generic[Array, Random], total=False):
 
 
 class AttentionKeywords(QkvPackedKeywords[Array, Random], total=False):
-    """The keywords of ``attention``, without return_lse."""
+    """The keywords of ``attention``, without return_lse and return_max_logit."""
 
     layout: Layout
     q_segment_ids: Any

@@ -20,7 +20,6 @@ from attn_core.selection.choice import Selection
 from attn_core.selection.reasons import Reasons, broken_rules
 from attn_core.selection.target import Target
 
-
 BY_THE_KERNEL = "by the kernel of the output"
 
 
@@ -60,7 +59,8 @@ def choose(spec: AttentionSpec, target: Target) -> RowMaximum:
     """
     if spec.paged is not None:
         raise SpecError("return_max_logit=True: expected keys that are not in pages; no pass reads their logits there")
-    spec, refused = spec_of(spec), []
+    spec = spec_of(spec)
+    refused: list[tuple[str, Reasons]] = []
     for name in backends.of_kind(backends.ROW_MAXIMUM, target.framework, target.kind):
         why = reasons(name, spec, target)
         if not why:

@@ -1,12 +1,13 @@
 """``return_max_logit``: the primitive ``attn_row_maximum``, a pass over q and k beside the kernel of the output.
 
-A backend whose forward has the row maxima at hand needs no pass (``ops.forward_with_maximum``). The backend of a pass is
-one that ``attn_core.selection.row_maximum`` chooses: XLA's operations, or on a GPU a Triton kernel.
+A backend whose forward has the row maxima at hand needs no pass (``ops.forward_with_maximum``). The backend of a pass
+is one that ``attn_core.selection.row_maximum`` chooses: XLA's operations, or on a GPU a Triton kernel.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache, partial
+
 import jax
 import jax.numpy as jnp
 

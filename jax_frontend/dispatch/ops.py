@@ -51,18 +51,9 @@ def forward_with_maximum(
     """
     names, operands = local_call.present_operands(inputs, plan.as_one)
     with_lse = with_lse and local_call.has_lse(plan)
-    call = BridgedCall(
-        "forward",
-        plan.backend,
-        plan.device,
-        plan.spec,
-        names,
-        with_lse=with_lse,
-        with_maximum=with_maximum,
-        overlaps_exchange=plan.overlaps_exchange,
-        tables_checked=plan.tables_checked,
-        checked=plan.checked,
-    )
+    about: dict[str, Any] = {"overlaps_exchange": plan.overlaps_exchange, "tables_checked": plan.tables_checked}
+    about |= {"with_lse": with_lse, "with_maximum": with_maximum, "checked": plan.checked}
+    call = BridgedCall("forward", plan.backend, plan.device, plan.spec, names, **about)
     if plan.spec.empty:
         empty = partial(local_call.empty_results, call)
         out, *others = partitioning.run_under_auto_axes(empty, MappedCall(call), operands)

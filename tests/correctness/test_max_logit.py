@@ -149,7 +149,7 @@ def test_transforms_of_torch() -> None:
     def attend(q: torch.Tensor) -> Any:
         return torch_frontend.attention(q, k, v, return_max_logit=True, causal=True)
 
-    out, top = attend(q)
+    top = attend(q)[1]
     several = torch.stack([q, 2 * q, -q])
     assert torch.allclose(torch.func.vmap(attend)(several)[1], torch.stack([attend(each)[1] for each in several]))
     gradient, aux = torch.func.grad(lambda q: (sum(each.sum() for each in attend(q)), attend(q)[1]), has_aux=True)(q)
@@ -218,7 +218,7 @@ def test_jax_export() -> None:
         return jax_frontend.attention(q, k, v, return_max_logit=True, backend="jax_xla")
 
     program = jax.export.export(jax.jit(attend))(*shapes)
-    q, k, v = arrays("jax")
+    _, k, v = arrays("jax")
     results = program.call(k.repeat(2, 2), k, v)
     assert np.allclose(results[1], attend(k.repeat(2, 2), k, v)[1], rtol=1e-6)
 
@@ -314,7 +314,7 @@ def test_bad_values_are_named(framework: str) -> None:
     frontend, qkv = FRONTENDS[framework], arrays(framework)
     for function in (frontend.attention, frontend.explain):
         for value in (1, None, "yes"):
-            with pytest.raises(SpecError, match="return_max_logit=.*expected True or False"):
+            with pytest.raises(SpecError, match=r"return_max_logit=.*expected True or False"):
                 function(*qkv, return_max_logit=value)
 
 

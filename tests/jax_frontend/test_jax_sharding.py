@@ -314,3 +314,20 @@ def test_results_without_keys_have_the_types_of_results_with_keys(mesh, backend,
         if "Auto" in str(mesh.axis_types):
             body = jax.shard_map(lambda q, k: (carried(q, k), over_nothing(q)), in_specs=P("data"), out_specs=P("data"))
             jax.jit(body).lower(*placed)  # not compiled: XLA of jax 0.11 crashes on loops that carry an empty array
+
+
+@pytest.mark.parametrize("backend", ["sdpa_flash", "jax_xla"])
+def test_largest_logits_stay_split(mesh, auto_mesh, backend):
+    """By a pass of its own, and by the forward of the output."""
+    call, arrays = call_of(causal=True, return_max_logit=True, backend=backend), qkv()
+    expected = jax.jit(call)(*map(jnp.asarray, arrays))
+    spec = P("data", None, "model")
+    program = jax.jit(call)
+    with jax.set_mesh(mesh):
+        on_mesh = place(mesh, arrays, (spec,) * 3)
+        results = program(*on_mesh)
+        assert not COLLECTIVE.findall(program.lower(*on_mesh).compile().as_text())
+    assert_close(results, expected)
+    assert spec_entries(results[1]) == ("data", "model")
+    mapped = jax.shard_map(call, mesh=auto_mesh, in_specs=(spec,) * 3, out_specs=(spec, P("data", "model")))
+    assert_close(jax.jit(mapped)(*map(jnp.asarray, arrays)), expected)

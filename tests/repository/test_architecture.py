@@ -70,6 +70,7 @@ KERNEL_FILES = [
         "backends/flash4/table_kernel.py",
         "backends/flash4/work_order_kernel.py",
         "backends/triton_jvp/kernels.py",
+        "backends/triton_jvp/maximum_kernel.py",
         "backends/triton_jvp/tile_functions.py",
         "backends/triton_splitkv/kernels.py",
         "context_parallel/on_torch/merge_triton.py",

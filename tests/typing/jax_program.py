@@ -1,4 +1,4 @@
-"""A user's program in JAX, for type checkers: the type of every result follows from ``return_lse``."""
+"""A user's program in JAX, for type checkers: the type of every result follows from what is returned."""
 
 from __future__ import annotations
 
@@ -28,6 +28,9 @@ def calls(q: Array, k: Array, v: Array, qkv: Array, flag: bool) -> None:
     assert_type(
         attention(q, k, v, dropout=0.1, dropout_rng=jax.random.key(0), return_lse=flag), Array | tuple[Array, Array]
     )
+    assert_type(attention(q, k, v, return_max_logit=True), tuple[Array, Array])
+    assert_type(attention(q, k, v, return_lse=True, return_max_logit=True), tuple[Array, Array, Array])
+    assert_type(attention(q, k, v, return_max_logit=flag), Array | tuple[Array, ...])
     assert_type(attention_qkvpacked(qkv, causal=True), Array)
     assert_type(attention_qkvpacked(qkv, backend=("flex", "math"), return_lse=True), tuple[Array, Array])
     assert_type(attention_qkvpacked(qkv, return_lse=flag), Array | tuple[Array, Array])

@@ -1,4 +1,4 @@
-"""A user's program in torch, for type checkers: the type of every result follows from ``return_lse``."""
+"""A user's program in torch, for type checkers: the type of every result follows from what is returned."""
 
 from __future__ import annotations
 
@@ -28,6 +28,9 @@ def calls(q: Tensor, k: Tensor, v: Tensor, qkv: Tensor, flag: bool) -> None:
     assert_type(
         attention(q, k, v, dropout=0.1, dropout_rng=torch.Generator(), return_lse=flag), Tensor | tuple[Tensor, Tensor]
     )
+    assert_type(attention(q, k, v, return_max_logit=True), tuple[Tensor, Tensor])
+    assert_type(attention(q, k, v, return_lse=True, return_max_logit=True), tuple[Tensor, Tensor, Tensor])
+    assert_type(attention(q, k, v, return_max_logit=flag), Tensor | tuple[Tensor, ...])
     assert_type(attention_qkvpacked(qkv, causal=True), Tensor)
     assert_type(attention_qkvpacked(qkv, backend=("flex", "math"), return_lse=True), tuple[Tensor, Tensor])
     assert_type(attention_qkvpacked(qkv, return_lse=flag), Tensor | tuple[Tensor, Tensor])

@@ -111,7 +111,7 @@ def backward(
 
 
 def _attend(spec: AttentionSpec, call: XlaOperands, value: Summand, rows: RowKeys, start: Any) -> tuple[Any, Any, Any]:
-    """Returns out ``[b, h, g, i, e]`` of one block of queries, in the inputs' dtype; lse and row maxima ``[b, h, g, i]``."""
+    """Returns out ``[b, h, g, i, e]`` of a block of queries, in the inputs' dtype; lse and maxima ``[b, h, g, i]``."""
     import jax.numpy as jnp
     from jax import lax
 

@@ -21,8 +21,7 @@ LOG2E, LN2 = math.log2(math.e), math.log(2.0)
 
 
 def forward_block(spec: AttentionSpec, operands: BlockOperands, block: RowBlock) -> tuple[Any, Any, Any]:
-    """Returns out ``[batch, kv_heads, group, rows, value_dim]``, lse ``[batch, kv_heads, group, rows]``, and the rows'
-    largest logits of lse's shape, multiplied by log2(e)."""
+    """Returns out ``[batch, kv_heads, group, rows, value_dim]``, and lse and log2(e) * row maxima without value_dim."""
     import torch
 
     hidden = hidden_in(spec, operands, block)

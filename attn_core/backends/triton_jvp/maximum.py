@@ -12,8 +12,8 @@ from attn_core.backends.triton_jvp.launches import Tiles, width
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
 
-# By channels of the logits, as in ``launches``; Tiles.values is unused. Compiled for compute capability 9.0, the first of
-# each line spills no register in a call without tables, and up to 128 channels two programs fit on a multiprocessor.
+# By channels of the logits, as in ``launches``; Tiles.values is unused. Compiled for compute capability 9.0, the first
+# of each line spills no register in a call without tables, and up to 128 channels two programs share a multiprocessor.
 HALF = {
     64: (Tiles(128, 64, 0, 8, 3, 44), Tiles(64, 64, 0, 4, 2, 26)),
     128: (Tiles(128, 64, 0, 8, 3, 84), Tiles(64, 64, 0, 4, 2, 50)),
