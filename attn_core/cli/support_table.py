@@ -139,7 +139,9 @@ def _preference() -> str:
         f"- {framework} on {kind}: " + ", ".join(f"`{name}`" for name in names)
         for (framework, kind), names in backends.FORWARD_MODE.items()
     ]
-    lines.append("\nThe same ones, in this order, compute the largest logits beside a kernel that does not return them.")
+    lines.append(
+        "\nThe same ones, in this order, compute the largest logits beside a kernel that does not return them."
+    )
     return "## Order of automatic choice\n\n" + "\n".join(lines)
 
 
