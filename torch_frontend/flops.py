@@ -12,7 +12,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from attn_core.call.tensors import Inputs
-from torch_frontend.dispatch import forward_mode
+from torch_frontend.dispatch import (
+    forward_mode,
+    max_logit,  # noqa: F401  registers its op
+)
 from torch_frontend.dispatch import ops as dense_ops  # noqa: F401  registers its ops
 from torch_frontend.dispatch.after_import import after_import
 from torch_frontend.dispatch.op_arguments import PlainOptions, from_call
@@ -60,6 +63,12 @@ def _jvp(*arguments: Any, out_val: Any = None, **_: Any) -> Any:
     return 2 * inputs.q.shape[-2] * _pairs(inputs, plain) * (keys * inputs.q.shape[-1] + values * inputs.v.shape[-1])
 
 
+def _max_logit(*call: Any, out_val: Any = None, **_: Any) -> Any:
+    """Counts one matrix product, of queries and keys."""
+    inputs, plain = from_call(call)
+    return 2 * inputs.q.shape[-2] * _pairs(inputs, plain) * inputs.q.shape[-1]
+
+
 def _paged(
     q: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Tensor, offsets: Tensor | None = None, *_: Any, **__: Any
 ) -> Any:
@@ -79,6 +88,7 @@ def _register() -> None:
         torch.ops.attn.forward: _forward,
         torch.ops.attn.backward: _backward,
         torch.ops.attn.jvp: _jvp,
+        torch.ops.attn.max_logit: _max_logit,
         torch.ops.attn.paged_forward: _paged,
     }
     for target, formula in formulas.items():

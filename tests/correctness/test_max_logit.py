@@ -13,7 +13,9 @@ import torch
 from both_frontends import FRAMEWORKS, _jax_arrays, _jax_info, _jax_on, _numpy, _torch_arrays, _torch_info
 from hypothesis import given, settings
 from spec_strategies import Call, calls, corners, make_call
+from torch.utils.flop_counter import FlopCounterMode
 
+import attn_core
 import jax_frontend
 import torch_frontend
 from attn_core import SeqInfo, SpecError, Target, backends
@@ -185,6 +187,31 @@ def _op_arguments(q: torch.Tensor, k: torch.Tensor) -> tuple[Any, ...]:
 
     plain = PlainOptions.from_options(Options(causal=True, window=(None, None)), False, False, None)
     return to_call(Inputs(q.detach(), k, k), plain)
+
+
+def test_flops() -> None:
+    """The pass has half the products of the forward."""
+    q, k, v = arrays("torch")
+    counts = []
+    for options in ({}, {"return_max_logit": True}):
+        with FlopCounterMode(display=False) as counter:
+            torch_frontend.attention(q, k, v, **options)
+        counts.append(counter.get_total_flops())
+    assert 0 < 3 * counts[0] == 2 * counts[1]
+
+
+def test_under_checks_and_autocast() -> None:
+    qkv = arrays("torch")
+    expected = torch_frontend.attention(*qkv, return_max_logit=True)[1]
+    with attn_core.checks():
+        for backend in ("math", "sdpa_flash"):
+            top = torch_frontend.attention(*qkv, return_max_logit=True, backend=backend)[1]
+            assert torch.allclose(top, expected, rtol=1e-6)
+    with torch.autocast("cpu", torch.bfloat16):
+        out, top = torch_frontend.attention(*qkv, return_max_logit=True)
+    assert out.dtype is torch.bfloat16 and top.dtype is torch.float32
+    rounded = torch_frontend.attention(*(each.bfloat16() for each in qkv), return_max_logit=True)[1]
+    assert torch.equal(top, rounded)
 
 
 def test_transforms_of_jax() -> None:
