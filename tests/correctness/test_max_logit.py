@@ -21,30 +21,33 @@ import torch_frontend
 from attn_core import SeqInfo, SpecError, Target, backends
 from attn_core.backends.jax_xla import backend as jax_xla
 from attn_core.backends.math import backend as math
+from attn_core.backends.shared import triton_programs
 from attn_core.cli.drawn_functions import as_keywords
 from attn_core.correctness import row_maximum
 from attn_core.selection import row_maximum as choice
 
 PLAIN = {"batch": 2, "q_len": 9, "kv_len": 11, "num_heads": 6, "num_kv_heads": 3, "head_dim": 8, "value_dim": 8}
 PLAIN |= {"dtype": "float32"}
+LARGE = {**PLAIN, "q_len": 1001, "kv_len": 1001, "num_heads": 4, "num_kv_heads": 2, "head_dim": 128, "value_dim": 128}
+LARGE |= {"dtype": "bfloat16"}
 FRONTENDS = {"torch": torch_frontend, "jax": jax_frontend}
 
 
-def run(framework: str, call: Call, **options: Any) -> list[np.ndarray]:
+def run(framework: str, call: Call, *, device: str = "cpu", **options: Any) -> list[np.ndarray]:
     """The results of ``attention``, with ``return_max_logit`` unless the options say otherwise."""
     options = call.options | {"return_max_logit": True} | options
     if framework == "torch":
-        arrays, _ = _torch_arrays(call, "cpu")
-        results = torch_frontend.attention(**as_keywords(arrays), **options, **_torch_info(call, "cpu"))
+        arrays, _ = _torch_arrays(call, device)
+        results = torch_frontend.attention(**as_keywords(arrays), **options, **_torch_info(call, device))
         return [_numpy(each) for each in (results if isinstance(results, tuple) else (results,))]
-    with _jax_on(call, "cpu"):
+    with _jax_on(call, device):
         info, key = _jax_info(call)
         results = jax_frontend.attention(**as_keywords(_jax_arrays(call)), **options, seq_info=info, dropout_rng=key)
         return [np.asarray(each) for each in (results if isinstance(results, tuple) else (results,))]
 
 
-def check(framework: str, call: Call) -> None:
-    *results, top = run(framework, call)
+def check(framework: str, call: Call, device: str = "cpu") -> None:
+    *results, top = run(framework, call, device=device)
     assert len(results) == 1 + call.spec.return_lse
     assert str(top.dtype) == call.spec.lse_dtype
     assert row_maximum.is_right(top, *row_maximum.max_logit(call.spec, call.inputs)), call
@@ -83,6 +86,30 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_cases(name: str, framework: str) -> None:
     check(framework, make_call(**CASES[name]))
+
+
+ON_A_GPU: dict[str, dict[str, Any]] = {
+    "causal": {**LARGE, "causal": True},
+    "softcap, window": {**LARGE, "softcap": 20.0, "window": (200, 0), "dtype": "float16"},
+    "float32": {**LARGE, "dtype": "float32", "head_dim": 64, "value_dim": 64},
+    "wide": {**LARGE, "head_dim": 192, "q_len": 300, "kv_len": 555},
+    "documents": {**LARGE, "lengths": ((300, 0, 701), (300, 5, 701)), "causal": True},
+    "tables": {**LARGE, "mask_shape": (2, 1, 1001, 1001), "alibi_shape": (4,), "key_ranges_shape": (1, 2, 1001, 2, 2)},
+}
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("name", ON_A_GPU)
+def test_on_a_gpu(name: str, framework: str) -> None:
+    check(framework, make_call(**ON_A_GPU[name]), "cuda")
+
+
+@pytest.mark.cuda
+def test_xla_launches_the_pass_without_python() -> None:
+    q, k, v = (jnp.asarray(each, jnp.bfloat16) for each in arrays("jax"))
+    program = jax.jit(lambda q: jax_frontend.attention(q, k, v, return_max_logit=True)[1]).lower(q).compile()
+    assert triton_programs.TARGET in program.as_text()
 
 
 FAULTS: dict[str, dict[str, Any]] = {

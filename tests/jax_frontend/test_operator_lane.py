@@ -32,9 +32,13 @@ from attn_core.backends.shared import (
     triton_programs,
 )
 from attn_core.backends.shared.kernel_programs import OPERATOR, SCRATCH, KernelStep, Unrecordable
+from attn_core.backends.triton_jvp import backend as triton_jvp
+from attn_core.backends.triton_jvp import maximum
 from attn_core.backends.triton_splitkv import backend as splitkv
 from attn_core.call.tensors import Gradients, Inputs
-from jax_frontend.bridge import operator_lane
+from attn_core.selection import row_maximum
+from jax_frontend.bridge import compiled_lane, operator_lane
+from jax_frontend.bridge.bridged_call import BridgedCall
 
 FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 
@@ -364,3 +368,48 @@ def test_a_paged_program_splits_the_keys_of_few_sequences(
         assert written == [[SCRATCH, SCRATCH], ["out", "lse"]] and read[1] == [SCRATCH, SCRATCH, last]
     else:
         assert written == [["out", "lse"]]
+
+
+def test_xla_launches_the_pass_for_largest_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel's arguments are the pointers and numbers of its program, in order."""
+    kernel = pytest.importorskip("attn_core.backends.triton_jvp.maximum_kernel").row_maximum
+    launched: list[tuple[Any, ...]] = []
+
+    class Kernel:
+        @staticmethod
+        def warmup(*given: Any, grid: Any, **constants: Any) -> Any:
+            launched.append((given, grid, constants))
+            return compiled()
+
+    monkeypatch.setattr(triton_programs, "_jaxlib", lambda: Library)
+    monkeypatch.setattr(maximum, "_kernel", Kernel)
+    monkeypatch.setattr(triton_jvp, "_shared_memory", lambda device: 2**17)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    tables: dict[str, Any] = {"mask_shape": (1, 4, 1000, 1000), "alibi_shape": (4,), "bias_shape": (1, 1, 1, 1000)}
+    packed = {"documents": 4, "max_len_q": 300, "max_len_k": 300, "q_len": 1000, "kv_len": 1000, "batch": 1}
+    spec = row_maximum.spec_of(replace(SPEC, **packed, **tables, bias_dtype="float32"))
+    names = ("q", "k", "v", "mask", "bias", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_k")
+    call = BridgedCall("row_maximum", "triton_jvp", "sm90", spec, names)
+    lane = compiled_lane.lane_of.__wrapped__(call)
+    triton_jvp._maximum_settings.cache_clear()
+    assert lane.why == ()
+    (step,) = lane.program.steps
+    buffers = lane.program.buffers
+    assert [buffers[place].name for place in step.reads] == [
+        *("q", "k", "mask", "bias", "alibi_slopes", "q", "cu_seqlens_q", "cu_seqlens_k")
+    ]
+    assert buffers[step.writes[0]] == ("row_maximum", (spec.num_heads, 1000), "float32", False)
+    ((given, grid, constants),) = launched
+    parameters = [each.name for each in kernel.params]
+    numbers = dict(zip(parameters, given, strict=False))
+    assert set(parameters[len(given) :]) == set(constants) - {"num_warps", "num_stages"}
+    assert grid == (4 * spec.num_heads * -(-300 // constants["QUERIES"]), 1, 1)
+    assert (numbers["mask"], numbers["bias"]) == (torch.uint8, torch.float32)
+    strides = {name: tuple(numbers[f"{name}_{axis}"] for axis in ("row", "head", "query", "key")) for name in MASKS}
+    assert strides == {"mask": (0, 10**6, 1000, 1), "bias": (0, 0, 0, 1)}
+    assert (numbers["q_row"], numbers["k_token"]) == (0, spec.num_kv_heads * spec.head_dim)
+    other = compiled_lane.lane_of.__wrapped__(call._replace(backend="math", device="cpu"))
+    assert other.program is None and other.why == ("math hands out no compiled kernels",)
+
+
+MASKS = ("mask", "bias")
