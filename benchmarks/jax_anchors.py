@@ -7,7 +7,7 @@ kernel has no scale, so q is multiplied first.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -119,7 +119,7 @@ ANCHORS: dict[str, Callable[[dict[str, Any]], Attend]] = {
 
 
 def programs(
-    options: dict[str, Any], arrays: list[Any], training: bool, expected: Any
+    options: dict[str, Any], arrays: list[Any], training: bool, expected: Any, names: Iterable[str] = ()
 ) -> tuple[dict[str, Callable[[], Any]], dict[str, str], dict[str, float]]:
     """Compiles and runs every anchor once on a call.
 
@@ -127,6 +127,7 @@ def programs(
         options: of ``jax_frontend.attention``, with arrays on the device.
         arrays: q, k, v and the gradient of out.
         expected: our result of the call: out, or the gradients of q, k and v.
+        names: of the anchors that run; all of them if there are none.
 
     Returns:
         The anchors that ran, as functions without arguments; the reasons of the others; and the largest difference of
@@ -135,8 +136,9 @@ def programs(
     ran: dict[str, Callable[[], Any]] = {}
     reasons: dict[str, str] = {}
     differences: dict[str, float] = {}
-    for name, make in ANCHORS.items():
+    for name in names or ANCHORS:
         try:
+            make = ANCHORS[name]
             program = jax.jit(_traced(make(options), training))
             result = jax.block_until_ready(program(*arrays, options.get("q_segment_ids")))
         except Exception as error:  # the package is missing, refuses the call, or fails in its compiler

@@ -91,7 +91,8 @@ def forward(kernel: Kernel, spec: AttentionSpec, inputs: Inputs, into: Any = Non
     out = out[..., : spec.value_dim] if _pads_out(spec, wide) else out
     if not spec.sinks or kernel.add_sinks is not None:
         return out, lse
-    return with_sinks(out, lse, inputs.sinks, needs_lse=spec.return_lse or spec.needs_backward)
+    needs_lse = spec.return_lse or spec.needs_backward
+    return with_sinks(out, lse, inputs.sinks, needs_lse=needs_lse, into=out_buffer)
 
 
 def backward(

@@ -18,17 +18,18 @@ def _by_head(values: Any) -> Any:
     return values[:, None]
 
 
-def with_sinks(out: Any, lse: Any, sinks: Any, *, needs_lse: bool = True) -> tuple[Any, Any]:
+def with_sinks(out: Any, lse: Any, sinks: Any, *, needs_lse: bool = True, into: Any = None) -> tuple[Any, Any]:
     """Adds one logit per head, ``[heads]``, to the softmax of (out, lse). Rows that see no key keep 0 and -inf.
 
-    Without ``needs_lse`` the returned log-sum-exp is the given one.
+    Without ``needs_lse`` the returned log-sum-exp is the given one. into: a buffer for the new out.
     """
     import torch
 
     sinks = _by_head(sinks.detach().to(lse.dtype))
     gate = (lse - sinks).sigmoid_().nan_to_num_()  # NaN if both are -inf
     # Every operation here is a small kernel, so the product is rounded by the kernel that computes it.
-    out = torch.mul(out, by_row(gate), out=torch.empty_like(out))
+    into = torch.empty_like(out) if into is None else into
+    out = torch.mul(out, by_row(gate), out=into)
     if not needs_lse:
         return out, lse
     return out, torch.logaddexp(lse, sinks).masked_fill_(lse == -torch.inf, -torch.inf)
