@@ -223,7 +223,7 @@ def explain_request(request: Request, target: Target) -> Explanation:
     how = request.layout, request.sizes, constants, None, strategy, request.bands
     choice = choose(spec, request.documents, *how)
     # With the strategy filled in, a call that names it finds the same plan in the cache.
-    return Explanation(choice, plan_request(request._replace(strategy=choice.strategy or ""), target))
+    return Explanation(choice, plan_request(request._replace(strategy=choice.strategy or ""), target), target)
 
 
 @lru_cache(maxsize=64)

@@ -20,6 +20,19 @@ from attn_core.selection.reasons import Reasons, broken_rules, reasons_of, refus
 from attn_core.selection.target import Target
 
 
+def lane_of(name: str, spec: AttentionSpec, target: Target, program_faults: Reasons = ()) -> tuple[str, Reasons] | None:
+    """Returns how JAX reaches a backend; see ``Selection.lane``."""
+    if target.framework != "jax":
+        return None
+    backend = backends.load(name, target.kind)
+    if backend.FRAMEWORK != "torch":
+        return None
+    why = backends.program_refusals(backend, spec, target.device)
+    if why == () and not program_faults:
+        return "compiled", ()
+    return "callback", (*(why or ()), *program_faults)
+
+
 @dataclass(frozen=True)
 class Selection:
     """The choice of a backend with all reasons. Errors, logs and docs all show ``str(selection)``: its ``text()``.
@@ -63,15 +76,9 @@ class Selection:
         ``("compiled", ())``: XLA launches its kernels. ``("callback", why)``: XLA calls Python, for the reasons
         ``why``.
         """
-        if self.backend is None or self.target.framework != "jax" or self.parts is not None:
+        if self.backend is None or self.parts is not None:
             return None
-        backend = backends.load(self.backend, self.target.kind)
-        if backend.FRAMEWORK != "torch":
-            return None
-        why = backends.program_refusals(backend, self.spec, self.target.device)
-        if why == () and not self.program_faults:
-            return "compiled", ()
-        return "callback", (*(why or ()), *self.program_faults)
+        return lane_of(self.backend, self.spec, self.target, self.program_faults)
 
     @lazy_property
     def predicted(self) -> dict[str, float]:

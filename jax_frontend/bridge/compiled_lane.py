@@ -15,7 +15,7 @@ import threading
 import time
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,9 +28,13 @@ from attn_core.call import log as records
 from attn_core.call.after_fork import free_in_children
 from attn_core.call.compiles import compiled
 from attn_core.call.ranges import words_of
-from attn_core.selection import Selection
+from attn_core.call.spec import AttentionSpec
+from attn_core.selection import Selection, choice
 from jax_frontend.bridge import operator_lane
 from jax_frontend.bridge.bridged_call import BridgedCall
+
+if TYPE_CHECKING:  # few programs need it at run time
+    from attn_core.context_parallel.cost.choose import Explanation
 
 log = logging.getLogger("attn_core.compiled_lane")
 MOST_TARGETS = 1000
@@ -105,13 +109,33 @@ def with_program_reasons(selection: Selection) -> Selection:
     """
     if selection.backend is None or selection.lane is None or selection.lane[0] != "compiled":
         return selection
-    backend: Any = backends.load(selection.backend, selection.target.kind)
+    fault = _program_fault(selection.backend, selection.spec, selection.target.kind)
+    return selection if fault is None else replace(selection, program_faults=(fault,))
+
+
+def with_step_reasons(explanation: Explanation) -> Explanation:
+    """Returns the explanation of a context-parallel call with the faults of its tiles' programs.
+
+    See ``with_program_reasons``.
+    """
+    compiled_tiles = (
+        (spec, name)
+        for spec, name in explanation.call.backends
+        if (found := choice.lane_of(name, spec, explanation.target)) is not None and found[0] == "compiled"
+    )
+    faults = ((name, _program_fault(name, spec, explanation.target.kind)) for spec, name in compiled_tiles)
+    return explanation._replace(program_faults=tuple(dict.fromkeys((name, why) for name, why in faults if why)))
+
+
+def _program_fault(name: str, spec: AttentionSpec, kind: str) -> str | None:
+    """Returns why a backend fails to build the program of a spec's forward; None if it can."""
+    backend: Any = backends.load(name, kind)
     try:
-        backend.program(selection.spec, "forward")
+        backend.program(spec, "forward")
     except Exception as error:
         # As in lane_of: the callback lane runs the call then.
-        return replace(selection, program_faults=(f"{selection.backend}: {type(error).__name__}: {error}",))
-    return selection
+        return f"{name}: {type(error).__name__}: {error}"
+    return None
 
 
 def static_reasons(call: BridgedCall, backend: Any) -> tuple[str, ...]:

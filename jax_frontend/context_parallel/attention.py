@@ -16,6 +16,7 @@ from attn_core.call.options import Options, Window, check_flag, requested_names
 from attn_core.context_parallel.cost.choose import Explanation
 from attn_core.context_parallel.request import Request
 from attn_core.selection import override
+from jax_frontend.bridge import compiled_lane
 from jax_frontend.context_parallel.differentiable import attend_shards
 from jax_frontend.context_parallel.mesh import ArraySpecs, RowMesh, find_row_mesh
 from jax_frontend.context_parallel.prepare import build_request, explain_request
@@ -188,7 +189,8 @@ def explain_context_parallel(
 ) -> Explanation:
     """Returns how ``context_parallel_attention`` runs a call with the same arguments, and why. Runs nothing.
 
-    Takes arrays or ``jax.ShapeDtypeStruct``; ``needs_backward=True`` explains a call in training.
+    Takes arrays or ``jax.ShapeDtypeStruct``; ``needs_backward=True`` explains a call in training. The text names each
+    backend's lane, and the reasons if Python launches its kernels.
     """
     if unknown:
         refuse_keywords("explain_context_parallel", unknown)
@@ -207,7 +209,8 @@ def explain_context_parallel(
     request = build_request(row_mesh, inputs, options, seq_info, backends, **how)
     if needs_backward is not None:
         check_flag("needs_backward", needs_backward)
-    return explain_request(request._replace(needs_backward=bool(needs_backward)))
+    explanation = explain_request(request._replace(needs_backward=bool(needs_backward)))
+    return compiled_lane.with_step_reasons(explanation)
 
 
 # Jitted, because an eager jax.shard_map would run operation by operation.

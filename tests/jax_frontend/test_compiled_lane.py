@@ -17,6 +17,7 @@ import pytest
 
 pytest.importorskip("torch")
 pytest.importorskip("jax_tvm_ffi")
+import cpu_meshes
 import jax
 import jax.numpy as jnp
 import jax_tvm_ffi
@@ -32,7 +33,9 @@ from attn_core.backends.shared.kernel_programs import OPERATOR, SCRATCH, Buffer,
 from attn_core.call.pages import PagedKV
 from attn_core.call.tensors import Inputs
 from attn_core.cli.drawn_functions import fields_of
+from attn_core.context_parallel import call as context_call
 from attn_core.selection import choice
+from jax_frontend import context_parallel_attention, explain_context_parallel, shard_sequence, unshard_sequence
 from jax_frontend.bridge import compiled_lane
 from jax_frontend.bridge.bridged_call import calls_of
 
@@ -367,6 +370,81 @@ def test_a_call_that_cannot_be_compiled_uses_the_callback_and_logs_why(
         assert selection.lane == ("callback", ("math: TypeError: upstream changed its mind",))
         assert "selected: math, callback lane" in str(selection)
         assert "lane: callback: math: TypeError: upstream changed its mind" in str(selection)
+
+
+@pytest.mark.usefixtures("stand_in", "four_devices")
+@pytest.mark.parametrize(
+    ("strategy", "layout", "window", "steps"),
+    [("all_gather", "zigzag", None, 2), ("ring", "contiguous", 6, 2), ("ulysses", "zigzag", None, 1)],
+)
+def test_steps_of_context_parallelism_are_programs(strategy: str, layout: str, window: int | None, steps: int) -> None:
+    """XLA launches every tile of every step, forward and backward, and ``explain`` says so."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    q, k, v, dout = (jax.random.normal(key, (2, 16, heads, 8)) for key, heads in zip(keys, (4, 2, 2, 4), strict=True))
+    mesh = cpu_meshes.mesh((2,), ("cp",))
+    where = {"mesh": mesh, "axis_name": "cp"}
+    options: dict[str, Any] = {"causal": True, "window": window, "backend": "math"}
+    call = partial(context_parallel_attention, **where, **options, strategy=strategy, layout=layout)
+
+    def run(call: Any, q: Any, k: Any, v: Any, dout: Any) -> Any:
+        out, pull = jax.vjp(call, q, k, v)
+        return out, *pull(dout)
+
+    given = [shard_sequence(array, **where, layout=layout) for array in (q, k, v, dout)]
+    compiled = jax.jit(partial(run, call)).lower(*given).compile()
+    text = compiled.as_text()
+    assert "attn_core.stand_in.forward" in text and "attn_core.stand_in.backward" in text
+    assert "callback" not in text
+    found = [np.asarray(unshard_sequence(array, **where, layout=layout)) for array in compiled(*given)]
+    assert set(LAUNCHED) == {"forward", "gradients", "doubled", "rounded"}
+    tensors = [torch.from_numpy(np.array(array)) for array in (q, k, v)]
+    leaves = [tensor.requires_grad_() for tensor in tensors]
+    out = torch_frontend.attention(*leaves, causal=True, window=window, backend="math")
+    theirs = [out, *torch.autograd.grad(out, leaves, torch.from_numpy(np.array(dout)))]
+    for one, other, factor in zip(found, theirs, (1, 1, 2, 1), strict=True):  # the stand-in doubles dk
+        np.testing.assert_allclose(one, other.detach().numpy() * factor, rtol=2e-5, atol=2e-5)
+    explained = explain_context_parallel(q, k, v, **where, **options, strategy=strategy, layout=layout)
+    assert explained.lanes == (("math", ("compiled", ())),) and len(explained.call.plan.steps) == steps
+    assert "backends: math, compiled lane" in str(explained) and "by callback" not in str(explained)
+
+
+@pytest.mark.usefixtures("stand_in", "four_devices")
+def test_a_step_that_python_launches_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v, _ = (array[:, :4] for array in arrays())
+    where = {"mesh": cpu_meshes.mesh((2,), ("cp",)), "axis_name": "cp", "strategy": "ring", "backend": "math"}
+    for reasons in (("cpu: proven on sm90 only",), None):
+        if reasons is None:
+            monkeypatch.delattr(math, "program_refuses")
+            reasons = ("it hands out no compiled kernels",)
+        else:
+            monkeypatch.setattr(math, "program_refuses", lambda spec, device: ("cpu: proven on sm90 only",))
+        text = str(explain_context_parallel(q, k, v, **where, causal=True))
+        assert "backends: math, callback lane" in text and f"math by callback: {reasons[0]}" in text
+
+    def broken(*given: Any, **more: Any) -> Any:
+        raise TypeError("upstream changed its mind")
+
+    monkeypatch.setattr(math, "program_refuses", lambda spec, device: (), raising=False)
+    monkeypatch.setattr(math, "program", broken)
+    text = str(explain_context_parallel(q, k, v, **where, causal=True))
+    assert "math by callback: math: TypeError: upstream changed its mind" in text
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped"])
+@pytest.mark.parametrize("strategy", ["all_gather", "ring", "ulysses"])
+def test_flash4_refuses_no_program_of_a_step(strategy: str, layout: str) -> None:
+    """On a GPU without packages: the decision from data, for every tile of the plans of plain and packed rows."""
+    for documents, window in ((None, None), (None, (100, 0)), ((0, 70, 201, 512), None)):
+        spec = replace(SPEC, batch=1, q_len=512, kv_len=512, causal=True, window=window or (None, None))
+        spec = replace(spec, needs_backward=True, return_lse=True)
+        if documents is not None:
+            spec = replace(spec, documents=3, max_len_q=311, max_len_k=311)
+        call = context_call.build_call(
+            spec, documents, strategy, layout, (4,), 1, Target("jax", "sm90"), ("flash4",), None
+        )
+        assert call.backends
+        for tile, name in call.backends:
+            assert choice.lane_of(name, tile, Target("jax", "sm90")) == ("compiled", ())
 
 
 # On a GPU

@@ -75,7 +75,7 @@ def prepare(request: Request) -> RankPlan:
 @lru_cache(maxsize=64)
 def _prepare(request: Request, *axes: RankAxis) -> RankPlan:
     try:
-        choice, call = explain_request(request)
+        choice, call = explain_request(request)[:2]
     except Exception as error:
         # Before the error is raised here, because ranks that planned the call wait in their own check_agreement.
         check_agreement(request, f"{type(error).__name__}: {str(error).splitlines()[0]}", *axes)

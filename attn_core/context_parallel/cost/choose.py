@@ -14,6 +14,8 @@ from attn_core.context_parallel.cost.machine import GIB, Constants
 from attn_core.context_parallel.layout import LAYOUTS
 from attn_core.context_parallel.plan import AxisSizes, parts_and_members
 from attn_core.errors import ShapeError, SpecError, shown
+from attn_core.selection import Target
+from attn_core.selection.choice import lane_of
 
 CANDIDATES = {1: ("all_gather", "ulysses", "ring"), 2: ("all_gather", "ring")}
 """The strategies by the number of axes; the earlier one wins a tie. On two axes they are for the outer axis."""
@@ -101,19 +103,38 @@ class Explanation(NamedTuple):
     Attributes:
         choice: the strategies, and why one was chosen.
         call: the plan, and the backend of every tile.
+        target: the framework and the device.
+        program_faults: ``((backend, reason), ...)``: why this installation cannot build kernels that XLA would launch.
     """
 
     choice: Choice
     call: ContextCall
+    target: Target
+    program_faults: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def lanes(self) -> tuple[tuple[str, tuple[str, tuple[str, ...]] | None], ...]:
+        """Each distinct ``(backend, lane)`` of the tiles; a lane is that of ``Selection.lane``."""
+        lanes = []
+        for spec, name in self.call.backends:
+            faults = tuple(why for backend, why in self.program_faults if backend == name)
+            lanes.append((name, lane_of(name, spec, self.target, faults)))
+        return tuple(dict.fromkeys(sorted(lanes, key=lambda each: each[0])))
 
     def __str__(self) -> str:
-        names = sorted({name for _, name in self.call.backends})
+        names = [name if lane is None else f"{name}, {lane[0]} lane" for name, lane in self.lanes]
+        whys = [
+            f"  {name} by callback: {'; '.join(lane[1]) or 'it hands out no compiled kernels'}"
+            for name, lane in self.lanes
+            if lane is not None and lane[0] == "callback"
+        ]
         plan = self.call.plan
         lines = [
             str(self.choice),
             f"  steps: {len(plan.steps)}; groups of heads: {self.call.head_groups}; copies of each kv head: "
             f"{self.call.repeats}; balance: {plan.balance:.3f}",
-            f"  backends: {', '.join(names) or 'none, nothing is visible'}",
+            f"  backends: {'; '.join(dict.fromkeys(names)) or 'none, nothing is visible'}",
+            *whys,
         ]
         return "\n".join(lines)
 
