@@ -8,7 +8,7 @@ from itertools import groupby
 import numpy as np
 
 from attn_core.call.masks import Band
-from attn_core.context_parallel import places
+from attn_core.context_parallel import borders, places
 from attn_core.context_parallel.layout import Layout, Run
 from attn_core.context_parallel.plan import ContextPlan
 from attn_core.context_parallel.tiles import Tile
@@ -124,8 +124,9 @@ def _table(plan: ContextPlan) -> list[str]:
     for at, step in enumerate(plan.steps if _has_parts(plan) else ()):
         source = f"all but {name[0]}" if step.gathered else f"{name[0]} - {step.shift}"
         source = f"{name[0]} itself" if step.own else source
+        keys = "the keys" if step.border is None else f"{borders.size(step.border)} places"
         counts = "".join(f"{count:>{width}}" for count in step.pairs)
-        lines.append(f"step {at:<4}{counts}   {name} {name[0]} has the keys of {source}")
+        lines.append(f"step {at:<4}{counts}   {name} {name[0]} has {keys} of {source}")
     lines.append("sum      " + "".join(f"{count:>{width}}" for count in plan.pairs))
     if plan.inner > 1:
         for part, block in enumerate(plan.q_blocks):

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 
+from attn_core.context_parallel import borders
 from attn_core.context_parallel import layout as layouts
 from attn_core.context_parallel.bands import VisibleBand
+from attn_core.context_parallel.borders import Border
 from attn_core.context_parallel.layout import Block, Layout
 from attn_core.context_parallel.tiles import Tile, max_overlap, split_into_tiles
 from attn_core.errors import SpecError, shown
@@ -42,16 +43,24 @@ class Step:
         shift: how far the block has travelled: part p has the block of part ``(p - shift) % parts``; 0 if gathered.
         tiles: the tiles of each part; empty for a part that sees none of the block.
         gathered: whether each part has the keys of all other parts at once.
+        border: the places of the block that are sent, straight from its own part, and that the tiles' keys are numbered
+            by; None if the whole block moves on from the step before.
     """
 
     shift: int
     tiles: tuple[tuple[Tile, ...], ...]
     gathered: bool = False
+    border: Border | None = None
 
     @property
     def own(self) -> bool:
         """Whether every part computes with its own block, so that nothing is sent."""
         return not self.shift and not self.gathered
+
+    @property
+    def moves(self) -> bool:
+        """Whether the whole block moves on from the step before, in a ring."""
+        return bool(self.shift) and self.border is None
 
     @property
     def pairs(self) -> tuple[int, ...]:
@@ -93,31 +102,35 @@ class ContextPlan:
         return any(step.gathered for step in self.steps)
 
     @property
-    def hops(self) -> tuple[int, ...]:
-        """In a ring, how many parts on a block moves before each step, and after the last step to come home."""
-        # After ``outer`` hops a block is back at its own part, where its gradients are needed.
-        shifts = [0, *(step.shift for step in self.steps), self.outer]
-        return tuple(later - earlier for earlier, later in pairwise(shifts))
+    def block_places(self) -> int:
+        """The number of places of the largest block of keys."""
+        return max(block.count for block in self.k_blocks)
+
+    def share_sent(self, step: Step) -> float:
+        """Returns the share of a block that travels for a step: 1 unless the step has a border."""
+        return 1.0 if step.border is None else borders.size(step.border) / self.block_places
 
     def key_block(self, step: Step, part: int) -> Block:
         """Returns the keys that a part has in a step."""
         if step.gathered:
             assert self.others is not None
             return self.others[part]
-        return self.k_blocks[(part - step.shift) % self.outer]
+        block = self.k_blocks[(part - step.shift) % self.outer]
+        return block if step.border is None else borders.cut(block, step.border)
 
     @property
     def sends_single_gradients(self) -> bool:
         """Whether the gradient of every key that is sent comes from one tile, so that it is not a sum.
 
-        In a ring, gradients are summed on their way. If keys are gathered, each part sends its own sum. Gradients of a
-        part's own block are not sent.
+        In a ring, gradients are summed on their way. If keys are gathered, or a step has a border, each part sends its
+        own sum. Gradients of a part's own block are not sent.
         """
-        reached: dict[int, list[tuple[int, int]]] = {}
+        reached: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for step in (step for step in self.steps if not step.own):
             for part, tiles in enumerate(step.tiles):
-                # By the part that sums the gradients: the sender if keys are gathered, the block's own part in a ring.
-                keys = reached.setdefault(part if step.gathered else (part - step.shift) % self.outer, [])
+                # By the sum: the sender's if keys are gathered or a border, the block's own in a ring.
+                whose = part if step.gathered or step.border else (part - step.shift) % self.outer
+                keys = reached.setdefault((step.shift if step.border else 0, whose), [])
                 keys += [(segment.k_start, segment.k_stop) for tile in tiles for segment in tile.segments]
         return all(max_overlap(keys) < 2 for keys in reached.values())
 
@@ -178,12 +191,20 @@ def build_plan(
         others = tuple(_join_blocks(k_layout, k_blocks[:part] + k_blocks[part + 1 :]) for part in range(outer))
         shifts = range(1)
     # Rotated by ``shift``, so that part p has the block of part p - shift. A shift of 0 gives the blocks unrotated.
-    steps = [Step(shift, _tiles(q_blocks, k_blocks[-shift:] + k_blocks[:-shift], visible)) for shift in shifts]
+    steps = [
+        _step(shift, _tiles(q_blocks, k_blocks[-shift:] + k_blocks[:-shift], visible), k_blocks) for shift in shifts
+    ]
     if others is not None:
         steps.append(Step(0, _tiles(q_blocks, others, visible), gathered=True))
     # A step stays if any part has a tile in it, because every part must take part in every exchange.
     visible_steps = tuple(step for step in steps if any(step.tiles))
     return ContextPlan(strategy, outer, inner, q_layout, k_layout, q_blocks, k_blocks, others, visible_steps)
+
+
+def _step(shift: int, tiles: tuple[tuple[Tile, ...], ...], k_blocks: Sequence[Block]) -> Step:
+    """Returns a step on a block that travelled ``shift`` parts, with its border if one is worth sending alone."""
+    border = borders.find_border(tiles, max(block.count for block in k_blocks)) if shift else None
+    return Step(shift, tiles) if border is None else Step(shift, borders.number_within(tiles, border), border=border)
 
 
 def _tiles(queries: Sequence[Block], keys: Sequence[Block], visible: VisibleBand) -> tuple[tuple[Tile, ...], ...]:

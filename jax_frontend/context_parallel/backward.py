@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from attn_core.context_parallel import borders
+from attn_core.context_parallel.borders import Border
+from attn_core.context_parallel.plan import ROUNDED_ONCE
 from attn_core.context_parallel.prefetch import prefetch
 from jax_frontend.context_parallel import exchange, tiles
 from jax_frontend.context_parallel.exchange import KVPair
 from jax_frontend.context_parallel.forward import Residuals, join_groups, split_groups
 from jax_frontend.context_parallel.keys import Keys
+from jax_frontend.context_parallel.places import put, take
 from jax_frontend.context_parallel.prepare import RankPlan
 from jax_frontend.dispatch.local_call import varying_as
 
@@ -70,15 +74,17 @@ def _group_gradients(plan: RankPlan, q: Array, keys: Keys, saved: tiles.WholeRow
     """Returns (dq, dk, dv) of a head group's block.
 
     In a ring, the gradients of a block travel one step behind the block. Each part adds its own, and the last part
-    sends the sum home. If keys are gathered, each part sends the gradients of all other parts' keys at once.
+    sends the sum home. The gradients of a border go straight home. If keys are gathered, each part sends the gradients
+    of all other parts' keys at once.
     """
     axes, call = plan.axes, plan.call
     dq: Array | None = None
     totals: list[tuple[Array, Array]] = []  # dk and dv of the own block: from this part, and from the others
+    of_borders: list[tuple[Border, tuple[Array, Array]]] = []
     sent: KVPair | None = None
     shift = 0
     for step, parts, block in keys.blocks():
-        arrived = None if sent is None else sent.hop(axes, step.shift - shift)
+        arrived = sent.hop(axes, step.shift - shift) if sent is not None and step.moves else None
         run = partial(tiles.gradients, plan.tile_context(step, backward=True), "own" if step.own else "sent")
         more, dk, dv = tiles.switch_by_part(axes.part, parts, run, q, block, saved)
         dq = more if dq is None else dq + more
@@ -86,6 +92,8 @@ def _group_gradients(plan: RankPlan, q: Array, keys: Keys, saved: tiles.WholeRow
             totals.append((dk, dv))
         elif step.gathered:
             totals.append(exchange.send_gradients(axes, dk, dv, call.spec.lse_dtype))
+        elif step.border is not None:
+            of_borders.append((step.border, KVPair.pack(dk, dv).hop(axes, -step.shift).unpack()))
         else:
             pair, shift = KVPair.pack(dk, dv), step.shift
             sent = pair if arrived is None else KVPair(tuple(map(jnp.add, arrived.arrays, pair.arrays)))
@@ -95,5 +103,27 @@ def _group_gradients(plan: RankPlan, q: Array, keys: Keys, saved: tiles.WholeRow
     if sent is not None:
         # Home: back by as many parts as the block has moved.
         totals.append(sent.hop(axes, -shift).unpack())
-    dk, dv = totals[0] if len(totals) == 1 else (mine + other for mine, other in zip(*totals, strict=True))
-    return dq, dk, dv
+    return dq, *_sum_gradients(plan, keys.own, totals, of_borders)
+
+
+def _sum_gradients(
+    plan: RankPlan,
+    own: tuple[Array, Array],
+    totals: list[tuple[Array, Array]],
+    of_borders: list[tuple[Border, tuple[Array, Array]]],
+) -> tuple[Array, Array]:
+    """Returns dk and dv of a part's own block: the sum of the gradients of whole blocks and of borders of it."""
+    every = [*totals, *(gradients for _, gradients in of_borders)]
+    # The widest of the dtypes, and a wide one for several terms, so that a sum is rounded once.
+    dtype: Any = reduce(jnp.promote_types, (each.dtype for pair in every for each in pair))
+    dtype = plan.call.spec.lse_dtype if len(every) > ROUNDED_ONCE else dtype
+    sums = []
+    for at, array in enumerate(own):
+        parts = [each[at].astype(dtype) for each in totals]
+        total = reduce(jnp.add, parts) if parts else varying_as((array,), jnp.zeros(array.shape, dtype))
+        for border, gradients in of_borders:
+            index = borders.places(border)
+            total = put(total, take(total, index, 1) + gradients[at].astype(dtype), index, 1)
+        sums.append(total)
+    dk, dv = sums
+    return dk, dv

@@ -6,9 +6,11 @@ from collections.abc import Iterable, Iterator
 
 import jax
 
+from attn_core.context_parallel import borders
 from attn_core.context_parallel.plan import Step
 from jax_frontend.context_parallel import exchange
 from jax_frontend.context_parallel.exchange import KVPair
+from jax_frontend.context_parallel.places import take
 from jax_frontend.context_parallel.prepare import RankPlan
 from jax_frontend.context_parallel.tiles import PartTiles
 
@@ -28,6 +30,9 @@ class Keys:
 
     def __init__(self, plan: RankPlan, own: tuple[Array, Array], gathered: tuple[Array, ...] = ()) -> None:
         self._plan, self.own, self.gathered = plan, own, gathered
+        self._moving: KVPair | None = None
+        """The block that moves on in a ring, and how far it has moved."""
+        self._shift = 0
 
     def blocks(self) -> Iterator[tuple[Step, list[PartTiles], tuple[Array, ...]]]:
         """Yields each step, the tiles of every part, and the block of keys and values, as one array or as two.
@@ -55,11 +60,20 @@ class Keys:
 
     def _ring(self) -> Iterator[tuple[Array, ...]]:
         """Yields the block of each step; sends the next block before it yields one."""
-        plan, axes, hops = self._plan.call.plan, self._plan.axes, self._plan.call.plan.hops
-        # The first hop is 0 if the first step is on the own keys; then nothing is sent.
-        pair = KVPair.pack(*self.own).hop(axes, hops[0])
-        for at, step in enumerate(plan.steps):
-            block = self.own if step.own else pair.arrays
-            if at + 1 < len(plan.steps):
-                pair = pair.hop(axes, hops[at + 1])
-            yield block
+        steps = self._plan.call.plan.steps
+        block = self._send(steps[0])
+        for step in (*steps[1:], None):
+            here, block = block, self.own if step is None else self._send(step)
+            yield here
+
+    def _send(self, step: Step) -> tuple[Array, ...]:
+        """Returns the block that arrives for a step of the ring."""
+        if step.own:
+            return self.own
+        axes = self._plan.axes
+        if step.border is not None:
+            index = borders.places(step.border)
+            return KVPair.pack(*(take(array, index, 1) for array in self.own)).hop(axes, step.shift).arrays
+        moving = KVPair.pack(*self.own) if self._moving is None else self._moving
+        self._moving, self._shift = moving.hop(axes, step.shift - self._shift), step.shift
+        return self._moving.arrays

@@ -263,9 +263,20 @@ def test_the_busiest_rank_decides_the_time() -> None:
 
 
 def test_a_dropped_hop_costs_nothing() -> None:
-    windowed = call(65536, window=(1023, None))
+    windowed = call(65536, window=(16383, None))
     everything, near = (cost(spec, "ring", (4,), "contiguous") for spec in (call(65536), windowed))
     assert near.exposed == pytest.approx(everything.exposed / 3)  # one hop instead of three
+
+
+@pytest.mark.parametrize(("window", "borders"), [((1023, None), (1023,)), ((1023, 511), (1023, 511))])
+def test_a_border_costs_its_own_bytes(window: tuple[int, int | None], borders: tuple[int, ...]) -> None:
+    """2 bytes of k and v for each key of a border, and in a backward the same again and its gradients."""
+    spec, key = call(65536, window=window, causal=len(borders) == 1, needs_backward=True), 4 * 8 * 128
+    found = cost(spec, "ring", (4,), "contiguous", ONLY_LINKS)
+    assert found.forward.seconds * GIB == pytest.approx(sum(borders) * key, rel=1e-3)
+    assert found.backward.seconds * GIB == pytest.approx(2 * sum(borders) * key, rel=1e-3)
+    whole = cost(replace(spec, window=(16383, window[1])), "ring", (4,), "contiguous")
+    assert found.forward.peak < whole.forward.peak and found.backward.peak < whole.backward.peak
 
 
 def test_wider_types_are_slower() -> None:

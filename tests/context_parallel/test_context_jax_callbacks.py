@@ -16,6 +16,7 @@ from context_jax_cases import CALLED, NEAR, Case, check, equations, forward_call
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from attn_core.context_parallel import borders
 from jax_frontend import context_parallel_attention
 from torch_frontend.context_parallel import forward as torch_forward
 from torch_frontend.context_parallel.mesh import SINGLE_RANK, RankAxis
@@ -115,8 +116,10 @@ def test_the_bits_are_those_that_a_rank_of_torch_computes(name):
 
     def received(rank_plan):
         for step, of_rank in rank_plan.steps:
-            source = plan.k_blocks.index(plan.key_block(step, rank_plan.outer.rank)) if not step.gathered else None
-            yield step, of_rank, rows[1:] if step.gathered else blocks[source][1:]
+            keys = rows[1:] if step.gathered else blocks[(rank_plan.outer.rank - step.shift) % plan.outer][1:]
+            if step.border is not None:
+                keys = [array[:, borders.places(step.border)] for array in keys]
+            yield step, of_rank, keys
 
     for part, (mine, own) in enumerate(zip(blocks, np.split(found, plan.outer, 1), strict=True)):
         rank_plan = build_rank_plan(call, RankAxis("", plan.outer, part), SINGLE_RANK, torch.device("cpu"))

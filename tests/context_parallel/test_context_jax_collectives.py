@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -16,6 +17,7 @@ from context_jax_cases import (
     Case,
     check,
     equations,
+    forward_call,
     operations,
     program,
     sharded_arrays,
@@ -45,6 +47,28 @@ def test_a_ring_sends_one_time_less_than_it_has_parts_and_skips_blocks_that_no_q
     assert compiled_collectives(halo, forward_alone=True) == {"collective-permute": 1}
     apart = Case("ring", (4,), "contiguous", (24, 24), dims=(5, 3))  # k and v do not fit into one array
     assert compiled_collectives(apart, forward_alone=True) == {"collective-permute": 6}
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(("window", "places"), [((5, 0), [5]), ((5, 3), [5, 3])])
+def test_a_window_sends_its_border_alone(window, places, training):
+    """A rank sends the last 5 keys of its shard of 16 to the next rank, and the first 3 to the one before.
+
+    In a backward the keys travel once more, and their gradients travel back.
+    """
+    case = Case("ring", (4,), "contiguous", (64, 64), heads=(4, 2), dims=(8, 8), options={"window": window})
+    given = sharded_arrays(case, case.arrays())
+    run = program(case) if training else jax.jit(lambda arrays: forward_call(case)(*(arrays[name] for name in "qkv")))
+    text = run.lower(given).compile().as_text()
+    sent = sorted(re.findall(r" = (f64\[[\d,]+\])\S* collective-permute(?:-start)?\(", text))
+    again = 1 if jax.__version_info__ < (0, 11) else 2  # see the ring above
+    times = again + 1 if training else 1
+    # k and v of one key side by side: [2, batch, places, kv_heads, head_dim]
+    assert sent == sorted(f"f64[2,2,{count},2,8]" for count in places for _ in range(times))
+    pairs = set(re.findall(r"source_target_pairs=\{(\{.*?\})\}", text))
+    ahead, behind = "{0,1},{1,2},{2,3},{3,0}", "{0,3},{1,0},{2,1},{3,2}"
+    assert pairs == ({ahead} if len(places) == 1 and not training else {ahead, behind})
+    assert "all-gather" not in text
 
 
 def traced_collectives(case: Case) -> Counter[str]:

@@ -41,11 +41,12 @@ def test_planted_a_host_that_takes_a_device_for_another_part(planted):
         check(replace(CASES["ring-2-scores"], batch=1), backend="math")
 
 
-def test_planted_gradients_that_are_not_brought_home(planted):
+@pytest.mark.parametrize("case", ["ring-3-causal", "ring-4-halo"])  # of a whole block, and of a border
+def test_planted_gradients_that_are_not_brought_home(planted, case):
     right = exchange.KVPair.hop
     planted.setattr(exchange.KVPair, "hop", lambda pair, axes, far: pair if far < 0 else right(pair, axes, far))
     with pytest.raises(AssertionError):
-        check(CASES["ring-3-causal"])
+        check(CASES[case])
 
 
 def test_planted_sinks_in_every_tile(planted):

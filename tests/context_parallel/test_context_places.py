@@ -1,5 +1,7 @@
 """Tests places as indices of torch tensors, and which gathered keys a step takes."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,9 @@ from attn_core.context_parallel.call import build_call
 from attn_core.context_parallel.on_torch import step as step_torch
 from attn_core.context_parallel.on_torch.places import GatheredPlaces, Places
 from attn_core.context_parallel.places import MAX_RANGES
+from torch_frontend.context_parallel import backward, exchange, forward
+from torch_frontend.context_parallel.mesh import SINGLE_RANK, RankAxis
+from torch_frontend.context_parallel.prepare import build_rank_plan
 
 CPU = torch.device("cpu")
 
@@ -57,3 +62,32 @@ def test_a_part_takes_each_gathered_key_once_for_all_its_tiles(part, window):
     used = np.concatenate([run.keys.take(torch.arange(runs.keys.count)[None]).ravel() for run in runs.tiles])
     assert np.array_equal(np.unique(used), np.arange(runs.keys.count))  # every taken key is used by a tile
     assert all(run.keys.is_one_range for run in runs.tiles)  # and no tile copies its keys again
+
+
+@pytest.mark.parametrize(("window", "sent"), [((6, 0), [6]), ((6, 2), [6, 2]), (None, [16])])
+def test_a_rank_sends_only_a_window_s_border(window, sent, monkeypatch):
+    """k and v of the border; in a backward their gradients travel back. A ring without a window sends whole blocks."""
+    messages = []
+
+    def hop(pair, axis, distance):
+        messages.append((sum(each.numel() for each in pair), distance % axis.size))
+        return exchange.PendingExchange.ready(pair)
+
+    monkeypatch.setattr(exchange.KVPair, "hop", hop)
+    sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "value_dim": 8}
+    mask = {"causal": True} if window is None else {"window": window}
+    spec = AttentionSpec(batch=1, q_len=64, kv_len=64, dtype="float32", needs_backward=True, **sizes, **mask)
+    ranks = 2 if window is None else 4
+    spec = spec if window else replace(spec, q_len=32, kv_len=32)
+    call = build_call(spec, None, "ring", "contiguous", (ranks,), 1, Target("torch", "cpu"), ("math",))
+    plan = build_rank_plan(call, RankAxis("", ranks, 1), SINGLE_RANK, CPU)
+    q, k, v = (torch.randn(1, 16, heads, 8) for heads in (4, 2, 2))
+    (out,), residuals = forward.forward(plan, q, k, v, None, with_lse=False, keep=True)
+    numbers = [2 * 8 * 2 * count for count in sent]  # heads, width, k and v
+    away = [1, ranks - 1][: len(sent)]
+    assert messages == list(zip(numbers, away, strict=True))
+    messages.clear()
+    backward.backward(plan, residuals, None, torch.ones_like(out), None)
+    assert sorted(messages) == sorted(
+        [*zip(numbers, away, strict=True), *zip(numbers, ((ranks - far) % ranks for far in away), strict=True)]
+    )

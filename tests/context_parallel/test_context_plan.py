@@ -22,6 +22,7 @@ from attn_core import SpecError
 from attn_core.call.masks import Band, document_of
 from attn_core.context_parallel import places
 from attn_core.context_parallel.bands import Segment, VisibleBand
+from attn_core.context_parallel.borders import size
 from attn_core.context_parallel.layout import LAYOUTS, Layout, Run, build_layout
 from attn_core.context_parallel.plan import STRATEGIES, ContextPlan, Step, build_plan
 from attn_core.context_parallel.tiles import Tile
@@ -60,11 +61,14 @@ def tiles_with_positions(made: ContextPlan) -> Iterator[tuple[Tile, np.ndarray, 
     """Every tile with the positions of its block of queries and of the block of keys that its rank has in that step."""
     for step in made.steps:
         for part, mine in enumerate(step.tiles):
-            keys = made.k_blocks[(part - step.shift) % made.outer]
+            keys = positions_of(made.k_blocks[(part - step.shift) % made.outer].runs)
             if step.gathered:
-                keys = made.others[part]
+                keys = positions_of(made.others[part].runs)
+            if step.border is not None:  # all that arrives; the last places of a short block hold no position
+                keys = np.concatenate([keys[start:stop] for start, stop in step.border])
+            assert (keys == positions_of(made.key_block(step, part).runs)).all()
             for tile in mine:
-                yield tile, positions_of(made.q_blocks[part].runs), positions_of(keys.runs)
+                yield tile, positions_of(made.q_blocks[part].runs), keys
 
 
 def faults(made: ContextPlan, visible: VisibleBand) -> list[str]:
@@ -166,8 +170,9 @@ def test_the_numbers_of_summed_results_are_correct(request: tuple[Any, ...]) -> 
     sent: dict[Any, np.ndarray] = {}
     for step in made.steps:
         for part, mine in enumerate(step.tiles):
-            whose = part if made.others else (part - step.shift) % made.outer
-            keys = own[part] if step.own else sent.setdefault(whose, np.zeros(made.k_layout.length, np.int64))
+            whose = part if made.others or step.border else (part - step.shift) % made.outer
+            group = (step.shift if step.border else 0, whose)
+            keys = own[part] if step.own else sent.setdefault(group, np.zeros(made.k_layout.length, np.int64))
             for segment in (segment for tile in mine for segment in tile.segments):
                 queries[part][segment.q_start : segment.q_stop] += 1
                 keys[segment.k_start : segment.k_stop] += 1
@@ -235,6 +240,17 @@ def test_a_block_of_the_wrong_rank_is_found() -> None:
     made = build_plan(*RING)
     shifted = [Step((step.shift + 1) % made.outer, step.tiles) for step in made.steps]
     assert faults(replace(made, steps=tuple(shifted)), RING[-1])
+
+
+def test_a_border_of_other_places_is_found() -> None:
+    made, visible = build_plan(*WINDOW), WINDOW[-1]
+    assert any(step.border for step in made.steps)
+    for start, stop in ((-1, -1), (1, 0), (0, -1)):
+        steps = [
+            replace(step, border=step.border and tuple((a + start, b + stop) for a, b in step.border))
+            for step in made.steps
+        ]
+        assert faults(replace(made, steps=tuple(steps)), visible)
 
 
 # Layouts
@@ -326,6 +342,29 @@ def test_a_window_drops_hops() -> None:
     assert shifts("zigzag", VisibleBand(511, 0)) == [0, 1, 3]
     assert shifts("contiguous", VisibleBand(None, 0, 0, (0, 1024, 2048, 3072, 4096))) == [0]
     assert build_plan("ring", "contiguous", 4, 1, 0, 8, VisibleBand(None, 0)).steps == ()
+
+
+def test_a_window_sends_only_its_border() -> None:
+    """The keys that a rank lacks: the last 511 places of the block before it, and the first 511 of the block after."""
+
+    def borders(kind: str, ranks: int, window: VisibleBand, length: int = 4096) -> dict[int, Any]:
+        made = build_plan("ring", kind, ranks, 1, length, length, window)
+        assert all(made.share_sent(step) == size(step.border) / made.block_places for step in made.steps if step.border)
+        return {step.shift: step.border for step in made.steps}
+
+    assert borders("contiguous", 4, VisibleBand(511, 0)) == {0: None, 1: ((513, 1024),)}
+    assert borders("contiguous", 4, VisibleBand(511, 300)) == {0: None, 1: ((513, 1024),), 3: ((0, 300),)}
+    assert borders("contiguous", 2, VisibleBand(511, 300)) == {0: None, 1: ((0, 300), (1537, 2048))}
+    # A window of more than a shard: the block before it as a whole, and a border of the one before that.
+    assert borders("contiguous", 4, VisibleBand(1500, 0)) == {0: None, 1: None, 2: ((548, 1024),)}
+    # A rank's two pieces see the end of a piece each: of the rank before it, and of the rank after it.
+    assert borders("zigzag", 4, VisibleBand(200, 0)) == {0: None, 1: ((312, 512),), 3: ((824, 1024),)}
+    # Shards of 7 and 8 positions: one border of a static size that contains the end of both.
+    assert borders("contiguous", 4, VisibleBand(2, 0), 30) == {0: None, 1: ((5, 8),)}
+    assert borders("striped", 4, VisibleBand(511, 0)) == dict.fromkeys(range(4))
+    # Documents that begin inside shards: the whole of a document's beginning.
+    assert borders("contiguous", 2, VisibleBand(None, 0, 0, (0, 1900, 4096))) == {0: None, 1: ((1900, 2048),)}
+    assert borders("contiguous", 2, VisibleBand(None, 0, 0, (0, 100, 4096))) == {0: None, 1: None}
 
 
 # Places

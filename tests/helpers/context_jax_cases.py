@@ -199,6 +199,13 @@ CASES = {
     "ring-4-zigzag-rows": Case("ring", (4,), **ZIGZAG_ROWS),
     "ring-4-uneven": Case("ring", (4,), **UNEVEN),
     "ring-4-halo": Case("ring", (4,), "contiguous", options={"causal": True, "window": 5}),
+    "ring-4-borders": Case(
+        "ring", (4,), "contiguous", (46, 46), sinks=True, options={"window": (5, 3), "return_lse": True}
+    ),
+    "ring-2-borders": Case("ring", (2,), "contiguous", (31, 31), dims=(5, 3), options={"window": (5, 3)}),
+    "ring-4-block-and-border": Case("ring", (4,), "contiguous", (46, 46), options={"causal": True, "window": 15}),
+    "ring-3-zigzag-borders": Case("ring", (3,), lengths=(45, 45), options={"causal": True, "window": 4}),
+    "ring-2x2-borders": Case("ring", (2, 2), "contiguous", (45, 45), options={"causal": True, "window": 6}),
     "all_gather-3-full": Case("all_gather", (3,), **FULL),
     "all_gather-4-causal": Case("all_gather", (4,), **CAUSAL, keywords={"head_groups": 2}),
     "all_gather-2-band": Case("all_gather", (2,), **BAND),

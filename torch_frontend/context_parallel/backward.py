@@ -8,10 +8,12 @@ from typing import Any, NamedTuple
 import torch
 
 from attn_core.backends.shared.sinks import sink_gradient
+from attn_core.context_parallel import borders
+from attn_core.context_parallel.borders import Border
 from attn_core.context_parallel.on_torch.places import Places
 from attn_core.context_parallel.on_torch.rows import SavedRows, TileGradients, Total, tile_gradients
 from attn_core.context_parallel.on_torch.tiles import TileRun
-from attn_core.context_parallel.plan import Step
+from attn_core.context_parallel.plan import ROUNDED_ONCE, Step
 from attn_core.context_parallel.prefetch import prefetch
 from torch_frontend.context_parallel import exchange, forward
 from torch_frontend.context_parallel.exchange import KVPair, PendingExchange
@@ -29,18 +31,27 @@ class GroupGradients(NamedTuple):
         dq: the total of this rank's queries.
         own: the totals of dk and dv from this rank's queries.
         pending: dk and dv from the other ranks' queries, under way; None if nothing is sent.
+        borders: dk and dv of borders of the block, under way.
+        wide: the dtype of sums that would be rounded more than once.
     """
 
     dq: Total
     own: list[Total]
     pending: PendingExchange[Any] | None
+    borders: Sequence[tuple[Border, PendingExchange[KVPair]]] = ()
+    wide: torch.dtype = torch.float32
 
     def wait(self) -> TileGradients:
         """Waits for the other ranks' share and adds it."""
         pair = [total.tensor() for total in self.own]
+        if 1 + (self.pending is not None) + len(self.borders) > ROUNDED_ONCE:
+            pair = [mine.to(self.wide) for mine in pair]
         if self.pending is not None:
             # Other ranks send as many places as the largest block has; this rank's block may have fewer.
             pair = [mine + other[:, : mine.shape[1]] for mine, other in zip(pair, self.pending.wait(), strict=True)]
+        for border, arriving in self.borders:
+            for mine, other in zip(pair, arriving.wait(), strict=True):
+                exchange.add_border(mine, border, other)
         return TileGradients(self.dq.tensor(), *pair)
 
 
@@ -139,22 +150,35 @@ def _ring_gradients(plan: RankPlan, saved: Residuals, steps: Steps) -> GroupGrad
     """Computes a group's gradients in a ring.
 
     The gradients of a block travel one step behind the block, and home from the last rank that sees it. The gradients
-    from a rank's own queries stay on the rank.
+    of a border go straight home. The gradients from a rank's own queries stay on the rank.
     """
     dq, own = _totals(plan, saved)
-    shapes = [(block.shape[0], plan.k_size, *block.shape[2:]) for block in (saved.k, saved.v)]
+    # How far a block has moved in each step, and after the last one: it is home again.
+    shifts = [*(step.shift for step, _ in plan.steps if step.moves), plan.outer.size]
     pending: PendingExchange[KVPair] | None = None
-    for at, (step, tiles, gradients) in enumerate(steps):
+    of_borders: list[tuple[Border, PendingExchange[KVPair]]] = []
+    for step, tiles, gradients in steps:
         if step.own:
             _add_query_gradients(dq, _add_key_gradients(tiles, gradients, own))
             continue
         # The first rank that sees a block starts its sum; the others add to the sum that arrived.
-        pair = KVPair.zeros(shapes, saved.k, plan.sent_dtype) if pending is None else pending.wait()
+        starts = step.border is not None or pending is None
+        pair = _zeros(plan, saved, step) if starts else pending.wait()  # type: ignore[union-attr]
         queries = _add_key_gradients(tiles, gradients, [Total.in_place(each) for each in pair])
-        # The hop of the next step's keys: the gradients follow their block, and the last hop brings them home.
-        pending = pair.hop(plan.outer, plan.call.plan.hops[at + 1])
+        if step.border is not None:
+            of_borders.append((step.border, pair.hop(plan.outer, -step.shift)))
+        else:
+            # The gradients follow their block, and the last hop brings them home.
+            pending = pair.hop(plan.outer, shifts[shifts.index(step.shift) + 1] - step.shift)
         _add_query_gradients(dq, queries)  # overlaps the message just sent
-    return GroupGradients(dq, own, pending)
+    return GroupGradients(dq, own, pending, of_borders, plan.lse_dtype)
+
+
+def _zeros(plan: RankPlan, saved: Residuals, step: Step) -> KVPair:
+    """Returns zeros for the gradients of the keys that travel for a step."""
+    places = plan.k_size if step.border is None else borders.size(step.border)
+    shapes = [(block.shape[0], places, *block.shape[2:]) for block in (saved.k, saved.v)]
+    return KVPair.zeros(shapes, saved.k, plan.sent_dtype)
 
 
 def _totals(plan: RankPlan, saved: Residuals) -> tuple[Total, list[Total]]:

@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 
 import torch
 
+from attn_core.context_parallel.borders import Border
 from attn_core.context_parallel.on_torch.head_start import head_start
 from attn_core.context_parallel.on_torch.places import Places
 from torch_frontend.context_parallel.mesh import RankAxis
@@ -201,6 +202,19 @@ def _concatenate(tensors: Sequence[Tensor], axis: int) -> Tensor:
     for part, tensor in zip(result.split([tensor.shape[axis] for tensor in tensors], axis), tensors, strict=True):
         part.copy_(tensor)
     return result
+
+
+def take_border(tensor: Tensor, border: Border) -> Tensor:
+    """Returns the places of a border of ``[batch, places, ...]``, in order."""
+    pieces = [tensor[:, start:stop] for start, stop in border]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
+
+
+def add_border(tensor: Tensor, border: Border, values: Tensor) -> None:
+    """Adds values to the places of a border, in place; leaves out the places that a short block lacks."""
+    for (start, stop), piece in zip(border, values.split([stop - start for start, stop in border], 1), strict=True):
+        part = tensor[:, start:stop]
+        part.add_(piece[:, : part.shape[1]])
 
 
 class KVPair:

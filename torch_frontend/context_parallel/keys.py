@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
 from attn_core.context_parallel.on_torch.tiles import TileRun
 from attn_core.context_parallel.plan import Step
 from torch_frontend.context_parallel import exchange
-from torch_frontend.context_parallel.exchange import KVPair
+from torch_frontend.context_parallel.exchange import KVPair, PendingExchange
 from torch_frontend.context_parallel.prepare import RankPlan
 
 Tensor = torch.Tensor
@@ -32,6 +33,9 @@ class Keys:
     ) -> None:
         self._plan, self._own, self._keep = plan, own, keep
         self.gathered = gathered
+        self._moving: KVPair | None = None
+        """The block that moves on in a ring, and how far it has moved."""
+        self._shift = 0
         self._pending: exchange.PendingExchange[list[Tensor]] | None = None
         if plan.call.plan.gathers and not gathered:
             self._pending = exchange.gather(plan.outer, self._padded())
@@ -58,13 +62,30 @@ class Keys:
         return arrived
 
     def _ring(self) -> Iterator[tuple[Step, tuple[TileRun, ...], Sequence[Tensor]]]:
-        plan, hops = self._plan, self._plan.call.plan.hops
-        pending = KVPair.pack(self._padded()).hop(plan.outer, hops[0])
-        for at, (step, tiles) in enumerate(plan.steps):
-            pair = pending.wait()
-            if at + 1 < len(plan.steps):
-                pending = pair.hop(plan.outer, hops[at + 1])
-            yield step, tiles, tuple(pair)
+        steps = self._plan.steps
+        moves = [at for at, (step, _) in enumerate(steps) if step.moves]
+        pending = self._send(steps[0][0])
+        for at, (step, tiles) in enumerate(steps):
+            block = pending.wait()
+            if step.moves:
+                self._moving = block
+            if at + 1 < len(steps):
+                pending = self._send(steps[at + 1][0])
+            if at + 1 >= max(moves, default=0):  # sent for the last time
+                self._moving = None
+            yield step, tiles, tuple(block)
+
+    def _send(self, step: Step) -> PendingExchange[Any]:
+        """Starts to send the block of a step of the ring; returns k and v under way."""
+        axis = self._plan.outer
+        if step.own:
+            return PendingExchange.ready(self._own)
+        if step.border is not None:
+            border = [exchange.take_border(tensor, step.border) for tensor in self._padded()]
+            return KVPair.pack(border).hop(axis, step.shift)
+        moving = self._moving or KVPair.pack(self._padded())
+        distance, self._shift = step.shift - self._shift, step.shift
+        return moving.hop(axis, distance)
 
     def _padded(self) -> list[Tensor]:
         """Returns k and v with as many places as the largest block has."""

@@ -3,7 +3,7 @@
 ``cost.kernels`` estimates the kernels. With S positions per rank, P parts, U ranks that share heads, H and Hk heads,
 width D and e bytes per element, a rank receives in a forward
 
-    ring        S Hk 2D e in every step but the last, while it computes
+    ring        S Hk 2D e in every step but the last, while it computes; of a border only its share
     all_gather  (P - 1) S Hk 2D e, while it computes with its own keys
     ulysses     (U - 1) / U  S (2H + 2Hk) D e, partly before and partly after it computes
 
@@ -131,13 +131,12 @@ def _forward(spec: AttentionSpec, plan: ContextPlan, sizes: Sizes, constants: Co
     # The output travels back to its positions after the kernels.
     heads += _exchange_heads(plan, sizes.out * sizes.element, constants)
     if plan.strategy == "ring":
-        hop = _hop(plan, block, constants)
-        hops = [hop if at < len(steps) - 1 else 0.0 for at in range(len(steps))]
-        busy, seconds = _ring_seconds(steps, hops, constants)
+        sent = [block * share for share in _shares(plan)]
+        # The keys of the next step travel during each step.
+        busy, seconds = _ring_seconds(steps, [_hop(plan, size, constants) for size in (*sent[1:], 0.0)], constants)
         # If no rank sees its own keys, the first step waits for a hop that nothing hides.
-        seconds += hop * any(not step.own for step in plan.steps[:1])
-        # The block in use, and the next one on its way.
-        buffers = block * min(2, len(steps))
+        seconds += sum(_hop(plan, size, constants) for size in sent[:1])
+        buffers = _ring_buffers(plan, block)
     else:
         gathering = _exchange_parts(plan, "all_gather", block, constants)
         busy, seconds = _gathered_seconds(steps, plan, gathering, block, constants)
@@ -157,12 +156,13 @@ def _backward(spec: AttentionSpec, plan: ContextPlan, sizes: Sizes, constants: C
     heads += _exchange_heads(plan, (sizes.q + sizes.kv) * sizes.element, constants)
     if plan.strategy == "ring":
         # The gradients of a block travel one step behind it: from the first other rank that sees the block to the
-        # last one, and then home. A rank's own step sends none.
-        away = [not step.own for step in plan.steps]
-        sent = [block * (at < len(steps) - 1) + gradient * any(away[:at]) for at in range(len(steps))]
+        # last one, and then home; those of a border straight home. A rank's own step sends none.
+        keys = [block * share for share in _shares(plan)]
+        behind = [gradient * share for share in _shares(plan)]
+        sent = [later + before for later, before in zip((*keys[1:], 0.0), (0.0, *behind), strict=False)]
         busy, seconds = _ring_seconds(steps, [_hop(plan, size, constants) for size in sent], constants)
-        seconds += _hop(plan, block, constants) * any(away[:1]) + _hop(plan, gradient, constants) * any(away)
-        buffers = (block + gradient) * min(2, len(steps))
+        seconds += sum(_hop(plan, size, constants) for size in (*keys[:1], *behind[-1:]))
+        buffers = _ring_buffers(plan, block + gradient)
     else:
         gathering = _exchange_parts(plan, "all_gather", block, constants)
         sending = _exchange_parts(plan, "all_to_all", gradient, constants)
@@ -176,6 +176,16 @@ def _backward(spec: AttentionSpec, plan: ContextPlan, sizes: Sizes, constants: C
     own = 2 * (sizes.q + sizes.out + sizes.kv) * sizes.element  # with dq, dout, dk and dv
     exchanged = own if plan.inner > 1 else 0
     return DirectionCost(heads + seconds, heads + seconds - busy, own + exchanged + buffers)
+
+
+def _shares(plan: ContextPlan) -> list[float]:
+    """Returns the share of a block that travels for each step of a ring; 0 for a rank's own step."""
+    return [0.0 if step.own else plan.share_sent(step) for step in plan.steps]
+
+
+def _ring_buffers(plan: ContextPlan, block: float) -> float:
+    """Returns the bytes of the block in use and of the next one on its way: of the largest two."""
+    return block * sum(sorted(1.0 if step.own else plan.share_sent(step) for step in plan.steps)[-2:])
 
 
 def _ring_seconds(steps: Steps, exchanges: Sequence[float], constants: Constants) -> tuple[float, float]:
@@ -212,7 +222,9 @@ def _copies(plan: ContextPlan) -> int:
 
 
 def _hop(plan: ContextPlan, size: float, constants: Constants) -> float:
-    """Returns the seconds of one hop of a ring."""
+    """Returns the seconds of one hop of a ring; 0 if nothing is sent."""
+    if not size:
+        return 0.0
     return constants.link_seconds("ring", size, size if plan.world > constants.ranks_per_host else 0.0)
 
 
