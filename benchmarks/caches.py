@@ -37,6 +37,7 @@ BOUNDS: dict[str, int | str] = {
     "attn_core.cli.campaign.jax_entries:_programs": 1,
     "attn_core.cli.campaign.torch_entries:_compiled": 1,
     "attn_core.cli.campaign.workers:_groups": "frameworks",
+    "attn_core.dropins.finetrainers:_sharing_blocks": "the blocks that are running",
     "attn_core.paged.step:_TICKETS": "the block tables that are alive",
     "jax_frontend.bridge.compiled_lane:_compile_seconds": 1000,
     "jax_frontend.bridge.hot_callbacks:_places": "calls that JAX has traced, as in targets:_calls",

@@ -27,6 +27,7 @@ from attn_core.dropins.finetrainers_call import (
     with_positive_scale,
 )
 from attn_core.dropins.finetrainers_kwargs import HostOptions, interpret
+from attn_core.errors import SpecError, shown
 from attn_core.selection import Target, override
 from jax_frontend.attention import attention
 from jax_frontend.backends import here
@@ -62,13 +63,16 @@ def attention_provider(
     Args:
         provider: a name or a member of ``AttentionProvider``. native is automatic choice; any other runs or raises.
         mesh: must be None; ``convert_to_fp32`` and ``rotate_method`` are options of the host's context parallelism,
-            which is not supported.
+            which is not supported in JAX.
 
     Raises:
         SpecError: for an unknown provider, or a mesh.
     """
+    # Ignoring the mesh would compute attention within each device only.
+    if mesh is not None:
+        raise SpecError(f"mesh={shown(mesh)}: expected None in JAX; use jax_frontend.context_parallel_attention(mesh=)")
     with (
-        finetrainers.provided(provider, mesh, use_backend) as chosen,
+        finetrainers.provided(provider, use_backend) as chosen,
         # JAX's contexts belong to a thread, so the other asyncio tasks of the thread would see this one.
         nullcontext() if inside_a_task() else _traced_under(chosen.value),
     ):

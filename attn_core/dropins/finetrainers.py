@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from difflib import get_close_matches
 from enum import StrEnum
-from typing import Any
+from threading import Lock
+from typing import Any, NamedTuple
 
 from attn_core import backends
+from attn_core.call.after_fork import free_in_children
 from attn_core.call.options import check_flag
 from attn_core.errors import ShapeError, SpecError, shown
 from attn_core.selection import Target
@@ -77,6 +79,7 @@ KERNELS: Mapping[AttentionProvider, tuple[str, ...]] = {
 """The backends of each provider; the first that supports the call runs. An empty tuple is automatic choice."""
 
 _active: ContextVar[AttentionProvider | None] = ContextVar("attn_core_finetrainers_provider", default=None)
+_shared: ContextVar[SharedRows | None] = ContextVar("attn_core_finetrainers_mesh", default=None)
 
 
 def provider_of(value: Any) -> AttentionProvider:
@@ -116,23 +119,79 @@ def default_provider() -> AttentionProvider:
     return provider
 
 
+class SharedRows(NamedTuple):
+    """A mesh whose ranks share the rows of every call of a block, and the strategy of the exchange."""
+
+    mesh: Any
+    strategy: str
+
+
+ROTATE_METHODS: Mapping[str, str] = {"allgather": "all_gather", "alltoall": "ring"}
+"""The strategy of each of the host's ``rotate_method`` words."""
+
+may_share = False
+"""Whether a block with a mesh may be active in some thread. Compiled code cannot see the context, but this."""
+_sharing_blocks: set[object] = set()
+_sharing = free_in_children(Lock())
+
+
+def shared_rows(mesh: Any, convert_to_fp32: Any, rotate_method: Any) -> SharedRows | None:
+    """Returns the host's options of context parallelism in our terms; None without a mesh.
+
+    Raises:
+        SpecError: for a ``rotate_method`` that is unknown, and for ``convert_to_fp32=False``.
+    """
+    if mesh is None:
+        return None
+    if check_flag("convert_to_fp32", convert_to_fp32) is False:
+        raise SpecError("convert_to_fp32=False: expected True with a mesh; results of ranks are merged in float32")
+    strategy = ROTATE_METHODS.get(rotate_method) if isinstance(rotate_method, str) else None
+    if strategy is None:
+        raise SpecError(f"rotate_method={shown(rotate_method)}: expected one of {', '.join(ROTATE_METHODS)}")
+    return SharedRows(mesh, strategy)
+
+
 @contextmanager
 def provided(
-    provider: Any, mesh: Any, use_backend: Callable[..., AbstractContextManager[None]]
+    provider: Any, use_backend: Callable[..., AbstractContextManager[None]], shared: SharedRows | None = None
 ) -> Iterator[AttentionProvider]:
-    """Implements ``attention_provider``: sets the provider, and requests its backends by the frontend's use_backend."""
+    """Implements ``attention_provider``: sets the provider, and requests its backends by the frontend's use_backend.
+
+    Args:
+        shared: for calls of ``attention_dispatch``. As in the host, an inner block without a mesh shares nothing.
+    """
     chosen = provider_of(provider)
-    # Ignoring the mesh would compute attention within each rank only.
-    if mesh is not None:
-        raise SpecError(f"mesh={shown(mesh)}: expected None; context parallelism is not offered here")
-    before = _active.get()
+    before = _active.get(), _shared.get()
     try:  # around the change as well, because Ctrl-C may raise right after it
         _active.set(chosen)
+        _shared.set(shared)
         # No names for native: automatic choice, also inside a block that names backends.
-        with use_backend(*KERNELS[chosen]):
+        with use_backend(*KERNELS[chosen]), nullcontext() if shared is None else _counted():
             yield chosen
     finally:
-        _active.set(before)
+        _active.set(before[0])
+        _shared.set(before[1])
+
+
+@contextmanager
+def _counted() -> Iterator[None]:
+    """Sets ``may_share`` until the last block with a mesh has ended."""
+    global may_share  # a hint that is true too long at worst; ``active_rows`` belongs to the thread or task
+    block = object()
+    try:
+        with _sharing:
+            _sharing_blocks.add(block)
+            may_share = True
+        yield
+    finally:
+        with _sharing:
+            _sharing_blocks.discard(block)
+            may_share = bool(_sharing_blocks)
+
+
+def active_rows() -> SharedRows | None:
+    """Returns the mesh of the innermost block in this thread or task, or None."""
+    return _shared.get()
 
 
 def two_axes(provider: AttentionProvider, mask: tuple[int, ...], batch: int, q_len: int, kv_len: int) -> str:

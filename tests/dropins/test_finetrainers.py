@@ -710,11 +710,15 @@ def test_unknown_words_and_meshes_are_refused() -> None:
         attention_provider("flash_varlan"),
     ):
         pass
-    with (
-        pytest.raises(SpecError, match=r"mesh=.*context parallelism is not offered"),
-        attention_provider("flash", mesh=object()),
+    with pytest.raises(TypeError, match=r"mesh: expected a torch DeviceMesh, got builtins\.object"):
+        attention_provider("flash", mesh=object())
+    for changes, error in (
+        ({"rotate_method": "all_gather"}, r"rotate_method='all_gather': expected one of allgather, alltoall"),
+        ({"rotate_method": 3}, r"rotate_method=3: expected one of allgather, alltoall"),
+        ({"convert_to_fp32": False}, r"convert_to_fp32=False: expected True with a mesh"),
     ):
-        pass
+        with pytest.raises(SpecError, match=error):
+            attention_provider("flash", mesh=object(), **changes)
     with attention_provider("flash", mesh=None, convert_to_fp32=True, rotate_method="alltoall"):
         pass
 

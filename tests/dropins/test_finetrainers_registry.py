@@ -23,7 +23,7 @@ torch = pytest.importorskip("torch")
 import torch.nn.functional as functional
 
 from attn_core import SpecError
-from torch_frontend.finetrainers import attention_provider, install, installed, is_installed, uninstall
+from torch_frontend.finetrainers import attention_provider, install, installed, is_installed, on_mesh, uninstall
 
 DISPATCH = "finetrainers.models.attention_dispatch"
 torch_attention = functional.scaled_dot_product_attention
@@ -208,13 +208,38 @@ def test_blocks_nest_and_install_lasts(host: ModuleType) -> None:
     assert state(host) == before
 
 
-def test_a_mesh_is_refused(host: ModuleType) -> None:
-    query = tensors()[0]
+def test_the_mesh_of_the_hosts_block_is_ours(host: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``context_torch_scenes.finetrainers_rows`` runs such calls on ranks."""
+    query, ran = tensors()[0], []
+    monkeypatch.setattr(on_mesh, "check_mesh", lambda mesh: None)
+    monkeypatch.setattr(on_mesh, "run", lambda *call: ran.append(call))
+    registry = host._AttentionProviderRegistry
     with installed():
-        host._AttentionProviderRegistry._mesh = SimpleNamespace(shape=(2,))  # as in its later commits
-        function = host._AttentionProviderRegistry._providers["attn_core"]
-        with pytest.raises(SpecError, match=r"^mesh=.*: expected None with the provider attn_core"):
-            function(query, query, query)
+        # As in its later commits.
+        registry._mesh, registry._convert_to_fp32, registry._rotate_method = "the mesh", True, "alltoall"
+        host.attention_dispatch(query, query, query, scale=0.3, attention_kwargs={"softcap": 2.0})
+        registry._rotate_method = "sideways"
+        with pytest.raises(SpecError, match="rotate_method='sideways'"):
+            host.attention_dispatch(query, query, query)
+        registry._mesh = None
+        host.attention_dispatch(query, query, query)
+    ((shared, provider, call, kwargs),) = ran
+    assert shared == ("the mesh", "ring") and provider == "native" and kwargs == {"softcap": 2.0}
+    assert call.query is query and call.scale == 0.3 and call.attn_mask is None
+
+
+def test_the_host_learns_that_our_provider_shares_rows(host: ModuleType) -> None:
+    registry, known = host._AttentionProviderRegistry, []
+    before = registry.register
+
+    def register(provider: Any, constraints: Any = None, supports_cp: bool = False) -> Any:  # as in its later commits
+        known.append((provider, supports_cp))
+        return before(provider, constraints)
+
+    registry.register = register
+    with installed():
+        pass
+    assert known == [("attn_core", True)]
 
 
 def test_another_provider_of_the_name_stays(host: ModuleType) -> None:

@@ -139,7 +139,7 @@ def blocks() -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
     return {
         "use_backend": (lambda: use_backend("math"), requested),
         "jax use_backend": (lambda: JAX.frontend.use_backend("math"), requested),
-        "attention_provider": (lambda: finetrainers.provided("flash", None, use_backend), finetrainers.stated_provider),
+        "attention_provider": (lambda: finetrainers.provided("flash", use_backend), finetrainers.stated_provider),
         "diffusers": (torch_frontend.diffusers.installed, torch_frontend.diffusers.is_installed),
         "use_context_parallel": (
             lambda: layers.use_context_parallel(mesh(), length=4),

@@ -23,11 +23,13 @@ from torch.utils.checkpoint import checkpoint
 
 from attn_core import SeqInfo, masks
 from attn_core.context_parallel import places
-from torch_frontend import Pages
+from attn_core.dropins import finetrainers
+from torch_frontend import Pages, diffusers_parallel
 from torch_frontend.context_parallel.attention import context_parallel_attention, explain_context_parallel
 from torch_frontend.context_parallel.layers import active_mesh, use_context_parallel
 from torch_frontend.context_parallel.mesh import rank_of, row_layout
 from torch_frontend.context_parallel.shards import shard_sequence, unshard_sequence
+from torch_frontend.finetrainers import attention_dispatch, attention_provider
 from torch_frontend.module import Attention
 
 Tensor = torch.Tensor
@@ -385,3 +387,92 @@ def compiled_layer() -> tuple[str, float]:
     after = parts(shard)
     assert torch.equal(after, before) and not torch.allclose(right, before)
     return says, float((actual - right).detach().abs().max())
+
+
+# Drop-ins
+
+
+def heads_first(rank: int, requires_grad: bool = True) -> tuple[list[Tensor], list[Tensor]]:
+    """q, k, v and dout ``[batch, heads, 24, dim]`` of a whole row, and this rank's half of the positions."""
+    whole = [each.transpose(1, 2).contiguous() for each in row(length=24)]
+    parts = [each.chunk(2, 2)[rank].clone().requires_grad_(requires_grad) for each in whole]
+    return whole, parts
+
+
+def finetrainers_rows() -> dict[str, Any]:
+    """Calls of ``attention_dispatch`` on a mesh: the largest difference from one process, and what is refused."""
+    mesh = init_device_mesh("cpu", (2,))
+    (*whole, dout), (*parts, of_out) = heads_first(mesh.get_local_rank())
+    found: dict[str, Any] = {}
+    windowed = {"window_size": (5, 2), "softcap": 2.0, "return_lse": True}
+    for method, kwargs in (("allgather", None), ("alltoall", windowed)):
+        leaves = [each.clone().requires_grad_() for each in whole]
+        right = attention_dispatch(*leaves, enable_gqa=True, scale=0.4, attention_kwargs=kwargs)
+        alone = attention_dispatch(*[parts[0].detach()] * 3)
+        with attention_provider("_native_math", mesh=mesh, rotate_method=method):
+            assert finetrainers.may_share
+            out = attention_dispatch(*parts, enable_gqa=True, scale=0.4, attention_kwargs=kwargs)
+            with attention_provider():  # an inner block without a mesh shares nothing
+                assert torch.equal(alone, attention_dispatch(*[parts[0].detach()] * 3))
+        assert not finetrainers.may_share and finetrainers.active_rows() is None
+        pairs = list(zip(out, right)) if kwargs else [(out, right)]
+        gradients = torch.autograd.grad(pairs[0][0], parts, of_out.detach())
+        truth = torch.autograd.grad(pairs[0][1], leaves, dout)
+        pairs += list(zip(gradients, truth, strict=True))
+        half = [each.chunk(2, 2)[mesh.get_local_rank()] for _, each in pairs]
+        found[method] = max(float((one - other).abs().max()) for (one, _), other in zip(pairs, half))
+    # A function that was compiled outside of the block must not compute this rank's part alone inside.
+    compiled = torch.compile(partial(attention_dispatch, enable_gqa=True, scale=0.4), backend="eager")
+    before = compiled(*(each.detach() for each in parts))
+    with attention_provider(mesh=mesh):
+        shared = compiled(*(each.detach() for each in parts))
+        right = attention_dispatch(*(each.detach() for each in parts), enable_gqa=True, scale=0.4)
+    assert torch.equal(compiled(*(each.detach() for each in parts)), before)
+    found["compiled"] = float((shared - right).abs().max()), float((before - right).abs().max())
+    with attention_provider(mesh=mesh):
+        for name, changes in {
+            "attn_mask": {"attn_mask": torch.ones(12, 12, dtype=torch.bool)},
+            "is_causal": {"is_causal": True},
+            "dropout": {"dropout_p": 0.5},
+            "cu_seqlens": {
+                "attention_kwargs": dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), torch.tensor([0, 12]))
+                | dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), 12)
+            },
+            "alibi_slopes": {"attention_kwargs": {"alibi_slopes": torch.ones(4)}},
+        }.items():
+            found[name] = error_of(partial(attention_dispatch, *parts, enable_gqa=True, **changes))
+    return found
+
+
+def diffusers_calls() -> dict[str, Any]:
+    """Calls of diffusers' dispatcher on two ranks with our context parallelism, compared with one process."""
+    from diffusers import ContextParallelConfig
+    from diffusers.models import attention_dispatch as host
+    from diffusers.models._modeling_parallel import ParallelConfig
+
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("ring", "ulysses"))
+    found: dict[str, Any] = {}
+    for degree, shape in (("ring_degree", (2, 1)), ("ulysses_degree", (1, 2))):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("ring", "ulysses"))
+        config = ContextParallelConfig(**{degree: 2})
+        config.setup(dist.get_rank(), 2, torch.device("cpu"), mesh)
+        parallel = ParallelConfig(context_parallel_config=config)
+        (*whole, dout), (*parts, of_out) = heads_first(dist.get_rank())
+        given = [each.detach().transpose(1, 2).clone().requires_grad_() for each in parts]
+        leaves = [each.clone().requires_grad_() for each in whole]
+        call = partial(host.dispatch_attention_fn, parallel_config=parallel)
+        before = error_of(partial(call, *given, enable_gqa=True))
+        with diffusers_parallel.installed():
+            out = call(*given, enable_gqa=True, is_causal=True, scale=0.4)
+            gradients = torch.autograd.grad(out, given, of_out.detach().transpose(1, 2))
+            mask = torch.ones(2, 24, dtype=torch.bool)
+            masked = error_of(partial(call, *given[:1], *given[:1], *given[:1], attn_mask=mask[:, None, None]))
+            config.convert_to_fp32 = False
+            rounded = error_of(partial(call, *given, enable_gqa=True))
+        assert not diffusers_parallel.is_installed() and error_of(partial(call, *given, enable_gqa=True)) == before
+        right = torch.nn.functional.scaled_dot_product_attention(*leaves, enable_gqa=True, is_causal=True, scale=0.4)
+        truth = [right, *torch.autograd.grad(right, leaves, dout)]
+        halves = [each.chunk(2, 2)[dist.get_rank()].transpose(1, 2) for each in truth]
+        worst = max(float((one - other).abs().max()) for one, other in zip((out, *gradients), halves, strict=True))
+        found[degree] = {"worst": worst, "before": before, "masked": masked, "rounded": rounded}
+    return found

@@ -1,7 +1,8 @@
 """Runs diffusers' context parallelism in two gloo processes on the CPU, with our attention in torch's place.
 
 Each process has half of the tokens. With Ulysses, diffusers exchanges tokens for heads and calls torch's function for
-half of the heads. Ring attention needs log-sum-exps, which diffusers' native backend has not.
+half of the heads. Ring attention needs log-sum-exps, which diffusers' native backend has not; with
+``diffusers_parallel`` it runs on our context parallelism.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ def run(rank: int, store: str, degree: str) -> None:
     from diffusers import ContextParallelConfig
 
     from torch_frontend import diffusers as dropin
+    from torch_frontend import diffusers_parallel
 
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=PROCESSES)
     (expected,) = model()(**inputs(), return_dict=False)  # as pipelines call it
@@ -63,6 +65,10 @@ def run(rank: int, store: str, degree: str) -> None:
         if degree == "ring_degree":
             with pytest.raises(ValueError, match="Native attention does not support return_lse=True"):
                 net(**inputs(), return_dict=False)
+            with diffusers_parallel.installed():
+                (actual,) = net(**inputs(), return_dict=False)
+            torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+            assert not ran
             return
         (actual,) = net(**inputs(), return_dict=False)
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from attn_core import NoBackendError, SpecError
+from attn_core import NoBackendError
 from torch_frontend.finetrainers import AttentionProvider, attention_dispatch, attention_provider
 from torch_frontend.unsloth import (
     AttentionConfig,
@@ -170,10 +170,10 @@ def test_a_model_under_sage_varlen_without_its_kernel_is_refused(replaced_global
         model(x, keep)
 
 
-def test_the_context_parallel_example_is_refused_by_name() -> None:
-    """A mesh is not ignored silently."""
+def test_the_context_parallel_example_needs_a_mesh_of_torch() -> None:
+    """``test_context_torch_ranks`` runs it on ranks. Anything else is not ignored silently."""
     with (
-        pytest.raises(SpecError, match=r"mesh=.*context parallelism is not offered"),
+        pytest.raises(TypeError, match=r"mesh: expected a torch DeviceMesh, got types\.SimpleNamespace"),
         attention_provider("_native_flash", mesh=SimpleNamespace(), convert_to_fp32=True, rotate_method="alltoall"),
     ):
         pytest.fail("the block ran")

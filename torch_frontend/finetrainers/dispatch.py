@@ -36,6 +36,7 @@ from torch_frontend.dispatch.tensor_kinds import (
     is_plain,
     torch_attention,
 )
+from torch_frontend.finetrainers import on_mesh
 from torch_frontend.finetrainers.call import normalise, run_dense, run_on_provider
 from torch_frontend.finetrainers.simple import is_simple, is_table, run_simple
 
@@ -49,7 +50,7 @@ _is_compiling, _modes = torch.compiler.is_compiling, torch._C._len_torch_functio
 def attention_provider(
     provider: AttentionProvider | str = NATIVE,
     *,
-    mesh: None = None,
+    mesh: Any = None,
     convert_to_fp32: bool = True,
     rotate_method: str = "allgather",
 ) -> AbstractContextManager[AttentionProvider]:
@@ -60,13 +61,20 @@ def attention_provider(
 
     Args:
         provider: a name or a member of ``AttentionProvider``. native is automatic choice; any other runs or raises.
-        mesh: must be None; ``convert_to_fp32`` and ``rotate_method`` are options of the host's context parallelism,
-            which is not supported.
+        mesh: a ``DeviceMesh`` of the ranks that share every row: each call of ``attention_dispatch`` gets this rank's
+            consecutive part of the positions, of queries and of keys alike, and runs ``context_parallel_attention``. It
+            does not apply to ``attention`` and the layers. None shares nothing, also inside a block with a mesh.
+        convert_to_fp32: with a mesh it must be True: results of ranks are merged in float32.
+        rotate_method: with a mesh "allgather" (our strategy "all_gather") or "alltoall" ("ring").
 
     Raises:
-        SpecError: for an unknown provider, or a mesh.
+        SpecError: for an unknown provider, and options of a mesh that are not supported.
+        TypeError, ShapeError: for a mesh that is no ``DeviceMesh`` of one axis, or of two: (outer, inner).
     """
-    return finetrainers.provided(provider, mesh, override.use_backend)
+    shared = finetrainers.shared_rows(mesh, convert_to_fp32, rotate_method)
+    if shared is not None:
+        on_mesh.check_mesh(mesh)
+    return finetrainers.provided(provider, override.use_backend, shared)
 
 
 def list_providers(*, training: bool = False, uses_mask: bool = False) -> list[AttentionProvider]:
@@ -99,6 +107,7 @@ def attention_dispatch(
             are ``[q_len, kv_len]``; on the varlen providers a bool mask of keys ``[batch, kv_len]``; on flex and
             xformers the shape decides between the two. flex also accepts a ``BlockMask``.
         is_causal: query i sees keys 0 to i, whatever the lengths.
+            On a mesh it is refused, and so are masks.
         attention_kwargs: ``window_size``, ``softcap``, ``alibi_slopes``, ``deterministic``, ``return_lse``,
             ``cu_seqlens_q``, ``cu_seqlens_k``, ``max_seqlen_q``, ``max_seqlen_k``, as in flash-attn, on any provider.
             Other keywords of the host's kernels must have the one value that our kernels implement.
@@ -118,6 +127,7 @@ def attention_dispatch(
     if _is_compiling():
         call = DispatchCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         unclear = attention_kwargs or finetrainers.DEFAULT != "native" or any(map(is_foreign, call[:4]))
+        unclear = unclear or finetrainers.may_share
         if unclear or (attn_mask is not None and attn_mask.dim() == 2):
             return _outside_the_graph(*call, attention_kwargs)
         return _run_as_torch(call)  # on the provider's kernels: the op looks them up when it runs
@@ -132,6 +142,10 @@ def attention_dispatch(
     if attention_kwargs is not None:
         check_kind("attention_kwargs", attention_kwargs, Mapping, "a dict or None")
     provider = finetrainers.stated_provider() or finetrainers.default_provider()
+    shared = finetrainers.active_rows()
+    if shared is not None:
+        call = DispatchCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        return on_mesh.run(shared, provider, call, attention_kwargs)
     native = provider is NATIVE and not attention_kwargs
     plain = not attention_kwargs and not dropout_p and (attn_mask is None or (native and is_table(attn_mask, query)))
     if plain and is_simple(query, key, value, is_causal, enable_gqa) and (not native or _is_unrestricted()):

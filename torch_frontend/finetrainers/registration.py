@@ -9,13 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from importlib import import_module
+from inspect import signature
 from typing import Any
 
 import torch
 
+from attn_core.dropins.finetrainers import NATIVE, shared_rows, stated_provider
+from attn_core.dropins.finetrainers_call import DispatchCall
 from attn_core.dropins.finetrainers_kwargs import OPTIONS
-from attn_core.errors import SpecError
 from torch_frontend.dispatch.replacement import Replacement
+from torch_frontend.finetrainers import on_mesh
 from torch_frontend.finetrainers.dispatch import attention_dispatch
 
 __all__ = ["install", "installed", "is_installed", "uninstall"]
@@ -64,7 +67,9 @@ def _apply() -> Callable[[], None]:
     if NAME in registry._providers:
         raise RuntimeError(f"{_DISPATCH}: expected no provider named {NAME!r}, found {registry._providers[NAME]}")
     member = _member(enumeration)
-    registry.register(member)(_provider(registry))
+    # Its later commits know which providers share rows over a mesh.
+    shares = {"supports_cp": True} if "supports_cp" in signature(registry.register).parameters else {}
+    registry.register(member, **shares)(_provider(registry))
     registry._supported_arg_names[member] = _EveryName(registry._supported_arg_names[member])
     before, registry._active_provider = registry._active_provider, member
 
@@ -104,14 +109,15 @@ def _provider(registry: Any) -> Callable[..., Any]:
         enable_gqa: bool = False,
         **attention_kwargs: Any,
     ) -> Any:
-        """Runs ``attention_dispatch``. The host calls it for parts of the keys if a mesh is set: refused."""
-        if getattr(registry, "_mesh", None) is not None:
-            raise SpecError(
-                f"mesh={registry._mesh}: expected None with the provider {NAME}, which has no context parallelism; "
-                "choose native or flash for this block, or use torch_frontend.context_parallel_attention"
-            )
-        options = (attn_mask, dropout_p, is_causal, scale, enable_gqa)
-        return attention_dispatch(query, key, value, *options, attention_kwargs or None)
+        """Runs ``attention_dispatch``, on the mesh of the host's block if it has one."""
+        options, kwargs = (attn_mask, dropout_p, is_causal, scale, enable_gqa), attention_kwargs or None
+        mesh = getattr(registry, "_mesh", None)
+        if mesh is None:
+            return attention_dispatch(query, key, value, *options, kwargs)
+        shared = shared_rows(mesh, registry._convert_to_fp32, registry._rotate_method)
+        assert shared is not None
+        on_mesh.check_mesh(mesh)
+        return on_mesh.run(shared, stated_provider() or NATIVE, DispatchCall(query, key, value, *options), kwargs)
 
     return attn_core
 
