@@ -91,7 +91,8 @@ class RankPlan(NamedTuple):
         if repeats == 1:
             return shard
         # [batch, shard, heads * copies, dim] -> [batch, shard, heads, dim]
-        copies = shard.reshape(*shard.shape[:2], -1, repeats, shard.shape[-1])
+        # No -1: JAX cannot infer a size in an array without elements, of a row without positions.
+        copies = shard.reshape(*shard.shape[:2], shard.shape[2] // repeats, repeats, shard.shape[3])
         return copies.astype(self.call.spec.lse_dtype).sum(3).astype(dtype)
 
 

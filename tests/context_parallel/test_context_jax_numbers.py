@@ -109,3 +109,12 @@ def test_layers_under_scan_and_remat():
         one = one if at == 2 else unshard_sequence(one, case.mesh, length=23)
         size = np.abs(other).max()  # sums of large terms of both signs: a small element may lose as much as a large one
         np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=NEAR, atol=NEAR * size)
+
+
+def test_copied_kv_heads_of_a_row_without_positions():
+    case = Case("ring", (2, 2), "striped", lengths=(0, 0), heads=(4, 1), batch=1)
+    empty = {name: jnp.zeros((1, 0, heads, 5)) for name, heads in (("q", 4), ("k", 1), ("v", 1), ("dout", 4))}
+    found = program(case)(empty)
+    assert [found[name].shape for name in ("out", "dq", "dk", "dv")] == [
+        empty[name].shape for name in ("q", "q", "k", "v")
+    ]
