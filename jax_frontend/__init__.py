@@ -14,10 +14,10 @@ from jax_frontend import context_parallel, unsloth
 from jax_frontend.attention import attention
 from jax_frontend.backends import available_backends
 from jax_frontend.bridge.operator_lane import compile_operator_lane
+from jax_frontend.dispatch.export import export_checks
+from jax_frontend.dispatch.override import use_backend
 from jax_frontend.dot_product_attention import dot_product_attention
 from jax_frontend.explain import explain
-from jax_frontend.export import export_checks
-from jax_frontend.override import use_backend
 from jax_frontend.paged.append import append_kv
 from jax_frontend.paged.attention import explain_paged, paged_attention
 from jax_frontend.paged.cache import PagedKVCache

@@ -31,8 +31,8 @@ from attn_core.errors import SpecError, shown
 from attn_core.selection import Target, override
 from jax_frontend.attention import attention
 from jax_frontend.backends import here
+from jax_frontend.dispatch.override import inside_a_task, use_backend
 from jax_frontend.dispatch.plan import check_array
-from jax_frontend.override import inside_a_task, use_backend
 
 __all__ = ["AttentionProvider", "attention_dispatch", "attention_provider", "list_providers"]
 

@@ -19,9 +19,9 @@ from jax.interpreters import ad, batching, mlir
 from attn_core.call.functions import AUX, DAUX
 from attn_core.call.tensors import Gradients, Inputs
 from attn_core.errors import SpecError
-from jax_frontend import export
 from jax_frontend.bridge.bridged_call import BridgedCall
 from jax_frontend.dispatch import (
+    export,
     local_call,
     partitioning,
     primitive_rules,

@@ -19,7 +19,7 @@ from attn_core.errors import BridgeError
 from jax_frontend.bridge import bridged_run, targets
 from jax_frontend.context_parallel import step as context_step
 from jax_frontend.dispatch import platforms
-from jax_frontend.export import export_checks
+from jax_frontend.dispatch.export import export_checks
 
 pytestmark = pytest.mark.usefixtures("four_devices", "x64")
 

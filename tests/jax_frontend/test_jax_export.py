@@ -18,9 +18,9 @@ from attn_core import AttentionSpec, SeqInfo
 from attn_core.call.tensors import Inputs
 from attn_core.errors import SpecError
 from jax_frontend import append_kv, attention, paged_attention
+from jax_frontend.dispatch.export import export_checks
 from jax_frontend.dispatch.ops import backward, forward
 from jax_frontend.dispatch.plan import Plan
-from jax_frontend.export import export_checks
 
 BACKENDS = ("sdpa_flash", "math")
 CALLBACK = "attn_core.callback"

@@ -19,7 +19,7 @@ from attn_core.selection import choice, target
 from jax_frontend import SeqInfo, attention, attention_qkvpacked
 from jax_frontend.bridge import targets
 from jax_frontend.dispatch import ops, plan
-from jax_frontend.export import export_checks
+from jax_frontend.dispatch.export import export_checks
 
 pytestmark = pytest.mark.rotates
 
