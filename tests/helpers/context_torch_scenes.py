@@ -392,17 +392,21 @@ def compiled_layer() -> tuple[str, float]:
 # Drop-ins
 
 
-def heads_first(rank: int, requires_grad: bool = True) -> tuple[list[Tensor], list[Tensor]]:
-    """q, k, v and dout ``[batch, heads, 24, dim]`` of a whole row, and this rank's half of the positions."""
+def heads_first() -> tuple[list[Tensor], list[Tensor]]:
+    """q, k, v and dout ``[batch, heads, 24, dim]`` of a whole row, and this rank's part of the positions."""
     whole = [each.transpose(1, 2).contiguous() for each in row(length=24)]
-    parts = [each.chunk(2, 2)[rank].clone().requires_grad_(requires_grad) for each in whole]
-    return whole, parts
+    return whole, [part_of(each).clone().requires_grad_() for each in whole]
+
+
+def part_of(whole: Tensor) -> Tensor:
+    """This rank's part of ``[batch, heads, length, ...]``."""
+    return whole.chunk(dist.get_world_size(), 2)[dist.get_rank()]
 
 
 def finetrainers_rows() -> dict[str, Any]:
     """Calls of ``attention_dispatch`` on a mesh: the largest difference from one process, and what is refused."""
     mesh = init_device_mesh("cpu", (2,))
-    (*whole, dout), (*parts, of_out) = heads_first(mesh.get_local_rank())
+    (*whole, dout), (*parts, of_out) = heads_first()
     found: dict[str, Any] = {}
     windowed = {"window_size": (5, 2), "softcap": 2.0, "return_lse": True}
     for method, kwargs in (("allgather", None), ("alltoall", windowed)):
@@ -419,7 +423,7 @@ def finetrainers_rows() -> dict[str, Any]:
         gradients = torch.autograd.grad(pairs[0][0], parts, of_out.detach())
         truth = torch.autograd.grad(pairs[0][1], leaves, dout)
         pairs += list(zip(gradients, truth, strict=True))
-        half = [each.chunk(2, 2)[mesh.get_local_rank()] for _, each in pairs]
+        half = [part_of(each) for _, each in pairs]
         found[method] = max(float((one - other).abs().max()) for (one, _), other in zip(pairs, half))
     # A function that was compiled outside of the block must not compute this rank's part alone inside.
     compiled = torch.compile(partial(attention_dispatch, enable_gqa=True, scale=0.4), backend="eager")
@@ -444,20 +448,19 @@ def finetrainers_rows() -> dict[str, Any]:
     return found
 
 
-def diffusers_calls() -> dict[str, Any]:
-    """Calls of diffusers' dispatcher on two ranks with our context parallelism, compared with one process."""
+def diffusers_calls(degrees: tuple[tuple[int, int], ...]) -> dict[tuple[int, int], Any]:
+    """Calls of diffusers' dispatcher on our context parallelism, compared with one process, by (ring, ulysses)."""
     from diffusers import ContextParallelConfig
     from diffusers.models import attention_dispatch as host
     from diffusers.models._modeling_parallel import ParallelConfig
 
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("ring", "ulysses"))
-    found: dict[str, Any] = {}
-    for degree, shape in (("ring_degree", (2, 1)), ("ulysses_degree", (1, 2))):
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("ring", "ulysses"))
-        config = ContextParallelConfig(**{degree: 2})
-        config.setup(dist.get_rank(), 2, torch.device("cpu"), mesh)
+    found: dict[tuple[int, int], Any] = {}
+    for degree in degrees:
+        mesh = init_device_mesh("cpu", degree, mesh_dim_names=("ring", "ulysses"))
+        config = ContextParallelConfig(ring_degree=degree[0], ulysses_degree=degree[1])
+        config.setup(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), mesh)
         parallel = ParallelConfig(context_parallel_config=config)
-        (*whole, dout), (*parts, of_out) = heads_first(dist.get_rank())
+        (*whole, dout), (*parts, of_out) = heads_first()
         given = [each.detach().transpose(1, 2).clone().requires_grad_() for each in parts]
         leaves = [each.clone().requires_grad_() for each in whole]
         call = partial(host.dispatch_attention_fn, parallel_config=parallel)
@@ -472,7 +475,7 @@ def diffusers_calls() -> dict[str, Any]:
         assert not diffusers_parallel.is_installed() and error_of(partial(call, *given, enable_gqa=True)) == before
         right = torch.nn.functional.scaled_dot_product_attention(*leaves, enable_gqa=True, is_causal=True, scale=0.4)
         truth = [right, *torch.autograd.grad(right, leaves, dout)]
-        halves = [each.chunk(2, 2)[dist.get_rank()].transpose(1, 2) for each in truth]
+        halves = [part_of(each).transpose(1, 2) for each in truth]
         worst = max(float((one - other).abs().max()) for one, other in zip((out, *gradients), halves, strict=True))
         found[degree] = {"worst": worst, "before": before, "masked": masked, "rounded": rounded}
     return found
