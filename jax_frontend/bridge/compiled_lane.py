@@ -128,10 +128,11 @@ def with_step_reasons(explanation: Explanation) -> Explanation:
 
 
 def _program_fault(name: str, spec: AttentionSpec, kind: str) -> str | None:
-    """Returns why a backend fails to build the program of a spec's forward; None if it can."""
+    """Returns why a backend fails to build the programs of a spec; None if it can."""
     backend: Any = backends.load(name, kind)
     try:
-        backend.program(spec, "forward")
+        for direction in ("forward", *["backward"] * spec.needs_backward):
+            backend.program(spec, direction)
     except Exception as error:
         # As in lane_of: the callback lane runs the call then.
         return f"{name}: {type(error).__name__}: {error}"

@@ -17,7 +17,7 @@ from jax_frontend.context_parallel import exchange, tiles
 from jax_frontend.context_parallel.exchange import KVPair
 from jax_frontend.context_parallel.forward import Residuals, join_groups, split_groups
 from jax_frontend.context_parallel.keys import Keys
-from jax_frontend.context_parallel.places import put, take
+from jax_frontend.context_parallel.places import add
 from jax_frontend.context_parallel.prepare import RankPlan
 from jax_frontend.dispatch.local_call import varying_as
 
@@ -122,8 +122,7 @@ def _sum_gradients(
         parts = [each[at].astype(dtype) for each in totals]
         total = reduce(jnp.add, parts) if parts else varying_as((array,), jnp.zeros(array.shape, dtype))
         for border, gradients in of_borders:
-            index = borders.places(border)
-            total = put(total, take(total, index, 1) + gradients[at].astype(dtype), index, 1)
+            total = add(total, gradients[at].astype(dtype), borders.places(border), 1)
         sums.append(total)
     dk, dv = sums
     return dk, dv

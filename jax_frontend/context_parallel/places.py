@@ -81,3 +81,22 @@ def put(array: Array, values: Array, index: np.ndarray, axis: int) -> Array:
         array = lax.dynamic_update_slice_in_dim(array, piece, start, axis=axis)
         at += stop - start
     return array
+
+
+def add(array: Array, values: Array, index: np.ndarray, axis: int) -> Array:
+    """Returns the array with ``values`` added at the places of ``index``.
+
+    Ranges are padded with zeros instead of updated in place: XLA fused such an update with the kernel whose result it
+    changes, and refused its own fusion (jax 0.11.2 on GPUs: "DUS target must be a fusion parameter").
+    """
+    ranges = places.contiguous_ranges(index)
+    if ranges is None:
+        where = (slice(None),) * axis + (jnp.asarray(index, jnp.int32),)
+        return array.at[where].add(values, unique_indices=True)
+    at, length = 0, array.shape[axis]
+    for start, stop in ranges:
+        piece = lax.slice_in_dim(values, at, at + stop - start, axis=axis)
+        around = [(0, 0, 0)] * axis + [(start, length - stop, 0)] + [(0, 0, 0)] * (array.ndim - axis - 1)
+        array = array + lax.pad(piece, jnp.zeros((), array.dtype), around)
+        at += stop - start
+    return array
