@@ -63,7 +63,7 @@ def _forward(spec: AttentionSpec, inputs: Inputs, valid_documents: list[Document
     with without_autocast(inputs.q):
         # A fake tensor has no values to look at, and is of another type.
         if inputs.q.is_cpu and small_attention.fits(spec) and type(inputs.q) in (torch.Tensor, torch.nn.Parameter):
-            return small_attention.forward(spec, inputs)
+            return small_attention.forward_with_maximum(spec, inputs)
         height, parts, scores = block_sizes(spec, inputs.q.is_cpu)
         operands = with_scratch(operands_of(spec, inputs), scores)
         out: Any = None

@@ -37,7 +37,13 @@ def fits(spec: AttentionSpec) -> bool:
     return scores <= MOST_SCORES and all_seen and not edge.empties_a_row(spec.q_len, spec.kv_len)
 
 
-def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any, Any]:
+def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
+    """Returns (out, lse) of a call that ``fits``."""
+    out, lse, _ = forward_with_maximum(spec, inputs)
+    return out, lse
+
+
+def forward_with_maximum(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any, Any]:
     """Returns out, lse and the rows' largest logits, multiplied by log2(e), of a call that ``fits``.
 
     The arithmetic is that of ``forward_block``. Called without autograd.
