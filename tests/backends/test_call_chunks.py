@@ -44,10 +44,10 @@ def tables(name: str) -> dict[str, Any]:
 def limit(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     def set_to(scores: int) -> None:
         monkeypatch.setattr(plain_attention, "CACHED_SCORES", scores)
-        plain_attention._sizes.cache_clear()
+        plain_attention.block_sizes.cache_clear()
 
     yield set_to
-    plain_attention._sizes.cache_clear()
+    plain_attention.block_sizes.cache_clear()
 
 
 def results(options: dict[str, Any]) -> list[torch.Tensor]:
@@ -84,14 +84,14 @@ def test_a_large_call_has_chunks(limit: Any) -> None:
     sizes = {"q_len": ROWS, "kv_len": KEYS, "num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim": 8, "value_dim": 8}
     spec = AttentionSpec(batch=BATCH, **sizes, dtype="float32")
     limit(2 * PER_HEAD)
-    height, chunks, _ = plain_attention._sizes(spec, True)
+    height, chunks, _ = plain_attention.block_sizes(spec, True)
     assert height == plain_attention.QUERY_BLOCK
     assert [(chunk.batch.start, chunk.heads) for chunk in chunks] == [
         *((0, slice(0, 4)), (0, slice(4, 6)), (1, slice(0, 4)), (1, slice(4, 6)))
     ]
-    assert len(plain_attention._sizes(spec, False)[1]) == 1
+    assert len(plain_attention.block_sizes(spec, False)[1]) == 1
     limit(1)
-    assert plain_attention._sizes(spec, True)[0] == plain_attention.FEWEST_ROWS
+    assert plain_attention.block_sizes(spec, True)[0] == plain_attention.FEWEST_ROWS
 
 
 LARGE = {

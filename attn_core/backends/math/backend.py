@@ -87,7 +87,8 @@ def forward(spec: AttentionSpec, inputs: Any) -> tuple[Any, Any]:
     """See ``Backend.forward``. The log-sum-exp is float32, or float64 for float64 inputs."""
     if spec.paged is not None:
         return paged.forward(spec, inputs)
-    return plain_attention.forward(spec, inputs)
+    out, lse, _ = plain_attention.results(spec, inputs)
+    return out, lse
 
 
 def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:

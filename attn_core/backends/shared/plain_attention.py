@@ -45,18 +45,20 @@ def forward(
     Args:
         valid_documents: see ``row_blocks.blocks``.
     """
-    out, lse, _ = _forward(spec, inputs, valid_documents)
+    out, lse, _ = results(spec, inputs, valid_documents)
     return out, lse
 
 
 def forward_with_maximum(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any, Any]:
     """See ``contract.forward_with_maximum``."""
-    out, lse, top = _forward(spec, inputs, None)
+    out, lse, top = results(spec, inputs)
     return out, lse, top.mul(LN2).view(spec.lse_shape)
 
 
 @without_gradient
-def _forward(spec: AttentionSpec, inputs: Inputs, valid_documents: list[DocumentSlices] | None) -> tuple[Any, Any, Any]:
+def results(
+    spec: AttentionSpec, inputs: Inputs, valid_documents: list[DocumentSlices] | None = None
+) -> tuple[Any, Any, Any]:
     """Returns out, lse, and the rows' largest logits of lse's shape, multiplied by log2(e)."""
     import torch
 
