@@ -226,16 +226,14 @@ NUMBERS = {
     },
 }
 
+FLAGS = ("causal", "deterministic", "return_lse", "return_max_logit")
 CHOICES = {
     **{
         f"{name} {given!r}": value(f"^{name}={re.escape(repr(given))}: expected True or False", **{name: given})
-        for name in ("causal", "deterministic", "return_lse")
+        for name in FLAGS
         for given in (1, None, "yes", np.True_)
     },
-    **{
-        f"array as {name}": value(f"^{name}=", **{name: number(True)})
-        for name in ("causal", "deterministic", "return_lse")
-    },
+    **{f"array as {name}": value(f"^{name}=", **{name: number(True)}) for name in FLAGS},
     "array as causal, with a window": value("^causal=", causal=number(True), window=3),
     **{
         f"alignment {given!r}": value(
@@ -662,7 +660,7 @@ def test_arrays_are_no_options_in_torch(name: str, given: Any) -> None:
     ("name", "given"),
     [
         *((name, 0.5) for name in ("softcap", "dropout", "backend", "alignment")),
-        *((name, True) for name in ("causal", "deterministic", "return_lse")),
+        *((name, True) for name in FLAGS),
         ("max_len_q", 5),
     ],
 )
