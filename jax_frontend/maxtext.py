@@ -77,7 +77,7 @@ def apply_attention(
         bidirectional_mask: bool ``[batch, length]``: neighbours that are True see each other, whatever else hides them.
         sinks: ``[heads]``, a logit per head in the softmax.
         indexer_mask: ``[batch, q_len, kv_len]``, 0 where visible, a large negative number where hidden.
-        compressed_mask, record_max_logits: raise an error unless they are None and False.
+        compressed_mask: must be None. record_max_logits: puts the largest logits ``[batch, heads]`` on op.max_logits.
         decoder_segment_ids_kv: int32 ``[batch, kv_len]``, the ids of keys, if they differ from those of queries.
         qk_product_einsum, wv_product_einsum: ``jnp.einsum``, or those of a quantised cache: kernels run no einsum.
 
@@ -92,7 +92,7 @@ def apply_attention(
     if model_mode not in _MODES:
         raise SpecError(f"model_mode={shown(model_mode)}: expected one of {', '.join(_MODES)}")
     decodes = model_mode == "autoregressive"
-    _refuse(op, compressed_mask, record_max_logits, use_ragged_attention and decodes, model_mode == "train")
+    _refuse(op, compressed_mask, use_ragged_attention and decodes, model_mode == "train")
     for name, einsum in (("qk_product_einsum", qk_product_einsum), ("wv_product_einsum", wv_product_einsum)):
         if einsum is not jnp.einsum and op.kv_quant is None:
             raise SpecError(f"{name}: expected jnp.einsum, because kernels run no einsum that it could replace")
@@ -105,23 +105,26 @@ def apply_attention(
         shown_keys = (as_array("indexer_mask", indexer_mask) >= _HIDDEN)[:, None]
         options["mask"] = shown_keys & options["mask"] if "mask" in options else shown_keys
     softcap = op.attn_logits_soft_cap or None  # MaxText's 0 is no cap
-    results: Any = attention(q, k, v, scale=1.0, softcap=softcap, sinks=sinks, return_lse=decodes, **options)
+    options |= {"return_lse": decodes, "return_max_logit": record_max_logits}
+    results: Any = attention(q, k, v, scale=1.0, softcap=softcap, sinks=sinks, **options)
+    if record_max_logits:
+        from flax import nnx
+
+        op.max_logits = nnx.Intermediate(results[-1])
     if not decodes:
-        return results, None, None
+        return results[0] if record_max_logits else results, None, None
     out, lse = results[0], jnp.swapaxes(results[1], 1, 2)[..., None]  # [batch, q_len, heads, 1]
     # A part of the cache without a visible key has weight 0; -inf in both parts would give NaN in MaxText's merge.
     return out, jnp.maximum(lse, 2 * _HIDDEN), jnp.ones_like(lse)
 
 
-def _refuse(op: Any, compressed_mask: Any, record_max_logits: bool, ragged: bool, trains: bool) -> None:
+def _refuse(op: Any, compressed_mask: Any, ragged: bool, trains: bool) -> None:
     """Raises SpecError for what no kernel can honour, by the name that it has in MaxText."""
     kind, config = _kind(op), op.config
     if kind not in _TYPES:
         raise SpecError(f"attention_type={kind}: expected one of {', '.join(_TYPES)}")
     if compressed_mask is not None:
         raise SpecError("compressed_mask: expected None, because compressed attention is not supported here")
-    if record_max_logits:
-        raise SpecError("record_max_logits=True: kernels keep no logits; set use_qk_clip: false in the config")
     if ragged:
         raise SpecError("use_ragged_attention=True: expected False; the mask of the cache hides empty places already")
     if getattr(config, "moba", False):
@@ -231,9 +234,7 @@ def _places(op: Any, call: _Call) -> Callable[..., Any] | None:
 def _with_images(op: Any, call: _Call, ids: tuple[Any, ...], images: Any, batch: int) -> dict[str, Any]:
     """Returns a mask function that also shows the pairs inside a run of bidirectional tokens."""
     if call.decodes or call.offset or call.q_len != call.kv_len:
-        raise SpecError(
-            "bidirectional_mask: expected None in autoregressive mode, with previous_chunk, and for a cache"
-        )
+        raise SpecError("bidirectional_mask: expected None in autoregressive mode, with previous_chunk or for a cache")
     flags = as_array("bidirectional_mask", images).astype(bool)
     if flags.shape != (batch, call.kv_len):
         raise ShapeError(f"bidirectional_mask: expected [{batch}, {call.kv_len}], got {list(flags.shape)}")

@@ -164,7 +164,6 @@ def test_a_quantised_cache_and_an_indexer_mask():
 CONFIG = op_of().config
 REFUSED = {
     "compressed_mask": ({}, {"compressed_mask": np.zeros(3)}),
-    "record_max_logits=True": ({}, {"record_max_logits": True}),
     "use_ragged_attention=True": ({}, {"use_ragged_attention": True, "mode": "autoregressive"}),
     "model_mode='serve'": ({}, {"mode": "serve"}),
     "attention_type=compressed": ({"kind": "compressed"}, {}),
@@ -187,6 +186,21 @@ def test_what_no_kernel_honours_is_refused_by_name(words):
     with pytest.raises((SpecError, ShapeError)) as raised:
         call(op_of(**fields), options.pop("arrays", rows()), options.pop("ids", None), **options)
     assert words in str(raised.value)
+
+
+@pytest.mark.parametrize("mode", ["train", "autoregressive"])
+def test_largest_logits_are_on_the_op(mode):
+    """As an ``nnx.Intermediate`` [batch, heads], which MaxText's qk_clip_utils reads."""
+    nnx = pytest.importorskip("flax.nnx")
+    op, (q, k, v) = op_of(attn_logits_soft_cap=3.0), rows(1 if mode == "autoregressive" else LENGTH)
+    usual = call(op, (q, k, v), None, mode=mode)
+    assert not hasattr(op, "max_logits")
+    results = call(op, (q, k, v), None, mode=mode, record_max_logits=True)
+    assert all(one is other or np.array_equal(one, other) for one, other in zip(results, usual, strict=True))
+    logits = 3 * np.tanh(np.einsum("bihd,bjhd->bhij", q, k.repeat(HEADS // KV_HEADS, 2)) / 3)
+    logits = np.where(np.tri(LENGTH, dtype=bool), logits, -np.inf) if mode == "train" else logits
+    assert isinstance(op.max_logits, nnx.Intermediate)
+    np.testing.assert_allclose(op.max_logits[...], logits.max((2, 3)), rtol=1e-5)
 
 
 def test_another_einsum_is_refused():
