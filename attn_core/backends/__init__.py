@@ -115,7 +115,7 @@ FORWARD_MODE = {
 }
 """Automatic choice of the backend that computes tangents, best first. Another one may compute the call's results."""
 
-ROW_MAXIMUM = FORWARD_MODE
+ROW_MAXIMUM = {**FORWARD_MODE}
 """The same for the largest logit of each row, which a pass over q and k computes."""
 
 _OF_TORCH = ("sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "math")

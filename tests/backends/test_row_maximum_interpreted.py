@@ -15,10 +15,12 @@ import triton_interpreter
 from other_process import OtherProcess
 from spec_strategies import Call, make_call
 
+from attn_core import backends
 from attn_core.backends.triton_jvp import backend as triton_jvp
 from attn_core.call.tensors import Inputs
 from attn_core.correctness import row_maximum
 from attn_core.selection import row_maximum as choice
+from torch_frontend import SeqInfo, attention
 
 pytestmark = pytest.mark.rotates
 
@@ -134,3 +136,22 @@ def test_any_strides() -> None:
     mask = inputs.mask.mT.contiguous().mT
     strided = inputs._replace(q=q, k=k, v=k, mask=mask, bias=inputs.bias.repeat_interleave(3, 1)[:, ::3])
     assert np.array_equal(computed(call, strided), computed(call, inputs))
+
+
+def test_the_frontend_chooses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: this process lets it claim the CPU, too."""
+    monkeypatch.setattr(triton_jvp, "ROW_MAXIMUM", replace(triton_jvp.ROW_MAXIMUM, devices=("cpu",)))
+    monkeypatch.setitem(backends.ROW_MAXIMUM, ("torch", "cpu"), ("triton_jvp", "math"))
+    choice.choose.cache_clear()
+    ran: list[bool] = []
+    run = triton_jvp.row_maximum
+    monkeypatch.setattr(triton_jvp, "row_maximum", lambda *given: ran.append(True) or run(*given))
+    q, k, v = (torch.randn(1, 38, heads, 16, generator=torch.Generator().manual_seed(1)) for heads in (4, 2, 2))
+    documents = {"seq_info": SeqInfo.from_lengths([20, 15]), "causal": True, "window": 7}
+    several = ({"causal": True}, documents, {"mask": torch.rand(38, 38) > 0.5}, {"alibi_slopes": torch.ones(4)})
+    for options in several:
+        *_, top = attention(q, k, v, return_max_logit=True, backend="sdpa_flash", **options)
+        *_, other = attention(q, k, v, return_max_logit=True, backend="math", **options)
+        torch.testing.assert_close(top, other, rtol=1e-5, atol=1e-6)
+    assert len(ran) == len(several), "math has it from its forward"
+    choice.choose.cache_clear()
