@@ -35,6 +35,8 @@ def table(result: dict[str, Any]) -> str:
     launched = sum(row["lane"] != "callback" for row in result["calls"])
     lines += ["", f"{launched} of {len(result['calls'])} calls use no callback into Python.", ""]
     lines += anchor_lines(result["calls"])
+    if "layer" not in result:  # the run was stopped before
+        return "\n".join(lines)
     lines += ["| a layer's training step with | tokens per second | attention is |", "|---|---|---|"]
     for name, seconds in result["layer"].items():
         speed = LAYER_TOKENS / statistics.median(seconds)
