@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core.call.options import Window
+from attn_core.call.segments import given_segments
 from attn_core.call.spec import DTYPES
 from attn_core.errors import DTypeError, ShapeError, SpecError, needs_extra
 from attn_core.expressions.tracing import TracedFunction
@@ -50,6 +51,10 @@ def attend(
     mask_mod: Callable[..., Any] | TracedFunction | None = None,
     score_mod: Callable[..., Any] | TracedFunction | None = None,
     aux: Sequence[Any] = (),
+    q_segment_ids: Any = None,
+    kv_segment_ids: Any = None,
+    q_positions: Any = None,
+    kv_positions: Any = None,
     bias: Array | None = None,
     alibi_slopes: Array | None = None,
     sinks: Array | None = None,
@@ -71,6 +76,8 @@ def attend(
         causal, alignment, window, softcap, scale, key_ranges, mask_mod, score_mod, aux, bias, alibi_slopes, sinks,
             seq_info, backend: as in ``jax_frontend.attention``. bias is ``[q_len, kv_len]`` or
             ``[heads, q_len, kv_len]``; with seq_info the rows are packed documents.
+        q_segment_ids, kv_segment_ids, q_positions, kv_positions: as in ``jax_frontend.attention``, int32 ``[q_len]``
+            and ``[kv_len]``.
         bitwise_deterministic: the same bits on every run (``deterministic=`` of ``jax_frontend.attention``).
 
     Returns:
@@ -86,6 +93,7 @@ def attend(
     dropout = _dropout(layer.dropout, key, inference)
     q, k, v = _heads(layer, (query, key_, value), process_heads)
     sizes = (q.shape[1], q.shape[0], k.shape[0])  # heads, q_len, kv_len
+    segments = given_segments(q_segment_ids, kv_segment_ids, q_positions, kv_positions)
     out = attention(
         # Packed rows need no batch axis; a dense call needs one.
         *(heads if seq_info is not None else heads[None] for heads in (q, k, v)),
@@ -99,6 +107,7 @@ def attend(
         mask_mod=mask_mod,
         score_mod=score_mod,
         aux=aux,
+        **{name: _one_row(name, array) for name, array in segments.items()},
         bias=None if bias is None else _table("bias", as_array("bias", bias), sizes),
         alibi_slopes=alibi_slopes,
         sinks=sinks,
@@ -166,6 +175,14 @@ def _heads(
     # process_heads may return other dtypes (a rotary embedding in float32), and attention needs one.
     dtype = jnp.result_type(*heads)
     return heads[0].astype(dtype), heads[1].astype(dtype), heads[2].astype(dtype)
+
+
+def _one_row(name: str, array: Any) -> Any:
+    """Returns numbers of tokens ``[length]`` as ``[1, length]``. ``attention`` checks length, dtype and type."""
+    shape = getattr(array, "shape", None)
+    if shape is not None and len(shape) != 1:
+        raise ShapeError(f"{name}: expected [length], one number for each row, got {list(shape)}")
+    return array if shape is None else array[None]
 
 
 def _table(name: str, array: Array, sizes: tuple[int, int, int]) -> Array:

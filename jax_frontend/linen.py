@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from attn_core.call.functions import given_keywords
 from attn_core.call.layer_shapes import head_sizes
 from attn_core.call.options import check_flag
+from attn_core.call.segments import given_segments
 from attn_core.errors import SpecError, needs_extra
 from attn_core.paged.step import Pages
 from jax_frontend.flax.attend import attend
@@ -107,6 +108,10 @@ class Attention(nn.Module):
         mask_mod: Any = None,
         score_mod: Any = None,
         aux: Sequence[Any] = (),
+        q_segment_ids: Any = None,
+        kv_segment_ids: Any = None,
+        q_positions: Any = None,
+        kv_positions: Any = None,
         bias: jax.Array | None = None,
         alibi_slopes: jax.Array | None = None,
         seq_info: Any = None,
@@ -125,8 +130,11 @@ class Attention(nn.Module):
                 seq_info they have the batch axes of x: mask and bias broadcast to ``[batch..., heads, seq, kv_len]``,
                 and functions count the rows of all batch axes. In decode mode kv_len is the cache's length, and
                 key_ranges and functions count queries in the whole row.
-            positions: ``[seq]`` or ``[batch..., seq]`` for rotary; counted from each row's or document's start, or from
-                the cache's index, if omitted.
+            q_segment_ids, kv_segment_ids, q_positions, kv_positions: as in ``attention``, int32 ``[batch..., length]``.
+                Those of keys may be left out in self-attention. In decode mode kv_segment_ids has the cache's length,
+                and positions are refused.
+            positions: ``[seq]`` or ``[batch..., seq]`` for rotary; if omitted, q_positions, or else counted from each
+                row's or document's start, or from the cache's index.
             pages: for decoding, the layer's pool and the step's tables. x then has the new tokens of all sequences,
                 ``[tokens, features]``; the layer writes their keys and values into the pool.
             deterministic: no dropout.
@@ -149,9 +157,10 @@ class Attention(nn.Module):
         dropout = self.dropout_rate if dropping else 0.0
         rng = dropout_rng if dropping else None
         functions = given_keywords(mask_mod, score_mod, aux)
+        segments = given_segments(q_segment_ids, kv_segment_ids, q_positions, kv_positions)
         tables = mask, bias, alibi_slopes, sinks, seq_info, positions
         store = _CacheCollection(self) if self.decode else None
-        call = LayerCall(*tables, dropout, rng, pages, key_ranges, functions, store)
+        call = LayerCall(*tables, dropout, rng, pages, key_ranges, functions, store, segments)
         return attend(self, self._projections(x.shape[-1]), x, context, call)
 
     def _projections(self, features: int) -> Projections:

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from attn_core.call.functions import given_keywords
 from attn_core.call.layer_shapes import check_features, check_layer_options, head_sizes
 from attn_core.call.options import check_flag, check_number
-from attn_core.errors import SpecError, needs_extra
+from attn_core.call.segments import given_segments
+from attn_core.errors import needs_extra
 from attn_core.paged.step import Pages
 from jax_frontend.flax.attend import attend
 from jax_frontend.flax.hook import AttentionFn, attention_fn
@@ -23,6 +24,7 @@ with needs_extra(__name__, "jax", "flax"):
     from flax.nnx.nn.linear import default_bias_init, default_kernel_init
 
     from jax_frontend.flax.nnx_cache import CacheVariables, init_cache, shape_of_view
+    from jax_frontend.flax.nnx_dropout import dropout_of_call
 
 __all__ = ["Attention", "AttentionFn", "attention_fn"]
 
@@ -160,6 +162,10 @@ class Attention(nnx.Module):
         mask_mod: Any = None,
         score_mod: Any = None,
         aux: Sequence[Any] = (),
+        q_segment_ids: Any = None,
+        kv_segment_ids: Any = None,
+        q_positions: Any = None,
+        kv_positions: Any = None,
         bias: jax.Array | None = None,
         alibi_slopes: jax.Array | None = None,
         seq_info: Any = None,
@@ -179,8 +185,11 @@ class Attention(nnx.Module):
                 seq_info they have the batch axes of x: mask and bias broadcast to ``[batch..., heads, seq, kv_len]``,
                 and functions count the rows of all batch axes. In decode mode kv_len is the cache's length, and
                 key_ranges and functions count queries in the whole row.
-            positions: ``[seq]`` or ``[batch..., seq]`` for rotary; counted from each row's or document's start, or from
-                the cache's index, if omitted.
+            q_segment_ids, kv_segment_ids, q_positions, kv_positions: as in ``attention``, int32 ``[batch..., length]``.
+                Those of keys may be left out in self-attention. In decode mode kv_segment_ids has the cache's length,
+                and positions are refused.
+            positions: ``[seq]`` or ``[batch..., seq]`` for rotary; if omitted, q_positions, or else counted from each
+                row's or document's start, or from the cache's index.
             pages: for decoding, the layer's pool and the step's tables. x then has the new tokens of all sequences,
                 ``[tokens, features]``; the layer writes their keys and values into the pool.
             deterministic: no dropout; overrides the layer's setting.
@@ -195,13 +204,14 @@ class Attention(nnx.Module):
         """
         check_inputs(x, context, pages)
         check_features(x.shape, None if context is None else context.shape, self.in_features, self.in_kv_features)
-        dropout, dropout_rng = self._dropout(deterministic, rngs)
+        dropout, dropout_rng = dropout_of_call(self, deterministic, rngs)
         sinks = None if self.sink_logits is None else self.sink_logits[...]
         functions = given_keywords(mask_mod, score_mod, aux)
+        segments = given_segments(q_segment_ids, kv_segment_ids, q_positions, kv_positions)
         tables = mask, bias, alibi_slopes, sinks, seq_info, positions
         decoding = check_flag("decode", self.decode if decode is None else decode)
         store = CacheVariables(self) if decoding else None
-        call = LayerCall(*tables, dropout, dropout_rng, pages, key_ranges, functions, store)
+        call = LayerCall(*tables, dropout, dropout_rng, pages, key_ranges, functions, store, segments)
         query, key = then(self.query, self.query_ln), then(self.key, self.key_ln)
         return attend(self, Projections(query, key, self.value, self.out), x, context, call)
 
@@ -240,20 +250,3 @@ class Attention(nnx.Module):
         shape = shape_of_view(batch_size, max_length, self.in_features)
         if decode and shape is not None:
             self.init_cache(shape)
-
-    def _dropout(self, deterministic: bool | None, rngs: nnx.Rngs | nnx.RngStream | None) -> tuple[float, Any]:
-        """Returns the dropout rate and key of this call."""
-        if self.dropout_rate == 0:
-            return 0.0, None
-        off = self.deterministic if deterministic is None else deterministic
-        if off is None:
-            raise SpecError(
-                f"deterministic=None with dropout_rate={self.dropout_rate}: expected True or False, in the layer, the "
-                "call, or by train() and eval()"
-            )
-        if off:
-            return 0.0, None
-        stream = self.rngs if rngs is None else rngs.dropout if isinstance(rngs, nnx.Rngs) else rngs
-        if stream is None:
-            raise SpecError("rngs=None: expected nnx.Rngs in the call, because the layer has keep_rngs=False")
-        return self.dropout_rate, stream()

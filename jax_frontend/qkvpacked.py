@@ -12,7 +12,9 @@ from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
 from attn_core.call.functions import are_given
 from attn_core.call.keywords import QkvPackedKeywords
 from attn_core.call.options import Options, Window, requested_names
+from attn_core.call.segments import given_segments
 from attn_core.call.seq_info import SeqInfo
+from attn_core.call.traced_options import is_traced
 from attn_core.expressions.tracing import TracedFunction
 from attn_core.selection import override
 from jax_frontend.attention import attention, gather_arguments, run
@@ -47,6 +49,10 @@ def attention_qkvpacked(
     mask_mod: Callable[..., Any] | TracedFunction | None = None,
     score_mod: Callable[..., Any] | TracedFunction | None = None,
     aux: Sequence[Any] = (),
+    q_segment_ids: Any = None,
+    kv_segment_ids: Any = None,
+    q_positions: Any = None,
+    kv_positions: Any = None,
     bias: Array | None = None,
     alibi_slopes: Array | None = None,
     sinks: Array | None = None,
@@ -60,7 +66,8 @@ def attention_qkvpacked(
 ) -> Array | tuple[Array, Array]:
     """Computes ``attention`` of q, k and v in one array; torch's kernels read it in place and write one gradient.
 
-    With key_ranges and functions, the array is cut and the gradient is concatenated.
+    With key_ranges, functions, segment ids and traced windows or scales, the array is cut and the gradient is
+    concatenated.
 
     Args:
         qkv: ``[batch, seq, 3, heads, head_dim]``; packed ``[tokens, 3, heads, head_dim]``, alone or as one row
@@ -75,12 +82,20 @@ def attention_qkvpacked(
     seen = causal, alignment, window, mask, key_ranges
     seen = splash_masks.as_options(seen, seq_info, alibi_slopes, qkv, qkv, as_one=True)
     causal, alignment, window, mask, key_ranges = seen
-    if key_ranges is not None or are_given((mask_mod, score_mod, aux)):
+    segments = given_segments(q_segment_ids, kv_segment_ids, q_positions, kv_positions)
+    in_parts = segments or is_traced(window, scale) or key_ranges is not None
+    if in_parts or are_given((mask_mod, score_mod, aux)):
         visible = {"causal": causal, "alignment": alignment, "window": window, "mask": mask, "key_ranges": key_ranges}
         scores = {"softcap": softcap, "scale": scale, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks}
         functions = {"mask_mod": mask_mod, "score_mod": score_mod, "aux": aux}
-        how = {"dropout": dropout, "dropout_rng": dropout_rng, "deterministic": deterministic, "backend": backend}
-        rest: Any = {**visible, **scores, **functions, **how, "seq_info": seq_info, "return_lse": return_lse}
+        how: dict[str, Any] = {
+            "dropout": dropout,
+            "dropout_rng": dropout_rng,
+            "deterministic": deterministic,
+            "backend": backend,
+        }
+        how |= {"seq_info": seq_info, "return_lse": return_lse}
+        rest: Any = {**visible, **scores, **functions, **segments, **how}
         return attention(*(qkv[..., at, :, :] for at in range(3)), **rest)
     options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
     info = SeqInfo.coerce(seq_info)

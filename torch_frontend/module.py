@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attn_core.call import segments
 from attn_core.call.functions import given_keywords, refuse_over_ranks
 from attn_core.call.layer_shapes import (
     HeadSizes,
@@ -21,11 +22,11 @@ from attn_core.call.layer_shapes import (
 )
 from attn_core.call.seq_info import SeqInfo
 from attn_core.errors import SpecError
-from attn_core.paged.step import Pages, check_paged_layer
+from attn_core.paged.step import Pages
 from torch_frontend.context_parallel.layers import active_for
 from torch_frontend.dispatch.layer_inputs import check_inputs
-from torch_frontend.dispatch.token_positions import token_places, token_positions
-from torch_frontend.paged.attention import append_kv, paged_attention
+from torch_frontend.dispatch.token_positions import token_positions
+from torch_frontend.paged.layer import attend_in_pages
 from torch_frontend.recomputed import attention_of_layer as attention
 
 Rotary = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -114,6 +115,10 @@ class Attention(nn.Module):
         mask_mod: Any = None,
         score_mod: Any = None,
         aux: Sequence[Any] = (),
+        q_segment_ids: Any = None,
+        kv_segment_ids: Any = None,
+        q_positions: Any = None,
+        kv_positions: Any = None,
         bias: Tensor | None = None,
         alibi_slopes: Tensor | None = None,
         seq_info: Any = None,
@@ -126,7 +131,10 @@ class Attention(nn.Module):
             x: ``[batch, seq, features]``; with seq_info ``[tokens, features]`` or ``[1, tokens, features]``.
             context: the source of keys and values, with x's layout; None for self-attention.
             mask, key_ranges, mask_mod, score_mod, aux, bias, alibi_slopes, seq_info: as in ``attention``.
-            positions: ``[seq]`` or ``[batch, seq]`` for rotary; counted from each row's or document's start if omitted.
+            q_segment_ids, kv_segment_ids, q_positions, kv_positions: as in ``attention``. Those of keys may be left out
+                in self-attention.
+            positions: ``[seq]`` or ``[batch, seq]`` for rotary; if omitted, q_positions, or else counted from each
+                row's or document's start.
             pages: for decoding, the layer's pool and the step's tables. x then has the new tokens of all sequences,
                 ``[tokens, features]``; the layer writes their keys and values into the pool.
 
@@ -138,21 +146,24 @@ class Attention(nn.Module):
         """
         check_inputs(x, context, positions, pages)
         context_parallel, functions = active_for(self), given_keywords(mask_mod, score_mod, aux)
+        said = segments.given_segments(q_segment_ids, kv_segment_ids, q_positions, kv_positions)
         if pages is not None:
             if context_parallel is not None:
                 raise SpecError(
                     "pages: expected None in context parallelism, which exchanges keys and values as shards"
                 )
             others = {"context": context, "mask": mask, "key_ranges": key_ranges, "bias": bias}
-            others |= {"alibi_slopes": alibi_slopes, "seq_info": seq_info, **functions}
-            return self._in_pages(x, others, positions, pages)
+            others |= {"alibi_slopes": alibi_slopes, "seq_info": seq_info, **functions, **said}
+            return attend_in_pages(self, x, others, positions, pages)
         seq_info = SeqInfo.coerce(seq_info)
         if context_parallel is not None:
             refuse_over_ranks(functions)
+            segments.refuse_over_ranks(said)
             context_parallel = context_parallel.with_documents(seq_info)
             seq_info = context_parallel.seq_info
+        positions = segments.rotary_positions(positions, said, rotary=self.rotary is not None)
         queries, keys = self._rows(x, context, seq_info, positions)
-        q, k, v = self._project(queries, keys)  # [batch, seq, heads, head_dim]
+        q, k, v = self.project(queries, keys)  # [batch, seq, heads, head_dim]
         if self.rotary is not None:
             if positions is None and context_parallel is not None:
                 positions = context_parallel.position_ids(q.shape[1], q.device)
@@ -173,9 +184,10 @@ class Attention(nn.Module):
             mask=mask,
             key_ranges=key_ranges,
             **functions,
+            **said,
             bias=bias,
             alibi_slopes=alibi_slopes,
-            sinks=self._sinks(),
+            sinks=self.sinks_here(),
             dropout=self.dropout_rate if self.training else 0.0,
             deterministic=self.bitwise_deterministic,
             backend=self.backend,
@@ -183,37 +195,7 @@ class Attention(nn.Module):
         out = self.o_proj(out.flatten(-2))  # [batch, seq, heads, value_dim] -> [batch, seq, out_features]
         return out[0] if x.ndim == 2 else out
 
-    def _in_pages(
-        self, x: Tensor, others: dict[str, Any], positions: Tensor | None, pages: Pages
-    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Writes the keys and values of new tokens ``[tokens, features]`` into the pages, then attends to the pages."""
-        check_paged_layer(tuple(x.shape), self.alignment, self.dropout_rate if self.training else 0.0, others)
-        check_features(tuple(x.shape), None, self.in_features, self.in_kv_features)
-        self._check_rotary(positions, (1, x.shape[0]))
-        q, k, v = self._project(x, x)  # [tokens, heads, head_dim]
-        dtype, pool_dtype, step = v.dtype, pages.k.dtype, pages.step
-        if self.rotary is not None:
-            places = token_places(step, x) if positions is None else positions
-            q, k = (rows[0].to(dtype) for rows in self.rotary(q[None], k[None], places.reshape(1, -1)))
-        # The pool may have another dtype than the parameters, and append_kv does not cast.
-        append_kv(pages.k, pages.v, k.to(pool_dtype), v.to(pool_dtype), **step.tables)
-        out = paged_attention(
-            q.to(pool_dtype),
-            pages.k,
-            pages.v,
-            **step.tables,
-            max_len_q=step.max_len_q,
-            causal=self.causal,
-            window=self.window,
-            softcap=self.softcap,
-            scale=self.scale,
-            sinks=self._sinks(),
-            deterministic=self.bitwise_deterministic,
-            backend=self.backend,
-        )
-        return self.o_proj(out.to(dtype).flatten(-2)), (pages.k, pages.v)
-
-    def _project(self, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns q, k and v, ``[..., heads, head_dim]``; of this rank's heads if they are split over ranks."""
         q, k, v = self.q_proj(queries), self.k_proj(keys), self.v_proj(keys)
         heads, kv_heads = self.num_heads, self.num_kv_heads
@@ -227,7 +209,7 @@ class Attention(nn.Module):
             v.unflatten(-1, (kv_heads, self.value_dim)),
         )
 
-    def _sinks(self) -> Tensor | None:
+    def sinks_here(self) -> Tensor | None:
         """Returns the sinks; of this rank's heads if they are a DTensor that is split over ranks."""
         to_local = getattr(self.sink_logits, "to_local", None)
         return self.sink_logits if to_local is None else to_local()
@@ -241,10 +223,11 @@ class Attention(nn.Module):
         check_features(shape, kv_shape, self.in_features, self.in_kv_features)
         source = x if context is None else context
         queries, keys = (x[None], source[None]) if x.ndim == 2 else (x, source)
-        self._check_rotary(positions, (queries.shape[0], queries.shape[1]), cross=context is not None)
+        self.check_positions(positions, (queries.shape[0], queries.shape[1]), cross=context is not None)
         return queries, keys
 
-    def _check_rotary(self, positions: Tensor | None, rows: tuple[int, int], cross: bool = False) -> None:
+    def check_positions(self, positions: Tensor | None, rows: tuple[int, int], cross: bool = False) -> None:
+        """Checks the positions of rows ``(batch, seq)`` and that the layer's rotary can rotate their keys."""
         shape = None if positions is None else tuple(positions.shape)
         check_rotary(rotary=self.rotary is not None, cross=cross, positions=shape, rows=rows)
 

@@ -13,6 +13,7 @@ from attn_core.call.functions import are_given
 from attn_core.call.keywords import QkvPackedKeywords
 from attn_core.call.mask_objects import is_object
 from attn_core.call.options import Options, Window, requested_names
+from attn_core.call.segments import given_segments
 from attn_core.call.tensors import Gradients, Inputs
 from attn_core.expressions.tracing import TracedFunction
 from attn_core.selection import override
@@ -52,6 +53,10 @@ def attention_qkvpacked(
     mask_mod: Callable[..., Any] | TracedFunction | None = None,
     score_mod: Callable[..., Any] | TracedFunction | None = None,
     aux: Sequence[Any] = (),
+    q_segment_ids: Any = None,
+    kv_segment_ids: Any = None,
+    q_positions: Any = None,
+    kv_positions: Any = None,
     bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -65,7 +70,7 @@ def attention_qkvpacked(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Computes ``attention`` of views of one tensor; the backward writes its gradient without a concatenation.
 
-    With key_ranges and functions, the gradient is concatenated.
+    With key_ranges, functions and segment ids, the gradient is concatenated.
 
     Args:
         qkv: ``[batch, seq, 3, heads, head_dim]``; packed ``[tokens, 3, heads, head_dim]``, alone or as one row
@@ -81,12 +86,19 @@ def attention_qkvpacked(
         causal, alignment, window, mask, bias, seq_info = plan.read_mask_object(rows, rows, visible)
     facts = plan.facts(qkv.shape, qkv.dtype, qkv.device)
     check_qkv_as_one(facts, seq_info is not None)
-    if key_ranges is not None or are_given((mask_mod, score_mod, aux)):
+    segments = given_segments(q_segment_ids, kv_segment_ids, q_positions, kv_positions)
+    if key_ranges is not None or segments or are_given((mask_mod, score_mod, aux)):
         seen = {"causal": causal, "alignment": alignment, "window": window, "mask": mask, "key_ranges": key_ranges}
         scores = {"softcap": softcap, "scale": scale, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks}
         functions = {"mask_mod": mask_mod, "score_mod": score_mod, "aux": aux}
-        how = {"dropout": dropout, "dropout_rng": dropout_rng, "deterministic": deterministic, "backend": backend}
-        rest: Any = {**seen, **scores, **functions, **how, "seq_info": seq_info, "return_lse": return_lse}
+        how: dict[str, Any] = {
+            "dropout": dropout,
+            "dropout_rng": dropout_rng,
+            "deterministic": deterministic,
+            "backend": backend,
+        }
+        how |= {"seq_info": seq_info, "return_lse": return_lse}
+        rest: Any = {**seen, **scores, **functions, **segments, **how}
         return attention(*qkv.unbind(-3), **rest)
     options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
     (qkv,) = autocast.in_autocast(qkv)

@@ -14,6 +14,7 @@ import torch
 
 from attn_core.call.mask_objects import Visible, is_object
 from attn_core.call.options import Options, requested_names
+from attn_core.call.segments import Segments
 from attn_core.call.tensors import Inputs
 from attn_core.selection import NoBackendError, override
 from torch_frontend.attention import attention
@@ -21,6 +22,7 @@ from torch_frontend.dispatch import autocast, empty_rows, heads_first, in_parts,
 from torch_frontend.dispatch.checked_results import in_checks
 from torch_frontend.dispatch.general_calls import gather_arguments
 from torch_frontend.dispatch.ranges import in_ranges
+from torch_frontend.dispatch.segments import without_segments
 
 Tensor = torch.Tensor
 
@@ -37,6 +39,7 @@ def attention_of_layer(q: Tensor, k: Tensor, v: Tensor, *, trains: bool, **optio
     # Then attention itself chooses a kernel with a backward, and autograd must record the call.
     if torch.is_grad_enabled() and any(getattr(tensor, "requires_grad", False) for tensor in trainable):
         return attention(q, k, v, **options)
+    options = _without_segments(q, k, options)
     if is_object(options.get("mask"), options.get("bias")):
         visible = Visible(**{name: options[name] for name in Visible._fields if name in options})
         options |= plan.read_mask_object(q, k, visible)._asdict()
@@ -55,6 +58,18 @@ def attention_of_layer(q: Tensor, k: Tensor, v: Tensor, *, trains: bool, **optio
     with autocast.switched_off(inputs.q.device):
         out, lse = run_plan.run_forward(call_plan, inputs)
     return empty_rows.finish_results((out, lse) if call_options.return_lse else out, inputs, seq_info)
+
+
+def _without_segments(q: Tensor, k: Tensor, options: dict[str, Any]) -> dict[str, Any]:
+    """Returns the options of the same call without segment ids and positions."""
+    said = tuple([options.get(name) for name in Segments._fields])
+    if all(array is None for array in said):
+        return options
+    visible = options.get("causal", False), options.get("window"), options.get("mask_mod"), options.get("aux", ())
+    others = options.get("seq_info"), options.get("alibi_slopes")
+    plain = without_segments(said, visible, (q, k), "bshd", others)
+    rest = {name: value for name, value in options.items() if name not in Segments._fields}
+    return {**rest, **plain._asdict()}
 
 
 def attention_of_heads(

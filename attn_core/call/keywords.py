@@ -31,6 +31,10 @@ class QkvPackedKeywords(TypedDict, Generic[Array, Random], total=False):
     mask_mod: Callable[..., Any] | TracedFunction | None
     score_mod: Callable[..., Any] | TracedFunction | None
     aux: Sequence[Any]
+    q_segment_ids: Any
+    kv_segment_ids: Any
+    q_positions: Any
+    kv_positions: Any
     bias: Array | None
     alibi_slopes: Array | None
     sinks: Array | None
@@ -45,10 +49,6 @@ class AttentionKeywords(QkvPackedKeywords[Array, Random], total=False):
     """The keywords of ``attention``, without return_lse and return_max_logit."""
 
     layout: Layout
-    q_segment_ids: Any
-    kv_segment_ids: Any
-    q_positions: Any
-    kv_positions: Any
 
 
 class ContextParallelKeywords(TypedDict, Generic[Array], total=False):

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from attn_core.call.layer_shapes import check_layer_inputs, check_rotary
+from attn_core.call.segments import rotary_positions
 from attn_core.call.seq_info import SeqInfo
 from jax_frontend.context_parallel import layers as context_layers
 from jax_frontend.dispatch.plan import as_array
@@ -40,7 +41,8 @@ def attend(
     seq_info = SeqInfo.coerce(call.seq_info)
     batch, call = _folded(x, context, call._replace(seq_info=seq_info))
     queries = _as_rows(x)
-    positions = None if call.positions is None else as_array("positions", call.positions)
+    positions = rotary_positions(call.positions, call.segments, rotary=layer.rotary is not None)
+    positions = None if positions is None else as_array("positions", positions)
     check_rotary(
         rotary=layer.rotary is not None,
         cross=context is not None,

@@ -41,6 +41,7 @@ def fold_tables(call: LayerCall, batch: tuple[int, ...], seq: int) -> LayerCall:
         alibi_slopes=None if slopes is None else _fold_slopes(as_array("alibi_slopes", slopes), batch),
         key_ranges=_fold_ranges(ranges, batch) if isinstance(ranges, np.ndarray | jax.Array) else ranges,
         positions=row_positions("positions", positions, batch, seq),
+        segments={name: _fold_tokens(name, array, batch) for name, array in call.segments.items()},
     )
 
 
@@ -73,6 +74,16 @@ def _fold_slopes(slopes: jax.Array, batch: tuple[int, ...]) -> jax.Array:
             f"{list(slopes.shape)}"
         )
     return slopes.reshape(math.prod(batch), slopes.shape[-1])
+
+
+def _fold_tokens(name: str, array: Any, batch: tuple[int, ...]) -> Any:
+    """Folds segment ids or positions ``[batch..., length]``. ``attention`` checks length, dtype and type."""
+    shape = getattr(array, "shape", None)
+    if shape is None:
+        return array
+    if len(shape) != len(batch) + 1 or tuple(shape[:-1]) != batch:
+        raise ShapeError(f"{name}: expected [batch..., length] with the batch {list(batch)}, got {list(shape)}")
+    return array.reshape(math.prod(batch), shape[-1])
 
 
 def _fold_ranges(ranges: Any, batch: tuple[int, ...]) -> Any:

@@ -36,6 +36,7 @@ def check_decode(layer: LayerOptions, context: Any, call: LayerCall) -> None:
         SpecError: naming what a cache of one row of tokens cannot honour.
     """
     refused = {"context": context, "seq_info": call.seq_info, "context_axis": layer.context_axis}
+    refused |= {name: call.segments.get(name) for name in ("q_positions", "kv_positions")}
     for name, value in refused.items():
         if value is not None:
             raise SpecError(
@@ -143,7 +144,7 @@ def _written(cached: jax.Array, heads: jax.Array, index: jax.Array) -> jax.Array
 def _has_tables(call: LayerCall) -> bool:
     """Returns whether a call has arrays or functions of all places of the cache."""
     tables = call.mask, call.bias, call.alibi_slopes, call.key_ranges
-    return bool(call.functions) or any(table is not None for table in tables)
+    return bool(call.functions or call.segments) or any(table is not None for table in tables)
 
 
 def _visible(ahead: jax.Array, new: int, left: int | None) -> jax.Array:

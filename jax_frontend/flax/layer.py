@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core.backends.shared.jax_offsets import document_numbers
-from attn_core.call.functions import refuse_over_ranks
+from attn_core.call import functions, segments
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.spec import DTYPES
 from attn_core.errors import DTypeError, ShapeError
@@ -89,6 +89,7 @@ class LayerCall(NamedTuple):
     """The arguments of one call of a layer; dropout is 0 if it is switched off. functions: mask_mod, score_mod, aux.
 
     store: access to the layer's cache in decode mode, else None.
+    segments: the segment ids and positions of the call, as keywords of ``attention``.
     """
 
     mask: Any = None
@@ -103,6 +104,7 @@ class LayerCall(NamedTuple):
     key_ranges: Any = None
     functions: Mapping[str, Any] = MappingProxyType({})
     store: CacheStore | None = None
+    segments: Mapping[str, Any] = MappingProxyType({})
 
 
 def check_inputs(x: Any, context: Any, pages: Any) -> None:
@@ -130,7 +132,8 @@ def attend_to_heads(
     # context_parallel_attention has no dropout, and so no dropout_rng.
     run = partial(attention, dropout_rng=call.dropout_rng)
     if context_layers.is_context_parallel(layer):
-        refuse_over_ranks(dict(call.functions))
+        functions.refuse_over_ranks(dict(call.functions))
+        segments.refuse_over_ranks(call.segments)
         run = partial(context_layers.attend, layer)
     band = {"causal": layer.causal, "alignment": layer.alignment, "window": layer.window}
     return run(
@@ -144,6 +147,7 @@ def attend_to_heads(
         mask=None if call.mask is None else as_array("mask", call.mask).astype(bool),
         key_ranges=call.key_ranges,
         **call.functions,
+        **call.segments,
         bias=call.bias,
         alibi_slopes=call.alibi_slopes,
         sinks=call.sinks,

@@ -36,7 +36,7 @@ def attend_in_pages(
         "bias": call.bias,
         "alibi_slopes": call.alibi_slopes,
     }
-    unsupported |= {"seq_info": call.seq_info, "context_axis": layer.context_axis, **call.functions}
+    unsupported |= {"seq_info": call.seq_info, "context_axis": layer.context_axis, **call.functions, **call.segments}
     check_paged_layer(x.shape, layer.alignment, call.dropout, unsupported)
     positions = None if call.positions is None else as_array("positions", call.positions)
     check_rotary(

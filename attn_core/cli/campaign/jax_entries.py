@@ -11,7 +11,7 @@ import numpy as np
 
 from attn_core import SeqInfo
 from attn_core.call.spec import AttentionSpec
-from attn_core.cli.campaign import pages
+from attn_core.cli.campaign import pages, segments
 from attn_core.cli.campaign.entries import LACK_RANGES, Arrays, Entry, ranges_refuse, without
 from attn_core.cli.campaign.pages import pages_of
 from attn_core.cli.drawn_functions import functions_of
@@ -33,8 +33,18 @@ def words(seed: int) -> list[int]:
     return jax.random.bits(jax.random.key(seed), (2,), jnp.uint32).tolist()  # type: ignore[no-any-return]
 
 
-def run(call: Call, jitted: bool, trial: Trial, backend: str | None, device: str) -> Arrays:
-    """Runs a call of (arrays, options), which returns the results of ``attention``; see ``Entry.run``."""
+def run(
+    call: Call,
+    jitted: bool,
+    trial: Trial,
+    backend: str | None,
+    device: str,
+    more: Callable[[Trial], Arrays] = lambda trial: {},
+) -> Arrays:
+    """Runs a call of (arrays, options), which returns the results of ``attention``; see ``Entry.run``.
+
+    more: returns numpy arrays that the call takes besides those of the trial.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -42,6 +52,7 @@ def run(call: Call, jitted: bool, trial: Trial, backend: str | None, device: str
     where = jax.devices("gpu" if device.startswith("sm") else "cpu")[0]
     with jax.enable_x64(spec.dtype == "float64"), jax.default_device(where):
         constants, learned = arrays_of(trial)
+        constants |= {name: jnp.asarray(array) for name, array in more(trial).items()}
         offsets = None
         if trial.seq_info is not None:
             offsets = (jnp.asarray(trial.seq_info.cu_seqlens_q), jnp.asarray(trial.seq_info.cu_seqlens_k))
@@ -125,16 +136,8 @@ def _mapped_refuses(spec: AttentionSpec) -> str | None:
 def _dot_product_attention(arrays: Arrays, options: dict[str, Any]) -> Any:
     import jax_frontend
 
-    result = jax_frontend.dot_product_attention(
-        arrays["q"],
-        arrays["k"],
-        arrays["v"],
-        arrays["bias"],
-        arrays["mask"],
-        scale=options["scale"],
-        is_causal=options["causal"],
-    )
-    return result
+    tensors = (arrays[name] for name in ("q", "k", "v", "bias", "mask"))
+    return jax_frontend.dot_product_attention(*tensors, scale=options["scale"], is_causal=options["causal"])
 
 
 def _dot_product_refuses(spec: AttentionSpec) -> str | None:
@@ -166,6 +169,15 @@ def _run_paged(trial: Trial, backend: str | None, device: str) -> Arrays:
         results = jax.jit(call)(constants["q"], *pools, constants["sinks"], tables)
         named = dict(zip(("out", "lse"), results if spec.return_lse else (results,)))
         return {name: np.asarray(array).astype(np.float64) for name, array in named.items()}
+
+
+def _in_segments(arrays: Arrays, options: dict[str, Any]) -> Any:
+    """Documents are segment ids and positions."""
+    import jax.numpy as jnp
+
+    import jax_frontend
+
+    return segments.attend(jax_frontend.attention, jnp.take_along_axis, arrays, options | {"seq_info": None})
 
 
 def _exported(arrays: Arrays, options: dict[str, Any]) -> Any:
@@ -223,6 +235,13 @@ ENTRIES = (
         share=0.1,
         requests=False,
         parts=MOST_TILES,
+    ),
+    Entry(
+        "jax attention, segments",
+        partial(run, _in_segments, True, more=segments.arrays_of),
+        segments.refuses,
+        shared=True,
+        masks=True,
     ),
     Entry("jax attention, vmap", partial(run, _mapped, True), _mapped_refuses, shared=True),
     Entry(

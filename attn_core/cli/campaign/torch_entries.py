@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from attn_core.call.spec import AttentionSpec
-from attn_core.cli.campaign import pages
+from attn_core.cli.campaign import pages, segments
 from attn_core.cli.campaign.entries import LACK_RANGES, Arrays, Entry, ranges_refuse, without
 from attn_core.cli.campaign.pages import pages_of
 from attn_core.cli.in_torch import cotangents_of, named_results, tensors_of
@@ -170,6 +170,19 @@ def _paged(tensors: Tensors, trial: Trial, backend: str | None) -> Any:
     return torch_frontend.paged_attention(q, k_pages, v_pages, **options)
 
 
+def _in_segments(tensors: Tensors, trial: Trial, backend: str | None) -> Any:
+    """Documents are segment ids and positions."""
+    import torch
+
+    import torch_frontend
+
+    where = tensors["q"].device
+    said = {name: torch.from_numpy(array).to(where) for name, array in segments.arrays_of(trial).items()}
+    options = keywords(trial, backend) | {"seq_info": None}
+    said |= {name: said[name].long() for name in segments.ORDERS}
+    return segments.attend(torch_frontend.attention, torch.take_along_dim, tensors | said, options)
+
+
 def _qkvpacked(tensors: Tensors, trial: Trial, backend: str | None) -> Any:
     import torch
 
@@ -211,6 +224,7 @@ ENTRIES = (
     Entry("torch attention, one row", partial(run, _one_row), _packed_alone, words=words),
     Entry("torch attention, strided", partial(run, _strided), _lacks(), words=words),
     Entry("torch attention_qkvpacked", partial(run, _qkvpacked), _qkvpacked_refuses, words=words),
+    Entry("torch attention, segments", partial(run, _in_segments), segments.refuses, masks=True),
     Entry("torch paged_attention", partial(run, _paged), pages.refuses, requests=False),
     Entry(
         "torch attention, compiled",

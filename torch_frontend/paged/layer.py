@@ -1,0 +1,48 @@
+"""A layer with its keys and values in pages of a pool."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from attn_core.call.layer_shapes import check_features
+from attn_core.paged.step import Pages, check_paged_layer
+from torch_frontend.dispatch.token_positions import token_places
+from torch_frontend.paged.attention import append_kv, paged_attention
+
+
+def attend_in_pages(
+    layer: Any, x: Tensor, others: dict[str, Any], positions: Tensor | None, pages: Pages
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """Writes the keys and values of new tokens ``[tokens, features]`` into the pages, then attends to the pages.
+
+    Args:
+        layer: a ``torch_frontend.module.Attention``.
+        others: the other arguments of the call by name, which must all be None.
+    """
+    check_paged_layer(tuple(x.shape), layer.alignment, layer.dropout_rate if layer.training else 0.0, others)
+    check_features(tuple(x.shape), None, layer.in_features, layer.in_kv_features)
+    layer.check_positions(positions, (1, x.shape[0]))
+    q, k, v = layer.project(x, x)  # [tokens, heads, head_dim]
+    dtype, pool_dtype, step = v.dtype, pages.k.dtype, pages.step
+    if layer.rotary is not None:
+        places = token_places(step, x) if positions is None else positions
+        q, k = (rows[0].to(dtype) for rows in layer.rotary(q[None], k[None], places.reshape(1, -1)))
+    # The pool may have another dtype than the parameters, and append_kv does not cast.
+    append_kv(pages.k, pages.v, k.to(pool_dtype), v.to(pool_dtype), **step.tables)
+    out = paged_attention(
+        q.to(pool_dtype),
+        pages.k,
+        pages.v,
+        **step.tables,
+        max_len_q=step.max_len_q,
+        causal=layer.causal,
+        window=layer.window,
+        softcap=layer.softcap,
+        scale=layer.scale,
+        sinks=layer.sinks_here(),
+        deterministic=layer.bitwise_deterministic,
+        backend=layer.backend,
+    )
+    return layer.o_proj(out.to(dtype).flatten(-2)), (pages.k, pages.v)
