@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from attn_core.call.added_functions import and_mask
 from attn_core.call.functions import renumbered
 from attn_core.call.options import check_flag, normalise_window
+from attn_core.call.traced_options import TRACED, is_traced, of_sides, traced_sides
 from attn_core.errors import DTypeError, ShapeError, SpecError
 from attn_core.expressions.ready_made import and_masks
 from attn_core.expressions.tracing import Aux, TracedFunction, trace_mask
@@ -45,6 +46,8 @@ def without_segments(
     shapes: tuple[tuple[int, ...], tuple[int, ...]],
     others: Mapping[str, Any],
     tracer: Callable[..., TracedFunction] = trace_mask,
+    *,
+    traced_window: bool = False,
 ) -> Visible:
     """Returns the arguments of the same call without segments: they become part of the mask function.
 
@@ -52,6 +55,7 @@ def without_segments(
         shapes: of q and k, ``[batch, length, heads, head_dim]``.
         others: ``seq_info`` and ``alibi_slopes`` of the call, which segments and positions exclude.
         tracer: ``trace_mask``, or one that a compiler does not look into.
+        traced_window: whether a distance of the window may be an array.
 
     Returns:
         The arguments; with positions without causal and window, which the function then says.
@@ -66,20 +70,26 @@ def without_segments(
         raise SpecError(
             f"seq_info: expected None with {_first(segments)}, because both say which tokens belong together"
         )
-    band: tuple[int | None, int | None] = (None, None)
+    band: tuple[Any, Any] = (None, None)
+    distances: list[Any] = []
+    counts_keys = False
     if by_position:
         if others.get("alibi_slopes") is not None:
             raise SpecError("alibi_slopes: expected None with positions, because slopes count places in the row")
-        left, right = normalise_window(window, check_flag("causal", causal))
-        band = left, 0 if causal else right
+        if traced_window and is_traced(window, None):
+            band, counts_keys, distances = traced_sides(window, causal)
+        else:
+            band = normalise_window(window, check_flag("causal", causal))
+        band = band[0], 0 if check_flag("causal", causal) else band[1]
+        distances = distances[: band.count(TRACED)]  # causal replaces the right one, the last
         if band == (None, None):
             raise SpecError(
                 "q_positions, kv_positions: expected causal=True or a window, because no other mask reads them"
             )
         causal, window = False, None
-    arrays = [array for pair in pairs for array in pair]
+    arrays = [*(array for pair in pairs for array in pair), *distances]
     has_ids = len(pairs[0]) > 0
-    joined = and_mask(mask_mod, aux, arrays, lambda numbers: function_of(has_ids, band, numbers), tracer)
+    joined = and_mask(mask_mod, aux, arrays, lambda numbers: function_of(has_ids, band, counts_keys, numbers), tracer)
     return Visible(causal, window, joined, aux)
 
 
@@ -159,31 +169,36 @@ def _first(segments: Segments) -> str:
     return next(iter(given_segments(*segments)))
 
 
-def function_of(has_ids: bool, band: tuple[int | None, int | None], numbers: tuple[int, ...]) -> Expression:
+def function_of(has_ids: bool, band: tuple[Any, Any], counts_keys: bool, numbers: tuple[int, ...]) -> Expression:
     """Returns the expression of equal ids and of a band of positions; cached.
 
     Args:
-        has_ids: whether the first two arrays are segment ids. The last two are positions if the band hides anything.
+        has_ids: whether the first two arrays are segment ids. Two are positions if the band hides anything, then those
+            of its distances that are ``TRACED``.
+        counts_keys: whether the left distance counts keys, self included.
         numbers: the number of each array among those of the call.
     """
-    return _function_of(has_ids, band, numbers)  # a compiler that must not look inside cannot mark a cache
+    return _function_of(has_ids, band, counts_keys, numbers)  # a compiler that must not look inside cannot mark a cache
 
 
 @lru_cache(maxsize=256)
-def _function_of(has_ids: bool, band: tuple[int | None, int | None], numbers: tuple[int, ...]) -> Expression:
-    left, right = band
+def _function_of(has_ids: bool, band: tuple[Any, Any], counts_keys: bool, numbers: tuple[int, ...]) -> Expression:
+    at = 2 if has_ids else 0  # of the positions of queries; those of keys come next
+    scalars = band.count(TRACED)
 
     def same_segment(b: Any, h: Any, q: Any, k: Any, *aux: Any) -> Any:
         return aux[0][b, q] == aux[1][b, k]
 
     def not_before(b: Any, h: Any, q: Any, k: Any, *aux: Any) -> Any:
-        return aux[-1][b, k] >= aux[-2][b, q] - left
+        left = of_sides(band, aux[at + 2 :])[0]
+        return aux[at + 1][b, k] >= aux[at][b, q] - (left - 1 if counts_keys else left)
 
     def not_after(b: Any, h: Any, q: Any, k: Any, *aux: Any) -> Any:
-        return aux[-1][b, k] <= aux[-2][b, q] + right
+        return aux[at + 1][b, k] <= aux[at][b, q] + of_sides(band, aux[at + 2 :])[1]
 
     masks = [same_segment] if has_ids else []
-    masks += [not_before] if left is not None else []
-    masks += [not_after] if right is not None else []
-    tree = trace_mask(and_masks(*masks), (Aux((1, 1), "int32"),) * len(numbers)).tree
+    masks += [not_before] if band[0] is not None else []
+    masks += [not_after] if band[1] is not None else []
+    kinds = (*(Aux((1, 1), "int32"),) * (len(numbers) - scalars), *(Aux((), "int32"),) * scalars)
+    tree = trace_mask(and_masks(*masks), kinds).tree
     return renumbered(tree, dict(enumerate(numbers)))

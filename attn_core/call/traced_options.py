@@ -6,6 +6,7 @@ from the device; other backends refuse the call by naming ``mask_mod`` or ``scor
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -60,21 +61,35 @@ def without_traced(scores: Scores, lengths: tuple[Any, Any], seq_info: Any) -> S
             raise SpecError(
                 "window: expected ints on the host with seq_info, got an array; q_segment_ids= takes a traced window"
             )
-        keys = not isinstance(window, (tuple, list))
-        if keys and not check_flag("causal", causal):
-            raise SpecError("window: expected causal=True with one number of keys, or a pair (left, right)")
-        if not keys and len(window) != 2:
-            raise SpecError(f"window: expected a pair (left, right), got {len(window)} numbers")
-        sides = (window, None) if keys else tuple(window)
         offset = 0 if alignment == "top_left" else lengths[1] - lengths[0]
-        fixed = tuple([_fixed(name, side) for name, side in zip(("left", "right"), sides, strict=True)])
-        for side in sides:
-            if _is_array(side):
-                _check("window", side, "int32")
-        arrays = [side for side in sides if _is_array(side)]
-        mask_mod = and_mask(mask_mod, aux, arrays, lambda numbers: _banded(fixed, keys, offset, numbers))
+        sides, counts_keys, arrays = traced_sides(window, causal)
+        mask_mod = and_mask(mask_mod, aux, arrays, lambda numbers: _banded(sides, counts_keys, offset, numbers))
         window = None
     return Scores(causal, alignment, window, softcap, scale, mask_mod, score_mod, aux)
+
+
+TRACED = "traced"
+"""A distance whose value is in an array."""
+
+
+def traced_sides(window: Any, causal: Any) -> tuple[tuple[Any, Any], bool, list[Any]]:
+    """Returns the distances of a window (each an int, None or ``TRACED``), whether the left one counts keys, self
+    included, and the arrays of the traced ones, in order.
+
+    Raises:
+        ShapeError, DTypeError, SpecError: naming the argument.
+    """
+    counts_keys = not isinstance(window, (tuple, list))
+    if counts_keys and not check_flag("causal", causal):
+        raise SpecError("window: expected causal=True with one number of keys, or a pair (left, right)")
+    if not counts_keys and len(window) != 2:
+        raise SpecError(f"window: expected a pair (left, right), got {len(window)} numbers")
+    sides = (window, None) if counts_keys else tuple(window)
+    left, right = (_fixed(name, side) for name, side in zip(("left", "right"), sides, strict=True))
+    arrays = [side for side in sides if _is_array(side)]
+    for array in arrays:
+        _check("window", array, "int32")
+    return (left, right), counts_keys, arrays
 
 
 def lengths_of(q: Any, k: Any) -> tuple[Any, Any]:
@@ -98,7 +113,7 @@ def _check(name: str, array: Any, kind: str) -> None:
 def _fixed(name: str, side: Any) -> int | str | None:
     """Returns a distance that is known, None without a limit, or "traced"."""
     if side is None or _is_array(side):
-        return None if side is None else "traced"
+        return None if side is None else TRACED
     if isinstance(side, bool) or not isinstance(side, (int, np.integer)) or side < 0:
         raise SpecError(f"window: expected a {name} distance of 0 or more, None or an array, got {side!r}")
     return int(side)
@@ -109,7 +124,7 @@ def _banded(sides: tuple[Any, Any], counts_keys: bool, offset: Any, numbers: tup
     """Returns the expression of a window. counts_keys: whether the left number counts keys, self included."""
 
     def mask(b: Any, h: Any, q: Any, k: Any, *aux: Any) -> Any:
-        left, right = _of_sides(sides, aux)
+        left, right = of_sides(sides, aux)
         shown: Any = True
         if left is not None:
             shown = k + (left - 1 if counts_keys else left) >= q + offset
@@ -122,9 +137,10 @@ def _banded(sides: tuple[Any, Any], counts_keys: bool, offset: Any, numbers: tup
     return renumbered(tree, dict(enumerate(numbers)))
 
 
-def _of_sides(sides: tuple[Any, Any], aux: tuple[Any, ...]) -> list[Any]:
+def of_sides(sides: tuple[Any, Any], aux: Sequence[Any]) -> list[Any]:
+    """Returns the two distances, those of ``TRACED`` from the arrays of a function, in order."""
     arrays = iter(aux)
-    return [next(arrays) if side == "traced" else side for side in sides]
+    return [next(arrays) if side == TRACED else side for side in sides]
 
 
 @lru_cache(maxsize=256)

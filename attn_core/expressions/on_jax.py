@@ -14,7 +14,7 @@ from attn_core.expressions.rendering import ARITHMETIC, Vocabulary, evaluate, pl
 from attn_core.expressions.tree import Expression, Kind
 
 
-def _vocabulary(dtype: Any) -> Vocabulary:
+def _vocabulary(dtype: Any, rows: Any = None) -> Vocabulary:
     import jax.numpy as jnp
 
     dtypes = {"bool": np.dtype(bool), "int": np.dtype(np.int32), "float": np.dtype(dtype)}
@@ -33,12 +33,37 @@ def _vocabulary(dtype: Any) -> Vocabulary:
         functions={**ARITHMETIC, "abs": absolute, **{name: getattr(jnp, name) for name in names}},
         constant=constant,
         cast=lambda value, kind: jnp.asarray(value).astype(dtypes[kind]),
-        read=lambda array, indices: jnp.asarray(array).at[tuple(indices)].get(mode="promise_in_bounds"),
+        read=lambda array, indices: _read(jnp.asarray(array), tuple(indices), rows),
+        rows=rows,
     )
 
 
+def _read(array: Any, indices: tuple[Any, ...], rows: Any) -> Any:
+    """Reads an array. A row for each batch row becomes an axis of a batch, which a mesh splits without communication.
+
+    Args:
+        rows: the index b if it counts all rows from 0, ``[batch, 1, ...]``; else None.
+    """
+    import jax
+
+    is_row = len(indices) > 1 and indices[0] is rows and array.shape[0] == rows.shape[0]
+    if not is_row or any(jax.numpy.ndim(index) and index.shape[0] != 1 for index in indices[1:]):
+        return array.at[indices].get(mode="promise_in_bounds")
+    first, rest = indices[0], indices[1:]
+    own = tuple([index[0] if jax.numpy.ndim(index) else index for index in rest])
+    # A number needs the axes of b.
+    read = jax.vmap(lambda row: row.at[own].get(mode="promise_in_bounds"))(array)
+    return read if read.ndim == first.ndim else read.reshape(-1, *(1,) * (first.ndim - 1))
+
+
 def evaluate_jax(
-    tree: Expression, indices: Sequence[Any], score: Any = None, aux: Sequence[Any] = (), dtype: Any = None
+    tree: Expression,
+    indices: Sequence[Any],
+    score: Any = None,
+    aux: Sequence[Any] = (),
+    dtype: Any = None,
+    *,
+    every_row: bool = False,
 ) -> Any:
     """Returns the value of an expression as an array. It has gradients by the score and by aux arrays of floats.
 
@@ -48,6 +73,7 @@ def evaluate_jax(
         score: a float array that broadcasts to ``[b, h, q, k]``.
         aux: arrays of the lookups, by their numbers.
         dtype: in which floats are computed; None is the score's, or float32 without a score.
+        every_row: whether b counts the rows of the batch from 0 to the last one, on the first axis.
 
     Returns:
         An array of bool, int32 or ``dtype``. It has only the axes that the expression uses; it broadcasts to all.
@@ -60,7 +86,8 @@ def evaluate_jax(
     floats = dtype or (jnp.float32 if score is None else score.dtype)
     places = [jnp.asarray(index).astype(jnp.int32) for index in indices]
     scores = None if score is None else jnp.asarray(score).astype(floats)
-    return jnp.asarray(evaluate(tree, _vocabulary(floats), places, scores, aux))
+    vocabulary = _vocabulary(floats, places[0] if every_row else None)
+    return jnp.asarray(evaluate(tree, vocabulary, places, scores, aux))
 
 
 def added_at_lookup(

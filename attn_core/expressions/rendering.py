@@ -48,6 +48,7 @@ class Vocabulary:
             is Python's int.
         bound: ``(index, size) -> index`` inside the axis, the same index if it is inside already; needed for lookups
             that are ``inside``.
+        rows: the index b if it counts all rows of the batch, from 0 and on the first axis; else None.
     """
 
     functions: Mapping[str, Callable[..., Any]]
@@ -55,6 +56,7 @@ class Vocabulary:
     cast: Callable[[Any, Kind], Any]
     read: Callable[[Any, list[Any]], Any]
     bound: Callable[[Any, Any], Any] | None = None
+    rows: Any = None
 
 
 class Step(NamedTuple):
@@ -200,6 +202,8 @@ def _all_inside(step: Step, indices: list[Any], shape: tuple[Any, ...], vocabula
         if place is not None and isinstance(size, int):  # not a size that jax.export leaves open
             place = min(max(place + size if place < 0 else place, 0), size - 1)
             inside.append(place)
+        elif indices[axis] is vocabulary.rows and size == vocabulary.rows.shape[0]:
+            inside.append(indices[axis])  # the object that was passed, by which ``read`` knows it
         else:
             inside.append(_inside(indices[axis], size, step.negative[axis], vocabulary))
     return inside

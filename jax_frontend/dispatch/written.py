@@ -37,7 +37,9 @@ def as_plain(written: Written, segments: Segments, rows: tuple[Any, Any], seq_in
     if any(each is not None for each in segments):
         others = {"seq_info": seq_info, "alibi_slopes": alibi_slopes}
         visible = Visible(causal, window, mask_mod, aux)
-        causal, window, mask_mod, aux = without_segments(segments, visible, shapes_of(*rows), others)
+        causal, window, mask_mod, aux = without_segments(
+            segments, visible, shapes_of(*rows), others, traced_window=True
+        )
     scores = Scores(causal, alignment, window, written.softcap, written.scale, mask_mod, written.score_mod, aux)
     if is_traced(window, written.scale):
         scores = without_traced(scores, lengths_of(*rows), seq_info)

@@ -47,6 +47,18 @@ def test_planted_the_kv_heads_of_another_device(auto_mesh, planted):
         check_split(auto_mesh, partial(attention, backend="math"), qkv(6, 3), (P(None, None, "model"), P(), P()))
 
 
+def test_planted_a_gradient_of_rows_summed_over_other_rows(auto_mesh, planted):
+    planted.setattr(partitioning, "by_row", lambda spec: None if spec.aux == () else ())
+    weights = normal(5, *qkv()[1].shape[:2])
+
+    def call(q, k, v, weights):
+        score_mod = lambda s, b, h, i, j, weights: s * weights[b, j]  # noqa: E731
+        return attention(q, k, v, score_mod=score_mod, aux=(weights,), backend="math")
+
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        check_split(auto_mesh, call, (*qkv(), weights), (P("data"),) * 4)
+
+
 def test_planted_results_that_do_not_vary(auto_mesh, planted):
     types = local_call.result_types
     forgetful = lambda call, *arrays: tuple(jax.ShapeDtypeStruct(t.shape, t.dtype) for t in types(call, *arrays))  # noqa: E731

@@ -48,6 +48,25 @@ def test_a_traced_number_gives_the_numbers_of_a_fixed_one(traced: Any, fixed: An
     np.testing.assert_allclose(result, attention(Q, K, V, **fixed, backend=backend), rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.parametrize(
+    ("window", "causal"),
+    [
+        (lambda n: n, True),
+        (lambda n: (n, n), True),
+        (lambda n: (n, 1), False),
+        (lambda n: (n, n), False),
+        (lambda n: (1, n), False),
+    ],
+)
+def test_a_traced_window_of_positions(window: Any, causal: bool) -> None:
+    positions = np.random.default_rng(0).integers(0, 9, (2, 9), np.int32)
+    options = {"q_segment_ids": positions % 2, "q_positions": positions, "causal": causal, "backend": "jax_xla"}
+    k, v = K[:, :9], V[:, :9]
+    for number in (2, 4):
+        result = jax.jit(lambda n: attention(Q, k, v, **options, window=window(n)))(jnp.int32(number))
+        np.testing.assert_allclose(result, attention(Q, k, v, **options, window=window(number)), rtol=2e-5, atol=2e-6)
+
+
 def test_layers_of_a_scan_alternate_local_and_global() -> None:
     def layer(x: Any, window: Any) -> Any:
         return attention(x, K, V, causal=True, window=window), None

@@ -13,7 +13,7 @@ from attn_core.expressions.on_jax import added_at_lookup, evaluate_jax
 
 def seen_by_function(spec: AttentionSpec, call: XlaOperands, tile: ScoreTile) -> Any:
     """Returns which pairs of a tile the mask function shows; broadcasts to ``[b, h, g, i, j]``."""
-    return evaluate_jax(spec.mask_mod, _places(spec, tile), None, call.aux, spec.lse_dtype)  # type: ignore[arg-type]
+    return evaluate_jax(spec.mask_mod, _places(spec, tile), None, call.aux, spec.lse_dtype, every_row=True)  # type: ignore[arg-type]
 
 
 def scored(spec: AttentionSpec, call: XlaOperands, tile: ScoreTile, scores: Any) -> tuple[Any, Any]:
@@ -22,7 +22,7 @@ def scored(spec: AttentionSpec, call: XlaOperands, tile: ScoreTile, scores: Any)
 
     places, tree = _places(spec, tile), spec.score_mod
     assert tree is not None
-    values, slopes = (evaluate_jax(each, places, scores, call.aux) for each in (tree, slope(tree)))
+    values, slopes = (evaluate_jax(each, places, scores, call.aux, every_row=True) for each in (tree, slope(tree)))
     return jnp.broadcast_to(values, scores.shape), slopes
 
 
@@ -42,7 +42,7 @@ def add_to_aux(
         scores = spec.softcap * jnp.tanh(scores / spec.softcap)
     places, sums = _places(spec, tile), dict(zip(spec.aux_gradients, totals, strict=True))
     for node, tree in lookup_slopes(spec.score_mod, spec.aux_gradients):  # type: ignore[arg-type]
-        summand = dlogits * evaluate_jax(tree, places, scores, call.aux)
+        summand = dlogits * evaluate_jax(tree, places, scores, call.aux, every_row=True)
         # The slope of a hidden pair may be infinite.
         summand = jnp.broadcast_to(summand if seen is None else jnp.where(seen, summand, 0), scores.shape)
         number = int(node.value or 0)

@@ -1,0 +1,233 @@
+"""Tests masks and scores that are data (segment ids, positions, traced windows and scales, splash masks, arrays of a
+score function): on a mesh that splits the batch, under remat and scan, exported for another platform with open sizes,
+and in JAX's persistent cache."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+pytest.importorskip("jax")
+import cpu_meshes
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from sharded_calls import COLLECTIVE
+
+from attn_core import SpecError
+from jax_frontend import attention
+
+BATCH, LENGTH, HEADS, KV_HEADS, DIM = 4, 10, 4, 2, 8
+BACKENDS = ("math", "jax_xla")
+pytestmark = pytest.mark.rotates
+
+
+class Case(NamedTuple):
+    """A call ``f(arrays, **options)``.
+
+    Attributes:
+        call: takes q, k and v, and further arrays by name.
+        more: these arrays.
+        whole: their names if a mesh does not split them.
+    """
+
+    call: Callable[..., Any]
+    more: dict[str, np.ndarray]
+    whole: tuple[str, ...] = ()
+
+
+def numbers(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 3, shape, np.int32)
+
+
+def normal(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+IDS, POSITIONS = numbers(5, BATCH, LENGTH), numbers(6, BATCH, LENGTH)
+
+
+def by_row(q: Any, k: Any, v: Any, weights: Any, shift: Any, **options: Any) -> Any:
+    """One array has a row for each batch row, the other is shared by the batch; both have gradients."""
+    score_mod = lambda s, b, h, i, j, weights, shift: s * weights[b, j] + shift[i]  # noqa: E731
+    return attention(q, k, v, score_mod=score_mod, aux=(weights, shift), **options)
+
+
+CASES = {
+    "segments": Case(partial(attention, causal=True), {"q_segment_ids": IDS}),
+    "positions": Case(partial(attention, window=(1, 1)), {"q_segment_ids": IDS, "q_positions": POSITIONS}),
+    "window": Case(partial(attention, causal=True), {"window": np.int32(3)}, ("window",)),
+    "scale": Case(partial(attention, softcap=3.0), {"scale": np.float32(0.3)}, ("scale",)),
+    "splash": Case(partial(attention, mask=splash.LocalMask((LENGTH, LENGTH), (3, 1), 0)), {}),
+    "splash pairs": Case(partial(attention, mask=splash.NumpyMask(numbers(7, LENGTH, LENGTH) > 0)), {}),
+    "arrays": Case(by_row, {"weights": abs(normal(8, BATCH, LENGTH)), "shift": normal(9, LENGTH)}, ("shift",)),
+}
+
+
+def arrays_of(case: Case) -> dict[str, Any]:
+    shapes = {"q": HEADS, "k": KV_HEADS, "v": KV_HEADS}
+    rows = {name: normal(at, BATCH, LENGTH, heads, DIM) for at, (name, heads) in enumerate(shapes.items())}
+    return {name: jnp.asarray(array) for name, array in (rows | case.more).items()}
+
+
+def with_gradients(call: Callable[..., Any]) -> Callable[[dict[str, Any]], Any]:
+    """Returns a function of arrays that gives the output, and the gradients of all arrays of floats."""
+
+    def run(arrays: dict[str, Any]) -> Any:
+        floats = {name: array for name, array in arrays.items() if array.dtype == jnp.float32}
+        out, pull = jax.vjp(lambda floats: call(**arrays | floats), floats)
+        return out, pull(jnp.cos(out))[0]
+
+    return run
+
+
+def tangents(call: Callable[..., Any]) -> Callable[[dict[str, Any]], Any]:
+    """Returns a function of arrays that gives the output and its tangent by q, k and v."""
+
+    def run(arrays: dict[str, Any]) -> Any:
+        rows = {name: arrays[name] for name in "qkv"}
+        return jax.jvp(lambda rows: call(**arrays | rows), (rows,), (jax.tree.map(jnp.cos, rows),))
+
+    return run
+
+
+def close(results: Any, expected: Any, rtol: float = 2e-5, atol: float = 5e-6) -> None:
+    for one, other in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", CASES)
+def test_a_split_batch_stays_split(name: str, backend: str) -> None:
+    """No array is gathered, and only gradients of arrays that all rows share are summed over devices."""
+    case, mesh = CASES[name], cpu_meshes.mesh((2, 2), ("data", "model"))
+    arrays = arrays_of(case)
+    place = lambda name: NamedSharding(mesh, P() if name in case.whole else P("data"))  # noqa: E731
+    split = {name: jax.device_put(array, place(name)) for name, array in arrays.items()}
+    call = partial(case.call, backend=backend)
+    summed = [f"f32[{','.join(map(str, arrays[name].shape))}]" for name in case.whole if name != "window"]
+    # Forward mode of XLA's own operations asks whether all values are finite: a sum of one number.
+    for run, expected in ((with_gradients(call), summed), (tangents(call), ["f32[]"] * (backend == "jax_xla"))):
+        program = jax.jit(run).lower(split).compile()
+        found = [line for line in program.as_text().splitlines() if COLLECTIVE.search(line)]
+        assert all("all-reduce(" in line for line in found), found
+        assert [line.split(" = ")[1].split()[0].partition("{")[0] for line in found] == expected
+        results = program(split)
+        close(results, jax.jit(run)(arrays))
+        assert jax.tree.leaves(results)[0].sharding.spec[0] == "data"
+
+
+@pytest.mark.parametrize("policy", ["nothing", "dots"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_scan_over_layers_of_packed_rows_with_remat(backend: str, policy: str) -> None:
+    """Layers alternate local and global: their windows and scales are traced, and all of them get one set of ids."""
+    arrays, windows = arrays_of(CASES["segments"]), jnp.asarray([3, 2**30, 2], jnp.int32)
+    scales, policies = jnp.asarray([0.3, 0.5, 0.4]), jax.checkpoint_policies
+    saved = policies.nothing_saveable if policy == "nothing" else policies.dots_saveable
+    k, v, ids = arrays["k"], arrays["v"], arrays["q_segment_ids"]
+
+    def layer(x: Any, window: Any, scale: Any) -> Any:
+        return attention(x, k, v, causal=True, window=window, scale=scale, q_segment_ids=ids, backend=backend)
+
+    def scanned(x: Any, scales: Any) -> Any:
+        step = jax.checkpoint(lambda x, each: (layer(x, *each), None), policy=saved)
+        return (jax.lax.scan(step, x, (windows, scales))[0] ** 2).sum()
+
+    def unrolled(x: Any, scales: Any) -> Any:
+        for window, scale in zip((3, None, 2), scales, strict=True):
+            x = layer(x, window, scale)
+        return (x**2).sum()
+
+    results, expected = (jax.jit(jax.value_and_grad(f, (0, 1)))(arrays["q"], scales) for f in (scanned, unrolled))
+    close(results, expected, rtol=1e-4, atol=1e-5)
+    if backend == "jax_xla":  # and the tangent of the whole loss
+        (one,), (other,) = (
+            jax.jvp(lambda x, f=f: (f(x, scales),), (arrays["q"],), (k[:, :, [0, 1, 0, 1]],))[1]
+            for f in (scanned, unrolled)
+        )
+        close(one, other, rtol=1e-4, atol=1e-5)
+
+
+OPEN = {"q": "b,n,4,8", "k": "b,n,2,8", "v": "b,n,2,8", "q_segment_ids": "b,n", "q_positions": "b,n", "weights": "b,n"}
+"""Shapes whose batch and length are open."""
+
+
+def open_shapes(arrays: dict[str, Any]) -> dict[str, Any]:
+    scope = jax.export.SymbolicScope()
+    texts = {name: OPEN.get(name, "n" if array.ndim else "") for name, array in arrays.items()}
+    shape = lambda text: jax.export.symbolic_shape(text, scope=scope) if text else ()  # noqa: E731
+    return {name: jax.ShapeDtypeStruct(shape(texts[name]), array.dtype) for name, array in arrays.items()}
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "splash" not in name])
+def test_an_exported_program_serves_every_batch_and_length(name: str) -> None:
+    """It is compiled for this host and for others, with gradients and tangents, and contains XLA's operations alone."""
+    case = CASES[name]
+    arrays = arrays_of(case)
+    both = lambda arrays: (with_gradients(case.call)(arrays), tangents(case.call)(arrays))  # noqa: E731
+    exported = jax.export.export(jax.jit(both), platforms=("cpu", "cuda", "tpu"))(open_shapes(arrays))
+    assert "attn_core.callback" not in exported.mlir_module()
+    sizes = {"b": BATCH - 1, "n": LENGTH - 3}
+    cut = {}
+    for each, array in arrays.items():
+        axes = OPEN.get(each, "n").split(",")[: array.ndim]
+        cut[each] = array[tuple(slice(0, sizes.get(axis)) for axis in axes)]
+    close(exported.call(cut), jax.jit(both)(cut), rtol=1e-4, atol=1e-5)
+
+
+def test_a_splash_mask_has_the_lengths_that_it_was_made_for() -> None:
+    """So a program with one has an open batch alone."""
+    for name in ("splash", "splash pairs"):
+        arrays, scope = arrays_of(CASES[name]), jax.export.SymbolicScope()
+        texts = {each: f"b,{LENGTH},{array.shape[2]},{DIM}" for each, array in arrays.items()}
+        open_batch = {each: jax.export.symbolic_shape(text, scope=scope) for each, text in texts.items()}
+        shapes = {each: jax.ShapeDtypeStruct(shape, jnp.float32) for each, shape in open_batch.items()}
+        run = with_gradients(CASES[name].call)
+        exported = jax.export.export(jax.jit(run), platforms=("cpu", "tpu"))(shapes)
+        cut = {each: array[:3] for each, array in arrays.items()}
+        close(exported.call(cut), jax.jit(run)(cut), rtol=1e-4, atol=1e-5)
+        with pytest.raises(SpecError, match=r"mask: .*Mask: expected lengths that are numbers"):
+            jax.export.export(jax.jit(run))(open_shapes(arrays))
+
+
+CACHED = """
+import sys
+import jax
+jax.config.update("jax_compilation_cache_dir", sys.argv[1])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+events = []
+jax.monitoring.register_event_listener(lambda event, **_: events.append(event))
+from test_data_masks_transformed import CASES, arrays_of, tangents, with_gradients
+from functools import partial
+total = 0.0
+for name, transformed in (("positions", with_gradients), ("arrays", with_gradients), ("window", tangents)):
+    case = CASES[name]
+    results = jax.jit(transformed(partial(case.call, backend=sys.argv[2])))(arrays_of(case))
+    total += sum(float(abs(leaf).sum()) for leaf in jax.tree.leaves(results))
+print(events.count("/jax/compilation_cache/cache_misses"), events.count("/jax/compilation_cache/cache_hits"), total)
+"""
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_persistent_cache_hits_in_another_process(backend: str, tmp_path: Path) -> None:
+    """Programs of equal calls are equal in every process, whatever functions and expressions they were built from."""
+    folders = [str(Path(__file__).parent), str(Path(cpu_meshes.__file__).parent), str(Path(__file__).parents[2])]
+    command = [sys.executable, "-c", CACHED, str(tmp_path), backend]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(folders)}
+    outputs = [
+        subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout.split()
+        for _ in range(2)
+    ]
+    assert int(outputs[0][0]) > 0
+    assert outputs[1] == ["0", str(int(outputs[0][0]) + int(outputs[0][1])), outputs[0][2]]
