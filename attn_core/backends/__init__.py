@@ -15,6 +15,7 @@ from typing import Any
 from attn_core.backends.contract import (
     Backend,
     backend_warm_up,
+    backward_jvp_of,
     forward_mode,
     forward_with_maximum,
     jvp_of,
@@ -53,6 +54,7 @@ __all__ = [
     "forward_mode",
     "forward_with_maximum",
     "installed_build",
+    "backward_jvp_of",
     "jvp_of",
     "kind_of",
     "load",

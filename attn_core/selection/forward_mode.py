@@ -1,5 +1,7 @@
 """Chooses the backend of a call's forward mode, as pure data with all reasons, beside the choice of its forward.
 
+Forward over reverse, the tangents of a call's gradients, has a choice of the same kind.
+
 The tangents of a call do not depend on the kernel that computes its results. So each has a choice of its own: the
 results come from the backend of ``select``, the tangents from one that claims forward mode.
 """
@@ -20,6 +22,11 @@ from attn_core.errors import SpecError
 from attn_core.selection.reasons import Reasons, refusals
 from attn_core.selection.target import Target
 
+OVER_REVERSE = {
+    "torch": "torch.func.jvp of torch.func.grad, torch.func.hessian",
+    "jax": "jax.jvp of jax.grad, jax.hessian",
+}
+"""What forward over reverse is called, by framework."""
 WORDS = {
     "torch": ("torch.func.vjp, jacrev", "torch.func.jvp, jacfwd, torch.autograd.forward_ad"),
     "jax": ("jax.grad, jax.vjp", "jax.jvp, jax.linearize, jax.jacfwd"),
@@ -36,6 +43,7 @@ class ForwardMode:
         arrays: the numbers of the aux arrays that have tangents.
         backend: the chosen one, or None.
         refusals: ``((backend, reasons), ...)`` of the candidates in front of it; of all if there is none.
+        over_reverse: whether it is the choice of the tangents of the call's gradients.
     """
 
     spec: AttentionSpec
@@ -44,6 +52,7 @@ class ForwardMode:
     arrays: tuple[int, ...]
     backend: str | None
     refusals: tuple[tuple[str, Reasons], ...]
+    over_reverse: bool = False
 
     def __str__(self) -> str:
         why = "; ".join(f"{name}: {', '.join(reasons)}" for name, reasons in self.refusals)
@@ -52,11 +61,18 @@ class ForwardMode:
     def error(self) -> SpecError:
         """Returns the error for a call whose tangents no candidate can compute."""
         reverse, forward = WORDS[self.target.framework]
+        got, has = f"forward mode ({forward})", "forward mode"
+        if self.over_reverse:
+            got, has = (
+                f"second derivatives ({OVER_REVERSE[self.target.framework]})",
+                "them in forward over reverse mode",
+            )
         named = "the call" if self.requested is None else f"backend={', '.join(self.requested)!r}"
-        others = [name for name in self._automatic if not reasons(name, self.spec, self.target, self.arrays)]
-        remedy = f'; backend="{others[0]}" has forward mode' if others else ""
+        call = self.spec, self.target, self.arrays, self.over_reverse
+        others = [name for name in self._automatic if not reasons(name, *call)]
+        remedy = f'; backend="{others[0]}" has {has}' if others else ""
         why = "; ".join(f"{name}: {', '.join(each)}" for name, each in self.refusals)
-        return SpecError(f"{named}: expected reverse mode ({reverse}), got forward mode ({forward}): {why}{remedy}")
+        return SpecError(f"{named}: expected reverse mode ({reverse}), got {got}: {why}{remedy}")
 
     @property
     def _automatic(self) -> tuple[str, ...]:
@@ -65,22 +81,27 @@ class ForwardMode:
 
 @lru_cache(maxsize=4096)
 def choose(
-    spec: AttentionSpec, target: Target, requested: tuple[str, ...] | None, arrays: tuple[int, ...] = ()
+    spec: AttentionSpec,
+    target: Target,
+    requested: tuple[str, ...] | None,
+    arrays: tuple[int, ...] = (),
+    over_reverse: bool = False,
 ) -> ForwardMode:
     """Chooses the first candidate that can compute a call's tangents.
 
     Args:
         requested: the backends that the caller named, of which no other may run; None for automatic choice.
         arrays: the numbers of the aux arrays that have tangents.
+        over_reverse: whether the tangents are those of the call's gradients.
     """
     spec = replace(spec, needs_backward=False, bias_gradient=False, aux_gradients=())
     refused: list[tuple[str, Reasons]] = []
     for name in requested or backends.FORWARD_MODE.get((target.framework, target.kind), ()):
-        why = reasons(name, spec, target, arrays)
+        why = reasons(name, spec, target, arrays, over_reverse)
         if not why:
-            return ForwardMode(spec, target, requested, arrays, name, tuple(refused))
+            return ForwardMode(spec, target, requested, arrays, name, tuple(refused), over_reverse)
         refused.append((name, why))
-    return ForwardMode(spec, target, requested, arrays, None, tuple(refused))
+    return ForwardMode(spec, target, requested, arrays, None, tuple(refused), over_reverse)
 
 
 def noted(choice: ForwardMode) -> str:
@@ -103,12 +124,19 @@ def noted(choice: ForwardMode) -> str:
     return choice.backend
 
 
-def reasons(name: str, spec: AttentionSpec, target: Target, arrays: tuple[int, ...] = ()) -> Reasons:
+def reasons(
+    name: str, spec: AttentionSpec, target: Target, arrays: tuple[int, ...] = (), over_reverse: bool = False
+) -> Reasons:
     """Returns every reason why a backend cannot compute the tangents of a call on a target; see ``choose``."""
     backend = backends.load(name, target.kind)
     claims = backends.forward_mode(backend)
     if claims is None:
         return (f"{backend.FORWARD.kernel} has no forward mode",)
+    if over_reverse and backend.FRAMEWORK != "jax":  # JAX differentiates the gradients of a backend of JAX
+        if backends.backward_jvp_of(backend) is None:
+            return (f"{backend.FORWARD.kernel} has no tangents of its gradients",)
+        if target.framework == "jax":
+            return (f"{backend.FORWARD.kernel} has tangents of its gradients in torch alone",)
     forward = refusals(name, spec, target)
     if arrays and not claims.aux_gradients:
         forward = (*forward, f"tangent of {listed(arrays)}: {claims.kernel} has none")

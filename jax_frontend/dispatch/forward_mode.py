@@ -17,10 +17,8 @@ from attn_core.selection import Target, forward_mode
 from jax_frontend.bridge.bridged_call import BridgedCall
 from jax_frontend.dispatch import local_call, ops, value_checks
 from jax_frontend.dispatch.plan import Plan
+from jax_frontend.dispatch.second_derivatives import AGAIN
 from jax_frontend.dispatch.vmap import MappedCall
-
-AGAIN = "jax_xla"
-"""The backend whose tangents have derivatives."""
 
 
 def plan_of(call_plan: Plan, *, again: bool = False) -> Plan:

@@ -25,6 +25,7 @@ from jax_frontend.dispatch import (
     local_call,
     partitioning,
     primitive_rules,
+    second_derivatives,
     tangent,
     value_checks,
     xla_compiles,  # noqa: F401 (it listens from its import on)
@@ -178,18 +179,18 @@ def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, call: MappedCall, prog
 
 
 def _derivative(primals: Any, tangents: Any, *, call: MappedCall, program: ClosedJaxpr) -> tuple[Any, Any]:
-    """Forward mode of a forward or a backward: differentiates a JAX backend's operations; other backends raise."""
-    if not local_call.speaks_jax(call.call):
-        raise SpecError(
-            f"backend={call.call.backend!r}: expected first derivatives in reverse mode (jax.grad, jax.vjp), its "
-            'kernels have no others; backend="jax_xla" has forward mode, also of its gradients'
-        )
+    """Forward mode of a forward or a backward: differentiates a JAX backend's operations.
+
+    The tangents of a kernel's results are those of ``jax_xla``, if the caller named no other backend.
+    """
+    differentiated = second_derivatives.backend_of(call)
     moving = tuple(not isinstance(tangent, ad.Zero) for tangent in tangents)
     tangents_in = [tangent for tangent, moves in zip(tangents, moving, strict=True) if moves]
-    derivative = OperationsDerivative(call, moving)
-    if call.call.direction == "forward":
+    derivative = OperationsDerivative(differentiated, moving)
+    is_forward = call.call.direction == "forward"
+    if is_forward and differentiated == call:
         return derivative.jvp(primals, tangents_in)
-    results = backward_p.bind(*primals, call=call, program=program)
+    results = (forward_p if is_forward else backward_p).bind(*primals, call=call, program=program)
     return results, tangent.bind(derivative, [*primals, *results], tangents_in)
 
 

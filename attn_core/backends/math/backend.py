@@ -18,7 +18,8 @@ from dataclasses import replace
 from typing import Any
 
 from attn_core.backends.math import paged
-from attn_core.backends.shared import plain_attention, plain_row_maximum, plain_tangents
+from attn_core.backends.shared import plain_attention, plain_row_maximum, plain_second_tangents, plain_tangents
+from attn_core.backends.shared.block_operands import SavedTensors
 from attn_core.backends.shared.device_kinds import ANY
 from attn_core.backends.support import Build, Support
 from attn_core.call.masks import band
@@ -111,3 +112,8 @@ def row_maximum(spec: AttentionSpec, inputs: Inputs) -> Any:
 def forward_with_maximum(spec: AttentionSpec) -> Callable[..., tuple[Any, Any, Any]]:
     """See ``contract.forward_with_maximum``."""
     return plain_attention.forward_with_maximum
+
+
+def backward_jvp(spec: AttentionSpec, inputs: Inputs, saved: Any, tangents: Tangents, moved: Any) -> Gradients:
+    """See ``contract.backward_jvp_of``."""
+    return plain_second_tangents.backward_jvp(spec, inputs, SavedTensors(*saved), tangents, SavedTensors(*moved))

@@ -92,5 +92,6 @@ def without_create_graph(backward: Callable[..., Any]) -> Callable[..., Any]:
 def refuse_second_derivative(*_: Any) -> None:
     """Raises. Registered in the place of the derivative of a backward."""
     raise RuntimeError(
-        "attention has no second derivative: its backward and its tangents cannot be differentiated again"
+        "attention has no second derivative of this kind: its gradients have tangents (torch.func.jvp of "
+        "torch.func.grad, torch.func.hessian), but no gradients, and its tangents have no derivative"
     )

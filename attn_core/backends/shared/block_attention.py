@@ -103,13 +103,13 @@ def _add_to_aux(
     spec: AttentionSpec, operands: BlockOperands, block: RowBlock, dlogits: Any, hidden: Any, sums: dict[int, Any]
 ) -> None:
     """Adds one block's share to the gradients of the score function's arrays; hidden pairs, of any slope, add 0."""
-    places, scores = _places(spec, operands, block), _capped_scores(spec, operands, block)
+    places, scores = places_of(spec, operands, block), capped_scores(spec, operands, block)
     for node, tree in lookup_slopes(spec.score_mod, spec.aux_gradients):  # type: ignore[arg-type]
         summand = zero_hidden(dlogits * evaluate_torch(tree, places, scores, operands.aux), hidden)
         add_at_lookup(sums[int(node.value or 0)], node, summand, places, scores, operands.aux)
 
 
-def _capped_scores(spec: AttentionSpec, operands: BlockOperands, block: RowBlock) -> Any:
+def capped_scores(spec: AttentionSpec, operands: BlockOperands, block: RowBlock) -> Any:
     """Returns what the score function takes: scores with scale and softcap, in memory of their own."""
     rows = heads_first(spec, operands.q, block, operands.k.dtype)
     scores = products(rows * factor_of(spec), keys_in(operands.k, block).mT)
@@ -133,7 +133,7 @@ def scores_of(
         scores = tanh * (cap * factor) if keep else tanh.mul_(cap * factor)
         slopes = [1.0 - tanh.square()] if keep else []
     if spec.score_mod is not None:
-        places = _places(spec, operands, block)
+        places = places_of(spec, operands, block)
         capped, scores = scores, evaluate_torch(spec.score_mod, places, scores, operands.aux)
         scores = scores.expand(capped.shape).clone() if scores is capped or scores.shape != capped.shape else scores
         if keep:
@@ -193,7 +193,7 @@ def hidden_in(spec: AttentionSpec, operands: BlockOperands, block: RowBlock) -> 
         hidden = outside if hidden is None else outside | hidden
     if spec.mask_mod is not None:
         wide = operands.k.dtype
-        shown = evaluate_torch(spec.mask_mod, _places(spec, operands, block), None, operands.aux, wide)
+        shown = evaluate_torch(spec.mask_mod, places_of(spec, operands, block), None, operands.aux, wide)
         masked = ~shown.expand(*(1,) * (5 - shown.dim()), *shown.shape)
         hidden = masked if hidden is None else masked | hidden
     if operands.bias is not None:
@@ -202,7 +202,7 @@ def hidden_in(spec: AttentionSpec, operands: BlockOperands, block: RowBlock) -> 
     return hidden
 
 
-def _places(spec: AttentionSpec, operands: BlockOperands, block: RowBlock) -> tuple[Any, ...]:
+def places_of(spec: AttentionSpec, operands: BlockOperands, block: RowBlock) -> tuple[Any, ...]:
     """Returns b, h, q and k of the block's scores: int32, each with five axes, of which it uses its own."""
     import torch
 

@@ -140,7 +140,7 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
                     continue
                 of_chunk = chunk.of_operands(operands), chunk.of_saved(saved), chunk.of_sums(sums)
                 backward_block(chunk.spec, *of_chunk, block)
-        return _gradients(spec, inputs, sums)
+        return gradients_of(spec, inputs, sums)
 
 
 def without_autocast(q: Any) -> AbstractContextManager[Any]:
@@ -152,7 +152,8 @@ def without_autocast(q: Any) -> AbstractContextManager[Any]:
     return torch.autocast(q.device.type, enabled=False)
 
 
-def _gradients(spec: AttentionSpec, inputs: Inputs, sums: Sums) -> Gradients:
+def gradients_of(spec: AttentionSpec, inputs: Inputs, sums: Sums) -> Gradients:
+    """Returns sums of gradients, or of their tangents, in the shapes and dtypes of the inputs."""
     # [batch, kv_heads, kv_len, dim] -> [batch, kv_len, kv_heads, dim]
     dk, dv = (total.transpose(1, 2).to(inputs.k.dtype).contiguous() for total in (sums.dk, sums.dv))
     dq = sums.dq

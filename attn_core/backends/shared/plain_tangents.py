@@ -51,7 +51,7 @@ def jvp(spec: AttentionSpec, inputs: Inputs, tangents: Tangents) -> Results:
 
     with without_autocast(inputs.q):
         operands = operands_of(spec, inputs)
-        moves = _moves_of(spec, operands, tangents)
+        moves = moves_of(spec, operands, tangents)
         shape = (spec.batch, spec.q_len, spec.num_heads, spec.value_dim)
         out, dout = (torch.zeros(shape, dtype=inputs.q.dtype, device=inputs.q.device) for _ in range(2))
         lse = operands.k.new_full((spec.batch, spec.num_heads, spec.q_len), float("-inf"))
@@ -66,7 +66,8 @@ def jvp(spec: AttentionSpec, inputs: Inputs, tangents: Tangents) -> Results:
     return tuple(each[0] for each in results) if spec.packed else results  # type: ignore[return-value]
 
 
-def _moves_of(spec: AttentionSpec, operands: BlockOperands, tangents: Tangents) -> Moves:
+def moves_of(spec: AttentionSpec, operands: BlockOperands, tangents: Tangents) -> Moves:
+    """Returns the tangents in the layouts that blocks read."""
     wide, grouped = operands.k.dtype, (spec.num_kv_heads, spec.group_size)
 
     def of_rows(tangent: Any) -> Any:
@@ -114,21 +115,24 @@ def _moved_logits(
     spec: AttentionSpec, operands: BlockOperands, moves: Moves, block: RowBlock, slopes: list[Any], hidden: Any
 ) -> Any:
     """Returns the tangents of the logits, 0 where hidden; None if they do not move."""
-    wide = operands.k.dtype
-    moved = None
+    wide, moved = operands.k.dtype, moved_scores(spec, operands, moves, block)
+    for each in slopes if moved is not None else []:
+        moved = moved.mul_(each)
+    if moves.bias is not None:
+        bias = part_of(moves.bias, block).to(wide)
+        moved = bias.expand(*_scores_shape(spec, block)).clone() if moved is None else moved.add_(bias)
+    return None if moved is None else zero_hidden(moved, hidden)
+
+
+def moved_scores(spec: AttentionSpec, operands: BlockOperands, moves: Moves, block: RowBlock) -> Any:
+    """Returns the tangents of the scaled scores, before softcap; None if neither q nor k moves."""
+    wide, moved = operands.k.dtype, None
     if moves.q is not None:
         moved = products(heads_first(spec, moves.q, block, wide), keys_in(operands.k, block).mT)
     if moves.k is not None:
         part = products(heads_first(spec, operands.q, block, wide), keys_in(moves.k, block).mT)
         moved = part if moved is None else moved.add_(part)
-    if moved is not None:
-        moved = moved.mul_(spec.scale)
-        for each in slopes:
-            moved = moved.mul_(each)
-    if moves.bias is not None:
-        bias = part_of(moves.bias, block).to(wide)
-        moved = bias.expand(*_scores_shape(spec, block)).clone() if moved is None else moved.add_(bias)
-    return None if moved is None else zero_hidden(moved, hidden)
+    return None if moved is None else moved.mul_(spec.scale)
 
 
 def _scores_shape(spec: AttentionSpec, block: RowBlock) -> tuple[int, ...]:
