@@ -42,7 +42,7 @@ def _call(trial: Trial, backend: str) -> Any:
 
     def call(learned: dict[str, Any], constants: dict[str, Any], cotangents: tuple[Any, ...]) -> dict[str, Any]:
         def forward(learned: dict[str, Any]) -> tuple[Any, ...]:
-            results = attention(**learned, **constants, **trial.keywords, backend=backend)
+            results = attention(**as_keywords(learned | constants), **trial.keywords, backend=backend)
             return results if trial.spec.return_lse else (results,)
 
         return results_of(forward, learned, cotangents)
@@ -51,10 +51,10 @@ def _call(trial: Trial, backend: str) -> Any:
 
 
 def arrays_of(trial: Trial) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the array arguments of ``attention``, None for an absent one: without gradients, and with."""
+    """Returns the arrays of a call by their fields in ``Inputs``, None if absent: without gradients, and with."""
     constants = {name: _array(trial, name) for name in arrays_of_call(trial)}
     learned = {name: constants.pop(name) for name in trial.learned}
-    return as_keywords(constants), learned
+    return constants, learned
 
 
 def results_of(

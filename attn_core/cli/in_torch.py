@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from attn_core.call.functions import AUX
 from attn_core.cli.drawn_functions import as_keywords
 from attn_core.cli.frameworks import torch_device
 from attn_core.cli.trial import Outcome, Trial, arrays_of_call, dtype_of
@@ -62,9 +63,9 @@ def named_results(trial: Trial, output: Any, tensors: dict[str, Any], cotangents
     results = list(output) if trial.spec.return_lse else [output]
     named = dict(zip(("out", "lse"), results))
     if trial.learned:
-        gradients = torch.autograd.grad(
-            results[: len(cotangents)], [tensors[name] for name in trial.learned], cotangents, allow_unused=False
-        )
+        aux = dict(zip(AUX, tensors.get("aux", ()), strict=False))
+        learned = [aux[name] if name in aux else tensors[name] for name in trial.learned]
+        gradients = torch.autograd.grad(results[: len(cotangents)], learned, cotangents, allow_unused=False)
         named |= {f"d{name}": gradient for name, gradient in zip(trial.learned, gradients)}
     return named
 

@@ -39,7 +39,8 @@ class Trial(NamedTuple):
         """The names of the inputs whose gradients are computed."""
         if not self.spec.needs_backward:
             return ()
-        return ("q", "k", "v", *("bias",) * self.spec.bias_gradient, *("sinks",) * self.spec.sinks)
+        arrays = [AUX[number] for number in self.spec.aux_gradients]
+        return ("q", "k", "v", *("bias",) * self.spec.bias_gradient, *("sinks",) * self.spec.sinks, *arrays)
 
     @property
     def keywords(self) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from attn_core.call.spec import AttentionSpec
 from attn_core.cli.campaign.case import Lengths
 from attn_core.cli.drawn_functions import MASKS, SCORES, fields_of
+from attn_core.expressions.properties import aux_numbers
 
 
 class Sizes(NamedTuple):
@@ -165,6 +166,9 @@ def _options(random: Random, fields: dict[str, Any], packed: bool) -> dict[str, 
     if present(0.12):
         names = random.choice((None, *MASKS)), random.choice((None, *SCORES))
         options |= fields_of(*names, (batch, heads, q_len, kv_len)) if any(names) else {}
+    read = aux_numbers(options["score_mod"]) if options.get("score_mod") is not None else ()
+    if read and "needs_backward" in options and present(0.5):
+        options["aux_gradients"] = tuple(n for n in read if options["aux"][n].dtype == "float32")
     return options
 
 

@@ -14,7 +14,7 @@ from attn_core.call.spec import AttentionSpec
 from attn_core.cli.campaign import pages, segments
 from attn_core.cli.campaign.entries import LACK_RANGES, Arrays, Entry, ranges_refuse, without
 from attn_core.cli.campaign.pages import pages_of
-from attn_core.cli.drawn_functions import functions_of
+from attn_core.cli.drawn_functions import as_keywords, functions_of
 from attn_core.cli.in_jax import arrays_of, cotangents_of, results_of
 from attn_core.cli.trial import Trial
 from attn_core.context_parallel.ranges import MOST_TILES
@@ -83,7 +83,7 @@ def _function(call: Call, spec: AttentionSpec, backend: str | None) -> Call:
         options = keywords | {"seq_info": info, "dropout_rng": key}
 
         def forward(learned: Arrays) -> tuple[Any, ...]:
-            results = call(learned | constants, options)
+            results = call(as_keywords(learned | constants), options)
             return results if spec.return_lse else (results,)
 
         return results_of(forward, learned, cotangents)
