@@ -45,6 +45,7 @@ def dot_product_attention(
     scaling_factor: float | None = None,
     inference: bool = True,
     prng: Array | None = None,
+    attn_sink: Any = None,
 ) -> Any:
     """Computes ``levanter.layers.attention.dot_product_attention(...)`` with the attention of ``jax_frontend``.
 
@@ -63,6 +64,7 @@ def dot_product_attention(
         dropout, inference, prng: weights are dropped unless inference, with the key prng.
         logits_soft_cap: ``s = cap * tanh(s / cap)``.
         scaling_factor: factor on ``query . key``; 1 / sqrt of the size of Key if None.
+        attn_sink: None, or as in ``dot_product_attention_with_sink``.
 
     Returns:
         A named array with the axes of query, in which value's own axes replace Key. A query that sees no key gives 0.
@@ -76,12 +78,14 @@ def dot_product_attention(
     named = {"mask": mask, "bias": bias, "attention_dtype": attention_dtype, "precision": precision}
     scores = {"softcap": logits_soft_cap, "scale": scaling_factor}
     drops = not check_flag("inference", inference) and dropout != 0
+    if drops and attn_sink is not None:
+        raise SpecError(f"dropout={dropout}: expected 0 with attn_sink, or inference=True")
     if drops and prng is None:
         raise SpecError(f"prng=None: expected a PRNG key for dropout={dropout}; or pass inference=True")
     if flash_block_size is not None:
         check_number("flash_block_size", flash_block_size)
     dropping = {"dropout": dropout, "dropout_rng": prng} if drops else {}
-    return _attend(call, named, None, {**scores, **dropping, "backend": requested})
+    return _attend(call, named, attn_sink, {**scores, **dropping, "backend": requested})
 
 
 def dot_product_attention_with_sink(
@@ -112,13 +116,15 @@ def dot_product_attention_with_sink(
         attn_sink: a named array of the heads' axes. The soft cap applies to it, too, as in Levanter.
         Others: as in ``dot_product_attention``; raises an error with dropout, which in Levanter drops the sink, too.
     """
-    if not check_flag("inference", inference) and dropout != 0:
-        raise SpecError(f"dropout={dropout}: expected 0 with attn_sink, or inference=True")
-    if flash_block_size is not None:
-        check_number("flash_block_size", flash_block_size)
-    named = {"mask": mask, "bias": bias, "attention_dtype": attention_dtype, "precision": precision}
-    scores = {"softcap": logits_soft_cap, "scale": scaling_factor, "backend": _requested(use_flash, attn_backend)}
-    return _attend((QPos, KPos, Key, query, key, value), named, attn_sink, scores)
+    return dot_product_attention(
+        *(QPos, KPos, Key, query, key, value, mask, bias, attention_dtype, precision),
+        *(use_flash, attn_backend, flash_block_size, dropout),
+        logits_soft_cap=logits_soft_cap,
+        scaling_factor=scaling_factor,
+        inference=inference,
+        prng=prng,
+        attn_sink=attn_sink,
+    )
 
 
 def _attend(call: tuple[Any, ...], named: dict[str, Any], attn_sink: Any, options: dict[str, Any]) -> Any:

@@ -165,6 +165,8 @@ def test_sinks(cap):
     out = dot_product_attention_with_sink(*CALL, *rows(), sink, MASKS["window"][0], logits_soft_cap=cap)
     capped = sink if cap is None else Named(cap * jnp.tanh(sink.array / cap), sink.axes)
     check(out, reference(*rows(), MASKS["window"][1], cap=cap, sink=capped), "batch kv_head group position value_size")
+    same = dot_product_attention(*CALL, *rows(), MASKS["window"][0], logits_soft_cap=cap, attn_sink=sink)
+    np.testing.assert_array_equal(same.array, out.array)
 
 
 def test_dropout_in_training_only():
@@ -206,11 +208,11 @@ def test_axes_that_do_not_fit_are_refused():
 
 
 def test_signatures():
-    """The parameters in Levanter's main branch of September 2025."""
+    """The parameters in Levanter's main branch of September 2025; attn_sink at the end is of 1.2.dev1644."""
     shared = [
         "mask", "bias", "attention_dtype", "precision", "use_flash", "attn_backend", "flash_block_size", "dropout",
         "logits_soft_cap", "scaling_factor", "inference", "prng",
     ]  # fmt: skip
     first = ["QPos", "KPos", "Key", "query", "key", "value"]
-    assert list(inspect.signature(dot_product_attention).parameters) == [*first, *shared]
+    assert list(inspect.signature(dot_product_attention).parameters) == [*first, *shared, "attn_sink"]
     assert list(inspect.signature(dot_product_attention_with_sink).parameters) == [*first, "attn_sink", *shared]
