@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from attn_core.call.after_fork import free_in_children
 from attn_core.call.options import check_flag
-from attn_core.errors import ShapeError, SpecError, shown
+from attn_core.errors import ShapeError, SpecError, needs_extra, shown
 from jax_frontend.attention import attention
 from jax_frontend.dispatch.plan import as_array
 
@@ -102,7 +102,7 @@ def installed() -> Iterator[None]:
 
     Raises:
         SpecError: if Keras does not run on JAX.
-        ModuleNotFoundError: if Keras is not installed.
+        MissingExtraError: if Keras is not installed.
     """
     holder = object()
     try:
@@ -131,7 +131,8 @@ _before: list[Callable[..., Any]] = []
 
 def _backend_module() -> Any:
     """Returns the module in which ``keras.ops`` looks the function up: ``keras.src.backend.jax.nn``."""
-    keras = import_module("keras")
+    with needs_extra("jax_frontend.keras", "keras", "keras"):
+        keras = import_module("keras")
     if keras.backend.backend() != "jax":
         raise SpecError(f"KERAS_BACKEND={shown(keras.backend.backend())}: expected 'jax', set before Keras is imported")
     return import_module("keras.src.backend.jax.nn")
