@@ -22,6 +22,7 @@ import torch
 import jax_frontend
 from attn_core import AttentionSpec, PagedKV
 from attn_core.backends.flash3 import backend as flash3
+from attn_core.backends.flash4 import program as flash4_program
 from attn_core.backends.sdpa_cudnn import backend as sdpa_cudnn
 from attn_core.backends.sdpa_efficient import backend as sdpa_efficient
 from attn_core.backends.shared import (
@@ -271,6 +272,18 @@ def test_torchs_kernels_are_recorded_in_both_directions(
         names = [program.buffers[at].name for at in program.steps[0].writes]
         expected = ["out"] if direction == "forward" else ["dq", "dk", "dv", *["dsinks"] * spec.sinks]
         assert names == expected
+
+
+def test_tensors_without_memory_are_on_one_device_if_there_are_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    spec, devices = replace(SPEC, needs_backward=True), set()
+    for current in (0, 1):
+        monkeypatch.setattr(torch.cuda, "current_device", lambda current=current: current)
+        with operator_recorder.without_memory():
+            inputs = operator_program._inputs(spec, as_one=False, device=operator_recorder.FAKE_DEVICE)
+            others = flash4_program._tensors(spec, ("forward", "backward")[current], with_dlse=False)
+        devices |= {str(tensor.device) for tensor in (*inputs.values(), *others.values())}
+    assert devices == {"cuda:0"}
 
 
 def test_calls_that_no_operator_expresses_are_refused_from_data(monkeypatch: pytest.MonkeyPatch) -> None:

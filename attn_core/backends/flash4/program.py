@@ -21,6 +21,7 @@ from attn_core.backends.flash4.step_code import compile_step, is_number, leaves,
 from attn_core.backends.shared import dry_run
 from attn_core.backends.shared.cached_once import cached_once
 from attn_core.backends.shared.kernel_programs import RESULTS, SCRATCH, Buffer, KernelProgram, KernelStep, Unrecordable
+from attn_core.backends.shared.operator_recorder import FAKE_DEVICE
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs, dtype_name
 
@@ -42,7 +43,8 @@ def program(spec: AttentionSpec, direction: str, with_dlse: bool, as_one: bool, 
         Unrecordable: if torch operations run between the kernels, or a kernel takes a view of a buffer.
     """
     with Recorder() as notes:
-        inputs, others = program_inputs(dry_run.zeros(spec)), _tensors(spec, direction, with_dlse)
+        inputs = program_inputs(dry_run.zeros(spec, FAKE_DEVICE))
+        others = _tensors(spec, direction, with_dlse)
         operands = {name: tensor for name, tensor in zip(Inputs._fields, inputs, strict=True) if tensor is not None}
         named = {**operands, **others}
         if as_one:
@@ -190,5 +192,6 @@ def _tensors(spec: AttentionSpec, direction: str, with_dlse: bool) -> dict[str, 
         shapes |= {"dq": (query, wide), "dk": (key, wide), "dv": (value, wide)}
         shapes |= {"dsinks": ((spec.num_heads,), narrow)} if spec.sinks else {}
     return {
-        name: torch.empty(shape, dtype=getattr(torch, dtype), device="cuda") for name, (shape, dtype) in shapes.items()
+        name: torch.empty(shape, dtype=getattr(torch, dtype), device=FAKE_DEVICE)
+        for name, (shape, dtype) in shapes.items()
     }

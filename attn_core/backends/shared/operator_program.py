@@ -11,7 +11,7 @@ from typing import Any
 
 from attn_core.backends.shared import dry_run, operator_library, operator_recorder
 from attn_core.backends.shared.kernel_programs import OPERATOR, Buffer, KernelProgram, KernelStep
-from attn_core.backends.shared.operator_recorder import FakeResults
+from attn_core.backends.shared.operator_recorder import FAKE_DEVICE, FakeResults
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs, dtype_name
 
@@ -55,7 +55,7 @@ def program(
     direction: str,
     with_dlse: bool = False,
     as_one: bool = False,
-    device: str = "cuda",
+    device: str = FAKE_DEVICE,
 ) -> KernelProgram:
     """Returns a call as one step of operators, and its buffers.
 

@@ -24,6 +24,9 @@ from attn_core.backends.shared.kernel_programs import Unrecordable
 MOST_OPERATORS = 400
 """The most operators of a text. A function that runs more is a loop over blocks, whose launches would take longer than
 its callback."""
+FAKE_DEVICE = "cuda:0"
+"""The device of tensors without memory. Without an index torch takes the thread's current device, or that of an equal
+tensor before; then a call's tensors were on two devices once a process had used two GPUs."""
 FakeResults = Callable[[Any, dict[str, Any]], Any]
 """``(operator, arguments by name) -> first results``, for an operator that torch cannot run on tensors without memory;
 None for any other operator."""
