@@ -331,7 +331,7 @@ def _object(kind: type, framework: str) -> Make | None:
     }.get(kind.__name__)
 
 
-HOST_MODULES = {"keras", "levanter", "maxtext", "transformer_engine"}
+HOST_MODULES = {"easydel", "keras", "levanter", "maxtext", "transformer_engine"}
 """Modules whose functions take objects of their host, which tests/dropins builds."""
 
 

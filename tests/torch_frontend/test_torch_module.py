@@ -18,6 +18,7 @@ from attn_core.call.seq_info import SeqInfo
 from attn_core.errors import DTypeError, ShapeError, SpecError
 from attn_core.paged.step import Step
 from torch_frontend import module
+from torch_frontend.dispatch.token_positions import token_places
 from torch_frontend.module import Attention
 
 BATCH, SEQ, KV_SEQ, HEADS, KV_HEADS, DIM, VALUE_DIM, FEATURES, OUT = 2, 7, 5, 6, 3, 4, 8, 13, 11
@@ -266,7 +267,7 @@ def test_compiled_positions_of_packed_tokens(device):
     def both(x, offsets, lengths):
         info = SeqInfo.unchecked(offsets, offsets, 4, 4)
         step = Step(lengths[:, None], lengths, offsets, 4)
-        return module.token_positions(None, info, x), module.token_places(step, x[0, :, 0])
+        return module.token_positions(None, info, x), token_places(step, x[0, :, 0])
 
     x = torch.zeros(1, 10, HEADS, DIM, device=device)
     torch._dynamo.reset()
