@@ -11,6 +11,7 @@ from jax.export import DisabledSafetyCheck
 
 from attn_core.backends import jax_cudnn
 from attn_core.backends.shared import triton_programs
+from attn_core.backends.shared.kernel_programs import OPERATOR
 from jax_frontend.bridge import compiled_lane
 from jax_frontend.bridge import targets as bridge
 
@@ -52,8 +53,8 @@ class _Checks(Sequence[DisabledSafetyCheck]):
 
 def _targets() -> tuple[str, ...]:
     # Not "step": exported programs run steps of context parallelism by branches.
-    targets = [bridge._target(direction) for direction in ("forward", "backward")]
-    return (*targets, *compiled_lane.compile_seconds(), triton_programs.TARGET, *jax_cudnn.CUSTOM_CALLS)
+    targets = [bridge._target(direction) for direction in ("forward", "backward", "jvp", "row_maximum")]
+    return (*targets, *compiled_lane.compile_seconds(), OPERATOR, triton_programs.TARGET, *jax_cudnn.CUSTOM_CALLS)
 
 
 def export_checks() -> Sequence[DisabledSafetyCheck]:

@@ -86,6 +86,10 @@ def test_a_function_that_reads_values_is_not_recorded() -> None:
             recorded(run, (2,))
 
 
+def test_exported_programs_may_run_operators() -> None:
+    assert jax.export.DisabledSafetyCheck.custom_call(OPERATOR) in list(jax_frontend.export_checks())
+
+
 def test_the_library_is_named_by_what_it_depends_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     path = operator_library.library_path()
