@@ -94,13 +94,20 @@ def _machine(findings: Findings) -> Iterator[str]:
         "processor": findings.processor or "",
         **{name: f"{there[name]}, {builds[name]}" for name in builds if name in there},
         "other packages": ", ".join(f"{name} {version}" for name, version in there.items() if name not in builds),
-        "torch to JAX": "" if not {"torch", "jax"} <= set(there) else findings.bridge or "JAX runs torch's kernels",
+        "torch to JAX": _to_jax(findings) if {"torch", "jax"} <= set(there) else "",
     }
     for name, text in rows.items():
         if text:
             yield from _two(name, text)
     for where, source in findings.tables.items():
         yield from _wrap(f"choice in {where}: {source}", "  ", "    ")
+
+
+def _to_jax(findings: Findings) -> str:
+    """Returns whether JAX runs torch's kernels, and what keeps it from running torch's operators without Python."""
+    if findings.bridge is not None:
+        return findings.bridge
+    return f"JAX runs torch's kernels{'; ' + findings.operators if findings.operators else ''}"
 
 
 def _cuda(version: tuple[int, ...] | None) -> str:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from attn_core import backends
+from attn_core.backends.shared import operator_library
 from attn_core.call.spec import AttentionSpec
 from attn_core.cli.advice import Advice, Machine, Problem, advise, find_machine, problems
 from attn_core.cli.advice.packages import requirements, runs_on
@@ -73,6 +74,7 @@ class Findings:
         faults: known faults of installed kernels.
         problems: known-bad combinations of packages.
         advice: what to install.
+        operators: why XLA cannot run torch's operators without Python on this GPU; None if it can, or has no GPU.
     """
 
     versions: dict[str, str | None]
@@ -87,6 +89,7 @@ class Findings:
     faults: tuple[Fault, ...]
     problems: tuple[Problem, ...]
     advice: tuple[Advice, ...]
+    operators: str | None = None
 
     @property
     def right(self) -> list[Row]:
@@ -130,6 +133,7 @@ class Findings:
             "processor": self.processor,
             "tables": self.tables,
             "bridge": self.bridge,
+            "operators": self.operators,
             "backends": {label: state._asdict() for label, state in self.backends.items()},
             "checks": [row.as_json() | {"device": row.device} for row in self.checks],
             "broken": self.broken,
@@ -167,6 +171,7 @@ def examine(progress: Console) -> Findings:
         *(packages, devices, errors, machine, device_name("cpu"), tables, bridge, states, rows),
         faults_of(Target.here(framework, device) for framework, named in devices.items() for device in named),
         *(problems(machine), advise(machine)),
+        operators=operator_library.missing() if bridge is None and machine.jax_cuda and machine.torch_cuda else None,
     )
 
 
