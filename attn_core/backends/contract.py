@@ -121,9 +121,13 @@ def program_refusals(backend: Backend, spec: AttentionSpec, device: str) -> tupl
     return None if refuses is None else refuses(spec, device)
 
 
-def runs_operators(backend: Backend) -> bool:
-    """Returns whether the backend has ``RUNS_OPERATORS = True``: its programs are operators of torch, not kernels."""
-    return getattr(backend, "RUNS_OPERATORS", False)
+def operator_functions(backend: Backend) -> Any:
+    """Returns the ``operator_program.Functions`` of a backend whose programs are operators of torch, else None.
+
+    Such a backend has ``operator_functions()``. The programs of other backends are kernels.
+    """
+    functions = getattr(backend, "operator_functions", None)
+    return None if functions is None else functions()
 
 
 def backend_warm_up(backend: Backend) -> Callable[[AttentionSpec], None] | None:

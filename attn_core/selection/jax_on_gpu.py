@@ -70,7 +70,7 @@ def predicted(
         return device_time  # the device surely takes longer than the host
     if not _launched_by_xla(name, spec, device):
         return max(caution * slowest, device_time)
-    if backends.runs_operators(backends.load(name, backends.kind_of(device))):
+    if backends.operator_functions(backends.load(name, backends.kind_of(device))) is not None:
         on_host = OPERATORS[spec.needs_backward] + has_table * OPERATORS_TABLE[spec.needs_backward]
         return max(caution * on_host, device_time)
     if spec.needs_backward and host_in_torch:

@@ -86,8 +86,7 @@ def _group_gradients(plan: RankPlan, q: Array, keys: Keys, saved: tiles.WholeRow
     for step, parts, block in keys.blocks():
         arrived = sent.hop(axes, step.shift - shift) if sent is not None and step.moves else None
         run = partial(tiles.gradients, plan.tile_context(step, backward=True), "own" if step.own else "sent")
-        more, dk, dv = tiles.switch_by_part(axes.part, parts, run, q, block, saved)
-        dq = more if dq is None else dq + more
+        dq, dk, dv = tiles.switch_by_part(axes.part, parts, run, q, block, saved, *(() if dq is None else (dq,)))
         if step.own:
             totals.append((dk, dv))
         elif step.gathered:

@@ -1,8 +1,9 @@
-"""Runs a forward step whose tiles differ between parts by one callback instead of branches.
+"""Runs a forward step whose tiles differ between parts by one custom call instead of branches.
 
 All devices run one program. With branches, it needs one for every part whose tiles differ, and the host must wait for
-the GPU to learn which branch to launch. A callback that launches torch's kernels knows its device, and hence its part:
-it runs that part's tiles in place, exactly as a torch rank would.
+the GPU to learn which branch to launch. A custom call knows its device, and hence its part. A callback that launches
+torch's kernels runs that part's tiles in place, exactly as a torch rank would. If the kernels are operators of torch,
+the call has the operators of every part, and needs no Python; XLA merges their results.
 
 The part of each device is known when the program is lowered, because JAX runs a program on the mesh's devices in their
 order. Without a concrete mesh, and in exported programs, the step uses branches.
@@ -21,11 +22,15 @@ from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 from attn_core.backends import kind_of
+from attn_core.backends.shared import operator_recorder
+from attn_core.backends.shared.kernel_programs import OPERATOR, Unrecordable
 from attn_core.context_parallel.call import ContextCall
+from attn_core.context_parallel.on_torch import operators
 from attn_core.context_parallel.on_torch.step import StepCall
 from attn_core.context_parallel.plan import Step
 from jax_frontend.bridge import compiled_lane, targets
 from jax_frontend.bridge.bridged_call import BridgedStep, calls_of
+from jax_frontend.bridge.bridged_run import parts_by_device
 from jax_frontend.context_parallel import tiles
 from jax_frontend.context_parallel.mesh import RankAxes
 from jax_frontend.context_parallel.tiles import PartTiles, TileContext, switch_by_part
@@ -59,10 +64,12 @@ def attend(
     # and so it is for several tiles on one device, where it also gives the bits that torch gives.
     several = axes.names == () and len(parts[0].tiles) > 1
     same = len(set(parts)) == 1 and results is None and not several
-    if same or partly_manual() or not _runs_by_callback(context.call, context.device, step):
+    step_call = StepCall(context.call, context.call.plan.steps.index(step), stacked=len(keys) == 1)
+    callback = not same and _runs_by_callback(context.call, context.device, step)
+    by_operators = len(set(parts)) > 1 and results is not None and _runs_operators(step_call, context.device)
+    if partly_manual() or not (callback or by_operators):
         return switch_by_part(axes.part, parts, partial(tiles.attend, context), q, keys, results)  # type: ignore[no-any-return]
     operands = (q, *keys, *(results or ()), jnp.asarray(axes.part, jnp.int32))
-    step_call = StepCall(context.call, context.call.plan.steps.index(step), stacked=len(keys) == 1)
     assert step_call.has_earlier_results == (results is not None)
     branches = _branches(context, tuple(parts), step_call.key_arrays).trace(*operands).jaxpr
     out, lse = step_p.bind(
@@ -71,6 +78,7 @@ def attend(
         axis=axes.outer,
         meshes=(jax.sharding.get_abstract_mesh(), _current_mesh()),
         branches=to_low_jaxpr(branches),
+        callback=callback,
     )
     return out, lse
 
@@ -88,6 +96,18 @@ def _runs_by_callback(call: ContextCall, device: str, step: Step) -> bool:
 
 
 @lru_cache(maxsize=256)
+def _runs_operators(step_call: StepCall, device: str) -> bool:
+    """Returns whether XLA runs all kernels of a step as operators of torch.
+
+    Other kernels that XLA launches can be in a CUDA graph with their branches.
+    """
+    kernels = {step_call.call.backend_of(tile) for of_part in step_call.step.tiles for tile in of_part}
+    if operators.refusal(step_call, kind_of(device)) is not None:
+        return False
+    return all(compiled_lane.lane_of(calls_of(name, spec, device)[0]).program is not None for spec, name in kernels)
+
+
+@lru_cache(maxsize=256)
 def _branches(context: TileContext, parts: tuple[PartTiles, ...], count: int) -> Any:
     """Returns a jitted function of a device's operands and its part, in operations that need no mesh."""
 
@@ -98,17 +118,19 @@ def _branches(context: TileContext, parts: tuple[PartTiles, ...], count: int) ->
     return jax.jit(run)
 
 
-def _impl(*operands: Any, call: BridgedStep, axis: str | None, meshes: Any, branches: ClosedJaxpr) -> list[Any]:
+def _impl(
+    *operands: Any, call: BridgedStep, axis: str | None, meshes: Any, branches: ClosedJaxpr, **_: Any
+) -> list[Any]:
     return list(jit_program(branches)(*operands))
 
 
-def _result_types(*operands: Any, call: BridgedStep, axis: str | None, meshes: Any, branches: ClosedJaxpr) -> list[Any]:
+def _result_types(
+    *operands: Any, call: BridgedStep, axis: str | None, meshes: Any, branches: ClosedJaxpr, **_: Any
+) -> list[Any]:
     return list(branches.out_avals)
 
 
-def _evaluate_branches(
-    *operands: Any, call: BridgedStep, axis: str | None, meshes: Any, branches: ClosedJaxpr
-) -> list[Any]:
+def _evaluate_branches(*operands: Any, branches: ClosedJaxpr, **_: Any) -> list[Any]:
     return list(jaxpr_as_fun(branches)(*operands))
 
 
@@ -119,30 +141,59 @@ def _call_back(*operands: Any, call: BridgedStep, branches: ClosedJaxpr) -> list
     return list(targets.run_step(call, local_call.types_like(out, [*types, *scratch]), *operands))
 
 
+def _run_operators(*operands: Any, call: BridgedStep, text: str, branches: ClosedJaxpr) -> list[Any]:
+    """Returns the step's results: those of the tiles, by one custom call, merged into the earlier ones."""
+    *q_and_keys, out, lse = operands
+    part_out = local_call.types_like(branches.out_avals[0], [(out.shape, q_and_keys[0].dtype), (lse.shape, lse.dtype)])
+    part, part_lse = jax.ffi.ffi_call(OPERATOR, part_out)(*q_and_keys, operators=text)
+    # A row without a tile was not written.
+    unseen = (part_lse == -jnp.inf).swapaxes(1, 2)[..., None]
+    return list(tiles.merge(out, lse, jnp.where(unseen, 0, part), part_lse))
+
+
+def _operator_text(call: BridgedStep, operands: Sequence[Any]) -> str | None:
+    """Returns the operators of every device's part as one text, or None if this process cannot know or record them.
+
+    Args:
+        operands: the types of q and of the keys.
+    """
+    if jax.process_count() > 1:  # processes must lower one program, and a text has one process's devices
+        return None
+    parts = parts_by_device(call.parts, jax.local_devices(backend="gpu"))
+    about = tuple((tuple(each.shape), str(each.dtype)) for each in operands)
+    try:
+        texts = operators.texts(call.step, about, operator_recorder.FAKE_DEVICE)
+    except Unrecordable:
+        return None
+    return operators.by_device({device: texts[part] for device, part in parts.items()})
+
+
 _lower_branches = mlir.lower_fun(_evaluate_branches, multiple_results=True)
 _lower_callback = mlir.lower_fun(_call_back, multiple_results=True)
+_lower_operators = mlir.lower_fun(_run_operators, multiple_results=True)
 
 
-def _lower_for_cpu(
-    ctx: Any, *operands: Any, call: BridgedStep, axis: str | None, meshes: Any, branches: ClosedJaxpr
-) -> Any:
-    if _is_exported(ctx) or not runs_on(call, "cpu"):
-        return _lower_branches(ctx, *operands, call=call, axis=axis, meshes=meshes, branches=branches)
+def _lower_for_cpu(ctx: Any, *operands: Any, call: BridgedStep, branches: ClosedJaxpr, **about: Any) -> Any:
+    if _is_exported(ctx) or not about["callback"] or not runs_on(call, "cpu"):
+        return _lower_branches(ctx, *operands, call=call, branches=branches, **about)
     return _lower_callback(ctx, *operands, call=call, branches=branches)
 
 
-def _lower_for_gpu(
-    ctx: Any, *operands: Any, call: BridgedStep, axis: str | None, meshes: Any, branches: ClosedJaxpr
-) -> Any:
+def _lower_for_gpu(ctx: Any, *operands: Any, call: BridgedStep, branches: ClosedJaxpr, **about: Any) -> Any:
+    axis, callback = about["axis"], about["callback"]
     here = not _is_exported(ctx) and runs_on(call, "cuda")
-    if here and axis is None:  # every device has the only part
+    if here and callback and axis is None:  # every device has the only part
         return _lower_callback(ctx, *operands, call=call, branches=branches)
-    parts = device_parts(ctx, axis, meshes[1]) if here and axis is not None else ()
-    if not parts:
-        return _lower_branches(ctx, *operands, call=call, axis=axis, meshes=meshes, branches=branches)
+    parts = device_parts(ctx, axis, about["meshes"][1]) if here and axis is not None else ()
     # The last operand is the part, which `parts` replaces: on a GPU the host would have to wait for its value.
     known = ctx.replace(avals_in=ctx.avals_in[:-1])
-    return _lower_callback(known, *operands[:-1], call=call._replace(parts=parts), branches=branches)
+    call = call._replace(parts=parts)
+    if parts and callback:
+        return _lower_callback(known, *operands[:-1], call=call, branches=branches)
+    text = _operator_text(call, ctx.avals_in[: 1 + call.step.key_arrays]) if parts else None
+    if text is not None:
+        return _lower_operators(known, *operands[:-1], call=call, text=text, branches=branches)
+    return _lower_branches(ctx, *operands, call=call, branches=branches, **about)
 
 
 def _is_exported(ctx: Any) -> bool:

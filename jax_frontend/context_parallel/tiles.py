@@ -19,7 +19,7 @@ from attn_core.context_parallel.call import ContextCall
 from attn_core.context_parallel.places import places_in_gathered, places_of_tile
 from attn_core.context_parallel.tiles import Tile
 from jax_frontend.context_parallel.exchange import KVPair, unpack_gathered
-from jax_frontend.context_parallel.places import put, take
+from jax_frontend.context_parallel.places import add, put, take
 from jax_frontend.dispatch import ops
 from jax_frontend.dispatch.differentiable import varying_alike
 from jax_frontend.dispatch.local_call import varying_as
@@ -165,13 +165,21 @@ def sink_gradient(sinks: Array, saved: WholeRows) -> Array:
 
 
 def gradients(
-    context: TileContext, of_keys: str, part_tiles: PartTiles, q: Array, keys: tuple[Array, ...], saved: WholeRows
+    context: TileContext,
+    of_keys: str,
+    part_tiles: PartTiles,
+    q: Array,
+    keys: tuple[Array, ...],
+    saved: WholeRows,
+    dq: Array | None = None,
 ) -> tuple[Array, Array, Array]:
     """Returns (dq, dk, dv) of a step's tiles, from the results of whole rows; 0 at places without a tile.
 
     Args:
         of_keys: "own" or "sent", see ``ContextCall.accumulator``.
         keys: as in ``attend``.
+        dq: of the earlier steps, to which the tiles' dq is added. Added outside of a part's branch, the tiles' dq would
+            be written with zeros around it and read again.
     """
     k, v = part_tiles.block(keys)
     totals = [
@@ -179,17 +187,17 @@ def gradients(
         for array, of in ((q, "q"), (k, of_keys), (v, of_keys))
     ]
     touched = [np.zeros(array.shape[1], bool) for array in totals]
+    if dq is not None:
+        totals[0], touched[0][:] = dq, True
     for tile in part_tiles.tiles:
         rows, key_places = context.places(part_tiles, tile)
         results = _tile_gradients(context.tile_plan(tile), tile, (rows, key_places), q, k, v, saved)
         for at, (part, index) in enumerate(((results.dq, rows), (results.dk, key_places), (results.dv, key_places))):
             part = part.astype(totals[at].dtype)
-            if touched[at][index].any():
-                part = take(totals[at], index, 1) + part
-            totals[at] = put(totals[at], part, index, 1)
+            write = add if touched[at][index].any() else put
+            totals[at] = write(totals[at], part, index, 1)
             touched[at][index] = True
-    dq, dk, dv = totals
-    return dq, dk, dv
+    return totals[0], totals[1], totals[2]
 
 
 Index = tuple[np.ndarray, np.ndarray]

@@ -63,7 +63,6 @@ FORWARD = Support(
 )
 BACKWARD = replace(FORWARD, paged=False)
 WRITES_INTO = True
-RUNS_OPERATORS = True
 
 ONE_DIRECTION = {"forward": {"deterministic"}, "backward": {"num_splits", "pack_gqa"}}
 """Settings that a direction's operator does not take."""
@@ -165,12 +164,16 @@ def program_refuses(spec: AttentionSpec, device: str) -> tuple[str, ...]:
     return tuple(flash3_program.refusals(spec, device))
 
 
+def operator_functions() -> operator_program.Functions:
+    """Returns what the programs of this backend record; see ``contract.operator_functions``."""
+    return operator_program.Functions(forward, backward, True, flash3_program.forward_without_memory)
+
+
 def program(spec: AttentionSpec, direction: str, with_dlse: bool = False, as_one: bool = False) -> KernelProgram:
     """Returns the operator of a forward that ``program_refuses`` allows, and its buffers. See ``flash4``."""
-    functions = operator_program.Functions(forward, backward, True, flash3_program.forward_without_memory)
     own = KERNEL.runs(spec)  # XLA pads and cuts widths
     widened = replace(spec, head_dim=own.head_dim, value_dim=own.value_dim)
-    return operator_program.program(functions, widened, direction, with_dlse, as_one)
+    return operator_program.program(operator_functions(), widened, direction, with_dlse, as_one)
 
 
 def _forward(spec: AttentionSpec, inputs: Any, into: Any) -> tuple[Any, Any]:

@@ -32,7 +32,6 @@ from attn_core.call.tensors import Gradients, Inputs
 
 FRAMEWORK = "torch"
 REQUIRES = "torch>=2.11 with CUDA"
-RUNS_OPERATORS = True
 
 FORWARD = Support(
     kernel=NAME,
@@ -176,10 +175,14 @@ def program_refuses(spec: AttentionSpec, device: str) -> tuple[str, ...]:
     return tuple(operator_program.refusals(spec, device))
 
 
+def operator_functions() -> operator_program.Functions:
+    """Returns what the programs of this backend record; see ``contract.operator_functions``."""
+    return operator_program.Functions(forward, backward, fake_results=_gradients_without_memory)
+
+
 def program(spec: AttentionSpec, direction: str, with_dlse: bool = False, as_one: bool = False) -> KernelProgram:
     """Returns the operators of a call that ``program_refuses`` allows, and its buffers. See ``flash4``."""
-    functions = operator_program.Functions(forward, backward, fake_results=_gradients_without_memory)
-    return operator_program.program(functions, spec, direction, with_dlse, as_one)
+    return operator_program.program(operator_functions(), spec, direction, with_dlse, as_one)
 
 
 def _gradients_without_memory(op: Any, given: dict[str, Any]) -> Any:

@@ -62,6 +62,22 @@ struct Program {
   std::vector<Instruction> instructions;
 };
 
+// The programs of a text. A text has several if devices run other operators; then `of_device` has each device's program.
+struct Programs {
+  std::vector<Program> programs;
+  std::unordered_map<int64_t, size_t> of_device;
+
+  const Program& of(int64_t ordinal) const {
+    if (of_device.empty()) return programs.at(0);
+    auto found = of_device.find(ordinal);
+    if (found == of_device.end())
+      throw std::runtime_error("device " + std::to_string(ordinal) +
+                               " is none of those that this program was compiled for; compile it for the devices that it "
+                               "runs on");
+    return programs.at(found->second);
+  }
+};
+
 std::vector<int64_t> numbers_of(const std::string& text) {
   std::vector<int64_t> numbers;
   std::istringstream words(text);
@@ -122,13 +138,13 @@ Result result_of(const std::string& word) {
   return result;
 }
 
-std::shared_ptr<const Program> parsed(const std::string& text) {
-  auto program = std::make_shared<Program>();
-  std::istringstream lines(text);
+// Returns the next program of a text, which ends at a line "---" or with the text.
+Program parsed_program(std::istringstream& lines) {
+  Program program;
   std::string line, word;
   std::getline(lines, line);
-  program->places = std::stoll(line);
-  while (std::getline(lines, line)) {
+  program.places = std::stoll(line);
+  while (std::getline(lines, line) && line != "---") {
     std::istringstream words(line);
     std::string name, overload;
     words >> name >> overload;
@@ -140,15 +156,32 @@ std::shared_ptr<const Program> parsed(const std::string& text) {
       throw std::runtime_error(name + " takes another number of arguments");
     while (words >> word && word != "~") instruction.results.push_back(result_of(word));
     while (words >> word) instruction.last_uses.push_back(std::stoll(word));
-    program->instructions.push_back(std::move(instruction));
+    program.instructions.push_back(std::move(instruction));
   }
   return program;
 }
 
+std::shared_ptr<const Programs> parsed(const std::string& text) {
+  auto result = std::make_shared<Programs>();
+  std::istringstream lines(text);
+  if (text.rfind("devices", 0) == 0) {
+    std::string line, word;
+    std::getline(lines, line);
+    std::istringstream words(line);
+    words >> word;
+    while (words >> word) {
+      size_t colon = word.find(':');
+      result->of_device[std::stoll(word.substr(0, colon))] = std::stoull(word.substr(colon + 1));
+    }
+  }
+  while (lines.peek() != std::istringstream::traits_type::eof()) result->programs.push_back(parsed_program(lines));
+  return result;
+}
+
 // Returns the parsed text. Texts are never forgotten: a process has as many as it has traced calls.
-std::shared_ptr<const Program> program_of(std::string_view text) {
+std::shared_ptr<const Programs> programs_of(std::string_view text) {
   static std::mutex mutex;
-  static auto* known = new std::unordered_map<std::string, std::shared_ptr<const Program>>();
+  static auto* known = new std::unordered_map<std::string, std::shared_ptr<const Programs>>();
   std::string key(text);
   std::lock_guard<std::mutex> lock(mutex);
   auto found = known->find(key);
@@ -243,7 +276,8 @@ at::Tensor tensor_of(const ffi::AnyBuffer& buffer, c10::Device device) {
                        at::TensorOptions().dtype(dtype_of(buffer.element_type())).device(device));
 }
 
-ffi::Error call(ffi::RemainingArgs args, ffi::RemainingRets rets, std::string_view operators, c10::Device device) {
+ffi::Error call(ffi::RemainingArgs args, ffi::RemainingRets rets, std::string_view operators, int32_t ordinal,
+                c10::Device device) {
   try {
     std::vector<at::Tensor> tensors;
     for (size_t i = 0; i < args.size(); ++i) {
@@ -256,7 +290,8 @@ ffi::Error call(ffi::RemainingArgs args, ffi::RemainingRets rets, std::string_vi
       if (buffer.has_error()) return buffer.error();
       tensors.push_back(tensor_of(*buffer.value(), device));
     }
-    run(*program_of(operators), std::move(tensors), device);
+    auto programs = programs_of(operators);
+    run(programs->of(ordinal), std::move(tensors), device);
   } catch (const c10::Error& error) {
     return ffi::Error::Internal(error.what_without_backtrace());
   } catch (const std::exception& error) {
@@ -265,8 +300,8 @@ ffi::Error call(ffi::RemainingArgs args, ffi::RemainingRets rets, std::string_vi
   return ffi::Error::Success();
 }
 
-ffi::Error on_cpu(ffi::RemainingArgs args, ffi::RemainingRets rets, std::string_view operators) {
-  return call(args, rets, operators, c10::Device(c10::kCPU));
+ffi::Error on_cpu(int32_t ordinal, ffi::RemainingArgs args, ffi::RemainingRets rets, std::string_view operators) {
+  return call(args, rets, operators, ordinal, c10::Device(c10::kCPU));
 }
 
 #ifdef ATTN_CORE_CUDA
@@ -274,14 +309,18 @@ ffi::Error on_gpu(cudaStream_t stream, int32_t ordinal, ffi::RemainingArgs args,
                   std::string_view operators) {
   auto device = static_cast<c10::DeviceIndex>(ordinal);
   c10::cuda::CUDAStreamGuard guard(c10::cuda::getStreamFromExternal(stream, device));
-  return call(args, rets, operators, c10::Device(c10::kCUDA, device));
+  return call(args, rets, operators, ordinal, c10::Device(c10::kCUDA, device));
 }
 #endif
 
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(attn_core_operator_cpu, on_cpu,
-                              ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attr<std::string_view>("operators"));
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::DeviceOrdinal>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attr<std::string_view>("operators"));
 
 #ifdef ATTN_CORE_CUDA
 XLA_FFI_DEFINE_HANDLER_SYMBOL(attn_core_operator_gpu, on_gpu,
