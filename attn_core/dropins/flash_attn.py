@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from attn_core.call.options import Window, check_flag, check_number
+from attn_core.call.options import Window, check_number
 from attn_core.call.seq_info import is_host_int, must_be_static
 from attn_core.errors import ShapeError, SpecError, shown
 from attn_core.expressions.tracing import Aux, trace_score
@@ -41,6 +41,10 @@ CACHE = OPTIONS | {
     **{"k_pages": "k_cache", "v_pages": "v_cache", "seq_lens": "cache_seqlens", "kv_lengths": "cache_seqlens"},
     **{"kv_starts": "cache_leftpad", "cache_index": "cache_batch_idx", "cos": "rotary_cos", "sin": "rotary_sin"},
     **{"max_len_q": "max_seqlen_q", "positions": "cache_seqlens", "return_lse": "return_softmax_lse"},
+}
+CUTE = {name: theirs for name, theirs in (OPTIONS | CACHE).items() if name != "return_lse"} | {
+    **{"sinks": "learnable_sink", "k_pages": "k", "v_pages": "v", "k_cache": "k", "v_cache": "v"},
+    **{"seq_lens": "seqused_k", "kv_lengths": "seqused_k", "cache_seqlens": "seqused_k", "block_table": "page_table"},
 }
 
 
@@ -108,23 +112,18 @@ def host_int(name: str, value: Any) -> int:
     return value  # type: ignore[no-any-return]
 
 
-def hint_int(name: str, value: Any) -> None:
-    """Checks the type of a hint about speed, which changes no result; None is no hint."""
-    if value is not None and not is_host_int(value):
-        raise SpecError(f"{name}={shown(value)}: expected an int, a hint about speed without effect here")
-
-
-def hint_flag(name: str, value: Any) -> None:
-    """Checks the type of a hint that is True, False or None."""
-    if value is not None:
-        check_flag(name, value)
-
-
-def refuse(remedies: Mapping[str, str], **arguments: Any) -> None:
+def refuse(**arguments: Any) -> None:
     """Raises SpecError for the first argument that is not None, with what to do instead."""
     for name, value in arguments.items():
         if value is not None:
-            raise SpecError(f"{name}: expected None, got {shown(value)}; {remedies[name]}")
+            raise SpecError(f"{name}: expected None, got {shown(value)}; {REMEDIES[name]}")
+
+
+def check_hints(**hints: Any) -> None:
+    """Checks the types of hints about speed, which change no result: ints, True, False or None."""
+    for name, value in hints.items():
+        if value is not None and not isinstance(value, bool) and not is_host_int(value):
+            raise SpecError(f"{name}={shown(value)}: expected an int, True, False or None; a hint without effect here")
 
 
 _FUNCTION = "the functions of FlashAttention-4 are CuTe DSL; attention({0}=) takes a plain function of indices"
@@ -134,11 +133,12 @@ REMEDIES = {
         ("q_descale", "k_descale", "v_descale"), "tensors with scales of their own do not run here; pass bfloat16"
     ),
     "seqused_q": "pass cu_seqlens_q without the unused queries",
-    "seqused_k": "pass cu_seqlens_k without the unused keys, or a page_table",
+    "seqused_k": "pass cu_seqlens_k and keys without the unused ones",
     "rotary_seqlens": "rotary positions begin at cache_seqlens; rotate q and k before the call",
     "gather_kv_indices": "attention(mask=) hides the keys that an index list leaves out",
     "score_mod": _FUNCTION.format("score_mod"),
     "mask_mod": _FUNCTION.format("mask_mod"),
+    "score_mod_bwd": "the derivative of attention(score_mod=) is computed",
     "aux_tensors": "they belong to score_mod and mask_mod; attention(aux=) has them",
     "aux_scalars": "they belong to score_mod and mask_mod; attention(aux=) has them",
     "block_sparse_tensors": "attention(mask_mod=) and attention(key_ranges=) skip the blocks that they hide",

@@ -24,7 +24,7 @@ from attn_core.errors import DTypeError, ShapeError, SpecError
 from attn_core.expressions.tracing import TracedFunction
 from torch_frontend.attention import attention
 from torch_frontend.dispatch import plan
-from torch_frontend.flash_attn.probabilities import lse_of_flash_attn, places_in_documents, with_probabilities
+from torch_frontend.flash_attn.probabilities import lse_of_flash_attn, with_probabilities
 from torch_frontend.paged.attention import paged_attention
 from torch_frontend.qkvpacked import attention_qkvpacked
 
@@ -70,7 +70,7 @@ def flash_attn_varlen_func(
     """
     names = OPTIONS if block_table is None else VARLEN_PAGES
     try:
-        info = _documents(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        info = documents_of(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         options = options_of(softmax_scale, causal, window_size, softcap, deterministic)
         if block_table is not None:
             rate = rate_of(dropout_p)
@@ -111,7 +111,7 @@ def flash_attn_varlen_qkvpacked_func(
     try:
         plan.check_tensor("qkv", qkv)
         check_packed("qkv", qkv.shape, 3, packed=True)
-        info = _documents(qkv, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, of=("", ""))
+        info = documents_of(qkv, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, of=("", ""))
         options = options_of(softmax_scale, causal, window_size, softcap, deterministic)
         options |= _slopes(qkv[:, 0], qkv[:, 1], info, alibi_slopes) | {"seq_info": info}
         if check_flag("return_attn_probs", return_attn_probs):
@@ -150,7 +150,7 @@ def flash_attn_varlen_kvpacked_func(
         plan.check_tensor("kv", kv)
         check_packed("kv", kv.shape, 2, packed=True)
         k, v = kv.unbind(1)
-        info = _documents(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        info = documents_of(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         options = options_of(softmax_scale, causal, window_size, softcap, deterministic) | _slopes(
             q, k, info, alibi_slopes
         )
@@ -161,7 +161,7 @@ def flash_attn_varlen_kvpacked_func(
         raise renamed(error, KEYS_PACKED) from None
 
 
-def _documents(
+def documents_of(
     q: Any, queries: Any, keys: Any, longest_q: Any, longest_k: Any, of: tuple[str, str] = ("_q", "_k")
 ) -> SeqInfo:
     """Returns the documents of a call, checked except for the values of the offsets."""
@@ -190,8 +190,8 @@ def _slopes(q: Tensor, k: Any, info: SeqInfo, slopes: Any) -> dict[str, Any]:
             f"alibi_slopes: expected [heads] = [{q.shape[1]}] or [documents, heads] = [{documents}, {q.shape[1]}], got "
             f"{list(slopes.shape)}"
         )
-    of_query, queries = places_in_documents(info.cu_seqlens_q, q.shape[0])
-    _, keys = places_in_documents(info.cu_seqlens_k, k.shape[0])
+    of_query, queries = places_indocuments_of(info.cu_seqlens_q, q.shape[0])
+    _, keys = places_indocuments_of(info.cu_seqlens_k, k.shape[0])
     more = info.cu_seqlens_k.diff() - info.cu_seqlens_q.diff()  # keys of a document than queries
     of_query = of_query.clamp(max=documents - 1)  # a token behind the last offset sees no key
     queries = (queries + more[of_query]).int()
