@@ -177,6 +177,7 @@ def _own(framework: str) -> dict[str, dict[str, Make]]:
 
     paged = {"q": numbers(3, 4, 8)}
     new = {"k": numbers(3, 2, 8), "v": numbers(3, 2, 8)}
+    rotary = {"cos": numbers(9, 4), "sin": numbers(9, 4), "positions": lambda: array(np.array([5, 1, 7], np.int32))}
     packed = {"seq_info": lambda: (array(np.array([3, 2], np.int32)), array(np.array([0, 3, 5], np.int32)), 3)}
     ring = {name: numbers(1, 8, 2, 8) for name in "qkv"}
     ring |= {"mask": plain(None), "bias": plain(None), "alibi_slopes": plain(None), "alignment": plain("bottom_right")}
@@ -185,6 +186,7 @@ def _own(framework: str) -> dict[str, dict[str, Make]]:
         "paged_attention": paged,
         "explain_paged": paged,
         "append_kv": new,
+        "apply_rotary": {"x": numbers(3, 2, 8), **rotary},
         "PagedKVCache.update": {**new, "step": plain(None)},
         "PagedKVCache.attend": {**paged, "step": plain(None)},
         "PagedKVCache.step": {"names": plain(["a", "b", "c"])},
