@@ -141,8 +141,7 @@ def attention(
         seq_info: a ``SeqInfo`` or ``(seq_lens, cu_seqlens, max_seqlen)``: packed documents, which never see each other.
         layout: "bshd" as above; or "bhsd": q, k, v and the output are ``[batch, heads, seq, head_dim]``, packed
             ``[heads, tokens, head_dim]``. Everything else keeps its shape.
-        dropout: probability of dropping a softmax weight. ``dropout_rng`` is the generator (a CPU one is best, whatever
-            q's device is), torch's default if None.
+        dropout: probability of dropping a softmax weight. dropout_rng: the generator, best on the CPU; None: torch's.
         deterministic: use only kernels that give the same bits on every run.
         backend: a name, which runs or raises; names in order of preference; or None for automatic choice.
         return_lse: also return the log-sum-exp, ``[batch, heads, q_len]`` (packed ``[heads, tokens]``), natural log,
