@@ -49,6 +49,9 @@ class AttentionKeywords(QkvPackedKeywords[Array, Random], total=False):
     """The keywords of ``attention``, without return_lse and return_max_logit."""
 
     layout: Layout
+    kv_lengths: Any
+    kv_starts: Any
+    cache_index: Any
 
 
 class ContextParallelKeywords(TypedDict, Generic[Array], total=False):
