@@ -90,6 +90,7 @@ def check_facts(call: Cached, table: str = "block_table") -> None:
         if len(shape) != 4:
             raise ShapeError(f"{name}: expected [rows, length, kv_heads, head_dim], got {list(shape)}")
     batch = call.cu_seqlens_q.shape[0] - 1 if packed and len(call.cu_seqlens_q.shape) == 1 else call.q.shape[0]
+    _check_attention(call, batch)
     _check_tables(call, batch, table)
     if call.k is not None:
         _check_new(call, batch)
@@ -99,6 +100,29 @@ def check_facts(call: Cached, table: str = "block_table") -> None:
 
 def _shown(name: str, table: str) -> str:
     return table if name == "block_table" else name
+
+
+def _check_attention(call: Cached, batch: int) -> None:
+    """Checks what attention would find only after the new tokens are in the cache."""
+    heads, head_dim = call.q.shape[-2:]
+    rows, length, kv_heads, _ = call.k_cache.shape
+    if call.k_cache.shape[3] != head_dim:
+        raise ShapeError(f"k_cache: expected the head_dim of q ({head_dim}), got {call.k_cache.shape[3]}")
+    if not kv_heads or heads % kv_heads:
+        raise ShapeError(f"k_cache: expected kv heads that divide the {heads} query heads, got {kv_heads}")
+    if tuple(call.v_cache.shape[:3]) != (rows, length, kv_heads):
+        raise ShapeError(
+            f"v_cache: expected [{rows}, {length}, {kv_heads}, head_dim] as k_cache, got {list(call.v_cache.shape)}"
+        )
+    for name in ("k_cache", "v_cache", "k", "v"):
+        facts = getattr(call, name)
+        if facts is not None and facts.dtype != call.q.dtype:
+            raise DTypeError(f"{name}: expected the dtype of q, {call.q.dtype}, got {facts.dtype}; cast it")
+    if call.alibi_slopes is not None and tuple(call.alibi_slopes.shape) not in ((heads,), (batch, heads)):
+        raise ShapeError(
+            f"alibi_slopes: expected [heads] = [{heads}] or [batch, heads] = [{batch}, {heads}], got "
+            f"{list(call.alibi_slopes.shape)}"
+        )
 
 
 def _check_tables(call: Cached, batch: int, table: str) -> None:

@@ -5,8 +5,7 @@ FlashAttention-4's. They run on any device. docs/how_to/migrate/flash_attn.md li
 """
 
 from jax_frontend.flash_attn.dense import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
-
- from jax_frontend.flash_attn.kvcache import flash_attn_with_kvcache
+from jax_frontend.flash_attn.kvcache import flash_attn_with_kvcache
 from jax_frontend.flash_attn.varlen import (
     flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,
@@ -20,5 +19,5 @@ __all__ = [
     "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
-    #    "flash_attn_with_kvcache",
+    "flash_attn_with_kvcache",
 ]

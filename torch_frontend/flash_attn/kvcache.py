@@ -18,6 +18,7 @@ from attn_core.dropins.flash_attn_cache import (
     whole_length,
 )
 from attn_core.errors import SpecError
+from attn_core.paged.arguments import check_paged_options
 from torch_frontend.attention import attention
 from torch_frontend.dispatch import plan, tensor_kinds
 from torch_frontend.flash_attn.probabilities import lse_of_flash_attn, places_in_documents
@@ -102,6 +103,8 @@ def attend(
         longest: with cu_seqlens_q, a host int, at least the most queries of a sequence.
     """
     check_combination(call, table)
+    plain = (options[name] for name in ("causal", "window", "softcap", "scale", "deterministic", "return_lse"))
+    check_paged_options(*plain, longest)  # all checks come before the first write
     call, before = _checked(call, table)
     new = 0 if call.k is None else call.k.shape[1]
     whole = call.block_table is call.cache_batch_idx is call.cache_leftpad is call.cu_seqlens_q is before is None
