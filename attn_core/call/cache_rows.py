@@ -136,8 +136,12 @@ def _check_within(name: str, array: np.ndarray | None, most: int, what: str) -> 
 
 def clamped(rows: CacheRows, kv_len: Any, cache_batch: Any) -> CacheRows:
     """Returns the arrays with values in range, as arrays of their framework. Values in range do not change."""
-    limits = (kv_len, kv_len, cache_batch - 1)
-    return CacheRows(*(None if array is None else array.clip(0, most) for array, most in zip(rows, limits)))
+    lengths, starts, index = rows
+    lengths = None if lengths is None else lengths.clip(0, kv_len)
+    if starts is not None:
+        starts = starts.clip(0, kv_len)
+        starts = starts if lengths is None else starts.clip(max=lengths)
+    return CacheRows(lengths, starts, None if index is None else index.clip(0, cache_batch - 1))
 
 
 def takes_pages(sizes: tuple[Any, ...], window: tuple[int | None, int | None], options: Mapping[str, Any]) -> bool:

@@ -88,6 +88,7 @@ class CachedKeywords(TypedDict, Generic[Array], total=False):
     scale: float | None
     deterministic: bool
     backend: str | tuple[str, ...] | None
+    alibi_slopes: Array | None
 
 
 class PagedKeywords(CachedKeywords[Array], total=False):
@@ -97,3 +98,4 @@ class PagedKeywords(CachedKeywords[Array], total=False):
     seq_lens: Required[Any]
     cu_seqlens_q: Any
     max_len_q: int | None
+    kv_starts: Any

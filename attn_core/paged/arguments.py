@@ -25,9 +25,14 @@ class PagedArrays(NamedTuple):
     cu_seqlens_q: ArrayFacts | None = None
     sinks: ArrayFacts | None = None
     key_ranges: ArrayFacts | None = None
+    alibi_slopes: ArrayFacts | None = None
+    kv_starts: ArrayFacts | None = None
 
 
-ARGUMENTS = ("q", "k_pages", "v_pages", "block_table", "seq_lens", "cu_seqlens_q", "sinks", "key_ranges")
+ARGUMENTS = (
+    *("q", "k_pages", "v_pages", "block_table", "seq_lens", "cu_seqlens_q", "sinks", "key_ranges"),
+    *("alibi_slopes", "kv_starts"),
+)
 """The names of these arrays as arguments."""
 
 
@@ -94,6 +99,7 @@ def build_spec(arrays: PagedArrays, options: Options) -> AttentionSpec:
         softcap=options.softcap,
         scale=options.scale,
         key_ranges_shape=ranges_shape,
+        alibi_shape=None if arrays.alibi_slopes is None else tuple(arrays.alibi_slopes.shape),
         sinks=arrays.sinks is not None,
         documents=batch,
         max_len_q=most,
@@ -208,11 +214,15 @@ def _check_pool(arrays: PagedArrays) -> tuple[PagedKV, int]:
     check_table_types("seq_lens", arrays.seq_lens.dtype, arrays.seq_lens.shape, (batch,))
     if arrays.cu_seqlens_q is not None:
         check_table_types("cu_seqlens_q", arrays.cu_seqlens_q.dtype, arrays.cu_seqlens_q.shape, (batch + 1,))
-    if arrays.sinks is not None and arrays.sinks.dtype not in DTYPES:
-        raise DTypeError(f"sinks: expected one of {', '.join(DTYPES)}, got {arrays.sinks.dtype}; cast it")
+    for name, facts in (("sinks", arrays.sinks), ("alibi_slopes", arrays.alibi_slopes)):
+        if facts is not None and facts.dtype not in DTYPES:
+            raise DTypeError(f"{name}: expected one of {', '.join(DTYPES)}, got {facts.dtype}; cast it")
+    if arrays.kv_starts is not None:
+        check_table_types("kv_starts", arrays.kv_starts.dtype, arrays.kv_starts.shape, (batch,))
     if arrays.key_ranges is not None and arrays.key_ranges.dtype != "int32":
         raise DTypeError(f"key_ranges: expected dtype int32, got {arrays.key_ranges.dtype}; cast it to int32")
-    return PagedKV(num_pages=arrays.k.shape[0], page_size=arrays.k.shape[1], width=width), batch
+    starts = arrays.kv_starts is not None
+    return PagedKV(num_pages=arrays.k.shape[0], page_size=arrays.k.shape[1], width=width, starts=starts), batch
 
 
 def _rank_three(name: str, facts: ArrayFacts, expected: str) -> tuple[int, ...]:

@@ -172,6 +172,13 @@ def check_lengths(paged: PagedKV, lengths: np.ndarray) -> None:
         )
 
 
+def check_starts(kv_starts: np.ndarray, seq_lens: np.ndarray) -> None:
+    """Raises SpecError for a first key on the host that is negative or behind the end of its sequence."""
+    if (wrong := (kv_starts < 0) | (kv_starts > seq_lens)).any():
+        at = int(np.argmax(wrong))
+        raise SpecError(f"kv_starts[{at}]={kv_starts[at]}: expected 0 to {seq_lens[at]}, the length of the sequence")
+
+
 def check_slots(slots: np.ndarray) -> None:
     """Raises SpecError if two tokens would be written to one slot. -1, which is never written, may repeat."""
     written = slots[slots >= 0]

@@ -105,6 +105,7 @@ class PagedKVCache(PagedCache):
         deterministic: bool = False,
         backend: str | tuple[str, ...] | None = None,
         return_lse: bool = False,
+        alibi_slopes: Array | None = None,
         **unknown: Never,
     ) -> Array | tuple[Array, Array]:
         """Runs ``check``, then ``paged_attention`` of a layer's queries, ``[tokens, heads, head_dim]``."""
@@ -126,6 +127,7 @@ class PagedKVCache(PagedCache):
             deterministic=deterministic,
             backend=backend,
             return_lse=return_lse,
+            alibi_slopes=alibi_slopes,
         )
 
     def _pools(self, layer: int, step: Step) -> tuple[Array, Array]:

@@ -51,7 +51,7 @@ def attend(attention: Callable[..., Any], qkv: tuple[Any, ...], rows: CacheRows,
         options: all other arguments of ``attention`` but layout, by name.
     """
     rows, window = _checked(qkv, rows, options)
-    if rows.kv_starts is not None or not _on_pages(qkv, window, options):
+    if not _on_pages(qkv, window, options):
         tensors, others = _as_ranges(qkv, rows, window, options)
         return attention(*tensors, **others)
     options = options | {"backend": requested_names(options["backend"])}
@@ -77,7 +77,7 @@ def explain(
     """
     rows, window = _checked(qkv, rows, options, shapes_only=True)
     q, k, v = qkv
-    if needs_backward or rows.kv_starts is not None or not _on_pages(qkv, window, options):
+    if needs_backward or not _on_pages(qkv, window, options):
         theirs = options["key_ranges"]
         key_ranges, k, v = jax.eval_shape(partial(_ranges, window=window, options=options), qkv, rows, theirs)
         tensors, others = _with_ranges(q, k, v, rows, key_ranges, options)
@@ -86,7 +86,7 @@ def explain(
     shape = (tokens, *q.shape[2:])
     queries = q.reshape(shape) if isinstance(q, jax.Array) else jax.ShapeDtypeStruct(shape, q.dtype)
     tables = jax.eval_shape(partial(_pool_tables, q.shape[:2], k.shape[:2]), rows)
-    names = "softcap", "sinks", "scale", "deterministic", "backend", "return_lse", "causal"
+    names = "causal", "softcap", "sinks", "scale", "deterministic", "backend", "return_lse", "alibi_slopes"
     keywords = {name: options[name] for name in names} | {"window": window, "max_len_q": q.shape[1]}
     return explain_paged(queries, k, v, **tables, **keywords)
 
@@ -129,11 +129,7 @@ def _on_pages(qkv: tuple[Any, ...], window: Window, options: Keywords) -> bool:
     q, k, _ = qkv
     names = requested_names(options["backend"]) or override.requested()
     sizes = (*q.shape[:2], *k.shape[:2])
-    return (
-        options["alibi_slopes"] is None
-        and cache_rows.takes_pages(sizes, window, options)
-        and read_pages(names, plan.device_name(q))
-    )
+    return cache_rows.takes_pages(sizes, window, options) and read_pages(names, plan.device_name(q))
 
 
 def _pool_tables(queries: tuple[int, ...], cache: tuple[int, ...], rows: CacheRows) -> dict[str, Array | None]:
@@ -147,7 +143,8 @@ def _pool_tables(queries: tuple[int, ...], cache: tuple[int, ...], rows: CacheRo
     index = jnp.arange(batch, dtype=jnp.int32) if rows.cache_index is None else rows.cache_index
     lengths = jnp.full((batch,), kv_len, jnp.int32) if rows.kv_lengths is None else rows.kv_lengths
     offsets = None if count == 1 else jnp.arange(0, batch * count + 1, count, dtype=jnp.int32)
-    return {"block_table": index[:, None], "seq_lens": lengths, "cu_seqlens_q": offsets}
+    tables = {"block_table": index[:, None], "seq_lens": lengths, "cu_seqlens_q": offsets}
+    return tables | {"kv_starts": rows.kv_starts}
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -156,8 +153,9 @@ def _from_pages(call: _Call, arrays: dict[str, Array]) -> Any:
     batch, count = q.shape[:2]
     tables = _pool_tables((batch, count), k.shape[:2], _rows_of(arrays))
     options = dict(call.options)
-    names = "softcap", "scale", "deterministic", "backend", "return_lse", "causal"
-    keywords: Keywords = {name: options[name] for name in names} | {"sinks": arrays.get("sinks"), **tables}
+    names = "causal", "softcap", "scale", "deterministic", "backend", "return_lse"
+    keywords: Keywords = {name: options[name] for name in names} | tables
+    keywords |= {name: arrays.get(name) for name in ("sinks", "alibi_slopes")}
     keywords |= {"window": call.window, "max_len_q": count}
     results = paged_attention(q.reshape(batch * count, *q.shape[2:]), k, v, **keywords)
     out, lse = results if options["return_lse"] else (results, None)

@@ -10,7 +10,7 @@ import numpy as np
 
 from attn_core.call import key_ranges as key_ranges_module
 from attn_core.call.pages import PagedKV
-from attn_core.paged.tables import check_slots, check_values, slots_of
+from attn_core.paged.tables import check_slots, check_starts, check_values, slots_of
 from jax_frontend.dispatch import plan
 
 
@@ -46,6 +46,12 @@ def check_ranges_in_pages(key_ranges: Any, tokens: Any) -> None:
     """Checks the values of key_ranges, whose shape has been checked before, if they are on the host."""
     if key_ranges is not None and is_on_host(key_ranges):
         key_ranges_module.check_values(np.asarray(key_ranges), tokens)
+
+
+def check_starts_in_pages(kv_starts: Any, seq_lens: Any) -> None:
+    """Checks the values of kv_starts, whose shape has been checked before, if they and the lengths are on the host."""
+    if kv_starts is not None and is_on_host(kv_starts) and is_on_host(seq_lens):
+        check_starts(np.asarray(kv_starts), np.asarray(seq_lens))
 
 
 def is_on_host(table: Any) -> bool:

@@ -53,7 +53,9 @@ def tensors(call: PagedCall) -> PagedInputs:
     k, v = laid_out(k, v, call.layout)
     tables = {n: None if table is None else torch.tensor(table) for n, table in call.int_arrays.items()}
     sinks = None if call.inputs.sinks is None else torch.tensor(call.inputs.sinks, dtype=kind)
-    return PagedInputs(q, k, v, **tables, sinks=sinks)
+    slopes = call.inputs.alibi_slopes
+    slopes = None if slopes is None else torch.tensor(slopes, dtype=torch.float32)
+    return PagedInputs(q, k, v, **tables, sinks=sinks, alibi_slopes=slopes)
 
 
 def attended(call: PagedCall, inputs: PagedInputs | None = None) -> dict[str, np.ndarray]:
@@ -102,6 +104,12 @@ CASES: dict[str, dict[str, Any]] = {
     "key ranges by head": {"lengths": (40, 0, 7), "new": (9, 0, 7), "ranges": (2, 2), "causal": False},
     "key ranges, decode": {"lengths": (40, 23, 1), "ranges": (1, 2)},
     "a loose bound": {"lengths": (40, 23), "new": (2, 3), "bound": 9},
+    "slopes": {"lengths": (40, 23), "new": (4, 7), "alibi": 1, "softcap": 2.0},
+    "slopes by sequence": {"lengths": (40, 23, 5), "alibi": 2, "num_heads": 6, "sinks": True},
+    "slopes both sides": {"lengths": (40, 23), "new": (4, 7), "alibi": 2, "causal": False},
+    "starts": {"lengths": (70, 33, 9), "new": (4, 7, 9), "starts": True, "seed": 3},
+    "starts, decode": {"lengths": (70, 33, 1), "starts": True, "window": 20},
+    "starts and ranges": {"lengths": (70, 33), "new": (9, 7), "starts": True, "ranges": (2, 2), "alibi": 1},
 }
 
 
@@ -132,6 +140,8 @@ def test_any_call(data: Any) -> None:
                 num_kv_heads=kv_heads,
                 causal=data.draw(st.booleans()),
                 ranges=data.draw(st.sampled_from((None, (1, 1), (kv_heads, 2)))),
+                alibi=data.draw(st.integers(0, 2)),
+                starts=data.draw(st.booleans()),
                 window=data.draw(st.sampled_from((None, (3, 1), (0, 0), (20, None), (None, 5)))),
                 softcap=data.draw(st.sampled_from((None, 2.0))),
                 sinks=data.draw(st.booleans()),

@@ -57,6 +57,8 @@ def paged_attention(
     deterministic: bool = False,
     backend: str | tuple[str, ...] | None = None,
     return_lse: bool = False,
+    alibi_slopes: Tensor | None = None,
+    kv_starts: Any = None,
     **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Computes attention of each sequence's new tokens to its keys and values in pages: decoding or chunked prefill.
@@ -79,6 +81,8 @@ def paged_attention(
             tokens. Causal and window hide further keys. ``attn_core.masks.tree`` builds the mask of a tree of drafts.
         backend: a name, which runs or raises; names in order of preference; or None for automatic choice.
         return_lse: also return the log-sum-exp, ``[heads, tokens]``, natural log, float32.
+        alibi_slopes: float ``[heads]`` or ``[sequences, heads]``: adds ``-slope * |i + N - n - j|``.
+        kv_starts: int32 ``[sequences]``: no query sees a key of its sequence before this one (padding on the left).
 
     Returns:
         The output ``[tokens, heads, value_dim]``; or ``(output, lse)``. A query that sees no key has output 0 and its
@@ -91,7 +95,7 @@ def paged_attention(
     """
     if unknown:
         refuse_keywords("paged_attention", unknown)
-    is_usual = cu_seqlens_q is None and key_ranges is None
+    is_usual = cu_seqlens_q is key_ranges is alibi_slopes is kv_starts is None
     if is_usual and not (_is_compiling() or _modes() or forward_ad._current_level >= 0):
         plain_options = (causal, window, softcap, scale, deterministic, return_lse, max_len_q)
         results = seen_calls.attend(q, k_pages, v_pages, block_table, seq_lens, sinks, backend, plain_options)
@@ -102,15 +106,17 @@ def paged_attention(
         tables = block_table, seq_lens, cu_seqlens_q
         # While compiling, sizes are symbols; the op checks the arguments when it runs.
         if not torch.compiler.is_compiling():
-            tables, key_ranges = check_op(q, k_pages, v_pages, tables, sinks, key_ranges, options)
+            more = key_ranges, options, alibi_slopes, kv_starts
+            tables, key_ranges, kv_starts = check_op(q, k_pages, v_pages, tables, sinks, *more)
         left, right = options.window  # type: ignore[misc]
         out, lse = torch.ops.attn.paged_forward(
             *(q, k_pages, v_pages, *tables, sinks, max_len_q, causal, left, right),
             *(softcap, scale, deterministic, return_lse, join_names(requested_names(backend)), key_ranges),
+            *(alibi_slopes, kv_starts),
         )
         return (out, lse) if return_lse else out
     tables = block_table, seq_lens, cu_seqlens_q
-    inputs = gather_arguments(q, k_pages, v_pages, *tables, sinks, max_len_q, key_ranges)
+    inputs = gather_arguments(q, k_pages, v_pages, *tables, sinks, max_len_q, key_ranges, alibi_slopes, kv_starts)
     out, lse = run(inputs, options, requested_names(backend))
     return (out, lse) if return_lse else out
 
@@ -134,6 +140,8 @@ def explain_paged(
     deterministic: bool = False,
     backend: str | tuple[str, ...] | None = None,
     return_lse: bool = False,
+    alibi_slopes: Tensor | None = None,
+    kv_starts: Any = None,
     **unknown: Never,
 ) -> Selection:
     """Returns the backend that ``paged_attention`` chooses for these arguments and why the others cannot run."""
@@ -141,7 +149,7 @@ def explain_paged(
         refuse_keywords("explain_paged", unknown)
     options = options_of(causal, window, softcap, scale, deterministic, return_lse, max_len_q)
     tables = block_table, seq_lens, cu_seqlens_q
-    inputs = gather_arguments(q, k_pages, v_pages, *tables, sinks, max_len_q, key_ranges)
+    inputs = gather_arguments(q, k_pages, v_pages, *tables, sinks, max_len_q, key_ranges, alibi_slopes, kv_starts)
     return explain(*request(metadata(inputs), options, requested_names(backend) or override.requested()))
 
 

@@ -98,6 +98,7 @@ class PagedKVCache(PagedCache):
         deterministic: bool = False,
         backend: str | tuple[str, ...] | None = None,
         return_lse: bool = False,
+        alibi_slopes: Tensor | None = None,
         **unknown: Never,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Runs ``check``, then ``paged_attention`` of a layer's queries ``[tokens, heads, head_dim]`` with options."""
@@ -119,6 +120,7 @@ class PagedKVCache(PagedCache):
             deterministic=deterministic,
             backend=backend,
             return_lse=return_lse,
+            alibi_slopes=alibi_slopes,
         )
 
     def _copy(self, copies: Copies) -> None:

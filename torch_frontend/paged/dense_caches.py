@@ -45,7 +45,7 @@ def attend(attention: Callable[..., Any], qkv: tuple[Any, ...], rows: CacheRows,
     heads_first = check_layout(options["layout"]) == "bhsd"
     q, k, v = map(exchanged, qkv) if heads_first else qkv
     rows, window = _checked((q, k, v), rows, options)
-    if rows.kv_starts is None and _on_pages((q, k, v), window, options, None):
+    if _on_pages((q, k, v), window, options, None):
         results = _from_pages(autocast.in_autocast(q, k, v), rows, window, options)
     else:
         tensors, others = _as_ranges(q, k, v, rows, window, options)
@@ -69,7 +69,7 @@ def explain(
     """
     q, k, v = map(exchanged, qkv) if check_layout(options["layout"]) == "bhsd" else qkv
     rows, window = _checked((q, k, v), rows, options)
-    if rows.kv_starts is not None or not _on_pages((q, k, v), window, options, needs_backward):
+    if not _on_pages((q, k, v), window, options, needs_backward):
         tensors, others = _as_ranges(q, k, v, rows, window, options)
         return explain(*tensors, **others, needs_backward=needs_backward)
     q, k, v = (tensor.detach() for tensor in autocast.in_autocast(q, k, v))
@@ -148,7 +148,7 @@ def _on_pages(qkv: tuple[Tensor, ...], window: Window, options: Keywords, needs_
     if needs_backward is None:
         tensors = (*qkv, options["sinks"])
         needs_backward = torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in tensors])
-    if needs_backward or transforms.are_observing() or options["alibi_slopes"] is not None:
+    if needs_backward or transforms.are_observing():
         return False
     compiling = torch.compiler.is_compiling()
     if not compiling and tensor_kinds.are_jit_traces_active() is not None:  # it also runs with tensors of training
@@ -166,18 +166,12 @@ def _on_pool(q: Tensor, k: Tensor, rows: CacheRows, window: Window, options: Key
     lengths = rows.kv_lengths
     if lengths is None:
         lengths = torch.full((batch,), k.shape[1], dtype=torch.int32, device=device)
-    names = ("softcap", "sinks", "scale", "deterministic", "backend", "return_lse")
-    keywords = {name: options[name] for name in names}
+    names = ("causal", "softcap", "sinks", "scale", "deterministic", "backend", "return_lse", "alibi_slopes")
+    keywords = {name: options[name] for name in names} | {"window": window, "kv_starts": rows.kv_starts}
     if count != 1:
         keywords["cu_seqlens_q"] = torch.arange(0, batch * count + 1, count, dtype=torch.int32, device=device)
         keywords["max_len_q"] = count
-    return {
-        **keywords,
-        "block_table": index[:, None],
-        "seq_lens": lengths,
-        "causal": options["causal"],
-        "window": window,
-    }
+    return {**keywords, "block_table": index[:, None], "seq_lens": lengths}
 
 
 def _from_pages(qkv: tuple[Any, ...], rows: CacheRows, window: Window, options: Keywords) -> Any:
