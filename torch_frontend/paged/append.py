@@ -223,7 +223,7 @@ def append_on_gpu(k_pages: Any, v_pages: Any, k: Any, v: Any, *where: Any) -> Di
             raise ShapeError(f"{name}: expected dense channels (a last stride of 1), got {list(tensor.stride())}")
     read = k.detach(), v.detach(), *Places(*where)[:7]
     k, v, *others = [each if each is None or each.stride(-1) == 1 else each.contiguous() for each in read]
-    at = Places(*others, *where[7:])  # type: ignore[call-arg]
+    at = Places(*others, *where[7:])  # type: ignore[arg-type, call-arg]
     is_table, (angles, turned) = at.slot_mapping is None, (1, 0) if at.cos is None else at.cos.shape
     # For absent tensors any pointer will do, because the kernel's constants make it ignore them.
     some = at.seq_lens if is_table else at.slot_mapping
