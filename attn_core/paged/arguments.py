@@ -11,6 +11,7 @@ from attn_core.call.pages import PagedKV
 from attn_core.call.seq_info import is_host_int, is_number, must_be_static
 from attn_core.call.spec import DTYPES, AttentionSpec
 from attn_core.errors import DeviceError, DTypeError, ShapeError, SpecError, shown
+from attn_core.paged import places, rotary
 from attn_core.paged.tables import check_table_types
 
 
@@ -178,18 +179,14 @@ def check_append(named: dict[str, ArrayFacts | None]) -> None:
             raise DTypeError(
                 f"{name}: expected the dtype of {name}_pages, {pool.dtype}, got {facts[name].dtype}; cast it"
             )
-    table = facts["block_table"]
-    check_table_types("block_table", table.dtype, table.shape, ("batch", "width"))
-    check_table_types("seq_lens", facts["seq_lens"].dtype, facts["seq_lens"].shape, (table.shape[0],))
-    if "cu_seqlens_q" in facts:
-        check_table_types(
-            "cu_seqlens_q", facts["cu_seqlens_q"].dtype, facts["cu_seqlens_q"].shape, (table.shape[0] + 1,)
-        )
-    elif tokens != table.shape[0]:
-        raise ShapeError(
-            f"cu_seqlens_q: expected the new tokens' offsets, got None, which means one token for each of the "
-            f"{table.shape[0]} sequences of block_table, but k has {tokens}"
-        )
+    if "cos" in facts:
+        rotary.check_tables(facts["cos"], facts["sin"], facts["k"])
+    if "positions" in facts:
+        rotary.check_positions(facts["positions"], (tokens,))
+    if "slot_mapping" in facts:
+        places.check_slot_types(facts["slot_mapping"], tokens)
+    else:
+        places.check_tables_of_append(facts, tokens)
 
 
 def check_one_place(named: dict[str, ArrayFacts | None], first: str) -> None:

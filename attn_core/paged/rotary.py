@@ -23,11 +23,9 @@ INDEX_DTYPES = ("int32", "int64")
 
 
 def pair_of(rotary: Any) -> tuple[Any, Any]:
-    """Returns (cos, sin) of the argument ``rotary``; two None for None. Raises SpecError unless it is a pair."""
-    if rotary is None:
-        return None, None
-    if not isinstance(rotary, tuple | list) or len(rotary) != 2:
-        raise SpecError(f"rotary: expected a pair (cos, sin) of arrays, got {type(rotary).__name__}")
+    """Returns (cos, sin) of the argument ``rotary``. Raises SpecError unless it is a pair without None."""
+    if not isinstance(rotary, tuple | list) or len(rotary) != 2 or rotary[0] is None or rotary[1] is None:
+        raise SpecError(f"rotary={shown(rotary)}: expected a pair (cos, sin) of arrays, or None")
     return rotary[0], rotary[1]
 
 

@@ -22,6 +22,7 @@ from attn_core.selection import Selection, Target, explain, new_plans, override,
 from jax_frontend.bridge import compiled_lane
 from jax_frontend.dispatch import empty_rows, ops, plan
 from jax_frontend.paged.tables import (
+    as_int32,
     check_kinds,
     check_ranges_in_pages,
     check_starts_in_pages,
@@ -195,7 +196,8 @@ def _gather_arguments(
 
 
 def _as_arrays(inputs: PagedInputs) -> PagedInputs:
-    return PagedInputs(*(copy_numpy(array) for array in inputs))
+    tables = {name: as_int32(name, getattr(inputs, name)) for name in ("block_table", "seq_lens", "cu_seqlens_q")}
+    return PagedInputs(*(copy_numpy(array) for array in inputs._replace(**tables)))
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))

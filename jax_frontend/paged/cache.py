@@ -67,15 +67,28 @@ class PagedKVCache(PagedCache):
             for dim in dims.values()
         )
 
-    def update(self, layer: int, k: Array, v: Array, step: Step) -> None:
+    def update(
+        self,
+        layer: int,
+        k: Array,
+        v: Array,
+        step: Step,
+        *,
+        rotary: tuple[Array, Array] | None = None,
+        rotary_interleaved: bool = False,
+    ) -> None:
         """Writes a layer's new keys and values, ``[tokens, kv_heads, dim]``, into the step's slots.
+
+        Args:
+            rotary, rotary_interleaved: as in ``append_kv``.
 
         Raises:
             SpecError: as in ``check``, and for a layer that does not exist. Nothing is written then.
         """
         k_pages, v_pages = self._pools(layer, step)
+        turns: Any = {"rotary": rotary, "rotary_interleaved": rotary_interleaved}
         # append_kv donates the old pool, so JAX has deleted those arrays.
-        self.k_pages[layer], self.v_pages[layer] = append_kv(k_pages, v_pages, k, v, **step.tables)
+        self.k_pages[layer], self.v_pages[layer] = append_kv(k_pages, v_pages, k, v, **step.tables, **turns)
 
     @overload
     def attend(

@@ -10,6 +10,7 @@ import numpy as np
 
 from attn_core.call import key_ranges as key_ranges_module
 from attn_core.call.pages import PagedKV
+from attn_core.paged.tables import as_int32 as narrow
 from attn_core.paged.tables import check_slots, check_starts, check_values, slots_of
 from jax_frontend.dispatch import plan
 
@@ -24,6 +25,22 @@ def check_kinds(block_table: Any, seq_lens: Any, cu: Any, shapes_only: bool = Fa
 def copy_numpy(array: Any) -> Any:
     """Copies a numpy array; without the copy JAX may share its memory, and the caller may write to it too early."""
     return jnp.array(array) if isinstance(array, np.ndarray) else array
+
+
+def as_int32(name: str, table: Any) -> Any:
+    """Returns an int64 table in int32, and any other array as it is.
+
+    On a device, numbers that int32 does not have become its nearest one, which is no page and no length, as before.
+
+    Raises:
+        SpecError: for a value of a numpy array that int32 does not have.
+    """
+    if isinstance(table, np.ndarray):
+        return narrow(name, table)
+    if table is None or table.dtype != jnp.int64:
+        return table
+    limit = jnp.iinfo(jnp.int32)
+    return jnp.clip(table, limit.min, limit.max).astype(jnp.int32)
 
 
 def check_table_values(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -15,13 +14,13 @@ pytest.importorskip("triton.runtime.interpreter")
 import triton_interpreter
 from both_frontends import _numpy
 from callers_view import callers_results
+from direct_launches import launch_by_address
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from other_process import OtherProcess
 from paged_cases import PagedCall, judge, laid_out, make_paged, most_shared, without_answers
 
 from attn_core.backends.shared import pools
-from attn_core.backends.shared import triton as triton_launch
 from attn_core.backends.triton_splitkv import backend as triton_splitkv
 from attn_core.call import trailing_tokens
 from attn_core.call.tensors import PagedInputs
@@ -162,28 +161,6 @@ def test_rows_that_see_no_key(count: int, monkeypatch: pytest.MonkeyPatch) -> No
     verdict = judge(call, found)
     assert verdict.ok, verdict
     assert not found["out"][3].any() and np.array_equal(found["lse"][:, 3], call.inputs.sinks)
-
-
-def memory_at(address: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.frombuffer((ctypes.c_char * 16).from_address(address), dtype=dtype)
-
-
-def launch_by_address(patch: pytest.MonkeyPatch) -> list[Any]:
-    """Makes launches direct, as with compiled code: the kernels get nothing but addresses. Returns the list of them."""
-    direct = []
-
-    def compiled(kernel: Any, grid: Any, arguments: Any, fixed: Any, constants: Any) -> Any:
-        def run(*addresses: int) -> None:
-            direct.append(kernel)
-            kinds = [argument.dtype for argument in arguments]
-            kernel[grid](*map(memory_at, addresses, kinds), *fixed, **constants)
-
-        kernel[grid](*arguments, *fixed, **constants)
-        return run
-
-    patch.setattr(triton_launch, "_launch_compiled", compiled)
-    patch.setattr(triton_launch, "_launches", {})
-    return direct
 
 
 @pytest.mark.parametrize("count", [1, 3])

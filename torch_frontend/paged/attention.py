@@ -10,6 +10,8 @@ from torch.autograd import forward_ad
 from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
 from attn_core.call.keywords import PagedKeywords
 from attn_core.call.options import requested_names
+from attn_core.paged.places import check_choice
+from attn_core.paged.rotary import pair_of
 from attn_core.selection import Selection, explain, override
 from torch_frontend.dispatch.backend_names import join_names
 from torch_frontend.dispatch.plan import check_tensor
@@ -19,7 +21,8 @@ from torch_frontend.paged import (
     seen_calls,
 )
 from torch_frontend.paged.append import append, check_appended
-from torch_frontend.paged.plan import check_op, gather_arguments, metadata, op_tables, options_of, request, run
+from torch_frontend.paged.places import Places, op_places
+from torch_frontend.paged.plan import check_op, gather_arguments, metadata, options_of, request, run
 
 Tensor = torch.Tensor
 Keywords = PagedKeywords[Tensor]
@@ -160,9 +163,13 @@ def append_kv(
     k: Tensor,
     v: Tensor,
     *,
-    block_table: Any,
-    seq_lens: Any,
+    block_table: Any = None,
+    seq_lens: Any = None,
     cu_seqlens_q: Any = None,
+    slot_mapping: Any = None,
+    rotary: tuple[Tensor, Tensor] | None = None,
+    rotary_interleaved: bool = False,
+    positions: Any = None,
     **unknown: Never,
 ) -> tuple[Tensor, Tensor]:
     """Writes the keys and values of new tokens into their sequences' pages, in place.
@@ -171,23 +178,36 @@ def append_kv(
         k_pages, v_pages: the pool, as in ``paged_attention``; modified in place.
         k, v: ``[tokens, kv_heads, dim]``, in the pool's dtype: the new tokens of each sequence, end to end.
         block_table, seq_lens, cu_seqlens_q: as in ``paged_attention``; ``seq_lens`` count the new tokens.
+        slot_mapping: in place of these tables, int32 or int64 ``[tokens]``: the slot of each token, which is ``page *
+            page_size + offset``; -1 for a token that is not written. A tensor or a numpy array.
+        rotary: (cos, sin), each ``[max_positions, rotary_dim / 2]``: the keys are rotated as by ``apply_rotary``.
+        rotary_interleaved: as ``interleaved`` there.
+        positions: with rotary, int32 or int64 ``[tokens]``: each token's position in its sequence. The tables say it,
+            too; slot_mapping does not.
 
     Returns:
         ``(k_pages, v_pages)``, the same tensors.
 
     Raises:
         ShapeError, DTypeError, DeviceError, SpecError: for invalid arguments, and for tables on the CPU that point
-            outside the pool or send two tokens to one slot. On a GPU a token without a valid slot is skipped.
+            outside the pool or send two tokens to one slot, or positions behind the rows of cos. On a GPU a token
+            without a valid slot is skipped, and positions are clamped.
     """
     if unknown:
         refuse_keywords("append_kv", unknown)
+    cos, sin = (None, None) if rotary is None else pair_of(rotary)
+    if slot_mapping is not None or rotary_interleaved is not False or positions is not None:
+        tables = {"block_table": block_table, "seq_lens": seq_lens, "cu_seqlens_q": cu_seqlens_q}
+        check_choice(tables, slot_mapping, cos, rotary_interleaved, positions)
+    # In the order of Places, as the op has them.
+    where = (block_table, seq_lens, cu_seqlens_q, slot_mapping, cos, sin, positions, rotary_interleaved)
     if torch.compiler.is_compiling():
-        torch.ops.attn.append_kv(k_pages, v_pages, k, v, block_table, seq_lens, cu_seqlens_q)
+        torch.ops.attn.append_kv(k_pages, v_pages, k, v, *where)
     elif is_watched(k):
         check_tensor("k", k)
-        tables = op_tables(k, block_table, seq_lens, cu_seqlens_q)
-        check_appended(k_pages, v_pages, k, v, *tables)
-        torch.ops.attn.append_kv(k_pages, v_pages, k, v, *tables)
+        places = op_places(k, Places(*where))
+        check_appended(k_pages, v_pages, k, v, places)
+        torch.ops.attn.append_kv(k_pages, v_pages, k, v, *places)
     else:
-        append(k_pages, v_pages, k, v, block_table, seq_lens, cu_seqlens_q)
+        append(k_pages, v_pages, k, v, *where)
     return k_pages, v_pages

@@ -25,8 +25,9 @@ _library.define(
 )
 _library.define(
     # The marks (a!) and (b!) tell compilers that the op writes the pools, so they keep its order among the reads.
-    "append_kv(Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor k, Tensor v, Tensor block_table, Tensor seq_lens, "
-    "Tensor? cu_seqlens_q) -> ()",
+    "append_kv(Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor k, Tensor v, Tensor? block_table, Tensor? seq_lens, "
+    "Tensor? cu_seqlens_q, Tensor? slot_mapping=None, Tensor? cos=None, Tensor? sin=None, Tensor? positions=None, "
+    "bool interleaved=False) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 

@@ -25,6 +25,7 @@ from torch_frontend.dispatch import empty_rows, offsets, plan, tensor_kinds
 from torch_frontend.dispatch.run_plan import check_key_ranges
 from torch_frontend.dispatch.wrappers import on_device
 from torch_frontend.paged.key_ranges import ranges_of, starts_of
+from torch_frontend.paged.tables import as_int32
 
 Tensor = torch.Tensor
 Metadata = tuple[torch.Size, torch.dtype, torch.device]
@@ -146,6 +147,7 @@ def tables_of(q: Tensor, k_pages: Tensor, max_len_q: int | None, *tables: Any) -
     out of bounds.
     """
     names = ("block_table", "seq_lens", "cu_seqlens_q")
+    tables = tuple([as_int32(name, table) for name, table in zip(names, tables)])
     for name, table in zip(names[:2], tables):
         # Only cu_seqlens_q may be None; check_tensor names the other.
         if table is None:
@@ -207,7 +209,7 @@ def _check_kinds(names: tuple[str, ...], tables: tuple[Any, ...]) -> None:
     """Raises DTypeError for a numpy array of a dtype that no tensor has, such as dates."""
     for name, table in zip(names, tables):
         if isinstance(table, np.ndarray) and table.dtype.kind not in "biufc":
-            raise DTypeError(f"{name}: expected dtype int32, got {table.dtype}")
+            raise DTypeError(f"{name}: expected dtype int32 or int64, got {table.dtype}")
 
 
 def check_values(
