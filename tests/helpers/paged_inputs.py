@@ -27,8 +27,8 @@ def inputs_of(spec: AttentionSpec, random: np.random.Generator, lengths: Any, ne
         np.full((paged.num_pages, paged.page_size, spec.num_kv_heads, dim), np.nan)
         for dim in (spec.head_dim, spec.value_dim)
     ]
-    starts = [random.integers(0, length + 1) if paged.starts else 0 for length in lengths]
-    for row, length, start in zip(table, lengths, starts, strict=True):
+    firsts = [random.integers(0, length + 1) if paged.starts else 0 for length in lengths]
+    for row, length, start in zip(table, lengths, firsts, strict=True):
         count = -(-length // paged.page_size)
         row[:count], free = free[:count], free[count:]
         for pool in pools:
@@ -53,5 +53,5 @@ def inputs_of(spec: AttentionSpec, random: np.random.Generator, lengths: Any, ne
         seq_lens=np.asarray(lengths, np.int32),
         key_ranges=key_ranges,
         alibi_slopes=None if spec.alibi_shape is None else random.uniform(0.0, 0.5, spec.alibi_shape),
-        kv_starts=np.asarray(starts, np.int32) if paged.starts else None,
+        kv_starts=np.asarray(firsts, np.int32) if paged.starts else None,
     )
