@@ -24,7 +24,7 @@ from attn_core.errors import DTypeError, ShapeError, SpecError
 from attn_core.expressions.tracing import TracedFunction
 from torch_frontend.attention import attention
 from torch_frontend.dispatch import plan
-from torch_frontend.flash_attn.probabilities import lse_of_flash_attn, with_probabilities
+from torch_frontend.flash_attn.probabilities import lse_of_flash_attn, places_in_documents, with_probabilities
 from torch_frontend.paged.attention import paged_attention
 from torch_frontend.qkvpacked import attention_qkvpacked
 
@@ -59,7 +59,7 @@ def flash_attn_varlen_func(
             ``[num_pages, page_size, kv_heads, head_dim]`` of any page size, without gradients and dropout.
         cu_seqlens_q, cu_seqlens_k: int32 ``[documents + 1]``, the offsets of the documents.
         max_seqlen_q, max_seqlen_k: ints on the host, at least the longest document.
-        alibi_slopes: ``[heads]``, or ``[documents, heads]``, which runs on backends with score functions.
+        alibi_slopes: ``[heads]``, or ``[documents, heads]``: outside of pages on backends with score functions.
         block_table: int32 ``[documents, width]``: each document's pages in order. cu_seqlens_k then counts its keys.
 
     The other arguments and the errors are those of ``flash_attn_func``; the diagonals lie in each document.
@@ -190,8 +190,8 @@ def _slopes(q: Tensor, k: Any, info: SeqInfo, slopes: Any) -> dict[str, Any]:
             f"alibi_slopes: expected [heads] = [{q.shape[1]}] or [documents, heads] = [{documents}, {q.shape[1]}], got "
             f"{list(slopes.shape)}"
         )
-    of_query, queries = places_indocuments_of(info.cu_seqlens_q, q.shape[0])
-    _, keys = places_indocuments_of(info.cu_seqlens_k, k.shape[0])
+    of_query, queries = places_in_documents(info.cu_seqlens_q, q.shape[0])
+    _, keys = places_in_documents(info.cu_seqlens_k, k.shape[0])
     more = info.cu_seqlens_k.diff() - info.cu_seqlens_q.diff()  # keys of a document than queries
     of_query = of_query.clamp(max=documents - 1)  # a token behind the last offset sees no key
     queries = (queries + more[of_query]).int()
@@ -202,9 +202,8 @@ def _slopes(q: Tensor, k: Any, info: SeqInfo, slopes: Any) -> dict[str, Any]:
 def _in_pages(
     qkv: tuple[Tensor, Tensor, Tensor], info: SeqInfo, slopes: Any, table: Any, with_lse: Any, options: dict[str, Any]
 ) -> Results:
-    if slopes is not None:
-        raise SpecError("alibi_slopes: expected None with block_table")
     tables = {"block_table": table, "cu_seqlens_q": info.cu_seqlens_q, "seq_lens": info.cu_seqlens_k.diff()}
+    tables["alibi_slopes"] = slopes
     with_lse = check_flag("return_attn_probs", with_lse)
     results = paged_attention(*qkv, **tables, max_len_q=info.max_len_q, return_lse=with_lse, **options)
     if not with_lse:
