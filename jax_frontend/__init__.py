@@ -21,6 +21,7 @@ from jax_frontend.explain import explain
 from jax_frontend.paged.append import append_kv
 from jax_frontend.paged.attention import explain_paged, paged_attention
 from jax_frontend.paged.cache import PagedKVCache
+from jax_frontend.paged.rotary import apply_rotary
 from jax_frontend.qkvpacked import attention_qkvpacked
 from jax_frontend.unsloth import run_attention
 from jax_frontend.warm_up import warm_up
@@ -40,6 +41,7 @@ __all__ = [
     "Selection",
     "SeqInfo",
     "append_kv",
+    "apply_rotary",
     "attention",
     "attention_qkvpacked",
     "available_backends",

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attn_core.call import checks
+from attn_core.call import cache_rows, checks
+from attn_core.call.cache_rows import OPTIONS, CacheRows
 from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
 from attn_core.call.functions import NO_FUNCTIONS, are_given, named, trace
 from attn_core.call.keywords import AttentionKeywords, No, Yes
@@ -25,13 +26,9 @@ from attn_core.selection import override
 from jax_frontend.bridge.forked import check_process
 from jax_frontend.context_parallel import one_device
 from jax_frontend.dispatch import offsets, plan, value_checks
-from jax_frontend.dispatch.differentiable import (
-    AttentionCall,
-    differentiable_attention,
-    max_logit_alone,
-    varying_alike,
-)
+from jax_frontend.dispatch.differentiable import AttentionCall, differentiable_attention, max_logit_alone, varying_alike
 from jax_frontend.dispatch.written import Written, as_plain
+from jax_frontend.paged import dense_caches
 
 Array = jax.Array
 Keywords = AttentionKeywords[Array, Array]
@@ -92,6 +89,9 @@ def attention(
     return_lse: bool = False,
     return_max_logit: bool = False,
     dropout_rng: Array | None = None,
+    kv_lengths: Any = None,
+    kv_starts: Any = None,
+    cache_index: Any = None,
     **unknown: Never,
 ) -> Array | tuple[Array, ...]:
     """Computes scaled dot-product attention on the best kernel that honours every argument, eagerly or transformed.
@@ -107,17 +107,15 @@ def attention(
         scale: factor on ``q . k``; ``1 / sqrt(head_dim)`` if None.
         mask: bool, True = visible; bias: float, added. Broadcastable to ``[batch, heads, q_len, kv_len]``. A mask may
             also be an object of splash attention's classes (docs/reference/jax.md).
-        key_ranges: int32 ``[batch or 1, kv_heads or 1, kv_len, 1 or 2, 2]``, a mask of O(kv_len) numbers: query i sees
+        key_ranges: int32 ``[batch or 1, kv_heads or 1, kv_len, 1 or 2, 2]``, numpy or JAX's: query i of the row sees
             key j only if ``start <= i < stop`` for a range (start, stop) of the key. ``attn_core.masks`` builds them.
-            numpy or a JAX array. Queries count in the whole row, also with documents.
         mask_mod: a function ``f(b, h, q, k, *aux)`` that says whether query q sees key k; b and h count rows and query
             heads, q and k tokens of the whole row. score_mod: ``g(score, b, h, q, k, *aux)``, applied after softcap;
             -inf hides the pair. aux: at most 4 arrays, traced or not, which the functions index; arrays of floats that
             score_mod reads have a gradient (docs/reference/expressions.md).
         q_segment_ids, kv_segment_ids: int32 ``[batch, q_len]`` and ``[batch, kv_len]``: a query sees a key only if
-            their ids are equal. Any values in any order; traced or not. kv_segment_ids may be left out if it is the
-            same. q_positions, kv_positions: int32 of the same shapes: causal and window compare them instead of places
-            in the row, counted from 0. With aux they are at most 4 arrays.
+            their ids are equal. kv_segment_ids may be left out if it is the same. q_positions, kv_positions: int32 of
+            the same shapes: causal and window compare them instead of places in the row. At most 4 arrays with aux.
         alibi_slopes: ``[heads]`` or ``[batch, heads]``: adds ``-slope * |i + offset - j|``. No gradient.
         sinks: ``[heads]``: one extra logit per head in every row's softmax; it has no value.
         seq_info: a ``SeqInfo`` or ``(seq_lens, cu_seqlens, max_seqlen)``: packed documents, which never see each other.
@@ -125,15 +123,16 @@ def attention(
         layout: "bshd" as above; or "bhsd": q, k, v and the output are ``[batch, heads, seq, head_dim]``, packed
             ``[heads, tokens, head_dim]``. Everything else keeps its shape.
         dropout: probability of dropping a softmax weight; needs ``dropout_rng``, a PRNG key. Which weights drop depends
-            on the key and on their indices in the whole call, however arrays are sharded. Inside ``jax.shard_map`` the
-            indices count within the device's shard, so give each device its own key.
+            on the key and on their indices in the whole call, inside ``jax.shard_map`` on those in the device's shard.
         deterministic: use only kernels that give the same bits on every run.
         backend: a name, which runs or raises; names in order of preference; or None for automatic choice.
         return_lse: also return the log-sum-exp, ``[batch, heads, q_len]`` (packed ``[heads, tokens]``), natural log,
             float32 (float64 for float64 inputs). A row that sees no key has output 0 and its sink, or -inf, as lse.
         return_max_logit: also return the largest logit of each query head, for QK-clip: ``[batch, heads]`` (packed
-            ``[heads]``), of lse's dtype, without a gradient. A logit is what enters the softmax: a visible pair's score
-            after scale, softcap, score_mod, bias and ALiBi; sinks do not count. -inf if the head sees no pair.
+            ``[heads]``), of lse's dtype, without a gradient; sinks do not count. -inf if the head sees no pair.
+        kv_lengths, kv_starts, cache_index: int32 ``[batch]``, JAX arrays or numpy, traced or not: k and v are a cache,
+            of which row b has the keys ``k[cache_index[b], kv_starts[b] : kv_lengths[b]]``. Bottom-right diagonals end
+            at ``kv_lengths[b]``. They exclude seq_info, segment ids and positions (docs/reference/semantics.md).
 
     Returns:
         The output, with q's rank and dtype and value_dim channels; or a tuple of it, lse and max_logit, in this order.
@@ -149,6 +148,12 @@ def attention(
     if check_layout(layout) == "bhsd":
         q, k, v = map(exchanged, (q, k, v))
     segments = Segments(q_segment_ids, kv_segment_ids, q_positions, kv_positions)
+    if not (kv_lengths is None and kv_starts is None and cache_index is None):
+        cache_rows.refuse(seq_info, *segments)
+        rows, first = (kv_lengths, kv_starts, cache_index), (causal, alignment, window, softcap, scale, mask, bias)
+        others = (alibi_slopes, sinks, seq_info, dropout, deterministic, backend, return_lse, dropout_rng, key_ranges)
+        keywords = dict(zip(OPTIONS, (*first, *others, return_max_logit, mask_mod, score_mod, aux), strict=True))
+        return _in_layout(dense_caches.attend(attention, (q, k, v), CacheRows(*rows), keywords), layout)
     written = Written(causal, alignment, window, softcap, scale, mask, key_ranges, mask_mod, score_mod, aux)
     plain = as_plain(written, segments, (q, k), seq_info, alibi_slopes)
     causal, alignment, window, softcap, scale, mask, key_ranges, mask_mod, score_mod, aux = plain

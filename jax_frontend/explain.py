@@ -8,6 +8,8 @@ from typing import Any, Never
 import jax
 import numpy as np
 
+from attn_core.call import cache_rows
+from attn_core.call.cache_rows import OPTIONS, CacheRows
 from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
 from attn_core.call.layouts import Layout, check_layout
 from attn_core.call.options import Options, Window, check_flag, requested_names
@@ -21,6 +23,7 @@ from jax_frontend.attention import exchanged, gather_arguments
 from jax_frontend.context_parallel.one_device import rows_are_here
 from jax_frontend.dispatch import offsets, plan, value_checks
 from jax_frontend.dispatch.written import Written, as_plain
+from jax_frontend.paged import dense_caches
 
 
 @hide_unknown
@@ -54,6 +57,9 @@ def explain(
     return_lse: bool = False,
     return_max_logit: bool = False,
     dropout_rng: Any = None,
+    kv_lengths: Any = None,
+    kv_starts: Any = None,
+    cache_index: Any = None,
     needs_backward: bool | None = None,
     **unknown: Never,
 ) -> Selection:
@@ -67,6 +73,12 @@ def explain(
     if check_layout(layout) == "bhsd":
         q, k, v = map(exchanged, (q, k, v))
     segments = Segments(q_segment_ids, kv_segment_ids, q_positions, kv_positions)
+    if not (kv_lengths is None and kv_starts is None and cache_index is None):
+        cache_rows.refuse(seq_info, *segments)
+        rows, first = CacheRows(kv_lengths, kv_starts, cache_index), (causal, alignment, window, softcap, scale, mask)
+        more = (bias, alibi_slopes, sinks, seq_info, dropout, deterministic, backend, return_lse, dropout_rng)
+        values = (*first, *more, key_ranges, return_max_logit, mask_mod, score_mod, aux)
+        return dense_caches.explain(explain, (q, k, v), rows, dict(zip(OPTIONS, values, strict=True)), needs_backward)
     written = Written(causal, alignment, window, softcap, scale, mask, key_ranges, mask_mod, score_mod, aux)
     plain = as_plain(written, segments, (q, k), seq_info, alibi_slopes)
     causal, alignment, window, softcap, scale, mask, key_ranges, mask_mod, score_mod, aux = plain

@@ -20,6 +20,7 @@ from torch_frontend.context_parallel.layers import use_context_parallel
 from torch_frontend.explain import explain
 from torch_frontend.paged.attention import append_kv, explain_paged, paged_attention
 from torch_frontend.paged.cache import PagedKVCache
+from torch_frontend.paged.rotary import apply_rotary
 from torch_frontend.qkvpacked import attention_qkvpacked
 from torch_frontend.unsloth import run_attention
 from torch_frontend.warm_up import warm_up
@@ -31,6 +32,7 @@ __all__ = [
     "Selection",
     "SeqInfo",
     "append_kv",
+    "apply_rotary",
     "attention",
     "attention_qkvpacked",
     "available_backends",

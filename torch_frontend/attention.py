@@ -8,7 +8,7 @@ from typing import Any, Never, Unpack, overload
 import torch
 from torch.autograd import forward_ad, profiler
 
-from attn_core.call import checks, ranges
+from attn_core.call import cache_rows, checks, ranges
 from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
 from attn_core.call.keywords import AttentionKeywords, No, Yes
 from attn_core.call.layouts import Layout
@@ -23,7 +23,6 @@ from torch_frontend.dispatch import (
     autograd,
     fast_calls,
     general_calls,
-    heads_first,
     nested,
     plan,
     run_plan,
@@ -34,6 +33,7 @@ from torch_frontend.dispatch import (
 from torch_frontend.dispatch.plan_cache import dense_plan
 from torch_frontend.dispatch.ranges import in_ranges
 from torch_frontend.dispatch.tensor_kinds import are_modes_active
+from torch_frontend.paged import other_calls
 
 Tensor = torch.Tensor
 # Aliases save the fast path an attribute lookup for each.
@@ -107,6 +107,9 @@ def attention(
     return_lse: bool = False,
     return_max_logit: bool = False,
     dropout_rng: torch.Generator | None = None,
+    kv_lengths: Any = None,
+    kv_starts: Any = None,
+    cache_index: Any = None,
     **unknown: Never,
 ) -> Tensor | tuple[Tensor, ...]:
     """Computes scaled dot-product attention on the best kernel that honours every argument.
@@ -124,32 +127,30 @@ def attention(
         scale: factor on ``q . k``; ``1 / sqrt(head_dim)`` if None.
         mask: bool, True = visible; bias: float, added. Broadcastable to ``[batch, heads, q_len, kv_len]``. One of the
             two may be an object of xformers or torch's ``CausalBias``, in the place of the options that it means.
-        key_ranges: int32 ``[batch or 1, kv_heads or 1, kv_len, 1 or 2, 2]``, a mask of O(kv_len) numbers: query i sees
+        key_ranges: int32 ``[batch or 1, kv_heads or 1, kv_len, 1 or 2, 2]``, numpy or a tensor: query i of the row sees
             key j only if ``start <= i < stop`` for a range (start, stop) of the key. ``attn_core.masks`` builds them.
-            numpy or a tensor. Queries count in the whole row, also with documents.
         mask_mod: a function ``f(b, h, q, k, *aux)`` that says whether query q sees key k; b and h count rows and query
             heads, q and k tokens of the whole row. score_mod: ``g(score, b, h, q, k, *aux)``, applied after softcap;
             -inf hides the pair. FlexAttention's functions are such, and mask_mod may be a ``BlockMask`` that has one.
-            aux: at most 4 tensors, which the functions index (docs/reference/expressions.md). Tensors of floats that
-            score_mod reads have a gradient.
+            aux: at most 4 tensors, which they index (docs/reference/expressions.md); floats may have a gradient.
         q_segment_ids, kv_segment_ids: int32 ``[batch, q_len]`` and ``[batch, kv_len]``: a query sees a key only if
-            their ids are equal. Any values in any order. kv_segment_ids may be left out if it is the same. q_positions,
-            kv_positions: int32 of the same shapes: causal and window compare them instead of places in the row, counted
-            from 0. With aux they are at most 4 tensors.
+            their ids are equal. kv_segment_ids may be left out if it is the same. q_positions, kv_positions: int32 of
+            the same shapes: causal and window compare them instead of places in the row. At most 4 tensors with aux.
         alibi_slopes: ``[heads]`` or ``[batch, heads]``: adds ``-slope * |i + offset - j|``. No gradient.
         sinks: ``[heads]``: one extra logit per head in every row's softmax; it has no value.
         seq_info: a ``SeqInfo`` or ``(seq_lens, cu_seqlens, max_seqlen)``: packed documents, which never see each other.
         layout: "bshd" as above; or "bhsd": q, k, v and the output are ``[batch, heads, seq, head_dim]``, packed
             ``[heads, tokens, head_dim]``. Everything else keeps its shape.
-        dropout: probability of dropping a softmax weight. ``dropout_rng`` is the generator (a CPU one is best, whatever
-            q's device is), torch's default if None.
+        dropout: probability of dropping a softmax weight. dropout_rng: the generator, best on the CPU; None: torch's.
         deterministic: use only kernels that give the same bits on every run.
         backend: a name, which runs or raises; names in order of preference; or None for automatic choice.
         return_lse: also return the log-sum-exp, ``[batch, heads, q_len]`` (packed ``[heads, tokens]``), natural log,
             float32 (float64 for float64 inputs). A row that sees no key has output 0 and its sink, or -inf, as lse.
         return_max_logit: also return the largest logit of each query head, for QK-clip: ``[batch, heads]`` (packed
-            ``[heads]``), of lse's dtype, without a gradient. A logit is what enters the softmax: a visible pair's score
-            after scale, softcap, score_mod, bias and ALiBi; sinks do not count. -inf if the head sees no pair.
+            ``[heads]``), of lse's dtype, without a gradient; sinks do not count. -inf if the head sees no pair.
+        kv_lengths, kv_starts, cache_index: int32 ``[batch]``, tensors on q's device or numpy: k and v are a cache, of
+            which row b has the keys ``k[cache_index[b], kv_starts[b] : kv_lengths[b]]``. Bottom-right diagonals end at
+            ``kv_lengths[b]``. They exclude seq_info, segment ids and positions (docs/reference/semantics.md).
 
     Returns:
         The output, with q's rank and dtype and value_dim channels; or a tuple of it, lse and max_logit, in this order.
@@ -164,21 +165,20 @@ def attention(
         refuse_keywords("attention", unknown)
     plain = type(q) is type(k) is type(v) is Tensor
     jagged = not plain and nested.has_jagged(q, k, v)
+    in_cache = not (kv_lengths is None and kv_starts is None and cache_index is None)
     if not (q_segment_ids is None and kv_segment_ids is None and q_positions is None and kv_positions is None):
-        said, others = (q_segment_ids, kv_segment_ids, q_positions, kv_positions), (seq_info, alibi_slopes)
+        said = q_segment_ids, kv_segment_ids, q_positions, kv_positions
+        if in_cache:
+            cache_rows.refuse(seq_info, *said)
         seen = causal, window, mask_mod, aux
-        causal, window, mask_mod, aux = segments.without_segments(said, seen, (q, k), layout, others)
+        causal, window, mask_mod, aux = segments.without_segments(said, seen, (q, k), layout, (seq_info, alibi_slopes))
     usual_layout = isinstance(layout, str) and layout == "bshd"  # an array would compare element by element
-    if jagged or not usual_layout:
-        keywords = {"causal": causal, "alignment": alignment, "window": window, "softcap": softcap, "scale": scale}
-        keywords |= {"mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks, "seq_info": seq_info}
-        keywords |= {"dropout": dropout, "deterministic": deterministic, "backend": backend, "return_lse": return_lse}
-        keywords |= {"dropout_rng": dropout_rng, "key_ranges": key_ranges, "return_max_logit": return_max_logit}
-        keywords |= {"mask_mod": mask_mod, "score_mod": score_mod, "aux": aux}
-        if not usual_layout:  # it calls attention again, so nested tensors are heads-first here once
-            return heads_first.attend_in_layout(attention, layout, (q, k, v), keywords)
-        return nested.attend(attention, (q, k, v), keywords)
-    no_extras = mask is None and bias is None and alibi_slopes is None and sinks is None and seq_info is None
+    if jagged or not usual_layout or in_cache:
+        rows, first = (kv_lengths, kv_starts, cache_index), (causal, alignment, window, softcap, scale, mask, bias)
+        others = (alibi_slopes, sinks, seq_info, dropout, deterministic, backend, return_lse, dropout_rng, key_ranges)
+        values = (*first, *others, return_max_logit, mask_mod, score_mod, aux)
+        return other_calls.attend(attention, (q, k, v), layout, rows, values)
+    no_extras = mask is bias is alibi_slopes is sinks is seq_info is None
     # The fast path: plain tensors, no dropout, nothing that observes the call. It costs one cached lookup.
     observed = _is_compiling() or _is_autocast_on() or _is_transformed() or _modes() or forward_ad._current_level >= 0
     observed = observed or _checks() or not (_flash_on() and _efficient_on() and _cudnn_on() and _math_on())

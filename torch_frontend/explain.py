@@ -7,6 +7,8 @@ from typing import Any, Never
 
 import torch
 
+from attn_core.call import cache_rows
+from attn_core.call.cache_rows import OPTIONS, CacheRows
 from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
 from attn_core.call.layouts import Layout, check_layout
 from attn_core.call.mask_objects import is_object
@@ -14,6 +16,7 @@ from attn_core.call.options import Options, Window
 from attn_core.expressions.tracing import TracedFunction
 from attn_core.selection import Selection
 from torch_frontend.dispatch import general_calls, heads_first, nested, plan, segments
+from torch_frontend.paged import dense_caches
 
 Tensor = torch.Tensor
 
@@ -49,6 +52,9 @@ def explain(
     return_lse: bool = False,
     return_max_logit: bool = False,
     dropout_rng: torch.Generator | None = None,
+    kv_lengths: Any = None,
+    kv_starts: Any = None,
+    cache_index: Any = None,
     needs_backward: bool | None = None,
     **unknown: Never,
 ) -> Selection:
@@ -60,8 +66,16 @@ def explain(
         refuse_keywords("explain", unknown)
     if not (q_segment_ids is None and kv_segment_ids is None and q_positions is None and kv_positions is None):
         said, alone = (q_segment_ids, kv_segment_ids, q_positions, kv_positions), (seq_info, alibi_slopes)
+        if not (kv_lengths is None and kv_starts is None and cache_index is None):
+            cache_rows.refuse(seq_info, *said)
         seen = causal, window, mask_mod, aux
         causal, window, mask_mod, aux = segments.without_segments(said, seen, (q, k), layout, alone)
+    if not (kv_lengths is None and kv_starts is None and cache_index is None):
+        rows, first = CacheRows(kv_lengths, kv_starts, cache_index), (causal, alignment, window, softcap, scale, mask)
+        more = (bias, alibi_slopes, sinks, seq_info, dropout, deterministic, backend, return_lse, dropout_rng)
+        values = (*first, *more, key_ranges, return_max_logit, mask_mod, score_mod, aux)
+        keywords = dict(zip(OPTIONS, values, strict=True)) | {"layout": layout}
+        return dense_caches.explain(explain, (q, k, v), rows, keywords, needs_backward)
     if check_layout(layout) == "bhsd":
         q, k, v = map(heads_first.exchanged, (q, k, v))
     if nested.has_jagged(q, k, v):

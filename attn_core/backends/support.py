@@ -28,7 +28,8 @@ class Support:
         alignments: the causal/window alignments it has when q_len and kv_len differ (or documents are packed).
         causal, window, softcap, mask, key_ranges, mask_mod, score_mod, bias, bias_gradient, aux_gradients, alibi,
         sinks, packed, dropout: the features.
-        paged: it takes keys and values in pages of a pool.
+        paged: it takes keys and values in pages of a pool. paged_alibi, paged_starts: with pages it takes alibi_slopes,
+            and a first visible key of each sequence.
         deterministic: it can promise equal bits on every run.
         lse: it returns the log-sum-exp; lse_gradient: its backward takes a gradient of it.
         partial: it can attend to a part of each row's keys: it returns the log-sum-exp, and its backward computes with
@@ -71,6 +72,8 @@ class Support:
     paged: bool = False
     partial: bool = False
     symbolic: bool = False
+    paged_alibi: bool = False
+    paged_starts: bool = False
 
     def runs_on(self, device: str) -> bool:
         """Returns whether the claim covers a device such as ``"cpu"`` or ``"sm90"``."""
@@ -213,8 +216,20 @@ def _documents(support: Support, spec: AttentionSpec) -> str | None:
     return _size("documents")(support, spec)
 
 
-def _page_size(spec: AttentionSpec) -> int:
-    return spec.paged.page_size if spec.paged else 0
+def _paged(support: Support, spec: AttentionSpec) -> str | None:
+    if spec.paged is None:
+        return None
+    if not support.paged:
+        return f"keys and values in pages of {spec.paged.page_size}: {support.kernel} has none"
+    if spec.paged.starts and not support.paged_starts:
+        return f"kv_starts of sequences in pages: {support.kernel} has none"
+    return None
+
+
+def _alibi(support: Support, spec: AttentionSpec) -> str | None:
+    if spec.alibi_shape is None or (support.alibi if spec.paged is None else support.paged_alibi):
+        return None
+    return f"alibi_slopes{'' if spec.paged is None else ' with pages'}: {support.kernel} has none"
 
 
 CHECKS: dict[str, Check] = {
@@ -243,11 +258,11 @@ CHECKS: dict[str, Check] = {
         lambda s: s.aux_gradients,
         lambda s: f"gradient of {listed(s.aux_gradients)}",
     ),
-    "alibi_shape": _flag("alibi", lambda s: s.alibi_shape, lambda s: "alibi_slopes"),
+    "alibi_shape": _alibi,
     "sinks": _flag("sinks", lambda s: s.sinks, lambda s: "sinks"),
     "documents": _documents,
     "dropout": _flag("dropout", lambda s: s.dropout, lambda s: f"dropout={s.dropout}"),
     "deterministic": _flag("deterministic", lambda s: s.deterministic, lambda s: "deterministic=True"),
     "partial": _flag("partial", lambda s: s.partial, lambda s: "a part of each row's keys"),
-    "paged": _flag("paged", lambda s: s.paged, lambda s: f"keys and values in pages of {_page_size(s)}"),
+    "paged": _paged,
 }

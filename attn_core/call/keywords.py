@@ -49,6 +49,9 @@ class AttentionKeywords(QkvPackedKeywords[Array, Random], total=False):
     """The keywords of ``attention``, without return_lse and return_max_logit."""
 
     layout: Layout
+    kv_lengths: Any
+    kv_starts: Any
+    cache_index: Any
 
 
 class ContextParallelKeywords(TypedDict, Generic[Array], total=False):
@@ -85,6 +88,7 @@ class CachedKeywords(TypedDict, Generic[Array], total=False):
     scale: float | None
     deterministic: bool
     backend: str | tuple[str, ...] | None
+    alibi_slopes: Array | None
 
 
 class PagedKeywords(CachedKeywords[Array], total=False):
@@ -94,3 +98,4 @@ class PagedKeywords(CachedKeywords[Array], total=False):
     seq_lens: Required[Any]
     cu_seqlens_q: Any
     max_len_q: int | None
+    kv_starts: Any

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from attn_core.call.kinds import is_size
+from attn_core.call.options import check_flag
 from attn_core.call.seq_info import is_host_int
 from attn_core.errors import ShapeError, SpecError, shown
 
@@ -18,11 +19,13 @@ class PagedKV:
         num_pages: pages in the pool; 0 is allowed.
         page_size: tokens in a page.
         width: columns of the block table: a sequence has at most ``width * page_size`` tokens.
+        starts: whether each sequence has a first visible key, ``kv_starts``.
     """
 
     num_pages: int
     page_size: int
     width: int
+    starts: bool = False
 
     def __post_init__(self) -> None:
         # An empty pool and an empty table are calls without keys. page_size divides positions, so it cannot be 0.
@@ -30,6 +33,7 @@ class PagedKV:
             value = getattr(self, name)
             if not is_size(value) or (is_host_int(value) and value < least):
                 raise ShapeError(f"{name}={shown(value)}: expected {least} or more")
+        check_flag("starts", self.starts)
 
     @property
     def capacity(self) -> int:
@@ -47,7 +51,7 @@ def check_paged(spec: Any, paged: PagedKV) -> None:
         )
     if spec.needs_backward:
         raise SpecError("paged: expected no backward, because keys and values in pages have no gradient; use no_grad")
-    for name in ("mask_shape", "bias_shape", "alibi_shape"):
+    for name in ("mask_shape", "bias_shape"):
         if getattr(spec, name) is not None:
             raise SpecError(f"paged: expected no {name.removesuffix('_shape')}, got shape {getattr(spec, name)}")
     if spec.dropout:

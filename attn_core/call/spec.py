@@ -46,7 +46,8 @@ class AttentionSpec:
         mask_mod, score_mod: expressions, or None; aux: (shape, dtype) of their arrays; aux_gradients: the numbers of
             those whose gradient may be requested. See ``call.functions``.
         bias_dtype: of the bias; None if there is no bias or its dtype is ``dtype``.
-        alibi_shape: ``(num_heads,)`` or ``(batch, num_heads)``, or None; adds ``-slope * |i + offset - j|``.
+        alibi_shape: ``(num_heads,)`` or ``(batch, num_heads)``, with pages ``(documents, num_heads)``, or None; adds
+            ``-slope * |i + offset - j|``.
         sinks: one logit per head joins each row's softmax without a value.
         documents: how many documents are packed in the row, or None; max_len_q and max_len_k bound their lengths.
         dropout: probability of dropping a softmax weight.

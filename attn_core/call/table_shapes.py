@@ -18,8 +18,10 @@ def check_tables(spec: Any) -> None:
                 f"{name}: expected a shape broadcastable to [batch, heads, q, kv] = {list(full)}, got {list(shape)}"
             )
     check_shape(spec.key_ranges_shape, spec.batch, spec.num_kv_heads, spec.kv_len if spec.paged is None else spec.q_len)
-    if spec.alibi_shape is not None and spec.alibi_shape not in ((spec.num_heads,), (spec.batch, spec.num_heads)):
+    # With pages the sequences are the spec's documents.
+    rows, axis = (spec.batch, "batch") if spec.paged is None else (spec.documents, "sequences")
+    if spec.alibi_shape is not None and spec.alibi_shape not in ((spec.num_heads,), (rows, spec.num_heads)):
         raise ShapeError(
-            f"alibi_slopes: expected shape [heads] = [{spec.num_heads}] or [batch, heads] = "
-            f"[{spec.batch}, {spec.num_heads}], got {list(spec.alibi_shape)}"
+            f"alibi_slopes: expected shape [heads] = [{spec.num_heads}] or [{axis}, heads] = "
+            f"[{rows}, {spec.num_heads}], got {list(spec.alibi_shape)}"
         )

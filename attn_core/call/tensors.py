@@ -43,7 +43,8 @@ class PagedInputs(NamedTuple):
     ``[documents, width]``, seq_lens int32 ``[documents]``, cu_seqlens_q int32 ``[documents + 1]`` or None if every
     sequence has one query. The values of the last three are checked on a CPU, and unchecked on a GPU, where a backend
     must clamp them. key_ranges int32 ``[1, kv_heads or 1, tokens, 1 or 2, 2]``: the tokens of q that see each of the
-    new tokens; the values are only compared.
+    new tokens; the values are only compared. alibi_slopes float ``[heads]`` or ``[documents, heads]``. kv_starts int32
+    ``[documents]``, the first key that each sequence sees; unchecked on a GPU, too.
     """
 
     q: Any
@@ -54,6 +55,8 @@ class PagedInputs(NamedTuple):
     cu_seqlens_q: Any = None
     sinks: Any = None
     key_ranges: Any = None
+    alibi_slopes: Any = None
+    kv_starts: Any = None
 
 
 class Tangents(NamedTuple):

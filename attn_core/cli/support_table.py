@@ -37,6 +37,8 @@ GROUPS = {
     },
     "Other calls, and restrictions": {
         "paged": "keys and values in pages",
+        "paged_alibi": "`alibi_slopes` with pages",
+        "paged_starts": "`kv_starts` with pages",
         "partial": "a part of each row's keys (context parallelism)",
         "symbolic": "symbolic sizes (`jax.export`)",
         "approximate": "approximate: by name only",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -21,17 +22,21 @@ def gather_pages(spec: AttentionSpec, inputs: Any) -> tuple[AttentionSpec, Input
     that NaN in unused slots cannot reach the reference.
     """
     page_size, lengths = spec.paged.page_size, np.asarray(inputs.seq_lens, np.int64)  # type: ignore[union-attr]
-    cu_k = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    starts = lengths * 0 if inputs.kv_starts is None else np.minimum(inputs.kv_starts, lengths)
+    cu_k = np.concatenate([[0], np.cumsum(lengths - starts)]).astype(np.int32)
     cu_q = np.arange(len(lengths) + 1, dtype=np.int32) if inputs.cu_seqlens_q is None else inputs.cu_seqlens_q
     table = np.asarray(inputs.block_table)
     # Token i of a sequence is at place i % page_size of page row[i // page_size].
     slots = np.concatenate(
-        [row[np.arange(n) // page_size] * page_size + np.arange(n) % page_size for row, n in zip(table, lengths)]
+        [
+            row[np.arange(first, n) // page_size] * page_size + np.arange(first, n) % page_size
+            for row, first, n in zip(table, starts, lengths)
+        ]
         or [np.zeros(0, np.int64)]  # np.concatenate refuses an empty list
     )
     # [num_pages, page_size, kv_heads, dim] -> [tokens, kv_heads, dim]
     k, v = (np.asarray(pool).reshape(-1, *pool.shape[2:])[slots] for pool in (inputs.k, inputs.v))
-    longest = int(lengths.max(initial=0))
+    longest = int((lengths - starts).max(initial=0))
     ranges = inputs.key_ranges
     if ranges is not None:
         ranges = np.asarray(ranges)
@@ -39,13 +44,29 @@ def gather_pages(spec: AttentionSpec, inputs: Any) -> tuple[AttentionSpec, Input
         wide[..., 0, 1] = spec.q_len  # every query sees a key that was there before
         for at, end in enumerate(cu_k[1:]):
             # The new tokens are the last ones. There may be more of them than the sequence has tokens.
-            count = min(cu_q[at + 1] - cu_q[at], lengths[at])
+            count = min(cu_q[at + 1] - cu_q[at], lengths[at] - starts[at])
             wide[:, :, end - count : end] = ranges[:, :, cu_q[at + 1] - count : cu_q[at + 1]]
         ranges = wide
     shape = None if ranges is None else ranges.shape
-    packed = replace(spec, paged=None, kv_len=len(slots), max_len_k=longest, key_ranges_shape=shape)
-    offsets = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
-    return packed, Inputs(inputs.q, k, v, sinks=inputs.sinks, key_ranges=ranges, **offsets)
+    of_sequences = len(spec.alibi_shape or ()) == 2
+    changes: dict[str, Any] = {"key_ranges_shape": shape, "alibi_shape": None if of_sequences else spec.alibi_shape}
+    packed = replace(spec, paged=None, kv_len=len(slots), max_len_k=longest, **changes)
+    tables = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "key_ranges": ranges, "alibi_slopes": inputs.alibi_slopes}
+    if of_sequences:
+        # Packed documents have one slope per head, so slopes of each sequence are a bias of all tokens.
+        bias = _slopes_as_bias(packed, inputs.alibi_slopes, cu_q, cu_k)
+        packed = replace(packed, bias_shape=bias.shape, bias_dtype=spec.lse_dtype)
+        tables |= {"alibi_slopes": None, "bias": bias}
+    return packed, Inputs(inputs.q, k, v, sinks=inputs.sinks, **tables)
+
+
+def _slopes_as_bias(spec: AttentionSpec, slopes: Any, cu_q: Any, cu_k: Any) -> Array:
+    """Returns ``-slope * |i + N - n - j|`` within each sequence, ``[1, heads, tokens, kv_tokens]``; 0 elsewhere."""
+    bias = np.zeros((1, spec.num_heads, spec.q_len, spec.kv_len))
+    for of_sequence, (q0, q1), (k0, k1) in zip(slopes, pairwise(cu_q), pairwise(cu_k)):
+        distance = np.arange(q1 - q0)[:, None] + (k1 - k0) - (q1 - q0) - np.arange(k1 - k0)
+        bias[0, :, q0:q1, k0:k1] = -np.asarray(of_sequence, np.float64)[:, None, None] * abs(distance)
+    return bias
 
 
 def append(pages: Array, new: Array, block_table: Array, seq_lens: Array, cu_seqlens_q: Array) -> Array:

@@ -11,6 +11,7 @@ from attn_core.call.pages import PagedKV
 from attn_core.call.seq_info import is_host_int, is_number, must_be_static
 from attn_core.call.spec import DTYPES, AttentionSpec
 from attn_core.errors import DeviceError, DTypeError, ShapeError, SpecError, shown
+from attn_core.paged import places, rotary
 from attn_core.paged.tables import check_table_types
 
 
@@ -25,9 +26,14 @@ class PagedArrays(NamedTuple):
     cu_seqlens_q: ArrayFacts | None = None
     sinks: ArrayFacts | None = None
     key_ranges: ArrayFacts | None = None
+    alibi_slopes: ArrayFacts | None = None
+    kv_starts: ArrayFacts | None = None
 
 
-ARGUMENTS = ("q", "k_pages", "v_pages", "block_table", "seq_lens", "cu_seqlens_q", "sinks", "key_ranges")
+ARGUMENTS = (
+    *("q", "k_pages", "v_pages", "block_table", "seq_lens", "cu_seqlens_q", "sinks", "key_ranges"),
+    *("alibi_slopes", "kv_starts"),
+)
 """The names of these arrays as arguments."""
 
 
@@ -94,6 +100,7 @@ def build_spec(arrays: PagedArrays, options: Options) -> AttentionSpec:
         softcap=options.softcap,
         scale=options.scale,
         key_ranges_shape=ranges_shape,
+        alibi_shape=None if arrays.alibi_slopes is None else tuple(arrays.alibi_slopes.shape),
         sinks=arrays.sinks is not None,
         documents=batch,
         max_len_q=most,
@@ -172,18 +179,14 @@ def check_append(named: dict[str, ArrayFacts | None]) -> None:
             raise DTypeError(
                 f"{name}: expected the dtype of {name}_pages, {pool.dtype}, got {facts[name].dtype}; cast it"
             )
-    table = facts["block_table"]
-    check_table_types("block_table", table.dtype, table.shape, ("batch", "width"))
-    check_table_types("seq_lens", facts["seq_lens"].dtype, facts["seq_lens"].shape, (table.shape[0],))
-    if "cu_seqlens_q" in facts:
-        check_table_types(
-            "cu_seqlens_q", facts["cu_seqlens_q"].dtype, facts["cu_seqlens_q"].shape, (table.shape[0] + 1,)
-        )
-    elif tokens != table.shape[0]:
-        raise ShapeError(
-            f"cu_seqlens_q: expected the new tokens' offsets, got None, which means one token for each of the "
-            f"{table.shape[0]} sequences of block_table, but k has {tokens}"
-        )
+    if "cos" in facts:
+        rotary.check_tables(facts["cos"], facts["sin"], facts["k"])
+    if "positions" in facts:
+        rotary.check_positions(facts["positions"], (tokens,))
+    if "slot_mapping" in facts:
+        places.check_slot_types(facts["slot_mapping"], tokens)
+    else:
+        places.check_tables_of_append(facts, tokens)
 
 
 def check_one_place(named: dict[str, ArrayFacts | None], first: str) -> None:
@@ -208,11 +211,15 @@ def _check_pool(arrays: PagedArrays) -> tuple[PagedKV, int]:
     check_table_types("seq_lens", arrays.seq_lens.dtype, arrays.seq_lens.shape, (batch,))
     if arrays.cu_seqlens_q is not None:
         check_table_types("cu_seqlens_q", arrays.cu_seqlens_q.dtype, arrays.cu_seqlens_q.shape, (batch + 1,))
-    if arrays.sinks is not None and arrays.sinks.dtype not in DTYPES:
-        raise DTypeError(f"sinks: expected one of {', '.join(DTYPES)}, got {arrays.sinks.dtype}; cast it")
+    for name, facts in (("sinks", arrays.sinks), ("alibi_slopes", arrays.alibi_slopes)):
+        if facts is not None and facts.dtype not in DTYPES:
+            raise DTypeError(f"{name}: expected one of {', '.join(DTYPES)}, got {facts.dtype}; cast it")
+    if arrays.kv_starts is not None:
+        check_table_types("kv_starts", arrays.kv_starts.dtype, arrays.kv_starts.shape, (batch,))
     if arrays.key_ranges is not None and arrays.key_ranges.dtype != "int32":
         raise DTypeError(f"key_ranges: expected dtype int32, got {arrays.key_ranges.dtype}; cast it to int32")
-    return PagedKV(num_pages=arrays.k.shape[0], page_size=arrays.k.shape[1], width=width), batch
+    starts = arrays.kv_starts is not None
+    return PagedKV(num_pages=arrays.k.shape[0], page_size=arrays.k.shape[1], width=width, starts=starts), batch
 
 
 def _rank_three(name: str, facts: ArrayFacts, expected: str) -> tuple[int, ...]:

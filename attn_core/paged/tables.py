@@ -172,25 +172,47 @@ def check_lengths(paged: PagedKV, lengths: np.ndarray) -> None:
         )
 
 
-def check_slots(slots: np.ndarray) -> None:
+def check_starts(kv_starts: np.ndarray, seq_lens: np.ndarray) -> None:
+    """Raises SpecError for a first key on the host that is negative or behind the end of its sequence."""
+    if (wrong := (kv_starts < 0) | (kv_starts > seq_lens)).any():
+        at = int(np.argmax(wrong))
+        raise SpecError(f"kv_starts[{at}]={kv_starts[at]}: expected 0 to {seq_lens[at]}, the length of the sequence")
+
+
+def check_slots(slots: np.ndarray, name: str = "block_table") -> None:
     """Raises SpecError if two tokens would be written to one slot. -1, which is never written, may repeat."""
     written = slots[slots >= 0]
     values, counts = np.unique(written, return_counts=True)
     if (counts > 1).any():
         slot = int(values[np.argmax(counts > 1)])
         raise SpecError(
-            f"block_table: expected a separate slot for each new token, but slot {slot} would be written "
+            f"{name}: expected a separate slot for each new token, but slot {slot} would be written "
             f"{int(counts.max())} times; copy a shared page before a sequence writes to it"
         )
 
 
 def check_table_types(name: str, dtype: str, shape: tuple[int, ...], expected: tuple[int | str, ...]) -> None:
-    """Raises DTypeError or ShapeError unless a table is int32 of the expected shape; a text stands for any length."""
-    if dtype != "int32":
-        raise DTypeError(f"{name}: expected dtype int32, got {dtype}; cast it")
+    """Raises DTypeError or ShapeError unless a table is int32, or int64, of a shape; a text stands for any length."""
+    if dtype not in ("int32", "int64"):
+        raise DTypeError(f"{name}: expected dtype int32 or int64, got {dtype}; cast it")
     fits = len(shape) == len(expected) and all(isinstance(e, str) or e == s for e, s in zip(expected, shape))
     if not fits:
         raise ShapeError(f"{name}: expected shape [{', '.join(map(str, expected))}], got {list(shape)}")
+
+
+def as_int32(name: str, table: np.ndarray) -> np.ndarray:
+    """Returns a table on the host in int32 if it is int64; others are returned as they are.
+
+    Raises:
+        SpecError: naming the table and a value that int32 does not have.
+    """
+    if table.dtype != np.int64:
+        return table
+    limit = np.iinfo(np.int32)
+    if table.size and (table.min() < limit.min or table.max() > limit.max):
+        at = np.argwhere((table < limit.min) | (table > limit.max))[0].tolist()
+        raise SpecError(f"{name}{at}={int(table[tuple(at)])}: expected {limit.min} to {limit.max}, a value of int32")
+    return table.astype(np.int32)
 
 
 def last_slots(block_table: np.ndarray, seq_lens: np.ndarray, page_size: int) -> np.ndarray:
@@ -218,11 +240,25 @@ def last_places(rows: list[list[int]], lengths: list[int], page_size: int) -> li
     return [(row[(length - 1) // page_size], (length - 1) % page_size) for row, length in zip(rows, lengths)]
 
 
+def positions_of(seq_lens: np.ndarray, cu_seqlens_q: np.ndarray | None) -> np.ndarray:
+    """Returns int64 ``[tokens]``: each new token's position in its sequence, whose last tokens are the new ones.
+
+    Args:
+        cu_seqlens_q: the offsets of the new tokens; None if each sequence has one.
+    """
+    lengths = np.asarray(seq_lens, np.int64)
+    if cu_seqlens_q is None:
+        return lengths - 1
+    cu = np.asarray(cu_seqlens_q, np.int64)
+    sequence = np.repeat(np.arange(len(cu) - 1), np.diff(cu))  # of each new token
+    # Counted from the end: the last new token of a sequence is at position seq_lens - 1.
+    return np.arange(cu[-1]) - cu[sequence + 1] + lengths[sequence]
+
+
 def slots_of(block_table: np.ndarray, seq_lens: np.ndarray, cu_seqlens_q: np.ndarray, page_size: int) -> np.ndarray:
     """Returns int64 ``[tokens]``: each new token's slot. A sequence's new tokens are the last of its ``seq_lens``."""
     cu = np.asarray(cu_seqlens_q, np.int64)
     sequence = np.repeat(np.arange(len(cu) - 1), np.diff(cu))  # of each new token
-    # Counted from the end: the last new token of a sequence is at position seq_lens - 1.
-    position = np.arange(cu[-1]) - cu[sequence + 1] + np.asarray(seq_lens, np.int64)[sequence]
+    position = positions_of(seq_lens, cu)
     # In int64, because a pool can have more than 2**31 - 1 slots.
     return np.asarray(block_table, np.int64)[sequence, position // page_size] * page_size + position % page_size

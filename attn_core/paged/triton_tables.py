@@ -8,9 +8,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from attn_core.paged.triton_rotary import rotate_head
+
 
 # Triton compiles again if an integer becomes 1 or a multiple of 16. These sizes change from call to call.
-@triton.jit(do_not_specialize=["num_pages", "width", "batch"])
+@triton.jit(do_not_specialize=["num_pages", "width", "batch", "max_positions"])
 def append(
     k,
     v,
@@ -19,9 +21,14 @@ def append(
     block_table,
     seq_lens,
     cu_seqlens_q,
+    slot_mapping,
+    cos,
+    sin,
+    positions,
     num_pages,
     width,
     batch,
+    max_positions,
     k_token,
     k_head,
     v_token,
@@ -33,46 +40,70 @@ def append(
     v_slot,
     v_pool_head,
     table_row,
+    cos_row,
+    sin_row,
     PAGE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     WIDE: tl.constexpr,
     ONE_QUERY: tl.constexpr,
     SEQUENCES: tl.constexpr,
+    SLOTS: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    POSITIONS: tl.constexpr,
+    DOUBLE: tl.constexpr,
 ):
     """Writes one head of one token's key and value to its slot by its sequence's table. Slots out of range are skipped.
 
-    WIDE: a power of two that holds both widths; SEQUENCES: how many offsets are read at once.
+    WIDE: a power of two that holds both widths; SEQUENCES: how many offsets are read at once. SLOTS: whether
+    slot_mapping says the slots, and the tables are not read. ROTARY_DIM: how many channels of the key rotate; 0: none.
+    POSITIONS: whether positions says how far, and not the token's place in its sequence.
     """
     token = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)  # 64 bits, because a pool's stride times it may exceed 2^31
-    sequence = token
-    behind = 1  # tokens from this one to the end of its sequence
-    if not ONE_QUERY:
-        # The token's sequence is the number of sequences that end at or before it.
-        sequence = token * 0
-        for first in range(0, batch, SEQUENCES):
-            at = first + tl.arange(0, SEQUENCES)
-            # Offsets past the batch read as the largest int32, so that they end after every token and count 0.
-            ends = tl.load(cu_seqlens_q + 1 + at, mask=at < batch, other=2147483647)
-            sequence += tl.sum((ends <= token).to(tl.int32), 0)
-        # Tokens after the last offset belong to no sequence and must not be written.
-        if sequence >= batch:
+    position = token
+    # Wrong slots and tables are skipped, never followed: a write outside the pool would corrupt other memory.
+    if SLOTS:
+        place = tl.load(slot_mapping + token).to(tl.int64)
+        page = place // PAGE
+        slot = place % PAGE
+        if (place < 0) | (page >= num_pages):
             return
-        behind = tl.load(cu_seqlens_q + 1 + sequence) - token
-    position = tl.load(seq_lens + sequence) - behind
-    # Wrong tables are skipped, never followed: a write outside the pool would corrupt other memory.
-    if (position < 0) | (position >= width * PAGE):
-        return
-    page = tl.load(block_table + sequence.to(tl.int64) * table_row + position // PAGE)
-    if (page < 0) | (page >= num_pages):
-        return
+    else:
+        sequence = token
+        behind = 1  # tokens from this one to the end of its sequence
+        if not ONE_QUERY:
+            # The token's sequence is the number of sequences that end at or before it.
+            sequence = token * 0
+            for first in range(0, batch, SEQUENCES):
+                at = first + tl.arange(0, SEQUENCES)
+                # Offsets past the batch read as the largest int32, so that they end after every token and count 0.
+                ends = tl.load(cu_seqlens_q + 1 + at, mask=at < batch, other=2147483647)
+                sequence += tl.sum((ends <= token).to(tl.int32), 0)
+            # Tokens after the last offset belong to no sequence and must not be written.
+            if sequence >= batch:
+                return
+            behind = tl.load(cu_seqlens_q + 1 + sequence) - token
+        position = tl.load(seq_lens + sequence) - behind
+        if (position < 0) | (position >= width * PAGE):
+            return
+        page = tl.load(block_table + sequence.to(tl.int64) * table_row + position // PAGE)
+        if (page < 0) | (page >= num_pages):
+            return
+        page = page.to(tl.int64)
+        slot = (position % PAGE).to(tl.int64)
     channel = tl.arange(0, WIDE)
-    page = page.to(tl.int64)
-    slot = (position % PAGE).to(tl.int64)
     from_token = token.to(tl.int64)
     key = tl.load(k + from_token * k_token + head * k_head + channel, mask=channel < HEAD_DIM)
     value = tl.load(v + from_token * v_token + head * v_head + channel, mask=channel < VALUE_DIM)
+    if ROTARY_DIM > 0:
+        if POSITIONS:
+            position = tl.load(positions + token)
+        start = k + from_token * k_token + head * k_head
+        key = rotate_head(
+            key, start, channel, position, cos, sin, max_positions, cos_row, sin_row, ROTARY_DIM, INTERLEAVED, DOUBLE
+        )
     tl.store(k_pages + page * k_page + slot * k_slot + head * k_pool_head + channel, key, mask=channel < HEAD_DIM)
     tl.store(v_pages + page * v_page + slot * v_slot + head * v_pool_head + channel, value, mask=channel < VALUE_DIM)
 

@@ -32,6 +32,7 @@ _AXES = {
     "rng": ("words",),
     "block_table": ("documents", "width"),
     "seq_lens": ("documents",),
+    "kv_starts": ("documents",),
     "out": ("batch", "queries", "heads", "dim"),
     "lse": ("batch", "heads", "queries"),
     "row_maximum": ("batch", "heads", "queries"),
@@ -87,6 +88,8 @@ def axes_of(call: MappedCall, name: str, shape: Sequence[int]) -> tuple[str, ...
     axes = _AXES[like][len(_AXES[like]) - len(own) :]
     if call.call.spec.paged is not None and like in ("k", "v"):
         axes = _POOL
+    if call.call.spec.paged is not None and like == "alibi_slopes":
+        axes = ("documents", "heads")[-len(own) :]
     if like in AUX and AUX.index(like) in (by_row(call.call.spec) or ()):
         axes = ("batch", *axes[1:])
     # Then kv heads are query heads, and one factor splits both.

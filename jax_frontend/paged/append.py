@@ -6,13 +6,18 @@ from typing import Any, Never
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from attn_core.backends.shared.jax_offsets import document_numbers
 from attn_core.call.arguments import ArrayFacts
 from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
 from attn_core.paged import arguments
+from attn_core.paged.places import check_choice
+from attn_core.paged.rotary import pair_of
 from jax_frontend.dispatch import plan
-from jax_frontend.paged.tables import check_kinds, check_table_values, copy_numpy
+from jax_frontend.paged.places import check_append_values, without_int64
+from jax_frontend.paged.rotary import rotate
+from jax_frontend.paged.tables import as_int32, check_kinds, copy_numpy
 
 Array = jax.Array
 
@@ -24,9 +29,13 @@ def append_kv(
     k: Array,
     v: Array,
     *,
-    block_table: Any,
-    seq_lens: Any,
+    block_table: Any = None,
+    seq_lens: Any = None,
     cu_seqlens_q: Any = None,
+    slot_mapping: Any = None,
+    rotary: tuple[Array, Array] | None = None,
+    rotary_interleaved: bool = False,
+    positions: Any = None,
     **unknown: Never,
 ) -> tuple[Array, Array]:
     """Writes the keys and values of new tokens into their sequences' pages, and returns the updated pool.
@@ -36,50 +45,98 @@ def append_kv(
             and deletes the arrays that you passed. Inside your own jit, donate them there.
         k, v: ``[tokens, kv_heads, dim]``, in the pool's dtype: the last tokens of each sequence, end to end.
         block_table, seq_lens, cu_seqlens_q: as in ``paged_attention``; ``seq_lens`` count the new tokens.
+        slot_mapping: in place of these tables, int32 or int64 ``[tokens]``: the slot of each token, which is ``page *
+            page_size + offset``; -1 for a token that is not written. A JAX or a numpy array.
+        rotary: (cos, sin), each ``[max_positions, rotary_dim / 2]``: the keys are rotated as by ``apply_rotary``.
+        rotary_interleaved: as ``interleaved`` there.
+        positions: with rotary, int32 or int64 ``[tokens]``: each token's position in its sequence. The tables say it,
+            too; slot_mapping does not.
 
     Returns:
         ``(k_pages, v_pages)``, the updated pool.
 
     Raises:
         ShapeError, DTypeError, DeviceError, SpecError: for invalid arguments, and for tables on the host with a page
-            outside of the pool or one slot for two tokens. With tables elsewhere, a token without a valid slot is not
-            written.
+            outside of the pool or one slot for two tokens, or positions behind the rows of cos. With tables elsewhere,
+            a token without a valid slot is not written, and positions are clamped.
     """
     if unknown:
         refuse_keywords("append_kv", unknown)
-    for name, array in (("k_pages", k_pages), ("v_pages", v_pages), ("k", k), ("v", v)):
-        plan.check_array(name, array)
-    check_kinds(block_table, seq_lens, cu_seqlens_q)
-    named = {"k_pages": k_pages, "v_pages": v_pages, "k": k, "v": v}
+    cos, sin = (None, None) if rotary is None else pair_of(rotary)
     tables = {"block_table": block_table, "seq_lens": seq_lens, "cu_seqlens_q": cu_seqlens_q}
+    check_choice(tables, slot_mapping, cos, rotary_interleaved, positions)
+    pools, angles = {"k_pages": k_pages, "v_pages": v_pages, "k": k, "v": v}, {"cos": cos, "sin": sin}
+    for name, array in {**pools, **(angles if rotary is not None else {})}.items():
+        plan.check_array(name, array)
+    if slot_mapping is None:
+        check_kinds(block_table, seq_lens, cu_seqlens_q)
+    indices = {"slot_mapping": slot_mapping, "positions": positions}
+    for name, array in indices.items():
+        if array is not None and not isinstance(array, np.ndarray):
+            plan.check_array(name, array)
     device = plan.device_name(k_pages)
-    everything = {**named, **tables}
+    everything = {**pools, **tables, **indices, **angles}
     arguments.check_append(
         {n: None if a is None else ArrayFacts(a.shape, str(a.dtype), device) for n, a in everything.items()}
     )
-    check_table_values(None, k.shape[0], k_pages.shape, block_table, seq_lens, cu_seqlens_q, writes=True)
-    arrays: list[Any] = [copy_numpy(array) for array in everything.values()]
+    check_append_values(k.shape[0], k_pages.shape, everything)
+    arrays = {name: copy_numpy(as_int32(name, array)) for name, array in {**pools, **tables, **angles}.items()}
+    arrays["slots"] = without_int64(slot_mapping, k_pages.shape[1])
+    arrays["positions"] = copy_numpy(positions)
     # Under the caller's jit the donation is the caller's choice, so only an eager call donates the pool here.
-    traced = any(isinstance(array, jax.core.Tracer) for array in arrays)
-    return (_append if traced else _append_donated)(*arrays)  # type: ignore[no-any-return]
+    traced = any(isinstance(array, jax.core.Tracer) for array in arrays.values())
+    run = _append if traced else _append_donated
+    return run(*arrays.values(), rotary_interleaved)  # type: ignore[call-arg, no-any-return]
 
 
-def _append(k_pages: Array, v_pages: Array, k: Array, v: Array, table: Array, lengths: Array, cu: Any) -> Any:
-    num_pages, page_size, batch = *k_pages.shape[:2], table.shape[0]
-    if k.shape[0] == 0 or table.shape[1] == 0:  # nothing to write, and an axis of size 0 has no valid index
+def _append(
+    k_pages: Array,
+    v_pages: Array,
+    k: Array,
+    v: Array,
+    table: Array | None,
+    lengths: Array | None,
+    cu: Array | None,
+    cos: Array | None,
+    sin: Array | None,
+    slots: Array | None,
+    positions: Any,
+    interleaved: bool,
+) -> Any:
+    """Writes k and v, the keys rotated.
+
+    slots: of each token, instead of the three tables; or, ``[2, tokens]``, each slot's page and the offset in it.
+    """
+    num_pages, page_size = k_pages.shape[:2]
+    # Nothing to write; an axis of size 0 has no valid index.
+    if k.shape[0] == 0 or num_pages == 0 or (table is not None and table.shape[1] == 0):
         return k_pages, v_pages
-    token = jnp.arange(k.shape[0], dtype=jnp.int32)  # as the tables; under x64 it would be int64
+    position = positions
+    if slots is not None:
+        page, offset = slots if slots.ndim == 2 else (slots // page_size, slots % page_size)
+    else:
+        page, offset, position = _places_of_tables(k.shape[0], page_size, table, lengths, cu)
+    if cos is not None and sin is not None:
+        k = rotate(k, cos, sin, position if positions is None else positions, interleaved, k_pages.dtype)
+    # mode="drop" skips pages past the end of the pool; a negative page would count from its end
+    page = jnp.where((page >= 0) & (page < num_pages), page, num_pages)
+    return k_pages.at[page, offset].set(k, mode="drop"), v_pages.at[page, offset].set(v, mode="drop")
+
+
+def _places_of_tables(
+    tokens: int, page_size: int, table: Any, lengths: Any, cu: Array | None
+) -> tuple[Array, Array, Array]:
+    """Returns each new token's page, the offset in it, and its position in its sequence; page -1 if it has no place."""
+    batch, width = table.shape
+    token = jnp.arange(tokens, dtype=jnp.int32)  # as the tables; under x64 it would be int64
     ends = token + 1 if cu is None else cu[1:]  # where each sequence's new tokens end
-    sequence = document_numbers(ends, k.shape[0])
+    sequence = document_numbers(ends, tokens)
     owned, sequence = sequence < batch, jnp.minimum(sequence, batch - 1)
     position = lengths[sequence] - (ends[sequence] - token)
-    page = table[sequence, jnp.clip(position // page_size, 0, table.shape[1] - 1)]
-    inside = owned & (position >= 0) & (position < table.shape[1] * page_size) & (page >= 0) & (page < num_pages)
-    page = jnp.where(inside, page, num_pages)  # mode="drop" skips pages past the end of the pool
-    return (
-        k_pages.at[page, position % page_size].set(k, mode="drop"),
-        v_pages.at[page, position % page_size].set(v, mode="drop"),
-    )
+    page = table[sequence, jnp.clip(position // page_size, 0, width - 1)]
+    inside = owned & (position >= 0) & (position < width * page_size)
+    return jnp.where(inside, page, -1), position % page_size, position
 
 
-_append_donated = jax.jit(_append, donate_argnums=(0, 1))  # without donation every append would copy the pool
+# Without donation every append would copy the pool.
+_append_donated = jax.jit(_append, donate_argnums=(0, 1), static_argnums=11)

@@ -21,7 +21,14 @@ from attn_core.paged import arguments
 from attn_core.selection import Selection, Target, explain, new_plans, override, select
 from jax_frontend.bridge import compiled_lane
 from jax_frontend.dispatch import empty_rows, ops, plan
-from jax_frontend.paged.tables import check_kinds, check_ranges_in_pages, check_table_values, copy_numpy
+from jax_frontend.paged.tables import (
+    as_int32,
+    check_kinds,
+    check_ranges_in_pages,
+    check_starts_in_pages,
+    check_table_values,
+    copy_numpy,
+)
 
 Array = jax.Array
 Keywords = PagedKeywords[Array]
@@ -59,6 +66,8 @@ def paged_attention(
     deterministic: bool = False,
     backend: str | tuple[str, ...] | None = None,
     return_lse: bool = False,
+    alibi_slopes: Array | None = None,
+    kv_starts: Any = None,
     **unknown: Never,
 ) -> Array | tuple[Array, Array]:
     """Computes attention of each sequence's new tokens to its keys and values in pages: decoding or chunked prefill.
@@ -81,6 +90,8 @@ def paged_attention(
             tokens. Causal and window hide further keys. ``attn_core.masks.tree`` builds the mask of a tree of drafts.
         backend: a name, which runs or raises; names in order of preference; or None for automatic choice.
         return_lse: also return the log-sum-exp, ``[heads, tokens]``, natural log, float32.
+        alibi_slopes: float ``[heads]`` or ``[sequences, heads]``: adds ``-slope * |i + N - n - j|``.
+        kv_starts: int32 ``[sequences]``: no query sees a key of its sequence before this one (padding on the left).
 
     Returns:
         The output ``[tokens, heads, value_dim]``; or ``(output, lse)``. A query that sees no key has output 0 and its
@@ -93,12 +104,14 @@ def paged_attention(
     """
     if unknown:
         refuse_keywords("paged_attention", unknown)
-    inputs = _gather_arguments(q, k_pages, v_pages, block_table, seq_lens, cu_seqlens_q, sinks, key_ranges)
+    numbers = {"q": q, "k_pages": k_pages, "v_pages": v_pages, "sinks": sinks, "alibi_slopes": alibi_slopes}
+    inputs = _gather_arguments(numbers, (block_table, seq_lens, cu_seqlens_q), key_ranges, kv_starts)
     options = arguments.check_paged_options(causal, window, softcap, scale, deterministic, return_lse, max_len_q)
     requested = requested_names(backend) or override.requested()
     call_plan = _plan(_metadata(inputs), plan.device_name(q), options, requested)
     checked = check_table_values(options.max_len_q, q.shape[0], k_pages.shape, *inputs[3:6])
     check_ranges_in_pages(key_ranges, q.shape[0])
+    check_starts_in_pages(kv_starts, seq_lens)
     if call_plan.device == "cpu":  # kernels on a GPU clamp all tables, checked or not
         call_plan = call_plan._replace(tables_checked=checked)
     return _jit_attention(call_plan, _as_arrays(inputs))
@@ -123,13 +136,16 @@ def explain_paged(
     deterministic: bool = False,
     backend: str | tuple[str, ...] | None = None,
     return_lse: bool = False,
+    alibi_slopes: Any = None,
+    kv_starts: Any = None,
     **unknown: Never,
 ) -> Selection:
     """Returns the backend that ``paged_attention`` chooses for these arguments and why the others cannot run."""
     if unknown:
         refuse_keywords("explain_paged", unknown)
+    numbers = {"q": q, "k_pages": k_pages, "v_pages": v_pages, "sinks": sinks, "alibi_slopes": alibi_slopes}
     tables = block_table, seq_lens, cu_seqlens_q
-    inputs = _gather_arguments(q, k_pages, v_pages, *tables, sinks, key_ranges, shapes_only=True)
+    inputs = _gather_arguments(numbers, tables, key_ranges, kv_starts, shapes_only=True)
     if isinstance(q, jax.Array):
         plan.check_array("q", q)  # not deleted, because its device counts
     options = arguments.check_paged_options(causal, window, softcap, scale, deterministic, return_lse, max_len_q)
@@ -161,27 +177,27 @@ def _metadata(inputs: PagedInputs) -> tuple[Metadata | None, ...]:
 
 
 def _gather_arguments(
-    q: Any,
-    k_pages: Any,
-    v_pages: Any,
-    block_table: Any,
-    seq_lens: Any,
-    cu: Any,
-    sinks: Any,
-    key_ranges: Any,
-    shapes_only: bool = False,
+    numbers: dict[str, Any], tables: tuple[Any, Any, Any], key_ranges: Any, kv_starts: Any, shapes_only: bool = False
 ) -> PagedInputs:
-    for name, array in (("q", q), ("k_pages", k_pages), ("v_pages", v_pages), ("sinks", sinks)):
-        if array is not None or name != "sinks":
+    """Returns the arguments, each checked by itself.
+
+    numbers: the arrays of floats by name, of which q, k_pages and v_pages must exist.
+    """
+    for name, array in numbers.items():
+        if array is not None or name in ("q", "k_pages", "v_pages"):
             plan.check_array(name, array, shapes_only=shapes_only)
-    check_kinds(block_table, seq_lens, cu, shapes_only)
-    if key_ranges is not None and not isinstance(key_ranges, np.ndarray):
-        plan.check_array("key_ranges", key_ranges, shapes_only=shapes_only)
-    return PagedInputs(q, k_pages, v_pages, block_table, seq_lens, cu, sinks, key_ranges)
+    check_kinds(*tables, shapes_only)
+    for name, array in (("key_ranges", key_ranges), ("kv_starts", kv_starts)):
+        if array is not None and not isinstance(array, np.ndarray):
+            plan.check_array(name, array, shapes_only=shapes_only)
+    q, k_pages, v_pages, sinks, alibi_slopes = numbers.values()
+    more = {"key_ranges": key_ranges, "alibi_slopes": alibi_slopes, "kv_starts": kv_starts}
+    return PagedInputs(q, k_pages, v_pages, *tables, sinks, **more)
 
 
 def _as_arrays(inputs: PagedInputs) -> PagedInputs:
-    return PagedInputs(*(copy_numpy(array) for array in inputs))
+    tables = {name: as_int32(name, getattr(inputs, name)) for name in ("block_table", "seq_lens", "cu_seqlens_q")}
+    return PagedInputs(*(copy_numpy(array) for array in inputs._replace(**tables)))
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))

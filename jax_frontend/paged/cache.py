@@ -67,15 +67,28 @@ class PagedKVCache(PagedCache):
             for dim in dims.values()
         )
 
-    def update(self, layer: int, k: Array, v: Array, step: Step) -> None:
+    def update(
+        self,
+        layer: int,
+        k: Array,
+        v: Array,
+        step: Step,
+        *,
+        rotary: tuple[Array, Array] | None = None,
+        rotary_interleaved: bool = False,
+    ) -> None:
         """Writes a layer's new keys and values, ``[tokens, kv_heads, dim]``, into the step's slots.
+
+        Args:
+            rotary, rotary_interleaved: as in ``append_kv``.
 
         Raises:
             SpecError: as in ``check``, and for a layer that does not exist. Nothing is written then.
         """
         k_pages, v_pages = self._pools(layer, step)
+        turns: Any = {"rotary": rotary, "rotary_interleaved": rotary_interleaved}
         # append_kv donates the old pool, so JAX has deleted those arrays.
-        self.k_pages[layer], self.v_pages[layer] = append_kv(k_pages, v_pages, k, v, **step.tables)
+        self.k_pages[layer], self.v_pages[layer] = append_kv(k_pages, v_pages, k, v, **step.tables, **turns)
 
     @overload
     def attend(
@@ -105,6 +118,7 @@ class PagedKVCache(PagedCache):
         deterministic: bool = False,
         backend: str | tuple[str, ...] | None = None,
         return_lse: bool = False,
+        alibi_slopes: Array | None = None,
         **unknown: Never,
     ) -> Array | tuple[Array, Array]:
         """Runs ``check``, then ``paged_attention`` of a layer's queries, ``[tokens, heads, head_dim]``."""
@@ -126,6 +140,7 @@ class PagedKVCache(PagedCache):
             deterministic=deterministic,
             backend=backend,
             return_lse=return_lse,
+            alibi_slopes=alibi_slopes,
         )
 
     def _pools(self, layer: int, step: Step) -> tuple[Array, Array]:

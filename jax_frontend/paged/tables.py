@@ -10,7 +10,8 @@ import numpy as np
 
 from attn_core.call import key_ranges as key_ranges_module
 from attn_core.call.pages import PagedKV
-from attn_core.paged.tables import check_slots, check_values, slots_of
+from attn_core.paged.tables import as_int32 as narrow
+from attn_core.paged.tables import check_slots, check_starts, check_values, slots_of
 from jax_frontend.dispatch import plan
 
 
@@ -26,11 +27,27 @@ def copy_numpy(array: Any) -> Any:
     return jnp.array(array) if isinstance(array, np.ndarray) else array
 
 
+def as_int32(name: str, table: Any) -> Any:
+    """Returns an int64 table in int32, and any other array as it is.
+
+    On a device, numbers that int32 does not have become its nearest one, which is no page and no length, as before.
+
+    Raises:
+        SpecError: for a value of a numpy array that int32 does not have.
+    """
+    if isinstance(table, np.ndarray):
+        return narrow(name, table)
+    if table is None or table.dtype != jnp.int64:
+        return table
+    limit = jnp.iinfo(jnp.int32)
+    return jnp.clip(table, limit.min, limit.max).astype(jnp.int32)
+
+
 def check_table_values(
     max_len_q: int | None, tokens: int, pool: tuple[int, ...], *tables: Any, writes: bool = False
 ) -> bool:
     """Checks the values of tables, whose shapes have been checked before, if all are on the host; returns whether."""
-    if not all(table is None or _on_host(table) for table in tables):
+    if not all(table is None or is_on_host(table) for table in tables):
         return False
     block_table, seq_lens, cu = (None if table is None else np.asarray(table) for table in tables)
     assert block_table is not None and seq_lens is not None
@@ -44,10 +61,17 @@ def check_table_values(
 
 def check_ranges_in_pages(key_ranges: Any, tokens: Any) -> None:
     """Checks the values of key_ranges, whose shape has been checked before, if they are on the host."""
-    if key_ranges is not None and _on_host(key_ranges):
+    if key_ranges is not None and is_on_host(key_ranges):
         key_ranges_module.check_values(np.asarray(key_ranges), tokens)
 
 
-def _on_host(table: Any) -> bool:
+def check_starts_in_pages(kv_starts: Any, seq_lens: Any) -> None:
+    """Checks the values of kv_starts, whose shape has been checked before, if they and the lengths are on the host."""
+    if kv_starts is not None and is_on_host(kv_starts) and is_on_host(seq_lens):
+        check_starts(np.asarray(kv_starts), np.asarray(seq_lens))
+
+
+def is_on_host(table: Any) -> bool:
+    """Returns whether the values of a table can be read: it is a numpy array, or a JAX array on a CPU."""
     concrete = not isinstance(table, jax.core.Tracer)
     return concrete and (isinstance(table, np.ndarray) or plan.device_name(table) == "cpu")

@@ -34,6 +34,7 @@ def tables(name: str) -> dict[str, Any]:
         "softcap": {"softcap": 2.0, "causal": True},
         "bias": {"bias": normal(1, HEADS, ROWS, KEYS).requires_grad_()},
         "bias of keys": {"bias": normal(BATCH, 1, 1, KEYS).requires_grad_()},
+        "bias of another dtype": {"bias": normal(1, HEADS, ROWS, KEYS).float()},
         "mask and sinks": {"mask": torch.rand(BATCH, HEADS, ROWS, 1) > 0.4, "sinks": normal(HEADS).requires_grad_()},
         "few keys are seen": {"mask": torch.rand(1, 1, ROWS, KEYS) > 0.99, "sinks": normal(HEADS)},
         "slopes of rows": {"alibi_slopes": torch.rand(BATCH, HEADS, dtype=torch.float64), "causal": True},
@@ -65,7 +66,7 @@ def results(options: dict[str, Any]) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     "name",
     [
-        *("plain", "causal", "window", "softcap", "bias", "bias of keys"),
+        *("plain", "causal", "window", "softcap", "bias", "bias of keys", "bias of another dtype"),
         *("mask and sinks", "few keys are seen", "slopes of rows"),
     ],
 )

@@ -108,6 +108,7 @@ def good_values(framework: str) -> dict[str, Make]:
         **{"attn_mask": numbers(5, 7, dtype="bool"), "dropout_p": plain(0.0), "is_causal": plain(False)},
         **{"enable_gqa": plain(False), "attention_kwargs": plain(None), "attention_mask": plain(None)},
         **{"block_table": ints([0, 1], [2, -1], [3, 4]), "seq_lens": ints(6, 2, 8), "cu_seqlens_q": ints(0, 1, 2, 3)},
+        **{"kv_lengths": ints(7, 6), "kv_starts": ints(0, 2), "cache_index": ints(1, 0)},
         **{"k_pages": numbers(6, 4, 2, 8), "v_pages": numbers(6, 4, 2, 8), "max_len_q": plain(1)},
         **{"num_layers": plain(1), "num_pages": plain(6), "page_size": plain(4), "kv_heads": plain(2)},
         **{"head_dim": plain(8), "value_dim": plain(8), "width": plain(2), "layer": plain(0), "device": plain(None)},
@@ -175,8 +176,9 @@ def _own(framework: str) -> dict[str, dict[str, Make]]:
     def plain(value: Any) -> Make:
         return lambda: value
 
-    paged = {"q": numbers(3, 4, 8)}
+    paged = {"q": numbers(3, 4, 8), "kv_starts": lambda: array(np.array([1, 0, 3], np.int32))}
     new = {"k": numbers(3, 2, 8), "v": numbers(3, 2, 8)}
+    rotary = {"cos": numbers(9, 4), "sin": numbers(9, 4), "positions": lambda: array(np.array([5, 1, 7], np.int32))}
     packed = {"seq_info": lambda: (array(np.array([3, 2], np.int32)), array(np.array([0, 3, 5], np.int32)), 3)}
     ring = {name: numbers(1, 8, 2, 8) for name in "qkv"}
     ring |= {"mask": plain(None), "bias": plain(None), "alibi_slopes": plain(None), "alignment": plain("bottom_right")}
@@ -185,6 +187,7 @@ def _own(framework: str) -> dict[str, dict[str, Make]]:
         "paged_attention": paged,
         "explain_paged": paged,
         "append_kv": new,
+        "apply_rotary": {"x": numbers(3, 2, 8), **rotary},
         "PagedKVCache.update": {**new, "step": plain(None)},
         "PagedKVCache.attend": {**paged, "step": plain(None)},
         "PagedKVCache.step": {"names": plain(["a", "b", "c"])},

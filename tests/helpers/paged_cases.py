@@ -79,9 +79,9 @@ class PagedCall:
 
     @property
     def int_arrays(self) -> dict[str, Any]:
-        """The tables, and key_ranges if there are any."""
-        ranges = self.inputs.key_ranges
-        return self.tables if ranges is None else {**self.tables, "key_ranges": ranges}
+        """The tables, and key_ranges and kv_starts if there are any."""
+        others = {name: getattr(self.inputs, name) for name in ("key_ranges", "kv_starts")}
+        return self.tables | {name: array for name, array in others.items() if array is not None}
 
 
 def make_paged(
@@ -93,6 +93,8 @@ def make_paged(
     wider: int = 1,
     shared: int = 0,
     ranges: tuple[int, int] | None = None,
+    alibi: int = 0,
+    starts: bool = False,
     window: Any = None,
     bound: int | None = None,
     layout: str = "contiguous",
@@ -107,28 +109,33 @@ def make_paged(
         spare: pages that no sequence holds; wider: unused columns of the table.
         shared: the number of pages that the second sequence reads of the first one's in place of its own.
         ranges: key ranges of so many kv heads and so many ranges each, or None.
+        alibi: the axes of the slopes: 1 for one per head, 2 for one per sequence and head; 0: none.
+        starts: whether each sequence has a first visible key; then no page is shared.
         fields: of the spec.
     """
     counts = [-(-length // page_size) for length in lengths]
-    paged = PagedKV(num_pages=sum(counts) + spare, page_size=page_size, width=max(counts, default=0) + wider)
+    width = max(counts, default=0) + wider
+    paged = PagedKV(num_pages=sum(counts) + spare, page_size=page_size, width=width, starts=starts)
     queries = len(lengths) if new is None else sum(new)
     longest = 1 if new is None else min(queries if bound is None else bound, queries)
     if new is not None and queries == len(lengths):
         longest = max(longest, 2)  # the offsets may leave a sequence without queries
-    sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "value_dim": 8, "dtype": "float32", "causal": True}
+    sizes: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "value_dim": 8, "dtype": "float32"}
+    sizes = {**sizes, "causal": True, **fields}
     spec = AttentionSpec(
-        **{**sizes, **fields},
+        **sizes,
         **{"batch": 1, "q_len": queries, "kv_len": paged.capacity, "documents": len(lengths), "paged": paged},
         window=(window - 1, 0) if isinstance(window, int) else window or (None, None),
         max_len_q=longest,
         max_len_k=paged.capacity,
         key_ranges_shape=None if ranges is None else (1, ranges[0], queries, ranges[1], 2),
+        alibi_shape=(len(lengths), sizes["num_heads"])[2 - alibi :] if alibi else None,
     )
     inputs = inputs_of(spec, np.random.default_rng(seed), lengths, [1] * len(lengths) if new is None else new)
-    names = ("q", "k", "v", "sinks")
-    exact = {n: rounded(getattr(inputs, n), spec.dtype) for n in names if getattr(inputs, n) is not None}
+    dtypes = {**dict.fromkeys(("q", "k", "v", "sinks"), spec.dtype), "alibi_slopes": "float32"}
+    exact = {n: rounded(getattr(inputs, n), d) for n, d in dtypes.items() if getattr(inputs, n) is not None}
     inputs = inputs._replace(**exact, cu_seqlens_q=None if new is None else inputs.cu_seqlens_q)
-    if shared:
+    if shared and not starts:
         inputs = sharing(inputs, shared)
     return PagedCall(spec, inputs, window, bound, layout, host_tables, seed)
 
@@ -192,6 +199,10 @@ def paged_calls(draw: Any, claims: Support, on_gpu: bool = False, page_sizes: tu
         fields |= draw(FEATURES[feature])
     if claims.key_ranges and draw(st.integers(0, 3)) == 0:
         fields["ranges"] = draw(st.sampled_from((1, fields["num_kv_heads"]))), draw(st.integers(1, 2))
+    if claims.paged_alibi and draw(st.integers(0, 3)) == 0:
+        fields["alibi"] = draw(st.integers(1, 2))
+    if claims.paged_starts and draw(st.integers(0, 3)) == 0:
+        fields["starts"] = True
     if isinstance(fields.get("window"), int):
         fields["causal"] = True
     bound = None
@@ -225,6 +236,8 @@ SIGNATURES: tuple[dict[str, Any], ...] = (
     {"new": 13, "page_size": 3, "num_heads": 6, "num_kv_heads": 3, "ranges": (3, 2), "sinks": True, "return_lse": True},
     {"new": 7, "page_size": 16, "ranges": (1, 1), "causal": False, "window": (6, 1), "host_tables": True},
     {"new": 7, "page_size": 256, "dtype": "float16", "causal": False, "return_lse": True},
+    {"new": None, "page_size": 16, "num_heads": 6, "alibi": 2, "starts": True, "return_lse": True},
+    {"new": 13, "page_size": 3, "alibi": 1, "starts": True, "window": (9, 1), "host_tables": True},
 )
 """Calls with constant shapes: ``new`` queries in total, of four sequences on tables of fixed width."""
 
@@ -318,6 +331,8 @@ def torch_arguments(call: PagedCall, device: str = "cpu") -> tuple[tuple[Any, ..
         tables = {n: None if table is None else torch.tensor(table, device=device) for n, table in tables.items()}
     if call.inputs.sinks is not None:
         tables["sinks"] = torch.tensor(call.inputs.sinks, **kind)
+    if call.inputs.alibi_slopes is not None:
+        tables["alibi_slopes"] = torch.tensor(call.inputs.alibi_slopes, dtype=torch.float32, device=device)
     return (q, *laid_out(k, v, call.layout)), tables
 
 
@@ -354,6 +369,8 @@ def jax_arguments(call: PagedCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
         tables = {name: None if table is None else jnp.asarray(table) for name, table in tables.items()}
     if call.inputs.sinks is not None:
         tables["sinks"] = jnp.asarray(call.inputs.sinks, call.spec.dtype)
+    if call.inputs.alibi_slopes is not None:
+        tables["alibi_slopes"] = jnp.asarray(call.inputs.alibi_slopes, jnp.float32)
     return arrays, tables
 
 

@@ -27,12 +27,14 @@ def inputs_of(spec: AttentionSpec, random: np.random.Generator, lengths: Any, ne
         np.full((paged.num_pages, paged.page_size, spec.num_kv_heads, dim), np.nan)
         for dim in (spec.head_dim, spec.value_dim)
     ]
-    for row, length in zip(table, lengths, strict=True):
+    firsts = [random.integers(0, length + 1) if paged.starts else 0 for length in lengths]
+    for row, length, start in zip(table, lengths, firsts, strict=True):
         count = -(-length // paged.page_size)
         row[:count], free = free[:count], free[count:]
         for pool in pools:
             filled = pool[row[:count]].reshape(-1, *pool.shape[2:])
             filled[:length] = random.standard_normal((length, *pool.shape[2:]))
+            filled[:start] = np.nan  # no query sees a key before the start
             pool[row[:count]] = filled.reshape(count, *pool.shape[1:])
     key_ranges = None
     if spec.key_ranges_shape is not None:  # near the token itself, so that they matter within a sequence
@@ -50,4 +52,6 @@ def inputs_of(spec: AttentionSpec, random: np.random.Generator, lengths: Any, ne
         block_table=table,
         seq_lens=np.asarray(lengths, np.int32),
         key_ranges=key_ranges,
+        alibi_slopes=None if spec.alibi_shape is None else random.uniform(0.0, 0.5, spec.alibi_shape),
+        kv_starts=np.asarray(firsts, np.int32) if paged.starts else None,
     )

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from other_process import OtherProcess
 
@@ -71,6 +72,25 @@ def patch_products() -> None:
     interpreter.InterpreterBuilder.create_dot = create_dot
 
 
+def patch_rounding() -> None:
+    """Makes the interpreter round float32 to the nearest bfloat16, as GPUs do; it would cut the last bits off."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    original = interpreter.InterpreterBuilder.create_fp_trunc
+
+    def create_fp_trunc(self: Any, source: Any, kind: Any) -> Any:
+        if source.dtype.scalar != tl.float32 or kind.scalar != tl.bfloat16:
+            return original(self, source, kind)
+        bits = source.data.view("uint32")
+        nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # halves to even
+        bits = np.where(np.isnan(source.data), (bits >> 16) | 0x40, nearest).astype("uint16")
+        return interpreter.TensorHandle(bits, tl.bfloat16)
+
+    interpreter.InterpreterBuilder.create_fp_trunc = create_fp_trunc
+
+
 if INTERPRETED:
     patch_numbers()
     patch_products()
+    patch_rounding()

@@ -67,13 +67,15 @@ TABLES: dict[str, Bad] = {
     "table of int16": Bad(
         {"block_table": table([4, 2], [0, -1], dtype="int16")},
         DTypeError,
-        "^block_table: expected dtype int32, got int16; cast",
+        "^block_table: expected dtype int32 or int64, got int16; cast",
     ),
     "lengths of float": Bad(
-        {"seq_lens": zeros(2)}, DTypeError, "^seq_lens: expected dtype int32, got float32; cast it"
+        {"seq_lens": zeros(2)}, DTypeError, "^seq_lens: expected dtype int32 or int64, got float32; cast it"
     ),
     "offsets of int16": Bad(
-        {"cu_seqlens_q": table(0, 3, 4, dtype="int16")}, DTypeError, "^cu_seqlens_q: expected dtype int32, got int16"
+        {"cu_seqlens_q": table(0, 3, 4, dtype="int16")},
+        DTypeError,
+        "^cu_seqlens_q: expected dtype int32 or int64, got int16",
     ),
     "flat table": Bad(
         {"block_table": table(4, 2)}, ShapeError, r"^block_table: expected shape \[batch, width\], got \[2\]"
@@ -133,14 +135,22 @@ TABLES: dict[str, Bad] = {
         r"^block_table\[0, 1\]=9: expected a page of the pool's 7",
         eager=True,
     ),
-    "numpy table of int64": Bad(
+    "numpy page beyond int32": Bad(
         {
-            "block_table": numpys([4, 2], [0, 0]),
+            "block_table": numpys([4, 2, 2**31], [0, 0, 0]),
             "seq_lens": numpys(*np.int32([5, 3])),
             "cu_seqlens_q": numpys(*np.int32([0, 3, 4])),
         },
-        DTypeError,
-        "^block_table: expected dtype int32, got int64; cast it",
+        SpecError,
+        r"^block_table\[0, 2\]=2147483648: expected -2147483648 to 2147483647, a value of int32",
+        eager=True,
+    ),
+    "length beyond int32": Bad(
+        {"seq_lens": lambda f: f.array(np.array([5, -(2**40)]))},
+        SpecError,
+        r"^seq_lens\[1\]=-1099511627776: expected -2147483648 to 2147483647, a value of int32",
+        only=TORCH,
+        eager=True,
     ),
 }
 
@@ -244,6 +254,96 @@ APPEND: dict[str, Bad] = {
         DeviceError,
         r"^k: expected the device of k_pages \(cpu\), got meta; move it there",
         only=TORCH,
+    ),
+}
+
+
+def by_slots(**changes: Any) -> dict[str, Any]:
+    """An append by slots, with changes."""
+    none = {"block_table": None, "seq_lens": None, "cu_seqlens_q": None}
+    return {**none, "slot_mapping": table(9, -1, 27, 0), **changes}
+
+
+def angles(*shape: int, dtype: str = "float32") -> Make:
+    return lambda f: (f.zeros(*shape, dtype=dtype), f.zeros(*shape, dtype=dtype))
+
+
+APPEND |= {
+    "slots and a table": Bad(
+        {"slot_mapping": table(0, 1, 2, 3)}, SpecError, "^block_table: expected None with slot_mapping, .*; pass one$"
+    ),
+    "slots and offsets": Bad(
+        by_slots(cu_seqlens_q=table(0, 3, 4)), SpecError, "^cu_seqlens_q: expected None with slot_mapping"
+    ),
+    "too few slots": Bad(
+        by_slots(slot_mapping=table(0, 1, 2)), ShapeError, r"^slot_mapping: expected shape \[4\], got \[3\]"
+    ),
+    "slots of float": Bad(
+        by_slots(slot_mapping=zeros(4)), DTypeError, "^slot_mapping: expected dtype int32 or int64, got float32; cast"
+    ),
+    "a list of slots": Bad(by_slots(slot_mapping=[0, 1, 2, 3]), TypeError, "^slot_mapping: expected a .*, got .*list"),
+    "a slot behind the pool": Bad(
+        by_slots(slot_mapping=table(0, 28, 1, 2)),
+        SpecError,
+        r"^slot_mapping\[1\]=28: expected 0 to 27, because the pool has 7 pages of 4, or -1 for",
+        eager=True,
+    ),
+    "a slot of numpy behind the pool": Bad(
+        by_slots(slot_mapping=numpys(0, 1, 2**40, 2)),
+        SpecError,
+        r"^slot_mapping\[2\]=1099511627776: expected 0 to 27",
+        eager=True,
+    ),
+    "a slot below -1": Bad(
+        by_slots(slot_mapping=table(0, 2, 1, -2)), SpecError, r"^slot_mapping\[3\]=-2: expected 0 to 27", eager=True
+    ),
+    "two tokens in a slot": Bad(
+        by_slots(slot_mapping=table(5, -1, 5, -1)),
+        SpecError,
+        "^slot_mapping: expected a separate slot for each new token, but slot 5 would be written 2 times",
+        eager=True,
+    ),
+    "rotary of slots": Bad(
+        by_slots(rotary=angles(9, 4)), SpecError, "^positions: expected each token's position, got None; slot_mapping"
+    ),
+    "positions without rotary": Bad(
+        {"positions": table(0, 1, 2, 3)}, SpecError, "^positions: expected None without rotary"
+    ),
+    "interleaved without rotary": Bad(
+        {"rotary_interleaved": True}, SpecError, "^rotary_interleaved=True: expected False without rotary"
+    ),
+    "interleaved of 1": Bad(
+        {"rotary": angles(9, 4), "rotary_interleaved": 1}, SpecError, "^rotary_interleaved=1: expected True or False"
+    ),
+    "rotary of one array": Bad(
+        {"rotary": zeros(9, 4)}, SpecError, r"^rotary=.*: expected a pair \(cos, sin\) of arrays, or None"
+    ),
+    "rotary without sin": Bad(
+        {"rotary": lambda f: (f.zeros(9, 4), None)}, SpecError, r"^rotary=.*: expected a pair \(cos, sin\) of arrays"
+    ),
+    "numpy cos": Bad({"rotary": (np.zeros((9, 4)), np.zeros((9, 4)))}, TypeError, "^cos: expected a .*, got numpy"),
+    "a wide rotary": Bad(
+        {"rotary": angles(9, 5)}, ShapeError, "^cos: expected at most 4 angles for a head_dim of 8, got 5, which is"
+    ),
+    "flat angles": Bad({"rotary": angles(9)}, ShapeError, r"^cos: expected \[max_positions, rotary_dim / 2\], got \[9"),
+    "angles of another shape": Bad(
+        {"rotary": lambda f: (f.zeros(9, 4), f.zeros(8, 4))}, ShapeError, r"^sin: expected the shape of cos, \[9, 4\]"
+    ),
+    "angles of ints": Bad({"rotary": angles(9, 4, dtype="int32")}, DTypeError, "^cos: expected one of .*, got int32"),
+    "too few angles": Bad(
+        {"rotary": angles(4, 4)},
+        SpecError,
+        r"^seq_lens\[0\]=5: expected at most 4 tokens, because cos and sin of rotary have 4 positions",
+        eager=True,
+    ),
+    "a position behind the angles": Bad(
+        {"rotary": angles(9, 4), "positions": table(0, 9, 1, 2)},
+        SpecError,
+        r"^positions\[1\]=9: expected 0 to 8, because cos and sin have 9 positions",
+        eager=True,
+    ),
+    "too few positions": Bad(
+        {"rotary": angles(9, 4), "positions": table(0, 1, 2)}, ShapeError, r"^positions: expected .*\[4\], got \[3\]"
     ),
 }
 POOL_NAMES = ("width of v", "heads of v")

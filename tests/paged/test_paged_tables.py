@@ -285,11 +285,26 @@ BAD: dict[str, tuple[str, dict[str, Any], type[Exception], str]] = {
     "dtype of q": ("q", {"dtype": "bfloat16"}, DTypeError, "^q: expected the dtype of k_pages, float32, got bfloat16"),
     "dtype of v": ("v", {"dtype": "float16"}, DTypeError, "^v_pages: expected .*, float32, got float16; cast it$"),
     "dtype of k": ("k", {"dtype": "int8"}, DTypeError, "^k_pages: expected one of .*, got int8"),
-    "table of int64": ("block_table", {"dtype": "int64"}, DTypeError, "^block_table: expected dtype int32, got int64;"),
+    "table of int16": (
+        "block_table",
+        {"dtype": "int16"},
+        DTypeError,
+        "^block_table: expected dtype int32 or int64, got int16;",
+    ),
     "flat table": ("block_table", {"shape": (6,)}, ShapeError, r"^block_table: expected shape \[batch, width\], got"),
-    "lengths of int64": ("seq_lens", {"dtype": "int64"}, DTypeError, "^seq_lens: expected dtype int32, got int64;"),
+    "lengths of int16": (
+        "seq_lens",
+        {"dtype": "int16"},
+        DTypeError,
+        "^seq_lens: expected dtype int32 or int64, got int16;",
+    ),
     "too few lengths": ("seq_lens", {"shape": (1,)}, ShapeError, r"^seq_lens: expected shape \[2\], got \[1\]$"),
-    "offsets of int64": ("cu_seqlens_q", {"dtype": "int64"}, DTypeError, "^cu_seqlens_q: expected dtype int32, got"),
+    "offsets of int16": (
+        "cu_seqlens_q",
+        {"dtype": "int16"},
+        DTypeError,
+        "^cu_seqlens_q: expected dtype int32 or int64, got",
+    ),
     "too few offsets": (
         "cu_seqlens_q",
         {"shape": (2,)},
@@ -359,7 +374,12 @@ BAD_APPENDS: dict[str, tuple[str, dict[str, Any], type[Exception], str]] = {
         "^v: expected the dtype of v_pages, float32, got float64; cast",
     ),
     "pool of v": ("v_pages", {"shape": (7, 4, 2, 7)}, ShapeError, "^v_pages: expected the pages"),
-    "table of int64": ("block_table", {"dtype": "int64"}, DTypeError, "^block_table: expected dtype int32, got int64;"),
+    "table of int16": (
+        "block_table",
+        {"dtype": "int16"},
+        DTypeError,
+        "^block_table: expected dtype int32 or int64, got int16;",
+    ),
     "flat table": ("block_table", {"shape": (6,)}, ShapeError, r"^block_table: expected shape \[batch, width\], got"),
     "too few lengths": ("seq_lens", {"shape": (1,)}, ShapeError, r"^seq_lens: expected shape \[2\], got \[1\]$"),
     "too few offsets": (

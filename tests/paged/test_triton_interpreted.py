@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -15,13 +14,13 @@ pytest.importorskip("triton.runtime.interpreter")
 import triton_interpreter
 from both_frontends import _numpy
 from callers_view import callers_results
+from direct_launches import launch_by_address
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from other_process import OtherProcess
 from paged_cases import PagedCall, judge, laid_out, make_paged, most_shared, without_answers
 
 from attn_core.backends.shared import pools
-from attn_core.backends.shared import triton as triton_launch
 from attn_core.backends.triton_splitkv import backend as triton_splitkv
 from attn_core.call import trailing_tokens
 from attn_core.call.tensors import PagedInputs
@@ -53,7 +52,9 @@ def tensors(call: PagedCall) -> PagedInputs:
     k, v = laid_out(k, v, call.layout)
     tables = {n: None if table is None else torch.tensor(table) for n, table in call.int_arrays.items()}
     sinks = None if call.inputs.sinks is None else torch.tensor(call.inputs.sinks, dtype=kind)
-    return PagedInputs(q, k, v, **tables, sinks=sinks)
+    slopes = call.inputs.alibi_slopes
+    slopes = None if slopes is None else torch.tensor(slopes, dtype=torch.float32)
+    return PagedInputs(q, k, v, **tables, sinks=sinks, alibi_slopes=slopes)
 
 
 def attended(call: PagedCall, inputs: PagedInputs | None = None) -> dict[str, np.ndarray]:
@@ -102,6 +103,12 @@ CASES: dict[str, dict[str, Any]] = {
     "key ranges by head": {"lengths": (40, 0, 7), "new": (9, 0, 7), "ranges": (2, 2), "causal": False},
     "key ranges, decode": {"lengths": (40, 23, 1), "ranges": (1, 2)},
     "a loose bound": {"lengths": (40, 23), "new": (2, 3), "bound": 9},
+    "slopes": {"lengths": (40, 23), "new": (4, 7), "alibi": 1, "softcap": 2.0},
+    "slopes by sequence": {"lengths": (40, 23, 5), "alibi": 2, "num_heads": 6, "sinks": True},
+    "slopes both sides": {"lengths": (40, 23), "new": (4, 7), "alibi": 2, "causal": False},
+    "starts": {"lengths": (70, 33, 9), "new": (4, 7, 9), "starts": True, "seed": 3},
+    "starts, decode": {"lengths": (70, 33, 1), "starts": True, "window": 20},
+    "starts and ranges": {"lengths": (70, 33), "new": (9, 7), "starts": True, "ranges": (2, 2), "alibi": 1},
 }
 
 
@@ -132,6 +139,8 @@ def test_any_call(data: Any) -> None:
                 num_kv_heads=kv_heads,
                 causal=data.draw(st.booleans()),
                 ranges=data.draw(st.sampled_from((None, (1, 1), (kv_heads, 2)))),
+                alibi=data.draw(st.integers(0, 2)),
+                starts=data.draw(st.booleans()),
                 window=data.draw(st.sampled_from((None, (3, 1), (0, 0), (20, None), (None, 5)))),
                 softcap=data.draw(st.sampled_from((None, 2.0))),
                 sinks=data.draw(st.booleans()),
@@ -152,28 +161,6 @@ def test_rows_that_see_no_key(count: int, monkeypatch: pytest.MonkeyPatch) -> No
     verdict = judge(call, found)
     assert verdict.ok, verdict
     assert not found["out"][3].any() and np.array_equal(found["lse"][:, 3], call.inputs.sinks)
-
-
-def memory_at(address: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.frombuffer((ctypes.c_char * 16).from_address(address), dtype=dtype)
-
-
-def launch_by_address(patch: pytest.MonkeyPatch) -> list[Any]:
-    """Makes launches direct, as with compiled code: the kernels get nothing but addresses. Returns the list of them."""
-    direct = []
-
-    def compiled(kernel: Any, grid: Any, arguments: Any, fixed: Any, constants: Any) -> Any:
-        def run(*addresses: int) -> None:
-            direct.append(kernel)
-            kinds = [argument.dtype for argument in arguments]
-            kernel[grid](*map(memory_at, addresses, kinds), *fixed, **constants)
-
-        kernel[grid](*arguments, *fixed, **constants)
-        return run
-
-    patch.setattr(triton_launch, "_launch_compiled", compiled)
-    patch.setattr(triton_launch, "_launches", {})
-    return direct
 
 
 @pytest.mark.parametrize("count", [1, 3])

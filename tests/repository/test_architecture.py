@@ -74,6 +74,7 @@ KERNEL_FILES = [
         "backends/triton_jvp/tile_functions.py",
         "backends/triton_splitkv/kernels.py",
         "context_parallel/on_torch/merge_triton.py",
+        "paged/triton_rotary.py",
         "paged/triton_tables.py",
     )
 ]

@@ -14,10 +14,11 @@ from attn_core.backends.shared.triton import Description, Direct, launch
 from attn_core.call.pages import PagedKV
 from attn_core.errors import ShapeError
 from attn_core.paged import arguments
-from attn_core.paged.tables import FEW_ENTRIES, are_valid, check_slots, last_places, last_slots, slots_of
+from attn_core.paged.tables import FEW_ENTRIES, are_valid, last_places
 from torch_frontend.dispatch import plan, tensor_kinds
 from torch_frontend.dispatch.wrappers import on_device
-from torch_frontend.paged.plan import check_no_gradient, check_values, tables_of
+from torch_frontend.paged.places import Places, gather, on_cpu
+from torch_frontend.paged.plan import check_no_gradient
 
 Tensor = torch.Tensor
 _STRIDED = torch.strided
@@ -25,68 +26,72 @@ MOST_LAYOUTS = 64
 """The most strides whose launches ``_repeated_on_gpu`` remembers for one metadata."""
 
 
-def append(k_pages: Any, v_pages: Any, k: Any, v: Any, block_table: Any, seq_lens: Any, cu_seqlens_q: Any) -> None:
-    """Checks the arguments of ``append_kv`` and writes k and v into the pages, in place."""
-    if cu_seqlens_q is None and _append_as_before(k_pages, v_pages, k, v, block_table, seq_lens):
+def append(
+    k_pages: Any,
+    v_pages: Any,
+    k: Any,
+    v: Any,
+    block_table: Any,
+    seq_lens: Any,
+    cu_seqlens_q: Any,
+    slot_mapping: Any = None,
+    cos: Any = None,
+    sin: Any = None,
+    positions: Any = None,
+    interleaved: bool = False,
+) -> None:
+    """Checks the arguments of ``append_kv``, rotates k, and writes k and v into the pages, in place."""
+    rotary = None if cos is None else (cos, sin, interleaved)
+    is_usual = cu_seqlens_q is slot_mapping is positions is None
+    if is_usual and _append_as_before(k_pages, v_pages, k, v, block_table, seq_lens, rotary):
         return
     for name, tensor in (("k_pages", k_pages), ("k", k)):
         plan.check_tensor(name, tensor)
-    block_table, seq_lens, cu = tables_of(k, k_pages, None, block_table, seq_lens, cu_seqlens_q)
-    check_appended(k_pages, v_pages, k, v, block_table, seq_lens, cu)
+    places = Places(block_table, seq_lens, cu_seqlens_q, slot_mapping, cos, sin, positions, interleaved)
+    places = gather(k, k_pages, places)
+    check_appended(k_pages, v_pages, k, v, places)
     if k.shape[0] == 0:
         return
     with torch.no_grad():
         if k.device.type == "cpu":
-            _append_on_cpu(k_pages, v_pages, k, v, block_table, seq_lens, cu)
+            new = on_cpu(k_pages, k.detach(), v.detach(), places)
+            page, offset = torch.from_numpy(new[2])
+            k_pages.index_put_((page, offset), new[0])
+            v_pages.index_put_((page, offset), new[1])
         else:
-            on_device(append_on_gpu, k.device)(k_pages, v_pages, k, v, block_table, seq_lens, cu)
+            on_device(append_on_gpu, k.device)(k_pages, v_pages, k, v, *places)
 
 
-def check_appended(k_pages: Any, v_pages: Any, k: Any, v: Any, block_table: Any, seq_lens: Any, cu: Any) -> None:
+def check_appended(k_pages: Any, v_pages: Any, k: Any, v: Any, places: Places) -> None:
     """Checks the arguments of an append except the values of its tables."""
-    for name, tensor in (("k_pages", k_pages), ("v_pages", v_pages), ("k", k), ("v", v)):
-        plan.check_tensor(name, tensor)
-        check_no_gradient(name, tensor)
-    tensor_kinds.check_data(
-        k_pages, v_pages=v_pages, k=k, v=v, block_table=block_table, seq_lens=seq_lens, cu_seqlens_q=cu
-    )
-    tensors = (k_pages, v_pages, k, v, block_table, seq_lens, cu)
-    entries = tuple([None if t is None else (t.shape, t.dtype, t.device) for t in tensors])
+    others = places._asdict()
+    del others["interleaved"]
+    named = {"k_pages": k_pages, "v_pages": v_pages, "k": k, "v": v, "cos": places.cos, "sin": places.sin}
+    for name, tensor in named.items():
+        if tensor is not None or name not in ("cos", "sin"):
+            plan.check_tensor(name, tensor)
+            check_no_gradient(name, tensor)
+    tensor_kinds.check_data(k_pages, v_pages=v_pages, k=k, v=v, **others)
+    named |= others
+    entries = tuple([(name, t.shape, t.dtype, t.device) for name, t in named.items() if t is not None])
     # Symbolic sizes cannot be compared. The op checks them when it runs.
-    if all([type(size) is int for entry in entries if entry for size in entry[0]]):
+    if all([type(size) is int for _, shape, *_ in entries for size in shape]):
         _check_metadata(entries)
 
 
 @lru_cache(maxsize=1024)
-def _check_metadata(entries: tuple[plan.Metadata | None, ...]) -> None:
-    """Checks the metadata of an append's tensors; a call whose metadata passed before is not checked again."""
-    names = ("k_pages", "v_pages", "k", "v", "block_table", "seq_lens", "cu_seqlens_q")
-    arguments.check_append(
-        {name: None if entry is None else plan.facts(*entry) for name, entry in zip(names, entries, strict=True)}
-    )
+def _check_metadata(entries: tuple[Any, ...]) -> None:
+    """Checks (name, shape, dtype, device) of an append's tensors; those that passed before are not checked again."""
+    arguments.check_append({name: plan.facts(*entry) for name, *entry in entries})
 
 
-def _append_on_cpu(k_pages: Any, v_pages: Any, k: Any, v: Any, block_table: Any, seq_lens: Any, cu: Any) -> None:
-    """Checks the values of the tables and writes k and v into the pages by indexing."""
-    table, lengths = block_table.numpy(), seq_lens.numpy()
-    k, v = k.detach(), v.detach()
-    # An index assignment with a repeated slot would write either token, without an error; so slots are checked.
-    if cu is None:  # each sequence has one new token, its last
-        check_values(None, k.shape[0], k_pages, table, lengths, None, writes=True)
-        places = last_slots(table, lengths, k_pages.shape[1])
-    else:
-        check_values(None, k.shape[0], k_pages, table, lengths, cu.numpy(), writes=True)
-        slots = slots_of(table, lengths, cu.numpy(), k_pages.shape[1])
-        check_slots(slots)
-        places = np.stack(np.divmod(slots, k_pages.shape[1]))
-        k, v = k[: len(slots)], v[: len(slots)]  # tokens behind the last offset belong to no sequence
-    page, offset = torch.from_numpy(places)
-    k_pages.index_put_((page, offset), k)
-    v_pages.index_put_((page, offset), v)
-
-
-def _append_as_before(k_pages: Any, v_pages: Any, k: Any, v: Any, table: Any, lengths: Any) -> bool:
+def _append_as_before(
+    k_pages: Any, v_pages: Any, k: Any, v: Any, table: Any, lengths: Any, rotary: tuple[Any, Any, bool] | None = None
+) -> bool:
     """Writes one new token of each sequence, with one lookup by metadata instead of many checks.
+
+    Args:
+        rotary: cos, sin and whether pairs are interleaved.
 
     Returns whether it did. If not, ``append`` accepts the arguments or names them in an error.
     """
@@ -95,7 +100,7 @@ def _append_as_before(k_pages: Any, v_pages: Any, k: Any, v: Any, table: Any, le
     if not (k_pages.layout is v_pages.layout is k.layout is v.layout is table.layout is lengths.layout is _STRIDED):
         return False
     try:
-        if forward_ad._current_level >= 0:
+        if forward_ad._current_level >= 0 or (rotary is not None and not _are_plain(rotary[:2])):
             return False
         if torch.is_grad_enabled() and any([each.requires_grad for each in (k_pages, v_pages, k, v)]):
             return False
@@ -109,10 +114,25 @@ def _append_as_before(k_pages: Any, v_pages: Any, k: Any, v: Any, table: Any, le
             *(k_pages.shape, v_pages.shape, k.shape, v.shape, table.shape, lengths.shape),
             *(k_pages.dtype, v_pages.dtype, k.dtype, v.dtype, table.dtype, lengths.dtype),
             *(k_pages.device, v_pages.device, k.device, v.device, table.device, lengths.device),
+            *(() if rotary is None else _metadata_of(*rotary)),
         )
     except Exception:  # a nested tensor has no shape; the general path raises the error again, or an earlier one
         return False
-    return write is not None and write(k_pages, v_pages, k, v, table, lengths)
+    return write is not None and write(k_pages, v_pages, k, v, table, lengths, *(() if rotary is None else rotary[:2]))
+
+
+def _are_plain(tables: tuple[Any, ...]) -> bool:
+    """Returns whether cos and sin are plain tensors on a GPU; the general path rotates on a CPU."""
+    for each in tables:
+        if type(each) is not Tensor or each.layout is not _STRIDED or not each.is_cuda:
+            return False
+        if torch._is_functional_tensor(each) or (each.requires_grad and torch.is_grad_enabled()):
+            return False
+    return True
+
+
+def _metadata_of(cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Any, ...]:
+    return cos.shape, cos.dtype, cos.device, sin.shape, sin.dtype, sin.device, interleaved
 
 
 @lru_cache(maxsize=1024)
@@ -122,15 +142,21 @@ def _writer(*metadata: Any) -> Callable[..., bool] | None:
     The function returns False for values of tables that it does not know to be right. None for calls without tokens.
 
     Args:
-        metadata: the shapes, the dtypes, then the devices of (k_pages, v_pages, k, v, block_table, seq_lens).
+        metadata: the shapes, the dtypes, then the devices of (k_pages, v_pages, k, v, block_table, seq_lens); then,
+            with rotary, the result of ``_metadata_of``.
     """
-    _check_metadata((*zip(metadata[:6], metadata[6:12], metadata[12:], strict=True), None))
+    names = ("k_pages", "v_pages", "k", "v", "block_table", "seq_lens")
+    rotary = metadata[18:]
+    tables = (("cos", *rotary[:3]), ("sin", *rotary[3:6])) if rotary else ()
+    _check_metadata((*zip(names, metadata[:6], metadata[6:12], metadata[12:18], strict=True), *tables))
     (num_pages, page_size, *_), tokens, width = metadata[0], metadata[2][0], metadata[4][1]
     device = metadata[12]
     if tokens == 0 or device.type not in ("cpu", "cuda"):
         return None
     if device.type == "cuda":
-        return on_device(_repeated_on_gpu(), device)  # type: ignore[no-any-return]
+        return on_device(_repeated_on_gpu(bool(rotary and rotary[6])), device)  # type: ignore[no-any-return]
+    if torch.int64 in metadata[10:12]:  # the general path casts tables
+        return None
     paged, least = PagedKV(num_pages=num_pages, page_size=page_size, width=width), [1] * tokens
 
     def write(k_pages: Tensor, v_pages: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Tensor) -> bool:
@@ -150,19 +176,27 @@ def _writer(*metadata: Any) -> Callable[..., bool] | None:
     return write
 
 
-def _repeated_on_gpu() -> Callable[..., bool]:
-    """Returns ``append_on_gpu`` of one token for each sequence, which repeats its launches by the tensors' strides."""
+def _repeated_on_gpu(interleaved: bool = False) -> Callable[..., bool]:
+    """Returns ``append_on_gpu`` of one token for each sequence, which repeats its launches by the tensors' strides.
+
+    Its arguments are k_pages, v_pages, k, v, block_table and seq_lens, and cos and sin of keys that rotate.
+    """
     seen: dict[Hashable, Direct] = {}
 
-    def write(k_pages: Tensor, v_pages: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Tensor) -> bool:
-        tensors = (k, v, k_pages, v_pages, table, lengths)
-        strides = (k.stride(), v.stride(), k_pages.stride(), v_pages.stride(), table.stride(), lengths.stride())
+    def write(
+        k_pages: Tensor, v_pages: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Tensor, *rotary: Tensor
+    ) -> bool:
+        tensors = (k, v, k_pages, v_pages, table, lengths, *rotary)
+        strides = tuple([tensor.stride() for tensor in tensors])
         addresses = [tensor.data_ptr() for tensor in tensors]
         direct = seen.get(strides)
         if direct is not None and not any([address & 15 for address in addresses]):
-            direct(*addresses, addresses[5])  # the last tensor is not read, see append_on_gpu
+            absent = addresses[5]  # for tensors that are not read, see append_on_gpu
+            angles = addresses[6:] or (absent, absent)
+            direct(*addresses[:6], absent, absent, *angles, absent)
             return True
-        direct = append_on_gpu(k_pages, v_pages, k, v, table, lengths, None)
+        places = Places(table, lengths, None, None, *(rotary or (None, None)), None, interleaved)  # type: ignore[call-arg]
+        direct = append_on_gpu(k_pages, v_pages, k, v, *places)
         if direct is not None:
             if len(seen) >= MOST_LAYOUTS:
                 seen.clear()
@@ -172,10 +206,11 @@ def _repeated_on_gpu() -> Callable[..., bool]:
     return write
 
 
-def append_on_gpu(
-    k_pages: Any, v_pages: Any, k: Any, v: Any, block_table: Any, seq_lens: Any, cu: Any
-) -> Direct | None:
+def append_on_gpu(k_pages: Any, v_pages: Any, k: Any, v: Any, *where: Any) -> Direct | None:
     """Writes k and v into the pages with a Triton kernel, which skips tokens without a valid slot.
+
+    Args:
+        where: the fields of ``Places``.
 
     Returns the direct launch, see ``triton.launch``, if it fits other tensors with the metadata and strides of these.
     """
@@ -186,32 +221,38 @@ def append_on_gpu(
         # copied.
         if tensor.stride(-1) != 1:
             raise ShapeError(f"{name}: expected dense channels (a last stride of 1), got {list(tensor.stride())}")
-    read = k, v, block_table, seq_lens
-    k, v = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (k.detach(), v.detach()))
-    table = block_table if block_table.stride(-1) == 1 else block_table.contiguous()
-    lengths = seq_lens.contiguous()
-    # Without offsets any pointer will do, because ONE_QUERY makes the kernel ignore it.
-    tensors = (k, v, k_pages, v_pages, table, lengths, lengths if cu is None else cu.contiguous())
+    read = k.detach(), v.detach(), *Places(*where)[:7]
+    k, v, *others = [each if each is None or each.stride(-1) == 1 else each.contiguous() for each in read]
+    at = Places(*others, *where[7:])  # type: ignore[arg-type, call-arg]
+    is_table, (angles, turned) = at.slot_mapping is None, (1, 0) if at.cos is None else at.cos.shape
+    # For absent tensors any pointer will do, because the kernel's constants make it ignore them.
+    some = at.seq_lens if is_table else at.slot_mapping
+    tensors = (k, v, k_pages, v_pages, *[some if each is None else each for each in others])
+    sizes, table, lengths = (*k.shape, v.shape[2], k_pages.shape[1]), tensors[4], tensors[5]
     numbers = (
-        *(k_pages.shape[0], table.shape[1], len(lengths)),
-        *(*k.stride()[:2], *v.stride()[:2], *k_pages.stride()[:3], *v_pages.stride()[:3], table.stride(0)),
+        *(k_pages.shape[0], table.shape[-1] if is_table else 0, len(lengths), angles),
+        *(*k.stride()[:2], *v.stride()[:2], *k_pages.stride()[:3], *v_pages.stride()[:3]),
+        *(table.stride(0), *[each.stride(0) if turned else 0 for each in tensors[8:10]]),
     )
-    sizes = (*k.shape, v.shape[2], k_pages.shape[1])
+    flags = (at.cu_seqlens_q is None, not is_table, 2 * turned, at.interleaved, at.positions is not None)
 
     def describe() -> Description:
         tokens, heads, head_dim, value_dim, page_size = sizes
         widest = max(head_dim, value_dim)
         constants = {
-            **{"PAGE": page_size, "HEAD_DIM": head_dim, "VALUE_DIM": value_dim, "ONE_QUERY": cu is None},
+            **{"PAGE": page_size, "HEAD_DIM": head_dim, "VALUE_DIM": value_dim},
+            **dict(zip(("ONE_QUERY", "SLOTS", "ROTARY_DIM", "INTERLEAVED", "POSITIONS"), flags, strict=True)),
+            "DOUBLE": k.dtype == torch.float64,
             # Triton's ranges have a power of two as length. The kernel loops if there are more than 1024 sequences.
             "WIDE": 1 << (widest - 1).bit_length(),
             "SEQUENCES": min(1024, 1 << max(len(lengths) - 1, 0).bit_length()),
-            "num_warps": 1 if widest <= 64 else 2,
+            **{"num_warps": 1 if widest <= 64 else 2, "enable_fp_fusion": False},  # see attn_core.paged.rotary
         }
         return (tokens, heads, 1), numbers, constants  # one program for each head of each token
 
     # Tests run the kernel on the CPU, in Triton's interpreter.
     current = torch.cuda.current_device() if k.is_cuda else -1
-    direct = launch(triton_tables.append, ("append", k.dtype, sizes, numbers, cu is None, current), tensors, describe)
-    copied = any([given.data_ptr() != own.data_ptr() for given, own in zip(read, (k, v, table, lengths))])
-    return None if copied else direct
+    key = ("append", tuple([each.dtype for each in tensors]), sizes, numbers, flags, current)
+    direct = launch(triton_tables.append, key, tensors, describe)
+    copied = [mine is not None and mine.data_ptr() != own.data_ptr() for mine, own in zip(read, (k, v, *others))]
+    return None if any(copied) else direct

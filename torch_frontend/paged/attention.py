@@ -10,6 +10,8 @@ from torch.autograd import forward_ad
 from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
 from attn_core.call.keywords import PagedKeywords
 from attn_core.call.options import requested_names
+from attn_core.paged.places import check_choice
+from attn_core.paged.rotary import pair_of
 from attn_core.selection import Selection, explain, override
 from torch_frontend.dispatch.backend_names import join_names
 from torch_frontend.dispatch.plan import check_tensor
@@ -19,7 +21,8 @@ from torch_frontend.paged import (
     seen_calls,
 )
 from torch_frontend.paged.append import append, check_appended
-from torch_frontend.paged.plan import check_op, gather_arguments, metadata, op_tables, options_of, request, run
+from torch_frontend.paged.places import Places, op_places
+from torch_frontend.paged.plan import check_op, gather_arguments, metadata, options_of, request, run
 
 Tensor = torch.Tensor
 Keywords = PagedKeywords[Tensor]
@@ -57,6 +60,8 @@ def paged_attention(
     deterministic: bool = False,
     backend: str | tuple[str, ...] | None = None,
     return_lse: bool = False,
+    alibi_slopes: Tensor | None = None,
+    kv_starts: Any = None,
     **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Computes attention of each sequence's new tokens to its keys and values in pages: decoding or chunked prefill.
@@ -79,6 +84,8 @@ def paged_attention(
             tokens. Causal and window hide further keys. ``attn_core.masks.tree`` builds the mask of a tree of drafts.
         backend: a name, which runs or raises; names in order of preference; or None for automatic choice.
         return_lse: also return the log-sum-exp, ``[heads, tokens]``, natural log, float32.
+        alibi_slopes: float ``[heads]`` or ``[sequences, heads]``: adds ``-slope * |i + N - n - j|``.
+        kv_starts: int32 ``[sequences]``: no query sees a key of its sequence before this one (padding on the left).
 
     Returns:
         The output ``[tokens, heads, value_dim]``; or ``(output, lse)``. A query that sees no key has output 0 and its
@@ -91,7 +98,7 @@ def paged_attention(
     """
     if unknown:
         refuse_keywords("paged_attention", unknown)
-    is_usual = cu_seqlens_q is None and key_ranges is None
+    is_usual = cu_seqlens_q is key_ranges is alibi_slopes is kv_starts is None
     if is_usual and not (_is_compiling() or _modes() or forward_ad._current_level >= 0):
         plain_options = (causal, window, softcap, scale, deterministic, return_lse, max_len_q)
         results = seen_calls.attend(q, k_pages, v_pages, block_table, seq_lens, sinks, backend, plain_options)
@@ -102,15 +109,17 @@ def paged_attention(
         tables = block_table, seq_lens, cu_seqlens_q
         # While compiling, sizes are symbols; the op checks the arguments when it runs.
         if not torch.compiler.is_compiling():
-            tables, key_ranges = check_op(q, k_pages, v_pages, tables, sinks, key_ranges, options)
+            more = key_ranges, options, alibi_slopes, kv_starts
+            tables, key_ranges, kv_starts = check_op(q, k_pages, v_pages, tables, sinks, *more)
         left, right = options.window  # type: ignore[misc]
         out, lse = torch.ops.attn.paged_forward(
             *(q, k_pages, v_pages, *tables, sinks, max_len_q, causal, left, right),
             *(softcap, scale, deterministic, return_lse, join_names(requested_names(backend)), key_ranges),
+            *(alibi_slopes, kv_starts),
         )
         return (out, lse) if return_lse else out
     tables = block_table, seq_lens, cu_seqlens_q
-    inputs = gather_arguments(q, k_pages, v_pages, *tables, sinks, max_len_q, key_ranges)
+    inputs = gather_arguments(q, k_pages, v_pages, *tables, sinks, max_len_q, key_ranges, alibi_slopes, kv_starts)
     out, lse = run(inputs, options, requested_names(backend))
     return (out, lse) if return_lse else out
 
@@ -134,6 +143,8 @@ def explain_paged(
     deterministic: bool = False,
     backend: str | tuple[str, ...] | None = None,
     return_lse: bool = False,
+    alibi_slopes: Tensor | None = None,
+    kv_starts: Any = None,
     **unknown: Never,
 ) -> Selection:
     """Returns the backend that ``paged_attention`` chooses for these arguments and why the others cannot run."""
@@ -141,7 +152,7 @@ def explain_paged(
         refuse_keywords("explain_paged", unknown)
     options = options_of(causal, window, softcap, scale, deterministic, return_lse, max_len_q)
     tables = block_table, seq_lens, cu_seqlens_q
-    inputs = gather_arguments(q, k_pages, v_pages, *tables, sinks, max_len_q, key_ranges)
+    inputs = gather_arguments(q, k_pages, v_pages, *tables, sinks, max_len_q, key_ranges, alibi_slopes, kv_starts)
     return explain(*request(metadata(inputs), options, requested_names(backend) or override.requested()))
 
 
@@ -152,9 +163,13 @@ def append_kv(
     k: Tensor,
     v: Tensor,
     *,
-    block_table: Any,
-    seq_lens: Any,
+    block_table: Any = None,
+    seq_lens: Any = None,
     cu_seqlens_q: Any = None,
+    slot_mapping: Any = None,
+    rotary: tuple[Tensor, Tensor] | None = None,
+    rotary_interleaved: bool = False,
+    positions: Any = None,
     **unknown: Never,
 ) -> tuple[Tensor, Tensor]:
     """Writes the keys and values of new tokens into their sequences' pages, in place.
@@ -163,23 +178,36 @@ def append_kv(
         k_pages, v_pages: the pool, as in ``paged_attention``; modified in place.
         k, v: ``[tokens, kv_heads, dim]``, in the pool's dtype: the new tokens of each sequence, end to end.
         block_table, seq_lens, cu_seqlens_q: as in ``paged_attention``; ``seq_lens`` count the new tokens.
+        slot_mapping: in place of these tables, int32 or int64 ``[tokens]``: the slot of each token, which is ``page *
+            page_size + offset``; -1 for a token that is not written. A tensor or a numpy array.
+        rotary: (cos, sin), each ``[max_positions, rotary_dim / 2]``: the keys are rotated as by ``apply_rotary``.
+        rotary_interleaved: as ``interleaved`` there.
+        positions: with rotary, int32 or int64 ``[tokens]``: each token's position in its sequence. The tables say it,
+            too; slot_mapping does not.
 
     Returns:
         ``(k_pages, v_pages)``, the same tensors.
 
     Raises:
         ShapeError, DTypeError, DeviceError, SpecError: for invalid arguments, and for tables on the CPU that point
-            outside the pool or send two tokens to one slot. On a GPU a token without a valid slot is skipped.
+            outside the pool or send two tokens to one slot, or positions behind the rows of cos. On a GPU a token
+            without a valid slot is skipped, and positions are clamped.
     """
     if unknown:
         refuse_keywords("append_kv", unknown)
+    cos, sin = (None, None) if rotary is None else pair_of(rotary)
+    if slot_mapping is not None or rotary_interleaved is not False or positions is not None:
+        tables = {"block_table": block_table, "seq_lens": seq_lens, "cu_seqlens_q": cu_seqlens_q}
+        check_choice(tables, slot_mapping, cos, rotary_interleaved, positions)
+    # In the order of Places, as the op has them.
+    where = (block_table, seq_lens, cu_seqlens_q, slot_mapping, cos, sin, positions, rotary_interleaved)
     if torch.compiler.is_compiling():
-        torch.ops.attn.append_kv(k_pages, v_pages, k, v, block_table, seq_lens, cu_seqlens_q)
+        torch.ops.attn.append_kv(k_pages, v_pages, k, v, *where)
     elif is_watched(k):
         check_tensor("k", k)
-        tables = op_tables(k, block_table, seq_lens, cu_seqlens_q)
-        check_appended(k_pages, v_pages, k, v, *tables)
-        torch.ops.attn.append_kv(k_pages, v_pages, k, v, *tables)
+        places = op_places(k, Places(*where))
+        check_appended(k_pages, v_pages, k, v, places)
+        torch.ops.attn.append_kv(k_pages, v_pages, k, v, *places)
     else:
-        append(k_pages, v_pages, k, v, block_table, seq_lens, cu_seqlens_q)
+        append(k_pages, v_pages, k, v, *where)
     return k_pages, v_pages

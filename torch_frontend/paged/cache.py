@@ -61,14 +61,27 @@ class PagedKVCache(PagedCache):
             for dim in dims.values()
         )
 
-    def update(self, layer: int, k: Tensor, v: Tensor, step: Step) -> None:
+    def update(
+        self,
+        layer: int,
+        k: Tensor,
+        v: Tensor,
+        step: Step,
+        *,
+        rotary: tuple[Tensor, Tensor] | None = None,
+        rotary_interleaved: bool = False,
+    ) -> None:
         """Writes a layer's new keys and values, ``[tokens, kv_heads, dim]``, into the step's slots.
+
+        Args:
+            rotary, rotary_interleaved: as in ``append_kv``.
 
         Raises:
             SpecError: as in ``check``, and for a layer that does not exist. Nothing is written then.
         """
         k_pages, v_pages = self._pools(layer, step)
-        append_kv(k_pages, v_pages, k, v, **step.tables)
+        turns: Any = {"rotary": rotary, "rotary_interleaved": rotary_interleaved}
+        append_kv(k_pages, v_pages, k, v, **step.tables, **turns)
 
     @overload
     def attend(
@@ -98,6 +111,7 @@ class PagedKVCache(PagedCache):
         deterministic: bool = False,
         backend: str | tuple[str, ...] | None = None,
         return_lse: bool = False,
+        alibi_slopes: Tensor | None = None,
         **unknown: Never,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Runs ``check``, then ``paged_attention`` of a layer's queries ``[tokens, heads, head_dim]`` with options."""
@@ -119,6 +133,7 @@ class PagedKVCache(PagedCache):
             deterministic=deterministic,
             backend=backend,
             return_lse=return_lse,
+            alibi_slopes=alibi_slopes,
         )
 
     def _copy(self, copies: Copies) -> None:

@@ -1,4 +1,4 @@
-"""The key ranges of a paged call: a mask among the new tokens, as a tensor on the device of the queries."""
+"""Two operands of a paged call as tensors on the device of the queries: key ranges, and the first keys of sequences."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 from attn_core.call.key_ranges import check_values
 from attn_core.errors import DTypeError
+from attn_core.paged.tables import check_starts
 from torch_frontend.dispatch import plan, tensor_kinds
 
 Tensor = torch.Tensor
@@ -27,3 +28,18 @@ def ranges_of(q: Tensor, key_ranges: Any) -> Tensor | None:
     if q.device.type != "cpu" and key_ranges.ndim == 5 and key_ranges.shape[-1] == 2:
         check_values(key_ranges, q.shape[0])
     return tensor_kinds.to_device_of(q, np.array(key_ranges, order="C"))
+
+
+def starts_of(q: Tensor, kv_starts: Any, seq_lens: Any) -> Tensor | None:
+    """Returns kv_starts as a tensor. Compares numpy's values with lengths in numpy, and copies them to q's device."""
+    if kv_starts is None:
+        return None
+    if not isinstance(kv_starts, np.ndarray):
+        plan.check_tensor("kv_starts", kv_starts)
+        return kv_starts  # type: ignore[no-any-return]
+    if kv_starts.dtype != np.int32:
+        raise DTypeError(f"kv_starts: expected dtype int32, got {kv_starts.dtype}; cast it to int32")
+    # On a CPU ``run`` checks the values. ``build_spec`` raises for a wrong shape.
+    if q.device.type != "cpu" and isinstance(seq_lens, np.ndarray) and kv_starts.shape == seq_lens.shape:
+        check_starts(kv_starts, seq_lens)
+    return tensor_kinds.to_device_of(q, np.array(kv_starts, order="C"))

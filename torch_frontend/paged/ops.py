@@ -19,14 +19,15 @@ _library = torch.library.Library("attn", "FRAGMENT")
 _library.define(
     "paged_forward(Tensor q, Tensor k_pages, Tensor v_pages, Tensor block_table, Tensor seq_lens, "
     "Tensor? cu_seqlens_q, Tensor? sinks, SymInt? max_len_q, bool causal, SymInt? window_left, SymInt? window_right, "
-    "float? softcap, float? scale, bool deterministic, bool return_lse, str? backend, Tensor? key_ranges=None) -> "
-    "(Tensor, Tensor)",
+    "float? softcap, float? scale, bool deterministic, bool return_lse, str? backend, Tensor? key_ranges=None, "
+    "Tensor? alibi_slopes=None, Tensor? kv_starts=None) -> (Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
     # The marks (a!) and (b!) tell compilers that the op writes the pools, so they keep its order among the reads.
-    "append_kv(Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor k, Tensor v, Tensor block_table, Tensor seq_lens, "
-    "Tensor? cu_seqlens_q) -> ()",
+    "append_kv(Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor k, Tensor v, Tensor? block_table, Tensor? seq_lens, "
+    "Tensor? cu_seqlens_q, Tensor? slot_mapping=None, Tensor? cos=None, Tensor? sin=None, Tensor? positions=None, "
+    "bool interleaved=False) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -49,9 +50,12 @@ def _forward_op(
     return_lse: bool,
     backend: str | None,
     key_ranges: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    kv_starts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     options = options_of(causal, (left, right), softcap, scale, deterministic, return_lse, max_len_q)
-    inputs = gather_arguments(q, k_pages, v_pages, block_table, seq_lens, cu_seqlens_q, sinks, max_len_q, key_ranges)
+    tables = block_table, seq_lens, cu_seqlens_q
+    inputs = gather_arguments(q, k_pages, v_pages, *tables, sinks, max_len_q, key_ranges, alibi_slopes, kv_starts)
     out, lse = run(inputs, options, None if backend is None else tuple(backend.split("\n")))
     # Compilers plan memory with the strides that _forward_fake promises.
     return out.contiguous(), lse.contiguous()

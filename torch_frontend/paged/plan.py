@@ -24,7 +24,8 @@ from attn_core.selection import Target, new_plans, override, select
 from torch_frontend.dispatch import empty_rows, offsets, plan, tensor_kinds
 from torch_frontend.dispatch.run_plan import check_key_ranges
 from torch_frontend.dispatch.wrappers import on_device
-from torch_frontend.paged.key_ranges import ranges_of
+from torch_frontend.paged.key_ranges import ranges_of, starts_of
+from torch_frontend.paged.tables import as_int32
 
 Tensor = torch.Tensor
 Metadata = tuple[torch.Size, torch.dtype, torch.device]
@@ -51,7 +52,8 @@ def plan_call(metadata: tuple[Metadata | None, ...], options: Options, requested
     name = range_name(selection.backend or "", selection.spec, "forward")
     if selection.spec.empty:
         return PagedPlan(selection.spec, name, plan.empty_forward)
-    shortcut = backends.paged_shortcut(module, selection.spec) if metadata[5] is metadata[7] is None else None
+    usual = metadata[5] is None and not any(metadata[7:])  # a shortcut takes the first five tensors and the sinks alone
+    shortcut = backends.paged_shortcut(module, selection.spec) if usual else None
     forward, shortcut = (on_device(function, metadata[0][2]) for function in (module.forward, shortcut))
     return PagedPlan(selection.spec, name, forward, shortcut)
 
@@ -100,13 +102,11 @@ def gather_arguments(
     sinks: Any,
     max_len_q: Any,
     key_ranges: Any,
+    alibi_slopes: Any = None,
+    kv_starts: Any = None,
 ) -> PagedInputs:
     """Returns the arguments as PagedInputs on one device; ``run`` checks the values of tables on the CPU."""
-    for name, tensor in (("q", q), ("k_pages", k_pages), ("v_pages", v_pages), ("sinks", sinks)):
-        if tensor is None and name == "sinks":
-            continue
-        plan.check_tensor(name, tensor)
-        check_no_gradient(name, tensor)
+    check_numbers(q=q, k_pages=k_pages, v_pages=v_pages, sinks=sinks, alibi_slopes=alibi_slopes)
     tensor_kinds.check_data(
         q,
         k_pages=k_pages,
@@ -116,9 +116,20 @@ def gather_arguments(
         seq_lens=seq_lens,
         cu_seqlens_q=cu_seqlens_q,
         key_ranges=key_ranges,
+        alibi_slopes=alibi_slopes,
+        kv_starts=kv_starts,
     )
     tables = tables_of(q, k_pages, max_len_q, block_table, seq_lens, cu_seqlens_q)
-    return PagedInputs(q, k_pages, v_pages, *tables, sinks=sinks, key_ranges=ranges_of(q, key_ranges))
+    more = {"key_ranges": ranges_of(q, key_ranges), "kv_starts": starts_of(q, kv_starts, seq_lens)}
+    return PagedInputs(q, k_pages, v_pages, *tables, sinks=sinks, alibi_slopes=alibi_slopes, **more)
+
+
+def check_numbers(**named: Any) -> None:
+    """Raises TypeError or SpecError unless the tensors are plain and need no gradient; the first three must exist."""
+    for name, tensor in named.items():
+        if tensor is not None or name in ("q", "k_pages", "v_pages"):
+            plan.check_tensor(name, tensor)
+            check_no_gradient(name, tensor)  # type: ignore[arg-type]
 
 
 def check_no_gradient(name: str, tensor: Tensor) -> None:
@@ -136,6 +147,7 @@ def tables_of(q: Tensor, k_pages: Tensor, max_len_q: int | None, *tables: Any) -
     out of bounds.
     """
     names = ("block_table", "seq_lens", "cu_seqlens_q")
+    tables = tuple([as_int32(name, table) for name, table in zip(names, tables)])
     for name, table in zip(names[:2], tables):
         # Only cu_seqlens_q may be None; check_tensor names the other.
         if table is None:
@@ -174,30 +186,30 @@ def check_op(
     sinks: Tensor | None,
     key_ranges: Any,
     options: Options,
-) -> tuple[tuple[Any, Any, Any], Any]:
+    alibi_slopes: Tensor | None = None,
+    kv_starts: Any = None,
+) -> tuple[tuple[Any, Any, Any], Any, Any]:
     """Checks the arguments of a call that becomes one op, if its sizes are ints.
 
     Returns:
-        (``op_tables``, key_ranges in the same form).
+        (``op_tables``, key_ranges, kv_starts), all in the same form.
     """
-    for name, tensor in (("q", q), ("k_pages", k_pages), ("v_pages", v_pages), ("sinks", sinks)):
-        if tensor is not None or name != "sinks":
-            plan.check_tensor(name, tensor)
-            check_no_gradient(name, tensor)  # type: ignore[arg-type]
-    ranges = ranges_of(q, key_ranges)
-    tensor_kinds.check_data(q, key_ranges=ranges)
+    check_numbers(q=q, k_pages=k_pages, v_pages=v_pages, sinks=sinks, alibi_slopes=alibi_slopes)
+    ranges, starts = ranges_of(q, key_ranges), starts_of(q, kv_starts, None)
+    tensor_kinds.check_data(q, key_ranges=ranges, alibi_slopes=alibi_slopes, kv_starts=starts)
     tensors = op_tables(q, *tables)
-    entries = metadata(PagedInputs(q, k_pages, v_pages, *tensors, sinks=sinks, key_ranges=ranges))
+    more = {"sinks": sinks, "key_ranges": ranges, "alibi_slopes": alibi_slopes, "kv_starts": starts}
+    entries = metadata(PagedInputs(q, k_pages, v_pages, *tensors, **more))
     if all(type(size) is int for entry in entries if entry for size in entry[0]):
         arguments.build_spec(arguments.PagedArrays(*(entry and plan.facts(*entry) for entry in entries)), options)  # type: ignore[arg-type]
-    return tensors, ranges
+    return tensors, ranges, starts
 
 
 def _check_kinds(names: tuple[str, ...], tables: tuple[Any, ...]) -> None:
     """Raises DTypeError for a numpy array of a dtype that no tensor has, such as dates."""
     for name, table in zip(names, tables):
         if isinstance(table, np.ndarray) and table.dtype.kind not in "biufc":
-            raise DTypeError(f"{name}: expected dtype int32, got {table.dtype}")
+            raise DTypeError(f"{name}: expected dtype int32 or int64, got {table.dtype}")
 
 
 def check_values(
@@ -227,6 +239,8 @@ def run(inputs: PagedInputs, options: Options, requested: tuple[str, ...] | None
     if inputs.q.device.type == "cpu":
         check_values(options.max_len_q, call_plan.spec.q_len, inputs.k, *inputs[3:6])
         check_key_ranges(call_plan.spec, inputs.key_ranges)
+        if inputs.kv_starts is not None:
+            paged_tables.check_starts(inputs.kv_starts.numpy(), inputs.seq_lens.numpy())
     forward = call_plan.forward
     if is_on() and not call_plan.spec.empty:
         forward = in_range(forward, call_plan.range_name, enabled())

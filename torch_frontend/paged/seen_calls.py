@@ -75,6 +75,8 @@ def seen_call(
     if q_device.type == "meta" or tensor_kinds.are_jit_traces_active() is not None:
         # The caller catches this and takes the general path: the sizes in a trace are tensors, and no cache key.
         raise TypeError("meta tensors and traces have no plan in this cache")
+    if torch.int64 in (table_dtype, lengths_dtype):
+        return None  # the general path casts them
     new_plans.evicted(seen_call)
     tensors = (
         *((q_shape, q_dtype, q_device), (k_shape, k_dtype, k_device), (v_shape, v_dtype, v_device)),

@@ -51,9 +51,11 @@ FORWARD = Support(
     partial=True,
     lse_gradient=True,
     paged=True,
+    paged_alibi=True,
+    paged_starts=True,
     symbolic=True,
 )
-BACKWARD = replace(FORWARD, paged=False)
+BACKWARD = replace(FORWARD, paged=False, paged_alibi=False, paged_starts=False)
 FORWARD_MODE = BACKWARD
 ROW_MAXIMUM = BACKWARD
 

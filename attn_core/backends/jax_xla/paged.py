@@ -30,6 +30,8 @@ def forward(spec: AttentionSpec, inputs: PagedInputs, run: Forward) -> tuple[Any
     pages = jnp.clip(inputs.block_table, 0, paged.num_pages - 1)
     key = jnp.arange(paged.capacity, dtype=jnp.int32)
     valid = key < lengths[:, None]  # [batch, capacity]
+    if inputs.kv_starts is not None:
+        valid = valid & (key >= inputs.kv_starts[:, None])
 
     def row(pool: Any) -> Any:  # [batch, width, page_size, kv_heads, dim] -> [batch, capacity, kv_heads, dim]
         wide = pool[pages].reshape(batch, paged.capacity, *pool.shape[2:])
@@ -55,7 +57,11 @@ def forward(spec: AttentionSpec, inputs: PagedInputs, run: Forward) -> tuple[Any
         ranges = inputs.key_ranges[0][:, of_key].swapaxes(0, 1)  # [batch, kv_heads or 1, capacity, ranges, 2]
         shown = contains(ranges, token[:, None]) | (place < 0)[:, None, None]
         seen = seen & (shown if shown.shape[1] == 1 else jnp.repeat(shown, spec.group_size, axis=1))
-    dense = Inputs(inputs.q[token], row(inputs.k), row(inputs.v), mask=seen, sinks=inputs.sinks)
+    bias = None
+    if inputs.alibi_slopes is not None:  # [batch or 1, heads, 1, 1] * [batch, 1, rows, capacity]
+        slopes = inputs.alibi_slopes.astype(spec.lse_dtype).reshape(-1, spec.num_heads, 1, 1)
+        bias = -slopes * jnp.abs(distance)[:, None].astype(spec.lse_dtype)
+    dense = Inputs(inputs.q[token], row(inputs.k), row(inputs.v), mask=seen, bias=bias, sinks=inputs.sinks)
     out, lse = run(dense_rows(spec, rows), dense)
     # Surplus rows of short sequences are dropped, because their index is out of range.
     target = jnp.where(is_query, token, spec.q_len)

@@ -56,9 +56,11 @@ FORWARD = Support(
     partial=True,
     lse_gradient=True,
     paged=True,
+    paged_alibi=True,
+    paged_starts=True,
 )
-BACKWARD = replace(FORWARD, paged=False)
-FORWARD_MODE = replace(FORWARD, paged=False, aux_gradients=False)
+BACKWARD = replace(FORWARD, paged=False, paged_alibi=False, paged_starts=False)
+FORWARD_MODE = replace(BACKWARD, aux_gradients=False)
 ROW_MAXIMUM = BACKWARD
 
 

@@ -18,9 +18,10 @@ def forward(spec: AttentionSpec, inputs: PagedInputs) -> tuple[Any, Any]:
     """Returns (out, lse) of a paged call.
 
     On the CPU the sequences become packed documents of their own lengths. On a GPU reading the lengths would
-    synchronise: each row is as long as the table is wide, and a mask hides the rest.
+    synchronise: each row is as long as the table is wide, and a mask hides the rest. So do rows with slopes of their
+    own.
     """
-    if inputs.q.device.type != "cpu":
+    if inputs.q.device.type != "cpu" or len(spec.alibi_shape or ()) == 2:  # documents have one slope per head
         return _as_dense_rows(spec, inputs)
     packed, documents = packed_documents(spec, inputs)
     valid_documents = documents_between(documents.cu_seqlens_q, documents.cu_seqlens_k)  # the tables are checked
@@ -38,6 +39,8 @@ def _as_dense_rows(spec: AttentionSpec, inputs: PagedInputs) -> tuple[Any, Any]:
     pages = inputs.block_table.clamp(0, paged.num_pages - 1).long()
     key = torch.arange(paged.capacity, device=device)
     valid = key < lengths[:, None]  # [batch, capacity]
+    if inputs.kv_starts is not None:
+        valid = valid & (key >= inputs.kv_starts[:, None])
     # [batch, width, page_size, kv_heads, dim] -> [batch, capacity, kv_heads, dim], 0 after the end
     k, v = (
         pool.detach()[pages].flatten(1, 2).masked_fill(~valid[:, :, None, None], 0.0) for pool in (inputs.k, inputs.v)
@@ -63,8 +66,12 @@ def _as_dense_rows(spec: AttentionSpec, inputs: PagedInputs) -> tuple[Any, Any]:
         shown = contains(ranges, token[:, None]) | (place < 0)[:, None, None]
         seen = seen & (shown if shown.shape[1] == 1 else shown.repeat_interleave(spec.group_size, 1))
     dense = dense_rows(spec, rows)
+    bias = None
+    if inputs.alibi_slopes is not None:  # [batch or 1, heads, 1, 1] * [batch, 1, rows, capacity]
+        slopes = inputs.alibi_slopes.to(getattr(torch, spec.lse_dtype)).reshape(-1, spec.num_heads, 1, 1)
+        bias = -slopes * distance.abs()[:, None]
     rows_of_q = inputs.q.detach()[token]
-    out, lse = plain_attention.forward(dense, Inputs(rows_of_q, k, v, mask=seen, sinks=inputs.sinks))
+    out, lse = plain_attention.forward(dense, Inputs(rows_of_q, k, v, mask=seen, bias=bias, sinks=inputs.sinks))
     # Surplus rows of short sequences are written to an extra token at the end, which is cut off.
     flat_out = out.new_zeros((spec.q_len + 1, *out.shape[2:]))
     flat_lse = lse.new_full((lse.shape[1], spec.q_len + 1), -torch.inf)

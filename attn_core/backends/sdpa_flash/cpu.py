@@ -44,12 +44,16 @@ FORWARD = Support(
     lse=True,
     partial=True,
     paged=True,
+    paged_alibi=True,
+    paged_starts=True,
 )
-BACKWARD = replace(FORWARD, paged=False)
+BACKWARD = replace(FORWARD, paged=False, paged_alibi=False, paged_starts=False)
 
 
 def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
-    """Refuses nothing: every combination of claims works."""
+    """Refuses slopes of each sequence in pages, which become packed documents."""
+    if spec.paged is not None and len(spec.alibi_shape or ()) == 2:
+        return (f"alibi_slopes of shape {list(spec.alibi_shape or ())}: {FORWARD.kernel} takes [heads] with pages",)
     return ()
 
 

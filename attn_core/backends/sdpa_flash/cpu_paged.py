@@ -40,7 +40,7 @@ def forward(
     """
     q, k, v, table, lengths, offsets, sinks = inputs[:7]
     results = None
-    if offsets is None:
+    if offsets is None and inputs.alibi_slopes is None and inputs.kv_starts is None:
         results = decoder(spec, True)(q.detach(), k.detach(), v.detach(), table, lengths, sinks)
     return packed_forward(*packed_documents(spec, inputs)) if results is None else results
 

@@ -61,7 +61,7 @@ def chunks(spec: AttentionSpec, most: int) -> tuple[CallChunk, ...]:
         return (CallChunk(spec, slice(0, spec.batch), slice(0, number), slice(0, spec.num_heads), True),)
     rows, heads = max(most // number, 1), min(max(most, 1), number)
     tables: dict[str, Any] = {"mask_shape": None, "bias_shape": None, "alibi_shape": None, "bias_gradient": False}
-    tables["key_ranges_shape"] = None
+    tables |= {"bias_dtype": None, "key_ranges_shape": None}
     result = []
     for first in range(0, spec.batch, rows):
         batch = slice(first, min(first + rows, spec.batch))

@@ -23,6 +23,9 @@ def dense_rows(spec: AttentionSpec, rows: int) -> AttentionSpec:
     mask_shape = batch, heads, rows, paged.capacity
     dense: dict[str, Any] = {"causal": False, "window": (None, None), "mask_shape": mask_shape}
     dense["key_ranges_shape"] = None  # the mask has them, too
+    if spec.alibi_shape is not None:  # of a sequence's own diagonal, too
+        dense |= {"alibi_shape": None, "bias_shape": (batch, spec.num_heads, rows, paged.capacity)}
+        dense["bias_dtype"] = None if spec.lse_dtype == spec.dtype else spec.lse_dtype
     return replace(spec, batch=batch, q_len=rows, kv_len=paged.capacity, **unpaged, **dense)
 
 
@@ -33,9 +36,12 @@ def packed_documents(spec: AttentionSpec, inputs: PagedInputs) -> tuple[Attentio
     paged = spec.paged
     assert paged is not None
     table, lengths, cu_q = inputs.block_table, inputs.seq_lens.long(), query_offsets(spec, inputs)
-    cu_k = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
     position = torch.arange(paged.capacity, device=lengths.device).expand(len(lengths), -1)  # [batch, capacity]
     valid = position < lengths[:, None]
+    keys = lengths
+    if inputs.kv_starts is not None:  # without its first keys a document has the same diagonal
+        valid, keys = valid & (position >= inputs.kv_starts[:, None]), lengths - inputs.kv_starts
+    cu_k = torch.nn.functional.pad(keys.cumsum(0), (1, 0)).int()
     page = table.long().repeat_interleave(paged.page_size, dim=1)
     slots = (page * paged.page_size + position % paged.page_size)[valid]
     # [pages, page_size, ...] -> [slots, ...]: the slots of one page lie next to each other.
@@ -49,7 +55,7 @@ def packed_documents(spec: AttentionSpec, inputs: PagedInputs) -> tuple[Attentio
         everyone[0, 1] = spec.q_len
         ranges = torch.where((place < 0)[valid][:, None, None], everyone, ranges[:, :, token])
     changes: dict[str, Any] = {"key_ranges_shape": None if ranges is None else tuple(ranges.shape)}
-    changes["max_len_k"] = int(lengths.max()) if len(lengths) else 0
+    changes["max_len_k"] = int(keys.max()) if len(keys) else 0
     packed = replace(spec, paged=None, kv_len=len(slots), **changes)
-    offsets = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
-    return packed, Inputs(inputs.q, k, v, sinks=inputs.sinks, key_ranges=ranges, **offsets)
+    others = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "alibi_slopes": inputs.alibi_slopes}
+    return packed, Inputs(inputs.q, k, v, sinks=inputs.sinks, key_ranges=ranges, **others)

@@ -45,6 +45,8 @@ FORWARD = Support(
     deterministic=True,
     lse=True,
     paged=True,
+    paged_alibi=True,
+    paged_starts=True,
 )
 BACKWARD = None
 PAGES_ALONE = True
@@ -121,6 +123,8 @@ def lower(spec: AttentionSpec) -> dict[str, Any]:
         "SOFTCAP": spec.softcap is not None,
         "SINKS": spec.sinks,
         "RANGES": 0 if spec.key_ranges_shape is None else spec.key_ranges_shape[3],
+        "ALIBI": spec.alibi_shape is not None,
+        "STARTS": spec.paged is not None and spec.paged.starts,
     }
 
 
@@ -172,10 +176,12 @@ def _forward(
     k, v = pools(inputs)
     table, lengths = inputs.block_table, inputs.seq_lens.contiguous()
     table = table if table.stride(-1) == 1 or table.shape[1] <= 1 else table.contiguous()
-    # Absent tensors are replaced by any other pointer; ONE_QUERY, SINKS and RANGES keep the kernels from reading it.
+    # Absent tensors are replaced by any other pointer; ONE_QUERY, SINKS and the like keep the kernels from reading it.
     offsets = lengths if inputs.cu_seqlens_q is None else inputs.cu_seqlens_q.contiguous()
     sinks = q if inputs.sinks is None else inputs.sinks.contiguous()
     ranges = q if inputs.key_ranges is None else inputs.key_ranges.contiguous()
+    slopes = q if inputs.alibi_slopes is None else inputs.alibi_slopes.float().contiguous()
+    starts = lengths if inputs.kv_starts is None else inputs.kv_starts.contiguous()
     out, lse = into
     if out is None:
         out = torch.empty(out_shape, dtype=q.dtype, device=q.device)
@@ -189,7 +195,7 @@ def _forward(
     current = torch.cuda.current_device() if device >= 0 else device
     results = out.stride(), lse.stride(), sinks.dtype
     layout = (q.stride(), k.stride(), v.stride(), table.stride(0), *results, inputs.cu_seqlens_q is None)
-    operands = (q, k, v, table, lengths, offsets, sinks, ranges, parts, part_lse)
+    operands = (q, k, v, table, lengths, offsets, sinks, ranges, slopes, starts, parts, part_lse)
     key = ("attend", spec, count, layout, current)
     attend = launch(kernels.attend, key, operands, lambda: launches.attend(spec, operands, *_settings(spec, device)))
     merge = None
@@ -223,8 +229,8 @@ def program(spec: AttentionSpec, direction: str, with_dlse: bool = False) -> Ker
 
 
 def program_operands(spec: AttentionSpec, arrays: dict[str, Any]) -> dict[str, Any]:
-    """Returns the operands of a program that are not the call's own arrays, by name: sinks in float32."""
-    return {"sinks": arrays["sinks"].astype("float32")} if "sinks" in arrays else {}
+    """Returns the operands of a program that are not the call's own arrays, by name: sinks and slopes in float32."""
+    return {name: arrays[name].astype("float32") for name in ("sinks", "alibi_slopes") if name in arrays}
 
 
 def backward(spec: AttentionSpec, inputs: Any, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:

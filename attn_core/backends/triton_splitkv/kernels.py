@@ -40,7 +40,7 @@ def _is_in_range(at, is_new, stop_of_old, token):
 
 
 # Triton compiles again for arguments that are 1 or a multiple of 16. These change from call to call.
-@triton.jit(do_not_specialize=["tokens", "num_pages", "width", "left", "right", "range_head"])
+@triton.jit(do_not_specialize=["tokens", "num_pages", "width", "left", "right", "range_head", "slope_row"])
 def attend(
     q,
     k_pages,
@@ -50,6 +50,8 @@ def attend(
     cu_seqlens_q,
     sinks,
     key_ranges,
+    alibi_slopes,
+    kv_starts,
     out,
     lse,
     scale,
@@ -74,6 +76,7 @@ def attend(
     lse_split,
     lse_head,
     range_head,
+    slope_row,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     PAGE: tl.constexpr,
@@ -84,14 +87,17 @@ def attend(
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
     RANGES: tl.constexpr,
+    ALIBI: tl.constexpr,
+    STARTS: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
     """Computes out and lse of one share of the keys; with SPLITS > 1 they are float32 partial results, one per split.
 
     q ``[tokens, heads, head_dim]``; out ``[splits, tokens, heads, value_dim]``; lse ``[splits, heads, tokens]``,
-    natural. key_ranges ``[kv_heads or 1, tokens, RANGES, 2]``; range_head is 0 for one head. ROWS and KEYS: queries
-    (times GROUP) and keys of a tile. The other numbers are strides in elements.
+    natural. key_ranges ``[kv_heads or 1, tokens, RANGES, 2]``; range_head is 0 for one head. alibi_slopes float32
+    ``[sequences or 1, heads]``; slope_row is 0 for one row. ROWS and KEYS: queries (times GROUP) and keys of a tile.
+    The other numbers are strides in elements.
     """
     sequence = tl.program_id(0) // KV_HEADS
     kv_head = (tl.program_id(0) % KV_HEADS).to(tl.int64)  # 64 bits, because a pool's stride times it may exceed 2^31
@@ -118,6 +124,8 @@ def attend(
     # The keys that some row of the tile may see, and this program's share of them in whole tiles.
     last_query = tl.minimum((begin + ROWS - 1) // GROUP, queries - 1)
     low = tl.maximum(begin // GROUP + length - queries - left, 0)
+    if STARTS:  # no tile begins before it, so no key before it is read
+        low = tl.maximum(low, tl.load(kv_starts + sequence))
     high = tl.minimum(last_query + length - queries + right + 1, length)
     tiles = tl.maximum(high - low + KEYS - 1, 0) // KEYS
     # Round up, so that all splits together cover every tile; the last splits may have none.
@@ -129,6 +137,9 @@ def attend(
     value_channel = tl.arange(0, VALUE_DIM)
     rows_at = q + token[:, None] * q_token + head[:, None] * q_head + channel[None, :]
     queries_tile = tl.load(rows_at, mask=is_row[:, None], other=0.0)
+    slope = tl.zeros([ROWS], tl.float32)
+    if ALIBI:
+        slope = tl.load(alibi_slopes + sequence * slope_row + head, mask=is_row, other=0.0) * LOG2_E
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     summed = tl.zeros([ROWS, VALUE_DIM], tl.float32)
@@ -155,6 +166,8 @@ def attend(
             else:
                 scores = scores * (scale * LOG2_E)  # base-2 logits, because GPUs compute exp2 directly
             distance = key[None, :] - diagonal[:, None]
+            if ALIBI:
+                scores -= slope[:, None] * tl.abs(distance).to(tl.float32)
             seen = is_key[None, :] & (distance <= right) & (distance >= -left)
             if part == 1:
                 # A new token has the same number from the end among the keys as among the queries.

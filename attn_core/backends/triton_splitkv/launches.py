@@ -62,11 +62,12 @@ def attend(
         *out_strides[:3],
         *lse_strides[:2],
         2 * settings["RANGES"] * spec.q_len if (spec.key_ranges_shape or (1, 1))[1] > 1 else 0,
+        spec.num_heads if len(spec.alibi_shape or ()) == 2 else 0,
     )
     constants = {
         **{"KV_HEADS": spec.num_kv_heads, "GROUP": spec.group_size, "PAGE": paged.page_size},
         **{"HEAD_DIM": spec.head_dim, "VALUE_DIM": spec.value_dim, "SPLITS": count},
-        **{name: settings[name] for name in ("ONE_QUERY", "SOFTCAP", "SINKS", "RANGES")},
+        **{name: settings[name] for name in ("ONE_QUERY", "SOFTCAP", "SINKS", "RANGES", "ALIBI", "STARTS")},
         **{"ROWS": tile.rows, "KEYS": tile.keys, "num_warps": tile.warps, "num_stages": tile.stages},
     }
     return grid, numbers, constants
@@ -126,8 +127,8 @@ def repeated(spec: AttentionSpec, first: First) -> Callable[..., tuple[Any, Any]
         space = empty(parts + (0 if returns_lse else lse_size), dtype=single, device=device)
         at_out, at_parts = out.data_ptr(), space.data_ptr()
         at_lse = at_parts + 4 * parts if lse is None else lse.data_ptr()
-        # q stands for the absent key_ranges, as the lengths do for cu_seqlens_q.
-        tables = at_q, at_k, at_v, at_table, at_lengths, at_lengths, at_sinks, at_q
+        # q stands for the absent key_ranges and slopes, the lengths for cu_seqlens_q and the starts.
+        tables = at_q, at_k, at_v, at_table, at_lengths, at_lengths, at_sinks, at_q, at_q, at_lengths
         if merge is None:
             attend(*tables, at_out, at_lse)
         else:

@@ -32,7 +32,8 @@ def program(spec: AttentionSpec, settings: dict[str, Any], tiles: Tiles, count: 
     every = tuple(buffers.values())
     # The kernel gets another pointer for an operand that the call lacks, and does not read it.
     stand_ins = {"cu_seqlens_q": "seq_lens", "sinks": "q", "key_ranges": "q"}
-    names = ("q", "k", "v", "block_table", "seq_lens", "cu_seqlens_q", "sinks", "key_ranges")
+    stand_ins |= {"alibi_slopes": "q", "kv_starts": "seq_lens"}
+    names = ("q", "k", "v", "block_table", "seq_lens", *stand_ins)
     reads = [name if name in buffers else stand_ins[name] for name in names]
     writes = ["parts", "part_lse"] if count > 1 else ["out", "lse"]
 
@@ -64,6 +65,10 @@ def _operands(spec: AttentionSpec) -> dict[str, Buffer]:
         shapes["sinks"] = (spec.num_heads,), SINKS_DTYPE
     if spec.key_ranges_shape is not None:
         shapes["key_ranges"] = spec.key_ranges_shape, "int32"
+    if spec.alibi_shape is not None:
+        shapes["alibi_slopes"] = spec.alibi_shape, "float32"
+    if paged.starts:
+        shapes["kv_starts"] = (documents,), "int32"
     return {name: Buffer(name, tuple(shape), dtype) for name, (shape, dtype) in shapes.items()}
 
 

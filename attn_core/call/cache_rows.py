@@ -1,0 +1,207 @@
+"""The keys of each row in a dense cache, as data: the arguments kv_lengths, kv_starts and cache_index.
+
+Row b of a call sees, of a cache ``[cache_batch, kv_len, kv_heads, dim]``, at most the keys
+``k[cache_index[b], kv_starts[b] : kv_lengths[b]]``. The bottom-right diagonal of causal, window and ALiBi ends at
+``kv_lengths[b]``: query i of n stands at key ``i + kv_lengths[b] - n``, as with flash-attn's ``cache_seqlens``. The
+top-left diagonal begins at key 0 of the cache's row. Keys outside of a row may hold anything: they reach no result, and
+their gradients are 0.
+
+A call takes one of two forms, because no kernel that splits the keys of few queries has a backward:
+
+- pages: a cache is a pool that has one page of kv_len tokens for each of its rows, and cache_index is the table.
+- key ranges: one range of queries for each key says all of it, causal and window included. Mask, bias, dropout and
+  functions combine with it, and it has gradients. Keys and values outside of a row are set to 0 before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from attn_core.call.key_ranges import check_shape
+from attn_core.call.seq_info import is_number
+from attn_core.errors import DTypeError, ShapeError, SpecError
+from attn_core.expressions.tracing import Aux, trace_score
+from attn_core.expressions.tree import Expression
+
+FAR = 2**30
+"""A distance that no key has. Sums of it and a position fit int32."""
+
+
+class CacheRows(NamedTuple):
+    """Which keys belong to each row; int32 ``[batch]`` each, or None: the whole length, from 0, the row of q."""
+
+    kv_lengths: Any = None
+    kv_starts: Any = None
+    cache_index: Any = None
+
+    @property
+    def first(self) -> str:
+        """The name of the first array that the call has, for errors."""
+        return next(name for name, array in zip(self._fields, self) if array is not None)
+
+
+EXCLUDED = {
+    "seq_info": "packed documents have lengths of their own",
+    "q_segment_ids": "ids and positions count whole rows; mask= says which keys of the cache a query sees",
+    "kv_segment_ids": "ids and positions count whole rows; mask= says which keys of the cache a query sees",
+    "q_positions": "the lengths say where each row's diagonal lies",
+    "kv_positions": "the lengths say where each row's diagonal lies",
+}
+"""The arguments of a call that the three exclude, and why."""
+
+
+OPTIONS = (
+    *("causal", "alignment", "window", "softcap", "scale", "mask", "bias", "alibi_slopes", "sinks", "seq_info"),
+    *("dropout", "deterministic", "backend", "return_lse", "dropout_rng", "key_ranges", "return_max_logit"),
+    *("mask_mod", "score_mod", "aux"),
+)
+"""The arguments of ``attention`` that such a call has besides, in the order in which ``attention`` passes them on."""
+
+
+def refuse(*excluded: Any) -> None:
+    """Raises SpecError for the first argument of ``EXCLUDED`` that is not None."""
+    for (name, why), value in zip(EXCLUDED.items(), excluded, strict=True):
+        if value is not None:
+            raise SpecError(f"{name}: expected None with kv_lengths, kv_starts or cache_index, because {why}")
+
+
+def check_arguments(rows: CacheRows, shapes: Mapping[str, Any], others: Mapping[str, Any]) -> None:
+    """Checks the three arrays by their metadata, and what they exclude.
+
+    Args:
+        shapes: of q, k and v with the sequence before the heads.
+        others: the call's other arguments by name.
+
+    Raises:
+        SpecError, ShapeError, DTypeError, TypeError: naming the argument.
+    """
+    first = rows.first
+    for name, why in EXCLUDED.items():
+        if others.get(name) is not None:
+            raise SpecError(f"{name}: expected None with {first}, because {why}")
+    for name, shape in shapes.items():
+        if len(shape) != 4:
+            raise ShapeError(f"{name}: expected [batch, seq, heads, head_dim] with {first}, got {list(shape)}")
+    for name, array in zip(rows._fields, rows):
+        if array is None:
+            continue
+        if not hasattr(array, "shape") or not hasattr(array, "dtype"):
+            raise TypeError(f"{name}: expected an int32 array [batch], got {type(array).__name__}")
+        if tuple(array.shape) != (shapes["q"][0],):
+            raise ShapeError(
+                f"{name}: expected one number per row of q, shape [{shapes['q'][0]}], got {list(array.shape)}"
+            )
+        if str(array.dtype).removeprefix("torch.") != "int32":
+            raise DTypeError(f"{name}: expected dtype int32, got {array.dtype}; cast it to int32")
+    if rows.cache_index is not None and shapes["v"][0] != shapes["k"][0]:
+        raise ShapeError(f"v: expected the rows of k ({shapes['k'][0]}), got {shapes['v'][0]}; one cache has both")
+    if others["key_ranges"] is not None:
+        ranges = others["key_ranges"]
+        check_shape(tuple(ranges.shape), shapes["q"][0], shapes["k"][2], shapes["k"][1])
+    functions = others["mask_mod"] is not None or others["score_mod"] is not None or len(others["aux"])
+    if others["alibi_slopes"] is not None and functions and others["alignment"] != "top_left":
+        raise SpecError(
+            f"alibi_slopes: expected None with {first} and mask_mod or score_mod, because slopes become a score "
+            "function of the lengths there; write them into score_mod"
+        )
+
+
+def check_values(rows: CacheRows, kv_len: int, cache_batch: int) -> None:
+    """Checks the values of arrays that are on the host; those that are not are None.
+
+    Args:
+        cache_batch: the rows of k.
+
+    Raises:
+        SpecError: naming the first wrong value and its limits.
+    """
+    lengths, starts, index = (None if array is None else np.asarray(array) for array in rows)
+    _check_within("kv_lengths", lengths, kv_len, "the tokens of a row of k")
+    _check_within("kv_starts", starts, kv_len, "the tokens of a row of k")
+    if starts is not None and lengths is not None and (wrong := starts > lengths).any():
+        at = int(np.argmax(wrong))
+        raise SpecError(f"kv_starts[{at}]={starts[at]}: expected at most the row's kv_lengths, {lengths[at]}")
+    _check_within("cache_index", index, cache_batch - 1, "the last row of k")
+
+
+def _check_within(name: str, array: np.ndarray | None, most: int, what: str) -> None:
+    if array is not None and (wrong := (array < 0) | (array > most)).any():
+        at = int(np.argmax(wrong))
+        raise SpecError(f"{name}[{at}]={array[at]}: expected a number from 0 to {most}, {what}")
+
+
+def clamped(rows: CacheRows, kv_len: Any, cache_batch: Any) -> CacheRows:
+    """Returns the arrays with values in range, as arrays of their framework. Values in range do not change."""
+    lengths, starts, index = rows
+    lengths = None if lengths is None else lengths.clip(0, kv_len)
+    if starts is not None:
+        starts = starts.clip(0, kv_len)
+        starts = starts if lengths is None else starts.clip(max=lengths)
+    return CacheRows(lengths, starts, None if index is None else index.clip(0, cache_batch - 1))
+
+
+def takes_pages(sizes: tuple[Any, ...], window: tuple[int | None, int | None], options: Mapping[str, Any]) -> bool:
+    """Returns whether a call without gradients can have the form of pages.
+
+    Args:
+        sizes: the batch, q_len, kv_len and the rows of the cache.
+        options: the arguments of ``attention``, by name.
+    """
+    banded = options["causal"] or window != (None, None) or options["alibi_slopes"] is not None
+    if banded and options["alignment"] != "bottom_right":
+        return False
+    if not all(map(is_number, sizes)) or 0 in sizes:  # a pool has pages of a size that is a number
+        return False
+    absent = ("mask", "bias", "key_ranges", "mask_mod", "score_mod")
+    if any([options[name] is not None for name in absent]) or len(options["aux"]):
+        return False
+    return not (options["dropout"] or options["return_max_logit"])
+
+
+def queries_of_keys(
+    key: Any, rows: CacheRows, lengths: tuple[Any, Any], window: tuple[int | None, int | None], top_left: bool
+) -> tuple[Any, Any, Any]:
+    """Returns (start, stop, inside): the queries that see each key, and which keys belong to each row.
+
+    Args:
+        key: the numbers 0 to kv_len - 1, int32, of a framework whose arrays have ``clip``.
+        rows: valid arrays of the same framework; cache_index is not read.
+        lengths: (q_len, kv_len).
+        window: inclusive distances; causal is a right one of 0.
+        top_left: whether the diagonal begins at key 0.
+
+    Returns:
+        start, stop: int32 ``[batch, kv_len]``, equal for a key that no query sees. inside: bool of that shape.
+    """
+    (q_len, kv_len), (left, right) = lengths, window
+    some = next(array for array in rows if array is not None)
+    length = (some * 0 + kv_len if rows.kv_lengths is None else rows.kv_lengths)[:, None]
+    inside = key < length
+    if rows.kv_starts is not None:
+        inside = inside & (key >= rows.kv_starts[:, None])
+    query = key - (length * 0 if top_left else length - q_len)  # the query at the key's own position
+    start = (query - (FAR if right is None else min(right, FAR))).clip(0, q_len) * inside
+    stop = (query + (FAR if left is None else min(left, FAR)) + 1).clip(0, q_len) * inside
+    return start, stop, inside
+
+
+def slopes_of_rows(axes: int) -> Expression:
+    """Returns ``score - slope * |q + offset - k|`` for two arrays, the slopes and each row's offset; cached.
+
+    Args:
+        axes: of the slopes, ``[heads]`` or ``[batch, heads]``.
+    """
+    return _slopes_of_rows(axes)  # a compiler that must not look inside cannot mark a cache
+
+
+@lru_cache(maxsize=2)
+def _slopes_of_rows(axes: int) -> Expression:
+    def score_mod(score: Any, b: Any, h: Any, q: Any, k: Any, slopes: Any, offsets: Any) -> Any:
+        slope = slopes[h] if axes == 1 else slopes[b, h]
+        return score - slope * abs(q + offsets[b] - k)
+
+    return trace_score(score_mod, (Aux((1,) * axes, "float32"), Aux((1,), "int32"))).tree

@@ -1,0 +1,179 @@
+"""The arguments of flash-attn's functions in the words of ``attention``, as plain data, for both frontends.
+
+Facts from flash-attn 2.8.4 (``flash_attn/flash_attn_interface.py``), FlashAttention 3 (``hopper``) and FlashAttention-4
+(``flash_attn/cute``), read on 15 August 2026.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from attn_core.call.options import Window, check_number
+from attn_core.call.seq_info import is_host_int, must_be_static
+from attn_core.errors import ShapeError, SpecError, shown
+from attn_core.expressions.tracing import Aux, trace_score
+from attn_core.expressions.tree import Expression
+
+OPTIONS = {
+    "scale": "softmax_scale",
+    "window": "window_size",
+    "dropout": "dropout_p",
+    "seq_info.max_len_q": "max_seqlen_q",
+    "seq_info.max_len_k": "max_seqlen_k",
+    "seq_info.cu_seqlens_q": "cu_seqlens_q",
+    "seq_info.cu_seqlens_k": "cu_seqlens_k",
+    "return_lse": "return_attn_probs",
+}
+"""Our name of an argument, and flash-attn's, for errors."""
+SELF_PACKED = OPTIONS | {
+    **{f"seq_info.cu_seqlens_{side}": "cu_seqlens" for side in "qk"},
+    **{f"seq_info.max_len_{side}": "max_seqlen" for side in "qk"},
+    **dict.fromkeys("qkv", "qkv"),
+}
+KEYS_PACKED = OPTIONS | {"k": "kv", "v": "kv"}
+VARLEN_PAGES = OPTIONS | {"k_pages": "k", "v_pages": "v", "max_len_q": "max_seqlen_q", "seq_lens": "cu_seqlens_k"}
+CACHE = OPTIONS | {
+    **{"k_pages": "k_cache", "v_pages": "v_cache", "seq_lens": "cache_seqlens", "kv_lengths": "cache_seqlens"},
+    **{"kv_starts": "cache_leftpad", "cache_index": "cache_batch_idx", "cos": "rotary_cos", "sin": "rotary_sin"},
+    **{"max_len_q": "max_seqlen_q", "positions": "cache_seqlens", "return_lse": "return_softmax_lse"},
+}
+CUTE = {name: theirs for name, theirs in (OPTIONS | CACHE).items() if name != "return_lse"} | {
+    **{"sinks": "learnable_sink", "k_pages": "k", "v_pages": "v", "k_cache": "k", "v_cache": "v"},
+    **{"seq_lens": "seqused_k", "kv_lengths": "seqused_k", "cache_seqlens": "seqused_k", "block_table": "page_table"},
+}
+
+
+def renamed(error: SpecError, names: Mapping[str, str]) -> SpecError:
+    """Returns an error of the same type whose first word, our name of an argument, is the caller's."""
+    text = str(error)
+    match = re.match(r"[A-Za-z_][A-Za-z_.]*(?=[=:\[])", text)
+    if match is None or match[0] not in names:
+        return error
+    return type(error)(names[match[0]] + text[match.end() :])
+
+
+def options_of(softmax_scale: Any, causal: Any, window_size: Any, softcap: Any, deterministic: Any) -> dict[str, Any]:
+    """Returns keywords of ``attention`` and ``paged_attention``."""
+    return {
+        "causal": causal,
+        "window": window_of(window_size),
+        "softcap": softcap_of(softcap),
+        "scale": softmax_scale,
+        "deterministic": deterministic,
+    }
+
+
+def window_of(window_size: Any) -> Window:
+    """Returns ``window_size``, inclusive distances with -1 or None for no limit, as ``attention`` writes windows.
+
+    An integer array of two numbers on the host is a pair, too.
+    """
+    pair = window_size
+    if type(pair).__module__ == "torch" and getattr(pair, "is_cpu", False):
+        pair = pair.detach().numpy()
+    if isinstance(pair, np.ndarray) and pair.dtype.kind in "iu":
+        pair = pair.tolist()
+    if isinstance(pair, tuple | list) and len(pair) == 2:
+        sides = [None if side is None or (is_host_int(side) and side == -1) else side for side in pair]
+        if all([side is None or (is_host_int(side) and side >= 0) for side in sides]):
+            return None if sides == [None, None] else (sides[0], sides[1])
+    raise SpecError(
+        f"window_size={shown(window_size)}: expected a pair (left, right) of inclusive distances, ints of 0 or more, "
+        f"or -1 without limit{must_be_static(window_size)}"
+    )
+
+
+def softcap_of(softcap: Any) -> Any:
+    """Returns ``softcap`` as ``attention`` writes it: 0 and less switch it off there, None here."""
+    number = check_number("softcap", softcap)
+    return None if number is None or number <= 0 else softcap
+
+
+def rate_of(dropout_p: Any) -> float:
+    """Returns ``dropout_p`` as a float."""
+    rate = check_number("dropout_p", dropout_p)
+    if rate is None or not 0 <= rate < 1:
+        raise SpecError(f"dropout_p={shown(dropout_p)}: expected a probability in [0, 1)")
+    return rate
+
+
+def host_int(name: str, value: Any) -> int:
+    """Returns a length in tokens. Raises SpecError unless it is an int on the host."""
+    if not is_host_int(value) or value < 0:
+        raise SpecError(
+            f"{name}={shown(value)}: expected the longest sequence in tokens, an int on the host, because reading a "
+            f"device would wait for it{must_be_static(value)}"
+        )
+    return value  # type: ignore[no-any-return]
+
+
+def refuse(**arguments: Any) -> None:
+    """Raises SpecError for the first argument that is not None, with what to do instead."""
+    for name, value in arguments.items():
+        if value is not None:
+            raise SpecError(f"{name}: expected None, got {shown(value)}; {REMEDIES[name]}")
+
+
+def check_hints(**hints: Any) -> None:
+    """Checks the types of hints about speed, which change no result: ints, True, False or None."""
+    for name, value in hints.items():
+        if value is not None and not isinstance(value, bool) and not is_host_int(value):
+            raise SpecError(f"{name}={shown(value)}: expected an int, True, False or None; a hint without effect here")
+
+
+_FUNCTION = "the functions of FlashAttention-4 are CuTe DSL; attention({0}=) takes a plain function of indices"
+REMEDIES = {
+    "qv": "softmax(q k' + qv v') v is attention(concatenate(q, qv), concatenate(k, v), v, scale=softmax_scale)",
+    **dict.fromkeys(
+        ("q_descale", "k_descale", "v_descale"), "tensors with scales of their own do not run here; pass bfloat16"
+    ),
+    "seqused_q": "pass cu_seqlens_q without the unused queries",
+    "seqused_k": "pass cu_seqlens_k and keys without the unused ones",
+    "rotary_seqlens": "rotary positions begin at cache_seqlens; rotate q and k before the call",
+    "gather_kv_indices": "attention(mask=) hides the keys that an index list leaves out",
+    "score_mod": _FUNCTION.format("score_mod"),
+    "mask_mod": _FUNCTION.format("mask_mod"),
+    "score_mod_bwd": "the derivative of attention(score_mod=) is computed",
+    "aux_tensors": "they belong to score_mod and mask_mod; attention(aux=) has them",
+    "aux_scalars": "they belong to score_mod and mask_mod; attention(aux=) has them",
+    "block_sparse_tensors": "attention(mask_mod=) and attention(key_ranges=) skip the blocks that they hide",
+    "block_sparse_tensors_bwd": "attention(mask_mod=) and attention(key_ranges=) skip the blocks that they hide",
+    "cu_seqlens_k_new": "pass k as [batch, seqlen_new, kv_heads, head_dim]",
+}
+"""What to do instead of an argument that is refused."""
+
+
+def refuse_chunks(attention_chunk: Any) -> None:
+    """Raises SpecError unless ``attention_chunk`` is 0."""
+    if not is_host_int(attention_chunk) or attention_chunk != 0:
+        raise SpecError(
+            f"attention_chunk={shown(attention_chunk)}: expected 0; attention(mask_mod=lambda b, h, q, k: q // n == k "
+            "// n) hides keys of other chunks"
+        )
+
+
+def check_packed(name: str, shape: tuple[int, ...], parts: int, packed: bool) -> None:
+    """Raises ShapeError unless an array holds ``parts`` tensors before its heads."""
+    axes = f"[total, {parts}, heads, head_dim]" if packed else f"[batch, seqlen, {parts}, heads, head_dim]"
+    if len(shape) != (4 if packed else 5) or shape[-3] != parts:
+        raise ShapeError(f"{name}: expected {axes}, got {list(shape)}")
+
+
+@cache
+def slopes_of_tokens() -> Expression:
+    """Returns ``score - slope * |q - k|`` in places of documents: ALiBi whose slopes differ between documents.
+
+    Its arrays: the slopes of each query, ``[tokens, heads]`` in float32; and int32 ``[tokens]``: the place of each
+    query, counted so that the last query stands at the last key of its document, and the place of each key.
+    """
+
+    def score_mod(score: Any, b: Any, h: Any, q: Any, k: Any, slopes: Any, queries: Any, keys: Any) -> Any:
+        return score - slopes[q, h] * abs(queries[q] - keys[k])
+
+    arrays = (Aux((1, 1), "float32"), Aux((1,), "int32"), Aux((1,), "int32"))
+    return trace_score(score_mod, arrays).tree

@@ -1,0 +1,241 @@
+"""The functions of FlashAttention 3 (``hopper/flash_attn_interface.py`` of flash-attention), for JAX arrays.
+
+They run on any device, on the kernel that selection picks. Results have FlashAttention 3's form: without
+``return_attn_probs`` the output, else ``(out, softmax_lse)``, with -inf for a query that sees no key.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from attn_core.call.options import check_flag
+from attn_core.call.seq_info import is_host_int
+from attn_core.dropins.flash_attn import (
+    CACHE,
+    OPTIONS,
+    SELF_PACKED,
+    check_hints,
+    check_packed,
+    host_int,
+    options_of,
+    refuse,
+    refuse_chunks,
+    renamed,
+)
+from attn_core.dropins.flash_attn_cache import Cached
+from attn_core.errors import ShapeError, SpecError, shown
+from jax_frontend.attention import attention
+from jax_frontend.dispatch import plan
+from jax_frontend.flash_attn.kvcache import attend
+from jax_frontend.flash_attn.varlen import documents_of
+from jax_frontend.qkvpacked import attention_qkvpacked
+
+Array = jax.Array
+Results = Array | tuple[Array, Array]
+
+__all__ = ["flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
+
+
+def flash_attn_func(
+    q: Array,
+    k: Array,
+    v: Array,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: None = None,
+    q_descale: None = None,
+    k_descale: None = None,
+    v_descale: None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Results:
+    """Computes FlashAttention 3's ``flash_attn_func(...)``, with its gradients.
+
+    Args:
+        q: ``[batch, seqlen_q, heads, head_dim]``; k: ``[batch, seqlen_k, kv_heads, head_dim]``; v with value_dim.
+        softmax_scale, causal, window_size, softcap, deterministic: as in ``jax_frontend.flash_attn.flash_attn_func``.
+        qv, q_descale, k_descale, v_descale, attention_chunk: raise an error that says what to do instead.
+        num_splits, pack_gqa, sm_margin: hints about speed without effect.
+
+    Returns:
+        The output; with return_attn_probs ``(out, softmax_lse)``, float32 ``[batch, heads, seqlen_q]``, natural log.
+
+    Raises:
+        ShapeError, DTypeError, DeviceError, SpecError, TypeError: naming the argument.
+        NoBackendError: if no backend can run the call; the message has every reason.
+    """
+    try:
+        refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+        refuse_chunks(attention_chunk)
+        check_hints(num_splits=num_splits, pack_gqa=pack_gqa, sm_margin=sm_margin)
+        options = options_of(softmax_scale, causal, window_size, softcap, deterministic)
+        return attention(q, k, v, return_lse=return_attn_probs, **options)
+    except SpecError as error:
+        raise renamed(error, OPTIONS) from None
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Array,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    q_descale: None = None,
+    k_descale: None = None,
+    v_descale: None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    num_heads_q: int | None = None,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Results:
+    """Computes FlashAttention 3's ``flash_attn_qkvpacked_func(...)``.
+
+    Args:
+        qkv: ``[batch, seqlen, 3, heads, head_dim]``; or ``[batch, seqlen, num_heads_q + 2 * kv_heads, head_dim]``.
+        num_heads_q: the query heads of the second form.
+
+    The other arguments, the results and the errors are those of ``flash_attn_func``.
+    """
+    try:
+        refuse(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+        refuse_chunks(attention_chunk)
+        check_hints(sm_margin=sm_margin)
+        plan.check_array("qkv", qkv)
+        options = options_of(softmax_scale, causal, window_size, softcap, deterministic)
+        options["return_lse"] = return_attn_probs
+        if qkv.ndim != 4:
+            check_packed("qkv", qkv.shape, 3, packed=False)
+            return attention_qkvpacked(qkv, **options)
+        heads = qkv.shape[2]
+        if not is_host_int(num_heads_q) or not 0 < num_heads_q < heads or (heads - num_heads_q) % 2:  # type: ignore[operator]
+            raise ShapeError(
+                f"num_heads_q={shown(num_heads_q)}: expected the query heads among the {heads} heads of qkv, which "
+                "leave as many key heads as value heads"
+            )
+        kv_heads = (heads - num_heads_q) // 2  # type: ignore[operator]
+        return attention(*jnp.split(qkv, (num_heads_q, num_heads_q + kv_heads), 2), **options)
+    except SpecError as error:
+        raise renamed(error, SELF_PACKED) from None
+
+
+def flash_attn_varlen_func(
+    q: Array,
+    k: Array,
+    v: Array,
+    cu_seqlens_q: Array,
+    cu_seqlens_k: Array,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_q: None = None,
+    seqused_k: None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: None = None,
+    q_descale: None = None,
+    k_descale: None = None,
+    v_descale: None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Results:
+    """Computes FlashAttention 3's ``flash_attn_varlen_func(...)`` on packed documents, with its gradients.
+
+    Args:
+        q: ``[total_q, heads, head_dim]``; k: ``[total_k, kv_heads, head_dim]``; v: ``[total_k, kv_heads, value_dim]``.
+        cu_seqlens_q, cu_seqlens_k: int32 ``[documents + 1]``. max_seqlen_q, max_seqlen_k: ints on the host.
+        seqused_q, seqused_k: raise an error.
+
+    The other arguments, the results and the errors are those of ``flash_attn_func``; softmax_lse ``[heads, total_q]``.
+    """
+    try:
+        refuse(seqused_q=seqused_q, seqused_k=seqused_k)
+        refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+        refuse_chunks(attention_chunk)
+        check_hints(num_splits=num_splits, pack_gqa=pack_gqa, sm_margin=sm_margin)
+        options = options_of(softmax_scale, causal, window_size, softcap, deterministic)
+        info = documents_of(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        return attention(q, k, v, seq_info=info, return_lse=return_attn_probs, **options)
+    except SpecError as error:
+        raise renamed(error, OPTIONS) from None
+
+
+def flash_attn_with_kvcache(
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    k: Array | None = None,
+    v: Array | None = None,
+    qv: None = None,
+    rotary_cos: Array | None = None,
+    rotary_sin: Array | None = None,
+    cache_seqlens: int | Array | None = None,
+    cache_batch_idx: Array | None = None,
+    cache_leftpad: Array | None = None,
+    page_table: Array | None = None,
+    cu_seqlens_q: Array | None = None,
+    cu_seqlens_k_new: None = None,
+    max_seqlen_q: int | None = None,
+    rotary_seqlens: None = None,
+    q_descale: None = None,
+    k_descale: None = None,
+    v_descale: None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: Any = None,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    return_softmax_lse: bool = False,
+) -> Any:
+    """Computes FlashAttention 3's ``flash_attn_with_kvcache(...)``: appends, rotates, and attends.
+
+    Args:
+        q: ``[batch, seqlen_q, heads, head_dim]``, or ``[tokens, heads, head_dim]`` with cu_seqlens_q, int32 ``[batch +
+            1]``, and max_seqlen_q, an int on the host, at least the most queries of a sequence.
+        page_table: int32 ``[batch, width]``: each sequence's pages in order.
+        qv, cu_seqlens_k_new, rotary_seqlens, q_descale, k_descale, v_descale, attention_chunk: raise an error.
+        scheduler_metadata, num_splits, pack_gqa, sm_margin: hints about speed without effect.
+
+    The other arguments and the errors are those of ``jax_frontend.flash_attn.flash_attn_with_kvcache``.
+
+    Returns:
+        ``(out, k_cache, v_cache)``, out in the shape of q; with return_softmax_lse ``(out, softmax_lse, out_accum,
+        softmax_lse_accum, k_cache, v_cache)``, of which the partial results of splits are empty.
+    """
+    call = Cached(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad)
+    call = call._replace(block_table=page_table, cu_seqlens_q=cu_seqlens_q)
+    try:
+        refuse(qv=qv, cu_seqlens_k_new=cu_seqlens_k_new, rotary_seqlens=rotary_seqlens)
+        refuse(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+        refuse_chunks(attention_chunk)
+        check_hints(num_splits=num_splits, pack_gqa=pack_gqa, sm_margin=sm_margin)
+        options = options_of(softmax_scale, causal, window_size, softcap, False)
+        options["return_lse"] = check_flag("return_softmax_lse", return_softmax_lse)
+        if cu_seqlens_q is not None:
+            host_int("max_seqlen_q", max_seqlen_q)
+        interleaved = check_flag("rotary_interleaved", rotary_interleaved)
+        results, caches = attend(call, interleaved, options, "page_table", max_seqlen_q)
+    except SpecError as error:
+        raise renamed(error, CACHE | {"block_table": "page_table"}) from None
+    if not return_softmax_lse:
+        return results, *caches
+    return *results, jnp.zeros(0), jnp.zeros(0), *caches

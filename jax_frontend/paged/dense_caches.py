@@ -1,0 +1,256 @@
+"""Dense caches with a length per row: kv_lengths, kv_starts and cache_index of ``attention``, for JAX arrays.
+
+``attn_core.call.cache_rows`` says what they mean, and which of two forms a call takes: pages, or key ranges. JAX says
+only while it differentiates whether a call needs gradients, so a call on pages has a derivative: that of the same call
+with key ranges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from attn_core.call import cache_rows
+from attn_core.call.cache_rows import CacheRows
+from attn_core.call.key_ranges import check_values
+from attn_core.call.options import Options, check_options, requested_names
+from attn_core.call.tensors import Inputs
+from attn_core.errors import DTypeError, SpecError
+from attn_core.expressions.tracing import TracedFunction
+from attn_core.selection import Selection, override
+from attn_core.selection.dense_caches import read_pages
+from jax_frontend.dispatch import plan
+from jax_frontend.paged.attention import explain_paged, paged_attention
+
+Array = jax.Array
+Keywords = dict[str, Any]
+Window = tuple[int | None, int | None]
+
+PLAIN = ("causal", "alignment", "window", "softcap", "scale", "dropout", "deterministic", "return_lse")
+"""The options of a call that are values of Python."""
+
+
+class _Call(NamedTuple):
+    """The static part of a call on pages: ``attention``, for its derivative, and the options by name."""
+
+    attention: Callable[..., Any]
+    window: Window
+    options: tuple[tuple[str, Hashable], ...]
+
+
+def attend(attention: Callable[..., Any], qkv: tuple[Any, ...], rows: CacheRows, options: Keywords) -> Any:
+    """Runs ``attention`` on the keys of each row of a cache.
+
+    Args:
+        qkv: with the sequence before the heads; rows: as the caller passed them.
+        options: all other arguments of ``attention`` but layout, by name.
+    """
+    rows, window = _checked(qkv, rows, options)
+    if not _on_pages(qkv, window, options):
+        tensors, others = _as_ranges(qkv, rows, window, options)
+        return attention(*tensors, **others)
+    options = options | {"backend": requested_names(options["backend"])}
+    names = *PLAIN, "backend"
+    call = _Call(attention, window, tuple([(name, options[name]) for name in names if name != "window"]))
+    arrays = {**dict(zip("qkv", qkv, strict=True)), **rows._asdict()}
+    arrays |= {name: options[name] for name in ("sinks", "alibi_slopes")}
+    return _jit_from_pages(call, {name: array for name, array in arrays.items() if array is not None})
+
+
+def explain(
+    explain: Callable[..., Selection],
+    qkv: tuple[Any, ...],
+    rows: CacheRows,
+    options: Keywords,
+    needs_backward: bool | None,
+) -> Selection:
+    """Returns what would run the form that the call takes.
+
+    Args:
+        explain: the frontend's, for a call in the form of key ranges.
+        qkv, rows, options: as ``attend`` has them; arrays or their shapes.
+    """
+    rows, window = _checked(qkv, rows, options, shapes_only=True)
+    q, k, v = qkv
+    if needs_backward or not _on_pages(qkv, window, options):
+        theirs = options["key_ranges"]
+        key_ranges, k, v = jax.eval_shape(partial(_ranges, window=window, options=options), qkv, rows, theirs)
+        tensors, others = _with_ranges(q, k, v, rows, key_ranges, options)
+        return explain(*tensors, **others, needs_backward=needs_backward)
+    tokens = q.shape[0] * q.shape[1]
+    shape = (tokens, *q.shape[2:])
+    queries = q.reshape(shape) if isinstance(q, jax.Array) else jax.ShapeDtypeStruct(shape, q.dtype)
+    tables = jax.eval_shape(partial(_pool_tables, q.shape[:2], k.shape[:2]), rows)
+    names = "causal", "softcap", "sinks", "scale", "deterministic", "backend", "return_lse", "alibi_slopes"
+    keywords = {name: options[name] for name in names} | {"window": window, "max_len_q": q.shape[1]}
+    return explain_paged(queries, k, v, **tables, **keywords)
+
+
+def _checked(
+    qkv: tuple[Any, ...], rows: CacheRows, options: Keywords, *, shapes_only: bool = False
+) -> tuple[CacheRows, Window]:
+    """Checks every argument, on a CPU by value; returns the rows as JAX's arrays, and the window as a pair."""
+    named = dict(zip("qkv", qkv, strict=True))
+    named |= {name: options[name] for name in ("mask", "bias", "alibi_slopes", "sinks")}
+    for name, array in named.items():
+        if array is not None or name in "qkv":
+            plan.check_array(name, array, shapes_only=shapes_only)
+    for name, array in zip(rows._fields, rows):
+        if array is not None and not isinstance(array, np.ndarray):
+            plan.check_array(name, array, shapes_only=shapes_only)
+    q, k, v = qkv
+    cache_rows.check_arguments(rows, {"q": q.shape, "k": k.shape, "v": v.shape}, options)
+    call = check_options(Options(**{name: options[name] for name in PLAIN}))
+    if rows.cache_index is not None:  # it selects rows of a larger cache
+        named |= {n: jax.ShapeDtypeStruct((q.shape[0], *a.shape[1:]), a.dtype) for n, a in zip("kv", (k, v))}
+    # Its errors name these arguments; those of pages would name others.
+    plan.spec(plan.metadata(Inputs(**named)), plan.device_name(q), call, False, False)
+    on_host = CacheRows(*(array if _is_on_host(array) else None for array in rows))
+    cache_rows.check_values(on_host, k.shape[1], k.shape[0])
+    # Copied, because JAX may share the memory of numpy's arrays, which the caller may write to too early.
+    moved = (jax.device_put(array.copy()) if isinstance(array, np.ndarray) else array for array in rows)
+    return CacheRows(*moved), call.window  # type: ignore[return-value]
+
+
+def _is_on_host(array: Any) -> bool:
+    if isinstance(array, np.ndarray):
+        return True
+    concrete = isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer)
+    return concrete and plan.device_name(array) == "cpu"
+
+
+def _on_pages(qkv: tuple[Any, ...], window: Window, options: Keywords) -> bool:
+    """Returns whether the call takes the form of pages as long as nothing is differentiated."""
+    q, k, _ = qkv
+    names = requested_names(options["backend"]) or override.requested()
+    sizes = (*q.shape[:2], *k.shape[:2])
+    return cache_rows.takes_pages(sizes, window, options) and read_pages(names, plan.device_name(q))
+
+
+def _pool_tables(queries: tuple[int, ...], cache: tuple[int, ...], rows: CacheRows) -> dict[str, Array | None]:
+    """Returns the tables of the call on a pool, in which each row of the cache is a page.
+
+    Args:
+        queries: (batch, q_len). cache: (rows, kv_len).
+    """
+    (batch, count), (cache_batch, kv_len) = queries, cache
+    rows = cache_rows.clamped(rows, kv_len, cache_batch)
+    index = jnp.arange(batch, dtype=jnp.int32) if rows.cache_index is None else rows.cache_index
+    lengths = jnp.full((batch,), kv_len, jnp.int32) if rows.kv_lengths is None else rows.kv_lengths
+    offsets = None if count == 1 else jnp.arange(0, batch * count + 1, count, dtype=jnp.int32)
+    tables = {"block_table": index[:, None], "seq_lens": lengths, "cu_seqlens_q": offsets}
+    return tables | {"kv_starts": rows.kv_starts}
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _from_pages(call: _Call, arrays: dict[str, Array]) -> Any:
+    q, k, v = (arrays[name] for name in "qkv")
+    batch, count = q.shape[:2]
+    tables = _pool_tables((batch, count), k.shape[:2], _rows_of(arrays))
+    options = dict(call.options)
+    names = "causal", "softcap", "scale", "deterministic", "backend", "return_lse"
+    keywords: Keywords = {name: options[name] for name in names} | tables
+    keywords |= {name: arrays.get(name) for name in ("sinks", "alibi_slopes")}
+    keywords |= {"window": call.window, "max_len_q": count}
+    results = paged_attention(q.reshape(batch * count, *q.shape[2:]), k, v, **keywords)
+    out, lse = results if options["return_lse"] else (results, None)
+    out = out.reshape(batch, count, *out.shape[1:])
+    # [heads, batch * q_len] -> [batch, heads, q_len]
+    return out if lse is None else (out, lse.reshape(-1, batch, count).swapaxes(0, 1))
+
+
+# Symbolic zeros tell whether anything is differentiated.
+@partial(_from_pages.defjvp, symbolic_zeros=True)
+def _derivative(call: _Call, primals: Any, tangents: Any) -> tuple[Any, Any]:
+    """Returns the results and their tangents: those of the same call with key ranges, because pages have none."""
+    zero = jax.custom_derivatives.SymbolicZero
+    (arrays,), (moved,) = primals, tangents
+    moving = {name: tangent for name, tangent in moved.items() if not isinstance(tangent, zero)}
+    if not moving:
+        results = _from_pages(call, arrays)
+        return results, jax.tree.map(jnp.zeros_like, results)
+    if "alibi_slopes" in moving:
+        raise SpecError("alibi_slopes: expected no gradient, it is not defined here; use jax.lax.stop_gradient")
+    options = {**_ABSENT, **dict(call.options)}
+
+    def with_ranges(some: dict[str, Array]) -> Any:
+        every = arrays | some
+        extras = {name: every.get(name) for name in ("sinks", "alibi_slopes")}
+        qkv = every["q"], every["k"], every["v"]
+        tensors, others = _as_ranges(qkv, _rows_of(every), call.window, options | extras)
+        return call.attention(*tensors, **others)
+
+    return jax.jvp(with_ranges, ({name: arrays[name] for name in moving},), (moving,))  # type: ignore[return-value]
+
+
+_jit_from_pages = jax.jit(_from_pages, static_argnums=0, inline=True)
+_ABSENT: Keywords = {"mask": None, "bias": None, "key_ranges": None, "mask_mod": None, "score_mod": None, "aux": ()}
+_ABSENT |= {"seq_info": None, "return_max_logit": False, "dropout_rng": None}
+
+
+def _rows_of(arrays: dict[str, Array]) -> CacheRows:
+    return CacheRows(*(arrays.get(name) for name in CacheRows._fields))
+
+
+def _as_ranges(
+    qkv: tuple[Any, ...], rows: CacheRows, window: Window, options: Keywords
+) -> tuple[tuple[Any, ...], Keywords]:
+    """Returns the arrays and the keywords of ``attention`` for the same call with key ranges."""
+    theirs = options["key_ranges"]
+    if theirs is not None:
+        if theirs.dtype != np.int32:
+            raise DTypeError(f"key_ranges: expected dtype int32, got {theirs.dtype}; cast it to int32")
+        if _is_on_host(theirs):
+            check_values(np.asarray(theirs), qkv[0].shape[1])
+    key_ranges, k, v = _ranges(qkv, rows, theirs, window=window, options=options)
+    return _with_ranges(qkv[0], k, v, rows, key_ranges, options)
+
+
+def _ranges(
+    qkv: tuple[Any, ...], rows: CacheRows, theirs: Any, *, window: Window, options: Keywords
+) -> tuple[Array, Array, Array]:
+    """Returns the key ranges of the call, and k and v as ``[batch, kv_len, ...]`` with 0 outside of each row.
+
+    theirs: the caller's key ranges, or None.
+    """
+    q, k, v = qkv
+    rows = cache_rows.clamped(rows, k.shape[1], k.shape[0])
+    if rows.cache_index is not None:
+        k, v = k[rows.cache_index], v[rows.cache_index]
+    edges = window[0], 0 if options["causal"] else window[1]
+    key, lengths = jnp.arange(k.shape[1], dtype=jnp.int32), (q.shape[1], k.shape[1])
+    start, stop, inside = cache_rows.queries_of_keys(key, rows, lengths, edges, options["alignment"] == "top_left")
+    start, stop = start[:, None, :, None], stop[:, None, :, None]  # [batch, 1, kv_len, 1]
+    if theirs is not None:
+        start, stop = jnp.maximum(start, theirs[..., 0]), jnp.minimum(stop, theirs[..., 1])
+        stop = jnp.maximum(start, stop)
+    k, v = (jnp.where(inside[:, :, None, None], array, jnp.zeros((), array.dtype)) for array in (k, v))
+    return jnp.stack((start, stop), -1), k, v
+
+
+def _with_ranges(
+    q: Any, k: Any, v: Any, rows: CacheRows, key_ranges: Any, options: Keywords
+) -> tuple[tuple[Any, ...], Keywords]:
+    """Returns the arrays and the keywords of ``attention`` for the same call with these key ranges."""
+    changed: Keywords = {"key_ranges": key_ranges, "causal": False, "window": None}
+    slopes = options["alibi_slopes"]
+    if slopes is not None and options["alignment"] == "bottom_right":
+        offsets = partial(_offsets, q.shape[1], k.shape[1], q.shape[0])
+        if all(array is None or isinstance(array, jax.Array) for array in (slopes, rows.kv_lengths)):
+            arrays = jax.lax.stop_gradient(slopes.astype(jnp.float32)), offsets(rows.kv_lengths)
+        else:
+            arrays = jax.ShapeDtypeStruct(slopes.shape, jnp.float32), jax.eval_shape(offsets, rows.kv_lengths)
+        changed |= {"alibi_slopes": None}
+        changed |= {"score_mod": TracedFunction(cache_rows.slopes_of_rows(len(slopes.shape)), arrays)}
+    return (q, k, v), options | changed
+
+
+def _offsets(q_len: Any, kv_len: Any, batch: Any, kv_lengths: Any) -> Array:
+    """Returns the key at which the first query of each row stands."""
+    lengths = jnp.full((batch,), kv_len, jnp.int32) if kv_lengths is None else jnp.clip(kv_lengths, 0, kv_len)
+    return lengths - q_len

@@ -1,0 +1,223 @@
+"""Dense caches with a length per row: kv_lengths, kv_starts and cache_index of ``attention``, for torch tensors.
+
+``attn_core.call.cache_rows`` says what they mean, and which of two forms a call takes: pages, or key ranges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from attn_core.call import cache_rows
+from attn_core.call.arguments import Arrays, build_spec
+from attn_core.call.cache_rows import CacheRows
+from attn_core.call.key_ranges import check_values
+from attn_core.call.layouts import check_layout
+from attn_core.call.mask_objects import is_object
+from attn_core.call.options import Options, check_options, check_traced_options, requested_names
+from attn_core.errors import DeviceError, DTypeError, SpecError
+from attn_core.expressions.tracing import TracedFunction
+from attn_core.selection import Selection, override
+from attn_core.selection.dense_caches import read_pages
+from torch_frontend.dispatch import autocast, nested, plan, tensor_kinds, transforms
+from torch_frontend.dispatch.heads_first import exchanged
+from torch_frontend.paged.attention import explain_paged, paged_attention
+
+Tensor = torch.Tensor
+Keywords = dict[str, Any]
+Window = tuple[int | None, int | None]
+
+# Dynamo would trace how an expression is built. It depends on constants alone, so Dynamo takes the result.
+vars(cache_rows.slopes_of_rows).update(_dynamo_marked_constant=True)
+
+
+def attend(attention: Callable[..., Any], qkv: tuple[Any, ...], rows: CacheRows, options: Keywords) -> Any:
+    """Runs ``attention`` on the keys of each row of a cache.
+
+    Args:
+        qkv, rows: as the caller passed them.
+        options: all other arguments of ``attention``, by name.
+    """
+    heads_first = check_layout(options["layout"]) == "bhsd"
+    q, k, v = map(exchanged, qkv) if heads_first else qkv
+    rows, window = _checked((q, k, v), rows, options)
+    if _on_pages((q, k, v), window, options, None):
+        results = _from_pages(autocast.in_autocast(q, k, v), rows, window, options)
+    else:
+        tensors, others = _as_ranges(q, k, v, rows, window, options)
+        results = attention(*tensors, **others)
+    if not heads_first:
+        return results
+    return (exchanged(results[0]), *results[1:]) if isinstance(results, tuple) else exchanged(results)
+
+
+def explain(
+    explain: Callable[..., Selection],
+    qkv: tuple[Any, ...],
+    rows: CacheRows,
+    options: Keywords,
+    needs_backward: bool | None,
+) -> Selection:
+    """Returns what would run the form that the call takes.
+
+    Args:
+        explain: the frontend's, for a call in the form of key ranges. The others are those of ``attend``.
+    """
+    q, k, v = map(exchanged, qkv) if check_layout(options["layout"]) == "bhsd" else qkv
+    rows, window = _checked((q, k, v), rows, options)
+    if not _on_pages((q, k, v), window, options, needs_backward):
+        tensors, others = _as_ranges(q, k, v, rows, window, options)
+        return explain(*tensors, **others, needs_backward=needs_backward)
+    q, k, v = (tensor.detach() for tensor in autocast.in_autocast(q, k, v))
+    return explain_paged(q.flatten(0, 1), k, v, **_on_pool(q, k, rows, window, options))
+
+
+def _checked(qkv: tuple[Any, ...], rows: CacheRows, options: Keywords) -> tuple[CacheRows, Window]:
+    """Checks every argument; returns the rows as tensors on q's device, and the window as a pair.
+
+    Values on the host are checked. A compiled program, a trace and a transform clamp them.
+    """
+    for name, tensor in zip("qkv", qkv, strict=True):
+        if nested.has_jagged(tensor):
+            raise SpecError(f"{name}: expected a plain tensor with {rows.first}, got a NestedTensor, which has lengths")
+        plan.check_tensor(name, tensor)
+    q, k, v = qkv
+    if is_object(options["mask"], options["bias"]):
+        raise SpecError(f"mask: expected a bool tensor with {rows.first}, got an object that says where diagonals lie")
+    for name, array in zip(rows._fields, rows):
+        if array is not None and not isinstance(array, np.ndarray):
+            plan.check_tensor(name, array)
+    cache_rows.check_arguments(rows, {"q": q.shape, "k": k.shape, "v": v.shape}, options)
+    compiling = torch.compiler.is_compiling()
+    plain = ("causal", "alignment", "window", "softcap", "scale", "dropout", "deterministic", "return_lse")
+    call = Options(**{name: options[name] for name in plain})
+    call = check_traced_options(call) if compiling else check_options(call)
+    window: Window = call.window  # type: ignore[assignment]
+    if compiling or transforms.is_one_op(q):
+        moved = CacheRows(*(tensor_kinds.to_device_of(q, a) if isinstance(a, np.ndarray) else a for a in rows))
+        return cache_rows.clamped(moved, k.shape[1], k.shape[0]), window
+    _check_tensors(q, k, v, options, call)
+    on_host = CacheRows(*(array if _is_on_host(array) else None for array in rows))
+    cache_rows.check_values(on_host, k.shape[1], k.shape[0])
+    moved = CacheRows(*(torch.as_tensor(a, device=q.device) if isinstance(a, np.ndarray) else a for a in rows))
+    for name, array in zip(rows._fields, moved):
+        if array is not None and array.device != q.device:
+            raise DeviceError(f"{name}: expected the device of q ({q.device}), got {array.device}; move it there")
+    return moved, window
+
+
+def _is_on_host(array: Any) -> bool:
+    return isinstance(array, np.ndarray) or (array is not None and array.is_cpu)
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor, options: Keywords, call: Options) -> None:
+    """Raises the error of a call on rows of their own, because the errors of pages would name other arguments."""
+    named = {name: options[name] for name in ("mask", "bias", "alibi_slopes", "sinks")}
+    for name, tensor in named.items():
+        if tensor is not None:
+            plan.check_tensor(name, tensor)
+    plan.check_gradient_free("alibi_slopes", options["alibi_slopes"])
+    tensor_kinds.check_data(q, k=k, v=v, **named)
+    q, k, v, named["bias"] = autocast.in_autocast(q, k, v, named["bias"])
+    entries = tuple([None if t is None else (t.shape, t.dtype, t.device) for t in (q, k, v, *named.values())])
+    _check_metadata(entries, call)
+
+
+@lru_cache(maxsize=1024)
+def _check_metadata(entries: tuple[plan.Metadata | None, ...], call: Options) -> None:
+    facts = [None if entry is None else plan.facts(*entry) for entry in entries]
+    arrays = Arrays(*facts)  # type: ignore[arg-type]
+    batch = arrays.q.shape[:1]
+    if arrays.k.shape[:1] != batch:  # cache_index selects rows of a larger cache
+        arrays = arrays._replace(**{n: f._replace(shape=batch + f.shape[1:]) for n, f in zip("kv", arrays[1:3])})
+    build_spec(arrays, call)
+
+
+def _on_pages(qkv: tuple[Tensor, ...], window: Window, options: Keywords, needs_backward: bool | None) -> bool:
+    """Returns whether the call takes the form of pages.
+
+    needs_backward: as ``explain`` has it; None: as the tensors say.
+    """
+    q, k, _ = qkv
+    if not cache_rows.takes_pages((*q.shape[:2], k.shape[1], k.shape[0]), window, options):
+        return False
+    if needs_backward is None:
+        tensors = (*qkv, options["sinks"])
+        needs_backward = torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in tensors])
+    if needs_backward or transforms.are_observing():
+        return False
+    compiling = torch.compiler.is_compiling()
+    if not compiling and tensor_kinds.are_jit_traces_active() is not None:  # it also runs with tensors of training
+        return False
+    names = requested_names(options["backend"]) or (None if compiling else override.requested())
+    return read_pages(names, plan.device_name(q.device))
+
+
+def _on_pool(q: Tensor, k: Tensor, rows: CacheRows, window: Window, options: Keywords) -> Keywords:
+    """Returns the keywords of the call on a pool: each row of the cache is a page."""
+    (batch, count), device = q.shape[:2], q.device
+    index = rows.cache_index
+    if index is None:
+        index = torch.arange(batch, dtype=torch.int32, device=device)
+    lengths = rows.kv_lengths
+    if lengths is None:
+        lengths = torch.full((batch,), k.shape[1], dtype=torch.int32, device=device)
+    names = ("causal", "softcap", "sinks", "scale", "deterministic", "backend", "return_lse", "alibi_slopes")
+    keywords = {name: options[name] for name in names} | {"window": window, "kv_starts": rows.kv_starts}
+    if count != 1:
+        keywords["cu_seqlens_q"] = torch.arange(0, batch * count + 1, count, dtype=torch.int32, device=device)
+        keywords["max_len_q"] = count
+    return {**keywords, "block_table": index[:, None], "seq_lens": lengths}
+
+
+def _from_pages(qkv: tuple[Any, ...], rows: CacheRows, window: Window, options: Keywords) -> Any:
+    q, k, v = qkv
+    results = paged_attention(q.flatten(0, 1), k, v, **_on_pool(q, k, rows, window, options))
+    out, lse = results if options["return_lse"] else (results, None)
+    out = out.unflatten(0, q.shape[:2])  # [batch * q_len, heads, dim] -> [batch, q_len, heads, dim]
+    # [heads, batch * q_len] -> [batch, heads, q_len]
+    return out if lse is None else (out, lse.unflatten(1, q.shape[:2]).transpose(0, 1))
+
+
+def _as_ranges(
+    q: Tensor, k: Tensor, v: Tensor, rows: CacheRows, window: Window, options: Keywords
+) -> tuple[tuple[Tensor, Tensor, Tensor], Keywords]:
+    """Returns the tensors and the keywords of ``attention`` for the same call with key ranges."""
+    device, lengths = q.device, (q.shape[1], k.shape[1])
+    rows = cache_rows.clamped(rows, k.shape[1], k.shape[0])
+    if rows.cache_index is not None:
+        k, v = (tensor.index_select(0, rows.cache_index) for tensor in (k, v))
+    top_left = options["alignment"] == "top_left"
+    edges = window[0], 0 if options["causal"] else window[1]
+    key = torch.arange(lengths[1], dtype=torch.int32, device=device)
+    start, stop, inside = cache_rows.queries_of_keys(key, rows, lengths, edges, top_left)
+    start, stop = start[:, None, :, None], stop[:, None, :, None]  # [batch, 1, kv_len, 1]
+    theirs = _their_ranges(q, options["key_ranges"])
+    if theirs is not None:
+        start, stop = start.maximum(theirs[..., 0]), stop.minimum(theirs[..., 1])
+        stop = stop.maximum(start)
+    outside = ~inside[:, :, None, None]
+    k, v = (tensor.masked_fill(outside, 0.0) for tensor in (k, v))
+    changed: Keywords = {"key_ranges": torch.stack((start, stop), -1), "causal": False, "window": None}
+    if options["alibi_slopes"] is not None and not top_left:
+        slopes = options["alibi_slopes"].detach().float()
+        length = torch.full((len(q),), lengths[1], device=device) if rows.kv_lengths is None else rows.kv_lengths
+        arrays = slopes, (length - lengths[0]).int()
+        changed |= {"alibi_slopes": None, "score_mod": TracedFunction(cache_rows.slopes_of_rows(slopes.dim()), arrays)}
+    dropped = ("layout", *cache_rows.EXCLUDED)
+    return (q, k, v), {name: value for name, value in (options | changed).items() if name not in dropped}
+
+
+def _their_ranges(q: Tensor, key_ranges: Any) -> Tensor | None:
+    """Returns the caller's key ranges as a tensor on q's device, with values checked if they are on the host."""
+    if key_ranges is None:
+        return None
+    if str(key_ranges.dtype).removeprefix("torch.") != "int32":
+        raise DTypeError(f"key_ranges: expected dtype int32, got {key_ranges.dtype}; cast it to int32")
+    if not torch.compiler.is_compiling() and not transforms.is_one_op(q) and _is_on_host(key_ranges):
+        check_values(np.asarray(key_ranges), q.shape[1])
+    return tensor_kinds.to_device_of(q, key_ranges) if isinstance(key_ranges, np.ndarray) else key_ranges
