@@ -498,7 +498,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "ranges": (
         {"kv_lengths": [3, 4], "key_ranges": np.full((1, 1, 7, 1, 2), 4, np.int32)},
         SpecError,
-        "key_ranges[0, 0, 0, 0]=(4, 4): expected",
+        "key_ranges: expected 0 <= start <= stop <= q_len (3), got start 4 and stop 4",
     ),
     "window": ({"kv_lengths": [3, 4], "window": 3}, SpecError, "window=3: expected causal=True"),
     "functions": (
