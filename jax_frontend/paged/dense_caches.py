@@ -110,6 +110,11 @@ def _checked(
         named |= {n: jax.ShapeDtypeStruct((q.shape[0], *a.shape[1:]), a.dtype) for n, a in zip("kv", (k, v))}
     # Its errors name these arguments; those of pages would name others.
     plan.spec(plan.metadata(Inputs(**named)), plan.device_name(q), call, False, False)
+    theirs = options["key_ranges"]
+    if theirs is not None and theirs.dtype != np.int32:
+        raise DTypeError(f"key_ranges: expected dtype int32, got {theirs.dtype}; cast it to int32")
+    if theirs is not None and _is_on_host(theirs):
+        check_values(np.asarray(theirs), q.shape[1])
     on_host = CacheRows(*(array if _is_on_host(array) else None for array in rows))
     cache_rows.check_values(on_host, k.shape[1], k.shape[0])
     # Copied, because JAX may share the memory of numpy's arrays, which the caller may write to too early.
@@ -201,13 +206,7 @@ def _as_ranges(
     qkv: tuple[Any, ...], rows: CacheRows, window: Window, options: Keywords
 ) -> tuple[tuple[Any, ...], Keywords]:
     """Returns the arrays and the keywords of ``attention`` for the same call with key ranges."""
-    theirs = options["key_ranges"]
-    if theirs is not None:
-        if theirs.dtype != np.int32:
-            raise DTypeError(f"key_ranges: expected dtype int32, got {theirs.dtype}; cast it to int32")
-        if _is_on_host(theirs):
-            check_values(np.asarray(theirs), qkv[0].shape[1])
-    key_ranges, k, v = _ranges(qkv, rows, theirs, window=window, options=options)
+    key_ranges, k, v = _ranges(qkv, rows, options["key_ranges"], window=window, options=options)
     return _with_ranges(qkv[0], k, v, rows, key_ranges, options)
 
 

@@ -193,6 +193,28 @@ ATTENTION: dict[str, Bad] = {
     "sinks of one head": Bad({"sinks": zeros(1)}, ShapeError, r"^sinks: .* per query head, shape \[6\], got \[1\]"),
     "sinks of ints": Bad({"sinks": zeros(6, dtype="int32")}, DTypeError, "^sinks: expected one of .*, got int32"),
     "a list of sinks": Bad({"sinks": [0.0] * 6}, TypeError, "^sinks: expected a .*, got .*list"),
+    "slopes of three heads": Bad(
+        {"alibi_slopes": zeros(3)},
+        ShapeError,
+        r"^alibi_slopes: expected shape \[heads\] = \[6\] or \[sequences, heads\] = \[2, 6\], got \[3\]",
+    ),
+    "slopes of ints": Bad(
+        {"alibi_slopes": zeros(6, dtype="int32")}, DTypeError, "^alibi_slopes: expected one of .*, got int32; cast it"
+    ),
+    "a list of slopes": Bad({"alibi_slopes": [0.0] * 6}, TypeError, "^alibi_slopes: expected a .*, got .*list"),
+    "starts of int16": Bad(
+        {"kv_starts": table(0, 1, dtype="int16")}, DTypeError, "^kv_starts: expected dtype int32, got int16; cast it"
+    ),
+    "too many starts": Bad(
+        {"kv_starts": table(0, 1, 2)}, ShapeError, r"^kv_starts: expected shape \[2\], got \[3\]"
+    ),
+    "a list of starts": Bad({"kv_starts": [0, 1]}, TypeError, "^kv_starts: expected a .*, got .*list"),
+    "a negative start": Bad(
+        {"kv_starts": table(0, -1)}, SpecError, r"^kv_starts\[1\]=-1: expected 0 to 3, the length of", eager=True
+    ),
+    "a start behind the end": Bad(
+        {"kv_starts": table(6, 0)}, SpecError, r"^kv_starts\[0\]=6: expected 0 to 5, the length of", eager=True
+    ),
     "max_len_q too small for all": Bad(
         {"max_len_q": 1}, SpecError, "^max_len_q=1: expected at least the longest document, 3 tokens", eager=True
     ),

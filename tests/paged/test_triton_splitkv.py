@@ -25,6 +25,12 @@ def spec_of(batch: int = 64, tokens: int = 8192, new: int = 1, page_size: int = 
     )
 
 
+def with_starts() -> AttentionSpec:
+    spec = spec_of()
+    assert spec.paged is not None
+    return replace(spec, paged=replace(spec.paged, starts=True))
+
+
 # Claims
 
 
@@ -44,6 +50,15 @@ def reasons(spec: AttentionSpec) -> tuple[str, ...]:
 )
 def test_supported_calls_are_not_refused(fields: dict[str, Any]) -> None:
     assert reasons(spec_of(**fields)) == ()
+
+
+@pytest.mark.parametrize("spec", [spec_of(alibi_shape=(32,)), spec_of(alibi_shape=(64, 32)), with_starts()], ids=str)
+@pytest.mark.parametrize("target", [GPU, Target("jax", "sm90"), Target("torch", "sm80")], ids=str)
+def test_slopes_and_starts_run_here_and_are_refused_by_name_elsewhere(spec: AttentionSpec, target: Target) -> None:
+    what = "kv_starts of sequences in pages: " if spec.alibi_shape is None else "alibi_slopes with pages: "
+    assert explain(spec, target, "triton_splitkv").reasons("triton_splitkv") == ()
+    for name in ("flash2", "flash3", "flash4", "torch_varlen", "flashinfer"):
+        assert any(why.startswith(what) for why in explain(spec, target, name).reasons(name)), name
 
 
 @pytest.mark.parametrize(
@@ -80,8 +95,10 @@ def test_a_cpu_is_not_supported() -> None:
 def test_the_numbers_that_the_kernels_receive() -> None:
     assert triton_splitkv.lower(spec_of(softcap=20.0, window=(5, None), sinks=True, scale=0.3)) == {
         **{"scale": 0.3, "softcap": 20.0, "left": 5, "right": 0},
-        **{"ONE_QUERY": True, "SOFTCAP": True, "SINKS": True, "RANGES": 0},
+        **{"ONE_QUERY": True, "SOFTCAP": True, "SINKS": True, "RANGES": 0, "ALIBI": False, "STARTS": False},
     }
+    assert triton_splitkv.lower(spec_of(alibi_shape=(64, 32)))["ALIBI"]
+    assert triton_splitkv.lower(with_starts())["STARTS"]
     assert triton_splitkv.lower(spec_of(new=3, key_ranges_shape=(1, 1, 192, 2, 2)))["RANGES"] == 2
     open_sides = triton_splitkv.lower(spec_of(new=3, causal=False))
     assert open_sides["left"] == open_sides["right"] == 2**30 and not open_sides["ONE_QUERY"]

@@ -100,7 +100,7 @@ def _checked(qkv: tuple[Any, ...], rows: CacheRows, options: Keywords) -> tuple[
     if compiling or transforms.is_one_op(q):
         moved = CacheRows(*(tensor_kinds.to_device_of(q, a) if isinstance(a, np.ndarray) else a for a in rows))
         return cache_rows.clamped(moved, k.shape[1], k.shape[0]), window
-    _check_tensors(q, k, v, options, call)
+    _check_tensors(q, k, v, options, call, rows.cache_index is not None)
     on_host = CacheRows(*(array if _is_on_host(array) else None for array in rows))
     cache_rows.check_values(on_host, k.shape[1], k.shape[0])
     moved = CacheRows(*(torch.as_tensor(a, device=q.device) if isinstance(a, np.ndarray) else a for a in rows))
@@ -114,8 +114,11 @@ def _is_on_host(array: Any) -> bool:
     return isinstance(array, np.ndarray) or (array is not None and array.is_cpu)
 
 
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor, options: Keywords, call: Options) -> None:
-    """Raises the error of a call on rows of their own, because the errors of pages would name other arguments."""
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor, options: Keywords, call: Options, by_index: bool) -> None:
+    """Raises the error of a call on rows of their own, because the errors of pages would name other arguments.
+
+    by_index: whether cache_index selects the rows, of a cache that may have more of them.
+    """
     named = {name: options[name] for name in ("mask", "bias", "alibi_slopes", "sinks")}
     for name, tensor in named.items():
         if tensor is not None:
@@ -124,15 +127,15 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, options: Keywords, call: Opt
     tensor_kinds.check_data(q, k=k, v=v, **named)
     q, k, v, named["bias"] = autocast.in_autocast(q, k, v, named["bias"])
     entries = tuple([None if t is None else (t.shape, t.dtype, t.device) for t in (q, k, v, *named.values())])
-    _check_metadata(entries, call)
+    _check_metadata(entries, call, by_index)
 
 
 @lru_cache(maxsize=1024)
-def _check_metadata(entries: tuple[plan.Metadata | None, ...], call: Options) -> None:
+def _check_metadata(entries: tuple[plan.Metadata | None, ...], call: Options, by_index: bool) -> None:
     facts = [None if entry is None else plan.facts(*entry) for entry in entries]
     arrays = Arrays(*facts)  # type: ignore[arg-type]
     batch = arrays.q.shape[:1]
-    if arrays.k.shape[:1] != batch:  # cache_index selects rows of a larger cache
+    if by_index:
         arrays = arrays._replace(**{n: f._replace(shape=batch + f.shape[1:]) for n, f in zip("kv", arrays[1:3])})
     build_spec(arrays, call)
 
