@@ -21,7 +21,14 @@ from attn_core.paged import arguments
 from attn_core.selection import Selection, Target, explain, new_plans, override, select
 from jax_frontend.bridge import compiled_lane
 from jax_frontend.dispatch import empty_rows, ops, plan
-from jax_frontend.paged.tables import as_int32, check_kinds, check_ranges_in_pages, check_table_values, copy_numpy
+from jax_frontend.paged.tables import (
+    as_int32,
+    check_kinds,
+    check_ranges_in_pages,
+    check_table_values,
+    copy_numpy,
+    numpy_as_int32,
+)
 
 Array = jax.Array
 Keywords = PagedKeywords[Array]
@@ -177,11 +184,12 @@ def _gather_arguments(
     check_kinds(block_table, seq_lens, cu, shapes_only)
     if key_ranges is not None and not isinstance(key_ranges, np.ndarray):
         plan.check_array("key_ranges", key_ranges, shapes_only=shapes_only)
+    block_table, seq_lens, cu = numpy_as_int32(block_table, seq_lens, cu)
     return PagedInputs(q, k_pages, v_pages, block_table, seq_lens, cu, sinks, key_ranges)
 
 
 def _as_arrays(inputs: PagedInputs) -> PagedInputs:
-    tables = {name: as_int32(name, getattr(inputs, name)) for name in ("block_table", "seq_lens", "cu_seqlens_q")}
+    tables = {name: as_int32(getattr(inputs, name)) for name in ("block_table", "seq_lens", "cu_seqlens_q")}
     return PagedInputs(*(copy_numpy(array) for array in inputs._replace(**tables)))
 
 

@@ -140,6 +140,22 @@ def test_torch_compiles_it() -> None:
     assert torch.equal(batched(x, torch.tensor(positions)), expected)
 
 
+def test_jax_maps_it_over_rows() -> None:
+    x, cos, sin, positions = draw((3, 7, 2, 22))
+    arrays = [in_jax(tensor) for tensor in (x, cos, sin)]
+    expected = jax_frontend.apply_rotary(*arrays, positions=positions)
+    mapped = jax.vmap(lambda row, at: jax_frontend.apply_rotary(row, *arrays[1:], positions=at))
+    assert np.array_equal(mapped(arrays[0], jnp.asarray(positions)), expected)
+
+
+def test_traced_positions_are_clamped() -> None:
+    x, cos, sin, _ = draw((4, 2, 22))
+    arrays, at = [in_jax(tensor) for tensor in (x, cos, sin)], jnp.asarray([-(2**31), -1, 41, 2**31 - 1])
+    rotate = jax.jit(lambda at: jax_frontend.apply_rotary(*arrays, positions=at))
+    expected = jax_frontend.apply_rotary(*arrays, positions=np.array([0, 0, 40, 40]))
+    assert np.array_equal(rotate(at), expected)
+
+
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "one axis": ({"x": np.zeros(4)}, ShapeError, r"x: expected \[\.\.\., heads, head_dim\], got \[4\]"),
     "whole numbers": ({"x": np.zeros((7, 3, 22), np.int32)}, DTypeError, "x: expected one of .*, got int32"),
