@@ -27,6 +27,7 @@ from attn_core.backends.contract import (
     row_maximum_of,
     shortcut,
     writes_into,
+    writes_strided,
 )
 from attn_core.backends.shared import known_bad
 from attn_core.backends.shared.cached_once import cached_once
@@ -71,6 +72,7 @@ __all__ = [
     "shortcut",
     "usual_order",
     "writes_into",
+    "writes_strided",
 ]
 
 # Every other file or folder here counts as a backend, so a new helper at this level must be listed.

@@ -20,7 +20,8 @@ class Backend(Protocol):
 
     Optional: with ``WRITES_INTO = True`` forward and backward take a last argument ``into``, buffers for their results:
     (out, lse) or Gradients. The returned tensors are the results; the caller copies a result that is not the buffer
-    itself. ``build()`` (see Support's Build), ``warm_up(spec)``, ``shortcut(spec)``, ``paged_shortcut(spec)``,
+    itself. The buffers are contiguous; with ``WRITES_STRIDED = True`` only their channels need be dense, in a call on
+    pages. ``build()`` (see Support's Build), ``warm_up(spec)``, ``shortcut(spec)``, ``paged_shortcut(spec)``,
     ``FORWARD_MODE`` with ``jvp`` and ``backward_jvp``, ``ROW_MAXIMUM`` with ``row_maximum``,
     ``forward_with_maximum(spec)``, and ``variant(word)``: see the functions below.
     """
@@ -105,6 +106,11 @@ def paged_shortcut(backend: Backend, spec: AttentionSpec) -> Callable[..., tuple
 def writes_into(backend: Backend) -> bool:
     """Returns whether the backend's functions take ``into``."""
     return getattr(backend, "WRITES_INTO", False)
+
+
+def writes_strided(backend: Backend) -> bool:
+    """Returns whether ``into`` of a call on pages may have any strides with dense channels."""
+    return getattr(backend, "WRITES_STRIDED", False)
 
 
 def reads_pages_alone(backend: Backend) -> bool:

@@ -55,6 +55,7 @@ KEYWORDS: dict[str, str | dict[str, str]] = {
     "v_cache": {"v_pages": "[num_pages, page_size, kv_heads, value_dim]"},
     "num_splits": _CHOSEN,
     "pack_gqa": _CHOSEN,
+    "out": "only paged_attention() of torch_frontend writes into a buffer; JAX's arrays never change",
     # xformers
     "attn_bias": {"bias": "a bool mask is mask=, packed documents are seq_info="},
     "p": {"dropout": _DROPPING},

@@ -17,7 +17,7 @@ from attn_core.paged.rotary import pair_of
 from jax_frontend.dispatch import plan
 from jax_frontend.paged.places import check_append_values, without_int64
 from jax_frontend.paged.rotary import rotate
-from jax_frontend.paged.tables import as_int32, check_kinds, copy_numpy
+from jax_frontend.paged.tables import as_int32, check_kinds, copy_numpy, numpy_as_int32
 
 Array = jax.Array
 
@@ -70,6 +70,7 @@ def append_kv(
         plan.check_array(name, array)
     if slot_mapping is None:
         check_kinds(block_table, seq_lens, cu_seqlens_q)
+        tables = dict(zip(tables, numpy_as_int32(*tables.values()), strict=True))
     indices = {"slot_mapping": slot_mapping, "positions": positions}
     for name, array in indices.items():
         if array is not None and not isinstance(array, np.ndarray):
@@ -80,7 +81,7 @@ def append_kv(
         {n: None if a is None else ArrayFacts(a.shape, str(a.dtype), device) for n, a in everything.items()}
     )
     check_append_values(k.shape[0], k_pages.shape, everything)
-    arrays = {name: copy_numpy(as_int32(name, array)) for name, array in {**pools, **tables, **angles}.items()}
+    arrays = {name: copy_numpy(as_int32(array)) for name, array in {**pools, **tables, **angles}.items()}
     arrays["slots"] = without_int64(slot_mapping, k_pages.shape[1])
     arrays["positions"] = copy_numpy(positions)
     # Under the caller's jit the donation is the caller's choice, so only an eager call donates the pool here.

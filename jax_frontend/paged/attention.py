@@ -28,6 +28,7 @@ from jax_frontend.paged.tables import (
     check_starts_in_pages,
     check_table_values,
     copy_numpy,
+    numpy_as_int32,
 )
 
 Array = jax.Array
@@ -192,11 +193,11 @@ def _gather_arguments(
             plan.check_array(name, array, shapes_only=shapes_only)
     q, k_pages, v_pages, sinks, alibi_slopes = numbers.values()
     more = {"key_ranges": key_ranges, "alibi_slopes": alibi_slopes, "kv_starts": kv_starts}
-    return PagedInputs(q, k_pages, v_pages, *tables, sinks, **more)
+    return PagedInputs(q, k_pages, v_pages, *numpy_as_int32(*tables), sinks, **more)
 
 
 def _as_arrays(inputs: PagedInputs) -> PagedInputs:
-    tables = {name: as_int32(name, getattr(inputs, name)) for name in ("block_table", "seq_lens", "cu_seqlens_q")}
+    tables = {name: as_int32(getattr(inputs, name)) for name in ("block_table", "seq_lens", "cu_seqlens_q")}
     return PagedInputs(*(copy_numpy(array) for array in inputs._replace(**tables)))
 
 

@@ -27,17 +27,22 @@ def copy_numpy(array: Any) -> Any:
     return jnp.array(array) if isinstance(array, np.ndarray) else array
 
 
-def as_int32(name: str, table: Any) -> Any:
-    """Returns an int64 table in int32, and any other array as it is.
-
-    On a device, numbers that int32 does not have become its nearest one, which is no page and no length, as before.
+def numpy_as_int32(*tables: Any) -> tuple[Any, ...]:
+    """Returns block_table, seq_lens and cu_seqlens_q, those of numpy in int32.
 
     Raises:
-        SpecError: for a value of a numpy array that int32 does not have.
+        SpecError: for a value that int32 does not have.
     """
-    if isinstance(table, np.ndarray):
-        return narrow(name, table)
-    if table is None or table.dtype != jnp.int64:
+    names = ("block_table", "seq_lens", "cu_seqlens_q")
+    return tuple(narrow(n, t) if isinstance(t, np.ndarray) else t for n, t in zip(names, tables, strict=True))
+
+
+def as_int32(table: Any) -> Any:
+    """Returns an int64 table of JAX in int32, and any other argument as it is.
+
+    Numbers that int32 does not have become its nearest one, which is no page and no length, as before.
+    """
+    if not isinstance(table, jax.Array) or table.dtype != jnp.int64:
         return table
     limit = jnp.iinfo(jnp.int32)
     return jnp.clip(table, limit.min, limit.max).astype(jnp.int32)

@@ -7,8 +7,9 @@ is read beside a tensor is seen only where it lies outside of them all.
 
 Prints what ran and what did not, with its reason; exit code 1 only when a call raises, gives NaN or Inf, or writes
 beside a pool of pages. Without an NVIDIA GPU nothing runs. ``--only NAME ...`` runs these backends alone;
-``append_kv``, ``merge``, ``offsets``, ``tables`` and ``jvp`` are names of our other Triton kernels, ``block_tables``,
-``block_states``, ``segments`` and ``sinks`` of those of the CuTe DSL, and ``--own`` means all of our kernels.
+``append_kv``, ``merge``, ``offsets``, ``tables``, ``rotary`` and ``jvp`` are names of our other Triton kernels,
+``block_tables``, ``block_states``, ``segments`` and ``sinks`` of those of the CuTe DSL, and ``--own`` means all of our
+kernels.
 ``functions`` runs our mask and score functions inside FlashAttention-4's kernels.
 """
 
@@ -29,6 +30,7 @@ import small_paged_calls as paged
 import torch
 from small_calls import KINDS, most_it_can, small_call, torch_backends, why_not
 
+import torch_frontend
 from attn_core import AttentionSpec, PagedKV, backends
 from attn_core.backends.flash4 import backend as flash4
 from attn_core.backends.flash4 import block_tables, function_blocks, own_kernels
@@ -50,7 +52,7 @@ from torch_frontend.dispatch import offsets, plan
 
 APPEND = "append_kv"
 OWN = (
-    *("triton_splitkv", "triton_jvp", "jvp", APPEND, "merge", "offsets", "tables"),
+    *("triton_splitkv", "triton_jvp", "jvp", APPEND, "merge", "offsets", "tables", "rotary"),
     *("block_tables", "block_states", "segments", "sinks"),
 )
 """Everything that runs a kernel of this project."""
@@ -207,6 +209,32 @@ def clamps_tables(device: str) -> bool:
     return torch.equal(safe_table.cpu(), expected[0]) and torch.equal(safe_lengths.cpu(), expected[1])
 
 
+def rotates(device: str) -> bool:
+    """Rotates queries, and appends rotated keys by slots; on a GPU two slots are no place, and two positions no row."""
+    call, random = paged.paged_call("paged chunk", 16, device=device), torch.Generator().manual_seed(3)
+    tokens, slots = len(call.k), torch.randperm(16 * paged.PAGES, generator=random)
+    slots, positions = slots[:tokens], torch.randint(0, 40, (tokens,), generator=random)
+    angles = [torch.randn(40, 24, generator=random) for _ in "cs"]
+    slots[3] = -1
+    lies, wrong = slots.clone(), positions.clone()
+    if device != "cpu":
+        lies[5:7], wrong[7:9] = torch.tensor([2**31 - 1, -9]), torch.tensor([2**31 - 1, -5])
+        slots[5:7], positions[7:9] = -1, torch.tensor([39, 0])
+    for interleaved in (False, True):
+        pools = [pool.cpu() for pool in call.pools]
+        there, where = tuple(each.to(device) for each in angles), {"positions": wrong.to(device)}
+        options = {"rotary": there, "rotary_interleaved": interleaved}
+        torch_frontend.append_kv(*call.pools, call.k, call.v, slot_mapping=lies.to(device), **where, **options)
+        options = {"rotary": tuple(angles), "rotary_interleaved": interleaved}
+        torch_frontend.append_kv(*pools, call.k.cpu(), call.v.cpu(), slot_mapping=slots, positions=positions, **options)
+        actual = torch_frontend.apply_rotary(call.q, *there, **where, interleaved=interleaved)
+        turned = torch_frontend.apply_rotary(call.q.cpu(), *angles, positions=positions, interleaved=interleaved)
+        pairs = zip((*call.pools, actual), (*pools, turned), strict=True)
+        if not all([torch.equal(one.cpu(), other) for one, other in pairs]):
+            return False
+    return call.guarded()
+
+
 def moves_forward() -> bool:
     """Computes tangents of documents whose offsets lie outside of the tokens and decrease."""
     sizes = {"batch": 1, "q_len": 91, "kv_len": 83, "num_heads": 4, "num_kv_heads": 2, "head_dim": 48, "value_dim": 40}
@@ -226,7 +254,10 @@ def moves_forward() -> bool:
     return finite(*(each[:83] if each.shape[0] == 91 else each[:, :83] for each in results))
 
 
-OTHERS: dict[str, Callable[[str], bool]] = {"merge": merges, "offsets": completes_offsets, "tables": clamps_tables}
+OTHERS: dict[str, Callable[[str], bool]] = {
+    **{"merge": merges, "offsets": completes_offsets, "tables": clamps_tables},
+    "rotary": rotates,
+}
 
 
 SIZES: dict[str, Any] = {

@@ -13,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 from append_cases import Append, appends, make_append
 from both_frontends import _numpy
-from frameworks import BOTH, JAX, TORCH, Framework
+from frameworks import BOTH, EVERYWHERE, JAX, TORCH, Framework, jax_on
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from xla_compiler import as_users_have_it
@@ -26,10 +26,7 @@ from attn_core.paged.places import check_slot_values, pages_and_offsets
 def arrays(f: Framework, call: Append) -> tuple[list[Any], tuple[Any, Any]]:
     """The pools, k and v, then cos and sin, as arrays of a framework that share no memory with those of the call."""
     given = call.k_pages, call.v_pages, call.k, call.v, call.cos, call.sin
-    if f is TORCH:
-        own = [tensor.clone() for tensor in given]
-    else:
-        own = [jnp.asarray(_numpy(t.float())).astype(str(t.dtype).removeprefix("torch.")) for t in given]
+    own = [f.array(_numpy(tensor.float()), str(tensor.dtype).removeprefix("torch.")) for tensor in given]
     return own[:4], (own[4], own[5])
 
 
@@ -57,16 +54,19 @@ def appended(f: Framework, call: Append, rotates: bool, **how: Any) -> list[np.n
     return [bits(pool) for pool in pools]
 
 
-@pytest.mark.parametrize("f", BOTH, ids=str)
+@pytest.mark.parametrize("f", EVERYWHERE, ids=str)
 def test_any_append(f: Framework) -> None:
-    @settings(max_examples=12 if f is JAX else 60, deadline=None)
+    """On a GPU the bits are those of a CPU."""
+
+    @settings(max_examples=12 if f.name == "jax" else 60, deadline=None)
     @given(appends(), st.booleans(), st.booleans(), st.sampled_from(("int32", "int64")), st.booleans())
     def every(call: Append, rotates: bool, by_slots: bool, kind: str, on_host: bool) -> None:
         pools = appended(f, call, rotates, by_slots=by_slots, kind=kind, on_host=on_host)
         for pool, expected in zip(pools, call.expected(rotates), strict=True):
             assert np.array_equal(pool, bits(expected))
 
-    every()
+    with jax_on(f.device):
+        every()
 
 
 CALLS = {

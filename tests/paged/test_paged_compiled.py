@@ -146,6 +146,11 @@ def test_torch_opcheck_of_the_paged_ops() -> None:
     )
     new = [torch.zeros(4, 2, 8), torch.zeros(4, 2, 8)]
     torch.library.opcheck(torch.ops.attn.append_kv.default, (*pools, *new, *given))
+    angles, places = (torch.zeros(9, 4), torch.ones(9, 4)), torch.tensor([5, -1, 0, 9])
+    torch.library.opcheck(torch.ops.attn.append_kv.default, (*pools, *new, *given, None, *angles, None, True))
+    by_slots = (None, None, None, places, *angles, torch.arange(4))
+    torch.library.opcheck(torch.ops.attn.append_kv.default, (*pools, *new, *by_slots))
+    torch.library.opcheck(torch.ops.attn.apply_rotary.default, (new[0], *angles, torch.arange(4), False))
 
 
 @pytest.mark.cuda

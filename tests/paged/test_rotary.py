@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp
 from both_frontends import _numpy
+from frameworks import JAX_ON_GPU, jax_on
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from xla_compiler import as_users_have_it
@@ -93,6 +94,25 @@ def test_bits_of_many_products(interleaved: bool) -> None:
     assert (np.asarray(fused) != first * angle - second * second).mean() > 0.1, "then the function above needs no care"
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_a_gpu_has_the_bits_of_a_cpu(interleaved: bool, dtype: str) -> None:
+    """The kernel, torch's operations if there is a gradient, and XLA's program."""
+    x, cos, sin, positions = draw((997, 3, 64), 48, dtype=dtype)
+    options = {"interleaved": interleaved}
+    expected = torch_frontend.apply_rotary(x, cos, sin, positions=positions, **options)
+    there = [tensor.cuda() for tensor in (x, cos, sin, torch.tensor(positions))]
+    for each in (there[0], there[0].clone().requires_grad_()):
+        found = torch_frontend.apply_rotary(each, *there[1:3], positions=there[3], **options)
+        assert torch.equal(found.detach().cpu(), expected)
+    with jax_on("cuda"):
+        arrays = [JAX_ON_GPU.array(np.asarray(in_jax(tensor)), dtype) for tensor in (x,)]
+        angles = [JAX_ON_GPU.array(tensor.numpy()) for tensor in (cos, sin)]
+        found = jax_frontend.apply_rotary(*arrays, *angles, positions=JAX_ON_GPU.array(positions), **options)
+        assert np.array_equal(np.asarray(found.astype(jnp.float32)), expected.float().numpy())
+
+
 def test_planted_faults_are_found() -> None:
     call = draw(positions=300)
     x, cos, sin, positions = call
@@ -138,6 +158,22 @@ def test_torch_compiles_it() -> None:
     assert meta.shape == x.shape
     batched = torch.vmap(lambda row, at: torch_frontend.apply_rotary(row, cos, sin, positions=at))
     assert torch.equal(batched(x, torch.tensor(positions)), expected)
+
+
+def test_jax_maps_it_over_rows() -> None:
+    x, cos, sin, positions = draw((3, 7, 2, 22))
+    arrays = [in_jax(tensor) for tensor in (x, cos, sin)]
+    expected = jax_frontend.apply_rotary(*arrays, positions=positions)
+    mapped = jax.vmap(lambda row, at: jax_frontend.apply_rotary(row, *arrays[1:], positions=at))
+    assert np.array_equal(mapped(arrays[0], jnp.asarray(positions)), expected)
+
+
+def test_traced_positions_are_clamped() -> None:
+    x, cos, sin, _ = draw((4, 2, 22))
+    arrays, at = [in_jax(tensor) for tensor in (x, cos, sin)], jnp.asarray([-(2**31), -1, 41, 2**31 - 1])
+    rotate = jax.jit(lambda at: jax_frontend.apply_rotary(*arrays, positions=at))
+    expected = jax_frontend.apply_rotary(*arrays, positions=np.array([0, 0, 40, 40]))
+    assert np.array_equal(rotate(at), expected)
 
 
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {

@@ -75,6 +75,23 @@ def check(call: PagedCall) -> None:
     assert verdict.ok, f"{call}\n{verdict}"
 
 
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("new", [None, (4, 0, 1)], ids=["decode", "prefill"])
+def test_a_buffer_with_strides(new: Any, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The output goes to a part of wider rows, or has its heads outside, and nothing else is written."""
+    splits_of(monkeypatch, count)
+    call = make_paged((5, 70, 1), new, **HALF)
+    tokens, heads, dim = call.spec.out_shape
+    expected, lse = triton_splitkv.forward(call.spec, tensors(call))
+    wide = torch.full((tokens + 1, 2, heads, dim + 16), torch.nan, dtype=torch.float16)
+    outside = torch.full((heads, tokens, dim), torch.nan, dtype=torch.float16)
+    for out in (wide[1:, 1, :, :dim], outside.transpose(0, 1)):
+        found, found_lse = triton_splitkv.forward(call.spec, tensors(call), (out, None))
+        assert found is out and torch.equal(out, expected) and torch.equal(found_lse, lse)
+    wide[1:, 1, :, :dim] = torch.nan
+    assert wide.isnan().all()
+
+
 # float16 alone: triton 3.6's interpreter multiplies the bits of bfloat16 as if they were integers
 HALF = {"dtype": "float16", "head_dim": 16, "value_dim": 16, "return_lse": True}
 CASES: dict[str, dict[str, Any]] = {

@@ -21,6 +21,7 @@ from torch_frontend.paged import (
     seen_calls,
 )
 from torch_frontend.paged.append import append, check_appended
+from torch_frontend.paged.outputs import check_out, copied
 from torch_frontend.paged.places import Places, op_places
 from torch_frontend.paged.plan import check_op, gather_arguments, metadata, options_of, request, run
 
@@ -31,15 +32,33 @@ _is_compiling, _modes = torch.compiler.is_compiling, are_modes_active
 
 @overload
 def paged_attention(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[Keywords]
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    *,
+    return_lse: Literal[False] = False,
+    out: Tensor | None = None,
+    **options: Unpack[Keywords],
 ) -> Tensor: ...
 @overload
 def paged_attention(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, *, return_lse: Literal[True], **options: Unpack[Keywords]
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    *,
+    return_lse: Literal[True],
+    out: Tensor | None = None,
+    **options: Unpack[Keywords],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def paged_attention(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, *, return_lse: bool, **options: Unpack[Keywords]
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    *,
+    return_lse: bool,
+    out: Tensor | None = None,
+    **options: Unpack[Keywords],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 @hide_unknown
 def paged_attention(
@@ -62,6 +81,7 @@ def paged_attention(
     return_lse: bool = False,
     alibi_slopes: Tensor | None = None,
     kv_starts: Any = None,
+    out: Tensor | None = None,
     **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Computes attention of each sequence's new tokens to its keys and values in pages: decoding or chunked prefill.
@@ -86,6 +106,8 @@ def paged_attention(
         return_lse: also return the log-sum-exp, ``[heads, tokens]``, natural log, float32.
         alibi_slopes: float ``[heads]`` or ``[sequences, heads]``: adds ``-slope * |i + N - n - j|``.
         kv_starts: int32 ``[sequences]``: no query sees a key of its sequence before this one (padding on the left).
+        out: a buffer for the output, of q's dtype and device, with dense channels, apart from the memory of q and the
+            pages. A kernel that can writes into it; other results are copied there. It is the output.
 
     Returns:
         The output ``[tokens, heads, value_dim]``; or ``(output, lse)``. A query that sees no key has output 0 and its
@@ -98,7 +120,7 @@ def paged_attention(
     """
     if unknown:
         refuse_keywords("paged_attention", unknown)
-    is_usual = cu_seqlens_q is key_ranges is alibi_slopes is kv_starts is None
+    is_usual = cu_seqlens_q is key_ranges is alibi_slopes is kv_starts is out is None
     if is_usual and not (_is_compiling() or _modes() or forward_ad._current_level >= 0):
         plain_options = (causal, window, softcap, scale, deterministic, return_lse, max_len_q)
         results = seen_calls.attend(q, k_pages, v_pages, block_table, seq_lens, sinks, backend, plain_options)
@@ -112,16 +134,19 @@ def paged_attention(
             more = key_ranges, options, alibi_slopes, kv_starts
             tables, key_ranges, kv_starts = check_op(q, k_pages, v_pages, tables, sinks, *more)
         left, right = options.window  # type: ignore[misc]
-        out, lse = torch.ops.attn.paged_forward(
+        result, lse = torch.ops.attn.paged_forward(
             *(q, k_pages, v_pages, *tables, sinks, max_len_q, causal, left, right),
             *(softcap, scale, deterministic, return_lse, join_names(requested_names(backend)), key_ranges),
             *(alibi_slopes, kv_starts),
         )
-        return (out, lse) if return_lse else out
+        if out is not None:
+            check_out(out, q, k_pages, v_pages)
+            result = copied(result, out)
+        return (result, lse) if return_lse else result
     tables = block_table, seq_lens, cu_seqlens_q
     inputs = gather_arguments(q, k_pages, v_pages, *tables, sinks, max_len_q, key_ranges, alibi_slopes, kv_starts)
-    out, lse = run(inputs, options, requested_names(backend))
-    return (out, lse) if return_lse else out
+    result, lse = run(inputs, options, requested_names(backend), out)
+    return (result, lse) if return_lse else result
 
 
 @hide_unknown

@@ -85,15 +85,36 @@ class PagedKVCache(PagedCache):
 
     @overload
     def attend(
-        self, layer: int, q: Tensor, step: Step, *, return_lse: Literal[False] = False, **options: Unpack[Keywords]
+        self,
+        layer: int,
+        q: Tensor,
+        step: Step,
+        *,
+        return_lse: Literal[False] = False,
+        out: Tensor | None = None,
+        **options: Unpack[Keywords],
     ) -> Tensor: ...
     @overload
     def attend(
-        self, layer: int, q: Tensor, step: Step, *, return_lse: Literal[True], **options: Unpack[Keywords]
+        self,
+        layer: int,
+        q: Tensor,
+        step: Step,
+        *,
+        return_lse: Literal[True],
+        out: Tensor | None = None,
+        **options: Unpack[Keywords],
     ) -> tuple[Tensor, Tensor]: ...
     @overload
     def attend(
-        self, layer: int, q: Tensor, step: Step, *, return_lse: bool, **options: Unpack[Keywords]
+        self,
+        layer: int,
+        q: Tensor,
+        step: Step,
+        *,
+        return_lse: bool,
+        out: Tensor | None = None,
+        **options: Unpack[Keywords],
     ) -> Tensor | tuple[Tensor, Tensor]: ...
     @hide_unknown
     def attend(
@@ -112,6 +133,7 @@ class PagedKVCache(PagedCache):
         backend: str | tuple[str, ...] | None = None,
         return_lse: bool = False,
         alibi_slopes: Tensor | None = None,
+        out: Tensor | None = None,
         **unknown: Never,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Runs ``check``, then ``paged_attention`` of a layer's queries ``[tokens, heads, head_dim]`` with options."""
@@ -134,6 +156,7 @@ class PagedKVCache(PagedCache):
             backend=backend,
             return_lse=return_lse,
             alibi_slopes=alibi_slopes,
+            out=out,
         )
 
     def _copy(self, copies: Copies) -> None:

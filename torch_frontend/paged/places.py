@@ -11,8 +11,8 @@ from attn_core.errors import DTypeError
 from attn_core.paged import places as paged_places
 from attn_core.paged import rotary, tables
 from torch_frontend.dispatch import plan, tensor_kinds
-from torch_frontend.paged.plan import check_values, op_tables, tables_of
 from torch_frontend.paged.rotary import rotate
+from torch_frontend.paged.tables import check_values, op_tables, tables_of
 
 Tensor = torch.Tensor
 

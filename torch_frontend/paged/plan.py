@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from attn_core import backends
@@ -13,11 +12,10 @@ from attn_core.backends.shared.torch_ranges import in_range, is_on
 from attn_core.call import counters
 from attn_core.call.failed_calls import note_call
 from attn_core.call.options import Options, check_traced_options, is_plain_window
-from attn_core.call.pages import PagedKV
 from attn_core.call.ranges import enabled, range_name
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import PagedInputs
-from attn_core.errors import DTypeError, SpecError
+from attn_core.errors import SpecError
 from attn_core.paged import arguments
 from attn_core.paged import tables as paged_tables
 from attn_core.selection import Target, new_plans, override, select
@@ -25,7 +23,8 @@ from torch_frontend.dispatch import empty_rows, offsets, plan, tensor_kinds
 from torch_frontend.dispatch.run_plan import check_key_ranges
 from torch_frontend.dispatch.wrappers import on_device
 from torch_frontend.paged.key_ranges import ranges_of, starts_of
-from torch_frontend.paged.tables import as_int32
+from torch_frontend.paged.outputs import check_out, copied
+from torch_frontend.paged.tables import check_values, op_tables, tables_of
 
 Tensor = torch.Tensor
 Metadata = tuple[torch.Size, torch.dtype, torch.device]
@@ -39,6 +38,8 @@ class PagedPlan(NamedTuple):
     forward: Any
     shortcut: Any = None
     """The backend's fast path, see ``contract.paged_shortcut``; None with ``cu_seqlens_q`` and for an empty call."""
+    writes: tuple[bool, bool] = (False, False)
+    """Whether the backend writes into a buffer, and into one with strides."""
 
 
 @lru_cache(maxsize=4096)
@@ -55,7 +56,8 @@ def plan_call(metadata: tuple[Metadata | None, ...], options: Options, requested
     usual = metadata[5] is None and not any(metadata[7:])  # a shortcut takes the first five tensors and the sinks alone
     shortcut = backends.paged_shortcut(module, selection.spec) if usual else None
     forward, shortcut = (on_device(function, metadata[0][2]) for function in (module.forward, shortcut))
-    return PagedPlan(selection.spec, name, forward, shortcut)
+    writes = backends.writes_into(module), backends.writes_strided(module)
+    return PagedPlan(selection.spec, name, forward, shortcut, writes)
 
 
 def request(
@@ -140,44 +142,6 @@ def check_no_gradient(name: str, tensor: Tensor) -> None:
         )
 
 
-def tables_of(q: Tensor, k_pages: Tensor, max_len_q: int | None, *tables: Any) -> tuple[Any, Any, Any]:
-    """Returns block_table, seq_lens and cu_seqlens_q as tensors.
-
-    Checks the values of numpy tables and copies them to q's device. Clamps offsets on a GPU, so that no kernel can read
-    out of bounds.
-    """
-    names = ("block_table", "seq_lens", "cu_seqlens_q")
-    tables = tuple([as_int32(name, table) for name, table in zip(names, tables)])
-    for name, table in zip(names[:2], tables):
-        # Only cu_seqlens_q may be None; check_tensor names the other.
-        if table is None:
-            plan.check_tensor(name, table)
-    if all(table is None or isinstance(table, np.ndarray) for table in tables):
-        # On a CPU, `run` and `append` check the values of all tables later, whatever their type.
-        if q.device.type != "cpu":
-            check_values(max_len_q, q.shape[0], k_pages, *tables)
-        _check_kinds(names, tables)
-        return tuple(None if t is None else torch.from_numpy(t).to(q.device) for t in tables)  # type: ignore[return-value]
-    for name, table in zip(names, tables, strict=True):
-        if table is not None:
-            plan.check_tensor(name, table)
-    block_table, seq_lens, cu = tables
-    if cu is not None and not cu.is_cpu and cu.dtype == torch.int32 and cu.dim() == 1 and q.dim() == 3:
-        cu = offsets.clamp(cu, q.shape[0])
-    return block_table, seq_lens, cu
-
-
-def op_tables(q: Tensor, *tables: Any) -> tuple[Any, Any, Any]:
-    """Returns the tables of a call that becomes one op, in the form that ops accept together with q."""
-    for name, table in zip(("block_table", "seq_lens", "cu_seqlens_q"), tables, strict=True):
-        if not isinstance(table, np.ndarray) and (table is not None or name != "cu_seqlens_q"):
-            plan.check_tensor(name, table)
-    named = dict(zip(("block_table", "seq_lens", "cu_seqlens_q"), tables, strict=True))
-    _check_kinds(tuple(named), tables)
-    tensor_kinds.check_data(q, **named)
-    return tuple(tensor_kinds.to_device_of(q, t) if isinstance(t, np.ndarray) else t for t in tables)  # type: ignore[return-value]
-
-
 def check_op(
     q: Tensor,
     k_pages: Tensor,
@@ -205,35 +169,10 @@ def check_op(
     return tensors, ranges, starts
 
 
-def _check_kinds(names: tuple[str, ...], tables: tuple[Any, ...]) -> None:
-    """Raises DTypeError for a numpy array of a dtype that no tensor has, such as dates."""
-    for name, table in zip(names, tables):
-        if isinstance(table, np.ndarray) and table.dtype.kind not in "biufc":
-            raise DTypeError(f"{name}: expected dtype int32 or int64, got {table.dtype}")
-
-
-def check_values(
-    max_len_q: int | None,
-    tokens: int,
-    pages: Tensor,
-    block_table: Any,
-    seq_lens: Any,
-    cu: Any,
-    *,
-    writes: bool = False,
-) -> None:
-    """Checks the values of tables on the host. ``build_spec`` raises for wrong shapes and dtypes."""
-    block_table, seq_lens, cu = (None if table is None else np.asarray(table) for table in (block_table, seq_lens, cu))
-    if block_table.ndim != 2 or seq_lens.shape != block_table.shape[:1] or pages.dim() != 4:
-        return
-    if cu is not None and cu.shape != (len(seq_lens) + 1,):
-        return
-    paged = PagedKV(num_pages=pages.shape[0], page_size=pages.shape[1], width=block_table.shape[1])
-    paged_tables.check_values(paged, tokens, max_len_q, block_table, seq_lens, cu, writes=writes)
-
-
-def run(inputs: PagedInputs, options: Options, requested: tuple[str, ...] | None) -> tuple[Tensor, Tensor]:
-    """Plans and runs a paged call; returns (out, lse)."""
+def run(
+    inputs: PagedInputs, options: Options, requested: tuple[str, ...] | None, into: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Plans and runs a paged call; returns (out, lse). into: the caller's buffer for out, or None."""
     # use_backend is read here, because in compiled code this runs inside the op.
     call_plan = plan_call(metadata(inputs), options, requested or override.requested())
     if inputs.q.device.type == "cpu":
@@ -242,6 +181,10 @@ def run(inputs: PagedInputs, options: Options, requested: tuple[str, ...] | None
         if inputs.kv_starts is not None:
             paged_tables.check_starts(inputs.kv_starts.numpy(), inputs.seq_lens.numpy())
     forward = call_plan.forward
+    if into is not None:
+        check_out(into, *inputs[:3])
+        if call_plan.writes[0] and (call_plan.writes[1] or into.is_contiguous()):
+            forward = partial(forward, into=(into, None))
     if is_on() and not call_plan.spec.empty:
         forward = in_range(forward, call_plan.range_name, enabled())
     try:
@@ -252,6 +195,7 @@ def run(inputs: PagedInputs, options: Options, requested: tuple[str, ...] | None
     cu = inputs.cu_seqlens_q
     # Kernels leave the rows behind the last offset unwritten, and the host does not know the last offset.
     out, lse = offsets.clear_tail(out, lse, cu) if cu is not None and not cu.is_cpu else (out, lse)
+    out = out if into is None else copied(out, into)
     if inputs.sinks is None or not options.return_lse:
         return out, lse
     return out, empty_rows.fill_with_sinks(lse, inputs.sinks, None if cu is None else cu[-1])

@@ -22,7 +22,8 @@ from attn_core.call.pages import PagedKV
 from attn_core.paged.tables import FEW_ENTRIES, are_valid
 from attn_core.selection import new_plans, override
 from torch_frontend.dispatch import empty_rows, tensor_kinds
-from torch_frontend.paged.plan import Metadata, check_values, options_of, plan_call
+from torch_frontend.paged.plan import Metadata, options_of, plan_call
+from torch_frontend.paged.tables import check_values
 
 Tensor = torch.Tensor
 _KINDS = frozenset((Tensor, torch.nn.Parameter))

@@ -1,4 +1,4 @@
-"""The tables of a paged call as int32 tensors: int64 ones are cast, on their own device."""
+"""The tables of a paged call: block_table, seq_lens and cu_seqlens_q, as tensors or numpy arrays."""
 
 from __future__ import annotations
 
@@ -7,11 +7,78 @@ from typing import Any
 import numpy as np
 import torch
 
-from attn_core.paged import tables
-from torch_frontend.dispatch import plan, tensor_kinds
+from attn_core.call.pages import PagedKV
+from attn_core.errors import DTypeError
+from attn_core.paged import tables as paged_tables
+from torch_frontend.dispatch import offsets, plan, tensor_kinds
 
 Tensor = torch.Tensor
 _INT32 = torch.iinfo(torch.int32)
+
+
+def tables_of(q: Tensor, k_pages: Tensor, max_len_q: int | None, *tables: Any) -> tuple[Any, Any, Any]:
+    """Returns block_table, seq_lens and cu_seqlens_q as tensors.
+
+    Checks the values of numpy tables and copies them to q's device. Clamps offsets on a GPU, so that no kernel can read
+    out of bounds.
+    """
+    names = ("block_table", "seq_lens", "cu_seqlens_q")
+    tables = tuple([as_int32(name, table) for name, table in zip(names, tables)])
+    for name, table in zip(names[:2], tables):
+        # Only cu_seqlens_q may be None; check_tensor names the other.
+        if table is None:
+            plan.check_tensor(name, table)
+    if all(table is None or isinstance(table, np.ndarray) for table in tables):
+        # On a CPU, `run` and `append` check the values of all tables later, whatever their type.
+        if q.device.type != "cpu":
+            check_values(max_len_q, q.shape[0], k_pages, *tables)
+        _check_kinds(names, tables)
+        return tuple(None if t is None else torch.from_numpy(t).to(q.device) for t in tables)  # type: ignore[return-value]
+    for name, table in zip(names, tables, strict=True):
+        if table is not None:
+            plan.check_tensor(name, table)
+    block_table, seq_lens, cu = tables
+    if cu is not None and not cu.is_cpu and cu.dtype == torch.int32 and cu.dim() == 1 and q.dim() == 3:
+        cu = offsets.clamp(cu, q.shape[0])
+    return block_table, seq_lens, cu
+
+
+def op_tables(q: Tensor, *tables: Any) -> tuple[Any, Any, Any]:
+    """Returns the tables of a call that becomes one op, in the form that ops accept together with q."""
+    for name, table in zip(("block_table", "seq_lens", "cu_seqlens_q"), tables, strict=True):
+        if not isinstance(table, np.ndarray) and (table is not None or name != "cu_seqlens_q"):
+            plan.check_tensor(name, table)
+    named = dict(zip(("block_table", "seq_lens", "cu_seqlens_q"), tables, strict=True))
+    _check_kinds(tuple(named), tables)
+    tensor_kinds.check_data(q, **named)
+    return tuple(tensor_kinds.to_device_of(q, t) if isinstance(t, np.ndarray) else t for t in tables)  # type: ignore[return-value]
+
+
+def _check_kinds(names: tuple[str, ...], tables: tuple[Any, ...]) -> None:
+    """Raises DTypeError for a numpy array of a dtype that no tensor has, such as dates."""
+    for name, table in zip(names, tables):
+        if isinstance(table, np.ndarray) and table.dtype.kind not in "biufc":
+            raise DTypeError(f"{name}: expected dtype int32 or int64, got {table.dtype}")
+
+
+def check_values(
+    max_len_q: int | None,
+    tokens: int,
+    pages: Tensor,
+    block_table: Any,
+    seq_lens: Any,
+    cu: Any,
+    *,
+    writes: bool = False,
+) -> None:
+    """Checks the values of tables on the host. ``build_spec`` raises for wrong shapes and dtypes."""
+    block_table, seq_lens, cu = (None if table is None else np.asarray(table) for table in (block_table, seq_lens, cu))
+    if block_table.ndim != 2 or seq_lens.shape != block_table.shape[:1] or pages.dim() != 4:
+        return
+    if cu is not None and cu.shape != (len(seq_lens) + 1,):
+        return
+    paged = PagedKV(num_pages=pages.shape[0], page_size=pages.shape[1], width=block_table.shape[1])
+    paged_tables.check_values(paged, tokens, max_len_q, block_table, seq_lens, cu, writes=writes)
 
 
 def as_int32(name: str, table: Any) -> Any:
@@ -23,10 +90,10 @@ def as_int32(name: str, table: Any) -> Any:
         SpecError: for a value on the CPU that int32 does not have.
     """
     if isinstance(table, np.ndarray):
-        return tables.as_int32(name, table)
+        return paged_tables.as_int32(name, table)
     if not isinstance(table, Tensor) or table.dtype != torch.int64:
         return table
     plan.check_tensor(name, table)
     if table.is_cpu and not tensor_kinds.is_watched(table) and not tensor_kinds.is_cut(table):
-        tables.as_int32(name, table.numpy())
+        paged_tables.as_int32(name, table.numpy())
     return table.clamp(_INT32.min, _INT32.max).to(torch.int32)

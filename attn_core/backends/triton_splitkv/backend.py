@@ -51,6 +51,7 @@ FORWARD = Support(
 BACKWARD = None
 PAGES_ALONE = True
 WRITES_INTO = True
+WRITES_STRIDED = True
 
 PROGRAMS = 4
 """Programs per multiprocessor that saturate its memory bandwidth. Beyond that, programs get more work, not splits."""
