@@ -28,7 +28,7 @@ class Support:
         alignments: the causal/window alignments it has when q_len and kv_len differ (or documents are packed).
         causal, window, softcap, mask, key_ranges, mask_mod, score_mod, bias, bias_gradient, aux_gradients, alibi,
         sinks, packed, dropout: the features.
-        paged: it takes keys and values in pages of a pool.
+        paged: it takes keys and values in pages; page_dtypes: it reads quantised pages of these dtypes, either scales.
         deterministic: it can promise equal bits on every run.
         lse: it returns the log-sum-exp; lse_gradient: its backward takes a gradient of it.
         partial: it can attend to a part of each row's keys: it returns the log-sum-exp, and its backward computes with
@@ -69,6 +69,7 @@ class Support:
     approximate: bool = False
     unproven: bool = False
     paged: bool = False
+    page_dtypes: tuple[str, ...] = ()
     partial: bool = False
     symbolic: bool = False
 
@@ -213,8 +214,14 @@ def _documents(support: Support, spec: AttentionSpec) -> str | None:
     return _size("documents")(support, spec)
 
 
-def _page_size(spec: AttentionSpec) -> int:
-    return spec.paged.page_size if spec.paged else 0
+def _paged(support: Support, spec: AttentionSpec) -> str | None:
+    assert spec.paged is not None
+    if not support.paged:
+        return f"keys and values in pages of {spec.paged.page_size}: {support.kernel} has none"
+    reads = support.page_dtypes
+    if spec.paged.dtype in (None, *reads):
+        return None
+    return f"pages in {spec.paged.dtype}: {support.kernel} reads {', '.join(reads) or 'no quantised ones'}"
 
 
 CHECKS: dict[str, Check] = {
@@ -249,5 +256,5 @@ CHECKS: dict[str, Check] = {
     "dropout": _flag("dropout", lambda s: s.dropout, lambda s: f"dropout={s.dropout}"),
     "deterministic": _flag("deterministic", lambda s: s.deterministic, lambda s: "deterministic=True"),
     "partial": _flag("partial", lambda s: s.partial, lambda s: "a part of each row's keys"),
-    "paged": _flag("paged", lambda s: s.paged, lambda s: f"keys and values in pages of {_page_size(s)}"),
+    "paged": _paged,
 }

@@ -94,3 +94,5 @@ class PagedKeywords(CachedKeywords[Array], total=False):
     seq_lens: Required[Any]
     cu_seqlens_q: Any
     max_len_q: int | None
+    k_scales: Array | None
+    v_scales: Array | None

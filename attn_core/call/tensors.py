@@ -43,7 +43,9 @@ class PagedInputs(NamedTuple):
     ``[documents, width]``, seq_lens int32 ``[documents]``, cu_seqlens_q int32 ``[documents + 1]`` or None if every
     sequence has one query. The values of the last three are checked on a CPU, and unchecked on a GPU, where a backend
     must clamp them. key_ranges int32 ``[1, kv_heads or 1, tokens, 1 or 2, 2]``: the tokens of q that see each of the
-    new tokens; the values are only compared.
+    new tokens; the values are only compared. Quantised pages: k and v are float8_e4m3fn, int8, or uint8 with half the
+    channels for int4 (see ``paged.quantised``), and k_scales and v_scales float32 ``[num_pages, kv_heads]`` or
+    ``[num_pages, page_size, kv_heads]``, as ``spec.paged`` says.
     """
 
     q: Any
@@ -54,6 +56,8 @@ class PagedInputs(NamedTuple):
     cu_seqlens_q: Any = None
     sinks: Any = None
     key_ranges: Any = None
+    k_scales: Any = None
+    v_scales: Any = None
 
 
 class Tangents(NamedTuple):

@@ -11,6 +11,7 @@ from attn_core.call.pages import PagedKV
 from attn_core.call.seq_info import is_host_int, is_number, must_be_static
 from attn_core.call.spec import DTYPES, AttentionSpec
 from attn_core.errors import DeviceError, DTypeError, ShapeError, SpecError, shown
+from attn_core.paged.scales import channels, check_beside_pool, check_pool_dtype, page_dtype, scales_kind
 from attn_core.paged.tables import check_table_types
 
 
@@ -25,9 +26,14 @@ class PagedArrays(NamedTuple):
     cu_seqlens_q: ArrayFacts | None = None
     sinks: ArrayFacts | None = None
     key_ranges: ArrayFacts | None = None
+    k_scales: ArrayFacts | None = None
+    v_scales: ArrayFacts | None = None
 
 
-ARGUMENTS = ("q", "k_pages", "v_pages", "block_table", "seq_lens", "cu_seqlens_q", "sinks", "key_ranges")
+ARGUMENTS = (
+    *("q", "k_pages", "v_pages", "block_table", "seq_lens", "cu_seqlens_q", "sinks", "key_ranges"),
+    *("k_scales", "v_scales"),
+)
 """The names of these arrays as arguments."""
 
 
@@ -56,8 +62,8 @@ def build_spec(arrays: PagedArrays, options: Options) -> AttentionSpec:
     _check_one_place(arrays)
     paged, batch = _check_pool(arrays)
     tokens, heads, head_dim = _rank_three("q", arrays.q, "[tokens, heads, head_dim]")
-    if arrays.k.shape[3] != head_dim:
-        raise ShapeError(f"k_pages: expected the head_dim of q ({head_dim}), got {arrays.k.shape[3]}")
+    if channels(arrays.k) != head_dim:
+        raise ShapeError(f"k_pages: expected the head_dim of q ({head_dim}), got {channels(arrays.k)}")
     if arrays.sinks is not None and arrays.sinks.shape != (heads,):
         raise ShapeError(f"sinks: expected one logit per query head, shape [{heads}], got {list(arrays.sinks.shape)}")
     ranges_shape = None if arrays.key_ranges is None else tuple(arrays.key_ranges.shape)
@@ -87,7 +93,7 @@ def build_spec(arrays: PagedArrays, options: Options) -> AttentionSpec:
         num_heads=heads,
         num_kv_heads=arrays.k.shape[2],
         head_dim=head_dim,
-        value_dim=arrays.v.shape[3],
+        value_dim=channels(arrays.v),
         dtype=arrays.q.dtype,
         causal=options.causal,
         window=options.window,  # type: ignore[arg-type]
@@ -139,8 +145,7 @@ def check_pool(k_pages: ArrayFacts, v_pages: ArrayFacts) -> None:
     for name, facts in (("k_pages", k_pages), ("v_pages", v_pages)):
         if len(facts.shape) != 4 or 0 in facts.shape[1:]:
             raise ShapeError(f"{name}: expected [num_pages, page_size, kv_heads, dim], got {list(facts.shape)}")
-        if facts.dtype not in DTYPES:
-            raise DTypeError(f"{name}: expected one of {', '.join(DTYPES)}, got {facts.dtype}")
+        check_pool_dtype(name, facts)
     if k_pages.shape[:3] != v_pages.shape[:3]:
         raise ShapeError(
             f"v_pages: expected the pages, page size and heads of k_pages, {list(k_pages.shape[:3])}, "
@@ -163,15 +168,13 @@ def check_append(named: dict[str, ArrayFacts | None]) -> None:
     # A k without axes has no token axis to read; the comparison of shapes below refuses it.
     tokens = facts["k"].shape[0] if facts["k"].shape else 0
     for name, pool in (("k", k_pages), ("v", v_pages)):
-        expected = (tokens, *pool.shape[2:])
+        expected = (tokens, pool.shape[2], channels(pool))
         if facts[name].shape != expected:
             raise ShapeError(
                 f"{name}: expected [tokens, kv_heads, dim] = {list(expected)}, got {list(facts[name].shape)}"
             )
-        if facts[name].dtype != pool.dtype:
-            raise DTypeError(
-                f"{name}: expected the dtype of {name}_pages, {pool.dtype}, got {facts[name].dtype}; cast it"
-            )
+        check_beside_pool(name, facts[name], f"{name}_pages", pool)
+    scales_kind(k_pages, {name: facts.get(name) for name in ("k_scales", "v_scales")})
     table = facts["block_table"]
     check_table_types("block_table", table.dtype, table.shape, ("batch", "width"))
     check_table_types("seq_lens", facts["seq_lens"].dtype, facts["seq_lens"].shape, (table.shape[0],))
@@ -201,8 +204,8 @@ def _check_one_place(arrays: PagedArrays) -> None:
 def _check_pool(arrays: PagedArrays) -> tuple[PagedKV, int]:
     """Checks the pool and the tables. Returns the pool's sizes and the number of sequences."""
     check_pool(arrays.k, arrays.v)
-    if arrays.q.dtype != arrays.k.dtype:
-        raise DTypeError(f"q: expected the dtype of k_pages, {arrays.k.dtype}, got {arrays.q.dtype}; cast it")
+    check_beside_pool("q", arrays.q, "k_pages", arrays.k)
+    scales = scales_kind(arrays.k, {"k_scales": arrays.k_scales, "v_scales": arrays.v_scales})
     check_table_types("block_table", arrays.block_table.dtype, arrays.block_table.shape, ("batch", "width"))
     batch, width = arrays.block_table.shape
     check_table_types("seq_lens", arrays.seq_lens.dtype, arrays.seq_lens.shape, (batch,))
@@ -212,7 +215,8 @@ def _check_pool(arrays: PagedArrays) -> tuple[PagedKV, int]:
         raise DTypeError(f"sinks: expected one of {', '.join(DTYPES)}, got {arrays.sinks.dtype}; cast it")
     if arrays.key_ranges is not None and arrays.key_ranges.dtype != "int32":
         raise DTypeError(f"key_ranges: expected dtype int32, got {arrays.key_ranges.dtype}; cast it to int32")
-    return PagedKV(num_pages=arrays.k.shape[0], page_size=arrays.k.shape[1], width=width), batch
+    pages, size = arrays.k.shape[:2]
+    return PagedKV(num_pages=pages, page_size=size, width=width, dtype=page_dtype(arrays.k), scales=scales), batch
 
 
 def _rank_three(name: str, facts: ArrayFacts, expected: str) -> tuple[int, ...]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from attn_core.paged.triton_quantise import channel_of, store_row
+
 
 # Triton compiles again if an integer becomes 1 or a multiple of 16. These sizes change from call to call.
 @triton.jit(do_not_specialize=["num_pages", "width", "batch"])
@@ -19,6 +21,8 @@ def append(
     block_table,
     seq_lens,
     cu_seqlens_q,
+    k_scales,
+    v_scales,
     num_pages,
     width,
     batch,
@@ -33,16 +37,31 @@ def append(
     v_slot,
     v_pool_head,
     table_row,
+    k_scale_page,
+    k_scale_slot,
+    k_scale_head,
+    v_scale_page,
+    v_scale_slot,
+    v_scale_head,
     PAGE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     WIDE: tl.constexpr,
     ONE_QUERY: tl.constexpr,
     SEQUENCES: tl.constexpr,
+    KIND: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
+    LARGEST: tl.constexpr,
+    NUMERATOR: tl.constexpr,
+    PLACES: tl.constexpr,
+    EXPONENT: tl.constexpr,
+    MOST: tl.constexpr,
+    INVERSE: tl.constexpr,
 ):
     """Writes one head of one token's key and value to its slot by its sequence's table. Slots out of range are skipped.
 
-    WIDE: a power of two that holds both widths; SEQUENCES: how many offsets are read at once.
+    WIDE: a power of two that holds both widths; SEQUENCES: how many offsets are read at once. The constants from KIND
+    on are those of ``store_row``.
     """
     token = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)  # 64 bits, because a pool's stride times it may exceed 2^31
@@ -67,14 +86,21 @@ def append(
     page = tl.load(block_table + sequence.to(tl.int64) * table_row + position // PAGE)
     if (page < 0) | (page >= num_pages):
         return
-    channel = tl.arange(0, WIDE)
+    lane = tl.arange(0, WIDE)
+    key_channel = channel_of(lane, HEAD_DIM, WIDE, KIND)
+    value_channel = channel_of(lane, VALUE_DIM, WIDE, KIND)
     page = page.to(tl.int64)
     slot = (position % PAGE).to(tl.int64)
     from_token = token.to(tl.int64)
-    key = tl.load(k + from_token * k_token + head * k_head + channel, mask=channel < HEAD_DIM)
-    value = tl.load(v + from_token * v_token + head * v_head + channel, mask=channel < VALUE_DIM)
-    tl.store(k_pages + page * k_page + slot * k_slot + head * k_pool_head + channel, key, mask=channel < HEAD_DIM)
-    tl.store(v_pages + page * v_page + slot * v_slot + head * v_pool_head + channel, value, mask=channel < VALUE_DIM)
+    key = tl.load(k + from_token * k_token + head * k_head + key_channel, mask=key_channel < HEAD_DIM)
+    value = tl.load(v + from_token * v_token + head * v_head + value_channel, mask=value_channel < VALUE_DIM)
+    k_at = k_pages + page * k_page + slot * k_slot + head * k_pool_head
+    v_at = v_pages + page * v_page + slot * v_slot + head * v_pool_head
+    k_scale = k_scales + page * k_scale_page + slot * k_scale_slot + head * k_scale_head
+    v_scale = v_scales + page * v_scale_page + slot * v_scale_slot + head * v_scale_head
+    how: tl.constexpr = (KIND, BY_TOKEN, LARGEST, NUMERATOR, PLACES, EXPONENT, MOST, INVERSE)
+    store_row(key, key_channel, k_at, k_scale, HEAD_DIM, WIDE, *how)
+    store_row(value, value_channel, v_at, v_scale, VALUE_DIM, WIDE, *how)
 
 
 @triton.jit(do_not_specialize=["num_pages", "width", "entries", "batch"])

@@ -32,6 +32,8 @@ _AXES = {
     "rng": ("words",),
     "block_table": ("documents", "width"),
     "seq_lens": ("documents",),
+    "k_scales": ("pages", "slots", "kv_heads"),  # scales by page have no slots
+    "v_scales": ("pages", "slots", "kv_heads"),
     "out": ("batch", "queries", "heads", "dim"),
     "lse": ("batch", "heads", "queries"),
     "row_maximum": ("batch", "heads", "queries"),

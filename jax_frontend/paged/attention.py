@@ -21,7 +21,13 @@ from attn_core.paged import arguments
 from attn_core.selection import Selection, Target, explain, new_plans, override, select
 from jax_frontend.bridge import compiled_lane
 from jax_frontend.dispatch import empty_rows, ops, plan
-from jax_frontend.paged.tables import check_kinds, check_ranges_in_pages, check_table_values, copy_numpy
+from jax_frontend.paged.tables import (
+    check_kinds,
+    check_ranges_in_pages,
+    check_scales_in_pages,
+    check_table_values,
+    copy_numpy,
+)
 
 Array = jax.Array
 Keywords = PagedKeywords[Array]
@@ -59,6 +65,8 @@ def paged_attention(
     deterministic: bool = False,
     backend: str | tuple[str, ...] | None = None,
     return_lse: bool = False,
+    k_scales: Array | None = None,
+    v_scales: Array | None = None,
     **unknown: Never,
 ) -> Array | tuple[Array, Array]:
     """Computes attention of each sequence's new tokens to its keys and values in pages: decoding or chunked prefill.
@@ -69,8 +77,9 @@ def paged_attention(
 
     Args:
         q: ``[tokens, heads, head_dim]``, the new tokens of all sequences end to end.
-        k_pages: ``[num_pages, page_size, kv_heads, head_dim]``, the pool.
-        v_pages: ``[num_pages, page_size, kv_heads, value_dim]``.
+        k_pages: ``[num_pages, page_size, kv_heads, head_dim]``, the pool. In q's dtype, or quantised: float8_e4m3fn,
+            int8, or uint8 with two int4 numbers a byte, ``head_dim / 2`` wide.
+        v_pages: ``[num_pages, page_size, kv_heads, value_dim]``, in the dtype of k_pages.
         block_table: int32 ``[batch, width]``: each sequence's pages in order, -1 behind them; a JAX or numpy array.
         seq_lens: int32 ``[batch]``: the length of each sequence, its new tokens included.
         cu_seqlens_q: int32 ``[batch + 1]``, the offsets of the sequences in q; None if each has one new token.
@@ -81,6 +90,9 @@ def paged_attention(
             tokens. Causal and window hide further keys. ``attn_core.masks.tree`` builds the mask of a tree of drafts.
         backend: a name, which runs or raises; names in order of preference; or None for automatic choice.
         return_lse: also return the log-sum-exp, ``[heads, tokens]``, natural log, float32.
+        k_scales, v_scales: the scales of quantised pages, float32 ``[num_pages, page_size, kv_heads]`` or ``[num_pages,
+            kv_heads]``: a number of the pool is ``stored * scale``. The scales in use must be positive and finite,
+            which is checked if they and the tables are on the host; elsewhere a NaN reaches the result.
 
     Returns:
         The output ``[tokens, heads, value_dim]``; or ``(output, lse)``. A query that sees no key has output 0 and its
@@ -93,12 +105,15 @@ def paged_attention(
     """
     if unknown:
         refuse_keywords("paged_attention", unknown)
-    inputs = _gather_arguments(q, k_pages, v_pages, block_table, seq_lens, cu_seqlens_q, sinks, key_ranges)
+    scales = k_scales, v_scales
+    inputs = _gather_arguments(q, k_pages, v_pages, block_table, seq_lens, cu_seqlens_q, sinks, key_ranges, scales)
     options = arguments.check_paged_options(causal, window, softcap, scale, deterministic, return_lse, max_len_q)
     requested = requested_names(backend) or override.requested()
     call_plan = _plan(_metadata(inputs), plan.device_name(q), options, requested)
     checked = check_table_values(options.max_len_q, q.shape[0], k_pages.shape, *inputs[3:6])
     check_ranges_in_pages(key_ranges, q.shape[0])
+    if checked:
+        check_scales_in_pages(call_plan.spec.paged, inputs)
     if call_plan.device == "cpu":  # kernels on a GPU clamp all tables, checked or not
         call_plan = call_plan._replace(tables_checked=checked)
     return _jit_attention(call_plan, _as_arrays(inputs))
@@ -123,13 +138,16 @@ def explain_paged(
     deterministic: bool = False,
     backend: str | tuple[str, ...] | None = None,
     return_lse: bool = False,
+    k_scales: Any = None,
+    v_scales: Any = None,
     **unknown: Never,
 ) -> Selection:
     """Returns the backend that ``paged_attention`` chooses for these arguments and why the others cannot run."""
     if unknown:
         refuse_keywords("explain_paged", unknown)
     tables = block_table, seq_lens, cu_seqlens_q
-    inputs = _gather_arguments(q, k_pages, v_pages, *tables, sinks, key_ranges, shapes_only=True)
+    scales = k_scales, v_scales
+    inputs = _gather_arguments(q, k_pages, v_pages, *tables, sinks, key_ranges, scales, shapes_only=True)
     if isinstance(q, jax.Array):
         plan.check_array("q", q)  # not deleted, because its device counts
     options = arguments.check_paged_options(causal, window, softcap, scale, deterministic, return_lse, max_len_q)
@@ -169,15 +187,17 @@ def _gather_arguments(
     cu: Any,
     sinks: Any,
     key_ranges: Any,
+    scales: tuple[Any, Any],
     shapes_only: bool = False,
 ) -> PagedInputs:
-    for name, array in (("q", q), ("k_pages", k_pages), ("v_pages", v_pages), ("sinks", sinks)):
-        if array is not None or name != "sinks":
+    optional = {"sinks": sinks, "k_scales": scales[0], "v_scales": scales[1]}
+    for name, array in ({"q": q, "k_pages": k_pages, "v_pages": v_pages} | optional).items():
+        if array is not None or name not in optional:
             plan.check_array(name, array, shapes_only=shapes_only)
     check_kinds(block_table, seq_lens, cu, shapes_only)
     if key_ranges is not None and not isinstance(key_ranges, np.ndarray):
         plan.check_array("key_ranges", key_ranges, shapes_only=shapes_only)
-    return PagedInputs(q, k_pages, v_pages, block_table, seq_lens, cu, sinks, key_ranges)
+    return PagedInputs(q, k_pages, v_pages, block_table, seq_lens, cu, key_ranges=key_ranges, **optional)
 
 
 def _as_arrays(inputs: PagedInputs) -> PagedInputs:

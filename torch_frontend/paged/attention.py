@@ -57,6 +57,8 @@ def paged_attention(
     deterministic: bool = False,
     backend: str | tuple[str, ...] | None = None,
     return_lse: bool = False,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
     **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Computes attention of each sequence's new tokens to its keys and values in pages: decoding or chunked prefill.
@@ -66,8 +68,9 @@ def paged_attention(
 
     Args:
         q: ``[tokens, heads, head_dim]``, the new tokens of all sequences end to end.
-        k_pages: ``[num_pages, page_size, kv_heads, head_dim]``, the pool; any strides with dense channels.
-        v_pages: ``[num_pages, page_size, kv_heads, value_dim]``.
+        k_pages: ``[num_pages, page_size, kv_heads, head_dim]``, the pool; any strides with dense channels. In q's
+            dtype, or quantised: float8_e4m3fn, int8, or uint8 with two int4 numbers a byte, ``head_dim / 2`` wide.
+        v_pages: ``[num_pages, page_size, kv_heads, value_dim]``, in the dtype of k_pages.
         block_table: int32 ``[batch, width]``: each sequence's pages in order, -1 behind them. A tensor on q's device,
             or a numpy array, which is checked and copied there.
         seq_lens: int32 ``[batch]``: the length of each sequence, its new tokens included.
@@ -79,6 +82,9 @@ def paged_attention(
             tokens. Causal and window hide further keys. ``attn_core.masks.tree`` builds the mask of a tree of drafts.
         backend: a name, which runs or raises; names in order of preference; or None for automatic choice.
         return_lse: also return the log-sum-exp, ``[heads, tokens]``, natural log, float32.
+        k_scales, v_scales: the scales of quantised pages, float32 ``[num_pages, page_size, kv_heads]`` or ``[num_pages,
+            kv_heads]``: a number of the pool is ``stored * scale``. On the CPU the scales in use must be positive and
+            finite; on a GPU they are not checked, and a NaN reaches the result.
 
     Returns:
         The output ``[tokens, heads, value_dim]``; or ``(output, lse)``. A query that sees no key has output 0 and its
@@ -91,7 +97,7 @@ def paged_attention(
     """
     if unknown:
         refuse_keywords("paged_attention", unknown)
-    is_usual = cu_seqlens_q is None and key_ranges is None
+    is_usual = cu_seqlens_q is key_ranges is k_scales is v_scales is None
     if is_usual and not (_is_compiling() or _modes() or forward_ad._current_level >= 0):
         plain_options = (causal, window, softcap, scale, deterministic, return_lse, max_len_q)
         results = seen_calls.attend(q, k_pages, v_pages, block_table, seq_lens, sinks, backend, plain_options)
@@ -102,15 +108,17 @@ def paged_attention(
         tables = block_table, seq_lens, cu_seqlens_q
         # While compiling, sizes are symbols; the op checks the arguments when it runs.
         if not torch.compiler.is_compiling():
-            tables, key_ranges = check_op(q, k_pages, v_pages, tables, sinks, key_ranges, options)
+            scales = k_scales, v_scales
+            tables, key_ranges = check_op(q, k_pages, v_pages, tables, sinks, key_ranges, options, scales)
         left, right = options.window  # type: ignore[misc]
         out, lse = torch.ops.attn.paged_forward(
             *(q, k_pages, v_pages, *tables, sinks, max_len_q, causal, left, right),
             *(softcap, scale, deterministic, return_lse, join_names(requested_names(backend)), key_ranges),
+            *(k_scales, v_scales),
         )
         return (out, lse) if return_lse else out
     tables = block_table, seq_lens, cu_seqlens_q
-    inputs = gather_arguments(q, k_pages, v_pages, *tables, sinks, max_len_q, key_ranges)
+    inputs = gather_arguments(q, k_pages, v_pages, *tables, sinks, max_len_q, key_ranges, k_scales, v_scales)
     out, lse = run(inputs, options, requested_names(backend))
     return (out, lse) if return_lse else out
 
@@ -134,6 +142,8 @@ def explain_paged(
     deterministic: bool = False,
     backend: str | tuple[str, ...] | None = None,
     return_lse: bool = False,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
     **unknown: Never,
 ) -> Selection:
     """Returns the backend that ``paged_attention`` chooses for these arguments and why the others cannot run."""
@@ -141,7 +151,7 @@ def explain_paged(
         refuse_keywords("explain_paged", unknown)
     options = options_of(causal, window, softcap, scale, deterministic, return_lse, max_len_q)
     tables = block_table, seq_lens, cu_seqlens_q
-    inputs = gather_arguments(q, k_pages, v_pages, *tables, sinks, max_len_q, key_ranges)
+    inputs = gather_arguments(q, k_pages, v_pages, *tables, sinks, max_len_q, key_ranges, k_scales, v_scales)
     return explain(*request(metadata(inputs), options, requested_names(backend) or override.requested()))
 
 
@@ -155,17 +165,23 @@ def append_kv(
     block_table: Any,
     seq_lens: Any,
     cu_seqlens_q: Any = None,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
     **unknown: Never,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Writes the keys and values of new tokens into their sequences' pages, in place.
 
     Args:
         k_pages, v_pages: the pool, as in ``paged_attention``; modified in place.
-        k, v: ``[tokens, kv_heads, dim]``, in the pool's dtype: the new tokens of each sequence, end to end.
+        k, v: ``[tokens, kv_heads, dim]``, in the pool's dtype: the new tokens of each sequence, end to end. For
+            quantised pages in bfloat16, float16 or float32.
         block_table, seq_lens, cu_seqlens_q: as in ``paged_attention``; ``seq_lens`` count the new tokens.
+        k_scales, v_scales: the scales of quantised pages, as in ``paged_attention``. Scales by token are written, too:
+            each becomes the largest magnitude of its token and head, divided by the largest stored number, and NaN for
+            a token with NaN or Inf. Scales by page are read: numbers beyond them saturate.
 
     Returns:
-        ``(k_pages, v_pages)``, the same tensors.
+        ``(k_pages, v_pages)``, the same tensors; with scales ``(k_pages, v_pages, k_scales, v_scales)``.
 
     Raises:
         ShapeError, DTypeError, DeviceError, SpecError: for invalid arguments, and for tables on the CPU that point
@@ -174,12 +190,12 @@ def append_kv(
     if unknown:
         refuse_keywords("append_kv", unknown)
     if torch.compiler.is_compiling():
-        torch.ops.attn.append_kv(k_pages, v_pages, k, v, block_table, seq_lens, cu_seqlens_q)
+        torch.ops.attn.append_kv(k_pages, v_pages, k, v, block_table, seq_lens, cu_seqlens_q, k_scales, v_scales)
     elif is_watched(k):
         check_tensor("k", k)
         tables = op_tables(k, block_table, seq_lens, cu_seqlens_q)
-        check_appended(k_pages, v_pages, k, v, *tables)
-        torch.ops.attn.append_kv(k_pages, v_pages, k, v, *tables)
+        check_appended(k_pages, v_pages, k, v, *tables, (k_scales, v_scales))
+        torch.ops.attn.append_kv(k_pages, v_pages, k, v, *tables, k_scales, v_scales)
     else:
-        append(k_pages, v_pages, k, v, block_table, seq_lens, cu_seqlens_q)
-    return k_pages, v_pages
+        append(k_pages, v_pages, k, v, block_table, seq_lens, cu_seqlens_q, k_scales, v_scales)
+    return (k_pages, v_pages) if k_scales is None else (k_pages, v_pages, k_scales, v_scales)  # type: ignore[return-value]

@@ -20,6 +20,7 @@ from attn_core.call.tensors import PagedInputs
 from attn_core.errors import DTypeError, SpecError
 from attn_core.paged import arguments
 from attn_core.paged import tables as paged_tables
+from attn_core.paged.scales import check_scale_values
 from attn_core.selection import Target, new_plans, override, select
 from torch_frontend.dispatch import empty_rows, offsets, plan, tensor_kinds
 from torch_frontend.dispatch.run_plan import check_key_ranges
@@ -51,7 +52,8 @@ def plan_call(metadata: tuple[Metadata | None, ...], options: Options, requested
     name = range_name(selection.backend or "", selection.spec, "forward")
     if selection.spec.empty:
         return PagedPlan(selection.spec, name, plan.empty_forward)
-    shortcut = backends.paged_shortcut(module, selection.spec) if metadata[5] is metadata[7] is None else None
+    plain = selection.spec.paged.dtype is metadata[5] is metadata[7] is None  # type: ignore[union-attr]
+    shortcut = backends.paged_shortcut(module, selection.spec) if plain else None
     forward, shortcut = (on_device(function, metadata[0][2]) for function in (module.forward, shortcut))
     return PagedPlan(selection.spec, name, forward, shortcut)
 
@@ -100,13 +102,11 @@ def gather_arguments(
     sinks: Any,
     max_len_q: Any,
     key_ranges: Any,
+    k_scales: Any = None,
+    v_scales: Any = None,
 ) -> PagedInputs:
     """Returns the arguments as PagedInputs on one device; ``run`` checks the values of tables on the CPU."""
-    for name, tensor in (("q", q), ("k_pages", k_pages), ("v_pages", v_pages), ("sinks", sinks)):
-        if tensor is None and name == "sinks":
-            continue
-        plan.check_tensor(name, tensor)
-        check_no_gradient(name, tensor)
+    _check_floats(q, k_pages, v_pages, sinks, k_scales, v_scales)
     tensor_kinds.check_data(
         q,
         k_pages=k_pages,
@@ -116,9 +116,21 @@ def gather_arguments(
         seq_lens=seq_lens,
         cu_seqlens_q=cu_seqlens_q,
         key_ranges=key_ranges,
+        k_scales=k_scales,
+        v_scales=v_scales,
     )
     tables = tables_of(q, k_pages, max_len_q, block_table, seq_lens, cu_seqlens_q)
-    return PagedInputs(q, k_pages, v_pages, *tables, sinks=sinks, key_ranges=ranges_of(q, key_ranges))
+    ranges, scales = ranges_of(q, key_ranges), {"k_scales": k_scales, "v_scales": v_scales}
+    return PagedInputs(q, k_pages, v_pages, *tables, sinks=sinks, key_ranges=ranges, **scales)
+
+
+def _check_floats(q: Any, k_pages: Any, v_pages: Any, sinks: Any, k_scales: Any, v_scales: Any) -> None:
+    """Checks the types of the tensors of numbers, and that none requires a gradient."""
+    optional = {"sinks": sinks, "k_scales": k_scales, "v_scales": v_scales}
+    for name, tensor in ({"q": q, "k_pages": k_pages, "v_pages": v_pages} | optional).items():
+        if tensor is not None or name not in optional:
+            plan.check_tensor(name, tensor)
+            check_no_gradient(name, tensor)
 
 
 def check_no_gradient(name: str, tensor: Tensor) -> None:
@@ -174,20 +186,19 @@ def check_op(
     sinks: Tensor | None,
     key_ranges: Any,
     options: Options,
+    scales: tuple[Any, Any] = (None, None),
 ) -> tuple[tuple[Any, Any, Any], Any]:
     """Checks the arguments of a call that becomes one op, if its sizes are ints.
 
     Returns:
         (``op_tables``, key_ranges in the same form).
     """
-    for name, tensor in (("q", q), ("k_pages", k_pages), ("v_pages", v_pages), ("sinks", sinks)):
-        if tensor is not None or name != "sinks":
-            plan.check_tensor(name, tensor)
-            check_no_gradient(name, tensor)  # type: ignore[arg-type]
+    _check_floats(q, k_pages, v_pages, sinks, *scales)
     ranges = ranges_of(q, key_ranges)
     tensor_kinds.check_data(q, key_ranges=ranges)
     tensors = op_tables(q, *tables)
-    entries = metadata(PagedInputs(q, k_pages, v_pages, *tensors, sinks=sinks, key_ranges=ranges))
+    scaled = dict(zip(("k_scales", "v_scales"), scales, strict=True))
+    entries = metadata(PagedInputs(q, k_pages, v_pages, *tensors, sinks=sinks, key_ranges=ranges, **scaled))
     if all(type(size) is int for entry in entries if entry for size in entry[0]):
         arguments.build_spec(arguments.PagedArrays(*(entry and plan.facts(*entry) for entry in entries)), options)  # type: ignore[arg-type]
     return tensors, ranges
@@ -227,6 +238,9 @@ def run(inputs: PagedInputs, options: Options, requested: tuple[str, ...] | None
     if inputs.q.device.type == "cpu":
         check_values(options.max_len_q, call_plan.spec.q_len, inputs.k, *inputs[3:6])
         check_key_ranges(call_plan.spec, inputs.key_ranges)
+        if inputs.k_scales is not None and call_plan.spec.paged is not None:
+            scales = {name: getattr(inputs, name).numpy() for name in ("k_scales", "v_scales")}
+            check_scale_values(scales, call_plan.spec.paged, inputs.block_table.numpy(), inputs.seq_lens.numpy())
     forward = call_plan.forward
     if is_on() and not call_plan.spec.empty:
         forward = in_range(forward, call_plan.range_name, enabled())

@@ -18,6 +18,7 @@ from attn_core.backends.shared.jax_promotion import usual_promotion
 from attn_core.backends.support import Build, Support
 from attn_core.call.functions import has_functions
 from attn_core.call.masks import band
+from attn_core.call.pages import BITS
 from attn_core.call.spec import DTYPES, AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
 
@@ -51,9 +52,10 @@ FORWARD = Support(
     partial=True,
     lse_gradient=True,
     paged=True,
+    page_dtypes=tuple(BITS),
     symbolic=True,
 )
-BACKWARD = replace(FORWARD, paged=False)
+BACKWARD = replace(FORWARD, paged=False, page_dtypes=())
 FORWARD_MODE = BACKWARD
 ROW_MAXIMUM = BACKWARD
 

@@ -23,6 +23,7 @@ from attn_core.backends.shared.block_operands import SavedTensors
 from attn_core.backends.shared.device_kinds import ANY
 from attn_core.backends.support import Build, Support
 from attn_core.call.masks import band
+from attn_core.call.pages import BITS
 from attn_core.call.spec import DTYPES, AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs, Tangents
 
@@ -56,9 +57,10 @@ FORWARD = Support(
     partial=True,
     lse_gradient=True,
     paged=True,
+    page_dtypes=tuple(BITS),
 )
-BACKWARD = replace(FORWARD, paged=False)
-FORWARD_MODE = replace(FORWARD, paged=False, aux_gradients=False)
+BACKWARD = replace(FORWARD, paged=False, page_dtypes=())
+FORWARD_MODE = replace(FORWARD, paged=False, page_dtypes=(), aux_gradients=False)
 ROW_MAXIMUM = BACKWARD
 
 

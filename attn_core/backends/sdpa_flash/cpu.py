@@ -21,6 +21,7 @@ from attn_core.backends.shared import sinks
 from attn_core.backends.support import Build, Support
 from attn_core.call.counters import operand_copied
 from attn_core.call.masks import band
+from attn_core.call.pages import BITS
 from attn_core.call.spec import DTYPES, AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
 
@@ -44,8 +45,9 @@ FORWARD = Support(
     lse=True,
     partial=True,
     paged=True,
+    page_dtypes=tuple(BITS),
 )
-BACKWARD = replace(FORWARD, paged=False)
+BACKWARD = replace(FORWARD, paged=False, page_dtypes=())
 
 
 def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ from attn_core.backends.support import Build, Support
 from attn_core.backends.triton_splitkv import launches
 from attn_core.backends.triton_splitkv.launches import Tiles
 from attn_core.call.masks import band
+from attn_core.call.pages import BITS
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, PagedInputs
 from attn_core.paged.arguments import one_query_each
@@ -45,6 +46,7 @@ FORWARD = Support(
     deterministic=True,
     lse=True,
     paged=True,
+    page_dtypes=tuple(BITS),
 )
 BACKWARD = None
 PAGES_ALONE = True
