@@ -49,6 +49,10 @@ class PagedKV:
             expected = "None without a dtype" if self.dtype is None else f"one of {', '.join(SCALES)}"
             raise SpecError(f"scales={shown(self.scales)}: expected {expected}")
 
+    def __repr__(self) -> str:
+        names = ("num_pages", "page_size", "width", *(() if self.dtype is None else ("dtype", "scales")))
+        return f"PagedKV({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
+
     @property
     def capacity(self) -> int:
         """The most tokens of a sequence; 0 if the pool has no page."""

@@ -98,9 +98,12 @@ def append(
     v_at = v_pages + page * v_page + slot * v_slot + head * v_pool_head
     k_scale = k_scales + page * k_scale_page + slot * k_scale_slot + head * k_scale_head
     v_scale = v_scales + page * v_scale_page + slot * v_scale_slot + head * v_scale_head
-    how: tl.constexpr = (KIND, BY_TOKEN, LARGEST, NUMERATOR, PLACES, EXPONENT, MOST, INVERSE)
-    store_row(key, key_channel, k_at, k_scale, HEAD_DIM, WIDE, *how)
-    store_row(value, value_channel, v_at, v_scale, VALUE_DIM, WIDE, *how)
+    # fmt: off
+    store_row(key, key_channel, k_at, k_scale, HEAD_DIM, WIDE,
+              KIND, BY_TOKEN, LARGEST, NUMERATOR, PLACES, EXPONENT, MOST, INVERSE)
+    store_row(value, value_channel, v_at, v_scale, VALUE_DIM, WIDE,
+              KIND, BY_TOKEN, LARGEST, NUMERATOR, PLACES, EXPONENT, MOST, INVERSE)
+    # fmt: on
 
 
 @triton.jit(do_not_specialize=["num_pages", "width", "entries", "batch"])

@@ -73,7 +73,10 @@ KERNEL_FILES = [
         "backends/triton_jvp/maximum_kernel.py",
         "backends/triton_jvp/tile_functions.py",
         "backends/triton_splitkv/kernels.py",
+        "backends/triton_splitkv/merge_kernel.py",
+        "backends/triton_splitkv/stored_tiles.py",
         "context_parallel/on_torch/merge_triton.py",
+        "paged/triton_quantise.py",
         "paged/triton_tables.py",
     )
 ]
