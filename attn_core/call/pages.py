@@ -78,6 +78,13 @@ class PagedKV:
         return f"{self.dtype} with {each}, {size:g} bytes per token and layer ({plain} in {dtype})"
 
 
+def describe_pages(spec: Any) -> str | None:
+    """Returns how the pool of an ``AttentionSpec`` stores numbers, and the bytes of a token; None without pages."""
+    if spec.paged is None:
+        return None
+    return spec.paged.describe(spec.num_kv_heads, spec.head_dim, spec.value_dim, spec.dtype)  # type: ignore[no-any-return]
+
+
 def check_paged(spec: Any, paged: PagedKV) -> None:
     """Raises SpecError for an ``AttentionSpec`` with pages and an option that calls on pages cannot have."""
     # New queries are the last tokens of their sequence, so their diagonal ends at the last key.

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from attn_core.call.arguments import ArrayFacts
 from attn_core.call.key_ranges import LAYOUT_OF_PAGES, check_shape
 from attn_core.call.options import Options, check_options
-from attn_core.call.pages import PagedKV
+from attn_core.call.pages import BITS, PagedKV
 from attn_core.call.seq_info import is_host_int, is_number, must_be_static
 from attn_core.call.spec import DTYPES, AttentionSpec
 from attn_core.errors import DeviceError, DTypeError, ShapeError, SpecError, shown
@@ -124,6 +124,34 @@ def check_cache(dtype: str, **sizes: Any) -> None:
             raise SpecError(f"{name}={shown(value)}: expected at most {MOST_LAYERS_AND_CHANNELS}")
     if dtype not in DTYPES:
         raise DTypeError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype}")
+
+
+def stored_shape(kv_dtype: str | None, **dims: int) -> tuple[str, dict[str, int]]:
+    """Returns the dtype of a cache's pool arrays, and the channels that they have by head_dim and value_dim.
+
+    Args:
+        kv_dtype: of quantised pages, or None; then the dtype is "".
+
+    Raises:
+        SpecError, ShapeError: for an unknown kv_dtype, and for odd channels that int4 cannot store.
+    """
+    if kv_dtype is None:
+        return "", dims
+    if not isinstance(kv_dtype, str) or kv_dtype not in BITS:
+        raise SpecError(f"kv_dtype={shown(kv_dtype)}: expected one of {', '.join(BITS)}, or None for the dtype itself")
+    if kv_dtype != "int4":
+        return kv_dtype, dims
+    for name, dim in dims.items():
+        if dim % 2:
+            raise ShapeError(f"{name}={dim}: expected an even number, because int4 pages have two channels a byte")
+    return "uint8", {name: dim // 2 for name, dim in dims.items()}
+
+
+def describe_cache(kv_dtype: str | None, page_size: int, kv_heads: int, dims: dict[str, int], dtype: str) -> str:
+    """Returns how a cache stores a token, and in how many bytes."""
+    scales = None if kv_dtype is None else "token"
+    pool = PagedKV(num_pages=1, page_size=page_size, width=1, dtype=kv_dtype, scales=scales)
+    return pool.describe(kv_heads, *dims.values(), dtype)
 
 
 def check_layer(layer: Any, layers: int) -> int:
