@@ -151,7 +151,7 @@ def describe_cache(kv_dtype: str | None, page_size: int, kv_heads: int, dims: di
     """Returns how a cache stores a token, and in how many bytes."""
     scales = None if kv_dtype is None else "token"
     pool = PagedKV(num_pages=1, page_size=page_size, width=1, dtype=kv_dtype, scales=scales)
-    return pool.describe(kv_heads, *dims.values(), dtype)
+    return pool.describe(kv_heads, dims["head_dim"], dims["value_dim"], dtype)
 
 
 def check_layer(layer: Any, layers: int) -> int:

@@ -20,6 +20,7 @@ class PagedCache:
     k_scales: list[Any]
     v_scales: list[Any]
     allocator: PageAllocator
+    dtype: Any
     stored: str
 
     def add(self, name: Hashable) -> None:

@@ -57,13 +57,14 @@ def attend_in_pages(
     # float32.
     narrow = jnp.float32 if dtype == jnp.float64 else dtype
     kinds = (pages.k.dtype, pages.v.dtype) if pages.k_scales is None else (narrow, narrow)
-    new = (rows.astype(kind) for rows, kind in zip((k, v), kinds, strict=True))
-    pool = append_kv(pages.k, pages.v, *new, **tables, **pages.scales)
+    new_k, new_v = (rows.astype(kind) for rows, kind in zip((k, v), kinds, strict=True))
+    k_pages, v_pages, *scales = append_kv(pages.k, pages.v, new_k, new_v, **tables, **pages.scales)
     out = paged_attention(
         q.astype(kinds[0]),
-        *pool[:2],
+        k_pages,
+        v_pages,
         **tables,
-        **dict(zip(pages.scales, pool[2:], strict=True)),
+        **dict(zip(pages.scales, scales, strict=True)),
         max_len_q=pages.step.max_len_q,
         causal=layer.causal,
         window=layer.window,
@@ -74,7 +75,7 @@ def attend_in_pages(
         backend=layer.backend,
     )
     # The output has the pool's dtype; the projection gets the layer's own.
-    return projections.out(out.astype(dtype)), pool
+    return projections.out(out.astype(dtype)), (k_pages, v_pages, *scales)
 
 
 def _sequence_positions(step: Step, tokens: int) -> jax.Array:

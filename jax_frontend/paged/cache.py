@@ -38,6 +38,7 @@ class PagedKVCache(PagedCache):
         k_pages, v_pages: a pool for each layer, ``[num_pages, page_size, kv_heads, dim]``.
         k_scales, v_scales: the scales of each layer, float32 ``[num_pages, page_size, kv_heads]``; empty lists if the
             pages are not quantised.
+        dtype: of queries, new keys and new values.
         stored: how a token is stored, and in how many bytes.
         allocator: assigns pages to sequences; ``allocator.report()`` returns how full the pools are.
 
@@ -69,6 +70,7 @@ class PagedKVCache(PagedCache):
         stored, channels = stored_shape(kv_dtype, **dims)
         self.allocator = PageAllocator(num_pages, page_size)
         self._table_placement = self._placement_of_tables(device)
+        self.dtype = np.dtype(dtype)
         self.stored = describe_cache(kv_dtype, page_size, kv_heads, dims, name)
         pool_dtype, places = stored or dtype, (num_pages, page_size, kv_heads)
         self.k_pages, self.v_pages = (

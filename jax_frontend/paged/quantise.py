@@ -13,6 +13,8 @@ from attn_core.paged.quantised import HIGHEST_SCALE, LARGEST, OF_PAGES, OF_TOKEN
 from attn_core.paged.scales import STORED
 
 Array = jax.Array
+INFINITY = 0x7F800000
+"""The bits of float32's infinity."""
 
 
 def write(pages: Array, scales: Array | None, places: tuple[Array, Array], rows: Array) -> tuple[Array, Any]:
@@ -33,7 +35,7 @@ def token_scales(rows: Array, dtype: str) -> tuple[Array, Array]:
     """Returns (scales, factors), float32 ``[tokens, kv_heads]``, of rows ``[tokens, kv_heads, dim]``."""
     # Of the bits, because XLA's maximum of floats drops a NaN in some fusions.
     bits = (lax.bitcast_convert_type(rows.astype(jnp.float32), jnp.int32) & 0x7FFFFFFF).max(-1)
-    finite = bits < np.float32(np.inf).view(np.int32)
+    finite = bits < INFINITY
     magnitude = lax.bitcast_convert_type(jnp.where(finite, bits, 0), jnp.float32)
     rounded, factors = _divide(jnp.maximum(magnitude, SMALLEST), OF_TOKENS[dtype])
     scales = rounded * np.float32(1 / LARGEST[dtype])
@@ -42,7 +44,8 @@ def token_scales(rows: Array, dtype: str) -> tuple[Array, Array]:
 
 def page_factors(scales: Array) -> Array:
     """Returns the factors of the caller's scales; 0 for a scale that is not positive and finite."""
-    usable = jnp.isfinite(scales) & (scales > 0)
+    bits = lax.bitcast_convert_type(scales, jnp.int32)
+    usable = (bits > 0) & (bits < INFINITY)  # XLA would compare a subnormal number as 0
     safe = jnp.clip(jnp.where(usable, scales, 1), SMALLEST, HIGHEST_SCALE)
     return jnp.where(usable, _divide(safe, OF_PAGES)[1], 0)
 
