@@ -58,31 +58,33 @@ class PagedKV:
         """The most tokens of a sequence; 0 if the pool has no page."""
         return self.width * self.page_size if self.num_pages else 0
 
-    def bytes_per_token(self, kv_heads: int, head_dim: int, value_dim: int, dtype: str) -> float:
-        """Returns the bytes of a token's keys and values in one layer, with its part of the scales.
 
-        Args:
-            dtype: of q, which the pool has unless it is quantised.
-        """
-        bits = FLOAT_BITS[dtype] if self.dtype is None else BITS[self.dtype]
-        tokens = {None: 0.0, "token": 1.0, "page": 1.0 / self.page_size}
-        return kv_heads * ((head_dim + value_dim) * bits / 8 + 8 * tokens[self.scales])  # two float32 scales
+def bytes_per_token(paged: PagedKV, kv_heads: int, head_dim: int, value_dim: int, dtype: str) -> float:
+    """Returns the bytes of a token's keys and values in one layer, with its part of the scales.
 
-    def describe(self, kv_heads: int, head_dim: int, value_dim: int, dtype: str) -> str:
-        """Returns a sentence about the bytes of a token; the arguments are those of ``bytes_per_token``."""
-        size = self.bytes_per_token(kv_heads, head_dim, value_dim, dtype)
-        if self.dtype is None:
-            return f"{dtype}, {size:g} bytes per token and layer"
-        plain = kv_heads * (head_dim + value_dim) * FLOAT_BITS[dtype] // 8
-        each = f"a scale per {self.scales} and kv head"
-        return f"{self.dtype} with {each}, {size:g} bytes per token and layer ({plain} in {dtype})"
+    Args:
+        dtype: of q, which the pool has unless it is quantised.
+    """
+    bits = FLOAT_BITS[dtype] if paged.dtype is None else BITS[paged.dtype]
+    tokens = {None: 0.0, "token": 1.0, "page": 1.0 / paged.page_size}
+    return kv_heads * ((head_dim + value_dim) * bits / 8 + 8 * tokens[paged.scales])  # two float32 scales
+
+
+def describe(paged: PagedKV, kv_heads: int, head_dim: int, value_dim: int, dtype: str) -> str:
+    """Returns a sentence about the bytes of a token; the arguments are those of ``bytes_per_token``."""
+    size = bytes_per_token(paged, kv_heads, head_dim, value_dim, dtype)
+    if paged.dtype is None:
+        return f"{dtype}, {size:g} bytes per token and layer"
+    plain = kv_heads * (head_dim + value_dim) * FLOAT_BITS[dtype] // 8
+    each = f"a scale per {paged.scales} and kv head"
+    return f"{paged.dtype} with {each}, {size:g} bytes per token and layer ({plain} in {dtype})"
 
 
 def describe_pages(spec: Any) -> str | None:
     """Returns how the pool of an ``AttentionSpec`` stores numbers, and the bytes of a token; None without pages."""
     if spec.paged is None:
         return None
-    return spec.paged.describe(spec.num_kv_heads, spec.head_dim, spec.value_dim, spec.dtype)  # type: ignore[no-any-return]
+    return describe(spec.paged, spec.num_kv_heads, spec.head_dim, spec.value_dim, spec.dtype)
 
 
 def check_paged(spec: Any, paged: PagedKV) -> None:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from attn_core.call.arguments import ArrayFacts
 from attn_core.call.key_ranges import LAYOUT_OF_PAGES, check_shape
 from attn_core.call.options import Options, check_options
-from attn_core.call.pages import BITS, PagedKV
+from attn_core.call.pages import BITS, PagedKV, describe
 from attn_core.call.seq_info import is_host_int, is_number, must_be_static
 from attn_core.call.spec import DTYPES, AttentionSpec
 from attn_core.errors import DeviceError, DTypeError, ShapeError, SpecError, shown
@@ -151,7 +151,7 @@ def describe_cache(kv_dtype: str | None, page_size: int, kv_heads: int, dims: di
     """Returns how a cache stores a token, and in how many bytes."""
     scales = None if kv_dtype is None else "token"
     pool = PagedKV(num_pages=1, page_size=page_size, width=1, dtype=kv_dtype, scales=scales)
-    return pool.describe(kv_heads, dims["head_dim"], dims["value_dim"], dtype)
+    return describe(pool, kv_heads, dims["head_dim"], dims["value_dim"], dtype)
 
 
 def check_layer(layer: Any, layers: int) -> int:

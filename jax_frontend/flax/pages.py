@@ -59,12 +59,13 @@ def attend_in_pages(
     kinds = (pages.k.dtype, pages.v.dtype) if pages.k_scales is None else (narrow, narrow)
     new_k, new_v = (rows.astype(kind) for rows, kind in zip((k, v), kinds, strict=True))
     k_pages, v_pages, *scales = append_kv(pages.k, pages.v, new_k, new_v, **tables, **pages.scales)
+    updated: dict[str, Any] = dict(zip(pages.scales, scales, strict=True))
     out = paged_attention(
         q.astype(kinds[0]),
         k_pages,
         v_pages,
         **tables,
-        **dict(zip(pages.scales, scales, strict=True)),
+        **updated,
         max_len_q=pages.step.max_len_q,
         causal=layer.causal,
         window=layer.window,
