@@ -141,7 +141,8 @@ class Attention(nn.Module):
             dropout_rng: a random key; the ``"dropout"`` stream when omitted.
 
         Returns:
-            ``[batch..., seq, out_features]``; with pages ``(out, (k, v))``, with the updated pool.
+            ``[batch..., seq, out_features]``; with pages ``(out, (k, v))``, with the updated pool and
+            its scales if it is quantised.
 
         Raises:
             SpecError, ShapeError, NoBackendError: the message names the argument, its value and the remedy.

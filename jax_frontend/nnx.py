@@ -197,7 +197,8 @@ class Attention(nnx.Module):
             decode: whether to use the cache; overrides the layer's setting.
 
         Returns:
-            ``[batch..., seq, out_features]``; with pages ``(out, (k, v))``, with the updated pool.
+            ``[batch..., seq, out_features]``; with pages ``(out, (k, v))``, with the updated pool and
+            its scales if it is quantised.
 
         Raises:
             SpecError, ShapeError, NoBackendError: the message names the argument, its value and the remedy.

@@ -139,7 +139,8 @@ class Attention(nn.Module):
                 ``[tokens, features]``; the layer writes their keys and values into the pool.
 
         Returns:
-            ``[batch, seq, out_features]``, with x's rank; with pages ``(out, (k, v))``, where k and v are the pool.
+            ``[batch, seq, out_features]``, with x's rank; with pages ``(out, (k, v))``, where k and v are the pool,
+            followed by its scales if it is quantised.
 
         Raises:
             SpecError, ShapeError, NoBackendError: the message names the argument, its value and the remedy.

@@ -99,3 +99,5 @@ class PagedKeywords(CachedKeywords[Array], total=False):
     cu_seqlens_q: Any
     max_len_q: int | None
     kv_starts: Any
+    k_scales: Array | None
+    v_scales: Array | None

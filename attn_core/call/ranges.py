@@ -68,6 +68,12 @@ def _alignment(spec: AttentionSpec) -> str:
     return "top_left" if anchored and spec.alignment == "top_left" else ""
 
 
+def _pages(spec: AttentionSpec) -> str:
+    if spec.paged is None:
+        return ""
+    return f"pages{spec.paged.page_size}" + ("" if spec.paged.dtype is None else f":{spec.paged.dtype}")
+
+
 DTYPE_WORDS = {"float64": "f64", "float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 
 FEATURE_WORDS: dict[str, Callable[[AttentionSpec], str]] = {
@@ -83,7 +89,7 @@ FEATURE_WORDS: dict[str, Callable[[AttentionSpec], str]] = {
     "alibi_shape": lambda spec: "alibi" if spec.alibi_shape else "",
     "sinks": lambda spec: "sinks" if spec.sinks else "",
     "documents": lambda spec: "" if spec.documents is None else f"docs{spec.documents}",
-    "paged": lambda spec: "" if spec.paged is None else f"pages{spec.paged.page_size}",
+    "paged": _pages,
     "dropout": lambda spec: f"dropout{spec.dropout:g}" if spec.dropout else "",
     "deterministic": lambda spec: "deterministic" if spec.deterministic else "",
     "partial": lambda spec: "partial" if spec.partial else "",

@@ -44,7 +44,9 @@ class PagedInputs(NamedTuple):
     sequence has one query. The values of the last three are checked on a CPU, and unchecked on a GPU, where a backend
     must clamp them. key_ranges int32 ``[1, kv_heads or 1, tokens, 1 or 2, 2]``: the tokens of q that see each of the
     new tokens; the values are only compared. alibi_slopes float ``[heads]`` or ``[documents, heads]``. kv_starts int32
-    ``[documents]``, the first key that each sequence sees; unchecked on a GPU, too.
+    ``[documents]``, the first key that each sequence sees; unchecked on a GPU, too. Quantised pages: k and v are
+    float8_e4m3fn, int8, or uint8 with half the channels for int4 (see ``paged.quantised``), and k_scales and v_scales
+    float32 ``[num_pages, kv_heads]`` or ``[num_pages, page_size, kv_heads]``, as ``spec.paged`` says.
     """
 
     q: Any
@@ -57,6 +59,8 @@ class PagedInputs(NamedTuple):
     key_ranges: Any = None
     alibi_slopes: Any = None
     kv_starts: Any = None
+    k_scales: Any = None
+    v_scales: Any = None
 
 
 class Tangents(NamedTuple):

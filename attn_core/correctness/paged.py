@@ -10,6 +10,7 @@ import numpy as np
 
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
+from attn_core.paged.quantised import dequantised
 from attn_core.paged.tables import slots_of
 
 Array = np.ndarray
@@ -35,7 +36,7 @@ def gather_pages(spec: AttentionSpec, inputs: Any) -> tuple[AttentionSpec, Input
         or [np.zeros(0, np.int64)]  # np.concatenate refuses an empty list
     )
     # [num_pages, page_size, kv_heads, dim] -> [tokens, kv_heads, dim]
-    k, v = (np.asarray(pool).reshape(-1, *pool.shape[2:])[slots] for pool in (inputs.k, inputs.v))
+    k, v = (np.asarray(pool).reshape(-1, *pool.shape[2:])[slots] for pool in numbers_of(spec, inputs))
     longest = int((lengths - starts).max(initial=0))
     ranges = inputs.key_ranges
     if ranges is not None:
@@ -67,6 +68,14 @@ def _slopes_as_bias(spec: AttentionSpec, slopes: Any, cu_q: Any, cu_k: Any) -> A
         distance = np.arange(q1 - q0)[:, None] + (k1 - k0) - (q1 - q0) - np.arange(k1 - k0)
         bias[0, :, q0:q1, k0:k1] = -np.asarray(of_sequence, np.float64)[:, None, None] * abs(distance)
     return bias
+
+
+def numbers_of(spec: AttentionSpec, inputs: Any) -> tuple[Any, Any]:
+    """Returns the numbers of both pools; those of quantised pages as float64, without any rounding."""
+    if spec.paged is None or spec.paged.dtype is None:
+        return inputs.k, inputs.v
+    dtype = spec.paged.dtype
+    return dequantised(inputs.k, inputs.k_scales, dtype), dequantised(inputs.v, inputs.v_scales, dtype)
 
 
 def append(pages: Array, new: Array, block_table: Array, seq_lens: Array, cu_seqlens_q: Array) -> Array:

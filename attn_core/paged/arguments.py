@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 from attn_core.call.arguments import ArrayFacts
 from attn_core.call.key_ranges import LAYOUT_OF_PAGES, check_shape
 from attn_core.call.options import Options, check_options
-from attn_core.call.pages import PagedKV
+from attn_core.call.pages import BITS, PagedKV, describe
 from attn_core.call.seq_info import is_host_int, is_number, must_be_static
 from attn_core.call.spec import DTYPES, AttentionSpec
 from attn_core.errors import DeviceError, DTypeError, ShapeError, SpecError, shown
 from attn_core.paged import places, rotary
+from attn_core.paged.scales import channels, check_beside_pool, check_pool_dtype, page_dtype, scales_kind
 from attn_core.paged.tables import check_table_types
 
 
@@ -28,11 +29,13 @@ class PagedArrays(NamedTuple):
     key_ranges: ArrayFacts | None = None
     alibi_slopes: ArrayFacts | None = None
     kv_starts: ArrayFacts | None = None
+    k_scales: ArrayFacts | None = None
+    v_scales: ArrayFacts | None = None
 
 
 ARGUMENTS = (
     *("q", "k_pages", "v_pages", "block_table", "seq_lens", "cu_seqlens_q", "sinks", "key_ranges"),
-    *("alibi_slopes", "kv_starts"),
+    *("alibi_slopes", "kv_starts", "k_scales", "v_scales"),
 )
 """The names of these arrays as arguments."""
 
@@ -62,8 +65,8 @@ def build_spec(arrays: PagedArrays, options: Options) -> AttentionSpec:
     _check_one_place(arrays)
     paged, batch = _check_pool(arrays)
     tokens, heads, head_dim = _rank_three("q", arrays.q, "[tokens, heads, head_dim]")
-    if arrays.k.shape[3] != head_dim:
-        raise ShapeError(f"k_pages: expected the head_dim of q ({head_dim}), got {arrays.k.shape[3]}")
+    if channels(arrays.k) != head_dim:
+        raise ShapeError(f"k_pages: expected the head_dim of q ({head_dim}), got {channels(arrays.k)}")
     if arrays.sinks is not None and arrays.sinks.shape != (heads,):
         raise ShapeError(f"sinks: expected one logit per query head, shape [{heads}], got {list(arrays.sinks.shape)}")
     ranges_shape = None if arrays.key_ranges is None else tuple(arrays.key_ranges.shape)
@@ -93,7 +96,7 @@ def build_spec(arrays: PagedArrays, options: Options) -> AttentionSpec:
         num_heads=heads,
         num_kv_heads=arrays.k.shape[2],
         head_dim=head_dim,
-        value_dim=arrays.v.shape[3],
+        value_dim=channels(arrays.v),
         dtype=arrays.q.dtype,
         causal=options.causal,
         window=options.window,  # type: ignore[arg-type]
@@ -127,6 +130,34 @@ def check_cache(dtype: str, **sizes: Any) -> None:
         raise DTypeError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype}")
 
 
+def stored_shape(kv_dtype: str | None, **dims: int) -> tuple[str, dict[str, int]]:
+    """Returns the dtype of a cache's pool arrays, and the channels that they have by head_dim and value_dim.
+
+    Args:
+        kv_dtype: of quantised pages, or None; then the dtype is "".
+
+    Raises:
+        SpecError, ShapeError: for an unknown kv_dtype, and for odd channels that int4 cannot store.
+    """
+    if kv_dtype is None:
+        return "", dims
+    if not isinstance(kv_dtype, str) or kv_dtype not in BITS:
+        raise SpecError(f"kv_dtype={shown(kv_dtype)}: expected one of {', '.join(BITS)}, or None for the dtype itself")
+    if kv_dtype != "int4":
+        return kv_dtype, dims
+    for name, dim in dims.items():
+        if dim % 2:
+            raise ShapeError(f"{name}={dim}: expected an even number, because int4 pages have two channels a byte")
+    return "uint8", {name: dim // 2 for name, dim in dims.items()}
+
+
+def describe_cache(kv_dtype: str | None, page_size: int, kv_heads: int, dims: dict[str, int], dtype: str) -> str:
+    """Returns how a cache stores a token, and in how many bytes."""
+    scales = None if kv_dtype is None else "token"
+    pool = PagedKV(num_pages=1, page_size=page_size, width=1, dtype=kv_dtype, scales=scales)
+    return describe(pool, kv_heads, dims["head_dim"], dims["value_dim"], dtype)
+
+
 def check_layer(layer: Any, layers: int) -> int:
     """Returns the index of a cache's layer. Raises SpecError if the cache has no such layer."""
     # A negative index would silently select a layer from the end.
@@ -146,8 +177,7 @@ def check_pool(k_pages: ArrayFacts, v_pages: ArrayFacts) -> None:
     for name, facts in (("k_pages", k_pages), ("v_pages", v_pages)):
         if len(facts.shape) != 4 or 0 in facts.shape[1:]:
             raise ShapeError(f"{name}: expected [num_pages, page_size, kv_heads, dim], got {list(facts.shape)}")
-        if facts.dtype not in DTYPES:
-            raise DTypeError(f"{name}: expected one of {', '.join(DTYPES)}, got {facts.dtype}")
+        check_pool_dtype(name, facts)
     if k_pages.shape[:3] != v_pages.shape[:3]:
         raise ShapeError(
             f"v_pages: expected the pages, page size and heads of k_pages, {list(k_pages.shape[:3])}, "
@@ -170,15 +200,13 @@ def check_append(named: dict[str, ArrayFacts | None]) -> None:
     # A k without axes has no token axis to read; the comparison of shapes below refuses it.
     tokens = facts["k"].shape[0] if facts["k"].shape else 0
     for name, pool in (("k", k_pages), ("v", v_pages)):
-        expected = (tokens, *pool.shape[2:])
+        expected = (tokens, pool.shape[2], channels(pool))
         if facts[name].shape != expected:
             raise ShapeError(
                 f"{name}: expected [tokens, kv_heads, dim] = {list(expected)}, got {list(facts[name].shape)}"
             )
-        if facts[name].dtype != pool.dtype:
-            raise DTypeError(
-                f"{name}: expected the dtype of {name}_pages, {pool.dtype}, got {facts[name].dtype}; cast it"
-            )
+        check_beside_pool(name, facts[name], f"{name}_pages", pool)
+    scales_kind(k_pages, {name: facts.get(name) for name in ("k_scales", "v_scales")})
     if "cos" in facts:
         rotary.check_tables(facts["cos"], facts["sin"], facts["k"])
     if "positions" in facts:
@@ -204,8 +232,8 @@ def _check_one_place(arrays: PagedArrays) -> None:
 def _check_pool(arrays: PagedArrays) -> tuple[PagedKV, int]:
     """Checks the pool and the tables. Returns the pool's sizes and the number of sequences."""
     check_pool(arrays.k, arrays.v)
-    if arrays.q.dtype != arrays.k.dtype:
-        raise DTypeError(f"q: expected the dtype of k_pages, {arrays.k.dtype}, got {arrays.q.dtype}; cast it")
+    check_beside_pool("q", arrays.q, "k_pages", arrays.k)
+    scales = scales_kind(arrays.k, {"k_scales": arrays.k_scales, "v_scales": arrays.v_scales})
     check_table_types("block_table", arrays.block_table.dtype, arrays.block_table.shape, ("batch", "width"))
     batch, width = arrays.block_table.shape
     check_table_types("seq_lens", arrays.seq_lens.dtype, arrays.seq_lens.shape, (batch,))
@@ -218,8 +246,10 @@ def _check_pool(arrays: PagedArrays) -> tuple[PagedKV, int]:
         check_table_types("kv_starts", arrays.kv_starts.dtype, arrays.kv_starts.shape, (batch,))
     if arrays.key_ranges is not None and arrays.key_ranges.dtype != "int32":
         raise DTypeError(f"key_ranges: expected dtype int32, got {arrays.key_ranges.dtype}; cast it to int32")
-    starts = arrays.kv_starts is not None
-    return PagedKV(num_pages=arrays.k.shape[0], page_size=arrays.k.shape[1], width=width, starts=starts), batch
+    pages, size = arrays.k.shape[:2]
+    starts, dtype = arrays.kv_starts is not None, page_dtype(arrays.k)
+    pool = PagedKV(num_pages=pages, page_size=size, width=width, starts=starts, dtype=dtype, scales=scales)
+    return pool, batch
 
 
 def _rank_three(name: str, facts: ArrayFacts, expected: str) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from attn_core.paged.allocator import Copies, PageAllocator
 from attn_core.paged.arguments import check_layer
-from attn_core.paged.step import Step, check_step, take_step
+from attn_core.paged.step import Pages, Step, check_step, take_step
 
 
 class PagedCache:
@@ -17,7 +17,11 @@ class PagedCache:
 
     k_pages: list[Any]
     v_pages: list[Any]
+    k_scales: list[Any]
+    v_scales: list[Any]
     allocator: PageAllocator
+    dtype: Any
+    stored: str
 
     def add(self, name: Hashable) -> None:
         """Starts a sequence without tokens."""
@@ -57,6 +61,18 @@ class PagedCache:
         if not self._is_traced():
             check_step(self.allocator, step)
 
+    def pages(self, layer: int, step: Step) -> Pages:
+        """Returns a layer's pool, its scales and the tables of a step, as a layer's ``pages=`` takes them.
+
+        Raises:
+            SpecError: as in ``check``, and for a layer that does not exist.
+        """
+        return Pages(*self._pools(layer, step), step, **self._scales(layer))
+
+    def _scales(self, layer: int) -> dict[str, Any]:
+        """Returns a layer's scales as keyword arguments; empty if the pages are not quantised."""
+        return {"k_scales": self.k_scales[layer], "v_scales": self.v_scales[layer]} if self.k_scales else {}
+
     def _pools(self, layer: int, step: Step) -> tuple[Any, Any]:
         """Runs ``check``, then returns a layer's pools of keys and of values.
 
@@ -80,5 +96,5 @@ class PagedCache:
         return False
 
     def __repr__(self) -> str:
-        report = self.allocator.report()
-        return f"{type(self).__name__}({len(self.k_pages)} layers, {len(self.allocator)} sequences, {report})"
+        counts = f"{len(self.k_pages)} layers, {len(self.allocator)} sequences"
+        return f"{type(self).__name__}({counts}, {self.stored}, {self.allocator.report()})"

@@ -39,11 +39,22 @@ class Step(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """A layer's pool, ``[num_pages, page_size, kv_heads, dim]``, and the tables of a step."""
+    """A layer's pool, ``[num_pages, page_size, kv_heads, dim]``, the tables of a step, and scales if it is quantised.
+
+    ``PagedKVCache.pages`` returns it. The scales are those of ``append_kv``.
+    """
 
     k: Any
     v: Any
     step: Step
+    k_scales: Any = None
+    v_scales: Any = None
+
+    @property
+    def scales(self) -> dict[str, Any]:
+        """The scales as keyword arguments of ``append_kv`` and ``paged_attention``; empty if there are none."""
+        scales = {"k_scales": self.k_scales, "v_scales": self.v_scales}
+        return {name: array for name, array in scales.items() if array is not None}
 
 
 def check_paged_layer(shape: tuple[int, ...], alignment: str, dropout: float, others: dict[str, Any]) -> None:

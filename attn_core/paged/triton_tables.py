@@ -8,6 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from attn_core.paged.triton_quantise import channel_of, store_row
 from attn_core.paged.triton_rotary import rotate_head
 
 
@@ -25,6 +26,8 @@ def append(
     cos,
     sin,
     positions,
+    k_scales,
+    v_scales,
     num_pages,
     width,
     batch,
@@ -42,6 +45,12 @@ def append(
     table_row,
     cos_row,
     sin_row,
+    k_scale_page,
+    k_scale_slot,
+    k_scale_head,
+    v_scale_page,
+    v_scale_slot,
+    v_scale_head,
     PAGE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -53,12 +62,21 @@ def append(
     INTERLEAVED: tl.constexpr,
     POSITIONS: tl.constexpr,
     DOUBLE: tl.constexpr,
+    KIND: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
+    LARGEST: tl.constexpr,
+    NUMERATOR: tl.constexpr,
+    PLACES: tl.constexpr,
+    EXPONENT: tl.constexpr,
+    MOST: tl.constexpr,
+    INVERSE: tl.constexpr,
 ):
     """Writes one head of one token's key and value to its slot by its sequence's table. Slots out of range are skipped.
 
     WIDE: a power of two that holds both widths; SEQUENCES: how many offsets are read at once. SLOTS: whether
     slot_mapping says the slots, and the tables are not read. ROTARY_DIM: how many channels of the key rotate; 0: none.
-    POSITIONS: whether positions says how far, and not the token's place in its sequence.
+    POSITIONS: whether positions says how far, and not the token's place in its sequence. The constants from KIND on are
+    those of ``store_row``, which quantises the rotated key before anything rounds it.
     """
     token = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)  # 64 bits, because a pool's stride times it may exceed 2^31
@@ -93,19 +111,30 @@ def append(
             return
         page = page.to(tl.int64)
         slot = (position % PAGE).to(tl.int64)
-    channel = tl.arange(0, WIDE)
+    lane = tl.arange(0, WIDE)
+    key_channel = channel_of(lane, HEAD_DIM, WIDE, KIND)
+    value_channel = channel_of(lane, VALUE_DIM, WIDE, KIND)
     from_token = token.to(tl.int64)
-    key = tl.load(k + from_token * k_token + head * k_head + channel, mask=channel < HEAD_DIM)
-    value = tl.load(v + from_token * v_token + head * v_head + channel, mask=channel < VALUE_DIM)
+    key_at = k + from_token * k_token + head * k_head
+    key = tl.load(key_at + key_channel, mask=key_channel < HEAD_DIM)
+    value = tl.load(v + from_token * v_token + head * v_head + value_channel, mask=value_channel < VALUE_DIM)
     if ROTARY_DIM > 0:
         if POSITIONS:
             position = tl.load(positions + token)
-        start = k + from_token * k_token + head * k_head
-        key = rotate_head(
-            key, start, channel, position, cos, sin, max_positions, cos_row, sin_row, ROTARY_DIM, INTERLEAVED, DOUBLE
-        )
-    tl.store(k_pages + page * k_page + slot * k_slot + head * k_pool_head + channel, key, mask=channel < HEAD_DIM)
-    tl.store(v_pages + page * v_page + slot * v_slot + head * v_pool_head + channel, value, mask=channel < VALUE_DIM)
+        # fmt: off
+        key = rotate_head(key, key_at, key_channel, position, cos, sin, max_positions, cos_row, sin_row,
+                          ROTARY_DIM, INTERLEAVED, DOUBLE)
+        # fmt: on
+    k_at = k_pages + page * k_page + slot * k_slot + head * k_pool_head
+    v_at = v_pages + page * v_page + slot * v_slot + head * v_pool_head
+    k_scale = k_scales + page * k_scale_page + slot * k_scale_slot + head * k_scale_head
+    v_scale = v_scales + page * v_scale_page + slot * v_scale_slot + head * v_scale_head
+    # fmt: off
+    store_row(key, key_channel, k_at, k_scale, HEAD_DIM, WIDE,
+              KIND, BY_TOKEN, LARGEST, NUMERATOR, PLACES, EXPONENT, MOST, INVERSE)
+    store_row(value, value_channel, v_at, v_scale, VALUE_DIM, WIDE,
+              KIND, BY_TOKEN, LARGEST, NUMERATOR, PLACES, EXPONENT, MOST, INVERSE)
+    # fmt: on
 
 
 @triton.jit(do_not_specialize=["num_pages", "width", "entries", "batch"])

@@ -9,6 +9,7 @@ import re
 from typing import NamedTuple, Protocol
 
 from attn_core import backends
+from attn_core.call.pages import describe_pages
 from attn_core.call.spec import AttentionSpec
 from attn_core.selection.target import Target
 
@@ -92,7 +93,7 @@ class Explanation(NamedTuple):
         faults: why each requested backend cannot run the call, if none can.
         because: why this backend was chosen; None if none was.
         lane: how JAX reaches the backend, if that has reasons.
-        mask, parts, forward_mode, max_logit: as the Selection has them.
+        mask, parts, forward_mode, max_logit: as the Selection has them; pages: from ``describe_pages``.
         call: where the call would run, and its spec.
         rows: every backend: the requested ones, the candidates of automatic choice, best first, and the others.
         device, backend, requested, automatic: as the Selection has them; no requested backends are an empty tuple.
@@ -112,6 +113,7 @@ class Explanation(NamedTuple):
     parts: str | None = None
     forward_mode: str | None = None
     max_logit: str | None = None
+    pages: str | None = None
 
 
 def explanation(selection: Decision) -> Explanation:
@@ -133,6 +135,7 @@ def explanation(selection: Decision) -> Explanation:
         parts=selection.parts,
         forward_mode=selection.forward_mode,
         max_logit=selection.max_logit,
+        pages=describe_pages(selection.spec),
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from attn_core import backends
 from attn_core.backends.shared import known_bad
-from attn_core.backends.support import unmet_claims
+from attn_core.backends.shared.claims import unmet_claims
 from attn_core.call.spec import AttentionSpec
 from attn_core.selection.target import Target
 

@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from attn_core import backends
-from attn_core.backends.support import unmet_claims
+from attn_core.backends.shared.claims import unmet_claims
 from attn_core.call import counters, log
 from attn_core.call.ranges import words_of
 from attn_core.call.spec import AttentionSpec

@@ -30,15 +30,24 @@ def attention(
     """transformers' attention hook: q ``[1, heads, tokens, head_dim]`` in, out ``[1, tokens, heads, head_dim]``."""
     if attention_mask is not None or dropout:
         raise NotImplementedError("the tables say what each token sees; an attention mask or dropout is not supported")
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [tokens, heads, head_dim]
+    dtype = pages.dtype  # that the cache computes in; the model may have another
+    q, k, v = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))  # [tokens, heads, head_dim]
     pages.update(module.layer_idx, k, v, step)
-    return pages.attend(module.layer_idx, q, step, scale=scaling)[None], None
+    return pages.attend(module.layer_idx, q, step, scale=scaling)[None].to(query.dtype), None
 
 
 class TorchForward:
     """Runs steps of a LlamaForCausalLM with keys and values in the pages of a cache."""
 
-    def __init__(self, model: Any, *, num_pages: int, page_size: int) -> None:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype = torch.float32,
+        kv_dtype: str | None = None,
+    ) -> None:
         from transformers import AttentionInterface
         from transformers.masking_utils import AttentionMaskInterface
 
@@ -52,6 +61,8 @@ class TorchForward:
             page_size=page_size,
             kv_heads=config.num_key_value_heads,
             head_dim=config.head_dim,
+            dtype=dtype,
+            kv_dtype=kv_dtype,
         )
 
     @torch.inference_mode()

@@ -193,6 +193,8 @@ def _run_part(part: Part, *operands: Any) -> list[Any]:
     picked = _kv_heads_read(part) if part.picks_kv_heads else None
     if picked is not None:
         arrays |= {name: jnp.take(arrays[name], picked, axis=-2) for name in ("k", "v", "dk", "dv") if name in arrays}
+        scales = [name for name in ("k_scales", "v_scales") if name in arrays]
+        arrays |= {name: jnp.take(arrays[name], picked, axis=-1) for name in scales}
         if (call.call.spec.key_ranges_shape or (1, 1))[1] > 1:
             arrays["key_ranges"] = jnp.take(arrays["key_ranges"], picked, axis=-4)
     results = dict(zip(result_names(call), part.local.run(*arrays.values()), strict=True))

@@ -33,6 +33,8 @@ _AXES = {
     "block_table": ("documents", "width"),
     "seq_lens": ("documents",),
     "kv_starts": ("documents",),
+    "k_scales": ("pages", "slots", "kv_heads"),  # scales by page have no slots
+    "v_scales": ("pages", "slots", "kv_heads"),
     "out": ("batch", "queries", "heads", "dim"),
     "lse": ("batch", "heads", "queries"),
     "row_maximum": ("batch", "heads", "queries"),

@@ -25,7 +25,7 @@ def attend_in_pages(
     context: jax.Array | None,
     call: LayerCall,
     pages: Pages,
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """Appends the keys and values of new tokens ``[tokens, features]`` to the pages, and attends to the pages."""
     if call.store is not None:
         raise SpecError("decode=True: expected False with pages, which then are the layer's cache")
@@ -53,13 +53,19 @@ def attend_in_pages(
         # As one row, because rotary functions expect a batch axis.
         q, k = (rows[0].astype(dtype) for rows in layer.rotary(q[None], k[None], positions.reshape(1, -1)))
     tables = pages.step.tables
-    # The pool may have another dtype than the layer computes in, and append_kv does not cast.
-    kinds = (pages.k.dtype, pages.v.dtype)
-    pool = append_kv(pages.k, pages.v, *(new.astype(kind) for new, kind in zip((k, v), kinds, strict=True)), **tables)
+    # The pool may have another dtype than the layer computes in, and append_kv does not cast. A quantised one takes
+    # float32.
+    narrow = jnp.float32 if dtype == jnp.float64 else dtype
+    kinds = (pages.k.dtype, pages.v.dtype) if pages.k_scales is None else (narrow, narrow)
+    new_k, new_v = (rows.astype(kind) for rows, kind in zip((k, v), kinds, strict=True))
+    k_pages, v_pages, *scales = append_kv(pages.k, pages.v, new_k, new_v, **tables, **pages.scales)
+    updated: dict[str, Any] = dict(zip(pages.scales, scales, strict=True))
     out = paged_attention(
-        q.astype(pages.k.dtype),
-        *pool,
+        q.astype(kinds[0]),
+        k_pages,
+        v_pages,
         **tables,
+        **updated,
         max_len_q=pages.step.max_len_q,
         causal=layer.causal,
         window=layer.window,
@@ -70,7 +76,7 @@ def attend_in_pages(
         backend=layer.backend,
     )
     # The output has the pool's dtype; the projection gets the layer's own.
-    return projections.out(out.astype(dtype)), pool
+    return projections.out(out.astype(dtype)), (k_pages, v_pages, *scales)
 
 
 def _sequence_positions(step: Step, tokens: int) -> jax.Array:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core.backends.shared.jax_offsets import document_numbers
+from attn_core.backends.shared.jax_promotion import usual_promotion
 from attn_core.call.arguments import ArrayFacts
 from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
 from attn_core.paged import arguments
@@ -16,8 +17,9 @@ from attn_core.paged.places import check_choice
 from attn_core.paged.rotary import pair_of
 from jax_frontend.dispatch import plan
 from jax_frontend.paged.places import check_append_values, without_int64
+from jax_frontend.paged.quantise import write
 from jax_frontend.paged.rotary import rotate
-from jax_frontend.paged.tables import as_int32, check_kinds, copy_numpy, numpy_as_int32
+from jax_frontend.paged.tables import as_int32, check_kinds, check_page_scales, copy_numpy, numpy_as_int32
 
 Array = jax.Array
 
@@ -36,14 +38,17 @@ def append_kv(
     rotary: tuple[Array, Array] | None = None,
     rotary_interleaved: bool = False,
     positions: Any = None,
+    k_scales: Array | None = None,
+    v_scales: Array | None = None,
     **unknown: Never,
-) -> tuple[Array, Array]:
+) -> tuple[Array, ...]:
     """Writes the keys and values of new tokens into their sequences' pages, and returns the updated pool.
 
     Args:
         k_pages, v_pages: the pool, as in ``paged_attention``. Outside of jit they are donated: JAX reuses their memory
             and deletes the arrays that you passed. Inside your own jit, donate them there.
-        k, v: ``[tokens, kv_heads, dim]``, in the pool's dtype: the last tokens of each sequence, end to end.
+        k, v: ``[tokens, kv_heads, dim]``, in the pool's dtype: the last tokens of each sequence, end to end. For
+            quantised pages in bfloat16, float16 or float32.
         block_table, seq_lens, cu_seqlens_q: as in ``paged_attention``; ``seq_lens`` count the new tokens.
         slot_mapping: in place of these tables, int32 or int64 ``[tokens]``: the slot of each token, which is ``page *
             page_size + offset``; -1 for a token that is not written. A JAX or a numpy array.
@@ -51,9 +56,12 @@ def append_kv(
         rotary_interleaved: as ``interleaved`` there.
         positions: with rotary, int32 or int64 ``[tokens]``: each token's position in its sequence. The tables say it,
             too; slot_mapping does not.
+        k_scales, v_scales: the scales of quantised pages, as in ``paged_attention``. Scales by token are written and
+            donated, too: each becomes the largest magnitude of its token and head, divided by the largest stored
+            number, and NaN for a token with NaN or Inf. Scales by page are read: numbers beyond them saturate.
 
     Returns:
-        ``(k_pages, v_pages)``, the updated pool.
+        ``(k_pages, v_pages)``, the updated pool; with scales ``(k_pages, v_pages, k_scales, v_scales)``.
 
     Raises:
         ShapeError, DTypeError, DeviceError, SpecError: for invalid arguments, and for tables on the host with a page
@@ -66,7 +74,9 @@ def append_kv(
     tables = {"block_table": block_table, "seq_lens": seq_lens, "cu_seqlens_q": cu_seqlens_q}
     check_choice(tables, slot_mapping, cos, rotary_interleaved, positions)
     pools, angles = {"k_pages": k_pages, "v_pages": v_pages, "k": k, "v": v}, {"cos": cos, "sin": sin}
-    for name, array in {**pools, **(angles if rotary is not None else {})}.items():
+    scales = {"k_scales": k_scales, "v_scales": v_scales}
+    present = {name: array for name, array in {**angles, **scales}.items() if array is not None}
+    for name, array in {**pools, **present}.items():
         plan.check_array(name, array)
     if slot_mapping is None:
         check_kinds(block_table, seq_lens, cu_seqlens_q)
@@ -76,18 +86,21 @@ def append_kv(
         if array is not None and not isinstance(array, np.ndarray):
             plan.check_array(name, array)
     device = plan.device_name(k_pages)
-    everything = {**pools, **tables, **indices, **angles}
+    everything = {**pools, **scales, **tables, **indices, **angles}
     arguments.check_append(
         {n: None if a is None else ArrayFacts(a.shape, str(a.dtype), device) for n, a in everything.items()}
     )
     check_append_values(k.shape[0], k_pages.shape, everything)
-    arrays = {name: copy_numpy(as_int32(array)) for name, array in {**pools, **tables, **angles}.items()}
+    check_page_scales(k_pages.shape[1], everything)
+    arrays = {name: copy_numpy(as_int32(array)) for name, array in {**pools, **scales, **tables, **angles}.items()}
     arrays["slots"] = without_int64(slot_mapping, k_pages.shape[1])
     arrays["positions"] = copy_numpy(positions)
     # Under the caller's jit the donation is the caller's choice, so only an eager call donates the pool here.
     traced = any(isinstance(array, jax.core.Tracer) for array in arrays.values())
-    run = _append if traced else _append_donated
-    return run(*arrays.values(), rotary_interleaved)  # type: ignore[call-arg, no-any-return]
+    by_page = k_scales is not None and k_scales.ndim == 2
+    run = _append if traced else _append_by_page if by_page else _append_donated
+    results = run(*arrays.values(), rotary_interleaved)  # type: ignore[call-arg]
+    return tuple(array for array in results if array is not None)
 
 
 def _append(
@@ -95,6 +108,8 @@ def _append(
     v_pages: Array,
     k: Array,
     v: Array,
+    k_scales: Array | None,
+    v_scales: Array | None,
     table: Array | None,
     lengths: Array | None,
     cu: Array | None,
@@ -104,24 +119,29 @@ def _append(
     positions: Any,
     interleaved: bool,
 ) -> Any:
-    """Writes k and v, the keys rotated.
+    """Writes k and v, the keys rotated, and quantised if there are scales. Returns both pools and both scales.
 
     slots: of each token, instead of the three tables; or, ``[2, tokens]``, each slot's page and the offset in it.
     """
     num_pages, page_size = k_pages.shape[:2]
     # Nothing to write; an axis of size 0 has no valid index.
     if k.shape[0] == 0 or num_pages == 0 or (table is not None and table.shape[1] == 0):
-        return k_pages, v_pages
+        return k_pages, v_pages, k_scales, v_scales
     position = positions
     if slots is not None:
         page, offset = slots if slots.ndim == 2 else (slots // page_size, slots % page_size)
     else:
         page, offset, position = _places_of_tables(k.shape[0], page_size, table, lengths, cu)
     if cos is not None and sin is not None:
-        k = rotate(k, cos, sin, position if positions is None else positions, interleaved, k_pages.dtype)
-    # mode="drop" skips pages past the end of the pool; a negative page would count from its end
+        # Nothing rounds a rotated key before it is quantised.
+        dtype = k_pages.dtype if k_scales is None else jnp.float32
+        k = rotate(k, cos, sin, position if positions is None else positions, interleaved, dtype)
+    # write skips pages past the end of the pool; a negative page would count from its end
     page = jnp.where((page >= 0) & (page < num_pages), page, num_pages)
-    return k_pages.at[page, offset].set(k, mode="drop"), v_pages.at[page, offset].set(v, mode="drop")
+    with usual_promotion():
+        k_pages, k_scales = write(k_pages, k_scales, (page, offset), k)
+        v_pages, v_scales = write(v_pages, v_scales, (page, offset), v)
+    return k_pages, v_pages, k_scales, v_scales
 
 
 def _places_of_tables(
@@ -139,5 +159,6 @@ def _places_of_tables(
     return jnp.where(inside, page, -1), position % page_size, position
 
 
-# Without donation every append would copy the pool.
-_append_donated = jax.jit(_append, donate_argnums=(0, 1), static_argnums=11)
+# Without donation every append would copy the pool. Scales by page are the caller's, and do not change.
+_append_donated = jax.jit(_append, donate_argnums=(0, 1, 4, 5), static_argnums=13)
+_append_by_page = jax.jit(_append, donate_argnums=(0, 1), static_argnums=13)

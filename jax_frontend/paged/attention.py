@@ -25,6 +25,7 @@ from jax_frontend.paged.tables import (
     as_int32,
     check_kinds,
     check_ranges_in_pages,
+    check_scales_in_pages,
     check_starts_in_pages,
     check_table_values,
     copy_numpy,
@@ -69,6 +70,8 @@ def paged_attention(
     return_lse: bool = False,
     alibi_slopes: Array | None = None,
     kv_starts: Any = None,
+    k_scales: Array | None = None,
+    v_scales: Array | None = None,
     **unknown: Never,
 ) -> Array | tuple[Array, Array]:
     """Computes attention of each sequence's new tokens to its keys and values in pages: decoding or chunked prefill.
@@ -79,8 +82,9 @@ def paged_attention(
 
     Args:
         q: ``[tokens, heads, head_dim]``, the new tokens of all sequences end to end.
-        k_pages: ``[num_pages, page_size, kv_heads, head_dim]``, the pool.
-        v_pages: ``[num_pages, page_size, kv_heads, value_dim]``.
+        k_pages: ``[num_pages, page_size, kv_heads, head_dim]``, the pool. In q's dtype, or quantised: float8_e4m3fn,
+            int8, or uint8 with two int4 numbers a byte, ``head_dim / 2`` wide.
+        v_pages: ``[num_pages, page_size, kv_heads, value_dim]``, in the dtype of k_pages.
         block_table: int32 ``[batch, width]``: each sequence's pages in order, -1 behind them; a JAX or numpy array.
         seq_lens: int32 ``[batch]``: the length of each sequence, its new tokens included.
         cu_seqlens_q: int32 ``[batch + 1]``, the offsets of the sequences in q; None if each has one new token.
@@ -93,6 +97,9 @@ def paged_attention(
         return_lse: also return the log-sum-exp, ``[heads, tokens]``, natural log, float32.
         alibi_slopes: float ``[heads]`` or ``[sequences, heads]``: adds ``-slope * |i + N - n - j|``.
         kv_starts: int32 ``[sequences]``: no query sees a key of its sequence before this one (padding on the left).
+        k_scales, v_scales: the scales of quantised pages, float32 ``[num_pages, page_size, kv_heads]`` or ``[num_pages,
+            kv_heads]``: a number of the pool is ``stored * scale``. The scales in use must be positive and finite,
+            which is checked if they and the tables are on the host; elsewhere a NaN reaches the result.
 
     Returns:
         The output ``[tokens, heads, value_dim]``; or ``(output, lse)``. A query that sees no key has output 0 and its
@@ -106,6 +113,7 @@ def paged_attention(
     if unknown:
         refuse_keywords("paged_attention", unknown)
     numbers = {"q": q, "k_pages": k_pages, "v_pages": v_pages, "sinks": sinks, "alibi_slopes": alibi_slopes}
+    numbers |= {"k_scales": k_scales, "v_scales": v_scales}
     inputs = _gather_arguments(numbers, (block_table, seq_lens, cu_seqlens_q), key_ranges, kv_starts)
     options = arguments.check_paged_options(causal, window, softcap, scale, deterministic, return_lse, max_len_q)
     requested = requested_names(backend) or override.requested()
@@ -113,6 +121,8 @@ def paged_attention(
     checked = check_table_values(options.max_len_q, q.shape[0], k_pages.shape, *inputs[3:6])
     check_ranges_in_pages(key_ranges, q.shape[0])
     check_starts_in_pages(kv_starts, seq_lens)
+    if checked:
+        check_scales_in_pages(call_plan.spec.paged, inputs)
     if call_plan.device == "cpu":  # kernels on a GPU clamp all tables, checked or not
         call_plan = call_plan._replace(tables_checked=checked)
     return _jit_attention(call_plan, _as_arrays(inputs))
@@ -139,12 +149,15 @@ def explain_paged(
     return_lse: bool = False,
     alibi_slopes: Any = None,
     kv_starts: Any = None,
+    k_scales: Any = None,
+    v_scales: Any = None,
     **unknown: Never,
 ) -> Selection:
     """Returns the backend that ``paged_attention`` chooses for these arguments and why the others cannot run."""
     if unknown:
         refuse_keywords("explain_paged", unknown)
     numbers = {"q": q, "k_pages": k_pages, "v_pages": v_pages, "sinks": sinks, "alibi_slopes": alibi_slopes}
+    numbers |= {"k_scales": k_scales, "v_scales": v_scales}
     tables = block_table, seq_lens, cu_seqlens_q
     inputs = _gather_arguments(numbers, tables, key_ranges, kv_starts, shapes_only=True)
     if isinstance(q, jax.Array):
@@ -191,9 +204,10 @@ def _gather_arguments(
     for name, array in (("key_ranges", key_ranges), ("kv_starts", kv_starts)):
         if array is not None and not isinstance(array, np.ndarray):
             plan.check_array(name, array, shapes_only=shapes_only)
-    q, k_pages, v_pages, sinks, alibi_slopes = numbers.values()
-    more = {"key_ranges": key_ranges, "alibi_slopes": alibi_slopes, "kv_starts": kv_starts}
-    return PagedInputs(q, k_pages, v_pages, *numpy_as_int32(*tables), sinks, **more)
+    q, k_pages, v_pages, *_ = numbers.values()
+    more = {name: numbers[name] for name in ("sinks", "alibi_slopes", "k_scales", "v_scales")}
+    more |= {"key_ranges": key_ranges, "kv_starts": kv_starts}
+    return PagedInputs(q, k_pages, v_pages, *numpy_as_int32(*tables), **more)
 
 
 def _as_arrays(inputs: PagedInputs) -> PagedInputs:

@@ -13,7 +13,7 @@ from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
 from attn_core.call.keywords import CachedKeywords
 from attn_core.errors import DTypeError, SpecError, shown
 from attn_core.paged.allocator import Copies, PageAllocator
-from attn_core.paged.arguments import check_cache
+from attn_core.paged.arguments import check_cache, describe_cache, stored_shape
 from attn_core.paged.cache import PagedCache
 from attn_core.paged.step import Step
 from jax_frontend.paged.append import append_kv
@@ -31,9 +31,15 @@ class PagedKVCache(PagedCache):
         num_pages, page_size: the size of each pool, which has room for ``num_pages * page_size`` tokens.
         kv_heads, head_dim, value_dim: the sizes of a token's key and value; value_dim is head_dim if None.
         dtype, device: the dtype and the device of the pools. The device is one of JAX's, or a sharding.
+        kv_dtype: "float8_e4m3fn", "int8" or "int4" for quantised pages with a scale for each token and kv head; dtype
+            is then that of the queries. None: the pools have dtype.
 
     Attributes:
         k_pages, v_pages: a pool for each layer, ``[num_pages, page_size, kv_heads, dim]``.
+        k_scales, v_scales: the scales of each layer, float32 ``[num_pages, page_size, kv_heads]``; empty lists if the
+            pages are not quantised.
+        dtype: of queries, new keys and new values.
+        stored: how a token is stored, and in how many bytes.
         allocator: assigns pages to sequences; ``allocator.report()`` returns how full the pools are.
 
     In each step of a model, call ``step`` once for the continuing sequences, then ``update`` and ``attend`` in every
@@ -51,6 +57,7 @@ class PagedKVCache(PagedCache):
         value_dim: int | None = None,
         dtype: Any = jnp.float32,
         device: Any = None,
+        kv_dtype: str | None = None,
     ) -> None:
         dims = {"head_dim": head_dim, "value_dim": head_dim if value_dim is None else value_dim}
         try:
@@ -60,11 +67,19 @@ class PagedKVCache(PagedCache):
         if device is not None and not isinstance(device, jax.Device | jax.sharding.Sharding):
             raise SpecError(f"device={shown(device)}: expected a jax.Device, a Sharding, or None")
         check_cache(name, num_layers=num_layers, kv_heads=kv_heads, **dims)
+        stored, channels = stored_shape(kv_dtype, **dims)
         self.allocator = PageAllocator(num_pages, page_size)
         self._table_placement = self._placement_of_tables(device)
+        self.dtype = np.dtype(dtype)
+        self.stored = describe_cache(kv_dtype, page_size, kv_heads, dims, name)
+        pool_dtype, places = stored or dtype, (num_pages, page_size, kv_heads)
         self.k_pages, self.v_pages = (
-            [jnp.zeros((num_pages, page_size, kv_heads, dim), dtype, device=device) for _ in range(num_layers)]
-            for dim in dims.values()
+            [jnp.zeros((*places, dim), pool_dtype, device=device) for _ in range(num_layers)]
+            for dim in channels.values()
+        )
+        scaled, where = num_layers if stored else 0, _without_channels(device)
+        self.k_scales, self.v_scales = (
+            [jnp.ones(places, jnp.float32, device=where) for _ in range(scaled)] for _ in "kv"
         )
 
     def update(
@@ -88,7 +103,10 @@ class PagedKVCache(PagedCache):
         k_pages, v_pages = self._pools(layer, step)
         turns: Any = {"rotary": rotary, "rotary_interleaved": rotary_interleaved}
         # append_kv donates the old pool, so JAX has deleted those arrays.
-        self.k_pages[layer], self.v_pages[layer] = append_kv(k_pages, v_pages, k, v, **step.tables, **turns)
+        results = append_kv(k_pages, v_pages, k, v, **step.tables, **turns, **self._scales(layer))
+        lists = self.k_pages, self.v_pages, self.k_scales, self.v_scales
+        for arrays, new in zip(lists, results, strict=False):  # without scales there are two results
+            arrays[layer] = new
 
     @overload
     def attend(
@@ -141,6 +159,7 @@ class PagedKVCache(PagedCache):
             backend=backend,
             return_lse=return_lse,
             alibi_slopes=alibi_slopes,
+            **self._scales(layer),
         )
 
     def _pools(self, layer: int, step: Step) -> tuple[Array, Array]:
@@ -161,7 +180,7 @@ class PagedKVCache(PagedCache):
 
     def _copy(self, copies: Copies) -> None:
         source, target = (jnp.asarray(pages, jnp.int32) for pages in copies)
-        for pools in (self.k_pages, self.v_pages):
+        for pools in (self.k_pages, self.v_pages, self.k_scales, self.v_scales):
             for layer, pool in enumerate(pools):
                 # Stored at once, because JAX has deleted the old pool, and the copy for the next layer may fail.
                 pools[layer] = _copy_pages(pool, source, target)
@@ -171,6 +190,13 @@ class PagedKVCache(PagedCache):
             return None
         # Without a device the table is uncommitted, as the pools are, so JAX may move it to arrays on another device.
         return jnp.asarray(array) if self._table_placement is None else jax.device_put(array, self._table_placement)
+
+
+def _without_channels(device: Any) -> Any:
+    """Returns where the scales of a pool are: as the pool, which has one more axis."""
+    if not isinstance(device, jax.sharding.NamedSharding):
+        return device
+    return jax.sharding.NamedSharding(device.mesh, jax.sharding.PartitionSpec(*device.spec[:3]))
 
 
 # Donated, because an update without donation would need memory for a second pool.

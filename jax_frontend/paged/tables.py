@@ -10,6 +10,8 @@ import numpy as np
 
 from attn_core.call import key_ranges as key_ranges_module
 from attn_core.call.pages import PagedKV
+from attn_core.call.tensors import PagedInputs
+from attn_core.paged.scales import check_scale_values, check_used_scales
 from attn_core.paged.tables import as_int32 as narrow
 from attn_core.paged.tables import check_slots, check_starts, check_values, slots_of
 from jax_frontend.dispatch import plan
@@ -74,6 +76,33 @@ def check_starts_in_pages(kv_starts: Any, seq_lens: Any) -> None:
     """Checks the values of kv_starts, whose shape has been checked before, if they and the lengths are on the host."""
     if kv_starts is not None and is_on_host(kv_starts) and is_on_host(seq_lens):
         check_starts(np.asarray(kv_starts), np.asarray(seq_lens))
+
+
+def check_scales_in_pages(paged: PagedKV | None, inputs: PagedInputs) -> None:
+    """Checks the scales of quantised pages that a call reads, if they are on the host, where its tables are."""
+    scales = {"k_scales": inputs.k_scales, "v_scales": inputs.v_scales}
+    if paged is None or paged.dtype is None or not all(map(is_on_host, scales.values())):
+        return
+    values = {name: np.asarray(array) for name, array in scales.items()}
+    check_scale_values(values, paged, np.asarray(inputs.block_table), np.asarray(inputs.seq_lens))
+
+
+def check_page_scales(page_size: int, arrays: dict[str, Any]) -> None:
+    """Checks the scales by page that an append reads, if they and its tables or slots, checked before, are on the host.
+
+    arrays: by the names of the arguments.
+    """
+    scales = {name: arrays[name] for name in ("k_scales", "v_scales")}
+    slots, where = arrays["slot_mapping"], [arrays[name] for name in ("block_table", "seq_lens", "cu_seqlens_q")]
+    used = [*scales.values(), *(each for each in (slots, *where) if each is not None)]
+    if scales["k_scales"] is None or scales["k_scales"].ndim != 2 or not all(map(is_on_host, used)):
+        return
+    if slots is None:
+        table, lengths, cu = where
+        offsets = np.arange(len(lengths) + 1) if cu is None else np.asarray(cu)
+        slots = slots_of(np.asarray(table), np.asarray(lengths), offsets, page_size)
+    slots = np.asarray(slots)
+    check_used_scales({name: np.asarray(array) for name, array in scales.items()}, slots[slots >= 0], page_size)
 
 
 def is_on_host(table: Any) -> bool:

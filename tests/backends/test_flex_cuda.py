@@ -33,7 +33,7 @@ from attn_core.backends.flex import (
 from attn_core.backends.flex import program as programs
 from attn_core.backends.flex import tables as table_programs
 from attn_core.backends.shared import dry_run
-from attn_core.backends.support import unmet_claims
+from attn_core.backends.shared.claims import unmet_claims
 from attn_core.call.functions import aux_of, scored
 from attn_core.call.masks import visible
 from attn_core.call.tensors import Gradients, Inputs

@@ -169,7 +169,7 @@ POOLS: dict[str, Bad] = {
     "pools of ints": Bad(
         {name: zeros(7, 4, 3, 8, dtype="int32") for name in ("k_pages", "v_pages")},
         DTypeError,
-        "^k_pages: expected one of float64, float32, bfloat16, float16, got int32",
+        "^k_pages: expected one of float64, float32, bfloat16, float16, float8_e4m3fn, int8 or uint8 .*, got int32",
     ),
     "a list for a pool": Bad({"k_pages": [0.0]}, TypeError, "^k_pages: expected a .*, got .*list"),
     "numpy for a pool": Bad(

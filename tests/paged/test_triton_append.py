@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from other_process import OtherProcess
 
 import torch_frontend
-from torch_frontend.paged.append import _repeated_on_gpu, append_on_gpu
+from torch_frontend.paged.append_launch import append_on_gpu, repeated_on_gpu
 from torch_frontend.paged.places import Places
 from torch_frontend.paged.rotary import rotate_on_gpu
 
@@ -129,7 +129,7 @@ def test_planted_faults_are_found() -> None:
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_a_seen_append_rotates_what_a_new_one_rotates(interleaved: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     direct = launch_by_address(monkeypatch)
-    write = _repeated_on_gpu(interleaved)
+    write = repeated_on_gpu(interleaved)
     calls = [make_append([5, 70, 1], None, dtype="float16", interleaved=interleaved, seed=seed) for seed in (1, 2, 3)]
     calls = [Append(**{**vars(call), "cos": call.cos[:70], "sin": call.sin[:70]}) for call in calls]
     for at, call in enumerate((*calls, calls[0])):

@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from other_process import OtherProcess
 from paged_cases import PagedCall, judge, laid_out, make_paged, most_shared, without_answers
+from quantised_cases import KINDS, quantised_call, torch_arguments
 
 from attn_core.backends.shared import pools
 from attn_core.backends.triton_splitkv import backend as triton_splitkv
@@ -28,7 +29,9 @@ from attn_core.context_parallel.on_torch import merge, merge_triton
 from attn_core.correctness.paged import append
 from attn_core.paged import triton_tables
 from torch_frontend.dispatch import offsets, triton_offsets
-from torch_frontend.paged.append import _repeated_on_gpu, append_on_gpu
+from torch_frontend.paged.append import _append_on_cpu
+from torch_frontend.paged.append_launch import append_on_gpu, repeated_on_gpu
+from torch_frontend.paged.places import Places
 
 pytestmark = pytest.mark.rotates
 
@@ -229,7 +232,7 @@ def test_faults_are_caught(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_seen_append_writes_what_a_new_one_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     direct = launch_by_address(monkeypatch)
-    write = _repeated_on_gpu()
+    write = repeated_on_gpu()
     inputs = tensors(make_paged((5, 70, 1), page_size=3, **HALF))
     heads, dim = inputs.k.shape[2:]
     moved = torch.randn(3 * heads * dim + 1, dtype=torch.float16)[1:].view(3, heads, dim)  # at no multiple of 16 bytes
@@ -329,6 +332,74 @@ def test_append(new: Any, page_size: int, layout: str) -> None:
     for pool, before, part in zip(inputs[1:3], call.inputs[1:3], parts):
         expected = append(before, part, call.inputs.block_table, call.inputs.seq_lens, cu)
         np.testing.assert_array_equal(pool.numpy(), expected.astype(np.float16))
+
+
+def quantised_tensors(call: PagedCall) -> PagedInputs:
+    """The tensors of a call on quantised pages."""
+    (q, k, v), keywords = torch_arguments(call)
+    return PagedInputs(q, k, v, **keywords)
+
+
+QUANTISED = {
+    "decode": {"lengths": (5, 70, 1)},
+    "chunks": {"lengths": (37, 0, 9), "new": (5, 0, 1), "page_size": 3},
+    "window, softcap, sinks": {"lengths": (40, 9), "new": (4, 9), "window": 7, "softcap": 0.7, "sinks": True},
+    "wide values": {"lengths": (40, 9), "new": (2, 3), "value_dim": 64},
+    "key ranges": {"lengths": (40, 23), "new": (9, 7), "ranges": (2, 2), "causal": False},
+}
+
+
+QUANTISED_RUNS = [
+    *(("chunks", kind, dtype) for kind in KINDS for dtype in ("float16", "bfloat16")),
+    *((name, ("int4", "token"), "bfloat16") for name in QUANTISED),
+    *((name, ("float8_e4m3fn", "page"), "float16") for name in ("decode", "wide values")),
+]
+
+
+@pytest.mark.parametrize(("name", "kind", "dtype"), QUANTISED_RUNS)
+def test_quantised_pages(name: str, kind: tuple[str, str], dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """bfloat16 scales the weights, float16 the values."""
+    splits_of(monkeypatch, 3 if dtype == "float16" else 1)
+    fields = {**HALF, "head_dim": 32, "value_dim": 32, **QUANTISED[name], "dtype": dtype}
+    call = quantised_call(make_paged(fields.pop("lengths"), fields.pop("new", None), **fields), *kind)
+    verdict = judge(call, attended(call, quantised_tensors(call)))
+    assert verdict.ok, f"{call}\n{verdict}"
+
+
+@pytest.mark.parametrize("fault", ["k_scales", "v_scales"])
+def test_the_kernel_reads_the_scale_of_its_token(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    splits_of(monkeypatch, 1)
+    fields = {**HALF, "head_dim": 32, "value_dim": 32}
+    call = quantised_call(make_paged((40, 23), (2, 3), **fields), "int8", "token")
+    scales = np.nan_to_num(getattr(call.inputs, fault), nan=1.0)
+    wrong = call.inputs._replace(**{fault: np.roll(scales, 1, 1)})
+    found = attended(call, quantised_tensors(replace(call, inputs=wrong)))
+    assert not judge(call, found).ok
+
+
+@pytest.mark.parametrize("dim", [16, 20])
+@pytest.mark.parametrize("kind", KINDS, ids=" ".join)
+@pytest.mark.parametrize("new", [None, (4, 0, 1, 7)], ids=["decode", "prefill"])
+def test_append_writes_the_bits_of_torch(new: Any, kind: tuple[str, str], dim: int) -> None:
+    call = quantised_call(make_paged((9, 4, 30, 7), new, head_dim=dim, value_dim=8), *kind)
+    numbers = {n: np.nan_to_num(getattr(call.inputs, n), nan=1.0) for n in ("k_scales", "v_scales")}
+    call = replace(call, inputs=call.inputs._replace(**numbers))
+    random = np.random.default_rng(dim)
+    size = np.exp2(random.uniform(-90, 90, (call.spec.q_len, 2, 1)))
+    parts = [torch.tensor(random.standard_normal((call.spec.q_len, 2, d)) * size).float() for d in (dim, 8)]
+    parts[0][0, 0], parts[0][-1, 1, 3], parts[1][-1, 0, 2] = 0.0, torch.nan, -torch.inf
+    results = []
+    for is_kernel in (True, False):
+        given = quantised_tensors(call)
+        places, scales = Places(given.block_table, given.seq_lens, given.cu_seqlens_q), (given.k_scales, given.v_scales)
+        if is_kernel:
+            append_on_gpu(given.k, given.v, *parts, *places, scales=scales)
+        else:
+            _append_on_cpu(given.k, given.v, *parts, places, scales)
+        results.append(given)
+    for name in ("k", "v", "k_scales", "v_scales"):
+        one, other = (getattr(each, name).contiguous().view(torch.uint8) for each in results)
+        np.testing.assert_array_equal(one.numpy(), other.numpy(), err_msg=name)
 
 
 def test_append_of_many_sequences() -> None:

@@ -73,7 +73,10 @@ KERNEL_FILES = [
         "backends/triton_jvp/maximum_kernel.py",
         "backends/triton_jvp/tile_functions.py",
         "backends/triton_splitkv/kernels.py",
+        "backends/triton_splitkv/merge_kernel.py",
+        "backends/triton_splitkv/stored_tiles.py",
         "context_parallel/on_torch/merge_triton.py",
+        "paged/triton_quantise.py",
         "paged/triton_rotary.py",
         "paged/triton_tables.py",
     )
@@ -170,7 +173,7 @@ def test_imports_between_files_run_one_way() -> None:
     graphlib.TopologicalSorter(reached).prepare()  # raises CycleError, which names the files
 
 
-@pytest.mark.parametrize(("package", "most"), [("attn_core", 14), ("torch_frontend", 20), ("jax_frontend", 23)])
+@pytest.mark.parametrize(("package", "most"), [("attn_core", 14), ("torch_frontend", 20), ("jax_frontend", 24)])
 def test_the_root_of_a_package_stays_small(package: str, most: int) -> None:
     entries = [
         entry.name for entry in (ROOT / package).iterdir() if entry.is_file() or (entry / "__init__.py").exists()

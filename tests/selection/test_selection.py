@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from spec_strategies import Call, calls
 
 from attn_core import AttentionSpec, NoBackendError, SpecError, Target, backends, explain, select, selection
-from attn_core.backends.support import CHECKS, Build, Support, unmet_claims
+from attn_core.backends.shared.claims import CHECKS, unmet_claims
+from attn_core.backends.support import Build, Support
 from attn_core.call.pages import PagedKV
 from attn_core.call.spec import DTYPES
 from attn_core.cli.drawn_functions import fields_of

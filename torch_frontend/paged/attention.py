@@ -81,6 +81,8 @@ def paged_attention(
     return_lse: bool = False,
     alibi_slopes: Tensor | None = None,
     kv_starts: Any = None,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
     out: Tensor | None = None,
     **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -91,8 +93,9 @@ def paged_attention(
 
     Args:
         q: ``[tokens, heads, head_dim]``, the new tokens of all sequences end to end.
-        k_pages: ``[num_pages, page_size, kv_heads, head_dim]``, the pool; any strides with dense channels.
-        v_pages: ``[num_pages, page_size, kv_heads, value_dim]``.
+        k_pages: ``[num_pages, page_size, kv_heads, head_dim]``, the pool; any strides with dense channels. In q's
+            dtype, or quantised: float8_e4m3fn, int8, or uint8 with two int4 numbers a byte, ``head_dim / 2`` wide.
+        v_pages: ``[num_pages, page_size, kv_heads, value_dim]``, in the dtype of k_pages.
         block_table: int32 ``[batch, width]``: each sequence's pages in order, -1 behind them. A tensor on q's device,
             or a numpy array, which is checked and copied there.
         seq_lens: int32 ``[batch]``: the length of each sequence, its new tokens included.
@@ -106,6 +109,9 @@ def paged_attention(
         return_lse: also return the log-sum-exp, ``[heads, tokens]``, natural log, float32.
         alibi_slopes: float ``[heads]`` or ``[sequences, heads]``: adds ``-slope * |i + N - n - j|``.
         kv_starts: int32 ``[sequences]``: no query sees a key of its sequence before this one (padding on the left).
+        k_scales, v_scales: the scales of quantised pages, float32 ``[num_pages, page_size, kv_heads]`` or ``[num_pages,
+            kv_heads]``: a number of the pool is ``stored * scale``. On the CPU the scales in use must be positive and
+            finite; on a GPU they are not checked, and a NaN reaches the result.
         out: a buffer for the output, of q's dtype and device, with dense channels, apart from the memory of q and the
             pages. A kernel that can writes into it; other results are copied there. It is the output.
 
@@ -120,7 +126,7 @@ def paged_attention(
     """
     if unknown:
         refuse_keywords("paged_attention", unknown)
-    is_usual = cu_seqlens_q is key_ranges is alibi_slopes is kv_starts is out is None
+    is_usual = cu_seqlens_q is key_ranges is alibi_slopes is kv_starts is k_scales is v_scales is out is None
     if is_usual and not (_is_compiling() or _modes() or forward_ad._current_level >= 0):
         plain_options = (causal, window, softcap, scale, deterministic, return_lse, max_len_q)
         results = seen_calls.attend(q, k_pages, v_pages, block_table, seq_lens, sinks, backend, plain_options)
@@ -131,20 +137,21 @@ def paged_attention(
         tables = block_table, seq_lens, cu_seqlens_q
         # While compiling, sizes are symbols; the op checks the arguments when it runs.
         if not torch.compiler.is_compiling():
-            more = key_ranges, options, alibi_slopes, kv_starts
+            more = key_ranges, options, alibi_slopes, kv_starts, k_scales, v_scales
             tables, key_ranges, kv_starts = check_op(q, k_pages, v_pages, tables, sinks, *more)
         left, right = options.window  # type: ignore[misc]
         result, lse = torch.ops.attn.paged_forward(
             *(q, k_pages, v_pages, *tables, sinks, max_len_q, causal, left, right),
             *(softcap, scale, deterministic, return_lse, join_names(requested_names(backend)), key_ranges),
-            *(alibi_slopes, kv_starts),
+            *(alibi_slopes, kv_starts, k_scales, v_scales),
         )
         if out is not None:
             check_out(out, q, k_pages, v_pages)
             result = copied(result, out)
         return (result, lse) if return_lse else result
     tables = block_table, seq_lens, cu_seqlens_q
-    inputs = gather_arguments(q, k_pages, v_pages, *tables, sinks, max_len_q, key_ranges, alibi_slopes, kv_starts)
+    more = key_ranges, alibi_slopes, kv_starts, k_scales, v_scales
+    inputs = gather_arguments(q, k_pages, v_pages, *tables, sinks, max_len_q, *more)
     result, lse = run(inputs, options, requested_names(backend), out)
     return (result, lse) if return_lse else result
 
@@ -170,6 +177,8 @@ def explain_paged(
     return_lse: bool = False,
     alibi_slopes: Tensor | None = None,
     kv_starts: Any = None,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
     **unknown: Never,
 ) -> Selection:
     """Returns the backend that ``paged_attention`` chooses for these arguments and why the others cannot run."""
@@ -177,7 +186,8 @@ def explain_paged(
         refuse_keywords("explain_paged", unknown)
     options = options_of(causal, window, softcap, scale, deterministic, return_lse, max_len_q)
     tables = block_table, seq_lens, cu_seqlens_q
-    inputs = gather_arguments(q, k_pages, v_pages, *tables, sinks, max_len_q, key_ranges, alibi_slopes, kv_starts)
+    more = key_ranges, alibi_slopes, kv_starts, k_scales, v_scales
+    inputs = gather_arguments(q, k_pages, v_pages, *tables, sinks, max_len_q, *more)
     return explain(*request(metadata(inputs), options, requested_names(backend) or override.requested()))
 
 
@@ -195,13 +205,16 @@ def append_kv(
     rotary: tuple[Tensor, Tensor] | None = None,
     rotary_interleaved: bool = False,
     positions: Any = None,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
     **unknown: Never,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Writes the keys and values of new tokens into their sequences' pages, in place.
 
     Args:
         k_pages, v_pages: the pool, as in ``paged_attention``; modified in place.
-        k, v: ``[tokens, kv_heads, dim]``, in the pool's dtype: the new tokens of each sequence, end to end.
+        k, v: ``[tokens, kv_heads, dim]``, in the pool's dtype: the new tokens of each sequence, end to end. For
+            quantised pages in bfloat16, float16 or float32.
         block_table, seq_lens, cu_seqlens_q: as in ``paged_attention``; ``seq_lens`` count the new tokens.
         slot_mapping: in place of these tables, int32 or int64 ``[tokens]``: the slot of each token, which is ``page *
             page_size + offset``; -1 for a token that is not written. A tensor or a numpy array.
@@ -209,9 +222,12 @@ def append_kv(
         rotary_interleaved: as ``interleaved`` there.
         positions: with rotary, int32 or int64 ``[tokens]``: each token's position in its sequence. The tables say it,
             too; slot_mapping does not.
+        k_scales, v_scales: the scales of quantised pages, as in ``paged_attention``. Scales by token are written, too:
+            each becomes the largest magnitude of its token and head, divided by the largest stored number, and NaN for
+            a token with NaN or Inf. Scales by page are read: numbers beyond them saturate.
 
     Returns:
-        ``(k_pages, v_pages)``, the same tensors.
+        ``(k_pages, v_pages)``, the same tensors; with scales ``(k_pages, v_pages, k_scales, v_scales)``.
 
     Raises:
         ShapeError, DTypeError, DeviceError, SpecError: for invalid arguments, and for tables on the CPU that point
@@ -227,12 +243,12 @@ def append_kv(
     # In the order of Places, as the op has them.
     where = (block_table, seq_lens, cu_seqlens_q, slot_mapping, cos, sin, positions, rotary_interleaved)
     if torch.compiler.is_compiling():
-        torch.ops.attn.append_kv(k_pages, v_pages, k, v, *where)
+        torch.ops.attn.append_kv(k_pages, v_pages, k, v, *where, k_scales, v_scales)
     elif is_watched(k):
         check_tensor("k", k)
         places = op_places(k, Places(*where))
-        check_appended(k_pages, v_pages, k, v, places)
-        torch.ops.attn.append_kv(k_pages, v_pages, k, v, *places)
+        check_appended(k_pages, v_pages, k, v, places, (k_scales, v_scales))
+        torch.ops.attn.append_kv(k_pages, v_pages, k, v, *places, k_scales, v_scales)
     else:
-        append(k_pages, v_pages, k, v, *where)
-    return k_pages, v_pages
+        append(k_pages, v_pages, k, v, *where, k_scales, v_scales)
+    return (k_pages, v_pages) if k_scales is None else (k_pages, v_pages, k_scales, v_scales)  # type: ignore[return-value]

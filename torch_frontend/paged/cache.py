@@ -11,7 +11,7 @@ from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
 from attn_core.call.keywords import CachedKeywords
 from attn_core.errors import SpecError, shown
 from attn_core.paged.allocator import Copies, PageAllocator
-from attn_core.paged.arguments import check_cache
+from attn_core.paged.arguments import check_cache, describe_cache, stored_shape
 from attn_core.paged.cache import PagedCache
 from attn_core.paged.step import Step
 from torch_frontend.paged.attention import append_kv, paged_attention
@@ -28,9 +28,15 @@ class PagedKVCache(PagedCache):
         num_pages, page_size: the size of each pool, which has room for ``num_pages * page_size`` tokens.
         kv_heads, head_dim, value_dim: the sizes of a token's key and value; value_dim is head_dim if None.
         dtype, device: of the pools.
+        kv_dtype: "float8_e4m3fn", "int8" or "int4" for quantised pages with a scale for each token and kv head; dtype
+            is then that of the queries. None: the pools have dtype.
 
     Attributes:
         k_pages, v_pages: a pool for each layer, ``[num_pages, page_size, kv_heads, dim]``.
+        k_scales, v_scales: the scales of each layer, float32 ``[num_pages, page_size, kv_heads]``; empty lists if the
+            pages are not quantised.
+        dtype: of queries, new keys and new values.
+        stored: how a token is stored, and in how many bytes.
         allocator: assigns pages to sequences; ``allocator.report()`` returns how full the pools are.
 
     In each step of a model, call ``step`` once for the continuing sequences, then ``update`` and ``attend`` in every
@@ -48,18 +54,26 @@ class PagedKVCache(PagedCache):
         value_dim: int | None = None,
         dtype: torch.dtype = torch.float32,
         device: Any = "cpu",
+        kv_dtype: str | None = None,
     ) -> None:
         dims = {"head_dim": head_dim, "value_dim": head_dim if value_dim is None else value_dim}
-        check_cache(str(dtype).removeprefix("torch."), num_layers=num_layers, kv_heads=kv_heads, **dims)
+        name = str(dtype).removeprefix("torch.")
+        check_cache(name, num_layers=num_layers, kv_heads=kv_heads, **dims)
+        stored, channels = stored_shape(kv_dtype, **dims)
         try:
             device = torch.device(device)
         except (TypeError, ValueError, RuntimeError) as error:
             raise SpecError(f"device={shown(device)}: expected a torch.device or its name; {error}") from None
         self.allocator = PageAllocator(num_pages, page_size)
+        self.dtype = dtype
+        self.stored = describe_cache(kv_dtype, page_size, kv_heads, dims, name)
+        pool_dtype, places = getattr(torch, stored or name), (num_pages, page_size, kv_heads)
         self.k_pages, self.v_pages = (
-            [torch.zeros(num_pages, page_size, kv_heads, dim, dtype=dtype, device=device) for _ in range(num_layers)]
-            for dim in dims.values()
+            [torch.zeros(*places, dim, dtype=pool_dtype, device=device) for _ in range(num_layers)]
+            for dim in channels.values()
         )
+        scaled = num_layers if stored else 0
+        self.k_scales, self.v_scales = ([torch.ones(places, device=device) for _ in range(scaled)] for _ in "kv")
 
     def update(
         self,
@@ -81,7 +95,7 @@ class PagedKVCache(PagedCache):
         """
         k_pages, v_pages = self._pools(layer, step)
         turns: Any = {"rotary": rotary, "rotary_interleaved": rotary_interleaved}
-        append_kv(k_pages, v_pages, k, v, **step.tables, **turns)
+        append_kv(k_pages, v_pages, k, v, **step.tables, **turns, **self._scales(layer))
 
     @overload
     def attend(
@@ -157,12 +171,15 @@ class PagedKVCache(PagedCache):
             return_lse=return_lse,
             alibi_slopes=alibi_slopes,
             out=out,
+            **self._scales(layer),
         )
 
     def _copy(self, copies: Copies) -> None:
         source, target = (torch.tensor(pages, device=self.k_pages[0].device) for pages in copies)
         # In place, because a captured CUDA graph reads these very tensors.
-        for pool in (*self.k_pages, *self.v_pages):
+        for pool in (*self.k_pages, *self.v_pages, *self.k_scales, *self.v_scales):
+            if pool.dtype == torch.float8_e4m3fn:  # not every version of torch can index it
+                pool = pool.view(torch.uint8)
             pool[target] = pool[source]
 
     def _to_device(self, array: np.ndarray | None) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from attn_core.call.layer_shapes import check_features
@@ -14,7 +15,7 @@ from torch_frontend.paged.attention import append_kv, paged_attention
 
 def attend_in_pages(
     layer: Any, x: Tensor, others: dict[str, Any], positions: Tensor | None, pages: Pages
-) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Writes the keys and values of new tokens ``[tokens, features]`` into the pages, then attends to the pages.
 
     Args:
@@ -25,12 +26,13 @@ def attend_in_pages(
     check_features(tuple(x.shape), None, layer.in_features, layer.in_kv_features)
     layer.check_positions(positions, (1, x.shape[0]))
     q, k, v = layer.project(x, x)  # [tokens, heads, head_dim]
-    dtype, pool_dtype, step = v.dtype, pages.k.dtype, pages.step
+    # The pool may have another dtype than the parameters, and append_kv does not cast. A quantised one takes float32.
+    narrow = torch.float32 if v.dtype == torch.float64 else v.dtype
+    dtype, pool_dtype, step = v.dtype, pages.k.dtype if pages.k_scales is None else narrow, pages.step
     if layer.rotary is not None:
         places = token_places(step, x) if positions is None else positions
         q, k = (rows[0].to(dtype) for rows in layer.rotary(q[None], k[None], places.reshape(1, -1)))
-    # The pool may have another dtype than the parameters, and append_kv does not cast.
-    append_kv(pages.k, pages.v, k.to(pool_dtype), v.to(pool_dtype), **step.tables)
+    append_kv(pages.k, pages.v, k.to(pool_dtype), v.to(pool_dtype), **step.tables, **pages.scales)
     out = paged_attention(
         q.to(pool_dtype),
         pages.k,
@@ -44,5 +46,6 @@ def attend_in_pages(
         sinks=layer.sinks_here(),
         deterministic=layer.bitwise_deterministic,
         backend=layer.backend,
+        **pages.scales,
     )
-    return layer.o_proj(out.to(dtype).flatten(-2)), (pages.k, pages.v)
+    return layer.o_proj(out.to(dtype).flatten(-2)), (pages.k, pages.v, *pages.scales.values())

@@ -20,14 +20,16 @@ _library.define(
     "paged_forward(Tensor q, Tensor k_pages, Tensor v_pages, Tensor block_table, Tensor seq_lens, "
     "Tensor? cu_seqlens_q, Tensor? sinks, SymInt? max_len_q, bool causal, SymInt? window_left, SymInt? window_right, "
     "float? softcap, float? scale, bool deterministic, bool return_lse, str? backend, Tensor? key_ranges=None, "
-    "Tensor? alibi_slopes=None, Tensor? kv_starts=None) -> (Tensor, Tensor)",
+    "Tensor? alibi_slopes=None, Tensor? kv_starts=None, Tensor? k_scales=None, Tensor? v_scales=None) -> "
+    "(Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
-    # The marks (a!) and (b!) tell compilers that the op writes the pools, so they keep its order among the reads.
+    # The marks (a!) to (d!) tell compilers that the op writes the pools and their scales, so they keep its order among
+    # the reads. Scales by page are only read.
     "append_kv(Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor k, Tensor v, Tensor? block_table, Tensor? seq_lens, "
     "Tensor? cu_seqlens_q, Tensor? slot_mapping=None, Tensor? cos=None, Tensor? sin=None, Tensor? positions=None, "
-    "bool interleaved=False) -> ()",
+    "bool interleaved=False, Tensor(c!)? k_scales=None, Tensor(d!)? v_scales=None) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -52,10 +54,12 @@ def _forward_op(
     key_ranges: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     kv_starts: Tensor | None = None,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     options = options_of(causal, (left, right), softcap, scale, deterministic, return_lse, max_len_q)
-    tables = block_table, seq_lens, cu_seqlens_q
-    inputs = gather_arguments(q, k_pages, v_pages, *tables, sinks, max_len_q, key_ranges, alibi_slopes, kv_starts)
+    tables, more = (block_table, seq_lens, cu_seqlens_q), (alibi_slopes, kv_starts, k_scales, v_scales)
+    inputs = gather_arguments(q, k_pages, v_pages, *tables, sinks, max_len_q, key_ranges, *more)
     out, lse = run(inputs, options, None if backend is None else tuple(backend.split("\n")))
     # Compilers plan memory with the strides that _forward_fake promises.
     return out.contiguous(), lse.contiguous()
@@ -63,7 +67,8 @@ def _forward_op(
 
 def _forward_fake(q: Tensor, k_pages: Tensor, v_pages: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return q.new_empty((*q.shape[:2], v_pages.shape[3])), q.new_empty((q.shape[1], q.shape[0]), dtype=lse_dtype)
+    channels = v_pages.shape[3] * (2 if v_pages.dtype == torch.uint8 else 1)  # two int4 numbers a byte
+    return q.new_empty((*q.shape[:2], channels)), q.new_empty((q.shape[1], q.shape[0]), dtype=lse_dtype)
 
 
 _library.impl("paged_forward", _forward_op, "CompositeExplicitAutograd")

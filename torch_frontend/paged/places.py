@@ -72,7 +72,8 @@ def on_cpu(k_pages: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tenso
     """Checks the values of tables, slots and positions on the CPU.
 
     Returns:
-        The keys, rotated, and values that will be written, and their pages and offsets in them, ``[2, tokens]``.
+        The keys, rotated (in float32 beside quantised pages), and values that will be written, and their pages and
+        offsets in them, ``[2, tokens]``.
     """
     if places.slot_mapping is not None:
         slots = places.slot_mapping.numpy()
@@ -108,4 +109,6 @@ def _rotated(k: Tensor, k_pages: Tensor, places: Places, positions: np.ndarray |
         return k
     rotary.check_position_values(positions, places.cos.shape[0])
     cos, sin = places.cos.detach(), places.sin.detach()
-    return rotate(k, cos, sin, torch.from_numpy(positions), places.interleaved, k_pages.dtype)
+    # Quantised pages have bytes. Nothing rounds a rotated key before it is quantised.
+    dtype = torch.float32 if k_pages.itemsize == 1 else k_pages.dtype
+    return rotate(k, cos, sin, torch.from_numpy(positions), places.interleaved, dtype)

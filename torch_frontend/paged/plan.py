@@ -18,6 +18,7 @@ from attn_core.call.tensors import PagedInputs
 from attn_core.errors import SpecError
 from attn_core.paged import arguments
 from attn_core.paged import tables as paged_tables
+from attn_core.paged.scales import check_scale_values
 from attn_core.selection import Target, new_plans, override, select
 from torch_frontend.dispatch import empty_rows, offsets, plan, tensor_kinds
 from torch_frontend.dispatch.run_plan import check_key_ranges
@@ -53,7 +54,8 @@ def plan_call(metadata: tuple[Metadata | None, ...], options: Options, requested
     name = range_name(selection.backend or "", selection.spec, "forward")
     if selection.spec.empty:
         return PagedPlan(selection.spec, name, plan.empty_forward)
-    usual = metadata[5] is None and not any(metadata[7:])  # a shortcut takes the first five tensors and the sinks alone
+    # A shortcut takes the first five tensors and the sinks alone.
+    usual = metadata[5] is None and not any(metadata[7:])
     shortcut = backends.paged_shortcut(module, selection.spec) if usual else None
     forward, shortcut = (on_device(function, metadata[0][2]) for function in (module.forward, shortcut))
     writes = backends.writes_into(module), backends.writes_strided(module)
@@ -106,9 +108,12 @@ def gather_arguments(
     key_ranges: Any,
     alibi_slopes: Any = None,
     kv_starts: Any = None,
+    k_scales: Any = None,
+    v_scales: Any = None,
 ) -> PagedInputs:
     """Returns the arguments as PagedInputs on one device; ``run`` checks the values of tables on the CPU."""
-    check_numbers(q=q, k_pages=k_pages, v_pages=v_pages, sinks=sinks, alibi_slopes=alibi_slopes)
+    scales = {"k_scales": k_scales, "v_scales": v_scales}
+    check_numbers(q=q, k_pages=k_pages, v_pages=v_pages, sinks=sinks, alibi_slopes=alibi_slopes, **scales)
     tensor_kinds.check_data(
         q,
         k_pages=k_pages,
@@ -120,9 +125,10 @@ def gather_arguments(
         key_ranges=key_ranges,
         alibi_slopes=alibi_slopes,
         kv_starts=kv_starts,
+        **scales,
     )
     tables = tables_of(q, k_pages, max_len_q, block_table, seq_lens, cu_seqlens_q)
-    more = {"key_ranges": ranges_of(q, key_ranges), "kv_starts": starts_of(q, kv_starts, seq_lens)}
+    more = {"key_ranges": ranges_of(q, key_ranges), "kv_starts": starts_of(q, kv_starts, seq_lens), **scales}
     return PagedInputs(q, k_pages, v_pages, *tables, sinks=sinks, alibi_slopes=alibi_slopes, **more)
 
 
@@ -152,18 +158,20 @@ def check_op(
     options: Options,
     alibi_slopes: Tensor | None = None,
     kv_starts: Any = None,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
 ) -> tuple[tuple[Any, Any, Any], Any, Any]:
     """Checks the arguments of a call that becomes one op, if its sizes are ints.
 
     Returns:
         (``op_tables``, key_ranges, kv_starts), all in the same form.
     """
-    check_numbers(q=q, k_pages=k_pages, v_pages=v_pages, sinks=sinks, alibi_slopes=alibi_slopes)
+    numbers = {"sinks": sinks, "alibi_slopes": alibi_slopes, "k_scales": k_scales, "v_scales": v_scales}
+    check_numbers(q=q, k_pages=k_pages, v_pages=v_pages, **numbers)
     ranges, starts = ranges_of(q, key_ranges), starts_of(q, kv_starts, None)
     tensor_kinds.check_data(q, key_ranges=ranges, alibi_slopes=alibi_slopes, kv_starts=starts)
     tensors = op_tables(q, *tables)
-    more = {"sinks": sinks, "key_ranges": ranges, "alibi_slopes": alibi_slopes, "kv_starts": starts}
-    entries = metadata(PagedInputs(q, k_pages, v_pages, *tensors, **more))
+    entries = metadata(PagedInputs(q, k_pages, v_pages, *tensors, key_ranges=ranges, kv_starts=starts, **numbers))
     if all(type(size) is int for entry in entries if entry for size in entry[0]):
         arguments.build_spec(arguments.PagedArrays(*(entry and plan.facts(*entry) for entry in entries)), options)  # type: ignore[arg-type]
     return tensors, ranges, starts
@@ -180,6 +188,9 @@ def run(
         check_key_ranges(call_plan.spec, inputs.key_ranges)
         if inputs.kv_starts is not None:
             paged_tables.check_starts(inputs.kv_starts.numpy(), inputs.seq_lens.numpy())
+        if inputs.k_scales is not None and call_plan.spec.paged is not None:
+            scales = {name: getattr(inputs, name).numpy() for name in ("k_scales", "v_scales")}
+            check_scale_values(scales, call_plan.spec.paged, inputs.block_table.numpy(), inputs.seq_lens.numpy())
     forward = call_plan.forward
     if into is not None:
         check_out(into, *inputs[:3])

@@ -18,6 +18,7 @@ from attn_core.backends.shared.jax_promotion import usual_promotion
 from attn_core.backends.support import Build, Support
 from attn_core.call.functions import has_functions
 from attn_core.call.masks import band
+from attn_core.call.pages import BITS
 from attn_core.call.spec import DTYPES, AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
 
@@ -53,9 +54,10 @@ FORWARD = Support(
     paged=True,
     paged_alibi=True,
     paged_starts=True,
+    page_dtypes=tuple(BITS),
     symbolic=True,
 )
-BACKWARD = replace(FORWARD, paged=False, paged_alibi=False, paged_starts=False)
+BACKWARD = replace(FORWARD, paged=False, paged_alibi=False, paged_starts=False, page_dtypes=())
 FORWARD_MODE = BACKWARD
 ROW_MAXIMUM = BACKWARD
 

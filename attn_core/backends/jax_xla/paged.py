@@ -8,6 +8,7 @@ from typing import Any
 from attn_core.backends.shared.paged_as_dense import dense_rows
 from attn_core.call.key_ranges import contains
 from attn_core.call.masks import band
+from attn_core.call.pages import PagedKV
 from attn_core.call.seq_info import is_number
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs, PagedInputs
@@ -33,8 +34,10 @@ def forward(spec: AttentionSpec, inputs: PagedInputs, run: Forward) -> tuple[Any
     if inputs.kv_starts is not None:
         valid = valid & (key >= inputs.kv_starts[:, None])
 
-    def row(pool: Any) -> Any:  # [batch, width, page_size, kv_heads, dim] -> [batch, capacity, kv_heads, dim]
+    def row(pool: Any, scales: Any) -> Any:  # [batch, width, page_size, kv_heads, dim] -> [batch, capacity, ...]
         wide = pool[pages].reshape(batch, paged.capacity, *pool.shape[2:])
+        if scales is not None:
+            wide = _numbers(paged, wide, scales[pages])
         return jnp.where(valid[:, :, None, None], wide, 0)  # slots after the end may hold NaN
 
     cu_q = inputs.cu_seqlens_q
@@ -61,10 +64,30 @@ def forward(spec: AttentionSpec, inputs: PagedInputs, run: Forward) -> tuple[Any
     if inputs.alibi_slopes is not None:  # [batch or 1, heads, 1, 1] * [batch, 1, rows, capacity]
         slopes = inputs.alibi_slopes.astype(spec.lse_dtype).reshape(-1, spec.num_heads, 1, 1)
         bias = -slopes * jnp.abs(distance)[:, None].astype(spec.lse_dtype)
-    dense = Inputs(inputs.q[token], row(inputs.k), row(inputs.v), mask=seen, bias=bias, sinks=inputs.sinks)
+    k, v = row(inputs.k, inputs.k_scales), row(inputs.v, inputs.v_scales)
+    dense = Inputs(inputs.q[token].astype(k.dtype), k, v, mask=seen, bias=bias, sinks=inputs.sinks)
     out, lse = run(dense_rows(spec, rows), dense)
+    out = out.astype(spec.dtype)
     # Surplus rows of short sequences are dropped, because their index is out of range.
     target = jnp.where(is_query, token, spec.q_len)
     flat_out = jnp.zeros(spec.out_shape, out.dtype).at[target].set(out, mode="drop")
     flat_lse = jnp.full((spec.q_len, spec.num_heads), -jnp.inf, lse.dtype)
     return flat_out, flat_lse.at[target].set(lse.swapaxes(1, 2), mode="drop").T
+
+
+def _numbers(paged: PagedKV, stored: Any, scales: Any) -> Any:
+    """Returns float32 numbers of gathered quantised pages.
+
+    Args:
+        stored: ``[batch, capacity, kv_heads, dim]``, int4 with half the channels.
+        scales: of the same pages, ``[batch, width, kv_heads]`` or ``[batch, width, page_size, kv_heads]``.
+    """
+    import jax.numpy as jnp
+    from jax import lax
+
+    if paged.dtype == "int4":  # channels of the low four bits, then those of the high ones
+        signed = lax.bitcast_convert_type(stored, jnp.int8)
+        stored = jnp.concatenate(((signed << 4) >> 4, signed >> 4), -1)
+    if paged.scales == "page":
+        scales = jnp.repeat(scales, paged.page_size, axis=1)
+    return stored.astype(jnp.float32) * scales.reshape(*stored.shape[:3], 1)

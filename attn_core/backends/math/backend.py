@@ -23,6 +23,7 @@ from attn_core.backends.shared.block_operands import SavedTensors
 from attn_core.backends.shared.device_kinds import ANY
 from attn_core.backends.support import Build, Support
 from attn_core.call.masks import band
+from attn_core.call.pages import BITS
 from attn_core.call.spec import DTYPES, AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs, Tangents
 
@@ -58,8 +59,9 @@ FORWARD = Support(
     paged=True,
     paged_alibi=True,
     paged_starts=True,
+    page_dtypes=tuple(BITS),
 )
-BACKWARD = replace(FORWARD, paged=False, paged_alibi=False, paged_starts=False)
+BACKWARD = replace(FORWARD, paged=False, paged_alibi=False, paged_starts=False, page_dtypes=())
 FORWARD_MODE = replace(BACKWARD, aux_gradients=False)
 ROW_MAXIMUM = BACKWARD
 

@@ -7,6 +7,7 @@ from typing import Any
 from attn_core.backends.shared import plain_attention
 from attn_core.backends.shared.paged_as_dense import dense_rows, packed_documents
 from attn_core.backends.shared.pools import query_offsets
+from attn_core.backends.shared.quantised_pages import in_pages
 from attn_core.backends.shared.split_documents import documents_between
 from attn_core.call.key_ranges import contains
 from attn_core.call.masks import band
@@ -25,7 +26,8 @@ def forward(spec: AttentionSpec, inputs: PagedInputs) -> tuple[Any, Any]:
         return _as_dense_rows(spec, inputs)
     packed, documents = packed_documents(spec, inputs)
     valid_documents = documents_between(documents.cu_seqlens_q, documents.cu_seqlens_k)  # the tables are checked
-    return plain_attention.forward(packed, documents, valid_documents)
+    out, lse = plain_attention.forward(packed, documents, valid_documents)
+    return out.to(inputs.q.dtype), lse
 
 
 def _as_dense_rows(spec: AttentionSpec, inputs: PagedInputs) -> tuple[Any, Any]:
@@ -42,9 +44,7 @@ def _as_dense_rows(spec: AttentionSpec, inputs: PagedInputs) -> tuple[Any, Any]:
     if inputs.kv_starts is not None:
         valid = valid & (key >= inputs.kv_starts[:, None])
     # [batch, width, page_size, kv_heads, dim] -> [batch, capacity, kv_heads, dim], 0 after the end
-    k, v = (
-        pool.detach()[pages].flatten(1, 2).masked_fill(~valid[:, :, None, None], 0.0) for pool in (inputs.k, inputs.v)
-    )
+    k, v = (wide.masked_fill(~valid[:, :, None, None], 0.0) for wide in in_pages(spec, inputs, pages))
     cu_q = query_offsets(spec, inputs).clamp(0, spec.q_len)
     count = (cu_q[1:] - cu_q[:-1]).clamp(0, rows)
     query = torch.arange(rows, device=device)
@@ -70,9 +70,10 @@ def _as_dense_rows(spec: AttentionSpec, inputs: PagedInputs) -> tuple[Any, Any]:
     if inputs.alibi_slopes is not None:  # [batch or 1, heads, 1, 1] * [batch, 1, rows, capacity]
         slopes = inputs.alibi_slopes.to(getattr(torch, spec.lse_dtype)).reshape(-1, spec.num_heads, 1, 1)
         bias = -slopes * distance.abs()[:, None]
-    rows_of_q = inputs.q.detach()[token]
+    rows_of_q = inputs.q.detach()[token].to(k.dtype)
     out, lse = plain_attention.forward(dense, Inputs(rows_of_q, k, v, mask=seen, bias=bias, sinks=inputs.sinks))
     # Surplus rows of short sequences are written to an extra token at the end, which is cut off.
+    out = out.to(inputs.q.dtype)
     flat_out = out.new_zeros((spec.q_len + 1, *out.shape[2:]))
     flat_lse = lse.new_full((lse.shape[1], spec.q_len + 1), -torch.inf)
     target = torch.where(query < count[:, None], token, spec.q_len).flatten()

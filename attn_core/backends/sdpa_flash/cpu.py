@@ -21,6 +21,7 @@ from attn_core.backends.shared import sinks
 from attn_core.backends.support import Build, Support
 from attn_core.call.counters import operand_copied
 from attn_core.call.masks import band
+from attn_core.call.pages import BITS
 from attn_core.call.spec import DTYPES, AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
 
@@ -46,8 +47,9 @@ FORWARD = Support(
     paged=True,
     paged_alibi=True,
     paged_starts=True,
+    page_dtypes=tuple(BITS),
 )
-BACKWARD = replace(FORWARD, paged=False, paged_alibi=False, paged_starts=False)
+BACKWARD = replace(FORWARD, paged=False, paged_alibi=False, paged_starts=False, page_dtypes=())
 
 
 def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:

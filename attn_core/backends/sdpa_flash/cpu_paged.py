@@ -40,9 +40,13 @@ def forward(
     """
     q, k, v, table, lengths, offsets, sinks = inputs[:7]
     results = None
-    if offsets is None and inputs.alibi_slopes is None and inputs.kv_starts is None:
+    quantised = spec.paged is not None and spec.paged.dtype is not None
+    if offsets is None and inputs.alibi_slopes is None and inputs.kv_starts is None and not quantised:
         results = decoder(spec, True)(q.detach(), k.detach(), v.detach(), table, lengths, sinks)
-    return packed_forward(*packed_documents(spec, inputs)) if results is None else results
+    if results is not None:
+        return results
+    out, lse = packed_forward(*packed_documents(spec, inputs))
+    return out.to(q.dtype), lse
 
 
 @lru_cache(maxsize=4096)

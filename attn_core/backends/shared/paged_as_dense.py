@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from attn_core.backends.shared.pools import query_offsets
+from attn_core.backends.shared.quantised_pages import in_slots, working_dtype
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs, PagedInputs
 
@@ -13,7 +14,8 @@ from attn_core.call.tensors import Inputs, PagedInputs
 def dense_rows(spec: AttentionSpec, rows: int) -> AttentionSpec:
     """Returns the dense call on gathered pages: one batch row of ``rows`` queries per sequence, and a mask.
 
-    Each row has as many keys as the block table has room for; the mask hides keys beyond a sequence's length.
+    Each row has as many keys as the block table has room for; the mask hides keys beyond a sequence's length. With
+    quantised pages it is a call in float32.
     """
     paged, batch = spec.paged, spec.documents or 0
     assert paged is not None
@@ -23,14 +25,18 @@ def dense_rows(spec: AttentionSpec, rows: int) -> AttentionSpec:
     mask_shape = batch, heads, rows, paged.capacity
     dense: dict[str, Any] = {"causal": False, "window": (None, None), "mask_shape": mask_shape}
     dense["key_ranges_shape"] = None  # the mask has them, too
+    dense["dtype"] = working_dtype(spec)
     if spec.alibi_shape is not None:  # of a sequence's own diagonal, too
         dense |= {"alibi_shape": None, "bias_shape": (batch, spec.num_heads, rows, paged.capacity)}
-        dense["bias_dtype"] = None if spec.lse_dtype == spec.dtype else spec.lse_dtype
+        dense["bias_dtype"] = None if spec.lse_dtype == dense["dtype"] else spec.lse_dtype
     return replace(spec, batch=batch, q_len=rows, kv_len=paged.capacity, **unpaged, **dense)
 
 
 def packed_documents(spec: AttentionSpec, inputs: PagedInputs) -> tuple[AttentionSpec, Inputs]:
-    """Returns a paged call as one on packed documents, for tables that are on the host and checked."""
+    """Returns a paged call as one on packed documents, for tables that are on the host and checked.
+
+    With quantised pages it is a call in float32, whose result the caller casts to ``spec.dtype``.
+    """
     import torch
 
     paged = spec.paged
@@ -44,8 +50,7 @@ def packed_documents(spec: AttentionSpec, inputs: PagedInputs) -> tuple[Attentio
     cu_k = torch.nn.functional.pad(keys.cumsum(0), (1, 0)).int()
     page = table.long().repeat_interleave(paged.page_size, dim=1)
     slots = (page * paged.page_size + position % paged.page_size)[valid]
-    # [pages, page_size, ...] -> [slots, ...]: the slots of one page lie next to each other.
-    k, v = (pool.detach().flatten(0, 1)[slots] for pool in (inputs.k, inputs.v))  # [tokens, kv_heads, dim]
+    k, v = in_slots(spec, inputs, slots)  # [tokens, kv_heads, dim]
     ranges = inputs.key_ranges
     if ranges is not None:
         # The number of each key among the new tokens of its sequence; negative for earlier keys.
@@ -56,6 +61,6 @@ def packed_documents(spec: AttentionSpec, inputs: PagedInputs) -> tuple[Attentio
         ranges = torch.where((place < 0)[valid][:, None, None], everyone, ranges[:, :, token])
     changes: dict[str, Any] = {"key_ranges_shape": None if ranges is None else tuple(ranges.shape)}
     changes["max_len_k"] = int(keys.max()) if len(keys) else 0
-    packed = replace(spec, paged=None, kv_len=len(slots), **changes)
+    packed = replace(spec, paged=None, kv_len=len(slots), dtype=working_dtype(spec), **changes)
     others = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "alibi_slopes": inputs.alibi_slopes}
-    return packed, Inputs(inputs.q, k, v, sinks=inputs.sinks, key_ranges=ranges, **others)
+    return packed, Inputs(inputs.q.to(k.dtype), k, v, sinks=inputs.sinks, key_ranges=ranges, **others)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import cache, lru_cache
 from typing import Any
 
+from attn_core.backends.shared.device_kinds import compute_capability
 from attn_core.backends.shared.kernel_limits import GRID_LIMIT
 from attn_core.backends.shared.kernel_programs import KernelProgram
 from attn_core.backends.shared.pools import pools
@@ -21,6 +22,7 @@ from attn_core.backends.support import Build, Support
 from attn_core.backends.triton_splitkv import launches
 from attn_core.backends.triton_splitkv.launches import Tiles
 from attn_core.call.masks import band
+from attn_core.call.pages import BITS
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, PagedInputs
 from attn_core.paged.arguments import one_query_each
@@ -47,6 +49,7 @@ FORWARD = Support(
     paged=True,
     paged_alibi=True,
     paged_starts=True,
+    page_dtypes=tuple(BITS),
 )
 BACKWARD = None
 PAGES_ALONE = True
@@ -65,9 +68,14 @@ def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str,
     reasons = []
     if spec.paged is None:
         reasons.append(f"keys and values not in pages: {FORWARD.kernel} reads only pages")
+    dtype = spec.paged.dtype if spec.paged else None
+    least = 32 if dtype == "int4" else 16
     for dim in sorted({spec.head_dim, spec.value_dim}):
-        if dim < 16 or dim & (dim - 1):
-            reasons.append(f"head_dim={dim}: {FORWARD.kernel} takes powers of two from 16 on")
+        if dim < least or dim & (dim - 1):
+            where = " for int4 pages" if dtype == "int4" else ""
+            reasons.append(f"head_dim={dim}: {FORWARD.kernel} takes powers of two from {least} on{where}")
+    if dtype == "float8_e4m3fn" and 0 < compute_capability(device) < 89:  # Triton compiles none for older GPUs
+        reasons.append(f"pages in {dtype}: {FORWARD.kernel} reads them from sm89 on, not on {device}")
     if spec.max_len_q and (rows := -(-spec.max_len_q * spec.group_size // _rows(spec))) > GRID_LIMIT:
         reasons.append(f"max_len_q={spec.max_len_q}: {FORWARD.kernel} launches at most {GRID_LIMIT} blocks, not {rows}")
     return tuple(reasons)
@@ -112,7 +120,7 @@ def splits(spec: AttentionSpec, multiprocessors: int) -> int:
 
 def lower(spec: AttentionSpec) -> dict[str, Any]:
     """Returns the kernel's scalar arguments. An open side of the window becomes a distance that reaches every key."""
-    edge = band(spec)
+    edge, dtype = band(spec), spec.paged.dtype if spec.paged else None
     # The kernel adds positions to it in int32, so it must stay far below 2**31.
     far = 2**30
     return {
@@ -126,6 +134,10 @@ def lower(spec: AttentionSpec) -> dict[str, Any]:
         "RANGES": 0 if spec.key_ranges_shape is None else spec.key_ranges_shape[3],
         "ALIBI": spec.alibi_shape is not None,
         "STARTS": spec.paged is not None and spec.paged.starts,
+        "SCALED": dtype is not None,
+        "INT4": dtype == "int4",
+        # In float16 a product of a weight and a scale could be too small, so the values are scaled there.
+        "SCALES_WEIGHTS": spec.dtype == "bfloat16",
     }
 
 
@@ -183,6 +195,7 @@ def _forward(
     ranges = q if inputs.key_ranges is None else inputs.key_ranges.contiguous()
     slopes = q if inputs.alibi_slopes is None else inputs.alibi_slopes.float().contiguous()
     starts = lengths if inputs.kv_starts is None else inputs.kv_starts.contiguous()
+    scales = (q, q) if inputs.k_scales is None else (inputs.k_scales, inputs.v_scales)
     out, lse = into
     if out is None:
         out = torch.empty(out_shape, dtype=q.dtype, device=q.device)
@@ -195,8 +208,9 @@ def _forward(
     # The current device, because Triton launches there. Tests run the kernels on the CPU, in Triton's interpreter.
     current = torch.cuda.current_device() if device >= 0 else device
     results = out.stride(), lse.stride(), sinks.dtype
-    layout = (q.stride(), k.stride(), v.stride(), table.stride(0), *results, inputs.cu_seqlens_q is None)
-    operands = (q, k, v, table, lengths, offsets, sinks, ranges, slopes, starts, parts, part_lse)
+    strides = [each.stride() for each in (q, k, v, *scales)]
+    layout = (*strides, table.stride(0), *results, inputs.cu_seqlens_q is None)
+    operands = (q, k, v, table, lengths, offsets, sinks, ranges, slopes, starts, *scales, parts, part_lse)
     key = ("attend", spec, count, layout, current)
     attend = launch(kernels.attend, key, operands, lambda: launches.attend(spec, operands, *_settings(spec, device)))
     merge = None

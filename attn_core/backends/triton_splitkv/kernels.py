@@ -16,19 +16,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-LOG2_E = tl.constexpr(1.4426950408889634)
-LN_2 = tl.constexpr(0.6931471805599453)
-
-
-@triton.jit
-def _raise_maximum(top, other):
-    """Returns the new running maximum, the base to subtract, and the factor that rescales the sums so far.
-
-    The base is 0 instead of -inf, because -inf - -inf is NaN. All values are base-2 logarithms.
-    """
-    new = tl.maximum(top, other)
-    base = tl.where(new == float("-inf"), 0.0, new)
-    return new, base, tl.exp2(top - base)
+from attn_core.backends.triton_splitkv.merge_kernel import LN_2, LOG2_E, merge, raise_maximum  # noqa: F401
+from attn_core.backends.triton_splitkv.stored_tiles import as_numbers, lower_int4, scaled, upper_int4
 
 
 @triton.jit
@@ -52,6 +41,8 @@ def attend(
     key_ranges,
     alibi_slopes,
     kv_starts,
+    k_scales,
+    v_scales,
     out,
     lse,
     scale,
@@ -77,6 +68,12 @@ def attend(
     lse_head,
     range_head,
     slope_row,
+    k_scale_page,
+    k_scale_slot,
+    k_scale_head,
+    v_scale_page,
+    v_scale_slot,
+    v_scale_head,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     PAGE: tl.constexpr,
@@ -89,6 +86,9 @@ def attend(
     RANGES: tl.constexpr,
     ALIBI: tl.constexpr,
     STARTS: tl.constexpr,
+    SCALED: tl.constexpr,
+    INT4: tl.constexpr,
+    SCALES_WEIGHTS: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
@@ -98,6 +98,10 @@ def attend(
     natural. key_ranges ``[kv_heads or 1, tokens, RANGES, 2]``; range_head is 0 for one head. alibi_slopes float32
     ``[sequences or 1, heads]``; slope_row is 0 for one row. ROWS and KEYS: queries (times GROUP) and keys of a tile.
     The other numbers are strides in elements.
+
+    SCALED: the pages are quantised, and a scale of a key multiplies its score. Stored numbers are exact in the dtype of
+    q. The scale of a value multiplies its weight if SCALES_WEIGHTS, else the value. With INT4 a byte has one number of
+    each half of the channels; the halves of q and of the output are tiles of their own.
     """
     sequence = tl.program_id(0) // KV_HEADS
     kv_head = (tl.program_id(0) % KV_HEADS).to(tl.int64)  # 64 bits, because a pool's stride times it may exceed 2^31
@@ -133,16 +137,21 @@ def attend(
     start = low + split * share * KEYS
     stop = tl.minimum(start + share * KEYS, high)
 
-    channel = tl.arange(0, HEAD_DIM)
-    value_channel = tl.arange(0, VALUE_DIM)
+    half: tl.constexpr = 2 if INT4 else 1
+    channel = tl.arange(0, HEAD_DIM // half)
+    value_channel = tl.arange(0, VALUE_DIM // half)
     rows_at = q + token[:, None] * q_token + head[:, None] * q_head + channel[None, :]
     queries_tile = tl.load(rows_at, mask=is_row[:, None], other=0.0)
+    upper_queries = queries_tile
+    if INT4:
+        upper_queries = tl.load(rows_at + HEAD_DIM // 2, mask=is_row[:, None], other=0.0)
     slope = tl.zeros([ROWS], tl.float32)
     if ALIBI:
         slope = tl.load(alibi_slopes + sequence * slope_row + head, mask=is_row, other=0.0) * LOG2_E
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    summed = tl.zeros([ROWS, VALUE_DIM], tl.float32)
+    summed = tl.zeros([ROWS, VALUE_DIM // half], tl.float32)
+    upper_summed = summed
     table = block_table + sequence.to(tl.int64) * table_row
     # Keys before the new tokens need no ranges: whole tiles of them run first, without loading any.
     border = stop
@@ -158,7 +167,14 @@ def attend(
             slot = key % PAGE
             keys_at = k_pages + kv_head * k_head + page[None, :] * k_page + slot[None, :] * k_slot + channel[:, None]
             keys_tile = tl.load(keys_at, mask=is_key[None, :], other=0.0)
-            scores = tl.dot(queries_tile, keys_tile)
+            if INT4:
+                scores = tl.dot(queries_tile, as_numbers(lower_int4(keys_tile), queries_tile.dtype))
+                scores = tl.dot(upper_queries, as_numbers(upper_int4(keys_tile), queries_tile.dtype), scores)
+            else:
+                scores = tl.dot(queries_tile, as_numbers(keys_tile, queries_tile.dtype))
+            if SCALED:
+                k_scale_at = k_scales + kv_head * k_scale_head + page * k_scale_page + slot * k_scale_slot
+                scores *= tl.load(k_scale_at, mask=is_key, other=0.0)[None, :]
             if SOFTCAP:
                 # tanh(x) = 1 - 2 / (1 + exp(2 x)): exact at both ends, where exp2 is 0 or inf.
                 bent = 1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 * LOG2_E * scale / softcap)))
@@ -179,73 +195,39 @@ def attend(
                     shown |= _is_in_range(ranges_at + 2, is_new, 0, token)
                 seen &= shown
             scores = tl.where(seen, scores, float("-inf"))
-            top, base, fade = _raise_maximum(top, tl.max(scores, 1))
+            top, base, fade = raise_maximum(top, tl.max(scores, 1))
             weights = tl.exp2(scores - base[:, None])
             total = total * fade + tl.sum(weights, 1)
             values_at = v_pages + kv_head * v_head + page[:, None] * v_page + slot[:, None] * v_slot
             values_tile = tl.load(values_at + value_channel[None, :], mask=is_key[:, None], other=0.0)
+            value_scale = 1.0
+            if SCALED:
+                v_scale_at = v_scales + kv_head * v_scale_head + page * v_scale_page + slot * v_scale_slot
+                value_scale = tl.load(v_scale_at, mask=is_key, other=0.0)
+                if SCALES_WEIGHTS:
+                    weights *= value_scale[None, :]
             # The tensor cores take both operands in one dtype. The sum stays float32.
-            summed = summed * fade[:, None] + tl.dot(weights.to(values_tile.dtype), values_tile)
+            weights = weights.to(queries_tile.dtype)
+            if INT4:
+                upper = scaled(upper_int4(values_tile), value_scale, SCALED and not SCALES_WEIGHTS, weights.dtype)
+                upper_summed = upper_summed * fade[:, None] + tl.dot(weights, upper)
+                values_tile = lower_int4(values_tile)
+            values_tile = scaled(values_tile, value_scale, SCALED and not SCALES_WEIGHTS, weights.dtype)
+            summed = summed * fade[:, None] + tl.dot(weights, values_tile)
 
     empty = total == 0.0  # before the sink is added: a row without keys has output 0 whatever its sink
     if SINKS and SPLITS == 1:  # with splits, merge adds the sink once
         sink = tl.load(sinks + head, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
-        top, base, fade = _raise_maximum(top, sink)
+        top, base, fade = raise_maximum(top, sink)
         total = total * fade + tl.exp2(sink - base)
         summed = summed * fade[:, None]
+        upper_summed = upper_summed * fade[:, None]
     result = tl.where(empty[:, None], 0.0, summed / tl.where(empty, 1.0, total)[:, None])
     row_lse = tl.where(empty, float("-inf"), (top + tl.log2(tl.where(empty, 1.0, total))) * LN_2)
     out_at = out + split.to(tl.int64) * out_split + token[:, None] * out_token + head[:, None] * out_head
     tl.store(out_at + value_channel[None, :], result.to(out.dtype.element_ty), mask=is_row[:, None])
+    if INT4:
+        result = tl.where(empty[:, None], 0.0, upper_summed / tl.where(empty, 1.0, total)[:, None])
+        out_at += VALUE_DIM // 2
+        tl.store(out_at + value_channel[None, :], result.to(out.dtype.element_ty), mask=is_row[:, None])
     tl.store(lse + split.to(tl.int64) * lse_split + head * lse_head + token, row_lse, mask=is_row)
-
-
-@triton.jit
-def merge(
-    part,
-    part_lse,
-    sinks,
-    out,
-    lse,
-    part_split,
-    part_token,
-    part_head,
-    part_lse_split,
-    part_lse_head,
-    out_token,
-    out_head,
-    lse_head,
-    VALUE_DIM: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SINKS: tl.constexpr,
-    SHARES: tl.constexpr,
-):
-    """Merges the partial results of all splits, for one query and one head. SHARES: splits read at once."""
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    channel = tl.arange(0, VALUE_DIM)
-    top = tl.full([1], float("-inf"), tl.float32)
-    total = tl.zeros([1], tl.float32)
-    summed = tl.zeros([VALUE_DIM], tl.float32)
-    for first in range(0, SPLITS, SHARES):
-        split = first + tl.arange(0, SHARES)
-        exists = split < SPLITS
-        lse_at = part_lse + split * part_lse_split + head * part_lse_head + token
-        share_lse = tl.load(lse_at, mask=exists, other=float("-inf")) * LOG2_E
-        top, base, fade = _raise_maximum(top, tl.max(share_lse, 0))
-        weights = tl.exp2(share_lse - base)
-        part_at = part + split.to(tl.int64)[:, None] * part_split + token * part_token + head * part_head
-        values = tl.load(part_at + channel[None, :], mask=exists[:, None], other=0.0)
-        total = total * fade + tl.sum(weights, 0)
-        summed = summed * fade + tl.sum(values * weights[:, None], 0)
-    empty = total == 0.0
-    if SINKS:
-        sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
-        top, base, fade = _raise_maximum(top, sink)
-        total = total * fade + tl.exp2(sink - base)
-        summed = summed * fade
-    total = tl.where(empty, 1.0, total)
-    result = tl.where(empty, 0.0, summed / total)
-    tl.store(out + token * out_token + head * out_head + channel, result.to(out.dtype.element_ty))
-    one = tl.arange(0, 1)  # top and total are blocks of one element, so the address must be one, too
-    tl.store(lse + head * lse_head + token + one, tl.where(empty, float("-inf"), (top + tl.log2(total)) * LN_2))

@@ -40,7 +40,7 @@ def attend(
         settings: the kernel's scalar arguments, from ``lower``.
         count: the number of splits.
     """
-    q, k, v, table, *_, out, lse = operands
+    q, k, v, table, *_, k_scales, v_scales, out, lse = operands
     paged = spec.paged
     assert paged is not None
     # The kernel indexes results by split first. Without splits that stride is 0.
@@ -63,14 +63,26 @@ def attend(
         *lse_strides[:2],
         2 * settings["RANGES"] * spec.q_len if (spec.key_ranges_shape or (1, 1))[1] > 1 else 0,
         spec.num_heads if len(spec.alibi_shape or ()) == 2 else 0,
+        *scale_strides(spec, k_scales),
+        *scale_strides(spec, v_scales),
     )
     constants = {
         **{"KV_HEADS": spec.num_kv_heads, "GROUP": spec.group_size, "PAGE": paged.page_size},
         **{"HEAD_DIM": spec.head_dim, "VALUE_DIM": spec.value_dim, "SPLITS": count},
         **{name: settings[name] for name in ("ONE_QUERY", "SOFTCAP", "SINKS", "RANGES", "ALIBI", "STARTS")},
+        **{name: settings[name] for name in ("SCALED", "INT4", "SCALES_WEIGHTS")},
         **{"ROWS": tile.rows, "KEYS": tile.keys, "num_warps": tile.warps, "num_stages": tile.stages},
     }
     return grid, numbers, constants
+
+
+def scale_strides(spec: AttentionSpec, scales: Any) -> tuple[int, ...]:
+    """Returns the strides of scales by page, slot and head; 0 for an axis that they lack."""
+    assert spec.paged is not None
+    if spec.paged.dtype is None:
+        return 0, 0, 0
+    by_page = spec.paged.scales == "page"
+    return (scales.stride(0), 0, scales.stride(1)) if by_page else tuple(scales.stride())
 
 
 def merge(spec: AttentionSpec, operands: tuple[Any, ...], count: int) -> Description:
@@ -127,8 +139,8 @@ def repeated(spec: AttentionSpec, first: First) -> Callable[..., tuple[Any, Any]
         space = empty(parts + (0 if returns_lse else lse_size), dtype=single, device=device)
         at_out, at_parts = out.data_ptr(), space.data_ptr()
         at_lse = at_parts + 4 * parts if lse is None else lse.data_ptr()
-        # q stands for the absent key_ranges and slopes, the lengths for cu_seqlens_q and the starts.
-        tables = at_q, at_k, at_v, at_table, at_lengths, at_lengths, at_sinks, at_q, at_q, at_lengths
+        # q stands for the absent key_ranges, slopes and scales, the lengths for cu_seqlens_q and the starts.
+        tables = at_q, at_k, at_v, at_table, at_lengths, at_lengths, at_sinks, at_q, at_q, at_lengths, at_q, at_q
         if merge is None:
             attend(*tables, at_out, at_lse)
         else:

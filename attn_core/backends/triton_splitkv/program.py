@@ -32,7 +32,7 @@ def program(spec: AttentionSpec, settings: dict[str, Any], tiles: Tiles, count: 
     every = tuple(buffers.values())
     # The kernel gets another pointer for an operand that the call lacks, and does not read it.
     stand_ins = {"cu_seqlens_q": "seq_lens", "sinks": "q", "key_ranges": "q"}
-    stand_ins |= {"alibi_slopes": "q", "kv_starts": "seq_lens"}
+    stand_ins |= {"alibi_slopes": "q", "kv_starts": "seq_lens", "k_scales": "q", "v_scales": "q"}
     names = ("q", "k", "v", "block_table", "seq_lens", *stand_ins)
     reads = [name if name in buffers else stand_ins[name] for name in names]
     writes = ["parts", "part_lse"] if count > 1 else ["out", "lse"]
@@ -53,9 +53,12 @@ def _operands(spec: AttentionSpec) -> dict[str, Buffer]:
     paged, documents = spec.paged, spec.documents or 0
     assert paged is not None
     pool = paged.num_pages, paged.page_size, spec.num_kv_heads
+    stored, half = (paged.dtype or spec.dtype), 1
+    if paged.dtype == "int4":
+        stored, half = "uint8", 2
     shapes: dict[str, tuple[Any, str]] = {
-        "k": ((*pool, spec.head_dim), spec.dtype),
-        "v": ((*pool, spec.value_dim), spec.dtype),
+        "k": ((*pool, spec.head_dim // half), stored),
+        "v": ((*pool, spec.value_dim // half), stored),
         "block_table": ((documents, paged.width), "int32"),
         "seq_lens": ((documents,), "int32"),
     }
@@ -69,6 +72,9 @@ def _operands(spec: AttentionSpec) -> dict[str, Buffer]:
         shapes["alibi_slopes"] = spec.alibi_shape, "float32"
     if paged.starts:
         shapes["kv_starts"] = (documents,), "int32"
+    if paged.dtype is not None:
+        by = pool[::2] if paged.scales == "page" else pool
+        shapes |= {"k_scales": (by, "float32"), "v_scales": (by, "float32")}
     return {name: Buffer(name, tuple(shape), dtype) for name, (shape, dtype) in shapes.items()}
 
 

@@ -19,7 +19,8 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from attn_core.backends.shared import kernel_limits, known_bad, rewrites
-from attn_core.backends.support import Build, Support, unmet_claims
+from attn_core.backends.shared.claims import unmet_claims
+from attn_core.backends.support import Build, Support
 from attn_core.backends.xformers import operators
 from attn_core.backends.xformers.bias import TENSOR, mask_of
 from attn_core.backends.xformers.limits import cutlass_refusals

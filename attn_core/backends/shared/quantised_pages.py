@@ -1,0 +1,77 @@
+"""Turns the stored numbers of quantised pages into float32 numbers, for torch backends that gather pages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attn_core.call.spec import AttentionSpec
+from attn_core.call.tensors import PagedInputs
+
+
+def unpack_int4(stored: Any) -> Any:
+    """Returns the int4 numbers of bytes, int8: channels of the low four bits, then those of the high ones."""
+    import torch
+
+    signed = stored.view(torch.int8)
+    return torch.cat(((signed << 4) >> 4, signed >> 4), -1)
+
+
+def pools_and_scales(spec: AttentionSpec, inputs: PagedInputs) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+    """Returns the pools of keys and values, each with its scales; float8 pools as bytes, which torch can index."""
+    import torch
+
+    assert spec.paged is not None
+    k, v = inputs.k.detach(), inputs.v.detach()
+    if spec.paged.dtype == "float8_e4m3fn":
+        k, v = k.view(torch.uint8), v.view(torch.uint8)
+    return (k, inputs.k_scales), (v, inputs.v_scales)
+
+
+def numbers(spec: AttentionSpec, stored: Any, scales: Any) -> Any:
+    """Returns float32 ``[..., kv_heads, dim]`` of stored numbers and their scales ``[..., kv_heads]``."""
+    import torch
+
+    dtype = spec.paged.dtype if spec.paged else None
+    if dtype == "int4":
+        stored = unpack_int4(stored)
+    elif dtype == "float8_e4m3fn":
+        stored = stored.view(torch.float8_e4m3fn)
+    return stored.float() * scales[..., None]
+
+
+def in_slots(spec: AttentionSpec, inputs: PagedInputs, slots: Any) -> tuple[Any, Any]:
+    """Returns the keys and values in slots, ``[slots, kv_heads, dim]``: as in the pool, or float32 if quantised."""
+    assert spec.paged is not None
+    if spec.paged.dtype is None:
+        # [pages, page_size, ...] -> [slots, ...]: the slots of one page lie next to each other.
+        k, v = (pool.detach().flatten(0, 1)[slots] for pool in (inputs.k, inputs.v))
+        return k, v
+    size, by_page = spec.paged.page_size, spec.paged.scales == "page"
+    k, v = (
+        numbers(spec, pool.flatten(0, 1)[slots], scales[slots // size] if by_page else scales.flatten(0, 1)[slots])
+        for pool, scales in pools_and_scales(spec, inputs)
+    )
+    return k, v
+
+
+def in_pages(spec: AttentionSpec, inputs: PagedInputs, pages: Any) -> tuple[Any, Any]:
+    """Returns the keys and values of rows of pages ``[batch, width]`` as ``[batch, width * page_size, ...]``."""
+    assert spec.paged is not None
+    if spec.paged.dtype is None:
+        k, v = (pool.detach()[pages].flatten(1, 2) for pool in (inputs.k, inputs.v))
+        return k, v
+    size, by_page = spec.paged.page_size, spec.paged.scales == "page"
+    k, v = (
+        numbers(
+            spec,
+            pool[pages].flatten(1, 2),
+            scales[pages].repeat_interleave(size, 1) if by_page else scales[pages].flatten(1, 2),
+        )
+        for pool, scales in pools_and_scales(spec, inputs)
+    )
+    return k, v
+
+
+def working_dtype(spec: AttentionSpec) -> str:
+    """Returns the dtype of a gathered call: float32 if the pages are quantised, because it rounds no number of them."""
+    return spec.dtype if spec.paged is None or spec.paged.dtype is None else "float32"

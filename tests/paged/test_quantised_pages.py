@@ -1,0 +1,411 @@
+"""Quantised pages in both frontends, judged against attention on the numbers ``stored * scale``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from paged_cases import PagedCall, judge, make_paged, paged_calls, paged_signatures
+from quantised_cases import KINDS, jax_arguments, quantised_call, run, torch_arguments, torch_pool
+
+import jax_frontend
+import torch_frontend
+from attn_core import DTypeError, ShapeError, SpecError, Target, explain
+from attn_core.backends import load, names
+from attn_core.call.pages import BITS, PagedKV, bytes_per_token
+from attn_core.paged import quantised
+from benchmarks import page_quality
+from jax_frontend.paged import quantise as jax_quantise
+from torch_frontend.paged import quantise as torch_quantise
+
+HALF = {"dtype": "bfloat16", "return_lse": True, "head_dim": 16, "value_dim": 8}
+CLAIMS = load("math", "cpu").FORWARD
+TORCH, JAX = ("math", "sdpa_flash"), ("math", "sdpa_flash", "jax_xla")
+
+
+def even(call: PagedCall, dtype: str) -> bool:
+    """Whether a drawn call can have such pages."""
+    odd = dtype == "int4" and (call.spec.head_dim % 2 or call.spec.value_dim % 2)
+    return not odd and call.spec.dtype != "float64"
+
+
+def accepted(call: PagedCall, backend: str) -> bool:
+    return not explain(call.spec, Target("torch", "cpu"), backend).reasons(backend)
+
+
+# Attention
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_torch(data: Any) -> None:
+    dtype, by = data.draw(st.sampled_from(KINDS))
+    plain = data.draw(paged_calls(CLAIMS).filter(lambda call: even(call, dtype)))
+    call = quantised_call(replace(plain, spec=replace(plain.spec, return_lse=True)), dtype, by)
+    for backend in TORCH:
+        if accepted(call, backend):
+            verdict = judge(call, run("torch", call, backend))
+            assert verdict.ok, f"{backend}: {call}\n{verdict}"
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.data())
+def test_jax_and_the_bits_of_torch(data: Any) -> None:
+    dtype, by = data.draw(st.sampled_from(KINDS))
+    plain = data.draw(paged_signatures(CLAIMS).filter(lambda call: even(call, dtype)))
+    call = quantised_call(replace(plain, spec=replace(plain.spec, return_lse=True)), dtype, by)
+    for backend in JAX:
+        if backend != "jax_xla" and not accepted(call, backend):
+            continue
+        results = run("jax", call, backend)
+        verdict = judge(call, results)
+        assert verdict.ok, f"{backend}: {call}\n{verdict}"
+        if backend != "jax_xla":
+            for name, expected in run("torch", call, backend).items():
+                np.testing.assert_array_equal(results[name], expected)
+
+
+FAULTS: dict[str, Callable[[PagedCall], Any]] = {
+    "k scales of another page": lambda call: call.inputs._replace(k_scales=np.roll(call.inputs.k_scales, 1, 0)),
+    "v scales of another page": lambda call: call.inputs._replace(v_scales=np.roll(call.inputs.v_scales, 1, 0)),
+    "scales of another slot": lambda call: call.inputs._replace(v_scales=np.roll(call.inputs.v_scales, 1, 1)),
+    "scales of another head": lambda call: call.inputs._replace(v_scales=np.flip(call.inputs.v_scales, -1).copy()),
+    "page instead of token": lambda call: call.inputs._replace(
+        v_scales=np.repeat(call.inputs.v_scales[:, :1], call.inputs.v_scales.shape[1], 1)
+    ),
+    "k for v": lambda call: call.inputs._replace(v_scales=call.inputs.k_scales),
+    "three percent": lambda call: call.inputs._replace(v_scales=call.inputs.v_scales * np.float32(1.03)),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("dtype", BITS)
+def test_planted_faults_are_found(fault: str, dtype: str) -> None:
+    plain = make_paged((13, 9, 30), (2, 9, 1), seed=3, **HALF)
+    finite = plain.inputs._replace(**{n: np.nan_to_num(getattr(plain.inputs, n), nan=0.3) for n in "kv"})
+    # Tokens of very different sizes, so that one token's scale is wrong for another.
+    sizes = np.exp2(np.random.default_rng(1).uniform(-2, 2, (*finite.k.shape[:3], 1)))
+    finite = finite._replace(k=finite.k * sizes, v=finite.v * sizes[::-1])
+    call = quantised_call(replace(plain, inputs=finite), dtype, "token")
+    assert judge(call, run("torch", call, "math")).ok
+    wrong = replace(call, inputs=FAULTS[fault](call))
+    assert not judge(call, run("torch", wrong, "math")).ok
+
+
+def test_int4_halves_are_not_pairs() -> None:
+    rows = np.arange(-7, 9)[None].clip(-7, 7)
+    packed = quantised.pack_int4(rows)
+    assert packed.dtype == np.uint8 and packed.shape == (1, 8)
+    np.testing.assert_array_equal(quantised.unpack_int4(packed), rows)
+    assert packed[0, 0] == (rows[0, 0] & 15) | ((rows[0, 8] & 15) << 4)
+
+
+# The bits that append_kv writes
+
+
+def rows_to_quantise(seed: int) -> np.ndarray:
+    random = np.random.default_rng(seed)
+    rows = random.standard_normal((400, 3, 16)) * np.exp2(random.uniform(-130, 120, (400, 3, 1)))
+    rows[::3] = np.round(rows[::3] * 2) / 2  # ties
+    rows[:6] = np.array([0.0, -0.0, 3.4028235e38, 1e-44, 448.0, 127.0])[:, None, None]
+    rows[6, 0, 0], rows[7, 1, 3], rows[8, 2] = np.nan, np.inf, -np.inf
+    return rows.astype(np.float32)
+
+
+def bits(array: Any) -> np.ndarray:
+    if isinstance(array, torch.Tensor):
+        array = (array.view(torch.uint8) if array.dtype == torch.float8_e4m3fn else array).numpy()
+    array = np.asarray(array)
+    return array.view(np.uint8 if array.itemsize == 1 else np.int32)
+
+
+@pytest.mark.parametrize("by", ["token", "page"])
+@pytest.mark.parametrize("dtype", BITS)
+def test_numpy_torch_and_jax_quantise_to_the_same_bits(dtype: str, by: str) -> None:
+    rows = rows_to_quantise(5)
+    if by == "token":
+        scales, factors = quantised.token_scales(rows, dtype)
+        others = torch_quantise.token_scales(torch.from_numpy(rows), dtype)
+        programs = jax.jit(lambda rows: jax_quantise.token_scales(rows, dtype))(rows)
+        for one, other, third in zip((scales, factors), others, programs, strict=True):
+            np.testing.assert_array_equal(bits(one), bits(other))
+            np.testing.assert_array_equal(bits(one), bits(third))
+    else:
+        random = np.random.default_rng(0)
+        scales = np.exp2(random.uniform(-40, 40, rows.shape[:2])).astype(np.float32)
+        scales[:5, 0] = np.nan, 0.0, -1.0, np.inf, 1e-40
+        rows = np.where(np.abs(rows) > 1e30, rows, random.standard_normal(rows.shape) * scales[..., None] * 200)
+        rows = rows.astype(np.float32)
+        factors = quantised.page_factors(scales)
+        np.testing.assert_array_equal(bits(factors), bits(torch_quantise.page_factors(torch.from_numpy(scales))))
+        np.testing.assert_array_equal(bits(factors), bits(jax.jit(jax_quantise.page_factors)(scales)))
+    ours = torch_quantise.stored_numbers(torch.from_numpy(rows), torch.from_numpy(factors), dtype)
+    theirs = jax.jit(lambda rows, factors: jax_quantise.stored_numbers(rows, factors, dtype))(rows, factors)
+    np.testing.assert_array_equal(bits(ours), bits(theirs))
+    expected = quantised.stored_numbers(rows, factors, dtype)
+    if dtype == "float8_e4m3fn":
+        ours = ours.view(torch.float8_e4m3fn).float()
+    np.testing.assert_array_equal(quantised.unpack_int4(ours.numpy()) if dtype == "int4" else ours.numpy(), expected)
+
+
+@pytest.mark.parametrize("dtype", BITS)
+def test_the_largest_number_is_used_and_errors_are_half_a_step(dtype: str) -> None:
+    rows = rows_to_quantise(2)[9:]
+    scales, factors = quantised.token_scales(rows, dtype)
+    stored = quantised.stored_numbers(rows, factors, dtype).astype(np.float64)
+    usual = np.abs(rows).max(-1) > 2.0**-100
+    assert (scales > 0).all() and (np.abs(stored).max(-1)[usual] == quantised.LARGEST[dtype]).all()
+    step = np.maximum(np.abs(stored) / 8, 2.0**-9) if dtype == "float8_e4m3fn" else 1.0
+    error = np.abs(stored * scales[..., None] - rows.astype(np.float64)) / scales[..., None]
+    assert (error <= 0.5 * step + 2e-3 * np.abs(stored))[usual].all()
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=" ".join)
+@pytest.mark.parametrize("new", [None, (4, 0, 1, 7)], ids=["decode", "prefill"])
+def test_append_writes_equal_bits_in_torch_and_jax(kind: tuple[str, str], new: Any) -> None:
+    call = quantised_call(make_paged((9, 4, 30, 7), new, seed=4, **HALF), *kind)
+    if kind[1] == "page":
+        numbers = {n: np.nan_to_num(getattr(call.inputs, n), nan=1.0) for n in ("k_scales", "v_scales")}
+        call = replace(call, inputs=call.inputs._replace(**numbers))
+    random = np.random.default_rng(1)
+    parts = [random.standard_normal((call.spec.q_len, 2, dim)).astype(np.float32) for dim in (16, 8)]
+    (_, *pools), keywords = torch_arguments(call)
+    (_, *jax_pools), jax_keywords = jax_arguments(call)
+    before = [bits(each).copy() for each in (*pools, keywords["k_scales"])]
+    written = torch_frontend.append_kv(*pools, *(torch.from_numpy(part).bfloat16() for part in parts), **keywords)
+    others = jax_frontend.append_kv(*jax_pools, *(jnp.asarray(part, jnp.bfloat16) for part in parts), **jax_keywords)
+    assert len(written) == len(others) == 4 and written[0] is pools[0] and written[2] is keywords["k_scales"]
+    for ours, theirs in zip(written, others, strict=True):
+        np.testing.assert_array_equal(bits(ours), bits(theirs))
+    changed = [not np.array_equal(bits(each), old) for each, old in zip(written[:3], before, strict=True)]
+    assert changed == [True, True, kind[1] == "token"]
+    assert all(pool.is_deleted() for pool in jax_pools), "the pools are donated"
+    assert jax_keywords["k_scales"].is_deleted() is (kind[1] == "token")
+
+
+# Bad input
+
+SIZES = {"head_dim": 16, "value_dim": 8, "dtype": "bfloat16"}
+
+
+def good(dtype: str, by: str = "token") -> PagedCall:
+    return quantised_call(make_paged((9, 5), (2, 1), seed=1, **SIZES), dtype, by)
+
+
+BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "no scales": (
+        {"k_scales": None},
+        SpecError,
+        r"^k_scales: expected the scales of pages in int8, float32 of shape .*, got None$",
+    ),
+    "no v scales": ({"v_scales": None}, SpecError, "^v_scales: expected the scales of pages in int8, .*got None$"),
+    "dtype of scales": (
+        {"k_scales": lambda array: array.astype(np.float16)},
+        DTypeError,
+        "^k_scales: expected dtype float32, got float16; cast it$",
+    ),
+    "shape of scales": (
+        {"v_scales": lambda array: array[:, :1]},
+        ShapeError,
+        r"^v_scales: expected shape \[7, 2\] for scales by page, or \[7, 4, 2\] by token, got \[7, 1, 2\]$",
+    ),
+    "two kinds": (
+        {"v_scales": lambda array: array[:, 0]},
+        ShapeError,
+        "^v_scales: expected scales by token as k_scales, got scales by page$",
+    ),
+    "zero": (
+        {"k_scales": np.zeros_like},
+        SpecError,
+        r"^k_scales\[\d, 0, 0\]=0.0: expected a positive, finite scale",
+    ),
+    "negative": ({"v_scales": lambda array: -array}, SpecError, r"^v_scales\[\d, 0, 0\]=-.*: expected a positive"),
+    "NaN": ({"v_scales": lambda array: array * np.nan}, SpecError, r"^v_scales\[\d, 0, 0\]=nan: expected a positive"),
+    "infinite": ({"v_scales": lambda array: array * np.inf}, SpecError, r"^v_scales\[\d, 0, 0\]=inf: expected a pos"),
+}
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+@pytest.mark.parametrize("name", BAD)
+def test_bad_scales_have_one_clear_error(name: str, framework: str) -> None:
+    changes, error, says = BAD[name]
+    call = good("int8")
+    arrays, keywords = (torch_arguments if framework == "torch" else jax_arguments)(call)
+    cast = torch.from_numpy if framework == "torch" else jnp.asarray
+    for key, change in changes.items():
+        keywords[key] = None if change is None else cast(np.array(change(getattr(call.inputs, key))))
+    attend = (torch_frontend if framework == "torch" else jax_frontend).paged_attention
+    with pytest.raises(error, match=says):
+        attend(*arrays, **keywords)
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_dtypes_that_do_not_go_together(framework: str) -> None:
+    call = good("float8_e4m3fn")
+    (q, k, v), keywords = (torch_arguments if framework == "torch" else jax_arguments)(call)
+    frontend: Any = torch_frontend if framework == "torch" else jax_frontend
+    to = (lambda array, name: array.to(getattr(torch, name))) if framework == "torch" else (lambda a, n: a.astype(n))
+    with pytest.raises(DTypeError, match=r"^v_pages: expected the dtype of k_pages, float8_e4m3fn, got bfloat16"):
+        frontend.paged_attention(q, k, to(v, "bfloat16"), **keywords)
+    with pytest.raises(SpecError, match=r"^k_scales: expected None, because pages in bfloat16 have no scales$"):
+        frontend.paged_attention(q, to(k, "bfloat16"), to(v, "bfloat16"), **keywords)
+    with pytest.raises(DTypeError, match=r"^q: expected one of .* beside quantised pages .*, got int32"):
+        frontend.paged_attention(to(q, "int32"), k, v, **keywords)
+    new = q[:3, :2], q[:3, :2, :8]
+    with pytest.raises(DTypeError, match=r"^k: expected one of .*, got int32; cast it$"):
+        frontend.append_kv(k, v, to(new[0], "int32"), new[1], **keywords)
+    with pytest.raises(ShapeError, match=r"^v: expected \[tokens, kv_heads, dim\] = \[3, 2, 8\], got \[3, 2, 4\]"):
+        frontend.append_kv(k, v, new[0], new[1][..., :4], **keywords)
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_append_refuses_page_scales_that_are_not_positive(framework: str) -> None:
+    call = good("int8", "page")
+    (q, k, v), keywords = (torch_arguments if framework == "torch" else jax_arguments)(call)
+    frontend: Any = torch_frontend if framework == "torch" else jax_frontend
+    before = bits(k).copy()
+    with pytest.raises(SpecError, match=r"^v_scales\[\d, 0\]=-?0.0: expected a positive, finite scale"):
+        frontend.append_kv(k, v, q[:3, :2], q[:3, :2, :8], **{**keywords, "v_scales": keywords["v_scales"] * 0})
+    np.testing.assert_array_equal(bits(k), before)
+
+
+def test_specs_of_quantised_pages() -> None:
+    sizes = {"num_pages": 7, "page_size": 4, "width": 3}
+    for fields, error, says in (
+        ({"dtype": "int2", "scales": "token"}, DTypeError, "^dtype='int2': expected one of float8_e4m3fn, int8, int4"),
+        ({"dtype": "int8"}, SpecError, "^scales=None: expected one of page, token"),
+        ({"scales": "page"}, SpecError, "^scales='page': expected None without a dtype"),
+    ):
+        with pytest.raises(error, match=says):
+            PagedKV(**sizes, **fields)
+    pool = PagedKV(**sizes, dtype="int4", scales="page")
+    assert bytes_per_token(pool, 2, 64, 32, "bfloat16") == 2 * (48 + 8 / 4)
+    assert repr(PagedKV(**sizes)) == "PagedKV(num_pages=7, page_size=4, width=3)"
+    spec = good("int8").spec
+    with pytest.raises(DTypeError, match=r"^q: expected bfloat16, float16 or float32 with int8 pages, got float64"):
+        replace(spec, dtype="float64")
+    with pytest.raises(ShapeError, match=r"^value_dim=7: expected an even number"):
+        replace(spec, paged=replace(spec.paged, dtype="int4"), value_dim=7)
+
+
+def test_other_backends_refuse_by_name() -> None:
+    readers = set()
+    for name in names():
+        claims = load(name, "cuda").FORWARD if name != "sdpa_flash" else load(name, "cpu").FORWARD
+        if claims.page_dtypes:
+            readers.add(name)
+            assert claims.paged and set(claims.page_dtypes) == set(BITS)
+    assert readers == {"math", "jax_xla", "sdpa_flash", "triton_splitkv"}
+    call = quantised_call(
+        make_paged((9, 5), head_dim=64, value_dim=64, dtype="bfloat16", page_size=16), "int8", "token"
+    )
+    reasons = explain(call.spec, Target("torch", "sm90"), "flash3").reasons("flash3")
+    assert any("pages in int8" in reason and "reads no quantised ones" in reason for reason in reasons)
+    old = explain(replace(call.spec, paged=replace(call.spec.paged, dtype="float8_e4m3fn")), Target("torch", "sm80"))
+    assert any("from sm89 on" in reason for reason in old.reasons("triton_splitkv"))
+
+
+# Caches, layers and compilers
+
+
+@pytest.mark.parametrize("dtype", BITS)
+def test_caches_of_both_frontends_agree_after_a_fork(dtype: str) -> None:
+    sizes = {"num_layers": 1, "num_pages": 8, "page_size": 4, "kv_heads": 2, "head_dim": 16, "kv_dtype": dtype}
+    ours = torch_frontend.PagedKVCache(**sizes, dtype=torch.bfloat16)
+    theirs = jax_frontend.PagedKVCache(**sizes, dtype=jnp.bfloat16)
+    random = np.random.default_rng(0)
+    for names_, new in ((["a"], 6), (["a", "b"], 1), (["b"], 3)):
+        arrays = [random.standard_normal((new * len(names_), heads, 16)) for heads in (4, 2, 2)]
+        outs = []
+        for cache in (ours, theirs):
+            if len(cache.allocator) == 0:
+                cache.add("a")
+            elif "b" in names_ and len(cache.allocator) == 1:
+                cache.fork("a", "b")  # shares a page that is not full
+            step = cache.step(names_, new)
+            cast = (lambda a: torch.tensor(a).bfloat16()) if cache is ours else (lambda a: jnp.asarray(a, jnp.bfloat16))
+            q, k, v = map(cast, arrays)
+            cache.update(0, k, v, step)
+            outs.append(cache.attend(0, q, step, backend="math"))
+        np.testing.assert_array_equal(outs[0].float().numpy(), np.asarray(outs[1], np.float32))
+    for one, other in zip((*ours.k_pages, *ours.v_scales), (*theirs.k_pages, *theirs.v_scales), strict=True):
+        np.testing.assert_array_equal(bits(one), bits(other))
+    assert f"{dtype} with a scale per token and kv head" in repr(ours) and ours.stored == theirs.stored
+
+
+@pytest.mark.parametrize("frontend", [torch_frontend, jax_frontend], ids=["torch", "jax"])
+def test_caches_refuse_unknown_dtypes(frontend: Any) -> None:
+    sizes = {"num_layers": 1, "num_pages": 8, "page_size": 4, "kv_heads": 2, "head_dim": 15}
+    for value in ("int2", "fp8", 8):
+        with pytest.raises(SpecError, match=r"^kv_dtype=.*: expected one of float8_e4m3fn, int8, int4, or None"):
+            frontend.PagedKVCache(**sizes, kv_dtype=value)
+    with pytest.raises(ShapeError, match=r"^head_dim=15: expected an even number, because int4"):
+        frontend.PagedKVCache(**sizes, kv_dtype="int4")
+
+
+def test_a_layer_decodes_from_quantised_pages() -> None:
+    from torch_frontend.module import Attention
+
+    layer = Attention(num_heads=4, num_kv_heads=2, in_features=32, head_dim=16, causal=True)
+    x, outs = torch.randn(6, 32, generator=torch.Generator().manual_seed(0)), {}
+    for dtype in (None, "int8"):
+        cache = torch_frontend.PagedKVCache(
+            num_layers=1, num_pages=4, page_size=4, kv_heads=2, head_dim=16, kv_dtype=dtype
+        )
+        cache.add("a")
+        with torch.no_grad():
+            outs[dtype], pool = layer(x, pages=cache.pages(0, cache.step(["a"], 6)))
+        assert len(pool) == (2 if dtype is None else 4)
+    assert 0 < (outs[None] - outs["int8"]).abs().max() < 0.02
+
+
+def test_flax_decodes_from_quantised_pages() -> None:
+    from jax_frontend.linen import Attention
+
+    layer = Attention(num_heads=4, num_kv_heads=2, head_dim=16, causal=True)
+    x = jax.random.normal(jax.random.key(0), (6, 32))
+    weights, outs = None, {}
+    for dtype in (None, "int8"):
+        cache = jax_frontend.PagedKVCache(
+            num_layers=1, num_pages=4, page_size=4, kv_heads=2, head_dim=16, kv_dtype=dtype
+        )
+        cache.add("a")
+        weights = layer.init(jax.random.key(1), x[None]) if weights is None else weights
+        outs[dtype], pool = layer.apply(weights, x, pages=cache.pages(0, cache.step(["a"], 6)))
+        assert len(pool) == (2 if dtype is None else 4)
+    assert 0 < jnp.abs(outs[None] - outs["int8"]).max() < 0.02
+
+
+@pytest.mark.parametrize("dtype", BITS)
+def test_a_compiled_step_writes_and_reads_the_same(dtype: str) -> None:
+    call = good(dtype)
+    (q, *_), keywords = torch_arguments(call)
+    new = torch.randn(3, 2, 16).bfloat16(), torch.randn(3, 2, 8).bfloat16()
+
+    def step(q: Any, k_pages: Any, v_pages: Any, k: Any, v: Any, keywords: dict[str, Any]) -> Any:
+        torch_frontend.append_kv(k_pages, v_pages, k, v, **keywords)
+        return torch_frontend.paged_attention(q, k_pages, v_pages, **keywords, backend="math")
+
+    results = []
+    for function in (step, torch.compile(step, backend="aot_eager", fullgraph=True)):
+        own = {name: tensor.clone() for name, tensor in keywords.items()}
+        pools = torch_pool(call.inputs.k), torch_pool(call.inputs.v)
+        results.append((function(q, *pools, *new, own), bits(pools[0]), own["k_scales"]))
+    assert torch.equal(results[0][0], results[1][0])
+    np.testing.assert_array_equal(results[0][1], results[1][1])
+    np.testing.assert_array_equal(bits(results[0][2]), bits(results[1][2]))
+
+
+def test_the_page_shows_the_stored_perplexities() -> None:
+    results = page_quality.stored()
+    text = page_quality.PAGE.read_text(encoding="utf-8")
+    assert page_quality.page(text, results) == text, "stale: run python -m benchmarks.page_quality --render"
+    assert [row["pages"] for row in results["rows"]] == list(page_quality.KINDS)
