@@ -113,6 +113,37 @@ def test_what_a_seen_call_does(name: str, launched: list[str]) -> None:
     assert entered <= 4 + (name == "window pair")
 
 
+def drafts() -> Callable[[], Any]:
+    """A step of 8 sequences with two queries each."""
+    pools = [torch.zeros(16, 256, 2, 128, dtype=torch.bfloat16) for _ in range(2)]
+    table, lengths = torch.arange(16, dtype=torch.int32).view(8, 2), torch.full((8,), 300, dtype=torch.int32)
+    q, cu = torch.zeros(16, 8, 128, dtype=torch.bfloat16), torch.arange(0, 17, 2, dtype=torch.int32)
+    return lambda: paged_attention(q, *pools, block_table=table, seq_lens=lengths, cu_seqlens_q=cu, max_len_q=2)
+
+
+def quantised() -> Callable[[], Any]:
+    """A decoding call of 8 sequences on int8 pages."""
+    pools = [torch.zeros(16, 256, 2, 128, dtype=torch.int8) for _ in range(2)]
+    scales = [torch.ones(16, 256, 2) for _ in range(2)]
+    table, lengths = torch.arange(16, dtype=torch.int32).view(8, 2), torch.full((8,), 300, dtype=torch.int32)
+    q = torch.zeros(8, 8, 128, dtype=torch.bfloat16)
+    tables = {"block_table": table, "seq_lens": lengths, "k_scales": scales[0], "v_scales": scales[1]}
+    return lambda: paged_attention(q, *pools, **tables)
+
+
+@pytest.mark.parametrize("make", [drafts, quantised])
+def test_offsets_and_scales_take_the_short_way(make: Callable[[], Any], launched: list[str]) -> None:
+    call = make()
+    call()
+    kernels = [word for word in launched if word != "new"]
+    assert kernels and launched == [word for kernel in kernels for word in ("new", kernel)]
+    launched.clear()
+    started, entered = operations(call), frames(call)
+    assert launched == 2 * kernels
+    assert started == ["aten::empty_like", "aten::empty"]
+    assert entered <= 8
+
+
 def appended(**options: Any) -> tuple[Callable[..., Any], list[torch.Tensor]]:
     """An append to 4 sequences on the CPU, and its pools; keyword arguments replace its tensors."""
     pools = [torch.zeros(8, 4, 2, 16) for _ in range(2)]

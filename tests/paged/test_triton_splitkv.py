@@ -9,6 +9,7 @@ import pytest
 
 from attn_core import AttentionSpec, Target, explain
 from attn_core.backends.triton_splitkv import backend as triton_splitkv
+from attn_core.backends.triton_splitkv import shares
 from attn_core.call.pages import PagedKV
 
 GPU = Target("torch", "sm90")
@@ -73,8 +74,8 @@ def test_slopes_and_starts_run_here_and_are_refused_by_name_elsewhere(spec: Atte
             "keys and values not in pages: the Triton split-KV kernel reads only pages",
         ),
         (
-            {"batch": 1, "tokens": 2**21, "new": 2**21, "num_heads": 8},
-            "max_len_q=2097152: the Triton split-KV kernel launches at most 65535 blocks, not 65536",
+            {"batch": 1, "tokens": 2**22, "new": 2**22, "num_heads": 8},
+            "max_len_q=4194304: the Triton split-KV kernel launches at most 65535 blocks, not 65536",
         ),
     ],
 )
@@ -96,7 +97,7 @@ def test_the_numbers_that_the_kernels_receive() -> None:
     assert triton_splitkv.lower(spec_of(softcap=20.0, window=(5, None), sinks=True, scale=0.3)) == {
         **{"scale": 0.3, "softcap": 20.0, "left": 5, "right": 0},
         **{"ONE_QUERY": True, "SOFTCAP": True, "SINKS": True, "RANGES": 0, "ALIBI": False, "STARTS": False},
-        **{"SCALED": False, "INT4": False, "SCALES_WEIGHTS": True},
+        **{"LEFT_OPEN": False, "SCALED": False, "INT4": False, "SCALES_WEIGHTS": True},
     }
     assert triton_splitkv.lower(spec_of(alibi_shape=(64, 32)))["ALIBI"]
     assert triton_splitkv.lower(with_starts())["STARTS"]
@@ -114,7 +115,8 @@ def test_the_numbers_that_the_kernels_receive() -> None:
     [
         (spec_of(), 16),
         (spec_of(new=5), 32),
-        (spec_of(new=500), 64),
+        (spec_of(new=16), 64),
+        (spec_of(new=500), 128),
         (spec_of(num_kv_heads=32), 16),
         (spec_of(num_kv_heads=1), 32),
     ],
@@ -126,15 +128,18 @@ def test_a_tile_holds_the_queries_of_a_group(spec: AttentionSpec, rows: int) -> 
 def test_the_number_of_splits_fills_a_gpu() -> None:
     one = spec_of(batch=1, tokens=131072)
     assert triton_splitkv.splits(spec_of(batch=512), 132) == 1, "there are programs enough"
-    assert 1 < triton_splitkv.splits(one, 132) <= triton_splitkv.MOST_SPLITS
-    assert triton_splitkv.splits(spec_of(batch=1, tokens=triton_splitkv.FEWEST_KEYS), 132) == 1, (
-        "too few keys to be worth it"
-    )
-    assert triton_splitkv.splits(replace(one, window=(triton_splitkv.FEWEST_KEYS - 1, 0)), 132) == 1, (
-        "a window leaves few keys"
-    )
+    assert 1 < triton_splitkv.splits(one, 132) <= shares.MOST_SPLITS
+    assert triton_splitkv.splits(spec_of(batch=1, tokens=shares.FEWEST_KEYS), 132) == 1, "too few keys to be worth it"
+    assert triton_splitkv.splits(replace(one, window=(shares.FEWEST_KEYS - 1, 0)), 132) == 1, "a window leaves few keys"
     assert triton_splitkv.splits(one, 1) <= triton_splitkv.splits(one, 132)
-    assert triton_splitkv.splits(one, 10**6) <= triton_splitkv.MOST_SPLITS
+    assert triton_splitkv.splits(one, 10**6) <= shares.MOST_SPLITS
+
+
+def test_sequences_of_unequal_lengths_have_shares_of_one_size() -> None:
+    """The lengths are on the GPU, so the capacity of the table decides: a thousand keys a share, if programs allow."""
+    assert triton_splitkv.splits(spec_of(batch=16, tokens=16384, num_kv_heads=1, num_heads=16), 132) == 16
+    assert triton_splitkv.splits(spec_of(batch=64, tokens=8192, num_kv_heads=4, num_heads=28), 132) == 4
+    assert triton_splitkv.splits(spec_of(batch=8, tokens=1024), 132) == 4, "smaller shares fill the GPU"
 
 
 def test_the_number_of_splits_depends_only_on_shapes() -> None:

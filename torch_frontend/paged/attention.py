@@ -126,10 +126,11 @@ def paged_attention(
     """
     if unknown:
         refuse_keywords("paged_attention", unknown)
-    is_usual = cu_seqlens_q is key_ranges is alibi_slopes is kv_starts is k_scales is v_scales is out is None
+    is_usual = key_ranges is alibi_slopes is kv_starts is out is None
     if is_usual and not (_is_compiling() or _modes() or forward_ad._current_level >= 0):
         plain_options = (causal, window, softcap, scale, deterministic, return_lse, max_len_q)
-        results = seen_calls.attend(q, k_pages, v_pages, block_table, seq_lens, sinks, backend, plain_options)
+        more = cu_seqlens_q, k_scales, v_scales
+        results = seen_calls.attend(q, k_pages, v_pages, block_table, seq_lens, sinks, more, backend, plain_options)
         if results is not None:
             return results
     options = options_of(causal, window, softcap, scale, deterministic, return_lse, max_len_q)

@@ -38,7 +38,7 @@ class PagedPlan(NamedTuple):
     range_name: str
     forward: Any
     shortcut: Any = None
-    """The backend's fast path, see ``contract.paged_shortcut``; None with ``cu_seqlens_q`` and for an empty call."""
+    """The backend's fast path, see ``contract.paged_shortcut``; None for an empty call, or if it lacks a tensor."""
     writes: tuple[bool, bool] = (False, False)
     """Whether the backend writes into a buffer, and into one with strides."""
 
@@ -55,7 +55,9 @@ def plan_call(metadata: tuple[Metadata | None, ...], options: Options, requested
     if selection.spec.empty:
         return PagedPlan(selection.spec, name, plan.empty_forward)
     # A shortcut takes the first five tensors and the sinks alone.
-    usual = metadata[5] is None and not any(metadata[7:])
+    # A shortcut takes the first five tensors and the sinks; of a few backends also offsets and the scales of pages.
+    takes = (5, 10, 11) if backends.paged_shortcut_takes_all(module) else ()
+    usual = not any(entry for at, entry in enumerate(metadata) if at in (5, *range(7, 12)) and at not in takes)
     shortcut = backends.paged_shortcut(module, selection.spec) if usual else None
     forward, shortcut = (on_device(function, metadata[0][2]) for function in (module.forward, shortcut))
     writes = backends.writes_into(module), backends.writes_strided(module)

@@ -1,4 +1,4 @@
-"""Eager paged calls without ``cu_seqlens_q``: one lookup by metadata instead of many checks.
+"""Eager paged calls: one lookup by metadata instead of many checks.
 
 The checks that depend on metadata alone run once per plan. Types, ``requires_grad`` and, on a CPU, the values of tables
 are checked on every call. Whatever this path does not know, it leaves to the general one, which accepts it or names it
@@ -35,6 +35,9 @@ _STRIDED, _is_grad_enabled, _requested, _ranges = (
 )
 
 
+_NONE = (None, None, None)
+
+
 class SeenCall(NamedTuple):
     """A planned call: its backend's ``paged_shortcut``, and the sizes against which values of tables are checked.
 
@@ -64,34 +67,48 @@ def seen_call(
     table_device: torch.device,
     lengths_device: torch.device,
     sinks: Metadata | None,
+    more: tuple[Metadata | None, ...],
     backend: str | tuple[str, ...] | None,
     *options: Any,
 ) -> SeenCall | None:
     """Plans a call as ``plan_call`` does; None for one without keys or queries. A flat key is compared faster.
 
     Args:
+        more: of cu_seqlens_q, k_scales and v_scales.
         backend: the backends that the call's ``backend=`` or ``use_backend`` names.
         options: as ``options_of`` takes them. A window must be plain, because the key has no types inside a pair.
     """
     if q_device.type == "meta" or tensor_kinds.are_jit_traces_active() is not None:
         # The caller catches this and takes the general path: the sizes in a trace are tensors, and no cache key.
         raise TypeError("meta tensors and traces have no plan in this cache")
-    if torch.int64 in (table_dtype, lengths_dtype):
+    if torch.int64 in (table_dtype, lengths_dtype) or any(each and each[1] is torch.int64 for each in more):
         return None  # the general path casts them
     new_plans.evicted(seen_call)
     tensors = (
         *((q_shape, q_dtype, q_device), (k_shape, k_dtype, k_device), (v_shape, v_dtype, v_device)),
         *((table_shape, table_dtype, table_device), (lengths_shape, lengths_dtype, lengths_device)),
     )
-    plan = plan_call((*tensors, None, sinks, None), options_of(*options), requested_names(backend))
+    cu, *scales = more
+    plan = plan_call((*tensors, cu, sinks, None, None, None, *scales), options_of(*options), requested_names(backend))
     sizes = plan.spec.paged if q_device.type == "cpu" else None
     return None if plan.shortcut is None else SeenCall(plan.shortcut, sizes, plan.range_name)
 
 
-def attend(q: Any, k: Any, v: Any, table: Any, lengths: Any, sinks: Any, backend: Any, options: tuple[Any, ...]) -> Any:
+def attend(
+    q: Any,
+    k: Any,
+    v: Any,
+    table: Any,
+    lengths: Any,
+    sinks: Any,
+    more: tuple[Any, Any, Any],
+    backend: Any,
+    options: tuple[Any, ...],
+) -> Any:
     """Returns out or (out, lse), as ``paged_attention`` does; None if the general path must run the call.
 
     Args:
+        more: cu_seqlens_q, k_scales and v_scales.
         options: causal, window, softcap, scale, deterministic, return_lse and max_len_q, as the caller passed them.
     """
     if not (type(q) is type(k) is type(v) is type(table) is type(lengths) is Tensor):
@@ -110,6 +127,11 @@ def attend(q: Any, k: Any, v: Any, table: Any, lengths: Any, sinks: Any, backend
             if sinks.requires_grad and _is_grad_enabled():
                 return None
             sinks_key = (sinks.shape, sinks.dtype, sinks.device)
+        more_key = _NONE
+        if not (more[0] is more[1] is more[2] is None):
+            if not all([each is None or _is_plain(each) for each in more]):
+                return None
+            more_key = tuple([None if each is None else (each.shape, each.dtype, each.device) for each in more])
         if torch._is_functional_tensor(q) or torch._is_functional_tensor(k) or torch._is_functional_tensor(v):
             return None
         if q.is_cpu:
@@ -133,6 +155,7 @@ def attend(q: Any, k: Any, v: Any, table: Any, lengths: Any, sinks: Any, backend
             table.device,
             lengths.device,
             sinks_key,
+            more_key,
             _requested() if backend is None else backend,
             *options,
         )
@@ -149,7 +172,7 @@ def attend(q: Any, k: Any, v: Any, table: Any, lengths: Any, sinks: Any, backend
     if profiler._is_profiler_enabled or _ranges():
         run = in_range(run, name, _ranges())
     try:
-        results = run(q, k, v, table, lengths, sinks)
+        results = run(q, k, v, table, lengths, sinks, *(() if more_key is _NONE else more))
     except Exception as error:
         note_call(error, name)
         raise
@@ -158,6 +181,12 @@ def attend(q: Any, k: Any, v: Any, table: Any, lengths: Any, sinks: Any, backend
     if not options[5]:
         return results[0]
     return results if sinks is None else (results[0], empty_rows.fill_with_sinks(results[1], sinks))
+
+
+def _is_plain(tensor: Any) -> bool:
+    """Returns whether this is a dense tensor of no subclass that no transform or gradient is about."""
+    plain = type(tensor) is Tensor and tensor.layout is _STRIDED and not torch._is_functional_tensor(tensor)
+    return plain and not (tensor.requires_grad and _is_grad_enabled())
 
 
 counters.watch("torch", seen_call)

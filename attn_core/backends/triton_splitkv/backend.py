@@ -21,6 +21,7 @@ from attn_core.backends.shared.triton import launch
 from attn_core.backends.support import Build, Support
 from attn_core.backends.triton_splitkv import launches
 from attn_core.backends.triton_splitkv.launches import Tiles
+from attn_core.backends.triton_splitkv.shares import rows_of, splits, tiles
 from attn_core.call.masks import band
 from attn_core.call.pages import BITS
 from attn_core.call.spec import AttentionSpec
@@ -55,12 +56,7 @@ BACKWARD = None
 PAGES_ALONE = True
 WRITES_INTO = True
 WRITES_STRIDED = True
-
-PROGRAMS = 4
-"""Programs per multiprocessor that saturate its memory bandwidth. Beyond that, programs get more work, not splits."""
-FEWEST_KEYS = 128
-"""The fewest keys that are worth a program of their own."""
-MOST_SPLITS = 128
+PAGED_SHORTCUT_TAKES_ALL = True
 
 
 def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
@@ -76,7 +72,7 @@ def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str,
             reasons.append(f"head_dim={dim}: {FORWARD.kernel} takes powers of two from {least} on{where}")
     if dtype == "float8_e4m3fn" and 0 < compute_capability(device) < 89:  # Triton compiles none for older GPUs
         reasons.append(f"pages in {dtype}: {FORWARD.kernel} reads them from sm89 on, not on {device}")
-    if spec.max_len_q and (rows := -(-spec.max_len_q * spec.group_size // _rows(spec))) > GRID_LIMIT:
+    if spec.max_len_q and (rows := -(-spec.max_len_q * spec.group_size // rows_of(spec))) > GRID_LIMIT:
         reasons.append(f"max_len_q={spec.max_len_q}: {FORWARD.kernel} launches at most {GRID_LIMIT} blocks, not {rows}")
     return tuple(reasons)
 
@@ -88,34 +84,6 @@ def probe() -> str:
     from attn_core.backends.triton_splitkv import kernels  # noqa: F401
 
     return str(triton.__version__)
-
-
-def tiles(spec: AttentionSpec) -> Tiles:
-    """Returns the tile sizes for a call: the fastest on an H200 for one query each of 64 sequences of 8192 tokens."""
-    rows, wide = _rows(spec), max(spec.head_dim, spec.value_dim)
-    if rows > 16:
-        return Tiles(rows, 32, 4, 2)
-    if wide <= 64:
-        return Tiles(rows, 128, 4, 2)
-    return Tiles(rows, 64, 2, 2) if wide <= 128 else Tiles(rows, 32, 4, 2)
-
-
-def _rows(spec: AttentionSpec) -> int:
-    rows = (spec.max_len_q or 1) * spec.group_size
-    # Triton's matrix product needs 16 rows; larger tiles would leave rows empty in decoding.
-    return 16 if rows <= 16 else 32 if rows <= 32 else 64
-
-
-def splits(spec: AttentionSpec, multiprocessors: int) -> int:
-    """Returns the number of splits of each sequence's keys. It depends on shapes alone, so equal calls run equally."""
-    blocks = -(-(spec.max_len_q or 1) * spec.group_size // _rows(spec))
-    programs = (spec.documents or 1) * spec.num_kv_heads * blocks
-    count = multiprocessors * PROGRAMS // max(programs, 1)
-    reach = band(spec).left
-    keys = spec.max_len_k or spec.kv_len
-    if reach is not None:  # a window bounds the keys that the queries of a sequence see together
-        keys = min(keys, reach + (spec.max_len_q or 1))
-    return max(1, min(count, -(-keys // FEWEST_KEYS), MOST_SPLITS))
 
 
 def lower(spec: AttentionSpec) -> dict[str, Any]:
@@ -132,6 +100,7 @@ def lower(spec: AttentionSpec) -> dict[str, Any]:
         "SOFTCAP": spec.softcap is not None,
         "SINKS": spec.sinks,
         "RANGES": 0 if spec.key_ranges_shape is None else spec.key_ranges_shape[3],
+        "LEFT_OPEN": edge.left is None,
         "ALIBI": spec.alibi_shape is not None,
         "STARTS": spec.paged is not None and spec.paged.starts,
         "SCALED": dtype is not None,

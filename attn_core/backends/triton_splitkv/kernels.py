@@ -28,6 +28,16 @@ def _is_in_range(at, is_new, stop_of_old, token):
     return (token[:, None] >= start[None, :]) & (token[:, None] < stop[None, :])
 
 
+@triton.jit
+def _load(at, exists, ALL: tl.constexpr):
+    """Loads what exists, and 0 elsewhere; ALL says that everything exists."""
+    if ALL:
+        loaded = tl.load(at)
+    else:
+        loaded = tl.load(at, mask=exists, other=0)
+    return loaded
+
+
 # Triton compiles again for arguments that are 1 or a multiple of 16. These change from call to call.
 @triton.jit(do_not_specialize=["tokens", "num_pages", "width", "left", "right", "range_head", "slope_row"])
 def attend(
@@ -84,6 +94,7 @@ def attend(
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
     RANGES: tl.constexpr,
+    LEFT_OPEN: tl.constexpr,
     ALIBI: tl.constexpr,
     STARTS: tl.constexpr,
     SCALED: tl.constexpr,
@@ -97,7 +108,7 @@ def attend(
     q ``[tokens, heads, head_dim]``; out ``[splits, tokens, heads, value_dim]``; lse ``[splits, heads, tokens]``,
     natural. key_ranges ``[kv_heads or 1, tokens, RANGES, 2]``; range_head is 0 for one head. alibi_slopes float32
     ``[sequences or 1, heads]``; slope_row is 0 for one row. ROWS and KEYS: queries (times GROUP) and keys of a tile.
-    The other numbers are strides in elements.
+    LEFT_OPEN: no window hides keys on the left. The other numbers are strides in elements.
 
     SCALED: the pages are quantised, and a scale of a key multiplies its score. Stored numbers are exact in the dtype of
     q. The scale of a value multiplies its weight if SCALES_WEIGHTS, else the value. With INT4 a byte has one number of
@@ -153,20 +164,20 @@ def attend(
     summed = tl.zeros([ROWS, VALUE_DIM // half], tl.float32)
     upper_summed = summed
     table = block_table + sequence.to(tl.int64) * table_row
-    # Keys before the new tokens need no ranges: whole tiles of them run first, without loading any.
+    # Whole tiles of keys before the new tokens run first. They need no ranges, and without a window no mask.
     border = stop
-    if RANGES:
+    if RANGES or LEFT_OPEN:
         old = tl.minimum(tl.maximum(length - queries - start, 0), tl.maximum(stop - start, 0))
         border = start + old // KEYS * KEYS
-    for part in tl.static_range(2 if RANGES else 1):
+    for part in tl.static_range(2 if RANGES or LEFT_OPEN else 1):
         for at in range(start if part == 0 else border, border if part == 0 else stop, KEYS):
             key = at + tl.arange(0, KEYS)
             is_key = key < stop
-            page = tl.load(table + key // PAGE, mask=is_key, other=0)
+            page = _load(table + key // PAGE, is_key, part == 0 and LEFT_OPEN)
             page = tl.minimum(tl.maximum(page, 0), num_pages - 1).to(tl.int64)
             slot = key % PAGE
             keys_at = k_pages + kv_head * k_head + page[None, :] * k_page + slot[None, :] * k_slot + channel[:, None]
-            keys_tile = tl.load(keys_at, mask=is_key[None, :], other=0.0)
+            keys_tile = _load(keys_at, is_key[None, :], part == 0 and LEFT_OPEN)
             if INT4:
                 scores = tl.dot(queries_tile, as_numbers(lower_int4(keys_tile), queries_tile.dtype))
                 scores = tl.dot(upper_queries, as_numbers(upper_int4(keys_tile), queries_tile.dtype), scores)
@@ -184,8 +195,9 @@ def attend(
             distance = key[None, :] - diagonal[:, None]
             if ALIBI:
                 scores -= slope[:, None] * tl.abs(distance).to(tl.float32)
-            seen = is_key[None, :] & (distance <= right) & (distance >= -left)
-            if part == 1:
+            if part == 1 or not LEFT_OPEN:
+                seen = is_key[None, :] & (distance <= right) & (distance >= -left)
+            if part == 1 and RANGES:
                 # A new token has the same number from the end among the keys as among the queries.
                 place = key + queries - length
                 is_new = is_key & (place >= 0)
@@ -194,12 +206,13 @@ def attend(
                 if RANGES == 2:
                     shown |= _is_in_range(ranges_at + 2, is_new, 0, token)
                 seen &= shown
-            scores = tl.where(seen, scores, float("-inf"))
+            if part == 1 or not LEFT_OPEN:
+                scores = tl.where(seen, scores, float("-inf"))
             top, base, fade = raise_maximum(top, tl.max(scores, 1))
             weights = tl.exp2(scores - base[:, None])
             total = total * fade + tl.sum(weights, 1)
             values_at = v_pages + kv_head * v_head + page[:, None] * v_page + slot[:, None] * v_slot
-            values_tile = tl.load(values_at + value_channel[None, :], mask=is_key[:, None], other=0.0)
+            values_tile = _load(values_at + value_channel[None, :], is_key[:, None], part == 0 and LEFT_OPEN)
             value_scale = 1.0
             if SCALED:
                 v_scale_at = v_scales + kv_head * v_scale_head + page * v_scale_page + slot * v_scale_slot

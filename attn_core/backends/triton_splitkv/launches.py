@@ -70,7 +70,7 @@ def attend(
         **{"KV_HEADS": spec.num_kv_heads, "GROUP": spec.group_size, "PAGE": paged.page_size},
         **{"HEAD_DIM": spec.head_dim, "VALUE_DIM": spec.value_dim, "SPLITS": count},
         **{name: settings[name] for name in ("ONE_QUERY", "SOFTCAP", "SINKS", "RANGES", "ALIBI", "STARTS")},
-        **{name: settings[name] for name in ("SCALED", "INT4", "SCALES_WEIGHTS")},
+        **{name: settings[name] for name in ("LEFT_OPEN", "SCALED", "INT4", "SCALES_WEIGHTS")},
         **{"ROWS": tile.rows, "KEYS": tile.keys, "num_warps": tile.warps, "num_stages": tile.stages},
     }
     return grid, numbers, constants
@@ -117,14 +117,32 @@ def repeated(spec: AttentionSpec, first: First) -> Callable[..., tuple[Any, Any]
     size, lse_size = (4 * -(-math.prod(shape) // 4) for shape in (shape, lse_shape))
     empty, single = torch.empty, torch.float32
 
-    def run(q: Any, k: Any, v: Any, table: Any, lengths: Any, sinks: Any) -> tuple[Any, Any]:
-        strides = (q.stride(), k.stride(), v.stride(), table.stride(), lengths.stride())
+    def run(
+        q: Any,
+        k: Any,
+        v: Any,
+        table: Any,
+        lengths: Any,
+        sinks: Any,
+        cu: Any = None,
+        k_scales: Any = None,
+        v_scales: Any = None,
+    ) -> tuple[Any, Any]:
+        strides: Hashable = (q.stride(), k.stride(), v.stride(), table.stride(), lengths.stride())
         at_q, at_k, at_v, at_table, at_lengths = [tensor.data_ptr() for tensor in (q, k, v, table, lengths)]
+        # q stands for absent sinks and scales, the lengths for absent offsets.
         at_sinks = at_q if sinks is None else sinks.data_ptr()
+        at_cu = at_lengths if cu is None else cu.data_ptr()
+        at_k_scales = at_v_scales = at_q
+        if k_scales is not None:
+            strides = strides, k_scales.stride(), v_scales.stride()
+            at_k_scales, at_v_scales = k_scales.data_ptr(), v_scales.data_ptr()
         launches, like_q = seen.get(strides) or (None, False)
-        unaligned = (at_q | at_k | at_v | at_table | at_lengths | at_sinks) & 15
-        if launches is None or unaligned or not (sinks is None or sinks.is_contiguous()):
-            out, lse, launches = first(PagedInputs(q, k, v, table, lengths, None, sinks))
+        unaligned = (at_q | at_k | at_v | at_table | at_lengths | at_sinks | at_cu | at_k_scales | at_v_scales) & 15
+        dense = (sinks is None or sinks.is_contiguous()) and (cu is None or cu.is_contiguous())
+        if launches is None or unaligned or not dense:
+            scales = {"k_scales": k_scales, "v_scales": v_scales}
+            out, lse, launches = first(PagedInputs(q, k, v, table, lengths, cu, sinks, **scales))
             if launches is not None:
                 if len(seen) >= MOST_LAYOUTS:
                     seen.clear()
@@ -139,8 +157,9 @@ def repeated(spec: AttentionSpec, first: First) -> Callable[..., tuple[Any, Any]
         space = empty(parts + (0 if returns_lse else lse_size), dtype=single, device=device)
         at_out, at_parts = out.data_ptr(), space.data_ptr()
         at_lse = at_parts + 4 * parts if lse is None else lse.data_ptr()
-        # q stands for the absent key_ranges, slopes and scales, the lengths for cu_seqlens_q and the starts.
-        tables = at_q, at_k, at_v, at_table, at_lengths, at_lengths, at_sinks, at_q, at_q, at_lengths, at_q, at_q
+        # q stands for the absent key_ranges and slopes, the lengths for the absent starts.
+        absent = at_q, at_q, at_lengths
+        tables = (at_q, at_k, at_v, at_table, at_lengths, at_cu, at_sinks, *absent, at_k_scales, at_v_scales)
         if merge is None:
             attend(*tables, at_out, at_lse)
         else:
