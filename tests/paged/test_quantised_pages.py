@@ -384,6 +384,28 @@ def test_flax_decodes_from_quantised_pages() -> None:
     assert 0 < jnp.abs(outs[None] - outs["int8"]).max() < 0.02
 
 
+@pytest.mark.parametrize("shards", [2, 4])
+@pytest.mark.parametrize("kind", KINDS, ids=" ".join)
+def test_a_mesh_splits_scales_with_their_heads(kind: tuple[str, str], shards: int) -> None:
+    """With four devices each one has all kv heads, and picks one with its scales."""
+    call = quantised_call(make_paged((9, 5), (2, 1), num_heads=8, num_kv_heads=2, seed=2), *kind)
+    (q, k, v), keywords = jax_arguments(call)
+    expected = jax_frontend.paged_attention(q, k, v, **keywords, backend="math")
+    mesh = jax.make_mesh((shards,), ("heads",), devices=jax.devices()[:shards])
+    here = "heads" if shards == 2 else None
+
+    def put(array: Any, *names_: Any) -> Any:
+        return jax.device_put(array, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*names_)))
+
+    by = (None, None, here) if kind[1] == "token" else (None, here)
+    pools = (put(pool, None, None, here) for pool in (k, v))
+    keywords |= {name: put(keywords[name], *by) for name in ("k_scales", "v_scales")}
+    program = jax.jit(lambda *arrays, **options: jax_frontend.paged_attention(*arrays, **options, backend="math"))
+    actual = program(put(q, None, "heads"), *pools, **keywords)
+    assert actual.sharding.is_equivalent_to(put(q, None, "heads").sharding, 3)
+    np.testing.assert_allclose(actual, expected, atol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", BITS)
 def test_a_compiled_step_writes_and_reads_the_same(dtype: str) -> None:
     call = good(dtype)
