@@ -90,7 +90,8 @@ def _paged(
     if _has_values(lengths):
         queries = [1] * len(lengths) if offsets is None else offsets.diff().tolist()
         pairs = sum(one * other for one, other in zip(queries, lengths.tolist(), strict=True))
-    return 2 * q.shape[1] * pairs * (q.shape[2] + v.shape[3])
+    value_dim = v.shape[3] * (2 if v.dtype == torch.uint8 else 1)  # two int4 numbers a byte
+    return 2 * q.shape[1] * pairs * (q.shape[2] + value_dim)
 
 
 def _register() -> None:

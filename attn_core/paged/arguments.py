@@ -243,6 +243,8 @@ def _check_pool(arrays: PagedArrays) -> tuple[PagedKV, int]:
         if facts is not None and facts.dtype not in DTYPES:
             raise DTypeError(f"{name}: expected one of {', '.join(DTYPES)}, got {facts.dtype}; cast it")
     if arrays.kv_starts is not None:
+        if arrays.kv_starts.dtype != "int32":
+            raise DTypeError(f"kv_starts: expected dtype int32, got {arrays.kv_starts.dtype}; cast it to int32")
         check_table_types("kv_starts", arrays.kv_starts.dtype, arrays.kv_starts.shape, (batch,))
     if arrays.key_ranges is not None and arrays.key_ranges.dtype != "int32":
         raise DTypeError(f"key_ranges: expected dtype int32, got {arrays.key_ranges.dtype}; cast it to int32")

@@ -76,17 +76,21 @@ def scales_kind(pool: ArrayFacts, scales: dict[str, ArrayFacts | None]) -> str |
     return kinds[0] if kinds else None
 
 
-def check_scale_values(scales: dict[str, Any], paged: PagedKV, block_table: Any, seq_lens: Any) -> None:
+def check_scale_values(
+    scales: dict[str, Any], paged: PagedKV, block_table: Any, seq_lens: Any, kv_starts: Any = None
+) -> None:
     """Checks the scales that a call reads, on the host, after its tables have been checked.
 
     Args:
         scales: k_scales and v_scales as numpy arrays, by their names.
+        kv_starts: the scales of keys before these are not read; None for no such keys.
 
     Raises:
         SpecError: naming the first scale that is zero, negative, infinite or NaN.
     """
     lengths = np.asarray(seq_lens, np.int64)
-    slots = slots_of(block_table, lengths, np.concatenate([[0], np.cumsum(lengths)]), paged.page_size)
+    counts = lengths if kv_starts is None else lengths - kv_starts
+    slots = slots_of(block_table, lengths, np.concatenate([[0], np.cumsum(counts)]), paged.page_size)
     check_used_scales(scales, slots, paged.page_size)
 
 

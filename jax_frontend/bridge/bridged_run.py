@@ -139,11 +139,12 @@ def _check_tables(spec: AttentionSpec, inputs: PagedInputs) -> None:
     offsets = None if inputs.cu_seqlens_q is None else inputs.cu_seqlens_q.numpy()
     tables = inputs.block_table.numpy(), inputs.seq_lens.numpy(), offsets
     check_values(spec.paged, spec.q_len, spec.max_len_q, *tables)
-    if inputs.kv_starts is not None:
-        check_starts(inputs.kv_starts.numpy(), tables[1])
+    starts = None if inputs.kv_starts is None else inputs.kv_starts.numpy()
+    if starts is not None:
+        check_starts(starts, tables[1])
     if inputs.k_scales is not None:
         scales = {"k_scales": inputs.k_scales.numpy(), "v_scales": inputs.v_scales.numpy()}
-        check_scale_values(scales, spec.paged, *tables[:2])
+        check_scale_values(scales, spec.paged, *tables[:2], starts)
 
 
 def _backward(call: BridgedCall) -> Run:

@@ -80,11 +80,14 @@ def check_starts_in_pages(kv_starts: Any, seq_lens: Any) -> None:
 
 def check_scales_in_pages(paged: PagedKV | None, inputs: PagedInputs) -> None:
     """Checks the scales of quantised pages that a call reads, if they are on the host, where its tables are."""
-    scales = {"k_scales": inputs.k_scales, "v_scales": inputs.v_scales}
+    scales, starts = {"k_scales": inputs.k_scales, "v_scales": inputs.v_scales}, inputs.kv_starts
     if paged is None or paged.dtype is None or not all(map(is_on_host, scales.values())):
         return
+    if starts is not None and not is_on_host(starts):
+        return
     values = {name: np.asarray(array) for name, array in scales.items()}
-    check_scale_values(values, paged, np.asarray(inputs.block_table), np.asarray(inputs.seq_lens))
+    tables = np.asarray(inputs.block_table), np.asarray(inputs.seq_lens)
+    check_scale_values(values, paged, *tables, None if starts is None else np.asarray(starts))
 
 
 def check_page_scales(page_size: int, arrays: dict[str, Any]) -> None:

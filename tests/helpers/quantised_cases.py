@@ -57,32 +57,39 @@ def torch_pool(array: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(array.copy())
 
 
-def torch_arguments(call: PagedCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """((q, k_pages, v_pages), tables, scales and sinks) as tensors."""
+def torch_arguments(call: PagedCall, device: str = "cpu") -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """((q, k_pages, v_pages), tables, scales, slopes and sinks) as tensors."""
+    if device != "cpu":
+        arrays, keywords = torch_arguments(call)
+        return tuple(each.to(device) for each in arrays), {name: each.to(device) for name, each in keywords.items()}
     kind, inputs = getattr(torch, call.spec.dtype), call.inputs
     arrays = torch.tensor(inputs.q, dtype=kind), torch_pool(inputs.k), torch_pool(inputs.v)
     keywords = {n: torch.tensor(array) for n, array in call.int_arrays.items() if array is not None}
     keywords |= {n: torch.tensor(getattr(inputs, n)) for n in ("k_scales", "v_scales")}
+    if inputs.alibi_slopes is not None:
+        keywords["alibi_slopes"] = torch.tensor(inputs.alibi_slopes, dtype=torch.float32)
     return arrays, keywords | ({} if inputs.sinks is None else {"sinks": torch.tensor(inputs.sinks, dtype=kind)})
 
 
 def jax_arguments(call: PagedCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """((q, k_pages, v_pages), tables, scales and sinks) as JAX arrays."""
+    """((q, k_pages, v_pages), tables, scales, slopes and sinks) as JAX arrays."""
     inputs = call.inputs
     arrays = jnp.asarray(inputs.q, call.spec.dtype), jnp.asarray(inputs.k), jnp.asarray(inputs.v)
     keywords = {n: jnp.asarray(array) for n, array in call.int_arrays.items() if array is not None}
     keywords |= {n: jnp.asarray(getattr(inputs, n)) for n in ("k_scales", "v_scales")}
+    if inputs.alibi_slopes is not None:
+        keywords["alibi_slopes"] = jnp.asarray(inputs.alibi_slopes, jnp.float32)
     return arrays, keywords | ({} if inputs.sinks is None else {"sinks": jnp.asarray(inputs.sinks, call.spec.dtype)})
 
 
-def run(framework: str, call: PagedCall, backend: str | None) -> Results:
+def run(framework: str, call: PagedCall, backend: str | None, device: str = "cpu") -> Results:
     """out and lse as numpy arrays; JAX runs inside jit, with traced tables and scales."""
     options = {**call.options, "return_lse": True, "backend": backend}
     if framework == "torch":
-        arrays, keywords = torch_arguments(call)
+        arrays, keywords = torch_arguments(call, device)
         out, lse = torch_frontend.paged_attention(*arrays, **keywords, **options)
         return {"out": _numpy(out), "lse": _numpy(lse)}
-    with jax_on(call, "cpu"):
+    with jax_on(call, device):
         arrays, keywords = jax_arguments(call)
         program = jax.jit(lambda arrays, keywords: jax_frontend.paged_attention(*arrays, **keywords, **options))
         out, lse = program(arrays, keywords)

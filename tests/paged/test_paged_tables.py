@@ -200,7 +200,6 @@ SPEC = AttentionSpec(
 REFUSED = {
     "mask": ({"mask_shape": (1, 1, 5, 12)}, r"^paged: expected no mask, got shape \(1, 1, 5, 12\)$"),
     "bias": ({"bias_shape": (1, 6, 5, 12)}, "^paged: expected no bias, got shape"),
-    "slopes": ({"alibi_shape": (6,)}, r"^paged: expected no alibi, got shape \(6,\)$"),
     "dropout": ({"dropout": 0.1}, "^dropout=0.1: expected 0, because keys and values in pages"),
     "gradients": ({"needs_backward": True}, "^paged: expected no backward, .*use no_grad$"),
     "no documents": ({"documents": None}, "^paged: expected documents, .*got documents=None"),

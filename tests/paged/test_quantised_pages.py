@@ -73,6 +73,45 @@ def test_jax_and_the_bits_of_torch(data: Any) -> None:
                 np.testing.assert_array_equal(results[name], expected)
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("kind", KINDS, ids=" ".join)
+@pytest.mark.parametrize("backend", ["triton_splitkv", "math"])
+def test_on_a_gpu(backend: str, kind: tuple[str, str], dtype: str, framework: str) -> None:
+    for new in (None, (5, 0, 1, 40)):
+        fields = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 64, "value_dim": 64, "page_size": 16}
+        plain = make_paged((300, 1, 33, 600), new, dtype=dtype, return_lse=True, **fields)
+        call = quantised_call(plain, *kind)
+        results = run(framework, call, backend, "cuda")
+        verdict = judge(call, results)
+        assert verdict.ok, f"{call}\n{verdict}"
+        if framework == "jax":
+            np.testing.assert_array_equal(results["out"], run("torch", call, backend, "cuda")["out"])
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("kind", KINDS, ids=" ".join)
+def test_append_on_a_gpu_writes_the_bits_of_a_cpu(kind: tuple[str, str]) -> None:
+    call = quantised_call(make_paged((9, 4, 30, 7), (4, 0, 1, 7), seed=4, **HALF), *kind)
+    numbers = {n: np.nan_to_num(getattr(call.inputs, n), nan=1.0) for n in ("k_scales", "v_scales")}
+    call = replace(call, inputs=call.inputs._replace(**numbers))
+    size = torch.exp2(torch.linspace(-90, 90, call.spec.q_len))[:, None, None]
+    parts = [(torch.randn(call.spec.q_len, 2, dim) * size).bfloat16() for dim in (16, 8)]
+    written = []
+    for device in ("cpu", "cuda"):
+        (_, *pools), keywords = torch_arguments(call, device)
+        new = torch_frontend.append_kv(*pools, *(part.to(device) for part in parts), **keywords)
+        written.append([bits(each.cpu()) for each in new])
+    (_, *pools), keywords = jax_arguments(call)
+    rows = [jnp.asarray(part.float().numpy(), jnp.bfloat16) for part in parts]
+    pools, rows, keywords = jax.device_put((pools, rows, keywords), jax.devices("gpu")[0])
+    written.append([bits(each) for each in jax_frontend.append_kv(*pools, *rows, **keywords)])
+    for cpu, *others in zip(*written, strict=True):
+        for other in others:
+            np.testing.assert_array_equal(cpu, other)
+
+
 FAULTS: dict[str, Callable[[PagedCall], Any]] = {
     "k scales of another page": lambda call: call.inputs._replace(k_scales=np.roll(call.inputs.k_scales, 1, 0)),
     "v scales of another page": lambda call: call.inputs._replace(v_scales=np.roll(call.inputs.v_scales, 1, 0)),
@@ -382,6 +421,28 @@ def test_flax_decodes_from_quantised_pages() -> None:
         outs[dtype], pool = layer.apply(weights, x, pages=cache.pages(0, cache.step(["a"], 6)))
         assert len(pool) == (2 if dtype is None else 4)
     assert 0 < jnp.abs(outs[None] - outs["int8"]).max() < 0.02
+
+
+@pytest.mark.parametrize("shards", [2, 4])
+@pytest.mark.parametrize("kind", KINDS, ids=" ".join)
+def test_a_mesh_splits_scales_with_their_heads(kind: tuple[str, str], shards: int) -> None:
+    """With four devices each one has all kv heads, and picks one with its scales."""
+    call = quantised_call(make_paged((9, 5), (2, 1), num_heads=8, num_kv_heads=2, seed=2), *kind)
+    (q, k, v), keywords = jax_arguments(call)
+    expected = jax_frontend.paged_attention(q, k, v, **keywords, backend="math")
+    mesh = jax.make_mesh((shards,), ("heads",), devices=jax.devices()[:shards])
+    here = "heads" if shards == 2 else None
+
+    def put(array: Any, *names_: Any) -> Any:
+        return jax.device_put(array, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*names_)))
+
+    by = (None, None, here) if kind[1] == "token" else (None, here)
+    pools = (put(pool, None, None, here) for pool in (k, v))
+    keywords |= {name: put(keywords[name], *by) for name in ("k_scales", "v_scales")}
+    program = jax.jit(lambda *arrays, **options: jax_frontend.paged_attention(*arrays, **options, backend="math"))
+    actual = program(put(q, None, "heads"), *pools, **keywords)
+    assert actual.sharding.is_equivalent_to(put(q, None, "heads").sharding, 3)
+    np.testing.assert_allclose(actual, expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", BITS)

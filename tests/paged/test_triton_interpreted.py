@@ -346,10 +346,12 @@ QUANTISED = {
     "window, softcap, sinks": {"lengths": (40, 9), "new": (4, 9), "window": 7, "softcap": 0.7, "sinks": True},
     "wide values": {"lengths": (40, 9), "new": (2, 3), "value_dim": 64},
     "key ranges": {"lengths": (40, 23), "new": (9, 7), "ranges": (2, 2), "causal": False},
+    "slopes and starts": {"lengths": (40, 23), "new": (3, 7), "alibi": 2, "starts": True},
 }
 
 
 QUANTISED_RUNS = [
+    *(("slopes and starts", kind, "float16") for kind in KINDS[::3]),
     *(("chunks", kind, dtype) for kind in KINDS for dtype in ("float16", "bfloat16")),
     *((name, ("int4", "token"), "bfloat16") for name in QUANTISED),
     *((name, ("float8_e4m3fn", "page"), "float16") for name in ("decode", "wide values")),

@@ -188,11 +188,13 @@ def run(
     if inputs.q.device.type == "cpu":
         check_values(options.max_len_q, call_plan.spec.q_len, inputs.k, *inputs[3:6])
         check_key_ranges(call_plan.spec, inputs.key_ranges)
-        if inputs.kv_starts is not None:
-            paged_tables.check_starts(inputs.kv_starts.numpy(), inputs.seq_lens.numpy())
+        starts = None if inputs.kv_starts is None else inputs.kv_starts.numpy()
+        if starts is not None:
+            paged_tables.check_starts(starts, inputs.seq_lens.numpy())
         if inputs.k_scales is not None and call_plan.spec.paged is not None:
             scales = {name: getattr(inputs, name).numpy() for name in ("k_scales", "v_scales")}
-            check_scale_values(scales, call_plan.spec.paged, inputs.block_table.numpy(), inputs.seq_lens.numpy())
+            tables = inputs.block_table.numpy(), inputs.seq_lens.numpy(), starts
+            check_scale_values(scales, call_plan.spec.paged, *tables)
     forward = call_plan.forward
     if into is not None:
         check_out(into, *inputs[:3])
