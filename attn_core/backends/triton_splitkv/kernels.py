@@ -34,7 +34,7 @@ def _load(at, exists, ALL: tl.constexpr):
     if ALL:
         loaded = tl.load(at)
     else:
-        loaded = tl.load(at, mask=exists, other=0)
+        loaded = tl.load(at, mask=exists, other=0.0)  # 0 cannot become a float8
     return loaded
 
 
