@@ -173,8 +173,9 @@ def check_append(named: dict[str, ArrayFacts | None]) -> None:
             raise DTypeError(
                 f"{name}: expected the dtype of {name}_pages, {pool.dtype}, got {facts[name].dtype}; cast it"
             )
-    if "cos" in facts:
-        rotary.check_tables(facts["cos"], facts["sin"], facts["k"])
+    if rotary.COS in facts:
+        names = (rotary.COS, rotary.SIN)
+        rotary.check_tables(facts[names[0]], facts[names[1]], facts["k"], names)
     if "positions" in facts:
         rotary.check_positions(facts["positions"], (tokens,))
     if "slot_mapping" in facts:
