@@ -187,7 +187,10 @@ def _own(framework: str) -> dict[str, dict[str, Make]]:
     own = {
         "paged_attention": paged,
         "explain_paged": paged,
-        "append_kv": new,
+        "append_kv": {
+            **{**new, "slot_mapping": lambda: array(np.array([5, -1, 7], np.int32)), "positions": rotary["positions"]},
+            "rotary": lambda: (rotary["cos"](), rotary["sin"]()),
+        },
         "apply_rotary": {"x": numbers(3, 2, 8), **rotary},
         "PagedKVCache.update": {**new, "step": plain(None)},
         "PagedKVCache.attend": {**paged, "step": plain(None)},
@@ -294,15 +297,20 @@ OF_HOSTS = {
 """Parameters that a layer hands to its framework as they are, beside initialisers: their errors are the framework's."""
 
 ALWAYS = {
+    "torch_frontend.append_kv": ("block_table", "seq_lens"),
+    "jax_frontend.append_kv": ("block_table", "seq_lens"),
     "jax_frontend.context_parallel_attention": ("mesh", "axis_name"),
     "jax_frontend.explain_context_parallel": ("mesh", "axis_name"),
     "jax_frontend.shard_sequence": ("mesh", "axis_name"),
     "jax_frontend.unshard_sequence": ("mesh", "axis_name", "length"),
 }
-"""Parameters with defaults that a good call still has, because the defaults are for calls inside jax.shard_map."""
+"""Parameters with defaults that a good call still has, because the defaults are for calls of another form: inside
+jax.shard_map, or by slots."""
 
 WRITES = {
     "append_kv": ("k_pages", "v_pages"),
+    "torch_frontend.paged_attention": ("out",),
+    "torch_frontend.PagedKVCache.attend": ("out",),
     "mask_packed_sequence_boundaries": ("shift_labels",),
 }
 """Parameters that a function writes to by contract."""
