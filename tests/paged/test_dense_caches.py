@@ -448,6 +448,17 @@ def test_explain_shows_the_form(framework: Framework) -> None:
         assert spec.paged is None and spec.key_ranges_shape == (2, 1, 9, 1, 2) and not spec.causal
 
 
+def test_sdpa_kernel_counts() -> None:
+    call = rows_call([7, 19, 11], [2, 0, 5], [4, 0, 2], causal=True)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        assert is_right(call, run("torch", call))
+        q, k, v = (torch.tensor(array) for array in (call.q, call.k, call.v))
+        rows = {name: torch.tensor(array) for name, array in call.rows.items()}
+        selection = torch_frontend.explain(q, k, v, **rows)
+        assert selection.backend == "math" and selection.spec.paged is None
+    assert torch_frontend.explain(q, k, v, **rows).spec.paged is not None
+
+
 def test_named_backends_give_equal_bits_in_both_frameworks() -> None:
     call = rows_call([7, 19, 11], [2, 0, 5], [4, 0, 2], causal=True, sinks=True)
     for backend in ("math", "sdpa_flash"):

@@ -195,9 +195,7 @@ ATTENTION: dict[str, Bad] = {
     "starts of int16": Bad(
         {"kv_starts": table(0, 1, dtype="int16")}, DTypeError, "^kv_starts: expected dtype int32, got int16; cast it"
     ),
-    "too many starts": Bad(
-        {"kv_starts": table(0, 1, 2)}, ShapeError, r"^kv_starts: expected shape \[2\], got \[3\]"
-    ),
+    "too many starts": Bad({"kv_starts": table(0, 1, 2)}, ShapeError, r"^kv_starts: expected shape \[2\], got \[3\]"),
     "a list of starts": Bad({"kv_starts": [0, 1]}, TypeError, "^kv_starts: expected a .*, got .*list"),
     "a negative start": Bad(
         {"kv_starts": table(0, -1)}, SpecError, r"^kv_starts\[1\]=-1: expected 0 to 3, the length of", eager=True

@@ -23,7 +23,7 @@ from attn_core.errors import DeviceError, DTypeError, SpecError
 from attn_core.expressions.tracing import TracedFunction
 from attn_core.selection import Selection, override
 from attn_core.selection.dense_caches import read_pages
-from torch_frontend.dispatch import autocast, nested, plan, tensor_kinds, transforms
+from torch_frontend.dispatch import autocast, nested, plan, sdpa_flags, tensor_kinds, transforms
 from torch_frontend.dispatch.heads_first import exchanged
 from torch_frontend.paged.attention import explain_paged, paged_attention
 
@@ -151,7 +151,7 @@ def _on_pages(qkv: tuple[Tensor, ...], window: Window, options: Keywords, needs_
     if needs_backward is None:
         tensors = (*qkv, options["sinks"])
         needs_backward = torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in tensors])
-    if needs_backward or transforms.are_observing():
+    if needs_backward or transforms.are_observing() or sdpa_flags.now() is not None:  # pages heed no sdpa_kernel
         return False
     compiling = torch.compiler.is_compiling()
     if not compiling and tensor_kinds.are_jit_traces_active() is not None:  # it also runs with tensors of training
