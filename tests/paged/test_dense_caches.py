@@ -31,6 +31,7 @@ import torch_frontend
 from attn_core import AttentionSpec, DTypeError, NoBackendError, ShapeError, SpecError
 from attn_core.call.tensors import Gradients, Inputs
 from attn_core.correctness import accuracy
+from torch_frontend.paged import dense_caches
 
 pytestmark = pytest.mark.rotates
 
@@ -446,6 +447,22 @@ def test_explain_shows_the_form(framework: Framework) -> None:
     ):
         spec = explained(**options).spec
         assert spec.paged is None and spec.key_ranges_shape == (2, 1, 9, 1, 2) and not spec.causal
+
+
+@pytest.mark.parametrize("fields", [{"q_len": 1}, {"q_len": 3, "causal": True, "sinks": True, "alibi": 2}], ids=str)
+def test_a_decoding_call_skips_the_general_path(fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def unexpected(*_: Any) -> None:
+        raise AssertionError("the general path ran")
+
+    for at in range(2):  # the second call finds the plan of the first
+        call = rows_call([7, 19 - at, 11], [2, 0, 5], [4, 0, 2], **fields, seed=at)
+        with monkeypatch.context() as patch:
+            patch.setattr(dense_caches, "attend", unexpected)
+            assert is_right(call, run("torch", call))
+        for wrong in ({"mask": np.ones((BATCH, 1, 1, KV_LEN), bool)}, {"causal": 1}, {"dropout": 0}):
+            with monkeypatch.context() as patch, pytest.raises(AssertionError, match="the general path ran"):
+                patch.setattr(dense_caches, "attend", unexpected)
+                run("torch", call, **wrong)
 
 
 def test_sdpa_kernel_counts() -> None:
