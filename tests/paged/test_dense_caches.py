@@ -209,17 +209,19 @@ def _run_torch(call: RowsCall, options: Any, learned: bool, device: str, compile
 def _run_jax(call: RowsCall, options: Any, learned: bool, compiled: bool, hosted: bool) -> Any:
     arrays = [jnp.asarray(array, call.dtype) for array in (call.q, call.k, call.v)]
     plain = tuple(sorted((n, v) for n, v in options.items() if not isinstance(v, np.ndarray)))
-    given = {n: v if hosted and n in NAMES else jnp.asarray(v) for n, v in options.items() if isinstance(v, np.ndarray)}
+    tables = {
+        n: v if hosted and n in NAMES else jnp.asarray(v) for n, v in options.items() if isinstance(v, np.ndarray)
+    }
     if compiled and not hosted:
-        results = _program(plain, learned)(arrays, given, jnp.asarray(call.dout, call.dtype))
+        results = _program(plain, learned)(arrays, tables, jnp.asarray(call.dout, call.dtype))
     else:
-        results = _results_in_jax(plain, learned, arrays, given, jnp.asarray(call.dout, call.dtype))
+        results = _results_in_jax(plain, learned, arrays, tables, jnp.asarray(call.dout, call.dtype))
     return {name: np.asarray(array, np.float64) for name, array in results.items()}
 
 
-def _results_in_jax(plain: Any, learned: bool, arrays: Any, given: Any, dout: Any) -> Any:
+def _results_in_jax(plain: Any, learned: bool, arrays: Any, tables: Any, dout: Any) -> Any:
     def attend(*arrays: Any) -> Any:
-        return jax_frontend.attention(*arrays, **given, **dict(plain), return_lse=True)
+        return jax_frontend.attention(*arrays, **tables, **dict(plain), return_lse=True)
 
     if not learned:
         return dict(zip(("out", "lse"), attend(*arrays), strict=True))
@@ -229,7 +231,7 @@ def _results_in_jax(plain: Any, learned: bool, arrays: Any, given: Any, dout: An
 
 @lru_cache(maxsize=64)
 def _program(plain: Any, learned: bool) -> Any:
-    return jax.jit(lambda arrays, given, dout: _results_in_jax(plain, learned, arrays, given, dout))
+    return jax.jit(lambda arrays, tables, dout: _results_in_jax(plain, learned, arrays, tables, dout))
 
 
 # Values
@@ -555,9 +557,9 @@ def test_bad_input(name: str, framework: str, hosted: bool) -> None:
             if word not in shapes:
                 options[word] = value
         for function in (frontend.attention, frontend.explain):
-            with pytest.raises(kind) as found:
+            with pytest.raises(kind) as raised:
                 function(*tensors, **options)
-            assert str(found.value).startswith(message), str(found.value)
+            assert str(raised.value).startswith(message), str(raised.value)
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
