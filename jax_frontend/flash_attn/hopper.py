@@ -116,14 +116,15 @@ def flash_attn_qkvpacked_func(
         if qkv.ndim != 4:
             check_packed("qkv", qkv.shape, 3, packed=False)
             return attention_qkvpacked(qkv, **options)
-        heads = qkv.shape[2]
-        if not is_host_int(num_heads_q) or not 0 < num_heads_q < heads or (heads - num_heads_q) % 2:  # type: ignore[operator]
+        heads: int = qkv.shape[2]
+        queries: Any = num_heads_q if is_host_int(num_heads_q) else 0
+        if not 0 < queries < heads or (heads - queries) % 2:
             raise ShapeError(
                 f"num_heads_q={shown(num_heads_q)}: expected the query heads among the {heads} heads of qkv, which "
                 "leave as many key heads as value heads"
             )
-        kv_heads = (heads - num_heads_q) // 2  # type: ignore[operator]
-        return attention(*jnp.split(qkv, (num_heads_q, num_heads_q + kv_heads), 2), **options)
+        kv_heads = (heads - queries) // 2
+        return attention(*jnp.split(qkv, (queries, queries + kv_heads), 2), **options)
     except SpecError as error:
         raise renamed(error, SELF_PACKED) from None
 
