@@ -127,7 +127,11 @@ def _check_attention(call: Cached, batch: int) -> None:
 
 def _check_tables(call: Cached, batch: int, table: str) -> None:
     width = None if call.block_table is None or len(call.block_table.shape) != 2 else call.block_table.shape[1]
-    rows = {"cache_seqlens": (batch,), "cache_batch_idx": (batch,), "cache_leftpad": (batch,)}
+    rows: dict[str, tuple[int | str, ...]] = {
+        "cache_seqlens": (batch,),
+        "cache_batch_idx": (batch,),
+        "cache_leftpad": (batch,),
+    }
     rows |= {"block_table": (batch, "width" if width is None else width), "cu_seqlens_q": (batch + 1,)}
     for name, expected in rows.items():
         facts: ArrayFacts | None = getattr(call, name)

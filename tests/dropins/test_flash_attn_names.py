@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from importlib import import_module
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -119,7 +120,7 @@ def test_packed_forms(f: Framework) -> None:
         close(lse[row], wanted_lse)
     offsets = ints(0, 2, 2, 5)
     packed = run(f, "flash_attn_varlen_qkvpacked_func", qkv[0], offsets, 3, causal=True)
-    for start, stop in zip(offsets, offsets[1:], strict=False):
+    for start, stop in pairwise(offsets):
         close(packed[start:stop], expected(*qkv[0, start:stop].swapaxes(0, 1), causal=True)[0])
 
 
@@ -244,7 +245,7 @@ def test_caches(f: Framework, name: str, form: str) -> None:
     q_len, new, window = call.pop("q_len"), call.pop("new"), call.pop("window", (-1, -1))
     length, size, before = 12, 4, ints(1 if name == "more queries than keys" else 4, 7)
     q = draw(BATCH, q_len, HEADS, DIM, seed=1)
-    # What is not in use is infinite: it must reach no result.
+    # What is not in use is NaN: it must reach no result.
     kept = draw(2, BATCH, length, KV_HEADS, DIM, seed=2)
     fresh = draw(2, BATCH, max(new, 1), KV_HEADS, DIM, seed=3)
     places = np.arange(length)
@@ -272,15 +273,14 @@ def test_caches(f: Framework, name: str, form: str) -> None:
     interleaved = call.get("rotary_interleaved", True)
     if how.pop("rotary", False):
         how |= {"rotary_cos": cos, "rotary_sin": sin}
-    held = [f.array(cache) for cache in caches]
+    pair = [f.array(cache) for cache in caches]
     given = {"k": fresh[0], "v": fresh[1]} if new else {}
     call_arrays = {
         key: f.array(value) if isinstance(value, np.ndarray) else value for key, value in {**given, **how}.items()
     }
-    results = module(f).flash_attn_with_kvcache(f.array(q), *held, **call_arrays)
+    results = module(f).flash_attn_with_kvcache(f.array(q), *pair, **call_arrays)
     out, lse = map(as_numpy, results[:2])
-    after = [as_numpy(each)[where] for each in (held if f is TORCH else results[2:])]
-    turned_q = q
+    after = [as_numpy(each)[where] for each in (pair if f is TORCH else results[2:])]
     for row in range(BATCH):
         mine = q[row]
         keys, values = (cache[row].astype(np.float64) for cache in kept)
@@ -301,7 +301,6 @@ def test_caches(f: Framework, name: str, form: str) -> None:
         wanted, wanted_lse = expected(mine, keys[inside], values[inside], *options)
         close(out[row], wanted)
         close(lse[row], np.where(wanted_lse == -np.inf, np.inf, wanted_lse))
-    assert turned_q is q  # q is not written to
 
 
 @pytest.mark.parametrize("f", BOTH, ids=str)
@@ -382,3 +381,192 @@ def test_under_jit_a_program_serves_every_length() -> None:
         np.testing.assert_array_equal(out, eager[0])
         np.testing.assert_array_equal(k_after, eager[1])
     assert step._cache_size() == 1
+
+
+FA2 = "dropout_p=0.0 softmax_scale=None causal=False window_size=(-1,-1) softcap=0.0 alibi_slopes=None"
+FA2 += " deterministic=False return_attn_probs=False"
+LENGTHS = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
+SCALES = "q_descale=None k_descale=None v_descale=None"
+FA3 = f"softmax_scale=None causal=False qv=None {SCALES} window_size=(-1,-1) attention_chunk=0 softcap=0.0 num_splits=1"
+FA3 += " pack_gqa=None deterministic=False sm_margin=0 return_attn_probs=False"
+CACHE = "cache_seqlens=None cache_batch_idx=None cache_leftpad=None"
+TUNING = "num_splits=1 pack_gqa=None deterministic=False score_mod=None score_mod_bwd=None mask_mod=None"
+SIGNATURES = {
+    "": {
+        "flash_attn_func": f"q k v {FA2}",
+        "flash_attn_kvpacked_func": f"q kv {FA2}",
+        "flash_attn_qkvpacked_func": f"qkv {FA2}",
+        "flash_attn_varlen_func": f"q k v {LENGTHS} {FA2} block_table=None",
+        "flash_attn_varlen_kvpacked_func": f"q kv {LENGTHS} {FA2}",
+        "flash_attn_varlen_qkvpacked_func": f"qkv cu_seqlens max_seqlen {FA2}",
+        "flash_attn_with_kvcache": f"q k_cache v_cache k=None v=None rotary_cos=None rotary_sin=None {CACHE} "
+        "block_table=None softmax_scale=None causal=False window_size=(-1,-1) softcap=0.0 rotary_interleaved=True "
+        "alibi_slopes=None num_splits=0 return_softmax_lse=False",
+    },
+    ".hopper": {
+        "flash_attn_func": f"q k v {FA3}",
+        "flash_attn_qkvpacked_func": f"qkv softmax_scale=None causal=False {SCALES} window_size=(-1,-1) "
+        "attention_chunk=0 softcap=0.0 deterministic=False num_heads_q=None sm_margin=0 return_attn_probs=False",
+        "flash_attn_varlen_func": f"q k v {LENGTHS} seqused_q=None seqused_k=None {FA3}",
+        "flash_attn_with_kvcache": "q k_cache v_cache k=None v=None qv=None rotary_cos=None rotary_sin=None "
+        f"{CACHE} page_table=None cu_seqlens_q=None cu_seqlens_k_new=None max_seqlen_q=None rotary_seqlens=None "
+        f"{SCALES} softmax_scale=None causal=False window_size=(-1,-1) attention_chunk=0 softcap=0.0 "
+        "rotary_interleaved=True scheduler_metadata=None num_splits=0 pack_gqa=None sm_margin=0 "
+        "return_softmax_lse=False",
+    },
+    ".cute": {
+        "flash_attn_func": "q k v qv=None gather_kv_indices=None softmax_scale=None causal=False "
+        f"window_size=(None,None) learnable_sink=None softcap=0.0 {TUNING} aux_tensors=None aux_scalars=None "
+        "block_sparse_tensors=None block_sparse_tensors_bwd=None return_lse=False",
+        "flash_attn_varlen_func": "q k v qv=None cu_seqlens_q=None cu_seqlens_k=None max_seqlen_q=None "
+        "max_seqlen_k=None min_seqlen_k=None seqused_q=None seqused_k=None gather_kv_indices=None page_table=None "
+        f"softmax_scale=None causal=False window_size=(None,None) learnable_sink=None softcap=0.0 {TUNING} "
+        "block_sparse_tensors=None aux_tensors=None aux_scalars=None return_lse=False scheduler_metadata=None "
+        "seqlen_k_per_split=None disable_scheduler_metadata=False",
+    },
+}
+"""The parameters and defaults of flash-attn 2.8.4, of hopper and of cute, in their order."""
+
+
+@pytest.mark.parametrize("f", BOTH, ids=str)
+@pytest.mark.parametrize("of", SIGNATURES)
+def test_signatures(f: Framework, of: str) -> None:
+    assert sorted(module(f, of).__all__) == sorted(SIGNATURES[of])
+    for name, wanted in SIGNATURES[of].items():
+        parameters = inspect.signature(getattr(module(f, of), name)).parameters.values()
+        shown = [
+            p.name if p.default is p.empty else f"{p.name}={p.default!r}".replace(" ", "")
+            for p in parameters
+            if p.kind is p.POSITIONAL_OR_KEYWORD
+        ]
+        assert " ".join(shown) == wanted
+        assert [p.name for p in parameters if p.kind is p.KEYWORD_ONLY] in ([], ["dropout_rng"])
+
+
+def new(count: int = 1) -> dict[str, np.ndarray]:
+    return dict(zip("kv", draw(2, BATCH, count, KV_HEADS, DIM), strict=True))
+
+
+def angles(width: int, rotations: int = 9) -> dict[str, np.ndarray]:
+    return {"rotary_cos": draw(rotations, width), "rotary_sin": draw(rotations, width)}
+
+
+TABLE = ints([0], [1])
+BAD_CACHES: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"k": new()["k"], "cache_seqlens": 3}, SpecError, r"^v: expected the new tokens beside k, got None"),
+    (new(), SpecError, r"^cache_seqlens: expected the tokens in the cache"),
+    (angles(4), SpecError, r"^rotary_cos: expected k and v with it"),
+    ({**new(), "cache_seqlens": 3, "rotary_cos": draw(9, 4)}, SpecError, r"^rotary_sin: expected an array beside"),
+    ({**new(), "cache_seqlens": 3, **angles(5)}, ShapeError, r"^rotary_cos: .*head_dim 8, got \[9, 5\]"),
+    ({**new(), "cache_seqlens": ints(3, 5), **angles(4, 5)}, SpecError, r"^rotary_cos: expected at least 6 positions"),
+    ({"cache_seqlens": ints(3, 8)}, SpecError, r"^cache_seqlens\[1\]=8: expected 0 to 7 tokens"),
+    ({**new(2), "cache_seqlens": ints(-1, 3)}, SpecError, r"^cache_seqlens\[0\]=-1: expected 0 to 5 .*2 new"),
+    ({**new(2), "cache_seqlens": 6}, SpecError, r"^cache_seqlens=6: expected 0 to 5 tokens beside 2 new ones"),
+    ({"cache_seqlens": ints(3, 4).astype(np.float32)}, DTypeError, r"^cache_seqlens: expected dtype int32"),
+    ({"cache_seqlens": ints(3)}, ShapeError, r"^cache_seqlens: expected shape \[2\], got \[1\]"),
+    ({"cache_batch_idx": ints(0, 2)}, SpecError, r"^cache_batch_idx\[1\]=2: expected a row of the cache, 0 to 1"),
+    ({**new(), "cache_seqlens": 3, "cache_batch_idx": ints(1, 1)}, SpecError, r"^cache_batch_idx=\[1, 1\]: .*differ"),
+    ({"cache_leftpad": ints(0, 4), "cache_seqlens": 3}, SpecError, r"^cache_leftpad\[1\]=4: expected 0 to 3"),
+    ({"block_table": TABLE, "cache_batch_idx": ints(0, 1)}, SpecError, r"^cache_batch_idx: expected None with block_"),
+    ({"block_table": TABLE, "cache_leftpad": ints(0, 1)}, SpecError, r"^cache_leftpad: expected None with block_table"),
+    ({"block_table": ints([0], [9])}, SpecError, r"^block_table\[1, 0\]=9: expected a page"),
+    ({"window_size": (-2, 3)}, SpecError, r"^window_size=\(-2, 3\): expected a pair .*-1 without limit"),
+    ({"softmax_scale": -1.0}, SpecError, r"^softmax_scale=-1.0: expected a finite number above 0"),
+    ({"alibi_slopes": draw(5)}, ShapeError, r"^alibi_slopes: expected \[heads\] = \[6\] or"),
+    ({"num_splits": "two"}, SpecError, r"^num_splits='two': expected an int"),
+    ({"return_softmax_lse": 1}, SpecError, r"^return_softmax_lse=1: expected True or False"),
+]
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "says"), BAD_CACHES, ids=lambda value: value if isinstance(value, str) else ""
+)
+@pytest.mark.parametrize("f", BOTH, ids=str)
+def test_bad_arguments_of_caches_write_nothing(f: Framework, how: Any, error: Any, says: str) -> None:
+    q, *caches = rows(q_len=1)
+    pair = [f.array(cache) for cache in caches]
+    named = {key: f.array(value) if isinstance(value, np.ndarray) else value for key, value in how.items()}
+    with pytest.raises(error, match=says) as raised:
+        module(f).flash_attn_with_kvcache(f.array(q), *pair, **named)
+    assert raised.value.__context__ is None or raised.value.__suppress_context__
+    for cache, before in zip(pair, caches, strict=True):
+        np.testing.assert_array_equal(as_numpy(cache), before)
+
+
+BAD_CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"window_size": (3, -2)}, SpecError, r"^window_size=\(3, -2\)"),
+    ({"window_size": 4}, SpecError, r"^window_size=4: expected a pair"),
+    ({"dropout_p": 1.0}, SpecError, r"^dropout_p=1.0"),
+    ({"softmax_scale": 0.0}, SpecError, r"^softmax_scale=0.0"),
+    ({"softcap": "no"}, SpecError, r"^softcap='no'"),
+    ({"alibi_slopes": draw(4, 4)}, ShapeError, r"^alibi_slopes"),
+    ({"return_attn_probs": 1}, SpecError, r"^return_attn_probs=1"),
+    ({"k": draw(BATCH, KV_LEN, 4, DIM)}, ShapeError, r"^v: expected the heads of k"),
+]
+
+
+@pytest.mark.parametrize(("how", "error", "says"), BAD_CALLS, ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize("f", BOTH, ids=str)
+def test_bad_arguments(f: Framework, how: Any, error: Any, says: str) -> None:
+    with pytest.raises(error, match=says):
+        run(f, "flash_attn_func", **{**dict(zip("qkv", rows(), strict=True)), **how})
+
+
+BAD_DOCUMENTS: list[tuple[dict[str, Any], str]] = [
+    ({"max_seqlen_q": 2.0}, r"^max_seqlen_q=2.0: expected .* an int on the host"),
+    ({"max_seqlen_k": 3}, r"^(max_seqlen_k|cu_seqlens_k)"),
+    ({"cu_seqlens_q": ints(0, 3, 2, 5, 11)}, r"^cu_seqlens_q"),
+    ({"cu_seqlens_k": ints(0, 2)}, r"^cu_seqlens_k"),
+    ({"dropout_p": 0.5, "block_table": np.zeros((4, 1), np.int32)}, r"^dropout_p=0.5: expected 0 with block_table"),
+    ({"alibi_slopes": draw(3, HEADS)}, r"^alibi_slopes: expected .*\[documents, heads\] = \[4, 6\], got \[3, 6\]"),
+]
+
+
+@pytest.mark.parametrize(("how", "says"), BAD_DOCUMENTS, ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize("f", BOTH, ids=str)
+def test_bad_documents(f: Framework, how: Any, says: str) -> None:
+    good = dict(zip("qkv", (array[0] for array in rows(batch=1, q_len=11, kv_len=13)), strict=True))
+    good |= {"cu_seqlens_q": OFFSETS_Q, "cu_seqlens_k": OFFSETS_K, "max_seqlen_q": 6, "max_seqlen_k": 9}
+    with pytest.raises(SpecError, match=says):
+        run(f, "flash_attn_varlen_func", **{**good, **how})
+
+
+REFUSED = {
+    ".hopper": ("qv", "q_descale", "k_descale", "v_descale", "attention_chunk"),
+    ".cute": (
+        *("qv", "gather_kv_indices", "score_mod", "score_mod_bwd", "mask_mod", "aux_tensors", "aux_scalars"),
+        *("block_sparse_tensors", "block_sparse_tensors_bwd"),
+    ),
+}
+
+
+@pytest.mark.parametrize(("of", "name"), [(of, name) for of, names in REFUSED.items() for name in names])
+@pytest.mark.parametrize("f", BOTH, ids=str)
+def test_what_has_no_kernel_is_refused_by_name(f: Framework, of: str, name: str) -> None:
+    with pytest.raises(SpecError, match=rf"^{name}(: expected None|=2: expected 0)"):
+        run(f, "flash_attn_func", *rows(), of=of, **{name: 2})
+
+
+@pytest.mark.parametrize("hint", ["num_splits", "pack_gqa", "sm_margin"])
+def test_hints_change_no_result(hint: str) -> None:
+    q, k, v = rows()
+    plain = run(TORCH, "flash_attn_func", q, k, v, of=".hopper", causal=True)
+    hinted = run(TORCH, "flash_attn_func", q, k, v, of=".hopper", causal=True, **{hint: 3})
+    np.testing.assert_array_equal(plain, hinted)
+
+
+def test_a_window_may_be_a_tensor_on_the_host() -> None:
+    q, k, v = rows()
+    plain = run(TORCH, "flash_attn_func", q, k, v, window_size=(2, 1))
+    arrays = map(torch.from_numpy, (q, k, v))
+    out = module(TORCH).flash_attn_func(*arrays, window_size=torch.tensor([2, 1]))
+    np.testing.assert_array_equal(out, plain)
+
+
+def test_the_package_may_stand_in_for_flash_attn(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "flash_attn", module(TORCH))
+    from flash_attn import flash_attn_func
+
+    assert flash_attn_func is module(TORCH).flash_attn_func

@@ -170,7 +170,7 @@ def test_imports_between_files_run_one_way() -> None:
     graphlib.TopologicalSorter(reached).prepare()  # raises CycleError, which names the files
 
 
-@pytest.mark.parametrize(("package", "most"), [("attn_core", 14), ("torch_frontend", 20), ("jax_frontend", 23)])
+@pytest.mark.parametrize(("package", "most"), [("attn_core", 14), ("torch_frontend", 20), ("jax_frontend", 24)])
 def test_the_root_of_a_package_stays_small(package: str, most: int) -> None:
     entries = [
         entry.name for entry in (ROOT / package).iterdir() if entry.is_file() or (entry / "__init__.py").exists()
