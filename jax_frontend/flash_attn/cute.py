@@ -73,7 +73,7 @@ def flash_attn_func(
         check_hints(num_splits=num_splits, pack_gqa=pack_gqa)
         options = options_of(softmax_scale, causal, window_size, softcap, deterministic)
         results: Any = attention(q, k, v, sinks=learnable_sink, return_lse=return_lse, **options)
-    except SpecError as error:
+    except (SpecError, TypeError) as error:
         raise renamed(error, CUTE) from None
     return results if return_lse else (results, None)
 
@@ -144,7 +144,7 @@ def flash_attn_varlen_func(
                 raise SpecError(f"cu_seqlens_k: expected None with {other}")
             call = Cached(q, k, v, cache_seqlens=seqused_k, block_table=page_table, cu_seqlens_q=cu_seqlens_q)
             results, _ = attend(call, False, options, "page_table", max_seqlen_q)
-    except SpecError as error:
+    except (SpecError, TypeError) as error:
         raise renamed(error, CUTE) from None
     return results if return_lse else (results, None)
 

@@ -86,7 +86,7 @@ def flash_attn_func(
             "alibi_slopes": alibi_slopes,
         }
         return with_probabilities((q, k, v), rate_of(dropout_p), dropout_rng, options)
-    except SpecError as error:
+    except (SpecError, TypeError) as error:
         raise renamed(error, OPTIONS) from None
 
 
@@ -122,7 +122,7 @@ def flash_attn_qkvpacked_func(
                 (qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]), rate_of(dropout_p), dropout_rng, options
             )
         return attention_qkvpacked(qkv, dropout=dropout_p, dropout_rng=dropout_rng, **options)
-    except SpecError as error:
+    except (SpecError, TypeError) as error:
         raise renamed(error, SELF_PACKED) from None
 
 
@@ -159,5 +159,5 @@ def flash_attn_kvpacked_func(
         if check_flag("return_attn_probs", return_attn_probs):
             return with_probabilities((q, k, v), rate_of(dropout_p), dropout_rng, options)
         return attention(q, k, v, dropout=dropout_p, dropout_rng=dropout_rng, **options)
-    except SpecError as error:
+    except (SpecError, TypeError) as error:
         raise renamed(error, KEYS_PACKED) from None

@@ -93,7 +93,7 @@ def flash_attn_with_kvcache(
         options = options_of(softmax_scale, causal, window_size, softcap, False)
         options["return_lse"] = check_flag("return_softmax_lse", return_softmax_lse)
         results, caches = attend(call, check_flag("rotary_interleaved", rotary_interleaved), options)
-    except SpecError as error:
+    except (SpecError, TypeError) as error:
         raise renamed(error, CACHE) from None
     if not return_softmax_lse:
         return results, *caches

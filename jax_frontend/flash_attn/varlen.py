@@ -82,7 +82,7 @@ def flash_attn_varlen_func(
         if check_flag("return_attn_probs", return_attn_probs):
             return with_probabilities((q, k, v), rate_of(dropout_p), dropout_rng, {**options, "seq_info": info})
         return attention(q, k, v, seq_info=info, dropout=dropout_p, dropout_rng=dropout_rng, **options)
-    except SpecError as error:
+    except (SpecError, TypeError) as error:
         raise renamed(error, names) from None
 
 
@@ -118,7 +118,7 @@ def flash_attn_varlen_qkvpacked_func(
         if check_flag("return_attn_probs", return_attn_probs):
             return with_probabilities((qkv[:, 0], qkv[:, 1], qkv[:, 2]), rate_of(dropout_p), dropout_rng, options)
         return attention_qkvpacked(qkv, dropout=dropout_p, dropout_rng=dropout_rng, **options)
-    except SpecError as error:
+    except (SpecError, TypeError) as error:
         raise renamed(error, SELF_PACKED) from None
 
 
@@ -158,7 +158,7 @@ def flash_attn_varlen_kvpacked_func(
         if check_flag("return_attn_probs", return_attn_probs):
             return with_probabilities((q, k, v), rate_of(dropout_p), dropout_rng, {**options, "seq_info": info})
         return attention(q, k, v, seq_info=info, dropout=dropout_p, dropout_rng=dropout_rng, **options)
-    except SpecError as error:
+    except (SpecError, TypeError) as error:
         raise renamed(error, KEYS_PACKED) from None
 
 

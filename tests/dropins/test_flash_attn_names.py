@@ -513,7 +513,7 @@ def test_bad_arguments(f: Framework, how: Any, error: Any, says: str) -> None:
 
 
 BAD_DOCUMENTS: list[tuple[dict[str, Any], str]] = [
-    ({"max_seqlen_q": 2.0}, r"^max_seqlen_q=2.0: expected .* an int on the host"),
+    ({"max_seqlen_q": 2.0}, r"^max_seqlen_q=2.0: expected .* an int32 on the host"),
     ({"max_seqlen_k": 3}, r"^(max_seqlen_k|cu_seqlens_k)"),
     ({"cu_seqlens_q": ints(0, 3, 2, 5, 11)}, r"^cu_seqlens_q"),
     ({"cu_seqlens_k": ints(0, 2)}, r"^cu_seqlens_k"),

@@ -81,7 +81,7 @@ def flash_attn_varlen_func(
         if check_flag("return_attn_probs", return_attn_probs):
             return with_probabilities((q, k, v), rate_of(dropout_p), dropout_rng, {**options, "seq_info": info})
         return attention(q, k, v, seq_info=info, dropout=dropout_p, dropout_rng=dropout_rng, **options)
-    except SpecError as error:
+    except (SpecError, TypeError) as error:
         raise renamed(error, names) from None
 
 
@@ -117,7 +117,7 @@ def flash_attn_varlen_qkvpacked_func(
         if check_flag("return_attn_probs", return_attn_probs):
             return with_probabilities(qkv.unbind(1), rate_of(dropout_p), dropout_rng, options)
         return attention_qkvpacked(qkv, dropout=dropout_p, dropout_rng=dropout_rng, **options)
-    except SpecError as error:
+    except (SpecError, TypeError) as error:
         raise renamed(error, SELF_PACKED) from None
 
 
@@ -157,7 +157,7 @@ def flash_attn_varlen_kvpacked_func(
         if check_flag("return_attn_probs", return_attn_probs):
             return with_probabilities((q, k, v), rate_of(dropout_p), dropout_rng, {**options, "seq_info": info})
         return attention(q, k, v, seq_info=info, dropout=dropout_p, dropout_rng=dropout_rng, **options)
-    except SpecError as error:
+    except (SpecError, TypeError) as error:
         raise renamed(error, KEYS_PACKED) from None
 
 
