@@ -185,6 +185,22 @@ def test_gradients() -> None:
     torch.testing.assert_close(gradient, exact, rtol=2e-5, atol=1e-5)
 
 
+def test_a_cache_takes_tensors_of_training_and_refuses_the_backward() -> None:
+    q, *caches = (torch.from_numpy(array) for array in rows(q_len=1))
+    plain = module(TORCH).flash_attn_with_kvcache(q, *caches, cache_seqlens=4)
+    out = module(TORCH).flash_attn_with_kvcache(q.clone().requires_grad_(), *caches, cache_seqlens=4)
+    torch.testing.assert_close(out.detach(), plain, rtol=0, atol=0)
+    with pytest.raises(SpecError, match=r"^q: a cache and pages have no gradient"):
+        out.sum().backward()
+    offsets, table = torch.from_numpy(ints(0, 1, 2)), torch.from_numpy(TABLE)
+    tokens = q[:, 0].clone().requires_grad_()
+    lengths = torch.from_numpy(ints(0, 4, 8))
+    packed = module(TORCH).flash_attn_varlen_func(tokens, *caches, offsets, lengths, 1, 4, block_table=table)
+    torch.testing.assert_close(packed.detach(), plain[:, 0], rtol=0, atol=0)
+    with pytest.raises(SpecError, match=r"^q: a cache and pages have no gradient"):
+        packed.sum().backward()
+
+
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "documents"])
 @pytest.mark.parametrize("f", BOTH, ids=str)
 def test_dropped_weights_say_what_the_output_is(f: Framework, packed: bool) -> None:

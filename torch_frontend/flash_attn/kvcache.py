@@ -21,6 +21,7 @@ from attn_core.errors import SpecError
 from attn_core.paged.arguments import check_paged_options
 from torch_frontend.attention import attention
 from torch_frontend.dispatch import plan, tensor_kinds
+from torch_frontend.flash_attn.inference import without_gradient
 from torch_frontend.flash_attn.probabilities import lse_of_flash_attn, places_in_documents
 from torch_frontend.paged.attention import append_kv, paged_attention
 from torch_frontend.paged.rotary import apply_rotary
@@ -97,6 +98,25 @@ def attend(
 ) -> Any:
     """Appends, rotates and attends. Returns the output, or (output, log-sum-exp), in the shape of q.
 
+    The arguments are those of ``_attend``. A backward through the results is refused, except for a whole cache.
+    """
+    if _is_whole(call):
+        return _attend(call, interleaved, options, table, longest)
+    tensors = (call.q, call.k_cache, call.v_cache, call.k, call.v, options.get("sinks"))
+    return without_gradient(lambda: _attend(call, interleaved, options, table, longest), *tensors)
+
+
+def _is_whole(call: Cached) -> bool:
+    """Returns whether every sequence has all keys of its own row."""
+    places = (call.cache_seqlens, call.block_table, call.cache_batch_idx, call.cache_leftpad, call.cu_seqlens_q)
+    return all([each is None for each in places])
+
+
+def _attend(
+    call: Cached, interleaved: bool, options: dict[str, Any], table: str = "block_table", longest: int | None = None
+) -> Any:
+    """``attend`` without gradients.
+
     Args:
         options: keywords of ``paged_attention``.
         table: the caller's name of ``block_table``.
@@ -109,8 +129,7 @@ def attend(
     )  # all checks come before the first write
     call, before = _checked(call, table)
     new = 0 if call.k is None else call.k.shape[1]
-    whole = call.block_table is call.cache_batch_idx is call.cache_leftpad is call.cu_seqlens_q is before is None
-    if whole and call.k_cache.shape[0] == call.q.shape[0]:
+    if _is_whole(call) and before is None and call.k_cache.shape[0] == call.q.shape[0]:
         return attention(call.q, call.k_cache, call.v_cache, alibi_slopes=call.alibi_slopes, **options)
     device = call.q.device
     batch = len(call.q) if call.cu_seqlens_q is None else call.cu_seqlens_q.shape[0] - 1

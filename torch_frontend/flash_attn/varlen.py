@@ -24,6 +24,7 @@ from attn_core.errors import DTypeError, ShapeError, SpecError
 from attn_core.expressions.tracing import TracedFunction
 from torch_frontend.attention import attention
 from torch_frontend.dispatch import plan
+from torch_frontend.flash_attn.inference import without_gradient
 from torch_frontend.flash_attn.probabilities import lse_of_flash_attn, places_in_documents, with_probabilities
 from torch_frontend.paged.attention import paged_attention
 from torch_frontend.qkvpacked import attention_qkvpacked
@@ -205,7 +206,7 @@ def _in_pages(
     with_lse = check_flag("return_attn_probs", with_lse)
     how: dict[str, Any] = {**options, "alibi_slopes": slopes, "max_len_q": info.max_len_q, "return_lse": with_lse}
     how |= {"block_table": table, "cu_seqlens_q": info.cu_seqlens_q, "seq_lens": info.cu_seqlens_k.diff()}
-    results = paged_attention(*qkv, **how)
+    results = without_gradient(lambda: paged_attention(*qkv, **how), *qkv)
     if not with_lse:
         return results  # type: ignore[no-any-return]
     out, lse = results
