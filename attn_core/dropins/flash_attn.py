@@ -73,6 +73,10 @@ def window_of(window_size: Any) -> Window:
 
     An integer array of two numbers on the host is a pair, too.
     """
+    if type(window_size) is tuple and len(window_size) == 2:  # first, because most windows are such
+        left, right = window_size
+        if type(left) is int and type(right) is int and left >= -1 and right >= -1:
+            return None if left == right == -1 else (None if left == -1 else left, None if right == -1 else right)
     pair = window_size
     if type(pair).__module__ == "torch" and getattr(pair, "is_cpu", False) and tuple(pair.shape) == (2,):
         pair = pair.detach().numpy()
