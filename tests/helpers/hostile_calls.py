@@ -174,6 +174,9 @@ def _own(framework: str) -> dict[str, dict[str, Make]]:
     def numbers(*shape: int, dtype: str = "float32") -> Make:
         return lambda: array(_numbers(*shape, dtype=dtype))
 
+    def ints(*values: Any) -> Make:
+        return lambda: array(np.array(values, np.int32))
+
     def plain(value: Any) -> Make:
         return lambda: value
 
@@ -184,7 +187,18 @@ def _own(framework: str) -> dict[str, dict[str, Make]]:
     ring = {name: numbers(1, 8, 2, 8) for name in "qkv"}
     ring |= {"mask": plain(None), "bias": plain(None), "alibi_slopes": plain(None), "alignment": plain("bottom_right")}
     ring |= {"sinks": numbers(2), "causal": plain(True)}
+    packed_rows = {"q": numbers(5, 4, 8), "k": numbers(5, 2, 8), "v": numbers(5, 2, 8), "kv": numbers(5, 2, 2, 8)}
+    packed_rows |= {name: ints(0, 3, 5) for name in ("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k")}
+    packed_rows |= {name: plain(3) for name in ("max_seqlen", "max_seqlen_q", "max_seqlen_k")}
+    packed_rows |= {"qkv": numbers(5, 3, 4, 8), "block_table": plain(None)}
+    cached = {"k_cache": numbers(2, 7, 2, 8), "v_cache": numbers(2, 7, 2, 8), "cache_seqlens": ints(3, 5)}
+    cached |= {name: plain(None) for name in ("k", "v", "rotary_cos", "rotary_sin", "block_table")}
     own = {
+        "flash_attn_kvpacked_func": {"kv": numbers(2, 7, 2, 2, 8)},
+        "flash_attn_varlen_func": packed_rows,
+        "flash_attn_varlen_kvpacked_func": packed_rows,
+        "flash_attn_varlen_qkvpacked_func": packed_rows,
+        "flash_attn_with_kvcache": {**cached, "cache_batch_idx": ints(1, 0), "cache_leftpad": ints(0, 2)},
         "paged_attention": paged,
         "explain_paged": paged,
         "append_kv": {
@@ -311,6 +325,7 @@ WRITES = {
     "append_kv": ("k_pages", "v_pages"),
     "torch_frontend.paged_attention": ("out",),
     "torch_frontend.PagedKVCache.attend": ("out",),
+    "flash_attn_with_kvcache": ("k_cache", "v_cache"),
     "mask_packed_sequence_boundaries": ("shift_labels",),
 }
 """Parameters that a function writes to by contract."""
