@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from attn_core.cli.progress import Stages
-from attn_core.paged.allocator import PoolReport
+from attn_core.paged.report import PoolReport
 from examples.serving.engine import Served, serve
 
 QUESTIONS = (
