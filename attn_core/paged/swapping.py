@@ -55,9 +55,7 @@ class SwappedSequences(FoundPages):
         Raises:
             SpecError: if no such sequence is swapped out. PoolFullError: if the pool has too few free pages.
         """
-        check_hashable("name", name)
-        if name not in self._swapped:
-            raise SpecError(f"name={shown(name)}: expected the name of a sequence that is swapped out")
+        self.check_swapped(name)
         length, salt = swapped = self._swapped[name]
         self._room_for(self._pages_for(length), name)
         try:
@@ -70,3 +68,9 @@ class SwappedSequences(FoundPages):
             self._swapped[name] = swapped
             raise
         return self.pages(name)
+
+    def check_swapped(self, name: Hashable) -> None:
+        """Raises SpecError unless a sequence of this name is swapped out."""
+        check_hashable("name", name)
+        if name not in self._swapped:
+            raise SpecError(f"name={shown(name)}: expected the name of a sequence that is swapped out")
