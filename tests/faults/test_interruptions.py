@@ -416,3 +416,43 @@ def test_an_interrupted_tune_writes_no_table(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(SystemExit) as left:
         cli.main()
     assert left.value.code == 130 and list(tmp_path.rglob("*")) == []
+
+
+@pytest.mark.parametrize("framework", BOTH, ids=str)
+@pytest.mark.parametrize("way", ["out", "in"])
+def test_an_interrupted_swap_loses_no_key(framework: Framework, way: str) -> None:
+    values = np.random.default_rng(0).standard_normal((7, 1, 8)).astype(np.float32)
+
+    def cache_with_one() -> Any:
+        cache = framework.frontend.PagedKVCache(num_layers=2, num_pages=3, page_size=4, kv_heads=1, head_dim=8)
+        cache.add("a")
+        step = cache.step(["a"], 7)
+        for layer in range(2):
+            cache.update(layer, framework.array(values), framework.array(values), step)
+        cache.record("a", range(7))
+        if way == "in":
+            cache.swap_out("a")
+            cache.allocator.allocate("long", 12)  # the cached pages are taken
+            cache.free("long")
+        return cache
+
+    def swap(cache: Any) -> None:
+        (cache.swap_out if way == "out" else cache.swap_in)("a")
+
+    there, lost = cache_with_one(), 0
+    total = count_lines(lambda: swap(there))
+    for at in spread(total, 60):
+        cache = cache_with_one()
+        with suppress(KeyboardInterrupt), interrupted_at(at):
+            swap(cache)
+        check_pages(cache.allocator)
+        if framework is JAX and any(pool.is_deleted() for pool in (*cache.k_pages, *cache.v_pages)):
+            lost += 1  # as in a step
+            continue
+        if "a" not in cache.allocator:
+            cache.swap_in("a")
+        pages = list(cache.allocator.pages("a"))
+        for pool in (*cache.k_pages, *cache.v_pages):
+            np.testing.assert_array_equal(as_numpy(pool)[pages].reshape(-1, 1, 8)[:7], values, err_msg=f"line {at}")
+        assert cache.allocator.match(range(7)).tokens == 4
+    assert lost <= 2

@@ -214,7 +214,10 @@ def test_tokens_that_are_no_ints_are_refused(tokens: Any, says: str) -> None:
         (lambda a: a.record("x", [1]), "^name='x': expected the name of a sequence"),
         (lambda a: a.record("a", [*PROMPT, 1]), "^tokens: expected at most the 9 that 'a' has, got 10$"),
         (lambda a: a.recorded("x"), "^name='x': expected the name of a sequence"),
-        (lambda a: a.record("twin", [1, 2, 3, 4]), r"^tokens=\(1, 2, 3, 4\): expected the tokens that are recorded for"),
+        (
+            lambda a: a.record("twin", [1, 2, 3, 4]),
+            r"^tokens=\(1, 2, 3, 4\): expected the tokens that are recorded for",
+        ),
         (lambda a: a.swap_out("x"), "^name='x': expected the name of a sequence"),
         (lambda a: a.swap_in("a"), "^name='a': expected the name of a sequence that is swapped out$"),
         (lambda a: a.swap_out("twin"), "^name='twin': expected a sequence that shares no page, but 1 of its 1 pages"),
