@@ -24,10 +24,12 @@ class Match(NamedTuple):
     Attributes:
         tokens: the number of tokens in them, a multiple of the page size.
         pages: the pages, in the order of the tokens.
+        cached: how many of them no sequence has. A sequence that starts on them takes that many of the free pages.
     """
 
     tokens: int
     pages: tuple[int, ...]
+    cached: int
 
 
 class FoundPages(HeldPages):
@@ -50,7 +52,8 @@ class FoundPages(HeldPages):
             SpecError: for a token that is no int, or a salt that is not hashable.
         """
         _, pages = self._find(tokens, salt, check_is_tokens(tokens) // self.page_size)
-        return Match(len(pages) * self.page_size, tuple(pages))
+        cached = sum(not self._holders[page] for page in pages)
+        return Match(len(pages) * self.page_size, tuple(pages), cached)
 
     def allocate_matching(self, name: Hashable, tokens: Sequence[int], *, salt: Hashable = None) -> int:
         """Starts a sequence on the pages that ``match`` finds, which it then shares, and returns their tokens.

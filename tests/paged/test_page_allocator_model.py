@@ -153,6 +153,7 @@ class Model:
                 break
         found = self.allocator.match(prompt, salt=salt)
         assert found.tokens == full * self.page_size and len(found.pages) == full
+        assert found.cached == len(set(found.pages) & set(self.idle))
         most = max(len(prompt) - 1, 0) // self.page_size
         tokens = self.allocator.allocate_matching(self.started, prompt, salt=salt)
         pages = list(self.allocator.pages(self.started))

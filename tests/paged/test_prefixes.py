@@ -37,9 +37,9 @@ def start(allocator: PageAllocator, name: Any, tokens: Any, salt: Any = None) ->
 def test_a_prompt_shares_the_full_pages_of_its_beginning() -> None:
     allocator = recorded()
     first, second, _ = allocator.pages("a")
-    assert allocator.match(PROMPT) == Match(8, (first, second))
-    assert allocator.match([*PROMPT[:7], 1, 2]) == Match(4, (first,))
-    assert allocator.match(PROMPT[:3]) == Match(0, ()) == allocator.match([]) == allocator.match([1, *PROMPT])
+    assert allocator.match(PROMPT) == Match(8, (first, second), 0)
+    assert allocator.match([*PROMPT[:7], 1, 2]) == Match(4, (first,), 0)
+    assert allocator.match(PROMPT[:3]) == Match(0, (), 0) == allocator.match([]) == allocator.match([1, *PROMPT])
     assert allocator.allocate_matching("b", PROMPT) == 8
     assert allocator.pages("b") == (first, second) and allocator.length("b") == 8
     assert allocator.extend("b", 3) == Copies(), "its own page"
@@ -60,7 +60,7 @@ def test_pages_of_a_sequence_that_ended_are_found_until_they_are_taken() -> None
     assert allocator.free_pages == 4 and allocator.prefix_report().cached == 2
     assert str(allocator).count("|####| cached") == 2 and str(allocator).count("|....| free") == 2
     allocator.allocate("b", 5)  # two pages were free of content
-    assert third in allocator.pages("b") and allocator.match(PROMPT).pages == (first, second)
+    assert third in allocator.pages("b") and allocator.match(PROMPT) == Match(8, (first, second), 2)
     assert start(allocator, "c", PROMPT[:6]) == 4
     assert allocator.pages("c") == (first, second) and allocator.match(PROMPT).tokens == 4
     assert allocator.prefix_report()[3:] == (1, (second,)), "the end of the text went first"
