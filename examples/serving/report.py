@@ -75,7 +75,8 @@ def _figures(run: Run, alone: Alone, seconds_alone: float) -> Table:
         "prefix hits": f"{rate:.0%} of the prompts' tokens ({served.found_tokens} of {served.prompt_tokens})",
         "pages found": f"{prefixes.hits} of {prefixes.hits + prefixes.misses} full pages ({prefixes.hit_rate:.0%}); "
         f"{prefixes.evictions} cached pages evicted, {prefixes.cached} cached now",
-        "pool full": f"chats that went to host memory and back: {len(served.swapped)}; that started again: {len(served.dropped)}",
+        "pool full": f"chats that went to host memory and back: {len(served.swapped)}; "
+        f"that started again: {len(served.dropped)}",
     }
     for name, value in rows.items():
         table.add_row(name, value)
