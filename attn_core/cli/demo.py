@@ -21,9 +21,7 @@ def demo(short: Short = False) -> None:
 
 def serve_demo(
     short: Short = False,
-    kv: Annotated[
-        str | None, typer.Option(help="The dtype of keys and values: bfloat16 (the default), float32.")
-    ] = None,
+    kv: Annotated[str | None, typer.Option(help="The dtype of keys and values: bfloat16, float32, fp8, int8.")] = None,
     memory: Annotated[int | None, typer.Option(metavar="MIB", help="The size of the pool (default: 9).")] = None,
 ) -> None:
     """Answer many chats at once from one pool of pages, and compare with one at a time. Needs a clone."""

@@ -134,7 +134,8 @@ class PagedCache:
 
     def _pool_lists(self) -> tuple[list[Any], ...]:
         """Returns the lists of arrays whose first axis is the page: what belongs to a page is moved with it."""
-        return self.k_pages, self.v_pages
+        # Scales, if pages are quantised.
+        return self.k_pages, self.v_pages, getattr(self, "k_scales", []), getattr(self, "v_scales", [])
 
     def _to_host(self, pages: tuple[int, ...]) -> Any:
         """Copies pages of every pool to host memory."""

@@ -18,7 +18,7 @@ from examples.serving.stream import Stream
 PAGE_SIZE, TOGETHER = 16, 8
 ALONE = 4
 """The number of chats that are answered alone, too; half of them with ``--short``."""
-LEAST = {"bfloat16": 4, "float32": 8}
+LEAST = {"bfloat16": 4, "float32": 8, "float8_e4m3fn": 2, "int8": 2}
 """By dtype of the pool, the MiB for the longest chat with its answer."""
 
 
@@ -35,8 +35,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console.print(f"[bold]SmolLM2-135M-Instruct[/] on the CPU: continuous batching from {options.memory} MiB of pages")
     with Stages(console) as stages:
         with stages.stage("importing torch and transformers"):
-            import torch
-
             from examples.serving.torch_side import TorchForward
             from examples.smollm2 import weights
         with stages.stage("loading the weights (GGUF, dequantised to float32)"):
@@ -44,8 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             prompts = [prompt_tokens(loaded.tokenizer, chat) for chat in chats]
 
         def start() -> Any:
-            memory, dtype = options.memory * 2**20, getattr(torch, options.kv)
-            return TorchForward(loaded.model, memory=memory, page_size=PAGE_SIZE, dtype=dtype)
+            return TorchForward(loaded.model, memory=options.memory * 2**20, page_size=PAGE_SIZE, kv=options.kv)
 
         def answer(forward: Any, some: Sequence[list[int]], on_token: Callable[[int, int, bool], None]) -> Served:
             limits = {"new_tokens": new_tokens, "stop": loaded.tokenizer.eos_token_id, "together": TOGETHER}
@@ -71,7 +68,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m examples.serving", description=__doc__)
     parser.add_argument("--short", action="store_true", help="fewer chats and fewer tokens")
     parser.add_argument(
-        "--kv", choices=tuple(LEAST), default="bfloat16", help="the dtype of keys and values (default: %(default)s)"
+        "--kv",
+        type=lambda name: "float8_e4m3fn" if name == "fp8" else name,
+        choices=tuple(LEAST),
+        default="bfloat16",
+        help="the dtype of keys and values; fp8 is short for float8_e4m3fn (default: %(default)s)",
     )
     parser.add_argument(
         "--memory", type=int, default=9, metavar="MIB", help="the size of the pool in MiB (default: %(default)s)"

@@ -12,7 +12,7 @@ from rich.table import Table
 from attn_core import PageAllocator
 from examples.serving.engine import Served
 
-TIES = {"float32": 1e-3, "bfloat16": 0.1}
+TIES = {"float32": 1e-3, "bfloat16": 0.1, "float8_e4m3fn": 0.2, "int8": 0.2}
 """By dtype of the pages, the lead of a token, in logits, that rounding can turn: in a larger batch, the matrix products
 of a row round differently."""
 

@@ -12,6 +12,8 @@ from torch_frontend import PagedKVCache, pages_that_fit
 
 NAME = "attn_core_serving"
 """The name for ``set_attn_implementation``."""
+QUANTISED = ("float8_e4m3fn", "int8")
+"""Dtypes of pages that have a scale for each token and head."""
 
 
 def attention(
@@ -24,14 +26,15 @@ def attention(
     scaling: float,
     pages: PagedKVCache,
     step: Step,
+    query_dtype: torch.dtype,
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention hook: q ``[1, heads, tokens, head_dim]`` in, out ``[1, tokens, heads, head_dim]``."""
     if attention_mask is not None or dropout:
         raise NotImplementedError("the tables say what each token sees; an attention mask or dropout is not supported")
-    # [tokens, heads, head_dim], in the dtype of the pages, which may be narrower than the model's
-    q, k, v = (x[0].transpose(0, 1).to(pages.k_pages[0].dtype) for x in (query, key, value))
+    # [tokens, heads, head_dim], in a dtype that may be narrower than the model's
+    q, k, v = (x[0].transpose(0, 1).to(query_dtype) for x in (query, key, value))
     pages.update(module.layer_idx, k, v, step)
     return pages.attend(module.layer_idx, q, step, scale=scaling)[None].to(query.dtype), None
 
@@ -41,13 +44,14 @@ class TorchForward:
 
     Args:
         memory: bytes of the pool. On a GPU, leave it out of ``pages_that_fit``: it then takes the free memory.
-        dtype: of the pages.
+        kv: the dtype of the pages, a name.
 
     Attributes:
         cache: the pages. token_bytes: the bytes of a token in all layers.
+        query_dtype: of queries, and of keys and values before they are stored.
     """
 
-    def __init__(self, model: Any, *, memory: int, page_size: int, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, model: Any, *, memory: int, page_size: int, kv: str = "float32") -> None:
         from transformers import AttentionInterface
         from transformers.masking_utils import AttentionMaskInterface
 
@@ -60,13 +64,15 @@ class TorchForward:
             "kv_heads": config.num_key_value_heads,
             "head_dim": config.head_dim,
         }
-        num_pages = pages_that_fit(memory, **sizes, page_size=page_size, dtype=dtype)
-        self.cache = PagedKVCache(**sizes, num_pages=num_pages, page_size=page_size, dtype=dtype)
-        self.token_bytes = bytes_per_token(**sizes, dtype=str(dtype).removeprefix("torch."))
+        self.query_dtype = torch.bfloat16 if kv in QUANTISED else getattr(torch, kv)
+        options: dict[str, Any] = {"dtype": self.query_dtype, **({"kv_dtype": kv} if kv in QUANTISED else {})}
+        num_pages = pages_that_fit(memory, **sizes, page_size=page_size, dtype=kv)
+        self.cache = PagedKVCache(**sizes, num_pages=num_pages, page_size=page_size, **options)
+        self.token_bytes = bytes_per_token(**sizes, dtype=kv)
 
     @torch.inference_mode()
     def __call__(self, tokens: np.ndarray, places: np.ndarray, step: Step) -> np.ndarray:
         """Returns float32 logits ``[tokens, vocabulary]`` of the new tokens."""
         ids, positions = (torch.from_numpy(np.asarray(x, np.int64))[None] for x in (tokens, places))  # [1, tokens]
         inputs = {"input_ids": ids, "position_ids": positions, "use_cache": False}
-        return self.model(**inputs, pages=self.cache, step=step).logits[0].numpy()
+        return self.model(**inputs, pages=self.cache, step=step, query_dtype=self.query_dtype).logits[0].numpy()
