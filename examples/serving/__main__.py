@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
+from time import perf_counter
 from typing import Any
 
 from rich.console import Console
@@ -18,6 +20,8 @@ from examples.serving.stream import Stream
 PAGE_SIZE, TOGETHER = 16, 8
 ALONE = 4
 """The number of chats that are answered alone, too; half of them with ``--short``."""
+SECONDS = 60
+"""After so many seconds no other chat is answered alone, so that the example ends on a busy machine, too."""
 LEAST = {"bfloat16": 4, "float32": 8, "float8_e4m3fn": 2, "int8": 2}
 """By dtype of the pool, the MiB for the longest chat with its answer."""
 
@@ -30,7 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(
             f"argument --memory: {options.memory}: expected at least {LEAST[options.kv]} MiB, for the longest chat"
         )
-    chats, new_tokens = (CHATS[:SHORT], 8) if options.short else (CHATS, 24)
+    chats, new_tokens = (CHATS[:SHORT], 8) if options.short else (CHATS, 16)
+    # Before torch is imported. Threads that spin while they wait would take the cores from everything else.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     console = Console()
     console.print(f"[bold]SmolLM2-135M-Instruct[/] on the CPU: continuous batching from {options.memory} MiB of pages")
     with Stages(console) as stages:
@@ -53,10 +59,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stream = Stream(loaded.tokenizer, stages.log, advance)
             served = answer(forward, prompts, stream.on_token)
         chosen = _to_compare(served, len(prompts), ALONE // 2 if options.short else ALONE)
-        alone = Alone(chosen, [])
-        with stages.stage("one at a time", total=len(chosen)) as advance:
+        alone, left = Alone([], []), SECONDS - sum(stages.seconds.values())
+        with stages.stage("one at a time", total=len(chosen), limit=max(left, 0)) as advance:
+            ends = perf_counter() + left
             for number in chosen:  # each from an empty pool
+                if alone.numbers and perf_counter() > ends:
+                    break
                 alone.runs.append(answer(start(), [prompts[number]], lambda number, token, last: None))
+                alone.numbers.append(number)
                 advance()
     together, one = list(stages.seconds.values())[-2:]
     questions = [chat.question for chat in chats]
