@@ -1,4 +1,4 @@
-"""FoundPages: pages of a pool that are found by their content; ``PageAllocator`` inherits it.
+"""PagesByContent: pages of a pool that are found by their content; ``PageAllocator`` inherits it.
 
 A sequence that ends leaves its recorded pages in the pool. They count as free, and are taken last: those that nobody
 used for the longest time first. Until then, a prompt that begins with the same tokens finds them, with their keys and
@@ -32,7 +32,7 @@ class Match(NamedTuple):
     cached: int
 
 
-class FoundPages(HeldPages):
+class PagesByContent(HeldPages):
     """A pool whose full pages are found by the tokens in them. Arguments and attributes are those of ``HeldPages``."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:

@@ -7,10 +7,10 @@ from collections.abc import Hashable
 from attn_core.call.kinds import check_hashable
 from attn_core.errors import SpecError, shown
 from attn_core.paged.contents import Chain
-from attn_core.paged.prefixes import FoundPages
+from attn_core.paged.prefixes import PagesByContent
 
 
-class SwappedSequences(FoundPages):
+class SwappedSequences(PagesByContent):
     """A pool whose sequences may leave and return. Arguments and attributes are those of ``HeldPages``."""
 
     def swap_out(self, name: Hashable) -> tuple[int, ...]:

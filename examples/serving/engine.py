@@ -43,14 +43,14 @@ class Request:
     Attributes:
         tokens: ids of the prompt and of the answer; prompt: the length of the prompt.
         leads: for each token of the answer, how far its logit is above the second-best.
-        found: tokens that were in pages when it started first; None before.
+        matched: tokens that were in pages when it started first; None before.
     """
 
     number: int
     tokens: list[int]
     prompt: int
     leads: list[float] = field(default_factory=list)
-    found: int | None = None
+    matched: int | None = None
 
 
 @dataclass
@@ -62,7 +62,7 @@ class Served:
         steps: calls of the model; largest_batch: the most requests in one of them.
         most_used: the most pages in use; shared: the most pages that several requests shared.
         waste: unused places in pages in use, and the number of sequences, at the largest waste per sequence.
-        prompt_tokens: tokens of all prompts; found_tokens: those that were in pages already.
+        prompt_tokens: tokens of all prompts; matched_tokens: those that were in pages already.
         swapped: numbers of the requests that went to host memory; dropped: of those that started again.
     """
 
@@ -74,7 +74,7 @@ class Served:
     shared: int = 0
     waste: tuple[int, int] = (0, 0)
     prompt_tokens: int = 0
-    found_tokens: int = 0
+    matched_tokens: int = 0
     swapped: list[int] = field(default_factory=list)
     dropped: list[int] = field(default_factory=list)
 
@@ -152,17 +152,17 @@ class _Batch:
         beginnings = set[tuple[int, ...]]()  # of requests that start now, so that their pages have no content yet
         while self.waiting and len(self.running) < self.together and not self.elsewhere:
             request = self.waiting[0]
-            found = self.allocator.match(request.tokens[:-1])
+            match = self.allocator.match(request.tokens[:-1])
             beginning = tuple(request.tokens[: self.allocator.page_size])
-            if not found.pages and beginning in beginnings:
+            if not match.pages and beginning in beginnings:
                 break  # its beginning is found after the next step
-            if not self._fits(len(request.tokens), taken=found.cached - len(found.pages)):
+            if not self._fits(len(request.tokens), taken=match.cached - len(match.pages)):
                 break
             beginnings.add(beginning)
             there = self.cache.add(request.number, request.tokens)
-            if request.found is None:
-                request.found = there
-                self.result.found_tokens += there
+            if request.matched is None:
+                request.matched = there
+                self.result.matched_tokens += there
             self.running.append(self.waiting.popleft())
         return bool(self.running)
 

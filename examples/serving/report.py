@@ -61,18 +61,18 @@ def show(console: Console, run: Run, alone: Alone, seconds_alone: float) -> int:
 def _figures(run: Run, alone: Alone, seconds_alone: float) -> Table:
     """Returns the table of speed, pool and prefixes."""
     served, pool = run.served, run.allocator
-    prefixes, made = pool.prefix_report(), sum(map(len, served.leads))
-    made_alone = sum(len(leads) for each in alone.runs for leads in each.leads)
-    rate = served.found_tokens / max(served.prompt_tokens, 1)
+    prefixes, count = pool.prefix_report(), sum(map(len, served.leads))
+    count_alone = sum(len(leads) for each in alone.runs for leads in each.leads)
+    rate = served.matched_tokens / max(served.prompt_tokens, 1)
     table = Table("figure", "value", show_header=False)
     rows = {
-        "tokens/s together": f"{made / run.seconds:.1f} ({made} tokens, {served.steps} calls of the model, up to "
+        "tokens/s together": f"{count / run.seconds:.1f} ({count} tokens, {served.steps} calls of the model, up to "
         f"{served.largest_batch} chats in one)",
-        "tokens/s one at a time": f"{made_alone / seconds_alone:.1f} ({made_alone} tokens)",
+        "tokens/s one at a time": f"{count_alone / seconds_alone:.1f} ({count_alone} tokens)",
         "bytes per token": f"{run.token_bytes} ({run.kv})",
         "pool": f"{pool.num_pages} pages of {pool.page_size} tokens, up to {served.most_used} in use "
         f"({served.most_used / pool.num_pages:.0%}), up to {served.shared} shared",
-        "prefix hits": f"{rate:.0%} of the prompts' tokens ({served.found_tokens} of {served.prompt_tokens})",
+        "prefix hits": f"{rate:.0%} of the prompts' tokens ({served.matched_tokens} of {served.prompt_tokens})",
         "pages found": f"{prefixes.hits} of {prefixes.hits + prefixes.misses} full pages ({prefixes.hit_rate:.0%}); "
         f"{prefixes.evictions} cached pages evicted, {prefixes.cached} cached now",
         "pool full": f"chats that went to host memory and back: {len(served.swapped)}; "

@@ -151,13 +151,13 @@ class Model:
             full += 1
             if (full + 1) * self.page_size > len(prompt):
                 break
-        found = self.allocator.match(prompt, salt=salt)
-        assert found.tokens == full * self.page_size and len(found.pages) == full
-        assert found.cached == len(set(found.pages) & set(self.idle))
+        match = self.allocator.match(prompt, salt=salt)
+        assert match.tokens == full * self.page_size and len(match.pages) == full
+        assert match.cached == len(set(match.pages) & set(self.idle))
         most = max(len(prompt) - 1, 0) // self.page_size
         tokens = self.allocator.allocate_matching(self.started, prompt, salt=salt)
         pages = list(self.allocator.pages(self.started))
-        assert pages == list(found.pages)[:most] and tokens == len(pages) * self.page_size
+        assert pages == list(match.pages)[:most] and tokens == len(pages) * self.page_size
         self.idle = [page for page in self.idle if page not in pages]
         self.hits, self.misses = self.hits + len(pages), self.misses + most - len(pages)
         self.start(self.started, pages, prompt[:tokens], salt, len(pages))

@@ -28,10 +28,10 @@ def recorded(pages: int = 6, name: Any = "a", tokens: Any = PROMPT, salt: Any = 
 
 def start(allocator: PageAllocator, name: Any, tokens: Any, salt: Any = None) -> int:
     """Starts a sequence as a server does: what is not found is computed and recorded. Returns what was found."""
-    found = allocator.allocate_matching(name, tokens, salt=salt)
-    allocator.extend(name, len(tokens) - found)
+    matched = allocator.allocate_matching(name, tokens, salt=salt)
+    allocator.extend(name, len(tokens) - matched)
     allocator.record(name, tokens)
-    return found
+    return matched
 
 
 def test_a_prompt_shares_the_full_pages_of_its_beginning() -> None:

@@ -131,7 +131,7 @@ def test_answers_equal_those_of_each_prompt_alone(drawn: Any, together: int, see
         assert tokens in (answer, [*answer, STOP]) and len(leads) == len(tokens)
     assert actual.largest_batch == max(forward.batches) <= together
     assert actual.waste[0] < page_size * actual.waste[1]
-    assert 0 <= actual.found_tokens < actual.prompt_tokens == sum(map(len, prompts))
+    assert 0 <= actual.matched_tokens < actual.prompt_tokens == sum(map(len, prompts))
     assert actual.most_used <= num_pages
 
 
@@ -182,14 +182,14 @@ def test_a_shared_prefix_is_computed_once(page_size: int) -> None:
     assert actual.shared >= 8 // page_size
     # The first one computes the prefix; the others find it, but for what is in no full page.
     assert forward.batches[0] == 1 and forward.batches[1] in (5, 6), "the first answer may be one token"
-    assert actual.found_tokens == 5 * (8 // page_size * page_size)
+    assert actual.matched_tokens == 5 * (8 // page_size * page_size)
     assert actual.answers == [Tiny().answer(prompt, 3) for prompt in prompts]
 
 
 def test_a_prefix_is_found_after_its_request_has_ended() -> None:
     prompts = [[5, 3, 7, 1, 9, 2, 4, 8, 1], [1, 2], [5, 3, 7, 1, 9, 2, 4, 8, 6]]
     actual, _ = serve_all(prompts, num_pages=9, page_size=4, new_tokens=3, together=1)
-    assert actual.found_tokens == 8 and actual.shared == 0
+    assert actual.matched_tokens == 8 and actual.shared == 0
     assert actual.answers == [Tiny().answer(prompt, 3) for prompt in prompts]
 
 
@@ -348,7 +348,7 @@ def test_a_stream_prints_whole_characters_and_every_letter_once() -> None:
 def test_the_example_fails_for_other_tokens_and_lost_pages(alone: Any, lead: float, left: int, fails: bool) -> None:
     allocator, console = PageAllocator(9, 4), Console(file=StringIO(), width=200)
     allocator.allocate("left", left)
-    served = engine.Served([[1, 2, 3]], [[1.0, lead, lead, 1.0]], steps=4, prompt_tokens=8, found_tokens=4)
+    served = engine.Served([[1, 2, 3]], [[1.0, lead, lead, 1.0]], steps=4, prompt_tokens=8, matched_tokens=4)
     run = report.Run(["Why [x]?"], {0: "Because."}, served, 2.0, "bfloat16", 23040, allocator)
     other = report.Alone([0], [engine.Served([alone], [[1.0]])])
     assert report.show(console, run, other, 1.0) == int(fails)
