@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
+from attn_core import bytes_per_token, pages_that_fit
 from attn_core.cli.progress import Stages
 from examples.serving.engine import Served, serve
 from examples.serving.report import Alone, Run, show
@@ -24,6 +25,8 @@ SECONDS = 60
 """After so many seconds no other chat is answered alone, so that the example ends on a busy machine, too."""
 LEAST = {"bfloat16": 4, "float32": 8, "float8_e4m3fn": 2, "int8": 2}
 """By dtype of the pool, the MiB for the longest chat with its answer."""
+QUANTISED = ("float8_e4m3fn", "int8")
+"""Dtypes of pages that have a scale for each token and head."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,20 +44,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console.print(f"[bold]SmolLM2-135M-Instruct[/] on the CPU: continuous batching from {options.memory} MiB of pages")
     with Stages(console) as stages:
         with stages.stage("importing torch and transformers"):
-            from examples.serving.torch_side import TorchForward
+            import torch
+
+            from examples.serving.torch_side import TorchForward, sizes_of
             from examples.smollm2 import weights
         with stages.stage("loading the weights (GGUF, dequantised to float32)"):
             loaded = weights.load()
             prompts = [prompt_tokens(loaded.tokenizer, chat) for chat in chats]
 
-        def start() -> Any:
-            return TorchForward(loaded.model, memory=options.memory * 2**20, page_size=PAGE_SIZE, kv=options.kv)
+        sizes = sizes_of(loaded.model.config)
+        pool: dict[str, Any] = {
+            "num_pages": pages_that_fit(options.memory * 2**20, page_size=PAGE_SIZE, **sizes, dtype=options.kv),
+            "page_size": PAGE_SIZE,
+            "dtype": torch.bfloat16 if options.kv in QUANTISED else getattr(torch, options.kv),
+            "kv_dtype": options.kv if options.kv in QUANTISED else None,
+        }
 
         def answer(forward: Any, some: Sequence[list[int]], on_token: Callable[[int, int, bool], None]) -> Served:
             limits = {"new_tokens": new_tokens, "stop": loaded.tokenizer.eos_token_id, "together": TOGETHER}
             return serve(forward, forward.cache, some, **limits, on_token=on_token)
 
-        forward = start()
+        forward = TorchForward(loaded.model, **pool)
         with stages.stage(f"up to {TOGETHER} at a time", total=len(prompts)) as advance:
             stream = Stream(loaded.tokenizer, stages.log, advance)
             served = answer(forward, prompts, stream.on_token)
@@ -65,12 +75,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for number in chosen:  # each from an empty pool
                 if alone.numbers and perf_counter() > ends:
                     break
-                alone.runs.append(answer(start(), [prompts[number]], lambda number, token, last: None))
+                by_itself = TorchForward(loaded.model, **pool)
+                alone.runs.append(answer(by_itself, [prompts[number]], lambda number, token, last: None))
                 alone.numbers.append(number)
                 advance()
     together, one = list(stages.seconds.values())[-2:]
     questions = [chat.question for chat in chats]
-    run = Run(questions, stream.texts, served, together, options.kv, forward.token_bytes, forward.cache.allocator)
+    run = Run(
+        questions,
+        stream.texts,
+        served,
+        together,
+        options.kv,
+        bytes_per_token(**sizes, dtype=options.kv),
+        forward.cache.allocator,
+    )
     return show(console, run, alone, one)
 
 

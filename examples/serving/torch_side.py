@@ -7,13 +7,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from attn_core import Step, bytes_per_token
-from torch_frontend import PagedKVCache, pages_that_fit
+from attn_core import Step
+from torch_frontend import PagedKVCache
 
 NAME = "attn_core_serving"
 """The name for ``set_attn_implementation``."""
-QUANTISED = ("float8_e4m3fn", "int8")
-"""Dtypes of pages that have a scale for each token and head."""
 
 
 def attention(
@@ -39,36 +37,41 @@ def attention(
     return pages.attend(module.layer_idx, q, step, scale=scaling)[None].to(query.dtype), None
 
 
+def sizes_of(config: Any) -> dict[str, int]:
+    """Returns what a model's configuration says about its keys and values, as ``PagedKVCache`` takes it."""
+    heads, dim = config.num_key_value_heads, config.head_dim
+    return {"num_layers": config.num_hidden_layers, "kv_heads": heads, "head_dim": dim}
+
+
 class TorchForward:
     """Runs steps of a LlamaForCausalLM with keys and values in the pages of a cache.
 
     Args:
-        memory: bytes of the pool. On a GPU, leave it out of ``pages_that_fit``: it then takes the free memory.
-        kv: the dtype of the pages, a name.
+        num_pages, page_size, dtype, kv_dtype: of the cache.
 
     Attributes:
-        cache: the pages. token_bytes: the bytes of a token in all layers.
+        cache: the pages.
         query_dtype: of queries, and of keys and values before they are stored.
     """
 
-    def __init__(self, model: Any, *, memory: int, page_size: int, kv: str = "float32") -> None:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype = torch.float32,
+        kv_dtype: str | None = None,
+    ) -> None:
         from transformers import AttentionInterface
         from transformers.masking_utils import AttentionMaskInterface
 
         AttentionInterface.register(NAME, attention)
         AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
         model.set_attn_implementation(NAME)
-        config, self.model = model.config, model
-        sizes = {
-            "num_layers": config.num_hidden_layers,
-            "kv_heads": config.num_key_value_heads,
-            "head_dim": config.head_dim,
-        }
-        self.query_dtype = torch.bfloat16 if kv in QUANTISED else getattr(torch, kv)
-        options: dict[str, Any] = {"dtype": self.query_dtype, **({"kv_dtype": kv} if kv in QUANTISED else {})}
-        num_pages = pages_that_fit(memory, **sizes, page_size=page_size, dtype=kv)
-        self.cache = PagedKVCache(**sizes, num_pages=num_pages, page_size=page_size, **options)
-        self.token_bytes = bytes_per_token(**sizes, dtype=kv)
+        self.model, self.query_dtype = model, dtype
+        options: dict[str, Any] = {"dtype": dtype, **({} if kv_dtype is None else {"kv_dtype": kv_dtype})}
+        self.cache = PagedKVCache(**sizes_of(model.config), num_pages=num_pages, page_size=page_size, **options)
 
     @torch.inference_mode()
     def __call__(self, tokens: np.ndarray, places: np.ndarray, step: Step) -> np.ndarray:

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from attn_core import PageAllocator, PoolFullError
+from attn_core import PageAllocator, PoolFullError, pages_that_fit
 from examples.serving import engine, report
 from examples.serving.engine import serve
 from examples.serving.stream import Stream
@@ -285,14 +285,17 @@ def test_the_reported_waste_is_the_largest_per_sequence() -> None:
 @pytest.mark.filterwarnings("error::attn_core.SlowPathWarning")
 def test_a_transformers_llama_serves_the_answers_it_gives_alone() -> None:
     pytest.importorskip("transformers")
-    from examples.serving.torch_side import TorchForward
+    from examples.serving.torch_side import TorchForward, sizes_of
 
     model = tiny_llama("eager")
     prompts = [[5, 17, 3], [5, 17, 11], [5, 17, 2, 29, 31, 7, 13, 23, 19], [5, 17, 3, 3], [5, 17, 40]]
     expected = [answer_alone(model, prompt, 5) for prompt in prompts]
-    # A token needs 2 layers x 1 head x 2 x 16 channels x 4 bytes.
-    forward = TorchForward(model, memory=11 * 3 * 256 + 100, page_size=3)
-    assert forward.token_bytes == 256 and forward.cache.allocator.num_pages == 11
+    sizes = sizes_of(model.config)
+    assert sizes == {"num_layers": 2, "kv_heads": 1, "head_dim": 16}
+    memory = 11 * 3 * 256 + 100  # a token needs 2 layers x 2 x 16 channels x 4 bytes
+    num_pages = pages_that_fit(memory, page_size=3, **sizes)
+    forward = TorchForward(model, num_pages=num_pages, page_size=3)
+    assert sum(pool.nbytes for pool in (*forward.cache.k_pages, *forward.cache.v_pages)) == memory - 100
     actual = serve(forward, forward.cache, prompts, new_tokens=5, stop=1, together=3)
     assert min(min(leads) for leads in actual.leads) > 1e-3, "a lead this small could be noise: choose another seed"
     assert actual.answers == expected
