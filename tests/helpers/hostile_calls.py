@@ -167,6 +167,12 @@ def _spec_sizes() -> dict[str, Any]:
     return {**sizes, "dtype": "float32"}
 
 
+def _pool_sizes() -> dict[str, Make]:
+    sizes = {"page_size": 16, "num_layers": 2, "kv_heads": 2, "head_dim": 8, "value_dim": 8, "dtype": "bfloat16"}
+    sizes["fraction"] = 0.5
+    return {name: lambda value=value: value for name, value in sizes.items()}
+
+
 def _own(framework: str) -> dict[str, dict[str, Make]]:
     """Good values of single functions, by the end of the function's name, where a parameter's name is not enough."""
     array = _array_of(framework)
@@ -219,6 +225,15 @@ def _own(framework: str) -> dict[str, dict[str, Make]]:
         "PageAllocator.seq_lens": {"names": plain(["a"])},
         "PageAllocator.needed": {"tokens": lambda: {"a": 2}},
         "PageAllocator.undo_extend": {"tokens": lambda: {"a": 2}},
+        "PageAllocator.match": {"tokens": plain([5, 3, 2])},
+        "PageAllocator.allocate_matching": {"name": plain("new"), "tokens": plain([5, 3, 2])},
+        "PageAllocator.record": {"tokens": plain([5, 3, 2])},
+        "PageAllocator.swap_in": {"name": plain("out")},
+        "PageAllocator.check_swapped": {"name": plain("out")},
+        "PagedKVCache.record": {"tokens": plain([])},
+        "PagedKVCache.swap_in": {"name": plain("out")},
+        "pages_that_fit": {**_pool_sizes(), "memory": plain(2**30)},
+        "bytes_per_token": _pool_sizes(),
         "PageAllocator.check_width": {"lengths": plain([6, 2]), "width": plain(2)},
         "attention_qkvpacked": {"mask": numbers(5, 5, dtype="bool"), "bias": numbers(5, 5)},
         "context_parallel_attention": ring,
@@ -313,13 +328,15 @@ OF_HOSTS = {
 ALWAYS = {
     "torch_frontend.append_kv": ("block_table", "seq_lens"),
     "jax_frontend.append_kv": ("block_table", "seq_lens"),
+    "torch_frontend.pages_that_fit": ("memory",),
+    "jax_frontend.pages_that_fit": ("memory",),
     "jax_frontend.context_parallel_attention": ("mesh", "axis_name"),
     "jax_frontend.explain_context_parallel": ("mesh", "axis_name"),
     "jax_frontend.shard_sequence": ("mesh", "axis_name"),
     "jax_frontend.unshard_sequence": ("mesh", "axis_name", "length"),
 }
 """Parameters with defaults that a good call still has, because the defaults are for calls of another form: inside
-jax.shard_map, or by slots."""
+jax.shard_map, by slots, or on a GPU."""
 
 WRITES = {
     "append_kv": ("k_pages", "v_pages"),
@@ -333,8 +350,9 @@ WRITES = {
 
 def _cache(frontend: str) -> Any:
     made = import_module(frontend).PagedKVCache(num_layers=1, num_pages=6, page_size=4, kv_heads=2, head_dim=8)
-    for name in "abc":
+    for name in [*"abc", "out"]:
         made.add(name)
+    made.swap_out("out")
     return made
 
 
@@ -342,6 +360,8 @@ def _allocator() -> Any:
     made = attn_core.PageAllocator(6, 4)
     made.allocate("a", 6)
     made.allocate("b", 2)
+    made.allocate("out", 2)
+    made.swap_out("out")
     return made
 
 
