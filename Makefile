@@ -31,7 +31,7 @@ DOCS_STAMP := $(VENV)/.installed-docs
 help:
 	@echo "make demo        runs SmolLM2-135M on packed prompts in torch and in JAX, and compares the answers"
 	@echo "make demo-short  runs the demo with fewer prompts and tokens"
-	@echo "make serve-demo  runs SmolLM2-135M on many prompts at once, from one pool of pages"
+	@echo "make serve-demo  runs SmolLM2-135M on many prompts at once, from one pool of pages; DEMO_ARGS='--kv fp8'"
 	@echo "make test        runs the tests (PYTEST_ARGS='-k mask -x' passes options to pytest)"
 	@echo "make test-avx2   runs the numeric tests as on a CPU without AVX-512"
 	@echo "make campaign    runs random calls through every entry point for MINUTES=3, on the GPU if there is one"
@@ -85,7 +85,7 @@ demo-short: $(STAMP)
 	$(RUN) -m examples.smollm2 --short
 
 serve-demo: $(STAMP)
-	$(RUN) -m examples.serving
+	$(RUN) -m examples.serving $(DEMO_ARGS)
 
 # One process per core, with one thread each, because threads of several processes would slow each other down.
 test: $(STAMP)

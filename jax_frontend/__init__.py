@@ -22,6 +22,7 @@ from jax_frontend.paged.append import append_kv
 from jax_frontend.paged.attention import explain_paged, paged_attention
 from jax_frontend.paged.cache import PagedKVCache
 from jax_frontend.paged.rotary import apply_rotary
+from jax_frontend.paged.sizing import pages_that_fit
 from jax_frontend.qkvpacked import attention_qkvpacked
 from jax_frontend.unsloth import run_attention
 from jax_frontend.warm_up import warm_up
@@ -53,6 +54,7 @@ __all__ = [
     "explain_paged",
     "export_checks",
     "paged_attention",
+    "pages_that_fit",
     "run_attention",
     "shard_sequence",
     "unshard_sequence",

@@ -21,6 +21,7 @@ from torch_frontend.explain import explain
 from torch_frontend.paged.attention import append_kv, explain_paged, paged_attention
 from torch_frontend.paged.cache import PagedKVCache
 from torch_frontend.paged.rotary import apply_rotary
+from torch_frontend.paged.sizing import pages_that_fit
 from torch_frontend.qkvpacked import attention_qkvpacked
 from torch_frontend.unsloth import run_attention
 from torch_frontend.warm_up import warm_up
@@ -39,6 +40,7 @@ __all__ = [
     "explain",
     "explain_paged",
     "paged_attention",
+    "pages_that_fit",
     "run_attention",
     "scaled_dot_product_attention",
     "use_backend",

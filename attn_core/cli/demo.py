@@ -19,12 +19,18 @@ def demo(short: Short = False) -> None:
     _run("examples.smollm2", "demo", short)
 
 
-def serve_demo(short: Short = False) -> None:
-    """Answer many prompts at once from one pool of pages, and compare with one at a time. Needs a clone."""
-    _run("examples.serving", "serve-demo", short)
+def serve_demo(
+    short: Short = False,
+    kv: Annotated[str | None, typer.Option(help="The dtype of keys and values: bfloat16, float32, fp8, int8.")] = None,
+    memory: Annotated[int | None, typer.Option(metavar="MIB", help="The size of the pool (default: 9).")] = None,
+) -> None:
+    """Answer many chats at once from one pool of pages, and compare with one at a time. Needs a clone."""
+    options = {"--kv": kv, "--memory": memory}
+    chosen = [word for name, value in options.items() if value is not None for word in (name, str(value))]
+    _run("examples.serving", "serve-demo", short, *chosen)
 
 
-def _run(module: str, target: str, short: bool) -> None:
+def _run(module: str, target: str, short: bool, *options: str) -> None:
     if not _importable(module):
         typer.echo(
             f"attn: the demo is not part of the installed package; get the source and run `make {target}` there "
@@ -34,7 +40,7 @@ def _run(module: str, target: str, short: bool) -> None:
         raise typer.Exit(1)
     # A process of its own, because the demo is a script that parses its own arguments.
     # It finds the examples where this process found them, and nothing in the working folder.
-    command = [sys.executable, "-P", "-m", module, *(["--short"] if short else [])]
+    command = [sys.executable, "-P", "-m", module, *(["--short"] if short else []), *options]
     paths = os.pathsep.join(path for path in (_root_of(module), os.environ.get("PYTHONPATH")) if path)
     raise typer.Exit(subprocess.run(command, check=False, env={**os.environ, "PYTHONPATH": paths}).returncode)
 

@@ -48,7 +48,7 @@ CUTE = {name: theirs for name, theirs in (OPTIONS | CACHE).items() if name != "r
 }
 
 
-def renamed(error: SpecError, names: Mapping[str, str]) -> SpecError:
+def renamed(error: SpecError | TypeError, names: Mapping[str, str]) -> SpecError | TypeError:
     """Returns an error of the same type whose first word, our name of an argument, is the caller's."""
     text = str(error)
     match = re.match(r"[A-Za-z_][A-Za-z_.]*(?=[=:\[])", text)
@@ -73,8 +73,12 @@ def window_of(window_size: Any) -> Window:
 
     An integer array of two numbers on the host is a pair, too.
     """
+    if type(window_size) is tuple and len(window_size) == 2:  # first, because most windows are such
+        left, right = window_size
+        if type(left) is int and type(right) is int and left >= -1 and right >= -1:
+            return None if left == right == -1 else (None if left == -1 else left, None if right == -1 else right)
     pair = window_size
-    if type(pair).__module__ == "torch" and getattr(pair, "is_cpu", False):
+    if type(pair).__module__ == "torch" and getattr(pair, "is_cpu", False) and tuple(pair.shape) == (2,):
         pair = pair.detach().numpy()
     if isinstance(pair, np.ndarray) and pair.dtype.kind in "iu":
         pair = pair.tolist()
@@ -103,10 +107,10 @@ def rate_of(dropout_p: Any) -> float:
 
 
 def host_int(name: str, value: Any) -> int:
-    """Returns a length in tokens. Raises SpecError unless it is an int on the host."""
-    if not is_host_int(value) or value < 0:
+    """Returns a length in tokens. Raises SpecError unless it is an int on the host that int32 has."""
+    if not is_host_int(value) or not 0 <= value < 2**31:
         raise SpecError(
-            f"{name}={shown(value)}: expected the longest sequence in tokens, an int on the host, because reading a "
+            f"{name}={shown(value)}: expected the longest sequence in tokens, an int32 on the host, because reading a "
             f"device would wait for it{must_be_static(value)}"
         )
     return value  # type: ignore[no-any-return]

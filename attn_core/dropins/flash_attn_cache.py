@@ -127,7 +127,11 @@ def _check_attention(call: Cached, batch: int) -> None:
 
 def _check_tables(call: Cached, batch: int, table: str) -> None:
     width = None if call.block_table is None or len(call.block_table.shape) != 2 else call.block_table.shape[1]
-    rows = {"cache_seqlens": (batch,), "cache_batch_idx": (batch,), "cache_leftpad": (batch,)}
+    rows: dict[str, tuple[int | str, ...]] = {
+        "cache_seqlens": (batch,),
+        "cache_batch_idx": (batch,),
+        "cache_leftpad": (batch,),
+    }
     rows |= {"block_table": (batch, "width" if width is None else width), "cu_seqlens_q": (batch + 1,)}
     for name, expected in rows.items():
         facts: ArrayFacts | None = getattr(call, name)
@@ -166,15 +170,17 @@ def _check_rotary(cos: ArrayFacts, sin: ArrayFacts, q: ArrayFacts) -> None:
         raise ShapeError(f"rotary_sin: expected the shape of rotary_cos, {list(cos.shape)}, got {list(sin.shape)}")
 
 
-def check_values(seqlens: Any, index: Any, leftpad: Any, capacity: int, rows: int, new: int) -> None:
-    """Checks the values of tables on the host, numpy arrays ``[batch]``, or None.
+def check_values(tables: tuple[Any, Any, Any], capacity: int, rows: int, new: int) -> None:
+    """Checks the values of tables on the host.
 
     Args:
+        tables: cache_seqlens, cache_batch_idx and cache_leftpad, numpy ``[batch]`` each, or None.
         capacity: the tokens that a sequence has room for. rows: of the cache. new: tokens to append to each sequence.
 
     Raises:
         SpecError: naming the table, the entry and the limit.
     """
+    seqlens, index, leftpad = tables
     if seqlens is not None and (wrong := (seqlens < 0) | (seqlens > capacity - new)).any():
         at = int(np.argmax(wrong))
         beside = f" beside {new} new ones" if new else ""

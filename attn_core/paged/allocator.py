@@ -15,17 +15,14 @@ import numpy as np
 from attn_core.call.kinds import check_hashable, check_kind, check_names
 from attn_core.call.seq_info import is_host_int
 from attn_core.errors import SpecError, shown
-from attn_core.paged.held_pages import HeldPages
+from attn_core.paged.held_pages import PoolFullError as PoolFullError
+from attn_core.paged.swapping import SwappedSequences
 
 MOST_TOKENS = 2**31 - 1
 """The longest sequence: lengths are int32."""
 
 UNUSED = -1
 """The entry of a block table after a sequence's last page."""
-
-
-class PoolFullError(MemoryError):
-    """The pool has too few free pages for the request. The allocator is unchanged."""
 
 
 class Copies(NamedTuple):
@@ -35,7 +32,7 @@ class Copies(NamedTuple):
     target: tuple[int, ...] = ()
 
 
-class PageAllocator(HeldPages):
+class PageAllocator(SwappedSequences):
     """Assigns the pages of a pool to sequences.
 
     Args:
@@ -82,6 +79,8 @@ class PageAllocator(HeldPages):
             for page in self._pages[name]:
                 self._holders[page] += 1
             self._lengths[name] = count
+            if parent in self._chains:
+                self._chains[name] = self._chains[parent].cut(count // self.page_size)
             self.changes.note(name, "started")
             self.changes.note(parent, "forked")
         except BaseException:
@@ -103,6 +102,8 @@ class PageAllocator(HeldPages):
         held, last = len(pages), tuple(pages[-1:])
         target: tuple[int, ...] = ()
         try:
+            if count and length % self.page_size and not copies:
+                self._contents.forget(last[0])  # of a longer sequence that is gone, and is overwritten now
             if copies:
                 self._release(last[0])  # frees nothing: other sequences still share the page
                 pages[-1] = self._take()
@@ -120,14 +121,15 @@ class PageAllocator(HeldPages):
 
         It must work for the first few, because an interrupt can stop a step after any of its sequences.
         """
-        untouched = len(self._free) - self.needed(tokens)
+        untouched = max(len(self._free) - self.needed(tokens), 0)
         taken = self._free[untouched:]  # the end of the stack
         before = {name: (list(self._pages[name]), self._lengths[name]) for name in tokens}
         undo_notes = self.changes.undo_notes(tokens)
 
         def undo() -> None:
             self._restore(before)
-            self._free[untouched:] = taken  # in their order
+            evicted = [page for page in self._free[untouched:] if page not in taken]  # their content may be overwritten
+            self._free[untouched:] = [*evicted, *taken]  # in their order
             undo_notes()  # so that the step before this one stays valid
 
         return undo
@@ -152,11 +154,20 @@ class PageAllocator(HeldPages):
         return copies, self._pages_for(length + count) - len(pages)
 
     def free(self, name: Hashable) -> tuple[int, ...]:
-        """Ends a sequence and returns the pages that are free now, because no other sequence shares them."""
+        """Ends a sequence and returns the pages that are free now, because no other sequence shares them.
+
+        Pages that are recorded keep their content until they are taken. A sequence may be swapped out.
+        """
+        check_hashable("name", name)
+        if name in self._swapped:
+            self.changes.forget(name)
+            del self._swapped[name]
+            return ()
         pages = self._pages[self._known(name)]
         try:
             self.changes.forget(name)  # first: a step must never take a freed sequence for a living one
             del self._pages[name], self._lengths[name]
+            self._chains.pop(name, None)
             return tuple(page for page in reversed(pages) if self._release(page))  # so the next one gets them in order
         except BaseException:
             self._restore({name: None})
@@ -194,22 +205,7 @@ class PageAllocator(HeldPages):
         """Returns int32 ``[len(names)]``: the tokens of each sequence."""
         return np.array([self.length(name) for name in check_names("names", names)], np.int32)
 
-    def _check_new(self, name: Hashable) -> None:
-        check_hashable("name", name)
-        if name in self._pages:
-            raise SpecError(f"name={shown(name)}: expected a new name, but a sequence has this one; free it first")
-
     def _count(self, tokens: int) -> int:
         if not is_host_int(tokens) or tokens < 0:
             raise SpecError(f"tokens={shown(tokens)}: expected a number of 0 or more")
         return int(tokens)
-
-    def _pages_for(self, tokens: int) -> int:
-        return -(-tokens // self.page_size)
-
-    def _room_for(self, pages: int, name: Hashable) -> None:
-        if pages > self.free_pages:
-            raise PoolFullError(
-                f"{name!r} needs {pages} more pages of {self.page_size} tokens, and {self.free_pages} of the pool's "
-                f"{self.num_pages} are free; free a sequence, or make the pool larger"
-            )

@@ -207,8 +207,9 @@ def check_append(named: dict[str, ArrayFacts | None]) -> None:
             )
         check_beside_pool(name, facts[name], f"{name}_pages", pool)
     scales_kind(k_pages, {name: facts.get(name) for name in ("k_scales", "v_scales")})
-    if "cos" in facts:
-        rotary.check_tables(facts["cos"], facts["sin"], facts["k"])
+    if rotary.COS in facts:
+        names = (rotary.COS, rotary.SIN)
+        rotary.check_tables(facts[names[0]], facts[names[1]], facts["k"], names)
     if "positions" in facts:
         rotary.check_positions(facts["positions"], (tokens,))
     if "slot_mapping" in facts:

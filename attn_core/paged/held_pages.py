@@ -8,10 +8,15 @@ from attn_core.call.kinds import check_hashable
 from attn_core.call.seq_info import is_host_int
 from attn_core.errors import SpecError, shown
 from attn_core.paged.changes import Changes
+from attn_core.paged.contents import Chain, PageContents
 from attn_core.paged.report import Occupancy, PoolReport
 
 MOST_PAGES = 2**31 - 1
 """Tables of pages, and positions in a page, are int32."""
+
+
+class PoolFullError(MemoryError):
+    """The pool has too few free pages for the request. The allocator is unchanged."""
 
 
 class HeldPages:
@@ -33,9 +38,15 @@ class HeldPages:
                 raise SpecError(f"{name}={shown(value)}: expected at most {MOST_PAGES}, because tables are int32")
         self.num_pages, self.page_size = int(num_pages), int(page_size)
         self._free = list(range(self.num_pages))[::-1]  # a stack: the page freed last is assigned next
+        self._idle: dict[int, None] = {}  # also free, but with known content; the page that is taken first comes first
         self._holders = [0] * self.num_pages  # by page, the number of sequences that have it
         self._pages: dict[Hashable, list[int]] = {}
         self._lengths: dict[Hashable, int] = {}
+        self._contents = PageContents()
+        self._chains: dict[Hashable, Chain] = {}  # what is recorded of each sequence, if anything is
+        self._swapped: dict[
+            Hashable, tuple[int, Hashable]
+        ] = {}  # length and salt of sequences whose pages are elsewhere
         self.changes = Changes()
 
     def __contains__(self, name: object) -> bool:
@@ -52,8 +63,13 @@ class HeldPages:
 
     @property
     def free_pages(self) -> int:
-        """The number of pages of no sequence."""
-        return len(self._free)
+        """The number of pages of no sequence. Those that are still found by their content count, too."""
+        return len(self._free) + len(self._idle)
+
+    @property
+    def swapped(self) -> tuple[Hashable, ...]:
+        """The names of the sequences that are swapped out; ``sequences`` does not contain them."""
+        return tuple(self._swapped)
 
     def length(self, name: Hashable) -> int:
         """Returns the number of tokens of a sequence."""
@@ -73,7 +89,9 @@ class HeldPages:
 
     def _occupancy(self) -> Occupancy:
         sequences = {name: (pages, self._lengths[name]) for name, pages in self._pages.items()}
-        return Occupancy(self.num_pages, self.page_size, sequences)
+        return Occupancy(
+            self.num_pages, self.page_size, sequences, [page for page in self._idle if page in self._contents]
+        )
 
     def _restore(self, sequences: Mapping[Hashable, tuple[list[int], int] | None]) -> None:
         """Sets the pages and lengths of some sequences, None if there is no such sequence, and counts all pages anew.
@@ -85,23 +103,36 @@ class HeldPages:
             if content is None:
                 self._pages.pop(name, None)
                 self._lengths.pop(name, None)
+                self._chains.pop(name, None)
             else:
                 self._pages[name], self._lengths[name] = content
         holders = [0] * self.num_pages
         for page in (page for pages in self._pages.values() for page in pages):
             holders[page] += 1
-        free = [page for page in self._free if not holders[page]]
-        lost = {page for page, count in enumerate(holders) if not count}.difference(free)
-        self._holders, self._free = holders, free + sorted(lost, reverse=True)
+        idle = {page: None for page in self._idle if not holders[page] and page in self._contents}
+        free = [page for page in self._free if not holders[page] and page not in idle]
+        lost = {page for page, count in enumerate(holders) if not count}.difference(free, idle)
+        idle |= dict.fromkeys(sorted(page for page in lost if page in self._contents))
+        free += sorted(lost.difference(idle), reverse=True)
+        self._holders, self._free, self._idle = holders, free, idle
+
+    def _check_new(self, name: Hashable) -> None:
+        check_hashable("name", name)
+        if name in self._pages or name in self._swapped:
+            raise SpecError(f"name={shown(name)}: expected a new name, but a sequence has this one; free it first")
 
     def _known(self, name: Hashable) -> Hashable:
         check_hashable("name", name)
+        if name in self._swapped:
+            raise SpecError(
+                f"name={shown(name)}: expected a sequence in the pool, but this one is swapped out; swap it in first"
+            )
         if name not in self._pages:
             raise SpecError(f"name={shown(name)}: expected the name of a sequence of this allocator; add it first")
         return name
 
     def _take(self) -> int:
-        page = self._free.pop()
+        page = self._free.pop() if self._free else self._evict()
         self._holders[page] = 1
         return page
 
@@ -109,5 +140,22 @@ class HeldPages:
         self._holders[page] -= 1
         if self._holders[page]:
             return False
-        self._free.append(page)
+        if page in self._contents:
+            self._idle[page] = None  # behind all others
+        else:
+            self._free.append(page)
         return True
+
+    def _evict(self) -> int:
+        """Takes one of the idle pages and forgets its content."""
+        raise NotImplementedError
+
+    def _pages_for(self, tokens: int) -> int:
+        return -(-tokens // self.page_size)
+
+    def _room_for(self, pages: int, name: Hashable) -> None:
+        if pages > self.free_pages:
+            raise PoolFullError(
+                f"{name!r} needs {pages} more pages of {self.page_size} tokens, and {self.free_pages} of the pool's "
+                f"{self.num_pages} are free; free a sequence, or make the pool larger"
+            )

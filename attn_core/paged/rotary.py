@@ -17,9 +17,11 @@ import numpy as np
 
 from attn_core.call.arguments import ArrayFacts
 from attn_core.call.spec import DTYPES
-from attn_core.errors import DTypeError, ShapeError, SpecError, shown
+from attn_core.errors import DeviceError, DTypeError, ShapeError, SpecError, shown
 
 INDEX_DTYPES = ("int32", "int64")
+COS, SIN = "rotary[0]", "rotary[1]"
+"""The names of cos and sin in errors of ``append_kv``, whose argument is the pair."""
 
 
 def pair_of(rotary: Any) -> tuple[Any, Any]:
@@ -42,6 +44,9 @@ def check_apply(named: dict[str, ArrayFacts]) -> None:
         ShapeError, DTypeError, DeviceError: naming argument, value and what was expected.
     """
     x = named["x"]
+    for name, facts in named.items():
+        if facts.device != x.device:
+            raise DeviceError(f"{name}: expected the device of x ({x.device}), got {facts.device}; move it there")
     if len(x.shape) < 2:
         raise ShapeError(f"x: expected [..., heads, head_dim], got {list(x.shape)}")
     if x.dtype not in DTYPES:
@@ -50,18 +55,18 @@ def check_apply(named: dict[str, ArrayFacts]) -> None:
     check_positions(named["positions"], x.shape[:-2])
 
 
-def check_tables(cos: ArrayFacts, sin: ArrayFacts, x: ArrayFacts) -> None:
-    """Checks cos and sin, ``[max_positions, rotary_dim / 2]``, for heads ``x [..., head_dim]``."""
+def check_tables(cos: ArrayFacts, sin: ArrayFacts, x: ArrayFacts, names: tuple[str, str] = ("cos", "sin")) -> None:
+    """Checks cos and sin, ``[max_positions, rotary_dim / 2]``, for heads ``x [..., head_dim]``; names: in errors."""
     if len(cos.shape) != 2 or 0 in cos.shape:
-        raise ShapeError(f"cos: expected [max_positions, rotary_dim / 2], got {list(cos.shape)}")
+        raise ShapeError(f"{names[0]}: expected [max_positions, rotary_dim / 2], got {list(cos.shape)}")
     if sin.shape != cos.shape:
-        raise ShapeError(f"sin: expected the shape of cos, {list(cos.shape)}, got {list(sin.shape)}")
+        raise ShapeError(f"{names[1]}: expected the shape of cos, {list(cos.shape)}, got {list(sin.shape)}")
     if 2 * cos.shape[1] > x.shape[-1]:
         raise ShapeError(
-            f"cos: expected at most {x.shape[-1] // 2} angles for a head_dim of {x.shape[-1]}, got {cos.shape[1]}, "
-            f"which is a rotary_dim of {2 * cos.shape[1]}"
+            f"{names[0]}: expected at most {x.shape[-1] // 2} angles for a head_dim of {x.shape[-1]}, got "
+            f"{cos.shape[1]}, which is a rotary_dim of {2 * cos.shape[1]}"
         )
-    for name, facts in (("cos", cos), ("sin", sin)):
+    for name, facts in zip(names, (cos, sin), strict=True):
         # Less precision than the caller's table has would be a silent change; float64 is computed only for float64.
         allowed = DTYPES if x.dtype == "float64" else DTYPES[1:]
         if facts.dtype not in allowed:

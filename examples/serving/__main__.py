@@ -1,98 +1,117 @@
-"""``python -m examples.serving`` decodes sixteen prompts together from one pool of pages, and then one at a time."""
+"""``python -m examples.serving`` answers sixteen chats together from one pool of pages, and some of them alone."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
+from attn_core import bytes_per_token, pages_that_fit
 from attn_core.cli.progress import Stages
-from attn_core.paged.allocator import PoolReport
 from examples.serving.engine import Served, serve
+from examples.serving.report import Alone, Run, show
+from examples.serving.requests import CHATS, SHORT, prompt_tokens
+from examples.serving.stream import Stream
 
-QUESTIONS = (
-    "What is the capital of France?",
-    "Name the three primary colors.",
-    "Which animal says meow?",
-    "What do bees make?",
-    "Write the numbers from one to ten.",
-    "Why is the sky blue? Answer in one short sentence, in words that a child of six understands.",
-    "Hi!",
-    "Which planet is closest to the sun?",
-    "Translate into French: good morning.",
-    "A farmer has three red hens, four white ducks and one old goat. He sells two of the ducks at the market in the "
-    "morning, and buys a dog on his way home. How many birds does he have in the evening?",
-    "What is the opposite of hot?",
-    "Give me a short name for a black cat.",
-    "Who wrote Hamlet?",
-    "List the four seasons of the year, beginning with spring.",
-    "How many legs does a spider have?",
-    "Say yes.",
-)
-SHORT = 6
-"""The number of questions with ``--short``."""
 PAGE_SIZE, TOGETHER = 16, 8
+ALONE = 4
+"""The number of chats that are answered alone, too; half of them with ``--short``."""
+SECONDS = 60
+"""After so many seconds no other chat is answered alone, so that the example ends on a busy machine, too."""
+LEAST = {"bfloat16": 4, "float32": 8, "float8_e4m3fn": 2, "int8": 2}
+"""By dtype of the pool, the MiB for the longest chat with its answer."""
+QUANTISED = ("float8_e4m3fn", "int8")
+"""Dtypes of pages that have a scale for each token and head."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the example; returns 0 if both ways give the same tokens and no page was wasted or lost, otherwise 1."""
-    parser = argparse.ArgumentParser(prog="python -m examples.serving", description=__doc__)
-    parser.add_argument("--short", action="store_true", help="fewer prompts and fewer tokens")
+    parser = _parser()
     options = parser.parse_args(arguments)
-    questions, new_tokens = (QUESTIONS[:SHORT], 8) if options.short else (QUESTIONS, 24)
+    if options.memory < LEAST[options.kv]:
+        parser.error(
+            f"argument --memory: {options.memory}: expected at least {LEAST[options.kv]} MiB, for the longest chat"
+        )
+    chats, new_tokens = (CHATS[:SHORT], 8) if options.short else (CHATS, 16)
+    # Before torch is imported. Threads that spin while they wait would take the cores from everything else.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     console = Console()
-    console.print("[bold]SmolLM2-135M-Instruct[/], float32, on the CPU: continuous batching from a pool of pages")
+    console.print(f"[bold]SmolLM2-135M-Instruct[/] on the CPU: continuous batching from {options.memory} MiB of pages")
     with Stages(console) as stages:
         with stages.stage("importing torch and transformers"):
-            from examples.serving.torch_side import TorchForward
+            import torch
+
+            from examples.serving.torch_side import TorchForward, sizes_of
             from examples.smollm2 import weights
         with stages.stage("loading the weights (GGUF, dequantised to float32)"):
             loaded = weights.load()
-            prompts = [weights.prompt_tokens(loaded.tokenizer, question) for question in questions]
-        longest = -(-(max(map(len, prompts)) + new_tokens) // PAGE_SIZE)
-        forward = TorchForward(loaded.model, num_pages=longest * TOGETHER, page_size=PAGE_SIZE)
-        limits = {"new_tokens": new_tokens, "stop": loaded.tokenizer.eos_token_id}
+            prompts = [prompt_tokens(loaded.tokenizer, chat) for chat in chats]
+
+        sizes = sizes_of(loaded.model.config)
+        pool: dict[str, Any] = {
+            "num_pages": pages_that_fit(options.memory * 2**20, page_size=PAGE_SIZE, **sizes, dtype=options.kv),
+            "page_size": PAGE_SIZE,
+            "dtype": torch.bfloat16 if options.kv in QUANTISED else getattr(torch, options.kv),
+            "kv_dtype": options.kv if options.kv in QUANTISED else None,
+        }
+
+        def answer(forward: Any, some: Sequence[list[int]], on_token: Callable[[int, int, bool], None]) -> Served:
+            limits = {"new_tokens": new_tokens, "stop": loaded.tokenizer.eos_token_id, "together": TOGETHER}
+            return serve(forward, forward.cache, some, **limits, on_token=on_token)
+
+        forward = TorchForward(loaded.model, **pool)
         with stages.stage(f"up to {TOGETHER} at a time", total=len(prompts)) as advance:
-            served = serve(forward, forward.cache, prompts, **limits, together=TOGETHER, on_answer=advance)
-        alone = []
-        with stages.stage("one at a time", total=len(prompts)) as advance:
-            for prompt in prompts:
-                alone += serve(forward, forward.cache, [prompt], **limits, together=1, on_answer=advance).answers
-    texts = list(zip(questions, loaded.tokenizer.batch_decode(served.answers), strict=True))
-    return _show(console, stages.seconds, texts, served, alone, forward.cache.allocator.report())
-
-
-def _show(
-    console: Console,
-    seconds: dict[str, float],
-    texts: Sequence[tuple[str, str]],
-    served: Served,
-    alone: list[list[int]],
-    left: PoolReport,
-) -> int:
-    """Prints the answers and the checks; returns 1 if a check failed, otherwise 0."""
-    table = Table("question", "answer", show_lines=False)
-    for question, text in texts:
-        table.add_row(question, text.strip())
-    console.print(table)
-    waste, holders = served.waste
-    checks = {
-        "the same tokens as one at a time": served.answers == alone,
-        f"waste below one page per sequence ({waste} places of {holders} sequences)": waste < PAGE_SIZE * holders,
-        "all pages are free again": left.free == left.num_pages,
-    }
-    for what, passed in checks.items():
-        console.print(f"{'[green]yes[/]' if passed else '[red]no[/]'}  {what}")
-    console.print(
-        f"{served.steps} calls of the model, up to {served.largest_batch} requests in one; up to {served.shared} pages "
-        f"of {left.num_pages} shared; smallest lead of a chosen token {served.lead:.3f} logits"
+            stream = Stream(loaded.tokenizer, stages.log, advance)
+            served = answer(forward, prompts, stream.on_token)
+        chosen = _to_compare(served, len(prompts), ALONE // 2 if options.short else ALONE)
+        alone, left = Alone([], []), SECONDS - sum(stages.seconds.values())
+        with stages.stage("one at a time", total=len(chosen), limit=max(left, 0)) as advance:
+            ends = perf_counter() + left
+            for number in chosen:  # each from an empty pool
+                if alone.numbers and perf_counter() > ends:
+                    break
+                by_itself = TorchForward(loaded.model, **pool)
+                alone.runs.append(answer(by_itself, [prompts[number]], lambda number, token, last: None))
+                alone.numbers.append(number)
+                advance()
+    together, one = list(stages.seconds.values())[-2:]
+    questions = [chat.question for chat in chats]
+    run = Run(
+        questions,
+        stream.texts,
+        served,
+        together,
+        options.kv,
+        bytes_per_token(**sizes, dtype=options.kv),
+        forward.cache.allocator,
     )
-    together, one = list(seconds.values())[-2:]
-    console.print(f"together {together:.1f} s, one at a time {one:.1f} s: {one / together:.1f} times as fast")
-    return 0 if all(checks.values()) else 1
+    return show(console, run, alone, one)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m examples.serving", description=__doc__)
+    parser.add_argument("--short", action="store_true", help="fewer chats and fewer tokens")
+    parser.add_argument(
+        "--kv",
+        type=lambda name: "float8_e4m3fn" if name == "fp8" else name,
+        choices=tuple(LEAST),
+        default="bfloat16",
+        help="the dtype of keys and values; fp8 is short for float8_e4m3fn (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--memory", type=int, default=9, metavar="MIB", help="the size of the pool in MiB (default: %(default)s)"
+    )
+    return parser
+
+
+def _to_compare(served: Served, chats: int, count: int) -> list[int]:
+    """Returns the numbers of chats to answer alone: first those that lost their pages for a while."""
+    return list(dict.fromkeys([*served.swapped, *served.dropped, *range(chats)]))[:count]
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """Continuous batching: requests join and leave a running batch, and share one pool of pages. No framework here.
 
-A request is admitted if the pool can hold its prompt with its longest answer, in addition to those of all running
-requests. So a started request never runs out of pages. Requests are served in order. Prompts and single tokens share
-one call of the model.
+A request starts if the pool has room for its prompt. Pages that already contain the beginning of the prompt are shared,
+and their tokens are not computed again. If the pool is full later, the youngest request that shares no page goes to
+host memory and returns when there is room. If all share pages, the youngest one is dropped and starts again; most of
+its tokens are then still found. Prompts and single tokens share one call of the model.
 """
 
 from __future__ import annotations
@@ -14,11 +15,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from attn_core import PageAllocator
+from attn_core import PageAllocator, SpecError
 from attn_core.paged.allocator import PoolFullError
-
-PREFIX = "the common beginning of all prompts"
-"""The name of the sequence whose pages the requests share."""
 
 
 class Cache(Protocol):
@@ -26,8 +24,10 @@ class Cache(Protocol):
 
     allocator: PageAllocator
 
-    def add(self, name: Any) -> None: ...
-    def fork(self, parent: Any, name: Any, tokens: int | None = None) -> None: ...
+    def add(self, name: Any, tokens: Sequence[int] = (), *, salt: Any = None) -> int: ...
+    def record(self, name: Any, tokens: Sequence[int]) -> None: ...
+    def swap_out(self, name: Any) -> None: ...
+    def swap_in(self, name: Any) -> None: ...
     def free(self, name: Any) -> None: ...
     def step(self, names: Sequence[Any], new: int | Sequence[int] = 1, *, width: int | None = None) -> Any: ...
 
@@ -38,31 +38,45 @@ Forward = Callable[[np.ndarray, np.ndarray, Any], np.ndarray]
 
 @dataclass
 class Request:
-    """One prompt (token ids) and its answer so far."""
+    """One prompt with its answer so far.
+
+    Attributes:
+        tokens: ids of the prompt and of the answer; prompt: the length of the prompt.
+        leads: for each token of the answer, how far its logit is above the second-best.
+        matched: tokens that were in pages when it started first; None before.
+    """
 
     number: int
-    prompt: list[int]
-    answer: list[int] = field(default_factory=list)
+    tokens: list[int]
+    prompt: int
+    leads: list[float] = field(default_factory=list)
+    matched: int | None = None
 
 
 @dataclass
 class Served:
-    """The answers, and statistics of the pool.
+    """The answers, and what happened in the pool.
 
     Attributes:
-        answers: token ids for each prompt, without the stop token.
+        answers: token ids for each prompt, without the stop token; leads: as in ``Request``, of the stop token, too.
         steps: calls of the model; largest_batch: the most requests in one of them.
+        most_used: the most pages in use; shared: the most pages that several requests shared.
         waste: unused places in pages in use, and the number of sequences, at the largest waste per sequence.
-        shared: the largest number of pages that several sequences shared.
-        lead: the smallest lead, in logits, of a chosen token over the second-best token.
+        prompt_tokens: tokens of all prompts; matched_tokens: those that were in pages already.
+        swapped: numbers of the requests that went to host memory; dropped: of those that started again.
     """
 
     answers: list[list[int]]
+    leads: list[list[float]] = field(default_factory=list)
     steps: int = 0
     largest_batch: int = 0
-    waste: tuple[int, int] = (0, 0)
+    most_used: int = 0
     shared: int = 0
-    lead: float = float("inf")
+    waste: tuple[int, int] = (0, 0)
+    prompt_tokens: int = 0
+    matched_tokens: int = 0
+    swapped: list[int] = field(default_factory=list)
+    dropped: list[int] = field(default_factory=list)
 
 
 def serve(
@@ -73,125 +87,162 @@ def serve(
     new_tokens: int,
     stop: int,
     together: int,
-    on_answer: Callable[[], None] = lambda: None,
+    on_token: Callable[[int, int, bool], None] = lambda number, token, last: None,
 ) -> Served:
     """Answers every prompt greedily with at most ``new_tokens`` tokens, up to ``together`` prompts at a time.
 
-    All pages of the requests are free at the end.
+    All pages of the requests are free at the end, and the cache still finds their content.
 
     Args:
-        cache: may contain other sequences, unless they are named by a number or ``PREFIX``.
+        cache: may contain other sequences, unless they are named by a number.
         stop: the token that ends an answer; the answer does not include it.
+        on_token: called with a prompt's number, a token of its answer, and whether it is the last one.
 
     Raises:
         ValueError: for a prompt without tokens, or fewer than one new token or request.
         PoolFullError: before anything runs, if the longest answer to a prompt does not fit into the free pages.
     """
-    room = _Room(cache.allocator, new_tokens)
-    _check(prompts, new_tokens, together, room)
-    waiting = deque(Request(number, list(prompt)) for number, prompt in enumerate(prompts))
-    running: list[Request] = []
-    result = Served([[] for _ in prompts])
-    common = room.share(prompts)
-    if common:
-        cache.add(PREFIX)
-        step = cache.step([PREFIX], [common])
-        forward(np.array(prompts[0][:common]), np.arange(common), step)
-        result.steps += 1
-    while waiting or running:
-        while waiting and len(running) < together and room.fits(waiting[0], running):
-            request = waiting.popleft()
-            if common:
-                cache.fork(PREFIX, request.number)
-            else:
-                cache.add(request.number)
-            running.append(request)
-        logits = _advance(forward, cache, running, common)
-        result.steps += 1
-        _note(result, cache.allocator, running)
-        result.lead = min(result.lead, _lead(logits))
-        for request, token in zip(list(running), logits.argmax(axis=-1).tolist(), strict=True):
-            request.answer.append(token)
-            if token == stop or len(request.answer) == new_tokens:
-                result.answers[request.number] = [token for token in request.answer if token != stop]
-                cache.free(request.number)
-                running.remove(request)
-                on_answer()
-    if common:
-        cache.free(PREFIX)
-    return result
+    _check(prompts, new_tokens, together, cache.allocator)
+    batch = _Batch(forward, cache, prompts, together)
+    while batch.start_requests():
+        batch.make_room()
+        for request, token in batch.advance():
+            last = token == stop or len(request.tokens) - request.prompt == new_tokens
+            on_token(request.number, token, last)
+            if last:
+                batch.end(request, stop)
+    return batch.result
 
 
-def _common_prefix(prompts: Sequence[Sequence[int]]) -> int:
-    """Returns the number of common first tokens. Each prompt keeps at least one token; a single prompt shares none."""
-    if len(prompts) < 2:
-        return 0
-    shortest = min(map(len, prompts)) - 1
-    same = (len({prompt[at] for prompt in prompts}) == 1 for at in range(shortest))
-    return next((at for at, is_same in enumerate(same) if not is_same), shortest)
-
-
-class _Room:
-    """The free pages of a pool, and the pages that requests may need."""
-
-    def __init__(self, allocator: PageAllocator, new_tokens: int) -> None:
-        self.pages, self.page_size = allocator.free_pages, allocator.page_size
-        self.new_tokens, self.common = new_tokens, 0
-
-    def share(self, prompts: Sequence[Sequence[int]]) -> int:
-        """Returns the number of first tokens that all prompts share.
-
-        Their last page may be partly filled; each request then copies it. If the pool has no pages for the copies, only
-        full pages are shared, which never needs more pages than sharing none.
-        """
-        self.common = _common_prefix(prompts)
-        if not all(self.fits(Request(0, list(prompt)), ()) for prompt in prompts):
-            self.common -= self.common % self.page_size
-        return self.common
-
-    def fits(self, request: Request, running: Sequence[Request]) -> bool:
-        """Returns whether the pages suffice for the longest answers of this request and all running ones."""
-        own = sum(self.held(len(one.prompt)) for one in (*running, request))
-        return own + -(-self.common // self.page_size) <= self.pages
-
-    def held(self, prompt: int) -> int:
-        """Returns the pages of a request with its longest answer, without shared pages; its last token needs none."""
-        return -(-(prompt + self.new_tokens - 1) // self.page_size) - self.common // self.page_size
-
-
-def _check(prompts: Sequence[Sequence[int]], new_tokens: int, together: int, room: _Room) -> None:
+def _check(prompts: Sequence[Sequence[int]], new_tokens: int, together: int, allocator: PageAllocator) -> None:
     for name, value in (("new_tokens", new_tokens), ("together", together)):
         if value < 1:
             raise ValueError(f"{name}={value}: expected 1 or more")
     for number, prompt in enumerate(prompts):
         if not prompt:
             raise ValueError(f"prompts[{number}]: expected at least one token, got none")
-        if (needed := room.held(len(prompt))) > room.pages:
+        needed = -(-(len(prompt) + new_tokens - 1) // allocator.page_size)  # the last token needs no place
+        if needed > allocator.free_pages:
             raise PoolFullError(
                 f"prompts[{number}]: {len(prompt)} tokens and an answer of up to {new_tokens} need {needed} pages of "
-                f"{room.page_size}, and {room.pages} are free; make the pool larger, or new_tokens smaller"
+                f"{allocator.page_size}, and {allocator.free_pages} are free; make the pool larger, or new_tokens "
+                "smaller"
             )
 
 
-def _advance(forward: Forward, cache: Cache, running: Sequence[Request], common: int) -> np.ndarray:
-    """Calls the model once for all running requests, new prompts included; returns the logits of their last tokens."""
-    tokens = [request.answer[-1:] or request.prompt[common:] for request in running]
-    names, counts = [request.number for request in running], [len(new) for new in tokens]
-    before = [cache.allocator.length(name) for name in names]
-    step = cache.step(names, counts)
-    places = np.concatenate([np.arange(start, start + count) for start, count in zip(before, counts, strict=True)])
-    logits = forward(np.concatenate(tokens), places, step)
-    return logits[np.cumsum(counts) - 1]
+class _Batch:
+    """The requests that run, those that wait for their start, and those in host memory, each in order of arrival."""
+
+    def __init__(self, forward: Forward, cache: Cache, prompts: Sequence[Sequence[int]], together: int) -> None:
+        self.forward, self.cache, self.allocator, self.together = forward, cache, cache.allocator, together
+        self.waiting = deque(Request(number, list(prompt), len(prompt)) for number, prompt in enumerate(prompts))
+        self.running: list[Request] = []
+        self.elsewhere: list[Request] = []
+        tokens = sum(map(len, prompts))
+        self.result = Served([[] for _ in prompts], [[] for _ in prompts], prompt_tokens=tokens)
+
+    def start_requests(self) -> bool:
+        """Continues requests from host memory, then starts new ones, while they fit. Returns whether any runs."""
+        while self.elsewhere and len(self.running) < self.together:
+            request = self.elsewhere[0]
+            if not self._fits(len(request.tokens), taken=0):
+                return True
+            self.cache.swap_in(request.number)
+            self.running.append(self.elsewhere.pop(0))
+        beginnings = set[tuple[int, ...]]()  # of requests that start now, so that their pages have no content yet
+        while self.waiting and len(self.running) < self.together and not self.elsewhere:
+            request = self.waiting[0]
+            match = self.allocator.match(request.tokens[:-1])
+            beginning = tuple(request.tokens[: self.allocator.page_size])
+            if not match.pages and beginning in beginnings:
+                break  # its beginning is found after the next step
+            if not self._fits(len(request.tokens), taken=match.cached - len(match.pages)):
+                break
+            beginnings.add(beginning)
+            there = self.cache.add(request.number, request.tokens)
+            if request.matched is None:
+                request.matched = there
+                self.result.matched_tokens += there
+            self.running.append(self.waiting.popleft())
+        return bool(self.running)
+
+    def _fits(self, tokens: int, taken: int) -> bool:
+        """Returns whether a request fits beside the others, each of which may need one more page soon.
+
+        Args:
+            taken: free pages that it takes beside those for its tokens; below 0 if it shares pages.
+        """
+        pages = -(-tokens // self.allocator.page_size) + taken
+        return not self.running or pages + len(self.running) <= self.allocator.free_pages
+
+    def make_room(self) -> None:
+        """Moves requests out of the pool until the next step fits."""
+        while self.allocator.needed(self._new_tokens()) > self.allocator.free_pages:
+            if not self._swap_one():
+                self._drop_one()
+
+    def _new_tokens(self) -> dict[Any, int]:
+        """Returns for each running request how many of its tokens are not in pages."""
+        lengths = {request.number: self.allocator.length(request.number) for request in self.running}
+        return {request.number: len(request.tokens) - lengths[request.number] for request in self.running}
+
+    def _swap_one(self) -> bool:
+        """Moves the youngest request that shares no page to host memory. Returns whether there is one."""
+        for request in reversed(self.running):
+            if len(request.tokens) == request.prompt:
+                continue  # its prompt did not run yet
+            try:
+                self.cache.swap_out(request.number)
+            except SpecError:
+                continue  # it shares pages, which would not become free
+            self.running.remove(request)
+            self.elsewhere = sorted([*self.elsewhere, request], key=lambda each: each.number)
+            self.result.swapped.append(request.number)
+            return True
+        return False
+
+    def _drop_one(self) -> None:
+        request = self.running.pop()
+        self.cache.free(request.number)
+        self.waiting.appendleft(request)
+        self.result.dropped.append(request.number)
+
+    def advance(self) -> list[tuple[Request, int]]:
+        """Calls the model once for all running requests, new prompts included. Returns the next token of each."""
+        new = self._new_tokens()
+        counts, running = list(new.values()), list(self.running)
+        tokens = [request.tokens[-count:] for request, count in zip(running, counts, strict=True)]
+        places = [np.arange(len(each.tokens) - n, len(each.tokens)) for each, n in zip(running, counts, strict=True)]
+        step = self.cache.step(list(new), counts)
+        logits = self.forward(np.concatenate(tokens), np.concatenate(places), step)[np.cumsum(counts) - 1]
+        _note(self.result, self.allocator, running)
+        chosen = logits.argmax(axis=-1).tolist()
+        for request, token, lead in zip(running, chosen, _leads(logits), strict=True):
+            self.cache.record(request.number, request.tokens)  # they are written by now
+            request.tokens.append(token)
+            request.leads.append(lead)
+        return list(zip(running, chosen, strict=True))
+
+    def end(self, request: Request, stop: int) -> None:
+        """Frees the pages of a request and keeps its answer."""
+        answer = request.tokens[request.prompt :]
+        self.result.answers[request.number] = answer[:-1] if answer[-1] == stop else answer
+        self.result.leads[request.number] = request.leads
+        self.cache.free(request.number)
+        self.running.remove(request)
 
 
 def _note(result: Served, allocator: PageAllocator, running: Sequence[Request]) -> None:
     report = allocator.report()
+    result.steps += 1
     result.largest_batch = max(result.largest_batch, len(running))
+    result.most_used = max(result.most_used, report.num_pages - report.free)
     result.waste = max(result.waste, (report.waste, len(allocator)), key=lambda pair: (pair[0] / max(pair[1], 1), pair))
     result.shared = max(result.shared, report.shared)
 
 
-def _lead(logits: np.ndarray) -> float:
-    """Returns the smallest difference between the best and the second-best logit of a row ``[rows, vocabulary]``."""
+def _leads(logits: np.ndarray) -> list[float]:
+    """Returns for each row ``[rows, vocabulary]`` how far its best logit is above the second-best."""
     second, first = np.partition(logits, -2, axis=-1)[:, -2:].T
-    return float((first - second).min())
+    leads: list[float] = (first - second).tolist()
+    return leads

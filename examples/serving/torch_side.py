@@ -24,20 +24,35 @@ def attention(
     scaling: float,
     pages: PagedKVCache,
     step: Step,
+    query_dtype: torch.dtype,
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention hook: q ``[1, heads, tokens, head_dim]`` in, out ``[1, tokens, heads, head_dim]``."""
     if attention_mask is not None or dropout:
         raise NotImplementedError("the tables say what each token sees; an attention mask or dropout is not supported")
-    dtype = pages.dtype  # that the cache computes in; the model may have another
-    q, k, v = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))  # [tokens, heads, head_dim]
+    # [tokens, heads, head_dim], in a dtype that may be narrower than the model's
+    q, k, v = (x[0].transpose(0, 1).to(query_dtype) for x in (query, key, value))
     pages.update(module.layer_idx, k, v, step)
     return pages.attend(module.layer_idx, q, step, scale=scaling)[None].to(query.dtype), None
 
 
+def sizes_of(config: Any) -> dict[str, int]:
+    """Returns what a model's configuration says about its keys and values, as ``PagedKVCache`` takes it."""
+    heads, dim = config.num_key_value_heads, config.head_dim
+    return {"num_layers": config.num_hidden_layers, "kv_heads": heads, "head_dim": dim}
+
+
 class TorchForward:
-    """Runs steps of a LlamaForCausalLM with keys and values in the pages of a cache."""
+    """Runs steps of a LlamaForCausalLM with keys and values in the pages of a cache.
+
+    Args:
+        num_pages, page_size, dtype, kv_dtype: of the cache.
+
+    Attributes:
+        cache: the pages.
+        query_dtype: of queries, and of keys and values before they are stored.
+    """
 
     def __init__(
         self,
@@ -54,20 +69,13 @@ class TorchForward:
         AttentionInterface.register(NAME, attention)
         AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
         model.set_attn_implementation(NAME)
-        config, self.model = model.config, model
-        self.cache = PagedKVCache(
-            num_layers=config.num_hidden_layers,
-            num_pages=num_pages,
-            page_size=page_size,
-            kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            dtype=dtype,
-            kv_dtype=kv_dtype,
-        )
+        self.model, self.query_dtype = model, dtype
+        options: dict[str, Any] = {"dtype": dtype, **({} if kv_dtype is None else {"kv_dtype": kv_dtype})}
+        self.cache = PagedKVCache(**sizes_of(model.config), num_pages=num_pages, page_size=page_size, **options)
 
     @torch.inference_mode()
     def __call__(self, tokens: np.ndarray, places: np.ndarray, step: Step) -> np.ndarray:
         """Returns float32 logits ``[tokens, vocabulary]`` of the new tokens."""
         ids, positions = (torch.from_numpy(np.asarray(x, np.int64))[None] for x in (tokens, places))  # [1, tokens]
         inputs = {"input_ids": ids, "position_ids": positions, "use_cache": False}
-        return self.model(**inputs, pages=self.cache, step=step).logits[0].numpy()
+        return self.model(**inputs, pages=self.cache, step=step, query_dtype=self.query_dtype).logits[0].numpy()

@@ -72,8 +72,8 @@ def flash_attn_func(
         refuse(block_sparse_tensors=block_sparse_tensors, block_sparse_tensors_bwd=block_sparse_tensors_bwd)
         check_hints(num_splits=num_splits, pack_gqa=pack_gqa)
         options = options_of(softmax_scale, causal, window_size, softcap, deterministic)
-        results = attention(q, k, v, sinks=learnable_sink, return_lse=return_lse, **options)
-    except SpecError as error:
+        results: Any = attention(q, k, v, sinks=learnable_sink, return_lse=return_lse, **options)
+    except (SpecError, TypeError) as error:
         raise renamed(error, CUTE) from None
     return results if return_lse else (results, None)
 
@@ -137,14 +137,14 @@ def flash_attn_varlen_func(
         options |= {"sinks": learnable_sink, "return_lse": check_flag("return_lse", return_lse)}
         if page_table is None and (cu_seqlens_q is None) == (cu_seqlens_k is None):
             keys = _keys_of(q, (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k), seqused_k)
-            results = attention(q, k, v, **keys, **options)
+            results: Any = attention(q, k, v, **keys, **options)
         else:
             if cu_seqlens_k is not None:
                 other = "page_table, because seqused_k has the lengths" if page_table is not None else "a dense q"
                 raise SpecError(f"cu_seqlens_k: expected None with {other}")
             call = Cached(q, k, v, cache_seqlens=seqused_k, block_table=page_table, cu_seqlens_q=cu_seqlens_q)
             results, _ = attend(call, False, options, "page_table", max_seqlen_q)
-    except SpecError as error:
+    except (SpecError, TypeError) as error:
         raise renamed(error, CUTE) from None
     return results if return_lse else (results, None)
 

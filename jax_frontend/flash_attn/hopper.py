@@ -79,7 +79,7 @@ def flash_attn_func(
         check_hints(num_splits=num_splits, pack_gqa=pack_gqa, sm_margin=sm_margin)
         options = options_of(softmax_scale, causal, window_size, softcap, deterministic)
         return attention(q, k, v, return_lse=return_attn_probs, **options)
-    except SpecError as error:
+    except (SpecError, TypeError) as error:
         raise renamed(error, OPTIONS) from None
 
 
@@ -116,15 +116,16 @@ def flash_attn_qkvpacked_func(
         if qkv.ndim != 4:
             check_packed("qkv", qkv.shape, 3, packed=False)
             return attention_qkvpacked(qkv, **options)
-        heads = qkv.shape[2]
-        if not is_host_int(num_heads_q) or not 0 < num_heads_q < heads or (heads - num_heads_q) % 2:  # type: ignore[operator]
+        heads: int = qkv.shape[2]
+        queries: Any = num_heads_q if is_host_int(num_heads_q) else 0
+        if not 0 < queries < heads or (heads - queries) % 2:
             raise ShapeError(
                 f"num_heads_q={shown(num_heads_q)}: expected the query heads among the {heads} heads of qkv, which "
                 "leave as many key heads as value heads"
             )
-        kv_heads = (heads - num_heads_q) // 2  # type: ignore[operator]
-        return attention(*jnp.split(qkv, (num_heads_q, num_heads_q + kv_heads), 2), **options)
-    except SpecError as error:
+        kv_heads = (heads - queries) // 2
+        return attention(*jnp.split(qkv, (queries, queries + kv_heads), 2), **options)
+    except (SpecError, TypeError) as error:
         raise renamed(error, SELF_PACKED) from None
 
 
@@ -170,7 +171,7 @@ def flash_attn_varlen_func(
         options = options_of(softmax_scale, causal, window_size, softcap, deterministic)
         info = documents_of(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         return attention(q, k, v, seq_info=info, return_lse=return_attn_probs, **options)
-    except SpecError as error:
+    except (SpecError, TypeError) as error:
         raise renamed(error, OPTIONS) from None
 
 
@@ -234,7 +235,7 @@ def flash_attn_with_kvcache(
             host_int("max_seqlen_q", max_seqlen_q)
         interleaved = check_flag("rotary_interleaved", rotary_interleaved)
         results, caches = attend(call, interleaved, options, "page_table", max_seqlen_q)
-    except SpecError as error:
+    except (SpecError, TypeError) as error:
         raise renamed(error, CACHE | {"block_table": "page_table"}) from None
     if not return_softmax_lse:
         return results, *caches

@@ -93,7 +93,7 @@ def flash_attn_with_kvcache(
         options = options_of(softmax_scale, causal, window_size, softcap, False)
         options["return_lse"] = check_flag("return_softmax_lse", return_softmax_lse)
         results, caches = attend(call, check_flag("rotary_interleaved", rotary_interleaved), options)
-    except SpecError as error:
+    except (SpecError, TypeError) as error:
         raise renamed(error, CACHE) from None
     if not return_softmax_lse:
         return results, *caches
@@ -112,8 +112,10 @@ def attend(
         longest: with cu_seqlens_q, a host int, at least the most queries of a sequence.
     """
     check_combination(call, table)
-    plain = (options[name] for name in ("causal", "window", "softcap", "scale", "deterministic", "return_lse"))
-    check_paged_options(*plain, longest)  # all checks come before the first write
+    names = ("causal", "window", "softcap", "scale", "deterministic", "return_lse")
+    check_paged_options(
+        **{name: options[name] for name in names}, max_len_q=longest
+    )  # all checks come before the first write
     call, before = _checked(call, table)
     new = 0 if call.k is None else call.k.shape[1]
     whole = call.block_table is call.cache_batch_idx is call.cache_leftpad is call.cu_seqlens_q is before is None
@@ -173,7 +175,7 @@ def _checked(call: Cached, table: str) -> tuple[Cached, Array | None]:
     tables = (seqlens, call.cache_batch_idx, call.cache_leftpad)
     if all([each is None or is_on_host(each) for each in tables]):
         on_host = [None if each is None else np.asarray(each) for each in tables]
-        check_values(*on_host, capacity, rows, new)
+        check_values((on_host[0], on_host[1], on_host[2]), capacity, rows, new)
         if call.rotary_cos is not None:
             check_positions(on_host[0], new, call.rotary_cos.shape[0])
     return call, seqlens

@@ -23,14 +23,15 @@ def lse_of_flash_attn(lse: Array) -> Array:
 
 
 def with_probabilities(
-    q: Array, k: Array, v: Array, dropout: float, key: Array | None, options: Options
+    qkv: tuple[Array, ...], dropout: float, key: Array | None, options: Options
 ) -> tuple[Array, Array, Array]:
     """Returns (out, softmax_lse, S_dmask) of ``attention``.
 
     Args:
-        q, k, v: as in ``attention``.
+        qkv: q, k and v of ``attention``.
         options: its other keywords, among them seq_info for packed arrays.
     """
+    q, k, v = qkv
     if not dropout:
         out, lse = attention(q, k, v, return_lse=True, dropout_rng=key, **options)
         return out, lse_of_flash_attn(lse), jnp.zeros(0, q.dtype)

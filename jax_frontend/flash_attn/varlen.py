@@ -80,9 +80,9 @@ def flash_attn_varlen_func(
             return _in_pages((q, k, v), info, alibi_slopes, block_table, return_attn_probs, options)
         options |= _slopes(q, k, info, alibi_slopes)
         if check_flag("return_attn_probs", return_attn_probs):
-            return with_probabilities(q, k, v, rate_of(dropout_p), dropout_rng, {**options, "seq_info": info})
+            return with_probabilities((q, k, v), rate_of(dropout_p), dropout_rng, {**options, "seq_info": info})
         return attention(q, k, v, seq_info=info, dropout=dropout_p, dropout_rng=dropout_rng, **options)
-    except SpecError as error:
+    except (SpecError, TypeError) as error:
         raise renamed(error, names) from None
 
 
@@ -116,9 +116,9 @@ def flash_attn_varlen_qkvpacked_func(
         options = options_of(softmax_scale, causal, window_size, softcap, deterministic)
         options |= _slopes(qkv[:, 0], qkv[:, 1], info, alibi_slopes) | {"seq_info": info}
         if check_flag("return_attn_probs", return_attn_probs):
-            return with_probabilities(*(qkv[:, at] for at in range(3)), rate_of(dropout_p), dropout_rng, options)
+            return with_probabilities((qkv[:, 0], qkv[:, 1], qkv[:, 2]), rate_of(dropout_p), dropout_rng, options)
         return attention_qkvpacked(qkv, dropout=dropout_p, dropout_rng=dropout_rng, **options)
-    except SpecError as error:
+    except (SpecError, TypeError) as error:
         raise renamed(error, SELF_PACKED) from None
 
 
@@ -156,9 +156,9 @@ def flash_attn_varlen_kvpacked_func(
             q, k, info, alibi_slopes
         )
         if check_flag("return_attn_probs", return_attn_probs):
-            return with_probabilities(q, k, v, rate_of(dropout_p), dropout_rng, {**options, "seq_info": info})
+            return with_probabilities((q, k, v), rate_of(dropout_p), dropout_rng, {**options, "seq_info": info})
         return attention(q, k, v, seq_info=info, dropout=dropout_p, dropout_rng=dropout_rng, **options)
-    except SpecError as error:
+    except (SpecError, TypeError) as error:
         raise renamed(error, KEYS_PACKED) from None
 
 
@@ -201,10 +201,10 @@ def _slopes(q: Array, k: Any, info: SeqInfo, slopes: Any) -> dict[str, Any]:
 def _in_pages(
     qkv: tuple[Array, Array, Array], info: SeqInfo, slopes: Any, table: Any, with_lse: Any, options: dict[str, Any]
 ) -> Results:
-    tables = {"block_table": table, "cu_seqlens_q": info.cu_seqlens_q, "seq_lens": jnp.diff(info.cu_seqlens_k)}
-    tables["alibi_slopes"] = slopes
     with_lse = check_flag("return_attn_probs", with_lse)
-    results = paged_attention(*qkv, **tables, max_len_q=info.max_len_q, return_lse=with_lse, **options)
+    how: dict[str, Any] = {**options, "alibi_slopes": slopes, "max_len_q": info.max_len_q, "return_lse": with_lse}
+    how |= {"block_table": table, "cu_seqlens_q": info.cu_seqlens_q, "seq_lens": jnp.diff(info.cu_seqlens_k)}
+    results = paged_attention(*qkv, **how)
     if not with_lse:
         return results  # type: ignore[no-any-return]
     out, lse = results

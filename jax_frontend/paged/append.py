@@ -14,7 +14,7 @@ from attn_core.call.arguments import ArrayFacts
 from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
 from attn_core.paged import arguments
 from attn_core.paged.places import check_choice
-from attn_core.paged.rotary import pair_of
+from attn_core.paged.rotary import COS, SIN, pair_of
 from jax_frontend.dispatch import plan
 from jax_frontend.paged.places import check_append_values, without_int64
 from jax_frontend.paged.quantise import write
@@ -73,7 +73,7 @@ def append_kv(
     cos, sin = (None, None) if rotary is None else pair_of(rotary)
     tables = {"block_table": block_table, "seq_lens": seq_lens, "cu_seqlens_q": cu_seqlens_q}
     check_choice(tables, slot_mapping, cos, rotary_interleaved, positions)
-    pools, angles = {"k_pages": k_pages, "v_pages": v_pages, "k": k, "v": v}, {"cos": cos, "sin": sin}
+    pools, angles = {"k_pages": k_pages, "v_pages": v_pages, "k": k, "v": v}, {COS: cos, SIN: sin}
     scales = {"k_scales": k_scales, "v_scales": v_scales}
     present = {name: array for name, array in {**angles, **scales}.items() if array is not None}
     for name, array in {**pools, **present}.items():

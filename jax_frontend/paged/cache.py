@@ -18,6 +18,7 @@ from attn_core.paged.cache import PagedCache
 from attn_core.paged.step import Step
 from jax_frontend.paged.append import append_kv
 from jax_frontend.paged.attention import paged_attention
+from jax_frontend.paged.host_memory import from_host, to_host
 
 Array = jax.Array
 Keywords = CachedKeywords[Array]
@@ -68,7 +69,7 @@ class PagedKVCache(PagedCache):
             raise SpecError(f"device={shown(device)}: expected a jax.Device, a Sharding, or None")
         check_cache(name, num_layers=num_layers, kv_heads=kv_heads, **dims)
         stored, channels = stored_shape(kv_dtype, **dims)
-        self.allocator = PageAllocator(num_pages, page_size)
+        self.allocator, self._swapped = PageAllocator(num_pages, page_size), {}
         self._table_placement = self._placement_of_tables(device)
         self.dtype = np.dtype(dtype)
         self.stored = describe_cache(kv_dtype, page_size, kv_heads, dims, name)
@@ -180,10 +181,19 @@ class PagedKVCache(PagedCache):
 
     def _copy(self, copies: Copies) -> None:
         source, target = (jnp.asarray(pages, jnp.int32) for pages in copies)
-        for pools in (self.k_pages, self.v_pages, self.k_scales, self.v_scales):
+        for pools in self._pool_lists():
             for layer, pool in enumerate(pools):
                 # Stored at once, because JAX has deleted the old pool, and the copy for the next layer may fail.
                 pools[layer] = _copy_pages(pool, source, target)
+
+    def _to_host(self, pages: tuple[int, ...]) -> Any:
+        return [to_host(pool, pages) for pools in self._pool_lists() for pool in pools]
+
+    def _from_host(self, there: Any, pages: tuple[int, ...]) -> None:
+        copies = iter(there)
+        for pools in self._pool_lists():
+            for layer, pool in enumerate(pools):
+                pools[layer] = from_host(pool, next(copies), pages)  # stored at once, as above
 
     def _to_device(self, array: np.ndarray | None) -> Any:
         if array is None:

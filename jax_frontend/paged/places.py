@@ -19,7 +19,7 @@ def check_append_values(tokens: int, pool: tuple[int, ...], arrays: dict[str, An
         pool: the shape of k_pages.
         arrays: by the names of the arguments; their shapes have been checked before.
     """
-    slots, positions, cos = arrays["slot_mapping"], arrays["positions"], arrays["cos"]
+    slots, positions, cos = arrays["slot_mapping"], arrays["positions"], arrays[rotary.COS]
     written: Any = slice(None)
     if slots is not None:
         if not is_on_host(slots):

@@ -427,6 +427,9 @@ def test_a_demo_runs_its_example(monkeypatch: pytest.MonkeyPatch, command: str, 
     assert attn(command, "--short").exit_code == 3
     assert attn(command).exit_code == 3
     assert commands == [["-P", "-m", module, "--short"], ["-P", "-m", module]]
+    if command == "serve-demo":
+        assert attn(command, "--kv", "float32", "--memory", "12").exit_code == 3
+        assert commands[-1] == ["-P", "-m", module, "--kv", "float32", "--memory", "12"]
 
 
 @EXAMPLES

@@ -177,7 +177,11 @@ def check_pages(allocator: PageAllocator) -> None:
         for page in pages:
             holders[page] += 1
     assert allocator._holders == holders
-    assert sorted(allocator._free) == [page for page, count in enumerate(holders) if not count]
+    assert not set(allocator.swapped) & set(allocator.sequences)
+    assert allocator._chains.keys() <= set(allocator.sequences)
+    for page, chain in allocator._contents._chain_of.items():
+        assert page in chain.pages
+    assert sorted([*allocator._free, *allocator._idle]) == [page for page, count in enumerate(holders) if not count]
     assert set(allocator._lengths) == set(allocator._pages)
 
 
@@ -188,30 +192,51 @@ OPERATIONS: dict[str, Callable[[PageAllocator], Any]] = {
     "extend a fork": lambda pages: pages.extend("fork", 7),
     "free": lambda pages: pages.free("a"),
     "free a fork": lambda pages: pages.free("fork"),
+    "free one with known content": lambda pages: pages.free("known"),
+    "allocate pages that are cached": lambda pages: pages.allocate("new", 28),
+    "extend into pages that are cached": lambda pages: pages.extend("b", 26),
+    "allocate pages with known content": lambda pages: pages.allocate_matching("new", range(6)),
+    "allocate cached pages with known content": lambda pages: pages.allocate_matching("new", range(50, 59)),
+    "record": lambda pages: pages.record("long", range(70, 79)),
+    "swap out": lambda pages: pages.swap_out("known"),
+    "swap in": lambda pages: pages.swap_in("elsewhere"),
+    "swap in to pages that are cached": lambda pages: (pages.allocate("c", 16), pages.swap_in("elsewhere")),
+    "free one that is swapped out": lambda pages: pages.free("elsewhere"),
 }
 
 
 def pages_of(allocator: PageAllocator) -> Any:
-    return {name: (allocator.pages(name), allocator.length(name)) for name in allocator.sequences}
+    there = {name: (allocator.pages(name), allocator.length(name)) for name in allocator.sequences}
+    return there, allocator.swapped
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_an_interrupted_change_of_pages_is_undone(name: str) -> None:
     def pool() -> PageAllocator:
-        allocator = PageAllocator(9, 4)
+        allocator = PageAllocator(16, 4)
+        allocator.allocate("gone", 11)
+        allocator.record("gone", range(50, 61))
+        allocator.free("gone")
         allocator.allocate("a", 6)
         allocator.fork("a", "fork")
         allocator.allocate("b", 3)
+        allocator.allocate("known", 5)
+        allocator.record("known", range(5))
+        allocator.allocate("long", 9)
+        allocator.allocate("elsewhere", 7)
+        allocator.swap_out("elsewhere")
         return allocator
 
-    operation, done = OPERATIONS[name], pool()
-    before, total = pages_of(done), count_lines(lambda: operation(pool()))
+    operation, done, there = OPERATIONS[name], pool(), pool()
+    before, total = pages_of(done), count_lines(lambda: operation(there))
     operation(done)
     for at in range(1, total + 1):
         allocator = pool()
         with interrupted_at(at):
             operation(allocator)
         check_pages(allocator)
+        if name.startswith("swap in to") and "c" in allocator and "elsewhere" in allocator.swapped:
+            allocator.free("c")  # the first of two changes was complete
         assert pages_of(allocator) in (before, pages_of(done)), f"line {at} of {total}"
         if pages_of(allocator) == before:
             operation(allocator)  # nothing of the first attempt is in the way
@@ -391,3 +416,43 @@ def test_an_interrupted_tune_writes_no_table(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(SystemExit) as left:
         cli.main()
     assert left.value.code == 130 and list(tmp_path.rglob("*")) == []
+
+
+@pytest.mark.parametrize("framework", BOTH, ids=str)
+@pytest.mark.parametrize("way", ["out", "in"])
+def test_an_interrupted_swap_loses_no_key(framework: Framework, way: str) -> None:
+    values = np.random.default_rng(0).standard_normal((7, 1, 8)).astype(np.float32)
+
+    def cache_with_one() -> Any:
+        cache = framework.frontend.PagedKVCache(num_layers=2, num_pages=3, page_size=4, kv_heads=1, head_dim=8)
+        cache.add("a")
+        step = cache.step(["a"], 7)
+        for layer in range(2):
+            cache.update(layer, framework.array(values), framework.array(values), step)
+        cache.record("a", range(7))
+        if way == "in":
+            cache.swap_out("a")
+            cache.allocator.allocate("long", 12)  # the cached pages are taken
+            cache.free("long")
+        return cache
+
+    def swap(cache: Any) -> None:
+        (cache.swap_out if way == "out" else cache.swap_in)("a")
+
+    there, lost = cache_with_one(), 0
+    total = count_lines(lambda: swap(there))
+    for at in spread(total, 60):
+        cache = cache_with_one()
+        with suppress(KeyboardInterrupt), interrupted_at(at):
+            swap(cache)
+        check_pages(cache.allocator)
+        if framework is JAX and any(pool.is_deleted() for pool in (*cache.k_pages, *cache.v_pages)):
+            lost += 1  # as in a step
+            continue
+        if "a" not in cache.allocator:
+            cache.swap_in("a")
+        pages = list(cache.allocator.pages("a"))
+        for pool in (*cache.k_pages, *cache.v_pages):
+            np.testing.assert_array_equal(as_numpy(pool)[pages].reshape(-1, 1, 8)[:7], values, err_msg=f"line {at}")
+        assert cache.allocator.match(range(7)).tokens == 4
+    assert lost <= 2

@@ -167,12 +167,21 @@ def _spec_sizes() -> dict[str, Any]:
     return {**sizes, "dtype": "float32"}
 
 
+def _pool_sizes() -> dict[str, Make]:
+    sizes = {"page_size": 16, "num_layers": 2, "kv_heads": 2, "head_dim": 8, "value_dim": 8, "dtype": "bfloat16"}
+    sizes["fraction"] = 0.5
+    return {name: lambda value=value: value for name, value in sizes.items()}
+
+
 def _own(framework: str) -> dict[str, dict[str, Make]]:
     """Good values of single functions, by the end of the function's name, where a parameter's name is not enough."""
     array = _array_of(framework)
 
     def numbers(*shape: int, dtype: str = "float32") -> Make:
         return lambda: array(_numbers(*shape, dtype=dtype))
+
+    def ints(*values: Any) -> Make:
+        return lambda: array(np.array(values, np.int32))
 
     def plain(value: Any) -> Make:
         return lambda: value
@@ -184,10 +193,24 @@ def _own(framework: str) -> dict[str, dict[str, Make]]:
     ring = {name: numbers(1, 8, 2, 8) for name in "qkv"}
     ring |= {"mask": plain(None), "bias": plain(None), "alibi_slopes": plain(None), "alignment": plain("bottom_right")}
     ring |= {"sinks": numbers(2), "causal": plain(True)}
+    packed_rows = {"q": numbers(5, 4, 8), "k": numbers(5, 2, 8), "v": numbers(5, 2, 8), "kv": numbers(5, 2, 2, 8)}
+    packed_rows |= {name: ints(0, 3, 5) for name in ("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k")}
+    packed_rows |= {name: plain(3) for name in ("max_seqlen", "max_seqlen_q", "max_seqlen_k")}
+    packed_rows |= {"qkv": numbers(5, 3, 4, 8), "block_table": plain(None)}
+    cached = {"k_cache": numbers(2, 7, 2, 8), "v_cache": numbers(2, 7, 2, 8), "cache_seqlens": ints(3, 5)}
+    cached |= {name: plain(None) for name in ("k", "v", "rotary_cos", "rotary_sin", "block_table")}
     own = {
+        "flash_attn_kvpacked_func": {"kv": numbers(2, 7, 2, 2, 8)},
+        "flash_attn_varlen_func": packed_rows,
+        "flash_attn_varlen_kvpacked_func": packed_rows,
+        "flash_attn_varlen_qkvpacked_func": packed_rows,
+        "flash_attn_with_kvcache": {**cached, "cache_batch_idx": ints(1, 0), "cache_leftpad": ints(0, 2)},
         "paged_attention": paged,
         "explain_paged": paged,
-        "append_kv": new,
+        "append_kv": {
+            **{**new, "slot_mapping": lambda: array(np.array([5, -1, 7], np.int32)), "positions": rotary["positions"]},
+            "rotary": lambda: (rotary["cos"](), rotary["sin"]()),
+        },
         "apply_rotary": {"x": numbers(3, 2, 8), **rotary},
         "PagedKVCache.update": {**new, "step": plain(None)},
         "PagedKVCache.attend": {**paged, "step": plain(None)},
@@ -202,6 +225,15 @@ def _own(framework: str) -> dict[str, dict[str, Make]]:
         "PageAllocator.seq_lens": {"names": plain(["a"])},
         "PageAllocator.needed": {"tokens": lambda: {"a": 2}},
         "PageAllocator.undo_extend": {"tokens": lambda: {"a": 2}},
+        "PageAllocator.match": {"tokens": plain([5, 3, 2])},
+        "PageAllocator.allocate_matching": {"name": plain("new"), "tokens": plain([5, 3, 2])},
+        "PageAllocator.record": {"tokens": plain([5, 3, 2])},
+        "PageAllocator.swap_in": {"name": plain("out")},
+        "PageAllocator.check_swapped": {"name": plain("out")},
+        "PagedKVCache.record": {"tokens": plain([])},
+        "PagedKVCache.swap_in": {"name": plain("out")},
+        "pages_that_fit": {**_pool_sizes(), "memory": plain(2**30)},
+        "bytes_per_token": _pool_sizes(),
         "PageAllocator.check_width": {"lengths": plain([6, 2]), "width": plain(2)},
         "attention_qkvpacked": {"mask": numbers(5, 5, dtype="bool"), "bias": numbers(5, 5)},
         "context_parallel_attention": ring,
@@ -294,15 +326,23 @@ OF_HOSTS = {
 """Parameters that a layer hands to its framework as they are, beside initialisers: their errors are the framework's."""
 
 ALWAYS = {
+    "torch_frontend.append_kv": ("block_table", "seq_lens"),
+    "jax_frontend.append_kv": ("block_table", "seq_lens"),
+    "torch_frontend.pages_that_fit": ("memory",),
+    "jax_frontend.pages_that_fit": ("memory",),
     "jax_frontend.context_parallel_attention": ("mesh", "axis_name"),
     "jax_frontend.explain_context_parallel": ("mesh", "axis_name"),
     "jax_frontend.shard_sequence": ("mesh", "axis_name"),
     "jax_frontend.unshard_sequence": ("mesh", "axis_name", "length"),
 }
-"""Parameters with defaults that a good call still has, because the defaults are for calls inside jax.shard_map."""
+"""Parameters with defaults that a good call still has, because the defaults are for calls of another form: inside
+jax.shard_map, by slots, or on a GPU."""
 
 WRITES = {
     "append_kv": ("k_pages", "v_pages"),
+    "torch_frontend.paged_attention": ("out",),
+    "torch_frontend.PagedKVCache.attend": ("out",),
+    "flash_attn_with_kvcache": ("k_cache", "v_cache"),
     "mask_packed_sequence_boundaries": ("shift_labels",),
 }
 """Parameters that a function writes to by contract."""
@@ -310,8 +350,9 @@ WRITES = {
 
 def _cache(frontend: str) -> Any:
     made = import_module(frontend).PagedKVCache(num_layers=1, num_pages=6, page_size=4, kv_heads=2, head_dim=8)
-    for name in "abc":
+    for name in [*"abc", "out"]:
         made.add(name)
+    made.swap_out("out")
     return made
 
 
@@ -319,6 +360,8 @@ def _allocator() -> Any:
     made = attn_core.PageAllocator(6, 4)
     made.allocate("a", 6)
     made.allocate("b", 2)
+    made.allocate("out", 2)
+    made.swap_out("out")
     return made
 
 

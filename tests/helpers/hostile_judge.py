@@ -181,6 +181,7 @@ _OTHER_NAMES = {
     "is_causal": ("causal",),
     "dropout_p": ("dropout",),
     "dropout_rate": ("dropout",),
+    "kv": ("k", "v"),
     "context": ("attention_mask", "seq_info"),
 }
 """What errors call a parameter besides its own name."""

@@ -31,6 +31,7 @@ import torch_frontend
 from attn_core import AttentionSpec, DTypeError, NoBackendError, ShapeError, SpecError
 from attn_core.call.tensors import Gradients, Inputs
 from attn_core.correctness import accuracy
+from torch_frontend.paged import dense_caches
 
 pytestmark = pytest.mark.rotates
 
@@ -208,17 +209,19 @@ def _run_torch(call: RowsCall, options: Any, learned: bool, device: str, compile
 def _run_jax(call: RowsCall, options: Any, learned: bool, compiled: bool, hosted: bool) -> Any:
     arrays = [jnp.asarray(array, call.dtype) for array in (call.q, call.k, call.v)]
     plain = tuple(sorted((n, v) for n, v in options.items() if not isinstance(v, np.ndarray)))
-    given = {n: v if hosted and n in NAMES else jnp.asarray(v) for n, v in options.items() if isinstance(v, np.ndarray)}
+    tables = {
+        n: v if hosted and n in NAMES else jnp.asarray(v) for n, v in options.items() if isinstance(v, np.ndarray)
+    }
     if compiled and not hosted:
-        results = _program(plain, learned)(arrays, given, jnp.asarray(call.dout, call.dtype))
+        results = _program(plain, learned)(arrays, tables, jnp.asarray(call.dout, call.dtype))
     else:
-        results = _results_in_jax(plain, learned, arrays, given, jnp.asarray(call.dout, call.dtype))
+        results = _results_in_jax(plain, learned, arrays, tables, jnp.asarray(call.dout, call.dtype))
     return {name: np.asarray(array, np.float64) for name, array in results.items()}
 
 
-def _results_in_jax(plain: Any, learned: bool, arrays: Any, given: Any, dout: Any) -> Any:
+def _results_in_jax(plain: Any, learned: bool, arrays: Any, tables: Any, dout: Any) -> Any:
     def attend(*arrays: Any) -> Any:
-        return jax_frontend.attention(*arrays, **given, **dict(plain), return_lse=True)
+        return jax_frontend.attention(*arrays, **tables, **dict(plain), return_lse=True)
 
     if not learned:
         return dict(zip(("out", "lse"), attend(*arrays), strict=True))
@@ -228,7 +231,7 @@ def _results_in_jax(plain: Any, learned: bool, arrays: Any, given: Any, dout: An
 
 @lru_cache(maxsize=64)
 def _program(plain: Any, learned: bool) -> Any:
-    return jax.jit(lambda arrays, given, dout: _results_in_jax(plain, learned, arrays, given, dout))
+    return jax.jit(lambda arrays, tables, dout: _results_in_jax(plain, learned, arrays, tables, dout))
 
 
 # Values
@@ -448,6 +451,33 @@ def test_explain_shows_the_form(framework: Framework) -> None:
         assert spec.paged is None and spec.key_ranges_shape == (2, 1, 9, 1, 2) and not spec.causal
 
 
+@pytest.mark.parametrize("fields", [{"q_len": 1}, {"q_len": 3, "causal": True, "sinks": True, "alibi": 2}], ids=str)
+def test_a_decoding_call_skips_the_general_path(fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def unexpected(*_: Any) -> None:
+        raise AssertionError("the general path ran")
+
+    for at in range(2):  # the second call finds the plan of the first
+        call = rows_call([7, 19 - at, 11], [2, 0, 5], [4, 0, 2], **fields, seed=at)
+        with monkeypatch.context() as patch:
+            patch.setattr(dense_caches, "attend", unexpected)
+            assert is_right(call, run("torch", call))
+        for wrong in ({"mask": np.ones((BATCH, 1, 1, KV_LEN), bool)}, {"causal": 1}, {"dropout": 0}):
+            with monkeypatch.context() as patch, pytest.raises(AssertionError, match="the general path ran"):
+                patch.setattr(dense_caches, "attend", unexpected)
+                run("torch", call, **wrong)
+
+
+def test_sdpa_kernel_counts() -> None:
+    call = rows_call([7, 19, 11], [2, 0, 5], [4, 0, 2], causal=True)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        assert is_right(call, run("torch", call))
+        q, k, v = (torch.tensor(array) for array in (call.q, call.k, call.v))
+        rows = {name: torch.tensor(array) for name, array in call.rows.items()}
+        selection = torch_frontend.explain(q, k, v, **rows)
+        assert selection.backend == "math" and selection.spec.paged is None
+    assert torch_frontend.explain(q, k, v, **rows).spec.paged is not None
+
+
 def test_named_backends_give_equal_bits_in_both_frameworks() -> None:
     call = rows_call([7, 19, 11], [2, 0, 5], [4, 0, 2], causal=True, sinks=True)
     for backend in ("math", "sdpa_flash"):
@@ -527,9 +557,9 @@ def test_bad_input(name: str, framework: str, hosted: bool) -> None:
             if word not in shapes:
                 options[word] = value
         for function in (frontend.attention, frontend.explain):
-            with pytest.raises(kind) as found:
+            with pytest.raises(kind) as raised:
                 function(*tensors, **options)
-            assert str(found.value).startswith(message), str(found.value)
+            assert str(raised.value).startswith(message), str(raised.value)
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)

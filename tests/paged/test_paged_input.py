@@ -341,15 +341,25 @@ APPEND |= {
     "rotary without sin": Bad(
         {"rotary": lambda f: (f.zeros(9, 4), None)}, SpecError, r"^rotary=.*: expected a pair \(cos, sin\) of arrays"
     ),
-    "numpy cos": Bad({"rotary": (np.zeros((9, 4)), np.zeros((9, 4)))}, TypeError, "^cos: expected a .*, got numpy"),
+    "numpy cos": Bad(
+        {"rotary": (np.zeros((9, 4)), np.zeros((9, 4)))}, TypeError, r"^rotary\[0\]: expected a .*, got numpy"
+    ),
     "a wide rotary": Bad(
-        {"rotary": angles(9, 5)}, ShapeError, "^cos: expected at most 4 angles for a head_dim of 8, got 5, which is"
+        {"rotary": angles(9, 5)},
+        ShapeError,
+        r"^rotary\[0\]: expected at most 4 angles for a head_dim of 8, got 5, which is",
     ),
-    "flat angles": Bad({"rotary": angles(9)}, ShapeError, r"^cos: expected \[max_positions, rotary_dim / 2\], got \[9"),
+    "flat angles": Bad(
+        {"rotary": angles(9)}, ShapeError, r"^rotary\[0\]: expected \[max_positions, rotary_dim / 2\], got \[9"
+    ),
     "angles of another shape": Bad(
-        {"rotary": lambda f: (f.zeros(9, 4), f.zeros(8, 4))}, ShapeError, r"^sin: expected the shape of cos, \[9, 4\]"
+        {"rotary": lambda f: (f.zeros(9, 4), f.zeros(8, 4))},
+        ShapeError,
+        r"^rotary\[1\]: expected the shape of cos, \[9, 4\]",
     ),
-    "angles of ints": Bad({"rotary": angles(9, 4, dtype="int32")}, DTypeError, "^cos: expected one of .*, got int32"),
+    "angles of ints": Bad(
+        {"rotary": angles(9, 4, dtype="int32")}, DTypeError, r"^rotary\[0\]: expected one of .*, got int32"
+    ),
     "too few angles": Bad(
         {"rotary": angles(4, 4)},
         SpecError,

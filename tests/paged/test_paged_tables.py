@@ -200,6 +200,7 @@ SPEC = AttentionSpec(
 REFUSED = {
     "mask": ({"mask_shape": (1, 1, 5, 12)}, r"^paged: expected no mask, got shape \(1, 1, 5, 12\)$"),
     "bias": ({"bias_shape": (1, 6, 5, 12)}, "^paged: expected no bias, got shape"),
+    "slopes": ({"alibi_shape": (7,)}, r"^alibi_slopes: expected shape \[heads\] = \[6\] or \[sequences, heads\]"),
     "dropout": ({"dropout": 0.1}, "^dropout=0.1: expected 0, because keys and values in pages"),
     "gradients": ({"needs_backward": True}, "^paged: expected no backward, .*use no_grad$"),
     "no documents": ({"documents": None}, "^paged: expected documents, .*got documents=None"),
@@ -219,7 +220,7 @@ def test_the_spec_of_a_paged_call() -> None:
     assert SPEC.packed and SPEC.out_shape == (5, 6, 7) and SPEC.lse_shape == (6, 5)
     assert SPEC.key != replace(SPEC, paged=replace(POOL, num_pages=8)).key
     assert pickle.loads(pickle.dumps(SPEC)) == SPEC
-    assert "paged=PagedKV(num_pages=7, page_size=4, width=3)" in str(SPEC)
+    assert "paged=PagedKV(num_pages=7, page_size=4, width=3, " in str(SPEC)
 
 
 def test_inputs_of_the_reference_are_nan_outside_the_sequences() -> None:

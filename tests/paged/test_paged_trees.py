@@ -220,6 +220,26 @@ def test_meshes_split_the_heads_of_ranges(
     assert verdict.ok, verdict
 
 
+@pytest.mark.parametrize("backend", ["math", "jax_xla"])
+@pytest.mark.parametrize("axes", [1, 2])
+def test_meshes_split_the_heads_of_slopes(axes: int, backend: str, four_devices: None) -> None:
+    call = make_paged((9, 6, 20), (4, 3, 1), alibi=axes, starts=True, return_lse=True)
+    mesh = cpu_meshes.mesh((2,), ("model",))
+    program = jax.jit(
+        lambda q, k, v, t: jax_frontend.paged_attention(q, k, v, **t, max_len_q=4, return_lse=True, backend=backend)
+    )
+    with jax_on(call, "cpu"):
+        arrays, tables = jax_arguments(call)
+        split = [jax.device_put(arrays[0], NamedSharding(mesh, P(None, "model")))]
+        split += [jax.device_put(pool, NamedSharding(mesh, P(None, None, "model"))) for pool in arrays[1:]]
+        over = P("model") if axes == 1 else P(None, "model")
+        tables["alibi_slopes"] = jax.device_put(tables["alibi_slopes"], NamedSharding(mesh, over))
+        out, lse = program(*split, tables)
+        assert out.sharding.spec[1] == "model"
+    verdict = judge(call, {"out": np.asarray(out), "lse": np.asarray(lse)})
+    assert verdict.ok, verdict
+
+
 @pytest.mark.parametrize("framework", EVERYWHERE, ids=str)
 def test_a_cache_verifies_a_tree(framework: Framework) -> None:
     """A tree in a step of a cache gives what each of its paths gives as a fork of its own."""

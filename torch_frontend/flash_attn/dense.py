@@ -85,8 +85,8 @@ def flash_attn_func(
             **options_of(softmax_scale, causal, window_size, softcap, deterministic),
             "alibi_slopes": alibi_slopes,
         }
-        return with_probabilities(q, k, v, rate_of(dropout_p), dropout_rng, options)
-    except SpecError as error:
+        return with_probabilities((q, k, v), rate_of(dropout_p), dropout_rng, options)
+    except (SpecError, TypeError) as error:
         raise renamed(error, OPTIONS) from None
 
 
@@ -118,9 +118,9 @@ def flash_attn_qkvpacked_func(
             "alibi_slopes": alibi_slopes,
         }
         if check_flag("return_attn_probs", return_attn_probs):
-            return with_probabilities(*qkv.unbind(2), rate_of(dropout_p), dropout_rng, options)
+            return with_probabilities(qkv.unbind(2), rate_of(dropout_p), dropout_rng, options)
         return attention_qkvpacked(qkv, dropout=dropout_p, dropout_rng=dropout_rng, **options)
-    except SpecError as error:
+    except (SpecError, TypeError) as error:
         raise renamed(error, SELF_PACKED) from None
 
 
@@ -155,7 +155,7 @@ def flash_attn_kvpacked_func(
             "alibi_slopes": alibi_slopes,
         }
         if check_flag("return_attn_probs", return_attn_probs):
-            return with_probabilities(q, k, v, rate_of(dropout_p), dropout_rng, options)
+            return with_probabilities((q, k, v), rate_of(dropout_p), dropout_rng, options)
         return attention(q, k, v, dropout=dropout_p, dropout_rng=dropout_rng, **options)
-    except SpecError as error:
+    except (SpecError, TypeError) as error:
         raise renamed(error, KEYS_PACKED) from None

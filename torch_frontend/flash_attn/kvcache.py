@@ -21,6 +21,7 @@ from attn_core.errors import SpecError
 from attn_core.paged.arguments import check_paged_options
 from torch_frontend.attention import attention
 from torch_frontend.dispatch import plan, tensor_kinds
+from torch_frontend.flash_attn.inference import without_gradient
 from torch_frontend.flash_attn.probabilities import lse_of_flash_attn, places_in_documents
 from torch_frontend.paged.attention import append_kv, paged_attention
 from torch_frontend.paged.rotary import apply_rotary
@@ -84,7 +85,7 @@ def flash_attn_with_kvcache(
         options = options_of(softmax_scale, causal, window_size, softcap, False)
         options["return_lse"] = check_flag("return_softmax_lse", return_softmax_lse)
         results = attend(call, check_flag("rotary_interleaved", rotary_interleaved), options)
-    except SpecError as error:
+    except (SpecError, TypeError) as error:
         raise renamed(error, CACHE) from None
     if not return_softmax_lse:
         return results  # type: ignore[no-any-return]
@@ -97,18 +98,38 @@ def attend(
 ) -> Any:
     """Appends, rotates and attends. Returns the output, or (output, log-sum-exp), in the shape of q.
 
+    The arguments are those of ``_attend``. A backward through the results is refused, except for a whole cache.
+    """
+    if _is_whole(call):
+        return _attend(call, interleaved, options, table, longest)
+    tensors = (call.q, call.k_cache, call.v_cache, call.k, call.v, options.get("sinks"))
+    return without_gradient(lambda: _attend(call, interleaved, options, table, longest), *tensors)
+
+
+def _is_whole(call: Cached) -> bool:
+    """Returns whether every sequence has all keys of its own row."""
+    places = (call.cache_seqlens, call.block_table, call.cache_batch_idx, call.cache_leftpad, call.cu_seqlens_q)
+    return all([each is None for each in places])
+
+
+def _attend(
+    call: Cached, interleaved: bool, options: dict[str, Any], table: str = "block_table", longest: int | None = None
+) -> Any:
+    """``attend`` without gradients.
+
     Args:
         options: keywords of ``paged_attention``.
         table: the caller's name of ``block_table``.
         longest: with cu_seqlens_q, a host int, at least the most queries of a sequence.
     """
     check_combination(call, table)
-    plain = (options[name] for name in ("causal", "window", "softcap", "scale", "deterministic", "return_lse"))
-    check_paged_options(*plain, longest)  # all checks come before the first write
+    names = ("causal", "window", "softcap", "scale", "deterministic", "return_lse")
+    check_paged_options(
+        **{name: options[name] for name in names}, max_len_q=longest
+    )  # all checks come before the first write
     call, before = _checked(call, table)
     new = 0 if call.k is None else call.k.shape[1]
-    whole = call.block_table is call.cache_batch_idx is call.cache_leftpad is call.cu_seqlens_q is before is None
-    if whole and call.k_cache.shape[0] == call.q.shape[0]:
+    if _is_whole(call) and before is None and call.k_cache.shape[0] == call.q.shape[0]:
         return attention(call.q, call.k_cache, call.v_cache, alibi_slopes=call.alibi_slopes, **options)
     device = call.q.device
     batch = len(call.q) if call.cu_seqlens_q is None else call.cu_seqlens_q.shape[0] - 1
@@ -163,7 +184,7 @@ def _checked(call: Cached, table: str) -> tuple[Cached, Tensor | None]:
     if call.q.is_cpu and not torch.compiler.is_compiling() and not tensor_kinds.is_watched(call.q):
         tables = (seqlens, call.cache_batch_idx, call.cache_leftpad)
         on_host = [None if each is None else each.numpy() for each in tables]
-        check_values(*on_host, capacity, rows, new)
+        check_values((on_host[0], on_host[1], on_host[2]), capacity, rows, new)
         if call.rotary_cos is not None:
             check_positions(on_host[0], new, call.rotary_cos.shape[0])
     return call, seqlens

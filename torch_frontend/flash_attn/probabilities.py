@@ -20,14 +20,15 @@ def lse_of_flash_attn(lse: Tensor) -> Tensor:
 
 
 def with_probabilities(
-    q: Tensor, k: Tensor, v: Tensor, dropout: float, generator: torch.Generator | None, options: Options
+    qkv: tuple[Tensor, ...], dropout: float, generator: torch.Generator | None, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns (out, softmax_lse, S_dmask) of ``attention``.
 
     Args:
-        q, k, v: as in ``attention``.
+        qkv: q, k and v of ``attention``.
         options: its other keywords, among them seq_info, a SeqInfo with offsets on q's device, for packed tensors.
     """
+    q, k, v = qkv
     if not dropout:
         out, lse = attention(q, k, v, return_lse=True, dropout_rng=generator, **options)
         return out, lse_of_flash_attn(lse), q.new_empty(0)

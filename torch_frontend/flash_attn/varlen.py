@@ -24,6 +24,7 @@ from attn_core.errors import DTypeError, ShapeError, SpecError
 from attn_core.expressions.tracing import TracedFunction
 from torch_frontend.attention import attention
 from torch_frontend.dispatch import plan
+from torch_frontend.flash_attn.inference import without_gradient
 from torch_frontend.flash_attn.probabilities import lse_of_flash_attn, places_in_documents, with_probabilities
 from torch_frontend.paged.attention import paged_attention
 from torch_frontend.qkvpacked import attention_qkvpacked
@@ -79,9 +80,9 @@ def flash_attn_varlen_func(
             return _in_pages((q, k, v), info, alibi_slopes, block_table, return_attn_probs, options)
         options |= _slopes(q, k, info, alibi_slopes)
         if check_flag("return_attn_probs", return_attn_probs):
-            return with_probabilities(q, k, v, rate_of(dropout_p), dropout_rng, {**options, "seq_info": info})
+            return with_probabilities((q, k, v), rate_of(dropout_p), dropout_rng, {**options, "seq_info": info})
         return attention(q, k, v, seq_info=info, dropout=dropout_p, dropout_rng=dropout_rng, **options)
-    except SpecError as error:
+    except (SpecError, TypeError) as error:
         raise renamed(error, names) from None
 
 
@@ -115,9 +116,9 @@ def flash_attn_varlen_qkvpacked_func(
         options = options_of(softmax_scale, causal, window_size, softcap, deterministic)
         options |= _slopes(qkv[:, 0], qkv[:, 1], info, alibi_slopes) | {"seq_info": info}
         if check_flag("return_attn_probs", return_attn_probs):
-            return with_probabilities(*qkv.unbind(1), rate_of(dropout_p), dropout_rng, options)
+            return with_probabilities(qkv.unbind(1), rate_of(dropout_p), dropout_rng, options)
         return attention_qkvpacked(qkv, dropout=dropout_p, dropout_rng=dropout_rng, **options)
-    except SpecError as error:
+    except (SpecError, TypeError) as error:
         raise renamed(error, SELF_PACKED) from None
 
 
@@ -155,9 +156,9 @@ def flash_attn_varlen_kvpacked_func(
             q, k, info, alibi_slopes
         )
         if check_flag("return_attn_probs", return_attn_probs):
-            return with_probabilities(q, k, v, rate_of(dropout_p), dropout_rng, {**options, "seq_info": info})
+            return with_probabilities((q, k, v), rate_of(dropout_p), dropout_rng, {**options, "seq_info": info})
         return attention(q, k, v, seq_info=info, dropout=dropout_p, dropout_rng=dropout_rng, **options)
-    except SpecError as error:
+    except (SpecError, TypeError) as error:
         raise renamed(error, KEYS_PACKED) from None
 
 
@@ -202,10 +203,10 @@ def _slopes(q: Tensor, k: Any, info: SeqInfo, slopes: Any) -> dict[str, Any]:
 def _in_pages(
     qkv: tuple[Tensor, Tensor, Tensor], info: SeqInfo, slopes: Any, table: Any, with_lse: Any, options: dict[str, Any]
 ) -> Results:
-    tables = {"block_table": table, "cu_seqlens_q": info.cu_seqlens_q, "seq_lens": info.cu_seqlens_k.diff()}
-    tables["alibi_slopes"] = slopes
     with_lse = check_flag("return_attn_probs", with_lse)
-    results = paged_attention(*qkv, **tables, max_len_q=info.max_len_q, return_lse=with_lse, **options)
+    how: dict[str, Any] = {**options, "alibi_slopes": slopes, "max_len_q": info.max_len_q, "return_lse": with_lse}
+    how |= {"block_table": table, "cu_seqlens_q": info.cu_seqlens_q, "seq_lens": info.cu_seqlens_k.diff()}
+    results = without_gradient(lambda: paged_attention(*qkv, **how), *qkv)
     if not with_lse:
         return results  # type: ignore[no-any-return]
     out, lse = results

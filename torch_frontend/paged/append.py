@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 
 from attn_core.call.pages import PagedKV
 from attn_core.paged import arguments
+from attn_core.paged.rotary import COS, SIN
 from attn_core.paged.scales import check_used_scales
 from attn_core.paged.tables import FEW_ENTRIES, are_valid, last_places
 from torch_frontend.dispatch import plan, tensor_kinds
@@ -64,15 +65,14 @@ def check_appended(
     k_pages: Any, v_pages: Any, k: Any, v: Any, places: Places, scales: tuple[Any, Any] = (None, None)
 ) -> None:
     """Checks the arguments of an append except the values of its tables."""
-    others = places._asdict()
-    del others["interleaved"]
-    optional = {"cos": places.cos, "sin": places.sin, "k_scales": scales[0], "v_scales": scales[1]}
-    named = {"k_pages": k_pages, "v_pages": v_pages, "k": k, "v": v, **optional}
+    optional = {COS: places.cos, SIN: places.sin, "k_scales": scales[0], "v_scales": scales[1]}
+    named = {"k_pages": k_pages, "v_pages": v_pages, "k": k, "v": v}
+    named |= {name: tensor for name, tensor in optional.items() if tensor is not None}
     for name, tensor in named.items():
-        if tensor is not None or name not in optional:
-            plan.check_tensor(name, tensor)
-            check_no_gradient(name, tensor)
-    named |= others
+        plan.check_tensor(name, tensor)
+        check_no_gradient(name, tensor)
+    others = ("block_table", "seq_lens", "cu_seqlens_q", "slot_mapping", "positions")
+    named |= {name: getattr(places, name) for name in others}
     tensor_kinds.check_data(k_pages, **{name: tensor for name, tensor in named.items() if name != "k_pages"})
     entries = tuple([(name, t.shape, t.dtype, t.device) for name, t in named.items() if t is not None])
     # Symbolic sizes cannot be compared. The op checks them when it runs.
@@ -161,7 +161,7 @@ def _writer(*metadata: Any) -> Callable[..., bool] | None:
     """
     names = ("k_pages", "v_pages", "k", "v", "block_table", "seq_lens")
     rotary = metadata[18:]
-    tables = (("cos", *rotary[:3]), ("sin", *rotary[3:6])) if rotary else ()
+    tables = ((COS, *rotary[:3]), (SIN, *rotary[3:6])) if rotary else ()
     _check_metadata((*zip(names, metadata[:6], metadata[6:12], metadata[12:18], strict=True), *tables))
     (num_pages, page_size, *_), tokens, width = metadata[0], metadata[2][0], metadata[4][1]
     device = metadata[12]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Never, Unpack, overload
+from typing import Any, Literal, NamedTuple, Never, Unpack, overload
 
 import numpy as np
 import torch
@@ -18,6 +18,18 @@ from torch_frontend.paged.attention import append_kv, paged_attention
 
 Tensor = torch.Tensor
 Keywords = CachedKeywords[Tensor]
+
+
+class _OnHost(NamedTuple):
+    """Pages of a sequence in host memory.
+
+    Attributes:
+        copies: one for each pool.
+        copied: when a GPU has written them; None on a CPU.
+    """
+
+    copies: list[Tensor]
+    copied: torch.cuda.Event | None
 
 
 class PagedKVCache(PagedCache):
@@ -64,7 +76,7 @@ class PagedKVCache(PagedCache):
             device = torch.device(device)
         except (TypeError, ValueError, RuntimeError) as error:
             raise SpecError(f"device={shown(device)}: expected a torch.device or its name; {error}") from None
-        self.allocator = PageAllocator(num_pages, page_size)
+        self.allocator, self._swapped = PageAllocator(num_pages, page_size), {}
         self.dtype = dtype
         self.stored = describe_cache(kv_dtype, page_size, kv_heads, dims, name)
         pool_dtype, places = getattr(torch, stored or name), (num_pages, page_size, kv_heads)
@@ -177,10 +189,31 @@ class PagedKVCache(PagedCache):
     def _copy(self, copies: Copies) -> None:
         source, target = (torch.tensor(pages, device=self.k_pages[0].device) for pages in copies)
         # In place, because a captured CUDA graph reads these very tensors.
-        for pool in (*self.k_pages, *self.v_pages, *self.k_scales, *self.v_scales):
-            if pool.dtype == torch.float8_e4m3fn:  # not every version of torch can index it
-                pool = pool.view(torch.uint8)
+        for pool in self._pools_of_all_layers():
             pool[target] = pool[source]
+
+    def _to_host(self, pages: tuple[int, ...]) -> _OnHost:
+        device = self.k_pages[0].device
+        index, pinned = torch.tensor(pages, dtype=torch.int64, device=device), device.type == "cuda"
+        copies = []
+        for pool in self._pools_of_all_layers():
+            there = torch.empty((len(pages), *pool.shape[1:]), dtype=pool.dtype, device="cpu", pin_memory=pinned)
+            copies.append(there.copy_(pool[index], non_blocking=pinned))
+        return _OnHost(copies, torch.cuda.current_stream(device).record_event() if pinned else None)
+
+    def _from_host(self, there: _OnHost, pages: tuple[int, ...]) -> None:
+        device = self.k_pages[0].device
+        index = torch.tensor(pages, dtype=torch.int64, device=device)
+        if there.copied is not None:
+            torch.cuda.current_stream(device).wait_event(there.copied)
+        # In place, because a captured CUDA graph reads these very tensors.
+        for pool, copy in zip(self._pools_of_all_layers(), there.copies, strict=True):
+            pool[index] = copy.to(device, non_blocking=True)
+
+    def _pools_of_all_layers(self) -> list[Tensor]:
+        pools = [pool for pools in self._pool_lists() for pool in pools]
+        # As bytes, because torch cannot index every dtype of one byte on every device.
+        return [pool.view(torch.uint8) if pool.itemsize == 1 else pool for pool in pools]
 
     def _to_device(self, array: np.ndarray | None) -> Any:
         return None if array is None else torch.from_numpy(array).to(self.k_pages[0].device)

@@ -23,7 +23,7 @@ from attn_core.errors import DeviceError, DTypeError, SpecError
 from attn_core.expressions.tracing import TracedFunction
 from attn_core.selection import Selection, override
 from attn_core.selection.dense_caches import read_pages
-from torch_frontend.dispatch import autocast, nested, plan, tensor_kinds, transforms
+from torch_frontend.dispatch import autocast, nested, plan, sdpa_flags, tensor_kinds, transforms
 from torch_frontend.dispatch.heads_first import exchanged
 from torch_frontend.paged.attention import explain_paged, paged_attention
 
@@ -46,7 +46,7 @@ def attend(attention: Callable[..., Any], qkv: tuple[Any, ...], rows: CacheRows,
     q, k, v = map(exchanged, qkv) if heads_first else qkv
     rows, window = _checked((q, k, v), rows, options)
     if _on_pages((q, k, v), window, options, None):
-        results = _from_pages(autocast.in_autocast(q, k, v), rows, window, options)
+        results = from_pages(autocast.in_autocast(q, k, v), rows, window, options)
     else:
         tensors, others = _as_ranges(q, k, v, rows, window, options)
         results = attention(*tensors, **others)
@@ -127,11 +127,12 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, options: Keywords, call: Opt
     tensor_kinds.check_data(q, k=k, v=v, **named)
     q, k, v, named["bias"] = autocast.in_autocast(q, k, v, named["bias"])
     entries = tuple([None if t is None else (t.shape, t.dtype, t.device) for t in (q, k, v, *named.values())])
-    _check_metadata(entries, call, by_index)
+    check_metadata(entries, call, by_index)
 
 
 @lru_cache(maxsize=1024)
-def _check_metadata(entries: tuple[plan.Metadata | None, ...], call: Options, by_index: bool) -> None:
+def check_metadata(entries: tuple[plan.Metadata | None, ...], call: Options, by_index: bool) -> None:
+    """Checks (shape, dtype, device) of q, k, v, mask, bias, slopes and sinks; see ``_check_tensors``."""
     facts = [None if entry is None else plan.facts(*entry) for entry in entries]
     arrays = Arrays(*facts)  # type: ignore[arg-type]
     batch = arrays.q.shape[:1]
@@ -151,7 +152,7 @@ def _on_pages(qkv: tuple[Tensor, ...], window: Window, options: Keywords, needs_
     if needs_backward is None:
         tensors = (*qkv, options["sinks"])
         needs_backward = torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in tensors])
-    if needs_backward or transforms.are_observing():
+    if needs_backward or transforms.are_observing() or sdpa_flags.now() is not None:  # pages heed no sdpa_kernel
         return False
     compiling = torch.compiler.is_compiling()
     if not compiling and tensor_kinds.are_jit_traces_active() is not None:  # it also runs with tensors of training
@@ -177,7 +178,8 @@ def _on_pool(q: Tensor, k: Tensor, rows: CacheRows, window: Window, options: Key
     return {**keywords, "block_table": index[:, None], "seq_lens": lengths}
 
 
-def _from_pages(qkv: tuple[Any, ...], rows: CacheRows, window: Window, options: Keywords) -> Any:
+def from_pages(qkv: tuple[Any, ...], rows: CacheRows, window: Window, options: Keywords) -> Any:
+    """Runs a checked call in the form of pages; returns its results as ``attention`` does."""
     q, k, v = qkv
     results = paged_attention(q.flatten(0, 1), k, v, **_on_pool(q, k, rows, window, options))
     out, lse = results if options["return_lse"] else (results, None)

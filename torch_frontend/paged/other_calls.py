@@ -7,7 +7,7 @@ from typing import Any
 
 from attn_core.call.cache_rows import OPTIONS, CacheRows
 from torch_frontend.dispatch import heads_first, nested
-from torch_frontend.paged import dense_caches
+from torch_frontend.paged import dense_caches, seen_caches
 
 
 def attend(
@@ -26,7 +26,9 @@ def attend(
     """
     options = dict(zip(OPTIONS, values, strict=True))
     if any([array is not None for array in rows]):
-        return dense_caches.attend(attention, qkv, CacheRows(*rows), options | {"layout": layout})
+        options["layout"] = layout
+        results = seen_caches.attend(qkv, CacheRows(*rows), options)
+        return dense_caches.attend(attention, qkv, CacheRows(*rows), options) if results is None else results
     if not (isinstance(layout, str) and layout == "bshd"):
         # It calls attention again, so nested tensors are heads-first here once.
         return heads_first.attend_in_layout(attention, layout, qkv, options)

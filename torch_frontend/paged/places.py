@@ -33,15 +33,16 @@ class Places(NamedTuple):
 
 def gather(k: Tensor, k_pages: Tensor, places: Places) -> Places:
     """Returns places whose arrays are tensors on one device. ``append`` checks the values of tables on the CPU."""
-    for name in ("cos", "sin"):
-        if places.cos is not None:
-            plan.check_tensor(name, getattr(places, name))
+    if places.cos is not None:
+        plan.check_tensor(rotary.COS, places.cos)
+        plan.check_tensor(rotary.SIN, places.sin)
     positions = None if places.positions is None else index_of(k, "positions", places.positions)
     places = places._replace(positions=positions)
     if places.slot_mapping is None:
         named = tables_of(k, k_pages, None, places.block_table, places.seq_lens, places.cu_seqlens_q)
         return places._replace(block_table=named[0], seq_lens=named[1], cu_seqlens_q=named[2])
     slots = places.slot_mapping
+    slots = np.asarray(slots, order="C") if isinstance(slots, np.ndarray) else slots
     if isinstance(slots, np.ndarray) and slots.ndim == 1 and k_pages.dim() == 4 and slots.dtype.kind == "i":
         paged_places.check_slot_values(slots, *k_pages.shape[:2])
     return places._replace(slot_mapping=index_of(k, "slot_mapping", slots))
@@ -65,7 +66,7 @@ def index_of(k: Tensor, name: str, array: Any) -> Tensor:
         return array  # type: ignore[no-any-return]
     if array.dtype not in (np.int32, np.int64):
         raise DTypeError(f"{name}: expected dtype int32 or int64, got {array.dtype}; cast it")
-    return tensor_kinds.to_device_of(k, array)
+    return tensor_kinds.to_device_of(k, np.asarray(array, order="C"))  # torch takes no negative strides
 
 
 def on_cpu(k_pages: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, Tensor, np.ndarray]:

@@ -126,7 +126,7 @@ def _positions_beside(x: Tensor, positions: Any) -> Tensor:
         return positions  # type: ignore[no-any-return]
     if positions.dtype not in (np.int32, np.int64):
         raise DTypeError(f"positions: expected dtype int32 or int64, got {positions.dtype}; cast it")
-    return tensor_kinds.to_device_of(x, positions)
+    return tensor_kinds.to_device_of(x, np.asarray(positions, order="C"))  # torch takes no negative strides
 
 
 def _is_transformed() -> bool:

@@ -1,0 +1,90 @@
+"""The number of pages that fit into memory, from the bytes of a token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from attn_core.call.seq_info import is_host_int
+from attn_core.errors import DTypeError, SpecError, shown
+from attn_core.paged.held_pages import MOST_PAGES
+
+BITS = {
+    "float64": 64,
+    "float32": 32,
+    "bfloat16": 16,
+    "float16": 16,
+    "float8_e4m3fn": 8,
+    "int8": 8,
+    "int4": 4,
+}
+"""The bits of an element, by dtype."""
+
+SCALED = ("float8_e4m3fn", "int8", "int4")
+"""Dtypes that need a scale, float32, for each token and head, of the key and of the value."""
+
+SCALE_BYTES = 4
+
+
+def bytes_per_token(
+    *, num_layers: int, kv_heads: int, head_dim: int, value_dim: int | None = None, dtype: str = "float32"
+) -> int:
+    """Returns the bytes of the keys and values of one token in all layers, with their scales.
+
+    Args:
+        value_dim: the channels of a value; ``head_dim`` if None.
+        dtype: of the pools, one of ``BITS``.
+
+    Raises:
+        SpecError: for a size below 1. DTypeError: for another dtype.
+    """
+    dims = {"head_dim": head_dim, "value_dim": head_dim if value_dim is None else value_dim}
+    for name, value in {"num_layers": num_layers, "kv_heads": kv_heads, **dims}.items():
+        _check_size(name, value)
+    if not isinstance(dtype, str) or dtype not in BITS:
+        raise DTypeError(f"dtype={shown(dtype)}: expected one of {', '.join(BITS)}")
+    channels = sum(-(-int(dim) * BITS[dtype] // 8) for dim in dims.values())  # whole bytes: int4 pairs two channels
+    scales = 2 * SCALE_BYTES if dtype in SCALED else 0
+    return int(num_layers) * int(kv_heads) * (channels + scales)
+
+
+def pages_that_fit(
+    memory: int,
+    *,
+    page_size: int,
+    num_layers: int,
+    kv_heads: int,
+    head_dim: int,
+    value_dim: int | None = None,
+    dtype: str = "float32",
+) -> int:
+    """Returns how many pages fit into ``memory`` bytes: the ``num_pages`` of a ``PagedKVCache`` of these sizes.
+
+    Args:
+        memory: bytes.
+        page_size: tokens in a page. The others are those of ``bytes_per_token``.
+
+    Raises:
+        SpecError: for less memory than a page needs, or a size below 1. DTypeError: for another dtype.
+    """
+    token = bytes_per_token(
+        num_layers=num_layers, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim, dtype=dtype
+    )
+    _check_size("page_size", page_size)
+    page = int(page_size) * token
+    if not is_host_int(memory) or memory < page:
+        raise SpecError(f"memory={shown(memory)}: expected at least the {page} bytes of one page, as an int")
+    return min(int(memory) // page, MOST_PAGES)
+
+
+def part_of(free: int, fraction: Any) -> int:
+    """Returns a fraction of free bytes. Raises SpecError unless it is a number above 0 and at most 1."""
+    if not isinstance(fraction, int | float | np.number) or isinstance(fraction, bool) or not 0 < fraction <= 1:
+        raise SpecError(f"fraction={shown(fraction)}: expected a number above 0 and at most 1")
+    return int(free * fraction)
+
+
+def _check_size(name: str, value: Any) -> None:
+    if not is_host_int(value) or not 1 <= value <= MOST_PAGES:
+        raise SpecError(f"{name}={shown(value)}: expected a number of 1 or more, at most {MOST_PAGES}")
