@@ -1,6 +1,6 @@
 """Measures calls on pages on a GPU: drafts, long and uneven sequences, quantised pages, appends, and caches.
 
-python -m benchmarks.page_calls --json page-calls.json      # minutes; needs a GPU. Packages that are missing are skipped
+python -m benchmarks.page_calls --json page-calls.json      # minutes; needs a GPU; missing packages are skipped
 python -m benchmarks.page_calls --report page-calls.json    # prints the tables
 
 The candidates of a group take turns of TURN seconds in one process; each makes its calls in a row and then waits. Bytes

@@ -129,8 +129,8 @@ def paged_attention(
     is_usual = key_ranges is alibi_slopes is kv_starts is out is None
     if is_usual and not (_is_compiling() or _modes() or forward_ad._current_level >= 0):
         plain_options = (causal, window, softcap, scale, deterministic, return_lse, max_len_q)
-        more = cu_seqlens_q, k_scales, v_scales
-        results = seen_calls.attend(q, k_pages, v_pages, block_table, seq_lens, sinks, more, backend, plain_options)
+        beside = cu_seqlens_q, k_scales, v_scales
+        results = seen_calls.attend(q, k_pages, v_pages, block_table, seq_lens, sinks, beside, backend, plain_options)
         if results is not None:
             return results
     options = options_of(causal, window, softcap, scale, deterministic, return_lse, max_len_q)
