@@ -30,7 +30,7 @@ def check_table_values(
     max_len_q: int | None, tokens: int, pool: tuple[int, ...], *tables: Any, writes: bool = False
 ) -> bool:
     """Checks the values of tables, whose shapes have been checked before, if all are on the host; returns whether."""
-    if not all(table is None or _on_host(table) for table in tables):
+    if not all(table is None or is_on_host(table) for table in tables):
         return False
     block_table, seq_lens, cu = (None if table is None else np.asarray(table) for table in tables)
     assert block_table is not None and seq_lens is not None
@@ -44,10 +44,11 @@ def check_table_values(
 
 def check_ranges_in_pages(key_ranges: Any, tokens: Any) -> None:
     """Checks the values of key_ranges, whose shape has been checked before, if they are on the host."""
-    if key_ranges is not None and _on_host(key_ranges):
+    if key_ranges is not None and is_on_host(key_ranges):
         key_ranges_module.check_values(np.asarray(key_ranges), tokens)
 
 
-def _on_host(table: Any) -> bool:
+def is_on_host(table: Any) -> bool:
+    """Returns whether the values of an array can be read without waiting: numpy's, and untraced ones on the CPU."""
     concrete = not isinstance(table, jax.core.Tracer)
     return concrete and (isinstance(table, np.ndarray) or plan.device_name(table) == "cpu")
