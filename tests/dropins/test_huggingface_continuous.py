@@ -89,6 +89,22 @@ def test_a_batch_has_the_tokens_of_generate(name: str, monkeypatch: pytest.Monke
     assert model.config._attn_implementation == "attn_core" and alone(model) == right
 
 
+def test_a_model_trains_while_its_manager_lives() -> None:
+    model = model_of("Llama")
+    manager = model.init_continuous_batching(generation_config=generation(), continuous_batching_config=settings())
+    manager.start()
+    try:
+        row = torch.tensor([PROMPTS[0]])
+        model(input_ids=row, labels=row).loss.backward()
+        expected = model_of("Llama", "eager")
+        expected(input_ids=row, labels=row).loss.backward()
+        name = "model.layers.0.self_attn.q_proj.weight"
+        gradients = [dict(each.named_parameters())[name].grad for each in (model, expected)]
+        torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-4)
+    finally:
+        manager.stop(block=True)
+
+
 def test_a_backend_by_name_runs_batches() -> None:
     assert together(model_of("Llama", "attn_core:math")) == alone(model_of("Llama", "eager"))
 

@@ -193,6 +193,18 @@ def test_stacked_parts_and_transforms(dtype: str) -> None:
             torch.testing.assert_close(one, other)
 
 
+def test_transforms_of_jax() -> None:
+    outs, lses = (
+        np.random.default_rng(0).standard_normal((3, 2, 5, 4, 8), np.float32),
+        np.zeros((3, 2, 4, 5), np.float32),
+    )
+    expected = jax_frontend.merge_states(list(map(jnp.asarray, outs)), list(map(jnp.asarray, lses)))
+    mapped = jax.vmap(jax_frontend.merge_states, in_axes=(1, 1))  # packed, one of a batch at a time
+    for run in (jax.jit(jax_frontend.merge_states), mapped):
+        for one, other in zip(run(jnp.asarray(outs), jnp.asarray(lses)), expected, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-6)
+
+
 BAD: dict[str, tuple[Any, Any, type[Exception], str]] = {
     "no part": ([], [], SpecError, "outs: expected one part or more"),
     "fewer lses": ([(5, 3, 4)] * 2, [(3, 5)], SpecError, "lses: expected as many parts as outs, 2, got 1"),
