@@ -21,6 +21,9 @@ from jax_frontend.explain import explain
 from jax_frontend.paged.append import append_kv
 from jax_frontend.paged.attention import explain_paged, paged_attention
 from jax_frontend.paged.cache import PagedKVCache
+from jax_frontend.paged.layouts import pages_of, table_of_rows
+from jax_frontend.paged.merge_states import merge_states
+from jax_frontend.paged.ragged_paged_attention import ragged_paged_attention
 from jax_frontend.paged.rotary import apply_rotary
 from jax_frontend.paged.sizing import pages_that_fit
 from jax_frontend.qkvpacked import attention_qkvpacked
@@ -53,10 +56,14 @@ __all__ = [
     "explain_context_parallel",
     "explain_paged",
     "export_checks",
+    "merge_states",
     "paged_attention",
     "pages_that_fit",
+    "pages_of",
+    "ragged_paged_attention",
     "run_attention",
     "shard_sequence",
+    "table_of_rows",
     "unshard_sequence",
     "use_backend",
     "warm_up",

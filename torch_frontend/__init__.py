@@ -20,6 +20,8 @@ from torch_frontend.context_parallel.layers import use_context_parallel
 from torch_frontend.explain import explain
 from torch_frontend.paged.attention import append_kv, explain_paged, paged_attention
 from torch_frontend.paged.cache import PagedKVCache
+from torch_frontend.paged.layouts import pages_of, table_of_rows
+from torch_frontend.paged.merge_states import merge_states
 from torch_frontend.paged.rotary import apply_rotary
 from torch_frontend.paged.sizing import pages_that_fit
 from torch_frontend.qkvpacked import attention_qkvpacked
@@ -39,10 +41,13 @@ __all__ = [
     "available_backends",
     "explain",
     "explain_paged",
+    "merge_states",
     "paged_attention",
     "pages_that_fit",
+    "pages_of",
     "run_attention",
     "scaled_dot_product_attention",
+    "table_of_rows",
     "use_backend",
     "use_context_parallel",
     "warm_up",

@@ -33,7 +33,8 @@ from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, PagedInputs
 from attn_core.errors import ShapeError
-from attn_core.paged.tables import PagedRows, check_values, rows_of_table
+from attn_core.paged.row_tables import PagedRows, rows_of_table
+from attn_core.paged.tables import check_values
 
 FRAMEWORK = "torch"
 REQUIRES = "flashinfer-python>=0.6"

@@ -243,12 +243,11 @@ def _check_pool(arrays: PagedArrays) -> tuple[PagedKV, int]:
     for name, facts in (("sinks", arrays.sinks), ("alibi_slopes", arrays.alibi_slopes)):
         if facts is not None and facts.dtype not in DTYPES:
             raise DTypeError(f"{name}: expected one of {', '.join(DTYPES)}, got {facts.dtype}; cast it")
+    for name, facts in (("kv_starts", arrays.kv_starts), ("key_ranges", arrays.key_ranges)):
+        if facts is not None and facts.dtype != "int32":
+            raise DTypeError(f"{name}: expected dtype int32, got {facts.dtype}; cast it to int32")
     if arrays.kv_starts is not None:
-        if arrays.kv_starts.dtype != "int32":
-            raise DTypeError(f"kv_starts: expected dtype int32, got {arrays.kv_starts.dtype}; cast it to int32")
-        check_table_types("kv_starts", arrays.kv_starts.dtype, arrays.kv_starts.shape, (batch,))
-    if arrays.key_ranges is not None and arrays.key_ranges.dtype != "int32":
-        raise DTypeError(f"key_ranges: expected dtype int32, got {arrays.key_ranges.dtype}; cast it to int32")
+        check_table_types("kv_starts", "int32", arrays.kv_starts.shape, (batch,))
     pages, size = arrays.k.shape[:2]
     starts, dtype = arrays.kv_starts is not None, page_dtype(arrays.k)
     pool = PagedKV(num_pages=pages, page_size=size, width=width, starts=starts, dtype=dtype, scales=scales)

@@ -1,4 +1,4 @@
-"""The tables of keys and values in pages, as numpy arrays: conversions, and checks of tables that are on the host.
+"""The tables of keys and values in pages, as numpy arrays: checks of tables that are on the host, and slots.
 
 ``k_pages`` and ``v_pages`` are ``[num_pages, page_size, kv_heads, dim]``. Row b of ``block_table`` (int32, ``[batch,
 width]``) has the pages of sequence b in the order of its tokens, then -1. ``seq_lens`` (int32, ``[batch]``) has the
@@ -8,51 +8,13 @@ tokens of each sequence, including the tokens of the call's queries. A slot has 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from attn_core.call.offset_checks import check_cu_seqlens
 from attn_core.call.pages import PagedKV
 from attn_core.errors import DTypeError, ShapeError, SpecError
-from attn_core.paged.allocator import UNUSED
-
-
-class PagedRows(NamedTuple):
-    """A block table by rows laid end to end (CSR), which some kernels require; int32.
-
-    Attributes:
-        indptr: ``[batch + 1]``: row b's pages are ``indices[indptr[b] : indptr[b + 1]]``.
-        indices: the pages in use.
-        last_page_len: ``[batch]``: tokens in the last page of each row, 1 to page_size; 0 for an empty row.
-    """
-
-    indptr: np.ndarray
-    indices: np.ndarray
-    last_page_len: np.ndarray
-
-
-def rows_of_table(block_table: np.ndarray, seq_lens: np.ndarray, page_size: int) -> PagedRows:
-    """Returns the table as CSR, with only the pages that a row's tokens fill."""
-    lengths = np.asarray(seq_lens, np.int64)
-    counts = -(-lengths // page_size)
-    # np.concatenate refuses an empty list, which a batch of 0 would give.
-    indices = np.concatenate([row[:count] for row, count in zip(block_table, counts)] or [np.zeros(0, np.int32)])
-    # A full last page has page_size tokens; the plain remainder would be 0.
-    last = np.where(lengths > 0, (lengths - 1) % page_size + 1, 0)
-    indptr = np.concatenate([[0], np.cumsum(counts)])
-    return PagedRows(indptr.astype(np.int32), indices.astype(np.int32), last.astype(np.int32))
-
-
-def table_of_rows(rows: PagedRows, page_size: int, width: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (block_table, seq_lens) of a table in CSR: the inverse of ``rows_of_table``."""
-    counts = np.diff(rows.indptr)
-    columns = int(counts.max(initial=0)) if width is None else width
-    table = np.full((len(counts), columns), UNUSED, np.int32)
-    for row, start, count in zip(table, rows.indptr, counts):
-        row[:count] = rows.indices[start : start + count]
-    lengths = np.where(counts > 0, (counts - 1) * page_size + rows.last_page_len, 0)
-    return table, lengths.astype(np.int32)
 
 
 def check_values(

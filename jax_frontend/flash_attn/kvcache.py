@@ -189,7 +189,8 @@ def _append(call: Cached, pages: Array, seq_lens: Array, interleaved: bool) -> t
     if call.rotary_cos is not None:
         tables |= {"rotary": (call.rotary_cos, call.rotary_sin), "rotary_interleaved": interleaved}
     k, v = (array.reshape(-1, *array.shape[2:]) for array in (call.k, call.v))
-    return append_kv(call.k_cache, call.v_cache, k, v, **tables)
+    k_cache, v_cache = append_kv(call.k_cache, call.v_cache, k, v, **tables)
+    return k_cache, v_cache
 
 
 def _positions(before: Array, q: Array, offsets: Array | None, banded: bool) -> Array:

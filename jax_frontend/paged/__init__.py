@@ -2,6 +2,18 @@
 
 from jax_frontend.paged.append import append_kv
 from jax_frontend.paged.attention import explain_paged, paged_attention
+from jax_frontend.paged.layouts import pages_of, table_of_rows
+from jax_frontend.paged.merge_states import merge_states
+from jax_frontend.paged.ragged_paged_attention import ragged_paged_attention
 from jax_frontend.paged.rotary import apply_rotary
 
-__all__ = ["append_kv", "apply_rotary", "explain_paged", "paged_attention"]
+__all__ = [
+    "append_kv",
+    "apply_rotary",
+    "explain_paged",
+    "merge_states",
+    "paged_attention",
+    "pages_of",
+    "ragged_paged_attention",
+    "table_of_rows",
+]

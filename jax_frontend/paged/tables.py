@@ -109,6 +109,6 @@ def check_page_scales(page_size: int, arrays: dict[str, Any]) -> None:
 
 
 def is_on_host(table: Any) -> bool:
-    """Returns whether the values of a table can be read: it is a numpy array, or a JAX array on a CPU."""
+    """Returns whether the values of an array can be read without waiting: numpy's, and untraced ones on the CPU."""
     concrete = not isinstance(table, jax.core.Tracer)
     return concrete and (isinstance(table, np.ndarray) or plan.device_name(table) == "cpu")

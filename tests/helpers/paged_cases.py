@@ -29,9 +29,9 @@ from attn_core.call.tensors import PagedInputs
 from attn_core.correctness import accuracy
 from attn_core.correctness.paged import gather_pages
 
-LAYOUTS = ("contiguous", "heads_outside", "one_tensor")
-"""The memory layouts of torch's pools: dense; by heads first; or keys and values of a page side by side in one
-tensor."""
+LAYOUTS = ("contiguous", "heads_outside", "one_tensor", "interleaved")
+"""The memory layouts of torch's pools: dense; by heads first; or keys and values of a page, or of a head, side by side
+in one tensor."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -342,6 +342,8 @@ def laid_out(k: torch.Tensor, v: torch.Tensor, layout: str) -> tuple[torch.Tenso
         return tuple(pool.transpose(1, 2).contiguous().transpose(1, 2) for pool in (k, v))  # type: ignore[return-value]
     if layout == "one_tensor" and k.shape == v.shape:
         return torch.stack((k, v), 1).unbind(1)  # type: ignore[return-value]
+    if layout == "interleaved" and k.shape == v.shape:
+        return torch.stack((k, v), 3).unbind(3)  # type: ignore[return-value]
     return k, v
 
 

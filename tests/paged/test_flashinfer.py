@@ -24,7 +24,7 @@ from attn_core.call.tensors import PagedInputs
 from attn_core.correctness import accuracy, reference
 from attn_core.correctness.paged import gather_pages
 from attn_core.errors import ShapeError, SpecError
-from attn_core.paged.tables import PagedRows, table_of_rows
+from attn_core.paged.row_tables import PagedRows, table_of_rows
 
 PAGED = PagedKV(num_pages=90, page_size=16, width=64)
 SPEC = AttentionSpec(

@@ -302,7 +302,7 @@ def appends(draw: Any) -> PagedCall:
     heads = draw(st.sampled_from(((1, 8, 8), (3, 5, 16))))
     sizes = dict(zip(("num_kv_heads", "head_dim", "value_dim"), heads))
     dtype = draw(st.sampled_from(("float32", "bfloat16", "float16")))
-    layout = draw(st.sampled_from(("contiguous", "heads_outside", "one_tensor")))
+    layout = draw(st.sampled_from(("contiguous", "heads_outside", "one_tensor", "interleaved")))
     passing = {"layout": layout, "host_tables": draw(st.booleans()), "seed": draw(st.integers(0, 99))}
     return make_paged(lengths, new, page_size=page_size, num_heads=heads[0], **sizes, dtype=dtype, **passing)
 

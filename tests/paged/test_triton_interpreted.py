@@ -25,12 +25,13 @@ from attn_core.backends.shared import pools
 from attn_core.backends.triton_splitkv import backend as triton_splitkv
 from attn_core.call import trailing_tokens
 from attn_core.call.tensors import PagedInputs
-from attn_core.context_parallel.on_torch import merge, merge_triton
+from attn_core.context_parallel.on_torch import merge, merge_parts_triton, merge_triton
 from attn_core.correctness.paged import append
 from attn_core.paged import triton_tables
 from torch_frontend.dispatch import offsets, triton_offsets
 from torch_frontend.paged.append import _append_on_cpu
 from torch_frontend.paged.append_launch import append_on_gpu, repeated_on_gpu
+from torch_frontend.paged.merge_states import _plain
 from torch_frontend.paged.places import Places
 
 pytestmark = pytest.mark.rotates
@@ -119,6 +120,8 @@ CASES: dict[str, dict[str, Any]] = {
     "shared pages": {"lengths": (40, 23), "new": (2, 3), "shared": 5},
     "heads outside": {"lengths": (40, 23), "new": (2, 3), "layout": "heads_outside"},
     "one tensor": {"lengths": (40, 23), "new": (2, 3), "layout": "one_tensor"},
+    "interleaved": {"lengths": (40, 23), "new": (2, 3), "layout": "interleaved"},
+    "interleaved, decode": {"lengths": (40, 23), "layout": "interleaved", "page_size": 3},
     "key ranges": {"lengths": (40, 23), "new": (9, 7), "ranges": (1, 1)},
     "key ranges by head": {"lengths": (40, 0, 7), "new": (9, 0, 7), "ranges": (2, 2), "causal": False},
     "key ranges, decode": {"lengths": (40, 23, 1), "ranges": (1, 2)},
@@ -318,11 +321,11 @@ def test_safe_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     assert made.tolist() == inputs.block_table.clamp(min=0).tolist() and safe.tolist() == inputs.seq_lens.tolist()
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "heads_outside", "one_tensor"])
+@pytest.mark.parametrize("layout", ["contiguous", "heads_outside", "one_tensor", "interleaved"])
 @pytest.mark.parametrize("page_size", [1, 3, 16])
 @pytest.mark.parametrize("new", [None, (4, 0, 1, 7)], ids=["decode", "prefill"])
 def test_append(new: Any, page_size: int, layout: str) -> None:
-    value_dim = 8 if layout == "one_tensor" else 5
+    value_dim = 8 if layout in ("one_tensor", "interleaved") else 5
     call = make_paged((9, 4, 30, 7), new, page_size=page_size, layout=layout, dtype="float16", value_dim=value_dim)
     inputs, random = tensors(call), np.random.default_rng(0)
     parts = [random.integers(-99, 99, (call.spec.q_len, 2, dim)) for dim in (8, value_dim)]
@@ -504,6 +507,25 @@ def test_merge(layout: str, kind: str, rows: int) -> None:
         if view._base is not None:
             view.fill_(torch.nan)
             assert view._base.isnan().all(), "what lies between the rows of a view was written to"
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.parametrize(("kind", "rows", "dim"), [("float32", 1, 5), ("float16", 37, 8), ("bfloat16", 19, 16)])
+def test_merge_of_any_number_of_parts(kind: str, rows: int, dim: int, count: int) -> None:
+    """The launch of ``merge_states`` is the formula in torch, with rows that see nothing, and NaN in empty parts."""
+    random = torch.Generator().manual_seed(rows)
+    parts = torch.randn(count, 2, rows, 3, dim, generator=random).to(getattr(torch, kind))
+    lses = 3 * torch.randn(count, 2, 3, rows, generator=random)
+    for number in range(count):
+        lses[number, :, :, number::3] = -torch.inf
+        parts[number, :, number::3] = torch.nan
+    lses[:, 0, 1, 0] = -torch.inf
+    right, right_lse = _plain(list(parts), list(lses))
+    out, lse = merge_parts_triton.merge(parts, lses)
+    assert out.dtype is parts.dtype and out.isfinite().all() and (lse[0, 1, 0] == -torch.inf).all()
+    steps = {"float32": 1e-6, "float16": 2e-3, "bfloat16": 2e-2}[kind]
+    torch.testing.assert_close(out, right, rtol=steps, atol=steps)
+    torch.testing.assert_close(lse, right_lse, rtol=1e-6, atol=1e-6)
 
 
 def spread(tensor: torch.Tensor, layout: str, axis: int) -> torch.Tensor:

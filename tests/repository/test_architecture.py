@@ -75,6 +75,7 @@ KERNEL_FILES = [
         "backends/triton_splitkv/kernels.py",
         "backends/triton_splitkv/merge_kernel.py",
         "backends/triton_splitkv/stored_tiles.py",
+        "context_parallel/on_torch/merge_parts_triton.py",
         "context_parallel/on_torch/merge_triton.py",
         "paged/triton_quantise.py",
         "paged/triton_rotary.py",

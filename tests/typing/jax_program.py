@@ -15,7 +15,10 @@ from jax_frontend import (
     attention_qkvpacked,
     context_parallel_attention,
     dot_product_attention,
+    merge_states,
     paged_attention,
+    pages_of,
+    ragged_paged_attention,
 )
 
 
@@ -45,6 +48,9 @@ def decode(q: Array, k_pages: Array, v_pages: Array, table: np.ndarray, lengths:
     assert_type(lse, tuple[Array, Array])
     either = paged_attention(q, k_pages, v_pages, block_table=table, seq_lens=lengths, return_lse=flag)
     assert_type(either, Array | tuple[Array, Array])
+    assert_type(merge_states([q, q], [q, q]), tuple[Array, Array])
+    assert_type(pages_of((k_pages, v_pages), "HND"), tuple[Array, Array])
+    assert_type(ragged_paged_attention(q, k_pages, q, q, q, q, sm_scale=0.5), Array)
 
 
 def cached(cache: PagedKVCache, q: Array, flag: bool) -> None:

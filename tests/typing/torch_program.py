@@ -15,7 +15,9 @@ from torch_frontend import (
     attention,
     attention_qkvpacked,
     context_parallel_attention,
+    merge_states,
     paged_attention,
+    pages_of,
 )
 
 
@@ -42,6 +44,8 @@ def decode(q: Tensor, k_pages: Tensor, v_pages: Tensor, table: np.ndarray, lengt
     assert_type(lse, tuple[Tensor, Tensor])
     either = paged_attention(q, k_pages, v_pages, block_table=table, seq_lens=lengths, return_lse=flag)
     assert_type(either, Tensor | tuple[Tensor, Tensor])
+    assert_type(merge_states([q, q], [q, q]), tuple[Tensor, Tensor])
+    assert_type(pages_of((k_pages, v_pages), "HND"), tuple[Tensor, Tensor])
 
 
 def cached(cache: PagedKVCache, q: Tensor, flag: bool) -> None:

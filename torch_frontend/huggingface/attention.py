@@ -10,6 +10,7 @@ import torch
 from attn_core.errors import SpecError
 from torch_frontend.context_parallel.layers import ActiveMesh, active_block
 from torch_frontend.huggingface import context as huggingface_context
+from torch_frontend.huggingface.continuous_batching import attend_to_cache, take_keywords, window_of
 from torch_frontend.huggingface.described_mask import DescribedMask, description_of
 from torch_frontend.huggingface.documents import documents_from_offsets
 from torch_frontend.huggingface.layer_call import prepare, read_table, share, split_mask
@@ -71,21 +72,7 @@ def attend(
         SpecError and its subclasses: for an unsupported argument, and for contradictions.
         NoBackendError: if no backend, or not the requested one, can run the call.
     """
-    if others:
-        check_keywords(others)
-    if block_indices is not None:
-        attention_mask = mask_of_blocks(module, block_indices, attention_mask, query, key, position_ids)
-    call, described, compiling = None, None, _is_compiling()
-    alone = position_bias is None and cu_seq_lens_q is None and cu_seq_lens_k is None
-    # All layers of a model read one mask: the first layer prepares the call, and the others look it up.
-    if alone and not compiling and active_block() is None:
-        described = attention_mask if type(attention_mask) is DescribedMask else description_of(attention_mask)
-        if described is not None:
-            call = described.shared.get((query.shape[2], key.shape[2], sliding_window))
-            if call is not None and call.positions is not None and call.positions() is not position_ids:
-                call = None
-        elif type(attention_mask) is Tensor and attention_mask.dtype is torch.bool:
-            call = read_table(attention_mask, query.shape[2], key.shape[2])
+    compiling = _is_compiling()
     if compiling:
         chosen = getattr(module, LAYER_BACKEND, None)
     else:  # not by the module's own lookup, which takes microseconds for a missing attribute
@@ -98,6 +85,34 @@ def attend(
         "deterministic": bool(deterministic),
         "backend": chosen or backend,
     }
+    if others:
+        cache = others.pop("cache", None)
+        if cache is not None or others.get("write_index") is not None:  # from 5.24 on the model updates the cache
+            refused = {
+                "position_bias": position_bias,
+                "indices": indices,
+                "block_indices": block_indices,
+                "sinks": sinks,
+            }
+            own = {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
+            own |= {"max_length_q": max_length_q, "max_length_k": max_length_k, **take_keywords(others)}
+            check_keywords({**others, **refused})
+            window = window_of(attention_mask, sliding_window, is_causal)
+            return attend_to_cache(module, query, key, value, cache, window, own, options)
+        check_keywords(others)
+    if block_indices is not None:
+        attention_mask = mask_of_blocks(module, block_indices, attention_mask, query, key, position_ids)
+    call, described = None, None
+    alone = position_bias is None and cu_seq_lens_q is None and cu_seq_lens_k is None
+    # All layers of a model read one mask: the first layer prepares the call, and the others look it up.
+    if alone and not compiling and active_block() is None:
+        described = attention_mask if type(attention_mask) is DescribedMask else description_of(attention_mask)
+        if described is not None:
+            call = described.shared.get((query.shape[2], key.shape[2], sliding_window))
+            if call is not None and call.positions is not None and call.positions() is not position_ids:
+                call = None
+        elif type(attention_mask) is Tensor and attention_mask.dtype is torch.bool:
+            call = read_table(attention_mask, query.shape[2], key.shape[2])
     if call is None:
         context = huggingface_context.context_of(module, attention_mask)
         if context is not None:
@@ -172,7 +187,6 @@ def check_keywords(others: Mapping[str, Any]) -> None:
             continue
         remedy = {
             "output_attentions": "fused kernels never hold the weights; load with attn_implementation='eager' for them",
-            "cache": "paged caches (continuous batching) are not supported",
         }.get(name, "this attention has no such option")
         shown = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
         raise SpecError(f"{name}={shown}: {remedy}" if len(shown) < 80 else f"{name}: {remedy}")

@@ -18,6 +18,7 @@ from attn_core import backends
 from attn_core.call.kinds import check_kind
 from attn_core.errors import SpecError, needs_extra, shown
 from torch_frontend.huggingface.attention import LAYER_BACKEND, attend
+from torch_frontend.huggingface.continuous_batching import refuse_prefix, register_manager, unregister_manager
 
 __all__ = ["NAME", "register", "set_layer_backends", "unregister"]
 
@@ -113,6 +114,7 @@ def register() -> None:
         # Another library may have wrapped our wrapper, so look through all of them before adding one.
         if not any(map(_is_ours, _unwrap(current))):
             setattr(PreTrainedModel, method, _wrapper(current))
+    register_manager(_is_registered)
 
 
 def unregister() -> None:
@@ -127,6 +129,7 @@ def unregister() -> None:
         current = getattr(PreTrainedModel, method)
         if _is_ours(current):
             setattr(PreTrainedModel, method, current.__wrapped__)
+    unregister_manager()
 
 
 def refuse_model_code(kind: type, requested: str) -> None:
@@ -180,6 +183,11 @@ def _registered() -> bool:
     return NAME in AttentionInterface._global_mapping
 
 
+def _is_registered(name: Any) -> bool:
+    """Returns whether a model's implementation is one of our names, while they are registered."""
+    return isinstance(name, str) and (name == NAME or name.startswith(f"{NAME}:")) and _registered()
+
+
 def _wrapper(original: Callable[..., str]) -> Any:
     """Wraps a method of ``PreTrainedModel`` so that our names resolve to their aliases."""
 
@@ -189,6 +197,8 @@ def _wrapper(original: Callable[..., str]) -> Any:
         if not isinstance(requested, str) or requested not in names:
             if names and isinstance(requested, str) and requested.startswith(f"{NAME}:"):
                 check_implementation(requested)
+            if names and isinstance(requested, str) and requested.removeprefix("paged|") in names:
+                refuse_prefix(requested, requested.removeprefix("paged|"))
             return original(self, requested, *arguments, **keywords)
         refuse_model_code(type(self), requested)
         backend = names[requested]

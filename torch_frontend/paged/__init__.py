@@ -1,6 +1,16 @@
 """Attention over keys and values in pages, for torch."""
 
 from torch_frontend.paged.attention import append_kv, explain_paged, paged_attention
+from torch_frontend.paged.layouts import pages_of, table_of_rows
+from torch_frontend.paged.merge_states import merge_states
 from torch_frontend.paged.rotary import apply_rotary
 
-__all__ = ["append_kv", "apply_rotary", "explain_paged", "paged_attention"]
+__all__ = [
+    "append_kv",
+    "apply_rotary",
+    "explain_paged",
+    "merge_states",
+    "paged_attention",
+    "pages_of",
+    "table_of_rows",
+]

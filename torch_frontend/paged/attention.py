@@ -138,8 +138,8 @@ def paged_attention(
         tables = block_table, seq_lens, cu_seqlens_q
         # While compiling, sizes are symbols; the op checks the arguments when it runs.
         if not torch.compiler.is_compiling():
-            more = key_ranges, options, alibi_slopes, kv_starts, k_scales, v_scales
-            tables, key_ranges, kv_starts = check_op(q, k_pages, v_pages, tables, sinks, *more)
+            others = key_ranges, options, alibi_slopes, kv_starts, k_scales, v_scales
+            tables, key_ranges, kv_starts = check_op(q, k_pages, v_pages, tables, sinks, *others)
         left, right = options.window  # type: ignore[misc]
         result, lse = torch.ops.attn.paged_forward(
             *(q, k_pages, v_pages, *tables, sinks, max_len_q, causal, left, right),

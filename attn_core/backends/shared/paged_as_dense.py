@@ -48,9 +48,8 @@ def packed_documents(spec: AttentionSpec, inputs: PagedInputs) -> tuple[Attentio
     if inputs.kv_starts is not None:  # without its first keys a document has the same diagonal
         valid, keys = valid & (position >= inputs.kv_starts[:, None]), lengths - inputs.kv_starts
     cu_k = torch.nn.functional.pad(keys.cumsum(0), (1, 0)).int()
-    page = table.long().repeat_interleave(paged.page_size, dim=1)
-    slots = (page * paged.page_size + position % paged.page_size)[valid]
-    k, v = in_slots(spec, inputs, slots)  # [tokens, kv_heads, dim]
+    page = table.long().repeat_interleave(paged.page_size, dim=1)[valid]
+    k, v = in_slots(spec, inputs, page, (position % paged.page_size)[valid])  # [tokens, kv_heads, dim]
     ranges = inputs.key_ranges
     if ranges is not None:
         # The number of each key among the new tokens of its sequence; negative for earlier keys.
@@ -61,6 +60,6 @@ def packed_documents(spec: AttentionSpec, inputs: PagedInputs) -> tuple[Attentio
         ranges = torch.where((place < 0)[valid][:, None, None], everyone, ranges[:, :, token])
     changes: dict[str, Any] = {"key_ranges_shape": None if ranges is None else tuple(ranges.shape)}
     changes["max_len_k"] = int(keys.max()) if len(keys) else 0
-    packed = replace(spec, paged=None, kv_len=len(slots), dtype=working_dtype(spec), **changes)
+    packed = replace(spec, paged=None, kv_len=len(page), dtype=working_dtype(spec), **changes)
     others = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "alibi_slopes": inputs.alibi_slopes}
     return packed, Inputs(inputs.q.to(k.dtype), k, v, sinks=inputs.sinks, key_ranges=ranges, **others)

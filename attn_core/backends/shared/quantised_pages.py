@@ -39,19 +39,28 @@ def numbers(spec: AttentionSpec, stored: Any, scales: Any) -> Any:
     return stored.float() * scales[..., None]
 
 
-def in_slots(spec: AttentionSpec, inputs: PagedInputs, slots: Any) -> tuple[Any, Any]:
+def in_slots(spec: AttentionSpec, inputs: PagedInputs, page: Any, offset: Any) -> tuple[Any, Any]:
     """Returns the keys and values in slots, ``[slots, kv_heads, dim]``: as in the pool, or float32 if quantised."""
     assert spec.paged is not None
     if spec.paged.dtype is None:
-        # [pages, page_size, ...] -> [slots, ...]: the slots of one page lie next to each other.
-        k, v = (pool.detach().flatten(0, 1)[slots] for pool in (inputs.k, inputs.v))
+        k, v = (_slots(pool.detach(), page, offset) for pool in (inputs.k, inputs.v))
         return k, v
-    size, by_page = spec.paged.page_size, spec.paged.scales == "page"
+    by_page = spec.paged.scales == "page"
     k, v = (
-        numbers(spec, pool.flatten(0, 1)[slots], scales[slots // size] if by_page else scales.flatten(0, 1)[slots])
+        numbers(spec, _slots(pool, page, offset), scales[page] if by_page else _slots(scales, page, offset))
         for pool, scales in pools_and_scales(spec, inputs)
     )
     return k, v
+
+
+def _slots(pool: Any, page: Any, offset: Any) -> Any:
+    """Returns ``pool[page, offset]``, by one index where the pages of the pool lie next to each other, which is faster.
+
+    Elsewhere, as in a pool with keys and values in turns, joining the axes would copy the whole pool.
+    """
+    if pool.stride(0) == pool.shape[1] * pool.stride(1):
+        return pool.flatten(0, 1)[page * pool.shape[1] + offset]
+    return pool[page, offset]
 
 
 def in_pages(spec: AttentionSpec, inputs: PagedInputs, pages: Any) -> tuple[Any, Any]:

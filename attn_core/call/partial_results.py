@@ -1,0 +1,74 @@
+"""Checks the arguments of ``merge_states``: results of the same queries over different keys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from attn_core.call.arguments import ArrayFacts
+from attn_core.call.spec import DTYPES
+from attn_core.errors import DeviceError, DTypeError, ShapeError, SpecError
+
+MOST_PARTS = 4096
+"""Each part is an operation, so an array with more parts is rather one with its axes in another order."""
+RANKS = (3, 4)
+"""The axes of one part's output: packed ``[tokens, heads, dim]``, or dense ``[batch, q_len, heads, dim]``."""
+
+
+def parts_of(name: str, value: Any, ranks: tuple[int, ...]) -> list[Any]:
+    """Returns the parts of a sequence of arrays, or of one array with the parts along its first axis.
+
+    Raises:
+        SpecError: for no part. ShapeError: for an array without room for parts, and for one with very many.
+    """
+    if isinstance(value, list | tuple):
+        parts = list(value)
+    else:
+        if len(value.shape) - 1 not in ranks:
+            axes = " or ".join(str(rank + 1) for rank in ranks)
+            raise ShapeError(
+                f"{name}: expected a list of parts, or one array of {axes} axes with the parts along the first, got "
+                f"shape {list(value.shape)}"
+            )
+        if value.shape[0] > MOST_PARTS:
+            raise ShapeError(f"{name}: expected at most {MOST_PARTS} parts along the first axis, got {value.shape[0]}")
+        parts = [value[number] for number in range(value.shape[0])]
+    if not parts:
+        raise SpecError(f"{name}: expected one part or more, got none")
+    return parts
+
+
+def check_parts(outs: Sequence[ArrayFacts], lses: Sequence[ArrayFacts]) -> None:
+    """Checks that all parts have one shape, dtype and device, and that each log-sum-exp is that of its output.
+
+    Raises:
+        ShapeError, DTypeError, DeviceError, SpecError: naming the part, its value and what was expected.
+    """
+    if len(outs) != len(lses):
+        raise SpecError(f"lses: expected as many parts as outs, {len(outs)}, got {len(lses)}")
+    first, first_lse = outs[0], lses[0]
+    if len(first.shape) not in RANKS:
+        raise ShapeError(
+            "outs[0]: expected [batch, q_len, heads, value_dim], or packed [tokens, heads, value_dim], "
+            f"got {list(first.shape)}"
+        )
+    if first.dtype not in DTYPES:
+        raise DTypeError(f"outs[0]: expected one of {', '.join(DTYPES)}, got {first.dtype}")
+    if first_lse.dtype not in ("float32", "float64"):
+        raise DTypeError(f"lses[0]: expected float32 or float64, got {first_lse.dtype}; attention returns float32")
+    *batch, rows, heads, _ = first.shape
+    expected = (*batch, heads, rows)
+    for name, parts, shape, dtype in (
+        ("outs", outs, tuple(first.shape), first.dtype),
+        ("lses", lses, expected, first_lse.dtype),
+    ):
+        for number, part in enumerate(parts):
+            if tuple(part.shape) != shape:
+                why = "[batch, heads, q_len], or packed [heads, tokens]" if name == "lses" else "the shape of outs[0]"
+                raise ShapeError(f"{name}[{number}]: expected {why}, {list(shape)}, got {list(part.shape)}")
+            if part.dtype != dtype:
+                raise DTypeError(f"{name}[{number}]: expected the dtype of {name}[0], {dtype}, got {part.dtype}")
+            if part.device != first.device:
+                raise DeviceError(
+                    f"{name}[{number}]: expected the device of outs[0], {first.device}, got {part.device}"
+                )

@@ -1,0 +1,108 @@
+"""The page layouts of other libraries, as views: which part of a pool has the keys, and how its axes are ordered.
+
+A view is a part of an array and an order of axes, plain data that every array library understands. Our pools are
+``[num_pages, page_size, kv_heads, dim]``, so a view of another layout only has other strides.
+Sources: FlashInfer's documentation of ``kv_layout``; ``get_kv_cache_shape`` of vLLM's attention backends; the shapes in
+jax.experimental.pallas.ops.tpu.ragged_paged_attention and paged_attention of jax 0.10.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from attn_core.errors import ShapeError, SpecError, shown
+
+OURS = ("pages", "size", "heads", "dim")
+"""The axes of ``k_pages`` and ``v_pages``."""
+BOTH = "2"
+"""The axis that has the keys at 0 and the values at 1."""
+MIXED = "2 * heads"
+"""The axis that has the keys of a head, then its values, then those of the next head."""
+
+Axes = tuple[str, ...]
+PAIRS: dict[str, Axes] = {
+    "NHD": OURS,
+    "HND": ("pages", "heads", "size", "dim"),
+    "vllm": OURS,
+    "heads_first": ("heads", "pages", "size", "dim"),
+}
+"""The axes of a pool of keys, and of one of values, by the name of their layout."""
+SINGLE: dict[str, tuple[Axes, ...]] = {
+    "NHD": (("pages", BOTH, "size", "heads", "dim"),),
+    "HND": (("pages", BOTH, "heads", "size", "dim"),),
+    "vllm": (("pages", BOTH, "size", "heads", "dim"), (BOTH, "pages", "size", "heads", "dim")),
+    "interleaved": (("pages", "size", MIXED, "dim"),),
+}
+"""The axes of one array with keys and values, by the name of the layout; vLLM has had two."""
+LAYOUTS = tuple(dict.fromkeys((*PAIRS, *SINGLE)))
+
+
+class View(NamedTuple):
+    """A part of an array: ``array[part]``, with its axes then in this order."""
+
+    part: tuple[Any, ...]
+    order: tuple[int, ...]
+
+
+def view_of_pair(name: str, layout: Any, shape: tuple[int, ...]) -> View:
+    """Returns the view of ``k_pages``, or of ``v_pages``, in an array that has nothing else.
+
+    Raises:
+        SpecError: for a layout that has no such arrays. ShapeError: for a shape that is not of the layout.
+    """
+    axes = PAIRS.get(_known(layout))
+    if axes is None:
+        raise SpecError(f"layout={layout!r}: expected one array with keys and values, got two")
+    if len(shape) != len(axes):
+        raise ShapeError(f"{name}: expected {_text(axes)} for layout={layout!r}, got shape {list(shape)}")
+    return View((slice(None),), _order(axes))
+
+
+def views_of_one(layout: Any, shape: tuple[int, ...], name: str = "cache") -> tuple[View, View]:
+    """Returns the views of ``k_pages`` and of ``v_pages`` in one array.
+
+    Raises:
+        SpecError: for a layout whose keys and values are two arrays. ShapeError: for a shape that is not of the layout,
+            and for one that fits two orders of the axes.
+    """
+    choices = SINGLE.get(_known(layout))
+    if choices is None:
+        raise SpecError(f"layout={layout!r}: expected a pair (keys, values), got one array of shape {list(shape)}")
+    fitting = [axes for axes in choices if _fits(axes, shape)]
+    if not fitting:
+        expected = " or ".join(map(_text, choices))
+        raise ShapeError(f"{name}: expected {expected} for layout={layout!r}, got shape {list(shape)}")
+    if len(fitting) > 1:
+        raise ShapeError(
+            f"{name}: expected a shape that tells the pages from the keys and values, got {list(shape)}; pass "
+            f"layout='NHD' if the pages come first, or the pair ({name}[0], {name}[1])"
+        )
+    (axes,) = fitting
+    if MIXED in axes:
+        before = (slice(None),) * axes.index(MIXED)
+        views = [View((*before, slice(start, None, 2)), (0, 1, 2, 3)) for start in (0, 1)]
+    else:
+        before = (slice(None),) * axes.index(BOTH)
+        views = [View((*before, at), _order(tuple(each for each in axes if each != BOTH))) for at in (0, 1)]
+    return views[0], views[1]
+
+
+def _known(layout: Any) -> str:
+    if not isinstance(layout, str) or layout not in LAYOUTS:
+        raise SpecError(f"layout={shown(layout)}: expected one of {', '.join(map(repr, LAYOUTS))}")
+    return layout
+
+
+def _fits(axes: Axes, shape: tuple[int, ...]) -> bool:
+    if len(shape) != len(axes):
+        return False
+    return shape[axes.index(BOTH)] == 2 if BOTH in axes else shape[axes.index(MIXED)] % 2 == 0
+
+
+def _order(axes: Axes) -> tuple[int, ...]:
+    """Returns where each of our axes is among these."""
+    return tuple(map(axes.index, OURS))
+
+
+def _text(axes: Axes) -> str:
+    return f"[{', '.join(axes)}]"

@@ -1,0 +1,73 @@
+"""merge_states: one result from the results of the same queries over parts of the keys, for JAX arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from attn_core.call.arguments import ArrayFacts
+from attn_core.call.partial_results import check_parts, parts_of
+from jax_frontend.dispatch import plan
+
+Array = jax.Array
+
+
+def merge_states(outs: Sequence[Array] | Array, lses: Sequence[Array] | Array) -> tuple[Array, Array]:
+    """Merges the results of attention over parts of the keys into the result over all of them.
+
+    With l the log-sum-exp of all ``lses``, the output is the sum of ``exp(lses[i] - l) * outs[i]``. It is computed in
+    the dtype of ``lses`` and rounded once. A part with -inf saw no key and adds nothing, whatever its output is. No key
+    may be in two parts. XLA fuses it into one kernel.
+
+    Args:
+        outs: the outputs, ``[batch, q_len, heads, value_dim]`` or packed ``[tokens, heads, value_dim]``: a sequence, or
+            one array with the parts along its first axis.
+        lses: the log-sum-exps in the same form, each ``[batch, heads, q_len]`` or packed ``[heads, tokens]``, natural
+            log, float32 or float64, as ``return_lse=True`` gives them. With sinks, only one part may have had them.
+
+    Returns:
+        (out, lse) in the shapes and dtypes of one part. A row that no part gave a key has 0 and -inf. Both have
+        gradients with respect to all parts.
+
+    Raises:
+        ShapeError, DTypeError, DeviceError, SpecError: for parts that do not belong together.
+        TypeError: for parts that are no arrays.
+
+    Source: Milakov and Gimelshein 2018, "Online normalizer calculation for softmax".
+    """
+    for name, value in (("outs", outs), ("lses", lses)):
+        if isinstance(value, list | tuple):
+            for number, array in enumerate(value):
+                plan.check_array(f"{name}[{number}]", array)
+        else:
+            plan.check_array(name, value)
+    parts, part_lses = parts_of("outs", outs, (3, 4)), parts_of("lses", lses, (2, 3))
+    check_parts(
+        *(
+            [ArrayFacts(tuple(each.shape), str(each.dtype), plan.device_name(each)) for each in arrays]
+            for arrays in (parts, part_lses)
+        )
+    )
+    return _merge(tuple(parts), tuple(part_lses))  # type: ignore[no-any-return]
+
+
+@jax.jit
+def _merge(parts: tuple[Array, ...], lses: tuple[Array, ...]) -> tuple[Array, Array]:
+    stacked = jnp.stack(lses)  # [parts, batch, heads, rows], or packed [parts, heads, rows]
+    # The result does not depend on this number. -inf - -inf would be NaN.
+    base = jax.lax.stop_gradient(stacked.max(0))
+    base = jnp.where(base == -jnp.inf, 0, base)
+    weights = jnp.exp(stacked - base)
+    total = weights.sum(0)
+    empty = total == 0
+    # The logarithm of 1 in empty rows, because a gradient through log(0) would be NaN.
+    divisor = jnp.where(empty, 1, total)
+    lse = jnp.where(empty, -jnp.inf, base + jnp.log(divisor))
+    shares = (weights / divisor).swapaxes(-1, -2)[..., None]  # [parts, ..., rows, heads, 1]
+    summed = jnp.zeros(parts[0].shape, lse.dtype)
+    for part, share in zip(parts, shares, strict=True):
+        # 0 * NaN is NaN, so what an empty part left in its output must go.
+        summed = summed + share * jnp.where(share == 0, 0, part.astype(lse.dtype))
+    return summed.astype(parts[0].dtype), lse
