@@ -270,7 +270,7 @@ added after this run because of call #8. `python -m benchmarks.jax_calls --json`
 The same kernel in both frameworks, calls in a row for 0.15 s and then a wait, and how XLA reaches the kernel: "XLA"
 launches it itself, "operator" is torch's operator without Python, "callback" is Python. Below are attentions of other
 JAX packages on the same arrays. `python -m benchmarks.jax_first --json` writes the raw times; it also measures a
-training step of one decoder layer of an 8B model, which this run did not reach.
+training step of one decoder layer of an 8B model on 8192 tokens, the last table here.
 
 {jax_first_report.section()}
 
