@@ -35,7 +35,7 @@ _STRIDED, _is_grad_enabled, _requested, _ranges = (
 )
 
 
-_NONE = (None, None, None)
+_NONE: tuple[Metadata | None, ...] = (None, None, None)
 
 
 class SeenCall(NamedTuple):
