@@ -170,7 +170,7 @@ def _graph(call: Callable[[], Any], count: int = 100) -> Callable[[], Any]:
     with torch.cuda.graph(graph):
         for _ in range(count):
             call()
-    return graph.replay
+    return lambda: (graph.replay(), call)[0]  # ``call`` holds the tensors that the graph's kernels read
 
 
 def cache(sequences: int, tokens: int) -> dict[str, Any]:
