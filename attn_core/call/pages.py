@@ -45,11 +45,13 @@ class PagedKV:
             if not is_size(value) or (is_host_int(value) and value < least):
                 raise ShapeError(f"{name}={shown(value)}: expected {least} or more")
         check_flag("starts", self.starts)
-        if self.dtype not in (None, *BITS):
+        # The types come first, because a comparison with an array is an array.
+        if self.dtype is not None and not (isinstance(self.dtype, str) and self.dtype in BITS):
             raise DTypeError(
                 f"dtype={shown(self.dtype)}: expected one of {', '.join(BITS)}, or None for the dtype of q"
             )
-        if self.scales not in ((None,) if self.dtype is None else SCALES):
+        is_kind = isinstance(self.scales, str) and self.scales in SCALES
+        if not (self.scales is None if self.dtype is None else is_kind):
             expected = "None without a dtype" if self.dtype is None else f"one of {', '.join(SCALES)}"
             raise SpecError(f"scales={shown(self.scales)}: expected {expected}")
 

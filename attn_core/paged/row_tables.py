@@ -9,7 +9,7 @@ import numpy as np
 from attn_core.call.arguments import ArrayFacts
 from attn_core.call.kinds import MOST, check_size
 from attn_core.call.seq_info import is_number
-from attn_core.errors import ShapeError, SpecError
+from attn_core.errors import DTypeError, ShapeError, SpecError
 from attn_core.paged.allocator import UNUSED
 from attn_core.paged.arguments import check_one_place
 from attn_core.paged.tables import check_table_types
@@ -89,6 +89,8 @@ def check_row_types(named: dict[str, ArrayFacts], page_size: Any, width: Any) ->
     batch = max(indptr[0] - 1, 0) if len(indptr) == 1 else "batch"
     expected = {"indptr": ("batch + 1",), "indices": ("pages in use",), "last_page_len": (batch,)}
     for name, facts in named.items():
+        if facts.dtype != "int32":
+            raise DTypeError(f"{name}: expected dtype int32, got {facts.dtype}; cast it")
         check_table_types(name, facts.dtype, facts.shape, expected[name])
     if indptr[0] == 0:
         raise ShapeError("indptr: expected shape [batch + 1], got [0]")

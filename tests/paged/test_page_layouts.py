@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 import jax_frontend
 import torch_frontend
 from attn_core import DeviceError, DTypeError, ShapeError, SpecError
-from attn_core.backends.shared import paged_as_dense
+from attn_core.backends.shared import quantised_pages
 from attn_core.backends.shared.pools import pools
 from attn_core.call.tensors import PagedInputs
 from attn_core.paged.row_tables import PagedRows, rows_of_table, table_of_rows
@@ -155,8 +155,8 @@ def test_no_backend_on_a_cpu_copies_the_pool(backend: str | None, new: Any, form
 
 
 def test_a_copy_of_the_pool_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    slots = paged_as_dense._slots
-    monkeypatch.setattr(paged_as_dense, "_slots", lambda pool, *place: slots(pool.contiguous(), *place))
+    slots = quantised_pages._slots
+    monkeypatch.setattr(quantised_pages, "_slots", lambda pool, *place: slots(pool.contiguous(), *place))
     views = torch_frontend.pages_of(torch.zeros(512, 2, 16, 2, 32), "NHD")
     assert most_allocated(decoding(views, (3, 2), "math")) >= views[0].nbytes
 

@@ -221,7 +221,7 @@ def test_the_spec_of_a_paged_call() -> None:
     assert SPEC.packed and SPEC.out_shape == (5, 6, 7) and SPEC.lse_shape == (6, 5)
     assert SPEC.key != replace(SPEC, paged=replace(POOL, num_pages=8)).key
     assert pickle.loads(pickle.dumps(SPEC)) == SPEC
-    assert "paged=PagedKV(num_pages=7, page_size=4, width=3, " in str(SPEC)
+    assert "paged=PagedKV(num_pages=7, page_size=4, width=3)" in str(SPEC)
 
 
 def test_inputs_of_the_reference_are_nan_outside_the_sequences() -> None:

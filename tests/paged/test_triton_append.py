@@ -1,4 +1,4 @@
-"""The Triton kernels that append and that rotate, in Triton's interpreter: slots, rotated keys, int64 tables."""
+"""The Triton kernels that append, rotate and quantise, in Triton's interpreter: slots and int64 tables, too."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton.runtime.interpreter")
+import quantised_appends
 import triton_interpreter
 from append_cases import Append, appends, make_append
 from direct_launches import launch_by_address
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from other_process import OtherProcess
+from quantised_appends import bits, pools_of
+from quantised_cases import KINDS
 
 import torch_frontend
 from torch_frontend.paged.append_launch import append_on_gpu, repeated_on_gpu
@@ -67,6 +70,20 @@ def test_strides(dtype: str, table: str, interleaved: bool) -> None:
     assert not k.is_contiguous() and not cos.is_contiguous()
     strided = Append(**{**vars(call), "k": k, "cos": cos, "sin": sin})
     assert all(map(torch.equal, appended(strided, places_of(strided, True, False)), call.expected(True)))
+
+
+@settings(max_examples=40, deadline=None)
+@given(appends(), st.sampled_from(KINDS), st.booleans(), st.booleans())
+def test_any_append_to_quantised_pages(call: Append, kind: tuple[str, str], rotates: bool, by_slots: bool) -> None:
+    """One launch rotates in float32 and quantises: the bits of numpy, and so of torch and of JAX."""
+    if kind[0] == "int4" and (call.k.shape[2] % 2 or call.v.shape[2] % 2):
+        kind = ("int8", kind[1])
+    pools = pools_of(call, *kind)
+    *pages, k_scales, v_scales = pools.tensors
+    append_on_gpu(*pages, call.k, call.v, *places_of(call, rotates, by_slots), scales=(k_scales, v_scales))
+    right = quantised_appends.expected(call, pools, kind[0], rotates)
+    for found, wanted in zip((*pages, k_scales, v_scales), right, strict=True):
+        np.testing.assert_array_equal(bits(found), bits(wanted), err_msg=str(kind))
 
 
 @settings(max_examples=25, deadline=None)
