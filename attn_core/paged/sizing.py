@@ -6,22 +6,16 @@ from typing import Any
 
 import numpy as np
 
+from attn_core.call import pages
+from attn_core.call.pages import FLOAT_BITS
 from attn_core.call.seq_info import is_host_int
 from attn_core.errors import DTypeError, SpecError, shown
 from attn_core.paged.held_pages import MOST_PAGES
 
-BITS = {
-    "float64": 64,
-    "float32": 32,
-    "bfloat16": 16,
-    "float16": 16,
-    "float8_e4m3fn": 8,
-    "int8": 8,
-    "int4": 4,
-}
+BITS = {**FLOAT_BITS, **pages.BITS}
 """The bits of an element, by dtype."""
 
-SCALED = ("float8_e4m3fn", "int8", "int4")
+SCALED = tuple(pages.BITS)
 """Dtypes that need a scale, float32, for each token and head, of the key and of the value."""
 
 SCALE_BYTES = 4

@@ -547,6 +547,15 @@ def test_bad_documents(f: Framework, how: Any, says: str) -> None:
         run(f, "flash_attn_varlen_func", **{**good, **how})
 
 
+@pytest.mark.parametrize("f", BOTH, ids=str)
+def test_pages_of_documents_have_the_dtype_of_q(f: Framework) -> None:
+    pages = f.array(np.zeros((6, 4, KV_HEADS, 8)), "int8")
+    good = {"q": draw(11, HEADS, 8), "k": pages, "v": pages, "block_table": np.zeros((4, 3), np.int32)}
+    good |= {"cu_seqlens_q": OFFSETS_Q, "cu_seqlens_k": OFFSETS_K, "max_seqlen_q": 6, "max_seqlen_k": 9}
+    with pytest.raises(DTypeError, match=r"^k: expected the dtype of q, .*float32, got .*int8; cast it"):
+        run(f, "flash_attn_varlen_func", **good)
+
+
 REFUSED = {
     ".hopper": ("qv", "q_descale", "k_descale", "v_descale", "attention_chunk"),
     ".cute": (

@@ -204,6 +204,10 @@ def _in_pages(
     qkv: tuple[Tensor, Tensor, Tensor], info: SeqInfo, slopes: Any, table: Any, with_lse: Any, options: dict[str, Any]
 ) -> Results:
     with_lse = check_flag("return_attn_probs", with_lse)
+    for name, pool in (("k", qkv[1]), ("v", qkv[2])):
+        plan.check_tensor(name, pool)
+        if pool.dtype != qkv[0].dtype:  # these functions have no scales for quantised pages
+            raise DTypeError(f"{name}: expected the dtype of q, {qkv[0].dtype}, got {pool.dtype}; cast it")
     how: dict[str, Any] = {**options, "alibi_slopes": slopes, "max_len_q": info.max_len_q, "return_lse": with_lse}
     how |= {"block_table": table, "cu_seqlens_q": info.cu_seqlens_q, "seq_lens": info.cu_seqlens_k.diff()}
     results = without_gradient(lambda: paged_attention(*qkv, **how), *qkv)
