@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,22 +19,14 @@ from typing import Any, NamedTuple
 import torch
 
 from attn_core.paged.sizing import bytes_per_token
-from benchmarks.measure import environment, median_ratio, medians, side_by_side
+from benchmarks.measure import environment, side_by_side
+from benchmarks.page_calls_report import JAX_CALLS, lines, report
 from torch_frontend import append_kv, attention, explain_paged, flash_attn, paged_attention
 
 ROUNDS, TURN = 5, 0.15
 DIM = 128
 Calls = dict[str, Callable[[], Any]]
 Dtype = str | None
-GOALS_TB = {
-    "2 drafts": 2.5,
-    "4 drafts": 2.5,
-    "8 drafts": 2.5,
-    "16 drafts": 2.5,
-    "one sequence of 65536": 3.0,
-    "one kv head": 2.5,
-    "uneven lengths": 3.3,
-}
 
 
 class Shape(NamedTuple):
@@ -229,48 +220,11 @@ def in_jax() -> dict[str, Any]:
     return {"call": "64 x 8192 in JAX", "seconds": in_turns(calls)}
 
 
-def _in_a_row(run: Callable[[], Any], count: int = 20) -> None:
+def _in_a_row(run: Callable[[], Any], count: int = JAX_CALLS) -> None:
     """So many calls of JAX and a wait for the last; the time counts as one call and is divided in the report."""
     for _ in range(count):
         result = run()
     result.block_until_ready()
-
-
-def lines(result: dict[str, Any]) -> list[str]:
-    """Returns a row's lines of the report."""
-    seconds, texts = medians(result["seconds"]), []
-    for name, each in seconds.items():
-        each = each / 20 if name.startswith("JAX") else each
-        read = result.get("read", {}).get(name, result.get("bytes"))
-        rate = "" if read is None else f"{read / each / 1e12:.2f}"
-        texts.append(f"| {result['call']} | {name} | {1e6 * each:.0f} | {rate} |")
-    return texts
-
-
-def report(result: dict[str, Any]) -> str:
-    """Returns the results as Markdown tables."""
-    table = ["| call | | µs | TB/s |", "|---|---|---|---|"]
-    for row in result["rows"]:
-        table += lines(row)
-    goals = ["", "| goal | | |", "|---|---|---|"]
-    rows = {row["call"]: row for row in result["rows"]}
-    for name, goal in GOALS_TB.items():
-        if name in rows:
-            rate = rows[name]["bytes"] / statistics.median(rows[name]["seconds"]["attention"]) / 1e12
-            goals.append(f"| {name} | >= {goal} TB/s | {rate:.2f} |")
-    for call, name, beside, goal in (
-        ("64 x 8192, pages in", "float8_e4m3fn", "bfloat16", 1.7),
-        ("64 x 8192, pages in", "int8", "bfloat16", 1.7),
-        ("64 x 8192, pages in", "int4", "bfloat16", 2.4),
-        ("append of 64 tokens, 100 in a CUDA graph", "rotated, float8_e4m3fn", "plain", 1 / 1.15),
-        ("flash_attn_func, 1 x 64 tokens", "flash_attn_func", "flash-attn 2", 1.0),
-        ("a cache of 16 x 6000", "flash_attn_with_kvcache", "flash-attn 2", 1.0),
-        ("a cache of 128 x 2048", "flash_attn_with_kvcache", "flash-attn 2", 1.0),
-    ):
-        if call in rows and {name, beside} <= set(rows[call]["seconds"]):
-            times = median_ratio(rows[call]["seconds"], name, beside)
-            goals.append(f"| {call}: {name} beside {beside} | >= {goal:.2f} | {times:.2f} times as fast |")
-    return "\n".join(table + goals)
 
 
 MEASURES: dict[str, Callable[[], dict[str, Any]]] = {

@@ -22,6 +22,7 @@ from benchmarks import (
     jax_calls,
     jax_first_report,
     masks_report,
+    page_calls_report,
     real_calls_report,
     small_calls_report,
 )
@@ -282,6 +283,17 @@ their operations. `python -m benchmarks.forward_mode --json` writes the raw time
 
 {forward_mode_report.section()}
 
+## Pages
+
+Drafts are several new tokens of a sequence: 8 sequences of 8192 tokens, heads 64/8. Uneven lengths are drawn up to 8192
+for 64 sequences, heads 28/4. One kv head is 16 sequences of 16384, and the long sequence has heads 64/8. The other calls
+have heads 32/8, and all have head_dim 128. A rate counts the bytes of keys and values as they are stored. Pages in
+float8 and int8 need half the memory and int4 a quarter, but no call is much faster with them yet, because the kernel
+waits for their conversion. `flash_attn_with_kvcache` appends one token to a dense cache; with few sequences its time is
+the host's. `python -m benchmarks.page_calls --json` writes the raw times.
+
+{page_calls_report.section()}
+
 ## On a CPU
 
 Measured on {cpu["environment"]["date"]}: {cpu["environment"]["processor"]}, {cpu["cores"]} cores, {_versions(cpu)}.
@@ -335,6 +347,7 @@ python -m benchmarks.small_calls --device cpu            # tiny torch calls of e
 python -m benchmarks.real_calls                          # calls of real models beside F.sdpa, on a GPU
 python -m benchmarks.jax_calls                           # random calls in JAX beside jax.nn
 python -m benchmarks.jax_first --json jax-first.json     # JAX beside torch and other JAX packages, on a GPU
+python -m benchmarks.page_calls --json page-calls.json   # keys and values in pages and caches, on a GPU
 python -m benchmarks.forward_mode --json forward.json    # tangents, on a GPU
 python -m benchmarks.masks --json masks.json             # key ranges and functions beside FlexAttention, on a GPU
 python -m benchmarks.grpo_step --json grpo.json          # a training step on completions that share a prompt
