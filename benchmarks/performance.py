@@ -286,7 +286,7 @@ their operations. `python -m benchmarks.forward_mode --json` writes the raw time
 ## Pages
 
 Drafts are several new tokens of a sequence: 8 sequences of 8192 tokens, heads 64/8. Uneven lengths are drawn up to 8192
-for 64 sequences, heads 28/4. One kv head is 16 sequences of 16384, and the long sequence has heads 64/8. The other calls
+for 64 sequences, heads 28/4. One kv head is 16 sequences of 16384, and the long sequence has heads 64/8. Other calls
 have heads 32/8, and all have head_dim 128. A rate counts the bytes of keys and values as they are stored. Pages in
 float8 and int8 need half the memory and int4 a quarter, but no call is much faster with them yet, because the kernel
 waits for their conversion. `flash_attn_with_kvcache` appends one token to a dense cache; with few sequences its time is
