@@ -31,7 +31,7 @@ def token_scales(rows: Tensor, dtype: str) -> tuple[Tensor, Tensor]:
     magnitude = rows.float().abs().amax(-1)
     finite = magnitude.isfinite()
     rounded, factors = _divide(torch.where(finite, magnitude, 1.0).clamp(min=SMALLEST), OF_TOKENS[dtype])
-    scales = rounded * torch.tensor(1 / LARGEST[dtype], dtype=torch.float32)
+    scales = rounded * torch.tensor(1 / LARGEST[dtype], dtype=torch.float32, device=rows.device)
     return torch.where(finite, scales, torch.nan), torch.where(finite, factors, 0.0)
 
 
