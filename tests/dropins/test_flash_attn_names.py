@@ -19,6 +19,8 @@ from frameworks import BOTH, JAX, TORCH, Framework, as_numpy
 
 from attn_core import DTypeError, ShapeError, SpecError
 
+pytestmark = pytest.mark.rotates
+
 BATCH, Q_LEN, KV_LEN, HEADS, KV_HEADS, DIM = 2, 5, 7, 6, 2, 8
 SCALE = 1 / np.sqrt(DIM)
 

@@ -22,6 +22,8 @@ import jax_frontend
 import torch_frontend
 from attn_core.paged.places import check_slot_values, pages_and_offsets
 
+pytestmark = pytest.mark.rotates
+
 
 def arrays(f: Framework, call: Append) -> tuple[list[Any], tuple[Any, Any]]:
     """The pools, k and v, then cos and sin, as arrays of a framework that share no memory with those of the call."""

@@ -16,6 +16,8 @@ import jax_frontend
 import torch_frontend
 from attn_core import DTypeError, SeqInfo, ShapeError, SpecError
 
+pytestmark = pytest.mark.rotates
+
 Parts = tuple[list[np.ndarray], list[np.ndarray]]
 
 

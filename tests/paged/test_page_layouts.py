@@ -24,6 +24,8 @@ from attn_core.backends.shared.pools import pools
 from attn_core.call.tensors import PagedInputs
 from attn_core.paged.row_tables import PagedRows, rows_of_table, table_of_rows
 
+pytestmark = pytest.mark.rotates
+
 FORMS: dict[str, tuple[str, Callable[[np.ndarray, np.ndarray], Any]]] = {
     "NHD": ("NHD", lambda k, v: (k, v)),
     "HND": ("HND", lambda k, v: (k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3))),

@@ -23,6 +23,8 @@ import jax_frontend
 import torch_frontend
 from attn_core import SpecError
 
+pytestmark = pytest.mark.rotates
+
 CALLS = {
     "decode": make_append([5, 9, 1], None, rotary_dim=6),
     "interleaved": make_append([5, 9, 7], [5, 2, 0], interleaved=True, dtype="bfloat16", left_out=2),
@@ -48,6 +50,7 @@ def assert_written(results: Any, right: list[np.ndarray], says: str = "") -> Non
         np.testing.assert_array_equal(bits(found), bits(wanted), err_msg=f"{name} {says}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("f", BOTH, ids=str)
 def test_any_append(f: Framework) -> None:
     @settings(max_examples=12 if f.name == "jax" else 60, deadline=None)

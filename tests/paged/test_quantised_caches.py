@@ -14,6 +14,8 @@ from quantised_appends import bits
 from attn_core.call.pages import BITS
 from attn_core.paged.sizing import bytes_per_token
 
+pytestmark = pytest.mark.rotates
+
 SIZES = {"num_layers": 2, "kv_heads": 2, "head_dim": 16, "value_dim": 8}
 PAGE_SIZE = 4
 QUERY_HEADS = 4

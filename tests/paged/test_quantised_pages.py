@@ -26,6 +26,8 @@ from benchmarks import page_quality
 from jax_frontend.paged import quantise as jax_quantise
 from torch_frontend.paged import quantise as torch_quantise
 
+pytestmark = pytest.mark.rotates
+
 HALF = {"dtype": "bfloat16", "return_lse": True, "head_dim": 16, "value_dim": 8}
 CLAIMS = load("math", "cpu").FORWARD
 TORCH, JAX = ("math", "sdpa_flash"), ("math", "sdpa_flash", "jax_xla")
@@ -44,6 +46,7 @@ def accepted(call: PagedCall, backend: str) -> bool:
 # Attention
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_torch(data: Any) -> None:
@@ -56,6 +59,7 @@ def test_torch(data: Any) -> None:
             assert verdict.ok, f"{backend}: {call}\n{verdict}"
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(st.data())
 def test_jax_and_the_bits_of_torch(data: Any) -> None:

@@ -17,6 +17,8 @@ from jax.experimental.pallas.ops.tpu import ragged_paged_attention as host
 from attn_core import DTypeError, NoBackendError, ShapeError, SpecError
 from jax_frontend import ragged_paged_attention
 
+pytestmark = pytest.mark.rotates
+
 module = import_module("jax_frontend.paged.ragged_paged_attention")
 PAGE, WIDTH, SEQUENCES, TOKENS = 4, 3, 4, 11
 
@@ -55,6 +57,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(OPTIONS)))
 @settings(max_examples=6)
 @given(st.data())

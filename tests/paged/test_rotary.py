@@ -22,6 +22,8 @@ import torch_frontend
 from attn_core.correctness import rotary as reference
 from attn_core.errors import DTypeError, ShapeError, SpecError
 
+pytestmark = pytest.mark.rotates
+
 DTYPES = ("float32", "bfloat16", "float16")
 UNITS = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 
@@ -54,6 +56,7 @@ def is_right(out: Any, x: Any, cos: Any, sin: Any, positions: np.ndarray, interl
     return bool((error <= reference.bound(*arrays, positions, interleaved, unit)).all())
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_any_rotation(data: Any) -> None:
@@ -126,6 +129,7 @@ def test_planted_faults_are_found() -> None:
     assert not is_right(out, *call, False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_float64_and_its_gradient(interleaved: bool) -> None:
     call = draw(dtype="float64", table="float64")

@@ -52,6 +52,7 @@ def appended(call: Append, places: Places) -> tuple[torch.Tensor, torch.Tensor]:
     return pools
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(appends(), st.booleans(), st.booleans(), st.sampled_from(("int32", "int64")))
 def test_any_append(call: Append, rotates: bool, by_slots: bool, kind: str) -> None:
@@ -72,6 +73,7 @@ def test_strides(dtype: str, table: str, interleaved: bool) -> None:
     assert all(map(torch.equal, appended(strided, places_of(strided, True, False)), call.expected(True)))
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(appends(), st.sampled_from(KINDS), st.booleans(), st.booleans())
 def test_any_append_to_quantised_pages(call: Append, kind: tuple[str, str], rotates: bool, by_slots: bool) -> None:
@@ -95,6 +97,7 @@ def test_any_rotation(call: Append, kind: str) -> None:
     assert torch.equal(found, torch_frontend.apply_rotary(call.k, call.cos, call.sin, **options))
 
 
+@pytest.mark.slow
 def test_a_rotation_of_batches() -> None:
     """Rows of a batch, heads outside of them, and positions that are no position: they are clamped."""
     call = make_append([20, 20], [20, 20], dtype="float16")
