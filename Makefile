@@ -35,7 +35,7 @@ help:
 	@echo "make test        runs the tests (PYTEST_ARGS='-k mask -x' passes options to pytest)"
 	@echo "make test-avx2   runs the numeric tests as on a CPU without AVX-512"
 	@echo "make campaign    runs random calls through every entry point for MINUTES=3, on the GPU if there is one"
-	@echo "make sweep       compares every type of transformers' models with eager; make test runs a third of them each day"
+	@echo "make sweep       compares every type of transformers' models with eager; make test runs a fifth of them each day"
 	@echo "make lint        runs ruff and mypy"
 	@echo "make format      applies ruff's fixes and formatting"
 	@echo "make tutorials   runs the notebooks of docs/tutorials and writes their outputs back"

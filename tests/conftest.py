@@ -86,7 +86,7 @@ def pytest_runtest_logfinish() -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--sweep", action="store_true", help="all tests that rotate or are slow, not a third of them")
+    parser.addoption("--sweep", action="store_true", help="all tests that rotate or are slow, not a fifth of them")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -94,11 +94,15 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("SWEEP_DAY", str(date.today().toordinal()))  # one day for all processes, even past midnight
 
 
+DAYS = 5
+"""The days after which every case of a family has run."""
+
+
 def resting(items: list[pytest.Item], day: int) -> list[pytest.Item]:
-    """The cases that do not run today: two thirds of each family of three or more.
+    """The cases that do not run today: four fifths of each family of five or more, and all but one of three or four.
 
     A family is one test function marked ``rotates``, with all its parameters; and all tests marked ``slow`` are one.
-    The cases that run are another third on each day, so a family never rests, and each case runs every third day.
+    Other cases run on each day, so a family never rests, and each case runs every fifth day.
     """
     families: dict[str, list[pytest.Item]] = {}
     for item in items:
@@ -107,7 +111,7 @@ def resting(items: list[pytest.Item], day: int) -> list[pytest.Item]:
         elif item.get_closest_marker("rotates"):
             families.setdefault(item.nodeid.partition("[")[0], []).append(item)
     large = [sorted(family, key=lambda item: item.nodeid) for family in families.values() if len(family) > 2]
-    return [item for family in large for number, item in enumerate(family) if number % 3 != day % 3]
+    return [item for family in large for n, item in enumerate(family) if (n - day) % min(DAYS, len(family))]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
