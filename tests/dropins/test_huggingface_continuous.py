@@ -92,13 +92,13 @@ def test_a_batch_has_the_tokens_of_generate(name: str, monkeypatch: pytest.Monke
 
 
 def test_a_model_trains_while_its_manager_lives() -> None:
-    model = model_of("Llama")
+    # Both before the manager's thread starts: weights come from torch's global generator.
+    model, expected = model_of("Llama"), model_of("Llama", "eager")
     manager = model.init_continuous_batching(generation_config=generation(), continuous_batching_config=settings())
     manager.start()
     try:
         row = torch.tensor([PROMPTS[0]])
         model(input_ids=row, labels=row).loss.backward()
-        expected = model_of("Llama", "eager")
         expected(input_ids=row, labels=row).loss.backward()
         name = "model.layers.0.self_attn.q_proj.weight"
         gradients = [dict(each.named_parameters())[name].grad for each in (model, expected)]
