@@ -68,6 +68,31 @@ def four_devices() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session")
+def compiled_operators(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The cache folder and the library of torch's operators in it, compiled as a user would; once for a process.
+
+    XLA refuses a second library of the same custom calls.
+    """
+    import jax_frontend
+    from jax_frontend.bridge import operator_lane
+
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        path = jax_frontend.compile_operator_lane()
+        operator_lane.register()
+    return folder, path
+
+
+@pytest.fixture
+def library(compiled_operators: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The compiled library of torch's operators, in the user's cache folder."""
+    folder, path = compiled_operators
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    return path
+
+
 @pytest.fixture
 def scalar_inductor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """torch.compile's usual compiler with an empty cache of its own, and without vector instructions.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,12 +16,11 @@ import jax
 import jax.numpy as jnp
 import torch
 
-import jax_frontend
 from attn_core import SeqInfo, backends
 from attn_core.backends.shared.kernel_programs import OPERATOR, Unrecordable
 from attn_core.context_parallel.on_torch import operators, step
 from attn_core.context_parallel.on_torch.step import StepCall
-from jax_frontend.bridge import compiled_lane, operator_lane
+from jax_frontend.bridge import compiled_lane
 from jax_frontend.bridge.bridged_call import BridgedStep
 from jax_frontend.context_parallel import explain_context_parallel
 from jax_frontend.context_parallel import step as jax_step
@@ -30,16 +28,6 @@ from jax_frontend.context_parallel.tiles import PartTiles, TileContext, attend
 
 pytestmark = [pytest.mark.usefixtures("four_devices"), pytest.mark.slow]
 ROW = 32
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Compiles the library for this machine, as a user would."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        path = jax_frontend.compile_operator_lane()
-        operator_lane.register()
-        yield path
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -38,7 +38,7 @@ from attn_core.backends.triton_jvp import maximum
 from attn_core.backends.triton_splitkv import backend as splitkv
 from attn_core.call.tensors import Gradients, Inputs
 from attn_core.selection import row_maximum
-from jax_frontend.bridge import compiled_lane, operator_lane
+from jax_frontend.bridge import compiled_lane
 from jax_frontend.bridge.bridged_call import BridgedCall
 
 FLASH = "_scaled_dot_product_flash_attention_for_cpu"
@@ -136,16 +136,6 @@ def _backward(
 KERNEL = rewrites.Kernel(_forward, _backward, rewrites.whole_eights)
 """torch's own kernel on the CPU, completed as the kernels on a GPU are: widths, sinks, the gradient of lse."""
 FUNCTIONS = operator_program.Functions(partial(rewrites.forward, KERNEL), partial(rewrites.backward, KERNEL))
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Compiles the library for this machine, as a user would."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        path = jax_frontend.compile_operator_lane()
-        operator_lane.register()
-        yield path
 
 
 def in_xla(step: Any, results: Any, *operands: Any) -> Any:
