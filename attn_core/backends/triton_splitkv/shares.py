@@ -27,26 +27,28 @@ def tiles(spec: AttentionSpec) -> Tiles:
 
 def _few_programs(spec: AttentionSpec) -> bool:
     """Returns whether so few sequences and heads fill a GPU that larger tiles are faster, and there are several."""
-    return (spec.documents or 1) > 1 and (spec.documents or 1) * spec.num_kv_heads < 384
+    sequences = spec.documents or 1
+    return sequences > 1 and sequences * spec.num_kv_heads < 384
 
 
 def rows_of(spec: AttentionSpec) -> int:
+    """Returns the rows of a tile, queries times heads of a group: a power of two from 16 to 128."""
     rows = (spec.max_len_q or 1) * spec.group_size
-    # Triton's matrix product needs 16 rows; larger tiles would leave rows empty in decoding.
     most = 64 if max(spec.head_dim, spec.value_dim) > 128 else 128  # wider tiles of 128 rows need too much memory
-    return min(most, 16 if rows <= 16 else 32 if rows <= 32 else 64 if rows <= 64 else 128)
+    # Triton's matrix product needs 16 rows; larger tiles would leave rows empty in decoding.
+    return min(most, max(16, 1 << (rows - 1).bit_length()))
 
 
 def splits(spec: AttentionSpec, multiprocessors: int) -> int:
     """Returns the number of splits of each sequence's keys. It depends on shapes alone, so equal calls run equally."""
-    rows = rows_of(spec)
-    programs = (spec.documents or 1) * spec.num_kv_heads * -(-(spec.max_len_q or 1) * spec.group_size // rows)
+    rows, sequences = rows_of(spec), spec.documents or 1
+    programs = sequences * spec.num_kv_heads * -(-(spec.max_len_q or 1) * spec.group_size // rows)
     full = multiprocessors * PROGRAMS
     reach = band(spec).left
     keys = spec.max_len_k or spec.kv_len
     if reach is not None:  # a window bounds the keys that the queries of a sequence see together
         keys = min(keys, reach + (spec.max_len_q or 1))
-    if (spec.documents or 1) == 1:
+    if sequences == 1:
         count = min(full // max(programs, 1), -(-keys // FEWEST_KEYS))
     else:
         even = min(-(-keys // (SHARE if rows < 128 else 2 * SHARE)), 2 * full // max(programs, 1))
