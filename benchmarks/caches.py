@@ -30,7 +30,6 @@ BOUNDS: dict[str, int | str] = {
     "attn_core.backends.shared.first_call:_compiled": 2**15,
     "attn_core.backends.shared.triton:_compiled": "the kernels that Triton keeps compiled",
     "attn_core.backends.shared.triton:_launches": 4096,
-    "attn_core.call.foreign_keywords:_PARAMETERS": "the public functions",
     "attn_core.call.slow_paths:_warned": "lines of a program",
     "attn_core.cli.campaign.entries:_known": "frameworks",
     "attn_core.cli.campaign.expressible:expressible": "entries of a campaign",

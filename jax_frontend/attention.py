@@ -142,7 +142,7 @@ def attention(
         NoBackendError: if no backend, or not the requested one, can run the call; the message has every reason.
     """
     if unknown:
-        refuse_keywords("attention", unknown)
+        refuse_keywords(attention, unknown)
     check_flag("return_max_logit", return_max_logit)
     check_process()  # before the axes are exchanged, which runs JAX
     if check_layout(layout) == "bhsd":

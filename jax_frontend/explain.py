@@ -69,7 +69,7 @@ def explain(
     ``needs_backward=True`` for training: of every tensor, the bias included, but of no array in ``aux``.
     """
     if unknown:
-        refuse_keywords("explain", unknown)
+        refuse_keywords(explain, unknown)
     if check_layout(layout) == "bhsd":
         q, k, v = map(exchanged, (q, k, v))
     segments = Segments(q_segment_ids, kv_segment_ids, q_positions, kv_positions)

@@ -76,7 +76,7 @@ def attention_qkvpacked(
     The other arguments, the result and the errors are the same as in ``attention``.
     """
     if unknown:
-        refuse_keywords("attention_qkvpacked", unknown)
+        refuse_keywords(attention_qkvpacked, unknown)
     plan.check_array("qkv", qkv)
     check_qkv_as_one(ArrayFacts(tuple(qkv.shape), str(qkv.dtype), ""), seq_info is not None)
     seen = causal, alignment, window, mask, key_ranges

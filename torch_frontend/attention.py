@@ -162,7 +162,7 @@ def attention(
             ``torch.nn.attention.sdpa_kernel`` around the call allows only torch's kernels that it lists.
     """
     if unknown:
-        refuse_keywords("attention", unknown)
+        refuse_keywords(attention, unknown)
     plain = type(q) is type(k) is type(v) is Tensor
     jagged = not plain and nested.has_jagged(q, k, v)
     in_cache = not (kv_lengths is None and kv_starts is None and cache_index is None)

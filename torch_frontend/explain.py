@@ -63,7 +63,7 @@ def explain(
     ``needs_backward`` states whether the call is for training; if None, the tensors' ``requires_grad`` decides.
     """
     if unknown:
-        refuse_keywords("explain", unknown)
+        refuse_keywords(explain, unknown)
     if not (q_segment_ids is None and kv_segment_ids is None and q_positions is None and kv_positions is None):
         said, alone = (q_segment_ids, kv_segment_ids, q_positions, kv_positions), (seq_info, alibi_slopes)
         if not (kv_lengths is None and kv_starts is None and cache_index is None):

@@ -79,7 +79,7 @@ def attention_qkvpacked(
     The other arguments, the result and the errors are those of ``attention``.
     """
     if unknown:
-        refuse_keywords("attention_qkvpacked", unknown)
+        refuse_keywords(attention_qkvpacked, unknown)
     plan.check_tensor("qkv", qkv)
     if is_object(mask, bias):
         rows, visible = qkv.select(-3, 0) if qkv.dim() > 3 else qkv, (causal, alignment, window, mask, bias, seq_info)

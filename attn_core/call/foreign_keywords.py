@@ -110,22 +110,19 @@ _TRANSPOSED = "pass q, k and v as [batch, shard, heads, head_dim]"
 _OF_SHARDS = {"tensor_layout": _TRANSPOSED, "qkv_format": _TRANSPOSED}
 """The same for functions with a mesh, whose ``layout`` says which positions a shard holds."""
 
-_PARAMETERS: dict[str, tuple[str, ...]] = {}
-"""The parameters of each public function, by its name. Both frontends have the same names."""
-
 
 def hide_unknown(function: Function) -> Function:
     """Leaves ``**unknown`` out of a function's signature, for ``help`` and ``inspect.signature``."""
     signature = inspect.signature(function)
     named = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
     function.__signature__ = signature.replace(parameters=named)  # type: ignore[attr-defined]
-    _PARAMETERS[function.__name__] = tuple(each.name for each in named if each.name != "self")
     return function
 
 
-def refuse_keywords(function: str, unknown: Mapping[str, Any]) -> NoReturn:
+def refuse_keywords(function: Callable[..., Any], unknown: Mapping[str, Any]) -> NoReturn:
     """Raises TypeError for keywords that a function does not have, with our word for each that another library has."""
-    raise TypeError("\n".join([_sentence(word, function) for word in unknown]))
+    ours = [name for name in inspect.signature(function).parameters if name != "self"]
+    raise TypeError("\n".join([_sentence(word, function.__name__, ours) for word in unknown]))
 
 
 def meaning(word: str, ours: Sequence[str]) -> str | dict[str, str] | None:
@@ -133,8 +130,7 @@ def meaning(word: str, ours: Sequence[str]) -> str | dict[str, str] | None:
     return (_OF_SHARDS.get(word) if "mesh" in ours else None) or KEYWORDS.get(word)
 
 
-def _sentence(word: str, function: str) -> str:
-    ours = _PARAMETERS[function]
+def _sentence(word: str, function: str, ours: Sequence[str]) -> str:
     known = meaning(word, ours)
     if known is None:
         close = get_close_matches(word, ours, n=1)

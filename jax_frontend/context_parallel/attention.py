@@ -133,7 +133,7 @@ def context_parallel_attention(
         NoBackendError: if no backend, or not the requested one, can run a tile; the message has every reason.
     """
     if unknown:
-        refuse_keywords("context_parallel_attention", unknown)
+        refuse_keywords(context_parallel_attention, unknown)
     options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
     inputs = plan.check_arrays((q, k, v, mask, bias, alibi_slopes, sinks))
     row_mesh = find_row_mesh(mesh, axis_name)
@@ -193,7 +193,7 @@ def explain_context_parallel(
     backend's lane, and the reasons if Python launches its kernels.
     """
     if unknown:
-        refuse_keywords("explain_context_parallel", unknown)
+        refuse_keywords(explain_context_parallel, unknown)
     options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
     inputs = plan.check_arrays((q, k, v, mask, bias, alibi_slopes, sinks), shapes_only=True)
     row_mesh = find_row_mesh(mesh, axis_name)

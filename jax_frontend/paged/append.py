@@ -69,7 +69,7 @@ def append_kv(
             a token without a valid slot is not written, and positions are clamped.
     """
     if unknown:
-        refuse_keywords("append_kv", unknown)
+        refuse_keywords(append_kv, unknown)
     cos, sin = (None, None) if rotary is None else pair_of(rotary)
     tables = {"block_table": block_table, "seq_lens": seq_lens, "cu_seqlens_q": cu_seqlens_q}
     check_choice(tables, slot_mapping, cos, rotary_interleaved, positions)

@@ -111,7 +111,7 @@ def paged_attention(
         NoBackendError: if no backend, or not the requested one, can run the call; the message has every reason.
     """
     if unknown:
-        refuse_keywords("paged_attention", unknown)
+        refuse_keywords(paged_attention, unknown)
     numbers = {"q": q, "k_pages": k_pages, "v_pages": v_pages, "sinks": sinks, "alibi_slopes": alibi_slopes}
     numbers |= {"k_scales": k_scales, "v_scales": v_scales}
     inputs = _gather_arguments(numbers, (block_table, seq_lens, cu_seqlens_q), key_ranges, kv_starts)
@@ -155,7 +155,7 @@ def explain_paged(
 ) -> Selection:
     """Returns the backend that ``paged_attention`` chooses for these arguments and why the others cannot run."""
     if unknown:
-        refuse_keywords("explain_paged", unknown)
+        refuse_keywords(explain_paged, unknown)
     numbers = {"q": q, "k_pages": k_pages, "v_pages": v_pages, "sinks": sinks, "alibi_slopes": alibi_slopes}
     numbers |= {"k_scales": k_scales, "v_scales": v_scales}
     tables = block_table, seq_lens, cu_seqlens_q

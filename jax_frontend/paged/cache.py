@@ -142,7 +142,7 @@ class PagedKVCache(PagedCache):
     ) -> Array | tuple[Array, Array]:
         """Runs ``check``, then ``paged_attention`` of a layer's queries, ``[tokens, heads, head_dim]``."""
         if unknown:
-            refuse_keywords("attend", unknown)
+            refuse_keywords(PagedKVCache.attend, unknown)
         k_pages, v_pages = self._pools(layer, step)
         return paged_attention(
             q,

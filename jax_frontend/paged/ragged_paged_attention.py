@@ -86,7 +86,7 @@ def ragged_paged_attention(
         NoBackendError: if no backend, or not the requested one, can run the call; the message has every reason.
     """
     if unknown:
-        refuse_keywords("ragged_paged_attention", unknown)
+        refuse_keywords(ragged_paged_attention, unknown)
     plan.check_array("q", q)
     plan.check_array("kv_pages", kv_pages)
     kv_lens, page_indices, cu_q_lens, num_seqs = _tables(kv_lens, page_indices, cu_q_lens, num_seqs)

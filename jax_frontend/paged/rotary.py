@@ -41,7 +41,7 @@ def apply_rotary(
             others are clamped to the rows of cos.
     """
     if unknown:
-        refuse_keywords("apply_rotary", unknown)
+        refuse_keywords(apply_rotary, unknown)
     rotary.check_interleaved("interleaved", interleaved)
     for name, array in (("x", x), ("cos", cos), ("sin", sin)):
         plan.check_array(name, array)

@@ -120,7 +120,7 @@ def context_parallel_attention(
         NoBackendError: if no backend, or not the requested one, can run a part of the call.
     """
     if unknown:
-        refuse_keywords("context_parallel_attention", unknown)
+        refuse_keywords(context_parallel_attention, unknown)
     shards: Any = (q, k, v)
     rows: tuple[Tensor, ...] = shards
     try:
@@ -187,7 +187,7 @@ def explain_context_parallel(
     ``needs_backward`` overrides what the tensors' ``requires_grad`` says about training.
     """
     if unknown:
-        refuse_keywords("explain_context_parallel", unknown)
+        refuse_keywords(explain_context_parallel, unknown)
     q, k, v = to_local((q, k, v), mesh)
     check_supported(mask, bias, alibi_slopes, dropout)
     options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)

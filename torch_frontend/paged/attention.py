@@ -125,7 +125,7 @@ def paged_attention(
         NoBackendError: if no backend, or not the requested one, can run the call; the message has every reason.
     """
     if unknown:
-        refuse_keywords("paged_attention", unknown)
+        refuse_keywords(paged_attention, unknown)
     is_usual = key_ranges is alibi_slopes is kv_starts is out is None
     if is_usual and not (_is_compiling() or _modes() or forward_ad._current_level >= 0):
         plain_options = (causal, window, softcap, scale, deterministic, return_lse, max_len_q)
@@ -184,7 +184,7 @@ def explain_paged(
 ) -> Selection:
     """Returns the backend that ``paged_attention`` chooses for these arguments and why the others cannot run."""
     if unknown:
-        refuse_keywords("explain_paged", unknown)
+        refuse_keywords(explain_paged, unknown)
     options = options_of(causal, window, softcap, scale, deterministic, return_lse, max_len_q)
     tables = block_table, seq_lens, cu_seqlens_q
     more = key_ranges, alibi_slopes, kv_starts, k_scales, v_scales
@@ -236,7 +236,7 @@ def append_kv(
             without a valid slot is skipped, and positions are clamped.
     """
     if unknown:
-        refuse_keywords("append_kv", unknown)
+        refuse_keywords(append_kv, unknown)
     cos, sin = (None, None) if rotary is None else pair_of(rotary)
     if slot_mapping is not None or rotary_interleaved is not False or positions is not None:
         tables = {"block_table": block_table, "seq_lens": seq_lens, "cu_seqlens_q": cu_seqlens_q}

@@ -164,7 +164,7 @@ class PagedKVCache(PagedCache):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Runs ``check``, then ``paged_attention`` of a layer's queries ``[tokens, heads, head_dim]`` with options."""
         if unknown:
-            refuse_keywords("attend", unknown)
+            refuse_keywords(PagedKVCache.attend, unknown)
         k_pages, v_pages = self._pools(layer, step)
         return paged_attention(
             q,
