@@ -22,6 +22,8 @@ import numpy as np
 
 LARGEST = {"float8_e4m3fn": 448, "int8": 127, "int4": 7}
 """The largest stored number."""
+KINDS = {None: 0, "float8_e4m3fn": 1, "int8": 2, "int4": 3}
+"""The constant KIND of the Triton kernels for a dtype of pages."""
 SMALLEST = 2.0**-100
 """The smallest magnitude of a token and head, so that the scale of zeros is above 0; also the smallest page scale."""
 HIGHEST_SCALE = 2.0**100

@@ -14,10 +14,8 @@ import numpy as np
 import triton
 import triton.language as tl
 
-from attn_core.paged.quantised import HIGHEST_SCALE, LARGEST, OF_PAGES, OF_TOKENS, SMALLEST
+from attn_core.paged.quantised import HIGHEST_SCALE, KINDS, LARGEST, OF_PAGES, OF_TOKENS, SMALLEST
 
-KINDS = {None: 0, "float8_e4m3fn": 1, "int8": 2, "int4": 3}
-"""The constant KIND of a dtype of pages."""
 INFINITY = tl.constexpr(0x7F800000)
 SMALLEST_BITS = tl.constexpr(int(np.float32(SMALLEST).view(np.int32)))
 

@@ -11,6 +11,7 @@ from attn_core import AttentionSpec, Target, explain
 from attn_core.backends.triton_splitkv import backend as triton_splitkv
 from attn_core.backends.triton_splitkv import shares
 from attn_core.call.pages import PagedKV
+from attn_core.paged.quantised import KINDS
 
 GPU = Target("torch", "sm90")
 
@@ -97,14 +98,13 @@ def test_the_numbers_that_the_kernels_receive() -> None:
     assert triton_splitkv.lower(spec_of(softcap=20.0, window=(5, None), sinks=True, scale=0.3)) == {
         **{"scale": 0.3, "softcap": 20.0, "left": 5, "right": 0},
         **{"ONE_QUERY": True, "SOFTCAP": True, "SINKS": True, "RANGES": 0, "ALIBI": False, "STARTS": False},
-        **{"LEFT_OPEN": False, "SCALED": False, "INT4": False, "SCALES_WEIGHTS": True},
+        **{"LEFT_OPEN": False, "KIND": 0},
     }
     assert triton_splitkv.lower(spec_of(alibi_shape=(64, 32)))["ALIBI"]
     assert triton_splitkv.lower(with_starts())["STARTS"]
-    for dtype, is_int4 in (("float8_e4m3fn", False), ("int8", False), ("int4", True)):
-        pool = replace(spec_of().paged, dtype=dtype, scales="token")
-        lowered = triton_splitkv.lower(replace(spec_of(), paged=pool, dtype="float16"))
-        assert (lowered["SCALED"], lowered["INT4"], lowered["SCALES_WEIGHTS"]) == (True, is_int4, False)
+    for dtype, kind in KINDS.items():
+        pool = replace(spec_of().paged, dtype=dtype, scales=None if dtype is None else "token")
+        assert triton_splitkv.lower(replace(spec_of(), paged=pool))["KIND"] == kind
     assert triton_splitkv.lower(spec_of(new=3, key_ranges_shape=(1, 1, 192, 2, 2)))["RANGES"] == 2
     open_sides = triton_splitkv.lower(spec_of(new=3, causal=False))
     assert open_sides["left"] == open_sides["right"] == 2**30 and not open_sides["ONE_QUERY"]

@@ -27,6 +27,7 @@ from attn_core.call.pages import BITS
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, PagedInputs
 from attn_core.paged.arguments import one_query_each
+from attn_core.paged.quantised import KINDS
 
 FRAMEWORK = "torch"
 REQUIRES = "triton>=3.6"
@@ -103,10 +104,7 @@ def lower(spec: AttentionSpec) -> dict[str, Any]:
         "LEFT_OPEN": edge.left is None,
         "ALIBI": spec.alibi_shape is not None,
         "STARTS": spec.paged is not None and spec.paged.starts,
-        "SCALED": dtype is not None,
-        "INT4": dtype == "int4",
-        # In float16 a product of a weight and a scale could be too small, so the values are scaled there.
-        "SCALES_WEIGHTS": spec.dtype == "bfloat16",
+        "KIND": KINDS[dtype],
     }
 
 

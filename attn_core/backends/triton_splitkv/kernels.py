@@ -16,26 +16,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from attn_core.backends.triton_splitkv.loads import is_in_range, load, slot_at
 from attn_core.backends.triton_splitkv.merge_kernel import LN_2, LOG2_E, merge, raise_maximum  # noqa: F401
-from attn_core.backends.triton_splitkv.stored_tiles import as_numbers, lower_int4, scaled, upper_int4
-
-
-@triton.jit
-def _is_in_range(at, is_new, stop_of_old, token):
-    """Returns which tokens (rows) each key's range at this address shows; the range of an old key ends at a number."""
-    start = tl.load(at, mask=is_new, other=0)
-    stop = tl.load(at + 1, mask=is_new, other=stop_of_old)
-    return (token[:, None] >= start[None, :]) & (token[:, None] < stop[None, :])
-
-
-@triton.jit
-def _load(at, exists, ALL: tl.constexpr):
-    """Loads what exists, and 0 elsewhere; ALL says that everything exists."""
-    if ALL:
-        loaded = tl.load(at)
-    else:
-        loaded = tl.load(at, mask=exists, other=0.0)  # 0 cannot become a float8
-    return loaded
+from attn_core.backends.triton_splitkv.stored_tiles import (
+    HEADROOM,
+    INT4,
+    channel_of_part,
+    fit_float16,
+    key_numbers,
+    value_numbers,
+)
 
 
 # Triton compiles again for arguments that are 1 or a multiple of 16. These change from call to call.
@@ -87,6 +77,7 @@ def attend(
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     PAGE: tl.constexpr,
+    DENSE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -97,9 +88,8 @@ def attend(
     LEFT_OPEN: tl.constexpr,
     ALIBI: tl.constexpr,
     STARTS: tl.constexpr,
-    SCALED: tl.constexpr,
-    INT4: tl.constexpr,
-    SCALES_WEIGHTS: tl.constexpr,
+    KIND: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
@@ -108,11 +98,13 @@ def attend(
     q ``[tokens, heads, head_dim]``; out ``[splits, tokens, heads, value_dim]``; lse ``[splits, heads, tokens]``,
     natural. key_ranges ``[kv_heads or 1, tokens, RANGES, 2]``; range_head is 0 for one head. alibi_slopes float32
     ``[sequences or 1, heads]``; slope_row is 0 for one row. ROWS and KEYS: queries (times GROUP) and keys of a tile.
-    LEFT_OPEN: no window hides keys on the left. The other numbers are strides in elements.
+    LEFT_OPEN: no window hides keys on the left. DENSE: the pages of a pool lie next to each other. Other numbers are
+    strides in elements.
 
-    SCALED: the pages are quantised, and a scale of a key multiplies its score. Stored numbers are exact in the dtype of
-    q. The scale of a value multiplies its weight if SCALES_WEIGHTS, else the value. With INT4 a byte has one number of
-    each half of the channels; the halves of q and of the output are tiles of their own.
+    KIND: how the pages are quantised (``paged.quantised.KINDS``), 0 if they are not. A scale of a key multiplies its
+    score. Weights times the scales of the values, divided by the largest scale so far, are float16, as the stored
+    numbers are: float16 has them all, and GPUs convert to it fastest. Each tile of values is read as words of two
+    bytes, and becomes a tile for each place of a number in a word. ASSEMBLY: see ``stored_tiles``.
     """
     sequence = tl.program_id(0) // KV_HEADS
     kv_head = (tl.program_id(0) % KV_HEADS).to(tl.int64)  # 64 bits, because a pool's stride times it may exceed 2^31
@@ -148,21 +140,28 @@ def attend(
     start = low + split * share * KEYS
     stop = tl.minimum(start + share * KEYS, high)
 
-    half: tl.constexpr = 2 if INT4 else 1
+    half: tl.constexpr = 2 if KIND == INT4 else 1
+    parts: tl.constexpr = 1 if KIND == 0 else 2 * half
     channel = tl.arange(0, HEAD_DIM // half)
-    value_channel = tl.arange(0, VALUE_DIM // half)
+    place_in_part = tl.arange(0, VALUE_DIM // parts)
     rows_at = q + token[:, None] * q_token + head[:, None] * q_head + channel[None, :]
     queries_tile = tl.load(rows_at, mask=is_row[:, None], other=0.0)
     upper_queries = queries_tile
-    if INT4:
+    if KIND == INT4:
         upper_queries = tl.load(rows_at + HEAD_DIM // 2, mask=is_row[:, None], other=0.0)
+    to_logits = scale * LOG2_E
+    if KIND != 0:
+        queries_tile, upper_queries, undo = fit_float16(queries_tile, upper_queries)
+        to_logits *= undo[:, None]
     slope = tl.zeros([ROWS], tl.float32)
     if ALIBI:
         slope = tl.load(alibi_slopes + sequence * slope_row + head, mask=is_row, other=0.0) * LOG2_E
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    summed = tl.zeros([ROWS, VALUE_DIM // half], tl.float32)
-    upper_summed = summed
+    largest_scale = 2.0**-126
+    summed = ()
+    for _ in tl.static_range(parts):
+        summed += (tl.zeros([ROWS, VALUE_DIM // parts], tl.float32),)  # type: ignore[assignment]
     table = block_table + sequence.to(tl.int64) * table_row
     # Whole tiles of keys before the new tokens run first. They need no ranges, and without a window no mask.
     border = stop
@@ -173,25 +172,25 @@ def attend(
         for at in range(start if part == 0 else border, border if part == 0 else stop, KEYS):
             key = at + tl.arange(0, KEYS)
             is_key = key < stop
-            page = _load(table + key // PAGE, is_key, part == 0 and LEFT_OPEN)
-            page = tl.minimum(tl.maximum(page, 0), num_pages - 1).to(tl.int64)
+            page = load(table + key // PAGE, is_key, part == 0 and LEFT_OPEN)
+            page = tl.minimum(tl.maximum(page, 0), num_pages - 1)
             slot = key % PAGE
-            keys_at = k_pages + kv_head * k_head + page[None, :] * k_page + slot[None, :] * k_slot + channel[:, None]
-            keys_tile = _load(keys_at, is_key[None, :], part == 0 and LEFT_OPEN)
-            if INT4:
-                scores = tl.dot(queries_tile, as_numbers(lower_int4(keys_tile), queries_tile.dtype))
-                scores = tl.dot(upper_queries, as_numbers(upper_int4(keys_tile), queries_tile.dtype), scores)
-            else:
-                scores = tl.dot(queries_tile, as_numbers(keys_tile, queries_tile.dtype))
-            if SCALED:
-                k_scale_at = k_scales + kv_head * k_scale_head + page * k_scale_page + slot * k_scale_slot
+            keys_at = k_pages + kv_head * k_head + slot_at(page, slot, k_page, k_slot, PAGE, DENSE)[None, :]
+            keys_tile = load(keys_at + channel[:, None], is_key[None, :], part == 0 and LEFT_OPEN)
+            lower, upper = key_numbers(keys_tile, KIND, ASSEMBLY)
+            scores = tl.dot(queries_tile, lower)
+            if KIND == INT4:
+                scores = tl.dot(upper_queries, upper, scores)
+            if KIND != 0:
+                k_scale_at = k_scales + kv_head * k_scale_head
+                k_scale_at += slot_at(page, slot, k_scale_page, k_scale_slot, PAGE, False)
                 scores *= tl.load(k_scale_at, mask=is_key, other=0.0)[None, :]
             if SOFTCAP:
                 # tanh(x) = 1 - 2 / (1 + exp(2 x)): exact at both ends, where exp2 is 0 or inf.
-                bent = 1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 * LOG2_E * scale / softcap)))
+                bent = 1.0 - 2.0 / (1.0 + tl.exp2(scores * (to_logits * (2.0 / softcap))))
                 scores = bent * (softcap * LOG2_E)
             else:
-                scores = scores * (scale * LOG2_E)  # base-2 logits, because GPUs compute exp2 directly
+                scores = scores * to_logits  # base-2 logits, because GPUs compute exp2 directly
             distance = key[None, :] - diagonal[:, None]
             if ALIBI:
                 scores -= slope[:, None] * tl.abs(distance).to(tl.float32)
@@ -202,45 +201,51 @@ def attend(
                 place = key + queries - length
                 is_new = is_key & (place >= 0)
                 ranges_at = key_ranges + kv_head * range_head + (first + place).to(tl.int64) * (2 * RANGES)
-                shown = _is_in_range(ranges_at, is_new, tokens, token)
+                shown = is_in_range(ranges_at, is_new, tokens, token)
                 if RANGES == 2:
-                    shown |= _is_in_range(ranges_at + 2, is_new, 0, token)
+                    shown |= is_in_range(ranges_at + 2, is_new, 0, token)
                 seen &= shown
             if part == 1 or not LEFT_OPEN:
                 scores = tl.where(seen, scores, float("-inf"))
             top, base, fade = raise_maximum(top, tl.max(scores, 1))
             weights = tl.exp2(scores - base[:, None])
             total = total * fade + tl.sum(weights, 1)
-            values_at = v_pages + kv_head * v_head + page[:, None] * v_page + slot[:, None] * v_slot
-            values_tile = _load(values_at + value_channel[None, :], is_key[:, None], part == 0 and LEFT_OPEN)
-            value_scale = 1.0
-            if SCALED:
-                v_scale_at = v_scales + kv_head * v_scale_head + page * v_scale_page + slot * v_scale_slot
+            if KIND == 0:
+                values_at = v_pages + kv_head * v_head + slot_at(page, slot, v_page, v_slot, PAGE, DENSE)[:, None]
+            else:
+                # Words of two bytes: pools lie at multiples of 16 bytes, and so does each row of channels.
+                values_at = v_pages.to(tl.pointer_type(tl.int16)) + kv_head * (v_head // 2)
+                values_at += slot_at(page, slot, v_page // 2, v_slot // 2, PAGE, DENSE)[:, None]
+                v_scale_at = v_scales + kv_head * v_scale_head
+                v_scale_at += slot_at(page, slot, v_scale_page, v_scale_slot, PAGE, False)
                 value_scale = tl.load(v_scale_at, mask=is_key, other=0.0)
-                if SCALES_WEIGHTS:
-                    weights *= value_scale[None, :]
+                old_scale = largest_scale
+                largest_scale = tl.maximum(old_scale, tl.max(value_scale, 0))
+                weights *= (value_scale * (1.0 / largest_scale) * HEADROOM)[None, :]
+                fade *= old_scale / largest_scale
+            values_tile = load(values_at + place_in_part[None, :], is_key[:, None], part == 0 and LEFT_OPEN)
             # The tensor cores take both operands in one dtype. The sum stays float32.
             weights = weights.to(queries_tile.dtype)
-            if INT4:
-                upper = scaled(upper_int4(values_tile), value_scale, SCALED and not SCALES_WEIGHTS, weights.dtype)
-                upper_summed = upper_summed * fade[:, None] + tl.dot(weights, upper)
-                values_tile = lower_int4(values_tile)
-            values_tile = scaled(values_tile, value_scale, SCALED and not SCALES_WEIGHTS, weights.dtype)
-            summed = summed * fade[:, None] + tl.dot(weights, values_tile)
+            numbers = value_numbers(values_tile, KIND, ASSEMBLY)
+            added = ()
+            for i in tl.static_range(parts):
+                added += (summed[i] * fade[:, None] + tl.dot(weights, numbers[i]),)  # type: ignore[assignment]
+            summed = added
 
     empty = total == 0.0  # before the sink is added: a row without keys has output 0 whatever its sink
     if SINKS and SPLITS == 1:  # with splits, merge adds the sink once
         sink = tl.load(sinks + head, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
         top, base, fade = raise_maximum(top, sink)
         total = total * fade + tl.exp2(sink - base)
-        summed = summed * fade[:, None]
-        upper_summed = upper_summed * fade[:, None]
-    result = tl.where(empty[:, None], 0.0, summed / tl.where(empty, 1.0, total)[:, None])
-    row_lse = tl.where(empty, float("-inf"), (top + tl.log2(tl.where(empty, 1.0, total))) * LN_2)
+    else:
+        fade = tl.full([ROWS], 1.0, tl.float32)
+    if KIND != 0:
+        fade *= largest_scale / HEADROOM
+    divisor = tl.where(empty, 1.0, total)
+    row_lse = tl.where(empty, float("-inf"), (top + tl.log2(divisor)) * LN_2)
     out_at = out + split.to(tl.int64) * out_split + token[:, None] * out_token + head[:, None] * out_head
-    tl.store(out_at + value_channel[None, :], result.to(out.dtype.element_ty), mask=is_row[:, None])
-    if INT4:
-        result = tl.where(empty[:, None], 0.0, upper_summed / tl.where(empty, 1.0, total)[:, None])
-        out_at += VALUE_DIM // 2
+    for i in tl.static_range(parts):
+        result = tl.where(empty[:, None], 0.0, summed[i] * fade[:, None] / divisor[:, None])
+        value_channel = channel_of_part(place_in_part, i, parts, VALUE_DIM)
         tl.store(out_at + value_channel[None, :], result.to(out.dtype.element_ty), mask=is_row[:, None])
     tl.store(lse + split.to(tl.int64) * lse_split + head * lse_head + token, row_lse, mask=is_row)

@@ -66,11 +66,15 @@ def attend(
         *scale_strides(spec, k_scales),
         *scale_strides(spec, v_scales),
     )
+    size = paged.page_size
+    # The kernel numbers the slots of dense pools in int32.
+    dense = all(pool.stride(0) == size * pool.stride(1) for pool in (k, v)) and paged.num_pages * size < 2**31
     constants = {
-        **{"KV_HEADS": spec.num_kv_heads, "GROUP": spec.group_size, "PAGE": paged.page_size},
+        **{"KV_HEADS": spec.num_kv_heads, "GROUP": spec.group_size, "PAGE": size, "DENSE": dense},
         **{"HEAD_DIM": spec.head_dim, "VALUE_DIM": spec.value_dim, "SPLITS": count},
         **{name: settings[name] for name in ("ONE_QUERY", "SOFTCAP", "SINKS", "RANGES", "ALIBI", "STARTS")},
-        **{name: settings[name] for name in ("LEFT_OPEN", "SCALED", "INT4", "SCALES_WEIGHTS")},
+        # Tests run the kernel on the CPU, in Triton's interpreter, which runs no PTX.
+        **{"LEFT_OPEN": settings["LEFT_OPEN"], "KIND": settings["KIND"], "ASSEMBLY": q.device.type != "cpu"},
         **{"ROWS": tile.rows, "KEYS": tile.keys, "num_warps": tile.warps, "num_stages": tile.stages},
     }
     return grid, numbers, constants

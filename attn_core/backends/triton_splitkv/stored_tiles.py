@@ -1,4 +1,8 @@
-"""Turns tiles of stored numbers from quantised pages into tiles that Triton's products take.
+"""Turns tiles of stored numbers from quantised pages into float16 tiles, which Triton's products take.
+
+float16 has every stored number of all kinds. With ASSEMBLY, PTX converts two numbers at once and pairs the numbers of
+two keys, as the tensor cores read them; otherwise Triton's own operations do, which its interpreter runs, too. Both
+give the same numbers.
 
 This module imports triton, so others import it only when they run.
 """
@@ -8,30 +12,134 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from attn_core.paged.quantised import KINDS
+
+FLOAT8 = tl.constexpr(KINDS["float8_e4m3fn"])
+INT8 = tl.constexpr(KINDS["int8"])
+INT4 = tl.constexpr(KINDS["int4"])
+HEADROOM = tl.constexpr(32768.0)
+"""The largest weight in float16. A product of a weight and a scale keeps eleven bits down to 2**-29 of the largest."""
+
+
+# A byte n, plus 128, is the fraction of the float16 number 1024 + n + 128. Four bits n, plus 8, are a part of the
+# fraction of 1024 + n + 8, or of 1024 + 16 (n + 8). These registers have the numbers that bring both back to n.
+_REGISTERS = """.reg .b32 byte, minus_1152, minus_1032, minus_72, sixteenth; .reg .b16 first, second;
+    mov.b32 minus_1152, 0xE480E480; mov.b32 minus_1032, 0xE408E408;
+    mov.b32 minus_72, 0xD480D480; mov.b32 sixteenth, 0x2C002C00;"""
+# Which of four bytes are a pair, beside bytes of another register. Of keys, neighbours are channels of one key. Of
+# values, a word of two bytes is followed by that of the next key, and numbers of both keys make a pair.
+_NEIGHBOURS = "0x4140", "0x4342"
+_OF_TWO_KEYS = "0x4240", "0x4341"
+
+
+def _int8(pairs: tuple[str, str]) -> str:
+    """Returns PTX that turns a register of four int8 numbers into two registers of two float16 numbers."""
+    return f"""xor.b32 byte, $2, 0x80808080;
+        prmt.b32 $0, byte, 0x64646464, {pairs[0]}; prmt.b32 $1, byte, 0x64646464, {pairs[1]};
+        add.f16x2 $0, $0, minus_1152; add.f16x2 $1, $1, minus_1152;"""
+
+
+def _int4(pairs: tuple[str, str]) -> str:
+    """The same for int4: two registers of the lower four bits of bytes, then two of the upper four bits."""
+    return f"""prmt.b32 $2, $4, 0, {pairs[0]}; prmt.b32 $3, $4, 0, {pairs[1]};
+        lop3.b32 $0, $2, 0x000F000F, 0x64086408, 0x6A; lop3.b32 $1, $3, 0x000F000F, 0x64086408, 0x6A;
+        lop3.b32 $2, $2, 0x00F000F0, 0x64806480, 0x6A; lop3.b32 $3, $3, 0x00F000F0, 0x64806480, 0x6A;
+        add.f16x2 $0, $0, minus_1032; add.f16x2 $1, $1, minus_1032;
+        fma.rn.f16x2 $2, $2, sixteenth, minus_72; fma.rn.f16x2 $3, $3, sixteenth, minus_72;"""
+
+
+def _ptx(code: str) -> tl.constexpr:
+    return tl.constexpr(f"{{ {_REGISTERS} {code} }}")
+
+
+_INT8_KEYS, _INT4_KEYS = _ptx(_int8(_NEIGHBOURS)), _ptx(_int4(_NEIGHBOURS))
+_FLOAT8_VALUES = _ptx("""prmt.b32 byte, $2, 0, 0x3120; mov.b32 {first, second}, byte;
+    cvt.rn.f16x2.e4m3x2 $0, first; cvt.rn.f16x2.e4m3x2 $1, second;""")  # of keys, Triton's own conversion does this
+_INT8_VALUES, _INT4_VALUES = _ptx(_int8(_OF_TWO_KEYS)), _ptx(_int4(_OF_TWO_KEYS))
+
 
 @triton.jit
-def lower_int4(byte):
-    """Returns the int4 numbers in the low four bits of bytes."""
-    return (byte.to(tl.int8, bitcast=True) << 4) >> 4
+def fit_float16(lower, upper):
+    """Returns both halves of queries ``[rows, channels]`` in float16, and for each row what undoes their factor.
+
+    The factor is a power of two that brings the row's largest magnitude near float16's largest number. It loses bits
+    only of numbers below 2**-28 of the largest one.
+    """
+    largest = tl.maximum(tl.max(tl.abs(lower.to(tl.float32)), 1), tl.max(tl.abs(upper.to(tl.float32)), 1))
+    exponent = largest.to(tl.int32, bitcast=True) >> 23
+    field = tl.minimum(tl.maximum(268 - exponent, 1), 253)  # 2**14 at most, because the fraction is below 2
+    factor = (field << 23).to(tl.float32, bitcast=True)[:, None]
+    undo = ((254 - field) << 23).to(tl.float32, bitcast=True)
+    return (lower.to(tl.float32) * factor).to(tl.float16), (upper.to(tl.float32) * factor).to(tl.float16), undo
 
 
 @triton.jit
-def upper_int4(byte):
-    """Returns the int4 numbers in the high four bits of bytes."""
-    return byte.to(tl.int8, bitcast=True) >> 4
+def key_numbers(stored, KIND: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """Returns a tile of stored keys as numbers; of int4 the numbers of the lower and of the upper four bits."""
+    if KIND == INT8 and ASSEMBLY:
+        lower = tl.inline_asm_elementwise(_INT8_KEYS, "=r,=r,r", [stored], tl.float16, is_pure=True, pack=4)
+        upper = lower
+    elif KIND == INT4 and ASSEMBLY:
+        lower, upper = tl.inline_asm_elementwise(
+            _INT4_KEYS, "=r,=r,=r,=r,r", [stored], (tl.float16, tl.float16), is_pure=True, pack=4
+        )
+    elif KIND == INT4:
+        lower, upper = _lower_int4(stored), _upper_int4(stored)
+    elif KIND == INT8:
+        lower = stored.to(tl.float32).to(tl.float16)
+        upper = lower
+    elif KIND == FLOAT8:
+        lower = stored.to(tl.float16)
+        upper = lower
+    else:
+        lower, upper = stored, stored
+    return lower, upper
 
 
 @triton.jit
-def as_numbers(stored, DTYPE: tl.constexpr):
-    """Returns stored numbers in the kernel's dtype, which has all of them."""
-    if stored.dtype == tl.int8:
-        stored = stored.to(tl.float32)  # Triton's interpreter casts no integers to bfloat16
-    return stored.to(DTYPE)
+def value_numbers(stored, KIND: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """Returns the parts of a tile of stored values as numbers: one part, or a part for each number of a word."""
+    if KIND == 0:
+        return (stored,)
+    elif ASSEMBLY and KIND == INT4:
+        return tl.inline_asm_elementwise(
+            _INT4_VALUES,
+            "=r,=r,=r,=r,r",
+            [stored],
+            (tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    elif ASSEMBLY:
+        code: tl.constexpr = _INT8_VALUES if KIND == INT8 else _FLOAT8_VALUES
+        return tl.inline_asm_elementwise(code, "=r,=r,r", [stored], (tl.float16, tl.float16), is_pure=True, pack=2)
+    else:
+        first, second = stored.to(tl.int8), (stored >> 8).to(tl.int8)
+        if KIND == INT4:
+            return (_lower_int4(first), _lower_int4(second), _upper_int4(first), _upper_int4(second))
+        elif KIND == INT8:
+            return (first.to(tl.float32).to(tl.float16), second.to(tl.float32).to(tl.float16))
+        else:
+            first, second = first.to(tl.float8e4nv, bitcast=True), second.to(tl.float8e4nv, bitcast=True)
+            return (first.to(tl.float16), second.to(tl.float16))
 
 
 @triton.jit
-def scaled(stored, scale, SCALED: tl.constexpr, DTYPE: tl.constexpr):
-    """Returns the values of a tile ``[keys, channels]`` in the kernel's dtype, scaled by key if SCALED."""
-    if SCALED:
-        return (stored.to(tl.float32) * scale[:, None]).to(DTYPE)
-    return as_numbers(stored, DTYPE)
+def channel_of_part(place, part, PARTS: tl.constexpr, VALUE_DIM: tl.constexpr):
+    """Returns the channels of the columns of a part of a tile of values."""
+    if PARTS == 1:
+        channel = place
+    else:  # byte part % 2 of each word; parts 2 and 3 are the upper four bits, of the second half of the channels
+        channel = 2 * place + part % 2 + (part // 2) * (VALUE_DIM // 2)
+    return channel
+
+
+@triton.jit
+def _lower_int4(byte):
+    """Returns the numbers of the lower four bits of bytes."""
+    return ((byte.to(tl.int8, bitcast=True) << 4) >> 4).to(tl.float32).to(tl.float16)
+
+
+@triton.jit
+def _upper_int4(byte):
+    return (byte.to(tl.int8, bitcast=True) >> 4).to(tl.float32).to(tl.float16)
