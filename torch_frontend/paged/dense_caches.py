@@ -25,6 +25,7 @@ from attn_core.selection import Selection, override
 from attn_core.selection.dense_caches import read_pages
 from torch_frontend.dispatch import autocast, nested, plan, sdpa_flags, tensor_kinds, transforms
 from torch_frontend.dispatch.heads_first import exchanged
+from torch_frontend.paged import constant_tables
 from torch_frontend.paged.attention import explain_paged, paged_attention
 
 Tensor = torch.Tensor
@@ -166,26 +167,35 @@ def _on_pool(q: Tensor, k: Tensor, rows: CacheRows, window: Window, options: Key
     (batch, count), device = q.shape[:2], q.device
     index = rows.cache_index
     if index is None:
-        index = torch.arange(batch, dtype=torch.int32, device=device)
+        table = constant_tables.rows_as_table(batch, device)
+    else:
+        table = index[:, None]
     lengths = rows.kv_lengths
     if lengths is None:
         lengths = torch.full((batch,), k.shape[1], dtype=torch.int32, device=device)
     names = ("causal", "softcap", "sinks", "scale", "deterministic", "backend", "return_lse", "alibi_slopes")
     keywords = {name: options[name] for name in names} | {"window": window, "kv_starts": rows.kv_starts}
     if count != 1:
-        keywords["cu_seqlens_q"] = torch.arange(0, batch * count + 1, count, dtype=torch.int32, device=device)
+        keywords["cu_seqlens_q"] = constant_tables.equal_offsets(batch, count, device)
         keywords["max_len_q"] = count
-    return {**keywords, "block_table": index[:, None], "seq_lens": lengths}
+    return {**keywords, "block_table": table, "seq_lens": lengths}
 
 
 def from_pages(qkv: tuple[Any, ...], rows: CacheRows, window: Window, options: Keywords) -> Any:
     """Runs a checked call in the form of pages; returns its results as ``attention`` does."""
     q, k, v = qkv
     results = paged_attention(q.flatten(0, 1), k, v, **_on_pool(q, k, rows, window, options))
-    out, lse = results if options["return_lse"] else (results, None)
-    out = out.unflatten(0, q.shape[:2])  # [batch * q_len, heads, dim] -> [batch, q_len, heads, dim]
+    both: Any = results if options["return_lse"] else (results, None)
+    return in_rows(both, q, options["return_lse"])
+
+
+def in_rows(results: tuple[Tensor, Any], q: Tensor, return_lse: bool) -> Any:
+    """Returns the results of the form of pages as those of rows of q: out, or (out, lse)."""
+    out, lse = results
+    (batch, tokens), shape = q.shape[:2], out.shape[1:]
+    out = out.view(batch, tokens, *shape)  # [batch * q_len, heads, dim] -> [batch, q_len, heads, dim]
     # [heads, batch * q_len] -> [batch, heads, q_len]
-    return out if lse is None else (out, lse.unflatten(1, q.shape[:2]).transpose(0, 1))
+    return (out, lse.view(-1, batch, tokens).transpose(0, 1)) if return_lse else out
 
 
 def _as_ranges(
