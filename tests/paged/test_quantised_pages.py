@@ -329,7 +329,6 @@ def test_specs_of_quantised_pages() -> None:
     ):
         with pytest.raises(error, match=says):
             PagedKV(**sizes, **fields)
-    pool = PagedKV(**sizes, dtype="int4", scales="page")
     assert bytes_in_layer("int4", 2, (64, 32), 1 / 4) == 2 * (48 + 8 / 4)
     assert repr(PagedKV(**sizes)) == "PagedKV(num_pages=7, page_size=4, width=3)"
     spec = good("int8").spec

@@ -1,6 +1,6 @@
 """Dense caches with a length per row: kv_lengths, kv_starts and cache_index of ``attention``, for torch tensors.
 
-``attn_core.call.cache_rows`` says what they mean, and which of two forms a call takes: pages, or key ranges.
+``attn_core.call.cache_rows`` says what they mean, and which of three forms a call takes.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from torch_frontend.dispatch import autocast, nested, plan, sdpa_flags, tensor_k
 from torch_frontend.dispatch.heads_first import exchanged
 from torch_frontend.paged import constant_tables
 from torch_frontend.paged.attention import explain_paged, paged_attention
+from torch_frontend.paged.cache_documents import OPTIONS, are_documents, as_documents
 
 Tensor = torch.Tensor
 Keywords = dict[str, Any]
 Window = tuple[int | None, int | None]
-
 # Dynamo would trace how an expression is built. It depends on constants alone, so Dynamo takes the result.
 vars(cache_rows.slopes_of_rows).update(_dynamo_marked_constant=True)
 
@@ -47,7 +47,12 @@ def attend(attention: Callable[..., Any], qkv: tuple[Any, ...], rows: CacheRows,
     q, k, v = map(exchanged, qkv) if heads_first else qkv
     rows, window = _checked((q, k, v), rows, options)
     if _on_pages((q, k, v), window, options, None):
-        results = from_pages(autocast.in_autocast(q, k, v), rows, window, options)
+        q, k, v = autocast.in_autocast(q, k, v)
+        if are_documents((q, k, v), rows, options):
+            packed, others = as_documents(q, k, v, rows, options)
+            results = _in_rows_of(attention(*packed, **others), q, options)
+        else:
+            results = from_pages((q, k, v), rows, window, options)
     else:
         tensors, others = _as_ranges(q, k, v, rows, window, options)
         results = attention(*tensors, **others)
@@ -74,6 +79,9 @@ def explain(
         tensors, others = _as_ranges(q, k, v, rows, window, options)
         return explain(*tensors, **others, needs_backward=needs_backward)
     q, k, v = (tensor.detach() for tensor in autocast.in_autocast(q, k, v))
+    if are_documents((q, k, v), rows, options):
+        packed, others = as_documents(q, k, v, rows, options)
+        return explain(*packed, **others, needs_backward=needs_backward)
     return explain_paged(q.flatten(0, 1), k, v, **_on_pool(q, k, rows, window, options))
 
 
@@ -94,8 +102,7 @@ def _checked(qkv: tuple[Any, ...], rows: CacheRows, options: Keywords) -> tuple[
             plan.check_tensor(name, array)
     cache_rows.check_arguments(rows, {"q": q.shape, "k": k.shape, "v": v.shape}, options)
     compiling = torch.compiler.is_compiling()
-    plain = ("causal", "alignment", "window", "softcap", "scale", "dropout", "deterministic", "return_lse")
-    call = Options(**{name: options[name] for name in plain})
+    call = Options(**{name: options[name] for name in OPTIONS})
     call = check_traced_options(call) if compiling else check_options(call)
     window: Window = call.window  # type: ignore[assignment]
     if compiling or transforms.is_one_op(q):
@@ -185,8 +192,11 @@ def from_pages(qkv: tuple[Any, ...], rows: CacheRows, window: Window, options: K
     """Runs a checked call in the form of pages; returns its results as ``attention`` does."""
     q, k, v = qkv
     results = paged_attention(q.flatten(0, 1), k, v, **_on_pool(q, k, rows, window, options))
-    both: Any = results if options["return_lse"] else (results, None)
-    return in_rows(both, q, options["return_lse"])
+    return _in_rows_of(results, q, options)
+
+
+def _in_rows_of(results: Any, q: Tensor, options: Keywords) -> Any:
+    return in_rows(results if options["return_lse"] else (results, None), q, options["return_lse"])
 
 
 def in_rows(results: tuple[Tensor, Any], q: Tensor, return_lse: bool) -> Any:

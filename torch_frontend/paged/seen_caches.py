@@ -13,10 +13,11 @@ import torch
 from torch.autograd import forward_ad
 
 from attn_core.call import cache_rows, counters
+from attn_core.call.arguments import Arrays
 from attn_core.call.cache_rows import CacheRows
 from attn_core.call.options import Options, check_options, is_plain_window, requested_names
-from attn_core.selection import override
-from attn_core.selection.dense_caches import read_pages
+from attn_core.selection import Target, override
+from attn_core.selection.dense_caches import read_pages, runs_packed
 from torch_frontend.dispatch import autocast, plan, sdpa_flags, tensor_kinds, transforms
 from torch_frontend.paged import constant_tables, seen_calls
 from torch_frontend.paged.dense_caches import Window, check_metadata, from_pages, in_rows
@@ -99,6 +100,10 @@ def _seen(
     check_metadata((q, k, v, None, None, slopes, sinks), call, rows.cache_index is not None)
     sizes = (*q[0][:2], k[0][1], k[0][0])
     names, window = requested_names(requested), call.window
+    slots = plan.facts(*q), plan.facts(*k), plan.facts(*v), None, None, slopes and plan.facts(*slopes)
+    arrays = Arrays(*slots, sinks and plan.facts(*sinks))
+    if runs_packed(rows, arrays, call, Target.here("torch", plan.device_name(q[2])), names):
+        return None
     on_pages = cache_rows.takes_pages(sizes, window, named | absent) and read_pages(names, plan.device_name(q[2]))  # type: ignore[arg-type]
     return (window, _plan(entries, requested, call, window)) if on_pages else None  # type: ignore[return-value, arg-type]
 
