@@ -89,11 +89,8 @@ def explain(
     shape = (tokens, *q.shape[2:])
     queries = q.reshape(shape) if isinstance(q, jax.Array) else jax.ShapeDtypeStruct(shape, q.dtype)
     tables = jax.eval_shape(partial(_pool_tables, q.shape[:2], k.shape[:2]), rows)
-    keywords = {name: options[name] for name in (*_ON_PAGES, "sinks", "alibi_slopes")} | {
-        "window": window,
-        "max_len_q": q.shape[1],
-    }
-    return explain_paged(queries, k, v, **tables, **keywords)
+    more = {name: options[name] for name in (*_ON_PAGES, "sinks", "alibi_slopes")} | {"window": window}
+    return explain_paged(queries, k, v, **tables, **more, max_len_q=q.shape[1])
 
 
 def _checked(

@@ -99,8 +99,8 @@ def test_graphs_and_streams_have_tables_of_their_own(new: int) -> None:
     graph.replay()
     torch.cuda.synchronize()
     assert len(junk) == 256
-    for found in (beside, captured):
-        assert all(map(torch.equal, found, right))
+    for results in (beside, captured):
+        assert all(map(torch.equal, results, right))
 
 
 @pytest.fixture

@@ -453,13 +453,13 @@ def test_many_queries_may_run_as_documents(
 ) -> None:
     """More queries than some rows have keys, a row without keys, and a cache with more rows than the call."""
     form = import_module(f"{framework}_frontend.paged.cache_documents")
-    asked = []
-    monkeypatch.setattr(form, "runs_packed", lambda *facts: asked.append(facts) or True)
+    calls = []
+    monkeypatch.setattr(form, "runs_packed", lambda *facts: calls.append(facts) or True)
     if framework == "torch":
         monkeypatch.setattr("torch_frontend.paged.seen_caches.attend", lambda *_: None)
     call = rows_call([7, KV_LEN, 4], starts, None, q_len=19, **DOCUMENTS[name])
     assert is_right(call, run(framework, call))
-    assert asked
+    assert calls
     frontend = torch_frontend if framework == "torch" else jax_frontend
     array = torch.tensor if framework == "torch" else jnp.asarray
     q, k, v = (array(each.astype(np.float32)) for each in (call.q, call.k, call.v))

@@ -134,8 +134,8 @@ def test_a_device_reads_and_writes_another_layout(new: Any, form: str, device: s
     torch.manual_seed(0)
     q, k, v = (torch.randn(tokens, heads, 64).to(device, torch.bfloat16) for heads in (4, 2, 2))
     pools, cache = (
-        tuple(each.to(device, torch.bfloat16) for each in (made if isinstance(made, tuple) else (made,)))
-        for made in (as_torch((call.inputs.k, call.inputs.v)), as_torch(lay_out(call.inputs.k, call.inputs.v)))
+        tuple(each.to(device, torch.bfloat16) for each in (pair if isinstance(pair, tuple) else (pair,)))
+        for pair in (as_torch((call.inputs.k, call.inputs.v)), as_torch(lay_out(call.inputs.k, call.inputs.v)))
     )
     views = torch_frontend.pages_of(cache if len(cache) == 2 else cache[0], layout)
     memory = {each.untyped_storage().data_ptr() for each in cache}

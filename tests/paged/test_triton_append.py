@@ -85,17 +85,17 @@ def test_any_append_to_quantised_pages(call: Append, kind: tuple[str, str], rota
     *pages, k_scales, v_scales = pools.tensors
     append_on_gpu(*pages, call.k, call.v, *places_of(call, rotates, by_slots), scales=(k_scales, v_scales))
     right = quantised_appends.expected(call, pools, kind[0], rotates)
-    for found, wanted in zip((*pages, k_scales, v_scales), right, strict=True):
-        np.testing.assert_array_equal(bits(found), bits(wanted), err_msg=str(kind))
+    for actual, exact in zip((*pages, k_scales, v_scales), right, strict=True):
+        np.testing.assert_array_equal(bits(actual), bits(exact), err_msg=str(kind))
 
 
 @settings(max_examples=25, deadline=None)
 @given(appends(("float32", "bfloat16", "float16", "float64")), st.sampled_from(("int32", "int64")))
 def test_any_rotation(call: Append, kind: str) -> None:
     positions = tensor(np.maximum(call.positions, 0), kind)
-    found = rotate_on_gpu(call.k, call.cos, call.sin, positions, call.interleaved)
+    actual = rotate_on_gpu(call.k, call.cos, call.sin, positions, call.interleaved)
     options = {"positions": positions, "interleaved": call.interleaved}
-    assert torch.equal(found, torch_frontend.apply_rotary(call.k, call.cos, call.sin, **options))
+    assert torch.equal(actual, torch_frontend.apply_rotary(call.k, call.cos, call.sin, **options))
 
 
 def test_a_seen_rotation_is_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,8 +109,8 @@ def test_a_seen_rotation_is_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
     tables = calls[0].cos[:70], calls[0].sin[:70], tensor(calls[0].positions)
     for at, x in enumerate((*keys, moved, outside, keys[0])):
         before = len(direct)
-        found = rotates(x, *tables, False)
-        assert torch.equal(found, torch_frontend.apply_rotary(x, *tables[:2], positions=tables[2]))
+        actual = rotates(x, *tables, False)
+        assert torch.equal(actual, torch_frontend.apply_rotary(x, *tables[:2], positions=tables[2]))
         assert len(direct) - before == (at in (1, 2, 5))
 
 
@@ -122,8 +122,8 @@ def test_a_rotation_of_batches() -> None:
     positions = torch.arange(40).view(2, 20) * 3 - 20
     safe = positions.clamp(0, len(call.cos) - 1)
     assert (safe != positions).any()
-    found = rotate_on_gpu(x, call.cos, call.sin, positions, False)
-    assert torch.equal(found, torch_frontend.apply_rotary(x, call.cos, call.sin, positions=safe))
+    actual = rotate_on_gpu(x, call.cos, call.sin, positions, False)
+    assert torch.equal(actual, torch_frontend.apply_rotary(x, call.cos, call.sin, positions=safe))
 
 
 def test_wrong_slots_are_not_written() -> None:
