@@ -6,9 +6,12 @@ Row b of a call sees, of a cache ``[cache_batch, kv_len, kv_heads, dim]``, at mo
 top-left diagonal begins at key 0 of the cache's row. Keys outside of a row may hold anything: they reach no result, and
 their gradients are 0.
 
-A call takes one of two forms, because no kernel that splits the keys of few queries has a backward:
+A call takes one of three forms, because no kernel that splits the keys of few queries has a backward, and because
+kernels for many queries are faster where a row of the cache is no page:
 
 - pages: a cache is a pool that has one page of kv_len tokens for each of its rows, and cache_index is the table.
+- packed documents: the cache end to end is one row, in which the keys of each row of the call are a document. What lies
+  between them are documents without queries. ``selection.dense_caches.runs_packed`` says which calls take this form.
 - key ranges: one range of queries for each key says all of it, causal and window included. Mask, bias, dropout and
   functions combine with it, and it has gradients. Keys and values outside of a row are set to 0 before.
 """

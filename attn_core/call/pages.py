@@ -14,6 +14,7 @@ BITS = {"float8_e4m3fn": 8, "int8": 8, "int4": 4}
 """The dtypes of quantised pages, and the bits of a stored number. Two int4 numbers are one byte of a uint8 pool."""
 SCALES = ("page", "token")
 """What has one scale for each kv head."""
+SCALE_BYTES = 4
 FLOAT_BITS = {"float64": 64, "float32": 32, "bfloat16": 16, "float16": 16}
 
 
@@ -66,23 +67,29 @@ class PagedKV:
         return self.width * self.page_size if self.num_pages else 0
 
 
-def bytes_per_token(paged: PagedKV, kv_heads: int, head_dim: int, value_dim: int, dtype: str) -> float:
-    """Returns the bytes of a token's keys and values in one layer, with its part of the scales.
+def bytes_in_layer(dtype: str, kv_heads: int, dims: tuple[int, int], scales: float) -> float:
+    """Returns the bytes of a token's keys and values in one layer; ``attn_core.bytes_per_token`` counts all layers.
+
+    Args:
+        dtype: of the numbers in the pool.
+        dims: head_dim and value_dim.
+        scales: how many float32 scales the key of a token and head has, and its value as many.
+    """
+    channels = sum(-(-dim * (FLOAT_BITS | BITS)[dtype] // 8) for dim in dims)  # int4 has two channels in a byte
+    return kv_heads * (channels + 2 * SCALE_BYTES * scales)
+
+
+def describe(paged: PagedKV, kv_heads: int, head_dim: int, value_dim: int, dtype: str) -> str:
+    """Returns a sentence about the bytes of a token.
 
     Args:
         dtype: of q, which the pool has unless it is quantised.
     """
-    bits = FLOAT_BITS[dtype] if paged.dtype is None else BITS[paged.dtype]
-    tokens = {None: 0.0, "token": 1.0, "page": 1.0 / paged.page_size}
-    return kv_heads * ((head_dim + value_dim) * bits / 8 + 8 * tokens[paged.scales])  # two float32 scales
-
-
-def describe(paged: PagedKV, kv_heads: int, head_dim: int, value_dim: int, dtype: str) -> str:
-    """Returns a sentence about the bytes of a token; the arguments are those of ``bytes_per_token``."""
-    size = bytes_per_token(paged, kv_heads, head_dim, value_dim, dtype)
+    scales = {None: 0.0, "token": 1.0, "page": 1.0 / paged.page_size}[paged.scales]
+    size = bytes_in_layer(paged.dtype or dtype, kv_heads, (head_dim, value_dim), scales)
     if paged.dtype is None:
         return f"{dtype}, {size:g} bytes per token and layer"
-    plain = kv_heads * (head_dim + value_dim) * FLOAT_BITS[dtype] // 8
+    plain = bytes_in_layer(dtype, kv_heads, (head_dim, value_dim), 0)
     each = f"a scale per {paged.scales} and kv head"
     return f"{paged.dtype} with {each}, {size:g} bytes per token and layer ({plain} in {dtype})"
 

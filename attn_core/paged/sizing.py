@@ -18,8 +18,6 @@ BITS = {**FLOAT_BITS, **pages.BITS}
 SCALED = tuple(pages.BITS)
 """Dtypes that need a scale, float32, for each token and head, of the key and of the value."""
 
-SCALE_BYTES = 4
-
 
 def bytes_per_token(
     *, num_layers: int, kv_heads: int, head_dim: int, value_dim: int | None = None, dtype: str = "float32"
@@ -38,9 +36,8 @@ def bytes_per_token(
         _check_size(name, value)
     if not isinstance(dtype, str) or dtype not in BITS:
         raise DTypeError(f"dtype={shown(dtype)}: expected one of {', '.join(BITS)}")
-    channels = sum(-(-int(dim) * BITS[dtype] // 8) for dim in dims.values())  # whole bytes: int4 pairs two channels
-    scales = 2 * SCALE_BYTES if dtype in SCALED else 0
-    return int(num_layers) * int(kv_heads) * (channels + scales)
+    sizes = int(kv_heads), (int(dims["head_dim"]), int(dims["value_dim"]))
+    return int(num_layers) * int(pages.bytes_in_layer(dtype, *sizes, 1 if dtype in SCALED else 0))
 
 
 def pages_that_fit(

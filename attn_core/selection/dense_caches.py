@@ -1,10 +1,55 @@
-"""Whether the backends that a call names read pages: a dense cache with lengths then runs as a pool."""
+"""Which form a call on rows of a dense cache takes, where that depends on backends: pages, or packed documents."""
 
 from __future__ import annotations
 
+from functools import lru_cache
+from math import prod
+
 from attn_core import backends
+from attn_core.call.arguments import ArrayFacts, Arrays, build_spec
+from attn_core.call.cache_rows import CacheRows
+from attn_core.call.options import Options
+from attn_core.selection.choice import explain
+from attn_core.selection.features import FEW_QUERIES
+from attn_core.selection.target import Target
+
+DENSE_KERNELS = ("flash4", "flash3", "flash2", "sdpa_flash", "sdpa_cudnn")
+"""Backends whose kernels for documents are faster on many queries than kernels that read a row of a cache as a page."""
 
 
 def read_pages(names: tuple[str, ...] | None, device: str) -> bool:
     """Returns whether one of these backends claims keys and values in pages; True without names."""
     return names is None or any(backends.load(name, backends.kind_of(device)).FORWARD.paged for name in names)
+
+
+def runs_packed(
+    rows: CacheRows, arrays: Arrays, options: Options, target: Target, names: tuple[str, ...] | None
+) -> bool:
+    """Returns whether a call that could take the form of pages runs as packed documents instead, see ``cache_rows``.
+
+    It does on a GPU if the rows have many queries, and a backend of ``DENSE_KERNELS`` is the choice. Documents lie in
+    the order of the cache, so a call with cache_index stays on pages, and so does one with slopes for each row.
+
+    Args:
+        rows: only which of its fields are None counts.
+        arrays: of q, k, v, slopes and sinks, ``[batch, seq, heads, dim]``.
+        names: the backends that the caller names. The first of them must be the choice.
+    """
+    slopes = arrays.alibi_slopes
+    if target.device == "cpu" or rows.cache_index is not None or (slopes is not None and len(slopes.shape) != 1):
+        return False
+    if arrays.q.shape[1] <= FEW_QUERIES or prod(arrays.k.shape[:2]) >= 2**31:
+        return False
+    return _runs_packed(arrays, options, target, names)
+
+
+@lru_cache(maxsize=1024)
+def _runs_packed(arrays: Arrays, options: Options, target: Target, names: tuple[str, ...] | None) -> bool:
+    (batch, q_len), kv_len = arrays.q.shape[:2], arrays.k.shape[1]
+    offsets = ArrayFacts((2 * batch + 2,), "int32", arrays.q.device)
+    packed = [facts._replace(shape=(prod(facts.shape[:2]), *facts.shape[2:])) for facts in arrays[:3]]
+    named = dict(zip("qkv", packed, strict=True))
+    arrays = arrays._replace(**named, cu_seqlens_q=offsets, cu_seqlens_k=offsets)
+    spec = build_spec(arrays, options._replace(max_len_q=q_len, max_len_k=2 * kv_len))
+    chosen = explain(spec, target, names).backend
+    return chosen in DENSE_KERNELS and (names is None or chosen == names[0])

@@ -43,10 +43,10 @@ def with_probabilities(
     wide, widest = (jax.lax.stop_gradient(array).astype(jnp.float32) for array in (q, k))
     values = _identity(k, options.get("seq_info"))
     weights = attention(wide, widest, values, **options, backend=PORTABLE)
-    kept = attention(wide, widest, values, **drops)
+    after_dropout = attention(wide, widest, values, **drops)
     largest = weights.max(-1, keepdims=True, initial=0.0)
     numerators = weights / jnp.where(largest > 0, largest, 1.0)
-    signed = jnp.where((kept == 0) & (weights > 0), -numerators, numerators).astype(out.dtype)
+    signed = jnp.where((after_dropout == 0) & (weights > 0), -numerators, numerators).astype(out.dtype)
     return out, lse_of_flash_attn(lse), _by_document(signed, options.get("seq_info"))
 
 

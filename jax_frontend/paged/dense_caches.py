@@ -1,8 +1,7 @@
 """Dense caches with a length per row: kv_lengths, kv_starts and cache_index of ``attention``, for JAX arrays.
 
-``attn_core.call.cache_rows`` says what they mean, and which of two forms a call takes: pages, or key ranges. JAX says
-only while it differentiates whether a call needs gradients, so a call on pages has a derivative: that of the same call
-with key ranges.
+``attn_core.call.cache_rows`` says what they mean, and which of three forms a call takes. JAX says only while it
+differentiates whether a call needs gradients, so a call on pages has a derivative: that of the call with key ranges.
 """
 
 from __future__ import annotations
@@ -26,13 +25,12 @@ from attn_core.selection import Selection, override
 from attn_core.selection.dense_caches import read_pages
 from jax_frontend.dispatch import plan
 from jax_frontend.paged.attention import explain_paged, paged_attention
+from jax_frontend.paged.cache_documents import OPTIONS, are_documents, as_documents, shapes_of_documents
 
 Array = jax.Array
 Keywords = dict[str, Any]
 Window = tuple[int | None, int | None]
-
-PLAIN = ("causal", "alignment", "window", "softcap", "scale", "dropout", "deterministic", "return_lse")
-"""The options of a call that are values of Python."""
+_ON_PAGES = ("causal", "softcap", "scale", "deterministic", "backend", "return_lse")
 
 
 class _Call(NamedTuple):
@@ -41,6 +39,8 @@ class _Call(NamedTuple):
     attention: Callable[..., Any]
     window: Window
     options: tuple[tuple[str, Hashable], ...]
+    packed: bool = False
+    """Whether the call runs as packed documents."""
 
 
 def attend(attention: Callable[..., Any], qkv: tuple[Any, ...], rows: CacheRows, options: Keywords) -> Any:
@@ -55,8 +55,8 @@ def attend(attention: Callable[..., Any], qkv: tuple[Any, ...], rows: CacheRows,
         tensors, others = _as_ranges(qkv, rows, window, options)
         return attention(*tensors, **others)
     options = options | {"backend": requested_names(options["backend"])}
-    names = *PLAIN, "backend"
-    call = _Call(attention, window, tuple([(name, options[name]) for name in names if name != "window"]))
+    named = [(name, options[name]) for name in (*OPTIONS, "backend") if name != "window"]
+    call = _Call(attention, window, tuple(named), are_documents(qkv, rows, options))
     arrays = {**dict(zip("qkv", qkv, strict=True)), **rows._asdict()}
     arrays |= {name: options[name] for name in ("sinks", "alibi_slopes")}
     return _jit_from_pages(call, {name: array for name, array in arrays.items() if array is not None})
@@ -82,13 +82,15 @@ def explain(
         key_ranges, k, v = jax.eval_shape(partial(_ranges, window=window, options=options), qkv, rows, theirs)
         tensors, others = _with_ranges(q, k, v, rows, key_ranges, options)
         return explain(*tensors, **others, needs_backward=needs_backward)
+    if are_documents(qkv, rows, options):
+        arrays, keywords = shapes_of_documents(qkv, rows, options | {"window": window})
+        return explain(*arrays, **keywords, needs_backward=needs_backward)
     tokens = q.shape[0] * q.shape[1]
     shape = (tokens, *q.shape[2:])
     queries = q.reshape(shape) if isinstance(q, jax.Array) else jax.ShapeDtypeStruct(shape, q.dtype)
     tables = jax.eval_shape(partial(_pool_tables, q.shape[:2], k.shape[:2]), rows)
-    names = "causal", "softcap", "sinks", "scale", "deterministic", "backend", "return_lse", "alibi_slopes"
-    keywords = {name: options[name] for name in names} | {"window": window, "max_len_q": q.shape[1]}
-    return explain_paged(queries, k, v, **tables, **keywords)
+    more = {name: options[name] for name in (*_ON_PAGES, "sinks", "alibi_slopes")} | {"window": window}
+    return explain_paged(queries, k, v, **tables, **more, max_len_q=q.shape[1])
 
 
 def _checked(
@@ -105,7 +107,7 @@ def _checked(
             plan.check_array(name, array, shapes_only=shapes_only)
     q, k, v = qkv
     cache_rows.check_arguments(rows, {"q": q.shape, "k": k.shape, "v": v.shape}, options)
-    call = check_options(Options(**{name: options[name] for name in PLAIN}))
+    call = check_options(Options(**{name: options[name] for name in OPTIONS}))
     if rows.cache_index is not None:  # it selects rows of a larger cache
         named |= {n: jax.ShapeDtypeStruct((q.shape[0], *a.shape[1:]), a.dtype) for n, a in zip("kv", (k, v))}
     # Its errors name these arguments; those of pages would name others.
@@ -158,11 +160,14 @@ def _from_pages(call: _Call, arrays: dict[str, Array]) -> Any:
     batch, count = q.shape[:2]
     tables = _pool_tables((batch, count), k.shape[:2], _rows_of(arrays))
     options = dict(call.options)
-    names = "causal", "softcap", "scale", "deterministic", "backend", "return_lse"
-    keywords: Keywords = {name: options[name] for name in names} | tables
-    keywords |= {name: arrays.get(name) for name in ("sinks", "alibi_slopes")}
-    keywords |= {"window": call.window, "max_len_q": count}
-    results = paged_attention(q.reshape(batch * count, *q.shape[2:]), k, v, **keywords)
+    keywords: Keywords = {name: options[name] for name in _ON_PAGES} | tables
+    extras = {name: arrays.get(name) for name in ("sinks", "alibi_slopes")}
+    keywords |= {**extras, "window": call.window, "max_len_q": count}
+    if call.packed:
+        documents, keywords = as_documents(q, k, v, _rows_of(arrays), options | extras | {"window": call.window})
+        results = call.attention(*documents, **keywords)
+    else:
+        results = paged_attention(q.reshape(batch * count, *q.shape[2:]), k, v, **keywords)
     out, lse = results if options["return_lse"] else (results, None)
     out = out.reshape(batch, count, *out.shape[1:])
     # [heads, batch * q_len] -> [batch, heads, q_len]

@@ -90,8 +90,8 @@ def test_each_device_runs_the_operators_of_its_part(library: Path, name: str) ->
     text = operators.by_device({device: texts[part] for device, part in enumerate(order)})
     call = jax.jit(lambda *arrays: jax.ffi.ffi_call(OPERATOR, (out_type, lse_type))(*arrays, operators=text))
     for device, part in enumerate(order):
-        given = [jax.device_put(each, jax.devices("cpu")[device]) for each in operands]
-        out, lse = (np.array(each) for each in call(*given))
+        placed = [jax.device_put(each, jax.devices("cpu")[device]) for each in operands]
+        out, lse = (np.array(each) for each in call(*placed))
         unseen = np.isneginf(lse).swapaxes(1, 2)[..., None]
         right, right_lse = torch.zeros(out.shape), torch.full(lse.shape, -torch.inf)
         scratch = torch.empty(step_call.scratch("cpu")), torch.empty(lse.size)

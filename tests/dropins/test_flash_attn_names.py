@@ -39,9 +39,9 @@ def module(f: Framework, name: str = "") -> Any:
 
 def run(f: Framework, function: str, *arrays: Any, of: str = "", **keywords: Any) -> Any:
     """The results of a function, numpy in and numpy out."""
-    given = [f.array(value) if isinstance(value, np.ndarray) else value for value in arrays]
+    passed = [f.array(value) if isinstance(value, np.ndarray) else value for value in arrays]
     named = {key: f.array(value) if isinstance(value, np.ndarray) else value for key, value in keywords.items()}
-    results = getattr(module(f, of), function)(*given, **named)
+    results = getattr(module(f, of), function)(*passed, **named)
     return tuple(as_numpy(each) for each in results) if isinstance(results, tuple) else as_numpy(results)
 
 
@@ -74,8 +74,8 @@ def rows(*, batch: int = BATCH, q_len: int = Q_LEN, kv_len: int = KV_LEN) -> tup
     return tuple(draw(batch, *shape, DIM, seed=number) for number, shape in enumerate(shapes))
 
 
-def close(actual: np.ndarray, wanted: np.ndarray) -> None:
-    np.testing.assert_allclose(actual, wanted, rtol=2e-5, atol=2e-6)
+def close(actual: np.ndarray, right: np.ndarray) -> None:
+    np.testing.assert_allclose(actual, right, rtol=2e-5, atol=2e-6)
 
 
 CALLS: dict[str, dict[str, Any]] = {
@@ -90,7 +90,7 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
-def wanted_of(arrays: Any, call: dict[str, Any], row: int) -> tuple[np.ndarray, np.ndarray]:
+def right_of(arrays: Any, call: dict[str, Any], row: int) -> tuple[np.ndarray, np.ndarray]:
     slopes = call.get("alibi_slopes")
     slopes = slopes[row] if slopes is not None and slopes.ndim == 2 else slopes
     softcap = max(call.get("softcap", 0.0), 0.0)
@@ -104,9 +104,9 @@ def test_dense_calls(f: Framework, name: str) -> None:
     out, lse, dropped = run(f, "flash_attn_func", q, k, v, **CALLS[name], return_attn_probs=True)
     assert dropped.shape == (0,)
     for row in range(BATCH):
-        wanted, wanted_lse = wanted_of((q[row], k[row], v[row]), CALLS[name], row)
-        close(out[row], wanted)
-        close(lse[row], wanted_lse)
+        right, right_lse = right_of((q[row], k[row], v[row]), CALLS[name], row)
+        close(out[row], right)
+        close(lse[row], right_lse)
     alone = run(f, "flash_attn_func", q, k, v, **CALLS[name])
     close(alone, out)
     close(run(f, "flash_attn_kvpacked_func", q, np.stack((k, v), 2), **CALLS[name]), out)
@@ -117,9 +117,9 @@ def test_packed_forms(f: Framework) -> None:
     qkv = draw(BATCH, Q_LEN, 3, HEADS, DIM)
     out, lse, _ = run(f, "flash_attn_qkvpacked_func", qkv, causal=True, return_attn_probs=True)
     for row in range(BATCH):
-        wanted, wanted_lse = expected(*qkv[row].swapaxes(0, 1), causal=True)
-        close(out[row], wanted)
-        close(lse[row], wanted_lse)
+        right, right_lse = expected(*qkv[row].swapaxes(0, 1), causal=True)
+        close(out[row], right)
+        close(lse[row], right_lse)
     offsets = ints(0, 2, 2, 5)
     packed = run(f, "flash_attn_varlen_qkvpacked_func", qkv[0], offsets, 3, causal=True)
     for start, stop in pairwise(offsets):
@@ -141,9 +141,9 @@ def test_documents(f: Framework, name: str) -> None:
     assert lse.shape == (HEADS, 11)
     for document in range(4):
         mine, keys = (slice(*offsets[document : document + 2]) for offsets in (OFFSETS_Q, OFFSETS_K))
-        wanted, wanted_lse = wanted_of((q[mine], k[keys], v[keys]), call, document)
-        close(out[mine], wanted)
-        close(lse[:, mine], np.where(wanted_lse == -np.inf, np.inf, wanted_lse))
+        right, right_lse = right_of((q[mine], k[keys], v[keys]), call, document)
+        close(out[mine], right)
+        close(lse[:, mine], np.where(right_lse == -np.inf, np.inf, right_lse))
     close(run(f, "flash_attn_varlen_kvpacked_func", q, np.stack((k, v), 1), *lengths, **call), out)
     # The same keys in pages of 4 tokens, laid in the pool in another order.
     pools = np.full((2, 6, 4, KV_HEADS, DIM), np.nan, np.float32)
@@ -164,17 +164,17 @@ def test_gradients() -> None:
     wide = [leaf.transpose(1, 2) for leaf in leaves]
     mask = torch.ones(Q_LEN, KV_LEN, dtype=torch.bool).tril(KV_LEN - Q_LEN)
     out = torch.nn.functional.scaled_dot_product_attention(*wide, attn_mask=mask, enable_gqa=True)
-    wanted = torch.autograd.grad(out.square().sum(), leaves)
+    right = torch.autograd.grad(out.square().sum(), leaves)
 
     mine = [torch.from_numpy(array).requires_grad_() for array in arrays]
     result = module(TORCH).flash_attn_func(*mine, causal=True)
-    for actual, exact in zip(torch.autograd.grad(result.square().sum(), mine), wanted, strict=True):
+    for actual, exact in zip(torch.autograd.grad(result.square().sum(), mine), right, strict=True):
         torch.testing.assert_close(actual.double(), exact, rtol=2e-5, atol=1e-5)
 
     def total(*arrays: Any) -> Any:
         return (module(JAX).flash_attn_func(*arrays, causal=True) ** 2).sum()
 
-    for actual, exact in zip(jax.grad(total, (0, 1, 2))(*map(JAX.array, arrays)), wanted, strict=True):
+    for actual, exact in zip(jax.grad(total, (0, 1, 2))(*map(JAX.array, arrays)), right, strict=True):
         np.testing.assert_allclose(actual, exact, rtol=2e-5, atol=1e-5)
 
     qkv = torch.from_numpy(draw(5, 3, HEADS, DIM)).requires_grad_()
@@ -220,9 +220,9 @@ def test_dropped_weights_say_what_the_output_is(f: Framework, packed: bool) -> N
     for weights, (mine, keys) in zip(signed, documents, strict=True):
         weights = weights[:, : mine[1] - mine[0], : keys[1] - keys[0]]
         total = abs(weights).sum(-1, keepdims=True)
-        kept = np.where(weights > 0, weights, 0) / np.where(total == 0, 1, total) / (1 - rate)
+        left = np.where(weights > 0, weights, 0) / np.where(total == 0, 1, total) / (1 - rate)
         values = np.repeat(v[0, keys[0] : keys[1]], HEADS // KV_HEADS, 1)
-        close(out[mine[0] : mine[1]], np.einsum("hqk,khd->qhd", kept, values))
+        close(out[mine[0] : mine[1]], np.einsum("hqk,khd->qhd", left, values))
     assert 0.1 < (signed < 0).sum() / (signed != 0).sum() < 0.5
 
 
@@ -264,27 +264,27 @@ def test_caches(f: Framework, name: str, form: str) -> None:
     length, size, before = 12, 4, ints(1 if name == "more queries than keys" else 4, 7)
     q = draw(BATCH, q_len, HEADS, DIM, seed=1)
     # What is not in use is NaN: it must reach no result.
-    kept = draw(2, BATCH, length, KV_HEADS, DIM, seed=2)
+    stored = draw(2, BATCH, length, KV_HEADS, DIM, seed=2)
     fresh = draw(2, BATCH, max(new, 1), KV_HEADS, DIM, seed=3)
     places = np.arange(length)
-    for cache in kept:
+    for cache in stored:
         cache[places >= before[:, None]] = np.nan
     how: dict[str, Any] = {"cache_seqlens": before, "window_size": window, "return_softmax_lse": True, **call}
     leftpad = ints(1, 3) if form == "leftpad" else ints(0, 0)
     where: Any = (np.arange(BATCH)[:, None], places)  # the cache's place of each token
-    caches = kept.copy()
+    caches = stored.copy()
     if form == "leftpad":
         how["cache_leftpad"] = leftpad
     if form == "index":
         index = ints(3, 1)
         caches = np.full((2, 5, length, KV_HEADS, DIM), np.nan, np.float32)
-        caches[:, index] = kept
+        caches[:, index] = stored
         how["cache_batch_idx"], where = index, (index[:, None], places)
     if form == "pages":
         table = ints((4, 0, 6), (1, 5, 2))
         caches = np.full((2, 7, size, KV_HEADS, DIM), np.nan, np.float32)
         where = (table[:, places // size], places % size)
-        caches[:, where[0], where[1]] = kept
+        caches[:, where[0], where[1]] = stored
         how["block_table"] = table
     angles = draw(length + 5, 2, seed=4)
     cos, sin = np.cos(angles), np.sin(angles)
@@ -292,16 +292,16 @@ def test_caches(f: Framework, name: str, form: str) -> None:
     if how.pop("rotary", False):
         how |= {"rotary_cos": cos, "rotary_sin": sin}
     pair = [f.array(cache) for cache in caches]
-    given = {"k": fresh[0], "v": fresh[1]} if new else {}
+    tokens = {"k": fresh[0], "v": fresh[1]} if new else {}
     call_arrays = {
-        key: f.array(value) if isinstance(value, np.ndarray) else value for key, value in {**given, **how}.items()
+        key: f.array(value) if isinstance(value, np.ndarray) else value for key, value in {**tokens, **how}.items()
     }
     results = module(f).flash_attn_with_kvcache(f.array(q), *pair, **call_arrays)
     out, lse = map(as_numpy, results[:2])
     after = [as_numpy(each)[where] for each in (pair if f is TORCH else results[2:])]
     for row in range(BATCH):
         mine = q[row]
-        keys, values = (cache[row].astype(np.float64) for cache in kept)
+        keys, values = (cache[row].astype(np.float64) for cache in stored)
         added = fresh[0, row]
         if "rotary_cos" in how:
             at = before[row] + np.arange(max(q_len, new))
@@ -316,9 +316,9 @@ def test_caches(f: Framework, name: str, form: str) -> None:
         slopes = None if call.get("alibi_slopes") is None else call["alibi_slopes"][row]
         inside = slice(leftpad[row], stop)
         options = (call.get("causal", False), window, call.get("softcap", 0.0), slopes)
-        wanted, wanted_lse = expected(mine, keys[inside], values[inside], *options)
-        close(out[row], wanted)
-        close(lse[row], np.where(wanted_lse == -np.inf, np.inf, wanted_lse))
+        right, right_lse = expected(mine, keys[inside], values[inside], *options)
+        close(out[row], right)
+        close(lse[row], np.where(right_lse == -np.inf, np.inf, right_lse))
 
 
 @pytest.mark.parametrize("f", BOTH, ids=str)
@@ -356,10 +356,10 @@ def test_the_functions_of_hopper(f: Framework) -> None:
 @pytest.mark.parametrize("f", BOTH, ids=str)
 def test_the_functions_of_cute(f: Framework) -> None:
     def call(function: str, *arrays: Any, **how: Any) -> list[Any]:
-        given = [f.array(a) if isinstance(a, np.ndarray) else a for a in arrays]
+        passed = [f.array(a) if isinstance(a, np.ndarray) else a for a in arrays]
         named = {key: f.array(a) if isinstance(a, np.ndarray) else a for key, a in how.items()}
         return [
-            None if each is None else as_numpy(each) for each in getattr(module(f, ".cute"), function)(*given, **named)
+            None if each is None else as_numpy(each) for each in getattr(module(f, ".cute"), function)(*passed, **named)
         ]
 
     q, k, v = rows()
@@ -368,10 +368,10 @@ def test_the_functions_of_cute(f: Framework) -> None:
     close(out[0], expected(q[0], k[0], v[0], True)[0])
     sink = draw(HEADS, seed=6)
     out, lse = call("flash_attn_func", q, k, v, learnable_sink=sink, window_size=(2, None), return_lse=True)
-    wanted, wanted_lse = expected(q[1], k[1], v[1], window=(2, -1))
-    with_sink = np.logaddexp(wanted_lse, sink[:, None])
+    right, right_lse = expected(q[1], k[1], v[1], window=(2, -1))
+    with_sink = np.logaddexp(right_lse, sink[:, None])
     close(lse[1], with_sink)
-    close(out[1], wanted * np.exp(wanted_lse - with_sink).T[..., None])
+    close(out[1], right * np.exp(right_lse - with_sink).T[..., None])
 
     out, _ = call("flash_attn_varlen_func", q, k, v, seqused_k=ints(3, 6), causal=True)
     close(out[0], expected(q[0], k[0, :3], v[0, :3], True)[0])
@@ -450,14 +450,14 @@ SIGNATURES = {
 @pytest.mark.parametrize("of", SIGNATURES)
 def test_signatures(f: Framework, of: str) -> None:
     assert sorted(module(f, of).__all__) == sorted(SIGNATURES[of])
-    for name, wanted in SIGNATURES[of].items():
+    for name, right in SIGNATURES[of].items():
         parameters = inspect.signature(getattr(module(f, of), name)).parameters.values()
         shown = [
             p.name if p.default is p.empty else f"{p.name}={p.default!r}".replace(" ", "")
             for p in parameters
             if p.kind is p.POSITIONAL_OR_KEYWORD
         ]
-        assert " ".join(shown) == wanted
+        assert " ".join(shown) == right
         assert [p.name for p in parameters if p.kind is p.KEYWORD_ONLY] in ([], ["dropout_rng"])
 
 

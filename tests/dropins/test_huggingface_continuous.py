@@ -91,6 +91,24 @@ def test_a_batch_has_the_tokens_of_generate(name: str, monkeypatch: pytest.Monke
     assert model.config._attn_implementation == "attn_core" and alone(model) == right
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_a_batch_in_bfloat16(name: str, device: str) -> None:
+    """Each token is the choice of the same model in float32, or so near to it that rounding may turn it."""
+    model = model_of(name).to(device, torch.bfloat16)
+    exact = model_of(name, "eager").bfloat16().float()
+    written = together(model)
+    assert all(len(row) == 9 or row[-1] == 96 for row in written)
+    turned = 0
+    for prompt, row in zip(PROMPTS, written, strict=True):
+        with torch.no_grad():
+            logits = exact(torch.tensor([prompt + row])).logits[0, len(prompt) - 1 : -1]
+        behind = logits.max(-1).values - logits.gather(1, torch.tensor(row)[:, None])[:, 0]
+        spread = logits.std(-1)
+        assert (behind <= 0.25 * spread).all(), (prompt, row, behind / spread)
+        turned += int((behind > 0).sum())
+    assert turned <= 4, "more near ties than rounding explains"
+
+
 def test_a_model_trains_while_its_manager_lives() -> None:
     # Both before the manager's thread starts: weights come from torch's global generator.
     model, expected = model_of("Llama"), model_of("Llama", "eager")

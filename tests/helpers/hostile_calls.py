@@ -343,7 +343,10 @@ OF_HOSTS = {
 }
 """Parameters that a layer hands to its framework as they are, beside initialisers: their errors are the framework's."""
 
+_OFFSETS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 ALWAYS = {
+    "torch_frontend.flash_attn.cute.flash_attn_varlen_func": _OFFSETS,
+    "jax_frontend.flash_attn.cute.flash_attn_varlen_func": _OFFSETS,
     "torch_frontend.append_kv": ("block_table", "seq_lens"),
     "jax_frontend.append_kv": ("block_table", "seq_lens"),
     "torch_frontend.pages_that_fit": ("memory",),
@@ -402,12 +405,13 @@ HOST_MODULES = {"easydel", "keras", "levanter", "maxtext", "transformer_engine"}
 
 
 def public_modules(framework: str) -> list[str]:
-    """Names of modules with ``__all__``: the package and its direct children."""
+    """Names of modules with ``__all__``: the package, its direct children, and those of FlashAttention 3 and 4."""
     root = {"core": "attn_core", "torch": "torch_frontend", "jax": "jax_frontend"}[framework]
     if framework == "core":  # its subpackages are for the frontends
         return [root]
     modules = pkgutil.iter_modules(import_module(root).__path__)
     children = [f"{root}.{each.name}" for each in modules if each.name not in HOST_MODULES]
+    children += [f"{root}.flash_attn.{name}" for name in ("hopper", "cute")]
     return [name for name in (root, *children) if hasattr(import_module(name), "__all__")]
 
 

@@ -27,8 +27,8 @@ pytestmark = pytest.mark.rotates
 
 def arrays(f: Framework, call: Append) -> tuple[list[Any], tuple[Any, Any]]:
     """The pools, k and v, then cos and sin, as arrays of a framework that share no memory with those of the call."""
-    given = call.k_pages, call.v_pages, call.k, call.v, call.cos, call.sin
-    own = [f.array(_numpy(tensor.float()), str(tensor.dtype).removeprefix("torch.")) for tensor in given]
+    tensors = call.k_pages, call.v_pages, call.k, call.v, call.cos, call.sin
+    own = [f.array(_numpy(tensor.float()), str(tensor.dtype).removeprefix("torch.")) for tensor in tensors]
     return own[:4], (own[4], own[5])
 
 
@@ -52,7 +52,7 @@ def appended(f: Framework, call: Append, rotates: bool, **how: Any) -> list[np.n
     own, angles = arrays(f, call)
     rotary = {"rotary": angles} if rotates else {}
     pools = f.frontend.append_kv(*own, **options_of(f, call, rotates, **how), **rotary)
-    assert all(pool.dtype == given.dtype for pool, given in zip(pools, own[:2]))
+    assert all(pool.dtype == before.dtype for pool, before in zip(pools, own[:2]))
     return [bits(pool) for pool in pools]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import lru_cache
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -28,9 +29,13 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import jax_frontend
 import torch_frontend
-from attn_core import AttentionSpec, DTypeError, NoBackendError, ShapeError, SpecError
+from attn_core import AttentionSpec, DTypeError, NoBackendError, ShapeError, SpecError, Target
+from attn_core.call.arguments import ArrayFacts, Arrays
+from attn_core.call.cache_rows import CacheRows
+from attn_core.call.options import Options, check_options
 from attn_core.call.tensors import Gradients, Inputs
 from attn_core.correctness import accuracy
+from attn_core.selection.dense_caches import runs_packed
 from torch_frontend.paged import dense_caches
 
 pytestmark = pytest.mark.rotates
@@ -427,6 +432,75 @@ def test_a_cuda_graph_reads_new_lengths() -> None:
             graph.replay()
             torch.cuda.synchronize()
             assert is_right(again, {"out": out.double().cpu().numpy(), "lse": lse.double().cpu().numpy()})
+
+
+# Many queries
+
+
+DOCUMENTS: dict[str, dict[str, Any]] = {
+    "causal": {"causal": True},
+    "window and sinks": {"causal": True, "window": (6, 0), "sinks": True},
+    "slopes": {"alibi": 1, "causal": True, "softcap": 3.0},
+    "no diagonal": {},
+}
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+@pytest.mark.parametrize("starts", [None, [2, 0, 4]])
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_many_queries_may_run_as_documents(
+    framework: str, starts: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More queries than some rows have keys, a row without keys, and a cache with more rows than the call."""
+    form = import_module(f"{framework}_frontend.paged.cache_documents")
+    calls = []
+    monkeypatch.setattr(form, "runs_packed", lambda *facts: calls.append(facts) or True)
+    if framework == "torch":
+        monkeypatch.setattr("torch_frontend.paged.seen_caches.attend", lambda *_: None)
+    call = rows_call([7, KV_LEN, 4], starts, None, q_len=19, **DOCUMENTS[name])
+    assert is_right(call, run(framework, call))
+    assert calls
+    frontend = torch_frontend if framework == "torch" else jax_frontend
+    array = torch.tensor if framework == "torch" else jnp.asarray
+    q, k, v = (array(each.astype(np.float32)) for each in (call.q, call.k, call.v))
+    rows = {key: array(each) for key, each in call.rows.items()}
+    spec = frontend.explain(q, k, v, **rows, causal=True).spec
+    assert spec.paged is None and (spec.documents or 0) > 2 * BATCH and spec.max_len_q == 19
+
+
+@pytest.mark.parametrize("starts", [None, [2, 0, 4]])
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_many_queries_of_a_device(framework: str, starts: Any, device: str) -> None:
+    """In half precision; on a GPU they are documents between keys of NaN."""
+    call = rows_call([7, KV_LEN, 4], starts, q_len=19, causal=True, heads=(4, 2, 64, 64), dtype="float16")
+    for _ in range(2):
+        assert is_right(call, run(framework, call, device=device, compiled=framework == "jax"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "packed"),
+    [
+        ({}, True),
+        ({"names": ("flash3",)}, True),
+        ({"q_len": 16}, False),
+        ({"rows": CacheRows(1, None, 1)}, False),
+        ({"slopes": (3, 8)}, False),
+        ({"device": "cpu"}, False),
+        ({"names": ("triton_splitkv", "flash3")}, False),
+        ({"names": ("flex",)}, False),
+        ({"dtype": "float32"}, False),
+    ],
+    ids=str,
+)
+def test_which_calls_run_as_documents(changes: dict[str, Any], packed: bool) -> None:
+    sizes = {"q_len": 512, "rows": CacheRows(1), "slopes": None, "device": "sm90", "names": None, "dtype": "bfloat16"}
+    sizes |= changes
+    where = sizes["dtype"], "cuda:0"
+    shapes = [(3, sizes["q_len"], 8, 64), *2 * [(3, 4096, 2, 64)]]
+    slopes = None if sizes["slopes"] is None else ArrayFacts(sizes["slopes"], "float32", where[1])
+    arrays = Arrays(*[ArrayFacts(shape, *where) for shape in shapes], alibi_slopes=slopes)
+    target = Target("torch", sizes["device"])
+    assert runs_packed(sizes["rows"], arrays, check_options(Options(causal=True)), target, sizes["names"]) == packed
 
 
 # Choice and errors

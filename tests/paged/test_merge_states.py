@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from frameworks import as_numpy, jax_on
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -32,11 +33,13 @@ def in_float64(outs: Any, lses: Any) -> tuple[np.ndarray, np.ndarray]:
     return np.where(shares == 0, 0, shares * values).sum(0), lse
 
 
-def merged(framework: str, outs: Any, lses: Any) -> tuple[np.ndarray, np.ndarray]:
+def merged(framework: str, outs: Any, lses: Any, device: str = "cpu") -> tuple[np.ndarray, np.ndarray]:
     if framework == "torch":
-        out, lse = torch_frontend.merge_states([torch.from_numpy(o) for o in outs], [torch.from_numpy(e) for e in lses])
-        return out.numpy(), lse.numpy()
-    out, lse = jax_frontend.merge_states(list(map(jnp.asarray, outs)), list(map(jnp.asarray, lses)))
+        parts = [[torch.from_numpy(each).to(device) for each in arrays] for arrays in (outs, lses)]
+        out, lse = torch_frontend.merge_states(*parts)
+        return out.cpu().numpy(), lse.cpu().numpy()
+    with jax_on(device):
+        out, lse = jax_frontend.merge_states(list(map(jnp.asarray, outs)), list(map(jnp.asarray, lses)))
     return np.asarray(out), np.asarray(lse)
 
 
@@ -89,6 +92,38 @@ def test_a_part_without_keys_changes_no_bit(framework: str) -> None:
         np.testing.assert_array_equal(actual[1], lse)
     empty = merged(framework, [nothing[0]] * 2, [nothing[1]] * 2)
     assert not empty[0].any() and (empty[1] == -np.inf).all()
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_parts_of_a_device(dtype: str, packed: bool, framework: str, device: str) -> None:
+    """On a GPU torch merges with a Triton kernel: many rows, a width that is no power of two, and empty parts."""
+    random = np.random.default_rng(4)
+    lead, rows, heads, dim = (() if packed else (2,)), 301, 5, 72
+    outs, lses = [], []
+    for number in range(3):
+        out = random.standard_normal((*lead, rows, heads, dim)).astype(np.float32)
+        lse = 10 * random.standard_normal((*lead, heads, rows)).astype(np.float32)
+        lse[..., number::7] = -np.inf
+        out[np.swapaxes(lse, -1, -2) == -np.inf] = np.nan
+        outs, lses = [*outs, torch.from_numpy(out).to(getattr(torch, dtype)).float().numpy()], [*lses, lse]
+    if dtype == "float32":
+        assert is_right(merged(framework, outs, lses, device), outs, lses)
+        return
+    expected, expected_lse = in_float64(outs, lses)
+    with jax_on(device):
+        if framework == "torch":
+            half = [torch.from_numpy(out).to(device, torch.bfloat16) for out in outs]
+            out, lse = torch_frontend.merge_states(half, [torch.from_numpy(lse).to(device) for lse in lses])
+            assert out.dtype == torch.bfloat16 and out.device.type == device
+        else:
+            out, lse = jax_frontend.merge_states(
+                [jnp.asarray(out, "bfloat16") for out in outs], [*map(jnp.asarray, lses)]
+            )
+            assert out.dtype == jnp.bfloat16
+    np.testing.assert_allclose(as_numpy(out), expected, rtol=2.0**-7, atol=2.0**-7)
+    np.testing.assert_allclose(as_numpy(lse), expected_lse, rtol=2.0**-20, atol=2.0**-20)
 
 
 @pytest.mark.parametrize("fault", ["base 2", "lse of another head", "mean"])

@@ -246,11 +246,11 @@ class Model:
         """Takes over the pages of an extended sequence: the old ones stay, but for a copied last one."""
         free, self.before = self.free_pages(), self.pages[name]
         after = list(self.allocator.pages(name))
-        kept = len(self.before) - copied
-        assert after[:kept] == self.before[:kept]
+        same = len(self.before) - copied
+        assert after[:same] == self.before[:same]
         if tokens and self.lengths[name] % self.page_size and not copied:
             self.forget(self.before[-1])  # it may be full, of a sequence that is gone
-        self.take(after[kept:], free)
+        self.take(after[same:], free)
         self.pages[name], self.lengths[name] = after, self.lengths[name] + tokens
         self.texts[name] += self.drawn_text(tokens)
 

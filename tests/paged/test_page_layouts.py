@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -120,6 +121,34 @@ def test_an_append_writes_into_the_cache_itself(new: Any, form: str) -> None:
     )
     for one, other in zip(appended, expected, strict=True):
         np.testing.assert_array_equal(one, other.numpy())
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("new", [None, (3, 0, 4, 2)])
+def test_a_device_reads_and_writes_another_layout(new: Any, form: str, device: str) -> None:
+    """In half precision, on the kernels that selection picks, which read views of the cache in place on a GPU."""
+    layout, lay_out = FORMS[form]
+    call = make_paged((90, 4, 300, 7), new, page_size=16, head_dim=64, value_dim=64, dtype="bfloat16")
+    tables = tables_of(call, partial(torch.tensor, device=device))
+    tokens = 4 if new is None else sum(new)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(tokens, heads, 64).to(device, torch.bfloat16) for heads in (4, 2, 2))
+    pools, cache = (
+        tuple(each.to(device, torch.bfloat16) for each in (pair if isinstance(pair, tuple) else (pair,)))
+        for pair in (as_torch((call.inputs.k, call.inputs.v)), as_torch(lay_out(call.inputs.k, call.inputs.v)))
+    )
+    views = torch_frontend.pages_of(cache if len(cache) == 2 else cache[0], layout)
+    memory = {each.untyped_storage().data_ptr() for each in cache}
+    assert {each.untyped_storage().data_ptr() for each in views} == memory
+    results = []
+    for each in (pools, views):
+        torch_frontend.append_kv(*each, k, v, **tables)
+        for _ in range(2):  # the second call repeats the launches of the first
+            out, lse = torch_frontend.paged_attention(q, *each, **tables, return_lse=True)
+        results.append((out, lse, *each))
+    for plain, seen in zip(*results, strict=True):
+        torch.testing.assert_close(seen, plain, rtol=0, atol=0, equal_nan=True)
+    assert results[0][0].isfinite().all()
 
 
 # Nothing as large as the pool is allocated.

@@ -138,16 +138,16 @@ def test_torch_opcheck_of_the_paged_ops() -> None:
     """torch's own checks of an op: its schema, its fake results, and its behaviour under tracing."""
     (q, *pools), tables = torch_arguments(make_paged((5, 3), (3, 1)))
     names = ("block_table", "seq_lens", "cu_seqlens_q")
-    given = [tables[name] for name in names]
+    passed = [tables[name] for name in names]
     none = (None,) * 2
     torch.library.opcheck(
         torch.ops.attn.paged_forward.default,
-        (q, *pools, *given, None, 3, True, *none, None, None, False, True, "math"),
+        (q, *pools, *passed, None, 3, True, *none, None, None, False, True, "math"),
     )
     new = [torch.zeros(4, 2, 8), torch.zeros(4, 2, 8)]
-    torch.library.opcheck(torch.ops.attn.append_kv.default, (*pools, *new, *given))
+    torch.library.opcheck(torch.ops.attn.append_kv.default, (*pools, *new, *passed))
     angles, places = (torch.zeros(9, 4), torch.ones(9, 4)), torch.tensor([5, -1, 0, 9])
-    torch.library.opcheck(torch.ops.attn.append_kv.default, (*pools, *new, *given, None, *angles, None, True))
+    torch.library.opcheck(torch.ops.attn.append_kv.default, (*pools, *new, *passed, None, *angles, None, True))
     by_slots = (None, None, None, places, *angles, torch.arange(4))
     torch.library.opcheck(torch.ops.attn.append_kv.default, (*pools, *new, *by_slots))
     torch.library.opcheck(torch.ops.attn.apply_rotary.default, (new[0], *angles, torch.arange(4), False))

@@ -52,8 +52,8 @@ def test_the_result_is_in_the_buffer(name: str, backend: str | None) -> None:
     plain = paged_attention(*arrays, **options, backend=backend)
     for layout, out in buffers(call).items():
         results = paged_attention(*arrays, **options, backend=backend, out=out)
-        found, expected = (results, plain) if not call.spec.return_lse else (results[0], plain[0])
-        assert found is out and torch.equal(out, expected), layout
+        actual, expected = (results, plain) if not call.spec.return_lse else (results[0], plain[0])
+        assert actual is out and torch.equal(out, expected), layout
         if call.spec.return_lse:
             assert torch.equal(results[1], plain[1])
         if out._base is not None and layout == "a part of rows":
@@ -68,14 +68,14 @@ def test_a_backend_that_can_writes_into_it(strided: bool, monkeypatch: pytest.Mo
     expected, original = paged_attention(*arrays, **options), plan.plan_call
 
     def planned(*request: Any) -> Any:
-        made = original(*request)
+        result = original(*request)
 
         def forward(spec: Any, inputs: Any, into_: Any = None, **keywords: Any) -> Any:
             into.append(keywords.get("into", into_))
-            out, lse = made.forward(spec, inputs)
+            out, lse = result.forward(spec, inputs)
             return (out if into[-1] is None else into[-1][0].copy_(out)), lse
 
-        return made._replace(
+        return result._replace(
             forward=lambda spec, inputs, into=None: forward(spec, inputs, into), writes=(True, strided)
         )
 
@@ -92,8 +92,8 @@ def test_compiled_calls_and_caches_have_it() -> None:
     plain = paged_attention(*arrays, **options)
     compiled = torch.compile(paged_attention, fullgraph=True, backend="aot_eager")
     for out in buffers(call).values():
-        found, lse = compiled(*arrays, **options, out=out)
-        assert found is out and torch.equal(out, plain[0]) and torch.equal(lse, plain[1])
+        actual, lse = compiled(*arrays, **options, out=out)
+        assert actual is out and torch.equal(out, plain[0]) and torch.equal(lse, plain[1])
     cache = PagedKVCache(num_layers=1, num_pages=4, page_size=4, kv_heads=2, head_dim=8)
     cache.add("a")
     step = cache.step(["a"], 3)

@@ -20,7 +20,7 @@ import jax_frontend
 import torch_frontend
 from attn_core import DTypeError, ShapeError, SpecError, Target, explain
 from attn_core.backends import load, names
-from attn_core.call.pages import BITS, PagedKV, bytes_per_token
+from attn_core.call.pages import BITS, PagedKV, bytes_in_layer
 from attn_core.paged import quantised
 from benchmarks import page_quality
 from jax_frontend.paged import quantise as jax_quantise
@@ -329,8 +329,7 @@ def test_specs_of_quantised_pages() -> None:
     ):
         with pytest.raises(error, match=says):
             PagedKV(**sizes, **fields)
-    pool = PagedKV(**sizes, dtype="int4", scales="page")
-    assert bytes_per_token(pool, 2, 64, 32, "bfloat16") == 2 * (48 + 8 / 4)
+    assert bytes_in_layer("int4", 2, (64, 32), 1 / 4) == 2 * (48 + 8 / 4)
     assert repr(PagedKV(**sizes)) == "PagedKV(num_pages=7, page_size=4, width=3)"
     spec = good("int8").spec
     with pytest.raises(DTypeError, match=r"^q: expected bfloat16, float16 or float32 with int8 pages, got float64"):

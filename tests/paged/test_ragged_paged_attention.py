@@ -41,10 +41,10 @@ def arguments(new: list[int], lengths: list[int], seed: int = 0, kv_heads: int =
     return {name: jnp.asarray(array) for name, array in {"q": q, "kv_pages": pages, **tables}.items()}
 
 
-def expected(given: dict[str, Any], **options: Any) -> np.ndarray:
+def expected(arrays: dict[str, Any], **options: Any) -> np.ndarray:
     """The host's reference, and 0 behind its last token."""
     with jax.default_matmul_precision("highest"):
-        rows = np.asarray(host.ref_ragged_paged_attention(*given.values(), **options))
+        rows = np.asarray(host.ref_ragged_paged_attention(*arrays.values(), **options))
     return np.concatenate((rows, np.zeros((TOKENS - len(rows), *rows.shape[1:]), rows.dtype)))
 
 

@@ -107,13 +107,13 @@ def test_a_gpu_has_the_bits_of_a_cpu(interleaved: bool, dtype: str) -> None:
     expected = torch_frontend.apply_rotary(x, cos, sin, positions=positions, **options)
     there = [tensor.cuda() for tensor in (x, cos, sin, torch.tensor(positions))]
     for each in (there[0], there[0].clone().requires_grad_()):
-        found = torch_frontend.apply_rotary(each, *there[1:3], positions=there[3], **options)
-        assert torch.equal(found.detach().cpu(), expected)
+        actual = torch_frontend.apply_rotary(each, *there[1:3], positions=there[3], **options)
+        assert torch.equal(actual.detach().cpu(), expected)
     with jax_on("cuda"):
         arrays = [JAX_ON_GPU.array(np.asarray(in_jax(tensor)), dtype) for tensor in (x,)]
         angles = [JAX_ON_GPU.array(tensor.numpy()) for tensor in (cos, sin)]
-        found = jax_frontend.apply_rotary(*arrays, *angles, positions=JAX_ON_GPU.array(positions), **options)
-        assert np.array_equal(np.asarray(found.astype(jnp.float32)), expected.float().numpy())
+        actual = jax_frontend.apply_rotary(*arrays, *angles, positions=JAX_ON_GPU.array(positions), **options)
+        assert np.array_equal(np.asarray(actual.astype(jnp.float32)), expected.float().numpy())
 
 
 def test_planted_faults_are_found() -> None:

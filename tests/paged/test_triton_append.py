@@ -23,6 +23,7 @@ from quantised_cases import KINDS
 import torch_frontend
 from torch_frontend.paged.append_launch import append_on_gpu, repeated_on_gpu
 from torch_frontend.paged.places import Places
+from torch_frontend.paged.rotary import repeated_on_gpu as repeated_rotation
 from torch_frontend.paged.rotary import rotate_on_gpu
 
 pytestmark = pytest.mark.rotates
@@ -84,17 +85,33 @@ def test_any_append_to_quantised_pages(call: Append, kind: tuple[str, str], rota
     *pages, k_scales, v_scales = pools.tensors
     append_on_gpu(*pages, call.k, call.v, *places_of(call, rotates, by_slots), scales=(k_scales, v_scales))
     right = quantised_appends.expected(call, pools, kind[0], rotates)
-    for found, wanted in zip((*pages, k_scales, v_scales), right, strict=True):
-        np.testing.assert_array_equal(bits(found), bits(wanted), err_msg=str(kind))
+    for actual, exact in zip((*pages, k_scales, v_scales), right, strict=True):
+        np.testing.assert_array_equal(bits(actual), bits(exact), err_msg=str(kind))
 
 
 @settings(max_examples=25, deadline=None)
 @given(appends(("float32", "bfloat16", "float16", "float64")), st.sampled_from(("int32", "int64")))
 def test_any_rotation(call: Append, kind: str) -> None:
     positions = tensor(np.maximum(call.positions, 0), kind)
-    found = rotate_on_gpu(call.k, call.cos, call.sin, positions, call.interleaved)
+    actual = rotate_on_gpu(call.k, call.cos, call.sin, positions, call.interleaved)
     options = {"positions": positions, "interleaved": call.interleaved}
-    assert torch.equal(found, torch_frontend.apply_rotary(call.k, call.cos, call.sin, **options))
+    assert torch.equal(actual, torch_frontend.apply_rotary(call.k, call.cos, call.sin, **options))
+
+
+def test_a_seen_rotation_is_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also at an address that is no multiple of 16, and of queries whose heads are outside."""
+    direct = launch_by_address(monkeypatch)
+    rotates = repeated_rotation()
+    calls = [make_append([5, 70, 1], None, dtype="float16", seed=seed) for seed in (1, 2, 3)]
+    keys = [call.k for call in calls]
+    moved = torch.cat([keys[0].flatten()[:1], keys[0].flatten()])[1:].view(keys[0].shape)
+    outside = keys[0].transpose(0, 1).contiguous().transpose(0, 1)
+    tables = calls[0].cos[:70], calls[0].sin[:70], tensor(calls[0].positions)
+    for at, x in enumerate((*keys, moved, outside, keys[0])):
+        before = len(direct)
+        actual = rotates(x, *tables, False)
+        assert torch.equal(actual, torch_frontend.apply_rotary(x, *tables[:2], positions=tables[2]))
+        assert len(direct) - before == (at in (1, 2, 5))
 
 
 @pytest.mark.slow
@@ -105,8 +122,8 @@ def test_a_rotation_of_batches() -> None:
     positions = torch.arange(40).view(2, 20) * 3 - 20
     safe = positions.clamp(0, len(call.cos) - 1)
     assert (safe != positions).any()
-    found = rotate_on_gpu(x, call.cos, call.sin, positions, False)
-    assert torch.equal(found, torch_frontend.apply_rotary(x, call.cos, call.sin, positions=safe))
+    actual = rotate_on_gpu(x, call.cos, call.sin, positions, False)
+    assert torch.equal(actual, torch_frontend.apply_rotary(x, call.cos, call.sin, positions=safe))
 
 
 def test_wrong_slots_are_not_written() -> None:
@@ -146,15 +163,24 @@ def test_planted_faults_are_found() -> None:
         assert not torch.equal(appended(wrong, places_of(wrong, True, True))[0], right[0])
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_a_seen_append_rotates_what_a_new_one_rotates(interleaved: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("new", "by_slots", "interleaved"),
+    [(None, False, False), (None, False, True), ([2, 7, 0], False, True), ([2, 7, 0], True, False)],
+)
+def test_a_seen_append_rotates_what_a_new_one_rotates(
+    new: list[int] | None, by_slots: bool, interleaved: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One token for each sequence, several by offsets, and tokens by slots."""
     direct = launch_by_address(monkeypatch)
-    write = repeated_on_gpu(interleaved)
-    calls = [make_append([5, 70, 1], None, dtype="float16", interleaved=interleaved, seed=seed) for seed in (1, 2, 3)]
+    options = {"dtype": "float16", "interleaved": interleaved}
+    calls = [make_append([5, 70, 1], new, **options, seed=seed) for seed in (1, 2, 3)]
     calls = [Append(**{**vars(call), "cos": call.cos[:70], "sin": call.sin[:70]}) for call in calls]
+    where = places_of(calls[0], True, by_slots)._asdict()
+    names = tuple(name for name in Places._fields[:7] if where[name] is not None)
+    write = repeated_on_gpu(interleaved, names)
     for at, call in enumerate((*calls, calls[0])):
         before, pools = len(direct), (call.k_pages.clone(), call.v_pages.clone())
-        tables = tensor(call.block_table), tensor(call.seq_lens)
-        assert write(*pools, call.k, call.v, *tables, call.cos, call.sin)
+        where = places_of(call, True, by_slots)._asdict()
+        assert write(*pools, call.k, call.v, *[where[name] for name in names])
         assert all(map(torch.equal, pools, call.expected(True)))
         assert len(direct) - before == (at > 0)

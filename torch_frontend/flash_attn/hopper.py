@@ -221,8 +221,10 @@ def flash_attn_with_kvcache(
         The output in the shape of q; with return_softmax_lse ``(out, softmax_lse, out_accum, softmax_lse_accum)``, of
         which the last two, the partial results of splits, are empty.
     """
-    call = Cached(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad)
-    call = call._replace(block_table=page_table, cu_seqlens_q=cu_seqlens_q)
+    call = Cached(
+        *(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad),
+        *(page_table, cu_seqlens_q),
+    )
     try:
         refuse(qv=qv, cu_seqlens_k_new=cu_seqlens_k_new, rotary_seqlens=rotary_seqlens)
         refuse(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)

@@ -13,17 +13,24 @@ from attn_core.dropins.flash_attn_cache import (
     Cached,
     check_combination,
     check_facts,
-    check_positions,
-    check_values,
     whole_length,
 )
 from attn_core.errors import SpecError
 from attn_core.paged.arguments import check_paged_options
 from torch_frontend.attention import attention
 from torch_frontend.dispatch import plan, tensor_kinds
+from torch_frontend.flash_attn import seen_kvcache
+from torch_frontend.flash_attn.cache_steps import (
+    append,
+    check_host_values,
+    positions_by_offsets,
+    positions_of,
+)
 from torch_frontend.flash_attn.inference import without_gradient
-from torch_frontend.flash_attn.probabilities import lse_of_flash_attn, places_in_documents
-from torch_frontend.paged.attention import append_kv, paged_attention
+from torch_frontend.flash_attn.probabilities import lse_of_flash_attn
+from torch_frontend.paged import constant_tables
+from torch_frontend.paged.attention import paged_attention
+from torch_frontend.paged.dense_caches import in_rows
 from torch_frontend.paged.rotary import apply_rotary
 
 Tensor = torch.Tensor
@@ -78,8 +85,10 @@ def flash_attn_with_kvcache(
             are checked. On a GPU they are not read: they are clamped, and a token without a place is not written.
         NoBackendError: if no backend can run the call; the message has every reason.
     """
-    call = Cached(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad)
-    call = call._replace(block_table=block_table, alibi_slopes=alibi_slopes)
+    call = Cached(
+        *(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad),
+        *(block_table, None, alibi_slopes),
+    )
     try:
         check_hints(num_splits=num_splits)
         options = options_of(softmax_scale, causal, window_size, softcap, False)
@@ -100,6 +109,9 @@ def attend(
 
     The arguments are those of ``_attend``. A backward through the results is refused, except for a whole cache.
     """
+    results = seen_kvcache.attend(call, interleaved, options, table, longest)
+    if results is not None:
+        return results
     if _is_whole(call):
         return _attend(call, interleaved, options, table, longest)
     tensors = (call.q, call.k_cache, call.v_cache, call.k, call.v, options.get("sinks"))
@@ -136,22 +148,26 @@ def _attend(
     pages = call.block_table
     if pages is None:
         index = call.cache_batch_idx
-        pages = (torch.arange(batch, dtype=torch.int32, device=device) if index is None else index)[:, None]
+        pages = constant_tables.rows_as_table(batch, device) if index is None else index[:, None]
     if before is None:
         before = torch.full((batch,), pages.shape[1] * call.k_cache.shape[1], dtype=torch.int32, device=device)
     seq_lens = before + new if new else before
     q, shape = call.q, call.q.shape[:-2]
     if call.rotary_cos is not None:  # before anything is written, because it may find a position that the tables lack
         banded = options["causal"] or options["window"] is not None
-        positions = _positions(before, call.q, call.cu_seqlens_q, banded)
+        offsets = call.cu_seqlens_q
+        if offsets is None:
+            positions = positions_of(before, shape[1], banded)
+        else:
+            positions = positions_by_offsets(before, len(call.q), offsets, banded)
         q = apply_rotary(q, call.rotary_cos, call.rotary_sin, positions=positions, interleaved=interleaved)
     if new:
-        _append(call, pages, seq_lens, interleaved)
+        append(call, pages, seq_lens, interleaved)
     how = {**options, "block_table": pages, "seq_lens": seq_lens}
     if call.cu_seqlens_q is not None:
         how |= {"cu_seqlens_q": call.cu_seqlens_q, "max_len_q": longest}
     elif shape[1] != 1:
-        how |= {"cu_seqlens_q": _offsets(batch, shape[1], device), "max_len_q": shape[1]}
+        how |= {"cu_seqlens_q": constant_tables.equal_offsets(batch, shape[1], device), "max_len_q": shape[1]}
     if call.alibi_slopes is not None:
         how["alibi_slopes"] = call.alibi_slopes
     if call.cache_leftpad is not None:
@@ -159,10 +175,8 @@ def _attend(
     results = paged_attention(q.flatten(0, -3), call.k_cache, call.v_cache, **how)
     if call.cu_seqlens_q is not None:
         return results
-    out, lse = results if options["return_lse"] else (results, None)
-    out = out.unflatten(0, shape)  # [batch * seqlen_q, heads, dim] -> [batch, seqlen_q, heads, dim]
-    # [heads, batch * seqlen_q] -> [batch, heads, seqlen_q]
-    return out if lse is None else (out, lse.unflatten(1, shape).transpose(0, 1))
+    both = results if options["return_lse"] else (results, None)
+    return in_rows(both, call.q, options["return_lse"])
 
 
 def _checked(call: Cached, table: str) -> tuple[Cached, Tensor | None]:
@@ -176,40 +190,11 @@ def _checked(call: Cached, table: str) -> tuple[Cached, Tensor | None]:
     check_facts(Cached(*[None if t is None else plan.facts(t.shape, t.dtype, t.device) for t in call]), table)
     new = 0 if call.k is None else call.k.shape[1]
     width = 1 if call.block_table is None else call.block_table.shape[1]
-    capacity, rows = width * call.k_cache.shape[1], call.k_cache.shape[0]
+    capacity = width * call.k_cache.shape[1]
     if single:
         batch = len(call.q) if call.cu_seqlens_q is None else call.cu_seqlens_q.shape[0] - 1
         length = whole_length(seqlens, capacity, new)
         seqlens = torch.full((batch,), length, dtype=torch.int32, device=call.q.device)
     if call.q.is_cpu and not torch.compiler.is_compiling() and not tensor_kinds.is_watched(call.q):
-        tables = (seqlens, call.cache_batch_idx, call.cache_leftpad)
-        on_host = [None if each is None else each.numpy() for each in tables]
-        check_values((on_host[0], on_host[1], on_host[2]), capacity, rows, new)
-        if call.rotary_cos is not None:
-            check_positions(on_host[0], new, call.rotary_cos.shape[0])
+        check_host_values(call, seqlens, capacity, new)
     return call, seqlens
-
-
-def _append(call: Cached, pages: Tensor, seq_lens: Tensor, interleaved: bool) -> None:
-    batch, new = call.k.shape[:2]
-    tables: dict[str, Any] = {"block_table": pages, "seq_lens": seq_lens}
-    if new != 1:
-        tables["cu_seqlens_q"] = _offsets(batch, new, pages.device)
-    if call.rotary_cos is not None:
-        tables |= {"rotary": (call.rotary_cos, call.rotary_sin), "rotary_interleaved": interleaved}
-    append_kv(call.k_cache, call.v_cache, call.k.flatten(0, 1), call.v.flatten(0, 1), **tables)
-
-
-def _positions(before: Tensor, q: Tensor, offsets: Tensor | None, banded: bool) -> Tensor:
-    """Returns the rotary position of each query, int32 ``[batch, seqlen_q]`` or, with offsets, ``[tokens]``."""
-    if offsets is not None:
-        documents, places = places_in_documents(offsets, q.shape[0])
-        first = before[documents.clamp(max=before.shape[0] - 1)]
-        return (first + places).int() if banded else first
-    if not banded or q.shape[1] == 1:
-        return before[:, None].expand(q.shape[:2])
-    return before[:, None] + torch.arange(q.shape[1], dtype=torch.int32, device=q.device)
-
-
-def _offsets(batch: int, tokens: int, device: torch.device) -> Tensor:
-    return torch.arange(0, batch * tokens + 1, tokens, dtype=torch.int32, device=device)

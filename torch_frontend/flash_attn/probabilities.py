@@ -41,10 +41,10 @@ def with_probabilities(
     with torch.no_grad():
         q, k, values = q.detach().float(), k.detach().float(), _identity(k, options.get("seq_info"))
         weights = attention(q, k, values, **options, backend="math")
-        kept = attention(q, k, values, **{**drops, "dropout_rng": before})
+        after_dropout = attention(q, k, values, **{**drops, "dropout_rng": before})
         largest = weights.amax(-1, keepdim=True)
         numerators = weights / torch.where(largest > 0, largest, 1.0)
-        signed = torch.where((kept == 0) & (weights > 0), -numerators, numerators).to(out.dtype)
+        signed = torch.where((after_dropout == 0) & (weights > 0), -numerators, numerators).to(out.dtype)
         numerators = _by_document(signed, options.get("seq_info"))
     return out, lse_of_flash_attn(lse), numerators
 

@@ -17,7 +17,8 @@ from attn_core.paged.scales import check_used_scales
 from attn_core.paged.tables import FEW_ENTRIES, are_valid, last_places
 from torch_frontend.dispatch import plan, tensor_kinds
 from torch_frontend.dispatch.wrappers import on_device
-from torch_frontend.paged.append_launch import append_on_gpu, repeated_on_gpu
+from torch_frontend.paged import seen_appends
+from torch_frontend.paged.append_launch import TABLES, append_on_gpu, repeated_on_gpu
 from torch_frontend.paged.places import Places, gather, on_cpu
 from torch_frontend.paged.plan import check_no_gradient
 from torch_frontend.paged.quantise import write as write_rows
@@ -47,10 +48,16 @@ def append(
     is_usual = cu_seqlens_q is slot_mapping is positions is k_scales is v_scales is None
     if is_usual and _append_as_before(k_pages, v_pages, k, v, block_table, seq_lens, rotary):
         return
+    where = (block_table, seq_lens, cu_seqlens_q, slot_mapping, cos, sin, positions)
+    if (
+        not is_usual
+        and k_scales is v_scales is None
+        and seen_appends.append((k_pages, v_pages, k, v), where, interleaved)
+    ):
+        return
     for name, tensor in (("k_pages", k_pages), ("k", k)):
         plan.check_tensor(name, tensor)
-    places = Places(block_table, seq_lens, cu_seqlens_q, slot_mapping, cos, sin, positions, interleaved)
-    places, scales = gather(k, k_pages, places), (k_scales, v_scales)
+    places, scales = gather(k, k_pages, Places(*where, interleaved)), (k_scales, v_scales)
     check_appended(k_pages, v_pages, k, v, places, scales)
     if k.shape[0] == 0:
         return
@@ -168,7 +175,8 @@ def _writer(*metadata: Any) -> Callable[..., bool] | None:
     if tokens == 0 or device.type not in ("cpu", "cuda"):
         return None
     if device.type == "cuda":
-        return on_device(repeated_on_gpu(bool(rotary and rotary[6])), device)  # type: ignore[no-any-return]
+        repeated = repeated_on_gpu(bool(rotary and rotary[6]), (*TABLES, "cos", "sin") if rotary else TABLES)
+        return on_device(repeated, device)  # type: ignore[no-any-return]
     if torch.int64 in metadata[10:12]:  # the general path casts tables
         return None
     paged, least = PagedKV(num_pages=num_pages, page_size=page_size, width=width), [1] * tokens

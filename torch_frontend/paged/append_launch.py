@@ -17,27 +17,35 @@ MOST_LAYOUTS = 64
 """The most strides whose launches ``repeated_on_gpu`` remembers for one metadata."""
 
 
-def repeated_on_gpu(interleaved: bool = False) -> Callable[..., bool]:
-    """Returns ``append_on_gpu`` of one token for each sequence, which repeats its launches by the tensors' strides.
+TABLES = ("block_table", "seq_lens")
+"""The fields of ``Places`` of an append with one token for each sequence."""
 
-    Its arguments are k_pages, v_pages, k, v, block_table and seq_lens, and cos and sin of keys that rotate.
+
+def repeated_on_gpu(interleaved: bool = False, names: tuple[str, ...] = TABLES) -> Callable[..., bool]:
+    """Returns ``append_on_gpu`` for tensors of one metadata, which repeats its launches by the tensors' strides.
+
+    Its arguments are k_pages, v_pages, k, v, and the tensors of ``Places`` that the call has.
+
+    Args:
+        names: the fields of ``Places`` of these tensors, in the order of ``Places``.
     """
     seen: dict[Hashable, Direct] = {}
+    fields = Places._fields[:7]
+    own: list[Any] = [4 + names.index(name) if name in names else None for name in fields]
+    some = own[1] if own[3] is None else own[3]  # for tensors that are not read, see append_on_gpu
+    # The kernel's tensors by their numbers among k, v, k_pages, v_pages and those of ``names``; the last two are scales
+    order = (0, 1, 2, 3, *[some if at is None else at for at in own], some, some)
 
-    def write(
-        k_pages: Tensor, v_pages: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Tensor, *rotary: Tensor
-    ) -> bool:
-        tensors = (k, v, k_pages, v_pages, table, lengths, *rotary)
+    def write(k_pages: Tensor, v_pages: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> bool:
+        tensors = (k, v, k_pages, v_pages, *others)
         strides = tuple([tensor.stride() for tensor in tensors])
         addresses = [tensor.data_ptr() for tensor in tensors]
         direct = seen.get(strides)
         if direct is not None and not any([address & 15 for address in addresses]):
-            absent = addresses[5]  # for tensors that are not read, see append_on_gpu
-            angles = addresses[6:] or (absent, absent)
-            direct(*addresses[:6], absent, absent, *angles, absent, absent, absent)
+            direct(*[addresses[at] for at in order])
             return True
-        places = Places(table, lengths, None, None, *(rotary or (None, None)), None, interleaved)  # type: ignore[call-arg]
-        direct = append_on_gpu(k_pages, v_pages, k, v, *places)
+        places = [None if at is None else tensors[at] for at in own]
+        direct = append_on_gpu(k_pages, v_pages, k, v, *places, interleaved)
         if direct is not None:
             if len(seen) >= MOST_LAYOUTS:
                 seen.clear()

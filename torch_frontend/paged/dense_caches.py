@@ -1,6 +1,6 @@
 """Dense caches with a length per row: kv_lengths, kv_starts and cache_index of ``attention``, for torch tensors.
 
-``attn_core.call.cache_rows`` says what they mean, and which of two forms a call takes: pages, or key ranges.
+``attn_core.call.cache_rows`` says what they mean, and which of three forms a call takes.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from attn_core.selection import Selection, override
 from attn_core.selection.dense_caches import read_pages
 from torch_frontend.dispatch import autocast, nested, plan, sdpa_flags, tensor_kinds, transforms
 from torch_frontend.dispatch.heads_first import exchanged
+from torch_frontend.paged import constant_tables
 from torch_frontend.paged.attention import explain_paged, paged_attention
+from torch_frontend.paged.cache_documents import OPTIONS, are_documents, as_documents
 
 Tensor = torch.Tensor
 Keywords = dict[str, Any]
 Window = tuple[int | None, int | None]
-
 # Dynamo would trace how an expression is built. It depends on constants alone, so Dynamo takes the result.
 vars(cache_rows.slopes_of_rows).update(_dynamo_marked_constant=True)
 
@@ -46,7 +47,12 @@ def attend(attention: Callable[..., Any], qkv: tuple[Any, ...], rows: CacheRows,
     q, k, v = map(exchanged, qkv) if heads_first else qkv
     rows, window = _checked((q, k, v), rows, options)
     if _on_pages((q, k, v), window, options, None):
-        results = from_pages(autocast.in_autocast(q, k, v), rows, window, options)
+        q, k, v = autocast.in_autocast(q, k, v)
+        if are_documents((q, k, v), rows, options):
+            packed, others = as_documents(q, k, v, rows, options)
+            results = _in_rows_of(attention(*packed, **others), q, options)
+        else:
+            results = from_pages((q, k, v), rows, window, options)
     else:
         tensors, others = _as_ranges(q, k, v, rows, window, options)
         results = attention(*tensors, **others)
@@ -73,6 +79,9 @@ def explain(
         tensors, others = _as_ranges(q, k, v, rows, window, options)
         return explain(*tensors, **others, needs_backward=needs_backward)
     q, k, v = (tensor.detach() for tensor in autocast.in_autocast(q, k, v))
+    if are_documents((q, k, v), rows, options):
+        packed, others = as_documents(q, k, v, rows, options)
+        return explain(*packed, **others, needs_backward=needs_backward)
     return explain_paged(q.flatten(0, 1), k, v, **_on_pool(q, k, rows, window, options))
 
 
@@ -93,8 +102,7 @@ def _checked(qkv: tuple[Any, ...], rows: CacheRows, options: Keywords) -> tuple[
             plan.check_tensor(name, array)
     cache_rows.check_arguments(rows, {"q": q.shape, "k": k.shape, "v": v.shape}, options)
     compiling = torch.compiler.is_compiling()
-    plain = ("causal", "alignment", "window", "softcap", "scale", "dropout", "deterministic", "return_lse")
-    call = Options(**{name: options[name] for name in plain})
+    call = Options(**{name: options[name] for name in OPTIONS})
     call = check_traced_options(call) if compiling else check_options(call)
     window: Window = call.window  # type: ignore[assignment]
     if compiling or transforms.is_one_op(q):
@@ -166,26 +174,38 @@ def _on_pool(q: Tensor, k: Tensor, rows: CacheRows, window: Window, options: Key
     (batch, count), device = q.shape[:2], q.device
     index = rows.cache_index
     if index is None:
-        index = torch.arange(batch, dtype=torch.int32, device=device)
+        table = constant_tables.rows_as_table(batch, device)
+    else:
+        table = index[:, None]
     lengths = rows.kv_lengths
     if lengths is None:
         lengths = torch.full((batch,), k.shape[1], dtype=torch.int32, device=device)
     names = ("causal", "softcap", "sinks", "scale", "deterministic", "backend", "return_lse", "alibi_slopes")
     keywords = {name: options[name] for name in names} | {"window": window, "kv_starts": rows.kv_starts}
     if count != 1:
-        keywords["cu_seqlens_q"] = torch.arange(0, batch * count + 1, count, dtype=torch.int32, device=device)
+        keywords["cu_seqlens_q"] = constant_tables.equal_offsets(batch, count, device)
         keywords["max_len_q"] = count
-    return {**keywords, "block_table": index[:, None], "seq_lens": lengths}
+    return {**keywords, "block_table": table, "seq_lens": lengths}
 
 
 def from_pages(qkv: tuple[Any, ...], rows: CacheRows, window: Window, options: Keywords) -> Any:
     """Runs a checked call in the form of pages; returns its results as ``attention`` does."""
     q, k, v = qkv
     results = paged_attention(q.flatten(0, 1), k, v, **_on_pool(q, k, rows, window, options))
-    out, lse = results if options["return_lse"] else (results, None)
-    out = out.unflatten(0, q.shape[:2])  # [batch * q_len, heads, dim] -> [batch, q_len, heads, dim]
+    return _in_rows_of(results, q, options)
+
+
+def _in_rows_of(results: Any, q: Tensor, options: Keywords) -> Any:
+    return in_rows(results if options["return_lse"] else (results, None), q, options["return_lse"])
+
+
+def in_rows(results: tuple[Tensor, Any], q: Tensor, return_lse: bool) -> Any:
+    """Returns the results of the form of pages as those of rows of q: out, or (out, lse)."""
+    out, lse = results
+    (batch, tokens), shape = q.shape[:2], out.shape[1:]
+    out = out.view(batch, tokens, *shape)  # [batch * q_len, heads, dim] -> [batch, q_len, heads, dim]
     # [heads, batch * q_len] -> [batch, heads, q_len]
-    return out if lse is None else (out, lse.unflatten(1, q.shape[:2]).transpose(0, 1))
+    return (out, lse.view(-1, batch, tokens).transpose(0, 1)) if return_lse else out
 
 
 def _as_ranges(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from functools import lru_cache
 from typing import Any, Never
 
 import numpy as np
 import torch
 
-from attn_core.backends.shared.triton import Description, has_triton, launch
+from attn_core.backends.shared.triton import Description, Direct, has_triton, launch
 from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
 from attn_core.errors import DTypeError
 from attn_core.paged import rotary
@@ -16,6 +17,8 @@ from torch_frontend.dispatch import plan, tensor_kinds
 from torch_frontend.dispatch.wrappers import on_device
 
 Tensor = torch.Tensor
+MOST_LAYOUTS = 64
+"""The most strides whose launches ``repeated_on_gpu`` remembers for one metadata."""
 
 
 @hide_unknown
@@ -86,6 +89,36 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: 
 
 def rotate_on_gpu(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
     """Returns ``rotate`` in the dtype of x, by one launch of a Triton kernel."""
+    return _rotate_on_gpu(x, cos, sin, positions, interleaved)[0]
+
+
+def repeated_on_gpu() -> Callable[..., Tensor]:
+    """Returns ``rotate_on_gpu`` for tensors of one metadata, which repeats its launches by the tensors' strides."""
+    seen: dict[Hashable, Direct] = {}
+
+    def rotate_again(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
+        key = (x.stride(), cos.stride(), sin.stride(), positions.stride(), interleaved)
+        direct = seen.get(key)
+        if direct is not None:
+            out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+            addresses = [tensor.data_ptr() for tensor in (x, cos, sin, positions, out)]
+            if not any([address & 15 for address in addresses]):
+                direct(*addresses)
+                return out
+        out, direct = _rotate_on_gpu(x, cos, sin, positions, interleaved)
+        if direct is not None:
+            if len(seen) >= MOST_LAYOUTS:
+                seen.clear()
+            seen[key] = direct
+        return out
+
+    return rotate_again
+
+
+def _rotate_on_gpu(
+    x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool
+) -> tuple[Tensor, Direct | None]:
+    """Returns the rotated x, and the direct launch if it fits other tensors with the metadata and strides of these."""
     from attn_core.paged import triton_rotary
 
     rows = x.detach().reshape(-1, *x.shape[-2:])  # [tokens, heads, head_dim]; a view if the strides allow one
@@ -109,8 +142,9 @@ def rotate_on_gpu(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interl
     current = torch.cuda.current_device() if x.is_cuda else -1
     dtypes = tuple(tensor.dtype for tensor in tensors[:4])
     key = ("rotate", dtypes, tuple(rows.shape), cos.shape[1], numbers, interleaved, current)
-    launch(triton_rotary.rotate, key, tensors, describe)
-    return out
+    direct = launch(triton_rotary.rotate, key, tensors, describe)
+    copied = [mine.data_ptr() != own.data_ptr() for mine, own in zip(tensors, (x, cos, sin, positions))]
+    return out, None if any(copied) else direct
 
 
 def check_values(x: Tensor, cos: Tensor, positions: Tensor) -> None:

@@ -12,13 +12,15 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from attn_core.call import cache_rows
+from attn_core.call import cache_rows, counters
+from attn_core.call.arguments import Arrays
 from attn_core.call.cache_rows import CacheRows
 from attn_core.call.options import Options, check_options, is_plain_window, requested_names
-from attn_core.selection import override
-from attn_core.selection.dense_caches import read_pages
+from attn_core.selection import Target, override
+from attn_core.selection.dense_caches import read_pages, runs_packed
 from torch_frontend.dispatch import autocast, plan, sdpa_flags, tensor_kinds, transforms
-from torch_frontend.paged.dense_caches import Window, check_metadata, from_pages
+from torch_frontend.paged import constant_tables, seen_calls
+from torch_frontend.paged.dense_caches import Window, check_metadata, from_pages, in_rows
 
 Tensor = torch.Tensor
 _KINDS = frozenset((Tensor, torch.nn.Parameter))
@@ -52,22 +54,34 @@ def attend(qkv: tuple[Any, ...], rows: CacheRows, options: dict[str, Any]) -> An
             return None
         entries = tuple([None if t is None else (t.shape, t.dtype, t.device) for t in tensors])
         requested = override.requested() if options["backend"] is None else options["backend"]
-        window = _window_on_pages(entries, requested, *[options[name] for name in _PLAIN])
+        seen = _seen(entries, requested, *[options[name] for name in _PLAIN])
     except Exception:  # the general path raises the error again, or an earlier one
         return None
-    if window is None:
+    if seen is None:
         return None
-    q, k, _ = qkv
+    q, k, v = qkv
     if q.is_cpu:
         cache_rows.check_values(rows, k.shape[1], k.shape[0])
-    return from_pages(qkv, rows, window, options)
+    window, call = seen
+    if call is None:
+        return from_pages(qkv, rows, window, options)
+    device, (batch, tokens, *_) = q.device, q.shape
+    index, lengths = rows.cache_index, rows.kv_lengths
+    table = constant_tables.rows_as_table(batch, device) if index is None else index.unsqueeze(1)
+    if lengths is None:
+        lengths = torch.full((batch,), k.shape[1], dtype=torch.int32, device=device)
+    more = () if tokens == 1 else (constant_tables.equal_offsets(batch, tokens, device), None, None)
+    results = seen_calls.run(call, q.flatten(0, 1), k, v, table, lengths, options["sinks"], *more)
+    return from_pages(qkv, rows, window, options) if results is None else in_rows(results, q, options["return_lse"])
 
 
 @lru_cache(maxsize=1024, typed=True)  # True and 1.0 are not 1
-def _window_on_pages(
+def _seen(
     entries: tuple[plan.Metadata | None, ...], requested: str | tuple[str, ...] | None, *plain: Any
-) -> Window | None:
-    """Checks a call by its metadata; returns its window as a pair, or None if it does not take the form of pages.
+) -> tuple[Window, seen_calls.SeenCall | None] | None:
+    """Checks a call by its metadata. Returns its window as a pair and its plan, or None if it is no call on pages.
+
+    The plan is None if the backend has no fast path for the call.
 
     Args:
         entries: (shape, dtype, device) of q, k, v, the rows, sinks and slopes.
@@ -86,5 +100,28 @@ def _window_on_pages(
     check_metadata((q, k, v, None, None, slopes, sinks), call, rows.cache_index is not None)
     sizes = (*q[0][:2], k[0][1], k[0][0])
     names, window = requested_names(requested), call.window
+    slots = plan.facts(*q), plan.facts(*k), plan.facts(*v), None, None, slopes and plan.facts(*slopes)
+    arrays = Arrays(*slots, sinks and plan.facts(*sinks))
+    if runs_packed(rows, arrays, call, Target.here("torch", plan.device_name(q[2])), names):
+        return None
     on_pages = cache_rows.takes_pages(sizes, window, named | absent) and read_pages(names, plan.device_name(q[2]))  # type: ignore[arg-type]
-    return window if on_pages else None  # type: ignore[return-value]
+    return (window, _plan(entries, requested, call, window)) if on_pages else None  # type: ignore[return-value, arg-type]
+
+
+def _plan(
+    entries: tuple[plan.Metadata | None, ...], requested: str | tuple[str, ...] | None, call: Options, window: Window
+) -> seen_calls.SeenCall | None:
+    """Returns the plan of a checked call in the form of pages; None if its backend has no fast path for it."""
+    q, k, v, _, starts, _, sinks, slopes = entries
+    if starts is not None or slopes is not None or q is None or k is None or v is None:
+        return None
+    ((batch, tokens, *heads), dtype, device), number = q, torch.int32
+    tensors = (torch.Size((batch * tokens, *heads)), dtype, device), k, v
+    tables = [(torch.Size(shape), number, device) for shape in ((batch, 1), (batch,), (batch + 1,))]
+    key = [entry[at] for at in range(3) for entry in (*tensors, *tables[:2])]  # shapes, dtypes, then devices
+    more, longest = ((None, None, None), None) if tokens == 1 else ((tables[2], None, None), tokens)
+    options = (call.causal, window, call.softcap, call.scale, call.deterministic, call.return_lse, longest)
+    return seen_calls.seen_call(*key, sinks, more, requested, *options)
+
+
+counters.watch("torch", _seen)

@@ -47,6 +47,8 @@ class SeenCall(NamedTuple):
     run: Callable[..., tuple[Any, Any] | None]
     sizes: PagedKV | None
     range_name: str
+    fills_sinks: bool = False
+    """Whether the log-sum-exp of a row that sees no key becomes its sink."""
 
 
 @lru_cache(maxsize=4096, typed=True)  # True and 1.0 are not 1
@@ -91,7 +93,7 @@ def seen_call(
     cu, *scales = more
     plan = plan_call((*tensors, cu, sinks, None, None, None, *scales), options_of(*options), requested_names(backend))
     sizes = plan.spec.paged if q_device.type == "cpu" else None
-    return None if plan.shortcut is None else SeenCall(plan.shortcut, sizes, plan.range_name)
+    return None if plan.shortcut is None else SeenCall(plan.shortcut, sizes, plan.range_name, plan.spec.return_lse)
 
 
 def attend(
@@ -163,24 +165,34 @@ def attend(
         return None
     if seen is None:
         return None
-    run, sizes, name = seen
+    results = run(seen, q, k, v, table, lengths, sinks, *(() if more_key is _NONE else more))
+    return results if results is None or options[5] else results[0]
+
+
+def run(
+    seen: SeenCall, q: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Tensor, sinks: Tensor | None, *more: Any
+) -> tuple[Any, Any] | None:
+    """Runs a planned call on tensors of its metadata; returns (out, lse), or None if the general path must run it.
+
+    Args:
+        more: nothing, or cu_seqlens_q, k_scales and v_scales.
+    """
+    shortcut, sizes, name, fills = seen
     if sizes is not None:
         if table.numel() > FEW_ENTRIES:
             check_values(None, 0, k, table, lengths, None)
         elif not are_valid(sizes, table.tolist(), lengths.tolist()):
             return None
     if profiler._is_profiler_enabled or _ranges():
-        run = in_range(run, name, _ranges())
+        shortcut = in_range(shortcut, name, _ranges())
     try:
-        results = run(q, k, v, table, lengths, sinks, *(() if more_key is _NONE else more))
+        results = shortcut(q, k, v, table, lengths, sinks, *more)
     except Exception as error:
         note_call(error, name)
         raise
-    if results is None:
-        return None
-    if not options[5]:
-        return results[0]
-    return results if sinks is None else (results[0], empty_rows.fill_with_sinks(results[1], sinks))
+    if results is None or sinks is None or not fills:
+        return results
+    return results[0], empty_rows.fill_with_sinks(results[1], sinks)
 
 
 def _is_plain(tensor: Any) -> bool:

@@ -89,8 +89,8 @@ def _fake_results(step_call: StepCall, part: int, kind: str) -> Any:
     every = [backends.operator_functions(backends.load(name, kind)).fake_results for name in sorted(names)]
 
     def fake_results(op: Any, arguments: dict[str, Any]) -> Any:
-        found = (fake(op, arguments) for fake in every if fake is not None)
-        return next((results for results in found if results is not None), None)
+        answers = (fake(op, arguments) for fake in every if fake is not None)
+        return next((results for results in answers if results is not None), None)
 
     return fake_results
 
