@@ -68,9 +68,13 @@ class Rings:
         return rows
 
     def check_fork(self, parent: Hashable, tokens: int | None) -> None:
-        """Raises PoolFullError if a fork of so many tokens, all if None, needs a ring and none is free."""
+        """Raises PoolFullError if a fork of so many tokens, all if None, needs a ring and none is free.
+
+        A wrong number is the allocator's to refuse.
+        """
         length = self._allocator.length(parent)
-        if (tokens is None or is_host_int(tokens)) and self._exact(parent, length if tokens is None else tokens):
+        count = length if tokens is None else tokens
+        if is_host_int(count) and count <= length and self._exact(parent, count) is not None:
             self._free(1, "a fork")
 
     def fork(self, parent: Hashable, name: Hashable) -> tuple[int, int] | None:
