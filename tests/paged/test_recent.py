@@ -119,12 +119,11 @@ FAULTS: dict[str, Callable[[PagedCall], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize(("framework", "backend"), [("torch", "math"), ("jax", "jax_xla")])
-def test_planted_faults_are_found(fault: str, framework: str, backend: str) -> None:
+def test_planted_faults_are_found(fault: str) -> None:
     call = good()
-    assert judge(call, run(framework, call, backend)).ok
+    assert judge(call, run("torch", call, "math")).ok
     wrong = replace(call, inputs=call.inputs._replace(**FAULTS[fault](call)))
-    assert not judge(call, run(framework, wrong, backend)).ok
+    assert not judge(call, run("torch", wrong, "math")).ok
 
 
 def test_wrong_values_on_a_device_read_the_pages() -> None:
@@ -293,6 +292,10 @@ def test_rings_that_do_not_go_together_with_a_call(framework: str) -> None:
     as_floats = [FRAMEWORKS[framework][2](np.nan_to_num(pool).astype(np.float32)) for pool in exact.inputs[1:3]]
     as_floats = [pool.bfloat16() if framework == "torch" else pool.astype("bfloat16") for pool in as_floats]
     rings = {name: array for name, array in keywords.items() if "scales" not in name}
+    tables = {"block_table": rings["block_table"], "seq_lens": rings["seq_lens"]}
+    for name in (*RING, "recent_rows"):  # one alone is not dropped by the path of usual appends
+        with pytest.raises(SpecError, match=f"^{name}: expected None, because pages in bfloat16 are exact"):
+            frontend.append_kv(*as_floats, k[:3], v[:3], **tables, **{name: rings[name]})
     with pytest.raises(SpecError, match=r"^k_recent: expected None, because pages in bfloat16 are exact"):
         frontend.paged_attention(q, *as_floats, **rings)
 

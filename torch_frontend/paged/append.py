@@ -49,7 +49,8 @@ def append(
 ) -> None:
     """Checks the arguments of ``append_kv``, rotates k, and writes k and v into the pages, in place."""
     rotary = None if cos is None else (cos, sin, interleaved)
-    is_usual = cu_seqlens_q is slot_mapping is positions is k_scales is v_scales is k_recent is recent_rows is None
+    is_usual = cu_seqlens_q is slot_mapping is positions is k_scales is v_scales is None
+    is_usual = is_usual and k_recent is v_recent is recent_rows is None
     if is_usual and _append_as_before(k_pages, v_pages, k, v, block_table, seq_lens, rotary):
         return
     for name, tensor in (("k_pages", k_pages), ("k", k)):
