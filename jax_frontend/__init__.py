@@ -19,8 +19,9 @@ from jax_frontend.dispatch.override import use_backend
 from jax_frontend.dot_product_attention import dot_product_attention
 from jax_frontend.explain import explain
 from jax_frontend.paged.append import append_kv
-from jax_frontend.paged.attention import explain_paged, paged_attention
+from jax_frontend.paged.attention import paged_attention
 from jax_frontend.paged.cache import PagedKVCache
+from jax_frontend.paged.explain import explain_paged
 from jax_frontend.paged.layouts import pages_of, table_of_rows
 from jax_frontend.paged.merge_states import merge_states
 from jax_frontend.paged.ragged_paged_attention import ragged_paged_attention

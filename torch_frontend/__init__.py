@@ -18,8 +18,9 @@ from torch_frontend.attention import attention
 from torch_frontend.backends import available_backends
 from torch_frontend.context_parallel.layers import use_context_parallel
 from torch_frontend.explain import explain
-from torch_frontend.paged.attention import append_kv, explain_paged, paged_attention
+from torch_frontend.paged.attention import append_kv, paged_attention
 from torch_frontend.paged.cache import PagedKVCache
+from torch_frontend.paged.explain import explain_paged
 from torch_frontend.paged.layouts import pages_of, table_of_rows
 from torch_frontend.paged.merge_states import merge_states
 from torch_frontend.paged.rotary import apply_rotary

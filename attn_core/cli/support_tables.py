@@ -19,6 +19,7 @@ TITLES = {
     "aux_gradients": "gradient of aux",
     **{"deterministic": "equal bits", "dropout": "dropout", "portable_dropout": "same dropout"},
     **{"paged_alibi": "ALiBi, pages", "paged_starts": "starts, pages"},
+    "paged_recent": "rings, pages",
     **{"paged": "pages", "partial": "part of keys", "symbolic": "jax. export"},
     **{"approximate": "approximate", "unproven": "never run"},
 }

@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 from attn_core.call.arguments import ArrayFacts
 from attn_core.call.key_ranges import LAYOUT_OF_PAGES, check_shape
 from attn_core.call.options import Options, check_options
-from attn_core.call.pages import BITS, PagedKV, describe
+from attn_core.call.pages import PagedKV
 from attn_core.call.seq_info import is_host_int, is_number, must_be_static
 from attn_core.call.spec import DTYPES, AttentionSpec
 from attn_core.errors import DeviceError, DTypeError, ShapeError, SpecError, shown
 from attn_core.paged import places, rotary
+from attn_core.paged.recent import RING, check_rings
 from attn_core.paged.scales import channels, check_beside_pool, check_pool_dtype, page_dtype, scales_kind
 from attn_core.paged.tables import check_table_types
 
@@ -31,11 +32,14 @@ class PagedArrays(NamedTuple):
     kv_starts: ArrayFacts | None = None
     k_scales: ArrayFacts | None = None
     v_scales: ArrayFacts | None = None
+    k_recent: ArrayFacts | None = None
+    v_recent: ArrayFacts | None = None
+    recent_rows: ArrayFacts | None = None
 
 
 ARGUMENTS = (
     *("q", "k_pages", "v_pages", "block_table", "seq_lens", "cu_seqlens_q", "sinks", "key_ranges"),
-    *("alibi_slopes", "kv_starts", "k_scales", "v_scales"),
+    *("alibi_slopes", "kv_starts", "k_scales", "v_scales", *RING),
 )
 """The names of these arrays as arguments."""
 
@@ -115,57 +119,6 @@ def build_spec(arrays: PagedArrays, options: Options) -> AttentionSpec:
     )
 
 
-MOST_LAYERS_AND_CHANNELS = 2**16
-"""No model comes near, and a larger number would fill the memory before anything else complains."""
-
-
-def check_cache(dtype: str, **sizes: Any) -> None:
-    """Checks the sizes and the dtype of a cache. Raises SpecError for a size below 1, DTypeError for the dtype."""
-    for name, value in sizes.items():
-        if not is_host_int(value) or value < 1:
-            raise SpecError(f"{name}={shown(value)}: expected a number of 1 or more")
-        if value > MOST_LAYERS_AND_CHANNELS:
-            raise SpecError(f"{name}={shown(value)}: expected at most {MOST_LAYERS_AND_CHANNELS}")
-    if dtype not in DTYPES:
-        raise DTypeError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype}")
-
-
-def stored_shape(kv_dtype: str | None, **dims: int) -> tuple[str, dict[str, int]]:
-    """Returns the dtype of a cache's pool arrays, and the channels that they have by head_dim and value_dim.
-
-    Args:
-        kv_dtype: of quantised pages, or None; then the dtype is "".
-
-    Raises:
-        SpecError, ShapeError: for an unknown kv_dtype, and for odd channels that int4 cannot store.
-    """
-    if kv_dtype is None:
-        return "", dims
-    if not isinstance(kv_dtype, str) or kv_dtype not in BITS:
-        raise SpecError(f"kv_dtype={shown(kv_dtype)}: expected one of {', '.join(BITS)}, or None for the dtype itself")
-    if kv_dtype != "int4":
-        return kv_dtype, dims
-    for name, dim in dims.items():
-        if dim % 2:
-            raise ShapeError(f"{name}={dim}: expected an even number, because int4 pages have two channels a byte")
-    return "uint8", {name: dim // 2 for name, dim in dims.items()}
-
-
-def describe_cache(kv_dtype: str | None, page_size: int, kv_heads: int, dims: dict[str, int], dtype: str) -> str:
-    """Returns how a cache stores a token, and in how many bytes."""
-    scales = None if kv_dtype is None else "token"
-    pool = PagedKV(num_pages=1, page_size=page_size, width=1, dtype=kv_dtype, scales=scales)
-    return describe(pool, kv_heads, dims["head_dim"], dims["value_dim"], dtype)
-
-
-def check_layer(layer: Any, layers: int) -> int:
-    """Returns the index of a cache's layer. Raises SpecError if the cache has no such layer."""
-    # A negative index would silently select a layer from the end.
-    if not is_host_int(layer) or not 0 <= layer < layers:
-        raise SpecError(f"layer={shown(layer)}: expected a number from 0 to {layers - 1}, one of the cache's layers")
-    return int(layer)
-
-
 def one_query_each(spec: AttentionSpec) -> bool:
     """Returns whether every sequence of a paged call has exactly one query: true for calls without cu_seqlens_q."""
     return spec.max_len_q == 1 and spec.q_len == spec.documents
@@ -207,6 +160,8 @@ def check_append(named: dict[str, ArrayFacts | None]) -> None:
             )
         check_beside_pool(name, facts[name], f"{name}_pages", pool)
     scales_kind(k_pages, {name: facts.get(name) for name in ("k_scales", "v_scales")})
+    batch = facts["block_table"].shape[0] if "block_table" in facts and facts["block_table"].shape else None
+    check_rings(named, {name: (name, facts[name]) for name in ("k", "v")}, batch)
     if rotary.COS in facts:
         names = (rotary.COS, rotary.SIN)
         rotary.check_tables(facts[names[0]], facts[names[1]], facts["k"], names)
@@ -232,6 +187,7 @@ def _check_one_place(arrays: PagedArrays) -> None:
 
 def _check_pool(arrays: PagedArrays) -> tuple[PagedKV, int]:
     """Checks the pool and the tables. Returns the pool's sizes and the number of sequences."""
+    named = dict(zip(ARGUMENTS, arrays, strict=True))
     check_pool(arrays.k, arrays.v)
     check_beside_pool("q", arrays.q, "k_pages", arrays.k)
     scales = scales_kind(arrays.k, {"k_scales": arrays.k_scales, "v_scales": arrays.v_scales})
@@ -249,8 +205,15 @@ def _check_pool(arrays: PagedArrays) -> tuple[PagedKV, int]:
     if arrays.kv_starts is not None:
         check_table_types("kv_starts", "int32", arrays.kv_starts.shape, (batch,))
     pages, size = arrays.k.shape[:2]
-    starts, dtype = arrays.kv_starts is not None, page_dtype(arrays.k)
-    pool = PagedKV(num_pages=pages, page_size=size, width=width, starts=starts, dtype=dtype, scales=scales)
+    pool = PagedKV(
+        num_pages=pages,
+        page_size=size,
+        width=width,
+        starts=arrays.kv_starts is not None,
+        dtype=page_dtype(arrays.k),
+        scales=scales,
+        recent=check_rings(named, {"k": ("q", arrays.q), "v": ("q", arrays.q)}, batch),
+    )
     return pool, batch
 
 

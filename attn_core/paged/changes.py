@@ -36,6 +36,11 @@ class Changes:
         self.now += 1  # so that ``since`` does not take its shortcut
         self._last.pop(name, None)
 
+    def started(self, name: Hashable) -> int:
+        """Returns the time when a sequence started; 0 for one that does not exist."""
+        known = self._last.get(name)
+        return 0 if known is None else known.started
+
     def undo_notes(self, names: Iterable[Hashable]) -> Callable[[], None]:
         """Returns a function that forgets whatever is noted of these sequences after now."""
         now, last = self.now, {name: self._last[name] for name in names}

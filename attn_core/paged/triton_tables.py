@@ -13,7 +13,7 @@ from attn_core.paged.triton_rotary import rotate_head
 
 
 # Triton compiles again if an integer becomes 1 or a multiple of 16. These sizes change from call to call.
-@triton.jit(do_not_specialize=["num_pages", "width", "batch", "max_positions"])
+@triton.jit(do_not_specialize=["num_pages", "width", "batch", "max_positions", "rings"])
 def append(
     k,
     v,
@@ -28,10 +28,14 @@ def append(
     positions,
     k_scales,
     v_scales,
+    k_recent,
+    v_recent,
+    recent_rows,
     num_pages,
     width,
     batch,
     max_positions,
+    rings,
     k_token,
     k_head,
     v_token,
@@ -51,6 +55,13 @@ def append(
     v_scale_page,
     v_scale_slot,
     v_scale_head,
+    k_ring,
+    k_ring_slot,
+    k_ring_head,
+    v_ring,
+    v_ring_slot,
+    v_ring_head,
+    rows_sequence,
     PAGE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -62,6 +73,7 @@ def append(
     INTERLEAVED: tl.constexpr,
     POSITIONS: tl.constexpr,
     DOUBLE: tl.constexpr,
+    RECENT: tl.constexpr,
     KIND: tl.constexpr,
     BY_TOKEN: tl.constexpr,
     LARGEST: tl.constexpr,
@@ -76,7 +88,8 @@ def append(
     WIDE: a power of two that holds both widths; SEQUENCES: how many offsets are read at once. SLOTS: whether
     slot_mapping says the slots, and the tables are not read. ROTARY_DIM: how many channels of the key rotate; 0: none.
     POSITIONS: whether positions says how far, and not the token's place in its sequence. The constants from KIND on are
-    those of ``store_row``, which quantises the rotated key before anything rounds it.
+    those of ``store_row``, which quantises the rotated key before anything rounds it. RECENT: the tokens of a ring, 0
+    without rings; the newest tokens of a sequence are written to its ring, too, rounded once to the ring's dtype.
     """
     token = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)  # 64 bits, because a pool's stride times it may exceed 2^31
@@ -111,6 +124,7 @@ def append(
             return
         page = page.to(tl.int64)
         slot = (position % PAGE).to(tl.int64)
+    in_sequence = position  # a rotation may have another position
     lane = tl.arange(0, WIDE)
     key_channel = channel_of(lane, HEAD_DIM, WIDE, KIND)
     value_channel = channel_of(lane, VALUE_DIM, WIDE, KIND)
@@ -135,6 +149,15 @@ def append(
     store_row(value, value_channel, v_at, v_scale, VALUE_DIM, WIDE,
               KIND, BY_TOKEN, LARGEST, NUMERATOR, PLACES, EXPONENT, MOST, INVERSE)
     # fmt: on
+    if RECENT > 0:
+        ring = tl.load(recent_rows + sequence.to(tl.int64) * rows_sequence).to(tl.int64)
+        # Of a long prompt only the newest tokens, because two tokens of one launch must not write one slot.
+        if (ring >= 0) & (ring < rings) & (in_sequence >= tl.load(seq_lens + sequence) - RECENT):
+            ring_slot = (in_sequence % RECENT).to(tl.int64)
+            newest_k = k_recent + ring * k_ring + ring_slot * k_ring_slot + head * k_ring_head
+            newest_v = v_recent + ring * v_ring + ring_slot * v_ring_slot + head * v_ring_head
+            tl.store(newest_k + key_channel, key, mask=key_channel < HEAD_DIM)
+            tl.store(newest_v + value_channel, value, mask=value_channel < VALUE_DIM)
 
 
 @triton.jit(do_not_specialize=["num_pages", "width", "entries", "batch"])

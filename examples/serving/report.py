@@ -12,13 +12,16 @@ from rich.table import Table
 from attn_core import PageAllocator
 from examples.serving.engine import Served
 
-TIES = {"float32": 1e-3, "bfloat16": 0.1, "float8_e4m3fn": 0.2, "int8": 0.2}
+TIES = {"float32": 1e-3, "bfloat16": 0.1, "float8_e4m3fn": 0.2, "int8": 0.2, "int4": 2.0}
 """By dtype of the pages, the lead of a token, in logits, that rounding can turn: in a larger batch, the matrix products
 of a row round differently."""
 
 
 class Run(NamedTuple):
-    """The run of all chats: questions, texts by their number, what happened, seconds, and the pool at the end."""
+    """The run of all chats: questions, texts by their number, what happened, seconds, and the pool at the end.
+
+    recent: the tokens of a ring; None without rings. ring_bytes: of all rings.
+    """
 
     questions: Sequence[str]
     texts: Mapping[int, str]
@@ -27,6 +30,8 @@ class Run(NamedTuple):
     kv: str
     token_bytes: int
     allocator: PageAllocator
+    recent: int | None = None
+    ring_bytes: int = 0
 
 
 class Alone(NamedTuple):
@@ -46,8 +51,12 @@ def show(console: Console, run: Run, alone: Alone, seconds_alone: float) -> int:
     served, left = run.served, run.allocator.report()
     waste, holders = served.waste
     same, ties = _compared(run, alone)
+    compared = f"{len(alone.numbers)} chats compared; {ties} near ties turned"
+    if run.recent is not None:
+        # A beginning that is found in pages is read from there, and one that is computed from the ring.
+        console.print(f"{'the same' if same else 'other'} tokens as one at a time ({compared}); with rings not a check")
     checks = {
-        f"the same tokens as one at a time ({len(alone.numbers)} chats compared; {ties} near ties turned)": same,
+        **({f"the same tokens as one at a time ({compared})": same} if run.recent is None else {}),
         f"waste below one page per sequence ({waste} places of {holders} sequences)": (
             waste < run.allocator.page_size * max(holders, 1)
         ),
@@ -78,6 +87,8 @@ def _figures(run: Run, alone: Alone, seconds_alone: float) -> Table:
         "pool full": f"chats that went to host memory and back: {len(served.swapped)}; "
         f"that started again: {len(served.dropped)}",
     }
+    if run.recent is not None:
+        rows["rings"] = f"the newest {run.recent} tokens of each chat exactly, {run.ring_bytes / 2**20:.1f} MiB in all"
     for name, value in rows.items():
         table.add_row(name, value)
     return table

@@ -47,7 +47,7 @@ class TorchForward:
     """Runs steps of a LlamaForCausalLM with keys and values in the pages of a cache.
 
     Args:
-        num_pages, page_size, dtype, kv_dtype: of the cache.
+        num_pages, page_size, dtype, kv_dtype, recent, rings: of the cache.
 
     Attributes:
         cache: the pages.
@@ -62,6 +62,8 @@ class TorchForward:
         page_size: int,
         dtype: torch.dtype = torch.float32,
         kv_dtype: str | None = None,
+        recent: int | None = None,
+        rings: int = 64,
     ) -> None:
         from transformers import AttentionInterface
         from transformers.masking_utils import AttentionMaskInterface
@@ -71,6 +73,7 @@ class TorchForward:
         model.set_attn_implementation(NAME)
         self.model, self.query_dtype = model, dtype
         options: dict[str, Any] = {"dtype": dtype, **({} if kv_dtype is None else {"kv_dtype": kv_dtype})}
+        options |= {} if recent is None else {"recent": recent, "rings": rings}
         self.cache = PagedKVCache(**sizes_of(model.config), num_pages=num_pages, page_size=page_size, **options)
 
     @torch.inference_mode()

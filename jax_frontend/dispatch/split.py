@@ -35,6 +35,9 @@ _AXES = {
     "kv_starts": ("documents",),
     "k_scales": ("pages", "slots", "kv_heads"),  # scales by page have no slots
     "v_scales": ("pages", "slots", "kv_heads"),
+    "k_recent": ("rings", "slots", "kv_heads", "dim"),
+    "v_recent": ("rings", "slots", "kv_heads", "dim"),
+    "recent_rows": ("documents", "ends"),
     "out": ("batch", "queries", "heads", "dim"),
     "lse": ("batch", "heads", "queries"),
     "row_maximum": ("batch", "heads", "queries"),

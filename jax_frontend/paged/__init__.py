@@ -1,7 +1,8 @@
 """Attention on keys and values in pages, for JAX."""
 
 from jax_frontend.paged.append import append_kv
-from jax_frontend.paged.attention import explain_paged, paged_attention
+from jax_frontend.paged.attention import paged_attention
+from jax_frontend.paged.explain import explain_paged
 from jax_frontend.paged.layouts import pages_of, table_of_rows
 from jax_frontend.paged.merge_states import merge_states
 from jax_frontend.paged.ragged_paged_attention import ragged_paged_attention

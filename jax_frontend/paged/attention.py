@@ -18,13 +18,13 @@ from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import PagedInputs
 from attn_core.errors import SpecError
 from attn_core.paged import arguments
-from attn_core.selection import Selection, Target, explain, new_plans, override, select
-from jax_frontend.bridge import compiled_lane
+from attn_core.selection import Target, new_plans, override, select
 from jax_frontend.dispatch import empty_rows, ops, plan
 from jax_frontend.paged.tables import (
     as_int32,
     check_kinds,
     check_ranges_in_pages,
+    check_rows_of_rings,
     check_scales_in_pages,
     check_starts_in_pages,
     check_table_values,
@@ -72,6 +72,9 @@ def paged_attention(
     kv_starts: Any = None,
     k_scales: Array | None = None,
     v_scales: Array | None = None,
+    k_recent: Array | None = None,
+    v_recent: Array | None = None,
+    recent_rows: Any = None,
     **unknown: Never,
 ) -> Array | tuple[Array, Array]:
     """Computes attention of each sequence's new tokens to its keys and values in pages: decoding or chunked prefill.
@@ -100,6 +103,11 @@ def paged_attention(
         k_scales, v_scales: the scales of quantised pages, float32 ``[num_pages, page_size, kv_heads]`` or ``[num_pages,
             kv_heads]``: a number of the pool is ``stored * scale``. The scales in use must be positive and finite,
             which is checked if they and the tables are on the host; elsewhere a NaN reaches the result.
+        k_recent, v_recent: beside quantised pages, rings of the newest tokens, ``[rings, recent, kv_heads, dim]`` in
+            q's dtype: a key at a position from ``seq_len - recent`` on is read from slot ``position % recent``.
+        recent_rows: int32 ``[sequences, 2]``: the ring of each sequence, -1 for none, and the first position that the
+            ring is good for; earlier keys are read from the pages. Raise it when tokens are taken back, to at least
+            ``longest - recent``, because newer tokens have overwritten older ones. A JAX or a numpy array.
 
     Returns:
         The output ``[tokens, heads, value_dim]``; or ``(output, lse)``. A query that sees no key has output 0 and its
@@ -113,14 +121,16 @@ def paged_attention(
     if unknown:
         refuse_keywords(paged_attention, unknown)
     numbers = {"q": q, "k_pages": k_pages, "v_pages": v_pages, "sinks": sinks, "alibi_slopes": alibi_slopes}
-    numbers |= {"k_scales": k_scales, "v_scales": v_scales}
-    inputs = _gather_arguments(numbers, (block_table, seq_lens, cu_seqlens_q), key_ranges, kv_starts)
+    numbers |= {"k_scales": k_scales, "v_scales": v_scales, "k_recent": k_recent, "v_recent": v_recent}
+    indices = {"key_ranges": key_ranges, "kv_starts": kv_starts, "recent_rows": recent_rows}
+    inputs = gather_arguments(numbers, (block_table, seq_lens, cu_seqlens_q), indices)
     options = arguments.check_paged_options(causal, window, softcap, scale, deterministic, return_lse, max_len_q)
     requested = requested_names(backend) or override.requested()
-    call_plan = _plan(_metadata(inputs), plan.device_name(q), options, requested)
+    call_plan = _plan(metadata_of(inputs), plan.device_name(q), options, requested)
     checked = check_table_values(options.max_len_q, q.shape[0], k_pages.shape, *inputs[3:6])
     check_ranges_in_pages(key_ranges, q.shape[0])
     check_starts_in_pages(kv_starts, seq_lens)
+    check_rows_of_rings(recent_rows, seq_lens, k_recent)
     if checked:
         check_scales_in_pages(call_plan.spec.paged, inputs)
     if call_plan.device == "cpu":  # kernels on a GPU clamp all tables, checked or not
@@ -128,85 +138,45 @@ def paged_attention(
     return _jit_attention(call_plan, _as_arrays(inputs))
 
 
-@hide_unknown
-def explain_paged(
-    q: Any,
-    k_pages: Any,
-    v_pages: Any,
-    *,
-    block_table: Any,
-    seq_lens: Any,
-    cu_seqlens_q: Any = None,
-    max_len_q: int | None = None,
-    causal: bool = True,
-    window: int | tuple[int | None, int | None] | None = None,
-    key_ranges: Any = None,
-    softcap: float | None = None,
-    sinks: Any = None,
-    scale: float | None = None,
-    deterministic: bool = False,
-    backend: str | tuple[str, ...] | None = None,
-    return_lse: bool = False,
-    alibi_slopes: Any = None,
-    kv_starts: Any = None,
-    k_scales: Any = None,
-    v_scales: Any = None,
-    **unknown: Never,
-) -> Selection:
-    """Returns the backend that ``paged_attention`` chooses for these arguments and why the others cannot run."""
-    if unknown:
-        refuse_keywords(explain_paged, unknown)
-    numbers = {"q": q, "k_pages": k_pages, "v_pages": v_pages, "sinks": sinks, "alibi_slopes": alibi_slopes}
-    numbers |= {"k_scales": k_scales, "v_scales": v_scales}
-    tables = block_table, seq_lens, cu_seqlens_q
-    inputs = _gather_arguments(numbers, tables, key_ranges, kv_starts, shapes_only=True)
-    if isinstance(q, jax.Array):
-        plan.check_array("q", q)  # not deleted, because its device counts
-    options = arguments.check_paged_options(causal, window, softcap, scale, deterministic, return_lse, max_len_q)
-    requested = requested_names(backend) or override.requested()
-    return compiled_lane.with_program_reasons(
-        explain(*_request(_metadata(inputs), plan.device_name(q), options, requested))
-    )
-
-
 @lru_cache(maxsize=4096)
 def _plan(
     metadata: tuple[Metadata | None, ...], device: str, options: Options, requested: tuple[str, ...] | None
 ) -> plan.Plan:
     new_plans.evicted(_plan)
-    selection = select(*_request(metadata, device, options, requested))
+    selection = select(*request(metadata, device, options, requested))
     new_plans.selected(selection)
     return plan.Plan(selection.spec, selection.backend or "", device, one_row=False, requested=selection.requested)
 
 
-def _request(
+def request(
     metadata: tuple[Metadata | None, ...], device: str, options: Options, requested: tuple[str, ...] | None
 ) -> tuple[AttentionSpec, Target, tuple[str, ...] | None]:
     facts = (entry and ArrayFacts(tuple(entry[0]), str(entry[1]), device) for entry in metadata)
     return arguments.build_spec(arguments.PagedArrays(*facts), options), Target.here("jax", device), requested  # type: ignore[arg-type]
 
 
-def _metadata(inputs: PagedInputs) -> tuple[Metadata | None, ...]:
+def metadata_of(inputs: PagedInputs) -> tuple[Metadata | None, ...]:
     return tuple(None if array is None else (tuple(array.shape), np.dtype(array.dtype)) for array in inputs)
 
 
-def _gather_arguments(
-    numbers: dict[str, Any], tables: tuple[Any, Any, Any], key_ranges: Any, kv_starts: Any, shapes_only: bool = False
+def gather_arguments(
+    numbers: dict[str, Any], tables: tuple[Any, Any, Any], indices: dict[str, Any], shapes_only: bool = False
 ) -> PagedInputs:
     """Returns the arguments, each checked by itself.
 
-    numbers: the arrays of floats by name, of which q, k_pages and v_pages must exist.
+    Args:
+        numbers: the arrays of floats by name, of which q, k_pages and v_pages must exist.
+        indices: arrays of ints by name, which may be numpy's.
     """
     for name, array in numbers.items():
         if array is not None or name in ("q", "k_pages", "v_pages"):
             plan.check_array(name, array, shapes_only=shapes_only)
     check_kinds(*tables, shapes_only)
-    for name, array in (("key_ranges", key_ranges), ("kv_starts", kv_starts)):
+    for name, array in indices.items():
         if array is not None and not isinstance(array, np.ndarray):
             plan.check_array(name, array, shapes_only=shapes_only)
     q, k_pages, v_pages, *_ = numbers.values()
-    more = {name: numbers[name] for name in ("sinks", "alibi_slopes", "k_scales", "v_scales")}
-    more |= {"key_ranges": key_ranges, "kv_starts": kv_starts}
+    more = {name: array for name, array in numbers.items() if name not in ("q", "k_pages", "v_pages")} | indices
     return PagedInputs(q, k_pages, v_pages, *numpy_as_int32(*tables), **more)
 
 

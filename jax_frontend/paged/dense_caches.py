@@ -24,8 +24,9 @@ from attn_core.expressions.tracing import TracedFunction
 from attn_core.selection import Selection, override
 from attn_core.selection.dense_caches import read_pages
 from jax_frontend.dispatch import plan
-from jax_frontend.paged.attention import explain_paged, paged_attention
+from jax_frontend.paged.attention import paged_attention
 from jax_frontend.paged.cache_documents import OPTIONS, are_documents, as_documents, shapes_of_documents
+from jax_frontend.paged.explain import explain_paged
 
 Array = jax.Array
 Keywords = dict[str, Any]

@@ -12,7 +12,6 @@ from attn_core.call.keywords import PagedKeywords
 from attn_core.call.options import requested_names
 from attn_core.paged.places import check_choice
 from attn_core.paged.rotary import pair_of
-from attn_core.selection import Selection, explain, override
 from torch_frontend.dispatch.backend_names import join_names
 from torch_frontend.dispatch.plan import check_tensor
 from torch_frontend.dispatch.tensor_kinds import are_modes_active, is_watched
@@ -21,9 +20,10 @@ from torch_frontend.paged import (
     seen_calls,
 )
 from torch_frontend.paged.append import append, check_appended
+from torch_frontend.paged.key_ranges import recent_rows_of
 from torch_frontend.paged.outputs import check_out, copied
 from torch_frontend.paged.places import Places, op_places
-from torch_frontend.paged.plan import check_op, gather_arguments, metadata, options_of, request, run
+from torch_frontend.paged.plan import check_op, gather_arguments, options_of, run
 
 Tensor = torch.Tensor
 Keywords = PagedKeywords[Tensor]
@@ -83,6 +83,9 @@ def paged_attention(
     kv_starts: Any = None,
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
+    k_recent: Tensor | None = None,
+    v_recent: Tensor | None = None,
+    recent_rows: Any = None,
     out: Tensor | None = None,
     **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -112,6 +115,11 @@ def paged_attention(
         k_scales, v_scales: the scales of quantised pages, float32 ``[num_pages, page_size, kv_heads]`` or ``[num_pages,
             kv_heads]``: a number of the pool is ``stored * scale``. On the CPU the scales in use must be positive and
             finite; on a GPU they are not checked, and a NaN reaches the result.
+        k_recent, v_recent: beside quantised pages, rings of the newest tokens, ``[rings, recent, kv_heads, dim]`` in
+            q's dtype: a key at a position from ``seq_len - recent`` on is read from slot ``position % recent``.
+        recent_rows: int32 ``[sequences, 2]``: the ring of each sequence, -1 for none, and the first position that the
+            ring is good for; earlier keys are read from the pages. Raise it when tokens are taken back, to at least
+            ``longest - recent``, because newer tokens have overwritten older ones. A tensor or a numpy array.
         out: a buffer for the output, of q's dtype and device, with dense channels, apart from the memory of q and the
             pages. A kernel that can writes into it; other results are copied there. It is the output.
 
@@ -126,7 +134,7 @@ def paged_attention(
     """
     if unknown:
         refuse_keywords(paged_attention, unknown)
-    is_usual = key_ranges is alibi_slopes is kv_starts is out is None
+    is_usual = key_ranges is alibi_slopes is kv_starts is out is k_recent is v_recent is recent_rows is None
     if is_usual and not (_is_compiling() or _modes() or forward_ad._current_level >= 0):
         plain_options = (causal, window, softcap, scale, deterministic, return_lse, max_len_q)
         beside = cu_seqlens_q, k_scales, v_scales
@@ -138,58 +146,24 @@ def paged_attention(
         tables = block_table, seq_lens, cu_seqlens_q
         # While compiling, sizes are symbols; the op checks the arguments when it runs.
         if not torch.compiler.is_compiling():
-            others = key_ranges, options, alibi_slopes, kv_starts, k_scales, v_scales
-            tables, key_ranges, kv_starts = check_op(q, k_pages, v_pages, tables, sinks, *others)
+            others = key_ranges, options, alibi_slopes, kv_starts, k_scales, v_scales, k_recent, v_recent, recent_rows
+            checked = check_op(q, k_pages, v_pages, tables, sinks, *others)
+            tables, key_ranges, kv_starts, recent_rows = checked
         left, right = options.window  # type: ignore[misc]
         result, lse = torch.ops.attn.paged_forward(
             *(q, k_pages, v_pages, *tables, sinks, max_len_q, causal, left, right),
             *(softcap, scale, deterministic, return_lse, join_names(requested_names(backend)), key_ranges),
-            *(alibi_slopes, kv_starts, k_scales, v_scales),
+            *(alibi_slopes, kv_starts, k_scales, v_scales, k_recent, v_recent, recent_rows),
         )
         if out is not None:
             check_out(out, q, k_pages, v_pages)
             result = copied(result, out)
         return (result, lse) if return_lse else result
     tables = block_table, seq_lens, cu_seqlens_q
-    more = key_ranges, alibi_slopes, kv_starts, k_scales, v_scales
+    more = key_ranges, alibi_slopes, kv_starts, k_scales, v_scales, k_recent, v_recent, recent_rows
     inputs = gather_arguments(q, k_pages, v_pages, *tables, sinks, max_len_q, *more)
     result, lse = run(inputs, options, requested_names(backend), out)
     return (result, lse) if return_lse else result
-
-
-@hide_unknown
-def explain_paged(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    *,
-    block_table: Any,
-    seq_lens: Any,
-    cu_seqlens_q: Any = None,
-    max_len_q: int | None = None,
-    causal: bool = True,
-    window: int | tuple[int | None, int | None] | None = None,
-    key_ranges: Any = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    scale: float | None = None,
-    deterministic: bool = False,
-    backend: str | tuple[str, ...] | None = None,
-    return_lse: bool = False,
-    alibi_slopes: Tensor | None = None,
-    kv_starts: Any = None,
-    k_scales: Tensor | None = None,
-    v_scales: Tensor | None = None,
-    **unknown: Never,
-) -> Selection:
-    """Returns the backend that ``paged_attention`` chooses for these arguments and why the others cannot run."""
-    if unknown:
-        refuse_keywords(explain_paged, unknown)
-    options = options_of(causal, window, softcap, scale, deterministic, return_lse, max_len_q)
-    tables = block_table, seq_lens, cu_seqlens_q
-    more = key_ranges, alibi_slopes, kv_starts, k_scales, v_scales
-    inputs = gather_arguments(q, k_pages, v_pages, *tables, sinks, max_len_q, *more)
-    return explain(*request(metadata(inputs), options, requested_names(backend) or override.requested()))
 
 
 @hide_unknown
@@ -208,6 +182,9 @@ def append_kv(
     positions: Any = None,
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
+    k_recent: Tensor | None = None,
+    v_recent: Tensor | None = None,
+    recent_rows: Any = None,
     **unknown: Never,
 ) -> tuple[Tensor, ...]:
     """Writes the keys and values of new tokens into their sequences' pages, in place.
@@ -226,9 +203,12 @@ def append_kv(
         k_scales, v_scales: the scales of quantised pages, as in ``paged_attention``. Scales by token are written, too:
             each becomes the largest magnitude of its token and head, divided by the largest stored number, and NaN for
             a token with NaN or Inf. Scales by page are read: numbers beyond them saturate.
+        k_recent, v_recent, recent_rows: rings as in ``paged_attention``. The newest tokens are also written there, in
+            place, as they are or rotated. Needs the tables; each sequence with new tokens has a ring of its own.
 
     Returns:
-        ``(k_pages, v_pages)``, the same tensors; with scales ``(k_pages, v_pages, k_scales, v_scales)``.
+        ``(k_pages, v_pages)``, the same tensors; with scales also ``k_scales, v_scales``, and with rings ``k_recent,
+        v_recent``.
 
     Raises:
         ShapeError, DTypeError, DeviceError, SpecError: for invalid arguments, and for tables on the CPU that point
@@ -243,13 +223,14 @@ def append_kv(
         check_choice(tables, slot_mapping, cos, rotary_interleaved, positions)
     # In the order of Places, as the op has them.
     where = (block_table, seq_lens, cu_seqlens_q, slot_mapping, cos, sin, positions, rotary_interleaved)
+    beside = k_scales, v_scales, k_recent, v_recent
     if torch.compiler.is_compiling():
-        torch.ops.attn.append_kv(k_pages, v_pages, k, v, *where, k_scales, v_scales)
+        torch.ops.attn.append_kv(k_pages, v_pages, k, v, *where, *beside, recent_rows)
     elif is_watched(k):
         check_tensor("k", k)
-        places = op_places(k, Places(*where))
-        check_appended(k_pages, v_pages, k, v, places, (k_scales, v_scales))
-        torch.ops.attn.append_kv(k_pages, v_pages, k, v, *places, k_scales, v_scales)
+        places, recent_rows = op_places(k, Places(*where)), recent_rows_of(k, recent_rows, None)
+        check_appended(k_pages, v_pages, k, v, places, beside, recent_rows)
+        torch.ops.attn.append_kv(k_pages, v_pages, k, v, *places, *beside, recent_rows)
     else:
-        append(k_pages, v_pages, k, v, *where, k_scales, v_scales)
-    return (k_pages, v_pages) if k_scales is None else (k_pages, v_pages, k_scales, v_scales)  # type: ignore[return-value]
+        append(k_pages, v_pages, k, v, *where, *beside, recent_rows)
+    return (k_pages, v_pages, *[each for each in beside if each is not None])

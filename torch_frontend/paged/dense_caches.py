@@ -26,8 +26,9 @@ from attn_core.selection.dense_caches import read_pages
 from torch_frontend.dispatch import autocast, nested, plan, sdpa_flags, tensor_kinds, transforms
 from torch_frontend.dispatch.heads_first import exchanged
 from torch_frontend.paged import constant_tables
-from torch_frontend.paged.attention import explain_paged, paged_attention
+from torch_frontend.paged.attention import paged_attention
 from torch_frontend.paged.cache_documents import OPTIONS, are_documents, as_documents
+from torch_frontend.paged.explain import explain_paged
 
 Tensor = torch.Tensor
 Keywords = dict[str, Any]

@@ -1,4 +1,4 @@
-"""Two operands of a paged call as tensors on the device of the queries: key ranges, and the first keys of sequences."""
+"""Operands of a paged call as tensors on the device of the queries: key ranges, first keys of sequences, and rings."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 from attn_core.call.key_ranges import check_values
 from attn_core.errors import DTypeError
+from attn_core.paged.recent import check_recent_rows
 from attn_core.paged.tables import check_starts
 from torch_frontend.dispatch import plan, tensor_kinds
 
@@ -32,14 +33,33 @@ def ranges_of(q: Tensor, key_ranges: Any) -> Tensor | None:
 
 def starts_of(q: Tensor, kv_starts: Any, seq_lens: Any) -> Tensor | None:
     """Returns kv_starts as a tensor. Compares numpy's values with lengths in numpy, and copies them to q's device."""
-    if kv_starts is None:
-        return None
-    if not isinstance(kv_starts, np.ndarray):
-        plan.check_tensor("kv_starts", kv_starts)
-        return kv_starts  # type: ignore[no-any-return]
-    if kv_starts.dtype != np.int32:
-        raise DTypeError(f"kv_starts: expected dtype int32, got {kv_starts.dtype}; cast it to int32")
+    starts = _int32_of(q, "kv_starts", kv_starts)
     # On a CPU ``run`` checks the values. ``build_spec`` raises for a wrong shape.
-    if q.device.type != "cpu" and isinstance(seq_lens, np.ndarray) and kv_starts.shape == seq_lens.shape:
+    if _are_known(q, kv_starts, seq_lens) and kv_starts.shape == seq_lens.shape:
         check_starts(kv_starts, seq_lens)
-    return tensor_kinds.to_device_of(q, np.array(kv_starts, order="C"))
+    return starts
+
+
+def recent_rows_of(q: Tensor, recent_rows: Any, seq_lens: Any, k_recent: Any = None) -> Tensor | None:
+    """Returns recent_rows as a tensor, as ``starts_of`` does."""
+    rows = _int32_of(q, "recent_rows", recent_rows)
+    fits = isinstance(k_recent, Tensor) and k_recent.dim() == 4 and _are_known(q, recent_rows, seq_lens)
+    if fits and recent_rows.shape == (*seq_lens.shape, 2):
+        check_recent_rows(recent_rows, seq_lens, k_recent.shape[0])
+    return rows
+
+
+def _are_known(q: Tensor, array: Any, seq_lens: Any) -> bool:
+    """Returns whether the values of a call on a GPU are numpy's."""
+    return q.device.type != "cpu" and isinstance(array, np.ndarray) and isinstance(seq_lens, np.ndarray)
+
+
+def _int32_of(q: Tensor, name: str, array: Any) -> Tensor | None:
+    if array is None:
+        return None
+    if not isinstance(array, np.ndarray):
+        plan.check_tensor(name, array)
+        return array  # type: ignore[no-any-return]
+    if array.dtype != np.int32:
+        raise DTypeError(f"{name}: expected dtype int32, got {array.dtype}; cast it to int32")
+    return tensor_kinds.to_device_of(q, np.array(array, order="C"))

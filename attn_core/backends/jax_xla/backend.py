@@ -54,10 +54,11 @@ FORWARD = Support(
     paged=True,
     paged_alibi=True,
     paged_starts=True,
+    paged_recent=True,
     page_dtypes=tuple(BITS),
     symbolic=True,
 )
-BACKWARD = replace(FORWARD, paged=False, paged_alibi=False, paged_starts=False, page_dtypes=())
+BACKWARD = replace(FORWARD, paged=False, paged_alibi=False, paged_starts=False, paged_recent=False, page_dtypes=())
 FORWARD_MODE = BACKWARD
 ROW_MAXIMUM = BACKWARD
 
