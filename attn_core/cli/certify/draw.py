@@ -153,16 +153,20 @@ def _same_heads(spec: AttentionSpec, lengths: Lengths | None) -> Iterator[Call]:
     yield from _changed(spec, lengths, num_kv_heads=spec.num_heads, key_ranges_shape=None)
 
 
+UNPACKED: dict[str, Any] = {"documents": None, "max_len_q": None, "max_len_k": None}
+
+
 def _unpacked(spec: AttentionSpec, lengths: Lengths | None) -> Iterator[Call]:
     if spec.packed:
-        yield from _changed(spec, None, documents=None, max_len_q=None, max_len_k=None)
+        yield from _changed(spec, None, **UNPACKED)
 
 
 def _lengths(spec: AttentionSpec, lengths: Lengths | None) -> Iterator[Call]:
-    if spec.packed or spec.paged is not None:
-        return
     for q_len, kv_len in ((spec.kv_len, spec.kv_len), (spec.q_len, spec.q_len), (64, 64), (128, 128), (1, 128)):
-        yield from _changed(spec, lengths, q_len=q_len, kv_len=kv_len, **WITHOUT_TABLES)
+        sizes = {"q_len": q_len, "kv_len": kv_len, **WITHOUT_TABLES, **UNPACKED}
+        yield from _changed(spec, None, **sizes)
+        # A band that hid nothing at the old lengths may be refused at these.
+        yield from _changed(spec, None, **sizes, causal=False, window=(None, None))
 
 
 def _same_documents(spec: AttentionSpec, lengths: Lengths | None) -> Iterator[Call]:
@@ -196,9 +200,9 @@ STEPS: tuple[Callable[[AttentionSpec, Lengths | None], Iterator[Call]], ...] = (
     _same_heads,
     _reset("causal"),
     _reset("causal", "window"),
-    _lengths,
     _same_documents,
     _unpacked,
+    _lengths,
     _reset("needs_backward", "bias_gradient", "aux_gradients"),
     _reset("return_lse"),
     _reset("deterministic"),
