@@ -22,11 +22,12 @@ from attn_core import SpecError, backends
 from attn_core.backends.shared import known_bad
 from attn_core.cli.app import app
 from attn_core.cli.campaign.draw import Place, structure
+from attn_core.cli.campaign.pages import LARGE_PAGES
 from attn_core.cli.certify import command, invariance, known_rows
 from attn_core.cli.certify.certificate import Certificate, Entry, certificate_path, read, write
 from attn_core.cli.certify.check import Check
 from attn_core.cli.certify.checks import CHECKS
-from attn_core.cli.certify.draw import drawn, simplified
+from attn_core.cli.certify.draw import NOT_ON_PAGES, drawn, paged_spec, simplified
 from attn_core.cli.certify.known_rows import refused_calls
 from attn_core.cli.certify.regression import compare
 from attn_core.cli.certify.run import Job, jobs_of, known_bad_entry, run_job, run_jobs
@@ -239,17 +240,33 @@ def on_sm90() -> list[str]:
     return [name for name, module in modules.items() if module.FORWARD.runs_on("sm90")]
 
 
-@pytest.mark.parametrize("name", on_sm90())
+def reads_pages_alone(name: str) -> bool:
+    return backends.reads_pages_alone(backends.load(name, "cuda"))
+
+
+@pytest.mark.parametrize("name", [name for name in on_sm90() if not reads_pages_alone(name)])
 def test_every_backend_gets_calls_that_it_takes(name: str) -> None:
     """Also those with few claims: planned for a GPU, which this test does not need."""
-    if backends.reads_pages_alone(backends.load(name, "cuda")):
-        pytest.skip("reads pages alone")
     target = Target(backends.load(name, "cuda").FRAMEWORK, "sm90")
     for number in range(8):
         spec, lengths = structure(Place(0, number, number), "cuda")
         call = simplified((replace(spec, dropout=0.0), lengths), lambda call: choice.refusals(name, call[0], target))
         assert not isinstance(call, str), f"{name}: {call}"
         assert (call[0].documents is None) == (call[1] is None)
+
+
+@pytest.mark.parametrize("name", [name for name in on_sm90() if backends.load(name, "cuda").FORWARD.paged])
+def test_every_backend_with_pages_gets_calls_that_it_takes(name: str) -> None:
+    target, taken = Target(backends.load(name, "cuda").FRAMEWORK, "sm90"), 0
+    for number in range(8):
+        spec, lengths = structure(Place(0, number, number), "cuda", packed=True)
+        spec, seed = replace(spec, **{"dropout": 0.0} | NOT_ON_PAGES), number + LARGE_PAGES * (number % 2)
+
+        def refusals(call: Any, seed: int = seed) -> tuple[str, ...]:
+            return ("packed",) if call[1] is None else choice.refusals(name, paged_spec(*call, seed), target)
+
+        taken += not isinstance(simplified((spec, lengths), refusals), str)
+    assert taken >= 3
 
 
 def test_a_draw_is_the_same_every_time_and_another_seed_gives_others() -> None:

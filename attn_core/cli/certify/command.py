@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from attn_core.backends.shared.device_kinds import kind_of
 from attn_core.cli.certify import known_rows
 from attn_core.cli.certify.certificate import FAILED, Certificate, Entry, certificate_path, read, write
 from attn_core.cli.certify.checks import CHECKS
@@ -53,7 +54,7 @@ def certify(
     names, checks = tuple(backend or ()), tuple(check or ())
     part = bool(names or checks or framework or draw is not None)
     try:
-        devices = _devices(device, framework)
+        devices, outside = _devices(device, framework)
         _check_words(checks)
         subjects, left = subjects_of(devices, names)
         before = None if against is None else read(against)
@@ -75,7 +76,7 @@ def certify(
             checks=checks,
             entries=tuple(entries),
             known_bad=tuple(known_rows.met_here(subjects)),
-            not_run=(*left, *OTHERS),
+            not_run=(*outside, *left, *OTHERS),
         )
         compared = None if before is None else compare(before, certificate)
         if path is not None:
@@ -103,26 +104,29 @@ def _check_folder(path: Path) -> None:
     check_place(next(folder for folder in path.absolute().parents if folder.exists()) / path.name)
 
 
-def _devices(requested: str | None, framework: str | None) -> dict[str, str]:
-    """Returns the device of each framework: the requested one, else the GPU that all of them use, else the CPU."""
+KINDS = ("cpu", "cuda")
+"""The kinds of device on which the entry points of a campaign run."""
+
+
+def _devices(requested: str | None, framework: str | None) -> tuple[dict[str, str], list[Left]]:
+    """Returns the device of each framework, and what is left out: the requested one, else the GPU, else the CPU."""
     if framework is not None:
         check_framework(framework)
     names = [name for name in installed() if framework in (None, name)]
     if not names:
         raise SpecError(f"--framework={framework}: not installed" if framework else "install torch or jax first")
-    here = {name: devices_of(name) for name in names}
+    everything = {name: devices_of(name) for name in names}
+    here = {name: [each for each in found if kind_of(each) in KINDS] for name, found in everything.items()}
+    other = dict.fromkeys(each for found in everything.values() for each in found if kind_of(each) not in KINDS)
+    left = [Left(device, "a certificate is about CPUs and NVIDIA GPUs") for device in other]
     if requested is None:
-        gpus = {name: devices[-1] for name, devices in here.items() if devices[-1] != "cpu"}
-        first = next(iter(gpus.values()), "cpu")
-        return {name: first for name in names if first in here[name]}
-    found = {}
-    for name in names:
-        wanted = device_named(requested, name) if requested == "cpu" or here[name][-1] != "cpu" else requested
-        if wanted in here[name]:
-            found[name] = wanted
-    if not found:
-        raise SpecError(f"--device={requested}: expected a device of this machine")
-    return found
+        device = next((found[-1] for found in here.values() if found[-1] != "cpu"), "cpu")
+    else:
+        device = device_named(requested, next((name for name in names if len(here[name]) > 1), names[0]))
+    devices = {name: device for name in names if device in here[name]}
+    if not devices:
+        raise SpecError(f"--device={requested}: expected cpu or an NVIDIA GPU of this machine")
+    return devices, left + [Left(name, f"sees no {device} here") for name in names if name not in devices]
 
 
 def _cpu_capability() -> str:

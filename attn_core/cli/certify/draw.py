@@ -18,7 +18,7 @@ from attn_core.call.spec import DTYPES, AttentionSpec
 from attn_core.cli.campaign.case import Case, Lengths
 from attn_core.cli.campaign.draw import Place, new_lengths, number_seed, structure
 from attn_core.cli.campaign.entries import entry_of
-from attn_core.cli.campaign.pages import page_size_of
+from attn_core.cli.campaign.pages import LARGE_PAGES, page_size_of
 from attn_core.cli.certify.subject import DENSE, PAGED, Subject
 from attn_core.errors import SpecError
 from attn_core.selection import choice
@@ -57,7 +57,8 @@ def drawn(
     for attempt in range(TRIES):
         place = Place(seed, block * TRIES + attempt, number)
         spec, lengths = structure(place, subject.kind, packed=packed)
-        numbers = number_seed(place)
+        # Kernels that refuse small pages get large ones.
+        numbers = number_seed(place) + (LARGE_PAGES if paged and attempt % 2 else 0)
         try:
             spec = adapt(replace(spec, **{"dropout": 0.0} | (NOT_ON_PAGES if paged else {})))
         except SpecError:  # the options of the check do not go together with what was drawn
@@ -86,7 +87,7 @@ def _refusals(subject: Subject, names: dict[str, str], numbers: int, call: Call)
 
 def paged_spec(spec: AttentionSpec, lengths: Lengths, numbers: int) -> AttentionSpec:
     """Returns the spec of a packed call whose keys lie in pages, as ``campaign.pages`` lays them out."""
-    size = page_size_of(np.random.default_rng(numbers))
+    size = page_size_of(numbers, np.random.default_rng(numbers))
     counts = [-(-length // size) for length in lengths[1]]
     pages = PagedKV(num_pages=sum(counts) + 3, page_size=size, width=max(*counts, 1))
     return replace(spec, paged=pages, kv_len=pages.width * size, max_len_k=None, alignment="bottom_right")
