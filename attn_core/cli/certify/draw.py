@@ -49,7 +49,7 @@ def drawn(
         paged: whether keys and values lie in pages.
         packed: whether documents are packed; drawn if None.
     """
-    compiled = subject.framework == "jax" or subject.kind == "cuda" or subject.compiles
+    compiled = subject.framework == "jax" or subject.kind == "cuda" or subject.compiling > 0
     block = number // GROUP if compiled else number
     names = PAGED if paged else DENSE
     packed = True if paged else packed

@@ -31,7 +31,7 @@ def jobs_of(subjects: Sequence[Subject], names: Sequence[str] = ()) -> list[Job]
     checks = [check for name, check in CHECKS.items() if not names or name in names]
     jobs = [Job(check, subject) for check in checks for subject in subjects]
     jobs = [job for job in jobs if job.check.excludes(job.subject) != ABSENT]
-    return sorted(jobs, key=lambda job: job.subject.compiles)
+    return sorted(jobs, key=lambda job: job.subject.compiling)
 
 
 def run_jobs(jobs: Sequence[Job], seed: int, seconds: float, only: int | None = None) -> Iterator[Entry]:
