@@ -53,6 +53,6 @@ def agrees(subject: Subject, case: Case) -> Finding:
     theirs = run_call(subject, case, trial)
     # Each framework adds the gradient of the sinks itself for rows that see no key.
     kept = [name for name in theirs if name != "dsinks" or seen_by(trial).any(-1).all()]
-    both = (stable_results(subject, {name: arrays[name] for name in kept}) for arrays in (theirs, ours))
+    both = (stable_results(subject, case.spec, {name: arrays[name] for name in kept}) for arrays in (theirs, ours))
     wrong = differing(*both)
     return Finding(f"torch and JAX differ: {', '.join(wrong)}" if wrong else None)

@@ -26,7 +26,9 @@ HIDES_POISON = ("xformers_splitk",)
 REACHES_BACK = dict.fromkeys(
     ("flash3", "flash4", "xformers_flash3"), "the last tile of a document holds the next one's first tokens"
 )
-"""A NaN may reach the document before it; docs/reference/semantics.md documents these."""
+"""A NaN may reach documents before it: a tile may hold several short ones. docs/reference/semantics.md documents these."""
+SPLITS_KEYS = ("flash2", "flash3", "xformers_flash3", "triton_splitkv")
+"""Where these split the keys of few queries, a row that is NaN may be 0 in the output."""
 
 
 def has_neighbours(spec: AttentionSpec) -> bool:
@@ -44,27 +46,33 @@ def contains_nan(subject: Subject, case: Case) -> Finding:
     trial, value = trial_of(case), np.nan if case.seed % 2 else np.inf
     parts = parts_of(trial)
     number = case.seed // 2 % len(parts)
-    clean, broken = (run_call(subject, case, each) for each in (trial, _poisoned(trial, parts, number, value)))
-    spared = {number, number - 1} if subject.backend in REACHES_BACK and trial.spec.packed else {number}
+    poisoned = _poisoned(trial, parts, number, value, behind=not _reaches_back(subject, trial))
+    clean, broken = (run_call(subject, case, each) for each in (trial, poisoned))
+    spared = range(number + 1) if _reaches_back(subject, trial) else (number,)
     for other, part in enumerate(parts):
         if other in spared:
             continue
-        both = (stable_results(subject, of_part(trial, arrays, part)) for arrays in (clean, broken))
+        both = (stable_results(subject, case.spec, of_part(trial, arrays, part)) for arrays in (clean, broken))
         if wrong := differing(*both):
             what = "document" if trial.spec.packed else "batch row"
             return Finding(f"{value} in {what} {number} changes {', '.join(wrong)} of {what} {other}")
     return Finding(_hidden(subject, trial, parts[number], broken, value))
 
 
-def _poisoned(trial: Trial, parts: list[Part], number: int, value: float) -> Trial:
+def _reaches_back(subject: Subject, trial: Trial) -> bool:
+    return subject.backend in REACHES_BACK and trial.spec.packed
+
+
+def _poisoned(trial: Trial, parts: list[Part], number: int, value: float, behind: bool) -> Trial:
+    """Returns a trial with a value in one part, and with NaN in the tokens behind the last document if ``behind``."""
     rows, keys = parts[number]
-    behind = (slice(parts[-1][0].stop, None), slice(parts[-1][1].stop, None)) if trial.spec.packed else None
+    tails = (slice(parts[-1][0].stop, None), slice(parts[-1][1].stop, None))
     changed: dict[str, np.ndarray] = {}
     for name in ("q", "k", "v"):
         array = getattr(trial.inputs, name).copy()
         array[rows if name == "q" else keys] = value
-        if behind is not None:
-            array[behind[0 if name == "q" else 1]] = np.nan
+        if behind and trial.spec.packed:
+            array[tails[0 if name == "q" else 1]] = np.nan
         changed[name] = array
     dout = trial.dout.copy()
     dout[rows] = value
@@ -73,7 +81,7 @@ def _poisoned(trial: Trial, parts: list[Part], number: int, value: float) -> Tri
 
 def _hidden(subject: Subject, trial: Trial, part: Part, broken: Arrays, value: float) -> str | None:
     """Returns a fault if no row that sees a poisoned key shows it."""
-    if subject.backend in HIDES_POISON or trial.spec.score_mod is not None:
+    if subject.backend in (*HIDES_POISON, *SPLITS_KEYS) or trial.spec.score_mod is not None:
         return None  # a score function may read no score
     rows, keys = part
     seen = seen_by(trial)
