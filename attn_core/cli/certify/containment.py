@@ -26,7 +26,7 @@ HIDES_POISON = ("xformers_splitk",)
 REACHES_BACK = dict.fromkeys(
     ("flash3", "flash4", "xformers_flash3"), "the last tile of a document holds the next one's first tokens"
 )
-"""A NaN may reach documents before it: a tile may hold several short ones. docs/reference/semantics.md documents these."""
+"""A NaN may reach documents before it, as a tile may hold several; docs/reference/semantics.md documents these."""
 SPLITS_KEYS = ("flash2", "flash3", "xformers_flash3", "triton_splitkv")
 """Where these split the keys of few queries, a row that is NaN may be 0 in the output."""
 
