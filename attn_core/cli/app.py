@@ -9,6 +9,7 @@ import typer
 import attn_core
 from attn_core.cli.bench import bench
 from attn_core.cli.campaign.command import campaign, replay
+from attn_core.cli.certify.command import certify
 from attn_core.cli.compare import compare
 from attn_core.cli.context import context_plan
 from attn_core.cli.demo import demo, serve_demo
@@ -23,7 +24,10 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_show_locals=False,
 )
-COMMANDS = (doctor, explain, compare, bench, tune, campaign, replay, mask, context_plan, support, demo, serve_demo)
+COMMANDS = (
+    *(doctor, explain, compare, bench, tune, campaign, replay, certify, mask, context_plan, support),
+    *(demo, serve_demo),
+)
 for command in COMMANDS:
     app.command()(command)
 

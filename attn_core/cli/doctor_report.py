@@ -94,6 +94,7 @@ def _machine(findings: Findings) -> Iterator[str]:
         "processor": findings.processor or "",
         **{name: f"{there[name]}, {builds[name]}" for name in builds if name in there},
         "other packages": ", ".join(f"{name} {version}" for name, version in there.items() if name not in builds),
+        "certificate": "none; attn certify writes one" if findings.certificate is None else str(findings.certificate),
         "torch to JAX": _to_jax(findings) if {"torch", "jax"} <= set(there) else "",
     }
     for name, text in rows.items():

@@ -12,6 +12,7 @@ from attn_core.backends.shared import operator_library
 from attn_core.call.spec import AttentionSpec
 from attn_core.cli.advice import Advice, Machine, Problem, advise, find_machine, problems
 from attn_core.cli.advice.packages import requirements, runs_on
+from attn_core.cli.certify.standing import Standing, standing_of
 from attn_core.cli.comparison import Row, rows_of
 from attn_core.cli.faults import Fault, faults_of
 from attn_core.cli.frameworks import devices_of, installed, versions
@@ -75,6 +76,7 @@ class Findings:
         problems: known-bad combinations of packages.
         advice: what to install.
         operators: why XLA cannot run torch's operators without Python on this GPU; None if it can, or has no GPU.
+        certificate: what `attn certify` wrote about this machine, and whether it still holds; None if there is none.
     """
 
     versions: dict[str, str | None]
@@ -90,6 +92,7 @@ class Findings:
     problems: tuple[Problem, ...]
     advice: tuple[Advice, ...]
     operators: str | None = None
+    certificate: Standing | None = None
 
     @property
     def right(self) -> list[Row]:
@@ -134,6 +137,7 @@ class Findings:
             "tables": self.tables,
             "bridge": self.bridge,
             "operators": self.operators,
+            "certificate": None if self.certificate is None else self.certificate._asdict(),
             "backends": {label: state._asdict() for label, state in self.backends.items()},
             "checks": [row.as_json() | {"device": row.device} for row in self.checks],
             "broken": self.broken,
@@ -172,6 +176,7 @@ def examine(progress: Console) -> Findings:
         faults_of(Target.here(framework, device) for framework, named in devices.items() for device in named),
         *(problems(machine), advise(machine)),
         operators=operator_library.missing() if bridge is None and machine.jax_cuda and machine.torch_cuda else None,
+        certificate=standing_of(next((named[-1] for named in devices.values() if len(named) > 1), "cpu"), packages),
     )
 
 

@@ -47,7 +47,8 @@ class Trial(NamedTuple):
         """The keyword arguments of ``attention`` other than tensors."""
         spec = self.spec
         names = ("causal", "alignment", "window", "softcap", "scale", "deterministic", "return_lse")
-        return {name: getattr(spec, name) for name in names} | {"seq_info": self.seq_info} | functions_of(spec)
+        options = {name: getattr(spec, name) for name in names} | invariance_of(spec)
+        return options | {"seq_info": self.seq_info} | functions_of(spec)
 
 
 class Outcome(NamedTuple):
@@ -103,6 +104,12 @@ def _banded_ranges(spec: AttentionSpec, random: np.random.Generator) -> np.ndarr
     moves = random.integers(0, 2, (rows, heads, 3, count, 2), np.int32)[:, :, run]
     ranges = np.minimum(ends + moves * np.arange(keys, dtype=np.int32)[:, None, None], spec.q_len)
     return np.where(ranges[..., :1] < ranges[..., 1:], ranges, 0)
+
+
+def invariance_of(spec: AttentionSpec) -> dict[str, Any]:
+    """Returns the keyword argument ``invariant`` of a call that asks for it; nothing where specs have no such field."""
+    value = getattr(spec, "invariant", None)
+    return {} if value is None else {"invariant": value}
 
 
 def arrays_of_call(trial: Trial) -> tuple[str, ...]:

@@ -50,10 +50,15 @@ class Table:
     models: Mapping[bool, Mapping[str, Model]]
 
 
+def user_folder() -> Path:
+    """Returns the folder of a user's files in the XDG configuration folder."""
+    folder = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    return Path(folder) / "attn-core"
+
+
 def user_path(framework: str, device: str) -> Path:
     """Returns where ``attn tune`` writes the table of a device: the XDG configuration folder."""
-    folder = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
-    return Path(folder) / "attn-core" / f"{framework}-{device}.json"
+    return user_folder() / f"{framework}-{device}.json"
 
 
 @cache  # so that a process keeps its order of choice whatever happens to the files

@@ -140,7 +140,7 @@ def test_packed_windows_mask_every_document_correctly() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"q_len": 9, "window": (3, None)}, "window=(3, None) with q_len 9 and kv_len 7: the FlashAttention 2 kernel"),
+        ({"q_len": 9, "window": (3, None)}, "window=(3, None), q_len=9, kv_len=7: misplaces windows"),
         ({"alignment": "top_left", "causal": True}, "alignment=top_left with q_len 5 and kv_len 7"),
         ({"alignment": "top_left", "alibi_shape": (6,)}, "alignment=top_left with alibi_slopes"),
         ({**PACKED, "alignment": "top_left", "alibi_shape": (6,)}, "alignment=top_left with alibi_slopes"),

@@ -341,7 +341,11 @@ def test_flash_kernels_overflow_in_the_sums_of_dq(name: str, backend: str) -> No
 @pytest.mark.cuda
 @pytest.mark.parametrize(
     ("name", "backend"),
-    [("flash2-copy-windows", "sdpa_flash"), ("flash2-windows", "flash2"), ("flash2-windows", "xformers_flash")],
+    [
+        ("flash2-copy-windows", "sdpa_flash"),
+        ("flash2-windows", "flash2"),
+        ("flash2-windows-through-xformers", "xformers_flash"),
+    ],
 )
 def test_flash_kernels_misplace_windows_of_surplus_queries(name: str, backend: str) -> None:
     fault = Fault(name, backend)

@@ -28,6 +28,7 @@ pytest.importorskip("jax")
 MODULE = "attn_core.cli.findings"
 KEYS = {
     *("healthy", "runs", "versions", "devices", "machine", "processor", "tables", "bridge", "operators"),
+    "certificate",
     *("backends", "checks"),
     *("broken", "faults", "problems", "advice"),
 }

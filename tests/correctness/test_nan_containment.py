@@ -14,6 +14,7 @@ from both_frontends import FRAMEWORKS, Results, claimed, judge, module_on, run, 
 from spec_strategies import Call, make_call
 
 from attn_core import explain
+from attn_core.cli.certify.containment import HIDES_POISON, REACHES_BACK
 
 pytestmark = pytest.mark.rotates
 
@@ -40,12 +41,6 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "rows, bfloat16": {**ROWS, "causal": True, "dtype": "bfloat16"},
 }
-HIDES_POISON = ("xformers_splitk",)
-"""Its merge of splits drops a NaN part, so such a row becomes 0; docs/reference/semantics.md documents it."""
-REACHES_BACK = dict.fromkeys(
-    ("flash3", "flash4", "xformers_flash3"), "the last tile of a document holds the next one's first tokens"
-)
-"""docs/reference/semantics.md documents these."""
 LARGEST_SCORE = {"jax_xla": 1e8}
 """XLA may compute one score twice with different roundings; beyond this size the difference is too large for exp."""
 POISONS = {"NaN": np.nan, "Inf": np.inf}

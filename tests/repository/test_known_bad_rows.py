@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ast
 import json
-from dataclasses import replace
 from datetime import date
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from attn_core import AttentionSpec, backends
 from attn_core.backends.shared import known_bad
 from attn_core.backends.shared.known_bad import EVERY_CALL, QUANTITIES, RELATIONS, Row, refusals, versioned_package
 from attn_core.cli import known_bad_page
+from attn_core.cli.certify.known_rows import CALLS
 from attn_core.selection.random_calls import random_call
 
 ROOT = Path(__file__).parents[2]
@@ -99,20 +99,10 @@ def test_an_unknown_version_hides_no_backend_from_plans() -> None:
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.handling == "refused"], ids=name_of)
 def test_a_refusing_row_refuses_some_call(row: Row) -> None:
-    special = [
-        {"q_len": 1},
-        {"kv_len": 192, "q_len": 64, "causal": False},
-        {"kv_len": 65, "causal": False},
-        {"q_len": 2050, "window": (3, 2), "causal": False},
-        {"q_len": 64, "window": (31, 0)},
-        {"batch": 8300, "q_len": 1, "kv_len": 1},
-        {"batch": 1, "q_len": 2**17, "kv_len": 2**17, "bias_shape": (1, 1, 2**17, 2**17)},
-    ]
-    calls = [replace(CHAT, **fields) for fields in special]
     for name in row.backends:
         for device in devices_of(row):
             version = known_bad.numbers_of(row.versions.lstrip("<>=")) if row.name in WHOLE_KERNELS else ()
-            assert any(row.symptom in why for spec in calls for why in refusals(name, spec, device, version))
+            assert any(row.symptom in why for spec in CALLS for why in refusals(name, spec, device, version))
 
 
 def test_a_range_of_versions_is_of_a_version_that_is_known() -> None:

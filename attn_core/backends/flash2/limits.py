@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from attn_core.backends.shared import flash_paged
 from attn_core.backends.support import Build
-from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
 
 NAME = "the FlashAttention 2 kernel"
@@ -24,9 +23,6 @@ def refusals(spec: AttentionSpec, device: str, width: int) -> Iterator[str]:
     """Refuses combinations of features that the kernel of a width computes wrongly or cannot launch."""
     if spec.paged is not None:
         yield from flash_paged.flash2_refusals(spec, NAME, width)
-    if _wrong_window(spec):
-        why = "treats a long right side as open, and that as kv_len: wrong if q_len exceeds kv_len + 1"
-        yield f"window={spec.window} with q_len {spec.q_len} and kv_len {spec.kv_len}: {NAME} {why}"
     if spec.alibi_shape and spec.alignment == "top_left" and (spec.packed or spec.q_len != spec.kv_len):
         yield f"alignment=top_left with alibi_slopes: {NAME} measures from the bottom_right diagonal"
     if spec.dropout and spec.softcap is not None:
@@ -35,16 +31,6 @@ def refusals(spec: AttentionSpec, device: str, width: int) -> Iterator[str]:
         yield f"dropout={spec.dropout}: {NAME} drops in steps of 1/256"
     if spec.dropout and spec.needs_backward and width > 192 and device in SMALL_MEMORY:
         yield f"backward: dropout={spec.dropout} with head_dim={width}: {NAME} has none on {device}"
-
-
-def _wrong_window(spec: AttentionSpec) -> bool:
-    """Returns whether the kernel's rule for open right sides changes the window. ``lower`` handles packed calls."""
-    edge, kv_len = band(spec), spec.kv_len
-    if spec.packed or spec.q_len <= kv_len + 1 or (edge.right is not None and edge.right < kv_len):
-        return False
-    if edge.left is None or edge.left >= kv_len:  # the kernel then has no window at all
-        return edge.right is not None and not edge.hides_nothing(spec.q_len, kv_len)
-    return edge.right != kv_len
 
 
 def rocm_refusals(spec: AttentionSpec, build: Build | None) -> Iterator[str]:

@@ -19,6 +19,7 @@ from attn_core.backends.shared.aten_masks import explicit, needed_band
 from attn_core.backends.shared.device_kinds import compute_capability, kind_of
 from attn_core.backends.shared.kernel_limits import dq_elements
 from attn_core.backends.shared.rewrites import whole_eights
+from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
 
 DATA = Path(__file__).parents[1] / "known_bad.json"
@@ -90,6 +91,19 @@ def _window(spec: AttentionSpec) -> str:
     return "none" if left is None and right is None else "two-sided"
 
 
+def _misplaced_window(spec: AttentionSpec) -> bool:
+    """Returns whether FlashAttention 2's rule for open right sides changes the window of a call without documents.
+
+    It takes a right side of kv_len or more as open, and an open one as kv_len.
+    """
+    edge, kv_len = band(spec), spec.kv_len
+    if spec.packed or spec.q_len <= kv_len + 1 or (edge.right is not None and edge.right < kv_len):
+        return False
+    if edge.left is None or edge.left >= kv_len:  # the kernel then has no window at all
+        return edge.right is not None and not edge.hides_nothing(spec.q_len, kv_len)
+    return edge.right != kv_len
+
+
 def _mask_elements(spec: AttentionSpec) -> int:
     rows = max((shape[2] for shape in (spec.mask_shape, spec.bias_shape) if shape), default=1)
     return rows * whole_eights(spec.kv_len) if rows > 1 else 0
@@ -119,6 +133,12 @@ QUANTITIES = {
         "causal with as many queries as keys", ("causal",), lambda spec: spec.causal and spec.q_len == spec.kv_len
     ),
     "window": Quantity("none, causal, causal window or two-sided", ("window",), _window),
+    "misplaced window": Quantity(
+        "a window that FlashAttention 2 widens or cuts, because it takes a long right side as open, and that as kv_len",
+        ("window", *LENGTHS),
+        _misplaced_window,
+    ),
+    "mask or bias": Quantity("a mask or a bias", ("mask_shape", "bias_shape"), explicit),
     "offset": Quantity("keys before the diagonal's start", LENGTHS, lambda spec: needed_band(spec).offset),
     "mask elements": Quantity(
         "elements of a mask or bias with a row for each query, for one head", LENGTHS, _mask_elements

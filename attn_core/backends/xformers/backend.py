@@ -132,8 +132,6 @@ def _refuses(word: str, spec: AttentionSpec, device: str, build: Build | None) -
     described = f"{banded} with q_len {spec.q_len} and kv_len {spec.kv_len}"
     reasons = [*_mask_refusals(word, spec, name, described), *kernel_limits.grid(spec, kernel)]
     reasons += () if word == "flash" else kernel_limits.tables(spec, kernel)
-    if word == "flash" and name == _TWO_SIDED and spec.q_len > spec.kv_len + 1:
-        reasons.append(f"{described}: {kernel} gets windows that are not causal wrong if q_len > kv_len + 1")
     if word == "splitk" and name in _ROW_MASKS and spec.q_len > _SPLITK_ROWS:
         reasons.append(f"{described}: {kernel} masks up to {_SPLITK_ROWS} rows")
     parts = 64 * spec.batch * spec.q_len * spec.num_heads * operators.width("splitk", spec.head_dim)

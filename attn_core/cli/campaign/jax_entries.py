@@ -16,7 +16,7 @@ from attn_core.cli.campaign.entries import LACK_RANGES, Arrays, Entry, ranges_re
 from attn_core.cli.campaign.pages import pages_of
 from attn_core.cli.drawn_functions import as_keywords, functions_of
 from attn_core.cli.in_jax import arrays_of, cotangents_of, results_of
-from attn_core.cli.trial import Trial
+from attn_core.cli.trial import Trial, invariance_of
 from attn_core.context_parallel.ranges import MOST_TILES
 
 Call = Callable[..., Any]
@@ -76,6 +76,7 @@ def _function(call: Call, spec: AttentionSpec, backend: str | None) -> Call:
     """Returns a function of (learned inputs, other inputs, cotangents, offsets, key) that returns the named results."""
     names = ("causal", "alignment", "window", "softcap", "scale", "deterministic", "return_lse", "dropout")
     keywords = {name: getattr(spec, name) for name in names} | {"backend": backend} | functions_of(spec)
+    keywords |= invariance_of(spec)
 
     def function(learned: Arrays, constants: Arrays, cotangents: Any, offsets: Any, key: Any) -> Arrays:
         longest = (spec.max_len_q or 0, spec.max_len_k or 0)
@@ -158,6 +159,7 @@ def _run_paged(trial: Trial, backend: str | None, device: str) -> Arrays:
     where = jax.devices("gpu" if device.startswith("sm") else "cpu")[0]
     names = ("causal", "window", "softcap", "scale", "deterministic", "return_lse")
     options = {name: getattr(spec, name) for name in names} | {"max_len_q": laid_out.max_len_q, "backend": backend}
+    options |= invariance_of(spec)
     with jax.enable_x64(spec.dtype == "float64"), jax.default_device(where):
         constants, _ = arrays_of(trial)
         pools = (jnp.asarray(pool, spec.dtype) for pool in (laid_out.k, laid_out.v))

@@ -33,7 +33,7 @@ class Pages(NamedTuple):
 def pages_of(trial: Trial) -> Pages:
     """Returns the documents of a trial in pages of a random size and in a random order."""
     spec, inputs, random = trial.spec, trial.inputs, np.random.default_rng(trial.seed)
-    page_size = int(random.choice((1, 4, 16)))
+    page_size = page_size_of(trial.seed, random)
     lengths = np.diff(inputs.cu_seqlens_k)
     counts = -(-lengths // page_size)
     spare = 3
@@ -50,6 +50,20 @@ def pages_of(trial: Trial) -> Pages:
             for pool, array in zip(pools, (inputs.k, inputs.v)):
                 pool[page, slot] = array[start + place]
     return Pages(pools[0], pools[1], table, lengths.astype(np.int32), inputs.cu_seqlens_q, spec.max_len_q or 0)
+
+
+LARGE_PAGES = 2**31
+"""Seeds from here on, which no campaign draws, have pages of 256 tokens: some kernels take no smaller ones."""
+
+
+def page_size_of(seed: int, random: np.random.Generator) -> int:
+    """Returns the tokens in a page.
+
+    Args:
+        random: a generator with the trial's seed, from which nothing was drawn yet.
+    """
+    small = int(random.choice((1, 4, 16)))
+    return small if seed < LARGE_PAGES else 256
 
 
 def refuses(spec: AttentionSpec) -> str | None:

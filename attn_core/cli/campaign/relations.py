@@ -44,7 +44,7 @@ def _documents_apart(trial: Trial) -> Rewritten:
     spec, inputs = trial.spec, trial.inputs
     bounds = [inputs.cu_seqlens_q, inputs.cu_seqlens_k]
     pieces = [tuple(slice(int(cu[d]), int(cu[d + 1])) for cu in bounds) for d in range(spec.documents or 0)]
-    trials = tuple(_document(trial, rows, columns) for rows, columns in pieces)
+    trials = tuple(document_alone(trial, rows, columns) for rows, columns in pieces)
 
     def join(results: list[Arrays]) -> Arrays:
         out = {"out": np.zeros(spec.out_shape)}
@@ -65,7 +65,8 @@ def _documents_apart(trial: Trial) -> Rewritten:
     return Rewritten(trials, join)
 
 
-def _document(trial: Trial, rows: slice, columns: slice) -> Trial:
+def document_alone(trial: Trial, rows: slice, columns: slice) -> Trial:
+    """Returns one document of a packed trial without functions as a row without documents."""
     spec, inputs = trial.spec, trial.inputs
 
     def cut(table: np.ndarray | None) -> np.ndarray | None:

@@ -11,7 +11,7 @@ from attn_core.cli.campaign import pages, segments
 from attn_core.cli.campaign.entries import LACK_RANGES, Arrays, Entry, ranges_refuse, without
 from attn_core.cli.campaign.pages import pages_of
 from attn_core.cli.in_torch import cotangents_of, named_results, tensors_of
-from attn_core.cli.trial import Trial
+from attn_core.cli.trial import Trial, invariance_of
 from attn_core.context_parallel.ranges import MOST_TILES
 
 Tensors = dict[str, Any]
@@ -164,7 +164,7 @@ def _paged(tensors: Tensors, trial: Trial, backend: str | None) -> Any:
     k_pages, v_pages = (torch.from_numpy(pool).to(q.device, q.dtype) for pool in (laid_out.k, laid_out.v))
     tables = (torch.from_numpy(table).to(q.device) for table in laid_out[2:5])
     names = ("causal", "window", "softcap", "scale", "deterministic", "return_lse")
-    options: dict[str, Any] = {name: getattr(spec, name) for name in names}
+    options: dict[str, Any] = {name: getattr(spec, name) for name in names} | invariance_of(spec)
     options |= dict(zip(("block_table", "seq_lens", "cu_seqlens_q"), tables))
     options |= {"max_len_q": laid_out.max_len_q, "sinks": tensors["sinks"], "backend": backend}
     return torch_frontend.paged_attention(q, k_pages, v_pages, **options)

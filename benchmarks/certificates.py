@@ -1,0 +1,91 @@
+"""Writes docs/reference/certificates.md from the certificates of this project's machines.
+
+``attn certify --json benchmarks/results/certificate-NAME.json`` writes a certificate, and this script the page:
+
+    python -m benchmarks.certificates [--check]
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from attn_core.cli.certify.certificate import NOT_RUN, Certificate, Entry, read
+from attn_core.cli.certify.checks import CHECKS
+from attn_core.cli.certify.known_rows import NAME
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs/reference/certificates.md"
+RESULTS = ROOT / "benchmarks/results"
+
+HEAD = """# Certificates
+
+What `attn certify` proved on machines of this project. `python -m benchmarks.certificates` writes this page from
+`benchmarks/results/certificate-*.json`; do not edit it. [Certify a machine](../how_to/certify.md) says how to make your
+own, and what each check means.
+
+A number is how many calls passed a check. A dash is a check that did not run; the file has the reason. "worst" is the
+largest error as a part of its bound.
+"""
+
+
+def certificates() -> dict[str, Certificate]:
+    """Returns the certificates by the name of their file, such as ``"cpu"``."""
+    files = sorted(RESULTS.glob("certificate-*.json"))
+    return {file.stem.removeprefix("certificate-"): read(file) for file in files}
+
+
+def render(found: dict[str, Certificate]) -> str:
+    """Returns the whole page as Markdown."""
+    return "\n".join([HEAD, *(line for name, each in found.items() for line in _section(name, each))])
+
+
+def _section(name: str, certificate: Certificate) -> Iterator[str]:
+    versions = (f"{package} {version}" for package, version in certificate.versions.items() if version is not None)
+    instructions = f", {certificate.cpu_capability}" if certificate.device == "cpu" else ""
+    yield f"## {certificate.device_name}\n"
+    when = f"{certificate.date}, {certificate.device}{instructions}"
+    yield f"{when}, seed {certificate.seed}, {certificate.seconds:.0f} s;"
+    yield f"`certificate-{name}.json`.\n"
+    yield from _table(certificate)
+    yield f"\nPackages: {', '.join(versions)}.\n"
+    known = [entry for entry in certificate.entries if entry.check == NAME]
+    here = ", ".join(certificate.known_bad) or "none"
+    yield from (f"Known-bad kernels: {each.draws} calls {each.result}; about kernels here: {here}.\n" for each in known)
+
+
+def _table(certificate: Certificate) -> Iterator[str]:
+    ran = {entry.check for entry in certificate.entries if entry.result != NOT_RUN}
+    names = [name for name in CHECKS if name in ran]
+    rows: dict[tuple[str, str], dict[str, Entry]] = {}
+    for entry in certificate.entries:
+        if entry.backend:
+            rows.setdefault((entry.backend, entry.framework), {})[entry.check] = entry
+    yield f"| backend | in | {' | '.join(names)} | worst |"
+    yield f"|---|---|{'---|' * len(names)}---|"
+    for (backend, framework), found in rows.items():
+        worst = max((entry.worst or 0.0 for entry in found.values()), default=0.0)
+        cells = " | ".join(_cell(found.get(name)) for name in names)
+        yield f"| `{backend}` | {framework} | {cells} | {worst:.2f} |"
+
+
+def _cell(entry: Entry | None) -> str:
+    if entry is None or entry.result == NOT_RUN:
+        return "-"
+    return f"**{entry.result}**" if entry.result != "passed" else str(entry.draws)
+
+
+def main() -> None:
+    """Writes the page, or with ``--check`` exits with 1 if it is not current."""
+    text = render(certificates())
+    if "--check" in sys.argv[1:]:
+        if PAGE.read_text(encoding="utf-8") != text:
+            sys.exit(f"{PAGE.name} is stale: run python -m benchmarks.certificates")
+        return
+    PAGE.write_text(text, encoding="utf-8")
+    print(f"wrote {PAGE.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""Tests the certificates in benchmarks/results and the page that shows them."""
+
+from __future__ import annotations
+
+import pytest
+
+from attn_core.cli.certify.certificate import FAILED
+from attn_core.cli.certify.checks import CHECKS
+from attn_core.cli.certify.known_rows import NAME
+from benchmarks import certificates
+
+FOUND = certificates.certificates()
+
+
+def test_the_page_is_current() -> None:
+    text = certificates.PAGE.read_text(encoding="utf-8")
+    assert text == certificates.render(FOUND), "stale: run python -m benchmarks.certificates"
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_a_certificate_is_of_a_whole_run_without_failures(name: str) -> None:
+    found = FOUND[name]
+    assert not found.backends and not found.checks and found.not_run
+    assert found.count(FAILED) == 0, [entry.reason for entry in found.entries if entry.result == FAILED]
+    assert {entry.check for entry in found.entries} <= {*CHECKS, NAME}
+    assert found.versions["torch"] and found.versions["jax"] and set(found.devices) == {"torch", "jax"}
+
+
+def test_the_cpu_has_one() -> None:
+    assert FOUND["cpu"].device == "cpu" and FOUND["cpu"].cpu_capability
+    ran = {entry.backend for entry in FOUND["cpu"].entries if entry.draws}
+    assert ran >= {"math", "sdpa_flash", "flex", "jax_xla"}
