@@ -92,6 +92,7 @@ def attention(
     kv_lengths: Any = None,
     kv_starts: Any = None,
     cache_index: Any = None,
+    invariant: str | None = None,
     **unknown: Never,
 ) -> Array | tuple[Array, ...]:
     """Computes scaled dot-product attention on the best kernel that honours every argument, eagerly or transformed.
@@ -133,6 +134,9 @@ def attention(
         kv_lengths, kv_starts, cache_index: int32 ``[batch]``, JAX arrays or numpy, traced or not: k and v are a cache,
             of which row b has the keys ``k[cache_index[b], kv_starts[b] : kv_lengths[b]]``. Bottom-right diagonals end
             at ``kv_lengths[b]``. They exclude seq_info, segment ids and positions (docs/reference/semantics.md).
+        invariant: "batch": the bits of a row or document do not depend on what is beside it; "prefix": besides, out and
+            lse of a causal query do not depend on how its tokens are cut into calls or pages
+            (docs/explanation/reproducibility.md).
 
     Returns:
         The output, with q's rank and dtype and value_dim channels; or a tuple of it, lse and max_logit, in this order.
@@ -152,13 +156,14 @@ def attention(
         cache_rows.refuse(seq_info, *segments)
         rows, first = (kv_lengths, kv_starts, cache_index), (causal, alignment, window, softcap, scale, mask, bias)
         others = (alibi_slopes, sinks, seq_info, dropout, deterministic, backend, return_lse, dropout_rng, key_ranges)
-        keywords = dict(zip(OPTIONS, (*first, *others, return_max_logit, mask_mod, score_mod, aux), strict=True))
+        keywords = dict(zip(OPTIONS, (*first, *others, return_max_logit, mask_mod, score_mod, aux, invariant), strict=True))
         return _in_layout(dense_caches.attend(attention, (q, k, v), CacheRows(*rows), keywords), layout)
     written = Written(causal, alignment, window, softcap, scale, mask, key_ranges, mask_mod, score_mod, aux)
     plain = as_plain(written, segments, (q, k), seq_info, alibi_slopes)
     causal, alignment, window, softcap, scale, mask, key_ranges, mask_mod, score_mod, aux = plain
     arrays = (q, k, v, mask, bias, alibi_slopes, sinks)
     options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
+    options = options._replace(invariant=invariant)
     info, results = SeqInfo.coerce(seq_info), None
     requested, functions = requested_names(backend) or override.requested(), (mask_mod, score_mod, aux)
     if isinstance(key_ranges, np.ndarray):

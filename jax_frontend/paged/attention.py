@@ -72,6 +72,7 @@ def paged_attention(
     kv_starts: Any = None,
     k_scales: Array | None = None,
     v_scales: Array | None = None,
+    invariant: str | None = None,
     **unknown: Never,
 ) -> Array | tuple[Array, Array]:
     """Computes attention of each sequence's new tokens to its keys and values in pages: decoding or chunked prefill.
@@ -89,7 +90,7 @@ def paged_attention(
         seq_lens: int32 ``[batch]``: the length of each sequence, its new tokens included.
         cu_seqlens_q: int32 ``[batch + 1]``, the offsets of the sequences in q; None if each has one new token.
         max_len_q: an int on the host, at least the most new tokens of a sequence; the tokens of q if None.
-        causal, window, softcap, scale, sinks, deterministic: as in ``attention``.
+        causal, window, softcap, scale, sinks, deterministic, invariant: as in ``attention``.
         key_ranges: int32 ``[1, kv_heads or 1, tokens, 1 or 2, 2]``, a mask among the new tokens: token i of q sees the
             key of token j if ``start <= i < stop`` for a range of row j. Every query sees the keys before the new
             tokens. Causal and window hide further keys. ``attn_core.masks.tree`` builds the mask of a tree of drafts.
@@ -115,7 +116,8 @@ def paged_attention(
     numbers = {"q": q, "k_pages": k_pages, "v_pages": v_pages, "sinks": sinks, "alibi_slopes": alibi_slopes}
     numbers |= {"k_scales": k_scales, "v_scales": v_scales}
     inputs = _gather_arguments(numbers, (block_table, seq_lens, cu_seqlens_q), key_ranges, kv_starts)
-    options = arguments.check_paged_options(causal, window, softcap, scale, deterministic, return_lse, max_len_q)
+    said = causal, window, softcap, scale, deterministic, return_lse, max_len_q, invariant
+    options = arguments.check_paged_options(*said)
     requested = requested_names(backend) or override.requested()
     call_plan = _plan(_metadata(inputs), plan.device_name(q), options, requested)
     checked = check_table_values(options.max_len_q, q.shape[0], k_pages.shape, *inputs[3:6])
@@ -151,6 +153,7 @@ def explain_paged(
     kv_starts: Any = None,
     k_scales: Any = None,
     v_scales: Any = None,
+    invariant: str | None = None,
     **unknown: Never,
 ) -> Selection:
     """Returns the backend that ``paged_attention`` chooses for these arguments and why the others cannot run."""
@@ -162,7 +165,8 @@ def explain_paged(
     inputs = _gather_arguments(numbers, tables, key_ranges, kv_starts, shapes_only=True)
     if isinstance(q, jax.Array):
         plan.check_array("q", q)  # not deleted, because its device counts
-    options = arguments.check_paged_options(causal, window, softcap, scale, deterministic, return_lse, max_len_q)
+    said = causal, window, softcap, scale, deterministic, return_lse, max_len_q, invariant
+    options = arguments.check_paged_options(*said)
     requested = requested_names(backend) or override.requested()
     return compiled_lane.with_program_reasons(
         explain(*_request(_metadata(inputs), plan.device_name(q), options, requested))

@@ -31,7 +31,7 @@ Array = jax.Array
 Keywords = dict[str, Any]
 Window = tuple[int | None, int | None]
 
-PLAIN = ("causal", "alignment", "window", "softcap", "scale", "dropout", "deterministic", "return_lse")
+PLAIN = ("causal", "alignment", "window", "softcap", "scale", "dropout", "deterministic", "return_lse", "invariant")
 """The options of a call that are values of Python."""
 
 
@@ -87,6 +87,7 @@ def explain(
     queries = q.reshape(shape) if isinstance(q, jax.Array) else jax.ShapeDtypeStruct(shape, q.dtype)
     tables = jax.eval_shape(partial(_pool_tables, q.shape[:2], k.shape[:2]), rows)
     names = "causal", "softcap", "sinks", "scale", "deterministic", "backend", "return_lse", "alibi_slopes"
+    names = *names, "invariant"
     keywords = {name: options[name] for name in names} | {"window": window, "max_len_q": q.shape[1]}
     return explain_paged(queries, k, v, **tables, **keywords)
 
@@ -158,7 +159,7 @@ def _from_pages(call: _Call, arrays: dict[str, Array]) -> Any:
     batch, count = q.shape[:2]
     tables = _pool_tables((batch, count), k.shape[:2], _rows_of(arrays))
     options = dict(call.options)
-    names = "causal", "softcap", "scale", "deterministic", "backend", "return_lse"
+    names = "causal", "softcap", "scale", "deterministic", "backend", "return_lse", "invariant"
     keywords: Keywords = {name: options[name] for name in names} | tables
     keywords |= {name: arrays.get(name) for name in ("sinks", "alibi_slopes")}
     keywords |= {"window": call.window, "max_len_q": count}

@@ -93,7 +93,7 @@ def _checked(qkv: tuple[Any, ...], rows: CacheRows, options: Keywords) -> tuple[
             plan.check_tensor(name, array)
     cache_rows.check_arguments(rows, {"q": q.shape, "k": k.shape, "v": v.shape}, options)
     compiling = torch.compiler.is_compiling()
-    plain = ("causal", "alignment", "window", "softcap", "scale", "dropout", "deterministic", "return_lse")
+    plain = ("causal", "alignment", "window", "softcap", "scale", "dropout", "deterministic", "return_lse", "invariant")
     call = Options(**{name: options[name] for name in plain})
     call = check_traced_options(call) if compiling else check_options(call)
     window: Window = call.window  # type: ignore[assignment]
@@ -171,6 +171,7 @@ def _on_pool(q: Tensor, k: Tensor, rows: CacheRows, window: Window, options: Key
     if lengths is None:
         lengths = torch.full((batch,), k.shape[1], dtype=torch.int32, device=device)
     names = ("causal", "softcap", "sinks", "scale", "deterministic", "backend", "return_lse", "alibi_slopes")
+    names = (*names, "invariant")
     keywords = {name: options[name] for name in names} | {"window": window, "kv_starts": rows.kv_starts}
     if count != 1:
         keywords["cu_seqlens_q"] = torch.arange(0, batch * count + 1, count, dtype=torch.int32, device=device)

@@ -46,6 +46,7 @@ def attend_in_pages(
         sinks=layer.sinks_here(),
         deterministic=layer.bitwise_deterministic,
         backend=layer.backend,
+        invariant=layer.invariant,
         **pages.scales,
     )
     return layer.o_proj(out.to(dtype).flatten(-2)), (pages.k, pages.v, *pages.scales.values())

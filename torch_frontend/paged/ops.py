@@ -20,8 +20,8 @@ _library.define(
     "paged_forward(Tensor q, Tensor k_pages, Tensor v_pages, Tensor block_table, Tensor seq_lens, "
     "Tensor? cu_seqlens_q, Tensor? sinks, SymInt? max_len_q, bool causal, SymInt? window_left, SymInt? window_right, "
     "float? softcap, float? scale, bool deterministic, bool return_lse, str? backend, Tensor? key_ranges=None, "
-    "Tensor? alibi_slopes=None, Tensor? kv_starts=None, Tensor? k_scales=None, Tensor? v_scales=None) -> "
-    "(Tensor, Tensor)",
+    "Tensor? alibi_slopes=None, Tensor? kv_starts=None, Tensor? k_scales=None, Tensor? v_scales=None, "
+    "str? invariant=None) -> (Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
@@ -56,8 +56,9 @@ def _forward_op(
     kv_starts: Tensor | None = None,
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
+    invariant: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    options = options_of(causal, (left, right), softcap, scale, deterministic, return_lse, max_len_q)
+    options = options_of(causal, (left, right), softcap, scale, deterministic, return_lse, max_len_q, invariant)
     tables, more = (block_table, seq_lens, cu_seqlens_q), (alibi_slopes, kv_starts, k_scales, v_scales)
     inputs = gather_arguments(q, k_pages, v_pages, *tables, sinks, max_len_q, key_ranges, *more)
     out, lse = run(inputs, options, None if backend is None else tuple(backend.split("\n")))

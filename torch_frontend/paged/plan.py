@@ -79,19 +79,27 @@ def metadata(inputs: PagedInputs) -> tuple[Metadata | None, ...]:
 
 
 def options_of(
-    causal: Any, window: Any, softcap: Any, scale: Any, deterministic: Any, return_lse: Any, max_len_q: Any
+    causal: Any,
+    window: Any,
+    softcap: Any,
+    scale: Any,
+    deterministic: Any,
+    return_lse: Any,
+    max_len_q: Any,
+    invariant: Any = None,
 ) -> Options:
     """Returns the options of a paged call, checked unless they may be symbols."""
     if torch.compiler.is_compiling():
         numbers = (softcap, scale, max_len_q, None, 0.0)
         options = Options(causal, "bottom_right", window, *numbers, deterministic, return_lse)
-        return check_traced_options(options)
+        return check_traced_options(options._replace(invariant=invariant))
+    arguments_in_order = (causal, window, softcap, scale, deterministic, return_lse, max_len_q, invariant)
     # The key of the cache has the types of arguments, but not of a pair's entries. (True, 0) would find (1, 0).
     check = _checked if is_plain_window(window) else arguments.check_paged_options
     try:
-        return check(causal, window, softcap, scale, deterministic, return_lse, max_len_q)
+        return check(*arguments_in_order)
     except TypeError:  # unhashable: a list as window, or an invalid value that the uncached check names
-        return arguments.check_paged_options(causal, window, softcap, scale, deterministic, return_lse, max_len_q)
+        return arguments.check_paged_options(*arguments_in_order)
 
 
 # typed, so that True and 1.0 do not hit the entry of 1

@@ -109,7 +109,8 @@ def attend(
 
     Args:
         more: cu_seqlens_q, k_scales and v_scales.
-        options: causal, window, softcap, scale, deterministic, return_lse and max_len_q, as the caller passed them.
+        options: causal, window, softcap, scale, deterministic, return_lse, max_len_q and invariant, as the caller passed
+            them.
     """
     if not (type(q) is type(k) is type(v) is type(table) is type(lengths) is Tensor):
         return None
