@@ -28,16 +28,13 @@ def forward(spec: AttentionSpec, inputs: PagedInputs, run: Forward) -> tuple[Any
     rows = spec.max_len_q or spec.q_len
     rows = min(rows, spec.q_len) if is_number(spec.q_len) else rows
     lengths = jnp.clip(inputs.seq_lens, 0, paged.capacity)
-    pages = jnp.clip(inputs.block_table, 0, paged.num_pages - 1)
     key = jnp.arange(paged.capacity, dtype=jnp.int32)
     valid = key < lengths[:, None]  # [batch, capacity]
     if inputs.kv_starts is not None:
         valid = valid & (key >= inputs.kv_starts[:, None])
 
-    def row(pool: Any, scales: Any) -> Any:  # [batch, width, page_size, kv_heads, dim] -> [batch, capacity, ...]
-        wide = pool[pages].reshape(batch, paged.capacity, *pool.shape[2:])
-        if scales is not None:
-            wide = _numbers(paged, wide, scales[pages])
+    def row(pool: Any, scales: Any) -> Any:
+        wide = gathered(paged, pool, scales, inputs.block_table)
         return jnp.where(valid[:, :, None, None], wide, 0)  # slots after the end may hold NaN
 
     cu_q = inputs.cu_seqlens_q
@@ -73,6 +70,16 @@ def forward(spec: AttentionSpec, inputs: PagedInputs, run: Forward) -> tuple[Any
     flat_out = jnp.zeros(spec.out_shape, out.dtype).at[target].set(out, mode="drop")
     flat_lse = jnp.full((spec.q_len, spec.num_heads), -jnp.inf, lse.dtype)
     return flat_out, flat_lse.at[target].set(lse.swapaxes(1, 2), mode="drop").T
+
+
+def gathered(paged: PagedKV, pool: Any, scales: Any, block_table: Any) -> Any:
+    """Returns the keys or values of each sequence, ``[batch, capacity, kv_heads, dim]``; numbers of quantised pages."""
+    import jax.numpy as jnp
+
+    pages = jnp.clip(block_table, 0, paged.num_pages - 1)
+    # [batch, width, page_size, kv_heads, dim] -> [batch, capacity, kv_heads, dim]
+    wide = pool[pages].reshape(block_table.shape[0], paged.capacity, *pool.shape[2:])
+    return wide if scales is None else _numbers(paged, wide, scales[pages])
 
 
 def _numbers(paged: PagedKV, stored: Any, scales: Any) -> Any:
