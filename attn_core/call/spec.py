@@ -61,8 +61,8 @@ class AttentionSpec:
         partial: the call sees only part of each row's keys and returns that part's log-sum-exp. Its backward takes the
             output and log-sum-exp of the whole row and returns the part's gradients. Sinks belong to the whole row.
         invariant: "batch": the bits of a row's or document's out, lse, dq, dk and dv do not depend on what is beside it
-            or on its place. "prefix": besides, those of a query's out and lse depend on its own and earlier tokens only,
-            not on how the tokens were cut into calls or lie in pages. None promises neither.
+            or on its place. "prefix": besides, those of a query's out and lse depend on its own and earlier tokens, not
+            on how these were cut into calls or lie in pages. None promises neither.
 
     Raises:
         ShapeError, DTypeError, SpecError: if the values do not describe a call.

@@ -86,8 +86,8 @@ def explain(
     shape = (tokens, *q.shape[2:])
     queries = q.reshape(shape) if isinstance(q, jax.Array) else jax.ShapeDtypeStruct(shape, q.dtype)
     tables = jax.eval_shape(partial(_pool_tables, q.shape[:2], k.shape[:2]), rows)
-    names = "causal", "softcap", "sinks", "scale", "deterministic", "backend", "return_lse", "alibi_slopes"
-    names = *names, "invariant"
+    options_on_pages = "deterministic", "backend", "return_lse", "alibi_slopes", "invariant"
+    names = "causal", "softcap", "sinks", "scale", *options_on_pages
     keywords = {name: options[name] for name in names} | {"window": window, "max_len_q": q.shape[1]}
     return explain_paged(queries, k, v, **tables, **keywords)
 

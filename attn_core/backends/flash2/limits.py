@@ -24,6 +24,8 @@ def refusals(spec: AttentionSpec, device: str, width: int) -> Iterator[str]:
     """Refuses combinations of features that the kernel of a width computes wrongly or cannot launch."""
     if spec.paged is not None:
         yield from flash_paged.flash2_refusals(spec, NAME, width)
+    if spec.invariant is not None:
+        yield from _invariant_refusals(spec)
     if _wrong_window(spec):
         why = "treats a long right side as open, and that as kv_len: wrong if q_len exceeds kv_len + 1"
         yield f"window={spec.window} with q_len {spec.q_len} and kv_len {spec.kv_len}: {NAME} {why}"
@@ -35,6 +37,20 @@ def refusals(spec: AttentionSpec, device: str, width: int) -> Iterator[str]:
         yield f"dropout={spec.dropout}: {NAME} drops in steps of 1/256"
     if spec.dropout and spec.needs_backward and width > 192 and device in SMALL_MEMORY:
         yield f"backward: dropout={spec.dropout} with head_dim={width}: {NAME} has none on {device}"
+
+
+def _invariant_refusals(spec: AttentionSpec) -> Iterator[str]:
+    """Refuses what has other bits in another batch. The rows of a dense call run as documents, forwards."""
+    why = {
+        "pages": spec.paged is not None and "splits the keys by the number of sequences",
+        "packed documents and gradients": spec.packed
+        and spec.needs_backward
+        and "sums dq in parts whose number depends on the documents",
+        "alibi_slopes of each row": len(spec.alibi_shape or ()) == 2 and "takes one slope per head there",
+    }
+    for what, reason in why.items():
+        if reason:
+            yield f"invariant={spec.invariant!r} with {what}: {NAME} {reason}"
 
 
 def _wrong_window(spec: AttentionSpec) -> bool:

@@ -209,5 +209,6 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
     if spec.sinks:
         weights = jnp.where(lse == -jnp.inf, 0, jnp.exp(inputs.sinks.astype(wide) - lse))
         dsinks = (weights * term).sum((0, 1)).astype(inputs.sinks.dtype)
-    pairs = ((dq, inputs.q), (dk, inputs.k), (dv, inputs.v))
-    return Gradients(*(array.astype(like.dtype).reshape(like.shape) for array, like in pairs), dsinks=dsinks)
+    pairs = zip((dq, dk, dv), inputs[:3], strict=True)
+    dq, dk, dv = (array.astype(like.dtype).reshape(like.shape) for array, like in pairs)
+    return Gradients(dq, dk, dv, dsinks=dsinks)

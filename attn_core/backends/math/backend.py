@@ -79,7 +79,9 @@ def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str,
         "score_mod": spec.score_mod is not None,
         "alibi_slopes of each sequence in pages": spec.paged is not None and len(spec.alibi_shape or ()) == 2,
     }
-    return tuple(f"{what} with invariant={spec.invariant!r}: {FORWARD.kernel} has none" for what in lacks if lacks[what])
+    return tuple(
+        f"{what} with invariant={spec.invariant!r}: {FORWARD.kernel} has none" for what in lacks if lacks[what]
+    )
 
 
 def probe() -> str:

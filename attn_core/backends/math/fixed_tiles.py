@@ -33,7 +33,7 @@ def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
         lse = q.new_full((q.shape[0], spec.num_heads, q.shape[1]), -math.inf, dtype=_wide(spec))
         for part in parts(spec, inputs):
             tiles = tiles_of(spec, inputs, part)
-            for number in range(tiles.count):
+            for number in range(tiles.query_tiles):
                 part_out, part_lse = _attend(spec, tiles, number)
                 _put(spec, part, tiles, number, out, part_out)
                 _put(spec, part, tiles, number, lse.transpose(1, 2)[..., None], part_lse)
@@ -58,7 +58,7 @@ def _put(spec: AttentionSpec, part: Part, tiles: Tiles, number: int, into: Any, 
 
 
 def _attend(spec: AttentionSpec, tiles: Tiles, number: int) -> tuple[Any, Any]:
-    """Returns out ``[batch * kv_heads, group, QUERY_TILE, value_dim]`` and lse with one channel of a tile of queries."""
+    """Returns a tile's out ``[batch * kv_heads, group, QUERY_TILE, value_dim]``, and its lse with one channel."""
     import torch
 
     q = tiles.q[:, number]
@@ -162,7 +162,7 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
             no_weight = lse.masked_fill(lse == -math.inf, math.inf)
             saved = Saved(tiles.of_rows(dout), tiles.of_rows(no_weight, math.inf), tiles.of_rows(term))
             part_dk, part_dv = torch.zeros_like(tiles.k), torch.zeros_like(tiles.v)
-            for number in range(tiles.count):
+            for number in range(tiles.query_tiles):
                 part_dq = _add_gradients(spec, tiles, saved, number, part_dk, part_dv)
                 _put(spec, part, tiles, number, dq, part_dq)
             for whole, tiled in ((dk, part_dk.mul_(spec.softcap or 1.0)), (dv, part_dv)):

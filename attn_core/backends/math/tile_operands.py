@@ -85,12 +85,12 @@ class Tiles(NamedTuple):
     tables: dict[Any, Any]
 
     @property
-    def count(self) -> int:
+    def query_tiles(self) -> int:
         """The number of tiles of queries."""
         return int(self.q.shape[1])
 
     def queries_of(self, number: int) -> tuple[int, int, int]:
-        """Returns the query of a tile's first row, which may be below 0, and the first and last (exclusive) real ones."""
+        """Returns the query of a tile's first row, maybe below 0, and the first and last (exclusive) real ones."""
         start = number * QUERY_TILE - self.shift
         return start, max(start, 0), min(start + QUERY_TILE, self.part.rows.stop - self.part.rows.start)
 
@@ -145,8 +145,8 @@ class Tiles(NamedTuple):
         begin, end = block * KEY_TILE, min((block + 1) * KEY_TILE, keys)
         here = table if queries == 1 else table[:, :, first:last]
         here = here if keys == 1 else here[..., begin:end]
-        pads = (0, 0 if keys == 1 else KEY_TILE - (end - begin))
-        pads += (0, 0) if queries == 1 else (first - start, start + QUERY_TILE - last)
+        of_queries = (0, 0) if queries == 1 else (first - start, start + QUERY_TILE - last)
+        pads = (0, 0 if keys == 1 else KEY_TILE - (end - begin), *of_queries)
         here = torch.nn.functional.pad(here, pads)
         grouped = (self.spec.num_kv_heads, self.spec.group_size) if heads > 1 else (1, 1)
         here = here.unflatten(1, grouped)
@@ -182,7 +182,7 @@ def tiles_of(spec: AttentionSpec, inputs: Inputs, part: Part, finite: bool = Tru
         return rows.expand(q[part.batch].shape[0], *rows.shape[1:]).flatten(0, 1)
 
     mask, bias = (_cut(table, part) for table in (inputs.mask, inputs.bias))
-    rest = mask, None if bias is None else bias.to(wide), finite, shift, {}
+    rest: Any = mask, None if bias is None else bias.to(wide), finite, shift, {}
     return Tiles(spec, part, queries, keys, values, per_head(inputs.alibi_slopes), per_head(inputs.sinks), *rest)
 
 
