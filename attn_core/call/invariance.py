@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 from attn_core.errors import SpecError
 
-if TYPE_CHECKING:
-    from attn_core.call.spec import AttentionSpec
 
-
-def check_invariant_call(spec: AttentionSpec) -> None:
-    """Raises SpecError for the first property of an invariant call that makes its promise impossible."""
+def check_invariant_call(spec: Any) -> None:
+    """Raises SpecError for the first property of an spec with ``invariant`` that makes it impossible."""
     excluded = (
         (spec.dropout, f"dropout={spec.dropout}", "which weights drop depends on a row's place in the batch"),
         (spec.bias_gradient, "a gradient of the bias", "it is a sum over all rows that share the bias"),
@@ -24,7 +21,7 @@ def check_invariant_call(spec: AttentionSpec) -> None:
             raise SpecError(f"invariant={spec.invariant!r}: expected no {what.removeprefix('a ')}, because {why}")
 
 
-def _sees_later_keys(spec: AttentionSpec) -> bool:
+def _sees_later_keys(spec: Any) -> bool:
     """Returns whether a query sees keys behind its own position although the call promises "prefix"."""
     if spec.invariant != "prefix":
         return False

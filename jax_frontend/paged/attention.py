@@ -18,6 +18,7 @@ from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import PagedInputs
 from attn_core.errors import SpecError
 from attn_core.paged import arguments
+from attn_core.paged.options import check_paged_options
 from attn_core.selection import Selection, Target, explain, new_plans, override, select
 from jax_frontend.bridge import compiled_lane
 from jax_frontend.dispatch import empty_rows, ops, plan
@@ -117,7 +118,7 @@ def paged_attention(
     numbers |= {"k_scales": k_scales, "v_scales": v_scales}
     inputs = _gather_arguments(numbers, (block_table, seq_lens, cu_seqlens_q), key_ranges, kv_starts)
     said = causal, window, softcap, scale, deterministic, return_lse, max_len_q, invariant
-    options = arguments.check_paged_options(*said)
+    options = check_paged_options(*said)
     requested = requested_names(backend) or override.requested()
     call_plan = _plan(_metadata(inputs), plan.device_name(q), options, requested)
     checked = check_table_values(options.max_len_q, q.shape[0], k_pages.shape, *inputs[3:6])
@@ -166,7 +167,7 @@ def explain_paged(
     if isinstance(q, jax.Array):
         plan.check_array("q", q)  # not deleted, because its device counts
     said = causal, window, softcap, scale, deterministic, return_lse, max_len_q, invariant
-    options = arguments.check_paged_options(*said)
+    options = check_paged_options(*said)
     requested = requested_names(backend) or override.requested()
     return compiled_lane.with_program_reasons(
         explain(*_request(_metadata(inputs), plan.device_name(q), options, requested))

@@ -18,6 +18,7 @@ from attn_core.call.tensors import PagedInputs
 from attn_core.errors import SpecError
 from attn_core.paged import arguments
 from attn_core.paged import tables as paged_tables
+from attn_core.paged.options import check_paged_options
 from attn_core.paged.scales import check_scale_values
 from attn_core.selection import Target, new_plans, override, select
 from torch_frontend.dispatch import empty_rows, offsets, plan, tensor_kinds
@@ -95,15 +96,15 @@ def options_of(
         return check_traced_options(options._replace(invariant=invariant))
     arguments_in_order = (causal, window, softcap, scale, deterministic, return_lse, max_len_q, invariant)
     # The key of the cache has the types of arguments, but not of a pair's entries. (True, 0) would find (1, 0).
-    check = _checked if is_plain_window(window) else arguments.check_paged_options
+    check = _checked if is_plain_window(window) else check_paged_options
     try:
         return check(*arguments_in_order)
     except TypeError:  # unhashable: a list as window, or an invalid value that the uncached check names
-        return arguments.check_paged_options(*arguments_in_order)
+        return check_paged_options(*arguments_in_order)
 
 
 # typed, so that True and 1.0 do not hit the entry of 1
-_checked = lru_cache(maxsize=1024, typed=True)(arguments.check_paged_options)
+_checked = lru_cache(maxsize=1024, typed=True)(check_paged_options)
 
 
 def gather_arguments(
