@@ -185,7 +185,8 @@ def test_the_options_of_an_op_equal_those_of_a_call():
         "SymInt? window_right, float? softcap, float? scale, SymInt? max_len_q, SymInt? max_len_k, float dropout, "
         "bool deterministic, bool return_lse, bool needs_backward, bool bias_gradient, str? backend, "
         "Tensor? key_ranges=None, str? mask_mod=None, str? score_mod=None, Tensor? aux0=None, Tensor? aux1=None, "
-        "Tensor? aux2=None, Tensor? aux3=None, str? aux_gradients=None, str? invariant=None) -> (Tensor, Tensor, Tensor)"
+        "Tensor? aux2=None, Tensor? aux3=None, str? aux_gradients=None, str? invariant=None) "
+        "-> (Tensor, Tensor, Tensor)"
     )
 
 
