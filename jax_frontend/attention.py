@@ -27,6 +27,7 @@ from jax_frontend.bridge.forked import check_process
 from jax_frontend.context_parallel import one_device
 from jax_frontend.dispatch import offsets, plan, value_checks
 from jax_frontend.dispatch.differentiable import AttentionCall, differentiable_attention, max_logit_alone, varying_alike
+from jax_frontend.dispatch.heads_first import exchanged, in_layout
 from jax_frontend.dispatch.written import Written, as_plain
 from jax_frontend.paged import dense_caches
 
@@ -92,6 +93,7 @@ def attention(
     kv_lengths: Any = None,
     kv_starts: Any = None,
     cache_index: Any = None,
+    invariant: str | None = None,
     **unknown: Never,
 ) -> Array | tuple[Array, ...]:
     """Computes scaled dot-product attention on the best kernel that honours every argument, eagerly or transformed.
@@ -133,6 +135,8 @@ def attention(
         kv_lengths, kv_starts, cache_index: int32 ``[batch]``, JAX arrays or numpy, traced or not: k and v are a cache,
             of which row b has the keys ``k[cache_index[b], kv_starts[b] : kv_lengths[b]]``. Bottom-right diagonals end
             at ``kv_lengths[b]``. They exclude seq_info, segment ids and positions (docs/reference/semantics.md).
+        invariant: "batch": the bits of a row or document do not depend on what is beside it; "prefix": besides, out and
+            lse of a causal query do not depend on how its tokens are cut into calls or pages.
 
     Returns:
         The output, with q's rank and dtype and value_dim channels; or a tuple of it, lse and max_logit, in this order.
@@ -152,44 +156,29 @@ def attention(
         cache_rows.refuse(seq_info, *segments)
         rows, first = (kv_lengths, kv_starts, cache_index), (causal, alignment, window, softcap, scale, mask, bias)
         others = (alibi_slopes, sinks, seq_info, dropout, deterministic, backend, return_lse, dropout_rng, key_ranges)
-        keywords = dict(zip(OPTIONS, (*first, *others, return_max_logit, mask_mod, score_mod, aux), strict=True))
-        return _in_layout(dense_caches.attend(attention, (q, k, v), CacheRows(*rows), keywords), layout)
+        values = (*first, *others, return_max_logit, mask_mod, score_mod, aux, invariant)
+        keywords = dict(zip(OPTIONS, values, strict=True))
+        return in_layout(dense_caches.attend(attention, (q, k, v), CacheRows(*rows), keywords), layout)
     written = Written(causal, alignment, window, softcap, scale, mask, key_ranges, mask_mod, score_mod, aux)
     plain = as_plain(written, segments, (q, k), seq_info, alibi_slopes)
     causal, alignment, window, softcap, scale, mask, key_ranges, mask_mod, score_mod, aux = plain
     arrays = (q, k, v, mask, bias, alibi_slopes, sinks)
     options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
+    options = options._replace(invariant=invariant)
     info, results = SeqInfo.coerce(seq_info), None
     requested, functions = requested_names(backend) or override.requested(), (mask_mod, score_mod, aux)
     if isinstance(key_ranges, np.ndarray):
         # The values are on the host, so that kernels without key ranges may compute the mask in parts.
         results = one_device.attend(arrays, seq_info, options, requested, key_ranges, functions)
         if results is not None and not return_max_logit:
-            return _in_layout(results, layout)
+            return in_layout(results, layout)
     masking: dict[str, Any] = {"key_ranges": key_ranges, "functions": functions}
     inputs, options = gather_arguments(arrays, info, options, dropout_rng, **masking)
     call = AttentionCall(options, requested, plan.device_name(q), with_maximum=return_max_logit)
     if results is None:
-        return _in_layout(run(call, inputs, info), layout)
+        return in_layout(run(call, inputs, info), layout)
     results = results if return_lse else (results,)
-    return _in_layout((*results, max_logit_alone(call, varying_alike(inputs))), layout)
-
-
-def _in_layout(results: Any, layout: Layout) -> Any:
-    """Returns the output, or a tuple that begins with it, with the output in a layout."""
-    if layout == "bshd":
-        return results
-    return (exchanged(results[0]), *results[1:]) if isinstance(results, tuple) else exchanged(results)
-
-
-def exchanged(array: Any) -> Any:
-    """Returns an array or its shape with the axes of the sequence and the heads exchanged; any other value as it is."""
-    shape: Any = getattr(array, "shape", ())
-    if len(shape) < 3:
-        return array
-    if isinstance(array, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct((*shape[:-3], shape[-2], shape[-3], shape[-1]), array.dtype)
-    return array.swapaxes(-3, -2)
+    return in_layout((*results, max_logit_alone(call, varying_alike(inputs))), layout)
 
 
 def run(call: AttentionCall, inputs: Inputs, info: SeqInfo | None) -> Any:

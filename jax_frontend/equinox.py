@@ -61,6 +61,7 @@ def attend(
     seq_info: Any = None,
     bitwise_deterministic: bool = False,
     backend: str | tuple[str, ...] | None = None,
+    invariant: str | None = None,
 ) -> Array:
     """Computes ``layer(query, key_, value, mask, ...)`` with the attention of ``jax_frontend``.
 
@@ -74,7 +75,7 @@ def attend(
         deterministic: the layer's deprecated name of inference.
         process_heads: ``(q, k, v) -> (q, k, v)``, ``[length, heads, channels]`` each, of unchanged shapes.
         causal, alignment, window, softcap, scale, key_ranges, mask_mod, score_mod, aux, bias, alibi_slopes, sinks,
-            seq_info, backend: as in ``jax_frontend.attention``. bias is ``[q_len, kv_len]`` or
+            seq_info, backend, invariant: as in ``jax_frontend.attention``. bias is ``[q_len, kv_len]`` or
             ``[heads, q_len, kv_len]``; with seq_info the rows are packed documents.
         q_segment_ids, kv_segment_ids, q_positions, kv_positions: as in ``jax_frontend.attention``, int32 ``[q_len]``
             and ``[kv_len]``.
@@ -116,6 +117,7 @@ def attend(
         deterministic=bitwise_deterministic,
         backend=backend,
         dropout_rng=key if dropout else None,
+        invariant=invariant,
     )
     # equinox's Linear takes one vector.
     flat = out.reshape(sizes[1], sizes[0] * out.shape[-1])  # [q_len, heads * vo_size]

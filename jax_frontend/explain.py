@@ -19,9 +19,10 @@ from attn_core.context_parallel.one_device import described
 from attn_core.expressions.tracing import TracedFunction
 from attn_core.selection import Selection, override
 from attn_core.selection.row_maximum import with_max_logit
-from jax_frontend.attention import exchanged, gather_arguments
+from jax_frontend.attention import gather_arguments
 from jax_frontend.context_parallel.one_device import rows_are_here
 from jax_frontend.dispatch import offsets, plan, value_checks
+from jax_frontend.dispatch.heads_first import exchanged
 from jax_frontend.dispatch.written import Written, as_plain
 from jax_frontend.paged import dense_caches
 
@@ -61,6 +62,7 @@ def explain(
     kv_starts: Any = None,
     cache_index: Any = None,
     needs_backward: bool | None = None,
+    invariant: str | None = None,
     **unknown: Never,
 ) -> Selection:
     """Returns the backend that ``attention`` chooses for these arguments and why the others cannot run. Runs nothing.
@@ -77,13 +79,14 @@ def explain(
         cache_rows.refuse(seq_info, *segments)
         rows, first = CacheRows(kv_lengths, kv_starts, cache_index), (causal, alignment, window, softcap, scale, mask)
         more = (bias, alibi_slopes, sinks, seq_info, dropout, deterministic, backend, return_lse, dropout_rng)
-        values = (*first, *more, key_ranges, return_max_logit, mask_mod, score_mod, aux)
+        values = (*first, *more, key_ranges, return_max_logit, mask_mod, score_mod, aux, invariant)
         return dense_caches.explain(explain, (q, k, v), rows, dict(zip(OPTIONS, values, strict=True)), needs_backward)
     written = Written(causal, alignment, window, softcap, scale, mask, key_ranges, mask_mod, score_mod, aux)
     plain = as_plain(written, segments, (q, k), seq_info, alibi_slopes)
     causal, alignment, window, softcap, scale, mask, key_ranges, mask_mod, score_mod, aux = plain
     arrays = (q, k, v, mask, bias, alibi_slopes, sinks)
     options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
+    options = options._replace(invariant=invariant)
     info = SeqInfo.coerce(seq_info)
     masking: dict[str, Any] = {"key_ranges": key_ranges, "functions": (mask_mod, score_mod, aux)}
     inputs, options = gather_arguments(arrays, info, options, dropout_rng, shapes_only=True, **masking)

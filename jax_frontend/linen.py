@@ -39,7 +39,7 @@ class Attention(nn.Module):
         head_dim, value_dim: channels of q and k (default: ``features // num_heads``), and of v (default: head_dim).
         out_features: features of the output (default: the features of x).
         use_bias: whether the four projections have biases.
-        causal, alignment, window, softcap, scale, backend: as in ``jax_frontend.attention``.
+        causal, alignment, window, softcap, scale, backend, invariant: as in ``jax_frontend.attention``.
         sinks: learns one extra logit per head in every row's softmax; it has no value.
         normalize_qk: normalises the channels of each head of q and k with a LayerNorm without bias, before rotary.
         rotary: ``(q, k, positions) -> (q, k)``, applied after the projections; q and k
@@ -96,6 +96,7 @@ class Attention(nn.Module):
     out_kernel_init: nn.initializers.Initializer | None = None
     out_bias_init: nn.initializers.Initializer | None = None
     sinks_init: nn.initializers.Initializer = nn.initializers.zeros_init()
+    invariant: str | None = None
 
     @nn.compact
     def __call__(

@@ -43,7 +43,7 @@ class Attention(nnx.Module):
         head_dim, value_dim: channels of q and k (default: ``in_features // num_heads``), and of v (default: head_dim).
         out_features: features of the output (default: in_features).
         use_bias: whether the four projections have biases.
-        causal, alignment, window, softcap, scale, backend: as in ``jax_frontend.attention``.
+        causal, alignment, window, softcap, scale, backend, invariant: as in ``jax_frontend.attention``.
         sinks: learns one extra logit per head in every row's softmax; it has no value.
         normalize_qk: normalises the channels of each head of q and k with a LayerNorm without bias, before rotary.
         rotary: ``(q, k, positions) -> (q, k)``, applied after the projections; q and k
@@ -109,6 +109,7 @@ class Attention(nnx.Module):
         sinks_init: nnx.Initializer = default_bias_init,
         rngs: nnx.Rngs,
         keep_rngs: bool = True,
+        invariant: str | None = None,
     ) -> None:
         for name, flag in (("keep_rngs", keep_rngs), ("normalize_qk", normalize_qk), ("decode", decode)):
             check_flag(name, flag)
@@ -120,7 +121,7 @@ class Attention(nnx.Module):
         self.softcap, self.scale = softcap, scale
         self.sinks, self.rotary = sinks, rotary
         self.dropout_rate, self.deterministic = dropout_rate, deterministic
-        self.bitwise_deterministic, self.backend = bitwise_deterministic, backend
+        self.bitwise_deterministic, self.backend, self.invariant = bitwise_deterministic, backend, invariant
         self.context_axis, self.context_strategy = context_axis, context_strategy
         self.context_layout, self.context_length = context_layout, context_length
         self.normalize_qk, self.decode, self.precision, self.dtype = normalize_qk, decode, precision, dtype

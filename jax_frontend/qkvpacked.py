@@ -62,6 +62,7 @@ def attention_qkvpacked(
     backend: str | tuple[str, ...] | None = None,
     return_lse: bool = False,
     dropout_rng: Array | None = None,
+    invariant: str | None = None,
     **unknown: Never,
 ) -> Array | tuple[Array, Array]:
     """Computes ``attention`` of q, k and v in one array; torch's kernels read it in place and write one gradient.
@@ -94,10 +95,11 @@ def attention_qkvpacked(
             "deterministic": deterministic,
             "backend": backend,
         }
-        how |= {"seq_info": seq_info, "return_lse": return_lse}
+        how |= {"seq_info": seq_info, "return_lse": return_lse, "invariant": invariant}
         rest: Any = {**visible, **scores, **functions, **segments, **how}
         return attention(*(qkv[..., at, :, :] for at in range(3)), **rest)
     options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
+    options = options._replace(invariant=invariant)
     info = SeqInfo.coerce(seq_info)
     # One array three times for the checks; the primitive gets it once, as ``inputs.q``.
     arrays = (qkv, qkv, qkv, mask, bias, alibi_slopes, sinks)

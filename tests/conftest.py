@@ -111,7 +111,7 @@ def pytest_runtest_logfinish() -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--sweep", action="store_true", help="all tests that rotate or are slow, not a fifth of them")
+    parser.addoption("--sweep", action="store_true", help="all tests that rotate or are slow, not a seventh of them")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -119,15 +119,15 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("SWEEP_DAY", str(date.today().toordinal()))  # one day for all processes, even past midnight
 
 
-DAYS = 5
+DAYS = 7
 """The days after which every case of a family has run."""
 
 
 def resting(items: list[pytest.Item], day: int) -> list[pytest.Item]:
-    """The cases that do not run today: four fifths of each family of five or more, and all but one of three or four.
+    """The cases that do not run today: six sevenths of each family of seven or more, and all but one of three to six.
 
     A family is one test function marked ``rotates``, with all its parameters; and all tests marked ``slow`` are one.
-    Other cases run on each day, so a family never rests, and each case runs every fifth day.
+    Other cases run on each day, so a family never rests, and each case runs every seventh day.
     """
     families: dict[str, list[pytest.Item]] = {}
     for item in items:

@@ -110,6 +110,7 @@ def attention(
     kv_lengths: Any = None,
     kv_starts: Any = None,
     cache_index: Any = None,
+    invariant: str | None = None,
     **unknown: Never,
 ) -> Tensor | tuple[Tensor, ...]:
     """Computes scaled dot-product attention on the best kernel that honours every argument.
@@ -151,6 +152,9 @@ def attention(
         kv_lengths, kv_starts, cache_index: int32 ``[batch]``, tensors on q's device or numpy: k and v are a cache, of
             which row b has the keys ``k[cache_index[b], kv_starts[b] : kv_lengths[b]]``. Bottom-right diagonals end at
             ``kv_lengths[b]``. They exclude seq_info, segment ids and positions (docs/reference/semantics.md).
+        invariant: "batch": the bits of a row or document do not depend on what is beside it; "prefix": besides, out and
+            lse of a causal query do not depend on how its tokens are cut into calls or pages
+            (docs/explanation/reproducibility.md).
 
     Returns:
         The output, with q's rank and dtype and value_dim channels; or a tuple of it, lse and max_logit, in this order.
@@ -176,8 +180,9 @@ def attention(
     if jagged or not usual_layout or in_cache:
         rows, first = (kv_lengths, kv_starts, cache_index), (causal, alignment, window, softcap, scale, mask, bias)
         others = (alibi_slopes, sinks, seq_info, dropout, deterministic, backend, return_lse, dropout_rng, key_ranges)
-        values = (*first, *others, return_max_logit, mask_mod, score_mod, aux)
+        values = (*first, *others, return_max_logit, mask_mod, score_mod, aux, invariant)
         return other_calls.attend(attention, (q, k, v), layout, rows, values)
+    plain_options = (causal, alignment, window, softcap, scale, dropout, deterministic, return_lse, invariant)
     no_extras = mask is bias is alibi_slopes is sinks is seq_info is None
     # The fast path: plain tensors, no dropout, nothing that observes the call. It costs one cached lookup.
     observed = _is_compiling() or _is_autocast_on() or _is_transformed() or _modes() or forward_ad._current_level >= 0
@@ -189,13 +194,11 @@ def attention(
     usual = usual and mask_mod is score_mod is None and type(aux) is tuple and not aux and return_max_logit is False
     if key_ranges is not None:
         if usual and no_extras:
-            plain_options = (causal, alignment, window, softcap, scale, dropout, deterministic, return_lse)
             results = fast_calls.attend_with_ranges(q, k, v, key_ranges, backend, plain_options)
             if results is not None:
                 return results
         usual = False
     if usual and not no_extras:
-        plain_options = (causal, alignment, window, softcap, scale, dropout, deterministic, return_lse)
         if alibi_slopes is None and sinks is None and seq_info is None:
             results = fast_calls.attend_with_tables(q, k, v, mask, bias, backend, plain_options)
         else:
@@ -208,6 +211,7 @@ def attention(
             causal, alignment, window, mask, bias, seq_info = plan.read_mask_object(q, k, visible)
         tensors = (q, k, v, mask, bias, alibi_slopes, sinks)
         options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
+        options = options._replace(invariant=invariant)
         rest = key_ranges, (mask_mod, score_mod, aux), return_max_logit
         return general_calls.run(tensors, seq_info, options, dropout_rng, backend, *rest)
     try:
@@ -224,14 +228,7 @@ def attention(
             v.device,
             needs_backward,
             _requested() if backend is None else backend,
-            causal,
-            alignment,
-            window,
-            softcap,
-            scale,
-            dropout,
-            deterministic,
-            return_lse,
+            *plain_options,
         )
     # AttributeError: no tensor, so no shape. TypeError: an option cannot be hashed. RuntimeError: a nested tensor has
     # no shape. NoBackendError is a RuntimeError too.
@@ -240,6 +237,7 @@ def attention(
             raise
         # An argument cannot be a cache key. The general path accepts it (a list of names) or names it in an error.
         options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
+        options = options._replace(invariant=invariant)
         return general_calls.run((q, k, v, None, None, None, None), None, options, None, backend)
     if profiler._is_profiler_enabled or _ranges():
         call_plan = in_ranges(call_plan)

@@ -56,6 +56,7 @@ def explain(
     kv_starts: Any = None,
     cache_index: Any = None,
     needs_backward: bool | None = None,
+    invariant: str | None = None,
     **unknown: Never,
 ) -> Selection:
     """Returns the backend that ``attention`` chooses for these arguments and why the others cannot run. Runs nothing.
@@ -73,7 +74,7 @@ def explain(
     if not (kv_lengths is None and kv_starts is None and cache_index is None):
         rows, first = CacheRows(kv_lengths, kv_starts, cache_index), (causal, alignment, window, softcap, scale, mask)
         more = (bias, alibi_slopes, sinks, seq_info, dropout, deterministic, backend, return_lse, dropout_rng)
-        values = (*first, *more, key_ranges, return_max_logit, mask_mod, score_mod, aux)
+        values = (*first, *more, key_ranges, return_max_logit, mask_mod, score_mod, aux, invariant)
         keywords = dict(zip(OPTIONS, values, strict=True)) | {"layout": layout}
         return dense_caches.explain(explain, (q, k, v), rows, keywords, needs_backward)
     if check_layout(layout) == "bhsd":
@@ -87,5 +88,6 @@ def explain(
         causal, alignment, window, mask, bias, seq_info = plan.read_mask_object(q, k, visible)
     tensors = (q, k, v, mask, bias, alibi_slopes, sinks)
     options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
+    options = options._replace(invariant=invariant)
     extras = dropout_rng, backend, key_ranges, (mask_mod, score_mod, aux)
     return general_calls.explain(tensors, seq_info, options, *extras, needs_backward, return_max_logit)

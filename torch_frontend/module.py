@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attn_core.call import segments
+from attn_core.call import invariance, segments
 from attn_core.call.functions import given_keywords, refuse_over_ranks
 from attn_core.call.layer_shapes import (
     HeadSizes,
@@ -48,7 +48,7 @@ class Attention(nn.Module):
         head_dim, value_dim: channels of q and k (default: ``in_features // num_heads``), and of v (default: head_dim).
         out_features: features of the output (default: in_features).
         use_bias: whether the four projections have biases.
-        causal, alignment, window, softcap, scale, backend: as in ``torch_frontend.attention``.
+        causal, alignment, window, softcap, scale, backend, invariant: as in ``torch_frontend.attention``.
         sinks: learns one extra logit per head in every row's softmax; it has no value and starts at zero.
         rotary: ``(q, k, positions) -> (q, k)``, applied after the projections; q and k
             ``[batch, seq, heads, head_dim]``, positions int ``[batch, seq]``, counted within each document when packed.
@@ -84,6 +84,7 @@ class Attention(nn.Module):
         backend: str | tuple[str, ...] | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        invariant: str | None = None,
     ) -> None:
         super().__init__()
         sizes = head_sizes(in_features, num_heads, num_kv_heads, head_dim, value_dim)
@@ -92,7 +93,7 @@ class Attention(nn.Module):
         self.softcap, self.scale = softcap, scale
         self.sinks, self.rotary = sinks, rotary
         self.dropout_rate = dropout_rate
-        self.bitwise_deterministic, self.backend = bitwise_deterministic, backend
+        self.bitwise_deterministic, self.backend, self.invariant = bitwise_deterministic, backend, invariant
 
         check_layer_options(use_bias, sinks, in_kv_features=in_kv_features, out_features=out_features)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -172,7 +173,10 @@ class Attention(nn.Module):
             # Rotary functions with float32 tables return float32, but attention needs one dtype for q, k and v.
             q, k = q.to(v.dtype), k.to(v.dtype)
         attend: Any = partial(attention, trains=self.training, seq_info=seq_info)
-        attend = attend if context_parallel is None else context_parallel.attend
+        invariant: dict[str, Any] = {"invariant": self.invariant}
+        if context_parallel is not None:
+            invariance.refuse_over_ranks(self.invariant)
+            attend, invariant = context_parallel.attend, {}
         out = attend(
             q,
             k,
@@ -192,6 +196,7 @@ class Attention(nn.Module):
             dropout=self.dropout_rate if self.training else 0.0,
             deterministic=self.bitwise_deterministic,
             backend=self.backend,
+            **invariant,
         )
         out = self.o_proj(out.flatten(-2))  # [batch, seq, heads, value_dim] -> [batch, seq, out_features]
         return out[0] if x.ndim == 2 else out
@@ -234,7 +239,7 @@ class Attention(nn.Module):
 
     def extra_repr(self) -> str:
         """Returns the sizes and the options that are set."""
-        optional = ("window", "softcap", "scale", "backend")
+        optional = ("window", "softcap", "scale", "backend", "invariant")
         options = [f"{name}={getattr(self, name)}" for name in optional if getattr(self, name) is not None]
         flags = [name for name in ("causal", "sinks", "bitwise_deterministic") if getattr(self, name)]
         heads = f"heads={self.num_heads}/{self.num_kv_heads}, head_dim={self.head_dim}/{self.value_dim}"

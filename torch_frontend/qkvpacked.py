@@ -66,6 +66,7 @@ def attention_qkvpacked(
     backend: str | tuple[str, ...] | None = None,
     return_lse: bool = False,
     dropout_rng: torch.Generator | None = None,
+    invariant: str | None = None,
     **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Computes ``attention`` of views of one tensor; the backward writes its gradient without a concatenation.
@@ -97,10 +98,11 @@ def attention_qkvpacked(
             "deterministic": deterministic,
             "backend": backend,
         }
-        how |= {"seq_info": seq_info, "return_lse": return_lse}
+        how |= {"seq_info": seq_info, "return_lse": return_lse, "invariant": invariant}
         rest: Any = {**seen, **scores, **functions, **segments, **how}
         return attention(*qkv.unbind(-3), **rest)
     options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
+    options = options._replace(invariant=invariant)
     (qkv,) = autocast.in_autocast(qkv)
     trains = torch.is_grad_enabled() and qkv.requires_grad
     if not trains or torch.compiler.is_compiling() or transforms.are_observing() or is_watched(qkv):

@@ -31,6 +31,7 @@ class Support:
         partial: it can attend to a part of each row's keys: it returns the log-sum-exp, and its backward computes with
             the output and the log-sum-exp of whole rows.
         portable_dropout: it drops exactly the weights that ``call.dropout`` drops, not those of its own generator.
+        invariant: which promises of ``AttentionSpec.invariant`` it keeps.
         symbolic: it takes a batch, lengths and a number of documents that ``jax.export`` leaves open.
         approximate: its numbers are not right to the precision of its dtypes (quantised inputs, say), so that it runs
             only when requested by name.
@@ -72,6 +73,7 @@ class Support:
     paged_alibi: bool = False
     paged_starts: bool = False
     paged_recent: bool = False
+    invariant: tuple[str, ...] = ()
 
     def runs_on(self, device: str) -> bool:
         """Returns whether the claim covers a device such as ``"cpu"`` or ``"sm90"``."""

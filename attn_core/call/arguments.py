@@ -121,6 +121,7 @@ def build_spec(
         bias_gradient=bias_gradient,
         aux_gradients=options.aux_gradients if needs_backward else (),
         return_lse=options.return_lse,
+        invariant=options.invariant,  # type: ignore[arg-type]
         **lengths,
     )
 

@@ -60,7 +60,7 @@ EXCLUDED = {
 OPTIONS = (
     *("causal", "alignment", "window", "softcap", "scale", "mask", "bias", "alibi_slopes", "sinks", "seq_info"),
     *("dropout", "deterministic", "backend", "return_lse", "dropout_rng", "key_ranges", "return_max_logit"),
-    *("mask_mod", "score_mod", "aux"),
+    *("mask_mod", "score_mod", "aux", "invariant"),
 )
 """The arguments of ``attention`` that such a call has besides, in the order in which ``attention`` passes them on."""
 

@@ -43,6 +43,7 @@ class QkvPackedKeywords(TypedDict, Generic[Array, Random], total=False):
     deterministic: bool
     backend: str | tuple[str, ...] | None
     dropout_rng: Random | None
+    invariant: str | None
 
 
 class AttentionKeywords(QkvPackedKeywords[Array, Random], total=False):
@@ -89,6 +90,7 @@ class CachedKeywords(TypedDict, Generic[Array], total=False):
     deterministic: bool
     backend: str | tuple[str, ...] | None
     alibi_slopes: Array | None
+    invariant: str | None
 
 
 class PagedKeywords(CachedKeywords[Array], total=False):

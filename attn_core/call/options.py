@@ -10,6 +10,8 @@ from attn_core.errors import SpecError, shown
 from attn_core.expressions.tree import Expression
 
 Alignment = Literal["bottom_right", "top_left"]
+Invariant = Literal["batch", "prefix"]
+"""What a result must not depend on: see ``AttentionSpec.invariant``."""
 Window = int | tuple[int | None, int | None] | None
 """The argument ``window``; ``normalise_window`` makes a pair of it."""
 
@@ -34,6 +36,7 @@ class Options(NamedTuple):
     score_mod: Expression | None = None
     aux_gradients: tuple[int, ...] = ()
     """The numbers of the aux arrays whose gradient may be requested; the frontends find out."""
+    invariant: str | None = None
 
 
 def check_options(options: Options) -> Options:
@@ -51,6 +54,7 @@ def check_options(options: Options) -> Options:
     if not isinstance(options.alignment, str) or options.alignment not in get_args(Alignment):
         expected = f"expected one of {', '.join(get_args(Alignment))}{must_be_static(options.alignment)}"
         raise SpecError(f"alignment={shown(options.alignment)}: {expected}")
+    check_invariant(options.invariant)
     softcap = _positive("softcap", options.softcap, "None switches it off")
     scale = _positive("scale", options.scale, "None gives 1/sqrt(head_dim)")
     dropout = check_number("dropout", options.dropout) or 0.0
@@ -68,6 +72,7 @@ def check_traced_options(options: Options) -> Options:
     """
     for name in ("causal", "deterministic", "return_lse"):
         check_flag(name, getattr(options, name))
+    check_invariant(options.invariant)
     window = normalise_window(options.window, options.causal)
     return options._replace(window=window, dropout=options.dropout or 0.0)  # 0.0 itself may be a symbol
 
@@ -141,6 +146,14 @@ def check_flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise SpecError(f"{name}={shown(value)}: expected True or False{must_be_static(value)}")
     return value
+
+
+def check_invariant(value: Any) -> str | None:
+    """Returns a value of ``invariant``: "batch", "prefix" or None. Raises SpecError for any other value."""
+    if value is None or (isinstance(value, str) and value in get_args(Invariant)):
+        return value
+    expected = f"expected one of {', '.join(get_args(Invariant))}, or None{must_be_static(value)}"
+    raise SpecError(f"invariant={shown(value)}: {expected}")
 
 
 def check_number(name: str, value: Any) -> float | None:

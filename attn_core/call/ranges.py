@@ -93,5 +93,6 @@ FEATURE_WORDS: dict[str, Callable[[AttentionSpec], str]] = {
     "dropout": lambda spec: f"dropout{spec.dropout:g}" if spec.dropout else "",
     "deterministic": lambda spec: "deterministic" if spec.deterministic else "",
     "partial": lambda spec: "partial" if spec.partial else "",
+    "invariant": lambda spec: "" if spec.invariant is None else f"same-bits-{spec.invariant}",
 }
 """The word of each feature in a name, by the field of the spec; empty if the call does not have the feature."""

@@ -11,7 +11,8 @@ from operator import attrgetter
 from attn_core.call.after_fork import lazy_property
 from attn_core.call.field_types import check_field_types
 from attn_core.call.functions import check_functions
-from attn_core.call.options import Alignment, Options, check_options
+from attn_core.call.invariance import check_invariant_call
+from attn_core.call.options import Alignment, Invariant, Options, check_options
 from attn_core.call.pages import PagedKV, check_paged
 from attn_core.call.seq_info import is_number
 from attn_core.call.table_shapes import check_tables
@@ -59,6 +60,9 @@ class AttentionSpec:
             packed, ``kv_len`` is the capacity of a row of the table, and there is no gradient.
         partial: the call sees only part of each row's keys and returns that part's log-sum-exp. Its backward takes the
             output and log-sum-exp of the whole row and returns the part's gradients. Sinks belong to the whole row.
+        invariant: "batch": the bits of a row's or document's out, lse, dq, dk and dv do not depend on what is beside it
+            or on its place. "prefix": besides, those of a query's out and lse depend on its own and earlier tokens, not
+            on how these were cut into calls or lie in pages. None promises neither.
 
     Raises:
         ShapeError, DTypeError, SpecError: if the values do not describe a call.
@@ -97,6 +101,7 @@ class AttentionSpec:
     return_lse: bool = False
     paged: PagedKV | None = None
     partial: bool = False
+    invariant: Invariant | None = None
 
     def __post_init__(self) -> None:
         check_field_types(self)
@@ -239,13 +244,16 @@ def _check_choices(spec: AttentionSpec) -> Options:
     """Raises SpecError for an option that no call can have, or that does not fit the others; returns the options."""
     lengths, flags = (spec.max_len_q, spec.max_len_k), (spec.deterministic, spec.return_lse)
     scores = spec.softcap, spec.scale
-    options = check_options(Options(spec.causal, spec.alignment, spec.window, *scores, *lengths, spec.dropout, *flags))
+    plain = Options(spec.causal, spec.alignment, spec.window, *scores, *lengths, spec.dropout, *flags)
+    options = check_options(plain._replace(invariant=spec.invariant))
     if spec.bias_dtype is not None and (spec.bias_shape is None or spec.bias_dtype not in DTYPES):
         raise SpecError(f"bias_dtype={shown(spec.bias_dtype)}: expected one of {', '.join(DTYPES)}, with a bias_shape")
     if spec.bias_gradient and spec.bias_shape is None:
         raise SpecError("bias_gradient=True: expected a bias_shape, got none")
     if spec.partial and (spec.sinks or spec.dropout or spec.paged is not None):
         raise SpecError("partial=True: expected no sinks, dropout or pages, because they belong to whole rows")
+    if spec.invariant is not None:
+        check_invariant_call(spec)
     if spec.paged is not None:
         check_paged(spec, spec.paged)
     return options

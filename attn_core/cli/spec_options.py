@@ -79,6 +79,10 @@ class SpecOptions:
     deterministic: Annotated[bool, _option("--deterministic", panel=CHOICE, help="Require equal bits every run.")] = (
         False
     )
+    invariant: Annotated[
+        str | None,
+        _option(panel=CHOICE, help="batch or prefix: require equal bits in every batch, or in every chunk too."),
+    ] = None
     backward: Annotated[bool, _option("--backward", panel=CHOICE, help="Require gradients.")] = False
     return_lse: Annotated[bool, _option("--return-lse", panel=CHOICE, help="Also return the log-sum-exp.")] = False
     documents: Annotated[
@@ -187,6 +191,7 @@ class SpecOptions:
             dropout=self.dropout,
             deterministic=self.deterministic,
             return_lse=self.return_lse,
+            invariant=self.invariant,
         )
         return build_spec(arrays, check_options(options), needs_backward=self.backward or needs_backward)
 

@@ -32,6 +32,8 @@ GROUPS = {
         "bias_gradient": "gradient of the bias",
         "aux_gradients": "gradient of a score function's arrays",
         "deterministic": "`deterministic=True`",
+        "invariant": '`invariant="batch"`',
+        "invariant prefix": '`invariant="prefix"`',
         "dropout": "`dropout`",
         "portable_dropout": "portable dropout: drops the same weights as other backends with this claim",
     },
@@ -91,11 +93,18 @@ def _features(modules: dict[str, Backend], group: dict[str, str]) -> str:
 
 def cell(backend: Backend, claim: str) -> str:
     """Returns BOTH, FORWARD_ONLY or NONE for a claim of a backend."""
-    forward = getattr(backend.FORWARD, claim)
-    backward = backend.BACKWARD is not None and getattr(backend.BACKWARD, claim)
+    forward = _claims(backend.FORWARD, claim)
+    backward = backend.BACKWARD is not None and _claims(backend.BACKWARD, claim)
     if claim in ("bias_gradient", "aux_gradients", "lse_gradient"):  # these are claims about the backward alone
         return BOTH if backward else NONE
     return BOTH if forward and backward else FORWARD_ONLY if forward else NONE
+
+
+def _claims(support: Support, claim: str) -> bool:
+    """Returns whether a backend has a claim. ``invariant prefix`` is the further promise of ``invariant``."""
+    if claim == "invariant prefix":
+        return "prefix" in support.invariant
+    return bool(getattr(support, claim))
 
 
 def _limits(modules: dict[str, Backend]) -> str:

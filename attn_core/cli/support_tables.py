@@ -18,6 +18,7 @@ TITLES = {
     **{"lse": "LSE", "lse_gradient": "gradient of LSE", "bias_gradient": "gradient of bias"},
     "aux_gradients": "gradient of aux",
     **{"deterministic": "equal bits", "dropout": "dropout", "portable_dropout": "same dropout"},
+    **{"invariant": "same bits, batch", "invariant prefix": "same bits, prefix"},
     **{"paged_alibi": "ALiBi, pages", "paged_starts": "starts, pages"},
     "paged_recent": "rings, pages",
     **{"paged": "pages", "partial": "part of keys", "symbolic": "jax. export"},

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from attn_core.call.arguments import ArrayFacts
 from attn_core.call.key_ranges import LAYOUT_OF_PAGES, check_shape
-from attn_core.call.options import Options, check_options
+from attn_core.call.options import Options
 from attn_core.call.pages import PagedKV
-from attn_core.call.seq_info import is_host_int, is_number, must_be_static
+from attn_core.call.seq_info import is_number
 from attn_core.call.spec import DTYPES, AttentionSpec
-from attn_core.errors import DeviceError, DTypeError, ShapeError, SpecError, shown
+from attn_core.errors import DeviceError, DTypeError, ShapeError, SpecError
 from attn_core.paged import places, rotary
 from attn_core.paged.recent import RING, check_rings
 from attn_core.paged.scales import channels, check_beside_pool, check_pool_dtype, page_dtype, scales_kind
@@ -44,23 +44,11 @@ ARGUMENTS = (
 """The names of these arrays as arguments."""
 
 
-def check_paged_options(
-    causal: Any, window: Any, softcap: Any, scale: Any, deterministic: Any, return_lse: Any, max_len_q: Any
-) -> Options:
-    """Returns the options of a paged call after checking each. Raises SpecError naming the wrong one."""
-    if max_len_q is not None and (not is_host_int(max_len_q) or max_len_q < 0):
-        expected = f"expected a host int, at least the most new tokens of a sequence{must_be_static(max_len_q)}"
-        raise SpecError(f"max_len_q={shown(max_len_q)}: {expected}")
-    return check_options(
-        Options(causal, "bottom_right", window, softcap, scale, max_len_q, None, 0.0, deterministic, return_lse)
-    )
-
-
 def build_spec(arrays: PagedArrays, options: Options) -> AttentionSpec:
     """Builds the spec of a call on keys and values in pages.
 
     Args:
-        options: from ``check_paged_options``. ``max_len_q`` bounds the queries of a sequence; None means the tokens of
+        options: checked. ``max_len_q`` bounds the queries of a sequence; None means the tokens of
             q.
 
     Raises:
@@ -116,6 +104,7 @@ def build_spec(arrays: PagedArrays, options: Options) -> AttentionSpec:
         deterministic=options.deterministic,
         return_lse=options.return_lse,
         paged=paged,
+        invariant=options.invariant,  # type: ignore[arg-type]
     )
 
 

@@ -47,6 +47,7 @@ def spec_of(spec: AttentionSpec) -> AttentionSpec:
     """Returns a call without what does not change a logit: values, sinks, dropout, gradients, and other results."""
     none: dict[str, Any] = {"sinks": False, "dropout": 0.0, "needs_backward": False, "bias_gradient": False}
     none |= {"aux_gradients": (), "return_lse": False, "deterministic": False, "value_dim": spec.head_dim}
+    none["invariant"] = None
     return replace(spec, **none)
 
 

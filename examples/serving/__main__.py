@@ -61,6 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "dtype": torch.bfloat16 if options.kv in QUANTISED else getattr(torch, options.kv),
             "kv_dtype": options.kv if options.kv in QUANTISED else None,
             **{"recent": options.recent, "rings": TOGETHER},
+            "invariant": options.invariant,
         }
 
         def answer(forward: Any, some: Sequence[list[int]], on_token: Callable[[int, int, bool], None]) -> Served:
@@ -113,6 +114,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--memory", type=int, default=9, metavar="MIB", help="the size of the pool in MiB (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--invariant",
+        choices=("batch", "prefix"),
+        help="the same bits of attention in every batch; with prefix also in every chunk of a prompt",
     )
     return parser
 

@@ -25,6 +25,7 @@ def attention(
     pages: PagedKVCache,
     step: Step,
     query_dtype: torch.dtype,
+    invariant: str | None = None,
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -34,7 +35,8 @@ def attention(
     # [tokens, heads, head_dim], in a dtype that may be narrower than the model's
     q, k, v = (x[0].transpose(0, 1).to(query_dtype) for x in (query, key, value))
     pages.update(module.layer_idx, k, v, step)
-    return pages.attend(module.layer_idx, q, step, scale=scaling)[None].to(query.dtype), None
+    out = pages.attend(module.layer_idx, q, step, scale=scaling, invariant=invariant)
+    return out[None].to(query.dtype), None
 
 
 def sizes_of(config: Any) -> dict[str, int]:
@@ -48,6 +50,7 @@ class TorchForward:
 
     Args:
         num_pages, page_size, dtype, kv_dtype, recent, rings: of the cache.
+        invariant: of attention.
 
     Attributes:
         cache: the pages.
@@ -64,6 +67,7 @@ class TorchForward:
         kv_dtype: str | None = None,
         recent: int | None = None,
         rings: int = 64,
+        invariant: str | None = None,
     ) -> None:
         from transformers import AttentionInterface
         from transformers.masking_utils import AttentionMaskInterface
@@ -71,7 +75,7 @@ class TorchForward:
         AttentionInterface.register(NAME, attention)
         AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
         model.set_attn_implementation(NAME)
-        self.model, self.query_dtype = model, dtype
+        self.model, self.query_dtype, self.invariant = model, dtype, invariant
         options: dict[str, Any] = {"dtype": dtype, **({} if kv_dtype is None else {"kv_dtype": kv_dtype})}
         options |= {} if recent is None else {"recent": recent, "rings": rings}
         self.cache = PagedKVCache(**sizes_of(model.config), num_pages=num_pages, page_size=page_size, **options)
@@ -80,5 +84,6 @@ class TorchForward:
     def __call__(self, tokens: np.ndarray, places: np.ndarray, step: Step) -> np.ndarray:
         """Returns float32 logits ``[tokens, vocabulary]`` of the new tokens."""
         ids, positions = (torch.from_numpy(np.asarray(x, np.int64))[None] for x in (tokens, places))  # [1, tokens]
-        inputs = {"input_ids": ids, "position_ids": positions, "use_cache": False}
-        return self.model(**inputs, pages=self.cache, step=step, query_dtype=self.query_dtype).logits[0].numpy()
+        inputs: dict[str, Any] = {"input_ids": ids, "position_ids": positions, "use_cache": False}
+        inputs |= {"pages": self.cache, "step": step, "query_dtype": self.query_dtype, "invariant": self.invariant}
+        return self.model(**inputs).logits[0].numpy()

@@ -21,7 +21,7 @@ from attn_core.dropins.flash_attn_cache import (
     whole_length,
 )
 from attn_core.errors import SpecError
-from attn_core.paged.arguments import check_paged_options
+from attn_core.paged.options import check_paged_options
 from jax_frontend.attention import attention
 from jax_frontend.dispatch import plan
 from jax_frontend.flash_attn.probabilities import lse_of_flash_attn, places_in_documents

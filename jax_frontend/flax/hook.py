@@ -47,6 +47,7 @@ def attention_fn(
     rotary: Rotary | None = None,
     bitwise_deterministic: bool = False,
     backend: str | tuple[str, ...] | None = None,
+    invariant: str | None = None,
 ) -> AttentionFn:
     """Returns a function for ``flax.linen.MultiHeadDotProductAttention(attention_fn=...)`` or NNX's MultiHeadAttention.
 
@@ -78,6 +79,7 @@ def attention_fn(
         rotary=rotary,
         bitwise_deterministic=bitwise_deterministic,
         backend=backend,
+        invariant=invariant,
     )
 
 
@@ -96,6 +98,7 @@ class AttentionFn:
     rotary: Rotary | None
     bitwise_deterministic: bool
     backend: str | tuple[str, ...] | None
+    invariant: str | None
 
     def __call__(
         self,
@@ -182,6 +185,7 @@ class AttentionFn:
             deterministic=self.bitwise_deterministic,
             backend=self.backend,
             dropout_rng=dropout_rng if dropping else None,
+            invariant=self.invariant,
         )
         return out.reshape(*batch, *out.shape[-3:])
 

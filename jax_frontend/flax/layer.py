@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core.backends.shared.jax_offsets import document_numbers
-from attn_core.call import functions, segments
+from attn_core.call import functions, invariance, segments
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.spec import DTYPES
 from attn_core.errors import DTypeError, ShapeError
@@ -40,6 +40,7 @@ class LayerOptions(Protocol):
     context_layout: str
     context_length: int | tuple[int, int] | None
     precision: Any
+    invariant: str | None
 
 
 class Projections(NamedTuple):
@@ -130,8 +131,9 @@ def attend_to_heads(
         visibility: replaces ``causal``, ``window`` and ``alignment`` of the layer.
     """
     # context_parallel_attention has no dropout, and so no dropout_rng.
-    run = partial(attention, dropout_rng=call.dropout_rng)
+    run = partial(attention, dropout_rng=call.dropout_rng, invariant=layer.invariant)
     if context_layers.is_context_parallel(layer):
+        invariance.refuse_over_ranks(layer.invariant)
         functions.refuse_over_ranks(dict(call.functions))
         segments.refuse_over_ranks(call.segments)
         run = partial(context_layers.attend, layer)

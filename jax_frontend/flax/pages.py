@@ -75,6 +75,7 @@ def attend_in_pages(
         sinks=call.sinks,
         deterministic=layer.bitwise_deterministic,
         backend=layer.backend,
+        invariant=layer.invariant,
     )
     # The output has the pool's dtype; the projection gets the layer's own.
     return projections.out(out.astype(dtype)), (k_pages, v_pages, *beside)

@@ -18,6 +18,7 @@ from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import PagedInputs
 from attn_core.errors import SpecError
 from attn_core.paged import arguments
+from attn_core.paged.options import check_paged_options
 from attn_core.selection import Target, new_plans, override, select
 from jax_frontend.dispatch import empty_rows, ops, plan
 from jax_frontend.paged.tables import (
@@ -75,6 +76,7 @@ def paged_attention(
     k_recent: Array | None = None,
     v_recent: Array | None = None,
     recent_rows: Any = None,
+    invariant: str | None = None,
     **unknown: Never,
 ) -> Array | tuple[Array, Array]:
     """Computes attention of each sequence's new tokens to its keys and values in pages: decoding or chunked prefill.
@@ -92,7 +94,7 @@ def paged_attention(
         seq_lens: int32 ``[batch]``: the length of each sequence, its new tokens included.
         cu_seqlens_q: int32 ``[batch + 1]``, the offsets of the sequences in q; None if each has one new token.
         max_len_q: an int on the host, at least the most new tokens of a sequence; the tokens of q if None.
-        causal, window, softcap, scale, sinks, deterministic: as in ``attention``.
+        causal, window, softcap, scale, sinks, deterministic, invariant: as in ``attention``.
         key_ranges: int32 ``[1, kv_heads or 1, tokens, 1 or 2, 2]``, a mask among the new tokens: token i of q sees the
             key of token j if ``start <= i < stop`` for a range of row j. Every query sees the keys before the new
             tokens. Causal and window hide further keys. ``attn_core.masks.tree`` builds the mask of a tree of drafts.
@@ -124,7 +126,7 @@ def paged_attention(
     numbers |= {"k_scales": k_scales, "v_scales": v_scales, "k_recent": k_recent, "v_recent": v_recent}
     indices = {"key_ranges": key_ranges, "kv_starts": kv_starts, "recent_rows": recent_rows}
     inputs = gather_arguments(numbers, (block_table, seq_lens, cu_seqlens_q), indices)
-    options = arguments.check_paged_options(causal, window, softcap, scale, deterministic, return_lse, max_len_q)
+    options = check_paged_options(causal, window, softcap, scale, deterministic, return_lse, max_len_q, invariant)
     requested = requested_names(backend) or override.requested()
     call_plan = _plan(metadata_of(inputs), plan.device_name(q), options, requested)
     checked = check_table_values(options.max_len_q, q.shape[0], k_pages.shape, *inputs[3:6])

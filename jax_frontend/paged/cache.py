@@ -153,6 +153,7 @@ class PagedKVCache(PagedCache):
         backend: str | tuple[str, ...] | None = None,
         return_lse: bool = False,
         alibi_slopes: Array | None = None,
+        invariant: str | None = None,
         **unknown: Never,
     ) -> Array | tuple[Array, Array]:
         """Runs ``check``, then ``paged_attention`` of a layer's queries, ``[tokens, heads, head_dim]``."""
@@ -175,6 +176,7 @@ class PagedKVCache(PagedCache):
             backend=backend,
             return_lse=return_lse,
             alibi_slopes=alibi_slopes,
+            invariant=invariant,
             **self._beside(layer),
         )
 

@@ -18,7 +18,7 @@ from attn_core.selection.dense_caches import runs_packed
 from jax_frontend.dispatch import plan
 
 Array = jax.Array
-OPTIONS = ("causal", "alignment", "window", "softcap", "scale", "dropout", "deterministic", "return_lse")
+OPTIONS = ("causal", "alignment", "window", "softcap", "scale", "dropout", "deterministic", "return_lse", "invariant")
 """The options of a call that are values of Python."""
 
 

@@ -31,7 +31,7 @@ from jax_frontend.paged.explain import explain_paged
 Array = jax.Array
 Keywords = dict[str, Any]
 Window = tuple[int | None, int | None]
-_ON_PAGES = ("causal", "softcap", "scale", "deterministic", "backend", "return_lse")
+_ON_PAGES = ("causal", "softcap", "scale", "deterministic", "backend", "return_lse", "invariant")
 
 
 class _Call(NamedTuple):

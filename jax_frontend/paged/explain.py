@@ -8,7 +8,7 @@ import jax
 
 from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
 from attn_core.call.options import requested_names
-from attn_core.paged import arguments
+from attn_core.paged.options import check_paged_options
 from attn_core.selection import Selection, explain, override
 from jax_frontend.bridge import compiled_lane
 from jax_frontend.dispatch import plan
@@ -41,6 +41,7 @@ def explain_paged(
     k_recent: Any = None,
     v_recent: Any = None,
     recent_rows: Any = None,
+    invariant: str | None = None,
     **unknown: Never,
 ) -> Selection:
     """Returns the backend that ``paged_attention`` chooses for these arguments and why the others cannot run."""
@@ -53,7 +54,7 @@ def explain_paged(
     inputs = gather_arguments(numbers, tables, indices, shapes_only=True)
     if isinstance(q, jax.Array):
         plan.check_array("q", q)  # not deleted, because its device counts
-    options = arguments.check_paged_options(causal, window, softcap, scale, deterministic, return_lse, max_len_q)
+    options = check_paged_options(causal, window, softcap, scale, deterministic, return_lse, max_len_q, invariant)
     requested = requested_names(backend) or override.requested()
     return compiled_lane.with_program_reasons(
         explain(*request(metadata_of(inputs), plan.device_name(q), options, requested))

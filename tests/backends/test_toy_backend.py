@@ -90,6 +90,7 @@ print(json.dumps({{
 """
 
 
+@pytest.mark.slow
 def test_a_new_folder_becomes_a_backend_without_other_edits(tmp_path: Path) -> None:
     (tmp_path / "toy").mkdir()
     for name, text in {"__init__": '"""A toy backend."""', "backend": BACKEND, "scores": HELPER}.items():

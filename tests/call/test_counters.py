@@ -107,7 +107,7 @@ def test_evictions_count(monkeypatch: pytest.MonkeyPatch) -> None:
     place = torch.device("cpu")
     for length in (5, 6, 7, 8):
         shape = torch.Size((1, length, 2, 8))
-        options = (False, "bottom_right", None, None, None, 0.0, False, False)
+        options = (False, "bottom_right", None, None, None, 0.0, False, False, None)
         small(*[shape] * 3, *[torch.float32] * 3, *[place] * 3, False, None, *options)
     assert attn_core.counters()["evictions"] == {"dense_plan": 2}
 

@@ -155,6 +155,7 @@ def test_the_switch_takes_a_bool() -> None:
 CALL = "import torch; from torch_frontend import attention; q = torch.ones(1, 4, 2, 8); attention(q, q, q); "
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "value", "lines"),
     [

@@ -40,6 +40,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "packed": PACKED,
     "dropout": {"dropout": 0.1},
     "deterministic": {"deterministic": True},
+    "invariant": {"invariant": "batch"},
     "training": {"needs_backward": True},
     "lse": {"return_lse": True},
     "bfloat16": {"dtype": "bfloat16"},

@@ -24,6 +24,8 @@ from attn_core.backends.shared.triton import has_triton
 from attn_core.call.trailing_tokens import append_tail, cover_tail, tail_of
 from torch_frontend.dispatch import offsets
 
+pytestmark = pytest.mark.rotates
+
 HEADS = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 8, "value_dim": 8, "dtype": "float32"}
 LENGTHS = ((5, 0, 7, 3), (4, 3, 9, 2))
 TAILS = {"both": (6, 9), "queries": (6, 0), "keys": (0, 9)}

@@ -13,6 +13,8 @@ from frameworks import BOTH, JAX, TORCH, Framework, as_numpy, spied
 
 from attn_core import SeqInfo
 
+pytestmark = pytest.mark.rotates
+
 SIZES = {  # (batch, q_len, kv_len)
     "no batch": (0, 5, 7),
     "no queries": (2, 0, 7),

@@ -87,6 +87,7 @@ def test_backends_take_their_turns_after_a_pause(monkeypatch: pytest.MonkeyPatch
     assert events == ["pause 0.25", "a", "pause 0.25", "b", "pause 0.25", "b", "pause 0.25", "a"]
 
 
+@pytest.mark.slow
 def test_a_sweep_in_jax_has_jax_nn_beside_it() -> None:
     pytest.importorskip("jax")
     sweep = Sweep("cpu", ("jax_xla",), 1, False, "jax")
@@ -103,6 +104,7 @@ def test_jax_nn_stands_beside_calls_that_it_has_arguments_for() -> None:
         assert bench_jax.has_jax_nn(spec) == expected, changes
 
 
+@pytest.mark.slow
 def test_derive_and_report_write_tables_and_pages(
     raw_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,6 +239,7 @@ def test_a_case_that_no_backend_runs_has_no_times() -> None:
     assert actual == ({"a": {"failed": "ValueError: no"}}, None)
 
 
+@pytest.mark.slow
 def test_very_slow_calls_are_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = {"quick": 0, "slow": 0}
     seconds = {"quick": 0.001, "slow": 1.0}
@@ -272,6 +275,7 @@ def test_a_backend_is_not_judged_by_one_slow_call(monkeypatch: pytest.MonkeyPatc
     assert entries["odd"]["microseconds"] == [1e3] * 5
 
 
+@pytest.mark.slow
 def test_the_data_names_skipped_cases_and_the_backend_that_lost_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_sweep, "MOST_SCORES", 1)
     monkeypatch.setattr(bench_sweep, "INSTEAD_OF_FLEX", ("sdpa_flash",))

@@ -143,6 +143,7 @@ def _same(one: Trial, other: Trial) -> bool:
 # entries
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("name", [name for framework in CPU for name in entries_of(framework)])
 def test_an_entry_runs_calls_rightly(name: str) -> None:
     entry, ran = entries_of(name.partition(" ")[0])[name], 0
@@ -289,6 +290,7 @@ def test_the_case_in_which_a_process_died_is_a_fault(tmp_path: Path) -> None:
     assert run.state["faults"] == [{"fault": "the process died", "case": text_of(case), "shrunk": text_of(case)}]
 
 
+@pytest.mark.slow
 def test_every_entry_and_relation_gets_its_turn() -> None:
     run = Campaign(11, CPU)
     cases = [case for _, case in islice(run.cases(0), 250 * BLOCK)]

@@ -24,6 +24,8 @@ from attn_core.context_parallel.layout import build_layout
 from attn_core.context_parallel.plan import ContextPlan, build_plan
 from torch_frontend import attention
 
+pytestmark = pytest.mark.rotates
+
 TIMEOUT = 10.0
 LENGTH = scenes.LENGTH
 SQUARE = {"dims": (5, 5)}  # k and v of one width, which may share a message

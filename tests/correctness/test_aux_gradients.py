@@ -80,6 +80,7 @@ def test_gradients_on_a_gpu_match_the_reference(name: str, framework: str, backe
         assert verdict.ok, verdict
 
 
+@pytest.mark.slow
 @settings(max_examples=8)
 @given(st.data())
 def test_blocks_and_documents_add_up(data: Any) -> None:

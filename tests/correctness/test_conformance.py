@@ -106,6 +106,7 @@ def corners_conform(framework: str, backend: str, device: str) -> bool:
     return any(ran)
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize(("backend", "device"), claimed())
 def test_drawn_calls_match_the_claims(backend: str, device: str, framework: str) -> None:

@@ -16,6 +16,8 @@ import jax_frontend
 import torch_frontend
 from attn_core import SeqInfo
 
+pytestmark = pytest.mark.rotates
+
 random = np.random.default_rng(0)
 Q, DOUT = (random.standard_normal((2, 6, 4, 8)).astype(np.float32) for _ in range(2))
 K, V = (random.standard_normal((2, 7, 2, 8)).astype(np.float32) for _ in range(2))

@@ -28,6 +28,8 @@ from attn_core.call.functions import aux_of
 from attn_core.cli.drawn_functions import MASKS, SCORES, fields_of
 from attn_core.expressions import ExpressionError, alibi, causal, softcap, tanh, trace_mask, where
 
+pytestmark = pytest.mark.rotates
+
 SIZES = {"batch": 2, "q_len": 12, "kv_len": 12, "num_heads": 6, "num_kv_heads": 3, "head_dim": 5, "value_dim": 5}
 SIZES |= {"dtype": "float32", "needs_backward": True, "return_lse": True}
 NUMBERS = (2, 6, 12, 12)

@@ -26,6 +26,8 @@ from attn_core.cli.drawn_functions import as_keywords
 from attn_core.correctness import row_maximum
 from attn_core.selection import row_maximum as choice
 
+pytestmark = pytest.mark.rotates
+
 PLAIN = {"batch": 2, "q_len": 9, "kv_len": 11, "num_heads": 6, "num_kv_heads": 3, "head_dim": 8, "value_dim": 8}
 PLAIN |= {"dtype": "float32"}
 LARGE = {**PLAIN, "q_len": 1001, "kv_len": 1001, "num_heads": 4, "num_kv_heads": 2, "head_dim": 128, "value_dim": 128}

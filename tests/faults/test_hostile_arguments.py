@@ -37,6 +37,7 @@ def no_group_left() -> Iterator[None]:
 CALLS = {"torch": 900, "jax": 250, "core": 300}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("framework", CALLS)
 def test_bad_arguments_are_refused_by_name_or_give_right_results(framework: str) -> None:
     lines = list(hostile.judged(framework, 1, 0, CALLS[framework]))

@@ -102,6 +102,7 @@ def good_values(framework: str) -> dict[str, Make]:
         **{"mask": numbers(5, 7, dtype="bool"), "bias": numbers(5, 7), "alibi_slopes": numbers(4), "sinks": numbers(4)},
         **{"causal": plain(True), "alignment": plain("top_left"), "window": plain((3, 0)), "softcap": plain(20.0)},
         **{"scale": plain(0.5), "layout": plain("bshd"), "dropout": plain(0.0), "deterministic": plain(True)},
+        **{"invariant": plain("batch")},
         **{"backend": plain(None), "return_lse": plain(True), "return_max_logit": plain(True)},
         **{"dropout_rng": plain(None), "seq_info": plain(None), "needs_backward": plain(False)},
         **{"on": plain(True), "names": plain("math")},

@@ -219,6 +219,7 @@ print(events.count("/jax/compilation_cache/cache_misses"), events.count("/jax/co
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_persistent_cache_hits_in_another_process(backend: str, tmp_path: Path) -> None:
     """Programs of equal calls are equal in every process, whatever functions and expressions they were built from."""

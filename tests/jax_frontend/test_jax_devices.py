@@ -64,6 +64,7 @@ print("done")
 """
 
 
+@pytest.mark.slow
 def test_a_tpu_needs_nothing_of_torch() -> None:
     done = in_its_own_process(ON_A_TPU)
     assert done.stdout == "done\n", done.stderr

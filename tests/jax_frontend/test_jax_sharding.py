@@ -37,6 +37,8 @@ from attn_core import backends
 from jax_frontend import SeqInfo, append_kv, attention, attention_qkvpacked, paged_attention
 from jax_frontend.bridge import targets
 
+pytestmark = pytest.mark.rotates
+
 SPLITS = {
     "batch": P("data"),
     "heads": P(None, None, "model"),

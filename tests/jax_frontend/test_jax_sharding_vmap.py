@@ -27,6 +27,8 @@ from sharded_calls import (
 
 from jax_frontend import SeqInfo, attention
 
+pytestmark = pytest.mark.rotates
+
 
 @cache
 def mapped_twice(backend):

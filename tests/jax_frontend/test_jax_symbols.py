@@ -146,6 +146,7 @@ def test_host_offsets_with_symbolic_rows() -> None:
     check(trained(call, 3), symbols("t,6,8", "t,3,8", "t,3,8"), *rows)
 
 
+@pytest.mark.slow
 def test_transformations_with_symbolic_sizes() -> None:
     causal = partial(attention, causal=True)
     mapped = tuple(f"c,{shape}" for shape in DENSE)

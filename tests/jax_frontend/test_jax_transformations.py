@@ -447,6 +447,7 @@ def test_forward_mode_on_the_xla_path_is_the_derivative(fields):
         np.testing.assert_allclose(left, right, rtol=1e-10)
 
 
+@pytest.mark.slow
 def test_forward_mode_composes(arrays):
     q, k, v = arrays
     call = lambda q: attention(q, k, v, causal=True, backend="jax_xla")  # noqa: E731
@@ -470,6 +471,7 @@ def test_forward_mode_composes(arrays):
     close(every, jnp.stack([product, product]), rtol=1e-2, atol=2e-3)
 
 
+@pytest.mark.slow
 def test_hessians_equal_those_of_plain_operations(arrays):
     q = arrays[0][:1, :3, :2]
     ours = lambda q: (attention(q, q, q, causal=True, backend="jax_xla") ** 2).sum()  # noqa: E731

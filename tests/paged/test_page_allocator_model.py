@@ -331,6 +331,7 @@ OPERATIONS = (
 )
 
 
+@pytest.mark.slow
 def test_fifty_thousand_operations_match_the_model() -> None:
     random, done = Random(0), Counter[str]()
     for start in range(0, STEPS, NEW_POOL):

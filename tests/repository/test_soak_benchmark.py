@@ -237,6 +237,7 @@ def test_only_settled_points_count_for_memory() -> None:
 # The report
 
 
+@pytest.mark.slow
 def test_the_report_has_every_run_and_every_cache() -> None:
     runs, text = soak_report.stored(), soak_report.section()
     assert len(runs) > 1 and text.count("| nothing grows |") == sum(not soak_verdict.faults(run) for run in runs)

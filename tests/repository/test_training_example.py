@@ -119,6 +119,7 @@ def test_dense_rows_run_on_through_the_text(text: data.Text) -> None:
     assert (one.targets[:, :-1] == one.tokens[:, 1:]).all() and one.counted.sum() == 3 * 289
 
 
+@pytest.mark.slow
 def test_losses_agree_and_jax_traces_once(result: dict[str, Any]) -> None:
     ours, theirs = (report.losses(result, name) for name in (TORCH, JAX))
     assert largest_difference(theirs, ours) <= CLOSE

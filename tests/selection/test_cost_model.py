@@ -155,6 +155,7 @@ def test_a_fit_predicts_calls_that_it_did_not_see(fitting: Fitting) -> None:
     assert all(0 < model.error < 0.3 for models in fitting.models.values() for model in models.values())
 
 
+@pytest.mark.slow
 def test_the_choice_by_held_out_predictions_costs_little(fitting: Fitting) -> None:
     for facts in summary(fitting.regrets()).values():
         assert facts["geometric mean"] < 1.01 and facts["99th percentile"] < 1.1
@@ -236,6 +237,7 @@ def test_a_table_says_the_same_after_reading(fitting: Fitting, tmp_path: Path) -
     assert content["held_out"]["forward"]["cases"] == 200
 
 
+@pytest.mark.slow
 def test_a_backend_that_launches_the_kernels_of_others_has_no_model() -> None:
     cases = [one | {"backends": one["backends"] | {"xformers": one["backends"]["flash2"]}} for one in RAW["cases"][:60]]
     fitted = Fitting(raw_of(*cases))

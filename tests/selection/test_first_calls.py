@@ -51,6 +51,7 @@ def call(number):
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("framework", CALLS)
 def test_threads_can_make_the_first_calls_of_a_process_together(framework):
     actual = in_its_own_process(CALLS[framework] + TOGETHER)

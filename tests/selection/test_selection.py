@@ -55,6 +55,7 @@ ASKS: dict[str, dict[str, Any]] = {
     "deterministic": {"deterministic": True},
     "return_lse": {"return_lse": True},
     "partial": {"partial": True},
+    "invariant": {"invariant": "batch"},
     "paged": {
         **{"batch": 1, "kv_len": 12, "documents": 3, "max_len_q": 5, "max_len_k": 12},
         "paged": PagedKV(num_pages=9, page_size=4, width=3),
@@ -80,6 +81,7 @@ EVERYTHING = Support(
     devices=("cpu", "cuda"),
     dtypes=DTYPES,
     alignments=("bottom_right", "top_left"),
+    invariant=("batch", "prefix"),
     **{field.name: True for field in fields(Support) if field.default is False},
 )
 
@@ -283,7 +285,7 @@ def test_fifty_thousand_shapes_do_not_grow_memory() -> None:
         dtype, device = torch.float32, torch.device("cpu")
         for length in lengths:
             shape = torch.Size((2, length, 6, 16))
-            options = (True, "bottom_right", None, None, None, 0.0, False, False)
+            options = (True, "bottom_right", None, None, None, 0.0, False, False, None)
             plan_cache.dense_plan(*(shape,) * 3, *(dtype,) * 3, *(device,) * 3, False, None, *options)
         return int(psutil.Process().memory_info().rss)
 

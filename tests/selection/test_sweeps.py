@@ -86,6 +86,7 @@ def test_sweeps_of_different_devices_are_not_merged() -> None:
         together([NEW, together([NEW, OLD])])
 
 
+@pytest.mark.slow
 def test_the_newest_sweep_decides_how_long_the_host_takes() -> None:
     tiny = kind_of_call(SPEC), sizes_of_call(SPEC, 128, 132)
     for models in Fitting(together([OLD, NEW])).models.values():
@@ -160,6 +161,7 @@ def test_a_sweep_of_another_gpu_is_judged_by_the_table_as_it_is(monkeypatch: pyt
     assert summary(wrong)["forward"]["geometric mean"] > 1.2
 
 
+@pytest.mark.slow
 def test_a_sweep_of_a_cpu_is_judged_by_the_order_without_a_table() -> None:
     names = {"flash3": "sdpa_flash", "flash2": "math"}
     cases = [

@@ -51,7 +51,7 @@ def on_a_described_h100(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def planned(q_len: int, requested: str | None = None, *, sinks: bool = False, training: bool = False) -> Plan:
     """The plan of a call with a mask; with sinks it takes the general path."""
     q, mask = (torch.Size((2, q_len, 16, 64)), torch.bfloat16, PLACE), (torch.Size((2, 1, 1, q_len)), torch.bool, PLACE)
-    options = (False, "bottom_right", None, None, None, 0.0, False, False)
+    options = (False, "bottom_right", None, None, None, 0.0, False, False, None)
     if sinks:
         metadata = (q, q, q, mask, None, None, (torch.Size((16,)), torch.float32, PLACE), None, None, None)
         return plan_cache.fast_plan(metadata, training, False, requested, None, None, *options)
@@ -83,7 +83,7 @@ def test_explain_says_why() -> None:
     for step in range(5):
         planned(1000 + step)
     q, mask = (torch.Size((2, 77, 16, 64)), torch.bfloat16, PLACE), (torch.Size((2, 1, 1, 77)), torch.bool, PLACE)
-    options = plan_cache.checked_options(False, "bottom_right", None, None, None, 0.0, False, False)
+    options = plan_cache.checked_options(False, "bottom_right", None, None, None, 0.0, False, False, None)
     selection = plan.explanation((q, q, q, mask, *(None,) * 6), options, False, False, None)
     assert selection.reasons("sdpa_cudnn") == (cudnn_plans.WHY,)
     assert "never frees" in str(selection.text(everything=True))

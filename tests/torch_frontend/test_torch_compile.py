@@ -172,7 +172,7 @@ def test_the_options_of_an_op_equal_those_of_a_call():
     at its end by arguments with defaults, without which stored programs still run."""
     options = Options(True, "top_left", (3, None), 4.0, 0.5, 7, 9, 0.1, True, True)
     plain = PlainOptions.from_options(options, True, False, "math")
-    assert plain == (True, "top_left", 3, None, 4.0, 0.5, 7, 9, 0.1, True, True, True, False, "math", None, None, None)
+    assert plain == (True, "top_left", 3, None, 4.0, 0.5, 7, 9, 0.1, True, True, True, False, "math", *(None,) * 4)
     assert plain.as_options() == options
     for name in set(Options._fields) - {"window", "aux_gradients"}:
         assert getattr(plain, name) == getattr(options, name)
@@ -185,7 +185,8 @@ def test_the_options_of_an_op_equal_those_of_a_call():
         "SymInt? window_right, float? softcap, float? scale, SymInt? max_len_q, SymInt? max_len_k, float dropout, "
         "bool deterministic, bool return_lse, bool needs_backward, bool bias_gradient, str? backend, "
         "Tensor? key_ranges=None, str? mask_mod=None, str? score_mod=None, Tensor? aux0=None, Tensor? aux1=None, "
-        "Tensor? aux2=None, Tensor? aux3=None, str? aux_gradients=None) -> (Tensor, Tensor, Tensor)"
+        "Tensor? aux2=None, Tensor? aux3=None, str? aux_gradients=None, str? invariant=None) "
+        "-> (Tensor, Tensor, Tensor)"
     )
 
 

@@ -32,7 +32,7 @@ _is_autocast_on, _is_transformed, _modes, _traces, _checks, _ranges = (
 _flash_on, _efficient_on, _cudnn_on = sdpa_flags.is_flash_on, sdpa_flags.is_efficient_on, sdpa_flags.is_cudnn_on
 _math_on, _others_on = sdpa_flags.is_math_on, sdpa_flags.are_others_on
 
-DIRECT = ("causal", "alignment", "window", "scale", "mask", "bias", "deterministic", "backend")
+DIRECT = ("causal", "alignment", "window", "scale", "mask", "bias", "deterministic", "backend", "invariant")
 """The options that ``attend`` takes."""
 
 DEFAULTS: dict[str, Any] = {"softcap": None, "alibi_slopes": None, "sinks": None, "seq_info": None, "dropout_rng": None}
@@ -77,6 +77,7 @@ def attend(
     bias: Tensor | None = None,
     deterministic: bool = False,
     backend: Any = None,
+    invariant: str | None = None,
 ) -> Tensor | None:
     """Returns the output ``[batch, heads, q_len, value_dim]``, or None if ``attention`` must run the call or refuse it.
 
@@ -100,7 +101,7 @@ def attend(
         bias_gradient = bias is not None and bias.requires_grad
         needs_backward = q.requires_grad or k.requires_grad or v.requires_grad or bias_gradient
     requested = _requested() if backend is None else backend
-    options = causal, alignment, window, None, scale, 0.0, deterministic, False
+    options = causal, alignment, window, None, scale, 0.0, deterministic, False, invariant
     try:
         operands = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
         tables = None

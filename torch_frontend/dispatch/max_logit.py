@@ -90,6 +90,7 @@ def _without_values(inputs: Inputs, options: Options) -> tuple[Inputs, Options]:
     """Returns a call without what does not change a logit, and without gradients; k stands for v."""
     detached = Inputs(*(None if each is None else each.detach() for each in inputs))
     none: dict[str, Any] = {"dropout": 0.0, "return_lse": False, "deterministic": False, "aux_gradients": ()}
+    none["invariant"] = None
     return detached._replace(v=detached.k, sinks=None, rng=None), options._replace(**none)
 
 

@@ -43,6 +43,7 @@ class PlainOptions(NamedTuple):
     """The functions as ``Expression.text``. They came later, so they follow key_ranges in the schema."""
     aux_gradients: str | None = None
     """The numbers of ``Options.aux_gradients``, joined by commas; None for none."""
+    invariant: str | None = None
 
     @classmethod
     def from_options(
@@ -50,10 +51,10 @@ class PlainOptions(NamedTuple):
     ) -> PlainOptions:
         """Returns checked options, their window a pair, as the arguments of an op."""
         window: Any = options.window
-        values: list[Any] = [*options[:_WINDOW], *window, *options[_WINDOW + 1 : -3]]
+        values: list[Any] = [*options[:_WINDOW], *window, *options[_WINDOW + 1 : -4]]
         values += [needs_backward, bias_gradient, backend]
         values += [None if tree is None else tree.text for tree in (options.mask_mod, options.score_mod)]
-        values.append(joined(options.aux_gradients))
+        values += [joined(options.aux_gradients), options.invariant]
         return cls(*values)
 
     def as_options(self) -> Options:
@@ -61,7 +62,7 @@ class PlainOptions(NamedTuple):
         window = (self.window_left, self.window_right)
         values: list[Any] = [*self[:_WINDOW], window, *self[_WINDOW + 2 : OPTIONS - 3]]  # then three that are none
         values += [None if text is None else from_text(text) for text in (self.mask_mod, self.score_mod)]
-        values.append(self.array_numbers)
+        values += [self.array_numbers, self.invariant]
         return Options(*values)
 
     @property
@@ -75,7 +76,7 @@ def joined(numbers: tuple[int, ...]) -> str | None:
     return ",".join(map(str, numbers)) or None
 
 
-OPTIONS = len(PlainOptions._fields) - 3
+OPTIONS = len(PlainOptions._fields) - 4
 """How many of them the schema has before ``LATER``."""
 
 
@@ -98,7 +99,7 @@ OPTIONS_SCHEMA = _options_schema()
 
 _TENSOR_SCHEMA = ", ".join(f"Tensor{'' if name in ('q', 'k', 'v') else '?'} {name}" for name in FIRST_TENSORS)
 _LATER = ["Tensor? key_ranges", "str? mask_mod", "str? score_mod", *(f"Tensor? {name}" for name in AUX)]
-_LATER.append("str? aux_gradients")
+_LATER += ["str? aux_gradients", "str? invariant"]
 SCHEMA = ", ".join([_TENSOR_SCHEMA, OPTIONS_SCHEMA, *(f"{each}=None" for each in _LATER)])
 """The arguments of both ops as torch's schema spells them."""
 
@@ -106,18 +107,18 @@ SCHEMA = ", ".join([_TENSOR_SCHEMA, OPTIONS_SCHEMA, *(f"{each}=None" for each in
 def to_call(inputs: Inputs, plain: PlainOptions) -> tuple[Any, ...]:
     """Returns the arguments of ``attn::forward``."""
     first, later = inputs[: TENSORS - 1], inputs[TENSORS - 1 : -1]
-    return *first, inputs.rng, *plain[:OPTIONS], later[0], *plain[OPTIONS:-1], *later[1:], plain.aux_gradients
+    return *first, inputs.rng, *plain[:OPTIONS], later[0], *plain[OPTIONS:-2], *later[1:], *plain[-2:]
 
 
 def tensors_of(call: Sequence[Any]) -> Inputs:
     """Returns what stands in the places of the tensors of a call. torch leaves out last arguments of None."""
     last = _last(call)
-    tensors: list[Any] = [*call[: TENSORS - 1], last[0], *last[3:-1], call[TENSORS - 1]]
+    tensors: list[Any] = [*call[: TENSORS - 1], last[0], *last[3:-2], call[TENSORS - 1]]
     return Inputs(*tensors)
 
 
 def _last(call: Sequence[Any]) -> list[Any]:
-    """Returns key_ranges, both functions, the aux arrays, and which of these have a gradient."""
+    """Returns key_ranges, both functions, the aux arrays, which of these have a gradient, and invariant."""
     last = [*call[TENSORS + OPTIONS :]]
     return last + [None] * (len(_LATER) - len(last))
 
@@ -125,5 +126,5 @@ def _last(call: Sequence[Any]) -> list[Any]:
 def from_call(call: Sequence[Any]) -> tuple[Inputs, PlainOptions]:
     """Returns the arguments of ``attn::forward`` as Inputs and PlainOptions."""
     last = _last(call)
-    values = [*call[TENSORS : TENSORS + OPTIONS], *last[1:3], last[-1]]
+    values = [*call[TENSORS : TENSORS + OPTIONS], *last[1:3], *last[-2:]]
     return tensors_of(call), PlainOptions(*values)

@@ -18,7 +18,10 @@ from attn_core.selection import Target, choose, new_plans
 from torch_frontend.dispatch import cudnn_plans, tensor_kinds
 from torch_frontend.dispatch.plan import Metadata, Plan, device_name, plan, plan_on
 
-PLAIN_CALL = ("causal", "alignment", "window", "softcap", "scale", "dropout", "deterministic", "return_lse")
+PLAIN_CALL = (
+    *("causal", "alignment", "window", "softcap", "scale", "dropout", "deterministic", "return_lse"),
+    "invariant",
+)
 """The options of a call without masks and packing, in the order of ``dense_plan``."""
 
 

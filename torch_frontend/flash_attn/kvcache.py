@@ -16,7 +16,7 @@ from attn_core.dropins.flash_attn_cache import (
     whole_length,
 )
 from attn_core.errors import SpecError
-from attn_core.paged.arguments import check_paged_options
+from attn_core.paged.options import check_paged_options
 from torch_frontend.attention import attention
 from torch_frontend.dispatch import plan, tensor_kinds
 from torch_frontend.flash_attn import seen_kvcache

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from attn_core.call.invariance import refuse_over_ranks
 from attn_core.errors import SpecError
 from torch_frontend.context_parallel.layers import ActiveMesh, active_block
 from torch_frontend.huggingface import context as huggingface_context
@@ -84,6 +85,7 @@ def attend(
         "dropout": dropout,
         "deterministic": bool(deterministic),
         "backend": chosen or backend,
+        "invariant": invariant_of(module),
     }
     if others:
         cache = others.pop("cache", None)
@@ -157,6 +159,15 @@ def attend(
     return out.contiguous(), None
 
 
+INVARIANT = "attn_core_invariant"
+"""The attribute of a model's config that says ``invariant`` of ``attention`` for its layers."""
+
+
+def invariant_of(module: Any) -> str | None:
+    """Returns the ``invariant`` of a layer, from its config; None without one."""
+    return getattr(getattr(module, "config", None), INVARIANT, None)
+
+
 def attend_in_context(
     module: Any,
     context: ActiveMesh,
@@ -174,6 +185,7 @@ def attend_in_context(
     """
     q, k, v = (tensor.transpose(1, 2) for tensor in operands)  # [batch, len, heads, head_dim]
     huggingface_context.check_arguments(tables, q, k)
+    refuse_over_ranks(options.pop("invariant", None))
     visible, _, _ = split_mask(tables["attention_mask"], module, *bands, (q.shape[1], k.shape[1]))
     causal = visible.right == 0
     window = visible.left, None if causal else visible.right

@@ -87,6 +87,7 @@ def paged_attention(
     v_recent: Tensor | None = None,
     recent_rows: Any = None,
     out: Tensor | None = None,
+    invariant: str | None = None,
     **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Computes attention of each sequence's new tokens to its keys and values in pages: decoding or chunked prefill.
@@ -104,7 +105,7 @@ def paged_attention(
         seq_lens: int32 ``[batch]``: the length of each sequence, its new tokens included.
         cu_seqlens_q: int32 ``[batch + 1]``, the offsets of the sequences in q; None if each has one new token.
         max_len_q: an int on the host, at least the most new tokens of a sequence; the tokens of q if None.
-        causal, window, softcap, scale, sinks, deterministic: as in ``attention``.
+        causal, window, softcap, scale, sinks, deterministic, invariant: as in ``attention``.
         key_ranges: int32 ``[1, kv_heads or 1, tokens, 1 or 2, 2]``, a mask among the new tokens: token i of q sees the
             key of token j if ``start <= i < stop`` for a range of row j. Every query sees the keys before the new
             tokens. Causal and window hide further keys. ``attn_core.masks.tree`` builds the mask of a tree of drafts.
@@ -136,12 +137,12 @@ def paged_attention(
         refuse_keywords(paged_attention, unknown)
     is_usual = key_ranges is alibi_slopes is kv_starts is out is k_recent is v_recent is recent_rows is None
     if is_usual and not (_is_compiling() or _modes() or forward_ad._current_level >= 0):
-        plain_options = (causal, window, softcap, scale, deterministic, return_lse, max_len_q)
+        plain_options = (causal, window, softcap, scale, deterministic, return_lse, max_len_q, invariant)
         beside = cu_seqlens_q, k_scales, v_scales
         results = seen_calls.attend(q, k_pages, v_pages, block_table, seq_lens, sinks, beside, backend, plain_options)
         if results is not None:
             return results
-    options = options_of(causal, window, softcap, scale, deterministic, return_lse, max_len_q)
+    options = options_of(causal, window, softcap, scale, deterministic, return_lse, max_len_q, invariant)
     if torch.compiler.is_compiling() or is_watched(q):
         tables = block_table, seq_lens, cu_seqlens_q
         # While compiling, sizes are symbols; the op checks the arguments when it runs.
@@ -153,7 +154,7 @@ def paged_attention(
         result, lse = torch.ops.attn.paged_forward(
             *(q, k_pages, v_pages, *tables, sinks, max_len_q, causal, left, right),
             *(softcap, scale, deterministic, return_lse, join_names(requested_names(backend)), key_ranges),
-            *(alibi_slopes, kv_starts, k_scales, v_scales, k_recent, v_recent, recent_rows),
+            *(alibi_slopes, kv_starts, k_scales, v_scales, k_recent, v_recent, recent_rows, invariant),
         )
         if out is not None:
             check_out(out, q, k_pages, v_pages)

@@ -175,6 +175,7 @@ class PagedKVCache(PagedCache):
         return_lse: bool = False,
         alibi_slopes: Tensor | None = None,
         out: Tensor | None = None,
+        invariant: str | None = None,
         **unknown: Never,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Runs ``check``, then ``paged_attention`` of a layer's queries ``[tokens, heads, head_dim]`` with options."""
@@ -198,6 +199,7 @@ class PagedKVCache(PagedCache):
             return_lse=return_lse,
             alibi_slopes=alibi_slopes,
             out=out,
+            invariant=invariant,
             **self._beside(layer),
         )
 

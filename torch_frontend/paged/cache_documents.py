@@ -17,7 +17,7 @@ from torch_frontend.dispatch import plan, tensor_kinds
 from torch_frontend.paged import constant_tables
 
 Tensor = torch.Tensor
-OPTIONS = ("causal", "alignment", "window", "softcap", "scale", "dropout", "deterministic", "return_lse")
+OPTIONS = ("causal", "alignment", "window", "softcap", "scale", "dropout", "deterministic", "return_lse", "invariant")
 """The options of a call that are values of Python."""
 
 

@@ -181,7 +181,8 @@ def _on_pool(q: Tensor, k: Tensor, rows: CacheRows, window: Window, options: Key
     lengths = rows.kv_lengths
     if lengths is None:
         lengths = torch.full((batch,), k.shape[1], dtype=torch.int32, device=device)
-    names = ("causal", "softcap", "sinks", "scale", "deterministic", "backend", "return_lse", "alibi_slopes")
+    options_on_pages = ("deterministic", "backend", "return_lse", "alibi_slopes", "invariant")
+    names = ("causal", "softcap", "sinks", "scale", *options_on_pages)
     keywords = {name: options[name] for name in names} | {"window": window, "kv_starts": rows.kv_starts}
     if count != 1:
         keywords["cu_seqlens_q"] = constant_tables.equal_offsets(batch, count, device)

@@ -40,12 +40,13 @@ def explain_paged(
     k_recent: Tensor | None = None,
     v_recent: Tensor | None = None,
     recent_rows: Any = None,
+    invariant: str | None = None,
     **unknown: Never,
 ) -> Selection:
     """Returns the backend that ``paged_attention`` chooses for these arguments and why the others cannot run."""
     if unknown:
         refuse_keywords(explain_paged, unknown)
-    options = options_of(causal, window, softcap, scale, deterministic, return_lse, max_len_q)
+    options = options_of(causal, window, softcap, scale, deterministic, return_lse, max_len_q, invariant)
     tables = block_table, seq_lens, cu_seqlens_q
     more = key_ranges, alibi_slopes, kv_starts, k_scales, v_scales, k_recent, v_recent, recent_rows
     inputs = gather_arguments(q, k_pages, v_pages, *tables, sinks, max_len_q, *more)

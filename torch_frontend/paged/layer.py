@@ -48,6 +48,7 @@ def attend_in_pages(
         sinks=layer.sinks_here(),
         deterministic=layer.bitwise_deterministic,
         backend=layer.backend,
+        invariant=layer.invariant,
         **pages.beside,
     )
     return layer.o_proj(out.to(dtype).flatten(-2)), (pages.k, pages.v, *pages.beside.values())

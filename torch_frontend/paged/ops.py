@@ -21,7 +21,7 @@ _library.define(
     "Tensor? cu_seqlens_q, Tensor? sinks, SymInt? max_len_q, bool causal, SymInt? window_left, SymInt? window_right, "
     "float? softcap, float? scale, bool deterministic, bool return_lse, str? backend, Tensor? key_ranges=None, "
     "Tensor? alibi_slopes=None, Tensor? kv_starts=None, Tensor? k_scales=None, Tensor? v_scales=None, "
-    "Tensor? k_recent=None, Tensor? v_recent=None, Tensor? recent_rows=None) -> (Tensor, Tensor)",
+    "Tensor? k_recent=None, Tensor? v_recent=None, Tensor? recent_rows=None, str? invariant=None) -> (Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
@@ -60,8 +60,9 @@ def _forward_op(
     k_recent: Tensor | None = None,
     v_recent: Tensor | None = None,
     recent_rows: Tensor | None = None,
+    invariant: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    options = options_of(causal, (left, right), softcap, scale, deterministic, return_lse, max_len_q)
+    options = options_of(causal, (left, right), softcap, scale, deterministic, return_lse, max_len_q, invariant)
     tables = block_table, seq_lens, cu_seqlens_q
     more = alibi_slopes, kv_starts, k_scales, v_scales, k_recent, v_recent, recent_rows
     inputs = gather_arguments(q, k_pages, v_pages, *tables, sinks, max_len_q, key_ranges, *more)

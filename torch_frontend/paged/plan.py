@@ -18,6 +18,7 @@ from attn_core.call.tensors import PagedInputs
 from attn_core.errors import SpecError
 from attn_core.paged import arguments
 from attn_core.paged import tables as paged_tables
+from attn_core.paged.options import check_paged_options
 from attn_core.paged.recent import check_recent_rows
 from attn_core.paged.scales import check_scale_values
 from attn_core.selection import Target, new_plans, override, select
@@ -80,23 +81,31 @@ def metadata(inputs: PagedInputs) -> tuple[Metadata | None, ...]:
 
 
 def options_of(
-    causal: Any, window: Any, softcap: Any, scale: Any, deterministic: Any, return_lse: Any, max_len_q: Any
+    causal: Any,
+    window: Any,
+    softcap: Any,
+    scale: Any,
+    deterministic: Any,
+    return_lse: Any,
+    max_len_q: Any,
+    invariant: Any = None,
 ) -> Options:
     """Returns the options of a paged call, checked unless they may be symbols."""
     if torch.compiler.is_compiling():
         numbers = (softcap, scale, max_len_q, None, 0.0)
         options = Options(causal, "bottom_right", window, *numbers, deterministic, return_lse)
-        return check_traced_options(options)
+        return check_traced_options(options._replace(invariant=invariant))
+    arguments_in_order = (causal, window, softcap, scale, deterministic, return_lse, max_len_q, invariant)
     # The key of the cache has the types of arguments, but not of a pair's entries. (True, 0) would find (1, 0).
-    check = _checked if is_plain_window(window) else arguments.check_paged_options
+    check = _checked if is_plain_window(window) else check_paged_options
     try:
-        return check(causal, window, softcap, scale, deterministic, return_lse, max_len_q)
+        return check(*arguments_in_order)
     except TypeError:  # unhashable: a list as window, or an invalid value that the uncached check names
-        return arguments.check_paged_options(causal, window, softcap, scale, deterministic, return_lse, max_len_q)
+        return check_paged_options(*arguments_in_order)
 
 
 # typed, so that True and 1.0 do not hit the entry of 1
-_checked = lru_cache(maxsize=1024, typed=True)(arguments.check_paged_options)
+_checked = lru_cache(maxsize=1024, typed=True)(check_paged_options)
 
 
 def gather_arguments(

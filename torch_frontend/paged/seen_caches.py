@@ -25,7 +25,7 @@ from torch_frontend.paged.dense_caches import Window, check_metadata, from_pages
 Tensor = torch.Tensor
 _KINDS = frozenset((Tensor, torch.nn.Parameter))
 _ABSENT = ("mask", "bias", "key_ranges", "mask_mod", "score_mod", "seq_info", "dropout_rng")
-_PLAIN = ("causal", "alignment", "window", "softcap", "scale", "deterministic", "return_lse")
+_PLAIN = ("causal", "alignment", "window", "softcap", "scale", "deterministic", "return_lse", "invariant")
 
 
 def attend(qkv: tuple[Any, ...], rows: CacheRows, options: dict[str, Any]) -> Any:

@@ -111,7 +111,7 @@ def attend(
 
     Args:
         more: cu_seqlens_q, k_scales and v_scales.
-        options: causal, window, softcap, scale, deterministic, return_lse and max_len_q, as the caller passed them.
+        options: as ``options_of`` takes them, from the caller.
     """
     if not (type(q) is type(k) is type(v) is type(table) is type(lengths) is Tensor):
         return None

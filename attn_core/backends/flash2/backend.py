@@ -17,12 +17,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib import import_module
 from typing import Any
 
 from attn_core.backends.flash2.limits import NAME, ROCM_CK, ROCM_TRITON, WIDTHS, refusals, width_of
-from attn_core.backends.shared import flash_paged, kernel_limits, rewrites
+from attn_core.backends.shared import flash_paged, kernel_limits, rewrites, rows_as_documents
 from attn_core.backends.shared.cached_once import cached_once
 from attn_core.backends.shared.flash2_conventions import generator_of, longest_query, rng_state_of, shift_lse, slopes_of
 from attn_core.backends.shared.known_bad import numbers_of
@@ -55,6 +55,7 @@ FORWARD = Support(
     partial=True,
     lse_gradient=True,
     paged=True,
+    invariant=("batch",),
 )
 BACKWARD = replace(FORWARD, paged=False)
 WRITES_INTO = True
@@ -114,7 +115,8 @@ def lower(spec: AttentionSpec) -> dict[str, Any]:
     """
     edge, lengths, max_k = band(spec), {}, spec.kv_len
     if spec.packed:
-        max_q = longest_query(spec)
+        # For one query the kernel splits the keys into as many parts as fill the GPU.
+        max_q = longest_query(spec) if spec.invariant is None else max(longest_query(spec), 2)
         max_k = max(spec.max_len_k or 0, max_q - 1)
         lengths = {"max_seqlen_q": max_q, "max_seqlen_k": max_k}
     causal = edge.right == 0  # the kernel then sets the right side itself
@@ -128,7 +130,7 @@ def lower(spec: AttentionSpec) -> dict[str, Any]:
         "window_size_left": left,
         "window_size_right": right,
         "softcap": spec.softcap or 0.0,
-        "deterministic": spec.deterministic,
+        "deterministic": spec.deterministic or spec.invariant is not None,
         "empty_rows": spec.packed or edge.empties_a_row(spec.q_len, spec.kv_len),
         "shifted_lse": spec.alibi_shape is not None and causal and left < 0,
     }
@@ -150,7 +152,7 @@ def forward(spec: AttentionSpec, inputs: Inputs, into: Any = None) -> tuple[Any,
 def shortcut(spec: AttentionSpec) -> Callable[[Any, Any, Any], tuple[Any, Any]] | None:
     """See ``Backend.shortcut``: the kernel alone, for calls without a gradient."""
     how = lower(spec)
-    if spec.needs_backward or not rewrites.is_native(KERNEL, spec) or how["empty_rows"]:
+    if spec.invariant is not None or spec.needs_backward or not rewrites.is_native(KERNEL, spec) or how["empty_rows"]:
         return None
     kernel, settings, readable_rows = _extension().fwd, _settings(spec, how, None), rewrites.readable_rows
 
@@ -171,6 +173,8 @@ def backward(
 def _forward(spec: AttentionSpec, inputs: Any, into: Any) -> tuple[Any, Any]:
     if spec.paged is not None:
         return flash_paged.flash2(spec, inputs, into, _extension().varlen_fwd, _settings(spec, lower(spec), None))
+    if rows_as_documents.applies(spec):
+        return rows_as_documents.forward(partial(_forward, into=None), spec, inputs)
     how, slopes, extension = lower(spec), slopes_of(spec, inputs), _extension()
     buffer = None if into is None else writable(into[0])
     run = extension.varlen_fwd if spec.packed else extension.fwd
@@ -187,6 +191,9 @@ def _forward(spec: AttentionSpec, inputs: Any, into: Any) -> tuple[Any, Any]:
 
 
 def _backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, into: Any) -> Gradients:
+    if spec.invariant is not None and spec.batch > 1:
+        run = partial(_backward, into=None)
+        return rows_as_documents.backward_of_rows(run, spec, inputs, out, lse, dout)
     how, slopes, extension = lower(spec), slopes_of(spec, inputs), _extension()
     buffers = (None, None, None) if into is None else tuple(map(writable, into[:3]))
     run = extension.varlen_bwd if spec.packed else extension.bwd

@@ -23,6 +23,8 @@ def refusals(spec: AttentionSpec, device: str, width: int) -> Iterator[str]:
     """Refuses combinations of features that the kernel of a width computes wrongly or cannot launch."""
     if spec.paged is not None:
         yield from flash_paged.flash2_refusals(spec, NAME, width)
+    if spec.invariant is not None:
+        yield from _invariant_refusals(spec)
     if spec.alibi_shape and spec.alignment == "top_left" and (spec.packed or spec.q_len != spec.kv_len):
         yield f"alignment=top_left with alibi_slopes: {NAME} measures from the bottom_right diagonal"
     if spec.dropout and spec.softcap is not None:
@@ -31,6 +33,20 @@ def refusals(spec: AttentionSpec, device: str, width: int) -> Iterator[str]:
         yield f"dropout={spec.dropout}: {NAME} drops in steps of 1/256"
     if spec.dropout and spec.needs_backward and width > 192 and device in SMALL_MEMORY:
         yield f"backward: dropout={spec.dropout} with head_dim={width}: {NAME} has none on {device}"
+
+
+def _invariant_refusals(spec: AttentionSpec) -> Iterator[str]:
+    """Refuses what has other bits in another batch. The rows of a dense call run as documents, forwards."""
+    why = {
+        "pages": spec.paged is not None and "splits the keys by the number of sequences",
+        "packed documents and gradients": spec.packed
+        and spec.needs_backward
+        and "sums dq in parts whose number depends on the documents",
+        "alibi_slopes of each row": len(spec.alibi_shape or ()) == 2 and "takes one slope per head there",
+    }
+    for what, reason in why.items():
+        if reason:
+            yield f"invariant={spec.invariant!r} with {what}: {NAME} {reason}"
 
 
 def rocm_refusals(spec: AttentionSpec, build: Build | None) -> Iterator[str]:

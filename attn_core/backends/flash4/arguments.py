@@ -7,7 +7,11 @@ from typing import Any
 
 from attn_core.backends.flash4 import masked
 from attn_core.backends.flash4.operands import window
+from attn_core.call.functions import has_functions
 from attn_core.call.spec import AttentionSpec
+
+LARGEST_TILE = 256
+"""The most query rows of a tile on sm90."""
 
 
 @lru_cache(maxsize=4096)
@@ -15,19 +19,50 @@ def lower(spec: AttentionSpec) -> dict[str, Any]:
     """Returns the kernel's keywords for "forward" and "backward", and the softcap, which needs score functions."""
     left, right = (None, None) if masked.by_blocks(spec) else window(spec)
     causal = left is None and right == 0
+    longest = spec.max_len_q
+    if spec.invariant is not None and longest is not None:
+        longest = max(longest, LARGEST_TILE + 1)  # for fewer queries the kernel takes a tile of their size
     both = {
         "causal": causal,
         "window_size_left": left,
         "window_size_right": None if causal else right,
-        "max_seqlen_q": spec.max_len_q,
+        "max_seqlen_q": longest,
         "max_seqlen_k": spec.max_len_k,
     }
     scale = spec.scale or 1.0  # never None in a spec
+    # Parts of the keys, and sums in any order, would depend on the batch.
+    whole = {} if spec.invariant is None else {"num_splits": 1}
+    ordered = spec.deterministic or spec.invariant is not None
     return {
-        "forward": {"softmax_scale": scale / (spec.softcap or 1.0), **both},  # see softcap.py for the division
-        "backward": {"softmax_scale": scale, "deterministic": spec.deterministic, **both},
+        "forward": {"softmax_scale": scale / (spec.softcap or 1.0), **whole, **both},  # softcap.py: why divided
+        "backward": {"softmax_scale": scale, "deterministic": ordered, **both},
         "softcap": spec.softcap,
     }
+
+
+def invariant_refusals(spec: AttentionSpec, device: str, name: str) -> list[str]:
+    """Returns why a call with ``invariant`` would have other bits in another batch, or is not known to have the same.
+
+    Rows of a dense call run as packed documents (``shared.rows_as_documents``).
+    """
+    if spec.invariant is None:
+        return []
+    lacks = {
+        "pages": spec.paged is not None,
+        "key_ranges or functions": spec.key_ranges_shape is not None or has_functions(spec),
+        f"device {device}": device != "sm90",  # the number of query stages depends on the longest document
+    }
+    return [f"invariant={spec.invariant!r} with {what}: {name} has none" for what in lacks if lacks[what]]
+
+
+def program_refuses(spec: AttentionSpec, device: str) -> tuple[str, ...]:
+    """Returns why ``program`` cannot express a supported call."""
+    reasons = [] if device == "sm90" else [f"{device}: proven on sm90 only"]
+    if spec.invariant is not None:
+        reasons.append(f"invariant={spec.invariant!r}: rows become documents by operations of torch")
+    if spec.paged is not None:
+        reasons.append("keys and values in pages: torch operations make tables safe before the kernel")
+    return tuple(reasons)
 
 
 @lru_cache(maxsize=4096)

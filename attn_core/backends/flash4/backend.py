@@ -25,7 +25,7 @@ from typing import Any
 
 from attn_core.backends.flash4 import arguments, direct, disk_cache, masked, own_kernels, paged, sinks, versions
 from attn_core.backends.flash4.operands import backward_width, copy_if_expanded, writable
-from attn_core.backends.shared import dry_run, first_call, kernel_limits, rewrites
+from attn_core.backends.shared import dry_run, first_call, kernel_limits, rewrites, rows_as_documents
 from attn_core.backends.shared.kernel_programs import KernelProgram
 from attn_core.backends.support import Build, Support
 from attn_core.call.masks import band
@@ -56,10 +56,11 @@ FORWARD = Support(
     partial=True,
     lse_gradient=True,
     paged=True,
+    invariant=("batch",),
 )
 BACKWARD = replace(FORWARD, paged=False)
 WRITES_INTO = True
-lower = arguments.lower
+lower, program_refuses = arguments.lower, arguments.program_refuses
 
 
 def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
@@ -68,6 +69,7 @@ def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str,
     reasons = [*kernel_limits.grid(spec, FORWARD.kernel, spec.batch), *masked.refusals(spec, device, FORWARD.kernel)]
     if spec.paged is not None:
         reasons += paged.refusals(spec, device, FORWARD.kernel)
+    reasons += arguments.invariant_refusals(spec, device, FORWARD.kernel)
     edge, widest = band(spec), max(spec.head_dim, spec.value_dim)
     if spec.packed and spec.alignment == "top_left" and (edge.left is not None or edge.right is not None):
         reasons.append(
@@ -100,6 +102,8 @@ def _kernels() -> tuple[Any, Any]:
 
 def forward(spec: AttentionSpec, inputs: Inputs, into: Any = None) -> tuple[Any, Any]:
     """See ``Backend.forward``. Raises RuntimeError if a CUDA graph would capture the compilation."""
+    if rows_as_documents.applies(spec):
+        return rows_as_documents.forward(forward, spec, inputs)
     launches = direct.launches_of(spec, "forward", inputs.q)
     if launches is not None:
         return direct.launch_forward(launches, spec, inputs, into)
@@ -117,6 +121,8 @@ def backward(
     spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any, into: Any = None
 ) -> Gradients:
     """See ``Backend.backward``, and ``forward`` for the error."""
+    if rows_as_documents.applies(spec):
+        return rows_as_documents.backward(backward, spec, inputs, out, lse, dout, dlse)
     launches = direct.launches_of(spec, "backward", inputs.q) if dlse is None else None
     if launches is not None:
         return direct.launch_backward(launches, spec, inputs, out, lse, dout, into, None)
@@ -137,14 +143,6 @@ def warm_up(spec: AttentionSpec) -> None:
         # With dlse the backward is another kernel; see ``backward``'s key.
         for dlse in (None, lse) if spec.return_lse else (None,):
             backward(spec, inputs, out, lse, out, dlse)
-
-
-def program_refuses(spec: AttentionSpec, device: str) -> tuple[str, ...]:
-    """Returns why ``program`` cannot express a supported call."""
-    reasons = [] if device == "sm90" else [f"{device}: proven on sm90 only"]
-    if spec.paged is not None:
-        reasons.append("keys and values in pages: torch operations make tables safe before the kernel")
-    return tuple(reasons)
 
 
 @lru_cache(maxsize=1024)

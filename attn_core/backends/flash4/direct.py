@@ -82,7 +82,18 @@ def _chooses_by_family(device: int) -> bool:
 FEW_DOCUMENTS = 256
 """With more packed documents flash-attn-4 launches more kernels, which depend on the lengths."""
 _WIDTHS = attrgetter(
-    *("dtype", "num_heads", "num_kv_heads", "head_dim", "value_dim", "packed", "sinks", "paged", "partial"),
+    *(
+        "dtype",
+        "num_heads",
+        "num_kv_heads",
+        "head_dim",
+        "value_dim",
+        "packed",
+        "sinks",
+        "paged",
+        "partial",
+        "invariant",
+    ),
     *("softcap", "scale", "deterministic", "dropout", "mask_shape", "bias_shape", "alibi_shape"),
 )
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from attn_core.backends.jax_xla import attention, few_queries, paged, tiles, whole
+from attn_core.backends.jax_xla import attention, few_queries, fixed_tiles, paged, paged_tiles, tiles, whole
 from attn_core.backends.jax_xla import row_maximum as maxima
 from attn_core.backends.jax_xla.tiles import BlockSizes
 from attn_core.backends.shared.device_kinds import ANY
@@ -57,10 +57,11 @@ FORWARD = Support(
     paged_recent=True,
     page_dtypes=tuple(BITS),
     symbolic=True,
+    invariant=("batch", "prefix"),
 )
 BACKWARD = replace(FORWARD, paged=False, paged_alibi=False, paged_starts=False, paged_recent=False, page_dtypes=())
-FORWARD_MODE = BACKWARD
-ROW_MAXIMUM = BACKWARD
+FORWARD_MODE = replace(BACKWARD, invariant=())
+ROW_MAXIMUM = FORWARD_MODE
 
 MAX_SCORES = 2**22
 """The most scores (batch * heads * q_len * kv_len) of a small call if blocks of them may be hidden."""
@@ -74,8 +75,24 @@ and GPUs of other vendors were never measured; they have the blocks of a GPU."""
 
 
 def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
-    """Refuses nothing. float64 needs jax_enable_x64, but without it no float64 array reaches a spec."""
-    return ()
+    """Refuses what the tiles of ``fixed_tiles`` lack; without ``invariant`` every combination of claims works.
+
+    float64 needs jax_enable_x64, but without it no float64 array reaches a spec.
+    """
+    if spec.invariant is None:
+        return ()
+    lacks = {
+        f"device {device}": device != "cpu",
+        "key_ranges": spec.key_ranges_shape is not None,
+        "mask_mod": spec.mask_mod is not None,
+        "score_mod": spec.score_mod is not None,
+        "rings of newest tokens": spec.invariant == "prefix" and spec.paged is not None and spec.paged.recent is not None,
+        "alibi_slopes of each sequence in pages": spec.paged is not None and len(spec.alibi_shape or ()) == 2,
+        "sizes that are symbols": spec.symbolic,
+    }
+    return tuple(
+        f"{what} with invariant={spec.invariant!r}: {FORWARD.kernel} has none" for what in lacks if lacks[what]
+    )
 
 
 def probe() -> str:
@@ -88,12 +105,16 @@ def probe() -> str:
 
 def lower(spec: AttentionSpec) -> dict[str, Any]:
     """Returns ``path``, the forward's algorithm, and ``blocks``, the sizes for "blocked" on CPUs and elsewhere."""
+    if spec.invariant is not None:
+        return {"path": _path(spec), "query_tile": fixed_tiles.QUERY_TILE, "key_tile": fixed_tiles.KEY_TILE}
     blocks = {kind: tiles.block_sizes(spec, largest) for kind, largest in LARGEST_BLOCKS.items()}
     return {"path": _path(spec), "blocks": blocks}
 
 
 def _path(spec: AttentionSpec) -> str:
-    """Returns "few queries", "whole" or "blocked". The backward of few queries is that of "whole"."""
+    """Returns "fixed tiles", "few queries", "whole" or "blocked". The backward of few queries is that of "whole"."""
+    if spec.invariant is not None:
+        return "fixed tiles"
     if spec.symbolic:  # a symbolic size cannot be compared
         return "blocked"
     # The scores of a few queries take about as much memory as the keys.
@@ -120,7 +141,11 @@ def forward(spec: AttentionSpec, inputs: Any) -> tuple[Any, Any]:
     """Returns (out, lse) in ``spec.out_shape`` and ``spec.lse_shape``. Traceable."""
     with usual_promotion():
         if spec.paged is not None:
+            if spec.invariant is not None:
+                return paged_tiles.forward(spec, inputs)
             return paged.forward(spec, inputs, forward)
+        if spec.invariant is not None:
+            return fixed_tiles.forward(spec, inputs)
         if _path(spec) == "few queries":
             return few_queries.forward(spec, inputs)
         out, lse, _ = _forward(spec, inputs)
@@ -129,7 +154,7 @@ def forward(spec: AttentionSpec, inputs: Any) -> tuple[Any, Any]:
 
 def forward_with_maximum(spec: AttentionSpec) -> Callable[..., tuple[Any, Any, Any]] | None:
     """See ``contract.forward_with_maximum``. Few queries take another pass."""
-    return None if _path(spec) == "few queries" else _forward
+    return None if _path(spec) in ("few queries", "fixed tiles") else _forward
 
 
 def _forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any, Any]:
@@ -147,6 +172,8 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
         return attention.backward(spec, inputs, blocks, out, lse, dout, dlse)
 
     with usual_promotion():
+        if spec.invariant is not None:
+            return fixed_tiles.backward(spec, inputs, out, lse, dout, dlse)
         if _path(spec) != "blocked":
             return whole.backward(spec, inputs, out, lse, dout, dlse)
         return _where_it_runs(lower(spec)["blocks"], run)

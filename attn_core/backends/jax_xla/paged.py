@@ -28,20 +28,13 @@ def forward(spec: AttentionSpec, inputs: PagedInputs, run: Forward) -> tuple[Any
     rows = spec.max_len_q or spec.q_len
     rows = min(rows, spec.q_len) if is_number(spec.q_len) else rows
     lengths = jnp.clip(inputs.seq_lens, 0, paged.capacity)
-    pages = jnp.clip(inputs.block_table, 0, paged.num_pages - 1)
     key = jnp.arange(paged.capacity, dtype=jnp.int32)
     valid = key < lengths[:, None]  # [batch, capacity]
     if inputs.kv_starts is not None:
         valid = valid & (key >= inputs.kv_starts[:, None])
 
-    def row(
-        pool: Any, scales: Any, rings: Any
-    ) -> Any:  # [batch, width, page_size, kv_heads, dim] -> [batch, capacity, ...]
-        wide = pool[pages].reshape(batch, paged.capacity, *pool.shape[2:])
-        if scales is not None:
-            wide = _numbers(paged, wide, scales[pages])
-        if rings is not None:
-            wide = _with_rings(wide, rings, inputs.recent_rows, lengths)
+    def row(pool: Any, scales: Any, rings: Any) -> Any:
+        wide = gathered(paged, inputs, (pool, scales, rings), lengths)
         return jnp.where(valid[:, :, None, None], wide, 0)  # slots after the end may hold NaN
 
     cu_q = inputs.cu_seqlens_q
@@ -77,6 +70,24 @@ def forward(spec: AttentionSpec, inputs: PagedInputs, run: Forward) -> tuple[Any
     flat_out = jnp.zeros(spec.out_shape, out.dtype).at[target].set(out, mode="drop")
     flat_lse = jnp.full((spec.q_len, spec.num_heads), -jnp.inf, lse.dtype)
     return flat_out, flat_lse.at[target].set(lse.swapaxes(1, 2), mode="drop").T
+
+
+def gathered(paged: PagedKV, inputs: PagedInputs, stored: tuple[Any, Any, Any], lengths: Any) -> Any:
+    """Returns the keys or values of each sequence, ``[batch, capacity, kv_heads, dim]``; numbers of quantised pages.
+
+    Args:
+        stored: the pool, and its scales and rings or None.
+        lengths: of the sequences, within the table.
+    """
+    import jax.numpy as jnp
+
+    pool, scales, rings = stored
+    pages = jnp.clip(inputs.block_table, 0, paged.num_pages - 1)
+    # [batch, width, page_size, kv_heads, dim] -> [batch, capacity, kv_heads, dim]
+    wide = pool[pages].reshape(len(pages), paged.capacity, *pool.shape[2:])
+    if scales is not None:
+        wide = _numbers(paged, wide, scales[pages])
+    return wide if rings is None else _with_rings(wide, rings, inputs.recent_rows, lengths)
 
 
 def _numbers(paged: PagedKV, stored: Any, scales: Any) -> Any:

@@ -8,6 +8,7 @@ Packed documents: on the CPU the offsets are read and checked, and each document
 reading them would synchronise, so every block spans all keys, and document numbers hide the other documents. Wrong
 offsets can then hide keys, but never read outside a buffer. A NaN or Inf in a hidden key or value affects no row; one
 in a visible key or value makes the row NaN (or Inf).
+With ``invariant``, on a CPU, all of it runs in tiles of one size (``fixed_tiles.py``).
 Upstream: torch 2.11 to 2.15.
 """
 
@@ -17,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from attn_core.backends.math import paged
+from attn_core.backends.math import fixed_tiles, paged
 from attn_core.backends.shared import plain_attention, plain_row_maximum, plain_second_tangents, plain_tangents
 from attn_core.backends.shared.block_operands import SavedTensors
 from attn_core.backends.shared.device_kinds import ANY
@@ -61,15 +62,28 @@ FORWARD = Support(
     paged_starts=True,
     paged_recent=True,
     page_dtypes=tuple(BITS),
+    invariant=("batch", "prefix"),
 )
 BACKWARD = replace(FORWARD, paged=False, paged_alibi=False, paged_starts=False, paged_recent=False, page_dtypes=())
-FORWARD_MODE = replace(BACKWARD, aux_gradients=False)
-ROW_MAXIMUM = BACKWARD
+FORWARD_MODE = replace(BACKWARD, aux_gradients=False, invariant=())
+ROW_MAXIMUM = replace(BACKWARD, invariant=())
 
 
 def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
-    """Refuses nothing: every combination of claims works."""
-    return ()
+    """Refuses what the tiles of ``fixed_tiles`` lack; without ``invariant`` every combination of claims works."""
+    if spec.invariant is None:
+        return ()
+    lacks = {
+        f"device {device}": device != "cpu",
+        "key_ranges": spec.key_ranges_shape is not None,
+        "mask_mod": spec.mask_mod is not None,
+        "score_mod": spec.score_mod is not None,
+        "rings of newest tokens": spec.invariant == "prefix" and spec.paged is not None and spec.paged.recent is not None,
+        "alibi_slopes of each sequence in pages": spec.paged is not None and len(spec.alibi_shape or ()) == 2,
+    }
+    return tuple(
+        f"{what} with invariant={spec.invariant!r}: {FORWARD.kernel} has none" for what in lacks if lacks[what]
+    )
 
 
 def probe() -> str:
@@ -81,7 +95,9 @@ def probe() -> str:
 
 def lower(spec: AttentionSpec) -> dict[str, Any]:
     """Returns the scale, the softcap, the band (None if packed: each document has its own) and the block size."""
+    tiles = {"query_tile": fixed_tiles.QUERY_TILE, "key_tile": fixed_tiles.KEY_TILE}
     return {
+        **({} if spec.invariant is None else tiles),
         "scale": spec.scale,
         "softcap": spec.softcap,
         "band": None if spec.packed else band(spec),
@@ -93,12 +109,16 @@ def forward(spec: AttentionSpec, inputs: Any) -> tuple[Any, Any]:
     """See ``Backend.forward``. The log-sum-exp is float32, or float64 for float64 inputs."""
     if spec.paged is not None:
         return paged.forward(spec, inputs)
+    if spec.invariant is not None:
+        return fixed_tiles.forward(spec, inputs)
     out, lse, _ = plain_attention.results(spec, inputs)
     return out, lse
 
 
 def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
     """See ``Backend.backward``."""
+    if spec.invariant is not None:
+        return fixed_tiles.backward(spec, inputs, out, lse, dout, dlse)
     return plain_attention.backward(spec, inputs, out, lse, dout, dlse)
 
 
@@ -114,9 +134,9 @@ def row_maximum(spec: AttentionSpec, inputs: Inputs) -> Any:
     return plain_row_maximum.row_maximum(spec, inputs)
 
 
-def forward_with_maximum(spec: AttentionSpec) -> Callable[..., tuple[Any, Any, Any]]:
-    """See ``contract.forward_with_maximum``."""
-    return plain_attention.forward_with_maximum
+def forward_with_maximum(spec: AttentionSpec) -> Callable[..., tuple[Any, Any, Any]] | None:
+    """See ``contract.forward_with_maximum``. Tiles of one size take another pass."""
+    return plain_attention.forward_with_maximum if spec.invariant is None else None
 
 
 def backward_jvp(spec: AttentionSpec, inputs: Inputs, saved: Any, tangents: Tangents, moved: Any) -> Gradients:

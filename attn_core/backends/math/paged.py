@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from attn_core.backends.math import fixed_tiles
 from attn_core.backends.shared import plain_attention
 from attn_core.backends.shared.paged_as_dense import dense_rows, packed_documents
 from attn_core.backends.shared.pools import query_offsets
@@ -22,6 +23,10 @@ def forward(spec: AttentionSpec, inputs: PagedInputs) -> tuple[Any, Any]:
     synchronise: each row is as long as the table is wide, and a mask hides the rest. So do rows with slopes of their
     own.
     """
+    if spec.invariant is not None:
+        packed, documents = packed_documents(spec, inputs)
+        out, lse = fixed_tiles.forward(packed, documents)
+        return out.to(inputs.q.dtype), lse
     if inputs.q.device.type != "cpu" or len(spec.alibi_shape or ()) == 2:  # documents have one slope per head
         return _as_dense_rows(spec, inputs)
     packed, documents = packed_documents(spec, inputs)

@@ -49,12 +49,23 @@ FORWARD = Support(
     paged_starts=True,
     paged_recent=True,
     page_dtypes=tuple(BITS),
+    invariant=("batch",),
 )
 BACKWARD = replace(FORWARD, paged=False, paged_alibi=False, paged_starts=False, paged_recent=False, page_dtypes=())
 
 
 def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
-    """Refuses slopes of each sequence in pages, which become packed documents."""
+    """Refuses slopes of each sequence in pages, which become packed documents, and what ``invariant`` excludes."""
+    if spec.invariant is not None:
+        lacks = {
+            f"{spec.dtype}: on a processor with tiles (Intel AMX) torch packs keys by a rule that counts the batch": (
+                spec.dtype not in ("float32", "float64")
+            ),
+            f"a mask or bias: {FORWARD.kernel} would sum over the padding": bool(spec.mask_shape or spec.bias_shape),
+            "sinks: torch's sigmoid rounds the last elements of a tensor in another way": spec.sinks,
+            "alibi_slopes of each row": len(spec.alibi_shape or ()) == 2,
+        }
+        return tuple(f"invariant={spec.invariant!r} with {what}" for what in lacks if lacks[what])
     if spec.paged is not None and len(spec.alibi_shape or ()) == 2:
         return (f"alibi_slopes of shape {list(spec.alibi_shape or ())}: {FORWARD.kernel} takes [heads] with pages",)
     return ()
@@ -85,7 +96,7 @@ def lower(spec: AttentionSpec) -> dict[str, Any]:
         "is_causal": is_causal,
         "additive_mask": additive_mask,
         "contained": additive_mask or (is_causal and spec.sinks),
-        "by_results": containment.shows_in_results(spec),
+        "by_results": spec.invariant is None and containment.shows_in_results(spec),
         "scale": spec.scale,
         "by_document": spec.packed,
     }
@@ -104,10 +115,10 @@ def forward(spec: AttentionSpec, inputs: Any) -> tuple[Any, Any]:
     else:
         # [batch, seq, heads, dim] -> [batch, heads, seq, dim] and back, as views
         q, k, v = (tensor.transpose(1, 2) for tensor in inputs[:3])
-        if spec.q_len == 1:  # else not, because the lookup of an op hashes the spec on every call
+        if spec.q_len == 1 and spec.invariant is None:  # else not: the lookup of an op hashes the spec on every call
             out, lse = cpu_kernel.forward_op(spec, how["is_causal"])(q, k, v)
         else:
-            out, lse = cpu_kernel.kernels()[0](q, k, v, 0.0, how["is_causal"], scale=how["scale"])
+            out, lse = cpu_kernel.kernels_of(spec)[0](q, k, v, 0.0, how["is_causal"], scale=how["scale"])
         out = out.transpose(1, 2)
     if spec.sinks:
         out, lse = sinks.with_sinks(out, lse, inputs.sinks)
@@ -119,7 +130,7 @@ def forward(spec: AttentionSpec, inputs: Any) -> tuple[Any, Any]:
 def shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any] | None] | None:
     """See ``contract.shortcut``: torch itself attaches the backward op below to this forward op."""
     how = lower(spec)
-    if how["by_document"]:
+    if how["by_document"] or spec.invariant is not None:
         return None
     if how["additive_mask"]:
         return _masked_shortcut(spec)
@@ -140,7 +151,8 @@ def shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any] | None] | Non
 
 def paged_shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any] | None]:
     """See ``contract.paged_shortcut``."""
-    return cpu_paged.decoder(spec, spec.return_lse)
+    # The decoder pads all sequences to the longest.
+    return cpu_paged.decoder(spec, spec.return_lse) if spec.invariant is None else lambda *_: None
 
 
 def _masked_shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any] | None] | None:
@@ -186,7 +198,7 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
         dq, dk, dv = cpu_blocks.backward(spec, inputs, out, lse, dout)
     else:
         tensors = (tensor.transpose(1, 2) for tensor in (dout, *inputs[:3], out))
-        gradients = cpu_kernel.kernels()[1](*tensors, lse, 0.0, how["is_causal"], scale=how["scale"])
+        gradients = cpu_kernel.kernels_of(spec)[1](*tensors, lse, 0.0, how["is_causal"], scale=how["scale"])
         dq, dk, dv = (gradient.transpose(1, 2) for gradient in gradients)
     if how["contained"]:
         containment.contain_gradients(spec, inputs, out, lse, dout, (dq, dk, dv))

@@ -41,7 +41,13 @@ def forward(
     q, k, v, table, lengths, offsets, sinks = inputs[:7]
     results = None
     quantised = spec.paged is not None and spec.paged.dtype is not None
-    if offsets is None and inputs.alibi_slopes is None and inputs.kv_starts is None and not quantised:
+    if (
+        spec.invariant is None
+        and offsets is None
+        and inputs.alibi_slopes is None
+        and inputs.kv_starts is None
+        and not quantised
+    ):
         results = decoder(spec, True)(q.detach(), k.detach(), v.detach(), table, lengths, sinks)
     if results is not None:
         return results

@@ -128,6 +128,13 @@ def _alibi(support: Support, spec: AttentionSpec) -> str | None:
     return f"alibi_slopes{'' if spec.paged is None else ' with pages'}: {support.kernel} has none"
 
 
+def _invariant(support: Support, spec: AttentionSpec) -> str | None:
+    if spec.invariant is None or spec.invariant in support.invariant:
+        return None
+    has = f"keeps {' and '.join(support.invariant)} alone" if support.invariant else "promises no equal bits there"
+    return f"invariant={spec.invariant!r}: {support.kernel} {has}"
+
+
 CHECKS: dict[str, Check] = {
     **{name: _size(name) for name in ("batch", "q_len", "kv_len")},
     **dict.fromkeys(("num_heads", "scale", "max_len_q", "max_len_k"), _nothing),
@@ -161,4 +168,5 @@ CHECKS: dict[str, Check] = {
     "deterministic": _flag("deterministic", lambda s: s.deterministic, lambda s: "deterministic=True"),
     "partial": _flag("partial", lambda s: s.partial, lambda s: "a part of each row's keys"),
     "paged": _paged,
+    "invariant": _invariant,
 }

@@ -1,0 +1,250 @@
+"""Tests of every claim of ``invariant``: drawn neighbours, places, padding, cuts and pages change no bit.
+
+``--hypothesis-profile=thorough`` draws 1500 times for each backend and test, 3000 and more for each backend.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("jax")
+from both_frontends import module_on
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from same_bits_calls import DOCUMENTS, PAGE, TOKENS, Kind, batch, differing, document, packed, pages
+
+from attn_core import NoBackendError, SpecError, backends
+from attn_core.backends.math import tile_operands
+
+LENGTHS = (1, 5, 37, 64, 96)
+OPTIONS: dict[str, tuple[tuple[str, Any], ...]] = {
+    "plain": (),
+    "causal": (("causal", True),),
+    "window": (("causal", True), ("window", 40)),
+    "alibi": (("causal", True), ("alibi_slopes", True)),
+    "softcap": (("causal", True), ("softcap", 5.0)),
+    "sinks": (("causal", True), ("sinks", True)),
+}
+NEEDS = {"window": "window", "alibi": "alibi", "softcap": "softcap", "sinks": "sinks"}
+CPU_BACKENDS = [
+    (backends.load(name, "cpu").FRAMEWORK, name)
+    for name in backends.names()
+    if "cpu" in backends.modules(name) or "" in backends.modules(name)
+    if module_on(name, "cpu").FORWARD.runs_on("cpu") and module_on(name, "cpu").FORWARD.invariant
+]
+PREFIX_BACKENDS = [pair for pair in CPU_BACKENDS if "prefix" in module_on(pair[1], "cpu").FORWARD.invariant]
+CUDA_BACKENDS = [("torch", name) for name in ("flash2", "flash4")]
+
+
+def few() -> settings:
+    """Returns the number of draws: 12 in the default profile."""
+    return settings(max_examples=12) if settings.get_current_profile_name() == "ci" else settings()
+
+
+@st.composite
+def kinds(draw: Any, framework: str, backend: str, invariant: str, device: str = "cpu") -> Kind:
+    claims = module_on(backend, device).FORWARD
+    names = [name for name in OPTIONS if getattr(claims, NEEDS.get(name, "causal"))]
+    if backend == "sdpa_flash":
+        names.remove("sinks")  # refused, see its refuses
+    if invariant == "prefix":
+        names.remove("plain")
+    dtypes = [dtype for dtype in ("float32", "bfloat16") if dtype in claims.dtypes]
+    heads = [(4, 2), (1, 1), (3, 1)]
+    if framework == "jax":  # each kind is a program to compile
+        names, dtypes, heads = names[1:3] if invariant == "batch" else names[:1], dtypes[:1], heads[:1]
+    if backend == "sdpa_flash":
+        dtypes = dtypes[:1]
+    dim = 16 if device == "cpu" else 64
+    drawn = (draw(st.sampled_from(each)) for each in (heads, dtypes))
+    return Kind(framework, backend, invariant, *drawn, OPTIONS[draw(st.sampled_from(names))], device, dim)  # type: ignore[arg-type]
+
+
+@st.composite
+def scenes(draw: Any, kind: Kind) -> tuple[list[Any], int]:
+    """Documents of at most TOKENS tokens in all, one of which is in every scene of a draw, and its number."""
+    numbers = st.integers(0, 2**31)
+    return [
+        document(kind, draw(numbers), *(draw(st.sampled_from((0, 1, 9, 40))),) * 2)
+        for _ in range(draw(st.integers(0, DOCUMENTS - 1)))
+    ], draw(numbers)
+
+
+def among(kind: Kind, subject: Any, scene: tuple[list[Any], int]) -> Any:
+    """The results of a document among the neighbours of a scene, at the place that the scene says."""
+    neighbours, seed = scene
+    place = seed % (len(neighbours) + 1)
+    documents = [*neighbours[:place], subject, *neighbours[place:]]
+    return packed(kind, documents, noise=float(seed % 7 - 3))[place]
+
+
+def check_batch(framework: str, backend: str, device: str = "cpu", **how: Any) -> None:
+    @settings(few(), **how)
+    @given(st.data())
+    def draws(data: st.DataObject) -> None:
+        kind = data.draw(kinds(framework, backend, "batch", device))
+        lengths = LENGTHS if framework == "torch" else (37,)
+        queries = data.draw(st.sampled_from(lengths))
+        subject = document(kind, data.draw(st.integers(0, 2**31)), queries, queries)
+        alone = among(kind, subject, ([], 0))
+        assert not differing(alone, among(kind, subject, data.draw(scenes(kind)))), "packing"
+        rows = data.draw(st.integers(1, 3)) if framework == "torch" else 3
+        place = data.draw(st.integers(0, rows - 1))
+        others = [document(kind, data.draw(st.integers(0, 2**31)), queries, queries) for _ in range(rows)]
+        others[place] = subject
+        assert not differing(alone, batch(kind, others)[place]), "batch"
+
+    draws()
+
+
+@pytest.mark.parametrize(("framework", "backend"), CPU_BACKENDS)
+def test_a_document_has_the_same_bits_in_every_batch(framework: str, backend: str) -> None:
+    check_batch(framework, backend)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(("framework", "backend"), CUDA_BACKENDS)
+def test_a_document_has_the_same_bits_in_every_batch_on_a_gpu(framework: str, backend: str) -> None:
+    """flash2 refuses gradients of packed documents, so there dense rows alone are compared."""
+    if backend == "flash2":
+        check_rows(backend, "cuda")
+    else:
+        check_batch(framework, backend, "cuda")
+
+
+def check_rows(backend: str, device: str) -> None:
+    @few()
+    @given(st.data())
+    def draws(data: st.DataObject) -> None:
+        kind = data.draw(kinds("torch", backend, "batch", device))
+        queries, number = data.draw(st.sampled_from((1, 37, 128, 500))), st.integers(0, 2**31)
+        subject = document(kind, data.draw(number), queries, queries)
+        alone = batch(kind, [subject])[0]
+        others = [document(kind, data.draw(number), queries, queries) for _ in range(data.draw(st.integers(1, 40)))]
+        place = data.draw(number) % len(others)
+        others[place] = subject
+        assert not differing(alone, batch(kind, others)[place])
+
+    draws()
+
+
+@pytest.mark.parametrize("backend", ["math", "jax_xla"])
+def test_padding_on_either_side_changes_no_bit(backend: str) -> None:
+    """A mask hides the padding; its queries and keys hold other numbers."""
+    framework = module_on(backend, "cpu").FRAMEWORK
+
+    @few()
+    @given(st.data())
+    def draws(data: st.DataObject) -> None:
+        kind = Kind(framework, backend, "batch", (4, 2), "float32", OPTIONS["causal"])
+        number, count = st.integers(0, 2**31), 37
+        length = 80  # of the padded rows
+        subject = document(kind, data.draw(number), count, count)
+        rows, mask = [], np.zeros((3, 1, length, length), bool)
+        place = data.draw(st.integers(0, 2))
+        starts = [data.draw(st.integers(0, length - count)) for _ in range(3)]
+        for row, start in enumerate(starts):
+            padded = document(kind, data.draw(number), length, length)
+            if row == place:
+                for name, array in padded.items():
+                    array[start : start + count] = subject[name]
+                padded["dout"][:start] = padded["dout"][start + count :] = 0
+            rows.append(padded)
+            mask[row, :, start : start + count, start : start + count] = True
+        alone = batch(kind, [subject])[0]
+        result, here = batch(kind, rows, mask)[place], slice(starts[place], starts[place] + count)
+        cut = {name: array[:, here] if name == "lse" else array[here] for name, array in result.items()}
+        assert not differing(alone, cut)
+
+    draws()
+
+
+@pytest.mark.parametrize(("framework", "backend"), PREFIX_BACKENDS)
+def test_a_query_has_the_same_bits_in_every_cut_and_in_pages(framework: str, backend: str) -> None:
+    @few()
+    @given(st.data())
+    def draws(data: st.DataObject) -> None:
+        kind = data.draw(kinds(framework, backend, "prefix"))
+        length = data.draw(st.integers(2, TOKENS - 60))
+        whole = document(kind, data.draw(st.integers(0, 2**31)), length, length)
+        expected = among(kind, whole, ([], 0))
+        cuts = sorted({0, length, *data.draw(st.lists(st.integers(1, length), max_size=3))})
+        neighbours, seed = data.draw(scenes(kind))
+        small = [each for each in neighbours if len(each["q"]) <= 9][:2]
+        order = np.random.default_rng(seed).permutation(DOCUMENTS * TOKENS // PAGE)
+        for start, stop in pairwise(cuts):
+            begun = {name: array[:stop] if name in "kv" else array[start:stop] for name, array in whole.items()}
+            part = {"out": expected["out"][start:stop], "lse": expected["lse"][:, start:stop]}
+            chunk = among(kind, begun, (small, seed))
+            assert not differing(part, {name: chunk[name] for name in part}), "chunks"
+            if "alibi_slopes" not in dict(kind.options) or module_on(backend, "cpu").FORWARD.paged_alibi:
+                assert not differing(part, pages(kind, [begun, *small], order)[0]), "pages"
+
+    draws()
+
+
+def test_a_tile_that_the_batch_chooses_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted fault: the size of a tile of keys depends on the tokens of all documents, as a heuristic's would."""
+    honest = tile_operands.tiles_of
+
+    def by_the_batch(spec: Any, inputs: Any, part: Any, finite: bool = True) -> Any:
+        monkeypatch.setattr(tile_operands, "KEY_TILE", 16 if spec.documents and inputs.cu_seqlens_k[2] > 40 else 128)
+        return honest(spec, inputs, part, finite)
+
+    monkeypatch.setattr("attn_core.backends.math.fixed_tiles.tiles_of", by_the_batch)
+    with pytest.raises(AssertionError, match=r"packing|batch"):
+        check_batch("torch", "math", phases=[Phase.generate])
+
+
+def test_without_invariant_bits_differ() -> None:
+    """The usual kernel has other bits in chunks; else these tests would prove nothing."""
+    kind = Kind("torch", "sdpa_flash", None, (4, 2), "float32", OPTIONS["causal"])
+    whole = document(kind, 0, 150, 150)
+    expected, begun = among(kind, whole, ([], 0)), {name: array[100:] for name, array in whole.items()}
+    begun |= {name: whole[name] for name in "kv"}
+    chunk = among(kind, begun, ([], 0))
+    assert differing({"out": expected["out"][100:]}, {"out": chunk["out"]})
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+@pytest.mark.parametrize(
+    ("keywords", "words"),
+    [
+        ({"invariant": "yes"}, "invariant='yes': expected one of batch, prefix, or None"),
+        ({"invariant": True}, "invariant=True: expected one of batch, prefix, or None"),
+        ({"invariant": "batch", "dropout": 0.5}, "expected no dropout=0.5, because which weights drop"),
+        ({"invariant": "prefix"}, "expected no keys behind a query"),
+    ],
+)
+def test_what_cannot_hold_is_an_error(framework: str, keywords: dict[str, Any], words: str) -> None:
+    frontend = pytest.importorskip(f"{framework}_frontend")
+    array = np.zeros((1, 3, 2, 8), np.float32)
+    if framework == "torch":
+        import torch
+
+        q = torch.from_numpy(array)
+    else:
+        import jax
+
+        q, keywords = jax.numpy.asarray(array), keywords | {"dropout_rng": jax.random.key(0)}
+    with pytest.raises(SpecError, match=words):
+        frontend.attention(q, q, q, **keywords)
+
+
+def test_a_backend_without_the_claim_refuses() -> None:
+    import torch
+
+    import torch_frontend
+
+    q = torch.zeros(1, 3, 2, 8)
+    with pytest.raises(NoBackendError, match=r"invariant='batch': .* promises no equal bits there"):
+        torch_frontend.attention(q, q, q, backend="flex", invariant="batch")
+    with pytest.raises(NoBackendError, match=r"invariant='prefix': .* keeps batch alone"):
+        torch_frontend.attention(q, q, q, causal=True, backend="sdpa_flash", invariant="prefix")
+    selection = torch_frontend.explain(q, q, q, causal=True, invariant="prefix")
+    assert selection.backend == "math"
