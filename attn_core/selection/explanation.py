@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 from attn_core import backends
 from attn_core.call.pages import describe_pages
 from attn_core.call.spec import AttentionSpec
+from attn_core.selection.same_bits import describe_same_bits
 from attn_core.selection.target import Target
 
 SELECTED, ABLE, BY_NAME, ONE_CHANGE, REFUSED = "selected", "can run it", "by name only", "one change away", "refused"
@@ -93,7 +94,7 @@ class Explanation(NamedTuple):
         faults: why each requested backend cannot run the call, if none can.
         because: why this backend was chosen; None if none was.
         lane: how JAX reaches the backend, if that has reasons.
-        mask, parts, forward_mode, max_logit: as the Selection has them; pages: from ``describe_pages``.
+        mask, parts, forward_mode, max_logit: as the Selection has them; pages, same_bits: from ``describe_...``.
         call: where the call would run, and its spec.
         rows: every backend: the requested ones, the candidates of automatic choice, best first, and the others.
         device, backend, requested, automatic: as the Selection has them; no requested backends are an empty tuple.
@@ -114,6 +115,7 @@ class Explanation(NamedTuple):
     forward_mode: str | None = None
     max_logit: str | None = None
     pages: str | None = None
+    same_bits: str | None = None
 
 
 def explanation(selection: Decision) -> Explanation:
@@ -131,11 +133,9 @@ def explanation(selection: Decision) -> Explanation:
         backend=selection.backend,
         requested=selection.requested or (),
         automatic=selection.automatic,
-        mask=selection.mask,
-        parts=selection.parts,
-        forward_mode=selection.forward_mode,
-        max_logit=selection.max_logit,
+        **{name: getattr(selection, name) for name in ("mask", "parts", "forward_mode", "max_logit")},
         pages=describe_pages(selection.spec),
+        same_bits=describe_same_bits(selection.spec, selection.backend, target.kind),
     )
 
 

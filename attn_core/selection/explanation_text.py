@@ -37,7 +37,7 @@ def head(facts: Explanation, everything: bool = False) -> list[str]:
     # The call is broken between its fields.
     call = ", ".join(field.replace(" ", NO_BREAK) for field in facts.call.split(", "))
     labelled = {"because": facts.because, "parts": facts.parts, "lane": facts.lane, "mask": facts.mask}
-    labelled["pages"] = facts.pages
+    labelled |= {"pages": facts.pages, "same bits": facts.same_bits}
     labelled |= {"max_logit": facts.max_logit, "forward mode": facts.forward_mode if everything else None, "call": call}
     return lines + [wrapped(f"{label}: {fact}", "  ", "    ") for label, fact in labelled.items() if fact is not None]
 

@@ -169,18 +169,22 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
     from jax import lax
 
     tiled, documents, wide = arrange(spec, inputs, lse, dout), documents_of(spec, inputs), spec.lse_dtype
-    rows = (spec.batch, spec.q_len, spec.num_heads)
-    term = -(dout.astype(wide) * out.astype(wide)).sum(-1).reshape(rows)
-    lse = lse.reshape(spec.batch, spec.num_heads, spec.q_len).transpose(0, 2, 1)
-    if dlse is not None:
-        term = term + dlse.reshape(spec.batch, spec.num_heads, spec.q_len).transpose(0, 2, 1).astype(wide)
-    term = jnp.where(lse == -jnp.inf, 0, term)
-    saved = [tiled.padded_rows(spec, array) for array in (dout.astype(wide), lse, term)]
+
+    def rows_last(array: Any) -> Any:  # [b, heads, i], or packed without b -> [b, i, heads]
+        return array.reshape(spec.batch, spec.num_heads, spec.q_len).transpose(0, 2, 1).astype(wide)
+
+    lse = rows_last(lse)
+    dlse = jnp.zeros_like(lse) if dlse is None else rows_last(dlse)
+    saved = [tiled.padded_rows(spec, array) for array in (dout.astype(wide), out.astype(wide), lse, dlse)]
     start_values = [jnp.zeros(array.shape, wide) + tiled.zero.astype(wide) for array in (tiled.q, tiled.k, tiled.v)]
 
     def tile(number: Any, document: Document, head: Any, totals: Any) -> Any:
         dq, *others = totals
-        q, here, row_lse, row_term = (tiled.queries(array, document, head, number) for array in (tiled.q, *saved))
+        q, here, row_out, row_lse, row_dlse = (
+            tiled.queries(array, document, head, number) for array in (tiled.q, *saved)
+        )
+        # The term that all logits of a row share. Here, because the shape of a sum decides its order.
+        row_term = jnp.where(row_lse == -jnp.inf, 0, row_dlse - (here * row_out).sum(-1, keepdims=True))
         # A row that sees no key, and one that is no query: exp(s - inf) = 0.
         real = document.is_query(number, spec.group_size)
         row_lse = jnp.where(real & (row_lse != -jnp.inf), row_lse, jnp.inf)
@@ -207,7 +211,10 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
     dk, dv = (array[:, :, : spec.kv_len].transpose(0, 2, 1, 3) for array in (spec.scale * dk, dv))
     dsinks = None
     if spec.sinks:
+        heads = (spec.batch, spec.q_len, spec.num_heads)
+        term = dlse - (dout.astype(wide) * out.astype(wide)).sum(-1).reshape(heads)
         weights = jnp.where(lse == -jnp.inf, 0, jnp.exp(inputs.sinks.astype(wide) - lse))
+        term = jnp.where(lse == -jnp.inf, 0, term)
         dsinks = (weights * term).sum((0, 1)).astype(inputs.sinks.dtype)
     pairs = zip((dq, dk, dv), inputs[:3], strict=True)
     dq, dk, dv = (array.astype(like.dtype).reshape(like.shape) for array, like in pairs)
