@@ -93,14 +93,22 @@ def append(
     """
     token = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)  # 64 bits, because a pool's stride times it may exceed 2^31
+    # Before the search for the slot, so that both wait for memory at the same time.
+    lane = tl.arange(0, WIDE)
+    key_channel = channel_of(lane, HEAD_DIM, WIDE, KIND)
+    value_channel = channel_of(lane, VALUE_DIM, WIDE, KIND)
+    from_token = token.to(tl.int64)
+    key_at = k + from_token * k_token + head * k_head
+    key = tl.load(key_at + key_channel, mask=key_channel < HEAD_DIM)
+    value = tl.load(v + from_token * v_token + head * v_head + value_channel, mask=value_channel < VALUE_DIM)
     position = token
     # Wrong slots and tables are skipped, never followed: a write outside the pool would corrupt other memory.
     if SLOTS:
         place = tl.load(slot_mapping + token).to(tl.int64)
+        if place < 0:  # its quotient may be 0
+            return
         page = place // PAGE
         slot = place % PAGE
-        if (place < 0) | (page >= num_pages):
-            return
     else:
         sequence = token
         behind = 1  # tokens from this one to the end of its sequence
@@ -119,19 +127,9 @@ def append(
         position = tl.load(seq_lens + sequence) - behind
         if (position < 0) | (position >= width * PAGE):
             return
-        page = tl.load(block_table + sequence.to(tl.int64) * table_row + position // PAGE)
-        if (page < 0) | (page >= num_pages):
-            return
-        page = page.to(tl.int64)
+        page = tl.load(block_table + sequence.to(tl.int64) * table_row + position // PAGE).to(tl.int64)
         slot = (position % PAGE).to(tl.int64)
     in_sequence = position  # a rotation may have another position
-    lane = tl.arange(0, WIDE)
-    key_channel = channel_of(lane, HEAD_DIM, WIDE, KIND)
-    value_channel = channel_of(lane, VALUE_DIM, WIDE, KIND)
-    from_token = token.to(tl.int64)
-    key_at = k + from_token * k_token + head * k_head
-    key = tl.load(key_at + key_channel, mask=key_channel < HEAD_DIM)
-    value = tl.load(v + from_token * v_token + head * v_head + value_channel, mask=value_channel < VALUE_DIM)
     if ROTARY_DIM > 0:
         if POSITIONS:
             position = tl.load(positions + token)
@@ -139,6 +137,8 @@ def append(
         key = rotate_head(key, key_at, key_channel, position, cos, sin, max_positions, cos_row, sin_row,
                           ROTARY_DIM, INTERLEAVED, DOUBLE)
         # fmt: on
+    if (page < 0) | (page >= num_pages):  # not earlier, so that the angles do not wait for the page
+        return
     k_at = k_pages + page * k_page + slot * k_slot + head * k_pool_head
     v_at = v_pages + page * v_page + slot * v_slot + head * v_pool_head
     k_scale = k_scales + page * k_scale_page + slot * k_scale_slot + head * k_scale_head

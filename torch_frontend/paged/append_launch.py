@@ -113,7 +113,9 @@ def append_on_gpu(
             "WIDE": 1 << (widest - 1).bit_length(),
             "SEQUENCES": min(1024, 1 << max(len(lengths) - 1, 0).bit_length()),
             **triton_quantise.constants(dtype, by),
-            **{"num_warps": 1 if widest <= 64 else 2, "enable_fp_fusion": False},  # see attn_core.paged.rotary
+            # One warp finds the largest magnitude of a quantised row without waiting for another. Fusing would round
+            # otherwise than JAX, see attn_core.paged.rotary.
+            **{"num_warps": 1 if widest <= 64 or dtype else 2, "enable_fp_fusion": False},
         }
         return (tokens, heads, 1), numbers, constants  # one program for each head of each token
 
