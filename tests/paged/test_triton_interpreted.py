@@ -400,7 +400,7 @@ def test_append_writes_the_bits_of_torch(new: Any, kind: tuple[str, str], dim: i
         if is_kernel:
             append_on_gpu(given.k, given.v, *parts, *places, scales=scales)
         else:
-            _append_on_cpu(given.k, given.v, *parts, places, scales)
+            _append_on_cpu(given.k, given.v, *parts, places, scales, (None, None, None))
         results.append(given)
     for name in ("k", "v", "k_scales", "v_scales"):
         one, other = (getattr(each, name).contiguous().view(torch.uint8) for each in results)
