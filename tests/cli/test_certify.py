@@ -422,6 +422,12 @@ def test_a_whole_run_is_kept_in_the_users_folder_and_doctor_shows_it(
     assert damaged is not None and str(damaged).startswith("cannot be read: ")
 
 
+def test_a_run_without_any_check_is_no_success() -> None:
+    done = attn("certify", "--backend", "flash4", "--device", "cpu", "--check", "mask")
+    assert done.exit_code == 1 and done.stdout.startswith("NOTHING RAN. ")
+    assert "no kernel for cpu (flash4)" in done.stdout
+
+
 def test_a_part_is_not_kept_in_the_users_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     done = attn("certify", "--check", known_rows.NAME)

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from attn_core.backends.shared.device_kinds import kind_of
 from attn_core.cli.certify import known_rows
-from attn_core.cli.certify.certificate import FAILED, Certificate, Entry, certificate_path, read, write
+from attn_core.cli.certify.certificate import FAILED, NOT_RUN, Certificate, Entry, certificate_path, read, write
 from attn_core.cli.certify.checks import CHECKS
 from attn_core.cli.certify.regression import compare
 from attn_core.cli.certify.report import report
@@ -48,8 +48,8 @@ def certify(
 ) -> None:
     """Prove in bounded time what the backends on this machine promise, and write a certificate.
 
-    Exit code: 0 if every check that ran passed; 1 if one failed, or passed in --against and no longer does; 2 for
-    invalid options or files.
+    Exit code: 0 if every check that ran passed; 1 if none ran, if one failed, or if one passed in --against and no
+    longer does; 2 for invalid options or files.
     """
     names, checks = tuple(backend or ()), tuple(check or ())
     part = bool(names or checks or framework or draw is not None)
@@ -88,7 +88,8 @@ def certify(
     for line in report(certificate, compared):
         typer.echo(line)
     typer.echo(f"wrote {path}" if path is not None else "nothing was written, because this is a part; see --json")
-    if certificate.count(FAILED) or (compared is not None and compared.regressions):
+    nothing = certificate.count(NOT_RUN) == len(certificate.entries)
+    if nothing or certificate.count(FAILED) or (compared is not None and compared.regressions):
         raise typer.Exit(1)
 
 

@@ -20,6 +20,7 @@ def report(certificate: Certificate, compared: Comparison | None) -> Iterator[st
     failed = certificate.count(FAILED)
     checked = len(certificate.entries) - certificate.count(NOT_RUN)
     verdict = f"FAILED: {failed} of {checked} checks." if failed else f"OK: all {checked} checks that ran passed."
+    verdict = verdict if checked else "NOTHING RAN."
     yield from _wrapped(f"{verdict} {_machine(certificate)}")
     yield ""
     yield from _table(certificate)
