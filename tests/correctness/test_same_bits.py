@@ -21,6 +21,8 @@ from same_bits_calls import DOCUMENTS, PAGE, TOKENS, Kind, batch, differing, doc
 from attn_core import NoBackendError, SpecError, backends
 from attn_core.backends.math import tile_operands
 
+pytestmark = pytest.mark.timeout(7200)  # for the thorough profile
+
 LENGTHS = (1, 5, 37, 64, 96)
 OPTIONS: dict[str, tuple[tuple[str, Any], ...]] = {
     "plain": (),

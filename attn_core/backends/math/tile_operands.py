@@ -11,7 +11,7 @@ from attn_core.call.masks import Band, band
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
 
-QUERY_TILE = 64
+QUERY_TILE = 128
 """Positions of a tile. One new token computes as many rows, because all products must have the same shape."""
 KEY_TILE = 128
 
