@@ -137,8 +137,8 @@ def differentiate(
     inputs = Inputs(*tensors)
     results = backward(dout, dlse if plain.return_lse else None, out, lse, chosen, *to_call(inputs, plain))
     gradients = _without_absent(results, inputs, plain)
-    # Behind the first tensors: the options, key_ranges, both functions, the arrays and aux_gradients.
-    return *gradients_in_order(gradients, TENSORS), *(None,) * (OPTIONS + 3), *gradients.daux, None
+    # Behind the first tensors: the options, key_ranges, both functions, the arrays, aux_gradients and invariant.
+    return *gradients_in_order(gradients, TENSORS), *(None,) * (OPTIONS + 3), *gradients.daux, None, None
 
 
 def _without_absent(results: Sequence[Tensor], inputs: Inputs, plain: PlainOptions) -> Gradients:

@@ -40,18 +40,26 @@ def parts(spec: AttentionSpec, inputs: Inputs) -> Iterator[Part]:
             yield from _unpadded(spec, inputs, number)
 
 
+def _positions(rows: int, columns: int, device: Any) -> tuple[Any, Any]:
+    """Returns the positions of queries ``[rows, 1]`` and of keys ``[columns]``."""
+    import torch
+
+    return torch.arange(rows, device=device)[:, None], torch.arange(columns, device=device)
+
+
 def _unpadded(spec: AttentionSpec, inputs: Inputs, number: int) -> Iterator[Part]:
     """Yields one row without the queries and keys at its ends that are in no visible pair: padding, on either side."""
     import torch
 
-    seen = torch.ones((1, 1, 1), dtype=torch.bool)
+    device = inputs.q.device
+    seen = torch.ones((1, 1, 1), dtype=torch.bool, device=device)
     for table in (inputs.mask, None if inputs.bias is None else inputs.bias != -math.inf):
         if table is not None:
             seen = seen & table[min(number, table.shape[0] - 1)].any(0, keepdim=True)
     seen = seen[0].expand(spec.q_len, spec.kv_len)
     edge = band(spec)
     if not edge.hides_nothing(spec.q_len, spec.kv_len):
-        seen = seen & edge.contains(torch.arange(spec.q_len)[:, None], torch.arange(spec.kv_len))
+        seen = seen & edge.contains(*_positions(spec.q_len, spec.kv_len, device))
     queries, keys = seen.any(1).nonzero().flatten().tolist(), seen.any(0).nonzero().flatten().tolist()
     if queries:
         rows, columns = slice(queries[0], queries[-1] + 1), slice(keys[0], keys[-1] + 1)
@@ -117,7 +125,6 @@ class Tiles(NamedTuple):
         return distance, hidden
 
     def _band_of(self, number: int, block: int) -> tuple[Any, Any]:
-        import torch
 
         keys, edge = self.part.keys.stop - self.part.keys.start, self.part.edge
         start, first = self.queries_of(number)[0], block * KEY_TILE
@@ -127,8 +134,8 @@ class Tiles(NamedTuple):
             return None, None
         place = start + edge.offset - first, filled
         if place not in self.tables:
-            columns = torch.arange(first, first + KEY_TILE)
-            rows = torch.arange(start, start + QUERY_TILE)[:, None]
+            rows, columns = _positions(QUERY_TILE, KEY_TILE, self.q.device)
+            rows, columns = rows + start, columns + first
             hidden = (columns >= keys).expand(QUERY_TILE, KEY_TILE)
             if not corners:
                 hidden = hidden | ~edge.contains(rows, columns)
