@@ -541,6 +541,20 @@ def test_a_decoding_call_skips_the_general_path(fields: dict[str, Any], monkeypa
                 run("torch", call, **wrong)
 
 
+@pytest.mark.parametrize("framework", EVERYWHERE, ids=str)
+def test_invariance_counts_on_every_call(framework: Framework) -> None:
+    """A backend that keeps no promise is refused, also after an equal call without one."""
+    q, k = (framework.array(np.ones(shape, np.float32)) for shape in ((2, 1, 4, 16), (2, 20, 2, 16)))
+    lengths = framework.array(np.array([20, 7], np.int32))
+    for invariant in (None, "prefix", "prefix", None, "prefix"):
+        how = {"causal": True, "kv_lengths": lengths, "backend": "sdpa_flash", "invariant": invariant}
+        if invariant is None:
+            framework.frontend.attention(q, k, k, **how)
+            continue
+        with pytest.raises(NoBackendError, match="invariant='prefix': the aten CPU flash kernel keeps batch alone"):
+            framework.frontend.attention(q, k, k, **how)
+
+
 def test_sdpa_kernel_counts() -> None:
     call = rows_call([7, 19, 11], [2, 0, 5], [4, 0, 2], causal=True)
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):

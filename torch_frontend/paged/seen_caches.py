@@ -120,8 +120,8 @@ def _plan(
     tables = [(torch.Size(shape), number, device) for shape in ((batch, 1), (batch,), (batch + 1,))]
     key = [entry[at] for at in range(3) for entry in (*tensors, *tables[:2])]  # shapes, dtypes, then devices
     more, longest = ((None, None, None), None) if tokens == 1 else ((tables[2], None, None), tokens)
-    options = (call.causal, window, call.softcap, call.scale, call.deterministic, call.return_lse, longest)
-    return seen_calls.seen_call(*key, sinks, more, requested, *options)
+    options = (call.causal, window, call.softcap, call.scale, call.deterministic, call.return_lse)
+    return seen_calls.seen_call(*key, sinks, more, requested, *options, longest, call.invariant)
 
 
 counters.watch("torch", _seen)
