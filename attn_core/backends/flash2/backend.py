@@ -173,7 +173,7 @@ def backward(
 def _forward(spec: AttentionSpec, inputs: Any, into: Any) -> tuple[Any, Any]:
     if spec.paged is not None:
         return flash_paged.flash2(spec, inputs, into, _extension().varlen_fwd, _settings(spec, lower(spec), None))
-    if rows_as_documents.applies(spec):
+    if spec.invariant is not None and rows_as_documents.applies(spec):
         return rows_as_documents.forward(partial(_forward, into=None), spec, inputs)
     how, slopes, extension = lower(spec), slopes_of(spec, inputs), _extension()
     buffer = None if into is None else writable(into[0])

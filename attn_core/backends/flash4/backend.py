@@ -102,7 +102,7 @@ def _kernels() -> tuple[Any, Any]:
 
 def forward(spec: AttentionSpec, inputs: Inputs, into: Any = None) -> tuple[Any, Any]:
     """See ``Backend.forward``. Raises RuntimeError if a CUDA graph would capture the compilation."""
-    if rows_as_documents.applies(spec):
+    if spec.invariant is not None and rows_as_documents.applies(spec):
         return rows_as_documents.forward(forward, spec, inputs)
     launches = direct.launches_of(spec, "forward", inputs.q)
     if launches is not None:
@@ -121,7 +121,7 @@ def backward(
     spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any, into: Any = None
 ) -> Gradients:
     """See ``Backend.backward``, and ``forward`` for the error."""
-    if rows_as_documents.applies(spec):
+    if spec.invariant is not None and rows_as_documents.applies(spec):
         return rows_as_documents.backward(backward, spec, inputs, out, lse, dout, dlse)
     launches = direct.launches_of(spec, "backward", inputs.q) if dlse is None else None
     if launches is not None:

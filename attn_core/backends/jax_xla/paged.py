@@ -84,7 +84,7 @@ def gathered(paged: PagedKV, inputs: PagedInputs, stored: tuple[Any, Any, Any], 
     pool, scales, rings = stored
     pages = jnp.clip(inputs.block_table, 0, paged.num_pages - 1)
     # [batch, width, page_size, kv_heads, dim] -> [batch, capacity, kv_heads, dim]
-    wide = pool[pages].reshape(len(pages), paged.capacity, *pool.shape[2:])
+    wide = pool[pages].reshape(pages.shape[0], paged.capacity, *pool.shape[2:])
     if scales is not None:
         wide = _numbers(paged, wide, scales[pages])
     return wide if rings is None else _with_rings(wide, rings, inputs.recent_rows, lengths)
