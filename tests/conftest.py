@@ -127,15 +127,21 @@ def resting(items: list[pytest.Item], day: int) -> list[pytest.Item]:
     """The cases that do not run today: six sevenths of each family of seven or more, and all but one of three to six.
 
     A family is one test function marked ``rotates``, with all its parameters; and all tests marked ``slow`` are one.
-    Other cases run on each day, so a family never rests, and each case runs every seventh day.
+    Tests of one or two cases in a file that is marked as a whole are one family, too. Other cases run on each day, so a
+    family never rests, and each case runs every seventh day.
     """
     families: dict[str, list[pytest.Item]] = {}
+    files: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("slow"):
             families.setdefault("slow", []).append(item)
         elif item.get_closest_marker("rotates"):
             families.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for name, family in families.items():
+        if len(family) < 3 and name != "slow" and next(family[0].iter_markers_with_node("rotates"))[0] is not family[0]:
+            files.setdefault(name.partition("::")[0], []).extend(family)
     large = [sorted(family, key=lambda item: item.nodeid) for family in families.values() if len(family) > 2]
+    large += [sorted(family, key=lambda item: item.nodeid) for family in files.values() if len(family) > 2]
     return [item for family in large for n, item in enumerate(family) if (n - day) % min(DAYS, len(family))]
 
 

@@ -86,8 +86,7 @@ def explain(
     if are_documents(qkv, rows, options):
         arrays, keywords = shapes_of_documents(qkv, rows, options | {"window": window})
         return explain(*arrays, **keywords, needs_backward=needs_backward)
-    tokens = q.shape[0] * q.shape[1]
-    shape = (tokens, *q.shape[2:])
+    shape = (q.shape[0] * q.shape[1], *q.shape[2:])
     queries = q.reshape(shape) if isinstance(q, jax.Array) else jax.ShapeDtypeStruct(shape, q.dtype)
     tables = jax.eval_shape(partial(_pool_tables, q.shape[:2], k.shape[:2]), rows)
     more = {name: options[name] for name in (*_ON_PAGES, "sinks", "alibi_slopes")} | {"window": window}
@@ -250,8 +249,8 @@ def _with_ranges(
             arrays = jax.lax.stop_gradient(slopes.astype(jnp.float32)), offsets(rows.kv_lengths)
         else:
             arrays = jax.ShapeDtypeStruct(slopes.shape, jnp.float32), jax.eval_shape(offsets, rows.kv_lengths)
-        changed |= {"alibi_slopes": None}
-        changed |= {"score_mod": TracedFunction(cache_rows.slopes_of_rows(len(slopes.shape)), arrays)}
+        function = TracedFunction(cache_rows.slopes_of_rows(slopes.ndim), arrays)
+        changed |= {"alibi_slopes": None, "score_mod": function}
     return (q, k, v), options | changed
 
 

@@ -25,6 +25,8 @@ from attn_core.selection import choice, new_plans
 from jax_frontend.bridge import compiled_lane, hot_callbacks, targets
 from torch_frontend import attention
 
+pytestmark = pytest.mark.rotates
+
 PAGE = Path(__file__).resolve().parents[2] / slow_paths.PAGE
 MANY = slow_copies.EVERY + slow_copies.FIRST + 1
 """Calls in a loop that certainly contains one that is looked at."""

@@ -134,6 +134,7 @@ def test_unreadable_measurements_exit_with_2(script: Any, path: str, capsys: pyt
     assert f"{path}: cannot be read" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_sweep_continues_where_it_stopped(raw_file: Path, tmp_path: Path) -> None:
     path = tmp_path / "raw.json"
     assert run(*FEW, "--only", "quick mask", "--json", str(path)).exit_code == 0

@@ -119,6 +119,7 @@ def by_reference(trial: Trial) -> dict[str, np.ndarray]:
     return {name: array for name, array in expected.truth.items() if name in names}
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("name", RELATIONS)
 def test_a_relation_keeps_the_result(name: str) -> None:
     relation, count = RELATIONS[name], 0
@@ -242,6 +243,7 @@ def test_a_campaign_writes_its_counts_and_goes_on_where_it_stopped(tmp_path: Pat
     assert done.exit_code == 2 and "seed" in done.output
 
 
+@pytest.mark.slow
 def test_processes_share_the_blocks_and_add_up(tmp_path: Path) -> None:
     parts = [Campaign(11, CPU, part=Part(number, 3)) for number in range(3)]
     blocks = [{number // BLOCK for number, _ in islice(part.cases(0), 5 * BLOCK)} for part in parts]

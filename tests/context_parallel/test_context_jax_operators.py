@@ -75,6 +75,7 @@ STEPS: dict[str, tuple[str, str, int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STEPS)
 def test_each_device_runs_the_operators_of_its_part(library: Path, name: str) -> None:
     strategy, layout, ranks, options = STEPS[name]

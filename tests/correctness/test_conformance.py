@@ -148,6 +148,7 @@ def test_calls_outside_the_claims_are_refused(backend: str, framework: str, devi
     assert all(why.partition(" (needs ")[0] in message for why in refusal.value.selection.reasons(backend))
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_automatic_choice(framework: str, device: str) -> None:
@@ -304,6 +305,7 @@ def test_planted_faults_are_caught(framework: str, where: str, name: str, monkey
         assert healthy.ok, healthy
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("name", FAULTS)
 def test_planted_faults_are_caught_in_xla(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     changes, fault = FAULTS[name]

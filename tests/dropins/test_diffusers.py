@@ -29,6 +29,8 @@ from torch_frontend.diffusers import install, installed, is_installed, uninstall
 from torch_frontend.dispatch import tensor_kinds
 from torch_frontend.finetrainers import attention_dispatch, attention_provider
 
+pytestmark = pytest.mark.rotates
+
 TORCH_ATTENTION = torch._C._nn.scaled_dot_product_attention
 Found = dict[str, torch.Tensor]
 

@@ -147,6 +147,7 @@ def processors() -> dict[tuple[str, str], str]:
     return found
 
 
+@pytest.mark.slow
 def test_every_processor_reaches_torchs_function_or_is_documented() -> None:
     escaping = {
         (file, name)

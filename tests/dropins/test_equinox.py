@@ -17,6 +17,8 @@ from attn_core import NoBackendError, SeqInfo, masks
 from attn_core.errors import ShapeError, SpecError
 from jax_frontend.equinox import attend
 
+pytestmark = pytest.mark.rotates
+
 Q_LEN, KV_LEN, HEADS = 5, 7, 3
 SIZES = {"query_size": 12, "key_size": 10, "value_size": 8, "output_size": 11, "qk_size": 5, "vo_size": 6}
 BIASES = {f"use_{name}_bias": True for name in ("query", "key", "value", "output")}

@@ -14,6 +14,8 @@ if not torch.distributed.is_available():
 
 from context_torch_worker import Failed, World, once
 
+pytestmark = pytest.mark.rotates
+
 SCENES = "context_huggingface_scenes"
 DOCUMENTS = (4, 7, 2)
 TRAINED: list[tuple[str, dict[str, Any], Any, str]] = [

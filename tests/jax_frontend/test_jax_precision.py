@@ -13,6 +13,8 @@ from attn_core.errors import SpecError
 from jax_frontend import attention, dot_product_attention
 from jax_frontend.flax.hook import attention_fn
 
+pytestmark = pytest.mark.rotates
+
 CALLS: dict[str, dict[str, Any]] = {
     "blocks": {"causal": True, "softcap": 5.0},
     "jax.nn": {"causal": True},

@@ -20,6 +20,8 @@ from sharded_calls import BATCH, BOTH_WAYS, DIM, HEADS, KV_HEADS, Q_LEN, normal
 
 from jax_frontend import linen, nnx
 
+pytestmark = pytest.mark.rotates
+
 FEATURES, LAYERS = HEADS * DIM, 3
 
 

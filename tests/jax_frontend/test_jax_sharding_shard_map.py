@@ -24,6 +24,8 @@ from sharded_calls import (
 
 from jax_frontend import attention
 
+pytestmark = pytest.mark.rotates
+
 IN_SHARD_MAP = {"batch": P("data"), "heads": P(None, None, "model"), "both": P("data", None, "model")}
 
 

@@ -15,6 +15,8 @@ from attn_core import DTypeError, NoBackendError, ShapeError, SpecError
 from attn_core.expressions import trace_score
 from jax_frontend import SeqInfo, attention, explain
 
+pytestmark = pytest.mark.rotates
+
 Q, K, V = (
     jax.random.normal(jax.random.key(seed), (2, length, heads, 16))
     for seed, length, heads in ((0, 9, 4), (1, 13, 2), (2, 13, 2))

@@ -73,6 +73,7 @@ KERNEL_FILES = [
         "backends/triton_jvp/maximum_kernel.py",
         "backends/triton_jvp/tile_functions.py",
         "backends/triton_splitkv/kernels.py",
+        "backends/triton_splitkv/loads.py",
         "backends/triton_splitkv/merge_kernel.py",
         "backends/triton_splitkv/stored_tiles.py",
         "context_parallel/on_torch/merge_parts_triton.py",

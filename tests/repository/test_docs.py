@@ -38,7 +38,7 @@ def test_support_page_is_current() -> None:
 
 def test_support_page_shows_every_claim() -> None:
     claims = {field.name for field in fields(Support) if field.default is False}
-    assert claims == set(FEATURES)
+    assert claims | {"invariant", "invariant prefix"} == set(FEATURES)
 
 
 def test_support_page_shows_forward_and_backward_separately(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,6 +121,7 @@ def _of(language: str, *, titled: bool = False) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("block", blocks, ids=lambda block: block.name)
 
 
+@pytest.mark.rotates
 @_of("python")
 @pytest.mark.filterwarnings("error::attn_core.SlowPathWarning")
 def test_examples_run(block: Block, monkeypatch: pytest.MonkeyPatch) -> None:

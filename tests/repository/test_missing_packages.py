@@ -43,6 +43,7 @@ except ImportError as error:
 """
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize(
     ("statement", "subject", "package", "extra"),
     [

@@ -43,6 +43,7 @@ def test_packed_and_paged_cases_equal_their_rivals() -> None:
             assert torch.equal(before, after)
 
 
+@pytest.mark.slow
 def test_a_measurement_has_the_times_of_both_sides(capsys: pytest.CaptureFixture[str]) -> None:
     cases = small_calls.packed_cases(SHAPE, "cpu", torch.float32)
     entries = small_calls.measured("title", cases, "cpu", rounds=2)

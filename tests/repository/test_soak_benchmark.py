@@ -110,6 +110,7 @@ def clean() -> dict[str, Any]:
     return short_run()
 
 
+@pytest.mark.slow
 def test_a_short_run_leaves_nothing_behind(clean: dict[str, Any]) -> None:
     assert clean["calls"] >= CALLS and len(clean["points"]) == POINTS
     assert soak_verdict.faults(clean, times=False) == []

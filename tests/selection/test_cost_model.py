@@ -183,6 +183,7 @@ def test_a_fit_finds_rates_of_any_scale() -> None:
         assert microseconds(fitted, kind, each) == pytest.approx(microseconds(slow, kind, each), rel=0.03)
 
 
+@pytest.mark.slow
 def test_a_backend_with_few_calls_learns_from_the_others() -> None:
     slow_cap = {
         name: made_up_model(1.0, constant=constant, work=2.0, effects={"softcap": 3.0})

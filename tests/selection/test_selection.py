@@ -279,6 +279,7 @@ def test_the_way_to_a_kernel_explains_nothing(monkeypatch: pytest.MonkeyPatch) -
     assert (chosen.backend, considered) == ("math", ["flash3", "math"])
 
 
+@pytest.mark.slow
 def test_fifty_thousand_shapes_do_not_grow_memory() -> None:
     def plan_shapes(lengths: range) -> int:
         """Plans a call of each length, and returns the bytes of memory in use after them."""

@@ -50,7 +50,8 @@ def test_a_plan_of_new_lengths_is_the_plan_of_a_first_call(options: dict[str, An
         entries = [None if t is None else (t.shape, t.dtype, t.device) for t in (*tensors, *tables)]
         requested = given.pop("backend", None)
         defaults = dict(causal=False, alignment="bottom_right", window=None, softcap=None, scale=None)
-        named = {**defaults, "dropout": 0.0, "deterministic": False, "return_lse": False, **given}
+        defaults |= {"dropout": 0.0, "deterministic": False, "return_lse": False, "invariant": None}
+        named = {**defaults, **given}
         checked = check_options(plan.Options(**named))
         first = plan.plan((*entries, *(None,) * 4), checked, needs_grad, False, requested)
         columns = [[each[at] for each in entries[:3]] for at in range(3)]

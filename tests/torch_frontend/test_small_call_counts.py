@@ -118,7 +118,7 @@ BOUNDS = {
     "documents of equal lengths": (22, 45),
     "two documents": (36, 65),
     "two documents by tensors": (41, 79),
-    "pages, equal lengths": (8, 5),
+    "pages, equal lengths": (8, 6),
     "pages": (14, 12),
     "append": (5, 11),
 }

@@ -15,6 +15,8 @@ if not torch.distributed.is_available():
 
 from context_torch_worker import Failed, World, in_ranks
 
+pytestmark = pytest.mark.rotates
+
 SCENES = "tensor_parallel_scenes"
 LAYERS: dict[str, tuple[dict[str, Any], list[int] | None]] = {
     "as many key heads": ({"num_heads": 4, "causal": True}, None),

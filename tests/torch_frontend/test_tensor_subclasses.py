@@ -32,6 +32,8 @@ from torch_frontend.unsloth import (
     slow_attention_softcapping,
 )
 
+pytestmark = pytest.mark.rotates
+
 Tensor = torch.Tensor
 TORCHS_OWN = F.scaled_dot_product_attention
 HEADS, DIM = 2, 8

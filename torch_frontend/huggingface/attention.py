@@ -85,7 +85,7 @@ def attend(
         "dropout": dropout,
         "deterministic": bool(deterministic),
         "backend": chosen or backend,
-        "invariant": invariant_of(module),
+        "invariant": getattr(getattr(module, "config", None), INVARIANT, None),
     }
     if others:
         cache = others.pop("cache", None)
@@ -161,11 +161,6 @@ def attend(
 
 INVARIANT = "attn_core_invariant"
 """The attribute of a model's config that says ``invariant`` of ``attention`` for its layers."""
-
-
-def invariant_of(module: Any) -> str | None:
-    """Returns the ``invariant`` of a layer, from its config; None without one."""
-    return getattr(getattr(module, "config", None), INVARIANT, None)
 
 
 def attend_in_context(

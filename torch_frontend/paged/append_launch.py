@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ def repeated_on_gpu(interleaved: bool = False, names: tuple[str, ...] = TABLES) 
     some = own[1] if own[3] is None else own[3]  # for tensors that are not read, see append_on_gpu
     # The kernel's tensors by their numbers among k, v, k_pages, v_pages and those of ``names``; then scales and rings.
     order = (0, 1, 2, 3, *[some if at is None else at for at in own], *[some] * 5)
+    in_order: Callable[[list[int]], tuple[int, ...]] = itemgetter(*order)
 
     def write(k_pages: Tensor, v_pages: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> bool:
         tensors = (k, v, k_pages, v_pages, *others)
@@ -42,7 +44,7 @@ def repeated_on_gpu(interleaved: bool = False, names: tuple[str, ...] = TABLES) 
         addresses = [tensor.data_ptr() for tensor in tensors]
         direct = seen.get(strides)
         if direct is not None and not any([address & 15 for address in addresses]):
-            direct(*[addresses[at] for at in order])
+            direct(*in_order(addresses))
             return True
         places = [None if at is None else tensors[at] for at in own]
         direct = append_on_gpu(k_pages, v_pages, k, v, *places, interleaved)

@@ -234,4 +234,6 @@ def append_kv(
         torch.ops.attn.append_kv(k_pages, v_pages, k, v, *places, *beside, recent_rows)
     else:
         append(k_pages, v_pages, k, v, *where, *beside, recent_rows)
+    if k_scales is v_scales is k_recent is v_recent is None:
+        return k_pages, v_pages
     return (k_pages, v_pages, *[each for each in beside if each is not None])

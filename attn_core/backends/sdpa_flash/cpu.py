@@ -118,7 +118,9 @@ def forward(spec: AttentionSpec, inputs: Any) -> tuple[Any, Any]:
         if spec.q_len == 1 and spec.invariant is None:  # else not: the lookup of an op hashes the spec on every call
             out, lse = cpu_kernel.forward_op(spec, how["is_causal"])(q, k, v)
         else:
-            out, lse = cpu_kernel.kernels_of(spec)[0](q, k, v, 0.0, how["is_causal"], scale=how["scale"])
+            out, lse = (cpu_kernel.kernels() if spec.invariant is None else cpu_kernel.kernels_of(spec))[0](
+                q, k, v, 0.0, how["is_causal"], scale=how["scale"]
+            )
         out = out.transpose(1, 2)
     if spec.sinks:
         out, lse = sinks.with_sinks(out, lse, inputs.sinks)
@@ -198,7 +200,9 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
         dq, dk, dv = cpu_blocks.backward(spec, inputs, out, lse, dout)
     else:
         tensors = (tensor.transpose(1, 2) for tensor in (dout, *inputs[:3], out))
-        gradients = cpu_kernel.kernels_of(spec)[1](*tensors, lse, 0.0, how["is_causal"], scale=how["scale"])
+        gradients = (cpu_kernel.kernels() if spec.invariant is None else cpu_kernel.kernels_of(spec))[1](
+            *tensors, lse, 0.0, how["is_causal"], scale=how["scale"]
+        )
         dq, dk, dv = (gradient.transpose(1, 2) for gradient in gradients)
     if how["contained"]:
         containment.contain_gradients(spec, inputs, out, lse, dout, (dq, dk, dv))

@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from attn_core.backends.sdpa_flash.additive_masks import additive, empty_rows, with_alibi
-from attn_core.backends.sdpa_flash.cpu_kernel import forward_op, kernels_of
+from attn_core.backends.sdpa_flash.cpu_kernel import forward_op, kernels, kernels_of
 from attn_core.call.masks import Band, band
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
@@ -122,7 +122,9 @@ def _run(spec: AttentionSpec, tensors: tuple[Any, Any, Any], mask: Any) -> tuple
     if spec.q_len == 1 and spec.invariant is None:  # else not: the lookup of an op hashes the spec on every call
         part, lse = forward_op(spec)(*tensors, attn_mask=mask)
     else:
-        part, lse = kernels_of(spec)[0](*tensors, 0.0, False, attn_mask=mask, scale=spec.scale)
+        part, lse = (kernels() if spec.invariant is None else kernels_of(spec))[0](
+            *tensors, 0.0, False, attn_mask=mask, scale=spec.scale
+        )
     return part, lse if mask is None else lse.masked_fill(empty_rows(mask), -float("inf"))
 
 
@@ -138,7 +140,9 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any)
             sums = sums or _zeros(spec, inputs)
             for row in range(spec.batch):
                 views = [stack.view(t, row, at) for t, at in zip(tensors, (rows, rows, keys, keys, rows, rows))]
-                parts = kernels_of(spec)[1](*views, 0.0, False, attn_mask=mask, scale=spec.scale)
+                parts = (kernels() if spec.invariant is None else kernels_of(spec))[1](
+                    *views, 0.0, False, attn_mask=mask, scale=spec.scale
+                )
                 sums[0][row, :, stack.rows] += parts[0].transpose(0, 1).flatten(1, 2)
                 for index in range(stack.number):  # their keys overlap
                     begin = keys.start + index * (rows.stop - rows.start)
@@ -147,7 +151,9 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any)
             continue
         if not whole:
             tensors = tuple(t[:, :, at] for t, at in zip(tensors, (rows, rows, keys, keys, rows, rows)))
-        parts = kernels_of(spec)[1](*tensors, 0.0, False, attn_mask=mask, scale=spec.scale)
+        parts = (kernels() if spec.invariant is None else kernels_of(spec))[1](
+            *tensors, 0.0, False, attn_mask=mask, scale=spec.scale
+        )
         if whole:
             sums = parts
             break

@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn_core.backends.triton_splitkv.loads import is_in_range, load, slot_at
+from attn_core.backends.triton_splitkv.loads import is_in_range, read, slot_at
 from attn_core.backends.triton_splitkv.merge_kernel import LN_2, LOG2_E, merge, raise_maximum  # noqa: F401
 from attn_core.backends.triton_splitkv.stored_tiles import (
     HEADROOM,
@@ -172,11 +172,11 @@ def attend(
         for at in range(start if part == 0 else border, border if part == 0 else stop, KEYS):
             key = at + tl.arange(0, KEYS)
             is_key = key < stop
-            page = load(table + key // PAGE, is_key, part == 0 and LEFT_OPEN)
+            page = read(table + key // PAGE, is_key, part == 0 and LEFT_OPEN)
             page = tl.minimum(tl.maximum(page, 0), num_pages - 1)
             slot = key % PAGE
             keys_at = k_pages + kv_head * k_head + slot_at(page, slot, k_page, k_slot, PAGE, DENSE)[None, :]
-            keys_tile = load(keys_at + channel[:, None], is_key[None, :], part == 0 and LEFT_OPEN)
+            keys_tile = read(keys_at + channel[:, None], is_key[None, :], part == 0 and LEFT_OPEN)
             lower, upper = key_numbers(keys_tile, KIND, ASSEMBLY)
             scores = tl.dot(queries_tile, lower)
             if KIND == INT4:
@@ -223,7 +223,7 @@ def attend(
                 largest_scale = tl.maximum(old_scale, tl.max(value_scale, 0))
                 weights *= (value_scale * (1.0 / largest_scale) * HEADROOM)[None, :]
                 fade *= old_scale / largest_scale
-            values_tile = load(values_at + place_in_part[None, :], is_key[:, None], part == 0 and LEFT_OPEN)
+            values_tile = read(values_at + place_in_part[None, :], is_key[:, None], part == 0 and LEFT_OPEN)
             # The tensor cores take both operands in one dtype. The sum stays float32.
             weights = weights.to(queries_tile.dtype)
             numbers = value_numbers(values_tile, KIND, ASSEMBLY)

@@ -31,7 +31,7 @@ def slot_at(page, slot, by_page, by_slot, PAGE: tl.constexpr, DENSE: tl.constexp
 
 
 @triton.jit
-def load(at, exists, ALL: tl.constexpr):
+def read(at, exists, ALL: tl.constexpr):
     """Loads what exists, and 0 elsewhere; ALL says that everything exists."""
     if ALL:
         loaded = tl.load(at)
