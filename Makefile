@@ -97,7 +97,7 @@ NUMERIC := $(addprefix tests/,correctness/test_bit_equality.py correctness/test_
 
 test-avx2: $(STAMP)
 	ATEN_CPU_CAPABILITY=avx2 XLA_FLAGS=--xla_cpu_max_isa=AVX2 OMP_NUM_THREADS=1 \
-		$(RUN) -m pytest -n auto --maxprocesses 8 --dist worksteal $(NUMERIC) $(PYTEST_ARGS)
+		$(RUN) -m pytest -n auto --maxprocesses 8 --dist worksteal --rotate $(NUMERIC) $(PYTEST_ARGS)
 
 # The seed is the day of the year, so that every day has other calls. XLA compiles the quick way.
 campaign: $(STAMP)

@@ -112,6 +112,7 @@ def pytest_runtest_logfinish() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--sweep", action="store_true", help="all tests that rotate or are slow, not a seventh of them")
+    parser.addoption("--rotate", action="store_true", help="a seventh of them also in files that are named")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -148,7 +149,7 @@ def resting(items: list[pytest.Item], day: int) -> list[pytest.Item]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     # A file that somebody names runs whole, and so does a GPU's suite, which runs rarely.
     named = any(".py" in argument for argument in config.args) or "cuda" in config.getoption("markexpr")
-    if not (config.getoption("--sweep") or named):
+    if config.getoption("--rotate") or not (config.getoption("--sweep") or named):
         left_out = set(resting(items, int(os.environ["SWEEP_DAY"])))
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]

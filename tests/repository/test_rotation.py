@@ -14,6 +14,7 @@ import pytest
 
 def pytest_addoption(parser):
     parser.addoption("--sweep", action="store_true")
+    parser.addoption("--rotate", action="store_true")
 
 """
 FAMILIES = """
@@ -71,3 +72,7 @@ def test_a_sweep_and_a_file_by_name_run_everything(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
 ) -> None:
     assert ran(pytester, monkeypatch, 700, *options) >= MANY | OTHERS | SLOW
+
+
+def test_files_by_name_rotate_if_told_so(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ran(pytester, monkeypatch, 700, "--rotate", "test_families.py") == ran(pytester, monkeypatch, 700)
