@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from attn_core.cli.certify.certificate import NOT_RUN, Certificate, Entry, read
-from attn_core.cli.certify.checks import CHECKS
 from attn_core.cli.certify.known_rows import NAME
+from attn_core.cli.certify.report import rows_of
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/reference/certificates.md"
@@ -56,12 +56,7 @@ def _section(name: str, certificate: Certificate) -> Iterator[str]:
 
 
 def _table(certificate: Certificate) -> Iterator[str]:
-    ran = {entry.check for entry in certificate.entries if entry.result != NOT_RUN}
-    names = [name for name in CHECKS if name in ran]
-    rows: dict[tuple[str, str], dict[str, Entry]] = {}
-    for entry in certificate.entries:
-        if entry.backend:
-            rows.setdefault((entry.backend, entry.framework), {})[entry.check] = entry
+    names, rows = rows_of(certificate)
     yield f"| backend | in | {' | '.join(names)} | worst |"
     yield f"|---|---|{'---|' * len(names)}---|"
     for (backend, framework), found in rows.items():

@@ -13,6 +13,7 @@ from typing import Any
 from attn_core.backends.jax_xla import attention, few_queries, fixed_tiles, paged, paged_tiles, tiles, whole
 from attn_core.backends.jax_xla import row_maximum as maxima
 from attn_core.backends.jax_xla.tiles import BlockSizes
+from attn_core.backends.shared import tile_limits
 from attn_core.backends.shared.device_kinds import ANY
 from attn_core.backends.shared.jax_promotion import usual_promotion
 from attn_core.backends.support import Build, Support
@@ -79,20 +80,7 @@ def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str,
 
     float64 needs jax_enable_x64, but without it no float64 array reaches a spec.
     """
-    if spec.invariant is None:
-        return ()
-    lacks = {
-        f"device {device}": device != "cpu",
-        "key_ranges": spec.key_ranges_shape is not None,
-        "mask_mod": spec.mask_mod is not None,
-        "score_mod": spec.score_mod is not None,
-        "rings of newest tokens": spec.invariant == "prefix" and spec.paged is not None and bool(spec.paged.recent),
-        "alibi_slopes of each sequence in pages": spec.paged is not None and len(spec.alibi_shape or ()) == 2,
-        "sizes that are symbols": spec.symbolic,
-    }
-    return tuple(
-        f"{what} with invariant={spec.invariant!r}: {FORWARD.kernel} has none" for what in lacks if lacks[what]
-    )
+    return tile_limits.refusals(spec, device, FORWARD.kernel)
 
 
 def probe() -> str:

@@ -19,7 +19,13 @@ from dataclasses import replace
 from typing import Any
 
 from attn_core.backends.math import fixed_tiles, paged
-from attn_core.backends.shared import plain_attention, plain_row_maximum, plain_second_tangents, plain_tangents
+from attn_core.backends.shared import (
+    plain_attention,
+    plain_row_maximum,
+    plain_second_tangents,
+    plain_tangents,
+    tile_limits,
+)
 from attn_core.backends.shared.block_operands import SavedTensors
 from attn_core.backends.shared.device_kinds import ANY
 from attn_core.backends.support import Build, Support
@@ -71,19 +77,7 @@ ROW_MAXIMUM = replace(BACKWARD, invariant=())
 
 def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
     """Refuses what the tiles of ``fixed_tiles`` lack; without ``invariant`` every combination of claims works."""
-    if spec.invariant is None:
-        return ()
-    lacks = {
-        f"device {device}": device != "cpu",
-        "key_ranges": spec.key_ranges_shape is not None,
-        "mask_mod": spec.mask_mod is not None,
-        "score_mod": spec.score_mod is not None,
-        "rings of newest tokens": spec.invariant == "prefix" and spec.paged is not None and bool(spec.paged.recent),
-        "alibi_slopes of each sequence in pages": spec.paged is not None and len(spec.alibi_shape or ()) == 2,
-    }
-    return tuple(
-        f"{what} with invariant={spec.invariant!r}: {FORWARD.kernel} has none" for what in lacks if lacks[what]
-    )
+    return tile_limits.refusals(spec, device, FORWARD.kernel)
 
 
 def probe() -> str:

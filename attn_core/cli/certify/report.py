@@ -42,14 +42,19 @@ def _machine(certificate: Certificate) -> str:
     return f"{' and '.join(used)} ({name}), seed {certificate.seed}, {certificate.seconds:.0f} s, {certificate.date}."
 
 
-def _table(certificate: Certificate) -> Iterator[str]:
-    """Yields a row for each subject: in each column the draws that ran, a dash if none did, or FAILED."""
+def rows_of(certificate: Certificate) -> tuple[list[str], dict[tuple[str, str], dict[str, Entry]]]:
+    """Returns the checks that ran, and the entries of each (backend, framework) by their checks."""
     ran = {entry.check for entry in certificate.entries if entry.result != NOT_RUN}
-    names = [name for name in CHECKS if name in ran]
     rows: dict[tuple[str, str], dict[str, Entry]] = {}
     for entry in certificate.entries:
         if entry.backend:
             rows.setdefault((entry.backend, entry.framework), {})[entry.check] = entry
+    return [name for name in CHECKS if name in ran], rows
+
+
+def _table(certificate: Certificate) -> Iterator[str]:
+    """Yields a row for each subject: in each column the draws that ran, a dash if none did, or FAILED."""
+    names, rows = rows_of(certificate)
     if not rows:
         return
     wide = max(len("backend"), *(len(backend) for backend, _ in rows))
