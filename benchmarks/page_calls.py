@@ -13,6 +13,7 @@ import argparse
 import json
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -165,7 +166,8 @@ def _graph(call: Callable[[], Any], count: int = 100) -> Callable[[], Any]:
 
 
 def cache(sequences: int, tokens: int) -> dict[str, Any]:
-    """flash_attn_with_kvcache on a dense cache, 32/8 heads: ours beside flash-attn's own, one new token appended."""
+    """flash_attn_with_kvcache on a dense cache, 32/8 heads: ours beside flash-attn 2's and 3's own, one new token
+    appended."""
     normal = partial(torch.randn, device="cuda", dtype=torch.bfloat16)
     q, k, v = normal(sequences, 1, 32, DIM), normal(sequences, 1, 8, DIM), normal(sequences, 1, 8, DIM)
     k_cache, v_cache = (normal(sequences, tokens, 8, DIM) for _ in range(2))
@@ -173,12 +175,11 @@ def cache(sequences: int, tokens: int) -> dict[str, Any]:
     call = (q, k_cache, v_cache, k, v)
     options = {"cache_seqlens": lengths, "causal": True}
     calls: Calls = {"flash_attn_with_kvcache": partial(flash_attn.flash_attn_with_kvcache, *call, **options)}
-    try:
-        import flash_attn as package
-
-        calls["flash-attn 2"] = partial(package.flash_attn_with_kvcache, *call, **options)
-    except ImportError:
-        pass
+    for name, package in (("flash-attn 2", "flash_attn"), ("FlashAttention-3", "flash_attn_interface")):
+        try:
+            calls[name] = partial(import_module(package).flash_attn_with_kvcache, *call, **options)
+        except ImportError:
+            print(f"    {name}: not installed", flush=True)
     read = 2 * sequences * tokens * 8 * DIM * 2
     return {"call": f"a cache of {sequences} x {tokens}", "bytes": read, "seconds": in_turns(calls)}
 

@@ -59,8 +59,11 @@ def report(result: dict[str, Any]) -> str:
         ("64 x 8192, pages in", "int4", "bfloat16", 2.4),
         ("append of 64 tokens, 100 in a CUDA graph", "rotated, float8_e4m3fn", "plain", 1 / 1.15),
         ("flash_attn_func, 1 x 64 tokens", "flash_attn_func", "flash-attn 2", 1.0),
-        ("a cache of 16 x 6000", "flash_attn_with_kvcache", "flash-attn 2", 1.0),
-        ("a cache of 128 x 2048", "flash_attn_with_kvcache", "flash-attn 2", 1.0),
+        *(
+            (f"a cache of {size}", "flash_attn_with_kvcache", other, 1.0)
+            for size in ("16 x 6000", "128 x 2048")
+            for other in ("flash-attn 2", "FlashAttention-3")
+        ),
     ):
         if call in rows and {name, beside} <= set(rows[call]["seconds"]):
             times = median_ratio(rows[call]["seconds"], name, beside)
