@@ -74,6 +74,7 @@ def append(
     POSITIONS: tl.constexpr,
     DOUBLE: tl.constexpr,
     RECENT: tl.constexpr,
+    SPLIT: tl.constexpr,
     KIND: tl.constexpr,
     BY_TOKEN: tl.constexpr,
     LARGEST: tl.constexpr,
@@ -90,8 +91,10 @@ def append(
     POSITIONS: whether positions says how far, and not the token's place in its sequence. The constants from KIND on are
     those of ``store_row``, which quantises the rotated key before anything rounds it. RECENT: the tokens of a ring, 0
     without rings; the newest tokens of a sequence are written to its ring, too, rounded once to the ring's dtype.
+    SPLIT: the third axis of the grid has a program for the key and one for the value, because quantising takes time.
     """
     token = tl.program_id(0)
+    part = tl.program_id(2)
     head = tl.program_id(1).to(tl.int64)  # 64 bits, because a pool's stride times it may exceed 2^31
     # Before the search for the slot, so that both wait for memory at the same time.
     lane = tl.arange(0, WIDE)
@@ -129,35 +132,44 @@ def append(
             return
         page = tl.load(block_table + sequence.to(tl.int64) * table_row + position // PAGE).to(tl.int64)
         slot = (position % PAGE).to(tl.int64)
-    in_sequence = position  # a rotation may have another position
-    if ROTARY_DIM > 0:
-        if POSITIONS:
-            position = tl.load(positions + token)
-        # fmt: off
-        key = rotate_head(key, key_at, key_channel, position, cos, sin, max_positions, cos_row, sin_row,
-                          ROTARY_DIM, INTERLEAVED, DOUBLE)
-        # fmt: on
-    if (page < 0) | (page >= num_pages):  # not earlier, so that the angles do not wait for the page
-        return
-    k_at = k_pages + page * k_page + slot * k_slot + head * k_pool_head
-    v_at = v_pages + page * v_page + slot * v_slot + head * v_pool_head
-    k_scale = k_scales + page * k_scale_page + slot * k_scale_slot + head * k_scale_head
-    v_scale = v_scales + page * v_scale_page + slot * v_scale_slot + head * v_scale_head
-    # fmt: off
-    store_row(key, key_channel, k_at, k_scale, HEAD_DIM, WIDE,
-              KIND, BY_TOKEN, LARGEST, NUMERATOR, PLACES, EXPONENT, MOST, INVERSE)
-    store_row(value, value_channel, v_at, v_scale, VALUE_DIM, WIDE,
-              KIND, BY_TOKEN, LARGEST, NUMERATOR, PLACES, EXPONENT, MOST, INVERSE)
-    # fmt: on
+    ring_slot = (page * 0 - 1).to(tl.int64)  # -1: not among the newest tokens
+    ring = ring_slot
     if RECENT > 0:
         ring = tl.load(recent_rows + sequence.to(tl.int64) * rows_sequence).to(tl.int64)
         # Of a long prompt only the newest tokens, because two tokens of one launch must not write one slot.
-        if (ring >= 0) & (ring < rings) & (in_sequence >= tl.load(seq_lens + sequence) - RECENT):
-            ring_slot = (in_sequence % RECENT).to(tl.int64)
-            newest_k = k_recent + ring * k_ring + ring_slot * k_ring_slot + head * k_ring_head
+        if (ring >= 0) & (ring < rings) & (position >= tl.load(seq_lens + sequence) - RECENT):
+            ring_slot = (position % RECENT).to(tl.int64)
+    in_pool = (page >= 0) & (page < num_pages)
+    if not SPLIT or part == 0:
+        turned = key
+        if ROTARY_DIM > 0:
+            at_angle = tl.load(positions + token) if POSITIONS else position
+            # fmt: off
+            turned = rotate_head(key, key_at, key_channel, at_angle, cos, sin, max_positions, cos_row, sin_row,
+                                 ROTARY_DIM, INTERLEAVED, DOUBLE)
+            # fmt: on
+        if in_pool:  # not earlier, so that the angles do not wait for the page
+            k_at = k_pages + page * k_page + slot * k_slot + head * k_pool_head
+            k_scale = k_scales + page * k_scale_page + slot * k_scale_slot + head * k_scale_head
+            # fmt: off
+            store_row(turned, key_channel, k_at, k_scale, HEAD_DIM, WIDE,
+                      KIND, BY_TOKEN, LARGEST, NUMERATOR, PLACES, EXPONENT, MOST, INVERSE)
+            # fmt: on
+            if RECENT > 0:
+                newest_k = k_recent + ring * k_ring + ring_slot * k_ring_slot + head * k_ring_head
+                tl.store(newest_k + key_channel, turned, mask=(key_channel < HEAD_DIM) & (ring_slot >= 0))
+    if SPLIT:
+        in_pool = in_pool & (part == 1)
+    if in_pool:
+        v_at = v_pages + page * v_page + slot * v_slot + head * v_pool_head
+        v_scale = v_scales + page * v_scale_page + slot * v_scale_slot + head * v_scale_head
+        # fmt: off
+        store_row(value, value_channel, v_at, v_scale, VALUE_DIM, WIDE,
+                  KIND, BY_TOKEN, LARGEST, NUMERATOR, PLACES, EXPONENT, MOST, INVERSE)
+        # fmt: on
+        if RECENT > 0:
             newest_v = v_recent + ring * v_ring + ring_slot * v_ring_slot + head * v_ring_head
-            tl.store(newest_k + key_channel, key, mask=key_channel < HEAD_DIM)
-            tl.store(newest_v + value_channel, value, mask=value_channel < VALUE_DIM)
+            tl.store(newest_v + value_channel, value, mask=(value_channel < VALUE_DIM) & (ring_slot >= 0))
 
 
 @triton.jit(do_not_specialize=["num_pages", "width", "entries", "batch"])
