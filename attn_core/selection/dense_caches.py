@@ -13,8 +13,11 @@ from attn_core.selection.choice import explain
 from attn_core.selection.features import FEW_QUERIES
 from attn_core.selection.target import Target
 
-DENSE_KERNELS = ("flash4", "flash3", "flash2", "sdpa_flash", "sdpa_cudnn")
-"""Backends whose kernels for documents are faster on many queries than kernels that read a row of a cache as a page."""
+DENSE_KERNELS = ("flash2", "sdpa_flash")
+"""Backends whose kernels run documents of a cache: fast on many queries, and they never read past a document's end.
+
+Slots after it may hold NaN. A tile of flash3 or flash4 reaches into them, and 0 * NaN is NaN.
+"""
 
 
 def read_pages(names: tuple[str, ...] | None, device: str) -> bool:
