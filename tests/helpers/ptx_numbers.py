@@ -36,6 +36,7 @@ def _lop3(first: int, second: int, third: int, table: int) -> int:
 
 INSTRUCTIONS = {
     "mov.b32": lambda value: value,
+    "shr.u32": lambda register, places: register >> places,
     "xor.b32": lambda first, second: first ^ second,
     "prmt.b32": _prmt,
     "lop3.b32": _lop3,

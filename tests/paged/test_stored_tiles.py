@@ -42,11 +42,17 @@ def of_both(pairs: list[list[int]]) -> list[list[float]]:
     return [[number(byte) for byte in pair] for number in (lower, upper) for pair in pairs]
 
 
+def subnormal(pairs: list[list[float]], offset: int, factors: tuple[int, ...] = (1,)) -> list[list[float]]:
+    """Numbers of keys: an offset is added, and all are a multiple of the smallest float16 number."""
+    each = len(pairs) // len(factors)
+    return [[(n + offset) * factors[i // each] * 2.0**-24 for n in pair] for i, pair in enumerate(pairs)]
+
+
 def test_keys_are_four_channels_of_a_key() -> None:
     for four in WORDS:
-        pairs = [four[:2], four[2:]]
-        check(stored_tiles._INT8_KEYS.value, four, [[int8(byte) for byte in pair] for pair in pairs])
-        check(stored_tiles._INT4_KEYS.value, four, of_both(pairs))
+        int8_pairs = [[int8(byte) for byte in pair] for pair in (four[:2], four[2:])]
+        check(stored_tiles._INT8_KEYS.value, four, subnormal(int8_pairs, 128))
+        check(stored_tiles._INT4_KEYS.value, four, subnormal(of_both([four[::2], four[1::2]]), 8, (1, 16)))
 
 
 def test_values_are_two_channels_of_each_of_two_keys() -> None:

@@ -19,9 +19,11 @@ import triton.language as tl
 from attn_core.backends.triton_splitkv.loads import is_in_range, read, slot_at
 from attn_core.backends.triton_splitkv.merge_kernel import LN_2, LOG2_E, merge, raise_maximum  # noqa: F401
 from attn_core.backends.triton_splitkv.stored_tiles import (
+    FLOAT8,
     HEADROOM,
     INT4,
     channel_of_part,
+    channels_of_keys,
     fit_float16,
     key_numbers,
     value_numbers,
@@ -140,25 +142,27 @@ def attend(
     start = low + split * share * KEYS
     stop = tl.minimum(start + share * KEYS, high)
 
+    FUSED: tl.constexpr = KIND != 0 and LEFT_OPEN and not SOFTCAP and not ALIBI
     half: tl.constexpr = 2 if KIND == INT4 else 1
     parts: tl.constexpr = 1 if KIND == 0 else 2 * half
     channel = tl.arange(0, HEAD_DIM // half)
     place_in_part = tl.arange(0, VALUE_DIM // parts)
-    rows_at = q + token[:, None] * q_token + head[:, None] * q_head + channel[None, :]
+    rows_at = q + token[:, None] * q_token + head[:, None] * q_head
+    rows_at += channels_of_keys(channel, KIND, ASSEMBLY)[None, :]
     queries_tile = tl.load(rows_at, mask=is_row[:, None], other=0.0)
     upper_queries = queries_tile
     if KIND == INT4:
         upper_queries = tl.load(rows_at + HEAD_DIM // 2, mask=is_row[:, None], other=0.0)
     to_logits = scale * LOG2_E
     if KIND != 0:
-        queries_tile, upper_queries, undo = fit_float16(queries_tile, upper_queries)
-        to_logits *= undo[:, None]
+        queries_tile, upper_queries, offset, row_scale = fit_float16(queries_tile, upper_queries, to_logits, KIND)
+        to_logits = row_scale[:, None]
     slope = tl.zeros([ROWS], tl.float32)
     if ALIBI:
         slope = tl.load(alibi_slopes + sequence * slope_row + head, mask=is_row, other=0.0) * LOG2_E
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    largest_scale = 2.0**-126
+    largest_scale = 2.0**-110  # HEADROOM divided by it is finite
     summed = ()
     for _ in tl.static_range(parts):
         summed += (tl.zeros([ROWS, VALUE_DIM // parts], tl.float32),)  # type: ignore[assignment]
@@ -182,6 +186,8 @@ def attend(
             if KIND == INT4:
                 scores = tl.dot(upper_queries, upper, scores)
             if KIND != 0:
+                if KIND != FLOAT8:
+                    scores += offset[:, None]
                 k_scale_at = k_scales + kv_head * k_scale_head
                 k_scale_at += slot_at(page, slot, k_scale_page, k_scale_slot, PAGE, False)
                 scores *= tl.load(k_scale_at, mask=is_key, other=0.0)[None, :]
@@ -189,7 +195,7 @@ def attend(
                 # tanh(x) = 1 - 2 / (1 + exp(2 x)): exact at both ends, where exp2 is 0 or inf.
                 bent = 1.0 - 2.0 / (1.0 + tl.exp2(scores * (to_logits * (2.0 / softcap))))
                 scores = bent * (softcap * LOG2_E)
-            else:
+            elif not FUSED or part == 1:
                 scores = scores * to_logits  # base-2 logits, because GPUs compute exp2 directly
             distance = key[None, :] - diagonal[:, None]
             if ALIBI:
@@ -207,8 +213,12 @@ def attend(
                 seen &= shown
             if part == 1 or not LEFT_OPEN:
                 scores = tl.where(seen, scores, float("-inf"))
-            top, base, fade = raise_maximum(top, tl.max(scores, 1))
-            weights = tl.exp2(scores - base[:, None])
+            if FUSED and part == 0:  # one instruction multiplies and subtracts, because no key is hidden
+                top, base, fade = raise_maximum(top, tl.max(scores, 1) * row_scale)
+                weights = tl.exp2(scores * to_logits - base[:, None])
+            else:
+                top, base, fade = raise_maximum(top, tl.max(scores, 1))
+                weights = tl.exp2(scores - base[:, None])
             total = total * fade + tl.sum(weights, 1)
             if KIND == 0:
                 values_at = v_pages + kv_head * v_head + slot_at(page, slot, v_page, v_slot, PAGE, DENSE)[:, None]
@@ -221,7 +231,7 @@ def attend(
                 value_scale = tl.load(v_scale_at, mask=is_key, other=0.0)
                 old_scale = largest_scale
                 largest_scale = tl.maximum(old_scale, tl.max(value_scale, 0))
-                weights *= (value_scale * (1.0 / largest_scale) * HEADROOM)[None, :]
+                weights *= (value_scale * (HEADROOM / largest_scale))[None, :]
                 fade *= old_scale / largest_scale
             values_tile = read(values_at + place_in_part[None, :], is_key[:, None], part == 0 and LEFT_OPEN)
             # The tensor cores take both operands in one dtype. The sum stays float32.

@@ -20,9 +20,23 @@ def tiles(spec: AttentionSpec) -> Tiles:
     rows, wide = rows_of(spec), max(spec.head_dim, spec.value_dim)
     if wide > 128:
         return Tiles(rows, 32, 4, 2)
+    if is_quantised(spec):
+        return Tiles(16, 128, 2, 2) if rows == 16 else Tiles(rows, 64, 2, 3 if rows == 32 else 2)
     if rows == 16:
         return Tiles(16, 64, 2, 2) if wide > 64 and not _few_programs(spec) else Tiles(16, 128, 4, 2)
-    return Tiles(rows, 64, 8 if rows == 128 else 2 if rows == 32 else 4, 2 if rows == 64 else 3)
+    if rows == 128:
+        return Tiles(128, 128, 8, 3) if _one_block(spec) else Tiles(128, 64, 8, 3)
+    return Tiles(rows, 64, 2 if rows == 32 else 4, 2 if rows == 64 else 3)
+
+
+def is_quantised(spec: AttentionSpec) -> bool:
+    """Returns whether the pages store quantised numbers."""
+    return spec.paged is not None and spec.paged.dtype is not None
+
+
+def _one_block(spec: AttentionSpec) -> bool:
+    """Returns whether one tile holds all queries of a sequence, so that few programs each read many keys."""
+    return (spec.max_len_q or 1) * spec.group_size <= rows_of(spec)
 
 
 def _few_programs(spec: AttentionSpec) -> bool:
@@ -32,9 +46,15 @@ def _few_programs(spec: AttentionSpec) -> bool:
 
 
 def rows_of(spec: AttentionSpec) -> int:
-    """Returns the rows of a tile, queries times heads of a group: a power of two from 16 to 128."""
-    rows = (spec.max_len_q or 1) * spec.group_size
-    most = 64 if max(spec.head_dim, spec.value_dim) > 128 else 128  # wider tiles of 128 rows need too much memory
+    """Returns the rows of a tile, queries times heads of a group: a power of two from 16 to 128.
+
+    Quantised pages have smaller tiles. Triton 3.6 compiles a product of 64 rows in four warps to wgmma, and then reads
+    converted values from the wrong shared memory: results are wrong, or the access is illegal.
+    """
+    rows, wide = (spec.max_len_q or 1) * spec.group_size, max(spec.head_dim, spec.value_dim)
+    most = 64 if wide > 128 else 128  # wider tiles of 128 rows need too much memory
+    if is_quantised(spec):
+        most //= 2
     # Triton's matrix product needs 16 rows; larger tiles would leave rows empty in decoding.
     return min(most, max(16, 1 << (rows - 1).bit_length()))
 
@@ -48,9 +68,25 @@ def splits(spec: AttentionSpec, multiprocessors: int) -> int:
     keys = spec.max_len_k or spec.kv_len
     if reach is not None:  # a window bounds the keys that the queries of a sequence see together
         keys = min(keys, reach + (spec.max_len_q or 1))
-    if sequences == 1:
+    if is_quantised(spec) and rows == 16:
+        # Lengths differ, and with three shares each the longest sequence does not run alone at the end.
+        least = 3 if programs < 2 * full else 1
+        count = min(_fewest_rounds(programs, full, least), -(-keys // (2 * FEWEST_KEYS)))
+    elif rows == 128 and not is_quantised(spec) and tiles(spec).keys == 128:  # a multiprocessor has room for one
+        count = min(_fewest_rounds(programs, multiprocessors), -(-keys // SHARE))
+    elif sequences == 1:
         count = min(full // max(programs, 1), -(-keys // FEWEST_KEYS))
     else:
         even = min(-(-keys // (SHARE if rows < 128 else 2 * SHARE)), 2 * full // max(programs, 1))
         count = max(even, min(full // 2 // max(programs, 1), -(-keys // (2 * FEWEST_KEYS))))
     return max(1, min(count, MOST_SPLITS))
+
+
+def _fewest_rounds(programs: int, at_once: int, least: int = 1) -> int:
+    """Returns a number of splits, from the least on, that leaves few programs of a GPU idle in their last round.
+
+    Args:
+        at_once: how many programs the GPU runs at once, because of their registers or shared memory.
+    """
+    times = {count: -(-programs * count // at_once) / count for count in range(least, MOST_SPLITS + 1)}
+    return min(count for count, time in times.items() if time <= 1.1 * min(times.values()))

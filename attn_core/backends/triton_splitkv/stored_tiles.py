@@ -1,8 +1,8 @@
 """Turns tiles of stored numbers from quantised pages into float16 tiles, which Triton's products take.
 
-float16 has every stored number of all kinds. With ASSEMBLY, PTX converts two numbers at once and pairs the numbers of
-two keys, as the tensor cores read them; otherwise Triton's own operations do, which its interpreter runs, too. Both
-give the same numbers.
+float16 has every stored number of all kinds, and integers as subnormal numbers, too. With ASSEMBLY, PTX converts two
+numbers at once and pairs the numbers of two keys, as the tensor cores read them; otherwise Triton's own operations do,
+which its interpreter runs, too. Both give the same numbers.
 
 This module imports triton, so others import it only when they run.
 """
@@ -21,8 +21,10 @@ HEADROOM = tl.constexpr(32768.0)
 """The largest weight in float16. A product of a weight and a scale keeps eleven bits down to 2**-29 of the largest."""
 
 
-# A byte n, plus 128, is the fraction of the float16 number 1024 + n + 128. Four bits n, plus 8, are a part of the
-# fraction of 1024 + n + 8, or of 1024 + 16 (n + 8). These registers have the numbers that bring both back to n.
+# Keys: an integer n, plus OFFSET, is the fraction of a subnormal float16 number. So a key is (n + OFFSET) * 2**-24, and
+# no instruction subtracts: the sum of products starts at what the offset adds to it. Values have no such sum.
+# Values: a byte n, plus 128, is the fraction of the float16 number 1024 + n + 128. Four bits n, plus 8, are a part of
+# the fraction of 1024 + n + 8, or of 1024 + 16 (n + 8). These registers have the numbers that bring both back to n.
 _REGISTERS = """.reg .b32 byte, minus_1152, minus_1032, minus_72, sixteenth; .reg .b16 first, second;
     mov.b32 minus_1152, 0xE480E480; mov.b32 minus_1032, 0xE408E408;
     mov.b32 minus_72, 0xD480D480; mov.b32 sixteenth, 0x2C002C00;"""
@@ -32,61 +34,103 @@ _NEIGHBOURS = "0x4140", "0x4342"
 _OF_TWO_KEYS = "0x4240", "0x4341"
 
 
-def _int8(pairs: tuple[str, str]) -> str:
+def _int8_values() -> str:
     """Returns PTX that turns a register of four int8 numbers into two registers of two float16 numbers."""
+    lower, upper = _OF_TWO_KEYS
     return f"""xor.b32 byte, $2, 0x80808080;
-        prmt.b32 $0, byte, 0x64646464, {pairs[0]}; prmt.b32 $1, byte, 0x64646464, {pairs[1]};
+        prmt.b32 $0, byte, 0x64646464, {lower}; prmt.b32 $1, byte, 0x64646464, {upper};
         add.f16x2 $0, $0, minus_1152; add.f16x2 $1, $1, minus_1152;"""
 
 
-def _int4(pairs: tuple[str, str]) -> str:
+def _int4_values() -> str:
     """The same for int4: two registers of the lower four bits of bytes, then two of the upper four bits."""
-    return f"""prmt.b32 $2, $4, 0, {pairs[0]}; prmt.b32 $3, $4, 0, {pairs[1]};
-        lop3.b32 $0, $2, 0x000F000F, 0x64086408, 0x6A; lop3.b32 $1, $3, 0x000F000F, 0x64086408, 0x6A;
-        lop3.b32 $2, $2, 0x00F000F0, 0x64806480, 0x6A; lop3.b32 $3, $3, 0x00F000F0, 0x64806480, 0x6A;
+    return """shr.u32 byte, $4, 8;
+        lop3.b32 $0, $4, 0x000F000F, 0x64086408, 0x6A; lop3.b32 $1, byte, 0x000F000F, 0x64086408, 0x6A;
+        lop3.b32 $2, $4, 0x00F000F0, 0x64806480, 0x6A; lop3.b32 $3, byte, 0x00F000F0, 0x64806480, 0x6A;
         add.f16x2 $0, $0, minus_1032; add.f16x2 $1, $1, minus_1032;
         fma.rn.f16x2 $2, $2, sixteenth, minus_72; fma.rn.f16x2 $3, $3, sixteenth, minus_72;"""
+
+
+def _int8_keys() -> str:
+    lower, upper = _NEIGHBOURS
+    return f"""xor.b32 byte, $2, 0x80808080;
+        prmt.b32 $0, byte, 0, {lower}; prmt.b32 $1, byte, 0, {upper};"""
+
+
+def _int4_keys() -> str:
+    """Pairs of int4 keys are of bytes 0 and 2, and 1 and 3, which takes one shift: see ``channels_of_keys``.
+
+    The upper four bits stay where they are in their byte, so their numbers are 16 times as large.
+    """
+    return """shr.u32 byte, $4, 8;
+        lop3.b32 $0, $4, 0x000F000F, 0x00080008, 0x6A; lop3.b32 $1, byte, 0x000F000F, 0x00080008, 0x6A;
+        lop3.b32 $2, $4, 0x00F000F0, 0x00800080, 0x6A; lop3.b32 $3, byte, 0x00F000F0, 0x00800080, 0x6A;"""
 
 
 def _ptx(code: str) -> tl.constexpr:
     return tl.constexpr(f"{{ {_REGISTERS} {code} }}")
 
 
-_INT8_KEYS, _INT4_KEYS = _ptx(_int8(_NEIGHBOURS)), _ptx(_int4(_NEIGHBOURS))
+_INT8_KEYS, _INT4_KEYS = _ptx(_int8_keys()), _ptx(_int4_keys())
 _FLOAT8_VALUES = _ptx("""prmt.b32 byte, $2, 0, 0x3120; mov.b32 {first, second}, byte;
     cvt.rn.f16x2.e4m3x2 $0, first; cvt.rn.f16x2.e4m3x2 $1, second;""")  # of keys, Triton's own conversion does this
-_INT8_VALUES, _INT4_VALUES = _ptx(_int8(_OF_TWO_KEYS)), _ptx(_int4(_OF_TWO_KEYS))
+_INT8_VALUES, _INT4_VALUES = _ptx(_int8_values()), _ptx(_int4_values())
 
 
 @triton.jit
-def fit_float16(lower, upper):
-    """Returns both halves of queries ``[rows, channels]`` in float16, and for each row what undoes their factor.
+def fit_float16(lower, upper, scale, KIND: tl.constexpr):
+    """Returns both halves of queries ``[rows, channels]`` in float16, the start of their scores, and their scale.
 
-    The factor is a power of two that brings the row's largest magnitude near float16's largest number. It loses bits
-    only of numbers below 2**-28 of the largest one.
+    The start ``[rows]`` of a sum of products with stored keys takes back what OFFSET adds to the sum. The scale
+    ``[rows]`` is not negative, because queries take the sign; it turns the sum into a score. Each row is multiplied by
+    a power of two that brings its largest magnitude near float16's largest number, which loses bits only of numbers
+    below 2**-24 of the largest one.
     """
     largest = tl.maximum(tl.max(tl.abs(lower.to(tl.float32)), 1), tl.max(tl.abs(upper.to(tl.float32)), 1))
     exponent = largest.to(tl.int32, bitcast=True) >> 23
     field = tl.minimum(tl.maximum(268 - exponent, 1), 253)  # 2**14 at most, because the fraction is below 2
-    factor = (field << 23).to(tl.float32, bitcast=True)[:, None]
-    undo = ((254 - field) << 23).to(tl.float32, bitcast=True)
-    return (lower.to(tl.float32) * factor).to(tl.float16), (upper.to(tl.float32) * factor).to(tl.float16), undo
+    factor = (field << 23).to(tl.float32, bitcast=True)[:, None] * tl.where(scale < 0, -1.0, 1.0)
+    lower, upper = (lower.to(tl.float32) * factor).to(tl.float16), (upper.to(tl.float32) * factor).to(tl.float16)
+    scale = tl.abs(scale) * ((254 - field) << 23).to(tl.float32, bitcast=True)
+    start = tl.zeros_like(scale)
+    if KIND == INT4:
+        upper = (upper.to(tl.float32) * 0.0625).to(tl.float16)
+        start = tl.sum(lower.to(tl.float32), 1) + 16.0 * tl.sum(upper.to(tl.float32), 1)
+        start *= -8.0 * 2.0**-24
+        scale *= 2.0**24
+    elif KIND == INT8:
+        start = tl.sum(lower.to(tl.float32), 1) * (-128.0 * 2.0**-24)
+        scale *= 2.0**24
+    return lower, upper, start, scale
+
+
+@triton.jit
+def channels_of_keys(channel, KIND: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """Returns the channels of a tile of keys as ``key_numbers`` orders them, so that queries have the same order."""
+    if KIND == INT4 and ASSEMBLY:  # the middle two of each four change places
+        channel = (channel & ~3) + 2 * (channel & 1) + (channel >> 1 & 1)
+    return channel
 
 
 @triton.jit
 def key_numbers(stored, KIND: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """Returns a tile of stored keys as numbers; of int4 the numbers of the lower and of the upper four bits."""
+    """Returns a tile of stored keys in float16; of int4 the lower and the upper four bits.
+
+    Numbers of float8 keys are themselves. Integers are ``(n + 128) * 2**-24`` for int8, ``(n + 8) * 2**-24`` for the
+    lower four bits, and ``(n + 8) * 2**-20`` for the upper ones: see ``fit_float16``. Channels: ``channels_of_keys``.
+    """
     if KIND == INT8 and ASSEMBLY:
-        lower = tl.inline_asm_elementwise(_INT8_KEYS, "=r,=r,r", [stored], tl.float16, is_pure=True, pack=4)
+        lower = tl.inline_asm_elementwise(_INT8_KEYS, "=&r,=&r,r", [stored], tl.float16, is_pure=True, pack=4)
         upper = lower
     elif KIND == INT4 and ASSEMBLY:
         lower, upper = tl.inline_asm_elementwise(
-            _INT4_KEYS, "=r,=r,=r,=r,r", [stored], (tl.float16, tl.float16), is_pure=True, pack=4
+            _INT4_KEYS, "=&r,=&r,=&r,=&r,r", [stored], (tl.float16, tl.float16), is_pure=True, pack=4
         )
     elif KIND == INT4:
-        lower, upper = _lower_int4(stored), _upper_int4(stored)
+        lower = ((_lower_int4(stored).to(tl.float32) + 8.0) * 2.0**-24).to(tl.float16)
+        upper = ((_upper_int4(stored).to(tl.float32) + 8.0) * 2.0**-20).to(tl.float16)
     elif KIND == INT8:
-        lower = stored.to(tl.float32).to(tl.float16)
+        lower = ((stored.to(tl.float32) + 128.0) * 2.0**-24).to(tl.float16)
         upper = lower
     elif KIND == FLOAT8:
         lower = stored.to(tl.float16)
@@ -104,7 +148,7 @@ def value_numbers(stored, KIND: tl.constexpr, ASSEMBLY: tl.constexpr):
     elif ASSEMBLY and KIND == INT4:
         return tl.inline_asm_elementwise(
             _INT4_VALUES,
-            "=r,=r,=r,=r,r",
+            "=&r,=&r,=&r,=&r,r",
             [stored],
             (tl.float16, tl.float16, tl.float16, tl.float16),
             is_pure=True,
@@ -112,7 +156,7 @@ def value_numbers(stored, KIND: tl.constexpr, ASSEMBLY: tl.constexpr):
         )
     elif ASSEMBLY:
         code: tl.constexpr = _INT8_VALUES if KIND == INT8 else _FLOAT8_VALUES
-        return tl.inline_asm_elementwise(code, "=r,=r,r", [stored], (tl.float16, tl.float16), is_pure=True, pack=2)
+        return tl.inline_asm_elementwise(code, "=&r,=&r,r", [stored], (tl.float16, tl.float16), is_pure=True, pack=2)
     else:
         first, second = stored.to(tl.int8), (stored >> 8).to(tl.int8)
         if KIND == INT4:
