@@ -135,6 +135,16 @@ def channel_of_part(place, part, PARTS: tl.constexpr, VALUE_DIM: tl.constexpr):
 
 
 @triton.jit
+def store_parts(at, summed, factor, divisor, empty, is_row, PARTS: tl.constexpr, VALUE_DIM: tl.constexpr):
+    """Stores rows of results, all parts of the channels: sums times a factor of the row, over a divisor; 0 if empty."""
+    place = tl.arange(0, VALUE_DIM // PARTS)
+    for i in tl.static_range(PARTS):
+        result = tl.where(empty[:, None], 0.0, summed[i] * factor[:, None] / divisor[:, None])
+        channel = channel_of_part(place, i, PARTS, VALUE_DIM)
+        tl.store(at + channel[None, :], result.to(at.dtype.element_ty), mask=is_row[:, None])
+
+
+@triton.jit
 def _lower_int4(byte):
     """Returns the numbers of the lower four bits of bytes."""
     return ((byte.to(tl.int8, bitcast=True) << 4) >> 4).to(tl.float32).to(tl.float16)
