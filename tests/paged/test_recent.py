@@ -97,6 +97,20 @@ def test_on_a_gpu(kind: tuple[str, str], framework: str) -> None:
                 np.testing.assert_array_equal(results[name], wanted)
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_wrong_rings_on_a_gpu_count_as_none(framework: str) -> None:
+    fields = {**HALF, "num_heads": 8, "num_kv_heads": 2, "head_dim": 64, "value_dim": 64, "page_size": 16}
+    call = with_rings(quantised_call(make_paged((300, 33, 600), None, **fields), "int4", "token"), 64)
+    outs = []
+    for rows in ([(-1, 0)] * 3, [(5, 0), (2**31 - 1, 0), (-9, 0)], [(1, 2**31 - 1), (-(2**31), -1), (0, 600)]):
+        wrong = replace(call, inputs=call.inputs._replace(recent_rows=np.array(rows, np.int32)))
+        outs.append(run(framework, wrong, "triton_splitkv", "cuda")["out"])
+    assert np.isfinite(outs[0]).all()
+    for other in outs[1:]:
+        np.testing.assert_array_equal(other, outs[0])
+
+
 def good(kind: tuple[str, str] = ("int4", "token"), **fields: Any) -> PagedCall:
     """Rings 1, 0 and -1 of five tokens; the second sequence is good from position 6 on."""
     call = with_rings(quantised_call(make_paged((13, 9, 30), (2, 9, 1), seed=3, **{**HALF, **fields}), *kind), 5)

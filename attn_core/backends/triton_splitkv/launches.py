@@ -65,9 +65,7 @@ def attend(
         spec.num_heads if len(spec.alibi_shape or ()) == 2 else 0,
         *scale_strides(spec, k_scales),
         *scale_strides(spec, v_scales),
-        len(k_recent),
-        *ring_strides(spec, k_recent),
-        *ring_strides(spec, v_recent),
+        *ring_numbers(spec, k_recent, v_recent),
     )
     size = paged.page_size
     # The kernel numbers the slots of dense pools in int32.
@@ -93,10 +91,12 @@ def scale_strides(spec: AttentionSpec, scales: Any) -> tuple[int, ...]:
     return (scales.stride(0), 0, scales.stride(1)) if by_page else tuple(scales.stride())
 
 
-def ring_strides(spec: AttentionSpec, rings: Any) -> tuple[int, ...]:
-    """Returns the strides of rings by ring, slot and head; 0 without rings."""
+def ring_numbers(spec: AttentionSpec, k_recent: Any, v_recent: Any) -> tuple[int, ...]:
+    """Returns the number of rings, and the strides of keys and of values by ring, slot and head; 0 without rings."""
     assert spec.paged is not None
-    return (0, 0, 0) if spec.paged.recent is None else tuple(rings.stride()[:3])
+    if spec.paged.recent is None:
+        return (0,) * 7
+    return len(k_recent), *k_recent.stride()[:3], *v_recent.stride()[:3]
 
 
 def merge(spec: AttentionSpec, operands: tuple[Any, ...], count: int) -> Description:
