@@ -9,7 +9,8 @@ import pytest
 
 from attn_core import AttentionSpec, Target, explain
 from attn_core.backends.triton_splitkv import backend as triton_splitkv
-from attn_core.backends.triton_splitkv import shares
+from attn_core.backends.triton_splitkv import launches, shares
+from attn_core.backends.triton_splitkv.launches import Tiles
 from attn_core.call.pages import PagedKV
 from attn_core.paged.quantised import KINDS
 
@@ -108,6 +109,10 @@ def test_the_numbers_that_the_kernels_receive() -> None:
     rings = replace(pool, dtype="int4", scales="token", recent=128)
     assert triton_splitkv.lower(replace(spec_of(), paged=rings))["RECENT"] == 128
     assert triton_splitkv.lower(spec_of(new=3, key_ranges_shape=(1, 1, 192, 2, 2)))["RANGES"] == 2
+    few, many = Tiles(16, 128, 4, 2), Tiles(16, 64, 2, 2)
+    for tile, most in ((few, {"maxnreg": 128}), (many, {"maxnreg": 168}), (Tiles(32, 64, 2, 3), {})):
+        assert launches.most_registers(replace(spec_of(), paged=rings), tile) == most
+        assert launches.most_registers(replace(spec_of(), paged=replace(rings, recent=None)), tile) == {}
     open_sides = triton_splitkv.lower(spec_of(new=3, causal=False))
     assert open_sides["left"] == open_sides["right"] == 2**30 and not open_sides["ONE_QUERY"]
 

@@ -77,7 +77,7 @@ def attend(
         # Tests run the kernel on the CPU, in Triton's interpreter, which runs no PTX.
         **{"LEFT_OPEN": settings["LEFT_OPEN"], "KIND": settings["KIND"], "ASSEMBLY": q.device.type != "cpu"},
         **{"ROWS": tile.rows, "KEYS": tile.keys, "RECENT": settings["RECENT"]},
-        **{"num_warps": tile.warps, "num_stages": tile.stages},
+        **{"num_warps": tile.warps, "num_stages": tile.stages, **most_registers(spec, tile)},
     }
     return grid, numbers, constants
 
@@ -89,6 +89,20 @@ def scale_strides(spec: AttentionSpec, scales: Any) -> tuple[int, ...]:
         return 0, 0, 0
     by_page = spec.paged.scales == "page"
     return (scales.stride(0), 0, scales.stride(1)) if by_page else tuple(scales.stride())
+
+
+def most_registers(spec: AttentionSpec, tile: Tiles) -> dict[str, int]:
+    """Returns the limit of registers of a thread, an option of Triton; empty for no limit.
+
+    With rings, the compiler gives a thread up to half as many registers again as without, so that fewer programs fit
+    on a multiprocessor. In decoding from int4 pages the code of sm90 fits into the limits, with 40 bytes of spills at
+    most.
+    """
+    paged = spec.paged
+    rings = paged is not None and paged.dtype == "int4" and paged.recent is not None
+    if not rings or tile.rows != 16 or max(spec.head_dim, spec.value_dim) != 128:
+        return {}
+    return {"maxnreg": 168 if tile.warps == 2 else 128}
 
 
 def ring_numbers(spec: AttentionSpec, k_recent: Any, v_recent: Any) -> tuple[int, ...]:
