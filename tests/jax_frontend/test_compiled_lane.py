@@ -626,9 +626,9 @@ def test_decoding_from_pages_gives_torchs_bits_without_python(changes: dict[str,
         newest = {} if recent is None else {"k_recent": rings[0], "v_recent": rings[1]}
         return jax_frontend.paged_attention(q, k, v, **newest, **tables, sinks=sinks, **options)
 
-    given = [jnp.asarray(q, "bfloat16"), *(jnp.asarray(each, None if recent else "bfloat16") for each in pool)]
-    given.append(jnp.asarray(rings, "bfloat16"))
-    arguments = (*given, jax.tree.map(jnp.asarray, tables), None if sinks is None else jnp.asarray(sinks))
+    operands = [jnp.asarray(q, "bfloat16"), *(jnp.asarray(each, None if recent else "bfloat16") for each in pool)]
+    operands.append(jnp.asarray(rings, "bfloat16"))
+    arguments = (*operands, jax.tree.map(jnp.asarray, tables), None if sinks is None else jnp.asarray(sinks))
     compiled = jax.jit(call).lower(*arguments).compile()
     text = compiled.as_text()
     assert "triton_kernel_call_ffi" in text and "attn_core.callback" not in text

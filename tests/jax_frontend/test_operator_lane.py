@@ -387,9 +387,9 @@ def test_a_paged_program_gets_no_ring_that_does_not_exist() -> None:
     """A program does not know the number of rings."""
     rows = jnp.asarray([[0, 5], [1, 0], [2, 0], [2**31 - 1, 7], [-1, 0], [-9, 3]], jnp.int32)
     arrays = {"recent_rows": rows, "k_recent": jnp.zeros((2, 4, 1, 16)), "sinks": jnp.zeros(4, jnp.bfloat16)}
-    found = splitkv.program_operands(SPEC, arrays)
-    assert found["recent_rows"].tolist()[:2] == [[0, 5], [1, 0]] and (found["recent_rows"][2:, 0] < 0).all()
-    assert found.keys() == {"recent_rows", "sinks"} and found["sinks"].dtype == "float32"
+    operands = splitkv.program_operands(SPEC, arrays)
+    assert operands["recent_rows"].tolist()[:2] == [[0, 5], [1, 0]] and (operands["recent_rows"][2:, 0] < 0).all()
+    assert operands.keys() == {"recent_rows", "sinks"} and operands["sinks"].dtype == "float32"
 
 
 def test_xla_launches_the_pass_for_largest_logits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,8 +93,8 @@ def test_on_a_gpu(kind: tuple[str, str], framework: str) -> None:
             verdict = judge(call, results)
             assert verdict.ok, f"{backend}: {call}\n{verdict}"
         if framework == "jax":
-            for name, wanted in run("torch", call, "triton_splitkv", "cuda").items():
-                np.testing.assert_array_equal(results[name], wanted)
+            for name, expected in run("torch", call, "triton_splitkv", "cuda").items():
+                np.testing.assert_array_equal(results[name], expected)
 
 
 @pytest.mark.cuda
