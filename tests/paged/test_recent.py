@@ -23,6 +23,7 @@ import jax_frontend
 import torch_frontend
 from attn_core import DTypeError, ShapeError, SpecError, Target, explain
 from attn_core.backends import load
+from attn_core.backends.shared.claims import unmet_claims
 from attn_core.call.pages import PagedKV
 
 pytestmark = pytest.mark.rotates
@@ -87,9 +88,27 @@ def test_on_a_gpu(kind: tuple[str, str], framework: str) -> None:
     for new in (None, (5, 0, 1, 40)):
         fields = {**HALF, "num_heads": 8, "num_kv_heads": 2, "head_dim": 64, "value_dim": 64, "page_size": 16}
         call = with_rings(quantised_call(make_paged((300, 1, 33, 600), new, **fields), *kind), 64, seed=2)
-        for backend in (None, "math"):
-            verdict = judge(call, run(framework, call, backend, "cuda"))
+        for backend in (None, "math", "triton_splitkv"):
+            results = run(framework, call, backend, "cuda")
+            verdict = judge(call, results)
             assert verdict.ok, f"{backend}: {call}\n{verdict}"
+        if framework == "jax":
+            for name, expected in run("torch", call, "triton_splitkv", "cuda").items():
+                np.testing.assert_array_equal(results[name], expected)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_wrong_rings_on_a_gpu_count_as_none(framework: str) -> None:
+    fields = {**HALF, "num_heads": 8, "num_kv_heads": 2, "head_dim": 64, "value_dim": 64, "page_size": 16}
+    call = with_rings(quantised_call(make_paged((300, 33, 600), None, **fields), "int4", "token"), 64)
+    outs = []
+    for rows in ([(-1, 0)] * 3, [(5, 0), (2**31 - 1, 0), (-9, 0)], [(1, 2**31 - 1), (-(2**31), -1), (0, 600)]):
+        wrong = replace(call, inputs=call.inputs._replace(recent_rows=np.array(rows, np.int32)))
+        outs.append(run(framework, wrong, "triton_splitkv", "cuda")["out"])
+    assert np.isfinite(outs[0]).all()
+    for other in outs[1:]:
+        np.testing.assert_array_equal(other, outs[0])
 
 
 def good(kind: tuple[str, str] = ("int4", "token"), **fields: Any) -> PagedCall:
@@ -304,11 +323,18 @@ RING = ("k_recent", "v_recent")
 
 
 def test_refusals_and_sizes() -> None:
-    call = good()
+    call, sizes = good(), {**HALF, "head_dim": 32, "value_dim": 32}
+    wide = with_rings(quantised_call(make_paged((13, 9), None, **sizes), "int4", "token"), 5)
     paged = call.spec.paged
     assert "recent=5" in repr(paged) and "recent" not in repr(replace(paged, recent=None))
-    for backend, reason in (("triton_splitkv", "recent=5 exact tokens beside pages"), ("flash3", "pages in int4")):
-        assert any(reason in why for why in explain(call.spec, Target("torch", "sm90"), backend).reasons(backend))
+    readers = {"math", "sdpa_flash", "triton_splitkv"}
+    for backend, target in (("triton_splitkv", "sm90"), ("flash3", "sm90"), ("math", "cpu"), ("sdpa_flash", "cpu")):
+        why = explain(wide.spec, Target("torch", target), backend).reasons(backend)
+        assert why == () if backend in readers else any("pages in int4" in each for each in why)
+    lacks = replace(load("triton_splitkv", "sm90").FORWARD, paged_recent=False)
+    assert unmet_claims(lacks, wide.spec, "sm90") == (
+        "recent=5 exact tokens beside pages: the Triton split-KV kernel has none",
+    )
     text = str(torch_frontend.explain_paged(*torch_arguments(call)[0], **torch_arguments(call)[1]))
     assert "the newest 5 tokens also in bfloat16, 480 bytes per sequence" in " ".join(text.split())
     sizes = {"num_pages": 4, "page_size": 4, "width": 2}

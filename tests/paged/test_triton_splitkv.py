@@ -98,13 +98,15 @@ def test_the_numbers_that_the_kernels_receive() -> None:
     assert triton_splitkv.lower(spec_of(softcap=20.0, window=(5, None), sinks=True, scale=0.3)) == {
         **{"scale": 0.3, "softcap": 20.0, "left": 5, "right": 0},
         **{"ONE_QUERY": True, "SOFTCAP": True, "SINKS": True, "RANGES": 0, "ALIBI": False, "STARTS": False},
-        **{"LEFT_OPEN": False, "KIND": 0},
+        **{"LEFT_OPEN": False, "KIND": 0, "RECENT": 0},
     }
     assert triton_splitkv.lower(spec_of(alibi_shape=(64, 32)))["ALIBI"]
     assert triton_splitkv.lower(with_starts())["STARTS"]
     for dtype, kind in KINDS.items():
         pool = replace(spec_of().paged, dtype=dtype, scales=None if dtype is None else "token")
         assert triton_splitkv.lower(replace(spec_of(), paged=pool))["KIND"] == kind
+    rings = replace(pool, dtype="int4", scales="token", recent=128)
+    assert triton_splitkv.lower(replace(spec_of(), paged=rings))["RECENT"] == 128
     assert triton_splitkv.lower(spec_of(new=3, key_ranges_shape=(1, 1, 192, 2, 2)))["RANGES"] == 2
     open_sides = triton_splitkv.lower(spec_of(new=3, causal=False))
     assert open_sides["left"] == open_sides["right"] == 2**30 and not open_sides["ONE_QUERY"]
@@ -123,6 +125,33 @@ def test_the_numbers_that_the_kernels_receive() -> None:
 )
 def test_a_tile_holds_the_queries_of_a_group(spec: AttentionSpec, rows: int) -> None:
     assert triton_splitkv.tiles(spec).rows == rows
+
+
+def quantised(spec: AttentionSpec, dtype: str) -> AttentionSpec:
+    assert spec.paged is not None
+    return replace(spec, paged=replace(spec.paged, dtype=dtype, scales="token"))
+
+
+@pytest.mark.parametrize("dim", [32, 64, 128, 256])
+def test_quantised_pages_never_take_wgmma(dim: int) -> None:
+    """Triton 3.6 compiles products of 64 rows in four warps to wgmma, and reads converted values from wrong memory."""
+    for new in (1, 2, 3, 5, 8, 16, 40, 512):
+        for heads in (8, 32, 40, 64, 128):
+            for dtype in KINDS.keys() - {None}:
+                spec = spec_of(new=new, num_heads=heads, head_dim=dim, value_dim=dim)
+                tile = triton_splitkv.tiles(quantised(spec, str(dtype)))
+                assert tile.rows in (16, 32) or (tile.rows == 64 and tile.warps < 4)
+
+
+def test_splits_of_quantised_pages_and_drafts_fill_the_rounds_of_a_gpu() -> None:
+    """132 multiprocessors run 528 programs of quantised pages at once, and one program of 128 rows and keys each."""
+    for batch, count in ((64, 3), (32, 4), (16, 4), (8, 8), (1, 30), (512, 1)):
+        spec = quantised(spec_of(batch=batch), "int8")
+        assert triton_splitkv.splits(spec, 132) == min(count, 8192 // 256)
+    assert triton_splitkv.splits(quantised(spec_of(batch=1, tokens=256), "int4"), 132) == 1
+    drafts = spec_of(batch=8, new=16, num_heads=64)
+    assert triton_splitkv.tiles(drafts) == (128, 128, 8, 3) and triton_splitkv.splits(drafts, 132) == 2
+    assert triton_splitkv.tiles(spec_of(new=512)).keys == 64
 
 
 def test_the_number_of_splits_fills_a_gpu() -> None:

@@ -135,10 +135,10 @@ def paged_attention(
     """
     if unknown:
         refuse_keywords(paged_attention, unknown)
-    is_usual = key_ranges is alibi_slopes is kv_starts is out is k_recent is v_recent is recent_rows is None
+    is_usual = key_ranges is alibi_slopes is kv_starts is out is None
     if is_usual and not (_is_compiling() or _modes() or forward_ad._current_level >= 0):
         plain_options = (causal, window, softcap, scale, deterministic, return_lse, max_len_q, invariant)
-        beside = cu_seqlens_q, k_scales, v_scales
+        beside = cu_seqlens_q, k_scales, v_scales, k_recent, v_recent, recent_rows
         results = seen_calls.attend(q, k_pages, v_pages, block_table, seq_lens, sinks, beside, backend, plain_options)
         if results is not None:
             return results

@@ -56,9 +56,8 @@ def plan_call(metadata: tuple[Metadata | None, ...], options: Options, requested
     name = range_name(selection.backend or "", selection.spec, "forward")
     if selection.spec.empty:
         return PagedPlan(selection.spec, name, plan.empty_forward)
-    # A shortcut takes the first five tensors and the sinks alone.
-    # A shortcut takes the first five tensors and the sinks; of a few backends also offsets and the scales of pages.
-    takes = (5, 10, 11) if backends.paged_shortcut_takes_all(module) else ()
+    # A shortcut takes the first five tensors and the sinks; of a few backends also offsets, the scales of pages, rings.
+    takes = (5, *range(10, 15)) if backends.paged_shortcut_takes_all(module) else ()
     usual = not any(entry for at, entry in enumerate(metadata) if at in (5, *range(7, 15)) and at not in takes)
     shortcut = backends.paged_shortcut(module, selection.spec) if usual else None
     forward, shortcut = (on_device(function, metadata[0][2]) for function in (module.forward, shortcut))

@@ -35,7 +35,7 @@ _STRIDED, _is_grad_enabled, _requested, _ranges = (
 )
 
 
-_NONE: tuple[Metadata | None, ...] = (None, None, None)
+_NONE: tuple[Metadata | None, ...] = (None,) * 6
 
 
 class SeenCall(NamedTuple):
@@ -76,7 +76,7 @@ def seen_call(
     """Plans a call as ``plan_call`` does; None for one without keys or queries. A flat key is compared faster.
 
     Args:
-        more: of cu_seqlens_q, k_scales and v_scales.
+        more: of cu_seqlens_q, k_scales, v_scales, k_recent, v_recent and recent_rows.
         backend: the backends that the call's ``backend=`` or ``use_backend`` names.
         options: as ``options_of`` takes them. A window must be plain, because the key has no types inside a pair.
     """
@@ -90,8 +90,8 @@ def seen_call(
         *((q_shape, q_dtype, q_device), (k_shape, k_dtype, k_device), (v_shape, v_dtype, v_device)),
         *((table_shape, table_dtype, table_device), (lengths_shape, lengths_dtype, lengths_device)),
     )
-    cu, *scales = more
-    plan = plan_call((*tensors, cu, sinks, None, None, None, *scales), options_of(*options), requested_names(backend))
+    cu, *others = more
+    plan = plan_call((*tensors, cu, sinks, None, None, None, *others), options_of(*options), requested_names(backend))
     sizes = plan.spec.paged if q_device.type == "cpu" else None
     return None if plan.shortcut is None else SeenCall(plan.shortcut, sizes, plan.range_name, plan.spec.return_lse)
 
@@ -103,14 +103,14 @@ def attend(
     table: Any,
     lengths: Any,
     sinks: Any,
-    more: tuple[Any, Any, Any],
+    more: tuple[Any, ...],
     backend: Any,
     options: tuple[Any, ...],
 ) -> Any:
     """Returns out or (out, lse), as ``paged_attention`` does; None if the general path must run the call.
 
     Args:
-        more: cu_seqlens_q, k_scales and v_scales.
+        more: cu_seqlens_q, k_scales, v_scales, k_recent, v_recent and recent_rows.
         options: as ``options_of`` takes them, from the caller.
     """
     if not (type(q) is type(k) is type(v) is type(table) is type(lengths) is Tensor):
@@ -130,7 +130,7 @@ def attend(
                 return None
             sinks_key = (sinks.shape, sinks.dtype, sinks.device)
         more_key = _NONE
-        if not (more[0] is more[1] is more[2] is None):
+        if not (more[0] is more[1] is more[2] is more[3] is more[4] is more[5] is None):
             if not all([each is None or _is_plain(each) for each in more]):
                 return None
             more_key = tuple([None if each is None else (each.shape, each.dtype, each.device) for each in more])
@@ -175,7 +175,7 @@ def run(
     """Runs a planned call on tensors of its metadata; returns (out, lse), or None if the general path must run it.
 
     Args:
-        more: nothing, or cu_seqlens_q, k_scales and v_scales.
+        more: nothing, or all of ``attend``'s.
     """
     shortcut, sizes, name, fills = seen
     if sizes is not None:

@@ -3,7 +3,8 @@
 Limits: bfloat16 and float16, head_dim and value_dim powers of two from 16 to 256, forward only, paged calls only; page
 sizes from 1 on. The kernels (``kernels.py``) clamp table entries, so they never read outside the pool, and never read a
 key past the end of its sequence. The number of splits depends on shapes only, so equal calls give equal bits. A NaN in
-a key or value of a sequence may reach queries of the same sequence that do not see it, but no other sequence.
+a key or value of a sequence may reach queries of the same sequence that do not see it, but no other sequence. Rings of
+newest tokens are read after the pages, as they are.
 Upstream: triton 3.6 to 3.9, as torch brings it.
 """
 
@@ -16,7 +17,7 @@ from typing import Any
 from attn_core.backends.shared.device_kinds import compute_capability
 from attn_core.backends.shared.kernel_limits import GRID_LIMIT
 from attn_core.backends.shared.kernel_programs import KernelProgram
-from attn_core.backends.shared.pools import pools
+from attn_core.backends.shared.pools import pools, rings
 from attn_core.backends.shared.triton import launch
 from attn_core.backends.support import Build, Support
 from attn_core.backends.triton_splitkv import launches
@@ -51,6 +52,7 @@ FORWARD = Support(
     paged=True,
     paged_alibi=True,
     paged_starts=True,
+    paged_recent=True,
     page_dtypes=tuple(BITS),
 )
 BACKWARD = None
@@ -105,6 +107,7 @@ def lower(spec: AttentionSpec) -> dict[str, Any]:
         "ALIBI": spec.alibi_shape is not None,
         "STARTS": spec.paged is not None and spec.paged.starts,
         "KIND": KINDS[dtype],
+        "RECENT": (spec.paged.recent if spec.paged else None) or 0,
     }
 
 
@@ -163,6 +166,8 @@ def _forward(
     slopes = q if inputs.alibi_slopes is None else inputs.alibi_slopes.float().contiguous()
     starts = lengths if inputs.kv_starts is None else inputs.kv_starts.contiguous()
     scales = (q, q) if inputs.k_scales is None else (inputs.k_scales, inputs.v_scales)
+    newest = (q, q) if inputs.k_recent is None else rings(inputs)
+    recent_rows = lengths if inputs.recent_rows is None else inputs.recent_rows.contiguous()
     out, lse = into
     if out is None:
         out = torch.empty(out_shape, dtype=q.dtype, device=q.device)
@@ -175,9 +180,10 @@ def _forward(
     # The current device, because Triton launches there. Tests run the kernels on the CPU, in Triton's interpreter.
     current = torch.cuda.current_device() if device >= 0 else device
     results = out.stride(), lse.stride(), sinks.dtype
-    strides = [each.stride() for each in (q, k, v, *scales)]
-    layout = (*strides, table.stride(0), *results, inputs.cu_seqlens_q is None)
-    operands = (q, k, v, table, lengths, offsets, sinks, ranges, slopes, starts, *scales, parts, part_lse)
+    strides = [each.stride() for each in (q, k, v, *scales, *newest)]
+    layout = (*strides, table.stride(0), len(newest[0]), *results, inputs.cu_seqlens_q is None)
+    tables = (table, lengths, offsets, sinks, ranges, slopes, starts)
+    operands = (q, k, v, *tables, *scales, *newest, recent_rows, parts, part_lse)
     key = ("attend", spec, count, layout, current)
     attend = launch(kernels.attend, key, operands, lambda: launches.attend(spec, operands, *_settings(spec, device)))
     merge = None
@@ -187,6 +193,7 @@ def _forward(
         merge = launch(kernels.merge, merge_key, merged, lambda: launches.merge(spec, merged, count))
     # A copied operand has other strides than the caller's tensor.
     copied = q is not inputs.q or table is not inputs.block_table or lengths is not inputs.seq_lens
+    copied = copied or (inputs.recent_rows is not None and recent_rows is not inputs.recent_rows)
     if copied or attend is None or (count > 1 and merge is None):
         return out, lse, None
     return out, lse, launches.Launches(count, attend, merge)
@@ -211,8 +218,20 @@ def program(spec: AttentionSpec, direction: str, with_dlse: bool = False) -> Ker
 
 
 def program_operands(spec: AttentionSpec, arrays: dict[str, Any]) -> dict[str, Any]:
-    """Returns the operands of a program that are not the call's own arrays, by name: sinks and slopes in float32."""
-    return {name: arrays[name].astype("float32") for name in ("sinks", "alibi_slopes") if name in arrays}
+    """Returns the operands of a program that are not the call's own arrays, by name.
+
+    Those are sinks and slopes in float32, and ``recent_rows`` in which a ring that does not exist is -1: a program does
+    not know the number of rings.
+    """
+    changed: dict[str, Any] = {
+        name: arrays[name].astype("float32") for name in ("sinks", "alibi_slopes") if name in arrays
+    }
+    if "recent_rows" in arrays:
+        import jax.numpy as jnp
+
+        rows = arrays["recent_rows"]
+        changed["recent_rows"] = jnp.where(rows[:, :1] < arrays["k_recent"].shape[0], rows, -1)
+    return changed
 
 
 def backward(spec: AttentionSpec, inputs: Any, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:

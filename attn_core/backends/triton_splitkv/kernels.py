@@ -16,22 +16,25 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn_core.backends.triton_splitkv.loads import is_in_range, read, slot_at
+from attn_core.backends.triton_splitkv.loads import read, read_scales, slot_at
 from attn_core.backends.triton_splitkv.merge_kernel import LN_2, LOG2_E, merge, raise_maximum  # noqa: F401
+from attn_core.backends.triton_splitkv.recent_tiles import attend_to_ring, ring_of
+from attn_core.backends.triton_splitkv.scores import is_shown, logits_of, weights_of
 from attn_core.backends.triton_splitkv.stored_tiles import (
     FLOAT8,
     HEADROOM,
     INT4,
-    channel_of_part,
     channels_of_keys,
     fit_float16,
     key_numbers,
+    scale_weights,
+    store_parts,
     value_numbers,
 )
 
 
 # Triton compiles again for arguments that are 1 or a multiple of 16. These change from call to call.
-@triton.jit(do_not_specialize=["tokens", "num_pages", "width", "left", "right", "range_head", "slope_row"])
+@triton.jit(do_not_specialize=["tokens", "num_pages", "width", "left", "right", "range_head", "slope_row", "rings"])
 def attend(
     q,
     k_pages,
@@ -45,6 +48,9 @@ def attend(
     kv_starts,
     k_scales,
     v_scales,
+    k_recent,
+    v_recent,
+    recent_rows,
     out,
     lse,
     scale,
@@ -76,6 +82,13 @@ def attend(
     v_scale_page,
     v_scale_slot,
     v_scale_head,
+    rings,
+    k_ring,
+    k_ring_slot,
+    k_ring_head,
+    v_ring,
+    v_ring_slot,
+    v_ring_head,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     PAGE: tl.constexpr,
@@ -94,6 +107,7 @@ def attend(
     ASSEMBLY: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
+    RECENT: tl.constexpr,
 ):
     """Computes out and lse of one share of the keys; with SPLITS > 1 they are float32 partial results, one per split.
 
@@ -106,7 +120,8 @@ def attend(
     KIND: how the pages are quantised (``paged.quantised.KINDS``), 0 if they are not. A scale of a key multiplies its
     score. Weights times the scales of the values, divided by the largest scale so far, are float16, as the stored
     numbers are: float16 has them all, and GPUs convert to it fastest. Each tile of values is read as words of two
-    bytes, and becomes a tile for each place of a number in a word. ASSEMBLY: see ``stored_tiles``.
+    bytes, and becomes a tile for each place of a number in a word. ASSEMBLY: see ``stored_tiles``. RECENT: the slots of
+    a ring, whose keys are read after those in pages (``recent_tiles``); 0 without rings.
     """
     sequence = tl.program_id(0) // KV_HEADS
     kv_head = (tl.program_id(0) % KV_HEADS).to(tl.int64)  # 64 bits, because a pool's stride times it may exceed 2^31
@@ -122,7 +137,6 @@ def attend(
     begin = tl.program_id(2) * ROWS
     if begin >= queries * GROUP:  # the grid is sized for the longest sequence
         return
-
     row = begin + tl.arange(0, ROWS)
     query = row // GROUP
     head = kv_head * GROUP + row % GROUP
@@ -141,27 +155,27 @@ def attend(
     share = (tiles + SPLITS - 1) // SPLITS
     start = low + split * share * KEYS
     stop = tl.minimum(start + share * KEYS, high)
-
+    end = stop
+    if RECENT:  # keys from the new stop on are in the ring
+        ring, stop = ring_of(recent_rows, sequence, rings, length, start, end, RECENT)
     FUSED: tl.constexpr = KIND != 0 and LEFT_OPEN and not SOFTCAP and not ALIBI
     half: tl.constexpr = 2 if KIND == INT4 else 1
     parts: tl.constexpr = 1 if KIND == 0 else 2 * half
-    channel = tl.arange(0, HEAD_DIM // half)
-    place_in_part = tl.arange(0, VALUE_DIM // parts)
+    channel, place_in_part = tl.arange(0, HEAD_DIM // half), tl.arange(0, VALUE_DIM // parts)
     rows_at = q + token[:, None] * q_token + head[:, None] * q_head
     rows_at += channels_of_keys(channel, KIND, ASSEMBLY)[None, :]
     queries_tile = tl.load(rows_at, mask=is_row[:, None], other=0.0)
     upper_queries = queries_tile
     if KIND == INT4:
         upper_queries = tl.load(rows_at + HEAD_DIM // 2, mask=is_row[:, None], other=0.0)
-    to_logits = scale * LOG2_E
+    to_logits, row_scale = scale * LOG2_E, scale * LOG2_E
     if KIND != 0:
         queries_tile, upper_queries, offset, row_scale = fit_float16(queries_tile, upper_queries, to_logits, KIND)
         to_logits = row_scale[:, None]
     slope = tl.zeros([ROWS], tl.float32)
     if ALIBI:
         slope = tl.load(alibi_slopes + sequence * slope_row + head, mask=is_row, other=0.0) * LOG2_E
-    top = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
+    top, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
     largest_scale = 2.0**-110  # HEADROOM divided by it is finite
     summed = ()
     for _ in tl.static_range(parts):
@@ -189,36 +203,16 @@ def attend(
                 if KIND != FLOAT8:
                     scores += offset[:, None]
                 k_scale_at = k_scales + kv_head * k_scale_head
-                k_scale_at += slot_at(page, slot, k_scale_page, k_scale_slot, PAGE, False)
-                scores *= tl.load(k_scale_at, mask=is_key, other=0.0)[None, :]
-            if SOFTCAP:
-                # tanh(x) = 1 - 2 / (1 + exp(2 x)): exact at both ends, where exp2 is 0 or inf.
-                bent = 1.0 - 2.0 / (1.0 + tl.exp2(scores * (to_logits * (2.0 / softcap))))
-                scores = bent * (softcap * LOG2_E)
-            elif not FUSED or part == 1:
-                scores = scores * to_logits  # base-2 logits, because GPUs compute exp2 directly
-            distance = key[None, :] - diagonal[:, None]
-            if ALIBI:
-                scores -= slope[:, None] * tl.abs(distance).to(tl.float32)
+                scores *= read_scales(k_scale_at, is_key, page, slot, k_scale_page, k_scale_slot, PAGE)[None, :]
+            if not FUSED or part == 1:
+                scores, distance = logits_of(scores, to_logits, softcap, slope, key, diagonal, SOFTCAP, ALIBI)
             if part == 1 or not LEFT_OPEN:
                 seen = is_key[None, :] & (distance <= right) & (distance >= -left)
-            if part == 1 and RANGES:
-                # A new token has the same number from the end among the keys as among the queries.
-                place = key + queries - length
-                is_new = is_key & (place >= 0)
-                ranges_at = key_ranges + kv_head * range_head + (first + place).to(tl.int64) * (2 * RANGES)
-                shown = is_in_range(ranges_at, is_new, tokens, token)
-                if RANGES == 2:
-                    shown |= is_in_range(ranges_at + 2, is_new, 0, token)
-                seen &= shown
-            if part == 1 or not LEFT_OPEN:
+                if part == 1 and RANGES:
+                    ranges = key_ranges + kv_head * range_head
+                    seen &= is_shown(ranges, key, is_key, token, first, queries, length, tokens, RANGES)
                 scores = tl.where(seen, scores, float("-inf"))
-            if FUSED and part == 0:  # one instruction multiplies and subtracts, because no key is hidden
-                top, base, fade = raise_maximum(top, tl.max(scores, 1) * row_scale)
-                weights = tl.exp2(scores * to_logits - base[:, None])
-            else:
-                top, base, fade = raise_maximum(top, tl.max(scores, 1))
-                weights = tl.exp2(scores - base[:, None])
+            top, weights, fade = weights_of(scores, top, row_scale, FUSED and part == 0)
             total = total * fade + tl.sum(weights, 1)
             if KIND == 0:
                 values_at = v_pages + kv_head * v_head + slot_at(page, slot, v_page, v_slot, PAGE, DENSE)[:, None]
@@ -227,12 +221,8 @@ def attend(
                 values_at = v_pages.to(tl.pointer_type(tl.int16)) + kv_head * (v_head // 2)
                 values_at += slot_at(page, slot, v_page // 2, v_slot // 2, PAGE, DENSE)[:, None]
                 v_scale_at = v_scales + kv_head * v_scale_head
-                v_scale_at += slot_at(page, slot, v_scale_page, v_scale_slot, PAGE, False)
-                value_scale = tl.load(v_scale_at, mask=is_key, other=0.0)
-                old_scale = largest_scale
-                largest_scale = tl.maximum(old_scale, tl.max(value_scale, 0))
-                weights *= (value_scale * (HEADROOM / largest_scale))[None, :]
-                fade *= old_scale / largest_scale
+                value_scale = read_scales(v_scale_at, is_key, page, slot, v_scale_page, v_scale_slot, PAGE)
+                weights, fade, largest_scale = scale_weights(weights, fade, value_scale, largest_scale)
             values_tile = read(values_at + place_in_part[None, :], is_key[:, None], part == 0 and LEFT_OPEN)
             # The tensor cores take both operands in one dtype. The sum stays float32.
             weights = weights.to(queries_tile.dtype)
@@ -242,20 +232,29 @@ def attend(
                 added += (summed[i] * fade[:, None] + tl.dot(weights, numbers[i]),)  # type: ignore[assignment]
             summed = added
 
+    if RECENT:
+        # A share without keys in the ring reads no queries again.
+        q_at = q + token[:, None] * q_token + head[:, None] * q_head + tl.arange(0, HEAD_DIM)[None, :]
+        keys = k_recent + ring * k_ring + kv_head * k_ring_head, k_ring_slot
+        values = v_recent + ring * v_ring + kv_head * v_ring_head, v_ring_slot
+        own = tl.load(q_at, mask=(is_row & (stop < end))[:, None], other=0.0)
+        tensors = own, keys, values, key_ranges + kv_head * range_head
+        state, share, tile = (top, total, summed, largest_scale), (stop, end), (token, diagonal, slope)
+        about, numbers = (first, queries, length, tokens), (scale * LOG2_E, softcap, left, right)
+        top, total, summed = attend_to_ring(
+            state, share, tensors, tile, about, numbers, VALUE_DIM, KIND, RECENT, RANGES, SOFTCAP, ALIBI
+        )
+
     empty = total == 0.0  # before the sink is added: a row without keys has output 0 whatever its sink
+    fade = tl.full([ROWS], 1.0, tl.float32)
     if SINKS and SPLITS == 1:  # with splits, merge adds the sink once
         sink = tl.load(sinks + head, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
         top, base, fade = raise_maximum(top, sink)
         total = total * fade + tl.exp2(sink - base)
-    else:
-        fade = tl.full([ROWS], 1.0, tl.float32)
-    if KIND != 0:
+    if KIND != 0 and RECENT == 0:
         fade *= largest_scale / HEADROOM
     divisor = tl.where(empty, 1.0, total)
     row_lse = tl.where(empty, float("-inf"), (top + tl.log2(divisor)) * LN_2)
     out_at = out + split.to(tl.int64) * out_split + token[:, None] * out_token + head[:, None] * out_head
-    for i in tl.static_range(parts):
-        result = tl.where(empty[:, None], 0.0, summed[i] * fade[:, None] / divisor[:, None])
-        value_channel = channel_of_part(place_in_part, i, parts, VALUE_DIM)
-        tl.store(out_at + value_channel[None, :], result.to(out.dtype.element_ty), mask=is_row[:, None])
+    store_parts(out_at, summed, fade, divisor, empty, is_row, parts, VALUE_DIM)
     tl.store(lse + split.to(tl.int64) * lse_split + head * lse_head + token, row_lse, mask=is_row)

@@ -1,4 +1,4 @@
-"""Where the kernel for pages reads: the addresses of slots, loads of what exists, and the ranges of keys.
+"""Where the kernel for pages reads: the addresses of slots, and loads of what exists.
 
 This module imports triton, so others import it only when they run.
 """
@@ -7,14 +7,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-
-
-@triton.jit
-def is_in_range(at, is_new, stop_of_old, token):
-    """Returns which tokens (rows) each key's range at this address shows; the range of an old key ends at a number."""
-    start = tl.load(at, mask=is_new, other=0)
-    stop = tl.load(at + 1, mask=is_new, other=stop_of_old)
-    return (token[:, None] >= start[None, :]) & (token[:, None] < stop[None, :])
 
 
 @triton.jit
@@ -38,3 +30,9 @@ def read(at, exists, ALL: tl.constexpr):
     else:
         loaded = tl.load(at, mask=exists, other=0.0)  # 0 cannot become a float8
     return loaded
+
+
+@triton.jit
+def read_scales(at, is_key, page, slot, by_page, by_slot, PAGE: tl.constexpr):
+    """Loads the scales of keys in slots of pages; ``at`` is the address of the first scale of their head."""
+    return tl.load(at + slot_at(page, slot, by_page, by_slot, PAGE, False), mask=is_key, other=0.0)

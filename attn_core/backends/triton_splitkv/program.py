@@ -12,6 +12,8 @@ from attn_core.call.spec import AttentionSpec
 from attn_core.paged.arguments import one_query_each
 
 SINKS_DTYPE = "float32"
+RINGS = 2**31 - 1
+"""Stands for the number of rings, which a program does not know; ``backend.program_operands`` compares rows with it."""
 
 
 def program(spec: AttentionSpec, settings: dict[str, Any], tiles: Tiles, count: int) -> KernelProgram:
@@ -33,6 +35,7 @@ def program(spec: AttentionSpec, settings: dict[str, Any], tiles: Tiles, count: 
     # The kernel gets another pointer for an operand that the call lacks, and does not read it.
     stand_ins = {"cu_seqlens_q": "seq_lens", "sinks": "q", "key_ranges": "q"}
     stand_ins |= {"alibi_slopes": "q", "kv_starts": "seq_lens", "k_scales": "q", "v_scales": "q"}
+    stand_ins |= {"k_recent": "q", "v_recent": "q", "recent_rows": "seq_lens"}
     names = ("q", "k", "v", "block_table", "seq_lens", *stand_ins)
     reads = [name if name in buffers else stand_ins[name] for name in names]
     writes = ["parts", "part_lse"] if count > 1 else ["out", "lse"]
@@ -75,6 +78,13 @@ def _operands(spec: AttentionSpec) -> dict[str, Buffer]:
     if paged.dtype is not None:
         by = pool[::2] if paged.scales == "page" else pool
         shapes |= {"k_scales": (by, "float32"), "v_scales": (by, "float32")}
+    if paged.recent is not None:
+        rings = RINGS, paged.recent, spec.num_kv_heads
+        shapes |= {
+            "k_recent": ((*rings, spec.head_dim), spec.dtype),
+            "v_recent": ((*rings, spec.value_dim), spec.dtype),
+        }
+        shapes["recent_rows"] = (documents, 2), "int32"
     return {name: Buffer(name, tuple(shape), dtype) for name, (shape, dtype) in shapes.items()}
 
 

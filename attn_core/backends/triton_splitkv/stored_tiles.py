@@ -169,6 +169,16 @@ def value_numbers(stored, KIND: tl.constexpr, ASSEMBLY: tl.constexpr):
 
 
 @triton.jit
+def scale_weights(weights, fade, scale, largest):
+    """Returns the weights of values with scales, the factor of the sums so far, and the largest scale so far.
+
+    The sums are in units of the largest scale over HEADROOM, so the weights fit float16.
+    """
+    new = tl.maximum(largest, tl.max(scale, 0))
+    return weights * (scale * (HEADROOM / new))[None, :], fade * (largest / new), new
+
+
+@triton.jit
 def channel_of_part(place, part, PARTS: tl.constexpr, VALUE_DIM: tl.constexpr):
     """Returns the channels of the columns of a part of a tile of values."""
     if PARTS == 1:
@@ -176,6 +186,16 @@ def channel_of_part(place, part, PARTS: tl.constexpr, VALUE_DIM: tl.constexpr):
     else:  # byte part % 2 of each word; parts 2 and 3 are the upper four bits, of the second half of the channels
         channel = 2 * place + part % 2 + (part // 2) * (VALUE_DIM // 2)
     return channel
+
+
+@triton.jit
+def store_parts(at, summed, factor, divisor, empty, is_row, PARTS: tl.constexpr, VALUE_DIM: tl.constexpr):
+    """Stores rows of results, all parts of the channels: sums times a factor of the row, over a divisor; 0 if empty."""
+    place = tl.arange(0, VALUE_DIM // PARTS)
+    for i in tl.static_range(PARTS):
+        result = tl.where(empty[:, None], 0.0, summed[i] * factor[:, None] / divisor[:, None])
+        channel = channel_of_part(place, i, PARTS, VALUE_DIM)
+        tl.store(at + channel[None, :], result.to(at.dtype.element_ty), mask=is_row[:, None])
 
 
 @triton.jit
