@@ -94,7 +94,7 @@ def exact_newest(cache: Any, recent: int, parts: str = "keys values") -> None:
         old_v = rounded(v) if "values" in parts else v.float()
         last[layer] = k.float(), v.float(), old_k, old_v
 
-    def attend(layer: int, q: Any, step: Any, scale: float) -> Any:
+    def attend(layer: int, q: Any, step: Any, scale: float, invariant: None = None) -> Any:
         k, v, old_k, old_v = last[layer]
         ago = torch.arange(len(q))[:, None] - torch.arange(len(q))
         grouped = q.float().view(len(q), k.shape[1], -1, q.shape[2])  # [tokens, kv_heads, group, dim]
