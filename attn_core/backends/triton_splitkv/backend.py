@@ -19,7 +19,7 @@ from attn_core.backends.shared.kernel_programs import KernelProgram
 from attn_core.backends.shared.pools import pools
 from attn_core.backends.shared.triton import launch
 from attn_core.backends.support import Build, Support
-from attn_core.backends.triton_splitkv import launches
+from attn_core.backends.triton_splitkv import launches, ordered_call
 from attn_core.backends.triton_splitkv.launches import Tiles
 from attn_core.backends.triton_splitkv.shares import rows_of, splits, tiles
 from attn_core.call.masks import band
@@ -52,6 +52,7 @@ FORWARD = Support(
     paged_alibi=True,
     paged_starts=True,
     page_dtypes=tuple(BITS),
+    invariant=("batch", "prefix"),
 )
 BACKWARD = None
 PAGES_ALONE = True
@@ -75,14 +76,14 @@ def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str,
         reasons.append(f"pages in {dtype}: {FORWARD.kernel} reads them from sm89 on, not on {device}")
     if spec.max_len_q and (rows := -(-spec.max_len_q * spec.group_size // rows_of(spec))) > GRID_LIMIT:
         reasons.append(f"max_len_q={spec.max_len_q}: {FORWARD.kernel} launches at most {GRID_LIMIT} blocks, not {rows}")
-    return tuple(reasons)
+    return (*reasons, *ordered_call.refusals(spec, device, FORWARD.kernel))
 
 
 def probe() -> str:
     """Imports the kernels and returns Triton's version."""
     import triton
 
-    from attn_core.backends.triton_splitkv import kernels  # noqa: F401
+    from attn_core.backends.triton_splitkv import kernels, ordered_kernels  # noqa: F401
 
     return str(triton.__version__)
 
@@ -105,6 +106,7 @@ def lower(spec: AttentionSpec) -> dict[str, Any]:
         "ALIBI": spec.alibi_shape is not None,
         "STARTS": spec.paged is not None and spec.paged.starts,
         "KIND": KINDS[dtype],
+        **({} if spec.invariant is None else ordered_call.lower(spec)),
     }
 
 
@@ -136,11 +138,20 @@ def _kernels() -> Any:
 
 def forward(spec: AttentionSpec, inputs: PagedInputs, into: Any = None) -> tuple[Any, Any]:
     """See ``Backend.forward``."""
+    if spec.invariant is not None:
+        return _in_order(spec, inputs, into)
     return _forward(spec, inputs, (None, None) if into is None else into)[:2]
+
+
+def _in_order(spec: AttentionSpec, inputs: PagedInputs, into: Any = None) -> tuple[Any, Any]:
+    device = inputs.q.get_device()
+    return ordered_call.forward(spec, inputs, into, _settings(spec, device)[0], _multiprocessors(device))
 
 
 def paged_shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any]]:
     """See ``contract.paged_shortcut``."""
+    if spec.invariant is not None:
+        return ordered_call.repeated(lambda inputs: _in_order(spec, inputs))
     return launches.repeated(spec, lambda inputs: _forward(spec, inputs, (None, None)))
 
 
@@ -194,7 +205,10 @@ def _forward(
 
 def program_refuses(spec: AttentionSpec, device: str) -> tuple[str, ...]:
     """Returns why ``program`` cannot express a supported call."""
-    return () if device == "sm90" else (f"{device}: proven on sm90 only",)
+    reasons = () if device == "sm90" else (f"{device}: proven on sm90 only",)
+    if spec.invariant is not None:
+        reasons += (f"invariant={spec.invariant!r}: its kernels are launched from Python",)
+    return reasons
 
 
 @lru_cache(maxsize=1024)
