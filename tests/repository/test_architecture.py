@@ -75,6 +75,8 @@ KERNEL_FILES = [
         "backends/triton_splitkv/kernels.py",
         "backends/triton_splitkv/loads.py",
         "backends/triton_splitkv/merge_kernel.py",
+        "backends/triton_splitkv/ordered_kernels.py",
+        "backends/triton_splitkv/ordered_sums.py",
         "backends/triton_splitkv/stored_tiles.py",
         "context_parallel/on_torch/merge_parts_triton.py",
         "context_parallel/on_torch/merge_triton.py",

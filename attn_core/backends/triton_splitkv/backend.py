@@ -205,10 +205,10 @@ def _forward(
 
 def program_refuses(spec: AttentionSpec, device: str) -> tuple[str, ...]:
     """Returns why ``program`` cannot express a supported call."""
-    reasons = () if device == "sm90" else (f"{device}: proven on sm90 only",)
+    reasons = [] if device == "sm90" else [f"{device}: proven on sm90 only"]
     if spec.invariant is not None:
-        reasons += (f"invariant={spec.invariant!r}: its kernels are launched from Python",)
-    return reasons
+        reasons.append(f"invariant={spec.invariant!r}: its kernels are launched from Python")
+    return tuple(reasons)
 
 
 @lru_cache(maxsize=1024)

@@ -1,4 +1,4 @@
-"""Calls with ``invariant``: one order of sums for every batch, chunk and page, by the kernels of ``ordered_kernels``."""
+"""Calls with ``invariant``: one order of sums for every batch, chunk and page, by ``ordered_kernels``."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from attn_core.backends.shared.pools import pools
 from attn_core.backends.shared.triton import Description, launch
 from attn_core.backends.triton_splitkv.launches import Tiles
 from attn_core.backends.triton_splitkv.shares import order, ordered_shares, ordered_tiles
-from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import PagedInputs
-from attn_core.paged.arguments import one_query_each
 
 PROVEN = ("sm90",)
 """The devices on which the products of all tiles were compared bit by bit."""
@@ -150,8 +148,9 @@ def forward(
 def repeated(run: Callable[[PagedInputs], tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
     """Returns a function with the arguments of ``contract.paged_shortcut``; those behind cu_seqlens_q are refused."""
 
-    def repeat(*tensors: Any) -> tuple[Any, Any]:
-        (q, k, v, table, lengths, sinks), cu = tensors[:6], tensors[6:7]
-        return run(PagedInputs(q, k, v, table, lengths, *(cu or (None,)), sinks))
+    def repeat(
+        q: Any, k: Any, v: Any, table: Any, lengths: Any, sinks: Any, cu: Any = None, *absent: Any
+    ) -> tuple[Any, Any]:
+        return run(PagedInputs(q, k, v, table, lengths, cu, sinks))
 
     return repeat

@@ -184,10 +184,11 @@ def merge_in_order(
     for first in range(0, shares, AT_ONCE):
         lses, values, share = (), (), (first + one).to(tl.int64)
         for i in tl.static_range(AT_ONCE):
-            lses += (tl.load(lses_at + (share + i) * part_lse_share, mask=share + i < shares, other=float("-inf")),)
+            lse_at = lses_at + (share + i) * part_lse_share
+            lses += (tl.load(lse_at, mask=share + i < shares, other=float("-inf")),)  # type: ignore[assignment]
         for i in tl.static_range(AT_ONCE):  # a share without keys wrote no values
-            wrote = (lses[i] != float("-inf"))[:, None]
-            values += (tl.load(parts_at + (share + i)[:, None] * part_share, mask=wrote, other=0.0),)
+            part_at = parts_at + (share + i)[:, None] * part_share
+            values += (tl.load(part_at, mask=(lses[i] != float("-inf"))[:, None], other=0.0),)  # type: ignore[assignment]
         for i in tl.static_range(AT_ONCE):
             top, total, summed = add_share(top, total, summed, values[i], lses[i])
     out_at, lse_at = out + token * out_token + head * out_head, lse + head * lse_head + token
