@@ -44,7 +44,7 @@ class Scene:
 @st.composite
 def scenes(draw: Any, longest: int) -> Scene:
     keys = st.integers(1, longest)
-    lengths = draw(st.lists(st.tuples(st.sampled_from((0, 1, 1, 5, longest)), keys), max_size=3))
+    lengths = draw(st.lists(st.tuples(st.sampled_from((0, 1, 1, 5, longest // 3)), keys), max_size=3))
     neighbours = tuple((min(queries, keys), keys) for queries, keys in lengths)
     return Scene(
         neighbours,

@@ -82,7 +82,7 @@ def test_a_row_has_a_program_for_each_share_only_if_programs_are_few() -> None:
     assert ordered_call.how(spec_of(batch=1, tokens=131072, window=(4095, 0)), 132).shares == 6
     assert ordered_call.how(spec_of(batch=512), 132).shares == 0, "there are programs enough"
     assert ordered_call.how(spec_of(batch=4, tokens=2**20, new=64), 132).shares == 0, "partial results of 4 GB"
-    assert ordered_call.how(spec_of(batch=1, tokens=1024), 132) == (shares.NARROW.launches[0], 0, True)
+    assert ordered_call.how(spec_of(batch=1, tokens=1024), 132) == (shares.NARROW.launches[0], 0, 1024, True)
 
 
 # The code

@@ -3,7 +3,8 @@
 Limits: bfloat16 and float16, head_dim and value_dim powers of two from 16 to 256, forward only, paged calls only; page
 sizes from 1 on. The kernels (``kernels.py``) clamp table entries, so they never read outside the pool, and never read a
 key past the end of its sequence. The number of splits depends on shapes only, so equal calls give equal bits. A NaN in
-a key or value of a sequence may reach queries of the same sequence that do not see it, but no other sequence.
+a key or value of a sequence may reach queries of the same sequence that do not see it, but no other sequence. Calls
+with ``invariant`` have kernels of their own (``ordered_kernels.py``) for pages that are not quantised.
 Upstream: triton 3.6 to 3.9, as torch brings it.
 """
 

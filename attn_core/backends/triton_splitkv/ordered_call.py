@@ -38,18 +38,20 @@ def lower(spec: AttentionSpec) -> dict[str, Any]:
 
 
 class How(NamedTuple):
-    """The launches of a call: tiles, partial results of each row (0 if none), and whether one share has all keys."""
+    """The launches of a call: tiles, partial results of each row (0 if none), keys of a share, and if one has all."""
 
     tiles: Tiles
     shares: int
+    share: int
     one_share: bool
 
 
 @lru_cache(maxsize=4096)
 def how(spec: AttentionSpec, multiprocessors: int) -> How:
     """Returns the launches of a call on a GPU of so many multiprocessors."""
-    tiles, shares = ordered_tiles(spec), ordered_shares(spec, multiprocessors)
-    return How(tiles, shares, (spec.max_len_k or spec.kv_len) <= order(spec).share)
+    share = order(spec).share
+    one_share = (spec.max_len_k or spec.kv_len) <= share
+    return How(ordered_tiles(spec), ordered_shares(spec, multiprocessors), share, one_share)
 
 
 def attend(spec: AttentionSpec, operands: tuple[Any, ...], settings: dict[str, Any], way: How) -> Description:
@@ -79,7 +81,7 @@ def attend(spec: AttentionSpec, operands: tuple[Any, ...], settings: dict[str, A
         **{"KV_HEADS": spec.num_kv_heads, "GROUP": spec.group_size, "PAGE": size, "DENSE": dense},
         **{"HEAD_DIM": spec.head_dim, "VALUE_DIM": spec.value_dim},
         **{name: settings[name] for name in ("ONE_QUERY", "SOFTCAP", "SINKS", "LEFT_OPEN", "ALIBI", "STARTS")},
-        **{"PARTIAL": way.shares > 0, "ONE_SHARE": way.one_share, "SHARE": order(spec).share},
+        **{"PARTIAL": way.shares > 0, "ONE_SHARE": way.one_share, "SHARE": way.share},
         **{"ROWS": tiles.rows, "KEYS": tiles.keys, "num_warps": tiles.warps, "num_stages": tiles.stages},
         "enable_fp_fusion": False,
     }
