@@ -590,7 +590,11 @@ def test_flash4_reads_and_writes_one_array_without_python(dim: int) -> None:
 
 @pytest.mark.cuda
 @pytest.mark.parametrize(
-    "changes", [{}, {"sinks": True}, {"window": 40, "softcap": 9.0}, {"chunks": True}, {"lengths": (3, 1), "pages": 3}]
+    "changes",
+    [
+        *({}, {"sinks": True}, {"window": 40, "softcap": 9.0}, {"chunks": True}, {"lengths": (3, 1), "pages": 3}),
+        *({"invariant": "prefix"}, {"invariant": "prefix", "chunks": True, "sinks": True}, {"invariant": "batch"}),
+    ],
 )
 def test_decoding_from_pages_gives_torchs_bits_without_python(changes: dict[str, Any]) -> None:
     """The number of splits is more than 1 in the calls with long sequences, and 1 in the last one."""

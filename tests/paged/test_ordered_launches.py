@@ -85,6 +85,24 @@ def test_a_row_has_a_program_for_each_share_only_if_programs_are_few() -> None:
     assert ordered_call.how(spec_of(batch=1, tokens=1024), 132) == (shares.NARROW.launches[0], 0, 1024, True)
 
 
+def test_a_program_for_jax_has_the_launches_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    from attn_core.backends.shared import triton_programs
+    from attn_core.backends.triton_splitkv import ordered_kernels, program
+
+    monkeypatch.setattr(triton_programs, "step", lambda kernel, reads, writes, kinds, how: (kernel, reads, writes, how))
+    spec = spec_of(batch=2, sinks=True)
+    way = ordered_call.how(spec, 132)
+    built = program.program(spec, triton_splitkv.lower(spec), way.tiles, 1, way)
+    names = [buffer.name for buffer in built.buffers]
+    (attend, reads, writes, how), (merge, *merged, _) = built.steps
+    assert (attend, merge) == (ordered_kernels.attend_in_order, ordered_kernels.merge_in_order)
+    tables = ("block_table", "seq_lens", "seq_lens", "sinks", "q", "seq_lens")
+    assert [names[at] for at in reads] == ["q", "k", "v", *tables]
+    assert len(reads) + len(writes) + len(how[1]) + len(how[2]) - 3 == len(attend.arg_names)  # 3 are options
+    parts, results = [names.index(name) for name in ("sinks", "out", "lse")], built.buffers
+    assert merged == [(*writes, parts[0]), tuple(parts[1:])] and results[writes[0]].shape == (8, *spec.out_shape)
+
+
 # The code
 
 

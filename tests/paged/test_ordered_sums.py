@@ -18,6 +18,7 @@ import same_bits_pages
 import triton_interpreter
 from both_frontends import _numpy
 from callers_view import callers_results
+from direct_launches import launch_by_address
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from other_process import OtherProcess
@@ -83,20 +84,20 @@ def run(spec: AttentionSpec, inputs: PagedInputs) -> tuple[np.ndarray, np.ndarra
     return _numpy(out), _numpy(lse)
 
 
-def check_bits(patch: pytest.MonkeyPatch, examples: int, **how: Any) -> None:
+def check_bits(patch: pytest.MonkeyPatch, examples: int, lengths: tuple[int, ...], **how: Any) -> None:
     @settings(max_examples=examples, **how)
     @given(st.data())
     def draws(data: st.DataObject) -> None:
-        heads, options = data.draw(st.sampled_from(((2, 1), (1, 1), (3, 1)))), data.draw(st.sampled_from(OPTIONS))
-        patch.setattr(shares, "FEW_PROGRAMS", data.draw(st.sampled_from((ALL, NONE, 4))))
+        heads, options = data.draw(st.sampled_from(((1, 1), (2, 1), (3, 1)))), data.draw(st.sampled_from(OPTIONS))
+        patch.setattr(shares, "FEW_PROGRAMS", data.draw(st.sampled_from((NONE, ALL, 4))))
         kind = Kind("torch", "triton_splitkv", "prefix", heads, "float16", options)
-        same_bits_pages.check(kind, run, data.draw, (2, 15, 40))
+        same_bits_pages.check(kind, run, data.draw, lengths)
 
     draws()
 
 
 def test_a_query_has_the_same_bits_in_every_chunk_batch_and_page(small: pytest.MonkeyPatch) -> None:
-    check_bits(small, 6)
+    check_bits(small, 6, (2, 15, 40))
 
 
 FAULTS = {
@@ -111,7 +112,7 @@ def test_an_order_that_the_shapes_choose_is_caught(fault: str, small: pytest.Mon
     for module in (shares, ordered_call):
         small.setattr(module, "order", lambda spec: FAULTS[fault] if spec.max_len_q > 9 else SMALL)
     with pytest.raises(AssertionError, match=r"(queries|token) \d+ .*of"):
-        check_bits(small, 20, phases=[Phase.generate])
+        check_bits(small, 20, (70,), phases=[Phase.generate])
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -138,3 +139,25 @@ def test_numbers_are_right(name: str, few: int, monkeypatch: pytest.MonkeyPatch)
     out, lse = run(call.spec, call.inputs._replace(**{n: np.float32(getattr(call.inputs, n)) for n in "qkv"}))
     verdict = judge(call, {"out": out, "lse": callers_results(call.spec, call.inputs, lse)[0]})
     assert verdict.ok, f"{call}\n{verdict}"
+
+
+@pytest.mark.parametrize("few", [ALL, NONE])
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_a_seen_call_gives_the_bits_of_a_new_one(return_lse: bool, few: int, small: pytest.MonkeyPatch) -> None:
+    small.setattr(shares, "FEW_PROGRAMS", few)
+    kind = Kind("torch", "triton_splitkv", "prefix", (2, 1), "float16", (("sinks", True),))
+    scene = same_bits_pages.Scene(((1, 40),), offsets=False)
+    calls = [same_bits_pages.call(kind, same_bits_pages.document(kind, seed, 1, 70), scene)[:2] for seed in (1, 2)]
+    spec = replace(calls[0][0], return_lse=return_lse)
+    one, other = (same_bits_pages.as_tensors(spec, inputs, "cpu") for _, inputs in calls)
+    ordered_call.how.cache_clear()
+    expected = [triton_splitkv.forward(spec, inputs) for inputs in (one, other)]
+    direct = launch_by_address(small)
+    repeat = triton_splitkv.paged_shortcut(spec)
+    for at, inputs in enumerate((one, other, one)):
+        before = len(direct)
+        out, lse = repeat(*inputs[:5], inputs.sinks)
+        right = expected[inputs is other]
+        assert torch.equal(out, right[0])
+        assert not return_lse or torch.equal(lse, right[1])
+        assert len(direct) - before == (0 if at == 0 else 2 if few else 1)

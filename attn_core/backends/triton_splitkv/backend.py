@@ -140,11 +140,11 @@ def _kernels() -> Any:
 def forward(spec: AttentionSpec, inputs: PagedInputs, into: Any = None) -> tuple[Any, Any]:
     """See ``Backend.forward``."""
     if spec.invariant is not None:
-        return _in_order(spec, inputs, into)
+        return _in_order(spec, inputs, into)[:2]
     return _forward(spec, inputs, (None, None) if into is None else into)[:2]
 
 
-def _in_order(spec: AttentionSpec, inputs: PagedInputs, into: Any = None) -> tuple[Any, Any]:
+def _in_order(spec: AttentionSpec, inputs: PagedInputs, into: Any = None) -> tuple[Any, Any, launches.Launches | None]:
     device = inputs.q.get_device()
     return ordered_call.forward(spec, inputs, into, _settings(spec, device)[0], _multiprocessors(device))
 
@@ -152,7 +152,7 @@ def _in_order(spec: AttentionSpec, inputs: PagedInputs, into: Any = None) -> tup
 def paged_shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any]]:
     """See ``contract.paged_shortcut``."""
     if spec.invariant is not None:
-        return ordered_call.repeated(lambda inputs: _in_order(spec, inputs))
+        return launches.repeated(spec, lambda inputs: _in_order(spec, inputs))
     return launches.repeated(spec, lambda inputs: _forward(spec, inputs, (None, None)))
 
 
@@ -206,10 +206,7 @@ def _forward(
 
 def program_refuses(spec: AttentionSpec, device: str) -> tuple[str, ...]:
     """Returns why ``program`` cannot express a supported call."""
-    reasons = [] if device == "sm90" else [f"{device}: proven on sm90 only"]
-    if spec.invariant is not None:
-        reasons.append(f"invariant={spec.invariant!r}: its kernels are launched from Python")
-    return tuple(reasons)
+    return () if device == "sm90" else (f"{device}: proven on sm90 only",)
 
 
 @lru_cache(maxsize=1024)
@@ -222,7 +219,9 @@ def program(spec: AttentionSpec, direction: str, with_dlse: bool = False) -> Ker
 
     from attn_core.backends.triton_splitkv import program as splitkv_program
 
-    return splitkv_program.program(spec, *_settings(spec, torch.cuda.current_device()))
+    device = torch.cuda.current_device()
+    way = None if spec.invariant is None else ordered_call.how(spec, _multiprocessors(device))
+    return splitkv_program.program(spec, *_settings(spec, device), way)
 
 
 def program_operands(spec: AttentionSpec, arrays: dict[str, Any]) -> dict[str, Any]:

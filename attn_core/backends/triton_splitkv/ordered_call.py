@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 from attn_core.backends.shared.pools import pools
-from attn_core.backends.shared.triton import Description, launch
-from attn_core.backends.triton_splitkv.launches import Tiles
+from attn_core.backends.shared.triton import Description, Direct, launch
+from attn_core.backends.triton_splitkv.launches import Launches, Tiles
 from attn_core.backends.triton_splitkv.shares import order, ordered_shares, ordered_tiles
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import PagedInputs
@@ -106,8 +105,8 @@ def _kernels() -> Any:
 
 def forward(
     spec: AttentionSpec, inputs: PagedInputs, into: Any, settings: dict[str, Any], multiprocessors: int
-) -> tuple[Any, Any]:
-    """See ``Backend.forward``.
+) -> tuple[Any, Any, Launches | None]:
+    """Returns (out, lse), and the launches if they fit other tensors of the same strides.
 
     Args:
         settings: the scalar arguments of ``kernels.attend``.
@@ -139,20 +138,23 @@ def forward(
     layout = (q.stride(), k.stride(), v.stride(), table.stride(0), *results, inputs.cu_seqlens_q is None)
     operands = (q, k, v, table, lengths, offsets, sinks, slopes, starts, parts, part_lse)
     key = ("attend_in_order", spec, way, layout, current)
-    launch(kernels.attend_in_order, key, operands, lambda: attend(spec, operands, settings, way))
+    attend_at = launch(kernels.attend_in_order, key, operands, lambda: attend(spec, operands, settings, way))
+    merge_at = None
     if way.shares:
         merged = (parts, part_lse, sinks, out, lse)
         merge_key = ("merge_in_order", spec, way, results, current)
-        launch(kernels.merge_in_order, merge_key, merged, lambda: merge(spec, merged, way.shares))
-    return out, lse
+        merge_at = launch(kernels.merge_in_order, merge_key, merged, lambda: merge(spec, merged, way.shares))
+    # A copied operand has other strides than the caller's tensor.
+    copied = q is not inputs.q or table is not inputs.block_table or lengths is not inputs.seq_lens
+    if copied or attend_at is None or (way.shares and merge_at is None):
+        return out, lse, None
+    return out, lse, Launches(way.shares, _as_attend(attend_at), merge_at)
 
 
-def repeated(run: Callable[[PagedInputs], tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
-    """Returns a function with the arguments of ``contract.paged_shortcut``; those behind cu_seqlens_q are refused."""
+def _as_attend(direct: Direct) -> Direct:
+    """Returns a launch that takes the addresses of ``kernels.attend``, of which this kernel has some."""
 
-    def repeat(
-        q: Any, k: Any, v: Any, table: Any, lengths: Any, sinks: Any, cu: Any = None, *absent: Any
-    ) -> tuple[Any, Any]:
-        return run(PagedInputs(q, k, v, table, lengths, cu, sinks))
+    def run(*at: int) -> None:
+        direct(*at[:7], *at[8:10], *at[-2:])  # all up to the sinks, slopes and starts, out and lse
 
-    return repeat
+    return run

@@ -88,7 +88,7 @@ def attend_in_order(
     else:
         first = tl.minimum(tl.maximum(tl.load(cu_seqlens_q + sequence), 0), tokens)
         queries = tl.minimum(tl.maximum(tl.load(cu_seqlens_q + sequence + 1), first), tokens) - first
-    begin = tl.program_id(2) * ROWS
+    begin = (tl.num_programs(2) - 1 - tl.program_id(2)) * ROWS  # the last rows see the most keys, so they start first
     if begin >= queries * GROUP:  # the grid is sized for the longest sequence
         return
     origin = 0
