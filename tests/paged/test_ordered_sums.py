@@ -115,6 +115,7 @@ def test_an_order_that_the_shapes_choose_is_caught(fault: str, small: pytest.Mon
         check_bits(small, 20, (70,), phases=[Phase.generate])
 
 
+HALF: dict[str, Any] = {"dtype": "float16", "head_dim": 16, "value_dim": 16, "return_lse": True}
 CASES: dict[str, dict[str, Any]] = {
     "decode": {"lengths": (5, 70, 1)},
     "chunks": {"lengths": (70, 0, 33, 9), "new": (5, 0, 1, 9), "page_size": 3},
@@ -133,12 +134,44 @@ CASES: dict[str, dict[str, Any]] = {
 def test_numbers_are_right(name: str, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shares, "NARROW", SMALL)
     monkeypatch.setattr(shares, "FEW_PROGRAMS", few)
-    fields = {"dtype": "float16", "head_dim": 16, "value_dim": 16, "return_lse": True, **CASES[name]}
+    fields = {**HALF, **CASES[name]}
     call = make_paged(fields.pop("lengths"), fields.pop("new", None), **fields)
     call = replace(call, spec=replace(call.spec, invariant="prefix" if call.spec.causal else "batch"))
     out, lse = run(call.spec, call.inputs._replace(**{n: np.float32(getattr(call.inputs, n)) for n in "qkv"}))
     verdict = judge(call, {"out": out, "lse": callers_results(call.spec, call.inputs, lse)[0]})
     assert verdict.ok, f"{call}\n{verdict}"
+
+
+LIES: dict[str, dict[str, Any]] = {
+    "pages": {"block_table": [[99, 2**31 - 1, 10**6] * 3, [-1, -(2**31), -5] * 3]},
+    "lengths beyond the table": {"seq_lens": [10**6, 2**31 - 1]},
+    "negative lengths": {"seq_lens": [-1, -(2**31)]},
+    "offsets": {"cu_seqlens_q": [99, -5, 2**31 - 1]},
+    "one long sequence": {"cu_seqlens_q": [0, 7, 7]},
+    "starts beyond the end": {"kv_starts": [10**6, 2**31 - 1]},
+    "negative starts": {"kv_starts": [-1, -(2**31)]},
+}
+
+
+@pytest.mark.parametrize("few", [ALL, NONE])
+@pytest.mark.parametrize("lie", LIES)
+def test_tables_that_lie_lead_nowhere_outside_the_pool(lie: str, few: int, small: pytest.MonkeyPatch) -> None:
+    """The pools lie between pages of NaN, and are finite."""
+    small.setattr(shares, "FEW_PROGRAMS", few)
+    call = make_paged((30, 33), (4, 3), page_size=4, wider=0, starts="starts" in lie, **HALF)
+    spec, tables = replace(call.spec, invariant="prefix"), LIES[lie]
+    inputs = same_bits_pages.as_tensors(
+        spec, call.inputs._replace(**{n: np.array(t, np.int32) for n, t in tables.items()}), "cpu"
+    )
+    pools = [torch.cat([pool * torch.nan, pool.nan_to_num(), pool * torch.nan]) for pool in inputs[1:3]]
+    pages = spec.paged.num_pages if spec.paged else 0
+    k, v = (pool[pages : 2 * pages] for pool in pools)
+    ordered_call.how.cache_clear()
+    into = torch.full(spec.out_shape, 0.0, dtype=torch.float16), torch.full(spec.lse_shape, 0.0)
+    out, lse = triton_splitkv.forward(spec, inputs._replace(k=k, v=v), into)
+    assert out.isfinite().all() and not lse.isnan().any()
+    if lie == "negative lengths":
+        assert not out.any() and (lse == -torch.inf).all()
 
 
 @pytest.mark.parametrize("few", [ALL, NONE])
