@@ -99,6 +99,7 @@ BOUNDS: dict[str, int | str] = {
     "attn_core.backends.triton_jvp.maximum:_kernel": ONE,
     "attn_core.backends.triton_splitkv.backend:_kernels": ONE,
     "attn_core.backends.triton_splitkv.backend:_multiprocessors": "the GPUs",
+    "attn_core.backends.triton_splitkv.ordered_call:_kernels": ONE,
     "attn_core.backends.xformers.backend:_kernel": "xFormers' kernels",
     "attn_core.backends.xformers.operators:load_operator": "xFormers' kernels",
     "attn_core.backends.xformers.operators:widths": "xFormers' kernels",

@@ -10,6 +10,8 @@ from attn_core.call.spec import AttentionSpec
 WORDS = {
     "query_tile": "tiles of {} positions",
     "key_tile": "of {} keys",
+    "tile_keys": "tiles of {} keys",
+    "share_keys": "added in shares of {}",
     "num_splits": "keys in {} part",
     "deterministic": "gradients summed in order",
 }

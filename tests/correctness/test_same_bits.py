@@ -13,6 +13,7 @@ import pytest
 
 pytest.importorskip("torch")
 pytest.importorskip("jax")
+import same_bits_pages
 from both_frontends import module_on
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -188,6 +189,45 @@ def test_a_query_has_the_same_bits_in_every_cut_and_in_pages(framework: str, bac
                 assert not differing(part, pages(kind, [begun, *small], order)[0]), "pages"
 
     draws()
+
+
+PAGED_OPTIONS = [options for name, options in OPTIONS.items() if name != "plain"]
+
+
+def check_pages(backend: str, **how: Any) -> None:
+    """Cuts, neighbours, pages, padding on the left, declared maxima and decoding, on a GPU; shares have 1024 keys."""
+
+    @settings(few(), **how)
+    @given(st.data())
+    def draws(data: st.DataObject) -> None:
+        heads = data.draw(st.sampled_from(((4, 2), (1, 1), (3, 1), (32, 8))))
+        dtype, dim = data.draw(st.sampled_from(("bfloat16", "float16"))), data.draw(st.sampled_from((16, 64, 128, 256)))
+        options = data.draw(st.sampled_from(PAGED_OPTIONS))
+        kind = Kind("torch", backend, "prefix", heads, dtype, options, "cuda", dim)
+        same_bits_pages.check(kind, same_bits_pages.on_a_gpu, data.draw, (2, 65, 300, 1500, 3000))
+
+    draws()
+
+
+@pytest.mark.cuda
+def test_a_query_has_the_same_bits_in_every_cut_and_in_pages_on_a_gpu() -> None:
+    check_pages("triton_splitkv")
+
+
+@pytest.mark.cuda
+def test_a_share_that_the_shapes_choose_is_caught_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted fault: the keys of a share depend on the declared maximum of queries, as a heuristic's would."""
+    from attn_core.backends.triton_splitkv import ordered_call, shares
+
+    for module in (shares, ordered_call):
+        by_shape = {True: shares.NARROW._replace(share=512), False: shares.NARROW}
+        monkeypatch.setattr(module, "order", lambda spec, by_shape=by_shape: by_shape[spec.max_len_q > 9])
+    ordered_call.how.cache_clear()
+    try:
+        with pytest.raises(AssertionError, match=r"queries \d+ to|token \d+"):
+            check_pages("triton_splitkv", phases=[Phase.generate])
+    finally:
+        ordered_call.how.cache_clear()
 
 
 def test_a_tile_that_the_batch_chooses_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -594,6 +594,7 @@ def test_flash4_reads_and_writes_one_array_without_python(dim: int) -> None:
     [
         *({}, {"sinks": True}, {"window": 40, "softcap": 9.0}, {"chunks": True}, {"lengths": (3, 1), "pages": 3}),
         *({"recent": 50}, {"recent": 50, "chunks": True, "sinks": True}),
+        *({"invariant": "prefix"}, {"invariant": "prefix", "chunks": True, "sinks": True}, {"invariant": "batch"}),
     ],
 )
 def test_decoding_from_pages_gives_torchs_bits_without_python(changes: dict[str, Any]) -> None:

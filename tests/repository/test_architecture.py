@@ -77,6 +77,8 @@ KERNEL_FILES = [
         "backends/triton_splitkv/merge_kernel.py",
         "backends/triton_splitkv/recent_tiles.py",
         "backends/triton_splitkv/scores.py",
+        "backends/triton_splitkv/ordered_kernels.py",
+        "backends/triton_splitkv/ordered_sums.py",
         "backends/triton_splitkv/stored_tiles.py",
         "context_parallel/on_torch/merge_parts_triton.py",
         "context_parallel/on_torch/merge_triton.py",

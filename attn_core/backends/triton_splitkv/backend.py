@@ -4,7 +4,8 @@ Limits: bfloat16 and float16, head_dim and value_dim powers of two from 16 to 25
 sizes from 1 on. The kernels (``kernels.py``) clamp table entries, so they never read outside the pool, and never read a
 key past the end of its sequence. The number of splits depends on shapes only, so equal calls give equal bits. A NaN in
 a key or value of a sequence may reach queries of the same sequence that do not see it, but no other sequence. Rings of
-newest tokens are read after the pages, as they are.
+newest tokens are read after the pages, as they are. Calls with ``invariant`` have kernels of their own
+(``ordered_kernels.py``) for pages that are not quantised.
 Upstream: triton 3.6 to 3.9, as torch brings it.
 """
 
@@ -20,7 +21,7 @@ from attn_core.backends.shared.kernel_programs import KernelProgram
 from attn_core.backends.shared.pools import pools, rings
 from attn_core.backends.shared.triton import launch
 from attn_core.backends.support import Build, Support
-from attn_core.backends.triton_splitkv import launches
+from attn_core.backends.triton_splitkv import launches, ordered_call
 from attn_core.backends.triton_splitkv.launches import Tiles
 from attn_core.backends.triton_splitkv.shares import rows_of, splits, tiles
 from attn_core.call.masks import band
@@ -54,6 +55,7 @@ FORWARD = Support(
     paged_starts=True,
     paged_recent=True,
     page_dtypes=tuple(BITS),
+    invariant=("batch", "prefix"),
 )
 BACKWARD = None
 PAGES_ALONE = True
@@ -77,14 +79,14 @@ def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str,
         reasons.append(f"pages in {dtype}: {FORWARD.kernel} reads them from sm89 on, not on {device}")
     if spec.max_len_q and (rows := -(-spec.max_len_q * spec.group_size // rows_of(spec))) > GRID_LIMIT:
         reasons.append(f"max_len_q={spec.max_len_q}: {FORWARD.kernel} launches at most {GRID_LIMIT} blocks, not {rows}")
-    return tuple(reasons)
+    return (*reasons, *ordered_call.refusals(spec, device, FORWARD.kernel))
 
 
 def probe() -> str:
     """Imports the kernels and returns Triton's version."""
     import triton
 
-    from attn_core.backends.triton_splitkv import kernels  # noqa: F401
+    from attn_core.backends.triton_splitkv import kernels, ordered_kernels  # noqa: F401
 
     return str(triton.__version__)
 
@@ -108,6 +110,7 @@ def lower(spec: AttentionSpec) -> dict[str, Any]:
         "STARTS": spec.paged is not None and spec.paged.starts,
         "KIND": KINDS[dtype],
         "RECENT": (spec.paged.recent if spec.paged else None) or 0,
+        **({} if spec.invariant is None else ordered_call.lower(spec)),
     }
 
 
@@ -139,11 +142,20 @@ def _kernels() -> Any:
 
 def forward(spec: AttentionSpec, inputs: PagedInputs, into: Any = None) -> tuple[Any, Any]:
     """See ``Backend.forward``."""
+    if spec.invariant is not None:
+        return _in_order(spec, inputs, into)[:2]
     return _forward(spec, inputs, (None, None) if into is None else into)[:2]
+
+
+def _in_order(spec: AttentionSpec, inputs: PagedInputs, into: Any = None) -> tuple[Any, Any, launches.Launches | None]:
+    device = inputs.q.get_device()
+    return ordered_call.forward(spec, inputs, into, _settings(spec, device)[0], _multiprocessors(device))
 
 
 def paged_shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any]]:
     """See ``contract.paged_shortcut``."""
+    if spec.invariant is not None:
+        return launches.repeated(spec, lambda inputs: _in_order(spec, inputs))
     return launches.repeated(spec, lambda inputs: _forward(spec, inputs, (None, None)))
 
 
@@ -214,7 +226,9 @@ def program(spec: AttentionSpec, direction: str, with_dlse: bool = False) -> Ker
 
     from attn_core.backends.triton_splitkv import program as splitkv_program
 
-    return splitkv_program.program(spec, *_settings(spec, torch.cuda.current_device()))
+    device = torch.cuda.current_device()
+    way = None if spec.invariant is None else ordered_call.how(spec, _multiprocessors(device))
+    return splitkv_program.program(spec, *_settings(spec, device), way)
 
 
 def program_operands(spec: AttentionSpec, arrays: dict[str, Any]) -> dict[str, Any]:

@@ -6,24 +6,32 @@ from typing import Any
 
 from attn_core.backends.shared import triton_programs
 from attn_core.backends.shared.kernel_programs import SCRATCH, Buffer, KernelProgram
-from attn_core.backends.triton_splitkv import launches
+from attn_core.backends.triton_splitkv import launches, ordered_call
 from attn_core.backends.triton_splitkv.launches import Tiles
+from attn_core.backends.triton_splitkv.ordered_call import How
 from attn_core.call.spec import AttentionSpec
 from attn_core.paged.arguments import one_query_each
 
 SINKS_DTYPE = "float32"
 RINGS = 2**31 - 1
 """Stands for the number of rings, which a program does not know; ``backend.program_operands`` compares rows with it."""
+ORDERED_READS = ("q", "k", "v", "block_table", "seq_lens", "cu_seqlens_q", "sinks", "alibi_slopes", "kv_starts")
+"""What ``attend_in_order`` reads; the order is that of ``attend``, too."""
 
 
-def program(spec: AttentionSpec, settings: dict[str, Any], tiles: Tiles, count: int) -> KernelProgram:
+def program(
+    spec: AttentionSpec, settings: dict[str, Any], tiles: Tiles, count: int, way: How | None = None
+) -> KernelProgram:
     """Returns the program of a call.
 
     Args:
         settings, tiles, count: the numbers of the kernel, its tiles, and into how many parts each sequence is split.
+        way: the launches of a call with ``invariant``, in place of tiles and count.
     """
-    from attn_core.backends.triton_splitkv import kernels
+    from attn_core.backends.triton_splitkv import kernels, ordered_kernels
 
+    if way is not None:
+        count = way.shares
     buffers = {"q": Buffer("q", (spec.q_len, spec.num_heads, spec.head_dim), spec.dtype), **_operands(spec)}
     buffers["out"] = Buffer("out", spec.out_shape, spec.dtype)
     buffers["lse"] = Buffer("lse", spec.lse_shape, "float32")
@@ -37,6 +45,8 @@ def program(spec: AttentionSpec, settings: dict[str, Any], tiles: Tiles, count: 
     stand_ins |= {"alibi_slopes": "q", "kv_starts": "seq_lens", "k_scales": "q", "v_scales": "q"}
     stand_ins |= {"k_recent": "q", "v_recent": "q", "recent_rows": "seq_lens"}
     names = ("q", "k", "v", "block_table", "seq_lens", *stand_ins)
+    if way is not None:
+        names = tuple(name for name in names if name in ORDERED_READS)
     reads = [name if name in buffers else stand_ins[name] for name in names]
     writes = ["parts", "part_lse"] if count > 1 else ["out", "lse"]
 
@@ -45,10 +55,15 @@ def program(spec: AttentionSpec, settings: dict[str, Any], tiles: Tiles, count: 
         at = tuple(place[name] for name in read), tuple(place[name] for name in written)
         return triton_programs.step(kernel, *at, tuple([tensor.dtype for tensor in tensors]), describe(tensors))
 
-    steps = [step(kernels.attend, reads, writes, lambda t: launches.attend(spec, tuple(t), settings, tiles, count))]
+    if way is None:
+        attend = kernels.attend, lambda t: launches.attend(spec, tuple(t), settings, tiles, count)
+        merge = kernels.merge, lambda t: launches.merge(spec, tuple(t), count)
+    else:
+        attend = ordered_kernels.attend_in_order, lambda t: ordered_call.attend(spec, tuple(t), settings, way)
+        merge = ordered_kernels.merge_in_order, lambda t: ordered_call.merge(spec, tuple(t), count)
+    steps = [step(attend[0], reads, writes, attend[1])]
     if count > 1:
-        merged = [*writes, reads[6]]
-        steps.append(step(kernels.merge, merged, ["out", "lse"], lambda t: launches.merge(spec, tuple(t), count)))
+        steps.append(step(merge[0], [*writes, reads[6]], ["out", "lse"], merge[1]))
     return KernelProgram(every, tuple(steps))
 
 

@@ -1,0 +1,160 @@
+"""Calls with ``invariant``: one order of sums for every batch, chunk and page, by ``ordered_kernels``."""
+
+from __future__ import annotations
+
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
+
+from attn_core.backends.shared.pools import pools
+from attn_core.backends.shared.triton import Description, Direct, launch
+from attn_core.backends.triton_splitkv.launches import Launches, Tiles
+from attn_core.backends.triton_splitkv.shares import order, ordered_shares, ordered_tiles
+from attn_core.call.spec import AttentionSpec
+from attn_core.call.tensors import PagedInputs
+
+PROVEN = ("sm90",)
+"""The devices on which the products of all tiles were compared bit by bit."""
+
+
+def refusals(spec: AttentionSpec, device: str, kernel: str) -> list[str]:
+    """Returns why a call with ``invariant`` is not known to have the same bits in every chunk and batch."""
+    if spec.invariant is None:
+        return []
+    paged = spec.paged
+    lacks = {
+        f"device {device}": device not in PROVEN,
+        "key_ranges": spec.key_ranges_shape is not None,
+        f"pages in {paged.dtype if paged else None}": paged is not None and paged.dtype is not None,
+        "rings of newest tokens": paged is not None and bool(paged.recent),
+    }
+    return [f"{what} with invariant={spec.invariant!r}: {kernel} has none" for what in lacks if lacks[what]]
+
+
+def lower(spec: AttentionSpec) -> dict[str, Any]:
+    """Returns the sizes that keep the order of sums, by the names of ``describe_same_bits``."""
+    sums = order(spec)
+    return {"tile_keys": sums.keys, "share_keys": sums.share}
+
+
+class How(NamedTuple):
+    """The launches of a call: tiles, partial results of each row (0 if none), keys of a share, and if one has all."""
+
+    tiles: Tiles
+    shares: int
+    share: int
+    one_share: bool
+
+
+@lru_cache(maxsize=4096)
+def how(spec: AttentionSpec, multiprocessors: int) -> How:
+    """Returns the launches of a call on a GPU of so many multiprocessors."""
+    share = order(spec).share
+    one_share = (spec.max_len_k or spec.kv_len) <= share
+    return How(ordered_tiles(spec), ordered_shares(spec, multiprocessors), share, one_share)
+
+
+def attend(spec: AttentionSpec, operands: tuple[Any, ...], settings: dict[str, Any], way: How) -> Description:
+    """Returns the grid, the numbers and the constants of ``attend_in_order``.
+
+    Args:
+        operands: the kernel's tensors. settings: the scalar arguments of ``kernels.attend``.
+    """
+    q, k, v, table, *_, out, lse = operands
+    paged, tiles = spec.paged, way.tiles
+    assert paged is not None
+    # The kernel indexes partial results by share first.
+    out_strides = out.stride() if way.shares else (0, *out.stride())
+    lse_strides = lse.stride() if way.shares else (0, *lse.stride())
+    blocks = -(-(spec.max_len_q or 1) * spec.group_size // tiles.rows)
+    numbers = (
+        *(settings["scale"], settings["softcap"]),
+        *(spec.q_len, paged.num_pages, paged.width, settings["left"], settings["right"]),
+        *(*q.stride()[:2], *k.stride()[:3], *v.stride()[:3], table.stride(0)),
+        *(*out_strides[:3], *lse_strides[:2]),
+        spec.num_heads if len(spec.alibi_shape or ()) == 2 else 0,
+    )
+    size = paged.page_size
+    # The kernel numbers the slots of dense pools in int32.
+    dense = all(pool.stride(0) == size * pool.stride(1) for pool in (k, v)) and paged.num_pages * size < 2**31
+    constants = {
+        **{"KV_HEADS": spec.num_kv_heads, "GROUP": spec.group_size, "PAGE": size, "DENSE": dense},
+        **{"HEAD_DIM": spec.head_dim, "VALUE_DIM": spec.value_dim},
+        **{name: settings[name] for name in ("ONE_QUERY", "SOFTCAP", "SINKS", "LEFT_OPEN", "ALIBI", "STARTS")},
+        **{"PARTIAL": way.shares > 0, "ONE_SHARE": way.one_share, "SHARE": way.share},
+        **{"ROWS": tiles.rows, "KEYS": tiles.keys, "num_warps": tiles.warps, "num_stages": tiles.stages},
+        "enable_fp_fusion": False,
+    }
+    # Sequences times heads come first, because only the first axis of a grid may exceed 65535.
+    return ((spec.documents or 0) * spec.num_kv_heads, max(way.shares, 1), blocks), numbers, constants
+
+
+def merge(spec: AttentionSpec, operands: tuple[Any, ...], shares: int) -> Description:
+    """Returns the grid, the numbers and the constants of ``merge_in_order``."""
+    parts, part_lse, _, out, lse = operands
+    numbers = (shares, *parts.stride()[:3], *part_lse.stride()[:2], *out.stride()[:2], lse.stride(0))
+    constants = {"VALUE_DIM": spec.value_dim, "SINKS": spec.sinks, "num_warps": 1, "enable_fp_fusion": False}
+    return (spec.q_len, spec.num_heads, 1), numbers, constants
+
+
+@cache
+def _kernels() -> Any:
+    from attn_core.backends.triton_splitkv import ordered_kernels
+
+    return ordered_kernels
+
+
+def forward(
+    spec: AttentionSpec, inputs: PagedInputs, into: Any, settings: dict[str, Any], multiprocessors: int
+) -> tuple[Any, Any, Launches | None]:
+    """Returns (out, lse), and the launches if they fit other tensors of the same strides.
+
+    Args:
+        settings: the scalar arguments of ``kernels.attend``.
+    """
+    import torch
+
+    kernels, way = _kernels(), how(spec, multiprocessors)
+    q = inputs.q if inputs.q.stride(-1) == 1 else inputs.q.contiguous()
+    k, v = pools(inputs)
+    table, lengths = inputs.block_table, inputs.seq_lens.contiguous()
+    table = table if table.stride(-1) == 1 or table.shape[1] <= 1 else table.contiguous()
+    # Absent tensors are replaced by any other pointer, which the kernels do not read.
+    offsets = lengths if inputs.cu_seqlens_q is None else inputs.cu_seqlens_q.contiguous()
+    sinks = q if inputs.sinks is None else inputs.sinks.contiguous()
+    slopes = q if inputs.alibi_slopes is None else inputs.alibi_slopes.float().contiguous()
+    starts = lengths if inputs.kv_starts is None else inputs.kv_starts.contiguous()
+    out, lse = (None, None) if into is None else into
+    if out is None:
+        out = torch.empty(spec.out_shape, dtype=q.dtype, device=q.device)
+    if lse is None:
+        lse = torch.empty(spec.lse_shape, dtype=torch.float32, device=q.device)
+    parts, part_lse = out, lse
+    if way.shares:
+        parts = torch.empty((way.shares, *spec.out_shape), dtype=torch.float32, device=q.device)
+        part_lse = torch.empty((way.shares, *spec.lse_shape), dtype=torch.float32, device=q.device)
+    # The current device, because Triton launches there. Tests run the kernels on the CPU, in Triton's interpreter.
+    current = torch.cuda.current_device() if q.is_cuda else -1
+    results = out.stride(), lse.stride(), sinks.dtype
+    layout = (q.stride(), k.stride(), v.stride(), table.stride(0), *results, inputs.cu_seqlens_q is None)
+    operands = (q, k, v, table, lengths, offsets, sinks, slopes, starts, parts, part_lse)
+    key = ("attend_in_order", spec, way, layout, current)
+    attend_at = launch(kernels.attend_in_order, key, operands, lambda: attend(spec, operands, settings, way))
+    merge_at = None
+    if way.shares:
+        merged = (parts, part_lse, sinks, out, lse)
+        merge_key = ("merge_in_order", spec, way, results, current)
+        merge_at = launch(kernels.merge_in_order, merge_key, merged, lambda: merge(spec, merged, way.shares))
+    # A copied operand has other strides than the caller's tensor.
+    copied = q is not inputs.q or table is not inputs.block_table or lengths is not inputs.seq_lens
+    if copied or attend_at is None or (way.shares and merge_at is None):
+        return out, lse, None
+    return out, lse, Launches(way.shares, _as_attend(attend_at), merge_at)
+
+
+def _as_attend(direct: Direct) -> Direct:
+    """Returns a launch that takes the addresses of ``kernels.attend``, of which this kernel has some."""
+
+    def run(*at: int) -> None:
+        direct(*at[:7], *at[8:10], *at[-2:])  # all up to the sinks, slopes and starts, out and lse
+
+    return run

@@ -1,0 +1,192 @@
+"""The launches of the kernels that add in one order: what chooses them, what they refuse, and their code for sm90."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+triton = pytest.importorskip("triton")
+
+from attn_core import AttentionSpec, SpecError, Target, explain
+from attn_core.backends.triton_splitkv import backend as triton_splitkv
+from attn_core.backends.triton_splitkv import ordered_call, shares
+from attn_core.call.pages import PagedKV
+
+GPU = Target("torch", "sm90")
+
+
+def spec_of(batch: int = 64, tokens: int = 8192, new: int = 1, page_size: int = 16, **fields: Any) -> AttentionSpec:
+    """A call of sequences with these numbers of tokens, 32 query heads on 8 kv heads."""
+    width = -(-tokens // page_size)
+    paged = PagedKV(num_pages=batch * width, page_size=page_size, width=width)
+    sizes = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "value_dim": 128, "dtype": "bfloat16"}
+    return AttentionSpec(
+        **{"batch": 1, "q_len": batch * new, "kv_len": paged.capacity, "documents": batch, "max_len_q": new},
+        **{**sizes, "causal": True, "max_len_k": paged.capacity, "paged": paged, "invariant": "prefix", **fields},
+    )
+
+
+def reasons(spec: AttentionSpec, device: str = "sm90") -> tuple[str, ...]:
+    return explain(spec, Target("torch", device), "triton_splitkv").reasons("triton_splitkv")
+
+
+@pytest.mark.parametrize("invariant", ["batch", "prefix"])
+def test_what_keeps_the_promise_and_what_is_refused(invariant: str) -> None:
+    spec = spec_of(invariant=invariant)
+    assert spec.paged is not None
+    assert reasons(spec) == reasons(replace(spec, sinks=True, softcap=3.0, window=(99, 0), alibi_shape=(64, 32))) == ()
+    lacks = {
+        "key_ranges": replace(spec, key_ranges_shape=(1, 1, 64, 1, 2)),
+        "pages in int8": replace(spec, paged=replace(spec.paged, dtype="int8", scales="token")),
+    }
+    for what, refused in lacks.items():
+        assert f"{what} with invariant={invariant!r}: the Triton split-KV kernel has none" in reasons(refused)
+    for device in ("sm80", "sm100"):
+        assert any(why.startswith(f"device {device} with invariant=") for why in reasons(spec, device))
+
+
+def test_prefix_needs_causal_attention() -> None:
+    with pytest.raises(SpecError, match="keys behind a query"):
+        spec_of(causal=False)
+    assert reasons(spec_of(causal=False, invariant="batch")) == ()
+
+
+def test_only_widths_choose_the_order() -> None:
+    calls = [
+        spec_of(),
+        spec_of(new=700),
+        spec_of(batch=1),
+        spec_of(tokens=100),
+        spec_of(page_size=1),
+        spec_of(sinks=True),
+    ]
+    assert {shares.order(spec) for spec in calls} == {shares.NARROW}
+    assert {triton_splitkv.lower(spec)["share_keys"] for spec in calls} == {shares.NARROW.share}
+    assert {ordered_call.how(spec, 132) for spec in calls} != {ordered_call.how(calls[0], 132)}, "launches differ"
+    for sums in (shares.NARROW, shares.WIDE):
+        assert sums.share % sums.keys == 0
+        assert {(tiles.keys, tiles.rows // tiles.warps) for tiles in sums.launches} == {(sums.keys, 16)}
+
+
+def test_explain_shows_the_order() -> None:
+    same_bits = "in every batch, chunk and page: tiles of 64 keys, added in shares of 1024"
+    assert same_bits in " ".join(str(explain(spec_of(), GPU, "triton_splitkv")).split())
+
+
+def test_a_row_has_a_program_for_each_share_only_if_programs_are_few() -> None:
+    assert ordered_call.how(spec_of(batch=1, tokens=131072), 132).shares == 128
+    assert ordered_call.how(spec_of(batch=1, tokens=131072, window=(4095, 0)), 132).shares == 6
+    assert ordered_call.how(spec_of(batch=512), 132).shares == 0, "there are programs enough"
+    assert ordered_call.how(spec_of(batch=4, tokens=2**20, new=64), 132).shares == 0, "partial results of 4 GB"
+    assert ordered_call.how(spec_of(batch=1, tokens=1024), 132) == (shares.NARROW.launches[0], 0, 1024, True)
+
+
+def test_a_program_for_jax_has_the_launches_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    from attn_core.backends.shared import triton_programs
+    from attn_core.backends.triton_splitkv import ordered_kernels, program
+
+    monkeypatch.setattr(triton_programs, "step", lambda kernel, reads, writes, kinds, how: (kernel, reads, writes, how))
+    spec = spec_of(batch=2, sinks=True)
+    way = ordered_call.how(spec, 132)
+    built = program.program(spec, triton_splitkv.lower(spec), way.tiles, 1, way)
+    names = [buffer.name for buffer in built.buffers]
+    (attend, reads, writes, how), (merge, *merged, _) = built.steps
+    assert (attend, merge) == (ordered_kernels.attend_in_order, ordered_kernels.merge_in_order)
+    tables = ("block_table", "seq_lens", "seq_lens", "sinks", "q", "seq_lens")
+    assert [names[at] for at in reads] == ["q", "k", "v", *tables]
+    assert len(reads) + len(writes) + len(how[1]) + len(how[2]) - 3 == len(attend.arg_names)  # 3 are options
+    parts, results = [names.index(name) for name in ("sinks", "out", "lse")], built.buffers
+    assert merged == [(*writes, parts[0]), tuple(parts[1:])] and results[writes[0]].shape == (8, *spec.out_shape)
+
+
+# The code
+
+
+def compiled(kernel: Any, tensors: dict[str, str], description: Any) -> Any:
+    """Compiles a launch for sm90 as Triton would; ``tensors`` are the types that their names point to."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    _, numbers, constants = description
+    options = {name: constants[name] for name in constants if name not in kernel.arg_names}
+    constants = {name: constants[name] for name in constants if name in kernel.arg_names}
+    names = [name for name in kernel.arg_names if name not in constants]
+    assert len(names) == len(tensors) + len(numbers) and list(tensors) == names[: len(tensors)]
+    signature = {name: f"*{kind}" for name, kind in tensors.items()}
+    signature |= dict(zip(names[len(tensors) :], ["fp32" if type(n) is float else "i32" for n in numbers], strict=True))
+    signature |= dict.fromkeys(constants, "constexpr")
+    signature = {name: signature[name] for name in kernel.arg_names}
+    aligned = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in tensors}
+    source = ASTSource(kernel, signature, constants, aligned)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def attend_for_sm90(spec: AttentionSpec, multiprocessors: int = 132) -> Any:
+    from attn_core.backends.triton_splitkv import ordered_kernels
+
+    way = ordered_call.how(spec, multiprocessors)
+    paged = spec.paged
+    assert paged is not None
+    pool = torch.empty(paged.num_pages, paged.page_size, spec.num_kv_heads, spec.head_dim, device="meta")
+    q = torch.empty(spec.q_len, spec.num_heads, spec.head_dim, device="meta")
+    table = torch.empty(spec.documents or 0, paged.width, device="meta")
+    results = [
+        torch.empty(*([way.shares] if way.shares else []), *s, device="meta") for s in (spec.out_shape, spec.lse_shape)
+    ]
+    operands = (q, pool, pool, table, *[q] * 5, *results)
+    stored = {"bfloat16": "bf16", "float16": "fp16"}[spec.dtype]
+    kinds = dict.fromkeys(("q", "k_pages", "v_pages"), stored)
+    kinds |= dict.fromkeys(("block_table", "seq_lens", "cu_seqlens_q"), "i32")
+    kinds |= {"sinks": stored, "alibi_slopes": "fp32", "kv_starts": "i32"}
+    kinds |= {"out": "fp32" if way.shares else stored, "lse": "fp32"}
+    settings = triton_splitkv.lower(spec)
+    return compiled(ordered_kernels.attend_in_order, kinds, ordered_call.attend(spec, operands, settings, way))
+
+
+def is_in_order(code: Any, warps: int) -> bool:
+    """Whether all keys of a row are in one warp, and nothing may be fused that the source does not fuse."""
+    products = re.findall(r"#ttg.nvidia_mma<\{[^}]*warpsPerCTA = \[(\d+), (\d+)\]", code.asm["ttgir"])
+    loose = re.findall(r"\b(?:mul|add|sub|fma)\.(?:ftz\.)?f32\b", code.asm["ptx"])
+    return bool(products) and set(products) == {(str(warps), "1")} and not loose
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        spec_of(tokens=4096),
+        spec_of(batch=4, tokens=2048, new=2048),
+        spec_of(batch=4, new=99, window=(99, 0), softcap=3.0, sinks=True, alibi_shape=(32,), dtype="float16"),
+        spec_of(head_dim=256, value_dim=256, new=40),
+    ],
+    ids=["decode", "prefill", "options", "wide"],
+)
+def test_a_row_of_any_launch_adds_its_keys_within_a_warp(spec: AttentionSpec) -> None:
+    code = attend_for_sm90(spec)
+    assert is_in_order(code, ordered_call.how(spec, 132).tiles.warps)
+    assert code.metadata.shared <= 227 * 1024
+
+
+def test_a_tile_with_warps_along_the_keys_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton lays two warps along the keys of a tile of 32 rows, so such a launch would have other bits."""
+    two = shares.Tiles(32, 64, 2, 2)
+    monkeypatch.setattr(shares, "NARROW", shares.NARROW._replace(launches=(two,)))
+    ordered_call.how.cache_clear()
+    code = attend_for_sm90(spec_of(tokens=4096, new=8))
+    ordered_call.how.cache_clear()
+    assert not is_in_order(code, 2)
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_the_merge_for_sm90(sinks: bool) -> None:
+    from attn_core.backends.triton_splitkv import ordered_kernels
+
+    spec = spec_of(sinks=sinks)
+    out, lse = (torch.empty(shape, device="meta") for shape in (spec.out_shape, spec.lse_shape))
+    parts = [torch.empty(8, *each.shape, device="meta") for each in (out, lse)]
+    kinds = {"parts": "fp32", "part_lse": "fp32", "sinks": "bf16", "out": "bf16", "lse": "fp32"}
+    code = compiled(ordered_kernels.merge_in_order, kinds, ordered_call.merge(spec, (*parts, out, out, lse), 8))
+    assert not re.findall(r"\b(?:mul|add|sub|fma)\.(?:ftz\.)?f32\b", code.asm["ptx"])

@@ -1,0 +1,196 @@
+"""The Triton kernels that add in one order, in Triton's interpreter: equal bits in every chunk, batch and page.
+
+``test_same_bits`` repeats the draws on a GPU, and ``test_ordered_launches`` compiles the kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton.runtime.interpreter")
+import same_bits_pages
+import triton_interpreter
+from both_frontends import _numpy
+from callers_view import callers_results
+from direct_launches import launch_by_address
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from other_process import OtherProcess
+from paged_cases import judge, make_paged
+from same_bits_calls import Kind
+
+from attn_core.backends.triton_splitkv import backend as triton_splitkv
+from attn_core.backends.triton_splitkv import ordered_call, shares
+from attn_core.backends.triton_splitkv.shares import Order, Tiles
+from attn_core.call.spec import AttentionSpec
+from attn_core.call.tensors import PagedInputs
+
+pytestmark = pytest.mark.rotates
+
+SMALL = Order(16, 32, (Tiles(16, 16, 1, 2), Tiles(32, 16, 2, 2)))
+"""So that few keys are several tiles and shares."""
+ALL, NONE = 10**9, 0
+"""FEW_PROGRAMS with which each share has a program of its own, or no share."""
+OPTIONS: tuple[tuple[tuple[str, Any], ...], ...] = (
+    (),
+    (("window", 20),),
+    (("softcap", 5.0), ("sinks", True)),
+    (("alibi_slopes", True),),
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def interpreter(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[OtherProcess | None]:
+    """The process that runs these tests; None if this process does."""
+    yield from triton_interpreter.process(__file__, tmp_path_factory, pytestconfig)
+
+
+def product(self: Any, a: Any, b: Any, sums: Any, *rest: Any) -> Any:
+    """A product whose rows are independent of each other, as a GPU's are; those of numpy's library need not be."""
+    from triton.runtime.interpreter import TensorHandle
+
+    total = sums.data.copy()
+    for at in range(a.data.shape[1]):
+        total += a.data[:, at : at + 1].astype(np.float32) * b.data[at].astype(np.float32)
+    return TensorHandle(total, sums.dtype.scalar)
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Small tiles and shares, and products as a GPU has them."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", product)
+    monkeypatch.setattr(shares, "NARROW", SMALL)
+    return monkeypatch
+
+
+def run(spec: AttentionSpec, inputs: PagedInputs) -> tuple[np.ndarray, np.ndarray]:
+    """The results, written into memory that was NaN."""
+    assert triton_splitkv.refuses(spec, "sm90", None) == ()
+    into = (
+        torch.full(spec.out_shape, torch.nan, dtype=getattr(torch, spec.dtype)),
+        torch.full(spec.lse_shape, torch.nan),
+    )
+    ordered_call.how.cache_clear()
+    out, lse = triton_splitkv.forward(spec, same_bits_pages.as_tensors(spec, inputs, "cpu"), into)
+    assert out is into[0] and lse is into[1]
+    return _numpy(out), _numpy(lse)
+
+
+def check_bits(patch: pytest.MonkeyPatch, examples: int, lengths: tuple[int, ...], **how: Any) -> None:
+    @settings(max_examples=examples, **how)
+    @given(st.data())
+    def draws(data: st.DataObject) -> None:
+        heads, options = data.draw(st.sampled_from(((1, 1), (2, 1), (3, 1)))), data.draw(st.sampled_from(OPTIONS))
+        patch.setattr(shares, "FEW_PROGRAMS", data.draw(st.sampled_from((NONE, ALL, 4))))
+        kind = Kind("torch", "triton_splitkv", "prefix", heads, "float16", options)
+        same_bits_pages.check(kind, run, data.draw, lengths)
+
+    draws()
+
+
+def test_a_query_has_the_same_bits_in_every_chunk_batch_and_page(small: pytest.MonkeyPatch) -> None:
+    check_bits(small, 6, (2, 15, 40))
+
+
+FAULTS = {
+    "share": SMALL._replace(share=48),
+    "tile": SMALL._replace(launches=(Tiles(16, 32, 1, 2), Tiles(32, 32, 2, 2))),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_an_order_that_the_shapes_choose_is_caught(fault: str, small: pytest.MonkeyPatch) -> None:
+    """Planted: the declared maximum of queries chooses the keys of a share or of a tile, as a heuristic would."""
+    for module in (shares, ordered_call):
+        small.setattr(module, "order", lambda spec: FAULTS[fault] if spec.max_len_q > 9 else SMALL)
+    with pytest.raises(AssertionError, match=r"(queries|token) \d+ .*of"):
+        check_bits(small, 20, (70,), phases=[Phase.generate])
+
+
+HALF: dict[str, Any] = {"dtype": "float16", "head_dim": 16, "value_dim": 16, "return_lse": True}
+CASES: dict[str, dict[str, Any]] = {
+    "decode": {"lengths": (5, 70, 1)},
+    "chunks": {"lengths": (70, 0, 33, 9), "new": (5, 0, 1, 9), "page_size": 3},
+    "window both sides": {"lengths": (90, 9), "new": (4, 9), "window": (6, 3), "causal": False},
+    "no causal": {"lengths": (70, 8), "new": (5, 3), "causal": False},
+    "sinks and softcap": {"lengths": (70, 9, 0), "new": (4, 9, 0), "sinks": True, "softcap": 0.7},
+    "wide values": {"lengths": (70, 9), "new": (2, 3), "value_dim": 32},
+    "heads outside": {"lengths": (40, 23), "new": (2, 3), "layout": "heads_outside"},
+    "slopes by sequence": {"lengths": (40, 23, 5), "alibi": 2, "num_heads": 6, "sinks": True},
+    "starts": {"lengths": (70, 33, 9), "new": (4, 7, 9), "starts": True, "seed": 3},
+}
+
+
+@pytest.mark.parametrize("few", [ALL, NONE])
+@pytest.mark.parametrize("name", CASES)
+def test_numbers_are_right(name: str, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shares, "NARROW", SMALL)
+    monkeypatch.setattr(shares, "FEW_PROGRAMS", few)
+    fields = {**HALF, **CASES[name]}
+    call = make_paged(fields.pop("lengths"), fields.pop("new", None), **fields)
+    call = replace(call, spec=replace(call.spec, invariant="prefix" if call.spec.causal else "batch"))
+    out, lse = run(call.spec, call.inputs._replace(**{n: np.float32(getattr(call.inputs, n)) for n in "qkv"}))
+    verdict = judge(call, {"out": out, "lse": callers_results(call.spec, call.inputs, lse)[0]})
+    assert verdict.ok, f"{call}\n{verdict}"
+
+
+LIES: dict[str, dict[str, Any]] = {
+    "pages": {"block_table": [[99, 2**31 - 1, 10**6] * 3, [-1, -(2**31), -5] * 3]},
+    "lengths beyond the table": {"seq_lens": [10**6, 2**31 - 1]},
+    "negative lengths": {"seq_lens": [-1, -(2**31)]},
+    "offsets": {"cu_seqlens_q": [99, -5, 2**31 - 1]},
+    "one long sequence": {"cu_seqlens_q": [0, 7, 7]},
+    "starts beyond the end": {"kv_starts": [10**6, 2**31 - 1]},
+    "negative starts": {"kv_starts": [-1, -(2**31)]},
+}
+
+
+@pytest.mark.parametrize("few", [ALL, NONE])
+@pytest.mark.parametrize("lie", LIES)
+def test_tables_that_lie_lead_nowhere_outside_the_pool(lie: str, few: int, small: pytest.MonkeyPatch) -> None:
+    """The pools lie between pages of NaN, and are finite."""
+    small.setattr(shares, "FEW_PROGRAMS", few)
+    call = make_paged((30, 33), (4, 3), page_size=4, wider=0, starts="starts" in lie, **HALF)
+    spec, tables = replace(call.spec, invariant="prefix"), LIES[lie]
+    inputs = same_bits_pages.as_tensors(
+        spec, call.inputs._replace(**{n: np.array(t, np.int32) for n, t in tables.items()}), "cpu"
+    )
+    pools = [torch.cat([pool * torch.nan, pool.nan_to_num(), pool * torch.nan]) for pool in inputs[1:3]]
+    pages = spec.paged.num_pages if spec.paged else 0
+    k, v = (pool[pages : 2 * pages] for pool in pools)
+    ordered_call.how.cache_clear()
+    into = torch.full(spec.out_shape, 0.0, dtype=torch.float16), torch.full(spec.lse_shape, 0.0)
+    out, lse = triton_splitkv.forward(spec, inputs._replace(k=k, v=v), into)
+    assert out.isfinite().all() and not lse.isnan().any()
+    if lie == "negative lengths":
+        assert not out.any() and (lse == -torch.inf).all()
+
+
+@pytest.mark.parametrize("few", [ALL, NONE])
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_a_seen_call_gives_the_bits_of_a_new_one(return_lse: bool, few: int, small: pytest.MonkeyPatch) -> None:
+    small.setattr(shares, "FEW_PROGRAMS", few)
+    kind = Kind("torch", "triton_splitkv", "prefix", (2, 1), "float16", (("sinks", True),))
+    scene = same_bits_pages.Scene(((1, 40),), offsets=False)
+    calls = [same_bits_pages.call(kind, same_bits_pages.document(kind, seed, 1, 70), scene)[:2] for seed in (1, 2)]
+    spec = replace(calls[0][0], return_lse=return_lse)
+    one, other = (same_bits_pages.as_tensors(spec, inputs, "cpu") for _, inputs in calls)
+    ordered_call.how.cache_clear()
+    expected = [triton_splitkv.forward(spec, inputs) for inputs in (one, other)]
+    direct = launch_by_address(small)
+    repeat = triton_splitkv.paged_shortcut(spec)
+    for at, inputs in enumerate((one, other, one)):
+        before = len(direct)
+        out, lse = repeat(*inputs[:5], inputs.sinks)
+        right = expected[inputs is other]
+        assert torch.equal(out, right[0])
+        assert not return_lse or torch.equal(lse, right[1])
+        assert len(direct) - before == (0 if at == 0 else 2 if few else 1)
