@@ -190,6 +190,33 @@ def test_a_query_has_the_same_bits_in_every_cut_and_in_pages(framework: str, bac
     draws()
 
 
+@pytest.mark.parametrize("number", [np.nan, np.inf, 3e38])
+def test_a_number_that_is_not_finite_reaches_who_sees_it(number: float) -> None:
+    """A key's value, or a key whose scores overflow: rows before it keep their bits, in every result."""
+    torch = pytest.importorskip("torch")
+    import torch_frontend
+
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 150, heads, 16) for heads in (4, 2, 2))
+    broken = (k if number == 3e38 else v).clone()
+    broken[0, 140, 0, :2] = torch.tensor([number, -number])
+    dout = torch.randn(1, 150, 4, 16)
+    dout[:, 140:] = 0.0
+
+    def results(k: Any, v: Any) -> list[Any]:
+        tensors = [x.clone().requires_grad_() for x in (q, k, v)]
+        out, lse = torch_frontend.attention(*tensors, causal=True, invariant="prefix", backend="math", return_lse=True)
+        dq, dk, dv = torch.autograd.grad(out, tensors, dout)
+        return [out, lse.transpose(1, 2), dq, dk, dv]
+
+    with_it = results(broken, v) if number == 3e38 else results(k, broken)
+    for one, other in zip(results(k, v)[:3], with_it, strict=False):
+        assert torch.equal(one[:, :140], other[:, :140])
+        assert torch.equal(one[:, :, 2:], other[:, :, 2:])  # the other kv head
+    if number != 3e38:
+        assert not with_it[0][0, 140:, :2, :2].isfinite().any()
+
+
 def test_a_tile_that_the_batch_chooses_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted fault: the size of a tile of keys depends on the tokens of all documents, as a heuristic's would."""
     honest = tile_operands.tiles_of

@@ -136,7 +136,7 @@ class Tiles(NamedTuple):
         if place not in self.tables:
             rows, columns = _positions(QUERY_TILE, KEY_TILE, self.q.device)
             rows, columns = rows + start, columns + first
-            hidden = (columns >= keys).expand(QUERY_TILE, KEY_TILE)
+            hidden = (columns >= keys).expand(1, 1, QUERY_TILE, KEY_TILE)
             if not corners:
                 hidden = hidden | ~edge.contains(rows, columns)
             distance = (columns - rows - edge.offset).abs().to(self.q.dtype) if self.slopes is not None else None
