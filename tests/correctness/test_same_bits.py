@@ -217,6 +217,23 @@ def test_a_number_that_is_not_finite_reaches_who_sees_it(number: float) -> None:
         assert not with_it[0][0, 140:, :2, :2].isfinite().any()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_weight_below_the_normal_numbers_is_0(dtype: str) -> None:
+    """All others are exp's, and NaN stays NaN. A weight of 0 hides a key."""
+    torch = pytest.importorskip("torch")
+    from attn_core.backends.math.fixed_tiles import _exp
+
+    lowest = np.log(torch.finfo(getattr(torch, dtype)).tiny)
+    x = torch.linspace(0, 1.3 * lowest, 1000, dtype=getattr(torch, dtype))
+    x[-3:] = torch.tensor([-np.inf, -1e30, np.nan])
+    weights, expected = _exp(x.clone()), x.exp()
+    normal = x > lowest + 1
+    assert torch.equal(weights[normal], expected[normal]) and weights[-1].isnan()
+    assert not weights[:-1][x[:-1] < lowest].any() and weights[:-1].ge(0).all() and normal.sum() > 700
+    both = x.clone().repeat(2, 1).t().contiguous()
+    assert torch.equal(_exp(both)[:-1, 0], weights[:-1]), "the bits depend on the place"
+
+
 def test_a_tile_that_the_batch_chooses_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted fault: the size of a tile of keys depends on the tokens of all documents, as a heuristic's would."""
     honest = tile_operands.tiles_of
