@@ -86,7 +86,7 @@ def _positive(text: str) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m examples.rl", description=__doc__)
     parser.add_argument("--framework", choices=("torch", "jax"), help="only this one (default: both)")
-    parser.add_argument("--new-tokens", type=_positive, default=12, metavar="N", help="of an answer (%(default)s)")
+    parser.add_argument("--new-tokens", type=_positive, default=8, metavar="N", help="of an answer (%(default)s)")
     parser.add_argument("--chunk", type=_positive, default=16, metavar="N", help="of a prompt (%(default)s tokens)")
     parser.add_argument("--backend", metavar="NAME", help="of attention; default: automatic choice by the promise")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="torch's; JAX uses its own default")

@@ -146,7 +146,9 @@ class JaxPolicy:
             self.cache.update(layer, k, v, step)
             return self.cache.attend(layer, q, step, **self.options)
 
-        return np.asarray(self._log_probabilities(self.weights, tokens, self.plan(places), places, from_pages))
+        rows = self.plan(places)
+        blocks = self._log_probabilities(self.weights, tokens, rows, places, from_pages)
+        return np.concatenate(blocks)[rows.slots]
 
     def score(self, batch: Batch) -> tuple[np.ndarray, Callable[[np.ndarray, float], float]]:
         """See ``sampling.Policy``."""
@@ -156,8 +158,9 @@ class JaxPolicy:
             return self._packed(q, k, v, seq_info=seq_info)
 
         def chosen(weights: Any) -> Array:
-            every = self._log_probabilities(weights, batch.tokens, self.plan(batch.positions), batch.positions, packed)
-            return every[batch.scored, batch.targets]
+            rows = self.plan(batch.positions)
+            blocks = self._log_probabilities(weights, batch.tokens, rows, batch.positions, packed)
+            return jnp.concatenate(blocks)[rows.slots[batch.scored], batch.targets]
 
         scored, pullback = jax.vjp(chosen, self.weights)
 
@@ -170,12 +173,13 @@ class JaxPolicy:
 
     def _log_probabilities(
         self, weights: Any, tokens: np.ndarray, rows: Rows, positions: np.ndarray, attend: Attend
-    ) -> Array:
-        """Returns ``[tokens, vocabulary]``."""
+    ) -> Blocks:
+        """Returns ``[rows, vocabulary]`` in blocks."""
         layers, ends = weights
         ids, places = (list(rows.spread(np.asarray(x, np.int32)).reshape(-1, rows.size)) for x in (tokens, positions))
         x = by_blocks(self.parts.embed, ends, ids)
         for number, state in enumerate(layers):
             out = attend(number, *tokens_of(rows, *by_blocks(self.parts.heads, state, x, places)))
             x = by_blocks(self.parts.join, state, x, blocks_of(rows, out))
-        return tokens_of(rows, by_blocks(self.parts.end, ends, x))[0]
+        blocks: Blocks = by_blocks(self.parts.end, ends, x)
+        return blocks

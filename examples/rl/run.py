@@ -25,7 +25,7 @@ class Options:
 
     samples: int = 2
     chunk: int = 16
-    new_tokens: int = 12
+    new_tokens: int = 8
     stop: int | None = None
     seed: int = 0
     length: float = 0.02
