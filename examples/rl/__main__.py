@@ -16,11 +16,11 @@ from attn_core.cli.progress import Stages
 from examples.rl.report import show
 from examples.rl.run import Options, Outcome, compare
 from examples.rl.sampling import pages_for
-from examples.smollm2.__main__ import QUESTIONS
+from examples.serving.requests import Chat, prompt_tokens
 
 PROMISES = (None, "batch", "prefix")
 """Without a promise the model computes all rows of a call together; with one its other layers run in blocks of rows."""
-PROMPTS = 2
+CHATS = (Chat("Name a color.", "Be brief."), Chat("Which animal says meow?", "Be brief."))
 PAGE_SIZE = 8
 
 
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from examples.smollm2 import weights
         with stages.stage("loading the weights (GGUF, dequantised to float32)"):
             loaded = weights.load()
-            prompts = [weights.prompt_tokens(loaded.tokenizer, question) for question in QUESTIONS[:PROMPTS]]
+            prompts = [prompt_tokens(loaded.tokenizer, chat) for chat in CHATS]
         options = Options(stop=loaded.tokenizer.eos_token_id, new_tokens=flags.new_tokens, chunk=flags.chunk)
         pages = pages_for(prompts, options.samples, options.new_tokens, PAGE_SIZE)
         pool: dict[str, Any] = {"num_pages": pages, "page_size": PAGE_SIZE, "backend": flags.backend}

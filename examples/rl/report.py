@@ -38,10 +38,8 @@ def show(console: Console, outcomes: Sequence[Outcome]) -> int:
     for one in outcomes:
         if one.step is not None:
             norm, gain = one.step
-            console.print(
-                f"{one.framework}: a step of policy gradients raised the objective by {gain:.1e} (gradient {norm:.1e})",
-                highlight=False,
-            )
+            what = f"changed the objective by {gain:+.1e} (gradient {norm:.1e})"
+            console.print(f"{one.framework}: a step of policy gradients {what}", highlight=False, soft_wrap=True)
     failed = failures(outcomes)
     for failure in failed:
         console.print(f"[bold red]FAILED[/] {failure}", highlight=False)

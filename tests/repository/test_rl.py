@@ -279,7 +279,7 @@ class Letters:
     eos_token_id = 1
 
     def apply_chat_template(self, messages: Any, **options: Any) -> str:
-        return str(messages[0]["content"])
+        return str(messages[-1]["content"])
 
     def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
         return {"input_ids": [ord(letter) % 90 + 2 for letter in text]}
