@@ -26,12 +26,13 @@ RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.installed-docs
 
-.PHONY: help venv demo demo-short serve-demo test test-avx2 campaign sweep lint format tutorials docs docs-check support lock audit release-check matrix clean
+.PHONY: help venv demo demo-short serve-demo rl-demo test test-avx2 campaign sweep lint format tutorials docs docs-check support lock audit release-check matrix clean
 
 help:
 	@echo "make demo        runs SmolLM2-135M on packed prompts in torch and in JAX, and compares the answers"
 	@echo "make demo-short  runs the demo with fewer prompts and tokens"
 	@echo "make serve-demo  runs SmolLM2-135M on many prompts at once, from one pool of pages; DEMO_ARGS='--kv fp8'"
+	@echo "make rl-demo     samples from SmolLM2-135M, trains on the samples, and compares every log-probability by its bits"
 	@echo "make test        runs the tests (PYTEST_ARGS='-k mask -x' passes options to pytest)"
 	@echo "make test-avx2   runs the numeric tests as on a CPU without AVX-512"
 	@echo "make campaign    runs random calls through every entry point for MINUTES=3, on the GPU if there is one"
@@ -86,6 +87,9 @@ demo-short: $(STAMP)
 
 serve-demo: $(STAMP)
 	$(RUN) -m examples.serving $(DEMO_ARGS)
+
+rl-demo: $(STAMP)
+	$(RUN) -m examples.rl $(DEMO_ARGS)
 
 # One process per core, with one thread each, because threads of several processes would slow each other down.
 test: $(STAMP)

@@ -102,14 +102,21 @@ class Layer(nnx.Module):
         x = x + self.attention(self.attention_norm(x), seq_info=seq_info)
         return x + self.mlp(self.mlp_norm(x))
 
+    def heads(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns q, k and v, ``[tokens, heads, head_dim]``, as attention takes them; each token's are its own."""
+        layer, normed = self.attention, self.attention_norm(x)
+        return *self.rotary(layer.query(normed), layer.key(normed), positions), layer.value(normed)
+
+    def join(self, x: jax.Array, attended: jax.Array) -> jax.Array:
+        """Returns the layer's result from its input and the heads of attention; each token's is its own."""
+        x = x + self.attention.out(attended)
+        return x + self.mlp(self.mlp_norm(x))
+
     def step(self, x: jax.Array, plan: StepArrays, cached: KeysValues) -> tuple[jax.Array, KeysValues]:
         """Runs the layer on new tokens, which see the cached keys of their document and the new ones."""
-        layer, normed = self.attention, self.attention_norm(x)
-        q, new_k = self.rotary(layer.query(normed), layer.key(normed), plan.positions)  # [tokens, heads, head_dim]
-        fresh = (new_k, layer.value(normed))
+        q, *fresh = self.heads(x, plan.positions)
         k, v = (jnp.concatenate([old, new])[plan.source] for old, new in zip(cached, fresh, strict=True))
-        x = x + layer.out(jax_frontend.attention(q, k, v, causal=True, seq_info=plan.seq_info))
-        return x + self.mlp(self.mlp_norm(x)), (k, v)
+        return self.join(x, jax_frontend.attention(q, k, v, causal=True, seq_info=plan.seq_info)), (k, v)
 
 
 class Llama(nnx.Module):

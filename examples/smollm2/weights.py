@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+from collections.abc import Iterator
+from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -47,12 +49,27 @@ def load() -> Loaded:
 
     torch_side.register()
     # transformers would draw its own progress bars on stderr
-    with contextlib.redirect_stderr(io.StringIO()):
+    with _read_once(), contextlib.redirect_stderr(io.StringIO()):
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
         model = AutoModelForCausalLM.from_pretrained(
             path.parent, gguf_file=path.name, dtype=torch.float32, attn_implementation=torch_side.NAME
         )
     return Loaded(tokenizer, model.eval(), path)
+
+
+@contextlib.contextmanager
+def _read_once() -> Iterator[None]:
+    """Makes transformers read the file once. It would read it for the tokenizer, the config and the model, and build
+    gguf's map of names again for every tensor, which takes three times as long."""
+    import gguf
+
+    names = ("GGUFReader", "get_tensor_name_map")
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            function = getattr(gguf, name)
+            stack.callback(setattr, gguf, name, function)
+            setattr(gguf, name, cache(function))
+        yield
 
 
 def prompt_tokens(tokenizer: Any, question: str) -> list[int]:

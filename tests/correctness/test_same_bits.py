@@ -230,6 +230,50 @@ def test_a_share_that_the_shapes_choose_is_caught_on_a_gpu(monkeypatch: pytest.M
         ordered_call.how.cache_clear()
 
 
+@pytest.mark.parametrize("number", [np.nan, np.inf, 3e38])
+def test_a_number_that_is_not_finite_reaches_who_sees_it(number: float) -> None:
+    """A key's value, or a key whose scores overflow: rows before it keep their bits, in every result."""
+    torch = pytest.importorskip("torch")
+    import torch_frontend
+
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 150, heads, 16) for heads in (4, 2, 2))
+    broken = (k if number == 3e38 else v).clone()
+    broken[0, 140, 0, :2] = torch.tensor([number, -number])
+    dout = torch.randn(1, 150, 4, 16)
+    dout[:, 140:] = 0.0
+
+    def results(k: Any, v: Any) -> list[Any]:
+        tensors = [x.clone().requires_grad_() for x in (q, k, v)]
+        out, lse = torch_frontend.attention(*tensors, causal=True, invariant="prefix", backend="math", return_lse=True)
+        dq, dk, dv = torch.autograd.grad(out, tensors, dout)
+        return [out, lse.transpose(1, 2), dq, dk, dv]
+
+    with_it = results(broken, v) if number == 3e38 else results(k, broken)
+    for one, other in zip(results(k, v)[:3], with_it, strict=False):
+        assert torch.equal(one[:, :140], other[:, :140])
+        assert torch.equal(one[:, :, 2:], other[:, :, 2:])  # the other kv head
+    if number != 3e38:
+        assert not with_it[0][0, 140:, :2, :2].isfinite().any()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_weight_below_the_normal_numbers_is_0(dtype: str) -> None:
+    """All others are exp's, and NaN stays NaN. A weight of 0 hides a key."""
+    torch = pytest.importorskip("torch")
+    from attn_core.backends.math.fixed_tiles import _exp
+
+    lowest = np.log(torch.finfo(getattr(torch, dtype)).tiny)
+    x = torch.linspace(0, 1.3 * lowest, 1000, dtype=getattr(torch, dtype))
+    x[-3:] = torch.tensor([-np.inf, -1e30, np.nan])
+    weights, expected = _exp(x.clone()), x.exp()
+    normal = x > lowest + 1
+    assert torch.equal(weights[normal], expected[normal]) and weights[-1].isnan()
+    assert not weights[:-1][x[:-1] < lowest].any() and weights[:-1].ge(0).all() and normal.sum() > 700
+    both = x.clone().repeat(2, 1).t().contiguous()
+    assert torch.equal(_exp(both)[:-1, 0], weights[:-1]), "the bits depend on the place"
+
+
 def test_a_tile_that_the_batch_chooses_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted fault: the size of a tile of keys depends on the tokens of all documents, as a heuristic's would."""
     honest = tile_operands.tiles_of

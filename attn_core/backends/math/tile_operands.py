@@ -71,7 +71,7 @@ class Tiles(NamedTuple):
     """A part in tiles.
 
     Attributes:
-        q: ``[batch * kv_heads, tiles, group, QUERY_TILE, head_dim]``, multiplied by the scale (by scale / softcap).
+        q: ``[batch, queries, heads, head_dim]`` of the part, as they are; ``queries`` returns them in tiles.
         k, v: ``[batch * kv_heads, keys, dim]``, the keys padded with 0 to a multiple of KEY_TILE.
         slopes, sinks: ``[batch * kv_heads or 1, ...]``, broadcast to a tile's scores, or None.
         mask, bias: ``[batch, heads or 1, queries or 1, keys or 1]`` of the part, or None.
@@ -95,7 +95,21 @@ class Tiles(NamedTuple):
     @property
     def query_tiles(self) -> int:
         """The number of tiles of queries."""
-        return int(self.q.shape[1])
+        return -(-(int(self.q.shape[1]) + self.shift) // QUERY_TILE)
+
+    def queries(self, number: int) -> Any:
+        """Returns a tile ``[batch * kv_heads, group, QUERY_TILE, head_dim]``, multiplied by scale (scale / softcap)."""
+        spec, rows = self.spec, self.q
+        start, first, last = self.queries_of(number)
+        place = slice(first - start, last - start)
+        shape = rows.shape[0], spec.num_kv_heads, spec.group_size, QUERY_TILE, rows.shape[3]
+        filled = place == slice(0, QUERY_TILE)
+        tile = (self.k.new_empty if filled else self.k.new_zeros)(shape)
+        # [batch, queries, kv_heads, group, head_dim] -> [batch, kv_heads, group, queries, head_dim]
+        split = rows[:, first:last].unflatten(2, (spec.num_kv_heads, spec.group_size))
+        tile[:, :, :, place] = split.permute(0, 2, 3, 1, 4)
+        tile.mul_(spec.scale if spec.softcap is None else spec.scale / spec.softcap)  # type: ignore[operator]
+        return tile.flatten(0, 1)
 
     def queries_of(self, number: int) -> tuple[int, int, int]:
         """Returns the query of a tile's first row, maybe below 0, and the first and last (exclusive) real ones."""
@@ -112,35 +126,50 @@ class Tiles(NamedTuple):
         """Returns a tile of ``[batch * kv_heads, keys, dim]``, a view."""
         return padded[:, number * KEY_TILE : (number + 1) * KEY_TILE]
 
-    def visibility(self, number: int, block: int) -> tuple[Any, Any]:
-        """Returns the distances of a tile's pairs if slopes need them, and which pairs are hidden, or None.
+    def for_scores(self) -> Any:
+        """Returns memory for the scores of a tile, the same for all tiles: pages that are new to the process cost time.
 
-        Both broadcast to ``[batch * kv_heads, group, QUERY_TILE, KEY_TILE]``.
+        Its shape is ``[batch * kv_heads, group * QUERY_TILE, KEY_TILE]``.
         """
-        distance, hidden = self._band_of(number, block)
+        if "scores" not in self.tables:
+            shape = self.k.shape[0], self.spec.group_size * QUERY_TILE, KEY_TILE
+            self.tables["scores"] = self.k.new_empty(shape)
+        return self.tables["scores"]
+
+    def visibility(self, number: int, block: int) -> tuple[Any, Any, Any]:
+        """Returns the distances of a tile's pairs if slopes need them, which pairs are hidden, and limits of scores.
+
+        All broadcast to ``[batch * kv_heads, group, QUERY_TILE, KEY_TILE]``, or are None. A limit is -inf for a hidden
+        pair, else inf. There are none if a table hides pairs, too.
+        """
+        distance, hidden, limit = self._band_of(number, block)
         for table in (self.mask, None if self.bias is None else self.bias != -math.inf):
             if table is not None:
                 unseen = ~self.table(table, number, block)
-                hidden = unseen if hidden is None else hidden | unseen
-        return distance, hidden
+                hidden, limit = unseen if hidden is None else hidden | unseen, None
+        return distance, hidden, limit
 
-    def _band_of(self, number: int, block: int) -> tuple[Any, Any]:
+    def _band_of(self, number: int, block: int) -> tuple[Any, Any, Any]:
+        import torch
 
         keys, edge = self.part.keys.stop - self.part.keys.start, self.part.edge
         start, first = self.queries_of(number)[0], block * KEY_TILE
         filled = min(KEY_TILE, keys - first)
         corners = edge.contains(start, first + KEY_TILE - 1) and edge.contains(start + QUERY_TILE - 1, first)
         if corners and filled == KEY_TILE and self.slopes is None:
-            return None, None
+            return None, None, None
         place = start + edge.offset - first, filled
         if place not in self.tables:
             rows, columns = _positions(QUERY_TILE, KEY_TILE, self.q.device)
             rows, columns = rows + start, columns + first
-            hidden = (columns >= keys).expand(QUERY_TILE, KEY_TILE)
+            hidden = (columns >= keys).expand(1, 1, QUERY_TILE, KEY_TILE)
             if not corners:
                 hidden = hidden | ~edge.contains(rows, columns)
-            distance = (columns - rows - edge.offset).abs().to(self.q.dtype) if self.slopes is not None else None
-            self.tables[place] = distance, hidden if bool(hidden.any()) else None
+            distance = (columns - rows - edge.offset).abs().to(self.k.dtype) if self.slopes is not None else None
+            if bool(hidden.any()):
+                self.tables[place] = distance, hidden, torch.where(hidden, -math.inf, math.inf).to(self.k.dtype)
+            else:
+                self.tables[place] = distance, None, None
         return self.tables[place]  # type: ignore[no-any-return]
 
     def table(self, table: Any, number: int, block: int) -> Any:
@@ -157,11 +186,14 @@ class Tiles(NamedTuple):
         here = torch.nn.functional.pad(here, pads)
         grouped = (self.spec.num_kv_heads, self.spec.group_size) if heads > 1 else (1, 1)
         here = here.unflatten(1, grouped)
-        here = here.expand(self.q.shape[0] // self.spec.num_kv_heads, self.spec.num_kv_heads, *here.shape[2:])
+        here = here.expand(self.q.shape[0], self.spec.num_kv_heads, *here.shape[2:])
         return here.flatten(0, 1)
 
     def of_rows(self, rows: Any, fill: float = 0.0) -> Any:
-        """Returns ``[batch, q_len, heads, channels]`` of the whole call in the layout and dtype of ``q``."""
+        """Returns ``[batch, q_len, heads, channels]`` of the whole call in tiles of queries.
+
+        Their shape is ``[batch * kv_heads, tiles, group, QUERY_TILE, channels]``.
+        """
         return _in_tiles(self.spec, self.part, rows, self.shift, fill)
 
 
@@ -175,9 +207,7 @@ def tiles_of(spec: AttentionSpec, inputs: Inputs, part: Part, finite: bool = Tru
 
     wide = getattr(torch, spec.lse_dtype)
     q, k, v = (tensor[None] if spec.packed else tensor for tensor in inputs[:3])
-    shift = part.edge.offset % QUERY_TILE
-    queries = _in_tiles(spec, part, q, shift, 0.0)
-    queries.mul_(spec.scale if spec.softcap is None else spec.scale / spec.softcap)  # type: ignore[operator]
+    queries = q[part.batch, part.rows]
     keys, values = (_padded_keys(tensor[part.batch, part.keys], wide) for tensor in (k, v))
     finite = finite and all(math.isfinite(t.sum()) or bool(t.isfinite().all()) for t in (queries, keys, values))
 
@@ -186,10 +216,10 @@ def tiles_of(spec: AttentionSpec, inputs: Inputs, part: Part, finite: bool = Tru
             return None
         rows = numbers.to(wide).reshape(-1, spec.num_kv_heads, spec.group_size, 1, 1)
         rows = rows[part.batch] if rows.shape[0] > 1 else rows
-        return rows.expand(q[part.batch].shape[0], *rows.shape[1:]).flatten(0, 1)
+        return rows.expand(queries.shape[0], *rows.shape[1:]).flatten(0, 1)
 
     mask, bias = (_cut(table, part) for table in (inputs.mask, inputs.bias))
-    rest: Any = mask, None if bias is None else bias.to(wide), finite, shift, {}
+    rest: Any = mask, None if bias is None else bias.to(wide), finite, part.edge.offset % QUERY_TILE, {}
     return Tiles(spec, part, queries, keys, values, per_head(inputs.alibi_slopes), per_head(inputs.sinks), *rest)
 
 
