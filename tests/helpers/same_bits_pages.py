@@ -42,14 +42,14 @@ class Scene:
 
 
 @st.composite
-def scenes(draw: Any, longest: int) -> Scene:
+def scenes(draw: Any, longest: int, pages: tuple[int, ...]) -> Scene:
     keys = st.integers(1, longest)
     lengths = draw(st.lists(st.tuples(st.sampled_from((0, 1, 1, 5, longest // 3)), keys), max_size=3))
     neighbours = tuple((min(queries, keys), keys) for queries, keys in lengths)
     return Scene(
         neighbours,
         draw(st.integers(0, len(neighbours))),
-        draw(st.sampled_from((1, 3, 16, 64))),
+        draw(st.sampled_from(pages)),
         draw(st.sampled_from((0, 1, 2 * longest // 16))),
         draw(st.booleans()),
         draw(st.sampled_from((0, 1, 3 * longest))),
@@ -108,21 +108,25 @@ def call(kind: Kind, subject: Arrays, scene: Scene) -> tuple[AttentionSpec, Page
     return spec, inputs, slice(int(cu[scene.place]), int(cu[scene.place + 1]))
 
 
-def check(kind: Kind, run: Run, draw: Any, lengths: tuple[int, ...]) -> None:
-    """Draws a prompt, its cuts and a scene for each, and compares each chunk with the prompt alone."""
+def check(kind: Kind, run: Run, draw: Any, lengths: tuple[int, ...], sizes: tuple[int, ...]) -> None:
+    """Draws a prompt, its cuts and a scene for each, and compares each chunk with the prompt alone.
+
+    Args:
+        lengths: of the prompt. sizes: of pages; a GPU compiles a kernel for each.
+    """
     length = draw(st.sampled_from(lengths))
     whole = document(kind, draw(st.integers(0, 2**31)), length, length)
     out, lse = _of_subject(kind, run, whole, Scene())
     cuts = sorted({0, length, length - 1, *draw(st.lists(st.integers(1, length - 1), max_size=2))})
     for start, stop in pairwise(cuts):
         chunk = {name: array[:stop] if name in "kv" else array[start:stop] for name, array in whole.items()}
-        scene = draw(scenes(length))
+        scene = draw(scenes(length, sizes))
         part = dict(zip(("out", "lse"), _of_subject(kind, run, chunk, scene), strict=True))
         expected = {"out": out[start:stop], "lse": lse[:, start:stop]}
         assert not differing(expected, part), f"queries {start} to {stop} of {length} in {scene}"
     position = draw(st.integers(0, length - 1))  # decoded
     token = {name: array[: position + 1] if name in "kv" else array[position:][:1] for name, array in whole.items()}
-    scene = draw(scenes(length))
+    scene = draw(scenes(length, sizes))
     scene = replace(scene, neighbours=tuple((1, keys) for _, keys in scene.neighbours), offsets=False)
     part = dict(zip(("out", "lse"), _of_subject(kind, run, token, scene), strict=True))
     expected = {"out": out[position:][:1], "lse": lse[:, position:][:, :1]}

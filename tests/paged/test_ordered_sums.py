@@ -91,7 +91,7 @@ def check_bits(patch: pytest.MonkeyPatch, examples: int, lengths: tuple[int, ...
         heads, options = data.draw(st.sampled_from(((1, 1), (2, 1), (3, 1)))), data.draw(st.sampled_from(OPTIONS))
         patch.setattr(shares, "FEW_PROGRAMS", data.draw(st.sampled_from((NONE, ALL, 4))))
         kind = Kind("torch", "triton_splitkv", "prefix", heads, "float16", options)
-        same_bits_pages.check(kind, run, data.draw, lengths)
+        same_bits_pages.check(kind, run, data.draw, lengths, (1, 3, 16, 64))
 
     draws()
 

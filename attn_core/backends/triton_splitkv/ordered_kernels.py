@@ -175,7 +175,7 @@ def merge_in_order(
 ):
     """Adds the partial results of a query and head, share by share."""
     one = tl.arange(0, 1)
-    token, head = tl.program_id(0).to(tl.int64) + one, tl.program_id(1) + one
+    token, head = tl.program_id(0).to(tl.int64) + one, tl.program_id(1).to(tl.int64) + one
     channel = tl.arange(0, VALUE_DIM)
     parts_at = parts + (token * part_token + head * part_head)[:, None] + channel[None, :]
     lses_at = part_lse + head * part_lse_head + token
