@@ -107,6 +107,12 @@ def tables(result: dict[str, Any]) -> str:
     return "\n".join(text + rates) + "\n"
 
 
+def stored() -> str:
+    """Returns the tables of all stored results."""
+    files = sorted(RESULTS.glob("same-bits-*.json"))
+    return "\n".join(tables(json.loads(file.read_text(encoding="utf-8"))) for file in files)
+
+
 def main() -> None:
     """Measures and stores the results, or writes the tables of stored ones."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -114,9 +120,8 @@ def main() -> None:
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
     if options.write:
-        stored = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("same-bits-*.json"))]
         before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
-        PAGE.write_text(before + BEGIN + "\n".join(map(tables, stored)) + END + rest.split(END, 1)[1], encoding="utf-8")
+        PAGE.write_text(before + BEGIN + stored() + END + rest.split(END, 1)[1], encoding="utf-8")
         return
     import torch
 

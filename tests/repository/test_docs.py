@@ -25,7 +25,7 @@ from attn_core.cli.app import app
 from attn_core.cli.bench_sweep import read
 from attn_core.cli.support_table import FEATURES, render
 from attn_core.selection.cross_validation import Fitting
-from benchmarks import hopper_report, masks_report, models_report, performance, reliability, sweep_report
+from benchmarks import hopper_report, masks_report, models_report, performance, reliability, same_bits, sweep_report
 from benchmarks.masks import GALLERY
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -235,6 +235,13 @@ def test_the_pages_of_sweeps_show_the_stored_results(stem: str) -> None:
     assert all((RESULTS / name).is_file() for name in plots)
 
 
+def test_the_page_of_reproducibility_shows_the_stored_results() -> None:
+    text = same_bits.PAGE.read_text(encoding="utf-8")
+    assert same_bits.BEGIN + same_bits.stored() + same_bits.END in text, (
+        "stale: run python -m benchmarks.same_bits --write"
+    )
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_results_that_a_page_names_exist(page: Path) -> None:
     for name in re.findall(r"benchmarks/results/([\w.-]+\.\w+)", page.read_text(encoding="utf-8")):
@@ -253,6 +260,7 @@ def test_only_scripts_write_measured_figures(page: Path) -> None:
     by_hand = re.sub(
         r"^```.*?^```", "", before + rest.partition(performance.END)[2] if mark else text, flags=re.M | re.S
     )
+    by_hand = by_hand.replace(same_bits.stored(), "")
     assert page.name in WRITTEN_BY_SCRIPTS or not FIGURE.findall(by_hand)
 
 
