@@ -13,7 +13,7 @@ from pathlib import Path
 
 from attn_core.cli.certify.certificate import NOT_RUN, Certificate, Entry, read
 from attn_core.cli.certify.known_rows import NAME
-from attn_core.cli.certify.report import rows_of
+from attn_core.cli.certify.report import DASH, rows_of, worst_of
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/reference/certificates.md"
@@ -36,9 +36,9 @@ def certificates() -> dict[str, Certificate]:
     return {file.stem.removeprefix("certificate-"): read(file) for file in files}
 
 
-def render(found: dict[str, Certificate]) -> str:
+def render(stored: dict[str, Certificate]) -> str:
     """Returns the whole page as Markdown."""
-    return "\n".join([HEAD, *(line for name, each in found.items() for line in _section(name, each))])
+    return "\n".join([HEAD, *(line for name, each in stored.items() for line in _section(name, each))])
 
 
 def _section(name: str, certificate: Certificate) -> Iterator[str]:
@@ -59,15 +59,14 @@ def _table(certificate: Certificate) -> Iterator[str]:
     names, rows = rows_of(certificate)
     yield f"| backend | in | {' | '.join(names)} | worst |"
     yield f"|---|---|{'---|' * len(names)}---|"
-    for (backend, framework), found in rows.items():
-        worst = max((entry.worst or 0.0 for entry in found.values()), default=0.0)
-        cells = " | ".join(_cell(found.get(name)) for name in names)
-        yield f"| `{backend}` | {framework} | {cells} | {worst:.2f} |"
+    for (backend, framework), entries in rows.items():
+        cells = " | ".join(_cell(entries.get(name)) for name in names)
+        yield f"| `{backend}` | {framework} | {cells} | {worst_of(entries)} |"
 
 
 def _cell(entry: Entry | None) -> str:
     if entry is None or entry.result == NOT_RUN:
-        return "-"
+        return DASH
     return f"**{entry.result}**" if entry.result != "passed" else str(entry.draws)
 
 

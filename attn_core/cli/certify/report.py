@@ -52,6 +52,12 @@ def rows_of(certificate: Certificate) -> tuple[list[str], dict[tuple[str, str], 
     return [name for name in CHECKS if name in ran], rows
 
 
+def worst_of(entries: dict[str, Entry]) -> str:
+    """Returns the largest error of a row as a part of its bound, or a dash if no error was measured."""
+    errors = [entry.worst for entry in entries.values() if entry.worst is not None]
+    return f"{max(errors):.2f}" if errors else DASH
+
+
 def _table(certificate: Certificate) -> Iterator[str]:
     """Yields a row for each subject: in each column the draws that ran, a dash if none did, or FAILED."""
     names, rows = rows_of(certificate)
@@ -61,10 +67,9 @@ def _table(certificate: Certificate) -> Iterator[str]:
     columns = [max(6, len(name)) for name in names]
     titles = "".join(f" {name:>{width}}" for name, width in zip(names, columns))
     yield f"{'backend':<{wide}} in   {titles}  worst"
-    for (backend, framework), found in rows.items():
-        worst = max((entry.worst or 0.0 for entry in found.values()), default=0.0)
-        cells = "".join(f" {_cell(found.get(name)):>{width}}" for name, width in zip(names, columns))
-        yield f"{backend:<{wide}} {SPOKEN[framework]:<5}{cells}  {worst:5.2f}"
+    for (backend, framework), entries in rows.items():
+        cells = "".join(f" {_cell(entries.get(name)):>{width}}" for name, width in zip(names, columns))
+        yield f"{backend:<{wide}} {SPOKEN[framework]:<5}{cells}  {worst_of(entries):>5}"
     yield from _wrapped("The numbers are calls; worst is the largest error as a part of its bound.", "  ")
 
 
