@@ -18,7 +18,7 @@ from typing import Any
 from attn_core.backends.shared.device_kinds import compute_capability
 from attn_core.backends.shared.kernel_limits import GRID_LIMIT
 from attn_core.backends.shared.kernel_programs import KernelProgram
-from attn_core.backends.shared.pools import pools, rings
+from attn_core.backends.shared.pools import rings
 from attn_core.backends.shared.triton import launch
 from attn_core.backends.support import Build, Support
 from attn_core.backends.triton_splitkv import launches, ordered_call
@@ -167,16 +167,8 @@ def _forward(
 
     kernels, device = _kernels(), inputs.q.get_device()
     count, out_shape, lse_shape = _results(spec, device)
-    q = inputs.q if inputs.q.stride(-1) == 1 else inputs.q.contiguous()
-    k, v = pools(inputs)
-    table, lengths = inputs.block_table, inputs.seq_lens.contiguous()
-    table = table if table.stride(-1) == 1 or table.shape[1] <= 1 else table.contiguous()
-    # Absent tensors are replaced by any other pointer; ONE_QUERY, SINKS and the like keep the kernels from reading it.
-    offsets = lengths if inputs.cu_seqlens_q is None else inputs.cu_seqlens_q.contiguous()
-    sinks = q if inputs.sinks is None else inputs.sinks.contiguous()
-    ranges = q if inputs.key_ranges is None else inputs.key_ranges.contiguous()
-    slopes = q if inputs.alibi_slopes is None else inputs.alibi_slopes.float().contiguous()
-    starts = lengths if inputs.kv_starts is None else inputs.kv_starts.contiguous()
+    read, copied = launches.operands_of(inputs)
+    q, lengths, sinks = read.q, read.lengths, read.sinks
     scales = (q, q) if inputs.k_scales is None else (inputs.k_scales, inputs.v_scales)
     newest = (q, q) if inputs.k_recent is None else rings(inputs)
     recent_rows = lengths if inputs.recent_rows is None else inputs.recent_rows.contiguous()
@@ -192,10 +184,9 @@ def _forward(
     # The current device, because Triton launches there. Tests run the kernels on the CPU, in Triton's interpreter.
     current = torch.cuda.current_device() if device >= 0 else device
     results = out.stride(), lse.stride(), sinks.dtype
-    strides = [each.stride() for each in (q, k, v, *scales, *newest)]
-    layout = (*strides, table.stride(0), len(newest[0]), *results, inputs.cu_seqlens_q is None)
-    tables = (table, lengths, offsets, sinks, ranges, slopes, starts)
-    operands = (q, k, v, *tables, *scales, *newest, recent_rows, parts, part_lse)
+    strides = [each.stride() for each in (*read[:3], *scales, *newest)]
+    layout = (*strides, read.table.stride(0), len(newest[0]), *results, inputs.cu_seqlens_q is None)
+    operands = (*read, *scales, *newest, recent_rows, parts, part_lse)
     key = ("attend", spec, count, layout, current)
     attend = launch(kernels.attend, key, operands, lambda: launches.attend(spec, operands, *_settings(spec, device)))
     merge = None
@@ -204,7 +195,6 @@ def _forward(
         merge_key = ("merge", spec, count, results, current)
         merge = launch(kernels.merge, merge_key, merged, lambda: launches.merge(spec, merged, count))
     # A copied operand has other strides than the caller's tensor.
-    copied = q is not inputs.q or table is not inputs.block_table or lengths is not inputs.seq_lens
     copied = copied or (inputs.recent_rows is not None and recent_rows is not inputs.recent_rows)
     if copied or attend is None or (count > 1 and merge is None):
         return out, lse, None

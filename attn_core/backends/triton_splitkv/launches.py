@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
+from attn_core.backends.shared.pools import pools
 from attn_core.backends.shared.triton import Description, Direct
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import PagedInputs
@@ -29,6 +30,43 @@ class Launches(NamedTuple):
     splits: int
     attend: Direct
     merge: Direct | None
+
+
+class Operands(NamedTuple):
+    """The tensors that both kernels for pages read, in their order, with dense channels.
+
+    Absent tensors are replaced by another one; ONE_QUERY, SINKS and the like keep the kernels from reading it.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    table: Any
+    lengths: Any
+    offsets: Any
+    sinks: Any
+    key_ranges: Any
+    slopes: Any
+    starts: Any
+
+
+def operands_of(inputs: PagedInputs) -> tuple[Operands, bool]:
+    """Returns the operands of a call, and whether one was copied, so that it has other strides than the caller's."""
+    q = inputs.q if inputs.q.stride(-1) == 1 else inputs.q.contiguous()
+    table, lengths = inputs.block_table, inputs.seq_lens.contiguous()
+    table = table if table.stride(-1) == 1 or table.shape[1] <= 1 else table.contiguous()
+    operands = Operands(
+        q,
+        *pools(inputs),
+        table,
+        lengths,
+        lengths if inputs.cu_seqlens_q is None else inputs.cu_seqlens_q.contiguous(),
+        q if inputs.sinks is None else inputs.sinks.contiguous(),
+        q if inputs.key_ranges is None else inputs.key_ranges.contiguous(),
+        q if inputs.alibi_slopes is None else inputs.alibi_slopes.float().contiguous(),
+        lengths if inputs.kv_starts is None else inputs.kv_starts.contiguous(),
+    )
+    return operands, q is not inputs.q or table is not inputs.block_table or lengths is not inputs.seq_lens
 
 
 def attend(

@@ -5,9 +5,8 @@ from __future__ import annotations
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
-from attn_core.backends.shared.pools import pools
 from attn_core.backends.shared.triton import Description, Direct, launch
-from attn_core.backends.triton_splitkv.launches import Launches, Tiles
+from attn_core.backends.triton_splitkv.launches import Launches, Tiles, operands_of
 from attn_core.backends.triton_splitkv.shares import order, ordered_shares, ordered_tiles
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import PagedInputs
@@ -114,15 +113,8 @@ def forward(
     import torch
 
     kernels, way = _kernels(), how(spec, multiprocessors)
-    q = inputs.q if inputs.q.stride(-1) == 1 else inputs.q.contiguous()
-    k, v = pools(inputs)
-    table, lengths = inputs.block_table, inputs.seq_lens.contiguous()
-    table = table if table.stride(-1) == 1 or table.shape[1] <= 1 else table.contiguous()
-    # Absent tensors are replaced by any other pointer, which the kernels do not read.
-    offsets = lengths if inputs.cu_seqlens_q is None else inputs.cu_seqlens_q.contiguous()
-    sinks = q if inputs.sinks is None else inputs.sinks.contiguous()
-    slopes = q if inputs.alibi_slopes is None else inputs.alibi_slopes.float().contiguous()
-    starts = lengths if inputs.kv_starts is None else inputs.kv_starts.contiguous()
+    read, copied = operands_of(inputs)
+    q, sinks = read.q, read.sinks
     out, lse = (None, None) if into is None else into
     if out is None:
         out = torch.empty(spec.out_shape, dtype=q.dtype, device=q.device)
@@ -135,8 +127,9 @@ def forward(
     # The current device, because Triton launches there. Tests run the kernels on the CPU, in Triton's interpreter.
     current = torch.cuda.current_device() if q.is_cuda else -1
     results = out.stride(), lse.stride(), sinks.dtype
-    layout = (q.stride(), k.stride(), v.stride(), table.stride(0), *results, inputs.cu_seqlens_q is None)
-    operands = (q, k, v, table, lengths, offsets, sinks, slopes, starts, parts, part_lse)
+    strides = [each.stride() for each in read[:3]]
+    layout = (*strides, read.table.stride(0), *results, inputs.cu_seqlens_q is None)
+    operands = (*read[:7], read.slopes, read.starts, parts, part_lse)  # no ranges
     key = ("attend_in_order", spec, way, layout, current)
     attend_at = launch(kernels.attend_in_order, key, operands, lambda: attend(spec, operands, settings, way))
     merge_at = None
@@ -144,8 +137,6 @@ def forward(
         merged = (parts, part_lse, sinks, out, lse)
         merge_key = ("merge_in_order", spec, way, results, current)
         merge_at = launch(kernels.merge_in_order, merge_key, merged, lambda: merge(spec, merged, way.shares))
-    # A copied operand has other strides than the caller's tensor.
-    copied = q is not inputs.q or table is not inputs.block_table or lengths is not inputs.seq_lens
     if copied or attend_at is None or (way.shares and merge_at is None):
         return out, lse, None
     return out, lse, Launches(way.shares, _as_attend(attend_at), merge_at)
