@@ -39,6 +39,12 @@ class Options(NamedTuple):
     invariant: str | None = None
 
 
+PLAIN = ("causal", "alignment", "window", "softcap", "scale", "dropout", "deterministic", "return_lse", "invariant")
+"""The options that are flags and numbers. All lists of options that a call passes on come from it, so none is lost."""
+ON_PAGES = tuple(name for name in PLAIN if name not in ("alignment", "window", "dropout"))
+"""The options of ``paged_attention`` among them, but for the window, which a call on a dense cache first adjusts."""
+
+
 def check_options(options: Options) -> Options:
     """Returns the options after checking each type and value. The window becomes a pair, and numbers become floats.
 

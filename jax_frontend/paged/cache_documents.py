@@ -11,15 +11,13 @@ import numpy as np
 from attn_core.call import cache_rows
 from attn_core.call.arguments import ArrayFacts, Arrays
 from attn_core.call.cache_rows import CacheRows
-from attn_core.call.options import Options, check_options, requested_names
+from attn_core.call.options import PLAIN, Options, check_options, requested_names
 from attn_core.call.seq_info import SeqInfo
 from attn_core.selection import Target, override
 from attn_core.selection.dense_caches import runs_packed
 from jax_frontend.dispatch import plan
 
 Array = jax.Array
-OPTIONS = ("causal", "alignment", "window", "softcap", "scale", "dropout", "deterministic", "return_lse", "invariant")
-"""The options of a call that are values of Python."""
 
 
 def are_documents(qkv: tuple[Any, ...], rows: CacheRows, options: dict[str, Any]) -> bool:
@@ -31,7 +29,7 @@ def are_documents(qkv: tuple[Any, ...], rows: CacheRows, options: dict[str, Any]
     every = (*qkv, None, None, options["alibi_slopes"], options["sinks"])
     facts = [None if a is None else ArrayFacts(tuple(a.shape), str(np.dtype(a.dtype)), device) for a in every]
     names = requested_names(options["backend"]) or override.requested()
-    plain = check_options(Options(**{name: options[name] for name in OPTIONS}))
+    plain = check_options(Options(**{name: options[name] for name in PLAIN}))
     return runs_packed(rows, Arrays(*facts), plain, Target.here("jax", device), names)  # type: ignore[arg-type]
 
 
@@ -57,7 +55,7 @@ def shapes_of_documents(
     qkv: tuple[Any, ...], rows: CacheRows, options: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns ``as_documents`` of arrays or their shapes, with shapes in place of arrays."""
-    plain = {name: options[name] for name in (*OPTIONS, "sinks", "alibi_slopes", "backend")}
+    plain = {name: options[name] for name in (*PLAIN, "sinks", "alibi_slopes", "backend")}
 
     def arrays_of(q: Array, k: Array, v: Array, rows: CacheRows) -> tuple[Any, ...]:
         documents, others = as_documents(q, k, v, rows, plain)

@@ -17,7 +17,7 @@ import numpy as np
 from attn_core.call import cache_rows
 from attn_core.call.cache_rows import CacheRows
 from attn_core.call.key_ranges import check_values
-from attn_core.call.options import Options, check_options, requested_names
+from attn_core.call.options import ON_PAGES, PLAIN, Options, check_options, requested_names
 from attn_core.call.tensors import Inputs
 from attn_core.errors import DTypeError, SpecError
 from attn_core.expressions.tracing import TracedFunction
@@ -25,13 +25,12 @@ from attn_core.selection import Selection, override
 from attn_core.selection.dense_caches import read_pages
 from jax_frontend.dispatch import plan
 from jax_frontend.paged.attention import paged_attention
-from jax_frontend.paged.cache_documents import OPTIONS, are_documents, as_documents, shapes_of_documents
+from jax_frontend.paged.cache_documents import are_documents, as_documents, shapes_of_documents
 from jax_frontend.paged.explain import explain_paged
 
 Array = jax.Array
 Keywords = dict[str, Any]
 Window = tuple[int | None, int | None]
-_ON_PAGES = ("causal", "softcap", "scale", "deterministic", "backend", "return_lse", "invariant")
 
 
 class _Call(NamedTuple):
@@ -56,7 +55,7 @@ def attend(attention: Callable[..., Any], qkv: tuple[Any, ...], rows: CacheRows,
         tensors, others = _as_ranges(qkv, rows, window, options)
         return attention(*tensors, **others)
     options = options | {"backend": requested_names(options["backend"])}
-    named = [(name, options[name]) for name in (*OPTIONS, "backend") if name != "window"]
+    named = [(name, options[name]) for name in (*PLAIN, "backend") if name != "window"]
     call = _Call(attention, window, tuple(named), are_documents(qkv, rows, options))
     arrays = {**dict(zip("qkv", qkv, strict=True)), **rows._asdict()}
     arrays |= {name: options[name] for name in ("sinks", "alibi_slopes")}
@@ -89,7 +88,7 @@ def explain(
     shape = (q.shape[0] * q.shape[1], *q.shape[2:])
     queries = q.reshape(shape) if isinstance(q, jax.Array) else jax.ShapeDtypeStruct(shape, q.dtype)
     tables = jax.eval_shape(partial(_pool_tables, q.shape[:2], k.shape[:2]), rows)
-    more = {name: options[name] for name in (*_ON_PAGES, "sinks", "alibi_slopes")} | {"window": window}
+    more = {name: options[name] for name in (*ON_PAGES, "backend", "sinks", "alibi_slopes")} | {"window": window}
     return explain_paged(queries, k, v, **tables, **more, max_len_q=q.shape[1])
 
 
@@ -107,7 +106,7 @@ def _checked(
             plan.check_array(name, array, shapes_only=shapes_only)
     q, k, v = qkv
     cache_rows.check_arguments(rows, {"q": q.shape, "k": k.shape, "v": v.shape}, options)
-    call = check_options(Options(**{name: options[name] for name in OPTIONS}))
+    call = check_options(Options(**{name: options[name] for name in PLAIN}))
     if rows.cache_index is not None:  # it selects rows of a larger cache
         named |= {n: jax.ShapeDtypeStruct((q.shape[0], *a.shape[1:]), a.dtype) for n, a in zip("kv", (k, v))}
     # Its errors name these arguments; those of pages would name others.
@@ -160,7 +159,7 @@ def _from_pages(call: _Call, arrays: dict[str, Array]) -> Any:
     batch, count = q.shape[:2]
     tables = _pool_tables((batch, count), k.shape[:2], _rows_of(arrays))
     options = dict(call.options)
-    keywords: Keywords = {name: options[name] for name in _ON_PAGES} | tables
+    keywords: Keywords = {name: options[name] for name in (*ON_PAGES, "backend")} | tables
     extras = {name: arrays.get(name) for name in ("sinks", "alibi_slopes")}
     keywords |= {**extras, "window": call.window, "max_len_q": count}
     if call.packed:

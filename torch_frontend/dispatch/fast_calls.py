@@ -41,7 +41,7 @@ def attend(
     Args:
         q, k, v: plain tensors of a call that nothing observes.
         extras: mask, bias, slopes and sinks as the caller passed them.
-        options: in the order of ``plan_cache.PLAIN_CALL``; the window is plain.
+        options: in the order of ``call.options.PLAIN``; the window is plain.
     """
     for tensor in (q, k, v, *extras):
         if tensor is not None and (type(tensor) not in _KINDS or tensor.layout is not _STRIDED or tensor.is_nested):

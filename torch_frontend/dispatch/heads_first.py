@@ -143,7 +143,7 @@ def _plan(
 
     Args:
         operands: shapes, dtypes and devices of q, k and v. tables: (shape, dtype, device) of the mask and of the bias.
-        options: in the order of ``plan.PLAIN_CALL``.
+        options: in the order of ``call.options.PLAIN``.
     """
     # [batch, heads, len, dim] -> [batch, len, heads, dim]
     shapes = [torch.Size((batch, length, heads, dim)) for batch, heads, length, dim in operands[:3]]

@@ -74,7 +74,7 @@ def planned(
     """Returns the plan of a call with key ranges alone, and the ranges that it takes; with torch's flags all on.
 
     Args:
-        options: of ``plan_cache.PLAIN_CALL``; a window is plain.
+        options: of ``call.options.PLAIN``; a window is plain.
 
     Raises:
         ShapeError, DTypeError, SpecError: as ``resolve``; TypeError: for options that cannot be looked up.

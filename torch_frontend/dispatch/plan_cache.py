@@ -12,17 +12,11 @@ import torch
 
 from attn_core.call import counters
 from attn_core.call.masks import without_idle_sides
-from attn_core.call.options import Options, check_options, requested_names
+from attn_core.call.options import PLAIN, Options, check_options, requested_names
 from attn_core.call.spec import AttentionSpec
 from attn_core.selection import Target, choose, new_plans
 from torch_frontend.dispatch import cudnn_plans, tensor_kinds
 from torch_frontend.dispatch.plan import Metadata, Plan, device_name, plan, plan_on
-
-PLAIN_CALL = (
-    *("causal", "alignment", "window", "softcap", "scale", "dropout", "deterministic", "return_lse"),
-    "invariant",
-)
-"""The options of a call without masks and packing, in the order of ``dense_plan``."""
 
 
 @lru_cache(maxsize=4096, typed=True)  # True and 1.0 are not 1
@@ -40,7 +34,7 @@ def dense_plan(
     requested: str | tuple[str, ...] | None,
     *options: Any,
 ) -> Plan:
-    """Plans a call on q, k and v alone: the path whose overhead matters. ``options`` are those of PLAIN_CALL.
+    """Plans a call on q, k and v alone: the path whose overhead matters. ``options`` are those of ``PLAIN``.
 
     A window must be plain (``is_plain_window``): the cache key has the types of options, not those inside a pair.
     """
@@ -190,8 +184,8 @@ def _sizes(
 
 @lru_cache(maxsize=1024, typed=True)  # typed, because causal=1 is an error, and causal=True is not
 def checked_options(*options: Any) -> Options:
-    """Returns the checked options of PLAIN_CALL."""
-    return check_options(Options(**dict(zip(PLAIN_CALL, options, strict=True))))
+    """Returns the checked options of ``PLAIN``."""
+    return check_options(Options(**dict(zip(PLAIN, options, strict=True))))
 
 
 counters.watch("torch", dense_plan, fast_plan, table_plan)

@@ -9,7 +9,7 @@ import torch
 from attn_core.call import cache_rows
 from attn_core.call.arguments import Arrays
 from attn_core.call.cache_rows import CacheRows
-from attn_core.call.options import Options, check_options, requested_names
+from attn_core.call.options import PLAIN, Options, check_options, requested_names
 from attn_core.call.seq_info import SeqInfo
 from attn_core.selection import Target, override
 from attn_core.selection.dense_caches import runs_packed
@@ -17,8 +17,6 @@ from torch_frontend.dispatch import plan, tensor_kinds
 from torch_frontend.paged import constant_tables
 
 Tensor = torch.Tensor
-OPTIONS = ("causal", "alignment", "window", "softcap", "scale", "dropout", "deterministic", "return_lse", "invariant")
-"""The options of a call that are values of Python."""
 
 
 def are_documents(qkv: tuple[Tensor, Tensor, Tensor], rows: CacheRows, options: dict[str, Any]) -> bool:
@@ -31,7 +29,7 @@ def are_documents(qkv: tuple[Tensor, Tensor, Tensor], rows: CacheRows, options: 
     tensors = (q, k, v, None, None, options["alibi_slopes"], options["sinks"])
     arrays = Arrays(*(None if t is None else plan.facts(t.shape, t.dtype, t.device) for t in tensors))  # type: ignore[arg-type]
     names = requested_names(options["backend"]) or override.requested()
-    plain = Options(**{name: options[name] for name in OPTIONS})
+    plain = Options(**{name: options[name] for name in PLAIN})
     return runs_packed(rows, arrays, check_options(plain), Target.here("torch", plan.device_name(q.device)), names)
 
 

@@ -18,7 +18,7 @@ from attn_core.call.cache_rows import CacheRows
 from attn_core.call.key_ranges import check_values
 from attn_core.call.layouts import check_layout
 from attn_core.call.mask_objects import is_object
-from attn_core.call.options import Options, check_options, check_traced_options, requested_names
+from attn_core.call.options import ON_PAGES, PLAIN, Options, check_options, check_traced_options, requested_names
 from attn_core.errors import DeviceError, DTypeError, SpecError
 from attn_core.expressions.tracing import TracedFunction
 from attn_core.selection import Selection, override
@@ -27,7 +27,7 @@ from torch_frontend.dispatch import autocast, nested, plan, sdpa_flags, tensor_k
 from torch_frontend.dispatch.heads_first import exchanged
 from torch_frontend.paged import constant_tables
 from torch_frontend.paged.attention import paged_attention
-from torch_frontend.paged.cache_documents import OPTIONS, are_documents, as_documents
+from torch_frontend.paged.cache_documents import are_documents, as_documents
 from torch_frontend.paged.explain import explain_paged
 
 Tensor = torch.Tensor
@@ -103,7 +103,7 @@ def _checked(qkv: tuple[Any, ...], rows: CacheRows, options: Keywords) -> tuple[
             plan.check_tensor(name, array)
     cache_rows.check_arguments(rows, {"q": q.shape, "k": k.shape, "v": v.shape}, options)
     compiling = torch.compiler.is_compiling()
-    call = Options(**{name: options[name] for name in OPTIONS})
+    call = Options(**{name: options[name] for name in PLAIN})
     call = check_traced_options(call) if compiling else check_options(call)
     window: Window = call.window  # type: ignore[assignment]
     if compiling or transforms.is_one_op(q):
@@ -181,8 +181,7 @@ def _on_pool(q: Tensor, k: Tensor, rows: CacheRows, window: Window, options: Key
     lengths = rows.kv_lengths
     if lengths is None:
         lengths = torch.full((batch,), k.shape[1], dtype=torch.int32, device=device)
-    options_on_pages = ("deterministic", "backend", "return_lse", "alibi_slopes", "invariant")
-    names = ("causal", "softcap", "sinks", "scale", *options_on_pages)
+    names = (*ON_PAGES, "backend", "sinks", "alibi_slopes")
     keywords = {name: options[name] for name in names} | {"window": window, "kv_starts": rows.kv_starts}
     if count != 1:
         keywords["cu_seqlens_q"] = constant_tables.equal_offsets(batch, count, device)

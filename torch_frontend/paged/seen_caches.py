@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from attn_core.call import cache_rows, counters
 from attn_core.call.arguments import Arrays
 from attn_core.call.cache_rows import CacheRows
-from attn_core.call.options import Options, check_options, is_plain_window, requested_names
+from attn_core.call.options import PLAIN, Options, check_options, is_plain_window, requested_names
 from attn_core.selection import Target, override
 from attn_core.selection.dense_caches import read_pages, runs_packed
 from torch_frontend.dispatch import autocast, plan, sdpa_flags, tensor_kinds, transforms
@@ -25,7 +25,7 @@ from torch_frontend.paged.dense_caches import Window, check_metadata, from_pages
 Tensor = torch.Tensor
 _KINDS = frozenset((Tensor, torch.nn.Parameter))
 _ABSENT = ("mask", "bias", "key_ranges", "mask_mod", "score_mod", "seq_info", "dropout_rng")
-_PLAIN = ("causal", "alignment", "window", "softcap", "scale", "deterministic", "return_lse", "invariant")
+_OPTIONS = tuple([name for name in PLAIN if name != "dropout"])
 
 
 def attend(qkv: tuple[Any, ...], rows: CacheRows, options: dict[str, Any]) -> Any:
@@ -54,7 +54,7 @@ def attend(qkv: tuple[Any, ...], rows: CacheRows, options: dict[str, Any]) -> An
             return None
         entries = tuple([None if t is None else (t.shape, t.dtype, t.device) for t in tensors])
         requested = override.requested() if options["backend"] is None else options["backend"]
-        seen = _seen(entries, requested, *[options[name] for name in _PLAIN])
+        seen = _seen(entries, requested, *[options[name] for name in _OPTIONS])
     except Exception:  # the general path raises the error again, or an earlier one
         return None
     if seen is None:
@@ -86,14 +86,14 @@ def _seen(
     Args:
         entries: (shape, dtype, device) of q, k, v, the rows, sinks and slopes.
         requested: the backends that the call's ``backend=`` or ``use_backend`` names.
-        plain: the values of ``_PLAIN``.
+        plain: the values of ``_OPTIONS``.
     """
     q, k, v, *others, sinks, slopes = entries
     assert q is not None and k is not None and v is not None
     if any([entry is not None and entry[2] != q[2] for entry in entries]) or q[2].type == "meta":
         return None
     rows = CacheRows(*(entry and plan.facts(*entry) for entry in others))
-    named: dict[str, Any] = dict(zip(_PLAIN, plain, strict=True))
+    named: dict[str, Any] = dict(zip(_OPTIONS, plain, strict=True))
     absent = {**dict.fromkeys(_ABSENT), "aux": (), "dropout": 0.0, "return_max_logit": False, "alibi_slopes": slopes}
     cache_rows.check_arguments(rows, {"q": q[0], "k": k[0], "v": v[0]}, named | absent)
     call = check_options(Options(**named))
