@@ -149,6 +149,9 @@ def test_splits_of_quantised_pages_and_drafts_fill_the_rounds_of_a_gpu() -> None
         spec = quantised(spec_of(batch=batch), "int8")
         assert triton_splitkv.splits(spec, 132) == count
     assert triton_splitkv.splits(quantised(spec_of(batch=1, tokens=256), "int4"), 132) == 1
+    assert triton_splitkv.splits(quantised(spec_of(batch=100, tokens=1024), "int4"), 132) == 1, (
+        "there are programs enough"
+    )
     drafts = spec_of(batch=8, new=16, num_heads=64)
     assert triton_splitkv.tiles(drafts) == (128, 128, 8, 3) and triton_splitkv.splits(drafts, 132) == 2
     assert triton_splitkv.tiles(spec_of(new=512)).keys == 64

@@ -74,7 +74,8 @@ def splits(spec: AttentionSpec, multiprocessors: int) -> int:
     if is_quantised(spec) and rows == 16:
         # Lengths differ, and with three shares each the longest sequence does not run alone at the end.
         least = 3 if programs < 2 * full else 1
-        count = min(_fewest_rounds(programs, full, least), -(-keys // (2 * FEWEST_KEYS)))
+        fewest_keys = 2 * FEWEST_KEYS if programs < full else SHARE
+        count = min(_fewest_rounds(programs, full, least), -(-keys // fewest_keys))
     elif rows == 128 and not is_quantised(spec) and tiles(spec).keys == 128:  # a multiprocessor has room for one
         count = min(_fewest_rounds(programs, multiprocessors), -(-keys // SHARE))
     elif sequences == 1:
