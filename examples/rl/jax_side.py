@@ -165,8 +165,8 @@ class JaxPolicy:
         scored, pullback = jax.vjp(chosen, self.weights)
 
         def update(gradient: np.ndarray, length: float) -> float:
-            (found,) = pullback(jnp.asarray(gradient))
-            self.weights, norm = moved(self.weights, found, length)
+            (of_weights,) = pullback(jnp.asarray(gradient))
+            self.weights, norm = moved(self.weights, of_weights, length)
             return float(norm)
 
         return np.asarray(scored), update

@@ -71,8 +71,8 @@ class _Blocks(torch.autograd.Function):
         if isinstance(out, tuple):
             return (None,) * (3 + len(needed))  # angles of positions, which have no gradient
         inputs = [x for x, need in zip((*rows, *ctx.parameters), needed, strict=True) if need]
-        found = iter(torch.autograd.grad(out, inputs, gradients))
-        return None, None, None, *(next(found) if need else None for need in needed)
+        of_inputs = iter(torch.autograd.grad(out, inputs, gradients))
+        return None, None, None, *(next(of_inputs) if need else None for need in needed)
 
 
 def _by_blocks(run: Callable[..., Any], size: int, rows: tuple[Tensor, ...]) -> Any:
@@ -176,10 +176,10 @@ class TorchPolicy:
 
         def update(gradient: np.ndarray, length: float) -> float:
             parameters = list(self.model.parameters())
-            found = torch.autograd.grad(chosen, parameters, torch.from_numpy(gradient).to(chosen))
-            norm = torch.stack([each.norm() for each in found]).norm()
+            of_parameters = torch.autograd.grad(chosen, parameters, torch.from_numpy(gradient).to(chosen))
+            norm = torch.stack([each.norm() for each in of_parameters]).norm()
             with torch.no_grad():
-                for parameter, each in zip(parameters, found, strict=True):
+                for parameter, each in zip(parameters, of_parameters, strict=True):
                     parameter.sub_(each * (length / norm))
             return float(norm)
 
