@@ -259,6 +259,27 @@ def test_a_number_that_is_not_finite_reaches_who_sees_it(number: float) -> None:
         assert not with_it[0][0, 140:, :2, :2].isfinite().any()
 
 
+def test_jax_with_64_bit_numbers() -> None:
+    """JAX then reads host integers as int64, and a slice takes no mixture of integers."""
+    import jax
+    import jax.numpy as jnp
+
+    import jax_frontend
+
+    with jax.enable_x64(True):
+        random = np.random.default_rng(0)
+        q, k, v = (jnp.asarray(random.standard_normal((2, 150, heads, 16))) for heads in (4, 2, 2))
+
+        def total(q: Any, rows: int) -> Any:
+            return jax_frontend.attention(
+                q[:rows], k[:rows], v[:rows], causal=True, invariant="prefix", backend="jax_xla"
+            )[0].sum()
+
+        both, alone = (jax.grad(total)(q, rows)[0] for rows in (2, 1))
+        assert both.dtype == jnp.float64
+        np.testing.assert_array_equal(both, alone)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_a_weight_below_the_normal_numbers_is_0(dtype: str) -> None:
     """All others are exp's, and NaN stays NaN. A weight of 0 hides a key."""

@@ -12,7 +12,15 @@ from __future__ import annotations
 from typing import Any
 
 from attn_core.backends.jax_xla.products import product
-from attn_core.backends.jax_xla.tile_documents import KEY_TILE, QUERY_TILE, Document, Tiled, arrange, documents_of
+from attn_core.backends.jax_xla.tile_documents import (
+    KEY_TILE,
+    QUERY_TILE,
+    Document,
+    Tiled,
+    arrange,
+    documents_of,
+    indices,
+)
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
 
@@ -145,7 +153,7 @@ def _put(whole: Any, rows: Any, document: Document, head: Any, start: Any) -> An
 
     group, channels = whole.shape[3], whole.shape[4]
     rows = rows.reshape(group, QUERY_TILE, channels).transpose(1, 0, 2)[None, :, None]
-    where = (document.q_row, document.q_start + start + QUERY_TILE, head, 0, 0)
+    where = indices(document.q_row, document.q_start + start + QUERY_TILE, head, 0, 0)
     before = lax.dynamic_slice(whole, where, rows.shape)
     query = start + jnp.arange(QUERY_TILE, dtype=jnp.int32)
     real = ((query >= 0) & (query < document.q_count))[None, :, None, None, None]
@@ -157,7 +165,7 @@ def _add_keys(whole: Any, part: Any, document: Document, head: Any, block: Any) 
     import jax.numpy as jnp
     from jax import lax
 
-    where = (document.k_row, head, document.k_start + block * KEY_TILE, 0)
+    where = indices(document.k_row, head, document.k_start + block * KEY_TILE, 0)
     before = lax.dynamic_slice(whole, where, (1, 1, *part.shape))
     real = block * KEY_TILE + jnp.arange(KEY_TILE, dtype=jnp.int32)[:, None] < document.k_count
     return lax.dynamic_update_slice(whole, jnp.where(real, before + part, before), where)

@@ -153,7 +153,7 @@ class Tiled(NamedTuple):
         from jax import lax
 
         group, channels = padded.shape[3:]
-        where = (document.q_row, document.q_start + document.tile_start(number) + QUERY_TILE, head, 0, 0)
+        where = indices(document.q_row, document.q_start + document.tile_start(number) + QUERY_TILE, head, 0, 0)
         rows = lax.dynamic_slice(padded, where, (1, QUERY_TILE, 1, group, channels))[0, :, 0]
         rows = rows.transpose(1, 0, 2).reshape(group * QUERY_TILE, channels)
         return jnp.where(document.is_query(number, group), rows, 0)
@@ -163,7 +163,7 @@ class Tiled(NamedTuple):
         import jax.numpy as jnp
         from jax import lax
 
-        where = (document.k_row, head, document.k_start + block * KEY_TILE, 0)
+        where = indices(document.k_row, head, document.k_start + block * KEY_TILE, 0)
         rows = lax.dynamic_slice(padded, where, (1, 1, KEY_TILE, padded.shape[3]))[0, 0]
         real = block * KEY_TILE + jnp.arange(KEY_TILE, dtype=jnp.int32)[:, None] < document.k_count
         return jnp.where(real, rows, 0)
@@ -181,15 +181,25 @@ class Tiled(NamedTuple):
         group = self.spec.group_size
         query = document.q_start + document.tile_start(number) + QUERY_TILE
         key = document.k_start + block * KEY_TILE
-        where = (
+        where = indices(
             document.q_row if batch > 1 else 0,
             head * group if heads > 1 else 0,
             query if queries > 1 else 0,
             key if keys > 1 else 0,
         )
         sizes = (1, group if heads > 1 else 1, QUERY_TILE if queries > 1 else 1, KEY_TILE if keys > 1 else 1)
-        part = lax.dynamic_slice(padded, tuple(jnp.asarray(each, jnp.int32) for each in where), sizes)[0]
+        part = lax.dynamic_slice(padded, where, sizes)[0]
         return jnp.broadcast_to(part, (group, QUERY_TILE, KEY_TILE)).reshape(group * QUERY_TILE, KEY_TILE)
+
+
+def indices(*places: Any) -> tuple[Any, ...]:
+    """Returns where a slice begins, all in int32.
+
+    JAX reads a host integer as int64 if 64-bit numbers are enabled, and takes no mixture.
+    """
+    import jax.numpy as jnp
+
+    return tuple(jnp.asarray(each, jnp.int32) for each in places)
 
 
 def arrange(spec: AttentionSpec, inputs: Inputs, *more: Any) -> Tiled:
