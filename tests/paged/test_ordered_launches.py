@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import paged_specs
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -14,20 +16,11 @@ triton = pytest.importorskip("triton")
 from attn_core import AttentionSpec, SpecError, Target, explain
 from attn_core.backends.triton_splitkv import backend as triton_splitkv
 from attn_core.backends.triton_splitkv import ordered_call, shares
-from attn_core.call.pages import PagedKV
 
 GPU = Target("torch", "sm90")
 
 
-def spec_of(batch: int = 64, tokens: int = 8192, new: int = 1, page_size: int = 16, **fields: Any) -> AttentionSpec:
-    """A call of sequences with these numbers of tokens, 32 query heads on 8 kv heads."""
-    width = -(-tokens // page_size)
-    paged = PagedKV(num_pages=batch * width, page_size=page_size, width=width)
-    sizes = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "value_dim": 128, "dtype": "bfloat16"}
-    return AttentionSpec(
-        **{"batch": 1, "q_len": batch * new, "kv_len": paged.capacity, "documents": batch, "max_len_q": new},
-        **{**sizes, "causal": True, "max_len_k": paged.capacity, "paged": paged, "invariant": "prefix", **fields},
-    )
+spec_of = partial(paged_specs.spec_of, invariant="prefix")
 
 
 def reasons(spec: AttentionSpec, device: str = "sm90") -> tuple[str, ...]:

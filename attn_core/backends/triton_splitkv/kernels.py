@@ -170,7 +170,7 @@ def attend(
         upper_queries = tl.load(rows_at + HEAD_DIM // 2, mask=is_row[:, None], other=0.0)
     to_logits, row_scale = scale * LOG2_E, scale * LOG2_E
     if KIND != 0:
-        queries_tile, upper_queries, offset, row_scale = fit_float16(queries_tile, upper_queries, to_logits, KIND)
+        queries_tile, upper_queries, correction, row_scale = fit_float16(queries_tile, upper_queries, to_logits, KIND)
         to_logits = row_scale[:, None]
     slope = tl.zeros([ROWS], tl.float32)
     if ALIBI:
@@ -201,7 +201,7 @@ def attend(
                 scores = tl.dot(upper_queries, upper, scores)
             if KIND != 0:
                 if KIND != FLOAT8:
-                    scores += offset[:, None]
+                    scores += correction[:, None]
                 k_scale_at = k_scales + kv_head * k_scale_head
                 scores *= read_scales(k_scale_at, is_key, page, slot, k_scale_page, k_scale_slot, PAGE)[None, :]
             if not FUSED or part == 1:

@@ -2,7 +2,7 @@
 
 A tile or share in which a row sees nothing changes none of its bits, because its weights are 0 and its ``fade`` is 1.
 A row's sums over keys are within one warp, in the same order for all numbers of rows, if a launch has a warp for each
-16 rows. ``tl.fma`` is written where one rounding is wanted; nothing else is fused (``enable_fp_fusion=False``).
+16 rows. ``tl.fma`` says where a product and a sum round once; nothing else is fused (``enable_fp_fusion=False``).
 
 This module imports triton, so others import it only when they run.
 """

@@ -21,8 +21,8 @@ HEADROOM = tl.constexpr(32768.0)
 """The largest weight in float16. A product of a weight and a scale keeps eleven bits down to 2**-29 of the largest."""
 
 
-# Keys: an integer n, plus OFFSET, is the fraction of a subnormal float16 number. So a key is (n + OFFSET) * 2**-24, and
-# no instruction subtracts: the sum of products starts at what the offset adds to it. Values have no such sum.
+# Keys: an integer n, plus an offset (128 for int8, 8 for int4), is the fraction of a subnormal float16 number. So a key
+# is (n + offset) * 2**-24, and no instruction subtracts: a correction is added to each sum of products instead.
 # Values: a byte n, plus 128, is the fraction of the float16 number 1024 + n + 128. Four bits n, plus 8, are a part of
 # the fraction of 1024 + n + 8, or of 1024 + 16 (n + 8). These registers have the numbers that bring both back to n.
 _REGISTERS = """.reg .b32 byte, minus_1152, minus_1032, minus_72, sixteenth; .reg .b16 first, second;
@@ -79,12 +79,12 @@ _INT8_VALUES, _INT4_VALUES = _ptx(_int8_values()), _ptx(_int4_values())
 
 @triton.jit
 def fit_float16(lower, upper, scale, KIND: tl.constexpr):
-    """Returns both halves of queries ``[rows, channels]`` in float16, the start of their scores, and their scale.
+    """Returns both halves of queries ``[rows, channels]`` in float16, a correction, and a scale, each ``[rows]``.
 
-    The start ``[rows]`` of a sum of products with stored keys takes back what OFFSET adds to the sum. The scale
-    ``[rows]`` is not negative, because queries take the sign; it turns the sum into a score. Each row is multiplied by
-    a power of two that brings its largest magnitude near float16's largest number, which loses bits only of numbers
-    below 2**-24 of the largest one.
+    The correction, added to a sum of products with stored keys, takes back what their offset adds to it. The scale is
+    not negative, because queries take the sign; it turns the sum into a score. Each row is multiplied by a power of two
+    that brings its largest magnitude near float16's largest number, which loses bits only of numbers below 2**-24 of
+    the largest one.
     """
     largest = tl.maximum(tl.max(tl.abs(lower.to(tl.float32)), 1), tl.max(tl.abs(upper.to(tl.float32)), 1))
     exponent = largest.to(tl.int32, bitcast=True) >> 23
@@ -92,16 +92,16 @@ def fit_float16(lower, upper, scale, KIND: tl.constexpr):
     factor = (field << 23).to(tl.float32, bitcast=True)[:, None] * tl.where(scale < 0, -1.0, 1.0)
     lower, upper = (lower.to(tl.float32) * factor).to(tl.float16), (upper.to(tl.float32) * factor).to(tl.float16)
     scale = tl.abs(scale) * ((254 - field) << 23).to(tl.float32, bitcast=True)
-    start = tl.zeros_like(scale)
+    correction = tl.zeros_like(scale)
     if KIND == INT4:
         upper = (upper.to(tl.float32) * 0.0625).to(tl.float16)
-        start = tl.sum(lower.to(tl.float32), 1) + 16.0 * tl.sum(upper.to(tl.float32), 1)
-        start *= -8.0 * 2.0**-24
+        correction = tl.sum(lower.to(tl.float32), 1) + 16.0 * tl.sum(upper.to(tl.float32), 1)
+        correction *= -8.0 * 2.0**-24
         scale *= 2.0**24
     elif KIND == INT8:
-        start = tl.sum(lower.to(tl.float32), 1) * (-128.0 * 2.0**-24)
+        correction = tl.sum(lower.to(tl.float32), 1) * (-128.0 * 2.0**-24)
         scale *= 2.0**24
-    return lower, upper, start, scale
+    return lower, upper, correction, scale
 
 
 @triton.jit
