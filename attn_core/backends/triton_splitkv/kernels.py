@@ -18,6 +18,7 @@ import triton.language as tl
 
 from attn_core.backends.triton_splitkv.loads import read, read_scales, slot_at
 from attn_core.backends.triton_splitkv.merge_kernel import LN_2, LOG2_E, merge, raise_maximum  # noqa: F401
+from attn_core.backends.triton_splitkv.products import multiply, read_keys, read_values
 from attn_core.backends.triton_splitkv.recent_tiles import attend_to_ring, ring_of
 from attn_core.backends.triton_splitkv.scores import is_shown, logits_of, weights_of
 from attn_core.backends.triton_splitkv.stored_tiles import (
@@ -92,7 +93,7 @@ def attend(
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     PAGE: tl.constexpr,
-    DENSE: tl.constexpr,
+    NEAR: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -114,8 +115,7 @@ def attend(
     q ``[tokens, heads, head_dim]``; out ``[splits, tokens, heads, value_dim]``; lse ``[splits, heads, tokens]``,
     natural. key_ranges ``[kv_heads or 1, tokens, RANGES, 2]``; range_head is 0 for one head. alibi_slopes float32
     ``[sequences or 1, heads]``; slope_row is 0 for one row. ROWS and KEYS: queries (times GROUP) and keys of a tile.
-    LEFT_OPEN: no window hides keys on the left. DENSE: the pages of a pool lie next to each other. Other numbers are
-    strides in elements.
+    LEFT_OPEN: no window hides keys on the left. NEAR: see ``loads.slot_at``. Other numbers are strides in elements.
 
     KIND: how the pages are quantised (``paged.quantised.KINDS``), 0 if they are not. A scale of a key multiplies its
     score. Weights times the scales of the values, divided by the largest scale so far, are float16, as the stored
@@ -181,6 +181,11 @@ def attend(
     for _ in tl.static_range(parts):
         summed += (tl.zeros([ROWS, VALUE_DIM // parts], tl.float32),)  # type: ignore[assignment]
     table = block_table + sequence.to(tl.int64) * table_row
+    k_at, v_at = k_pages + kv_head * k_head, v_pages + kv_head * v_head
+    if KIND != 0:
+        # Words of two bytes: pools lie at multiples of 16 bytes, and so does each row of channels.
+        v_at, v_page, v_slot = v_at.to(tl.pointer_type(tl.int16)), v_page // 2, v_slot // 2
+        k_scale_at, v_scale_at = k_scales + kv_head * k_scale_head, v_scales + kv_head * v_scale_head
     # Whole tiles of keys before the new tokens run first. They need no ranges, and without a window no mask.
     border = stop
     if RANGES or LEFT_OPEN:
@@ -193,17 +198,16 @@ def attend(
             page = read(table + key // PAGE, is_key, part == 0 and LEFT_OPEN)
             page = tl.minimum(tl.maximum(page, 0), num_pages - 1)
             slot = key % PAGE
-            keys_at = k_pages + kv_head * k_head + slot_at(page, slot, k_page, k_slot, PAGE, DENSE)[None, :]
-            keys_tile = read(keys_at + channel[:, None], is_key[None, :], part == 0 and LEFT_OPEN)
+            keys_at = slot_at(page, slot, k_page, k_slot, NEAR, 8 if KIND == 0 else 16)
+            keys_tile = read_keys(k_at, channel, keys_at, is_key, part == 0 and LEFT_OPEN, ROWS)
             lower, upper = key_numbers(keys_tile, KIND, ASSEMBLY)
-            scores = tl.dot(queries_tile, lower)
+            scores = multiply(queries_tile, lower, tl.zeros([ROWS, KEYS], tl.float32))
             if KIND == INT4:
-                scores = tl.dot(upper_queries, upper, scores)
+                scores = multiply(upper_queries, upper, scores)
             if KIND != 0:
                 if KIND != FLOAT8:
                     scores += correction[:, None]
-                k_scale_at = k_scales + kv_head * k_scale_head
-                scores *= read_scales(k_scale_at, is_key, page, slot, k_scale_page, k_scale_slot, PAGE)[None, :]
+                scores *= read_scales(k_scale_at, is_key, page, slot, k_scale_page, k_scale_slot, NEAR)[None, :]
             if not FUSED or part == 1:
                 scores, distance = logits_of(scores, to_logits, softcap, slope, key, diagonal, SOFTCAP, ALIBI)
             if part == 1 or not LEFT_OPEN:
@@ -214,22 +218,17 @@ def attend(
                 scores = tl.where(seen, scores, float("-inf"))
             top, weights, fade = weights_of(scores, top, row_scale, FUSED and part == 0)
             total = total * fade + tl.sum(weights, 1)
-            if KIND == 0:
-                values_at = v_pages + kv_head * v_head + slot_at(page, slot, v_page, v_slot, PAGE, DENSE)[:, None]
-            else:
-                # Words of two bytes: pools lie at multiples of 16 bytes, and so does each row of channels.
-                values_at = v_pages.to(tl.pointer_type(tl.int16)) + kv_head * (v_head // 2)
-                values_at += slot_at(page, slot, v_page // 2, v_slot // 2, PAGE, DENSE)[:, None]
-                v_scale_at = v_scales + kv_head * v_scale_head
-                value_scale = read_scales(v_scale_at, is_key, page, slot, v_scale_page, v_scale_slot, PAGE)
+            if KIND != 0:
+                value_scale = read_scales(v_scale_at, is_key, page, slot, v_scale_page, v_scale_slot, NEAR)
                 weights, fade, largest_scale = scale_weights(weights, fade, value_scale, largest_scale)
-            values_tile = read(values_at + place_in_part[None, :], is_key[:, None], part == 0 and LEFT_OPEN)
+            values_at = slot_at(page, slot, v_page, v_slot, NEAR, 8)
+            values_tile = read_values(v_at, place_in_part, values_at, is_key, part == 0 and LEFT_OPEN, ROWS)
             # The tensor cores take both operands in one dtype. The sum stays float32.
             weights = weights.to(queries_tile.dtype)
             numbers = value_numbers(values_tile, KIND, ASSEMBLY)
             added = ()
             for i in tl.static_range(parts):
-                added += (summed[i] * fade[:, None] + tl.dot(weights, numbers[i]),)  # type: ignore[assignment]
+                added += (multiply(weights, numbers[i], summed[i] * fade[:, None]),)  # type: ignore[assignment]
             summed = added
 
     if RECENT:

@@ -105,11 +105,9 @@ def attend(
         *scale_strides(spec, v_scales),
         *ring_numbers(spec, k_recent, v_recent),
     )
-    size = paged.page_size
-    # The kernel numbers the slots of dense pools in int32.
-    dense = all(pool.stride(0) == size * pool.stride(1) for pool in (k, v)) and paged.num_pages * size < 2**31
     constants = {
-        **{"KV_HEADS": spec.num_kv_heads, "GROUP": spec.group_size, "PAGE": size, "DENSE": dense},
+        **{"KV_HEADS": spec.num_kv_heads, "GROUP": spec.group_size, "PAGE": paged.page_size},
+        "NEAR": are_near((k, v), (k_scales, v_scales)),
         **{"HEAD_DIM": spec.head_dim, "VALUE_DIM": spec.value_dim, "SPLITS": count},
         **{name: settings[name] for name in ("ONE_QUERY", "SOFTCAP", "SINKS", "RANGES", "ALIBI", "STARTS")},
         # Tests run the kernel on the CPU, in Triton's interpreter, which runs no PTX.
@@ -118,6 +116,17 @@ def attend(
         **{"num_warps": tile.warps, "num_stages": tile.stages},
     }
     return grid, numbers, constants
+
+
+def are_near(pools: tuple[Any, Any], scales: tuple[Any, ...] = ()) -> bool:
+    """Returns whether every offset in the pools, in units of 16 bytes, and in their scales, in elements, fits int32."""
+    bytes_of_pools = max(_reach(pool) * pool.element_size() for pool in pools)
+    return bytes_of_pools // 16 < 2**31 and all(_reach(each) < 2**31 for each in scales)
+
+
+def _reach(tensor: Any) -> int:
+    """Returns the largest offset of an element, in elements."""
+    return sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def scale_strides(spec: AttentionSpec, scales: Any) -> tuple[int, ...]:

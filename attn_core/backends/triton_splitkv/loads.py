@@ -10,13 +10,14 @@ import triton.language as tl
 
 
 @triton.jit
-def slot_at(page, slot, by_page, by_slot, PAGE: tl.constexpr, DENSE: tl.constexpr):
-    """Returns where slots of pages begin in a pool; DENSE says that its pages lie next to each other.
+def slot_at(page, slot, by_page, by_slot, NEAR: tl.constexpr, UNIT: tl.constexpr):
+    """Returns where slots of pages begin in a pool, in 64 bits; strides are multiples of UNIT.
 
-    The result has 64 bits. With DENSE only one product has, so addresses cost half as many instructions.
+    NEAR says that the pool's size over UNIT fits 32 bits. Then nothing but the last product has 64 bits, so an address
+    costs one or two instructions instead of seven.
     """
-    if DENSE:
-        at = (page * PAGE + slot).to(tl.int64) * by_slot
+    if NEAR:
+        at = (page * (by_page // UNIT) + slot * (by_slot // UNIT)).to(tl.int64) * UNIT
     else:
         at = page.to(tl.int64) * by_page + slot * by_slot
     return at
@@ -33,6 +34,6 @@ def read(at, exists, ALL: tl.constexpr):
 
 
 @triton.jit
-def read_scales(at, is_key, page, slot, by_page, by_slot, PAGE: tl.constexpr):
+def read_scales(at, is_key, page, slot, by_page, by_slot, NEAR: tl.constexpr):
     """Loads the scales of keys in slots of pages; ``at`` is the address of the first scale of their head."""
-    return tl.load(at + slot_at(page, slot, by_page, by_slot, PAGE, False), mask=is_key, other=0.0)
+    return tl.load(at + slot_at(page, slot, by_page, by_slot, NEAR, 1), mask=is_key, other=0.0)

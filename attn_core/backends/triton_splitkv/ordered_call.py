@@ -6,7 +6,7 @@ from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 from attn_core.backends.shared.triton import Description, Direct, launch
-from attn_core.backends.triton_splitkv.launches import Launches, Tiles, operands_of
+from attn_core.backends.triton_splitkv.launches import Launches, Tiles, are_near, operands_of
 from attn_core.backends.triton_splitkv.shares import order, ordered_shares, ordered_tiles
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import PagedInputs
@@ -72,11 +72,9 @@ def attend(spec: AttentionSpec, operands: tuple[Any, ...], settings: dict[str, A
         *(*out_strides[:3], *lse_strides[:2]),
         spec.num_heads if len(spec.alibi_shape or ()) == 2 else 0,
     )
-    size = paged.page_size
-    # The kernel numbers the slots of dense pools in int32.
-    dense = all(pool.stride(0) == size * pool.stride(1) for pool in (k, v)) and paged.num_pages * size < 2**31
     constants = {
-        **{"KV_HEADS": spec.num_kv_heads, "GROUP": spec.group_size, "PAGE": size, "DENSE": dense},
+        **{"KV_HEADS": spec.num_kv_heads, "GROUP": spec.group_size, "PAGE": paged.page_size},
+        "NEAR": are_near((k, v)),
         **{"HEAD_DIM": spec.head_dim, "VALUE_DIM": spec.value_dim},
         **{name: settings[name] for name in ("ONE_QUERY", "SOFTCAP", "SINKS", "LEFT_OPEN", "ALIBI", "STARTS")},
         **{"PARTIAL": way.shares > 0, "ONE_SHARE": way.one_share, "SHARE": way.share},

@@ -59,7 +59,7 @@ def attend_in_order(
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     PAGE: tl.constexpr,
-    DENSE: tl.constexpr,
+    NEAR: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     ONE_QUERY: tl.constexpr,
@@ -129,7 +129,7 @@ def attend_in_order(
             return
         part, part_lse = attend_to_share(
             *(queries_tile, diagonal, slope, pools, table, start, border, stop, numbers),
-            *(PAGE, DENSE, VALUE_DIM, SOFTCAP, ALIBI, LEFT_OPEN, KEYS),
+            *(PAGE, NEAR, VALUE_DIM, SOFTCAP, ALIBI, LEFT_OPEN, KEYS),
         )
         tl.store((out_at + number * out_share)[:, None] + value_channel[None, :], part, mask=is_row[:, None])
         tl.store(lse_at + number * lse_share, part_lse, mask=is_row)
@@ -139,7 +139,7 @@ def attend_in_order(
         if ONE_SHARE:  # without a loop, in which both sums would need registers at the same time
             part, part_lse = attend_to_share(
                 *(queries_tile, diagonal, slope, pools, table, low, tl.maximum(by_all, low), high, numbers),
-                *(PAGE, DENSE, VALUE_DIM, SOFTCAP, ALIBI, LEFT_OPEN, KEYS),
+                *(PAGE, NEAR, VALUE_DIM, SOFTCAP, ALIBI, LEFT_OPEN, KEYS),
             )
             top, total, summed = add_share(top, total, summed, part, part_lse)
         else:
@@ -148,7 +148,7 @@ def attend_in_order(
                 border = tl.maximum(tl.minimum(by_all, at + SHARE), start)
                 part, part_lse = attend_to_share(
                     *(queries_tile, diagonal, slope, pools, table, start, border, stop, numbers),
-                    *(PAGE, DENSE, VALUE_DIM, SOFTCAP, ALIBI, LEFT_OPEN, KEYS),
+                    *(PAGE, NEAR, VALUE_DIM, SOFTCAP, ALIBI, LEFT_OPEN, KEYS),
                 )
                 top, total, summed = add_share(top, total, summed, part, part_lse)
         store_results(top, total, summed, sinks, head, is_row, out_at, lse_at, value_channel, SINKS)

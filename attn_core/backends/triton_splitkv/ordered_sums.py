@@ -54,7 +54,7 @@ def attend_to_share(
     stop,
     numbers,
     PAGE: tl.constexpr,
-    DENSE: tl.constexpr,
+    NEAR: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr,
@@ -83,7 +83,7 @@ def attend_to_share(
             place = origin + key
             page = read(table + place // PAGE, is_key, not masked)
             page = tl.minimum(tl.maximum(page, 0), num_pages - 1)
-            keys_at = k_at + slot_at(page, place % PAGE, k_page, k_slot, PAGE, DENSE)[None, :] + channel[:, None]
+            keys_at = k_at + slot_at(page, place % PAGE, k_page, k_slot, NEAR, 8)[None, :] + channel[:, None]
             scores = tl.dot(queries_tile, read(keys_at, is_key[None, :], not masked))
             distance = key[None, :] - diagonal[:, None]
             factor = to_logits
@@ -105,7 +105,7 @@ def attend_to_share(
             shift = tl.broadcast_to(-base[:, None], scores.shape)
             weights = tl.exp2(tl.fma(scores, tl.full(scores.shape, 1.0, tl.float32) * factor, shift))
             total = tl.fma(total, fade, tl.sum(weights, 1))
-            values_at = v_at + slot_at(page, place % PAGE, v_page, v_slot, PAGE, DENSE)[:, None]
+            values_at = v_at + slot_at(page, place % PAGE, v_page, v_slot, NEAR, 8)[:, None]
             values = read(values_at + value_channel[None, :], is_key[:, None], not masked)
             summed = tl.dot(weights.to(values.dtype), values, summed * fade[:, None])
     empty = total == 0.0

@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from attn_core.backends.triton_splitkv.products import multiply, read_keys, read_values
 from attn_core.backends.triton_splitkv.scores import is_shown, logits_of, weights_of
 from attn_core.backends.triton_splitkv.stored_tiles import HEADROOM, INT4
 
@@ -72,8 +73,8 @@ def attend_to_ring(
         key = at + tl.arange(0, KEYS)
         is_key = key < end
         slot = (key % RECENT).to(tl.int64)
-        keys_tile = tl.load(keys[0] + slot[None, :] * keys[1] + channel[:, None], mask=is_key[None, :], other=0.0)
-        scores = tl.dot(queries_tile, keys_tile)
+        keys_tile = read_keys(keys[0], channel, slot * keys[1], is_key, False, queries_tile.shape[0])
+        scores = multiply(queries_tile, keys_tile, tl.zeros([queries_tile.shape[0], KEYS], tl.float32))
         scores, distance = logits_of(scores, to_logits, softcap, slope, key, diagonal, SOFTCAP, ALIBI)
         seen = is_key[None, :] & (distance <= right) & (distance >= -left)
         if RANGES:
@@ -85,10 +86,10 @@ def attend_to_ring(
         added = ()
         for i in tl.static_range(half):
             # Two neighbouring channels at once; of int4 pages, first those of the lower half.
-            words_at = words + slot[:, None] * (values[1] // 2) + (word + i * (VALUE_DIM // 4))[None, :]
-            pair = tl.load(words_at, mask=is_key[:, None], other=0)
+            words_at = slot * (values[1] // 2), is_key, False, queries_tile.shape[0]
+            pair = read_values(words, word + i * (VALUE_DIM // 4), *words_at)
             for part in tl.static_range(2):
                 of_part = (pair >> (16 * part)).to(tl.int16).to(queries_tile.dtype, bitcast=True)
-                added += (summed[2 * i + part] * fade[:, None] + tl.dot(weights, of_part),)  # type: ignore[assignment]
+                added += (multiply(weights, of_part, summed[2 * i + part] * fade[:, None]),)  # type: ignore[assignment]
         summed = added
     return top, total, summed

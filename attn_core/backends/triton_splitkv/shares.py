@@ -16,15 +16,17 @@ FEWEST_KEYS = 128
 SHARE = 1024
 """The keys of a share if sequences are many. Their lengths differ, and shares of one size finish together."""
 MOST_SPLITS = 128
+TURNED_ROWS = 8
+"""The rows of a tile whose products are turned around; see ``products``."""
 
 
 def tiles(spec: AttentionSpec) -> Tiles:
     """Returns the tile sizes for a call: the fastest on an H200 of those tried for 8 to 64 sequences of 8192 tokens."""
     rows, wide = rows_of(spec), max(spec.head_dim, spec.value_dim)
     if wide > 128:
-        return Tiles(rows, 32, 4, 2)
+        return Tiles(rows, 32, 4 if rows > 8 else 2, 2)
     if is_quantised(spec):
-        return Tiles(16, 128, 2, 2) if rows == 16 else Tiles(rows, 64, 2, 3 if rows == 32 else 2)
+        return Tiles(rows, 128, 2, 2) if rows <= 16 else Tiles(rows, 64, 2, 3 if rows == 32 else 2)
     if rows == 16:
         return Tiles(16, 64, 2, 2) if wide > 64 and not _few_programs(spec) else Tiles(16, 128, 4, 2)
     if rows == 128:
@@ -49,17 +51,18 @@ def _few_programs(spec: AttentionSpec) -> bool:
 
 
 def rows_of(spec: AttentionSpec) -> int:
-    """Returns the rows of a tile, queries times heads of a group: a power of two from 16 to 128.
+    """Returns the rows of a tile, queries times heads of a group: a power of two from 8 to 128.
 
     Quantised pages have smaller tiles. Triton 3.6 compiles a product of 64 rows in four warps to wgmma, and then reads
     converted values from the wrong shared memory: results are wrong, or the access is illegal.
     """
     rows, wide = (spec.max_len_q or 1) * spec.group_size, max(spec.head_dim, spec.value_dim)
     most = 64 if wide > 128 else 128  # wider tiles of 128 rows need too much memory
+    least = 16
     if is_quantised(spec):
-        most //= 2
-    # Triton's matrix product needs 16 rows; larger tiles would leave rows empty in decoding.
-    return min(most, max(16, 1 << (rows - 1).bit_length()))
+        # Pages that are not quantised are read at the speed of memory, whatever the products cost.
+        most, least = most // 2, TURNED_ROWS
+    return min(most, max(least, 1 << (rows - 1).bit_length()))
 
 
 def splits(spec: AttentionSpec, multiprocessors: int) -> int:
@@ -71,7 +74,7 @@ def splits(spec: AttentionSpec, multiprocessors: int) -> int:
     keys = spec.max_len_k or spec.kv_len
     if reach is not None:  # a window bounds the keys that the queries of a sequence see together
         keys = min(keys, reach + (spec.max_len_q or 1))
-    if is_quantised(spec) and rows == 16:
+    if is_quantised(spec) and rows <= 16:
         # Lengths differ, and with three shares each the longest sequence does not run alone at the end.
         least = 3 if programs < 2 * full else 1
         fewest_keys = 2 * FEWEST_KEYS if programs < full else SHARE
