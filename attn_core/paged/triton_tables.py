@@ -132,14 +132,12 @@ def append(
             return
         page = tl.load(block_table + sequence.to(tl.int64) * table_row + position // PAGE).to(tl.int64)
         slot = (position % PAGE).to(tl.int64)
-    ring_slot = (page * 0 - 1).to(tl.int64)  # -1: not among the newest tokens
-    ring = ring_slot
+    in_pool = (page >= 0) & (page < num_pages)
     if RECENT > 0:
         ring = tl.load(recent_rows + sequence.to(tl.int64) * rows_sequence).to(tl.int64)
         # Of a long prompt only the newest tokens, because two tokens of one launch must not write one slot.
-        if (ring >= 0) & (ring < rings) & (position >= tl.load(seq_lens + sequence) - RECENT):
-            ring_slot = (position % RECENT).to(tl.int64)
-    in_pool = (page >= 0) & (page < num_pages)
+        is_newest = in_pool & (ring >= 0) & (ring < rings) & (position >= tl.load(seq_lens + sequence) - RECENT)
+        ring_slot = (position % RECENT).to(tl.int64)
     if not SPLIT or part == 0:
         turned = key
         if ROTARY_DIM > 0:
@@ -148,28 +146,25 @@ def append(
             turned = rotate_head(key, key_at, key_channel, at_angle, cos, sin, max_positions, cos_row, sin_row,
                                  ROTARY_DIM, INTERLEAVED, DOUBLE)
             # fmt: on
-        if in_pool:  # not earlier, so that the angles do not wait for the page
-            k_at = k_pages + page * k_page + slot * k_slot + head * k_pool_head
-            k_scale = k_scales + page * k_scale_page + slot * k_scale_slot + head * k_scale_head
-            # fmt: off
-            store_row(turned, key_channel, k_at, k_scale, HEAD_DIM, WIDE,
-                      KIND, BY_TOKEN, LARGEST, NUMERATOR, PLACES, EXPONENT, MOST, INVERSE)
-            # fmt: on
-            if RECENT > 0:
-                newest_k = k_recent + ring * k_ring + ring_slot * k_ring_slot + head * k_ring_head
-                tl.store(newest_k + key_channel, turned, mask=(key_channel < HEAD_DIM) & (ring_slot >= 0))
-    if SPLIT:
-        in_pool = in_pool & (part == 1)
-    if in_pool:
+        k_at = k_pages + page * k_page + slot * k_slot + head * k_pool_head
+        k_scale = k_scales + page * k_scale_page + slot * k_scale_slot + head * k_scale_head
+        # fmt: off
+        store_row(turned, key_channel, k_at, k_scale, in_pool, HEAD_DIM, WIDE,
+                  KIND, BY_TOKEN, LARGEST, NUMERATOR, PLACES, EXPONENT, MOST, INVERSE)
+        # fmt: on
+        if RECENT > 0:
+            newest_k = k_recent + ring * k_ring + ring_slot * k_ring_slot + head * k_ring_head
+            tl.store(newest_k + key_channel, turned, mask=(key_channel < HEAD_DIM) & is_newest)
+    if not SPLIT or part == 1:
         v_at = v_pages + page * v_page + slot * v_slot + head * v_pool_head
         v_scale = v_scales + page * v_scale_page + slot * v_scale_slot + head * v_scale_head
         # fmt: off
-        store_row(value, value_channel, v_at, v_scale, VALUE_DIM, WIDE,
+        store_row(value, value_channel, v_at, v_scale, in_pool, VALUE_DIM, WIDE,
                   KIND, BY_TOKEN, LARGEST, NUMERATOR, PLACES, EXPONENT, MOST, INVERSE)
         # fmt: on
         if RECENT > 0:
             newest_v = v_recent + ring * v_ring + ring_slot * v_ring_slot + head * v_ring_head
-            tl.store(newest_v + value_channel, value, mask=(value_channel < VALUE_DIM) & (ring_slot >= 0))
+            tl.store(newest_v + value_channel, value, mask=(value_channel < VALUE_DIM) & is_newest)
 
 
 @triton.jit(do_not_specialize=["num_pages", "width", "entries", "batch"])
