@@ -9,9 +9,10 @@ from typing import Any
 
 import paged_specs
 import pytest
+from compiled_kernels import compiled
 
 torch = pytest.importorskip("torch")
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
 from attn_core import AttentionSpec, SpecError, Target, explain
 from attn_core.backends.triton_splitkv import backend as triton_splitkv
@@ -97,25 +98,6 @@ def test_a_program_for_jax_has_the_launches_of_torch(monkeypatch: pytest.MonkeyP
 
 
 # The code
-
-
-def compiled(kernel: Any, tensors: dict[str, str], description: Any) -> Any:
-    """Compiles a launch for sm90 as Triton would; ``tensors`` are the types that their names point to."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    _, numbers, constants = description
-    options = {name: constants[name] for name in constants if name not in kernel.arg_names}
-    constants = {name: constants[name] for name in constants if name in kernel.arg_names}
-    names = [name for name in kernel.arg_names if name not in constants]
-    assert len(names) == len(tensors) + len(numbers) and list(tensors) == names[: len(tensors)]
-    signature = {name: f"*{kind}" for name, kind in tensors.items()}
-    signature |= dict(zip(names[len(tensors) :], ["fp32" if type(n) is float else "i32" for n in numbers], strict=True))
-    signature |= dict.fromkeys(constants, "constexpr")
-    signature = {name: signature[name] for name in kernel.arg_names}
-    aligned = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in tensors}
-    source = ASTSource(kernel, signature, constants, aligned)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
 def attend_for_sm90(spec: AttentionSpec, multiprocessors: int = 132) -> Any:

@@ -16,12 +16,13 @@ MOST_LAYOUTS = 64
 
 
 class Tiles(NamedTuple):
-    """A launch's tile: queries (times the group) and keys, warps, and stages of the pipeline."""
+    """A tile: queries (times the group) and keys, warps, stages of the pipeline, and the most registers of a thread."""
 
     rows: int
     keys: int
     warps: int
     stages: int
+    registers: int | None = None
 
 
 class Launches(NamedTuple):
@@ -113,7 +114,7 @@ def attend(
         # Tests run the kernel on the CPU, in Triton's interpreter, which runs no PTX.
         **{"LEFT_OPEN": settings["LEFT_OPEN"], "KIND": settings["KIND"], "ASSEMBLY": q.device.type != "cpu"},
         **{"ROWS": tile.rows, "KEYS": tile.keys, "RECENT": settings["RECENT"]},
-        **{"num_warps": tile.warps, "num_stages": tile.stages},
+        **{"num_warps": tile.warps, "num_stages": tile.stages, "maxnreg": tile.registers},
     }
     return grid, numbers, constants
 
@@ -150,12 +151,13 @@ def merge(spec: AttentionSpec, operands: tuple[Any, ...], count: int) -> Descrip
     """Returns the grid, the numbers and the constants of ``kernels.merge``."""
     parts, part_lse, _, out, lse = operands
     numbers = (*parts.stride()[:3], *part_lse.stride()[:2], *out.stride()[:2], lse.stride(0))
+    # Programs for single heads take longer to start than to run if they merge few splits.
+    heads = math.gcd(spec.num_heads, 4) if count <= 4 else 1
     constants = {
         **{"VALUE_DIM": spec.value_dim, "SPLITS": count, "SINKS": spec.sinks},
-        "SHARES": min(16, 1 << (count - 1).bit_length()),  # a power of two, as tl.arange needs
-        "num_warps": 2,
+        **{"SHARES": min(8, count), "HEADS": heads, "num_warps": heads},
     }
-    return (spec.q_len, spec.num_heads, 1), numbers, constants
+    return (spec.q_len, spec.num_heads // heads, 1), numbers, constants
 
 
 First = Callable[[PagedInputs], tuple[Any, Any, Launches | None]]

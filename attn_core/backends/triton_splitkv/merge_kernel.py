@@ -42,33 +42,40 @@ def merge(
     SPLITS: tl.constexpr,
     SINKS: tl.constexpr,
     SHARES: tl.constexpr,
+    HEADS: tl.constexpr,
 ):
-    """Merges the partial results of all splits, for one query and one head. SHARES: splits read at once."""
+    """Merges the partial results of all splits, for one query and HEADS heads. SHARES: splits read at once."""
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     channel = tl.arange(0, VALUE_DIM)
-    top = tl.full([1], float("-inf"), tl.float32)
-    total = tl.zeros([1], tl.float32)
-    summed = tl.zeros([VALUE_DIM], tl.float32)
+    lse_at = part_lse + head * part_lse_head + token
+    part_at = part + token * part_token + head[:, None] * part_head + channel[None, :]
+    top = tl.full([HEADS], float("-inf"), tl.float32)
+    total = tl.zeros([HEADS], tl.float32)
+    summed = tl.zeros([HEADS, VALUE_DIM], tl.float32)
     for first in range(0, SPLITS, SHARES):
-        split = first + tl.arange(0, SHARES)
-        exists = split < SPLITS
-        lse_at = part_lse + split * part_lse_split + head * part_lse_head + token
-        share_lse = tl.load(lse_at, mask=exists, other=float("-inf")) * LOG2_E
-        top, base, fade = raise_maximum(top, tl.max(share_lse, 0))
-        weights = tl.exp2(share_lse - base)
-        part_at = part + split.to(tl.int64)[:, None] * part_split + token * part_token + head * part_head
-        values = tl.load(part_at + channel[None, :], mask=exists[:, None], other=0.0)
-        total = total * fade + tl.sum(weights, 0)
-        summed = summed * fade + tl.sum(values * weights[:, None], 0)
+        logs, values = (), ()
+        newest = top
+        for i in tl.static_range(SHARES):  # every load before the first use, so that one waiting time serves all
+            exists = first + i < SPLITS
+            log = tl.load(lse_at + (first + i) * part_lse_split, mask=exists, other=float("-inf")) * LOG2_E
+            values_at = part_at + tl.cast(first + i, tl.int64) * part_split
+            logs += (log,)  # type: ignore[assignment]
+            values += (tl.load(values_at, mask=exists, other=0.0),)  # type: ignore[assignment]
+            newest = tl.maximum(newest, log)
+        top, base, fade = raise_maximum(top, newest)
+        total, summed = total * fade, summed * fade[:, None]
+        for i in tl.static_range(SHARES):
+            weight = tl.exp2(logs[i] - base)
+            total, summed = total + weight, summed + values[i] * weight[:, None]
     empty = total == 0.0
     if SINKS:
         sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
         top, base, fade = raise_maximum(top, sink)
         total = total * fade + tl.exp2(sink - base)
-        summed = summed * fade
+        summed = summed * fade[:, None]
     total = tl.where(empty, 1.0, total)
-    result = tl.where(empty, 0.0, summed / total)
-    tl.store(out + token * out_token + head * out_head + channel, result.to(out.dtype.element_ty))
-    one = tl.arange(0, 1)  # top and total are blocks of one element, so the address must be one, too
-    tl.store(lse + head * lse_head + token + one, tl.where(empty, float("-inf"), (top + tl.log2(total)) * LN_2))
+    result = tl.where(empty[:, None], 0.0, summed / total[:, None])
+    out_at = out + token * out_token + head[:, None] * out_head + channel[None, :]
+    tl.store(out_at, result.to(out.dtype.element_ty))
+    tl.store(lse + head * lse_head + token, tl.where(empty, float("-inf"), (top + tl.log2(total)) * LN_2))

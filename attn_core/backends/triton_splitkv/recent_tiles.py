@@ -86,8 +86,8 @@ def attend_to_ring(
         added = ()
         for i in tl.static_range(half):
             # Two neighbouring channels at once; of int4 pages, first those of the lower half.
-            words_at = slot * (values[1] // 2), is_key, False, queries_tile.shape[0]
-            pair = read_values(words, word + i * (VALUE_DIM // 4), *words_at)
+            part_of_words, words_at = word + i * (VALUE_DIM // 4), slot * (values[1] // 2)
+            pair = read_values(words, part_of_words, words_at, is_key, False, queries_tile.shape[0])
             for part in tl.static_range(2):
                 of_part = (pair >> (16 * part)).to(tl.int16).to(queries_tile.dtype, bitcast=True)
                 added += (multiply(weights, of_part, summed[2 * i + part] * fade[:, None]),)  # type: ignore[assignment]

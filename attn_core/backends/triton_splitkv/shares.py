@@ -11,10 +11,14 @@ from attn_core.call.spec import AttentionSpec
 
 PROGRAMS = 4
 """Programs per multiprocessor that saturate its memory bandwidth."""
+PROGRAMS_OF_INT4 = 6
+"""The same for int4 pages: their programs have few registers, and so many run at once."""
 FEWEST_KEYS = 128
 """The fewest keys of a single sequence that are worth a program of their own; among other sequences twice as many."""
 SHARE = 1024
 """The keys of a share if sequences are many. Their lengths differ, and shares of one size finish together."""
+MOST_ROUNDS = 5
+"""The most rounds of programs that shares of one size may need."""
 MOST_SPLITS = 128
 TURNED_ROWS = 8
 """The rows of a tile whose products are turned around; see ``products``."""
@@ -24,13 +28,14 @@ def tiles(spec: AttentionSpec) -> Tiles:
     """Returns the tile sizes for a call: the fastest on an H200 of those tried for 8 to 64 sequences of 8192 tokens."""
     rows, wide = rows_of(spec), max(spec.head_dim, spec.value_dim)
     if wide > 128:
-        return Tiles(rows, 32, 4 if rows > 8 else 2, 2)
+        return Tiles(rows, 32, 4 if rows > TURNED_ROWS else 2, 2)
     if is_quantised(spec):
         return Tiles(rows, 128, 2, 2) if rows <= 16 else Tiles(rows, 64, 2, 3 if rows == 32 else 2)
     if rows == 16:
-        return Tiles(16, 64, 2, 2) if wide > 64 and not _few_programs(spec) else Tiles(16, 128, 4, 2)
+        return Tiles(16, 64, 2, 2) if wide > 64 else Tiles(16, 128, 4, 2)
     if rows == 128:
-        return Tiles(128, 128, 8, 3) if _one_block(spec) else Tiles(128, 64, 8, 3)
+        # With 128 registers for each thread, two programs run at once, and one multiplies while the other adds.
+        return Tiles(128, 64, 8, 2, 128) if _one_block(spec) and wide > 64 else Tiles(128, 64, 8, 3)
     return Tiles(rows, 64, 2 if rows == 32 else 4, 2 if rows == 64 else 3)
 
 
@@ -42,12 +47,6 @@ def is_quantised(spec: AttentionSpec) -> bool:
 def _one_block(spec: AttentionSpec) -> bool:
     """Returns whether one tile holds all queries of a sequence, so that few programs each read many keys."""
     return (spec.max_len_q or 1) * spec.group_size <= rows_of(spec)
-
-
-def _few_programs(spec: AttentionSpec) -> bool:
-    """Returns whether so few sequences and heads fill a GPU that larger tiles are faster, and there are several."""
-    sequences = spec.documents or 1
-    return sequences > 1 and sequences * spec.num_kv_heads < 384
 
 
 def rows_of(spec: AttentionSpec) -> int:
@@ -75,16 +74,18 @@ def splits(spec: AttentionSpec, multiprocessors: int) -> int:
     if reach is not None:  # a window bounds the keys that the queries of a sequence see together
         keys = min(keys, reach + (spec.max_len_q or 1))
     if is_quantised(spec) and rows <= 16:
+        if spec.paged is not None and spec.paged.dtype == "int4":
+            full = multiprocessors * PROGRAMS_OF_INT4
         # Lengths differ, and with three shares each the longest sequence does not run alone at the end.
         least = 3 if programs < 2 * full else 1
-        fewest_keys = 2 * FEWEST_KEYS if programs < full else SHARE
+        fewest_keys = 2 * FEWEST_KEYS if 2 * programs <= full else 2 * SHARE
         count = min(_fewest_rounds(programs, full, least), -(-keys // fewest_keys))
-    elif rows == 128 and not is_quantised(spec) and tiles(spec).keys == 128:  # a multiprocessor has room for one
-        count = min(_fewest_rounds(programs, multiprocessors), -(-keys // SHARE))
+    elif tiles(spec).registers is not None:  # a multiprocessor has room for two
+        count = min(_fewest_rounds(programs, 2 * multiprocessors), -(-keys // SHARE))
     elif sequences == 1:
         count = min(full // max(programs, 1), -(-keys // FEWEST_KEYS))
     else:
-        even = min(-(-keys // (SHARE if rows < 128 else 2 * SHARE)), 2 * full // max(programs, 1))
+        even = min(-(-keys // (SHARE if rows < 128 else 2 * SHARE)), MOST_ROUNDS * full // max(programs, 1))
         count = max(even, min(full // 2 // max(programs, 1), -(-keys // (2 * FEWEST_KEYS))))
     return max(1, min(count, MOST_SPLITS))
 
@@ -96,7 +97,7 @@ def _fewest_rounds(programs: int, at_once: int, least: int = 1) -> int:
         at_once: how many programs the GPU runs at once, because of their registers or shared memory.
     """
     times = {count: -(-programs * count // at_once) / count for count in range(least, MOST_SPLITS + 1)}
-    return min(count for count, time in times.items() if time <= 1.1 * min(times.values()))
+    return min(count for count, time in times.items() if time <= 1.05 * min(times.values()))
 
 
 class Order(NamedTuple):
