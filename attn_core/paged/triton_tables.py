@@ -74,7 +74,6 @@ def append(
     POSITIONS: tl.constexpr,
     DOUBLE: tl.constexpr,
     RECENT: tl.constexpr,
-    SPLIT: tl.constexpr,
     KIND: tl.constexpr,
     BY_TOKEN: tl.constexpr,
     LARGEST: tl.constexpr,
@@ -91,10 +90,8 @@ def append(
     POSITIONS: whether positions says how far, and not the token's place in its sequence. The constants from KIND on are
     those of ``store_row``, which quantises the rotated key before anything rounds it. RECENT: the tokens of a ring, 0
     without rings; the newest tokens of a sequence are written to its ring, too, rounded once to the ring's dtype.
-    SPLIT: the third axis of the grid has a program for the key and one for the value, because quantising takes time.
     """
     token = tl.program_id(0)
-    part = tl.program_id(2)
     head = tl.program_id(1).to(tl.int64)  # 64 bits, because a pool's stride times it may exceed 2^31
     # Before the search for the slot, so that both wait for memory at the same time.
     lane = tl.arange(0, WIDE)
@@ -138,33 +135,31 @@ def append(
         # Of a long prompt only the newest tokens, because two tokens of one launch must not write one slot.
         is_newest = in_pool & (ring >= 0) & (ring < rings) & (position >= tl.load(seq_lens + sequence) - RECENT)
         ring_slot = (position % RECENT).to(tl.int64)
-    if not SPLIT or part == 0:
-        turned = key
-        if ROTARY_DIM > 0:
-            at_angle = tl.load(positions + token) if POSITIONS else position
-            # fmt: off
-            turned = rotate_head(key, key_at, key_channel, at_angle, cos, sin, max_positions, cos_row, sin_row,
-                                 ROTARY_DIM, INTERLEAVED, DOUBLE)
-            # fmt: on
-        k_at = k_pages + page * k_page + slot * k_slot + head * k_pool_head
-        k_scale = k_scales + page * k_scale_page + slot * k_scale_slot + head * k_scale_head
+    turned = key
+    if ROTARY_DIM > 0:
+        at_angle = tl.load(positions + token) if POSITIONS else position
         # fmt: off
-        store_row(turned, key_channel, k_at, k_scale, in_pool, HEAD_DIM, WIDE,
-                  KIND, BY_TOKEN, LARGEST, NUMERATOR, PLACES, EXPONENT, MOST, INVERSE)
+        turned = rotate_head(key, key_at, key_channel, at_angle, cos, sin, max_positions, cos_row, sin_row,
+                             ROTARY_DIM, INTERLEAVED, DOUBLE)
         # fmt: on
-        if RECENT > 0:
-            newest_k = k_recent + ring * k_ring + ring_slot * k_ring_slot + head * k_ring_head
-            tl.store(newest_k + key_channel, turned, mask=(key_channel < HEAD_DIM) & is_newest)
-    if not SPLIT or part == 1:
-        v_at = v_pages + page * v_page + slot * v_slot + head * v_pool_head
-        v_scale = v_scales + page * v_scale_page + slot * v_scale_slot + head * v_scale_head
-        # fmt: off
-        store_row(value, value_channel, v_at, v_scale, in_pool, VALUE_DIM, WIDE,
-                  KIND, BY_TOKEN, LARGEST, NUMERATOR, PLACES, EXPONENT, MOST, INVERSE)
-        # fmt: on
-        if RECENT > 0:
-            newest_v = v_recent + ring * v_ring + ring_slot * v_ring_slot + head * v_ring_head
-            tl.store(newest_v + value_channel, value, mask=(value_channel < VALUE_DIM) & is_newest)
+    k_at = k_pages + page * k_page + slot * k_slot + head * k_pool_head
+    k_scale = k_scales + page * k_scale_page + slot * k_scale_slot + head * k_scale_head
+    # fmt: off
+    store_row(turned, key_channel, k_at, k_scale, in_pool, HEAD_DIM, WIDE,
+              KIND, BY_TOKEN, LARGEST, NUMERATOR, PLACES, EXPONENT, MOST, INVERSE)
+    # fmt: on
+    if RECENT > 0:
+        newest_k = k_recent + ring * k_ring + ring_slot * k_ring_slot + head * k_ring_head
+        tl.store(newest_k + key_channel, turned, mask=(key_channel < HEAD_DIM) & is_newest)
+    v_at = v_pages + page * v_page + slot * v_slot + head * v_pool_head
+    v_scale = v_scales + page * v_scale_page + slot * v_scale_slot + head * v_scale_head
+    # fmt: off
+    store_row(value, value_channel, v_at, v_scale, in_pool, VALUE_DIM, WIDE,
+              KIND, BY_TOKEN, LARGEST, NUMERATOR, PLACES, EXPONENT, MOST, INVERSE)
+    # fmt: on
+    if RECENT > 0:
+        newest_v = v_recent + ring * v_ring + ring_slot * v_ring_slot + head * v_ring_head
+        tl.store(newest_v + value_channel, value, mask=(value_channel < VALUE_DIM) & is_newest)
 
 
 @triton.jit(do_not_specialize=["num_pages", "width", "entries", "batch"])

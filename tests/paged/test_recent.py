@@ -323,7 +323,7 @@ RING = ("k_recent", "v_recent")
 
 
 def test_refusals_and_sizes() -> None:
-    call, sizes = good(), {**HALF, "head_dim": 32, "value_dim": 32}
+    call, sizes = good(), {**HALF, "head_dim": 64, "value_dim": 64}
     wide = with_rings(quantised_call(make_paged((13, 9), None, **sizes), "int4", "token"), 5)
     paged = call.spec.paged
     assert "recent=5" in repr(paged) and "recent" not in repr(replace(paged, recent=None))

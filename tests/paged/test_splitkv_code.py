@@ -85,7 +85,7 @@ def test_a_program_that_merges_has_several_heads_if_splits_are_few(count: int, h
 
     def described(spec: AttentionSpec) -> Any:
         parts, lse = torch.empty(count, *spec.out_shape), torch.empty(count, *spec.lse_shape)
-        return launches.merge(spec, (parts, lse, lse, parts[0], lse[0]), count)
+        return launches.merge(spec, (parts, lse, lse, parts[0], lse[0]), triton_splitkv.tiles(spec), count)
 
     grid, _, options = described(spec_of(batch=2))
     assert grid == (2, 32 // heads, 1) and (options["HEADS"], options["num_warps"]) == (heads, heads)

@@ -52,6 +52,7 @@ def test_keys_are_four_channels_of_a_key() -> None:
     for four in WORDS:
         int8_pairs = [[int8(byte) for byte in pair] for pair in (four[:2], four[2:])]
         check(stored_tiles._INT8_KEYS.value, four, subnormal(int8_pairs, 128))
+        check(stored_tiles._FLOAT8_KEYS.value, four, [[float8(byte) for byte in pair] for pair in (four[:2], four[2:])])
         check(stored_tiles._INT4_KEYS.value, four, subnormal(of_both([four[::2], four[1::2]]), 8, (1, 16)))
 
 

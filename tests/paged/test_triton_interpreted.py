@@ -367,7 +367,7 @@ QUANTISED_RUNS = [
 def test_quantised_pages(name: str, kind: tuple[str, str], dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """bfloat16 scales the weights, float16 the values."""
     splits_of(monkeypatch, 3 if dtype == "float16" else 1)
-    fields = {**HALF, "head_dim": 32, "value_dim": 32, **QUANTISED[name], "dtype": dtype}
+    fields = {**HALF, "head_dim": 64, "value_dim": 32, **QUANTISED[name], "dtype": dtype}
     call = quantised_call(make_paged(fields.pop("lengths"), fields.pop("new", None), **fields), *kind)
     verdict = judge(call, attended(call, quantised_tensors(call)))
     assert verdict.ok, f"{call}\n{verdict}"
@@ -376,7 +376,7 @@ def test_quantised_pages(name: str, kind: tuple[str, str], dtype: str, monkeypat
 @pytest.mark.parametrize("fault", ["k_scales", "v_scales"])
 def test_the_kernel_reads_the_scale_of_its_token(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     splits_of(monkeypatch, 1)
-    fields = {**HALF, "head_dim": 32, "value_dim": 32}
+    fields = {**HALF, "head_dim": 64, "value_dim": 32}
     call = quantised_call(make_paged((40, 23), (2, 3), **fields), "int8", "token")
     scales = np.nan_to_num(getattr(call.inputs, fault), nan=1.0)
     wrong = call.inputs._replace(**{fault: np.roll(scales, 1, 1)})
@@ -402,7 +402,7 @@ RING_RUNS = [
 
 
 def ring_call(name: str, kind: tuple[str, str], recent: int) -> PagedCall:
-    fields = {**HALF, "head_dim": 32, "value_dim": 32, **RINGS[name]}
+    fields = {**HALF, "head_dim": 64, "value_dim": 32, **RINGS[name]}
     call = make_paged(fields.pop("lengths"), fields.pop("new", None), **fields)
     return with_rings(quantised_call(call, *kind), recent, seed=recent)
 
@@ -433,7 +433,7 @@ def test_any_call_with_rings(data: Any) -> None:
         softcap=data.draw(st.sampled_from((None, 2.0))),
         sinks=data.draw(st.booleans()),
         seed=data.draw(st.integers(0, 99)),
-        **{**HALF, "head_dim": 32, "value_dim": 32},
+        **{**HALF, "head_dim": 64, "value_dim": 32},
     )
     call = quantised_call(plain, *data.draw(st.sampled_from(KINDS)))
     call = with_rings(call, data.draw(st.integers(1, 90)), data.draw(st.integers(0, 99)))

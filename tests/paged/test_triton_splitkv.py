@@ -57,7 +57,7 @@ def test_slopes_and_starts_run_here_and_are_refused_by_name_elsewhere(spec: Atte
     [
         ({"dtype": "float32"}, "dtype float32: the Triton split-KV kernel takes bfloat16, float16"),
         ({"head_dim": 80, "value_dim": 80}, "head_dim=80: the Triton split-KV kernel takes powers of two from 16 on"),
-        ({"value_dim": 8}, "head_dim=8: the Triton split-KV kernel takes powers of two from 16 on"),
+        ({"value_dim": 8}, "value_dim=8: the Triton split-KV kernel takes powers of two from 16 on"),
         ({"head_dim": 512, "value_dim": 512}, "head_dim=512: the Triton split-KV kernel stops at 256"),
         (
             {"paged": None},

@@ -110,7 +110,7 @@ def append_on_gpu(
         constants = {
             **{"PAGE": page_size, "HEAD_DIM": head_dim, "VALUE_DIM": value_dim},
             **dict(zip(("ONE_QUERY", "SLOTS", "ROTARY_DIM", "INTERLEAVED", "POSITIONS"), flags, strict=True)),
-            **{"DOUBLE": k.dtype == torch.float64, "RECENT": recent, "SPLIT": dtype is not None},
+            **{"DOUBLE": k.dtype == torch.float64, "RECENT": recent},
             # Triton's ranges have a power of two as length. The kernel loops if there are more than 1024 sequences.
             "WIDE": 1 << (widest - 1).bit_length(),
             "SEQUENCES": min(1024, 1 << max(len(lengths) - 1, 0).bit_length()),
@@ -119,7 +119,7 @@ def append_on_gpu(
             # otherwise than JAX, see attn_core.paged.rotary.
             **{"num_warps": 1 if widest <= 64 or dtype else 2, "enable_fp_fusion": False},
         }
-        return (tokens, heads, 1 + constants["SPLIT"]), numbers, constants  # programs for each head of each token
+        return (tokens, heads, 1), numbers, constants  # a program for each head of each token
 
     # Tests run the kernel on the CPU, in Triton's interpreter.
     current = torch.cuda.current_device() if k.is_cuda else -1

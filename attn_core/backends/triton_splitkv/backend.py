@@ -1,7 +1,7 @@
 """Our own Triton kernel for keys and values in pages: decoding and chunked prefill, the keys of a sequence split.
 
-Limits: bfloat16 and float16, head_dim and value_dim powers of two from 16 to 256, forward only, paged calls only; page
-sizes from 1 on. The kernels (``kernels.py``) clamp table entries, so they never read outside the pool, and never read a
+Limits: bfloat16 and float16, head_dim and value_dim powers of two from 16 to 256 (head_dim from 32 for pages of one byte,
+from 64 for int4), forward only, paged calls only; page sizes from 1 on. The kernels (``kernels.py``) clamp table entries, so they never read outside the pool, and never read a
 key past the end of its sequence. The number of splits depends on shapes only, so equal calls give equal bits. A NaN in
 a key or value of a sequence may reach queries of the same sequence that do not see it, but no other sequence. Rings of
 newest tokens are read after the pages, as they are. Calls with ``invariant`` have kernels of their own
@@ -70,11 +70,12 @@ def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str,
     if spec.paged is None:
         reasons.append(f"keys and values not in pages: {FORWARD.kernel} reads only pages")
     dtype = spec.paged.dtype if spec.paged else None
-    least = 32 if dtype == "int4" else 16
-    for dim in sorted({spec.head_dim, spec.value_dim}):
-        if dim < least or dim & (dim - 1):
-            where = " for int4 pages" if dtype == "int4" else ""
-            reasons.append(f"head_dim={dim}: {FORWARD.kernel} takes powers of two from {least} on{where}")
+    # A product needs 16 channels, and words of two bytes have two or four numbers, each of them a product's own.
+    least = {None: (16, 16), "int4": (64, 32)}.get(dtype, (32, 16))
+    for name, dim, fewest in zip(("head_dim", "value_dim"), (spec.head_dim, spec.value_dim), least, strict=True):
+        if dim < fewest or dim & (dim - 1):
+            where = f" for pages in {dtype}" if dtype else ""
+            reasons.append(f"{name}={dim}: {FORWARD.kernel} takes powers of two from {fewest} on{where}")
     if dtype == "float8_e4m3fn" and 0 < compute_capability(device) < 89:  # Triton compiles none for older GPUs
         reasons.append(f"pages in {dtype}: {FORWARD.kernel} reads them from sm89 on, not on {device}")
     if spec.max_len_q and (rows := -(-spec.max_len_q * spec.group_size // rows_of(spec))) > GRID_LIMIT:
@@ -193,7 +194,9 @@ def _forward(
     if count > 1:
         merged = (parts, part_lse, sinks, out, lse)
         merge_key = ("merge", spec, count, results, current)
-        merge = launch(kernels.merge, merge_key, merged, lambda: launches.merge(spec, merged, count))
+        merge = launch(
+            kernels.merge, merge_key, merged, lambda: launches.merge(spec, merged, *_settings(spec, device)[1:])
+        )
     # A copied operand has other strides than the caller's tensor.
     copied = copied or (inputs.recent_rows is not None and recent_rows is not inputs.recent_rows)
     if copied or attend is None or (count > 1 and merge is None):

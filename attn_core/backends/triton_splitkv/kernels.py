@@ -25,7 +25,7 @@ from attn_core.backends.triton_splitkv.stored_tiles import (
     FLOAT8,
     HEADROOM,
     INT4,
-    channels_of_keys,
+    channel_of_key,
     fit_float16,
     key_numbers,
     scale_weights,
@@ -109,6 +109,7 @@ def attend(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     RECENT: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Computes out and lse of one share of the keys; with SPLITS > 1 they are float32 partial results, one per split.
 
@@ -118,11 +119,12 @@ def attend(
     LEFT_OPEN: no window hides keys on the left. NEAR: see ``loads.slot_at``. Other numbers are strides in elements.
 
     KIND: how the pages are quantised (``paged.quantised.KINDS``), 0 if they are not. A scale of a key multiplies its
-    score. Weights times the scales of the values, divided by the largest scale so far, are float16, as the stored
-    numbers are: float16 has them all, and GPUs convert to it fastest. Each tile of values is read as words of two
-    bytes, and becomes a tile for each place of a number in a word. ASSEMBLY: see ``stored_tiles``. RECENT: the slots of
-    a ring, whose keys are read after those in pages (``recent_tiles``); 0 without rings.
+    score. Weights times the scales of values, over the largest scale so far, are float16, as the stored numbers become.
+    Tiles are read as words of two bytes, and become a tile for each place of a number in a word. ASSEMBLY: see
+    ``stored_tiles``. RECENT: the slots of a ring, which is read last; 0 without rings. DEPENDENT: see ``merge``.
     """
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
     sequence = tl.program_id(0) // KV_HEADS
     kv_head = (tl.program_id(0) % KV_HEADS).to(tl.int64)  # 64 bits, because a pool's stride times it may exceed 2^31
     split = tl.program_id(1)
@@ -154,23 +156,21 @@ def attend(
     # Round up, so that all splits together cover every tile; the last splits may have none.
     share = (tiles + SPLITS - 1) // SPLITS
     start = low + split * share * KEYS
-    stop = tl.minimum(start + share * KEYS, high)
-    end = stop
+    end = tl.minimum(start + share * KEYS, high)
+    stop = end
     if RECENT:  # keys from the new stop on are in the ring
         ring, stop = ring_of(recent_rows, sequence, rings, length, start, end, RECENT)
     FUSED: tl.constexpr = KIND != 0 and LEFT_OPEN and not SOFTCAP and not ALIBI
-    half: tl.constexpr = 2 if KIND == INT4 else 1
-    parts: tl.constexpr = 1 if KIND == 0 else 2 * half
-    channel, place_in_part = tl.arange(0, HEAD_DIM // half), tl.arange(0, VALUE_DIM // parts)
-    rows_at = q + token[:, None] * q_token + head[:, None] * q_head
-    rows_at += channels_of_keys(channel, KIND, ASSEMBLY)[None, :]
-    queries_tile = tl.load(rows_at, mask=is_row[:, None], other=0.0)
-    upper_queries = queries_tile
-    if KIND == INT4:
-        upper_queries = tl.load(rows_at + HEAD_DIM // 2, mask=is_row[:, None], other=0.0)
+    parts: tl.constexpr = 1 if KIND == 0 else 4 if KIND == INT4 else 2
+    place_of_key, place_of_value = tl.arange(0, HEAD_DIM // parts), tl.arange(0, VALUE_DIM // parts)
+    rows_at = (q + token * q_token + head * q_head)[:, None]
+    queries_tile = ()
+    for i in tl.static_range(parts):
+        part_at = rows_at + channel_of_key(place_of_key, i, parts, HEAD_DIM, ASSEMBLY)[None, :]
+        queries_tile += (tl.load(part_at, mask=is_row[:, None], other=0.0),)  # type: ignore[assignment]
     to_logits, row_scale = scale * LOG2_E, scale * LOG2_E
     if KIND != 0:
-        queries_tile, upper_queries, correction, row_scale = fit_float16(queries_tile, upper_queries, to_logits, KIND)
+        queries_tile, correction, row_scale = fit_float16(queries_tile, to_logits, KIND, parts)
         to_logits = row_scale[:, None]
     slope = tl.zeros([ROWS], tl.float32)
     if ALIBI:
@@ -184,6 +184,7 @@ def attend(
     k_at, v_at = k_pages + kv_head * k_head, v_pages + kv_head * v_head
     if KIND != 0:
         # Words of two bytes: pools lie at multiples of 16 bytes, and so does each row of channels.
+        k_at, k_page, k_slot = k_at.to(tl.pointer_type(tl.int16)), k_page // 2, k_slot // 2
         v_at, v_page, v_slot = v_at.to(tl.pointer_type(tl.int16)), v_page // 2, v_slot // 2
         k_scale_at, v_scale_at = k_scales + kv_head * k_scale_head, v_scales + kv_head * v_scale_head
     # Whole tiles of keys before the new tokens run first. They need no ranges, and without a window no mask.
@@ -198,12 +199,12 @@ def attend(
             page = read(table + key // PAGE, is_key, part == 0 and LEFT_OPEN)
             page = tl.minimum(tl.maximum(page, 0), num_pages - 1)
             slot = key % PAGE
-            keys_at = slot_at(page, slot, k_page, k_slot, NEAR, 8 if KIND == 0 else 16)
-            keys_tile = read_keys(k_at, channel, keys_at, is_key, part == 0 and LEFT_OPEN, ROWS)
-            lower, upper = key_numbers(keys_tile, KIND, ASSEMBLY)
-            scores = multiply(queries_tile, lower, tl.zeros([ROWS, KEYS], tl.float32))
-            if KIND == INT4:
-                scores = multiply(upper_queries, upper, scores)
+            keys_at = slot_at(page, slot, k_page, k_slot, NEAR, 8)
+            keys_tile = read_keys(k_at, place_of_key, keys_at, is_key, part == 0 and LEFT_OPEN, ROWS)
+            key_parts = key_numbers(keys_tile, KIND, ASSEMBLY)
+            scores = tl.zeros([ROWS, KEYS], tl.float32)
+            for i in tl.static_range(parts):
+                scores = multiply(queries_tile[i], key_parts[i], scores)
             if KIND != 0:
                 if KIND != FLOAT8:
                     scores += correction[:, None]
@@ -222,9 +223,9 @@ def attend(
                 value_scale = read_scales(v_scale_at, is_key, page, slot, v_scale_page, v_scale_slot, NEAR)
                 weights, fade, largest_scale = scale_weights(weights, fade, value_scale, largest_scale)
             values_at = slot_at(page, slot, v_page, v_slot, NEAR, 8)
-            values_tile = read_values(v_at, place_in_part, values_at, is_key, part == 0 and LEFT_OPEN, ROWS)
+            values_tile = read_values(v_at, place_of_value, values_at, is_key, part == 0 and LEFT_OPEN, ROWS)
             # The tensor cores take both operands in one dtype. The sum stays float32.
-            weights = weights.to(queries_tile.dtype)
+            weights = weights.to(queries_tile[0].dtype)  # type: ignore[misc]
             numbers = value_numbers(values_tile, KIND, ASSEMBLY)
             added = ()
             for i in tl.static_range(parts):

@@ -43,8 +43,14 @@ def merge(
     SINKS: tl.constexpr,
     SHARES: tl.constexpr,
     HEADS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
-    """Merges the partial results of all splits, for one query and HEADS heads. SHARES: splits read at once."""
+    """Merges the partial results of all splits, for one query and HEADS heads. SHARES: splits read at once.
+
+    DEPENDENT: the programs may start while ``attend`` still runs, and wait for it here (programmatic dependent launch).
+    """
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     channel = tl.arange(0, VALUE_DIM)

@@ -57,7 +57,7 @@ def program(
 
     if way is None:
         attend = kernels.attend, lambda t: launches.attend(spec, tuple(t), settings, tiles, count)
-        merge = kernels.merge, lambda t: launches.merge(spec, tuple(t), count)
+        merge = kernels.merge, lambda t: launches.merge(spec, tuple(t), tiles, count)
     else:
         attend = ordered_kernels.attend_in_order, lambda t: ordered_call.attend(spec, tuple(t), settings, way)
         merge = ordered_kernels.merge_in_order, lambda t: ordered_call.merge(spec, tuple(t), count)

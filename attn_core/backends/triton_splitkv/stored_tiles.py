@@ -28,8 +28,8 @@ HEADROOM = tl.constexpr(32768.0)
 _REGISTERS = """.reg .b32 byte, minus_1152, minus_1032, minus_72, sixteenth; .reg .b16 first, second;
     mov.b32 minus_1152, 0xE480E480; mov.b32 minus_1032, 0xE408E408;
     mov.b32 minus_72, 0xD480D480; mov.b32 sixteenth, 0x2C002C00;"""
-# Which of four bytes are a pair, beside bytes of another register. Of keys, neighbours are channels of one key. Of
-# values, a word of two bytes is followed by that of the next key, and numbers of both keys make a pair.
+# Which of four bytes are a pair, beside bytes of another register. Of keys, two words of two bytes are four channels of
+# one key, and neighbours are a pair. Of values, a word is followed by that of the next key, and a pair is of both keys.
 _NEIGHBOURS = "0x4140", "0x4342"
 _OF_TWO_KEYS = "0x4240", "0x4341"
 
@@ -58,7 +58,7 @@ def _int8_keys() -> str:
 
 
 def _int4_keys() -> str:
-    """Pairs of int4 keys are of bytes 0 and 2, and 1 and 3, which takes one shift: see ``channels_of_keys``.
+    """Pairs of int4 keys are of bytes 0 and 2, and of 1 and 3, which takes one shift.
 
     The upper four bits stay where they are in their byte, so their numbers are 16 times as large.
     """
@@ -72,72 +72,88 @@ def _ptx(code: str) -> tl.constexpr:
 
 
 _INT8_KEYS, _INT4_KEYS = _ptx(_int8_keys()), _ptx(_int4_keys())
-_FLOAT8_VALUES = _ptx("""prmt.b32 byte, $2, 0, 0x3120; mov.b32 {first, second}, byte;
-    cvt.rn.f16x2.e4m3x2 $0, first; cvt.rn.f16x2.e4m3x2 $1, second;""")  # of keys, Triton's own conversion does this
+_FLOAT8 = "mov.b32 {first, second}, byte; cvt.rn.f16x2.e4m3x2 $0, first; cvt.rn.f16x2.e4m3x2 $1, second;"
+_FLOAT8_KEYS, _FLOAT8_VALUES = _ptx(f"mov.b32 byte, $2; {_FLOAT8}"), _ptx(f"prmt.b32 byte, $2, 0, 0x3120; {_FLOAT8}")
 _INT8_VALUES, _INT4_VALUES = _ptx(_int8_values()), _ptx(_int4_values())
 
 
 @triton.jit
-def fit_float16(lower, upper, scale, KIND: tl.constexpr):
-    """Returns both halves of queries ``[rows, channels]`` in float16, a correction, and a scale, each ``[rows]``.
+def fit_float16(queries, scale, KIND: tl.constexpr, PARTS: tl.constexpr):
+    """Returns the parts of queries, each ``[rows, channels]``, in float16, a correction, and a scale, both ``[rows]``.
 
     The correction, added to a sum of products with stored keys, takes back what their offset adds to it. The scale is
     not negative, because queries take the sign; it turns the sum into a score. Each row is multiplied by a power of two
     that brings its largest magnitude near float16's largest number, which loses bits only of numbers below 2**-24 of
     the largest one.
     """
-    largest = tl.maximum(tl.max(tl.abs(lower.to(tl.float32)), 1), tl.max(tl.abs(upper.to(tl.float32)), 1))
+    largest = tl.max(tl.abs(queries[0].to(tl.float32)), 1)
+    for i in tl.static_range(1, PARTS):
+        largest = tl.maximum(largest, tl.max(tl.abs(queries[i].to(tl.float32)), 1))
     exponent = largest.to(tl.int32, bitcast=True) >> 23
     field = tl.minimum(tl.maximum(268 - exponent, 1), 253)  # 2**14 at most, because the fraction is below 2
     factor = (field << 23).to(tl.float32, bitcast=True)[:, None] * tl.where(scale < 0, -1.0, 1.0)
-    lower, upper = (lower.to(tl.float32) * factor).to(tl.float16), (upper.to(tl.float32) * factor).to(tl.float16)
     scale = tl.abs(scale) * ((254 - field) << 23).to(tl.float32, bitcast=True)
+    fitted = ()
+    sums = tl.zeros_like(scale)
+    for i in tl.static_range(PARTS):
+        # The upper four bits of int4 keys count 16 times.
+        weight = 0.0625 if i >= 2 else 1.0
+        part = ((queries[i].to(tl.float32) * factor).to(tl.float16).to(tl.float32) * weight).to(tl.float16)
+        sums += tl.sum(part.to(tl.float32), 1) / weight
+        fitted += (part,)  # type: ignore[assignment]
     correction = tl.zeros_like(scale)
-    if KIND == INT4:
-        upper = (upper.to(tl.float32) * 0.0625).to(tl.float16)
-        correction = tl.sum(lower.to(tl.float32), 1) + 16.0 * tl.sum(upper.to(tl.float32), 1)
-        correction *= -8.0 * 2.0**-24
+    if KIND != FLOAT8:
+        correction = sums * ((-8.0 if KIND == INT4 else -128.0) * 2.0**-24)
         scale *= 2.0**24
-    elif KIND == INT8:
-        correction = tl.sum(lower.to(tl.float32), 1) * (-128.0 * 2.0**-24)
-        scale *= 2.0**24
-    return lower, upper, correction, scale
+    return fitted, correction, scale
 
 
 @triton.jit
-def channels_of_keys(channel, KIND: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """Returns the channels of a tile of keys as ``key_numbers`` orders them, so that queries have the same order."""
-    if KIND == INT4 and ASSEMBLY:  # the middle two of each four change places
-        channel = (channel & ~3) + 2 * (channel & 1) + (channel >> 1 & 1)
+def channel_of_key(place, part, PARTS: tl.constexpr, HEAD_DIM: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """Returns the channels of the columns of a part of a tile of keys as ``key_numbers`` orders them."""
+    if PARTS == 2 and ASSEMBLY:  # of two words, each part has two channels that lie next to each other
+        channel = 4 * (place // 2) + 2 * part + place % 2
+    else:
+        channel = channel_of_part(place, part, PARTS, HEAD_DIM)
     return channel
 
 
 @triton.jit
 def key_numbers(stored, KIND: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """Returns a tile of stored keys in float16; of int4 the lower and the upper four bits.
+    """Returns the parts of a tile of stored keys, read as words of two bytes, in float16. Order: ``channel_of_key``.
 
     Numbers of float8 keys are themselves. Integers are ``(n + 128) * 2**-24`` for int8, ``(n + 8) * 2**-24`` for the
-    lower four bits, and ``(n + 8) * 2**-20`` for the upper ones: see ``fit_float16``. Channels: ``channels_of_keys``.
+    lower four bits, and ``(n + 8) * 2**-20`` for the upper ones: see ``fit_float16``.
     """
-    if KIND == INT8 and ASSEMBLY:
-        lower = tl.inline_asm_elementwise(_INT8_KEYS, "=&r,=&r,r", [stored], tl.float16, is_pure=True, pack=4)
-        upper = lower
-    elif KIND == INT4 and ASSEMBLY:
-        lower, upper = tl.inline_asm_elementwise(
-            _INT4_KEYS, "=&r,=&r,=&r,=&r,r", [stored], (tl.float16, tl.float16), is_pure=True, pack=4
+    if KIND == 0:
+        return (stored,)
+    elif ASSEMBLY and KIND == INT4:
+        return tl.inline_asm_elementwise(
+            _INT4_KEYS,
+            "=&r,=&r,=&r,=&r,r",
+            [stored],
+            (tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
         )
-    elif KIND == INT4:
-        lower = ((_lower_int4(stored).to(tl.float32) + 8.0) * 2.0**-24).to(tl.float16)
-        upper = ((_upper_int4(stored).to(tl.float32) + 8.0) * 2.0**-20).to(tl.float16)
-    elif KIND == INT8:
-        lower = ((stored.to(tl.float32) + 128.0) * 2.0**-24).to(tl.float16)
-        upper = lower
-    elif KIND == FLOAT8:
-        lower = stored.to(tl.float16)
-        upper = lower
+    elif ASSEMBLY:
+        code: tl.constexpr = _INT8_KEYS if KIND == INT8 else _FLOAT8_KEYS
+        return tl.inline_asm_elementwise(code, "=&r,=&r,r", [stored], (tl.float16, tl.float16), is_pure=True, pack=2)
     else:
-        lower, upper = stored, stored
-    return lower, upper
+        numbers = value_numbers(stored, KIND, False)
+        if KIND == INT4:
+            third, fourth = _raised(numbers[2], 8.0) * 16, _raised(numbers[3], 8.0) * 16
+            return (_raised(numbers[0], 8.0), _raised(numbers[1], 8.0), third, fourth)
+        elif KIND == INT8:
+            return (_raised(numbers[0], 128.0), _raised(numbers[1], 128.0))
+        else:
+            return numbers
+
+
+@triton.jit
+def _raised(number, offset):
+    """Returns float16 integers plus an offset as multiples of the smallest float16 number."""
+    return ((number.to(tl.float32) + offset) * 2.0**-24).to(tl.float16)
 
 
 @triton.jit
