@@ -1,11 +1,12 @@
 """Our own Triton kernel for keys and values in pages: decoding and chunked prefill, the keys of a sequence split.
 
-Limits: bfloat16 and float16, head_dim and value_dim powers of two from 16 to 256 (head_dim from 32 for pages of one byte,
-from 64 for int4), forward only, paged calls only; page sizes from 1 on. The kernels (``kernels.py``) clamp table entries, so they never read outside the pool, and never read a
-key past the end of its sequence. The number of splits depends on shapes only, so equal calls give equal bits. A NaN in
-a key or value of a sequence may reach queries of the same sequence that do not see it, but no other sequence. Rings of
-newest tokens are read after the pages, as they are. Calls with ``invariant`` have kernels of their own
-(``ordered_kernels.py``) for pages that are not quantised.
+Limits: bfloat16 and float16, head_dim and value_dim powers of two from 16 to 256 (head_dim from 32 on for float8 and
+int8 pages, from 64 on for int4), forward only, paged calls only; page sizes from 1 on. The kernels (``kernels.py``)
+clamp table entries, so they never read outside the pool, and never read a key past the end of its sequence. The number
+of splits depends on shapes only, so equal calls give equal bits. A NaN in a key or value of a sequence may reach
+queries of the same sequence that do not see it, but no other sequence. Rings of newest tokens are read after the pages,
+as they are. Calls with ``invariant`` have kernels of their own (``ordered_kernels.py``) for pages that are not
+quantised.
 Upstream: triton 3.6 to 3.9, as torch brings it.
 """
 
