@@ -318,7 +318,7 @@ def test_a_tile_that_the_queries_choose_is_caught(monkeypatch: pytest.MonkeyPatc
     honest = cpu_tiles.forward
 
     def by_the_queries(spec: Any, inputs: Any) -> Any:
-        monkeypatch.setattr(cpu_tiles, "TILE", 128 if spec.q_len > 40 else 64)
+        monkeypatch.setattr(cpu_tiles, "TILE", 64 if inputs.cu_seqlens_q[1] > 40 else 32)
         return honest(spec, inputs)
 
     monkeypatch.setattr(cpu_tiles, "forward", by_the_queries)

@@ -114,11 +114,11 @@ def forward(spec: AttentionSpec, inputs: Any) -> tuple[Any, Any]:
     if how["dtype"] != spec.dtype:
         out, lse = forward(*cpu_invariant.in_float32(spec, inputs))
         return out.to(inputs.q.dtype), lse
+    if how["query_tile"]:
+        return cpu_tiles.forward(spec, _all_readable(spec, inputs))
     if how["by_document"]:
         return cpu_packed.forward(spec, inputs, forward)
     inputs = _all_readable(spec, inputs)
-    if how["query_tile"]:
-        return cpu_tiles.forward(spec, inputs)
     if how["additive_mask"]:
         out, lse = cpu_blocks.forward(spec, inputs)
     else:

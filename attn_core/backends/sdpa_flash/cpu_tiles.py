@@ -12,46 +12,105 @@ The kernel computes the queries of so short a call in blocks of ROWS, one by one
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from attn_core.backends.sdpa_flash.containment import are_finite
 from attn_core.backends.sdpa_flash.cpu_kernel import kernels_of
+from attn_core.backends.sdpa_flash.cpu_packed import runs
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
 
 TILE = 128
 """Positions of a tile. The kernel computes more queries at once in a call of 192 or more."""
 ROWS = 32
+Kernel = Callable[..., tuple[Any, Any]]
+"""Takes q, k and v ``[batch, heads, rows, dim]`` and whether it is causal; returns out, and lse without dim."""
+
+
+class Part(NamedTuple):
+    """Rows of a batch, or neighbouring documents of equal lengths, as views.
+
+    q, k, v, out: ``[batch, tokens, heads, dim]``. lse: ``[batch, heads, queries]``.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+    lse: Any
 
 
 def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
-    """Returns (out, lse) of a dense causal call whose q, k and v the kernel can read."""
+    """Returns (out, lse) of a causal call, dense or packed, whose q, k and v are contiguous."""
     import torch
 
     q, k, v = (tensor.detach() for tensor in inputs[:3])
-    shift = spec.kv_len - spec.q_len  # of a query's position
-    start = max(shift, 0)
-    if shift < 0:
-        q = q[:, -shift:]  # the first queries see no key
-    if not q.shape[1]:
-        return _empty(spec, q)
-    base = start // TILE * TILE
-    first = (start - base) // ROWS * ROWS  # in the first tile, of the first block with queries
-    rows = _padded(q, start - base, -(-(spec.kv_len - base) // ROWS) * ROWS)
-    own = [_padded(tensor[:, base:], 0, rows.shape[1]) for tensor in (k, v)]
-    out, lse = _diagonals(spec, rows, *own)
-    before = []
-    for place in range(base or TILE, spec.kv_len, TILE):
-        begin = max(place - base, first)
-        here = rows[:, begin : place - base + TILE].transpose(1, 2)
-        keys = (tensor[:, :place].transpose(1, 2) for tensor in (k, v))
-        before.append(kernels_of(spec)[0](here, *keys, 0.0, False, scale=spec.scale))
-    if before:
-        begin = first if base else TILE
-        parts = [torch.cat(each, 2) if len(before) > 1 else each[0] for each in zip(*before, strict=True)]
-        _merge(out[:, begin:].transpose(1, 2), lse[:, :, begin:], *parts)
-    return _only_queries(spec, out, lse, start - base)
+    out, lse = q.new_empty(spec.out_shape), q.new_empty(spec.lse_shape, dtype=getattr(torch, spec.lse_dtype))
+    op, finite = kernels_of(spec)[0], are_finite(k, v)
+
+    def kernel(q: Any, k: Any, v: Any, is_causal: bool) -> tuple[Any, Any]:
+        return op(q, k, v, 0.0, is_causal, scale=spec.scale)  # type: ignore[no-any-return]
+
+    parts = list(_documents(spec, inputs, Part(q, k, v, out, lse))) if spec.packed else [Part(q, k, v, out, lse)]
+    if sum(part.lse.numel() for part in parts) != lse.numel():  # tokens in no document see no key
+        out.zero_()
+        lse.fill_(-math.inf)
+    for part in parts:
+        _attend(kernel if finite else _containing(kernel), part)
+    return out, lse
+
+
+def _documents(spec: AttentionSpec, inputs: Inputs, whole: Part) -> Iterator[Part]:
+    for run in runs(spec, inputs):
+        places = run.rows, run.keys, run.keys, run.rows
+        tokens = [each[place].unflatten(0, (run.number, -1)) for each, place in zip(whole[:4], places, strict=True)]
+        yield Part(*tokens, whole.lse[:, run.rows].unflatten(1, (run.number, -1)).transpose(0, 1))
+
+
+def _attend(kernel: Kernel, part: Part) -> None:
+    """Writes a part's out and lse."""
+    q, k, v, out, lse = part
+    keys, shift = k.shape[1], k.shape[1] - q.shape[1]  # a query's position is its number + shift
+    if shift < 0:  # the first queries see no key
+        out[:, :-shift], lse[:, :, :-shift] = 0.0, -math.inf
+        q, out, lse, shift = q[:, -shift:], out[:, -shift:], lse[:, :, -shift:], 0
+    base = shift // TILE * TILE
+    rows, own_out, own_lse = _on_own_keys(kernel, q, k[:, base:], v[:, base:], shift - base)
+    out = out.transpose(1, 2)  # [batch, heads, queries, dim]
+    for number, place in enumerate(range(base, keys, TILE)):
+        first, last = max(shift, place), min(keys, place + TILE)
+        here, target = slice(first - place, last - place), slice(first - shift, last - shift)
+        own = own_out[number][:, :, here], own_lse[number][:, :, here]
+        if place:
+            skipped = here.start // ROWS * ROWS  # blocks without queries
+            before = (each[:, :place].transpose(1, 2) for each in (k, v))
+            more, more_lse = kernel(rows[number][:, :, skipped:], *before, False)
+            there = slice(here.start - skipped, here.stop - skipped)
+            _merge(*own, more[:, :, there], more_lse[:, :, there])
+        out[:, :, target], lse[:, :, target] = own
+
+
+def _on_own_keys(kernel: Kernel, q: Any, k: Any, v: Any, lead: int) -> tuple[list[Any], list[Any], list[Any]]:
+    """Returns q, out and lse of each tile; whole tiles are one call. The first tile has ``lead`` rows before q."""
+    batch = q.shape[0]
+    if lead:
+        q = _padded(q, lead, lead + q.shape[1])
+    whole, results = q.shape[1] // TILE, ([], [], [])  # type: ignore[var-annotated]
+    if whole:
+        views = [
+            each[:, : whole * TILE].unflatten(1, (whole, TILE)).flatten(0, 1).transpose(1, 2) for each in (q, k, v)
+        ]
+        for tiles, each in zip(results, (views[0], *kernel(*views, True)), strict=True):
+            tiles.extend(each.unflatten(0, (batch, whole)).unbind(1))
+    left = q.shape[1] - whole * TILE
+    if left:
+        length = -(-left // ROWS) * ROWS
+        last = [_padded(each[:, whole * TILE :], 0, length).transpose(1, 2) for each in (q, k, v)]
+        for tiles, each in zip(results, (last[0], *kernel(*last, True)), strict=True):
+            tiles.append(each)
+    return results
 
 
 def _padded(tokens: Any, lead: int, length: int) -> Any:
@@ -63,49 +122,25 @@ def _padded(tokens: Any, lead: int, length: int) -> Any:
     return padded
 
 
-def _diagonals(spec: AttentionSpec, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
-    """Returns out ``[batch, rows, heads, dim]`` and lse ``[batch, heads, rows]`` of tiles on their own keys."""
-    import torch
+def _containing(kernel: Kernel) -> Kernel:
+    """Returns a kernel in which no query meets a NaN in a key or value that it does not see.
 
-    batch, rows = q.shape[:2]
-    whole, results = rows // TILE, []
-    if whole:
-        tiles = (each[:, : whole * TILE].unflatten(1, (whole, TILE)).flatten(0, 1) for each in (q, k, v))
-        out, lse = _diagonal(spec, *tiles)
-        # [batch * tiles, heads, TILE] -> [batch, heads, tiles * TILE]
-        lse = lse.unflatten(0, (batch, whole)).transpose(1, 2).flatten(2)
-        results.append((out.unflatten(0, (batch, whole)).flatten(1, 2), lse))
-    if rows > whole * TILE:
-        results.append(_diagonal(spec, *(each[:, whole * TILE :] for each in (q, k, v))))
-    if len(results) == 1:
-        return results[0]
-    return torch.cat([out for out, _ in results], 1), torch.cat([lse for _, lse in results], 2)
-
-
-def _diagonal(spec: AttentionSpec, *tensors: Any) -> tuple[Any, Any]:
-    """Returns out ``[tiles, rows, heads, dim]`` and lse ``[tiles, heads, rows]``.
-
-    The kernel multiplies a hidden value by the weight 0, which is NaN for a NaN. So if there are some, the queries
-    between two of them run with 0 in all later keys.
+    The kernel multiplies a hidden value by the weight 0, which is NaN for a NaN. So the queries between two such keys
+    run with 0 in all later keys.
     """
     import torch
 
-    q, k, v = tensors
+    def run(q: Any, k: Any, v: Any, is_causal: bool) -> tuple[Any, Any]:
+        if not is_causal:
+            return kernel(q, k, v, False)
+        broken = ~(k.isfinite() & v.isfinite()).all(3).all(1).all(0)  # [keys]
+        place, results = torch.arange(k.shape[2])[:, None], []
+        for first, last in pairwise([0, *broken.nonzero().flatten().tolist(), k.shape[2]]):
+            out, lse = kernel(q, *(torch.where(place < last, each, 0.0) for each in (k, v)), True)
+            results.append((out[:, :, first:last], lse[:, :, first:last]))
+        return torch.cat([out for out, _ in results], 2), torch.cat([lse for _, lse in results], 2)
 
-    def run(k: Any, v: Any) -> tuple[Any, Any]:
-        views = (each.transpose(1, 2) for each in (q, k, v))
-        out, lse = kernels_of(spec)[0](*views, 0.0, True, scale=spec.scale)
-        return out.transpose(1, 2), lse
-
-    if are_finite(k, v):
-        return run(k, v)
-    broken = ~(k.isfinite() & v.isfinite()).all(0).all(1).all(1)  # [rows]
-    results = []
-    for first, last in pairwise([0, *broken.nonzero().flatten().tolist(), k.shape[1]]):
-        shown = torch.arange(k.shape[1])[:, None, None] < last
-        out, lse = run(*(torch.where(shown, each, 0.0) for each in (k, v)))
-        results.append((out[:, first:last], lse[:, :, first:last]))
-    return torch.cat([out for out, _ in results], 1), torch.cat([lse for _, lse in results], 2)
+    return run
 
 
 def _merge(out: Any, lse: Any, more: Any, more_lse: Any) -> None:
@@ -116,23 +151,7 @@ def _merge(out: Any, lse: Any, more: Any, more_lse: Any) -> None:
     import torch
 
     top = torch.maximum(lse, more_lse)
-    weight, weight_of_more = lse.sub_(top).exp_(), more_lse.sub_(top).exp_()
+    weight, weight_of_more = (lse - top).exp_(), (more_lse - top).exp_()
     total = weight + weight_of_more
     out.mul_(weight.div_(total)[..., None]).add_(more.mul_(weight_of_more.div_(total)[..., None]))
     torch.add(total.log_(), top, out=lse)
-
-
-def _only_queries(spec: AttentionSpec, out: Any, lse: Any, lead: int) -> tuple[Any, Any]:
-    """Returns results of padded rows, of which the first query is at ``lead``, for the queries of the call."""
-    count = min(spec.q_len, spec.kv_len)
-    out, lse = out[:, lead : lead + count], lse[:, :, lead : lead + count]
-    if count == spec.q_len:
-        return out.contiguous(), lse.contiguous()
-    whole, whole_lse = _empty(spec, out)
-    whole[:, spec.q_len - count :], whole_lse[:, :, spec.q_len - count :] = out, lse
-    return whole, whole_lse
-
-
-def _empty(spec: AttentionSpec, q: Any) -> tuple[Any, Any]:
-    """Returns (out, lse) of rows that see no key."""
-    return q.new_zeros(spec.out_shape), q.new_full(spec.lse_shape, -math.inf)
