@@ -65,8 +65,10 @@ def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
 def _documents(spec: AttentionSpec, inputs: Inputs, whole: Part) -> Iterator[Part]:
     for run in runs(spec, inputs):
         places = run.rows, run.keys, run.keys, run.rows
-        tokens = [each[place].unflatten(0, (run.number, -1)) for each, place in zip(whole[:4], places, strict=True)]
-        yield Part(*tokens, whole.lse[:, run.rows].unflatten(1, (run.number, -1)).transpose(0, 1))
+        q, k, v, out = (
+            each[place].unflatten(0, (run.number, -1)) for each, place in zip(whole[:4], places, strict=True)
+        )
+        yield Part(q, k, v, out, whole.lse[:, run.rows].unflatten(1, (run.number, -1)).transpose(0, 1))
 
 
 def _attend(kernel: Kernel, part: Part) -> None:
