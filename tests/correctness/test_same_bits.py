@@ -21,6 +21,7 @@ from same_bits_calls import DOCUMENTS, PAGE, TOKENS, Kind, batch, differing, doc
 
 from attn_core import NoBackendError, SpecError, backends
 from attn_core.backends.math import tile_operands
+from attn_core.backends.sdpa_flash import cpu_tiles
 
 pytestmark = [pytest.mark.timeout(7200), pytest.mark.rotates]  # hours for the thorough profile
 
@@ -56,13 +57,11 @@ def kinds(draw: Any, framework: str, backend: str, invariant: str, device: str =
     if backend == "sdpa_flash":
         names.remove("sinks")  # refused, see its refuses
     if invariant == "prefix":
-        names.remove("plain")
+        names = ["causal"] if backend == "sdpa_flash" else names[1:]
     dtypes = [dtype for dtype in ("float32", "bfloat16") if dtype in claims.dtypes]
     heads = [(4, 2), (1, 1), (3, 1)]
     if framework == "jax":  # each kind is a program to compile
         names, dtypes, heads = names[1:3] if invariant == "batch" else names[:1], dtypes[:1], heads[:1]
-    if backend == "sdpa_flash":
-        dtypes = dtypes[:1]
     dim = 16 if device == "cpu" else 64
     drawn = (draw(st.sampled_from(each)) for each in (heads, dtypes))
     return Kind(framework, backend, invariant, *drawn, OPTIONS[draw(st.sampled_from(names))], device, dim)  # type: ignore[arg-type]
@@ -167,9 +166,8 @@ def test_padding_on_either_side_changes_no_bit(backend: str) -> None:
     draws()
 
 
-@pytest.mark.parametrize(("framework", "backend"), PREFIX_BACKENDS)
-def test_a_query_has_the_same_bits_in_every_cut_and_in_pages(framework: str, backend: str) -> None:
-    @few()
+def check_cuts(framework: str, backend: str, **how: Any) -> None:
+    @settings(few(), **how)
     @given(st.data())
     def draws(data: st.DataObject) -> None:
         kind = data.draw(kinds(framework, backend, "prefix"))
@@ -189,6 +187,11 @@ def test_a_query_has_the_same_bits_in_every_cut_and_in_pages(framework: str, bac
                 assert not differing(part, pages(kind, [begun, *small], order)[0]), "pages"
 
     draws()
+
+
+@pytest.mark.parametrize(("framework", "backend"), PREFIX_BACKENDS)
+def test_a_query_has_the_same_bits_in_every_cut_and_in_pages(framework: str, backend: str) -> None:
+    check_cuts(framework, backend)
 
 
 PAGED_KINDS = (
@@ -310,6 +313,76 @@ def test_a_tile_that_the_batch_chooses_is_caught(monkeypatch: pytest.MonkeyPatch
         check_batch("torch", "math", phases=[Phase.generate])
 
 
+def test_a_tile_that_the_queries_choose_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted fault: the size of a tile depends on the number of queries, as a heuristic's would."""
+    honest = cpu_tiles.forward
+
+    def by_the_queries(spec: Any, inputs: Any) -> Any:
+        monkeypatch.setattr(cpu_tiles, "TILE", 64 if inputs.cu_seqlens_q[1] > 40 else 32)
+        return honest(spec, inputs)
+
+    monkeypatch.setattr(cpu_tiles, "forward", by_the_queries)
+    with pytest.raises(AssertionError, match=r"chunks|pages"):
+        check_cuts("torch", "sdpa_flash", phases=[Phase.generate])
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+def test_a_number_that_is_not_finite_stays_behind_it_in_torchs_kernel(number: float) -> None:
+    """In two values of one tile: queries before the first have the bits of a prompt without them."""
+    torch = pytest.importorskip("torch")
+    import torch_frontend
+
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 150, heads, 16) for heads in (4, 2, 2))
+    broken = v.clone()
+    broken[0, 135, 0, 3], broken[0, 140, 0, 5] = number, number
+    how: dict[str, Any] = {"causal": True, "invariant": "prefix", "backend": "sdpa_flash", "return_lse": True}
+    (out, lse), (other, other_lse) = (torch_frontend.attention(q, k, value, **how) for value in (v, broken))
+    assert torch.equal(lse, other_lse)
+    changed = torch.zeros_like(out, dtype=torch.bool)
+    changed[0, 135:, :2, 3] = changed[0, 140:, :2, 5] = True
+    assert not other[changed].isfinite().any() and torch.equal(out[~changed], other[~changed])
+
+
+@pytest.mark.parametrize("backend", ["math", "sdpa_flash"])
+def test_threads_do_not_share_a_single_head(backend: str) -> None:
+    """A library may split the sum of one product among threads, but not those of several products."""
+    torch = pytest.importorskip("torch")
+    import torch_frontend
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        torch.manual_seed(0)
+        q, k, v, dout = (torch.randn(3, 300, heads, 64) for heads in (8, 1, 1, 8))
+        rows = []
+        for here in (slice(0, 3), slice(1, 2)):
+            tensors = [tensor[here].clone().requires_grad_() for tensor in (q, k, v)]
+            out = torch_frontend.attention(*tensors, causal=True, invariant="prefix", backend=backend)
+            rows.append([out, *torch.autograd.grad(out, tensors, dout[here])])
+        assert all(torch.equal(several[1], one[0]) for several, one in zip(*rows, strict=True))
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_strides_change_no_bit(dtype: str) -> None:
+    """q, k and v as slices of one tensor, and in memory with heads first."""
+    torch = pytest.importorskip("torch")
+    import torch_frontend
+
+    torch.manual_seed(0)
+    together = torch.randn(2, 96, 10, 96, dtype=getattr(torch, dtype))
+    sliced = together.split((6, 2, 2), 2)
+    results = []
+    for layout in (lambda x: x, torch.Tensor.contiguous, lambda x: x.transpose(1, 2).contiguous().transpose(1, 2)):
+        tensors = [layout(tensor).detach().requires_grad_() for tensor in sliced]
+        out = torch_frontend.attention(*tensors, causal=True, invariant="prefix", backend="sdpa_flash")
+        results.append([out, *torch.autograd.grad(out, tensors, layout(together[:, :, :6]))])
+    for other in results[1:]:
+        assert all(torch.equal(*pair) for pair in zip(results[0], other, strict=True))
+
+
 def test_without_invariant_bits_differ() -> None:
     """``math`` has other bits in some chunks without a promise; else these tests would prove nothing."""
     torch_frontend, torch = pytest.importorskip("torch_frontend"), pytest.importorskip("torch")
@@ -356,7 +429,7 @@ def test_a_backend_without_the_claim_refuses() -> None:
     q = torch.zeros(1, 3, 2, 8)
     with pytest.raises(NoBackendError, match=r"invariant='batch': .* promises no equal bits there"):
         torch_frontend.attention(q, q, q, backend="flex", invariant="batch")
-    with pytest.raises(NoBackendError, match=r"invariant='prefix': .* keeps batch alone"):
-        torch_frontend.attention(q, q, q, causal=True, backend="sdpa_flash", invariant="prefix")
-    selection = torch_frontend.explain(q, q, q, causal=True, invariant="prefix")
-    assert selection.backend == "math"
+    with pytest.raises(NoBackendError, match=r"invariant='prefix' with window=\(1, 0\): the tiles of"):
+        torch_frontend.attention(q, q, q, causal=True, window=(1, 0), backend="sdpa_flash", invariant="prefix")
+    for window, backend in (((None, None), "sdpa_flash"), ((1, 0), "math")):
+        assert torch_frontend.explain(q, q, q, causal=True, window=window, invariant="prefix").backend == backend

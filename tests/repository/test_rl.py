@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from attn_core.backends.math import tile_operands
+from attn_core.backends.sdpa_flash import cpu_tiles
 from examples.rl import report, rows, run, sampling
 from examples.rl.run import Options, Outcome, compare
 from examples.rl.torch_side import TorchPolicy, by_blocks, layers_in_blocks
@@ -190,7 +190,7 @@ def test_training_scores_as_sampling_did_in_jax(parts: Any, backend: Any, chunk:
 
 
 def other_tile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tile_operands, "KEY_TILE", 16)
+    monkeypatch.setattr(cpu_tiles, "TILE", 16)
 
 
 def other_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,12 +312,12 @@ def test_the_program_fails_if_a_bit_differs(
     assert ("FAILED" in shown) is fault
 
 
-def test_a_device_without_a_promise_fails_with_the_reasons(
+def test_a_backend_that_cannot_sample_fails_with_the_reasons(
     llama: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     from examples.rl.__main__ import main
     from examples.smollm2 import weights
 
     monkeypatch.setattr(weights, "load", lambda: SimpleNamespace(tokenizer=Letters(), model=deepcopy(llama)))
-    assert main(["--framework", "torch", "--new-tokens", "2", "--backend", "sdpa_flash"]) == 1
-    assert "keeps batch alone" in " ".join(capsys.readouterr().out.split())
+    assert main(["--framework", "torch", "--new-tokens", "2", "--backend", "flex"]) == 1
+    assert "backend='flex' cannot run this call" in " ".join(capsys.readouterr().out.split())

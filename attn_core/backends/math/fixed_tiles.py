@@ -161,8 +161,13 @@ def _over_keys(weights: Any, values: Any, tiles: Tiles, hidden: Any) -> Any:
 
 def _over_rows(weights: Any, rows: Any, tiles: Tiles, hidden: Any) -> Any:
     """Sums rows ``[batch * kv_heads, group, QUERY_TILE, dim]`` over group and queries of a tile."""
+    import torch
+
     hidden = None if tiles.finite or hidden is None else hidden[:, None]
-    return sum_over_rows(weights[:, None], rows[:, None], hidden)[:, 0]
+    count = weights.shape[0]
+    if count == 1 and torch.get_num_threads() > 1:  # threads would share the rows of a single product
+        weights, rows = (torch.cat((each, each)) for each in (weights, rows))
+    return sum_over_rows(weights[:, None], rows[:, None], hidden)[:count, 0]
 
 
 class Saved(NamedTuple):

@@ -4,7 +4,7 @@ Limits: no softcap or dropout; value_dim == head_dim; no gradient of a bias or o
 the kernel. Windows, bottom-right causal with unequal lengths, masks, biases and ALiBi become additive masks of blocks
 of queries (``cpu_blocks.py``), for which ``containment.py`` contains NaN in hidden keys. Sinks scale the results of the
 kernel (``shared/rewrites.py``). Packed documents run one after another, those of equal lengths
-as one batch, so that nothing crosses between them.
+as one batch, so that nothing crosses between them. With ``invariant="prefix"`` a call runs in tiles (``cpu_tiles.py``).
 Upstream: ``aten::_scaled_dot_product_flash_attention_for_cpu``, torch 2.11 to 2.15. The raw op reads wrong memory if
 the last stride is not 1, and reports a log-sum-exp of 0 for rows that see no key. This file corrects both.
 """
@@ -16,7 +16,16 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from attn_core.backends.sdpa_flash import additive_masks, containment, cpu_blocks, cpu_kernel, cpu_packed, cpu_paged
+from attn_core.backends.sdpa_flash import (
+    additive_masks,
+    containment,
+    cpu_blocks,
+    cpu_invariant,
+    cpu_kernel,
+    cpu_packed,
+    cpu_paged,
+    cpu_tiles,
+)
 from attn_core.backends.shared import sinks
 from attn_core.backends.support import Build, Support
 from attn_core.call.counters import operand_copied
@@ -49,7 +58,7 @@ FORWARD = Support(
     paged_starts=True,
     paged_recent=True,
     page_dtypes=tuple(BITS),
-    invariant=("batch",),
+    invariant=("batch", "prefix"),
 )
 BACKWARD = replace(FORWARD, paged=False, paged_alibi=False, paged_starts=False, paged_recent=False, page_dtypes=())
 
@@ -57,15 +66,7 @@ BACKWARD = replace(FORWARD, paged=False, paged_alibi=False, paged_starts=False, 
 def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
     """Refuses slopes of each sequence in pages, which become packed documents, and what ``invariant`` excludes."""
     if spec.invariant is not None:
-        lacks = {
-            f"{spec.dtype}: on a processor with tiles (Intel AMX) torch packs keys by a rule that counts the batch": (
-                spec.dtype not in ("float32", "float64")
-            ),
-            f"a mask or bias: {FORWARD.kernel} would sum over the padding": bool(spec.mask_shape or spec.bias_shape),
-            "sinks: torch's sigmoid rounds the last elements of a tensor in another way": spec.sinks,
-            "alibi_slopes of each row": len(spec.alibi_shape or ()) == 2,
-        }
-        return tuple(f"invariant={spec.invariant!r} with {what}" for what in lacks if lacks[what])
+        return cpu_invariant.refusals(spec, FORWARD.kernel)
     if spec.paged is not None and len(spec.alibi_shape or ()) == 2:
         return (f"alibi_slopes of shape {list(spec.alibi_shape or ())}: {FORWARD.kernel} takes [heads] with pages",)
     return ()
@@ -83,7 +84,8 @@ def probe() -> str:
 def lower(spec: AttentionSpec) -> dict[str, Any]:
     """Returns the op's arguments: ``is_causal`` if the kernel's top-left causal fits, else ``additive_mask``.
 
-    ``contained`` is whether NaN in hidden keys is contained, and ``by_results`` whether the results show it.
+    ``contained`` is whether NaN in hidden keys is contained, and ``by_results`` whether the results show it. ``dtype``
+    is that of the computation. ``query_tile`` is None but for ``invariant="prefix"``.
     """
     edge = band(spec)
     explicit = any(shape is not None for shape in (spec.mask_shape, spec.bias_shape, spec.alibi_shape))
@@ -99,6 +101,8 @@ def lower(spec: AttentionSpec) -> dict[str, Any]:
         "by_results": spec.invariant is None and containment.shows_in_results(spec),
         "scale": spec.scale,
         "by_document": spec.packed,
+        "dtype": cpu_invariant.computed_in(spec),
+        "query_tile": cpu_tiles.TILE if spec.invariant == "prefix" else None,
     }
 
 
@@ -107,9 +111,14 @@ def forward(spec: AttentionSpec, inputs: Any) -> tuple[Any, Any]:
     if spec.paged is not None:
         return cpu_paged.forward(spec, inputs, forward)
     how = lower(spec)
+    if how["dtype"] != spec.dtype:
+        out, lse = forward(*cpu_invariant.in_float32(spec, inputs))
+        return out.to(inputs.q.dtype), lse
+    if how["query_tile"]:
+        return cpu_tiles.forward(spec, _all_readable(spec, inputs))
     if how["by_document"]:
         return cpu_packed.forward(spec, inputs, forward)
-    inputs = _all_readable(inputs)
+    inputs = _all_readable(spec, inputs)
     if how["additive_mask"]:
         out, lse = cpu_blocks.forward(spec, inputs)
     else:
@@ -193,9 +202,12 @@ def _masked_shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any] | Non
 def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
     """See ``Backend.backward``."""
     how = lower(spec)
+    if how["dtype"] != spec.dtype:
+        gradients = backward(*cpu_invariant.in_float32(spec, inputs), out.float(), lse, dout.float(), dlse)
+        return Gradients(*(gradient.to(inputs.q.dtype) for gradient in gradients[:3]))
     if how["by_document"]:
         return cpu_packed.backward(spec, inputs, out, lse, dout, backward)
-    inputs, dout = _all_readable(inputs), _readable(dout)
+    inputs, dout = _all_readable(spec, inputs), _readable(dout) if spec.invariant is None else dout.contiguous()
     if how["additive_mask"]:
         dq, dk, dv = cpu_blocks.backward(spec, inputs, out, lse, dout)
     else:
@@ -210,10 +222,13 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
     return Gradients(dq, dk, dv, dsinks=dsinks)
 
 
-def _all_readable(inputs: Inputs) -> Inputs:
+def _all_readable(spec: AttentionSpec, inputs: Inputs) -> Inputs:
+    """Returns inputs that the kernel can read; in one layout with ``invariant``, because strides change its bits."""
     q, k, v = inputs[:3]
     if q.is_contiguous() and k.is_contiguous() and v.is_contiguous():
         return inputs
+    if spec.invariant is not None:
+        return inputs._replace(q=q.contiguous(), k=k.contiguous(), v=v.contiguous())
     return inputs._replace(q=_readable(q), k=_readable(k), v=_readable(v))
 
 

@@ -24,19 +24,19 @@ def forward(spec: AttentionSpec, inputs: Inputs, dense: Callable[..., tuple[Any,
     """Returns (out, lse) of a packed call. ``dense`` is the forward of a dense call."""
     import torch
 
-    runs = list(_runs(spec, inputs))
+    every = list(runs(spec, inputs))
     outs, lses = [], []
-    for run in runs:
+    for run in every:
         out, lse = dense(_run_spec(spec, run), _run_inputs(inputs, run))
         # [documents, rows, heads, dim] -> [tokens, heads, dim]; [documents, heads, rows] -> [heads, tokens]
         outs.append(out.flatten(0, 1))
         lses.append(lse.transpose(0, 1).flatten(1) if run.number > 1 else lse[0])
-    if sum(_length(run.rows) for run in runs) == spec.q_len:
-        return (outs[0], lses[0]) if len(runs) == 1 else (torch.cat(outs), torch.cat(lses, dim=1))
+    if sum(_length(run.rows) for run in every) == spec.q_len:
+        return (outs[0], lses[0]) if len(every) == 1 else (torch.cat(outs), torch.cat(lses, dim=1))
     # Tokens outside all documents see no key: they have 0 and -inf.
     out = inputs.q.new_zeros(spec.out_shape)
     lse = inputs.q.new_full(spec.lse_shape, -torch.inf, dtype=getattr(torch, spec.lse_dtype))
-    for run, part, part_lse in zip(runs, outs, lses, strict=True):
+    for run, part, part_lse in zip(every, outs, lses, strict=True):
         out[run.rows], lse[:, run.rows] = part, part_lse
     return out, lse
 
@@ -49,7 +49,7 @@ def backward(
 
     dq, dk, dv = (torch.zeros_like(t, memory_format=torch.contiguous_format) for t in inputs[:3])
     dsinks = torch.zeros_like(inputs.sinks, dtype=getattr(torch, spec.lse_dtype)) if spec.sinks else None
-    for run in _runs(spec, inputs):
+    for run in runs(spec, inputs):
         shape = (run.number, -1)
         part_lse = lse[:, run.rows].unflatten(1, shape).transpose(0, 1)
         saved = (out[run.rows].unflatten(0, shape), part_lse, dout[run.rows].unflatten(0, shape))
@@ -61,7 +61,7 @@ def backward(
     return Gradients(dq, dk, dv, dsinks=None if dsinks is None else dsinks.to(inputs.sinks.dtype))
 
 
-def _runs(spec: AttentionSpec, inputs: Inputs) -> Iterator[Run]:
+def runs(spec: AttentionSpec, inputs: Inputs) -> Iterator[Run]:
     """Yields the documents in order. Documents with tables of their own, such as a mask, are runs of one."""
     alone = any(shape is not None for shape in (spec.mask_shape, spec.bias_shape, spec.alibi_shape))
     run: Run | None = None
