@@ -94,6 +94,7 @@ BOUNDS: dict[str, int | str] = {
     "attn_core.backends.shared.triton:_launches_directly": ONE,
     "attn_core.backends.shared.triton:has_triton": ONE,
     "attn_core.backends.torch_varlen:_kernels": ONE,
+    "attn_core.backends.shared.in_order.merge:_kernel": ONE,
     "attn_core.backends.triton_jvp.backend:_kernels": ONE,
     "attn_core.backends.triton_jvp.backend:_shared_memory": "the GPUs",
     "attn_core.backends.triton_jvp.maximum:_kernel": ONE,

@@ -219,17 +219,16 @@ def test_a_query_has_the_same_bits_in_every_cut_and_in_pages_on_a_gpu() -> None:
 @pytest.mark.cuda
 def test_a_share_that_the_shapes_choose_is_caught_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted fault: the keys of a share depend on the declared maximum of queries, as a heuristic's would."""
-    from attn_core.backends.triton_splitkv import ordered_call, shares
+    from attn_core.backends.shared.in_order import order
 
-    for module in (shares, ordered_call):
-        by_shape = {True: shares.NARROW._replace(share=512), False: shares.NARROW}
-        monkeypatch.setattr(module, "order", lambda spec, by_shape=by_shape: by_shape[spec.max_len_q > 9])
-    ordered_call.how.cache_clear()
+    by_shape = {True: order.NARROW._replace(share=512), False: order.NARROW}
+    monkeypatch.setattr(order, "order", lambda spec: by_shape[spec.max_len_q > 9])
+    order.how.cache_clear()
     try:
         with pytest.raises(AssertionError, match=r"queries \d+ to|token \d+"):
             check_pages("triton_splitkv", phases=[Phase.generate])
     finally:
-        ordered_call.how.cache_clear()
+        order.how.cache_clear()
 
 
 @pytest.mark.parametrize("number", [np.nan, np.inf, 3e38])
