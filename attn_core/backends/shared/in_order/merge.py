@@ -10,9 +10,10 @@ from attn_core.call.spec import AttentionSpec
 
 
 def describe(spec: AttentionSpec, operands: tuple[Any, ...], shares: int) -> Description:
-    """Returns the grid, the numbers and the constants of ``merge_in_order``, for ``[tokens, heads, dim]`` tensors."""
+    """Returns the grid, the numbers and the constants of ``merge_in_order``; see ``launch_merge``."""
     parts, part_lse, _, out, lse = operands
-    numbers = (shares, *parts.stride()[:3], *part_lse.stride()[:2], *out.stride()[:2], lse.stride(0))
+    by_row = (0, lse.stride(0)) if spec.packed else lse.stride()[:2]
+    numbers = (shares, spec.q_len, *parts.stride()[:3], *part_lse.stride()[:2], *out.stride()[:2], *by_row)
     constants = {"VALUE_DIM": spec.value_dim, "SINKS": spec.sinks, "num_warps": 1, "enable_fp_fusion": False}
     return (out.shape[0], spec.num_heads, 1), numbers, constants
 
@@ -29,7 +30,8 @@ def launch_merge(spec: AttentionSpec, operands: tuple[Any, ...], shares: int, de
 
     Args:
         operands: parts ``[shares, tokens, heads, dim]`` and their log-sum-exps ``[shares, heads, tokens]``, the sinks,
-            out and lse. device: the current one.
+            out ``[tokens, heads, dim]``, and lse ``[heads, tokens]`` or ``[rows, heads, tokens of a row]``.
+        device: the current one.
     """
     _, _, sinks, out, lse = operands
     key = ("merge_in_order", spec, shares, out.stride(), lse.stride(), sinks.dtype, device)

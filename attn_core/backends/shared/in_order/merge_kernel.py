@@ -14,7 +14,7 @@ AT_ONCE = tl.constexpr(8)
 """The partial results that ``merge_in_order`` reads before it adds them."""
 
 
-@triton.jit(do_not_specialize=["shares"])
+@triton.jit(do_not_specialize=["shares", "row_tokens"])
 def merge_in_order(
     parts,
     part_lse,
@@ -22,6 +22,7 @@ def merge_in_order(
     out,
     lse,
     shares,
+    row_tokens,
     part_share,
     part_token,
     part_head,
@@ -29,11 +30,12 @@ def merge_in_order(
     part_lse_head,
     out_token,
     out_head,
+    lse_row,
     lse_head,
     VALUE_DIM: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    """Adds the partial results of a query and head, share by share."""
+    """Adds the partial results of a query and head, share by share; ``row_tokens`` tokens of lse are a row."""
     one = tl.arange(0, 1)
     token, head = tl.program_id(0).to(tl.int64) + one, tl.program_id(1).to(tl.int64) + one
     channel = tl.arange(0, VALUE_DIM)
@@ -51,5 +53,6 @@ def merge_in_order(
             values += (tl.load(part_at, mask=(lses[i] != float("-inf"))[:, None], other=0.0),)  # type: ignore[assignment]
         for i in tl.static_range(AT_ONCE):
             top, total, summed = add_share(top, total, summed, values[i], lses[i])
-    out_at, lse_at = out + token * out_token + head * out_head, lse + head * lse_head + token
+    out_at = out + token * out_token + head * out_head
+    lse_at = lse + token // row_tokens * lse_row + head * lse_head + token % row_tokens
     store_results(top, total, summed, sinks, head, one == 0, out_at, lse_at, channel, SINKS)

@@ -1,0 +1,100 @@
+"""Our own Triton kernels that add in one order: a token has the same bits in a batch, packed, in chunks and in training.
+
+Keys and values in pages have the same order in ``triton_splitkv``, so a token decoded from pages has these bits, too.
+
+Limits: sm90, bfloat16 and float16, head_dim and value_dim powers of two from 16 to 256; no mask, bias, key ranges or
+dropout. The order of sums of out and lse is that of ``shared.in_order``. Gradients are the two passes of
+FlashAttention-2 (Dao 2023, arXiv:2307.08691), one over tiles of keys and one over tiles of queries, without atomics:
+tiles begin at multiples of their size, counted from the document's start, and are added in order. A NaN in a key or
+value may reach queries of its document that do not see it, but no other document.
+Upstream: triton 3.6 to 3.9, as torch brings it.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from attn_core.backends.shared.in_order import order
+from attn_core.backends.shared.kernel_limits import GRID_LIMIT
+from attn_core.backends.support import Build, Support
+from attn_core.backends.triton_ordered import calls, gradients, launches
+from attn_core.call.spec import AttentionSpec
+from attn_core.call.tensors import Gradients, Inputs
+
+FRAMEWORK = "torch"
+REQUIRES = "triton>=3.6"
+
+FORWARD = Support(
+    kernel="the Triton kernel of one order",
+    devices=order.PROVEN,
+    dtypes=("bfloat16", "float16"),
+    max_head_dim=256,
+    value_dim=True,
+    grouped_heads=True,
+    alignments=("bottom_right", "top_left"),
+    causal=True,
+    window=True,
+    softcap=True,
+    alibi=True,
+    sinks=True,
+    packed=True,
+    deterministic=True,
+    lse=True,
+    lse_gradient=True,
+    invariant=("batch", "prefix"),
+)
+BACKWARD = FORWARD
+WRITES_INTO = True
+
+MOST_PROGRAMS = 2**31 - 1
+"""The most programs along the first axis of a CUDA grid."""
+
+
+def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
+    """Refuses widths that are no power of two, and grids that are too large."""
+    reasons = []
+    for dim in sorted({spec.head_dim, spec.value_dim}):
+        if dim < 16 or dim & (dim - 1):
+            reasons.append(f"head_dim={dim}: {FORWARD.kernel} takes powers of two from 16 on")
+    number, queries, keys = order.sequences(spec)
+    if (programs := number * spec.num_heads) > MOST_PROGRAMS:
+        reasons.append(f"{programs} rows times heads: {FORWARD.kernel} stops at {MOST_PROGRAMS}")
+    tiles = order.blocks(spec, order.order(spec).launches[0])
+    if tiles > GRID_LIMIT:
+        reasons.append(f"{queries} queries of a row: {FORWARD.kernel} launches at most {GRID_LIMIT} blocks, not {tiles}")
+    tiles = -(-keys // gradients.SMALLEST)
+    if tiles > GRID_LIMIT:
+        reasons.append(f"{keys} keys of a row: {FORWARD.kernel} launches at most {GRID_LIMIT} blocks, not {tiles}")
+    return tuple(reasons)
+
+
+def probe() -> str:
+    """Imports the kernels and returns Triton's version."""
+    import triton
+
+    from attn_core.backends.triton_ordered import gradient_kernels, kernels  # noqa: F401
+
+    return str(triton.__version__)
+
+
+def lower(spec: AttentionSpec) -> dict[str, Any]:
+    """Returns the kernels' scalar arguments, and the sizes that keep the order of sums."""
+    return {**launches.settings_of(spec), **order.settings_of(spec)}
+
+
+@lru_cache(maxsize=4096)
+def _settings(spec: AttentionSpec) -> dict[str, Any]:
+    return launches.settings_of(spec)
+
+
+def forward(spec: AttentionSpec, inputs: Inputs, into: Any = None) -> tuple[Any, Any]:
+    """See ``Backend.forward``."""
+    return calls.forward(spec, inputs, into or (None, None), _settings(spec))
+
+
+def backward(
+    spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any, into: Any = None
+) -> Gradients:
+    """See ``Backend.backward``."""
+    return calls.backward(spec, inputs, (out, lse, dout, dlse), into, _settings(spec))

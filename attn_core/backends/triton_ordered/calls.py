@@ -1,0 +1,143 @@
+"""The calls of the kernels on torch tensors: operands, buffers and launches."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from attn_core.backends.shared.in_order import merge
+from attn_core.backends.shared.in_order.order import how
+from attn_core.backends.shared.sinks import sink_gradient_of_rows
+from attn_core.backends.shared.triton import launch
+from attn_core.backends.triton_ordered import gradients, launches
+from attn_core.call.counters import operand_copied
+from attn_core.call.spec import AttentionSpec
+from attn_core.call.tensors import Gradients, Inputs
+
+
+@cache
+def _kernels() -> tuple[Any, Any]:
+    from attn_core.backends.triton_ordered import gradient_kernels, kernels
+
+    return kernels, gradient_kernels
+
+
+@cache
+def _multiprocessors(device: int) -> int:
+    import torch
+
+    # A CPU tensor has device -1: tests run the kernels in Triton's interpreter.
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device >= 0 else 1
+
+
+def _current(tensor: Any) -> int:
+    """Returns the current device, because Triton launches there; -1 for a CPU tensor."""
+    import torch
+
+    return torch.cuda.current_device() if tensor.is_cuda else -1
+
+
+def _dense(tensor: Any) -> Any:
+    """Returns the tensor, or a contiguous copy if its channels are not next to each other."""
+    if tensor.stride(-1) == 1:
+        return tensor
+    operand_copied()
+    return tensor.contiguous()
+
+
+def _aligned(dout: Any) -> Any:
+    """Returns a gradient, or a contiguous copy if its rows do not all begin at multiples of 16 elements.
+
+    Triton reads such rows with other instructions, and then adds their channels in another order.
+    """
+    if dout.data_ptr() % 16 == 0 and not any(step % 16 for step in dout.stride()[:-1]):
+        return dout
+    operand_copied()
+    return dout.contiguous()
+
+
+def _operands(inputs: Inputs) -> tuple[Any, ...]:
+    """Returns what all kernels read: q, k, v, offsets, sinks and slopes; q stands for what is absent."""
+    q = _dense(inputs.q)
+    offsets = [q if each is None else each.contiguous() for each in (inputs.cu_seqlens_q, inputs.cu_seqlens_k)]
+    sinks = q if inputs.sinks is None else inputs.sinks.contiguous()
+    slopes = q if inputs.alibi_slopes is None else inputs.alibi_slopes.float().contiguous()
+    return (q, _dense(inputs.k), _dense(inputs.v), *offsets, sinks, slopes)
+
+
+def _layout(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple([(tensor.stride(), tensor.dtype) for tensor in tensors])
+
+
+def buffer(into: Any, shape: tuple[int, ...], kind: Any, device: Any) -> Any:
+    """Returns a contiguous tensor for a result: the caller's if it is contiguous."""
+    import torch
+
+    if into is not None and into.is_contiguous():
+        return into
+    return torch.empty(shape, dtype=kind, device=device)
+
+
+def forward(spec: AttentionSpec, inputs: Inputs, into: Any, settings: dict[str, Any]) -> tuple[Any, Any]:
+    """Returns (out, lse).
+
+    Args:
+        into: a buffer or None for each. settings: from ``launches.settings_of``.
+    """
+    import torch
+
+    operands = _operands(inputs)
+    q, sinks = operands[0], operands[5]
+    way, current = how(spec, _multiprocessors(q.get_device())), _current(q)
+    out = buffer(into[0], spec.out_shape, q.dtype, q.device)
+    lse = buffer(into[1], spec.lse_shape, torch.float32, q.device)
+    parts, part_lse = out, lse
+    if way.shares:
+        tokens = spec.batch * spec.q_len
+        size = (way.shares, tokens, spec.num_heads, spec.value_dim)
+        parts = torch.empty(size, dtype=torch.float32, device=q.device)
+        part_lse = torch.empty((way.shares, spec.num_heads, tokens), dtype=torch.float32, device=q.device)
+    tensors = (*operands, parts, part_lse)
+    key = ("ordered attend", spec, way, _layout(operands), current)
+    launch(_kernels()[0].attend, key, tensors, lambda: launches.attend(spec, tensors, settings, way))
+    if way.shares:
+        rows = out if spec.packed else out.flatten(0, 1)
+        merge.launch_merge(spec, (parts, part_lse, sinks, rows, lse), way.shares, current)
+    return out, lse
+
+
+def backward(
+    spec: AttentionSpec, inputs: Inputs, saved: tuple[Any, ...], into: Any, settings: dict[str, Any]
+) -> Gradients:
+    """Returns the gradients.
+
+    Args:
+        saved: (out, lse, dout, dlse), dlse None if nothing depends on the log-sum-exp.
+        into: Gradients of buffers, or None. settings: from ``launches.settings_of``.
+    """
+    import torch
+
+    kernels = _kernels()[1]
+    (q, k, v, *rest), (out, lse, dout, dlse) = _operands(inputs), saved
+    (*offsets, _, slopes), current = rest, _current(q)
+    out, dout, lse = _dense(out), _aligned(_dense(dout)), lse.contiguous()
+    # The log-sum-exp stands for an absent dlse, and the kernel does not read it.
+    incoming = lse if dlse is None else dlse.contiguous()
+    shift, delta = torch.empty_like(lse), torch.empty_like(lse)
+    sums = (out, dout, lse, incoming, shift, delta)
+    key = ("ordered sums", spec, dlse is None, _layout(sums), current)
+    launch(kernels.row_sums, key, sums, lambda: gradients.row_sums(spec, sums, dlse is not None))
+
+    dq, dk, dv = (
+        buffer(part, tuple(tensor.shape), tensor.dtype, q.device)
+        for part, tensor in zip(into or (None, None, None), inputs[:3])
+    )
+    read = (q, k, v, dout, shift, delta, *offsets, slopes)
+    layout, (keys_tile, queries_tile) = _layout(read), gradients.tiles(spec)
+    keys, queries = (*read, dk, dv), (*read, dq)
+    key = ("ordered dk, dv", spec, keys_tile, layout, current)
+    launch(kernels.of_keys, key, keys, lambda: gradients.of_keys(spec, keys, settings, keys_tile))
+    key = ("ordered dq", spec, queries_tile, layout, current)
+    launch(kernels.of_queries, key, queries, lambda: gradients.of_queries(spec, queries, settings, queries_tile))
+    dsinks = sink_gradient_of_rows(inputs.sinks, lse, delta) if spec.sinks else None
+    return Gradients(dq, dk, dv, dsinks=dsinks)
