@@ -98,6 +98,8 @@ BOUNDS: dict[str, int | str] = {
     "attn_core.backends.triton_jvp.backend:_kernels": ONE,
     "attn_core.backends.triton_jvp.backend:_shared_memory": "the GPUs",
     "attn_core.backends.triton_jvp.maximum:_kernel": ONE,
+    "attn_core.backends.triton_ordered.calls:_kernels": ONE,
+    "attn_core.backends.triton_ordered.calls:_multiprocessors": "the GPUs",
     "attn_core.backends.triton_splitkv.backend:_kernels": ONE,
     "attn_core.backends.triton_splitkv.backend:_multiprocessors": "the GPUs",
     "attn_core.backends.triton_splitkv.ordered_call:_kernels": ONE,

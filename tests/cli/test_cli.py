@@ -76,7 +76,7 @@ def test_explain_on_a_gpu_shows_a_flash_kernel_and_what_is_one_change_away() -> 
             "flash2",
             "flex",
             "math",
-            "by name only: flash3_fp8, triton_jvp",
+            "by name only: flash3_fp8, triton_jvp, triton_ordered",
             "",
             "one change away     why",
             "sdpa_cudnn          softcap=50.0: cuDNN attention has none",

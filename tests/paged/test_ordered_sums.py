@@ -21,22 +21,19 @@ from callers_view import callers_results
 from direct_launches import launch_by_address
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from in_order import ALL, NONE, SMALL, make_small
 from other_process import OtherProcess
 from paged_cases import judge, make_paged
 from same_bits_calls import Kind
 
 from attn_core.backends.shared.in_order import order
-from attn_core.backends.shared.in_order.order import Order, Tiles
+from attn_core.backends.shared.in_order.order import Tiles
 from attn_core.backends.triton_splitkv import backend as triton_splitkv
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import PagedInputs
 
 pytestmark = pytest.mark.rotates
 
-SMALL = Order(16, 32, (Tiles(16, 16, 1, 2), Tiles(32, 16, 2, 2)))
-"""So that few keys are several tiles and shares."""
-ALL, NONE = 10**9, 0
-"""FEW_PROGRAMS with which each share has a program of its own, or no share."""
 OPTIONS: tuple[tuple[tuple[str, Any], ...], ...] = (
     (),
     (("window", 20),),
@@ -51,24 +48,10 @@ def interpreter(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.C
     yield from triton_interpreter.process(__file__, tmp_path_factory, pytestconfig)
 
 
-def product(self: Any, a: Any, b: Any, sums: Any, *rest: Any) -> Any:
-    """A product whose rows are independent of each other, as a GPU's are; those of numpy's library need not be."""
-    from triton.runtime.interpreter import TensorHandle
-
-    total = sums.data.copy()
-    for at in range(a.data.shape[1]):
-        total += a.data[:, at : at + 1].astype(np.float32) * b.data[at].astype(np.float32)
-    return TensorHandle(total, sums.dtype.scalar)
-
-
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Small tiles and shares, and products as a GPU has them."""
-    from triton.runtime.interpreter import InterpreterBuilder
-
-    monkeypatch.setattr(InterpreterBuilder, "create_dot", product)
-    monkeypatch.setattr(order, "NARROW", SMALL)
-    return monkeypatch
+    return make_small(monkeypatch)
 
 
 def run(spec: AttentionSpec, inputs: PagedInputs) -> tuple[np.ndarray, np.ndarray]:

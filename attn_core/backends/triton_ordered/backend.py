@@ -62,7 +62,9 @@ def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str,
         reasons.append(f"{programs} rows times heads: {FORWARD.kernel} stops at {MOST_PROGRAMS}")
     tiles = order.blocks(spec, order.order(spec).launches[0])
     if tiles > GRID_LIMIT:
-        reasons.append(f"{queries} queries of a row: {FORWARD.kernel} launches at most {GRID_LIMIT} blocks, not {tiles}")
+        reasons.append(
+            f"{queries} queries of a row: {FORWARD.kernel} launches at most {GRID_LIMIT} blocks, not {tiles}"
+        )
     tiles = -(-keys // gradients.SMALLEST)
     if tiles > GRID_LIMIT:
         reasons.append(f"{keys} keys of a row: {FORWARD.kernel} launches at most {GRID_LIMIT} blocks, not {tiles}")
