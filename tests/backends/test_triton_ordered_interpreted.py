@@ -1,4 +1,4 @@
-"""The Triton kernels of one order in Triton's interpreter, on the CPU: numbers, gradients, and equal bits everywhere."""
+"""The Triton kernels of one order in Triton's interpreter, on the CPU: their numbers, gradients and equal bits."""
 
 from __future__ import annotations
 

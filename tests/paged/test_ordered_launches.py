@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,7 +10,8 @@ import paged_specs
 import pytest
 
 torch = pytest.importorskip("torch")
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
+from sm90_code import compiled, is_in_order, loose_operations
 
 from attn_core import AttentionSpec, SpecError, Target, explain
 from attn_core.backends.shared.in_order import merge, order
@@ -101,25 +101,6 @@ def test_a_program_for_jax_has_the_launches_of_torch(monkeypatch: pytest.MonkeyP
 # The code
 
 
-def compiled(kernel: Any, tensors: dict[str, str], description: Any) -> Any:
-    """Compiles a launch for sm90 as Triton would; ``tensors`` are the types that their names point to."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    _, numbers, constants = description
-    options = {name: constants[name] for name in constants if name not in kernel.arg_names}
-    constants = {name: constants[name] for name in constants if name in kernel.arg_names}
-    names = [name for name in kernel.arg_names if name not in constants]
-    assert len(names) == len(tensors) + len(numbers) and list(tensors) == names[: len(tensors)]
-    signature = {name: f"*{kind}" for name, kind in tensors.items()}
-    signature |= dict(zip(names[len(tensors) :], ["fp32" if type(n) is float else "i32" for n in numbers], strict=True))
-    signature |= dict.fromkeys(constants, "constexpr")
-    signature = {name: signature[name] for name in kernel.arg_names}
-    aligned = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in tensors}
-    source = ASTSource(kernel, signature, constants, aligned)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-
-
 def attend_for_sm90(spec: AttentionSpec, multiprocessors: int = 132) -> Any:
     from attn_core.backends.triton_splitkv import ordered_kernels
 
@@ -140,13 +121,6 @@ def attend_for_sm90(spec: AttentionSpec, multiprocessors: int = 132) -> Any:
     kinds |= {"out": "fp32" if way.shares else stored, "lse": "fp32"}
     settings = triton_splitkv.lower(spec)
     return compiled(ordered_kernels.attend_in_order, kinds, ordered_call.attend(spec, operands, settings, way))
-
-
-def is_in_order(code: Any, warps: int) -> bool:
-    """Whether all keys of a row are in one warp, and nothing may be fused that the source does not fuse."""
-    products = re.findall(r"#ttg.nvidia_mma<\{[^}]*warpsPerCTA = \[(\d+), (\d+)\]", code.asm["ttgir"])
-    loose = re.findall(r"\b(?:mul|add|sub|fma)\.(?:ftz\.)?f32\b", code.asm["ptx"])
-    return bool(products) and set(products) == {(str(warps), "1")} and not loose
 
 
 @pytest.mark.parametrize(
@@ -184,4 +158,4 @@ def test_the_merge_for_sm90(sinks: bool) -> None:
     parts = [torch.empty(8, *each.shape, device="meta") for each in (out, lse)]
     kinds = {"parts": "fp32", "part_lse": "fp32", "sinks": "bf16", "out": "bf16", "lse": "fp32"}
     code = compiled(merge_kernel.merge_in_order, kinds, merge.describe(spec, (*parts, out, out, lse), 8))
-    assert not re.findall(r"\b(?:mul|add|sub|fma)\.(?:ftz\.)?f32\b", code.asm["ptx"])
+    assert not loose_operations(code)

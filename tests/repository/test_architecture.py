@@ -80,6 +80,7 @@ KERNEL_FILES = [
         "backends/triton_ordered/gradient_kernels.py",
         "backends/triton_ordered/gradient_sums.py",
         "backends/triton_ordered/kernels.py",
+        "backends/triton_ordered/row_sums.py",
         "backends/triton_ordered/sequences.py",
         "backends/triton_splitkv/kernels.py",
         "backends/triton_splitkv/merge_kernel.py",

@@ -1,4 +1,4 @@
-"""Our own Triton kernels that add in one order: a token has the same bits in a batch, packed, in chunks and in training.
+"""Our own Triton kernels that add in one order: a token has the same bits in every batch, packing and chunk.
 
 Keys and values in pages have the same order in ``triton_splitkv``, so a token decoded from pages has these bits, too.
 
@@ -58,16 +58,18 @@ def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str,
         if dim < 16 or dim & (dim - 1):
             reasons.append(f"head_dim={dim}: {FORWARD.kernel} takes powers of two from 16 on")
     number, queries, keys = order.sequences(spec)
-    if (programs := number * spec.num_heads) > MOST_PROGRAMS:
-        reasons.append(f"{programs} rows times heads: {FORWARD.kernel} stops at {MOST_PROGRAMS}")
-    tiles = order.blocks(spec, order.order(spec).launches[0])
-    if tiles > GRID_LIMIT:
-        reasons.append(
-            f"{queries} queries of a row: {FORWARD.kernel} launches at most {GRID_LIMIT} blocks, not {tiles}"
-        )
-    tiles = -(-keys // gradients.SMALLEST)
-    if tiles > GRID_LIMIT:
-        reasons.append(f"{keys} keys of a row: {FORWARD.kernel} launches at most {GRID_LIMIT} blocks, not {tiles}")
+    programs = number * spec.num_heads
+    if spec.needs_backward:
+        programs = max(programs, spec.batch * spec.num_heads * -(-spec.q_len // gradients.SUM_ROWS))
+    if programs > MOST_PROGRAMS:
+        sizes = f"{number} rows of {queries} queries and {spec.num_heads} heads"
+        reasons.append(f"{sizes}: {FORWARD.kernel} launches at most {MOST_PROGRAMS} programs, not {programs}")
+    blocks = {f"{queries} queries of a row": order.blocks(spec, order.ordered_tiles(spec))}
+    if spec.needs_backward:
+        blocks[f"{keys} keys of a row"] = -(-keys // gradients.tiles(spec)[0].keys)
+    for size, count in blocks.items():
+        if count > GRID_LIMIT:
+            reasons.append(f"{size}: {FORWARD.kernel} launches at most {GRID_LIMIT} blocks, not {count}")
     return tuple(reasons)
 
 
@@ -75,7 +77,7 @@ def probe() -> str:
     """Imports the kernels and returns Triton's version."""
     import triton
 
-    from attn_core.backends.triton_ordered import gradient_kernels, kernels  # noqa: F401
+    from attn_core.backends.triton_ordered import gradient_kernels, kernels, row_sums  # noqa: F401
 
     return str(triton.__version__)
 

@@ -16,10 +16,11 @@ from attn_core.call.tensors import Gradients, Inputs
 
 
 @cache
-def _kernels() -> tuple[Any, Any]:
-    from attn_core.backends.triton_ordered import gradient_kernels, kernels
+def _kernels() -> tuple[Any, ...]:
+    """Returns the kernels of the forward, of the sums of rows, of dk and dv, and of dq."""
+    from attn_core.backends.triton_ordered import gradient_kernels, kernels, row_sums
 
-    return kernels, gradient_kernels
+    return kernels.attend, row_sums.row_sums, gradient_kernels.of_keys, gradient_kernels.of_queries
 
 
 @cache
@@ -99,7 +100,7 @@ def forward(spec: AttentionSpec, inputs: Inputs, into: Any, settings: dict[str, 
         part_lse = torch.empty((way.shares, spec.num_heads, tokens), dtype=torch.float32, device=q.device)
     tensors = (*operands, parts, part_lse)
     key = ("ordered attend", spec, way, _layout(operands), current)
-    launch(_kernels()[0].attend, key, tensors, lambda: launches.attend(spec, tensors, settings, way))
+    launch(_kernels()[0], key, tensors, lambda: launches.attend(spec, tensors, settings, way))
     if way.shares:
         rows = out if spec.packed else out.flatten(0, 1)
         merge.launch_merge(spec, (parts, part_lse, sinks, rows, lse), way.shares, current)
@@ -117,7 +118,7 @@ def backward(
     """
     import torch
 
-    kernels = _kernels()[1]
+    _, of_rows, of_keys, of_queries = _kernels()
     (q, k, v, *rest), (out, lse, dout, dlse) = _operands(inputs), saved
     (*offsets, _, slopes), current = rest, _current(q)
     out, dout, lse = _dense(out), _aligned(_dense(dout)), lse.contiguous()
@@ -125,19 +126,18 @@ def backward(
     incoming = lse if dlse is None else dlse.contiguous()
     shift, delta = torch.empty_like(lse), torch.empty_like(lse)
     sums = (out, dout, lse, incoming, shift, delta)
-    key = ("ordered sums", spec, dlse is None, _layout(sums), current)
-    launch(kernels.row_sums, key, sums, lambda: gradients.row_sums(spec, sums, dlse is not None))
+    at = ("ordered sums", spec, dlse is None, _layout(sums), current)
+    launch(of_rows, at, sums, lambda: gradients.row_sums(spec, sums, dlse is not None))
 
     dq, dk, dv = (
         buffer(part, tuple(tensor.shape), tensor.dtype, q.device)
         for part, tensor in zip(into or (None, None, None), inputs[:3])
     )
     read = (q, k, v, dout, shift, delta, *offsets, slopes)
-    layout, (keys_tile, queries_tile) = _layout(read), gradients.tiles(spec)
+    tiles = gradients.tiles(spec)
+    place = (spec, tiles, _layout(read), current)
     keys, queries = (*read, dk, dv), (*read, dq)
-    key = ("ordered dk, dv", spec, keys_tile, layout, current)
-    launch(kernels.of_keys, key, keys, lambda: gradients.of_keys(spec, keys, settings, keys_tile))
-    key = ("ordered dq", spec, queries_tile, layout, current)
-    launch(kernels.of_queries, key, queries, lambda: gradients.of_queries(spec, queries, settings, queries_tile))
+    launch(of_keys, ("ordered dk, dv", *place), keys, lambda: gradients.of_keys(spec, keys, settings, tiles[0]))
+    launch(of_queries, ("ordered dq", *place), queries, lambda: gradients.of_queries(spec, queries, settings, tiles[1]))
     dsinks = sink_gradient_of_rows(inputs.sinks, lse, delta) if spec.sinks else None
     return Gradients(dq, dk, dv, dsinks=dsinks)

@@ -1,9 +1,10 @@
-"""The Triton kernels of the gradients: the sums of rows, the gradients of a tile of keys, and of a tile of queries.
+"""The Triton kernels of the gradients of a tile of keys, and of a tile of queries.
 
 With p = exp(t - lse), where t is the logit of a pair and s = scale q.k its score before softcap and ALiBi:
 
-    delta = sum over channels of out dout, minus dlse        dv = sum over queries of p dout
-    ds = p (dout.v - delta) (1 - tanh(s / softcap)^2)        dk = scale sum over queries of ds q, dq likewise over keys
+    delta = sum over channels of out dout, minus dlse (``row_sums``)
+    ds = p (dout.v - delta) (1 - tanh(s / softcap)^2)
+    dv = sum over queries of p dout        dk = scale sum over queries of ds q        dq = scale sum over keys of ds k
 
 Each program adds in ascending order of heads and of tiles, which begin at multiples of their size. No two programs add
 to the same number. So the gradients of a document depend on the document alone. ``tl.fma`` says where a product and a
@@ -21,52 +22,6 @@ from attn_core.backends.shared.in_order.loads import read
 from attn_core.backends.shared.in_order.running_maximum import LOG2_E
 from attn_core.backends.triton_ordered.gradient_sums import add_keys, add_queries
 from attn_core.backends.triton_ordered.sequences import sequence_at
-
-
-@triton.jit(do_not_specialize=["tokens"])
-def row_sums(
-    out,
-    dout,
-    lse,
-    dlse,
-    shift,
-    delta,
-    tokens,
-    out_row,
-    out_token,
-    out_head,
-    dout_row,
-    dout_token,
-    dout_head,
-    lse_row,
-    lse_head,
-    HEADS: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    DLSE: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """Computes delta and the shift of a tile of tokens of one row and head: the lse in base 2.
-
-    For a query that sees no key delta is 0, and the shift inf, so that its weights are 0. out, dout ``[rows, tokens,
-    heads, value_dim]``; lse, dlse, shift and delta ``[rows, heads, tokens]`` have the same strides. DLSE: whether there
-    is a dlse.
-    """
-    row, head = (tl.program_id(0) // HEADS).to(tl.int64), (tl.program_id(0) % HEADS).to(tl.int64)
-    token = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    channel = tl.arange(0, VALUE_DIM)
-    is_row = token < tokens
-    lse_at = row * lse_row + head * lse_head + token
-    out_at = out + row * out_row + head * out_head + token[:, None] * out_token + channel[None, :]
-    dout_at = dout + row * dout_row + head * dout_head + token[:, None] * dout_token + channel[None, :]
-    products = tl.load(out_at, mask=is_row[:, None], other=0.0).to(tl.float32)
-    products *= tl.load(dout_at, mask=is_row[:, None], other=0.0).to(tl.float32)
-    total = tl.sum(products, 1)
-    if DLSE:
-        total -= tl.load(dlse + lse_at, mask=is_row, other=0.0)
-    row_lse = tl.load(lse + lse_at, mask=is_row, other=0.0)
-    sees = row_lse != float("-inf")
-    tl.store(shift + lse_at, tl.where(sees, row_lse * LOG2_E, float("inf")), mask=is_row)
-    tl.store(delta + lse_at, tl.where(sees, total, 0.0), mask=is_row)
 
 
 # Triton compiles again for arguments that are 1 or a multiple of 16. These change from call to call.

@@ -30,23 +30,21 @@ TILES = {
 """By the wider of head_dim and value_dim, of ``of_keys`` and of ``of_queries``. Nothing else may choose them: the order
 of the sums depends on them. As compiled for sm90 in bfloat16, the inner loops of width 128 need the fewest instructions
 of those tried, and spill no more than 4 registers."""
-SMALLEST = 32
-"""The fewest queries or keys of a tile."""
 
 
 def tiles(spec: AttentionSpec) -> tuple[Tile, Tile]:
     """Returns the tiles of ``of_keys`` and ``of_queries``."""
     wide = max(spec.head_dim, spec.value_dim)
-    return next(each for width, each in TILES.items() if wide <= width)
+    return next((each for width, each in TILES.items() if wide <= width), TILES[256])
 
 
 def row_sums(spec: AttentionSpec, operands: tuple[Any, ...], has_dlse: bool) -> Description:
-    """Returns the grid, the numbers and the constants of ``gradient_kernels.row_sums``."""
+    """Returns the grid, the numbers and the constants of ``row_sums.row_sums``."""
     out, dout, lse, *_ = operands
     steps = [step for each in (out, dout, lse) for step in by_row(each, spec.packed)]
     constants = {"HEADS": spec.num_heads, "VALUE_DIM": spec.value_dim, "DLSE": has_dlse, "ROWS": SUM_ROWS}
-    grid = (spec.batch * spec.num_heads, -(-spec.q_len // SUM_ROWS), 1)
-    return grid, (spec.q_len, *steps), constants | {"num_warps": 4, "enable_fp_fusion": False}
+    programs = spec.batch * spec.num_heads * -(-spec.q_len // SUM_ROWS)
+    return (programs, 1, 1), (spec.q_len, *steps), constants | {"num_warps": 4, "enable_fp_fusion": False}
 
 
 def of_keys(spec: AttentionSpec, operands: tuple[Any, ...], settings: dict[str, Any], tile: Tile) -> Description:
