@@ -392,6 +392,53 @@ def test_tiles_of_gradients_that_the_batch_chooses_are_caught(exact: pytest.Monk
 # Through the frontends
 
 
+PROGRAMS = {"causal": ALL, "rows without keys": NONE, "slopes of heads": NONE, "documents, everything": ALL}
+"""Cases, and whether each share has a program."""
+
+
+@pytest.mark.parametrize(("name", "few"), PROGRAMS.items())
+def test_a_program_for_jax_has_the_results_of_torch(name: str, few: int, small: pytest.MonkeyPatch) -> None:
+    """Its kernels run here on buffers that were NaN, in the order in which XLA would launch them."""
+    from attn_core.backends.shared import triton_programs
+    from attn_core.backends.triton_ordered import launches, program
+
+    small.setattr(order, "FEW_PROGRAMS", few)
+    small.setattr(
+        triton_programs, "step", lambda kernel, reads, writes, kinds, how: (kernel, reads, writes, kinds, how)
+    )
+    call = make_call(**CASES[name])
+    spec, inputs = call.spec, tensors(call)
+    arrays = {name: each for name, each in inputs._asdict().items() if each is not None}
+    arrays |= {name: each.float() for name, each in arrays.items() if name in ("sinks", "alibi_slopes")}
+    dout, dlse = tensor(call.dout, spec.dtype), tensor(call.dlse, "float32")
+    out, lse = triton_ordered.forward(spec, inputs)
+    expected = triton_ordered.backward(spec, inputs, out, lse, dout, dlse)
+    settings = launches.settings_of(spec)
+    forward = executed(program.forward(spec, settings, 1), arrays)
+    assert torch.equal(forward["out"], out) and torch.equal(forward["lse"], lse)
+    found = executed(
+        program.backward(spec, settings, True), arrays | {"out": out, "lse": lse, "dout": dout, "dlse": dlse}
+    )
+    for name, each in expected._asdict().items():
+        assert each is None or torch.equal(found[name].to(each.dtype), each), name
+
+
+def executed(program: Any, arrays: dict[str, Any]) -> dict[str, Any]:
+    """The buffers of a program by name after its steps."""
+    memory = []
+    for buffer in program.buffers:
+        array = arrays.get(buffer.name)
+        if array is None:
+            array = torch.full(buffer.shape, torch.nan, dtype=getattr(torch, buffer.dtype))
+        assert array.shape == buffer.shape and str(array.dtype) == f"torch.{buffer.dtype}", buffer
+        memory.append(array)
+    for kernel, reads, writes, kinds, (grid, numbers, constants) in program.steps:
+        operands = [memory[at] for at in (*reads, *writes)]
+        assert [each.dtype for each in operands] == list(kinds)
+        kernel[grid](*operands, *numbers, **constants)
+    return {buffer.name: each for buffer, each in zip(program.buffers, memory, strict=True)}
+
+
 def claim_the_cpu(patch: pytest.MonkeyPatch) -> None:
     """As on a GPU: this process lets the backend claim the CPU, too."""
     from attn_core.selection import target

@@ -36,13 +36,7 @@ def with_sinks(out: Any, lse: Any, sinks: Any, *, needs_lse: bool = True, into: 
 
 
 def sink_gradient(sinks: Any, out: Any, lse: Any, dout: Any, dlse: Any) -> Any:
-    """Returns the gradient of the sinks, ``[heads]``, from out and lse with sinks."""
-    delta = (dout.to(lse.dtype) * out).sum(-1).transpose(-1, -2)  # [..., heads, rows]
-    return sink_gradient_of_rows(sinks, lse, delta if dlse is None else delta - dlse)
-
-
-def sink_gradient_of_rows(sinks: Any, lse: Any, delta: Any) -> Any:
-    """Returns the gradient of the sinks, ``[heads]``, from lse with sinks, and from delta, less dlse, of each row.
+    """Returns the gradient of the sinks, ``[heads]``, from out and lse with sinks.
 
     A sink's weight in a row is exp(sink - lse); its logit's gradient is -weight * (delta - dlse). A row that sees no
     key adds nothing, whatever its dout is.
@@ -50,6 +44,7 @@ def sink_gradient_of_rows(sinks: Any, lse: Any, delta: Any) -> Any:
     import torch
 
     share = torch.exp(_by_head(sinks.detach().to(lse.dtype)) - lse)
-    total = (share * delta).masked_fill(lse == -torch.inf, 0.0)
+    delta = (dout.to(lse.dtype) * out).sum(-1).transpose(-1, -2)  # [..., heads, rows]
+    total = (share * (delta if dlse is None else delta - dlse)).masked_fill(lse == -torch.inf, 0.0)
     rows = (0, 2) if total.dim() == 3 else (1,)
     return -total.sum(rows).to(sinks.dtype)

@@ -17,6 +17,7 @@ from typing import Any
 
 from attn_core.backends.shared.in_order import order
 from attn_core.backends.shared.kernel_limits import GRID_LIMIT
+from attn_core.backends.shared.kernel_programs import KernelProgram
 from attn_core.backends.support import Build, Support
 from attn_core.backends.triton_ordered import calls, gradients, launches
 from attn_core.call.spec import AttentionSpec
@@ -102,3 +103,28 @@ def backward(
 ) -> Gradients:
     """See ``Backend.backward``."""
     return calls.backward(spec, inputs, (out, lse, dout, dlse), into, _settings(spec))
+
+
+def program_refuses(spec: AttentionSpec, device: str) -> tuple[str, ...]:
+    """Returns why ``program`` cannot express a supported call."""
+    return () if device in order.PROVEN else (f"{device}: proven on sm90 only",)
+
+
+@lru_cache(maxsize=1024)
+def program(spec: AttentionSpec, direction: str, with_dlse: bool = False) -> KernelProgram:
+    """Returns the kernels of a call on the current GPU, and the buffers between them, as ``flash4`` does.
+
+    Raises Unrecordable if this jaxlib or Triton differs from those that ``shared.triton_programs`` knows.
+    """
+    import torch
+
+    from attn_core.backends.triton_ordered import program as ordered_program
+
+    if direction == "backward":
+        return ordered_program.backward(spec, _settings(spec), with_dlse)
+    return ordered_program.forward(spec, _settings(spec), calls.multiprocessors(torch.cuda.current_device()))
+
+
+def program_operands(spec: AttentionSpec, arrays: dict[str, Any]) -> dict[str, Any]:
+    """Returns the operands of a program that are not the call's own arrays, by name: sinks and slopes in float32."""
+    return {name: arrays[name].astype("float32") for name in ("sinks", "alibi_slopes") if name in arrays}

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from attn_core.backends.shared.in_order import merge
 from attn_core.backends.shared.in_order.order import how
-from attn_core.backends.shared.sinks import sink_gradient_of_rows
 from attn_core.backends.shared.triton import launch
 from attn_core.backends.triton_ordered import gradients, launches
 from attn_core.call.counters import operand_copied
@@ -15,16 +14,28 @@ from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
 
 
+class Kernels(NamedTuple):
+    """The Triton kernels of a forward and of a backward."""
+
+    attend: Any
+    row_sums: Any
+    sink_sums: Any
+    of_keys: Any
+    of_queries: Any
+
+
 @cache
-def _kernels() -> tuple[Any, ...]:
-    """Returns the kernels of the forward, of the sums of rows, of dk and dv, and of dq."""
-    from attn_core.backends.triton_ordered import gradient_kernels, kernels, row_sums
+def kernels() -> Kernels:
+    """Returns the kernels."""
+    from attn_core.backends.triton_ordered import gradient_kernels, row_sums
+    from attn_core.backends.triton_ordered import kernels as forward_kernels
 
-    return kernels.attend, row_sums.row_sums, gradient_kernels.of_keys, gradient_kernels.of_queries
+    of_rows, of_tiles = (row_sums.row_sums, row_sums.sink_sums), (gradient_kernels.of_keys, gradient_kernels.of_queries)
+    return Kernels(forward_kernels.attend, *of_rows, *of_tiles)
 
 
 @cache
-def _multiprocessors(device: int) -> int:
+def multiprocessors(device: int) -> int:
     import torch
 
     # A CPU tensor has device -1: tests run the kernels in Triton's interpreter.
@@ -89,7 +100,7 @@ def forward(spec: AttentionSpec, inputs: Inputs, into: Any, settings: dict[str, 
 
     operands = _operands(inputs)
     q, sinks = operands[0], operands[5]
-    way, current = how(spec, _multiprocessors(q.get_device())), _current(q)
+    way, current = how(spec, multiprocessors(q.get_device())), _current(q)
     out = buffer(into[0], spec.out_shape, q.dtype, q.device)
     lse = buffer(into[1], spec.lse_shape, torch.float32, q.device)
     parts, part_lse = out, lse
@@ -100,7 +111,7 @@ def forward(spec: AttentionSpec, inputs: Inputs, into: Any, settings: dict[str, 
         part_lse = torch.empty((way.shares, spec.num_heads, tokens), dtype=torch.float32, device=q.device)
     tensors = (*operands, parts, part_lse)
     key = ("ordered attend", spec, way, _layout(operands), current)
-    launch(_kernels()[0], key, tensors, lambda: launches.attend(spec, tensors, settings, way))
+    launch(kernels().attend, key, tensors, lambda: launches.attend(spec, tensors, settings, way))
     if way.shares:
         rows = out if spec.packed else out.flatten(0, 1)
         merge.launch_merge(spec, (parts, part_lse, sinks, rows, lse), way.shares, current)
@@ -118,16 +129,16 @@ def backward(
     """
     import torch
 
-    _, of_rows, of_keys, of_queries = _kernels()
+    _, of_rows, of_sinks, of_keys, of_queries = kernels()
     (q, k, v, *rest), (out, lse, dout, dlse) = _operands(inputs), saved
-    (*offsets, _, slopes), current = rest, _current(q)
+    (*offsets, sinks, slopes), current = rest, _current(q)
     out, dout, lse = _dense(out), _aligned(_dense(dout)), lse.contiguous()
     # The log-sum-exp stands for an absent dlse, and the kernel does not read it.
     incoming = lse if dlse is None else dlse.contiguous()
     shift, delta = torch.empty_like(lse), torch.empty_like(lse)
     sums = (out, dout, lse, incoming, shift, delta)
-    at = ("ordered sums", spec, dlse is None, _layout(sums), current)
-    launch(of_rows, at, sums, lambda: gradients.row_sums(spec, sums, dlse is not None))
+    seen: tuple[Any, ...] = (spec, dlse is None, _layout(sums), current)
+    launch(of_rows, ("ordered sums", *seen), sums, lambda: gradients.row_sums(spec, sums, dlse is not None))
 
     dq, dk, dv = (
         buffer(part, tuple(tensor.shape), tensor.dtype, q.device)
@@ -139,5 +150,9 @@ def backward(
     keys, queries = (*read, dk, dv), (*read, dq)
     launch(of_keys, ("ordered dk, dv", *place), keys, lambda: gradients.of_keys(spec, keys, settings, tiles[0]))
     launch(of_queries, ("ordered dq", *place), queries, lambda: gradients.of_queries(spec, queries, settings, tiles[1]))
-    dsinks = sink_gradient_of_rows(inputs.sinks, lse, delta) if spec.sinks else None
-    return Gradients(dq, dk, dv, dsinks=dsinks)
+    if not spec.sinks:
+        return Gradients(dq, dk, dv)
+    dsinks = torch.empty(spec.num_heads, dtype=torch.float32, device=q.device)
+    about = (sinks, shift, delta, dsinks)
+    launch(of_sinks, ("ordered sinks", spec, sinks.dtype, current), about, lambda: gradients.sink_sums(spec, about))
+    return Gradients(dq, dk, dv, dsinks=dsinks.to(inputs.sinks.dtype))

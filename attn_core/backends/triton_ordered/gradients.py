@@ -12,6 +12,8 @@ from attn_core.call.spec import AttentionSpec
 FLAGS = ("PACKED", "BOTTOM_RIGHT", "SOFTCAP", "LEFT_OPEN", "ALIBI")
 SUM_ROWS = 64
 """The tokens of a tile of ``row_sums``."""
+SINK_ROWS = 1024
+"""The tokens that a program of ``sink_sums`` adds at once."""
 
 
 class Tile(NamedTuple):
@@ -45,6 +47,13 @@ def row_sums(spec: AttentionSpec, operands: tuple[Any, ...], has_dlse: bool) -> 
     constants = {"HEADS": spec.num_heads, "VALUE_DIM": spec.value_dim, "DLSE": has_dlse, "ROWS": SUM_ROWS}
     programs = spec.batch * spec.num_heads * -(-spec.q_len // SUM_ROWS)
     return (programs, 1, 1), (spec.q_len, *steps), constants | {"num_warps": 4, "enable_fp_fusion": False}
+
+
+def sink_sums(spec: AttentionSpec, operands: tuple[Any, ...]) -> Description:
+    """Returns the grid, the numbers and the constants of ``row_sums.sink_sums``."""
+    numbers = (spec.batch, spec.q_len, *by_row(operands[1], spec.packed))
+    constants = {"TILE": SINK_ROWS, "num_warps": 4, "enable_fp_fusion": False}
+    return (spec.num_heads, 1, 1), numbers, constants
 
 
 def of_keys(spec: AttentionSpec, operands: tuple[Any, ...], settings: dict[str, Any], tile: Tile) -> Description:

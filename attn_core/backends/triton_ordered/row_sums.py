@@ -57,3 +57,28 @@ def row_sums(
     sees = row_lse != float("-inf")
     tl.store(shift + lse_at, tl.where(sees, row_lse * LOG2_E, float("inf")), mask=is_row)
     tl.store(delta + lse_at, tl.where(sees, total, 0.0), mask=is_row)
+
+
+@triton.jit(do_not_specialize=["rows", "tokens", "sums_row", "sums_head"])
+def sink_sums(
+    sinks,
+    shift,
+    delta,
+    dsinks,
+    rows,
+    tokens,
+    sums_row,
+    sums_head,
+    TILE: tl.constexpr,
+):
+    """Computes the gradient of one head's sink, the sum over rows of -exp(sink - lse) delta; dsinks float32 [heads]."""
+    head = tl.program_id(0).to(tl.int64)
+    sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
+    total = tl.zeros([TILE], tl.float32)
+    for row in range(0, rows):
+        for at in range(0, tokens, TILE):
+            token = at + tl.arange(0, TILE)
+            sums_at = tl.cast(row, tl.int64) * sums_row + head * sums_head + token
+            weight = tl.exp2(sink - tl.load(shift + sums_at, mask=token < tokens, other=float("inf")))
+            total = tl.fma(weight, tl.load(delta + sums_at, mask=token < tokens, other=0.0), total)
+    tl.store(dsinks + head, -tl.sum(total, 0))

@@ -19,7 +19,8 @@ def describe(spec: AttentionSpec, operands: tuple[Any, ...], shares: int) -> Des
 
 
 @cache
-def _kernel() -> Any:
+def kernel() -> Any:
+    """Returns ``merge_in_order``."""
     from attn_core.backends.shared.in_order import merge_kernel
 
     return merge_kernel.merge_in_order
@@ -35,4 +36,4 @@ def launch_merge(spec: AttentionSpec, operands: tuple[Any, ...], shares: int, de
     """
     _, _, sinks, out, lse = operands
     key = ("merge_in_order", spec, shares, out.stride(), lse.stride(), sinks.dtype, device)
-    return launch(_kernel(), key, operands, lambda: describe(spec, operands, shares))
+    return launch(kernel(), key, operands, lambda: describe(spec, operands, shares))
