@@ -102,7 +102,7 @@ def test_explain_on_a_cpu() -> None:
         "one change away     why",
         "sdpa_flash          softcap=50.0: the aten CPU flash kernel has none",
         "",
-        "23 others cannot run it on cpu; every reason: --all",
+        "24 others cannot run it on cpu; every reason: --all",
         "(every backend is assumed to be installed)",
     ]
 
