@@ -53,7 +53,7 @@ def order(spec: AttentionSpec) -> Order:
 def sequences(spec: AttentionSpec) -> tuple[int, int, int]:
     """Returns how many sequences a call has, and their most queries and keys."""
     if spec.packed:
-        return spec.documents or 1, spec.max_len_q or 1, spec.max_len_k or spec.kv_len
+        return spec.documents or 0, spec.max_len_q or 1, spec.max_len_k or spec.kv_len
     return spec.batch, spec.q_len, spec.kv_len
 
 
