@@ -25,7 +25,7 @@ from attn_core.backends.triton_ordered.sequences import sequence_at
 
 
 # Triton compiles again for arguments that are 1 or a multiple of 16. These change from call to call.
-@triton.jit(do_not_specialize=["q_tokens", "k_tokens", "left", "right", "slope_row"])
+@triton.jit(do_not_specialize=["q_tokens", "k_tokens", "left", "right", "slope_row", "sums_row", "sums_head"])
 def of_keys(
     q,
     k,
@@ -137,7 +137,7 @@ def of_keys(
     tl.store(dv_at, value_sums.to(dv.dtype.element_ty), mask=is_key)
 
 
-@triton.jit(do_not_specialize=["q_tokens", "k_tokens", "left", "right", "slope_row"])
+@triton.jit(do_not_specialize=["q_tokens", "k_tokens", "left", "right", "slope_row", "sums_row", "sums_head"])
 def of_queries(
     q,
     k,

@@ -31,7 +31,7 @@ TILES = {
 }
 """By the wider of head_dim and value_dim, of ``of_keys`` and of ``of_queries``. Nothing else may choose them: the order
 of the sums depends on them. As compiled for sm90 in bfloat16, the inner loops of width 128 need the fewest instructions
-of those tried, and spill no more than 4 registers."""
+of those tried, and spill few registers."""
 
 
 def tiles(spec: AttentionSpec) -> tuple[Tile, Tile]:

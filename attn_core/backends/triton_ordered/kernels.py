@@ -16,7 +16,12 @@ from attn_core.backends.triton_ordered.sequences import sequence_at
 
 
 # Triton compiles again for arguments that are 1 or a multiple of 16. These change from call to call.
-@triton.jit(do_not_specialize=["q_tokens", "k_tokens", "left", "right", "slope_row"])
+@triton.jit(
+    do_not_specialize=[
+        *("q_tokens", "k_tokens", "left", "right", "slope_row"),
+        *("lse_row", "lse_share", "lse_head"),
+    ]
+)
 def attend(
     q,
     k,

@@ -11,7 +11,7 @@ import triton.language as tl
 from attn_core.backends.shared.in_order.running_maximum import LOG2_E
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "lse_row", "lse_head"])
 def row_sums(
     out,
     dout,
