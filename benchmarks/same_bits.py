@@ -31,12 +31,14 @@ BEGIN_CPU = "<!-- written by python -m benchmarks.same_bits --write, on a CPU --
 DOCUMENTS = 24
 ROWS = {"4 rows of 4096": (4, 4096), f"{DOCUMENTS} documents in 16384": (1, 16384), "32 rows of 512": (32, 512)}
 """Rows and tokens of calls in bfloat16 with 32 query heads on 8 kv heads of 128 channels, causal."""
+PREFIX_ROWS = tuple(ROWS)[:2]
+"""The calls that are also measured with ``invariant="prefix"``."""
 CHUNKS = {"4 chunks of 2048, the first": 2048, "4 chunks of 2048, after 6144 tokens": 8192}
 """The tokens of 4 sequences of which 2048 are new, on pages of 16."""
 
 
 def in_batches(name: str, training: bool) -> dict[str, Any]:
-    """A call of ``ROWS``: the automatic choice, and the choice with ``invariant="batch"``."""
+    """A call of ``ROWS``: the automatic choice, and the choices with ``invariant``."""
     import torch
 
     from benchmarks.page_calls import in_turns
@@ -58,12 +60,13 @@ def in_batches(name: str, training: bool) -> dict[str, Any]:
             return partial(attention, q, k, v, **options, invariant=invariant)
         return lambda: torch.autograd.grad(attention(q, k, v, **options, invariant=invariant), (q, k, v), dout)
 
-    chosen = {str(each): explain(q, k, v, **options, invariant=each).backend for each in (None, "batch")}
+    promises = (None, "batch", *(["prefix"] if name in PREFIX_ROWS else []))
+    chosen = {str(each): explain(q, k, v, **options, invariant=each).backend for each in promises}
     kind = "training" if training else "forward"
     return {
         "call": f"{name}, {kind}",
         "chosen": chosen,
-        "seconds": in_turns({"None": call(None), "batch": call("batch")}),
+        "seconds": in_turns({str(each): call(each) for each in promises}),
     }
 
 
@@ -98,10 +101,10 @@ def tables(result: dict[str, Any]) -> str:
     for row in result["rows"]:
         seconds = {name: statistics.median(times) for name, times in row["seconds"].items()}
         if "chosen" in row:
-            share = f"{seconds['batch'] / seconds['None']:.2f}" if "batch" in seconds else "did not run"
-            text.append(
-                f'| {row["call"]} | `{row["chosen"]["None"]}` | `{row["chosen"]["batch"]}`, "batch" | {share} |'
-            )
+            for promise in [each for each in row["chosen"] if each != "None"]:
+                share = f"{seconds[promise] / seconds['None']:.2f}" if promise in seconds else "did not run"
+                names = [f"`{row['chosen'][each]}`" for each in ("None", promise)]
+                text.append(f'| {row["call"]} | {names[0]} | {names[1]}, "{promise}" | {share} |')
             continue
         for name, each in seconds.items():
             label = {"None": "without", "prefix": '"prefix"'}.get(name, f"`{name}`")

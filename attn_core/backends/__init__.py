@@ -43,6 +43,7 @@ __all__ = [
     "DECODING",
     "FOREIGN_NAMES",
     "FORWARD_MODE",
+    "IN_ORDER",
     "PAGED_PREFERENCE",
     "PREFERENCE",
     "ROW_MAXIMUM",
@@ -97,6 +98,9 @@ On a TPU, and on the GPUs of AMD, Apple and Intel, the framework's own operation
 vendor's kernel there. JAX reaches torch's kernels on CPUs and NVIDIA's GPUs alone. There both frameworks have the same
 order of torch's kernels, so that the same call gives the same bits in both unless JAX's own operations are faster.
 ``attn_core.selection.preference`` refines the order by the shape of the call."""
+
+IN_ORDER = {"cuda": "triton_ordered"}
+"""By kind of device, the backend that is a candidate only for calls with ``invariant``, after all faster ones."""
 
 DECODING = "triton_splitkv"
 _PAGED = ("flash3", "flash4", "flash2", DECODING)

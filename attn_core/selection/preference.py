@@ -54,6 +54,17 @@ Rates = tuple[str, float, float, tuple[float, ...]]
 
 def order(spec: AttentionSpec, framework: str, device: str) -> tuple[str, ...]:
     """Returns the candidates for automatic choice, best first. The same in a process for the same arguments."""
+    names = _order(spec, framework, device)
+    in_order = backends.IN_ORDER.get(backends.kind_of(device))
+    if spec.invariant is None or spec.paged is not None or in_order is None:
+        return names
+    if backends.load(in_order, backends.kind_of(device)).FORWARD.unproven:  # by name only
+        return names
+    fast = [name for name in names if name not in ("jax_xla", "math")]
+    return (*fast, in_order, *(name for name in names if name not in fast))
+
+
+def _order(spec: AttentionSpec, framework: str, device: str) -> tuple[str, ...]:
     usual = backends.usual_order(framework, backends.kind_of(device), paged=spec.paged is not None)
     if spec.symbolic:  # a symbol cannot be compared
         return usual

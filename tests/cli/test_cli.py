@@ -76,7 +76,7 @@ def test_explain_on_a_gpu_shows_a_flash_kernel_and_what_is_one_change_away() -> 
             "flash2",
             "flex",
             "math",
-            "by name only: flash3_fp8, triton_jvp",
+            "by name only: flash3_fp8, triton_jvp, triton_ordered",
             "",
             "one change away     why",
             "sdpa_cudnn          softcap=50.0: cuDNN attention has none",
@@ -102,7 +102,7 @@ def test_explain_on_a_cpu() -> None:
         "one change away     why",
         "sdpa_flash          softcap=50.0: the aten CPU flash kernel has none",
         "",
-        "23 others cannot run it on cpu; every reason: --all",
+        "24 others cannot run it on cpu; every reason: --all",
         "(every backend is assumed to be installed)",
     ]
 

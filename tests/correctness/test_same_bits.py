@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -42,7 +43,9 @@ CPU_BACKENDS = [
     if module_on(name, "cpu").FORWARD.runs_on("cpu") and module_on(name, "cpu").FORWARD.invariant
 ]
 PREFIX_BACKENDS = [pair for pair in CPU_BACKENDS if "prefix" in module_on(pair[1], "cpu").FORWARD.invariant]
-CUDA_BACKENDS = [("torch", name) for name in ("flash2", "flash4")]
+CUDA_BACKENDS = [("torch", name) for name in ("flash2", "flash4", "triton_ordered")]
+PAGED = {"triton_ordered": "triton_splitkv"}
+"""The backend that reads pages in the order of another backend, if it is not the same."""
 
 
 def few() -> settings:
@@ -166,11 +169,17 @@ def test_padding_on_either_side_changes_no_bit(backend: str) -> None:
     draws()
 
 
-def check_cuts(framework: str, backend: str, **how: Any) -> None:
+@pytest.mark.cuda
+def test_a_query_has_the_same_bits_in_every_cut_and_in_pages_of_another_backend_on_a_gpu() -> None:
+    check_cuts("torch", "triton_ordered", "cuda")
+
+
+def check_cuts(framework: str, backend: str, device: str = "cpu", **how: Any) -> None:
     @settings(few(), **how)
     @given(st.data())
     def draws(data: st.DataObject) -> None:
-        kind = data.draw(kinds(framework, backend, "prefix"))
+        kind = data.draw(kinds(framework, backend, "prefix", device))
+        in_pages = replace(kind, backend=PAGED.get(backend, backend))
         length = data.draw(st.integers(2, TOKENS - 60))
         whole = document(kind, data.draw(st.integers(0, 2**31)), length, length)
         expected = among(kind, whole, ([], 0))
@@ -183,8 +192,8 @@ def check_cuts(framework: str, backend: str, **how: Any) -> None:
             part = {"out": expected["out"][start:stop], "lse": expected["lse"][:, start:stop]}
             chunk = among(kind, begun, (small, seed))
             assert not differing(part, {name: chunk[name] for name in part}), "chunks"
-            if "alibi_slopes" not in dict(kind.options) or module_on(backend, "cpu").FORWARD.paged_alibi:
-                assert not differing(part, pages(kind, [begun, *small], order)[0]), "pages"
+            if "alibi_slopes" not in dict(kind.options) or module_on(in_pages.backend, device).FORWARD.paged_alibi:
+                assert not differing(part, pages(in_pages, [begun, *small], order)[0]), "pages"
 
     draws()
 
@@ -201,38 +210,43 @@ PAGED_KINDS = (
 """Heads, dtype, options and width. Few, because each takes several kernels to compile."""
 
 
-def check_pages(backend: str, **how: Any) -> None:
+def check_pages(run: same_bits_pages.Run, **how: Any) -> None:
     """Cuts, neighbours, pages, padding on the left, declared maxima and decoding, on a GPU; shares have 1024 keys."""
 
     @settings(few(), **how)
     @given(st.data())
     def draws(data: st.DataObject) -> None:
         heads, dtype, options, dim = data.draw(st.sampled_from(PAGED_KINDS))
-        kind = Kind("torch", backend, "prefix", heads, dtype, OPTIONS[options], "cuda", dim)
-        same_bits_pages.check(kind, same_bits_pages.on_a_gpu, data.draw, (2, 65, 300, 1500, 3000), (1, 16))
+        kind = Kind("torch", "triton_splitkv", "prefix", heads, dtype, OPTIONS[options], "cuda", dim)
+        same_bits_pages.check(kind, run, data.draw, (2, 65, 300, 1500, 3000), (1, 16))
 
     draws()
 
 
 @pytest.mark.cuda
 def test_a_query_has_the_same_bits_in_every_cut_and_in_pages_on_a_gpu() -> None:
-    check_pages("triton_splitkv")
+    check_pages(same_bits_pages.on_a_gpu)
+
+
+@pytest.mark.cuda
+def test_packed_documents_have_the_bits_of_pages_on_a_gpu() -> None:
+    """In every cut and scene of a draw, the same call on pages and as packed documents; shares have 1024 keys."""
+    check_pages(same_bits_pages.as_packed_and_in_pages)
 
 
 @pytest.mark.cuda
 def test_a_share_that_the_shapes_choose_is_caught_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted fault: the keys of a share depend on the declared maximum of queries, as a heuristic's would."""
-    from attn_core.backends.triton_splitkv import ordered_call, shares
+    from attn_core.backends.shared.in_order import order
 
-    for module in (shares, ordered_call):
-        by_shape = {True: shares.NARROW._replace(share=512), False: shares.NARROW}
-        monkeypatch.setattr(module, "order", lambda spec, by_shape=by_shape: by_shape[spec.max_len_q > 9])
-    ordered_call.how.cache_clear()
+    by_shape = {True: order.NARROW._replace(share=512), False: order.NARROW}
+    monkeypatch.setattr(order, "order", lambda spec: by_shape[spec.max_len_q > 9])
+    order.how.cache_clear()
     try:
         with pytest.raises(AssertionError, match=r"queries \d+ to|token \d+"):
-            check_pages("triton_splitkv", phases=[Phase.generate])
+            check_pages(same_bits_pages.on_a_gpu, phases=[Phase.generate])
     finally:
-        ordered_call.how.cache_clear()
+        order.how.cache_clear()
 
 
 @pytest.mark.parametrize("number", [np.nan, np.inf, 3e38])

@@ -52,7 +52,7 @@ from torch_frontend.dispatch import offsets, plan
 
 APPEND = "append_kv"
 OWN = (
-    *("triton_splitkv", "triton_jvp", "jvp", APPEND, "merge", "offsets", "tables", "rotary"),
+    *("triton_splitkv", "triton_ordered", "triton_jvp", "jvp", APPEND, "merge", "offsets", "tables", "rotary"),
     *("block_tables", "block_states", "segments", "sinks"),
 )
 """Everything that runs a kernel of this project."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
+from in_order import packed_of
 from same_bits_calls import Arrays, Kind, differing, document
 
 from attn_core import AttentionSpec
@@ -166,3 +167,27 @@ def on_a_gpu(spec: AttentionSpec, inputs: PagedInputs) -> tuple[np.ndarray, np.n
         **{"return_lse": True, "backend": "triton_splitkv", "invariant": spec.invariant},
     )
     return out.float().cpu().numpy(), lse.cpu().numpy()
+
+
+def as_packed_and_in_pages(spec: AttentionSpec, inputs: PagedInputs) -> tuple[np.ndarray, np.ndarray]:
+    """The results of a call on pages, which are those of the same keys as packed documents on ``triton_ordered``."""
+    import torch
+
+    import torch_frontend
+
+    out, lse = on_a_gpu(spec, inputs)
+    _, packed = packed_of(spec, inputs)
+    q, k, v = (torch.from_numpy(each).to("cuda", getattr(torch, spec.dtype)) for each in packed[:3])
+    lengths = (np.diff(each).tolist() for each in (packed.cu_seqlens_q, packed.cu_seqlens_k))
+    others = {name: getattr(packed, name) for name in ("sinks", "alibi_slopes")}
+    found = torch_frontend.attention(
+        *(q, k, v),
+        seq_info=torch_frontend.SeqInfo.from_lengths(*lengths),
+        **{name: torch.from_numpy(each).cuda() for name, each in others.items() if each is not None},
+        **{"causal": True, "window": spec.window, "softcap": spec.softcap, "return_lse": True},
+        **{"backend": "triton_ordered", "invariant": spec.invariant},
+    )
+    results = dict(zip(("out", "lse"), (each.float().cpu().numpy() for each in found), strict=True))
+    differences = differing({"out": out, "lse": lse}, results)
+    assert not differences, f"pages and packed: {differences}"
+    return out, lse

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import paged_specs
 import pytest
-from compiled_kernels import compiled
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
+from sm90_code import compiled, is_in_order, loose_operations
 
 from attn_core import AttentionSpec, SpecError, Target, explain
+from attn_core.backends.shared.in_order import merge, order
 from attn_core.backends.triton_splitkv import backend as triton_splitkv
-from attn_core.backends.triton_splitkv import ordered_call, shares
+from attn_core.backends.triton_splitkv import ordered_call
 
 GPU = Target("torch", "sm90")
 
@@ -58,10 +58,10 @@ def test_only_widths_choose_the_order() -> None:
         spec_of(page_size=1),
         spec_of(sinks=True),
     ]
-    assert {shares.order(spec) for spec in calls} == {shares.NARROW}
-    assert {triton_splitkv.lower(spec)["share_keys"] for spec in calls} == {shares.NARROW.share}
-    assert {ordered_call.how(spec, 132) for spec in calls} != {ordered_call.how(calls[0], 132)}, "launches differ"
-    for sums in (shares.NARROW, shares.WIDE):
+    assert {order.order(spec) for spec in calls} == {order.NARROW}
+    assert {triton_splitkv.lower(spec)["share_keys"] for spec in calls} == {order.NARROW.share}
+    assert {order.how(spec, 132) for spec in calls} != {order.how(calls[0], 132)}, "launches differ"
+    for sums in (order.NARROW, order.WIDE):
         assert sums.share % sums.keys == 0
         assert {(tiles.keys, tiles.rows // tiles.warps) for tiles in sums.launches} == {(sums.keys, 16)}
 
@@ -72,24 +72,25 @@ def test_explain_shows_the_order() -> None:
 
 
 def test_a_row_has_a_program_for_each_share_only_if_programs_are_few() -> None:
-    assert ordered_call.how(spec_of(batch=1, tokens=131072), 132).shares == 128
-    assert ordered_call.how(spec_of(batch=1, tokens=131072, window=(4095, 0)), 132).shares == 6
-    assert ordered_call.how(spec_of(batch=512), 132).shares == 0, "there are programs enough"
-    assert ordered_call.how(spec_of(batch=4, tokens=2**20, new=64), 132).shares == 0, "partial results of 4 GB"
-    assert ordered_call.how(spec_of(batch=1, tokens=1024), 132) == (shares.NARROW.launches[0], 0, 1024, True)
+    assert order.how(spec_of(batch=1, tokens=131072), 132).shares == 128
+    assert order.how(spec_of(batch=1, tokens=131072, window=(4095, 0)), 132).shares == 6
+    assert order.how(spec_of(batch=512), 132).shares == 0, "there are programs enough"
+    assert order.how(spec_of(batch=4, tokens=2**20, new=64), 132).shares == 0, "partial results of 4 GB"
+    assert order.how(spec_of(batch=1, tokens=1024), 132) == (order.NARROW.launches[0], 0, 1024, True)
 
 
 def test_a_program_for_jax_has_the_launches_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     from attn_core.backends.shared import triton_programs
+    from attn_core.backends.shared.in_order import merge_kernel
     from attn_core.backends.triton_splitkv import ordered_kernels, program
 
     monkeypatch.setattr(triton_programs, "step", lambda kernel, reads, writes, kinds, how: (kernel, reads, writes, how))
     spec = spec_of(batch=2, sinks=True)
-    way = ordered_call.how(spec, 132)
+    way = order.how(spec, 132)
     built = program.program(spec, triton_splitkv.lower(spec), way.tiles, 1, way)
     names = [buffer.name for buffer in built.buffers]
     (attend, reads, writes, how), (merge, *merged, _) = built.steps
-    assert (attend, merge) == (ordered_kernels.attend_in_order, ordered_kernels.merge_in_order)
+    assert (attend, merge) == (ordered_kernels.attend_in_order, merge_kernel.merge_in_order)
     tables = ("block_table", "seq_lens", "seq_lens", "sinks", "q", "seq_lens")
     assert [names[at] for at in reads] == ["q", "k", "v", *tables]
     assert len(reads) + len(writes) + len(how[1]) + len(how[2]) - 3 == len(attend.arg_names)  # 3 are options
@@ -103,7 +104,7 @@ def test_a_program_for_jax_has_the_launches_of_torch(monkeypatch: pytest.MonkeyP
 def attend_for_sm90(spec: AttentionSpec, multiprocessors: int = 132) -> Any:
     from attn_core.backends.triton_splitkv import ordered_kernels
 
-    way = ordered_call.how(spec, multiprocessors)
+    way = order.how(spec, multiprocessors)
     paged = spec.paged
     assert paged is not None
     pool = torch.empty(paged.num_pages, paged.page_size, spec.num_kv_heads, spec.head_dim, device="meta")
@@ -122,13 +123,6 @@ def attend_for_sm90(spec: AttentionSpec, multiprocessors: int = 132) -> Any:
     return compiled(ordered_kernels.attend_in_order, kinds, ordered_call.attend(spec, operands, settings, way))
 
 
-def is_in_order(code: Any, warps: int) -> bool:
-    """Whether all keys of a row are in one warp, and nothing may be fused that the source does not fuse."""
-    products = re.findall(r"#ttg.nvidia_mma<\{[^}]*warpsPerCTA = \[(\d+), (\d+)\]", code.asm["ttgir"])
-    loose = re.findall(r"\b(?:mul|add|sub|fma)\.(?:ftz\.)?f32\b", code.asm["ptx"])
-    return bool(products) and set(products) == {(str(warps), "1")} and not loose
-
-
 @pytest.mark.parametrize(
     "spec",
     [
@@ -141,27 +135,27 @@ def is_in_order(code: Any, warps: int) -> bool:
 )
 def test_a_row_of_any_launch_adds_its_keys_within_a_warp(spec: AttentionSpec) -> None:
     code = attend_for_sm90(spec)
-    assert is_in_order(code, ordered_call.how(spec, 132).tiles.warps)
+    assert is_in_order(code, order.how(spec, 132).tiles.warps)
     assert code.metadata.shared <= 227 * 1024
 
 
 def test_a_tile_with_warps_along_the_keys_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton lays two warps along the keys of a tile of 32 rows, so such a launch would have other bits."""
-    two = shares.Tiles(32, 64, 2, 2)
-    monkeypatch.setattr(shares, "NARROW", shares.NARROW._replace(launches=(two,)))
-    ordered_call.how.cache_clear()
+    two = order.Tiles(32, 64, 2, 2)
+    monkeypatch.setattr(order, "NARROW", order.NARROW._replace(launches=(two,)))
+    order.how.cache_clear()
     code = attend_for_sm90(spec_of(tokens=4096, new=8))
-    ordered_call.how.cache_clear()
+    order.how.cache_clear()
     assert not is_in_order(code, 2)
 
 
 @pytest.mark.parametrize("sinks", [False, True])
 def test_the_merge_for_sm90(sinks: bool) -> None:
-    from attn_core.backends.triton_splitkv import ordered_kernels
+    from attn_core.backends.shared.in_order import merge_kernel
 
     spec = spec_of(sinks=sinks)
     out, lse = (torch.empty(shape, device="meta") for shape in (spec.out_shape, spec.lse_shape))
     parts = [torch.empty(8, *each.shape, device="meta") for each in (out, lse)]
     kinds = {"parts": "fp32", "part_lse": "fp32", "sinks": "bf16", "out": "bf16", "lse": "fp32"}
-    code = compiled(ordered_kernels.merge_in_order, kinds, ordered_call.merge(spec, (*parts, out, out, lse), 8))
-    assert not re.findall(r"\b(?:mul|add|sub|fma)\.(?:ftz\.)?f32\b", code.asm["ptx"])
+    code = compiled(merge_kernel.merge_in_order, kinds, merge.describe(spec, (*parts, out, out, lse), 8))
+    assert not loose_operations(code)

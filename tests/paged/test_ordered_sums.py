@@ -21,22 +21,19 @@ from callers_view import callers_results
 from direct_launches import launch_by_address
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from in_order import ALL, NONE, SMALL, make_small
 from other_process import OtherProcess
 from paged_cases import judge, make_paged
 from same_bits_calls import Kind
 
+from attn_core.backends.shared.in_order import order
+from attn_core.backends.shared.in_order.order import Tiles
 from attn_core.backends.triton_splitkv import backend as triton_splitkv
-from attn_core.backends.triton_splitkv import ordered_call, shares
-from attn_core.backends.triton_splitkv.shares import Order, Tiles
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import PagedInputs
 
 pytestmark = pytest.mark.rotates
 
-SMALL = Order(16, 32, (Tiles(16, 16, 1, 2), Tiles(32, 16, 2, 2)))
-"""So that few keys are several tiles and shares."""
-ALL, NONE = 10**9, 0
-"""FEW_PROGRAMS with which each share has a program of its own, or no share."""
 OPTIONS: tuple[tuple[tuple[str, Any], ...], ...] = (
     (),
     (("window", 20),),
@@ -51,24 +48,10 @@ def interpreter(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.C
     yield from triton_interpreter.process(__file__, tmp_path_factory, pytestconfig)
 
 
-def product(self: Any, a: Any, b: Any, sums: Any, *rest: Any) -> Any:
-    """A product whose rows are independent of each other, as a GPU's are; those of numpy's library need not be."""
-    from triton.runtime.interpreter import TensorHandle
-
-    total = sums.data.copy()
-    for at in range(a.data.shape[1]):
-        total += a.data[:, at : at + 1].astype(np.float32) * b.data[at].astype(np.float32)
-    return TensorHandle(total, sums.dtype.scalar)
-
-
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Small tiles and shares, and products as a GPU has them."""
-    from triton.runtime.interpreter import InterpreterBuilder
-
-    monkeypatch.setattr(InterpreterBuilder, "create_dot", product)
-    monkeypatch.setattr(shares, "NARROW", SMALL)
-    return monkeypatch
+    return make_small(monkeypatch)
 
 
 def run(spec: AttentionSpec, inputs: PagedInputs) -> tuple[np.ndarray, np.ndarray]:
@@ -78,7 +61,7 @@ def run(spec: AttentionSpec, inputs: PagedInputs) -> tuple[np.ndarray, np.ndarra
         torch.full(spec.out_shape, torch.nan, dtype=getattr(torch, spec.dtype)),
         torch.full(spec.lse_shape, torch.nan),
     )
-    ordered_call.how.cache_clear()
+    order.how.cache_clear()
     out, lse = triton_splitkv.forward(spec, same_bits_pages.as_tensors(spec, inputs, "cpu"), into)
     assert out is into[0] and lse is into[1]
     return _numpy(out), _numpy(lse)
@@ -89,7 +72,7 @@ def check_bits(patch: pytest.MonkeyPatch, examples: int, lengths: tuple[int, ...
     @given(st.data())
     def draws(data: st.DataObject) -> None:
         heads, options = data.draw(st.sampled_from(((1, 1), (2, 1), (3, 1)))), data.draw(st.sampled_from(OPTIONS))
-        patch.setattr(shares, "FEW_PROGRAMS", data.draw(st.sampled_from((NONE, ALL, 4))))
+        patch.setattr(order, "FEW_PROGRAMS", data.draw(st.sampled_from((NONE, ALL, 4))))
         kind = Kind("torch", "triton_splitkv", "prefix", heads, "float16", options)
         same_bits_pages.check(kind, run, data.draw, lengths, (1, 3, 16, 64))
 
@@ -109,8 +92,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_an_order_that_the_shapes_choose_is_caught(fault: str, small: pytest.MonkeyPatch) -> None:
     """Planted: the declared maximum of queries chooses the keys of a share or of a tile, as a heuristic would."""
-    for module in (shares, ordered_call):
-        small.setattr(module, "order", lambda spec: FAULTS[fault] if spec.max_len_q > 9 else SMALL)
+    small.setattr(order, "order", lambda spec: FAULTS[fault] if spec.max_len_q > 9 else SMALL)
     with pytest.raises(AssertionError, match=r"(queries|token) \d+ .*of"):
         check_bits(small, 20, (70,), phases=[Phase.generate])
 
@@ -132,8 +114,8 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("few", [ALL, NONE])
 @pytest.mark.parametrize("name", CASES)
 def test_numbers_are_right(name: str, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shares, "NARROW", SMALL)
-    monkeypatch.setattr(shares, "FEW_PROGRAMS", few)
+    monkeypatch.setattr(order, "NARROW", SMALL)
+    monkeypatch.setattr(order, "FEW_PROGRAMS", few)
     fields = {**HALF, **CASES[name]}
     call = make_paged(fields.pop("lengths"), fields.pop("new", None), **fields)
     call = replace(call, spec=replace(call.spec, invariant="prefix" if call.spec.causal else "batch"))
@@ -157,7 +139,7 @@ LIES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("lie", LIES)
 def test_tables_that_lie_lead_nowhere_outside_the_pool(lie: str, few: int, small: pytest.MonkeyPatch) -> None:
     """The pools lie between pages of NaN, and are finite."""
-    small.setattr(shares, "FEW_PROGRAMS", few)
+    small.setattr(order, "FEW_PROGRAMS", few)
     call = make_paged((30, 33), (4, 3), page_size=4, wider=0, starts="starts" in lie, **HALF)
     spec, tables = replace(call.spec, invariant="prefix"), LIES[lie]
     inputs = same_bits_pages.as_tensors(
@@ -166,7 +148,7 @@ def test_tables_that_lie_lead_nowhere_outside_the_pool(lie: str, few: int, small
     pools = [torch.cat([pool * torch.nan, pool.nan_to_num(), pool * torch.nan]) for pool in inputs[1:3]]
     pages = spec.paged.num_pages if spec.paged else 0
     k, v = (pool[pages : 2 * pages] for pool in pools)
-    ordered_call.how.cache_clear()
+    order.how.cache_clear()
     into = torch.full(spec.out_shape, 0.0, dtype=torch.float16), torch.full(spec.lse_shape, 0.0)
     out, lse = triton_splitkv.forward(spec, inputs._replace(k=k, v=v), into)
     assert out.isfinite().all() and not lse.isnan().any()
@@ -177,13 +159,13 @@ def test_tables_that_lie_lead_nowhere_outside_the_pool(lie: str, few: int, small
 @pytest.mark.parametrize("few", [ALL, NONE])
 @pytest.mark.parametrize("return_lse", [False, True])
 def test_a_seen_call_gives_the_bits_of_a_new_one(return_lse: bool, few: int, small: pytest.MonkeyPatch) -> None:
-    small.setattr(shares, "FEW_PROGRAMS", few)
+    small.setattr(order, "FEW_PROGRAMS", few)
     kind = Kind("torch", "triton_splitkv", "prefix", (2, 1), "float16", (("sinks", True),))
     scene = same_bits_pages.Scene(((1, 40),), offsets=False)
     calls = [same_bits_pages.call(kind, same_bits_pages.document(kind, seed, 1, 70), scene)[:2] for seed in (1, 2)]
     spec = replace(calls[0][0], return_lse=return_lse)
     one, other = (same_bits_pages.as_tensors(spec, inputs, "cpu") for _, inputs in calls)
-    ordered_call.how.cache_clear()
+    order.how.cache_clear()
     expected = [triton_splitkv.forward(spec, inputs) for inputs in (one, other)]
     direct = launch_by_address(small)
     repeat = triton_splitkv.paged_shortcut(spec)

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from compiled_kernels import compiled
 from paged_specs import spec_of
+from sm90_code import compiled
 
 pytest.importorskip("torch")
 pytest.importorskip("triton")

@@ -575,7 +575,7 @@ def test_the_explanation_on_a_gpu() -> None:
             "  flash2\n"
             "  flex\n"
             "  math\n"
-            "  by name only: flash3_fp8, triton_jvp\n"
+            "  by name only: flash3_fp8, triton_jvp, triton_ordered\n"
             "one change away:\n"
             "  sdpa_cudnn      softcap=50.0: cuDNN attention has none\n"
             "  sdpa_flash      softcap=50.0: the aten CUDA flash kernel has none\n"

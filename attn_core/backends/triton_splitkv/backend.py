@@ -17,13 +17,13 @@ from functools import cache, lru_cache
 from typing import Any
 
 from attn_core.backends.shared.device_kinds import compute_capability
+from attn_core.backends.shared.in_order.order import Tiles, how, settings_of
 from attn_core.backends.shared.kernel_limits import GRID_LIMIT
 from attn_core.backends.shared.kernel_programs import KernelProgram
 from attn_core.backends.shared.pools import rings
 from attn_core.backends.shared.triton import launch
 from attn_core.backends.support import Build, Support
 from attn_core.backends.triton_splitkv import launches, ordered_call
-from attn_core.backends.triton_splitkv.launches import Tiles
 from attn_core.backends.triton_splitkv.shares import rows_of, splits, tiles
 from attn_core.call.masks import band
 from attn_core.call.pages import BITS
@@ -112,7 +112,7 @@ def lower(spec: AttentionSpec) -> dict[str, Any]:
         "STARTS": spec.paged is not None and spec.paged.starts,
         "KIND": KINDS[dtype],
         "RECENT": (spec.paged.recent if spec.paged else None) or 0,
-        **({} if spec.invariant is None else ordered_call.lower(spec)),
+        **({} if spec.invariant is None else settings_of(spec)),
     }
 
 
@@ -221,7 +221,7 @@ def program(spec: AttentionSpec, direction: str, with_dlse: bool = False) -> Ker
     from attn_core.backends.triton_splitkv import program as splitkv_program
 
     device = torch.cuda.current_device()
-    way = None if spec.invariant is None else ordered_call.how(spec, _multiprocessors(device))
+    way = None if spec.invariant is None else how(spec, _multiprocessors(device))
     return splitkv_program.program(spec, *_settings(spec, device), way)
 
 

@@ -16,8 +16,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn_core.backends.triton_splitkv.loads import read, read_scales, slot_at
-from attn_core.backends.triton_splitkv.merge_kernel import LN_2, LOG2_E, merge, raise_maximum  # noqa: F401
+from attn_core.backends.shared.in_order.loads import read, read_scales, slot_at
+from attn_core.backends.shared.in_order.running_maximum import LN_2, LOG2_E, raise_maximum
+from attn_core.backends.triton_splitkv.merge_kernel import merge  # noqa: F401
 from attn_core.backends.triton_splitkv.products import multiply, read_keys, read_values
 from attn_core.backends.triton_splitkv.recent_tiles import attend_to_ring, ring_of
 from attn_core.backends.triton_splitkv.scores import is_shown, logits_of, weights_of

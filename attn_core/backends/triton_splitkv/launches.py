@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
+from attn_core.backends.shared.in_order.order import Tiles
 from attn_core.backends.shared.pools import pools
 from attn_core.backends.shared.triton import Description, Direct
 from attn_core.call.spec import AttentionSpec
@@ -13,16 +14,6 @@ from attn_core.call.tensors import PagedInputs
 
 MOST_LAYOUTS = 64
 """The most strides that ``repeated`` remembers."""
-
-
-class Tiles(NamedTuple):
-    """A tile: queries (times the group) and keys, warps, stages of the pipeline, and the most registers of a thread."""
-
-    rows: int
-    keys: int
-    warps: int
-    stages: int
-    registers: int | None = None
 
 
 class Launches(NamedTuple):

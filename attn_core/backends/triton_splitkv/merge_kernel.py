@@ -1,4 +1,4 @@
-"""The Triton kernel that merges the shares of a sequence's keys, and the running maximum of both kernels.
+"""The Triton kernel that merges the shares of a sequence's keys.
 
 This module imports triton, so others import it only when they run.
 """
@@ -8,19 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-LOG2_E = tl.constexpr(1.4426950408889634)
-LN_2 = tl.constexpr(0.6931471805599453)
-
-
-@triton.jit
-def raise_maximum(top, other):
-    """Returns the new running maximum, the base to subtract, and the factor that rescales the sums so far.
-
-    The base is 0 instead of -inf, because -inf - -inf is NaN. All values are base-2 logarithms.
-    """
-    new = tl.maximum(top, other)
-    base = tl.where(new == float("-inf"), 0.0, new)
-    return new, base, tl.exp2(top - base)
+from attn_core.backends.shared.in_order.running_maximum import LN_2, LOG2_E, raise_maximum
 
 
 @triton.jit

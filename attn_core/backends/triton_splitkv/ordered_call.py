@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
-from typing import Any, NamedTuple
+from functools import cache
+from typing import Any
 
+from attn_core.backends.shared.in_order import merge
+from attn_core.backends.shared.in_order.order import PROVEN, How, blocks, how
 from attn_core.backends.shared.triton import Description, Direct, launch
-from attn_core.backends.triton_splitkv.launches import Launches, Tiles, are_near, operands_of
-from attn_core.backends.triton_splitkv.shares import order, ordered_shares, ordered_tiles
+from attn_core.backends.triton_splitkv.launches import Launches, are_near, operands_of
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import PagedInputs
-
-PROVEN = ("sm90",)
-"""The devices on which the products of all tiles were compared bit by bit."""
 
 
 def refusals(spec: AttentionSpec, device: str, kernel: str) -> list[str]:
@@ -29,29 +27,6 @@ def refusals(spec: AttentionSpec, device: str, kernel: str) -> list[str]:
     return [f"{what} with invariant={spec.invariant!r}: {kernel} has none" for what in lacks if lacks[what]]
 
 
-def lower(spec: AttentionSpec) -> dict[str, Any]:
-    """Returns the sizes that keep the order of sums, by the names of ``describe_same_bits``."""
-    sums = order(spec)
-    return {"tile_keys": sums.keys, "share_keys": sums.share}
-
-
-class How(NamedTuple):
-    """The launches of a call: tiles, partial results of each row (0 if none), keys of a share, and if one has all."""
-
-    tiles: Tiles
-    shares: int
-    share: int
-    one_share: bool
-
-
-@lru_cache(maxsize=4096)
-def how(spec: AttentionSpec, multiprocessors: int) -> How:
-    """Returns the launches of a call on a GPU of so many multiprocessors."""
-    share = order(spec).share
-    one_share = (spec.max_len_k or spec.kv_len) <= share
-    return How(ordered_tiles(spec), ordered_shares(spec, multiprocessors), share, one_share)
-
-
 def attend(spec: AttentionSpec, operands: tuple[Any, ...], settings: dict[str, Any], way: How) -> Description:
     """Returns the grid, the numbers and the constants of ``attend_in_order``.
 
@@ -64,7 +39,6 @@ def attend(spec: AttentionSpec, operands: tuple[Any, ...], settings: dict[str, A
     # The kernel indexes partial results by share first.
     out_strides = out.stride() if way.shares else (0, *out.stride())
     lse_strides = lse.stride() if way.shares else (0, *lse.stride())
-    blocks = -(-(spec.max_len_q or 1) * spec.group_size // tiles.rows)
     numbers = (
         *(settings["scale"], settings["softcap"]),
         *(spec.q_len, paged.num_pages, paged.width, settings["left"], settings["right"]),
@@ -82,15 +56,7 @@ def attend(spec: AttentionSpec, operands: tuple[Any, ...], settings: dict[str, A
         "enable_fp_fusion": False,
     }
     # Sequences times heads come first, because only the first axis of a grid may exceed 65535.
-    return ((spec.documents or 0) * spec.num_kv_heads, max(way.shares, 1), blocks), numbers, constants
-
-
-def merge(spec: AttentionSpec, operands: tuple[Any, ...], shares: int) -> Description:
-    """Returns the grid, the numbers and the constants of ``merge_in_order``."""
-    parts, part_lse, _, out, lse = operands
-    numbers = (shares, *parts.stride()[:3], *part_lse.stride()[:2], *out.stride()[:2], lse.stride(0))
-    constants = {"VALUE_DIM": spec.value_dim, "SINKS": spec.sinks, "num_warps": 1, "enable_fp_fusion": False}
-    return (spec.q_len, spec.num_heads, 1), numbers, constants
+    return ((spec.documents or 0) * spec.num_kv_heads, max(way.shares, 1), blocks(spec, tiles)), numbers, constants
 
 
 @cache
@@ -132,9 +98,7 @@ def forward(
     attend_at = launch(kernels.attend_in_order, key, operands, lambda: attend(spec, operands, settings, way))
     merge_at = None
     if way.shares:
-        merged = (parts, part_lse, sinks, out, lse)
-        merge_key = ("merge_in_order", spec, way, results, current)
-        merge_at = launch(kernels.merge_in_order, merge_key, merged, lambda: merge(spec, merged, way.shares))
+        merge_at = merge.launch_merge(spec, (parts, part_lse, sinks, out, lse), way.shares, current)
     if copied or attend_at is None or (way.shares and merge_at is None):
         return out, lse, None
     return out, lse, Launches(way.shares, _as_attend(attend_at), merge_at)

@@ -12,8 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from attn_core.backends.shared.in_order.loads import read
 from attn_core.backends.triton_splitkv import shares
-from attn_core.backends.triton_splitkv.loads import read
 
 TURNED_ROWS = tl.constexpr(shares.TURNED_ROWS)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from attn_core.backends.shared import triton_programs
+from attn_core.backends.shared.in_order import merge as merge_in_order
+from attn_core.backends.shared.in_order.order import How, Tiles
 from attn_core.backends.shared.kernel_programs import SCRATCH, Buffer, KernelProgram
 from attn_core.backends.triton_splitkv import launches, ordered_call
-from attn_core.backends.triton_splitkv.launches import Tiles
-from attn_core.backends.triton_splitkv.ordered_call import How
 from attn_core.call.spec import AttentionSpec
 from attn_core.paged.arguments import one_query_each
 
@@ -28,6 +28,7 @@ def program(
         settings, tiles, count: the numbers of the kernel, its tiles, and into how many parts each sequence is split.
         way: the launches of a call with ``invariant``, in place of tiles and count.
     """
+    from attn_core.backends.shared.in_order import merge_kernel
     from attn_core.backends.triton_splitkv import kernels, ordered_kernels
 
     if way is not None:
@@ -60,7 +61,7 @@ def program(
         merge = kernels.merge, lambda t: launches.merge(spec, tuple(t), tiles, count)
     else:
         attend = ordered_kernels.attend_in_order, lambda t: ordered_call.attend(spec, tuple(t), settings, way)
-        merge = ordered_kernels.merge_in_order, lambda t: ordered_call.merge(spec, tuple(t), count)
+        merge = merge_kernel.merge_in_order, lambda t: merge_in_order.describe(spec, tuple(t), count)
     steps = [step(attend[0], reads, writes, attend[1])]
     if count > 1:
         steps.append(step(merge[0], [*writes, reads[6]], ["out", "lse"], merge[1]))

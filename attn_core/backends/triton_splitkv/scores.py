@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn_core.backends.triton_splitkv.merge_kernel import LOG2_E, raise_maximum
+from attn_core.backends.shared.in_order.running_maximum import LOG2_E, raise_maximum
 
 
 @triton.jit

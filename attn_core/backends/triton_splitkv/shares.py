@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-from attn_core.backends.shared.kernel_limits import GRID_LIMIT
-from attn_core.backends.triton_splitkv.launches import Tiles
+from attn_core.backends.shared.in_order.order import Tiles
 from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
 
@@ -98,50 +95,3 @@ def _fewest_rounds(programs: int, at_once: int, least: int = 1) -> int:
     """
     times = {count: -(-programs * count // at_once) / count for count in range(least, MOST_SPLITS + 1)}
     return min(count for count, time in times.items() if time <= 1.05 * min(times.values()))
-
-
-class Order(NamedTuple):
-    """What decides the order of a row's sums over its keys, and the launches that keep it.
-
-    Attributes:
-        keys: of a tile. share: keys of a share, a multiple of keys.
-        launches: tiles of rows, by ascending rows. Each has a warp for each 16 rows.
-    """
-
-    keys: int
-    share: int
-    launches: tuple[Tiles, ...]
-
-
-NARROW = Order(64, 1024, (Tiles(16, 64, 1, 2), Tiles(64, 64, 4, 2)))
-"""For widths up to 128: of ten that were tried on an H200, the fastest in chunks, and nearly so in decoding. Bits were
-equal in all of them."""
-WIDE = Order(32, 1024, (Tiles(64, 32, 4, 2),))
-FEW_PROGRAMS = 8
-"""Below so many programs for each multiprocessor every share of a sequence has a program of its own."""
-PARTIAL_BYTES = 2**27
-"""The most bytes of partial results. A call that would need more adds its shares within one program."""
-
-
-def order(spec: AttentionSpec) -> Order:
-    """Returns the order of a call with ``invariant``: nothing but the widths decides, so no batch or chunk does."""
-    return NARROW if max(spec.head_dim, spec.value_dim) <= 128 else WIDE
-
-
-def ordered_tiles(spec: AttentionSpec) -> Tiles:
-    """Returns the smallest tile that has all queries of a sequence and group, else the largest; bits are the same."""
-    rows, launches = (spec.max_len_q or 1) * spec.group_size, order(spec).launches
-    return next((tiles for tiles in launches if tiles.rows >= rows), launches[-1])
-
-
-def ordered_shares(spec: AttentionSpec, multiprocessors: int) -> int:
-    """Returns how many programs share the keys of a row; 0 if one adds all shares. Bits are the same."""
-    tiles, share, queries, edge = ordered_tiles(spec), order(spec).share, spec.max_len_q or 1, band(spec)
-    count = -(-(spec.max_len_k or spec.kv_len) // share)
-    if edge.left is not None and edge.right is not None:  # the keys of a tile of rows, which begin anywhere in a share
-        reach = edge.left + edge.right + tiles.rows // spec.group_size + 2
-        count = min(count, -(-reach // share) + 1)
-    programs = (spec.documents or 1) * spec.num_kv_heads * -(-queries * spec.group_size // tiles.rows)
-    size = 4 * count * spec.q_len * spec.num_heads * spec.value_dim
-    few = programs < FEW_PROGRAMS * multiprocessors and size <= PARTIAL_BYTES and count <= GRID_LIMIT
-    return count if few and count > 1 else 0

@@ -1,4 +1,4 @@
-"""The sums of ``ordered_kernels``: tiles of keys into a share's partial result, and shares into the result.
+"""The sums of ``rows``: tiles of keys into a share's partial result, and shares into the result.
 
 A tile or share in which a row sees nothing changes none of its bits, because its weights are 0 and its ``fade`` is 1.
 A row's sums over keys are within one warp, in the same order for all numbers of rows, if a launch has a warp for each
@@ -12,8 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn_core.backends.triton_splitkv.loads import read, slot_at
-from attn_core.backends.triton_splitkv.merge_kernel import LN_2, LOG2_E, raise_maximum
+from attn_core.backends.shared.in_order.loads import key_slots, read, slots_at
+from attn_core.backends.shared.in_order.running_maximum import LN_2, LOG2_E, raise_maximum
 
 
 @triton.jit
@@ -65,7 +65,8 @@ def attend_to_share(
 
     Args:
         diagonal: the key at each query's own position; it, start, border and stop count from the first visible key.
-        pools: the address of a head's keys and their strides by page and slot, and the same of its values.
+        pools: the address of a head's keys and their strides by page and slot, and the same of its values. PAGE is 0 if
+            keys are not in pages: then slots count from the sequence's first key, and there is no table.
         border: a multiple of KEYS; every row sees the keys from start to there, if LEFT_OPEN.
         numbers: (scale, softcap, left, right, origin, num_pages); origin is the place of the first visible key.
     """
@@ -80,10 +81,8 @@ def attend_to_share(
         for at in range(border if masked and LEFT_OPEN else start, stop if masked else border, KEYS):
             key = at + tl.arange(0, KEYS)
             is_key = key < stop
-            place = origin + key
-            page = read(table + place // PAGE, is_key, not masked)
-            page = tl.minimum(tl.maximum(page, 0), num_pages - 1)
-            keys_at = k_at + slot_at(page, place % PAGE, k_page, k_slot, NEAR, 8)[None, :] + channel[:, None]
+            page, slot = key_slots(table, origin + key, is_key, num_pages, not masked, PAGE)
+            keys_at = k_at + slots_at(page, slot, k_page, k_slot, NEAR, PAGE)[None, :] + channel[:, None]
             scores = tl.dot(queries_tile, read(keys_at, is_key[None, :], not masked))
             distance = key[None, :] - diagonal[:, None]
             factor = to_logits
@@ -105,7 +104,7 @@ def attend_to_share(
             shift = tl.broadcast_to(-base[:, None], scores.shape)
             weights = tl.exp2(tl.fma(scores, tl.full(scores.shape, 1.0, tl.float32) * factor, shift))
             total = tl.fma(total, fade, tl.sum(weights, 1))
-            values_at = v_at + slot_at(page, place % PAGE, v_page, v_slot, NEAR, 8)[:, None]
+            values_at = v_at + slots_at(page, slot, v_page, v_slot, NEAR, PAGE)[:, None]
             values = read(values_at + value_channel[None, :], is_key[:, None], not masked)
             summed = tl.dot(weights.to(values.dtype), values, summed * fade[:, None])
     empty = total == 0.0

@@ -1,4 +1,4 @@
-"""Where the kernel for pages reads: the addresses of slots, and loads of what exists.
+"""Where kernels read keys and values: the addresses of slots, and loads of what exists.
 
 This module imports triton, so others import it only when they run.
 """
@@ -31,6 +31,30 @@ def read(at, exists, ALL: tl.constexpr):
     else:
         loaded = tl.load(at, mask=exists, other=0.0)  # 0 cannot become a float8
     return loaded
+
+
+@triton.jit
+def key_slots(table, place, is_key, num_pages, ALL: tl.constexpr, PAGE: tl.constexpr):
+    """Returns the page and the slot of keys at places of a sequence; page 0 if PAGE is 0, without pages."""
+    if PAGE == 0:
+        page, slot = 0, place
+    else:
+        page = read(table + place // PAGE, is_key, ALL)
+        page = tl.minimum(tl.maximum(page, 0), num_pages - 1)
+        slot = place % PAGE
+    return page, slot
+
+
+@triton.jit
+def slots_at(page, slot, by_page, by_slot, NEAR: tl.constexpr, PAGE: tl.constexpr):
+    """Returns where slots begin. With pages, or if NEAR, strides are multiples of 8."""
+    if PAGE > 0:
+        at = slot_at(page, slot, by_page, by_slot, NEAR, 8)
+    elif NEAR:
+        at = (slot * (by_slot // 8)).to(tl.int64) * 8
+    else:
+        at = slot.to(tl.int64) * by_slot
+    return at
 
 
 @triton.jit
