@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from paged_specs import spec_of
 from sm90_code import compiled
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from attn_core import AttentionSpec
 from attn_core.backends.shared import triton_programs
 from attn_core.backends.triton_splitkv import backend as triton_splitkv
-from attn_core.backends.triton_splitkv import program
+from attn_core.backends.triton_splitkv import launches, program
 
 TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32", "int8": "i8", "uint8": "u8"}
 TYPES |= {"float8_e4m3fn": "fp8e4nv"}
@@ -70,19 +71,30 @@ def test_small_tiles_are_columns_of_products(codes: Any) -> None:
     assert "warpsPerCTA = [1, 2], instrShape = [16, 8]" in straight.asm["ttgir"]
 
 
-def test_two_programs_of_drafts_fit_on_a_multiprocessor(codes: Any) -> None:
-    """Of 65536 registers, and of 227 KiB of shared memory."""
-    attend, _ = codes(spec_of(batch=8, new=16, num_heads=64))
+def test_two_programs_of_drafts_fit_on_a_multiprocessor(codes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 65536 registers, and of 227 KiB of shared memory. The kernel that merges starts early, and waits first."""
+    monkeypatch.setattr(launches, "starts_early", lambda tensor, tile: tile.registers is not None)
+    attend, merge = codes(spec_of(batch=8, new=16, num_heads=64))
     assert "wgmma" in attend.asm["ptx"] and ".maxnreg 128" in attend.asm["ptx"]
     assert attend.metadata.num_warps == 8 and attend.metadata.shared <= 113 * 1024
+    assert "griddepcontrol.launch_dependents" in attend.asm["ptx"] and merge.metadata.launch_pdl
+    assert 0 < merge.asm["ptx"].index("griddepcontrol.wait") < merge.asm["ptx"].index("ld.global")
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+def test_merge_starts_early_with_large_tiles_on_gpus_that_can(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    drafts, decoding = spec_of(batch=8, new=16, num_heads=64), spec_of()
+    tensor = SimpleNamespace(is_cuda=True, device="cuda")
+    assert launches.starts_early(tensor, triton_splitkv.tiles(drafts)) == (capability == (9, 0))
+    assert not launches.starts_early(tensor, triton_splitkv.tiles(decoding))
+    assert not launches.starts_early(torch.empty(1), triton_splitkv.tiles(drafts))
 
 
 @pytest.mark.parametrize(("count", "heads"), [(2, 4), (5, 1)])
 def test_a_program_that_merges_has_several_heads_if_splits_are_few(count: int, heads: int) -> None:
-    import torch
-
-    from attn_core.backends.triton_splitkv import launches
-
     def described(spec: AttentionSpec) -> Any:
         parts, lse = torch.empty(count, *spec.out_shape), torch.empty(count, *spec.lse_shape)
         return launches.merge(spec, (parts, lse, lse, parts[0], lse[0]), triton_splitkv.tiles(spec), count)
