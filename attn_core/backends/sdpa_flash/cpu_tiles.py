@@ -136,7 +136,7 @@ def _containing(kernel: Kernel) -> Kernel:
         if not is_causal:
             return kernel(q, k, v, False)
         broken = ~(k.isfinite() & v.isfinite()).all(3).all(1).all(0)  # [keys]
-        place, results = torch.arange(k.shape[2])[:, None], []
+        place, results = torch.arange(k.shape[2], device=k.device)[:, None], []
         for first, last in pairwise([0, *broken.nonzero().flatten().tolist(), k.shape[2]]):
             out, lse = kernel(q, *(torch.where(place < last, each, 0.0) for each in (k, v)), True)
             results.append((out[:, :, first:last], lse[:, :, first:last]))
