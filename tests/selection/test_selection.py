@@ -314,7 +314,14 @@ def test_approximate_backends_are_never_chosen_automatically(framework: str, dev
     assert explain(half, Target(framework, device, everything_else_missing)).backend is None
 
 
-_NEVER_RUN = {"flashinfer", "torch_varlen", "sage_fp16_cuda", "sage_fp16_triton", "sage_fp8_cuda", "sage_fp8_cuda_sm90"}
+_NEVER_RUN = {
+    "flashinfer",
+    "torch_varlen",
+    "sage_fp16_cuda",
+    "sage_fp16_triton",
+    "sage_fp8_cuda",
+    "sage_fp8_cuda_sm90",
+} | {"triton_ordered"}
 UNPROVEN = {"cuda": _NEVER_RUN, "rocm": {"flash2", "sdpa_flash"}, "tpu": {"jax_splash"}}
 
 
@@ -575,7 +582,8 @@ def test_the_explanation_on_a_gpu() -> None:
             "  flash2\n"
             "  flex\n"
             "  math\n"
-            "  by name only: flash3_fp8, triton_jvp, triton_ordered\n"
+            "  by name only: flash3_fp8, triton_jvp\n"
+            "  by name only, never run on a GPU by this project: triton_ordered\n"
             "one change away:\n"
             "  sdpa_cudnn      softcap=50.0: cuDNN attention has none\n"
             "  sdpa_flash      softcap=50.0: the aten CUDA flash kernel has none\n"

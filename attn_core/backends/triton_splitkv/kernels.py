@@ -141,8 +141,7 @@ def attend(
     if begin >= queries * GROUP:  # the grid is sized for the longest sequence
         return
     row = begin + tl.arange(0, ROWS)
-    query = row // GROUP
-    head = kv_head * GROUP + row % GROUP
+    query, head = row // GROUP, kv_head * GROUP + row % GROUP
     is_row = query < queries
     token = (first + query).to(tl.int64)
     diagonal = query + length - queries  # the key at the query's own position
@@ -155,9 +154,9 @@ def attend(
     high = tl.minimum(last_query + length - queries + right + 1, length)
     tiles = tl.maximum(high - low + KEYS - 1, 0) // KEYS
     # Round up, so that all splits together cover every tile; the last splits may have none.
-    share = (tiles + SPLITS - 1) // SPLITS
-    start = low + split * share * KEYS
-    end = tl.minimum(start + share * KEYS, high)
+    share = (tiles + SPLITS - 1) // SPLITS * KEYS
+    start = low + split * share
+    end = tl.minimum(start + share, high)
     stop = end
     if RECENT:  # keys from the new stop on are in the ring
         ring, stop = ring_of(recent_rows, sequence, rings, length, start, end, RECENT)
@@ -201,8 +200,8 @@ def attend(
             page = tl.minimum(tl.maximum(page, 0), num_pages - 1)
             slot = key % PAGE
             keys_at = slot_at(page, slot, k_page, k_slot, NEAR, 8)
-            keys_tile = read_keys(k_at, place_of_key, keys_at, is_key, part == 0 and LEFT_OPEN, ROWS)
-            key_parts = key_numbers(keys_tile, KIND, ASSEMBLY)
+            stored = read_keys(k_at, place_of_key, keys_at, is_key, part == 0 and LEFT_OPEN, ROWS)
+            key_parts = key_numbers(stored, KIND, ASSEMBLY)
             scores = tl.zeros([ROWS, KEYS], tl.float32)
             for i in tl.static_range(parts):
                 scores = multiply(queries_tile[i], key_parts[i], scores)
@@ -224,10 +223,10 @@ def attend(
                 value_scale = read_scales(v_scale_at, is_key, page, slot, v_scale_page, v_scale_slot, NEAR)
                 weights, fade, largest_scale = scale_weights(weights, fade, value_scale, largest_scale)
             values_at = slot_at(page, slot, v_page, v_slot, NEAR, 8)
-            values_tile = read_values(v_at, place_of_value, values_at, is_key, part == 0 and LEFT_OPEN, ROWS)
+            stored = read_values(v_at, place_of_value, values_at, is_key, part == 0 and LEFT_OPEN, ROWS)
             # The tensor cores take both operands in one dtype. The sum stays float32.
             weights = weights.to(queries_tile[0].dtype)  # type: ignore[misc]
-            numbers = value_numbers(values_tile, KIND, ASSEMBLY)
+            numbers = value_numbers(stored, KIND, ASSEMBLY)
             added = ()
             for i in tl.static_range(parts):
                 added += (multiply(weights, numbers[i], summed[i] * fade[:, None]),)  # type: ignore[assignment]
