@@ -100,7 +100,8 @@ order of torch's kernels, so that the same call gives the same bits in both unle
 ``attn_core.selection.preference`` refines the order by the shape of the call."""
 
 IN_ORDER = {"cuda": "triton_ordered"}
-"""By kind of device, the backend that is a candidate only for calls with ``invariant``, after all faster ones."""
+"""By kind of device, the backend that is a candidate only for calls with ``invariant``, after all faster ones. While it
+is unproven, it is no candidate."""
 
 DECODING = "triton_splitkv"
 _PAGED = ("flash3", "flash4", "flash2", DECODING)

@@ -200,8 +200,8 @@ def tensors_of(spec: AttentionSpec, *, seed: int = 0) -> list[Any]:
     """q, k, v and dout on the GPU, and sinks."""
     generator = torch.Generator("cuda").manual_seed(seed)
     shapes = [tuple(each.shape) for each in operands(spec)[:4]]
-    made = [torch.randn(shape, generator=generator, device="cuda").to(getattr(torch, spec.dtype)) for shape in shapes]
-    return [*made, torch.linspace(-1.0, 1.0, spec.num_heads, device="cuda") if spec.sinks else None]
+    arrays = [torch.randn(shape, generator=generator, device="cuda").to(getattr(torch, spec.dtype)) for shape in shapes]
+    return [*arrays, torch.linspace(-1.0, 1.0, spec.num_heads, device="cuda") if spec.sinks else None]
 
 
 def trained(spec: AttentionSpec, tensors: list[Any], **options: Any) -> list[Any]:
@@ -220,10 +220,10 @@ def test_numbers_and_gradients_on_a_gpu(name: str) -> None:
     """Beside the math backend in float64."""
     spec = spec_of(**{"batch": 2, "num_heads": 8, "num_kv_heads": 2, **SHAPES[name]})
     tensors = tensors_of(spec)
-    found = trained(spec, tensors, backend="triton_ordered", invariant="prefix")
-    assert all(map(torch.equal, found, trained(spec, tensors, backend="triton_ordered", invariant="prefix")))
+    actual = trained(spec, tensors, backend="triton_ordered", invariant="prefix")
+    assert all(map(torch.equal, actual, trained(spec, tensors, backend="triton_ordered", invariant="prefix")))
     exact = trained(spec, [each if each is None else each.double() for each in tensors], backend="math")
-    for result, right in zip(found, exact, strict=True):
+    for result, right in zip(actual, exact, strict=True):
         error = (result.double() - right).norm() / right.norm()
         assert error < (1e-5 if result.dtype == torch.float32 else 1e-2 if spec.dtype == "bfloat16" else 2e-3)
 

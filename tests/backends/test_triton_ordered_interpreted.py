@@ -118,9 +118,9 @@ def computed(call: Call, spec: AttentionSpec | None = None) -> dict[str, np.ndar
     out, lse = triton_ordered.forward(spec, inputs, into)
     assert out is into[0] and lse is into[1]
     dlse = tensor(call.dlse, "float32") if spec.return_lse else None
-    found = triton_ordered.backward(spec, inputs, out, lse, tensor(call.dout, spec.dtype), dlse, into_gradients)
-    assert all(one is other for one, other in zip(found[:3], into_gradients[:3], strict=True))
-    named = {"out": out, "lse": lse, "dq": found.dq, "dk": found.dk, "dv": found.dv, "dsinks": found.dsinks}
+    actual = triton_ordered.backward(spec, inputs, out, lse, tensor(call.dout, spec.dtype), dlse, into_gradients)
+    assert all(one is other for one, other in zip(actual[:3], into_gradients[:3], strict=True))
+    named = {"out": out, "lse": lse, "dq": actual.dq, "dk": actual.dk, "dv": actual.dv, "dsinks": actual.dsinks}
     return {name: each.double().numpy() for name, each in named.items() if each is not None}
 
 
@@ -129,15 +129,15 @@ def judged(call: Call, results: dict[str, np.ndarray]) -> accuracy.Accuracy:
 
     dlse = call.dlse if call.spec.return_lse else None
     expected = accuracy.expect(call.spec, call.inputs, dout=call.dout, dlse=dlse)
-    lse, found = results["lse"], Gradients(**{name: each for name, each in results.items() if name.startswith("d")})
+    lse, actual = results["lse"], Gradients(**{name: each for name, each in results.items() if name.startswith("d")})
     if call.spec.sinks:  # a caller gets the sink of a row that sees no key, and its gradient
         alone = lse == -np.inf
         lse = np.where(alone, reference.softmax(call.spec, call.inputs).sink[0], lse)
         if dlse is not None:
-            found = found._replace(
-                dsinks=found.dsinks + np.where(alone, dlse, 0.0).sum(-1).reshape(-1, lse.shape[-2]).sum(0)
+            actual = actual._replace(
+                dsinks=actual.dsinks + np.where(alone, dlse, 0.0).sum(-1).reshape(-1, lse.shape[-2]).sum(0)
             )
-    return expected.judge(out=results["out"], lse=lse, gradients=found)
+    return expected.judge(out=results["out"], lse=lse, gradients=actual)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -215,8 +215,8 @@ def test_any_strides_give_the_same_bits() -> None:
     stepped = [each.repeat_interleave(2, -1)[..., ::2] for each in inputs[:3]]
     sliced = [torch.nn.functional.pad(each, (1, 2))[..., 1:-2] for each in (*inputs[:3], dout)]
     for tensors_of in (heads_outside, stepped, sliced[:3]):
-        found = results_of(call, inputs._replace(**dict(zip("qkv", tensors_of, strict=True))), sliced[3])
-        assert all(map(torch.equal, found, expected))
+        actual = results_of(call, inputs._replace(**dict(zip("qkv", tensors_of, strict=True))), sliced[3])
+        assert all(map(torch.equal, actual, expected))
 
 
 def test_a_gradient_of_a_row_that_sees_no_key_has_no_effect() -> None:
@@ -226,8 +226,8 @@ def test_a_gradient_of_a_row_that_sees_no_key_has_no_effect() -> None:
     hidden = expected[1] == -torch.inf
     assert hidden[:, :, :46].all() and not hidden[:, :, 46:].any()
     dout[:, :46] = torch.nan
-    found = results_of(call, inputs, dout)
-    assert all(map(torch.equal, found, expected)) and not found[2][:, :46].any()
+    actual = results_of(call, inputs, dout)
+    assert all(map(torch.equal, actual, expected)) and not actual[2][:, :46].any()
 
 
 def test_nan_stays_in_its_document() -> None:
@@ -236,11 +236,11 @@ def test_nan_stays_in_its_document() -> None:
     right = results_of(call, inputs)
     broken = inputs._replace(k=inputs.k.clone(), v=inputs.v.clone())
     broken.k[-1] = broken.v[-1] = torch.nan  # the last key of the third document, whose queries are tokens 33 to 69
-    found = results_of(call, broken)
-    assert found[0][69].isnan().all()
+    actual = results_of(call, broken)
+    assert actual[0][69].isnan().all()
     for clean in (slice(0, 33), slice(70, None)):
-        assert torch.equal(found[0][clean], right[0][clean]) and torch.equal(found[2][clean], right[2][clean])
-    assert all(torch.equal(one[:28], other[:28]) for one, other in zip(found[3:], right[3:], strict=True))
+        assert torch.equal(actual[0][clean], right[0][clean]) and torch.equal(actual[2][clean], right[2][clean])
+    assert all(torch.equal(one[:28], other[:28]) for one, other in zip(actual[3:], right[3:], strict=True))
 
 
 def test_offsets_that_lie_lead_nowhere_outside() -> None:
@@ -338,8 +338,8 @@ def in_call(kind: Kind, documents: list[dict[str, np.ndarray]], packs: bool) -> 
     order.how.cache_clear()
     out, lse = triton_ordered.forward(spec, inputs)
     sums = Gradients(*(torch.zeros(each.shape) for each in inputs[:3]))  # float16 would hide most differences
-    found = triton_ordered.backward(spec, inputs, out, lse, arrays["dout"], None, sums)
-    named = {"out": out, "lse": lse, "dq": found.dq, "dk": found.dk, "dv": found.dv}
+    actual = triton_ordered.backward(spec, inputs, out, lse, arrays["dout"], None, sums)
+    named = {"out": out, "lse": lse, "dq": actual.dq, "dk": actual.dk, "dv": actual.dv}
     results = {name: _numpy(each) for name, each in named.items()}
     if not packs:
         return [{name: array[at] for name, array in results.items()} for at in range(len(documents))]
@@ -416,11 +416,11 @@ def test_a_program_for_jax_has_the_results_of_torch(name: str, few: int, small: 
     settings = launches.settings_of(spec)
     forward = executed(program.forward(spec, settings, 1), arrays)
     assert torch.equal(forward["out"], out) and torch.equal(forward["lse"], lse)
-    found = executed(
+    actual = executed(
         program.backward(spec, settings, True), arrays | {"out": out, "lse": lse, "dout": dout, "dlse": dlse}
     )
     for name, each in expected._asdict().items():
-        assert each is None or torch.equal(found[name].to(each.dtype), each), name
+        assert each is None or torch.equal(actual[name].to(each.dtype), each), name
 
 
 def executed(program: Any, arrays: dict[str, Any]) -> dict[str, Any]:
@@ -476,7 +476,7 @@ def test_both_frontends_reach_it(packed: bool, small: pytest.MonkeyPatch) -> Non
     learned = [torch.from_numpy(each).requires_grad_() for each in (q, k, v)]
     out, lse = torch_frontend.attention(*learned, seq_info=info, **options)
     ones = torch.ones_like(lse)
-    found = [out, lse, *torch.autograd.grad((out, lse), learned, (torch.from_numpy(dout), ones))]
+    actual = [out, lse, *torch.autograd.grad((out, lse), learned, (torch.from_numpy(dout), ones))]
 
     def attend(*arrays: Any) -> Any:
         return jax_frontend.attention(*arrays, seq_info=info, **options)
@@ -486,7 +486,7 @@ def test_both_frontends_reach_it(packed: bool, small: pytest.MonkeyPatch) -> Non
         results, pull = jax.vjp(attend, q, k, v)
         return *results, *pull((dout, jnp.ones_like(results[1])))
 
-    for one, other in zip(found, program(q, k, v, dout), strict=True):
+    for one, other in zip(actual, program(q, k, v, dout), strict=True):
         assert np.array_equal(_numpy(one), np.asarray(other))
     exact = torch_frontend.attention(*[each.double() for each in learned], seq_info=info, causal=True, backend="math")
     torch.testing.assert_close(out.double(), exact, rtol=1e-2, atol=1e-3)

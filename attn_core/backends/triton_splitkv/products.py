@@ -33,18 +33,20 @@ def multiply(rows, columns, added):
 @triton.jit
 def read_keys(address, channel, slots, is_key, ALL: tl.constexpr, ROWS: tl.constexpr):
     """Reads channels of keys at slots, as columns of a product with ROWS queries. ALL: every key exists."""
-    if ROWS == TURNED_ROWS:
-        tile = read(address + slots[:, None] + channel[None, :], is_key[:, None], ALL)
-    else:
-        tile = read(address + slots[None, :] + channel[:, None], is_key[None, :], ALL)
-    return tile
+    return _read_tile(address, channel, slots, is_key, ALL, ROWS == TURNED_ROWS)
 
 
 @triton.jit
 def read_values(address, channel, slots, is_key, ALL: tl.constexpr, ROWS: tl.constexpr):
     """Reads channels of values at slots, as columns of a product with the weights of ROWS queries."""
-    if ROWS == TURNED_ROWS:
-        tile = read(address + slots[None, :] + channel[:, None], is_key[None, :], ALL)
-    else:
+    return _read_tile(address, channel, slots, is_key, ALL, ROWS != TURNED_ROWS)
+
+
+@triton.jit
+def _read_tile(address, channel, slots, is_key, ALL: tl.constexpr, KEYS_FIRST: tl.constexpr):
+    """Reads ``[keys, channels]`` with KEYS_FIRST, else ``[channels, keys]``."""
+    if KEYS_FIRST:
         tile = read(address + slots[:, None] + channel[None, :], is_key[:, None], ALL)
+    else:
+        tile = read(address + slots[None, :] + channel[:, None], is_key[None, :], ALL)
     return tile

@@ -127,18 +127,9 @@ def key_numbers(stored, KIND: tl.constexpr, ASSEMBLY: tl.constexpr):
     """
     if KIND == 0:
         return (stored,)
-    elif ASSEMBLY and KIND == INT4:
-        return tl.inline_asm_elementwise(
-            _INT4_KEYS,
-            "=&r,=&r,=&r,=&r,r",
-            [stored],
-            (tl.float16, tl.float16, tl.float16, tl.float16),
-            is_pure=True,
-            pack=2,
-        )
     elif ASSEMBLY:
-        code: tl.constexpr = _INT8_KEYS if KIND == INT8 else _FLOAT8_KEYS
-        return tl.inline_asm_elementwise(code, "=&r,=&r,r", [stored], (tl.float16, tl.float16), is_pure=True, pack=2)
+        code: tl.constexpr = _INT4_KEYS if KIND == INT4 else _INT8_KEYS if KIND == INT8 else _FLOAT8_KEYS
+        return _assembled(stored, code, KIND)
     else:
         numbers = value_numbers(stored, KIND, False)
         if KIND == INT4:
@@ -148,6 +139,16 @@ def key_numbers(stored, KIND: tl.constexpr, ASSEMBLY: tl.constexpr):
             return (_raised(numbers[0], 128.0), _raised(numbers[1], 128.0))
         else:
             return numbers
+
+
+@triton.jit
+def _assembled(stored, code: tl.constexpr, KIND: tl.constexpr):
+    """Returns the parts that PTX makes of pairs of words."""
+    if KIND == INT4:
+        kinds: tl.constexpr = (tl.float16, tl.float16, tl.float16, tl.float16)
+        return tl.inline_asm_elementwise(code, "=&r,=&r,=&r,=&r,r", [stored], kinds, is_pure=True, pack=2)
+    else:
+        return tl.inline_asm_elementwise(code, "=&r,=&r,r", [stored], (tl.float16, tl.float16), is_pure=True, pack=2)
 
 
 @triton.jit
@@ -161,18 +162,9 @@ def value_numbers(stored, KIND: tl.constexpr, ASSEMBLY: tl.constexpr):
     """Returns the parts of a tile of stored values as numbers: one part, or a part for each number of a word."""
     if KIND == 0:
         return (stored,)
-    elif ASSEMBLY and KIND == INT4:
-        return tl.inline_asm_elementwise(
-            _INT4_VALUES,
-            "=&r,=&r,=&r,=&r,r",
-            [stored],
-            (tl.float16, tl.float16, tl.float16, tl.float16),
-            is_pure=True,
-            pack=2,
-        )
     elif ASSEMBLY:
-        code: tl.constexpr = _INT8_VALUES if KIND == INT8 else _FLOAT8_VALUES
-        return tl.inline_asm_elementwise(code, "=&r,=&r,r", [stored], (tl.float16, tl.float16), is_pure=True, pack=2)
+        code: tl.constexpr = _INT4_VALUES if KIND == INT4 else _INT8_VALUES if KIND == INT8 else _FLOAT8_VALUES
+        return _assembled(stored, code, KIND)
     else:
         first, second = stored.to(tl.int8), (stored >> 8).to(tl.int8)
         if KIND == INT4:
