@@ -100,8 +100,7 @@ order of torch's kernels, so that the same call gives the same bits in both unle
 ``attn_core.selection.preference`` refines the order by the shape of the call."""
 
 IN_ORDER = {"cuda": "triton_ordered"}
-"""By kind of device, the backend that is a candidate only for calls with ``invariant``, after all faster ones. While it
-is unproven, it is no candidate."""
+"""By kind of device, the backend that, once proven, is a candidate for calls with ``invariant``, after faster ones."""
 
 DECODING = "triton_splitkv"
 _PAGED = ("flash3", "flash4", "flash2", DECODING)
