@@ -54,11 +54,15 @@ Rates = tuple[str, float, float, tuple[float, ...]]
 
 def order(spec: AttentionSpec, framework: str, device: str) -> tuple[str, ...]:
     """Returns the candidates for automatic choice, best first. The same in a process for the same arguments."""
-    names = _order(spec, framework, device)
-    in_order = backends.IN_ORDER.get(backends.kind_of(device))
-    if spec.invariant is None or spec.paged is not None or in_order is None:
-        return names
-    if backends.load(in_order, backends.kind_of(device)).FORWARD.unproven:  # by name only
+    if spec.invariant is not None and spec.paged is None:
+        return _order_of_equal_bits(framework, backends.kind_of(device))
+    return _order(spec, framework, device)
+
+
+def _order_of_equal_bits(framework: str, kind: str) -> tuple[str, ...]:
+    """Returns the candidates with ``invariant``. They must not depend on shapes, because backends round differently."""
+    names, in_order = backends.usual_order(framework, kind), backends.IN_ORDER.get(kind)
+    if in_order is None:
         return names
     fast = [name for name in names if name not in ("jax_xla", "math")]
     return (*fast, in_order, *(name for name in names if name not in fast))

@@ -35,16 +35,10 @@ PACKED = {"batch": 1, "documents": 5, "max_len_q": 4096, "max_len_k": 4096}
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
-@pytest.mark.parametrize("unproven", [True, False])
-def test_it_is_the_choice_for_prefix_once_it_is_proven_and_never_without_a_promise(
-    framework: str, unproven: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert triton_ordered.FORWARD.unproven, "by name only, because it never ran on a GPU"
-    monkeypatch.setattr(triton_ordered, "FORWARD", replace(triton_ordered.FORWARD, unproven=unproven))
+def test_it_is_the_choice_for_prefix_and_never_without_a_promise(framework: str) -> None:
     for fields in ({}, PACKED, {"softcap": 3.0, "sinks": True, "window": (99, 0)}, {"alibi_shape": (32,)}):
         spec, target = spec_of(**fields), Target(framework, "sm90")
-        assert ("triton_ordered" in preference.order(spec, framework, "sm90")) != unproven
-        assert explain(spec, target, "triton_ordered").reasons("triton_ordered") == ()
+        assert explain(spec, target).backend == "triton_ordered"
         assert "triton_ordered" not in preference.order(replace(spec, invariant=None), framework, "sm90")
         assert explain(replace(spec, invariant=None), target, "triton_ordered").backend == "triton_ordered"
     assert explain(spec_of(invariant="batch"), Target(framework, "sm90")).backend == "flash4"

@@ -321,7 +321,7 @@ _NEVER_RUN = {
     "sage_fp16_triton",
     "sage_fp8_cuda",
     "sage_fp8_cuda_sm90",
-} | {"triton_ordered"}
+}
 UNPROVEN = {"cuda": _NEVER_RUN, "rocm": {"flash2", "sdpa_flash"}, "tpu": {"jax_splash"}}
 
 
@@ -582,8 +582,7 @@ def test_the_explanation_on_a_gpu() -> None:
             "  flash2\n"
             "  flex\n"
             "  math\n"
-            "  by name only: flash3_fp8, triton_jvp\n"
-            "  by name only, never run on a GPU by this project: triton_ordered\n"
+            "  by name only: flash3_fp8, triton_jvp, triton_ordered\n"
             "one change away:\n"
             "  sdpa_cudnn      softcap=50.0: cuDNN attention has none\n"
             "  sdpa_flash      softcap=50.0: the aten CUDA flash kernel has none\n"

@@ -27,7 +27,6 @@ FRAMEWORK = "torch"
 REQUIRES = "triton>=3.6"
 
 FORWARD = Support(
-    unproven=True,
     kernel="the Triton kernel of one order",
     devices=order.PROVEN,
     dtypes=("bfloat16", "float16"),
