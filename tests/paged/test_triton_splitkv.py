@@ -87,7 +87,7 @@ def test_the_numbers_that_the_kernels_receive() -> None:
     assert triton_splitkv.lower(spec_of(softcap=20.0, window=(5, None), sinks=True, scale=0.3)) == {
         **{"scale": 0.3, "softcap": 20.0, "left": 5, "right": 0},
         **{"ONE_QUERY": True, "SOFTCAP": True, "SINKS": True, "RANGES": 0, "ALIBI": False, "STARTS": False},
-        **{"LEFT_OPEN": False, "KIND": 0, "RECENT": 0},
+        **{"LEFT_OPEN": False, "FUSED": False, "KIND": 0, "RECENT": 0},
     }
     assert triton_splitkv.lower(spec_of(alibi_shape=(64, 32)))["ALIBI"]
     assert triton_splitkv.lower(with_starts())["STARTS"]

@@ -108,12 +108,22 @@ def lower(spec: AttentionSpec) -> dict[str, Any]:
         "SINKS": spec.sinks,
         "RANGES": 0 if spec.key_ranges_shape is None else spec.key_ranges_shape[3],
         "LEFT_OPEN": edge.left is None,
+        "FUSED": _scales_late(spec),
         "ALIBI": spec.alibi_shape is not None,
         "STARTS": spec.paged is not None and spec.paged.starts,
         "KIND": KINDS[dtype],
         "RECENT": (spec.paged.recent if spec.paged else None) or 0,
         **({} if spec.invariant is None else settings_of(spec)),
     }
+
+
+def _scales_late(spec: AttentionSpec) -> bool:
+    """Returns whether the kernel scales products while it subtracts their maximum, which saves an instruction.
+
+    A negative scale would turn the maximum into the minimum. Queries of quantised pages take its sign.
+    """
+    positive = KINDS[spec.paged.dtype if spec.paged else None] != 0 or (spec.scale or 1.0) >= 0
+    return positive and band(spec).left is None and spec.softcap is None and spec.alibi_shape is None
 
 
 @lru_cache(maxsize=4096)

@@ -103,6 +103,7 @@ def attend(
     SINKS: tl.constexpr,
     RANGES: tl.constexpr,
     LEFT_OPEN: tl.constexpr,
+    FUSED: tl.constexpr,
     ALIBI: tl.constexpr,
     STARTS: tl.constexpr,
     KIND: tl.constexpr,
@@ -117,7 +118,7 @@ def attend(
     q ``[tokens, heads, head_dim]``; out ``[splits, tokens, heads, value_dim]``; lse ``[splits, heads, tokens]``,
     natural. key_ranges ``[kv_heads or 1, tokens, RANGES, 2]``; range_head is 0 for one head. alibi_slopes float32
     ``[sequences or 1, heads]``; slope_row is 0 for one row. ROWS and KEYS: queries (times GROUP) and keys of a tile.
-    LEFT_OPEN: no window hides keys on the left. NEAR: see ``loads.slot_at``. Other numbers are strides in elements.
+    LEFT_OPEN: no window hides keys on the left. FUSED: scores are scaled as ``weights_of`` does it. NEAR: see ``loads.slot_at``. Other numbers are strides in elements.
 
     KIND: how the pages are quantised (``paged.quantised.KINDS``), 0 if they are not. A scale of a key multiplies its
     score. Weights times the scales of values, over the largest scale so far, are float16, as the stored numbers become.
@@ -160,7 +161,6 @@ def attend(
     stop = end
     if RECENT:  # keys from the new stop on are in the ring
         ring, stop = ring_of(recent_rows, sequence, rings, length, start, end, RECENT)
-    FUSED: tl.constexpr = KIND != 0 and LEFT_OPEN and not SOFTCAP and not ALIBI
     parts: tl.constexpr = 1 if KIND == 0 else 4 if KIND == INT4 else 2
     place_of_key, place_of_value = tl.arange(0, HEAD_DIM // parts), tl.arange(0, VALUE_DIM // parts)
     rows_at = (q + token * q_token + head * q_head)[:, None]
@@ -168,7 +168,7 @@ def attend(
     for i in tl.static_range(parts):
         part_at = rows_at + channel_of_key(place_of_key, i, parts, HEAD_DIM, ASSEMBLY)[None, :]
         queries_tile += (tl.load(part_at, mask=is_row[:, None], other=0.0),)  # type: ignore[assignment]
-    to_logits, row_scale = scale * LOG2_E, scale * LOG2_E
+    to_logits, row_scale = scale * LOG2_E, tl.full([ROWS], 1.0, tl.float32) * (scale * LOG2_E)
     if KIND != 0:
         queries_tile, correction, row_scale = fit_float16(queries_tile, to_logits, KIND, parts)
         to_logits = row_scale[:, None]

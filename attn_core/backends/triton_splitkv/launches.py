@@ -103,7 +103,8 @@ def attend(
         **{"HEAD_DIM": spec.head_dim, "VALUE_DIM": spec.value_dim, "SPLITS": count},
         **{name: settings[name] for name in ("ONE_QUERY", "SOFTCAP", "SINKS", "RANGES", "ALIBI", "STARTS")},
         # Tests run the kernel on the CPU, in Triton's interpreter, which runs no PTX.
-        **{"LEFT_OPEN": settings["LEFT_OPEN"], "KIND": settings["KIND"], "ASSEMBLY": q.device.type != "cpu"},
+        **{name: settings[name] for name in ("LEFT_OPEN", "FUSED", "KIND")},
+        "ASSEMBLY": q.device.type != "cpu",
         **{"ROWS": tile.rows, "KEYS": tile.keys, "RECENT": settings["RECENT"]},
         "DEPENDENT": count > 1 and starts_early(q, tile),
         **{"num_warps": tile.warps, "num_stages": tile.stages, "maxnreg": tile.registers},
