@@ -118,7 +118,7 @@ def attend(
     q ``[tokens, heads, head_dim]``; out ``[splits, tokens, heads, value_dim]``; lse ``[splits, heads, tokens]``,
     natural. key_ranges ``[kv_heads or 1, tokens, RANGES, 2]``; range_head is 0 for one head. alibi_slopes float32
     ``[sequences or 1, heads]``; slope_row is 0 for one row. ROWS and KEYS: queries (times GROUP) and keys of a tile.
-    LEFT_OPEN: no window hides keys on the left. FUSED: scores are scaled as ``weights_of`` does it. NEAR: see ``loads.slot_at``. Other numbers are strides in elements.
+    LEFT_OPEN: no left window. FUSED: ``scores.weights_of``. NEAR: ``loads.slot_at``. Others are strides in elements.
 
     KIND: how the pages are quantised (``paged.quantised.KINDS``), 0 if they are not. A scale of a key multiplies its
     score. Weights times the scales of values, over the largest scale so far, are float16, as the stored numbers become.
