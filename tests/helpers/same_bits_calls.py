@@ -47,15 +47,20 @@ def per_head(kind: Kind) -> dict[str, np.ndarray]:
     return {name: numbers for name, value in kind.options if name in ("alibi_slopes", "sinks") and value}
 
 
-def packed(kind: Kind, documents: list[Arrays], noise: float) -> list[Arrays]:
-    """Returns out, lse, dq, dk and dv of each document, all computed in one packed call; ``noise`` fills the rest."""
+def packed(
+    kind: Kind, documents: list[Arrays], noise: float = 0.0, room: tuple[int, int] = (TOKENS, DOCUMENTS)
+) -> list[Arrays]:
+    """Returns out, lse, dq, dk and dv of each document, all computed in one packed call; ``noise`` fills the rest.
+
+    room: the tokens, and the most documents, of the call.
+    """
     row = {}
     for name in ("q", "k", "v", "dout"):
         tokens = np.concatenate([each[name] for each in documents])
-        row[name] = np.full((TOKENS, *tokens.shape[1:]), noise, np.float32)
+        row[name] = np.full((room[0], *tokens.shape[1:]), noise, np.float32)
         row[name][: len(tokens)] = tokens
     lengths = [[len(each[name]) for each in documents] for name in "qk"]
-    info = SeqInfo.from_lengths(*lengths, max_len=TOKENS, max_documents=DOCUMENTS)
+    info = SeqInfo.from_lengths(*lengths, max_len=room[0], max_documents=room[1])
     results = _run(kind, row, info)
     ends = {"q": np.cumsum([0, *lengths[0]]), "k": np.cumsum([0, *lengths[1]])}
 

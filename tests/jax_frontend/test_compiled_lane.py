@@ -55,6 +55,7 @@ PAGES = PagedKV(num_pages=9, page_size=16, width=4)
         ({}, "compiled", ""),
         ({"causal": True, "softcap": 50.0, "needs_backward": True}, "compiled", ""),
         ({"return_lse": True, "needs_backward": True}, "compiled", ""),
+        ({"invariant": "batch", "causal": True, "needs_backward": True}, "compiled", ""),
         ({"documents": 3, "max_len_q": 40, "max_len_k": 40, "batch": 1}, "compiled", ""),
         ({"key_ranges_shape": (1, 1, 64, 2, 2), "q_len": 64, "kv_len": 64}, "compiled", ""),
         (
@@ -483,6 +484,8 @@ FUNCTIONS: list[dict[str, Any]] = [
         {"dim": 128, "causal": True, "dtype": "float16"},
         {"dim": 256, "causal": True},
         {"packed": True, "causal": True},
+        {"packed": True, "causal": True, "invariant": "batch"},
+        {"causal": True, "invariant": "batch"},
         {"packed": True, "window": (5, 3)},
         {"sinks": True, "causal": True},
         {"sinks": True, "packed": True, "causal": True, "dim": 128},

@@ -41,10 +41,7 @@ def lower(spec: AttentionSpec) -> dict[str, Any]:
 
 
 def invariant_refusals(spec: AttentionSpec, device: str, name: str) -> list[str]:
-    """Returns why a call with ``invariant`` would have other bits in another batch, or is not known to have the same.
-
-    Rows of a dense call run as packed documents (``shared.rows_as_documents``).
-    """
+    """Returns why a call with ``invariant`` would have other bits in another batch, or is not known to have the same."""
     if spec.invariant is None:
         return []
     lacks = {
@@ -58,8 +55,6 @@ def invariant_refusals(spec: AttentionSpec, device: str, name: str) -> list[str]
 def program_refuses(spec: AttentionSpec, device: str) -> tuple[str, ...]:
     """Returns why ``program`` cannot express a supported call."""
     reasons = [] if device == "sm90" else [f"{device}: proven on sm90 only"]
-    if spec.invariant is not None:
-        reasons.append(f"invariant={spec.invariant!r}: rows become documents by operations of torch")
     if spec.paged is not None:
         reasons.append("keys and values in pages: torch operations make tables safe before the kernel")
     return tuple(reasons)

@@ -25,7 +25,7 @@ from typing import Any
 
 from attn_core.backends.flash4 import arguments, direct, disk_cache, masked, own_kernels, paged, sinks, versions
 from attn_core.backends.flash4.operands import backward_width, copy_if_expanded, writable
-from attn_core.backends.shared import dry_run, first_call, kernel_limits, rewrites, rows_as_documents
+from attn_core.backends.shared import dry_run, first_call, kernel_limits, rewrites
 from attn_core.backends.shared.kernel_programs import KernelProgram
 from attn_core.backends.support import Build, Support
 from attn_core.call.masks import band
@@ -102,8 +102,6 @@ def _kernels() -> tuple[Any, Any]:
 
 def forward(spec: AttentionSpec, inputs: Inputs, into: Any = None) -> tuple[Any, Any]:
     """See ``Backend.forward``. Raises RuntimeError if a CUDA graph would capture the compilation."""
-    if spec.invariant is not None and rows_as_documents.applies(spec):
-        return rows_as_documents.forward(forward, spec, inputs)
     launches = direct.launches_of(spec, "forward", inputs.q)
     if launches is not None:
         return direct.launch_forward(launches, spec, inputs, into)
@@ -121,8 +119,6 @@ def backward(
     spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any, into: Any = None
 ) -> Gradients:
     """See ``Backend.backward``, and ``forward`` for the error."""
-    if spec.invariant is not None and rows_as_documents.applies(spec):
-        return rows_as_documents.backward(backward, spec, inputs, out, lse, dout, dlse)
     launches = direct.launches_of(spec, "backward", inputs.q) if dlse is None else None
     if launches is not None:
         return direct.launch_backward(launches, spec, inputs, out, lse, dout, into, None)

@@ -32,8 +32,12 @@ def multiply(rows, columns, added):
 
 @triton.jit
 def read_keys(address, channel, slots, is_key, ALL: tl.constexpr, ROWS: tl.constexpr):
-    """Reads channels of keys at slots, as columns of a product with ROWS queries. ALL: every key exists."""
-    return _read_tile(address, channel, slots, is_key, ALL, ROWS == TURNED_ROWS)
+    """Reads channels of keys at slots, as columns of a product with ROWS queries. ALL: every key exists.
+
+    Larger tiles are read like values, so that a thread finds the page of a slot once for both.
+    """
+    tile = _read_tile(address, channel, slots, is_key, ALL, True)
+    return tile if ROWS == TURNED_ROWS else tl.trans(tile)
 
 
 @triton.jit

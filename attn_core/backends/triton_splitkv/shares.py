@@ -7,9 +7,16 @@ from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
 
 PROGRAMS = 4
-"""Programs per multiprocessor that saturate its memory bandwidth."""
+"""Programs that a multiprocessor runs at once. They saturate its memory bandwidth."""
+SPEEDS = (0.0, 0.6, 0.93, 0.99, 1.0)
+"""The part of the bandwidth that 0 to PROGRAMS programs on each multiprocessor reach: a fit to calls on an H200."""
+START = 25
+"""The keys, of 256 channels with their values, that a program could read in the time that it takes to start."""
+LEAST_SPLITS, FEW_PROGRAMS = 3, 1.8
+"""The fewest splits of sequences that have at most FEW_PROGRAMS programs, unsplit, for each multiprocessor; with more
+programs the fewest rounds of a GPU. Lengths differ, and the longest sequence must not end alone."""
 PROGRAMS_OF_INT4 = 6
-"""The same for int4 pages: their programs have few registers, and so many run at once."""
+"""As PROGRAMS, for int4 pages: their programs have few registers, and so many run at once."""
 FEWEST_KEYS = 128
 """The fewest keys of a single sequence that are worth a program of their own; among other sequences twice as many."""
 SHARE = 1024
@@ -79,12 +86,30 @@ def splits(spec: AttentionSpec, multiprocessors: int) -> int:
         count = min(_fewest_rounds(programs, full, least), -(-keys // fewest_keys))
     elif tiles(spec).registers is not None:  # a multiprocessor has room for two
         count = min(_fewest_rounds(programs, 2 * multiprocessors), -(-keys // SHARE))
-    elif sequences == 1:
-        count = min(full // max(programs, 1), -(-keys // FEWEST_KEYS))
+    elif rows == 16:
+        count = _fastest(programs, keys, multiprocessors, START * 256 // (spec.head_dim + spec.value_dim))
     else:
         even = min(-(-keys // (SHARE if rows < 128 else 2 * SHARE)), MOST_ROUNDS * full // max(programs, 1))
         count = max(even, min(full // 2 // max(programs, 1), -(-keys // (2 * FEWEST_KEYS))))
     return max(1, min(count, MOST_SPLITS))
+
+
+def _fastest(programs: int, keys: int, multiprocessors: int, start: int) -> int:
+    """Returns the number of splits with the least predicted time, if all sequences have as many keys.
+
+    Programs run in rounds. The last round may be too small to use all bandwidth.
+    """
+    full = multiprocessors * PROGRAMS
+
+    def time(count: int) -> float:
+        rounds, rest = divmod(programs * count, full)
+        here, part = divmod(rest / multiprocessors, 1)
+        speed = SPEEDS[int(here)] + part * (SPEEDS[int(here) + 1] - SPEEDS[int(here)])
+        return (keys / count + start) * (rounds + (rest / full / speed if rest else 0))
+
+    most = max(1, min(MOST_SPLITS, keys // FEWEST_KEYS))
+    least = LEAST_SPLITS if programs < FEW_PROGRAMS * multiprocessors else -(-LEAST_SPLITS * full // programs)
+    return min(range(min(least, most), most + 1), key=time)
 
 
 def _fewest_rounds(programs: int, at_once: int, least: int = 1) -> int:
