@@ -218,10 +218,9 @@ def _because(selection: Decision) -> str:
         return why if mark is None else f"{why}; {mark}"
     if selection.parts is not None:
         return "kernels that have no key ranges compute these in parts"
-    if selection.spec.invariant is not None and selection.spec.paged is None:
-        return "the first that can run the call in the usual order, because predicted times depend on the batch"
-    if selection.source is None:
-        return "the first in the usual order that can run the call"
+    if selection.source is None or selection.spec.invariant is not None:
+        usual = "the first in the usual order that can run the call"
+        return usual if selection.source is None else f"{usual}, because predicted times depend on the batch"
     return f"the first that can run the call in the order of predicted times, from {selection.source}"
 
 

@@ -188,6 +188,24 @@ def test_rows_that_see_no_key(count: int, monkeypatch: pytest.MonkeyPatch) -> No
     assert not found["out"][3].any() and np.array_equal(found["lse"][:, 3], call.inputs.sinks)
 
 
+@pytest.mark.parametrize(("count", "invariant"), [(1, None), (3, None), (1, "prefix")])
+@pytest.mark.parametrize("new", [(4, 7), (4, 0)])
+def test_queries_behind_the_last_offset_get_0(
+    new: tuple[int, int], count: int, invariant: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call seen before only launches the kernels, so they write these rows."""
+    splits_of(monkeypatch, count)
+    call, behind = make_paged((1100, 23), new, **HALF, num_heads=6, sinks=True), 11
+    spec, inputs = replace(call.spec, invariant=invariant), tensors(call)
+    expected = triton_splitkv.forward(spec, inputs)
+    longer = replace(spec, q_len=spec.q_len + behind)
+    q = torch.cat([inputs.q, torch.full((behind, *inputs.q.shape[1:]), torch.nan, dtype=inputs.q.dtype)])
+    into = torch.full(longer.out_shape, torch.nan, dtype=q.dtype), torch.full(longer.lse_shape, torch.nan)
+    out, lse = triton_splitkv.forward(longer, inputs._replace(q=q), into)
+    assert torch.equal(out[:-behind], expected[0]) and torch.equal(lse[:, :-behind], expected[1])
+    assert (out[-behind:] == 0).all() and (lse[:, -behind:] == -torch.inf).all()
+
+
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("return_lse", [False, True])
 @pytest.mark.parametrize("name", ["decode", "decode, page 3", "sinks, decode", "one kv head", "wide values"])

@@ -71,6 +71,7 @@ KERNEL_FILES = [
         "backends/flash4/work_order_kernel.py",
         "backends/shared/in_order/loads.py",
         "backends/shared/in_order/merge_kernel.py",
+        "backends/shared/in_order/new_tokens.py",
         "backends/shared/in_order/rows.py",
         "backends/shared/in_order/running_maximum.py",
         "backends/shared/in_order/sums.py",

@@ -37,4 +37,4 @@ def test_the_choice_depends_on_no_shape(framework: str, device: str, invariant: 
 
 def test_the_explanation_says_why() -> None:
     said = " ".join(str(explain(replace(SPEC, invariant="batch"), Target("torch", "sm90"))).split())
-    assert "in the usual order, because predicted times depend on the batch" in said
+    assert "in the usual order that can run the call, because predicted times depend on the batch" in said

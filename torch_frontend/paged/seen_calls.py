@@ -192,7 +192,8 @@ def run(
         raise
     if results is None or sinks is None or not fills:
         return results
-    return results[0], empty_rows.fill_with_sinks(results[1], sinks)
+    last = more[0][-1] if more and more[0] is not None else None
+    return results[0], empty_rows.fill_with_sinks(results[1], sinks, last)
 
 
 def _is_plain(tensor: Any) -> bool:

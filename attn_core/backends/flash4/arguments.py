@@ -41,7 +41,7 @@ def lower(spec: AttentionSpec) -> dict[str, Any]:
 
 
 def invariant_refusals(spec: AttentionSpec, device: str, name: str) -> list[str]:
-    """Returns why a call with ``invariant`` would have other bits in another batch, or is not known to have the same."""
+    """Returns why a call with ``invariant`` has other bits in another batch, or is not known to have the same."""
     if spec.invariant is None:
         return []
     lacks = {

@@ -17,11 +17,12 @@ import triton
 import triton.language as tl
 
 from attn_core.backends.shared.in_order.loads import read, read_scales, slot_at
+from attn_core.backends.shared.in_order.new_tokens import clear_tail, queries_of
 from attn_core.backends.shared.in_order.running_maximum import LN_2, LOG2_E, raise_maximum
 from attn_core.backends.triton_splitkv.merge_kernel import merge  # noqa: F401
 from attn_core.backends.triton_splitkv.products import multiply, read_keys, read_values
 from attn_core.backends.triton_splitkv.recent_tiles import attend_to_ring, ring_of
-from attn_core.backends.triton_splitkv.scores import is_shown, logits_of, weights_of
+from attn_core.backends.triton_splitkv.scores import is_shown, logits_of, share_of, weights_of
 from attn_core.backends.triton_splitkv.stored_tiles import (
     FLOAT8,
     HEADROOM,
@@ -130,14 +131,18 @@ def attend(
     sequence = tl.program_id(0) // KV_HEADS
     kv_head = (tl.program_id(0) % KV_HEADS).to(tl.int64)  # 64 bits, because a pool's stride times it may exceed 2^31
     split = tl.program_id(1)
+    if not ONE_QUERY and sequence == tl.num_programs(0) // KV_HEADS - 1:
+        tail = (
+            out + split.to(tl.int64) * out_split,
+            lse + split.to(tl.int64) * lse_split,
+            cu_seqlens_q + sequence,
+            tokens,
+        )
+        clear_tail(tail, kv_head, (out_token, out_head, lse_head), GROUP, VALUE_DIM)
+        return
     length = tl.load(seq_lens + sequence)
     length = tl.minimum(tl.maximum(length, 0), width * PAGE)
-    if ONE_QUERY:
-        first = sequence
-        queries = 1
-    else:
-        first = tl.minimum(tl.maximum(tl.load(cu_seqlens_q + sequence), 0), tokens)
-        queries = tl.minimum(tl.maximum(tl.load(cu_seqlens_q + sequence + 1), first), tokens) - first
+    first, queries = queries_of(cu_seqlens_q, sequence, tokens, ONE_QUERY)
     begin = tl.program_id(2) * ROWS
     if begin >= queries * GROUP:  # the grid is sized for the longest sequence
         return
@@ -147,17 +152,8 @@ def attend(
     token = (first + query).to(tl.int64)
     diagonal = query + length - queries  # the key at the query's own position
 
-    # The keys that some row of the tile may see, and this program's share of them in whole tiles.
-    last_query = tl.minimum((begin + ROWS - 1) // GROUP, queries - 1)
-    low = tl.maximum(begin // GROUP + length - queries - left, 0)
-    if STARTS:  # no tile begins before it, so no key before it is read
-        low = tl.maximum(low, tl.load(kv_starts + sequence))
-    high = tl.minimum(last_query + length - queries + right + 1, length)
-    tiles = tl.maximum(high - low + KEYS - 1, 0) // KEYS
-    # Round up, so that all splits together cover every tile; the last splits may have none.
-    share = (tiles + SPLITS - 1) // SPLITS * KEYS
-    start = low + split * share
-    end = tl.minimum(start + share, high)
+    where = begin, queries, length, left, right, kv_starts + sequence
+    start, end = share_of(where, split, STARTS, GROUP, ROWS, KEYS, SPLITS)
     stop = end
     if RECENT:  # keys from the new stop on are in the ring
         ring, stop = ring_of(recent_rows, sequence, rings, length, start, end, RECENT)

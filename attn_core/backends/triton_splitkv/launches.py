@@ -76,9 +76,10 @@ def attend(
     # The kernel indexes results by split first. Without splits that stride is 0.
     out_strides = out.stride() if count > 1 else (0, *out.stride())
     lse_strides = lse.stride() if count > 1 else (0, *lse.stride())
-    # Sequences times heads come first, because only the first axis of a grid may exceed 65535.
+    # Sequences times heads come first, because only the first axis of a grid may exceed 65535. With offsets one more
+    # sequence is the tokens behind the last one.
     grid = (
-        (spec.documents or 0) * spec.num_kv_heads,
+        ((spec.documents or 0) + (not settings["ONE_QUERY"])) * spec.num_kv_heads,
         count,
         -(-(spec.max_len_q or 1) * spec.group_size // tile.rows),
     )

@@ -56,7 +56,8 @@ def attend(spec: AttentionSpec, operands: tuple[Any, ...], settings: dict[str, A
         "enable_fp_fusion": False,
     }
     # Sequences times heads come first, because only the first axis of a grid may exceed 65535.
-    return ((spec.documents or 0) * spec.num_kv_heads, max(way.shares, 1), blocks(spec, tiles)), numbers, constants
+    sequences = (spec.documents or 0) + (not settings["ONE_QUERY"])  # one more: the tokens behind the last one
+    return (sequences * spec.num_kv_heads, max(way.shares, 1), blocks(spec, tiles)), numbers, constants
 
 
 @cache

@@ -47,6 +47,35 @@ def weights_of(scores, top, row_scale, SCALE: tl.constexpr):
 
 
 @triton.jit
+def share_of(
+    where,
+    split,
+    STARTS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """Returns the first key of a split, and the end: of the keys that some row of a tile may see, in whole tiles.
+
+    Args:
+        where: (begin, queries, length, left, right, first_key): the first row of the tile, the queries and keys of the
+            sequence, the window, and the address of the sequence's first key, if STARTS.
+    """
+    begin, queries, length, left, right, first_key = where
+    last_query = tl.minimum((begin + ROWS - 1) // GROUP, queries - 1)
+    low = tl.maximum(begin // GROUP + length - queries - left, 0)
+    if STARTS:  # no tile begins before it, so no key before it is read
+        low = tl.maximum(low, tl.load(first_key))
+    high = tl.minimum(last_query + length - queries + right + 1, length)
+    tiles = tl.maximum(high - low + KEYS - 1, 0) // KEYS
+    # Round up, so that all splits together cover every tile; the last splits may have none.
+    share = (tiles + SPLITS - 1) // SPLITS * KEYS
+    start = low + split * share
+    return start, tl.minimum(start + share, high)
+
+
+@triton.jit
 def is_shown(ranges, key, is_key, token, first, queries, length, tokens, RANGES: tl.constexpr):
     """Returns which tokens (rows) the ranges of each key show: those of new keys; an earlier key is always shown.
 
