@@ -42,7 +42,6 @@ BOUNDS: dict[str, int | str] = {
     "jax_frontend.bridge.hot_callbacks:_places": "calls that JAX has traced, as in targets:_calls",
     "jax_frontend.bridge.targets:_callbacks": 1024,
     "jax_frontend.bridge.targets:_calls": "calls that JAX has traced, half a kilobyte each, as a program may run later",
-    "torch_frontend.context_parallel.agreement:_COMPARED": 4097,
     "torch_frontend.context_parallel.layers:_blocks": "the blocks that are running",
     "torch_frontend.context_parallel.layers:_ran_under": "the modules that are alive",
     "torch_frontend.dispatch.cudnn_plans:_shapes": 64,
