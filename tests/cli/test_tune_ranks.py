@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from attn_core.call.options import Options
+from attn_core.call.options import Options, check_options
 from attn_core.cli import tune as command
 from attn_core.cli import tune_ranks
 from attn_core.cli.app import app
@@ -95,7 +95,9 @@ def test_a_plan_says_which_figures_it_used() -> None:
 def test_the_strategy_of_a_call_follows_the_file() -> None:
     shards = tuple(((1, 2048, heads, 64), "float32") for heads in (8, 8, 8))
     where = {"axes": ("cp",), "sizes": (2,), "device": "cpu", "needs_backward": False, "requested": None}
-    request = Request((*shards, None), (4096, 4096), None, Options(causal=True), "", "zigzag", 1, **where)
+    request = Request(
+        (*shards, None), (4096, 4096), None, check_options(Options(causal=True)), "", "zigzag", 1, **where
+    )
     chosen = set()
     for fast in ("ring", "all_to_all"):
         slow = {kind: [[1, 1e-3], [64, 1e-3]] for kind in ("ring", "all_gather", "all_to_all")}

@@ -12,6 +12,8 @@ if not torch.distributed.is_available():
 
 from context_torch_worker import Failed, World, once
 
+from torch_frontend.context_parallel.meeting import Exchange, Meeting
+
 pytestmark = pytest.mark.timeout(200)
 
 TIMEOUT = 40.0
@@ -107,3 +109,17 @@ def test_rows_below_the_number_of_ranks_and_windows_above_the_row(ranks: Any, co
     """They are valid: every rank has at least one place, and the window sees the whole row."""
     for results in ranks(f"rows {count}", "odd"):
         assert max(results.values()) < 1e-9, results
+
+
+@pytest.mark.timeout(30)
+def test_a_late_question_about_a_meeting_that_is_over_is_ignored() -> None:
+    """Its answers are deleted by then. A watcher that waited for them would block the store for ever."""
+    store = torch.distributed.HashStore()
+    alone = Meeting(store, store, 0, 1, 5.0)
+    for text in ("first", "second", "third"):
+        alone.meet(text, lambda exchange: None, str)
+        alone.begin(Exchange("forward", None), lambda exchange: None, str)
+    assert not store.check(["1/0"]) and store.check(["3/0"])
+    for number in (1, 2, 3):
+        alone._hear(store, number, 0)
+    assert alone.stopped is None

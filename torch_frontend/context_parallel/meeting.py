@@ -115,7 +115,7 @@ class Meeting:
         with self._lock:
             number = self._count + 1
             self._met.append(number)
-        self._set(number, ["text", text])
+        self._store.set(f"{number}/{self._rank}", json.dumps(["text", text]))
         answers = self._collect(number, LONGEST_REFUSAL if refused else self._timeout, alone=refused)
         if refused or any(answer != ["text", text] for answer in answers):
             self._settle(number, answers, play, describe)
@@ -177,9 +177,12 @@ class Meeting:
             "timeout of torch.distributed"
         )
 
-    def _hear(self, number: int, asker: int) -> None:
-        """Answers a rank that waits for this one at a number. The watcher calls it, in its own thread."""
-        theirs = json.loads(self._store.get(f"{number}/{asker}"))
+    def _hear(self, store: Any, number: int, asker: int) -> None:
+        """Answers a rank that waits for this one at a number. The watcher calls it, in its own thread.
+
+        Args:
+            store: the watcher's own connection: a store serves one request at a time, and the other thread may wait.
+        """
         with self._lock:
             if number in self._met:
                 return
@@ -187,20 +190,23 @@ class Meeting:
                 self._asked.add(number)
                 return
             begun = [exchange for at, exchange in self._begun if at >= number]
+        if not begun:
+            return  # answered long ago
+        # It is there: the asker deletes it only after this rank has answered.
+        theirs = json.loads(store.get(f"{number}/{asker}"))
+        with self._lock:
+            begun = [exchange for at, exchange in self._begun if at >= number]
             texts = [self._text(exchange, lambda request: str(request.options)) for exchange in begun]
-            if texts and begun[0].kind == "forward" and theirs == ["text", texts[0]]:
+            if begun[0].kind.endswith("forward") and theirs == ["text", texts[0]]:
                 answer: list[Any] = theirs  # the same call, which is new to the other rank alone
             else:
                 self.stopped = number if self.stopped is None else self.stopped
                 named = [[each.kind, text] for each, text in zip(begun, texts, strict=True)]
                 answer = ["running", {"count": self._count, "begun": named}]
-        self._set(number, answer)
+        store.set(f"{number}/{self._rank}", json.dumps(answer))
 
     def _text(self, exchange: Exchange, describe: Callable[[Request], str]) -> str:
         return self._agreed.get(exchange.request) or describe(exchange.request)
-
-    def _set(self, number: int, answer: list[Any]) -> None:
-        self._store.set(f"{number}/{self._rank}", json.dumps(answer))
 
     def _forget(self, number: int) -> None:
         """Deletes this rank's old answers, which every rank has read, because all came to a later meeting."""

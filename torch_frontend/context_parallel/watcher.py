@@ -21,7 +21,7 @@ def ask(store: Any, number: int, rank: int) -> None:
 
 
 def start(store: Any, seconds: float, hear: WeakMethod[Any]) -> None:
-    """Starts a thread that calls ``hear(number, rank)`` for each question, until the process or its groups end.
+    """Starts a thread that calls ``hear(store, number, rank)`` for each question, until the process or its groups end.
 
     Args:
         store: used by this thread alone, because a store serves one request at a time.
@@ -43,7 +43,7 @@ def _watch(store: Any, seconds: float, hear: WeakMethod[Any]) -> None:
             while store.check([f"question {question}"]):
                 number, rank = json.loads(store.get(f"question {question}"))
                 question += 1
-                listener(number, rank)
+                listener(store, number, rank)
         except Exception:  # the store is gone: the process that has it ended
             return
         del listener
