@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -101,15 +102,21 @@ def _measure(options: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def _run(command: list[str], device: str, seconds: float) -> int:
-    defaults = {"OMP_NUM_THREADS": "1", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    """Runs a module, and ends it with its ranks if it takes longer; returns the exit code, 124 if it was ended."""
+    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    # Ranks, which the launcher starts, import from the working folder only what is named here.
+    defaults = {"OMP_NUM_THREADS": "1", "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONSAFEPATH": "1"}
     forced = {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"} if device == "cpu" else {}
-    environ = {**defaults, **os.environ, **forced}
+    environ = {**defaults, **os.environ, "PYTHONPATH": paths, **forced}
+    running = subprocess.Popen([sys.executable, "-P", "-m", *command], cwd=ROOT, env=environ, start_new_session=True)
     try:
-        return subprocess.run(
-            [sys.executable, "-m", *command], cwd=ROOT, env=environ, timeout=max(seconds, 1.0), check=False
-        ).returncode
+        return running.wait(max(seconds, 1.0))
     except subprocess.TimeoutExpired:
         return 124
+    finally:
+        if running.poll() is None:
+            os.killpg(running.pid, signal.SIGKILL)
+            running.wait()
 
 
 def _combine(combined: dict[str, Any], framework: str, result: dict[str, Any]) -> None:

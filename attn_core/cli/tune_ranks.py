@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import asdict
@@ -23,7 +24,7 @@ from attn_core.selection.whole_file import check_place, names_file, write_whole
 
 SECONDS = 240.0
 """How long the ranks may take, also to compile kernels."""
-LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+LAUNCHER = ("-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 
 
 class RanksError(RuntimeError):
@@ -58,23 +59,25 @@ def _gpus() -> int:
 
 def _run_ranks(ranks: int, device: str) -> dict[str, Any]:
     with TemporaryDirectory() as name:
-        out = Path(name) / "figures.json"
+        out, log = Path(name) / "figures.json", Path(name) / "log"
         kind = "cpu" if device == "cpu" else "cuda"
         command = [sys.executable, *LAUNCHER, str(ranks), "-m", "attn_core.cli.measure_ranks", kind, str(out)]
-        try:
-            done = subprocess.run(
-                command,
-                env={"OMP_NUM_THREADS": "1", **os.environ},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                timeout=SECONDS,
-                check=False,
+        # Ranks must not import from the working folder either.
+        environ = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONSAFEPATH": "1"}
+        with log.open("w") as file:
+            running = subprocess.Popen(
+                command, env=environ, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
             )
-        except subprocess.TimeoutExpired as error:
-            raise RanksError(f"the ranks did not end within {SECONDS:g} s") from error
-        if done.returncode or not out.exists():
-            raise RanksError(f"a rank ended with {done.returncode}:\n{done.stdout[-3000:]}")
+            try:
+                code = running.wait(SECONDS)
+            except subprocess.TimeoutExpired as error:
+                raise RanksError(f"the ranks did not end within {SECONDS:g} s") from error
+            finally:
+                if running.poll() is None:  # also after Ctrl-C
+                    os.killpg(running.pid, signal.SIGKILL)  # and its ranks
+                    running.wait()
+        if code or not out.exists():
+            raise RanksError(f"a rank ended with {code}:\n{log.read_text(encoding='utf-8', errors='replace')[-3000:]}")
         return dict(json.loads(out.read_text(encoding="utf-8")))
 
 
