@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import atexit
 import json
+import os
 from threading import Event, Thread
 from typing import Any
 from weakref import WeakMethod
 
 import torch.distributed as dist
-
-_ENDED = Event()
-"""Set when the interpreter ends: a thread that wakes up later could not take the interpreter's lock."""
 
 
 def ask(store: Any, number: int, rank: int) -> None:
@@ -28,14 +26,15 @@ def start(store: Any, seconds: float, hear: WeakMethod[Any]) -> None:
         seconds: between two looks.
         hear: a weak reference, so that the thread keeps no meeting alive.
     """
-    thread = Thread(target=_watch, args=(store, seconds, hear), name="attn_core watcher", daemon=True)
+    ended = Event()
+    thread = Thread(target=_watch, args=(store, seconds, hear, ended), name="attn_core watcher", daemon=True)
     thread.start()
-    atexit.register(_end, thread)
+    atexit.register(_end, thread, ended, os.getpid())
 
 
-def _watch(store: Any, seconds: float, hear: WeakMethod[Any]) -> None:
+def _watch(store: Any, seconds: float, hear: WeakMethod[Any], ended: Event) -> None:
     question = 1
-    while not _ENDED.wait(min(seconds, 2.0)) and dist.is_initialized():
+    while not ended.wait(min(seconds, 2.0)) and dist.is_initialized():
         listener = hear()
         if listener is None:
             return
@@ -49,6 +48,8 @@ def _watch(store: Any, seconds: float, hear: WeakMethod[Any]) -> None:
         del listener
 
 
-def _end(thread: Thread) -> None:
-    _ENDED.set()
-    thread.join(1.0)
+def _end(thread: Thread, ended: Event, process: int) -> None:
+    """Ends a watcher before the interpreter: a thread that wakes up later could not take the interpreter's lock."""
+    if os.getpid() == process:  # a forked child has no watcher, and may find the event locked
+        ended.set()
+        thread.join(1.0)
