@@ -106,6 +106,14 @@ def find_meeting(*axes: RankAxis) -> Meeting | None:
     return found
 
 
+def _connection(store: Any) -> Any:
+    """Returns a connection to a store for one thread; the store itself if it is a caller's own kind, without clones."""
+    try:
+        return store.clone()
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return store
+
+
 @lru_cache(maxsize=256)
 def _open(axes: tuple[RankAxis, ...], _: int) -> tuple[Meeting | None, Any]:
     """Returns (the meeting, a weak reference to the store), (None, None) for groups that only pretend to communicate.
@@ -114,10 +122,10 @@ def _open(axes: tuple[RankAxis, ...], _: int) -> tuple[Meeting | None, Any]:
     """
     base: Any = dist.distributed_c10d._get_default_store()
     groups = [dist.distributed_c10d._resolve_process_group(axis.name) for axis in axes]  # type: ignore[arg-type, unused-ignore]
-    if any(dist.get_backend(group) == "fake" for group in groups):
+    if base is None or any(dist.get_backend(group) == "fake" for group in groups):
         return None, None
     timeout = base.timeout if isinstance(base.timeout, timedelta) else timedelta(seconds=300)
-    own, watched = base.clone(), base.clone()
+    own, watched = _connection(base), _connection(base)
     members = [dist.get_process_group_ranks(group) for group in groups]
     rank, size, name = axes[-1].rank, axes[-1].size, str(members[-1])
     if len(axes) == 2:
