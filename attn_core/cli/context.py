@@ -12,7 +12,8 @@ from attn_core.cli.devices import device_named
 from attn_core.cli.spec_options import SpecOptions, takes_spec
 from attn_core.context_parallel.call import plan_spec
 from attn_core.context_parallel.cost.choose import explain_choice
-from attn_core.context_parallel.cost.machine import GIB, Constants
+from attn_core.context_parallel.cost.machine import GIB
+from attn_core.context_parallel.cost.tuned import constants_in_force
 from attn_core.context_parallel.picture import LIMIT, draw, svg
 from attn_core.context_parallel.plan import AxisSizes
 from attn_core.context_parallel.ranges import bands_of_row
@@ -44,7 +45,7 @@ def context_plan(
     budget = None if memory is None else memory * GIB
     ranges = options.ranges()
     bands = None if ranges is None else bands_of_row(ranges, replace(spec, key_ranges_shape=None))
-    choice = explain_choice(spec, documents, layout, axes, Constants.of(device), budget, strategy, bands)
+    choice = explain_choice(spec, documents, layout, axes, constants_in_force(device), budget, strategy, bands)
     if choice.strategy is not None:
         plan = plan_spec(spec, documents, choice.strategy, layout, axes, bands)
         if picture is not None:

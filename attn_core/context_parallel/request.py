@@ -18,7 +18,7 @@ from attn_core.call.seq_info import SeqInfo, is_host_int
 from attn_core.call.spec import AttentionSpec
 from attn_core.context_parallel.call import Bands, ContextCall, build_call
 from attn_core.context_parallel.cost.choose import Explanation, check_strategy, choose
-from attn_core.context_parallel.cost.machine import Constants
+from attn_core.context_parallel.cost.tuned import constants_in_force
 from attn_core.context_parallel.plan import AxisSizes
 from attn_core.context_parallel.ranges import bands_of_row
 from attn_core.errors import ShapeError, SpecError, shown
@@ -219,7 +219,7 @@ def explain_request(request: Request, target: Target) -> Explanation:
     spec = _build_spec(request.shards, request.lengths, request.documents, request.options)
     # JAX traces a forward before it knows whether there will be a backward, so both must choose the same strategy.
     spec = replace(spec, needs_backward=request.needs_backward or target.framework == "jax")
-    constants, strategy = Constants.of(target.device), request.strategy or None
+    constants, strategy = constants_in_force(target.device), request.strategy or None
     how = request.layout, request.sizes, constants, None, strategy, request.bands
     choice = choose(spec, request.documents, *how)
     # With the strategy filled in, a call that names it finds the same plan in the cache.

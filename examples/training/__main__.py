@@ -104,7 +104,7 @@ def _over_ranks(flags: argparse.Namespace, options: Any, stages: Stages, console
     from examples.training.config import GemmaConfig
     from examples.training.spread import FAULT, FIRST, ONE, RANKS, Spread, SpreadRun
 
-    run = SpreadRun(GemmaConfig(), options, Spread(flags.ranks, flags.strategy, flags.layout))
+    run = SpreadRun(GemmaConfig(), options, Spread(flags.ranks, flags.strategy, flags.layout, flags.packed))
     results = ranks.compare(run, stages)
     if flags.json:
         flags.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
@@ -176,6 +176,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--ranks", type=_positive, metavar="N", help="spread rows over N ranks; compare with one")
     parser.add_argument("--strategy", choices=("all_gather", "ring", "ulysses"), help="of --ranks; default: automatic")
     parser.add_argument("--layout", choices=("zigzag", "contiguous", "striped"), default="zigzag", help="of --ranks")
+    parser.add_argument("--packed", action="store_true", help="rows of --ranks hold packed documents, in two packings")
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write the numbers to this file")
     parser.add_argument(
         "--write", action="store_true", help="also make control runs, and write docs/explanation/training.md"

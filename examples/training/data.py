@@ -7,8 +7,9 @@ licence; nothing is downloaded, and the repository contains no part of it. A tok
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -83,6 +84,22 @@ def packed_batches(text: Text, length: int, longest: int, seed: int) -> Iterator
         offsets[: len(lengths) + 1] = [0, *(ends + 1)]
         tokens = np.concatenate(row).astype(np.int32)[None]  # [1, length]
         yield _batch(tokens, ends, SeqInfo(offsets, offsets, longest, longest))
+
+
+def document_batches(text: Text, packings: Sequence[Sequence[int]], seed: int) -> Iterator[Batch]:
+    """Yields batches of one row: running text, cut into documents of the first packing's lengths, then the second's.
+
+    The lengths of documents are part of a plan over ranks, and JAX compiles every plan, so there are few packings.
+    """
+    order = _endless(text, np.random.default_rng(seed))
+    pending = np.empty(0, np.uint16)
+    for lengths in itertools.cycle(packings):
+        while len(pending) < sum(lengths):
+            pending = np.concatenate([pending, next(order)])
+        tokens, pending = pending[: sum(lengths)].astype(np.int32)[None], pending[sum(lengths) :]  # [1, length]
+        ends = np.cumsum(lengths) - 1
+        tokens[0, [0, *(ends[:-1] + 1)]] = BEGIN
+        yield _batch(tokens, ends, SeqInfo.from_lengths(lengths))
 
 
 def dense_batches(text: Text, rows: int, length: int, seed: int) -> Iterator[Batch]:

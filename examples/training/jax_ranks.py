@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from attn_core import SeqInfo
 from examples.training.data import Batch
 from examples.training.jax_side import JaxTrainer
 from examples.training.spread import AXIS, Spread, SpreadRun, compared
@@ -35,18 +36,35 @@ class RanksTrainer(JaxTrainer):
 
     def __init__(self, mesh: Mesh, spread: Spread, cut: str, length: int, **options: Any) -> None:
         self.mesh, self.spread, self.cut, self.length = mesh, spread, cut, length
+        self._programs: dict[tuple[int, ...], Any] = {}
+        self._info: SeqInfo | None = None
         layer: dict[str, Any] = {"context_axis": AXIS, "context_length": length}
         layer |= {"context_strategy": spread.strategy, "context_layout": spread.layout}
         super().__init__(attention=partial(Attention, **layer), **options)
         self.state = jax.device_put(self.state, NamedSharding(mesh, P()))
 
+    def step(self, batch: Batch) -> float:
+        """Updates the weights with one batch, by the program of its documents; returns the loss before the update."""
+        info = batch.seq_info
+        documents = () if info is None else tuple(map(int, info.cu_seqlens_q))
+        if documents not in self._programs:
+            # A function of its own for each packing: the plan, and so the program, depends on the documents.
+            def program(state: Any, shards: Batch) -> Any:
+                self._info = info
+                return self._traced(state, shards)
+
+            self._programs[documents] = jax.jit(program, donate_argnums=0)
+        self._step = self._programs[documents]
+        return super().step(batch)
+
     def _placed(self, batch: Batch) -> Batch:
-        shards: list[Any] = [shard_sequence(jnp.asarray(whole), self.mesh, layout=self.cut) for whole in batch[:3]]
+        cut = {"layout": self.cut, "seq_info": batch.seq_info}
+        shards: list[Any] = [shard_sequence(jnp.asarray(whole), self.mesh, **cut) for whole in batch[:3]]
         return Batch(*shards)
 
     def _loss(self, weights: Any, batch: Batch) -> jax.Array:
         def total(weights: Any, *shards: Any) -> jax.Array:
-            return jax.lax.psum(self._sum(weights, Batch(*shards)), AXIS)
+            return jax.lax.psum(self._sum(weights, Batch(*shards, self._info)), AXIS)
 
         row = P(None, AXIS)
         mapped = jax.shard_map(total, mesh=self.mesh, in_specs=(P(), row, row, row), out_specs=P())
@@ -63,6 +81,7 @@ class RanksTrainer(JaxTrainer):
             strategy=self.spread.strategy,
             layout=self.spread.layout,
             length=self.length,
+            seq_info=batch.seq_info,
             needs_backward=True,
             **self._options(layer),
         )

@@ -27,16 +27,29 @@ AXIS = "cp"
 
 @dataclass(frozen=True)
 class Spread:
-    """The number of ranks, the strategy (None for automatic choice) and the layout of rows."""
+    """The number of ranks, the strategy (None for automatic choice), the layout, and whether rows hold documents."""
 
     ranks: int = 2
     strategy: str | None = None
     layout: str = "zigzag"
+    packed: bool = False
 
     @property
     def mistaken(self) -> Spread:
         """The planted fault: another layout than the layout of the shards, which no check can detect."""
         return replace(self, layout=next(name for name in LAYOUTS if name != self.layout))
+
+
+def packings(length: int) -> tuple[tuple[int, ...], ...]:
+    """Returns two lists of documents' lengths, each ``length`` in all, less a remainder.
+
+    The lengths are multiples of 16. All layouts over up to 8 ranks then have shards of one size, so only the losses
+    show the planted fault.
+    """
+    units = length // 16
+    first = (units // 2, units // 4, 1, units - units // 2 - units // 4 - 1)
+    second = (1, units - units // 3 - 2, 1, units // 3)
+    return tuple(tuple(16 * each for each in lengths if each) for lengths in (first, second))
 
 
 class SpreadTrainer(Trainer, Protocol):
@@ -67,7 +80,7 @@ class SpreadRun(NamedTuple):
     @property
     def length(self) -> int:
         """The number of positions in a row."""
-        return self.options.dense["length"]
+        return sum(packings(self.options.length)[0]) if self.spread.packed else self.options.dense["length"]
 
     @property
     def trainer(self) -> dict[str, Any]:
@@ -76,8 +89,12 @@ class SpreadRun(NamedTuple):
         return {"config": self.config, "weights": first, "backend": self.options.backend, **self.options.trainer}
 
     def batches(self) -> list[Batch]:
-        """Returns dense rows, because offsets of packed documents are part of a plan: JAX would compile every step."""
-        endless = data.dense_batches(data.python_documentation(), **self.options.dense, seed=self.options.seed)
+        """Returns dense rows, or rows of packed documents in two packings."""
+        text, seed = data.python_documentation(), self.options.seed
+        if self.spread.packed:
+            endless = data.document_batches(text, packings(self.options.length), seed)
+        else:
+            endless = data.dense_batches(text, **self.options.dense, seed=seed)
         return list(itertools.islice(endless, self.options.steps))
 
 

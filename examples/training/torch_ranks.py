@@ -38,7 +38,8 @@ class RankTrainer(TorchTrainer):
         self.mesh, self.spread, self.cut = mesh, spread, cut
 
     def _gradients(self, batch: Batch) -> torch.Tensor:
-        shards = [shard_sequence(whole, self.mesh, layout=self.cut) for whole in self._tensors(batch)]
+        cut = {"layout": self.cut, "seq_info": batch.seq_info}
+        shards = [shard_sequence(whole, self.mesh, **cut) for whole in self._tensors(batch)]
         with use_context_parallel(self.mesh, **self._placement(batch)):
             loss = self._sum(shards, None) / float(batch.counted.sum())  # this rank's share of the mean
         loss.backward()
@@ -49,11 +50,12 @@ class RankTrainer(TorchTrainer):
 
     def _placement(self, batch: Batch) -> dict[str, Any]:
         spread = self.spread
-        return {"strategy": spread.strategy, "layout": spread.layout, "length": batch.tokens.shape[1]}
+        placed = {"strategy": spread.strategy, "layout": spread.layout, "length": batch.tokens.shape[1]}
+        return {**placed, "seq_info": batch.seq_info}
 
     def explained(self, batch: Batch, layer: int) -> str:
         """Returns the strategy and the backends of a layer's attention."""
-        shard = shard_sequence(torch.from_numpy(batch.tokens), self.mesh)
+        shard = shard_sequence(torch.from_numpy(batch.tokens), self.mesh, seq_info=batch.seq_info)
         q, k, v = (x.requires_grad_() for x in self._heads(*shard.shape))
         explained = explain_context_parallel(q, k, v, mesh=self.mesh, **self._placement(batch), **self._options(layer))
         return f"{explained.choice.strategy} on {', '.join(sorted({name for _, name in explained.call.backends}))}"

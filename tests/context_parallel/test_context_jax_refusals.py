@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from context_jax_cases import DOCUMENTS, Case, program, sharded_arrays
+from context_jax_cases import DOCUMENTS, NEAR, Case, from_shards, program, reference_results, sharded_arrays
 from jax.sharding import PartitionSpec as P
 
 from attn_core import SeqInfo
@@ -96,3 +96,26 @@ def test_a_choice_says_why():
     given = [jax.ShapeDtypeStruct(sharded_arrays(case, case.arrays())[name].shape, jnp.float32) for name in "qkv"]
     said = str(explain_context_parallel(*given, mesh=case.mesh, causal=True, needs_backward=True))
     assert all(name in said for name in ("all_gather", "ulysses", "ring", "selected", "zigzag", "backends: ")), said
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped"])
+def test_rows_below_the_number_of_devices_and_windows_above_the_row_are_valid(layout):
+    options = {"causal": True, "window": (500, 0)}
+    for length in (1, 3, 23):
+        case = Case("ring", (4,), layout, lengths=(length, length), options=options)
+        arrays = case.arrays()
+        right = reference_results(case, arrays)
+        out = program(case)(sharded_arrays(case, arrays))["out"]
+        np.testing.assert_allclose(from_shards(out, case.table(0), length, 1), right["out"], rtol=0, atol=NEAR)
+
+
+@pytest.mark.timeout(60)
+def test_documents_longer_than_the_row_are_refused():
+    case = Case("ring", (4,), documents=DOCUMENTS)
+    shards = [sharded_arrays(case, case.arrays())[name] for name in "qkv"]
+    call = partial(context_parallel_attention, *shards, mesh=case.mesh, axis_name="outer", causal=True)
+    with pytest.raises(SpecError, match="length=23: expected the 28 positions of seq_info"):
+        call(seq_info=SeqInfo.from_lengths((3, 25)), length=23)
+    with pytest.raises(ShapeError, match=r"q: expected shards of \d+ positions, 43 over 4 ranks"):
+        call(seq_info=SeqInfo.from_lengths((3, 40)))

@@ -281,6 +281,24 @@ def test_two_ranks_give_the_losses_of_one(monkeypatch: pytest.MonkeyPatch, capsy
     assert "FAILED JAX: the first losses differ" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_two_ranks_give_the_losses_of_one_with_packed_documents() -> None:
+    """Both frameworks, two packings in turn; the bounds are those of dense rows, and a wrong layout is found."""
+    run = SpreadRun(TINY, replace(OPTIONS, steps=4, length=160), Spread(2, None, packed=True))
+    batches = run.batches()
+    lengths = [np.diff(batch.seq_info.cu_seqlens_q).tolist() for batch in batches]
+    assert lengths == [[80, 32, 16, 32], [16, 80, 16, 48]] * 2 and run.length == 160
+    for batch, of_batch in zip(batches, lengths, strict=True):
+        starts = np.cumsum([0, *of_batch])
+        assert (batch.tokens[0, starts[:-1]] == data.BEGIN).all()
+        assert batch.counted.sum() == 160 - 4 and (batch.counted[0, starts[1:] - 1] == 0).all()
+    with Stages(Console(file=io.StringIO())) as stages:
+        actual = ranks.compare(run, stages)
+    assert ranks.failures(actual, "float32") == []
+    assert all(len(runs[RANKS]["losses"]) == 4 for runs in actual.values())
+
+
 def test_a_failed_rank_reports_its_error() -> None:
     with pytest.raises(ranks.RankError, match=r"(?s)JAX ended with 1:.*FileNotFoundError"):
         ranks.run(JAX, ["examples.training.jax_ranks", "nowhere"])

@@ -1,65 +1,85 @@
-"""Checks that all ranks make the same call, the first time that a rank makes a call of its kind."""
+"""Prepares a call on all ranks together: compares what they plan, and tells all ranks if one refuses its call."""
 
 from __future__ import annotations
 
-import hashlib
+import weakref
+from datetime import timedelta
 from functools import lru_cache
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from attn_core.context_parallel.request import Request
-from attn_core.errors import SpecError
-from torch_frontend.context_parallel.mesh import RankAxis
+from torch_frontend.context_parallel.meeting import Exchange, Meeting
+from torch_frontend.context_parallel.mesh import RankAxis, find_axis
+from torch_frontend.context_parallel.prepare import RankPlan, explain_request, prepare
+from torch_frontend.context_parallel.stand_in import stand_in
+
+Prepared = tuple[RankPlan, Meeting | None]
 
 
-def check_agreement(request: Request, outcome: str, *axes: RankAxis) -> None:
-    """Compares a request and its outcome between all ranks, unless they were compared before.
+def prepare_together(request: Request, kind: str = "forward") -> Prepared:
+    """Plans a call; returns what this rank runs, and the meeting of its ranks. Compares each kind of call once.
+
+    If some rank raises an error, or plans something else, every rank raises an error. Otherwise the other ranks would
+    wait for it.
 
     Args:
-        outcome: the strategy and the kernels that this rank planned, or its error.
-
-    Raises:
-        SpecError: on every rank, if the requests or outcomes differ; the message lists each rank's.
+        kind: of the exchange that begins now, as in ``begin_exchange``.
     """
-    shared = tuple(axis for axis in axes if axis.size > 1)
-    _compare(f"{_describe(request)}: {outcome}", str(request.device), shared)
-    if request.documents is None and request.bands is None:
-        # Bounded, because a process with ever new shapes would fill the set.
-        if len(_COMPARED) > 4096:
-            _COMPARED.clear()
-        _COMPARED.add((request.shards[:3], shared))
+    axes = tuple(map(find_axis, request.axes))
+    plan, meeting = _prepare(request, *axes), find_meeting(*axes)
+    begin_exchange(meeting, kind, request)
+    return plan, meeting
 
 
-_COMPARED: set[Any] = set()
-"""Shapes, dtypes and axes of calls that were compared. Packed calls and key ranges are left out."""
+# A small cache, because a plan holds tensors on the device.
+@lru_cache(maxsize=64)
+def _prepare(request: Request, *axes: RankAxis) -> RankPlan:
+    """Plans a call, and compares it between all ranks, unless they compared it before."""
+    try:
+        choice, call = explain_request(request)[:2]
+        plan = prepare(request)
+    except Exception as error:
+        announce_refusal(error, *axes)
+        raise
+    meeting = find_meeting(*axes)
+    if meeting is not None and not meeting.agreed(request):
+        # Sorted, because the order of a set of strings differs between processes, and ranks compare this text.
+        names = ", ".join(sorted({name for _, name in call.backends}))
+        meeting.meet(f"{describe(request)}: {choice.strategy} on {names}", stand_in, describe, request)
+    return plan
 
 
-def announce_refusal(error: Exception, tensors: tuple[Any, ...], packed: bool, device: str, *axes: RankAxis) -> None:
-    """Tells the other ranks that this rank refuses a call, if they compare the call and would wait for this rank.
-
-    This rank cannot know whether the others compare. It assumes so if the call is packed, or if its shapes are new to
-    this rank. Otherwise it sends nothing, because the other ranks exchange keys already.
+def announce_refusal(error: Exception, *axes: RankAxis) -> None:
+    """Tells the other ranks that this rank refuses a call, whether they compare theirs or exchange keys already.
 
     Raises:
         SpecError: on every rank, unless all ranks refuse with one error; the message lists each rank's call.
     """
-    shared = tuple(axis for axis in axes if axis.size > 1)
-    shards = tuple(map(_metadata, tensors))
-    if packed or (shards, shared) not in _COMPARED:
-        _compare(f"{type(error).__name__}: {str(error).splitlines()[0]}", device, shared)
+    meeting = find_meeting(*axes)
+    if meeting is not None:
+        text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        meeting.meet(text, stand_in, describe, refused=True)
 
 
-def _metadata(tensor: Any) -> tuple[Any, Any]:
-    """Returns the shape and dtype of what the caller passed as a tensor. Never raises, because other ranks wait."""
-    try:
-        return getattr(tensor, "shape", None), getattr(tensor, "dtype", None)
-    except RuntimeError:  # a nested tensor, or a parameter that is not initialised, has no shape
-        return None, None
+def begin_exchange(meeting: Meeting | None, kind: str, request: Request) -> None:
+    """Counts an exchange that begins now: "forward" or "backward", or "compiled forward" or "compiled backward".
+
+    Raises:
+        SpecError: if another rank refused this call, or an earlier one that this rank has begun.
+    """
+    if meeting is not None:
+        meeting.begin(Exchange(kind, request), stand_in, describe)
 
 
-def _describe(request: Request) -> str:
+def check_others(meeting: Meeting | None) -> None:
+    """Raises SpecError if another rank refused a call that this rank has just made."""
+    if meeting is not None and meeting.stopped is not None:
+        meeting.check(stand_in, describe)
+
+
+def describe(request: Request) -> str:
     """Returns the properties of a request that all ranks must share. Names of process groups differ between ranks."""
     arrays = [array for array in request.shards[:3] if array is not None]
     shapes = " ".join(f"{name} {list(shape)}" for name, (shape, _) in zip("qkv", arrays, strict=True))
@@ -73,32 +93,52 @@ def _describe(request: Request) -> str:
     )
 
 
-@lru_cache(maxsize=4096)
-def _compare(text: str, device: str, axes: tuple[RankAxis, ...]) -> None:
-    """Raises SpecError unless all ranks have the same text. Cached, so that each text is compared once.
+def find_meeting(*axes: RankAxis) -> Meeting | None:
+    """Returns the meeting of the ranks along one or two axes; None for a single rank."""
+    shared = tuple([axis for axis in axes if axis.size > 1])
+    if not shared:
+        return None
+    base = dist.distributed_c10d._get_default_store()
+    found, store = _open(shared, 0)
+    if store is not None and store() is not base:  # the process groups were destroyed and made again
+        _open.cache_clear()
+        found, _ = _open(shared, 0)
+    return found
 
-    Compares hashes along each axis in turn. Every rank takes part in every axis, so that a difference along one axis
-    reaches all ranks. Only if there is a difference, the texts themselves are exchanged for the message.
+
+def _connection(store: Any) -> Any:
+    """Returns a connection to a store for one thread; the store itself if it is a caller's own kind, without clones."""
+    try:
+        return store.clone()
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return store
+
+
+@lru_cache(maxsize=256)
+def _open(axes: tuple[RankAxis, ...], _: int) -> tuple[Meeting | None, Any]:
+    """Returns (the meeting, a weak reference to the store), (None, None) for groups that only pretend to communicate.
+
+    The ranks of a mesh of two axes find each other by the ranks of their first column.
     """
-    # sha256, because Python's hash of a string differs between processes. Its 32 bytes travel as four int64.
-    digest_bytes = hashlib.sha256(text.encode(errors="backslashreplace")).digest()
-    digest = torch.frombuffer(bytearray(digest_bytes), dtype=torch.int64).to(device)
-    differ = digest.new_zeros(1, dtype=torch.bool)
-    for axis in axes:
-        # The flag carries a difference along an earlier axis to the ranks of the next one.
-        digest_and_flag = torch.cat([digest, differ.to(digest.dtype)])
-        gathering = torch.ops._c10d_functional.all_gather_into_tensor(digest_and_flag, axis.size, axis.name)
-        everyone = torch.ops._c10d_functional.wait_tensor(gathering).view(axis.size, -1)
-        differ = (everyone != everyone[0]).any() | (everyone[:1, -1] > 0)
-    # Waits for the device, but once per text: the cache keeps the answer. It keeps no errors, so ranks that differ
-    # compare again.
-    if not bool(differ):
-        return
-    texts = [text]
-    for axis in axes:
-        group = dist.distributed_c10d._resolve_process_group(axis.name)  # type: ignore[arg-type, unused-ignore]
-        gathered: list[Any] = [None] * axis.size
-        dist.all_gather_object(gathered, texts, group=group)
-        texts = [text for column in zip(*gathered, strict=True) for text in column]  # in the order of ranks
-    lines = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(texts))
-    raise SpecError(f"context_parallel_attention: expected the same call on every rank, got\n{lines}")
+    base: Any = dist.distributed_c10d._get_default_store()
+    groups = [dist.distributed_c10d._resolve_process_group(axis.name) for axis in axes]  # type: ignore[arg-type, unused-ignore]
+    if base is None or any(dist.get_backend(group) == "fake" for group in groups):
+        return None, None
+    timeout = base.timeout if isinstance(base.timeout, timedelta) else timedelta(seconds=300)
+    own, watched = _connection(base), _connection(base)
+    members = [dist.get_process_group_ranks(group) for group in groups]
+    rank, size, name = axes[-1].rank, axes[-1].size, str(members[-1])
+    if len(axes) == 2:
+        outer, inner = axes
+        rank, size = outer.rank * inner.size + inner.rank, outer.size * inner.size
+        # Rank 0 of a row knows the first column, and tells its row.
+        key = f"attn_core/column of {members[1]}"
+        if inner.rank == 0:
+            own.set(key, str(members[0]))
+        own.wait([key], timeout)
+        name = f"{own.get(key).decode()} x {inner.size}"
+    # A mesh that is opened again begins at 0, so it needs other keys.
+    opened = own.add(f"attn_core/{name}/opened by {rank}", 1)
+    prefix = f"attn_core/{name}/{opened}"
+    own, watched = (dist.PrefixStore(prefix, each) for each in (own, watched))
+    return Meeting(own, watched, rank, size, timeout.total_seconds()), weakref.ref(base)

@@ -122,12 +122,11 @@ def context_parallel_attention(
     if unknown:
         refuse_keywords(context_parallel_attention, unknown)
     shards: Any = (q, k, v)
-    rows: tuple[Tensor, ...] = shards
     try:
         local = to_local(shards, mesh)
         for name, tensor in zip("qkv", local):
             plan.check_tensor(name, tensor)
-        q, k, v = rows = autocast.in_autocast(*local)
+        q, k, v = autocast.in_autocast(*local)
         check_supported(mask, bias, alibi_slopes, dropout)
         options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
         check_kind("layout", layout, str, "the name of a layout")
@@ -142,7 +141,7 @@ def context_parallel_attention(
     except Exception as error:
         # A trace cannot send. Ranks compare when the op runs.
         if not torch.compiler.is_compiling():
-            _announce_error(error, rows, seq_info is not None or key_ranges is not None, mesh)
+            _announce_error(error, mesh)
         raise
     run = differentiable.run_traced if torch.compiler.is_compiling() else differentiable.run
     results: tuple[Tensor, ...] = run(request, *rows, sinks)  # type: ignore[call-arg, operator]
@@ -233,16 +232,13 @@ def _build_request(
     return rows, request
 
 
-def _announce_error(error: Exception, rows: tuple[Any, ...], packed: bool, mesh: Any) -> None:
+def _announce_error(error: Exception, mesh: Any) -> None:
     """Tells the other ranks that this rank raises, so that they raise too; does nothing without a mesh of ranks."""
     try:
         names = group_names(mesh)
     except (TypeError, ShapeError):
         return
-    device = getattr(rows[0], "device", None)
-    # The process group needs tensors on the mesh's devices, even if this rank passed tensors on another device.
-    where = device if getattr(device, "type", None) == mesh.device_type else mesh.device_type
-    announce_refusal(error, rows, packed, str(where), *map(find_axis, names))
+    announce_refusal(error, *map(find_axis, names))
 
 
 def _check_tensors(q: Any, k: Any, v: Any, sinks: Any) -> None:

@@ -15,8 +15,9 @@ from attn_core.call import ranges
 from attn_core.context_parallel.request import Metadata, Request
 from attn_core.selection import override
 from torch_frontend.context_parallel import backward, forward
+from torch_frontend.context_parallel.agreement import Prepared, begin_exchange, check_others, prepare_together
 from torch_frontend.context_parallel.mesh import find_axis
-from torch_frontend.context_parallel.prepare import RankPlan, prepare
+from torch_frontend.context_parallel.prepare import RankPlan
 from torch_frontend.dispatch import autocast, empty_rows
 from torch_frontend.dispatch.backend_names import join_names
 from torch_frontend.dispatch.op_arguments import OPTIONS, OPTIONS_SCHEMA, PlainOptions
@@ -25,13 +26,17 @@ Tensor = torch.Tensor
 
 
 class Attention(torch.autograd.Function):
-    """Arguments: the plan, whether lse is returned, q, k, v ``[batch, shard, heads, dim]``, and sinks or None."""
+    """Arguments: (plan, meeting of its ranks), request, q, k, v ``[batch, shard, heads, dim]``, and sinks or None."""
 
     @staticmethod
-    def forward(ctx: Any, plan: RankPlan, with_lse: bool, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Any:
+    def forward(
+        ctx: Any, prepared: Prepared, request: Request, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+    ) -> Any:
+        plan, ctx.meeting = prepared
+        with_lse = request.options.return_lse
         results, residuals = forward.forward(plan, q, k, v, sinks, with_lse=with_lse, keep=True)
         # A thread of autograd, which has a context of its own, may run the backward.
-        ctx.plan, ctx.ranges = plan, ranges.enabled()
+        ctx.plan, ctx.request, ctx.ranges = plan, request, ranges.enabled()
         # One flat list, because autograd saves tensors and no tuples of them.
         ctx.save_for_backward(sinks, *(tensor for group in residuals for tensor in group))
         ctx.set_materialize_grads(False)
@@ -40,6 +45,7 @@ class Attention(torch.autograd.Function):
     @staticmethod
     @without_create_graph
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> Any:
+        begin_exchange(ctx.meeting, "backward", ctx.request)
         sinks, *tensors = ctx.saved_tensors
         size = len(forward.Residuals._fields)
         residuals = [forward.Residuals(*tensors[at : at + size]) for at in range(0, len(tensors), size)]
@@ -51,7 +57,9 @@ class Attention(torch.autograd.Function):
             dout = out.new_zeros(batch, shard, heads, out.shape[3])
         with autocast.switched_off(dout.device), ranges.ranges(ctx.ranges):
             dlse = _lse_gradient(ctx.plan, dout, dlse)
-            return None, None, *backward.backward(ctx.plan, residuals, sinks, dout, dlse)
+            gradients = backward.backward(ctx.plan, residuals, sinks, dout, dlse)
+        check_others(ctx.meeting)
+        return None, None, *gradients
 
 
 def _lse_gradient(plan: RankPlan, dout: Tensor, dlse: Tensor | None) -> Tensor | None:
@@ -63,13 +71,15 @@ def _lse_gradient(plan: RankPlan, dout: Tensor, dlse: Tensor | None) -> Tensor |
 
 def run(request: Request, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, ...]:
     """Returns (out,) or (out, lse) of an eager call."""
-    plan, with_lse = prepare(request), request.options.return_lse
+    plan, meeting = prepared = prepare_together(request)
+    with_lse = request.options.return_lse
     with autocast.switched_off(q.device):
         if request.needs_backward:
-            output = Attention.apply(plan, with_lse, q, k, v, sinks)
+            output = Attention.apply(prepared, request, q, k, v, sinks)
             results = list(output) if with_lse else [output]
         else:
             results, _ = forward.forward(plan, q, k, v, sinks, with_lse=with_lse, keep=False)
+    check_others(meeting)
     if sinks is None or not with_lse:
         return tuple(results)
     return results[0], empty_rows.fill_with_sinks(results[1], sinks, plan.query_count)
@@ -121,9 +131,10 @@ def tensor_metadata(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tu
 
 
 def _forward_op(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    plan = prepare(_request_of(arguments))
+    plan, meeting = prepare_together(_request_of(arguments), "compiled forward")
     with autocast.switched_off(arguments[0].device):
         (out, lse), _ = forward.forward(plan, *arguments[:TENSORS], with_lse=True, keep=False)
+    check_others(meeting)
     # The mesh is known inside the op only, so the op also returns the number that fill_with_sinks needs.
     count = torch.full((), plan.query_count, device=out.device)
     # Contiguous, because compilers plan memory with the strides that _forward_fake promises.
@@ -140,11 +151,15 @@ def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Ten
 def _backward_op(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    plan, (q, k, v, sinks) = prepare(_request_of(arguments)), arguments[:TENSORS]
+    (plan, meeting), (q, k, v, sinks) = (
+        prepare_together(_request_of(arguments), "compiled backward"),
+        arguments[:TENSORS],
+    )
     with autocast.switched_off(q.device):
         # An op's saved tensors are its arguments and results, so the exchanged heads are not among them.
         residuals = forward.recompute_residuals(plan, q, k, v, out, lse)
         gradients = backward.backward(plan, residuals, sinks, dout, _lse_gradient(plan, dout, dlse))
+    check_others(meeting)
     dq, dk, dv, dsinks = (None if each is None else each.contiguous() for each in gradients)
     # An op must return a tensor for each result.
     return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""Prepares a call: chooses and plans it, compares the plan between ranks, and builds what this rank runs."""
+"""Prepares a call: chooses and plans it, and builds what this rank runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from attn_core.context_parallel.on_torch.tiles import RowCoverage, TileRun, buil
 from attn_core.context_parallel.plan import Step
 from attn_core.context_parallel.request import Request
 from attn_core.selection import Target
-from torch_frontend.context_parallel.agreement import check_agreement
 from torch_frontend.context_parallel.mesh import SINGLE_RANK, RankAxis, find_axis
 from torch_frontend.dispatch.plan import device_name
 from torch_frontend.dispatch.wrappers import on_device
@@ -63,26 +62,9 @@ class RankPlan(NamedTuple):
 
 
 def prepare(request: Request) -> RankPlan:
-    """Plans a call, compares the plan between ranks, and returns what this rank runs; once for every kind of call.
-
-    If some rank raises an error, or plans something else, every rank raises an error. Otherwise the other ranks would
-    wait for it.
-    """
-    return _prepare(request, *map(find_axis, request.axes))
-
-
-# A small cache, because a plan holds tensors on the device: the places of tiles and their offsets.
-@lru_cache(maxsize=64)
-def _prepare(request: Request, *axes: RankAxis) -> RankPlan:
-    try:
-        choice, call = explain_request(request)[:2]
-    except Exception as error:
-        # Before the error is raised here, because ranks that planned the call wait in their own check_agreement.
-        check_agreement(request, f"{type(error).__name__}: {str(error).splitlines()[0]}", *axes)
-        raise
-    # Sorted, because the order of a set of strings differs between processes, and ranks compare this text.
-    names = sorted({name for _, name in call.backends})
-    check_agreement(request, f"{choice.strategy} on {', '.join(names)}", *axes)
+    """Chooses and plans a call; returns what this rank runs. Sends nothing."""
+    choice, call = explain_request(request)[:2]
+    axes = tuple(map(find_axis, request.axes))
     if len(axes) == 1:
         axes = (SINGLE_RANK, *axes) if choice.strategy == "ulysses" else (*axes, SINGLE_RANK)
     return build_rank_plan(call, *axes, request.device)
@@ -93,6 +75,7 @@ def explain_request(request: Request) -> Explanation:
     return requests.explain_request(request, Target.here("torch", device_name(request.device)))
 
 
+# A small cache, because a plan holds tensors on the device: the places of tiles and their offsets.
 @lru_cache(maxsize=64)
 def build_rank_plan(call: ContextCall, outer: RankAxis, inner: RankAxis, device: torch.device) -> RankPlan:
     """Returns what a rank does in a planned call; cached."""

@@ -1,0 +1,139 @@
+"""The JAX side of ``benchmarks.context_rows``: each row in the way that torch chose, forward and training."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+
+from attn_core import SeqInfo
+from benchmarks.context_row_report import DIRECTIONS, described
+from benchmarks.context_row_shapes import WAYS, Row, rows_of
+from jax_frontend import explain_context_parallel, shard_sequence
+from jax_frontend.context_parallel.attention import context_parallel_attention
+
+AXIS = "cp"
+ROUNDS = 4
+TURN = 0.05
+"""The seconds of a turn, about."""
+
+
+def main(task: dict[str, Any]) -> None:
+    """Measures the rows of a task; process 0 writes the result."""
+    on_gpu = task["device"] == "cuda"
+    if on_gpu:
+        from benchmarks.context_jax import _join
+
+        _join()
+    else:
+        jax.config.update("jax_num_cpu_devices", task["ranks"])
+    mesh = jax.make_mesh((jax.device_count(),), (AXIS,))
+    measured = []
+    for row in rows_of(task["seed"], task["rows"], small=not on_gpu):
+        entry: dict[str, Any] = {**described(row), "measured": {}, "error": ""}
+        for direction in DIRECTIONS:
+            if not _time_left(task["ends"]):
+                entry["measured"][direction] = {"error": "not measured: out of time"}
+                continue
+            chosen = task["chosen"].get(row.name, {}).get(direction)
+            try:
+                entry["measured"][direction] = _measure(mesh, row, direction, chosen, on_gpu)
+            except Exception as error:
+                if jax.process_count() > 1:
+                    raise  # the other processes run this row and would wait
+                entry["measured"][direction] = {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}
+        measured.append(entry)
+        if jax.process_index() == 0:  # after every row, because the launcher may end this process
+            device = jax.devices()[0].device_kind
+            result = {"rows": measured, "device": device, "dtype": "bfloat16" if on_gpu else "float32"}
+            Path(task["out"]).write_text(json.dumps(result), encoding="utf-8")
+
+
+def _measure(mesh: Any, row: Row, direction: str, chosen: str | None, on_gpu: bool) -> dict[str, Any]:
+    """Returns the way, the slowest process's seconds per call in each round, and the program's bytes on a device."""
+    info = SeqInfo.from_lengths(row.lengths) if row.lengths else None
+    dtype, keys = jnp.bfloat16 if on_gpu else jnp.float32, jax.random.split(jax.random.key(0), 4)
+    heads = (row.heads, row.kv_heads, row.kv_heads, row.heads)
+    shapes = [(1, row.tokens, each, row.head_dim) for each in heads]
+    whole = [jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True)]
+
+    def options(strategy: str, layout: str) -> dict[str, Any]:
+        length = None if row.lengths else row.tokens
+        where = {"mesh": mesh, "strategy": strategy, "layout": layout, "length": length, "seq_info": info}
+        return {**where, **row.options}
+
+    strategy, layout = _way(chosen) if chosen else _best(whole, options, direction, mesh, info)
+    arrays = [shard_sequence(each, mesh, layout=layout, seq_info=info) for each in whole]
+    attend = partial(context_parallel_attention, **options(strategy, layout))
+
+    def both(q: Any, k: Any, v: Any, dout: Any) -> Any:
+        return jax.vjp(attend, q, k, v)[1](dout)
+
+    def forward(q: Any, k: Any, v: Any, dout: Any) -> Any:
+        return attend(q, k, v)
+
+    program = jax.jit(forward if direction == DIRECTIONS[0] else both).lower(*arrays).compile()
+    run = partial(program, *arrays)
+    calls = max(2, min(32, int(TURN / max(_timed(run, 1), 1e-6))))
+    memory = program.memory_analysis()
+    return {
+        "way": f"{strategy}, {layout}",
+        "seconds": [_timed(run, calls) for _ in range(ROUNDS)],
+        "temporary bytes": getattr(memory, "temp_size_in_bytes", None),
+    }
+
+
+def _best(whole: list[Any], options: Callable[..., Any], direction: str, mesh: Any, info: Any) -> tuple[str, str]:
+    """Returns the way with the shortest estimate."""
+    seconds = {}
+    for way in WAYS:
+        try:
+            q, k, v = (shard_sequence(each, mesh, layout=way[1], seq_info=info) for each in whole[:3])
+            cost = explain_context_parallel(
+                q, k, v, needs_backward=direction == DIRECTIONS[1], **options(*way)
+            ).choice.estimate
+        except Exception as error:
+            print(f"{', '.join(way)}: refused: {str(error).splitlines()[0]}", flush=True)
+            continue
+        assert cost is not None
+        seconds[way] = cost.both if direction == DIRECTIONS[1] else cost.forward.seconds
+    return min(seconds, key=lambda way: seconds[way])
+
+
+def _way(name: str) -> tuple[str, str]:
+    strategy, _, layout = name.partition(", ")
+    return strategy, layout
+
+
+def _timed(run: Callable[[], Any], calls: int) -> float:
+    jax.block_until_ready(run())
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("turn")
+    began = time.perf_counter()
+    for _ in range(calls):
+        last = run()
+    jax.block_until_ready(last)
+    seconds = (time.perf_counter() - began) / calls
+    if jax.process_count() == 1:
+        return seconds
+    return float(np.max(multihost_utils.process_allgather(np.float32(seconds))))
+
+
+def _time_left(ends: float) -> bool:
+    left = ends - time.time()
+    if jax.process_count() > 1:
+        left = float(np.min(multihost_utils.process_allgather(np.float32(left))))
+    return left > 0
+
+
+if __name__ == "__main__":
+    main(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))

@@ -1,0 +1,111 @@
+"""Jobs of ``context_torch_worker`` in which one rank alone makes a bad call, after calls that all ranks made."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from context_torch_scenes import LENGTH, error_of, row
+from context_torch_worker import mesh_of
+
+from attn_core import SeqInfo
+from torch_frontend import attention
+from torch_frontend.context_parallel.attention import context_parallel_attention
+from torch_frontend.context_parallel.shards import shard_sequence, unshard_sequence
+
+BAD: dict[str, dict[str, Any]] = {
+    "softcap": {"softcap": -1.0},
+    "window": {"window": (-3, 0)},
+    "length": {"length": 2.5},
+    "dropout": {"dropout": 0.5},
+    "strategy": {"strategy": "rings"},
+    "layout": {"layout": "zebra"},
+}
+"""Arguments that are invalid on the rank that passes them."""
+
+
+def told(axes: tuple[int, ...], strategy: str, options: dict[str, Any], bad: int) -> dict[str, tuple[str, float]]:
+    """The error of this rank, and after how many seconds, for each bad argument of rank ``bad``.
+
+    All ranks make the right call first, so that the others do not compare it again: they exchange keys. The results
+    of the right call afterwards show that the ranks agree again.
+    """
+    mesh = mesh_of(axes)
+    whole = row(heads=8, kv_heads=4)
+    q, k, v, dout = (shard_sequence(each, mesh) for each in whole)
+    learned = [each.requires_grad_() for each in (q, k, v)]
+    right = {"mesh": mesh, "strategy": strategy, "length": LENGTH, "causal": True, **options}
+
+    def call(**more: Any) -> torch.Tensor:
+        return context_parallel_attention(*learned, **right | more)
+
+    call().backward(dout)
+    results = {}
+    for name, wrong in BAD.items():
+        results[name] = _timed(lambda given=wrong: call(**given if dist.get_rank() == bad else {}))
+    halves = (q, k.half() if dist.get_rank() == bad else k, v)
+    results["k"] = _timed(lambda: context_parallel_attention(*halves, **right))
+    narrow = (q, k[:, :-1] if dist.get_rank() == bad else k, v)
+    results["v"] = _timed(lambda: context_parallel_attention(*narrow, **right))
+    out = call()
+    results["backward"] = _timed(lambda: call(scale="1") if dist.get_rank() == bad else out.backward(dout))
+    result = unshard_sequence(call().detach(), mesh, length=LENGTH)
+    expected = attention(*whole[:3], causal=True, **options)
+    results["afterwards"] = (f"{float((result - expected).abs().max()):.1e}", 0.0)
+    return results
+
+
+def _timed(call: Callable[[], Any]) -> tuple[str, float]:
+    started = time.monotonic()
+    return error_of(call), time.monotonic() - started
+
+
+def other_documents(axes: tuple[int, ...]) -> dict[str, tuple[str, float]]:
+    """Rank 1 has other documents than the others, who made this call before, and who see theirs for the first time."""
+    mesh, last = mesh_of(axes), dist.get_rank() == 1
+    one = [each[:1] for each in row()[:3]]
+    lengths = {"old": (3, 20), "new": (11, 12), "other": (5, 18), "longer": (3, 25)}
+    infos = {name: SeqInfo.from_lengths(each) for name, each in lengths.items()}
+
+    def call(name: str, **more: Any) -> Any:
+        # Every document list gives shards of one size here, or the shard's size would give the fault away.
+        shards = [shard_sequence(each, mesh, seq_info=infos["old"]) for each in one]
+        return context_parallel_attention(*shards, mesh=mesh, seq_info=infos[name], causal=True, **more)
+
+    before = error_of(lambda: call("old", strategy="ring"))
+    return {
+        "before": (before, 0.0),
+        "known to the others": _timed(lambda: call("other" if last else "old", strategy="ring")),
+        "new to all": _timed(lambda: call("other" if last else "new", strategy="ring")),
+        "longer than the row": _timed(lambda: call("longer" if last else "old", strategy="ring", length=LENGTH)),
+        "afterwards": (error_of(lambda: call("old", strategy="ring")), 0.0),
+    }
+
+
+def odd_rows(axes: tuple[int, ...]) -> dict[str, float]:
+    """By how much rows that are odd, but valid, differ from one device: out, and the gradients of k."""
+    mesh, results = mesh_of(axes), {}
+    for strategy in ("ring", "all_gather"):
+        for layout in ("zigzag", "contiguous", "striped"):
+            for length, options in ((LENGTH, {"window": (500, 0)}), (LENGTH, {"window": (2**40, 7)}), (1, {}), (2, {})):
+                results[f"{strategy} {layout} {length} {options}"] = _apart(
+                    mesh, strategy, layout, length, {"causal": True, **options}
+                )
+    return results
+
+
+def _apart(mesh: Any, strategy: str, layout: str, length: int, options: dict[str, Any]) -> float:
+    whole = row(length=length)
+    dout = whole[3]
+    q, k, v = (each.requires_grad_() for each in whole[:3])
+    right = attention(q, k, v, **options)
+    (dk,) = torch.autograd.grad(right, k, dout)
+    shards = [shard_sequence(each.detach(), mesh, layout=layout).requires_grad_() for each in (q, k, v)]
+    out = context_parallel_attention(*shards, mesh=mesh, strategy=strategy, layout=layout, length=length, **options)
+    (dk_shard,) = torch.autograd.grad(out, shards[1], shard_sequence(dout, mesh, layout=layout))
+    pairs = ((out, right), (dk_shard, dk))
+    parts = (unshard_sequence(mine.detach(), mesh, length=length, layout=layout) for mine, _ in pairs)
+    return max(float((part - theirs).abs().max()) for part, (_, theirs) in zip(parts, pairs, strict=True))
