@@ -36,6 +36,11 @@ REFUSED = {
     "shard": ({"length": 17}, ShapeError, r"q: expected shards of \d+ positions, 17 over 4 ranks"),
     "length": ({"length": (1, 2, 3)}, SpecError, r"length=\(1, 2, 3\): expected the positions of the"),
     "layout": ({"layout": "diagonal"}, SpecError, "layout='diagonal': expected one of"),
+    "layout of documents": (
+        {"layout": "documents"},
+        SpecError,
+        "layout='documents': expected seq_info with the row's packed documents, got None",
+    ),
     "strategy": ({"strategy": "tree"}, SpecError, "strategy='tree': expected one of"),
     "head_groups": ({"strategy": "ring", "head_groups": 3}, SpecError, "head_groups=3: expected a divisor of the 2"),
     "head_groups kind": ({"head_groups": 1.5}, SpecError, "head_groups=1.5: expected the number of groups"),
@@ -73,6 +78,9 @@ def test_documents_must_be_known_on_the_host():
         call(seq_info=SeqInfo(np.asarray(DOCUMENTS, np.int32), other, 11, 11))
     with pytest.raises(SpecError, match="length=24: expected the 23 positions of seq_info"):
         call(seq_info=case.info, length=24)
+    # The shards were cut in a zigzag, and dealt documents have others.
+    with pytest.raises(ShapeError, match=r"q: expected shards of 7 positions, 23 over 4 ranks in a documents layout"):
+        call(seq_info=case.info, layout="documents")
 
 
 def test_a_list_of_lengths_is_as_good_as_a_tuple():

@@ -77,6 +77,7 @@ WORLDS = [
                 for documents in (None, (3, 0, 11, 1, 8))
                 for again in (False, True)
             },
+            "layers dealt": (SCENES, "layers", ((3, 0, 11, 1, 8), False, "documents")),
             **{case.name: ("context_torch_worker", "run", (case,)) for case in ROUNDED},
         },
     ),
@@ -272,6 +273,7 @@ def test_every_rank_raises_if_ranks_call_differently(ranks: Any, world: str, siz
             assert text.startswith("SpecError: context_parallel_attention: expected the same call on every rank")
         for rank in range(size):
             assert f"rank {rank}: q [2, {shard}, 4, {3 if rank == 1 else 5}]" in actual["same"]["shapes"]
+            assert f"documents {(0, 11, 12, 23) if rank == 1 else (0, 11, 22, 23)}" in actual["same"]["documents"]
             assert f"rank {rank}: " in actual["same"]["window"] and f"rank {rank}: " in actual["same"]["ranges"]
         for name, text in actual["alone"].items():  # only rank 1 refuses its call, and the others do not wait for it
             argument = {"dtype": "k", "device": "k", "seq_info": "length"}.get(name, name)
@@ -314,6 +316,13 @@ SAYS = {
     "strategy of no name": "SpecError: strategy='': expected a strategy's name, or None",
     "ulysses outside": "SpecError: strategy='ulysses': expected",
     "layout": "SpecError: layout='zebra': expected one of",
+    "layout without documents": "SpecError: layout='documents': expected seq_info with the row's packed documents, got None",
+    "layout of few tokens": "ShapeError: seq_info: expected at least 2 tokens, one for each rank of layout='documents', got 1",
+    "layout of key_ranges": "SpecError: layout='documents': expected seq_info with the row's packed documents, got None",
+    "shard of documents": "ShapeError: q: expected shards of 12 positions, 23 over 2 ranks in a documents layout, got 11",
+    "shards without documents": "SpecError: layout='documents': expected seq_info with the row's packed documents, got None",
+    "rows without documents": "SpecError: layout='documents': expected seq_info with the row's packed documents, got None",
+    "shards of few tokens": "ShapeError: seq_info: expected at least 2 tokens, one for each rank of layout='documents'",
     "backend": "SpecError: backend='flash9'",
     "a backend that cannot": "NoBackendError: ",
     "window": "SpecError: window=3: ",
@@ -361,6 +370,11 @@ def test_explain_takes_the_arguments_of_the_call(ranks: Any) -> None:
 def test_layers_on_shards_equal_layers_on_whole_rows(ranks: Any, documents: Any, again: bool) -> None:
     for errors in ranks("two", f"layers {documents} {again}"):
         assert "0.sink_logits" in errors and "1.q_proj.weight" in errors
+        assert max(errors.values()) < 1e-9, errors
+
+
+def test_layers_on_dealt_documents_equal_layers_on_whole_rows(ranks: Any) -> None:
+    for errors in ranks("two", "layers dealt"):
         assert max(errors.values()) < 1e-9, errors
 
 

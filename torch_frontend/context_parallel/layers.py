@@ -146,7 +146,8 @@ def use_context_parallel(
     block = ActiveMesh(mesh, strategy, layout, length, SeqInfo.coerce(seq_info))
     if block.documents is not None:
         row_lengths(length, block.documents, (0, 0), 1)
-    block.row_layout(1)  # raises for an unknown layout or mesh here instead of in the first layer
+    if layout != "documents" or block.documents is not None:  # else the documents come with the layers' calls
+        block.row_layout(1)  # raises for an unknown layout or mesh here instead of in the first layer
     before = _active.get()
     try:  # around the changes as well, because Ctrl-C may raise right after one
         _active.set(block)

@@ -11,7 +11,7 @@ from attn_core.call.spec import AttentionSpec
 from attn_core.context_parallel.call import Bands, ContextCall, check_spec, kv_repeats, plan_spec
 from attn_core.context_parallel.cost.estimate import Estimate, estimate
 from attn_core.context_parallel.cost.machine import GIB, Constants
-from attn_core.context_parallel.layout import LAYOUTS
+from attn_core.context_parallel.layout import LAYOUTS, Layout
 from attn_core.context_parallel.plan import AxisSizes, parts_and_members
 from attn_core.errors import ShapeError, SpecError, shown
 from attn_core.selection import Target
@@ -133,10 +133,19 @@ class Explanation(NamedTuple):
             str(self.choice),
             f"  steps: {len(plan.steps)}; groups of heads: {self.call.head_groups}; copies of each kv head: "
             f"{self.call.repeats}; balance: {plan.balance:.3f}",
+            *_shards(plan.q_layout),
             f"  backends: {'; '.join(dict.fromkeys(names)) or 'none, nothing is visible'}",
             *whys,
         ]
         return "\n".join(lines)
+
+
+def _shards(layout: Layout) -> list[str]:
+    """Returns a line about the tokens of ranks, if they may differ by more than a few."""
+    if layout.kind != "documents":
+        return []
+    counts = [layout.position_count(rank) for rank in range(layout.world)]
+    return [f"  tokens of a rank: {min(counts)} to {max(counts)}, in shards of {layout.shard} places"]
 
 
 class NoStrategyError(NotImplementedError):
