@@ -100,7 +100,7 @@ def check_documents(documents: Sequence[int], length: int) -> None:
         raise ShapeError(f"seq_info: expected offsets that rise from 0 to the row's {length} positions, got {shown}")
 
 
-def _dealt(documents: Sequence[int] | None, world: int) -> list[list[tuple[int, int]]]:
+def _dealt(documents: Sequence[int] | None, world: int) -> tuple[tuple[tuple[int, int], ...], ...]:
     """Returns each rank's positions in the layout "documents".
 
     Raises:
@@ -112,7 +112,7 @@ def _dealt(documents: Sequence[int] | None, world: int) -> list[list[tuple[int, 
         raise ShapeError(
             f"seq_info: expected at least {world} tokens, one for each rank of layout='documents', got {documents[-1]}"
         )
-    return deal(documents, world)
+    return deal(tuple(documents), world)
 
 
 def check_axis(dim: int, rank: int) -> int:

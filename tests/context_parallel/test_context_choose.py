@@ -487,7 +487,7 @@ PICTURES = {
     "zigzag": ["--q-len", "16", "--layout", "zigzag"],
     "striped": ["--q-len", "16", "--layout", "striped"],
     "documents": ["--lengths", "12,4", "--ranks", "2"],
-    "dealt": ["--lengths", "3,10,2,3", "--ranks", "2", "--layout", "documents"],
+    "dealt": ["--lengths", "3,12,5,4", "--ranks", "2", "--layout", "documents"],
 }
 
 

@@ -49,6 +49,7 @@ def test_ranks_have_almost_even_work_and_tokens(lengths: list[int], ranks: int) 
     whole pair of tokens. What the ranks before it were off is shared by those behind it: a harmonic sum."""
     offsets = offsets_of(lengths)
     taken = deal(offsets, ranks)
+    assert deal(offsets, ranks) is taken
     assert sorted(place for rank in taken for piece in rank for place in range(*piece)) == list(range(offsets[-1]))
     tokens = [sum(stop - start for start, stop in rank) for rank in taken]
     work = [
@@ -65,7 +66,7 @@ def test_ranks_have_almost_even_work_and_tokens(lengths: list[int], ranks: int) 
     assert max(work) <= sum(work) / ranks * (1 + WORK_SLACK * sums) + (max(lengths) + 1) * sums
 
 
-@pytest.mark.parametrize(("ranks", "longest", "padded"), [(2, 1.001, 1.03), (3, 1.01, 1.04), (4, 1.001, 1.05)])
+@pytest.mark.parametrize(("ranks", "longest", "padded"), [(2, 1.001, 1.002), (3, 1.01, 1.01), (4, 1.001, 1.01)])
 def test_seven_documents_are_dealt_evenly(ranks: int, longest: float, padded: float) -> None:
     made = ring(SEVEN, ranks)
     assert 1 / made.balance < longest
@@ -106,23 +107,23 @@ def test_a_rank_computes_its_documents_in_one_call_without_copies() -> None:
 def test_whole_documents_are_contiguous_behind_the_cut_ones() -> None:
     layout = ring(SEVEN, 2).q_layout
     assert layout.runs == (
-        (Run(12000, 669), Run(19331, 669), Run(0, 12000), Run(20000, 768), Run(26768, 2000)),
-        (Run(12669, 6662), Run(20768, 6000), Run(28768, 4000)),
+        (Run(0, 3317), Run(5683, 6317), Run(20000, 6768)),
+        (Run(3317, 2366), Run(12000, 8000), Run(26768, 6000)),
     )
 
 
 def test_only_the_cut_document_is_sent() -> None:
-    """Of rank 0 the 669 first tokens of the document that both hold, of rank 1 its 6662 tokens: as few places as have
+    """Of rank 0 the 3317 first tokens of the document that both have, of rank 1 its 2366 tokens: as few places as have
     both, because all messages of a step have one size."""
     made = ring(SEVEN, 2)
-    assert [(step.shift, step.border) for step in made.steps] == [(0, None), (1, ((0, 6662),))]
+    assert [(step.shift, step.border) for step in made.steps] == [(0, None), (1, ((0, 3317),))]
     offsets = np.array(offsets_of(SEVEN))
     for step in made.steps[1:]:
         for part, tiles in enumerate(step.tiles):
             keys = places.positions(made.key_block(step, part).runs)
             for segment in (segment for tile in tiles for segment in tile.segments):
                 seen = keys[segment.k_start : segment.k_stop]
-                assert set(np.searchsorted(offsets, seen, side="right") - 1) == {2}
+                assert set(np.searchsorted(offsets, seen, side="right") - 1) == {0}
 
 
 @given(row_of_documents, st.integers(2, 5))

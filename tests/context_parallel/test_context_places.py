@@ -119,9 +119,7 @@ def test_kernels_write_a_rank_s_documents_into_its_shard():
     plan = build_rank_plan(call, RankAxis("", 2, 0), SINGLE_RANK, CPU)
     assert (plan.query_count, call.plan.q_layout.shard) == (1280, 1288)
     ((step, (tile,)),), wrote = plan.steps, []
-    direct = tile._replace(
-        writes=True, forward=writing(tile.forward, wrote), backward=writing(tile.backward, wrote)
-    )
+    direct = tile._replace(writes=True, forward=writing(tile.forward, wrote), backward=writing(tile.backward, wrote))
     q, k, v = (torch.randn(1, 1288, heads, 8) for heads in (2, 1, 1))
     results = []
     for run in (tile, direct):

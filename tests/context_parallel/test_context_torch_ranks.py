@@ -293,6 +293,8 @@ def test_a_lost_rank_is_an_error(ranks: Any, how: str) -> None:
 
 # What is refused
 
+WITHOUT = "SpecError: layout='documents': expected seq_info with the row's packed documents, got None"
+FEW_TOKENS = "ShapeError: seq_info: expected at least 2 tokens, one for each rank of layout='documents', got 1"
 SAYS = {
     "dropout": "SpecError: dropout=0.1: expected 0 in context parallelism",
     "mask": "SpecError: mask: expected None in context parallelism",
@@ -316,13 +318,13 @@ SAYS = {
     "strategy of no name": "SpecError: strategy='': expected a strategy's name, or None",
     "ulysses outside": "SpecError: strategy='ulysses': expected",
     "layout": "SpecError: layout='zebra': expected one of",
-    "layout without documents": "SpecError: layout='documents': expected seq_info with the row's packed documents, got None",
-    "layout of few tokens": "ShapeError: seq_info: expected at least 2 tokens, one for each rank of layout='documents', got 1",
-    "layout of key_ranges": "SpecError: layout='documents': expected seq_info with the row's packed documents, got None",
-    "shard of documents": "ShapeError: q: expected shards of 12 positions, 23 over 2 ranks in a documents layout, got 11",
-    "shards without documents": "SpecError: layout='documents': expected seq_info with the row's packed documents, got None",
-    "rows without documents": "SpecError: layout='documents': expected seq_info with the row's packed documents, got None",
-    "shards of few tokens": "ShapeError: seq_info: expected at least 2 tokens, one for each rank of layout='documents'",
+    "layout without documents": WITHOUT,
+    "layout of few tokens": FEW_TOKENS,
+    "layout of key_ranges": WITHOUT,
+    "shard of documents": "ShapeError: q: expected shards of 13 positions, 23 over 2 ranks in a documents layout",
+    "shards without documents": WITHOUT,
+    "rows without documents": WITHOUT,
+    "shards of few tokens": FEW_TOKENS,
     "backend": "SpecError: backend='flash9'",
     "a backend that cannot": "NoBackendError: ",
     "window": "SpecError: window=3: ",

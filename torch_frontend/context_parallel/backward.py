@@ -115,8 +115,8 @@ def backward(
 
 
 Steps = Callable[[Sequence[Total]], Iterator[tuple[Step, tuple[TileRun, ...], list[TileGradients]]]]
-"""Yields each step with its tiles' gradients, computed when the iterator reaches it; a function of the totals of dq, dk and
-dv of the own block, into which the kernel of the own step may write."""
+"""Yields each step with its tiles' gradients, computed when the iterator reaches it; a function of the totals of dq, dk
+and dv of the own block, into which the kernel of the own step may write."""
 
 
 def _steps(saved: Residuals, keys: Keys, dout: Tensor, dlse: Tensor | None, totals: Sequence[Total]) -> Any:
