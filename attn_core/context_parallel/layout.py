@@ -52,6 +52,12 @@ class Layout:
         """Returns the number of positions that a rank holds."""
         return sum(run.count for run in self.runs[rank])
 
+    @property
+    def counts(self) -> str:
+        """The fewest and the most positions that a rank holds, as a phrase."""
+        counts = [self.position_count(rank) for rank in range(self.world)]
+        return f"{min(counts)} to {max(counts)}, in shards of {self.shard} places"
+
 
 def build_layout(kind: str, length: int, outer: int, inner: int = 1, documents: Sequence[int] | None = None) -> Layout:
     """Spreads a row over ``outer * inner`` ranks.

@@ -104,3 +104,23 @@ def test_a_choice_says_why():
     given = [jax.ShapeDtypeStruct(sharded_arrays(case, case.arrays())[name].shape, jnp.float32) for name in "qkv"]
     said = str(explain_context_parallel(*given, mesh=case.mesh, causal=True, needs_backward=True))
     assert all(name in said for name in ("all_gather", "ulysses", "ring", "selected", "zigzag", "backends: ")), said
+
+
+def test_explain_chooses_the_layout_of_whole_rows():
+    case = Case("ring", (2,))
+    rows = [jax.ShapeDtypeStruct((320, heads, 5), jnp.float32) for heads in (4, 2, 2)]
+    dealt = {"mesh": case.mesh, "causal": True, "seq_info": SeqInfo.from_lengths((200, 60, 60))}
+    chosen = explain_context_parallel(*rows, layout=None, **dealt)
+    assert {each.layout for each in chosen.layouts} == {"zigzag", "contiguous", "documents"}
+    assert "\n  layouts: " in str(chosen) and chosen.choice == chosen.layouts[0]
+    shards = chosen.call.plan.q_layout.shard * 2
+    cut = [jax.ShapeDtypeStruct((shards, *row.shape[1:]), row.dtype) for row in rows]
+    named = explain_context_parallel(*cut, layout=chosen.choice.layout, **dealt)
+    assert (named.call, named.choice) == (chosen.call, chosen.choice)
+    with pytest.raises(SpecError, match=r"^layout=None: expected the layout that shard_sequence cut"):
+        context_parallel_attention(*(jnp.zeros(row.shape) for row in cut), layout=None, **dealt)
+    short = [jax.ShapeDtypeStruct((9, *row.shape[1:]), row.dtype) for row in rows]
+    with pytest.raises(ShapeError, match=r"^q, k, v: expected rows of \(320, 320\) positions with layout=None, got"):
+        explain_context_parallel(
+            *(jax.ShapeDtypeStruct((9, *row.shape[1:]), row.dtype) for row in rows), layout=None, **dealt
+        )

@@ -364,6 +364,14 @@ def test_explain_takes_the_arguments_of_the_call(ranks: Any) -> None:
         assert actual["needs backward"] == [False, True, True, False]
 
 
+def test_explain_chooses_the_layout_of_whole_rows(ranks: Any) -> None:
+    for actual in ranks("two", "explained"):
+        assert actual["layouts"] == ["contiguous", "documents", "zigzag"] and actual["same call"]
+        unknown, short = actual["refused"]
+        assert "SpecError: layout=None: expected the layout that shard_sequence cut" in unknown
+        assert short.startswith("ShapeError: q, k, v: expected rows of (320, 320) positions with layout=None, got")
+
+
 # Layers
 
 

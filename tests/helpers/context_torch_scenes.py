@@ -301,7 +301,17 @@ def explained() -> dict[str, Any]:
     explained = partial(explain_context_parallel, k=k, v=v, mesh=mesh, length=[LENGTH, LENGTH])
     given = (q.detach(), None), (q.detach(), True), (trained, None), (trained, False)
     specs = [explained(array, needs_backward=needs).call.spec for array, needs in given]
+    *rows, _ = row(length=320, batch=1)
+    dealt = {"mesh": mesh, "causal": True, "seq_info": SeqInfo.from_lengths((200, 60, 60))}
+    chosen = explain_context_parallel(*rows, layout=None, **dealt)
+    shards = [shard_sequence(each, mesh, layout=chosen.choice.layout, seq_info=dealt["seq_info"]) for each in rows]
+    named = explain_context_parallel(*shards, layout=chosen.choice.layout, **dealt)
+    unknown = error_of(lambda: context_parallel_attention(*shards, layout=None, **dealt))
+    short = error_of(lambda: explain_context_parallel(*shards, layout=None, **dealt))
     return {
+        "layouts": sorted(each.layout for each in chosen.layouts),
+        "same call": chosen.call == named.call and chosen.choice == named.choice,
+        "refused": (unknown, short),
         "same parameters": list(explain.parameters) == [*call.parameters, "needs_backward"],
         "list of lengths": torch.equal(*lengths),
         "needs backward": [spec.needs_backward for spec in specs],
