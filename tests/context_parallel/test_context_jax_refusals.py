@@ -121,6 +121,4 @@ def test_explain_chooses_the_layout_of_whole_rows():
         context_parallel_attention(*(jnp.zeros(row.shape) for row in cut), layout=None, **dealt)
     short = [jax.ShapeDtypeStruct((9, *row.shape[1:]), row.dtype) for row in rows]
     with pytest.raises(ShapeError, match=r"^q, k, v: expected rows of \(320, 320\) positions with layout=None, got"):
-        explain_context_parallel(
-            *(jax.ShapeDtypeStruct((9, *row.shape[1:]), row.dtype) for row in rows), layout=None, **dealt
-        )
+        explain_context_parallel(*short, layout=None, **dealt)
