@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from attn_core import AttentionSpec, SpecError
 from attn_core.cli.app import app
 from attn_core.context_parallel.bands import VisibleBand
-from attn_core.context_parallel.call import keeps_gathered, plan_spec
+from attn_core.context_parallel.call import keeps_borders, keeps_gathered, plan_spec
 from attn_core.context_parallel.cost import choose as choosing
 from attn_core.context_parallel.cost.choose import Choice, NoStrategyError, choose, explain_choice
 from attn_core.context_parallel.cost.estimate import Estimate, estimate
@@ -221,6 +221,19 @@ def test_gathered_keys_are_kept_if_they_are_no_larger_than_the_queries(
     assert not keeps_gathered(spec, plan_spec(spec, None, "ring", "zigzag", (ranks,)))
 
 
+@pytest.mark.parametrize(
+    ("heads", "window", "kept"),
+    [((32, 8), 1023, True), ((32, 32), 1023, True), ((8, 8), 9000, False), ((8, 8), None, False)],
+)
+def test_borders_are_kept_if_they_are_no_larger_than_the_queries(heads: Any, window: Any, kept: bool) -> None:
+    """The gradients of kept borders travel during the own step of a backward."""
+    spec = call(65536, heads, window=(window, None), needs_backward=True)
+    plan = plan_spec(spec, None, "ring", "contiguous", (4,))
+    assert keeps_borders(spec, plan) == kept
+    if kept:
+        assert cost(spec, "ring", (4,), "contiguous").backward.exposed < cost(spec, "ring", (4,)).backward.exposed
+
+
 def test_copied_kv_heads_count_as_sent_bytes() -> None:
     """Over 4 ranks 2 kv heads become 4; queries and output do not change."""
     spec = call(16384, (32, 2))
@@ -271,11 +284,11 @@ def test_a_dropped_hop_costs_nothing() -> None:
 
 @pytest.mark.parametrize(("window", "borders"), [((1023, None), (1023,)), ((1023, 511), (1023, 511))])
 def test_a_border_costs_its_own_bytes(window: tuple[int, int | None], borders: tuple[int, ...]) -> None:
-    """2 bytes of k and v for each key of a border, and in a backward the same again and its gradients."""
+    """2 bytes of k and v for each key of a border, which is kept, and in a backward its gradients."""
     spec, key = call(65536, window=window, causal=len(borders) == 1, needs_backward=True), 4 * 8 * 128
     found = cost(spec, "ring", (4,), "contiguous", ONLY_LINKS)
     assert found.forward.seconds * GIB == pytest.approx(sum(borders) * key, rel=1e-3)
-    assert found.backward.seconds * GIB == pytest.approx(2 * sum(borders) * key, rel=1e-3)
+    assert found.backward.seconds * GIB == pytest.approx(sum(borders) * key, rel=1e-3)
     whole = cost(replace(spec, window=(16383, window[1])), "ring", (4,), "contiguous")
     assert found.forward.peak < whole.forward.peak and found.backward.peak < whole.backward.peak
 

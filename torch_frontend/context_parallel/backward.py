@@ -157,6 +157,7 @@ def _ring_gradients(plan: RankPlan, saved: Residuals, steps: Steps) -> GroupGrad
     of a border go straight home. The gradients from a rank's own queries stay on the rank.
     """
     dq, own = _totals(plan, saved)
+    later: QueryGradients = []
     # How far a block has moved in each step, and after the last one: it is home again.
     shifts = [*(step.shift for step, _ in plan.steps if step.moves), plan.outer.size]
     pending: PendingExchange[KVPair] | None = None
@@ -174,7 +175,11 @@ def _ring_gradients(plan: RankPlan, saved: Residuals, steps: Steps) -> GroupGrad
         else:
             # The gradients follow their block, and the last hop brings them home.
             pending = pair.hop(plan.outer, shifts[shifts.index(step.shift) + 1] - step.shift)
-        _add_query_gradients(dq, queries)  # overlaps the message just sent
+        if dq.is_empty and own[0].is_empty:  # few queries, kept until the own step has written all
+            later += queries
+        else:
+            _add_query_gradients(dq, queries)  # overlaps the message just sent
+    _add_query_gradients(dq, later)
     return GroupGradients(dq, own, pending, of_borders, plan.lse_dtype)
 
 
