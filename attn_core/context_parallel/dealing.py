@@ -7,7 +7,7 @@ of its tokens. All documents are one line of tokens, the longest document first.
 work from the front of the line, where tokens have much work, and whole documents from the back, where they have
 little, until it has its share of tokens, too. If no whole documents fit, one is cut at the back. Two cuts are enough
 for any share of work and of tokens, so P ranks make at most 2 (P - 1) cuts. Without a causal mask work is proportional,
-too; with a window it lies between work and tokens.
+too. A window takes more work from long documents than from short ones, so ranks are less even.
 """
 
 from __future__ import annotations

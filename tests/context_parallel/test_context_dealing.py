@@ -73,6 +73,15 @@ def test_seven_documents_are_dealt_evenly(ranks: int, longest: float, padded: fl
     assert made.q_layout.shard * ranks / 32768 < padded
 
 
+@pytest.mark.parametrize(
+    ("window", "dealt", "zigzag"), [(256, 0.997, 0.974), (1024, 0.985, 0.915), (4096, 0.957, 0.888)]
+)
+def test_windows_leave_work_more_even_than_a_zigzag(window: int, dealt: float, zigzag: float) -> None:
+    visible = VisibleBand(window - 1, 0, 0, offsets_of(SEVEN))
+    balances = [build_plan("ring", kind, 2, 1, 32768, 32768, visible).balance for kind in ("documents", "zigzag")]
+    assert balances[0] > dealt > zigzag > balances[1]
+
+
 @given(row_of_documents, st.integers(2, 6))
 def test_few_documents_are_cut(lengths: list[int], ranks: int) -> None:
     """Two cuts between a rank and those behind it, at most."""

@@ -9,9 +9,9 @@ width D and e bytes per element, a rank receives in a forward
 
 These are the counts of Ring Attention (arXiv:2310.01889), of the all-gather in Llama 3's training (arXiv:2407.21783,
 3.3.2) and of DeepSpeed-Ulysses (arXiv:2309.14509). A backward exchanges the same amount again, and the gradients of k
-and v: in the inputs' dtype if each comes from one tile, in the accumulators' dtype if they are sums. Gathered keys or borders
-that the forward kept are not sent again, and the gradients travel while a rank computes with its own keys. In every step of
-a ring, all ranks wait for the busiest part. The model assumes one group of heads.
+and v: in the inputs' dtype if each comes from one tile, in the accumulators' dtype if they are sums. Gathered keys and
+borders that the forward kept are not sent again, and the gradients travel while a rank computes with its own keys. In
+every step of a ring, all ranks wait for the busiest part. The model assumes one group of heads.
 """
 
 from __future__ import annotations
