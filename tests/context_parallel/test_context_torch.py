@@ -139,7 +139,11 @@ def special() -> list[Case]:
     """Compiled, recomputed and twice differentiated calls, and rows shorter than the number of places."""
     base = Case((2,), "ring", "zigzag", (23, 23), (4, 2), None, (CAUSAL,), True)
     compiled = base._replace(how="compile")
+    dealt = base._replace(layout="documents", documents=(9, 2, 20, 6, 8), length=(45, 45))
+    window = base._replace(layout="contiguous", options=(CAUSAL, ("window", 4)))  # whose border is kept
     return [
+        dealt._replace(how="compile in parts"),
+        *(each._replace(how=how) for each in (dealt, window) for how in ("checkpoint", "kept")),
         compiled,
         compiled._replace(options=(CAUSAL, ("window", 6)), length=(23, 11)),  # rows without keys, places without rows
         compiled._replace(strategy="ulysses", heads=(4, 1), head_groups=1),
