@@ -11,7 +11,8 @@ import typer
 from attn_core.cli.devices import device_named
 from attn_core.cli.spec_options import SpecOptions, takes_spec
 from attn_core.context_parallel.call import plan_spec
-from attn_core.context_parallel.cost.choose import explain_choice
+from attn_core.context_parallel.cost.choose import compared, explain_choice
+from attn_core.context_parallel.cost.layouts import choose_layout
 from attn_core.context_parallel.cost.machine import GIB
 from attn_core.context_parallel.cost.tuned import constants_in_force
 from attn_core.context_parallel.picture import LIMIT, draw, svg
@@ -27,7 +28,7 @@ def context_plan(
     ranks: Annotated[
         str, typer.Option(help="Number of ranks, or OUTER,INNER for two axes; inner ranks share heads.")
     ] = "4",
-    layout: Annotated[str, typer.Option(help="contiguous, zigzag or striped.")] = "zigzag",
+    layout: Annotated[str, typer.Option(help="contiguous, zigzag, striped, documents, or auto.")] = "zigzag",
     strategy: Annotated[str | None, typer.Option(help="all_gather, ring or ulysses. Default: the fastest.")] = None,
     device: Annotated[str, typer.Option(help="GPU whose measurements the estimates use, such as h100.")] = "sm90",
     memory: Annotated[float | None, typer.Option(help="Memory limit of the call on each rank, in GiB.")] = None,
@@ -45,7 +46,12 @@ def context_plan(
     budget = None if memory is None else memory * GIB
     ranges = options.ranges()
     bands = None if ranges is None else bands_of_row(ranges, replace(spec, key_ranges_shape=None))
-    choice = explain_choice(spec, documents, layout, axes, constants_in_force(device), budget, strategy, bands)
+    how = axes, constants_in_force(device), budget, strategy, bands
+    if layout == "auto":
+        choice, *_ = choices = choose_layout(spec, documents, *how)
+        layout = choice.layout
+    else:
+        choice, choices = explain_choice(spec, documents, layout, *how), ()
     if choice.strategy is not None:
         plan = plan_spec(spec, documents, choice.strategy, layout, axes, bands)
         if picture is not None:
@@ -55,6 +61,8 @@ def context_plan(
         typer.echo(draw(plan) if drawn else f"(no picture: a row or the number of ranks is above {LIMIT})")
         typer.echo()
     typer.echo(str(choice))
+    if choices:
+        typer.echo(f"  {compared(choices)}")
     if choice.strategy is None:
         raise typer.Exit(1)
 

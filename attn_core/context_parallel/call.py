@@ -11,6 +11,7 @@ from typing import Any
 from attn_core.call.masks import band
 from attn_core.call.options import check_number
 from attn_core.call.spec import AttentionSpec
+from attn_core.context_parallel import borders
 from attn_core.context_parallel.bands import BandedSegment, VisibleBand
 from attn_core.context_parallel.plan import ROUNDED_ONCE, AxisSizes, ContextPlan, build_plan, parts_and_members
 from attn_core.context_parallel.tiles import Tile
@@ -175,6 +176,20 @@ def keeps_gathered(spec: AttentionSpec, plan: ContextPlan) -> bool:
     # The sizes of the whole row stand for those of a shard: both sides would be divided by the same number of ranks.
     gathered = plan.outer * spec.kv_len * kv_heads * (spec.head_dim + spec.value_dim)
     return plan.gathers and gathered <= spec.q_len * spec.num_heads * spec.head_dim
+
+
+def keeps_borders(spec: AttentionSpec, plan: ContextPlan) -> bool:
+    """Returns whether the keys and values of borders are kept for the backward instead of sent again.
+
+    They are kept if nothing else is sent in the ring, and if they are no larger than a rank's queries. The backward
+    then computes the gradients of the borders first, and they travel while it computes with its own keys.
+    """
+    others = [step for step in plan.steps if not step.own]
+    places = sum(borders.size(step.border or ()) for step in others)
+    kv_heads = spec.num_kv_heads * kv_repeats(spec.num_heads, spec.num_kv_heads, plan.inner) / plan.inner
+    few = places * kv_heads * (spec.head_dim + spec.value_dim) <= plan.q_layout.shard * spec.num_heads * spec.head_dim
+    alone = bool(others) and len(others) < len(plan.steps) and all(step.border is not None for step in others)
+    return alone and few
 
 
 def tile_spec(spec: AttentionSpec, tile: Tile, num_heads: int, num_kv_heads: int) -> AttentionSpec:

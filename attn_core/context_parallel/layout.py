@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from attn_core.call.seq_info import is_host_int
+from attn_core.context_parallel.dealing import deal
 from attn_core.errors import ShapeError, SpecError, shown
 
-LAYOUTS = ("contiguous", "zigzag", "striped")
+LAYOUTS = ("contiguous", "zigzag", "striped", "documents")
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -51,6 +52,12 @@ class Layout:
         """Returns the number of positions that a rank holds."""
         return sum(run.count for run in self.runs[rank])
 
+    @property
+    def counts(self) -> str:
+        """The fewest and the most positions that a rank holds, as a phrase."""
+        counts = [self.position_count(rank) for rank in range(self.world)]
+        return f"{min(counts)} to {max(counts)}, in shards of {self.shard} places"
+
 
 def build_layout(kind: str, length: int, outer: int, inner: int = 1, documents: Sequence[int] | None = None) -> Layout:
     """Spreads a row over ``outer * inner`` ranks.
@@ -60,8 +67,8 @@ def build_layout(kind: str, length: int, outer: int, inner: int = 1, documents: 
             rank r holds the pieces r and 2P - 1 - r, so that all ranks have equal work under a causal mask; if there
             are ``documents``, every document is cut like this. ``"striped"``: rank r holds r, r + P, r + 2P, ...
         inner: the number of consecutive ranks that share a part of the row by heads (Ulysses).
-        documents: the offsets ``[documents + 1]`` of packed documents. Only zigzag uses them; the other layouts cut
-            documents anywhere.
+        documents: the offsets ``[documents + 1]`` of packed documents. ``"contiguous"`` and ``"striped"`` cut
+            documents anywhere, and ``"documents"`` needs them.
 
     Raises:
         SpecError, ShapeError: for invalid arguments.
@@ -82,6 +89,10 @@ def build_layout(kind: str, length: int, outer: int, inner: int = 1, documents: 
         runs = [_join_runs([Run(start, -(-(length - start) // world), world)]) for start in starts]
     elif kind == "contiguous":
         runs = [_join_runs([piece]) for piece in cut_evenly(0, length, world)]
+    elif kind == "documents":
+        runs = [
+            _join_runs([Run(start, stop - start) for start, stop in of_rank]) for of_rank in _dealt(documents, world)
+        ]
     else:
         runs = _zigzag_runs(documents if documents is not None else (0, length), world)
     return Layout(kind, length, max(sum(run.count for run in of_rank) for of_rank in runs), tuple(runs))
@@ -93,6 +104,21 @@ def check_documents(documents: Sequence[int], length: int) -> None:
     if len(documents) < 2 or documents[0] != 0 or documents[-1] != length or not rising:
         shown = f"{tuple(documents[:8])}{'...' if len(documents) > 8 else ''}"
         raise ShapeError(f"seq_info: expected offsets that rise from 0 to the row's {length} positions, got {shown}")
+
+
+def _dealt(documents: Sequence[int] | None, world: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """Returns each rank's positions in the layout "documents".
+
+    Raises:
+        SpecError, ShapeError: without documents, and for fewer tokens than ranks.
+    """
+    if documents is None:
+        raise SpecError("layout='documents': expected seq_info with the row's packed documents, got None")
+    if documents[-1] < world:
+        raise ShapeError(
+            f"seq_info: expected at least {world} tokens, one for each rank of layout='documents', got {documents[-1]}"
+        )
+    return deal(tuple(documents), world)
 
 
 def check_axis(dim: int, rank: int) -> int:

@@ -17,7 +17,8 @@ from attn_core.call.options import Options
 from attn_core.call.seq_info import SeqInfo, is_host_int
 from attn_core.call.spec import AttentionSpec
 from attn_core.context_parallel.call import Bands, ContextCall, build_call
-from attn_core.context_parallel.cost.choose import Explanation, check_strategy, choose
+from attn_core.context_parallel.cost.choose import Choice, Explanation, check_strategy, choose
+from attn_core.context_parallel.cost.layouts import choose_layout, shard_sizes
 from attn_core.context_parallel.cost.tuned import constants_in_force
 from attn_core.context_parallel.plan import AxisSizes
 from attn_core.context_parallel.ranges import bands_of_row
@@ -36,7 +37,7 @@ class Request(NamedTuple):
     Attributes:
         shards: the metadata of one rank's q, k, v and sinks; None for no sinks.
         lengths: the number of positions of the whole row, of q and of k.
-        strategy: "" to let the cost model choose one.
+        strategy, layout: "" and None let the cost model choose. Without a layout, ``shards`` are whole rows.
         axes, sizes: the names and sizes of the mesh axes that share the row: one axis, or (outer, inner).
         device: the device of the arrays, as the framework names it.
         requested: the backends that the caller named, or None for automatic choice.
@@ -48,7 +49,7 @@ class Request(NamedTuple):
     documents: Documents
     options: Options
     strategy: str
-    layout: str
+    layout: str | None
     head_groups: int
     axes: tuple[str, ...]
     sizes: AxisSizes
@@ -68,7 +69,7 @@ def build_request(
     sinks: Metadata | None,
     *,
     strategy: str | None,
-    layout: str,
+    layout: str | None,
     length: Any,
     head_groups: int | None,
     documents: Documents,
@@ -84,7 +85,7 @@ def build_request(
     """Checks everything that can be checked without a plan, and computes the lengths.
 
     Args:
-        arrays: the metadata of q, k and v.
+        arrays: the metadata of q, k and v; of whole rows if layout is None.
         options: checked by the caller.
         length: the caller's argument, see ``row_lengths``.
         shards_each: the number of shards that lie end to end in each array.
@@ -102,7 +103,7 @@ def build_request(
                 f"{name}: expected [batch, shard, heads, dim], or [shard, heads, dim] with seq_info, as q, k and v "
                 f"alike; got {list(shape)}"
             )
-        if shards_each > 1:
+        if shards_each > 1 and layout is not None:
             if shape[-3] % shards_each:
                 raise ShapeError(
                     f"{name}: expected {shards_each} shards of one size end to end, got {shape[-3]} places; "
@@ -114,7 +115,10 @@ def build_request(
         longest = max(stop - start for start, stop in pairwise(documents))
         # The offsets are on the host, so the longest document is known exactly, whatever bound the caller passed.
         options = options._replace(max_len_q=longest, max_len_k=longest)
-    lengths = row_lengths(length, documents, (shards[0][0][-3], shards[1][0][-3]), prod(sizes))
+    q_len, k_len, v_len = (shape[-3] for shape, _ in shards)
+    lengths = row_lengths(length, documents, (q_len, k_len), 1 if layout is None else prod(sizes))
+    if layout is None and (q_len, k_len, v_len) != (*lengths, lengths[1]):
+        raise ShapeError(f"q, k, v: expected rows of {lengths} positions with layout=None, got {q_len, k_len, v_len}")
     bands = None
     if key_ranges is not None:
         bands = bands_of_row(key_ranges, _build_spec((*shards, sinks), lengths, documents, options))
@@ -219,11 +223,20 @@ def explain_request(request: Request, target: Target) -> Explanation:
     spec = _build_spec(request.shards, request.lengths, request.documents, request.options)
     # JAX traces a forward before it knows whether there will be a backward, so both must choose the same strategy.
     spec = replace(spec, needs_backward=request.needs_backward or target.framework == "jax")
-    constants, strategy = constants_in_force(target.device), request.strategy or None
-    how = request.layout, request.sizes, constants, None, strategy, request.bands
-    choice = choose(spec, request.documents, *how)
+    how = request.sizes, constants_in_force(target.device), None, request.strategy or None, request.bands
+    choices = choose_layout(spec, request.documents, *how) if request.layout is None else ()
+    choice = choices[0] if choices else choose(spec, request.documents, request.layout or "", *how)
+    request = _cut(request, choice) if choices else request
     # With the strategy filled in, a call that names it finds the same plan in the cache.
-    return Explanation(choice, plan_request(request._replace(strategy=choice.strategy or ""), target), target)
+    planned = plan_request(request._replace(strategy=choice.strategy or ""), target)
+    return Explanation(choice, planned, target, layouts=choices)
+
+
+def _cut(request: Request, choice: Choice) -> Request:
+    """Returns a request for whole rows as one for their shards in a layout."""
+    arrays = zip(request.shards[:3], shard_sizes(choice), strict=True)
+    shards = [((*each[0][:-3], size, *each[0][-2:]), each[1]) for each, size in arrays if each is not None]
+    return request._replace(shards=(*shards, request.shards[3]), layout=choice.layout)
 
 
 @lru_cache(maxsize=64)
@@ -232,7 +245,7 @@ def plan_request(request: Request, target: Target) -> ContextCall:
     spec = _build_spec(request.shards, request.lengths, request.documents, request.options)
     spec = replace(spec, needs_backward=request.needs_backward)
     call = build_call(
-        *(spec, request.documents, request.strategy, request.layout, request.sizes),
+        *(spec, request.documents, request.strategy, request.layout or "", request.sizes),
         *(request.head_groups, target, request.requested, request.bands),
     )
     layouts = call.plan.q_layout, call.plan.k_layout, call.plan.k_layout

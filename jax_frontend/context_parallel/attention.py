@@ -111,7 +111,8 @@ def context_parallel_attention(
         strategy: how keys and values reach the queries: ``"all_gather"``, ``"ring"`` or ``"ulysses"``; on two axes, the
             strategy of the outer one, and the inner one uses "ulysses". None chooses by a cost model
             (``explain_context_parallel`` says why).
-        layout: which positions a device holds: "zigzag" (even work under a causal mask), "contiguous" or "striped".
+        layout: which positions a device holds: "zigzag" (even work under a causal mask), "contiguous", "striped" or,
+            with seq_info, "documents".
         length: the number of positions of the whole row, or a pair (of q, of k); None for the places of all shards.
         head_groups: the number of groups of heads; each group's exchange overlaps the computation of the group before.
         partition_spec: outside ``jax.shard_map``, how the mesh splits q, such as ``P("data", "cp", "model")``. JAX
@@ -138,7 +139,7 @@ def context_parallel_attention(
     inputs = plan.check_arrays((q, k, v, mask, bias, alibi_slopes, sinks))
     row_mesh = find_row_mesh(mesh, axis_name)
     backends = requested_names(backend) or override.requested()
-    check_kind("layout", layout, str, "the name of a layout")
+    check_kind("layout", layout, str, "the layout that shard_sequence cut")
     how = {
         "strategy": strategy,
         "layout": layout,
@@ -165,7 +166,7 @@ def explain_context_parallel(
     mesh: Any = None,
     axis_name: AxisName = None,
     strategy: str | None = None,
-    layout: str = "zigzag",
+    layout: str | None = "zigzag",
     length: int | Sequence[int] | None = None,
     head_groups: int | None = None,
     partition_spec: P | None = None,
@@ -189,6 +190,8 @@ def explain_context_parallel(
 ) -> Explanation:
     """Returns how ``context_parallel_attention`` runs a call with the same arguments, and why. Runs nothing.
 
+    With ``layout=None``, q, k and v are whole rows, whose values do not matter, and the cost model chooses a layout:
+    ``explanation.choice.layout``, to be passed to ``shard_sequence`` and to the call.
     Takes arrays or ``jax.ShapeDtypeStruct``; ``needs_backward=True`` explains a call in training. The text names each
     backend's lane, and the reasons if Python launches its kernels.
     """
@@ -198,7 +201,7 @@ def explain_context_parallel(
     inputs = plan.check_arrays((q, k, v, mask, bias, alibi_slopes, sinks), shapes_only=True)
     row_mesh = find_row_mesh(mesh, axis_name)
     backends = requested_names(backend) or override.requested()
-    check_kind("layout", layout, str, "the name of a layout")
+    check_kind("layout", layout, (str, type(None)), "the name of a layout, or None")
     how = {
         "strategy": strategy,
         "layout": layout,

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from attn_core.context_parallel.call import keeps_gathered
+from attn_core.context_parallel.call import keeps_borders, keeps_gathered
 from attn_core.context_parallel.prefetch import prefetch
 from jax_frontend.context_parallel import step as context_step
 from jax_frontend.context_parallel import tiles
@@ -34,7 +34,8 @@ def forward(
     plan: RankPlan, q: Array, k: Array, v: Array, sinks: Array | None, *, with_lse: bool
 ) -> tuple[Array, Array | None, tuple[Residuals, ...]]:
     """Returns (out, the shard's lse if ``with_lse``, the residuals of each head group)."""
-    groups = [split_groups(plan, array) for array in (q, k, v)]
+    groups, of_call = [split_groups(plan, array) for array in (q, k, v)], (plan.call.spec, plan.call.plan)
+    keep = keeps_gathered(*of_call) or keeps_borders(*of_call)
 
     def start(group: int) -> tuple[Array, Keys]:
         """Exchanges a group's heads."""
@@ -49,7 +50,7 @@ def forward(
             out, lse = tiles.with_sinks(out, lse, plan.own_sinks(sinks, group))
         # Rounded before the exchange, so that fewer bytes travel.
         outs.append(plan.shard_of_queries(out.astype(q.dtype)))
-        residuals.append(Residuals(lse, keys.gathered if keeps_gathered(plan.call.spec, plan.call.plan) else ()))
+        residuals.append(Residuals(lse, keys.gathered if keep else ()))
         if with_lse:  # [batch, heads, places] -> [batch, places, heads, 1], the form that is exchanged
             lses.append(plan.shard_of_queries(lse.swapaxes(1, 2)[..., None]))
     shard_lse = join_groups(lses)[..., 0].swapaxes(1, 2) if with_lse else None

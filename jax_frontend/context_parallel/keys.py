@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import jax
 
@@ -22,10 +22,10 @@ class Keys:
 
     Args:
         own: k and v of this part's block.
-        gathered: the result of ``exchange.gather``, if the forward kept it; else ().
+        gathered: the result of ``exchange.gather``, or the arrays of all borders, if the forward kept them; else ().
 
     Attributes:
-        own, gathered: as above; ``blocks`` sets ``gathered`` when it gathers.
+        own, gathered: as above; ``blocks`` sets ``gathered`` when it gathers or receives borders.
     """
 
     def __init__(self, plan: RankPlan, own: tuple[Array, Array], gathered: tuple[Array, ...] = ()) -> None:
@@ -37,12 +37,16 @@ class Keys:
     def blocks(self) -> Iterator[tuple[Step, list[PartTiles], tuple[Array, ...]]]:
         """Yields each step, the tiles of every part, and the block of keys and values, as one array or as two.
 
-        If the gathered keys are here already, their step comes first, so that its gradients for other parts leave
-        early.
+        If the keys of other parts are here already, their steps come first, so that their gradients leave early.
         """
-        steps: Iterable[Step] = self._plan.call.plan.steps
-        if any(step.shift for step in steps):
-            blocks: Iterable[tuple[Array, ...]] = self._ring()
+        steps: Sequence[Step] = self._plan.call.plan.steps
+        blocks: Iterable[tuple[Array, ...]]
+        if any(step.shift for step in steps) and self.gathered:
+            steps = sorted(steps, key=lambda step: step.own)
+            size = len(self.gathered) // (len(steps) - 1)  # arrays of a border
+            blocks = [*(self.gathered[at : at + size] for at in range(0, len(self.gathered), size)), self.own]
+        elif any(step.shift for step in steps):
+            blocks = self._ring()
         else:
             if self.gathered:
                 steps = sorted(steps, key=lambda step: step.own)
@@ -64,6 +68,8 @@ class Keys:
         block = self._send(steps[0])
         for step in (*steps[1:], None):
             here, block = block, self.own if step is None else self._send(step)
+            if step is not None and step.border is not None:
+                self.gathered += block
             yield here
 
     def _send(self, step: Step) -> tuple[Array, ...]:

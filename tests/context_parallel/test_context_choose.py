@@ -20,10 +20,11 @@ from typer.testing import CliRunner
 from attn_core import AttentionSpec, SpecError
 from attn_core.cli.app import app
 from attn_core.context_parallel.bands import VisibleBand
-from attn_core.context_parallel.call import keeps_gathered, plan_spec
+from attn_core.context_parallel.call import keeps_borders, keeps_gathered, plan_spec
 from attn_core.context_parallel.cost import choose as choosing
 from attn_core.context_parallel.cost.choose import Choice, NoStrategyError, choose, explain_choice
 from attn_core.context_parallel.cost.estimate import Estimate, estimate
+from attn_core.context_parallel.cost.layouts import choose_layout
 from attn_core.context_parallel.cost.machine import GIB, LINKS, MIB, Constants
 from attn_core.context_parallel.picture import LIMIT, draw, ranks_of, step_of_pairs, svg
 from attn_core.context_parallel.plan import AxisSizes, build_plan
@@ -220,6 +221,19 @@ def test_gathered_keys_are_kept_if_they_are_no_larger_than_the_queries(
     assert not keeps_gathered(spec, plan_spec(spec, None, "ring", "zigzag", (ranks,)))
 
 
+@pytest.mark.parametrize(
+    ("heads", "window", "kept"),
+    [((32, 8), 1023, True), ((32, 32), 1023, True), ((8, 8), 9000, False), ((8, 8), None, False)],
+)
+def test_borders_are_kept_if_they_are_no_larger_than_the_queries(heads: Any, window: Any, kept: bool) -> None:
+    """The gradients of kept borders travel during the own step of a backward."""
+    spec = call(65536, heads, window=(window, None), needs_backward=True)
+    plan = plan_spec(spec, None, "ring", "contiguous", (4,))
+    assert keeps_borders(spec, plan) == kept
+    if kept:
+        assert cost(spec, "ring", (4,), "contiguous").backward.exposed < cost(spec, "ring", (4,)).backward.exposed
+
+
 def test_copied_kv_heads_count_as_sent_bytes() -> None:
     """Over 4 ranks 2 kv heads become 4; queries and output do not change."""
     spec = call(16384, (32, 2))
@@ -270,11 +284,11 @@ def test_a_dropped_hop_costs_nothing() -> None:
 
 @pytest.mark.parametrize(("window", "borders"), [((1023, None), (1023,)), ((1023, 511), (1023, 511))])
 def test_a_border_costs_its_own_bytes(window: tuple[int, int | None], borders: tuple[int, ...]) -> None:
-    """2 bytes of k and v for each key of a border, and in a backward the same again and its gradients."""
+    """2 bytes of k and v for each key of a border, which is kept, and in a backward its gradients."""
     spec, key = call(65536, window=window, causal=len(borders) == 1, needs_backward=True), 4 * 8 * 128
     found = cost(spec, "ring", (4,), "contiguous", ONLY_LINKS)
     assert found.forward.seconds * GIB == pytest.approx(sum(borders) * key, rel=1e-3)
-    assert found.backward.seconds * GIB == pytest.approx(2 * sum(borders) * key, rel=1e-3)
+    assert found.backward.seconds * GIB == pytest.approx(sum(borders) * key, rel=1e-3)
     whole = cost(replace(spec, window=(16383, window[1])), "ring", (4,), "contiguous")
     assert found.forward.peak < whole.forward.peak and found.backward.peak < whole.backward.peak
 
@@ -487,6 +501,7 @@ PICTURES = {
     "zigzag": ["--q-len", "16", "--layout", "zigzag"],
     "striped": ["--q-len", "16", "--layout", "striped"],
     "documents": ["--lengths", "12,4", "--ranks", "2"],
+    "dealt": ["--lengths", "3,12,5,4", "--ranks", "2", "--layout", "documents"],
 }
 
 
@@ -546,3 +561,39 @@ def test_the_command_exits_with_the_refusal() -> None:
     ):
         done = attn(*options)
         assert done.exit_code == 2 and " ".join(done.output.split()).startswith(message.strip())
+
+
+# Layouts
+
+
+def test_the_layout_with_the_shortest_estimate_is_chosen() -> None:
+    """Documents are dealt, a window takes contiguous pieces and their borders, and a causal row a zigzag."""
+    documents = (0, 9000, 12000, 20000, 20768, 26768, 28768, 32768)
+    packed = call(32768, documents=7, max_len_q=9000, max_len_k=9000, needs_backward=True)
+    window, causal = call(32768, window=(4095, 0), needs_backward=True), call(32768, needs_backward=True)
+    for spec, offsets, layout, strategy in (
+        (packed, documents, "documents", "ring"),
+        (window, None, "contiguous", "ring"),
+        (causal, None, "zigzag", "all_gather"),
+    ):
+        fastest, *others = choose_layout(spec, offsets, (2,), H200)
+        assert (fastest.layout, fastest.strategy) == (layout, strategy)
+        assert fastest == choose(spec, offsets, layout, (2,), H200)
+        seconds = [choice.estimate.seconds for choice in (fastest, *others) if choice.estimate]
+        assert seconds == sorted(seconds) and len(seconds) == (3 if offsets else 2)
+
+
+def test_a_row_that_cannot_be_dealt_has_other_layouts() -> None:
+    spec = call(3, documents=2, max_len_q=2, max_len_k=2)
+    assert {choice.layout for choice in choose_layout(spec, (0, 1, 3), (4,), H200)} == {"zigzag", "contiguous"}
+
+
+def test_no_layout_is_chosen_beyond_the_memory() -> None:
+    with pytest.raises(NoStrategyError, match=r"refused: memory: .* GiB a rank, more than the 0\.00 GiB it may use"):
+        choose_layout(call(65536, documents=1, max_len_q=65536, max_len_k=65536), (0, 65536), (4,), H200, memory=1.0)
+
+
+def test_the_command_compares_layouts() -> None:
+    done = attn("--lengths", "9000,3000,8000,768,6000,2000,4000", "--causal", "--layout", "auto", "--ranks", "2")
+    assert done.exit_code == 0 and "context parallelism over 2 ranks, documents: " in done.output
+    assert re.search(r"\n  layouts: documents [\d.]+ ms \(ring\); .*zigzag [\d.]+ ms", done.output)

@@ -34,6 +34,9 @@ UNEQUAL = {
     "documents-causal": Case(
         "all_gather", (3,), "striped", (23, 23), batch=1, documents=(0, 2, 11, 23), options={"causal": True}
     ),
+    "documents-dealt": Case(
+        "ring", (4,), "documents", (48, 48), batch=1, documents=(0, 9, 30, 36, 48), options={"causal": True}
+    ),
     "documents-zigzag": Case(
         "all_gather", (2, 2), "zigzag", (24, 24), batch=1, documents=(0, 9, 24), options={"causal": True}
     ),

@@ -36,6 +36,11 @@ REFUSED = {
     "shard": ({"length": 17}, ShapeError, r"q: expected shards of \d+ positions, 17 over 4 ranks"),
     "length": ({"length": (1, 2, 3)}, SpecError, r"length=\(1, 2, 3\): expected the positions of the"),
     "layout": ({"layout": "diagonal"}, SpecError, "layout='diagonal': expected one of"),
+    "layout of documents": (
+        {"layout": "documents"},
+        SpecError,
+        "layout='documents': expected seq_info with the row's packed documents, got None",
+    ),
     "strategy": ({"strategy": "tree"}, SpecError, "strategy='tree': expected one of"),
     "head_groups": ({"strategy": "ring", "head_groups": 3}, SpecError, "head_groups=3: expected a divisor of the 2"),
     "head_groups kind": ({"head_groups": 1.5}, SpecError, "head_groups=1.5: expected the number of groups"),
@@ -73,6 +78,9 @@ def test_documents_must_be_known_on_the_host():
         call(seq_info=SeqInfo(np.asarray(DOCUMENTS, np.int32), other, 11, 11))
     with pytest.raises(SpecError, match="length=24: expected the 23 positions of seq_info"):
         call(seq_info=case.info, length=24)
+    # The shards were cut in a zigzag, and dealt documents have others.
+    with pytest.raises(ShapeError, match=r"q: expected shards of 7 positions, 23 over 4 ranks in a documents layout"):
+        call(seq_info=case.info, layout="documents")
 
 
 def test_a_list_of_lengths_is_as_good_as_a_tuple():
@@ -119,3 +127,21 @@ def test_documents_longer_than_the_row_are_refused():
         call(seq_info=SeqInfo.from_lengths((3, 25)), length=23)
     with pytest.raises(ShapeError, match=r"q: expected shards of \d+ positions, 43 over 4 ranks"):
         call(seq_info=SeqInfo.from_lengths((3, 40)))
+
+
+def test_explain_chooses_the_layout_of_whole_rows():
+    case = Case("ring", (2,))
+    rows = [jax.ShapeDtypeStruct((320, heads, 5), jnp.float32) for heads in (4, 2, 2)]
+    dealt = {"mesh": case.mesh, "causal": True, "seq_info": SeqInfo.from_lengths((200, 60, 60))}
+    chosen = explain_context_parallel(*rows, layout=None, **dealt)
+    assert {each.layout for each in chosen.layouts} == {"zigzag", "contiguous", "documents"}
+    assert "\n  layouts: " in str(chosen) and chosen.choice == chosen.layouts[0]
+    shards = chosen.call.plan.q_layout.shard * 2
+    cut = [jax.ShapeDtypeStruct((shards, *row.shape[1:]), row.dtype) for row in rows]
+    named = explain_context_parallel(*cut, layout=chosen.choice.layout, **dealt)
+    assert (named.call, named.choice) == (chosen.call, chosen.choice)
+    with pytest.raises(SpecError, match=r"^layout=None: expected the layout that shard_sequence cut"):
+        context_parallel_attention(*(jnp.zeros(row.shape) for row in cut), layout=None, **dealt)
+    short = [jax.ShapeDtypeStruct((9, *row.shape[1:]), row.dtype) for row in rows]
+    with pytest.raises(ShapeError, match=r"^q, k, v: expected rows of \(320, 320\) positions with layout=None, got"):
+        explain_context_parallel(*short, layout=None, **dealt)

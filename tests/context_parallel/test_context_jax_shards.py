@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from context_jax_cases import Case
+from context_jax_cases import DOCUMENTS, Case
 from jax.sharding import PartitionSpec as P
 
 from attn_core import SeqInfo
+from attn_core.context_parallel.layout import LAYOUTS
 from attn_core.errors import ShapeError, SpecError
 from jax_frontend import shard_sequence, unshard_sequence
 
@@ -26,14 +27,21 @@ def test_shards_of_other_documents_or_another_axis_are_refused():
         shard_sequence(x, mesh, dim=2)
     with pytest.raises(SpecError, match=r"length=23\.0: expected the positions of the whole row"):
         unshard_sequence(x, mesh, length=23.0)
+    without = r"^layout='documents': expected seq_info with the row's packed documents, got None$"
+    with pytest.raises(SpecError, match=without):
+        shard_sequence(x, mesh, layout="documents")
+    with pytest.raises(SpecError, match=without):
+        unshard_sequence(jnp.ones((1, 24)), mesh, layout="documents")
+    with pytest.raises(ShapeError, match=r"^seq_info: expected at least 2 tokens, one for each rank .*, got 1$"):
+        shard_sequence(x[:, :1], mesh, layout="documents", seq_info=SeqInfo.from_lengths((1,)))
 
 
 @pytest.mark.parametrize("sizes", [(3,), (2, 2)])
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_shards_hold_what_the_layout_says_and_go_back(layout, sizes):
-    case = Case("ring", sizes, layout)
+    case = Case("ring", sizes, layout, documents=DOCUMENTS if layout == "documents" else None)
     tokens = jnp.arange(1, 24)[None]
-    options = {"axis_name": case.axis_name, "layout": layout}
+    options = {"axis_name": case.axis_name, "layout": layout, "seq_info": case.info}
     cut_up = shard_sequence(tokens, case.mesh, **options)
     np.testing.assert_array_equal(np.asarray(cut_up)[0], np.where(case.table(0) < 23, case.table(0) + 1, 0))
     assert cut_up.sharding.shard_shape(cut_up.shape)[1] == len(case.table(0)) // int(np.prod(sizes))

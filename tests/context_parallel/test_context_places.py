@@ -66,7 +66,8 @@ def test_a_part_takes_each_gathered_key_once_for_all_its_tiles(part, window):
 
 @pytest.mark.parametrize(("window", "sent"), [((6, 0), [6]), ((6, 2), [6, 2]), (None, [16])])
 def test_a_rank_sends_only_a_window_s_border(window, sent, monkeypatch):
-    """k and v of the border; in a backward their gradients travel back. A ring without a window sends whole blocks."""
+    """k and v of the border, which are kept; in a backward their gradients travel back. A ring without a window sends
+    whole blocks, and sends them again."""
     messages = []
 
     def hop(pair, axis, distance):
@@ -88,6 +89,45 @@ def test_a_rank_sends_only_a_window_s_border(window, sent, monkeypatch):
     assert messages == list(zip(numbers, away, strict=True))
     messages.clear()
     backward.backward(plan, residuals, None, torch.ones_like(out), None)
-    assert sorted(messages) == sorted(
-        [*zip(numbers, away, strict=True), *zip(numbers, ((ranks - far) % ranks for far in away), strict=True)]
-    )
+    again = [] if window else [*zip(numbers, away, strict=True)]
+    back = zip(numbers, ((ranks - far) % ranks for far in away), strict=True)
+    assert sorted(messages) == sorted([*again, *back])
+
+
+def writing(function, shapes):
+    """A backend's function that writes its results into the last argument, as kernels on a GPU do."""
+
+    def run(spec, *arguments):
+        *arguments, into = arguments
+        results = function(spec, *arguments)
+        for buffer, result in zip(into, results[:3]):
+            assert buffer.is_contiguous() and buffer.shape == result.shape
+            buffer.copy_(result)
+        shapes.append(len(into))
+        return type(results)(*into) if hasattr(results, "_fields") else tuple(into)
+
+    return run
+
+
+def test_kernels_write_a_rank_s_documents_into_its_shard():
+    """The shards of 20 documents of 128 tokens and one of 8 have 1288 places, of which rank 0 uses 1280. Its kernel
+    writes there, and leaves nothing to copy."""
+    sizes = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 8, "value_dim": 8}
+    documents = (*range(0, 2561, 128), 2568)
+    packed = {"documents": 21, "max_len_q": 128, "max_len_k": 128, "causal": True}
+    spec = AttentionSpec(batch=1, q_len=2568, kv_len=2568, dtype="float32", needs_backward=True, **sizes, **packed)
+    call = build_call(spec, documents, "ring", "documents", (2,), 1, Target("torch", "cpu"), ("math",))
+    plan = build_rank_plan(call, RankAxis("", 2, 0), SINGLE_RANK, CPU)
+    assert (plan.query_count, call.plan.q_layout.shard) == (1280, 1288)
+    ((step, (tile,)),), wrote = plan.steps, []
+    direct = tile._replace(writes=True, forward=writing(tile.forward, wrote), backward=writing(tile.backward, wrote))
+    q, k, v = (torch.randn(1, 1288, heads, 8) for heads in (2, 1, 1))
+    results = []
+    for run in (tile, direct):
+        of_run = plan._replace(steps=((step, (run,)),))
+        (out,), residuals = forward.forward(of_run, q, k, v, None, with_lse=False, keep=True)
+        assert not out[:, 1280:].any() and (residuals[0].lse[..., 1280:] == -torch.inf).all()
+        gradients = backward.backward(of_run, residuals, None, torch.ones_like(out), None)[:3]
+        assert not any(each[:, 1280:].any() for each in gradients)
+        results.append((out, residuals[0].lse, *gradients))
+    assert all(map(torch.equal, *results)) and wrote == [2, 3]

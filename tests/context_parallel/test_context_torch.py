@@ -79,6 +79,8 @@ def grid() -> list[Case]:
     allow it."""
     cases = []
     for at, ((axes, strategy), kind, mask) in enumerate(product(WAYS, LAYOUTS, MASKS)):
+        if kind == "documents" and "documents" not in MASKS[mask]:
+            continue  # it deals documents
         shared = ranks_sharing_heads(axes, strategy)
         groups = 2 if at % 3 == 0 and shared in (1,) else None
         heads = HEADS[shared]
@@ -93,14 +95,16 @@ def grid() -> list[Case]:
 
 @st.composite
 def any_case(draw: st.DrawFn) -> Case:
-    axes = draw(st.sampled_from(((2,), (3,), (4,), (2, 2), (1, 3), (2, 1))))
+    axes, kind = draw(st.sampled_from(((2,), (3,), (4,), (2, 2), (1, 3), (2, 1)))), draw(st.sampled_from(LAYOUTS))
     strategy = draw(st.sampled_from(("ring", "all_gather", "ulysses", None)[: 4 if len(axes) == 1 else 2]))
     shared = ranks_sharing_heads(axes, strategy)
     kv_heads = draw(st.sampled_from((1, 2, 3)))
     heads = kv_heads * draw(st.sampled_from((1, 2, 8))) * shared
     documents, length = None, (draw(st.integers(1, 40)),) * 2
-    if draw(st.booleans()):
+    if kind == "documents" or draw(st.booleans()):
         documents = tuple(draw(st.lists(st.integers(0, 17), min_size=1, max_size=6).filter(any)))
+        if kind == "documents":  # it needs a token for each rank
+            documents = (*documents, 4)
         length = (sum(documents),) * 2
     elif draw(st.booleans()):
         length = (length[0], draw(st.integers(1, 40)))
@@ -112,7 +116,7 @@ def any_case(draw: st.DrawFn) -> Case:
     elif isinstance(window, int) and not options["causal"]:
         options["window"] = (window, window)
     return Case(
-        *(axes, strategy, draw(st.sampled_from(LAYOUTS)), length, (heads, kv_heads), documents),
+        *(axes, strategy, kind, length, (heads, kv_heads), documents),
         **{"options": tuple(options.items()), "sinks": draw(st.booleans()), "batch": draw(st.sampled_from((1, 2)))},
         seed=draw(st.integers(0, 999)),
     )
@@ -135,7 +139,11 @@ def special() -> list[Case]:
     """Compiled, recomputed and twice differentiated calls, and rows shorter than the number of places."""
     base = Case((2,), "ring", "zigzag", (23, 23), (4, 2), None, (CAUSAL,), True)
     compiled = base._replace(how="compile")
+    dealt = base._replace(layout="documents", documents=(9, 2, 20, 6, 8), length=(45, 45))
+    window = base._replace(layout="contiguous", options=(CAUSAL, ("window", 4)))  # whose border is kept
     return [
+        dealt._replace(how="compile in parts"),
+        *(each._replace(how=how) for each in (dealt, window) for how in ("checkpoint", "kept")),
         compiled,
         compiled._replace(options=(CAUSAL, ("window", 6)), length=(23, 11)),  # rows without keys, places without rows
         compiled._replace(strategy="ulysses", heads=(4, 1), head_groups=1),
@@ -202,7 +210,7 @@ def expected(case: Case) -> dict[str, np.ndarray]:
 def layout_of(case: Case, length: int) -> Layout:
     outer, inner = (*case.axes, 1)[:2]
     documents = None
-    if case.documents and case.layout == "zigzag":
+    if case.documents and case.layout in ("zigzag", "documents"):
         documents = SeqInfo.from_lengths(case.documents).cu_seqlens_q.tolist()
     return build_layout(case.layout, length, outer, inner, documents)
 

@@ -77,6 +77,7 @@ WORLDS = [
                 for documents in (None, (3, 0, 11, 1, 8))
                 for again in (False, True)
             },
+            "layers dealt": (SCENES, "layers", ((3, 0, 11, 1, 8), False, "documents")),
             **{case.name: ("context_torch_worker", "run", (case,)) for case in ROUNDED},
         },
     ),
@@ -141,9 +142,10 @@ def expected_messages(case: Case) -> dict[str, int]:
     if made.outer > 1 and made.strategy == "ring":
         shifts = [step.shift for step in made.steps]
         assert shifts[0] == 0
-        # keys twice, from step to step; their gradients start at the second step and return home
+        # keys twice, from step to step, and those of a border once; their gradients start at the second step and return
         hops = len(shifts) - 1
-        actual["all_to_all_single"] += groups * (2 * hops + hops)
+        once = any(step.border for step in made.steps)
+        actual["all_to_all_single"] += groups * ((1 if once else 2) * hops + hops)
     elif made.outer > 1:
         once = case.heads == FEW_KEYS  # kept for the backward
         actual["all_gather_into_tensor_coalesced"] = (1 if once else 2) * groups  # k and v
@@ -272,6 +274,7 @@ def test_every_rank_raises_if_ranks_call_differently(ranks: Any, world: str, siz
             assert text.startswith("SpecError: context_parallel_attention: expected the same call on every rank")
         for rank in range(size):
             assert f"rank {rank}: q [2, {shard}, 4, {3 if rank == 1 else 5}]" in actual["same"]["shapes"]
+            assert f"documents {(0, 11, 12, 23) if rank == 1 else (0, 11, 22, 23)}" in actual["same"]["documents"]
             assert f"rank {rank}: " in actual["same"]["window"] and f"rank {rank}: " in actual["same"]["ranges"]
         for name, text in actual["alone"].items():  # only rank 1 refuses its call, and the others do not wait for it
             argument = {"dtype": "k", "device": "k", "seq_info": "length"}.get(name, name)
@@ -291,6 +294,8 @@ def test_a_lost_rank_is_an_error(ranks: Any, how: str) -> None:
 
 # What is refused
 
+WITHOUT = "SpecError: layout='documents': expected seq_info with the row's packed documents, got None"
+FEW_TOKENS = "ShapeError: seq_info: expected at least 2 tokens, one for each rank of layout='documents', got 1"
 SAYS = {
     "dropout": "SpecError: dropout=0.1: expected 0 in context parallelism",
     "mask": "SpecError: mask: expected None in context parallelism",
@@ -314,6 +319,13 @@ SAYS = {
     "strategy of no name": "SpecError: strategy='': expected a strategy's name, or None",
     "ulysses outside": "SpecError: strategy='ulysses': expected",
     "layout": "SpecError: layout='zebra': expected one of",
+    "layout without documents": WITHOUT,
+    "layout of few tokens": FEW_TOKENS,
+    "layout of key_ranges": WITHOUT,
+    "shard of documents": "ShapeError: q: expected shards of 13 positions, 23 over 2 ranks in a documents layout",
+    "shards without documents": WITHOUT,
+    "rows without documents": WITHOUT,
+    "shards of few tokens": FEW_TOKENS,
     "backend": "SpecError: backend='flash9'",
     "a backend that cannot": "NoBackendError: ",
     "window": "SpecError: window=3: ",
@@ -353,6 +365,14 @@ def test_explain_takes_the_arguments_of_the_call(ranks: Any) -> None:
         assert actual["needs backward"] == [False, True, True, False]
 
 
+def test_explain_chooses_the_layout_of_whole_rows(ranks: Any) -> None:
+    for actual in ranks("two", "explained"):
+        assert actual["layouts"] == ["contiguous", "documents", "zigzag"] and actual["same call"]
+        unknown, short = actual["refused"]
+        assert "SpecError: layout=None: expected the layout that shard_sequence cut" in unknown
+        assert short.startswith("ShapeError: q, k, v: expected rows of (320, 320) positions with layout=None, got")
+
+
 # Layers
 
 
@@ -361,6 +381,11 @@ def test_explain_takes_the_arguments_of_the_call(ranks: Any) -> None:
 def test_layers_on_shards_equal_layers_on_whole_rows(ranks: Any, documents: Any, again: bool) -> None:
     for errors in ranks("two", f"layers {documents} {again}"):
         assert "0.sink_logits" in errors and "1.q_proj.weight" in errors
+        assert max(errors.values()) < 1e-9, errors
+
+
+def test_layers_on_dealt_documents_equal_layers_on_whole_rows(ranks: Any) -> None:
+    for errors in ranks("two", "layers dealt"):
         assert max(errors.values()) < 1e-9, errors
 
 

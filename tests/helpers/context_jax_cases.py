@@ -63,7 +63,7 @@ class Case:
 
     def table(self, side: int) -> np.ndarray:
         """``[world * shard]``: the position at every place."""
-        documents = self.documents if self.layout == "zigzag" else None
+        documents = self.documents if self.layout in ("zigzag", "documents") else None
         sizes = self.sizes if len(self.sizes) == 2 else (*self.sizes, 1)
         return places.positions_by_shard(build_layout(self.layout, self.lengths[side], *sizes, documents)).ravel()
 
@@ -184,6 +184,7 @@ BAND = {"layout": "striped", "lengths": (22, 22), "options": {"window": (4, 2)}}
 SCORES = {"sinks": True, "options": {"causal": True, "softcap": 2.0, "scale": 0.7, "return_lse": True}}
 ROWS = {"layout": "contiguous", "documents": DOCUMENTS, "options": {"causal": True, "window": 4}}
 ZIGZAG_ROWS = {"documents": DOCUMENTS, "sinks": True, "options": {"causal": True, "return_lse": True}}
+DEALT = {**ZIGZAG_ROWS, "layout": "documents"}
 UNEVEN = {"layout": "contiguous", "lengths": (23, 11), "sinks": True}  # rows that see none
 UNEVEN |= {"options": {"causal": True, "return_lse": True}}
 SHARED_PREFIX = {"sinks": True, "options": {"softcap": 2.0, "return_lse": True}}
@@ -197,6 +198,11 @@ CASES = {
     "ring-2-scores": Case("ring", (2,), **SCORES),
     "ring-3-rows": Case("ring", (3,), **ROWS),
     "ring-4-zigzag-rows": Case("ring", (4,), **ZIGZAG_ROWS),
+    "ring-4-dealt": Case("ring", (4,), **DEALT),
+    "ring-2-dealt": Case(
+        *("ring", (2,), "documents", (45, 45)),
+        **{"documents": (0, 9, 11, 31, 37, 45), "options": {"causal": True, "window": 9, "softcap": 2.0}},
+    ),
     "ring-4-uneven": Case("ring", (4,), **UNEVEN),
     "ring-4-halo": Case("ring", (4,), "contiguous", options={"causal": True, "window": 5}),
     "ring-4-borders": Case(
@@ -211,16 +217,19 @@ CASES = {
     "all_gather-2-band": Case("all_gather", (2,), **BAND),
     "all_gather-4-scores": Case("all_gather", (4,), **SCORES),
     "all_gather-3-zigzag-rows": Case("all_gather", (3,), **ZIGZAG_ROWS),
+    "all_gather-3-dealt": Case("all_gather", (3,), **DEALT),
     "all_gather-2-uneven": Case("all_gather", (2,), **UNEVEN),
     "ulysses-2-full": Case("ulysses", (2,), **FULL),
     "ulysses-4-causal": Case("ulysses", (4,), heads=(8, 2), **CAUSAL),  # each kv head on two devices
     "ulysses-3-scores": Case("ulysses", (3,), heads=(6, 2), **SCORES),  # three copies of each kv head
     "ulysses-4-rows": Case("ulysses", (4,), heads=(8, 8), **ROWS, keywords={"head_groups": 2}),
     "ulysses-2-zigzag-rows": Case("ulysses", (2,), **ZIGZAG_ROWS),
+    "ulysses-2-dealt": Case("ulysses", (2,), **DEALT),
     "ring-2x2-causal": Case("ring", (2, 2), **CAUSAL),
     "ring-2x2-scores": Case("ring", (2, 2), heads=(8, 4), **SCORES, keywords={"head_groups": 2}),
     "ring-2x2-band": Case("ring", (2, 2), **BAND),
     "ring-2x2-zigzag-rows": Case("ring", (2, 2), **ZIGZAG_ROWS),
+    "ring-2x2-dealt": Case("ring", (2, 2), **DEALT),
     "all_gather-2x2-full": Case("all_gather", (2, 2), heads=(4, 1), **FULL),
     "all_gather-2x2-zigzag-rows": Case("all_gather", (2, 2), **ZIGZAG_ROWS),
     "ring-3-prefix": Case("ring", (3,), batch=1, **SHARED_PREFIX),

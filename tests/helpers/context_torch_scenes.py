@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from attn_core import SeqInfo, masks
 from attn_core.context_parallel import places
+from attn_core.context_parallel.layout import LAYOUTS
 from attn_core.dropins import finetrainers
 from torch_frontend import Pages, diffusers_parallel
 from torch_frontend.context_parallel.attention import context_parallel_attention, explain_context_parallel
@@ -123,8 +124,10 @@ def dtensors_on_two_axes() -> dict[str, Any]:
 def round_trips(axes: tuple[int, ...]) -> list[str]:
     """The rows that differ after sharding and unsharding, or whose shards' gradients are wrong."""
     mesh, wrong = mesh_of(axes), []
-    for kind in ("contiguous", "zigzag", "striped"):
+    for kind in LAYOUTS:
         for length, documents in ((LENGTH, None), (24, None), (1, None), (LENGTH, (3, 0, 11, 1, 8))):
+            if kind == "documents" and documents is None:
+                continue
             info = SeqInfo.from_lengths(documents) if documents else None
             given = {"layout": kind, "seq_info": info}
             for dim, dtype in ((1, torch.float32), (0, torch.int64), (-1, torch.bfloat16)):
@@ -177,12 +180,15 @@ def disagreeing(sizes: tuple[int, ...]) -> dict[str, Any]:
     fine = context_parallel_attention(q, k, v, mesh=mesh, **whole)
     info, one = SeqInfo.from_lengths((3, 19) if rank == 1 else (3, 20)), [each[:1] for each in (q, k, v)]
     alone["seq_info"] = error_of(lambda: context_parallel_attention(*one, mesh=mesh, length=LENGTH, seq_info=info))
+    dealt = {"layout": "documents", "seq_info": SeqInfo.from_lengths((11, 1, 11) if rank == 1 else (11, 11, 1))}
+    packed = [shard_sequence(each[:1], mesh, **dealt) for each in row()[:3]]
+    documents = error_of(lambda: context_parallel_attention(*packed, mesh=mesh, causal=True, **dealt))
     right, other = masks.documents([3, 20]), masks.documents([4, 19])
     ranges = right + np.array([0, 1], np.int32) if rank == 1 else right
     alone["key_ranges"] = error_of(lambda: context_parallel_attention(q, k, v, mesh=mesh, key_ranges=ranges, **whole))
     theirs = other if rank == 1 else right
     others = error_of(lambda: context_parallel_attention(q, k, v, mesh=mesh, key_ranges=theirs, **whole))
-    same = {"shapes": shapes, "window": window, "ranges": others}
+    same = {"shapes": shapes, "window": window, "ranges": others, "documents": documents}
     return {"same": same, "alone": alone, "fine": bool(fine.isfinite().all())}
 
 
@@ -217,6 +223,7 @@ def refusals() -> dict[str, str]:
     cube = init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("a", "b", "c"))
     square = init_device_mesh("cpu", (1, 2), mesh_dim_names=("ring", "ulysses"))
     table = torch.zeros(1, 1, LENGTH, LENGTH)
+    few = {"layout": "documents", "seq_info": SeqInfo.from_lengths((1,)), "length": 1}
 
     def refusal(*given: Tensor, call: Any = context_parallel_attention, **options: Any) -> str:
         options = {"mesh": mesh, "length": LENGTH, "strategy": "ring", **options}
@@ -247,6 +254,15 @@ def refusals() -> dict[str, str]:
         "strategy of no name": refusal(strategy=""),
         "ulysses outside": refusal(mesh=square, strategy="ulysses"),
         "layout": refusal(layout="zebra"),
+        "layout without documents": refusal(layout="documents"),
+        "layout of few tokens": refusal(*(each[:1, :1] for each in one), **few),
+        "layout of key_ranges": refusal(layout="documents", key_ranges=masks.documents([3, 20])),
+        "shard of documents": refusal(*(each[:, :-1] for each in one), layout="documents", seq_info=info),
+        "shards without documents": error_of(lambda: shard_sequence(q, mesh, layout="documents")),
+        "rows without documents": error_of(lambda: unshard_sequence(q, mesh, layout="documents", length=LENGTH)),
+        "shards of few tokens": error_of(
+            lambda: shard_sequence(q[:, :1], mesh, layout="documents", seq_info=few["seq_info"])
+        ),
         "backend": refusal(backend="flash9"),
         "a backend that cannot": refusal(backend="sage"),
         "window": refusal(window=3),
@@ -285,7 +301,17 @@ def explained() -> dict[str, Any]:
     explained = partial(explain_context_parallel, k=k, v=v, mesh=mesh, length=[LENGTH, LENGTH])
     given = (q.detach(), None), (q.detach(), True), (trained, None), (trained, False)
     specs = [explained(array, needs_backward=needs).call.spec for array, needs in given]
+    *rows, _ = row(length=320, batch=1)
+    dealt = {"mesh": mesh, "causal": True, "seq_info": SeqInfo.from_lengths((200, 60, 60))}
+    chosen = explain_context_parallel(*rows, layout=None, **dealt)
+    shards = [shard_sequence(each, mesh, layout=chosen.choice.layout, seq_info=dealt["seq_info"]) for each in rows]
+    named = explain_context_parallel(*shards, layout=chosen.choice.layout, **dealt)
+    unknown = error_of(lambda: context_parallel_attention(*shards, layout=None, **dealt))
+    short = error_of(lambda: explain_context_parallel(*shards, layout=None, **dealt))
     return {
+        "layouts": sorted(each.layout for each in chosen.layouts),
+        "same call": chosen.call == named.call and chosen.choice == named.choice,
+        "refused": (unknown, short),
         "same parameters": list(explain.parameters) == [*call.parameters, "needs_backward"],
         "list of lengths": torch.equal(*lengths),
         "needs backward": [spec.needs_backward for spec in specs],
@@ -314,7 +340,7 @@ def layer_of(window: Any = 7) -> Attention:
     return Attention(4, 24, num_kv_heads=2, head_dim=6, dtype=torch.float64, **options)
 
 
-def layers(documents: tuple[int, ...] | None, recomputed: bool) -> dict[str, float]:
+def layers(documents: tuple[int, ...] | None, recomputed: bool, layout: str = "zigzag") -> dict[str, float]:
     """By how much two layers on shards differ from the same layers on whole rows: output, and every gradient.
 
     Recomputed layers run their backward behind the block, in another thread.
@@ -327,11 +353,14 @@ def layers(documents: tuple[int, ...] | None, recomputed: bool) -> dict[str, flo
     for layer in alone:
         right = layer(right, seq_info=info)
     right.backward(dout)
-    given = {"seq_info": info}
+    given = {"seq_info": info, "layout": layout}
     part, dpart = (shard_sequence(each.detach(), mesh, **given) for each in (x, dout))
     actual = part.requires_grad_()
-    with use_context_parallel(mesh, length=LENGTH, seq_info=info):
+    of_call = layout == "documents"  # the documents come with the call or with the block
+    with use_context_parallel(mesh, length=LENGTH, layout=layout, seq_info=None if of_call else info):
         for layer in shared:
+            if of_call:
+                layer = partial(layer, seq_info=info)
             actual = checkpoint(layer, actual, use_reentrant=False) if recomputed else layer(actual)
     thread = threading.Thread(target=lambda: actual.backward(dpart))
     thread.start()

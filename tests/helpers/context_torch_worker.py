@@ -141,7 +141,7 @@ def run(case: Case) -> dict[str, Array]:
         whole = torch.from_numpy(array).to(case.device, dtype)
         part = shard_sequence(whole, mesh, layout=case.layout, dim=dim, seq_info=info)
         outer, inner = (*case.axes, 1)[:2]
-        documents = info.cu_seqlens_q.tolist() if info is not None and case.layout == "zigzag" else None
+        documents = info.cu_seqlens_q.tolist() if info is not None and case.layout in ("zigzag", "documents") else None
         held = build_layout(case.layout, length, outer, inner, documents).position_count(rank_of(mesh))
         part.narrow(dim, held, part.shape[dim] - held).fill_(torch.nan)  # the content of places without a position
         return part

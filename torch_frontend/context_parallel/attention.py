@@ -99,7 +99,7 @@ def context_parallel_attention(
         mesh: one axis of ranks; or two, (outer, inner), of which the inner one exchanges heads (Ulysses).
         strategy: how keys and values reach the queries: ``"all_gather"``, ``"ring"`` or ``"ulysses"``; on two axes, the
             strategy of the outer one. None chooses by a cost model (``explain_context_parallel`` says why).
-        layout: which positions a shard holds: ``"zigzag"``, ``"contiguous"`` or ``"striped"``.
+        layout: which positions a shard holds: ``"zigzag"``, ``"contiguous"``, ``"striped"`` or ``"documents"``.
         length: the number of positions of the whole row, or a pair (of q, of k); None for the places of all shards.
         head_groups: the number of groups of heads; each group's exchange overlaps the computation of the group before.
         causal, alignment, window, softcap, scale, sinks, deterministic, backend, return_lse: as in ``attention``; they
@@ -129,7 +129,7 @@ def context_parallel_attention(
         q, k, v = autocast.in_autocast(*local)
         check_supported(mask, bias, alibi_slopes, dropout)
         options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
-        check_kind("layout", layout, str, "the name of a layout")
+        check_kind("layout", layout, str, "the layout that shard_sequence cut")
         how = {
             "strategy": strategy,
             "layout": layout,
@@ -160,7 +160,7 @@ def explain_context_parallel(
     *,
     mesh: DeviceMesh,
     strategy: str | None = None,
-    layout: str = "zigzag",
+    layout: str | None = "zigzag",
     length: int | Sequence[int] | None = None,
     head_groups: int | None = None,
     causal: bool = False,
@@ -183,6 +183,8 @@ def explain_context_parallel(
 ) -> Explanation:
     """Returns how ``context_parallel_attention`` runs a call with the same arguments, and why. Runs and sends nothing.
 
+    With ``layout=None``, q, k and v are whole rows, whose values do not matter, and the cost model chooses a layout:
+    ``explanation.choice.layout``, to be passed to ``shard_sequence`` and to the call.
     ``needs_backward`` overrides what the tensors' ``requires_grad`` says about training.
     """
     if unknown:
@@ -190,7 +192,7 @@ def explain_context_parallel(
     q, k, v = to_local((q, k, v), mesh)
     check_supported(mask, bias, alibi_slopes, dropout)
     options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
-    check_kind("layout", layout, str, "the name of a layout")
+    check_kind("layout", layout, (str, type(None)), "the name of a layout, or None")
     how = {
         "strategy": strategy,
         "layout": layout,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -102,7 +103,7 @@ def backward(
             own = sink_gradient(forward.own_heads(plan, sinks, group), saved.out, saved.lse, dout_rows, dlse_rows)
             forward.own_heads(plan, dsinks, group).copy_(own)
         compute = _gathered_gradients if call.plan.gathers else _ring_gradients
-        groups.append(compute(plan, saved, _steps(saved, keys, dout_rows, dlse_rows)))
+        groups.append(compute(plan, saved, partial(_steps, saved, keys, dout_rows, dlse_rows)))
         if plan.outer.size == 1:  # nothing is pending: start the exchange of heads before the next group computes
             shards.append(_start_shards(plan, groups.pop().wait(), saved.q.dtype))
         del keys, pending, dout_rows, dlse_rows, rest
@@ -113,14 +114,17 @@ def backward(
     return dq, dk, dv, dsinks
 
 
-Steps = Iterator[tuple[Step, tuple[TileRun, ...], list[TileGradients]]]
-"""Each step with its tiles' gradients, computed when the iterator reaches it."""
+Steps = Callable[[Sequence[Total]], Iterator[tuple[Step, tuple[TileRun, ...], list[TileGradients]]]]
+"""Yields each step with its tiles' gradients, computed when the iterator reaches it; a function of the totals of dq, dk
+and dv of the own block, into which the kernel of the own step may write."""
 
 
-def _steps(saved: Residuals, keys: Keys, dout: Tensor, dlse: Tensor | None) -> Steps:
+def _steps(saved: Residuals, keys: Keys, dout: Tensor, dlse: Tensor | None, totals: Sequence[Total]) -> Any:
     rows = SavedRows(saved.q, saved.out, saved.lse, dout, dlse)
     for step, tiles, (k, v) in keys.blocks():
-        gradients = [tile_gradients(tile, rows, k, v) for tile in tiles]
+        gradients = [
+            tile_gradients(tile, rows, k, v, totals if step.own and not at else ()) for at, tile in enumerate(tiles)
+        ]
         del k, v  # free this block: the next two blocks will be in memory
         yield step, tiles, gradients
 
@@ -135,7 +139,7 @@ def _gathered_gradients(plan: RankPlan, saved: Residuals, steps: Steps) -> Group
         for block, buffer in zip(pair, sender.buffers, strict=True)
     ]
     pending: PendingExchange[list[Tensor]] | None = None
-    for step, tiles, gradients in steps:
+    for step, tiles, gradients in steps((dq, *own)):
         queries = _add_key_gradients(tiles, gradients, sent if step.gathered else own)
         if step.gathered:
             sums = [total.tensor() for total in sent]
@@ -153,11 +157,12 @@ def _ring_gradients(plan: RankPlan, saved: Residuals, steps: Steps) -> GroupGrad
     of a border go straight home. The gradients from a rank's own queries stay on the rank.
     """
     dq, own = _totals(plan, saved)
+    later: QueryGradients = []
     # How far a block has moved in each step, and after the last one: it is home again.
     shifts = [*(step.shift for step, _ in plan.steps if step.moves), plan.outer.size]
     pending: PendingExchange[KVPair] | None = None
     of_borders: list[tuple[Border, PendingExchange[KVPair]]] = []
-    for step, tiles, gradients in steps:
+    for step, tiles, gradients in steps((dq, *own)):
         if step.own:
             _add_query_gradients(dq, _add_key_gradients(tiles, gradients, own))
             continue
@@ -170,7 +175,11 @@ def _ring_gradients(plan: RankPlan, saved: Residuals, steps: Steps) -> GroupGrad
         else:
             # The gradients follow their block, and the last hop brings them home.
             pending = pair.hop(plan.outer, shifts[shifts.index(step.shift) + 1] - step.shift)
-        _add_query_gradients(dq, queries)  # overlaps the message just sent
+        if dq.is_empty and own[0].is_empty:  # few queries, kept until the own step has written all
+            later += queries
+        else:
+            _add_query_gradients(dq, queries)  # overlaps the message just sent
+    _add_query_gradients(dq, later)
     return GroupGradients(dq, own, pending, of_borders, plan.lse_dtype)
 
 

@@ -19,6 +19,7 @@ from torch_frontend.context_parallel.agreement import Prepared, begin_exchange, 
 from torch_frontend.context_parallel.mesh import find_axis
 from torch_frontend.context_parallel.prepare import RankPlan
 from torch_frontend.dispatch import autocast, empty_rows
+from torch_frontend.dispatch.after_import import after_import
 from torch_frontend.dispatch.backend_names import join_names
 from torch_frontend.dispatch.op_arguments import OPTIONS, OPTIONS_SCHEMA, PlainOptions
 
@@ -83,6 +84,15 @@ def run(request: Request, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None)
     if sinks is None or not with_lse:
         return tuple(results)
     return results[0], empty_rows.fill_with_sinks(results[1], sinks, plan.query_count)
+
+
+def _leave_to_python() -> None:
+    """Makes Dynamo call ``run`` instead of tracing it: it traces what runs after a break of the graph, and cannot trace
+    the offsets of documents in numpy, which break it."""
+    globals()["run"] = torch.compiler.disable(run)
+
+
+after_import("torch._dynamo", _leave_to_python)  # torch.compiler.disable itself would import Dynamo
 
 
 # The ops

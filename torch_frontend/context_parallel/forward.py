@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from attn_core.backends.shared.sinks import with_sinks
-from attn_core.context_parallel.call import keeps_gathered
+from attn_core.context_parallel.call import keeps_borders, keeps_gathered
 from attn_core.context_parallel.on_torch import rows
 from attn_core.context_parallel.prefetch import prefetch
 from torch_frontend.context_parallel import exchange
@@ -22,7 +22,7 @@ Tensor = torch.Tensor
 class Residuals(NamedTuple):
     """A head group's tensors that its backward needs, in this rank's block: ``[batch, places, heads, dim]``.
 
-    ``gathered_k`` and ``gathered_v`` are the keys and values of all ranks, if they are kept.
+    ``gathered_k`` and ``gathered_v`` are the keys and values of all ranks, or of all borders, if they are kept.
     """
 
     q: Tensor
@@ -44,7 +44,8 @@ def forward(
         keep: whether there will be a backward; else there are no residuals.
     """
     # Without a backward nobody reads the gathered keys again.
-    call, keep_gathered = plan.call, keep and keeps_gathered(plan.call.spec, plan.call.plan)
+    call, of_call = plan.call, (plan.call.spec, plan.call.plan)
+    keep_gathered = keep and (keeps_gathered(*of_call) or keeps_borders(*of_call))
 
     def start(group: int) -> tuple[PendingExchange[list[Tensor]], Keys | None]:
         """Starts the exchange of a group's heads. If there is none, k and v are here, and their gather starts."""

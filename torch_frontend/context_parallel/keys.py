@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from attn_core.context_parallel import borders
 from attn_core.context_parallel.on_torch.tiles import TileRun
 from attn_core.context_parallel.plan import Step
 from torch_frontend.context_parallel import exchange
@@ -21,11 +22,11 @@ class Keys:
 
     Args:
         own: k and v of this rank's block.
-        gathered: k and v of all ranks, if the forward kept them.
-        keep: whether to keep the gathered keys for the backward.
+        gathered: k and v of all ranks, or of all borders end to end, if the forward kept them.
+        keep: whether to keep these keys for the backward.
 
     Attributes:
-        gathered: k and v of all ranks if they are kept and have arrived; else empty.
+        gathered: these keys if they are kept and have arrived; else empty.
     """
 
     def __init__(
@@ -43,15 +44,19 @@ class Keys:
     def blocks(self) -> Iterator[tuple[Step, tuple[TileRun, ...], Sequence[Tensor]]]:
         """Yields each step, this rank's tiles and its block of keys and values; the next block travels meanwhile.
 
-        If the gathered keys are here already, their step comes first, so that its gradients for other ranks leave
-        early.
+        If the keys of other ranks are here already, their steps come first, so that their gradients leave early.
         """
-        steps = self._plan.steps
-        if any(step.shift for step, _ in steps):
+        steps, at = self._plan.steps, 0
+        if any(step.shift for step, _ in steps) and not self.gathered:
             yield from self._ring()
             return
         for step, tiles in sorted(steps, key=lambda each: each[0].own) if self.gathered else steps:
-            yield step, tiles, self._receive() if step.gathered else self._own
+            if step.border is None:
+                yield step, tiles, self._receive() if step.gathered else self._own
+                continue
+            stop = at + borders.size(step.border)
+            yield step, tiles, [tensor[:, at:stop] for tensor in self.gathered]
+            at = stop
 
     def _receive(self) -> Sequence[Tensor]:
         if self._pending is None:
@@ -65,8 +70,11 @@ class Keys:
         steps = self._plan.steps
         moves = [at for at, (step, _) in enumerate(steps) if step.moves]
         pending = self._send(steps[0][0])
+        kept: list[Sequence[Tensor]] = []
         for at, (step, tiles) in enumerate(steps):
             block = pending.wait()
+            if self._keep and step.border is not None:
+                kept.append(tuple(block))
             if step.moves:
                 self._moving = block
             if at + 1 < len(steps):
@@ -74,6 +82,8 @@ class Keys:
             if at + 1 >= max(moves, default=0):  # sent for the last time
                 self._moving = None
             yield step, tiles, tuple(block)
+        if kept:
+            self.gathered = kept[0] if len(kept) == 1 else [torch.cat(each, 1) for each in zip(*kept, strict=True)]
 
     def _send(self, step: Step) -> PendingExchange[Any]:
         """Starts to send the block of a step of the ring; returns k and v under way."""

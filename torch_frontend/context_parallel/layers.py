@@ -146,7 +146,9 @@ def use_context_parallel(
     block = ActiveMesh(mesh, strategy, layout, length, SeqInfo.coerce(seq_info))
     if block.documents is not None:
         row_lengths(length, block.documents, (0, 0), 1)
-    block.row_layout(1)  # raises for an unknown layout or mesh here instead of in the first layer
+    # Documents to deal may come with the layers' calls. Arrays have no truth value, so the kind is checked first.
+    if block.documents is not None or not isinstance(layout, str) or layout != "documents":
+        block.row_layout(1)  # raises for an unknown layout or mesh here instead of in the first layer
     before = _active.get()
     try:  # around the changes as well, because Ctrl-C may raise right after one
         _active.set(block)

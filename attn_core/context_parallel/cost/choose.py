@@ -97,6 +97,12 @@ class Choice:
         return strategy if len(self.axes) == 1 else f"{strategy} x ulysses"
 
 
+def compared(choices: tuple[Choice, ...]) -> str:
+    """Returns a line that compares the choices of several layouts."""
+    times = (f"{one.layout} {one.estimate.seconds * 1e3:.2f} ms ({one.strategy})" for one in choices if one.estimate)
+    return f"layouts: {'; '.join(times)}"
+
+
 class Explanation(NamedTuple):
     """How a call runs, and why: ``str(explanation)`` is the text.
 
@@ -105,12 +111,14 @@ class Explanation(NamedTuple):
         call: the plan, and the backend of every tile.
         target: the framework and the device.
         program_faults: ``((backend, reason), ...)``: why this installation cannot build kernels that XLA would launch.
+        layouts: the choices of all layouts, the fastest first, if the caller let us choose one; else empty.
     """
 
     choice: Choice
     call: ContextCall
     target: Target
     program_faults: tuple[tuple[str, str], ...] = ()
+    layouts: tuple[Choice, ...] = ()
 
     @property
     def lanes(self) -> tuple[tuple[str, tuple[str, tuple[str, ...]] | None], ...]:
@@ -133,6 +141,8 @@ class Explanation(NamedTuple):
             str(self.choice),
             f"  steps: {len(plan.steps)}; groups of heads: {self.call.head_groups}; copies of each kv head: "
             f"{self.call.repeats}; balance: {plan.balance:.3f}",
+            *([f"  {compared(self.layouts)}"] if self.layouts else []),
+            *([f"  tokens of a rank: {plan.q_layout.counts}"] if plan.q_layout.kind == "documents" else []),
             f"  backends: {'; '.join(dict.fromkeys(names)) or 'none, nothing is visible'}",
             *whys,
         ]

@@ -9,9 +9,9 @@ width D and e bytes per element, a rank receives in a forward
 
 These are the counts of Ring Attention (arXiv:2310.01889), of the all-gather in Llama 3's training (arXiv:2407.21783,
 3.3.2) and of DeepSpeed-Ulysses (arXiv:2309.14509). A backward exchanges the same amount again, and the gradients of k
-and v: in the inputs' dtype if each comes from one tile, in the accumulators' dtype if they are sums. Gathered keys that
-the forward kept are not sent again, and the gradients travel while a rank computes with its own keys. In every step of
-a ring, all ranks wait for the busiest part. The model assumes one group of heads.
+and v: in the inputs' dtype if each comes from one tile, in the accumulators' dtype if they are sums. Gathered keys and
+borders that the forward kept are not sent again, and the gradients travel while a rank computes with its own keys. In
+every step of a ring, all ranks wait for the busiest part. The model assumes one group of heads.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from attn_core.call.spec import AttentionSpec
-from attn_core.context_parallel.call import keeps_gathered, kv_repeats
+from attn_core.context_parallel.call import keeps_borders, keeps_gathered, kv_repeats
 from attn_core.context_parallel.cost.kernels import ELEMENT, Steps, kernel_seconds
 from attn_core.context_parallel.cost.machine import GIB, Constants
 from attn_core.context_parallel.plan import ROUNDED_ONCE, ContextPlan
@@ -159,6 +159,9 @@ def _backward(spec: AttentionSpec, plan: ContextPlan, sizes: Sizes, constants: C
         # last one, and then home; those of a border straight home. A rank's own step sends none.
         keys = [block * share for share in _shares(plan)]
         behind = [gradient * share for share in _shares(plan)]
+        if keeps_borders(spec, plan):  # the gradients of borders come first, and travel during the own step, the last
+            keys, behind = [0.0] * len(keys), [*behind[1:], 0.0]
+            steps = [*steps[1:], steps[0]]
         sent = [later + before for later, before in zip((*keys[1:], 0.0), (0.0, *behind), strict=False)]
         busy, seconds = _ring_seconds(steps, [_hop(plan, size, constants) for size in sent], constants)
         seconds += sum(_hop(plan, size, constants) for size in (*keys[:1], *behind[-1:]))

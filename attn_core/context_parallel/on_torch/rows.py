@@ -52,14 +52,19 @@ def attend(
     out = lse = None
     for _, tiles, (k, v) in steps:
         for tile in tiles:
+            if out is None and not tile.rows.is_whole(rows):
+                out = q.new_empty(shape, dtype=dtype)
+                lse = q.new_full((batch, heads, rows), -torch.inf, dtype=lse_dtype)
+                direct = tile.can_write(tile.rows, dtype)
+                if not covered:  # rows that no tile writes must be 0
+                    tile.rows.zero_others(out) if direct else out.zero_()
+                if direct:
+                    tile.rows.put(lse, tile.attend_into(q, k, v, out), 2)
+                    continue
             part_out, part_lse = tile.attend(q, k, v)
-            if out is None and tile.rows.is_whole(rows):  # the first result covers all rows: take it without a copy
+            if out is None:  # the first result covers all rows: take it without a copy
                 out, lse = part_out.to(dtype), part_lse
                 continue
-            if out is None:
-                # Rows that no tile writes must be 0.
-                out = (q.new_empty if covered else q.new_zeros)(shape, dtype=dtype)
-                lse = q.new_full((batch, heads, rows), -torch.inf, dtype=lse_dtype)
             merge_tile(tile, out, lse, part_out, part_lse)
             del part_out, part_lse
         del k, v  # free this block: the next two blocks will be in memory
@@ -68,14 +73,38 @@ def attend(
     return out, lse
 
 
-def tile_gradients(tile: TileRun, saved: SavedRows, k: Tensor, v: Tensor) -> TileGradients:
-    """Returns the gradients of one tile, from the results of whole rows."""
+def tile_gradients(
+    tile: TileRun, saved: SavedRows, k: Tensor, v: Tensor, totals: Sequence[Total] = ()
+) -> TileGradients:
+    """Returns the gradients of one tile, from the results of whole rows.
+
+    Args:
+        totals: of dq, dk and dv, if the tile's gradients are the next ones that are added to them. The kernel may write
+            into their memory.
+    """
     inputs, spec = tile.inputs(saved.q, k, v), tile.spec
     rows = [tile.rows.take(saved.out), tile.rows.take(saved.lse, 2).contiguous(), tile.rows.take(saved.dout)]
     rows += [] if saved.dlse is None else [tile.rows.take(saved.dlse, 2)]
     out, lse, dout, *rest = (each[0] for each in rows) if spec.packed else rows
-    gradients = tile.backward(spec, inputs, out, lse, dout, rest[0] if rest else None)
+    buffers = _lent(tile, totals)
+    into = [[each[0] if spec.packed else each for each in buffers]] if buffers else []
+    gradients = tile.backward(spec, inputs, out, lse, dout, rest[0] if rest else None, *into)
+    if buffers:
+        for buffer, gradient in zip(into[0], gradients[:3], strict=True):
+            if gradient is not buffer:  # as in ``TileRun.attend_into``
+                buffer.copy_(gradient)
+        return TileGradients(*buffers)
     return TileGradients(*(each[None] if spec.packed else each for each in gradients[:3]))
+
+
+def _lent(tile: TileRun, totals: Sequence[Total]) -> list[Tensor]:
+    """Returns memory of empty totals for a tile's gradients, if the kernel can write there and it saves a copy."""
+    of_tile = list(zip(totals, (tile.rows, tile.key_sums, tile.key_sums), strict=bool(totals)))
+    if not of_tile or not all(total.is_empty and tile.can_write(places, total.dtype) for total, places in of_tile):
+        return []
+    if all(places.is_whole(total.shape[1]) for total, places in of_tile):  # ``add`` takes the gradients over
+        return []
+    return [total.lend(places) for total, places in of_tile]
 
 
 class Total:
@@ -89,6 +118,19 @@ class Total:
         self.shape, self.dtype, self.device = (block.shape[0], size, *block.shape[2:]), dtype, block.device
         self._buffer = buffer
         self._sum: Tensor | None = None
+        self._lent: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was added, so that the memory of the sum may be lent."""
+        return self._sum is None and self._lent is None
+
+    def lend(self, places: Places) -> Tensor:
+        """Returns the memory of some places, in one range, for the gradient that is added first; 0 elsewhere."""
+        total = self._allocate(zeros=False)
+        places.zero_others(total)
+        self._lent = places.take(total), total
+        return self._lent[0]
 
     @classmethod
     def in_place(cls, tensor: Tensor) -> Total:
@@ -98,8 +140,10 @@ class Total:
         return total
 
     def add(self, places: Places, gradient: Tensor) -> None:
-        """Adds a tile's gradients. Takes over the first tensor itself if it covers all places."""
-        if self._sum is not None:
+        """Adds a tile's gradients. Takes over the first tensor itself if it covers all places, or was lent."""
+        if self._lent is not None and gradient is self._lent[0]:
+            self._sum, self._lent = self._lent[1], None
+        elif self._sum is not None:
             places.add(self._sum, gradient)
         elif self._buffer is None and places.is_whole(self.shape[1]):
             self._sum = gradient.to(self.dtype)

@@ -137,6 +137,9 @@ def attend(
     k, v = keys if len(keys) == 2 else keys[0].unbind(0)
     for at, run in enumerate(part_step.tiles):
         direct = at == 0 and part_step.direct
+        if run.first and not direct and run.can_write(run.rows, out.dtype):
+            run.rows.put(lse, run.attend_into(q, k, v, out, _views(scratch, run)[1]), 2)
+            continue
         buffers = [results if direct else _views(scratch, run)] if run.writes else []
         part_out, part_lse = run.attend(q, k, v, *buffers)
         if not direct:

@@ -52,6 +52,30 @@ class TileRun(NamedTuple):
         out, lse = self.forward(self.spec, self.inputs(q, k, v), *buffers)
         return (out[None], lse[None]) if self.spec.packed else (out, lse)
 
+    def can_write(self, places: Places, dtype: Any) -> bool:
+        """Returns whether the kernel can write a result to these places of ``[batch, places, heads, dim]``.
+
+        This saves a copy if they are not all places: a rank's documents are its shard without the padding.
+        """
+        # Buffers are contiguous, and a range of places is contiguous if there is one row.
+        return self.writes and dtype == _dtype(self.spec.dtype) and self.spec.batch == 1 and places.is_one_range
+
+    def attend_into(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None = None) -> Tensor:
+        """Writes the tile's output to its rows of ``out``, if ``can_write``; returns lse ``[batch, heads, rows]``.
+
+        Args:
+            lse: a buffer of ``spec.lse_shape``, or None for new memory.
+        """
+        buffer = self.rows.take(out)
+        buffer = buffer[0] if self.spec.packed else buffer
+        if lse is None:
+            lse = q.new_empty(self.spec.lse_shape, dtype=_dtype(self.spec.lse_dtype))
+        result, lse = self.forward(self.spec, self.inputs(q, k, v), (buffer, lse))
+        # A kernel may return another tensor than the buffer, for example if the buffer is not aligned for it.
+        if result is not buffer:
+            buffer.copy_(result)
+        return lse[None] if self.spec.packed else lse
+
 
 def build_tile_run(
     call: ContextCall,
@@ -85,6 +109,12 @@ def build_tile_run(
     )
     writes = backends.writes_into(module)
     return TileRun(spec, forward, backward, writes, rows, keys, key_sums, cu_seqlens, coverage.add(places[0]))
+
+
+def _dtype(name: str) -> Any:
+    import torch
+
+    return getattr(torch, name)
 
 
 class RowCoverage:

@@ -1,0 +1,153 @@
+"""Tests how documents are dealt to ranks: even work and almost even tokens, few cuts, and nothing sent in vain."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from attn_core.context_parallel import places
+from attn_core.context_parallel.bands import VisibleBand
+from attn_core.context_parallel.dealing import TOKEN_SLACK, WORK_SLACK, deal
+from attn_core.context_parallel.layout import Run, build_layout
+from attn_core.context_parallel.plan import ContextPlan, build_plan
+
+SEVEN = (9000, 3000, 8000, 768, 6000, 2000, 4000)
+"""Seven documents in 32768 tokens."""
+
+
+def offsets_of(lengths: Sequence[int]) -> tuple[int, ...]:
+    return tuple(accumulate(lengths, initial=0))
+
+
+def ring(lengths: Sequence[int], ranks: int, *, causal: bool = True) -> ContextPlan:
+    offsets = offsets_of(lengths)
+    return build_plan(
+        "ring", "documents", ranks, 1, offsets[-1], offsets[-1], VisibleBand(None, 0 if causal else None, 0, offsets)
+    )
+
+
+def keys_seen(start: int, stop: int) -> int:
+    """The keys that a document's queries [start, stop) see under a causal mask, counted from its start."""
+    return sum(range(start + 1, stop + 1))
+
+
+row_of_documents = st.lists(st.integers(0, 300), min_size=1, max_size=20).filter(lambda lengths: sum(lengths) > 8)
+
+
+@given(row_of_documents, st.integers(1, 8))
+@example([300], 8)
+@example([100] * 3, 2)
+@example([3, 1], 2)
+@example([1] * 20, 7)
+def test_ranks_have_almost_even_work_and_tokens(lengths: list[int], ranks: int) -> None:
+    """Each rank may differ from an even share of what the ranks before it left by the slack, and a cut falls behind a
+    whole pair of tokens. What the ranks before it were off is shared by those behind it: a harmonic sum."""
+    offsets = offsets_of(lengths)
+    taken = deal(offsets, ranks)
+    assert deal(offsets, ranks) is taken
+    assert sorted(place for rank in taken for piece in rank for place in range(*piece)) == list(range(offsets[-1]))
+    tokens = [sum(stop - start for start, stop in rank) for rank in taken]
+    work = [
+        sum(
+            keys_seen(max(start, first) - first, min(stop, last) - first)
+            for start, stop in rank
+            for first, last in pairwise(offsets)
+            if max(start, first) < min(stop, last)
+        )
+        for rank in taken
+    ]
+    sums = 1 + sum(1 / rank for rank in range(1, ranks))
+    assert max(tokens) <= sum(tokens) / ranks * (1 + TOKEN_SLACK * sums) + 2 * sums
+    assert max(work) <= sum(work) / ranks * (1 + WORK_SLACK * sums) + (max(lengths) + 1) * sums
+
+
+@pytest.mark.parametrize(("ranks", "longest", "padded"), [(2, 1.001, 1.002), (3, 1.01, 1.01), (4, 1.001, 1.01)])
+def test_seven_documents_are_dealt_evenly(ranks: int, longest: float, padded: float) -> None:
+    made = ring(SEVEN, ranks)
+    assert 1 / made.balance < longest
+    assert made.q_layout.shard * ranks / 32768 < padded
+
+
+@pytest.mark.parametrize(
+    ("window", "dealt", "zigzag"), [(256, 0.997, 0.974), (1024, 0.985, 0.915), (4096, 0.957, 0.888)]
+)
+def test_windows_leave_work_more_even_than_a_zigzag(window: int, dealt: float, zigzag: float) -> None:
+    visible = VisibleBand(window - 1, 0, 0, offsets_of(SEVEN))
+    balances = [build_plan("ring", kind, 2, 1, 32768, 32768, visible).balance for kind in ("documents", "zigzag")]
+    assert balances[0] > dealt > zigzag > balances[1]
+
+
+@given(row_of_documents, st.integers(2, 6))
+def test_few_documents_are_cut(lengths: list[int], ranks: int) -> None:
+    """Two cuts between a rank and those behind it, at most."""
+    offsets = offsets_of(lengths)
+    held = [
+        {at for start, stop in rank for at in range(len(lengths)) if start < offsets[at + 1] and offsets[at] < stop}
+        for rank in deal(offsets, ranks)
+    ]
+    assert sum(map(len, held)) - sum(length > 0 for length in lengths) <= 2 * (ranks - 1)
+
+
+def test_documents_of_one_length_stay_whole() -> None:
+    made = ring([256] * 16, 4)
+    assert [step.shift for step in made.steps] == [0]
+    assert [made.q_layout.position_count(rank) for rank in range(4)] == [1024] * 4
+
+
+def test_one_long_document_is_a_zigzag() -> None:
+    zigzag = build_layout("zigzag", 4096, 4)
+    assert build_layout("documents", 4096, 4, 1, (0, 4096)).runs == zigzag.runs
+
+
+def test_a_rank_computes_its_documents_in_one_call_without_copies() -> None:
+    """In the own step all documents of a rank are one call, whose operands are its shard without the padding."""
+    for made in (ring(SEVEN, 2), ring(SEVEN, 4), ring(SEVEN, 3, causal=False)):
+        for rank, of_part in enumerate(made.steps[0].tiles):
+            (tile,) = of_part
+            for index in places.places_of_tile(tile):
+                assert places.contiguous_ranges(index) == [(0, made.q_layout.position_count(rank))]
+
+
+def test_whole_documents_are_contiguous_behind_the_cut_ones() -> None:
+    layout = ring(SEVEN, 2).q_layout
+    assert layout.runs == (
+        (Run(0, 3317), Run(5683, 6317), Run(20000, 6768)),
+        (Run(3317, 2366), Run(12000, 8000), Run(26768, 6000)),
+    )
+
+
+def test_only_the_cut_document_is_sent() -> None:
+    """Of rank 0 the 3317 first tokens of the document that both have, of rank 1 its 2366 tokens: as few places as have
+    both, because all messages of a step have one size."""
+    made = ring(SEVEN, 2)
+    assert [(step.shift, step.border) for step in made.steps] == [(0, None), (1, ((0, 3317),))]
+    offsets = np.array(offsets_of(SEVEN))
+    for step in made.steps[1:]:
+        for part, tiles in enumerate(step.tiles):
+            keys = places.positions(made.key_block(step, part).runs)
+            for segment in (segment for tile in tiles for segment in tile.segments):
+                seen = keys[segment.k_start : segment.k_stop]
+                assert set(np.searchsorted(offsets, seen, side="right") - 1) == {0}
+
+
+@given(row_of_documents, st.integers(2, 5))
+def test_no_hop_is_taken_that_nobody_needs(lengths: list[int], ranks: int) -> None:
+    """A step is there only if two ranks that are so far apart hold one document."""
+    offsets = np.array(offsets_of(lengths))
+    made = ring(lengths, ranks)
+    held = [set(np.searchsorted(offsets, places.positions(runs), side="right").tolist()) for runs in made.q_layout.runs]
+    needed = {(rank - other) % ranks for rank in range(ranks) for other in range(ranks) if held[rank] & held[other]}
+    assert {step.shift for step in made.steps} <= needed
+
+
+@given(st.lists(st.integers(1, 9), min_size=8, max_size=20), st.sampled_from([(2, 2), (4, 2), (1, 4), (2, 3)]))
+def test_two_axes_and_one_have_one_order(lengths: list[int], axes: tuple[int, int]) -> None:
+    """Shards are cut before a strategy is chosen, so the order depends on the number of ranks alone."""
+    offsets, world = offsets_of(lengths), axes[0] * axes[1]
+    expected = build_layout("documents", offsets[-1], world, 1, offsets)
+    assert build_layout("documents", offsets[-1], *axes, offsets) == expected
