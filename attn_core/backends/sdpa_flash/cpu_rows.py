@@ -136,7 +136,7 @@ def hides_behind(lengths: list[int], keys: int, dtype: str) -> Any:
     return mask.masked_fill_(places, -torch.inf)[:, None, None]
 
 
-@lru_cache(maxsize=4 * TILE)  # each layer of a model needs the same one, and an operation costs as much as a small call
+@lru_cache(maxsize=512)  # each layer of a model needs the same one, and an operation costs as much as a small call
 def _hides_behind(length: int, keys: int, dtype: str) -> Any:
     import torch
 
