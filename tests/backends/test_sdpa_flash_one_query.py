@@ -235,6 +235,18 @@ def test_a_number_that_is_not_finite_shows_in_a_decoded_token_as_in_the_prompt(a
         assert same(from_pages(q, k, v, [end, end], 16, False, invariant="prefix")[0], whole[:, end - 1])
 
 
+@pytest.mark.parametrize("promise", ["batch", "prefix"])
+def test_documents_of_one_query_need_no_lse(promise: str) -> None:
+    """Among documents of many queries, and without the log-sum-exp."""
+    q, k, v = (each[0, :300] for each in rows(1, (4, 2), 16, torch.bfloat16))
+    info = SeqInfo.from_lengths([1, 40, 1, 1], [200, 40, 30, 30], array=torch.from_numpy)
+    how: dict[str, Any] = {"causal": True, "backend": "sdpa_flash", "invariant": promise}
+    out = attention(q[None, :43], k[None], v[None], seq_info=info, **how)[0]
+    alone = attention(q[None, :1], k[None, :200], v[None, :200], **how)[0]
+    assert torch.equal(out[:1], alone)
+    assert torch.equal(out[42:], attention(q[None, 42:43], k[None, 270:], v[None, 270:], **how)[0])
+
+
 def test_the_number_of_rows_is_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A second call of a shape tries nothing."""
     q, k, v = rows(2, (4, 2), 16, torch.float32)

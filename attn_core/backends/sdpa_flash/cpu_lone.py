@@ -53,7 +53,7 @@ def forward(
         k, v = (k, v) if place == keys else (k[:, :place], v[:, :place])
         parts.append(attend(grouped, k, v, scale))
     out, lse = parts[0] if len(parts) == 1 else merged(*parts[0], *parts[1], wants_lse)
-    return of_heads(out, lse, q, q.shape, wants_lse)
+    return of_heads(out, lse, q, q.shape)
 
 
 @lru_cache(maxsize=4096)
@@ -141,14 +141,14 @@ def attend(grouped: Any, k: Any, v: Any, scale: float | None, seen: list[int] | 
     return call(grouped, k.transpose(1, 2), v.transpose(1, 2), scale, mask, alone)
 
 
-def of_heads(out: Any, lse: Any, q: Any, shape: Any, wants_lse: bool = True) -> tuple[Any, Any]:
+def of_heads(out: Any, lse: Any, q: Any, shape: Any) -> tuple[Any, Any]:
     """Returns out of this shape in q's dtype, and lse ``[batch, heads, ...]``, without what ``in_rows`` added."""
     group = q.shape[-2] // out.shape[1]
     if group != out.shape[2]:
         out, lse = out[:, :, :group], lse[:, :, :group]
     if out.dtype != q.dtype:
         out = out.to(q.dtype)
-    return out.reshape(shape), lse.reshape(shape[0], shape[-2], *shape[1:-2]) if wants_lse else lse
+    return out.reshape(shape), lse.reshape(shape[0], shape[-2], *shape[1:-2])
 
 
 def merged(out: Any, lse: Any, more: Any, more_lse: Any, wants_lse: bool = True) -> tuple[Any, Any]:
