@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 from benchmarks.measure import side_by_side
 
 ROUNDS = 5
+DECODED = 5
+"""Times as many rounds, and calls in each, for a call that takes a millisecond."""
 SHAPES: dict[str, tuple[int, ...] | tuple[int, int, str]] = {
     "1 row of 1024": (1024,),
     "2 rows of 512": (512, 512),
@@ -93,8 +95,7 @@ def in_torch(shape: Shape) -> dict[str, Any]:
             return partial(attention, q, k, v, **options, **how)
         return lambda: torch.autograd.grad(attention(q, k, v, **options, **how), (q, k, v), dout.detach())
 
-    kinds: dict[str, dict[str, Any]] = {str(kind): {"invariant": kind} for kind in (None, "batch", "prefix")}
-    kinds["math"] = {"invariant": "prefix", "backend": "math"}
+    kinds = _kinds()
     chosen = {name: explain(q, k, v, **options, **how).backend for name, how in kinds.items()}
     return _row(shape.facts(), "torch", chosen, {name: call(**how) for name, how in kinds.items()})
 
@@ -126,42 +127,70 @@ def in_jax(shape: Shape, backend: str | None) -> dict[str, Any]:
     return _row(shape.facts(), "JAX", chosen, calls)
 
 
-def from_pages(name: str, dtype: str) -> dict[str, Any]:
+def decoding(width: int, dtype: str) -> dict[str, Any]:
+    """One query of each row, with dense keys, in torch."""
+    import torch
+
+    from torch_frontend import attention, explain
+
+    torch.manual_seed(0)
+    heads, kv_heads = HEADS[width]
+    q = torch.randn(SEQUENCES, 1, heads, width).to(getattr(torch, dtype))
+    k, v = (torch.randn(SEQUENCES, TOKENS, kv_heads, width).to(q.dtype) for _ in "kv")
+    kinds = _kinds()
+    chosen = {kind: explain(q, k, v, causal=True, **how).backend for kind, how in kinds.items()}
+    calls: Calls = {kind: partial(attention, q, k, v, causal=True, **how) for kind, how in kinds.items()}
+    name = f"decoding of {SEQUENCES} x {TOKENS}, dense"
+    facts = {"name": name, "width": width, "dtype": dtype, "training": False, "heads": (heads, kv_heads)}
+    return _row(facts, "torch", chosen, calls, DECODED)
+
+
+def _kinds() -> dict[str, dict[str, Any]]:
+    """The promises, and ``math`` with "prefix"."""
+    kinds: dict[str, dict[str, Any]] = {str(kind): {"invariant": kind} for kind in (None, "batch", "prefix")}
+    return kinds | {"math": {"invariant": "prefix", "backend": "math"}}
+
+
+def from_pages(name: str, width: int, dtype: str) -> dict[str, Any]:
     """Decoding, and chunks of prompts, from pages in torch."""
     import torch
 
     from torch_frontend import explain_paged, paged_attention
 
     torch.manual_seed(0)
-    heads, kv_heads = HEADS[64]
-    width, chunk = -(-TOKENS // PAGE), CHUNKS[name]
-    q = torch.randn(SEQUENCES * chunk, heads, 64).to(getattr(torch, dtype))
-    k, v = (torch.randn(SEQUENCES * width, PAGE, kv_heads, 64).to(q.dtype) for _ in "kv")
+    heads, kv_heads = HEADS[width]
+    columns, chunk = -(-TOKENS // PAGE), CHUNKS[name]
+    q = torch.randn(SEQUENCES * chunk, heads, width).to(getattr(torch, dtype))
+    k, v = (torch.randn(SEQUENCES * columns, PAGE, kv_heads, width).to(q.dtype) for _ in "kv")
     options: dict[str, Any] = {
-        "block_table": torch.randperm(SEQUENCES * width).view(SEQUENCES, width).int(),
+        "block_table": torch.randperm(SEQUENCES * columns).view(SEQUENCES, columns).int(),
         "seq_lens": torch.full((SEQUENCES,), TOKENS, dtype=torch.int32),
         "causal": True,
     }
     if chunk > 1:
         options |= {"cu_seqlens_q": chunk * torch.arange(SEQUENCES + 1, dtype=torch.int32), "max_len_q": chunk}
-    kinds: dict[str, dict[str, Any]] = {str(kind): {"invariant": kind} for kind in (None, "batch", "prefix")}
-    kinds["math"] = {"invariant": "prefix", "backend": "math"}
+    kinds = _kinds()
     chosen = {kind: explain_paged(q, k, v, **options, **how).backend for kind, how in kinds.items()}
     calls: Calls = {kind: partial(paged_attention, q, k, v, **options, **how) for kind, how in kinds.items()}
-    facts = {"name": name, "width": 64, "dtype": dtype, "training": False, "heads": (heads, kv_heads)}
-    return _row(facts, "torch", chosen, calls)
+    facts = {"name": name, "width": width, "dtype": dtype, "training": False, "heads": (heads, kv_heads)}
+    return _row(facts, "torch", chosen, calls, DECODED if chunk == 1 else 1)
 
 
-def _row(facts: dict[str, Any], framework: str, chosen: dict[str, Any], calls: Calls) -> dict[str, Any]:
-    return {**facts, "framework": framework, "chosen": chosen, "seconds": side_by_side(calls, calls=1, rounds=ROUNDS)}
+def _row(
+    facts: dict[str, Any], framework: str, chosen: dict[str, Any], calls: Calls, number: int = 1
+) -> dict[str, Any]:
+    seconds = side_by_side(calls, calls=number, rounds=ROUNDS * number)
+    return {**facts, "framework": framework, "chosen": chosen, "seconds": seconds}
 
 
 def steps() -> Iterator[Callable[[], dict[str, Any]]]:
     """Yields the measurements."""
     for shape in shapes():
         yield partial(in_torch, shape)
-    for name, dtype in product(CHUNKS, ("float32", "bfloat16")):
-        yield partial(from_pages, name, dtype)
+    for width, dtype in product(HEADS, ("float32", "bfloat16")):
+        yield partial(decoding, width, dtype)
+    for name, width, dtype in product(CHUNKS, HEADS, ("float32", "bfloat16")):
+        yield partial(from_pages, name, width, dtype)
     for backend, shape in product((None, "jax_xla"), shapes(IN_JAX)):
         yield partial(in_jax, shape, backend)
 

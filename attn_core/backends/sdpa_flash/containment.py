@@ -23,7 +23,7 @@ def contain(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, by_results:
     Args:
         by_results: the value of ``shows_in_results``.
     """
-    if by_results and not isinstance(out, _valueless()) and are_results_finite(out, lse):
+    if by_results and not isinstance(out, valueless()) and are_results_finite(out, lse):
         return
     for row in _broken_rows(spec, inputs.k, inputs.v):
         part, part_lse = plain_attention.forward(_row_spec(spec), _row_inputs(inputs, row))
@@ -50,7 +50,7 @@ def _broken_rows(spec: AttentionSpec, k: Any, v: Any) -> list[int]:
     import torch
 
     # One test of everything first, because it costs a fraction of a test per row.
-    if isinstance(k, _valueless()) or are_finite(k, v):
+    if isinstance(k, valueless()) or are_finite(k, v):
         return []
     if spec.invariant is not None:
         return [row for row in range(len(k)) if not (k[row].isfinite().all() and v[row].isfinite().all())]
@@ -101,7 +101,7 @@ def are_results_finite(out: Any, lse: Any) -> bool:
 
 
 @cache
-def _valueless() -> type:
+def valueless() -> type:
     """Returns the class of tensors that have shapes but no values."""
     from torch._subclasses.fake_tensor import FakeTensor
 

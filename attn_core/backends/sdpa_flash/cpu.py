@@ -4,7 +4,7 @@ Limits: no softcap or dropout; value_dim == head_dim; no gradient of a bias or o
 the kernel. Windows, bottom-right causal with unequal lengths, masks, biases and ALiBi become additive masks of blocks
 of queries (``cpu_blocks.py``), for which ``containment.py`` contains NaN in hidden keys. Sinks scale the results of the
 kernel (``shared/rewrites.py``). Packed documents run one after another, those of equal lengths
-as one batch, so that nothing crosses between them. With ``invariant="prefix"`` a call runs in tiles (``cpu_tiles.py``).
+as one batch, so that nothing crosses between them. ``invariant="prefix"`` runs in tiles (``cpu_tiles.py``).
 Upstream: ``aten::_scaled_dot_product_flash_attention_for_cpu``, torch 2.11 to 2.15. The raw op reads wrong memory if
 the last stride is not 1, and reports a log-sum-exp of 0 for rows that see no key. This file corrects both.
 """
@@ -22,8 +22,11 @@ from attn_core.backends.sdpa_flash import (
     cpu_blocks,
     cpu_invariant,
     cpu_kernel,
+    cpu_lone,
+    cpu_lone_pages,
     cpu_packed,
     cpu_paged,
+    cpu_rows,
     cpu_tiles,
 )
 from attn_core.backends.shared import sinks
@@ -102,7 +105,7 @@ def lower(spec: AttentionSpec) -> dict[str, Any]:
         "scale": spec.scale,
         "by_document": spec.packed,
         "dtype": cpu_invariant.computed_in(spec),
-        "query_tile": cpu_tiles.TILE if spec.invariant == "prefix" else None,
+        "query_tile": cpu_rows.TILE if spec.invariant == "prefix" else None,
     }
 
 
@@ -111,9 +114,14 @@ def forward(spec: AttentionSpec, inputs: Any) -> tuple[Any, Any]:
     if spec.paged is not None:
         return cpu_paged.forward(spec, inputs, forward)
     how = lower(spec)
-    if how["dtype"] != spec.dtype:
-        out, lse = forward(*cpu_invariant.in_float32(spec, inputs))
-        return out.to(inputs.q.dtype), lse
+    if spec.invariant is not None:
+        if not cpu_invariant.is_native(spec):
+            out, lse = forward(*cpu_invariant.in_float32(spec, inputs))
+            return out.to(inputs.q.dtype), lse
+        lone = cpu_lone.shortcut(spec)
+        results = lone and lone(*(tensor.detach() for tensor in inputs[:3]))
+        if results is not None:
+            return results
     if how["query_tile"]:
         return cpu_tiles.forward(spec, _all_readable(spec, inputs))
     if how["by_document"]:
@@ -142,7 +150,7 @@ def shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any] | None] | Non
     """See ``contract.shortcut``: torch itself attaches the backward op below to this forward op."""
     how = lower(spec)
     if how["by_document"] or spec.invariant is not None:
-        return None
+        return None if spec.needs_backward else cpu_lone.shortcut(spec)
     if how["additive_mask"]:
         return _masked_shortcut(spec)
     op = cpu_kernel.forward_op(spec, how["is_causal"])
@@ -162,8 +170,7 @@ def shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any] | None] | Non
 
 def paged_shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any] | None]:
     """See ``contract.paged_shortcut``."""
-    # The decoder pads all sequences to the longest.
-    return cpu_paged.decoder(spec, spec.return_lse) if spec.invariant is None else lambda *_: None
+    return cpu_paged.decoder(spec, spec.return_lse) if spec.invariant is None else cpu_lone_pages.decoder(spec)
 
 
 def _masked_shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any] | None] | None:
@@ -202,7 +209,7 @@ def _masked_shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any] | Non
 def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
     """See ``Backend.backward``."""
     how = lower(spec)
-    if how["dtype"] != spec.dtype:
+    if spec.invariant is not None and spec.dtype in cpu_invariant.HALF:
         gradients = backward(*cpu_invariant.in_float32(spec, inputs), out.float(), lse, dout.float(), dlse)
         return Gradients(*(gradient.to(inputs.q.dtype) for gradient in gradients[:3]))
     if how["by_document"]:

@@ -5,8 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
+from attn_core.backends.sdpa_flash.cpu_kernel import has_tiles
+from attn_core.backends.sdpa_flash.cpu_rows import Shape, keeps_rows_apart
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
+
+HALF = ("bfloat16", "float16")
 
 
 def refusals(spec: AttentionSpec, kernel: str) -> tuple[str, ...]:
@@ -36,12 +40,22 @@ def _no_tiles_for(spec: AttentionSpec, kernel: str) -> dict[str, bool]:
 
 
 def computed_in(spec: AttentionSpec) -> str:
-    """Returns the dtype of the computation.
+    """Returns the dtype of the computation of a forward.
 
-    On a processor with tiles (Intel AMX) torch packs keys in half precision by a rule that counts the batch. So a call
-    with ``invariant`` is computed in float32.
+    On a processor with tiles (Intel AMX) torch packs keys in half precision by a rule that counts the batch. There, and
+    where a row has other bits in a batch, a call with ``invariant`` is computed in float32.
     """
-    return spec.dtype if spec.invariant is None else spec.lse_dtype
+    import torch
+
+    if spec.invariant is None or spec.dtype not in HALF:
+        return spec.dtype
+    shape = Shape(spec.dtype, spec.num_heads, spec.num_kv_heads, spec.head_dim, torch.get_num_threads())
+    return "float32" if has_tiles() or not keeps_rows_apart(shape) else spec.dtype
+
+
+def is_native(spec: AttentionSpec) -> bool:
+    """Returns whether the dtype of the call is that of the computation."""
+    return spec.dtype not in HALF or computed_in(spec) == spec.dtype
 
 
 def in_float32(spec: AttentionSpec, inputs: Inputs) -> tuple[AttentionSpec, Inputs]:

@@ -16,15 +16,15 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from attn_core.backends.sdpa_flash import cpu_lone
 from attn_core.backends.sdpa_flash.containment import are_finite
 from attn_core.backends.sdpa_flash.cpu_kernel import kernels_of
+from attn_core.backends.sdpa_flash.cpu_lone import merged, padded
 from attn_core.backends.sdpa_flash.cpu_packed import runs
+from attn_core.backends.sdpa_flash.cpu_rows import ROWS, TILE, Shape, groups_a_prompt
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
 
-TILE = 128
-"""Positions of a tile. The kernel computes more queries at once in a call of 192 or more."""
-ROWS = 32
 Kernel = Callable[..., tuple[Any, Any]]
 """Takes q, k and v ``[batch, heads, rows, dim]`` and whether it is causal; returns out, and lse without dim."""
 
@@ -57,8 +57,14 @@ def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
     if sum(part.lse.numel() for part in parts) != lse.numel():  # tokens in no document see no key
         out.zero_()
         lse.fill_(-math.inf)
+    shape = Shape(spec.dtype, spec.num_heads, spec.num_kv_heads, spec.head_dim, torch.get_num_threads())
     for part in parts:
-        _attend(kernel if finite else _containing(kernel), part)
+        lone = cpu_lone.forward("prefix", *part[:3], spec.scale) if part.q.shape[1] == 1 and part.k.shape[1] else None
+        if lone is not None:
+            part.out.copy_(lone[0])
+            part.lse.copy_(lone[1])
+        else:
+            _attend(kernel if finite else _containing(kernel), part, shape)
     return out, lse
 
 
@@ -71,7 +77,7 @@ def _documents(spec: AttentionSpec, inputs: Inputs, whole: Part) -> Iterator[Par
         yield Part(q, k, v, out, whole.lse[:, run.rows].unflatten(1, (run.number, -1)).transpose(0, 1))
 
 
-def _attend(kernel: Kernel, part: Part) -> None:
+def _attend(kernel: Kernel, part: Part, shape: Shape) -> None:
     """Writes a part's out and lse."""
     q, k, v, out, lse = part
     keys, shift = k.shape[1], k.shape[1] - q.shape[1]  # a query's position is its number + shift
@@ -80,25 +86,41 @@ def _attend(kernel: Kernel, part: Part) -> None:
         q, out, lse, shift = q[:, -shift:], out[:, -shift:], lse[:, :, -shift:], 0
     base = shift // TILE * TILE
     rows, own_out, own_lse = _on_own_keys(kernel, q, k[:, base:], v[:, base:], shift - base)
-    out = out.transpose(1, 2)  # [batch, heads, queries, dim]
+    out, k, v = (each.transpose(1, 2) for each in (out, k, v))  # [batch, heads, tokens, dim]
     for number, place in enumerate(range(base, keys, TILE)):
         first, last = max(shift, place), min(keys, place + TILE)
         here, target = slice(first - place, last - place), slice(first - shift, last - shift)
         own = own_out[number][:, :, here], own_lse[number][:, :, here]
         if place:
             skipped = here.start // ROWS * ROWS  # blocks without queries
-            before = (each[:, :place].transpose(1, 2) for each in (k, v))
-            more, more_lse = kernel(rows[number][:, :, skipped:], *before, False)
+            queries = rows[number][:, :, skipped:]
+            heads = (k.shape[1], -1) if groups_a_prompt(shape) else (queries.shape[1], 1)
+            more, more_lse = _by_group(kernel, queries, k[:, :, :place], v[:, :, :place], heads)
             there = slice(here.start - skipped, here.stop - skipped)
-            _merge(*own, more[:, :, there], more_lse[:, :, there])
-        out[:, :, target], lse[:, :, target] = own
+            own = tuple(each.unflatten(1, heads) for each in own)
+            results = merged(*own, more[:, :, :, there], more_lse[:, :, :, there])
+            out[:, :, target].unflatten(1, heads).copy_(results[0])
+            lse[:, :, target].unflatten(1, heads).copy_(results[1])
+        else:
+            out[:, :, target], lse[:, :, target] = own
+
+
+def _by_group(kernel: Kernel, q: Any, k: Any, v: Any, heads: tuple[int, int]) -> tuple[Any, Any]:
+    """Returns (out, lse) ``[batch, *heads, rows, dim]`` of queries that see every key.
+
+    Args:
+        heads: how many heads of the call there are, and how many heads of q become the rows of each.
+    """
+    rows = q.shape[2]
+    out, lse = kernel(q.unflatten(1, heads).flatten(2, 3), k, v, False)
+    return out.unflatten(2, (-1, rows)), lse.unflatten(2, (-1, rows))
 
 
 def _on_own_keys(kernel: Kernel, q: Any, k: Any, v: Any, lead: int) -> tuple[list[Any], list[Any], list[Any]]:
-    """Returns q, out and lse of each tile; whole tiles are one call. The first tile has ``lead`` rows before q."""
+    """Returns q, out and lse of each tile; whole tiles are one call. The first TILE has ``lead`` rows before q."""
     batch = q.shape[0]
     if lead:
-        q = _padded(q, lead, lead + q.shape[1])
+        q = padded(q, lead, lead + q.shape[1])
     whole, results = q.shape[1] // TILE, ([], [], [])  # type: ignore[var-annotated]
     if whole:
         views = [
@@ -109,19 +131,10 @@ def _on_own_keys(kernel: Kernel, q: Any, k: Any, v: Any, lead: int) -> tuple[lis
     left = q.shape[1] - whole * TILE
     if left:
         length = -(-left // ROWS) * ROWS
-        last = [_padded(each[:, whole * TILE :], 0, length).transpose(1, 2) for each in (q, k, v)]
+        last = [padded(each[:, whole * TILE :], 0, length).transpose(1, 2) for each in (q, k, v)]
         for tiles, each in zip(results, (last[0], *kernel(*last, True)), strict=True):
             tiles.append(each)
     return results
-
-
-def _padded(tokens: Any, lead: int, length: int) -> Any:
-    """Returns ``[batch, tokens, heads, dim]`` with so many tokens, 0 before ``lead`` and behind the end."""
-    if tokens.shape[1] == length:
-        return tokens
-    padded = tokens.new_zeros((tokens.shape[0], length, *tokens.shape[2:]))
-    padded[:, lead : lead + tokens.shape[1]] = tokens
-    return padded
 
 
 def _containing(kernel: Kernel) -> Kernel:
@@ -143,17 +156,3 @@ def _containing(kernel: Kernel) -> Kernel:
         return torch.cat([out for out, _ in results], 2), torch.cat([lse for _, lse in results], 2)
 
     return run
-
-
-def _merge(out: Any, lse: Any, more: Any, more_lse: Any) -> None:
-    """Merges results of other keys into ``[batch, heads, rows, dim]`` and ``[batch, heads, rows]``.
-
-    Only operations with one rounding, and exp and log, have the same bits at every place of a tensor.
-    """
-    import torch
-
-    top = torch.maximum(lse, more_lse)
-    weight, weight_of_more = (lse - top).exp_(), (more_lse - top).exp_()
-    total = weight + weight_of_more
-    out.mul_(weight.div_(total)[..., None]).add_(more.mul_(weight_of_more.div_(total)[..., None]))
-    torch.add(total.log_(), top, out=lse)
