@@ -219,14 +219,13 @@ def _because(selection: Decision) -> str:
     if selection.parts is not None:
         return "kernels that have no key ranges compute these in parts"
     if selection.source is None or selection.spec.invariant is not None:
-        usual = "the first in the usual order that can run the call"
-        return usual if selection.source is None else f"{usual}, because predicted times depend on the batch"
+        why = "" if selection.source is None else ", because predicted times depend on the batch"
+        return f"the first in the usual order that can run the call{why}"
     return f"the first that can run the call in the order of predicted times, from {selection.source}"
 
 
 def _row(selection: Decision, name: str) -> Row:
-    reasons = selection.reasons(name)
-    if reasons:
+    if reasons := selection.reasons(name):
         return Row(name, ONE_CHANGE if _one_change(selection, name) else REFUSED, None, reasons)
     verdict = ABLE if name in selection.automatic else BY_NAME
     mark = selection.target.claims(name)[0].never_run
