@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from itertools import product
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -27,7 +29,7 @@ from attn_core.cli.certify import command, invariance, known_rows
 from attn_core.cli.certify.certificate import Certificate, Entry, certificate_path, read, write
 from attn_core.cli.certify.check import Check
 from attn_core.cli.certify.checks import CHECKS
-from attn_core.cli.certify.draw import NOT_ON_PAGES, drawn, paged_spec, simplified
+from attn_core.cli.certify.draw import NOT_ON_PAGES, drawn, fit, paged_spec, simplified
 from attn_core.cli.certify.known_rows import refused_calls
 from attn_core.cli.certify.regression import compare
 from attn_core.cli.certify.run import Job, jobs_of, known_bad_entry, run_job, run_jobs
@@ -449,3 +451,15 @@ def test_a_part_is_not_kept_in_the_users_folder(tmp_path: Path, monkeypatch: pyt
 def test_invalid_options_are_one_error_before_anything_runs(options: list[str]) -> None:
     done = attn("certify", *options)
     assert done.exit_code == 2 and done.stderr.startswith("attn: ") and done.stdout == ""
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_drawn_documents_fit_their_spec(name: str) -> None:
+    """A check that makes the keys those of the queries kept keys of other lengths, longer than max_len_k."""
+    check, subject, packed = CHECKS[name], Subject("math", "torch", "cpu"), 0
+    for seed, number in product(range(4), range(0, 12, 2)):
+        case = drawn(subject, seed, number, partial(check.adapt, subject), check.fits, paged=check.paged)
+        if not isinstance(case, str) and case.lengths is not None:
+            assert fit(case.spec, case.lengths), (seed, number, case)
+            packed += 1
+    assert packed

@@ -63,6 +63,8 @@ def drawn(
             spec = adapt(replace(spec, **{"dropout": 0.0} | (NOT_ON_PAGES if paged else {})))
         except SpecError:  # the options of the check do not go together with what was drawn
             continue
+        if lengths is not None and not fit(spec, lengths):  # a check has made the keys those of the queries
+            lengths = lengths[0], lengths[0]
         simple = simplified((spec, lengths), partial(_refusals, subject, names, numbers))
         if isinstance(simple, str):
             why = simple
@@ -91,6 +93,12 @@ def paged_spec(spec: AttentionSpec, lengths: Lengths, numbers: int) -> Attention
     counts = [-(-length // size) for length in lengths[1]]
     pages = PagedKV(num_pages=sum(counts) + 3, page_size=size, width=max(*counts, 1))
     return replace(spec, paged=pages, kv_len=pages.width * size, max_len_k=None, alignment="bottom_right")
+
+
+def fit(spec: AttentionSpec, lengths: Lengths) -> bool:
+    """Returns whether documents of these lengths are no longer, and no more tokens, than a packed spec says."""
+    sides = (lengths[0], spec.max_len_q, spec.q_len), (lengths[1], spec.max_len_k, spec.kv_len)
+    return all(max(side, default=0) <= (longest or 0) and sum(side) <= tokens for side, longest, tokens in sides)
 
 
 def simplified(call: Call, refusals: Callable[[Call], tuple[str, ...]]) -> Call | str:
