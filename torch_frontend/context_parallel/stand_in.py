@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from attn_core.context_parallel.call import keeps_gathered
+from attn_core.context_parallel import borders
+from attn_core.context_parallel.call import keeps_borders, keeps_gathered
 from torch_frontend.context_parallel import backward, forward
 from torch_frontend.context_parallel.forward import Residuals
 from torch_frontend.context_parallel.meeting import Exchange
@@ -56,5 +57,8 @@ def _residuals(plan: RankPlan, q: Tensor, k: Tensor, v: Tensor) -> Residuals:
     gathered = [None, None]
     if keeps_gathered(plan.call.spec, parts):
         gathered = [nan(plan.outer.size * plan.k_size, kv_heads, width) for width in widths]  # type: ignore[misc]
+    elif keeps_borders(plan.call.spec, parts):
+        places = sum(borders.size(step.border) for step, _ in plan.steps if step.border is not None)
+        gathered = [nan(places, kv_heads, width) for width in widths]  # type: ignore[misc]
     own = (nan(keys, kv_heads, width) for width in widths)
     return Residuals(nan(rows, heads, q.shape[3]), *own, out, lse, *gathered)  # type: ignore[call-arg]

@@ -38,7 +38,7 @@ def sharing(spec: AttentionSpec, seed: int | str) -> Sharing:
     return Sharing(
         axes,
         strategy,
-        random.choice(LAYOUTS),
+        random.choice([each for each in LAYOUTS if each != "documents" or spec.packed]),
         random.choice((None, 2)) if halves else None,
         random.choice((None, "math")),
     )
