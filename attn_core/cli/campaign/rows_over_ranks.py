@@ -35,10 +35,11 @@ def sharing(spec: AttentionSpec, seed: int | str) -> Sharing:
     together = axes[1] if len(axes) == 2 else axes[0] if strategy == "ulysses" else 1
     # Automatic choice may exchange heads, and then the groups must divide the heads of a rank.
     halves = strategy is not None and heads_of_rank(spec, together) % 2 == 0
+    dealt = spec.packed and min(spec.q_len, spec.kv_len) >= RANKS
     return Sharing(
         axes,
         strategy,
-        random.choice([each for each in LAYOUTS if each != "documents" or spec.packed]),
+        random.choice([each for each in LAYOUTS if each != "documents" or dealt]),
         random.choice((None, 2)) if halves else None,
         random.choice((None, "math")),
     )
