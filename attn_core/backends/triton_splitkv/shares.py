@@ -17,7 +17,7 @@ TAIL = 0.05
 PROGRAMS_OF_INT4 = 6
 """As PROGRAMS, for int4 pages: their programs have few registers, and so many run at once."""
 FEWEST_KEYS = 128
-"""The fewest keys of a single sequence that are worth a program of their own; among other sequences twice as many."""
+"""The fewest keys that are worth a program of their own; of drafts and quantised pages twice as many."""
 SHARE = 1024
 """The keys of a share if sequences are many. Their lengths differ, and shares of one size finish together."""
 MOST_ROUNDS = 5
