@@ -31,6 +31,7 @@ def append(
     k_recent,
     v_recent,
     recent_rows,
+    grown_lens,
     num_pages,
     width,
     batch,
@@ -74,6 +75,7 @@ def append(
     POSITIONS: tl.constexpr,
     DOUBLE: tl.constexpr,
     RECENT: tl.constexpr,
+    ADDED: tl.constexpr,
     KIND: tl.constexpr,
     BY_TOKEN: tl.constexpr,
     LARGEST: tl.constexpr,
@@ -90,6 +92,8 @@ def append(
     POSITIONS: whether positions says how far, and not the token's place in its sequence. The constants from KIND on are
     those of ``store_row``, which quantises the rotated key before anything rounds it. RECENT: the tokens of a ring, 0
     without rings; the newest tokens of a sequence are written to its ring, too, rounded once to the ring's dtype.
+    ADDED: 0 if seq_lens count the new tokens. Else they do not count these tokens, so many in every sequence, and the
+    lengths that count them are written to grown_lens.
     """
     token = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)  # 64 bits, because a pool's stride times it may exceed 2^31
@@ -124,7 +128,11 @@ def append(
             if sequence >= batch:
                 return
             behind = tl.load(cu_seqlens_q + 1 + sequence) - token
-        position = tl.load(seq_lens + sequence) - behind
+        length = tl.load(seq_lens + sequence) + ADDED
+        if ADDED > 0:
+            # One program for each sequence, also if there is no place for its tokens.
+            tl.store(grown_lens + sequence, length, mask=(behind == 1) & (head == 0))
+        position = length - behind
         if (position < 0) | (position >= width * PAGE):
             return
         page = tl.load(block_table + sequence.to(tl.int64) * table_row + position // PAGE).to(tl.int64)
@@ -133,7 +141,7 @@ def append(
     if RECENT > 0:
         ring = tl.load(recent_rows + sequence.to(tl.int64) * rows_sequence).to(tl.int64)
         # Of a long prompt only the newest tokens, because two tokens of one launch must not write one slot.
-        is_newest = in_pool & (ring >= 0) & (ring < rings) & (position >= tl.load(seq_lens + sequence) - RECENT)
+        is_newest = in_pool & (ring >= 0) & (ring < rings) & (position >= length - RECENT)
         ring_slot = (position % RECENT).to(tl.int64)
     turned = key
     if ROTARY_DIM > 0:

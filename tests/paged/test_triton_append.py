@@ -171,6 +171,29 @@ def test_wrong_slots_are_not_written() -> None:
     assert all(map(torch.equal, appended(call, far), Append(**{**vars(call), "places": last}).expected(True)))
 
 
+@pytest.mark.parametrize("added", [1, 3])
+def test_lengths_that_do_not_count_the_new_tokens(added: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits, and the lengths with them, also of sequences whose tokens have no place."""
+    direct = launch_by_address(monkeypatch)
+    new = None if added == 1 else [added] * 4
+    names = ("block_table", "seq_lens", *(() if added == 1 else ("cu_seqlens_q",)), "cos", "sin")
+    write = repeated_on_gpu(False, names, added)
+    for seed in (1, 2, 3):
+        call = make_append([5, 70, 3, 9], new, dtype="float16", seed=seed)
+        where = places_of(call, True, False)._replace(cos=call.cos[:70], sin=call.sin[:70])
+        far = 0 if seed < 3 else 2**20
+        before = where.seq_lens - added + torch.tensor([0, 0, far, -far], dtype=torch.int32)
+        tensors = where._replace(seq_lens=before)._asdict()
+        pools, grown = (call.k_pages.clone(), call.v_pages.clone()), torch.full((6,), -7, dtype=torch.int32)
+        at = len(direct)
+        assert write(*pools, call.k, call.v, *[tensors[name] for name in names], grown)
+        assert len(direct) - at == (seed > 1)
+        assert grown.tolist() == [*(before + added).tolist(), -7, -7]
+        usual = call.k_pages.clone(), call.v_pages.clone()
+        append_on_gpu(*usual, call.k, call.v, *where._replace(seq_lens=before + added))
+        assert all(map(torch.equal, pools, usual))
+
+
 def test_planted_faults_are_found() -> None:
     call = make_append([5, 9, 7], [5, 2, 7], interleaved=True)
     right = call.expected(True)

@@ -50,7 +50,7 @@ class SeenCall(NamedTuple):
     on_host: bool
     """Whether the values of tables are checked."""
     append: Callable[..., bool] | None
-    """Appends on a GPU; None: the general path does."""
+    """Appends on a GPU, and writes the lengths that count the new tokens; None: the general path does."""
     rotate: Callable[..., Tensor]
     paged: seen_calls.SeenCall | None
     """The attention; None if its backend has no fast path for it."""
@@ -101,7 +101,6 @@ def _run(call: Cached, seen: SeenCall, interleaved: bool, options: dict[str, Any
     pages = call.block_table
     if pages is None:
         pages = constant_tables.rows_as_table(batch, device) if index is None else index.unsqueeze(1)
-    lengths = seqlens + new if new else seqlens
     if cos is not None:
         banded = options["causal"] or options["window"] is not None
         q = seen.rotate(q, cos, sin, positions_of(seqlens, tokens, banded), interleaved)
@@ -109,9 +108,13 @@ def _run(call: Cached, seen: SeenCall, interleaved: bool, options: dict[str, Any
         offsets = () if new == 1 else (constant_tables.equal_offsets(batch, new, device),)
         angles = () if cos is None else (cos, sin)
         keys, values = (each.squeeze(1) if new == 1 else each.flatten(0, 1) for each in (k, v))
-        seen.append(k_cache, v_cache, keys, values, pages, lengths, *offsets, *angles)
+        lengths = torch.empty_like(seqlens)  # the append fills it, which saves a launch
+        seen.append(k_cache, v_cache, keys, values, pages, seqlens, *offsets, *angles, lengths)
     elif new:
+        lengths = seqlens + new
         append(call, pages, lengths, interleaved)
+    else:
+        lengths = seqlens
     offsets_q = None if tokens == 1 else constant_tables.equal_offsets(batch, tokens, device)
     queries = q.squeeze(1) if tokens == 1 else q.flatten(0, 1)  # without the axis of size 1, in less time
     if seen.paged is not None:
@@ -177,7 +180,7 @@ def _writer(call: Cached, new: int, interleaved: bool) -> Callable[..., bool] | 
     where = (call.block_table, call.cache_seqlens, offsets, None, call.rotary_cos, call.rotary_sin, None)
     present = tuple([each is not None for each in where])
     entries = (call.k_cache, call.v_cache, k, v, *[each for each in where if each is not None])
-    return seen_appends.writer(present, entries, interleaved)
+    return seen_appends.writer(present, entries, interleaved, new)
 
 
 def _rotation(call: Cached) -> Callable[..., Tensor]:

@@ -22,20 +22,23 @@ TABLES = ("block_table", "seq_lens")
 """The fields of ``Places`` of an append with one token for each sequence."""
 
 
-def repeated_on_gpu(interleaved: bool = False, names: tuple[str, ...] = TABLES) -> Callable[..., bool]:
+def repeated_on_gpu(interleaved: bool = False, names: tuple[str, ...] = TABLES, added: int = 0) -> Callable[..., bool]:
     """Returns ``append_on_gpu`` for tensors of one metadata, which repeats its launches by the tensors' strides.
 
-    Its arguments are k_pages, v_pages, k, v, and the tensors of ``Places`` that the call has.
+    Its arguments are k_pages, v_pages, k, v, the tensors of ``Places`` that the call has and, if added is not 0, grown.
 
     Args:
         names: the fields of ``Places`` of these tensors, in the order of ``Places``.
+        added: see ``append_on_gpu``.
     """
     seen: dict[Hashable, Direct] = {}
     fields = Places._fields[:7]
     own: list[Any] = [4 + names.index(name) if name in names else None for name in fields]
     some = own[1] if own[3] is None else own[3]  # for tensors that are not read, see append_on_gpu
-    # The kernel's tensors by their numbers among k, v, k_pages, v_pages and those of ``names``; then scales and rings.
-    order = (0, 1, 2, 3, *[some if at is None else at for at in own], *[some] * 5)
+    last = 4 + len(names) if added else some
+    # The kernel's tensors by their numbers among k, v, k_pages, v_pages and those of ``names``; then scales, rings and
+    # grown.
+    order = (0, 1, 2, 3, *[some if at is None else at for at in own], *[some] * 5, last)
     in_order: Callable[[list[int]], tuple[int, ...]] = itemgetter(*order)
 
     def write(k_pages: Tensor, v_pages: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> bool:
@@ -47,7 +50,8 @@ def repeated_on_gpu(interleaved: bool = False, names: tuple[str, ...] = TABLES) 
             direct(*in_order(addresses))
             return True
         places = [None if at is None else tensors[at] for at in own]
-        direct = append_on_gpu(k_pages, v_pages, k, v, *places, interleaved)
+        grown = tensors[-1] if added else None
+        direct = append_on_gpu(k_pages, v_pages, k, v, *places, interleaved, grown=grown, added=added)
         if direct is not None:
             if len(seen) >= MOST_LAYOUTS:
                 seen.clear()
@@ -65,12 +69,16 @@ def append_on_gpu(
     *where: Any,
     scales: tuple[Any, Any] = (None, None),
     rings: tuple[Any, Any, Any] = (None, None, None),
+    grown: Any = None,
+    added: int = 0,
 ) -> Direct | None:
     """Writes k and v into the pages with a Triton kernel, which skips tokens without a valid slot.
 
     Args:
         where: the fields of ``Places``. scales: of quantised pages, k_scales and v_scales.
         rings: k_recent, v_recent and recent_rows.
+        grown: dense, like seq_lens; lengths that count the new tokens are written here if added is not 0.
+        added: 0 if seq_lens count the new tokens. Else each sequence has so many, and seq_lens do not count them.
 
     Returns the direct launch, see ``triton.launch``, if it fits other tensors with the metadata and strides of these.
     """
@@ -92,7 +100,8 @@ def append_on_gpu(
         k_pages, v_pages = k_pages.view(torch.uint8), v_pages.view(torch.uint8)
     count, recent = (0, 0) if rings[0] is None else rings[0].shape[:2]
     by = None if scales[0] is None else "token" if scales[0].dim() == 3 else "page"
-    tensors = (k, v, k_pages, v_pages, *[some if each is None else each for each in (*others, *scales, *rings)])
+    rest = (*others, *scales, *rings, grown)
+    tensors = (k, v, k_pages, v_pages, *[some if each is None else each for each in rest])
     sizes, table, lengths = (*k.shape, v.shape[2], k_pages.shape[1]), tensors[4], tensors[5]
     numbers = (
         *(k_pages.shape[0], table.shape[-1] if is_table else 0, len(lengths), angles, count),
@@ -110,7 +119,7 @@ def append_on_gpu(
         constants = {
             **{"PAGE": page_size, "HEAD_DIM": head_dim, "VALUE_DIM": value_dim},
             **dict(zip(("ONE_QUERY", "SLOTS", "ROTARY_DIM", "INTERLEAVED", "POSITIONS"), flags, strict=True)),
-            **{"DOUBLE": k.dtype == torch.float64, "RECENT": recent},
+            **{"DOUBLE": k.dtype == torch.float64, "RECENT": recent, "ADDED": added},
             # Triton's ranges have a power of two as length. The kernel loops if there are more than 1024 sequences.
             "WIDE": 1 << (widest - 1).bit_length(),
             "SEQUENCES": min(1024, 1 << max(len(lengths) - 1, 0).bit_length()),
@@ -123,7 +132,7 @@ def append_on_gpu(
 
     # Tests run the kernel on the CPU, in Triton's interpreter.
     current = torch.cuda.current_device() if k.is_cuda else -1
-    key = ("append", tuple([each.dtype for each in tensors]), dtype, by, recent, sizes, numbers, flags, current)
+    key = ("append", tuple([each.dtype for each in tensors]), dtype, by, recent, added, sizes, numbers, flags, current)
     direct = launch(triton_tables.append, key, tensors, describe)
     copied = [mine is not None and mine.data_ptr() != own.data_ptr() for mine, own in zip(read, (k, v, *others))]
     return None if any(copied) else direct

@@ -56,7 +56,9 @@ def append(tensors: tuple[Any, ...], where: tuple[Any, ...], interleaved: bool) 
 
 
 @lru_cache(maxsize=1024)
-def writer(has: tuple[bool, ...], entries: tuple[plan.Metadata, ...], interleaved: bool) -> Callable[..., bool] | None:
+def writer(
+    has: tuple[bool, ...], entries: tuple[plan.Metadata, ...], interleaved: bool, added: int = 0
+) -> Callable[..., bool] | None:
     """Checks the metadata of an append on a GPU, and returns a function of its tensors that writes k and v.
 
     None for a call without tokens, and for offsets that the general path casts.
@@ -64,6 +66,7 @@ def writer(has: tuple[bool, ...], entries: tuple[plan.Metadata, ...], interleave
     Args:
         has: which of the tensors of ``Places`` the call has.
         entries: (shape, dtype, device) of k_pages, v_pages, k, v and of these tensors.
+        added: see ``append_on_gpu``.
     """
     names = tuple([name for name, exists in zip(_FIELDS, has, strict=True) if exists])
     shown = (*_POOLS, *[_ARGUMENTS.get(name, name) for name in names])
@@ -72,4 +75,4 @@ def writer(has: tuple[bool, ...], entries: tuple[plan.Metadata, ...], interleave
     casts = "cu_seqlens_q" in named and named["cu_seqlens_q"][1] is not torch.int32
     if shape[0] == 0 or casts:
         return None
-    return on_device(repeated_on_gpu(interleaved, names), device)  # type: ignore[no-any-return]
+    return on_device(repeated_on_gpu(interleaved, names, added), device)  # type: ignore[no-any-return]
