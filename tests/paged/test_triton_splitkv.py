@@ -65,7 +65,7 @@ def test_slopes_and_starts_run_here_and_are_refused_by_name_elsewhere(spec: Atte
         ),
         (
             {"batch": 1, "tokens": 2**22, "new": 2**22, "num_heads": 8},
-            "max_len_q=4194304: the Triton split-KV kernel launches at most 65535 blocks, not 65536",
+            "max_len_q=4194304: the Triton split-KV kernel launches at most 65534 blocks, not 65536",
         ),
     ],
 )

@@ -79,8 +79,9 @@ def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str,
             reasons.append(f"{name}={dim}: {FORWARD.kernel} takes powers of two from {fewest} on{where}")
     if dtype == "float8_e4m3fn" and 0 < compute_capability(device) < 89:  # Triton compiles none for older GPUs
         reasons.append(f"pages in {dtype}: {FORWARD.kernel} reads them from sm89 on, not on {device}")
-    if spec.max_len_q and (rows := -(-spec.max_len_q * spec.group_size // rows_of(spec))) > GRID_LIMIT:
-        reasons.append(f"max_len_q={spec.max_len_q}: {FORWARD.kernel} launches at most {GRID_LIMIT} blocks, not {rows}")
+    if spec.max_len_q and (rows := -(-spec.max_len_q * spec.group_size // rows_of(spec))) >= GRID_LIMIT:
+        most = GRID_LIMIT - 1  # the last block clears the tokens behind the last sequence
+        reasons.append(f"max_len_q={spec.max_len_q}: {FORWARD.kernel} launches at most {most} blocks, not {rows}")
     return (*reasons, *ordered_call.refusals(spec, device, FORWARD.kernel))
 
 

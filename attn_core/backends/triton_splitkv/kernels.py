@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from attn_core.backends.shared.in_order.loads import read, read_scales, slot_at
-from attn_core.backends.shared.in_order.new_tokens import clear_tail, queries_of
+from attn_core.backends.shared.in_order.new_tokens import clear_tail, is_behind, queries_of
 from attn_core.backends.shared.in_order.running_maximum import LN_2, LOG2_E, raise_maximum
 from attn_core.backends.triton_splitkv.merge_kernel import merge  # noqa: F401
 from attn_core.backends.triton_splitkv.products import multiply, read_keys, read_values
@@ -131,14 +131,9 @@ def attend(
     sequence = tl.program_id(0) // KV_HEADS
     kv_head = (tl.program_id(0) % KV_HEADS).to(tl.int64)  # 64 bits, because a pool's stride times it may exceed 2^31
     split = tl.program_id(1)
-    if not ONE_QUERY and sequence == tl.num_programs(0) // KV_HEADS - 1:
-        tail = (
-            out + split.to(tl.int64) * out_split,
-            lse + split.to(tl.int64) * lse_split,
-            cu_seqlens_q + sequence,
-            tokens,
-        )
-        clear_tail(tail, kv_head, (out_token, out_head, lse_head), GROUP, VALUE_DIM)
+    if not ONE_QUERY and is_behind(SPLITS > 1):
+        strides = out_split, out_token, out_head, lse_split, lse_head
+        clear_tail((out, lse, cu_seqlens_q, tokens), strides, KV_HEADS, GROUP, VALUE_DIM, SPLITS > 1)
         return
     length = tl.load(seq_lens + sequence)
     length = tl.minimum(tl.maximum(length, 0), width * PAGE)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
-from attn_core.backends.shared.in_order.order import Tiles
+from attn_core.backends.shared.in_order.order import Tiles, grid_of
 from attn_core.backends.shared.pools import pools
 from attn_core.backends.shared.triton import Description, Direct
 from attn_core.call.spec import AttentionSpec
@@ -76,13 +76,8 @@ def attend(
     # The kernel indexes results by split first. Without splits that stride is 0.
     out_strides = out.stride() if count > 1 else (0, *out.stride())
     lse_strides = lse.stride() if count > 1 else (0, *lse.stride())
-    # Sequences times heads come first, because only the first axis of a grid may exceed 65535. With offsets one more
-    # sequence is the tokens behind the last one.
-    grid = (
-        ((spec.documents or 0) + (not settings["ONE_QUERY"])) * spec.num_kv_heads,
-        count,
-        -(-(spec.max_len_q or 1) * spec.group_size // tile.rows),
-    )
+    blocks = -(-(spec.max_len_q or 1) * spec.group_size // tile.rows)
+    grid = grid_of(spec, settings["ONE_QUERY"], count if count > 1 else 0, blocks)
     numbers = (
         *(settings["scale"], settings["softcap"]),
         *(spec.q_len, paged.num_pages, paged.width, settings["left"], settings["right"]),

@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 from attn_core.backends.shared.in_order import merge
-from attn_core.backends.shared.in_order.order import PROVEN, How, blocks, how
+from attn_core.backends.shared.in_order.order import PROVEN, How, blocks, grid_of, how
 from attn_core.backends.shared.triton import Description, Direct, launch
 from attn_core.backends.triton_splitkv.launches import Launches, are_near, operands_of
 from attn_core.call.spec import AttentionSpec
@@ -55,9 +55,8 @@ def attend(spec: AttentionSpec, operands: tuple[Any, ...], settings: dict[str, A
         **{"ROWS": tiles.rows, "KEYS": tiles.keys, "num_warps": tiles.warps, "num_stages": tiles.stages},
         "enable_fp_fusion": False,
     }
-    # Sequences times heads come first, because only the first axis of a grid may exceed 65535.
-    sequences = (spec.documents or 0) + (not settings["ONE_QUERY"])  # one more: the tokens behind the last one
-    return (sequences * spec.num_kv_heads, max(way.shares, 1), blocks(spec, tiles)), numbers, constants
+    grid = grid_of(spec, settings["ONE_QUERY"], way.shares, blocks(spec, tiles))
+    return grid, numbers, constants
 
 
 @cache

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn_core.backends.shared.in_order.new_tokens import clear_tail, queries_of
+from attn_core.backends.shared.in_order.new_tokens import clear_tail, is_behind, queries_of
 from attn_core.backends.shared.in_order.rows import attend_rows
 
 
@@ -74,14 +74,17 @@ def attend_in_order(
     """
     sequence = tl.program_id(0) // KV_HEADS
     kv_head = (tl.program_id(0) % KV_HEADS).to(tl.int64)  # 64 bits, because a pool's stride times it may exceed 2^31
-    if not ONE_QUERY and sequence == tl.num_programs(0) // KV_HEADS - 1:
-        share = tl.program_id(1).to(tl.int64) if PARTIAL else 0
-        tail = out + share * out_share, lse + share * lse_share, cu_seqlens_q + sequence, tokens
-        clear_tail(tail, kv_head, (out_token, out_head, lse_head), GROUP, VALUE_DIM)
-        return
+    blocks = tl.num_programs(2)
+    if not ONE_QUERY:
+        if is_behind(PARTIAL):
+            strides = out_share, out_token, out_head, lse_share, lse_head
+            clear_tail((out, lse, cu_seqlens_q, tokens), strides, KV_HEADS, GROUP, VALUE_DIM, PARTIAL)
+            return
+        if not PARTIAL:
+            blocks -= 1
     length = tl.minimum(tl.maximum(tl.load(seq_lens + sequence), 0), width * PAGE)
     first, queries = queries_of(cu_seqlens_q, sequence, tokens, ONE_QUERY)
-    begin = (tl.num_programs(2) - 1 - tl.program_id(2)) * ROWS  # the last rows see the most keys, so they start first
+    begin = (blocks - 1 - tl.program_id(2)) * ROWS  # the last rows see the most keys, so they start first
     if begin >= queries * GROUP:  # the grid is sized for the longest sequence
         return
     origin = 0

@@ -69,6 +69,20 @@ def blocks(spec: AttentionSpec, tiles: Tiles) -> int:
     return -(-sequences(spec)[1] * spec.group_size // tiles.rows)
 
 
+def grid_of(spec: AttentionSpec, one_query: bool, shares: int, row_blocks: int) -> tuple[int, int, int]:
+    """Returns the grid of a kernel on pages: sequences times kv heads, shares of the keys, and tiles of rows.
+
+    With offsets, programs at its end clear the tokens behind the last sequence, see ``new_tokens.is_behind``. The first
+    axis alone may exceed GRID_LIMIT.
+
+    Args:
+        one_query: whether the call has no offsets. shares: 0 if one program has all keys of a tile.
+    """
+    partial = shares > 0
+    more = (0, 0) if one_query else (int(partial), int(not partial))
+    return (spec.documents or 0) * spec.num_kv_heads, max(shares, 1) + more[0], row_blocks + more[1]
+
+
 def ordered_shares(spec: AttentionSpec, multiprocessors: int) -> int:
     """Returns how many programs share the keys of a row; 0 if one adds all shares. Bits are the same."""
     tiles, share, edge = ordered_tiles(spec), order(spec).share, band(spec)
