@@ -33,6 +33,8 @@ OTHERS = (
     Left("forward mode and the largest logits", "only tests compare them with the reference"),
 )
 """What no certificate is about."""
+MINUTES = {"cpu": 3.0, "cuda": 8.0}
+"""How long to run by default. On a GPU two backends compile for seconds before each draw, and run last."""
 
 
 def certify(
@@ -40,7 +42,9 @@ def certify(
     framework: Annotated[str | None, typer.Option(help="torch or jax. Default: all that are installed.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, or cuda (the GPU here). Default: the GPU, else cpu.")] = None,
     check: Annotated[list[str] | None, typer.Option(help="Run this check alone. Repeatable.")] = None,
-    minutes: Annotated[float, typer.Option(min=0.01, help="How long to run.")] = 3.0,
+    minutes: Annotated[
+        float | None, typer.Option(min=0.01, help="How long to run. Default: 3 on a CPU, 8 on a GPU.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of the calls.")] = 0,
     draw: Annotated[int | None, typer.Option(min=0, help="Run this draw alone, as a failed check prints it.")] = None,
     json: Annotated[Path | None, typer.Option(help="Write the certificate here, not in the user's folder.")] = None,
@@ -62,6 +66,7 @@ def certify(
         if path is not None:
             _check_folder(path)
         began = monotonic()
+        minutes = MINUTES[kind_of(next(iter(devices.values())))] if minutes is None else minutes
         entries = _run(subjects, checks, seed, 60 * minutes, draw)
         certificate = Certificate(
             date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
