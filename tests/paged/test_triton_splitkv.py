@@ -9,6 +9,7 @@ import pytest
 from paged_specs import spec_of
 
 from attn_core import AttentionSpec, Target, explain
+from attn_core.backends.shared.in_order.order import grid_of
 from attn_core.backends.triton_splitkv import backend as triton_splitkv
 from attn_core.backends.triton_splitkv import shares
 from attn_core.paged.quantised import KINDS
@@ -188,3 +189,12 @@ def test_the_number_of_splits_depends_only_on_shapes() -> None:
     """Only the spec and the device decide, so equal calls give equal bits."""
     assert triton_splitkv.splits(spec_of(), 132) == triton_splitkv.splits(spec_of(), 132)
     assert triton_splitkv.FORWARD.deterministic and triton_splitkv.BACKWARD is None
+
+
+@pytest.mark.parametrize(
+    ("one_query", "shares", "grid"),
+    [(True, 0, (512, 1, 3)), (True, 8, (512, 8, 3)), (False, 0, (512, 1, 4)), (False, 8, (512, 9, 3))],
+)
+def test_programs_that_clear_the_tail_come_last(one_query: bool, shares: int, grid: tuple[int, int, int]) -> None:
+    """Programs of sequences come before them, so that every multiprocessor has as many as in a call without tail."""
+    assert grid_of(spec_of(), one_query, shares, 3) == grid
