@@ -28,8 +28,8 @@ BOUNDS: dict[str, int | str] = {
     "attn_core.backends.flex.operands:_in_graphs": "the tables in captured CUDA graphs, each once",
     "attn_core.backends.shared.constant_tensors:_results": "ranges on a GPU that in_parts keeps, 8 results each",
     "attn_core.backends.shared.first_call:_compiled": 2**15,
-    "attn_core.backends.shared.triton:_compiled": "the kernels that Triton keeps compiled",
-    "attn_core.backends.shared.triton:_launches": 4096,
+    "attn_core.backends.shared.programs.triton:_compiled": "the kernels that Triton keeps compiled",
+    "attn_core.backends.shared.programs.triton:_launches": 4096,
     "attn_core.call.slow_paths:_warned": "lines of a program",
     "attn_core.cli.campaign.entries:_known": "frameworks",
     "attn_core.cli.campaign.expressible:expressible": "entries of a campaign",
@@ -70,7 +70,7 @@ BOUNDS: dict[str, int | str] = {
     "attn_core.backends.flash4.recorder:_private_copy": ONE,
     "attn_core.backends.flash4.score_indices:correct": ONE,
     **{
-        f"attn_core.backends.shared.operator_recorder:{name}": ONE
+        f"attn_core.backends.shared.programs.operator_recorder:{name}": ONE
         for name in ("_suppress_address_warning", "_recorder", "_identities", "_enumerated")
     },
     "attn_core.backends.jax_splash.visibility:mask_class": ONE,
@@ -90,8 +90,8 @@ BOUNDS: dict[str, int | str] = {
     "attn_core.backends.shared.flash3_operators:operators": ONE,
     "attn_core.backends.shared.known_bad:rows": ONE,
     "attn_core.backends.shared.torch_ranges:_profiler": ONE,
-    "attn_core.backends.shared.triton:_launches_directly": ONE,
-    "attn_core.backends.shared.triton:has_triton": ONE,
+    "attn_core.backends.shared.programs.triton:_launches_directly": ONE,
+    "attn_core.backends.shared.programs.triton:has_triton": ONE,
     "attn_core.backends.torch_varlen:_kernels": ONE,
     "attn_core.backends.shared.in_order.merge:kernel": ONE,
     "attn_core.backends.triton_jvp.backend:_kernels": ONE,

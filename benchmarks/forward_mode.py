@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 
-from attn_core.backends.shared import triton as triton_launches
+from attn_core.backends.shared.programs import triton as triton_launches
 from attn_core.backends.triton_jvp import backend as triton_jvp
 from attn_core.backends.triton_jvp import launches
 from attn_core.call.spec import AttentionSpec

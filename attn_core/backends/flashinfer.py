@@ -27,7 +27,7 @@ from typing import Any
 from attn_core.backends.shared import rewrites
 from attn_core.backends.shared.aten_masks import limits
 from attn_core.backends.shared.autograd import without_gradient
-from attn_core.backends.shared.pools import pools
+from attn_core.backends.shared.pages.pools import pools
 from attn_core.backends.support import Build, Support
 from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec

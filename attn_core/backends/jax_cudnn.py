@@ -22,9 +22,9 @@ from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
-from attn_core.backends.shared import jax_nn
 from attn_core.backends.shared.aten_masks import explicit
-from attn_core.backends.shared.jax_promotion import usual_promotion
+from attn_core.backends.shared.in_jax import nn as jax_nn
+from attn_core.backends.shared.in_jax.promotion import usual_promotion
 from attn_core.backends.shared.kernel_limits import GRID_LIMIT
 from attn_core.backends.support import Build, Support
 from attn_core.call.masks import band

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from attn_core import backends
-from attn_core.backends.shared import operator_library
+from attn_core.backends.shared.programs import operator_library
 from attn_core.call.spec import AttentionSpec
 from attn_core.cli.advice import Advice, Machine, Problem, advise, find_machine, problems
 from attn_core.cli.advice.packages import requirements, runs_on

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from attn_core import backends
-from attn_core.backends.shared.kernel_programs import OPERATOR
+from attn_core.backends.shared.programs.kernel_programs import OPERATOR
 from attn_core.call import counters
 from attn_core.call import log as records
 from attn_core.call.after_fork import free_in_children

@@ -1,7 +1,7 @@
 """Operators of torch as steps of a program: XLA calls a small library of ours, which calls torch's dispatcher.
 
-``attn_core.backends.shared.operator_program`` says which operators. The launches are no part of a CUDA graph, because
-torch allocates memory for them.
+``attn_core.backends.shared.programs.operator_program`` says which operators. The launches are no part of a CUDA graph,
+because torch allocates memory for them.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from pathlib import Path
 import jax
 
 from attn_core.backends.shared.cached_once import cached_once
-from attn_core.backends.shared.kernel_programs import OPERATOR, Unrecordable
-from attn_core.backends.shared.operator_library import compile_library, library_path, missing
+from attn_core.backends.shared.programs.kernel_programs import OPERATOR, Unrecordable
+from attn_core.backends.shared.programs.operator_library import compile_library, library_path, missing
 
 
 def compile_operator_lane() -> Path:

@@ -22,8 +22,8 @@ from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 from attn_core.backends import kind_of
-from attn_core.backends.shared import operator_recorder
-from attn_core.backends.shared.kernel_programs import OPERATOR, Unrecordable
+from attn_core.backends.shared.programs import operator_recorder
+from attn_core.backends.shared.programs.kernel_programs import OPERATOR, Unrecordable
 from attn_core.context_parallel.call import ContextCall
 from attn_core.context_parallel.on_torch import operators
 from attn_core.context_parallel.on_torch.step import StepCall

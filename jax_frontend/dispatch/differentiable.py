@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from attn_core.backends.shared.jax_offsets import safe_offsets
+from attn_core.backends.shared.in_jax.offsets import safe_offsets
 from attn_core.call.functions import AUX
 from attn_core.call.options import Options
 from attn_core.call.tensors import Inputs

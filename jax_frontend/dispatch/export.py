@@ -10,8 +10,8 @@ from typing import Any
 from jax.export import DisabledSafetyCheck
 
 from attn_core.backends import jax_cudnn
-from attn_core.backends.shared import triton_programs
-from attn_core.backends.shared.kernel_programs import OPERATOR
+from attn_core.backends.shared.programs import triton_programs
+from attn_core.backends.shared.programs.kernel_programs import OPERATOR
 from jax_frontend.bridge import compiled_lane
 from jax_frontend.bridge import targets as bridge
 

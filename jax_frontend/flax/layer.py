@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attn_core.backends.shared.jax_offsets import document_numbers
+from attn_core.backends.shared.in_jax.offsets import document_numbers
 from attn_core.call import functions, invariance, segments
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.spec import DTYPES

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from attn_core.backends.shared.jax_offsets import document_numbers
+from attn_core.backends.shared.in_jax.offsets import document_numbers
 from attn_core.call.layer_shapes import check_rotary
 from attn_core.errors import SpecError
 from attn_core.paged.step import Pages, Step, check_paged_layer

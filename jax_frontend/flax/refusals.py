@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from attn_core.backends.shared.xla_precision import current_precision, current_precision_level
+from attn_core.backends.shared.in_jax.xla_precision import current_precision, current_precision_level
 from attn_core.errors import SpecError, shown
 
 

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attn_core.backends.shared.jax_offsets import document_numbers
-from attn_core.backends.shared.jax_promotion import usual_promotion
+from attn_core.backends.shared.in_jax.offsets import document_numbers
+from attn_core.backends.shared.in_jax.promotion import usual_promotion
 from attn_core.call.arguments import ArrayFacts
 from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
 from attn_core.paged import arguments

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attn_core.backends.shared.jax_offsets import safe_offsets
+from attn_core.backends.shared.in_jax.offsets import safe_offsets
 from attn_core.call.arguments import ArrayFacts
 from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
 from attn_core.call.keywords import PagedKeywords

@@ -10,7 +10,8 @@ import pytest
 pytest.importorskip("torch")
 import torch
 
-from attn_core.backends.shared import block_operands, plain_attention
+from attn_core.backends.shared.plain import attention as plain_attention
+from attn_core.backends.shared.plain import block_operands
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
 from torch_frontend import SeqInfo, attention

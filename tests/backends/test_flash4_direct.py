@@ -19,7 +19,7 @@ from attn_core.backends.flash4 import backend as flash4
 from attn_core.backends.flash4 import direct, launches, program, step_code
 from attn_core.backends.flash4.recorder import RecordedKernel
 from attn_core.backends.shared import first_call
-from attn_core.backends.shared.kernel_programs import Unrecordable
+from attn_core.backends.shared.programs.kernel_programs import Unrecordable
 from attn_core.call.tensors import Gradients, Inputs
 from attn_core.cli.drawn_functions import fields_of
 

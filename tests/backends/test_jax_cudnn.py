@@ -14,8 +14,9 @@ from oracle_cases import fill
 
 from attn_core import AttentionSpec, Target, explain
 from attn_core.backends import jax_cudnn
-from attn_core.backends.shared import jax_nn, known_bad
+from attn_core.backends.shared import known_bad
 from attn_core.backends.shared.claims import unmet_claims
+from attn_core.backends.shared.in_jax import nn as jax_nn
 from attn_core.backends.support import Build
 from attn_core.call.tensors import Gradients, Inputs
 from attn_core.correctness import accuracy

@@ -13,8 +13,10 @@ import pytest
 from attn_core import AttentionSpec, SpecError, Target, explain
 from attn_core.backends.flex import cpu as flex
 from attn_core.backends.math import backend as math
-from attn_core.backends.shared import contained_sums, plain_attention, row_blocks, small_attention
 from attn_core.backends.shared.claims import unmet_claims
+from attn_core.backends.shared.parts import row_blocks
+from attn_core.backends.shared.plain import attention as plain_attention
+from attn_core.backends.shared.plain import contained_sums, small_attention
 from attn_core.call.masks import visible
 from attn_core.call.tensors import Inputs
 from attn_core.correctness import reference

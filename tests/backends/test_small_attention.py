@@ -13,7 +13,8 @@ from oracle_cases import make
 
 from attn_core import AttentionSpec
 from attn_core.backends.math import backend as math
-from attn_core.backends.shared import plain_attention, small_attention
+from attn_core.backends.shared.plain import attention as plain_attention
+from attn_core.backends.shared.plain import small_attention
 from attn_core.call.tensors import Inputs
 from attn_core.correctness import accuracy
 

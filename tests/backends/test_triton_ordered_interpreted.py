@@ -399,7 +399,7 @@ PROGRAMS = {"causal": ALL, "rows without keys": NONE, "slopes of heads": NONE, "
 @pytest.mark.parametrize(("name", "few"), PROGRAMS.items())
 def test_a_program_for_jax_has_the_results_of_torch(name: str, few: int, small: pytest.MonkeyPatch) -> None:
     """Its kernels run here on buffers that were NaN, in the order in which XLA would launch them."""
-    from attn_core.backends.shared import triton_programs
+    from attn_core.backends.shared.programs import triton_programs
     from attn_core.backends.triton_ordered import launches, program
 
     small.setattr(order, "FEW_PROGRAMS", few)

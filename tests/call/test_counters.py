@@ -175,7 +175,8 @@ def test_compilations_of_kernels_count(monkeypatch: pytest.MonkeyPatch) -> None:
     from types import SimpleNamespace
 
     from attn_core.backends.flex import program
-    from attn_core.backends.shared import first_call, triton
+    from attn_core.backends.shared import first_call
+    from attn_core.backends.shared.programs import triton
 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     for key in ("a", "b", "a"):

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import torch
 
 from attn_core import SeqInfo, backends
-from attn_core.backends.shared.kernel_programs import OPERATOR, Unrecordable
+from attn_core.backends.shared.programs.kernel_programs import OPERATOR, Unrecordable
 from attn_core.context_parallel.on_torch import operators, step
 from attn_core.context_parallel.on_torch.step import StepCall
 from jax_frontend.bridge import compiled_lane

@@ -20,7 +20,7 @@ import jax_frontend
 import torch_frontend
 from attn_core import SeqInfo
 from attn_core.backends.math import backend as math
-from attn_core.backends.shared import plain_second_tangents
+from attn_core.backends.shared.plain import second_tangents as plain_second_tangents
 from attn_core.call.tensors import Gradients, Inputs, Tangents
 from attn_core.correctness import reference
 from attn_core.errors import SpecError

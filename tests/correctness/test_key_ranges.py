@@ -28,7 +28,8 @@ from attn_core import (
 )
 from attn_core.backends.jax_xla import backend as jax_xla
 from attn_core.backends.jax_xla import tiles
-from attn_core.backends.shared import block_attention, row_blocks
+from attn_core.backends.shared.parts import row_blocks
+from attn_core.backends.shared.plain import block_attention
 from attn_core.call.tensors import Inputs
 
 TOKENS = 12

@@ -35,7 +35,7 @@ from attn_core import AttentionSpec, PagedKV, backends
 from attn_core.backends.flash4 import backend as flash4
 from attn_core.backends.flash4 import block_tables, function_blocks, own_kernels
 from attn_core.backends.flash4 import sinks as flash4_sinks
-from attn_core.backends.shared import pools
+from attn_core.backends.shared.pages import pools
 from attn_core.backends.shared.sinks import sink_gradient, with_sinks
 from attn_core.backends.triton_jvp import backend as triton_jvp
 from attn_core.call.functions import seen_by_function, trace

@@ -29,7 +29,7 @@ import torch_frontend
 from attn_core import AttentionSpec, Target, backends, explain, masks
 from attn_core.backends.flash4 import backend as flash4
 from attn_core.backends.math import backend as math
-from attn_core.backends.shared.kernel_programs import OPERATOR, SCRATCH, Buffer, KernelProgram, KernelStep
+from attn_core.backends.shared.programs.kernel_programs import OPERATOR, SCRATCH, Buffer, KernelProgram, KernelStep
 from attn_core.call.pages import PagedKV
 from attn_core.call.tensors import Inputs
 from attn_core.cli.drawn_functions import fields_of

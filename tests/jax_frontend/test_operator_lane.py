@@ -25,14 +25,9 @@ from attn_core.backends.flash3 import backend as flash3
 from attn_core.backends.flash4 import program as flash4_program
 from attn_core.backends.sdpa_cudnn import backend as sdpa_cudnn
 from attn_core.backends.sdpa_efficient import backend as sdpa_efficient
-from attn_core.backends.shared import (
-    operator_library,
-    operator_program,
-    operator_recorder,
-    rewrites,
-    triton_programs,
-)
-from attn_core.backends.shared.kernel_programs import OPERATOR, SCRATCH, KernelStep, Unrecordable
+from attn_core.backends.shared import rewrites
+from attn_core.backends.shared.programs import operator_library, operator_program, operator_recorder, triton_programs
+from attn_core.backends.shared.programs.kernel_programs import OPERATOR, SCRATCH, KernelStep, Unrecordable
 from attn_core.backends.triton_jvp import backend as triton_jvp
 from attn_core.backends.triton_jvp import maximum
 from attn_core.backends.triton_splitkv import backend as splitkv

@@ -80,8 +80,8 @@ def test_a_row_has_a_program_for_each_share_only_if_programs_are_few() -> None:
 
 
 def test_a_program_for_jax_has_the_launches_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    from attn_core.backends.shared import triton_programs
     from attn_core.backends.shared.in_order import merge_kernel
+    from attn_core.backends.shared.programs import triton_programs
     from attn_core.backends.triton_splitkv import ordered_kernels, program
 
     monkeypatch.setattr(triton_programs, "step", lambda kernel, reads, writes, kinds, how: (kernel, reads, writes, how))

@@ -20,8 +20,8 @@ from torch.profiler import ProfilerActivity, profile
 import jax_frontend
 import torch_frontend
 from attn_core import DeviceError, DTypeError, ShapeError, SpecError
-from attn_core.backends.shared import quantised_pages
-from attn_core.backends.shared.pools import pools
+from attn_core.backends.shared.pages import quantised as quantised_pages
+from attn_core.backends.shared.pages.pools import pools
 from attn_core.call.tensors import PagedInputs
 from attn_core.paged.row_tables import PagedRows, rows_of_table, table_of_rows
 

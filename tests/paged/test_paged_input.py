@@ -16,7 +16,7 @@ import torch
 from frameworks import BOTH, JAX, TORCH, Framework, empty_plan_caches, spied
 
 from attn_core import DeviceError, DTypeError, NoBackendError, ShapeError, SpecError
-from attn_core.backends.shared import split_documents
+from attn_core.backends.shared.parts import split_documents
 from attn_core.paged import tables
 
 Make = Callable[[Framework], Any]

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from attn_core import AttentionSpec
-from attn_core.backends.shared import triton_programs
+from attn_core.backends.shared.programs import triton_programs
 from attn_core.backends.triton_splitkv import backend as triton_splitkv
 from attn_core.backends.triton_splitkv import launches, program
 

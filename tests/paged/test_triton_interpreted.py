@@ -22,7 +22,7 @@ from paged_cases import PagedCall, judge, laid_out, make_paged, most_shared, wit
 from quantised_cases import KINDS, quantised_call, torch_arguments
 from ring_cases import with_rings
 
-from attn_core.backends.shared import pools
+from attn_core.backends.shared.pages import pools
 from attn_core.backends.triton_splitkv import backend as triton_splitkv
 from attn_core.call import trailing_tokens
 from attn_core.call.tensors import PagedInputs

@@ -15,7 +15,8 @@ pytest.importorskip("torch")
 import torch
 
 from attn_core.backends.flash4 import direct
-from attn_core.backends.shared import first_call, triton
+from attn_core.backends.shared import first_call
+from attn_core.backends.shared.programs import triton
 from benchmarks import caches, soak, soak_report, soak_verdict
 from benchmarks.soak_calls import EagerCalls
 
@@ -41,7 +42,7 @@ def test_stated_bounds_are_those_of_the_code() -> None:
         "attn_core.backends.flash4.direct:_seen": direct.MOST_CALLS,
         "attn_core.backends.flash4.direct:_recorded": 2 * direct.MOST_CALLS,
         "attn_core.backends.shared.first_call:_compiled": first_call.MOST_KEYS,
-        "attn_core.backends.shared.triton:_launches": triton.MOST_LAUNCHES,
+        "attn_core.backends.shared.programs.triton:_launches": triton.MOST_LAUNCHES,
     }
     assert {key: caches.BOUNDS[key] for key in expected} == expected
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from attn_core.backends.shared.triton import has_triton
+from attn_core.backends.shared.programs.triton import has_triton
 from attn_core.call import trailing_tokens
 from attn_core.call.offset_checks import check_cu_seqlens
 from attn_core.call.seq_info import SeqInfo

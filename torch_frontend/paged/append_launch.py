@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from attn_core.backends.shared.triton import Description, Direct, launch
+from attn_core.backends.shared.programs.triton import Description, Direct, launch
 from attn_core.errors import ShapeError
 from attn_core.paged.scales import STORED
 from torch_frontend.paged.places import Places

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from attn_core.backends.shared.triton import has_triton
+from attn_core.backends.shared.programs.triton import has_triton
 from attn_core.call.partial_results import check_parts, parts_of
 from torch_frontend.dispatch.plan import check_tensor, facts
 from torch_frontend.dispatch.transforms import is_one_op

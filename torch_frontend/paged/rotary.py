@@ -9,7 +9,7 @@ from typing import Any, Never
 import numpy as np
 import torch
 
-from attn_core.backends.shared.triton import Description, Direct, has_triton, launch
+from attn_core.backends.shared.programs.triton import Description, Direct, has_triton, launch
 from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
 from attn_core.errors import DTypeError
 from attn_core.paged import rotary

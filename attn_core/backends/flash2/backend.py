@@ -22,10 +22,12 @@ from importlib import import_module
 from typing import Any
 
 from attn_core.backends.flash2.limits import NAME, ROCM_CK, ROCM_TRITON, WIDTHS, refusals, width_of
-from attn_core.backends.shared import flash_paged, kernel_limits, rewrites, rows_as_documents
+from attn_core.backends.shared import kernel_limits, rewrites
 from attn_core.backends.shared.cached_once import cached_once
 from attn_core.backends.shared.flash2_conventions import generator_of, longest_query, rng_state_of, shift_lse, slopes_of
 from attn_core.backends.shared.known_bad import numbers_of
+from attn_core.backends.shared.pages import flash_paged
+from attn_core.backends.shared.parts import rows_as_documents
 from attn_core.backends.shared.rewrites import readable, writable
 from attn_core.backends.support import Build, Support
 from attn_core.call.masks import band

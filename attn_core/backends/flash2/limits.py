@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from attn_core.backends.shared import flash_paged
+from attn_core.backends.shared.pages import flash_paged
 from attn_core.backends.support import Build
 from attn_core.call.spec import AttentionSpec
 

@@ -27,11 +27,13 @@ from typing import Any
 from attn_core.backends.flash3 import fp8, limits
 from attn_core.backends.flash3 import program as flash3_program
 from attn_core.backends.flash3.limits import NAME, ORDERED, WIDTHS, width_of
-from attn_core.backends.shared import flash_paged, operator_program, rewrites
+from attn_core.backends.shared import rewrites
 from attn_core.backends.shared.build_trials import TOKENS, averages, differentiates, runs
 from attn_core.backends.shared.cached_once import cached_once
 from attn_core.backends.shared.flash3_operators import forward_tiles, operators, prepare
-from attn_core.backends.shared.kernel_programs import KernelProgram
+from attn_core.backends.shared.pages import flash_paged
+from attn_core.backends.shared.programs import operator_program
+from attn_core.backends.shared.programs.kernel_programs import KernelProgram
 from attn_core.backends.shared.rewrites import readable, writable
 from attn_core.backends.support import Build, Support
 from attn_core.call.masks import band

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from attn_core.backends.shared import operator_program
 from attn_core.backends.shared.flash3_operators import operators
+from attn_core.backends.shared.programs import operator_program
 from attn_core.call.spec import AttentionSpec
 
 

@@ -26,7 +26,7 @@ from typing import Any
 from attn_core.backends.flash4 import arguments, direct, disk_cache, masked, own_kernels, paged, sinks, versions
 from attn_core.backends.flash4.operands import backward_width, copy_if_expanded, writable
 from attn_core.backends.shared import dry_run, first_call, kernel_limits, rewrites
-from attn_core.backends.shared.kernel_programs import KernelProgram
+from attn_core.backends.shared.programs.kernel_programs import KernelProgram
 from attn_core.backends.support import Build, Support
 from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec

@@ -20,7 +20,7 @@ from typing import Any
 
 from attn_core import expressions
 from attn_core.backends.shared.cached_once import cached_once
-from attn_core.backends.shared.private_folder import UnsafeFolderError, private_folder
+from attn_core.backends.shared.programs.private_folder import UnsafeFolderError, private_folder
 
 log = logging.getLogger("attn_core.flash4")
 

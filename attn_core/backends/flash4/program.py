@@ -20,8 +20,15 @@ from attn_core.backends.flash4.recorder import AddressOf, Launch, Recorder
 from attn_core.backends.flash4.step_code import compile_step, is_number, leaves, tensor_of
 from attn_core.backends.shared import dry_run
 from attn_core.backends.shared.cached_once import cached_once
-from attn_core.backends.shared.kernel_programs import RESULTS, SCRATCH, Buffer, KernelProgram, KernelStep, Unrecordable
-from attn_core.backends.shared.operator_recorder import FAKE_DEVICE
+from attn_core.backends.shared.programs.kernel_programs import (
+    RESULTS,
+    SCRATCH,
+    Buffer,
+    KernelProgram,
+    KernelStep,
+    Unrecordable,
+)
+from attn_core.backends.shared.programs.operator_recorder import FAKE_DEVICE
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs, dtype_name
 

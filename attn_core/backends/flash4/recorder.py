@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 from attn_core.backends.flash4.own_kernels import OPTIONS, OwnKernel, described
 from attn_core.backends.shared.cached_once import cached_once
-from attn_core.backends.shared.kernel_programs import Unrecordable
-from attn_core.backends.shared.operator_recorder import without_memory
+from attn_core.backends.shared.programs.kernel_programs import Unrecordable
+from attn_core.backends.shared.programs.operator_recorder import without_memory
 from attn_core.call.after_fork import free_in_children
 
 _FIRST_ADDRESS = 2**62

@@ -13,7 +13,7 @@ from attn_core.backends.flash4 import one_array
 from attn_core.backends.flash4.own_kernels import compiled_code
 from attn_core.backends.flash4.recorder import AddressOf, Launch
 from attn_core.backends.shared.cached_once import cached_once
-from attn_core.backends.shared.kernel_programs import Unrecordable
+from attn_core.backends.shared.programs.kernel_programs import Unrecordable
 
 
 def compile_step(target: str, call: Launch, slots: list[tuple[int, int | None]], by_slot: list[Any]) -> Any:

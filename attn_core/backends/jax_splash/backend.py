@@ -29,8 +29,8 @@ from typing import Any
 
 from attn_core.backends.jax_splash import operands, visibility
 from attn_core.backends.jax_splash.visibility import InBand, PackedRows
-from attn_core.backends.shared.jax_promotion import usual_promotion
-from attn_core.backends.shared.xla_precision import product_precision
+from attn_core.backends.shared.in_jax.promotion import usual_promotion
+from attn_core.backends.shared.in_jax.xla_precision import product_precision
 from attn_core.backends.support import Build, Support
 from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec

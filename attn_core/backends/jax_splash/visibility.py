@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from attn_core.backends.shared.cached_once import cached_once
-from attn_core.backends.shared.jax_offsets import document_numbers, safe_offsets
+from attn_core.backends.shared.in_jax.offsets import document_numbers, safe_offsets
 from attn_core.call.masks import Band, band
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs

@@ -15,7 +15,7 @@ from attn_core.backends.jax_xla import row_maximum as maxima
 from attn_core.backends.jax_xla.tiles import BlockSizes
 from attn_core.backends.shared import tile_limits
 from attn_core.backends.shared.device_kinds import ANY
-from attn_core.backends.shared.jax_promotion import usual_promotion
+from attn_core.backends.shared.in_jax.promotion import usual_promotion
 from attn_core.backends.support import Build, Support
 from attn_core.call.functions import has_functions
 from attn_core.call.masks import band

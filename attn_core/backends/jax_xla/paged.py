@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from attn_core.backends.shared.paged_as_dense import dense_rows
+from attn_core.backends.shared.pages.as_dense import dense_rows
 from attn_core.call.key_ranges import contains
 from attn_core.call.masks import band
 from attn_core.call.pages import PagedKV

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
-from attn_core.backends.shared.xla_precision import product_precision
+from attn_core.backends.shared.in_jax.xla_precision import product_precision
 from attn_core.call.seq_info import is_number
 from attn_core.call.spec import AttentionSpec
 

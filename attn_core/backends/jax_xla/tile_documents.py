@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from attn_core.backends.jax_xla.tiles import zero_like
-from attn_core.backends.shared.jax_offsets import safe_offsets
+from attn_core.backends.shared.in_jax.offsets import safe_offsets
 from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs

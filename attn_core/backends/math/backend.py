@@ -19,15 +19,13 @@ from dataclasses import replace
 from typing import Any
 
 from attn_core.backends.math import fixed_tiles, paged
-from attn_core.backends.shared import (
-    plain_attention,
-    plain_row_maximum,
-    plain_second_tangents,
-    plain_tangents,
-    tile_limits,
-)
-from attn_core.backends.shared.block_operands import SavedTensors
+from attn_core.backends.shared import tile_limits
 from attn_core.backends.shared.device_kinds import ANY
+from attn_core.backends.shared.plain import attention as plain_attention
+from attn_core.backends.shared.plain import row_maximum as plain_row_maximum
+from attn_core.backends.shared.plain import second_tangents as plain_second_tangents
+from attn_core.backends.shared.plain import tangents as plain_tangents
+from attn_core.backends.shared.plain.block_operands import SavedTensors
 from attn_core.backends.support import Build, Support
 from attn_core.call.masks import band
 from attn_core.call.pages import BITS

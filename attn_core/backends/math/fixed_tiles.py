@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 from attn_core.backends.math.tile_operands import KEY_TILE, QUERY_TILE, Part, Tiles, parts, tiles_of
 from attn_core.backends.shared.autograd import without_gradient
-from attn_core.backends.shared.contained_sums import products, sum_over_keys, sum_over_rows
-from attn_core.backends.shared.plain_attention import without_autocast
+from attn_core.backends.shared.plain.attention import without_autocast
+from attn_core.backends.shared.plain.contained_sums import products, sum_over_keys, sum_over_rows
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from attn_core.backends.math import fixed_tiles
-from attn_core.backends.shared import plain_attention
-from attn_core.backends.shared.paged_as_dense import dense_rows, packed_documents
-from attn_core.backends.shared.pools import query_offsets
-from attn_core.backends.shared.quantised_pages import in_pages, with_rings
-from attn_core.backends.shared.split_documents import documents_between
+from attn_core.backends.shared.pages.as_dense import dense_rows, packed_documents
+from attn_core.backends.shared.pages.pools import query_offsets
+from attn_core.backends.shared.pages.quantised import in_pages, with_rings
+from attn_core.backends.shared.parts.split_documents import documents_between
+from attn_core.backends.shared.plain import attention as plain_attention
 from attn_core.call.key_ranges import contains
 from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec

@@ -20,11 +20,12 @@ from typing import Any
 
 from attn_core.backends.sdpa_cudnn.empty_rows import forward_binding, zero_for_empty_rows
 from attn_core.backends.sdpa_cudnn.operands import additive, as_allocated_for, kernel_bias, without_memory
-from attn_core.backends.shared import operator_program, rewrites
+from attn_core.backends.shared import rewrites
 from attn_core.backends.shared.aten_masks import additive_of, explicit, limits, needed_band
 from attn_core.backends.shared.autograd import without_gradient
 from attn_core.backends.shared.incoming_gradients import copy_other_layouts
-from attn_core.backends.shared.kernel_programs import KernelProgram
+from attn_core.backends.shared.programs import operator_program
+from attn_core.backends.shared.programs.kernel_programs import KernelProgram
 from attn_core.backends.support import Build, Support
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs

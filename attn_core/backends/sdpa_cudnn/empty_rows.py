@@ -10,7 +10,7 @@ from typing import Any
 
 from attn_core.backends.shared.autograd import recording
 from attn_core.backends.shared.cached_once import cached_once
-from attn_core.backends.shared.operator_recorder import outside
+from attn_core.backends.shared.programs.operator_recorder import outside
 
 TRIALS = ((1, 64), (130, 128))
 """(queries, head_dim) of the calls that are tried. One query and many queries run on different kernels."""

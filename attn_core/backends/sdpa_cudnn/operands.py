@@ -7,7 +7,7 @@ from typing import Any
 
 from attn_core.backends.sdpa_cudnn.empty_rows import forward_binding, zero_for_empty_rows
 from attn_core.backends.shared import aten_masks
-from attn_core.backends.shared.operator_recorder import outside
+from attn_core.backends.shared.programs.operator_recorder import outside
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
 

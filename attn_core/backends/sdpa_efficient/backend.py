@@ -22,10 +22,11 @@ from typing import Any
 from attn_core.backends.sdpa_efficient import limits
 from attn_core.backends.sdpa_efficient import operands as tensors
 from attn_core.backends.sdpa_efficient.limits import NAME
-from attn_core.backends.shared import aten_masks, kernel_limits, operator_program, rewrites
+from attn_core.backends.shared import aten_masks, kernel_limits, rewrites
 from attn_core.backends.shared.autograd import without_gradient
 from attn_core.backends.shared.incoming_gradients import copy_unaligned
-from attn_core.backends.shared.kernel_programs import KernelProgram
+from attn_core.backends.shared.programs import operator_program
+from attn_core.backends.shared.programs.kernel_programs import KernelProgram
 from attn_core.backends.support import Build, Support
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any
 
-from attn_core.backends.shared import plain_attention
+from attn_core.backends.shared.plain import attention as plain_attention
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from attn_core.backends.shared.split_documents import DocumentSlices, dense_inputs, dense_spec, documents
+from attn_core.backends.shared.parts.split_documents import DocumentSlices, dense_inputs, dense_spec, documents
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
 

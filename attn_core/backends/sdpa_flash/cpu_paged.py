@@ -15,7 +15,7 @@ import numpy as np
 
 from attn_core.backends.sdpa_flash import containment, cpu_lone_pages
 from attn_core.backends.sdpa_flash.cpu_kernel import has_tiles, kernels, run_twice
-from attn_core.backends.shared.paged_as_dense import packed_documents
+from attn_core.backends.shared.pages.as_dense import packed_documents
 from attn_core.backends.shared.sinks import with_sinks
 from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec

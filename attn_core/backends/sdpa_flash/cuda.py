@@ -16,12 +16,13 @@ from dataclasses import replace
 from functools import cache, lru_cache, partial
 from typing import Any
 
-from attn_core.backends.shared import operator_program, rewrites
+from attn_core.backends.shared import rewrites
 from attn_core.backends.shared.aten_masks import limits, needed_band
 from attn_core.backends.shared.autograd import without_gradient
 from attn_core.backends.shared.device_kinds import compute_capability
 from attn_core.backends.shared.incoming_gradients import copy_unaligned
-from attn_core.backends.shared.kernel_programs import KernelProgram
+from attn_core.backends.shared.programs import operator_program
+from attn_core.backends.shared.programs.kernel_programs import KernelProgram
 from attn_core.backends.support import Build, Support
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs

@@ -15,8 +15,8 @@ from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any
 
-from attn_core.backends.shared.kernel_programs import KernelProgram
-from attn_core.backends.shared.triton import launch
+from attn_core.backends.shared.programs.kernel_programs import KernelProgram
+from attn_core.backends.shared.programs.triton import launch
 from attn_core.backends.support import Build, Support
 from attn_core.backends.triton_jvp import launches, maximum
 from attn_core.backends.triton_jvp.launches import Tiles

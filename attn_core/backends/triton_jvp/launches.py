@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from attn_core.backends.shared.triton import Description
+from attn_core.backends.shared.programs.triton import Description
 from attn_core.call.spec import AttentionSpec
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from attn_core.backends.shared import triton_programs
-from attn_core.backends.shared.kernel_programs import Buffer, KernelProgram
-from attn_core.backends.shared.triton import Description, launch
+from attn_core.backends.shared.programs import triton_programs
+from attn_core.backends.shared.programs.kernel_programs import Buffer, KernelProgram
+from attn_core.backends.shared.programs.triton import Description, launch
 from attn_core.backends.triton_jvp.launches import Tiles, width
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs

@@ -17,7 +17,7 @@ from typing import Any
 
 from attn_core.backends.shared.in_order import order
 from attn_core.backends.shared.kernel_limits import GRID_LIMIT
-from attn_core.backends.shared.kernel_programs import KernelProgram
+from attn_core.backends.shared.programs.kernel_programs import KernelProgram
 from attn_core.backends.support import Build, Support
 from attn_core.backends.triton_ordered import calls, gradients, launches
 from attn_core.call.spec import AttentionSpec
@@ -114,7 +114,7 @@ def program_refuses(spec: AttentionSpec, device: str) -> tuple[str, ...]:
 def program(spec: AttentionSpec, direction: str, with_dlse: bool = False) -> KernelProgram:
     """Returns the kernels of a call on the current GPU, and the buffers between them, as ``flash4`` does.
 
-    Raises Unrecordable if this jaxlib or Triton differs from those that ``shared.triton_programs`` knows.
+    Raises Unrecordable if this jaxlib or Triton differs from those that ``shared.programs.triton_programs`` knows.
     """
     import torch
 

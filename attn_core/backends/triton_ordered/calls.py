@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from attn_core.backends.shared.in_order import merge
 from attn_core.backends.shared.in_order.order import how
-from attn_core.backends.shared.triton import launch
+from attn_core.backends.shared.programs.triton import launch
 from attn_core.backends.triton_ordered import gradients, launches
 from attn_core.call.counters import operand_copied
 from attn_core.call.spec import AttentionSpec

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from attn_core.backends.shared.in_order.order import sequences
-from attn_core.backends.shared.triton import Description
+from attn_core.backends.shared.programs.triton import Description
 from attn_core.backends.triton_ordered.launches import by_row, slope_row
 from attn_core.call.spec import AttentionSpec
 

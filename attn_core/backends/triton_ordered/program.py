@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from attn_core.backends.shared import triton_programs
 from attn_core.backends.shared.in_order import merge
 from attn_core.backends.shared.in_order.order import how
-from attn_core.backends.shared.kernel_programs import SCRATCH, Buffer, KernelProgram, KernelStep
-from attn_core.backends.shared.triton import Description
+from attn_core.backends.shared.programs import triton_programs
+from attn_core.backends.shared.programs.kernel_programs import SCRATCH, Buffer, KernelProgram, KernelStep
+from attn_core.backends.shared.programs.triton import Description
 from attn_core.backends.triton_ordered import calls, gradients, launches
 from attn_core.call.spec import AttentionSpec
 

@@ -19,9 +19,9 @@ from typing import Any
 from attn_core.backends.shared.device_kinds import compute_capability
 from attn_core.backends.shared.in_order.order import Tiles, how, settings_of
 from attn_core.backends.shared.kernel_limits import GRID_LIMIT
-from attn_core.backends.shared.kernel_programs import KernelProgram
-from attn_core.backends.shared.pools import rings
-from attn_core.backends.shared.triton import launch
+from attn_core.backends.shared.pages.pools import rings
+from attn_core.backends.shared.programs.kernel_programs import KernelProgram
+from attn_core.backends.shared.programs.triton import launch
 from attn_core.backends.support import Build, Support
 from attn_core.backends.triton_splitkv import launches, ordered_call
 from attn_core.backends.triton_splitkv.shares import rows_of, splits, tiles
@@ -225,7 +225,7 @@ def program_refuses(spec: AttentionSpec, device: str) -> tuple[str, ...]:
 def program(spec: AttentionSpec, direction: str, with_dlse: bool = False) -> KernelProgram:
     """Returns the kernels of a call on the current GPU, and the buffers between them, as ``flash4`` does.
 
-    Raises Unrecordable if this jaxlib or Triton differs from those that ``shared.triton_programs`` knows.
+    Raises Unrecordable if this jaxlib or Triton differs from those that ``shared.programs.triton_programs`` knows.
     """
     import torch
 

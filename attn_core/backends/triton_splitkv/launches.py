@@ -7,8 +7,8 @@ from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 from attn_core.backends.shared.in_order.order import Tiles, grid_of
-from attn_core.backends.shared.pools import pools
-from attn_core.backends.shared.triton import Description, Direct
+from attn_core.backends.shared.pages.pools import pools
+from attn_core.backends.shared.programs.triton import Description, Direct
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import PagedInputs
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from attn_core.backends.shared.in_order import merge
 from attn_core.backends.shared.in_order.order import PROVEN, How, blocks, grid_of, how
-from attn_core.backends.shared.triton import Description, Direct, launch
+from attn_core.backends.shared.programs.triton import Description, Direct, launch
 from attn_core.backends.triton_splitkv.launches import Launches, are_near, operands_of
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import PagedInputs

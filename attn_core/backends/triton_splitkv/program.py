@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from attn_core.backends.shared import triton_programs
 from attn_core.backends.shared.in_order import merge as merge_in_order
 from attn_core.backends.shared.in_order.order import How, Tiles
-from attn_core.backends.shared.kernel_programs import SCRATCH, Buffer, KernelProgram
+from attn_core.backends.shared.programs import triton_programs
+from attn_core.backends.shared.programs.kernel_programs import SCRATCH, Buffer, KernelProgram
 from attn_core.backends.triton_splitkv import launches, ordered_call
 from attn_core.call.spec import AttentionSpec
 from attn_core.paged.arguments import one_query_each

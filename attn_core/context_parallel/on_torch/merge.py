@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from attn_core.backends.shared.triton import has_triton
+from attn_core.backends.shared.programs.triton import has_triton
 
 
 def merge(out: Any, lse: Any, part_out: Any, part_lse: Any) -> None:

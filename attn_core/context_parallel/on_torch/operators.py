@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from attn_core import backends
-from attn_core.backends.shared import operator_recorder
-from attn_core.backends.shared.kernel_programs import Unrecordable
+from attn_core.backends.shared.programs import operator_recorder
+from attn_core.backends.shared.programs.kernel_programs import Unrecordable
 from attn_core.context_parallel.on_torch.step import PartStep, StepCall, prepare_part
 from attn_core.context_parallel.places import places_of_tile
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from attn_core.backends.shared.triton import Description, Direct, launch
+from attn_core.backends.shared.programs.triton import Description, Direct, launch
 from attn_core.call.spec import AttentionSpec
 
 
@@ -27,7 +27,7 @@ def kernel() -> Any:
 
 
 def launch_merge(spec: AttentionSpec, operands: tuple[Any, ...], shares: int, device: int) -> Direct | None:
-    """Adds partial results into out and lse; see ``shared.triton.launch`` for the result.
+    """Adds partial results into out and lse; see ``shared.programs.triton.launch`` for the result.
 
     Args:
         operands: parts ``[shares, tokens, heads, dim]`` and their log-sum-exps ``[shares, heads, tokens]``, the sinks,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from attn_core.backends.shared.pools import query_offsets
-from attn_core.backends.shared.quantised_pages import in_slots, with_rings, working_dtype
+from attn_core.backends.shared.pages.pools import query_offsets
+from attn_core.backends.shared.pages.quantised import in_slots, with_rings, working_dtype
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs, PagedInputs
 

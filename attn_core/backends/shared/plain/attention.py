@@ -9,10 +9,13 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any
 
-from attn_core.backends.shared import small_attention
 from attn_core.backends.shared.autograd import without_gradient
-from attn_core.backends.shared.block_attention import LN2, backward_block, forward_block, rows_first
-from attn_core.backends.shared.block_operands import (
+from attn_core.backends.shared.parts.call_chunks import CallChunk, chunks
+from attn_core.backends.shared.parts.row_blocks import blocks
+from attn_core.backends.shared.parts.split_documents import DocumentSlices
+from attn_core.backends.shared.plain import small_attention
+from attn_core.backends.shared.plain.block_attention import LN2, backward_block, forward_block, rows_first
+from attn_core.backends.shared.plain.block_operands import (
     WINDOW_BLOCK,
     BlockOperands,
     SavedTensors,
@@ -22,9 +25,6 @@ from attn_core.backends.shared.block_operands import (
     has_narrow_window,
     operands_of,
 )
-from attn_core.backends.shared.call_chunks import CallChunk, chunks
-from attn_core.backends.shared.row_blocks import blocks
-from attn_core.backends.shared.split_documents import DocumentSlices
 from attn_core.call.functions import DAUX, aux_of
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs

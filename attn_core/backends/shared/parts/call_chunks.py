@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from attn_core.backends.shared.block_operands import BlockOperands, SavedTensors, Sums
+from attn_core.backends.shared.plain.block_operands import BlockOperands, SavedTensors, Sums
 from attn_core.call.functions import has_functions
 from attn_core.call.spec import AttentionSpec
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from attn_core.backends.shared.autograd import without_gradient
 from attn_core.backends.shared.cached_once import cached_once
-from attn_core.backends.shared.kernel_programs import Unrecordable
+from attn_core.backends.shared.programs.kernel_programs import Unrecordable
 
 MOST_OPERATORS = 400
 """The most operators of a text. A function that runs more is a loop over blocks, whose launches would take longer than

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from attn_core.backends.shared.pools import pools, query_offsets, safe_tables
+from attn_core.backends.shared.pages.pools import pools, query_offsets, safe_tables
 from attn_core.backends.shared.rewrites import readable, writable
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import PagedInputs

@@ -1,7 +1,7 @@
 """The program of a call whose backend runs operators of torch alone: XLA runs them without Python.
 
-``shared.operator_recorder`` records what the backend's own forward or backward does, so both lanes run the same
-operators on the same operands, and their results have the same bits.
+``shared.programs.operator_recorder`` records what the backend's own forward or backward does. So both
+lanes run the same operators on the same operands, and their results have the same bits.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from attn_core.backends.shared import dry_run, operator_library, operator_recorder
-from attn_core.backends.shared.kernel_programs import OPERATOR, Buffer, KernelProgram, KernelStep
-from attn_core.backends.shared.operator_recorder import FAKE_DEVICE, FakeResults
+from attn_core.backends.shared import dry_run
+from attn_core.backends.shared.programs import operator_library, operator_recorder
+from attn_core.backends.shared.programs.kernel_programs import OPERATOR, Buffer, KernelProgram, KernelStep
+from attn_core.backends.shared.programs.operator_recorder import FAKE_DEVICE, FakeResults
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs, dtype_name
 

@@ -18,7 +18,9 @@ from __future__ import annotations
 from typing import Any
 
 from attn_core.backends.shared.autograd import without_gradient
-from attn_core.backends.shared.block_attention import (
+from attn_core.backends.shared.parts.row_blocks import RowBlock, blocks
+from attn_core.backends.shared.plain.attention import QUERY_BLOCK, gradients_of, without_autocast
+from attn_core.backends.shared.plain.block_attention import (
     LOG2E,
     capped_scores,
     dropout_factors,
@@ -31,11 +33,9 @@ from attn_core.backends.shared.block_attention import (
     scores_of,
     zero_hidden,
 )
-from attn_core.backends.shared.block_operands import BlockOperands, SavedTensors, Sums, empty_sums, operands_of
-from attn_core.backends.shared.contained_sums import products, sum_over_keys, sum_over_rows
-from attn_core.backends.shared.plain_attention import QUERY_BLOCK, gradients_of, without_autocast
-from attn_core.backends.shared.plain_tangents import Moves, moved_scores, moves_of
-from attn_core.backends.shared.row_blocks import RowBlock, blocks
+from attn_core.backends.shared.plain.block_operands import BlockOperands, SavedTensors, Sums, empty_sums, operands_of
+from attn_core.backends.shared.plain.contained_sums import products, sum_over_keys, sum_over_rows
+from attn_core.backends.shared.plain.tangents import Moves, moved_scores, moves_of
 from attn_core.call.functions import slope
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs, Tangents

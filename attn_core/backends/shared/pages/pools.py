@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from attn_core.backends.shared.programs.triton import Description, has_triton, launch
 from attn_core.backends.shared.rewrites import is_readable, readable
-from attn_core.backends.shared.triton import Description, has_triton, launch
 from attn_core.call.pages import PagedKV
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import PagedInputs

@@ -12,8 +12,8 @@ import zlib
 from functools import lru_cache
 from typing import Any
 
-from attn_core.backends.shared.kernel_programs import KernelStep, Unrecordable
-from attn_core.backends.shared.triton import Description
+from attn_core.backends.shared.programs.kernel_programs import KernelStep, Unrecordable
+from attn_core.backends.shared.programs.triton import Description
 
 TARGET = "triton_kernel_call_ffi"
 """jaxlib's name of the custom call."""

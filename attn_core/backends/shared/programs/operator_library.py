@@ -15,7 +15,7 @@ import tempfile
 from importlib import metadata
 from pathlib import Path
 
-from attn_core.backends.shared.private_folder import UnsafeFolderError, private_folder
+from attn_core.backends.shared.programs.private_folder import UnsafeFolderError, private_folder
 
 SOURCE = Path(__file__).with_name("operator_call.cc")
 LIMIT = 600

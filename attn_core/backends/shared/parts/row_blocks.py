@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from attn_core.backends.shared.split_documents import DocumentSlices, documents
+from attn_core.backends.shared.parts.split_documents import DocumentSlices, documents
 from attn_core.call.masks import Band, band
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from attn_core.backends.shared.autograd import without_gradient
-from attn_core.backends.shared.block_attention import LN2, hidden_in, scores_of
-from attn_core.backends.shared.block_operands import operands_of
-from attn_core.backends.shared.plain_attention import block_sizes, with_scratch, without_autocast
-from attn_core.backends.shared.row_blocks import blocks
+from attn_core.backends.shared.parts.row_blocks import blocks
+from attn_core.backends.shared.plain.attention import block_sizes, with_scratch, without_autocast
+from attn_core.backends.shared.plain.block_attention import LN2, hidden_in, scores_of
+from attn_core.backends.shared.plain.block_operands import operands_of
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
 

@@ -12,7 +12,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from attn_core.backends.shared.autograd import without_gradient
-from attn_core.backends.shared.block_attention import (
+from attn_core.backends.shared.parts.row_blocks import RowBlock, blocks
+from attn_core.backends.shared.plain.attention import QUERY_BLOCK, without_autocast
+from attn_core.backends.shared.plain.block_attention import (
     dropout_factors,
     heads_first,
     hidden_in,
@@ -23,10 +25,8 @@ from attn_core.backends.shared.block_attention import (
     softmax,
     zero_hidden,
 )
-from attn_core.backends.shared.block_operands import BlockOperands, operands_of
-from attn_core.backends.shared.contained_sums import products, sum_over_keys
-from attn_core.backends.shared.plain_attention import QUERY_BLOCK, without_autocast
-from attn_core.backends.shared.row_blocks import RowBlock, blocks
+from attn_core.backends.shared.plain.block_operands import BlockOperands, operands_of
+from attn_core.backends.shared.plain.contained_sums import products, sum_over_keys
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs, Tangents
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from attn_core.backends.shared.block_operands import BlockOperands, SavedTensors, Sums
-from attn_core.backends.shared.contained_sums import products, sum_over_keys, sum_over_rows
-from attn_core.backends.shared.row_blocks import RowBlock
+from attn_core.backends.shared.parts.row_blocks import RowBlock
+from attn_core.backends.shared.plain.block_operands import BlockOperands, SavedTensors, Sums
+from attn_core.backends.shared.plain.contained_sums import products, sum_over_keys, sum_over_rows
 from attn_core.call.dropout import keep
 from attn_core.call.functions import lookup_slopes, slope
 from attn_core.call.key_ranges import contains

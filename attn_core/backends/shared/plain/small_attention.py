@@ -8,9 +8,9 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-from attn_core.backends.shared.block_attention import LOG2E, factor_of, softmax
-from attn_core.backends.shared.block_operands import WINDOW_BLOCK
-from attn_core.backends.shared.contained_sums import products, sum_over_keys
+from attn_core.backends.shared.plain.block_attention import LOG2E, factor_of, softmax
+from attn_core.backends.shared.plain.block_operands import WINDOW_BLOCK
+from attn_core.backends.shared.plain.contained_sums import products, sum_over_keys
 from attn_core.call.functions import has_functions
 from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec

@@ -1,0 +1,1 @@
+"""What backends in JAX have in common."""

@@ -1,0 +1,1 @@
+"""Keys and values in pages, for backends that read pages or gather them."""

@@ -1,0 +1,1 @@
+"""Calls that a backend computes in parts, or in another form: blocks of rows, chunks, documents."""

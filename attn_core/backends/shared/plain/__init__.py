@@ -1,0 +1,1 @@
+"""Attention and its derivatives in plain operations of torch or JAX."""
