@@ -7,6 +7,7 @@ flash-attn is not installed here. Its signatures are data, read from its sources
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from importlib import import_module
 from itertools import pairwise
 from typing import Any
@@ -17,7 +18,8 @@ import pytest
 import torch
 from frameworks import BOTH, JAX, TORCH, Framework, as_numpy
 
-from attn_core import DTypeError, ShapeError, SpecError
+import torch_frontend
+from attn_core import DTypeError, NoBackendError, ShapeError, SpecError
 
 pytestmark = pytest.mark.rotates
 
@@ -521,6 +523,24 @@ BAD_CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"return_attn_probs": 1}, SpecError, r"^return_attn_probs=1"),
     ({"k": draw(BATCH, KV_LEN, 4, DIM)}, ShapeError, r"^v: expected the heads of k"),
 ]
+
+
+@pytest.mark.parametrize("more", [{}, {"alibi_slopes": draw(HEADS)}, {"cache_leftpad": ints(1, 0)}], ids=str)
+def test_a_call_that_no_backend_can_run_writes_nothing(more: dict[str, Any]) -> None:
+    """Before and after the same call ran on another backend, whose checks are not made again."""
+    caches = [torch.from_numpy(draw(BATCH, KV_LEN, KV_HEADS, DIM, seed=seed)) for seed in (1, 2)]
+    tensors = [torch.from_numpy(draw(BATCH, 1, heads, DIM)) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    named = {name: torch.from_numpy(value) for name, value in {"cache_seqlens": ints(3, 4), **more}.items()}
+    before = [cache.clone() for cache in caches]
+    call = partial(module(TORCH).flash_attn_with_kvcache, tensors[0], *caches, *tensors[1:], causal=True, **named)
+    for _ in range(2):
+        with torch_frontend.use_backend("triton_splitkv"), pytest.raises(NoBackendError):
+            call()
+        assert all(map(torch.equal, caches, before))
+        call()
+        assert not any(map(torch.equal, caches, before))
+        for cache, old in zip(caches, before, strict=True):
+            cache.copy_(old)
 
 
 @pytest.mark.parametrize(("how", "error", "says"), BAD_CALLS, ids=lambda value: value if isinstance(value, str) else "")

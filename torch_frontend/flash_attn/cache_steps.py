@@ -6,10 +6,14 @@ from typing import Any
 
 import torch
 
+from attn_core.call.options import Options
+from attn_core.call.tensors import PagedInputs
 from attn_core.dropins.flash_attn_cache import Cached, check_positions, check_values
+from attn_core.selection import override
 from torch_frontend.flash_attn.probabilities import places_in_documents
 from torch_frontend.paged import constant_tables
 from torch_frontend.paged.attention import append_kv
+from torch_frontend.paged.plan import gather_arguments, metadata, options_of, plan_call
 
 Tensor = torch.Tensor
 
@@ -47,3 +51,19 @@ def append(call: Cached, pages: Tensor, seq_lens: Tensor, interleaved: bool) -> 
     if call.rotary_cos is not None:
         tables |= {"rotary": (call.rotary_cos, call.rotary_sin), "rotary_interleaved": interleaved}
     append_kv(call.k_cache, call.v_cache, call.k.flatten(0, 1), call.v.flatten(0, 1), **tables)
+
+
+def planned(tensors: tuple[Tensor, Tensor, Tensor], how: dict[str, Any]) -> tuple[PagedInputs, Options]:
+    """Returns the arguments of a call of ``paged_attention`` in the form that ``paged.plan.run`` takes.
+
+    Raises the errors of ``paged_attention``, also if no backend can run the call.
+
+    Args:
+        tensors: q, k_pages and v_pages. how: keywords.
+    """
+    names = ("causal", "window", "softcap", "scale", "deterministic", "return_lse", "max_len_q")
+    tables = how["block_table"], how["seq_lens"], how.get("cu_seqlens_q")
+    beside = how.get("sinks"), how.get("max_len_q"), None, how.get("alibi_slopes"), how.get("kv_starts")
+    inputs, options = gather_arguments(*tensors, *tables, *beside), options_of(*[how.get(name) for name in names])
+    plan_call(metadata(inputs), options, override.requested())
+    return inputs, options

@@ -23,6 +23,7 @@ from torch_frontend.flash_attn import seen_kvcache
 from torch_frontend.flash_attn.cache_steps import (
     append,
     check_host_values,
+    planned,
     positions_by_offsets,
     positions_of,
 )
@@ -31,6 +32,7 @@ from torch_frontend.flash_attn.probabilities import lse_of_flash_attn
 from torch_frontend.paged import constant_tables
 from torch_frontend.paged.attention import paged_attention
 from torch_frontend.paged.dense_caches import in_rows
+from torch_frontend.paged.plan import run
 from torch_frontend.paged.rotary import apply_rotary
 
 Tensor = torch.Tensor
@@ -161,8 +163,6 @@ def _attend(
         else:
             positions = positions_by_offsets(before, len(call.q), offsets, banded)
         q = apply_rotary(q, call.rotary_cos, call.rotary_sin, positions=positions, interleaved=interleaved)
-    if new:
-        append(call, pages, seq_lens, interleaved)
     how = {**options, "block_table": pages, "seq_lens": seq_lens}
     if call.cu_seqlens_q is not None:
         how |= {"cu_seqlens_q": call.cu_seqlens_q, "max_len_q": longest}
@@ -172,7 +172,16 @@ def _attend(
         how["alibi_slopes"] = call.alibi_slopes
     if call.cache_leftpad is not None:
         how["kv_starts"] = call.cache_leftpad
-    results = paged_attention(q.flatten(0, -3), call.k_cache, call.v_cache, **how)
+    tensors = q.flatten(0, -3), call.k_cache, call.v_cache
+    if new and not (torch.compiler.is_compiling() or tensor_kinds.is_watched(q)):
+        arguments = planned(tensors, how)  # before anything is written, because it may find no backend
+        append(call, pages, seq_lens, interleaved)
+        pair = run(*arguments, None)
+        results: Any = pair if options["return_lse"] else pair[0]
+    else:
+        if new:
+            append(call, pages, seq_lens, interleaved)
+        results = paged_attention(*tensors, **how)
     if call.cu_seqlens_q is not None:
         return results
     both = results if options["return_lse"] else (results, None)

@@ -25,6 +25,7 @@ from torch_frontend.flash_attn.cache_steps import append, check_host_values, pos
 from torch_frontend.paged import constant_tables, seen_appends, seen_calls
 from torch_frontend.paged.attention import paged_attention
 from torch_frontend.paged.dense_caches import in_rows
+from torch_frontend.paged.plan import options_of, plan_call
 from torch_frontend.paged.rotary import apply_rotary, repeated_on_gpu
 
 Tensor = torch.Tensor
@@ -200,10 +201,17 @@ def _rotate_by_torch(q: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, int
 def _attention(
     call: Cached, tokens: int, requested: tuple[str, ...] | None, values: tuple[Any, ...]
 ) -> seen_calls.SeenCall | None:
-    """Plans the attention of a call with tables; None if its backend has no fast path for it."""
-    if call.alibi_slopes is not None or call.cache_leftpad is not None:
-        return None
+    """Plans the attention of a call with tables; None if its backend has no fast path for it.
+
+    Raises NoBackendError if none can run it.
+    """
     tensors = (_flat(call.q), call.k_cache, call.v_cache, call.block_table, call.cache_seqlens)
+    if call.alibi_slopes is not None or call.cache_leftpad is not None:
+        offsets = None if tokens == 1 else _offsets(call)
+        entries = (*tensors, offsets, None, None, call.alibi_slopes, call.cache_leftpad, *(None,) * 5)
+        longest = None if tokens == 1 else tokens
+        plan_call(entries, options_of(*values, longest), requested)  # type: ignore[call-arg]
+        return None
     more = (None, None, None) if tokens == 1 else (_offsets(call), None, None)
     key = [entry[at] for at in range(3) for entry in tensors]  # the shapes, the dtypes, then the devices
     return seen_calls.seen_call(*key, None, more, requested, *values, None if tokens == 1 else tokens)
