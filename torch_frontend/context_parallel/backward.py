@@ -85,30 +85,28 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Returns (dq, dk, dv, dsinks) of a shard; dsinks is this rank's share of the sum over ranks."""
     call, dsinks = plan.call, None if sinks is None else torch.zeros_like(sinks)
-    rows = [dout] if dlse is None else [dout, dlse.transpose(1, 2)[..., None]]  # dlse as [batch, shard, heads, 1]
 
-    def start(group: int) -> tuple[Keys, PendingExchange[list[Tensor]]]:
+    def start(group: int) -> tuple[Keys, PendingExchange[tuple[Tensor, Tensor | None]]]:
         """Starts the exchanges of a group's keys, unless the forward kept them, and of its dout and dlse."""
         saved = residuals[group]
         # The fields from 5 on are gathered_k and gathered_v, None unless the forward kept them.
         keys = Keys(plan, (saved.k, saved.v), [each for each in saved[5:] if each is not None])
-        return keys, forward.start_rows(plan, group, *rows)
+        return keys, forward.start_rows(plan, group, dout, dlse)
 
     groups: list[GroupGradients] = []
     shards: list[PendingExchange[list[Tensor]]] = []
     for group, (keys, pending) in prefetch(call.head_groups, start):
-        saved, (dout_rows, *rest) = residuals[group], pending.wait()
-        dlse_rows = rest[0][..., 0].transpose(1, 2) if rest else None
+        saved, (dout_rows, dlse_rows) = residuals[group], pending.wait()
         if dsinks is not None and sinks is not None:
             own = sink_gradient(forward.own_heads(plan, sinks, group), saved.out, saved.lse, dout_rows, dlse_rows)
             forward.own_heads(plan, dsinks, group).copy_(own)
-        compute = _gathered_gradients if call.plan.gathers else _ring_gradients
+        compute = _gathered_gradients if plan.gathers else _ring_gradients
         groups.append(compute(plan, saved, partial(_steps, saved, keys, dout_rows, dlse_rows)))
         if plan.outer.size == 1:  # nothing is pending: start the exchange of heads before the next group computes
             shards.append(_start_shards(plan, groups.pop().wait(), saved.q.dtype))
-        del keys, pending, dout_rows, dlse_rows, rest
+        del keys, pending, dout_rows, dlse_rows
     shards += [_start_shards(plan, each.wait(), residuals[0].q.dtype) for each in groups]
-    dq, dk, dv = (forward.join_groups(list(each)) for each in zip(*(each.wait() for each in shards), strict=True))
+    dq, dk, dv = (forward.join_groups(plan, each) for each in zip(*(each.wait() for each in shards), strict=True))
     if call.repeats > 1:  # the copies of a kv head lie side by side
         dk, dv = (each.unflatten(2, (-1, call.repeats)).sum(3).to(dq.dtype) for each in (dk, dv))
     return dq, dk, dv, dsinks
@@ -168,8 +166,11 @@ def _ring_gradients(plan: RankPlan, saved: Residuals, steps: Steps) -> GroupGrad
             continue
         # The first rank that sees a block starts its sum; the others add to the sum that arrived.
         starts = step.border is not None or pending is None
-        pair = _zeros(plan, saved, step) if starts else pending.wait()  # type: ignore[union-attr]
-        queries = _add_key_gradients(tiles, gradients, [Total.in_place(each) for each in pair])
+        pair = _empty(plan, saved, step) if starts else pending.wait()  # type: ignore[union-attr]
+        sums = [Total(each, each.shape[1], each.dtype, each) if starts else Total.in_place(each) for each in pair]
+        queries = _add_key_gradients(tiles, gradients, sums)
+        for total in sums:
+            total.tensor()  # zeros if this rank has no tile
         if step.border is not None:
             of_borders.append((step.border, pair.hop(plan.outer, -step.shift)))
         else:
@@ -183,11 +184,11 @@ def _ring_gradients(plan: RankPlan, saved: Residuals, steps: Steps) -> GroupGrad
     return GroupGradients(dq, own, pending, of_borders, plan.lse_dtype)
 
 
-def _zeros(plan: RankPlan, saved: Residuals, step: Step) -> KVPair:
-    """Returns zeros for the gradients of the keys that travel for a step."""
+def _empty(plan: RankPlan, saved: Residuals, step: Step) -> KVPair:
+    """Returns memory for the gradients of the keys that travel for a step."""
     places = plan.k_size if step.border is None else borders.size(step.border)
     shapes = [(block.shape[0], places, *block.shape[2:]) for block in (saved.k, saved.v)]
-    return KVPair.zeros(shapes, saved.k, plan.sent_dtype)
+    return KVPair.empty(shapes, saved.k, plan.sent_dtype)
 
 
 def _totals(plan: RankPlan, saved: Residuals) -> tuple[Total, list[Total]]:
@@ -204,7 +205,7 @@ def _start_shards(plan: RankPlan, gradients: TileGradients, dtype: torch.dtype) 
     dq, *pair = gradients
     tensors = [dq.to(dtype), *(each if plan.call.repeats > 1 else each.to(dtype) for each in pair)]
     if plan.inner.size == 1:
-        return PendingExchange.ready([each[:, :, None] for each in tensors])
+        return PendingExchange.ready([each[:, :, None] for each in tensors] if plan.regroups else tensors)
     q_shard, k_shard = plan.call.plan.q_layout.shard, plan.call.plan.k_layout.shard
     places, shards = (plan.q_places, plan.k_places, plan.k_places), (q_shard, k_shard, k_shard)
     return exchange.positions_to_heads(plan.inner, tensors, places, shards)

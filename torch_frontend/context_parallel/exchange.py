@@ -14,11 +14,11 @@ import torch
 from attn_core.context_parallel.borders import Border
 from attn_core.context_parallel.on_torch.head_start import head_start
 from attn_core.context_parallel.on_torch.places import Places
+from torch_frontend.context_parallel import collectives as _c10d
 from torch_frontend.context_parallel.mesh import RankAxis
 
 Tensor = torch.Tensor
 T = TypeVar("T")
-_c10d = torch.ops._c10d_functional
 
 
 class PendingExchange(Generic[T]):
@@ -229,19 +229,22 @@ class KVPair:
     @classmethod
     def pack(cls, tensors: Sequence[Tensor]) -> KVPair:
         """Copies two tensors of one dtype into a buffer."""
-        pair = cls(tensors[0].new_empty(sum(tensor.numel() for tensor in tensors)), [each.shape for each in tensors])
+        shapes = [each.shape for each in tensors]
+        if all(tensor.is_contiguous() for tensor in tensors):  # one kernel
+            return cls(torch.cat([tensor.view(-1) for tensor in tensors]), shapes)
+        pair = cls(tensors[0].new_empty(sum(map(prod, shapes))), shapes)
         for part, tensor in zip(pair, tensors, strict=True):
             part.copy_(tensor)
         return pair
 
     @classmethod
-    def zeros(cls, shapes: Sequence[Sequence[int]], like: Tensor, dtype: torch.dtype) -> KVPair:
-        """Returns zeros on the device of ``like``."""
-        return cls(like.new_zeros(sum(map(prod, shapes)), dtype=dtype), shapes)
+    def empty(cls, shapes: Sequence[Sequence[int]], like: Tensor, dtype: torch.dtype) -> KVPair:
+        """Returns memory with undefined values on the device of ``like``."""
+        return cls(like.new_empty(sum(map(prod, shapes)), dtype=dtype), shapes)
 
     def __iter__(self) -> Iterator[Tensor]:
-        parts = self._buffer.split([prod(shape) for shape in self._shapes])
-        return (part.view(tuple(shape)) for part, shape in zip(parts, self._shapes, strict=True))
+        parts = torch.split_with_sizes(self._buffer, [prod(shape) for shape in self._shapes])
+        return (part.view(shape) for part, shape in zip(parts, self._shapes, strict=True))
 
     def hop(self, axis: RankAxis, distance: int) -> PendingExchange[KVPair]:
         """Sends the pair ``distance`` ranks on, in a ring; returns the pair that arrives from as far behind."""

@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 
 from attn_core.backends.shared.sinks import with_sinks
-from attn_core.context_parallel.call import keeps_borders, keeps_gathered
 from attn_core.context_parallel.on_torch import rows
 from attn_core.context_parallel.prefetch import prefetch
 from torch_frontend.context_parallel import exchange
@@ -43,9 +42,7 @@ def forward(
         q, k, v: shards ``[batch, shard, heads, dim]``.
         keep: whether there will be a backward; else there are no residuals.
     """
-    # Without a backward nobody reads the gathered keys again.
-    call, of_call = plan.call, (plan.call.spec, plan.call.plan)
-    keep_gathered = keep and (keeps_gathered(*of_call) or keeps_borders(*of_call))
+    keep_gathered = keep and plan.keeps  # without a backward nobody reads the gathered keys again
 
     def start(group: int) -> tuple[PendingExchange[list[Tensor]], Keys | None]:
         """Starts the exchange of a group's heads. If there is none, k and v are here, and their gather starts."""
@@ -53,7 +50,7 @@ def forward(
         return pending, Keys(plan, pending.wait()[1:], keep=keep_gathered) if plan.inner.size == 1 else None
 
     residuals, results = [], []
-    for group, (pending, keys) in prefetch(call.head_groups, start):
+    for group, (pending, keys) in prefetch(plan.call.head_groups, start):
         block = pending.wait()
         keys = keys or Keys(plan, block[1:], keep=keep_gathered)
         out, lse = _attend(plan, block, keys)
@@ -65,17 +62,24 @@ def forward(
             residuals.append(Residuals(*block, out, lse, *keys.gathered))  # type: ignore[call-arg]
         results.append(_start_results(plan, out, lse if with_lse else None))
         del pending, block, keys, out, lse  # free them before the next group computes
-    shards = [join_groups(list(each)) for each in zip(*(each.wait() for each in results), strict=True)]
+    shards = [join_groups(plan, each) for each in zip(*(each.wait() for each in results), strict=True)]
     if with_lse:
-        shards[1] = shards[1][..., 0].transpose(1, 2)  # [batch, shard, heads, 1] -> [batch, heads, shard]
-        # Exchanges fill places without a position with 0; a log-sum-exp without keys is -inf.
-        shards[1][:, :, plan.query_count :] = -torch.inf
+        if plan.regroups:
+            shards[1] = shards[1][..., 0].transpose(1, 2)  # [batch, shard, heads, 1] -> [batch, heads, shard]
+        if plan.query_count < shards[1].shape[2]:
+            # Exchanges fill places without a position with 0; a log-sum-exp without keys is -inf.
+            shards[1][:, :, plan.query_count :] = -torch.inf
     return shards, residuals
 
 
-def join_groups(groups: list[Tensor]) -> Tensor:
-    """Returns ``[batch, shard, ranks, heads of a group, dim]`` of every group as ``[batch, shard, heads, dim]``."""
-    return (torch.cat(groups, 3) if len(groups) > 1 else groups[0]).flatten(2, 3)
+def join_groups(plan: RankPlan, groups: Sequence[Tensor]) -> Tensor:
+    """Returns ``[batch, shard, ranks, heads of a group, dim]`` of every group as ``[batch, shard, heads, dim]``.
+
+    If the plan does not regroup heads, there is one group, which is ``[batch, shard, heads, dim]`` already.
+    """
+    if not plan.regroups:
+        return groups[0]
+    return (torch.cat(list(groups), 3) if len(groups) > 1 else groups[0]).flatten(2, 3)
 
 
 def _start_block(plan: RankPlan, q: Tensor, k: Tensor, v: Tensor, group: int) -> PendingExchange[list[Tensor]]:
@@ -91,6 +95,8 @@ def group_heads(plan: RankPlan, tensor: Tensor, group: int, *, kv: bool) -> Tens
 
     They are ``[batch, shard, heads, dim]``, or ``[batch, shard, ranks, heads of one, dim]`` if ranks exchange heads.
     """
+    if not plan.regroups:
+        return tensor
     call = plan.call
     if kv and call.repeats > 1:
         tensor = tensor.repeat_interleave(call.repeats, 2)
@@ -110,7 +116,12 @@ def _attend(plan: RankPlan, block: Sequence[Tensor], keys: Keys) -> tuple[Tensor
 
 
 def _start_results(plan: RankPlan, out: Tensor, lse: Tensor | None) -> PendingExchange[list[Tensor]]:
-    """Starts the exchange of a group's results; returns ``[batch, shard, ranks, heads, dim]`` of out and any lse."""
+    """Starts the exchange of a group's results; returns ``[batch, shard, ranks, heads, dim]`` of out and any lse.
+
+    If the plan does not regroup heads, they are returned as they are.
+    """
+    if not plan.regroups:
+        return PendingExchange.ready([out] if lse is None else [out, lse])
     tensors = [out] if lse is None else [out, lse.transpose(1, 2)[..., None]]  # lse as [batch, places, heads, 1]
     if plan.inner.size == 1:
         return PendingExchange.ready([tensor[:, :, None] for tensor in tensors])
@@ -118,12 +129,28 @@ def _start_results(plan: RankPlan, out: Tensor, lse: Tensor | None) -> PendingEx
     return exchange.positions_to_heads(plan.inner, tensors, [plan.q_places] * count, [shard] * count)
 
 
-def start_rows(plan: RankPlan, group: int, *tensors: Tensor) -> PendingExchange[list[Tensor]]:
-    """Starts the exchange of a group's heads of tensors that are split as q is; returns them in this rank's block."""
+def start_rows(
+    plan: RankPlan, group: int, rows: Tensor, by_head: Tensor | None
+) -> PendingExchange[tuple[Tensor, Tensor | None]]:
+    """Starts the exchange of a group's heads of results, or of their gradients; returns both in this rank's block.
+
+    Args:
+        rows: ``[batch, shard, heads, dim]``.
+        by_head: ``[batch, heads, shard]``, or None.
+    """
+    if not plan.regroups:
+        return PendingExchange.ready((rows, by_head))
+    tensors = [rows] if by_head is None else [rows, by_head.transpose(1, 2)[..., None]]  # [batch, shard, heads, 1]
     parts = [group_heads(plan, tensor, group, kv=False) for tensor in tensors]
-    if plan.inner.size == 1:
-        return PendingExchange.ready(parts)
-    return exchange.heads_to_positions(plan.inner, parts, [plan.q_places] * len(parts))
+    pending = PendingExchange.ready(parts)
+    if plan.inner.size > 1:
+        pending = exchange.heads_to_positions(plan.inner, parts, [plan.q_places] * len(parts))
+
+    def unpack(_: list[Tensor]) -> tuple[Tensor, Tensor | None]:
+        block, *rest = pending.wait()
+        return block, rest[0][..., 0].transpose(1, 2) if rest else None
+
+    return PendingExchange([], unpack)
 
 
 def recompute_residuals(plan: RankPlan, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> list[Residuals]:
@@ -131,6 +158,5 @@ def recompute_residuals(plan: RankPlan, q: Tensor, k: Tensor, v: Tensor, out: Te
     residuals = []
     for group in range(plan.call.head_groups):
         block = _start_block(plan, q, k, v, group).wait()
-        out_rows, lse_rows = start_rows(plan, group, out, lse.transpose(1, 2)[..., None]).wait()
-        residuals.append(Residuals(*block, out_rows, lse_rows[..., 0].transpose(1, 2)))  # type: ignore[call-arg]
+        residuals.append(Residuals(*block, *start_rows(plan, group, out, lse).wait()))  # type: ignore[call-arg]
     return residuals

@@ -38,7 +38,7 @@ class Keys:
         """The block that moves on in a ring, and how far it has moved."""
         self._shift = 0
         self._pending: exchange.PendingExchange[list[Tensor]] | None = None
-        if plan.call.plan.gathers and not gathered:
+        if plan.gathers and not gathered:
             self._pending = exchange.gather(plan.outer, self._padded())
 
     def blocks(self) -> Iterator[tuple[Step, tuple[TileRun, ...], Sequence[Tensor]]]:

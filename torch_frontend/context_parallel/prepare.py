@@ -10,7 +10,7 @@ import torch
 
 from attn_core.context_parallel import places
 from attn_core.context_parallel import request as requests
-from attn_core.context_parallel.call import ContextCall
+from attn_core.context_parallel.call import ContextCall, keeps_borders, keeps_gathered
 from attn_core.context_parallel.cost.choose import Explanation
 from attn_core.context_parallel.on_torch.places import Places
 from attn_core.context_parallel.on_torch.tiles import RowCoverage, TileRun, build_tile_run
@@ -35,7 +35,12 @@ class RankPlan(NamedTuple):
             equal, so that q, k and v can travel in one message.
         k_size: the places of a block of keys that is sent.
         covered: whether tiles that are ``first`` write every query, so that the output needs no zeros.
+        query_count: the number of places of this rank's shard of q that hold a position. These places come first.
+        regroups: whether heads are exchanged or computed in groups; else shards and blocks are the same tensors.
+        keeps: whether a forward keeps the keys of other ranks, or of all borders, for its backward.
+        gathers: whether this rank receives the keys of all other ranks at once.
         q_dtype, own_dtype, sent_dtype: the dtypes of sums, see ``ContextCall.accumulator``.
+        lse_dtype: of the log-sum-exp, and of wide sums.
     """
 
     call: ContextCall
@@ -46,19 +51,14 @@ class RankPlan(NamedTuple):
     k_places: Places
     k_size: int
     covered: bool
+    query_count: int
+    regroups: bool
+    keeps: bool
+    gathers: bool
     q_dtype: torch.dtype
     own_dtype: torch.dtype
     sent_dtype: torch.dtype
-
-    @property
-    def lse_dtype(self) -> torch.dtype:
-        """The dtype of the log-sum-exp, and of wide sums."""
-        return getattr(torch, self.call.spec.lse_dtype)  # type: ignore[no-any-return]
-
-    @property
-    def query_count(self) -> int:
-        """The number of places of this rank's shard of q that hold a position. These places come first."""
-        return self.call.plan.q_layout.position_count(self.outer.rank * self.inner.size + self.inner.rank)
+    lse_dtype: torch.dtype
 
 
 def prepare(request: Request) -> RankPlan:
@@ -99,11 +99,14 @@ def build_rank_plan(call: ContextCall, outer: RankAxis, inner: RankAxis, device:
             read, summed = (keys_of_tile if each is None else each[keys_of_tile] for each in (read_index, sum_index))
             tiles.append(build_tile_run(call, tile, (rows, read, summed), device, coverage, wrap))
         steps.append((step, tuple(tiles)))
-    of_queries = Places(q_places, device)
-    dtypes = (call.accumulator("q", part), call.accumulator("own", part), call.accumulator("sent"))
+    of_queries, query_count = Places(q_places, device), plan.q_layout.position_count(part * inner.size + inner.rank)
+    regroups = inner.size > 1 or call.head_groups > 1
+    dtypes = (call.accumulator("q", part), call.accumulator("own", part), call.accumulator("sent"), call.spec.lse_dtype)
     return RankPlan(
         *(call, outer, inner, tuple(steps)),
         *(of_queries, of_queries if plan.q_layout is plan.k_layout else Places(k_places, device)),
-        *(k_size, coverage.complete),
+        *(k_size, coverage.complete, query_count, regroups),
+        keeps_gathered(call.spec, plan) or keeps_borders(call.spec, plan),
+        plan.gathers,
         *(getattr(torch, dtype) for dtype in dtypes),
     )

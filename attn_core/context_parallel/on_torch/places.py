@@ -46,6 +46,8 @@ class Places:
         if self.ranges is None:
             return tensor.index_select(axis, self.index)
         if self.is_one_range:
+            if tensor.shape[axis] == self.count:  # all places, so not even a view
+                return tensor
             return tensor.narrow(axis, self.ranges[0][0] if self.ranges else 0, self.count)
         result = tensor.new_empty((*tensor.shape[:axis], self.count, *tensor.shape[axis + 1 :]))
         for source, piece in self._pieces(tensor, result, axis):
