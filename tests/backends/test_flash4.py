@@ -98,6 +98,26 @@ def test_lower_softcap_and_deterministic() -> None:
     assert how["backward"] == {"softmax_scale": 0.25, "deterministic": True, **UNBOUNDED}
 
 
+@pytest.mark.parametrize(
+    ("fields", "window"),
+    [
+        ({"softcap": 50.0, "head_dim": 128, "value_dim": 128}, True),
+        ({"softcap": 50.0, "head_dim": 128, "value_dim": 128, "causal": True}, False),
+        ({"softcap": 50.0, "head_dim": 64, "value_dim": 64}, False),
+        ({"head_dim": 128, "value_dim": 128}, False),
+    ],
+    ids=["softcap", "causal", "narrow", "plain"],
+)
+def test_the_backward_of_a_softcap_has_a_window_that_hides_nothing(fields: dict[str, Any], window: bool) -> None:
+    """It makes the kernel take smaller tiles, in which a score function has enough registers."""
+    spec = spec_of(**fields)
+    how = flash4.lower(spec)
+    assert (how["backward"]["window_size_left"] == spec.kv_len) is window
+    assert how["forward"]["window_size_left"] is None and how["backward"]["window_size_right"] is None
+    if window:
+        assert kernel_sees(spec.q_len, spec.kv_len, **window_of(how["backward"])).all()
+
+
 SIDES = (None, 0, 1, 2, 4, 7, 9)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from attn_core.call.arithmetic import BACKWARD_WORK
 from attn_core.call.spec import AttentionSpec
 from attn_core.context_parallel.call import kv_repeats
-from attn_core.context_parallel.cost.machine import Constants
+from attn_core.context_parallel.cost.machine import WIDE, Constants
 from attn_core.context_parallel.plan import ROUNDED_ONCE, ContextPlan
 from attn_core.context_parallel.tiles import Tile
 
@@ -74,4 +74,6 @@ def _tile_seconds(
     if summed:
         # The sum is read and written, the kernel's own result read.
         traffic += results * (2 * summed + element)
+    for slower, applies in ((constants.softcap, spec.softcap is not None), (constants.wide, width > 2 * WIDE)):
+        products *= slower[backward] if applies else 1.0
     return products / (rate * 1e12) + constants.memory_seconds(traffic) + constants.call_us * 1e-6

@@ -16,6 +16,10 @@ GIB, MIB = 2.0**30, 2.0**20
 LINKS = ("ring", "all_gather", "all_to_all")
 """The kinds of exchange. In a ring, each rank sends to the next one."""
 
+FACTORS = ("softcap", "wide")
+WIDE = 128
+"""The most channels of a head for which kernels reach their full rate."""
+
 MEASURED = "sm90"
 """The device whose figures stand in for devices without measurements, so that a laptop chooses as that GPU would."""
 
@@ -35,6 +39,8 @@ class Constants:
         overlap: the share of the shorter of two concurrent operations that prolongs the longer one: 0 none, 1 all.
         ranks_per_host: the number of ranks that the links connect.
         network_gib_s: the rate at which a rank receives from other hosts.
+        softcap, wide: how many times as long the matrix products of a forward and of a backward take with a softcap,
+            and with more than WIDE channels.
     """
 
     device: str
@@ -48,6 +54,8 @@ class Constants:
     overlap: float
     ranks_per_host: int
     network_gib_s: float
+    softcap: tuple[float, float] = (1.0, 1.0)
+    wide: tuple[float, float] = (1.0, 1.0)
 
     def __post_init__(self) -> None:
         if sorted(name for name, _ in self.links) != sorted(LINKS):
@@ -69,8 +77,9 @@ class Constants:
 
     @classmethod
     def from_table(cls, table: dict[str, Any]) -> Constants:
-        """Returns the figures of a file's table; ignores other entries."""
-        named = {name: table[name] for name in cls.__dataclass_fields__}
+        """Returns the figures of a file's table; ignores other entries. ``softcap`` and ``wide`` may be missing."""
+        named = {name: table[name] for name in cls.__dataclass_fields__ if name not in FACTORS}
+        named |= {name: tuple(table[name]) for name in FACTORS if name in table}
         links = tuple((kind, tuple(map(tuple, rows))) for kind, rows in table["links"].items())
         return cls(**{**named, "links": links})
 
