@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from benchmarks.context_row_shapes import Row
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "explanation" / "context_parallel.md"
+RESULT = PAGE.parents[2] / "benchmarks" / "results" / "context-rows-h200.json"
 BEGIN = "<!-- rows over ranks: written by python -m benchmarks.context_rows --write -->"
 END = "<!-- end of rows over ranks -->"
 ONE, CHOSEN = "one rank", "chosen"
@@ -33,6 +35,11 @@ def section(result: dict[str, Any]) -> str:
         "and layouts."
     )
     return "\n\n".join([head, _efficiency(rows, ranks), "Every way that ran, in ms:", _ways(rows)])
+
+
+def stored() -> str:
+    """Returns the tables of the stored run."""
+    return section(json.loads(RESULT.read_text(encoding="utf-8")))
 
 
 def median(entry: dict[str, Any], name: str) -> float | None:

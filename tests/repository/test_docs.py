@@ -25,7 +25,16 @@ from attn_core.cli.app import app
 from attn_core.cli.bench_sweep import read
 from attn_core.cli.support_table import FEATURES, render
 from attn_core.selection.cross_validation import Fitting
-from benchmarks import hopper_report, masks_report, models_report, performance, reliability, same_bits, sweep_report
+from benchmarks import (
+    context_row_report,
+    hopper_report,
+    masks_report,
+    models_report,
+    performance,
+    reliability,
+    same_bits,
+    sweep_report,
+)
 from benchmarks.masks import GALLERY
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -241,6 +250,12 @@ def test_the_page_of_reproducibility_shows_the_stored_results() -> None:
         assert begin + table + same_bits.END in text, "stale: run python -m benchmarks.same_bits --write"
 
 
+def test_the_page_of_context_parallelism_shows_the_stored_rows() -> None:
+    text, table = context_row_report.PAGE.read_text(encoding="utf-8"), context_row_report.stored()
+    stale = f"stale: run python -m benchmarks.context_rows {context_row_report.RESULT.relative_to(ROOT)} --write"
+    assert f"{context_row_report.BEGIN}\n\n{table}\n\n{context_row_report.END}" in text, stale
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_results_that_a_page_names_exist(page: Path) -> None:
     for name in re.findall(r"benchmarks/results/([\w.-]+\.\w+)", page.read_text(encoding="utf-8")):
@@ -259,7 +274,8 @@ def test_only_scripts_write_measured_figures(page: Path) -> None:
     by_hand = re.sub(
         r"^```.*?^```", "", before + rest.partition(performance.END)[2] if mark else text, flags=re.M | re.S
     )
-    by_hand = by_hand.replace(same_bits.stored(), "")
+    for table in (same_bits.stored(), context_row_report.stored()):
+        by_hand = by_hand.replace(table, "")
     assert page.name in WRITTEN_BY_SCRIPTS or not FIGURE.findall(by_hand)
 
 
