@@ -137,8 +137,8 @@ def expected_messages(case: Case) -> dict[str, int]:
     """For a forward and a backward with gradients of out and lse, by the plan."""
     made, groups = plan_of(case), case.head_groups or 1
     actual = {"all_to_all_single": 0, "all_gather_into_tensor_coalesced": 0}
-    if made.inner > 1:  # q, k and v in one message, out, lse; then dout, dlse; then dq, dk, dv
-        actual["all_to_all_single"] += groups * (3 + 2 + 3)
+    if made.inner > 1:  # q, k and v; out and lse, here of one dtype; then dout, dlse; then dq, dk and dv
+        actual["all_to_all_single"] += groups * (1 + 1 + 2 + 1)
     if made.outer > 1 and made.strategy == "ring":
         shifts = [step.shift for step in made.steps]
         assert shifts[0] == 0

@@ -11,6 +11,7 @@ import torch
 from attn_core.backends.shared.sinks import sink_gradient
 from attn_core.context_parallel import borders
 from attn_core.context_parallel.borders import Border
+from attn_core.context_parallel.on_torch.borders import add_border
 from attn_core.context_parallel.on_torch.places import Places
 from attn_core.context_parallel.on_torch.rows import SavedRows, TileGradients, Total, tile_gradients
 from attn_core.context_parallel.on_torch.tiles import TileRun
@@ -52,7 +53,7 @@ class GroupGradients(NamedTuple):
             pair = [mine + other[:, : mine.shape[1]] for mine, other in zip(pair, self.pending.wait(), strict=True)]
         for border, arriving in self.borders:
             for mine, other in zip(pair, arriving.wait(), strict=True):
-                exchange.add_border(mine, border, other)
+                add_border(mine, border, other)
         return TileGradients(self.dq.tensor(), *pair)
 
 

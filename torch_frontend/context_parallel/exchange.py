@@ -11,7 +11,6 @@ from typing import Generic, TypeVar
 
 import torch
 
-from attn_core.context_parallel.borders import Border
 from attn_core.context_parallel.on_torch.head_start import head_start
 from attn_core.context_parallel.on_torch.places import Places
 from torch_frontend.context_parallel import collectives as _c10d
@@ -19,6 +18,8 @@ from torch_frontend.context_parallel.mesh import RankAxis
 
 Tensor = torch.Tensor
 T = TypeVar("T")
+FEW = 2**22
+"""Up to so many numbers, copying results into one message takes less time than sending several messages."""
 
 
 class PendingExchange(Generic[T]):
@@ -104,14 +105,32 @@ def positions_to_heads(
     Returns:
         ``[batch, shard, ranks, heads of one, dim]`` of each, with zeros at places without a position.
     """
-    sent, shapes = [], []
-    for tensor, of_tensor, shard in zip(tensors, places, shards, strict=True):
-        whole = of_tensor.scatter(tensor, axis.size * shard).unflatten(1, (axis.size, shard)).transpose(0, 1)
-        sent.append(_all_to_all(axis, whole.contiguous()))
-        shapes.append(whole.shape)
-    return PendingExchange(
-        sent, lambda arrived: [each.view(shape).permute(1, 2, 0, 3, 4) for each, shape in zip(arrived, shapes)]
-    )
+    by_rank = [
+        of_tensor.scatter(tensor, axis.size * shard).unflatten(1, (axis.size, shard)).transpose(0, 1)
+        for tensor, of_tensor, shard in zip(tensors, places, shards, strict=True)
+    ]
+    shapes = [tensor.shape for tensor in by_rank]
+    size = axis.size, sum(prod(shape[1:]) for shape in shapes)
+    if len({tensor.dtype for tensor in tensors}) == 1 < len(tensors) and prod(size) <= FEW:
+        message = by_rank[0].new_empty(size)
+        for column, tensor in zip(_columns(message, shapes), by_rank, strict=True):
+            column.copy_(tensor)
+        messages = [_all_to_all(axis, message)]
+    else:
+        messages = [_all_to_all(axis, tensor.contiguous()) for tensor in by_rank]
+
+    def unpack(arrived: list[Tensor]) -> list[Tensor]:
+        if len(arrived) < len(shapes):
+            arrived = _columns(arrived[0].view(size), shapes)
+        return [each.view(shape).permute(1, 2, 0, 3, 4) for each, shape in zip(arrived, shapes, strict=True)]
+
+    return PendingExchange(messages, unpack)
+
+
+def _columns(message: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Returns views ``[ranks, ...]`` of the tensors that lie side by side in ``[ranks, numbers]``."""
+    columns = message.split([prod(shape[1:]) for shape in shapes], 1)
+    return [column.view(shape) for column, shape in zip(columns, shapes, strict=True)]
 
 
 def gather(axis: RankAxis, tensors: Sequence[Tensor]) -> PendingExchange[list[Tensor]]:
@@ -152,7 +171,7 @@ class GradientSend:
         self.buffers: list[Tensor | None] = [None] * len(blocks)
         if self._others == 1:
             self._message = self._new_message()
-            self.buffers = [column[0] for column in self._columns(self._message)]
+            self.buffers = [column[0] for column in _columns(self._message, self._shapes)]
 
     def send(self, sums: list[Tensor], dtype: torch.dtype) -> PendingExchange[list[Tensor]]:
         """Sends every other rank the sums for its keys.
@@ -169,7 +188,7 @@ class GradientSend:
         axis, message = self._axis, self._message
         if message is None:
             message = self._new_message()
-            for column in self._columns(message):
+            for column in _columns(message, self._shapes):
                 column.copy_(sums.pop(0).unflatten(1, (self._others, -1)).transpose(0, 1))
         sums.clear()
         # The buffers are views of the message, and would keep it alive after it was sent.
@@ -180,18 +199,13 @@ class GradientSend:
         shape = message.shape
 
         def unpack(arrived: list[Tensor]) -> list[Tensor]:
-            columns = self._columns(arrived.pop().view(shape))
+            columns = _columns(arrived.pop().view(shape), self._shapes)
             return [column[0] if len(column) == 1 else column.sum(0, dtype=dtype) for column in columns]
 
         return PendingExchange(sent, unpack)
 
     def _new_message(self) -> Tensor:
         return self._like.new_empty(self._others, sum(prod(shape[1:]) for shape in self._shapes))
-
-    def _columns(self, message: Tensor) -> list[Tensor]:
-        """Returns views ``[others, ...]`` of the tensors that lie side by side in ``[others, numbers]``."""
-        columns = message.split([prod(shape[1:]) for shape in self._shapes], 1)
-        return [column.view(shape) for column, shape in zip(columns, self._shapes, strict=True)]
 
 
 def _concatenate(tensors: Sequence[Tensor], axis: int) -> Tensor:
@@ -202,19 +216,6 @@ def _concatenate(tensors: Sequence[Tensor], axis: int) -> Tensor:
     for part, tensor in zip(result.split([tensor.shape[axis] for tensor in tensors], axis), tensors, strict=True):
         part.copy_(tensor)
     return result
-
-
-def take_border(tensor: Tensor, border: Border) -> Tensor:
-    """Returns the places of a border of ``[batch, places, ...]``, in order."""
-    pieces = [tensor[:, start:stop] for start, stop in border]
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
-
-
-def add_border(tensor: Tensor, border: Border, values: Tensor) -> None:
-    """Adds values to the places of a border, in place; leaves out the places that a short block lacks."""
-    for (start, stop), piece in zip(border, values.split([stop - start for start, stop in border], 1), strict=True):
-        part = tensor[:, start:stop]
-        part.add_(piece[:, : part.shape[1]])
 
 
 class KVPair:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from attn_core.context_parallel import borders
+from attn_core.context_parallel.on_torch.borders import take_border
 from attn_core.context_parallel.on_torch.tiles import TileRun
 from attn_core.context_parallel.plan import Step
 from torch_frontend.context_parallel import exchange
@@ -91,7 +92,7 @@ class Keys:
         if step.own:
             return PendingExchange.ready(self._own)
         if step.border is not None:
-            border = [exchange.take_border(tensor, step.border) for tensor in self._padded()]
+            border = [take_border(tensor, step.border) for tensor in self._padded()]
             return KVPair.pack(border).hop(axis, step.shift)
         moving = self._moving or KVPair.pack(self._padded())
         distance, self._shift = step.shift - self._shift, step.shift

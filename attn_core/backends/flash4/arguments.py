@@ -44,8 +44,8 @@ def lower(spec: AttentionSpec) -> dict[str, Any]:
 def _needs_small_tiles(spec: AttentionSpec, left: int | None, right: int | None) -> bool:
     """Returns whether the backward is faster with a window that hides nothing.
 
-    Without causal and window the kernel takes tiles of 80 queries at these widths, and of 64 otherwise. A score function
-    has too few registers in the large ones: on 2 H200s a softcapped row took 17.4 ms in shards that are whole
+    Without causal and window the kernel takes tiles of 80 queries at these widths, and of 64 otherwise. A score
+    function has too few registers in the large ones: on 2 H200s a softcapped row took 17.4 ms in shards that are whole
     rectangles, and 8.4 ms in shards whose parts are all causal.
     """
     plain = left is None and right is None and not masked.by_blocks(spec)

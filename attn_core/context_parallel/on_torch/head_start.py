@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from attn_core.context_parallel.on_torch.current_gpu import with_current
+
 HEAD_START = 10_000
 """GPU clock cycles, about 5 microseconds."""
 
@@ -21,6 +23,6 @@ def head_start(device: Any) -> None:
     if device.type == "cuda":
         import torch
 
-        with torch.cuda.device(device):
+        with with_current(device):
             # A kernel that spins on the GPU. While the GPU has queued work, a pause of the host would delay nothing.
             torch.cuda._sleep(HEAD_START)  # type: ignore[no-untyped-call, unused-ignore]

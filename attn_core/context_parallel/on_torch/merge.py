@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from attn_core.backends.shared.programs.triton import has_triton
+from attn_core.context_parallel.on_torch.current_gpu import with_current
 
 
 def merge(out: Any, lse: Any, part_out: Any, part_lse: Any) -> None:
@@ -25,7 +26,7 @@ def merge(out: Any, lse: Any, part_out: Any, part_lse: Any) -> None:
     if out.is_cuda and lse.dtype == torch.float32 and has_triton():
         from attn_core.context_parallel.on_torch.merge_triton import merge as merge_on_gpu
 
-        with torch.cuda.device(out.device):  # Triton launches on the current device
+        with with_current(out.device):
             merge_on_gpu(out, lse, part_out, part_lse)
         return
     larger = torch.maximum(lse, part_lse)

@@ -5,10 +5,13 @@ This module imports triton, so it is imported only when a merge runs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import triton
 import triton.language as tl
+
+from attn_core.backends.shared.programs.triton import Description, launch
 
 ROWS = 32
 
@@ -72,19 +75,21 @@ def _merge(
 def merge(out: Any, lse: Any, part_out: Any, part_lse: Any) -> None:
     """``merge.merge`` for float32 ``lse`` on a GPU; the last axis of ``out`` must be dense."""
     part_out = part_out if part_out.stride(-1) == 1 else part_out.contiguous()
-    batch, rows, heads, dim = out.shape
+    batch, rows, heads, _ = out.shape
     # There is nothing to launch, and ``tl.arange`` takes no width of 0.
     if not out.numel():
         return
-    joined = lse.new_empty((batch, heads, rows))
-    _merge[(triton.cdiv(rows, ROWS) * batch * heads,)](
-        *(out, lse, part_out, part_lse, joined, rows, heads),
-        *(out.stride(0), out.stride(1), out.stride(2)),
-        *(lse.stride(0), lse.stride(1), lse.stride(2)),
-        *(part_out.stride(0), part_out.stride(1), part_out.stride(2)),
-        *(part_lse.stride(0), part_lse.stride(1), part_lse.stride(2)),
-        DIM=dim,
-        WIDE=triton.next_power_of_2(dim),
-        ROWS=ROWS,
-    )
-    lse.copy_(joined)
+    tensors = (out, lse, part_out, part_lse, lse.new_empty((batch, heads, rows)))
+    strides = [each.stride() for each in tensors[:4]]
+    dtypes = [each.dtype for each in tensors]
+    key = ("merge", out.shape, *strides, *dtypes, out.device)
+    launch(_merge, key, tensors, lambda: _describe(out.shape, strides))
+    lse.copy_(tensors[4])
+
+
+def _describe(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> Description:
+    """Returns the grid, the numbers behind the tensors, and the constants of ``_merge``."""
+    batch, rows, heads, dim = shape
+    numbers = (rows, heads, *(step for steps in strides for step in steps[:3]))
+    constants = {"DIM": dim, "WIDE": triton.next_power_of_2(dim), "ROWS": ROWS}
+    return (triton.cdiv(rows, ROWS) * batch * heads, 1, 1), numbers, constants

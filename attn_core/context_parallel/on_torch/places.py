@@ -14,12 +14,18 @@ Tensor = Any
 
 
 class Places:
-    """Places in an order: a few contiguous ranges, or an index on the device. A place may occur twice."""
+    """Places in an order: a few contiguous ranges, or an index on the device. A place may occur twice.
+
+    Attributes:
+        is_one_range: whether ``take`` copies nothing.
+    """
 
     def __init__(self, index: np.ndarray, device: Any) -> None:
         self.count = len(index)
         self._index = index
         self.ranges = contiguous_ranges(index)
+        self.is_one_range = self.ranges is not None and len(self.ranges) < 2
+        self._start = self.ranges[0][0] if self.ranges else 0
         self.index: Any = None
         if self.ranges is None:
             import torch
@@ -36,19 +42,12 @@ class Places:
         """Returns whether these are all ``size`` places of an axis, in order."""
         return self.ranges == [(0, size)] or size == self.count == 0
 
-    @property
-    def is_one_range(self) -> bool:
-        """Whether ``take`` returns a view and copies nothing."""
-        return self.ranges is not None and len(self.ranges) < 2
-
     def take(self, tensor: Tensor, axis: int = 1) -> Tensor:
-        """Returns the tensor's entries at these places: a view of one contiguous range, else a copy."""
+        """Returns the tensor's entries at these places: itself or a view of one contiguous range, else a copy."""
         if self.ranges is None:
             return tensor.index_select(axis, self.index)
         if self.is_one_range:
-            if tensor.shape[axis] == self.count:  # all places, so not even a view
-                return tensor
-            return tensor.narrow(axis, self.ranges[0][0] if self.ranges else 0, self.count)
+            return tensor if tensor.shape[axis] == self.count else tensor.narrow(axis, self._start, self.count)
         result = tensor.new_empty((*tensor.shape[:axis], self.count, *tensor.shape[axis + 1 :]))
         for source, piece in self._pieces(tensor, result, axis):
             piece.copy_(source)
