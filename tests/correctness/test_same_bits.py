@@ -478,5 +478,5 @@ def test_key_ranges_are_refused_in_parts_too(invariant: str, framework: str) -> 
         q = pytest.importorskip("jax").numpy.asarray(array)
     ranges = np.stack([np.arange(3), np.full(3, 3)], -1).astype(np.int32)[None, None, :, None]
     for backend in ("math", "sdpa_flash"):
-        with pytest.raises(NoBackendError, match="parts take no invariant|key_ranges"):
+        with pytest.raises(NoBackendError, match="parts take no invariant"):
             frontend.attention(q, q, q, key_ranges=ranges, invariant=invariant, backend=backend)
