@@ -113,7 +113,7 @@ def _no_positions() -> None:
     """Stands for position ids in a call that had none."""
 
 
-def cut_keys(visible: VisibleKeys, mask: Tensor | None, bias: Tensor | None, has_promise: bool) -> LayerCall:
+def cut_keys(visible: VisibleKeys, mask: Tensor | None, bias: Tensor | None, has_promise: bool = False) -> LayerCall:
     """Returns a call on the keys up to the last query of a causal call.
 
     Keys behind the last query are the unused rest of a static cache. Padding becomes a mask of keys.
