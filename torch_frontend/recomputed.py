@@ -130,6 +130,7 @@ def _fits_packing(
     window: Any = None,
     mask: Tensor | None = None,
     bias: Tensor | None = None,
+    invariant: str | None = None,
     **_: Any,
 ) -> bool:
     """Returns whether a single query's heads of one kv head may become queries of one head: a kernel without grouped
@@ -138,6 +139,8 @@ def _fits_packing(
     Kernels of a GPU without masks do the same themselves. All heads must see the same keys.
     """
     if causal or window is not None or bias is not None or not (q.is_cpu or mask is not None):
+        return False
+    if invariant is not None:  # the number of keys decides, and other rows may pad it
         return False
     if k.dim() != 4 or q.shape[1] == k.shape[1] or (k.shape[2] < LONG_ROW and not torch.compiler.is_compiling()):
         return False

@@ -26,6 +26,7 @@ import numpy as np
 
 from attn_core.call.key_ranges import check_shape
 from attn_core.call.seq_info import is_number
+from attn_core.call.tensors import dtype_name
 from attn_core.errors import DTypeError, ShapeError, SpecError
 from attn_core.expressions.tracing import Aux, trace_score
 from attn_core.expressions.tree import Expression
@@ -98,8 +99,14 @@ def check_arguments(rows: CacheRows, shapes: Mapping[str, Any], others: Mapping[
             raise ShapeError(
                 f"{name}: expected one number per row of q, shape [{shapes['q'][0]}], got {list(array.shape)}"
             )
-        if str(array.dtype).removeprefix("torch.") != "int32":
-            raise DTypeError(f"{name}: expected dtype int32, got {array.dtype}; cast it to int32")
+        if (dtype := dtype_name(array)) != "int32":
+            raise DTypeError(f"{name}: expected dtype int32, got {dtype}; cast it to int32")
+    for name in "kv":
+        if rows.cache_index is None and shapes[name][0] != shapes["q"][0]:
+            raise ShapeError(
+                f"{name}: expected the batch of q ({shapes['q'][0]}) with {first}, got {shapes[name][0]}; for rows of "
+                "a larger cache pass cache_index"
+            )
     if rows.cache_index is not None and shapes["v"][0] != shapes["k"][0]:
         raise ShapeError(f"v: expected the rows of k ({shapes['k'][0]}), got {shapes['v'][0]}; one cache has both")
     if others["key_ranges"] is not None:

@@ -253,6 +253,7 @@ def unsupported(spec: AttentionSpec) -> str | None:
         ("mask_mod", spec.mask_mod),
         ("score_mod", spec.score_mod),
         ("dropout", spec.dropout),
+        ("invariant", spec.invariant),
     ):
         if value:
             return f"parts take no {name}"

@@ -18,6 +18,7 @@ _FLASH = {
     "softcap": "softcap",
     "alibi_slopes": "alibi_slopes",
     "deterministic": "deterministic",
+    "invariant": "invariant",
 }
 BAGS: Mapping[str, Mapping[str, str | None]] = {
     "flash_dense_kwargs": _FLASH,
@@ -28,10 +29,17 @@ BAGS: Mapping[str, Mapping[str, str | None]] = {
         "dropout_p": "dropout",
         "attn_mask": "mask",
         "enable_gqa": None,  # follows from the shapes
+        "invariant": "invariant",
     },
-    "xformers_kwargs": {"scale": "scale", "p": "dropout", "attn_bias": "mask", "softcap": "softcap"},
+    "xformers_kwargs": {
+        "scale": "scale",
+        "p": "dropout",
+        "attn_bias": "mask",
+        "softcap": "softcap",
+        "invariant": "invariant",
+    },
 }
-"""By bag: the host's name of each option -> our name."""
+"""By bag: the host's name of each option -> our name. ``invariant`` is ours alone."""
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 The variables are those of Flax's own layers. A query stands at ``index + i`` and sees the keys up to there. Key ranges
 say so: they hide the places behind the new tokens, and need O(max_length) numbers where a mask needs a row per query.
+With ``invariant`` a length of the rows says so.
 """
 
 from __future__ import annotations
@@ -68,6 +69,9 @@ def attend_in_cache(
     extended = Cache(_written(cache.cached_key, k, index), _written(cache.cached_value, v, index), index + new)
     keys, values = (each.reshape(rows, *each.shape[-3:]) for each in extended[:2])  # [rows, max_length, kv_heads, dim]
     index, max_length = index.astype(jnp.int32), keys.shape[1]
+    if layer.invariant is not None:
+        heads = q, keys.astype(q.dtype), values.astype(q.dtype)
+        return _attend_by_lengths(layer, *heads, call, index + new), extended
     left, first = normalise_window(layer.window, layer.causal)[0], jnp.zeros((), jnp.int32)
     if left is not None and left + new < max_length and not _has_tables(call):
         # No new token sees further back, so a short window in a long cache reads only its own keys.
@@ -82,6 +86,19 @@ def attend_in_cache(
     }
     heads = q, keys.astype(q.dtype), values.astype(q.dtype)
     return attend_to_heads(layer, *heads, call._replace(**tables), causal=False, window=None), extended
+
+
+def _attend_by_lengths(
+    layer: LayerOptions, q: jax.Array, k: jax.Array, v: jax.Array, call: LayerCall, length: jax.Array
+) -> jax.Array:
+    """Computes attention to the first keys of a cache, as many as ``length`` says, with the layer's ``invariant``.
+
+    No backend has a promise beside key ranges, so lengths of rows say what is visible. The window does not shorten the
+    keys, because tiles are counted from the first key of a call.
+    """
+    window = layer.window if layer.causal else (normalise_window(layer.window, False)[0], None)
+    lengths = jnp.full((q.shape[0],), length, jnp.int32)
+    return attend_to_heads(layer, q, k, v, call, causal=True, window=window, kv_lengths=lengths)
 
 
 def check_room(cache: Cache, batch: tuple[int, ...], k: jax.Array, v: jax.Array) -> None:

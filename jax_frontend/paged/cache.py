@@ -20,6 +20,7 @@ from attn_core.paged.step import Step
 from jax_frontend.paged.append import append_kv
 from jax_frontend.paged.attention import paged_attention
 from jax_frontend.paged.host_memory import from_host, to_host
+from jax_frontend.paged.sizing import name_of
 
 Array = jax.Array
 Keywords = CachedKeywords[Array]
@@ -33,8 +34,8 @@ class PagedKVCache(PagedCache):
         num_pages, page_size: the size of each pool, which has room for ``num_pages * page_size`` tokens.
         kv_heads, head_dim, value_dim: the sizes of a token's key and value; value_dim is head_dim if None.
         dtype, device: the dtype and the device of the pools. The device is one of JAX's, or a sharding.
-        kv_dtype: "float8_e4m3fn", "int8" or "int4" for quantised pages with a scale for each token and kv head; dtype
-            is then that of the queries. None: the pools have dtype.
+        kv_dtype: "float8_e4m3fn", "int8", "int4" or such a dtype for quantised pages with a scale for each token and kv
+            head; dtype is then that of the queries. None: the pools have dtype.
         recent: beside quantised pages, how many of its newest tokens each sequence also has in dtype, in a ring;
             attention reads these exactly. None: no rings.
         rings: how many sequences can have tokens in the pool at a time if they have rings.
@@ -63,7 +64,7 @@ class PagedKVCache(PagedCache):
         value_dim: int | None = None,
         dtype: Any = jnp.float32,
         device: Any = None,
-        kv_dtype: str | None = None,
+        kv_dtype: Any = None,
         recent: int | None = None,
         rings: int = 64,
     ) -> None:
@@ -75,13 +76,14 @@ class PagedKVCache(PagedCache):
         if device is not None and not isinstance(device, jax.Device | jax.sharding.Sharding):
             raise SpecError(f"device={shown(device)}: expected a jax.Device, a Sharding, or None")
         check_cache(name, num_layers=num_layers, kv_heads=kv_heads, **dims)
-        stored, channels = stored_shape(kv_dtype, **dims)
-        count = check_recent(recent, rings, kv_dtype)
+        kv_name = name_of(kv_dtype)
+        stored, channels = stored_shape(kv_name, **dims)
+        count = check_recent(recent, rings, kv_name)
         self.allocator, self._swapped = PageAllocator(num_pages, page_size), {}
         self.rings = None if recent is None else Rings(count, recent, self.allocator)
         self._table_placement = self._placement_of_tables(device)
         self.dtype = np.dtype(dtype)
-        self.stored = describe_cache(kv_dtype, page_size, kv_heads, dims, name, recent)
+        self.stored = describe_cache(kv_name, page_size, kv_heads, dims, name, recent)
         pool_dtype, places = stored or dtype, (num_pages, page_size, kv_heads)
         self.k_pages, self.v_pages = (
             [jnp.zeros((*places, dim), pool_dtype, device=device) for _ in range(num_layers)]

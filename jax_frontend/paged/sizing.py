@@ -61,6 +61,16 @@ def pages_that_fit(
     )
 
 
+def name_of(dtype: Any) -> Any:
+    """Returns the name of a dtype; another value, such as a name, as it is."""
+    if dtype is None or isinstance(dtype, str):
+        return dtype
+    try:
+        return np.dtype(dtype).name
+    except (TypeError, ValueError):
+        return dtype
+
+
 def _name_of(dtype: Any, name: str = "dtype") -> str:
     if isinstance(dtype, str):
         return dtype  # a name that numpy may not know, or one that is refused with those that are known

@@ -24,6 +24,7 @@ def attend(q: Array, k: Array, v: Array, request: UnslothRequest, context: Atten
         softcap=request.softcap,
         scale=request.scale,
         deterministic=request.deterministic,
+        invariant=request.invariant,
         backend=backend,
     )
     return out.reshape(*q.shape[:2], *out.shape[2:])

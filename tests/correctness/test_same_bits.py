@@ -464,3 +464,19 @@ def test_a_backend_without_the_claim_refuses() -> None:
         torch_frontend.attention(q, q, q, causal=True, window=(1, 0), backend="sdpa_flash", invariant="prefix")
     for window, backend in (((None, None), "sdpa_flash"), ((1, 0), "math")):
         assert torch_frontend.explain(q, q, q, causal=True, window=window, invariant="prefix").backend == backend
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+@pytest.mark.parametrize("invariant", ["batch", "prefix"])
+def test_key_ranges_are_refused_in_parts_too(invariant: str, framework: str) -> None:
+    """Parts of a row run without ranges, so a backend that has none could run them."""
+    frontend = pytest.importorskip(f"{framework}_frontend")
+    array = np.zeros((1, 3, 2, 8), np.float32)
+    if framework == "torch":
+        q = pytest.importorskip("torch").from_numpy(array)
+    else:
+        q = pytest.importorskip("jax").numpy.asarray(array)
+    ranges = np.stack([np.arange(3), np.full(3, 3)], -1).astype(np.int32)[None, None, :, None]
+    for backend in ("math", "sdpa_flash"):
+        with pytest.raises(NoBackendError, match="parts take no invariant"):
+            frontend.attention(q, q, q, key_ranges=ranges, invariant=invariant, backend=backend)

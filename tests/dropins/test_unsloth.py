@@ -1007,3 +1007,23 @@ def test_autocast_computes_in_its_dtype_and_returns_float32(framework: Framework
     assert not np.array_equal(half, run(framework, arrays))
     out.sum().backward()
     assert {tensor.grad.dtype for tensor in tensors.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("bag", ["flash_dense_kwargs", "flash_varlen_kwargs", "sdpa_kwargs", "xformers_kwargs"])
+@both
+def test_a_chunk_has_the_bits_of_its_prompt_if_a_bag_promises_it(framework: Framework, bag: str) -> None:
+    arrays = numbers(q_len=150, kv_len=150)
+    promise = {bag: {"invariant": "prefix"}}
+    chunk = {**arrays, "Q": arrays["Q"][:, :, -9:]}
+    whole = run(framework, arrays, bags=promise)
+    np.testing.assert_array_equal(run(framework, chunk, bags=promise), whole[:, -9:])
+
+
+@both
+def test_a_promise_that_cannot_hold_is_an_error(framework: Framework) -> None:
+    for options, says in (
+        ({"invariant": "both"}, "invariant='both': expected one of batch, prefix, or None"),
+        ({"invariant": "prefix", "is_causal": False}, "invariant='prefix': expected no keys behind a query"),
+    ):
+        with pytest.raises(SpecError, match=says):
+            run(framework, numbers(), bags={"sdpa_kwargs": options})

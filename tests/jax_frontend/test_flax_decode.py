@@ -22,8 +22,9 @@ from attn_core.errors import DTypeError, ShapeError, SpecError
 from attn_core.expressions import trace_mask
 from attn_core.paged.step import Pages
 from attn_core.selection import NoBackendError
-from jax_frontend import linen, nnx
+from jax_frontend import attention, linen, nnx
 from jax_frontend.flax import decode
+from jax_frontend.flax import layer as layer_of_flax
 
 BATCH, SEQ, MAX_LENGTH, HEADS, KV_HEADS, DIM, VALUE_DIM, FEATURES = 2, 7, 11, 6, 3, 4, 8, 13
 SIZES = {"num_kv_heads": KV_HEADS, "head_dim": DIM, "value_dim": VALUE_DIM}
@@ -446,3 +447,39 @@ def test_an_nnx_layer_needs_a_cache_of_the_right_shape():
     layer.cached_value, layer.cache_index = view.cached_value, view.cache_index
     with pytest.raises(ShapeError, match=r"cached_key: expected the layer's \[batch..., max_length, 3, 4\]"):
         layer(X[:, :1], decode=True)
+
+
+@rotates
+@pytest.mark.parametrize("options", [{}, {"window": 9, "softcap": 0.7, "sinks": True}])
+def test_a_decoded_token_has_the_bits_of_its_prompt(options, monkeypatch):
+    calls = []
+
+    def watched(q, k, v, **keywords):
+        calls.append((q, k, v, keywords, attention(q, k, v, **keywords)))
+        return calls[-1][4]
+
+    monkeypatch.setattr(layer_of_flax, "attention", watched)
+    _, decoding, params, cache = layers(max_length=90, **options, invariant="prefix", backend="jax_xla")
+    x, first = normal(3, BATCH, 75, FEATURES), 0
+    for new in (66, 1, 7, 1):  # the last are in the second tile of 64 keys
+        part = x[:, first : first + new]
+        _, written = decoding.apply({"params": params, "cache": cache}, part, mutable=["cache"])
+        cache, first = written["cache"], first + new
+    q = jnp.concatenate([call[0] for call in calls], 1)
+    _, k, v, keywords, _ = calls[-1]
+    same = {name: keywords[name] for name in ("causal", "window", "softcap", "sinks", "backend", "invariant")}
+    whole = attention(q, k[:, :first], v[:, :first], **same)
+    np.testing.assert_array_equal(jnp.concatenate([call[4] for call in calls], 1), whole)
+
+
+def test_a_layer_that_promises_equal_bits_in_every_batch_decodes():
+    layer, decoding, params, cache = layers(invariant="batch")
+    outs, _ = decoded(decoding, params, cache, X, (4, 1, 2))
+    np.testing.assert_allclose(outs, layer.apply({"params": params}, X), **TOLERANCE)
+
+
+def test_a_promise_beside_a_mask_is_refused_with_its_reason():
+    _, decoding, params, cache = layers(invariant="batch")
+    visible = jnp.ones((BATCH, 1, 1, MAX_LENGTH), bool)
+    with pytest.raises(NoBackendError, match="key_ranges with invariant='batch'"):
+        decoding.apply({"params": params, "cache": cache}, X[:, :1], mask=visible, mutable=["cache"])

@@ -590,7 +590,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "rows": (
         {"kv_lengths": [3, 4], "k": (3, 7, 2, 8), "v": (3, 7, 2, 8)},
         ShapeError,
-        "k: expected the batch of q (2)",
+        "k: expected the batch of q (2) with kv_lengths, got 3; for rows of a larger cache pass cache_index",
     ),
     "cache": ({"cache_index": [0, 1], "v": (3, 7, 2, 8)}, ShapeError, "v: expected the rows of k (2), got 3"),
     "packed": (

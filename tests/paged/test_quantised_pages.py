@@ -393,6 +393,20 @@ def test_caches_refuse_unknown_dtypes(frontend: Any) -> None:
         frontend.PagedKVCache(**sizes, kv_dtype="int4")
 
 
+def test_caches_take_the_dtypes_of_their_framework() -> None:
+    sizes: dict[str, Any] = {"num_layers": 1, "num_pages": 2, "page_size": 4, "kv_heads": 2, "head_dim": 16}
+    dtypes = ("float8_e4m3fn", torch.float8_e4m3fn, jnp.float8_e4m3fn), ("int8", torch.int8, jnp.int8)
+    for name, in_torch, in_jax in dtypes:
+        named = torch_frontend.PagedKVCache(**sizes, kv_dtype=name)
+        assert torch_frontend.PagedKVCache(**sizes, kv_dtype=in_torch).stored == named.stored
+        assert jax_frontend.PagedKVCache(**sizes, kv_dtype=in_jax).stored == named.stored
+    assert jax_frontend.PagedKVCache(**sizes, kv_dtype=jnp.int4).stored.startswith("int4")
+    wrong_ones = (torch_frontend, torch.int16), (jax_frontend, jnp.float8_e5m2), (jax_frontend, jnp.array(8))
+    for frontend, wrong in wrong_ones:
+        with pytest.raises(SpecError, match=r"^kv_dtype=.*: expected one of float8_e4m3fn, int8, int4, or None"):
+            frontend.PagedKVCache(**sizes, kv_dtype=wrong)
+
+
 def test_a_layer_decodes_from_quantised_pages() -> None:
     from torch_frontend.module import Attention
 

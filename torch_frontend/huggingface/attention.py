@@ -14,7 +14,7 @@ from torch_frontend.huggingface import context as huggingface_context
 from torch_frontend.huggingface.continuous_batching import attend_to_cache, take_keywords, window_of
 from torch_frontend.huggingface.described_mask import DescribedMask, description_of
 from torch_frontend.huggingface.documents import documents_from_offsets
-from torch_frontend.huggingface.layer_call import prepare, read_table, share, split_mask
+from torch_frontend.huggingface.layer_call import of_prompt, prepare, read_table, share, split_mask
 from torch_frontend.huggingface.selected_keys import absorb, mask_of_blocks, selected_keys, with_selected
 from torch_frontend.recomputed import attention_of_heads as attention
 
@@ -133,11 +133,14 @@ def attend(
             bias=position_bias,
             info=documents_from_offsets(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k),
             position_ids=position_ids,
+            has_promise=options["invariant"] is not None,
         )
         if described is not None:
             share(call, described, lengths, sliding_window, position_ids)
     if indices is not None:
         call = with_selected(call, selected_keys(indices, query, key), query.shape[0])
+    if options["invariant"] == "prefix" and query.shape[2] == 1:
+        call = of_prompt(call)
     if call.seen is not None:
         key, value = key[:, :, : call.seen], value[:, :, : call.seen]
     results: Any = attention(

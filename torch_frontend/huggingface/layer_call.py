@@ -53,12 +53,14 @@ def prepare(
     bias: Tensor | None,
     info: SeqInfo | None,
     position_ids: Tensor | None,
+    has_promise: bool = False,
 ) -> LayerCall:
     """Returns the call that a layer's arguments describe.
 
     Args:
         lengths: (batch, q_len, kv_len).
         bias: the layer's position bias; info: the documents that its offsets describe.
+        has_promise: whether the call has ``invariant``.
     """
     batch, queries, keys = lengths
     visible, mask, added = split_mask(attention_mask, module, is_causal, sliding_window, (queries, keys))
@@ -68,7 +70,10 @@ def prepare(
     if info is None and position_ids is not None:
         info = documents_from_positions(position_ids, batch, visible, attention_mask)
         positions = ref(position_ids) if counts_positions(visible) else None
-    call = join_rows(visible, mask, bias, info, batch) if info is not None else cut_keys(visible, mask, bias)
+    if info is not None:
+        call = join_rows(visible, mask, bias, info, batch)
+    else:
+        call = cut_keys(visible, mask, bias, has_promise)
     return call if positions is None else call._replace(positions=positions)
 
 
@@ -78,6 +83,13 @@ def read_table(table: Tensor, queries: int, keys: int) -> LayerCall | None:
         return None
     # There is no band to align, but equal calls need equal arguments.
     return LayerCall(False, None, "bottom_right" if queries == keys else "top_left", mask=table)
+
+
+def of_prompt(call: LayerCall) -> LayerCall:
+    """Returns a call of one query, whose mask says what it sees, as the last of a causal prompt: it sees the same."""
+    if call.causal or call.mask is None or call.key_ranges is not None:
+        return call
+    return call._replace(causal=True, alignment="bottom_right")
 
 
 def share(
@@ -101,7 +113,7 @@ def _no_positions() -> None:
     """Stands for position ids in a call that had none."""
 
 
-def cut_keys(visible: VisibleKeys, mask: Tensor | None, bias: Tensor | None) -> LayerCall:
+def cut_keys(visible: VisibleKeys, mask: Tensor | None, bias: Tensor | None, has_promise: bool = False) -> LayerCall:
     """Returns a call on the keys up to the last query of a causal call.
 
     Keys behind the last query are the unused rest of a static cache. Padding becomes a mask of keys.
@@ -125,7 +137,9 @@ def cut_keys(visible: VisibleKeys, mask: Tensor | None, bias: Tensor | None) -> 
         alignment = "top_left"  # the offset is 0, or there is no band to align
     if keys is not None:
         mask = keys[:, None, None, :]  # [batch, 1, 1, kv_len]; a described mask has no other mask
-    if not compiling and queries == 1 and causal and seen <= kv_len and (left is None or left >= seen - 1):
+    # With a promise a token stays in the call of its prompt, because a backend may have other bits without the band.
+    plain = not compiling and not has_promise
+    if plain and queries == 1 and causal and seen <= kv_len and (left is None or left >= seen - 1):
         causal, left = False, None  # a single query at the last key sees all keys, so there is no band to compute
     return LayerCall(causal, _window(left, visible.right), alignment, seen if cut else None, mask, bias)
 

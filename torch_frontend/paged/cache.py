@@ -16,6 +16,7 @@ from attn_core.paged.cache_sizes import check_cache, check_recent, describe_cach
 from attn_core.paged.rings import Rings
 from attn_core.paged.step import Step
 from torch_frontend.paged.attention import append_kv, paged_attention
+from torch_frontend.paged.sizing import name_of
 
 Tensor = torch.Tensor
 Keywords = CachedKeywords[Tensor]
@@ -41,8 +42,8 @@ class PagedKVCache(PagedCache):
         num_pages, page_size: the size of each pool, which has room for ``num_pages * page_size`` tokens.
         kv_heads, head_dim, value_dim: the sizes of a token's key and value; value_dim is head_dim if None.
         dtype, device: of the pools.
-        kv_dtype: "float8_e4m3fn", "int8" or "int4" for quantised pages with a scale for each token and kv head; dtype
-            is then that of the queries. None: the pools have dtype.
+        kv_dtype: "float8_e4m3fn", "int8", "int4" or such a dtype for quantised pages with a scale for each token and kv
+            head; dtype is then that of the queries. None: the pools have dtype.
         recent: beside quantised pages, how many of its newest tokens each sequence also has in dtype, in a ring;
             attention reads these exactly. None: no rings.
         rings: how many sequences can have tokens in the pool at a time if they have rings.
@@ -71,15 +72,16 @@ class PagedKVCache(PagedCache):
         value_dim: int | None = None,
         dtype: torch.dtype = torch.float32,
         device: Any = "cpu",
-        kv_dtype: str | None = None,
+        kv_dtype: torch.dtype | str | None = None,
         recent: int | None = None,
         rings: int = 64,
     ) -> None:
         dims = {"head_dim": head_dim, "value_dim": head_dim if value_dim is None else value_dim}
         name = str(dtype).removeprefix("torch.")
         check_cache(name, num_layers=num_layers, kv_heads=kv_heads, **dims)
-        stored, channels = stored_shape(kv_dtype, **dims)
-        count = check_recent(recent, rings, kv_dtype)
+        kv_name = name_of(kv_dtype)
+        stored, channels = stored_shape(kv_name, **dims)
+        count = check_recent(recent, rings, kv_name)
         try:
             device = torch.device(device)
         except (TypeError, ValueError, RuntimeError) as error:
@@ -87,7 +89,7 @@ class PagedKVCache(PagedCache):
         self.allocator, self._swapped = PageAllocator(num_pages, page_size), {}
         self.rings = None if recent is None else Rings(count, recent, self.allocator)
         self.dtype = dtype
-        self.stored = describe_cache(kv_dtype, page_size, kv_heads, dims, name, recent)
+        self.stored = describe_cache(kv_name, page_size, kv_heads, dims, name, recent)
         pool_dtype, places = getattr(torch, stored or name), (num_pages, page_size, kv_heads)
         self.k_pages, self.v_pages = (
             [torch.zeros(*places, dim, dtype=pool_dtype, device=device) for _ in range(num_layers)]

@@ -52,14 +52,15 @@ def pages_that_fit(
         kv_heads=kv_heads,
         head_dim=head_dim,
         value_dim=value_dim,
-        dtype=_name_of(dtype),
+        dtype=name_of(dtype),
         recent=recent,
         rings=rings,
-        recent_dtype=_name_of(recent_dtype),
+        recent_dtype=name_of(recent_dtype),
     )
 
 
-def _name_of(dtype: torch.dtype | str) -> str:
+def name_of(dtype: Any) -> Any:
+    """Returns the name of a dtype; another value, such as a name, as it is."""
     return str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
 
 

@@ -24,6 +24,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, request: UnslothRequest, context: At
         softcap=request.softcap,
         scale=request.scale,
         deterministic=request.deterministic,
+        invariant=request.invariant,
         backend=backend,
     )
     return out[0].unflatten(0, q.shape[:2])  # type: ignore[no-any-return]

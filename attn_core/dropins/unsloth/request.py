@@ -31,7 +31,7 @@ class UnslothRequest(NamedTuple):
     """A call of Unsloth's ``run_attention`` as arguments of our ``attention``.
 
     Attributes:
-        causal, window, softcap, scale, dropout, deterministic, alibi_slopes: as in ``attention``.
+        causal, window, softcap, scale, dropout, deterministic, alibi_slopes, invariant: as in ``attention``.
         mask: the host's attention_mask, causal_mask, attn_mask or attn_bias, or None.
         mask_name: the argument that the mask came from, for errors.
         keep: whether the mask is the host's 2-D ``attention_mask``, ``[bsz, kv_len]``, in which nonzero keys are
@@ -50,6 +50,7 @@ class UnslothRequest(NamedTuple):
     mask_name: str
     keep: bool
     documents: SeqInfo | None
+    invariant: str | None
 
     @property
     def options(self) -> dict[str, Any]:
@@ -62,6 +63,7 @@ class UnslothRequest(NamedTuple):
             "alibi_slopes": self.alibi_slopes,
             "dropout": self.dropout,
             "deterministic": self.deterministic,
+            "invariant": self.invariant,
         }
 
 
@@ -176,6 +178,7 @@ def _interpret(config: AttentionConfig, context: AttentionContext) -> UnslothReq
         mask_name=stated["mask"].where,
         keep=keep,
         documents=None if block_mask is None else block_mask.documents,
+        invariant=stated["invariant"].value,
     )
 
 
