@@ -14,8 +14,8 @@ from attn_core.call.slow_paths import SlowPathWarning
 from attn_core.call.spec import AttentionSpec
 from attn_core.dropins import old_paths
 from attn_core.errors import BridgeError, DeviceError, DTypeError, ResultError, ShapeError, SpecError
-from attn_core.paged.allocator import PageAllocator, PoolFullError
-from attn_core.paged.sizing import bytes_per_token, pages_that_fit
+from attn_core.paged.allocation.allocator import PageAllocator, PoolFullError
+from attn_core.paged.allocation.sizing import bytes_per_token, pages_that_fit
 from attn_core.paged.step import Pages, Step
 from attn_core.selection.choice import NoBackendError, Selection, explain, select
 from attn_core.selection.target import Target

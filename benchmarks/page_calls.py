@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from attn_core.paged.sizing import bytes_per_token
+from attn_core.paged.allocation.sizing import bytes_per_token
 from benchmarks.measure import environment, side_by_side
 from benchmarks.page_calls_report import JAX_CALLS, lines, report
 from torch_frontend import append_kv, attention, explain_paged, flash_attn, paged_attention

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from attn_core.paged.allocator import PoolFullError
+from attn_core.paged.allocation.allocator import PoolFullError
 from benchmarks.measure import environment
 from torch_frontend import PagedKVCache
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
-from attn_core.paged.quantised import dequantised
+from attn_core.paged.quantised.numbers import dequantised
 from attn_core.paged.tables import slots_of
 
 Array = np.ndarray

@@ -12,8 +12,8 @@ from attn_core.call.seq_info import is_number
 from attn_core.call.spec import DTYPES, AttentionSpec
 from attn_core.errors import DeviceError, DTypeError, ShapeError, SpecError
 from attn_core.paged import places, rotary
+from attn_core.paged.quantised.scales import channels, check_beside_pool, check_pool_dtype, page_dtype, scales_kind
 from attn_core.paged.recent import RING, check_rings
-from attn_core.paged.scales import channels, check_beside_pool, check_pool_dtype, page_dtype, scales_kind
 from attn_core.paged.tables import check_table_types
 
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from attn_core.paged.allocator import Copies, PageAllocator
-from attn_core.paged.cache_sizes import check_layer
+from attn_core.paged.allocation.allocator import Copies, PageAllocator
+from attn_core.paged.allocation.cache_sizes import check_layer
 from attn_core.paged.rings import Ring, Rings
 from attn_core.paged.step import Pages, Step, check_step, take_step
 

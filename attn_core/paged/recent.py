@@ -17,7 +17,7 @@ import numpy as np
 
 from attn_core.call.arguments import ArrayFacts
 from attn_core.errors import DTypeError, ShapeError, SpecError
-from attn_core.paged.scales import channels, page_dtype
+from attn_core.paged.quantised.scales import channels, page_dtype
 from attn_core.paged.tables import check_table_types, positions_of
 
 RING = ("k_recent", "v_recent", "recent_rows")

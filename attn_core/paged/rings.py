@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from attn_core.call.seq_info import is_host_int
-from attn_core.paged.allocator import PageAllocator, PoolFullError
+from attn_core.paged.allocation.allocator import PageAllocator, PoolFullError
 
 
 class Ring(NamedTuple):

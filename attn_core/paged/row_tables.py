@@ -10,7 +10,7 @@ from attn_core.call.arguments import ArrayFacts
 from attn_core.call.kinds import MOST, check_size
 from attn_core.call.seq_info import is_number
 from attn_core.errors import DTypeError, ShapeError, SpecError
-from attn_core.paged.allocator import UNUSED
+from attn_core.paged.allocation.allocator import UNUSED
 from attn_core.paged.arguments import check_one_place
 from attn_core.paged.tables import check_table_types
 

@@ -14,7 +14,7 @@ import numpy as np
 from attn_core.call.kinds import check_names
 from attn_core.call.seq_info import is_host_int
 from attn_core.errors import ShapeError, SpecError, shown
-from attn_core.paged.allocator import Copies, PageAllocator, PoolFullError
+from attn_core.paged.allocation.allocator import Copies, PageAllocator, PoolFullError
 from attn_core.paged.rings import Rings
 
 

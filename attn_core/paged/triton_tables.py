@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn_core.paged.triton_quantise import channel_of, store_row
+from attn_core.paged.quantised.triton_quantise import channel_of, store_row
 from attn_core.paged.triton_rotary import rotate_head
 
 

@@ -19,8 +19,8 @@ from attn_core.call.tensors import Gradients, PagedInputs, Tangents, dtype_name
 from attn_core.context_parallel.on_torch import step
 from attn_core.context_parallel.on_torch.head_start import head_start
 from attn_core.errors import BridgeError
+from attn_core.paged.quantised.scales import check_scale_values
 from attn_core.paged.recent import check_recent_rows
-from attn_core.paged.scales import check_scale_values
 from attn_core.paged.tables import check_starts, check_values
 from jax_frontend.bridge import hot_callbacks
 from jax_frontend.bridge.bridged_call import BridgedCall, BridgedStep, inputs_builder

@@ -12,9 +12,9 @@ import numpy as np
 from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
 from attn_core.call.keywords import CachedKeywords
 from attn_core.errors import DTypeError, SpecError, shown
-from attn_core.paged.allocator import Copies, PageAllocator
+from attn_core.paged.allocation.allocator import Copies, PageAllocator
+from attn_core.paged.allocation.cache_sizes import check_cache, check_recent, describe_cache, stored_shape
 from attn_core.paged.cache import PagedCache
-from attn_core.paged.cache_sizes import check_cache, check_recent, describe_cache, stored_shape
 from attn_core.paged.rings import Rings
 from attn_core.paged.step import Step
 from jax_frontend.paged.append import append_kv

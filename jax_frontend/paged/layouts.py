@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core.call.arguments import ArrayFacts
-from attn_core.paged.allocator import UNUSED
+from attn_core.paged.allocation.allocator import UNUSED
 from attn_core.paged.layouts import view_of_pair, views_of_one
 from attn_core.paged.row_tables import check_row_types, check_rows
 from jax_frontend.dispatch import plan

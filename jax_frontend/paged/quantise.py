@@ -9,8 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from attn_core.paged.quantised import HIGHEST_SCALE, LARGEST, OF_PAGES, OF_TOKENS, SMALLEST, Quotient, round_magnitude
-from attn_core.paged.scales import STORED
+from attn_core.paged.quantised.numbers import (
+    HIGHEST_SCALE,
+    LARGEST,
+    OF_PAGES,
+    OF_TOKENS,
+    SMALLEST,
+    Quotient,
+    round_magnitude,
+)
+from attn_core.paged.quantised.scales import STORED
 
 Array = jax.Array
 INFINITY = 0x7F800000

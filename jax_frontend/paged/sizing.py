@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core.errors import DeviceError, DTypeError, SpecError, shown
-from attn_core.paged import sizing
+from attn_core.paged.allocation import sizing
 
 
 def pages_that_fit(

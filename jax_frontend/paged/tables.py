@@ -11,8 +11,8 @@ import numpy as np
 from attn_core.call import key_ranges as key_ranges_module
 from attn_core.call.pages import PagedKV
 from attn_core.call.tensors import PagedInputs
+from attn_core.paged.quantised.scales import check_scale_values, check_used_scales
 from attn_core.paged.recent import check_recent_rows
-from attn_core.paged.scales import check_scale_values, check_used_scales
 from attn_core.paged.tables import as_int32 as narrow
 from attn_core.paged.tables import check_slots, check_starts, check_values, slots_of
 from jax_frontend.dispatch import plan

@@ -31,7 +31,7 @@ import torch_frontend.diffusers
 from attn_core import SeqInfo, cli
 from attn_core.cli import ctrl_c, tune
 from attn_core.dropins import finetrainers
-from attn_core.paged.allocator import PageAllocator
+from attn_core.paged.allocation.allocator import PageAllocator
 from attn_core.selection import tables
 from attn_core.selection.override import requested, use_backend
 from attn_core.selection.whole_file import write_whole

@@ -11,7 +11,7 @@ from append_cases import Append
 from quantised_cases import STORED, torch_pool
 
 import torch_frontend
-from attn_core.paged import quantised
+from attn_core.paged.quantised import numbers as quantised
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from attn_core import SpecError
-from attn_core.paged import prefixes
-from attn_core.paged.allocator import PageAllocator, PoolFullError
-from attn_core.paged.contents import Chain, PageContents, pages_of_tokens
+from attn_core.paged.allocation import prefixes
+from attn_core.paged.allocation.allocator import PageAllocator, PoolFullError
+from attn_core.paged.allocation.contents import Chain, PageContents, pages_of_tokens
 from attn_core.paged.step import advance
 
 STEPS = 50_000

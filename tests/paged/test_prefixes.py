@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from attn_core import PageAllocator, PoolFullError, SpecError
-from attn_core.paged.allocator import Copies
-from attn_core.paged.prefixes import Match
-from attn_core.paged.report import PrefixReport
+from attn_core.paged.allocation.allocator import Copies
+from attn_core.paged.allocation.prefixes import Match
+from attn_core.paged.allocation.report import PrefixReport
 from attn_core.paged.step import advance
 
 PROMPT = [7, 3, 5, 2, 11, 13, 17, 19, 23]

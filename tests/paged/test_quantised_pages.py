@@ -21,7 +21,7 @@ import torch_frontend
 from attn_core import DTypeError, ShapeError, SpecError, Target, explain
 from attn_core.backends import load, names
 from attn_core.call.pages import BITS, PagedKV, bytes_in_layer
-from attn_core.paged import quantised
+from attn_core.paged.quantised import numbers as quantised
 from benchmarks import page_quality
 from jax_frontend.paged import quantise as jax_quantise
 from torch_frontend.paged import quantise as torch_quantise

@@ -8,7 +8,7 @@ import torch
 from frameworks import BOTH, Framework, as_numpy
 
 from attn_core import PoolFullError, SpecError, bytes_per_token
-from attn_core.paged import quantised
+from attn_core.paged.quantised import numbers as quantised
 
 pytestmark = pytest.mark.rotates
 

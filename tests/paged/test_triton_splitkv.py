@@ -12,7 +12,7 @@ from attn_core import AttentionSpec, Target, explain
 from attn_core.backends.shared.in_order.order import grid_of
 from attn_core.backends.triton_splitkv import backend as triton_splitkv
 from attn_core.backends.triton_splitkv import shares
-from attn_core.paged.quantised import KINDS
+from attn_core.paged.quantised.numbers import KINDS
 
 GPU = Target("torch", "sm90")
 

@@ -92,7 +92,7 @@ KERNEL_FILES = [
         "backends/triton_splitkv/stored_tiles.py",
         "context_parallel/on_torch/merge_parts_triton.py",
         "context_parallel/on_torch/merge_triton.py",
-        "paged/triton_quantise.py",
+        "paged/quantised/triton_quantise.py",
         "paged/triton_rotary.py",
         "paged/triton_tables.py",
     )

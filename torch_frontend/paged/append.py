@@ -12,9 +12,9 @@ from torch.autograd import forward_ad
 
 from attn_core.call.pages import PagedKV
 from attn_core.paged import arguments
+from attn_core.paged.quantised.scales import check_used_scales
 from attn_core.paged.recent import check_recent_rows, places_in_rings
 from attn_core.paged.rotary import COS, SIN
-from attn_core.paged.scales import check_used_scales
 from attn_core.paged.tables import FEW_ENTRIES, are_valid, last_places
 from torch_frontend.dispatch import plan, tensor_kinds
 from torch_frontend.dispatch.wrappers import on_device

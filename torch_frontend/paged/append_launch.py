@@ -10,7 +10,7 @@ import torch
 
 from attn_core.backends.shared.programs.triton import Description, Direct, launch
 from attn_core.errors import ShapeError
-from attn_core.paged.scales import STORED
+from attn_core.paged.quantised.scales import STORED
 from torch_frontend.paged.places import Places
 
 Tensor = torch.Tensor
@@ -82,7 +82,8 @@ def append_on_gpu(
 
     Returns the direct launch, see ``triton.launch``, if it fits other tensors with the metadata and strides of these.
     """
-    from attn_core.paged import triton_quantise, triton_tables
+    from attn_core.paged import triton_tables
+    from attn_core.paged.quantised import triton_quantise
 
     for name, tensor in (("k_pages", k_pages), ("v_pages", v_pages), ("k_recent", rings[0]), ("v_recent", rings[1])):
         # The pool is written in place, so a dense copy would lose the writes. k and v are only read, so they may be

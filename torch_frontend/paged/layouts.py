@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from attn_core.paged.allocator import UNUSED
+from attn_core.paged.allocation.allocator import UNUSED
 from attn_core.paged.layouts import view_of_pair, views_of_one
 from attn_core.paged.row_tables import check_row_types, check_rows
 from torch_frontend.dispatch.plan import check_tensor, facts

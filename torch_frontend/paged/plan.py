@@ -19,8 +19,8 @@ from attn_core.errors import SpecError
 from attn_core.paged import arguments
 from attn_core.paged import tables as paged_tables
 from attn_core.paged.options import check_paged_options
+from attn_core.paged.quantised.scales import check_scale_values
 from attn_core.paged.recent import check_recent_rows
-from attn_core.paged.scales import check_scale_values
 from attn_core.selection import Target, new_plans, override, select
 from torch_frontend.dispatch import empty_rows, offsets, plan, tensor_kinds
 from torch_frontend.dispatch.run_plan import check_key_ranges

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from attn_core.paged.quantised import HIGHEST_SCALE, LARGEST, OF_PAGES, OF_TOKENS, SMALLEST, Quotient, round_magnitude
-from attn_core.paged.scales import STORED
+from attn_core.paged.quantised.numbers import (
+    HIGHEST_SCALE,
+    LARGEST,
+    OF_PAGES,
+    OF_TOKENS,
+    SMALLEST,
+    Quotient,
+    round_magnitude,
+)
+from attn_core.paged.quantised.scales import STORED
 
 Tensor = torch.Tensor
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from attn_core.errors import DeviceError, SpecError, shown
-from attn_core.paged import sizing
+from attn_core.paged.allocation import sizing
 
 
 def pages_that_fit(

@@ -30,7 +30,7 @@ from attn_core.call.pages import BITS
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, PagedInputs
 from attn_core.paged.arguments import one_query_each
-from attn_core.paged.quantised import KINDS
+from attn_core.paged.quantised.numbers import KINDS
 
 FRAMEWORK = "torch"
 REQUIRES = "triton>=3.6"

@@ -121,7 +121,7 @@ def attend(
     ``[sequences or 1, heads]``; slope_row is 0 for one row. ROWS and KEYS: queries (times GROUP) and keys of a tile.
     LEFT_OPEN: no left window. FUSED: ``scores.weights_of``. NEAR: ``loads.slot_at``. Others are strides in elements.
 
-    KIND: how the pages are quantised (``paged.quantised.KINDS``), 0 if they are not. A scale of a key multiplies its
+    KIND: how the pages are quantised (``quantised.numbers.KINDS``), 0 if they are not. A scale of a key multiplies its
     score. Weights times the scales of values, over the largest scale so far, are float16, as the stored numbers become.
     Tiles are read as words of two bytes, and become a tile for each place of a number in a word. ASSEMBLY: see
     ``stored_tiles``. RECENT: the slots of a ring, which is read last; 0 without rings. DEPENDENT: see ``merge``.

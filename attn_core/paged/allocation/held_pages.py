@@ -7,9 +7,9 @@ from collections.abc import Hashable, Mapping
 from attn_core.call.kinds import check_hashable
 from attn_core.call.seq_info import is_host_int
 from attn_core.errors import SpecError, shown
-from attn_core.paged.changes import Changes
-from attn_core.paged.contents import Chain, PageContents
-from attn_core.paged.report import Occupancy, PoolReport
+from attn_core.paged.allocation.changes import Changes
+from attn_core.paged.allocation.contents import Chain, PageContents
+from attn_core.paged.allocation.report import Occupancy, PoolReport
 
 MOST_PAGES = 2**31 - 1
 """Tables of pages, and positions in a page, are int32."""

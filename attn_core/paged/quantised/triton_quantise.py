@@ -1,6 +1,6 @@
 """Stores rows of keys and values in a pool, quantised or as they are: the part of Triton's append that writes.
 
-The steps are those of ``paged.quantised``. Each one is exact, or one addition that rounds half to even, so no GPU can
+The steps are those of ``quantised.numbers``. Each one is exact, or one addition that rounds half to even, so no GPU can
 round in another way. ``constants`` returns the numbers of a dtype.
 
 This module imports triton, so others import it only when they run.
@@ -14,7 +14,7 @@ import numpy as np
 import triton
 import triton.language as tl
 
-from attn_core.paged.quantised import HIGHEST_SCALE, KINDS, LARGEST, OF_PAGES, OF_TOKENS, SMALLEST
+from attn_core.paged.quantised.numbers import HIGHEST_SCALE, KINDS, LARGEST, OF_PAGES, OF_TOKENS, SMALLEST
 
 INFINITY = tl.constexpr(0x7F800000)
 SMALLEST_BITS = tl.constexpr(int(np.float32(SMALLEST).view(np.int32)))

@@ -6,8 +6,8 @@ from collections.abc import Hashable
 
 from attn_core.call.kinds import check_hashable
 from attn_core.errors import SpecError, shown
-from attn_core.paged.contents import Chain
-from attn_core.paged.prefixes import PagesByContent
+from attn_core.paged.allocation.contents import Chain
+from attn_core.paged.allocation.prefixes import PagesByContent
 
 
 class SwappedSequences(PagesByContent):

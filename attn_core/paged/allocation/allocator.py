@@ -15,8 +15,8 @@ import numpy as np
 from attn_core.call.kinds import check_hashable, check_kind, check_names
 from attn_core.call.seq_info import is_host_int
 from attn_core.errors import SpecError, shown
-from attn_core.paged.held_pages import PoolFullError as PoolFullError
-from attn_core.paged.swapping import SwappedSequences
+from attn_core.paged.allocation.held_pages import PoolFullError as PoolFullError
+from attn_core.paged.allocation.swapping import SwappedSequences
 
 MOST_TOKENS = 2**31 - 1
 """The longest sequence: lengths are int32."""

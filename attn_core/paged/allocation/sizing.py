@@ -10,7 +10,7 @@ from attn_core.call import pages
 from attn_core.call.pages import FLOAT_BITS
 from attn_core.call.seq_info import is_host_int
 from attn_core.errors import DTypeError, SpecError, shown
-from attn_core.paged.held_pages import MOST_PAGES
+from attn_core.paged.allocation.held_pages import MOST_PAGES
 
 BITS = {**FLOAT_BITS, **pages.BITS}
 """The bits of an element, by dtype."""

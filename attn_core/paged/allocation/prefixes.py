@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 from attn_core.call.kinds import check_hashable
 from attn_core.errors import SpecError, shown
-from attn_core.paged.contents import Chain, check_is_tokens, pages_of_tokens
-from attn_core.paged.held_pages import HeldPages
-from attn_core.paged.report import PrefixReport
+from attn_core.paged.allocation.contents import Chain, check_is_tokens, pages_of_tokens
+from attn_core.paged.allocation.held_pages import HeldPages
+from attn_core.paged.allocation.report import PrefixReport
 
 
 class Match(NamedTuple):
