@@ -132,7 +132,7 @@ def rows_over_ranks() -> list[Any]:
 
 @pytest.mark.parametrize(("row", "direction", "entry"), rows_over_ranks())
 def test_estimates_of_rows_over_two_gpus_match_the_measured_times(row: Row, direction: str, entry: Any) -> None:
-    """The way of the shortest estimate is within 10 %, and within 4 % of the fastest way that was measured."""
+    """The way of the shortest estimate is within 10 %, and within 6 % of the fastest way that was measured."""
     documents, more = None, {}
     if row.lengths:
         documents, longest = (0, *accumulate(row.lengths)), max(row.lengths)
@@ -157,7 +157,7 @@ def test_estimates_of_rows_over_two_gpus_match_the_measured_times(row: Row, dire
     ways = {"chosen": entry["seconds"]["chosen"], **entry["others"]}
     measured = {entry["chosen"] if name == "chosen" else name: statistics.median(times) for name, times in ways.items()}
     assert estimates[best] == pytest.approx(measured[best], rel=0.1)
-    assert measured[best] <= 1.04 * min(measured.values())
+    assert measured[best] <= 1.06 * min(measured.values())
 
 
 @pytest.mark.parametrize("kind", LINKS)
