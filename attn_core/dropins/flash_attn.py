@@ -135,7 +135,8 @@ REMEDIES = {
     "qv": "softmax(q k' + qv v') v is attention(concatenate(q, qv), concatenate(k, v), v, scale=softmax_scale)",
     **dict.fromkeys(
         ("q_descale", "k_descale", "v_descale"),
-        "tensors with scales of their own do not run here; pass bfloat16, which use_backend('flash3_fp8') quantises",
+        "tensors with scales of their own run in torch's flash_attn_func of FlashAttention 3 alone; pass bfloat16, "
+        "which use_backend('flash3_fp8') quantises",
     ),
     "seqused_q": "pass cu_seqlens_q without the unused queries",
     "seqused_k": "pass cu_seqlens_k and keys without the unused ones",

@@ -26,8 +26,11 @@ from attn_core.backends.shared.flash3_operators import Operators, prepare
 from attn_core.backends.support import Build
 from attn_core.call.tensors import Gradients, Inputs, PagedInputs
 from attn_core.correctness import accuracy, reference
+from attn_core.errors import DTypeError, ShapeError
 from torch_frontend import attention
 from torch_frontend import explain as explained
+from torch_frontend.dispatch import plan
+from torch_frontend.flash_attn import hopper
 
 math: Any = backends.load("math")
 fp8: Any = flash3.variant("fp8")
@@ -292,6 +295,8 @@ def widened(given: dict[str, Any], name: str) -> Any:
     if tensor.dtype != torch.float8_e4m3fn:
         assert factors is None
         return tensor
+    if factors is None:
+        return tensor.to(torch.bfloat16)
     offsets = given["cu_seqlens_q" if name == "q" else "cu_seqlens_k"]
     return dequantised(tensor, factors, offsets).to(torch.bfloat16)
 
@@ -344,6 +349,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     yield install_stand_ins
     empty_caches()
+    plan.plan.cache_clear()
 
 
 def test_build_lists_the_missing_features(install: Any) -> None:
@@ -589,6 +595,33 @@ def test_fp8_results_are_close_to_the_reference(install: Any, name: str, dtype: 
     assert seen["q_descale"].shape == seen["v_descale"].shape == (case.spec.documents or case.spec.batch, 3)
     truth = torch.from_numpy(accuracy.expect(case.spec, case.inputs).truth["out"])
     assert (out.double() - truth).square().mean().sqrt() <= 0.08 * truth.square().mean().sqrt()
+
+
+def test_float8_tensors_keep_their_numbers_and_factors(install: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel's arguments are the caller's, and the output is attention on the numbers that they stand for."""
+    operators = install()
+    here = SimpleNamespace(here=lambda framework, _: Target(framework, "sm90"))
+    monkeypatch.setattr(plan, "Target", here)
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(2, 5, heads, 64, generator=generator).to(torch.float8_e4m3fn) for heads in (4, 2, 2)]
+    factors = [torch.rand(2, 2, generator=generator) + 0.5 for _ in tensors]
+    named = dict(zip(("q_descale", "k_descale", "v_descale"), factors, strict=True))
+    out, lse = hopper.flash_attn_func(*tensors, causal=True, return_attn_probs=True, **named)
+    for name, tensor in zip("qkv", tensors, strict=True):
+        seen = operators.forward.seen
+        assert torch.equal(seen[name].float(), tensor.float()) and seen[f"{name}_descale"] is named[f"{name}_descale"]
+    exact = [dequantised(*each).to(torch.bfloat16) for each in zip(tensors, factors, strict=True)]
+    expected, expected_lse = attention(*exact, causal=True, backend="math", return_lse=True)
+    assert out.dtype == torch.bfloat16 and torch.equal(out, expected) and torch.equal(lse, expected_lse)
+    assert hopper.flash_attn_func(*tensors).shape == out.shape and operators.forward.seen["q_descale"] is None
+    for wrong, error in (
+        ({"q_descale": torch.ones(2, 4)}, ShapeError),
+        ({"k_descale": factors[0].double()}, DTypeError),
+    ):
+        with pytest.raises(error, match=rf"^{next(iter(wrong))}: expected"):
+            hopper.flash_attn_func(*tensors, **wrong)
+    with pytest.raises(ShapeError, match=r"^head_dim=72: the FlashAttention 3 kernel has 80 channels; pad float8"):
+        hopper.flash_attn_func(*[torch.zeros(1, 5, 2, 72).to(torch.float8_e4m3fn) for _ in range(3)])
 
 
 @pytest.mark.cuda

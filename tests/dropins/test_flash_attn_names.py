@@ -590,7 +590,9 @@ REFUSED = {
 @pytest.mark.parametrize(("of", "name"), [(of, name) for of, names in REFUSED.items() for name in names])
 @pytest.mark.parametrize("f", BOTH, ids=str)
 def test_what_has_no_kernel_is_refused_by_name(f: Framework, of: str, name: str) -> None:
-    with pytest.raises(SpecError, match=rf"^{name}(: expected None|=2: expected 0)"):
+    takes = f is TORCH and name.endswith("_descale")  # a tensor, see test_float8_tensors_are_refused_with_the_reason
+    words = f"{name}: expected a torch.Tensor" if takes else f"{name}(: expected None|=2: expected 0)"
+    with pytest.raises(TypeError if takes else SpecError, match=f"^{words}"):
         run(f, "flash_attn_func", *rows(), of=of, **{name: 2})
 
 
@@ -617,3 +619,18 @@ def test_the_package_may_stand_in_for_flash_attn(monkeypatch: pytest.MonkeyPatch
     from flash_attn import flash_attn_func
 
     assert flash_attn_func is module(TORCH).flash_attn_func
+
+
+def test_float8_tensors_are_refused_with_the_reason() -> None:
+    """Without a GPU. ``test_flash3.py`` runs such calls on a stand-in for the kernel."""
+    tensors = [torch.zeros(2, 5, heads, 16).to(torch.float8_e4m3fn) for heads in (4, 2, 2)]
+    function, factors = module(TORCH, ".hopper").flash_attn_func, torch.ones(2, 2)
+    for given in ({}, {"q_descale": factors}):
+        with pytest.raises(
+            SpecError, match=r"^q: float8_e4m3fn cannot run here: device cpu: .*needs sm90; pass bfloat16"
+        ):
+            function(*tensors, **given)
+    with pytest.raises(DTypeError, match=r"^k: expected float8_e4m3fn"):
+        function(tensors[0], tensors[1].float(), tensors[2], k_descale=factors)
+    with pytest.raises(TypeError, match=r"^v_descale: expected a torch.Tensor"):
+        function(*tensors, v_descale=2)

@@ -28,6 +28,7 @@ from attn_core.dropins.flash_attn_cache import Cached
 from attn_core.errors import ShapeError, SpecError, shown
 from torch_frontend.attention import attention
 from torch_frontend.dispatch import plan
+from torch_frontend.flash_attn import scaled
 from torch_frontend.flash_attn.kvcache import attend
 from torch_frontend.flash_attn.varlen import documents_of
 from torch_frontend.qkvpacked import attention_qkvpacked
@@ -45,9 +46,9 @@ def flash_attn_func(
     softmax_scale: float | None = None,
     causal: bool = False,
     qv: None = None,
-    q_descale: None = None,
-    k_descale: None = None,
-    v_descale: None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     window_size: tuple[int, int] = (-1, -1),
     attention_chunk: int = 0,
     softcap: float = 0.0,
@@ -62,7 +63,10 @@ def flash_attn_func(
     Args:
         q: ``[batch, seqlen_q, heads, head_dim]``; k: ``[batch, seqlen_k, kv_heads, head_dim]``; v with value_dim.
         softmax_scale, causal, window_size, softcap, deterministic: as in ``torch_frontend.flash_attn.flash_attn_func``.
-        qv, q_descale, k_descale, v_descale, attention_chunk: raise an error that says what to do instead.
+        q_descale, k_descale, v_descale: float32 ``[batch, kv_heads]``, the factors of q, k and v in float8_e4m3fn; None
+            for 1. The output is bfloat16, without gradients. Only FlashAttention 3 itself runs such calls, if its build
+            has float8; elsewhere an error has the reason.
+        qv, attention_chunk: raise an error that says what to do instead.
         num_splits, pack_gqa, sm_margin: hints about speed without effect.
 
     Returns:
@@ -73,10 +77,13 @@ def flash_attn_func(
         NoBackendError: if no backend can run the call; the message has every reason.
     """
     try:
-        refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+        refuse(qv=qv)
         refuse_chunks(attention_chunk)
         check_hints(num_splits=num_splits, pack_gqa=pack_gqa, sm_margin=sm_margin)
         options = options_of(softmax_scale, causal, window_size, softcap, deterministic)
+        if scaled.is_scaled((q, k, v), factors := (q_descale, k_descale, v_descale)):
+            options["return_lse"] = check_flag("return_attn_probs", return_attn_probs)
+            return scaled.attend((q, k, v), factors, options)
         return attention(q, k, v, return_lse=return_attn_probs, **options)
     except (SpecError, TypeError) as error:
         raise renamed(error, OPTIONS) from None

@@ -226,6 +226,7 @@ def variant(word: str) -> SimpleNamespace:
     claims = replace(FORWARD, kernel=f"{NAME} for e4m3", lse_gradient=False, paged=False, approximate=True)
     shared = {"FRAMEWORK": FRAMEWORK, "REQUIRES": REQUIRES, "WRITES_INTO": True, "probe": probe, "build": _fp8_build}
     functions = {"refuses": _fp8_refuses, "lower": lower, "forward": _fp8, "backward": _no_backward}
+    functions["forward_of_e4m3"] = _of_e4m3
     return SimpleNamespace(FORWARD=claims, BACKWARD=None, **shared, **functions)
 
 
@@ -242,6 +243,11 @@ def _fp8_refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple
 
 def _fp8(spec: AttentionSpec, inputs: Inputs, into: Any = None) -> tuple[Any, Any]:
     return rewrites.forward(FP8, spec, inputs, into)
+
+
+def _of_e4m3(spec: AttentionSpec, inputs: Inputs, factors: tuple[Any, Any, Any]) -> tuple[Any, Any]:
+    fp8.check_widths(spec, FP8.runs(spec), NAME)
+    return fp8.attend(inputs[:3], factors, None, partial(_operator, spec, "forward"), _offsets(inputs))
 
 
 def _no_backward(*_: Any) -> Gradients:

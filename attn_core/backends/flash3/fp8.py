@@ -13,6 +13,7 @@ from attn_core.backends.shared.autograd import without_gradient
 from attn_core.backends.shared.rewrites import readable, writable
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
+from attn_core.errors import ShapeError
 
 LARGEST = 448.0
 """The largest finite e4m3 (float8_e4m3fn)."""
@@ -33,10 +34,34 @@ def forward(
     rounded, factors = zip(*(quantise(tensor, spec.num_kv_heads, lengths) for tensor, lengths in sides))
     native = spec.dtype == "bfloat16"
     out = writable(into[0]) if native and into is not None else None
+    result, lse = attend(rounded, factors, out, operator, offsets)
+    return result if native else result.to(inputs.q.dtype), lse
+
+
+def attend(
+    rounded: tuple[Any, ...], factors: tuple[Any, ...], out: Any, operator: Callable[..., Any], offsets: tuple[Any, Any]
+) -> tuple[Any, Any]:
+    """Returns (out in bfloat16, lse) of q, k and v in float8_e4m3fn.
+
+    Args:
+        factors: float32 ``[batch or documents, kv_heads]`` for each; None for 1.
+        out: a buffer for out, or None. operator, offsets: as in ``forward``.
+    """
     run = operator("q", "k", "v", "q_descale", "k_descale", "v_descale", "out", "cu_seqlens_q", "cu_seqlens_k")
     result, lse, *_ = run(*map(readable, rounded), *factors, out, *offsets)
-    result = result if out is None else out
-    return result if native else result.to(inputs.q.dtype), lse
+    return (result if out is None else out), lse
+
+
+def check_widths(spec: AttentionSpec, own: AttentionSpec, kernel: str) -> None:
+    """Raises ShapeError if the kernel has other widths than a call: float8 tensors are not padded.
+
+    Args:
+        own: the call at the kernel's widths.
+    """
+    for name in ("head_dim", "value_dim"):
+        actual, width = getattr(spec, name), getattr(own, name)
+        if actual != width:
+            raise ShapeError(f"{name}={actual}: {kernel} has {width} channels; pad float8 tensors to them")
 
 
 @without_gradient
