@@ -10,6 +10,7 @@ from attn_core import backends
 from attn_core.call.options import Options, check_options
 from attn_core.call.tensors import Inputs
 from attn_core.errors import DeviceError, DTypeError, ShapeError, SpecError
+from attn_core.selection import NoBackendError
 from torch_frontend.dispatch import plan, tensor_kinds
 from torch_frontend.dispatch.wrappers import on_device
 
@@ -56,10 +57,12 @@ def attend(
     inputs = Inputs(*tensors)
     entries = tuple([entry and (entry[0], torch.bfloat16, entry[2]) for entry in plan.metadata(inputs)])
     arguments = entries, check_options(Options(**options)), False, False, (BACKEND,)
-    selection = plan.explanation(*arguments)
-    if selection.backend is None:
-        raise SpecError(f"q: float8_e4m3fn cannot run here: {'; '.join(selection.reasons(BACKEND))}; pass bfloat16")
-    spec, planned = selection.spec, plan.plan(*arguments)
+    try:
+        planned = plan.plan(*arguments)  # cached, so that a repeated call selects nothing again
+    except NoBackendError as error:
+        reasons = "; ".join(error.selection.reasons(BACKEND))
+        raise SpecError(f"q: float8_e4m3fn cannot run here: {reasons}; pass bfloat16") from None
+    spec = planned.spec
     sizes = torch.Size((spec.batch, spec.num_kv_heads))
     for name, each in named.items():
         if each is not None:
@@ -67,7 +70,7 @@ def attend(
     if spec.empty:
         out, lse = planned.forward(spec, inputs._replace(q=q.to(torch.bfloat16)))
     else:
-        backend: Any = backends.load(BACKEND, selection.target.kind)
+        backend: Any = backends.load(BACKEND, "cuda")
         dense = tuple([None if each is None else each.contiguous() for each in factors])
         out, lse = on_device(backend.forward_of_e4m3, q.device)(spec, inputs, dense)
     return (out, lse) if options["return_lse"] else out
