@@ -17,7 +17,7 @@ from jax.experimental import multihost_utils
 
 from attn_core import SeqInfo
 from benchmarks.context_row_report import DIRECTIONS, described
-from benchmarks.context_row_shapes import WAYS, Row, rows_of
+from benchmarks.context_row_shapes import Row, rows_of
 from jax_frontend import explain_context_parallel, shard_sequence
 from jax_frontend.context_parallel.attention import context_parallel_attention
 
@@ -71,7 +71,7 @@ def _measure(mesh: Any, row: Row, direction: str, chosen: str | None, on_gpu: bo
         where = {"mesh": mesh, "strategy": strategy, "layout": layout, "length": length, "seq_info": info}
         return {**where, **row.options}
 
-    strategy, layout = _way(chosen) if chosen else _best(whole, options, direction, mesh, info)
+    strategy, layout = _way(chosen) if chosen else _best(row, whole, options, direction, mesh, info)
     arrays = [shard_sequence(each, mesh, layout=layout, seq_info=info) for each in whole]
     attend = partial(context_parallel_attention, **options(strategy, layout))
 
@@ -92,10 +92,12 @@ def _measure(mesh: Any, row: Row, direction: str, chosen: str | None, on_gpu: bo
     }
 
 
-def _best(whole: list[Any], options: Callable[..., Any], direction: str, mesh: Any, info: Any) -> tuple[str, str]:
+def _best(
+    row: Row, whole: list[Any], options: Callable[..., Any], direction: str, mesh: Any, info: Any
+) -> tuple[str, str]:
     """Returns the way with the shortest estimate."""
     seconds = {}
-    for way in WAYS:
+    for way in row.ways:
         try:
             q, k, v = (shard_sequence(each, mesh, layout=way[1], seq_info=info) for each in whole[:3])
             cost = explain_context_parallel(

@@ -106,21 +106,27 @@ def _cells(row: dict[str, Any], entry: dict[str, Any], direction: str, at: int, 
 
 def _ways(rows: list[dict[str, Any]]) -> str:
     entries = [entry for row in rows for entry in row["torch"].values()]
-    names = list(dict.fromkeys(name for entry in entries for name in (*entry["estimates"], *entry["refused"])))
+    names = list(dict.fromkeys(_column(name) for entry in entries for name in (*entry["estimates"], *entry["refused"])))
     lines = [f"| row | direction | {' | '.join(names)} |", "|---|---|" + "---|" * len(names)]
     refused: dict[str, set[str]] = {}
     for row in rows:
         for direction, entry in row["torch"].items():
-            cells = []
-            for name in names:
+            cells = dict.fromkeys(names, "")
+            for name in (*entry["estimates"], *entry["refused"]):
                 times = entry["others"].get(CHOSEN if name == entry["chosen"] else name)
                 why = entry["refused"].get(name)
                 if why:
-                    refused.setdefault(f"{name}: {why}", set()).add(row["name"])
-                cells.append(_ms(statistics.median(times)) if times else "refused" if why else "not measured")
-            lines.append(f"| {row['name']} | {direction} | {' | '.join(cells)} |")
+                    refused.setdefault(f"{_column(name)}: {why}", set()).add(row["name"])
+                cell = _ms(statistics.median(times)) if times else "refused" if why else "not measured"
+                cells[_column(name)] = cell
+            lines.append(f"| {row['name']} | {direction} | {' | '.join(cells.values())} |")
     reasons = [f"- {why} ({', '.join(sorted(names))})" for why, names in sorted(refused.items())]
     return "\n".join(lines) + ("\n\nRefused:\n\n" + "\n".join(reasons) if reasons else "")
+
+
+def _column(name: str) -> str:
+    """Returns the column of a way: "ring, window" for "ring, window:4096", because a row's window is in its words."""
+    return name.partition(":")[0]
 
 
 def _ms(seconds: float | None) -> str:

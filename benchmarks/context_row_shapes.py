@@ -7,11 +7,9 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from attn_core.context_parallel.cost.choose import CANDIDATES
-from attn_core.context_parallel.layout import LAYOUTS
+from attn_core.context_parallel.layout import LAYOUTS, layout_for_window
 
 STRATEGIES = CANDIDATES[1]
-WAYS = tuple(product(STRATEGIES, LAYOUTS))
-"""Every (strategy, layout). One that cannot run a row is shown as refused."""
 DRAWN = 10
 """The number of rows that the seed draws."""
 
@@ -39,6 +37,13 @@ class Row(NamedTuple):
     def options(self) -> dict[str, Any]:
         """The keywords of ``attention``, without the documents."""
         return {"causal": True, "window": self.window, "softcap": self.softcap}
+
+    @property
+    def ways(self) -> tuple[tuple[str, str], ...]:
+        """Every (strategy, layout). One that cannot run the row is shown as refused."""
+        shared = [layout_for_window(self.window)] if self.window is not None and not self.lengths else []
+        layouts = (*LAYOUTS, *shared)
+        return tuple(product(STRATEGIES, layouts))
 
     @property
     def words(self) -> str:

@@ -20,7 +20,7 @@ import torch_frontend
 from attn_core import SeqInfo
 from benchmarks.context_row_profile import profile
 from benchmarks.context_row_report import CHOSEN, DIRECTIONS, ONE, described
-from benchmarks.context_row_shapes import WAYS, Row, rows_of
+from benchmarks.context_row_shapes import Row, rows_of
 from benchmarks.hopper_group import take_turns
 from torch_frontend.context_parallel.attention import (
     context_parallel_attention,
@@ -91,7 +91,7 @@ class Shares:
     def estimates(self, direction: str) -> tuple[dict[str, float], dict[str, str]]:
         """Returns (the cost model's seconds of each way, why the others are refused)."""
         seconds, refused = {}, {}
-        for strategy, layout in WAYS:
+        for strategy, layout in self.row.ways:
             name = f"{strategy}, {layout}"
             try:
                 cost = self.explained(strategy, layout, direction).choice.estimate

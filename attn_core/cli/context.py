@@ -28,7 +28,7 @@ def context_plan(
     ranks: Annotated[
         str, typer.Option(help="Number of ranks, or OUTER,INNER for two axes; inner ranks share heads.")
     ] = "4",
-    layout: Annotated[str, typer.Option(help="contiguous, zigzag, striped, documents, or auto.")] = "zigzag",
+    layout: Annotated[str, typer.Option(help="contiguous, zigzag, striped, documents, window:W, or auto.")] = "zigzag",
     strategy: Annotated[str | None, typer.Option(help="all_gather, ring or ulysses. Default: the fastest.")] = None,
     device: Annotated[str, typer.Option(help="GPU whose measurements the estimates use, such as h100.")] = "sm90",
     memory: Annotated[float | None, typer.Option(help="Memory limit of the call on each rank, in GiB.")] = None,

@@ -13,6 +13,7 @@ from attn_core.call.options import check_number
 from attn_core.call.spec import AttentionSpec
 from attn_core.context_parallel import borders
 from attn_core.context_parallel.bands import BandedSegment, VisibleBand
+from attn_core.context_parallel.layout import check_layout
 from attn_core.context_parallel.plan import ROUNDED_ONCE, AxisSizes, ContextPlan, build_plan, parts_and_members
 from attn_core.context_parallel.tiles import Tile
 from attn_core.errors import ShapeError, SpecError
@@ -123,6 +124,8 @@ def plan_spec(
 ) -> ContextPlan:
     """Returns the plan of a spec's call; cached by ``build_plan``."""
     edge = band(spec)
+    if check_layout(layout) is not None and documents is None and spec.batch == 1 and spec.q_len == spec.kv_len:
+        documents = (0, spec.q_len)  # one document, so that both pieces of a rank share a kernel call
     visible = VisibleBand(edge.left, edge.right, edge.offset, documents)
     if bands is not None:  # causal, window and documents are in them
         visible = VisibleBand(None, None, parts=bands, packs=spec.batch == 1)

@@ -8,9 +8,12 @@ from itertools import pairwise
 
 from attn_core.call.seq_info import is_host_int
 from attn_core.context_parallel.dealing import deal
+from attn_core.context_parallel.windowed import cut_for_window
 from attn_core.errors import ShapeError, SpecError, shown
 
 LAYOUTS = ("contiguous", "zigzag", "striped", "documents")
+"""The layouts without a number. Besides, ``"window:W"`` has the number of keys W that a query sees."""
+_WINDOW = "window:"
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -32,7 +35,7 @@ class Layout:
     """A row of ``length`` positions, spread over ranks.
 
     Attributes:
-        kind: one of LAYOUTS.
+        kind: one of LAYOUTS, or ``"window:W"``.
         length: the number of positions.
         shard: the number of places on every rank. The last places of a rank may hold no position.
         runs: for each rank, the positions at its places, from the first place on.
@@ -66,15 +69,15 @@ def build_layout(kind: str, length: int, outer: int, inner: int = 1, documents: 
         kind: ``"contiguous"``: each rank holds one piece. ``"zigzag"``: the row is cut into 2P pieces for P ranks, and
             rank r holds the pieces r and 2P - 1 - r, so that all ranks have equal work under a causal mask; if there
             are ``documents``, every document is cut like this. ``"striped"``: rank r holds r, r + P, r + 2P, ...
+            ``"documents"``: see ``dealing``. ``"window:W"``: see ``windowed``.
         inner: the number of consecutive ranks that share a part of the row by heads (Ulysses).
-        documents: the offsets ``[documents + 1]`` of packed documents. ``"contiguous"`` and ``"striped"`` cut
-            documents anywhere, and ``"documents"`` needs them.
+        documents: the offsets ``[documents + 1]`` of packed documents. ``"contiguous"``, ``"striped"`` and
+            ``"window:W"`` cut documents anywhere, and ``"documents"`` needs them.
 
     Raises:
         SpecError, ShapeError: for invalid arguments.
     """
-    if not isinstance(kind, str) or kind not in LAYOUTS:
-        raise SpecError(f"layout={shown(kind)}: expected one of {', '.join(LAYOUTS)}")
+    window = check_layout(kind)
     if not is_host_int(length) or length < 0:
         raise SpecError(f"length={shown(length)}: expected the positions of the whole row, an integer of 0 or more")
     if outer < 1 or inner < 1:
@@ -89,13 +92,36 @@ def build_layout(kind: str, length: int, outer: int, inner: int = 1, documents: 
         runs = [_join_runs([Run(start, -(-(length - start) // world), world)]) for start in starts]
     elif kind == "contiguous":
         runs = [_join_runs([piece]) for piece in cut_evenly(0, length, world)]
-    elif kind == "documents":
-        runs = [
-            _join_runs([Run(start, stop - start) for start, stop in of_rank]) for of_rank in _dealt(documents, world)
-        ]
+    elif kind == "documents" or window is not None:
+        ranges = _dealt(documents, world) if window is None else cut_for_window(length, world, window)
+        runs = [_join_runs([Run(start, stop - start) for start, stop in of_rank]) for of_rank in ranges]
     else:
         runs = _zigzag_runs(documents if documents is not None else (0, length), world)
     return Layout(kind, length, max(sum(run.count for run in of_rank) for of_rank in runs), tuple(runs))
+
+
+def layout_for_window(window: int) -> str:
+    """Returns the name of the layout for a causal window of so many keys."""
+    return f"{_WINDOW}{window}"
+
+
+def check_layout(layout: object) -> int | None:
+    """Returns the W of a layout ``"window:W"``; None for a layout without a number.
+
+    Raises:
+        SpecError: for anything but the name of a layout.
+    """
+    if isinstance(layout, str):
+        if layout in LAYOUTS:
+            return None
+        number = layout.removeprefix(_WINDOW)
+        # Only digits without a leading zero, so that one layout has one name.
+        if number != layout and number.isascii() and number.isdigit() and number[0] != "0":
+            return int(number)
+    raise SpecError(
+        f"layout={shown(layout)}: expected one of {', '.join(LAYOUTS)}, or 'window:W' with the number of keys W that a "
+        "query sees, such as 'window:4096'"
+    )
 
 
 def check_documents(documents: Sequence[int], length: int) -> None:

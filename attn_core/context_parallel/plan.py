@@ -164,7 +164,7 @@ def build_plan(
 
     Args:
         strategy: one of STRATEGIES, for the outer axis; "ulysses" needs ``outer`` 1.
-        layout: one of ``attn_core.context_parallel.layout.LAYOUTS``.
+        layout: see ``attn_core.context_parallel.layout.build_layout``.
         outer, inner: the sizes of the two axes; inner ranks exchange heads.
         q_len, kv_len: of the whole row; with documents they are equal.
 

@@ -111,8 +111,8 @@ def context_parallel_attention(
         strategy: how keys and values reach the queries: ``"all_gather"``, ``"ring"`` or ``"ulysses"``; on two axes, the
             strategy of the outer one, and the inner one uses "ulysses". None chooses by a cost model
             (``explain_context_parallel`` says why).
-        layout: which positions a device holds: "zigzag" (even work under a causal mask), "contiguous", "striped" or,
-            with seq_info, "documents".
+        layout: which positions a device holds: "zigzag" (even work under a causal mask), "contiguous", "striped",
+            "documents" (with seq_info), or "window:W" for a causal window of W keys (even work on two ranks).
         length: the number of positions of the whole row, or a pair (of q, of k); None for the places of all shards.
         head_groups: the number of groups of heads; each group's exchange overlaps the computation of the group before.
         partition_spec: outside ``jax.shard_map``, how the mesh splits q, such as ``P("data", "cp", "model")``. JAX

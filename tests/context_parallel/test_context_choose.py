@@ -502,7 +502,7 @@ def test_equal_requests_share_one_answer() -> None:
     [
         ({"axes": (2, 2, 2)}, "axes=(2, 2, 2): expected (ranks,) or (outer, inner), each of at least one rank"),
         ({"axes": (0,)}, "axes=(0,): expected (ranks,) or (outer, inner), each of at least one rank"),
-        ({"layout": "snake"}, "layout='snake': expected one of contiguous, zigzag, striped"),
+        ({"layout": "snake"}, "layout='snake': expected one of contiguous, zigzag, striped, documents, or 'window:W'"),
         ({"strategy": "rings"}, "strategy='rings': expected one of all_gather, ulysses, ring on 1 axes, or None"),
         ({"axes": (2, 2), "strategy": "ulysses"}, "strategy='ulysses': expected one of all_gather, ring on 2 axes"),
         ({"spec": call(64, dropout=0.5)}, "dropout=0.5: expected 0 in context parallelism"),
@@ -552,6 +552,7 @@ PICTURES = {
     "striped": ["--q-len", "16", "--layout", "striped"],
     "documents": ["--lengths", "12,4", "--ranks", "2"],
     "dealt": ["--lengths", "3,12,5,4", "--ranks", "2", "--layout", "documents"],
+    "window": ["--q-len", "16", "--window", "5", "--ranks", "2", "--layout", "window:5"],
 }
 
 
@@ -617,20 +618,22 @@ def test_the_command_exits_with_the_refusal() -> None:
 
 
 def test_the_layout_with_the_shortest_estimate_is_chosen() -> None:
-    """Documents are dealt, a window takes contiguous pieces and their borders, and a causal row a zigzag."""
-    documents = (0, 9000, 12000, 20000, 20768, 26768, 28768, 32768)
+    """Documents are dealt, a window shares the first tokens or takes contiguous pieces, and a causal row a zigzag."""
+    documents = (0, 9000, 17168, 23168, 27568, 30568, 32568, 32768)
     packed = call(32768, documents=7, max_len_q=9000, max_len_k=9000, needs_backward=True)
     window, causal = call(32768, window=(4095, 0), needs_backward=True), call(32768, needs_backward=True)
     for spec, offsets, layout, strategy in (
         (packed, documents, "documents", "ring"),
-        (window, None, "contiguous", "ring"),
+        (window, None, "window:4096", "ring"),
         (causal, None, "zigzag", "all_gather"),
     ):
         fastest, *others = choose_layout(spec, offsets, (2,), H200)
         assert (fastest.layout, fastest.strategy) == (layout, strategy)
         assert fastest == choose(spec, offsets, layout, (2,), H200)
         seconds = [choice.estimate.seconds for choice in (fastest, *others) if choice.estimate]
-        assert seconds == sorted(seconds) and len(seconds) == (3 if offsets else 2)
+        assert seconds == sorted(seconds) and len(seconds) == (2 if spec is causal else 3)
+    fastest, *_ = choose_layout(window, None, (8,), H200)  # more ranks would exchange more pieces than they save
+    assert (fastest.layout, fastest.strategy) == ("contiguous", "ring")
 
 
 def test_a_row_that_cannot_be_dealt_has_other_layouts() -> None:
@@ -644,6 +647,6 @@ def test_no_layout_is_chosen_beyond_the_memory() -> None:
 
 
 def test_the_command_compares_layouts() -> None:
-    done = attn("--lengths", "9000,3000,8000,768,6000,2000,4000", "--causal", "--layout", "auto", "--ranks", "2")
+    done = attn("--lengths", "9000,8168,6000,4400,3000,2000,200", "--causal", "--layout", "auto", "--ranks", "2")
     assert done.exit_code == 0 and "context parallelism over 2 ranks, documents: " in done.output
     assert re.search(r"\n  layouts: documents [\d.]+ ms \(ring\); .*zigzag [\d.]+ ms", done.output)

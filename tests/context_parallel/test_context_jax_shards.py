@@ -37,7 +37,7 @@ def test_shards_of_other_documents_or_another_axis_are_refused():
 
 
 @pytest.mark.parametrize("sizes", [(3,), (2, 2)])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", (*LAYOUTS, "window:9"))
 def test_shards_hold_what_the_layout_says_and_go_back(layout, sizes):
     case = Case("ring", sizes, layout, documents=DOCUMENTS if layout == "documents" else None)
     tokens = jnp.arange(1, 24)[None]

@@ -23,12 +23,13 @@ from attn_core.call.masks import Band, document_of
 from attn_core.context_parallel import places
 from attn_core.context_parallel.bands import Segment, VisibleBand
 from attn_core.context_parallel.borders import size
-from attn_core.context_parallel.layout import LAYOUTS, Layout, Run, build_layout
+from attn_core.context_parallel.layout import LAYOUTS, Layout, Run, build_layout, layout_for_window
 from attn_core.context_parallel.plan import STRATEGIES, ContextPlan, Step, build_plan
 from attn_core.context_parallel.tiles import Tile
 from attn_core.errors import ShapeError
 
 BANDS = ((None, 0), (None, None), (5, 0), (3, 2), (None, 2), (0, 0), (5, None))
+KINDS = (*LAYOUTS, "window:7")
 AXES = ((1, 1), (2, 1), (3, 1), (4, 1), (5, 1), (2, 2), (3, 2), (2, 3), (1, 4))
 
 
@@ -110,7 +111,7 @@ def tile_faults(tile: Tile, queries: int, keys: int) -> list[str]:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_plan_of_the_grid_computes_each_pair_once(strategy: str, kind: str) -> None:
     axes = [(outer, inner) for outer, inner in AXES if strategy != "ulysses" or outer == 1]
     sizes = ((23, 23), (11, 23), (23, 11), (3, 3), (16, 16), (1, 1))
@@ -127,7 +128,9 @@ def test_every_plan_of_the_grid_computes_each_pair_once(strategy: str, kind: str
 @st.composite
 def requests(draw: st.DrawFn) -> tuple[Any, ...]:
     """The arguments of ``plan``."""
-    strategy, kind = draw(st.sampled_from(STRATEGIES)), draw(st.sampled_from(LAYOUTS))
+    strategy, kind = draw(st.sampled_from(STRATEGIES)), draw(st.sampled_from((*LAYOUTS, "window")))
+    if kind == "window":
+        kind = layout_for_window(draw(st.integers(1, 80)))
     outer = 1 if strategy == "ulysses" else draw(st.integers(1, 6))
     inner = draw(st.integers(1, 4))
     side = st.none() | st.integers(0, 40)
@@ -193,7 +196,8 @@ WINDOW = ("ring", "contiguous", 3, 1, 29, 29, VisibleBand(6, 2))
 STRIPES = ("all_gather", "striped", 2, 2, 29, 29, VisibleBand(7, 0))
 PACKED = ("ring", "zigzag", 2, 1, 29, 29, VisibleBand(None, 0, 0, (0, 12, 21, 29)))
 DEALT = ("ring", "documents", 3, 1, 29, 29, VisibleBand(None, 0, 0, (0, 12, 19, 27, 29)))
-PLANTED = {"ring": RING, "window": WINDOW, "stripes": STRIPES, "packed": PACKED, "dealt": DEALT}
+SHARED = ("ring", "window:7", 3, 1, 29, 29, VisibleBand(6, 0, 0, (0, 29)))
+PLANTED = {"ring": RING, "window": WINDOW, "stripes": STRIPES, "packed": PACKED, "dealt": DEALT, "shared": SHARED}
 
 
 def with_tile(made: ContextPlan, change: Callable[[Tile], tuple[Tile, ...]]) -> ContextPlan:
@@ -454,7 +458,7 @@ def test_rows_that_cannot_be_dealt_are_refused(ranks: Any, documents: Any, messa
 
 
 def test_documents_are_checked_in_every_layout() -> None:
-    for kind in LAYOUTS:
+    for kind in KINDS:
         with pytest.raises(ShapeError, match=r"^seq_info"):
             build_plan("ring", kind, 2, 1, 8, 8, VisibleBand(None, 0, 0, (0, 5)))
 

@@ -124,7 +124,7 @@ def dtensors_on_two_axes() -> dict[str, Any]:
 def round_trips(axes: tuple[int, ...]) -> list[str]:
     """The rows that differ after sharding and unsharding, or whose shards' gradients are wrong."""
     mesh, wrong = mesh_of(axes), []
-    for kind in LAYOUTS:
+    for kind in (*LAYOUTS, "window:9"):
         for length, documents in ((LENGTH, None), (24, None), (1, None), (LENGTH, (3, 0, 11, 1, 8))):
             if kind == "documents" and documents is None:
                 continue

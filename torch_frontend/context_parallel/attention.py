@@ -99,7 +99,8 @@ def context_parallel_attention(
         mesh: one axis of ranks; or two, (outer, inner), of which the inner one exchanges heads (Ulysses).
         strategy: how keys and values reach the queries: ``"all_gather"``, ``"ring"`` or ``"ulysses"``; on two axes, the
             strategy of the outer one. None chooses by a cost model (``explain_context_parallel`` says why).
-        layout: which positions a shard holds: ``"zigzag"``, ``"contiguous"``, ``"striped"`` or ``"documents"``.
+        layout: which positions a shard holds: ``"zigzag"``, ``"contiguous"``, ``"striped"``, ``"documents"``, or
+            ``"window:W"`` for a causal window of W keys (even work on two ranks).
         length: the number of positions of the whole row, or a pair (of q, of k); None for the places of all shards.
         head_groups: the number of groups of heads; each group's exchange overlaps the computation of the group before.
         causal, alignment, window, softcap, scale, sinks, deterministic, backend, return_lse: as in ``attention``; they

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from attn_core.call.spec import AttentionSpec
 from attn_core.cli.campaign.entries import without
-from attn_core.context_parallel.layout import LAYOUTS
+from attn_core.context_parallel.layout import LAYOUTS, layout_for_window
 
 RANKS = 4
 AXES: tuple[tuple[int, ...], ...] = ((2,), (3,), (2, 2))
@@ -36,10 +36,11 @@ def sharing(spec: AttentionSpec, seed: int | str) -> Sharing:
     # Automatic choice may exchange heads, and then the groups must divide the heads of a rank.
     halves = strategy is not None and heads_of_rank(spec, together) % 2 == 0
     dealt = spec.packed and min(spec.q_len, spec.kv_len) >= RANKS
+    window = random.randint(1, 1 + max(spec.q_len, spec.kv_len))
     return Sharing(
         axes,
         strategy,
-        random.choice([each for each in LAYOUTS if each != "documents" or dealt]),
+        random.choice([*(each for each in LAYOUTS if each != "documents" or dealt), layout_for_window(window)]),
         random.choice((None, 2)) if halves else None,
         random.choice((None, "math")),
     )

@@ -11,7 +11,7 @@ from attn_core.call.spec import AttentionSpec
 from attn_core.context_parallel.call import Bands, ContextCall, check_spec, kv_repeats, plan_spec
 from attn_core.context_parallel.cost.estimate import Estimate, estimate
 from attn_core.context_parallel.cost.machine import GIB, Constants
-from attn_core.context_parallel.layout import LAYOUTS
+from attn_core.context_parallel.layout import check_layout
 from attn_core.context_parallel.plan import AxisSizes, parts_and_members
 from attn_core.errors import ShapeError, SpecError, shown
 from attn_core.selection import Target
@@ -180,7 +180,7 @@ def choose(
     Args:
         spec: the whole call, as on one device.
         documents: the offsets of the whole row's packed documents.
-        layout: one of ``attn_core.context_parallel.layout.LAYOUTS``.
+        layout: see ``attn_core.context_parallel.layout.build_layout``.
         axes: ``(ranks,)`` or ``(outer, inner)``.
         constants: of the machine, ``Constants.of(device)``.
         memory: the bytes that the call may use on a rank, inputs and results included; None for no limit. It must be
@@ -225,8 +225,7 @@ def explain_choice(
 def _strategies(axes: AxisSizes, layout: str) -> tuple[str, ...]:
     if len(axes) not in CANDIDATES or any(size < 1 for size in axes):
         raise SpecError(f"axes={axes}: expected (ranks,) or (outer, inner), each of at least one rank")
-    if not isinstance(layout, str) or layout not in LAYOUTS:
-        raise SpecError(f"layout={shown(layout)}: expected one of {', '.join(LAYOUTS)}")
+    check_layout(layout)
     return CANDIDATES[len(axes)]
 
 

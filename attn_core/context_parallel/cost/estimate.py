@@ -10,8 +10,9 @@ width D and e bytes per element, a rank receives in a forward
 These are the counts of Ring Attention (arXiv:2310.01889), of the all-gather in Llama 3's training (arXiv:2407.21783,
 3.3.2) and of DeepSpeed-Ulysses (arXiv:2309.14509). A backward exchanges the same amount again, and the gradients of k
 and v: in the inputs' dtype if each comes from one tile, in the accumulators' dtype if they are sums. Gathered keys and
-borders that the forward kept are not sent again, and the gradients travel while a rank computes with its own keys. In
-every step of a ring, all ranks wait for the busiest part. The model assumes one group of heads.
+borders that the forward kept are not sent again, and the gradients travel while a rank computes with its own keys. If
+blocks move on from rank to rank in a ring, all ranks wait for the busiest part in every step. Borders come straight
+from the ranks that hold them, so no rank waits for another one's kernels. The model assumes one group of heads.
 """
 
 from __future__ import annotations
@@ -133,7 +134,9 @@ def _forward(spec: AttentionSpec, plan: ContextPlan, sizes: Sizes, constants: Co
     if plan.strategy == "ring":
         sent = [block * share for share in _shares(plan)]
         # The keys of the next step travel during each step.
-        busy, seconds = _ring_seconds(steps, [_hop(plan, size, constants) for size in (*sent[1:], 0.0)], constants)
+        busy, seconds = _ring_seconds(
+            plan, steps, [_hop(plan, size, constants) for size in (*sent[1:], 0.0)], constants
+        )
         # If no rank sees its own keys, the first step waits for a hop that nothing hides.
         seconds += sum(_hop(plan, size, constants) for size in sent[:1])
         buffers = _ring_buffers(plan, block)
@@ -163,7 +166,7 @@ def _backward(spec: AttentionSpec, plan: ContextPlan, sizes: Sizes, constants: C
             keys, behind = [0.0] * len(keys), [*behind[1:], 0.0]
             steps = [*steps[1:], steps[0]]
         sent = [later + before for later, before in zip((*keys[1:], 0.0), (0.0, *behind), strict=False)]
-        busy, seconds = _ring_seconds(steps, [_hop(plan, size, constants) for size in sent], constants)
+        busy, seconds = _ring_seconds(plan, steps, [_hop(plan, size, constants) for size in sent], constants)
         seconds += sum(_hop(plan, size, constants) for size in (*keys[:1], *behind[-1:]))
         buffers = _ring_buffers(plan, block + gradient)
     else:
@@ -191,11 +194,16 @@ def _ring_buffers(plan: ContextPlan, block: float) -> float:
     return block * sum(sorted(1.0 if step.own else plan.share_sent(step) for step in plan.steps)[-2:])
 
 
-def _ring_seconds(steps: Steps, exchanges: Sequence[float], constants: Constants) -> tuple[float, float]:
-    """Returns (seconds that the busiest parts compute, seconds in all), if the next block travels during each step."""
-    busiest = [max(step) for step in steps]
-    together = map(constants.overlapped_seconds, busiest, exchanges)
-    return sum(busiest), sum(together)
+def _ring_seconds(
+    plan: ContextPlan, steps: Steps, exchanges: Sequence[float], constants: Constants
+) -> tuple[float, float]:
+    """Returns (seconds that the busiest part computes, seconds in all), if the next keys travel during each step."""
+    if any(step.moves for step in plan.steps):  # a block moves on once the slowest part has it
+        steps = [(max(step),) for step in steps]
+    times = []
+    for of_part in zip(*steps, strict=True):
+        times.append((sum(of_part), sum(map(constants.overlapped_seconds, of_part, exchanges))))
+    return max(times, key=lambda each: each[1], default=(0.0, 0.0))
 
 
 def _gathered_seconds(

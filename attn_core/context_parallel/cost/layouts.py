@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from math import prod
 
+from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
 from attn_core.context_parallel.call import Bands, plan_spec
 from attn_core.context_parallel.cost.choose import Choice, NoStrategyError, explain_choice
 from attn_core.context_parallel.cost.machine import Constants
+from attn_core.context_parallel.layout import layout_for_window
 from attn_core.context_parallel.plan import AxisSizes
 
-LAYOUTS = ("zigzag", "contiguous", "documents")
-"""The layouts that are compared; the earlier one wins a tie. Stripes are left out: they have the pairs of a zigzag and
-no borders."""
+LAYOUTS = ("zigzag", "contiguous")
+"""The layouts that are compared for every row, before those for documents and for a causal window; the earlier one wins
+a tie. Stripes are left out: they have the pairs of a zigzag and no borders."""
 
 
 def choose_layout(
@@ -34,8 +36,12 @@ def choose_layout(
         SpecError: for arguments that context parallelism does not support.
     """
     how = axes, constants, memory, strategy, bands
-    dealt = documents is not None and documents[-1] >= prod(axes)
-    names = [name for name in LAYOUTS if name != "documents" or dealt]
+    names = list(LAYOUTS)
+    if documents is not None and documents[-1] >= prod(axes):
+        names.append("documents")
+    edge = band(spec)
+    if documents is None and bands is None and edge.left is not None and edge.right == 0:
+        names.append(layout_for_window(edge.left + 1))
     choices = [explain_choice(spec, documents, name, *how) for name in names]
     able = [(choice.estimate.seconds, choice) for choice in choices if choice.estimate is not None]
     if not able:
