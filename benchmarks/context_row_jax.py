@@ -1,4 +1,7 @@
-"""The JAX side of ``benchmarks.context_rows``: each row in the way that torch chose, forward and training."""
+"""The JAX side of ``benchmarks.context_rows``: each row in the way that torch chose, forward and training.
+
+One process has all devices.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.experimental import multihost_utils
 
 from attn_core import SeqInfo
 from benchmarks.context_row_report import DIRECTIONS, described
 from benchmarks.context_row_shapes import Row, rows_of
-from jax_frontend import explain_context_parallel, shard_sequence
+from jax_frontend import compile_operator_lane, explain_context_parallel, shard_sequence
 from jax_frontend.context_parallel.attention import context_parallel_attention
 
 AXIS = "cp"
@@ -28,38 +29,34 @@ TURN = 0.05
 
 
 def main(task: dict[str, Any]) -> None:
-    """Measures the rows of a task; process 0 writes the result."""
+    """Measures the rows of a task and writes the result."""
     on_gpu = task["device"] == "cuda"
     if on_gpu:
-        from benchmarks.context_jax import _join
-
-        _join()
+        compile_operator_lane()
     else:
         jax.config.update("jax_num_cpu_devices", task["ranks"])
-    mesh = jax.make_mesh((jax.device_count(),), (AXIS,))
+    mesh = jax.make_mesh((task["ranks"],), (AXIS,), devices=jax.devices()[: task["ranks"]])
     measured = []
     for row in rows_of(task["seed"], task["rows"], small=not on_gpu):
         entry: dict[str, Any] = {**described(row), "measured": {}, "error": ""}
         for direction in DIRECTIONS:
-            if not _time_left(task["ends"]):
+            if time.time() > task["ends"]:
                 entry["measured"][direction] = {"error": "not measured: out of time"}
                 continue
             chosen = task["chosen"].get(row.name, {}).get(direction)
             try:
                 entry["measured"][direction] = _measure(mesh, row, direction, chosen, on_gpu)
             except Exception as error:
-                if jax.process_count() > 1:
-                    raise  # the other processes run this row and would wait
                 entry["measured"][direction] = {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}
         measured.append(entry)
-        if jax.process_index() == 0:  # after every row, because the launcher may end this process
-            device = jax.devices()[0].device_kind
-            result = {"rows": measured, "device": device, "dtype": "bfloat16" if on_gpu else "float32"}
-            Path(task["out"]).write_text(json.dumps(result), encoding="utf-8")
+        # After every row, because the launcher may end this process.
+        device = jax.devices()[0].device_kind
+        result = {"rows": measured, "device": device, "dtype": "bfloat16" if on_gpu else "float32"}
+        Path(task["out"]).write_text(json.dumps(result), encoding="utf-8")
 
 
 def _measure(mesh: Any, row: Row, direction: str, chosen: str | None, on_gpu: bool) -> dict[str, Any]:
-    """Returns the way, the slowest process's seconds per call in each round, and the program's bytes on a device."""
+    """Returns the way, the seconds per call in each round, and the program's bytes on a device."""
     info = SeqInfo.from_lengths(row.lengths) if row.lengths else None
     dtype, keys = jnp.bfloat16 if on_gpu else jnp.float32, jax.random.split(jax.random.key(0), 4)
     heads = (row.heads, row.kv_heads, row.kv_heads, row.heads)
@@ -118,23 +115,11 @@ def _way(name: str) -> tuple[str, str]:
 
 def _timed(run: Callable[[], Any], calls: int) -> float:
     jax.block_until_ready(run())
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices("turn")
     began = time.perf_counter()
     for _ in range(calls):
         last = run()
     jax.block_until_ready(last)
-    seconds = (time.perf_counter() - began) / calls
-    if jax.process_count() == 1:
-        return seconds
-    return float(np.max(multihost_utils.process_allgather(np.float32(seconds))))
-
-
-def _time_left(ends: float) -> bool:
-    left = ends - time.time()
-    if jax.process_count() > 1:
-        left = float(np.min(multihost_utils.process_allgather(np.float32(left))))
-    return left > 0
+    return (time.perf_counter() - began) / calls
 
 
 if __name__ == "__main__":

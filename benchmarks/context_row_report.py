@@ -13,7 +13,7 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "explanation" / "contex
 RESULT = PAGE.parents[2] / "benchmarks" / "results" / "context-rows-h200.json"
 BEGIN = "<!-- rows over ranks: written by python -m benchmarks.context_rows --write -->"
 END = "<!-- end of rows over ranks -->"
-ONE, CHOSEN = "one rank", "chosen"
+ONE, CHOSEN, CAPTURED = "one rank", "chosen", "captured"
 DIRECTIONS = ("forward", "training")
 NEAR = 0.03
 """How much slower than the best way the chosen one may be."""
@@ -32,7 +32,8 @@ def section(result: dict[str, Any]) -> str:
         f"{versions}. Drawn rows: seed {result['seed']}. E = T1 / ({ranks} T{ranks}): the time of one rank for the "
         "whole row, divided by the ranks' time and number. Medians over rounds in which the candidates took turns; the "
         'slowest rank counts. "chosen" is the way with the shortest estimate of the cost model, over all strategies '
-        "and layouts."
+        'and layouts. "captured" is the same call, replayed from a CUDA graph that one call was captured in. JAX runs '
+        "the chosen way in one process for all ranks."
     )
     return "\n\n".join([head, _efficiency(rows, ranks), "Every way that ran, in ms:", _ways(rows)])
 
@@ -48,9 +49,9 @@ def median(entry: dict[str, Any], name: str) -> float | None:
     return statistics.median(seconds) if seconds else None
 
 
-def efficiency(entry: dict[str, Any], ranks: int) -> float | None:
-    """Returns E of the chosen way: the median over rounds."""
-    alone, shared = (entry["seconds"].get(name) for name in (ONE, CHOSEN))
+def efficiency(entry: dict[str, Any], ranks: int, candidate: str = CHOSEN) -> float | None:
+    """Returns E of the chosen way, or of the captured call: the median over rounds."""
+    alone, shared = (entry["seconds"].get(name) for name in (ONE, candidate))
     if not alone or not shared:
         return None
     return statistics.median(one / (ranks * several) for one, several in zip(alone, shared, strict=True))
@@ -67,15 +68,15 @@ def regret(entry: dict[str, Any]) -> float | None:
 
 def _efficiency(rows: list[dict[str, Any]], ranks: int) -> str:
     lines = [
-        "| row | direction | E | goal | chosen | measured | estimate | off | above the best way | JAX | JAX / torch | "
-        "memory of a rank | of one rank alone |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| row | direction | E | goal | E, captured | chosen | measured | estimate | off | above the best way | JAX | "
+        "JAX / torch | memory of a rank | of one rank alone |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         for at, direction in enumerate(DIRECTIONS):
             entry = row["torch"].get(direction)
             if entry is None:
-                lines.append(f"| {row['name']}: {row['words']} | {direction} | {row['error']} |" + " |" * 10)
+                lines.append(f"| {row['name']}: {row['words']} | {direction} | {row['error']} |" + " |" * 11)
                 continue
             lines.append(f"| {' | '.join(_cells(row, entry, direction, at, ranks))} |")
     return "\n".join(lines)
@@ -93,6 +94,7 @@ def _cells(row: dict[str, Any], entry: dict[str, Any], direction: str, at: int, 
         direction,
         "" if e is None else f"{e:.2f}{' (missed)' if goal is not None and e < goal else ''}",
         "" if goal is None else f"≥ {goal:.2f}",
+        "" if (replayed := efficiency(entry, ranks, CAPTURED)) is None else f"{replayed:.2f}",
         entry["chosen"],
         _ms(measured),
         _ms(estimate),

@@ -77,8 +77,10 @@ NAMED = (
     Row("forty heads", 24576, 40, 40, goals=(0.94, 0.91)),
     Row("odd", 10007, goals=(0.80, 0.88)),
     Row("plain", 32768),
+    Row("plain of 16384", 16384),
+    Row("window of 16384", 16384, window=1024),
 )
-"""The rows with goals. They are those of an earlier measurement of shapes outside the benchmark."""
+"""Rows with goals, those of an earlier measurement of shapes outside the benchmark; and rows that show other things."""
 
 
 def drawn(seed: int, count: int = DRAWN) -> tuple[Row, ...]:

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import torch_frontend
 from attn_core import SeqInfo
 from benchmarks.context_row_profile import profile
-from benchmarks.context_row_report import CHOSEN, DIRECTIONS, ONE, described
+from benchmarks.context_row_report import CAPTURED, CHOSEN, DIRECTIONS, ONE, described
 from benchmarks.context_row_shapes import Row, rows_of
 from benchmarks.hopper_group import take_turns
 from torch_frontend.context_parallel.attention import (
@@ -174,11 +174,14 @@ def _chosen_and_one(shares: Shares, direction: str) -> dict[str, Any]:
     runs = {ONE: shares.one(direction), CHOSEN: shares.run(*_way(name), direction)}
     calls = {each: _warm(run, shares.mesh) for each, run in runs.items()}
     memory = {each: _memory(run, shares.mesh) for each, run in runs.items()}
+    replay, error = _captured(runs[CHOSEN], shares.mesh)
+    if replay is not None:
+        runs[CAPTURED] = replay
     seconds = _turns(runs, calls[CHOSEN], ROUNDS, shares.mesh)
     backends = sorted({each for _, each in shares.explained(*_way(name), direction).call.backends})
     return {
         **{"chosen": name, "estimates": estimates, "refused": refused, "seconds": seconds, "memory": memory},
-        **{"backends": backends, "others": {}},
+        **{"backends": backends, "others": {}, "not captured": error},
     }
 
 
@@ -197,6 +200,29 @@ def _others(shares: Shares, direction: str, result: dict[str, Any], ends: float)
             continue
         runs[CHOSEN if name == result["chosen"] else name] = run
     result["others"] = _turns(runs, calls, OTHER_ROUNDS, shares.mesh)
+
+
+def _captured(run: Run, mesh: DeviceMesh) -> tuple[Run | None, str]:
+    """Captures a call in a CUDA graph; returns (its replay, ""), or (None, why) on every rank if one cannot."""
+    if mesh.device_type != "cuda":
+        return None, "needs a GPU"
+    graph, error = torch.cuda.CUDAGraph(), ""
+    _synchronise(mesh)
+    dist.barrier()
+    try:
+        # Other threads, such as NCCL's watchdog, call CUDA meanwhile.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            kept = run()
+    except Exception as failure:
+        error = f"{type(failure).__name__}: {str(failure).splitlines()[0][:200]}"
+    if _slowest(float(bool(error)), mesh):
+        return None, error or "another rank could not"
+
+    def replay() -> Any:
+        graph.replay()
+        return kept
+
+    return replay, ""
 
 
 def _warm(run: Run, mesh: DeviceMesh) -> int:

@@ -73,10 +73,7 @@ def _measure(options: argparse.Namespace) -> dict[str, Any] | None:
     """Runs the processes of each framework, one after the other; returns the combined result."""
     ends = time.time() + options.seconds
     launched = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks), "-m"]
-    commands = {"torch": [*launched, "benchmarks.context_row_torch"]}
-    # A CPU has many devices in one process. On GPUs, a process each, as torch has.
-    alone = options.device == "cpu"
-    commands["jax"] = [*([] if alone else launched), "benchmarks.context_row_jax"]
+    commands = {"torch": [*launched, "benchmarks.context_row_torch"], "jax": ["benchmarks.context_row_jax"]}
     frameworks = ["torch"] if options.profile else options.frameworks
     combined: dict[str, Any] = {}
     with TemporaryDirectory() as name:

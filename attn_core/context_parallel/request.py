@@ -223,7 +223,9 @@ def explain_request(request: Request, target: Target) -> Explanation:
     spec = _build_spec(request.shards, request.lengths, request.documents, request.options)
     # JAX traces a forward before it knows whether there will be a backward, so both must choose the same strategy.
     spec = replace(spec, needs_backward=request.needs_backward or target.framework == "jax")
-    how = request.sizes, constants_in_force(target.device), None, request.strategy or None, request.bands
+    constants = constants_in_force(target.device)
+    constants = constants.without_host() if target.framework == "jax" else constants  # XLA launches its program
+    how = request.sizes, constants, None, request.strategy or None, request.bands
     choices = choose_layout(spec, request.documents, *how) if request.layout is None else ()
     choice = choices[0] if choices else choose(spec, request.documents, request.layout or "", *how)
     request = _cut(request, choice) if choices else request

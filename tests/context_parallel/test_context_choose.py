@@ -363,8 +363,31 @@ def test_reordering_and_accumulators_cost_memory_traffic() -> None:
     queries = shard * 32 * 128  # elements of a shard's queries, as many as of its output
     # q and out are read four times, not twice, and four parts are accumulated
     again = 2 * 2 * queries * 2 + 4 * queries * (4 + 4 + 2) - queries * (2 + 2 + 2)
-    extra = (ring.seconds - ring.exposed) - (gather.seconds - gather.exposed)
+    extra = (ring.device - ring.exposed) - (gather.device - gather.exposed)
     assert extra == pytest.approx(H200.memory_seconds(again), rel=1e-3)
+
+
+def test_a_short_row_takes_as_long_as_the_host_launches_it() -> None:
+    short, host = call(4096), 1e-6 * sum(weight * us for weight, us in zip((1, 2, 1), H200.host_us, strict=True))
+    gather, ring = (cost(short, name, (2,)) for name in ("all_gather", "ring"))
+    assert gather.seconds == pytest.approx(host)
+    assert gather.seconds > 2 * gather.forward.device
+    assert ring.seconds > gather.seconds  # a hop packs its keys
+    assert "as long as the host launches kernels" in str(gather)
+    trained = cost(replace(short, needs_backward=True), "all_gather", (2,))
+    assert trained.both == pytest.approx(host * (1 + H200.host_backward))
+    program = cost(short, "all_gather", (2,), by=H200.without_host())
+    assert program.seconds == program.forward.device and "host" not in str(program)
+    long = cost(call(65536), "all_gather", (2,))
+    assert long.seconds == long.forward.device > long.forward.host and "host" not in str(long)
+    assert cost(short, "all_gather", (1,)).forward.host == 0
+
+
+def test_the_device_decides_between_layouts_that_the_host_makes_equal() -> None:
+    row = call(8192, window=(511, 0))
+    fastest, *others = choose_layout(row, None, (2,), H200)
+    equal = [each for each in others if each.estimate and each.estimate.seconds == fastest.estimate.seconds]
+    assert equal and all(fastest.estimate.order < each.estimate.order for each in equal)
 
 
 def test_overlap_hides_the_exchange_behind_kernels() -> None:
@@ -647,6 +670,8 @@ def test_no_layout_is_chosen_beyond_the_memory() -> None:
 
 
 def test_the_command_compares_layouts() -> None:
-    done = attn("--lengths", "9000,8168,6000,4400,3000,2000,200", "--causal", "--layout", "auto", "--ranks", "2")
+    heads = ["--heads", "32", "--kv-heads", "8", "--head-dim", "128", "--dtype", "bfloat16"]
+    lengths = ["--lengths", "9000,8168,6000,4400,3000,2000,200"]
+    done = attn(*lengths, *heads, "--causal", "--layout", "auto", "--ranks", "2")
     assert done.exit_code == 0 and "context parallelism over 2 ranks, documents: " in done.output
     assert re.search(r"\n  layouts: documents [\d.]+ ms \(ring\); .*zigzag [\d.]+ ms", done.output)

@@ -57,7 +57,7 @@ def test_a_profile_has_a_file_for_each_rank(tmp_path: Path) -> None:
 def entry_of(one: list[float], chosen: list[float], others: dict[str, list[float]]) -> dict[str, Any]:
     """A direction of a row, as the benchmark writes it."""
     estimates = {"ring, zigzag": 0.011, "ring, contiguous": 0.012}
-    seconds = {report.ONE: one, report.CHOSEN: chosen}
+    seconds = {report.ONE: one, report.CHOSEN: chosen, report.CAPTURED: [0.8 * each for each in chosen]}
     memory = {report.ONE: 2**21, report.CHOSEN: 2**20}
     rest = {"refused": {"ring, documents": "SpecError: x"}, "memory": memory, "backends": [], "others": others}
     return {"chosen": "ring, zigzag", "estimates": estimates, "seconds": seconds, **rest}
@@ -73,7 +73,7 @@ def test_the_tables_mark_what_was_missed() -> None:
     facts = {"date": "2026-01-01", "python": "3.12", "versions": {"torch": "2.13"}}
     run = {"environment": facts, "ranks": 2, "device": "GPU", "dtype": "bfloat16", "seed": 1, "rows": [row, missing]}
     text = report.section(run)
-    assert "| packed: few | forward | 1.00 | ≥ 0.85 | ring, zigzag | 10 ms | 11 ms | +10% | 1.0% |" in text
+    assert "| packed: few | forward | 1.00 | ≥ 0.85 | 1.25 | ring, zigzag | 10 ms | 11 ms | +10% | 1.0% |" in text
     assert "| packed: few | training | 0.75 (missed) |" in text and "25.0% (missed)" in text and "2.00 (missed)" in text
     assert "1 MiB | 2 MiB" in text and "| odd: none | forward | not measured: out of time |" in text
     assert "- ring, documents: SpecError: x (packed)" in text

@@ -217,7 +217,7 @@ def explain_choice(
     undecided = Choice(spec, documents, layout, axes, constants, memory, strategy, None, bands)
     # A named strategy is the only one that is estimated here, because estimating the others needs their plans.
     able = [undecided.candidate(name) for name in names if strategy in (None, name) and not undecided.reasons(name)]
-    estimates = [(one.estimate.seconds, one.strategy) for one in able if one.estimate]
+    estimates = [(one.estimate.order, one.strategy) for one in able if one.estimate]
     # ``min`` returns the first of equal times, so CANDIDATES' order decides ties.
     return replace(undecided, strategy=min(estimates, key=lambda one: one[0])[1] if estimates else None)
 

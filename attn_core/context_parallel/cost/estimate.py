@@ -32,14 +32,21 @@ class DirectionCost(NamedTuple):
     """The cost of a forward or of a backward on one rank.
 
     Attributes:
-        seconds: in all.
-        exposed: seconds in which the rank computes nothing, because it waits for an exchange.
+        device: the seconds of the rank's device.
+        exposed: seconds in which the device computes nothing, because it waits for an exchange.
         peak: the peak number of bytes.
+        host: the seconds in which the host launches the call.
     """
 
-    seconds: float
+    device: float
     exposed: float
     peak: float
+    host: float
+
+    @property
+    def seconds(self) -> float:
+        """The seconds in all: a short call takes as long as the host needs to launch it."""
+        return max(self.device, self.host)
 
 
 @dataclass(frozen=True)
@@ -66,6 +73,11 @@ class Estimate:
         return self.both if self.training else self.forward.seconds
 
     @property
+    def order(self) -> tuple[float, float]:
+        """What is compared with other estimates: the seconds, and if they are the host's, those of the device."""
+        return self.seconds, self.forward.device + (self.backward.device if self.training else 0.0)
+
+    @property
     def exposed(self) -> float:
         """The seconds of the call in which the rank computes nothing."""
         return self.forward.exposed + (self.backward.exposed if self.training else 0.0)
@@ -78,6 +90,8 @@ class Estimate:
     def __str__(self) -> str:
         what = "forward + backward" if self.training else "forward"
         waiting = f"{self.exposed * 1e3:.2f} ms of it exchanging"
+        if self.forward.host > self.forward.device or (self.training and self.backward.host > self.backward.device):
+            waiting += ", as long as the host launches kernels"
         return f"{self.seconds * 1e3:.2f} ms {what}, {waiting}, {self.peak / GIB:.2f} GiB a rank"
 
 
@@ -147,7 +161,23 @@ def _forward(spec: AttentionSpec, plan: ContextPlan, sizes: Sizes, constants: Co
     buffers += sizes.out * sizes.accumulator * _sums_rows(plan)
     own = (sizes.q + sizes.out + sizes.kv) * sizes.element
     exchanged = own if plan.inner > 1 else 0
-    return DirectionCost(heads + seconds, heads + seconds - busy, own + exchanged + buffers)
+    return _direction(plan, constants, heads + seconds, heads + seconds - busy, own + exchanged + buffers)
+
+
+def _direction(
+    plan: ContextPlan, constants: Constants, seconds: float, exposed: float, peak: float, *, backward: bool = False
+) -> DirectionCost:
+    """Returns a cost, with the seconds of the host; a plan for one rank has none, because it is not launched."""
+    host = 0.0
+    if plan.world > 1:
+        tiles = max(
+            (sum(map(len, of_part)) for of_part in zip(*(step.tiles for step in plan.steps), strict=True)), default=0
+        )
+        others = sum(not step.own for step in plan.steps)
+        # In gathers: a hop packs its keys first, and an exchange of heads sends q, k and v, and then the results.
+        gathers = (1 if plan.gathers else 2) * others + 5 * (plan.inner > 1)
+        host = constants.host_seconds(tiles, gathers, backward=backward)
+    return DirectionCost(seconds, exposed, peak, host)
 
 
 def _backward(spec: AttentionSpec, plan: ContextPlan, sizes: Sizes, constants: Constants) -> DirectionCost:
@@ -181,7 +211,8 @@ def _backward(spec: AttentionSpec, plan: ContextPlan, sizes: Sizes, constants: C
     buffers += sizes.q * sizes.accumulator * _sums_rows(plan)
     own = 2 * (sizes.q + sizes.out + sizes.kv) * sizes.element  # with dq, dout, dk and dv
     exchanged = own if plan.inner > 1 else 0
-    return DirectionCost(heads + seconds, heads + seconds - busy, own + exchanged + buffers)
+    spent = heads + seconds, heads + seconds - busy, own + exchanged + buffers
+    return _direction(plan, constants, *spent, backward=True)
 
 
 def _shares(plan: ContextPlan) -> list[float]:

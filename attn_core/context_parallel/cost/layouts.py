@@ -43,7 +43,7 @@ def choose_layout(
     if documents is None and bands is None and edge.left is not None and edge.right == 0:
         names.append(layout_for_window(edge.left + 1))
     choices = [explain_choice(spec, documents, name, *how) for name in names]
-    able = [(choice.estimate.seconds, choice) for choice in choices if choice.estimate is not None]
+    able = [(choice.estimate.order, choice) for choice in choices if choice.estimate is not None]
     if not able:
         raise NoStrategyError(choices[0])
     return tuple(choice for _, choice in sorted(able, key=lambda each: each[0]))

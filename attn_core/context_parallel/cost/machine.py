@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 from itertools import pairwise
@@ -16,7 +16,8 @@ GIB, MIB = 2.0**30, 2.0**20
 LINKS = ("ring", "all_gather", "all_to_all")
 """The kinds of exchange. In a ring, each rank sends to the next one."""
 
-FACTORS = ("softcap", "wide")
+OPTIONAL = ("softcap", "wide", "host_us", "host_backward")
+"""The figures that a file may lack."""
 WIDE = 128
 """The most channels of a head for which kernels reach their full rate."""
 
@@ -41,6 +42,9 @@ class Constants:
         network_gib_s: the rate at which a rank receives from other hosts.
         softcap, wide: how many times as long the matrix products of a forward and of a backward take with a softcap,
             and with more than WIDE channels.
+        host_us: the microseconds in which the host launches a forward over ranks: for the call, for each tile of a
+            rank, and for a gather of keys; all 0 if a program launches it.
+        host_backward: how many times as long the host launches a backward.
     """
 
     device: str
@@ -56,6 +60,8 @@ class Constants:
     network_gib_s: float
     softcap: tuple[float, float] = (1.0, 1.0)
     wide: tuple[float, float] = (1.0, 1.0)
+    host_us: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    host_backward: float = 1.0
 
     def __post_init__(self) -> None:
         if sorted(name for name, _ in self.links) != sorted(LINKS):
@@ -77,11 +83,20 @@ class Constants:
 
     @classmethod
     def from_table(cls, table: dict[str, Any]) -> Constants:
-        """Returns the figures of a file's table; ignores other entries. ``softcap`` and ``wide`` may be missing."""
-        named = {name: table[name] for name in cls.__dataclass_fields__ if name not in FACTORS}
-        named |= {name: tuple(table[name]) for name in FACTORS if name in table}
+        """Returns the figures of a file's table; ignores other entries. Those of OPTIONAL may be missing."""
+        named = {name: table[name] for name in cls.__dataclass_fields__ if name in table or name not in OPTIONAL}
+        named = {name: tuple(value) if isinstance(value, list) else value for name, value in named.items()}
         links = tuple((kind, tuple(map(tuple, rows))) for kind, rows in table["links"].items())
         return cls(**{**named, "links": links})
+
+    def without_host(self) -> Constants:
+        """Returns the figures for a program that launches its kernels itself, such as JAX's."""
+        return replace(self, host_us=(0.0, 0.0, 0.0))
+
+    def host_seconds(self, tiles: int, gathers: int, *, backward: bool) -> float:
+        """Returns the seconds in which a rank's host launches a call. Other exchanges count as several gathers."""
+        call, tile, gather = self.host_us
+        return (call + tile * tiles + gather * gathers) * 1e-6 * (self.host_backward if backward else 1.0)
 
     def memory_seconds(self, size: float) -> float:
         """Returns the seconds to move bytes through the device's memory."""

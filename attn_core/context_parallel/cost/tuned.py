@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import warnings
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from attn_core.context_parallel.cost.machine import Constants
+from attn_core.context_parallel.cost.machine import OPTIONAL, Constants
 from attn_core.selection.tables import device_name, user_folder, versions
 from attn_core.selection.whole_file import read_json
 
@@ -50,7 +51,11 @@ def tuned_constants(raw: dict[str, Any]) -> Constants:
     Raises:
         KeyError, TypeError, ValueError, SpecError: if the content is not that of a file of ``attn tune --ranks``.
     """
+    package = asdict(Constants.of(str(raw["device"])))
+    # A measurement of ranks has no rates of its own for these, and the package's are nearer than none.
+    raw = {**{name: package[name] for name in OPTIONAL}, **raw}
     numbers = [value for value in raw.values() if isinstance(value, float | int) and not isinstance(value, bool)]
+    numbers += [number for name in OPTIONAL if isinstance(raw[name], list | tuple) for number in raw[name]]
     numbers += [number for rows in raw["links"].values() for row in rows for number in row]
     # json reads NaN and 1e999. A rate of 0 would divide by it, and no overlap at all is 0.
     if not all(math.isfinite(number) and number >= 0 for number in numbers):
