@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch")
 if not torch.distributed.is_available():
     pytest.skip("torch was built without torch.distributed", allow_module_level=True)
 
+from context_late_scenes import Late
 from context_torch_worker import Failed, World, once
 
 from torch_frontend.context_parallel.meeting import Exchange, Meeting
@@ -44,6 +45,75 @@ WORLDS += [
     )
     for ranks in (2, 3)
 ]
+ONE = ((1, 1, "softcap"),)
+"""Rank 1 refuses call 1."""
+AGAIN = (*ONE, (1, 2, "window"))
+TURN = (*ONE, (0, 2, "window"))
+LATE = {
+    "in the call": ("rerrr rerrr", Late("forwards", ONE, ((0, 1, "inside"),))),
+    "after the call": ("rnsss rssss", Late("forwards", ONE, ((0, 1, "after"),))),
+    "in the next call": ("rnsss rssss", Late("forwards", ONE, ((0, 2, "inside"),))),
+    "two calls later": ("rnnns rssss", Late("forwards", ONE, ((0, 3, "after"),))),
+    "after its last call": ("rnnnn rssss", Late("forwards", ONE, ((0, 4, "after"),))),
+    "rank 0 refuses": ("rssss rnsss", Late("forwards", ((0, 1, "softcap"),), ((1, 1, "after"),))),
+    "training, in the forward": ("rerrr rerrr", Late("training", ONE, ((0, 2, "inside"),))),
+    "training, after the forward": ("rssss rssss", Late("training", ONE, ((0, 2, "after"),))),
+    "training, in the backward": ("rssss rssss", Late("training", ONE, ((0, 3, "inside"),))),
+    "training, after the backward": ("rnsss rssss", Late("training", ONE, ((0, 3, "after"),))),
+    "layers, in the call": ("rerrr rerrr", Late("layers", ((1, 4, "softcap"),), ((0, 4, "inside"),))),
+    "layers, in the next layer": ("rssss rssss", Late("layers", ((1, 4, "softcap"),), ((0, 4, "after"),))),
+    "layers, in the next step": ("rnsss rssss", Late("layers", ((1, 4, "softcap"),), ((0, 5, "after"),))),
+    "again, in the call": ("reerr reerr", Late("forwards", AGAIN, ((0, 1, "inside"), (0, 2, "inside")))),
+    "again, the second late": ("renss resss", Late("forwards", AGAIN, ((0, 1, "inside"), (0, 2, "after")))),
+    "again, after the call": ("rnsss rssss", Late("forwards", AGAIN, ((0, 1, "after"),))),
+    "both in one call": ("rerrr rerrr", Late("forwards", (*ONE, (0, 1, "window")))),
+    "in turn, in the call": ("reerr reerr", Late("forwards", TURN, ((0, 1, "inside"), (1, 1, "inside")))),
+    "in turn, after the call": ("rnsss rssss", Late("forwards", TURN, ((0, 1, "after"),))),
+    "in turn, while waiting": ("rnsss rssss", Late("forwards", TURN, ((0, 2, "waiting"),))),
+    "before a new call": ("rnsss rssss", Late("forwards", ONE, ((0, 1, "after"),), fresh=2)),
+    "while a new call waits": ("rnsss rssss", Late("forwards", ONE, ((0, 2, "waiting"),), fresh=2)),
+    "first call of a mesh": ("errrr errrr", Late("forwards", ((1, 0, "softcap"),), new=True)),
+    "three, in the call": ("rerrr rerrr rerrr", Late("forwards", ONE, ((0, 1, "inside"), (2, 1, "inside")))),
+    "three, one late": ("rssss rssss rnsss", Late("forwards", ONE, ((0, 1, "inside"), (2, 2, "inside")))),
+    "three, two late": ("rnsss rssss rnnss", Late("forwards", ONE, ((0, 1, "after"), (2, 3, "inside")))),
+    "three, one slow, one late": ("rssss rssss rnsss", Late("forwards", ONE, ((2, 1, "after"),), slow=(0, 1))),
+    "three, training": ("rssss rssss rnsss", Late("training", ONE, ((0, 2, "inside"), (2, 3, "after")))),
+    "three, two refuse one call": (
+        "rerrr rerrr rerrr",
+        Late("forwards", (*ONE, (2, 1, "window")), ((0, 1, "inside"),)),
+    ),
+    "three, two refuse in turn": (
+        "rnnss rssss rnsss",
+        Late("forwards", (*ONE, (2, 2, "window")), ((0, 2, "after"), (2, 2, "waiting"))),
+    ),
+    "three, a slow rank refuses an earlier call": (
+        "rnnss rnsss rssss",
+        Late("forwards", ((1, 2, "softcap"), (2, 1, "window")), ((0, 2, "after"),), slow=(2, 1)),
+    ),
+}
+"""What each rank gets in five tries if calls return at once, as over NCCL; by where they hear of a refusal.
+
+r: right numbers. n: NaN, or right numbers. e: an error. s: an error that every later call raises, too.
+"""
+FORGOTTEN = {
+    "forgotten": LATE["after the call"][1]._replace(fault=True),
+    "forgotten while training": LATE["training, after the backward"][1]._replace(fault=True),
+}
+"""Planted faults: the ranks forget that one of them was late."""
+WORLDS += [
+    World(
+        f"late {ranks}",
+        ranks,
+        {
+            name: ("context_late_scenes", "late", (case,))
+            for name, (texts, case) in LATE.items()
+            if texts.count(" ") + 1 == ranks
+        },
+        TIMEOUT,
+    )
+    for ranks in (2, 3)
+]
+WORLDS += [World(name, 2, {"late": ("context_late_scenes", "late", (case,))}, 5.0) for name, case in FORGOTTEN.items()]
 VALUES = {
     "softcap": "SpecError: softcap=-1.0",
     "window": "SpecError: window=(-3, 0)",
@@ -111,14 +181,33 @@ def test_rows_below_the_number_of_ranks_and_windows_above_the_row(ranks: Any, co
         assert max(results.values()) < 1e-9, results
 
 
+@pytest.mark.parametrize("name", LATE)
+def test_ranks_whose_calls_return_at_once_are_told(ranks: Any, name: str) -> None:
+    """A refusal is an error on every rank in one call, or, if a rank had returned from it, in all later calls."""
+    patterns, case = LATE[name]
+    size = patterns.count(" ") + 1
+    refused = [f"  rank {rank}: {VALUES[argument]}" for rank, _, argument in case.refused]
+    for rank, (results, pattern) in enumerate(zip(ranks(f"late {size}", name), patterns.split(), strict=True)):
+        for (kind, text), expected in zip(results, pattern, strict=True):
+            assert kind[0] == expected or (kind, expected) == ("right", "n"), f"rank {rank}: {results}"
+            assert not text or any(line in text for line in refused), text
+
+
+@pytest.mark.parametrize("name", FORGOTTEN)
+def test_ranks_that_forget_a_late_rank_are_found(ranks: Any, name: str) -> None:
+    """Their calls are shifted by one: numbers are wrong, and the last calls wait for calls that nobody makes."""
+    first, second = ({kind for kind, _ in results} for results in ranks(name, "late"))
+    assert "wrong" in first and "hangs" in second
+
+
 @pytest.mark.timeout(30)
 def test_a_late_question_about_a_meeting_that_is_over_is_ignored() -> None:
     """Its answers are deleted by then. A watcher that waited for them would block the store for ever."""
     store = torch.distributed.HashStore()
-    alone = Meeting(store, store, 0, 1, 5.0)
+    alone = Meeting(store, store, rank=0, size=1, timeout=5.0, play=lambda exchange: None, describe=str)
     for text in ("first", "second", "third"):
-        alone.meet(text, lambda exchange: None, str)
-        alone.begin(Exchange("forward", None), lambda exchange: None, str)
+        alone.meet(text)
+        alone.begin(Exchange("forward", None))
     assert not store.check(["1/0"]) and store.check(["3/0"])
     for number in (1, 2, 3):
         alone._hear(store, number, 0)
