@@ -13,6 +13,7 @@ if not torch.distributed.is_available():
 from context_late_scenes import Late
 from context_torch_worker import Failed, World, once
 
+from attn_core import SpecError
 from torch_frontend.context_parallel.meeting import Exchange, Meeting
 
 pytestmark = pytest.mark.timeout(200)
@@ -124,6 +125,8 @@ VALUES = {
     "k": "DTypeError: k: expected the dtype of q (torch.float64), got torch.float16",
     "v": "ShapeError: ",
     "backward": "scale='1'",
+    "second derivative": "RuntimeError: attention has no second derivative",
+    "freed": "RuntimeError: Trying to backward through the graph a second time",
 }
 
 
@@ -212,3 +215,28 @@ def test_a_late_question_about_a_meeting_that_is_over_is_ignored() -> None:
     for number in (1, 2, 3):
         alone._hear(store, number, 0)
     assert alone.stopped is None
+
+
+@pytest.mark.timeout(30)
+def test_a_rank_says_what_it_heard_if_the_store_is_gone() -> None:
+    """The process that has the store may end with the error of its call before another rank reads it."""
+
+    class Store:
+        gone = False
+
+        def __getattr__(self, name: str) -> Any:
+            if self.gone:
+                raise torch.distributed.DistNetworkError("the connection was closed")
+            return getattr(store, name)
+
+    store, ours = torch.distributed.HashStore(), Store()
+    call = Exchange("forward", type("Call", (), {"options": "softcap=None"})())
+    meeting = Meeting(ours, store, rank=0, size=2, timeout=5.0, play=lambda exchange: None, describe=str)
+    meeting.begin(call)
+    meeting.end()
+    store.set("1/1", '["text", "SpecError: softcap=-1.0: expected more"]')
+    meeting._hear(store, 1, 1)
+    ours.gone = True
+    for _ in range(2):
+        with pytest.raises(SpecError, match=r"rank 1: SpecError: softcap=-1\.0: expected more"):
+            meeting.begin(call)

@@ -52,6 +52,12 @@ def told(axes: tuple[int, ...], strategy: str, options: dict[str, Any], bad: int
     results["v"] = _timed(lambda: context_parallel_attention(*narrow, **right))
     out = call()
     results["backward"] = _timed(lambda: call(scale="1") if dist.get_rank() == bad else out.backward(dout))
+    out = call()
+    again = {"create_graph": dist.get_rank() == bad}
+    results["second derivative"] = _timed(lambda: torch.autograd.grad(out, q, dout, **again))
+    out = call()
+    torch.autograd.grad(out, q, dout, retain_graph=dist.get_rank() != bad)
+    results["freed"] = _timed(lambda: torch.autograd.grad(out, q, dout))
     result = unshard_sequence(call().detach(), mesh, length=LENGTH)
     expected = attention(*whole[:3], causal=True, **options)
     results["afterwards"] = (f"{float((result - expected).abs().max()):.1e}", 0.0)

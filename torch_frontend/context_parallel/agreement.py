@@ -149,5 +149,5 @@ def _open(axes: tuple[RankAxis, ...], _: int) -> tuple[Meeting | None, Any]:
     opened = own.add(f"attn_core/{name}/opened by {rank}", 1)
     prefix = f"attn_core/{name}/{opened}"
     own, watched = (dist.PrefixStore(prefix, each) for each in (own, watched))
-    known = {"rank": rank, "size": size, "timeout": timeout.total_seconds()}
+    known: dict[str, Any] = {"rank": rank, "size": size, "timeout": timeout.total_seconds()}
     return Meeting(own, watched, **known, play=stand_in, describe=describe), weakref.ref(base)

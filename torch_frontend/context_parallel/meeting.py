@@ -8,11 +8,11 @@ rank does not come to a meeting, its **watcher**, a thread, answers for it:
 - if it has begun the exchange already, the watcher says so. Then every rank takes part in the exchanges that any rank
   has begun, a rank without a valid call with NaN as its numbers (``stand_in``), and then every rank raises one error.
 
-So no rank waits for a rank that refused. Over gloo a call ends after its exchanges, so all ranks raise in the call that
-was refused, and can go on. Over NCCL a rank may have returned from that call, which its watcher says, too. This rank is
-**late**: where the others raised, it did not, so the calls of the ranks no longer belong together. Then every rank
-raises the error in every later call of the mesh. A watcher looks into the store every ``POLL`` seconds times the number
-of ranks, which takes about 25 microseconds each time.
+So no rank waits for a rank that refused. If calls wait for their exchanges, as over gloo, all ranks raise in the call
+that was refused, and can go on. Over NCCL, or if a call exchanges nothing, a rank may have returned from that call,
+which its watcher says, too. This rank is **late**: where the others raised, it did not, so the calls of the ranks no
+longer belong together. Then every rank raises the error in every later call of the mesh. A watcher looks into the store
+every ``POLL`` seconds times the number of ranks, which takes about 25 microseconds each time.
 """
 
 from __future__ import annotations
@@ -193,7 +193,9 @@ class Meeting:
             raises: whether to raise even if no rank was late.
         """
         running = [answer[1] for answer in answers if answer is not None and answer[0] == "running"]
-        longest = max(running, key=lambda each: each["count"], default={"count": number, "begun": []})
+        longest: dict[str, Any] = {"count": number, "begun": []}
+        if running:
+            longest = max(running, key=lambda each: int(each["count"]))
         known = {text: request for request, text in self._agreed.items()}
         try:
             for kind, text in longest["begun"][max(0, began + 1 - number) :]:
