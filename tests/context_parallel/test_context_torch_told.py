@@ -10,8 +10,8 @@ torch = pytest.importorskip("torch")
 if not torch.distributed.is_available():
     pytest.skip("torch was built without torch.distributed", allow_module_level=True)
 
-from context_late_scenes import Late
-from context_torch_worker import Failed, World, once
+from context_late_scenes import TRIES, Late
+from context_torch_worker import Failed, World, in_ranks, once
 
 from attn_core import SpecError
 from torch_frontend.context_parallel.meeting import Exchange, Meeting
@@ -201,6 +201,36 @@ def test_ranks_that_forget_a_late_rank_are_found(ranks: Any, name: str) -> None:
     """Their calls are shifted by one: numbers are wrong, and the last calls wait for calls that nobody makes."""
     first, second = ({kind for kind, _ in results} for results in ranks(name, "late"))
     assert "wrong" in first and "hangs" in second
+
+
+@pytest.mark.cuda
+def test_no_rank_hangs_or_goes_wrong_over_nccl(tmp_path: Any) -> None:
+    """The host is ahead of the GPU here, so where a rank hears of a refusal depends on the time."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    cases = {
+        "forwards": Late("forwards", ONE),
+        "the other rank is slow": Late("forwards", ONE, slow=(0, 1)),
+        "training": Late("training", ONE),
+        "layers": Late("layers", ((0, 4, "window"),)),
+        "again": Late("forwards", AGAIN),
+        "both": Late("forwards", (*ONE, (0, 1, "window"))),
+        "in turn": Late("training", TURN),
+        "first call": Late("forwards", ((1, 0, "softcap"),), new=True),
+    }
+    jobs = {name: ("context_late_scenes", "late", (case._replace(device="cuda"),)) for name, case in cases.items()}
+    (actual,) = in_ranks([World("gpus", 2, jobs, 100.0, "cuda")], tmp_path, 180).values()
+    for name, case in cases.items():
+        both = [rank.get(name) for rank in actual]
+        assert not any(one is None or isinstance(one, Failed) for one in both), both
+        kinds = [[kind for kind, _ in one] for one in both]
+        assert not {"wrong", "hangs"} & {*kinds[0], *kinds[1]}, f"{name}: {kinds}"
+        for at in range(1, TRIES):  # once a try has stopped a rank, no rank runs a later call
+            assert all(each[at] == "stopped" for each in kinds if "stopped" in each[:at]), f"{name}: {kinds}"
+        if not any("stopped" in each for each in kinds):
+            assert [kind == "error" for kind in kinds[0]] == [kind == "error" for kind in kinds[1]], f"{name}: {kinds}"
+        for who, _, argument in case.refused[:1]:
+            assert f"  rank {who}: {VALUES[argument]}" in next(text for _, text in both[who] if text)
 
 
 @pytest.mark.timeout(30)
