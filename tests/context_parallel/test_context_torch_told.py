@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -167,19 +168,29 @@ def test_ranks_agree_again_after_errors(ranks: Any, world: str) -> None:
 def test_ranks_with_other_documents_are_told(ranks: Any, count: int) -> None:
     for results in ranks(f"rows {count}", "documents"):
         assert results["before"][0] == results["afterwards"][0] == ""
-        for name in ("known to the others", "new to all", "longer than the row"):
+        for name in ("known to the others", "new to all", "longer than the row", "longer than the shards, dealt"):
             text, seconds = results[name]
             assert text.startswith("SpecError: context_parallel_attention: expected the same call on every rank"), text
             assert "rank 1: " in text and seconds < SOON, text
         assert (
             "documents (0, 5, 23)" in results["new to all"][0] and "documents (0, 11, 23)" in results["new to all"][0]
         )
-        assert "SpecError: length=23: expected the 28 positions of seq_info" in results["longer than the row"][0]
+        assert "SpecError: length=23: expected the 40 positions of seq_info" in results["longer than the row"][0]
+        dealt = results["longer than the shards, dealt"][0]
+        assert re.search(
+            r"rank 1: ShapeError: q: expected shards of \d+ positions, 40 over \d ranks in a documents", dealt
+        )
+        for name in ("longer than all shards", "longer than all shards, dealt"):
+            text, seconds = results[name]
+            assert re.match(rf"ShapeError: q: expected shards of \d+ positions, 40 over {count} ranks in a ", text), (
+                text
+            )
+            assert seconds < SOON
 
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_rows_below_the_number_of_ranks_and_windows_above_the_row(ranks: Any, count: int) -> None:
-    """They are valid: every rank has at least one place, and the window sees the whole row."""
+    """They are valid: every rank has at least one place, which may be empty, and the window sees the whole row."""
     for results in ranks(f"rows {count}", "odd"):
         assert max(results.values()) < 1e-9, results
 
