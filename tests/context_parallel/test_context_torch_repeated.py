@@ -78,7 +78,7 @@ def test_a_repeated_call_checks_nothing_again(ranks: Any) -> None:
     for name in NAMES:
         for forward, _ in ranks(name):
             checks = [each for each in forward if each.partition(":")[2].startswith(("check_", "_check"))]
-            assert set(checks) <= {"torch_frontend.context_parallel.agreement:check_others"}
+            assert not checks
 
 
 @pytest.mark.parametrize("name", ["causal", "window", "pair", "dropout", "mask", "length"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -10,8 +11,10 @@ torch = pytest.importorskip("torch")
 if not torch.distributed.is_available():
     pytest.skip("torch was built without torch.distributed", allow_module_level=True)
 
-from context_torch_worker import Failed, World, once
+from context_late_scenes import TRIES, Late
+from context_torch_worker import Failed, World, in_ranks, once
 
+from attn_core import SpecError
 from torch_frontend.context_parallel.meeting import Exchange, Meeting
 
 pytestmark = pytest.mark.timeout(200)
@@ -44,6 +47,75 @@ WORLDS += [
     )
     for ranks in (2, 3)
 ]
+ONE = ((1, 1, "softcap"),)
+"""Rank 1 refuses call 1."""
+AGAIN = (*ONE, (1, 2, "window"))
+TURN = (*ONE, (0, 2, "window"))
+LATE = {
+    "in the call": ("rerrr rerrr", Late("forwards", ONE, ((0, 1, "inside"),))),
+    "after the call": ("rnsss rssss", Late("forwards", ONE, ((0, 1, "after"),))),
+    "in the next call": ("rnsss rssss", Late("forwards", ONE, ((0, 2, "inside"),))),
+    "two calls later": ("rnnns rssss", Late("forwards", ONE, ((0, 3, "after"),))),
+    "after its last call": ("rnnnn rssss", Late("forwards", ONE, ((0, 4, "after"),))),
+    "rank 0 refuses": ("rssss rnsss", Late("forwards", ((0, 1, "softcap"),), ((1, 1, "after"),))),
+    "training, in the forward": ("rerrr rerrr", Late("training", ONE, ((0, 2, "inside"),))),
+    "training, after the forward": ("rssss rssss", Late("training", ONE, ((0, 2, "after"),))),
+    "training, in the backward": ("rssss rssss", Late("training", ONE, ((0, 3, "inside"),))),
+    "training, after the backward": ("rnsss rssss", Late("training", ONE, ((0, 3, "after"),))),
+    "layers, in the call": ("rerrr rerrr", Late("layers", ((1, 4, "softcap"),), ((0, 4, "inside"),))),
+    "layers, in the next layer": ("rssss rssss", Late("layers", ((1, 4, "softcap"),), ((0, 4, "after"),))),
+    "layers, in the next step": ("rnsss rssss", Late("layers", ((1, 4, "softcap"),), ((0, 5, "after"),))),
+    "again, in the call": ("reerr reerr", Late("forwards", AGAIN, ((0, 1, "inside"), (0, 2, "inside")))),
+    "again, the second late": ("renss resss", Late("forwards", AGAIN, ((0, 1, "inside"), (0, 2, "after")))),
+    "again, after the call": ("rnsss rssss", Late("forwards", AGAIN, ((0, 1, "after"),))),
+    "both in one call": ("rerrr rerrr", Late("forwards", (*ONE, (0, 1, "window")))),
+    "in turn, in the call": ("reerr reerr", Late("forwards", TURN, ((0, 1, "inside"), (1, 1, "inside")))),
+    "in turn, after the call": ("rnsss rssss", Late("forwards", TURN, ((0, 1, "after"),))),
+    "in turn, while waiting": ("rnsss rssss", Late("forwards", TURN, ((0, 2, "waiting"),))),
+    "before a new call": ("rnsss rssss", Late("forwards", ONE, ((0, 1, "after"),), fresh=2)),
+    "while a new call waits": ("rnsss rssss", Late("forwards", ONE, ((0, 2, "waiting"),), fresh=2)),
+    "first call of a mesh": ("errrr errrr", Late("forwards", ((1, 0, "softcap"),), new=True)),
+    "three, in the call": ("rerrr rerrr rerrr", Late("forwards", ONE, ((0, 1, "inside"), (2, 1, "inside")))),
+    "three, one late": ("rssss rssss rnsss", Late("forwards", ONE, ((0, 1, "inside"), (2, 2, "inside")))),
+    "three, two late": ("rnsss rssss rnnss", Late("forwards", ONE, ((0, 1, "after"), (2, 3, "inside")))),
+    "three, one slow, one late": ("rssss rssss rnsss", Late("forwards", ONE, ((2, 1, "after"),), slow=(0, 1))),
+    "three, training": ("rssss rssss rnsss", Late("training", ONE, ((0, 2, "inside"), (2, 3, "after")))),
+    "three, two refuse one call": (
+        "rerrr rerrr rerrr",
+        Late("forwards", (*ONE, (2, 1, "window")), ((0, 1, "inside"),)),
+    ),
+    "three, two refuse in turn": (
+        "rnnss rssss rnsss",
+        Late("forwards", (*ONE, (2, 2, "window")), ((0, 2, "after"), (2, 2, "waiting"))),
+    ),
+    "three, a slow rank refuses an earlier call": (
+        "rnnss rnsss rssss",
+        Late("forwards", ((1, 2, "softcap"), (2, 1, "window")), ((0, 2, "after"),), slow=(2, 1)),
+    ),
+}
+"""What each rank gets in five tries if calls return at once, as over NCCL; by where they hear of a refusal.
+
+r: right numbers. n: NaN, or right numbers. e: an error. s: an error that every later call raises, too.
+"""
+FORGOTTEN = {
+    "forgotten": LATE["after the call"][1]._replace(fault=True),
+    "forgotten while training": LATE["training, after the backward"][1]._replace(fault=True),
+}
+"""Planted faults: the ranks forget that one of them was late."""
+WORLDS += [
+    World(
+        f"late {ranks}",
+        ranks,
+        {
+            name: ("context_late_scenes", "late", (case,))
+            for name, (texts, case) in LATE.items()
+            if texts.count(" ") + 1 == ranks
+        },
+        TIMEOUT,
+    )
+    for ranks in (2, 3)
+]
+WORLDS += [World(name, 2, {"late": ("context_late_scenes", "late", (case,))}, 5.0) for name, case in FORGOTTEN.items()]
 VALUES = {
     "softcap": "SpecError: softcap=-1.0",
     "window": "SpecError: window=(-3, 0)",
@@ -54,6 +126,8 @@ VALUES = {
     "k": "DTypeError: k: expected the dtype of q (torch.float64), got torch.float16",
     "v": "ShapeError: ",
     "backward": "scale='1'",
+    "second derivative": "RuntimeError: attention has no second derivative",
+    "freed": "RuntimeError: Trying to backward through the graph a second time",
 }
 
 
@@ -94,32 +168,116 @@ def test_ranks_agree_again_after_errors(ranks: Any, world: str) -> None:
 def test_ranks_with_other_documents_are_told(ranks: Any, count: int) -> None:
     for results in ranks(f"rows {count}", "documents"):
         assert results["before"][0] == results["afterwards"][0] == ""
-        for name in ("known to the others", "new to all", "longer than the row"):
+        for name in ("known to the others", "new to all", "longer than the row", "longer than the shards, dealt"):
             text, seconds = results[name]
             assert text.startswith("SpecError: context_parallel_attention: expected the same call on every rank"), text
             assert "rank 1: " in text and seconds < SOON, text
         assert (
             "documents (0, 5, 23)" in results["new to all"][0] and "documents (0, 11, 23)" in results["new to all"][0]
         )
-        assert "SpecError: length=23: expected the 28 positions of seq_info" in results["longer than the row"][0]
+        assert "SpecError: length=23: expected the 40 positions of seq_info" in results["longer than the row"][0]
+        dealt = results["longer than the shards, dealt"][0]
+        assert re.search(
+            r"rank 1: ShapeError: q: expected shards of \d+ positions, 40 over \d ranks in a documents", dealt
+        )
+        for name in ("longer than all shards", "longer than all shards, dealt"):
+            text, seconds = results[name]
+            assert re.match(rf"ShapeError: q: expected shards of \d+ positions, 40 over {count} ranks in a ", text), (
+                text
+            )
+            assert seconds < SOON
 
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_rows_below_the_number_of_ranks_and_windows_above_the_row(ranks: Any, count: int) -> None:
-    """They are valid: every rank has at least one place, and the window sees the whole row."""
+    """They are valid: every rank has at least one place, which may be empty, and the window sees the whole row."""
     for results in ranks(f"rows {count}", "odd"):
         assert max(results.values()) < 1e-9, results
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_ranks_whose_calls_return_at_once_are_told(ranks: Any, name: str) -> None:
+    """A refusal is an error on every rank in one call, or, if a rank had returned from it, in all later calls."""
+    patterns, case = LATE[name]
+    size = patterns.count(" ") + 1
+    refused = [f"  rank {rank}: {VALUES[argument]}" for rank, _, argument in case.refused]
+    for rank, (results, pattern) in enumerate(zip(ranks(f"late {size}", name), patterns.split(), strict=True)):
+        for (kind, text), expected in zip(results, pattern, strict=True):
+            assert kind[0] == expected or (kind, expected) == ("right", "n"), f"rank {rank}: {results}"
+            assert not text or any(line in text for line in refused), text
+
+
+@pytest.mark.parametrize("name", FORGOTTEN)
+def test_ranks_that_forget_a_late_rank_are_found(ranks: Any, name: str) -> None:
+    """Their calls are shifted by one: numbers are wrong, and the last calls wait for calls that nobody makes."""
+    first, second = ({kind for kind, _ in results} for results in ranks(name, "late"))
+    assert "wrong" in first and "hangs" in second
+
+
+@pytest.mark.cuda
+def test_no_rank_hangs_or_goes_wrong_over_nccl(tmp_path: Any) -> None:
+    """The host is ahead of the GPU here, so where a rank hears of a refusal depends on the time."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    cases = {
+        "forwards": Late("forwards", ONE),
+        "the other rank is slow": Late("forwards", ONE, slow=(0, 1)),
+        "training": Late("training", ONE),
+        "layers": Late("layers", ((0, 4, "window"),)),
+        "again": Late("forwards", AGAIN),
+        "both": Late("forwards", (*ONE, (0, 1, "window"))),
+        "in turn": Late("training", TURN),
+        "first call": Late("forwards", ((1, 0, "softcap"),), new=True),
+    }
+    jobs = {name: ("context_late_scenes", "late", (case._replace(device="cuda"),)) for name, case in cases.items()}
+    (actual,) = in_ranks([World("gpus", 2, jobs, 100.0, "cuda")], tmp_path, 180).values()
+    for name, case in cases.items():
+        both = [rank.get(name) for rank in actual]
+        assert not any(one is None or isinstance(one, Failed) for one in both), both
+        kinds = [[kind for kind, _ in one] for one in both]
+        assert not {"wrong", "hangs"} & {*kinds[0], *kinds[1]}, f"{name}: {kinds}"
+        for at in range(1, TRIES):  # once a try has stopped a rank, no rank runs a later call
+            assert all(each[at] == "stopped" for each in kinds if "stopped" in each[:at]), f"{name}: {kinds}"
+        if not any("stopped" in each for each in kinds):
+            assert [kind == "error" for kind in kinds[0]] == [kind == "error" for kind in kinds[1]], f"{name}: {kinds}"
+        for who, _, argument in case.refused[:1]:
+            assert f"  rank {who}: {VALUES[argument]}" in next(text for _, text in both[who] if text)
 
 
 @pytest.mark.timeout(30)
 def test_a_late_question_about_a_meeting_that_is_over_is_ignored() -> None:
     """Its answers are deleted by then. A watcher that waited for them would block the store for ever."""
     store = torch.distributed.HashStore()
-    alone = Meeting(store, store, 0, 1, 5.0)
+    alone = Meeting(store, store, rank=0, size=1, timeout=5.0, play=lambda exchange: None, describe=str)
     for text in ("first", "second", "third"):
-        alone.meet(text, lambda exchange: None, str)
-        alone.begin(Exchange("forward", None), lambda exchange: None, str)
+        alone.meet(text)
+        alone.begin(Exchange("forward", None))
     assert not store.check(["1/0"]) and store.check(["3/0"])
     for number in (1, 2, 3):
         alone._hear(store, number, 0)
     assert alone.stopped is None
+
+
+@pytest.mark.timeout(30)
+def test_a_rank_says_what_it_heard_if_the_store_is_gone() -> None:
+    """The process that has the store may end with the error of its call before another rank reads it."""
+
+    class Store:
+        gone = False
+
+        def __getattr__(self, name: str) -> Any:
+            if self.gone:
+                raise torch.distributed.DistNetworkError("the connection was closed")
+            return getattr(store, name)
+
+    store, ours = torch.distributed.HashStore(), Store()
+    call = Exchange("forward", type("Call", (), {"options": "softcap=None"})())
+    meeting = Meeting(ours, store, rank=0, size=2, timeout=5.0, play=lambda exchange: None, describe=str)
+    meeting.begin(call)
+    meeting.end()
+    store.set("1/1", '["text", "SpecError: softcap=-1.0: expected more"]')
+    meeting._hear(store, 1, 1)
+    ours.gone = True
+    for _ in range(2):
+        with pytest.raises(SpecError, match=r"rank 1: SpecError: softcap=-1\.0: expected more"):
+            meeting.begin(call)

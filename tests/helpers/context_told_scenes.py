@@ -52,6 +52,12 @@ def told(axes: tuple[int, ...], strategy: str, options: dict[str, Any], bad: int
     results["v"] = _timed(lambda: context_parallel_attention(*narrow, **right))
     out = call()
     results["backward"] = _timed(lambda: call(scale="1") if dist.get_rank() == bad else out.backward(dout))
+    out = call()
+    again = {"create_graph": dist.get_rank() == bad}
+    results["second derivative"] = _timed(lambda: torch.autograd.grad(out, q, dout, **again))
+    out = call()
+    torch.autograd.grad(out, q, dout, retain_graph=dist.get_rank() != bad)
+    results["freed"] = _timed(lambda: torch.autograd.grad(out, q, dout))
     result = unshard_sequence(call().detach(), mesh, length=LENGTH)
     expected = attention(*whole[:3], causal=True, **options)
     results["afterwards"] = (f"{float((result - expected).abs().max()):.1e}", 0.0)
@@ -67,13 +73,13 @@ def other_documents(axes: tuple[int, ...]) -> dict[str, tuple[str, float]]:
     """Rank 1 has other documents than the others, who made this call before, and who see theirs for the first time."""
     mesh, last = mesh_of(axes), dist.get_rank() == 1
     one = [each[:1] for each in row()[:3]]
-    lengths = {"old": (3, 20), "new": (11, 12), "other": (5, 18), "longer": (3, 25)}
+    lengths = {"old": (3, 20), "new": (11, 12), "other": (5, 18), "longer": (3, 37)}
     infos = {name: SeqInfo.from_lengths(each) for name, each in lengths.items()}
 
-    def call(name: str, **more: Any) -> Any:
+    def call(name: str, layout: str = "zigzag", **more: Any) -> Any:
         # Every document list gives shards of one size here, or the shard's size would give the fault away.
-        shards = [shard_sequence(each, mesh, seq_info=infos["old"]) for each in one]
-        return context_parallel_attention(*shards, mesh=mesh, seq_info=infos[name], causal=True, **more)
+        shards = [shard_sequence(each, mesh, seq_info=infos["old"], layout=layout) for each in one]
+        return context_parallel_attention(*shards, mesh=mesh, seq_info=infos[name], causal=True, layout=layout, **more)
 
     before = error_of(lambda: call("old", strategy="ring"))
     return {
@@ -81,6 +87,9 @@ def other_documents(axes: tuple[int, ...]) -> dict[str, tuple[str, float]]:
         "known to the others": _timed(lambda: call("other" if last else "old", strategy="ring")),
         "new to all": _timed(lambda: call("other" if last else "new", strategy="ring")),
         "longer than the row": _timed(lambda: call("longer" if last else "old", strategy="ring", length=LENGTH)),
+        "longer than the shards, dealt": _timed(lambda: call("longer" if last else "old", "documents")),
+        "longer than all shards": _timed(lambda: call("longer")),
+        "longer than all shards, dealt": _timed(lambda: call("longer", "documents")),
         "afterwards": (error_of(lambda: call("old", strategy="ring")), 0.0),
     }
 
@@ -88,9 +97,10 @@ def other_documents(axes: tuple[int, ...]) -> dict[str, tuple[str, float]]:
 def odd_rows(axes: tuple[int, ...]) -> dict[str, float]:
     """By how much rows that are odd, but valid, differ from one device: out, and the gradients of k."""
     mesh, results = mesh_of(axes), {}
-    for strategy in ("ring", "all_gather"):
+    wide, wider = {"window": (500, 0)}, {"window": (2**70, 7)}
+    for strategy in ("ring", "all_gather", "ulysses")[: 3 if axes == (2,) else 2]:  # two kv heads
         for layout in ("zigzag", "contiguous", "striped"):
-            for length, options in ((LENGTH, {"window": (500, 0)}), (LENGTH, {"window": (2**40, 7)}), (1, {}), (2, {})):
+            for length, options in ((LENGTH, wide), (LENGTH, wider), (0, {}), (1, wide), (2, {})):
                 results[f"{strategy} {layout} {length} {options}"] = _apart(
                     mesh, strategy, layout, length, {"causal": True, **options}
                 )
@@ -108,4 +118,5 @@ def _apart(mesh: Any, strategy: str, layout: str, length: int, options: dict[str
     (dk_shard,) = torch.autograd.grad(out, shards[1], shard_sequence(dout, mesh, layout=layout))
     pairs = ((out, right), (dk_shard, dk))
     parts = (unshard_sequence(mine.detach(), mesh, length=length, layout=layout) for mine, _ in pairs)
-    return max(float((part - theirs).abs().max()) for part, (_, theirs) in zip(parts, pairs, strict=True))
+    apart = ((part - theirs.detach()).abs() for part, (_, theirs) in zip(parts, pairs, strict=True))
+    return max(float(each.max()) if each.numel() else 0.0 for each in apart)

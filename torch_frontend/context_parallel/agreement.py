@@ -47,7 +47,7 @@ def _prepare(request: Request, *axes: RankAxis) -> RankPlan:
     if meeting is not None and not meeting.agreed(request):
         # Sorted, because the order of a set of strings differs between processes, and ranks compare this text.
         names = ", ".join(sorted({name for _, name in call.backends}))
-        meeting.meet(f"{describe(request)}: {choice.strategy} on {names}", stand_in, describe, request)
+        meeting.meet(f"{describe(request)}: {choice.strategy} on {names}", request)
     return plan
 
 
@@ -57,26 +57,34 @@ def announce_refusal(error: Exception, *axes: RankAxis) -> None:
     Raises:
         SpecError: on every rank, unless all ranks refuse with one error; the message lists each rank's call.
     """
-    meeting = find_meeting(*axes)
+    refuse_exchange(find_meeting(*axes), error)
+
+
+def refuse_exchange(meeting: Meeting | None, error: Exception) -> None:
+    """Tells the other ranks that this rank refuses the call or the backward that it was about to begin.
+
+    Raises:
+        SpecError: as ``announce_refusal``; or that of an earlier refusal, if some rank heard of it too late.
+    """
     if meeting is not None:
         text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        meeting.meet(text, stand_in, describe, refused=True)
+        meeting.meet(text, refused=True)
 
 
 def begin_exchange(meeting: Meeting | None, kind: str, request: Request) -> None:
     """Counts an exchange that begins now: "forward" or "backward", or "compiled forward" or "compiled backward".
 
     Raises:
-        SpecError: if another rank refused this call, or an earlier one that this rank has begun.
+        SpecError: if another rank refused this exchange, or one from which some rank had returned already.
     """
     if meeting is not None:
-        meeting.begin(Exchange(kind, request), stand_in, describe)
+        meeting.begin(Exchange(kind, request))
 
 
-def check_others(meeting: Meeting | None) -> None:
-    """Raises SpecError if another rank refused a call that this rank has just made."""
-    if meeting is not None and meeting.stopped is not None:
-        meeting.check(stand_in, describe)
+def end_exchange(meeting: Meeting | None) -> None:
+    """Ends the exchange that began last. Raises SpecError if another rank refused it."""
+    if meeting is not None:
+        meeting.end()
 
 
 def describe(request: Request) -> str:
@@ -141,4 +149,5 @@ def _open(axes: tuple[RankAxis, ...], _: int) -> tuple[Meeting | None, Any]:
     opened = own.add(f"attn_core/{name}/opened by {rank}", 1)
     prefix = f"attn_core/{name}/{opened}"
     own, watched = (dist.PrefixStore(prefix, each) for each in (own, watched))
-    return Meeting(own, watched, rank, size, timeout.total_seconds()), weakref.ref(base)
+    known: dict[str, Any] = {"rank": rank, "size": size, "timeout": timeout.total_seconds()}
+    return Meeting(own, watched, **known, play=stand_in, describe=describe), weakref.ref(base)

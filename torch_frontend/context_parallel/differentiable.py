@@ -15,7 +15,13 @@ from attn_core.call import ranges
 from attn_core.context_parallel.request import Metadata, Request
 from attn_core.selection import override
 from torch_frontend.context_parallel import backward, forward
-from torch_frontend.context_parallel.agreement import Prepared, begin_exchange, check_others, prepare_together
+from torch_frontend.context_parallel.agreement import (
+    Prepared,
+    begin_exchange,
+    end_exchange,
+    prepare_together,
+    refuse_exchange,
+)
 from torch_frontend.context_parallel.mesh import find_axis
 from torch_frontend.context_parallel.prepare import RankPlan
 from torch_frontend.context_parallel.repeated_calls import RepeatedCall
@@ -45,10 +51,13 @@ class Attention(torch.autograd.Function):
         return tuple(results) if len(results) > 1 else results[0]
 
     @staticmethod
-    @without_create_graph
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> Any:
+        try:
+            sinks, *tensors = _saved_tensors(ctx)
+        except Exception as error:
+            refuse_exchange(ctx.meeting, error)
+            raise
         begin_exchange(ctx.meeting, "backward", ctx.request)
-        sinks, *tensors = ctx.saved_tensors
         size = len(forward.Residuals._fields)
         residuals = [forward.Residuals(*tensors[at : at + size]) for at in range(0, len(tensors), size)]
         if dout is None:
@@ -60,8 +69,14 @@ class Attention(torch.autograd.Function):
         with autocast.switched_off(dout.device), ranges.ranges(ctx.ranges):
             dlse = _lse_gradient(ctx.plan, dout, dlse)
             gradients = backward.backward(ctx.plan, residuals, sinks, dout, dlse)
-        check_others(ctx.meeting)
+        end_exchange(ctx.meeting)
         return None, None, *gradients
+
+
+@without_create_graph
+def _saved_tensors(ctx: Any) -> Any:
+    """Returns what the forward saved. Raises if a graph is recorded, was freed, or if a tensor was overwritten."""
+    return ctx.saved_tensors
 
 
 def _lse_gradient(plan: RankPlan, dout: Tensor, dlse: Tensor | None) -> Tensor | None:
@@ -99,7 +114,7 @@ def run(
             results = list(output) if with_lse else [output]
         else:
             results, _ = forward.forward(plan, q, k, v, sinks, with_lse=with_lse, keep=False)
-    check_others(meeting)
+    end_exchange(meeting)
     if sinks is None or not with_lse:
         return tuple(results)
     return results[0], empty_rows.fill_with_sinks(results[1], sinks, plan.query_count)
@@ -163,7 +178,7 @@ def _forward_op(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     plan, meeting = prepare_together(_request_of(arguments), "compiled forward")
     with autocast.switched_off(arguments[0].device):
         (out, lse), _ = forward.forward(plan, *arguments[:TENSORS], with_lse=True, keep=False)
-    check_others(meeting)
+    end_exchange(meeting)
     # The mesh is known inside the op only, so the op also returns the number that fill_with_sinks needs.
     count = torch.full((), plan.query_count, device=out.device)
     # Contiguous, because compilers plan memory with the strides that _forward_fake promises.
@@ -188,7 +203,7 @@ def _backward_op(
         # An op's saved tensors are its arguments and results, so the exchanged heads are not among them.
         residuals = forward.recompute_residuals(plan, q, k, v, out, lse)
         gradients = backward.backward(plan, residuals, sinks, dout, _lse_gradient(plan, dout, dlse))
-    check_others(meeting)
+    end_exchange(meeting)
     dq, dk, dv, dsinks = (None if each is None else each.contiguous() for each in gradients)
     # An op must return a tensor for each result.
     return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks  # type: ignore[return-value]

@@ -1,39 +1,43 @@
-"""Meetings of ranks through the key-value store of torch.distributed, without a collective.
+"""Compares calls between ranks through the key-value store of torch.distributed, without a collective.
 
 Every rank numbers its exchanges. A rank meets the others at a number if its call is new, or if it refuses the call: it
 writes a text into the store and reads the texts of the others. A call that was compared before only counts. If some
 rank does not come to a meeting, its **watcher**, a thread, answers for it:
 
 - if the rank has not reached the number yet, it will meet there, whatever call it makes;
-- if it is in the exchange already, the watcher says so. Then every rank takes part in the exchanges that any rank has
-  begun, a rank without a valid call with NaN as its numbers (``stand_in``), and then every rank raises the same error.
+- if it has begun the exchange already, the watcher says so. Then every rank takes part in the exchanges that any rank
+  has begun, a rank without a valid call with NaN as its numbers (``stand_in``), and then every rank raises one error.
 
-So no rank waits for a rank that refused, and the process groups stay usable. A watcher looks into the store every
-``POLL`` seconds times the number of ranks, which takes about 25 microseconds each time.
+So no rank waits for a rank that refused. If calls wait for their exchanges, as over gloo, all ranks raise in the call
+that was refused, and can go on. Over NCCL, or if a call exchanges nothing, a rank may have returned from that call,
+which its watcher says, too. This rank is **late**: where the others raised, it did not, so the calls of the ranks no
+longer belong together. Then every rank raises the error in every later call of the mesh. A watcher looks into the store
+every ``POLL`` seconds times the number of ranks, which takes about 25 microseconds each time.
 """
 
 from __future__ import annotations
 
 import json
-import time
-import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from threading import Lock
 from typing import Any, NamedTuple
+from weakref import WeakMethod
 
 from attn_core.call.after_fork import free_in_children
 from attn_core.context_parallel.request import Request
 from attn_core.errors import SpecError
 from torch_frontend.context_parallel import watcher
+from torch_frontend.context_parallel.answers import Answers, Overtaken, describe_late, describe_ranks, list_ranks
 
 POLL = 0.05
 """Seconds between two looks of a watcher, for each rank of the mesh: so many ranks do not flood the store."""
-PATIENCE = 0.05
-"""Seconds that a rank waits before it asks the watchers of ranks that have not come."""
 LONGEST_REFUSAL = 10.0
 """Seconds that a rank with an invalid call waits for the others before it raises alone."""
 REMEMBERED = 4096
+"""Calls that a mesh knows to be the same on all ranks."""
+AHEAD = 2048
+"""Exchanges that a rank may begin before its watcher hears of a refusal; a GPU queues about 1000 launches."""
 
 
 class Exchange(NamedTuple):
@@ -43,10 +47,6 @@ class Exchange(NamedTuple):
     request: Request
 
 
-Play = Callable[[Exchange], None]
-"""Takes part in an exchange without a valid call."""
-
-
 class Meeting:
     """The meetings of one mesh.
 
@@ -54,128 +54,166 @@ class Meeting:
         store: of all ranks, with a prefix of the mesh's own; and a second connection to it for the watcher.
         rank, size: this rank's number on the mesh, and the number of ranks.
         timeout: the seconds that ranks wait for each other.
+        play: takes part in an exchange without a valid call.
+        describe: returns what all ranks must share of a request.
 
     Attributes:
         stopped: the number of an exchange that this rank has begun and another rank refused; else None.
     """
 
-    def __init__(self, store: Any, watched: Any, rank: int, size: int, timeout: float) -> None:
-        self._store, self._rank, self._size, self._timeout = store, rank, size, timeout
+    def __init__(
+        self,
+        *stores: Any,
+        rank: int,
+        size: int,
+        timeout: float,
+        play: Callable[[Exchange], None],
+        describe: Callable[[Request], str],
+    ) -> None:
+        self._store, watched = stores
+        self._rank, self._play, self._describe = rank, play, describe
+        self._answers = Answers(self._store, rank, size, timeout)
         self._lock = free_in_children(Lock())
         self._count = 0
         """The exchanges that began, and the calls that were refused."""
-        self._begun: deque[tuple[int, Exchange]] = deque(maxlen=256)
+        self._ended = 0
+        """The last exchange whose call or backward has come to its end."""
+        self._begun: deque[tuple[int, Exchange]] = deque(maxlen=AHEAD)
         self._met: deque[int] = deque(maxlen=256)
         self._asked: set[int] = set()
         self.stopped: int | None = None
+        self._owed: list[int] = []
+        """Calls that this rank refused before all others came to them."""
+        self._heard, self._lost = "", ""
+        """The error of the last rank that asked; and the error of all later calls, once a rank was late."""
         self._agreed: OrderedDict[Request, str] = OrderedDict()
-        self._answered: deque[int] = deque()
-        watcher.start(watched, POLL * size, weakref.WeakMethod(self._hear))
+        watcher.start(watched, POLL * size, WeakMethod(self._hear))
 
     def agreed(self, request: Request) -> bool:
         """Returns whether all ranks made this call before."""
         return request in self._agreed
 
-    def begin(self, exchange: Exchange, play: Play, describe: Callable[[Request], str]) -> None:
-        """Counts an exchange that this rank begins. Sends nothing, unless another rank asked for a meeting here.
+    def begin(self, exchange: Exchange) -> None:
+        """Counts an exchange that this rank begins. Sends nothing, unless a rank refused a call or asked for a meeting.
 
         Raises:
-            SpecError: if another rank refused this call, or makes another one.
+            SpecError: if another rank refused this call or an earlier one, or makes another one.
         """
         with self._lock:
             number = self._count + 1
-            if self.stopped is None and (number not in self._asked or number in self._met):
+            if (
+                self.stopped is None
+                and not (self._owed or self._lost)
+                and (number not in self._asked or number in self._met)
+            ):
                 self._count = number
                 self._begun.append((number, exchange))
                 return
-        self.check(play, describe)
-        self.meet(self._text(exchange, describe), play, describe)
-        self.begin(exchange, play, describe)
+        self._catch_up()
+        if self._count + 1 in self._asked:
+            self.meet(self._text(exchange))
+        self.begin(exchange)
 
-    def check(self, play: Play, describe: Callable[[Request], str]) -> None:
-        """Raises SpecError if another rank refused an exchange that this rank has begun."""
-        if self.stopped is not None:
-            self._settle(self.stopped, self._collect(self.stopped, self._timeout), play, describe)
+    def end(self) -> None:
+        """Ends the exchange that this rank began last; raises SpecError if another rank refused it."""
+        with self._lock:
+            self._ended = self._count
+            if self.stopped is None:
+                return
+        self._end_stopped(raises=True)
 
-    def meet(
-        self,
-        text: str,
-        play: Play,
-        describe: Callable[[Request], str],
-        request: Request | None = None,
-        *,
-        refused: bool = False,
-    ) -> None:
+    def meet(self, text: str, request: Request | None = None, *, refused: bool = False) -> None:
         """Compares this rank's text with the texts of all ranks at the next number; ``request`` is then known to all.
 
         Raises:
             SpecError: on every rank, if the texts differ; the message lists each rank's.
             TimeoutError: if a rank does not come. A rank that refused returns instead, to raise its own error.
         """
+        seconds = LONGEST_REFUSAL if refused else None
+        self._catch_up(seconds)
         with self._lock:
             number = self._count + 1
             self._met.append(number)
         self._store.set(f"{number}/{self._rank}", json.dumps(["text", text]))
-        answers = self._collect(number, LONGEST_REFUSAL if refused else self._timeout, alone=refused)
+        while True:
+            try:
+                answers = self._answers.collect(number, self._stopped_before, seconds)
+                break
+            except Overtaken:
+                self._catch_up(seconds)
         if refused or any(answer != ["text", text] for answer in answers):
-            self._settle(number, answers, play, describe)
+            self._settle(number, answers, number - 1)
             return
         if request is not None:
             self._agreed[request] = text
             if len(self._agreed) > REMEMBERED:
                 self._agreed.popitem(last=False)
 
-    def _settle(self, number: int, answers: list[Any], play: Play, describe: Callable[[Request], str]) -> None:
-        """Ends an attempt: takes part in everything that a rank has begun, and raises if the ranks' texts differ."""
+    def _catch_up(self, seconds: float | None = None) -> None:
+        """Raises SpecError if a rank was late, now or before.
+
+        Args:
+            seconds: how long to wait for ranks that have not come to calls that this rank refused; None: the timeout.
+        """
+        while True:
+            if self._lost:
+                raise SpecError(self._lost)
+            if self.stopped is not None:  # and this rank is not late, so its call ended with another error
+                self._end_stopped(raises=False)
+            elif not self._owed:
+                return
+            else:
+                number = self._owed[0]
+                try:
+                    answers = self._answers.collect(number, self._stopped_before, seconds)
+                except Overtaken:
+                    continue
+                if None in answers:
+                    return
+                self._owed.pop(0)
+                self._settle(number, answers, number - 1, raises=False)
+
+    def _end_stopped(self, *, raises: bool) -> None:
+        """Settles the first exchange that another rank refused."""
+        while (number := self.stopped) is not None:
+            try:
+                answers = self._answers.collect(number, self._stopped_before)
+            except Overtaken:  # by an earlier one
+                continue
+            except RuntimeError as error:  # the process that has the store ended, perhaps with its own error
+                self._lost = self._heard
+                raise SpecError(self._lost) from error
+            self._settle(number, answers, self._count, raises=raises)
+
+    def _settle(self, number: int, answers: list[Any], began: int, *, raises: bool = True) -> None:
+        """Ends an attempt: takes part in everything that a rank has begun, and raises if the ranks' texts differ.
+
+        Args:
+            began: the last exchange in which this rank takes part already.
+            raises: whether to raise even if no rank was late.
+        """
         running = [answer[1] for answer in answers if answer is not None and answer[0] == "running"]
-        last = max((each["count"] for each in running), default=number)
-        with self._lock:
-            began = self._count
+        longest: dict[str, Any] = {"count": number, "begun": []}
+        if running:
+            longest = max(running, key=lambda each: int(each["count"]))
+        known = {text: request for request, text in self._agreed.items()}
         try:
-            for kind, text in next((each["begun"] for each in running if each["count"] == last), [])[
-                max(0, began + 1 - number) :
-            ]:
-                request = next((known for known, words in self._agreed.items() if words == text), None)
-                if request is not None:
-                    play(Exchange(kind, request))
+            for kind, text in longest["begun"][max(0, began + 1 - number) :]:
+                if text in known:
+                    self._play(Exchange(kind, known[text]))
         finally:
             with self._lock:
-                self._count, self.stopped = max(last, began), None
+                self._count, self.stopped = max(longest["count"], self._count, number), None
                 self._met.append(number)  # a second question about it is answered already
                 self._asked = {each for each in self._asked if each > self._count}
-        texts = [_text_of(answer) for answer in answers]
-        if len(set(texts)) > 1 and None not in answers:
-            lines = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(texts))
-            raise SpecError(f"context_parallel_attention: expected the same call on every rank, got\n{lines}")
+        error, self._lost = describe_ranks(answers), self._lost or describe_late(answers)
+        if None in answers:
+            self._owed.append(number)
+        elif self._lost or (error and raises):
+            raise SpecError(self._lost or error)
 
-    def _collect(self, number: int, seconds: float, *, alone: bool = False) -> list[Any]:
-        """Returns every rank's answer at a number; None for a rank that did not come, if ``alone``."""
-        keys = [f"{number}/{rank}" for rank in range(self._size)]
-        began, pause, asked = time.monotonic(), 1e-4, False
-        answers: list[Any] = [None] * self._size
-        while True:
-            for rank, key in enumerate(keys):
-                if answers[rank] is None and self._store.check([key]):
-                    answers[rank] = json.loads(self._store.get(key))
-            if None not in answers:
-                self._forget(number)
-                return answers
-            waited = time.monotonic() - began
-            if not asked and waited > PATIENCE:
-                asked = True
-                watcher.ask(self._store, number, self._rank)
-            # A rank that is in the exchange waits for this one.
-            if waited > (self._timeout if any(each and each[0] == "running" for each in answers) else seconds):
-                break
-            time.sleep(pause)
-            pause = min(2 * pause, 0.02)
-        if alone:
-            return answers
-        absent = ", ".join(str(rank) for rank, answer in enumerate(answers) if answer is None)
-        raise TimeoutError(
-            f"context_parallel_attention: rank {absent} of the mesh did not make this call within {seconds:g} s, the "
-            "timeout of torch.distributed"
-        )
+    def _stopped_before(self, number: int) -> bool:
+        return self.stopped is not None and self.stopped < number
 
     def _hear(self, store: Any, number: int, asker: int) -> None:
         """Answers a rank that waits for this one at a number. The watcher calls it, in its own thread.
@@ -194,30 +232,18 @@ class Meeting:
             return  # answered long ago
         # It is there: the asker deletes it only after this rank has answered.
         theirs = json.loads(store.get(f"{number}/{asker}"))
+        self._heard = list_ranks({asker: theirs})
         with self._lock:
             begun = [exchange for at, exchange in self._begun if at >= number]
             texts = [self._text(exchange, lambda request: str(request.options)) for exchange in begun]
             if begun[0].kind.endswith("forward") and theirs == ["text", texts[0]]:
                 answer: list[Any] = theirs  # the same call, which is new to the other rank alone
             else:
-                self.stopped = number if self.stopped is None else self.stopped
+                self.stopped = number if self.stopped is None else min(self.stopped, number)
                 named = [[each.kind, text] for each, text in zip(begun, texts, strict=True)]
-                answer = ["running", {"count": self._count, "begun": named}]
+                late = max(self._count - 1, self._ended) >= number
+                answer = ["running", {"count": self._count, "begun": named, "late": late}]
         store.set(f"{number}/{self._rank}", json.dumps(answer))
 
-    def _text(self, exchange: Exchange, describe: Callable[[Request], str]) -> str:
-        return self._agreed.get(exchange.request) or describe(exchange.request)
-
-    def _forget(self, number: int) -> None:
-        """Deletes this rank's old answers, which every rank has read, because all came to a later meeting."""
-        while self._answered and self._answered[0] != number:
-            self._store.delete_key(f"{self._answered.popleft()}/{self._rank}")
-        if not self._answered:
-            self._answered.append(number)
-
-
-def _text_of(answer: Any) -> str:
-    if answer is None:
-        return "did not come"
-    kind, value = answer
-    return str(value) if kind == "text" else str(value["begun"][0][1] if value["begun"] else "another call")
+    def _text(self, exchange: Exchange, describe: Callable[[Request], str] | None = None) -> str:
+        return self._agreed.get(exchange.request) or (describe or self._describe)(exchange.request)

@@ -1,4 +1,4 @@
-"""Repeated eager calls: one lookup by metadata instead of checks and planning.
+"""Finds what is known of a repeated eager call by one lookup of its metadata, instead of checks and planning.
 
 The checks that depend on metadata alone run in the first call of a kind. Types, storages, ``requires_grad``, the values
 of documents' offsets, and the process groups are checked on every call. Whatever this path does not know, it leaves to

@@ -1,4 +1,4 @@
-"""Watchers: a thread for each mesh that looks for questions of other ranks in a key-value store."""
+"""Looks for questions of other ranks in a key-value store: a thread for each mesh, the watcher, answers them."""
 
 from __future__ import annotations
 
