@@ -6,6 +6,7 @@ buffer, which this kernel does, so it runs with ``interpret=True``; see ``interp
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -16,10 +17,12 @@ import pytest
 
 pytest.importorskip("torch")
 jax = pytest.importorskip("jax")
+import cpu_meshes
 import jax.numpy as jnp
 from jax._src import literals
 from jax.experimental import pallas
 from jax.experimental.pallas import tpu as pallas_tpu
+from jax.sharding import NamedSharding, PartitionSpec
 from paged_cases import PagedCall, judge, make_paged, run
 from paged_specs import spec_of
 
@@ -134,6 +137,20 @@ def test_a_scan_over_steps_and_remat(interpreted: None) -> None:
     _, outs = jax.jit(lambda lengths: jax.lax.scan(jax.checkpoint(step), lengths, length=4))(lengths)
     for at, out in enumerate(outs):
         np.testing.assert_allclose(out, step(lengths + at, None, "jax_xla")[1], atol=2e-6)
+
+
+def test_kv_heads_stay_split_over_a_mesh(interpreted: None, four_devices: None) -> None:
+    mesh = cpu_meshes.mesh((2, 2), ("data", "model"))
+    call = make_paged([9, 5], [3, 2], page_size=4, num_heads=6, num_kv_heads=2, seed=3)
+    q, k, v = (jnp.nan_to_num(jnp.asarray(array, "float32")) for array in call.inputs[:3])
+    tables = {name: jnp.asarray(array, jnp.int32) for name, array in call.tables.items()}
+    attend = jax.jit(partial(jax_frontend.paged_attention, **tables, max_len_q=3, backend=NAME))
+    places = [NamedSharding(mesh, PartitionSpec(*axes, "model")) for axes in ((None,), (None, None), (None, None))]
+    split = [jax.device_put(array, place) for array, place in zip((q, k, v), places, strict=True)]
+    program = attend.lower(*split).compile()
+    assert not re.search(r" (all-gather|all-reduce|all-to-all|collective-permute)", program.as_text())
+    expected = jax_frontend.paged_attention(q, k, v, **tables, max_len_q=3, backend="jax_xla")
+    np.testing.assert_allclose(program(*split), expected, atol=2e-6)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
