@@ -1,6 +1,7 @@
 """Measures forward mode on a GPU: the fused kernel beside plain operations, in torch and in JAX.
 
 python -m benchmarks.forward_mode --json forward_mode.json     # minutes; needs a GPU. JAX is measured if it has the GPU
+python -m benchmarks.forward_mode --json forward_mode.json --only "8 documents"    # measures it anew, keeps other rows
 python -m benchmarks.forward_mode --tiles                      # the fused kernel alone, with other tiles
 
 The candidates of a call take turns in one process. Each makes a few calls before it waits, so the host's time hides
@@ -39,6 +40,7 @@ from attn_core.backends.triton_jvp import launches
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs, Tangents
 from benchmarks.measure import environment, median_ratio, medians, side_by_side
+from benchmarks.stored_rows import continued, put
 from torch_frontend import SeqInfo, attention, explain
 
 CALLS, ROUNDS = 6, 5
@@ -276,35 +278,41 @@ def main(arguments: list[str] | None = None) -> None:
     """Measures every row, and prints or writes the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="writes the times of every round")
-    parser.add_argument("--only", action="append", help="measures this row; repeatable")
+    parser.add_argument("--only", action="append", help="measures this row, and keeps other rows of --json; repeatable")
     parser.add_argument("--tiles", action="store_true", help="measures the kernel with other tiles instead")
     parser.add_argument("--trial", action="store_true", help="tiny sizes, on a CPU: shows that the script runs")
     parsed = parser.parse_args(arguments)
     device, count = ("cpu", 1) if parsed.trial else ("cuda", CALLS)
-    results = []
+    where = "cpu" if parsed.trial else torch.cuda.get_device_name()
+    now = environment()
+    result: dict[str, Any] = {"device": where, "environment": now, "calls": []}
+    if parsed.only and not parsed.tiles and parsed.json is not None and parsed.json.exists():
+        result = continued(parsed.json, result)
+    for name in parsed.only or ():
+        if name not in ROWS:
+            parser.error(f"--only {name!r}: rows are {', '.join(ROWS)}")
     for name, fields in ROWS.items():
         if parsed.only and name not in parsed.only:
             continue
         row = {**COMMON, **fields, **(FEWEST if parsed.trial else {})}
         if parsed.tiles:
-            results.append({"call": name, "row": row, "tiles": tiles_of(row, device, count)})
-            best = [f"    {tuple(each['tile'].values())[:5]} {each['tflops']:.1f}" for each in results[-1]["tiles"][:5]]
+            tiled = {"call": name, "row": row, "tiles": tiles_of(row, device, count)}
+            put(result, tiled, now["date"])
+            best = [f"    {tuple(each['tile'].values())[:5]} {each['tflops']:.1f}" for each in tiled["tiles"][:5]]
             print("\n".join([name, *best]), flush=True)
             continue
-        results.append(measured(name, row, device, count))
-        print(shown(results[-1]), flush=True)
-        _write(parsed.json, device, results)
+        times = measured(name, row, device, count)
+        put(result, times, now["date"])
+        print(shown(times), flush=True)
+        _write(parsed.json, result)
         if device == "cuda":
             torch.cuda.empty_cache()
-    _write(parsed.json, device, results)
+    _write(parsed.json, result)
 
 
-def _write(path: Path | None, device: str, results: list[dict[str, Any]]) -> None:
-    if path is None:
-        return
-    where = "cpu" if device == "cpu" else torch.cuda.get_device_name()
-    text = json.dumps({"device": where, "environment": environment(), "calls": results})
-    path.write_text(text + "\n", encoding="utf-8")
+def _write(path: Path | None, result: dict[str, Any]) -> None:
+    if path is not None:
+        path.write_text(json.dumps(result) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from typing import Any
 
 from benchmarks.measure import median_ratio, medians
 from benchmarks.small_calls_report import RESULTS
+from benchmarks.stored_rows import dates
 
 RESULT = RESULTS / "forward-mode-h200.json"
 COLUMNS = ("kernel", "torch.func.jvp", "jax.jvp", "math", "plain torch", "jax_xla", "jax.nn")
@@ -18,7 +19,7 @@ def section(path: Path = RESULT) -> str:
     result = json.loads(path.read_text(encoding="utf-8"))
     environment = result["environment"]
     versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items() if version)
-    return f"Measured on {environment['date']}: {result['device']}, {versions}.\n\n{table(result['calls'])}"
+    return f"Measured on {dates(result)}: {result['device']}, {versions}.\n\n{table(result['calls'])}"
 
 
 def table(calls: list[dict[str, Any]]) -> str:

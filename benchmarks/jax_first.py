@@ -1,6 +1,7 @@
 """Measures what JAX's users run on a GPU: each call beside the same kernel in torch, and how XLA reaches the kernel.
 
 python -m benchmarks.jax_first --json jax-first.json      # minutes; needs a GPU. Kernels that are missing are skipped
+python -m benchmarks.jax_first --json jax-first.json --only layer     # measures the layer anew, and keeps other rows
 
 A turn makes calls for TURN seconds in a row and then waits, as a model does. Short turns would compare the clocks of a
 GPU that was idle. The two frameworks take turns in one process, and so do attentions of other JAX packages
@@ -29,6 +30,7 @@ from attn_core import SeqInfo
 from benchmarks.jax_anchors import ANCHORS, jax_nn, programs
 from benchmarks.jax_first_report import LAYER_CALLS, table
 from benchmarks.measure import environment, side_by_side
+from benchmarks.stored_rows import continued, key, put
 
 ROUNDS = 5
 TURN = 0.15
@@ -36,6 +38,8 @@ TURN = 0.15
 TOKENS = 8192
 HEADS, KV_HEADS = 32, 8
 WIDTH, MLP = 4096, 14336
+LAYER = "layer"
+"""The name of the layer's training step in --only."""
 Calls = dict[str, Callable[[], Any]]
 _CUTS = np.sort(np.random.default_rng(1).choice(np.arange(64, TOKENS - 64), 23, replace=False))
 LENGTHS = np.diff([0, *_CUTS, TOKENS]).tolist()
@@ -228,48 +232,70 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, default=None)
     parser.add_argument("--resume", action="store_true", help="measures what the file of --json lacks")
+    parser.add_argument(
+        "--only",
+        action="append",
+        metavar="CALL",
+        help=f'measures this call (or "{LAYER}") anew, and keeps other rows of --json; repeatable',
+    )
     parsed = parser.parse_args()
+    chosen = parsed.only or [*CASES, *DECODING, LAYER]
+    if unknown := [name for name in chosen if name not in (*CASES, *DECODING, LAYER)]:
+        parser.error(f"--only {unknown[0]!r}: calls are {', '.join((*CASES, *DECODING, LAYER))}")
+    if parsed.resume and parsed.json is None:
+        parser.error("--resume: needs --json, the file to continue")
     try:
         jax_frontend.compile_operator_lane()
     except RuntimeError as error:
         print(f"no operator lane: {error}")
-    result: dict[str, Any] = {"environment": environment(), "device": torch.cuda.get_device_name(), "calls": []}
-    if parsed.resume:
-        before = json.loads(parsed.json.read_text(encoding="utf-8"))
-        if before["device"] != result["device"]:
-            raise SystemExit(f"{parsed.json}: of a {before['device']}, and this is a {result['device']}")
-        result["calls"] = before["calls"]
-    done = {(row["call"], row["what"]) for row in result["calls"]}
-    makers: list[tuple[str, str, Callable[[], tuple[Calls, dict[str, Any]]]]] = []
+    now = environment()
+    result: dict[str, Any] = {"environment": now, "device": torch.cuda.get_device_name(), "calls": []}
+    if parsed.json is not None and (parsed.resume or (parsed.only and parsed.json.exists())):
+        result = continued(parsed.json, result)
+    done = {key(row) for row in result["calls"]} if parsed.resume else set()
+    for name, what, make in makers():
+        if name not in chosen or (name, what) in done:
+            continue
+        row = measured(name, what, make)
+        if row is not None:
+            put(result, row, now["date"])
+            _write(parsed.json, result)
+    if LAYER in chosen and not (parsed.resume and "layer" in result):
+        steps = side_by_side(layer_steps(), calls=1, rounds=ROUNDS)
+        result["layer"] = {name: [s / LAYER_CALLS for s in each] for name, each in steps.items()}
+        result.pop("layer_date", None)
+        if now["date"] != result["environment"]["date"]:
+            result["layer_date"] = now["date"]
+        _write(parsed.json, result)
+    print(table(result))
+
+
+Maker = Callable[[], tuple[Calls, dict[str, Any]]]
+
+
+def makers() -> list[tuple[str, str, Maker]]:
+    """Returns the name and the direction of every call, and a function that makes it."""
+    found: list[tuple[str, str, Maker]] = []
     for name, (shape, options, backend) in CASES.items():
         for training in (False, True) if backend != "flash3" else (False,):
             what = "training" if training else "forward"
             case = partial(Case, shape, options, training, backend, ANCHORED.get((name, what), ()))
-            makers.append((name, what, lambda case=case: case().calls()))  # type: ignore[misc]
-    makers += [(name, "decoding", partial(decoding, *sizes)) for name, sizes in DECODING.items()]
-    for name, what, make in makers:
-        if (name, what) in done:
-            continue
-        try:
-            calls, facts = make()
-        except RuntimeError as error:  # a backend that is not installed
-            print(f"{name}, {what}: {str(error)[:200]}")
-            continue
-        seconds = side_by_side(calls, calls=1, rounds=ROUNDS)
-        row = {
-            "call": name,
-            "what": what,
-            **facts,
-            "seconds": {key: [s / facts["calls"] for s in each] for key, each in seconds.items()},
-        }
-        result["calls"].append(row)
-        _write(parsed.json, result)
-        best = {key: f"{1e3 * min(each):.3f} ms" for key, each in row["seconds"].items()}  # type: ignore[attr-defined]
-        print(name, what, facts["lane"], best, facts.get("differences", ""), facts.get("left_out", ""), flush=True)
-    steps = side_by_side(layer_steps(), calls=1, rounds=ROUNDS)
-    result["layer"] = {name: [s / LAYER_CALLS for s in each] for name, each in steps.items()}
-    _write(parsed.json, result)
-    print(table(result))
+            found.append((name, what, lambda case=case: case().calls()))  # type: ignore[misc]
+    return found + [(name, "decoding", partial(decoding, *sizes)) for name, sizes in DECODING.items()]
+
+
+def measured(name: str, what: str, make: Maker) -> dict[str, Any] | None:
+    """Returns a call's row, or None if its backend is not installed."""
+    try:
+        calls, facts = make()
+    except RuntimeError as error:
+        print(f"{name}, {what}: {str(error)[:200]}")
+        return None
+    times = side_by_side(calls, calls=1, rounds=ROUNDS)
+    seconds = {key: [s / facts["calls"] for s in each] for key, each in times.items()}
+    best = {key: f"{1e3 * min(each):.3f} ms" for key, each in seconds.items()}
+    print(name, what, facts["lane"], best, facts.get("differences", ""), facts.get("left_out", ""), flush=True)
+    return {"call": name, "what": what, **facts, "seconds": seconds}
 
 
 def _write(path: Path | None, result: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from benchmarks.measure import median_ratio
 from benchmarks.small_calls_report import RESULTS
+from benchmarks.stored_rows import dates
 
 LAYER_CALLS = 10
 """Training steps of the layer in a row of a turn."""
@@ -21,7 +22,7 @@ def section(path: Path = RESULTS / "jax-first-h200.json") -> str:
     result = json.loads(path.read_text(encoding="utf-8"))
     environment = result["environment"]
     versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items() if version)
-    return f"Measured on {environment['date']}: {result['device']}, {versions}.\n\n{table(result)}"
+    return f"Measured on {dates(result)}: {result['device']}, {versions}.\n\n{table(result)}"
 
 
 def table(result: dict[str, Any]) -> str:

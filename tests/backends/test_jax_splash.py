@@ -6,15 +6,20 @@ not written; and a program that lowers for a TPU contains them.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
 jax = pytest.importorskip("jax")
+import cpu_meshes
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pallas_tpu
+from jax.sharding import NamedSharding, PartitionSpec
 from oracle_cases import Case, fill
 
 import jax_frontend
@@ -26,6 +31,7 @@ from attn_core.call.tensors import Gradients, Inputs
 from attn_core.correctness import accuracy
 from jax_frontend.dispatch import plan
 
+COLLECTIVE = re.compile(r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
 SIZES = {"batch": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 11, "value_dim": 13, "dtype": "float32"}
 DENSE = AttentionSpec(**SIZES, q_len=131, kv_len=137, needs_backward=True)  # two blocks, mostly padding
 LENGTHS = ((31, 0, 53, 40, 3), (29, 11, 0, 71, 3))
@@ -195,13 +201,51 @@ def test_lower(spec: AttentionSpec, expected: dict[str, Any]) -> None:
     assert jax_splash.lower(spec) == {**LOWERED, **expected}
 
 
-def test_the_front_door_runs_it_by_name_on_a_tpu(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def on_a_tpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As on a TPU: planned for one, with Pallas's other interpret mode, which has no effects that JAX would forbid."""
     from jax.experimental import pallas
 
     compiled = pallas.pallas_call
     monkeypatch.setattr(plan, "device_name", lambda array: "tpu")
     monkeypatch.setattr(pallas, "pallas_call", lambda *args, **named: compiled(*args, **{**named, "interpret": True}))
+    jax.clear_caches()  # the kernels of other tests are compiled for other modes
+    yield
+    jax.clear_caches()
+
+
+def test_batch_and_heads_stay_split_over_a_mesh(on_a_tpu: None, four_devices: None) -> None:
+    mesh = cpu_meshes.mesh((2, 2), ("data", "model"))
+    q, k, v = (jnp.asarray(np.random.default_rng(5).normal(size=(2, *shape)), "float32") for shape in SHAPES)
+
+    def loss(q: Any, k: Any, v: Any, backend: str = "jax_splash") -> Any:
+        return (jax_frontend.attention(q, k, v, causal=True, backend=backend) ** 2).sum()
+
+    expected = jax.value_and_grad(partial(loss, backend="jax_xla"), (0, 1, 2))(q, k, v)
+    place = NamedSharding(mesh, PartitionSpec("data", None, "model"))
+    split = [jax.device_put(array, place) for array in (q, k, v)]
+    program = jax.jit(jax.value_and_grad(loss, (0, 1, 2))).lower(*split).compile()
+    assert set(COLLECTIVE.findall(program.as_text())) == {"all-reduce"}  # of the loss
+    results = program(*split)
+    for actual, wanted in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(actual, wanted, rtol=2e-5, atol=2e-5)
+    assert results[1][0].sharding.is_equivalent_to(place, 4)
+
+
+def test_a_scan_of_remat(on_a_tpu: None) -> None:
+    """Two layers that are recomputed in the backward."""
+    q, k, v = (jnp.asarray(np.random.default_rng(5).normal(size=(1, *shape)), "float32") for shape in SHAPES)
+
+    def loss(q: Any, backend: str = "jax_splash") -> Any:
+        attend = jax.checkpoint(lambda q, _: (jax_frontend.attention(q, k, v, causal=True, backend=backend), None))
+        return (jax.lax.scan(attend, q, None, length=2)[0] ** 2).sum()
+
+    results, expected = (jax.value_and_grad(partial(loss, backend=name))(q) for name in ("jax_splash", "jax_xla"))
+    for actual, wanted in zip(results, expected, strict=True):
+        np.testing.assert_allclose(actual, wanted, rtol=2e-5, atol=2e-5)
+
+
+def test_the_front_door_runs_it_by_name_on_a_tpu(on_a_tpu: None) -> None:
     q, k, v = (jnp.asarray(np.random.default_rng(5).normal(size=(2, *shape)), "float32") for shape in SHAPES)
     sinks = jnp.asarray([0.5, -1.0, 0.0, 2.0])
 
@@ -212,14 +256,12 @@ def test_the_front_door_runs_it_by_name_on_a_tpu(monkeypatch: pytest.MonkeyPatch
 
         return jax.grad(run, argnums=(0, 1, 2, 3))(q, k, v, sinks)
 
-    jax.clear_caches()  # the kernels of other tests are compiled for other modes
     for actual, expected in zip(loss("jax_splash"), loss(None), strict=True):
         np.testing.assert_allclose(actual, expected, atol=2e-5)
     out, lse = jax_frontend.attention(q, k, v, causal=True, sinks=sinks, backend="jax_splash", return_lse=True)
     same, same_lse = jax_frontend.attention(q, k, v, causal=True, sinks=sinks, return_lse=True)
     np.testing.assert_allclose(out, same, atol=2e-6)
     np.testing.assert_allclose(lse, same_lse, atol=2e-6)
-    jax.clear_caches()
 
 
 SHAPES = ((19, 4, 8), (17, 2, 8), (17, 2, 8))

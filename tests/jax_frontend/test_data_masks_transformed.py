@@ -1,15 +1,11 @@
 """Tests masks and scores that are data (segment ids, positions, traced windows and scales, splash masks, arrays of a
-score function): on a mesh that splits the batch, under remat and scan, exported for another platform with open sizes,
-and in JAX's persistent cache."""
+score function): on a mesh that splits the batch, under remat and scan, and exported for another platform with open
+sizes. tests/jax_frontend/test_persistent_cache.py has them in JAX's persistent cache."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -158,6 +154,28 @@ def test_a_scan_over_layers_of_packed_rows_with_remat(backend: str, policy: str)
         close(one, other, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_scan_of_remat_with_splash_masks(backend: str) -> None:
+    """The masks are read while JAX traces; a tracer around q, k and v changes nothing about them."""
+    arrays = arrays_of(CASES["splash"])
+    q, k, v = (arrays[name] for name in "qkv")
+
+    def layer(x: Any, k: Any) -> Any:
+        for name in ("splash", "splash pairs"):
+            x = CASES[name].call(x, k, v, backend=backend)
+        return x
+
+    def scanned(q: Any, k: Any) -> Any:
+        step = jax.checkpoint(lambda x, _: (layer(x, k), None), policy=jax.checkpoint_policies.nothing_saveable)
+        return (jax.lax.scan(step, q, None, length=2)[0] ** 2).sum()
+
+    def unrolled(q: Any, k: Any) -> Any:
+        return (layer(layer(q, k), k) ** 2).sum()
+
+    results, expected = (jax.jit(jax.value_and_grad(f, (0, 1)))(q, k) for f in (scanned, unrolled))
+    close(results, expected, rtol=1e-4, atol=1e-5)
+
+
 OPEN = {"q": "b,n,4,8", "k": "b,n,2,8", "v": "b,n,2,8", "q_segment_ids": "b,n", "q_positions": "b,n", "weights": "b,n"}
 """Shapes whose batch and length are open."""
 
@@ -198,37 +216,3 @@ def test_a_splash_mask_has_the_lengths_that_it_was_made_for() -> None:
         close(exported.call(cut), jax.jit(run)(cut), rtol=1e-4, atol=1e-5)
         with pytest.raises(SpecError, match=r"mask: .*Mask: expected lengths that are numbers"):
             jax.export.export(jax.jit(run))(open_shapes(arrays))
-
-
-CACHED = """
-import sys
-import jax
-jax.config.update("jax_compilation_cache_dir", sys.argv[1])
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-events = []
-jax.monitoring.register_event_listener(lambda event, **_: events.append(event))
-from test_data_masks_transformed import CASES, arrays_of, tangents, with_gradients
-from functools import partial
-total = 0.0
-for name, transformed in (("positions", with_gradients), ("arrays", with_gradients), ("window", tangents)):
-    case = CASES[name]
-    results = jax.jit(transformed(partial(case.call, backend=sys.argv[2])))(arrays_of(case))
-    total += sum(float(abs(leaf).sum()) for leaf in jax.tree.leaves(results))
-print(events.count("/jax/compilation_cache/cache_misses"), events.count("/jax/compilation_cache/cache_hits"), total)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_the_persistent_cache_hits_in_another_process(backend: str, tmp_path: Path) -> None:
-    """Programs of equal calls are equal in every process, whatever functions and expressions they were built from."""
-    folders = [str(Path(__file__).parent), str(Path(cpu_meshes.__file__).parent), str(Path(__file__).parents[2])]
-    command = [sys.executable, "-c", CACHED, str(tmp_path), backend]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(folders)}
-    outputs = [
-        subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout.split()
-        for _ in range(2)
-    ]
-    assert int(outputs[0][0]) > 0
-    assert outputs[1] == ["0", str(int(outputs[0][0]) + int(outputs[0][1])), outputs[0][2]]

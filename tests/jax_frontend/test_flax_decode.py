@@ -297,6 +297,46 @@ def test_decoding_runs_in_scans_over_tokens_and_layers():
 
 
 @everywhere
+@rotates
+def test_an_exported_step_decodes_with_any_batch():
+    """The index is an array, so one program for several platforms serves every token; it has XLA's operations alone."""
+    layer, decoding, params, cache = layers(window=3)
+    expected = layer.apply({"params": params}, X)
+
+    def step(cache, x):
+        out, updates = decoding.apply({"params": params, "cache": cache}, x, mutable=["cache"])
+        return out, updates["cache"]
+
+    scope = jax.export.SymbolicScope()
+
+    def open_batch(array):
+        text = ",".join(["b", *map(str, array.shape[1:])])
+        shape = jax.export.symbolic_shape(text, scope=scope) if array.ndim else ()
+        return jax.ShapeDtypeStruct(shape, array.dtype)
+
+    shapes = jax.tree.map(open_batch, (cache, X[:, :1]))
+    exported = jax.export.export(jax.jit(step), platforms=("cpu", "cuda", "tpu"))(*shapes)
+    assert "attn_core.callback" not in exported.mlir_module()
+    cache = jax.tree.map(lambda array: array[:1] if array.ndim else array, cache)
+    for at in range(3):
+        out, cache = exported.call(cache, X[:1, at : at + 1])
+        np.testing.assert_allclose(out, expected[:1, at : at + 1], **TOLERANCE)
+
+
+@everywhere
+def test_remat_of_a_chunk_has_the_gradients_of_the_forward():
+    layer, decoding, params, cache = layers(window=3)
+
+    def loss(params, cache):
+        out = decoding.apply({"params": params, "cache": cache}, X, mutable=["cache"])[0]
+        return (out**2).sum()
+
+    expected = jax.grad(lambda params: (layer.apply({"params": params}, X) ** 2).sum())(params)
+    found = jax.jit(jax.grad(jax.checkpoint(loss)))(params, cache)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=2e-4), found, expected)
+
+
+@everywhere
 def test_each_row_of_a_vmap_has_its_own_index():
     layer, decoding, params, cache = layers((), window=3)
     expected = layer.apply({"params": params}, X)

@@ -91,8 +91,21 @@ def test_the_library_is_named_by_what_it_depends_on(monkeypatch: pytest.MonkeyPa
     assert path.is_relative_to(tmp_path) and path.parent.stat().st_mode & 0o77 == 0
     assert "compile_operator_lane()" in str(operator_library.missing())
     version = operator_library.metadata.version
-    monkeypatch.setattr(operator_library.metadata, "version", lambda name: version(name) + "x")
-    assert operator_library.library_path() != path
+    with monkeypatch.context() as patch:
+        patch.setattr(operator_library.metadata, "version", lambda name: version(name) + "x")
+        assert operator_library.library_path() == path  # versions of a process do not change, and reading takes long
+        operator_library._file_name.cache_clear()
+        assert operator_library.library_path() != path
+    operator_library._file_name.cache_clear()
+    changed = tmp_path / "changed.cc"
+    changed.write_text(operator_library.SOURCE.read_text() + "// changed")
+    with monkeypatch.context() as patch:
+        patch.setattr(operator_library, "SOURCE", changed)
+        assert operator_library.library_path() != path
+    path.write_bytes(b"")
+    assert operator_library.missing() is None  # compiled in this process, after it was missing
+    path.unlink()
+    assert "compile_operator_lane()" in str(operator_library.missing())
     path.parent.chmod(0o777)
     assert "others may write into" in str(operator_library.missing())
     path.parent.chmod(0o700)

@@ -3,9 +3,7 @@
 This project never ran them on a TPU. They are proven in Pallas's TPU interpret mode on a CPU, and they lower for a TPU.
 
 Limits: bfloat16 and float32, head_dim up to 256; no mask, key ranges, functions, bias, ALiBi, dropout, gradient of the
-log-sum-exp or parts of a row; equal bits on every run are not promised. No pages: JAX's ``ragged_paged_attention``
-reads one pool, in which heads of keys and of values alternate, so each call would copy our two pools; it is always
-causal and has no log-sum-exp.
+log-sum-exp or parts of a row; equal bits on every run are not promised. Pages: ``jax_ragged_paged``.
 Corrections, each of which the kernel lacks or gets wrong:
 - It takes no scale, so q is scaled here. If that rounds bfloat16, the rest is appended to q as further channels, beside
   a second copy of k: the log-sum-exp would err by up to 2^-9 of the largest score otherwise.
@@ -22,7 +20,6 @@ Upstream: jax 0.10 to 0.12.
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -30,7 +27,7 @@ from typing import Any
 from attn_core.backends.jax_splash import operands, visibility
 from attn_core.backends.jax_splash.visibility import InBand, PackedRows
 from attn_core.backends.shared.in_jax.promotion import usual_promotion
-from attn_core.backends.shared.in_jax.xla_precision import product_precision
+from attn_core.backends.shared.in_jax.xla_precision import exact_products
 from attn_core.backends.support import Build, Support
 from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
@@ -126,7 +123,7 @@ def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
     """See ``Backend.forward``; traceable."""
     import jax.numpy as jnp
 
-    with usual_promotion(), _precision(inputs.q.dtype):
+    with usual_promotion(), exact_products(inputs.q.dtype):
         rows = _rows(spec, inputs)
         out, lse = _attend(spec, rows, inputs.sinks)(*operands.of_call(spec, lower(spec), inputs))
         out = operands.tokens_first(out, spec.out_shape)
@@ -142,7 +139,7 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
     import jax
     import jax.numpy as jnp
 
-    with usual_promotion(), _precision(inputs.q.dtype):
+    with usual_promotion(), exact_products(inputs.q.dtype):
         how, rows = lower(spec), _rows(spec, inputs)
         sees = _sees_key(spec, rows)
         # With a gradient of 0 the kernel's own values of a row that sees no key reach no gradient.
@@ -162,13 +159,6 @@ def _rows(spec: AttentionSpec, inputs: Inputs) -> PackedRows | None:
 def _sees_key(spec: AttentionSpec, rows: PackedRows | None) -> Any:
     """Returns which queries see a key, bool ``[q_len]``; None if all do."""
     return visibility.rows_that_see(spec) if rows is None else rows.sees_key
-
-
-def _precision(dtype: Any) -> AbstractContextManager[Any]:
-    """Returns a context in which the kernel multiplies float32 exactly; a TPU would round it to bfloat16."""
-    import jax
-
-    return nullcontext() if product_precision(dtype) is None else jax.default_matmul_precision("highest")
 
 
 def _attend(spec: AttentionSpec, rows: PackedRows | None, sinks: Any, *, differentiated: bool = False) -> Any:

@@ -25,7 +25,6 @@ from attn_core.backends.shared.aten_masks import additive_of, explicit, limits, 
 from attn_core.backends.shared.autograd import without_gradient
 from attn_core.backends.shared.incoming_gradients import copy_other_layouts
 from attn_core.backends.shared.programs import operator_program
-from attn_core.backends.shared.programs.kernel_programs import KernelProgram
 from attn_core.backends.support import Build, Support
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
@@ -154,19 +153,13 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
     return rewrites.backward(_kernel(spec), spec, inputs, out, lse, dout, dlse)
 
 
-def program_refuses(spec: AttentionSpec, device: str) -> tuple[str, ...]:
-    """Returns why ``program`` cannot express a supported call."""
-    return tuple(operator_program.refusals(spec, device))
-
-
 def operator_functions() -> operator_program.Functions:
     """Returns what the programs of this backend record; see ``contract.operator_functions``."""
     return operator_program.Functions(forward, backward, fake_results=_without_memory)
 
 
-def program(spec: AttentionSpec, direction: str, with_dlse: bool = False, as_one: bool = False) -> KernelProgram:
-    """Returns the operators of a call that ``program_refuses`` allows, and its buffers. See ``flash4``."""
-    return operator_program.program(operator_functions(), spec, direction, with_dlse, as_one)
+program_refuses = operator_program.refuses
+program = operator_program.programs_of(operator_functions)
 
 
 def _without_memory(op: Any, given: dict[str, Any]) -> Any:

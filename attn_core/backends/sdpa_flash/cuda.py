@@ -22,7 +22,6 @@ from attn_core.backends.shared.autograd import without_gradient
 from attn_core.backends.shared.device_kinds import compute_capability
 from attn_core.backends.shared.incoming_gradients import copy_unaligned
 from attn_core.backends.shared.programs import operator_program
-from attn_core.backends.shared.programs.kernel_programs import KernelProgram
 from attn_core.backends.support import Build, Support
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
@@ -141,19 +140,13 @@ def backward(
     return rewrites.backward(KERNEL, spec, inputs, out, lse, dout, dlse, into)
 
 
-def program_refuses(spec: AttentionSpec, device: str) -> tuple[str, ...]:
-    """Returns why ``program`` cannot express a supported call."""
-    return tuple(operator_program.refusals(spec, device))
-
-
 def operator_functions() -> operator_program.Functions:
     """Returns what the programs of this backend record; see ``contract.operator_functions``."""
     return operator_program.Functions(forward, backward, writes_into=True)
 
 
-def program(spec: AttentionSpec, direction: str, with_dlse: bool = False, as_one: bool = False) -> KernelProgram:
-    """Returns the operators of a call that ``program_refuses`` allows, and its buffers. See ``flash4``."""
-    return operator_program.program(operator_functions(), spec, direction, with_dlse, as_one)
+program_refuses = operator_program.refuses
+program = operator_program.programs_of(operator_functions)
 
 
 def _forward(spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple[Any, Any]:

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
 
@@ -28,9 +29,22 @@ def library_path() -> Path:
     Raises:
         OSError, UnsafeFolderError: see ``private_folder``.
     """
+    state = SOURCE.stat()
+    return private_folder("operators") / _file_name(state.st_mtime_ns, state.st_size)
+
+
+@lru_cache(maxsize=4)
+def _file_name(changed: int, size: int) -> str:
+    """Returns the name of the library, which says what it was compiled from.
+
+    Reading the versions takes 1.5 ms, and each new plan asks for several backends. Versions of a process do not change.
+
+    Args:
+        changed, size: of the source, so that a changed source has another name.
+    """
     versions = [metadata.version(name) for name in ("torch", "jaxlib")]
     about = "|".join((SOURCE.read_text(), *versions, sys.platform))
-    return private_folder("operators") / f"operator_call-{hashlib.sha256(about.encode()).hexdigest()[:24]}.so"
+    return f"operator_call-{hashlib.sha256(about.encode()).hexdigest()[:24]}.so"
 
 
 def missing() -> str | None:

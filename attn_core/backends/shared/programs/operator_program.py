@@ -7,7 +7,7 @@ lanes run the same operators on the same operands, and their results have the sa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from attn_core.backends.shared import dry_run
 from attn_core.backends.shared.programs import operator_library, operator_recorder
@@ -30,24 +30,37 @@ def refusals(spec: AttentionSpec, device: str) -> Iterator[str]:
         yield library
 
 
-class Functions:
+def refuses(spec: AttentionSpec, device: str) -> tuple[str, ...]:
+    """Returns ``refusals`` as the ``program_refuses`` of a backend that refuses nothing else."""
+    return tuple(refusals(spec, device))
+
+
+class Functions(NamedTuple):
     """A backend's forward and backward as programs record them.
 
-    Args:
+    Attributes:
         forward, backward: of the backend.
         writes_into: whether they take ``into``.
         fake_results: see ``operator_recorder``.
     """
 
-    def __init__(
-        self,
-        forward: Callable[..., Any],
-        backward: Callable[..., Any],
-        writes_into: bool = False,
-        fake_results: FakeResults | None = None,
-    ) -> None:
-        self.forward, self.backward = forward, backward
-        self.writes_into, self.fake_results = writes_into, fake_results
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+    writes_into: bool = False
+    fake_results: FakeResults | None = None
+
+
+def programs_of(functions: Callable[[], Functions]) -> Callable[..., KernelProgram]:
+    """Returns the ``program`` of a backend: ``(spec, direction, with_dlse, as_one) -> KernelProgram``, see ``program``.
+
+    Args:
+        functions: the backend's ``operator_functions``.
+    """
+
+    def program_of(spec: AttentionSpec, direction: str, with_dlse: bool = False, as_one: bool = False) -> KernelProgram:
+        return program(functions(), spec, direction, with_dlse, as_one)
+
+    return program_of
 
 
 def program(
