@@ -108,6 +108,14 @@ def test_the_strategy_of_a_call_follows_the_file() -> None:
     assert chosen == {"ring", "ulysses"}
 
 
+def test_a_file_takes_the_factors_that_it_lacks_from_the_package() -> None:
+    content = table(host_us=[1, 2, 3])
+    content.pop("softcap", None)
+    constants, package = tuned_constants(content), Constants.of("cpu")
+    assert constants.softcap == package.softcap != (1.0, 1.0)
+    assert constants.wide == package.wide and constants.host_us == (1, 2, 3)
+
+
 @pytest.mark.parametrize(
     ("content", "why"),
     [
@@ -117,9 +125,10 @@ def test_the_strategy_of_a_call_follows_the_file() -> None:
         (table(versions={"torch": "1.0"}), "it was measured with torch 1.0"),
         (table(forward_tflops=0), "forward_tflops=0: expected more than 0"),
         (table(call_us=float("nan")), "expected finite numbers"),
+        (table(host_us=[1, float("nan"), 2]), "expected finite numbers"),
         (table(links={"ring": [[1, 2]]}), "links: expected ring, all_gather, all_to_all, got ring"),
     ],
-    ids=["damaged", "format", "machine", "versions", "zero", "nan", "links"],
+    ids=["damaged", "format", "machine", "versions", "zero", "nan", "nan in a list", "links"],
 )
 def test_a_file_that_cannot_be_used_is_ignored_with_one_warning(content: Any, why: str) -> None:
     path = write(content)
