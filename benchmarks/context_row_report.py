@@ -27,15 +27,19 @@ def section(result: dict[str, Any]) -> str:
     where, rows = result["environment"], result["rows"]
     versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items() if version)
     ranks = result["ranks"]
+    captured = any(CAPTURED in entry["seconds"] for row in rows for entry in row["torch"].values())
+    replayed = (
+        ' "captured" is the same call, replayed from a CUDA graph that one call was captured in.' if captured else ""
+    )
+    of_jax = "one process for all ranks" if result.get("jax in one process") else "a process for each rank"
     head = (
         f"{ranks} ranks on {result['device']}, {result['dtype']}, {where['date']}, Python {where['python']}; "
         f"{versions}. Drawn rows: seed {result['seed']}. E = T1 / ({ranks} T{ranks}): the time of one rank for the "
         "whole row, divided by the ranks' time and number. Medians over rounds in which the candidates took turns; the "
         'slowest rank counts. "chosen" is the way with the shortest estimate of the cost model, over all strategies '
-        'and layouts. "captured" is the same call, replayed from a CUDA graph that one call was captured in. JAX runs '
-        "the chosen way in one process for all ranks."
+        f"and layouts.{replayed} JAX runs the chosen way in {of_jax}."
     )
-    return "\n\n".join([head, _efficiency(rows, ranks), "Every way that ran, in ms:", _ways(rows)])
+    return "\n\n".join([head, _efficiency(rows, ranks, captured=captured), "Every way that ran, in ms:", _ways(rows)])
 
 
 def stored() -> str:
@@ -66,23 +70,27 @@ def regret(entry: dict[str, Any]) -> float | None:
     return max(0.0, times[CHOSEN] / min(times.values()) - 1)
 
 
-def _efficiency(rows: list[dict[str, Any]], ranks: int) -> str:
-    lines = [
-        "| row | direction | E | goal | E, captured | chosen | measured | estimate | off | above the best way | JAX | "
-        "JAX / torch | memory of a rank | of one rank alone |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
+def _efficiency(rows: list[dict[str, Any]], ranks: int, *, captured: bool) -> str:
+    names = ["row", "direction", "E", "goal", "E, captured", "chosen", "measured", "estimate", "off"]
+    names += ["above the best way", "JAX", "JAX / torch", "memory of a rank", "of one rank alone"]
+    if not captured:
+        names.remove("E, captured")
+    lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
     for row in rows:
         for at, direction in enumerate(DIRECTIONS):
             entry = row["torch"].get(direction)
             if entry is None:
-                lines.append(f"| {row['name']}: {row['words']} | {direction} | {row['error']} |" + " |" * 11)
+                lines.append(
+                    f"| {row['name']}: {row['words']} | {direction} | {row['error']} |" + " |" * (len(names) - 3)
+                )
                 continue
-            lines.append(f"| {' | '.join(_cells(row, entry, direction, at, ranks))} |")
+            lines.append(f"| {' | '.join(_cells(row, entry, direction, at, ranks, captured))} |")
     return "\n".join(lines)
 
 
-def _cells(row: dict[str, Any], entry: dict[str, Any], direction: str, at: int, ranks: int) -> list[str]:
+def _cells(
+    row: dict[str, Any], entry: dict[str, Any], direction: str, at: int, ranks: int, captured: bool
+) -> list[str]:
     e, measured, goal = efficiency(entry, ranks), median(entry, CHOSEN), row["goals"][at] if row["goals"] else None
     estimate, above = entry["estimates"].get(entry["chosen"]), regret(entry)
     jax = statistics.median(each) if (each := row.get("jax", {}).get(direction, {}).get("seconds")) else None
@@ -94,7 +102,7 @@ def _cells(row: dict[str, Any], entry: dict[str, Any], direction: str, at: int, 
         direction,
         "" if e is None else f"{e:.2f}{' (missed)' if goal is not None and e < goal else ''}",
         "" if goal is None else f"≥ {goal:.2f}",
-        "" if (replayed := efficiency(entry, ranks, CAPTURED)) is None else f"{replayed:.2f}",
+        *(["" if (replayed := efficiency(entry, ranks, CAPTURED)) is None else f"{replayed:.2f}"] if captured else []),
         entry["chosen"],
         _ms(measured),
         _ms(estimate),

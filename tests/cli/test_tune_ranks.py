@@ -108,6 +108,18 @@ def test_the_strategy_of_a_call_follows_the_file() -> None:
     assert chosen == {"ring", "ulysses"}
 
 
+def test_only_torch_waits_for_the_host() -> None:
+    pytest.importorskip("jax")
+    shards = tuple(((1, 2048, heads, 64), "float32") for heads in (8, 8, 8))
+    where = {"axes": ("cp",), "sizes": (2,), "device": "cpu", "needs_backward": False, "requested": None}
+    request = Request(
+        (*shards, None), (4096, 4096), None, check_options(Options(causal=True)), "", "zigzag", 1, **where
+    )
+    torch, jax = (explain_request(request, Target.here(name, "cpu")).choice.estimate for name in ("torch", "jax"))
+    assert torch is not None and torch.forward.host > 0
+    assert jax is not None and jax.forward.host == jax.backward.host == 0
+
+
 def test_a_file_takes_the_factors_that_it_lacks_from_the_package() -> None:
     content = table(host_us=[1, 2, 3])
     content.pop("softcap", None)

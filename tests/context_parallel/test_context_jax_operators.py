@@ -71,6 +71,8 @@ STEPS: dict[str, tuple[str, str, int, dict[str, Any]]] = {
     "ring, zigzag": ("ring", "zigzag", 2, {"causal": True}),
     "all_gather, zigzag": ("all_gather", "zigzag", 2, {"causal": True}),
     "all_gather, four parts": ("all_gather", "zigzag", 4, {"causal": True}),
+    # The first part sees none of the gathered keys.
+    "all_gather, contiguous": ("all_gather", "contiguous", 2, {"causal": True}),
     "ring, contiguous, softcap": ("ring", "contiguous", 4, {"causal": True, "softcap": 5.0}),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,23 @@ def test_a_profile_has_a_file_for_each_rank(tmp_path: Path) -> None:
         text = (tmp_path / f"window-rank{rank}.txt").read_text()
         assert f"rank {rank} of 2" in text and "## forward" in text and "## training" in text
         assert text.count("gaps: ") == text.count("host, to launch: ") == 2 and "Self CPU" in text
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(90)
+def test_no_rank_is_left_behind_when_the_time_is_over(tmp_path: Path) -> None:
+    """The launcher's ranks have sessions of their own. One that stays would slow what is measured next."""
+    rank = tmp_path / "rank.py"
+    rank.write_text(
+        "import os, pathlib, sys, time\n"
+        "pathlib.Path(sys.argv[1], os.environ['RANK']).write_text(str(os.getpid()))\n"
+        "time.sleep(80)\n"
+    )
+    launched = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(rank), str(tmp_path)]
+    assert context_rows._run(launched, "cpu", 15.0) == 124
+    for number in ("0", "1"):
+        with pytest.raises(ProcessLookupError):
+            os.kill(int((tmp_path / number).read_text()), 0)
 
 
 def entry_of(one: list[float], chosen: list[float], others: dict[str, list[float]]) -> dict[str, Any]:

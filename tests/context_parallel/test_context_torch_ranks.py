@@ -214,6 +214,19 @@ def test_bfloat16_on_two_gpus(tmp_path: Any) -> None:
         assert_as_near_as_alone(case, [rank.get(case.name) for rank in actual])
 
 
+@pytest.mark.cuda
+def test_a_captured_forward_has_the_bits_of_an_eager_one(tmp_path: Any) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    base = ROUNDED[0]._replace(device="cuda", options=(CAUSAL,), length=(1030, 1030), heads=(8, 2), dims=(64, 64))
+    window = (CAUSAL, ("window", 100))
+    cases = [base._replace(strategy=strategy) for strategy in ("ring", "all_gather", "ulysses")]
+    cases += [base._replace(strategy="ring", layout=kind, options=window) for kind in ("contiguous", "window:100")]
+    jobs = {case.name: ("context_torch_worker", "captured", (case,)) for case in cases}
+    (actual,) = in_ranks([World("gpus", 2, jobs, 120.0, "cuda")], tmp_path, 300).values()
+    assert [[rank.get(case.name) for rank in actual] for case in cases] == [[True, True]] * len(cases)
+
+
 # DTensor
 
 

@@ -186,6 +186,30 @@ def run(case: Case) -> dict[str, Array]:
     return {name: as_numpy(each) for name, each in zip(names, (out, lse_rows, *gradients))}
 
 
+def captured(case: Case) -> bool:
+    """Whether a forward that is replayed from a CUDA graph gives the bits of an eager call, also on other inputs."""
+    mesh, given = mesh_of(case.axes, case.device), values(case)
+    whole = [torch.from_numpy(each).to(case.device, getattr(torch, case.dtype)) for each in given[:3]]
+    shards = [shard_sequence(each, mesh, layout=case.layout) for each in whole]
+    where = {"mesh": mesh, "strategy": case.strategy, "layout": case.layout, "length": case.length[0]}
+
+    def call() -> torch.Tensor:
+        return context_parallel_attention(*shards, **where, **dict(case.options))
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad():
+        for _ in range(2):
+            call()
+        torch.cuda.synchronize()
+        dist.barrier()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            out = call()
+        for each in shards:
+            each.mul_(0.5)
+        graph.replay()
+        return torch.equal(out, call())
+
+
 def as_numpy(tensor: torch.Tensor) -> Array:
     """The values of a tensor; bfloat16 as float32."""
     tensor = tensor.detach().cpu()

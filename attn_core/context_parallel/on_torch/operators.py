@@ -99,7 +99,9 @@ def _attend_apart(part_step: PartStep, q: Any, keys: Sequence[Any], out: Any, ls
     """Writes each tile's results to its rows of out and lse."""
     if sum(run.rows.count for run in part_step.tiles) < q.shape[1]:
         lse.fill_(-float("inf"))
-    if part_step.keys is not None and part_step.tiles:
+    if not part_step.tiles:
+        return
+    if part_step.keys is not None:
         keys = tuple(map(part_step.keys.take, keys))
     k, v = keys if len(keys) == 2 else keys[0].unbind(0)
     for run in part_step.tiles:
