@@ -212,6 +212,13 @@ CASES = {
     "ring-4-block-and-border": Case("ring", (4,), "contiguous", (46, 46), options={"causal": True, "window": 15}),
     "ring-3-zigzag-borders": Case("ring", (3,), lengths=(45, 45), options={"causal": True, "window": 4}),
     "ring-2x2-borders": Case("ring", (2, 2), "contiguous", (45, 45), options={"causal": True, "window": 6}),
+    # Batches of 1 pack both pieces of a device into one call.
+    "ring-2-window": Case("ring", (2,), "window:9", (45, 45), batch=1, options={"causal": True, "window": 9}),
+    "ring-4-window": Case("ring", (4,), "window:9", (46, 46), sinks=True, options={"causal": True, "window": 9}),
+    "all_gather-2-window": Case(
+        "all_gather", (2,), "window:5", (31, 31), batch=1, options={"causal": True, "window": 5}
+    ),
+    "ring-2x2-window": Case("ring", (2, 2), "window:6", (45, 45), batch=1, options={"causal": True, "window": 6}),
     "all_gather-3-full": Case("all_gather", (3,), **FULL),
     "all_gather-4-causal": Case("all_gather", (4,), **CAUSAL, keywords={"head_groups": 2}),
     "all_gather-2-band": Case("all_gather", (2,), **BAND),
