@@ -258,6 +258,34 @@ def test_a_late_question_about_a_meeting_that_is_over_is_ignored() -> None:
     assert alone.stopped is None
 
 
+def meeting_of_two(store: Any, ours: Any) -> tuple[Meeting, Exchange]:
+    """Rank 0 of two in an exchange that rank 1 refuses."""
+    exchange = Exchange("forward", type("Call", (), {"options": "softcap=None"})())
+    meeting = Meeting(ours, store, rank=0, size=2, timeout=5.0, play=lambda exchange: None, describe=str)
+    meeting.begin(exchange)
+    store.set("1/1", '["text", "SpecError: softcap=-1.0: expected more"]')
+    return meeting, exchange
+
+
+@pytest.mark.timeout(30)
+def test_a_rank_says_once_whether_it_is_late() -> None:
+    """Several ranks ask, and one may have read the first answer before the rank leaves its call."""
+    store = torch.distributed.HashStore()
+    meeting, _ = meeting_of_two(store, store)
+    meeting._hear(store, 1, 1)
+    first = store.get("1/0")
+    assert b'"late": false' in first
+    meeting._ended = 1  # the end of the call, which then reads the answers
+    meeting._hear(store, 1, 1)
+    assert store.get("1/0") == first
+    with pytest.raises(SpecError, match=r"rank 1: SpecError: softcap=-1\.0: expected more$"):
+        meeting.end()
+    meeting, _ = meeting_of_two(store, store)
+    meeting._ended = 1
+    meeting._hear(store, 1, 1)
+    assert b'"late": true' in store.get("1/0")
+
+
 @pytest.mark.timeout(30)
 def test_a_rank_says_what_it_heard_if_the_store_is_gone() -> None:
     """The process that has the store may end with the error of its call before another rank reads it."""
@@ -271,11 +299,8 @@ def test_a_rank_says_what_it_heard_if_the_store_is_gone() -> None:
             return getattr(store, name)
 
     store, ours = torch.distributed.HashStore(), Store()
-    call = Exchange("forward", type("Call", (), {"options": "softcap=None"})())
-    meeting = Meeting(ours, store, rank=0, size=2, timeout=5.0, play=lambda exchange: None, describe=str)
-    meeting.begin(call)
+    meeting, call = meeting_of_two(store, ours)
     meeting.end()
-    store.set("1/1", '["text", "SpecError: softcap=-1.0: expected more"]')
     meeting._hear(store, 1, 1)
     ours.gone = True
     for _ in range(2):

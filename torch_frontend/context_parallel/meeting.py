@@ -204,7 +204,7 @@ class Meeting:
         finally:
             with self._lock:
                 self._count, self.stopped = max(longest["count"], self._count, number), None
-                self._met.append(number)  # a second question about it is answered already
+                self._met.append(number)
                 self._asked = {each for each in self._asked if each > self._count}
         error, self._lost = describe_ranks(answers), self._lost or describe_late(answers)
         if None in answers:
@@ -243,6 +243,7 @@ class Meeting:
                 named = [[each.kind, text] for each, text in zip(begun, texts, strict=True)]
                 late = max(self._count - 1, self._ended) >= number
                 answer = ["running", {"count": self._count, "begun": named, "late": late}]
+            self._met.append(number)  # a second answer might differ, and other ranks have read the first
         store.set(f"{number}/{self._rank}", json.dumps(answer))
 
     def _text(self, exchange: Exchange, describe: Callable[[Request], str] | None = None) -> str:
