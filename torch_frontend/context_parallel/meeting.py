@@ -51,7 +51,8 @@ class Meeting:
     """The meetings of one mesh.
 
     Args:
-        store: of all ranks, with a prefix of the mesh's own; and a second connection to it for the watcher.
+        store, watched: two connections to the store of all ranks, with a prefix of the mesh's own. The watcher has the
+            second one.
         rank, size: this rank's number on the mesh, and the number of ranks.
         timeout: the seconds that ranks wait for each other.
         play: takes part in an exchange without a valid call.
@@ -63,16 +64,17 @@ class Meeting:
 
     def __init__(
         self,
-        *stores: Any,
+        store: Any,
+        watched: Any,
+        *,
         rank: int,
         size: int,
         timeout: float,
         play: Callable[[Exchange], None],
         describe: Callable[[Request], str],
     ) -> None:
-        self._store, watched = stores
-        self._rank, self._play, self._describe = rank, play, describe
-        self._answers = Answers(self._store, rank, size, timeout)
+        self._store, self._rank, self._play, self._describe = store, rank, play, describe
+        self._answers = Answers(store, rank, size, timeout)
         self._lock = free_in_children(Lock())
         self._count = 0
         """The exchanges that began, and the calls that were refused."""
