@@ -146,6 +146,7 @@ class Meeting:
         if refused or any(answer != ["text", text] for answer in answers):
             self._settle(number, answers, number - 1)
             return
+        self._answers.forget_before(number)
         if request is not None:
             self._agreed[request] = text
             if len(self._agreed) > REMEMBERED:
