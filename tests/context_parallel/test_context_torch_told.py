@@ -69,6 +69,11 @@ LATE = {
     "again, the second late": ("renss resss", Late("forwards", AGAIN, ((0, 1, "inside"), (0, 2, "after")))),
     "again, after the call": ("rnsss rssss", Late("forwards", AGAIN, ((0, 1, "after"),))),
     "again, before the other comes": ("reerr reerr", Late("forwards", AGAIN, slow=(0, 1), patience=0.1)),
+    "gave up, then in the call": ("rerrr rerrr", Late("forwards", ONE, ((0, 1, "inside"),), slow=(0, 1), patience=0.1)),
+    "gave up, then after the call": (
+        "rnsss resss",
+        Late("forwards", ONE, ((0, 1, "after"),), slow=(0, 1), patience=0.1),
+    ),
     "both in one call": ("rerrr rerrr", Late("forwards", (*ONE, (0, 1, "window")))),
     "in turn, in the call": ("reerr reerr", Late("forwards", TURN, ((0, 1, "inside"), (1, 1, "inside")))),
     "in turn, after the call": ("rnsss rssss", Late("forwards", TURN, ((0, 1, "after"),))),
