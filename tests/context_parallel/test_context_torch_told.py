@@ -68,6 +68,12 @@ LATE = {
     "again, in the call": ("reerr reerr", Late("forwards", AGAIN, ((0, 1, "inside"), (0, 2, "inside")))),
     "again, the second late": ("renss resss", Late("forwards", AGAIN, ((0, 1, "inside"), (0, 2, "after")))),
     "again, after the call": ("rnsss rssss", Late("forwards", AGAIN, ((0, 1, "after"),))),
+    "again, before the other comes": ("reerr reerr", Late("forwards", AGAIN, slow=(0, 1), patience=0.1)),
+    "gave up, then in the call": ("rerrr rerrr", Late("forwards", ONE, ((0, 1, "inside"),), slow=(0, 1), patience=0.1)),
+    "gave up, then after the call": (
+        "rnsss resss",
+        Late("forwards", ONE, ((0, 1, "after"),), slow=(0, 1), patience=0.1),
+    ),
     "both in one call": ("rerrr rerrr", Late("forwards", (*ONE, (0, 1, "window")))),
     "in turn, in the call": ("reerr reerr", Late("forwards", TURN, ((0, 1, "inside"), (1, 1, "inside")))),
     "in turn, after the call": ("rnsss rssss", Late("forwards", TURN, ((0, 1, "after"),))),
@@ -201,6 +207,8 @@ def test_ranks_whose_calls_return_at_once_are_told(ranks: Any, name: str) -> Non
     patterns, case = LATE[name]
     size = patterns.count(" ") + 1
     refused = [f"  rank {rank}: {VALUES[argument]}" for rank, _, argument in case.refused]
+    if case.patience < 1:  # a rank that does not wait for the others raises its own error
+        refused = [VALUES[argument] for _, _, argument in case.refused]
     for rank, (results, pattern) in enumerate(zip(ranks(f"late {size}", name), patterns.split(), strict=True)):
         for (kind, text), expected in zip(results, pattern, strict=True):
             assert kind[0] == expected or (kind, expected) == ("right", "n"), f"rank {rank}: {results}"
@@ -258,6 +266,34 @@ def test_a_late_question_about_a_meeting_that_is_over_is_ignored() -> None:
     assert alone.stopped is None
 
 
+def meeting_of_two(store: Any, ours: Any) -> tuple[Meeting, Exchange]:
+    """Rank 0 of two in an exchange that rank 1 refuses."""
+    exchange = Exchange("forward", type("Call", (), {"options": "softcap=None"})())
+    meeting = Meeting(ours, store, rank=0, size=2, timeout=5.0, play=lambda exchange: None, describe=str)
+    meeting.begin(exchange)
+    store.set("1/1", '["text", "SpecError: softcap=-1.0: expected more"]')
+    return meeting, exchange
+
+
+@pytest.mark.timeout(30)
+def test_a_rank_says_once_whether_it_is_late() -> None:
+    """Several ranks ask, and one may have read the first answer before the rank leaves its call."""
+    store = torch.distributed.HashStore()
+    meeting, _ = meeting_of_two(store, store)
+    meeting._hear(store, 1, 1)
+    first = store.get("1/0")
+    assert b'"late": false' in first
+    meeting._ended = 1  # the end of the call, which then reads the answers
+    meeting._hear(store, 1, 1)
+    assert store.get("1/0") == first
+    with pytest.raises(SpecError, match=r"rank 1: SpecError: softcap=-1\.0: expected more$"):
+        meeting.end()
+    meeting, _ = meeting_of_two(store, store)
+    meeting._ended = 1
+    meeting._hear(store, 1, 1)
+    assert b'"late": true' in store.get("1/0")
+
+
 @pytest.mark.timeout(30)
 def test_a_rank_says_what_it_heard_if_the_store_is_gone() -> None:
     """The process that has the store may end with the error of its call before another rank reads it."""
@@ -271,11 +307,8 @@ def test_a_rank_says_what_it_heard_if_the_store_is_gone() -> None:
             return getattr(store, name)
 
     store, ours = torch.distributed.HashStore(), Store()
-    call = Exchange("forward", type("Call", (), {"options": "softcap=None"})())
-    meeting = Meeting(ours, store, rank=0, size=2, timeout=5.0, play=lambda exchange: None, describe=str)
-    meeting.begin(call)
+    meeting, call = meeting_of_two(store, ours)
     meeting.end()
-    store.set("1/1", '["text", "SpecError: softcap=-1.0: expected more"]')
     meeting._hear(store, 1, 1)
     ours.gone = True
     for _ in range(2):

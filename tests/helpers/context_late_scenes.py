@@ -44,7 +44,8 @@ class Late(NamedTuple):
             rank without a point hears at once.
         fresh: the call that is of a new kind, if any.
         new: whether the first call is the first one of the mesh.
-        slow: (rank, call): the rank comes later than the others to this call.
+        slow: (rank, call): the rank comes half a second later than the others to this call.
+        patience: the seconds after which a rank that refuses gives up waiting for the others.
         fault: whether ranks forget that a rank was late.
         device: of the world that runs it. On "cuda" there are no gates.
     """
@@ -55,6 +56,7 @@ class Late(NamedTuple):
     fresh: int | None = None
     new: bool = False
     slow: tuple[int, int] | None = None
+    patience: float = meeting.LONGEST_REFUSAL
     fault: bool = False
     device: str = "cpu"
 
@@ -128,7 +130,7 @@ class Gate:
 
 
 @contextmanager
-def asynchronous(stream: Stream, gate: Gate, fault: bool) -> Iterator[None]:
+def asynchronous(stream: Stream, gate: Gate, case: Late) -> Iterator[None]:
     """Runs exchanges on ``stream``, and watchers behind ``gate``."""
     real_forward, real_backward, hear, ask = forward.forward, backward.backward, meeting.Meeting._hear, watcher.ask
     settle, playing = meeting.Meeting._settle, []
@@ -177,7 +179,7 @@ def asynchronous(stream: Stream, gate: Gate, fault: bool) -> Iterator[None]:
             settle(self, *arguments, **options)
         finally:
             playing.pop()
-            if fault:
+            if case.fault:
                 self._lost = ""
 
     with (
@@ -187,6 +189,7 @@ def asynchronous(stream: Stream, gate: Gate, fault: bool) -> Iterator[None]:
         mock.patch.object(meeting.Meeting, "_settle", settle_and_forget),
         mock.patch.object(watcher, "ask", ask_and_open),
         mock.patch.object(meeting, "POLL", 0.01),
+        mock.patch.object(meeting, "LONGEST_REFUSAL", case.patience),
     ):
         yield
 
@@ -202,7 +205,7 @@ def late(case: Late) -> list[tuple[str, str]]:
     calls = 3 if case.program == "layers" else 1
     started: list[list[tuple[int, int, Any]]] = []
     results = []
-    with nullcontext() if on_gpu else asynchronous(stream, gate, case.fault):
+    with nullcontext() if on_gpu else asynchronous(stream, gate, case):
         mesh = DeviceMesh.from_group(dist.new_group(), case.device, mesh_dim_names=("cp",))
         *shards, dout = (shard_sequence(each, mesh) for each in whole)
 
@@ -215,8 +218,8 @@ def late(case: Late) -> list[tuple[str, str]]:
                 learned = [each.requires_grad_() for each in learned]
             if case.slow == (rank, number):
                 time.sleep(0.5)
-            given = {"mesh": mesh, "strategy": "ring", "length": whole[0].shape[1], "causal": True, **more, **bad}
-            out = context_parallel_attention(*learned, **given)
+            keywords = {"mesh": mesh, "strategy": "ring", "length": whole[0].shape[1], "causal": True, **more, **bad}
+            out = context_parallel_attention(*learned, **keywords)
             started[-1].append((number, 0, out.detach()))
             gate.after()
             if case.program == "training":
@@ -235,13 +238,13 @@ def late(case: Late) -> list[tuple[str, str]]:
             results.append(error_of(lambda s=step: [call(calls * s + at) for at in range(calls)]))
         hangs = stream.wait()
         gate.open.set()
-    found = [_judge(mesh, whole, each, case.fresh) for each in started]
+    kinds = [_judge(mesh, whole, each, case.fresh) for each in started]
     for at, text in enumerate(results):
-        if found[at] == "wrong":
-            found[at] = "hangs" if hangs else "wrong"
+        if kinds[at] == "wrong":
+            kinds[at] = "hangs" if hangs else "wrong"
         elif text:
-            found[at] = "stopped" if "every later call on this mesh raises this error" in text else "error"
-    return list(zip(found, results, strict=True))
+            kinds[at] = "stopped" if "every later call on this mesh raises this error" in text else "error"
+    return list(zip(kinds, results, strict=True))
 
 
 def _judge(mesh: Any, whole: list[Any], started: list[tuple[int, int, Any]], fresh: int | None) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +22,7 @@ class Answers:
 
     def __init__(self, store: Any, rank: int, size: int, timeout: float) -> None:
         self._store, self._rank, self._size, self._timeout = store, rank, size, timeout
-        self._answered: deque[int] = deque()
+        self._agreed: list[int] = []
 
     def collect(self, number: int, overtaken: Callable[[int], bool], seconds: float | None = None) -> list[Any]:
         """Waits for every rank's answer at a number and returns the answers.
@@ -44,7 +43,6 @@ class Answers:
                 if answers[rank] is None and self._store.check([key]):
                     answers[rank] = json.loads(self._store.get(key))
             if None not in answers:
-                self._forget(number)
                 return answers
             if overtaken(number):
                 raise Overtaken
@@ -66,12 +64,15 @@ class Answers:
             "the timeout of torch.distributed"
         )
 
-    def _forget(self, number: int) -> None:
-        """Deletes this rank's old answers, which every rank has read, because all came to a later meeting."""
-        while self._answered and self._answered[0] < number:
-            self._store.delete_key(f"{self._answered.popleft()}/{self._rank}")
-        if not self._answered:
-            self._answered.append(number)
+    def forget_before(self, number: int) -> None:
+        """Deletes this rank's answers at which all ranks agreed before; ``number`` is the next such meeting.
+
+        Every rank has read them, because it came to this one. Answers to refusals stay: a rank that gave up waiting for
+        the others reads them later.
+        """
+        while self._agreed:
+            self._store.delete_key(f"{self._agreed.pop()}/{self._rank}")
+        self._agreed.append(number)
 
 
 def describe_ranks(answers: list[Any]) -> str:

@@ -117,7 +117,7 @@ def context_parallel_attention(
 
     Raises:
         ShapeError, DTypeError, DeviceError, SpecError: for invalid arguments, and on every rank if ranks make different
-            calls.
+            calls or one refuses its call; in all later calls on the mesh, too, if a rank had returned from this one.
         NoBackendError: if no backend, or not the requested one, can run a part of the call.
     """
     if unknown:

@@ -51,7 +51,8 @@ class Meeting:
     """The meetings of one mesh.
 
     Args:
-        store: of all ranks, with a prefix of the mesh's own; and a second connection to it for the watcher.
+        store, watched: two connections to the store of all ranks, with a prefix of the mesh's own. The watcher has the
+            second one.
         rank, size: this rank's number on the mesh, and the number of ranks.
         timeout: the seconds that ranks wait for each other.
         play: takes part in an exchange without a valid call.
@@ -63,16 +64,17 @@ class Meeting:
 
     def __init__(
         self,
-        *stores: Any,
+        store: Any,
+        watched: Any,
+        *,
         rank: int,
         size: int,
         timeout: float,
         play: Callable[[Exchange], None],
         describe: Callable[[Request], str],
     ) -> None:
-        self._store, watched = stores
-        self._rank, self._play, self._describe = rank, play, describe
-        self._answers = Answers(self._store, rank, size, timeout)
+        self._store, self._rank, self._play, self._describe = store, rank, play, describe
+        self._answers = Answers(store, rank, size, timeout)
         self._lock = free_in_children(Lock())
         self._count = 0
         """The exchanges that began, and the calls that were refused."""
@@ -144,6 +146,7 @@ class Meeting:
         if refused or any(answer != ["text", text] for answer in answers):
             self._settle(number, answers, number - 1)
             return
+        self._answers.forget_before(number)
         if request is not None:
             self._agreed[request] = text
             if len(self._agreed) > REMEMBERED:
@@ -204,7 +207,7 @@ class Meeting:
         finally:
             with self._lock:
                 self._count, self.stopped = max(longest["count"], self._count, number), None
-                self._met.append(number)  # a second question about it is answered already
+                self._met.append(number)
                 self._asked = {each for each in self._asked if each > self._count}
         error, self._lost = describe_ranks(answers), self._lost or describe_late(answers)
         if None in answers:
@@ -243,6 +246,7 @@ class Meeting:
                 named = [[each.kind, text] for each, text in zip(begun, texts, strict=True)]
                 late = max(self._count - 1, self._ended) >= number
                 answer = ["running", {"count": self._count, "begun": named, "late": late}]
+            self._met.append(number)  # a second answer might differ, and other ranks have read the first
         store.set(f"{number}/{self._rank}", json.dumps(answer))
 
     def _text(self, exchange: Exchange, describe: Callable[[Request], str] | None = None) -> str:
