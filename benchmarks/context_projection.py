@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from attn_core.call.spec import AttentionSpec
 from attn_core.context_parallel.call import plan_spec
 from attn_core.context_parallel.cost.choose import choose
-from attn_core.context_parallel.cost.estimate import Estimate, estimate
+from attn_core.context_parallel.cost.directions import Estimate
+from attn_core.context_parallel.cost.estimate import estimate
 from attn_core.context_parallel.cost.machine import GIB, Constants
 from attn_core.context_parallel.plan import AxisSizes
 

@@ -25,7 +25,8 @@ from attn_core.context_parallel.bands import VisibleBand
 from attn_core.context_parallel.call import keeps_borders, keeps_gathered, plan_spec
 from attn_core.context_parallel.cost import choose as choosing
 from attn_core.context_parallel.cost.choose import Choice, NoStrategyError, choose, explain_choice
-from attn_core.context_parallel.cost.estimate import Estimate, estimate
+from attn_core.context_parallel.cost.directions import Estimate
+from attn_core.context_parallel.cost.estimate import estimate
 from attn_core.context_parallel.cost.layouts import choose_layout
 from attn_core.context_parallel.cost.machine import GIB, LINKS, MIB, Constants
 from attn_core.context_parallel.picture import LIMIT, draw, ranks_of, step_of_pairs, svg

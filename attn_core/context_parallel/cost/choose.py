@@ -9,7 +9,8 @@ from typing import NamedTuple
 from attn_core.call.seq_info import is_host_int
 from attn_core.call.spec import AttentionSpec
 from attn_core.context_parallel.call import Bands, ContextCall, check_spec, kv_repeats, plan_spec
-from attn_core.context_parallel.cost.estimate import Estimate, estimate
+from attn_core.context_parallel.cost.directions import Estimate
+from attn_core.context_parallel.cost.estimate import estimate
 from attn_core.context_parallel.cost.machine import GIB, Constants
 from attn_core.context_parallel.layout import check_layout
 from attn_core.context_parallel.plan import AxisSizes, parts_and_members

@@ -18,81 +18,14 @@ from the ranks that hold them, so no rank waits for another one's kernels. The m
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from attn_core.call.spec import AttentionSpec
 from attn_core.context_parallel.call import keeps_borders, keeps_gathered, kv_repeats
-from attn_core.context_parallel.cost.kernels import ELEMENT, Steps, kernel_seconds
-from attn_core.context_parallel.cost.machine import GIB, Constants
+from attn_core.context_parallel.cost.directions import DirectionCost, Estimate
+from attn_core.context_parallel.cost.kernels import ELEMENT, Steps, kernel_seconds, launch_seconds
+from attn_core.context_parallel.cost.machine import Constants
 from attn_core.context_parallel.plan import ROUNDED_ONCE, ContextPlan
-
-
-class DirectionCost(NamedTuple):
-    """The cost of a forward or of a backward on one rank.
-
-    Attributes:
-        device: the seconds of the rank's device.
-        exposed: seconds in which the device computes nothing, because it waits for an exchange.
-        peak: the peak number of bytes.
-        host: the seconds in which the host launches the call.
-    """
-
-    device: float
-    exposed: float
-    peak: float
-    host: float
-
-    @property
-    def seconds(self) -> float:
-        """The seconds in all: a short call takes as long as the host needs to launch it."""
-        return max(self.device, self.host)
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """The cost of a call on one rank.
-
-    Attributes:
-        forward, backward: the cost of each direction.
-        training: whether the call has a backward.
-    """
-
-    forward: DirectionCost
-    backward: DirectionCost
-    training: bool
-
-    @property
-    def both(self) -> float:
-        """The seconds of a forward and a backward."""
-        return self.forward.seconds + self.backward.seconds
-
-    @property
-    def seconds(self) -> float:
-        """The seconds of the call, with its backward if it has one."""
-        return self.both if self.training else self.forward.seconds
-
-    @property
-    def order(self) -> tuple[float, float]:
-        """What is compared with other estimates: the seconds, and if they are the host's, those of the device."""
-        return self.seconds, self.forward.device + (self.backward.device if self.training else 0.0)
-
-    @property
-    def exposed(self) -> float:
-        """The seconds of the call in which the rank computes nothing."""
-        return self.forward.exposed + (self.backward.exposed if self.training else 0.0)
-
-    @property
-    def peak(self) -> float:
-        """The peak number of bytes of the call on a rank, with inputs and results."""
-        return max(self.forward.peak, self.backward.peak) if self.training else self.forward.peak
-
-    def __str__(self) -> str:
-        what = "forward + backward" if self.training else "forward"
-        waiting = f"{self.exposed * 1e3:.2f} ms of it exchanging"
-        if self.forward.host > self.forward.device or (self.training and self.backward.host > self.backward.device):
-            waiting += ", as long as the host launches kernels"
-        return f"{self.seconds * 1e3:.2f} ms {what}, {waiting}, {self.peak / GIB:.2f} GiB a rank"
 
 
 class Sizes(NamedTuple):
@@ -161,23 +94,8 @@ def _forward(spec: AttentionSpec, plan: ContextPlan, sizes: Sizes, constants: Co
     buffers += sizes.out * sizes.accumulator * _sums_rows(plan)
     own = (sizes.q + sizes.out + sizes.kv) * sizes.element
     exchanged = own if plan.inner > 1 else 0
-    return _direction(plan, constants, heads + seconds, heads + seconds - busy, own + exchanged + buffers)
-
-
-def _direction(
-    plan: ContextPlan, constants: Constants, seconds: float, exposed: float, peak: float, *, backward: bool = False
-) -> DirectionCost:
-    """Returns a cost, with the seconds of the host; a plan for one rank has none, because it is not launched."""
-    host = 0.0
-    if plan.world > 1:
-        tiles = max(
-            (sum(map(len, of_part)) for of_part in zip(*(step.tiles for step in plan.steps), strict=True)), default=0
-        )
-        others = sum(not step.own for step in plan.steps)
-        # In gathers: a hop packs its keys first, and an exchange of heads sends q, k and v, and then the results.
-        gathers = (1 if plan.gathers else 2) * others + 5 * (plan.inner > 1)
-        host = constants.host_seconds(tiles, gathers, backward=backward)
-    return DirectionCost(seconds, exposed, peak, host)
+    launching = launch_seconds(plan, constants, backward=False)
+    return DirectionCost(heads + seconds, heads + seconds - busy, own + exchanged + buffers, launching)
 
 
 def _backward(spec: AttentionSpec, plan: ContextPlan, sizes: Sizes, constants: Constants) -> DirectionCost:
@@ -211,8 +129,8 @@ def _backward(spec: AttentionSpec, plan: ContextPlan, sizes: Sizes, constants: C
     buffers += sizes.q * sizes.accumulator * _sums_rows(plan)
     own = 2 * (sizes.q + sizes.out + sizes.kv) * sizes.element  # with dq, dout, dk and dv
     exchanged = own if plan.inner > 1 else 0
-    spent = heads + seconds, heads + seconds - busy, own + exchanged + buffers
-    return _direction(plan, constants, *spent, backward=True)
+    launching = launch_seconds(plan, constants, backward=True)
+    return DirectionCost(heads + seconds, heads + seconds - busy, own + exchanged + buffers, launching)
 
 
 def _shares(plan: ContextPlan) -> list[float]:

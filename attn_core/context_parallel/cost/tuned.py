@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from attn_core.context_parallel.cost.machine import OPTIONAL, Constants
+from attn_core.selection import Target
 from attn_core.selection.tables import device_name, user_folder, versions
 from attn_core.selection.whole_file import read_json
 
@@ -43,6 +44,12 @@ def constants_in_force(device: str) -> Constants:
         return Constants.of(device)
     warnings.warn(f"{path}: ignored, because {reason}; run `attn tune --ranks`, or delete the file", stacklevel=2)
     return Constants.of(device)
+
+
+def constants_for(target: Target) -> Constants:
+    """Returns the figures that decide for a framework on a device. XLA launches a JAX program itself."""
+    constants = constants_in_force(target.device)
+    return constants.without_host() if target.framework == "jax" else constants
 
 
 def tuned_constants(raw: dict[str, Any]) -> Constants:
