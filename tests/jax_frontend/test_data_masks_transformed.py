@@ -214,13 +214,14 @@ def test_a_program_over_a_mesh_is_exported_and_stays_split(name: str, mesh: Any)
     arrays = arrays_of(case)
     place = lambda name: NamedSharding(mesh, P() if name in case.whole else P("data"))  # noqa: E731
     split = {name: jax.device_put(array, place(name)) for name, array in arrays.items()}
+    both = lambda arrays: (with_gradients(case.call)(arrays), tangents(case.call)(arrays))  # noqa: E731
     with jax.set_mesh(mesh):
-        exported = jax.export.export(jax.jit(with_gradients(case.call)), platforms=("cpu", "tpu"))(split)
+        exported = jax.export.export(jax.jit(both), platforms=("cpu", "tpu"))(split)
         assert exported.nr_devices == 4 and "attn_core.callback" not in exported.mlir_module()
         program = jax.jit(exported.call).lower(split).compile()
         results = program(split)
     assert not re.search(r" (all-gather|all-to-all)(?:-start)?\(", program.as_text())
-    close(results, jax.jit(with_gradients(case.call))(arrays))
+    close(results, jax.jit(both)(arrays))
     assert not jax.tree.leaves(results)[0].sharding.is_fully_replicated
 
 
