@@ -18,6 +18,8 @@ _DROPPING = "it always drops, so pass 0 in evaluation"
 _SEEN = "bool, True = visible; an additive float mask is bias="
 _OFFSETS = "SeqInfo(cu_seqlens_q, cu_seqlens_k, max_len_q, max_len_k), or SeqInfo.from_lengths([...])"
 _SEGMENTS = "SeqInfo.from_lengths([...]) if segments lie one after the other, else a mask of equal segments"
+_SEQUENCES = "offsets of the new tokens, because each row of block_table is one document"
+_LAST = "the new tokens are the last ones of their sequence"
 _LENGTHS = "int32 [batch], with the new tokens"
 _NAMES = "a name from available_backends(), or None for automatic choice"
 _UNWEIGHTED = "it gives (out, lse); no kernel returns the weights"
@@ -74,10 +76,10 @@ KEYWORDS: dict[str, str | dict[str, str]] = {
     "query_segment_ids": {"q_segment_ids": _SAME},
     "decoder_segment_ids": {"q_segment_ids": _SAME},
     "segment_positions": {"q_positions": _SAME},
-    "q_segment_ids": {"seq_info": _SEGMENTS},
-    "kv_segment_ids": {"seq_info": _SEGMENTS},
-    "q_positions": {"mask": "or alignment=, if the queries are the last ones or the first ones"},
-    "kv_positions": {"mask": "or leave it out, if the keys lie in order"},
+    "q_segment_ids": {"seq_info": _SEGMENTS, "cu_seqlens_q": _SEQUENCES},
+    "kv_segment_ids": {"seq_info": _SEGMENTS, "cu_seqlens_q": _SEQUENCES},
+    "q_positions": {"mask": "or alignment=, if the queries are the last ones or the first ones", "seq_lens": _LAST},
+    "kv_positions": {"mask": "or leave it out, if the keys lie in order", "seq_lens": _LAST},
     "sm_scale": {"scale": _SAME},
     "soft_cap": {"softcap": _UNCAPPED},
     "logit_cap": {"softcap": _UNCAPPED},

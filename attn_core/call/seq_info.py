@@ -213,7 +213,7 @@ def _offsets(lengths: Iterable[int], name: str) -> np.ndarray:
         raise SpecError(f"{name}: expected document lengths as a list of ints, got {type(lengths).__name__}") from None
     for length in items:
         if not _is_length(length):
-            raise SpecError(f"{name}: expected document lengths as non-negative ints, got {length!r}")
+            raise SpecError(f"{name}: expected lengths as non-negative ints, got {length!r}{must_be_static(length)}")
     if not items:
         raise ShapeError(f"{name}: expected at least one document, got none")
     # Python's ints do not wrap, so the comparison with the limit is exact.

@@ -71,8 +71,8 @@ def export_checks() -> Sequence[DisabledSafetyCheck]:
     ``export_checks() + [other]``, has only those of functions that were traced before, and so has the gradient of an
     exported function (``vjp_order=1``): trace the gradient once before, with ``jax.eval_shape(jax.grad(...), ...)``.
 
-    A program for several devices can be exported if its calls are inside ``jax.shard_map``. If XLA must split a call
-    by itself, ``jax.export`` raises an error.
+    A program over a mesh has kernels if its calls are inside ``jax.shard_map``. Calls that XLA must split become XLA's
+    operations, whatever the platform, and a backend named by the caller is an error unless it is ``"jax_xla"``.
     """
     _asked.set(True)
     return _Checks()

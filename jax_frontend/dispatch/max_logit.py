@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from attn_core import backends
+from attn_core.backends.shared.in_jax.offsets import document_numbers, safe_offsets
+from attn_core.backends.shared.in_jax.promotion import usual_promotion
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
 from attn_core.selection import Target, row_maximum
@@ -38,7 +40,22 @@ def by_a_pass(call_plan: plan.Plan, operands: Inputs) -> Array:
         (rows,) = partitioning.run_under_auto_axes(partial(local_call.empty_results, call.call), call, arrays)
     else:
         (rows,) = ops.run_call(row_maximum_p, call, arrays)
+    if spec.packed and not local_call.speaks_jax(call.call):
+        rows = within_documents(spec, rows, operands.cu_seqlens_q)
     return of_rows(rows)
+
+
+def within_documents(spec: AttentionSpec, rows: Array, cu_seqlens: Array) -> Array:
+    """Returns row maxima ``[heads, tokens]``, -inf for tokens of a document beyond ``max_len_q``.
+
+    A kernel's grid is sized for ``max_len_q``, so it leaves these rows of XLA's memory unwritten. Traced offsets cannot
+    be checked before.
+    """
+    with usual_promotion():
+        offsets = safe_offsets(cu_seqlens, spec.q_len)
+        token = jnp.arange(spec.q_len, dtype=jnp.int32)
+        first = offsets[document_numbers(offsets[1:], spec.q_len)]
+        return jnp.where(token - first < (spec.max_len_q or 0), rows, -jnp.inf)
 
 
 def of_rows(rows: Array) -> Array:

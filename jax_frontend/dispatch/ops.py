@@ -24,6 +24,7 @@ from jax_frontend.dispatch import (
     export,
     local_call,
     partitioning,
+    platforms,
     primitive_rules,
     second_derivatives,
     tangent,
@@ -173,6 +174,8 @@ _lower_program = mlir.lower_fun(_run_program, multiple_results=True)
 
 
 def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, call: MappedCall, program: ClosedJaxpr) -> Any:
+    if platforms.is_exported_over_a_mesh(ctx):
+        return mlir.lower_fun(platforms.splittable(call).run, multiple_results=True)(ctx, *operands)
     if ctx.module_context.lowering_parameters.for_export and not local_call.speaks_jax(call.call):
         export.warn_unasked()
     return _lower_program(ctx, *operands, call=call, program=program)

@@ -67,6 +67,37 @@ def _xla_function(call: BridgedCall, requested: Names, platform: str) -> Callabl
     return partial(local_call.run, call._replace(backend="jax_xla"))
 
 
+def is_exported_over_a_mesh(ctx: Any) -> bool:
+    """Returns whether ``jax.export`` lowers a program for several devices that leaves to XLA how to split it."""
+    if not ctx.module_context.lowering_parameters.for_export:
+        return False
+    context = ctx.module_context.axis_context
+    mesh = getattr(context, "mesh", None)  # None outside jax.shard_map
+    if mesh is None:
+        return getattr(context, "num_devices", 1) > 1
+    return mesh.size > 1 and set(context.manual_axes) != set(mesh.axis_names)
+
+
+def splittable(whole: Any) -> Any:
+    """Returns a ``MappedCall`` in XLA's operations, which XLA splits over a mesh in another process, too.
+
+    Raises:
+        SpecError: if the caller named other backends, or XLA's operations cannot run the call.
+    """
+    call, requested = whole.call, whole.requested
+    reasons: tuple[str, ...] = ()
+    if requested is not None and "jax_xla" not in requested:
+        reasons = (f"backend={', '.join(requested)!r}",)
+    elif call.direction != "row_maximum":
+        reasons = refusals("jax_xla", call.spec, Target("jax", "cpu"))
+    if reasons:
+        raise SpecError(
+            "jax.export over a mesh: expected a call that jax_xla can run, or one inside jax.shard_map, because only "
+            f"this process can split calls of kernels, got {'; '.join(reasons)}"
+        )
+    return whole._replace(call=call._replace(backend="jax_xla"))
+
+
 def _lower(platform: str, ctx: Any, *operands: Any, call: BridgedCall, requested: Names, program: ClosedJaxpr) -> Any:
     if runs_on(call, platform):
         function: Callable[..., Any] = jaxpr_as_fun(program)

@@ -679,6 +679,13 @@ def test_traced_options_are_refused_by_name(name: str, given: Any) -> None:
     assert_fails(value(says), lambda: jax.jit(call)(given))
 
 
+def test_traced_lengths_of_documents_are_refused_by_name() -> None:
+    says = (
+        r"^lengths_q: expected lengths as non-negative ints, got JitTracer.*; it must be static: under jit close over"
+    )
+    assert_fails(value(says), lambda: jax.jit(SeqInfo.from_lengths)(jnp.array([2, 3])))
+
+
 def test_int64_offsets_in_jax() -> None:
     with jax.enable_x64(True):
         row = Bad({}, DTypeError, ("^seq_info.cu_seqlens_q: expected dtype int32, got int64; cast it to int32",))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -25,6 +26,7 @@ from attn_core.backends.shared.programs import triton_programs
 from attn_core.cli.drawn_functions import as_keywords
 from attn_core.correctness import row_maximum
 from attn_core.selection import row_maximum as choice
+from jax_frontend.dispatch import max_logit
 
 pytestmark = pytest.mark.rotates
 
@@ -356,6 +358,34 @@ def test_a_gpu_takes_the_triton_kernel() -> None:
     assert choice.choose(wide, Target("torch", "sm90")).backend == "triton_jvp"
     assert choice.choose(spec, Target("jax", "tpu")).backend == "jax_xla"
     assert choice.choose(spec, Target("torch", "gfx942")).backend == "math"
+
+
+def test_rows_that_no_kernel_writes_are_hidden() -> None:
+    """Traced offsets may say that a document is longer than the caller did; XLA's memory there is anything."""
+    spec = make_call(**{**PLAIN, "batch": 1, "q_len": 12, "lengths": ((5, 0, 3, 4), (4, 3, 2, 2)), "causal": True}).spec
+    rows = jnp.arange(24.0).reshape(2, 12)
+    whole = max_logit.within_documents(spec, rows, jnp.asarray([0, 5, 5, 8, 12], jnp.int32))
+    assert spec.max_len_q == 5 and (whole == rows).all()
+    lied = jax.jit(partial(max_logit.within_documents, spec))(
+        rows.at[:, 6:9].set(jnp.nan), jnp.asarray([0, 1, 9, 9, 12], jnp.int32)
+    )
+    assert (lied[:, 6:9] == -jnp.inf).all() and (lied == rows).sum() == 18
+
+
+def test_a_pass_of_a_kernel_over_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where a kernel behind the bridge computes the rows: here it is ``math``."""
+    call = make_call(**{**PLAIN, "batch": 1, "q_len": 12, "lengths": ((5, 0, 3, 4), (4, 3, 2, 2)), "causal": True})
+    first = replace(Target("jax", "cpu"), unavailable=(("jax_xla", "not now"),))
+    chosen: list[str | None] = []
+
+    def choose(spec: Any, device: str) -> Any:
+        found = choice.choose(spec, first)
+        chosen.append(found.backend)
+        return found
+
+    monkeypatch.setattr(max_logit, "_choice", choose)
+    results = run("jax", call, backend="sdpa_flash")
+    assert chosen == ["math"] and row_maximum.is_right(results[-1], *row_maximum.max_logit(call.spec, call.inputs))
 
 
 def test_every_candidate_has_a_row_maximum() -> None:

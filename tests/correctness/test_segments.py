@@ -273,6 +273,16 @@ def test_a_bad_argument_is_named(framework: str, case: str) -> None:
         run(framework, TENSORS, **keywords)
 
 
+@pytest.mark.parametrize("case", [name for name, (keywords, *_) in WRONG.items() if name not in ("list", "documents")])
+def test_a_bad_argument_is_named_at_trace_time(case: str) -> None:
+    """With tracers in the place of every array, before there is a program."""
+    keywords, error, message = WRONG[case]
+    arrays = {name: value for name, value in keywords.items() if isinstance(value, np.ndarray)}
+    others = {name: value for name, value in keywords.items() if name not in arrays}
+    with pytest.raises(error, match=message):
+        jax.eval_shape(lambda qkv, arrays: jax_frontend.attention(*qkv, **arrays, **others), TENSORS, arrays)
+
+
 def test_rows_without_a_batch_axis_are_refused() -> None:
     shapes = ((Q_LEN, 4, 8), (KV_LEN, 2, 8))
     with pytest.raises(ShapeError, match=r"q_segment_ids: expected q of \[batch"):

@@ -4,6 +4,7 @@ sizes. tests/jax_frontend/test_persistent_cache.py has them in JAX's persistent 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 from sharded_calls import COLLECTIVE
 
 from attn_core import SpecError
-from jax_frontend import attention
+from jax_frontend import attention, export_checks
 
 BATCH, LENGTH, HEADS, KV_HEADS, DIM = 4, 10, 4, 2, 8
 BACKENDS = ("math", "jax_xla")
@@ -201,6 +202,57 @@ def test_an_exported_program_serves_every_batch_and_length(name: str) -> None:
         axes = OPEN.get(each, "n").split(",")[: array.ndim]
         cut[each] = array[tuple(slice(0, sizes.get(axis)) for axis in axes)]
     close(exported.call(cut), jax.jit(both)(cut), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_program_over_a_mesh_is_exported_and_stays_split(name: str, mesh: Any) -> None:
+    """In another process, XLA alone splits it: it contains XLA's operations, on the platform of this host, too.
+
+    XLA may swap the parts of a gradient (collective-permute), but gathers none.
+    """
+    case = CASES[name]
+    arrays = arrays_of(case)
+    place = lambda name: NamedSharding(mesh, P() if name in case.whole else P("data"))  # noqa: E731
+    split = {name: jax.device_put(array, place(name)) for name, array in arrays.items()}
+    both = lambda arrays: (with_gradients(case.call)(arrays), tangents(case.call)(arrays))  # noqa: E731
+    with jax.set_mesh(mesh):
+        exported = jax.export.export(jax.jit(both), platforms=("cpu", "tpu"))(split)
+        assert exported.nr_devices == 4 and "attn_core.callback" not in exported.mlir_module()
+        program = jax.jit(exported.call).lower(split).compile()
+        results = program(split)
+    assert not re.search(r" (all-gather|all-to-all)(?:-start)?\(", program.as_text())
+    close(results, jax.jit(both)(arrays))
+    assert not jax.tree.leaves(results)[0].sharding.is_fully_replicated
+
+
+def test_an_open_batch_over_a_mesh(auto_mesh: Any) -> None:
+    """Heads are split, too."""
+    q, k, v = (arrays_of(CASES["segments"])[name] for name in "qkv")
+    place = NamedSharding(auto_mesh, P("data", None, "model"))
+    scope = jax.export.SymbolicScope()
+    shapes = [
+        jax.ShapeDtypeStruct(jax.export.symbolic_shape(f"4*b,n,{x.shape[2]},8", scope=scope), x.dtype, sharding=place)
+        for x in (q, k, v)
+    ]
+    run = jax.value_and_grad(
+        lambda *qkv: (attention(*qkv, causal=True, return_max_logit=True)[0] ** 2).sum(), (0, 1, 2)
+    )
+    exported = jax.export.export(jax.jit(run), platforms=("cpu", "tpu"))(*shapes)
+    program = jax.jit(exported.call).lower(*(jax.device_put(x, place) for x in (q, k, v))).compile()
+    assert not re.search(r" (all-gather|all-to-all|collective-permute)(?:-start)?\(", program.as_text())
+    close(program(*(jax.device_put(x, place) for x in (q, k, v))), jax.jit(run)(q, k, v), rtol=1e-4, atol=1e-5)
+
+
+def test_a_named_kernel_over_a_mesh_is_refused_and_stays_in_a_shard_map(auto_mesh: Any) -> None:
+    q, k, v = (arrays_of(CASES["segments"])[name] for name in "qkv")
+    split = [jax.device_put(x, NamedSharding(auto_mesh, P("data"))) for x in (q, k, v)]
+    call = partial(attention, causal=True, backend="math")
+    with pytest.raises(SpecError, match=r"jax.export over a mesh: .* inside jax.shard_map, .* got backend='math'"):
+        jax.export.export(jax.jit(call))(*split)
+    mapped = jax.shard_map(call, mesh=auto_mesh, in_specs=P("data"), out_specs=P("data"))
+    exported = jax.export.export(jax.jit(mapped), disabled_checks=export_checks())(*split)
+    assert "attn_core.callback" in exported.mlir_module()
+    close(jax.jit(exported.call)(*split), call(q, k, v))
 
 
 def test_a_splash_mask_has_the_lengths_that_it_was_made_for() -> None:

@@ -17,13 +17,13 @@ def refusals(spec: AttentionSpec, device: str) -> Iterator[str]:
     yield from operator_program.refusals(spec, device)
 
 
-def forward_without_memory(op: Any, given: dict[str, Any]) -> Any:
+def forward_without_memory(op: Any, arguments: dict[str, Any]) -> Any:
     """Returns the forward operator's results without memory; see ``operator_recorder``. None for other operators."""
     if op is not operators().forward:
         return None
     import torch
 
-    q, v, out = given["q"], given["v"], given.get("out")
+    q, v, out = arguments["q"], arguments["v"], arguments.get("out")
     # [batch, len, heads, dim] -> [batch, heads, len]; packed [tokens, heads, dim] -> [heads, tokens]
     lse = q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.float32)
     return q.new_empty((*q.shape[:-1], v.shape[-1])) if out is None else out, lse

@@ -162,15 +162,15 @@ program_refuses = operator_program.refuses
 program = operator_program.programs_of(operator_functions)
 
 
-def _without_memory(op: Any, given: dict[str, Any]) -> Any:
+def _without_memory(op: Any, arguments: dict[str, Any]) -> Any:
     """Returns the forward op's results without memory, in their real layouts; see ``operator_recorder``."""
     if op is not _kernels()[0]:
         return None
     import torch
 
-    q, v = given["query"], given["value"]
+    q, v = arguments["query"], arguments["value"]
     lse = q.new_empty((*q.shape[:3], 1), dtype=torch.float32)
-    return without_memory(q, v.shape[3]), lse if given["compute_log_sumexp"] else q.new_empty((0,))
+    return without_memory(q, v.shape[3]), lse if arguments["compute_log_sumexp"] else q.new_empty((0,))
 
 
 def _forward(spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple[Any, Any]:

@@ -179,12 +179,12 @@ program_refuses = operator_program.refuses
 program = operator_program.programs_of(operator_functions)
 
 
-def _gradients_without_memory(op: Any, given: dict[str, Any]) -> Any:
+def _gradients_without_memory(op: Any, arguments: dict[str, Any]) -> Any:
     """Returns the shapes of the backward op's results; torch's own function for that takes no ``scale`` by name."""
     if op is not _kernels()[1]:
         return None
-    q, k, v, bias = (given[name] for name in ("query", "key", "value", "bias"))
-    dbias = q.new_empty(bias.shape if given["bias_requires_grad"] else (0,))
+    q, k, v, bias = (arguments[name] for name in ("query", "key", "value", "bias"))
+    dbias = q.new_empty(bias.shape if arguments["bias_requires_grad"] else (0,))
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dbias
 
 

@@ -106,14 +106,14 @@ def _inputs(spec: AttentionSpec, as_one: bool, device: str) -> dict[str, Any]:
     import torch
 
     # Empty tensors, because torch remembers the values of small tensors that are made from numbers.
-    made = {
+    every = {
         name: torch.empty_like(each) for name, each in dry_run.zeros(spec, device)._asdict().items() if each is not None
     }
     if not as_one:
-        return made
-    q = made["q"]
+        return every
+    q = every["q"]
     qkv = torch.empty((*q.shape[:-2], 3, *q.shape[-2:]), dtype=q.dtype, device=device)
-    return {"qkv": qkv, **{name: each for name, each in made.items() if name not in ("q", "k", "v")}}
+    return {"qkv": qkv, **{name: each for name, each in every.items() if name not in ("q", "k", "v")}}
 
 
 def _results(spec: AttentionSpec, device: str) -> dict[str, Any]:

@@ -113,12 +113,12 @@ def _recorder() -> Any:
                 self._alive.append(result)
                 return result
             schema = op._schema
-            given = dict(zip((each.name for each in schema.arguments), args, strict=False)) | kwargs
-            values = [given.get(each.name, each.default_value) for each in schema.arguments]
+            named = dict(zip((each.name for each in schema.arguments), args, strict=False)) | kwargs
+            values = [named.get(each.name, each.default_value) for each in schema.arguments]
             read = [place for value in values for place in self._read(value)]
             pairs = list(zip(values, schema.arguments, strict=True))
             words = [self._word(value, str(each.type)) for value, each in pairs]
-            results = self._fake_results(op, given) if self._fake_results else None
+            results = self._fake_results(op, named) if self._fake_results else None
             results = op(*args, **kwargs) if results is None else _completed(results, schema.returns)
             several = results if isinstance(results, (tuple, list)) else (results,)
             is_view = any(each.alias_info is not None for each in schema.returns)
@@ -170,7 +170,7 @@ def _recorder() -> Any:
 
         def text(self) -> str:
             """Returns the recorded operators whose results somebody reads."""
-            kept, last = list[tuple[_Line, list[int]]](), set(range(self._operands))
+            live, last = list[tuple[_Line, list[int]]](), set(range(self._operands))
             memory = [_memory(tensor) for tensor in self._alive]
             needed, read = set(memory[: self._operands]), set(range(self._operands))
             for line in reversed(self._lines):
@@ -180,16 +180,16 @@ def _recorder() -> Any:
                 read.update(line.reads)
                 ends = sorted(set(line.reads) - last)
                 last.update(ends)
-                kept.append((line, ends))
-            if len(kept) > MOST_OPERATORS:
-                raise Unrecordable(f"it needs {len(kept)} operators, and at most {MOST_OPERATORS} are run this way")
+                live.append((line, ends))
+            if len(live) > MOST_OPERATORS:
+                raise Unrecordable(f"it needs {len(live)} operators, and at most {MOST_OPERATORS} are run this way")
             lines = [
                 " ".join(
                     [line.name, *line.words, ">"]
                     + [f"{place}{layout}" if place in read else "-1" for place, layout in line.results]
                     + ["~", *map(str, ends)]
                 )
-                for line, ends in reversed(kept)
+                for line, ends in reversed(live)
             ]
             return "\n".join([str(len(self._alive)), *lines])
 
