@@ -78,6 +78,7 @@ WORLDS = [
                 for again in (False, True)
             },
             "layers dealt": (SCENES, "layers", ((3, 0, 11, 1, 8), False, "documents")),
+            "layers of a window": (SCENES, "layers", (None, False, "window:7")),
             **{case.name: ("context_torch_worker", "run", (case,)) for case in ROUNDED},
         },
     ),
@@ -397,8 +398,10 @@ def test_layers_on_shards_equal_layers_on_whole_rows(ranks: Any, documents: Any,
         assert max(errors.values()) < 1e-9, errors
 
 
-def test_layers_on_dealt_documents_equal_layers_on_whole_rows(ranks: Any) -> None:
-    for errors in ranks("two", "layers dealt"):
+@pytest.mark.parametrize("job", ["layers dealt", "layers of a window"])
+def test_layers_in_other_layouts_equal_layers_on_whole_rows(ranks: Any, job: str) -> None:
+    """One of the two layers has the window, the other none."""
+    for errors in ranks("two", job):
         assert max(errors.values()) < 1e-9, errors
 
 

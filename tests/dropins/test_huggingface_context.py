@@ -25,6 +25,7 @@ TRAINED: list[tuple[str, dict[str, Any], Any, str]] = [
     ("llama", {"strategy": "ulysses", "layout": "contiguous"}, None, "masked"),
     ("gemma2", {"strategy": "ring"}, None, "plain"),
     ("gemma2", {"strategy": "all_gather"}, None, "recomputed"),
+    ("gemma2", {"strategy": "ring", "layout": "window:5"}, None, "plain"),
     ("gpt_oss", {"strategy": "ring", "layout": "contiguous"}, None, "plain"),
     ("mistral", {"strategy": "ulysses"}, None, "plain"),
 ]
