@@ -71,5 +71,5 @@ class Estimate:
         what = "forward + backward" if self.training else "forward"
         waiting = f"{self.exposed * 1e3:.2f} ms of it exchanging"
         if self.forward.host > self.forward.device or (self.training and self.backward.host > self.backward.device):
-            waiting += ", as long as the host launches kernels"
+            waiting += ", as long as the host takes to launch it"
         return f"{self.seconds * 1e3:.2f} ms {what}, {waiting}, {self.peak / GIB:.2f} GiB a rank"
