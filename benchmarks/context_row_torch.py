@@ -212,7 +212,7 @@ def _captured(run: Run, mesh: DeviceMesh) -> tuple[Run | None, str]:
     try:
         # Other threads, such as NCCL's watchdog, call CUDA meanwhile.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            kept = run()
+            results = run()
     except Exception as failure:
         error = f"{type(failure).__name__}: {str(failure).splitlines()[0][:200]}"
     if _slowest(float(bool(error)), mesh):
@@ -220,7 +220,7 @@ def _captured(run: Run, mesh: DeviceMesh) -> tuple[Run | None, str]:
 
     def replay() -> Any:
         graph.replay()
-        return kept
+        return results
 
     return replay, ""
 

@@ -45,15 +45,15 @@ def test_work_is_even_if_the_window_fits_into_a_shard(ranks: int, share: float) 
 
 def test_the_pieces_of_two_ranks() -> None:
     """1200 = 4096 (1 - sqrt(1/2)): behind them as many pairs are missing as in front."""
-    made = ring(32768, 2, 4096)
-    assert made.q_layout.runs == ((Run(0, 1200), Run(17584, 15184)), (Run(1200, 16384),))
+    plan = ring(32768, 2, 4096)
+    assert plan.q_layout.runs == ((Run(0, 1200), Run(17584, 15184)), (Run(1200, 16384),))
     assert sum(4095 - place for place in range(1200)) == pytest.approx(4095 * 4096 / 4, rel=0.001)
 
 
 def test_two_ranks_send_the_window_and_the_first_tokens() -> None:
-    made = ring(32768, 2, 4096)
-    assert [(step.shift, step.border) for step in made.steps] == [(0, None), (1, ((0, 1200), (12289, 16384)))]
-    assert size(made.steps[1].border or ()) < 1.3 * 4096
+    plan = ring(32768, 2, 4096)
+    assert [(step.shift, step.border) for step in plan.steps] == [(0, None), (1, ((0, 1200), (12289, 16384)))]
+    assert size(plan.steps[1].border or ()) < 1.3 * 4096
 
 
 @pytest.mark.parametrize(("batch", "calls"), [(1, [1, 1]), (2, [2, 1])])
@@ -63,8 +63,8 @@ def test_both_pieces_of_a_rank_share_a_call_if_there_is_one_row(batch: int, call
     spec = AttentionSpec(
         batch=batch, q_len=64, kv_len=64, dtype="float32", causal=True, window=(15, None), needs_backward=True, **sizes
     )
-    made = plan_spec(spec, None, "ring", "window:16", (2,))
-    assert [len(tiles) for tiles in made.steps[0].tiles] == calls
+    plan = plan_spec(spec, None, "ring", "window:16", (2,))
+    assert [len(tiles) for tiles in plan.steps[0].tiles] == calls
 
 
 @pytest.mark.parametrize("layout", ["window", "window:", "window:0", "window:07", "window:-1", "window:4k", "window:٣"])

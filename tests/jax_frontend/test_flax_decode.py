@@ -332,8 +332,8 @@ def test_remat_of_a_chunk_has_the_gradients_of_the_forward():
         return (out**2).sum()
 
     expected = jax.grad(lambda params: (layer.apply({"params": params}, X) ** 2).sum())(params)
-    found = jax.jit(jax.grad(jax.checkpoint(loss)))(params, cache)
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=2e-4), found, expected)
+    actual = jax.jit(jax.grad(jax.checkpoint(loss)))(params, cache)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=2e-4), actual, expected)
 
 
 @everywhere

@@ -36,7 +36,7 @@ class Answers:
             TimeoutError: if a rank does not come, and ``seconds`` is None.
         """
         keys = [f"{number}/{rank}" for rank in range(self._size)]
-        began, pause, asked = time.monotonic(), 1e-4, False
+        began, pause, sent_question = time.monotonic(), 1e-4, False
         answers: list[Any] = [None] * self._size
         while True:
             for rank, key in enumerate(keys):
@@ -47,8 +47,8 @@ class Answers:
             if overtaken(number):
                 raise Overtaken
             waited = time.monotonic() - began
-            if not asked and waited > PATIENCE:
-                asked = True
+            if not sent_question and waited > PATIENCE:
+                sent_question = True
                 watcher.ask(self._store, number, self._rank)
             # A rank that is in the exchange waits for this one.
             patient = any(each and each[0] == "running" for each in answers)
