@@ -13,7 +13,12 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "explanation" / "contex
 RESULT = PAGE.parents[2] / "benchmarks" / "results" / "context-rows-h200.json"
 BEGIN = "<!-- rows over ranks: written by python -m benchmarks.context_rows --write -->"
 END = "<!-- end of rows over ranks -->"
-ONE, CHOSEN, CAPTURED = "one rank", "chosen", "captured"
+ONE, CHOSEN, CAPTURED, COLLECTIVES = "one rank", "chosen", "captured", "collectives"
+VARIANTS = {
+    CAPTURED: "is the chosen call, replayed from a CUDA graph that one call was captured in. It exchanges by NCCL.",
+    COLLECTIVES: "is the chosen call without the copy engines, by NCCL.",
+}
+"""Other runs of the chosen way, each with a column of its own."""
 DIRECTIONS = ("forward", "training")
 NEAR = 0.03
 """How much slower than the best way the chosen one may be."""
@@ -27,19 +32,23 @@ def section(result: dict[str, Any]) -> str:
     where, rows = result["environment"], result["rows"]
     versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items() if version)
     ranks = result["ranks"]
-    captured = any(CAPTURED in entry["seconds"] for row in rows for entry in row["torch"].values())
-    replayed = (
-        ' "captured" is the same call, replayed from a CUDA graph that one call was captured in.' if captured else ""
-    )
+    entries = [entry for row in rows for entry in row["torch"].values()]
+    variants = [name for name in VARIANTS if any(name in entry["seconds"] for entry in entries)]
+    described = "".join(f' "{name}" {VARIANTS[name]}' for name in variants)
+    copies = result.get("copies")
+    if copies is not None:
+        described += (
+            " Ranks exchange by copy engines." if copies == "" else f" Ranks exchange by collectives, because {copies}."
+        )
     of_jax = "one process for all ranks" if result.get("jax in one process") else "a process for each rank"
     head = (
         f"{ranks} ranks on {result['device']}, {result['dtype']}, {where['date']}, Python {where['python']}; "
         f"{versions}. Drawn rows: seed {result['seed']}. E = T1 / ({ranks} T{ranks}): the time of one rank for the "
         "whole row, divided by the ranks' time and number. Medians over rounds in which the candidates took turns; the "
         'slowest rank counts. "chosen" is the way with the shortest estimate of the cost model, over all strategies '
-        f"and layouts.{replayed} JAX runs the chosen way in {of_jax}."
+        f"and layouts.{described} JAX runs the chosen way in {of_jax}."
     )
-    return "\n\n".join([head, _efficiency(rows, ranks, captured=captured), "Every way that ran, in ms:", _ways(rows)])
+    return "\n\n".join([head, _efficiency(rows, ranks, variants), "Every way that ran, in ms:", _ways(rows)])
 
 
 def stored() -> str:
@@ -54,7 +63,7 @@ def median(entry: dict[str, Any], name: str) -> float | None:
 
 
 def efficiency(entry: dict[str, Any], ranks: int, candidate: str = CHOSEN) -> float | None:
-    """Returns E of the chosen way, or of the captured call: the median over rounds."""
+    """Returns E of the chosen way, or of another run of it: the median over rounds."""
     alone, shared = (entry["seconds"].get(name) for name in (ONE, candidate))
     if not alone or not shared:
         return None
@@ -70,11 +79,10 @@ def regret(entry: dict[str, Any]) -> float | None:
     return max(0.0, times[CHOSEN] / min(times.values()) - 1)
 
 
-def _efficiency(rows: list[dict[str, Any]], ranks: int, *, captured: bool) -> str:
-    names = ["row", "direction", "E", "goal", "E, captured", "chosen", "measured", "estimate", "off"]
+def _efficiency(rows: list[dict[str, Any]], ranks: int, variants: list[str]) -> str:
+    names = ["row", "direction", "E", "goal", *(f"E, {name}" for name in variants)]
+    names += ["chosen", "measured", "estimate", "off"]
     names += ["above the best way", "JAX", "JAX / torch", "memory of a rank", "of one rank alone"]
-    if not captured:
-        names.remove("E, captured")
     lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
     for row in rows:
         for at, direction in enumerate(DIRECTIONS):
@@ -84,12 +92,12 @@ def _efficiency(rows: list[dict[str, Any]], ranks: int, *, captured: bool) -> st
                     f"| {row['name']}: {row['words']} | {direction} | {row['error']} |" + " |" * (len(names) - 3)
                 )
                 continue
-            lines.append(f"| {' | '.join(_cells(row, entry, direction, at, ranks, captured))} |")
+            lines.append(f"| {' | '.join(_cells(row, entry, direction, at, ranks, variants))} |")
     return "\n".join(lines)
 
 
 def _cells(
-    row: dict[str, Any], entry: dict[str, Any], direction: str, at: int, ranks: int, captured: bool
+    row: dict[str, Any], entry: dict[str, Any], direction: str, at: int, ranks: int, variants: list[str]
 ) -> list[str]:
     e, measured, goal = efficiency(entry, ranks), median(entry, CHOSEN), row["goals"][at] if row["goals"] else None
     estimate, above = entry["estimates"].get(entry["chosen"]), regret(entry)
@@ -102,7 +110,7 @@ def _cells(
         direction,
         "" if e is None else f"{e:.2f}{' (missed)' if goal is not None and e < goal else ''}",
         "" if goal is None else f"≥ {goal:.2f}",
-        *(["" if (replayed := efficiency(entry, ranks, CAPTURED)) is None else f"{replayed:.2f}"] if captured else []),
+        *("" if (other := efficiency(entry, ranks, name)) is None else f"{other:.2f}" for name in variants),
         entry["chosen"],
         _ms(measured),
         _ms(estimate),

@@ -64,7 +64,7 @@ class Ranks:
         others = self.axis.size - 1
 
         def ring(size: float) -> Run:
-            pair = KVPair.pack([self._numbers(size / 2), self._numbers(size / 2)])
+            pair = KVPair.pack(self.axis, [self._numbers(size / 2), self._numbers(size / 2)])
             return lambda: pair.hop(self.axis, 1).wait()
 
         def all_gather(size: float) -> Run:

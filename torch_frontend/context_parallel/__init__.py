@@ -5,6 +5,7 @@ from typing import Any
 
 PUBLIC = {
     "context_parallel_attention": "attention",
+    "enable_copy_engines": "copy_engines",
     "explain_context_parallel": "attention",
     "shard_sequence": "shards",
     "unshard_sequence": "shards",

@@ -189,7 +189,7 @@ def _empty(plan: RankPlan, saved: Residuals, step: Step) -> KVPair:
     """Returns memory for the gradients of the keys that travel for a step."""
     places = plan.k_size if step.border is None else borders.size(step.border)
     shapes = [(block.shape[0], places, *block.shape[2:]) for block in (saved.k, saved.v)]
-    return KVPair.empty(shapes, saved.k, plan.sent_dtype)
+    return KVPair.empty(plan.outer, shapes, saved.k, plan.sent_dtype)
 
 
 def _totals(plan: RankPlan, saved: Residuals) -> tuple[Total, list[Total]]:

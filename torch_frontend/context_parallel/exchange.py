@@ -1,6 +1,7 @@
-"""The collectives of context parallelism: torch's functional collectives, started early and waited for late.
+"""The exchanges of context parallelism, started early and waited for late.
 
-They work on any backend of torch.distributed that has all-to-all and all-gather (NCCL, gloo).
+They are collectives, on any backend of torch.distributed that has all-to-all and all-gather (NCCL, gloo), or copies
+out of outboxes if ``enable_copy_engines`` made them.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from typing import Generic, TypeVar
 
 import torch
 
-from attn_core.context_parallel.on_torch.head_start import head_start
 from attn_core.context_parallel.on_torch.places import Places
-from torch_frontend.context_parallel import collectives as _c10d
+from torch_frontend.context_parallel import messages
 from torch_frontend.context_parallel.mesh import RankAxis
+from torch_frontend.context_parallel.messages import Outgoing, Sent, receive
 
 Tensor = torch.Tensor
 T = TypeVar("T")
@@ -26,11 +27,11 @@ class PendingExchange(Generic[T]):
     """An exchange under way.
 
     Args:
-        sent: the results of collectives, from ``_start``.
+        sent: messages under way.
         unpack: turns the tensors that arrived into the result. It may empty the list to free them early.
     """
 
-    def __init__(self, sent: Sequence[Tensor], unpack: Callable[[list[Tensor]], T]) -> None:
+    def __init__(self, sent: Sequence[Sent], unpack: Callable[[list[Tensor]], T]) -> None:
         self._sent, self._unpack = list(sent), unpack
 
     @classmethod
@@ -42,25 +43,9 @@ class PendingExchange(Generic[T]):
         """Waits for the tensors to arrive and returns the result. Call it once, unless the exchange is ``ready``."""
         # The list is emptied, so that this object keeps no buffer alive while unpack frees them one by one.
         sent, self._sent = self._sent, []
-        arrived = [each if each.device.type == "cpu" else _c10d.wait_tensor(each) for each in sent]
+        arrived = [receive(each) for each in sent]
         sent.clear()
         return self._unpack(arrived)
-
-
-def _start(*sent: Tensor) -> list[Tensor]:
-    """Returns the results of a collective that was just started, and gives it a head start over the next kernel.
-
-    On a CPU it waits at once, because gloo corrupts memory if several collectives are in flight (seen with torch 2.13
-    alone, on two all-gathers and four all-to-alls of a few hundred numbers).
-    """
-    head_start(sent[0].device)
-    return [_c10d.wait_tensor(each) if each.device.type == "cpu" else each for each in sent]
-
-
-def _all_to_all(axis: RankAxis, tensor: Tensor) -> Tensor:
-    """Sends ``tensor[r]`` to rank r; the result is flat."""
-    even = [tensor.numel() // axis.size] * axis.size
-    return _start(_c10d.all_to_all_single(tensor.view(-1), even, even, axis.name))[0]
 
 
 def heads_to_positions(
@@ -79,15 +64,20 @@ def heads_to_positions(
     # The cases that fit side by side: one width, one dtype, and one order of positions.
     if len(tensors) > 1 and len({(tensor.shape[-1], tensor.dtype, id(at)) for tensor, at in zip(tensors, places)}) == 1:
         # One message: the tensors lie side by side along the heads.
-        heads, message = [tensor.shape[3] for tensor in tensors], _concatenate(by_rank, 3)
-        sent, shape = _all_to_all(axis, message), message.shape
-        return PendingExchange([sent], lambda arrived: list(_join_shards(arrived[0], shape, places[0]).split(heads, 2)))
+        heads = [tensor.shape[3] for tensor in tensors]
+        joined = (*by_rank[0].shape[:3], sum(heads), by_rank[0].shape[4])
+        message = Outgoing(axis, prod(joined), tensors[0], tensors[0].dtype)
+        for part, tensor in zip(message.numbers.view(joined).split(heads, 3), by_rank, strict=True):
+            part.copy_(tensor)
+        return PendingExchange(
+            [message.deal()], lambda arrived: list(_join_shards(arrived[0], joined, places[0]).split(heads, 2))
+        )
     shapes = [tensor.shape for tensor in by_rank]
-    messages = [_all_to_all(axis, tensor.contiguous()) for tensor in by_rank]
-    return PendingExchange(messages, lambda arrived: list(map(_join_shards, arrived, shapes, places)))
+    sent = [Outgoing.of(axis, tensor).deal() for tensor in by_rank]
+    return PendingExchange(sent, lambda arrived: list(map(_join_shards, arrived, shapes, places)))
 
 
-def _join_shards(arrived: Tensor, shape: torch.Size, places: Places) -> Tensor:
+def _join_shards(arrived: Tensor, shape: Sequence[int], places: Places) -> Tensor:
     """Returns ``[ranks, batch, shard, heads, dim]`` as ``[batch, positions, heads, dim]``."""
     return places.take(arrived.view(shape).transpose(0, 1).flatten(1, 2))
 
@@ -112,19 +102,19 @@ def positions_to_heads(
     shapes = [tensor.shape for tensor in by_rank]
     size = axis.size, sum(prod(shape[1:]) for shape in shapes)
     if len({tensor.dtype for tensor in tensors}) == 1 < len(tensors) and prod(size) <= FEW:
-        message = by_rank[0].new_empty(size)
-        for column, tensor in zip(_columns(message, shapes), by_rank, strict=True):
+        message = Outgoing(axis, prod(size), tensors[0], tensors[0].dtype)
+        for column, tensor in zip(_columns(message.numbers.view(size), shapes), by_rank, strict=True):
             column.copy_(tensor)
-        messages = [_all_to_all(axis, message)]
+        sent = [message.deal()]
     else:
-        messages = [_all_to_all(axis, tensor.contiguous()) for tensor in by_rank]
+        sent = [Outgoing.of(axis, tensor).deal() for tensor in by_rank]
 
     def unpack(arrived: list[Tensor]) -> list[Tensor]:
         if len(arrived) < len(shapes):
             arrived = _columns(arrived[0].view(size), shapes)
         return [each.view(shape).permute(1, 2, 0, 3, 4) for each, shape in zip(arrived, shapes, strict=True)]
 
-    return PendingExchange(messages, unpack)
+    return PendingExchange(sent, unpack)
 
 
 def _columns(message: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
@@ -134,12 +124,8 @@ def _columns(message: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
 
 
 def gather(axis: RankAxis, tensors: Sequence[Tensor]) -> PendingExchange[list[Tensor]]:
-    """Gathers ``[batch, places, heads, dim]`` of every rank; returns ``[batch, ranks * places, heads, dim]`` of each.
-
-    All tensors travel in one message: on a GPU, a second message would wait for the kernel that overlaps the first.
-    """
-    shapes, dense = [tensor.shape for tensor in tensors], [tensor.contiguous().view(-1) for tensor in tensors]
-    sent = _start(*_c10d.all_gather_into_tensor_coalesced(dense, axis.size, axis.name))
+    """Gathers ``[batch, places, heads, dim]`` of every rank; returns ``[batch, ranks * places, heads, dim]``."""
+    shapes = [tensor.shape for tensor in tensors]
 
     def unpack(arrived: list[Tensor]) -> list[Tensor]:
         joined: list[Tensor] = []
@@ -147,7 +133,7 @@ def gather(axis: RankAxis, tensors: Sequence[Tensor]) -> PendingExchange[list[Te
             joined.append(arrived.pop(0).view(axis.size, *shapes[len(joined)]).transpose(0, 1).flatten(1, 2))
         return joined
 
-    return PendingExchange(sent, unpack)
+    return PendingExchange(messages.gather(axis, tensors), unpack)
 
 
 class GradientSend:
@@ -167,11 +153,11 @@ class GradientSend:
         self._axis, self._others = axis, axis.size - 1
         self._shapes = [(self._others, block.shape[0], places, *block.shape[2:]) for block in blocks]
         self._like = blocks[0].new_empty(0, dtype=dtype)
-        self._message: Tensor | None = None
+        self._message: Outgoing | None = None
         self.buffers: list[Tensor | None] = [None] * len(blocks)
         if self._others == 1:
             self._message = self._new_message()
-            self.buffers = [column[0] for column in _columns(self._message, self._shapes)]
+            self.buffers = [column[0] for column in self._columns(self._message.numbers)]
 
     def send(self, sums: list[Tensor], dtype: torch.dtype) -> PendingExchange[list[Tensor]]:
         """Sends every other rank the sums for its keys.
@@ -185,37 +171,27 @@ class GradientSend:
             ``[batch, places, heads, dim]`` of each: the other ranks' results for this rank's keys, added up in the
             order of ranks, so that every run gives the same bits.
         """
-        axis, message = self._axis, self._message
+        message = self._message
         if message is None:
             message = self._new_message()
-            for column in _columns(message, self._shapes):
+            for column in self._columns(message.numbers):
                 column.copy_(sums.pop(0).unflatten(1, (self._others, -1)).transpose(0, 1))
         sums.clear()
         # The buffers are views of the message, and would keep it alive after it was sent.
         self._message, self.buffers = None, []
-        # A rank sends itself nothing: the gradients of its own keys never leave it.
-        sizes = [0 if rank == axis.rank else message.shape[1] for rank in range(axis.size)]
-        sent = _start(_c10d.all_to_all_single(message.view(-1), sizes, sizes, axis.name))
-        shape = message.shape
 
         def unpack(arrived: list[Tensor]) -> list[Tensor]:
-            columns = _columns(arrived.pop().view(shape), self._shapes)
+            columns = self._columns(arrived.pop())
             return [column[0] if len(column) == 1 else column.sum(0, dtype=dtype) for column in columns]
 
-        return PendingExchange(sent, unpack)
+        # A rank sends itself nothing: the gradients of its own keys never leave it.
+        return PendingExchange([message.deal_to_others()], unpack)
 
-    def _new_message(self) -> Tensor:
-        return self._like.new_empty(self._others, sum(prod(shape[1:]) for shape in self._shapes))
+    def _new_message(self) -> Outgoing:
+        return Outgoing(self._axis, sum(map(prod, self._shapes)), self._like, self._like.dtype)
 
-
-def _concatenate(tensors: Sequence[Tensor], axis: int) -> Tensor:
-    """Concatenates tensors into a dense one; ``torch.cat`` may keep the order of permuted axes."""
-    shape = list(tensors[0].shape)
-    shape[axis] = sum(tensor.shape[axis] for tensor in tensors)
-    result = tensors[0].new_empty(shape)
-    for part, tensor in zip(result.split([tensor.shape[axis] for tensor in tensors], axis), tensors, strict=True):
-        part.copy_(tensor)
-    return result
+    def _columns(self, message: Tensor) -> list[Tensor]:
+        return _columns(message.view(self._others, -1), self._shapes)
 
 
 class KVPair:
@@ -224,24 +200,25 @@ class KVPair:
     Iterating yields the two tensors, as views of the buffer.
     """
 
-    def __init__(self, buffer: Tensor, shapes: Sequence[Sequence[int]]) -> None:
-        self._buffer, self._shapes = buffer, shapes
+    def __init__(self, buffer: Tensor, shapes: Sequence[Sequence[int]], message: Outgoing | None = None) -> None:
+        self._buffer, self._shapes, self._message = buffer, shapes, message
 
     @classmethod
-    def pack(cls, tensors: Sequence[Tensor]) -> KVPair:
-        """Copies two tensors of one dtype into a buffer."""
-        shapes = [each.shape for each in tensors]
+    def pack(cls, axis: RankAxis, tensors: Sequence[Tensor]) -> KVPair:
+        """Copies two tensors of one dtype into a message."""
+        pair = cls.empty(axis, [each.shape for each in tensors], tensors[0], tensors[0].dtype)
         if all(tensor.is_contiguous() for tensor in tensors):  # one kernel
-            return cls(torch.cat([tensor.view(-1) for tensor in tensors]), shapes)
-        pair = cls(tensors[0].new_empty(sum(map(prod, shapes))), shapes)
-        for part, tensor in zip(pair, tensors, strict=True):
-            part.copy_(tensor)
+            torch.cat([tensor.view(-1) for tensor in tensors], out=pair._buffer)
+        else:
+            for part, tensor in zip(pair, tensors, strict=True):
+                part.copy_(tensor)
         return pair
 
     @classmethod
-    def empty(cls, shapes: Sequence[Sequence[int]], like: Tensor, dtype: torch.dtype) -> KVPair:
-        """Returns memory with undefined values on the device of ``like``."""
-        return cls(like.new_empty(sum(map(prod, shapes)), dtype=dtype), shapes)
+    def empty(cls, axis: RankAxis, shapes: Sequence[Sequence[int]], like: Tensor, dtype: torch.dtype) -> KVPair:
+        """Returns a message with undefined values on the device of ``like``."""
+        message = Outgoing(axis, sum(map(prod, shapes)), like, dtype)
+        return cls(message.numbers, shapes, message)
 
     def __iter__(self) -> Iterator[Tensor]:
         parts = torch.split_with_sizes(self._buffer, [prod(shape) for shape in self._shapes])
@@ -252,9 +229,5 @@ class KVPair:
         distance, shapes = distance % axis.size, self._shapes
         if not distance:
             return PendingExchange.ready(self)
-        to, source = (axis.rank + distance) % axis.size, (axis.rank - distance) % axis.size
-        size = self._buffer.numel()
-        # A send to one rank, as an all-to-all: the module needs all-to-all and all-gather alone.
-        received, sent = ([size * (rank == other) for rank in range(axis.size)] for other in (source, to))
-        arriving = _start(_c10d.all_to_all_single(self._buffer, received, sent, axis.name))
-        return PendingExchange(arriving, lambda arrived: KVPair(arrived[0], shapes))
+        message = self._message or Outgoing.of(axis, self._buffer)  # a pair that arrived is no message yet
+        return PendingExchange([message.hop(distance)], lambda arrived: KVPair(arrived[0], shapes))
