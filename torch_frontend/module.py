@@ -23,7 +23,7 @@ from attn_core.call.layer_shapes import (
 from attn_core.call.seq_info import SeqInfo
 from attn_core.errors import SpecError
 from attn_core.paged.step import Pages
-from torch_frontend.context_parallel.layers import active_for
+from torch_frontend.context_parallel.layers import ActiveMesh, active_for
 from torch_frontend.dispatch.layer_inputs import check_inputs
 from torch_frontend.dispatch.token_positions import token_positions
 from torch_frontend.paged.layer import attend_in_pages
@@ -146,23 +146,18 @@ class Attention(nn.Module):
         Raises:
             SpecError, ShapeError, NoBackendError: the message names the argument, its value and the remedy.
         """
-        check_inputs(x, context, positions, pages)
         context_parallel, functions = active_for(self), given_keywords(mask_mod, score_mod, aux)
         said = segments.given_segments(q_segment_ids, kv_segment_ids, q_positions, kv_positions)
-        if pages is not None:
-            if context_parallel is not None:
-                raise SpecError(
-                    "pages: expected None in context parallelism, which exchanges keys and values as shards"
-                )
-            others = {"context": context, "mask": mask, "key_ranges": key_ranges, "bias": bias}
-            others |= {"alibi_slopes": alibi_slopes, "seq_info": seq_info, **functions, **said}
-            return attend_in_pages(self, x, others, positions, pages)
-        seq_info = SeqInfo.coerce(seq_info)
         if context_parallel is not None:
-            refuse_over_ranks(functions)
-            segments.refuse_over_ranks(said)
-            context_parallel = context_parallel.with_documents(seq_info)
-            seq_info = context_parallel.seq_info
+            given = (context_parallel, seq_info, (x, context, positions, pages), functions, said)
+            context_parallel, seq_info = context_parallel.tell(self._check_over_ranks, *given)
+        else:
+            check_inputs(x, context, positions, pages)
+            if pages is not None:
+                others = {"context": context, "mask": mask, "key_ranges": key_ranges, "bias": bias}
+                others |= {"alibi_slopes": alibi_slopes, "seq_info": seq_info, **functions, **said}
+                return attend_in_pages(self, x, others, positions, pages)
+            seq_info = SeqInfo.coerce(seq_info)
         positions = segments.rotary_positions(positions, said, rotary=self.rotary is not None)
         queries, keys = self._rows(x, context, seq_info, positions)
         q, k, v = self.project(queries, keys)  # [batch, seq, heads, head_dim]
@@ -175,7 +170,6 @@ class Attention(nn.Module):
         attend: Any = partial(attention, trains=self.training, seq_info=seq_info)
         invariant: dict[str, Any] = {"invariant": self.invariant}
         if context_parallel is not None:
-            invariance.refuse_over_ranks(self.invariant)
             attend, invariant = context_parallel.attend, {}
         out = attend(
             q,
@@ -219,6 +213,26 @@ class Attention(nn.Module):
         """Returns the sinks; of this rank's heads if they are a DTensor that is split over ranks."""
         to_local = getattr(self.sink_logits, "to_local", None)
         return self.sink_logits if to_local is None else to_local()
+
+    def _check_over_ranks(
+        self,
+        block: ActiveMesh,
+        seq_info: Any,
+        inputs: tuple[Tensor, Tensor | None, Tensor | None, Pages | None],
+        functions: dict[str, Any],
+        said: dict[str, Any],
+    ) -> tuple[ActiveMesh, Any]:
+        """Returns (a ``use_context_parallel`` block, the documents of a call); raises for what ranks cannot share."""
+        check_inputs(*inputs)
+        x, context, positions, pages = inputs
+        if pages is not None:
+            raise SpecError("pages: expected None in context parallelism, which exchanges keys and values as shards")
+        refuse_over_ranks(functions)
+        segments.refuse_over_ranks(said)
+        invariance.refuse_over_ranks(self.invariant)
+        block = block.with_documents(SeqInfo.coerce(seq_info))
+        self._rows(x, context, block.seq_info, positions)
+        return block, block.seq_info
 
     def _rows(
         self, x: Tensor, context: Tensor | None, seq_info: SeqInfo | None, positions: Tensor | None

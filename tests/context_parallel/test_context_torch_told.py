@@ -45,6 +45,7 @@ WORLDS += [
         {
             "documents": ("context_told_scenes", "other_documents", ((ranks,),)),
             "odd": ("context_told_scenes", "odd_rows", ((ranks,),)),
+            "known": ("context_told_scenes", "documents_that_all_know", ((ranks,),)),
         },
         TIMEOUT,
     )
@@ -133,7 +134,13 @@ VALUES = {
     "strategy": "SpecError: strategy='rings'",
     "layout": "SpecError: layout='zebra'",
     "k": "DTypeError: k: expected the dtype of q (torch.float64), got torch.float16",
+    "unknown": "TypeError: softmax_scale: expected scale=",
     "v": "ShapeError: ",
+    "layer": "SpecError: mask_mod, score_mod: expected None in context parallelism",
+    "layer's positions": "SpecError: positions: expected None",
+    "block": "SpecError: layout='window:0'",
+    "unshard": "ShapeError: x: expected a shard of",
+    "unshard another dtype": "torch.float64, dim 1, length 23",
     "backward": "scale='1'",
     "second derivative": "RuntimeError: attention has no second derivative",
     "freed": "RuntimeError: Trying to backward through the graph a second time",
@@ -171,6 +178,22 @@ def test_every_rank_is_told_of_a_bad_argument_of_one(ranks: Any, world: str, nam
 def test_ranks_agree_again_after_errors(ranks: Any, world: str) -> None:
     for results in ranks(world, "told"):
         assert float(results["afterwards"][0]) < 1e-9
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_ranks_with_other_documents_that_all_know_are_told_afterwards(ranks: Any, count: int) -> None:
+    for results in ranks(f"rows {count}", "known"):
+        *before, (calls, _), (text, seconds), again, last = results
+        assert [each for each, _ in before] == [""] * 7
+        assert int(calls) < 60
+        assert text.startswith("SpecError: context_parallel_attention: expected the same call on every rank, got as ")
+        assert re.search(r"exchange \d+ of the mesh\n", text)
+        # Each rank is compared with the next one.
+        assert text.count("documents (0, 3, 23)") == text.count("documents (0, 11, 23)") == 1, text
+        assert "  rank 1: forward of q [1, " in text
+        assert "make a mesh of new process groups" in text
+        assert again[0] == last[0] == text
+        assert seconds < SOON
 
 
 @pytest.mark.parametrize("count", [2, 3])

@@ -56,6 +56,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The result of every rank for a job."""
     jobs = {id_of(case): (SCENES, "trained", case) for case in TRAINED}
     jobs |= {"compiled": (SCENES, "compiled", ()), "refusals": (SCENES, "refusals", ())}
+    jobs |= {"padding": (SCENES, "padding_on_one_rank", ())}
     _, given = once([World("models", 2, jobs)], "models", tmp_path_factory, seconds=550)
     actual = given["models"]
 
@@ -81,6 +82,13 @@ def test_unsupported_calls_are_refused(ranks: Any, name: str) -> None:
     for actual in ranks("refusals"):
         assert actual.keys() == REFUSED.keys()
         assert REFUSED[name] in actual[name]
+
+
+def test_padding_that_one_rank_holds_is_refused_on_every_rank(ranks: Any) -> None:
+    for text, error in ranks("padding"):
+        assert text.startswith("SpecError: context_parallel_attention: expected the same call on every rank")
+        assert "rank 0: SpecError: attention_mask: expected no padding in context parallelism" in text
+        assert error == 0.0
 
 
 def test_a_compiled_model_inside_a_block_gives_the_same_logits(ranks: Any) -> None:

@@ -129,6 +129,23 @@ def refusals() -> dict[str, str]:
         }
 
 
+def padding_on_one_rank() -> tuple[str, float]:
+    """The error of a padded row whose last positions are on rank 0, and the largest error of a row after it."""
+    mesh, given = mesh_of((2,)), inputs(None)
+    _, llama = family("llama")
+    shards = {key: shard_sequence(value, mesh) for key, value in given.items()}
+    ones = torch.ones_like(given["input_ids"])
+    padded = ones.clone()
+    padded[:, -1] = 0
+
+    def logits(mask: torch.Tensor) -> torch.Tensor:
+        with use_context_parallel(mesh, length=LENGTH):
+            return llama(**shards, attention_mask=shard_sequence(mask, mesh), use_cache=False).logits.detach()
+
+    right = logits(ones)
+    return error_of(lambda: logits(padded)), float((logits(ones) - right).abs().max())
+
+
 def compiled() -> float:
     """By how much a compiled model's logits in a block differ from an uncompiled one's; it was compiled outside
     before."""

@@ -188,7 +188,7 @@ def asynchronous(stream: Stream, gate: Gate, case: Late) -> Iterator[None]:
         mock.patch.object(meeting.Meeting, "_hear", hear_behind_the_gate),
         mock.patch.object(meeting.Meeting, "_settle", settle_and_forget),
         mock.patch.object(watcher, "ask", ask_and_open),
-        mock.patch.object(meeting, "POLL", 0.01),
+        mock.patch.object(watcher, "POLL", 0.01),
         mock.patch.object(meeting, "LONGEST_REFUSAL", case.patience),
     ):
         yield

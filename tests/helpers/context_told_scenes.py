@@ -14,7 +14,9 @@ from context_torch_worker import mesh_of
 from attn_core import SeqInfo
 from torch_frontend import attention
 from torch_frontend.context_parallel.attention import context_parallel_attention
+from torch_frontend.context_parallel.layers import use_context_parallel
 from torch_frontend.context_parallel.shards import shard_sequence, unshard_sequence
+from torch_frontend.module import Attention
 
 BAD: dict[str, dict[str, Any]] = {
     "softcap": {"softcap": -1.0},
@@ -23,6 +25,7 @@ BAD: dict[str, dict[str, Any]] = {
     "dropout": {"dropout": 0.5},
     "strategy": {"strategy": "rings"},
     "layout": {"layout": "zebra"},
+    "unknown": {"softmax_scale": 1.0},
 }
 """Arguments that are invalid on the rank that passes them."""
 
@@ -50,6 +53,10 @@ def told(axes: tuple[int, ...], strategy: str, options: dict[str, Any], bad: int
     results["k"] = _timed(lambda: context_parallel_attention(*halves, **right))
     narrow = (q, k[:, :-1] if dist.get_rank() == bad else k, v)
     results["v"] = _timed(lambda: context_parallel_attention(*narrow, **right))
+    results |= _told_by_layers(mesh, bad)
+    results["unshard"] = _timed(lambda: unshard_sequence(q, mesh, length=LENGTH + 40 * (dist.get_rank() == bad)))
+    wide = q.detach().double() if dist.get_rank() == bad else q.detach().float()
+    results["unshard another dtype"] = _timed(lambda: unshard_sequence(wide, mesh, length=LENGTH))
     out = call()
     results["backward"] = _timed(lambda: call(scale="1") if dist.get_rank() == bad else out.backward(dout))
     out = call()
@@ -62,6 +69,47 @@ def told(axes: tuple[int, ...], strategy: str, options: dict[str, Any], bad: int
     expected = attention(*whole[:3], causal=True, **options)
     results["afterwards"] = (f"{float((result - expected).abs().max()):.1e}", 0.0)
     return results
+
+
+def _told_by_layers(mesh: Any, bad: int) -> dict[str, tuple[str, float]]:
+    """The errors of layers and blocks of which one rank has an argument that ranks cannot share."""
+    torch.manual_seed(0)
+    layer = Attention(4, 8, causal=True)
+    x, here = shard_sequence(torch.randn(1, LENGTH, 8), mesh), dist.get_rank() == bad
+
+    def run(block: dict[str, Any], **given: Any) -> None:
+        with use_context_parallel(mesh, **{"length": LENGTH, **block}):
+            layer(x, **given)
+
+    run({})
+    return {
+        "layer": _timed(lambda: run({}, **({"mask_mod": lambda *_: True} if here else {}))),
+        "layer's positions": _timed(lambda: run({}, **({"positions": torch.zeros(3)} if here else {}))),
+        "block": _timed(lambda: run({"layout": "window:0"} if here else {})),
+    }
+
+
+def documents_that_all_know(axes: tuple[int, ...]) -> list[tuple[str, float]]:
+    """The errors of calls until one is raised, if ranks take turns of two packings, and one is a turn behind."""
+    mesh = mesh_of(axes)
+    one = [each[:1] for each in row()[:3]]
+    infos = [SeqInfo.from_lengths(each) for each in ((3, 20), (11, 12))]
+
+    def call(turn: int) -> Any:
+        shards = [shard_sequence(each, mesh, seq_info=infos[turn % 2]) for each in one]
+        return context_parallel_attention(*shards, mesh=mesh, seq_info=infos[turn % 2], causal=True)
+
+    before = [_timed(lambda turn=turn: call(turn)) for turn in range(6)]
+    time.sleep(1.0)  # the watchers look
+    before.append(_timed(lambda: call(0)))
+    after = []
+    for turn in range(100):
+        after.append(_timed(lambda turn=turn: call(turn + (dist.get_rank() == 1))))
+        if after[-1][0]:
+            break
+        time.sleep(0.05)
+    again = [_timed(lambda: call(0)) for _ in range(2)]
+    return [*before, (str(len(after)), 0.0), after[-1], *again]
 
 
 def _timed(call: Callable[[], Any]) -> tuple[str, float]:

@@ -10,8 +10,9 @@ from typing import Any
 import torch.distributed as dist
 
 from attn_core.context_parallel.request import Request
+from attn_core.errors import ShapeError
 from torch_frontend.context_parallel.meeting import Exchange, Meeting
-from torch_frontend.context_parallel.mesh import RankAxis, find_axis
+from torch_frontend.context_parallel.mesh import RankAxis, find_axis, group_names
 from torch_frontend.context_parallel.prepare import RankPlan, explain_request, prepare
 from torch_frontend.context_parallel.stand_in import stand_in
 
@@ -58,6 +59,26 @@ def announce_refusal(error: Exception, *axes: RankAxis) -> None:
         SpecError: on every rank, unless all ranks refuse with one error; the message lists each rank's call.
     """
     refuse_exchange(find_meeting(*axes), error)
+
+
+def announce_error(error: Exception, mesh: Any) -> None:
+    """Tells the other ranks of a mesh that this rank raises, so that they raise too; does nothing without a mesh.
+
+    Raises:
+        SpecError: as ``announce_refusal``.
+    """
+    try:
+        names = group_names(mesh)
+    except (TypeError, ShapeError):
+        return
+    announce_refusal(error, *map(find_axis, names))
+
+
+def compare(text: str, *axes: RankAxis) -> None:
+    """Compares a text with the texts of all ranks; raises SpecError on every rank if they differ."""
+    meeting = find_meeting(*axes)
+    if meeting is not None:
+        meeting.compare(text)
 
 
 def refuse_exchange(meeting: Meeting | None, error: Exception) -> None:

@@ -13,6 +13,10 @@ PATIENCE = 0.05
 """Seconds that a rank waits before it asks the watchers of ranks that have not come."""
 
 
+TEXT, APART = "text", "apart"
+"""Kinds of answers: a rank's call or its error, and what watchers found: an error of all later calls."""
+
+
 class Overtaken(Exception):
     """Another rank refused an earlier exchange, so that the ranks will not come to this number."""
 
@@ -100,11 +104,35 @@ def describe_late(answers: list[Any]) -> str:
     )
 
 
+def describe_apart(number: int, calls: dict[int, str]) -> str:
+    """Returns the error of all later calls if ranks made different calls that all of them had made before."""
+    lines = "\n".join(f"  rank {rank}: {call}" for rank, call in sorted(calls.items()))
+    return (
+        f"context_parallel_attention: expected the same call on every rank, got as exchange {number} of the mesh\n"
+        f"{lines}\nAll ranks had made these calls before, so they were compared only afterwards. Results since then "
+        "may be wrong, and every later call on this mesh raises this error. To go on, make a mesh of new process "
+        "groups on all ranks"
+    )
+
+
+def exchanges_to_join(answers: list[Any], number: int) -> tuple[int, list[Any]]:
+    """Returns (the last exchange that any rank has begun, what it has begun from ``number`` on)."""
+    running: list[dict[str, Any]] = [answer[1] for answer in answers if answer is not None and answer[0] == "running"]
+    nothing: dict[str, Any] = {"count": number, "begun": []}
+    longest = max([*running, nothing], key=lambda each: len(each["begun"]))
+    return longest["count"], longest["begun"]
+
+
+def describe_lost(answers: list[Any]) -> str:
+    """Returns the error of all later calls; "" if the ranks still agree on where they are."""
+    return next((answer[1] for answer in answers if answer and answer[0] == APART), "") or describe_late(answers)
+
+
 def _text_of(answer: Any) -> str:
     if answer is None:
         return "did not come"
     kind, value = answer
-    if kind == "text":
+    if kind in (TEXT, APART):
         return str(value)
     exchange, text = value["begun"][0]
     return str(text) if exchange.endswith("forward") else f"{exchange} of {text}"

@@ -15,12 +15,12 @@ from attn_core.call.options import Options, Window, check_flag, check_options, c
 from attn_core.context_parallel.call import check_supported
 from attn_core.context_parallel.cost.choose import Explanation
 from attn_core.context_parallel.request import Request, build_request
-from attn_core.errors import DeviceError, DTypeError, ShapeError, SpecError
+from attn_core.errors import DeviceError, DTypeError, SpecError
 from attn_core.selection import override
 from torch_frontend.context_parallel import differentiable, repeated_calls
-from torch_frontend.context_parallel.agreement import announce_refusal
+from torch_frontend.context_parallel.agreement import announce_error
 from torch_frontend.context_parallel.dtensor import to_dtensor, to_local
-from torch_frontend.context_parallel.mesh import find_axis, group_names
+from torch_frontend.context_parallel.mesh import group_names
 from torch_frontend.context_parallel.prepare import explain_request
 from torch_frontend.context_parallel.shards import document_offsets, shard_sequence, unshard_sequence
 from torch_frontend.dispatch import autocast, plan, tensor_kinds
@@ -120,20 +120,20 @@ def context_parallel_attention(
             calls or one refuses its call; in all later calls on the mesh, too, if a rank had returned from this one.
         NoBackendError: if no backend, or not the requested one, can run a part of the call.
     """
-    if unknown:
-        refuse_keywords(context_parallel_attention, unknown)
     shards: Any = (q, k, v)
     options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
     how: dict[str, Any] = {"strategy": strategy, "layout": layout, "length": length, "head_groups": head_groups}
     how["key_ranges"] = key_ranges
     tracing, repeated = torch.compiler.is_compiling(), None
-    if not tracing:
+    if not (tracing or unknown):
         tensors = (*shards, sinks, mask, bias, alibi_slopes)
         repeated = repeated_calls.find(tensors, mesh, seq_info, backend, options, how)
     if repeated is not None and repeated.known is not None:
         rows, request = _with_batch_axis(q, k, v), repeated.known[0]
     else:
         try:
+            if unknown:
+                refuse_keywords(context_parallel_attention, unknown)
             local = to_local(shards, mesh)
             for name, tensor in zip("qkv", local):
                 plan.check_tensor(name, tensor)
@@ -143,7 +143,7 @@ def context_parallel_attention(
             rows, request = _build_request(q, k, v, sinks, mesh, options, seq_info, backend, **how)
         except Exception as error:
             if not tracing:  # A trace cannot send. Ranks compare when the op runs.
-                _announce_error(error, mesh)
+                announce_error(error, mesh)
             raise
     results: tuple[Tensor, ...]
     if tracing:
@@ -236,15 +236,6 @@ def _build_request(
 
 def _with_batch_axis(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple([tensor[None] if tensor.dim() == 3 else tensor for tensor in tensors])
-
-
-def _announce_error(error: Exception, mesh: Any) -> None:
-    """Tells the other ranks that this rank raises, so that they raise too; does nothing without a mesh of ranks."""
-    try:
-        names = group_names(mesh)
-    except (TypeError, ShapeError):
-        return
-    announce_refusal(error, *map(find_axis, names))
 
 
 def _check_tensors(q: Any, k: Any, v: Any, sinks: Any) -> None:

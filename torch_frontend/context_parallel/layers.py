@@ -6,12 +6,12 @@ Inside the block, ``torch_frontend.module.Attention`` and the registered attenti
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
 from threading import Lock
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # layers import this module, and run where torch was built wi
     from torch.distributed.device_mesh import DeviceMesh
 
 Tensor = torch.Tensor
+T = TypeVar("T")
 
 
 class ActiveMesh(NamedTuple):
@@ -47,6 +48,17 @@ class ActiveMesh(NamedTuple):
         return context_parallel_attention(
             q, k, v, mesh=self.mesh, strategy=strategy, layout=layout, length=length, seq_info=info, **options
         )
+
+    def tell(self, check: Callable[..., T], *arguments: Any) -> T:
+        """Returns what a function returns. If it raises, the other ranks hear of it: they would wait for this one."""
+        try:
+            return check(*arguments)
+        except Exception as error:
+            if not torch.compiler.is_compiling():  # a trace cannot send
+                from torch_frontend.context_parallel.agreement import announce_error
+
+                announce_error(error, self.mesh)
+            raise
 
     def with_documents(self, info: SeqInfo | None) -> ActiveMesh:
         """Returns the same arguments with the documents of a call."""
@@ -112,6 +124,20 @@ _entered, _lock = 0, free_in_children(Lock())
 _ran_under: WeakKeyDictionary[torch.nn.Module, ActiveMesh | None] = WeakKeyDictionary()
 
 
+def _checked(block: ActiveMesh) -> ActiveMesh:
+    """Returns a block's arguments; raises for an unknown layout or mesh here instead of in the first layer."""
+    length = block.length
+    if length is not None and (isinstance(length, bool) or not isinstance(length, int) or length < 1):
+        raise SpecError(f"length={shown(length)}: expected the positions of the whole row, an int")
+    block = block._replace(seq_info=SeqInfo.coerce(block.seq_info))
+    if block.documents is not None:
+        row_lengths(length, block.documents, (0, 0), 1)
+    # Documents to deal may come with the layers' calls. Arrays have no truth value, so the kind is checked first.
+    if block.documents is not None or not isinstance(block.layout, str) or block.layout != "documents":
+        block.row_layout(1)
+    return block
+
+
 @contextmanager
 def use_context_parallel(
     mesh: DeviceMesh,
@@ -141,14 +167,8 @@ def use_context_parallel(
         SpecError, ShapeError: for invalid arguments. Layers raise for calls that ranks cannot share.
     """
     global _entered
-    if length is not None and (isinstance(length, bool) or not isinstance(length, int) or length < 1):
-        raise SpecError(f"length={shown(length)}: expected the positions of the whole row, an int")
-    block = ActiveMesh(mesh, strategy, layout, length, SeqInfo.coerce(seq_info))
-    if block.documents is not None:
-        row_lengths(length, block.documents, (0, 0), 1)
-    # Documents to deal may come with the layers' calls. Arrays have no truth value, so the kind is checked first.
-    if block.documents is not None or not isinstance(layout, str) or layout != "documents":
-        block.row_layout(1)  # raises for an unknown layout or mesh here instead of in the first layer
+    block = ActiveMesh(mesh, strategy, layout, length, seq_info)
+    block = block.tell(_checked, block)
     before = _active.get()
     try:  # around the changes as well, because Ctrl-C may raise right after one
         _active.set(block)

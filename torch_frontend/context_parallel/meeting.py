@@ -8,11 +8,9 @@ rank does not come to a meeting, its **watcher**, a thread, answers for it:
 - if it has begun the exchange already, the watcher says so. Then every rank takes part in the exchanges that any rank
   has begun, a rank without a valid call with NaN as its numbers (``stand_in``), and then every rank raises one error.
 
-So no rank waits for a rank that refused. If calls wait for their exchanges, as over gloo, all ranks raise in the call
-that was refused, and can go on. Over NCCL, or if a call exchanges nothing, a rank may have returned from that call,
-which its watcher says, too. This rank is **late**: where the others raised, it did not, so the calls of the ranks no
-longer belong together. Then every rank raises the error in every later call of the mesh. A watcher looks into the store
-every ``POLL`` seconds times the number of ranks, which takes about 25 microseconds each time.
+So no rank waits for a rank that refused. A rank that has returned from the exchange is **late**: where the others
+raised, it did not, so the calls of the ranks no longer belong together, and every rank raises the error in every later
+call of the mesh. It is the same if watchers find that ranks made different calls that all knew (``journal``).
 """
 
 from __future__ import annotations
@@ -21,30 +19,29 @@ import json
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakMethod
 
 from attn_core.call.after_fork import free_in_children
 from attn_core.context_parallel.request import Request
 from attn_core.errors import SpecError
 from torch_frontend.context_parallel import watcher
-from torch_frontend.context_parallel.answers import Answers, Overtaken, describe_late, describe_ranks, list_ranks
+from torch_frontend.context_parallel.answers import (
+    APART,
+    TEXT,
+    Answers,
+    Overtaken,
+    describe_lost,
+    describe_ranks,
+    exchanges_to_join,
+    list_ranks,
+)
+from torch_frontend.context_parallel.journal import AHEAD, Exchange, LateComparison
 
-POLL = 0.05
-"""Seconds between two looks of a watcher, for each rank of the mesh: so many ranks do not flood the store."""
 LONGEST_REFUSAL = 10.0
 """Seconds that a rank with an invalid call waits for the others before it raises alone."""
 REMEMBERED = 4096
 """Calls that a mesh knows to be the same on all ranks."""
-AHEAD = 2048
-"""Exchanges that a rank may begin before its watcher hears of a refusal; a GPU queues about 1000 launches."""
-
-
-class Exchange(NamedTuple):
-    """An exchange that a rank begins: "forward", "backward", or one of these with "compiled" before it."""
-
-    kind: str
-    request: Request
 
 
 class Meeting:
@@ -76,20 +73,18 @@ class Meeting:
         self._store, self._rank, self._play, self._describe = store, rank, play, describe
         self._answers = Answers(store, rank, size, timeout)
         self._lock = free_in_children(Lock())
-        self._count = 0
-        """The exchanges that began, and the calls that were refused."""
-        self._ended = 0
-        """The last exchange whose call or backward has come to its end."""
+        self._count = self._ended = 0
+        """The exchanges that began, and the calls that were refused; the last exchange that has come to its end."""
         self._begun: deque[tuple[int, Exchange]] = deque(maxlen=AHEAD)
         self._met: deque[int] = deque(maxlen=256)
         self._asked: set[int] = set()
         self.stopped: int | None = None
-        self._owed: list[int] = []
-        """Calls that this rank refused before all others came to them."""
-        self._heard, self._lost = "", ""
-        """The error of the last rank that asked; and the error of all later calls, once a rank was late."""
+        self._owed: list[int] = []  # calls that this rank refused before all others came to them
+        self._heard = self._lost = ""
+        """The error of the last rank that asked; and the error of all later calls."""
         self._agreed: OrderedDict[Request, str] = OrderedDict()
-        watcher.start(watched, POLL * size, WeakMethod(self._hear))
+        self._late = LateComparison(rank, size, describe)
+        watcher.start(watched, size, WeakMethod(self._hear), WeakMethod(self._compare))
 
     def agreed(self, request: Request) -> bool:
         """Returns whether all ranks made this call before."""
@@ -102,15 +97,12 @@ class Meeting:
             SpecError: if another rank refused this call or an earlier one, or makes another one.
         """
         with self._lock:
-            number = self._count + 1
-            if (
-                self.stopped is None
-                and not (self._owed or self._lost)
-                and (number not in self._asked or number in self._met)
-            ):
+            number, unsettled = self._count + 1, self._owed or self._late.found or self._lost
+            if self.stopped is None and not unsettled and (number not in self._asked or number in self._met):
                 self._count = number
                 self._begun.append((number, exchange))
                 return
+        self._stop_if_apart()
         self._catch_up()
         if self._count + 1 in self._asked:
             self.meet(self._text(exchange))
@@ -124,7 +116,7 @@ class Meeting:
                 return
         self._end_stopped(raises=True)
 
-    def meet(self, text: str, request: Request | None = None, *, refused: bool = False) -> None:
+    def meet(self, text: str, request: Request | None = None, *, refused: bool = False, kind: str = TEXT) -> None:
         """Compares this rank's text with the texts of all ranks at the next number; ``request`` is then known to all.
 
         Raises:
@@ -132,18 +124,20 @@ class Meeting:
             TimeoutError: if a rank does not come. A rank that refused returns instead, to raise its own error.
         """
         seconds = LONGEST_REFUSAL if refused else None
+        if kind == TEXT:
+            self._stop_if_apart()
         self._catch_up(seconds)
         with self._lock:
             number = self._count + 1
             self._met.append(number)
-        self._store.set(f"{number}/{self._rank}", json.dumps(["text", text]))
+        self._store.set(f"{number}/{self._rank}", json.dumps([kind, text]))
         while True:
             try:
                 answers = self._answers.collect(number, self._stopped_before, seconds)
                 break
             except Overtaken:
                 self._catch_up(seconds)
-        if refused or any(answer != ["text", text] for answer in answers):
+        if refused or any(answer != [kind, text] for answer in answers):
             self._settle(number, answers, number - 1)
             return
         self._answers.forget_before(number)
@@ -151,6 +145,19 @@ class Meeting:
             self._agreed[request] = text
             if len(self._agreed) > REMEMBERED:
                 self._agreed.popitem(last=False)
+
+    def compare(self, text: str) -> None:
+        """Meets before an exchange that ``begin`` does not count, and counts it. Raises as ``meet``."""
+        self.meet(text)
+        with self._lock:
+            self._count = self._ended = self._count + 1
+
+    def _stop_if_apart(self) -> None:
+        """Meets the others with the error that the watchers found: some ranks may be in their next exchange already."""
+        if self._late.found and not self._lost:
+            self.meet(self._late.found, refused=True, kind=APART)
+            self._lost = self._late.found
+            raise SpecError(self._lost)
 
     def _catch_up(self, seconds: float | None = None) -> None:
         """Raises SpecError if a rank was late, now or before.
@@ -189,27 +196,23 @@ class Meeting:
             self._settle(number, answers, self._count, raises=raises)
 
     def _settle(self, number: int, answers: list[Any], began: int, *, raises: bool = True) -> None:
-        """Ends an attempt: takes part in everything that a rank has begun, and raises if the ranks' texts differ.
+        """Ends an attempt: takes part in all that a rank has begun after ``began``, where this rank does already.
 
-        Args:
-            began: the last exchange in which this rank takes part already.
-            raises: whether to raise even if no rank was late.
+        Raises an error if the ranks' texts differ, without ``raises`` only if a rank was late.
         """
-        running = [answer[1] for answer in answers if answer is not None and answer[0] == "running"]
-        longest: dict[str, Any] = {"count": number, "begun": []}
-        if running:
-            longest = max(running, key=lambda each: int(each["count"]))
+        last, begun = exchanges_to_join(answers, number)
         known = {text: request for request, text in self._agreed.items()}
         try:
-            for kind, text in longest["begun"][max(0, began + 1 - number) :]:
+            for kind, text in begun[max(0, began + 1 - number) :]:
                 if text in known:
                     self._play(Exchange(kind, known[text]))
         finally:
             with self._lock:
-                self._count, self.stopped = max(longest["count"], self._count, number), None
+                self._count, self.stopped = max(last, self._count, number), None
                 self._met.append(number)
+                self._late.since = self._count
                 self._asked = {each for each in self._asked if each > self._count}
-        error, self._lost = describe_ranks(answers), self._lost or describe_late(answers)
+        error, self._lost = describe_ranks(answers), self._lost or describe_lost(answers)
         if None in answers:
             self._owed.append(number)
         elif self._lost or (error and raises):
@@ -219,11 +222,8 @@ class Meeting:
         return self.stopped is not None and self.stopped < number
 
     def _hear(self, store: Any, number: int, asker: int) -> None:
-        """Answers a rank that waits for this one at a number. The watcher calls it, in its own thread.
-
-        Args:
-            store: the watcher's own connection: a store serves one request at a time, and the other thread may wait.
-        """
+        """Answers a rank that waits for this one at a number. The watcher calls it, in its own thread and with its own
+        connection: a store serves one request at a time, and the other thread may wait."""
         with self._lock:
             if number in self._met:
                 return
@@ -239,7 +239,7 @@ class Meeting:
         with self._lock:
             begun = [exchange for at, exchange in self._begun if at >= number]
             texts = [self._text(exchange, lambda request: str(request.options)) for exchange in begun]
-            if begun[0].kind.endswith("forward") and theirs == ["text", texts[0]]:
+            if begun[0].kind.endswith("forward") and theirs == [TEXT, texts[0]]:
                 answer: list[Any] = theirs  # the same call, which is new to the other rank alone
             else:
                 self.stopped = number if self.stopped is None else min(self.stopped, number)
@@ -248,6 +248,13 @@ class Meeting:
                 answer = ["running", {"count": self._count, "begun": named, "late": late}]
             self._met.append(number)  # a second answer might differ, and other ranks have read the first
         store.set(f"{number}/{self._rank}", json.dumps(answer))
+
+    def _compare(self, store: Any) -> None:
+        """Compares afterwards what this rank and the next one have exchanged. The watcher calls it."""
+        with self._lock:
+            begun = [] if self.stopped is not None or self._lost else list(self._begun)
+        if begun:
+            self._late.look(store, begun)
 
     def _text(self, exchange: Exchange, describe: Callable[[Request], str] | None = None) -> str:
         return self._agreed.get(exchange.request) or (describe or self._describe)(exchange.request)

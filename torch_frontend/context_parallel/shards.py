@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from attn_core.context_parallel import layout as layouts
 from attn_core.context_parallel import places, request
 from attn_core.errors import ShapeError
+from torch_frontend.context_parallel.agreement import announce_error, compare
 from torch_frontend.context_parallel.exchange import gather
 from torch_frontend.context_parallel.mesh import find_axis, group_names, rank_of, row_layout
 from torch_frontend.dispatch import plan, tensor_kinds
@@ -49,12 +50,25 @@ def shard_sequence(
 def unshard_sequence(
     x: Tensor, mesh: DeviceMesh, *, length: int, layout: str = "zigzag", dim: int = 1, seq_info: Any = None
 ) -> Tensor:
-    """Returns the whole row of ``length`` positions on every rank, from every rank's shard ``x``. Has no gradient."""
-    plan.check_tensor("x", x)
-    dim = layouts.check_axis(dim, x.dim())
-    row = row_layout(mesh, layout, length, document_offsets(seq_info))
-    if x.shape[dim] != row.shard:
-        raise ShapeError(f"x: expected a shard of {row.shard} positions at dim {dim}, got {x.shape[dim]}")
+    """Returns the whole row of ``length`` positions on every rank, from every rank's shard ``x``. Has no gradient.
+
+    Ranks compare every call first, through the store of torch.distributed.
+
+    Raises:
+        ShapeError, SpecError, TypeError: for invalid arguments, and on every rank if ranks make different calls.
+    """
+    try:
+        plan.check_tensor("x", x)
+        dim = layouts.check_axis(dim, x.dim())
+        documents = document_offsets(seq_info)
+        row = row_layout(mesh, layout, length, documents)
+        if x.shape[dim] != row.shard:
+            raise ShapeError(f"x: expected a shard of {row.shard} positions at dim {dim}, got {x.shape[dim]}")
+    except Exception as error:
+        announce_error(error, mesh)
+        raise
+    where = f"length {length}, layout {layout}" + ("" if documents is None else f", documents {documents}")
+    compare(f"unshard_sequence: x {list(x.shape)} {x.dtype}, dim {dim}, {where}", *map(find_axis, group_names(mesh)))
     order = torch.from_numpy(places.places_by_position(row)).to(x.device)
     tensor_kinds.check_data(order, x=x)
     shards = x.movedim(dim, 0).contiguous()

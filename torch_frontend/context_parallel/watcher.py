@@ -1,4 +1,4 @@
-"""Looks for questions of other ranks in a key-value store: a thread for each mesh, the watcher, answers them."""
+"""Looks into a key-value store: a thread for each mesh, the watcher, answers questions and compares what ranks did."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from weakref import WeakMethod
 
 import torch.distributed as dist
 
+POLL = 0.05
+"""Seconds between two looks of a watcher, for each rank of the mesh: so many ranks do not flood the store."""
+
 
 def ask(store: Any, number: int, rank: int) -> None:
     """Asks the watchers of all ranks to answer for ranks that have not come to a meeting."""
@@ -18,34 +21,38 @@ def ask(store: Any, number: int, rank: int) -> None:
     store.set(f"question {question}", json.dumps([number, rank]))
 
 
-def start(store: Any, seconds: float, hear: WeakMethod[Any]) -> None:
-    """Starts a thread that calls ``hear(store, number, rank)`` for each question, until the process or its groups end.
+def start(store: Any, ranks: int, hear: WeakMethod[Any], compare: WeakMethod[Any]) -> None:
+    """Starts a thread that looks into a store until the process or its groups end.
 
     Args:
         store: used by this thread alone, because a store serves one request at a time.
-        seconds: between two looks.
-        hear: a weak reference, so that the thread keeps no meeting alive.
+        ranks: the number of ranks of the mesh.
+        hear: called with (store, number, rank) for each question. A weak reference, so that the thread keeps no meeting
+            alive.
+        compare: called with the store after each look.
     """
     ended = Event()
-    thread = Thread(target=_watch, args=(store, seconds, hear, ended), name="attn_core watcher", daemon=True)
+    arguments = (store, min(POLL * ranks, 2.0), hear, compare, ended)
+    thread = Thread(target=_watch, args=arguments, name="attn_core watcher", daemon=True)
     thread.start()
     atexit.register(_end, thread, ended, os.getpid())
 
 
-def _watch(store: Any, seconds: float, hear: WeakMethod[Any], ended: Event) -> None:
+def _watch(store: Any, seconds: float, hear: WeakMethod[Any], compare: WeakMethod[Any], ended: Event) -> None:
     question = 1
-    while not ended.wait(min(seconds, 2.0)) and dist.is_initialized():
-        listener = hear()
-        if listener is None:
+    while not ended.wait(seconds) and dist.is_initialized():
+        listener, comparer = hear(), compare()
+        if listener is None or comparer is None:
             return
         try:
             while store.check([f"question {question}"]):
                 number, rank = json.loads(store.get(f"question {question}"))
                 question += 1
                 listener(store, number, rank)
+            comparer(store)
         except Exception:  # the store is gone: the process that has it ended
             return
-        del listener
+        del listener, comparer
 
 
 def _end(thread: Thread, ended: Event, process: int) -> None:

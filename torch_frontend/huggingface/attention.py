@@ -182,8 +182,8 @@ def attend_in_context(
         bands: (is_causal, sliding_window).
     """
     q, k, v = (tensor.transpose(1, 2) for tensor in operands)  # [batch, len, heads, head_dim]
-    huggingface_context.check_arguments(tables, q, k)
-    refuse_over_ranks(options.pop("invariant", None))
+    context.tell(huggingface_context.check_arguments, tables, q, k)
+    context.tell(refuse_over_ranks, options.pop("invariant", None))
     visible, _, _ = split_mask(tables["attention_mask"], module, *bands, (q.shape[1], k.shape[1]))
     causal = visible.right == 0
     window = visible.left, None if causal else visible.right

@@ -15,7 +15,12 @@ from torch_frontend.huggingface.described_mask import DescribedMask, VisibleKeys
 Tensor = torch.Tensor
 
 
-def mask(
+def mask(context: ActiveMesh, *arguments: Any) -> DescribedMask:
+    """Returns ``_mask``; the other ranks hear of a refusal."""
+    return context.tell(_mask, context, *arguments)
+
+
+def _mask(
     context: ActiveMesh,
     batch: int,
     lengths: tuple[int, int],
@@ -48,7 +53,7 @@ def mask(
             f"function {getattr(mask_function, '__qualname__', mask_function)!r}, whose indices are places in a shard"
         )
     visible = VisibleKeys(pattern.left, pattern.right, 0, lengths, context=context)
-    return DescribedMask(batch, device, visible, _no_table)
+    return DescribedMask(batch, device, visible, lambda: context.tell(_no_table))
 
 
 def _leave_to_python() -> None:
@@ -67,9 +72,9 @@ def context_of(module: Any, attention_mask: Any) -> ActiveMesh | None:
     """
     if not isinstance(attention_mask, DescribedMask):
         return active_for(module)
-    context = attention_mask.visible.context
-    if context is None and active_mesh() is not None:
-        raise SpecError("attention_mask: expected one built inside the use_context_parallel block, or None")
+    context, around = attention_mask.visible.context, active_mesh()
+    if context is None and around is not None:
+        around.tell(_refuse_earlier_mask)
     return context
 
 
@@ -111,6 +116,10 @@ def _refuse_padding(context: ActiveMesh, attention_mask: Tensor | None, keys: in
             f"attention_mask: expected no padding in context parallelism, got {hidden} tokens of it; pack documents "
             "in one row, and pass their seq_info to use_context_parallel"
         )
+
+
+def _refuse_earlier_mask() -> None:
+    raise SpecError("attention_mask: expected one built inside the use_context_parallel block, or None")
 
 
 def _no_table() -> Tensor:
