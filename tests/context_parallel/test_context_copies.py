@@ -216,7 +216,7 @@ def test_copy_engines_have_the_bits_of_nccl(tmp_path: Any) -> None:
     ]
     jobs = {case.name: (SCENES, "both_ways", (case,)) for case in cases}
     jobs["many"] = (SCENES, "many_messages", ("cuda",))
-    jobs["captured"] = ("context_torch_worker", "captured", (base._replace(options=(CAUSAL,)),))
+    jobs["captured"] = (SCENES, "captured", (base._replace(options=(CAUSAL,)),))
     (actual,) = in_ranks([World("gpus", 2, jobs, 120.0, "cuda")], tmp_path, 500).values()
     for case in cases:
         for rank in actual:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import context_told_scenes
+import context_torch_worker
 import numpy as np
 import pytest
 import torch
@@ -80,6 +81,15 @@ def exchange_by_copies(axes: tuple[int, ...], device: str = "cpu") -> list[Outbo
             outboxes.append(Outbox(partial(SharedMemory, axis, folder), axis.rank))
             copy_engines.set_outbox(axis, CPU, outboxes[-1])
     return outboxes
+
+
+def captured(case: Case) -> bool:
+    """``context_torch_worker.captured`` on ranks with outboxes, which a graph does not use."""
+    exchange_by_copies(case.axes, case.device)
+    try:
+        return context_torch_worker.captured(case)
+    finally:
+        copy_engines._outboxes.clear()
 
 
 def messages_of(outboxes: list[Outbox]) -> int:
