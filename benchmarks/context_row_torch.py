@@ -28,7 +28,7 @@ from torch_frontend.context_parallel.attention import (
     explain_context_parallel,
     shard_sequence,
 )
-from torch_frontend.context_parallel.copy_engines import enable_copy_engines
+from torch_frontend.context_parallel.exchange.copy_engines import enable_copy_engines
 
 ROUNDS, REST = 4, 0.03
 OTHER_ROUNDS = 2

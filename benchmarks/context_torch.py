@@ -39,8 +39,8 @@ from benchmarks.context_shapes import (
 )
 from benchmarks.hopper_group import take_turns
 from benchmarks.measure import environment
-from torch_frontend.context_parallel import exchange
 from torch_frontend.context_parallel.attention import context_parallel_attention, explain_context_parallel
+from torch_frontend.context_parallel.exchange import messages
 from torch_frontend.context_parallel.shards import shard_sequence, unshard_sequence
 
 Run = Callable[[], Any]
@@ -171,11 +171,12 @@ class _Silent:
 
 
 def _silent(run: Run, silent: _Silent) -> None:
-    real, exchange._c10d = exchange._c10d, silent
+    real: Any = messages.collectives
+    messages.collectives = silent  # type: ignore[assignment]
     try:
         run()
     finally:
-        exchange._c10d = real
+        messages.collectives = real
 
 
 @contextmanager

@@ -61,7 +61,7 @@ if TYPE_CHECKING:
         shard_sequence,
         unshard_sequence,
     )
-    from torch_frontend.context_parallel.copy_engines import enable_copy_engines
+    from torch_frontend.context_parallel.exchange.copy_engines import enable_copy_engines
     from torch_frontend.finetrainers import attention_dispatch as scaled_dot_product_attention
 if torch.distributed.is_available():  # torch can be built without it
     __all__ += ["context_parallel_attention", "enable_copy_engines", "explain_context_parallel"]

@@ -58,8 +58,8 @@ class Ranks:
         """Returns ``[[MiB, GiB/s], ...]`` of each kind of exchange, in rising sizes that take rising times."""
         import torch
 
-        from torch_frontend.context_parallel import exchange
-        from torch_frontend.context_parallel.exchange import KVPair
+        from torch_frontend.context_parallel.exchange import exchanges
+        from torch_frontend.context_parallel.exchange.exchanges import KVPair
 
         others = self.axis.size - 1
 
@@ -69,7 +69,7 @@ class Ranks:
 
         def all_gather(size: float) -> Run:
             tensor = self._numbers(size / others).view(1, -1, 1, 1)
-            return lambda: exchange.gather(self.axis, [tensor]).wait()
+            return lambda: exchanges.gather(self.axis, [tensor]).wait()
 
         def all_to_all(size: float) -> Run:
             even = [self._numbers(size / others).numel()] * self.axis.size
@@ -127,7 +127,7 @@ class Ranks:
         import torch
 
         from torch_frontend import attention
-        from torch_frontend.context_parallel import exchange
+        from torch_frontend.context_parallel.exchange import exchanges
 
         tokens, heads, kv_heads, dim = ROW[self.kind]
         q, k, v = (self._heads(tokens, each, dim) for each in (heads, kv_heads, kv_heads))
@@ -144,7 +144,7 @@ class Ranks:
         sending = self._seconds(self._gathering(tensor))
 
         def together() -> None:
-            pending = exchange.gather(self.axis, [tensor])
+            pending = exchanges.gather(self.axis, [tensor])
             compute()
             pending.wait()
 
@@ -152,9 +152,9 @@ class Ranks:
         return min(1.0, max(0.0, more / min(alone, sending)))
 
     def _gathering(self, tensor: Any) -> Run:
-        from torch_frontend.context_parallel import exchange
+        from torch_frontend.context_parallel.exchange import exchanges
 
-        return lambda: exchange.gather(self.axis, [tensor]).wait()
+        return lambda: exchanges.gather(self.axis, [tensor]).wait()
 
     def _numbers(self, size: float) -> Any:
         """Returns a flat tensor of about ``size`` bytes. Not zeros: on these a GPU draws less power and is faster."""

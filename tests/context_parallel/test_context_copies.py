@@ -14,7 +14,7 @@ if not torch.distributed.is_available():
 
 from context_torch_worker import Case, Failed, World, in_ranks, once
 
-from torch_frontend.context_parallel.outbox import DONE, READY, ROOM, SMALLEST, Outbox, Part
+from torch_frontend.context_parallel.exchange.outbox import DONE, READY, ROOM, SMALLEST, Outbox, Part
 
 pytestmark = pytest.mark.rotates
 

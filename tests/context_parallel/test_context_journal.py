@@ -13,7 +13,7 @@ if not torch.distributed.is_available():
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_frontend.context_parallel.journal import AHEAD, SHOWN, Exchange, Journal, LateComparison
+from torch_frontend.context_parallel.agreement.journal import AHEAD, SHOWN, Exchange, Journal, LateComparison
 
 
 def journal_of(texts: list[str], since: int = 0) -> Journal:

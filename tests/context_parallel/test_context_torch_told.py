@@ -15,7 +15,7 @@ from context_late_scenes import TRIES, Late
 from context_torch_worker import Failed, World, in_ranks, once
 
 from attn_core import SpecError
-from torch_frontend.context_parallel.meeting import Exchange, Meeting
+from torch_frontend.context_parallel.agreement.meeting import Exchange, Meeting
 
 pytestmark = pytest.mark.timeout(200)
 

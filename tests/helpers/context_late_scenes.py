@@ -20,7 +20,8 @@ from context_torch_scenes import error_of, row, tensors
 from torch.distributed.device_mesh import DeviceMesh
 
 from torch_frontend import attention
-from torch_frontend.context_parallel import backward, forward, meeting, stand_in, watcher
+from torch_frontend.context_parallel import backward, forward
+from torch_frontend.context_parallel.agreement import meeting, stand_in, watcher
 from torch_frontend.context_parallel.attention import context_parallel_attention, shard_sequence
 
 PATIENCE = 6.0

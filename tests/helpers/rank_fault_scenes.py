@@ -17,8 +17,8 @@ from context_torch_scenes import LENGTH, error_of, row
 from context_torch_worker import mesh_of
 
 from torch_frontend import attention
-from torch_frontend.context_parallel import exchange
 from torch_frontend.context_parallel.attention import context_parallel_attention, shard_sequence
+from torch_frontend.context_parallel.exchange import messages
 
 TIMEOUT = 4.0
 """Of the process groups, in seconds."""
@@ -63,7 +63,7 @@ def fault(how: str) -> tuple[Any, float]:
 
 def start(how: str) -> None:
     """Prepares the fault of this rank, which happens at its next message."""
-    collectives = exchange._c10d
+    collectives: Any = messages.collectives
 
     class FaultyCollectives:
         def __getattr__(self, name: str) -> Any:
@@ -74,7 +74,7 @@ def start(how: str) -> None:
                 os.kill(os.getpid(), signal.SIGSTOP)
             return getattr(collectives, name)
 
-    exchange._c10d = FaultyCollectives()
+    messages.collectives = FaultyCollectives()  # type: ignore[assignment]
     if how == "is late":
         time.sleep(TIMEOUT / 3)
 

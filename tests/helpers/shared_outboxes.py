@@ -21,10 +21,10 @@ import torch.distributed as dist
 from context_torch_worker import Case, mesh_of, run
 
 from attn_core.errors import DeviceError
-from torch_frontend.context_parallel import copy_engines
+from torch_frontend.context_parallel.exchange import copy_engines
+from torch_frontend.context_parallel.exchange.messages import Outgoing, receive
+from torch_frontend.context_parallel.exchange.outbox import Outbox
 from torch_frontend.context_parallel.mesh import RankAxis, find_axis, group_names
-from torch_frontend.context_parallel.messages import Outgoing, receive
-from torch_frontend.context_parallel.outbox import Outbox
 
 CPU = torch.device("cpu")
 

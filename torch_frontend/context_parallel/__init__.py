@@ -5,7 +5,7 @@ from typing import Any
 
 PUBLIC = {
     "context_parallel_attention": "attention",
-    "enable_copy_engines": "copy_engines",
+    "enable_copy_engines": "exchange.copy_engines",
     "explain_context_parallel": "attention",
     "shard_sequence": "shards",
     "unshard_sequence": "shards",

@@ -18,7 +18,7 @@ from attn_core.context_parallel.request import Request, build_request
 from attn_core.errors import DeviceError, DTypeError, SpecError
 from attn_core.selection import override
 from torch_frontend.context_parallel import differentiable, repeated_calls
-from torch_frontend.context_parallel.agreement import announce_error
+from torch_frontend.context_parallel.agreement.calls import announce_error
 from torch_frontend.context_parallel.dtensor import to_dtensor, to_local
 from torch_frontend.context_parallel.mesh import group_names
 from torch_frontend.context_parallel.prepare import explain_request

@@ -17,8 +17,9 @@ from attn_core.context_parallel.on_torch.rows import SavedRows, TileGradients, T
 from attn_core.context_parallel.on_torch.tiles import TileRun
 from attn_core.context_parallel.plan import ROUNDED_ONCE, Step
 from attn_core.context_parallel.prefetch import prefetch
-from torch_frontend.context_parallel import exchange, forward
-from torch_frontend.context_parallel.exchange import KVPair, PendingExchange
+from torch_frontend.context_parallel import forward
+from torch_frontend.context_parallel.exchange import exchanges
+from torch_frontend.context_parallel.exchange.exchanges import KVPair, PendingExchange
 from torch_frontend.context_parallel.forward import Residuals
 from torch_frontend.context_parallel.keys import Keys
 from torch_frontend.context_parallel.prepare import RankPlan
@@ -132,7 +133,7 @@ def _gathered_gradients(plan: RankPlan, saved: Residuals, steps: Steps) -> Group
     """Computes a group's gradients from gathered keys. Sends each other rank the sum for its keys."""
     dq, own = _totals(plan, saved)
     others, pair = plan.outer.size - 1, (saved.k, saved.v)
-    sender = exchange.GradientSend(plan.outer, plan.k_size, pair, plan.sent_dtype)
+    sender = exchanges.GradientSend(plan.outer, plan.k_size, pair, plan.sent_dtype)
     sent = [
         Total(block, others * plan.k_size, plan.sent_dtype, buffer)
         for block, buffer in zip(pair, sender.buffers, strict=True)
@@ -209,4 +210,4 @@ def _start_shards(plan: RankPlan, gradients: TileGradients, dtype: torch.dtype) 
         return PendingExchange.ready([each[:, :, None] for each in tensors] if plan.regroups else tensors)
     q_shard, k_shard = plan.call.plan.q_layout.shard, plan.call.plan.k_layout.shard
     places, shards = (plan.q_places, plan.k_places, plan.k_places), (q_shard, k_shard, k_shard)
-    return exchange.positions_to_heads(plan.inner, tensors, places, shards)
+    return exchanges.positions_to_heads(plan.inner, tensors, places, shards)

@@ -15,7 +15,7 @@ from attn_core.call import ranges
 from attn_core.context_parallel.request import Metadata, Request
 from attn_core.selection import override
 from torch_frontend.context_parallel import backward, forward
-from torch_frontend.context_parallel.agreement import (
+from torch_frontend.context_parallel.agreement.calls import (
     Prepared,
     begin_exchange,
     end_exchange,

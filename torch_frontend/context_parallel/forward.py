@@ -10,8 +10,8 @@ import torch
 from attn_core.backends.shared.sinks import with_sinks
 from attn_core.context_parallel.on_torch import rows
 from attn_core.context_parallel.prefetch import prefetch
-from torch_frontend.context_parallel import exchange
-from torch_frontend.context_parallel.exchange import PendingExchange
+from torch_frontend.context_parallel.exchange import exchanges
+from torch_frontend.context_parallel.exchange.exchanges import PendingExchange
 from torch_frontend.context_parallel.keys import Keys
 from torch_frontend.context_parallel.prepare import RankPlan
 
@@ -87,7 +87,7 @@ def _start_block(plan: RankPlan, q: Tensor, k: Tensor, v: Tensor, group: int) ->
     tensors = [group_heads(plan, tensor, group, kv=at > 0) for at, tensor in enumerate((q, k, v))]
     if plan.inner.size == 1:
         return PendingExchange.ready(tensors)
-    return exchange.heads_to_positions(plan.inner, tensors, (plan.q_places, plan.k_places, plan.k_places))
+    return exchanges.heads_to_positions(plan.inner, tensors, (plan.q_places, plan.k_places, plan.k_places))
 
 
 def group_heads(plan: RankPlan, tensor: Tensor, group: int, *, kv: bool) -> Tensor:
@@ -126,7 +126,7 @@ def _start_results(plan: RankPlan, out: Tensor, lse: Tensor | None) -> PendingEx
     if plan.inner.size == 1:
         return PendingExchange.ready([tensor[:, :, None] for tensor in tensors])
     count, shard = len(tensors), plan.call.plan.q_layout.shard
-    return exchange.positions_to_heads(plan.inner, tensors, [plan.q_places] * count, [shard] * count)
+    return exchanges.positions_to_heads(plan.inner, tensors, [plan.q_places] * count, [shard] * count)
 
 
 def start_rows(
@@ -144,7 +144,7 @@ def start_rows(
     parts = [group_heads(plan, tensor, group, kv=False) for tensor in tensors]
     pending = PendingExchange.ready(parts)
     if plan.inner.size > 1:
-        pending = exchange.heads_to_positions(plan.inner, parts, [plan.q_places] * len(parts))
+        pending = exchanges.heads_to_positions(plan.inner, parts, [plan.q_places] * len(parts))
 
     def unpack(_: list[Tensor]) -> tuple[Tensor, Tensor | None]:
         block, *rest = pending.wait()

@@ -55,7 +55,7 @@ class ActiveMesh(NamedTuple):
             return check(*arguments)
         except Exception as error:
             if not torch.compiler.is_compiling():  # a trace cannot send
-                from torch_frontend.context_parallel.agreement import announce_error
+                from torch_frontend.context_parallel.agreement.calls import announce_error
 
                 announce_error(error, self.mesh)
             raise

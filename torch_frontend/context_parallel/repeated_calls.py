@@ -18,7 +18,7 @@ from attn_core.call.options import Options, is_plain_window
 from attn_core.call.seq_info import SeqInfo
 from attn_core.context_parallel.request import Request
 from attn_core.selection import override
-from torch_frontend.context_parallel.agreement import Prepared, find_meeting
+from torch_frontend.context_parallel.agreement.calls import Prepared, find_meeting
 from torch_frontend.context_parallel.mesh import group_names
 from torch_frontend.dispatch import autocast, tensor_kinds
 from torch_frontend.dispatch.after_import import after_import

@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from attn_core.context_parallel import layout as layouts
 from attn_core.context_parallel import places, request
 from attn_core.errors import ShapeError
-from torch_frontend.context_parallel.agreement import announce_error, compare
-from torch_frontend.context_parallel.exchange import gather
+from torch_frontend.context_parallel.agreement.calls import announce_error, compare
+from torch_frontend.context_parallel.exchange.exchanges import gather
 from torch_frontend.context_parallel.mesh import find_axis, group_names, rank_of, row_layout
 from torch_frontend.dispatch import plan, tensor_kinds
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from torch_frontend.context_parallel import watcher
+from torch_frontend.context_parallel.agreement import watcher
 
 PATIENCE = 0.05
 """Seconds that a rank waits before it asks the watchers of ranks that have not come."""

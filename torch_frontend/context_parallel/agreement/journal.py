@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from attn_core.context_parallel.request import Request
-from torch_frontend.context_parallel.answers import describe_apart
+from torch_frontend.context_parallel.agreement.answers import describe_apart
 
 AHEAD = 2048
 """Exchanges that a rank may begin before its watcher looks, and that it can still compare; a GPU queues about 1000

@@ -13,9 +13,9 @@ from typing import Generic, TypeVar
 import torch
 
 from attn_core.context_parallel.on_torch.places import Places
-from torch_frontend.context_parallel import messages
+from torch_frontend.context_parallel.exchange import messages
+from torch_frontend.context_parallel.exchange.messages import Outgoing, Sent, receive
 from torch_frontend.context_parallel.mesh import RankAxis
-from torch_frontend.context_parallel.messages import Outgoing, Sent, receive
 
 Tensor = torch.Tensor
 T = TypeVar("T")

@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 from attn_core.context_parallel.request import Request
 from attn_core.errors import ShapeError
-from torch_frontend.context_parallel.meeting import Exchange, Meeting
+from torch_frontend.context_parallel.agreement.meeting import Exchange, Meeting
+from torch_frontend.context_parallel.agreement.stand_in import stand_in
 from torch_frontend.context_parallel.mesh import RankAxis, find_axis, group_names
 from torch_frontend.context_parallel.prepare import RankPlan, explain_request, prepare
-from torch_frontend.context_parallel.stand_in import stand_in
 
 Prepared = tuple[RankPlan, Meeting | None]
 

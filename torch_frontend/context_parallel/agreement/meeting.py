@@ -25,8 +25,8 @@ from weakref import WeakMethod
 from attn_core.call.after_fork import free_in_children
 from attn_core.context_parallel.request import Request
 from attn_core.errors import SpecError
-from torch_frontend.context_parallel import watcher
-from torch_frontend.context_parallel.answers import (
+from torch_frontend.context_parallel.agreement import watcher
+from torch_frontend.context_parallel.agreement.answers import (
     APART,
     TEXT,
     Answers,
@@ -36,7 +36,7 @@ from torch_frontend.context_parallel.answers import (
     exchanges_to_join,
     list_ranks,
 )
-from torch_frontend.context_parallel.journal import AHEAD, Exchange, LateComparison
+from torch_frontend.context_parallel.agreement.journal import AHEAD, Exchange, LateComparison
 
 LONGEST_REFUSAL = 10.0
 """Seconds that a rank with an invalid call waits for the others before it raises alone."""

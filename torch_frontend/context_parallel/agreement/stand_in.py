@@ -11,8 +11,8 @@ import torch
 from attn_core.context_parallel import borders
 from attn_core.context_parallel.call import keeps_borders, keeps_gathered
 from torch_frontend.context_parallel import backward, forward
+from torch_frontend.context_parallel.agreement.meeting import Exchange
 from torch_frontend.context_parallel.forward import Residuals
-from torch_frontend.context_parallel.meeting import Exchange
 from torch_frontend.context_parallel.prepare import RankPlan, prepare
 
 Tensor = torch.Tensor

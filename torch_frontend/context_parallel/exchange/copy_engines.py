@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from attn_core.errors import DeviceError
+from torch_frontend.context_parallel.exchange.outbox import Outbox, Part
 from torch_frontend.context_parallel.mesh import RankAxis, find_axis, group_names
-from torch_frontend.context_parallel.outbox import Outbox, Part
 
 T = TypeVar("T")
 _outboxes: dict[str, tuple[weakref.ref[Any], torch.device, Outbox]] = {}
@@ -88,7 +88,7 @@ def _open_outbox(axis: RankAxis, device: torch.device) -> Outbox:
         ImportError, RuntimeError: if this torch or the GPUs cannot.
         DeviceError: if the numbers that arrive are wrong.
     """
-    from torch_frontend.context_parallel.gpu_memory import GpuMemory
+    from torch_frontend.context_parallel.exchange.gpu_memory import GpuMemory
 
     outbox = Outbox(partial(GpuMemory, axis, device), axis.rank)
     count = 1000

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from attn_core.context_parallel.on_torch.head_start import head_start
-from torch_frontend.context_parallel import collectives
-from torch_frontend.context_parallel.copy_engines import find_outbox
+from torch_frontend.context_parallel.exchange import collectives
+from torch_frontend.context_parallel.exchange.copy_engines import find_outbox
+from torch_frontend.context_parallel.exchange.outbox import Arriving, Part
 from torch_frontend.context_parallel.mesh import RankAxis
-from torch_frontend.context_parallel.outbox import Arriving, Part
 
 Tensor = torch.Tensor
 Sent = Tensor | Arriving
