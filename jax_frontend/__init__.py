@@ -32,12 +32,8 @@ from jax_frontend.unsloth import run_attention
 from jax_frontend.warm_up import warm_up
 
 if TYPE_CHECKING:
-    from jax_frontend.context_parallel.attention import (
-        context_parallel_attention,
-        explain_context_parallel,
-        shard_sequence,
-        unshard_sequence,
-    )
+    from jax_frontend.context_parallel.attention import context_parallel_attention, explain_context_parallel
+    from jax_frontend.context_parallel.shards import shard_lengths, shard_sequence, unshard_sequence
 
 __all__ = [
     "NoBackendError",
@@ -63,6 +59,7 @@ __all__ = [
     "pages_of",
     "ragged_paged_attention",
     "run_attention",
+    "shard_lengths",
     "shard_sequence",
     "table_of_rows",
     "unshard_sequence",

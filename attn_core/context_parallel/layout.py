@@ -14,6 +14,8 @@ from attn_core.errors import ShapeError, SpecError, shown
 LAYOUTS = ("contiguous", "zigzag", "striped", "documents")
 """The layouts without a number. Besides, ``"window:W"`` has the number of keys W that a query sees."""
 _WINDOW = "window:"
+_LARGEST = 2**63 - 1
+"""Of a row's length and a window: what an int64 holds."""
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -56,9 +58,14 @@ class Layout:
         return sum(run.count for run in self.runs[rank])
 
     @property
+    def position_counts(self) -> tuple[int, ...]:
+        """The number of positions that each rank holds."""
+        return tuple(self.position_count(rank) for rank in range(self.world))
+
+    @property
     def counts(self) -> str:
         """The fewest and the most positions that a rank holds, as a phrase."""
-        counts = [self.position_count(rank) for rank in range(self.world)]
+        counts = self.position_counts
         return f"{min(counts)} to {max(counts)}, in shards of {self.shard} places"
 
 
@@ -78,8 +85,10 @@ def build_layout(kind: str, length: int, outer: int, inner: int = 1, documents: 
         SpecError, ShapeError: for invalid arguments.
     """
     window = check_layout(kind)
-    if not is_host_int(length) or length < 0:
-        raise SpecError(f"length={shown(length)}: expected the positions of the whole row, an integer of 0 or more")
+    if not is_host_int(length) or not 0 <= length <= _LARGEST:
+        raise SpecError(
+            f"length={shown(length)}: expected the positions of the whole row, an integer from 0 to 2^63 - 1"
+        )
     if outer < 1 or inner < 1:
         raise SpecError(f"world={outer} x {inner}: expected at least one rank each way")
     world = outer * inner

@@ -6,6 +6,7 @@ from typing import Any
 PUBLIC = {
     "context_parallel_attention": "attention",
     "explain_context_parallel": "attention",
+    "shard_lengths": "shards",
     "shard_sequence": "shards",
     "unshard_sequence": "shards",
 }

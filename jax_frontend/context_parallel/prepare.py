@@ -46,8 +46,7 @@ class RankPlan(NamedTuple):
     @property
     def query_count(self) -> Array:
         """The number of places of this device's shard of q that hold a position. These places come first."""
-        layout = self.call.plan.q_layout
-        counts = [layout.position_count(rank) for rank in range(layout.world)]
+        counts = self.call.plan.q_layout.position_counts
         # A table, because the rank is known only when the program runs.
         return jnp.asarray(counts, jnp.int32)[self.axes.rank]
 

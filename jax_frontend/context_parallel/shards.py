@@ -1,4 +1,4 @@
-"""shard_sequence and unshard_sequence: reorder rows from positions to devices, and back."""
+"""Reorders rows from positions to devices, and back, and counts the positions of devices."""
 
 from __future__ import annotations
 
@@ -92,6 +92,29 @@ def unshard_sequence(
             x = lax.all_gather(x, name, axis=dim, tiled=True)
         return jnp.take(x, index, axis=dim)
     return row_mesh.run_sharded(x, None, lambda array: jnp.take(array, index, axis=dim))
+
+
+def shard_lengths(
+    mesh: Any = None,
+    *,
+    length: int,
+    axis_name: str | tuple[str, str] | None = None,
+    layout: str = "zigzag",
+    seq_info: Any = None,
+) -> tuple[int, ...]:
+    """Returns the number of positions of a row of ``length`` that each device holds, in the order of shards.
+
+    They are at the first places of a shard. All shards have the places of the device with the most positions, so the
+    last places of other shards are empty. Inside ``jax.shard_map``, ``jax.lax.axis_index(axis_name)`` is the number of
+    this device's shard.
+
+    Args:
+        mesh, axis_name, layout, seq_info: as in ``context_parallel_attention``.
+
+    Raises:
+        ShapeError, SpecError: naming the argument, its value and what was expected.
+    """
+    return row_layout(find_row_mesh(mesh, axis_name), layout, length, document_offsets(seq_info)).position_counts
 
 
 def position_ids(row_mesh: RowMesh, layout: str, length: int, documents: tuple[int, ...] | None) -> Array:

@@ -67,6 +67,7 @@ WORLDS = [
         2,
         {
             "refusals": (SCENES, "refusals", ()),
+            "trips": (SCENES, "round_trips", ((2,),)),
             "explained": (SCENES, "explained", ()),
             "scopes": (SCENES, "scopes", ()),
             "compiled layer": (SCENES, "compiled_layer", ()),
@@ -261,7 +262,7 @@ def test_dtensors_over_two_axes_without_names(ranks: Any) -> None:
 # Shards
 
 
-@pytest.mark.parametrize("world", ["three", "four"])
+@pytest.mark.parametrize("world", ["two", "three", "four"])
 def test_unsharding_restores_every_row(ranks: Any, world: str) -> None:
     assert all(wrong == [] for wrong in ranks(world, "trips"))
 
@@ -357,6 +358,11 @@ SAYS = {
     "axis": "ShapeError: dim=7: expected one of the 4 axes of x",
     "axis of shards": "ShapeError: dim=7: expected one of the 4 axes of x",
     "length of shards": "SpecError: length=None: expected the positions of the whole row",
+    "lengths of documents": "ShapeError: seq_info: expected offsets that rise from 0 to the row's 24 positions",
+    "lengths without documents": WITHOUT,
+    "lengths of no mesh": "TypeError: mesh: expected a torch DeviceMesh",
+    "lengths of no layout": "SpecError: layout='zebra': expected one of",
+    "lengths of a long row": "SpecError: length=9223372036854775808: expected the positions of the whole row",
     "other documents": "ShapeError: seq_info: expected offsets that rise from 0 to the row's 23 positions, got (0, 5)",
     "context length": "SpecError: length=True: expected the positions of the whole row",
     "context layout": "SpecError: layout='zebra': expected one of",

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from context_torch_worker import Case, mesh_of, run
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.checkpoint import checkpoint
@@ -29,7 +29,7 @@ from torch_frontend import Pages, diffusers_parallel
 from torch_frontend.context_parallel.attention import context_parallel_attention, explain_context_parallel
 from torch_frontend.context_parallel.layers import active_mesh, use_context_parallel
 from torch_frontend.context_parallel.mesh import rank_of, row_layout
-from torch_frontend.context_parallel.shards import shard_sequence, unshard_sequence
+from torch_frontend.context_parallel.shards import shard_lengths, shard_sequence, unshard_sequence
 from torch_frontend.finetrainers import attention_dispatch, attention_provider
 from torch_frontend.module import Attention
 
@@ -137,6 +137,8 @@ def round_trips(axes: tuple[int, ...]) -> list[str]:
                 shard = shard_sequence(x, mesh, dim=dim, **given)
                 if not torch.equal(unshard_sequence(shard, mesh, length=length, dim=dim, **given), x):
                     wrong.append(f"{kind} {length} {documents} dim {dim}")
+            if not _lengths_are_those_of_shards(mesh, length, given):
+                wrong.append(f"{kind} {length} {documents}: lengths")
             x = torch.ones(1, length, requires_grad=True)
             (shard_sequence(x, mesh, **given) * (1 + rank_of(mesh))).sum().backward()
             dist.all_reduce(x.grad)
@@ -151,6 +153,17 @@ def round_trips(axes: tuple[int, ...]) -> list[str]:
             if not torch.equal(x.grad, shares[0]):
                 wrong.append(f"{kind} {length} {documents}: gradient")
     return wrong
+
+
+def _lengths_are_those_of_shards(mesh: DeviceMesh, length: int, given: dict[str, Any]) -> bool:
+    """Whether every rank's positions are at the first places of its shard, as many as shard_lengths says."""
+    held = shard_sequence(torch.ones(length), mesh, dim=0, **given)
+    every: list[Any] = [None] * mesh.size()
+    dist.all_gather_object(every, int(held.sum()))
+    by_rank = [every[rank] for rank in mesh.mesh.flatten().tolist()]
+    lengths = shard_lengths(mesh, length=length, **given)
+    first = torch.arange(len(held)) < lengths[rank_of(mesh)]
+    return list(lengths) == by_rank and torch.equal(held, first.float()) and len(held) == max(lengths)
 
 
 # Ranks that call differently, and ranks that die
@@ -280,6 +293,11 @@ def refusals() -> dict[str, str]:
         "axis": error_of(lambda: shard_sequence(q, mesh, dim=7)),
         "axis of shards": error_of(lambda: unshard_sequence(q, mesh, dim=7, length=LENGTH)),
         "length of shards": error_of(lambda: unshard_sequence(q, mesh, length=None)),
+        "lengths of documents": error_of(lambda: shard_lengths(mesh, length=24, seq_info=info)),
+        "lengths without documents": error_of(lambda: shard_lengths(mesh, length=LENGTH, layout="documents")),
+        "lengths of no mesh": error_of(lambda: shard_lengths("cp", length=LENGTH)),
+        "lengths of no layout": error_of(lambda: shard_lengths(mesh, length=LENGTH, layout="zebra")),
+        "lengths of a long row": error_of(lambda: shard_lengths(mesh, length=2**63)),
         "other documents": error_of(lambda: shard_sequence(row()[0], mesh, layout="striped", seq_info=five)),
         "context length": error_of(lambda: use_context_parallel(mesh, length=True).__enter__()),
         "context layout": error_of(lambda: use_context_parallel(mesh, layout="zebra").__enter__()),

@@ -356,6 +356,7 @@ ALWAYS = {
     "jax_frontend.pages_that_fit": ("memory",),
     "jax_frontend.context_parallel_attention": ("mesh", "axis_name"),
     "jax_frontend.explain_context_parallel": ("mesh", "axis_name"),
+    "jax_frontend.shard_lengths": ("mesh", "axis_name"),
     "jax_frontend.shard_sequence": ("mesh", "axis_name"),
     "jax_frontend.unshard_sequence": ("mesh", "axis_name", "length"),
 }

@@ -7,6 +7,7 @@ PUBLIC = {
     "context_parallel_attention": "attention",
     "enable_copy_engines": "exchange.copy_engines",
     "explain_context_parallel": "attention",
+    "shard_lengths": "shards",
     "shard_sequence": "shards",
     "unshard_sequence": "shards",
 }

@@ -1,4 +1,4 @@
-"""Cuts a rank's shard out of a row, and joins shards to a row again."""
+"""Cuts a rank's shard out of a row, joins shards to a row again, and counts the positions of shards."""
 
 from __future__ import annotations
 
@@ -76,6 +76,21 @@ def unshard_sequence(
     for name in reversed(group_names(mesh)):
         shards = gather(find_axis(name), [shards[None, :, None]]).wait()[0][0, :, 0]  # as [batch, places, heads, ...]
     return shards.index_select(0, order).movedim(0, dim)
+
+
+def shard_lengths(mesh: DeviceMesh, *, length: int, layout: str = "zigzag", seq_info: Any = None) -> tuple[int, ...]:
+    """Returns the number of positions of a row of ``length`` that each rank holds, in the order of ranks.
+
+    They are at the first places of a shard. All shards have the places of the rank with the most positions, so the last
+    places of other shards are empty. On a mesh of two axes, ranks are numbered along the inner axis first.
+
+    Args:
+        layout, seq_info: as in ``shard_sequence``.
+
+    Raises:
+        ShapeError, SpecError: naming the argument, its value and what was expected.
+    """
+    return row_layout(mesh, layout, length, document_offsets(seq_info)).position_counts
 
 
 def document_offsets(seq_info: Any) -> request.Documents:
