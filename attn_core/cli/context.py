@@ -18,7 +18,7 @@ from attn_core.context_parallel.cost.tuned import constants_in_force
 from attn_core.context_parallel.picture import LIMIT, draw, svg
 from attn_core.context_parallel.plan import AxisSizes
 from attn_core.context_parallel.ranges import bands_of_row
-from attn_core.errors import SpecError
+from attn_core.errors import SpecError, shown
 from attn_core.selection.whole_file import write_whole
 
 
@@ -72,8 +72,8 @@ def _axes(text: str) -> AxisSizes:
         axes = tuple(int(word) for word in text.split(","))
     except ValueError:
         axes = ()
-    if len(axes) == 1:
+    if len(axes) == 1 and axes[0] >= 1:
         return (axes[0],)
-    if len(axes) == 2:
+    if len(axes) == 2 and min(axes) >= 1:
         return (axes[0], axes[1])
-    raise SpecError(f"--ranks={text!r}: expected a number, or OUTER,INNER such as 2,4")
+    raise SpecError(f"--ranks={shown(text)}: expected a number of 1 or more, or OUTER,INNER such as 2,4")

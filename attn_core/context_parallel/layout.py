@@ -126,7 +126,10 @@ def check_layout(layout: object) -> int | None:
         number = layout.removeprefix(_WINDOW)
         # Only digits without a leading zero, so that one layout has one name.
         if number != layout and number.isascii() and number.isdigit() and number[0] != "0":
-            return int(number)
+            # Python refuses to read thousands of digits.
+            if len(number) <= len(str(_LARGEST)) and int(number) <= _LARGEST:
+                return int(number)
+            raise SpecError(f"layout={shown(layout)}: expected at most 2^63 - 1 keys in 'window:W'")
     raise SpecError(
         f"layout={shown(layout)}: expected one of {', '.join(LAYOUTS)}, or 'window:W' with the number of keys W that a "
         "query sees, such as 'window:4096'"

@@ -533,7 +533,7 @@ def test_equal_requests_share_one_answer() -> None:
         ({"axes": (2, 2, 2)}, "axes=(2, 2, 2): expected (ranks,) or (outer, inner), each of at least one rank"),
         ({"axes": (0,)}, "axes=(0,): expected (ranks,) or (outer, inner), each of at least one rank"),
         ({"layout": "snake"}, "layout='snake': expected one of contiguous, zigzag, striped, documents, or 'window:W'"),
-        ({"strategy": "rings"}, "strategy='rings': expected one of all_gather, ulysses, ring on 1 axes, or None"),
+        ({"strategy": "rings"}, "strategy='rings': expected one of all_gather, ulysses, ring on 1 axis, or None"),
         ({"axes": (2, 2), "strategy": "ulysses"}, "strategy='ulysses': expected one of all_gather, ring on 2 axes"),
         ({"spec": call(64, dropout=0.5)}, "dropout=0.5: expected 0 in context parallelism"),
         ({"spec": call(64, mask_shape=(1, 1, 64, 64))}, "mask: expected None in context parallelism"),
@@ -633,8 +633,10 @@ def test_the_command_exits_with_the_refusal() -> None:
     none = attn("--q-len", "32", "--heads", "6", "--kv-heads", "2", "--strategy", "ulysses")
     assert none.exit_code == 1 and "refused: q: expected heads that 4 ranks can share" in none.output
     for options, message in (
-        (["--ranks", "two"], "attn: --ranks='two': expected a number, or OUTER,INNER such as 2,4\n"),
-        (["--ranks", "2,2,2"], "attn: --ranks='2,2,2': expected a number, or OUTER,INNER such as 2,4\n"),
+        *(
+            (["--ranks", text], f"attn: --ranks='{text}': expected a number of 1 or more, or OUTER,INNER such as 2,4\n")
+            for text in ("two", "2,2,2", "0", "-2", "2,0", "")
+        ),
         (
             ["--lengths", "3,4", "--kv-lengths", "4,3"],
             "attn: --kv-lengths: expected none, because each document has as many queries as keys",

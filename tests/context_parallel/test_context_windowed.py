@@ -74,6 +74,13 @@ def test_a_layout_without_a_number_of_keys_is_refused(layout: str) -> None:
         build_layout(layout, 16, 2)
 
 
+@pytest.mark.parametrize("number", [str(2**63), "1" * 5000], ids=["2^63", "5000 digits"])
+def test_a_window_that_no_int64_holds_is_refused(number: str) -> None:
+    with pytest.raises(SpecError, match=r"^layout='window:[\d.]+': expected at most 2\^63 - 1 keys in 'window:W'$"):
+        build_layout(f"window:{number}", 16, 2)
+    assert check_layout(f"window:{2**63 - 1}") == 2**63 - 1
+
+
 def test_one_layout_has_one_name() -> None:
     assert layout_for_window(4096) == "window:4096"
     assert check_layout("window:4096") == 4096

@@ -214,7 +214,8 @@ def explain_choice(
     check_spec(spec, bands)
     names = _strategies(axes, layout)
     if strategy is not None and strategy not in names:
-        raise SpecError(f"strategy={shown(strategy)}: expected one of {', '.join(names)} on {len(axes)} axes, or None")
+        count = "1 axis" if len(axes) == 1 else f"{len(axes)} axes"
+        raise SpecError(f"strategy={shown(strategy)}: expected one of {', '.join(names)} on {count}, or None")
     undecided = Choice(spec, documents, layout, axes, constants, memory, strategy, None, bands)
     # A named strategy is the only one that is estimated here, because estimating the others needs their plans.
     able = [undecided.candidate(name) for name in names if strategy in (None, name) and not undecided.reasons(name)]
