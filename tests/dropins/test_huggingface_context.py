@@ -32,6 +32,7 @@ TRAINED: list[tuple[str, dict[str, Any], Any, str]] = [
 REFUSED = {
     "padding": "SpecError: attention_mask: expected no padding in context parallelism, got 1 tokens of it",
     "a row's mask": "SpecError: attention_mask: expected this rank's shard [batch, 7], got shape [2, 13]",
+    "a row's mask, no cache": "SpecError: attention_mask: expected this rank's shard [batch, 7], got shape [2, 13];",
     "table": "SpecError: attention_mask: expected None in context parallelism",
     "cache": "SpecError: past_key_values: expected none with content in context parallelism, got 8 keys for 1 queries",
     "static cache": "SpecError: past_key_values: expected none with content",

@@ -113,6 +113,9 @@ def refusals() -> dict[str, str]:
         return {
             "padding": error_of(lambda: llama(**shards, attention_mask=padding)),
             "a row's mask": error_of(lambda: llama(**shards, attention_mask=torch.ones_like(given["input_ids"]))),
+            "a row's mask, no cache": error_of(
+                lambda: llama(**shards, attention_mask=torch.ones_like(given["input_ids"]), use_cache=False)
+            ),
             "table": error_of(lambda: llama(**shards, attention_mask=table)),
             "cache": error_of(lambda: llama(ids[:, :1], past_key_values=first.past_key_values)),
             "static cache": error_of(

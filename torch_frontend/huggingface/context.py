@@ -39,12 +39,17 @@ def _mask(
         lengths, offsets: of (queries, keys), in the shard.
 
     Raises:
-        SpecError: for a cache with content, for padding, and for a mask function that is not a band.
+        SpecError: for a cache with content, for an attention_mask of another length than the shard, for padding, and
+            for a mask function that is not a band.
     """
     from torch_frontend.huggingface.patterns import read_pattern  # here, because it imports transformers
 
     if lengths[0] != lengths[1] or int(offsets[0]) != offsets[1]:
+        # Without a cache, transformers takes the number of keys from the mask.
+        if int(offsets[0]) == 0:
+            _check_length(attention_mask, lengths[0])
         _refuse_cache(lengths[0], lengths[1])
+    _check_length(attention_mask, lengths[1])
     _refuse_padding(context, attention_mask, lengths[1])
     pattern = read_pattern(mask_function)
     if pattern is None or pattern.blocks is not None:
@@ -102,14 +107,17 @@ def _refuse_cache(queries: int, keys: int) -> None:
     )
 
 
+def _check_length(attention_mask: Tensor | None, shard: int) -> None:
+    if attention_mask is not None and (attention_mask.dim() != 2 or attention_mask.shape[1] != shard):
+        raise SpecError(
+            f"attention_mask: expected this rank's shard [batch, {shard}], got shape {list(attention_mask.shape)}; "
+            "leave it out, or cut it with shard_sequence"
+        )
+
+
 def _refuse_padding(context: ActiveMesh, attention_mask: Tensor | None, keys: int) -> None:
     if attention_mask is None:
         return
-    if attention_mask.dim() != 2 or attention_mask.shape[1] != keys:
-        raise SpecError(
-            f"attention_mask: expected this rank's shard [batch, {keys}], got shape {list(attention_mask.shape)}; "
-            "leave it out, or cut it with shard_sequence"
-        )
     hidden = int((attention_mask[:, : context.position_count(keys)] == 0).sum())
     if hidden:
         raise SpecError(
