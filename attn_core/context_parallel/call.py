@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+from attn_core.call.kinds import check_kind
 from attn_core.call.masks import band
 from attn_core.call.options import check_number
 from attn_core.call.spec import AttentionSpec
@@ -122,7 +123,12 @@ def plan_spec(
     axes: AxisSizes,
     bands: Bands = None,
 ) -> ContextPlan:
-    """Returns the plan of a spec's call; cached by ``build_plan``."""
+    """Returns the plan of a spec's call; cached by ``build_plan``. Raises SpecError for a layout that cannot be."""
+    if bands is not None and layout == "documents":
+        raise SpecError(
+            "layout='documents': expected another layout beside key_ranges, such as 'zigzag', because this one needs "
+            "the row's documents, and key_ranges have none"
+        )
     edge = band(spec)
     if check_layout(layout) is not None and documents is None and spec.batch == 1 and spec.q_len == spec.kv_len:
         documents = (0, spec.q_len)  # one document, so that both pieces of a rank share a kernel call
@@ -151,6 +157,16 @@ def check_supported(mask: Any, bias: Any, alibi_slopes: Any, dropout: Any) -> No
         raise SpecError(
             f"dropout={dropout}: expected 0 in context parallelism; which weights drop would depend on the rank"
         )
+
+
+def check_cut_layout(layout: object) -> None:
+    """Raises SpecError unless ``layout`` may be the name of the layout in which a call's shards are cut."""
+    if layout is None:
+        raise SpecError(
+            "layout=None: expected the layout that shard_sequence cut; explain_context_parallel(..., layout=None) "
+            "chooses one for whole rows"
+        )
+    check_kind("layout", layout, str, "the layout that shard_sequence cut")
 
 
 def kv_repeats(num_heads: int, num_kv_heads: int, inner: int) -> int:

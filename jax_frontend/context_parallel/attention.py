@@ -13,6 +13,7 @@ from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
 from attn_core.call.keywords import ContextParallelKeywords
 from attn_core.call.kinds import check_kind
 from attn_core.call.options import Options, Window, check_flag, requested_names
+from attn_core.context_parallel.call import check_cut_layout
 from attn_core.context_parallel.cost.choose import Explanation
 from attn_core.context_parallel.request import Request
 from attn_core.selection import override
@@ -139,7 +140,7 @@ def context_parallel_attention(
     inputs = plan.check_arrays((q, k, v, mask, bias, alibi_slopes, sinks))
     row_mesh = find_row_mesh(mesh, axis_name)
     backends = requested_names(backend) or override.requested()
-    check_kind("layout", layout, str, "the layout that shard_sequence cut")
+    check_cut_layout(layout)
     how = {
         "strategy": strategy,
         "layout": layout,

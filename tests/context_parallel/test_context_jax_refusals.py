@@ -13,7 +13,7 @@ import pytest
 from context_jax_cases import DOCUMENTS, NEAR, Case, from_shards, program, reference_results, sharded_arrays
 from jax.sharding import PartitionSpec as P
 
-from attn_core import SeqInfo
+from attn_core import SeqInfo, masks
 from attn_core.context_parallel import request
 from attn_core.errors import ShapeError, SpecError
 from jax_frontend import context_parallel_attention, explain_context_parallel
@@ -41,6 +41,11 @@ REFUSED = {
         SpecError,
         "layout='documents': expected seq_info with the row's packed documents, got None",
     ),
+    "layout of key_ranges": (
+        {"layout": "documents", "key_ranges": masks.documents([3, 21])},
+        SpecError,
+        "layout='documents': expected another layout beside key_ranges, such as 'zigzag'",
+    ),
     "strategy": ({"strategy": "tree"}, SpecError, "strategy='tree': expected one of"),
     "head_groups": ({"strategy": "ring", "head_groups": 3}, SpecError, "head_groups=3: expected a divisor of the 2"),
     "head_groups kind": ({"head_groups": 1.5}, SpecError, "head_groups=1.5: expected the number of groups"),
@@ -54,7 +59,9 @@ REFUSED = {
 
 @pytest.mark.parametrize(("keywords", "error", "words"), REFUSED.values(), ids=REFUSED)
 def test_what_cannot_be_honoured_is_refused_by_name(keywords, error, words):
-    arrays = {name: jnp.asarray(each) if isinstance(each, np.ndarray) else each for name, each in keywords.items()}
+    # key_ranges stay in numpy, because they decide what is sent where.
+    converted = {name for name, each in keywords.items() if isinstance(each, np.ndarray)} - {"key_ranges"}
+    arrays = {name: jnp.asarray(each) if name in converted else each for name, each in keywords.items()}
     with pytest.raises(error, match=words):
         call_on_four(**arrays)
 
@@ -140,8 +147,11 @@ def test_explain_chooses_the_layout_of_whole_rows():
     cut = [jax.ShapeDtypeStruct((shards, *row.shape[1:]), row.dtype) for row in rows]
     named = explain_context_parallel(*cut, layout=chosen.choice.layout, **dealt)
     assert (named.call, named.choice) == (chosen.call, chosen.choice)
-    with pytest.raises(SpecError, match=r"^layout=None: expected the layout that shard_sequence cut"):
+    chooses = r"explain_context_parallel\(\.\.\., layout=None\) chooses one for whole rows$"
+    with pytest.raises(SpecError, match=f"^layout=None: expected the layout that shard_sequence cut; {chooses}"):
         context_parallel_attention(*(jnp.zeros(row.shape) for row in cut), layout=None, **dealt)
+    with pytest.raises(SpecError, match=r"^layout=5: expected the layout that shard_sequence cut, got builtins.int$"):
+        context_parallel_attention(*(jnp.zeros(row.shape) for row in cut), layout=5, **dealt)
     short = [jax.ShapeDtypeStruct((9, *row.shape[1:]), row.dtype) for row in rows]
     with pytest.raises(ShapeError, match=r"^q, k, v: expected rows of \(320, 320\) positions with layout=None, got"):
         explain_context_parallel(*short, layout=None, **dealt)

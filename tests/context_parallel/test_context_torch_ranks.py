@@ -309,6 +309,7 @@ def test_a_lost_rank_is_an_error(ranks: Any, how: str) -> None:
 
 # What is refused
 
+CHOOSES = "explain_context_parallel(..., layout=None) chooses one for whole rows"
 WITHOUT = "SpecError: layout='documents': expected seq_info with the row's packed documents, got None"
 FEW_TOKENS = "ShapeError: seq_info: expected at least 2 tokens, one for each rank of layout='documents', got 1"
 SAYS = {
@@ -336,7 +337,8 @@ SAYS = {
     "layout": "SpecError: layout='zebra': expected one of",
     "layout without documents": WITHOUT,
     "layout of few tokens": FEW_TOKENS,
-    "layout of key_ranges": WITHOUT,
+    "layout of key_ranges": "SpecError: layout='documents': expected another layout beside key_ranges, such as",
+    "layout of key_ranges and documents": "SpecError: key_ranges: expected None beside seq_info",
     "shard of documents": "ShapeError: q: expected shards of 13 positions, 23 over 2 ranks in a documents layout",
     "shards without documents": WITHOUT,
     "rows without documents": WITHOUT,
@@ -389,7 +391,7 @@ def test_explain_chooses_the_layout_of_whole_rows(ranks: Any) -> None:
     for actual in ranks("two", "explained"):
         assert actual["layouts"] == ["contiguous", "documents", "zigzag"] and actual["same call"]
         unknown, short = actual["refused"]
-        assert "SpecError: layout=None: expected the layout that shard_sequence cut" in unknown
+        assert f"SpecError: layout=None: expected the layout that shard_sequence cut; {CHOOSES}" in unknown
         assert short.startswith("ShapeError: q, k, v: expected rows of (320, 320) positions with layout=None, got")
 
 

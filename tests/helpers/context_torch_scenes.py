@@ -270,6 +270,9 @@ def refusals() -> dict[str, str]:
         "layout without documents": refusal(layout="documents"),
         "layout of few tokens": refusal(*(each[:1, :1] for each in one), **few),
         "layout of key_ranges": refusal(layout="documents", key_ranges=masks.documents([3, 20])),
+        "layout of key_ranges and documents": refusal(
+            *one, layout="documents", key_ranges=masks.documents([3, 20]), seq_info=info
+        ),
         "shard of documents": refusal(*(each[:, :-1] for each in one), layout="documents", seq_info=info),
         "shards without documents": error_of(lambda: shard_sequence(q, mesh, layout="documents")),
         "rows without documents": error_of(lambda: unshard_sequence(q, mesh, layout="documents", length=LENGTH)),

@@ -12,7 +12,7 @@ from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
 from attn_core.call.keywords import ContextParallelKeywords
 from attn_core.call.kinds import check_kind
 from attn_core.call.options import Options, Window, check_flag, check_options, check_traced_options, requested_names
-from attn_core.context_parallel.call import check_supported
+from attn_core.context_parallel.call import check_cut_layout, check_supported
 from attn_core.context_parallel.cost.choose import Explanation
 from attn_core.context_parallel.request import Request, build_request
 from attn_core.errors import DeviceError, DTypeError, SpecError
@@ -139,7 +139,7 @@ def context_parallel_attention(
                 plan.check_tensor(name, tensor)
             q, k, v = autocast.in_autocast(*local)
             check_supported(mask, bias, alibi_slopes, dropout)
-            check_kind("layout", layout, str, "the layout that shard_sequence cut")
+            check_cut_layout(layout)
             rows, request = _build_request(q, k, v, sinks, mesh, options, seq_info, backend, **how)
         except Exception as error:
             if not tracing:  # A trace cannot send. Ranks compare when the op runs.
