@@ -7,6 +7,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ REPEATS, TURN = 5, 0.03
 """The turns of each measurement, of which the median counts, and the seconds of a turn, about."""
 MIB, GIB = 2.0**20, 2.0**30
 Run = Callable[[], Any]
+Clock = Callable[[], float]
 
 
 def main(kind: str, path: Path) -> None:
@@ -33,6 +35,7 @@ def main(kind: str, path: Path) -> None:
     ranks = Ranks(kind)
     figures = {"links": ranks.links(), "memory_gib_s": ranks.memory(), **ranks.attention()}
     figures["overlap"] = ranks.overlap()
+    figures |= ranks.host()
     figures["device_name"] = torch.cuda.get_device_name() if kind == "cuda" else "CPU"
     if dist.get_rank() == 0:
         path.write_text(json.dumps(figures), encoding="utf-8")
@@ -151,6 +154,15 @@ class Ranks:
         more = self._seconds(together) - max(alone, sending)
         return min(1.0, max(0.0, more / min(alone, sending)))
 
+    def host(self) -> dict[str, Any]:
+        """Returns the microseconds in which the host launches the parts of a call, and the factor of a backward."""
+        from attn_core.cli.measure_host import host_figures, host_times
+
+        # On a CPU a rank waits for the processes of other ranks within a call, and does not launch meanwhile. On a GPU
+        # nothing waits before the end of a turn, and torch launches a backward from another thread.
+        clock = time.thread_time if self.kind == "cpu" else time.perf_counter
+        return host_figures(host_times(self._heads, ROW[self.kind][1:], partial(self._seconds, clock=clock)))
+
     def _gathering(self, tensor: Any) -> Run:
         from torch_frontend.context_parallel.exchange import exchanges
 
@@ -167,28 +179,28 @@ class Ranks:
 
         return torch.randn(1, tokens, heads, dim, device=self.kind).to(self.dtype)
 
-    def _seconds(self, run: Run) -> float:
-        """Returns the median seconds of a call, on the slowest rank."""
+    def _seconds(self, run: Run, clock: Clock = time.perf_counter) -> float:
+        """Returns the median seconds of a call by a clock, on the slowest rank."""
         import torch.distributed as dist
 
         for _ in range(2):
             run()
-        calls = max(1, min(200, int(TURN / max(self._turn(run, 1), 1e-6))))
-        times = [self._turn(run, calls) for _ in range(REPEATS)]
+        calls = max(1, min(200, int(TURN / max(self._turn(run, 1, clock), 1e-6))))
+        times = [self._turn(run, calls, clock) for _ in range(REPEATS)]
         dist.barrier()
         return statistics.median(times)
 
-    def _turn(self, run: Run, calls: int) -> float:
+    def _turn(self, run: Run, calls: int, clock: Clock) -> float:
         import torch
         import torch.distributed as dist
 
         dist.barrier()
         self._synchronise()
-        began = time.perf_counter()
+        began = clock()
         for _ in range(calls):
             run()
         self._synchronise()
-        seconds = torch.tensor((time.perf_counter() - began) / calls, dtype=torch.float64, device=self.kind)
+        seconds = torch.tensor((clock() - began) / calls, dtype=torch.float64, device=self.kind)
         dist.all_reduce(seconds, dist.ReduceOp.MAX)
         return float(seconds)
 

@@ -22,7 +22,7 @@ from attn_core.errors import SpecError
 from attn_core.selection.tables import device_name, versions
 from attn_core.selection.whole_file import check_place, names_file, write_whole
 
-SECONDS = 240.0
+SECONDS = 300.0
 """How long the ranks may take, also to compile kernels."""
 LAUNCHER = ("-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 
@@ -44,11 +44,15 @@ def tune_ranks(ranks: int, device: str) -> str:
     check_place(next(folder for folder in path.parents if folder.exists()) / path.name)
     measured = _run_ranks(ranks, device)
     table = _table(measured, ranks, device)
+    kept = table["sources"]["not measured, as in the package"]
     constants = tuned_constants(table)  # raises here instead of in every later process
     with names_file(path):
         path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(json.dumps(table, indent=1) + "\n", path)
-    return f"{_report(constants)}\nwrote {path}; context parallelism follows it in new processes"
+    return (
+        f"{_report(constants)}\n  not measured, so as for {Constants.of(device).device_name}: {kept}\n"
+        f"wrote {path}; context parallelism follows it in new processes"
+    )
 
 
 def _gpus() -> int:
@@ -92,17 +96,21 @@ def _table(measured: dict[str, Any], ranks: int, device: str) -> dict[str, Any]:
         **{"format": FORMAT, "ranks": ranks, "date": datetime.now(UTC).strftime("%Y-%m-%d"), "versions": versions()},
         "sources": {
             "measured": f"attn tune --ranks {ranks}: {', '.join(sorted(set(measured) - {'device_name'}))}",
+            "host_us": "the package's figures times one factor, the median over calls of a few tokens",
             "not measured, as in the package": ", ".join(kept),
         },
     }
 
 
 def _report(constants: Constants) -> str:
+    call, tile, exchange = constants.host_us
     lines = [
         f"{constants.device_name}:",
         f"  attention {constants.forward_tflops:.3g} TFLOP/s forward, {constants.backward_tflops:.3g} backward; "
         f"{constants.call_us:.3g} us a call; memory {constants.memory_gib_s:.3g} GiB/s, overlap "
         f"{constants.overlap:.2f}",
+        f"  host {call:.3g} us a call over ranks, {tile:.3g} us more a tile, {exchange:.3g} us more an exchange; a "
+        f"backward {constants.host_backward:.3g} times as long",
     ]
     for kind, rows in constants.links:
         latency = rows[0][0] / 1024 / rows[0][1]

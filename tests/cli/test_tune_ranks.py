@@ -14,6 +14,7 @@ from attn_core.call.options import Options, check_options
 from attn_core.cli import tune as command
 from attn_core.cli import tune_ranks
 from attn_core.cli.app import app
+from attn_core.cli.measure_host import HostTime, host_figures
 from attn_core.context_parallel.cost.machine import Constants
 from attn_core.context_parallel.cost.tuned import constants_in_force, tuned_constants, tuned_path
 from attn_core.context_parallel.request import Request, explain_request
@@ -70,10 +71,14 @@ def test_ranks_measure_this_machine_and_choices_follow(folder: Path) -> None:
     content = json.loads(path.read_text(encoding="utf-8"))
     constants = tuned_constants(content)
     assert content["ranks"] == 2 and content["network_gib_s"] == Constants.of("cpu").network_gib_s
-    assert (
-        "links" in content["sources"]["measured"]
-        and "network_gib_s" in content["sources"]["not measured, as in the package"]
-    )
+    measured, kept = (content["sources"][name] for name in ("measured", "not measured, as in the package"))
+    assert "links" in measured and "host_us" in measured and "host_backward" in measured
+    assert kept == "backward_traffic, network_gib_s, ranks_per_host, softcap, wide"
+    assert f"not measured, so as for {Constants.of('cpu').device_name}: {kept}" in " ".join(done.stdout.split())
+    # One factor on the package's figures; a CPU launches faster than a tenth of a second, and not in no time.
+    factors = [one / other for one, other in zip(constants.host_us, Constants.of("cpu").host_us, strict=True)]
+    assert max(factors) == pytest.approx(min(factors)) and 0.02 < factors[0] < 50
+    assert 0.2 < constants.host_backward < 20
     # A CPU is far below the GPU whose figures the package has.
     assert 1e-4 < constants.forward_tflops < 20 and 1e-4 < constants.backward_tflops < 20
     assert 0.5 < constants.memory_gib_s < 1000 and 0 <= constants.overlap <= 1
@@ -81,6 +86,22 @@ def test_ranks_measure_this_machine_and_choices_follow(folder: Path) -> None:
         assert 1e-6 < constants.link_seconds(kind, 1) < 1, "the latency"
         assert constants.link_seconds(kind, 2**20) < constants.link_seconds(kind, 2**24)
     assert "2 ranks, as attn tune measured them on" in " ".join(attn(*PLAN).stdout.split())
+
+
+def test_the_time_of_the_host_is_one_factor_on_the_figures_of_the_package() -> None:
+    """Of three calls, of which one was disturbed."""
+    package = Constants.of("sm90")
+    parts = {each: package.host_seconds(*each, backward=False) for each in ((2, 2), (2, 1), (1, 5))}
+    times = [HostTime(each, 0.7 * seconds, 0.7 * seconds * 3.1) for each, seconds in parts.items()]
+    for at in range(3):
+        disturbed = [
+            each._replace(forward=1.0, both=1.5) if at == number else each for number, each in enumerate(times)
+        ]
+        figures = host_figures(disturbed)
+        assert figures["host_us"] == pytest.approx([0.7 * us for us in package.host_us])
+        assert figures["host_backward"] == pytest.approx(2.1)
+    constants = tuned_constants(table(**host_figures(times)))
+    assert constants.host_seconds(2, 1, backward=True) == pytest.approx(0.7 * 2.1 * parts[2, 1])
 
 
 def test_a_plan_says_which_figures_it_used() -> None:

@@ -41,13 +41,15 @@ def kernel_seconds(spec: AttentionSpec, plan: ContextPlan, constants: Constants,
 
 def launch_seconds(plan: ContextPlan, constants: Constants, *, backward: bool) -> float:
     """Returns the seconds in which the busiest rank's host launches a plan; 0 for one rank, which needs no plan."""
-    if plan.world == 1:
-        return 0.0
+    return 0.0 if plan.world == 1 else constants.host_seconds(*launches(plan), backward=backward)
+
+
+def launches(plan: ContextPlan) -> tuple[int, int]:
+    """Returns what the busiest rank's host launches in a forward: (tiles, exchanges). Exchanges count in gathers."""
     tiles = [sum(map(len, of_part)) for of_part in zip(*(step.tiles for step in plan.steps), strict=True)]
     others = sum(not step.own for step in plan.steps)
-    # In gathers: a hop packs its keys first, and an exchange of heads sends q, k and v, and then the results.
-    gathers = (1 if plan.gathers else 2) * others + 5 * (plan.inner > 1)
-    return constants.host_seconds(max(tiles, default=0), gathers, backward=backward)
+    # A hop packs its keys first, and an exchange of heads sends q, k and v, and then the results.
+    return max(tiles, default=0), (1 if plan.gathers else 2) * others + 5 * (plan.inner > 1)
 
 
 def _accumulator_bytes(

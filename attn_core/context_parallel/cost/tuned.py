@@ -59,7 +59,7 @@ def tuned_constants(raw: dict[str, Any]) -> Constants:
         KeyError, TypeError, ValueError, SpecError: if the content is not that of a file of ``attn tune --ranks``.
     """
     package = asdict(Constants.of(str(raw["device"])))
-    # A measurement of ranks has no rates of its own for these, and the package's are nearer than none.
+    # A measurement of ranks has no rates of its own for some of these, and the package's are nearer than none.
     raw = {**{name: package[name] for name in OPTIONAL}, **raw}
     numbers = [value for value in raw.values() if isinstance(value, float | int) and not isinstance(value, bool)]
     numbers += [number for name in OPTIONAL if isinstance(raw[name], list | tuple) for number in raw[name]]
