@@ -32,15 +32,16 @@ def enable_copy_engines(mesh: DeviceMesh) -> None:
     as NVLink lets them. Of a mesh over several hosts, pass the axis within a host, such as ``mesh["ulysses"]``.
 
     Raises:
-        DeviceError: on every rank, if the mesh has no GPUs, its ranks are on different hosts, or some rank cannot copy.
+        DeviceError: on every rank, if several ranks have no GPUs, are on different hosts, or if one of them cannot copy.
         TypeError: for anything but a DeviceMesh.
         ShapeError: for a mesh of more than two axes.
     """
     axes = [axis for axis in map(find_axis, group_names(mesh)) if axis.size > 1]
-    if mesh.device_type != "cuda":
+    if axes and mesh.device_type != "cuda":  # one rank alone sends nothing
         raise DeviceError(f"mesh: expected GPUs, which have copy engines, got a mesh of {mesh.device_type!r}")
-    device = torch.device("cuda", torch.cuda.current_device())
+    opened = []
     for axis in axes:
+        device = torch.device("cuda", torch.cuda.current_device())
         hosts = _of_all_ranks(axis, _host())
         if len(set(hosts)) > 1:
             number = {host: at for at, host in enumerate(dict.fromkeys(hosts))}
@@ -57,7 +58,9 @@ def enable_copy_engines(mesh: DeviceMesh) -> None:
         if outbox is None or any(problems):
             lines = [f"  rank {rank}: {each or 'can copy'}" for rank, each in enumerate(problems)]
             raise DeviceError("\n".join(["mesh: expected GPUs that can read each other's memory, got", *lines]))
-        set_outbox(axis, device, outbox)
+        opened.append((axis, device, outbox))
+    for each in opened:
+        set_outbox(*each)
 
 
 def set_outbox(axis: RankAxis, device: torch.device, outbox: Outbox) -> None:
