@@ -32,7 +32,7 @@ def enable_copy_engines(mesh: DeviceMesh) -> None:
     as NVLink lets them. Of a mesh over several hosts, pass the axis within a host, such as ``mesh["ulysses"]``.
 
     Raises:
-        DeviceError: on every rank, if several ranks have no GPUs, are on different hosts, or if one of them cannot copy.
+        DeviceError: on every rank, if several ranks have no GPUs, are on different hosts, or if one cannot copy.
         TypeError: for anything but a DeviceMesh.
         ShapeError: for a mesh of more than two axes.
     """
