@@ -105,7 +105,6 @@ def deal(documents: tuple[int, ...], world: int) -> tuple[tuple[Range, ...], ...
         taken, line = _split(line, left, most)
         ranks.append(taken)
     ranks.append(line)
-    # The first rank that has a piece of each document.
     first = {piece.document: rank for rank in range(world - 1, -1, -1) for piece in ranks[rank]}
 
     def in_shard(piece: _Piece) -> tuple[bool, int, int]:
@@ -132,7 +131,7 @@ class _Goal(NamedTuple):
 
     def off(self, tokens: int, work: int) -> tuple[float, float]:
         """Returns how far a rank is from an even share of tokens and of work, relative to it."""
-        return abs(tokens * self.ranks / self.tokens - 1), abs(work * self.ranks / self.work - 1)
+        return abs(tokens * self.ranks - self.tokens) / self.tokens, abs(work * self.ranks - self.work) / self.work
 
     def allows(self, tokens: int, work: int, exact: float) -> bool:
         """Returns whether a rank is even enough, and leaves other ranks no more than they may have.

@@ -336,7 +336,7 @@ SAYS = {
     "layout without documents": WITHOUT,
     "layout of few tokens": FEW_TOKENS,
     "layout of key_ranges": WITHOUT,
-    "shard of documents": "ShapeError: q: expected shards of 13 positions, 23 over 2 ranks in a documents layout",
+    "shard of documents": "ShapeError: q: expected shards of 12 positions, 23 over 2 ranks in a documents layout",
     "shards without documents": WITHOUT,
     "rows without documents": WITHOUT,
     "shards of few tokens": FEW_TOKENS,
