@@ -6,8 +6,10 @@ A document is cut from both ends to its middle, as a zigzag is. Its i-th token a
 of its tokens. All documents are one line of tokens, the longest document first. Each rank in turn takes its share of
 work from the front of the line, where tokens have much work, and whole documents from the back, where they have
 little, until it has its share of tokens, too. If no whole documents fit, one is cut at the back. Two cuts are enough
-for any share of work and of tokens, so P ranks make at most 2 (P - 1) cuts. Without a causal mask work is proportional,
-too. A window takes more work from long documents than from short ones, so ranks are less even.
+for any share of work and of tokens, so P ranks make at most 2 (P - 1) cuts. A cut may fall inside a pair, so with two
+cuts a rank has its share of tokens, rounded down or up: no rank is empty if there are as many tokens as ranks. Without
+a causal mask work is proportional, too. A window takes more work from long documents than from short ones, so ranks
+are less even.
 """
 
 from __future__ import annotations
@@ -15,16 +17,19 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator
 from functools import lru_cache
-from itertools import accumulate, compress, pairwise, product
+from itertools import accumulate, compress, groupby, pairwise, product
+from math import ceil, floor
 from typing import NamedTuple
 
 TOKEN_SLACK = 1 / 64
-"""The share by which a rank's tokens may differ from an even share of what is left, to save a cut. Other layers than
-attention compute as many tokens as the rank with the most has."""
+"""The share by which a rank's tokens may differ from an even share of what is left, and be more than the mean of all
+ranks, to save a cut. Other layers than attention compute as many tokens as the rank with the most has."""
 WORK_SLACK = 1 / 128
 """The same for a rank's work."""
 OPTIONS = 6
 """How many documents, those around the place at which a cut would be exact, are tried in every combination."""
+NEARBY = 2
+"""How many tokens the second cut is moved each way, to find the most even work of whole tokens."""
 
 Range = tuple[int, int]
 """Positions ``[start, stop)``."""
@@ -33,7 +38,7 @@ Range = tuple[int, int]
 class _Piece(NamedTuple):
     """Tokens ``[start, stop)`` of a document of ``length``, counted from both of its ends to its middle.
 
-    A token counts ``length + 1`` as work: twice the keys that it sees on average under a causal mask.
+    Tokens 2 i and 2 i + 1 are the document's i-th and i-th last.
     """
 
     document: int
@@ -48,8 +53,22 @@ class _Piece(NamedTuple):
 
     @property
     def work(self) -> int:
-        """The work of the tokens."""
-        return self.tokens * (self.length + 1)
+        """Twice the keys that the tokens see under a causal mask: ``length + 1`` for each token of whole pairs."""
+        return self.work_of(self.tokens)
+
+    def work_of(self, tokens: int) -> int:
+        """Returns the work of the first so many tokens."""
+        return self._work_before(self.start + tokens) - self._work_before(self.start)
+
+    def _work_before(self, token: int) -> int:
+        # The first token of pair i sees i + 1 keys, so twice them are ``length - token`` fewer than a pair's mean.
+        return token * (self.length + 1) - (token % 2) * (self.length - token)
+
+    def tokens_of(self, work: float) -> int:
+        """Returns how many first tokens have about so much work, which is less than the piece's."""
+        work += self._work_before(self.start)
+        below = max(self.start, int(work / (self.length + 1)))
+        return min(below, below + 1, key=lambda stop: abs(self._work_before(stop) - work)) - self.start
 
     @property
     def is_whole(self) -> bool:
@@ -58,11 +77,12 @@ class _Piece(NamedTuple):
 
     def positions(self, first: int) -> tuple[Range, ...]:
         """Returns the positions of the tokens of a document that begins at ``first``: two ranges if more is behind."""
-        # Tokens 2 i and 2 i + 1 are the document's i-th and i-th last.
-        head, tail = self.start // 2, self.length - self.start // 2
+        # The first half of a pair is at the document's beginning, so an odd cut leaves one token more there.
+        head, tail = first + (self.start + 1) // 2, first + self.length - self.start // 2
         if self.stop == self.length:
-            return ((first + head, first + tail),)
-        return (first + head, first + self.stop // 2), (first + self.length - self.stop // 2, first + tail)
+            return ((head, tail),)
+        ranges = (head, first + (self.stop + 1) // 2), (first + self.length - self.stop // 2, tail)
+        return tuple((start, stop) for start, stop in ranges if start < stop)
 
 
 @lru_cache(maxsize=64)
@@ -70,7 +90,7 @@ def deal(documents: tuple[int, ...], world: int) -> tuple[tuple[Range, ...], ...
     """Returns each rank's positions as ranges, in the order of its shard; cached.
 
     Pieces of cut documents come first, at about the same places on every rank, because ranks send the same places: in
-    front those that ranks before it have, too. Then come whole documents, in the order of positions.
+    front those that ranks before it have, too. Then come whole documents. Each is in the order of positions.
 
     Args:
         documents: the offsets ``[documents + 1]`` of packed documents.
@@ -78,75 +98,97 @@ def deal(documents: tuple[int, ...], world: int) -> tuple[tuple[Range, ...], ...
     lengths = [stop - start for start, stop in pairwise(documents)]
     order = sorted((at for at, length in enumerate(lengths) if length), key=lambda at: (-lengths[at], at))
     line = [_Piece(at, 0, lengths[at], lengths[at]) for at in order]
+    tokens, work = (total / world for total in _total(line))
+    most = max(ceil(tokens), floor(tokens * (1 + TOKEN_SLACK))), work * (1 + WORK_SLACK)
     ranks = []
     for left in range(world, 1, -1):
-        taken, line = _split(line, left)
+        taken, line = _split(line, left, most)
         ranks.append(taken)
     ranks.append(line)
-    first: dict[int, int] = {}
-    for rank, pieces in enumerate(ranks):
-        for piece in pieces:
-            first.setdefault(piece.document, rank)
+    first = {piece.document: rank for rank in range(world - 1, -1, -1) for piece in ranks[rank]}
 
-    def in_shard(piece: _Piece) -> tuple[bool, int, _Piece]:
-        return piece.is_whole, 0 if piece.is_whole else first[piece.document], piece
+    def in_shard(piece: _Piece) -> tuple[bool, int, int]:
+        return piece.is_whole, 0 if piece.is_whole else first[piece.document], piece.document
 
     return tuple(
-        tuple(part for piece in sorted(pieces, key=in_shard) for part in piece.positions(documents[piece.document]))
+        tuple(
+            part
+            for document, mine in groupby(sorted(pieces, key=in_shard), key=lambda piece: piece.document)
+            # In the order of positions, also if it was cut at the front and at the back, so that few calls compute it.
+            for part in sorted(part for piece in mine for part in piece.positions(documents[document]))
+        )
         for pieces in ranks
     )
+
+
+class _Goal(NamedTuple):
+    """The tokens and the work of a line, the ranks that share it, and the most of both that a rank may have."""
+
+    tokens: int
+    work: int
+    ranks: int
+    most: tuple[float, float]
+
+    def off(self, tokens: int, work: int) -> tuple[float, float]:
+        """Returns how far a rank is from an even share of tokens and of work, relative to it."""
+        return abs(tokens * self.ranks - self.tokens) / self.tokens, abs(work * self.ranks - self.work) / self.work
+
+    def allows(self, tokens: int, work: int, exact: float) -> bool:
+        """Returns whether a rank is even enough, and leaves other ranks no more than they may have.
+
+        Args:
+            exact: how far the work of two exact cuts is off, because tokens are whole.
+        """
+        off = self.off(tokens, work)
+        rounded = abs(tokens * self.ranks - self.tokens) < self.ranks  # an even share of tokens, rounded down or up
+        most = max(tokens, (self.tokens - tokens) / (self.ranks - 1)), max(work, (self.work - work) / (self.ranks - 1))
+        if most[0] > self.most[0] or not (rounded or off[0] <= TOKEN_SLACK):
+            return False
+        return off[1] <= exact or (off[1] <= WORK_SLACK and most[1] <= self.most[1])
 
 
 class _Share(NamedTuple):
     """What a rank may take: the first ``front`` tokens of the pieces that are not ``mine``, and ``mine``.
 
-    ``effort`` is the lower the better.
+    ``effort`` is the lower the better: the number of cuts, and how far the share is off.
     """
 
-    effort: tuple[bool, int, float]
-    front: float
+    effort: tuple[int, float]
+    front: int
     mine: tuple[int, ...]
 
 
-def _split(line: list[_Piece], ranks: int) -> tuple[list[_Piece], list[_Piece]]:
+def _split(line: list[_Piece], ranks: int, most: tuple[float, float]) -> tuple[list[_Piece], list[_Piece]]:
     """Returns (the pieces of the next of ``ranks`` ranks, the pieces that are left), both from long to short."""
-    tokens, work = (sum(each) / ranks for each in zip(*((piece.tokens, piece.work) for piece in line), strict=True))
-    front, back = _two_ends(line, tokens, work)
-    taken, rest = _cut(line, front)
-    middle, ends = _cut(rest, sum(piece.tokens for piece in rest) - back)
-    cuts = _documents(middle) & _documents([*taken, *ends])
-    best = min(_shares(line, tokens, work, len(line) - len(ends)), key=lambda share: share.effort)
-    if best.effort[0] or best.effort[1] > len(cuts):
+    goal = _Goal(*_total(line), ranks, most)
+    taken, middle, ends = min(_two_ends(line, goal), key=lambda parts: max(goal.off(*_total([*parts[0], *parts[2]]))))
+    cuts = len({piece.document for piece in middle} & {piece.document for piece in [*taken, *ends]})
+    off = goal.off(*_total([*taken, *ends]))
+    best = min(_shares(line, goal, len(line) - len(ends), off[1]), key=lambda share: share.effort, default=None)
+    if best is None or best.effort > (cuts, max(off)):
         return [*taken, *ends], middle
     mine = set(best.mine)
     taken, left = _cut([piece for at, piece in enumerate(line) if at not in mine], best.front)
     return [*taken, *(line[at] for at in best.mine)], left
 
 
-def _documents(pieces: list[_Piece]) -> set[int]:
-    return {piece.document for piece in pieces}
-
-
-def _shares(line: list[_Piece], tokens: float, work: float, exact: int) -> Iterator[_Share]:
-    """Yields shares of about so many tokens and so much work that need one cut, or none.
+def _shares(line: list[_Piece], goal: _Goal, place: int, exact: float) -> Iterator[_Share]:
+    """Yields shares that are even enough and need one cut, or none.
 
     Args:
-        exact: how many pieces are in front of the place at which a second cut would be exact.
+        place: how many pieces are in front of the place at which a second cut would be exact.
+        exact: how far the work of two exact cuts is off.
     """
-    first, last = max(0, exact - OPTIONS // 2), min(len(line), exact + OPTIONS // 2)
+    first, last = max(0, place - OPTIONS // 2), min(len(line), place + OPTIONS // 2)
     before = _sums(line[:first])
-    behind = _sums(line[last:])[-1]
+    behind = _total(line[last:])
     for chosen in product((False, True), repeat=last - first):
-        mine = [*compress(range(first, last), chosen), *range(last, len(line))]
         others = [piece for piece, taken in zip(line[first:last], chosen, strict=True) if not taken]
-        of_mine = [
-            behind[0] + sum(line[at].tokens for at in mine if at < last),
-            behind[1] + sum(line[at].work for at in mine if at < last),
-        ]
-        for front, of_front, cut in _stops(line[:first], before, others, work - of_mine[1]):
-            off = abs(front + of_mine[0] - tokens) / tokens, abs(of_front + of_mine[1] - work) / work
-            even = off[0] <= TOKEN_SLACK and off[1] <= WORK_SLACK
-            yield _Share((not even, cut, max(off)), front, tuple(mine))
+        tokens, work = map(sum, zip(behind, _total([*compress(line[first:last], chosen)]), strict=True))
+        for front, of_front, cut in _stops(line[:first], before, others, goal.work / goal.ranks - work):
+            if goal.allows(front + tokens, of_front + work, exact):
+                mine = *compress(range(first, last), chosen), *range(last, len(line))
+                yield _Share((cut, max(goal.off(front + tokens, of_front + work))), front, mine)
 
 
 def _sums(pieces: list[_Piece]) -> list[tuple[int, int]]:
@@ -155,10 +197,15 @@ def _sums(pieces: list[_Piece]) -> list[tuple[int, int]]:
     return list(zip(tokens, accumulate((piece.work for piece in pieces), initial=0), strict=True))
 
 
+def _total(pieces: list[_Piece]) -> tuple[int, int]:
+    """Returns the tokens and the work of pieces."""
+    return sum(piece.tokens for piece in pieces), sum(piece.work for piece in pieces)
+
+
 def _stops(
     first: list[_Piece], sums: list[tuple[int, int]], then: list[_Piece], work: float
-) -> Iterator[tuple[float, float, int]]:
-    """Yields (tokens, their work, cuts) of the front of a line: so much work, and to the ends of its last document.
+) -> Iterator[tuple[int, int, int]]:
+    """Yields (tokens, their work, cuts) of the front of a line: about so much work, and to the ends of documents there.
 
     Args:
         first, then: the line in two parts; sums: of the first part, by ``_sums``.
@@ -167,30 +214,32 @@ def _stops(
     before, done = sums[max(at, 0)]
     for piece in [*first[at : at + 1], *then] if at >= 0 else []:
         if work < done + piece.work:
-            inside = (work - done) / (piece.length + 1)
-            yield before + inside, work, int(inside > 0)
+            inside = piece.tokens_of(work - done)
+            yield before + inside, done + piece.work_of(inside), int(0 < inside < piece.tokens)
             yield before + piece.tokens, done + piece.work, 0
             break
         before, done = before + piece.tokens, done + piece.work
     yield before, done, 0
 
 
-def _cut(line: list[_Piece], tokens: float) -> tuple[list[_Piece], list[_Piece]]:
-    """Returns the pieces before and behind a number of tokens, to the nearest one behind whole pairs of tokens."""
+def _cut(line: list[_Piece], tokens: int) -> tuple[list[_Piece], list[_Piece]]:
+    """Returns the pieces before and behind a number of tokens."""
     for at, piece in enumerate(line):
         if tokens < piece.tokens:
-            stop = min(piece.start + max(0, 2 * round(tokens / 2)), piece.stop)
-            parts = piece._replace(stop=stop), piece._replace(start=stop)
-            before, behind = ([part] if part.tokens else [] for part in parts)
-            return [*line[:at], *before], [*behind, *line[at + 1 :]]
+            stop = piece.start + tokens
+            before = [piece._replace(stop=stop)] if tokens else []
+            return [*line[:at], *before], [piece._replace(start=stop), *line[at + 1 :]]
         tokens -= piece.tokens
     return line, []
 
 
-def _two_ends(line: list[_Piece], tokens: float, work: float) -> tuple[float, int]:
-    """Returns how many tokens of the front and of the back of a line have together so many tokens and so much work."""
+def _two_ends(line: list[_Piece], goal: _Goal) -> Iterator[tuple[list[_Piece], list[_Piece], list[_Piece]]]:
+    """Yields a line's (front, middle, back), with about a rank's share of work in the front and the back together, and
+    its share of tokens, rounded down or up."""
+    tokens = goal.tokens / goal.ranks
     starts = [0, *accumulate(piece.tokens for piece in line)]
-    sums = [0, *accumulate(piece.work for piece in line)]
+    # As if all tokens of a document had its mean work: half a pair at one end must not ask for a cut at the other.
+    sums = [0, *accumulate(piece.tokens * (piece.length + 1) for piece in line)]
 
     def work_before(place: float) -> float:
         at = min(bisect_right(starts, place), len(line)) - 1
@@ -200,8 +249,11 @@ def _two_ends(line: list[_Piece], tokens: float, work: float) -> tuple[float, in
     few, many = 0, int(tokens)
     while few < many:
         back = (few + many) // 2
-        if work_before(tokens - back) + sums[-1] - work_before(starts[-1] - back) <= work + 0.5:
+        if work_before(tokens - back) + sums[-1] - work_before(starts[-1] - back) <= sums[-1] / goal.ranks + 0.5:
             many = back
         else:
             few = back + 1
-    return tokens - few, few
+    for both in sorted({floor(tokens), ceil(tokens)}):
+        for back in range(max(0, few - NEARBY), min(few + NEARBY, both) + 1) if few else (0,):
+            taken, rest = _cut(line, both - back)
+            yield taken, *_cut(rest, goal.tokens - both)

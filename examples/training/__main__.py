@@ -15,6 +15,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from attn_core.cli.progress import Stages
+from attn_core.context_parallel.layout import check_layout
+from attn_core.errors import SpecError
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS, IMAGES, PAGE = ROOT / "benchmarks/results", ROOT / "docs/images", ROOT / "docs/explanation/training.md"
@@ -26,6 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags = parser.parse_args(arguments)
     if flags.ranks and (flags.attention or flags.implementation or flags.write):
         parser.error("--ranks: cannot be combined with --attention, --implementation or --write")
+    if flags.layout == "documents" and not flags.packed:
+        parser.error("--layout=documents: expected --packed, because dense rows have no documents to deal")
     if flags.render:
         render()
         return 0
@@ -108,7 +112,7 @@ def _over_ranks(flags: argparse.Namespace, options: Any, stages: Stages, console
     results = ranks.compare(run, stages)
     if flags.json:
         flags.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    names = {RANKS: f"{flags.ranks} ranks", FAULT: f"{flags.ranks}, wrong layout"}
+    names = {RANKS: f"{flags.ranks} ranks", FAULT: f"{flags.ranks}, planted fault"}
     table = Table(title="Losses, and the relative difference from one rank's", title_justify="left")
     for column in (
         "step",
@@ -159,6 +163,14 @@ def _positive(text: str) -> int:
     return value
 
 
+def _layout(text: str) -> str:
+    try:
+        check_layout(text)
+    except SpecError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m examples.training", description=__doc__)
     parser.add_argument("--steps", type=_positive, default=200, metavar="N", help="number of training steps (200)")
@@ -175,7 +187,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--ranks", type=_positive, metavar="N", help="spread rows over N ranks; compare with one")
     parser.add_argument("--strategy", choices=("all_gather", "ring", "ulysses"), help="of --ranks; default: automatic")
-    parser.add_argument("--layout", choices=("zigzag", "contiguous", "striped"), default="zigzag", help="of --ranks")
+    layouts = "of --ranks: zigzag, contiguous, striped, window:W or, with --packed, documents (zigzag)"
+    parser.add_argument("--layout", type=_layout, default="zigzag", metavar="NAME", help=layouts)
     parser.add_argument("--packed", action="store_true", help="rows of --ranks hold packed documents, in two packings")
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write the numbers to this file")
     parser.add_argument(

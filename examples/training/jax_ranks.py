@@ -30,7 +30,7 @@ class RanksTrainer(JaxTrainer):
     """The trainer of all ranks. Rows are in the order of shards; every device has the weights.
 
     Args:
-        spread: the strategy and layout that the model uses; cut: the layout of the shards, the same unless in error.
+        spread: the strategy, layout and documents of the model; cut: the layout of the shards, the same unless wrong.
         length: positions of a row.
     """
 
@@ -50,7 +50,7 @@ class RanksTrainer(JaxTrainer):
         if documents not in self._programs:
             # A function of its own for each packing: the plan, and so the program, depends on the documents.
             def program(state: Any, shards: Batch) -> Any:
-                self._info = info
+                self._info = self.spread.told(info)
                 return self._traced(state, shards)
 
             self._programs[documents] = jax.jit(program, donate_argnums=0)
@@ -81,7 +81,7 @@ class RanksTrainer(JaxTrainer):
             strategy=self.spread.strategy,
             layout=self.spread.layout,
             length=self.length,
-            seq_info=batch.seq_info,
+            seq_info=self.spread.told(batch.seq_info),
             needs_backward=True,
             **self._options(layer),
         )

@@ -224,11 +224,14 @@ def _over_ranks() -> str:
 `python -m examples.training --ranks 2` trains the model by [context parallelism](context_parallel.md): in torch over
 two processes that `torch.distributed.run` starts (gloo on a CPU, NCCL on GPUs), in JAX over two devices of one process
 (on a CPU, XLA provides two). `shard_sequence` cuts each step's tokens, targets and weights. A rank's loss is its share
-of the mean over all tokens, and gradients are summed over ranks. `--strategy` and `--layout` override automatic choice.
-Rows are dense, because offsets of packed documents are part of a plan, and JAX would compile every step.
+of the mean over all tokens, and gradients are summed over ranks. `--strategy` names a strategy instead of automatic
+choice, and `--layout` another layout than zigzag.
+
+Rows are dense. With `--packed` they hold packed documents, in two packings that take turns: the documents are a part of
+the plan, and JAX compiles each plan. `--packed --layout documents` deals the documents to the ranks, short ones whole.
 
 The loss of every step is compared with the loss of the same model on one rank. The norm of AdamW's running mean of
 gradients is compared, too, because AdamW hides a factor that all gradients share. The run fails (exit code 1) if losses
 differ by more than 1e-5 of their size in the first {FIRST} steps (2e-4 in bfloat16), or by more than 1e-4 in any step
 (3e-2 in bfloat16), or if JAX's losses differ from torch's. It also fails if a planted fault has no effect: for {FIRST}
-steps, the model names another layout than the layout of its shards."""
+steps, the model names another layout than the layout of its shards, or has dealt documents in reverse."""

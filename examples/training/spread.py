@@ -10,7 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from attn_core.context_parallel.layout import LAYOUTS
+import numpy as np
+
+from attn_core import SeqInfo
 from examples.training import data, weights
 from examples.training.config import AdamW, GemmaConfig, Options
 from examples.training.data import Batch
@@ -27,29 +29,48 @@ AXIS = "cp"
 
 @dataclass(frozen=True)
 class Spread:
-    """The number of ranks, the strategy (None for automatic choice), the layout, and whether rows hold documents."""
+    """The number of ranks, the strategy (None for automatic choice), the layout, and whether rows hold documents.
+
+    ``reversed`` tells the model the documents from the row's end to its beginning, which is an error.
+    """
 
     ranks: int = 2
     strategy: str | None = None
     layout: str = "zigzag"
     packed: bool = False
+    reversed: bool = False
 
     @property
     def mistaken(self) -> Spread:
-        """The planted fault: another layout than the layout of the shards, which no check can detect."""
-        return replace(self, layout=next(name for name in LAYOUTS if name != self.layout))
+        """The planted fault, which no check can detect, because the sizes of shards are right.
+
+        The model has another layout than its shards. Dealt documents may have shards of another size than any other
+        layout, so there the model has the documents in reverse: their lengths alone decide about the size.
+        """
+        if self.layout == "documents":
+            return replace(self, reversed=True)
+        return replace(self, layout="contiguous" if self.layout == "zigzag" else "zigzag")
+
+    def told(self, info: SeqInfo | None) -> SeqInfo | None:
+        """Returns the documents that the model is told."""
+        if info is None or not self.reversed:
+            return info
+        return SeqInfo.from_lengths(np.diff(info.cu_seqlens_q)[::-1].tolist())
 
 
-def packings(length: int) -> tuple[tuple[int, ...], ...]:
-    """Returns two lists of documents' lengths, each ``length`` in all, less a remainder.
+def packings(length: int, longest: int) -> tuple[tuple[int, ...], ...]:
+    """Returns two lists of documents' lengths, each ``length`` in all, less a remainder, and none above ``longest``.
 
-    The lengths are multiples of 16. All layouts over up to 8 ranks then have shards of one size, so only the losses
-    show the planted fault.
+    The lengths are multiples of 16. All layouts over 2, 4 or 8 ranks then have shards of one size, except "documents",
+    so only the losses show the planted fault.
     """
-    units = length // 16
+    units, most = length // 16, max(1, longest // 16)
     first = (units // 2, units // 4, 1, units - units // 2 - units // 4 - 1)
     second = (1, units - units // 3 - 2, 1, units // 3)
-    return tuple(tuple(16 * each for each in lengths if each) for lengths in (first, second))
+    return tuple(
+        tuple(16 * min(most, each - start) for each in lengths for start in range(0, each, most))
+        for lengths in (first, second)
+    )
 
 
 class SpreadTrainer(Trainer, Protocol):
@@ -80,7 +101,11 @@ class SpreadRun(NamedTuple):
     @property
     def length(self) -> int:
         """The number of positions in a row."""
-        return sum(packings(self.options.length)[0]) if self.spread.packed else self.options.dense["length"]
+        return sum(self._packings[0]) if self.spread.packed else self.options.dense["length"]
+
+    @property
+    def _packings(self) -> tuple[tuple[int, ...], ...]:
+        return packings(self.options.length, self.options.longest)
 
     @property
     def trainer(self) -> dict[str, Any]:
@@ -92,7 +117,7 @@ class SpreadRun(NamedTuple):
         """Returns dense rows, or rows of packed documents in two packings."""
         text, seed = data.python_documentation(), self.options.seed
         if self.spread.packed:
-            endless = data.document_batches(text, packings(self.options.length), seed)
+            endless = data.document_batches(text, self._packings, seed)
         else:
             endless = data.dense_batches(text, **self.options.dense, seed=seed)
         return list(itertools.islice(endless, self.options.steps))

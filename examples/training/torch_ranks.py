@@ -30,7 +30,7 @@ class RankTrainer(TorchTrainer):
     """The trainer of one rank. It has its shards of every row; its weights stay equal to the other ranks' weights.
 
     Args:
-        spread: the strategy and layout that the model uses; cut: the layout of the shards, the same unless in error.
+        spread: the strategy, layout and documents of the model; cut: the layout of the shards, the same unless wrong.
     """
 
     def __init__(self, mesh: DeviceMesh, spread: Spread, cut: str, **options: Any) -> None:
@@ -51,11 +51,12 @@ class RankTrainer(TorchTrainer):
     def _placement(self, batch: Batch) -> dict[str, Any]:
         spread = self.spread
         placed = {"strategy": spread.strategy, "layout": spread.layout, "length": batch.tokens.shape[1]}
-        return {**placed, "seq_info": batch.seq_info}
+        return {**placed, "seq_info": spread.told(batch.seq_info)}
 
     def explained(self, batch: Batch, layer: int) -> str:
         """Returns the strategy and the backends of a layer's attention."""
-        shard = shard_sequence(torch.from_numpy(batch.tokens), self.mesh, seq_info=batch.seq_info)
+        cut = {"layout": self.cut, "seq_info": batch.seq_info}
+        shard = shard_sequence(torch.from_numpy(batch.tokens), self.mesh, **cut)
         q, k, v = (x.requires_grad_() for x in self._heads(*shard.shape))
         explained = explain_context_parallel(q, k, v, mesh=self.mesh, **self._placement(batch), **self._options(layer))
         return f"{explained.choice.strategy} on {', '.join(sorted({name for _, name in explained.call.backends}))}"

@@ -581,7 +581,7 @@ PICTURES = {
     "zigzag": ["--q-len", "16", "--layout", "zigzag"],
     "striped": ["--q-len", "16", "--layout", "striped"],
     "documents": ["--lengths", "12,4", "--ranks", "2"],
-    "dealt": ["--lengths", "3,12,5,4", "--ranks", "2", "--layout", "documents"],
+    "dealt": ["--lengths", "2,11,3,6", "--ranks", "2", "--layout", "documents"],
     "window": ["--q-len", "16", "--window", "5", "--ranks", "2", "--layout", "window:5"],
 }
 

@@ -85,9 +85,9 @@ def test_documents_must_be_known_on_the_host():
         call(seq_info=SeqInfo(np.asarray(DOCUMENTS, np.int32), other, 11, 11))
     with pytest.raises(SpecError, match="length=24: expected the 23 positions of seq_info"):
         call(seq_info=case.info, length=24)
-    # The shards were cut in a zigzag, and dealt documents have others.
-    with pytest.raises(ShapeError, match=r"q: expected shards of 7 positions, 23 over 4 ranks in a documents layout"):
-        call(seq_info=case.info, layout="documents")
+    # The shards are those of 23 positions.
+    with pytest.raises(ShapeError, match=r"q: expected shards of 7 positions, 27 over 4 ranks in a documents layout"):
+        call(seq_info=SeqInfo.from_lengths((20, 7)), layout="documents")
 
 
 def test_a_list_of_lengths_is_as_good_as_a_tuple():

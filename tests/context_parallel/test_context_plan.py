@@ -30,6 +30,8 @@ from attn_core.errors import ShapeError
 
 BANDS = ((None, 0), (None, None), (5, 0), (3, 2), (None, 2), (0, 0), (5, None))
 KINDS = (*LAYOUTS, "window:7")
+DOCUMENTS = {(23, 23): ((0, 4, 4, 11, 12, 23), (0, 23)), (3, 3): ((0, 3), (0, 1, 3))}
+"""Offsets of packed documents, by the lengths of the row."""
 AXES = ((1, 1), (2, 1), (3, 1), (4, 1), (5, 1), (2, 2), (3, 2), (2, 3), (1, 4))
 
 
@@ -116,9 +118,9 @@ def test_every_plan_of_the_grid_computes_each_pair_once(strategy: str, kind: str
     axes = [(outer, inner) for outer, inner in AXES if strategy != "ulysses" or outer == 1]
     sizes = ((23, 23), (11, 23), (23, 11), (3, 3), (16, 16), (1, 1))
     for (outer, inner), (q_len, kv_len), band in product(axes, sizes, BANDS):
-        several = (None, (0, 4, 4, 11, 12, 23), (0, 23)) if (q_len, kv_len) == (23, 23) else (None,)
-        if kind == "documents":  # it needs documents
-            several = tuple(each for each in several if each)
+        several: tuple[Any, ...] = (None, *DOCUMENTS.get((q_len, kv_len), ()))
+        if kind == "documents":  # it needs documents, and a token for each rank
+            several = tuple(each for each in several if each and each[-1] >= outer * inner)
         for offset, documents in product({kv_len - q_len, 0}, several):
             visible = VisibleBand(*band, offset, documents)
             made = build_plan(strategy, kind, outer, inner, q_len, kv_len, visible)
@@ -147,6 +149,15 @@ def requests(draw: st.DrawFn) -> tuple[Any, ...]:
 @given(requests())
 def test_any_plan_computes_each_pair_once(request: tuple[Any, ...]) -> None:
     assert not faults(build_plan(*request), request[-1])
+
+
+@given(requests().filter(lambda request: request[1] == "documents"))
+def test_every_rank_holds_dealt_tokens(request: tuple[Any, ...]) -> None:
+    """Also in a row of as many tokens as ranks; without a token, a rank would compute nothing in every layer."""
+    held = build_plan(*request).q_layout
+    counts = [held.position_count(rank) for rank in range(held.world)]
+    mean = held.length / held.world
+    assert min(counts) >= 1 and held.shard == max(counts) <= max(np.ceil(mean), mean * 65 / 64)
 
 
 @given(requests())

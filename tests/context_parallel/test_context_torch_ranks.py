@@ -339,7 +339,7 @@ SAYS = {
     "layout of few tokens": FEW_TOKENS,
     "layout of key_ranges": "SpecError: layout='documents': expected another layout beside key_ranges, such as",
     "layout of key_ranges and documents": "SpecError: key_ranges: expected None beside seq_info",
-    "shard of documents": "ShapeError: q: expected shards of 13 positions, 23 over 2 ranks in a documents layout",
+    "shard of documents": "ShapeError: q: expected shards of 12 positions, 23 over 2 ranks in a documents layout",
     "shards without documents": WITHOUT,
     "rows without documents": WITHOUT,
     "shards of few tokens": FEW_TOKENS,

@@ -21,11 +21,13 @@ DOCUMENTS = (4, 7, 2)
 TRAINED: list[tuple[str, dict[str, Any], Any, str]] = [
     ("llama", {}, None, "plain"),
     ("llama", {"strategy": "ring"}, DOCUMENTS, "plain"),
+    ("llama", {"strategy": "ring", "layout": "documents"}, DOCUMENTS, "plain"),
     ("llama", {"strategy": "ring", "layout": "striped"}, None, "recomputed"),
     ("llama", {"strategy": "ulysses", "layout": "contiguous"}, None, "masked"),
     ("gemma2", {"strategy": "ring"}, None, "plain"),
     ("gemma2", {"strategy": "all_gather"}, None, "recomputed"),
     ("gemma2", {"strategy": "ring", "layout": "window:5"}, None, "plain"),
+    ("gemma2", {"strategy": "all_gather", "layout": "documents"}, DOCUMENTS, "recomputed"),
     ("gpt_oss", {"strategy": "ring", "layout": "contiguous"}, None, "plain"),
     ("mistral", {"strategy": "ulysses"}, None, "plain"),
 ]

@@ -21,7 +21,9 @@ pytest.importorskip("rich")
 
 from rich.console import Console
 
+from attn_core import SeqInfo
 from attn_core.cli.progress import Stages
+from attn_core.context_parallel.layout import LAYOUTS, build_layout
 from attn_core.errors import SpecError
 from examples.training import __main__ as command
 from examples.training import data, ranks, report, weights
@@ -30,7 +32,7 @@ from examples.training.jax_nn import JaxNNAttention, with_attention
 from examples.training.jax_side import JaxTrainer
 from examples.training.run import FAULT, JAX, TORCH, TWIN, compare
 from examples.training.spread import FAULT as WRONG_LAYOUT
-from examples.training.spread import RANKS, Spread, SpreadRun
+from examples.training.spread import RANKS, Spread, SpreadRun, packings
 from examples.training.steps import train
 from examples.training.torch_side import TorchTrainer
 
@@ -283,9 +285,11 @@ def test_two_ranks_give_the_losses_of_one(monkeypatch: pytest.MonkeyPatch, capsy
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_two_ranks_give_the_losses_of_one_with_packed_documents() -> None:
-    """Both frameworks, two packings in turn; the bounds are those of dense rows, and a wrong layout is found."""
-    run = SpreadRun(TINY, replace(OPTIONS, steps=4, length=160), Spread(2, None, packed=True))
+@pytest.mark.parametrize("layout", ["zigzag", "documents"])
+def test_two_ranks_give_the_losses_of_one_with_packed_documents(layout: str) -> None:
+    """Both frameworks, two packings in turn; the bounds are those of dense rows, and the planted fault is found: a
+    wrong layout, or dealt documents in reverse."""
+    run = SpreadRun(TINY, replace(OPTIONS, steps=4, length=160), Spread(2, None, layout, packed=True))
     batches = run.batches()
     lengths = [np.diff(batch.seq_info.cu_seqlens_q).tolist() for batch in batches]
     assert lengths == [[80, 32, 16, 32], [16, 80, 16, 48]] * 2 and run.length == 160
@@ -297,6 +301,80 @@ def test_two_ranks_give_the_losses_of_one_with_packed_documents() -> None:
         actual = ranks.compare(run, stages)
     assert ranks.failures(actual, "float32") == []
     assert all(len(runs[RANKS]["losses"]) == 4 for runs in actual.values())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_two_ranks_give_the_losses_of_one_with_the_default_documents() -> None:
+    """At the default length dealt shards have another size than in every other layout."""
+    default = Options()
+    options = replace(OPTIONS, steps=2, length=default.length, longest=default.longest)
+    run = SpreadRun(replace(TINY, max_positions=default.longest), options, Spread(2, None, "documents", packed=True))
+    with Stages(Console(file=io.StringIO())) as stages:
+        actual = ranks.compare(run, stages)
+    assert ranks.failures(actual, "float32") == []
+
+
+@pytest.mark.parametrize("length", [160, 1000, 1024, 4096])
+def test_packings_fit_the_model_and_the_planted_fault(length: int) -> None:
+    """No document is longer than the model's positions, and a fault does not change the size of a shard."""
+
+    def shards(kind: str, world: int, packing: tuple[int, ...]) -> int:
+        return build_layout(kind, sum(packing), world, 1, tuple(itertools.accumulate(packing, initial=0))).shard
+
+    for packing in packings(length, GemmaConfig().max_positions):
+        assert sum(packing) == length // 16 * 16 and max(packing) <= GemmaConfig().max_positions
+        for world in (2, 4, 8):
+            names = {name: Spread(world, None, name).mistaken.layout for name in (*LAYOUTS, "window:64")}
+            assert all(wrong != name for name, wrong in names.items() if name != "documents")
+            del names["documents"]
+            assert {shards(kind, world, packing) for kind in (*names, *names.values())} == {sum(packing) // world}
+            assert shards("documents", world, packing) == shards("documents", world, packing[::-1])
+            assert packing != packing[::-1]
+
+
+def test_the_planted_fault_of_dealt_documents_reverses_them() -> None:
+    info = SeqInfo.from_lengths((3, 5, 2))
+    right = Spread(2, None, "documents", packed=True)
+    assert right.told(info) is info and right.mistaken.told(None) is None
+    assert right.mistaken.layout == "documents"
+    assert np.diff(right.mistaken.told(info).cu_seqlens_q).tolist() == [2, 5, 3]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ("--layout", "documents"),
+            "--layout=documents: expected --packed, because dense rows have no documents to deal",
+        ),
+        (
+            ("--layout", "window:0"),
+            "argument --layout: layout='window:0': expected one of contiguous, zigzag, striped, ",
+        ),
+    ],
+)
+def test_layouts_are_checked(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        command.main(["--ranks", "2", *arguments])
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [("--layout", "window:64"), ("--packed", "--layout", "documents")])
+def test_layouts_reach_the_ranks(arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[Spread] = []
+
+    class Taken(Exception):
+        pass
+
+    def compare(run: SpreadRun, stages: Stages) -> None:
+        taken.append(run.spread)
+        raise Taken
+
+    monkeypatch.setattr(ranks, "compare", compare)
+    with pytest.raises(Taken):
+        command.main(["--ranks", "2", *arguments])
+    assert taken == [Spread(2, None, arguments[-1], packed="--packed" in arguments)]
 
 
 def test_a_failed_rank_reports_its_error() -> None:
