@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attn_core.backends.sdpa_flash import cpu_kernel, cpu_lone, cpu_rows
+from attn_core.backends.sdpa_flash import cpu_kernel, cpu_lone, cpu_rows, cpu_same_bits
 from torch_frontend import SeqInfo, attention, paged_attention
 
 LONGEST = 1100
@@ -37,7 +37,7 @@ def threads() -> Iterator[None]:
 @pytest.fixture
 def unknown() -> Iterator[None]:
     """What was found about torch's own kernel does not hold for another, nor the other way round."""
-    caches = cpu_rows.rows_of, cpu_rows.groups_a_prompt, cpu_rows.keeps_rows_apart
+    caches = cpu_rows.rows_of, cpu_rows.groups_a_prompt, cpu_rows.keeps_rows_apart, cpu_same_bits.keeps_few_queries
     for cache in caches:
         cache.cache_clear()
     yield
@@ -252,7 +252,8 @@ def test_the_number_of_rows_is_found_once(monkeypatch: pytest.MonkeyPatch) -> No
     q, k, v = rows(2, (4, 2), 16, torch.float32)
     call = {"causal": True, "backend": "sdpa_flash", "invariant": "prefix"}
     attention(q[:, :1], k, v, **call)
-    monkeypatch.setattr(cpu_rows, "_trials", lambda shape: pytest.fail("tried again"))
+    for module in (cpu_rows, cpu_same_bits):
+        monkeypatch.setattr(module, "trials", lambda shape: pytest.fail("tried again"))
     lengths = list(accumulate([100, 200, 300]))
     for length in lengths:
         attention(q[:, :1], k[:, :length], v[:, :length], **call)

@@ -202,8 +202,9 @@ def test_a_split_that_depends_on_the_length_fails_the_prefix(monkeypatch: pytest
         assert found.result == "failed" and "differ from the whole prompt: lse" in found.reason, found
 
 
-def test_a_result_that_depends_on_the_batch_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    check, flash = claimed("batch", monkeypatch), Subject("sdpa_flash", "torch", "cpu")
+def test_a_result_that_depends_on_the_batch_fails() -> None:
+    # As it is requested: without the promise, another thread may give other bits on some processors.
+    check, flash = CHECKS["batch"], Subject("sdpa_flash", "torch", "cpu")
     assert entry(check, flash, draws=6).result == "passed"
     with faulty("sdpa_flash", "forward", with_result(0, lambda out: out * (1 + 1e-6 * len(out)))):
         found = entry(check, flash, draws=6)

@@ -2,11 +2,11 @@
 
 Limits: no softcap or dropout; value_dim == head_dim; no gradient of a bias or of the log-sum-exp. Causal is top-left in
 the kernel. Windows, bottom-right causal with unequal lengths, masks, biases and ALiBi become additive masks of blocks
-of queries (``cpu_blocks.py``), for which ``containment.py`` contains NaN in hidden keys. Sinks scale the results of the
-kernel (``shared/rewrites.py``). Packed documents run one after another, those of equal lengths
-as one batch, so that nothing crosses between them. ``invariant="prefix"`` runs in tiles (``cpu_tiles.py``).
-Upstream: ``aten::_scaled_dot_product_flash_attention_for_cpu``, torch 2.11 to 2.15. The raw op reads wrong memory if
-the last stride is not 1, and reports a log-sum-exp of 0 for rows that see no key. This file corrects both.
+of queries (``cpu_blocks.py``), for which ``containment.py`` contains NaN in hidden keys. Sinks scale the results.
+Packed documents run one after another, those of equal lengths as one batch, so that nothing crosses between them.
+``invariant="prefix"`` runs in tiles (``cpu_tiles.py``). The raw op of torch 2.11 to 2.15,
+``aten::_scaled_dot_product_flash_attention_for_cpu``, reads wrong memory if the last stride is not 1, and reports a
+log-sum-exp of 0 for rows that see no key. This file corrects both.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from attn_core.backends.sdpa_flash import (
     cpu_packed,
     cpu_paged,
     cpu_rows,
+    cpu_same_bits,
     cpu_tiles,
 )
+from attn_core.backends.sdpa_flash.cpu_readable import all_readable, readable, readable_heads
 from attn_core.backends.shared import sinks
 from attn_core.backends.support import Build, Support
-from attn_core.call.counters import operand_copied
 from attn_core.call.masks import band
 from attn_core.call.pages import BITS
 from attn_core.call.spec import DTYPES, AttentionSpec
@@ -67,7 +68,7 @@ BACKWARD = replace(FORWARD, paged=False, paged_alibi=False, paged_starts=False, 
 
 
 def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
-    """Refuses slopes of each sequence in pages, which become packed documents, and what ``invariant`` excludes."""
+    """Refuses slopes of each sequence in pages, and what ``invariant`` excludes."""
     if spec.invariant is not None:
         return cpu_invariant.refusals(spec, FORWARD.kernel)
     if spec.paged is not None and len(spec.alibi_shape or ()) == 2:
@@ -115,18 +116,20 @@ def forward(spec: AttentionSpec, inputs: Any) -> tuple[Any, Any]:
         return cpu_paged.forward(spec, inputs, forward)
     how = lower(spec)
     if spec.invariant is not None:
-        if not cpu_invariant.is_native(spec):
-            out, lse = forward(*cpu_invariant.in_float32(spec, inputs))
-            return out.to(inputs.q.dtype), lse
+        change = cpu_same_bits.in_wider_heads if cpu_invariant.is_native(spec) else cpu_invariant.in_float32
+        other = change(spec, inputs)
+        if other is not None:
+            out, lse = forward(*other)
+            return out[..., : spec.head_dim].to(inputs.q.dtype).contiguous(), lse
         lone = cpu_lone.shortcut(spec)
         results = lone and lone(*(tensor.detach() for tensor in inputs[:3]))
         if results is not None:
             return results
     if how["query_tile"]:
-        return cpu_tiles.forward(spec, _all_readable(spec, inputs))
+        return cpu_tiles.forward(spec, all_readable(spec, inputs))
     if how["by_document"]:
         return cpu_packed.forward(spec, inputs, forward)
-    inputs = _all_readable(spec, inputs)
+    inputs = all_readable(spec, inputs)
     if how["additive_mask"]:
         out, lse = cpu_blocks.forward(spec, inputs)
     else:
@@ -135,7 +138,7 @@ def forward(spec: AttentionSpec, inputs: Any) -> tuple[Any, Any]:
         if spec.q_len == 1 and spec.invariant is None:  # else not: the lookup of an op hashes the spec on every call
             out, lse = cpu_kernel.forward_op(spec, how["is_causal"])(q, k, v)
         else:
-            out, lse = (cpu_kernel.kernels() if spec.invariant is None else cpu_kernel.kernels_of(spec))[0](
+            out, lse = (cpu_kernel.kernels() if spec.invariant is None else cpu_same_bits.kernels_of(spec))[0](
                 q, k, v, 0.0, how["is_causal"], scale=how["scale"]
             )
         out = out.transpose(1, 2)
@@ -157,12 +160,12 @@ def shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any] | None] | Non
 
     def run(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
         if not (q.is_contiguous() and k.is_contiguous() and v.is_contiguous()):  # nearly never: a cheap test first
-            q, k, v = _readable(q), _readable(k), _readable(v)
+            q, k, v = readable(q), readable(k), readable(v)
         out, lse = op(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
         return out.transpose(1, 2), lse
 
     def heads_first(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
-        return op(_readable_heads(q), _readable_heads(k), _readable_heads(v))
+        return op(readable_heads(q), readable_heads(k), readable_heads(v))
 
     run.heads_first = heads_first  # type: ignore[attr-defined]
     return run
@@ -184,7 +187,7 @@ def _masked_shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any] | Non
 
     def run(q: Any, k: Any, v: Any, mask: Any = None, bias: Any = None) -> tuple[Any, Any] | None:
         if not (q.is_contiguous() and k.is_contiguous() and v.is_contiguous()):
-            q, k, v = _readable(q), _readable(k), _readable(v)
+            q, k, v = readable(q), readable(k), readable(v)
         if not (by_results or containment.are_finite(k, v)):
             return None
         added = additive_masks.additive(dtype, q.device, mask, bias, edge, rows, keys)
@@ -199,7 +202,7 @@ def _masked_shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any] | Non
         if wants_lse or not (by_results or containment.are_finite(k, v)):
             return None
         added = additive_masks.additive(dtype, q.device, mask, bias, edge, rows, keys)
-        out, lse = op(_readable_heads(q), _readable_heads(k), _readable_heads(v), attn_mask=added)
+        out, lse = op(readable_heads(q), readable_heads(k), readable_heads(v), attn_mask=added)
         return None if by_results and not containment.are_results_finite(out, lse) else (out, lse)
 
     run.heads_first = heads_first  # type: ignore[attr-defined]
@@ -212,14 +215,16 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
     if spec.invariant is not None and spec.dtype in cpu_invariant.HALF:
         gradients = backward(*cpu_invariant.in_float32(spec, inputs), out.float(), lse, dout.float(), dlse)
         return Gradients(*(gradient.to(inputs.q.dtype) for gradient in gradients[:3]))
+    if spec.invariant is not None and (wider := cpu_same_bits.in_wider_heads(spec, inputs)) is not None:
+        return cpu_same_bits.gradients_of_wider_heads(backward, spec, wider, (out, lse, dout, dlse))
     if how["by_document"]:
         return cpu_packed.backward(spec, inputs, out, lse, dout, backward)
-    inputs, dout = _all_readable(spec, inputs), _readable(dout) if spec.invariant is None else dout.contiguous()
+    inputs, dout = all_readable(spec, inputs), readable(dout) if spec.invariant is None else dout.contiguous()
     if how["additive_mask"]:
         dq, dk, dv = cpu_blocks.backward(spec, inputs, out, lse, dout)
     else:
         tensors = (tensor.transpose(1, 2) for tensor in (dout, *inputs[:3], out))
-        gradients = (cpu_kernel.kernels() if spec.invariant is None else cpu_kernel.kernels_of(spec))[1](
+        gradients = (cpu_kernel.kernels() if spec.invariant is None else cpu_same_bits.kernels_of(spec))[1](
             *tensors, lse, 0.0, how["is_causal"], scale=how["scale"]
         )
         dq, dk, dv = (gradient.transpose(1, 2) for gradient in gradients)
@@ -227,33 +232,3 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
         containment.contain_gradients(spec, inputs, out, lse, dout, (dq, dk, dv))
     dsinks = sinks.sink_gradient(inputs.sinks, out, lse, dout, None) if spec.sinks else None
     return Gradients(dq, dk, dv, dsinks=dsinks)
-
-
-def _all_readable(spec: AttentionSpec, inputs: Inputs) -> Inputs:
-    """Returns inputs that the kernel can read; in one layout with ``invariant``, because strides change its bits."""
-    q, k, v = inputs[:3]
-    if q.is_contiguous() and k.is_contiguous() and v.is_contiguous():
-        return inputs
-    if spec.invariant is not None:
-        return inputs._replace(q=q.contiguous(), k=k.contiguous(), v=v.contiguous())
-    return inputs._replace(q=_readable(q), k=_readable(k), v=_readable(v))
-
-
-def _readable(tensor: Any) -> Any:
-    """Returns a ``[batch, seq, heads, dim]`` tensor, copied only if the kernel cannot read its rows."""
-    batch_stride, seq_stride, head_stride, last_stride = tensor.stride()
-    width = tensor.shape[3]
-    if last_stride != 1 or min(seq_stride, head_stride) < width or batch_stride < 1:
-        operand_copied()
-        return tensor.contiguous()
-    return tensor
-
-
-def _readable_heads(tensor: Any) -> Any:
-    """``_readable`` for a ``[batch, heads, seq, dim]`` tensor."""
-    batch_stride, head_stride, seq_stride, last_stride = tensor.stride()
-    width = tensor.shape[3]
-    if last_stride != 1 or seq_stride < width or head_stride < width or batch_stride < 1:
-        operand_copied()
-        return tensor.contiguous()
-    return tensor

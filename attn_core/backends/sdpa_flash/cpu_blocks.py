@@ -15,7 +15,8 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from attn_core.backends.sdpa_flash.additive_masks import additive, empty_rows, with_alibi
-from attn_core.backends.sdpa_flash.cpu_kernel import forward_op, kernels, kernels_of
+from attn_core.backends.sdpa_flash.cpu_kernel import forward_op, kernels
+from attn_core.backends.sdpa_flash.cpu_same_bits import kernels_of
 from attn_core.call.masks import Band, band
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs

@@ -38,35 +38,6 @@ def kernels() -> tuple[Any, Any]:
     return torch._scaled_dot_product_flash_attention_for_cpu, backward_op
 
 
-def kernels_of(spec: AttentionSpec) -> tuple[Any, Any]:
-    """Returns ``kernels``; for a call with ``invariant`` those whose bits do not depend on the batch.
-
-    The ops share the heads of all rows among threads. If there is one head alone, its matrix products are shared
-    instead, in another order of sums. Then the head is computed twice, unless there is one thread.
-    """
-    import torch
-
-    alone = spec.batch * spec.num_kv_heads == 1 and torch.get_num_threads() > 1
-    return kernels() if spec.invariant is None or not alone else (_twice(kernels()[0], 3), _twice(kernels()[1], 6))
-
-
-def _twice(op: Any, operands: int) -> Any:
-    """Returns an op whose first operands, ``[1, heads, seq, ...]``, are computed as two rows of a batch.
-
-    The rows are in the layout of a batch, because the library behind torch multiplies rows at other strides otherwise.
-    """
-    import torch
-
-    def run(*arguments: Any, attn_mask: Any = None, **options: Any) -> tuple[Any, ...]:
-        if arguments[0].shape[0] > 1:  # several blocks of a window
-            return op(*arguments, attn_mask=attn_mask, **options)  # type: ignore[no-any-return]
-        doubled = [torch.cat([tensor.transpose(1, 2)] * 2).transpose(1, 2) for tensor in arguments[:operands]]
-        results = op(*doubled, *arguments[operands:], attn_mask=attn_mask, **options)
-        return tuple(result[:1] for result in results)
-
-    return run
-
-
 @lru_cache(maxsize=4096)
 def forward_op(spec: AttentionSpec, is_causal: bool = False) -> Callable[..., tuple[Any, Any]]:
     """Returns the forward of a dense call: ``(q, k, v, attn_mask=None) -> (out, lse)``; attn_mask is an additive mask.

@@ -14,6 +14,7 @@ from typing import Any
 from attn_core.backends.sdpa_flash.containment import valueless
 from attn_core.backends.sdpa_flash.cpu_invariant import is_native
 from attn_core.backends.sdpa_flash.cpu_rows import ROWS, TILE, Shape, call, hides_behind, rows_of, zero
+from attn_core.backends.sdpa_flash.cpu_same_bits import rows_of_group, width_of
 from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
 
@@ -64,7 +65,7 @@ def shortcut(spec: AttentionSpec) -> Callable[[Any, Any, Any], tuple[Any, Any] |
     promise, scale, wants_lse = spec.invariant or "", spec.scale, spec.return_lse or spec.needs_backward
 
     def run(q: Any, k: Any, v: Any) -> tuple[Any, Any] | None:
-        if not is_native(spec):
+        if not is_native(spec) or width_of(spec) != spec.head_dim:
             return None
         if not (q.is_contiguous() and k.is_contiguous() and v.is_contiguous()):  # strides change bits
             q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
@@ -78,10 +79,12 @@ def rows_for(promise: str, q: Any, k: Any) -> int | None:
     import torch
 
     heads, kv_heads, dim = q.shape[-2], k.shape[-2], k.shape[-1]
+    shape = Shape(str(q.dtype).removeprefix("torch."), heads, kv_heads, dim, torch.get_num_threads())
     if promise == "prefix":
-        return rows_of(Shape(str(q.dtype).removeprefix("torch."), heads, kv_heads, dim, torch.get_num_threads()))
+        return rows_of(shape)
+    rows = rows_of_group(shape)
     # torch multiplies a single row in bfloat16 by a loop that takes several times as long as its product of two rows.
-    return max(heads // kv_heads, 2) if q.dtype == torch.bfloat16 else heads // kv_heads
+    return max(rows, 2) if q.dtype == torch.bfloat16 else rows
 
 
 def in_rows(q: Any, kv_heads: int, rows: int) -> Any:

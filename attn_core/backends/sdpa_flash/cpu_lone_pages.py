@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from attn_core.backends.sdpa_flash import cpu_lone
 from attn_core.backends.sdpa_flash.cpu_invariant import computed_in
 from attn_core.backends.sdpa_flash.cpu_rows import TILE
+from attn_core.backends.sdpa_flash.cpu_same_bits import width_of
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import PagedInputs
 
@@ -63,6 +64,8 @@ def decoder(spec: AttentionSpec) -> Callable[..., tuple[Any, Any] | None]:
     def run(q: Any, k: Any, v: Any, table: Any, lengths: Any, sinks: Any) -> tuple[Any, Any] | None:
         import torch
 
+        if width_of(spec) != spec.head_dim:
+            return None
         q, size, ends = q.contiguous().to(getattr(torch, computed_in(spec))), k.shape[1], lengths.tolist()
         rows = cpu_lone.rows_for(promise, q, k)
         if promise == "prefix":

@@ -49,7 +49,7 @@ class Trial(NamedTuple):
     v: Any
 
 
-def _without_modes(function: Callable[[Shape], Found]) -> Callable[[Shape], Found]:
+def without_modes(function: Callable[[Shape], Found]) -> Callable[[Shape], Found]:
     """Returns a function that computes with numbers in a mode for tensors that have none, too."""
 
     def run(shape: Shape) -> Found:
@@ -62,20 +62,20 @@ def _without_modes(function: Callable[[Shape], Found]) -> Callable[[Shape], Foun
 
 
 @lru_cache(maxsize=1024)
-@_without_modes
+@without_modes
 def rows_of(shape: Shape) -> int | None:
     """Returns how many rows a call needs so that each has the bits of a prompt: the group, or more. None if none do."""
     several = [number for number in (2, 3, 4, 6, 8, 12, 16, 24) if number > shape.group]
     blocks = -(-shape.group // ROWS) * ROWS
-    trials = list(_trials(shape))
+    every = list(trials(shape))
     for rows in (shape.group, *several, blocks):
-        if all(_equals_a_prompt(rows, trial, alone) for trial in trials for alone in _ways(shape)):
+        if all(_equals_a_prompt(rows, trial, alone) for trial in every for alone in _ways(shape)):
             return rows
     return None
 
 
 @lru_cache(maxsize=1024)
-@_without_modes
+@without_modes
 def groups_a_prompt(shape: Shape) -> bool:
     """Returns whether the queries of a tile may be rows of one call for all heads of a group, on keys before the tile.
 
@@ -85,7 +85,7 @@ def groups_a_prompt(shape: Shape) -> bool:
 
     if shape.group == 1:
         return False
-    for trial in _trials(shape):
+    for trial in trials(shape):
         for rows in range(ROWS, TILE + 1, ROWS):
             places = torch.arange(shape.group * rows, device="cpu")[None] % TILE
             if not all(_agrees_before(trial, places, alone) for alone in _ways(shape)):
@@ -94,12 +94,12 @@ def groups_a_prompt(shape: Shape) -> bool:
 
 
 @lru_cache(maxsize=1024)
-@_without_modes
+@without_modes
 def keeps_rows_apart(shape: Shape) -> bool:
     """Returns whether a row of a batch has the bits that it has alone. In half precision torch may pack the keys."""
 
-    fewest = 1 if shape.num_kv_heads > 1 else 2  # a single head is computed twice, see ``cpu_kernel.kernels_of``
-    for trial in _trials(shape):
+    fewest = 1 if shape.num_kv_heads > 1 else 2  # a single head is computed twice, see ``cpu_same_bits.kernels_of``
+    for trial in trials(shape):
         for queries, keys in ((1, 300), (ROWS, 128), (TILE, 128), (TILE, 2 * KEYS_AT_ONCE)):
             rows = trial.q[:, :, :queries], trial.k[:, :, :keys], trial.v[:, :, :keys]
             for is_causal in (False, True):
@@ -107,7 +107,7 @@ def keeps_rows_apart(shape: Shape) -> bool:
                     kernels()[0](*(each[:batch] for each in rows), 0.0, is_causal, scale=1.0)
                     for batch in (fewest, BATCH)
                 )
-                if not all(_same(one[:1], other) for one, other in zip(few, many, strict=True)):
+                if not all(same(one[:1], other) for one, other in zip(few, many, strict=True)):
                     return False
     return True
 
@@ -158,7 +158,7 @@ def _ways(shape: Shape) -> tuple[bool, ...]:
     return (False, True) if shape.num_kv_heads == 1 and shape.threads > 1 else (False,)
 
 
-def _trials(shape: Shape) -> Iterator[Trial]:
+def trials(shape: Shape) -> Iterator[Trial]:
     """Yields two: scores are what rounding leaves of a sum, and then results are."""
     import torch
 
@@ -241,7 +241,7 @@ def _agrees(trial: Trial, places: Any, at: Any, mask: Any, expected: tuple[Any, 
         k, v = (each[:1].expand(len(q), -1, -1, -1) for each in (k, v))
         out, lse = call(q, k, v, 1.0, mask, False)
     number, query = torch.arange(len(q), device="cpu")[:, None], places.gather(1, at)
-    return _same(out[number, :, at], expected[0][:, query].permute(1, 2, 0, 3)) and _same(
+    return same(out[number, :, at], expected[0][:, query].permute(1, 2, 0, 3)) and same(
         lse[number, :, at], expected[1][:, query].permute(1, 2, 0)
     )
 
@@ -250,6 +250,6 @@ def _row(mask: Any, number: int) -> Any:
     return None if mask is None else mask[number : number + 1]
 
 
-def _same(first: Any, second: Any) -> bool:
+def same(first: Any, second: Any) -> bool:
     """Returns whether all numbers have equal bits, but for NaN."""
     return bool(((first == second) | (first.isnan() & second.isnan())).all())

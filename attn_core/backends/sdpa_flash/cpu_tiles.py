@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 from attn_core.backends.sdpa_flash import cpu_lone
 from attn_core.backends.sdpa_flash.containment import are_finite
-from attn_core.backends.sdpa_flash.cpu_kernel import kernels_of
 from attn_core.backends.sdpa_flash.cpu_lone import merged, padded
 from attn_core.backends.sdpa_flash.cpu_packed import runs
 from attn_core.backends.sdpa_flash.cpu_rows import ROWS, TILE, Shape, groups_a_prompt
+from attn_core.backends.sdpa_flash.cpu_same_bits import kernels_of
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
 

@@ -1,0 +1,39 @@
+"""Operands as torch's CPU flash kernel can read them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attn_core.call.counters import operand_copied
+from attn_core.call.spec import AttentionSpec
+from attn_core.call.tensors import Inputs
+
+
+def all_readable(spec: AttentionSpec, inputs: Inputs) -> Inputs:
+    """Returns inputs that the kernel can read; in one layout with ``invariant``, because strides change its bits."""
+    q, k, v = inputs[:3]
+    if q.is_contiguous() and k.is_contiguous() and v.is_contiguous():
+        return inputs
+    if spec.invariant is not None:
+        return inputs._replace(q=q.contiguous(), k=k.contiguous(), v=v.contiguous())
+    return inputs._replace(q=readable(q), k=readable(k), v=readable(v))
+
+
+def readable(tensor: Any) -> Any:
+    """Returns a ``[batch, seq, heads, dim]`` tensor, copied only if the kernel cannot read its rows."""
+    batch_stride, seq_stride, head_stride, last_stride = tensor.stride()
+    width = tensor.shape[3]
+    if last_stride != 1 or min(seq_stride, head_stride) < width or batch_stride < 1:
+        operand_copied()
+        return tensor.contiguous()
+    return tensor
+
+
+def readable_heads(tensor: Any) -> Any:
+    """``_readable`` for a ``[batch, heads, seq, dim]`` tensor."""
+    batch_stride, head_stride, seq_stride, last_stride = tensor.stride()
+    width = tensor.shape[3]
+    if last_stride != 1 or seq_stride < width or head_stride < width or batch_stride < 1:
+        operand_copied()
+        return tensor.contiguous()
+    return tensor

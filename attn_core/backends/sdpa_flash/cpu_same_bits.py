@@ -1,0 +1,173 @@
+"""torch's CPU flash kernel for calls with ``invariant``: no bit depends on the batch, nor on how many threads share it.
+
+torch divides a call by heads and rows of the batch among threads, so another batch brings a head to another thread:
+
+- A single head alone is shared among threads in another order of sums. It is computed twice, as two rows of a batch.
+- Each thread has memory for scores and sums, which begins where that of the thread before ends. With fewer than ROWS
+  queries it may begin at any number, and the library behind torch adds in another order at another alignment on some
+  processors (seen on an AMD EPYC, not on an Intel Xeon). There such a call is filled up to ROWS queries.
+- On these processors, rows of a batch whose heads are not aligned differ by their place, too. There heads are filled up
+  to a multiple of WIDTHS channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from itertools import product
+from typing import Any
+
+from attn_core.backends.sdpa_flash.cpu_kernel import kernels
+from attn_core.backends.sdpa_flash.cpu_rows import BATCH, ROWS, Shape, same, trials, without_modes
+from attn_core.call.spec import AttentionSpec
+from attn_core.call.tensors import Gradients, Inputs
+
+FORWARD, BACKWARD = 3, 6
+"""The tensors of a forward, q, k and v, and of a backward: dout, q, k, v, out and lse. They come first."""
+OF_QUERIES = {FORWARD: (0,), BACKWARD: (0, 1, 4, 5)}
+"""Which of them have queries."""
+FEW = (1, 2, 3, 5, 8, 16, 31)
+"""Numbers of queries that are tried; the memory of a thread has the others' remainders."""
+KEYS = (3, 8, 9, 15, 17, 31, 36, 65, 100, 129, 300, 516)
+WIDTHS = 16
+"""Channels whose size is a multiple of every alignment in float32, and in half precision of that of a vector."""
+MANY = (33, 67, 100)
+"""Numbers of queries and keys with which rows of odd heads are tried."""
+
+
+def kernels_of(spec: AttentionSpec) -> tuple[Any, Any]:
+    """Returns ``kernels``; for a call with ``invariant`` those whose bits do not depend on the batch."""
+    import torch
+
+    ops, threads = kernels(), torch.get_num_threads()
+    if spec.invariant is None or threads == 1:
+        return ops
+    if not keeps_few_queries(Shape(spec.dtype, spec.num_heads, spec.num_kv_heads, spec.head_dim, threads)):
+        ops = _filled(ops[0], FORWARD), _filled(ops[1], BACKWARD)
+    if spec.batch * spec.num_kv_heads == 1:
+        ops = _twice(ops[0], FORWARD), _twice(ops[1], BACKWARD)
+    return ops
+
+
+@lru_cache(maxsize=1024)
+@without_modes
+def keeps_few_queries(shape: Shape) -> bool:
+    """Returns whether fewer than ROWS queries of a row have the bits in a batch that they have alone; tried once."""
+    if shape.threads == 1:
+        return True
+    return _keeps_rows(shape, FEW, KEYS)
+
+
+@lru_cache(maxsize=1024)
+@without_modes
+def keeps_heads(shape: Shape) -> bool:
+    """Returns whether a row has its own bits in a batch, although its heads are not aligned; tried once."""
+    return shape.head_dim % WIDTHS == 0 or _keeps_rows(shape, MANY, MANY)
+
+
+def width_of(spec: AttentionSpec) -> int:
+    """Returns the channels of the heads that the kernel computes for a call with ``invariant``."""
+    import torch
+
+    shape = Shape(spec.dtype, spec.num_heads, spec.num_kv_heads, spec.head_dim, torch.get_num_threads())
+    return spec.head_dim if keeps_heads(shape) else -(-spec.head_dim // WIDTHS) * WIDTHS
+
+
+def in_wider_heads(spec: AttentionSpec, inputs: Inputs) -> tuple[AttentionSpec, Inputs] | None:
+    """Returns a call with heads that are filled up; None if they need not be."""
+    width = width_of(spec)
+    if width == spec.head_dim:
+        return None
+    q, k, v = (_filled_heads(tensor, width) for tensor in inputs[:3])
+    scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
+    return replace(spec, head_dim=width, value_dim=width, scale=scale), inputs._replace(q=q, k=k, v=v)
+
+
+def gradients_of_wider_heads(
+    backward: Callable[..., Gradients], spec: AttentionSpec, wider: tuple[AttentionSpec, Inputs], results: Any
+) -> Gradients:
+    """Returns the gradients of a call from the backward of ``in_wider_heads``.
+
+    Args:
+        results: (out, lse, dout, dlse).
+    """
+    out, lse, dout, dlse = results
+    out, dout = (_filled_heads(each, wider[0].head_dim) for each in (out, dout))
+    gradients = backward(*wider, out, lse, dout, dlse)
+    return Gradients(*(gradient[..., : spec.head_dim].contiguous() for gradient in gradients[:3]))
+
+
+def _filled_heads(tensor: Any, width: int) -> Any:
+    """Returns a tensor ``[..., dim]`` with 0 behind its channels."""
+    import torch
+
+    return torch.nn.functional.pad(tensor.detach(), (0, width - tensor.shape[-1]))
+
+
+def _keeps_rows(shape: Shape, queries: tuple[int, ...], keys: tuple[int, ...]) -> bool:
+    fewest = 1 if shape.num_kv_heads > 1 else 2  # a single head is computed twice
+    for trial in trials(shape):
+        for number, length in product(queries, keys):
+            # As an operand, whose rows lie end to end.
+            rows = [
+                tensor[:, :, :tokens].transpose(1, 2).contiguous().transpose(1, 2)
+                for tensor, tokens in ((trial.q, number), (trial.k, length), (trial.v, length))
+            ]
+            few, many = (_results(*(each[:batch] for each in rows)) for batch in (fewest, BATCH))
+            if not all(same(one[:1], other) for one, other in zip(few, many, strict=True)):
+                return False
+    return True
+
+
+def rows_of_group(shape: Shape) -> int:
+    """Returns how many rows a call has in which the query heads of a group are rows of one head."""
+    return shape.group if keeps_few_queries(shape) else -(-shape.group // ROWS) * ROWS
+
+
+def _results(q: Any, k: Any, v: Any) -> tuple[Any, ...]:
+    """Returns out, lse, dq, dk and dv; dout is q."""
+    forward, backward = kernels()
+    out, lse = forward(q, k, v, 0.0, False, scale=1.0)
+    return out, lse, *backward(q, q, k, v, out, lse, 0.0, False, scale=1.0)
+
+
+def _filled(op: Callable[..., tuple[Any, ...]], operands: int) -> Callable[..., tuple[Any, ...]]:
+    """Returns an op that computes at least ROWS queries, and returns those that it was given."""
+    import torch
+
+    def run(*arguments: Any, attn_mask: Any = None, **options: Any) -> tuple[Any, ...]:
+        queries = arguments[0].shape[2]
+        if queries >= ROWS:
+            return op(*arguments, attn_mask=attn_mask, **options)
+        more, filled = ROWS - queries, list(arguments)
+        for at in OF_QUERIES[operands]:
+            tensor = arguments[at]
+            if tensor.dim() == 3:  # lse
+                filled[at] = torch.nn.functional.pad(tensor, (0, more))
+            else:  # [batch, heads, queries, dim], as a view of [batch, queries, heads, dim]
+                filled[at] = torch.nn.functional.pad(tensor.transpose(1, 2), (0, 0, 0, 0, 0, more)).transpose(1, 2)
+        if attn_mask is not None and attn_mask.shape[2] > 1:
+            attn_mask = torch.nn.functional.pad(attn_mask, (0, 0, 0, more))
+        first, *others = op(*filled, attn_mask=attn_mask, **options)
+        first = first.transpose(1, 2)[:, :queries].contiguous().transpose(1, 2)  # out or dq
+        return (first, others[0][:, :, :queries]) if operands == FORWARD else (first, *others)
+
+    return run
+
+
+def _twice(op: Any, operands: int) -> Any:
+    """Returns an op whose first operands, ``[1, heads, seq, ...]``, are computed as two rows of a batch.
+
+    The rows are in the layout of a batch, because the library behind torch multiplies rows at other strides otherwise.
+    """
+    import torch
+
+    def run(*arguments: Any, attn_mask: Any = None, **options: Any) -> tuple[Any, ...]:
+        if arguments[0].shape[0] > 1:  # several blocks of a window
+            return op(*arguments, attn_mask=attn_mask, **options)  # type: ignore[no-any-return]
+        doubled = [torch.cat([tensor.transpose(1, 2)] * 2).transpose(1, 2) for tensor in arguments[:operands]]
+        results = op(*doubled, *arguments[operands:], attn_mask=attn_mask, **options)
+        return tuple(result[:1] for result in results)
+
+    return run
