@@ -19,7 +19,7 @@ from itertools import product
 from typing import Any
 
 from attn_core.backends.sdpa_flash.cpu_kernel import kernels
-from attn_core.backends.sdpa_flash.cpu_rows import BATCH, ROWS, Shape, same, trials, without_modes
+from attn_core.backends.sdpa_flash.cpu_rows import BATCH, ROWS, TILE, Shape, same, trials, without_modes
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
 
@@ -64,6 +64,22 @@ def keeps_few_queries(shape: Shape) -> bool:
 def keeps_heads(shape: Shape) -> bool:
     """Returns whether a row has its own bits in a batch, although its heads are not aligned; tried once."""
     return shape.head_dim % WIDTHS == 0 or _keeps_rows(shape, MANY, MANY)
+
+
+@lru_cache(maxsize=1024)
+@without_modes
+def keeps_heights(shape: Shape) -> bool:
+    """Returns whether a tile of fewer rows and keys has the bits of a whole one; tried once. An AMD EPYC has others in
+    float64."""
+    for trial in trials(shape):
+        whole, *parts = (
+            kernels()[0](*(tensor[:2, :, :rows] for tensor in trial), 0.0, True, scale=1.0)
+            for rows in (TILE, *range(ROWS, TILE, ROWS))
+        )
+        for out, lse in parts:
+            if not (same(out, whole[0][:, :, : out.shape[2]]) and same(lse, whole[1][:, :, : out.shape[2]])):
+                return False
+    return True
 
 
 def width_of(spec: AttentionSpec) -> int:

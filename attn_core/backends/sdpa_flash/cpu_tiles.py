@@ -21,7 +21,7 @@ from attn_core.backends.sdpa_flash.containment import are_finite
 from attn_core.backends.sdpa_flash.cpu_lone import merged, padded
 from attn_core.backends.sdpa_flash.cpu_packed import runs
 from attn_core.backends.sdpa_flash.cpu_rows import ROWS, TILE, Shape, groups_a_prompt
-from attn_core.backends.sdpa_flash.cpu_same_bits import kernels_of
+from attn_core.backends.sdpa_flash.cpu_same_bits import keeps_heights, kernels_of
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
 
@@ -85,7 +85,8 @@ def _attend(kernel: Kernel, part: Part, shape: Shape) -> None:
         out[:, :-shift], lse[:, :, :-shift] = 0.0, -math.inf
         q, out, lse, shift = q[:, -shift:], out[:, -shift:], lse[:, :, -shift:], 0
     base = shift // TILE * TILE
-    rows, own_out, own_lse = _on_own_keys(kernel, q, k[:, base:], v[:, base:], shift - base)
+    height = ROWS if keeps_heights(shape) else TILE
+    rows, own_out, own_lse = _on_own_keys(kernel, q, k[:, base:], v[:, base:], shift - base, height)
     out, k, v = (each.transpose(1, 2) for each in (out, k, v))  # [batch, heads, tokens, dim]
     for number, place in enumerate(range(base, keys, TILE)):
         first, last = max(shift, place), min(keys, place + TILE)
@@ -116,8 +117,11 @@ def _by_group(kernel: Kernel, q: Any, k: Any, v: Any, heads: tuple[int, int]) ->
     return out.unflatten(2, (-1, rows)), lse.unflatten(2, (-1, rows))
 
 
-def _on_own_keys(kernel: Kernel, q: Any, k: Any, v: Any, lead: int) -> tuple[list[Any], list[Any], list[Any]]:
-    """Returns q, out and lse of each tile; whole tiles are one call. The first TILE has ``lead`` rows before q."""
+def _on_own_keys(
+    kernel: Kernel, q: Any, k: Any, v: Any, lead: int, height: int
+) -> tuple[list[Any], list[Any], list[Any]]:
+    """Returns q, out and lse of each tile; whole tiles are one call. The first TILE has ``lead`` rows before q, and the
+    last one as many as its tokens need, a multiple of ``height``."""
     batch = q.shape[0]
     if lead:
         q = padded(q, lead, lead + q.shape[1])
@@ -130,7 +134,7 @@ def _on_own_keys(kernel: Kernel, q: Any, k: Any, v: Any, lead: int) -> tuple[lis
             tiles.extend(each.unflatten(0, (batch, whole)).unbind(1))
     left = q.shape[1] - whole * TILE
     if left:
-        length = -(-left // ROWS) * ROWS
+        length = -(-left // height) * height
         last = [padded(each[:, whole * TILE :], 0, length).transpose(1, 2) for each in (q, k, v)]
         for tiles, each in zip(results, (last[0], *kernel(*last, True)), strict=True):
             tiles.append(each)
