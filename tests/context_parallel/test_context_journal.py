@@ -95,3 +95,22 @@ def test_ranks_that_agreed_again_begin_anew() -> None:
     for late in (first, second):
         late.look(store, [(3, Exchange("forward", "c"))])  # type: ignore[arg-type]
     assert (first.found, second.found) == ("", "")
+
+
+def test_a_rank_that_looked_too_late_to_see_all_its_exchanges_accuses_nobody() -> None:
+    store: Any = Store()
+    ranks = [LateComparison(rank, 2, str) for rank in range(2)]
+    every = [(number, Exchange("forward", "a")) for number in range(1, 5001)]  # type: ignore[arg-type]
+    for stop in range(500, 5001, 500):
+        ranks[1].look(store, every[max(0, stop - AHEAD) : stop])
+    for stop in (1000, 5000):
+        ranks[0].look(store, every[max(0, stop - AHEAD) : stop])
+    ranks[1].look(store, every[-AHEAD:])
+    assert [each.found for each in ranks] == ["", ""]
+    for each in ranks:
+        each.since = 5000  # they agree again
+    later = [*every[-5:], (5001, Exchange("forward", "b"))]  # type: ignore[arg-type]
+    ranks[0].look(store, later)
+    ranks[1].look(store, [*every[-5:], (5001, Exchange("forward", "c"))])  # type: ignore[arg-type]
+    ranks[0].look(store, later)
+    assert all("exchange 5001" in each.found for each in ranks)

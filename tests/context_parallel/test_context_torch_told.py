@@ -140,7 +140,7 @@ VALUES = {
     "layer's positions": "SpecError: positions: expected None",
     "block": "SpecError: layout='window:0'",
     "unshard": "ShapeError: x: expected a shard of",
-    "unshard another dtype": "torch.float64, dim 1, length 23",
+    "unshard another dtype": "torch.float64 on cpu, dim 1, length 23",
     "backward": "scale='1'",
     "second derivative": "RuntimeError: attention has no second derivative",
     "freed": "RuntimeError: Trying to backward through the graph a second time",

@@ -58,6 +58,12 @@ class SharedMemory:
             assert time.monotonic() < until, f"rank {rank} never told {number}"
             time.sleep(2e-5)
 
+    def order(self) -> None:
+        pass
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        pass
+
     def copying(self) -> AbstractContextManager[object]:
         return nullcontext()
 
@@ -186,8 +192,10 @@ def refusals() -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpus, "_device_type", "cuda")
         patch.setattr(torch.cuda, "current_device", lambda: 0)
+        with pytest.MonkeyPatch.context() as hosts:
+            hosts.setattr(copy_engines, "_host", lambda: "a" if dist.get_rank() < 2 else "b")
+            found["two hosts"] = error_of(gpus)
+        found["no memory"] = error_of(gpus)
         patch.setattr(copy_engines, "_open_outbox", refuse)
         found["one rank"] = error_of(gpus)
-        patch.setattr(copy_engines, "_host", lambda: "a" if dist.get_rank() < 2 else "b")
-        found["two hosts"] = error_of(gpus)
     return {**found, "outboxes": len(copy_engines._outboxes)}

@@ -64,13 +64,14 @@ def unshard_sequence(
         row = row_layout(mesh, layout, length, documents)
         if x.shape[dim] != row.shard:
             raise ShapeError(f"x: expected a shard of {row.shard} positions at dim {dim}, got {x.shape[dim]}")
+        order = torch.from_numpy(places.places_by_position(row)).to(x.device)
+        tensor_kinds.check_data(order, x=x)
     except Exception as error:
         announce_error(error, mesh)
         raise
     where = f"length {length}, layout {layout}" + ("" if documents is None else f", documents {documents}")
-    compare(f"unshard_sequence: x {list(x.shape)} {x.dtype}, dim {dim}, {where}", *map(find_axis, group_names(mesh)))
-    order = torch.from_numpy(places.places_by_position(row)).to(x.device)
-    tensor_kinds.check_data(order, x=x)
+    what = f"x {list(x.shape)} {x.dtype} on {x.device.type}, dim {dim}"
+    compare(f"unshard_sequence: {what}, {where}", *map(find_axis, group_names(mesh)))
     shards = x.movedim(dim, 0).contiguous()
     # The inner axis first: ranks are numbered outer first, so the gathered shards end up in the order of ranks.
     for name in reversed(group_names(mesh)):

@@ -99,8 +99,8 @@ class LateComparison:
     def __init__(self, rank: int, size: int, describe: Callable[[Request], str]) -> None:
         self._rank, self._next, self.since, self.found = rank, (rank + 1) % size, 0, ""
         self._describe, self._journal = lru_cache(maxsize=256)(describe), Journal()
-        self._idle = 0
-        """Looks since this rank has begun something."""
+        self._idle, self._blind = 0, False
+        """Looks since this rank has begun something; and whether this rank has lost count of what it did."""
 
     def look(self, store: Any, begun: Sequence[tuple[int, Exchange]]) -> None:
         """Writes and compares what has begun since the last look."""
@@ -109,6 +109,11 @@ class LateComparison:
         journal = self._journal
         if journal.since != self.since:
             journal.restart(self.since)
+            self._blind = False
+        if len(begun) == AHEAD and begun[0][0] > journal.at + 1:  # exchanges were forgotten before this look
+            self._blind = True
+        if self._blind:
+            return
         new = [each for each in begun if each[0] > journal.at]
         for number, exchange in new:
             journal.add(number, self._text(exchange), exchange)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import weakref
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from attn_core.errors import DeviceError
-from torch_frontend.context_parallel.exchange.outbox import Outbox, Part
+from torch_frontend.context_parallel.exchange import collectives
+from torch_frontend.context_parallel.exchange.outbox import Outbox, Part, PeerMemory
 from torch_frontend.context_parallel.mesh import RankAxis, find_axis, group_names
 
 T = TypeVar("T")
@@ -25,11 +27,14 @@ def enable_copy_engines(mesh: DeviceMesh) -> None:
     """Makes later calls over a mesh exchange keys and gradients by the copy engines of the GPUs.
 
     A collective of NCCL runs on multiprocessors, which the attention beside it then lacks; copy engines need none. The
-    results have the same bits. Every rank holds up to three of the largest messages in memory that the others read; it
-    grows in the first call that needs more. Calls that a CUDA graph captures keep NCCL.
+    results have the same bits. Every rank holds three of the largest messages, and at least 8 MiB for each axis, in
+    memory that the others read. This memory grows in the first call that needs more: all ranks then wait for their GPUs
+    and for each other. Calls that a CUDA graph captures keep NCCL.
 
     Call it once on every rank of the mesh, like a collective. It is for GPUs of one host that read each other's memory,
-    as NVLink lets them. Of a mesh over several hosts, pass the axis within a host, such as ``mesh["ulysses"]``.
+    as NVLink lets them, all visible to every process. Of a mesh over several hosts, pass the axis within a host, such
+    as ``mesh["ulysses"]``. Some versions of torch count the calls that share memory in a process and not in a group, so
+    share it over one group of ranks in a program (https://github.com/pytorch/pytorch/issues/196082).
 
     Raises:
         DeviceError: on every rank, if several ranks have no GPUs, are on different hosts, or if one cannot copy.
@@ -39,28 +44,26 @@ def enable_copy_engines(mesh: DeviceMesh) -> None:
     axes = [axis for axis in map(find_axis, group_names(mesh)) if axis.size > 1]
     if axes and mesh.device_type != "cuda":  # one rank alone sends nothing
         raise DeviceError(f"mesh: expected GPUs, which have copy engines, got a mesh of {mesh.device_type!r}")
-    opened = []
+    opened, problem = [], ""
     for axis in axes:
+        if any(_of_all_ranks(axis, problem)):  # of the axis before: these ranks must not wait for that one here
+            continue
         device = torch.device("cuda", torch.cuda.current_device())
-        hosts = _of_all_ranks(axis, _host())
-        if len(set(hosts)) > 1:
-            number = {host: at for at, host in enumerate(dict.fromkeys(hosts))}
-            raise DeviceError(
-                "mesh: expected ranks of one host, which can read each other's memory, got ranks on hosts "
-                f"{', '.join(str(number[host]) for host in hosts)}; pass an axis of the mesh within a host"
-            )
-        outbox, problem = None, ""
         try:
-            outbox = _open_outbox(axis, device)
+            opened.append((axis, device, _open_outbox(axis, device)))
         except Exception as error:  # other ranks must hear of it
-            problem = f"{type(error).__name__}: {error}".splitlines()[0]
+            problem = _first_line(error)
+    error_lines: list[str] = []
+    for axis in axes:
         problems = _of_all_ranks(axis, problem)
-        if outbox is None or any(problems):
-            lines = [f"  rank {rank}: {each or 'can copy'}" for rank, each in enumerate(problems)]
-            raise DeviceError("\n".join(["mesh: expected GPUs that can read each other's memory, got", *lines]))
-        opened.append((axis, device, outbox))
-    for each in opened:
-        set_outbox(*each)
+        if any(problems):
+            error_lines = [f"  rank {rank}: {each or 'can copy'}" for rank, each in enumerate(problems)]
+            problem = problem or "a rank of its other axis cannot"
+    if error_lines:
+        raise DeviceError("\n".join(["mesh: expected GPUs that can read each other's memory, got", *error_lines]))
+    for axis, device, outbox in opened:
+        _warm_collectives(axis, device)
+        set_outbox(axis, device, outbox)
 
 
 def set_outbox(axis: RankAxis, device: torch.device, outbox: Outbox) -> None:
@@ -88,12 +91,15 @@ def _open_outbox(axis: RankAxis, device: torch.device) -> Outbox:
     """Returns an outbox through which a message has gone from every rank to every other one.
 
     Raises:
-        ImportError, RuntimeError: if this torch or the GPUs cannot.
-        DeviceError: if the numbers that arrive are wrong.
+        DeviceError: if the ranks are on several hosts, if one of them has no memory to share, or if the numbers that
+            arrive are wrong.
     """
-    from torch_frontend.context_parallel.exchange.gpu_memory import GpuMemory
-
-    outbox = Outbox(partial(GpuMemory, axis, device), axis.rank)
+    hosts = _of_all_ranks(axis, _host())
+    if len(set(hosts)) > 1:
+        number = {host: at for at, host in enumerate(dict.fromkeys(hosts))}
+        names = ", ".join(str(number[host]) for host in hosts)
+        raise DeviceError(f"expected ranks of one host, got ranks on the hosts {names}; pass an axis within a host")
+    outbox = Outbox(partial(_memory_of_all, axis, device), axis.rank)
     count = 1000
     message = outbox.reserve(count, torch.int32)
     message.numbers.fill_(axis.rank)
@@ -102,6 +108,35 @@ def _open_outbox(axis: RankAxis, device: torch.device) -> Outbox:
     if not torch.equal(arrived, torch.tensor(others, device=device, dtype=torch.int32).repeat_interleave(count)):
         raise DeviceError(f"expected the numbers of the ranks {others}, got others")
     return outbox
+
+
+def _memory_of_all(axis: RankAxis, device: torch.device, size: int) -> PeerMemory:
+    """Returns memory that all ranks of a group share. Raises DeviceError on every rank if one of them has none."""
+    memory, problem = None, ""
+    try:
+        from torch_frontend.context_parallel.exchange.gpu_memory import GpuMemory
+
+        memory = GpuMemory(axis, device, size)
+    except Exception as error:  # the others would wait for this rank
+        problem = _first_line(error)
+    problems = _of_all_ranks(axis, problem)
+    if memory is None or any(problems):
+        lines = ", ".join(f"rank {rank}: {each}" for rank, each in enumerate(problems) if each)
+        raise DeviceError(f"cannot share {size / 2**20:.0f} MiB ({lines})")
+    memory.share()
+    return memory
+
+
+def _warm_collectives(axis: RankAxis, device: torch.device) -> None:
+    """Lets NCCL connect the ranks, which it cannot while a CUDA graph captures a call."""
+    numbers = torch.zeros(axis.size, device=device)
+    collectives.wait_tensor(collectives.all_to_all_single(numbers, [1] * axis.size, [1] * axis.size, axis.name))
+    for each in collectives.all_gather_into_tensor_coalesced([numbers], axis.size, axis.name):
+        collectives.wait_tensor(each)
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def _of_all_ranks(axis: RankAxis, mine: T) -> list[T]:
@@ -114,4 +149,5 @@ def _of_all_ranks(axis: RankAxis, mine: T) -> list[T]:
 
 def _host() -> str:
     """Returns what the processes of one machine have in common, containers included."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text(encoding="ascii") if boot.exists() else socket.gethostname()

@@ -25,10 +25,13 @@ class GpuMemory:
     """``outbox.PeerMemory`` on the GPUs of one host: torch's symmetric memory, and stream memory operations of CUDA.
 
     These operations run on a GPU's front end, and copies between GPUs on its copy engines, so that a rank that waits or
-    copies occupies no multiprocessor. Every rank of the group has to make it at the same time.
+    copies occupies no multiprocessor. ``share`` makes it the memory of all ranks.
 
     Args:
         size: the bytes of each rank's memory.
+
+    Raises:
+        OSError, RuntimeError: if this rank has no such memory, or CUDA's driver no such operations.
     """
 
     def __init__(self, axis: RankAxis, device: torch.device, size: int) -> None:
@@ -36,13 +39,23 @@ class GpuMemory:
         # The numbers that others tell this rank lie behind its memory: of each kind, one for each rank.
         self._ranks, numbers = axis.size, 2 * axis.size * NUMBER
         # Without the pool of torch's ``empty``, which keeps the memory for good.
-        memory = _SymmetricMemory.empty_strided_p2p((size + numbers,), (1,), torch.uint8, device)
+        memory = _allocated(size + numbers, device)
         memory[size:].zero_()
-        torch.cuda.synchronize(device)  # before another rank can write a number
-        self._shared = rendezvous(memory, axis.name)  # type: ignore[arg-type, unused-ignore]
-        self._all = [self._shared.get_buffer(rank, (size + numbers,), torch.uint8) for rank in range(axis.size)]
-        self._memory, self._copies = memory, torch.cuda.Stream(device)
+        self._memory, self._copies, self._name = memory, torch.cuda.Stream(device), axis.name
+        self._all = [memory] * axis.size
+        self._last: torch.cuda.Stream | None = None
+        """The stream of the last message. Numbers rise in its order only."""
         self._driver = _stream_operations()
+        self.tell(axis.rank, 0, 1)
+        self.wait(axis.rank, 0, 1)  # itself, to see whether the driver can
+        memory[size:].zero_()
+        torch.cuda.current_stream(device).synchronize()  # before another rank can write a number
+
+    def share(self) -> None:
+        """Lets the ranks read each other's memory. Every rank calls it, and waits for the others on the host."""
+        self._shared = rendezvous(self._memory, self._name)  # type: ignore[arg-type, unused-ignore]
+        shape = self._memory.shape
+        self._all = [self._shared.get_buffer(rank, shape, torch.uint8) for rank in range(self._ranks)]
 
     def bytes_of(self, rank: int) -> Tensor:
         """Returns the memory of a rank: uint8 ``[size]``."""
@@ -56,6 +69,13 @@ class GpuMemory:
         """Makes the current stream wait until a rank has told this rank the number, or a later one."""
         self._operate("cuStreamWaitValue32_v2", self._rank, what, rank, number)
 
+    def order(self) -> None:
+        """Makes the current stream wait for the stream of the last message, if it is another one."""
+        current = torch.cuda.current_stream(self._device)
+        if self._last is not None and self._last != current:
+            current.wait_stream(self._last)
+        self._last = current
+
     @contextmanager
     def copying(self) -> Iterator[None]:
         """Returns a context on a stream for copies, which waits for what the stream outside has queued."""
@@ -68,6 +88,10 @@ class GpuMemory:
         queued = torch.cuda.current_stream(self._device).record_event()
         return lambda: torch.cuda.current_stream(self._device).wait_event(queued)
 
+    def keep(self, tensor: Tensor) -> None:
+        """Keeps the memory of a tensor that is dropped until all copies into it are done."""
+        tensor.record_stream(self._copies)
+
     def finish(self) -> None:
         """Waits on the host until the device has done what the current stream has queued."""
         torch.cuda.current_stream(self._device).synchronize()
@@ -79,6 +103,14 @@ class GpuMemory:
         error = getattr(self._driver, name)(stream, address, number & 0xFFFFFFFF, AT_LEAST)
         if error:
             raise RuntimeError(f"{name} returned CUDA driver error {error}")
+
+
+def _allocated(size: int, device: torch.device) -> Tensor:
+    try:
+        return _SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, device)
+    except RuntimeError:  # it does not take what torch holds for later tensors
+        torch.cuda.empty_cache()
+        return _SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, device)
 
 
 @cache

@@ -57,11 +57,17 @@ class PeerMemory(Protocol):
     def wait(self, rank: int, what: int, number: int) -> None:
         """Makes the current stream wait until a rank has told this rank the number, or a later one."""
 
+    def order(self) -> None:
+        """Makes the current stream continue after that of the message before, because numbers must rise."""
+
     def copying(self) -> AbstractContextManager[object]:
         """Returns a context on a stream for copies, which waits for what the stream outside has queued."""
 
     def mark(self) -> Callable[[], None]:
         """Returns a function that makes its caller's stream wait for what the current stream has queued until now."""
+
+    def keep(self, tensor: Tensor) -> None:
+        """Keeps the memory of a tensor that is dropped until all copies into it are done."""
 
     def finish(self) -> None:
         """Waits on the host until the device has done what the current stream has queued."""
@@ -70,9 +76,9 @@ class PeerMemory(Protocol):
 class Arriving:
     """A message on its way to this rank."""
 
-    def __init__(self, numbers: Tensor, wait: Callable[[], None]) -> None:
+    def __init__(self, numbers: Tensor, wait: Callable[[], None], keep: Callable[[Tensor], None]) -> None:
         self._numbers: Tensor | None = numbers
-        self._wait = wait
+        self._wait, self._keep = wait, keep
 
     def wait(self) -> Tensor:
         """Makes the current stream wait for the message; returns its numbers, flat. Call it once."""
@@ -84,7 +90,7 @@ class Arriving:
     def __del__(self) -> None:
         # Without this, memory that is still copied into would be free for other tensors.
         if self._numbers is not None:
-            self._wait()
+            self._keep(self._numbers)
 
 
 class Message:
@@ -117,6 +123,7 @@ class Message:
         """
         assert not self.overwritten, "later messages lie in the region of this one"
         area, memory = self._area, self._area.memory
+        memory.order()
         area.sent += 1
         self.number, self.readers = area.sent, tuple(readers)
         for reader in self.readers:
@@ -134,7 +141,7 @@ class Message:
                     piece.copy_(self._of(rank)[start:stop])
                     memory.tell(rank, DONE, self.number)
             arrived = memory.mark()
-        return Arriving(result, arrived)
+        return Arriving(result, arrived, memory.keep)
 
     def overlaps(self, start: int, stop: int) -> bool:
         """Returns whether the region has bytes of ``[start, stop)``."""
@@ -156,6 +163,7 @@ class _Area:
 
     def reserve(self, count: int, dtype: torch.dtype) -> Message:
         """Returns a region, which the current stream may write once its last readers are done."""
+        self.memory.order()
         size = count * dtype.itemsize
         before, start = self._next, self._next
         if start + size > self.memory.size:  # what lies behind is older than what lies at the start
@@ -168,15 +176,18 @@ class _Area:
         ):
             oldest = self._taken.popleft()
             oldest.overwritten = not oldest.number  # an error came before it was sent
-            last.update(dict.fromkeys(oldest.readers, oldest.number))
+            for reader in oldest.readers:
+                last[reader] = max(last.get(reader, 0), oldest.number)
         self._wait(last)
-        self._taken.append(message)
+        if size:  # a message of nothing covers no byte, and would stay the oldest for good
+            self._taken.append(message)
         self._next = -(-message.stop // ALIGNMENT) * ALIGNMENT
         return message
 
     def finish(self) -> None:
         """Waits on the host until every message that was sent has been copied."""
-        self._wait({reader: message.number for message in self._taken for reader in message.readers})
+        sent = sorted(self._taken, key=lambda message: message.number)
+        self._wait({reader: message.number for message in sent for reader in message.readers})
         self.memory.finish()
 
     def _wait(self, last: dict[int, int]) -> None:
@@ -195,14 +206,15 @@ class Outbox:
     def __init__(self, allocate: Callable[[int], PeerMemory], rank: int) -> None:
         self._allocate, self._rank = allocate, rank
         self._area: _Area | None = None
-        self._last: _Area | None = None
-        """The area before it: other ranks may copy out of it until the next growth."""
 
     def reserve(self, count: int, dtype: torch.dtype) -> Message:
         """Returns a region for a message of ``count`` numbers."""
-        needed = max(SMALLEST, ROOM * (count * dtype.itemsize + ALIGNMENT))
+        message = -(-count * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        needed = max(SMALLEST, ROOM * message)
         if self._area is None or self._area.memory.size < needed:
             if self._area is not None:
                 self._area.finish()
-            self._last, self._area = self._area, _Area(self._allocate(needed), self._rank)
+            # Not both at once. A message that is not sent yet keeps its own memory.
+            self._area = None
+            self._area = _Area(self._allocate(needed), self._rank)
         return self._area.reserve(count, dtype)
