@@ -125,15 +125,23 @@ def _keeps_rows(shape: Shape, queries: tuple[int, ...], keys: tuple[int, ...]) -
     fewest = 1 if shape.num_kv_heads > 1 else 2  # a single head is computed twice
     for trial in trials(shape):
         for number, length in product(queries, keys):
-            # As an operand, whose rows lie end to end.
-            rows = [
-                tensor[:, :, :tokens].transpose(1, 2).contiguous().transpose(1, 2)
-                for tensor, tokens in ((trial.q, number), (trial.k, length), (trial.v, length))
-            ]
+            rows = (
+                _operand(trial.q, number, shape.num_heads),
+                _operand(trial.k, length, shape.num_kv_heads),
+                _operand(trial.v, length, shape.num_kv_heads),
+            )
             few, many = (_results(*(each[:batch] for each in rows)) for batch in (fewest, BATCH))
             if not all(same(one[:1], other) for one, other in zip(few, many, strict=True)):
                 return False
     return True
+
+
+def _operand(tensor: Any, tokens: int, heads: int) -> Any:
+    """Returns the first tokens of ``[batch, some heads, tokens, dim]`` as a call has them, among rows of all heads."""
+    whole = tensor.new_zeros(tensor.shape[0], tokens, heads, tensor.shape[3])
+    some = whole[:, :, : tensor.shape[1]]
+    some.copy_(tensor[:, :, :tokens].transpose(1, 2))
+    return some.transpose(1, 2)
 
 
 def rows_of_group(shape: Shape) -> int:
