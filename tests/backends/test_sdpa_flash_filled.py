@@ -91,6 +91,18 @@ def test_a_chunk_has_the_bits_of_its_prompt(processor: str, dim: int, dtype: tor
     assert torch.equal(attention(*rows, seq_info=packed, **how)[:67], whole[0, :67])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_a_document_shorter_than_its_window_has_the_bits_of_a_row(processor: str, dtype: torch.dtype) -> None:
+    """Alone, its window hides nothing, so the call is only causal."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(tokens, 1, 24).to(dtype) for tokens in (69, 29, 29))
+    how: dict[str, Any] = {"backend": "sdpa_flash", "invariant": "batch", "window": (17, 0), "alignment": "top_left"}
+    info = SeqInfo.from_lengths([2, 67], [19, 10], array=torch.from_numpy)
+    packed = attention(q, k, v, seq_info=info, **how)
+    assert torch.equal(packed[:2], attention(q[None, :2], k[None, :19], v[None, :19], **how)[0])
+    assert torch.equal(packed[2:], attention(q[None, 2:], k[None, 19:], v[None, 19:], **how)[0])
+
+
 def test_the_trials_notice_a_kernel_whose_bits_depend_on_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted fault: the second half of the heads of a call differs in its last bit."""
     forward, backward = cpu_same_bits.kernels()
@@ -102,9 +114,10 @@ def test_the_trials_notice_a_kernel_whose_bits_depend_on_the_thread(monkeypatch:
         return flat.view(out.shape), lse
 
     shape = cpu_rows.Shape("float32", 4, 2, 7, 2)
+    monkeypatch.setattr(cpu_same_bits, "ignores_alignment", lambda: True)
     for trial in (cpu_same_bits.keeps_few_queries, cpu_same_bits.keeps_heads):
         trial.cache_clear()
-        monkeypatch.setattr(cpu_same_bits, "kernels", lambda: (faulty, backward))
-        assert not trial(shape)
-        monkeypatch.undo()
+        with monkeypatch.context() as patch:
+            patch.setattr(cpu_same_bits, "kernels", lambda: (faulty, backward))
+            assert not trial(shape)
         trial.cache_clear()

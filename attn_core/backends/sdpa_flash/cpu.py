@@ -94,7 +94,9 @@ def lower(spec: AttentionSpec) -> dict[str, Any]:
     edge = band(spec)
     explicit = any(shape is not None for shape in (spec.mask_shape, spec.bias_shape, spec.alibi_shape))
     plain = edge.left is None and edge.right is None
-    native = edge.left is None and edge.right == 0 and edge.offset == 0  # the kernel's causal is top-left
+    # A document that is shorter than its window is computed as a dense row, whose spec has no such window.
+    wide = spec.invariant is not None and edge._replace(right=None).hides_nothing(spec.q_len, spec.kv_len)
+    native = (edge.left is None or wide) and edge.right == 0 and edge.offset == 0  # the kernel's causal is top-left
     hidden = not plain and not edge.hides_nothing(spec.q_len, spec.kv_len)
     is_causal = hidden and native and not explicit
     additive_mask = explicit or (hidden and not is_causal)

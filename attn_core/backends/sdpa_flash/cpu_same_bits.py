@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import product
 from typing import Any
 
@@ -56,14 +56,25 @@ def keeps_few_queries(shape: Shape) -> bool:
     """Returns whether fewer than ROWS queries of a row have the bits in a batch that they have alone; tried once."""
     if shape.threads == 1:
         return True
-    return _keeps_rows(shape, FEW, KEYS)
+    # In bfloat16 another library multiplies, and filling a lone query costs most, so only its own trial counts.
+    return (shape.dtype == "bfloat16" or ignores_alignment()) and _keeps_rows(shape, FEW, KEYS)
 
 
 @lru_cache(maxsize=1024)
 @without_modes
 def keeps_heads(shape: Shape) -> bool:
     """Returns whether a row has its own bits in a batch, although its heads are not aligned; tried once."""
-    return shape.head_dim % WIDTHS == 0 or _keeps_rows(shape, MANY, MANY)
+    return shape.head_dim % WIDTHS == 0 or (ignores_alignment() and _keeps_rows(shape, MANY, MANY))
+
+
+@cache
+def ignores_alignment() -> bool:
+    """Returns whether this processor's library adds in one order at every alignment; tried once, with odd heads.
+
+    If not, calls are filled although a trial of their own shape finds nothing: a window has other products.
+    """
+    shapes = (Shape(dtype, 3, 3, dim, 1) for dtype in ("float32", "float64") for dim in (7, 11, 19))
+    return all(map(without_modes(lambda shape: _keeps_rows(shape, MANY, MANY)), shapes))
 
 
 @lru_cache(maxsize=1024)
