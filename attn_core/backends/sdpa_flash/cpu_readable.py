@@ -30,7 +30,7 @@ def readable(tensor: Any) -> Any:
 
 
 def readable_heads(tensor: Any) -> Any:
-    """``_readable`` for a ``[batch, heads, seq, dim]`` tensor."""
+    """``readable`` for a ``[batch, heads, seq, dim]`` tensor."""
     batch_stride, head_stride, seq_stride, last_stride = tensor.stride()
     width = tensor.shape[3]
     if last_stride != 1 or seq_stride < width or head_stride < width or batch_stride < 1:
