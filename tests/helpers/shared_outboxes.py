@@ -6,8 +6,7 @@ import copy
 import os
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from context_torch_worker import Case, mesh_of, run
 from attn_core.errors import DeviceError
 from torch_frontend.context_parallel.exchange import copy_engines
 from torch_frontend.context_parallel.exchange.messages import Outgoing, receive
-from torch_frontend.context_parallel.exchange.outbox import Outbox
+from torch_frontend.context_parallel.exchange.outbox import SLOTS, Outbox, Piece
 from torch_frontend.context_parallel.mesh import RankAxis, find_axis, group_names
 
 CPU = torch.device("cpu")
@@ -32,46 +31,58 @@ CPU = torch.device("cpu")
 class SharedMemory:
     """``PeerMemory`` of processes; a stream is the process itself, which waits by looking."""
 
-    def __init__(self, axis: RankAxis, folder: Path, size: int) -> None:
-        self.size, self._rank = size, axis.rank
+    def __init__(self, axis: RankAxis, folder: Path, slot_size: int) -> None:
+        self.slot_size, self._rank = slot_size, axis.rank
         group: Any = dist.distributed_c10d._resolve_process_group(axis.name)
-        mine = folder / f"{os.getpid()} {axis.name} {size}"
+        mine = folder / f"{os.getpid()} {axis.name} {slot_size}"
         names: list[Any] = [None] * axis.size
+        shape, size = (2, SLOTS, axis.size), SLOTS * slot_size
         with mine.open("wb") as file:
-            file.truncate(size + 8 * axis.size)
+            file.truncate(size + 4 * np.prod(shape, dtype=int))
         dist.all_gather_object(names, str(mine), group=group)
-        sizes = {"shared": True, "size": size + 8 * axis.size, "dtype": torch.uint8}
+        sizes = {"shared": True, "size": mine.stat().st_size, "dtype": torch.uint8}
         self._all = [torch.from_file(name, **sizes) for name in names]
+        self._copied, self._announced = zip(
+            *(each[size:].view(torch.int32).view(shape).numpy() for each in self._all), strict=True
+        )
+        self._copied[self._rank].fill(1)
         dist.barrier(group)
         mine.unlink()
-        self.told = [each[size:].view(torch.int32).view(2, axis.size).numpy() for each in self._all]
 
-    def bytes_of(self, rank: int) -> torch.Tensor:
-        return self._all[rank][: self.size]
+    def bytes_of(self, rank: int, slot: int) -> torch.Tensor:
+        return self._all[rank][slot * self.slot_size : (slot + 1) * self.slot_size]
 
-    def tell(self, rank: int, what: int, number: int) -> None:
-        self.told[rank][what, self._rank] = number
+    def reuse(self, slot: int) -> None:
+        for reader in range(len(self._all)):
+            if reader != self._rank:
+                self._look(self._copied, slot, reader)
 
-    def wait(self, rank: int, what: int, number: int) -> None:
-        until = time.monotonic() + 60
-        while self.told[self._rank][what, rank] < number:
-            assert time.monotonic() < until, f"rank {rank} never told {number}"
-            time.sleep(2e-5)
+    def announce(self, slot: int, readers: tuple[int, ...]) -> None:
+        for reader in readers:
+            self._copied[self._rank][slot, reader] = 0
+            self._announced[reader][slot, self._rank] = 1
 
-    def order(self) -> None:
-        pass
+    def copy(self, slot: int, result: torch.Tensor, pieces: Sequence[Piece]) -> Callable[[], None]:
+        into = result.view(torch.uint8)
+        for rank, start, size, place in pieces:
+            self._look(self._announced, slot, rank)
+            self._announced[self._rank][slot, rank] = 0
+            into[place : place + size].copy_(self.bytes_of(rank, slot)[start : start + size])
+            self._copied[rank][slot, self._rank] = 1
+        return lambda: None
 
     def keep(self, tensor: torch.Tensor) -> None:
         pass
 
-    def copying(self) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def mark(self) -> Callable[[], None]:
-        return lambda: None
-
     def finish(self) -> None:
         pass
+
+    def _look(self, marks: Sequence[np.ndarray], slot: int, other: int) -> None:
+        """Waits until another rank has set its mark in this rank's memory."""
+        until = time.monotonic() + 60
+        while marks[self._rank][slot, other] != 1:
+            assert time.monotonic() < until, f"rank {other} never set its mark"
+            time.sleep(2e-5)
 
 
 def exchange_by_copies(axes: tuple[int, ...], device: str = "cpu") -> list[Outbox]:
@@ -79,7 +90,7 @@ def exchange_by_copies(axes: tuple[int, ...], device: str = "cpu") -> list[Outbo
     mesh = mesh_of(axes, device)
     if device == "cuda":
         copy_engines.enable_copy_engines(mesh)
-        return [outbox for *_, outbox in copy_engines._outboxes.values()]
+        return [outbox for _, _, outbox, _ in copy_engines._outboxes.values()]
     folder, outboxes = Path(tempfile.gettempdir()), []
     for name in group_names(mesh):
         axis = find_axis(name)
@@ -89,11 +100,11 @@ def exchange_by_copies(axes: tuple[int, ...], device: str = "cpu") -> list[Outbo
     return outboxes
 
 
-def captured(case: Case) -> bool:
-    """``context_torch_worker.captured`` on ranks with outboxes, which a graph does not use."""
-    exchange_by_copies(case.axes, case.device)
+def captured(case: Case) -> tuple[bool, bool]:
+    """Whether ``context_torch_worker.captured`` holds on ranks with outboxes, and whether the graph holds copies."""
+    (outbox,) = exchange_by_copies(case.axes, case.device)
     try:
-        return context_torch_worker.captured(case)
+        return context_torch_worker.captured(case), bool(outbox._captured)
     finally:
         copy_engines._outboxes.clear()
 
@@ -143,7 +154,7 @@ def many_messages(device: str = "cpu") -> tuple[list[Any], int, int]:
     """Sends messages of many sizes in all ways, some of which are waited for late.
 
     Returns:
-        (messages with wrong numbers, how many were sent since the outbox grew last, its bytes)
+        (messages with wrong numbers, how many were sent since the outbox grew last, the bytes of a slot)
     """
     world = dist.get_world_size()
     outboxes = exchange_by_copies((world,), device)
@@ -152,7 +163,7 @@ def many_messages(device: str = "cpu") -> tuple[list[Any], int, int]:
     like = torch.zeros(0, device=device)
     try:
         for step in range(120):
-            numbers = int(random.choice([1, 7, 1000, 100_000])) if step != 30 else 500_000
+            numbers = int(random.choice([1, 7, 1000, 100_000])) if step != 30 else 600_000
             count, dtype = numbers * world * (world - 1), [torch.float32, torch.bfloat16][step % 2]
             message = Outgoing(axis, count, like, dtype)
             written = torch.arange(count, device=device).remainder(97).to(dtype)
@@ -166,7 +177,7 @@ def many_messages(device: str = "cpu") -> tuple[list[Any], int, int]:
                     wrong.append((at, kind))
         while late:
             receive(late.pop()[2])
-        return wrong, messages_of(outboxes), outboxes[0]._area.memory.size  # type: ignore[union-attr]
+        return wrong, messages_of(outboxes), outboxes[0]._area.memory.slot_size  # type: ignore[union-attr]
     finally:
         copy_engines._outboxes.clear()
 

@@ -14,22 +14,23 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attn_core.errors import DeviceError
 from torch_frontend.context_parallel.exchange import collectives
-from torch_frontend.context_parallel.exchange.outbox import Outbox, Part, PeerMemory
+from torch_frontend.context_parallel.exchange.outbox import SLOTS, Outbox, Part, PeerMemory
 from torch_frontend.context_parallel.mesh import RankAxis, find_axis, group_names
 
 T = TypeVar("T")
-_outboxes: dict[str, tuple[weakref.ref[Any], torch.device, Outbox]] = {}
+_outboxes: dict[str, tuple[weakref.ref[Any], torch.device, Outbox, bool]] = {}
 """By the name of a process group: the store of its ranks (groups that are made again have another one), the device of
-this rank, and its outbox."""
+this rank, its outbox, and whether a CUDA graph can capture messages."""
 
 
 def enable_copy_engines(mesh: DeviceMesh) -> None:
     """Makes later calls over a mesh exchange keys and gradients by the copy engines of the GPUs.
 
     A collective of NCCL runs on multiprocessors, which the attention beside it then lacks; copy engines need none. The
-    results have the same bits. Every rank holds three of the largest messages, and at least 8 MiB for each axis, in
+    results have the same bits. Every rank holds three of the largest messages, and at least 12 MiB for each axis, in
     memory that the others read. This memory grows in the first call that needs more: all ranks then wait for their GPUs
-    and for each other. Calls that a CUDA graph captures keep NCCL.
+    and for each other. A CUDA graph captures copies if a call before it was as large, else collectives. Replay it on
+    the stream of the other calls, and at the same time on every rank.
 
     Call it once on every rank of the mesh, like a collective. It is for GPUs of one host that read each other's memory,
     as NVLink lets them, all visible to every process. Of a mesh over several hosts, pass the axis within a host, such
@@ -63,27 +64,34 @@ def enable_copy_engines(mesh: DeviceMesh) -> None:
         raise DeviceError("\n".join(["mesh: expected GPUs that can read each other's memory, got", *error_lines]))
     for axis, device, outbox in opened:
         _warm_collectives(axis, device)
-        set_outbox(axis, device, outbox)
+        set_outbox(axis, device, outbox, captures=all(_of_all_ranks(axis, _can_capture(device))))
 
 
-def set_outbox(axis: RankAxis, device: torch.device, outbox: Outbox) -> None:
+def set_outbox(axis: RankAxis, device: torch.device, outbox: Outbox, *, captures: bool = False) -> None:
     """Makes the ranks of a group exchange through outboxes. Every rank must do so."""
     store = dist.distributed_c10d._get_default_store()
     for name in [name for name, (others, *_) in _outboxes.items() if others() is not store]:
         del _outboxes[name]
-    _outboxes[axis.name] = weakref.ref(store), device, outbox
+    _outboxes[axis.name] = weakref.ref(store), device, outbox, captures
 
 
-def find_outbox(axis: RankAxis, device: torch.device) -> Outbox | None:
-    """Returns this rank's outbox in a group; None if its ranks exchange by collectives, as they do in a CUDA graph."""
+def find_outbox(axis: RankAxis, device: torch.device, count: int, dtype: torch.dtype) -> Outbox | None:
+    """Returns this rank's outbox in a group, for a message of ``count`` numbers.
+
+    None if its ranks exchange by collectives, as they do in a CUDA graph that cannot hold this message.
+    """
     if not _outboxes or axis.name not in _outboxes:
         return None
-    store, known, outbox = _outboxes[axis.name]
+    store, known, outbox, captures = _outboxes[axis.name]
     if store() is not dist.distributed_c10d._get_default_store():
         del _outboxes[axis.name]
         return None
-    if known != device or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+    if known != device:
         return None
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if not captures or not outbox.holds(count, dtype):  # it cannot grow while a graph is captured
+            return None
+        outbox.capture()
     return outbox
 
 
@@ -110,21 +118,27 @@ def _open_outbox(axis: RankAxis, device: torch.device) -> Outbox:
     return outbox
 
 
-def _memory_of_all(axis: RankAxis, device: torch.device, size: int) -> PeerMemory:
+def _memory_of_all(axis: RankAxis, device: torch.device, slot_size: int) -> PeerMemory:
     """Returns memory that all ranks of a group share. Raises DeviceError on every rank if one of them has none."""
     memory, problem = None, ""
     try:
         from torch_frontend.context_parallel.exchange.gpu_memory import GpuMemory
 
-        memory = GpuMemory(axis, device, size)
+        memory = GpuMemory(axis, device, slot_size)
     except Exception as error:  # the others would wait for this rank
         problem = _first_line(error)
     problems = _of_all_ranks(axis, problem)
     if memory is None or any(problems):
         lines = ", ".join(f"rank {rank}: {each}" for rank, each in enumerate(problems) if each)
-        raise DeviceError(f"cannot share {size / 2**20:.0f} MiB ({lines})")
+        raise DeviceError(f"cannot share {SLOTS * slot_size / 2**20:.0f} MiB ({lines})")
     memory.share()
     return memory
+
+
+def _can_capture(device: torch.device) -> bool:
+    from torch_frontend.context_parallel.exchange.gpu_memory import can_capture
+
+    return can_capture(device)
 
 
 def _warm_collectives(axis: RankAxis, device: torch.device) -> None:

@@ -1,92 +1,112 @@
-"""GpuMemory: memory of every GPU of a group, which the others read, and numbers for which their streams wait."""
+"""GpuMemory: memory of every GPU of a group, which the others read, and marks for which their streams wait."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import cache
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch._C._distributed_c10d import _SymmetricMemory
 from torch.distributed._symmetric_memory import rendezvous
 
+from torch_frontend.context_parallel.exchange.outbox import SLOTS, Piece
 from torch_frontend.context_parallel.mesh import RankAxis
 
 Tensor = torch.Tensor
-NUMBER = 4
-"""The bytes of a number that ranks tell each other."""
-AT_LEAST = 0
-"""CU_STREAM_WAIT_VALUE_GEQ: a stream waits until the number in memory is not behind its own."""
+MARK = 4
+"""The bytes of a mark."""
+COPIED, ANNOUNCED = 0, 1
+"""The marks of a slot: for each other rank, whether it has copied this rank's message there, and whether its own
+message there is announced to this rank."""
+WAIT, WRITE = 1, 2
+"""CU_STREAM_MEM_OP_WAIT_VALUE_32 and CU_STREAM_MEM_OP_WRITE_VALUE_32."""
+EQUAL = 1
+"""CU_STREAM_WAIT_VALUE_EQ."""
+
+
+class _Operation(ctypes.Structure):
+    """CUstreamBatchMemOpParams of a wait or a write of 32 bits."""
+
+    _fields_ = (
+        *(("operation", ctypes.c_uint32), ("address", ctypes.c_uint64), ("value", ctypes.c_uint64)),
+        *(("flags", ctypes.c_uint32), ("alias", ctypes.c_uint64), ("padding", ctypes.c_uint64)),
+    )
 
 
 class GpuMemory:
     """``outbox.PeerMemory`` on the GPUs of one host: torch's symmetric memory, and stream memory operations of CUDA.
 
     These operations run on a GPU's front end, and copies between GPUs on its copy engines, so that a rank that waits or
-    copies occupies no multiprocessor. ``share`` makes it the memory of all ranks.
+    copies occupies no multiprocessor. They are called without torch, which needs several times as long on the host.
+    ``share`` makes it the memory of all ranks.
 
     Args:
-        size: the bytes of each rank's memory.
+        slot_size: the bytes of a slot.
 
     Raises:
         OSError, RuntimeError: if this rank has no such memory, or CUDA's driver no such operations.
     """
 
-    def __init__(self, axis: RankAxis, device: torch.device, size: int) -> None:
-        self.size, self._rank, self._device = size, axis.rank, device
-        # The numbers that others tell this rank lie behind its memory: of each kind, one for each rank.
-        self._ranks, numbers = axis.size, 2 * axis.size * NUMBER
+    def __init__(self, axis: RankAxis, device: torch.device, slot_size: int) -> None:
+        self.slot_size, self._rank, self._device = slot_size, axis.rank, device
+        self._ranks, self._name, self._size = axis.size, axis.name, SLOTS * slot_size
         # Without the pool of torch's ``empty``, which keeps the memory for good.
-        memory = _allocated(size + numbers, device)
-        memory[size:].zero_()
-        self._memory, self._copies, self._name = memory, torch.cuda.Stream(device), axis.name
-        self._all = [memory] * axis.size
-        self._last: torch.cuda.Stream | None = None
-        """The stream of the last message. Numbers rise in its order only."""
-        self._driver = _stream_operations()
-        self.tell(axis.rank, 0, 1)
-        self.wait(axis.rank, 0, 1)  # itself, to see whether the driver can
-        memory[size:].zero_()
-        torch.cuda.current_stream(device).synchronize()  # before another rank can write a number
+        memory = _allocated(self._size + 2 * SLOTS * axis.size * MARK, device)
+        marks = memory[self._size :].view(torch.int32).view(2, SLOTS, axis.size)
+        marks[COPIED], marks[ANNOUNCED] = 1, 0
+        self._memory, self._buffers = memory, [memory] * axis.size
+        self._copies = torch.cuda.Stream(device)
+        self._copies_raw = self._copies.cuda_stream
+        self._sent, self._ordered = _event(device), _event(device)
+        self._arrived = [_event(device) for _ in range(SLOTS)]
+        self._last: int | None = None
+        """The stream of the last message, outside a CUDA graph."""
+        self._driver = _driver()
+        self._set_addresses()
+        # A mark of its own, to see whether the driver can.
+        self._operate(self._current(), _operations([(WRITE, self._mark(axis.rank, ANNOUNCED, 0, axis.rank), 1)]))
+        self._operate(self._current(), self._arrival(0, axis.rank))
+        torch.cuda.current_stream(device).synchronize()  # before another rank can set a mark
 
     def share(self) -> None:
         """Lets the ranks read each other's memory. Every rank calls it, and waits for the others on the host."""
         self._shared = rendezvous(self._memory, self._name)  # type: ignore[arg-type, unused-ignore]
         shape = self._memory.shape
-        self._all = [self._shared.get_buffer(rank, shape, torch.uint8) for rank in range(self._ranks)]
+        self._buffers = [self._shared.get_buffer(rank, shape, torch.uint8) for rank in range(self._ranks)]
+        self._set_addresses()
 
-    def bytes_of(self, rank: int) -> Tensor:
-        """Returns the memory of a rank: uint8 ``[size]``."""
-        return self._all[rank][: self.size]
+    def bytes_of(self, rank: int, slot: int) -> Tensor:
+        """Returns a slot of a rank: uint8 ``[slot_size]``."""
+        return self._buffers[rank][slot * self.slot_size : (slot + 1) * self.slot_size]
 
-    def tell(self, rank: int, what: int, number: int) -> None:
-        """Tells a rank a number, after everything that the current stream has queued."""
-        self._operate("cuStreamWriteValue32_v2", rank, what, self._rank, number)
+    def reuse(self, slot: int) -> None:
+        """Makes the current stream wait until every reader of this rank's message in a slot has copied it."""
+        self._operate(self._in_order(), self._all_copied[slot])
 
-    def wait(self, rank: int, what: int, number: int) -> None:
-        """Makes the current stream wait until a rank has told this rank the number, or a later one."""
-        self._operate("cuStreamWaitValue32_v2", self._rank, what, rank, number)
+    def announce(self, slot: int, readers: tuple[int, ...]) -> None:
+        """Tells ranks that their message lies in a slot, after everything that the current stream has queued."""
+        operations = self._announcements.get((slot, readers))
+        if operations is None:
+            mine = [(WRITE, self._mark(self._rank, COPIED, slot, reader), 0) for reader in readers]
+            theirs = [(WRITE, self._mark(reader, ANNOUNCED, slot, self._rank), 1) for reader in readers]
+            operations = self._announcements[slot, readers] = _operations([*mine, *theirs])
+        self._operate(self._in_order(), operations)
 
-    def order(self) -> None:
-        """Makes the current stream wait for the stream of the last message, if it is another one."""
-        current = torch.cuda.current_stream(self._device)
-        if self._last is not None and self._last != current:
-            current.wait_stream(self._last)
-        self._last = current
-
-    @contextmanager
-    def copying(self) -> Iterator[None]:
-        """Returns a context on a stream for copies, which waits for what the stream outside has queued."""
-        self._copies.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._copies):
-            yield
-
-    def mark(self) -> Callable[[], None]:
-        """Returns a function that makes its caller's stream wait for what the current stream has queued until now."""
-        queued = torch.cuda.current_stream(self._device).record_event()
-        return lambda: torch.cuda.current_stream(self._device).wait_event(queued)
+    def copy(self, slot: int, result: Tensor, pieces: Sequence[Piece]) -> Callable[[], None]:
+        """Starts to copy pieces of other ranks' messages on a stream for copies, once they are announced."""
+        copies, driver, into = self._copies_raw, self._driver, result.data_ptr()
+        self._queue(self._sent, self._current(), copies)
+        for rank, start, size, place in pieces:
+            self._operate(copies, self._arrivals[rank, slot])
+            source = self._addresses[rank] + slot * self.slot_size + start
+            if size:
+                _check("cuMemcpyDtoDAsync_v2", driver.cuMemcpyDtoDAsync_v2(into + place, source, size, copies))
+            self._operate(copies, self._departures[rank, slot])
+        arrived = self._arrived[slot]
+        _check("cuEventRecord", driver.cuEventRecord(arrived.cuda_event, copies))
+        return partial(self._wait, arrived)
 
     def keep(self, tensor: Tensor) -> None:
         """Keeps the memory of a tensor that is dropped until all copies into it are done."""
@@ -96,13 +116,86 @@ class GpuMemory:
         """Waits on the host until the device has done what the current stream has queued."""
         torch.cuda.current_stream(self._device).synchronize()
 
-    def _operate(self, name: str, owner: int, what: int, teller: int, number: int) -> None:
-        """Queues an operation on the number that ``teller`` tells the rank ``owner``."""
-        address = self._all[owner].data_ptr() + self.size + NUMBER * (what * self._ranks + teller)
-        stream = torch.cuda.current_stream(self._device).cuda_stream
-        error = getattr(self._driver, name)(stream, address, number & 0xFFFFFFFF, AT_LEAST)
-        if error:
-            raise RuntimeError(f"{name} returned CUDA driver error {error}")
+    def _set_addresses(self) -> None:
+        self._addresses = [each.data_ptr() for each in self._buffers]
+        others = [rank for rank in range(self._ranks) if rank != self._rank]
+        self._all_copied = [
+            _operations([(WAIT, self._mark(self._rank, COPIED, slot, reader), 1) for reader in others])
+            for slot in range(SLOTS)
+        ]
+        places = [(rank, slot) for rank in others for slot in range(SLOTS)]
+        self._arrivals = {(rank, slot): self._arrival(slot, rank) for rank, slot in places}
+        self._departures = {
+            (rank, slot): _operations([(WRITE, self._mark(rank, COPIED, slot, self._rank), 1)]) for rank, slot in places
+        }
+        self._announcements: dict[tuple[int, tuple[int, ...]], Any] = {}
+
+    def _arrival(self, slot: int, rank: int) -> Any:
+        """Waits until a rank's message in a slot is announced to this rank, and takes the mark back."""
+        mark = self._mark(self._rank, ANNOUNCED, slot, rank)
+        return _operations([(WAIT, mark, 1), (WRITE, mark, 0)])
+
+    def _mark(self, owner: int, kind: int, slot: int, other: int) -> int:
+        """Returns the address of a mark that ``other`` sets in the memory of ``owner``."""
+        return self._addresses[owner] + self._size + MARK * ((kind * SLOTS + slot) * self._ranks + other)
+
+    def _current(self) -> int:
+        return int(torch._C._cuda_getCurrentRawStream(self._device.index))
+
+    def _in_order(self) -> int:
+        """Returns the current stream, which continues after the stream of the last message, if it is another one."""
+        current = self._current()
+        # Nothing outside a graph can be waited for in it.
+        if current != self._last and not torch.cuda.is_current_stream_capturing():
+            if self._last is not None:
+                self._queue(self._ordered, self._last, current)
+            self._last = current
+        return current
+
+    def _queue(self, event: torch.cuda.Event, first: int, then: int) -> None:
+        """Makes the stream ``then`` wait for what the stream ``first`` has queued."""
+        _check("cuEventRecord", self._driver.cuEventRecord(event.cuda_event, first))
+        _check("cuStreamWaitEvent", self._driver.cuStreamWaitEvent(then, event.cuda_event, 0))
+
+    def _wait(self, event: torch.cuda.Event) -> None:
+        _check("cuStreamWaitEvent", self._driver.cuStreamWaitEvent(self._current(), event.cuda_event, 0))
+
+    def _operate(self, stream: int, operations: Any) -> None:
+        error = self._driver.cuStreamBatchMemOp_v2(stream, len(operations), operations, 0)
+        _check("cuStreamBatchMemOp_v2", error)
+
+
+def can_capture(device: torch.device) -> bool:
+    """Returns whether a CUDA graph can hold the operations of messages."""
+    mark, graph, driver = torch.zeros(1, dtype=torch.int32, device=device), torch.cuda.CUDAGraph(), _driver()
+    address = mark.data_ptr()
+    operations = _operations([(WRITE, address, 1), (WAIT, address, 1)])
+    torch.cuda.synchronize(device)
+    try:
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            stream = int(torch._C._cuda_getCurrentRawStream(device.index))
+            _check("cuStreamBatchMemOp_v2", driver.cuStreamBatchMemOp_v2(stream, len(operations), operations, 0))
+        graph.replay()
+        return bool(mark.item() == 1)
+    except RuntimeError:
+        return False
+
+
+def _operations(each: Iterable[tuple[int, int, int]]) -> Any:
+    """Returns operations (kind, address, value), which run in their order."""
+    listed = [_Operation(kind, address, value, EQUAL if kind == WAIT else 0, 0, 0) for kind, address, value in each]
+    return (_Operation * len(listed))(*listed)
+
+
+def _check(name: str, error: int) -> None:
+    if error:
+        raise RuntimeError(f"{name} returned CUDA driver error {error}")
+
+
+def _event(device: torch.device) -> torch.cuda.Event:
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))  # CUDA creates it now
+    return event
 
 
 def _allocated(size: int, device: torch.device) -> Tensor:
@@ -114,9 +207,12 @@ def _allocated(size: int, device: torch.device) -> Tensor:
 
 
 @cache
-def _stream_operations() -> Any:
+def _driver() -> Any:
     """Returns CUDA's driver, whose library every process with a GPU has loaded."""
     driver = ctypes.CDLL("libcuda.so.1")
-    for name in ("cuStreamWriteValue32_v2", "cuStreamWaitValue32_v2"):
-        getattr(driver, name).argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)
+    pointer, number = ctypes.c_void_p, ctypes.c_uint64
+    driver.cuStreamBatchMemOp_v2.argtypes = (pointer, ctypes.c_uint, pointer, ctypes.c_uint)
+    driver.cuMemcpyDtoDAsync_v2.argtypes = (number, number, ctypes.c_size_t, pointer)
+    driver.cuEventRecord.argtypes = (pointer, pointer)
+    driver.cuStreamWaitEvent.argtypes = (pointer, pointer, ctypes.c_uint)
     return driver

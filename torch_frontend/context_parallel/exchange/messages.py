@@ -36,14 +36,14 @@ class Outgoing:
     """
 
     def __init__(self, axis: RankAxis, count: int, like: Tensor, dtype: torch.dtype) -> None:
-        self._axis, outbox = axis, find_outbox(axis, like.device)
+        self._axis, outbox = axis, find_outbox(axis, like.device, count, dtype)
         self._message = None if outbox is None else outbox.reserve(count, dtype)
         self.numbers = like.new_empty(count, dtype=dtype) if self._message is None else self._message.numbers
 
     @classmethod
     def of(cls, axis: RankAxis, tensor: Tensor) -> Outgoing:
         """Returns a tensor as a message. It is copied if it goes through an outbox, or is not dense."""
-        if find_outbox(axis, tensor.device) is None:
+        if find_outbox(axis, tensor.device, tensor.numel(), tensor.dtype) is None:
             message = cls.__new__(cls)
             message._axis, message._message, message.numbers = axis, None, tensor.contiguous().view(-1)
             return message
@@ -92,7 +92,8 @@ def gather(axis: RankAxis, tensors: Sequence[Tensor]) -> list[Sent]:
 
     A collective takes them in one message: a second one would wait for the kernel that overlaps the first.
     """
-    if find_outbox(axis, tensors[0].device) is not None:
+    largest = max(tensors, key=lambda tensor: tensor.numel() * tensor.dtype.itemsize)
+    if find_outbox(axis, largest.device, largest.numel(), largest.dtype) is not None:
         return [Outgoing.of(axis, tensor).send_to_all() for tensor in tensors]
     dense = [tensor.contiguous().view(-1) for tensor in tensors]
     return _started(*collectives.all_gather_into_tensor_coalesced(dense, axis.size, axis.name))

@@ -1,34 +1,33 @@
 """Outbox: memory of a rank out of which the other ranks copy messages, instead of a collective.
 
 A collective of NCCL is a kernel: it occupies multiprocessors that the attention beside it then lacks. The copy engines
-of a GPU copy between the GPUs of a host without them. Every message goes this way:
+of a GPU copy between the GPUs of a host without them. An outbox has a few slots, and every message goes this way:
 
-1. The sender reserves a region of its outbox, once every reader of the message that lay there has copied it.
-2. It writes the message, and then tells each reader the message's number.
-3. A reader waits for this number, copies its part into memory of its own, and tells the sender that number.
+1. The sender takes a slot, once every reader of the message that lay there has copied it.
+2. It writes the message, and then announces it to each reader.
+3. A reader waits for that, copies its part into memory of its own, and tells the sender that it has done so.
 
-Every rank sends the same messages in the same order, of the same sizes. So all ranks count alike, and each knows where
-a message lies in the outbox of another one. On a GPU nothing waits on the host: streams wait for numbers in memory.
+Every rank sends the same messages in the same order, of the same sizes. So all ranks take the same slots, and each
+knows where a message lies in the outbox of another one. On a GPU nothing waits on the host: streams wait for marks in
+memory. A mark is 0 or 1 and no count, so a CUDA graph that has captured a message can send it again.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
 
 import torch
 
 Tensor = torch.Tensor
-READY, DONE = 0, 1
-"""What a rank tells another one: it has written a message for it, or it has copied the other rank's message."""
+SLOTS = 3
+"""How many messages an outbox holds: one that is written while another one is sent, anywhere."""
 ALIGNMENT = 512
-"""The bytes of which the start of every message is a multiple."""
-ROOM = 3
-"""How many of the largest messages fit into an outbox: one that is written while another one is sent, anywhere."""
-SMALLEST = 2**23
-"""The fewest bytes of an outbox, so that small messages seldom wait for each other."""
+"""The bytes of which the size of a slot is a multiple."""
+SMALLEST = 2**22
+"""The fewest bytes of a slot, so that an outbox seldom grows."""
+MAX_VIEWS = 256
+"""How many views of slots an outbox remembers."""
 
 
 class Part(NamedTuple):
@@ -39,32 +38,39 @@ class Part(NamedTuple):
     stop: int
 
 
+class Piece(NamedTuple):
+    """Bytes of the message of another rank, and where they begin in the result."""
+
+    rank: int
+    start: int
+    size: int
+    place: int
+
+
 class PeerMemory(Protocol):
-    """Memory that every rank of a group can read, and numbers that ranks tell each other.
+    """Memory of every rank of a group, in slots, which the others read, and marks that ranks set for each other.
 
     Attributes:
-        size: the bytes of each rank's memory.
+        slot_size: the bytes of a slot.
     """
 
-    size: int
+    slot_size: int
 
-    def bytes_of(self, rank: int) -> Tensor:
-        """Returns the memory of a rank: uint8 ``[size]``."""
+    def bytes_of(self, rank: int, slot: int) -> Tensor:
+        """Returns a slot of a rank: uint8 ``[slot_size]``."""
 
-    def tell(self, rank: int, what: int, number: int) -> None:
-        """Tells a rank a number, after everything that the current stream has queued."""
+    def reuse(self, slot: int) -> None:
+        """Makes the current stream wait until every reader of this rank's message in a slot has copied it."""
 
-    def wait(self, rank: int, what: int, number: int) -> None:
-        """Makes the current stream wait until a rank has told this rank the number, or a later one."""
+    def announce(self, slot: int, readers: tuple[int, ...]) -> None:
+        """Tells ranks that their message lies in a slot, after everything that the current stream has queued."""
 
-    def order(self) -> None:
-        """Makes the current stream continue after that of the message before, because numbers must rise."""
+    def copy(self, slot: int, result: Tensor, pieces: Sequence[Piece]) -> Callable[[], None]:
+        """Starts to copy pieces of other ranks' messages, beside the current stream, once they are announced.
 
-    def copying(self) -> AbstractContextManager[object]:
-        """Returns a context on a stream for copies, which waits for what the stream outside has queued."""
-
-    def mark(self) -> Callable[[], None]:
-        """Returns a function that makes its caller's stream wait for what the current stream has queued until now."""
+        Returns:
+            a function that makes its caller's stream wait for the copies.
+        """
 
     def keep(self, tensor: Tensor) -> None:
         """Keeps the memory of a tensor that is dropped until all copies into it are done."""
@@ -94,25 +100,18 @@ class Arriving:
 
 
 class Message:
-    """A region of an outbox, to be written and sent.
+    """A slot of an outbox, to be written and sent.
 
     Attributes:
         numbers: the message, flat.
-        stop: the byte behind the region.
-        number: counts the messages that were sent; 0 before.
-        readers: the ranks that copy it.
+        sent: whether it was sent.
     """
 
-    def __init__(self, area: _Area, start: int, count: int, dtype: torch.dtype) -> None:
-        self._area, self._start, self._dtype = area, start, dtype
-        self.stop = start + count * dtype.itemsize
-        self.numbers = self._of(area.rank)
-        self.number = 0
-        self.readers: tuple[int, ...] = ()
-        self.overwritten = False
+    def __init__(self, area: _Area, slot: int, numbers: Tensor) -> None:
+        self._area, self._slot, self.numbers, self.sent = area, slot, numbers, False
 
     def send(self, readers: Iterable[int], parts: Sequence[Part]) -> Arriving:
-        """Sends the message, and starts to copy this rank's parts of the others' messages of the same number.
+        """Sends the message, and starts to copy this rank's parts of the others' messages in the same slot.
 
         Args:
             readers: the other ranks that copy a part of this message.
@@ -121,100 +120,98 @@ class Message:
         Returns:
             the parts end to end.
         """
-        assert not self.overwritten, "later messages lie in the region of this one"
-        area, memory = self._area, self._area.memory
-        memory.order()
-        area.sent += 1
-        self.number, self.readers = area.sent, tuple(readers)
-        for reader in self.readers:
-            memory.tell(reader, READY, self.number)
-        sizes = [part.stop - part.start for part in parts]
-        result = self.numbers.new_empty(sum(sizes))
-        pieces = list(zip(result.split(sizes), parts, strict=True))
-        for piece, (rank, start, stop) in pieces:
-            if rank == area.rank:  # on this stream, because the next message in this region is written on it
-                piece.copy_(self.numbers[start:stop])
-        with memory.copying():
-            for piece, (rank, start, stop) in pieces:
-                if rank != area.rank:
-                    memory.wait(rank, READY, self.number)
-                    piece.copy_(self._of(rank)[start:stop])
-                    memory.tell(rank, DONE, self.number)
-            arrived = memory.mark()
-        return Arriving(result, arrived, memory.keep)
-
-    def overlaps(self, start: int, stop: int) -> bool:
-        """Returns whether the region has bytes of ``[start, stop)``."""
-        return self._start < stop and start < self.stop
-
-    def _of(self, rank: int) -> Tensor:
-        """Returns the same region of a rank's outbox."""
-        return self._area.memory.bytes_of(rank)[self._start : self.stop].view(self._dtype)
+        area, numbers = self._area, self.numbers
+        assert area.messages[self._slot] is self, "a later message lies in the slot of this one"
+        self.sent = True
+        memory, width = area.memory, numbers.dtype.itemsize
+        memory.announce(self._slot, tuple(readers))
+        result = numbers.new_empty(sum(stop - start for _, start, stop in parts))
+        pieces, place = [], 0
+        for rank, start, stop in parts:
+            count = stop - start
+            if rank == area.rank:  # on this stream, because the next message in this slot is written on it
+                result[place : place + count].copy_(numbers[start:stop])
+            else:
+                pieces.append(Piece(rank, start * width, count * width, place * width))
+            place += count
+        # Ranks begin with the rank after them, so that not all read the memory of one rank at a time.
+        pieces.sort(key=lambda piece: (piece.rank < area.rank, piece.rank))
+        return Arriving(result, memory.copy(self._slot, result, pieces), memory.keep)
 
 
 class _Area:
-    """Memory whose regions are reserved in turn, from its start to its end and again."""
+    """The slots of an outbox, taken in turn."""
 
     def __init__(self, memory: PeerMemory, rank: int) -> None:
         self.memory, self.rank, self.sent = memory, rank, 0
-        self._next = 0
-        self._taken: deque[Message] = deque()
-        """The messages whose regions were not reserved again, the oldest first."""
+        self.messages: dict[int, Message | None] = dict.fromkeys(range(SLOTS))
+        """The last message in each slot; the slot that was taken last comes last."""
+        self._views: dict[tuple[int, int, torch.dtype], Tensor] = {}
 
     def reserve(self, count: int, dtype: torch.dtype) -> Message:
-        """Returns a region, which the current stream may write once its last readers are done."""
-        self.memory.order()
-        size = count * dtype.itemsize
-        before, start = self._next, self._next
-        if start + size > self.memory.size:  # what lies behind is older than what lies at the start
-            start = 0
-        message = Message(self, start, count, dtype)
-        last: dict[int, int] = {}
-        while self._taken and (
-            (start < before and self._taken[0].overlaps(before, self.memory.size))
-            or self._taken[0].overlaps(start, message.stop)
-        ):
-            oldest = self._taken.popleft()
-            oldest.overwritten = not oldest.number  # an error came before it was sent
-            for reader in oldest.readers:
-                last[reader] = max(last.get(reader, 0), oldest.number)
-        self._wait(last)
-        if size:  # a message of nothing covers no byte, and would stay the oldest for good
-            self._taken.append(message)
-        self._next = -(-message.stop // ALIGNMENT) * ALIGNMENT
+        """Returns a message in the slot that was taken first, which the current stream may write.
+
+        A message that is not sent yet keeps its slot, unless no message is sent: then an error came before the oldest.
+        """
+        free = (slot for slot, message in self.messages.items() if message is None or message.sent)
+        slot = next(free, next(iter(self.messages)))
+        self.memory.reuse(slot)
+        message = Message(self, slot, self._view(slot, count, dtype))
+        del self.messages[slot]
+        self.messages[slot] = message
+        self.sent += 1
         return message
 
     def finish(self) -> None:
         """Waits on the host until every message that was sent has been copied."""
-        sent = sorted(self._taken, key=lambda message: message.number)
-        self._wait({reader: message.number for message in sent for reader in message.readers})
+        for slot in self.messages:
+            self.memory.reuse(slot)
         self.memory.finish()
 
-    def _wait(self, last: dict[int, int]) -> None:
-        for reader, number in last.items():
-            self.memory.wait(reader, DONE, number)
+    def _view(self, slot: int, count: int, dtype: torch.dtype) -> Tensor:
+        """Returns the first ``count`` numbers of a slot of this rank."""
+        key = slot, count, dtype
+        view = self._views.get(key)
+        if view is None:
+            if len(self._views) >= MAX_VIEWS:
+                self._views.clear()
+            with torch.inference_mode(False):  # or later calls could not write into it
+                view = self.memory.bytes_of(self.rank, slot)[: count * dtype.itemsize].view(dtype)
+            self._views[key] = view
+        return view
 
 
 class Outbox:
     """The outbox of this rank in a group. It grows with the largest message, in a call that all ranks make together.
 
     Args:
-        allocate: returns memory of so many bytes for each rank of the group, once all ranks have called it.
+        allocate: returns memory with slots of so many bytes on each rank of the group, once all ranks have called it.
         rank: this rank's number in the group.
     """
 
     def __init__(self, allocate: Callable[[int], PeerMemory], rank: int) -> None:
         self._allocate, self._rank = allocate, rank
         self._area: _Area | None = None
+        self._captured: list[PeerMemory] = []
+
+    def holds(self, count: int, dtype: torch.dtype) -> bool:
+        """Returns whether a slot has room for ``count`` numbers."""
+        return self._area is not None and count * dtype.itemsize <= self._area.memory.slot_size
+
+    def capture(self) -> None:
+        """Keeps the memory for good, because a CUDA graph will use it again."""
+        assert self._area is not None
+        if self._area.memory not in self._captured:
+            self._captured.append(self._area.memory)
 
     def reserve(self, count: int, dtype: torch.dtype) -> Message:
-        """Returns a region for a message of ``count`` numbers."""
-        message = -(-count * dtype.itemsize // ALIGNMENT) * ALIGNMENT
-        needed = max(SMALLEST, ROOM * message)
-        if self._area is None or self._area.memory.size < needed:
+        """Returns a message of ``count`` numbers, to be written."""
+        if self._area is None or not self.holds(count, dtype):
             if self._area is not None:
                 self._area.finish()
             # Not both at once. A message that is not sent yet keeps its own memory.
             self._area = None
-            self._area = _Area(self._allocate(needed), self._rank)
+            size = -(-count * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+            with torch.inference_mode(False):
+                self._area = _Area(self._allocate(max(SMALLEST, size)), self._rank)
         return self._area.reserve(count, dtype)

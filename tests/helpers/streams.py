@@ -1,0 +1,145 @@
+"""CUDA streams that are played on a CPU: operations of the driver on several ranks, in one process."""
+
+from __future__ import annotations
+
+import ctypes
+from collections import defaultdict, deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from torch_frontend.context_parallel.exchange import gpu_memory
+from torch_frontend.context_parallel.exchange.gpu_memory import WAIT
+
+
+class Streams:
+    """The part of CUDA's driver that ``GpuMemory`` calls. Operations wait in their streams until ``run``.
+
+    Attributes:
+        current: the stream that torch would name as the current one.
+    """
+
+    def __init__(self) -> None:
+        self.current = 1
+        self._queues: dict[int, deque[Callable[[], bool]]] = defaultdict(deque)
+        self._recorded: dict[int, int] = defaultdict(int)
+        self._passed: dict[int, int] = defaultdict(int)
+
+    def cuStreamBatchMemOp_v2(self, stream: int, count: int, operations: Any, flags: int) -> int:
+        assert count == len(operations) > 0 and flags == 0
+        for each in operations:
+            self._add(stream, self._operation(each.operation, each.address, each.value, each.flags))
+        return 0
+
+    def cuMemcpyDtoDAsync_v2(self, into: int, source: int, size: int, stream: int) -> int:
+        return self._add(stream, lambda: ctypes.memmove(into, source, size) is not None)
+
+    def cuEventRecord(self, event: int, stream: int) -> int:
+        self._recorded[event] += 1
+        number = self._recorded[event]
+
+        def passed() -> bool:
+            self._passed[event] = number
+            return True
+
+        return self._add(stream, passed)
+
+    def cuStreamWaitEvent(self, stream: int, event: int, flags: int) -> int:
+        number = self._recorded[event]
+        return self._add(stream, lambda: self._passed[event] >= number)
+
+    def do(self, action: Callable[[], Any]) -> None:
+        """Queues a function in the current stream, as a kernel."""
+
+        def kernel() -> bool:
+            action()
+            return True
+
+        self._add(self.current, kernel)
+
+    def block(self, until: Callable[[], bool]) -> None:
+        """Makes the current stream wait for a condition."""
+        self._add(self.current, until)
+
+    def replay(self) -> Callable[[], None]:
+        """Returns a function that queues all operations again that wait in streams now, as a CUDA graph does."""
+        captured = {stream: list(queue) for stream, queue in self._queues.items()}
+
+        def queue_again() -> None:
+            for stream, operations in captured.items():
+                self._queues[stream].extend(operations)
+
+        return queue_again
+
+    def run(self) -> int:
+        """Runs all streams as far as they come; returns how many operations are left, because they wait for good."""
+        progress = True
+        while progress:
+            progress = False
+            for queue in self._queues.values():
+                while queue and queue[0]():
+                    queue.popleft()
+                    progress = True
+        return sum(map(len, self._queues.values()))
+
+    def _add(self, stream: int, step: Callable[[], bool]) -> int:
+        self._queues[stream].append(step)
+        return 0
+
+    def _operation(self, kind: int, address: int, value: int, flags: int) -> Callable[[], bool]:
+        mark = ctypes.c_uint32.from_address(address)
+        if kind == WAIT:
+            assert flags == 1  # equal
+            return lambda: mark.value == value
+
+        def write() -> bool:
+            mark.value = value
+            return True
+
+        return write
+
+
+class _Event:
+    def __init__(self) -> None:
+        self.cuda_event = id(self)
+
+    def record(self, _: Any) -> None:
+        pass
+
+
+class _Shared:
+    """What ``rendezvous`` returns: the memory of every rank, in the order in which they made it."""
+
+    def __init__(self, all_ranks: list[torch.Tensor]) -> None:
+        self._all = all_ranks
+
+    def get_buffer(self, rank: int, shape: Any, dtype: torch.dtype) -> torch.Tensor:
+        return self._all[rank]
+
+
+def play(patch: Any) -> Streams:
+    """Makes ``GpuMemory`` run on a CPU, on played streams. Make the memory of every rank before one is shared."""
+    streams, memories, copies = Streams(), list[torch.Tensor](), iter(range(100, 200))
+
+    class Copies:
+        def __init__(self, _: Any) -> None:
+            self.cuda_stream = next(copies)
+
+    class Current:
+        def synchronize(self) -> None:
+            assert streams.run() == 0
+
+    def allocated(size: int, _: Any) -> torch.Tensor:
+        memories.append(torch.zeros(size, dtype=torch.uint8))
+        return memories[-1]
+
+    patch.setattr(gpu_memory, "_driver", lambda: streams)
+    patch.setattr(gpu_memory, "_allocated", allocated)
+    patch.setattr(gpu_memory, "rendezvous", lambda *_: _Shared(memories))
+    patch.setattr(torch.cuda, "Stream", Copies)
+    patch.setattr(torch.cuda, "Event", _Event)
+    patch.setattr(torch.cuda, "current_stream", lambda device: Current())
+    patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: streams.current, raising=False)
+    return streams
