@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from attn_core import SeqInfo
 from benchmarks.context_row_report import DIRECTIONS, described
-from benchmarks.context_row_shapes import Row, rows_of
+from benchmarks.context_row_shapes import REST, Row, rows_of
 from jax_frontend import compile_operator_lane, explain_context_parallel, shard_sequence
 from jax_frontend.context_parallel.attention import context_parallel_attention
 
@@ -114,6 +114,7 @@ def _way(name: str) -> tuple[str, str]:
 
 
 def _timed(run: Callable[[], Any], calls: int) -> float:
+    time.sleep(REST)  # as torch's turns do, because a GPU's clock is higher for a while after a wait
     jax.block_until_ready(run())
     began = time.perf_counter()
     for _ in range(calls):

@@ -15,7 +15,7 @@ BEGIN = "<!-- rows over ranks: written by python -m benchmarks.context_rows --wr
 END = "<!-- end of rows over ranks -->"
 ONE, CHOSEN, CAPTURED, COLLECTIVES = "one rank", "chosen", "captured", "collectives"
 VARIANTS = {
-    CAPTURED: "is the chosen call, replayed from a CUDA graph that one call was captured in. It exchanges by NCCL.",
+    CAPTURED: "is the chosen call, replayed from a CUDA graph that one call was captured in.",
     COLLECTIVES: "is the chosen call without the copy engines, by NCCL.",
 }
 """Other runs of the chosen way, each with a column of its own."""

@@ -10,6 +10,8 @@ from attn_core.context_parallel.cost.choose import CANDIDATES
 from attn_core.context_parallel.layout import LAYOUTS, layout_for_window
 
 STRATEGIES = CANDIDATES[1]
+REST = 0.03
+"""The seconds between turns, in both frameworks."""
 DRAWN = 10
 """The number of rows that the seed draws."""
 

@@ -21,7 +21,7 @@ from attn_core import SeqInfo
 from attn_core.errors import DeviceError
 from benchmarks.context_row_profile import profile
 from benchmarks.context_row_report import CAPTURED, CHOSEN, COLLECTIVES, DIRECTIONS, ONE, described
-from benchmarks.context_row_shapes import Row, rows_of
+from benchmarks.context_row_shapes import REST, Row, rows_of
 from benchmarks.hopper_group import take_turns
 from torch_frontend.context_parallel.attention import (
     context_parallel_attention,
@@ -30,7 +30,7 @@ from torch_frontend.context_parallel.attention import (
 )
 from torch_frontend.context_parallel.exchange.copy_engines import enable_copy_engines
 
-ROUNDS, REST = 4, 0.03
+ROUNDS = 4
 OTHER_ROUNDS = 2
 TURN = 0.05
 """The seconds of a turn, about: a GPU's clock is higher for a while after a wait."""

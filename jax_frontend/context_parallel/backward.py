@@ -51,7 +51,9 @@ def backward(
         out, dout = plan.block_of_queries(out), plan.block_of_queries(dout)
         if plan.axes.parts > 1 and not gathered:
             # Without the barrier XLA would reuse the keys that the forward received, and hold the whole row until here.
-            own, dout = lax.optimization_barrier((own, dout))
+            # The forward's result is in it, because XLA starts an exchange as early as it can: for a ``dout`` that is
+            # known before, the exchange would delay the forward's own.
+            own, dout, lse = lax.optimization_barrier((own, dout, lse))
         dlse = None if dlse_groups is None else plan.block_of_queries(dlse_groups[group])[..., 0].swapaxes(1, 2)
         return plan.block_of_queries(q), Keys(plan, own, gathered), tiles.WholeRows(out, lse, dout, dlse)
 
