@@ -105,10 +105,13 @@ class Message:
     Attributes:
         numbers: the message, flat.
         sent: whether it was sent.
+        replaced: whether a later message lies in its slot.
     """
 
-    def __init__(self, area: _Area, slot: int, numbers: Tensor) -> None:
-        self._area, self._slot, self.numbers, self.sent = area, slot, numbers, False
+    def __init__(self, memory: PeerMemory, rank: int, slot: int, numbers: Tensor) -> None:
+        # No area: it holds its messages, and memory in a cycle would be freed late, perhaps while a graph is captured.
+        self._memory, self._rank, self._slot = memory, rank, slot
+        self.numbers, self.sent, self.replaced = numbers, False, False
 
     def send(self, readers: Iterable[int], parts: Sequence[Part]) -> Arriving:
         """Sends the message, and starts to copy this rank's parts of the others' messages in the same slot.
@@ -120,22 +123,21 @@ class Message:
         Returns:
             the parts end to end.
         """
-        area, numbers = self._area, self.numbers
-        assert area.messages[self._slot] is self, "a later message lies in the slot of this one"
+        memory, numbers = self._memory, self.numbers
+        assert not self.replaced, "a later message lies in the slot of this one"
         self.sent = True
-        memory, width = area.memory, numbers.dtype.itemsize
         memory.announce(self._slot, tuple(readers))
         result = numbers.new_empty(sum(stop - start for _, start, stop in parts))
-        pieces, place = [], 0
+        pieces, place, width = [], 0, numbers.dtype.itemsize
         for rank, start, stop in parts:
             count = stop - start
-            if rank == area.rank:  # on this stream, because the next message in this slot is written on it
+            if rank == self._rank:  # on this stream, because the next message in this slot is written on it
                 result[place : place + count].copy_(numbers[start:stop])
             else:
                 pieces.append(Piece(rank, start * width, count * width, place * width))
             place += count
         # Ranks begin with the rank after them, so that not all read the memory of one rank at a time.
-        pieces.sort(key=lambda piece: (piece.rank < area.rank, piece.rank))
+        pieces.sort(key=lambda piece: (piece.rank < self._rank, piece.rank))
         return Arriving(result, memory.copy(self._slot, result, pieces), memory.keep)
 
 
@@ -156,8 +158,10 @@ class _Area:
         free = (slot for slot, message in self.messages.items() if message is None or message.sent)
         slot = next(free, next(iter(self.messages)))
         self.memory.reuse(slot)
-        message = Message(self, slot, self._view(slot, count, dtype))
-        del self.messages[slot]
+        message = Message(self.memory, self.rank, slot, self._view(slot, count, dtype))
+        before = self.messages.pop(slot)
+        if before is not None:
+            before.replaced = True
         self.messages[slot] = message
         self.sent += 1
         return message
