@@ -100,6 +100,23 @@ def test_memory_that_is_outgrown_is_freed_at_once() -> None:
     assert len(memories) == 3
 
 
+def test_a_message_is_not_announced_if_there_is_no_memory_for_its_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else its readers would mark it as copied, but this rank would never do so with theirs."""
+    outbox, log = outbox_with_log()
+    message = outbox.reserve(10, torch.int32)
+    log.clear()
+
+    def refuse(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        patch.setattr(torch.Tensor, "new_empty", refuse)
+        message.send((1,), [Part(1, 0, 10)])
+    assert log == [] and not message.sent
+    message.send((1,), [Part(1, 0, 10)]).wait()
+    assert log[0] == ("announce", 0, (1,))
+
+
 def test_a_message_that_is_not_sent_yet_keeps_its_slot() -> None:
     outbox, log = outbox_with_log()
     early = outbox.reserve(10, torch.int32)

@@ -125,9 +125,9 @@ class Message:
         """
         memory, numbers = self._memory, self.numbers
         assert not self.replaced, "a later message lies in the slot of this one"
+        result = numbers.new_empty(sum(stop - start for _, start, stop in parts))
         self.sent = True
         memory.announce(self._slot, tuple(readers))
-        result = numbers.new_empty(sum(stop - start for _, start, stop in parts))
         pieces, place, width = [], 0, numbers.dtype.itemsize
         for rank, start, stop in parts:
             count = stop - start
