@@ -42,6 +42,7 @@ BOUNDS: dict[str, int | str] = {
     "jax_frontend.bridge.hot_callbacks:_places": "calls that JAX has traced, as in targets:_calls",
     "jax_frontend.bridge.targets:_callbacks": 1024,
     "jax_frontend.bridge.targets:_calls": "calls that JAX has traced, half a kilobyte each, as a program may run later",
+    "torch_frontend.context_parallel.exchange.copy_engines:_captured": "the outboxes' memory in CUDA graphs, each once",
     "torch_frontend.context_parallel.exchange.copy_engines:_outboxes": "the process groups that copy",
     "torch_frontend.context_parallel.layers:_blocks": "the blocks that are running",
     "torch_frontend.context_parallel.layers:_ran_under": "the modules that are alive",

@@ -14,7 +14,9 @@ torch = pytest.importorskip("torch")
 if not torch.distributed.is_available():
     pytest.skip("torch was built without torch.distributed", allow_module_level=True)
 
+from torch_frontend.context_parallel.exchange import copy_engines
 from torch_frontend.context_parallel.exchange.outbox import MAX_VIEWS, SLOTS, SMALLEST, Outbox, Part
+from torch_frontend.context_parallel.mesh import RankAxis
 
 
 class WrittenDown:
@@ -171,12 +173,46 @@ def test_views_of_slots_are_bounded_and_written_outside_inference() -> None:
     assert 0 < len(outbox._area._views) <= MAX_VIEWS
 
 
-def test_a_captured_outbox_keeps_its_memory_when_it_grows() -> None:
+def test_an_outbox_holds_what_fits_its_slots() -> None:
     outbox, _ = outbox_with_log()
     assert not outbox.holds(1, torch.float32)
     outbox.reserve(1, torch.float32)
     assert outbox.holds(SMALLEST // 4, torch.float32) and not outbox.holds(SMALLEST // 4 + 1, torch.float32)
-    for _ in range(2):
-        outbox.capture()
-    outbox.reserve(SMALLEST, torch.float32)
-    assert [memory.slot_size for memory in outbox._captured] == [SMALLEST]
+
+
+def test_memory_in_a_graph_is_kept_if_the_outbox_grows_or_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Store: ...
+
+    store, axis, device = Store(), RankAxis("played", size=2, rank=0), torch.device("cuda", 0)
+    capturing, kept = True, list[Any]()
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(copy_engines, "_outboxes", {})
+    monkeypatch.setattr(copy_engines, "_captured", kept)
+    memories: list[Any] = []
+
+    def enable(size: int) -> Outbox:
+        def allocate(size: int) -> WrittenDown:
+            memory = WrittenDown(size, [])
+            memories.append(weakref.ref(memory))
+            return memory
+
+        outbox = Outbox(allocate, 0)
+        outbox.reserve(size, torch.uint8)
+        copy_engines.set_outbox(axis, device, outbox, captures=True)
+        return outbox
+
+    outbox = enable(SMALLEST)
+    for _ in range(2):  # two messages
+        assert copy_engines.find_outbox(axis, device, 1, torch.float32) is outbox
+    assert copy_engines.find_outbox(axis, device, SMALLEST, torch.float32) is None  # it cannot grow here
+    outbox.reserve(2 * SMALLEST, torch.uint8)
+    assert copy_engines.find_outbox(axis, device, 1, torch.float32) is outbox
+    capturing = False
+    outbox = enable(SMALLEST)
+    assert copy_engines.find_outbox(axis, device, 1, torch.float32) is outbox
+    assert [memory() for memory in memories[:2]] == kept
+    store = Store()  # the groups are made anew
+    assert copy_engines.find_outbox(axis, device, 1, torch.float32) is None
+    del outbox
+    assert [memory() for memory in memories] == [*kept, None]

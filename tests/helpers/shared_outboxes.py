@@ -102,9 +102,9 @@ def exchange_by_copies(axes: tuple[int, ...], device: str = "cpu") -> list[Outbo
 
 def captured(case: Case) -> tuple[bool, bool]:
     """Whether ``context_torch_worker.captured`` holds on ranks with outboxes, and whether the graph holds copies."""
-    (outbox,) = exchange_by_copies(case.axes, case.device)
+    exchange_by_copies(case.axes, case.device)
     try:
-        return context_torch_worker.captured(case), bool(outbox._captured)
+        return context_torch_worker.captured(case), bool(copy_engines._captured)
     finally:
         copy_engines._outboxes.clear()
 

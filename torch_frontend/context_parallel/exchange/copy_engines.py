@@ -21,6 +21,8 @@ T = TypeVar("T")
 _outboxes: dict[str, tuple[weakref.ref[Any], torch.device, Outbox, bool]] = {}
 """By the name of a process group: the store of its ranks (groups that are made again have another one), the device of
 this rank, its outbox, and whether a CUDA graph can capture messages."""
+_captured: list[PeerMemory] = []
+"""Memory that CUDA graphs use again. It is kept for good, also if the group gets another outbox or is destroyed."""
 
 
 def enable_copy_engines(mesh: DeviceMesh) -> None:
@@ -91,7 +93,8 @@ def find_outbox(axis: RankAxis, device: torch.device, count: int, dtype: torch.d
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         if not captures or not outbox.holds(count, dtype):  # it cannot grow while a graph is captured
             return None
-        outbox.capture()
+        if outbox.memory() not in _captured:
+            _captured.append(outbox.memory())
     return outbox
 
 

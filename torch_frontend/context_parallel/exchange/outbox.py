@@ -196,17 +196,15 @@ class Outbox:
     def __init__(self, allocate: Callable[[int], PeerMemory], rank: int) -> None:
         self._allocate, self._rank = allocate, rank
         self._area: _Area | None = None
-        self._captured: list[PeerMemory] = []
 
     def holds(self, count: int, dtype: torch.dtype) -> bool:
         """Returns whether a slot has room for ``count`` numbers."""
         return self._area is not None and count * dtype.itemsize <= self._area.memory.slot_size
 
-    def capture(self) -> None:
-        """Keeps the memory for good, because a CUDA graph will use it again."""
+    def memory(self) -> PeerMemory:
+        """Returns the memory in which messages lie now."""
         assert self._area is not None
-        if self._area.memory not in self._captured:
-            self._captured.append(self._area.memory)
+        return self._area.memory
 
     def reserve(self, count: int, dtype: torch.dtype) -> Message:
         """Returns a message of ``count`` numbers, to be written."""
