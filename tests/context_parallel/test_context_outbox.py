@@ -154,6 +154,21 @@ def test_memory_of_a_message_that_is_dropped_is_kept() -> None:
     assert log[-1] == "kept"
 
 
+@pytest.mark.parametrize("broken", ["copy", "wait"])
+def test_memory_of_a_message_is_kept_if_the_driver_fails(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    """Copies that were started before the error still write into it."""
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("driver error")
+
+    outbox, log = outbox_with_log()
+    message = outbox.reserve(4, torch.int32)
+    monkeypatch.setattr(outbox.memory(), "copy", fail if broken == "copy" else lambda *_: fail)
+    with pytest.raises(RuntimeError, match="driver error"):
+        message.send((1,), [Part(1, 0, 4)]).wait()
+    assert log[-1] == "kept"
+
+
 @pytest.mark.parametrize("numbers", [3_000_001, 8_000_003])
 def test_slots_are_aligned(numbers: int) -> None:
     outbox, log = outbox_with_log()

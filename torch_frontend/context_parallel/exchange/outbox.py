@@ -88,9 +88,10 @@ class Arriving:
 
     def wait(self) -> Tensor:
         """Makes the current stream wait for the message; returns its numbers, flat. Call it once."""
-        numbers, self._numbers = self._numbers, None
+        numbers = self._numbers
         assert numbers is not None, "wait was called before"
         self._wait()
+        self._numbers = None
         return numbers
 
     def __del__(self) -> None:
@@ -138,7 +139,11 @@ class Message:
             place += count
         # Ranks begin with the rank after them, so that not all read the memory of one rank at a time.
         pieces.sort(key=lambda piece: (piece.rank < self._rank, piece.rank))
-        return Arriving(result, memory.copy(self._slot, result, pieces), memory.keep)
+        try:
+            return Arriving(result, memory.copy(self._slot, result, pieces), memory.keep)
+        except BaseException:
+            memory.keep(result)  # some copies may have started
+            raise
 
 
 class _Area:
