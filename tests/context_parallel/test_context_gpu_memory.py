@@ -124,6 +124,18 @@ def test_messages_of_two_streams_keep_their_order(ranks: Ranks) -> None:
     assert happened == ["first", "second"]
 
 
+def test_a_thread_with_another_current_gpu_uses_the_streams_of_the_memory(ranks: Ranks) -> None:
+    """A thread begins with GPU 0 as the current one, whatever GPU its tensors are on."""
+    ranks.streams.gpu = 1
+    kept = []
+    for rank, outbox in enumerate(ranks.outboxes):
+        ranks.streams.current = 0 if rank == 0 else rank + 1
+        message = outbox.reserve(4, torch.int32)
+        kept.append(message.send(((rank + 1) % RANKS,), [Part((rank - 1) % RANKS, 0, 4)]).wait())
+    assert ranks.streams.run() == 0
+    assert ranks.streams.gpu == 1
+
+
 def test_operations_that_are_queued_again_send_the_message_again(ranks: Ranks) -> None:
     arrived = []
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,10 +19,11 @@ class Streams:
 
     Attributes:
         current: the stream that torch would name as the current one.
+        gpu: the current GPU. Its default stream is stream 0; only GPU 0 has streams here.
     """
 
     def __init__(self) -> None:
-        self.current = 1
+        self.current, self.gpu = 1, 0
         self._queues: dict[int, deque[Callable[[], bool]]] = defaultdict(deque)
         self._recorded: dict[int, int] = defaultdict(int)
         self._passed: dict[int, int] = defaultdict(int)
@@ -84,6 +86,7 @@ class Streams:
         return sum(map(len, self._queues.values()))
 
     def _add(self, stream: int, step: Callable[[], bool]) -> int:
+        assert stream or self.gpu == 0, "the driver would take the default stream of another GPU"
         self._queues[stream].append(step)
         return 0
 
@@ -130,6 +133,14 @@ def play(patch: Any) -> Streams:
         def synchronize(self) -> None:
             assert streams.run() == 0
 
+    @contextmanager
+    def on_gpu(device: torch.device) -> Iterator[None]:
+        before, streams.gpu = streams.gpu, device.index
+        try:
+            yield
+        finally:
+            streams.gpu = before
+
     def allocated(size: int, _: Any) -> torch.Tensor:
         memories.append(torch.zeros(size, dtype=torch.uint8))
         return memories[-1]
@@ -140,6 +151,8 @@ def play(patch: Any) -> Streams:
     patch.setattr(torch.cuda, "Stream", Copies)
     patch.setattr(torch.cuda, "Event", _Event)
     patch.setattr(torch.cuda, "current_stream", lambda device: Current())
+    patch.setattr(torch.cuda, "current_device", lambda: streams.gpu)
+    patch.setattr(torch.cuda, "device", on_gpu)
     patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: streams.current, raising=False)
     return streams

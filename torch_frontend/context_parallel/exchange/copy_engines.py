@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from attn_core.context_parallel.on_torch.current_gpu import with_current
 from attn_core.errors import DeviceError
 from torch_frontend.context_parallel.exchange import collectives
 from torch_frontend.context_parallel.exchange.outbox import SLOTS, Outbox, Part, PeerMemory
@@ -124,17 +125,18 @@ def _open_outbox(axis: RankAxis, device: torch.device) -> Outbox:
 def _memory_of_all(axis: RankAxis, device: torch.device, slot_size: int) -> PeerMemory:
     """Returns memory that all ranks of a group share. Raises DeviceError on every rank if one of them has none."""
     memory, problem = None, ""
-    try:
-        from torch_frontend.context_parallel.exchange.gpu_memory import GpuMemory
+    with with_current(device):  # torch's collectives of objects use the current GPU
+        try:
+            from torch_frontend.context_parallel.exchange.gpu_memory import GpuMemory
 
-        memory = GpuMemory(axis, device, slot_size)
-    except Exception as error:  # the others would wait for this rank
-        problem = _first_line(error)
-    problems = _of_all_ranks(axis, problem)
-    if memory is None or any(problems):
-        lines = ", ".join(f"rank {rank}: {each}" for rank, each in enumerate(problems) if each)
-        raise DeviceError(f"cannot share {SLOTS * slot_size / 2**20:.0f} MiB ({lines})")
-    memory.share()
+            memory = GpuMemory(axis, device, slot_size)
+        except Exception as error:  # the others would wait for this rank
+            problem = _first_line(error)
+        problems = _of_all_ranks(axis, problem)
+        if memory is None or any(problems):
+            lines = ", ".join(f"rank {rank}: {each}" for rank, each in enumerate(problems) if each)
+            raise DeviceError(f"cannot share {SLOTS * slot_size / 2**20:.0f} MiB ({lines})")
+        memory.share()
     return memory
 
 

@@ -11,6 +11,7 @@ import torch
 from torch._C._distributed_c10d import _SymmetricMemory
 from torch.distributed._symmetric_memory import rendezvous
 
+from attn_core.context_parallel.on_torch.current_gpu import with_current
 from torch_frontend.context_parallel.exchange.outbox import SLOTS, Piece
 from torch_frontend.context_parallel.mesh import RankAxis
 
@@ -83,7 +84,8 @@ class GpuMemory:
 
     def reuse(self, slot: int) -> None:
         """Makes the current stream wait until every reader of this rank's message in a slot has copied it."""
-        self._operate(self._in_order(), self._all_copied[slot])
+        with with_current(self._device):
+            self._operate(self._in_order(), self._all_copied[slot])
 
     def announce(self, slot: int, readers: tuple[int, ...]) -> None:
         """Tells ranks that their message lies in a slot, after everything that the current stream has queued."""
@@ -92,20 +94,22 @@ class GpuMemory:
             mine = [(WRITE, self._mark(self._rank, COPIED, slot, reader), 0) for reader in readers]
             theirs = [(WRITE, self._mark(reader, ANNOUNCED, slot, self._rank), 1) for reader in readers]
             operations = self._announcements[slot, readers] = _operations([*mine, *theirs])
-        self._operate(self._in_order(), operations)
+        with with_current(self._device):
+            self._operate(self._in_order(), operations)
 
     def copy(self, slot: int, result: Tensor, pieces: Sequence[Piece]) -> Callable[[], None]:
         """Starts to copy pieces of other ranks' messages on a stream for copies, once they are announced."""
         copies, driver, into = self._copies_raw, self._driver, result.data_ptr()
-        self._queue(self._sent, self._current(), copies)
-        for rank, start, size, place in pieces:
-            self._operate(copies, self._arrivals[rank, slot])
-            source = self._addresses[rank] + slot * self.slot_size + start
-            if size:
-                _check("cuMemcpyDtoDAsync_v2", driver.cuMemcpyDtoDAsync_v2(into + place, source, size, copies))
-            self._operate(copies, self._departures[rank, slot])
         arrived = self._arrived[slot]
-        _check("cuEventRecord", driver.cuEventRecord(arrived.cuda_event, copies))
+        with with_current(self._device):
+            self._queue(self._sent, self._current(), copies)
+            for rank, start, size, place in pieces:
+                self._operate(copies, self._arrivals[rank, slot])
+                source = self._addresses[rank] + slot * self.slot_size + start
+                if size:
+                    _check("cuMemcpyDtoDAsync_v2", driver.cuMemcpyDtoDAsync_v2(into + place, source, size, copies))
+                self._operate(copies, self._departures[rank, slot])
+            _check("cuEventRecord", driver.cuEventRecord(arrived.cuda_event, copies))
         return partial(self._wait, arrived)
 
     def keep(self, tensor: Tensor) -> None:
@@ -140,6 +144,7 @@ class GpuMemory:
         return self._addresses[owner] + self._size + MARK * ((kind * SLOTS + slot) * self._ranks + other)
 
     def _current(self) -> int:
+        """Returns the current stream. 0 is the default one, which the driver takes of the current GPU."""
         return int(torch._C._cuda_getCurrentRawStream(self._device.index))
 
     def _in_order(self) -> int:
@@ -158,7 +163,8 @@ class GpuMemory:
         _check("cuStreamWaitEvent", self._driver.cuStreamWaitEvent(then, event.cuda_event, 0))
 
     def _wait(self, event: torch.cuda.Event) -> None:
-        _check("cuStreamWaitEvent", self._driver.cuStreamWaitEvent(self._current(), event.cuda_event, 0))
+        with with_current(self._device):
+            _check("cuStreamWaitEvent", self._driver.cuStreamWaitEvent(self._current(), event.cuda_event, 0))
 
     def _operate(self, stream: int, operations: Any) -> None:
         error = self._driver.cuStreamBatchMemOp_v2(stream, len(operations), operations, 0)
