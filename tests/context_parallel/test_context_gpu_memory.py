@@ -156,6 +156,43 @@ def test_operations_that_are_queued_again_send_the_message_again(ranks: Ranks) -
         ]
 
 
+def test_a_graph_may_run_its_branches_one_after_another(ranks: Ranks) -> None:
+    """More messages than slots are under way, and CUDA puts a rank's two streams into one."""
+    kept = []
+    for graph in (1, 2):
+        ranks.streams.graph = graph
+        for rank, outbox in enumerate(ranks.outboxes):
+            ranks.streams.current = rank + 1
+            others = [other for other in range(RANKS) if other != rank]
+            sent = [
+                outbox.reserve(4, torch.int32).send(others, [Part(other, 0, 4) for other in others])
+                for _ in range(2 * SLOTS + 1)
+            ]
+            kept += [each.wait() for each in sent]
+        for rank in range(RANKS):
+            ranks.streams.serialize(rank + 1, ranks.memories[rank]._copies_raw)
+        assert ranks.streams.run() == 0
+
+
+def test_messages_of_two_streams_keep_their_order_in_a_graph(ranks: Ranks) -> None:
+    happened: list[str] = []
+    may_go = False
+    outbox = ranks.outboxes[0]
+    outbox.reserve(4, torch.int32)
+    for graph in (1, 2):  # neither waits for the other, nor for the message before
+        ranks.streams.graph, ranks.streams.current = graph, 10 * graph
+        ranks.streams.block(lambda: may_go)
+        outbox.reserve(4, torch.int32)
+        ranks.streams.current = 10 * graph + 1
+        outbox.reserve(4, torch.int32)
+        ranks.streams.do(lambda: happened.append("second"))
+    ranks.streams.run()
+    assert happened == []
+    may_go = True
+    assert ranks.streams.run() == 0
+    assert happened == ["second"] * 2
+
+
 def test_errors_of_the_driver_are_raised(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks.streams, "cuStreamBatchMemOp_v2", lambda *_: 801)
     with pytest.raises(RuntimeError, match="cuStreamBatchMemOp_v2 returned CUDA driver error 801"):

@@ -6,12 +6,23 @@ import ctypes
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from torch_frontend.context_parallel.exchange import gpu_memory
 from torch_frontend.context_parallel.exchange.gpu_memory import WAIT
+
+
+class Step(NamedTuple):
+    """An operation in a stream, and the record of an event (event, number) that it makes or waits for.
+
+    ``run`` returns whether the stream may go on.
+    """
+
+    run: Callable[[], bool]
+    records: tuple[int, int] | None = None
+    waits: tuple[int, int] | None = None
 
 
 class Streams:
@@ -20,11 +31,14 @@ class Streams:
     Attributes:
         current: the stream that torch would name as the current one.
         gpu: the current GPU. Its default stream is stream 0; only GPU 0 has streams here.
+        graph: the number of the CUDA graph that is captured; 0 if none is.
     """
 
     def __init__(self) -> None:
-        self.current, self.gpu = 1, 0
-        self._queues: dict[int, deque[Callable[[], bool]]] = defaultdict(deque)
+        self.current, self.gpu, self.graph = 1, 0, 0
+        self._queues: dict[int, deque[Step]] = defaultdict(deque)
+        self._graph_of: dict[int, int] = {}
+        """By an event, the graph in which it was recorded last."""
         self._recorded: dict[int, int] = defaultdict(int)
         self._passed: dict[int, int] = defaultdict(int)
 
@@ -45,11 +59,17 @@ class Streams:
             self._passed[event] = number
             return True
 
-        return self._add(stream, passed)
+        self._graph_of[event] = self.graph
+        return self._add(stream, passed, records=(event, number))
 
     def cuStreamWaitEvent(self, stream: int, event: int, flags: int) -> int:
+        assert self._graph_of[event] == self.graph, "an event outside of a graph cannot be waited for in it"
         number = self._recorded[event]
-        return self._add(stream, lambda: self._passed[event] >= number)
+        return self._add(stream, lambda: self._passed[event] >= number, waits=(event, number))
+
+    def cuStreamGetCaptureInfo_v2(self, stream: int, status: Any, number: Any, *_: None) -> int:
+        status._obj.value, number._obj.value = int(self.graph > 0), self.graph
+        return 0
 
     def do(self, action: Callable[[], Any]) -> None:
         """Queues a function in the current stream, as a kernel."""
@@ -74,20 +94,34 @@ class Streams:
 
         return queue_again
 
+    def serialize(self, *branches: int) -> None:
+        """Moves what waits in some streams into the first of them, one stream as far as it comes before the next.
+
+        CUDA may do so with the branches of a graph. It knows of the events between them, but not of marks.
+        """
+        order, recorded = list[Step](), set[Any]([None])
+        while any(self._queues[stream] for stream in branches):
+            for stream in branches:
+                queue = self._queues[stream]
+                while queue and queue[0].waits in recorded:
+                    order.append(queue.popleft())
+                    recorded.add(order[-1].records)
+        self._queues[branches[0]].extend(order)
+
     def run(self) -> int:
         """Runs all streams as far as they come; returns how many operations are left, because they wait for good."""
         progress = True
         while progress:
             progress = False
             for queue in self._queues.values():
-                while queue and queue[0]():
+                while queue and queue[0].run():
                     queue.popleft()
                     progress = True
         return sum(map(len, self._queues.values()))
 
-    def _add(self, stream: int, step: Callable[[], bool]) -> int:
+    def _add(self, stream: int, run: Callable[[], bool], **event: Any) -> int:
         assert stream or self.gpu == 0, "the driver would take the default stream of another GPU"
-        self._queues[stream].append(step)
+        self._queues[stream].append(Step(run, **event))
         return 0
 
     def _operation(self, kind: int, address: int, value: int, flags: int) -> Callable[[], bool]:
@@ -153,6 +187,6 @@ def play(patch: Any) -> Streams:
     patch.setattr(torch.cuda, "current_stream", lambda device: Current())
     patch.setattr(torch.cuda, "current_device", lambda: streams.gpu)
     patch.setattr(torch.cuda, "device", on_gpu)
-    patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: streams.graph > 0)
     patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: streams.current, raising=False)
     return streams

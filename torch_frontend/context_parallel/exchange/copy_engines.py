@@ -33,7 +33,7 @@ def enable_copy_engines(mesh: DeviceMesh) -> None:
     results have the same bits. Every rank holds three of the largest messages, and at least 12 MiB for each axis, in
     memory that the others read. This memory grows in the first call that needs more: all ranks then wait for their GPUs
     and for each other. A CUDA graph captures copies if a call before it was as large, else collectives. Replay it on
-    the stream of the other calls, and at the same time on every rank.
+    the stream of the other calls, and between the same calls on every rank. Memory in graphs is never freed.
 
     Call it once on every rank of the mesh, like a collective. It is for GPUs of one host that read each other's memory,
     as NVLink lets them, all visible to every process. Of a mesh over several hosts, pass the axis within a host, such

@@ -47,7 +47,7 @@ class GpuMemory:
         slot_size: the bytes of a slot.
 
     Raises:
-        OSError, RuntimeError: if this rank has no such memory, or CUDA's driver no such operations.
+        AttributeError, OSError, RuntimeError: if this rank has no such memory, or CUDA's driver no such operations.
     """
 
     def __init__(self, axis: RankAxis, device: torch.device, slot_size: int) -> None:
@@ -62,8 +62,10 @@ class GpuMemory:
         self._copies_raw = self._copies.cuda_stream
         self._sent, self._ordered = _event(device), _event(device)
         self._arrived = [_event(device) for _ in range(SLOTS)]
-        self._last: int | None = None
-        """The stream of the last message, outside a CUDA graph."""
+        self._last: dict[int, int] = {}
+        """The stream of the last message outside of CUDA graphs (under 0), and in the graph that was captured last."""
+        self._graph_of = [0] * SLOTS
+        """The graph that captured the last copies out of each slot; 0 if none did."""
         self._driver = _driver()
         self._set_addresses()
         # A mark of its own, to see whether the driver can.
@@ -85,7 +87,12 @@ class GpuMemory:
     def reuse(self, slot: int) -> None:
         """Makes the current stream wait until every reader of this rank's message in a slot has copied it."""
         with with_current(self._device):
-            self._operate(self._in_order(), self._all_copied[slot])
+            current, graph = self._in_order()
+            # A graph may run in one stream what was captured in two, in any order that it knows no reason against.
+            # The copies out of a slot must then come before a wait for the others' copies out of it.
+            if graph and self._graph_of[slot] == graph:
+                self._wait_for(current, self._arrived[slot])
+            self._operate(current, self._all_copied[slot])
 
     def announce(self, slot: int, readers: tuple[int, ...]) -> None:
         """Tells ranks that their message lies in a slot, after everything that the current stream has queued."""
@@ -95,14 +102,16 @@ class GpuMemory:
             theirs = [(WRITE, self._mark(reader, ANNOUNCED, slot, self._rank), 1) for reader in readers]
             operations = self._announcements[slot, readers] = _operations([*mine, *theirs])
         with with_current(self._device):
-            self._operate(self._in_order(), operations)
+            self._operate(self._in_order()[0], operations)
 
     def copy(self, slot: int, result: Tensor, pieces: Sequence[Piece]) -> Callable[[], None]:
         """Starts to copy pieces of other ranks' messages on a stream for copies, once they are announced."""
         copies, driver, into = self._copies_raw, self._driver, result.data_ptr()
         arrived = self._arrived[slot]
         with with_current(self._device):
-            self._queue(self._sent, self._current(), copies)
+            current = self._current()
+            self._graph_of[slot] = self._graph(current)
+            self._queue(self._sent, current, copies)
             for rank, start, size, place in pieces:
                 self._operate(copies, self._arrivals[rank, slot])
                 source = self._addresses[rank] + slot * self.slot_size + start
@@ -147,24 +156,37 @@ class GpuMemory:
         """Returns the current stream. 0 is the default one, which the driver takes of the current GPU."""
         return int(torch._C._cuda_getCurrentRawStream(self._device.index))
 
-    def _in_order(self) -> int:
-        """Returns the current stream, which continues after the stream of the last message, if it is another one."""
+    def _graph(self, stream: int) -> int:
+        """Returns the number of the CUDA graph that captures the current stream; 0 if none does."""
+        if not torch.cuda.is_current_stream_capturing():
+            return 0
+        status, number = ctypes.c_int(), ctypes.c_uint64()
+        returned = ctypes.byref(status), ctypes.byref(number), None, None, None
+        _check("cuStreamGetCaptureInfo_v2", self._driver.cuStreamGetCaptureInfo_v2(stream, *returned))
+        return number.value
+
+    def _in_order(self) -> tuple[int, int]:
+        """Returns the current stream, which continues after the stream of the last message, and the graph it is in."""
         current = self._current()
-        # Nothing outside a graph can be waited for in it.
-        if current != self._last and not torch.cuda.is_current_stream_capturing():
-            if self._last is not None:
-                self._queue(self._ordered, self._last, current)
-            self._last = current
-        return current
+        graph = self._graph(current)
+        last = self._last.get(graph)  # nothing outside of a graph can be waited for in it
+        if current != last:
+            if last is not None:
+                self._queue(self._ordered, last, current)
+            self._last = {0: self._last[0], graph: current} if 0 in self._last else {graph: current}
+        return current, graph
 
     def _queue(self, event: torch.cuda.Event, first: int, then: int) -> None:
         """Makes the stream ``then`` wait for what the stream ``first`` has queued."""
         _check("cuEventRecord", self._driver.cuEventRecord(event.cuda_event, first))
-        _check("cuStreamWaitEvent", self._driver.cuStreamWaitEvent(then, event.cuda_event, 0))
+        self._wait_for(then, event)
+
+    def _wait_for(self, stream: int, event: torch.cuda.Event) -> None:
+        _check("cuStreamWaitEvent", self._driver.cuStreamWaitEvent(stream, event.cuda_event, 0))
 
     def _wait(self, event: torch.cuda.Event) -> None:
         with with_current(self._device):
-            _check("cuStreamWaitEvent", self._driver.cuStreamWaitEvent(self._current(), event.cuda_event, 0))
+            self._wait_for(self._current(), event)
 
     def _operate(self, stream: int, operations: Any) -> None:
         error = self._driver.cuStreamBatchMemOp_v2(stream, len(operations), operations, 0)
@@ -221,4 +243,5 @@ def _driver() -> Any:
     driver.cuMemcpyDtoDAsync_v2.argtypes = (number, number, ctypes.c_size_t, pointer)
     driver.cuEventRecord.argtypes = (pointer, pointer)
     driver.cuStreamWaitEvent.argtypes = (pointer, pointer, ctypes.c_uint)
+    driver.cuStreamGetCaptureInfo_v2.argtypes = (pointer,) * 6
     return driver
