@@ -14,7 +14,7 @@ if not torch.distributed.is_available():
 
 from streams import Streams, play
 
-from torch_frontend.context_parallel.exchange.gpu_memory import GpuMemory
+from torch_frontend.context_parallel.exchange.gpu_memory import GpuMemory, can_capture
 from torch_frontend.context_parallel.exchange.outbox import SLOTS, Outbox, Part
 from torch_frontend.context_parallel.mesh import RankAxis
 
@@ -197,3 +197,8 @@ def test_errors_of_the_driver_are_raised(ranks: Ranks, monkeypatch: pytest.Monke
     monkeypatch.setattr(ranks.streams, "cuStreamBatchMemOp_v2", lambda *_: 801)
     with pytest.raises(RuntimeError, match="cuStreamBatchMemOp_v2 returned CUDA driver error 801"):
         ranks.outboxes[0].reserve(4, torch.int32)
+
+
+def test_a_rank_that_cannot_try_a_graph_says_so_to_the_others(ranks: Ranks) -> None:
+    """An error would leave them waiting for its answer."""
+    assert not can_capture(torch.device("cpu", 0))  # torch.cuda.CUDAGraph raises without CUDA

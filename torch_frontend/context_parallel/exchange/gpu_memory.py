@@ -158,12 +158,7 @@ class GpuMemory:
 
     def _graph(self, stream: int) -> int:
         """Returns the number of the CUDA graph that captures the current stream; 0 if none does."""
-        if not torch.cuda.is_current_stream_capturing():
-            return 0
-        status, number = ctypes.c_int(), ctypes.c_uint64()
-        returned = ctypes.byref(status), ctypes.byref(number), None, None, None
-        _check("cuStreamGetCaptureInfo_v2", self._driver.cuStreamGetCaptureInfo_v2(stream, *returned))
-        return number.value
+        return _number_of_graph(self._driver, stream) if torch.cuda.is_current_stream_capturing() else 0
 
     def _in_order(self) -> tuple[int, int]:
         """Returns the current stream, which continues after the stream of the last message, and the graph it is in."""
@@ -195,18 +190,27 @@ class GpuMemory:
 
 def can_capture(device: torch.device) -> bool:
     """Returns whether a CUDA graph can hold the operations of messages."""
-    mark, graph, driver = torch.zeros(1, dtype=torch.int32, device=device), torch.cuda.CUDAGraph(), _driver()
-    address = mark.data_ptr()
-    operations = _operations([(WRITE, address, 1), (WAIT, address, 1)])
-    torch.cuda.synchronize(device)
     try:
+        mark, graph, driver = torch.zeros(1, dtype=torch.int32, device=device), torch.cuda.CUDAGraph(), _driver()
+        address = mark.data_ptr()
+        operations = _operations([(WRITE, address, 1), (WAIT, address, 1)])
+        torch.cuda.synchronize(device)
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             stream = int(torch._C._cuda_getCurrentRawStream(device.index))
+            number = _number_of_graph(driver, stream)
             _check("cuStreamBatchMemOp_v2", driver.cuStreamBatchMemOp_v2(stream, len(operations), operations, 0))
         graph.replay()
-        return bool(mark.item() == 1)
+        return bool(mark.item() == 1) and number > 0
     except RuntimeError:
         return False
+
+
+def _number_of_graph(driver: Any, stream: int) -> int:
+    """Returns the number of the CUDA graph that captures a stream."""
+    status, number = ctypes.c_int(), ctypes.c_uint64()
+    returned = ctypes.byref(status), ctypes.byref(number), None, None, None
+    _check("cuStreamGetCaptureInfo_v2", driver.cuStreamGetCaptureInfo_v2(stream, *returned))
+    return number.value
 
 
 def _operations(each: Iterable[tuple[int, int, int]]) -> Any:
