@@ -201,7 +201,7 @@ def can_capture(device: torch.device) -> bool:
             _check("cuStreamBatchMemOp_v2", driver.cuStreamBatchMemOp_v2(stream, len(operations), operations, 0))
         graph.replay()
         return bool(mark.item() == 1) and number > 0
-    except RuntimeError:
+    except (AttributeError, RuntimeError):
         return False
 
 
@@ -247,5 +247,6 @@ def _driver() -> Any:
     driver.cuMemcpyDtoDAsync_v2.argtypes = (number, number, ctypes.c_size_t, pointer)
     driver.cuEventRecord.argtypes = (pointer, pointer)
     driver.cuStreamWaitEvent.argtypes = (pointer, pointer, ctypes.c_uint)
-    driver.cuStreamGetCaptureInfo_v2.argtypes = (pointer,) * 6
+    if hasattr(driver, "cuStreamGetCaptureInfo_v2"):  # only graphs need it, and newer headers have another version
+        driver.cuStreamGetCaptureInfo_v2.argtypes = (pointer,) * 6
     return driver
