@@ -11,6 +11,7 @@ order. Without a concrete mesh, and in exported programs, the step uses branches
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from functools import lru_cache, partial
 from typing import Any
@@ -45,6 +46,7 @@ try:  # jax.sharding.get_mesh returns the same, but raises an error while JAX tr
 except ImportError:  # programs for GPUs then use branches
     get_concrete_mesh = None  # type: ignore[assignment]
 
+log = logging.getLogger("attn_core.compiled_lane")
 Array = jax.Array
 Results = tuple[Array, Array]
 """(out, lse) of a part's rows."""
@@ -66,7 +68,7 @@ def attend(
     same = len(set(parts)) == 1 and results is None and not several
     step_call = StepCall(context.call, context.call.plan.steps.index(step), stacked=len(keys) == 1)
     callback = not same and _runs_by_callback(context.call, context.device, step)
-    by_operators = len(set(parts)) > 1 and results is not None and _runs_operators(step_call, context.device)
+    by_operators = len(set(parts)) > 1 and _runs_operators(step_call, context.device)
     if partly_manual() or not (callback or by_operators):
         return switch_by_part(axes.part, parts, partial(tiles.attend, context), q, keys, results)  # type: ignore[no-any-return]
     operands = (q, *keys, *(results or ()), jnp.asarray(axes.part, jnp.int32))
@@ -142,10 +144,16 @@ def _call_back(*operands: Any, call: BridgedStep, branches: ClosedJaxpr) -> list
 
 
 def _run_operators(*operands: Any, call: BridgedStep, text: str, branches: ClosedJaxpr) -> list[Any]:
-    """Returns the step's results: those of the tiles, by one custom call, merged into the earlier ones."""
-    *q_and_keys, out, lse = operands
-    part_out = local_call.types_like(branches.out_avals[0], [(out.shape, q_and_keys[0].dtype), (lse.shape, lse.dtype)])
-    part, part_lse = jax.ffi.ffi_call(OPERATOR, part_out)(*q_and_keys, operators=text)
+    """Returns the step's results: those of the tiles, by one custom call, merged into any earlier ones."""
+    q_and_keys, results = operands[: 1 + call.step.key_arrays], operands[1 + call.step.key_arrays :]
+    out_type, lse_type = branches.out_avals
+    like = [(out_type.shape, q_and_keys[0].dtype), (lse_type.shape, lse_type.dtype)]
+    offsets = map(jnp.asarray, operators.offsets(call.step))
+    part_types = local_call.types_like(out_type, like)
+    part, part_lse = jax.ffi.ffi_call(OPERATOR, part_types)(*q_and_keys, *offsets, operators=text)
+    if not results:
+        return [part.astype(out_type.dtype), part_lse]
+    out, lse = results
     # A row without a tile was not written.
     unseen = (part_lse == -jnp.inf).swapaxes(1, 2)[..., None]
     return list(tiles.merge(out, lse, jnp.where(unseen, 0, part), part_lse))
@@ -164,6 +172,9 @@ def _operator_text(call: BridgedStep, operands: Sequence[Any]) -> str | None:
     try:
         texts = operators.texts(call.step, about, operator_recorder.FAKE_DEVICE)
     except Unrecordable:
+        return None
+    except Exception as error:  # an interface that changed upstream can raise anything, and branches still work
+        log.warning("a step of (%s) runs in branches: %s: %s", call.spec, type(error).__name__, error)
         return None
     return operators.by_device({device: texts[part] for device, part in parts.items()})
 

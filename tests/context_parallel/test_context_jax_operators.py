@@ -19,6 +19,7 @@ import torch
 from attn_core import SeqInfo, backends
 from attn_core.backends.shared.programs.kernel_programs import OPERATOR, Unrecordable
 from attn_core.context_parallel.on_torch import operators, step
+from attn_core.context_parallel.on_torch import places as on_torch_places
 from attn_core.context_parallel.on_torch.step import StepCall
 from jax_frontend.bridge import compiled_lane
 from jax_frontend.bridge.bridged_call import BridgedStep
@@ -36,8 +37,45 @@ def plain_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "operator_functions", lambda module: SimpleNamespace(fake_results=None))
 
 
-def second_step(strategy: str, layout: str, ranks: int, **options: Any) -> StepCall:
-    """The second step of a float32 row of ROW positions on CPUs; the keys travel as one array."""
+def attend_by_operators(spec: Any, inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """One row, or packed documents, by operators that read offsets on the device; the plain backend needs values."""
+    q, k, v = (each.flatten(0, -3) for each in inputs[:3])
+    k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], 1) for each in (k, v))
+    places, from_end = [], []
+    for array, offsets in ((q, inputs.cu_seqlens_q), (k, inputs.cu_seqlens_k)):
+        at = torch.arange(len(array))
+        places.append(torch.zeros_like(at) if offsets is None else torch.searchsorted(offsets[1:], at, right=True))
+        from_end.append((len(array) if offsets is None else offsets[places[-1] + 1]) - at)
+    distance = from_end[1] - from_end[0][:, None]  # of a key before its query
+    seen = places[0][:, None] == places[1]
+    left, right = spec.window[0], 0 if spec.causal else spec.window[1]
+    seen = seen if right is None else seen & (distance >= -right)
+    seen = seen if left is None else seen & (distance <= left)
+    scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
+    scores = scores.masked_fill(~seen, -torch.inf)
+    lse = torch.logsumexp(scores, -1)
+    out = torch.einsum("hqk,khd->qhd", torch.exp(scores - lse[..., None]), v).contiguous()
+    return (out, lse) if spec.packed else (out[None], lse[None])
+
+
+@pytest.fixture
+def packed_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the plain backend run tiles by operators that can be recorded, packed ones too, into buffers."""
+
+    def forward(spec: Any, inputs: Any, into: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = attend_by_operators(spec, inputs)
+        if into is None:
+            return out, lse
+        assert into[0].shape == out.shape and into[1].shape == lse.shape
+        return into[0].copy_(out), lse
+
+    plain: Any = backends.load("math", "cpu")
+    monkeypatch.setattr(plain, "forward", forward)
+    monkeypatch.setattr(plain, "WRITES_INTO", True, raising=False)
+
+
+def step_of(strategy: str, layout: str, ranks: int, number: int = 1, **options: Any) -> StepCall:
+    """A step of a float32 row of ROW positions on CPUs, the second one by default; the keys travel as one array."""
     mesh, size = cpu_meshes.mesh((ranks,), ("cp",)), ROW // ranks
     arrays = [jax.ShapeDtypeStruct((1, size, heads, 8), jnp.float32) for heads in (4, 2, 2)]
     in_mesh = jax.shard_map(
@@ -54,7 +92,7 @@ def second_step(strategy: str, layout: str, ranks: int, **options: Any) -> StepC
         )
 
     jax.eval_shape(in_mesh, *(each.update(shape=(1, ROW, *each.shape[2:])) for each in arrays))
-    return StepCall(results[0].call, 1, stacked=True)
+    return StepCall(results[0].call, number, stacked=number > 0)
 
 
 def operands_of(step_call: StepCall) -> list[np.ndarray]:
@@ -63,10 +101,12 @@ def operands_of(step_call: StepCall) -> list[np.ndarray]:
     shard = plan.q_layout.shard
     # Two parts swap their keys, so each receives one block; several parts receive all of them.
     lead = () if not step_call.step.gathered else (1 if plan.outer == 2 else plan.outer,)
-    shapes = [(1, shard, 4, 8), (*lead, 2, 1, shard, 2, 8)]
+    keys = [(*lead, 2, 1, shard, 2, 8)] if step_call.stacked else [(1, shard, 2, 8)] * 2
+    shapes = [(1, shard, 4, 8), *keys]
     return [draw.standard_normal(shape).astype(np.float32) for shape in shapes]
 
 
+PACKED = {"causal": True, "seq_info": SeqInfo.from_lengths([3, 17, 4, 6, 2])}
 STEPS: dict[str, tuple[str, str, int, dict[str, Any]]] = {
     "ring, zigzag": ("ring", "zigzag", 2, {"causal": True}),
     "all_gather, zigzag": ("all_gather", "zigzag", 2, {"causal": True}),
@@ -74,14 +114,21 @@ STEPS: dict[str, tuple[str, str, int, dict[str, Any]]] = {
     # The first part sees none of the gathered keys.
     "all_gather, contiguous": ("all_gather", "contiguous", 2, {"causal": True}),
     "ring, contiguous, softcap": ("ring", "contiguous", 4, {"causal": True, "softcap": 5.0}),
+    "own, documents": ("ring", "documents", 2, {"number": 0, **PACKED}),
+    "own, contiguous documents": ("ring", "contiguous", 4, {"number": 0, **PACKED}),
+    "ring, contiguous documents": ("ring", "contiguous", 2, PACKED),
+    "all_gather, zigzag documents": ("all_gather", "zigzag", 2, PACKED),
+    "own, window": ("ring", "window:9", 2, {"number": 0, "causal": True, "window": 9}),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STEPS)
-def test_each_device_runs_the_operators_of_its_part(library: Path, name: str) -> None:
+def test_each_device_runs_the_operators_of_its_part(library: Path, request: pytest.FixtureRequest, name: str) -> None:
+    if "number" in STEPS[name][3] or "documents" in name:
+        request.getfixturevalue("packed_operators")
     strategy, layout, ranks, options = STEPS[name]
-    step_call = second_step(strategy, layout, ranks, **options)
+    step_call = step_of(strategy, layout, ranks, **options)
     assert operators.refusal(step_call, "cpu") is None
     operands = operands_of(step_call)
     texts = operators.texts(step_call, tuple((each.shape, str(each.dtype)) for each in operands), "cpu")
@@ -91,7 +138,9 @@ def test_each_device_runs_the_operators_of_its_part(library: Path, name: str) ->
     # Devices in another order than their parts, as on a turned mesh.
     order = list(range(ranks))[::-1]
     text = operators.by_device({device: texts[part] for device, part in enumerate(order)})
-    call = jax.jit(lambda *arrays: jax.ffi.ffi_call(OPERATOR, (out_type, lse_type))(*arrays, operators=text))
+    offsets = operators.offsets(step_call)
+    assert offsets or not ("documents" in name and "own" in name)
+    call = jax.jit(lambda *arrays: jax.ffi.ffi_call(OPERATOR, (out_type, lse_type))(*arrays, *offsets, operators=text))
     for device, part in enumerate(order):
         placed = [jax.device_put(each, jax.devices("cpu")[device]) for each in operands]
         out, lse = (np.array(each) for each in call(*placed))
@@ -101,7 +150,8 @@ def test_each_device_runs_the_operators_of_its_part(library: Path, name: str) ->
         q, *keys = map(torch.from_numpy, operands)
         step.attend(step.prepare_part(step_call, part, q.device), q, keys, (right, right_lse), scratch)
         np.testing.assert_array_equal(lse, right_lse.numpy())
-        np.testing.assert_array_equal(np.where(unseen, 0, out), right.numpy())
+        # The first step's results are whole; those of later ones are merged.
+        np.testing.assert_array_equal(np.where(unseen, 0, out) if step_call.step_index else out, right.numpy())
 
 
 def test_a_device_that_the_text_lacks_is_an_error(library: Path) -> None:
@@ -111,12 +161,14 @@ def test_a_device_that_the_text_lacks_is_an_error(library: Path) -> None:
         jax.block_until_ready(jax.ffi.ffi_call(OPERATOR, result)(np.ones(3, np.float32), operators=text))
 
 
-def test_packed_documents_and_tiles_that_share_rows_are_left_to_branches() -> None:
-    packed = second_step("ring", "zigzag", 2, causal=True, seq_info=SeqInfo.from_lengths([10, 22]))
-    operands = tuple((each.shape, "float32") for each in operands_of(packed))
-    with pytest.raises(Unrecordable, match="packed documents"):
-        operators.texts(packed, operands, "cpu")
-    plain = second_step("ring", "zigzag", 2, causal=True)
+def test_tables_of_places_and_tiles_that_share_rows_are_left_to_branches(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(on_torch_places, "contiguous_ranges", lambda index: None)
+        step_call = step_of("ring", "contiguous", 2, causal=True, window=9)
+        operands = tuple((each.shape, "float32") for each in operands_of(step_call))
+        with pytest.raises(Unrecordable):
+            operators.texts(step_call, operands, "cpu")
+    plain = step_of("ring", "zigzag", 2, causal=True)
     (tile,) = plain.step.tiles[1]
     twice: Any = SimpleNamespace(call=plain.call, step=SimpleNamespace(tiles=((tile,), (tile, tile))))
     assert "share rows" in str(operators.refusal(twice, "cpu"))
@@ -124,7 +176,7 @@ def test_packed_documents_and_tiles_that_share_rows_are_left_to_branches() -> No
 
 def test_the_results_of_earlier_steps_are_merged(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The custom call and the merge around it are what branches compute."""
-    step_call = second_step("ring", "zigzag", 2, causal=True)
+    step_call = step_of("ring", "zigzag", 2, causal=True)
     q, keys = operands_of(step_call)
     draw = np.random.default_rng(1)
     out, lse = (
@@ -150,15 +202,50 @@ def test_the_results_of_earlier_steps_are_merged(library: Path, monkeypatch: pyt
             np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
 
 
+def test_the_first_step_needs_no_merge(library: Path, packed_operators: None) -> None:
+    step_call = step_of("ring", "documents", 2, 0, **PACKED)
+    operands = operands_of(step_call)
+    texts = operators.texts(step_call, tuple((each.shape, "float32") for each in operands), "cpu")
+    types = [jax.typeof(jnp.zeros(shape)) for shape in ((1, ROW // 2, 4, 8), (1, 4, ROW // 2))]
+    for part, text in enumerate(texts):
+        context = TileContext(step_call.call, "cpu")
+        right = attend(context, PartTiles(step_call.step.tiles[part]), operands[0], tuple(operands[1:]), None)
+        actual = jax.jit(
+            lambda *arrays, text=text: jax_step._run_operators(
+                *arrays,
+                call=BridgedStep(step_call, "cpu", False),
+                text=operators.by_device({0: text}),
+                branches=SimpleNamespace(out_avals=types),
+            )
+        )(*operands)
+        for one, other in zip(actual, right, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
 def test_programs_of_several_processes_have_branches(monkeypatch: pytest.MonkeyPatch) -> None:
-    step_call = second_step("ring", "zigzag", 2, causal=True)
+    step_call = step_of("ring", "zigzag", 2, causal=True)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     assert jax_step._operator_text(BridgedStep(step_call, "sm90", False), []) is None
 
 
+def test_a_step_that_cannot_be_recorded_has_branches(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    step_call = step_of("ring", "zigzag", 2, causal=True)
+    call = BridgedStep(step_call, "sm90", False, parts=((0, 0), (1, 1)))
+    monkeypatch.setattr(jax, "local_devices", lambda **_: jax.devices("cpu")[:2])
+
+    def changed(*_: Any) -> Any:
+        raise TypeError("forward() got an unexpected keyword")
+
+    monkeypatch.setattr(operators, "texts", changed)
+    assert jax_step._operator_text(call, []) is None
+    assert "runs in branches: TypeError: forward() got an unexpected keyword" in caplog.text
+
+
 def test_steps_of_operators_are_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """If the lane has a program, the step of a GPU is the primitive that knows its device's part."""
-    step_call = second_step("ring", "zigzag", 2, causal=True)
+    step_call = step_of("ring", "zigzag", 2, causal=True)
     monkeypatch.setattr(jax_step.compiled_lane, "lane_of", lambda call: compiled_lane.Lane("a program"))
     jax_step._runs_operators.cache_clear()
     assert jax_step._runs_operators(step_call, "sm90")

@@ -2,7 +2,8 @@
 
 Each part's text runs the part's own tiles and writes their results into two buffers: out
 ``[batch, rows, heads, value_dim]`` in the call's dtype, and lse ``[batch, heads, rows]``. A row without a tile gets
--inf as lse; its out is not written. The caller merges them into the results of earlier steps.
+-inf as lse. In the first step its out is 0; in later steps it is not written, because the caller merges both into the
+results of earlier steps. The offsets of every part's packed documents are operands.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ import numpy as np
 
 from attn_core import backends
 from attn_core.backends.shared.programs import operator_recorder
-from attn_core.backends.shared.programs.kernel_programs import Unrecordable
 from attn_core.context_parallel.on_torch.step import PartStep, StepCall, prepare_part
 from attn_core.context_parallel.places import places_of_tile
+from attn_core.context_parallel.tiles import Tile
 
 Operand = tuple[tuple[int, ...], str]
 """The shape and the dtype of an operand."""
@@ -42,16 +43,32 @@ def refusal(step_call: StepCall, kind: str) -> str | None:
 
 @lru_cache(maxsize=256)
 def texts(step_call: StepCall, operands: tuple[Operand, ...], device: str) -> tuple[str, ...]:
-    """Returns the text of each part, see ``operator_recorder``. Its tensors are the operands, then out and lse.
+    """Returns the text of each part, see ``operator_recorder``.
+
+    Its tensors are the operands, then those of ``offsets``, then out and lse.
 
     Args:
         operands: of q and of the keys, in the form that ``StepCall`` describes.
         device: that tensors without memory are on.
 
     Raises:
-        Unrecordable: if a part's tiles read a table of places, or packed documents.
+        Unrecordable: if a part's tiles read a table of places.
     """
     return tuple(_text(step_call, part, operands, device) for part in range(len(step_call.step.tiles)))
+
+
+def offsets(step_call: StepCall) -> list[np.ndarray]:
+    """Returns int32 ``[documents + 1]``: the offsets of the queries and of the keys of every packed tile, of all parts.
+
+    Each device has those of all parts, as constants, and runs a text that reads its own part's.
+    """
+    return [
+        np.asarray(side, np.int32) for tiles in step_call.step.tiles for tile in _packed(tiles) for side in tile.offsets
+    ]
+
+
+def _packed(tiles: Sequence[Tile]) -> list[Tile]:
+    return [tile for tile in tiles if len(tile.segments) > 1]
 
 
 def by_device(texts: dict[int, str]) -> str:
@@ -74,13 +91,25 @@ def _text(step_call: StepCall, part: int, operands: Sequence[Operand], device: s
         out = torch.empty((*q.shape[:3], value_dim), dtype=q.dtype, device=device)
         lse_dtype = getattr(torch, spec.lse_dtype)
         lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=lse_dtype, device=device)
-        part_step = prepare_part(step_call, part, torch.device(device))
-        if any(run.cu_seqlens is not None for run in part_step.tiles):
-            raise Unrecordable("packed documents: their offsets are tensors of the step")
+        every = [torch.empty(len(each), dtype=torch.int32, device=device) for each in offsets(step_call)]
+        part_step = _with_offsets(step_call, part, prepare_part(step_call, part, torch.device(device)), every)
+        first = not step_call.has_earlier_results
         fake_results = _fake_results(step_call, part, torch.device(device).type)
         return operator_recorder.record(
-            lambda: _attend_apart(part_step, q, keys, out, lse), [q, *keys, out, lse], fake_results
+            lambda: _attend_apart(part_step, q, keys, out, lse, zeros=first), [q, *keys, *every, out, lse], fake_results
         )
+
+
+def _with_offsets(step_call: StepCall, part: int, part_step: PartStep, every: Sequence[Any]) -> PartStep:
+    """Returns a part's step whose packed tiles read their offsets from the operands."""
+    before = 2 * sum(len(_packed(tiles)) for tiles in step_call.step.tiles[:part])
+    own = iter(every[before:])
+    return part_step._replace(
+        tiles=tuple(
+            run if run.cu_seqlens is None else run._replace(cu_seqlens=(next(own), next(own)))
+            for run in part_step.tiles
+        )
+    )
 
 
 def _fake_results(step_call: StepCall, part: int, kind: str) -> Any:
@@ -95,19 +124,31 @@ def _fake_results(step_call: StepCall, part: int, kind: str) -> Any:
     return fake_results
 
 
-def _attend_apart(part_step: PartStep, q: Any, keys: Sequence[Any], out: Any, lse: Any) -> None:
-    """Writes each tile's results to its rows of out and lse."""
+def _attend_apart(part_step: PartStep, q: Any, keys: Sequence[Any], out: Any, lse: Any, *, zeros: bool) -> None:
+    """Writes each tile's results to its rows of out and lse.
+
+    Args:
+        zeros: whether to write 0 to the other rows of out.
+    """
     if sum(run.rows.count for run in part_step.tiles) < q.shape[1]:
         lse.fill_(-float("inf"))
+        if zeros and len(part_step.tiles) == 1 and part_step.tiles[0].rows.is_one_range:
+            part_step.tiles[0].rows.zero_others(out)
+        elif zeros:
+            out.zero_()
     if not part_step.tiles:
         return
     if part_step.keys is not None:
         keys = tuple(map(part_step.keys.take, keys))
     k, v = keys if len(keys) == 2 else keys[0].unbind(0)
     for run in part_step.tiles:
-        # A kernel writes into a view of the rows if they are one range, else into buffers of its own.
-        direct = run.writes and run.rows.is_one_range
-        buffers = [(run.rows.take(out), run.rows.take(lse, 2))] if direct else []
-        for target, result, axis in zip((out, lse), run.attend(q, k, v, *buffers), (1, 2), strict=True):
-            if not (buffers and result is buffers[0][axis - 1]):
+        if not (run.writes and run.rows.is_one_range):
+            for target, result, axis in zip((out, lse), run.attend(q, k, v), (1, 2), strict=True):
                 run.rows.put(target, result, axis)
+            continue
+        # The kernel writes into views of the rows; those of packed documents have no batch axis.
+        views = run.rows.take(out), run.rows.take(lse, 2)
+        buffers = (views[0][0], views[1][0]) if run.spec.packed else views
+        for buffer, result in zip(buffers, run.forward(run.spec, run.inputs(q, k, v), buffers), strict=True):
+            if result is not buffer:
+                buffer.copy_(result)
