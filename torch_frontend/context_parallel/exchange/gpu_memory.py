@@ -153,8 +153,7 @@ class GpuMemory:
         return self._addresses[owner] + self._size + MARK * ((kind * SLOTS + slot) * self._ranks + other)
 
     def _current(self) -> int:
-        """Returns the current stream. 0 is the default one, which the driver takes of the current GPU."""
-        return int(torch._C._cuda_getCurrentRawStream(self._device.index))
+        return _current_stream(self._device)
 
     def _graph(self, stream: int) -> int:
         """Returns the number of the CUDA graph that captures the current stream; 0 if none does."""
@@ -184,25 +183,28 @@ class GpuMemory:
             self._wait_for(self._current(), event)
 
     def _operate(self, stream: int, operations: Any) -> None:
-        error = self._driver.cuStreamBatchMemOp_v2(stream, len(operations), operations, 0)
-        _check("cuStreamBatchMemOp_v2", error)
+        _operate(self._driver, stream, operations)
 
 
 def can_capture(device: torch.device) -> bool:
     """Returns whether a CUDA graph can hold the operations of messages."""
     try:
         mark, graph, driver = torch.zeros(1, dtype=torch.int32, device=device), torch.cuda.CUDAGraph(), _driver()
-        address = mark.data_ptr()
-        operations = _operations([(WRITE, address, 1), (WAIT, address, 1)])
+        operations = _operations([(WRITE, mark.data_ptr(), 1), (WAIT, mark.data_ptr(), 1)])
         torch.cuda.synchronize(device)
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            stream = int(torch._C._cuda_getCurrentRawStream(device.index))
+            stream = _current_stream(device)
             number = _number_of_graph(driver, stream)
-            _check("cuStreamBatchMemOp_v2", driver.cuStreamBatchMemOp_v2(stream, len(operations), operations, 0))
+            _operate(driver, stream, operations)
         graph.replay()
         return bool(mark.item() == 1) and number > 0
     except (AttributeError, RuntimeError):
         return False
+
+
+def _current_stream(device: torch.device) -> int:
+    """Returns the current stream of a GPU. 0 is the default one; the driver takes that of the current GPU."""
+    return int(torch._C._cuda_getCurrentRawStream(device.index))
 
 
 def _number_of_graph(driver: Any, stream: int) -> int:
@@ -217,6 +219,10 @@ def _operations(each: Iterable[tuple[int, int, int]]) -> Any:
     """Returns operations (kind, address, value), which run in their order."""
     listed = [_Operation(kind, address, value, EQUAL if kind == WAIT else 0, 0, 0) for kind, address, value in each]
     return (_Operation * len(listed))(*listed)
+
+
+def _operate(driver: Any, stream: int, operations: Any) -> None:
+    _check("cuStreamBatchMemOp_v2", driver.cuStreamBatchMemOp_v2(stream, len(operations), operations, 0))
 
 
 def _check(name: str, error: int) -> None:

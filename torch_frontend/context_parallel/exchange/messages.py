@@ -9,7 +9,7 @@ import torch
 from attn_core.context_parallel.on_torch.head_start import head_start
 from torch_frontend.context_parallel.exchange import collectives
 from torch_frontend.context_parallel.exchange.copy_engines import find_outbox
-from torch_frontend.context_parallel.exchange.outbox import Arriving, Part
+from torch_frontend.context_parallel.exchange.outbox import Arriving, Message, Part
 from torch_frontend.context_parallel.mesh import RankAxis
 
 Tensor = torch.Tensor
@@ -36,20 +36,20 @@ class Outgoing:
     """
 
     def __init__(self, axis: RankAxis, count: int, like: Tensor, dtype: torch.dtype) -> None:
-        self._axis, outbox = axis, find_outbox(axis, like.device, count, dtype)
-        self._message = None if outbox is None else outbox.reserve(count, dtype)
+        self._axis, self._message = axis, _reserve(axis, count, like, dtype)
         self.numbers = like.new_empty(count, dtype=dtype) if self._message is None else self._message.numbers
 
     @classmethod
     def of(cls, axis: RankAxis, tensor: Tensor) -> Outgoing:
         """Returns a tensor as a message. It is copied if it goes through an outbox, or is not dense."""
-        if find_outbox(axis, tensor.device, tensor.numel(), tensor.dtype) is None:
-            message = cls.__new__(cls)
-            message._axis, message._message, message.numbers = axis, None, tensor.contiguous().view(-1)
-            return message
-        message = cls(axis, tensor.numel(), tensor, tensor.dtype)
-        message.numbers.view(tensor.shape).copy_(tensor)
-        return message
+        outgoing = cls.__new__(cls)
+        outgoing._axis, outgoing._message = axis, _reserve(axis, tensor.numel(), tensor, tensor.dtype)
+        if outgoing._message is None:
+            outgoing.numbers = tensor.contiguous().view(-1)
+        else:
+            outgoing.numbers = outgoing._message.numbers
+            outgoing.numbers.view(tensor.shape).copy_(tensor)
+        return outgoing
 
     def hop(self, distance: int) -> Sent:
         """Sends the message ``distance`` ranks on, in a ring; receives the one from as far behind."""
@@ -97,6 +97,12 @@ def gather(axis: RankAxis, tensors: Sequence[Tensor]) -> list[Sent]:
         return [Outgoing.of(axis, tensor).send_to_all() for tensor in tensors]
     dense = [tensor.contiguous().view(-1) for tensor in tensors]
     return _started(*collectives.all_gather_into_tensor_coalesced(dense, axis.size, axis.name))
+
+
+def _reserve(axis: RankAxis, count: int, like: Tensor, dtype: torch.dtype) -> Message | None:
+    """Returns a message in this rank's outbox; None if the ranks exchange by collectives."""
+    outbox = find_outbox(axis, like.device, count, dtype)
+    return None if outbox is None else outbox.reserve(count, dtype)
 
 
 def _others(axis: RankAxis) -> list[int]:
