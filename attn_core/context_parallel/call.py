@@ -213,11 +213,10 @@ def keeps_borders(spec: AttentionSpec, plan: ContextPlan) -> bool:
 
 def tile_spec(spec: AttentionSpec, tile: Tile, num_heads: int, num_kv_heads: int) -> AttentionSpec:
     """Returns the spec of a tile: dense if it has one segment, packed if it has several."""
-    several = len(tile.segments) > 1
     lengths = {
-        "documents": len(tile.segments) if several else None,
-        "max_len_q": max(segment.q_len for segment in tile.segments) if several else None,
-        "max_len_k": max(segment.k_len for segment in tile.segments) if several else None,
+        "documents": len(tile.segments) if tile.packed else None,
+        "max_len_q": max(segment.q_len for segment in tile.segments) if tile.packed else None,
+        "max_len_k": max(segment.k_len for segment in tile.segments) if tile.packed else None,
     }
     # ``causal`` already says that the right side ends at the diagonal.
     window: tuple[int | None, int | None] = (tile.left, None if tile.causal else tile.right)

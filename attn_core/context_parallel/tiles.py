@@ -28,6 +28,11 @@ class Tile(NamedTuple):
         return self.right == 0
 
     @property
+    def packed(self) -> bool:
+        """Whether it is a call on packed documents: it has several segments."""
+        return len(self.segments) > 1
+
+    @property
     def q_len(self) -> int:
         """The number of queries of all segments."""
         return sum(segment.q_len for segment in self.segments)

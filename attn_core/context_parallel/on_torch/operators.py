@@ -18,7 +18,6 @@ from attn_core import backends
 from attn_core.backends.shared.programs import operator_recorder
 from attn_core.context_parallel.on_torch.step import PartStep, StepCall, prepare_part
 from attn_core.context_parallel.places import places_of_tile
-from attn_core.context_parallel.tiles import Tile
 
 Operand = tuple[tuple[int, ...], str]
 """The shape and the dtype of an operand."""
@@ -63,12 +62,12 @@ def offsets(step_call: StepCall) -> list[np.ndarray]:
     Each device has those of all parts, as constants, and runs a text that reads its own part's.
     """
     return [
-        np.asarray(side, np.int32) for tiles in step_call.step.tiles for tile in _packed(tiles) for side in tile.offsets
+        np.asarray(side, np.int32)
+        for tiles in step_call.step.tiles
+        for tile in tiles
+        if tile.packed
+        for side in tile.offsets
     ]
-
-
-def _packed(tiles: Sequence[Tile]) -> list[Tile]:
-    return [tile for tile in tiles if len(tile.segments) > 1]
 
 
 def by_device(texts: dict[int, str]) -> str:
@@ -102,7 +101,7 @@ def _text(step_call: StepCall, part: int, operands: Sequence[Operand], device: s
 
 def _with_offsets(step_call: StepCall, part: int, part_step: PartStep, every: Sequence[Any]) -> PartStep:
     """Returns a part's step whose packed tiles read their offsets from the operands."""
-    before = 2 * sum(len(_packed(tiles)) for tiles in step_call.step.tiles[:part])
+    before = 2 * sum(tile.packed for tiles in step_call.step.tiles[:part] for tile in tiles)
     own = iter(every[before:])
     return part_step._replace(
         tiles=tuple(

@@ -76,7 +76,7 @@ class StepCall(NamedTuple):
         """Returns whether a tile that runs first is the part's whole result: every row, in the accumulator's dtype."""
         same_dtype = self.call.accumulator("q") == self.call.spec.dtype
         # A packed result has no batch axis, so a tile of several segments is not written into the result directly.
-        alone = not self.has_earlier_results and same_dtype and len(tile.segments) == 1
+        alone = not self.has_earlier_results and same_dtype and not tile.packed
         return alone and tile.segments[0][:2] == (0, self.rows)
 
 
