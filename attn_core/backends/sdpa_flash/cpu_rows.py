@@ -9,7 +9,7 @@ that nothing but rounding remains of a sum: another order of it then has another
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple, TypeVar
 
 from attn_core.backends.sdpa_flash.cpu_kernel import kernels
@@ -23,7 +23,7 @@ KEYS_AT_ONCE = 512
 HEADS = 2
 """Heads that are compared. A single one may be shared among threads."""
 BATCH = 3
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 
 class Shape(NamedTuple):
@@ -49,10 +49,10 @@ class Trial(NamedTuple):
     v: Any
 
 
-def without_modes(function: Callable[[Shape], Found]) -> Callable[[Shape], Found]:
+def without_modes(function: Callable[[Shape], Result]) -> Callable[[Shape], Result]:
     """Returns a function that computes with numbers in a mode for tensors that have none, too."""
 
-    def run(shape: Shape) -> Found:
+    def run(shape: Shape) -> Result:
         from torch.utils._python_dispatch import _disable_current_modes
 
         with _disable_current_modes():
@@ -97,19 +97,25 @@ def groups_a_prompt(shape: Shape) -> bool:
 @without_modes
 def keeps_rows_apart(shape: Shape) -> bool:
     """Returns whether a row of a batch has the bits that it has alone. In half precision torch may pack the keys."""
-
-    fewest = 1 if shape.num_kv_heads > 1 else 2  # a single head is computed twice, see ``cpu_same_bits.kernels_of``
+    ways = [partial(kernels()[0], dropout_p=0.0, is_causal=is_causal, scale=1.0) for is_causal in (False, True)]
     for trial in trials(shape):
         for queries, keys in ((1, 300), (ROWS, 128), (TILE, 128), (TILE, 2 * KEYS_AT_ONCE)):
             rows = trial.q[:, :, :queries], trial.k[:, :, :keys], trial.v[:, :, :keys]
-            for is_causal in (False, True):
-                few, many = (
-                    kernels()[0](*(each[:batch] for each in rows), 0.0, is_causal, scale=1.0)
-                    for batch in (fewest, BATCH)
-                )
-                if not all(same(one[:1], other) for one, other in zip(few, many, strict=True)):
-                    return False
+            if not all(same_in_a_batch(shape, forward, rows) for forward in ways):
+                return False
     return True
+
+
+def same_in_a_batch(shape: Shape, compute: Callable[..., tuple[Any, ...]], rows: tuple[Any, ...]) -> bool:
+    """Returns whether results of the first of BATCH equal rows have the bits of every row of the batch.
+
+    Args:
+        compute: takes q, k and v.
+        rows: q, k and v, ``[BATCH, heads, tokens, dim]``.
+    """
+    fewest = 1 if shape.num_kv_heads > 1 else 2  # a single head is computed twice, see ``cpu_same_bits.kernels_of``
+    few, many = (compute(*(each[:batch] for each in rows)) for batch in (fewest, BATCH))
+    return all(same(one[:1], other) for one, other in zip(few, many, strict=True))
 
 
 def call(q: Any, k: Any, v: Any, scale: float | None, mask: Any, alone: bool) -> tuple[Any, Any]:
@@ -200,9 +206,8 @@ def _equals_a_prompt(rows: int, trial: Trial, alone: bool) -> bool:
     steps = torch.arange(rows, device="cpu")
     whole = _of_a_prompt(trial.q[:, :, :TILE], trial.k[:, :, :TILE], trial.v[:, :, :TILE], True)
     for keys in range(ROWS, TILE + 1, ROWS):
-        place = torch.arange(0, keys, 7 if alone else 1, device="cpu")[
-            :, None
-        ]  # alone each is a call, which takes longer
+        every = 7 if alone else 1  # alone each is a call, which takes longer
+        place = torch.arange(0, keys, every, device="cpu")[:, None]
         mask = hides_behind((place[:, 0] + 1).tolist(), keys, str(whole[1].dtype).removeprefix("torch."))
         own = trial._replace(k=trial.k[:, :, :keys], v=trial.v[:, :, :keys])
         if not _agrees(own, (place - place % rows + steps) % TILE, place % rows, mask, whole, alone):

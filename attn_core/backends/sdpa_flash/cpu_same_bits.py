@@ -19,7 +19,15 @@ from itertools import product
 from typing import Any
 
 from attn_core.backends.sdpa_flash.cpu_kernel import kernels
-from attn_core.backends.sdpa_flash.cpu_rows import BATCH, ROWS, TILE, Shape, same, trials, without_modes
+from attn_core.backends.sdpa_flash.cpu_rows import (
+    ROWS,
+    TILE,
+    Shape,
+    same,
+    same_in_a_batch,
+    trials,
+    without_modes,
+)
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
 
@@ -133,7 +141,6 @@ def _filled_heads(tensor: Any, width: int) -> Any:
 
 
 def _keeps_rows(shape: Shape, queries: tuple[int, ...], keys: tuple[int, ...]) -> bool:
-    fewest = 1 if shape.num_kv_heads > 1 else 2  # a single head is computed twice
     for trial in trials(shape):
         for number, length in product(queries, keys):
             rows = (
@@ -141,8 +148,7 @@ def _keeps_rows(shape: Shape, queries: tuple[int, ...], keys: tuple[int, ...]) -
                 _operand(trial.k, length, shape.num_kv_heads),
                 _operand(trial.v, length, shape.num_kv_heads),
             )
-            few, many = (_results(*(each[:batch] for each in rows)) for batch in (fewest, BATCH))
-            if not all(same(one[:1], other) for one, other in zip(few, many, strict=True)):
+            if not same_in_a_batch(shape, _results, rows):
                 return False
     return True
 
