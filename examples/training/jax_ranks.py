@@ -50,7 +50,7 @@ class RanksTrainer(JaxTrainer):
         if documents not in self._programs:
             # A function of its own for each packing: the plan, and so the program, depends on the documents.
             def program(state: Any, shards: Batch) -> Any:
-                self._info = self.spread.told(info)
+                self._info = self.spread.for_model(info)
                 return self._traced(state, shards)
 
             self._programs[documents] = jax.jit(program, donate_argnums=0)
@@ -81,7 +81,7 @@ class RanksTrainer(JaxTrainer):
             strategy=self.spread.strategy,
             layout=self.spread.layout,
             length=self.length,
-            seq_info=self.spread.told(batch.seq_info),
+            seq_info=self.spread.for_model(batch.seq_info),
             needs_backward=True,
             **self._options(layer),
         )

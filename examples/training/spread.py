@@ -51,8 +51,8 @@ class Spread:
             return replace(self, reversed=True)
         return replace(self, layout="contiguous" if self.layout == "zigzag" else "zigzag")
 
-    def told(self, info: SeqInfo | None) -> SeqInfo | None:
-        """Returns the documents that the model is told."""
+    def for_model(self, info: SeqInfo | None) -> SeqInfo | None:
+        """Returns the documents that are passed to the model."""
         if info is None or not self.reversed:
             return info
         return SeqInfo.from_lengths(np.diff(info.cu_seqlens_q)[::-1].tolist())

@@ -51,7 +51,7 @@ class RankTrainer(TorchTrainer):
     def _placement(self, batch: Batch) -> dict[str, Any]:
         spread = self.spread
         placed = {"strategy": spread.strategy, "layout": spread.layout, "length": batch.tokens.shape[1]}
-        return {**placed, "seq_info": spread.told(batch.seq_info)}
+        return {**placed, "seq_info": spread.for_model(batch.seq_info)}
 
     def explained(self, batch: Batch, layer: int) -> str:
         """Returns the strategy and the backends of a layer's attention."""

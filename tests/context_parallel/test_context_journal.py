@@ -72,13 +72,13 @@ def test_compiled_calls_are_the_same_calls_and_every_rank_finds_a_difference() -
     for _ in range(2):
         for rank, late in enumerate(ranks):
             late.look(store, begun[rank])
-    assert [late.found for late in ranks] == [""] * 3
+    assert [late.error for late in ranks] == [""] * 3
     for rank, what in enumerate(("one", "one", "two")):
         begun[rank].append((3, Exchange("forward", what)))  # type: ignore[arg-type]
     for _ in range(2):
         for rank, late in enumerate(ranks):
             late.look(store, begun[rank])
-    (found,) = {late.found for late in ranks}
+    (found,) = {late.error for late in ranks}
     assert "expected the same call on every rank, got as exchange 3 of the mesh" in found
     assert "rank 2: " in found and found.count("forward of one") == 1
 
@@ -94,7 +94,7 @@ def test_ranks_that_agreed_again_begin_anew() -> None:
         late.look(store, [(1, Exchange("forward", "a")), (3, Exchange("forward", "c"))])  # type: ignore[arg-type]
     for late in (first, second):
         late.look(store, [(3, Exchange("forward", "c"))])  # type: ignore[arg-type]
-    assert (first.found, second.found) == ("", "")
+    assert (first.error, second.error) == ("", "")
 
 
 def test_a_rank_that_looked_too_late_to_see_all_its_exchanges_accuses_nobody() -> None:
@@ -106,11 +106,11 @@ def test_a_rank_that_looked_too_late_to_see_all_its_exchanges_accuses_nobody() -
     for stop in (1000, 5000):
         ranks[0].look(store, every[max(0, stop - AHEAD) : stop])
     ranks[1].look(store, every[-AHEAD:])
-    assert [each.found for each in ranks] == ["", ""]
+    assert [each.error for each in ranks] == ["", ""]
     for each in ranks:
         each.since = 5000  # they agree again
     later = [*every[-5:], (5001, Exchange("forward", "b"))]  # type: ignore[arg-type]
     ranks[0].look(store, later)
     ranks[1].look(store, [*every[-5:], (5001, Exchange("forward", "c"))])  # type: ignore[arg-type]
     ranks[0].look(store, later)
-    assert all("exchange 5001" in each.found for each in ranks)
+    assert all("exchange 5001" in each.error for each in ranks)

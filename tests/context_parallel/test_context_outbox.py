@@ -1,4 +1,4 @@
-"""Tests the outbox of one rank, whose memory writes down what it is asked."""
+"""Tests the outbox of one rank, on memory that logs the calls to it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from torch_frontend.context_parallel.exchange.outbox import MAX_VIEWS, SLOTS, SM
 from torch_frontend.context_parallel.mesh import RankAxis
 
 
-class WrittenDown:
-    """``PeerMemory`` of two ranks that both have this memory; ``log`` has what the outbox asked of it."""
+class LoggedMemory:
+    """``PeerMemory`` of two ranks that both have this memory; ``log`` has the calls of the outbox."""
 
     def __init__(self, slot_size: int, log: list[Any]) -> None:
         self.slot_size, self.log = slot_size, log
@@ -58,7 +58,7 @@ def without_collector() -> Iterator[None]:
 
 def outbox_with_log(rank: int = 0) -> tuple[Outbox, list[Any]]:
     log: list[Any] = []
-    return Outbox(lambda size: WrittenDown(size, log), rank), log
+    return Outbox(lambda size: LoggedMemory(size, log), rank), log
 
 
 def test_a_message_is_written_once_the_readers_of_the_one_before_have_copied_it() -> None:
@@ -88,9 +88,9 @@ def test_memory_that_is_outgrown_is_freed_at_once() -> None:
     """Not by Python's garbage collector, which may run while a CUDA graph is captured."""
     memories: list[Any] = []
 
-    def allocate(size: int) -> WrittenDown:
+    def allocate(size: int) -> LoggedMemory:
         assert [each() for each in memories] == [None] * len(memories)
-        memory = WrittenDown(size, [])
+        memory = LoggedMemory(size, [])
         memories.append(weakref.ref(memory))
         return memory
 
@@ -207,8 +207,8 @@ def test_memory_in_a_graph_is_kept_if_the_outbox_grows_or_is_replaced(monkeypatc
     memories: list[Any] = []
 
     def enable(size: int) -> Outbox:
-        def allocate(size: int) -> WrittenDown:
-            memory = WrittenDown(size, [])
+        def allocate(size: int) -> LoggedMemory:
+            memory = LoggedMemory(size, [])
             memories.append(weakref.ref(memory))
             return memory
 

@@ -336,9 +336,9 @@ def test_packings_fit_the_model_and_the_planted_fault(length: int) -> None:
 def test_the_planted_fault_of_dealt_documents_reverses_them() -> None:
     info = SeqInfo.from_lengths((3, 5, 2))
     right = Spread(2, None, "documents", packed=True)
-    assert right.told(info) is info and right.mistaken.told(None) is None
+    assert right.for_model(info) is info and right.mistaken.for_model(None) is None
     assert right.mistaken.layout == "documents"
-    assert np.diff(right.mistaken.told(info).cu_seqlens_q).tolist() == [2, 5, 3]
+    assert np.diff(right.mistaken.for_model(info).cu_seqlens_q).tolist() == [2, 5, 3]
 
 
 @pytest.mark.parametrize(

@@ -93,18 +93,18 @@ class LateComparison:
 
     Attributes:
         since: set by any thread: ranks agree again after the exchange of this number.
-        found: an error if ranks made different calls; else "".
+        error: of all later calls if ranks made different calls; else "".
     """
 
     def __init__(self, rank: int, size: int, describe: Callable[[Request], str]) -> None:
-        self._rank, self._next, self.since, self.found = rank, (rank + 1) % size, 0, ""
+        self._rank, self._next, self.since, self.error = rank, (rank + 1) % size, 0, ""
         self._describe, self._journal = lru_cache(maxsize=256)(describe), Journal()
         self._idle, self._blind = 0, False
         """Looks since this rank has begun something; and whether this rank has lost count of what it did."""
 
     def look(self, store: Any, begun: Sequence[tuple[int, Exchange]]) -> None:
         """Writes and compares what has begun since the last look."""
-        if self.found:
+        if self.error:
             return
         journal = self._journal
         if journal.since != self.since:
@@ -129,7 +129,7 @@ class LateComparison:
                 calls = {self._rank: self._text(mine), self._next: self._text(theirs)}
                 store.set("apart", describe_apart(number, calls))
         if store.check(["apart"]):
-            self.found = store.get("apart").decode()
+            self.error = store.get("apart").decode()
 
     def _text(self, exchange: Exchange | None) -> str:
         """Returns a text that is equal on all ranks that make the same call, whether they compile it or not."""

@@ -97,7 +97,7 @@ class Meeting:
             SpecError: if another rank refused this call or an earlier one, or makes another one.
         """
         with self._lock:
-            number, unsettled = self._count + 1, self._owed or self._late.found or self._lost
+            number, unsettled = self._count + 1, self._owed or self._late.error or self._lost
             if self.stopped is None and not unsettled and (number not in self._asked or number in self._met):
                 self._count = number
                 self._begun.append((number, exchange))
@@ -154,9 +154,9 @@ class Meeting:
 
     def _stop_if_apart(self) -> None:
         """Meets the others with the error that the watchers found: some ranks may be in their next exchange already."""
-        if self._late.found and not self._lost:
-            self.meet(self._late.found, refused=True, kind=APART)
-            self._lost = self._late.found
+        if self._late.error and not self._lost:
+            self.meet(self._late.error, refused=True, kind=APART)
+            self._lost = self._late.error
             raise SpecError(self._lost)
 
     def _catch_up(self, seconds: float | None = None) -> None:
