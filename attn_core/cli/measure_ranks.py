@@ -67,7 +67,8 @@ class Ranks:
         others = self.axis.size - 1
 
         def ring(size: float) -> Run:
-            pair = KVPair.pack(self.axis, [self._numbers(size / 2), self._numbers(size / 2)])
+            half = self._numbers(size / 2).view(1, -1, 1, 1)
+            pair = KVPair.pack(self.axis, [[half], [half]])
             return lambda: pair.hop(self.axis, 1).wait()
 
         def all_gather(size: float) -> Run:

@@ -375,11 +375,12 @@ def test_reordering_and_accumulators_cost_memory_traffic() -> None:
 
 
 def test_a_short_row_takes_as_long_as_the_host_launches_it() -> None:
-    short, host = call(4096), 1e-6 * sum(weight * us for weight, us in zip((1, 2, 1), H200.host_us, strict=True))
+    short, host = call(4096), 1e-6 * sum(weight * us for weight, us in zip((1, 2, 2), H200.host_us, strict=True))
     gather, ring = (cost(short, name, (2,)) for name in ("all_gather", "ring"))
-    assert gather.seconds == pytest.approx(host)
+    assert gather.seconds == ring.seconds == pytest.approx(host)  # two ranks swap their keys
     assert gather.seconds > 2 * gather.forward.device
-    assert ring.seconds > gather.seconds  # a hop packs its keys
+    gather_of_four, ring_of_four = (cost(short, name, (4,)).forward.host for name in ("all_gather", "ring"))
+    assert ring_of_four > gather_of_four > 0  # a hop packs its keys
     assert "as long as the host takes to launch it" in str(gather)
     trained = cost(replace(short, needs_backward=True), "all_gather", (2,))
     assert trained.both == pytest.approx(host * (1 + H200.host_backward))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from attn_core.context_parallel import borders
-from attn_core.context_parallel.on_torch.borders import take_border
+from attn_core.context_parallel.on_torch.borders import border_pieces
 from attn_core.context_parallel.on_torch.tiles import TileRun
 from attn_core.context_parallel.plan import Step
 from torch_frontend.context_parallel.exchange import exchanges
@@ -40,7 +40,7 @@ class Keys:
         self._shift = 0
         self._pending: exchanges.PendingExchange[list[Tensor]] | None = None
         if plan.gathers and not gathered:
-            self._pending = exchanges.gather(plan.outer, self._padded())
+            self._pending = exchanges.gather_keys(plan.outer, self._padded())
 
     def blocks(self) -> Iterator[tuple[Step, tuple[TileRun, ...], Sequence[Tensor]]]:
         """Yields each step, this rank's tiles and its block of keys and values; the next block travels meanwhile.
@@ -92,9 +92,9 @@ class Keys:
         if step.own:
             return PendingExchange.ready(self._own)
         if step.border is not None:
-            border = [take_border(tensor, step.border) for tensor in self._padded()]
+            border = [border_pieces(tensor, step.border) for tensor in self._padded()]
             return KVPair.pack(axis, border).hop(axis, step.shift)
-        moving = self._moving or KVPair.pack(axis, self._padded())
+        moving = self._moving or KVPair.pack(axis, [[tensor] for tensor in self._padded()])
         distance, self._shift = step.shift - self._shift, step.shift
         return moving.hop(axis, distance)
 

@@ -92,11 +92,14 @@ def build_rank_plan(call: ContextCall, outer: RankAxis, inner: RankAxis, device:
         read_index = sum_index = None
         if step.gathered:  # gathered blocks stay in the order of ranks, and tiles index into them
             keys, others = plan.key_block(step, part), plan.k_blocks[:part] + plan.k_blocks[part + 1 :]
-            read_index, sum_index = (places.places_in_blocks(each, k_size, keys) for each in (plan.k_blocks, others))
+            read_index = sum_index = places.places_in_blocks(others, k_size, keys)
+            if outer.size > 2:
+                read_index = places.places_in_blocks(plan.k_blocks, k_size, keys)
         tiles = []
         for tile in step.tiles[part]:
             rows, keys_of_tile = places.places_of_tile(tile)
-            read, summed = (keys_of_tile if each is None else each[keys_of_tile] for each in (read_index, sum_index))
+            read = keys_of_tile if read_index is None else read_index[keys_of_tile]
+            summed = read if sum_index is read_index else sum_index[keys_of_tile]  # type: ignore[index]
             tiles.append(build_tile_run(call, tile, (rows, read, summed), device, coverage, wrap))
         steps.append((step, tuple(tiles)))
     of_queries, query_count = Places(q_places, device), plan.q_layout.position_count(part * inner.size + inner.rank)

@@ -88,9 +88,9 @@ def _forward(spec: AttentionSpec, plan: ContextPlan, sizes: Sizes, constants: Co
         seconds += sum(_hop(plan, size, constants) for size in sent[:1])
         buffers = _ring_buffers(plan, block)
     else:
-        gathering = _exchange_parts(plan, "all_gather", block, constants)
+        gathering = _exchange_parts(plan, _gather_link(plan), block, constants)
         busy, seconds = _gathered_seconds(steps, plan, gathering, block, constants)
-        buffers = block * plan.outer * _copies(plan) * plan.gathers
+        buffers = block * _received_blocks(plan) * plan.gathers
     buffers += sizes.out * sizes.accumulator * _sums_rows(plan)
     own = (sizes.q + sizes.out + sizes.kv) * sizes.element
     exchanged = own if plan.inner > 1 else 0
@@ -118,14 +118,14 @@ def _backward(spec: AttentionSpec, plan: ContextPlan, sizes: Sizes, constants: C
         seconds += sum(_hop(plan, size, constants) for size in (*keys[:1], *behind[-1:]))
         buffers = _ring_buffers(plan, block + gradient)
     else:
-        gathering = _exchange_parts(plan, "all_gather", block, constants)
+        gathering = _exchange_parts(plan, _gather_link(plan), block, constants)
         sending = _exchange_parts(plan, "all_to_all", gradient, constants)
         # If keys are kept, the gradients travel during the own step; else gathering takes that time, and they follow.
         overlapped, after = (sending, 0.0) if keeps_gathered(spec, plan) else (gathering, sending)
         busy, seconds = _gathered_seconds(steps, plan, overlapped, block, constants)
         seconds += after * plan.gathers
         # Gradients are in memory twice: as sent and as received.
-        buffers = (block * plan.outer * _copies(plan) + 2 * gradient * (plan.outer - 1)) * plan.gathers
+        buffers = (block * _received_blocks(plan) + 2 * gradient * (plan.outer - 1)) * plan.gathers
     buffers += sizes.q * sizes.accumulator * _sums_rows(plan)
     own = 2 * (sizes.q + sizes.out + sizes.kv) * sizes.element  # with dq, dout, dk and dv
     exchanged = own if plan.inner > 1 else 0
@@ -179,6 +179,15 @@ def _copies(plan: ContextPlan) -> int:
     """Returns how many copies of the gathered keys are in memory at once: two if they must be reordered."""
     # Contiguous blocks arrive in the order of positions. Of two parts, each receives one block, already in its order.
     return 1 if plan.q_layout.kind == "contiguous" or plan.outer == 2 else 2
+
+
+def _received_blocks(plan: ContextPlan) -> int:
+    """Returns how many blocks of gathered keys are in memory at once. Two parts swap theirs."""
+    return 1 if plan.outer == 2 else plan.outer * _copies(plan)
+
+
+def _gather_link(plan: ContextPlan) -> str:
+    return "ring" if plan.outer == 2 else "all_gather"
 
 
 def _hop(plan: ContextPlan, size: float, constants: Constants) -> float:

@@ -48,8 +48,10 @@ def launches(plan: ContextPlan) -> tuple[int, int]:
     """Returns what the busiest rank's host launches in a forward: (tiles, exchanges). Exchanges count in gathers."""
     tiles = [sum(map(len, of_part)) for of_part in zip(*(step.tiles for step in plan.steps), strict=True)]
     others = sum(not step.own for step in plan.steps)
-    # A hop packs its keys first, and an exchange of heads sends q, k and v, and then the results.
-    return max(tiles, default=0), (1 if plan.gathers else 2) * others + 5 * (plan.inner > 1)
+    # A hop packs its keys first, also if two parts swap theirs. An exchange of heads sends q, k and v, and then the
+    # results.
+    packs = not plan.gathers or plan.outer == 2
+    return max(tiles, default=0), (2 if packs else 1) * others + 5 * (plan.inner > 1)
 
 
 def _accumulator_bytes(

@@ -9,12 +9,9 @@ from attn_core.context_parallel.borders import Border
 Tensor = Any
 
 
-def take_border(tensor: Tensor, border: Border) -> Tensor:
-    """Returns the places of a border of ``[batch, places, ...]``, in order."""
-    import torch
-
-    pieces = [tensor[:, start:stop] for start, stop in border]
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
+def border_pieces(tensor: Tensor, border: Border) -> list[Tensor]:
+    """Returns the places of a border of ``[batch, places, ...]``: a view of each range, in order."""
+    return [tensor[:, start:stop] for start, stop in border]
 
 
 def add_border(tensor: Tensor, border: Border, values: Tensor) -> None:

@@ -136,6 +136,14 @@ def gather(axis: RankAxis, tensors: Sequence[Tensor]) -> PendingExchange[list[Te
     return PendingExchange(messages.gather(axis, tensors), unpack)
 
 
+def gather_keys(axis: RankAxis, keys: Sequence[Tensor]) -> PendingExchange[list[Tensor]]:
+    """Gathers k and v, as ``gather`` does. Two ranks swap theirs in one message, and each gets the other one's only."""
+    if axis.size > 2:
+        return gather(axis, keys)
+    swapped = KVPair.pack(axis, [[tensor] for tensor in keys]).hop(axis, 1)
+    return PendingExchange([], lambda _: list(swapped.wait()))
+
+
 class GradientSend:
     """Sends the gradients of other ranks' keys, ``[batch, others * places, heads, dim]`` each, in one message.
 
@@ -204,14 +212,19 @@ class KVPair:
         self._buffer, self._shapes, self._message = buffer, shapes, message
 
     @classmethod
-    def pack(cls, axis: RankAxis, tensors: Sequence[Tensor]) -> KVPair:
-        """Copies two tensors of one dtype into a message."""
-        pair = cls.empty(axis, [each.shape for each in tensors], tensors[0], tensors[0].dtype)
-        if all(tensor.is_contiguous() for tensor in tensors):  # one kernel
-            torch.cat([tensor.view(-1) for tensor in tensors], out=pair._buffer)
+    def pack(cls, axis: RankAxis, tensors: Sequence[Sequence[Tensor]]) -> KVPair:
+        """Copies two tensors of one dtype into a message, each from pieces ``[batch, places, heads, dim]`` in order."""
+        every = [piece for pieces in tensors for piece in pieces]
+        places = [sum(piece.shape[1] for piece in pieces) for pieces in tensors]
+        shapes = [
+            (pieces[0].shape[0], count, *pieces[0].shape[2:]) for pieces, count in zip(tensors, places, strict=True)
+        ]
+        pair = cls.empty(axis, shapes, every[0], every[0].dtype)
+        if all(piece.is_contiguous() for piece in every):  # one kernel
+            torch.cat([piece.view(-1) for piece in every], out=pair._buffer)
         else:
-            for part, tensor in zip(pair, tensors, strict=True):
-                part.copy_(tensor)
+            for part, pieces in zip(pair, tensors, strict=True):
+                torch.cat(list(pieces), 1, out=part)
         return pair
 
     @classmethod
