@@ -42,6 +42,8 @@ MOST_TARGETS = 1000
 
 _compile_seconds: dict[str, float] = {}
 """Seconds that each registered kernel took to compile, by its name in XLA. Guarded by ``_registering``."""
+_functions: dict[str, Any] = {}
+"""The function of each registered kernel, by its name in XLA. Guarded by ``_registering``."""
 _registering = free_in_children(threading.Lock())
 """Held while a kernel is compiled and registered, so that each is registered once, whichever threads need it."""
 
@@ -228,8 +230,19 @@ def _register(step: Any, platform: str) -> None:
         function = step.compile()
         seconds = time.perf_counter() - began
         jax_tvm_ffi.register_ffi_target(step.target, function, ["args", "rets"], platform, allow_cuda_graph=True)
-        _compile_seconds[step.target] = seconds
+        _compile_seconds[step.target], _functions[step.target] = seconds, function
         compiled("compiled_lane", step.target, seconds)
+
+
+def register_launches() -> None:
+    """Lets operators of torch launch every registered kernel, too; see ``shared.programs.launched_kernels``.
+
+    Raises:
+        Unrecordable: if the library with that operator cannot be used.
+    """
+    operator_lane.register()
+    with _registering:
+        operator_lane.keep_kernels(_functions)
 
 
 def compile_seconds() -> dict[str, float]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -28,6 +29,7 @@ def compile_operator_lane() -> Path:
     """
     path = compile_library(jax.ffi.include_dir())
     _registered.cache_clear()
+    _kept.clear()
     return path
 
 
@@ -40,6 +42,25 @@ def register() -> None:
     error = _registered()
     if error is not None:
         raise Unrecordable(error)
+
+
+_kept: set[str] = set()
+"""The names of the kernels that the library knows."""
+
+
+def keep_kernels(functions: dict[str, Any]) -> None:
+    """Makes functions of TVM known to the registered library, by their names; the caller keeps them alive."""
+    new = {name: function for name, function in functions.items() if name not in _kept}
+    if not new:
+        return
+    import tvm_ffi
+
+    tvm, library = ctypes.CDLL(tvm_ffi.libinfo.find_libtvm_ffi()), ctypes.CDLL(str(library_path()))
+    library.attn_core_keep_kernel.argtypes = (ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+    interface = [ctypes.cast(each, ctypes.c_void_p) for each in (tvm.TVMFFIFunctionCall, tvm.TVMFFIEnvSetStream)]
+    for name, function in new.items():
+        library.attn_core_keep_kernel(name.encode(), function.__chandle__(), *interface)
+        _kept.add(name)
 
 
 @cached_once

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial, reduce
+from functools import reduce
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ from attn_core.context_parallel.borders import Border
 from attn_core.context_parallel.plan import ROUNDED_ONCE
 from attn_core.context_parallel.prefetch import prefetch
 from jax_frontend.context_parallel import exchange, tiles
+from jax_frontend.context_parallel import step as context_step
 from jax_frontend.context_parallel.exchange import KVPair
 from jax_frontend.context_parallel.forward import Residuals, join_groups, split_groups
 from jax_frontend.context_parallel.keys import Keys
@@ -87,8 +88,8 @@ def _group_gradients(plan: RankPlan, q: Array, keys: Keys, saved: tiles.WholeRow
     shift = 0
     for step, parts, block in keys.blocks():
         arrived = sent.hop(axes, step.shift - shift) if sent is not None and step.moves else None
-        run = partial(tiles.gradients, plan.tile_context(step, backward=True), "own" if step.own else "sent")
-        dq, dk, dv = tiles.switch_by_part(axes.part, parts, run, q, block, saved, *(() if dq is None else (dq,)))
+        context = plan.tile_context(step, backward=True)
+        dq, dk, dv = context_step.gradients(context, axes, step, parts, q, block, saved, dq)
         if step.own:
             totals.append((dk, dv))
         elif step.gathered:

@@ -18,12 +18,13 @@ import torch
 
 from attn_core import SeqInfo, backends
 from attn_core.backends.shared.programs.kernel_programs import OPERATOR, Unrecordable
+from attn_core.backends.shared.programs.operator_program import Functions
 from attn_core.context_parallel.on_torch import operators, step
 from attn_core.context_parallel.on_torch import places as on_torch_places
 from attn_core.context_parallel.on_torch.step import StepCall
 from jax_frontend.bridge import compiled_lane
 from jax_frontend.bridge.bridged_call import BridgedStep
-from jax_frontend.context_parallel import explain_context_parallel
+from jax_frontend.context_parallel import explain_context_parallel, step_operators
 from jax_frontend.context_parallel import step as jax_step
 from jax_frontend.context_parallel.tiles import PartTiles, TileContext, attend
 
@@ -34,28 +35,36 @@ ROW = 32
 @pytest.fixture(autouse=True)
 def plain_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     """Takes the plain backend for one whose programs are operators of torch. On a CPU none is, and it runs them."""
-    monkeypatch.setattr(backends, "operator_functions", lambda module: SimpleNamespace(fake_results=None))
+    monkeypatch.setattr(
+        backends,
+        "operator_functions",
+        lambda module: Functions(module.forward, module.backward, backends.writes_into(module)),
+    )
 
 
 def attend_by_operators(spec: Any, inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """One row, or packed documents, by operators that read offsets on the device; the plain backend needs values."""
     q, k, v = (each.flatten(0, -3) for each in inputs[:3])
     k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], 1) for each in (k, v))
-    places, from_end = [], []
-    for array, offsets in ((q, inputs.cu_seqlens_q), (k, inputs.cu_seqlens_k)):
-        at = torch.arange(len(array))
-        places.append(torch.zeros_like(at) if offsets is None else torch.searchsorted(offsets[1:], at, right=True))
-        from_end.append((len(array) if offsets is None else offsets[places[-1] + 1]) - at)
-    distance = from_end[1] - from_end[0][:, None]  # of a key before its query
-    seen = places[0][:, None] == places[1]
-    left, right = spec.window[0], 0 if spec.causal else spec.window[1]
-    seen = seen if right is None else seen & (distance >= -right)
-    seen = seen if left is None else seen & (distance <= left)
     scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
-    scores = scores.masked_fill(~seen, -torch.inf)
+    scores = scores.masked_fill(~seen_by(spec, inputs, len(q), len(k)), -torch.inf)
     lse = torch.logsumexp(scores, -1)
     out = torch.einsum("hqk,khd->qhd", torch.exp(scores - lse[..., None]), v).contiguous()
     return (out, lse) if spec.packed else (out[None], lse[None])
+
+
+def seen_by(spec: Any, inputs: Any, queries: int, keys: int) -> torch.Tensor:
+    """Which keys each query sees, by offsets on the device."""
+    places, from_end = [], []
+    for count, offsets in ((queries, inputs.cu_seqlens_q), (keys, inputs.cu_seqlens_k)):
+        at = torch.arange(count)
+        places.append(torch.zeros_like(at) if offsets is None else torch.searchsorted(offsets[1:], at, right=True))
+        from_end.append((count if offsets is None else offsets[places[-1] + 1]) - at)
+    distance = from_end[1] - from_end[0][:, None]
+    seen = places[0][:, None] == places[1]
+    left, right = spec.window[0], 0 if spec.causal else spec.window[1]
+    seen = seen if right is None else seen & (distance >= -right)
+    return seen if left is None else seen & (distance <= left)
 
 
 @pytest.fixture
@@ -190,11 +199,7 @@ def test_the_results_of_earlier_steps_are_merged(library: Path, monkeypatch: pyt
     for part in range(2):
         call = BridgedStep(step_call, "cpu", False)
         text = operators.by_device({0: texts[part]})
-        run = jax.jit(
-            lambda *arrays, text=text, call=call: jax_step._run_operators(
-                *arrays, call=call, text=text, branches=branches
-            )
-        )
+        run = jax.jit(lambda *arrays, text=text, call=call: step_operators.run(call, text, branches.out_avals, arrays))
         context = TileContext(step_call.call, "cpu")
         tiles = PartTiles(step_call.step.tiles[part])
         right = attend(context, tiles, jnp.asarray(q), (jnp.asarray(keys),), (jnp.asarray(out), jnp.asarray(lse)))
@@ -211,11 +216,8 @@ def test_the_first_step_needs_no_merge(library: Path, packed_operators: None) ->
         context = TileContext(step_call.call, "cpu")
         right = attend(context, PartTiles(step_call.step.tiles[part]), operands[0], tuple(operands[1:]), None)
         actual = jax.jit(
-            lambda *arrays, text=text: jax_step._run_operators(
-                *arrays,
-                call=BridgedStep(step_call, "cpu", False),
-                text=operators.by_device({0: text}),
-                branches=SimpleNamespace(out_avals=types),
+            lambda *arrays, text=text: step_operators.run(
+                BridgedStep(step_call, "cpu", False), operators.by_device({0: text}), types, arrays
             )
         )(*operands)
         for one, other in zip(actual, right, strict=True):
@@ -225,7 +227,7 @@ def test_the_first_step_needs_no_merge(library: Path, packed_operators: None) ->
 def test_programs_of_several_processes_have_branches(monkeypatch: pytest.MonkeyPatch) -> None:
     step_call = step_of("ring", "zigzag", 2, causal=True)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    assert jax_step._operator_text(BridgedStep(step_call, "sm90", False), []) is None
+    assert step_operators.text_of(BridgedStep(step_call, "sm90", False), []) is None
 
 
 def test_a_step_that_cannot_be_recorded_has_branches(
@@ -238,8 +240,9 @@ def test_a_step_that_cannot_be_recorded_has_branches(
     def changed(*_: Any) -> Any:
         raise TypeError("forward() got an unexpected keyword")
 
+    monkeypatch.setattr(compiled_lane, "register_launches", lambda: None)
     monkeypatch.setattr(operators, "texts", changed)
-    assert jax_step._operator_text(call, []) is None
+    assert step_operators.text_of(call, []) is None
     assert "runs in branches: TypeError: forward() got an unexpected keyword" in caplog.text
 
 
@@ -247,6 +250,7 @@ def test_steps_of_operators_are_one_call(monkeypatch: pytest.MonkeyPatch) -> Non
     """If the lane has a program, the step of a GPU is the primitive that knows its device's part."""
     step_call = step_of("ring", "zigzag", 2, causal=True)
     monkeypatch.setattr(jax_step.compiled_lane, "lane_of", lambda call: compiled_lane.Lane("a program"))
+    monkeypatch.setattr(operators.operator_library, "missing", lambda: None)
     jax_step._runs_operators.cache_clear()
     assert jax_step._runs_operators(step_call, "sm90")
     monkeypatch.setattr(backends, "operator_functions", lambda module: None)

@@ -1,8 +1,9 @@
 // Runs operators of torch from a program of XLA, without Python.
 //
 // The custom call has a text with one operator on each line; operator_recorder.py wrote it and says what it means. torch's
-// dispatcher runs the operators on XLA's stream, on tensors that share the memory of XLA's buffers. Compiled on the user's
-// machine by operator_lane.py.
+// dispatcher runs the operators on XLA's stream, on tensors that share the memory of XLA's buffers. Two operators are
+// defined here: one launches a compiled kernel that is no operator of torch, one pauses. Compiled on the user's machine
+// by operator_lane.py.
 
 #include <cstdint>
 #include <memory>
@@ -15,6 +16,7 @@
 #include <utility>
 #include <vector>
 
+#include <ATen/DLConvertor.h>
 #include <ATen/Functions.h>
 #include <ATen/ScalarOps.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -22,7 +24,9 @@
 #include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/library.h>
 #ifdef ATTN_CORE_CUDA
+#include <ATen/cuda/Sleep.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
@@ -34,6 +38,72 @@
 namespace ffi = xla::ffi;
 
 namespace {
+
+// TVM's foreign function interface, as in its c_api.h and c_env_api.h.
+struct TvmAny {
+  int32_t type_index;
+  uint32_t padding;
+  void* value;
+};
+constexpr int32_t kTensorPointer = 7;  // kTVMFFIDLTensorPtr
+using TvmCall = int (*)(void* function, TvmAny* arguments, int32_t count, TvmAny* result);
+using TvmSetStream = int (*)(int32_t device_type, int32_t device_id, void* stream, void** original);
+
+std::mutex kernels_mutex;
+std::unordered_map<std::string, void*> kernels;  // functions of TVM by their names in XLA
+TvmCall tvm_call = nullptr;
+TvmSetStream tvm_set_stream = nullptr;
+
+DLTensor dl_tensor_of(const at::Tensor& tensor) {
+  DLTensor result{};
+  bool on_gpu = tensor.is_cuda();
+  result.data = tensor.data_ptr();
+  result.device = {on_gpu ? kDLCUDA : kDLCPU, on_gpu ? tensor.get_device() : 0};
+  result.ndim = static_cast<int32_t>(tensor.dim());
+  result.dtype = at::getDLDataType(tensor);
+  result.shape = const_cast<int64_t*>(tensor.sizes().data());
+  result.strides = const_cast<int64_t*>(tensor.strides().data());
+  return result;
+}
+
+// Launches a kernel on tensors: those that it reads, and then those that it writes.
+void launch(c10::string_view kernel, at::TensorList reads, at::TensorList writes) {
+  void* function = nullptr;
+  {
+    std::lock_guard<std::mutex> lock(kernels_mutex);
+    auto found = kernels.find(std::string(kernel));
+    TORCH_CHECK(found != kernels.end(), "the kernel ", kernel, " is unknown in this process; trace the program here");
+    function = found->second;
+  }
+  std::vector<DLTensor> tensors;
+  for (at::TensorList list : {reads, writes})
+    for (const at::Tensor& tensor : list) tensors.push_back(dl_tensor_of(tensor));
+  std::vector<TvmAny> arguments;
+  for (DLTensor& tensor : tensors) arguments.push_back({kTensorPointer, 0, &tensor});
+  void* original = nullptr;
+#ifdef ATTN_CORE_CUDA
+  bool on_gpu = !writes.empty() && writes[0].is_cuda();
+  auto device = on_gpu ? writes[0].get_device() : 0;
+  if (on_gpu) tvm_set_stream(kDLCUDA, device, c10::cuda::getCurrentCUDAStream(device).stream(), &original);
+#endif
+  TvmAny result{};
+  int failed = tvm_call(function, arguments.data(), static_cast<int32_t>(arguments.size()), &result);
+#ifdef ATTN_CORE_CUDA
+  if (on_gpu) tvm_set_stream(kDLCUDA, device, original, nullptr);
+#endif
+  TORCH_CHECK(failed == 0, "the kernel ", kernel, " could not be launched");
+}
+
+// Delays the current stream of a tensor's GPU by about so many clock cycles; see head_start.py.
+void pause_stream(const at::Tensor& tensor, int64_t cycles) {
+#ifdef ATTN_CORE_CUDA
+  if (tensor.is_cuda()) at::cuda::sleep(cycles);
+#endif
+}
+
+void launch_nothing(c10::string_view, at::TensorList, at::TensorList) {}
+
+void pause_nothing(const at::Tensor&, int64_t) {}
 
 // What an argument is. A tensor is a place among the tensors of the run; a device is the run's own.
 enum class Kind { kConstant, kTensor, kTensors, kOptionalTensors, kDevice };
@@ -314,6 +384,26 @@ ffi::Error on_gpu(cudaStream_t stream, int32_t ordinal, ffi::RemainingArgs args,
 #endif
 
 }  // namespace
+
+TORCH_LIBRARY_FRAGMENT(attn_core_kernels, library) {
+  library.def("launch(str kernel, Tensor[] reads, Tensor(a!)[] writes) -> ()");
+  library.def("pause(Tensor(a!) tensor, int cycles) -> ()");
+  for (auto device : {c10::DispatchKey::CPU, c10::DispatchKey::CUDA}) {
+    library.impl("launch", device, TORCH_FN(launch));
+    library.impl("pause", device, TORCH_FN(pause_stream));
+  }
+  // Tensors without memory, on which operator_recorder.py records.
+  library.impl("launch", c10::DispatchKey::Meta, TORCH_FN(launch_nothing));
+  library.impl("pause", c10::DispatchKey::Meta, TORCH_FN(pause_nothing));
+}
+
+// Makes a function of TVM known by its name in XLA. The caller keeps the function alive.
+extern "C" void attn_core_keep_kernel(const char* name, void* function, TvmCall call, TvmSetStream set_stream) {
+  std::lock_guard<std::mutex> lock(kernels_mutex);
+  tvm_call = call;
+  tvm_set_stream = set_stream;
+  kernels[name] = function;
+}
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(attn_core_operator_cpu, on_cpu,
                               ffi::Ffi::Bind()

@@ -125,7 +125,8 @@ def _recorder() -> Any:
             noted = [self._result(result, is_view) for result in several]
             name = f"{schema.name} {schema.overload_name or '-'}"
             written = [v for v, each in pairs if each.alias_info is not None and each.alias_info.is_write]
-            changes = {_memory(tensor) for tensor in written if hasattr(tensor, "untyped_storage")}
+            several_written = [each for v in written for each in (v if isinstance(v, (list, tuple)) else (v,))]
+            changes = {_memory(tensor) for tensor in several_written if hasattr(tensor, "untyped_storage")}
             self._lines.append(_Line(name, words, read, noted, changes))
             if len(self._lines) > 10 * MOST_OPERATORS:
                 raise Unrecordable(f"it runs more than {10 * MOST_OPERATORS} operators")

@@ -1,0 +1,128 @@
+"""The primitive of a step that runs as one custom call, and how it is lowered; see ``step``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.interpreters import ad, batching, mlir
+
+from attn_core.backends import kind_of
+from jax_frontend.bridge import targets
+from jax_frontend.bridge.bridged_call import BridgedStep
+from jax_frontend.context_parallel import step_operators
+from jax_frontend.dispatch import local_call, primitive_rules
+from jax_frontend.dispatch.ops import jit_program
+from jax_frontend.dispatch.platforms import runs_on
+
+try:  # jax.sharding.get_mesh returns the same, but raises an error while JAX traces
+    from jax._src.mesh import get_concrete_mesh
+except ImportError:  # programs for GPUs then use branches
+    get_concrete_mesh = None  # type: ignore[assignment]
+
+
+def _impl(
+    *operands: Any, call: BridgedStep, axis: str | None, meshes: Any, branches: ClosedJaxpr, **_: Any
+) -> list[Any]:
+    return list(jit_program(branches)(*operands))
+
+
+def _result_types(
+    *operands: Any, call: BridgedStep, axis: str | None, meshes: Any, branches: ClosedJaxpr, **_: Any
+) -> list[Any]:
+    return list(branches.out_avals)
+
+
+def _evaluate_branches(*operands: Any, branches: ClosedJaxpr, **_: Any) -> list[Any]:
+    return list(jaxpr_as_fun(branches)(*operands))
+
+
+def _call_back(*operands: Any, call: BridgedStep, branches: ClosedJaxpr) -> list[Any]:
+    out, lse = branches.out_avals
+    types = [(out.shape, out.dtype), (lse.shape, lse.dtype)]
+    scratch = [((call.step.scratch(kind_of(call.device)),), call.spec.dtype), ((lse.size,), lse.dtype)]
+    return list(targets.run_step(call, local_call.types_like(out, [*types, *scratch]), *operands))
+
+
+def _run_operators(*operands: Any, call: BridgedStep, text: str, branches: ClosedJaxpr) -> list[Any]:
+    return step_operators.run(call, text, branches.out_avals, operands)
+
+
+_lower_branches = mlir.lower_fun(_evaluate_branches, multiple_results=True)
+_lower_callback = mlir.lower_fun(_call_back, multiple_results=True)
+_lower_operators = mlir.lower_fun(_run_operators, multiple_results=True)
+
+
+def _lower_for_cpu(ctx: Any, *operands: Any, call: BridgedStep, branches: ClosedJaxpr, **about: Any) -> Any:
+    if _is_exported(ctx) or not about["callback"] or not runs_on(call, "cpu"):
+        return _lower_branches(ctx, *operands, call=call, branches=branches, **about)
+    return _lower_callback(ctx, *operands, call=call, branches=branches)
+
+
+def _lower_for_gpu(ctx: Any, *operands: Any, call: BridgedStep, branches: ClosedJaxpr, **about: Any) -> Any:
+    axis, callback = about["axis"], about["callback"]
+    here = not _is_exported(ctx) and runs_on(call, "cuda")
+    if here and callback and axis is None:  # every device has the only part
+        return _lower_callback(ctx, *operands, call=call, branches=branches)
+    parts = device_parts(ctx, axis, about["meshes"][1]) if here and axis is not None else ()
+    # The last operand is the part, which `parts` replaces: on a GPU the host would have to wait for its value.
+    known = ctx.replace(avals_in=ctx.avals_in[:-1])
+    call = call._replace(parts=parts)
+    if parts and callback:
+        return _lower_callback(known, *operands[:-1], call=call, branches=branches)
+    text = step_operators.text_of(call, known.avals_in) if parts else None
+    if text is not None:
+        return _lower_operators(known, *operands[:-1], call=call, text=text, branches=branches)
+    return _lower_branches(ctx, *operands, call=call, branches=branches, **about)
+
+
+def _is_exported(ctx: Any) -> bool:
+    """Returns whether a program is exported to other processes, whose devices are not known here."""
+    return bool(ctx.module_context.lowering_parameters.for_export)
+
+
+def device_parts(ctx: Any, axis: str, traced_under: Any) -> tuple[tuple[int, int], ...]:
+    """Returns (device id, index along a mesh axis) of every device that a program is lowered for; empty if unknown.
+
+    JAX checks that a program runs on the devices of its meshes, in their order. For other devices it lowers the program
+    again, because the branches contain a ``custom_partitioning``. A mesh that ``jax.shard_map`` took from
+    ``jax.set_mesh`` is known to be the program's mesh only if it was also set when the program was traced.
+    """
+    mesh, now = getattr(ctx.module_context.axis_context, "mesh", None), current_mesh()
+    if now is None or not isinstance(mesh, jax.sharding.Mesh) or (mesh == now and now != traced_under):
+        return ()
+    along = mesh.axis_names.index(axis)
+    return tuple((device.id, int(index[along])) for index, device in np.ndenumerate(mesh.devices))
+
+
+def current_mesh() -> Any:
+    """Returns the mesh of ``jax.set_mesh`` with its devices; an empty mesh if none is set, None if JAX cannot tell."""
+    return None if get_concrete_mesh is None else get_concrete_mesh()
+
+
+def _batch(operands: Any, mapped: Any, *, branches: ClosedJaxpr, **_: Any) -> tuple[list[Any], list[int]]:
+    results = jax.vmap(jaxpr_as_fun(branches), in_axes=tuple(mapped))(*operands)
+    return results, [0] * len(results)
+
+
+def _differentiate(primals: Any, tangents: Any, *, branches: ClosedJaxpr, **_: Any) -> tuple[Any, Any]:
+    """Differentiates the branches. Their kernels then raise an error, because a tile has no derivative of its own."""
+    # jax.jvp takes no symbolic zeros.
+    tangents = [ad.instantiate_zeros(each) for each in tangents]
+    return jax.jvp(jaxpr_as_fun(branches), primals, tangents)  # type: ignore[no-any-return]
+
+
+# JAX caches a lowering by its parameters. ``meshes`` is a parameter so that two meshes do not share a lowering.
+step_p = Primitive("attn_step")
+step_p.multiple_results = True
+step_p.def_impl(_impl)
+step_p.def_abstract_eval(_result_types)
+mlir.register_lowering(step_p, _lower_branches)
+mlir.register_lowering(step_p, _lower_for_cpu, platform="cpu")
+mlir.register_lowering(step_p, _lower_for_gpu, platform="cuda")
+ad.primitive_jvps[step_p] = _differentiate
+primitive_rules.has_no_transpose(step_p)
+primitive_rules.gives_nan(step_p)
+batching.primitive_batchers[step_p] = _batch
