@@ -19,9 +19,10 @@ class Backend(Protocol):
     FORWARD, BACKWARD: its claims; BACKWARD is None if there is no gradient.
 
     Optional: with ``WRITES_INTO = True`` forward and backward take a last argument ``into``, buffers for their results:
-    (out, lse) or Gradients. The returned tensors are the results; the caller copies a result that is not the buffer
-    itself. The buffers are contiguous; with ``WRITES_STRIDED = True`` only their channels need be dense, in a call on
-    pages. ``build()`` (see Support's Build), ``warm_up(spec)``, ``shortcut(spec)``, ``paged_shortcut(spec)``,
+    (out, lse) or Gradients, None for a result without a buffer. The returned tensors are the results; the caller copies
+    a result that is not the buffer itself, as with ``WRITES_GRADIENTS = False`` those of backward never are. The
+    buffers are contiguous; with ``WRITES_STRIDED = True`` only their channels need be dense, in a call on pages.
+    ``build()`` (see Support's Build), ``warm_up(spec)``, ``shortcut(spec)``, ``paged_shortcut(spec)``,
     ``FORWARD_MODE`` with ``jvp`` and ``backward_jvp``, ``ROW_MAXIMUM`` with ``row_maximum``,
     ``forward_with_maximum(spec)``, and ``variant(word)``: see the functions below.
     """
@@ -115,6 +116,11 @@ def paged_shortcut_takes_all(backend: Backend) -> bool:
 def writes_into(backend: Backend) -> bool:
     """Returns whether the backend's functions take ``into``."""
     return getattr(backend, "WRITES_INTO", False)
+
+
+def writes_gradients(backend: Backend) -> bool:
+    """Returns whether the backend's kernels write gradients into the buffers that ``backward`` takes."""
+    return writes_into(backend) and getattr(backend, "WRITES_GRADIENTS", True)
 
 
 def writes_strided(backend: Backend) -> bool:

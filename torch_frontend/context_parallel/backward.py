@@ -53,8 +53,7 @@ class GroupGradients(NamedTuple):
             # Other ranks send as many places as the largest block has; this rank's block may have fewer.
             pair = [mine + other[:, : mine.shape[1]] for mine, other in zip(pair, self.pending.wait(), strict=True)]
         for border, arriving in self.borders:
-            for mine, other in zip(pair, arriving.wait(), strict=True):
-                add_border(mine, border, other)
+            add_border(pair, border, list(arriving.wait()))
         return TileGradients(self.dq.tensor(), *pair)
 
 
@@ -114,17 +113,17 @@ def backward(
     return dq, dk, dv, dsinks
 
 
-Steps = Callable[[Sequence[Total]], Iterator[tuple[Step, tuple[TileRun, ...], list[TileGradients]]]]
-"""Yields each step with its tiles' gradients, computed when the iterator reaches it; a function of the totals of dq, dk
-and dv of the own block, into which the kernel of the own step may write."""
+Lend = Callable[[Step, TileRun], Sequence[Total | None]]
+"""Returns the totals of dq, dk and dv into which the kernel of a step's first tile may write, None in place of others;
+empty if it may write into none."""
+Steps = Callable[[Lend], Iterator[tuple[Step, tuple[TileRun, ...], list[TileGradients]]]]
+"""Yields each step with its tiles' gradients, computed when the iterator reaches it."""
 
 
-def _steps(saved: Residuals, keys: Keys, dout: Tensor, dlse: Tensor | None, totals: Sequence[Total]) -> Any:
+def _steps(saved: Residuals, keys: Keys, dout: Tensor, dlse: Tensor | None, lend: Lend) -> Any:
     rows = SavedRows(saved.q, saved.out, saved.lse, dout, dlse)
     for step, tiles, (k, v) in keys.blocks():
-        gradients = [
-            tile_gradients(tile, rows, k, v, totals if step.own and not at else ()) for at, tile in enumerate(tiles)
-        ]
+        gradients = [tile_gradients(tile, rows, k, v, () if at else lend(step, tile)) for at, tile in enumerate(tiles)]
         del k, v  # free this block: the next two blocks will be in memory
         yield step, tiles, gradients
 
@@ -139,7 +138,12 @@ def _gathered_gradients(plan: RankPlan, saved: Residuals, steps: Steps) -> Group
         for block, buffer in zip(pair, sender.buffers, strict=True)
     ]
     pending: PendingExchange[list[Tensor]] | None = None
-    for step, tiles, gradients in steps((dq, *own)):
+
+    def lend(step: Step, tile: TileRun) -> Sequence[Total | None]:
+        # Sums that are no views of the message are made late, when the gathered keys are freed.
+        return dq, *(own if not step.gathered else sent if others == 1 else (None, None))
+
+    for step, tiles, gradients in steps(lend):
         queries = _add_key_gradients(tiles, gradients, sent if step.gathered else own)
         if step.gathered:
             sums = [total.tensor() for total in sent]
@@ -162,14 +166,26 @@ def _ring_gradients(plan: RankPlan, saved: Residuals, steps: Steps) -> GroupGrad
     shifts = [*(step.shift for step, _ in plan.steps if step.moves), plan.outer.size]
     pending: PendingExchange[KVPair] | None = None
     of_borders: list[tuple[Border, PendingExchange[KVPair]]] = []
-    for step, tiles, gradients in steps((dq, *own)):
+    started: list[_Sums] = []
+
+    def lend(step: Step, tile: TileRun) -> Sequence[Total | None]:
+        if step.own:
+            return dq, *own
+        if (step.border is None and pending is not None) or not _may_start_early(plan, step, tile):
+            return ()
+        started.append(_start_sums(plan, saved, step))
+        return None, *started[0].totals  # dq is left to the own step, whose kernel writes more of it
+
+    for step, tiles, gradients in steps(lend):
         if step.own:
             _add_query_gradients(dq, _add_key_gradients(tiles, gradients, own))
             continue
         # The first rank that sees a block starts its sum; the others add to the sum that arrived.
-        starts = step.border is not None or pending is None
-        pair = _empty(plan, saved, step) if starts else pending.wait()  # type: ignore[union-attr]
-        sums = [Total(each, each.shape[1], each.dtype, each) if starts else Total.in_place(each) for each in pair]
+        if step.border is None and pending is not None:
+            pair = pending.wait()
+            sums = [Total.in_place(each) for each in pair]
+        else:
+            pair, sums = started.pop() if started else _start_sums(plan, saved, step)
         queries = _add_key_gradients(tiles, gradients, sums)
         for total in sums:
             total.tensor()  # zeros if this rank has no tile
@@ -178,6 +194,7 @@ def _ring_gradients(plan: RankPlan, saved: Residuals, steps: Steps) -> GroupGrad
         else:
             # The gradients follow their block, and the last hop brings them home.
             pending = pair.hop(plan.outer, shifts[shifts.index(step.shift) + 1] - step.shift)
+        del pair, sums, total  # free this message: the next step may start one before its kernel runs
         if dq.is_empty and own[0].is_empty:  # few queries, kept until the own step has written all
             later += queries
         else:
@@ -186,11 +203,35 @@ def _ring_gradients(plan: RankPlan, saved: Residuals, steps: Steps) -> GroupGrad
     return GroupGradients(dq, own, pending, of_borders, plan.lse_dtype)
 
 
-def _empty(plan: RankPlan, saved: Residuals, step: Step) -> KVPair:
-    """Returns memory for the gradients of the keys that travel for a step."""
-    places = plan.k_size if step.border is None else borders.size(step.border)
+class _Sums(NamedTuple):
+    """The totals of dk and dv of the keys that travel for a step of a ring, and the message in which they lie."""
+
+    message: KVPair
+    totals: list[Total]
+
+
+def _start_sums(plan: RankPlan, saved: Residuals, step: Step) -> _Sums:
+    """Returns empty sums for the keys that travel for a step."""
+    places = _places(plan, step)
     shapes = [(block.shape[0], places, *block.shape[2:]) for block in (saved.k, saved.v)]
-    return KVPair.empty(plan.outer, shapes, saved.k, plan.sent_dtype)
+    message = KVPair.empty(plan.outer, shapes, saved.k, plan.sent_dtype)
+    return _Sums(message, [Total(each, places, each.dtype, each) for each in message])
+
+
+def _places(plan: RankPlan, step: Step) -> int:
+    """Returns the number of places of a block that travel for a step of a ring."""
+    return plan.k_size if step.border is None else borders.size(step.border)
+
+
+def _may_start_early(plan: RankPlan, step: Step, tile: TileRun) -> bool:
+    """Returns whether the sums of a step may be there before the gradients of its first tile, so that its kernel writes
+    into them.
+
+    The kernel needs memory of its own, so the message must not be much larger than the gradients that it replaces:
+    borders are small, and a block is started early if the tile has all of it.
+    """
+    fits = step.border is not None or tile.key_sums.is_whole(_places(plan, step))
+    return fits and tile.writes_gradients and tile.can_write(tile.key_sums, plan.sent_dtype)
 
 
 def _totals(plan: RankPlan, saved: Residuals) -> tuple[Total, list[Total]]:

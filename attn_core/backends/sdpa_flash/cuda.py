@@ -29,6 +29,7 @@ from attn_core.call.tensors import Gradients, Inputs
 FRAMEWORK = "torch"
 REQUIRES = "torch>=2.11 with CUDA"
 WRITES_INTO = True
+WRITES_GRADIENTS = False
 NAME = "the aten CUDA flash kernel"
 
 FORWARD = Support(

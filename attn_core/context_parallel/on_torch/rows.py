@@ -74,37 +74,39 @@ def attend(
 
 
 def tile_gradients(
-    tile: TileRun, saved: SavedRows, k: Tensor, v: Tensor, totals: Sequence[Total] = ()
+    tile: TileRun, saved: SavedRows, k: Tensor, v: Tensor, totals: Sequence[Total | None] = ()
 ) -> TileGradients:
     """Returns the gradients of one tile, from the results of whole rows.
 
     Args:
-        totals: of dq, dk and dv, if the tile's gradients are the next ones that are added to them. The kernel may write
-            into their memory.
+        totals: of dq, dk and dv, if the tile's gradients are the next ones that are added to them; None in place of
+            others. The kernel may write into their memory.
     """
     inputs, spec = tile.inputs(saved.q, k, v), tile.spec
     rows = [tile.rows.take(saved.out), tile.rows.take(saved.lse, 2).contiguous(), tile.rows.take(saved.dout)]
     rows += [] if saved.dlse is None else [tile.rows.take(saved.dlse, 2)]
     out, lse, dout, *rest = (each[0] for each in rows) if spec.packed else rows
-    buffers = _lent(tile, totals)
-    into = [[each[0] if spec.packed else each for each in buffers]] if buffers else []
-    gradients = tile.backward(spec, inputs, out, lse, dout, rest[0] if rest else None, *into)
-    if buffers:
-        for buffer, gradient in zip(into[0], gradients[:3], strict=True):
-            if gradient is not buffer:  # as in ``TileRun.attend_into``
-                buffer.copy_(gradient)
-        return TileGradients(*buffers)
-    return TileGradients(*(each[None] if spec.packed else each for each in gradients[:3]))
+    lent = _lent(tile, totals)
+    buffers = [each if each is None or not spec.packed else each[0] for each in lent]
+    into = [buffers] if any(each is not None for each in buffers) else []
+    gradients = tile.backward(spec, inputs, out, lse, dout, rest[0] if rest else None, *into)[:3]
+    for buffer, gradient in zip(buffers, gradients, strict=True):
+        if buffer is not None and gradient is not buffer:  # as in ``TileRun.attend_into``
+            buffer.copy_(gradient)
+    own = (each[None] if spec.packed else each for each in gradients)
+    # The lent tensors themselves, by which ``Total.add`` knows that nothing is left to do.
+    return TileGradients(*(mine if theirs is None else theirs for mine, theirs in zip(own, lent, strict=True)))
 
 
-def _lent(tile: TileRun, totals: Sequence[Total]) -> list[Tensor]:
-    """Returns memory of empty totals for a tile's gradients, if the kernel can write there and it saves a copy."""
-    of_tile = list(zip(totals, (tile.rows, tile.key_sums, tile.key_sums), strict=bool(totals)))
-    if not of_tile or not all(total.is_empty and tile.can_write(places, total.dtype) for total, places in of_tile):
-        return []
-    if all(places.is_whole(total.shape[1]) for total, places in of_tile):  # ``add`` takes the gradients over
-        return []
-    return [total.lend(places) for total, places in of_tile]
+def _lent(tile: TileRun, totals: Sequence[Total | None]) -> list[Tensor | None]:
+    """Returns memory of totals for a tile's dq, dk and dv, None where the kernel cannot write or it saves no copy."""
+    of_tile = zip(totals or (None,) * 3, (tile.rows, tile.key_sums, tile.key_sums), strict=True)
+    return [
+        total.lend(places)
+        if total is not None and total.would_copy(places) and tile.can_write(places, total.dtype)
+        else None
+        for total, places in of_tile
+    ]
 
 
 class Total:
@@ -124,6 +126,10 @@ class Total:
     def is_empty(self) -> bool:
         """Whether nothing was added, so that the memory of the sum may be lent."""
         return self._sum is None and self._lent is None
+
+    def would_copy(self, places: Places) -> bool:
+        """Returns whether a gradient that ``add`` gets next is the first one and is copied, and not taken over."""
+        return self.is_empty and not (self._buffer is None and places.is_whole(self.shape[1]))
 
     def lend(self, places: Places) -> Tensor:
         """Returns the memory of some places, in one range, for the gradient that is added first; 0 elsewhere."""

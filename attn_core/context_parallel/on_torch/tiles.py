@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from attn_core import backends
+from attn_core.backends.contract import writes_gradients, writes_into
 from attn_core.backends.shared.torch_ranges import in_range_if_on
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
@@ -24,7 +25,8 @@ class TileRun(NamedTuple):
 
     Attributes:
         forward, backward: the backend's functions.
-        writes: whether ``forward`` takes buffers for its results.
+        writes: whether ``forward`` and ``backward`` take buffers for their results.
+        writes_gradients: whether the kernel of ``backward`` writes into them; else they are copied there.
         rows, keys: the places of its queries and keys in the operands.
         key_sums: the places where its keys' gradients are added up.
         first: whether no earlier tile has a result for its queries.
@@ -34,6 +36,7 @@ class TileRun(NamedTuple):
     forward: Callable[..., Any]
     backward: Callable[..., Any]
     writes: bool
+    writes_gradients: bool
     rows: Places
     keys: Places
     key_sums: Places
@@ -107,8 +110,8 @@ def build_tile_run(
     forward, backward = (
         in_range_if_on(wrap(getattr(module, direction)), name, direction) for direction in ("forward", "backward")
     )
-    writes = backends.writes_into(module)
-    return TileRun(spec, forward, backward, writes, rows, keys, key_sums, cu_seqlens, coverage.add(places[0]))
+    writes = writes_into(module), writes_gradients(module)
+    return TileRun(spec, forward, backward, *writes, rows, keys, key_sums, cu_seqlens, coverage.add(places[0]))
 
 
 def _dtype(name: str) -> Any:
