@@ -53,7 +53,8 @@ class GroupGradients(NamedTuple):
             # Other ranks send as many places as the largest block has; this rank's block may have fewer.
             pair = [mine + other[:, : mine.shape[1]] for mine, other in zip(pair, self.pending.wait(), strict=True)]
         for border, arriving in self.borders:
-            add_border(pair, border, list(arriving.wait()))
+            for mine, other in zip(pair, arriving.wait(), strict=True):
+                add_border(mine, border, other)
         return TileGradients(self.dq.tensor(), *pair)
 
 
