@@ -15,6 +15,7 @@ from attn_core.context_parallel.on_torch.borders import add_border
 from attn_core.context_parallel.on_torch.places import Places
 from attn_core.context_parallel.on_torch.rows import SavedRows, TileGradients, Total, tile_gradients
 from attn_core.context_parallel.on_torch.tiles import TileRun
+from attn_core.context_parallel.on_torch.two_streams import TwoStreams
 from attn_core.context_parallel.plan import ROUNDED_ONCE, Step
 from attn_core.context_parallel.prefetch import prefetch
 from torch_frontend.context_parallel import forward
@@ -103,7 +104,7 @@ def backward(
             own = sink_gradient(forward.own_heads(plan, sinks, group), saved.out, saved.lse, dout_rows, dlse_rows)
             forward.own_heads(plan, dsinks, group).copy_(own)
         compute = _gathered_gradients if plan.gathers else _ring_gradients
-        groups.append(compute(plan, saved, partial(_steps, saved, keys, dout_rows, dlse_rows)))
+        groups.append(compute(plan, saved, partial(_steps, plan, saved, keys, dout_rows, dlse_rows)))
         if plan.outer.size == 1:  # nothing is pending: start the exchange of heads before the next group computes
             shards.append(_start_shards(plan, groups.pop().wait(), saved.q.dtype))
         del keys, pending, dout_rows, dlse_rows
@@ -121,10 +122,14 @@ Steps = Callable[[Lend], Iterator[tuple[Step, tuple[TileRun, ...], list[TileGrad
 """Yields each step with its tiles' gradients, computed when the iterator reaches it."""
 
 
-def _steps(saved: Residuals, keys: Keys, dout: Tensor, dlse: Tensor | None, lend: Lend) -> Any:
-    rows = SavedRows(saved.q, saved.out, saved.lse, dout, dlse)
-    for step, tiles, (k, v) in keys.blocks():
-        gradients = [tile_gradients(tile, rows, k, v, () if at else lend(step, tile)) for at, tile in enumerate(tiles)]
+def _steps(plan: RankPlan, saved: Residuals, keys: Keys, dout: Tensor, dlse: Tensor | None, lend: Lend) -> Any:
+    rows, streams = SavedRows(saved.q, saved.out, saved.lse, dout, dlse), TwoStreams(saved.q.device, len(plan.steps))
+    for step, tiles, (k, v) in streams.blocks(keys.blocks()):
+        gradients = []
+        for at, tile in enumerate(tiles):
+            # A message follows the work of the current stream, so a step beside that writes into none.
+            totals = lend(step, tile) if not at and (step.own or not streams.beside) else ()
+            gradients.append(streams.results(tile_gradients, tile, rows, k, v, totals))
         del k, v  # free this block: the next two blocks will be in memory
         yield step, tiles, gradients
 

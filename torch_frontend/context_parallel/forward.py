@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -111,8 +111,8 @@ def own_heads(plan: RankPlan, vector: Tensor, group: int) -> Tensor:
 
 def _attend(plan: RankPlan, block: Sequence[Tensor], keys: Keys) -> tuple[Tensor, Tensor]:
     """Returns (out ``[batch, places, heads, value_dim]`` in the dtype of sums, lse ``[batch, heads, places]``)."""
-    dtypes = {"dtype": plan.q_dtype, "lse_dtype": plan.lse_dtype}
-    return rows.attend(keys.blocks(), block[0], block[2].shape[3], covered=plan.covered, **dtypes)
+    about: dict[str, Any] = {"count": len(plan.steps), "dtype": plan.q_dtype, "lse_dtype": plan.lse_dtype}
+    return rows.attend(keys.blocks(), block[0], block[2].shape[3], covered=plan.covered, **about)
 
 
 def _start_results(plan: RankPlan, out: Tensor, lse: Tensor | None) -> PendingExchange[list[Tensor]]:

@@ -1,0 +1,211 @@
+"""Tests two steps on two streams: which one waits for the other, and, on a GPU, equal bits if one of them is late."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+if not torch.distributed.is_available():
+    pytest.skip("torch was built without torch.distributed", allow_module_level=True)
+
+from attn_core import AttentionSpec, Target
+from attn_core.context_parallel.call import build_call
+from attn_core.context_parallel.on_torch import two_streams
+from attn_core.context_parallel.on_torch.two_streams import TwoStreams
+from torch_frontend.context_parallel import backward, forward
+from torch_frontend.context_parallel.exchange.messages import Outgoing
+from torch_frontend.context_parallel.mesh import SINGLE_RANK, RankAxis
+from torch_frontend.context_parallel.prepare import RankPlan, build_rank_plan
+
+GPU = torch.device("cuda", 0)
+
+
+class Stream:
+    """A stream that logs what waits in it."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log, self.cuda_stream = name, log, 7
+
+    def wait_event(self, event: Event) -> None:
+        self.log.append(f"{self.name} waits for {event.of}")
+
+
+class Event:
+    of = ""
+
+    def record(self, stream: Stream) -> None:
+        self.of = f"{stream.name} after {len(stream.log)}"
+
+
+class Array:
+    """A tensor that logs its use on another stream."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
+
+    def record_stream(self, stream: Stream) -> None:
+        self.log.append(f"{self.name} is used on {stream.name}")
+
+
+class Played:
+    """torch's streams, played: ``log`` has what happened, with the stream that was current."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.log: list[str] = []
+        self.first, self.second = Stream("first", self.log), Stream("second", self.log)
+        self.now = self.first
+        patch.setattr(torch.cuda, "current_stream", lambda device: self.now)
+        patch.setattr(torch.cuda, "set_stream", lambda stream: setattr(self, "now", stream))
+        patch.setattr(torch.cuda, "Event", Event)
+        patch.setattr(two_streams, "_second_stream", lambda device, current: self.second)
+        patch.setattr(two_streams, "with_current", lambda device: nullcontext())
+
+    def note(self, what: str) -> None:
+        self.log.append(f"{what} on {self.now.name}")
+
+    def blocks(self, count: int) -> Iterator[tuple[Any, ...]]:
+        for number in range(count):
+            self.note(f"keys {number}")
+            yield number, (), (Array(f"k{number}", self.log), Array(f"v{number}", self.log))
+
+    def launch(self, number: int) -> tuple[Array, ...]:
+        self.note(f"kernel {number}")
+        return (Array(f"out{number}", self.log),)
+
+
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch) -> Played:
+    return Played(monkeypatch)
+
+
+def test_the_second_step_waits_for_what_was_before_the_first_one(played: Played) -> None:
+    streams = TwoStreams(GPU, 2)
+    for number, _, _ in streams.blocks(played.blocks(2)):
+        streams.results(played.launch, number)
+        played.note(f"sum {number}")
+    assert played.log == [
+        *("keys 0 on first", "kernel 0 on first", "sum 0 on first"),
+        *("second waits for first after 0", "keys 1 on second"),
+        *("k1 is used on first", "v1 is used on first"),
+        *("kernel 1 on second", "first waits for second after 8", "out1 is used on first", "sum 1 on first"),
+        "first waits for second after 11",
+    ]
+
+
+@pytest.mark.parametrize(("device", "count"), [("cuda", 1), ("cuda", 3), ("cpu", 2)])
+def test_other_passes_have_one_stream(played: Played, device: str, count: int) -> None:
+    streams = TwoStreams(torch.device(device, 0), count)
+    for number, _, _ in streams.blocks(played.blocks(count)):
+        streams.results(played.launch, number)
+        assert not streams.beside
+    assert played.log == [f"{what} {number} on first" for number in range(count) for what in ("keys", "kernel")]
+
+
+def test_after_join_the_rest_runs_on_the_current_stream(played: Played) -> None:
+    streams = TwoStreams(GPU, 2)
+    for number, _, _ in streams.blocks(played.blocks(2)):
+        streams.join()
+        streams.results(played.launch, number)
+    assert played.log[-2:] == ["first waits for second after 6", "kernel 1 on first"]
+
+
+def test_an_error_leaves_the_current_stream(played: Played) -> None:
+    def fail(number: int) -> tuple[Array, ...]:
+        raise ValueError(f"step {number}")
+
+    streams = TwoStreams(GPU, 2)
+    with pytest.raises(ValueError, match="step 1"):
+        for number, _, _ in streams.blocks(played.blocks(2)):
+            streams.results(fail if number else played.launch, number)
+    assert played.now is played.first
+
+
+# On a GPU
+
+CASES = {
+    "ring": ("ring", "zigzag", None),
+    "gathered": ("all_gather", "zigzag", None),
+    "border": ("ring", "window:300", 300),
+    "one rank sees nothing of the other": ("ring", "contiguous", None),
+}
+
+
+def plan_of(name: str, rank: int) -> RankPlan:
+    strategy, layout, window = CASES[name]
+    sizes = {"batch": 1, "q_len": 2061, "kv_len": 2061, "num_heads": 8, "num_kv_heads": 2, "head_dim": 64}
+    spec = AttentionSpec(
+        **sizes,
+        **{"value_dim": 64, "dtype": "bfloat16", "causal": True, "deterministic": True, "needs_backward": True},
+        **({} if window is None else {"window": (window - 1, 0)}),  # type: ignore[arg-type]
+    )
+    call = build_call(spec, None, strategy, layout, (2,), 1, Target.here("torch", "cuda"))
+    return build_rank_plan(call, RankAxis("", 2, rank), SINGLE_RANK, GPU)
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A message arrives at its sender, so that one rank runs alone."""
+    monkeypatch.setattr(Outgoing, "hop", lambda outgoing, distance: outgoing.numbers.clone())
+    monkeypatch.setattr(Outgoing, "deal_to_others", lambda outgoing: outgoing.numbers.clone())
+    monkeypatch.setattr("torch_frontend.context_parallel.exchange.exchanges.receive", lambda sent: sent)
+
+
+def inputs_of(plan: RankPlan, seed: int) -> list[Any]:
+    """q, k, v and the gradient of the output."""
+    random, shard = torch.Generator("cuda").manual_seed(seed), plan.call.plan.q_layout.shard
+    return [torch.randn(1, shard, heads, 64, generator=random, device="cuda").bfloat16() for heads in (8, 2, 2, 8)]
+
+
+def results_of(plan: RankPlan, inputs: list[Any]) -> list[Any]:
+    """out, dq, dk and dv."""
+    *qkv, dout = inputs
+    (out,), residuals = forward.forward(plan, *qkv, None, with_lse=False, keep=True)
+    return [out, *backward.backward(plan, residuals, None, dout, None)[:3]]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("name", CASES)
+def test_two_streams_have_the_bits_of_one(alone: None, monkeypatch: pytest.MonkeyPatch, name: str, rank: int) -> None:
+    """Also if one of the streams is late, and memory that was freed is used again meanwhile."""
+    plan = plan_of(name, rank)
+    run, seeds = TwoStreams.run, range(3)
+    with monkeypatch.context() as patch:
+        patch.setattr(TwoStreams, "blocks", lambda streams, blocks: blocks)
+        right = [results_of(plan, inputs_of(plan, seed)) for seed in seeds]
+    for late in ("none", "first", "second"):
+
+        def delayed(streams: Any, launch: Any, *arguments: Any, late: str = late) -> Any:
+            def start() -> Any:
+                if late == "second" and streams.beside:
+                    torch.cuda._sleep(3_000_000)
+                return launch(*arguments)
+
+            if late == "first" and not streams.beside:
+                torch.cuda._sleep(3_000_000)
+            return run(streams, start)
+
+        monkeypatch.setattr(TwoStreams, "run", delayed)
+        found = [results_of(plan, inputs_of(plan, seed)) for seed in seeds]
+        torch.cuda.synchronize()
+        for one, other in zip(right, found, strict=True):
+            assert [torch.equal(*pair) for pair in zip(one, other, strict=True)] == [True] * 4, late
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", CASES)
+def test_a_graph_captures_both_streams(alone: None, name: str) -> None:
+    plan = plan_of(name, 1)
+    inputs = inputs_of(plan, 0)
+    for _ in range(2):
+        right = results_of(plan, inputs)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = results_of(plan, inputs)
+    for _ in range(3):
+        graph.replay()
+        assert [torch.equal(*pair) for pair in zip(right, found, strict=True)] == [True] * 4
