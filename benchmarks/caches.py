@@ -39,6 +39,8 @@ BOUNDS: dict[str, int | str] = {
     "attn_core.dropins.finetrainers:_sharing_blocks": "the blocks that are running",
     "attn_core.paged.step:_TICKETS": "the block tables that are alive",
     "jax_frontend.bridge.compiled_lane:_compile_seconds": 1000,
+    "jax_frontend.bridge.compiled_lane:_functions": 1000,
+    "jax_frontend.bridge.operator_lane:_kept": 1000,
     "jax_frontend.bridge.hot_callbacks:_places": "calls that JAX has traced, as in targets:_calls",
     "jax_frontend.bridge.targets:_callbacks": 1024,
     "jax_frontend.bridge.targets:_calls": "calls that JAX has traced, half a kilobyte each, as a program may run later",

@@ -17,9 +17,11 @@ from attn_core.context_parallel.call import build_call
 from attn_core.context_parallel.on_torch import two_streams
 from attn_core.context_parallel.on_torch.two_streams import TwoStreams
 from torch_frontend.context_parallel import backward, forward
+from torch_frontend.context_parallel.exchange import exchanges
 from torch_frontend.context_parallel.exchange.messages import Outgoing
 from torch_frontend.context_parallel.mesh import SINGLE_RANK, RankAxis
 from torch_frontend.context_parallel.prepare import RankPlan, build_rank_plan
+from torch_frontend.dispatch.plan import device_name
 
 GPU = torch.device("cuda", 0)
 
@@ -41,16 +43,6 @@ class Event:
         self.of = f"{stream.name} after {len(stream.log)}"
 
 
-class Array:
-    """A tensor that logs its use on another stream."""
-
-    def __init__(self, name: str, log: list[str]) -> None:
-        self.name, self.log = name, log
-
-    def record_stream(self, stream: Stream) -> None:
-        self.log.append(f"{self.name} is used on {stream.name}")
-
-
 class Played:
     """torch's streams, played: ``log`` has what happened, with the stream that was current."""
 
@@ -70,11 +62,11 @@ class Played:
     def blocks(self, count: int) -> Iterator[tuple[Any, ...]]:
         for number in range(count):
             self.note(f"keys {number}")
-            yield number, (), (Array(f"k{number}", self.log), Array(f"v{number}", self.log))
+            yield number, (), (f"k{number}", f"v{number}")
 
-    def launch(self, number: int) -> tuple[Array, ...]:
+    def launch(self, number: int) -> tuple[str, ...]:
         self.note(f"kernel {number}")
-        return (Array(f"out{number}", self.log),)
+        return (f"out{number}",)
 
 
 @pytest.fixture
@@ -89,11 +81,20 @@ def test_the_second_step_waits_for_what_was_before_the_first_one(played: Played)
         played.note(f"sum {number}")
     assert played.log == [
         *("keys 0 on first", "kernel 0 on first", "sum 0 on first"),
-        *("second waits for first after 0", "keys 1 on second"),
-        *("k1 is used on first", "v1 is used on first"),
-        *("kernel 1 on second", "first waits for second after 8", "out1 is used on first", "sum 1 on first"),
-        "first waits for second after 11",
+        *("second waits for first after 0", "keys 1 on second", "kernel 1 on second"),
+        *("first waits for second after 6", "sum 1 on first", "first waits for second after 8"),
     ]
+
+
+def test_a_second_tile_waits_until_the_results_of_the_first_one_were_used(played: Played) -> None:
+    """Its memory may be that of a result, which was freed when its use was queued."""
+    streams = TwoStreams(GPU, 2)
+    for number, _, _ in streams.blocks(played.blocks(2)):
+        for tile in range(2):
+            streams.results(played.launch, 10 * number + tile)
+            played.note(f"sum {10 * number + tile}")
+    between = played.log[played.log.index("kernel 10 on second") + 1 : played.log.index("kernel 11 on second")]
+    assert between == ["first waits for second after 8", "sum 10 on first", "second waits for first after 10"]
 
 
 @pytest.mark.parametrize(("device", "count"), [("cuda", 1), ("cuda", 3), ("cpu", 2)])
@@ -110,11 +111,11 @@ def test_after_join_the_rest_runs_on_the_current_stream(played: Played) -> None:
     for number, _, _ in streams.blocks(played.blocks(2)):
         streams.join()
         streams.results(played.launch, number)
-    assert played.log[-2:] == ["first waits for second after 6", "kernel 1 on first"]
+    assert played.log[-2:] == ["first waits for second after 4", "kernel 1 on first"]
 
 
 def test_an_error_leaves_the_current_stream(played: Played) -> None:
-    def fail(number: int) -> tuple[Array, ...]:
+    def fail(number: int) -> tuple[str, ...]:
         raise ValueError(f"step {number}")
 
     streams = TwoStreams(GPU, 2)
@@ -134,7 +135,11 @@ CASES = {
 }
 
 
-def plan_of(name: str, rank: int) -> RankPlan:
+DEVICES = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.cuda)]
+"""A CPU has one stream, so it tests the tests."""
+
+
+def plan_of(name: str, rank: int, device: str) -> RankPlan:
     strategy, layout, window = CASES[name]
     sizes = {"batch": 1, "q_len": 2061, "kv_len": 2061, "num_heads": 8, "num_kv_heads": 2, "head_dim": 64}
     spec = AttentionSpec(
@@ -142,22 +147,25 @@ def plan_of(name: str, rank: int) -> RankPlan:
         **{"value_dim": 64, "dtype": "bfloat16", "causal": True, "deterministic": True, "needs_backward": True},
         **({} if window is None else {"window": (window - 1, 0)}),  # type: ignore[arg-type]
     )
-    call = build_call(spec, None, strategy, layout, (2,), 1, Target.here("torch", "cuda"))
-    return build_rank_plan(call, RankAxis("", 2, rank), SINGLE_RANK, GPU)
+    target = Target.here("torch", device_name(torch.device(device)))
+    call = build_call(spec, None, strategy, layout, (2,), 1, target, None)
+    return build_rank_plan(
+        call, RankAxis("", 2, rank), SINGLE_RANK, torch.device(device, 0 if device == "cuda" else None)
+    )
 
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A message arrives at its sender, so that one rank runs alone."""
-    monkeypatch.setattr(Outgoing, "hop", lambda outgoing, distance: outgoing.numbers.clone())
-    monkeypatch.setattr(Outgoing, "deal_to_others", lambda outgoing: outgoing.numbers.clone())
-    monkeypatch.setattr("torch_frontend.context_parallel.exchange.exchanges.receive", lambda sent: sent)
+    for name in ("hop", "deal_to_others"):
+        monkeypatch.setattr(Outgoing, name, lambda outgoing, *_: outgoing.numbers.clone())
+    monkeypatch.setattr(exchanges, "receive", lambda sent: sent)
 
 
-def inputs_of(plan: RankPlan, seed: int) -> list[Any]:
+def inputs_of(plan: RankPlan, device: str, seed: int) -> list[Any]:
     """q, k, v and the gradient of the output."""
-    random, shard = torch.Generator("cuda").manual_seed(seed), plan.call.plan.q_layout.shard
-    return [torch.randn(1, shard, heads, 64, generator=random, device="cuda").bfloat16() for heads in (8, 2, 2, 8)]
+    random, shard = torch.Generator(device).manual_seed(seed), plan.call.plan.q_layout.shard
+    return [torch.randn(1, shard, heads, 64, generator=random, device=device).bfloat16() for heads in (8, 2, 2, 8)]
 
 
 def results_of(plan: RankPlan, inputs: list[Any]) -> list[Any]:
@@ -167,31 +175,32 @@ def results_of(plan: RankPlan, inputs: list[Any]) -> list[Any]:
     return [out, *backward.backward(plan, residuals, None, dout, None)[:3]]
 
 
-@pytest.mark.cuda
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("name", CASES)
-def test_two_streams_have_the_bits_of_one(alone: None, monkeypatch: pytest.MonkeyPatch, name: str, rank: int) -> None:
+def test_two_streams_have_the_bits_of_one(
+    alone: None, monkeypatch: pytest.MonkeyPatch, name: str, rank: int, device: str
+) -> None:
     """Also if one of the streams is late, and memory that was freed is used again meanwhile."""
-    plan = plan_of(name, rank)
+    plan = plan_of(name, rank, device)
     run, seeds = TwoStreams.run, range(3)
     with monkeypatch.context() as patch:
         patch.setattr(TwoStreams, "blocks", lambda streams, blocks: blocks)
-        right = [results_of(plan, inputs_of(plan, seed)) for seed in seeds]
+        right = [results_of(plan, inputs_of(plan, device, seed)) for seed in seeds]
     for late in ("none", "first", "second"):
 
         def delayed(streams: Any, launch: Any, *arguments: Any, late: str = late) -> Any:
             def start() -> Any:
                 if late == "second" and streams.beside:
-                    torch.cuda._sleep(3_000_000)
+                    torch.cuda._sleep(3_000_000)  # about 1.5 ms
                 return launch(*arguments)
 
-            if late == "first" and not streams.beside:
+            if late == "first" and not streams.beside and device == "cuda":
                 torch.cuda._sleep(3_000_000)
             return run(streams, start)
 
         monkeypatch.setattr(TwoStreams, "run", delayed)
-        found = [results_of(plan, inputs_of(plan, seed)) for seed in seeds]
-        torch.cuda.synchronize()
+        found = [results_of(plan, inputs_of(plan, device, seed)) for seed in seeds]
         for one, other in zip(right, found, strict=True):
             assert [torch.equal(*pair) for pair in zip(one, other, strict=True)] == [True] * 4, late
 
@@ -199,8 +208,8 @@ def test_two_streams_have_the_bits_of_one(alone: None, monkeypatch: pytest.Monke
 @pytest.mark.cuda
 @pytest.mark.parametrize("name", CASES)
 def test_a_graph_captures_both_streams(alone: None, name: str) -> None:
-    plan = plan_of(name, 1)
-    inputs = inputs_of(plan, 0)
+    plan = plan_of(name, 1, "cuda")
+    inputs = inputs_of(plan, "cuda", 0)
     for _ in range(2):
         right = results_of(plan, inputs)
     graph = torch.cuda.CUDAGraph()

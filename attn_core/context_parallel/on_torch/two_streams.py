@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
+from itertools import islice
 from typing import Any, TypeVar
 
 from attn_core.context_parallel.on_torch.current_gpu import with_current
 
-Tensor = Any
 Block = TypeVar("Block", bound=tuple[Any, ...])
 Tensors = TypeVar("Tensors", bound=tuple[Any, ...])
 
@@ -23,6 +23,9 @@ class TwoStreams:
     Passes of one step, or of more than two, run on the current stream alone: in a ring of three or more ranks, the next
     exchange would have to wait for a step's kernel. So do those on a CPU.
 
+    Later work of the second stream uses its memory again. So it first waits for what the current stream may still do
+    with such memory: at the beginning of a pass for all earlier work, and later for its own results.
+
     Args:
         device: a ``torch.device``.
         steps: the number of steps.
@@ -32,6 +35,8 @@ class TwoStreams:
         self._device, self._used = device, device.type == "cuda" and steps == 2
         self._beside = False
         """Whether the second step runs now, on the second stream."""
+        self._has_results = False
+        """Whether the current stream has results of this pass from the second one."""
 
     @property
     def beside(self) -> bool:
@@ -49,18 +54,13 @@ class TwoStreams:
         with with_current(self._device):
             current = torch.cuda.current_stream(self._device)
             self._current, self._second = current, _second_stream(self._device, current.cuda_stream)
-            self._joined = torch.cuda.Event()
-            begun = torch.cuda.Event()
-            begun.record(current)
+            self._joined, self._begun = torch.cuda.Event(), torch.cuda.Event()
+            self._begun.record(current)
         remaining = iter(blocks)
-        for first in remaining:
-            yield first
-            break
-        self._second.wait_event(begun)
+        yield from islice(remaining, 1)
+        self._second.wait_event(self._begun)
         self._beside = True
-        for step, tiles, keys in self.run(lambda: list(remaining)):
-            _use_on(self._current, keys)
-            yield step, tiles, keys  # type: ignore[misc]
+        yield from self.run(list, remaining)
         self.join()
 
     def run(self, launch: Callable[..., Any], *arguments: Any) -> Any:
@@ -78,27 +78,24 @@ class TwoStreams:
 
     def results(self, launch: Callable[..., Tensors], *arguments: Any) -> Tensors:
         """Returns ``launch(*arguments)``, tensors that it computes on the step's stream, for use on the current one."""
+        if self._has_results:
+            self._begun.record(self._current)
+            self._second.wait_event(self._begun)
         tensors: Tensors = self.run(launch, *arguments)
         if self._beside:
             self._wait()
-            _use_on(self._current, tensors)
+            self._has_results = True
         return tensors
 
     def join(self) -> None:
         """Lets the rest of the pass run on the current stream, after what the second one has."""
         if self._beside:
             self._wait()
-            self._beside = False
+            self._beside = self._has_results = False
 
     def _wait(self) -> None:
         self._joined.record(self._second)
         self._current.wait_event(self._joined)
-
-
-def _use_on(stream: Any, tensors: Sequence[Tensor]) -> None:
-    """Keeps memory of the second stream from being used again before a stream has used it."""
-    for tensor in tensors:
-        tensor.record_stream(stream)
 
 
 # One for each stream of calls, because a stream that a CUDA graph captures must not get work of other calls.
