@@ -78,4 +78,15 @@ def _registered() -> str | None:
         handler = getattr(library, f"attn_core_operator_{name}", None)  # a torch without CUDA has none for a GPU
         if handler is not None:
             jax.ffi.register_ffi_target(OPERATOR, jax.ffi.pycapsule(handler), platform=platform)
+    _number_devices(library)
     return None
+
+
+def _number_devices(library: ctypes.CDLL) -> None:
+    """Tells the library JAX's number of each GPU of this process, because texts name devices of all processes."""
+    try:
+        devices = jax.local_devices(backend="gpu")
+    except RuntimeError:  # there is none
+        return
+    for device in devices:
+        library.attn_core_set_device(ctypes.c_int64(device.local_hardware_id), ctypes.c_int64(device.id))

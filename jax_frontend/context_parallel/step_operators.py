@@ -14,7 +14,6 @@ from attn_core.backends.shared.programs.kernel_programs import OPERATOR, Unrecor
 from attn_core.context_parallel.on_torch import gradient_operators, operators
 from jax_frontend.bridge import compiled_lane
 from jax_frontend.bridge.bridged_call import BridgedStep
-from jax_frontend.bridge.bridged_run import parts_by_device
 from jax_frontend.context_parallel import tiles
 from jax_frontend.dispatch import local_call
 
@@ -22,14 +21,11 @@ log = logging.getLogger("attn_core.compiled_lane")
 
 
 def text_of(call: BridgedStep, operands: Sequence[Any]) -> str | None:
-    """Returns the operators of every device's part as one text, or None if this process cannot know or record them.
+    """Returns the operators of every device's part as one text, the same in every process, or None if it cannot.
 
     Args:
         operands: the types of the step's operands, without the part.
     """
-    if jax.process_count() > 1:  # processes must lower one program, and a text has one process's devices
-        return None
-    parts = parts_by_device(call.parts, jax.local_devices(backend="gpu"))
     about = tuple((tuple(each.shape), str(each.dtype)) for each in operands)
     how = operator_recorder.FAKE_DEVICE, call.overlaps_exchange
     try:
@@ -43,7 +39,7 @@ def text_of(call: BridgedStep, operands: Sequence[Any]) -> str | None:
     except Exception as error:  # an interface that changed upstream can raise anything, and branches still work
         log.warning("a step of (%s) runs in branches: %s: %s", call.spec, type(error).__name__, error)
         return None
-    return operators.by_device({device: texts[part] for device, part in parts.items()})
+    return operators.by_device({device: texts[part] for device, part in call.parts})
 
 
 def run(call: BridgedStep, text: str, results: Sequence[Any], operands: Sequence[Any]) -> list[Any]:

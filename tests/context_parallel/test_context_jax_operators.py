@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -224,10 +225,25 @@ def test_the_first_step_needs_no_merge(library: Path, packed_operators: None) ->
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
-def test_programs_of_several_processes_have_branches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_has_the_devices_of_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes must lower one program."""
     step_call = step_of("ring", "zigzag", 2, causal=True)
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    assert step_operators.text_of(BridgedStep(step_call, "sm90", False), []) is None
+    monkeypatch.setattr(compiled_lane, "register_launches", lambda: None)
+    monkeypatch.setattr(operators, "texts", lambda *_: ("one", "other"))
+    call = BridgedStep(step_call, "sm90", False, parts=((5, 0), (2048, 1), (2053, 0)))
+    assert step_operators.text_of(call, []) == "devices 5:0 2048:1 2053:0\none\n---\nother"
+
+
+def test_a_device_has_the_number_that_jax_gives_it(library: Path) -> None:
+    compiled, result = ctypes.CDLL(str(library)), jax.ShapeDtypeStruct((3,), np.float32)
+    text = operators.by_device({7: "2\naten::copy_ - t1 t0 b0 > -1 ~"})
+    call = jax.jit(lambda x: jax.ffi.ffi_call(OPERATOR, result)(x, operators=text))
+    number, numbers = ctypes.c_int64(0), [ctypes.c_int64(each) for each in (7, 0)]
+    compiled.attn_core_set_device(number, numbers[0])
+    try:
+        np.testing.assert_array_equal(call(np.ones(3, np.float32)), np.ones(3))
+    finally:
+        compiled.attn_core_set_device(number, numbers[1])
 
 
 def test_a_step_that_cannot_be_recorded_has_branches(
@@ -235,7 +251,6 @@ def test_a_step_that_cannot_be_recorded_has_branches(
 ) -> None:
     step_call = step_of("ring", "zigzag", 2, causal=True)
     call = BridgedStep(step_call, "sm90", False, parts=((0, 0), (1, 1)))
-    monkeypatch.setattr(jax, "local_devices", lambda **_: jax.devices("cpu")[:2])
 
     def changed(*_: Any) -> Any:
         raise TypeError("forward() got an unexpected keyword")

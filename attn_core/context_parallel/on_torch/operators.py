@@ -88,9 +88,10 @@ def offsets(step_call: StepCall) -> list[np.ndarray]:
 
 
 def by_device(texts: dict[int, str]) -> str:
-    """Returns one text of several for devices that run other operators, by the device's number in its process.
+    """Returns one text of several for devices that run other operators, by the number of each device in JAX.
 
-    Its first line is "devices" with ``device:program`` for each device; then come the programs, with "---" between.
+    It is the same in every process. Its first line is "devices" with ``device:program`` for each device; then come the
+    programs, with "---" between.
     """
     distinct = list(dict.fromkeys(texts.values()))
     places = " ".join(f"{device}:{distinct.index(text)}" for device, text in sorted(texts.items()))

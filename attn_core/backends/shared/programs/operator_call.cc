@@ -137,16 +137,25 @@ struct Programs {
   std::vector<Program> programs;
   std::unordered_map<int64_t, size_t> of_device;
 
-  const Program& of(int64_t ordinal) const {
+  const Program& of(int64_t device) const {
     if (of_device.empty()) return programs.at(0);
-    auto found = of_device.find(ordinal);
+    auto found = of_device.find(device);
     if (found == of_device.end())
-      throw std::runtime_error("device " + std::to_string(ordinal) +
+      throw std::runtime_error("device " + std::to_string(device) +
                                " is none of those that this program was compiled for; compile it for the devices that it "
                                "runs on");
     return programs.at(found->second);
   }
 };
+
+std::mutex devices_mutex;
+std::unordered_map<int64_t, int64_t> device_ids;  // JAX's numbers of this process's devices, by XLA's ordinals
+
+int64_t device_id(int64_t ordinal) {
+  std::lock_guard<std::mutex> lock(devices_mutex);
+  auto found = device_ids.find(ordinal);
+  return found == device_ids.end() ? ordinal : found->second;
+}
 
 std::vector<int64_t> numbers_of(const std::string& text) {
   std::vector<int64_t> numbers;
@@ -361,7 +370,7 @@ ffi::Error call(ffi::RemainingArgs args, ffi::RemainingRets rets, std::string_vi
       tensors.push_back(tensor_of(*buffer.value(), device));
     }
     auto programs = programs_of(operators);
-    run(programs->of(ordinal), std::move(tensors), device);
+    run(programs->of(device_id(ordinal)), std::move(tensors), device);
   } catch (const c10::Error& error) {
     return ffi::Error::Internal(error.what_without_backtrace());
   } catch (const std::exception& error) {
@@ -395,6 +404,12 @@ TORCH_LIBRARY_FRAGMENT(attn_core_kernels, library) {
   // Tensors without memory, on which operator_recorder.py records.
   library.impl("launch", c10::DispatchKey::Meta, TORCH_FN(launch_nothing));
   library.impl("pause", c10::DispatchKey::Meta, TORCH_FN(pause_nothing));
+}
+
+// Says which number a device of this process has in JAX, where devices of other processes have other numbers.
+extern "C" void attn_core_set_device(int64_t ordinal, int64_t id) {
+  std::lock_guard<std::mutex> lock(devices_mutex);
+  device_ids[ordinal] = id;
 }
 
 // Makes a function of TVM known by its name in XLA. The caller keeps the function alive.
