@@ -25,7 +25,7 @@ from attn_core.context_parallel.on_torch.gradient_operators import GradientStep
 from attn_core.context_parallel.on_torch.step import StepCall
 from attn_core.context_parallel.plan import Step
 from jax_frontend.bridge import compiled_lane
-from jax_frontend.bridge.bridged_call import BridgedStep, calls_of
+from jax_frontend.bridge.bridged_call import BridgedCall, BridgedStep, calls_of
 from jax_frontend.context_parallel import step_primitive, tiles
 from jax_frontend.context_parallel.mesh import RankAxes
 from jax_frontend.context_parallel.tiles import PartTiles, TileContext, WholeRows, switch_by_part
@@ -79,7 +79,8 @@ def gradients(
     """Runs ``tiles.gradients`` with the tiles of this device's part."""
     of_keys, so_far = "own" if step.own else "sent", () if dq is None else (dq,)
     step_call = StepCall(context.call, context.call.plan.steps.index(step), stacked=len(keys) == 1)
-    if partly_manual() or not _by_operators(context, axes, parts, step_call, backward=True):
+    direction = "backward with dlse" if saved.dlse is not None else "backward"
+    if partly_manual() or not _by_operators(context, axes, parts, step_call, direction):
         run = partial(tiles.gradients, context, of_keys)
         return switch_by_part(axes.part, parts, run, q, keys, saved, *so_far)  # type: ignore[no-any-return]
     form = GradientStep(step_call, of_keys, saved.dlse is not None, dq is not None)
@@ -112,24 +113,32 @@ def _runs_by_callback(call: ContextCall, device: str, step: Step) -> bool:
 
 
 def _by_operators(
-    context: TileContext, axes: RankAxes, parts: Sequence[PartTiles], step_call: StepCall, *, backward: bool = False
+    context: TileContext, axes: RankAxes, parts: Sequence[PartTiles], step_call: StepCall, direction: str = "forward"
 ) -> bool:
     """Returns whether a step runs as operators: to have no branch, or to give an exchange a head start."""
     if axes.outer is None or (len(set(parts)) == 1 and not context.overlaps_exchange):
         return False
-    return _runs_operators(step_call, context.device, backward)
+    return _runs_operators(step_call, context.device, direction)
 
 
 @lru_cache(maxsize=256)
-def _runs_operators(step_call: StepCall, device: str, backward: bool = False) -> bool:
-    """Returns whether XLA launches all kernels of a step."""
+def _runs_operators(step_call: StepCall, device: str, direction: str = "forward") -> bool:
+    """Returns whether XLA launches all kernels of a step.
+
+    Args:
+        direction: "forward", "backward", or "backward with dlse".
+    """
     kernels = {step_call.call.backend_of(tile) for of_part in step_call.step.tiles for tile in of_part}
     if operators.refusal(step_call, kind_of(device)) is not None:
         return False
-    calls = (each for spec, name in kernels for each in calls_of(name, spec, device))
-    # A backward may have the gradient of the log-sum-exp or not.
-    chosen = [each for each in calls if (each.direction == "backward") == backward]
-    return bool(chosen) and all(compiled_lane.lane_of(each).program is not None for each in chosen)
+    calls = [
+        each for spec, name in kernels for each in calls_of(name, spec, device) if _direction_of(each) == direction
+    ]
+    return bool(calls) and all(compiled_lane.lane_of(each).program is not None for each in calls)
+
+
+def _direction_of(call: BridgedCall) -> str:
+    return f"{call.direction} with dlse" if "dlse" in call.extras else call.direction
 
 
 @lru_cache(maxsize=256)
