@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +12,24 @@ import pytest
 
 pytest.importorskip("torch")
 pytest.importorskip("jax_tvm_ffi")
+import cpu_meshes
 import jax
 import jax.numpy as jnp
 import torch
-from test_context_jax_operators import PACKED, ROW, operands_of, seen_by, step_of
+from jax.interpreters import mlir
+from test_context_jax_operators import PACKED, ROW, attend_by_operators, operands_of, seen_by, step_of
 
 from attn_core import backends
+from attn_core.backends.shared.programs import operator_recorder
+from attn_core.backends.shared.programs.kernel_programs import OPERATOR
 from attn_core.backends.shared.programs.operator_program import Functions
 from attn_core.call.tensors import Gradients
 from attn_core.context_parallel.on_torch import gradient_operators, operators
 from attn_core.context_parallel.on_torch.gradient_operators import GradientStep
+from jax_frontend import shard_sequence
 from jax_frontend.bridge.bridged_call import BridgedStep
-from jax_frontend.context_parallel import step_operators, tiles
+from jax_frontend.context_parallel import step, step_operators, step_primitive, tiles
+from jax_frontend.context_parallel.attention import context_parallel_attention
 from jax_frontend.context_parallel.tiles import PartTiles, TileContext, WholeRows
 
 pytestmark = [pytest.mark.usefixtures("four_devices"), pytest.mark.slow]
@@ -106,6 +114,75 @@ def test_each_device_computes_the_gradients_of_its_part(library: Path, name: str
         for found, expected in zip(run(*given), right, strict=True):
             assert found.dtype == expected.dtype
             np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5)
+
+
+CALLS = {
+    "ring, two": ("ring", "zigzag", 2, {}),
+    "ring, four": ("ring", "zigzag", 4, {"return_lse": True}),
+    "all_gather, two": ("all_gather", "zigzag", 2, {}),
+    "all_gather, four": ("all_gather", "contiguous", 4, {}),
+    "borders": ("ring", "contiguous", 4, {"window": 5}),
+    "kept borders": ("ring", "window:9", 2, {"window": 9}),
+    "documents": ("ring", "documents", 2, {"seq_info": PACKED["seq_info"]}),
+}
+
+
+def forget_texts() -> None:
+    """Forgets what was recorded, and what JAX has traced."""
+    operators.texts.cache_clear()
+    gradient_operators.texts.cache_clear()
+    jax.clear_caches()
+
+
+@pytest.fixture
+def as_on_gpus(library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Lowers steps for CPUs as for GPUs whose kernels XLA launches: by operators."""
+
+    def forward(spec: Any, inputs: Any, into: Any = None) -> Any:
+        out, lse = attend_by_operators(spec, inputs)
+        return (out, lse) if into is None else (into[0].copy_(out), into[1].copy_(lse))
+
+    found = Functions(forward, gradients_by_operators, True)
+    monkeypatch.setattr(backends, "operator_functions", lambda module: found)
+    monkeypatch.setattr(step, "_runs_by_callback", lambda *_: False)
+    monkeypatch.setattr(step, "_runs_operators", lambda *_: True)
+    monkeypatch.setattr(step_primitive, "runs_on", lambda *_: True)
+    monkeypatch.setattr(operator_recorder, "FAKE_DEVICE", "cpu")
+    forget_texts()
+    mlir.register_lowering(step_primitive.step_p, step_primitive._lower_for_gpu, platform="cpu")
+    yield
+    mlir.register_lowering(step_primitive.step_p, step_primitive._lower_for_cpu, platform="cpu")
+    forget_texts()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_over_devices_by_operators_has_the_results_of_branches(
+    name: str, request: pytest.FixtureRequest
+) -> None:
+    strategy, layout, ranks, more = CALLS[name]
+    mesh, draw = cpu_meshes.mesh((ranks,), ("cp",)), np.random.default_rng(3)
+    where = {"mesh": mesh, "strategy": strategy, "layout": layout, "causal": True, "backend": "math", **more}
+    info = more.get("seq_info")
+    q, k, v, dout = (
+        shard_sequence(
+            jnp.asarray(draw.standard_normal((1, ROW, heads, 8)), jnp.float32), mesh, layout=layout, seq_info=info
+        )
+        for heads in (4, 2, 2, 4)
+    )
+
+    def call(q: Any, k: Any, v: Any, dout: Any) -> Any:
+        results, gradients = jax.vjp(partial(context_parallel_attention, **where), q, k, v)
+        if not isinstance(results, tuple):
+            return results, *gradients(dout)
+        return *results, *gradients((dout, results[1] / 7))
+
+    expected = jax.jit(lambda *arrays: call(*arrays))(q, k, v, dout)
+    request.getfixturevalue("as_on_gpus")
+    program = jax.jit(lambda *arrays: call(*arrays)).lower(q, k, v, dout)
+    text = program.as_text()
+    assert OPERATOR in text and "stablehlo.case" not in text
+    for found, right in zip(program.compile()(q, k, v, dout), expected, strict=True):
+        np.testing.assert_allclose(found, right, rtol=2e-5, atol=2e-5)
 
 
 def test_a_text_begins_with_a_pause_if_an_exchange_was_started(library: Path) -> None:
