@@ -19,8 +19,8 @@ class Backend(Protocol):
     FORWARD, BACKWARD: its claims; BACKWARD is None if there is no gradient.
 
     Optional: with ``WRITES_INTO = True`` forward and backward take a last argument ``into``, buffers for their results:
-    (out, lse) or Gradients, None for a result without a buffer. The returned tensors are the results; the caller copies
-    a result that is not the buffer itself, as with ``WRITES_GRADIENTS = False`` those of backward never are. The
+    (out, lse) or Gradients, with None for a result without a buffer. The returned tensors are the results; the caller
+    copies a result that is not the buffer itself. ``WRITES_GRADIENTS = False`` says that backward's never are. The
     buffers are contiguous; with ``WRITES_STRIDED = True`` only their channels need be dense, in a call on pages.
     ``build()`` (see Support's Build), ``warm_up(spec)``, ``shortcut(spec)``, ``paged_shortcut(spec)``,
     ``FORWARD_MODE`` with ``jvp`` and ``backward_jvp``, ``ROW_MAXIMUM`` with ``row_maximum``,

@@ -235,12 +235,15 @@ def _register(step: Any, platform: str) -> None:
 
 
 def register_launches() -> None:
-    """Lets operators of torch launch every registered kernel, too; see ``shared.programs.launched_kernels``.
+    """Lets texts of operators launch every registered kernel; see ``shared.programs.launched_kernels``.
+
+    Call it while JAX lowers a program.
 
     Raises:
         Unrecordable: if the library with that operator cannot be used.
     """
     operator_lane.register()
+    operator_lane.number_devices()
     with _registering:
         operator_lane.keep_kernels(_functions)
 

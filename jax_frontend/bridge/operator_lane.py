@@ -49,7 +49,7 @@ _kept: set[str] = set()
 
 
 def keep_kernels(functions: dict[str, Any]) -> None:
-    """Makes functions of TVM known to the registered library, by their names; the caller keeps them alive."""
+    """Makes functions of TVM known to the registered library, by their names. The caller keeps the functions."""
     new = {name: function for name, function in functions.items() if name not in _kept}
     if not new:
         return
@@ -78,15 +78,18 @@ def _registered() -> str | None:
         handler = getattr(library, f"attn_core_operator_{name}", None)  # a torch without CUDA has none for a GPU
         if handler is not None:
             jax.ffi.register_ffi_target(OPERATOR, jax.ffi.pycapsule(handler), platform=platform)
-    _number_devices(library)
     return None
 
 
-def _number_devices(library: ctypes.CDLL) -> None:
-    """Tells the library JAX's number of each GPU of this process, because texts name devices of all processes."""
+def number_devices() -> None:
+    """Tells the registered library JAX's number of each GPU of this process: texts name devices of all processes.
+
+    Call it while JAX lowers a program: before, the processes of a program may not know each other yet.
+    """
     try:
         devices = jax.local_devices(backend="gpu")
     except RuntimeError:  # there is none
         return
+    library = ctypes.CDLL(str(library_path()))
     for device in devices:
         library.attn_core_set_device(ctypes.c_int64(device.local_hardware_id), ctypes.c_int64(device.id))

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from attn_core.backends import kind_of
+from attn_core.backends.shared.programs import operator_library
 from attn_core.context_parallel.call import ContextCall
 from attn_core.context_parallel.on_torch import operators
 from attn_core.context_parallel.on_torch.gradient_operators import GradientStep
@@ -118,7 +119,8 @@ def _by_operators(
     """Returns whether a step runs as operators: to have no branch, or to give an exchange a head start."""
     if axes.outer is None or (len(set(parts)) == 1 and not context.overlaps_exchange):
         return False
-    return _runs_operators(step_call, context.device, direction)
+    # Not in the cache below, because the library may be compiled later.
+    return operator_library.missing() is None and _runs_operators(step_call, context.device, direction)
 
 
 @lru_cache(maxsize=256)

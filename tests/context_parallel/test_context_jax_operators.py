@@ -265,7 +265,6 @@ def test_steps_of_operators_are_one_call(monkeypatch: pytest.MonkeyPatch) -> Non
     """If the lane has a program, the step of a GPU is the primitive that knows its device's part."""
     step_call = step_of("ring", "zigzag", 2, causal=True)
     monkeypatch.setattr(jax_step.compiled_lane, "lane_of", lambda call: compiled_lane.Lane("a program"))
-    monkeypatch.setattr(operators.operator_library, "missing", lambda: None)
     jax_step._runs_operators.cache_clear()
     assert jax_step._runs_operators(step_call, "sm90")
     monkeypatch.setattr(backends, "operator_functions", lambda module: None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -59,10 +60,10 @@ class Played:
     def note(self, what: str) -> None:
         self.log.append(f"{what} on {self.now.name}")
 
-    def blocks(self, count: int) -> Iterator[tuple[Any, ...]]:
+    def blocks(self, count: int, tiles: Any = ("tile",)) -> Iterator[tuple[Any, ...]]:
         for number in range(count):
             self.note(f"keys {number}")
-            yield number, (), (f"k{number}", f"v{number}")
+            yield number, tiles, (f"k{number}", f"v{number}")
 
     def launch(self, number: int) -> tuple[str, ...]:
         self.note(f"kernel {number}")
@@ -102,7 +103,7 @@ def test_other_passes_have_one_stream(played: Played, device: str, count: int) -
     streams = TwoStreams(torch.device(device, 0), count)
     for number, _, _ in streams.blocks(played.blocks(count)):
         streams.results(played.launch, number)
-        assert not streams.beside
+        assert not streams.on_second
     assert played.log == [f"{what} {number} on first" for number in range(count) for what in ("keys", "kernel")]
 
 
@@ -114,6 +115,35 @@ def test_after_join_the_rest_runs_on_the_current_stream(played: Played) -> None:
     assert played.log[-2:] == ["first waits for second after 4", "kernel 1 on first"]
 
 
+def test_a_second_step_without_tiles_is_joined_before_it_is_yielded(played: Played) -> None:
+    """What was received is free for the current stream then, which must not write there before it has arrived."""
+    streams = TwoStreams(GPU, 2)
+    for number, _, _ in streams.blocks(played.blocks(2, tiles=())):
+        played.note(f"sum {number}")
+    assert played.log[-2:] == ["first waits for second after 4", "sum 1 on first"]
+
+
+def test_keys_of_the_second_step_are_freed_when_they_were_used(played: Played) -> None:
+    class Keys: ...
+
+    def blocks() -> Iterator[tuple[Any, ...]]:
+        yield 0, (), ()
+        yield 1, ("tile",), (Keys(),)
+
+    for number, _, keys in TwoStreams(GPU, 2).blocks(blocks()):
+        freed = weakref.ref(*keys) if number else None
+        del keys
+        assert freed is None or freed() is None
+
+
+def test_a_driver_that_makes_no_stream_leaves_one(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(two_streams, "_second_stream", lambda device, current: None)
+    streams = TwoStreams(GPU, 2)
+    for number, _, _ in streams.blocks(played.blocks(2)):
+        streams.results(played.launch, number)
+    assert played.log == [f"{what} {number} on first" for number in range(2) for what in ("keys", "kernel")]
+
+
 def test_an_error_leaves_the_current_stream(played: Played) -> None:
     def fail(number: int) -> tuple[str, ...]:
         raise ValueError(f"step {number}")
@@ -123,6 +153,7 @@ def test_an_error_leaves_the_current_stream(played: Played) -> None:
         for number, _, _ in streams.blocks(played.blocks(2)):
             streams.results(fail if number else played.launch, number)
     assert played.now is played.first
+    assert played.log[-1].startswith("first waits for second")  # a caller may catch it and try again
 
 
 # On a GPU
@@ -183,7 +214,7 @@ def test_two_streams_have_the_bits_of_one(
 ) -> None:
     """Also if one of the streams is late, and memory that was freed is used again meanwhile."""
     plan = plan_of(name, rank, device)
-    run, seeds = TwoStreams.run, range(3)
+    results, seeds = TwoStreams.results, range(3)
     with monkeypatch.context() as patch:
         patch.setattr(TwoStreams, "blocks", lambda streams, blocks: blocks)
         right = [results_of(plan, inputs_of(plan, device, seed)) for seed in seeds]
@@ -191,15 +222,15 @@ def test_two_streams_have_the_bits_of_one(
 
         def delayed(streams: Any, launch: Any, *arguments: Any, late: str = late) -> Any:
             def start() -> Any:
-                if late == "second" and streams.beside:
+                if late == "second" and streams.on_second:
                     torch.cuda._sleep(3_000_000)  # about 1.5 ms
                 return launch(*arguments)
 
-            if late == "first" and not streams.beside and device == "cuda":
+            if late == "first" and not streams.on_second and device == "cuda":
                 torch.cuda._sleep(3_000_000)
-            return run(streams, start)
+            return results(streams, start)
 
-        monkeypatch.setattr(TwoStreams, "run", delayed)
+        monkeypatch.setattr(TwoStreams, "results", delayed)
         found = [results_of(plan, inputs_of(plan, device, seed)) for seed in seeds]
         for one, other in zip(right, found, strict=True):
             assert [torch.equal(*pair) for pair in zip(one, other, strict=True)] == [True] * 4, late

@@ -127,8 +127,8 @@ def _steps(plan: RankPlan, saved: Residuals, keys: Keys, dout: Tensor, dlse: Ten
     for step, tiles, (k, v) in streams.blocks(keys.blocks()):
         gradients = []
         for at, tile in enumerate(tiles):
-            # A message follows the work of the current stream, so a step beside that writes into none.
-            totals = lend(step, tile) if not at and (step.own or not streams.beside) else ()
+            # A message follows the work of the current stream, so a step on the second one writes into none.
+            totals = lend(step, tile) if not at and (step.own or not streams.on_second) else ()
             gradients.append(streams.results(tile_gradients, tile, rows, k, v, totals))
         del k, v  # free this block: the next two blocks will be in memory
         yield step, tiles, gradients
@@ -172,15 +172,15 @@ def _ring_gradients(plan: RankPlan, saved: Residuals, steps: Steps) -> GroupGrad
     shifts = [*(step.shift for step, _ in plan.steps if step.moves), plan.outer.size]
     pending: PendingExchange[KVPair] | None = None
     of_borders: list[tuple[Border, PendingExchange[KVPair]]] = []
-    started: list[_Sums] = []
+    reserved: list[_Sums] = []
 
     def lend(step: Step, tile: TileRun) -> Sequence[Total | None]:
         if step.own:
             return dq, *own
-        if (step.border is None and pending is not None) or not _may_start_early(plan, step, tile):
+        if (step.border is None and pending is not None) or not _may_reserve_early(plan, step, tile):
             return ()
-        started.append(_start_sums(plan, saved, step))
-        return None, *started[0].totals  # dq is left to the own step, whose kernel writes more of it
+        reserved.append(_reserve_sums(plan, saved, step))
+        return None, *reserved[0].totals  # dq is left to the own step, whose kernel writes more of it
 
     for step, tiles, gradients in steps(lend):
         if step.own:
@@ -191,7 +191,7 @@ def _ring_gradients(plan: RankPlan, saved: Residuals, steps: Steps) -> GroupGrad
             pair = pending.wait()
             sums = [Total.in_place(each) for each in pair]
         else:
-            pair, sums = started.pop() if started else _start_sums(plan, saved, step)
+            pair, sums = reserved.pop() if reserved else _reserve_sums(plan, saved, step)
         queries = _add_key_gradients(tiles, gradients, sums)
         for total in sums:
             total.tensor()  # zeros if this rank has no tile
@@ -216,7 +216,7 @@ class _Sums(NamedTuple):
     totals: list[Total]
 
 
-def _start_sums(plan: RankPlan, saved: Residuals, step: Step) -> _Sums:
+def _reserve_sums(plan: RankPlan, saved: Residuals, step: Step) -> _Sums:
     """Returns empty sums for the keys that travel for a step."""
     places = _places(plan, step)
     shapes = [(block.shape[0], places, *block.shape[2:]) for block in (saved.k, saved.v)]
@@ -229,7 +229,7 @@ def _places(plan: RankPlan, step: Step) -> int:
     return plan.k_size if step.border is None else borders.size(step.border)
 
 
-def _may_start_early(plan: RankPlan, step: Step, tile: TileRun) -> bool:
+def _may_reserve_early(plan: RankPlan, step: Step, tile: TileRun) -> bool:
     """Returns whether the sums of a step may be there before the gradients of its first tile, so that its kernel writes
     into them.
 

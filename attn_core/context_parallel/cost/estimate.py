@@ -187,6 +187,7 @@ def _received_blocks(plan: ContextPlan) -> int:
 
 
 def _gather_link(plan: ContextPlan) -> str:
+    """Returns by which of LINKS keys are gathered. Two parts swap theirs by a hop, as in a ring."""
     return "ring" if plan.outer == 2 else "all_gather"
 
 

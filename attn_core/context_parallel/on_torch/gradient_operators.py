@@ -88,9 +88,9 @@ def _text(
             if overlaps_exchange and part_step.tiles:
                 operators.pause(q)
             of_queries = Total.in_place(dq) if gradient_step.with_dq else Total(dq, dq.shape[1], dq.dtype, dq)
-            of_keys = [Total(each, each.shape[1], each.dtype, each) for each in (dk, dv)]
+            key_totals = [Total(each, each.shape[1], each.dtype, each) for each in (dk, dv)]
             _add_gradients(
-                part_step, SavedRows(q, out, lse, dout, dlse), _in_rows(step_call, keys), (of_queries, *of_keys)
+                part_step, SavedRows(q, out, lse, dout, dlse), _in_rows(step_call, keys), (of_queries, *key_totals)
             )
 
         tensors = [*given, *every, dq, dk, dv]

@@ -1,4 +1,4 @@
-"""A step's tiles as operators of torch that XLA runs without Python, one text for each part.
+"""A step's tiles as operators of torch that XLA runs without Python, one text (``operator_recorder``) for each part.
 
 Kernels that are no operators of torch are launched by one of ours (``launched_kernels``). Each part's text runs the
 part's own tiles. That of a forward writes their results into two buffers: out ``[batch, rows, heads, value_dim]`` in
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from attn_core import backends
-from attn_core.backends.shared.programs import launched_kernels, operator_library, operator_recorder
+from attn_core.backends.shared.programs import launched_kernels, operator_recorder
 from attn_core.backends.shared.programs.operator_program import Functions
 from attn_core.context_parallel.on_torch.head_start import HEAD_START
 from attn_core.context_parallel.on_torch.step import PartStep, StepCall, prepare_part
@@ -41,7 +41,7 @@ def refusal(step_call: StepCall, kind: str) -> str | None:
             _, name = step_call.call.backend_of(tile)
             if functions_of(name, kind) is None:
                 return f"{name}: XLA launches none of its kernels"
-    return operator_library.missing()
+    return None
 
 
 def functions_of(name: str, kind: str) -> Functions | None:

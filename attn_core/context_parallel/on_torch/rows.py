@@ -55,7 +55,7 @@ def attend(
     out = lse = None
     streams = TwoStreams(q.device, count)
     for _, tiles, (k, v) in streams.blocks(steps):
-        if out is None:  # there is nothing beside which the step could run
+        if out is None:  # also in a second step, if the first one had no tile: nothing overlaps it
             streams.join()
         for tile in tiles:
             if out is None and not tile.rows.is_whole(rows):
@@ -105,11 +105,12 @@ def tile_gradients(
 
 
 def _lent(tile: TileRun, totals: Sequence[Total | None]) -> list[Tensor | None]:
-    """Returns memory of totals for a tile's dq, dk and dv, None where the kernel cannot write or it saves no copy."""
+    """Returns memory of totals for a tile's dq, dk and dv. None stands for a gradient without such memory: the kernel
+    could not write there, or writing there would save no copy."""
     of_tile = zip(totals or (None,) * 3, (tile.rows, tile.key_sums, tile.key_sums), strict=True)
     return [
         total.lend(places)
-        if total is not None and total.would_copy(places) and tile.can_write(places, total.dtype)
+        if total is not None and total.copies_next(places) and tile.can_write(places, total.dtype)
         else None
         for total, places in of_tile
     ]
@@ -133,8 +134,8 @@ class Total:
         """Whether nothing was added, so that the memory of the sum may be lent."""
         return self._sum is None and self._lent is None
 
-    def would_copy(self, places: Places) -> bool:
-        """Returns whether a gradient that ``add`` gets next is the first one and is copied, and not taken over."""
+    def copies_next(self, places: Places) -> bool:
+        """Returns whether ``add`` would copy the next gradient into memory of its own: a first one, not taken over."""
         return self.is_empty and not (self._buffer is None and places.is_whole(self.shape[1]))
 
     def lend(self, places: Places) -> Tensor:

@@ -1,7 +1,8 @@
-"""TwoStreams: runs the second of two steps beside the first one, on a stream of its own."""
+"""TwoStreams: runs the second of two steps on a stream of its own, so that it overlaps the first one."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from itertools import islice
@@ -11,6 +12,8 @@ from attn_core.context_parallel.on_torch.current_gpu import with_current
 
 Block = TypeVar("Block", bound=tuple[Any, ...])
 Tensors = TypeVar("Tensors", bound=tuple[Any, ...])
+NON_BLOCKING = 1
+"""CU_STREAM_NON_BLOCKING: other streams would wait for torch's default one, and it for them."""
 
 
 class TwoStreams:
@@ -18,13 +21,15 @@ class TwoStreams:
 
     A step has small kernels before and after a large one, and the last blocks of a large one leave most of the GPU
     idle. On one stream the other step would wait for them. The first step runs on the current stream. The second one
-    runs on another stream, which waits for the keys, and its results are used on the current stream.
+    runs on a stream of its own, which waits for the keys, and its results are used on the current stream. Launch the
+    kernels of both by ``results``. Before anything else of the second step runs on the current stream, call ``join``.
 
     Passes of one step, or of more than two, run on the current stream alone: in a ring of three or more ranks, the next
     exchange would have to wait for a step's kernel. So do those on a CPU.
 
-    Later work of the second stream uses its memory again. So it first waits for what the current stream may still do
-    with such memory: at the beginning of a pass for all earlier work, and later for its own results.
+    Later work of the second stream uses its memory again, and nothing else has that stream. So it first waits for what
+    the current stream may still do with such memory: at the beginning of a pass for all earlier work, and later for
+    its own results.
 
     Args:
         device: a ``torch.device``.
@@ -32,76 +37,95 @@ class TwoStreams:
     """
 
     def __init__(self, device: Any, steps: int) -> None:
-        self._device, self._used = device, device.type == "cuda" and steps == 2
-        self._beside = False
-        """Whether the second step runs now, on the second stream."""
-        self._has_results = False
-        """Whether the current stream has results of this pass from the second one."""
+        self._device, self._may_overlap = device, device.type == "cuda" and steps == 2
+        self._on_second = self._has_results = False
 
     @property
-    def beside(self) -> bool:
-        """Whether a step runs beside the current stream, which then has no keys yet."""
-        return self._beside
+    def on_second(self) -> bool:
+        """Whether the second step runs now, on its own stream. The current stream then has not waited for the keys."""
+        return self._on_second
 
     def blocks(self, blocks: Iterable[Block]) -> Iterator[Block]:
-        """Yields what ``blocks`` yields: ``(step, tiles, (k, v))`` of each step. Waits for the second one's keys on the
-        second stream."""
-        if not self._used:
+        """Yields what ``blocks`` yields: ``(step, tiles, (k, v))`` of each step. The second stream waits for the second
+        one's keys, the current one if the step has no tiles."""
+        if not self._may_overlap:
             yield from blocks
             return
         import torch
 
         with with_current(self._device):
-            current = torch.cuda.current_stream(self._device)
-            self._current, self._second = current, _second_stream(self._device, current.cuda_stream)
-            self._joined, self._begun = torch.cuda.Event(), torch.cuda.Event()
-            self._begun.record(current)
+            self._current = torch.cuda.current_stream(self._device)
+            self._ready, self._done = torch.cuda.Event(), torch.cuda.Event()
+            self._ready.record(self._current)
+            self._second = _second_stream(self._device, self._current.cuda_stream)
+        if self._second is None:
+            yield from blocks
+            return
         remaining = iter(blocks)
         yield from islice(remaining, 1)
-        self._second.wait_event(self._begun)
-        self._beside = True
-        yield from self.run(list, remaining)
-        self.join()
+        self._second.wait_event(self._ready)
+        self._on_second = True
+        try:
+            # No name for a block, so that its keys are freed when the caller has dropped them.
+            yield from map(self._joined_without_tiles, iter(lambda: self._run(next, remaining, None), None))
+        finally:
+            self.join()
 
-    def run(self, launch: Callable[..., Any], *arguments: Any) -> Any:
-        """Returns ``launch(*arguments)``, which is called on the step's stream."""
-        if not self._beside:
+    def results(self, launch: Callable[..., Tensors], *arguments: Any) -> Tensors:
+        """Returns ``launch(*arguments)``, tensors that it computes on the step's stream, for use on the current one."""
+        if not self._on_second:
             return launch(*arguments)
+        if self._has_results:
+            self._ready.record(self._current)
+            self._second.wait_event(self._ready)
+        try:
+            return self._run(launch, *arguments)  # type: ignore[no-any-return]
+        finally:  # also after an error: a caller may try again
+            self._wait()
+            self._has_results = True
+
+    def join(self) -> None:
+        """Lets the rest of the pass run on the current stream, after everything that the second one has."""
+        if self._on_second:
+            self._wait()
+            self._on_second = self._has_results = False
+
+    def _joined_without_tiles(self, block: Block) -> Block:
+        """Joins before a step that has no kernels: what follows it runs on the current stream."""
+        if not block[1]:
+            self.join()
+        return block
+
+    def _run(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        """Returns ``call(*arguments)``, with the second stream as the current one."""
         import torch
 
         with with_current(self._device):  # set_stream would change it for good
             torch.cuda.set_stream(self._second)
             try:
-                return launch(*arguments)
+                return call(*arguments)
             finally:
                 torch.cuda.set_stream(self._current)
 
-    def results(self, launch: Callable[..., Tensors], *arguments: Any) -> Tensors:
-        """Returns ``launch(*arguments)``, tensors that it computes on the step's stream, for use on the current one."""
-        if self._has_results:
-            self._begun.record(self._current)
-            self._second.wait_event(self._begun)
-        tensors: Tensors = self.run(launch, *arguments)
-        if self._beside:
-            self._wait()
-            self._has_results = True
-        return tensors
-
-    def join(self) -> None:
-        """Lets the rest of the pass run on the current stream, after what the second one has."""
-        if self._beside:
-            self._wait()
-            self._beside = self._has_results = False
-
     def _wait(self) -> None:
-        self._joined.record(self._second)
-        self._current.wait_event(self._joined)
+        self._done.record(self._second)
+        self._current.wait_event(self._done)
 
 
 # One for each stream of calls, because a stream that a CUDA graph captures must not get work of other calls.
 @lru_cache(maxsize=64)
 def _second_stream(device: Any, current: int) -> Any:
-    """Returns the second stream of a stream, which is named by its handle."""
+    """Returns the second stream of a stream, which is named by its handle; None if CUDA's driver makes none.
+
+    Its GPU must be the current one, also of the driver, as it is after an event was recorded there. torch's own streams
+    come from a pool of 32, so others would have this stream, too, and its memory.
+    """
     import torch
 
-    return torch.cuda.Stream(device)
+    try:
+        handle = ctypes.c_void_p()
+        if ctypes.CDLL("libcuda.so.1").cuStreamCreate(ctypes.byref(handle), NON_BLOCKING):
+            return None
+        return torch.cuda.ExternalStream(handle.value, device)
+    except OSError:  # a GPU of another maker
+        return None
