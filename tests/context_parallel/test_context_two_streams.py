@@ -107,6 +107,16 @@ def test_other_passes_have_one_stream(played: Played, device: str, count: int) -
     assert played.log == [f"{what} {number} on first" for number in range(count) for what in ("keys", "kernel")]
 
 
+@pytest.mark.parametrize("captures", [False, True])
+def test_a_pass_that_waits_for_the_host_has_two_streams_only_in_a_graph(
+    played: Played, monkeypatch: pytest.MonkeyPatch, captures: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captures)
+    for _ in TwoStreams(GPU, 2, waits_for_host=True).blocks(played.blocks(2)):
+        pass
+    assert ("keys 1 on second" in played.log) == captures
+
+
 def test_after_join_the_rest_runs_on_the_current_stream(played: Played) -> None:
     streams = TwoStreams(GPU, 2)
     for number, _, _ in streams.blocks(played.blocks(2)):

@@ -123,7 +123,8 @@ Steps = Callable[[Lend], Iterator[tuple[Step, tuple[TileRun, ...], list[TileGrad
 
 
 def _steps(plan: RankPlan, saved: Residuals, keys: Keys, dout: Tensor, dlse: Tensor | None, lend: Lend) -> Any:
-    rows, streams = SavedRows(saved.q, saved.out, saved.lse, dout, dlse), TwoStreams(saved.q.device, len(plan.steps))
+    rows = SavedRows(saved.q, saved.out, saved.lse, dout, dlse)
+    streams = TwoStreams(saved.q.device, len(plan.steps), waits_for_host=plan.waits_for_host[1])
     for step, tiles, (k, v) in streams.blocks(keys.blocks()):
         gradients = []
         for at, tile in enumerate(tiles):
@@ -230,8 +231,7 @@ def _places(plan: RankPlan, step: Step) -> int:
 
 
 def _may_reserve_early(plan: RankPlan, step: Step, tile: TileRun) -> bool:
-    """Returns whether the sums of a step may be there before the gradients of its first tile, so that its kernel writes
-    into them.
+    """Returns whether a step's sums may be there before its first tile's gradients, so that the kernel writes there.
 
     The kernel needs memory of its own, so the message must not be much larger than the gradients that it replaces:
     borders are small, and a block is started early if the tile has all of it.

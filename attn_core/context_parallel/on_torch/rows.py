@@ -36,6 +36,7 @@ def attend(
     value_dim: int,
     *,
     count: int = 1,
+    waits_for_host: bool = False,
     covered: bool,
     dtype: Any,
     lse_dtype: Any,
@@ -44,7 +45,7 @@ def attend(
 
     Args:
         steps: each step, its tiles and its (k, v); a block of keys is freed before the next one is asked for.
-        count: the number of steps.
+        count: the number of steps. waits_for_host: see ``TwoStreams``.
         covered: whether the tiles write every row, so that the output needs no zeros.
         dtype: of out, in which results are merged; lse_dtype: that of lse.
     """
@@ -53,7 +54,7 @@ def attend(
     batch, rows, heads = q.shape[:3]
     shape = (batch, rows, heads, value_dim)
     out = lse = None
-    streams = TwoStreams(q.device, count)
+    streams = TwoStreams(q.device, count, waits_for_host=waits_for_host)
     for _, tiles, (k, v) in streams.blocks(steps):
         if out is None:  # also in a second step, if the first one had no tile: nothing overlaps it
             streams.join()

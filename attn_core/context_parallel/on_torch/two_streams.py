@@ -25,7 +25,8 @@ class TwoStreams:
     kernels of both by ``results``. Before anything else of the second step runs on the current stream, call ``join``.
 
     Passes of one step, or of more than two, run on the current stream alone: in a ring of three or more ranks, the next
-    exchange would have to wait for a step's kernel. So do those on a CPU.
+    exchange would have to wait for a step's kernel. So do those on a CPU, and those that wait for the host, unless a
+    CUDA graph captures them: the second stream costs the host time.
 
     Later work of the second stream uses its memory again, and nothing else has that stream. So it first waits for what
     the current stream may still do with such memory: at the beginning of a pass for all earlier work, and later for
@@ -34,10 +35,12 @@ class TwoStreams:
     Args:
         device: a ``torch.device``.
         steps: the number of steps.
+        waits_for_host: whether the host takes longer to launch the pass than the device to run it.
     """
 
-    def __init__(self, device: Any, steps: int) -> None:
+    def __init__(self, device: Any, steps: int, *, waits_for_host: bool = False) -> None:
         self._device, self._may_overlap = device, device.type == "cuda" and steps == 2
+        self._waits_for_host = waits_for_host
         self._on_second = self._has_results = False
 
     @property
@@ -48,11 +51,11 @@ class TwoStreams:
     def blocks(self, blocks: Iterable[Block]) -> Iterator[Block]:
         """Yields what ``blocks`` yields: ``(step, tiles, (k, v))`` of each step. The second stream waits for the second
         one's keys, the current one if the step has no tiles."""
-        if not self._may_overlap:
-            yield from blocks
-            return
         import torch
 
+        if not self._may_overlap or (self._waits_for_host and not torch.cuda.is_current_stream_capturing()):
+            yield from blocks
+            return
         with with_current(self._device):
             self._current = torch.cuda.current_stream(self._device)
             self._ready, self._done = torch.cuda.Event(), torch.cuda.Event()
