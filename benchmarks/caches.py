@@ -70,6 +70,7 @@ BOUNDS: dict[str, int | str] = {
     "attn_core.backends.flash4.own_kernels:compiled_code": ONE,
     "attn_core.backends.flash4.step_code:_entry": ONE,
     "jax_frontend.bridge.operator_lane:_registered": ONE,
+    "jax_frontend.bridge.operator_lane:number_devices": ONE,
     "torch_frontend.context_parallel.exchange.gpu_memory:_driver": ONE,
     "attn_core.backends.flash4.program:_versions": ONE,
     "attn_core.backends.flash4.recorder:_private_copy": ONE,

@@ -81,10 +81,12 @@ def _registered() -> str | None:
     return None
 
 
+@cached_once
 def number_devices() -> None:
     """Tells the registered library JAX's number of each GPU of this process: texts name devices of all processes.
 
-    Call it while JAX lowers a program: before, the processes of a program may not know each other yet.
+    Call it while JAX lowers a program: before, the processes of a program may not know each other yet. Later calls do
+    nothing.
     """
     try:
         devices = jax.local_devices(backend="gpu")

@@ -16,7 +16,6 @@ def border_pieces(tensor: Tensor, border: Border) -> list[Tensor]:
 
 def add_border(tensor: Tensor, border: Border, values: Tensor) -> None:
     """Adds values to the places of a border, in place; leaves out the places that a short block lacks."""
-    for place, piece in zip(
-        border_pieces(tensor, border), values.split([stop - start for start, stop in border], 1), strict=True
-    ):
+    pieces = values.split([stop - start for start, stop in border], 1)
+    for place, piece in zip(border_pieces(tensor, border), pieces, strict=True):
         place.add_(piece[:, : place.shape[1]])

@@ -147,8 +147,10 @@ def recorded_part(step_call: StepCall, part: int, part_step: PartStep, device: s
         functions = _functions_of_tile(step_call, tile, device)
         cu_seqlens = None if run.cu_seqlens is None else (next(own), next(own))
         forward, backward, writes, _ = functions
-        run = run._replace(forward=forward, backward=backward, writes=writes, writes_gradients=writes)
-        runs.append(run._replace(cu_seqlens=cu_seqlens))
+        recorded = run._replace(
+            forward=forward, backward=backward, writes=writes, writes_gradients=writes, cu_seqlens=cu_seqlens
+        )
+        runs.append(recorded)
     return part_step._replace(tiles=tuple(runs))
 
 

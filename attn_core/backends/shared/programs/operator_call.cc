@@ -406,7 +406,7 @@ TORCH_LIBRARY_FRAGMENT(attn_core_kernels, library) {
   library.impl("pause", c10::DispatchKey::Meta, TORCH_FN(pause_nothing));
 }
 
-// Says which number a device of this process has in JAX, where devices of other processes have other numbers.
+// Sets JAX's number of a device of this process. Devices of other processes have other numbers.
 extern "C" void attn_core_set_device(int64_t ordinal, int64_t id) {
   std::lock_guard<std::mutex> lock(devices_mutex);
   device_ids[ordinal] = id;
