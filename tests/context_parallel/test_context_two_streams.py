@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import pytest
@@ -195,12 +196,64 @@ def plan_of(name: str, rank: int, device: str) -> RankPlan:
     )
 
 
+class Network:
+    """What a collective does, for one rank alone: a message arrives at its sender, on a stream of its own.
+
+    Until then the receiver's memory is NaN, so whoever reads a message without waiting for it has NaN in its results.
+
+    Attributes:
+        late: whether messages take about 1.5 ms.
+        forgets_to_wait: a planted fault: the receiver reads at once.
+    """
+
+    def __init__(self) -> None:
+        self.late = self.forgets_to_wait = False
+        self._arrivals: dict[int, Any] = {}
+
+    def send(self, outgoing: Outgoing, *_: Any) -> torch.Tensor:
+        numbers = outgoing.numbers
+        received = torch.full_like(numbers, torch.nan)
+        if received.is_cuda:
+            self._arrivals[received.data_ptr()] = self._start(numbers, received)
+        else:
+            received.copy_(numbers)
+        return received
+
+    def receive(self, sent: torch.Tensor) -> torch.Tensor:
+        if sent.is_cuda:
+            arrived = self._arrivals.pop(sent.data_ptr())
+            if not self.forgets_to_wait:
+                torch.cuda.current_stream().wait_event(arrived)
+        return sent
+
+    def _start(self, numbers: torch.Tensor, received: torch.Tensor) -> Any:
+        arrived, stream = torch.cuda.Event(), _network_stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        numbers.record_stream(stream)  # the sender may free its message at once
+        with torch.cuda.stream(stream):
+            if self.late:
+                torch.cuda._sleep(LATE)
+            received.copy_(numbers)
+            arrived.record(stream)
+        return arrived
+
+
+LATE = 3_000_000
+"""Cycles of the GPU, about 1.5 ms: longer than any kernel of these calls."""
+
+
+@cache
+def _network_stream() -> Any:
+    return torch.cuda.Stream()
+
+
 @pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A message arrives at its sender, so that one rank runs alone."""
+def network(monkeypatch: pytest.MonkeyPatch) -> Network:
+    network = Network()
     for name in ("hop", "deal_to_others"):
-        monkeypatch.setattr(Outgoing, name, lambda outgoing, *_: outgoing.numbers.clone())
-    monkeypatch.setattr(exchanges, "receive", lambda sent: sent)
+        monkeypatch.setattr(Outgoing, name, lambda outgoing, *_: network.send(outgoing))
+    monkeypatch.setattr(exchanges, "receive", network.receive)
+    return network
 
 
 def inputs_of(plan: RankPlan, device: str, seed: int) -> list[Any]:
@@ -216,39 +269,72 @@ def results_of(plan: RankPlan, inputs: list[Any]) -> list[Any]:
     return [out, *backward.backward(plan, residuals, None, dout, None)[:3]]
 
 
+def bits_differ(one: list[list[Any]], other: list[list[Any]]) -> bool:
+    """Whether any result of any seed differs."""
+    pairs = ((*each,) for results in zip(one, other, strict=True) for each in zip(*results, strict=True))
+    return not all(torch.equal(*pair) for pair in pairs)
+
+
+def on_one_stream(plan: RankPlan, device: str, monkeypatch: pytest.MonkeyPatch) -> list[list[Any]]:
+    """The results of three seeds without a second stream."""
+    with monkeypatch.context() as patch:
+        patch.setattr(TwoStreams, "blocks", lambda streams, blocks: blocks)
+        return [results_of(plan, inputs_of(plan, device, seed)) for seed in range(3)]
+
+
+def on_two_streams(
+    plan: RankPlan, device: str, late: str, network: Network, monkeypatch: pytest.MonkeyPatch
+) -> list[list[Any]]:
+    """The results of three seeds if one stream is late; memory that was freed is used again meanwhile."""
+    results = TwoStreams.results
+
+    def delayed(streams: Any, launch: Any, *arguments: Any) -> Any:
+        def start() -> Any:
+            if late == "second" and streams.on_second:
+                torch.cuda._sleep(LATE)
+            return launch(*arguments)
+
+        if late == "first" and not streams.on_second and device == "cuda":
+            torch.cuda._sleep(LATE)
+        return results(streams, start)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TwoStreams, "results", delayed)
+        patch.setattr(network, "late", late == "message")
+        return [results_of(plan, inputs_of(plan, device, seed)) for seed in range(3)]
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("name", CASES)
 def test_two_streams_have_the_bits_of_one(
-    alone: None, monkeypatch: pytest.MonkeyPatch, name: str, rank: int, device: str
+    network: Network, monkeypatch: pytest.MonkeyPatch, name: str, rank: int, device: str
 ) -> None:
-    """Also if one of the streams is late, and memory that was freed is used again meanwhile."""
     plan = plan_of(name, rank, device)
-    results, seeds = TwoStreams.results, range(3)
-    with monkeypatch.context() as patch:
-        patch.setattr(TwoStreams, "blocks", lambda streams, blocks: blocks)
-        right = [results_of(plan, inputs_of(plan, device, seed)) for seed in seeds]
-    for late in ("none", "first", "second"):
+    right = on_one_stream(plan, device, monkeypatch)
+    assert all(torch.isfinite(tensor).all() for results in right for tensor in results)
+    for late in ("none", "first", "second", "message"):
+        assert not bits_differ(right, on_two_streams(plan, device, late, network, monkeypatch)), late
 
-        def delayed(streams: Any, launch: Any, *arguments: Any, late: str = late) -> Any:
-            def start() -> Any:
-                if late == "second" and streams.on_second:
-                    torch.cuda._sleep(3_000_000)  # about 1.5 ms
-                return launch(*arguments)
 
-            if late == "first" and not streams.on_second and device == "cuda":
-                torch.cuda._sleep(3_000_000)
-            return results(streams, start)
-
-        monkeypatch.setattr(TwoStreams, "results", delayed)
-        found = [results_of(plan, inputs_of(plan, device, seed)) for seed in seeds]
-        for one, other in zip(right, found, strict=True):
-            assert [torch.equal(*pair) for pair in zip(one, other, strict=True)] == [True] * 4, late
+@pytest.mark.cuda
+@pytest.mark.parametrize("fault", ["the message is not waited for", "the second stream is not waited for"])
+def test_a_missing_wait_is_found(network: Network, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    """The test above can fail: it finds a planted fault."""
+    plan = plan_of("ring", 1, "cuda")
+    right = on_one_stream(plan, "cuda", monkeypatch)
+    if fault == "the message is not waited for":
+        late, network.forgets_to_wait = "message", True
+    else:
+        late = "second"
+        monkeypatch.setattr(TwoStreams, "_wait", lambda streams: None)
+    assert bits_differ(right, on_two_streams(plan, "cuda", late, network, monkeypatch))
+    torch.cuda.synchronize()  # the late stream still uses memory that is free
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("name", CASES)
-def test_a_graph_captures_both_streams(alone: None, name: str) -> None:
+def test_a_graph_captures_both_streams(network: Network, name: str) -> None:
     plan = plan_of(name, 1, "cuda")
     inputs = inputs_of(plan, "cuda", 0)
     for _ in range(2):
