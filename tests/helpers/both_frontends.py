@@ -123,12 +123,16 @@ def spec_seen(framework: str, call: Call, device: str = "cpu") -> AttentionSpec:
         ).spec
 
 
-def with_every_token(call: Call) -> AttentionSpec:
-    """The spec of a drawn call with offsets on the host, with documents for the tokens behind the last one."""
+def with_every_token(call: Call, *, on_host: bool = True) -> AttentionSpec:
+    """The spec of a drawn call, with documents for the tokens behind the last one.
+
+    Args:
+        on_host: whether the frontend can read the offsets; of offsets on a GPU or in ``jax.jit`` it assumes the most.
+    """
     spec, cu_q, cu_k = call.spec, call.inputs.cu_seqlens_q, call.inputs.cu_seqlens_k
     if not spec.packed:
         return spec
-    ended, longest = (int(cu_q[-1]), int(cu_k[-1])), (spec.max_len_q, spec.max_len_k)
+    ended, longest = (int(cu_q[-1]), int(cu_k[-1])) if on_host else None, (spec.max_len_q, spec.max_len_k)
     tail = trailing_tokens.tail_of((spec.q_len, spec.kv_len), longest, spec.documents, ended)
     if tail is None:
         return spec
