@@ -68,7 +68,7 @@ def test_workers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
         started = [psutil.Process(int(pid)) for pid in process.stdout.readline().split()]
         assert len(started) == 2
         process.send_signal(signal.SIGKILL)
-    _, left = psutil.wait_procs(started, timeout=20)
+    _, left = psutil.wait_procs(started, timeout=300)
     for each in left:
         each.kill()
     assert not left

@@ -62,7 +62,6 @@ def write(content: Any) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
 def test_ranks_measure_this_machine_and_choices_follow(folder: Path) -> None:
     done = attn("tune", "--ranks", "2", "--device", "cpu")
     assert done.exit_code == 0, done.output

@@ -113,7 +113,6 @@ def test_a_choice_says_why():
     assert all(name in said for name in ("all_gather", "ulysses", "ring", "selected", "zigzag", "backends: ")), said
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped"])
 def test_rows_below_the_number_of_devices_and_windows_above_the_row_are_valid(layout):
     options = {"causal": True, "window": (500, 0)}
@@ -125,7 +124,6 @@ def test_rows_below_the_number_of_devices_and_windows_above_the_row_are_valid(la
         np.testing.assert_allclose(from_shards(out, case.table(0), length, 1), right["out"], rtol=0, atol=NEAR)
 
 
-@pytest.mark.timeout(60)
 def test_documents_longer_than_the_row_are_refused():
     case = Case("ring", (4,), documents=DOCUMENTS)
     shards = [sharded_arrays(case, case.arrays())[name] for name in "qkv"]

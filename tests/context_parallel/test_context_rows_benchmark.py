@@ -21,7 +21,6 @@ from benchmarks.context_row_shapes import NAMED, drawn, rows_of
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_a_trial_measures_every_way_in_both_frameworks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "rows.json"
     code = context_rows.main(
@@ -45,7 +44,6 @@ def test_a_trial_measures_every_way_in_both_frameworks(tmp_path: Path, capsys: p
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_a_profile_has_a_file_for_each_rank(tmp_path: Path) -> None:
     options = ["--device", "cpu", "--profile", "window", "--folder", str(tmp_path), "--seconds", "100"]
     assert context_rows.main(options) == 0
@@ -56,7 +54,6 @@ def test_a_profile_has_a_file_for_each_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(90)
 def test_no_rank_is_left_behind_when_the_time_is_over(tmp_path: Path) -> None:
     """The launcher's ranks have sessions of their own. One that stays would slow what is measured next."""
     rank = tmp_path / "rank.py"

@@ -52,7 +52,7 @@ PLANNING = (
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The results of both ranks of a job."""
-    _, actual = once(WORLDS, "repeated", tmp_path_factory, seconds=240)
+    _, actual = once(WORLDS, "repeated", tmp_path_factory, seconds=550)
 
     def results_of(job: str) -> list[Any]:
         results = [rank[job] for rank in actual["two"]]

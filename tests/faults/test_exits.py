@@ -23,7 +23,7 @@ def loop(step):
         while time.monotonic() < until:  # while the main thread is at its end
             step()
     threading.Thread(target=work).start()
-    assert running.wait(60)
+    assert running.wait(300)
 """
 TORCH = START + "import torch, torch_frontend\nx = torch.ones(1, 300, 4, 32)\n"
 JAX = START + "import jax, jax.numpy as jnp, jax_frontend\nx = jnp.ones((1, 300, 4, 32))\n"
@@ -76,5 +76,5 @@ for _ in range(20):
 def test_a_process_with_work_in_flight_exits(scene: str) -> None:
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": ":".join(path for path in sys.path if path)}
     command = [sys.executable, "-c", SCENES[scene]]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=580, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

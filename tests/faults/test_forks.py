@@ -15,7 +15,7 @@ def scene(name: str) -> dict[str, Any]:
     """What a scene of ``fork_scenes`` says."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": ":".join(path for path in sys.path if path)}
     command = [sys.executable, "-m", "fork_scenes", name]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=580, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
 

@@ -37,7 +37,7 @@ from attn_core.selection.override import requested, use_backend
 from attn_core.selection.whole_file import write_whole
 from torch_frontend.context_parallel import layers
 
-pytestmark = pytest.mark.rotates
+pytestmark = pytest.mark.sampled
 
 lengths = itertools.count(20)
 """Every call has a new length, so that it is planned anew."""

@@ -21,7 +21,7 @@ FAULTS = (*LOST, "is late", "sends NaN")
 def others(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, float]]:
     """By fault of rank 1: what rank 0 got, and after how many seconds."""
     worlds = [World(how, 2, {how: ("rank_fault_scenes", "fault", (how,))}, TIMEOUT) for how in FAULTS]
-    _, ran = once(worlds, "faults", tmp_path_factory, seconds=120)
+    _, ran = once(worlds, "faults", tmp_path_factory, seconds=550)
     results = {how: ranks[0][how] for how, ranks in ran.items()}
     for how, result in results.items():
         assert not isinstance(result, Failed), f"{how}: {result.text}"

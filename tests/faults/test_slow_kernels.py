@@ -20,7 +20,7 @@ from faulty_kernels import WAYS, faulty
 from interrupt_scenes import scene
 from interrupted_lines import held_locks
 
-pytestmark = pytest.mark.rotates
+pytestmark = pytest.mark.sampled
 
 DIRECTIONS = ("forward", "backward")
 LONG = 200.0

@@ -284,7 +284,6 @@ def test_two_ranks_give_the_losses_of_one(monkeypatch: pytest.MonkeyPatch, capsy
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("layout", ["zigzag", "documents"])
 def test_two_ranks_give_the_losses_of_one_with_packed_documents(layout: str) -> None:
     """Both frameworks, two packings in turn; the bounds are those of dense rows, and the planted fault is found: a
@@ -304,7 +303,6 @@ def test_two_ranks_give_the_losses_of_one_with_packed_documents(layout: str) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_two_ranks_give_the_losses_of_one_with_the_default_documents() -> None:
     """At the default length dealt shards have another size than in every other layout."""
     default = Options()

@@ -15,7 +15,7 @@ if not torch.distributed.is_available():
 
 from context_torch_worker import Failed, World, in_ranks
 
-pytestmark = pytest.mark.rotates
+pytestmark = pytest.mark.sampled
 
 SCENES = "tensor_parallel_scenes"
 LAYERS: dict[str, tuple[dict[str, Any], list[int] | None]] = {
@@ -68,7 +68,7 @@ def ranks(folder: Path) -> Any:
     made, ids = tiny(folder / "model")
     if made is not None:
         jobs["model"] = SCENES, "model", (str(folder / "model"), ids.tolist())
-    actual = in_ranks([World("heads", 2, jobs)], folder, seconds=150)["heads"]
+    actual = in_ranks([World("heads", 2, jobs)], folder, seconds=550)["heads"]
 
     def results_of(job: str) -> list[Any]:
         for rank, results in enumerate(actual):
