@@ -26,7 +26,7 @@ RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.installed-docs
 
-.PHONY: help venv demo demo-short serve-demo rl-demo test test-avx2 campaign sweep lint format tutorials docs docs-check support lock audit release-check matrix clean
+.PHONY: help venv demo demo-short serve-demo rl-demo test test-all test-avx2 test-gpu test-two-gpus campaign sweep lint format tutorials docs docs-check support lock audit release-check matrix clean
 
 help:
 	@echo "make demo        runs SmolLM2-135M on packed prompts in torch and in JAX, and compares the answers"
@@ -34,9 +34,12 @@ help:
 	@echo "make serve-demo  runs SmolLM2-135M on many prompts at once, from one pool of pages; DEMO_ARGS='--kv fp8'"
 	@echo "make rl-demo     samples from SmolLM2-135M, trains on the samples, and compares every log-probability by its bits"
 	@echo "make test        runs the tests (PYTEST_ARGS='-k mask -x' passes options to pytest)"
+	@echo "make test-all    runs every test; make test leaves out most cases of long families of similar ones"
 	@echo "make test-avx2   runs the numeric tests as on a CPU without AVX-512"
+	@echo "make test-gpu    runs every test of one NVIDIA GPU, with the python of PYTHON=..., and stores the outcome"
+	@echo "make test-two-gpus  runs the tests of two NVIDIA GPUs, as make test-gpu does"
 	@echo "make campaign    runs random calls through every entry point for MINUTES=3, on the GPU if there is one"
-	@echo "make sweep       compares every type of transformers' models with eager; make test runs a fifth of them each day"
+	@echo "make sweep       compares every type of transformers' models with eager; make test takes every seventh"
 	@echo "make lint        runs ruff and mypy"
 	@echo "make format      applies ruff's fixes and formatting"
 	@echo "make tutorials   runs the notebooks of docs/tutorials and writes their outputs back"
@@ -95,20 +98,36 @@ rl-demo: $(STAMP)
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --maxprocesses 8 --dist worksteal $(PYTEST_ARGS)
 
+test-all:
+	$(MAKE) test PYTEST_ARGS="--all $(PYTEST_ARGS)"
+
 # Kernels and XLA round differently on another CPU, and the tests that compare numbers must pass there, too.
 NUMERIC := $(addprefix tests/,correctness/test_bit_equality.py correctness/test_conformance.py dropins/test_equinox.py \
 	jax_frontend/test_jax_transformations.py backends/test_sdpa_flash_cpu.py torch_frontend/test_torch_entry_points.py)
 
 test-avx2: $(STAMP)
 	ATEN_CPU_CAPABILITY=avx2 XLA_FLAGS=--xla_cpu_max_isa=AVX2 OMP_NUM_THREADS=1 \
-		$(RUN) -m pytest -n auto --maxprocesses 8 --dist worksteal --rotate $(NUMERIC) $(PYTEST_ARGS)
+		$(RUN) -m pytest -n auto --maxprocesses 8 --dist worksteal --sample $(NUMERIC) $(PYTEST_ARGS)
 
-# The seed is the day of the year, so that every day has other calls. XLA compiles the quick way.
+# On a machine with NVIDIA GPUs, with the packages that are installed there. One test at a time goes to a worker, the
+# longest of the stored run first, so that none starts a slow compilation at the end. JAX takes memory when it needs it.
+GPU_TESTS := OMP_NUM_THREADS=1 XLA_PYTHON_CLIENT_PREALLOCATE=false $(PYTHON) -m pytest -p no:cacheprovider -q --hypothesis-profile=gpu
+GPU_WORKERS ?= 12
+GPU_OUTCOME ?= benchmarks/results/suite-h200.json
+TWO_GPUS_OUTCOME ?= benchmarks/results/suite-2xh200.json
+
+test-gpu:
+	$(GPU_TESTS) -m cuda -n $(GPU_WORKERS) --dist load --maxschedchunk 1 --outcome $(GPU_OUTCOME) $(PYTEST_ARGS)
+
+test-two-gpus:
+	$(GPU_TESTS) -m two_gpus --outcome $(TWO_GPUS_OUTCOME) $(PYTEST_ARGS)
+
+# CAMPAIGN_ARGS="--seed 7" draws other calls. XLA compiles the quick way.
 campaign: $(STAMP)
 	OMP_NUM_THREADS=1 $(RUN) -m attn_core campaign --minutes $(MINUTES) $(CAMPAIGN_ARGS)
 
 sweep: $(STAMP)
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --maxprocesses 8 --dist worksteal --sweep tests/dropins/test_transformers_sweep.py $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --maxprocesses 8 --dist worksteal --all tests/dropins/test_transformers_sweep.py $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(RUN) -m ruff check .

@@ -36,7 +36,7 @@ equal.
 
 A call outside its bound, an exception from an accepted call, and a process that dies are faults. Such a call becomes a
 line of `tests/correctness/reproducers.jsonl`, which tests run. `make campaign` runs a campaign on your machine. Every
-change of this project runs one of two minutes, with the day of the year as its seed ([Command
+change of this project runs a short one, with a seed from its commit ([Command
 line](../reference/cli.md#search-for-wrong-numbers)).
 """
 
@@ -94,9 +94,33 @@ def page() -> str:
     for run in runs:
         by_kind.setdefault(backends.kind_of(next(iter(run["devices"].values()))), []).append(run)
     kinds = [_kind(kind, runs) for kind, runs in by_kind.items()]
-    parts = [HEAD, "## Campaigns\n", _overview(runs), *kinds, _both_ways(runs), soak_report.section()]
+    parts = [HEAD, _suites(), "## Campaigns\n", _overview(runs), *kinds, _both_ways(runs), soak_report.section()]
     parts += [sanitizer.section(), hostile.section(), fault_report.section()]
     return "\n".join(parts)
+
+
+def _suites() -> str:
+    """Returns the section about the tests of GPUs, from what ``make test-gpu`` stored."""
+    lines = [
+        "## The tests on GPUs\n",
+        "`make test-gpu` runs every test of one GPU, and `make test-two-gpus` those of two. The last whole runs:\n",
+        "| devices | date | commit | versions | passed | failed | skipped | seconds | workers |",
+        "|---" * 9 + "|",
+    ]
+    suites = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(RESULTS.glob("suite-*.json"))]
+    for suite in suites:
+        versions = ", ".join(f"{name} {suite['versions'][name]}" for name in ("torch", "jax"))
+        counts = " | ".join(str(suite["counts"][name]) for name in ("passed", "failed", "skipped"))
+        lines.append(
+            f"| {', '.join(suite['devices'])} | {suite['date']} | {suite['commit']} | {versions} | {counts} | "
+            f"{suite['seconds']} | {suite['workers']} |"
+        )
+    for suite in suites:
+        devices = ", ".join(suite["devices"])
+        lines += [f"\nFailed on {devices}: `{name}`" for name in suite["failed"]]
+        lines += [f"\nWhy tests were skipped on {devices}:\n"]
+        lines += [f"- {count}: {reason}" for reason, count in suite["skipped"].items()] or ["None was."]
+    return "\n".join([*lines, ""])
 
 
 def _both_ways(runs: list[dict[str, Any]]) -> str:

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import nullcontext
-from datetime import date
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +24,7 @@ from pathlib import Path
 import compiled_programs
 import left_behind
 import pytest
+import suite_outcome
 import xla_compiler
 from case_names import pytest_make_parametrize_id  # noqa: F401 (a hook)
 from hypothesis import HealthCheck, settings
@@ -40,6 +41,7 @@ settings.register_profile(
 settings.register_profile(
     "thorough", max_examples=1500, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
 )
+settings.register_profile("gpu", settings.get_profile("ci"), max_examples=10)  # kernels compile for seconds
 settings.load_profile("ci")
 
 # Before JAX starts, in this process and in the processes that tests start.
@@ -111,51 +113,69 @@ def pytest_runtest_logfinish() -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--sweep", action="store_true", help="all tests that rotate or are slow, not a seventh of them")
-    parser.addoption("--rotate", action="store_true", help="a seventh of them also in files that are named")
+    parser.addoption("--all", action="store_true", help="all tests that are sampled or slow, not every seventh of them")
+    parser.addoption("--sample", action="store_true", help="every seventh of them also in files that are named")
+    parser.addoption(
+        "--outcome", metavar="FILE", type=Path, help="write what the run found; the longest tests go first"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(left_behind)
-    os.environ.setdefault("SWEEP_DAY", str(date.today().toordinal()))  # one day for all processes, even past midnight
+    path = config.getoption("--outcome")
+    if path is not None and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(suite_outcome.Outcome(path))
 
 
-DAYS = 7
-"""The days after which every case of a family has run."""
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leaves out files without tests for GPUs, if only these run: each worker would import all the others, too."""
+    if collection_path.suffix != ".py" or config.getoption("markexpr") not in ("cuda", "two_gpus"):
+        return None
+    return None if GPU_WORDS.search(collection_path.read_text(encoding="utf-8")) else True
 
 
-def resting(items: list[pytest.Item], day: int) -> list[pytest.Item]:
-    """The cases that do not run today: six sevenths of each family of seven or more, and all but one of three to six.
+GPU_WORDS = re.compile(r"cuda|EVERYWHERE|[(,]\s*device\s*[,:)]")
+"""What a file with tests for GPUs has: the marker, a list of frameworks that has it, or the argument ``device``."""
 
-    A family is one test function marked ``rotates``, with all its parameters; and all tests marked ``slow`` are one.
-    Tests of one or two cases in a file that is marked as a whole are one family, too. Other cases run on each day, so a
-    family never rests, and each case runs every seventh day.
+
+EVERY = 7
+"""One of so many cases of a family runs in ``make test``."""
+
+
+def left_out(items: list[pytest.Item]) -> list[pytest.Item]:
+    """The cases that are not in the sample: all but every seventh of a family, in the order of names.
+
+    A family is one test function marked ``sampled``, with all its parameters; and all tests marked ``slow`` are one.
+    Tests of one or two cases in a file that is marked as a whole are one family, too. A commit always has the same
+    sample.
     """
     families: dict[str, list[pytest.Item]] = {}
     files: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("slow"):
             families.setdefault("slow", []).append(item)
-        elif item.get_closest_marker("rotates"):
+        elif item.get_closest_marker("sampled"):
             families.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for name, family in families.items():
-        if len(family) < 3 and name != "slow" and next(family[0].iter_markers_with_node("rotates"))[0] is not family[0]:
+        if len(family) < 3 and name != "slow" and next(family[0].iter_markers_with_node("sampled"))[0] is not family[0]:
             files.setdefault(name.partition("::")[0], []).extend(family)
     large = [sorted(family, key=lambda item: item.nodeid) for family in families.values() if len(family) > 2]
     large += [sorted(family, key=lambda item: item.nodeid) for family in files.values() if len(family) > 2]
-    return [item for family in large for n, item in enumerate(family) if (n - day) % min(DAYS, len(family))]
+    return [item for family in large for at, item in enumerate(family) if at % EVERY]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    # A file that somebody names runs whole, and so does a GPU's suite, which runs rarely.
+    # A file that somebody names runs whole, and so does a GPU's suite.
     named = any(".py" in argument for argument in config.args) or "cuda" in config.getoption("markexpr")
-    if config.getoption("--rotate") or not (config.getoption("--sweep") or named):
-        left_out = set(resting(items, int(os.environ["SWEEP_DAY"])))
-        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
-        items[:] = [item for item in items if item not in left_out]
+    if config.getoption("--sample") or not (config.getoption("--all") or named):
+        deselected = set(left_out(items))
+        config.hook.pytest_deselected(items=[item for item in items if item in deselected])
+        items[:] = [item for item in items if item not in deselected]
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)  # first: a slow one at the end would run alone
+    if path := config.getoption("--outcome"):
+        suite_outcome.longest_first(items, path)
     for item in items:
-        if item.get_closest_marker("cuda") and (reason := no_gpu()):
+        if item.get_closest_marker("cuda") and (reason := no_gpu(2 if item.get_closest_marker("two_gpus") else 1)):
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
@@ -169,12 +189,12 @@ def pytest_collection_finish() -> None:
 
 
 @cache
-def no_gpu() -> str | None:
-    """Why the tests marked ``cuda`` cannot run here, or None if they can."""
+def no_gpu(count: int) -> str | None:
+    """Why tests of so many GPUs cannot run here, or None if they can."""
+    needs = "needs an NVIDIA GPU" if count == 1 else f"needs {count} NVIDIA GPUs"
     if find_spec("torch") is None:
-        return "needs an NVIDIA GPU: torch is not installed"
+        return f"{needs}: torch is not installed"
     import torch
 
-    if torch.cuda.is_available():
-        return None
-    return f"needs an NVIDIA GPU: torch {torch.__version__} sees none"
+    here = torch.cuda.device_count()
+    return None if here >= count else f"{needs}: torch {torch.__version__} sees {here or 'none'}"

@@ -89,7 +89,7 @@ def results_of(spec: AttentionSpec, inputs: Inputs, dout: Any = None) -> tuple[A
     return double(out), lse, gradients and Gradients(*map(double, gradients))
 
 
-@pytest.mark.rotates
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_right_in_interpret_mode(name: str) -> None:
     spec = CASES[name]

@@ -24,7 +24,7 @@ from attn_core.correctness import reference
 torch = pytest.importorskip("torch")
 from torch.utils._python_dispatch import TorchDispatchMode
 
-pytestmark = pytest.mark.rotates
+pytestmark = pytest.mark.sampled
 
 DENSE = {"batch": 2, "q_len": 19, "kv_len": 23, "num_heads": 6, "num_kv_heads": 2, "head_dim": 5, "value_dim": 3}
 # one document without queries, one without keys, and an empty one at the end

@@ -22,7 +22,7 @@ from attn_core.correctness import row_maximum
 from attn_core.selection import row_maximum as choice
 from torch_frontend import SeqInfo, attention
 
-pytestmark = pytest.mark.rotates
+pytestmark = pytest.mark.sampled
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -100,7 +100,7 @@ def equal_lengths() -> list[bool]:
     ]
 
 
-@pytest.mark.rotates
+@pytest.mark.sampled
 def test_a_decoded_token_has_the_bits_of_its_prompt() -> None:
     """Prompts, training, decoding from dense keys, packed documents and pages of drawn lengths."""
 
@@ -135,7 +135,7 @@ def test_a_decoded_token_has_the_bits_of_its_prompt() -> None:
     draws()
 
 
-@pytest.mark.rotates
+@pytest.mark.sampled
 def test_decoding_has_the_same_bits_in_every_batch() -> None:
     """With "batch": dense rows, documents and pages of sequences with their own lengths, some of them empty."""
 

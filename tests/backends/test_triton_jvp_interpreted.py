@@ -24,7 +24,7 @@ from attn_core.correctness import reference
 from attn_core.selection import target
 from torch_frontend import SeqInfo, attention
 
-pytestmark = pytest.mark.rotates
+pytestmark = pytest.mark.sampled
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -33,7 +33,7 @@ from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs, PagedInputs
 from attn_core.correctness import accuracy
 
-pytestmark = pytest.mark.rotates
+pytestmark = pytest.mark.sampled
 
 
 @pytest.fixture(autouse=True, scope="module")

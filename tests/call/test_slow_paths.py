@@ -25,7 +25,7 @@ from attn_core.selection import choice, new_plans
 from jax_frontend.bridge import compiled_lane, hot_callbacks, targets
 from torch_frontend import attention
 
-pytestmark = pytest.mark.rotates
+pytestmark = pytest.mark.sampled
 
 PAGE = Path(__file__).resolve().parents[2] / slow_paths.PAGE
 MANY = slow_copies.EVERY + slow_copies.FIRST + 1

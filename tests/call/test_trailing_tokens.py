@@ -24,7 +24,7 @@ from attn_core.backends.shared.programs.triton import has_triton
 from attn_core.call.trailing_tokens import append_tail, cover_tail, tail_of
 from torch_frontend.dispatch import offsets
 
-pytestmark = pytest.mark.rotates
+pytestmark = pytest.mark.sampled
 
 HEADS = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 8, "value_dim": 8, "dtype": "float32"}
 LENGTHS = ((5, 0, 7, 3), (4, 3, 9, 2))

@@ -13,7 +13,7 @@ from frameworks import BOTH, JAX, TORCH, Framework, as_numpy, spied
 
 from attn_core import SeqInfo
 
-pytestmark = pytest.mark.rotates
+pytestmark = pytest.mark.sampled
 
 SIZES = {  # (batch, q_len, kv_len)
     "no batch": (0, 5, 7),

@@ -119,7 +119,7 @@ def by_reference(trial: Trial) -> dict[str, np.ndarray]:
     return {name: array for name, array in expected.truth.items() if name in names}
 
 
-@pytest.mark.rotates
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", RELATIONS)
 def test_a_relation_keeps_the_result(name: str) -> None:
     relation, count = RELATIONS[name], 0
@@ -144,7 +144,7 @@ def _same(one: Trial, other: Trial) -> bool:
 # entries
 
 
-@pytest.mark.rotates
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", [name for framework in CPU for name in entries_of(framework)])
 def test_an_entry_runs_calls_rightly(name: str) -> None:
     entry, ran = entries_of(name.partition(" ")[0])[name], 0

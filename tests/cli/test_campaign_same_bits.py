@@ -27,7 +27,7 @@ torch = pytest.importorskip("torch")
 import jax_frontend
 from torch_frontend.dispatch import ops
 
-pytestmark = pytest.mark.rotates
+pytestmark = pytest.mark.sampled
 
 SPEC = AttentionSpec(
     **{"batch": 2, "q_len": 5, "kv_len": 7, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "value_dim": 8},

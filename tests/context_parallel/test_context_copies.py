@@ -15,7 +15,7 @@ from context_torch_worker import Case, Failed, World, in_ranks, once
 
 from torch_frontend.context_parallel.exchange.outbox import SMALLEST
 
-pytestmark = pytest.mark.rotates
+pytestmark = pytest.mark.sampled
 
 CAUSAL = ("causal", True)
 BASE = Case((2,), "ring", "zigzag", (67, 67), (4, 2), None, (CAUSAL,))
@@ -61,7 +61,7 @@ WORLDS = [
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The results of every rank: ``ranks(number of ranks, job)``."""
-    _, actual = once(WORLDS, "copies", tmp_path_factory, seconds=300)
+    _, actual = once(WORLDS, "copies", tmp_path_factory, seconds=550)
 
     def results_of(world: int, job: str) -> list[Any]:
         given = [rank.get(job) for rank in actual[str(world)]]
@@ -108,9 +108,8 @@ def test_refusals_name_the_rank_and_are_raised_on_every_rank(ranks: Any) -> None
 
 
 @pytest.mark.cuda
+@pytest.mark.two_gpus
 def test_copy_engines_have_the_bits_of_nccl(tmp_path: Any) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
     options = (CAUSAL, ("deterministic", True))
     base = BASE._replace(
         device="cuda", options=options, length=(2061, 2061), heads=(8, 2), dims=(64, 64), dtype="bfloat16"

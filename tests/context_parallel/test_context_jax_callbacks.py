@@ -22,7 +22,7 @@ from torch_frontend.context_parallel import forward as torch_forward
 from torch_frontend.context_parallel.mesh import SINGLE_RANK, RankAxis
 from torch_frontend.context_parallel.prepare import build_rank_plan
 
-pytestmark = [pytest.mark.usefixtures("four_devices", "x64"), pytest.mark.rotates]
+pytestmark = [pytest.mark.usefixtures("four_devices", "x64"), pytest.mark.sampled]
 
 UNEQUAL = {
     "lengths": Case("all_gather", (4,), "zigzag", (23, 31), options={"causal": True}),

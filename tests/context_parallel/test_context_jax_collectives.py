@@ -25,7 +25,7 @@ from context_jax_cases import (
 
 from jax_frontend import attention, context_parallel_attention
 
-pytestmark = [pytest.mark.usefixtures("four_devices", "x64"), pytest.mark.rotates]
+pytestmark = [pytest.mark.usefixtures("four_devices", "x64"), pytest.mark.sampled]
 
 
 def compiled_collectives(case: Case, *, forward_alone: bool = False) -> Counter[str]:

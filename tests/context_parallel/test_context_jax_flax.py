@@ -21,7 +21,7 @@ from attn_core import SeqInfo
 from attn_core.errors import SpecError
 from jax_frontend import linen, nnx, shard_sequence, unshard_sequence
 
-pytestmark = [pytest.mark.usefixtures("four_devices", "x64"), pytest.mark.rotates]
+pytestmark = [pytest.mark.usefixtures("four_devices", "x64"), pytest.mark.sampled]
 
 
 def rotate(q: Any, k: Any, positions: Any) -> Any:

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from attn_core.backends.shared.in_jax.offsets import document_numbers
 from jax_frontend import context_parallel_attention
 
-pytestmark = [pytest.mark.usefixtures("four_devices", "x64"), pytest.mark.rotates]
+pytestmark = [pytest.mark.usefixtures("four_devices", "x64"), pytest.mark.sampled]
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

@@ -30,7 +30,7 @@ from jax_frontend import (
     unshard_sequence,
 )
 
-pytestmark = [pytest.mark.usefixtures("four_devices", "x64"), pytest.mark.rotates]
+pytestmark = [pytest.mark.usefixtures("four_devices", "x64"), pytest.mark.sampled]
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)

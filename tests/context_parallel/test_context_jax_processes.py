@@ -40,14 +40,12 @@ def in_processes(folder, count, device, backend, **environment):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(500)
 def test_two_processes_share_a_row(tmp_path):
     codes, said = in_processes(tmp_path, 2, "cpu", "math", **ON_CPU, XLA_FLAGS=xla_compiler.flags(TWO_DEVICES))
     assert codes == [0, 0], "\n".join(text[-3000:] for text in said)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(500)
 def test_a_process_that_dies_ends_the_others_with_an_error(tmp_path):
     codes, said = in_processes(tmp_path, 2, "dies", "", **ON_CPU)
     assert all("called" in text and "waited" not in text for text in said), said
@@ -55,12 +53,9 @@ def test_a_process_that_dies_ends_the_others_with_an_error(tmp_path):
 
 
 @pytest.mark.cuda
-@pytest.mark.timeout(500)
+@pytest.mark.two_gpus
 @pytest.mark.parametrize("backend", ["flash3", "flash4", "flash2", "sdpa_flash"])
 def test_a_process_for_each_gpu(backend, tmp_path):
-    jax = pytest.importorskip("jax")
-    if len(jax.devices("gpu")) < 2:
-        pytest.skip("needs two GPUs")
     if reason := dict(Target.here("jax", "sm90").unavailable).get(backend, ""):
         pytest.skip(reason)
     environment = {**os.environ, **PATHS, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}

@@ -27,7 +27,7 @@ from attn_core.call.tensors import Inputs
 from attn_core.context_parallel.layout import LAYOUTS, Layout, build_layout
 from attn_core.correctness import reference
 
-pytestmark = pytest.mark.rotates
+pytestmark = pytest.mark.sampled
 
 NAMES = ("out", "lse", "dq", "dk", "dv", "dsinks")
 TOLERANCE = 1e-9

@@ -24,7 +24,7 @@ from attn_core.context_parallel.layout import build_layout
 from attn_core.context_parallel.plan import ContextPlan, build_plan
 from torch_frontend import attention
 
-pytestmark = pytest.mark.rotates
+pytestmark = pytest.mark.sampled
 
 TIMEOUT = 10.0
 LENGTH = scenes.LENGTH
@@ -199,10 +199,9 @@ def test_sums_of_many_bfloat16_parts_are_as_precise(ranks: Any, case: Case) -> N
 
 
 @pytest.mark.cuda
+@pytest.mark.two_gpus
 def test_bfloat16_on_two_gpus(tmp_path: Any) -> None:
     """Over NCCL, on the kernels of automatic choice, with a row that the ranks do not divide."""
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
     base = ROUNDED[0]._replace(device="cuda", options=(CAUSAL,), length=(517, 517), heads=(8, 2), dims=(64, 64))
     cases = [
         one._replace(strategy=strategy, layout=kind)
@@ -217,9 +216,8 @@ def test_bfloat16_on_two_gpus(tmp_path: Any) -> None:
 
 
 @pytest.mark.cuda
+@pytest.mark.two_gpus
 def test_a_captured_forward_has_the_bits_of_an_eager_one(tmp_path: Any) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
     base = ROUNDED[0]._replace(device="cuda", options=(CAUSAL,), length=(1030, 1030), heads=(8, 2), dims=(64, 64))
     window = (CAUSAL, ("window", 100))
     cases = [base._replace(strategy=strategy) for strategy in ("ring", "all_gather", "ulysses")]

@@ -29,7 +29,7 @@ BACKENDS = ("flash4", "flash2", "flash3", "sdpa_flash", "jax_cudnn", "jax_xla")
 SPLITS = {"batch": P("x"), "heads": P(None, None, "x")}
 _COLLECTIVE = re.compile(r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
 
-pytestmark = pytest.mark.cuda
+pytestmark = [pytest.mark.cuda, pytest.mark.two_gpus]
 
 
 def two_gpus_for(backend: str) -> list[Any]:

@@ -35,7 +35,7 @@ import jax_frontend
 import torch_frontend
 from attn_core import backends, explain
 
-pytestmark = pytest.mark.rotates
+pytestmark = pytest.mark.sampled
 
 BRIDGED = backends_of("torch")
 

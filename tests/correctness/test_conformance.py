@@ -60,7 +60,8 @@ def drawn_for(backend: str, device: str, framework: str) -> st.SearchStrategy[Ca
 def conforms(framework: str, call: Call, backend: str, device: str) -> bool:
     """Whether the backend accepts the call. Asserts that the result is then correct, and else that every reason is
     named."""
-    where, spec = target(framework, device), with_every_token(call)
+    on_host = framework == "torch" and device == "cpu"
+    where, spec = target(framework, device), as_called(with_every_token(call, on_host=on_host))
     selection = explain(spec, where, backend)
     if selection.backend is None:
         with pytest.raises(NoBackendError) as refusal:
@@ -106,7 +107,7 @@ def corners_conform(framework: str, backend: str, device: str) -> bool:
     return any(ran)
 
 
-@pytest.mark.rotates
+@pytest.mark.sampled
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize(("backend", "device"), claimed())
 def test_drawn_calls_match_the_claims(backend: str, device: str, framework: str) -> None:
@@ -148,7 +149,7 @@ def test_calls_outside_the_claims_are_refused(backend: str, framework: str, devi
     assert all(why.partition(" (needs ")[0] in message for why in refusal.value.selection.reasons(backend))
 
 
-@pytest.mark.rotates
+@pytest.mark.sampled
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_automatic_choice(framework: str, device: str) -> None:
@@ -305,7 +306,7 @@ def test_planted_faults_are_caught(framework: str, where: str, name: str, monkey
         assert healthy.ok, healthy
 
 
-@pytest.mark.rotates
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", FAULTS)
 def test_planted_faults_are_caught_in_xla(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     changes, fault = FAULTS[name]
@@ -321,6 +322,8 @@ def test_planted_faults_are_caught_in_every_kernel(
     backend: str, device: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU, in the most precise dtype that the kernel takes."""
+    if backend == "flex" and name not in ("window one wider", "alignment flipped", "document boundary off by one"):
+        pytest.skip("flex compiles each for half a minute: three faults show that the suite judges it")
     framework = module_on(backend, device).FRAMEWORK
     dtypes = [kind for kind in ("float32", "float16") if kind in module_on(backend, device).FORWARD.dtypes]
     changes, fault = FAULTS[name]

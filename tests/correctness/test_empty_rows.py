@@ -16,7 +16,7 @@ import jax_frontend
 import torch_frontend
 from attn_core import SeqInfo
 
-pytestmark = pytest.mark.rotates
+pytestmark = pytest.mark.sampled
 
 random = np.random.default_rng(0)
 Q, DOUT = (random.standard_normal((2, 6, 4, 8)).astype(np.float32) for _ in range(2))

@@ -25,7 +25,7 @@ from attn_core.call.tensors import Gradients, Inputs, Tangents
 from attn_core.correctness import reference
 from attn_core.errors import SpecError
 
-pytestmark = pytest.mark.rotates
+pytestmark = pytest.mark.sampled
 
 NAMES = ("q", "k", "v", "bias", "sinks")
 STEP = 1e-5

@@ -28,7 +28,7 @@ from attn_core.call.functions import aux_of
 from attn_core.cli.drawn_functions import MASKS, SCORES, fields_of
 from attn_core.expressions import ExpressionError, alibi, causal, softcap, tanh, trace_mask, where
 
-pytestmark = pytest.mark.rotates
+pytestmark = pytest.mark.sampled
 
 SIZES = {"batch": 2, "q_len": 12, "kv_len": 12, "num_heads": 6, "num_kv_heads": 3, "head_dim": 5, "value_dim": 5}
 SIZES |= {"dtype": "float32", "needs_backward": True, "return_lse": True}
@@ -44,6 +44,9 @@ CALLS = {
     | {"bias_shape": (2, 6, 12, 12), "bias_gradient": True, "mask_shape": (2, 1, 1, 12), "sinks": True},
 }
 
+CALLED_BACK = ("documents", "per row", "both, causal")
+"""Calls that JAX also makes to FlexAttention on a GPU."""
+
 
 def on(device: str, framework: str, backend: str) -> None:
     if reason := reachable(framework, backend, device):
@@ -55,6 +58,8 @@ def on(device: str, framework: str, backend: str) -> None:
 @pytest.mark.parametrize("name", CALLS)
 def test_functions_match_the_oracle(name: str, backend: str, framework: str, device: str) -> None:
     on(device, framework, backend)
+    if (device, framework, backend) == ("cuda", "jax", "flex") and name not in CALLED_BACK:
+        pytest.skip("the same function as in torch, which compiles for half a minute")
     call = make_call(3, **{**SIZES, **CALLS[name]})
     if backend == "flex":
         gradients = device == "cuda" and not (call.spec.bias_gradient or call.spec.aux_gradients)

@@ -19,7 +19,7 @@ from spec_strategies import Call, make_call
 from attn_core import explain
 from attn_core.correctness.accuracy import MaskProbe, mask_probe
 
-pytestmark = pytest.mark.rotates
+pytestmark = pytest.mark.sampled
 
 # One call shows everything: it has as many channels as there are pairs of key and kv head.
 DENSE = {"batch": 2, "num_heads": 6, "num_kv_heads": 2, "dtype": "float32"}
@@ -100,7 +100,7 @@ def check_all(framework: str, backend: str, device: str, every: list[tuple[Any, 
     assert ran == len(every) or not (claims.packed and claims.window and claims.mask) or backend in PARTIAL
 
 
-def combinations(framework: str, backend: str, lengths: str) -> list[tuple[Any, ...]]:
+def combinations(framework: str, backend: str, lengths: str, device: str = "cpu") -> list[tuple[Any, ...]]:
     """Every combination of the features; a sample in the bounded profile if each costs a compilation.
 
     The steps have no common factor with the numbers of features, so a sample contains all of each feature.
@@ -109,6 +109,8 @@ def combinations(framework: str, backend: str, lengths: str) -> list[tuple[Any, 
     if settings.get_current_profile_name() == "thorough":
         return every
     compiled = framework == "jax" and backends_of("jax").count(backend)
+    if backend == "flex" and device == "cuda":  # compiles for seconds
+        return every[::23]
     return every[:: 11 if compiled or backend == "flex" else 5 if framework == "jax" else 1]
 
 
@@ -116,13 +118,14 @@ def combinations(framework: str, backend: str, lengths: str) -> list[tuple[Any, 
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize(("backend", "device"), claimed())
 def test_the_visible_set(backend: str, lengths: str, framework: str, device: str) -> None:
-    check_all(framework, backend, device, combinations(framework, backend, lengths))
+    check_all(framework, backend, device, combinations(framework, backend, lengths, device))
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize(("backend", "device"), [c for c in claimed() if module_on(*c.values).FORWARD.key_ranges])
 def test_the_visible_set_of_key_ranges(backend: str, device: str, framework: str) -> None:
-    for rows, heads, ranges in ((2, 2, 2), (1, 2, 1), (2, 1, 1)):
+    shapes = ((2, 2, 2), (1, 2, 1), (2, 1, 1))
+    for rows, heads, ranges in shapes[:1] if (backend, device) == ("flex", "cuda") else shapes:  # it compiles each
         some = [("more keys", True, "top_left", (3, None), (0, 1, 1, 0)), ("more keys", False, "top_left", None, None)]
         check_all(framework, backend, device, some, key_ranges_shape=(rows, heads, 11, ranges, 2))
     packed = [("documents", False, "top_left", None, None), ("documents", True, "bottom_right", (2, 1), None)]

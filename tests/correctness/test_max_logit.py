@@ -28,7 +28,7 @@ from attn_core.correctness import row_maximum
 from attn_core.selection import row_maximum as choice
 from jax_frontend.dispatch import max_logit
 
-pytestmark = pytest.mark.rotates
+pytestmark = pytest.mark.sampled
 
 PLAIN = {"batch": 2, "q_len": 9, "kv_len": 11, "num_heads": 6, "num_kv_heads": 3, "head_dim": 8, "value_dim": 8}
 PLAIN |= {"dtype": "float32"}

@@ -16,7 +16,7 @@ from spec_strategies import Call, make_call
 from attn_core import explain
 from attn_core.cli.certify.containment import HIDES_POISON, REACHES_BACK
 
-pytestmark = pytest.mark.rotates
+pytestmark = pytest.mark.sampled
 
 HEADS = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 8, "value_dim": 8, "dtype": "float32"}
 LENGTHS = ((5, 0, 7, 3, 131), (4, 3, 9, 2, 137))  # the last document is longer than a block of queries

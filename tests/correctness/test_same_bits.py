@@ -24,7 +24,7 @@ from attn_core import NoBackendError, SpecError, backends
 from attn_core.backends.math import tile_operands
 from attn_core.backends.sdpa_flash import cpu_tiles
 
-pytestmark = [pytest.mark.timeout(7200), pytest.mark.rotates]  # hours for the thorough profile
+pytestmark = [pytest.mark.timeout(7200), pytest.mark.sampled]  # hours for the thorough profile
 
 LENGTHS = (1, 5, 37, 64, 96)
 OPTIONS: dict[str, tuple[tuple[str, Any], ...]] = {

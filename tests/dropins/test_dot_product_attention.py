@@ -26,7 +26,7 @@ from attn_core import NoBackendError
 from attn_core.errors import DTypeError, ShapeError, SpecError
 from jax_frontend import dot_product_attention, explain, use_backend
 
-pytestmark = pytest.mark.rotates
+pytestmark = pytest.mark.sampled
 
 HOST = partial(jax.nn.dot_product_attention, implementation="xla")
 MODULE: Any = import_module("jax_frontend.dot_product_attention")

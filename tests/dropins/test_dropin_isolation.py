@@ -189,7 +189,7 @@ def check_all(
 
 def test_each_thread_keeps_its_own_kernel(device: str, registered: None, ran: set[tuple[int, str]]) -> None:
     table = hosts(device)
-    right, together = results_alone(table), threading.Barrier(len(table), timeout=120)
+    right, together = results_alone(table), threading.Barrier(len(table), timeout=300)
 
     def work(host: Host) -> list[np.ndarray]:
         results = []
@@ -228,7 +228,7 @@ def test_each_task_keeps_its_own_kernel(device: str, registered: None, ran: set[
 
 
 def test_threads_with_one_jitted_function_keep_their_own_kernels() -> None:
-    program, together = jax.jit(lambda q: jax_frontend.attention(q, q, q)), threading.Barrier(2, timeout=120)
+    program, together = jax.jit(lambda q: jax_frontend.attention(q, q, q)), threading.Barrier(2, timeout=300)
     q = jnp.ones((1, 5, 2, 8))
 
     def work(name: str) -> list[bool]:

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from attn_core.errors import ShapeError, SpecError
 from jax_frontend import easydel
 
-pytestmark = pytest.mark.rotates
+pytestmark = pytest.mark.sampled
 
 BATCH, LENGTH, HEADS, KV_HEADS, DIM, WIDE = 2, 7, 4, 2, 8, 5
 IDS = np.array([[0, 0, 0, 4, 4, -1, -1], [3, 3, 0, 0, 0, 0, -2]], np.int32)

@@ -17,7 +17,7 @@ from attn_core import NoBackendError, SeqInfo, masks
 from attn_core.errors import ShapeError, SpecError
 from jax_frontend.equinox import attend
 
-pytestmark = pytest.mark.rotates
+pytestmark = pytest.mark.sampled
 
 Q_LEN, KV_LEN, HEADS = 5, 7, 3
 SIZES = {"query_size": 12, "key_size": 10, "value_size": 8, "output_size": 11, "qk_size": 5, "vo_size": 6}

@@ -762,16 +762,16 @@ def test_threads_have_providers_of_their_own() -> None:
 
     def run(word: str) -> None:
         with attention_provider(word):
-            together.wait(10)
+            together.wait(300)
             found[word] = finetrainers.stated_provider()
-            together.wait(10)
+            together.wait(300)
 
     with attention_provider("flash"):
         threads = [threading.Thread(target=run, args=(word,)) for word in ("flex", "native")]
         [thread.start() for thread in threads]
-        together.wait(10)
+        together.wait(300)
         found["here"] = finetrainers.stated_provider()
-        together.wait(10)
+        together.wait(300)
         [thread.join() for thread in threads]
     assert found == {"flex": "flex", "native": "native", "here": "flash"}
     assert finetrainers.stated_provider() is None

@@ -21,7 +21,7 @@ from jax_frontend import use_backend
 from jax_frontend.finetrainers import attention_dispatch, attention_provider
 from torch_frontend import finetrainers as of_torch
 
-pytestmark = pytest.mark.rotates
+pytestmark = pytest.mark.sampled
 
 BATCH, HEADS, KV_HEADS, Q_LEN, KV_LEN, HEAD_DIM = 2, 6, 3, 5, 7, 11
 RANDOM = np.random.default_rng(1)

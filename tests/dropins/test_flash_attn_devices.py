@@ -20,7 +20,7 @@ from torch_frontend.flash_attn import cute, flash_attn_with_kvcache, hopper
 from torch_frontend.paged import append as appends
 from torch_frontend.paged import constant_tables
 
-pytestmark = pytest.mark.rotates
+pytestmark = pytest.mark.sampled
 
 BATCH, LENGTH, SIZE, HEADS, DIM = 3, 48, 16, (8, 2), 64
 INT: Any = {"dtype": torch.int32}

@@ -21,7 +21,7 @@ from frameworks import BOTH, JAX, TORCH, Framework, as_numpy
 import torch_frontend
 from attn_core import DTypeError, NoBackendError, ShapeError, SpecError
 
-pytestmark = pytest.mark.rotates
+pytestmark = pytest.mark.sampled
 
 BATCH, Q_LEN, KV_LEN, HEADS, KV_HEADS, DIM = 2, 5, 7, 6, 2, 8
 SCALE = 1 / np.sqrt(DIM)

@@ -14,7 +14,7 @@ if not torch.distributed.is_available():
 
 from context_torch_worker import Failed, World, once
 
-pytestmark = pytest.mark.rotates
+pytestmark = pytest.mark.sampled
 
 SCENES = "context_huggingface_scenes"
 DOCUMENTS = (4, 7, 2)

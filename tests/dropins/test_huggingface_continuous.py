@@ -17,7 +17,7 @@ from attn_core import SpecError
 from torch_frontend import huggingface
 from torch_frontend.huggingface import attention, continuous_batching
 
-pytestmark = pytest.mark.rotates
+pytestmark = pytest.mark.sampled
 
 SIZES = {"vocab_size": 97, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0, "eos_token_id": 96}

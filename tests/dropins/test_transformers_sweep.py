@@ -1,6 +1,6 @@
 """Tests every type of transformers' text and vision models: equal to ``eager``, or refused at construction.
 
-A third of the types runs each day; ``--sweep`` (``make sweep``) runs all. Types that
+``make test`` runs a seventh of the types, ``make sweep`` all. Types that
 cannot run are listed with their reasons in transformers_lists, so a type that starts or stops running is noticed.
 """
 
@@ -22,7 +22,7 @@ import transformers_types as types
 from attn_core.errors import SpecError
 from torch_frontend import huggingface
 
-pytestmark = pytest.mark.rotates
+pytestmark = pytest.mark.sampled
 
 LENGTH, NEW = 9, 5
 

@@ -26,7 +26,7 @@ from jax_frontend import attention, export_checks
 
 BATCH, LENGTH, HEADS, KV_HEADS, DIM = 4, 10, 4, 2, 8
 BACKENDS = ("math", "jax_xla")
-pytestmark = pytest.mark.rotates
+pytestmark = pytest.mark.sampled
 
 
 class Case(NamedTuple):

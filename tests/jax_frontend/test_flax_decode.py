@@ -43,7 +43,7 @@ def on_device(device):
 
 
 everywhere = pytest.mark.usefixtures("on_device")
-rotates = pytest.mark.rotates
+sampled = pytest.mark.sampled
 
 
 def normal(seed, *shape):
@@ -89,7 +89,7 @@ def decoded(decoding, params, cache, x, chunks, **call):
 
 
 @everywhere
-@rotates
+@sampled
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: ",".join(options) or "plain")
 def test_decoding_equals_a_full_causal_forward(options):
     chunks = (4, 1, 1, 1)
@@ -153,7 +153,7 @@ TABLES = {
 
 
 @everywhere
-@rotates
+@sampled
 @pytest.mark.parametrize(
     "names", [("mask", "bias"), ("alibi_slopes",), ("alibi_slopes", "bias"), ("key_ranges",)], ids=str
 )
@@ -176,7 +176,7 @@ def test_tables_of_a_call_cover_the_whole_cache(names):
 
 
 @everywhere
-@rotates
+@sampled
 def test_functions_count_queries_in_the_whole_row():
     layer, decoding, params, cache = layers()
     table = normal(6, HEADS, MAX_LENGTH)
@@ -196,7 +196,7 @@ def test_functions_count_queries_in_the_whole_row():
 
 
 @everywhere
-@rotates
+@sampled
 @pytest.mark.parametrize("batch", [(), (2, 3), (1, 2)], ids=str)
 def test_a_cache_has_any_number_of_batch_axes(batch):
     layer, decoding, params, cache = layers(batch, rotary=rope_in_jax, window=3)
@@ -272,7 +272,7 @@ def test_one_chunk_has_the_gradients_of_the_forward():
 
 
 @everywhere
-@rotates
+@sampled
 def test_decoding_runs_in_scans_over_tokens_and_layers():
     class Block(flax_linen.Module):
         decode: bool = False
@@ -297,7 +297,7 @@ def test_decoding_runs_in_scans_over_tokens_and_layers():
 
 
 @everywhere
-@rotates
+@sampled
 def test_an_exported_step_decodes_with_any_batch():
     """The index is an array, so one program for several platforms serves every token; it has XLA's operations alone."""
     layer, decoding, params, cache = layers(window=3)
@@ -352,7 +352,7 @@ def test_each_row_of_a_vmap_has_its_own_index():
 
 
 @everywhere
-@rotates
+@sampled
 def test_nnx_decodes_in_a_scan():
     layer = nnx.Attention(HEADS, FEATURES, rngs=flax_nnx.Rngs(0), causal=True, **SIZES)
     expected = layer(X)
@@ -489,7 +489,7 @@ def test_an_nnx_layer_needs_a_cache_of_the_right_shape():
         layer(X[:, :1], decode=True)
 
 
-@rotates
+@sampled
 @pytest.mark.parametrize("options", [{}, {"window": 9, "softcap": 0.7, "sinks": True}])
 def test_a_decoded_token_has_the_bits_of_its_prompt(options, monkeypatch):
     calls = []

@@ -13,7 +13,7 @@ from attn_core.errors import SpecError
 from jax_frontend import attention, dot_product_attention
 from jax_frontend.flax.hook import attention_fn
 
-pytestmark = pytest.mark.rotates
+pytestmark = pytest.mark.sampled
 
 CALLS: dict[str, dict[str, Any]] = {
     "blocks": {"causal": True, "softcap": 5.0},

@@ -37,7 +37,7 @@ from attn_core import backends
 from jax_frontend import SeqInfo, append_kv, attention, attention_qkvpacked, paged_attention
 from jax_frontend.bridge import targets
 
-pytestmark = pytest.mark.rotates
+pytestmark = pytest.mark.sampled
 
 SPLITS = {
     "batch": P("data"),

@@ -20,7 +20,7 @@ from sharded_calls import BATCH, BOTH_WAYS, DIM, HEADS, KV_HEADS, Q_LEN, normal
 
 from jax_frontend import linen, nnx
 
-pytestmark = pytest.mark.rotates
+pytestmark = pytest.mark.sampled
 
 FEATURES, LAYERS = HEADS * DIM, 3
 

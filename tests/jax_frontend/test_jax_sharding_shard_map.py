@@ -24,7 +24,7 @@ from sharded_calls import (
 
 from jax_frontend import attention
 
-pytestmark = pytest.mark.rotates
+pytestmark = pytest.mark.sampled
 
 IN_SHARD_MAP = {"batch": P("data"), "heads": P(None, None, "model"), "both": P("data", None, "model")}
 

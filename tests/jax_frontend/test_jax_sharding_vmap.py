@@ -27,7 +27,7 @@ from sharded_calls import (
 
 from jax_frontend import SeqInfo, attention
 
-pytestmark = pytest.mark.rotates
+pytestmark = pytest.mark.sampled
 
 
 @cache

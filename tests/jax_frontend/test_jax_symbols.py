@@ -27,7 +27,7 @@ from jax_frontend import (
     paged_attention,
 )
 
-pytestmark = pytest.mark.rotates
+pytestmark = pytest.mark.sampled
 
 DENSE = ("b,n,6,8", "b,m,3,8", "b,m,3,8")
 PACKED = ("t,6,8", "t,3,8", "t,3,8", "d+1")

@@ -21,7 +21,7 @@ from jax_frontend.bridge import targets
 from jax_frontend.dispatch import ops, plan
 from jax_frontend.dispatch.export import export_checks
 
-pytestmark = pytest.mark.rotates
+pytestmark = pytest.mark.sampled
 
 BATCH, Q_LEN, KV_LEN, HEADS, KV_HEADS, DIM = 2, 5, 7, 6, 3, 8
 BACKENDS = ("sdpa_flash", "math", "jax_xla")

@@ -14,7 +14,7 @@ pytest.importorskip("flax")
 pytest.importorskip("torch")
 import cpu_meshes
 
-pytestmark = [pytest.mark.slow, pytest.mark.rotates]
+pytestmark = [pytest.mark.slow, pytest.mark.sampled]
 
 
 @pytest.mark.parametrize("backend", ["math", "jax_xla"])

@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jax_frontend
 from jax_frontend import attention, context_parallel_attention, finetrainers, shard_sequence, unshard_sequence
 
-pytestmark = pytest.mark.rotates
+pytestmark = pytest.mark.sampled
 
 HEADS, KV_HEADS, DIM, TOKENS = 4, 2, 8, 6
 BACKENDS = ("jax_xla", "math")

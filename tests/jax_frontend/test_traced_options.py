@@ -15,7 +15,7 @@ from attn_core import DTypeError, NoBackendError, ShapeError, SpecError
 from attn_core.expressions import trace_score
 from jax_frontend import SeqInfo, attention, explain
 
-pytestmark = pytest.mark.rotates
+pytestmark = pytest.mark.sampled
 
 Q, K, V = (
     jax.random.normal(jax.random.key(seed), (2, length, heads, 16))

@@ -16,7 +16,7 @@ from attn_core.call.tensors import Inputs
 from jax_frontend import attention, dot_product_attention
 from jax_frontend.dispatch import offsets
 
-pytestmark = pytest.mark.rotates
+pytestmark = pytest.mark.sampled
 
 X = jnp.ones((1, 16, 2, 8))
 MASK = jnp.ones((1, 1, 16, 16), bool)

@@ -24,7 +24,7 @@ from attn_core.context_parallel.on_torch import one_device as parts
 from attn_core.context_parallel.tiles import Tile
 from torch_frontend.dispatch import in_parts as torch_parts
 
-pytestmark = pytest.mark.rotates
+pytestmark = pytest.mark.sampled
 
 TREE = [-1, 0, 1, 2, 1, 4, 4, 0, 7, 7, 9, 9]
 """The parent of each token, in depth-first order."""

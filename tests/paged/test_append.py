@@ -22,7 +22,7 @@ import jax_frontend
 import torch_frontend
 from attn_core.paged.places import check_slot_values, pages_and_offsets
 
-pytestmark = pytest.mark.rotates
+pytestmark = pytest.mark.sampled
 
 
 def arrays(f: Framework, call: Append) -> tuple[list[Any], tuple[Any, Any]]:

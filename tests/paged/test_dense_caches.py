@@ -38,7 +38,7 @@ from attn_core.correctness import accuracy
 from attn_core.selection.dense_caches import runs_packed
 from torch_frontend.paged import dense_caches
 
-pytestmark = pytest.mark.rotates
+pytestmark = pytest.mark.sampled
 
 BATCH, KV_LEN, CACHE = 3, 23, 5
 NAMES = ("kv_lengths", "kv_starts", "cache_index")

@@ -21,7 +21,7 @@ import torch_frontend
 from attn_core import SpecError
 from torch_frontend.paged import seen_calls
 
-pytestmark = pytest.mark.rotates
+pytestmark = pytest.mark.sampled
 
 CALLS = {"decode": make_paged((5, 9, 1), None), "prefill": make_paged((5, 9, 7), (5, 2, 0), window=3)}
 

@@ -97,7 +97,7 @@ CASES: dict[str, PagedCall] = {
     "more queries than keys": make_paged([3, 6], [5, 4], page_size=4),
     "no queries at all": make_paged([3, 6], [0, 0], page_size=4),
 }
-pytestmark = pytest.mark.rotates
+pytestmark = pytest.mark.sampled
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -17,7 +17,7 @@ import jax_frontend
 import torch_frontend
 from attn_core import DTypeError, SeqInfo, ShapeError, SpecError
 
-pytestmark = pytest.mark.rotates
+pytestmark = pytest.mark.sampled
 
 Parts = tuple[list[np.ndarray], list[np.ndarray]]
 

@@ -16,7 +16,7 @@ from paged_cases import PagedCall, make_paged
 from attn_core import SeqInfo
 from attn_core.correctness.paged import gather_pages
 
-pytestmark = pytest.mark.rotates
+pytestmark = pytest.mark.sampled
 
 PAIRS = [(f, backend) for f in BOTH for backend in ("math", "sdpa_flash", *(("jax_xla",) if f is JAX else ()))]
 WINDOWS = (None, 3, (2, 1), (None, 0))

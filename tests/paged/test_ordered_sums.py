@@ -32,7 +32,7 @@ from attn_core.backends.triton_splitkv import backend as triton_splitkv
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import PagedInputs
 
-pytestmark = pytest.mark.rotates
+pytestmark = pytest.mark.sampled
 
 OPTIONS: tuple[tuple[tuple[str, Any], ...], ...] = (
     (),

@@ -25,7 +25,7 @@ from attn_core.backends.shared.pages.pools import pools
 from attn_core.call.tensors import PagedInputs
 from attn_core.paged.row_tables import PagedRows, rows_of_table, table_of_rows
 
-pytestmark = pytest.mark.rotates
+pytestmark = pytest.mark.sampled
 
 FORMS: dict[str, tuple[str, Callable[[np.ndarray, np.ndarray], Any]]] = {
     "NHD": ("NHD", lambda k, v: (k, v)),

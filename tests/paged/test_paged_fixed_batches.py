@@ -19,7 +19,7 @@ from attn_core.call.tensors import PagedInputs
 from attn_core.correctness import reference
 from torch_frontend.dispatch import offsets
 
-pytestmark = pytest.mark.rotates
+pytestmark = pytest.mark.sampled
 
 BACKENDS = {"torch": ("math",), "jax": ("math", "jax_xla")}
 WAYS = [(f, backend, way) for f in BOTH for backend in BACKENDS[f.name] for way in ("eager", "compiled")]

@@ -25,7 +25,7 @@ from attn_core.paged.step import Pages, advance
 from jax_frontend import linen, nnx
 from torch_frontend import module
 
-pytestmark = pytest.mark.rotates
+pytestmark = pytest.mark.sampled
 
 HEADS, KV_HEADS, DIM, VALUE_DIM, FEATURES, OUT = 6, 3, 4, 8, 13, 11
 SIZES = {"num_kv_heads": KV_HEADS, "head_dim": DIM, "value_dim": VALUE_DIM, "out_features": OUT}

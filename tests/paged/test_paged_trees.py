@@ -40,7 +40,7 @@ from attn_core import DeviceError, DTypeError, ShapeError, SpecError, explain, m
 from attn_core.backends.math import paged as math_paged
 from attn_core.correctness.paged import gather_pages
 
-pytestmark = pytest.mark.rotates
+pytestmark = pytest.mark.sampled
 
 CLAIMED = [
     pytest.param(name, device, marks=(pytest.mark.cuda,) if device == "cuda" else (), id=f"{name}-{device}")

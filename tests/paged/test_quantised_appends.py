@@ -23,7 +23,7 @@ import jax_frontend
 import torch_frontend
 from attn_core import SpecError
 
-pytestmark = pytest.mark.rotates
+pytestmark = pytest.mark.sampled
 
 CALLS = {
     "decode": make_append([5, 9, 1], None, rotary_dim=6),

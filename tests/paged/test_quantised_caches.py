@@ -14,7 +14,7 @@ from quantised_appends import bits
 from attn_core.call.pages import BITS
 from attn_core.paged.allocation.sizing import bytes_per_token
 
-pytestmark = pytest.mark.rotates
+pytestmark = pytest.mark.sampled
 
 SIZES = {"num_layers": 2, "kv_heads": 2, "head_dim": 16, "value_dim": 8}
 PAGE_SIZE = 4

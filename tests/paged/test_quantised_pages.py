@@ -26,7 +26,7 @@ from benchmarks import page_quality
 from jax_frontend.paged import quantise as jax_quantise
 from torch_frontend.paged import quantise as torch_quantise
 
-pytestmark = pytest.mark.rotates
+pytestmark = pytest.mark.sampled
 
 HALF = {"dtype": "bfloat16", "return_lse": True, "head_dim": 16, "value_dim": 8}
 CLAIMS = load("math", "cpu").FORWARD

@@ -17,7 +17,7 @@ from jax.experimental.pallas.ops.tpu import ragged_paged_attention as host
 from attn_core import DTypeError, NoBackendError, ShapeError, SpecError
 from jax_frontend import ragged_paged_attention
 
-pytestmark = pytest.mark.rotates
+pytestmark = pytest.mark.sampled
 
 module = import_module("jax_frontend.paged.ragged_paged_attention")
 PAGE, WIDTH, SEQUENCES, TOKENS = 4, 3, 4, 11

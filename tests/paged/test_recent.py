@@ -26,7 +26,7 @@ from attn_core.backends import load
 from attn_core.backends.shared.claims import unmet_claims
 from attn_core.call.pages import PagedKV
 
-pytestmark = pytest.mark.rotates
+pytestmark = pytest.mark.sampled
 
 CLAIMS = load("math", "cpu").FORWARD
 HALF = {"dtype": "bfloat16", "return_lse": True, "head_dim": 16, "value_dim": 8}

@@ -10,7 +10,7 @@ from frameworks import BOTH, Framework, as_numpy
 from attn_core import PoolFullError, SpecError, bytes_per_token
 from attn_core.paged.quantised import numbers as quantised
 
-pytestmark = pytest.mark.rotates
+pytestmark = pytest.mark.sampled
 
 RECENT, PAGE, RINGS = 5, 4, 4
 SIZES = {"num_layers": 2, "kv_heads": 2, "head_dim": 16}

@@ -22,7 +22,7 @@ import torch_frontend
 from attn_core.correctness import rotary as reference
 from attn_core.errors import DTypeError, ShapeError, SpecError
 
-pytestmark = pytest.mark.rotates
+pytestmark = pytest.mark.sampled
 
 DTYPES = ("float32", "bfloat16", "float16")
 UNITS = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}

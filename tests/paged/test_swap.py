@@ -15,7 +15,7 @@ from attn_core import PoolFullError, SpecError
 from jax_frontend.paged import cache as jax_cache
 from jax_frontend.paged import host_memory
 
-pytestmark = pytest.mark.rotates
+pytestmark = pytest.mark.sampled
 
 LAYERS, PAGE_SIZE, KV_HEADS, DIM = 2, 4, 2, 8
 everywhere = pytest.mark.parametrize("framework", EVERYWHERE, ids=str)

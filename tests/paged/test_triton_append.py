@@ -26,7 +26,7 @@ from torch_frontend.paged.places import Places
 from torch_frontend.paged.rotary import repeated_on_gpu as repeated_rotation
 from torch_frontend.paged.rotary import rotate_on_gpu
 
-pytestmark = pytest.mark.rotates
+pytestmark = pytest.mark.sampled
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -36,7 +36,7 @@ from torch_frontend.paged.append_launch import append_on_gpu, repeated_on_gpu
 from torch_frontend.paged.merge_states import _plain
 from torch_frontend.paged.places import Places
 
-pytestmark = pytest.mark.rotates
+pytestmark = pytest.mark.sampled
 
 
 @pytest.fixture(autouse=True, scope="module")

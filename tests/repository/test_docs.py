@@ -130,7 +130,7 @@ def _of(language: str, *, titled: bool = False) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("block", blocks, ids=lambda block: block.name)
 
 
-@pytest.mark.rotates
+@pytest.mark.sampled
 @_of("python")
 @pytest.mark.filterwarnings("error::attn_core.SlowPathWarning")
 def test_examples_run(block: Block, monkeypatch: pytest.MonkeyPatch) -> None:

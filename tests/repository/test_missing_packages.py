@@ -43,7 +43,7 @@ except ImportError as error:
 """
 
 
-@pytest.mark.rotates
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("statement", "subject", "package", "extra"),
     [

@@ -20,7 +20,7 @@ from nbformat import v4
 
 from tools import tutorials
 
-pytestmark = pytest.mark.rotates
+pytestmark = pytest.mark.sampled
 
 ROOT = Path(__file__).resolve().parents[2]
 PATHS = tutorials.paths()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.rotates
+pytestmark = pytest.mark.sampled
 
 pytest.importorskip("typer")
 

@@ -25,7 +25,7 @@ from attn_core.selection import choice, explanation, explanation_text, preferenc
 from attn_core.selection.random_calls import random_call
 from torch_frontend.dispatch import plan, plan_cache
 
-pytestmark = pytest.mark.rotates
+pytestmark = pytest.mark.sampled
 
 SPEC = AttentionSpec(
     batch=2, q_len=5, kv_len=7, num_heads=6, num_kv_heads=3, head_dim=11, value_dim=11, dtype="float32"

@@ -10,7 +10,7 @@ from attn_core.expressions import causal, softcap, trace_mask, trace_score
 from torch_frontend import SeqInfo, attention, use_backend
 from torch_frontend.dispatch.op_arguments import PlainOptions
 
-pytestmark = pytest.mark.rotates
+pytestmark = pytest.mark.sampled
 
 HEADS, KV_HEADS, DIM = 6, 3, 8
 

@@ -45,7 +45,7 @@ from torch_frontend.unsloth import (
     slow_inference_attention_softcapping,
 )
 
-pytestmark = pytest.mark.rotates
+pytestmark = pytest.mark.sampled
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
 GEMMA = SimpleNamespace(config=SimpleNamespace(query_pre_attn_scalar=float(DIM), attn_logit_softcapping=5.0))

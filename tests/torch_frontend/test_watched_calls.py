@@ -36,7 +36,7 @@ from torch_frontend.unsloth import (
     slow_attention_softcapping,
 )
 
-pytestmark = pytest.mark.rotates
+pytestmark = pytest.mark.sampled
 
 Tensor = torch.Tensor
 TORCHS_OWN = F.scaled_dot_product_attention

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+import math
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
@@ -30,7 +30,8 @@ RUNNING = "running calls"
 
 def campaign(
     minutes: Annotated[float, typer.Option(min=0.01, help="How long to run.")] = 3.0,
-    seed: Annotated[int | None, typer.Option(help="Of the calls. Default: the day of the year.")] = None,
+    calls: Annotated[int | None, typer.Option(min=1, help="Stop after so many calls. Not with --processes.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the calls: another seed draws others.")] = 0,
     device: Annotated[str | None, typer.Option(help="cpu, or cuda (the GPU here). Default: the GPU, else cpu.")] = None,
     only: Annotated[
         list[str] | None, typer.Option(help="Run only entries whose name contains this text. Repeatable.")
@@ -43,9 +44,9 @@ def campaign(
 
     Exit code: 0 if every call was right; 1 if one was not; 2 for invalid options.
     """
-    if seed is None:
-        seed = datetime.now(UTC).timetuple().tm_yday
     try:
+        if calls is not None and processes > 1:
+            raise SpecError(f"--calls={calls}: expected one process, got --processes={processes}")
         run = Campaign(seed, _devices(device), tuple(only or ()))
         if json is not None:
             check_place(json)
@@ -58,7 +59,7 @@ def campaign(
             for name, reason in left_out(framework).items():
                 typer.echo(f"left out: {name}: {reason}")
         if processes == 1:
-            _run(run, 60 * minutes, json)
+            _run(run, 60 * minutes, math.inf if calls is None else calls, json)
         else:
             _run_several(run, processes, 60 * minutes, json, resume)
     except SpecError as error:
@@ -104,7 +105,7 @@ def _devices(requested: str | None) -> dict[str, str]:
     return result if len(kinds) == 1 else {name: device for name, device in result.items() if device != "cpu"}
 
 
-def _run(run: Campaign, seconds: float, json: Path | None) -> None:
+def _run(run: Campaign, seconds: float, most_calls: float, json: Path | None) -> None:
     stages = Stages(Console(stderr=True))
     faults = len(run.state["faults"])
 
@@ -116,7 +117,7 @@ def _run(run: Campaign, seconds: float, json: Path | None) -> None:
         advance()
 
     with stages, stages.stage(RUNNING, None, seconds) as advance:
-        run.run(seconds, json, done)
+        run.run(seconds, json, done, most_calls)
 
 
 def _run_several(run: Campaign, processes: int, seconds: float, json: Path | None, resume: bool) -> None:

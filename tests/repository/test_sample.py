@@ -1,0 +1,92 @@
+"""Tests which of the tests marked ``sampled`` or ``slow`` are in the sample that ``make test`` runs."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest_plugins = ["pytester"]
+CONFTEST = Path(__file__).parents[1] / "conftest.py"
+BEGINNING = """
+import os
+import pytest
+
+def pytest_addoption(parser):
+    parser.addoption("--all", action="store_true")
+    parser.addoption("--sample", action="store_true")
+
+"""
+FAMILIES = """
+import pytest
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("case", range(7))
+def test_many(case): pass
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("case", range(2))
+def test_two(case): pass
+
+@pytest.mark.sampled
+def test_alone(): pass
+
+@pytest.mark.slow
+def test_slow(): pass
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", range(2))
+def test_slow_too(case): pass
+
+@pytest.mark.parametrize("case", range(5))
+def test_other(case): pass
+"""
+SLOW = {"test_slow", "test_slow_too[0]", "test_slow_too[1]"}
+MANY, OTHERS = {f"test_many[{case}]" for case in range(7)}, {"test_two[0]", "test_two[1]", "test_alone"}
+
+
+def ran(pytester: pytest.Pytester, *options: str) -> set[str]:
+    """The names of the cases that a run collects."""
+    source = CONFTEST.read_text(encoding="utf-8")
+    head, middle = source.index("EVERY = "), source.index("def pytest_collection_modifyitems(")
+    end = source.index("    items.sort(", middle)
+    pytester.makeconftest(BEGINNING + source[head:middle] + source[middle:end])
+    pytester.makepyfile(test_families=FAMILIES)
+    result = pytester.runpytest_inprocess("--collect-only", "-q", "-p", "no:randomly", *options)
+    return {line.partition("::")[2] for line in result.outlines if "::" in line}
+
+
+def test_the_sample_has_a_case_of_each_family(pytester: pytest.Pytester) -> None:
+    sample = ran(pytester)
+    assert sample & MANY == {"test_many[0]"} and sample & SLOW == {"test_slow"} and sample >= OTHERS
+    assert len([name for name in sample if "other" in name]) == 5
+
+
+def test_the_sample_is_the_same_on_every_day(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    sample = ran(pytester)
+    for day in range(3):
+        monkeypatch.setattr("time.time", lambda day=day: 86400.0 * day)
+        assert ran(pytester) == sample
+
+
+@pytest.mark.parametrize("options", [("--all",), ("test_families.py",), ("-m", "sampled or slow or cuda")])
+def test_all_and_a_file_by_name_run_everything(pytester: pytest.Pytester, options: tuple[str, ...]) -> None:
+    assert ran(pytester, *options) >= MANY | OTHERS | SLOW
+
+
+def test_files_by_name_are_sampled_if_told_so(pytester: pytest.Pytester) -> None:
+    assert ran(pytester, "--sample", "test_families.py") == ran(pytester)
+
+
+@pytest.mark.slow
+def test_the_suite_of_gpus_leaves_out_no_test() -> None:
+    """``-m cuda`` does not read the files that ``pytest_ignore_collect`` names; other expressions do."""
+    words = re.search(r'GPU_WORDS = re.compile\(r"(.*)"\)', CONFTEST.read_text(encoding="utf-8"))
+    files = [path for path in CONFTEST.parent.rglob("test_*.py") if not re.search(words[1], path.read_text("utf-8"))]
+    assert 50 < len(files) < len(list(CONFTEST.parent.rglob("test_*.py"))) - 50
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-m", "cuda and cuda", *map(str, files)]
+    done = subprocess.run(command, cwd=CONFTEST.parents[1], capture_output=True, text=True, check=False)
+    assert done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED, done.stdout
