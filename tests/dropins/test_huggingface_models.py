@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import os
+import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -57,7 +60,7 @@ def test_a_model_with_its_own_attention_is_refused_at_construction(family: str, 
 
 def test_every_model_that_looks_up_no_function_is_refused() -> None:
     """For the whole list of transformers: our implementations accept a class if and only if transformers' own check
-    does."""
+    does, but for two whose files have attention of both kinds."""
     from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
     refused = 0
@@ -66,7 +69,7 @@ def test_every_model_that_looks_up_no_function_is_refused() -> None:
             kind = getattr(transformers, name, None)
             if not hasattr(kind, "_can_set_attn_implementation"):
                 continue
-            if kind._can_set_attn_implementation() and kind is not transformers.InformerModel:
+            if kind._can_set_attn_implementation() and name not in ("GitModel", "InformerModel"):
                 registration.refuse_model_code(kind, huggingface.NAME)
                 continue
             refused += 1
@@ -84,6 +87,98 @@ def test_a_model_with_its_own_attention_in_some_layers_is_refused() -> None:
     transformers.InformerModel._from_config(config, attn_implementation="eager")
 
 
+BY_NAME = re.compile(r"\b(?!ALL_)\w+\[[\w.]*attn_implementation\]")
+
+
+def files_with_both_kinds() -> list[str]:
+    """The modules of transformers that look attention up in a table of classes, and elsewhere in the interface."""
+    root = Path(transformers.__file__).parent
+    sources = {path: path.read_text(encoding="utf-8") for path in sorted(root.glob("models/*/modeling_*.py"))}
+    both = [path for path, text in sources.items() if BY_NAME.search(text) and "ALL_ATTENTION_FUNCTIONS.get_" in text]
+    return [".".join(("transformers", *path.relative_to(root).with_suffix("").parts)) for path in both]
+
+
+@pytest.mark.parametrize("path", files_with_both_kinds())
+def test_a_model_that_looks_its_attention_up_by_name_is_refused_at_construction(path: str) -> None:
+    """SAM's vision encoder and GIT, for example, would raise a bare KeyError. Parts without them are built."""
+    kinds = [kind for kind in vars(importlib.import_module(path)).values() if getattr(kind, "__module__", None) == path]
+    models = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)]
+    found: dict[bool, list[str]] = {True: [], False: []}
+    for kind in models:
+        if "PreTrained" in kind.__name__ or kind.config_class is None:
+            continue
+        with torch.device("meta"):
+            try:
+                kind._from_config(kind.config_class(), attn_implementation="eager")
+            except Exception:  # its default configuration is not complete
+                continue
+            try:
+                kind._from_config(kind.config_class(), attn_implementation=huggingface.NAME)
+            except SpecError as error:
+                assert "computes attention in its own code" in str(error) and "'eager'" in str(error)
+                found[False].append(kind.__name__)
+            else:
+                found[True].append(kind.__name__)
+    assert found[False] and bool(found[True]) == ("sam" not in path), found
+
+
+def test_the_other_part_of_sam_may_use_ours() -> None:
+    def build(name: Any) -> Any:
+        torch.manual_seed(0)
+        picture = {"image_size": 64, "patch_size": 16}
+        vision = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "mlp_dim": 32, "window_size": 2}
+        config = transformers.SamConfig(
+            vision_config=vision | picture, prompt_encoder_config=picture, mask_decoder_config={"mlp_dim": 32}
+        )
+        return transformers.SamModel._from_config(config, attn_implementation=name).eval()
+
+    given = {"pixel_values": torch.randn(1, 3, 64, 64), "input_points": torch.rand(1, 1, 2, 2) * 60}
+    models = build("eager"), build({"": huggingface.NAME, "vision_config": "eager"})
+    assert models[1].mask_decoder.config._attn_implementation == huggingface.NAME
+    expected, actual = (model(**given).pred_masks for model in models)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
+    with pytest.raises(SpecError, match="SamVisionEncoder computes attention in its own code"):
+        models[0].set_attn_implementation(huggingface.NAME)
+
+
+def sound(name: str) -> Any:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "output_proj_dims": 16}
+    config = transformers.Gemma4AudioConfig(**sizes, attention_chunk_size=4, attention_context_left=5)
+    keep = torch.ones(2, 64, dtype=torch.bool)
+    keep[0, -17:] = False
+    model = transformers.Gemma4AudioModel._from_config(config, attn_implementation=name).eval()
+    return model, {"input_features": torch.randn(2, 64, 128), "attention_mask": keep}
+
+
+def reading_order(name: str) -> Any:
+    from transformers.models.pp_doclayout_v2 import modeling_pp_doclayout_v2 as modeling
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
+    config = modeling.PPDocLayoutV2ReadingOrderConfig(**sizes, coordinate_size=6, shape_size=4)
+    model = modeling.PPDocLayoutV2ReadingOrder._from_config(config, attn_implementation=name).eval()
+    shown = torch.tensor([[True] * 5, [True] * 3 + [False] * 2])
+    return model, {"boxes": torch.randint(0, 1000, (2, 5, 4)).sort(-1).values, "mask": shown}
+
+
+@pytest.mark.parametrize("build", [sound, reading_order])
+def test_a_part_that_adds_its_mask_itself_gets_the_mask_of_eager(build: Any) -> None:
+    """So that the larger model runs: its other parts use ours."""
+    results = []
+    for name in ("eager", huggingface.NAME):
+        torch.manual_seed(0)
+        try:
+            model, given = build(name)
+        except (AttributeError, ImportError):
+            pytest.skip(f"transformers {transformers.__version__} has no such model")
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(torch.randn_like(parameter) * 0.3)
+            out = model(**given)
+        results.append(out if torch.is_tensor(out) else out.last_hidden_state)
+    assert results[0].isfinite().all() and results[0].abs().max() > 0.1
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
+
+
 def test_a_refused_part_of_a_model_may_use_another_implementation() -> None:
     def build(name: Any) -> Any:
         vision = transformers.Swinv2Config(image_size=32, embed_dim=16, depths=[1], num_heads=[2], window_size=4)
@@ -92,7 +187,7 @@ def test_a_refused_part_of_a_model_may_use_another_implementation() -> None:
 
     with pytest.raises(SpecError, match="Swinv2Model computes attention in its own code"):
         build(huggingface.NAME)
-    model = build({"text_config": huggingface.NAME})
+    model = build({"": huggingface.NAME, "text_config": huggingface.NAME, "vision_config": "eager"})
     used = [part.config._attn_implementation for part in (model.language_model, model.vision_tower)]
     assert used == [huggingface.NAME, "eager"]
 

@@ -252,6 +252,22 @@ def test_sinks_of_queries_that_see_no_key_leave_zeros() -> None:
     assert not out.any() and not any(slope.any() for slope in slopes)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_bool_table_is_refused_where_a_model_appends_floats_to_it(
+    compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepSeek V4 appends columns of 0 and -inf, which a bool table would turn around; floats give what eager gives."""
+    ids, tables = rows(False)["input_ids"], torch.ones(2, 1, LENGTH, LENGTH, dtype=torch.bool).tril().triu(-3)
+    added = torch.zeros(tables.shape).masked_fill(~tables, torch.finfo(torch.float32).min)
+    model, eager = build("deepseek_v4", huggingface.NAME), build("deepseek_v4", "eager")
+    with torch.no_grad():
+        actual, expected = (each(ids, attention_mask=added, use_cache=False).logits for each in (model, eager))
+        torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-4)
+        monkeypatch.setattr(attention, "_is_compiling", lambda: compiled)
+        with pytest.raises(SpecError, match=r"attention_mask: expected floats, .* bool mask of 4 axes: DeepseekV4A"):
+            model(ids, attention_mask=tables, use_cache=False)
+
+
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "indices of another length": ({"indices": INDICES[None, :5]}, ShapeError, r"indices: expected \[2, 7, count\]"),
     "blocks without an indexer": ({"block_indices": INDICES}, SpecError, "block_indices: expected a layer with"),

@@ -58,11 +58,6 @@ MIXED |= dict.fromkeys(
 MIXED["deepseek_v4"] = "a compressor pools runs of tokens, counted from the row's start"
 """Types that mix packed documents outside of attention: compared with the packed row on eager."""
 
-REFUSED_WHEN_CALLED: dict[str, str] = {
-    "seq2seq bigbird_pegasus": "hands its mask on to attention",  # its encoder adds the mask to its own scores
-}
-"""Types that are built, and raise a SpecError in every call, with these words."""
-
 NO_ATTENTION = "no attention"
 UNBUILDABLE: dict[str, str] = {
     "causal blt": "its byte tables alone are 96 million parameters",
@@ -73,7 +68,6 @@ UNBUILDABLE: dict[str, str] = {
     "causal gemma3n": "needs timm",
     "causal gemma4_assistant": "its layers read the cache of another model",
     "causal gemma4_unified_assistant": "its layers read the cache of another model",
-    "causal git": "knows no attention but its own: KeyError, 'attn_core'",
     "causal musicgen": "several text configurations",
     "causal musicgen_melody": "several text configurations",
     "causal qwen4_exp": "its default configuration leaves sizes out",

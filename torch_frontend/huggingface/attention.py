@@ -114,7 +114,7 @@ def attend(
             if call is not None and call.positions is not None and call.positions() is not position_ids:
                 call = None
         elif type(attention_mask) is Tensor and attention_mask.dtype is torch.bool:
-            call = read_table(attention_mask, query.shape[2], key.shape[2])
+            call = read_table(module, attention_mask, query.shape[2], key.shape[2])
     if call is None:
         context = huggingface_context.context_of(module, attention_mask)
         if context is not None:

@@ -41,6 +41,19 @@ class VisibleKeys(NamedTuple):
     key_ranges: np.ndarray | None = None
 
 
+NEED_FLOATS = {"deepseek_v4", "gemma4_audio", "PPDocLayoutV2ReadingOrderConfig"}
+"""Model types, or configurations without one, whose own code adds to a mask of floats, or tells them from bools."""
+
+
+def needs_floats(config: Any) -> bool:
+    """Returns whether models of a configuration need a mask of 0 and the lowest float, as ``eager`` has it.
+
+    DeepSeek V4 appends columns of 0 and -inf for keys of its own: a bool mask would turn them around. The others
+    compute attention themselves, as parts of larger models.
+    """
+    return (getattr(config, "model_type", None) or type(config).__name__) in NEED_FLOATS
+
+
 class DescribedMask:
     """A bool mask ``[batch, 1, q_len, kv_len]`` that is not built: ``visible`` describes it to the attention call.
 

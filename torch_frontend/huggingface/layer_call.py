@@ -13,7 +13,7 @@ from attn_core.backends.shared import kept_masks
 from attn_core.call.seq_info import SeqInfo
 from attn_core.errors import DTypeError, ShapeError, SpecError
 from torch_frontend.dispatch.plan import check_tensor, smaller
-from torch_frontend.huggingface.described_mask import DescribedMask, VisibleKeys
+from torch_frontend.huggingface.described_mask import NEED_FLOATS, DescribedMask, VisibleKeys, needs_floats
 from torch_frontend.huggingface.documents import are_readable, counts_positions, documents_from_positions
 
 Tensor = torch.Tensor
@@ -77,9 +77,11 @@ def prepare(
     return call if positions is None else call._replace(positions=positions)
 
 
-def read_table(table: Tensor, queries: int, keys: int) -> LayerCall | None:
+def read_table(module: Any, table: Tensor, queries: int, keys: int) -> LayerCall | None:
     """Returns the call of a layer with a dense bool mask alone, or None if ``prepare`` must check the mask."""
     if table.layout is not torch.strided or table.is_nested or table.dim() != 4:
+        return None
+    if getattr(getattr(module, "config", None), "model_type", None) in NEED_FLOATS:
         return None
     # There is no band to align, but equal calls need equal arguments.
     return LayerCall(False, None, "bottom_right" if queries == keys else "top_left", mask=table)
@@ -187,6 +189,11 @@ def split_mask(
         raise ShapeError(f"attention_mask: expected [batch, heads, q, kv], got {list(attention_mask.shape)}")
     everything = VisibleKeys(None, None, 0, lengths)
     if attention_mask.dtype == torch.bool:
+        if needs_floats(getattr(module, "config", None)):
+            raise SpecError(
+                "attention_mask: expected floats, 0 for a visible key and -inf for a hidden one, got a bool mask of 4 "
+                f"axes: {type(module).__name__} appends columns of 0 and -inf to it; or pass [batch, tokens]"
+            )
         return everything, attention_mask, None
     if attention_mask.is_floating_point():
         return everything, None, attention_mask

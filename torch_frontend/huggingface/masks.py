@@ -20,14 +20,11 @@ from torch_frontend.context_parallel.layers import active_mesh
 from torch_frontend.dispatch.transforms import is_one_op
 from torch_frontend.huggingface import context as huggingface_context
 from torch_frontend.huggingface.blocks import ranges_of_blocks
-from torch_frontend.huggingface.described_mask import DescribedMask, VisibleKeys, describe
+from torch_frontend.huggingface.described_mask import DescribedMask, VisibleKeys, describe, needs_floats
 from torch_frontend.huggingface.documents import documents_from_numbers
 from torch_frontend.huggingface.patterns import Pattern, infer_pattern, read_pattern
 
 Tensor = torch.Tensor
-
-_WIDENED = {"deepseek_v4"}
-"""Model types that append columns of 0 and -inf to their mask for keys of their own, if the mask is a tensor."""
 
 
 def mask(
@@ -57,7 +54,7 @@ def mask(
     if context is not None:
         sizes = batch_size, (q_length, kv_length), (q_offset, kv_offset)
         return huggingface_context.mask(context, *sizes, mask_function, attention_mask, device)
-    if getattr(options.get("config"), "model_type", None) in _WIDENED:
+    if needs_floats(options.get("config")):
         return masking_utils.eager_mask(
             batch_size,
             q_length,

@@ -6,8 +6,6 @@ by layer. Results equal those of transformers' own ``eager`` attention: see atte
 
 from __future__ import annotations
 
-import inspect
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial, wraps
 from typing import Any
@@ -19,11 +17,9 @@ from attn_core.call.kinds import check_kind
 from attn_core.errors import SpecError, needs_extra, shown
 from torch_frontend.huggingface.attention import LAYER_BACKEND, attend
 from torch_frontend.huggingface.continuous_batching import refuse_prefix, register_manager, unregister_manager
+from torch_frontend.huggingface.model_code import NAME, refuse_model_code
 
 __all__ = ["NAME", "register", "set_layer_backends", "unregister"]
-
-NAME = "attn_core"
-"""The value of ``attn_implementation=``; ``NAME:backend`` requests one backend."""
 
 
 def set_layer_backends(model: torch.nn.Module, choice: Mapping[int, str | None]) -> None:
@@ -131,36 +127,6 @@ def unregister() -> None:
             setattr(PreTrainedModel, method, current.__wrapped__)
     unregister_manager()
 
-
-def refuse_model_code(kind: type, requested: str) -> None:
-    """Raises SpecError for a model class that computes attention in its own code.
-
-    Such a model would use our mask in its own arithmetic. transformers reads the source of a class to find out. For a
-    class without source (written in a notebook) we check the class that it extends.
-    """
-    from transformers import PreTrainedModel
-
-    known = (base for base in kind.__mro__ if issubclass(base, PreTrainedModel) and _has_source(base))
-    checked: Any = next(known, PreTrainedModel)
-    partly = getattr(getattr(kind, "config_class", None), "model_type", None) in _PARTLY_MODEL_CODE
-    if partly or checked is PreTrainedModel or not checked._can_set_attn_implementation():
-        raise SpecError(
-            f"attn_implementation={shown(requested)}: {kind.__name__} computes attention in its own code and does not "
-            "call the function that transformers' AttentionInterface names; load it with attn_implementation='eager'. "
-            "If it is part of a larger model, name the other parts, such as "
-            'attn_implementation={"text_config": "attn_core"}'
-        )
-
-
-def _has_source(kind: type) -> bool:
-    try:
-        return bool(inspect.getsource(sys.modules[kind.__module__]))
-    except (OSError, TypeError, KeyError):
-        return False
-
-
-_PARTLY_MODEL_CODE = {"informer"}
-"""Model types that call the attention function in some layers and add our mask in others (ProbSparse attention)."""
 
 _WRAPPED_METHODS = ("_check_and_adjust_attn_implementation", "get_correct_attn_implementation")
 
