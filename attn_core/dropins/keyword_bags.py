@@ -80,34 +80,27 @@ def bag_of(config: Any, name: str) -> Mapping[str, Any]:
 def read_options(config: Any, branch: str) -> dict[str, Option]:
     """Returns every option by our name, with its value if a bag of the config states one.
 
-    If the bag of the host's branch states dropout, that value counts: hosts drop weights in some branches only.
+    Dropout counts in the bag of the host's branch alone, where a missing one is 0: hosts drop weights in some branches
+    only.
 
     Raises:
         SpecError: for unknown keys, and bags that contradict each other.
     """
     names = (*dict.fromkeys(_FLASH.values()), "mask", "triangle", "blocks")
     stated = {name: Option(name) for name in names}
-    branch_states_dropout = _states_dropout(config, branch)
     for bag, spellings in BAGS.items():
         for key, value in bag_of(config, bag).items():
             # An option that is unknown here might change the result in the host, so it is not ignored.
             if key not in spellings:
                 raise SpecError(f"config.{bag}[{key!r}]: unknown; expected one of {', '.join(spellings)}")
             option = spellings[key]
-            if option == "dropout" and branch_states_dropout and bag != f"{branch}_kwargs":
+            if option == "dropout" and bag != f"{branch}_kwargs":
                 continue  # the host's branch would not read this bag
             if option == "mask" and value is not None:
                 state_mask(stated, value, f"config.{bag}[{key!r}]")
             elif option is not None and value is not None:
                 stated[option].state(value, f"config.{bag}[{key!r}]")
     return stated
-
-
-def _states_dropout(config: Any, branch: str) -> bool:
-    """Returns whether the bag of a branch has a value for dropout."""
-    bag = f"{branch}_kwargs"
-    values = bag_of(config, bag)
-    return any(option == "dropout" and values.get(key) is not None for key, option in BAGS[bag].items())
 
 
 def state_mask(stated: dict[str, Option], value: Any, where: str) -> None:

@@ -349,6 +349,24 @@ def test_granites_dropout_comes_from_the_options_of_the_hosts_branch(
         close(run(framework, arrays, word, others), expected(arrays))
 
 
+@pytest.mark.parametrize("bag", ["flash_dense_kwargs", "flash_varlen_kwargs", "sdpa_kwargs", "xformers_kwargs"])
+@pytest.mark.parametrize("word", WORDS)
+@pytest.mark.parametrize("kind", ["rows", "packed", "masked"])
+@both
+def test_dropout_of_another_branch_drops_nothing(framework: Framework, kind: str, word: str, bag: str) -> None:
+    """The function of the host's branch gets its own bag, and without dropout there it drops nothing."""
+    what: dict[str, Any] = {"seq_info": seq_info(framework, "arrays")} if kind == "packed" else {}
+    what |= {"attention_mask": np.ones((BSZ, 7), np.int32)} if kind == "masked" else {}
+    dense = word == arguments.FLASH_VARLEN and kind != "packed"
+    branch = arguments.SDPA if kind == "masked" else arguments.FLASH_DENSE if dense else word
+    if bag == f"{branch}_kwargs":
+        return  # Granite's test
+    own = "scale" if branch in (arguments.SDPA, arguments.XFORMERS) else "softmax_scale"
+    bags = {bag: {"p" if bag == "xformers_kwargs" else "dropout_p": 0.5}, f"{branch}_kwargs": {own: 0.4}}
+    arrays, lengths = numbers(7, 7), LENGTHS if kind == "packed" else None
+    close(run(framework, arrays, word, bags, **what), expected(arrays, scale=0.4, lengths=lengths))
+
+
 @pytest.mark.parametrize("half", ["bfloat16", "float16"])
 @pytest.mark.parametrize("letters", ["Q", "K", "QK", "KV"])
 @both
@@ -806,11 +824,6 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         SpecError,
         r"^context.causal_mask is LowerTriangularMask, causal=True contradicts config.flash_dense_kwargs",
     ),
-    "contradicting dropouts of other branches": (
-        bags_of(flash_dense_kwargs={"dropout_p": 0.1}, xformers_kwargs={"p": 0.2}),
-        SpecError,
-        r"^config.xformers_kwargs\['p'\]=0.2 contradicts config.flash_dense_kwargs\['dropout_p'\]=0.1; pass dropout",
-    ),
     "blocks beside documents": (
         {
             "causal_mask": xformers_mask("BlockDiagonalCausalMask", (Q_LEN, KV_LEN)),
@@ -867,7 +880,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "sliding window of a bool": ({"sliding_window": True}, SpecError, "^context.sliding_window=True: "),
     "softcap": (bags_of(flash_dense_kwargs={"softcap": -1.0}), SpecError, "^softcap=-1.0: "),
     "scale": (bags_of(sdpa_kwargs={"scale": 0.0}), SpecError, "^scale=0.0: "),
-    "dropout": (bags_of(xformers_kwargs={"p": 1.5}), SpecError, "^dropout=1.5: "),
+    "dropout": (bags_of(sdpa_kwargs={"dropout_p": 1.5}), SpecError, "^dropout=1.5: "),
     "int 4-D mask": (
         {"attention_mask": FULL_MASK.astype(np.int32)},
         DTypeError,

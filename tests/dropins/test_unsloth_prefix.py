@@ -107,8 +107,7 @@ def run(framework: Framework, groups: Groups, given: dict[str, np.ndarray], segm
 BAGS: dict[str, tuple[Any, dict[str, Any]]] = {
     "plain": (None, {}),
     "scale": ({"flash_varlen_kwargs": {"softmax_scale": 0.7, "dropout_p": 0.0, "causal": True}}, {"scale": 0.7}),
-    "softcap": ({"flash_dense_kwargs": {"softcap": 1.5, "dropout_p": 0.1}, "flash_varlen_kwargs": {"dropout_p": 0.0}},
-                {"softcap": 1.5}),
+    "softcap": ({"flash_dense_kwargs": {"softcap": 1.5, "dropout_p": 0.1}}, {"softcap": 1.5}),
 }  # fmt: skip
 
 
@@ -198,7 +197,6 @@ def test_cached_offsets_on_a_device_are_no_inference_tensors() -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "dropout": ({"bags": {"flash_varlen_kwargs": {"dropout_p": 0.5}}}, "^dropout_p=0.5: expected 0 with context.p"),
-    "dropout elsewhere": ({"bags": {"xformers_kwargs": {"p": 0.5}}}, "^dropout_p=0.5: expected 0 with context.p"),
     "keep mask": ({"attention_mask": np.ones((1, 16), bool)}, "^context.attention_mask: expected None with context."),
     "mask": ({"causal_mask": np.ones((16, 16), bool)}, "^context.causal_mask: expected None with context.prefix"),
     "slopes": (

@@ -35,7 +35,7 @@ class AttentionConfig:
     """A layer's settings: a backend word, the grouping of heads, and keyword bags named after backends.
 
     Options in any bag apply on every backend. Two bags with different values for one option are an error. Dropout is
-    the exception: the bag of the host's branch decides.
+    the exception: the bag of the host's branch decides, and without the key there it is 0.
     """
 
     backend: str
