@@ -154,12 +154,24 @@ REMEDIES = {
 """What to do instead of an argument that is refused."""
 
 
-def refuse_chunks(attention_chunk: Any) -> None:
-    """Raises SpecError unless ``attention_chunk`` is 0."""
+_CHUNKS = {
+    "rows": "mask_mod=lambda b, h, q, k: (q + seqlen_k - seqlen_q) // n == k // n",
+    "documents": "mask_mod=lambda b, h, q, k, at_q, at_k: at_q[q] // n == at_k[k] // n, aux=(at_q, at_k)",
+    "cache": "mask_mod=lambda b, h, q, k, lengths: (q + lengths[b] - seqlen_q) // n == k // n, aux=(lengths,)",
+}
+_PLACES = {
+    "rows": "",
+    "documents": ", with every token's place in its document, the last query's that of the last key",
+    "cache": ", with lengths=kv_lengths, in which the new keys count",
+}
+
+
+def refuse_chunks(attention_chunk: Any, of: str = "rows") -> None:
+    """Raises SpecError unless ``attention_chunk`` is 0. of: "rows", "documents" or "cache", as the function takes."""
     if not is_host_int(attention_chunk) or attention_chunk != 0:
         raise SpecError(
-            f"attention_chunk={shown(attention_chunk)}: expected 0; attention(mask_mod=lambda b, h, q, k: q // n == k "
-            "// n) hides keys of other chunks"
+            f"attention_chunk={shown(attention_chunk)}: expected 0; attention({_CHUNKS[of]}) hides keys of other "
+            f"chunks{_PLACES[of]}"
         )
 
 

@@ -7,6 +7,7 @@ flash-attn is not installed here. Its signatures are data, read from its sources
 from __future__ import annotations
 
 import inspect
+import re
 from functools import partial
 from importlib import import_module
 from itertools import pairwise
@@ -19,7 +20,7 @@ import torch
 from frameworks import BOTH, JAX, TORCH, Framework, as_numpy
 
 import torch_frontend
-from attn_core import DTypeError, NoBackendError, ShapeError, SpecError
+from attn_core import DTypeError, NoBackendError, SeqInfo, ShapeError, SpecError
 
 pytestmark = pytest.mark.sampled
 
@@ -594,6 +595,45 @@ def test_what_has_no_kernel_is_refused_by_name(f: Framework, of: str, name: str)
     words = f"{name}: expected a torch.Tensor" if takes else f"{name}(: expected None|=2: expected 0)"
     with pytest.raises(TypeError if takes else SpecError, match=f"^{words}"):
         run(f, "flash_attn_func", *rows(), of=of, **{name: 2})
+
+
+def chunked(q: np.ndarray, k: np.ndarray, v: np.ndarray, size: int) -> np.ndarray:
+    """One causal row with chunks in float64. The last query stands at the last key, as in FlashAttention 3."""
+    at = np.arange(len(q)) + len(k) - len(q)
+    rows = [(k[place // size * size : place + 1], v[place // size * size : place + 1]) for place in at]
+    return np.concatenate([expected(each[None], *seen)[0] for each, seen in zip(q, rows)])
+
+
+CHUNKED = {"rows": "flash_attn_func", "documents": "flash_attn_varlen_func", "cache": "flash_attn_with_kvcache"}
+
+
+@pytest.mark.parametrize("of", CHUNKED)
+@pytest.mark.parametrize("f", BOTH, ids=str)
+def test_the_advice_for_chunks_computes_them(f: Framework, of: str) -> None:
+    queries, keys = [5, 5], [14, 9] if of == "cache" else [14, 14]
+    if of == "documents":
+        queries, keys = [2, 6, 3], [5, 6, 8]
+    rows = [(draw(n, HEADS, DIM), *draw(2, m, KV_HEADS, DIM, seed=m)) for n, m in zip(queries, keys)]
+    named: dict[str, Any] = {"n": 3, "seqlen_q": 5, "seqlen_k": 14, "lengths": f.array(ints(*keys))}
+    given: dict[str, Any] = {"cache_seqlens": ints(*keys)} if of == "cache" else {}
+    call: dict[str, Any] = {"kv_lengths": named["lengths"]} if of == "cache" else {}
+    if of == "documents":
+        q, k, v = map(np.concatenate, zip(*rows))
+        given = {"cu_seqlens_q": ints(0, *np.cumsum(queries)), "cu_seqlens_k": ints(0, *np.cumsum(keys))}
+        given |= {"max_seqlen_q": max(queries), "max_seqlen_k": max(keys)}
+        call = {"seq_info": SeqInfo.from_lengths(queries, keys)}
+        named["at_q"] = f.array(ints(*np.concatenate([np.arange(m - n, m) for n, m in zip(queries, keys)])))
+        named["at_k"] = f.array(ints(*np.concatenate([np.arange(m) for m in keys])))
+    else:
+        padded = [[np.resize(array, (n, *array.shape[1:])) for array, n in zip(row, (5, 14, 14))] for row in rows]
+        q, k, v = map(np.stack, zip(*padded))
+    with pytest.raises(SpecError, match="attention_chunk=3: expected 0; ") as refused:
+        run(f, CHUNKED[of], q, k, v, of=".hopper", attention_chunk=3, **given)
+    advised = re.search(r"attention\((.*)\) hides keys", str(refused.value))
+    options = eval(f"dict({advised[1] if advised else ''})", named)
+    out = as_numpy(f.frontend.attention(*map(f.array, (q, k, v)), causal=True, **call, **options))
+    wanted = [chunked(*row, 3) for row in rows]
+    np.testing.assert_allclose(out, np.concatenate(wanted) if of == "documents" else np.stack(wanted), 1e-4, 1e-5)
 
 
 @pytest.mark.parametrize("hint", ["num_splits", "pack_gqa", "sm_margin"])

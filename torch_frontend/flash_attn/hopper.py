@@ -172,7 +172,7 @@ def flash_attn_varlen_func(
     try:
         refuse(seqused_q=seqused_q, seqused_k=seqused_k)
         refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
-        refuse_chunks(attention_chunk)
+        refuse_chunks(attention_chunk, "documents")
         check_hints(num_splits=num_splits, pack_gqa=pack_gqa, sm_margin=sm_margin)
         options = options_of(softmax_scale, causal, window_size, softcap, deterministic)
         info = documents_of(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
@@ -235,7 +235,7 @@ def flash_attn_with_kvcache(
     try:
         refuse(qv=qv, cu_seqlens_k_new=cu_seqlens_k_new, rotary_seqlens=rotary_seqlens)
         refuse(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
-        refuse_chunks(attention_chunk)
+        refuse_chunks(attention_chunk, "cache")
         check_hints(num_splits=num_splits, pack_gqa=pack_gqa, sm_margin=sm_margin)
         options = options_of(softmax_scale, causal, window_size, softcap, False)
         options["return_lse"] = check_flag("return_softmax_lse", return_softmax_lse)
