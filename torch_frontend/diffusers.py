@@ -37,6 +37,9 @@ _torch_attention = torch._C._nn.scaled_dot_product_attention
 def installed() -> Iterator[None]:
     """Replaces torch's own attention with ours in a block, in every thread and for every caller of that name.
 
+    A module that imported the function by name (``from torch.nn.functional import scaled_dot_product_attention``, as
+    openai-whisper) keeps torch's. Set its name to ``torch_frontend.scaled_dot_product_attention``.
+
     Blocks nest and overlap, in one thread or several. The end of the last block restores the previous function, also
     after an exception.
 

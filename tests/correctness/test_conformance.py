@@ -35,6 +35,7 @@ from spec_strategies import Call, calls, compiled_calls, corners, cudnn_calls, f
 import jax_frontend
 import torch_frontend
 from attn_core import NoBackendError, backends, explain
+from attn_core.backends.support import Support
 from attn_core.call.masks import as_called
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
@@ -188,12 +189,14 @@ def test_both_frontends_build_the_same_spec(call: Call) -> None:
 @pytest.mark.parametrize("changes", [{}, {"causal": True, "window": 3}, {"lengths": ((5, 0, 3), (2, 4, 6))}])
 def test_the_expanded_gradient_of_a_sum(backend: str, device: str, changes: dict[str, Any]) -> None:
     """``out.sum().backward()`` passes an output gradient of one expanded element: every stride is 0."""
-    dtype = "float32" if "float32" in module_on(backend, device).FORWARD.dtypes else "bfloat16"
-    call = make_call(**{**PLAIN, **changes, "dtype": dtype}, needs_backward=True)
+    claims = module_on(backend, device).FORWARD
+    fields = {**PLAIN, **changes, "dtype": "float32" if "float32" in claims.dtypes else "bfloat16"}
+    fields["num_kv_heads"] = 3 if claims.grouped_heads else 6
+    call = make_call(**fields, needs_backward=True)
     call = replace(call, dout=np.ones_like(call.dout))
     if explain(call.spec, target("torch", device), backend).backend is None:
         pytest.skip(f"{backend} does not run this")
-    kind = getattr(torch, dtype)
+    kind = getattr(torch, call.spec.dtype)
     arrays = {name: torch.from_numpy(array).to(device, kind).requires_grad_() for name, array in call.arrays().items()}
     info = torch_frontend.SeqInfo.from_lengths(*changes["lengths"]) if call.spec.packed else None
     out = torch_frontend.attention(**arrays, **call.options, seq_info=info, backend=backend)
@@ -372,6 +375,23 @@ def test_nan_in_rows_without_keys_fails_the_claims(
         pytest.raises(AssertionError, match=r"^rows without keys: "),
     ):
         test_drawn_calls_match_the_claims(backend, "cpu", framework)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_an_honest_backend_with_few_claims_passes(framework: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new backend that claims no grouped heads, for example: draws follow the claims, so most of them run."""
+    few = Support(
+        kernel="a new kernel",
+        devices=("cpu",),
+        dtypes=("float32",),
+        alignments=("bottom_right", "top_left"),
+        causal=True,
+        window=True,
+        lse=True,
+        deterministic=True,
+    )
+    with replaced(monkeypatch, module_on("math", "cpu"), FORWARD=few, BACKWARD=few):
+        test_drawn_calls_match_the_claims("math", "cpu", framework)
 
 
 def test_refusals_name_every_reason() -> None:

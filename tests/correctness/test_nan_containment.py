@@ -48,11 +48,13 @@ POISONS = {"NaN": np.nan, "Inf": np.inf}
 
 def case_or_skip(framework: str, backend: str, device: str, **fields: Any) -> Call:
     """The case with gradients if the backend has them, else without; skips the test if it refuses both."""
-    dtypes = module_on(backend, device).FORWARD.dtypes
-    if module_on(backend, device).FORWARD.approximate:
+    claims = module_on(backend, device).FORWARD
+    if claims.approximate:
         pytest.skip(f"{backend} is approximate: an Inf spoils what it is quantised with")
-    if fields["dtype"] not in dtypes:
-        fields["dtype"] = dtypes[0]
+    if fields["dtype"] not in claims.dtypes:
+        fields["dtype"] = claims.dtypes[0]
+    if not claims.grouped_heads:
+        fields["num_kv_heads"] = fields["num_heads"]
     call = make_call(1, **fields, needs_backward=True, deterministic=needs_deterministic(backend, device))
     where = target(framework, device)
     for attempt in (call, call.inference):

@@ -249,6 +249,8 @@ def calls(
     if within is not None and not within.value_dim:
         offered_sizes = tuple(sizes for sizes in offered_sizes if sizes["value_dim"] == sizes["head_dim"])
     fields: dict[str, Any] = dict(draw(st.sampled_from(offered_sizes)))
+    if within is not None and not within.grouped_heads:
+        fields["num_kv_heads"] = fields["num_heads"]
     if packed and lengths is not None:
         fields |= {"batch": 1, "q_len": sum(lengths[0]) + tail[0], "kv_len": sum(lengths[1]) + tail[1]}
     elif within is not None and squares and draw(st.booleans()):
