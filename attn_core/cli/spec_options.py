@@ -17,7 +17,7 @@ from attn_core.call.offset_checks import check_cu_seqlens
 from attn_core.call.options import Options, check_options
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.spec import AttentionSpec
-from attn_core.cli.complaint import complain
+from attn_core.cli.complaint import complain, in_options
 from attn_core.cli.key_ranges import key_ranges_of
 from attn_core.errors import SpecError
 
@@ -217,7 +217,7 @@ def takes_spec(command: Callable[..., None]) -> Callable[..., None]:
         try:
             command(options, **values)
         except SpecError as error:
-            complain(error)
+            complain(in_options(error, (parameter.name for parameter in parameters)))
             # 2 is also typer's own code for a wrong option.
             raise typer.Exit(2) from None
 

@@ -188,7 +188,14 @@ def test_explain_of_a_named_backend_prints_its_reasons() -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--window", "5"], "window=5: expected causal=True with an int"),
+        (["--window", "5"], "--window=5: expected --causal with an int"),
+        (["--window", "5"], "pass inclusive distances, such as --window=4,4"),
+        (["--window", "0,-1"], "--window=0,-1: expected a right distance of 0 or more, got -1; none is unbounded"),
+        (["--heads", "6", "--kv-heads", "4"], "divide the 6 query heads, got 4; change --heads or --kv-heads"),
+        (["--softcap", "-1"], "--softcap=-1.0: expected a finite number above 0; leave it out to switch it off"),
+        (["--dtype", "foo"], "got foo; name one by --dtype"),
+        (["--lengths", "3,4", "--kv-lengths", "1"], "--kv-lengths: expected one length for each of the 2"),
+        (["--cu-seqlens", "0,5,3"], "--cu-seqlens: expected non-decreasing offsets"),
         (["--window", "x"], "--window='x': expected W, or LEFT,RIGHT such as 5,0 or none,3"),
         (["--kv-heads", "3"], "k: expected kv heads that divide the 8 query heads, got 3"),
         (["--softcap", "0"], "softcap=0.0: expected a finite number above 0"),

@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import sys
+import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields
@@ -95,6 +96,26 @@ def test_links_between_documents_exist() -> None:
     for page in [ROOT / "README.md", *(ROOT / "docs").glob("**/*.md")]:
         for target in re.findall(r"\]\((?!https?:|#|mailto:)([^)#\s]+)", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), f"{page.relative_to(ROOT)}: {target}"
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page, as the site makes them from its headings and from the names of the API page."""
+    text = re.sub(r"^( *)(`{3,}).*?^\1\2", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    titles = re.findall(r"^#{1,6} +(.+?) *#*$", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text), re.MULTILINE)
+    plain = (unicodedata.normalize("NFKD", title).encode("ascii", "ignore").decode() for title in titles)
+    slugs = {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower()) for title in plain}
+    return slugs | set(re.findall(r"^::: (\S+)", text, re.MULTILINE))
+
+
+def test_links_lead_to_headings_that_exist() -> None:
+    """On the same page, on others, and from notebooks; ``mkdocs build --strict`` would refuse those of the pages."""
+    docs, found = ROOT / "docs", 0
+    for page in [*ROOT.glob("*.md"), *docs.rglob("*.md"), *docs.rglob("*.ipynb")]:
+        links = re.findall(r"\]\((?!https?:|mailto:)([^)#\s]*)#([^)\s\\]+)\)", page.read_text(encoding="utf-8"))
+        for target, anchor in links:
+            other, found = page.parent / target if target else page, found + 1
+            assert other.suffix == ".md" and anchor in anchors(other), f"{page.relative_to(ROOT)}: {target}#{anchor}"
+    assert found > 150
 
 
 def test_readme_names_the_commands_that_exist() -> None:
