@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from attn_core.errors import ShapeError, SpecError, shown
+from attn_core.expressions.building import TRUE
 from attn_core.expressions.derivatives import ZERO, derivative
 from attn_core.expressions.on_numpy import block_indices, evaluate_numpy
 from attn_core.expressions.properties import aux_numbers, check_aux, kind_of_dtype, uses
@@ -35,6 +36,7 @@ TANH_ERROR = {"float16": 16.0, "bfloat16": 16.0}
 ``tanh.approx``: bounds take 8 roundoffs of float32 for each unit, so this is 2**-17, as for softcap."""
 
 NO_FUNCTIONS = None, None, ()
+_NEUTRAL = (TRUE, Expression("score", "float"))
 
 
 def are_given(functions: tuple[Any, Any, Any]) -> bool:
@@ -61,6 +63,8 @@ def refuse_over_ranks(functions: dict[str, Any]) -> None:
 def trace(mask_mod: Any, score_mod: Any, aux: Any) -> tuple[Expression | None, Expression | None, tuple[Any, ...]]:
     """Returns the expressions of a call's functions and their arrays: those of aux, then those that they captured.
 
+    A mask function that hides nothing and a score function that changes nothing are None.
+
     Args:
         mask_mod, score_mod: functions, what ``trace_mask`` and ``trace_score`` returned for them, or None.
         aux: a tuple or list of arrays.
@@ -86,11 +90,13 @@ def trace(mask_mod: Any, score_mod: Any, aux: Any) -> tuple[Expression | None, E
                 )
         else:
             traced = tracer(function, aux)
-        trees.append(_renumbered(traced, arrays))
+        trees.append(None if traced.tree in _NEUTRAL else _renumbered(traced, arrays))
+    if aux and mask_mod is None and score_mod is None:
+        raise SpecError(f"aux: expected mask_mod or score_mod with it, got {len(aux)} arrays alone")
+    if trees == [None, None]:
+        return NO_FUNCTIONS
     if len(arrays) > len(AUX):
         raise SpecError(f"aux: expected at most {len(AUX)} arrays, captured ones included, got {len(arrays)}")
-    if aux and trees == [None, None]:
-        raise SpecError(f"aux: expected mask_mod or score_mod with it, got {len(aux)} arrays alone")
     return trees[0], trees[1], tuple(arrays)
 
 

@@ -10,7 +10,19 @@ import numpy as np
 
 from attn_core.call.functions import AUX, KINDS, trace
 from attn_core.call.spec import AttentionSpec
-from attn_core.expressions import Expression, TracedFunction, exp, tanh, to_float, where
+from attn_core.expressions import (
+    Expression,
+    TracedFunction,
+    exp,
+    exp2,
+    expm1,
+    log,
+    log1p,
+    sigmoid,
+    tanh,
+    to_float,
+    where,
+)
 from attn_core.expressions.tracing import Aux
 
 Sizes = tuple[int, int, int, int]
@@ -28,11 +40,16 @@ MASKS: dict[str, Family] = {
     "by row and head": (lambda s: (), lambda b, h, q, k: ((q + k) % 3 != h % 2) | (b == 1)),
     "first key of each query": (lambda s: (_ints(s[0], s[2]),), lambda b, h, q, k, first: k >= first[b, q]),
     "keys of heads": (lambda s: (Aux((s[1], s[3]), "bool"),), lambda b, h, q, k, shown: shown[h, k] | (k == 2 * q)),
+    "bits": (lambda s: (_ints(s[3]),), lambda b, h, q, k, bits: (bits[k] >> (h + q) % 2) % 2 == 1),
     "nothing": (lambda s: (), lambda b, h, q, k: k < 0),
 }
 SCORES: dict[str, Family] = {
     "slopes": (lambda s: (Aux((s[1],), "float32"),), lambda s, b, h, q, k, by: s - by[h] * to_float(abs(q - k))),
     "bent": (lambda s: (), lambda s, b, h, q, k: 3.0 * tanh(s / 3.0) + 0.5 * exp(-s * s)),
+    "gated": (
+        lambda s: (),
+        lambda s, b, h, q, k: 2.0 * sigmoid(s) * log1p(s * s) + expm1(-s * s) - exp2(-abs(s)) * log(2.0 + s * s),
+    ),
     "hides": (lambda s: (), lambda s, b, h, q, k: where((k + h) % 4 == 1, -float("inf"), s * 0.5)),
     "per row": (
         lambda s: (Aux((s[0], s[3]), "float32"), Aux((s[1], s[2]), "float32")),

@@ -5,7 +5,21 @@ array: lookups go by number. ``evaluate_numpy`` is the oracle of the other evalu
 """
 
 from attn_core.expressions.derivatives import derivative
-from attn_core.expressions.functions import exp, lookup, maximum, minimum, tanh, to_float, to_int, where
+from attn_core.expressions.functions import (
+    exp,
+    exp2,
+    expm1,
+    log,
+    log1p,
+    lookup,
+    maximum,
+    minimum,
+    sigmoid,
+    tanh,
+    to_float,
+    to_int,
+    where,
+)
 from attn_core.expressions.intervals import interval
 from attn_core.expressions.on_jax import evaluate_jax
 from attn_core.expressions.on_numpy import block_indices, evaluate_numpy
@@ -38,6 +52,11 @@ __all__ = [
     "minimum",
     "maximum",
     "exp",
+    "exp2",
+    "expm1",
+    "log",
+    "log1p",
+    "sigmoid",
     "tanh",
     "to_int",
     "to_float",

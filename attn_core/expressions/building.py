@@ -11,7 +11,7 @@ import numpy as np
 
 from attn_core.expressions.intervals import INT_MAX, INT_MIN, interval
 from attn_core.expressions.on_numpy import vocabulary
-from attn_core.expressions.operations import OPERATIONS
+from attn_core.expressions.operations import OF_FLOATS, OPERATIONS
 from attn_core.expressions.tree import Expression, Kind
 
 ORDER = ("bool", "int", "float")
@@ -43,13 +43,17 @@ def build(op: str, *operands: Expression) -> Expression:
             raise Refused(f"the int {operand.value}: ints have 32 bits; write {operand.value}.0 for a float")
     if op in ("floor_divide", "remainder"):
         return _division(op, *operands)
+    if op in ("shift_left", "shift_right"):
+        return _shift(op, *operands)
     return _simplified(op, kind, operands)
 
 
 def cast(tree: Expression, kind: Kind) -> Expression:
-    """Returns the expression as another kind; constants are converted at once."""
+    """Returns the expression as another kind; constants are converted at once. As a bool it says what is not 0."""
     if tree.kind == kind:
         return tree
+    if kind == "bool":
+        return build("not", build("equal", tree, constant(0)))
     if tree.op == "constant" and kind == "float":
         return constant(float(tree.value))  # type: ignore[arg-type]  # also an int of more than 32 bits
     return build(f"to_{kind}", tree)
@@ -90,11 +94,11 @@ def _converted(op: str, operands: tuple[Expression, ...]) -> tuple[tuple[Express
         raise Refused("a float as an int: there is no rounding; compute with ints from the start")
     if op in ("to_int", "to_float"):
         return operands, "int" if op == "to_int" else "float"
-    if op in ("divide", "exp", "tanh"):
+    if op in ("divide", *OF_FLOATS):
         operands, _ = _common(op, operands)
         return tuple(cast(operand, "float") for operand in operands), "float"
     operands, kind = _common(op, operands, bools=op == "equal")
-    if op in ("floor_divide", "remainder") and kind == "float":
+    if op in ("floor_divide", "remainder", "shift_left", "shift_right") and kind == "float":
         raise Refused(f"{_sign(op)} of floats: it takes ints")
     return operands, "bool" if op in ("less", "less_equal", "equal") else kind
 
@@ -135,6 +139,18 @@ def _division(op: str, a: Expression, b: Expression) -> Expression:
     divisor = build("where", build("or", is_zero, is_minus_one), one, b)
     rest = build("where", is_minus_one, by_minus_one, _simplified(op, "int", (a, divisor)))
     return build("where", is_zero, zero, rest)
+
+
+def _shift(op: str, a: Expression, count: Expression) -> Expression:
+    """``<<`` or ``>>``, by 0 to 31 bits in every kernel. By another count all bits leave, as in torch and JAX."""
+    low, high = interval(count)
+    if low >= 0 and high <= 31:
+        return _simplified(op, "int", (a, count))
+    if count.op == "constant":
+        raise Refused(f"{_sign(op)} by the constant {count.value}: an int of 32 bits shifts by 0 to 31")
+    outside = build("or", build("less", count, constant(0)), build("less", constant(31), count))
+    shifted = _simplified(op, "int", (a, build("where", outside, constant(31), count)))
+    return shifted if op == "shift_right" else build("where", outside, constant(0), shifted)
 
 
 def _simplified(op: str, kind: Kind, operands: tuple[Expression, ...]) -> Expression:
@@ -207,6 +223,8 @@ _RULES: dict[str, Callable[..., Expression | None]] = {
     "divide": lambda a, b: a if _is(b, 1) else None,
     "floor_divide": lambda a, b: a if _is(b, 1) else None,
     "remainder": lambda a, b: constant(0) if _is(b, 1) else None,
+    "shift_left": lambda a, count: a if _is(count, 0) else None,
+    "shift_right": lambda a, count: a if _is(count, 0) else None,
     "negative": lambda a: a.operands[0] if a.op == "negative" else None,
     "abs": lambda a: a if a.op == "abs" else None,
     "minimum": lambda a, b: a if a == b else None,

@@ -7,6 +7,7 @@ derivative is infinite.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from attn_core.expressions.building import build, constant
@@ -88,6 +89,11 @@ def _tanh(node: Expression, a: Expression, da: Expression) -> Expression:
     return _times(da, build("subtract", ONE, build("multiply", node, node)))
 
 
+def _sigmoid(node: Expression, a: Expression, da: Expression) -> Expression:
+    # The other factor is 1 - node; like this it keeps its digits near 0.
+    return _times(da, build("multiply", node, build("sigmoid", build("negative", a))))
+
+
 def _where(
     node: Expression, condition: Expression, a: Expression, b: Expression, _: Expression, da: Expression, db: Expression
 ) -> Expression:
@@ -104,6 +110,11 @@ RULES: dict[str, Callable[..., Expression]] = {
     "minimum": _extreme(lambda a, b: build("less", a, b)),
     "maximum": _extreme(lambda a, b: build("less", b, a)),
     "exp": lambda node, a, da: _times(da, node),
+    "exp2": lambda node, a, da: _times(da, build("multiply", node, constant(math.log(2.0)))),
+    "expm1": lambda node, a, da: _times(da, build("exp", a)),
+    "log": lambda node, a, da: _over(da, a),
+    "log1p": lambda node, a, da: _over(da, build("add", ONE, a)),
+    "sigmoid": _sigmoid,
     "tanh": _tanh,
     "where": _where,
 }

@@ -35,6 +35,31 @@ def exp(x: Any) -> Symbol:
     return _call("exp", x)
 
 
+def exp2(x: Any) -> Symbol:
+    """Returns 2 to the power of a number, a float."""
+    return _call("exp2", x)
+
+
+def expm1(x: Any) -> Symbol:
+    """Returns ``exp(x) - 1``, a float with all digits near 0."""
+    return _call("expm1", x)
+
+
+def log(x: Any) -> Symbol:
+    """Returns the natural logarithm of a number, a float; NaN below 0."""
+    return _call("log", x)
+
+
+def log1p(x: Any) -> Symbol:
+    """Returns ``log(1 + x)``, a float with all digits near 0."""
+    return _call("log1p", x)
+
+
+def sigmoid(x: Any) -> Symbol:
+    """Returns ``1 / (1 + exp(-x))`` of a number, a float."""
+    return _call("sigmoid", x)
+
+
 def tanh(x: Any) -> Symbol:
     """Returns the hyperbolic tangent of a number, a float. A kernel may round it to 11 bits, as in its softcap."""
     return _call("tanh", x)

@@ -84,6 +84,11 @@ def _corners(function: Callable[[float, float], float]) -> Callable[[Interval, I
     return rule
 
 
+def _bits(count: float) -> int:
+    """The count of a shift, which is from 0 to 31."""
+    return int(min(max(count, 0), 31))
+
+
 def _floor_divide(a: Interval, b: Interval) -> Interval | None:
     return None if b[0] <= 0 <= b[1] else _corners(lambda x, y: x // y)(a, b)
 
@@ -123,6 +128,8 @@ _RULES: dict[str, Callable[..., Interval | None]] = {
     "multiply": _corners(lambda x, y: x * y),
     "floor_divide": _floor_divide,
     "remainder": _remainder,
+    "shift_left": _corners(lambda x, y: int(x) << _bits(y)),
+    "shift_right": _corners(lambda x, y: int(x) >> _bits(y)),
     "negative": lambda a: (-a[1], -a[0]),
     "abs": _absolute,
     "minimum": lambda a, b: (min(a[0], b[0]), min(a[1], b[1])),

@@ -1,8 +1,8 @@
 """Evaluates expressions in kernels of the CuTe DSL, for one pair of a query and a key at a time.
 
-Ints are ``cutlass.Int32``, floats ``Float32``, bools ``Boolean``. ``tanh`` and ``exp`` are the GPU's approximate
-instructions (absolute error of tanh up to 2**-17), and a division by a constant multiplies by its reciprocal: a true
-division would be a subroutine for every score.
+Ints are ``cutlass.Int32``, floats ``Float32``, bools ``Boolean``. ``tanh``, ``exp`` and the like are made of the GPU's
+approximate instructions (absolute error of tanh up to 2**-17, of a logarithm up to 2**-22), and a division by a
+constant multiplies by its reciprocal: a true division would be a subroutine for every score.
 Upstream: nvidia-cutlass-dsl 4.8, ``cutlass.base_dsl.typing``.
 """
 
@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 from attn_core.expressions.rendering import ARITHMETIC, Vocabulary, run, steps_inside
 from attn_core.expressions.tree import Expression, Kind
+
+LOG2_E = 1.4426950408889634
 
 
 class CuteArray(NamedTuple):
@@ -34,7 +36,7 @@ class CuteArray(NamedTuple):
 def vocabulary() -> Vocabulary:
     """Returns the operations on scalars of the CuTe DSL, which it needs.
 
-    In a host function of the DSL, which a test runs on a CPU, tanh and exp are not available.
+    In a host function of the DSL, which a test runs on a CPU, instructions of a GPU are not available.
     """
     import cutlass
 
@@ -92,8 +94,7 @@ def vocabulary() -> Vocabulary:
         "remainder": remainder,
         "abs": lambda value: where(value < zero["int" if isinstance(value, cutlass.Int32) else "float"], -value, value),
         "not": lambda value: value == cutlass.Boolean(False),
-        "exp": _exp,
-        "tanh": tanh_approx,
+        **_of_floats(where),
     }
     return Vocabulary(
         functions=functions, constant=constant, cast=lambda value, kind: types[kind](value), read=read, bound=bound
@@ -124,10 +125,45 @@ def tanh_approx(value: Any) -> Any:
     return _instruction("tanh.approx.f32 $0, $1;", value)
 
 
-def _exp(value: Any) -> Any:
+def _of_floats(where: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+    """The functions of one float, of ``where`` and the GPU's instructions."""
     from cutlass import Float32
 
-    return _instruction("ex2.approx.ftz.f32 $0, $1;", value * Float32(1.4426950408889634))
+    one = Float32(1.0)
+
+    def exp(x: Any) -> Any:
+        return exp2(x * Float32(LOG2_E))
+
+    def exp2(x: Any) -> Any:
+        return _instruction("ex2.approx.ftz.f32 $0, $1;", x)
+
+    def log(x: Any) -> Any:
+        return _instruction("lg2.approx.ftz.f32 $0, $1;", x) * Float32(1.0 / LOG2_E)
+
+    def near_zero(x: Any, series: Any, otherwise: Any) -> Any:  # where the difference from 1 loses the digits
+        return where((x < Float32(0.25)) & (Float32(-0.25) < x), series, otherwise)
+
+    def expm1(x: Any) -> Any:
+        series = one
+        for divisor in (7, 6, 5, 4, 3, 2):  # Taylor's
+            series = one + series * x * Float32(1.0 / divisor)
+        return near_zero(x, x * series, exp(x) - one)
+
+    def log1p(x: Any) -> Any:
+        share = x * reciprocal(x + Float32(2.0))  # log(1 + x) is 2 artanh(x / (x + 2))
+        square, series = share * share, Float32(1.0 / 9.0)
+        for divisor in (7, 5, 3, 1):
+            series = Float32(1.0 / divisor) + square * series
+        return near_zero(x, Float32(2.0) * share * series, log(one + x))
+
+    def reciprocal(x: Any) -> Any:
+        return _instruction("rcp.approx.ftz.f32 $0, $1;", x)
+
+    def sigmoid(x: Any) -> Any:
+        return reciprocal(one + exp(-x))  # the reciprocal of infinity is 0
+
+    functions = (exp, exp2, expm1, log, log1p, sigmoid)
+    return {"tanh": tanh_approx, **{function.__name__: function for function in functions}}
 
 
 def _instruction(text: str, value: Any) -> Any:

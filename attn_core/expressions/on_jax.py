@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from attn_core.expressions.operations import OF_FLOATS
 from attn_core.expressions.rendering import ARITHMETIC, Vocabulary, evaluate, places_read
 from attn_core.expressions.tree import Expression, Kind
 
 
 def _vocabulary(dtype: Any, rows: Any = None) -> Vocabulary:
+    import jax
     import jax.numpy as jnp
 
     dtypes = {"bool": np.dtype(bool), "int": np.dtype(np.int32), "float": np.dtype(dtype)}
@@ -28,9 +30,10 @@ def _vocabulary(dtype: Any, rows: Any = None) -> Vocabulary:
         # jnp.abs has the derivative 1 at 0, and torch's and ours is 0.
         return value * jnp.sign(value) if jnp.issubdtype(value.dtype, jnp.floating) else jnp.abs(value)
 
-    names = ("where", "minimum", "maximum", "exp", "tanh")
+    names = ("where", "minimum", "maximum", *OF_FLOATS)
+    own = {"abs": absolute, "sigmoid": jax.nn.sigmoid}
     return Vocabulary(
-        functions={**ARITHMETIC, "abs": absolute, **{name: getattr(jnp, name) for name in names}},
+        functions={**ARITHMETIC, **{name: getattr(jnp, name) for name in names if name not in own}, **own},
         constant=constant,
         cast=lambda value, kind: jnp.asarray(value).astype(dtypes[kind]),
         read=lambda array, indices: _read(jnp.asarray(array), tuple(indices), rows),

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from attn_core.expressions.operations import OF_FLOATS
 from attn_core.expressions.rendering import ARITHMETIC, Vocabulary, evaluate, places_read
 from attn_core.expressions.tree import Expression
 
@@ -17,9 +18,10 @@ _DTYPES = {"bool": np.bool_, "int": np.int32, "float": np.float64}
 @lru_cache(maxsize=1)
 def vocabulary() -> Vocabulary:
     """Returns the operations on numpy arrays of bool, int32 and float64."""
-    names = ("where", "minimum", "maximum", "abs", "exp", "tanh")
+    names = ("where", "minimum", "maximum", "abs", *OF_FLOATS)
+    own = {"sigmoid": lambda x: 1.0 / (1.0 + np.exp(-x))}  # an infinite exp(-x) gives 0
     return Vocabulary(
-        functions={**ARITHMETIC, **{name: getattr(np, name) for name in names}},
+        functions={**ARITHMETIC, **{name: own.get(name) or getattr(np, name) for name in names}},
         constant=lambda value, kind: _DTYPES[kind](value),
         cast=lambda value, kind: np.asarray(value).astype(_DTYPES[kind]),
         read=lambda array, indices: np.asarray(array)[tuple(indices)],

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from attn_core.expressions.operations import OF_FLOATS
 from attn_core.expressions.rendering import ARITHMETIC, Step, Vocabulary, places_read, run, steps_of
 from attn_core.expressions.tree import Expression
 
@@ -17,7 +18,7 @@ def vocabulary(device: Any, dtype: Any) -> Vocabulary:
     import torch
 
     dtypes = {"bool": torch.bool, "int": torch.int32, "float": dtype}
-    names = ("where", "minimum", "maximum", "abs", "exp", "tanh")
+    names = ("where", "minimum", "maximum", "abs", *OF_FLOATS)
     return Vocabulary(
         functions={**ARITHMETIC, **{name: getattr(torch, name) for name in names}},
         # A tensor, because where and minimum would give two Python numbers torch's default dtype.

@@ -27,6 +27,8 @@ class Operation(NamedTuple):
     arity: int
 
 
+OF_FLOATS = ("exp", "exp2", "expm1", "log", "log1p", "sigmoid", "tanh")
+"""The functions of one float."""
 _NUMBERS = "numbers"
 OPERATIONS: dict[str, Operation] = {
     "add": Operation("({0} + {1})", _NUMBERS, "their kind", 2),
@@ -39,8 +41,9 @@ OPERATIONS: dict[str, Operation] = {
     "abs": Operation("abs({0})", "a number", "its kind", 1),
     "minimum": Operation("minimum({0}, {1})", _NUMBERS, "their kind", 2),
     "maximum": Operation("maximum({0}, {1})", _NUMBERS, "their kind", 2),
-    "exp": Operation("exp({0})", "a number", "float", 1),
-    "tanh": Operation("tanh({0})", "a number", "float", 1),
+    "shift_left": Operation("({0} << {1})", "ints", "int", 2),
+    "shift_right": Operation("({0} >> {1})", "ints", "int", 2),
+    **{name: Operation(f"{name}({{0}})", "a number", "float", 1) for name in OF_FLOATS},
     "less": Operation("({0} < {1})", _NUMBERS, "bool", 2),
     "less_equal": Operation("({0} <= {1})", _NUMBERS, "bool", 2),
     "equal": Operation("({0} == {1})", "numbers or two bools", "bool", 2),
@@ -55,9 +58,10 @@ OPERATIONS: dict[str, Operation] = {
 ``b < a``, ``a != b`` is ``~(a == b)``, and ``a ** 3`` is a product."""
 
 ALLOWED = (
-    "+ - * / // % abs() on numbers, ** by a constant from 0 to 16, comparisons, & | ~ on bools, lookups such as "
-    "array[q] or array[h, q - k], Python's own numbers, and the functions where, minimum, maximum, exp, tanh, to_int, "
-    "to_float and lookup of attn_core.expressions (or torch's and numpy's of the same names)"
+    "+ - * / // % abs() on numbers, << >> on ints, ** by a constant from 0 to 16, comparisons, & | ~ on bools, lookups "
+    f"such as array[q] or array[h, q - k], Python's own numbers, and the functions where, minimum, maximum, "
+    f"{', '.join(OF_FLOATS)}, to_int, to_float and lookup of attn_core.expressions (or torch's and numpy's of the same "
+    "names)"
 )
 """The operations in words, for errors."""
 

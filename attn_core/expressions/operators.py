@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from attn_core.expressions.building import Refused, power
-from attn_core.expressions.foreign_functions import METHODS, call_foreign
+from attn_core.expressions.foreign_functions import METHODS, KindAsDtype, call_foreign
+from attn_core.expressions.tree import Kind
 
 
 class _NoAttribute(Refused, AttributeError):
@@ -24,9 +25,18 @@ class Operand:
 
     Attributes:
         recorder: ``symbols.Recorder`` of the trace that it belongs to.
+        kind: of the value, or of the array's elements.
+        device: None, which torch reads as its default; a symbol has none.
     """
 
     recorder: Any
+    kind: Kind
+    device = None
+
+    @property
+    def dtype(self) -> KindAsDtype:
+        """What others may be cast to: ``x.to(score.dtype)``."""
+        return KindAsDtype(self.kind)
 
     def _(self, op: str, *values: Any) -> Any:
         return self.recorder.symbol(op, *map(self.recorder.tree, values))
@@ -67,11 +77,23 @@ class Operand:
     def __rmod__(self, other: Any) -> Any:
         return self._("remainder", other, self)
 
+    def __lshift__(self, other: Any) -> Any:
+        return self._("shift_left", self, other)
+
+    def __rlshift__(self, other: Any) -> Any:
+        return self._("shift_left", other, self)
+
+    def __rshift__(self, other: Any) -> Any:
+        return self._("shift_right", self, other)
+
+    def __rrshift__(self, other: Any) -> Any:
+        return self._("shift_right", other, self)
+
     def __pow__(self, exponent: Any) -> Any:
         return self.recorder.wrap(power(self.recorder.tree(self), exponent))
 
     def __rpow__(self, base: Any) -> Any:
-        raise Refused("a symbolic exponent: write exp(x * log_of_base) with a constant")
+        raise Refused("a symbolic exponent: write exp2(x), or exp(x * log_of_base) with a constant")
 
     def __neg__(self) -> Any:
         return self._("negative", self)

@@ -24,6 +24,8 @@ ARITHMETIC: dict[str, Callable[..., Any]] = {
     "divide": operator.truediv,
     "floor_divide": operator.floordiv,
     "remainder": operator.mod,
+    "shift_left": operator.lshift,
+    "shift_right": operator.rshift,
     "negative": operator.neg,
     "less": operator.lt,
     "less_equal": operator.le,
@@ -41,7 +43,8 @@ class Vocabulary:
 
     Attributes:
         functions: each name of ``OPERATIONS`` but the casts -> a function of its operands. ``floor_divide`` and
-            ``remainder`` round down; their divisor is never 0 or -1.
+            ``remainder`` round down; their divisor is never 0 or -1. Shifts are by 0 to 31 bits; to the right the sign
+            stays.
         constant: ``(value, kind) -> value`` of a constant.
         cast: ``(value, kind) -> value`` as an int of 32 bits or as the float of the call.
         read: ``(array, indices) -> value``; no index is outside, and there is an index for each axis. A constant index

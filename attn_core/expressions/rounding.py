@@ -12,6 +12,8 @@ from attn_core.expressions.building import build, constant
 from attn_core.expressions.derivatives import ONE, RULES, ZERO
 from attn_core.expressions.tree import Expression, nodes
 
+_APPROXIMATE = {"tanh": 1.0, "log": 1 / 16, "log1p": 1 / 16}
+"""The absolute errors of a GPU's instructions, in units of that of tanh."""
 _EXACT = ("negative", "abs", "minimum", "maximum", "where", "score")
 
 
@@ -23,13 +25,14 @@ def rounding(tree: Expression, tanh_error: float = 0.0) -> Expression:
     too. Cached.
 
     Args:
-        tanh_error: an absolute error of tanh besides, in the same units.
+        tanh_error: an absolute error of tanh besides, in the same units. Logarithms have a share of it.
     """
     found: dict[Expression, Expression] = {}
     for node in nodes(tree):
         if node.kind == "float":
             errors = [found.get(operand, ZERO) for operand in node.operands]
-            found[node] = _of_node(node, errors, constant(tanh_error) if tanh_error and node.op == "tanh" else ZERO)
+            more = tanh_error * _APPROXIMATE.get(node.op, 0.0)
+            found[node] = _of_node(node, errors, constant(more) if more else ZERO)
     return found[tree]
 
 
@@ -38,6 +41,8 @@ def _of_node(node: Expression, errors: list[Expression], more: Expression) -> Ex
         return build("where", node.operands[0], *errors[1:])
     total = ZERO if node.op in _EXACT else build("abs", node)
     total = total if more == ZERO else build("add", total, more)
+    if node.op == "exp2":  # XLA computes exp(x log 2), whose product is rounded
+        total = build("multiply", total, build("add", ONE, build("abs", node.operands[0])))
     for number, error in enumerate(errors):
         if error == ZERO or node.op not in RULES:
             continue

@@ -91,12 +91,13 @@ class Symbol(Operand):
 
     Attributes:
         recorder: of the trace that it belongs to.
-        tree: the expression.
+        tree: the expression; kind: its kind.
     """
 
     def __init__(self, recorder: Recorder, tree: Expression) -> None:
         self.recorder = recorder
         self.tree = tree
+        self.kind = tree.kind
 
     def __getitem__(self, index: Any) -> Any:
         raise Refused("an index into a symbolic value: it is one number, not an array")

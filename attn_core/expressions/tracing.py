@@ -137,8 +137,9 @@ def _foreign(error: Exception) -> str:
     if not isinstance(error, (TypeError, IndexError, ValueError)):
         return text
     return (
-        f"{text}. jax.numpy's functions take no symbols, and arrays of numpy or JAX cannot be indexed by one: pass the "
-        "array in aux, or write lookup(array, q)"
+        f"{text}. jax.numpy's functions take no symbols: write numpy's of that name, such as numpy.where, or one of "
+        "attn_core.expressions. Arrays of numpy or JAX cannot be indexed by one: pass the array in aux, or write "
+        "lookup(array, q). In the place of a dtype of the call write Python's own numbers"
     )
 
 

@@ -151,6 +151,46 @@ def test_torchs_own_functions_are_taken_as_they_are() -> None:
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)
 
 
+def test_torchs_masks_combine_and_hide_nothing() -> None:
+    from torch.nn.attention import flex_attention as flex
+
+    q, k = torch.randn(2, 4, 9, 8), torch.randn(2, 4, 7, 8)
+    first, second = (lambda b, h, q, k: q >= k), (lambda b, h, q, k: (q - k <= 2 + b) & (h != 1))
+    plain = torch_frontend.explain(q, k, k, layout="bhsd")
+    for mask_mod in (flex.and_masks(first, second), flex.or_masks(first, second), flex.noop_mask):
+        blocks = flex.create_block_mask(mask_mod, 2, 4, 9, 7, device="cpu")
+        expected = flex.flex_attention(q, k, k, block_mask=blocks)
+        for given in (mask_mod, blocks):
+            out = torch_frontend.attention(q, k, k, layout="bhsd", mask_mod=given)
+            seen = flex.create_mask(mask_mod, 2, 4, 9, 7, device="cpu").any(-1, keepdim=True)
+            torch.testing.assert_close(out, torch.where(seen, expected, 0.0), rtol=0, atol=2e-6)
+            found = torch_frontend.explain(q, k, k, layout="bhsd", mask_mod=given)
+            assert (found.spec == plain.spec) == (found.backend == plain.backend) == (mask_mod is flex.noop_mask)
+    counts = torch.ones(1, 1, 1, dtype=torch.int32)
+    blocks = flex.BlockMask.from_kv_blocks(counts, counts[..., None] * 0, BLOCK_SIZE=128, seq_lengths=(9, 7))
+    assert torch.equal(
+        torch_frontend.attention(q, k, k, layout="bhsd", mask_mod=blocks),
+        torch_frontend.attention(q, k, k, layout="bhsd"),
+    )
+    counts.zero_()  # now its one block is hidden
+    with pytest.raises(SpecError, match="mask_mod: expected a BlockMask that has a mask function"):
+        torch_frontend.attention(q, k, k, layout="bhsd", mask_mod=blocks)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_functions_that_say_nothing_are_none(framework: str) -> None:
+    own: Any = torch.zeros(1, 3, 1, 8) if framework == "torch" else jnp.zeros((1, 3, 1, 8))
+    module: Any = torch_frontend if framework == "torch" else jax_frontend
+    plain, ids = module.explain(own, own, own).spec, np.zeros(3, np.int32)
+    everything, same = (lambda b, h, q, k, *aux: True), (lambda s, b, h, q, k, *aux: s)
+    for functions in ({"mask_mod": everything}, {"score_mod": same}, {"mask_mod": everything, "score_mod": same}):
+        for aux in ((), (ids,)):
+            assert module.explain(own, own, own, **functions, aux=aux).spec == plain
+            np.testing.assert_array_equal(module.attention(own, own, own, **functions, aux=aux), 0.0)
+    kept = module.explain(own, own, own, mask_mod=lambda b, h, q, k, ids: ids[q] == 0, score_mod=same, aux=(ids,)).spec
+    assert kept.mask_mod is not None and kept.score_mod is None and len(kept.aux) == 1
+
+
 def test_vmap_keeps_the_places_of_rows_and_heads() -> None:
     random = np.random.default_rng(2)
     q, k, v = (jnp.asarray(random.standard_normal((3, 4, 12, heads, 8), np.float32)) for heads in (4, 2, 2))
@@ -363,7 +403,7 @@ def test_a_block_mask_is_its_function() -> None:
         ShapeError, match=r"mask_mod: expected a BlockMask of \[2 or 1, 4 or 1, 8, 7\], got \[2, 4, 9, 7\]"
     ):
         torch_frontend.attention(q[:, :8], k, k, mask_mod=block)
-    tables = BlockMask.from_kv_blocks(block.kv_num_blocks, block.kv_indices, seq_lengths=(9, 7))
+    tables = BlockMask.from_kv_blocks(block.kv_num_blocks * 0, block.kv_indices, seq_lengths=(9, 7))
     with pytest.raises(SpecError, match="mask_mod: expected a BlockMask that has a mask function"):
         torch_frontend.attention(q, k, k, mask_mod=tables)
     with pytest.raises(TypeError, match=r"mask: expected a torch.Tensor.*mask_mod"):

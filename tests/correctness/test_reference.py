@@ -101,7 +101,8 @@ def value_of(tree: Expression, case: Case, place: tuple[int, int, int, int], sco
     """The value of an expression in Python's own numbers."""
     leaves, aux = dict(zip("bhqk", place, strict=True)) | {"score": score}, aux_of(case.inputs)
     operations: dict[str, Any] = {"add": operator.add, "multiply": operator.mul, "divide": operator.truediv}
-    operations |= {"remainder": operator.mod}
+    operations |= {"remainder": operator.mod, "shift_right": operator.rshift, "log1p": math.log1p, "expm1": math.expm1}
+    operations |= {"exp2": lambda x: 2.0**x, "sigmoid": lambda x: 1.0 / (1.0 + math.exp(-x)), "log": math.log}
     operations |= {"subtract": operator.sub, "less": operator.lt, "less_equal": operator.le, "equal": operator.eq}
     operations |= {"negative": operator.neg, "abs": abs, "tanh": math.tanh, "exp": math.exp, "to_float": float}
     operations |= {"and": lambda x, y: x and y, "or": lambda x, y: x or y, "not": operator.not_}

@@ -20,6 +20,7 @@ from attn_core.expressions import (
     trace_score,
 )
 from attn_core.expressions.building import build, constant
+from attn_core.expressions.operations import OF_FLOATS
 from attn_core.expressions.tree import nodes
 
 SCORE = trees.LEAVES["score"]
@@ -53,6 +54,11 @@ def test_the_derivative_is_that_of_finite_differences(tree: Expression) -> None:
 FAULTS = {
     "tanh": lambda node, a, da: build("multiply", da, build("subtract", constant(1.0), node)),
     "exp": lambda node, a, da: da,
+    "exp2": lambda node, a, da: build("multiply", da, node),
+    "expm1": lambda node, a, da: build("multiply", da, node),
+    "log": lambda node, a, da: build("multiply", da, a),
+    "log1p": lambda node, a, da: build("divide", da, a),
+    "sigmoid": lambda node, a, da: build("multiply", da, node),
     "divide": lambda node, a, b, da, db: build("divide", da, b),
     "multiply": lambda node, a, b, da, db: build("multiply", da, b),
     "abs": lambda node, a, da: da,
@@ -69,7 +75,9 @@ def test_a_wrong_rule_is_noticed(op: str, monkeypatch: pytest.MonkeyPatch) -> No
     tree = {
         "divide": build("divide", constant(1.0), build("add", y, constant(1.0))),
         "where": build("where", positive, y, x),
-    }.get(op) or build(op, *[x, y][: 1 if op in ("tanh", "exp", "abs") else 2])
+        "log": build("log", build("add", y, constant(0.5))),
+        "log1p": build("log1p", y),
+    }.get(op) or build(op, *[x, y][: 1 if op in (*OF_FLOATS, "abs") else 2])
     close, smooth = beside_differences(tree, derivative(tree))
     assert close[smooth].all()
     monkeypatch.setitem(derivatives.RULES, op, FAULTS[op])

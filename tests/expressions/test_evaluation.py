@@ -15,6 +15,7 @@ from attn_core.expressions import (
     ExpressionError,
     Vocabulary,
     block_indices,
+    derivative,
     evaluate,
     evaluate_jax,
     evaluate_numpy,
@@ -133,6 +134,11 @@ def error_bound(tree: Expression, indices: Any, score: Any, aux: Any, roundoff: 
         "minimum": (np.minimum, lambda v, a, b: np.maximum(a.error, b.error)),
         "maximum": (np.maximum, lambda v, a, b: np.maximum(a.error, b.error)),
         "exp": (np.exp, lambda v, a: v * np.expm1(a.error)),
+        "exp2": (np.exp2, lambda v, a: v * (np.expm1(a.error) + u * np.abs(a.value))),  # XLA's product is rounded
+        "expm1": (np.expm1, lambda v, a: (v + 1) * np.expm1(a.error)),
+        "log": (np.log, lambda v, a: a.error / (a.value - a.error)),
+        "log1p": (np.log1p, lambda v, a: a.error / (1 + a.value - a.error)),
+        "sigmoid": (lambda x: 1 / (1 + np.exp(-x)), lambda v, a: a.error),
         "tanh": (np.tanh, lambda v, a: a.error),
         "where": (np.where, lambda v, c, a, b: np.where(c, a.error, b.error)),
     }
@@ -201,6 +207,59 @@ def test_divisions_that_stop_a_processor_have_values(evaluation: Any) -> None:
             remainder = evaluation(build("remainder", a, b), indices, score, tables).flat[0]
             expected = divmod(numerator, divisor) if divisor else (0, 0)
             assert (quotient, remainder) == ((expected[0] + 2**31) % 2**32 - 2**31, expected[1])
+
+
+SHIFTED = (-(2**31), -7, -1, 0, 1, 6, 2**31 - 1)
+
+
+@pytest.mark.parametrize("evaluation", [evaluate_numpy, on_torch, on_jax])
+def test_shifts_keep_the_sign_and_have_values_for_every_count(evaluation: Any) -> None:
+    a, n = (Expression("lookup", "int", (trees.LEAVES["b"],), number) for number in (0, 1))
+    indices, score = block_indices(len(SHIFTED), 1, 1, 1), np.zeros((len(SHIFTED), 1, 1, 1))
+    for count in (0, 1, 3, 31, 32, 40, 2**31 - 1, -1, -(2**31)):
+        tables = [np.array(SHIFTED, np.int32), np.full(len(SHIFTED), count, np.int32)]
+        outside = not 0 <= count < 32
+        right = [value >> (31 if outside else count) for value in SHIFTED]
+        left = [0 if outside else (value << count) + 2**31 & 2**32 - 1 for value in SHIFTED]
+        left = left if outside else [value - 2**31 for value in left]
+        for op, expected in (("shift_right", right), ("shift_left", left)):
+            built = [build(op, a, n)] if outside else [build(op, a, n), build(op, a, constant(count))]
+            for tree in built:
+                assert evaluation(tree, indices, score, tables).ravel().tolist() == expected, (op, count)
+
+
+LARGE = np.array([-1e30, -3e4, -800.0, -100.0, -89.0, -30.0, -1e-6, 0.0, 1e-6, 0.4, 30.0, 89.0, 100.0, 3e4, 1e30])
+
+
+@pytest.mark.parametrize("other", FRAMEWORKS)
+@pytest.mark.parametrize("order", [0, 1, 2])
+@pytest.mark.parametrize("op", ["sigmoid", "exp2", "expm1", "log1p"])
+def test_values_and_derivatives_keep_their_digits_at_any_size(op: str, order: int, other: Any) -> None:
+    """Each float32 result is near that of many digits, tiny ones too, and none is NaN where the value is known."""
+    mpmath = pytest.importorskip("mpmath")
+    with mpmath.workdps(60):
+        ln2, e, one = mpmath.log(2), mpmath.exp, mpmath.mpf(1)
+        s = lambda x: one / (one + e(-x))  # noqa: E731
+        exact = {
+            "sigmoid": (s, lambda x: s(x) * s(-x), lambda x: s(x) * s(-x) * (s(-x) - s(x))),
+            "exp2": (lambda x: e(x * ln2), lambda x: ln2 * e(x * ln2), lambda x: ln2**2 * e(x * ln2)),
+            "expm1": (mpmath.expm1, e, e),
+            "log1p": (mpmath.log1p, lambda x: one / (one + x), lambda x: -one / (one + x) ** 2),
+        }[op][order]
+        inside = {"sigmoid": LARGE, "log1p": LARGE[LARGE > -1]}.get(op, LARGE[LARGE < 80])
+        inside = inside.astype(np.float32).astype(np.float64)
+        expected = np.array([float(exact(mpmath.mpf(x))) for x in inside])
+        # The bend of sigmoid is 0 at 0, where two terms of the slope's size cancel.
+        size = [float(s(x) * s(-x)) for x in inside] if (op, order) == ("sigmoid", 2) else abs(expected)
+    tree = build(op, trees.LEAVES["score"])
+    for _ in range(order):
+        tree = derivative(tree)
+    score = inside.reshape(1, 1, 1, -1)
+    got = other(tree, block_indices(1, 1, 1, score.size), score, [], "float32").ravel().astype(np.float64)
+    # The argument of an exponential is rounded, too; numbers below the normal ones may be 0.
+    allowed = 2.0**-21 * np.array(size) * (1 + np.minimum(abs(inside), 127)) + 2.0**-126
+    assert (np.abs(got - expected) <= allowed).all()
+    assert np.isfinite(evaluate_numpy(tree, block_indices(1, 1, 1, score.size), score)).all()
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int16", "int64", "uint8", "float16"])

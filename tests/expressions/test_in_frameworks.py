@@ -170,8 +170,9 @@ def on_scalars(tree: Expression, place: tuple[int, ...], score: float, aux: Any)
         is_int = isinstance(value, int) and not isinstance(value, bool)
         return (value + 2**31) % 2**32 - 2**31 if is_int else value
 
-    operators = ("add", "subtract", "multiply", "divide", "floor_divide", "remainder", "negative")
-    python = dict(zip(operators, ("add", "sub", "mul", "truediv", "floordiv", "mod", "neg"), strict=True))
+    operators = ("add", "subtract", "multiply", "divide", "floor_divide", "remainder", "negative", *trees.SHIFTS)
+    names = ("add", "sub", "mul", "truediv", "floordiv", "mod", "neg", "lshift", "rshift")
+    python = dict(zip(operators, names, strict=True))
     functions: dict[str, Any] = {
         op: lambda *values, name=name: wrapped(getattr(operator, name)(*values)) for op, name in python.items()
     }

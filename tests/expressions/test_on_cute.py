@@ -12,9 +12,11 @@ torch = pytest.importorskip("torch")
 cutlass = pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 from cutlass.cute.runtime import from_dlpack
 
-from attn_core.expressions import maximum, minimum, trace_score, where
+from attn_core import expressions
+from attn_core.expressions import maximum, minimum, on_cute, trace_score, where
 from attn_core.expressions.on_cute import CuteArray, evaluate_cute
 from attn_core.expressions.on_numpy import block_indices, evaluate_numpy
+from attn_core.expressions.operations import OF_FLOATS
 from attn_core.expressions.rendering import lookups_inside
 
 BATCH, HEADS, QUERIES, KEYS = 2, 3, 8, 11
@@ -38,8 +40,46 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "lookups that are always inside": lambda s, b, h, q, k, a, f, o, c: (
         s * f[h, (q - k + 11) // 3] + where(o[q // 2], a[h + b], a[h]) * c
     ),
+    "shifts": lambda s, b, h, q, k, a, f, o, c: s + ((a[k] << h) - (a[q] >> 1) + (q - k >> a[k]) + (3 << a[q])) * 0.01,
     "constants alone": lambda s, b, h, q, k, *_: s * 0.0 + where(q < 0, 1.0, 2.0),
 }
+
+
+OF_ONE = {name: lambda s, *_, name=name: getattr(expressions, name)(s) for name in OF_FLOATS} | {
+    "slopes": lambda s, *_: expressions.sigmoid(s * 90.0) * expressions.sigmoid(s * -90.0),
+}
+INSTRUCTIONS = {"ex2": "exp2", "lg2": "log2", "tanh": "tanh", "rcp": None}
+
+
+def on_the_host(text: str, value: Any) -> Any:
+    """A GPU's instruction, as a CPU computes it."""
+    name = INSTRUCTIONS[text.partition(".")[0]]
+    return getattr(cutlass.cute.math, name)(value) if name else cutlass.Float32(1.0) / value
+
+
+@pytest.mark.parametrize("name", OF_ONE)
+def test_functions_of_a_float_are_made_of_instructions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_cute, "_instruction", on_the_host)
+    tree = trace_score(OF_ONE[name]).tree
+    scores = np.concatenate([RANDOM.normal(size=400) * scale for scale in (1e-5, 0.2, 1.0, 30.0, 1e4)])
+    scores = scores[scores > -1] if "log" in name else scores[scores < 80]
+    scores = (scores[scores > 0] if name == "log" else scores).astype(np.float32)
+    got, cute = torch.zeros(scores.size), cutlass.cute
+
+    @cute.jit
+    def run(score, out):  # type: ignore[no-untyped-def]
+        zero = cutlass.Int32(0)
+        for place in cutlass.range(scores.size):
+            out[place] = evaluate_cute(tree, (zero, zero, zero, zero), score[place])
+
+    run(from_dlpack(torch.from_numpy(scores)), from_dlpack(got))
+    expected = evaluate_numpy(tree, (0, 0, 0, 0), scores.astype(np.float64))
+    # The argument of an exponential is rounded, too.
+    sizes = 1 + np.minimum(abs(scores.astype(np.float64)), 100) * (name in ("exp", "exp2", "expm1", "sigmoid"))
+    sizes = sizes + 200 * (name == "slopes")
+    wrong = np.abs(got.numpy() - expected)
+    # Near 1 a logarithm of the argument loses digits of its own.
+    assert (wrong <= 2.0**-21 * sizes * np.abs(expected) + 2.0**-126 + 2.0**-22 * (name == "log")).all()
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

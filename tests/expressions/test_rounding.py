@@ -9,13 +9,17 @@ import torch
 from hypothesis import given
 
 from attn_core.expressions import Expression, derivative, evaluate_numpy, evaluate_torch, trace_score
-from attn_core.expressions.functions import exp, tanh, where
+from attn_core.expressions.functions import exp, exp2, expm1, log, log1p, sigmoid, tanh, where
 from attn_core.expressions.rounding import rounding
 
 UNIT = 2.0**-24
 FUNCTIONS = {
     "cap": lambda score, b, h, q, k: 3.0 * tanh(score / 3.0),
     "cap and bump": lambda score, b, h, q, k: 3.0 * tanh(score / 3.0) + 0.5 * exp(-score * score),
+    "gates": lambda score, b, h, q, k: (
+        sigmoid(score) * log1p(score * score) + expm1(-score * score) - exp2(score / 9.0)
+    ),
+    "a power": lambda score, b, h, q, k: exp2(score) + log(score * score + 0.1),
     "cancels": lambda score, b, h, q, k: (score + 100.0) - score,
     "hides": lambda score, b, h, q, k: where(k > q, float("-inf"), score * score),
 }

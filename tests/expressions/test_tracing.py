@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from attn_core import expressions
 from attn_core.expressions import (
     Aux,
     ExpressionError,
@@ -70,6 +71,9 @@ def test_the_modules_own_functions() -> None:
     def score_mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         return where(q > k, tanh(s), minimum(maximum(s, 0), 3)) + to_float(to_int(q > k))
 
+    of_floats = [expressions.exp2, expressions.expm1, expressions.log, expressions.log1p, expressions.sigmoid]
+    for function in of_floats:
+        assert score_text(lambda s, *p, f=function: f(s)) == f"{function.__name__}(score)"
     assert score_text(score_mod) == "where((k < q), tanh(score), minimum(maximum(score, 0.0), 3.0)) + to_float((k < q))"
     with pytest.raises(ExpressionError, match="where: expected a symbolic value among the arguments"):
         where(True, 1, 2)
@@ -95,9 +99,56 @@ def test_a_function_of_torch_is_traced_by_its_own_names() -> None:
     )
 
 
+def test_torchs_own_masks_are_functions_like_others() -> None:
+    from torch.nn.attention.flex_attention import and_masks, noop_mask, or_masks
+
+    causal: Any = lambda b, h, q, k: q >= k  # noqa: E731
+    near: Any = lambda b, h, q, k: q - k < 4  # noqa: E731
+    assert mask_text(and_masks(causal, near)) == "(k <= q) & ((q - k) < 4)"
+    assert mask_text(or_masks(causal, and_masks(near, noop_mask))) == "(k <= q) | ((q - k) < 4)"
+    assert [mask_text(mask) for mask in (and_masks(), or_masks(), noop_mask)] == ["True", "False", "True"]
+
+
+def test_torchs_other_functions_and_methods() -> None:
+    assert score_text(lambda s, *p: torch.sigmoid(s).log1p() + s.exp2() - torch.special.expm1(s) * torch.log(s)) == (
+        "(log1p(sigmoid(score)) + exp2(score)) - (expm1(score) * log(score))"
+    )
+    assert score_text(lambda s, *p: torch.nn.functional.sigmoid(s) + torch.special.expit(s)) == (
+        "sigmoid(score) + sigmoid(score)"
+    )
+    hidden = "where((q < k), -inf, score)"
+    assert score_text(lambda s, b, h, q, k: s.masked_fill(q < k, float("-inf"))) == hidden
+    assert score_text(lambda s, b, h, q, k: torch.masked_fill(s, mask=q < k, value=-float("inf"))) == hidden
+    assert score_text(lambda s, b, h, q, k: torch.where(q < k, torch.full_like(s, -float("inf")), s)) == hidden
+    assert score_text(lambda s, b, h, q, k: torch.where(q < k, s.new_full((), -float("inf")), s)) == hidden
+    assert score_text(lambda s, b, h, q, k: s.masked_fill(q < k, 0)) == "where((q < k), 0.0, score)"
+    assert score_text(lambda s, b, h, q, k: s + (q - k).to(s.dtype) + h.type_as(s) + b.to(dtype=torch.float32)) == (
+        "((score + to_float((q - k))) + to_float(h)) + to_float(b)"
+    )
+    assert score_text(lambda s, *p: s * torch.ones_like(s) + s.new_zeros((), dtype=s.dtype, device=s.device)) == (
+        "score + 0.0"
+    )
+    assert mask_text(
+        lambda b, h, q, k: (q % 2).bool() | (k % 3).to(torch.bool) | b.new_tensor(False, dtype=torch.bool)
+    ) == ("(~((q % 2) == 0)) | (~((k % 3) == 0))")
+    assert mask_text(lambda b, h, q, k: torch.bitwise_right_shift(q, 3) == k >> 3) == "(q >> 3) == (k >> 3)"
+    assert mask_text(lambda b, h, q, k: (1 << k % 8) + q.bitwise_left_shift(0) > 64 >> h % 8) == (
+        "(64 >> (h % 8)) < ((1 << (k % 8)) + q)"
+    )
+
+
 def test_a_function_of_numpy_is_traced_by_its_own_names() -> None:
     function = lambda s, b, h, q, k: np.where(q > k, np.tanh(s), np.minimum(np.abs(s), 2.0))  # noqa: E731
     assert score_text(function) == "where((k < q), tanh(score), minimum(abs(score), 2.0))"
+    assert score_text(lambda s, *p: np.exp2(s) + np.expm1(s) * np.log(s) - np.log1p(s)) == (
+        "(exp2(score) + (expm1(score) * log(score))) - log1p(score)"
+    )
+    assert score_text(lambda s, b, h, q, k: (q - k).astype(np.float32) * s + h.astype(jnp.float32)) == (
+        "(to_float((q - k)) * score) + to_float(h)"
+    )
+    assert mask_text(
+        lambda b, h, q, k: np.logical_and(np.right_shift(q, 2) == np.left_shift(k, 1), np.logical_not(q > k))
+    )
     assert mask_text(lambda b, h, q, k: np.logical_or(np.greater(q, k), np.not_equal(h, 0))) == "(k < q) | (~(h == 0))"
 
 
@@ -189,7 +240,12 @@ REFUSED: list[tuple[Callable[..., Any], str]] = [
     (lambda b, h, q, k: (q & 1) == 0, "& of int and int: it takes bools"),
     (lambda b, h, q, k: (q ^ k) == 0, "^ of ints: it takes bools"),
     (lambda b, h, q, k: ~q == 0, "~ of int: it takes bools"),
-    (lambda b, h, q, k: q << 1 == k, "unsupported operand type"),
+    (lambda b, h, q, k: (q > k) & q, "& of bool and int: it takes bools; write a comparison such as x != 0"),
+    (lambda b, h, q, k: q & (q > k), "& of int and bool: it takes bools"),
+    (lambda b, h, q, k: q << 32 == k, "<< by the constant 32: an int of 32 bits shifts by 0 to 31"),
+    (lambda b, h, q, k: q >> -1 == k, ">> by the constant -1"),
+    (lambda b, h, q, k: (q * 0.5) >> 1 == k, ">> of floats: it takes ints"),
+    (lambda b, h, q, k: (q > k) << (h > 0) == k, "<< of bool and bool"),
     (lambda b, h, q, k: q * 0.5 // 2 == k, "// of floats: it takes ints"),
     (lambda b, h, q, k: q // 0 == k, "// by the constant 0"),
     (lambda b, h, q, k: q**k == 0, "** takes a constant int from 0 to 16"),
@@ -199,7 +255,16 @@ REFUSED: list[tuple[Callable[..., Any], str]] = [
     (lambda b, h, q, k: q + "1" > k, "'1' (str) as a number"),
     (lambda b, h, q, k: to_int(q * 0.5) > k, "a float as an int: there is no rounding"),
     (lambda b, h, q, k: where(q, True, False), "where with a condition of kind int: it takes a bool"),
-    (lambda b, h, q, k: torch.sigmoid(q) > 0, "sigmoid(...)"),
+    (lambda b, h, q, k: torch.digamma(q) > 0, "digamma(...)"),
+    (
+        lambda b, h, q, k: q.new_ones(3) > 0,
+        "new_ones(...) with such arguments: a symbolic value is one number, of size ()",
+    ),
+    (lambda b, h, q, k: torch.full_like(q, 0.5) > 0, "a float as an int: there is no rounding"),
+    (lambda b, h, q, k: q.masked_fill(q > k, 0.5) > 0, "a float as an int: there is no rounding"),
+    (lambda b, h, q, k: q.new_zeros((), dtype=torch.float16) == q, "a cast to float16: a cast takes float32"),
+    (lambda b, h, q, k: q > 0 if q.dtype == torch.int64 else q > 1, "only the call knows the dtype"),
+    (lambda b, h, q, k: q > torch.iinfo(q.dtype).max, "In the place of a dtype of the call write Python's own numbers"),
     (lambda b, h, q, k: torch.add(q, k, alpha=2) > 0, "add(...) with the option alpha"),
     (lambda b, h, q, k: torch.where(q > k) > 0, "where(...) with 1 arguments"),
     (lambda b, h, q, k: (q * 0.5).to(torch.bfloat16) > 0, "a cast to bfloat16: a cast takes float32"),

@@ -1,7 +1,7 @@
 """Hypothesis strategies for well-typed random expressions, and the operands to evaluate them on.
 
 ``exact`` trees hold ints, bools and floats whose operations every framework rounds alike, so results are equal bit for
-bit. ``tame`` trees are floats with exp, tanh and division, whose values and derivatives stay of moderate size.
+bit. ``tame`` trees are floats with exp, tanh, division and so on, whose values and derivatives stay of moderate size.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from attn_core.expressions import Expression, block_indices
 from attn_core.expressions.building import build, cast, constant, power
-from attn_core.expressions.operations import INDICES
+from attn_core.expressions.operations import INDICES, OF_FLOATS
 
 SIZES = (2, 3, 5, 7)
 """Of the block: b, h, q, k."""
@@ -62,11 +62,15 @@ def exact(draw: Any, kind: str, depth: int = 4) -> Expression:
         of = "bool" if op in ("and", "or") else draw(st.sampled_from(["int", "float"]))
         return build(op, inner(of), inner(draw(st.sampled_from(["int", of])) if of == "float" else of))
     if kind == "int":
-        op = draw(st.sampled_from([*_COMMON, "floor_divide", "remainder", "power", "to_int"]))
+        op = draw(st.sampled_from([*_COMMON, "floor_divide", "remainder", "power", "to_int", *SHIFTS]))
         if op == "to_int":
             return cast(inner("bool"), "int")
         if op == "power":
             return power(inner("int"), draw(st.integers(0, 5)))
+        if op in SHIFTS:
+            return build(
+                op, inner("int"), draw(st.integers(0, 31).map(constant) | st.just(lookups("int", [LEAVES["k"]])))
+            )
         if op in ("floor_divide", "remainder"):
             divisor = inner("int")
             return build(op, inner("int"), constant(3) if divisor == constant(0) else divisor)
@@ -77,6 +81,7 @@ def exact(draw: Any, kind: str, depth: int = 4) -> Expression:
     return build(op, *(inner("float") for _ in range(_COMMON[op])))
 
 
+SHIFTS = ("shift_left", "shift_right")
 _COMMON = {"add": 2, "subtract": 2, "multiply": 2, "negative": 1, "abs": 1, "minimum": 2, "maximum": 2}
 
 
@@ -101,14 +106,17 @@ def tame(draw: Any, depth: int = 4, float_conditions: bool = True) -> Expression
         table = lookups("float", [LEAVES["b"], LEAVES["h"]])
         number = st.integers(-8, 8).map(lambda n: constant(n / 4))
         return draw(st.one_of(st.just(LEAVES["score"]), st.sampled_from([place, table, LEAVES["score"]]), number))
-    op = draw(st.sampled_from([*_COMMON, "divide", "tanh", "exp", "where", "bool"]))
+    op = draw(st.sampled_from([*_COMMON, "divide", *OF_FLOATS, "where", "bool"]))
     if op == "divide":
         divisor = inner()
         return build("divide", inner(), build("add", constant(1.0), build("multiply", divisor, divisor)))
-    if op == "tanh":
-        return build("tanh", inner())
-    if op == "exp":
-        return build("exp", build("negative", build("abs", inner())))
+    if op in ("tanh", "sigmoid"):
+        return build(op, inner())
+    if op in ("exp", "exp2", "expm1"):
+        return build(op, build("negative", build("abs", inner())))
+    if op in ("log", "log1p"):
+        part = inner()
+        return build(op, build("add", constant(0.5), build("multiply", part, part)))
     if op == "bool":
         return cast(_condition(draw, inner, float_conditions), "float")
     if op == "where":
