@@ -15,7 +15,7 @@ from attn_core.cli.comparison import ORACLE_LIMIT, Row, bit_equality, fits_oracl
 from attn_core.cli.devices import device_named
 from attn_core.cli.frameworks import devices_of, installed
 from attn_core.cli.plots import comparison_figure, save
-from attn_core.cli.spec_options import ON_CPU, ON_GPU, SpecOptions, takes_spec
+from attn_core.cli.spec_options import ON_CPU, SpecOptions, defaults_on, takes_spec
 from attn_core.cli.trial import Trial, draw
 from attn_core.errors import SpecError
 from attn_core.selection.explanation_text import wrapped
@@ -70,7 +70,7 @@ def _trial(options: SpecOptions, gradients: bool, device: str, seed: int) -> Tri
             f"--dropout={options.dropout}: expected 0, because each framework draws its own seed and results differ"
         )
     # Short also on a GPU, because the float64 reference runs on the CPU.
-    options = options.filled(ON_CPU if device == "cpu" else ON_GPU._replace(length=ON_CPU.length))
+    options = options.filled(defaults_on(device)._replace(length=ON_CPU.length))
     trial = draw(options.spec(device, needs_backward=gradients), options.seq_info(), seed)
     return trial._replace(inputs=trial.inputs._replace(key_ranges=options.ranges()))
 

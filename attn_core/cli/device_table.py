@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from attn_core import backends
+from attn_core.backends.shared.device_kinds import half_dtype
 from attn_core.call.pages import PagedKV
 from attn_core.call.spec import AttentionSpec
 from attn_core.cli.advice import Machine
@@ -15,17 +16,16 @@ from attn_core.selection import Target, refusals
 
 
 class Device(NamedTuple):
-    """A row of the page: the cards' names, the device as ``attn explain`` names it, the calls' dtype and framework."""
+    """A row of the page: the cards' names, the device as ``attn explain`` names it, and the calls' framework."""
 
     cards: str
     name: str
-    dtype: str = "bfloat16"
     framework: str = "torch"
 
 
 DEVICES = (
-    Device("V100", "sm70", "float16"),
-    Device("T4", "sm75", "float16"),
+    Device("V100", "sm70"),
+    Device("T4", "sm75"),
     Device("A100", "sm80"),
     Device("RTX 3090", "sm86"),
     Device("RTX 4090, L40S", "sm89"),
@@ -126,7 +126,7 @@ def _cell(name: str, device: Device) -> str:
 
 def runs(name: str, device: Device, call: str) -> bool:
     """Returns whether a backend can run one of CALL_NAMES on a device, in JAX if its tensors are JAX's."""
-    return not refusals(name, _spec(device.dtype, call), _target(name, device))
+    return not refusals(name, _spec(half_dtype(device.name), call), _target(name, device))
 
 
 def _target(name: str, device: Device) -> Target:

@@ -15,7 +15,7 @@ from attn_core import backends
 from attn_core.cli import devices
 from attn_core.cli.devices import device_named
 from attn_core.cli.frameworks import check_framework, devices_of
-from attn_core.cli.spec_options import ON_CPU, ON_GPU, SpecOptions, takes_spec
+from attn_core.cli.spec_options import SpecOptions, defaults_on, takes_spec
 from attn_core.context_parallel.one_device import described
 from attn_core.selection import Selection, Target
 from attn_core.selection import explanation as explained
@@ -59,7 +59,7 @@ def explain(
     """
     check_framework(framework)
     device = device_named(device, framework)
-    spec, ranges = options.filled(ON_CPU if device == "cpu" else ON_GPU).spec(device), options.ranges()
+    spec, ranges = options.filled(defaults_on(device)).spec(device), options.ranges()
     target, note = target_of(framework, device, here)
     selection = attn_core.explain(spec, target, tuple(backend) if backend else None)
     if ranges is not None:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 import numpy as np
 import typer
 
+from attn_core.backends.shared.device_kinds import half_dtype
 from attn_core.call.arguments import ArrayFacts, Arrays, build_spec
 from attn_core.call.key_ranges import check_values
 from attn_core.call.offset_checks import check_cu_seqlens
@@ -35,8 +36,11 @@ class Defaults(NamedTuple):
 
 
 ON_CPU = Defaults("float32", 128)
-ON_GPU = Defaults("bfloat16", 2048)
-"""Most GPU kernels take no float32, and calls on a GPU are rarely short."""
+
+
+def defaults_on(device: str) -> Defaults:
+    """Returns the defaults on a device. Most GPU kernels take no float32, and calls on a GPU are rarely short."""
+    return ON_CPU if device == "cpu" else Defaults(half_dtype(device), 2048)
 
 
 def _option(*names: str, panel: str, help: str) -> Any:
@@ -58,7 +62,10 @@ class SpecOptions:
     batch: Annotated[int, _option(panel=SHAPE, help="Number of rows.")] = 1
     dtype: Annotated[
         str | None,
-        _option(panel=SHAPE, help="fp64, fp32, bf16 or fp16. Default: fp32; in explain and compare on a GPU bf16."),
+        _option(
+            panel=SHAPE,
+            help="fp64, fp32, bf16 or fp16. Default: fp32; in explain and compare bf16 on a GPU, fp16 before sm80.",
+        ),
     ] = None
     causal: Annotated[bool, _option("--causal", panel=CHOICE, help="Hide later keys from each query.")] = False
     alignment: Annotated[str, _option(panel=CHOICE, help="Causal diagonal: bottom_right or top_left.")] = "bottom_right"

@@ -40,7 +40,7 @@ def described(selection: Selection, key_ranges: np.ndarray | None, aux: Sequence
     Args:
         selection: of the call as a whole.
         key_ranges: valid ranges of ``spec.key_ranges_shape`` on the host, or None.
-        aux: the arrays of the call's functions, on the host.
+        aux: the arrays of the call's functions, on the host, or none.
     """
     spec, target = selection.spec, selection.target
     if spec.symbolic or spec.empty:
@@ -79,8 +79,8 @@ class Tiled:
 
     @property
     def backends(self) -> tuple[str, ...]:
-        """The backends of the tiles."""
-        return tuple(sorted({name for _, name in self.call.backends}))
+        """The backends of the tiles; the requested ones if there are none, because no key is visible."""
+        return tuple(sorted({name for _, name in self.call.backends})) or self.call.requested or ()
 
     @property
     def pairs_between_keys(self) -> int:
@@ -95,9 +95,9 @@ class Tiled:
         return sum(128 * (stop - start) for start, stop in blocks.values())
 
     def __str__(self) -> str:
-        calls = "1 kernel call" if self.kernel_calls == 1 else f"{self.kernel_calls} kernel calls"
-        merged = "" if self.kernel_calls == 1 else ", merged by their log-sum-exps"
-        return f"{calls} of {' and '.join(self.backends)}{merged}"
+        if self.kernel_calls < 2:
+            return f"1 kernel call of {self.backends[0]}" if self.kernel_calls else "no kernel call: no key is visible"
+        return f"{self.kernel_calls} kernel calls of {' and '.join(self.backends)}, merged by their log-sum-exps"
 
 
 MOST_VALUES = 2**24
@@ -112,10 +112,10 @@ def _blocks(spec: AttentionSpec, key_ranges: np.ndarray | None, aux: Sequence[An
         return None if key_ranges is None else visible_blocks(key_ranges, spec.q_len, ranges.edges_of(spec))
     heads = spec.num_heads if reads(spec, "h") or key_ranges is not None else 1
     batch = spec.batch if reads(spec, "b") or key_ranges is not None else 1
-    if batch * heads * spec.q_len * spec.kv_len > MOST_VALUES:
+    if batch * heads * spec.q_len * spec.kv_len > MOST_VALUES or len(aux) != len(spec.aux):
         return None
     # A bias and slopes hide nothing, and may have more batch rows and heads than the mask.
-    bare = replace(spec, bias_shape=None, bias_gradient=False, alibi_shape=None)
+    bare = replace(spec, bias_shape=None, bias_dtype=None, bias_gradient=False, alibi_shape=None)
     fewer = replace(bare, batch=batch, num_heads=heads, num_kv_heads=min(heads, spec.num_kv_heads))
     seen = visible(fewer, key_ranges=key_ranges, aux=aux)
     missing = [(0, -length % 128) for length in seen.shape[2:]]
@@ -173,7 +173,7 @@ def _content(key_ranges: np.ndarray) -> tuple[bytes, ...]:
 
 def _is_worth_it(found: Tiled, spec: AttentionSpec, target: Target) -> bool:
     pairs = sum(found.call.plan.pairs)
-    if pairs < FEWEST_PAIRS.get(target.kind, 0):
+    if pairs < FEWEST_PAIRS.get(target.kind, 1):
         return False
     alone = explain(spec, target).backend
     if alone in BY_BLOCKS and target.kind == "cuda":

@@ -18,7 +18,7 @@ from attn_core import backends
 from attn_core.cli import demo as demo_command
 from attn_core.cli import devices, in_torch, mask, trial
 from attn_core.cli.app import app
-from attn_core.cli.spec_options import ON_GPU, SpecOptions
+from attn_core.cli.spec_options import SpecOptions, defaults_on
 from attn_core.cli.support_table import GROUPS
 from attn_core.cli.support_tables import TITLES
 from attn_core.errors import SpecError
@@ -126,7 +126,11 @@ def test_explain_shows_predicted_times_and_their_source() -> None:
 
 def test_explain_all_has_every_reason() -> None:
     lines = on_80_columns("explain", *GEMMA, "--device", "sm90", "--assume-installed", "--all")
-    spec = SpecOptions(heads=32, kv_heads=8, head_dim=128, causal=True, softcap=50.0).filled(ON_GPU).spec("sm90")
+    spec = (
+        SpecOptions(heads=32, kv_heads=8, head_dim=128, causal=True, softcap=50.0)
+        .filled(defaults_on("sm90"))
+        .spec("sm90")
+    )
     printed = " ".join(" ".join(lines).split())
     for name, reasons in attn_core.explain(spec, Target("torch", "sm90")).refusals:
         assert f" {name} " in printed and all(reason in printed for reason in reasons), name
@@ -153,6 +157,21 @@ def test_explain_fits_80_columns(framework: str, device: str) -> None:
 )
 def test_products_are_devices(word: str, device: str) -> None:
     assert devices.device_named(word, "torch") == device
+
+
+@pytest.mark.parametrize(
+    ("word", "dtype"),
+    [("t4", "float16"), ("v100", "float16"), ("p100", "float16"), ("a100", "bfloat16"), ("tpu", "bfloat16")],
+)
+def test_a_device_without_bfloat16_is_asked_for_float16(word: str, dtype: str) -> None:
+    framework = ["--framework", "jax"] if word == "tpu" else []
+    lines = on_80_columns(
+        "explain", "--causal", "--head-dim", "128", "--device", word, "--assume-installed", *framework
+    )
+    assert f": {dtype}, batch 1" in " ".join(lines)
+    if word in ("t4", "v100"):
+        assert lines[0] == "selected: sdpa_efficient"
+    assert defaults_on(devices.device_named(word, "torch")).dtype == dtype
 
 
 def test_no_product_is_of_two_devices() -> None:
@@ -251,7 +270,7 @@ def test_options_become_fields_of_the_spec(options: dict, fields: dict) -> None:
 
 def test_defaults_fill_only_what_the_options_leave_open() -> None:
     def spec(**options: object) -> attn_core.AttentionSpec:
-        return SpecOptions(**options).filled(ON_GPU).spec("sm90")
+        return SpecOptions(**options).filled(defaults_on("sm90")).spec("sm90")
 
     assert (spec().dtype, spec().q_len, spec().kv_len) == ("bfloat16", 2048, 2048)
     assert (spec(dtype="fp32", q_len=7).dtype, spec(q_len=7).q_len) == ("float32", 7)

@@ -20,6 +20,11 @@ def compute_capability(device: str) -> int:
     return int(device[2:]) if device.startswith("sm") and device[2:].isdigit() else 0
 
 
+def half_dtype(device: str) -> str:
+    """Returns the usual half precision of a device: NVIDIA's GPUs before sm80 have no bfloat16."""
+    return "float16" if 0 < compute_capability(device) < 80 else "bfloat16"
+
+
 def in_words(devices: tuple[str, ...]) -> str:
     """Returns what a kernel for these devices runs on, in words: "a TPU", "a GPU of AMD", or "a GPU"."""
     kinds = {kind_of(device) for device in devices}

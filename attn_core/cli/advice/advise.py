@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import attn_core
 from attn_core import backends
-from attn_core.cli.advice.calls import CALLS
+from attn_core.cli.advice.calls import calls_on
 from attn_core.cli.advice.combinations import problems
 from attn_core.cli.advice.machine import Machine
 from attn_core.cli.advice.packages import (
@@ -51,7 +51,7 @@ class Advice:
 def advise(machine: Machine) -> tuple[Advice, ...]:
     """Returns the packages that the machine lacks and that have a kernel for its device, the most useful first.
 
-    A package counts by the calls of ``CALLS`` that automatic choice would run on it, beside the packages before it.
+    A package counts by the calls of ``calls_on`` that automatic choice would run on it, beside the packages before it.
     """
     advices, machine = _frameworks(machine)
     if not machine.has("torch"):  # the kernels below are torch's
@@ -118,7 +118,9 @@ def _gains(package: Package, machine: Machine) -> tuple[str, ...]:
     """Returns the names of the calls that automatic choice would run on the package if it were installed."""
     new = [name for name in backends_of(package.name, machine.device) if name not in available(machine)]
     target = _target(machine.plus(package.name))
-    return tuple(name for name, spec in CALLS.items() if attn_core.explain(spec, target).backend in new)
+    return tuple(
+        name for name, spec in calls_on(machine.device).items() if attn_core.explain(spec, target).backend in new
+    )
 
 
 def _target(machine: Machine) -> Target:

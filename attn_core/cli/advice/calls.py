@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from attn_core.backends.shared.device_kinds import half_dtype
 from attn_core.call.pages import PagedKV
 from attn_core.call.spec import AttentionSpec
 
@@ -41,3 +42,8 @@ CALLS = {
 """Calls of a language model's layer (32 heads of 128 channels, in groups of four) by what they do.
 
 All but prompts, decoding and pages have gradients."""
+
+
+def calls_on(device: str) -> dict[str, AttentionSpec]:
+    """Returns ``CALLS`` in the half precision of a device."""
+    return {name: replace(spec, dtype=half_dtype(device)) for name, spec in CALLS.items()}

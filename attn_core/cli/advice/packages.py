@@ -15,7 +15,7 @@ from attn_core import backends
 from attn_core.backends.shared.cached_once import cached_once
 from attn_core.backends.shared.known_bad import includes
 from attn_core.backends.support import Build
-from attn_core.cli.advice.calls import CALLS
+from attn_core.cli.advice.calls import calls_on
 from attn_core.cli.advice.machine import Machine
 from attn_core.selection.target import Target
 
@@ -185,7 +185,7 @@ def runs_on(backend: str, device: str) -> bool:
     """Returns whether a backend has kernels for a device: it claims the device, and does not refuse it."""
     module = backends.load(backend, backends.kind_of(device))
     target = Target(module.FRAMEWORK, device)
-    reasons = (attn_core.explain(spec, target, backend).reasons(backend) for spec in CALLS.values())
+    reasons = (attn_core.explain(spec, target, backend).reasons(backend) for spec in calls_on(device).values())
     # torch's own kernels claim every NVIDIA GPU and refuse the oldest, whatever the call.
     refused = (any(reason.startswith(f"device {device}:") for reason in of_call) for of_call in reasons)
     return module.FORWARD.runs_on(device) and not all(refused)

@@ -49,8 +49,7 @@ def build(spec: AttentionSpec, found: Tiled, device: Any, wrap: Callable[[Any], 
         tiles.append(build_tile_run(call, tile, (of_rows, of_keys, of_keys), device, coverage, wrap))
     dtypes = (getattr(torch, call.accumulator("q", 0)), getattr(torch, call.accumulator("own", 0)))
     lse_dtype = getattr(torch, call.spec.lse_dtype)
-    backend = found.backends[0] if found.backends else "math"  # without tiles nothing is visible
-    return PartsPlan(spec, backend, found.rows, tuple(tiles), coverage.complete, dtypes, lse_dtype)
+    return PartsPlan(spec, found.backends[0], found.rows, tuple(tiles), coverage.complete, dtypes, lse_dtype)
 
 
 def forward(plan: PartsPlan, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
