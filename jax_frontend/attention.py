@@ -21,6 +21,7 @@ from attn_core.call.seq_info import SeqInfo
 from attn_core.call.slow_copies import EVERY, FIRST, tables_passed
 from attn_core.call.tensors import Inputs
 from attn_core.errors import SpecError
+from attn_core.expressions.properties import check_ints
 from attn_core.expressions.tracing import TracedFunction
 from attn_core.selection import override
 from jax_frontend.bridge.forked import check_process
@@ -224,6 +225,8 @@ def gather_arguments(
         inputs = inputs._replace(key_ranges=plan.ranges_as_array(key_ranges, shapes_only=shapes_only))
     if are_given(functions):
         mask_mod, score_mod, aux = trace(*functions)
+        for number, array in enumerate(aux):
+            check_ints(number, array)  # before JAX drops what exceeds 32 bits
         moved = [plan.moved_array(f"aux[{at}]", array, shapes_only=shapes_only) for at, array in enumerate(aux)]
         inputs, options = inputs._replace(**named(moved)), options._replace(mask_mod=mask_mod, score_mod=score_mod)
     if info is not None:

@@ -13,6 +13,8 @@ from attn_core.call.mask_patterns import look
 from attn_core.call.masks import visible
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.switch import Switch, variable_of
+from attn_core.expressions.properties import check_ints
+from attn_core.expressions.tree import ExpressionError
 
 _enabled = variable_of("checks")
 
@@ -61,6 +63,11 @@ def findings(spec: AttentionSpec, arrays: Mapping[str, np.ndarray | None], token
     for name, array in arrays.items():
         if array is not None and array.dtype.kind == "f":
             yield from _not_finite(name, array)
+    for number, array in enumerate(map(arrays.get, AUX)):
+        try:
+            check_ints(number, array)
+        except ExpressionError as error:  # of an array on a device, whose low 32 bits count
+            yield str(error)
     mask = arrays.get("mask")
     if mask is not None and mask.size:
         yield from _polarity(mask, spec)

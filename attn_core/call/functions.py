@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from attn_core.call.seq_info import is_number
 from attn_core.errors import ShapeError, SpecError, shown
 from attn_core.expressions.building import TRUE
 from attn_core.expressions.derivatives import ZERO, derivative
@@ -139,6 +140,7 @@ def check_functions(spec: Any) -> None:
         if not isinstance(tree, Expression) or tree.kind != kind:
             raise SpecError(f"{name}={shown(tree)}: expected an expression that gives a {kind}, or None")
         check_aux(tree, spec.aux)
+        _check_not_empty(name, tree, spec)
     if spec.aux and spec.mask_mod is None and spec.score_mod is None:
         raise SpecError("aux: expected mask_mod or score_mod with it, got none")
     if (spec.mask_mod is not None or spec.score_mod is not None) and spec.paged is not None:
@@ -146,6 +148,18 @@ def check_functions(spec: Any) -> None:
     for number, entry in enumerate(spec.aux):
         if len(entry.shape) > 4:
             raise ShapeError(f"aux[{number}]: expected at most 4 axes, got {list(entry.shape)}")
+
+
+def _check_not_empty(name: str, tree: Expression, spec: Any) -> None:
+    """Raises ShapeError if a function reads an array without elements, in a call that has pairs."""
+    for number in aux_numbers(tree):
+        shape = list(spec.aux[number].shape)
+        if any(map(_is_zero, shape)) and not any(map(_is_zero, (spec.batch, spec.q_len, spec.kv_len))):
+            raise ShapeError(f"aux[{number}]: expected at least one element, because {name} reads it, got {shape}")
+
+
+def _is_zero(size: Any) -> bool:
+    return is_number(size) and size == 0  # a symbol may be any number
 
 
 def _check_aux_gradients(spec: Any) -> None:

@@ -67,7 +67,12 @@ def check_aux(tree: Expression, aux: Sequence[Any]) -> None:
                 f"aux[{number}]: expected {len(row.operands)} axes and a dtype of kind {row.kind}, got {shown(array)}, "
                 f"dtype {getattr(array, 'dtype', None)}"
             )
-        if isinstance(array, np.ndarray) and kind == "int" and array.size:
-            low, high = int(array.min()), int(array.max())
-            if low < INT_MIN or high > INT_MAX:
-                raise ExpressionError(f"aux[{number}]: expected ints of 32 bits, got values from {low} to {high}")
+        check_ints(number, array)
+
+
+def check_ints(number: int, array: Any) -> None:
+    """Raises ExpressionError if aux array ``number`` is numpy's and holds an int beyond 32 bits."""
+    if isinstance(array, np.ndarray) and array.dtype == np.int64 and array.size:
+        low, high = int(array.min()), int(array.max())
+        if low < INT_MIN or high > INT_MAX:
+            raise ExpressionError(f"aux[{number}]: expected ints of 32 bits, got values from {low} to {high}")

@@ -26,7 +26,8 @@ def from_flashmask(indices: Any, causal: bool) -> np.ndarray:
         int32 ``[batch or 1, kv_heads or 1, tokens, 1 or 2, 2]``.
 
     Raises:
-        ShapeError, SpecError: for another shape, and for a key whose queries form three ranges.
+        ShapeError, SpecError: for another shape, for an index that is negative or beyond ``tokens``, and for a key
+            whose queries form three ranges.
     """
     array, causal = np.asarray(indices), check_flag("causal", causal)
     expected = (1, 2) if causal else (2, 4)
@@ -39,7 +40,10 @@ def from_flashmask(indices: Any, causal: bool) -> np.ndarray:
     if array.size and array.dtype.kind not in "iu":
         raise SpecError(f"indices: expected whole numbers, got dtype {array.dtype}")
     tokens = array.shape[2]
-    ends = np.clip(array.astype(np.int64), 0, tokens)
+    if (wrong := (array < 0) | (array > tokens)).any():
+        at = tuple(np.argwhere(wrong)[0].tolist())
+        raise SpecError(f"indices{list(at)}={array[at]}: expected a query from 0 to {tokens}, the number of tokens")
+    ends = array.astype(np.int64)
     key = np.broadcast_to(np.arange(tokens), ends.shape[:3])
     end = np.full_like(key, tokens)
     if array.shape[-1] == 1:

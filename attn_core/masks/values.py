@@ -68,4 +68,6 @@ def ranges_of(*pairs: tuple[Any, Any]) -> np.ndarray:
     arrays = np.broadcast_arrays(*(np.atleast_2d(np.asarray(end, np.int64)) for pair in pairs for end in pair))
     whole = np.stack(arrays, -1).reshape(*arrays[0].shape, len(pairs), 2)
     whole = np.where(whole[..., :1] < whole[..., 1:], whole, 0)
+    if whole.size and whole.max() > np.iinfo(np.int32).max:
+        raise ShapeError(f"lengths: expected at most {np.iinfo(np.int32).max} queries in a row, got {whole.max()}")
     return np.ascontiguousarray(whole[:, None], np.int32)

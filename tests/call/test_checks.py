@@ -94,6 +94,18 @@ def test_a_mistake_is_reported(framework: Framework, name: str) -> None:
 
 
 @everywhere
+@pytest.mark.parametrize("number", [2**31, -(2**31) - 1, 2**31 - 1])
+def test_ints_beyond_32_bits_are_reported(framework: Framework, number: int) -> None:
+    """Those of an array of the framework, of which the low 32 bits count; numpy's are refused."""
+    ids = np.array([0, 0, 1, 1, number])
+    with jax.enable_x64(True):
+        mask: dict[str, Any] = {"mask_mod": lambda b, h, q, k, ids: ids[q] == ids[k], "aux": (framework.array(ids),)}
+        messages = findings_of(framework, **mask)
+    says = f"aux[0]: expected ints of 32 bits, got values from {min(0, number)} to {max(1, number)}"
+    assert messages == ([says] if number != 2**31 - 1 else [])
+
+
+@everywhere
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_usual_call_is_not_reported(framework: Framework, name: str) -> None:
     assert findings_of(framework, **RIGHT[name]) == []

@@ -26,7 +26,7 @@ import torch_frontend
 from attn_core import DeviceError, NoBackendError, ShapeError, SpecError, masks
 from attn_core.call.functions import aux_of
 from attn_core.cli.drawn_functions import MASKS, SCORES, fields_of
-from attn_core.expressions import ExpressionError, alibi, causal, softcap, tanh, trace_mask, where
+from attn_core.expressions import ExpressionError, alibi, causal, lookup, softcap, tanh, trace_mask, where
 
 pytestmark = pytest.mark.sampled
 
@@ -287,6 +287,28 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         SpecError,
         "aux: expected the 0 arrays that mask_mod was traced with, got 1",
     ),
+    "an empty array": (
+        {"mask_mod": lambda b, h, q, k, a: a[b, k] > 0, "aux": (np.zeros((2, 0), np.int32),)},
+        ShapeError,
+        r"aux\[0\]: expected at least one element, because mask_mod reads it, got \[2, 0\]",
+    ),
+    "an empty captured array": (
+        {"score_mod": lambda s, b, h, q, k: s + lookup(np.zeros(0, np.float32), k)},
+        ShapeError,
+        r"aux\[0\]: expected at least one element, because score_mod reads it, got \[0\]",
+    ),
+    **{
+        f"{how} {number}": (
+            {"mask_mod": function, "aux": aux},
+            ExpressionError,
+            rf"aux\[{len(aux) and 1}\]: expected ints of 32 bits, got values from {min(number, 0)} to {max(number, 0)}",
+        )
+        for number in (2**31, -(2**31) - 1, 2**32)
+        for how, function, aux in (
+            ("passed", lambda b, h, q, k, x, a: a[q] == a[k], (np.zeros(3), np.array([0, number]))),
+            ("captured", lambda b, h, q, k, n=number: lookup(np.array([0, n]), q) == lookup(np.array([0, n]), k), ()),
+        )
+    },
     "a list in aux": (
         {"mask_mod": lambda b, h, q, k, a: a[q] > 0, "aux": ([1],)},
         ExpressionError,

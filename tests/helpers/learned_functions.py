@@ -22,7 +22,6 @@ FUNCTIONS: dict[str, tuple[Any, tuple[tuple[int, ...], ...]]] = {
     "a kink": (lambda s, b, h, q, k, t: maximum(s, t[k]), ((7,),)),
     "hides": (lambda s, b, h, q, k, t: where((k + h) % 3 == 0, -float("inf"), s + t[k]), ((7,),)),
     "not read": (lambda s, b, h, q, k, t: s + 0.0 * to_float(q), ((3,),)),
-    "an empty array": (lambda s, b, h, q, k, t: s + t[k], ((0,),)),
 }
 
 

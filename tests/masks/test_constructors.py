@@ -210,6 +210,19 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "documents": (lambda: masks.documents([1, 2], [3]), ShapeError, "key_lengths: .* as lengths"),
     "block": (lambda: masks.block_diffusion(4, 0), ShapeError, "block=0"),
     "flashmask": (lambda: masks.from_flashmask(np.zeros((1, 1, 4, 4), int), True), ShapeError, "indices: .*1 or 2"),
+    **{
+        f"flashmask {end}": (
+            lambda end=end: masks.from_flashmask(np.array([[[[3, 0], [3, end], [3, 0]]]], np.int32), False),
+            SpecError,
+            rf"indices\[0, 0, 1, 1\]={end}: expected a query from 0 to 3, the number of tokens",
+        )
+        for end in (-1, 4, 2**31 - 1)
+    },
+    "queries beyond int32": (
+        lambda: masks.documents([2**31 - 1, 1], [1, 1]),
+        ShapeError,
+        "lengths: expected at most 2147483647 queries in a row, got 2147483648",
+    ),
     "flashmask causal": (lambda: masks.from_flashmask(np.zeros((1, 1, 4, 2), int), 1), SpecError, "causal=1"),
 }
 

@@ -16,6 +16,7 @@ from attn_core.call.slow_copies import EVERY, FIRST, tables_passed
 from attn_core.call.tensors import Inputs
 from attn_core.context_parallel.one_device import described
 from attn_core.errors import DTypeError, SpecError
+from attn_core.expressions.properties import check_ints
 from attn_core.expressions.tracing import TracedFunction, trace_mask
 from attn_core.selection import Selection, override
 from attn_core.selection.row_maximum import with_max_logit
@@ -97,7 +98,7 @@ def gather_arguments(
             functions = function_of(functions[0], *sizes, "mask_mod"), *functions[1:]
         untraced = any(each is not None and type(each) is not TracedFunction for each in functions[:2])
         mask_mod, score_mod, aux = (_trace_outside if untraced else trace)(*functions)
-        arrays = [_as_tensor(q, f"aux[{number}]", array) for number, array in enumerate(aux)]
+        arrays = [_aux_as_tensor(q, number, array) for number, array in enumerate(aux)]
         inputs, options = inputs._replace(**named(arrays)), options._replace(mask_mod=mask_mod, score_mod=score_mod)
         options = options._replace(aux_gradients=autograd.arrays_with_gradient(inputs, score_mod))
     if info is not None:
@@ -138,6 +139,12 @@ def _as_tensor(q: torch.Tensor, name: str, array: Any) -> torch.Tensor:
     plan.check_tensor(name, array)
     tensor_kinds.check_data(q, **{name: array})
     return array  # type: ignore[no-any-return]
+
+
+def _aux_as_tensor(q: torch.Tensor, number: int, array: Any) -> torch.Tensor:
+    if not torch.compiler.is_compiling():  # Dynamo knows no values
+        check_ints(number, array)
+    return _as_tensor(q, f"aux[{number}]", array)
 
 
 def run(
