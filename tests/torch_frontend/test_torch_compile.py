@@ -1,14 +1,19 @@
 """Tests torch.compile, export, checkpointing and op checks: compilers see two opaque ops that equal the eager call."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
+from torch._functorch import config
+from torch.utils.checkpoint import checkpoint
 
 from attn_core import NoBackendError
 from attn_core.call.options import Options
 from attn_core.expressions import causal, softcap, trace_mask, trace_score
-from torch_frontend import SeqInfo, attention, use_backend
+from torch_frontend import SeqInfo, attention, attention_qkvpacked, use_backend
 from torch_frontend.dispatch.op_arguments import PlainOptions
+from torch_frontend.flash_attn import flash_attn_func
 
 pytestmark = pytest.mark.sampled
 
@@ -124,6 +129,65 @@ def test_a_backward_uses_the_backend_of_its_forward():
             with use_backend(later):
                 results.append(torch.autograd.grad(out.square().sum(), qkv))
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+DOCUMENTS = SeqInfo.from_lengths([2, 3], array=torch.from_numpy)
+DROPPING = {
+    "attention": lambda q, k, v: attention(q, k, v, dropout=0.5),
+    "documents": lambda q, k, v: attention(q, k, v, dropout=0.5, seq_info=DOCUMENTS),
+    "packed": lambda q, k, v: attention_qkvpacked(torch.stack((q, k, v), 2), dropout=0.5),
+    "heads first": lambda *qkv: attention(*(t.transpose(1, 2) for t in qkv), dropout=0.5, layout="bhsd").transpose(
+        1, 2
+    ),
+    "flash_attn": lambda q, k, v: flash_attn_func(q, k, v, dropout_p=0.5),
+    "checkpoint": lambda *qkv: checkpoint(partial(attention, dropout=0.5), *qkv, use_reentrant=False),
+}
+
+
+def error_of_dropped_weights(function):
+    """v is the identity, so the output shows which weights the forward dropped; dv shows it of the backward."""
+    q, k = torch.randn(2, 1, 5, 3, 5, requires_grad=True)
+    v = torch.eye(5).reshape(1, 5, 1, 5).repeat(1, 1, 3, 1).requires_grad_()
+    out = function(q, k, v)
+    dout = torch.randn_like(out)
+    (dv,) = torch.autograd.grad(out, v, dout)
+    assert bool((out == 0).any())  # weights were dropped
+    return (dv - torch.einsum("bihj,bihc->bjhc", out.detach(), dout)).abs().max()
+
+
+@pytest.mark.parametrize("budget", [1.0, 0.5, 0.0])
+@pytest.mark.parametrize("name", DROPPING)
+def test_dropout_of_a_budget_of_memory_drops_the_same_weights_in_the_backward(name, budget):
+    call = lambda q, k, v: DROPPING[name](torch.sin(q), k, v)  # noqa: E731
+    with config.patch(activation_memory_budget=budget):
+        compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+        assert error_of_dropped_weights(compiled) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("scalar_inductor")
+@pytest.mark.parametrize("budget", [0.5, 0.0])
+def test_the_default_compiler_drops_the_same_weights_in_the_backward(budget):
+    with config.patch(activation_memory_budget=budget):
+        compiled = torch.compile(lambda q, k, v: attention(torch.sin(q), k, v, dropout=0.5), fullgraph=True)
+        assert error_of_dropped_weights(compiled) < 1e-5
+
+
+def test_dropout_of_compiled_calls_without_a_backward():
+    call = lambda q: attention(q, q, q, dropout=0.5)  # noqa: E731
+    compiled, x = torch.compile(call, backend="aot_eager", fullgraph=True), torch.randn(1, 5, 3, 8)
+    torch.manual_seed(1)
+    expected = call(x)
+    torch.manual_seed(1)
+    assert torch.equal(compiled(x), expected)
+    assert not torch.equal(compiled(x), expected)
+    mapped = lambda x: torch.func.vmap(call, randomness="same")(x)  # noqa: E731
+    compiled = torch.compile(mapped, backend="aot_eager", fullgraph=True)
+    first, second = compiled(x.expand(2, 1, 5, 3, 8))
+    assert torch.equal(first, second)
+    torch._dynamo.reset()
+    with config.patch(activation_memory_budget=0.5), pytest.raises(Exception, match=r"dropout: .*budget = 1.*got 0\.5"):
+        compiled(x.expand(2, 1, 5, 3, 8))
 
 
 def test_checkpointing_and_strides():
