@@ -190,20 +190,48 @@ def test_gradients() -> None:
     torch.testing.assert_close(gradient, exact, rtol=2e-5, atol=1e-5)
 
 
-def test_a_cache_takes_tensors_of_training_and_refuses_the_backward() -> None:
-    q, *caches = (torch.from_numpy(array) for array in rows(q_len=1))
-    plain = module(TORCH).flash_attn_with_kvcache(q, *caches, cache_seqlens=4)
-    out = module(TORCH).flash_attn_with_kvcache(q.clone().requires_grad_(), *caches, cache_seqlens=4)
-    torch.testing.assert_close(out.detach(), plain, rtol=0, atol=0)
-    with pytest.raises(SpecError, match=r"^q: a cache and pages have no gradient"):
-        out.sum().backward()
-    offsets, table = torch.from_numpy(ints(0, 1, 2)), torch.from_numpy(TABLE)
-    tokens = q[:, 0].clone().requires_grad_()
-    lengths = torch.from_numpy(ints(0, 4, 8))
-    packed = module(TORCH).flash_attn_varlen_func(tokens, *caches, offsets, lengths, 1, 4, block_table=table)
-    torch.testing.assert_close(packed.detach(), plain[:, 0], rtol=0, atol=0)
-    with pytest.raises(SpecError, match=r"^q: a cache and pages have no gradient"):
-        packed.sum().backward()
+def cached(function: str) -> tuple[Any, dict[str, torch.Tensor]]:
+    """A call on a cache, and its tensors with numbers by name."""
+    q, k, v = (torch.from_numpy(array) for array in rows(q_len=1))
+    new, angles, slopes = k[:, :1].clone(), torch.ones(KV_LEN, 2), torch.ones(HEADS)
+    lengths, table = torch.from_numpy(ints(3, 4)), torch.from_numpy(TABLE)
+    one, keys = torch.from_numpy(ints(0, 1, 2)), torch.from_numpy(ints(0, 4, 8))
+    cache = {"q": q, "k_cache": k, "v_cache": v, "k": new, "v": new.clone()}
+    if function == "flash_attn_varlen_func":
+        how = {"cu_seqlens_q": one, "cu_seqlens_k": keys, "max_seqlen_q": 1, "max_seqlen_k": 4, "block_table": table}
+        return partial(module(TORCH).flash_attn_varlen_func, **how), {"q": q[:, 0], "k": k, "v": v}
+    if function == "cute":
+        of = partial(module(TORCH, ".cute").flash_attn_varlen_func, page_table=table, seqused_k=lengths)
+        return lambda **given: of(**given)[0], {"q": q, "k": k, "v": v, "learnable_sink": torch.zeros(HEADS)}
+    if function == "hopper":
+        return partial(module(TORCH, ".hopper").flash_attn_with_kvcache, cache_seqlens=lengths), cache
+    more = {"rotary_cos": angles, "rotary_sin": angles.clone(), "alibi_slopes": slopes}
+    return partial(module(TORCH).flash_attn_with_kvcache, cache_seqlens=lengths), cache | more
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled", "torch.func.grad", "torch.func.jvp"])
+@pytest.mark.parametrize("function", ["kvcache", "hopper", "cute", "flash_attn_varlen_func"])
+def test_a_cache_loses_no_gradient_in_silence(function: str, how: str) -> None:
+    """Whichever tensor is trained: the results are those of inference, and the error names it."""
+    call, tensors = cached(function)
+    plain = call(**{name: tensor.clone() for name, tensor in tensors.items()})
+    for name in tensors:
+        given = {name: tensor.clone() for name, tensor in tensors.items()}
+        alone = lambda x: call(**given | {name: x}).sum()  # noqa: B023, E731
+        refused = pytest.raises(SpecError, match=f"^{name}: a cache and pages have no gradient; call .*no_grad")
+        if how == "torch.func.grad":
+            with refused:
+                torch.func.grad(alone)(given[name])
+        elif how == "torch.func.jvp":
+            with refused:
+                torch.func.jvp(alone, (given[name],), (given[name],))
+        else:
+            torch._dynamo.reset()
+            given[name].requires_grad_()
+            out = (torch.compile(call, backend="aot_eager") if how == "compiled" else call)(**given)
+            torch.testing.assert_close(out.detach(), plain, rtol=0, atol=0)
+            with refused:
+                out.sum().backward()
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "documents"])

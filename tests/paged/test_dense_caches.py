@@ -675,8 +675,14 @@ def test_slopes_have_no_gradient() -> None:
     call = rows_call([7, 19, 11], alibi=1)
     tensors = [torch.tensor(array, dtype=torch.float32) for array in (call.q, call.k, call.v)]
     lengths, slopes = torch.tensor(call.rows["kv_lengths"]), torch.tensor(call.options["alibi_slopes"])
+    of = lambda slopes: torch_frontend.attention(*tensors, kv_lengths=lengths, alibi_slopes=slopes).sum()  # noqa: E731
+    with pytest.raises(SpecError, match="alibi_slopes: expected no tangent"):
+        torch.func.jvp(of, (slopes,), (slopes,))
     with pytest.raises(SpecError, match="alibi_slopes: expected requires_grad=False"):
-        torch_frontend.attention(*tensors, kv_lengths=lengths, alibi_slopes=slopes.requires_grad_())
+        torch.func.grad(of)(slopes)
+    for function in (of, torch.compile(of, backend="aot_eager")):
+        with pytest.raises(Exception, match="alibi_slopes: expected requires_grad=False"):
+            function(slopes.requires_grad_())
     arrays = [jnp.asarray(tensor.numpy()) for tensor in tensors]
 
     def loss(slopes: Any) -> Any:

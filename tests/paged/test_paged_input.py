@@ -502,6 +502,27 @@ def test_torch_refuses_gradients_by_name() -> None:
             called(TORCH, "paged_attention", given)
 
 
+@pytest.mark.parametrize("function", ["paged_attention", "append_kv"])
+def test_torch_refuses_compiled_gradients_and_tangents_by_name(function: str) -> None:
+    make = good if function == "paged_attention" else good_append
+    for name in ("k_pages", "v_pages", "sinks" if function == "paged_attention" else "k"):
+        given = {"sinks": torch.zeros(6)} if name == "sinks" else {}
+        given = {**make(TORCH), **given}
+
+        def alone(array: Any) -> Any:
+            results = called(TORCH, function, {**given, name: array * 1})  # noqa: B023
+            return results[0] if isinstance(results, tuple) else results
+
+        with pytest.raises(SpecError, match=f"^{name}: expected no tangent, .*; use torch.Tensor.detach"):
+            torch.func.jvp(alone, (given[name],), (given[name],))
+        with pytest.raises(SpecError, match=f"^{name}: expected requires_grad=False"):
+            torch.func.grad(lambda array: alone(array).sum())(given[name])
+        torch._dynamo.reset()
+        given[name] = given[name].clone().requires_grad_()
+        with pytest.raises(Exception, match=f"{name}: expected requires_grad=False"):
+            torch.compile(lambda array: alone(array), backend="aot_eager")(given[name])
+
+
 def test_append_under_no_grad_and_in_inference_mode() -> None:
     for mode in (torch.no_grad, torch.inference_mode):
         given = good_append(TORCH)

@@ -195,9 +195,10 @@ def read_mask_object(q: Any, k: Any, visible: tuple[Any, ...]) -> Visible:
 
 
 def check_gradient_free(name: str, value: Tensor | None) -> None:
-    """Raises SpecError if the tensor requires a gradient, for arguments without a defined gradient."""
-    if value is not None and value.requires_grad and torch.is_grad_enabled():
-        raise SpecError(f"{name}: expected requires_grad=False, its gradient is not defined here; pass {name}.detach()")
+    """Raises SpecError if the tensor has a gradient or a tangent, for arguments without a defined derivative."""
+    if value is not None and tensor_kinds.is_trained(value):
+        kind, what = ("requires_grad=False", "gradient") if value.requires_grad else ("no tangent", "derivative")
+        raise SpecError(f"{name}: expected {kind}, its {what} is not defined here; pass {name}.detach()")
 
 
 def smaller(one: Any, other: Any) -> Any:

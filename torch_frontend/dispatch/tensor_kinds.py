@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as functional
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.autograd import forward_ad
 from torch.overrides import _get_overloaded_args, has_torch_function
 
 from attn_core.call.foreign_masks import remedy_of
@@ -46,6 +47,37 @@ def is_watched(q: Any) -> bool:
     # A fake tensor may outlive its FakeTensorMode, so an inactive mode does not mean that q has data.
     without_data = type(q) is FakeTensor or (isinstance(q, Tensor) and q.is_meta)
     return without_data or are_modes_active() > 0 or are_jit_traces_active() is not None
+
+
+def is_trained(tensor: Tensor) -> bool:
+    """Returns whether autograd, a transform or forward mode computes a derivative by the tensor."""
+    recorded = torch.is_grad_enabled()
+    if recorded and tensor.requires_grad:
+        return True
+    if torch.compiler.is_compiling():
+        return False
+    transformed = torch._C._are_functorch_transforms_active()
+    return (transformed and recorded and needs_gradient(tensor)) or _has_tangent(tensor)
+
+
+def needs_gradient(tensor: Tensor) -> bool:
+    """Returns whether any level of transforms, or autograd below them, needs the tensor's gradient."""
+    while not tensor.requires_grad:
+        if not torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            return False
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return True
+
+
+def _has_tangent(tensor: Tensor) -> bool:
+    """Returns whether forward mode follows the tensor, at any level of transforms."""
+    while forward_ad._current_level >= 0:
+        if forward_ad.unpack_dual(tensor).tangent is not None:
+            return True
+        if not torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            return False
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return False
 
 
 are_modes_active = torch._C._len_torch_dispatch_stack

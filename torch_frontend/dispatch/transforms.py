@@ -17,7 +17,7 @@ from torch_frontend.dispatch import autograd, forward_mode, forward_over_reverse
 from torch_frontend.dispatch import vmap as vmap_rules
 from torch_frontend.dispatch.after_import import after_import
 from torch_frontend.dispatch.op_arguments import PlainOptions, from_call, joined, tensors_of, to_call
-from torch_frontend.dispatch.tensor_kinds import is_watched
+from torch_frontend.dispatch.tensor_kinds import is_watched, needs_gradient
 
 Tensor = torch.Tensor
 are_active = torch._C._are_functorch_transforms_active
@@ -43,10 +43,10 @@ def _in_graph(*call: Any) -> tuple[Tensor, Tensor]:
     inputs, plain = from_call(call)
     # A transform's gradient is invisible in requires_grad of the innermost tensor, so look through all levels.
     recorded = torch.is_grad_enabled()
-    bias = recorded and inputs.bias is not None and _needs_gradient(inputs.bias)
-    sinks = inputs.sinks is not None and _needs_gradient(inputs.sinks)
-    arrays = autograd.arrays_with_gradient(inputs, plain.as_options().score_mod, _needs_gradient) if recorded else ()
-    needs = bias or bool(arrays) or (recorded and (sinks or any(_needs_gradient(tensor) for tensor in inputs[:3])))
+    bias = recorded and inputs.bias is not None and needs_gradient(inputs.bias)
+    sinks = inputs.sinks is not None and needs_gradient(inputs.sinks)
+    arrays = autograd.arrays_with_gradient(inputs, plain.as_options().score_mod, needs_gradient) if recorded else ()
+    needs = bias or bool(arrays) or (recorded and (sinks or any(needs_gradient(tensor) for tensor in inputs[:3])))
     plain = plain._replace(needs_backward=needs, bias_gradient=bias, aux_gradients=joined(arrays))
     out, lse, _ = _Forward.apply(*to_call(inputs, plain))
     return out, lse
@@ -54,15 +54,6 @@ def _in_graph(*call: Any) -> tuple[Tensor, Tensor]:
 
 # Dynamo cannot trace autograd functions with a vmap rule; they end in ops. allow_in_graph itself would import Dynamo.
 after_import("torch._dynamo", lambda: torch.compiler.allow_in_graph(_in_graph))
-
-
-def _needs_gradient(tensor: Tensor) -> bool:
-    """Returns whether any level of transforms, or autograd below them, needs the tensor's gradient."""
-    while not tensor.requires_grad:
-        if not torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-            return False
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-    return True
 
 
 class _Forward(torch.autograd.Function):

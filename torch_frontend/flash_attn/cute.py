@@ -143,7 +143,7 @@ def flash_attn_varlen_func(
                 other = "page_table, because seqused_k has the lengths" if page_table is not None else "a dense q"
                 raise SpecError(f"cu_seqlens_k: expected None with {other}")
             call = Cached(q, k, v, cache_seqlens=seqused_k, block_table=page_table, cu_seqlens_q=cu_seqlens_q)
-            results = attend(call, False, options, "page_table", max_seqlen_q)
+            results = attend(call, False, options, "page_table", max_seqlen_q, CUTE)
     except (SpecError, TypeError) as error:
         raise renamed(error, CUTE) from None
     return results if return_lse else (results, None)

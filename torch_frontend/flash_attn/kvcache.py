@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -105,19 +106,28 @@ def flash_attn_with_kvcache(
 
 
 def attend(
-    call: Cached, interleaved: bool, options: dict[str, Any], table: str = "block_table", longest: int | None = None
+    call: Cached,
+    interleaved: bool,
+    options: dict[str, Any],
+    table: str = "block_table",
+    longest: int | None = None,
+    names: Mapping[str, str] = CACHE,
 ) -> Any:
     """Appends, rotates and attends. Returns the output, or (output, log-sum-exp), in the shape of q.
 
-    The arguments are those of ``_attend``. A backward through the results is refused, except for a whole cache.
+    A backward through the results is refused, except for a whole cache.
+
+    Args:
+        names: the caller's names of arguments. The others are those of ``_attend``.
     """
     results = seen_kvcache.attend(call, interleaved, options, table, longest)
     if results is not None:
         return results
     if _is_whole(call):
         return _attend(call, interleaved, options, table, longest)
-    tensors = (call.q, call.k_cache, call.v_cache, call.k, call.v, options.get("sinks"))
-    return without_gradient(lambda: _attend(call, interleaved, options, table, longest), *tensors)
+    tensors = call._asdict() | {"sinks": options.get("sinks")}
+    named = {names.get(name, name): tensor for name, tensor in tensors.items() if tensor is not None}
+    return without_gradient(lambda: _attend(call, interleaved, options, table, longest), **named)
 
 
 def _is_whole(call: Cached) -> bool:

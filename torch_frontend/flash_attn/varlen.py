@@ -210,7 +210,8 @@ def _in_pages(
             raise DTypeError(f"{name}: expected the dtype of q, {qkv[0].dtype}, got {pool.dtype}; cast it")
     how: dict[str, Any] = {**options, "alibi_slopes": slopes, "max_len_q": info.max_len_q, "return_lse": with_lse}
     how |= {"block_table": table, "cu_seqlens_q": info.cu_seqlens_q, "seq_lens": info.cu_seqlens_k.diff()}
-    results = without_gradient(lambda: paged_attention(*qkv, **how), *qkv)
+    q, k, v = qkv
+    results = without_gradient(lambda: paged_attention(q, k, v, **how), q=q, k=k, v=v, alibi_slopes=slopes)
     if not with_lse:
         return results  # type: ignore[no-any-return]
     out, lse = results

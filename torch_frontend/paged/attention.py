@@ -11,7 +11,7 @@ from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
 from attn_core.call.keywords import PagedKeywords
 from attn_core.call.options import requested_names
 from attn_core.paged.places import check_choice
-from attn_core.paged.rotary import pair_of
+from attn_core.paged.rotary import COS, SIN, pair_of
 from torch_frontend.dispatch.backend_names import join_names
 from torch_frontend.dispatch.plan import check_tensor
 from torch_frontend.dispatch.tensor_kinds import are_modes_active, is_watched
@@ -23,7 +23,7 @@ from torch_frontend.paged.append import append, check_appended
 from torch_frontend.paged.key_ranges import recent_rows_of
 from torch_frontend.paged.outputs import check_out, copied
 from torch_frontend.paged.places import Places, op_places
-from torch_frontend.paged.plan import check_op, gather_arguments, options_of, run
+from torch_frontend.paged.plan import check_numbers, check_op, gather_arguments, options_of, run
 
 Tensor = torch.Tensor
 Keywords = PagedKeywords[Tensor]
@@ -145,8 +145,11 @@ def paged_attention(
     options = options_of(causal, window, softcap, scale, deterministic, return_lse, max_len_q, invariant)
     if torch.compiler.is_compiling() or is_watched(q):
         tables = block_table, seq_lens, cu_seqlens_q
-        # While compiling, sizes are symbols; the op checks the arguments when it runs.
-        if not torch.compiler.is_compiling():
+        # While compiling, sizes are symbols; the op checks the other arguments when it runs.
+        if torch.compiler.is_compiling():
+            named = {"sinks": sinks, "alibi_slopes": alibi_slopes, "k_scales": k_scales, "v_scales": v_scales}
+            check_numbers(q=q, k_pages=k_pages, v_pages=v_pages, **named, k_recent=k_recent, v_recent=v_recent)
+        else:
             others = key_ranges, options, alibi_slopes, kv_starts, k_scales, v_scales, k_recent, v_recent, recent_rows
             checked = check_op(q, k_pages, v_pages, tables, sinks, *others)
             tables, key_ranges, kv_starts, recent_rows = checked
@@ -226,6 +229,8 @@ def append_kv(
     where = (block_table, seq_lens, cu_seqlens_q, slot_mapping, cos, sin, positions, rotary_interleaved)
     beside = k_scales, v_scales, k_recent, v_recent
     if torch.compiler.is_compiling():
+        named = {"k_pages": k_pages, "v_pages": v_pages, "k": k, "v": v, COS: cos, SIN: sin}
+        check_numbers(**named, k_scales=k_scales, v_scales=v_scales, k_recent=k_recent, v_recent=v_recent)
         torch.ops.attn.append_kv(k_pages, v_pages, k, v, *where, *beside, recent_rows)
     elif is_watched(k):
         check_tensor("k", k)

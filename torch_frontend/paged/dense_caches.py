@@ -106,6 +106,8 @@ def _checked(qkv: tuple[Any, ...], rows: CacheRows, options: Keywords) -> tuple[
     call = Options(**{name: options[name] for name in PLAIN})
     call = check_traced_options(call) if compiling else check_options(call)
     window: Window = call.window  # type: ignore[assignment]
+    if isinstance(options["alibi_slopes"], Tensor):
+        plan.check_gradient_free("alibi_slopes", options["alibi_slopes"])
     if compiling or transforms.is_one_op(q):
         moved = CacheRows(*(tensor_kinds.to_device_of(q, a) if isinstance(a, np.ndarray) else a for a in rows))
         return cache_rows.clamped(moved, k.shape[1], k.shape[0]), window
@@ -132,7 +134,6 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, options: Keywords, call: Opt
     for name, tensor in named.items():
         if tensor is not None:
             plan.check_tensor(name, tensor)
-    plan.check_gradient_free("alibi_slopes", options["alibi_slopes"])
     tensor_kinds.check_data(q, k=k, v=v, **named)
     q, k, v, named["bias"] = autocast.in_autocast(q, k, v, named["bias"])
     entries = tuple([None if t is None else (t.shape, t.dtype, t.device) for t in (q, k, v, *named.values())])

@@ -153,7 +153,7 @@ def gather_arguments(
 
 
 def check_numbers(**named: Any) -> None:
-    """Raises TypeError or SpecError unless the tensors are plain and need no gradient; the first three must exist."""
+    """Raises TypeError or SpecError unless the tensors are plain and have no derivative; q and pages must exist."""
     for name, tensor in named.items():
         if tensor is not None or name in ("q", "k_pages", "v_pages"):
             plan.check_tensor(name, tensor)
@@ -161,11 +161,12 @@ def check_numbers(**named: Any) -> None:
 
 
 def check_no_gradient(name: str, tensor: Tensor) -> None:
-    """Raises SpecError for a tensor that requires a gradient, because paged attention has no backward."""
-    if tensor.requires_grad and torch.is_grad_enabled():
-        raise SpecError(
-            f"{name}: expected requires_grad=False, keys and values in pages are for inference; use torch.no_grad()"
+    """Raises SpecError for a tensor with a gradient or a tangent, because paged attention has no derivative."""
+    if tensor_kinds.is_trained(tensor):
+        kind, remedy = (
+            ("requires_grad=False", "no_grad()") if tensor.requires_grad else ("no tangent", "Tensor.detach()")
         )
+        raise SpecError(f"{name}: expected {kind}, keys and values in pages are for inference; use torch.{remedy}")
 
 
 def check_op(
