@@ -186,7 +186,7 @@ def check_packed(name: str, shape: tuple[int, ...], parts: int, packed: bool) ->
 def slopes_of_tokens() -> Expression:
     """Returns ``score - slope * |q - k|`` in places of documents: ALiBi whose slopes differ between documents.
 
-    Its arrays: the slopes of each query, ``[tokens, heads]`` in float32; and int32 ``[tokens]``: the place of each
+    Its arrays: the slopes of each query, float ``[tokens, heads]``; and int32 ``[tokens]``: the place of each
     query, counted so that the last query stands at the last key of its document, and the place of each key.
     """
 

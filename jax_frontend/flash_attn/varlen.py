@@ -194,7 +194,8 @@ def _slopes(q: Array, k: Any, info: SeqInfo, slopes: Any) -> dict[str, Any]:
     _, keys = places_in_documents(info.cu_seqlens_k, k.shape[0])
     more = jnp.diff(info.cu_seqlens_k) - jnp.diff(info.cu_seqlens_q)  # keys of a document than queries
     of_query = jnp.minimum(of_query, documents - 1)  # a token behind the last offset sees no key
-    arrays = slopes.astype(jnp.float32)[of_query], queries + more[of_query], keys
+    wide = slopes.astype(jnp.promote_types(q.dtype, jnp.float32))
+    arrays = wide[of_query], queries + more[of_query], keys
     return {"score_mod": TracedFunction(slopes_of_tokens(), arrays)}
 
 

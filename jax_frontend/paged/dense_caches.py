@@ -244,10 +244,11 @@ def _with_ranges(
     slopes = options["alibi_slopes"]
     if slopes is not None and options["alignment"] == "bottom_right":
         offsets = partial(_offsets, q.shape[1], k.shape[1], q.shape[0])
+        dtype = jnp.promote_types(q.dtype, jnp.float32)
         if all(array is None or isinstance(array, jax.Array) for array in (slopes, rows.kv_lengths)):
-            arrays = jax.lax.stop_gradient(slopes.astype(jnp.float32)), offsets(rows.kv_lengths)
+            arrays = jax.lax.stop_gradient(slopes.astype(dtype)), offsets(rows.kv_lengths)
         else:
-            arrays = jax.ShapeDtypeStruct(slopes.shape, jnp.float32), jax.eval_shape(offsets, rows.kv_lengths)
+            arrays = jax.ShapeDtypeStruct(slopes.shape, dtype), jax.eval_shape(offsets, rows.kv_lengths)
         function = TracedFunction(cache_rows.slopes_of_rows(slopes.ndim), arrays)
         changed |= {"alibi_slopes": None, "score_mod": function}
     return (q, k, v), options | changed

@@ -190,6 +190,18 @@ def test_gradients() -> None:
     torch.testing.assert_close(gradient, exact, rtol=2e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("f", BOTH, ids=str)
+def test_slopes_of_documents_in_float64_keep_their_digits(f: Framework) -> None:
+    q, k, v = (each[0].astype(np.float64) for each in rows(batch=1, q_len=11, kv_len=13))
+    slopes = abs(draw(4, HEADS, seed=8)) + 1 / np.float64(3)
+    with jax.enable_x64(True):
+        out = run(f, "flash_attn_varlen_func", q, k, v, OFFSETS_Q, OFFSETS_K, 6, 9, alibi_slopes=slopes, causal=True)
+    for document in range(4):
+        mine, keys = (slice(*offsets[document : document + 2]) for offsets in (OFFSETS_Q, OFFSETS_K))
+        right, _ = expected(q[mine], k[keys], v[keys], True, slopes=slopes[document])
+        np.testing.assert_allclose(out[mine], right, rtol=1e-12, atol=1e-12)
+
+
 def cached(function: str) -> tuple[Any, dict[str, torch.Tensor]]:
     """A call on a cache, and its tensors with numbers by name."""
     q, k, v = (torch.from_numpy(array) for array in rows(q_len=1))

@@ -671,6 +671,17 @@ def test_compiled_programs_clamp(framework: str) -> None:
         assert is_right(call, run(framework, call, learned=learned, compiled=True, **wrong))
 
 
+@pytest.mark.parametrize("alibi", [1, 2])
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_slopes_of_float64_keep_their_digits(framework: str, alibi: int) -> None:
+    call = rows_call([7, 19, 11], alibi=alibi, dtype="float64", causal=True)
+    call.options["alibi_slopes"] = call.options["alibi_slopes"] + 1 / np.float64(3)
+    with jax.enable_x64(True):
+        for changed in ({}, {"learned": True}, {"mask": np.ones((2, KV_LEN), bool)}, {"compiled": True}):
+            torch._dynamo.reset()
+            assert is_right(call, run(framework, call, **changed))
+
+
 def test_slopes_have_no_gradient() -> None:
     call = rows_call([7, 19, 11], alibi=1)
     tensors = [torch.tensor(array, dtype=torch.float32) for array in (call.q, call.k, call.v)]

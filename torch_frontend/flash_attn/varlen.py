@@ -196,7 +196,8 @@ def _slopes(q: Tensor, k: Any, info: SeqInfo, slopes: Any) -> dict[str, Any]:
     more = info.cu_seqlens_k.diff() - info.cu_seqlens_q.diff()  # keys of a document than queries
     of_query = of_query.clamp(max=documents - 1)  # a token behind the last offset sees no key
     queries = (queries + more[of_query]).int()
-    arrays = slopes.detach().float()[of_query], queries, keys.int()
+    wide = slopes.detach().to(torch.promote_types(q.dtype, torch.float32))
+    arrays = wide[of_query], queries, keys.int()
     return {"score_mod": TracedFunction(slopes_of_tokens(), arrays)}
 
 

@@ -231,7 +231,7 @@ def _as_ranges(
     k, v = (tensor.masked_fill(outside, 0.0) for tensor in (k, v))
     changed: Keywords = {"key_ranges": torch.stack((start, stop), -1), "causal": False, "window": None}
     if options["alibi_slopes"] is not None and not top_left:
-        slopes = options["alibi_slopes"].detach().float()
+        slopes = options["alibi_slopes"].detach().to(torch.promote_types(q.dtype, torch.float32))
         length = torch.full((len(q),), lengths[1], device=device) if rows.kv_lengths is None else rows.kv_lengths
         arrays = slopes, (length - lengths[0]).int()
         changed |= {"alibi_slopes": None, "score_mod": TracedFunction(cache_rows.slopes_of_rows(slopes.dim()), arrays)}
