@@ -107,13 +107,28 @@ def rate_of(dropout_p: Any) -> float:
 
 
 def host_int(name: str, value: Any) -> int:
-    """Returns a length in tokens. Raises SpecError unless it is an int on the host that int32 has."""
-    if not is_host_int(value) or not 0 <= value < 2**31:
+    """Returns a length in tokens. Raises SpecError unless it is an int that int32 has, also as an array on the CPU."""
+    number = value if is_host_int(value) else number_on_host(value)
+    if not is_host_int(number) or not 0 <= number < 2**31:
+        of_torch = type(value).__module__.partition(".")[0] == "torch"
+        remedy = f"; pass int({name}), computed once before the calls" if of_torch else must_be_static(value)
         raise SpecError(
-            f"{name}={shown(value)}: expected the longest sequence in tokens, an int32 on the host, because reading a "
-            f"device would wait for it{must_be_static(value)}"
+            f"{name}={shown(number)}: expected the longest sequence in tokens, an int32 on the host, because reading a "
+            f"device would wait for it{remedy}"
         )
-    return value  # type: ignore[no-any-return]
+    return number  # type: ignore[no-any-return]
+
+
+def number_on_host(value: Any) -> Any:
+    """Returns an integer array without axes as an int if it is on the CPU; any other value as it is."""
+    try:
+        if tuple(value.shape) != () or "int" not in str(value.dtype):
+            return value
+        if isinstance(value, np.ndarray) or getattr(value, "is_cpu", False):
+            return int(value)
+        return int(value) if {device.platform for device in value.devices()} == {"cpu"} else value
+    except (AttributeError, TypeError, ValueError, RuntimeError):  # no array, or one without a value
+        return value
 
 
 def refuse(**arguments: Any) -> None:
@@ -126,7 +141,7 @@ def refuse(**arguments: Any) -> None:
 def check_hints(**hints: Any) -> None:
     """Checks the types of hints about speed, which change no result: ints, True, False or None."""
     for name, value in hints.items():
-        if value is not None and not isinstance(value, bool) and not is_host_int(value):
+        if value is not None and not isinstance(value, bool) and not is_host_int(number_on_host(value)):
             raise SpecError(f"{name}={shown(value)}: expected an int, True, False or None; a hint without effect here")
 
 

@@ -232,7 +232,7 @@ def flash_attn_with_kvcache(
         options = options_of(softmax_scale, causal, window_size, softcap, False)
         options["return_lse"] = check_flag("return_softmax_lse", return_softmax_lse)
         if cu_seqlens_q is not None:
-            host_int("max_seqlen_q", max_seqlen_q)
+            max_seqlen_q = host_int("max_seqlen_q", max_seqlen_q)
         interleaved = check_flag("rotary_interleaved", rotary_interleaved)
         results, caches = attend(call, interleaved, options, "page_table", max_seqlen_q)
     except (SpecError, TypeError) as error:

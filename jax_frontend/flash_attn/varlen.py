@@ -167,14 +167,15 @@ def documents_of(
 ) -> SeqInfo:
     """Returns the documents of a call, checked except for the values of the offsets."""
     plan.check_array("q", q)
+    lengths = []
     for side, offsets, longest in zip(of, (queries, keys), (longest_q, longest_k), strict=True):
         plan.check_array(f"cu_seqlens{side}", offsets)
         if offsets.ndim != 1 or offsets.shape[0] < 2:
             raise ShapeError(f"cu_seqlens{side}: expected [documents + 1], got {list(offsets.shape)}")
         if offsets.dtype != jnp.int32:
             raise DTypeError(f"cu_seqlens{side}: expected dtype int32, got {offsets.dtype}; cast it to int32")
-        host_int(f"max_seqlen{side}", longest)
-    return SeqInfo(queries, keys, longest_q, longest_k)
+        lengths.append(host_int(f"max_seqlen{side}", longest))
+    return SeqInfo(queries, keys, *lengths)
 
 
 def _slopes(q: Array, k: Any, info: SeqInfo, slopes: Any) -> dict[str, Any]:

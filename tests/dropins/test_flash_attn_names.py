@@ -202,6 +202,50 @@ def test_slopes_of_documents_in_float64_keep_their_digits(f: Framework) -> None:
         np.testing.assert_allclose(out[mine], right, rtol=1e-12, atol=1e-12)
 
 
+PACKED: dict[str, tuple[str, Any]] = {
+    "flash_attn_varlen_func": ("", lambda q, k: (q, k, k, OFFSETS_Q, OFFSETS_K)),
+    "flash_attn_varlen_kvpacked_func": ("", lambda q, k: (q, np.stack((k, k), 1), OFFSETS_Q, OFFSETS_K)),
+    "flash_attn_varlen_qkvpacked_func": ("", lambda q, k: (np.stack((q, q, q), 1), OFFSETS_Q)),
+    "hopper": (".hopper", lambda q, k: (q, k, k, OFFSETS_Q, OFFSETS_K)),
+    "cute": (".cute", lambda q, k: (q, k, k, None, OFFSETS_Q, OFFSETS_K)),
+    "pages": (".hopper", lambda q, k: (q, *(k[None].repeat(4, 0),) * 2)),
+}
+
+
+@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize("f", BOTH, ids=str)
+def test_a_longest_sequence_may_be_an_array_on_the_cpu(f: Framework, name: str) -> None:
+    """Many programs pass ``(cu_seqlens[1:] - cu_seqlens[:-1]).max()``; on the CPU reading it waits for nothing."""
+    of, arrays = PACKED[name]
+    q, k = (each[0] for each in rows(batch=1, q_len=11, kv_len=13)[:2])
+    function = name if not of else "flash_attn_varlen_func"
+    how: dict[str, Any] = {"return_lse": True} if name == "cute" else {}
+    if name == "pages":
+        function = "flash_attn_with_kvcache"
+        how = {"cache_seqlens": ints(3, 4, 5, 6), "page_table": ints(0, 1, 2, 3)[:, None], "cu_seqlens_q": OFFSETS_Q}
+    longest = (
+        ("max_seqlen_q",) if name == "pages" else ("max_seqlen",) if "qkv" in name else ("max_seqlen_q", "max_seqlen_k")
+    )
+    given = dict(zip(longest, (6, 9), strict=False))
+    first = lambda results: results[0] if isinstance(results, tuple) else results  # noqa: E731
+    right = first(run(f, function, *arrays(q, k), of=of, **how, **given))
+    for kind in (np.int64, np.array, lambda number: np.array(number, np.int32)):
+        passed = {key: kind(number) for key, number in given.items()}
+        np.testing.assert_array_equal(first(run(f, function, *arrays(q, k), of=of, **how, **passed)), right)
+    for wrong, says in ((np.array(6.0), "Array|Tensor"), (np.array(-1), "-1"), (np.array([6]), "Array|Tensor")):
+        with pytest.raises(
+            SpecError, match=f"^{longest[0]}=.*({says}).*: expected the longest sequence .* on the host"
+        ):
+            run(f, function, *arrays(q, k), of=of, **how, **given | {longest[0]: wrong})
+
+
+def test_a_longest_sequence_on_a_device_is_refused_with_the_way_out() -> None:
+    q, k, v = (torch.from_numpy(each[0]) for each in rows(batch=1, q_len=11, kv_len=13))
+    offsets = (torch.from_numpy(each) for each in (OFFSETS_Q, OFFSETS_K))
+    with pytest.raises(SpecError, match=r"^max_seqlen_q=.*would wait for it; pass int\(max_seqlen_q\), computed once"):
+        module(TORCH).flash_attn_varlen_func(q, k, v, *offsets, torch.tensor(6, device="meta"), 9)
+
+
 def cached(function: str) -> tuple[Any, dict[str, torch.Tensor]]:
     """A call on a cache, and its tensors with numbers by name."""
     q, k, v = (torch.from_numpy(array) for array in rows(q_len=1))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from attn_core.call.options import check_flag
-from attn_core.dropins.flash_attn import CUTE, check_hints, options_of, refuse, renamed
+from attn_core.dropins.flash_attn import CUTE, check_hints, host_int, options_of, refuse, renamed
 from attn_core.dropins.flash_attn_cache import Cached
 from attn_core.errors import SpecError
 from torch_frontend.attention import attention
@@ -142,8 +142,9 @@ def flash_attn_varlen_func(
             if cu_seqlens_k is not None:
                 other = "page_table, because seqused_k has the lengths" if page_table is not None else "a dense q"
                 raise SpecError(f"cu_seqlens_k: expected None with {other}")
+            longest = None if max_seqlen_q is None else host_int("max_seqlen_q", max_seqlen_q)
             call = Cached(q, k, v, cache_seqlens=seqused_k, block_table=page_table, cu_seqlens_q=cu_seqlens_q)
-            results = attend(call, False, options, "page_table", max_seqlen_q, CUTE)
+            results = attend(call, False, options, "page_table", longest, CUTE)
     except (SpecError, TypeError) as error:
         raise renamed(error, CUTE) from None
     return results if return_lse else (results, None)
