@@ -250,9 +250,6 @@ def attention(
                 return autograd.AttentionFunction.apply(call_plan, q, k, v)
             results = call_plan.forward(call_plan.spec, Inputs(q, k, v))
     except Exception as error:
-        # A kernel raises RuntimeError for a layout that it cannot read; check_tensor names that argument.
-        for name, tensor in zip("qkv", (q, k, v), strict=True):
-            plan.check_tensor(name, tensor)
-        run_plan.note_plan(error, call_plan, "forward")
+        run_plan.note_failure(error, call_plan, q, k, v)
         raise
     return results if return_lse else results[0]

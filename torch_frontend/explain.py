@@ -78,7 +78,7 @@ def explain(
         keywords = dict(zip(OPTIONS, values, strict=True)) | {"layout": layout}
         return dense_caches.explain(explain, (q, k, v), rows, keywords, needs_backward)
     if check_layout(layout) == "bhsd":
-        q, k, v = map(heads_first.exchanged, (q, k, v))
+        q, k, v = heads_first.all_exchanged((q, k, v))
     if nested.has_jagged(q, k, v):
         others = {"seq_info": seq_info, "mask": mask, "bias": bias, "key_ranges": key_ranges}
         others |= {"mask_mod": mask_mod, "score_mod": score_mod}

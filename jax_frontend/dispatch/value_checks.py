@@ -16,12 +16,14 @@ from attn_core.call.checks import CheckWarning, warn_of_values
 from attn_core.call.key_ranges import check_values
 from attn_core.call.mask_patterns import look
 from attn_core.call.offset_checks import check_cu_seqlens
+from attn_core.call.options import PLAIN, Options, check_options
 from attn_core.call.ranges import range_name
 from attn_core.call.results import warn_of_results
 from attn_core.call.seq_info import SeqInfo, is_number
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
 from attn_core.errors import SpecError
+from jax_frontend.dispatch import plan
 from jax_frontend.dispatch.plan import Plan
 
 
@@ -41,6 +43,17 @@ def check(spec: AttentionSpec, inputs: Inputs, info: SeqInfo | None) -> None:
         check_values(np.asarray(inputs.key_ranges), spec.q_len)
     tokens = None if info is None else int(info.cu_seqlens_q[-1])
     warn_of_values(spec, {name: _numpy(a) for name, a in zip(Arrays._fields, inputs, strict=False)}, tokens)
+
+
+def check_cache(qkv: tuple[Any, ...], options: Mapping[str, Any]) -> None:
+    """Warns of mistakes in the values of a call on rows of a cache, whose form of pages does not look at them.
+
+    Args:
+        qkv, options: the tensors and the keywords of its form with key ranges.
+    """
+    inputs = Inputs(*qkv, sinks=options["sinks"], key_ranges=options["key_ranges"])
+    plain = check_options(Options(**{name: options[name] for name in PLAIN}))
+    check(plan.spec(plan.metadata(inputs), plan.device_name(inputs.q), plain, False, False), inputs, None)
 
 
 def check_key_ranges(spec: AttentionSpec, key_ranges: Any) -> None:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attn_core.call import cache_rows
+from attn_core.call import cache_rows, checks
 from attn_core.call.cache_rows import CacheRows
 from attn_core.call.key_ranges import check_values
 from attn_core.call.options import ON_PAGES, PLAIN, Options, check_options, requested_names
@@ -23,7 +23,7 @@ from attn_core.errors import DTypeError, SpecError
 from attn_core.expressions.tracing import TracedFunction
 from attn_core.selection import Selection, override
 from attn_core.selection.dense_caches import read_pages
-from jax_frontend.dispatch import plan
+from jax_frontend.dispatch import plan, value_checks
 from jax_frontend.paged.attention import paged_attention
 from jax_frontend.paged.cache_documents import are_documents, as_documents, shapes_of_documents
 from jax_frontend.paged.explain import explain_paged
@@ -54,9 +54,11 @@ def attend(attention: Callable[..., Any], qkv: tuple[Any, ...], rows: CacheRows,
     if not _on_pages(qkv, window, options):
         tensors, others = _as_ranges(qkv, rows, window, options)
         return attention(*tensors, **others)
+    if checks.enabled():
+        value_checks.check_cache(*_as_ranges(qkv, rows, window, options))
     options = options | {"backend": requested_names(options["backend"])}
-    named = [(name, options[name]) for name in (*PLAIN, "backend") if name != "window"]
-    call = _Call(attention, window, tuple(named), are_documents(qkv, rows, options))
+    named = tuple([(name, options[name]) for name in (*PLAIN, "backend") if name != "window"])
+    call = _Call(attention, window, named, are_documents(qkv, rows, options))
     arrays = {**dict(zip("qkv", qkv, strict=True)), **rows._asdict()}
     arrays |= {name: options[name] for name in ("sinks", "alibi_slopes")}
     return _jit_from_pages(call, {name: array for name, array in arrays.items() if array is not None})
@@ -78,8 +80,8 @@ def explain(
     rows, window = _checked(qkv, rows, options, shapes_only=True)
     q, k, v = qkv
     if needs_backward or not _on_pages(qkv, window, options):
-        theirs = options["key_ranges"]
-        key_ranges, k, v = jax.eval_shape(partial(_ranges, window=window, options=options), qkv, rows, theirs)
+        find = partial(_ranges, window=window, options=options)
+        key_ranges, k, v = jax.eval_shape(find, qkv, rows, options["key_ranges"])
         tensors, others = _with_ranges(q, k, v, rows, key_ranges, options)
         return explain(*tensors, **others, needs_backward=needs_backward)
     if are_documents(qkv, rows, options):
@@ -249,8 +251,7 @@ def _with_ranges(
             arrays = jax.lax.stop_gradient(slopes.astype(dtype)), offsets(rows.kv_lengths)
         else:
             arrays = jax.ShapeDtypeStruct(slopes.shape, dtype), jax.eval_shape(offsets, rows.kv_lengths)
-        function = TracedFunction(cache_rows.slopes_of_rows(slopes.ndim), arrays)
-        changed |= {"alibi_slopes": None, "score_mod": function}
+        changed |= {"alibi_slopes": None, "score_mod": TracedFunction(cache_rows.slopes_of_rows(slopes.ndim), arrays)}
     return (q, k, v), options | changed
 
 

@@ -53,7 +53,10 @@ def with_value(value: float, *shape: int) -> np.ndarray:
     return array
 
 
+ROWS = {"kv_lengths": np.array([4, 3], np.int32)}
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "rows of a cache": ({"k": with_value(np.nan, 2, 5, 3, 8)[:, ::-1].copy(), **ROWS}, "k: 1 of 240 values are not"),
+    "rows of a cache, causal": ({"q": with_value(np.inf, 2, 5, 3, 8), "causal": True, **ROWS}, "q: 1 of 240 values"),
     "rows without keys": ({"mask": np.eye(LENGTH, k=1, dtype=bool)[None, None]}, "mask: 1 of 5 rows see no key"),
     "causal with few keys": (
         {
@@ -79,6 +82,7 @@ RIGHT: dict[str, dict[str, Any]] = {
     "padding": {"mask": keys(5, 3)},
     "padding at the left": {"mask": keys(5, 1, left=True)},
     "tril": {"mask": np.tril(np.ones((LENGTH, LENGTH), bool))},
+    "behind the rows of a cache": {"k": with_value(np.nan, 2, 5, 3, 8), **ROWS},
     "-inf in a bias": {"bias": with_value(-np.inf, 1, 1, 5, 5)},
     "-inf in sinks": {"sinks": with_value(-np.inf, 3)},
 }

@@ -128,6 +128,25 @@ def test_a_query_of_strided_channels_in_pages_is_read_by_its_strides() -> None:
         torch.testing.assert_close(actual, expected)
 
 
+@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("size", [0, 100])
+def test_every_form_of_a_call_names_the_tensor_whose_storage_was_freed(size: int, layout: Any, trains: bool) -> None:
+    from torch_frontend import attention
+
+    visible, lengths = torch.ones(9, 9, dtype=torch.bool), torch.tensor([9, 7], dtype=torch.int32)
+    forms: list[dict[str, Any]] = [{}, {"causal": True}, {"mask": visible}, {"bias": visible.float()}, {"softcap": 2.0}]
+    forms += [{"alibi_slopes": torch.ones(4)}, {"kv_lengths": lengths}, {"return_lse": True}]
+    forms += [{"kv_lengths": lengths, "alibi_slopes": torch.ones(4)}]
+    for form in forms:
+        for name in "qkv":
+            shape = (2, 9, 4, 8) if layout == "bshd" else (2, 4, 9, 8)
+            given = {each: torch.ones(shape) for each in "qkv"}
+            given[name].requires_grad_(trains).untyped_storage().resize_(size)
+            with pytest.raises(SpecError, match=f"^{name}: expected a tensor with its memory"):
+                attention(**given, layout=layout, **form)
+
+
 @pytest.mark.parametrize("size", [0, 100])
 def test_a_tensor_whose_storage_was_freed_is_refused(size: int) -> None:
     import torch_frontend

@@ -27,6 +27,7 @@ from torch_frontend import (
 )
 from torch_frontend.diffusers import installed
 from torch_frontend.finetrainers import attention_dispatch, attention_provider
+from torch_frontend.flash_attn import flash_attn_with_kvcache
 from torch_frontend.huggingface.attention import attend
 from torch_frontend.module import Attention
 from torch_frontend.unsloth import (
@@ -145,6 +146,12 @@ ENTRIES: dict[str, Callable[[Tensor], Tensor]] = {
     "attention_dispatch, math": _provider,
     "transformers": lambda x: attend(torch.nn.Module(), *_heads_first(x), None)[0],
     "paged_attention": lambda x: _paged(x),
+    "attention, cache": lambda x: attention(
+        *_rows(x), kv_lengths=x.new_full((2,), TOKENS // 2, dtype=torch.int32), causal=True
+    ),
+    "flash_attn_with_kvcache": lambda x: flash_attn_with_kvcache(
+        *_rows(x), cache_seqlens=x.new_full((2,), TOKENS // 2, dtype=torch.int32), causal=True
+    ),
     "append_kv": _appended,
     "PagedKVCache": _cache,
     "module": lambda x: _layer(x.view(2, TOKENS // 2, -1)),
@@ -152,7 +159,7 @@ ENTRIES: dict[str, Callable[[Tensor], Tensor]] = {
     "module, pages": _paged_layer,
 }
 RANDOM = "attention, dropout"
-EARLY = ("PagedKVCache", "module, pages", "paged_attention", "append_kv")  # inference alone
+EARLY = ("PagedKVCache", "module, pages", "paged_attention", "flash_attn_with_kvcache", "append_kv")  # inference alone
 every_entry = pytest.mark.parametrize("entry", ENTRIES)
 
 

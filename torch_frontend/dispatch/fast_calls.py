@@ -20,7 +20,7 @@ from attn_core.selection import override
 from torch_frontend.dispatch import autograd, empty_rows, in_parts, offsets, tensor_kinds, value_checks
 from torch_frontend.dispatch.plan_cache import fast_plan, table_plan
 from torch_frontend.dispatch.ranges import in_ranges
-from torch_frontend.dispatch.run_plan import check_offsets, note_plan, run_forward, run_shortcut
+from torch_frontend.dispatch.run_plan import check_offsets, note_failure, run_forward, run_shortcut
 
 Tensor = torch.Tensor
 _fits = tensor_kinds.fits_its_storage
@@ -142,13 +142,13 @@ def attend_with_tables(
     shortcut = call_plan.shortcut
     try:
         results = shortcut(q, k, v, mask, bias) if shortcut else None
+        if results is None:
+            if needs_backward:
+                return autograd.AttentionFunction.apply(call_plan, *Inputs(q, k, v, mask, bias))
+            results = run_forward(call_plan, Inputs(q, k, v, mask, bias))
     except Exception as error:
-        note_plan(error, call_plan, "forward")
+        note_failure(error, call_plan, q, k, v)
         raise
-    if results is None:
-        if needs_backward:
-            return autograd.AttentionFunction.apply(call_plan, *Inputs(q, k, v, mask, bias))
-        results = run_forward(call_plan, Inputs(q, k, v, mask, bias))
     return results if call_plan.spec.return_lse else results[0]
 
 

@@ -18,10 +18,10 @@ from attn_core.call.layouts import check_layout
 from attn_core.call.options import is_plain_window
 from attn_core.selection import override
 from torch_frontend.dispatch import autocast, sdpa_flags, transforms
-from torch_frontend.dispatch.plan import Plan
+from torch_frontend.dispatch.plan import Plan, check_tensor
 from torch_frontend.dispatch.plan_cache import dense_plan, fast_plan
 from torch_frontend.dispatch.ranges import in_ranges
-from torch_frontend.dispatch.run_plan import note_plan
+from torch_frontend.dispatch.run_plan import note_failure
 from torch_frontend.dispatch.tensor_kinds import are_jit_traces_active, are_modes_active
 
 Tensor = torch.Tensor
@@ -55,8 +55,18 @@ def attend_in_layout(attention: Callable[..., Any], layout: Any, qkv: tuple[Any,
         out = attend(*qkv, **{name: options[name] for name in DIRECT})
         if out is not None:
             return out
-    results = attention(*map(exchanged, qkv), **options)
+    results = attention(*all_exchanged(qkv), **options)
     return (exchanged(results[0]), *results[1:]) if isinstance(results, tuple) else exchanged(results)
+
+
+def all_exchanged(qkv: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns ``exchanged`` of q, k and v. torch has no view of a tensor without its memory, which is named here."""
+    try:
+        return tuple(map(exchanged, qkv))
+    except RuntimeError:
+        for name, tensor in zip("qkv", qkv, strict=True):
+            check_tensor(name, tensor)
+        raise
 
 
 def exchanged(tensor: Any) -> Any:
@@ -116,7 +126,7 @@ def attend(
     try:
         results = None if run is None else run(q, k, v) if tables is None else run(q, k, v, mask, bias)
     except Exception as error:
-        note_plan(error, _plan(operands, tables, needs_backward, bias_gradient, requested, *options), "forward")
+        note_failure(error, _plan(operands, tables, needs_backward, bias_gradient, requested, *options), q, k, v)
         raise
     return None if results is None else results[0]
 

@@ -10,7 +10,7 @@ from attn_core.call.offset_checks import check_cu_seqlens
 from attn_core.call.ranges import range_name
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
-from torch_frontend.dispatch.plan import Plan
+from torch_frontend.dispatch.plan import Plan, check_tensor
 
 Tensor = torch.Tensor
 
@@ -87,6 +87,13 @@ def run_backward(
     if gradients.dbias is not None:
         gradients = gradients._replace(dbias=gradients.dbias.reshape(inputs.bias.shape))
     return gradients
+
+
+def note_failure(error: Exception, call_plan: Plan, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raises the error of a tensor that no kernel can read, or notes the plan: kernels name no argument."""
+    for name, tensor in zip("qkv", (q, k, v), strict=True):
+        check_tensor(name, tensor)
+    note_plan(error, call_plan, "forward")
 
 
 def note_plan(error: Exception, call_plan: Plan, direction: str) -> None:

@@ -84,6 +84,11 @@ are_modes_active = torch._C._len_torch_dispatch_stack
 are_jit_traces_active = torch._C._get_tracing_state
 
 
+def mode_around(q: Any) -> Any:
+    """Returns the mode of a fake q as a context if it is not active, so that new tensors are fake, too."""
+    return q.fake_mode if type(q) is FakeTensor and not are_modes_active() else nullcontext()
+
+
 def match_fake(q: Tensor, tensor: Tensor) -> Tensor:
     """Returns a tensor of our own in the form that ops accept together with q: fake if q is fake."""
     fake = type(q) is FakeTensor and type(tensor) is not FakeTensor

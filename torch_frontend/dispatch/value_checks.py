@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from attn_core.call.arguments import Arrays, build_spec
 from attn_core.call.checks import warn_of_values
 from attn_core.call.key_ranges import check_values
 from attn_core.call.mask_patterns import look
-from attn_core.call.options import Options
+from attn_core.call.options import PLAIN, Options, check_options
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.tensors import Inputs
 from torch_frontend.dispatch import plan
@@ -25,6 +26,17 @@ def check(inputs: Inputs, options: Options, info: SeqInfo | None) -> None:
     if inputs.key_ranges is not None:
         check_values(arrays["key_ranges"], spec.q_len)
     warn_of_values(spec, arrays, tokens)
+
+
+def check_cache(qkv: tuple[Any, ...], options: Mapping[str, Any]) -> None:
+    """Warns of mistakes in the values of a call on rows of a cache, whose form of pages does not look at them.
+
+    Args:
+        qkv, options: the tensors and the keywords of its form with key ranges.
+    """
+    inputs = Inputs(*qkv, sinks=options["sinks"], key_ranges=options["key_ranges"])
+    plain = check_options(Options(**{name: options[name] for name in PLAIN}))
+    check(inputs, plain, None)
 
 
 def look_at(mask: torch.Tensor | None, bias: torch.Tensor | None) -> None:

@@ -127,7 +127,8 @@ def attend(
         return _attend(call, interleaved, options, table, longest)
     tensors = call._asdict() | {"sinks": options.get("sinks")}
     named = {names.get(name, name): tensor for name, tensor in tensors.items() if tensor is not None}
-    return without_gradient(lambda: _attend(call, interleaved, options, table, longest), **named)
+    with tensor_kinds.mode_around(call.q):
+        return without_gradient(lambda: _attend(call, interleaved, options, table, longest), **named)
 
 
 def _is_whole(call: Cached) -> bool:
@@ -164,7 +165,8 @@ def _attend(
     if before is None:
         before = torch.full((batch,), pages.shape[1] * call.k_cache.shape[1], dtype=torch.int32, device=device)
     seq_lens = before + new if new else before
-    q, shape = call.q, call.q.shape[:-2]
+    # In a trace sizes are tensors, which options do not take.
+    q, shape = call.q, [int(size) if isinstance(size, Tensor) else size for size in call.q.shape[:-2]]
     if call.rotary_cos is not None:  # before anything is written, because it may find a position that the tables lack
         banded = options["causal"] or options["window"] is not None
         offsets = call.cu_seqlens_q

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from attn_core.call import cache_rows
+from attn_core.call import cache_rows, checks
 from attn_core.call.arguments import Arrays, build_spec
 from attn_core.call.cache_rows import CacheRows
 from attn_core.call.key_ranges import check_values
@@ -23,8 +23,8 @@ from attn_core.errors import DeviceError, DTypeError, SpecError
 from attn_core.expressions.tracing import TracedFunction
 from attn_core.selection import Selection, override
 from attn_core.selection.dense_caches import read_pages
-from torch_frontend.dispatch import autocast, nested, plan, sdpa_flags, tensor_kinds, transforms
-from torch_frontend.dispatch.heads_first import exchanged
+from torch_frontend.dispatch import autocast, nested, plan, sdpa_flags, tensor_kinds, transforms, value_checks
+from torch_frontend.dispatch.heads_first import all_exchanged, exchanged
 from torch_frontend.paged import constant_tables
 from torch_frontend.paged.attention import paged_attention
 from torch_frontend.paged.cache_documents import are_documents, as_documents
@@ -45,10 +45,12 @@ def attend(attention: Callable[..., Any], qkv: tuple[Any, ...], rows: CacheRows,
         options: all other arguments of ``attention``, by name.
     """
     heads_first = check_layout(options["layout"]) == "bhsd"
-    q, k, v = map(exchanged, qkv) if heads_first else qkv
+    q, k, v = all_exchanged(qkv) if heads_first else qkv
     rows, window = _checked((q, k, v), rows, options)
     if _on_pages((q, k, v), window, options, None):
         q, k, v = autocast.in_autocast(q, k, v)
+        if not torch.compiler.is_compiling() and checks.enabled() and not transforms.is_one_op(q):
+            value_checks.check_cache(*_as_ranges(q, k, v, rows, window, options))
         if are_documents((q, k, v), rows, options):
             packed, others = as_documents(q, k, v, rows, options)
             results = _in_rows_of(attention(*packed, **others), q, options)
@@ -74,7 +76,7 @@ def explain(
     Args:
         explain: the frontend's, for a call in the form of key ranges. The others are those of ``attend``.
     """
-    q, k, v = map(exchanged, qkv) if check_layout(options["layout"]) == "bhsd" else qkv
+    q, k, v = all_exchanged(qkv) if check_layout(options["layout"]) == "bhsd" else qkv
     rows, window = _checked((q, k, v), rows, options)
     if not _on_pages((q, k, v), window, options, needs_backward):
         tensors, others = _as_ranges(q, k, v, rows, window, options)
@@ -110,15 +112,20 @@ def _checked(qkv: tuple[Any, ...], rows: CacheRows, options: Keywords) -> tuple[
         plan.check_gradient_free("alibi_slopes", options["alibi_slopes"])
     if compiling or transforms.is_one_op(q):
         moved = CacheRows(*(tensor_kinds.to_device_of(q, a) if isinstance(a, np.ndarray) else a for a in rows))
+        _check_devices(q, moved)
         return cache_rows.clamped(moved, k.shape[1], k.shape[0]), window
     _check_tensors(q, k, v, options, call, rows.cache_index is not None)
     on_host = CacheRows(*(array if _is_on_host(array) else None for array in rows))
     cache_rows.check_values(on_host, k.shape[1], k.shape[0])
     moved = CacheRows(*(torch.as_tensor(a, device=q.device) if isinstance(a, np.ndarray) else a for a in rows))
-    for name, array in zip(rows._fields, moved):
+    _check_devices(q, moved)
+    return moved, window
+
+
+def _check_devices(q: Tensor, rows: CacheRows) -> None:
+    for name, array in zip(rows._fields, rows):
         if array is not None and array.device != q.device:
             raise DeviceError(f"{name}: expected the device of q ({q.device}), got {array.device}; move it there")
-    return moved, window
 
 
 def _is_on_host(array: Any) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from attn_core.call.cache_rows import OPTIONS, CacheRows
-from torch_frontend.dispatch import heads_first, nested
+from torch_frontend.dispatch import heads_first, nested, tensor_kinds
 from torch_frontend.paged import dense_caches, seen_caches
 
 
@@ -28,7 +28,10 @@ def attend(
     if any([array is not None for array in rows]):
         options["layout"] = layout
         results = seen_caches.attend(qkv, CacheRows(*rows), options)
-        return dense_caches.attend(attention, qkv, CacheRows(*rows), options) if results is None else results
+        if results is not None:
+            return results
+        with tensor_kinds.mode_around(qkv[0]):
+            return dense_caches.attend(attention, qkv, CacheRows(*rows), options)
     if not (isinstance(layout, str) and layout == "bshd"):
         # It calls attention again, so nested tensors are heads-first here once.
         return heads_first.attend_in_layout(attention, layout, qkv, options)

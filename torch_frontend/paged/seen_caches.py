@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from attn_core.call import cache_rows, counters
+from attn_core.call import cache_rows, checks, counters
 from attn_core.call.arguments import Arrays
 from attn_core.call.cache_rows import CacheRows
 from attn_core.call.options import PLAIN, Options, check_options, is_plain_window, requested_names
@@ -36,7 +36,7 @@ def attend(qkv: tuple[Any, ...], rows: CacheRows, options: dict[str, Any]) -> An
     """
     if torch.compiler.is_compiling() or autocast.is_on() or transforms.are_active() or tensor_kinds.are_modes_active():
         return None
-    if forward_ad._current_level >= 0 or tensor_kinds.are_jit_traces_active() is not None:
+    if forward_ad._current_level >= 0 or tensor_kinds.are_jit_traces_active() is not None or checks.enabled():
         return None
     tensors = (*qkv, *rows, options["sinks"], options["alibi_slopes"])
     for tensor in tensors:
@@ -64,7 +64,7 @@ def attend(qkv: tuple[Any, ...], rows: CacheRows, options: dict[str, Any]) -> An
         cache_rows.check_values(rows, k.shape[1], k.shape[0])
     window, call = seen
     if call is None:
-        return from_pages(qkv, rows, window, options)
+        return _from_pages(qkv, rows, window, options)
     device, (batch, tokens, *_) = q.device, q.shape
     index, lengths = rows.cache_index, rows.kv_lengths
     table = constant_tables.rows_as_table(batch, device) if index is None else index.unsqueeze(1)
@@ -72,7 +72,13 @@ def attend(qkv: tuple[Any, ...], rows: CacheRows, options: dict[str, Any]) -> An
         lengths = torch.full((batch,), k.shape[1], dtype=torch.int32, device=device)
     more = () if tokens == 1 else (constant_tables.equal_offsets(batch, tokens, device), None, None)
     results = seen_calls.run(call, q.flatten(0, 1), k, v, table, lengths, options["sinks"], *more)
-    return from_pages(qkv, rows, window, options) if results is None else in_rows(results, q, options["return_lse"])
+    return _from_pages(qkv, rows, window, options) if results is None else in_rows(results, q, options["return_lse"])
+
+
+def _from_pages(qkv: tuple[Any, ...], rows: CacheRows, window: Window, options: dict[str, Any]) -> Any:
+    """``from_pages``; None for a tensor without its memory, which that would call by its name of pages."""
+    cut = any([tensor_kinds.is_cut(each) for each in (*qkv, *rows) if each is not None])
+    return None if cut else from_pages(qkv, rows, window, options)
 
 
 @lru_cache(maxsize=1024, typed=True)  # True and 1.0 are not 1
