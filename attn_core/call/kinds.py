@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 from attn_core.call.seq_info import is_host_int
@@ -10,6 +10,10 @@ from attn_core.errors import ShapeError, SpecError, shown
 
 MOST = 2**31 - 1
 """The largest size: kernels count in int32."""
+
+
+UNLISTED = (str, bytes, set, frozenset, Mapping)
+"""What has elements and is no list of values: one text, and what has no order or no order that a call means."""
 
 
 def check_kind(name: str, value: Any, kinds: type | tuple[type, ...], expected: str) -> None:
@@ -35,9 +39,11 @@ def check_hashable(name: str, value: Any) -> None:
 
 
 def check_names(name: str, values: Any) -> tuple[Hashable, ...]:
-    """Returns several hashable values as a tuple. Raises SpecError for anything else, also for one text."""
-    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
-        raise SpecError(f"{name}={shown(values)}: expected a list of names, got {_type_of(values)}")
+    """Returns several hashable values as a tuple. Raises SpecError for anything else, also for one text or a set."""
+    if isinstance(values, UNLISTED) or not isinstance(values, Iterable):
+        raise SpecError(
+            f"{name}={shown(values)}: expected a list of names, in the order of their tokens, got {_type_of(values)}"
+        )
     try:
         found = tuple(values)
     except (TypeError, ValueError, RuntimeError) as error:  # an array without axes, or one of a sparse layout

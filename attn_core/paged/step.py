@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from attn_core.call.kinds import check_names
+from attn_core.call.kinds import UNLISTED, check_names
 from attn_core.call.seq_info import is_host_int
 from attn_core.errors import ShapeError, SpecError, shown
 from attn_core.paged.allocation.allocator import Copies, PageAllocator, PoolFullError
@@ -220,8 +220,8 @@ def _counts(
 
 
 def _listed(name: str, values: Any) -> list[Any]:
-    """Returns the values as a list. Raises SpecError if they are not iterable, or a text."""
-    if isinstance(values, (str, bytes)) or not hasattr(values, "__iter__"):
+    """Returns the values as a list. Raises SpecError if they are not iterable, or a text, a set or a dict."""
+    if isinstance(values, UNLISTED) or not hasattr(values, "__iter__"):
         raise SpecError(f"{name}={shown(values)}: expected a number of tokens, or a list of one for each")
     try:
         return list(values)

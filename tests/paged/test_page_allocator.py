@@ -235,6 +235,15 @@ def test_all_but_one_of_the_sequences_that_share_a_page_get_a_copy() -> None:
 @pytest.mark.parametrize(
     ("names", "new", "width", "error", "says"),
     [
+        ({"a"}, 1, None, SpecError, r"^names=\{.*\}: expected a list of names, in .* order .*, got builtins.set$"),
+        ({"a": 1, "b": 2}, 1, None, SpecError, r"^names=\{.*\}: expected a list of names, .*, got builtins.dict$"),
+        (
+            ["a", "b"],
+            {1, 2},
+            None,
+            SpecError,
+            r"^new=\{1, 2\}: expected a number of tokens, or a list of one for each$",
+        ),
         (["a", "b"], [1], None, SpecError, r"^names, new: expected a count for each of 2 sequences, .*, got \[1\]$"),
         (["a", "a"], 1, None, SpecError, "each named once"),
         (["a", "x"], 1, None, SpecError, "^name='x': "),

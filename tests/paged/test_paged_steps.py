@@ -199,6 +199,9 @@ BAD_STEPS: dict[str, tuple[Any, ...]] = {
     "a count of a word": (["a"], "1", None),
     "names that are one word": ("ab", 1, None),
     "names that are a number": (5, 1, None),
+    "names in a set": ({"a"}, 1, None),
+    "names in a dict": ({"a": 1}, 1, None),
+    "counts in a set": (["a"], {1}, None),
     "a name that cannot be hashed": ([["a"]], 1, None),
     "an unknown name behind a known one": (["a", "x"], 1, None),
 }

@@ -181,6 +181,8 @@ NO_LIST = "expected a list of token ids, or a numpy array of an integer dtype wi
         ([7, 3, "5", 2], "tokens[2]='5': expected the id of a token, an int"),
         ([True, 3, 5, 2], "tokens[0]=True: expected the id of a token, an int"),
         ([7, 3.0, 5, 2], "tokens[1]=3.0: expected the id of a token, an int"),
+        ([7, 3, 5, 2, True], "tokens[4]=True: expected the id of a token, an int"),
+        ([7, 0.5], "tokens[1]=0.5: expected the id of a token, an int"),  # no full page
         ("text", f"tokens='text': {NO_LIST}"),
         (b"text", f"tokens=b'text': {NO_LIST}"),
         (7, f"tokens=7: {NO_LIST}"),
@@ -192,7 +194,7 @@ NO_LIST = "expected a list of token ids, or a numpy array of an integer dtype wi
 )
 def test_tokens_that_are_no_ints_are_refused(tokens: Any, says: str) -> None:
     allocator = recorded()
-    allocator.allocate("b", 4)
+    allocator.allocate("b", 5)
     before = allocator.prefix_report(), allocator.sequences, str(allocator)
     calls: tuple[Any, ...] = (
         allocator.match,

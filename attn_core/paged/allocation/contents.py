@@ -132,17 +132,17 @@ def pages_of_tokens(tokens: Any, page_size: int, start: int = 0, stop: int | Non
         tokens: token ids from the beginning of the text: a sequence of ints, or a numpy array of an integer dtype.
 
     Raises:
-        SpecError: naming the first token, of those that are needed, that is no int.
+        SpecError: naming the first token from page ``start`` on that is no int.
     """
     full = check_is_tokens(tokens) // page_size
     stop = full if stop is None else min(stop, full)
-    each = tokens[start * page_size : max(start, stop) * page_size]
+    each = tokens[start * page_size :]
     # Plain ints, because numpy's take longer to hash and to compare.
     ids: Sequence[Any] = each.tolist() if isinstance(each, np.ndarray) else each
     for at, token in enumerate(ids, start * page_size):
         if not isinstance(token, int | np.integer) or isinstance(token, bool):
             raise SpecError(f"tokens[{at}]={shown(token)}: expected the id of a token, an int")
-    return [tuple(map(int, ids[at : at + page_size])) for at in range(0, len(ids), page_size)]
+    return [tuple(map(int, ids[at : at + page_size])) for at in range(0, (stop - start) * page_size, page_size)]
 
 
 def check_is_tokens(tokens: Any) -> int:
