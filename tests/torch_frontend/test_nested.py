@@ -98,6 +98,30 @@ def test_compiled_calls_take_other_rows_without_recompilation() -> None:
             torch.testing.assert_close(run(q).values(), attention(q, q, q, causal=True).values())
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_a_compiled_call_need_not_know_the_longest_row(fullgraph: bool, backend: str) -> None:
+    """``nested_tensor_from_jagged`` alone does not say it, and a compiler cannot compute it."""
+    layers = torch.nn.Linear(3, HEADS * DIM), torch.nn.Linear(3, HEADS * DIM)
+
+    def call(x: Tensor, y: Tensor) -> Tensor:
+        q, k = (layer(each).unflatten(-1, [HEADS, DIM]) for layer, each in zip(layers, (x, y), strict=True))
+        return attention(q, k, k * 2, causal=True)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(call, fullgraph=fullgraph, backend=backend)
+    values, keys = torch.randn(17, 3), torch.randn(22, 3)
+    for places, places_k in (([0, 3, 8, 10, 17], [0, 4, 9, 15, 22]), ([0, 0, 9, 10, 17], [0, 1, 9, 15, 22])):
+        results = []
+        for run in (compiled, call):
+            x = torch.nested.nested_tensor_from_jagged(values, torch.tensor(places))
+            y = torch.nested.nested_tensor_from_jagged(keys, torch.tensor(places_k))
+            out = run(x, y)
+            results.append((out.values(), *torch.autograd.grad(out.values().sum(), [each.weight for each in layers])))
+        for got, expected in zip(*results, strict=True):
+            torch.testing.assert_close(got, expected)
+
+
 def test_offsets_without_a_longest_row_are_read_on_the_cpu_alone() -> None:
     values, offsets = torch.randn(17, HEADS, DIM), torch.tensor([0, 3, 8, 10, 17])
     q = torch.nested.nested_tensor_from_jagged(values, offsets)

@@ -96,12 +96,14 @@ def _check(name: str, tensor: Any) -> None:
 def _longest(name: str, tensor: Any) -> Any:
     """Returns the longest row, which torch keeps with the tensor; on the CPU it is computed if it is unknown.
 
+    While compiling its value cannot be read, so all tokens are the limit, and the op reads the lengths when it runs.
+
     Raises:
         SpecError: on a GPU if it is unknown, because reading the offsets would wait for the device.
     """
     known = tensor._maybe_max_seqlen
     if known is None and tensor.offsets().is_cpu:
-        known = tensor._get_max_seqlen()
+        known = tensor.values().shape[0] if torch.compiler.is_compiling() else tensor._get_max_seqlen()
     if known is None:
         raise SpecError(
             f"{name}: expected a NestedTensor that knows its longest row, because reading offsets on {tensor.device} "
