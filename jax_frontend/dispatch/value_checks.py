@@ -51,7 +51,8 @@ def check_cache(qkv: tuple[Any, ...], options: Mapping[str, Any]) -> None:
     Args:
         qkv, options: the tensors and the keywords of its form with key ranges.
     """
-    inputs = Inputs(*qkv, sinks=options["sinks"], key_ranges=options["key_ranges"])
+    q, k, v = qkv
+    inputs = Inputs(q, k, v, sinks=options["sinks"], key_ranges=options["key_ranges"])
     plain = check_options(Options(**{name: options[name] for name in PLAIN}))
     check(plan.spec(plan.metadata(inputs), plan.device_name(inputs.q), plain, False, False), inputs, None)
 

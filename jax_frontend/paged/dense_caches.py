@@ -151,8 +151,7 @@ def _pool_tables(queries: tuple[int, ...], cache: tuple[int, ...], rows: CacheRo
     index = jnp.arange(batch, dtype=jnp.int32) if rows.cache_index is None else rows.cache_index
     lengths = jnp.full((batch,), kv_len, jnp.int32) if rows.kv_lengths is None else rows.kv_lengths
     offsets = None if count == 1 else jnp.arange(0, batch * count + 1, count, dtype=jnp.int32)
-    tables = {"block_table": index[:, None], "seq_lens": lengths, "cu_seqlens_q": offsets}
-    return tables | {"kv_starts": rows.kv_starts}
+    return {"block_table": index[:, None], "seq_lens": lengths, "cu_seqlens_q": offsets, "kv_starts": rows.kv_starts}
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
