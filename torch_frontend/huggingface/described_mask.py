@@ -42,7 +42,7 @@ class VisibleKeys(NamedTuple):
 
 
 NEED_FLOATS = {"deepseek_v4", "gemma4_audio", "PPDocLayoutV2ReadingOrderConfig"}
-"""Model types, or configurations without one, whose own code adds to a mask of floats, or tells them from bools."""
+"""Model types, or configurations without one, whose own code computes with the mask's floats."""
 
 
 def needs_floats(config: Any) -> bool:

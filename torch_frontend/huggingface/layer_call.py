@@ -81,7 +81,7 @@ def read_table(module: Any, table: Tensor, queries: int, keys: int) -> LayerCall
     """Returns the call of a layer with a dense bool mask alone, or None if ``prepare`` must check the mask."""
     if table.layout is not torch.strided or table.is_nested or table.dim() != 4:
         return None
-    if getattr(getattr(module, "config", None), "model_type", None) in NEED_FLOATS:
+    if getattr(getattr(module, "config", None), "model_type", None) in NEED_FLOATS:  # no function: every layer asks
         return None
     # There is no band to align, but equal calls need equal arguments.
     return LayerCall(False, None, "bottom_right" if queries == keys else "top_left", mask=table)
