@@ -7,6 +7,9 @@ and hidden. Every product has the same shape, so that the library behind torch m
 and sums are added in the order of the tiles. Tiles in which a query sees nothing change none of its bits: their weights
 are 0, and the running maximum stays.
 
+A product is never of one matrix alone: a lone head is multiplied twice. The library gives each of several matrices to
+one thread. One alone it may share among threads, or multiply by a loop for vectors, in another order of sums.
+
 exp, tanh and log have the same bits at every place of a tensor; torch's exp2 and sigmoid do not, because the last
 elements, which fill no vector register, take another function.
 """
@@ -150,24 +153,27 @@ def _scores(
 
 def _products(rows: Any, matrix: Any, out: Any = None) -> Any:
     """``[batch * kv_heads, group, QUERY_TILE, a]`` times ``[batch * kv_heads, a, b]``. out: memory to write into."""
-    return products(rows[:, None], matrix[:, None], out)[:, 0]
+    several = _several(rows, matrix)
+    return products(several[0][:, None], several[1][:, None], out)[: len(rows), 0]
+
+
+def _several(*operands: Any) -> tuple[Any, ...]:
+    """Returns operands of products of at least two matrices, as views; see above."""
+    return operands if len(operands[0]) > 1 else tuple(each.expand(2, *each.shape[1:]) for each in operands)
 
 
 def _over_keys(weights: Any, values: Any, tiles: Tiles, hidden: Any) -> Any:
     """Sums values ``[batch * kv_heads, KEY_TILE, dim]`` over the keys of a tile; a NaN reaches who sees it."""
     hidden = None if tiles.finite or hidden is None else hidden[:, None]
-    return sum_over_keys(weights[:, None], values[:, None], hidden)[:, 0]
+    several = _several(weights, values)
+    return sum_over_keys(several[0][:, None], several[1][:, None], hidden)[: len(weights), 0]
 
 
 def _over_rows(weights: Any, rows: Any, tiles: Tiles, hidden: Any) -> Any:
     """Sums rows ``[batch * kv_heads, group, QUERY_TILE, dim]`` over group and queries of a tile."""
-    import torch
-
     hidden = None if tiles.finite or hidden is None else hidden[:, None]
-    count = weights.shape[0]
-    if count == 1 and torch.get_num_threads() > 1:  # threads would share the rows of a single product
-        weights, rows = (torch.cat((each, each)) for each in (weights, rows))
-    return sum_over_rows(weights[:, None], rows[:, None], hidden)[:count, 0]
+    several = _several(weights, rows)
+    return sum_over_rows(several[0][:, None], several[1][:, None], hidden)[: len(weights), 0]
 
 
 class Saved(NamedTuple):
@@ -189,7 +195,8 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
     with without_autocast(inputs.q):
         wide = _wide(spec)
         out, lse, dout, dlse = (t[None] if spec.packed and t is not None else t for t in (out, lse, dout, dlse))
-        term = -(dout.to(wide) * out.to(wide)).sum(-1, keepdim=True)  # [batch, q_len, heads, 1]
+        # [batch, q_len, heads, 1]; contiguous, because the strides decide the order of a sum
+        term = -(dout.to(wide) * out.to(wide)).contiguous().sum(-1, keepdim=True)
         lse = lse.transpose(1, 2)[..., None]
         if dlse is not None:
             term = term + dlse.transpose(1, 2)[..., None]

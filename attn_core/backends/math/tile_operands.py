@@ -129,10 +129,10 @@ class Tiles(NamedTuple):
     def for_scores(self) -> Any:
         """Returns memory for the scores of a tile, the same for all tiles: pages that are new to the process cost time.
 
-        Its shape is ``[batch * kv_heads, group * QUERY_TILE, KEY_TILE]``.
+        Its shape is ``[batch * kv_heads or 2, group * QUERY_TILE, KEY_TILE]``.
         """
         if "scores" not in self.tables:
-            shape = self.k.shape[0], self.spec.group_size * QUERY_TILE, KEY_TILE
+            shape = max(self.k.shape[0], 2), self.spec.group_size * QUERY_TILE, KEY_TILE
             self.tables["scores"] = self.k.new_empty(shape)
         return self.tables["scores"]
 

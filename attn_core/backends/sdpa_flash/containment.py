@@ -25,7 +25,7 @@ def contain(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, by_results:
     """
     if by_results and not isinstance(out, valueless()) and are_results_finite(out, lse):
         return
-    for row in _broken_rows(spec, inputs.k, inputs.v):
+    for row in _broken_rows(inputs.k, inputs.v):
         part, part_lse = plain_attention.forward(_row_spec(spec), _row_inputs(inputs, row))
         out[row], lse[row] = part[0], part_lse[0]
 
@@ -34,26 +34,24 @@ def contain_gradients(
     spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, gradients: tuple[Any, Any, Any]
 ) -> None:
     """Recomputes dq, dk and dv of the affected rows and writes them into ``gradients``."""
-    for row in _broken_rows(spec, inputs.k, inputs.v):
+    for row in _broken_rows(inputs.k, inputs.v):
         saved = [tensor[row : row + 1] for tensor in (out, lse, dout)]
         part = plain_attention.backward(_row_spec(spec), _row_inputs(inputs, row), saved[0], saved[1], saved[2], None)
         for gradient, recomputed in zip(gradients, part[:3], strict=True):
             gradient[row] = recomputed[0]
 
 
-def _broken_rows(spec: AttentionSpec, k: Any, v: Any) -> list[int]:
+def _broken_rows(k: Any, v: Any) -> list[int]:
     """Returns the rows of ``[batch, kv_len, kv_heads, dim]`` in which k or v may contain NaN or Inf. It misses none.
 
     A sum is NaN or Inf if one of its terms is. A sum of large finite numbers may also be Inf; then plain attention runs
-    needlessly, but not with ``invariant``, because the sum is not looked at if all rows together are finite.
+    needlessly.
     """
     import torch
 
     # One test of everything first, because it costs a fraction of a test per row.
     if isinstance(k, valueless()) or are_finite(k, v):
         return []
-    if spec.invariant is not None:
-        return [row for row in range(len(k)) if not (k[row].isfinite().all() and v[row].isfinite().all())]
     wide = torch.float64 if k.dtype == torch.float64 else torch.float32
     sums = k.sum(dim=(1, 2, 3), dtype=wide) + v.sum(dim=(1, 2, 3), dtype=wide)
     return torch.nonzero(~sums.isfinite()).flatten().tolist()

@@ -4,9 +4,9 @@ Limits: no softcap or dropout; value_dim == head_dim; no gradient of a bias or o
 the kernel. Windows, bottom-right causal with unequal lengths, masks, biases and ALiBi become additive masks of blocks
 of queries (``cpu_blocks.py``), for which ``containment.py`` contains NaN in hidden keys. Sinks scale the results.
 Packed documents run one after another, those of equal lengths as one batch, so that nothing crosses between them.
-``invariant="prefix"`` runs in tiles (``cpu_tiles.py``). The raw op of torch 2.11 to 2.15,
-``aten::_scaled_dot_product_flash_attention_for_cpu``, reads wrong memory if the last stride is not 1, and reports a
-log-sum-exp of 0 for rows that see no key. This file corrects both.
+The raw op of torch 2.11 to 2.15, ``aten::_scaled_dot_product_flash_attention_for_cpu``, reads wrong memory if the last
+stride is not 1, and reports a log-sum-exp of 0 for rows that see no key. This file corrects both.
+It promises no ``invariant``: the library below adds in another order for another alignment or number of rows.
 """
 
 from __future__ import annotations
@@ -16,20 +16,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from attn_core.backends.sdpa_flash import (
-    additive_masks,
-    containment,
-    cpu_blocks,
-    cpu_invariant,
-    cpu_kernel,
-    cpu_lone,
-    cpu_lone_pages,
-    cpu_packed,
-    cpu_paged,
-    cpu_rows,
-    cpu_same_bits,
-    cpu_tiles,
-)
+from attn_core.backends.sdpa_flash import additive_masks, containment, cpu_blocks, cpu_kernel, cpu_packed, cpu_paged
 from attn_core.backends.sdpa_flash.cpu_readable import all_readable, readable, readable_heads
 from attn_core.backends.shared import sinks
 from attn_core.backends.support import Build, Support
@@ -62,15 +49,12 @@ FORWARD = Support(
     paged_starts=True,
     paged_recent=True,
     page_dtypes=tuple(BITS),
-    invariant=("batch", "prefix"),
 )
 BACKWARD = replace(FORWARD, paged=False, paged_alibi=False, paged_starts=False, paged_recent=False, page_dtypes=())
 
 
 def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
-    """Refuses slopes of each sequence in pages, and what ``invariant`` excludes."""
-    if spec.invariant is not None:
-        return cpu_invariant.refusals(spec, FORWARD.kernel)
+    """Refuses slopes of each sequence in pages."""
     if spec.paged is not None and len(spec.alibi_shape or ()) == 2:
         return (f"alibi_slopes of shape {list(spec.alibi_shape or ())}: {FORWARD.kernel} takes [heads] with pages",)
     return ()
@@ -88,15 +72,12 @@ def probe() -> str:
 def lower(spec: AttentionSpec) -> dict[str, Any]:
     """Returns the op's arguments: ``is_causal`` if the kernel's top-left causal fits, else ``additive_mask``.
 
-    ``contained`` is whether NaN in hidden keys is contained, and ``by_results`` whether the results show it. ``dtype``
-    is that of the computation. ``query_tile`` is None but for ``invariant="prefix"``.
+    ``contained`` is whether NaN in hidden keys is contained, and ``by_results`` whether the results show it.
     """
     edge = band(spec)
     explicit = any(shape is not None for shape in (spec.mask_shape, spec.bias_shape, spec.alibi_shape))
     plain = edge.left is None and edge.right is None
-    # A document that is shorter than its window is computed as a dense row, whose spec has no such window.
-    wide = spec.invariant is not None and edge._replace(right=None).hides_nothing(spec.q_len, spec.kv_len)
-    native = (edge.left is None or wide) and edge.right == 0 and edge.offset == 0  # the kernel's causal is top-left
+    native = edge.left is None and edge.right == 0 and edge.offset == 0  # the kernel's causal is top-left
     hidden = not plain and not edge.hides_nothing(spec.q_len, spec.kv_len)
     is_causal = hidden and native and not explicit
     additive_mask = explicit or (hidden and not is_causal)
@@ -104,11 +85,9 @@ def lower(spec: AttentionSpec) -> dict[str, Any]:
         "is_causal": is_causal,
         "additive_mask": additive_mask,
         "contained": additive_mask or (is_causal and spec.sinks),
-        "by_results": spec.invariant is None and containment.shows_in_results(spec),
+        "by_results": containment.shows_in_results(spec),
         "scale": spec.scale,
         "by_document": spec.packed,
-        "dtype": cpu_invariant.computed_in(spec),
-        "query_tile": cpu_rows.TILE if spec.invariant == "prefix" else None,
     }
 
 
@@ -117,32 +96,18 @@ def forward(spec: AttentionSpec, inputs: Any) -> tuple[Any, Any]:
     if spec.paged is not None:
         return cpu_paged.forward(spec, inputs, forward)
     how = lower(spec)
-    if spec.invariant is not None:
-        change = cpu_same_bits.in_wider_heads if cpu_invariant.is_native(spec) else cpu_invariant.in_float32
-        other = change(spec, inputs)
-        if other is not None:
-            out, lse = forward(*other)
-            return out[..., : spec.head_dim].to(inputs.q.dtype).contiguous(), lse
-        lone = cpu_lone.shortcut(spec)
-        results = lone and lone(*(tensor.detach() for tensor in inputs[:3]))
-        if results is not None:
-            return results
-    if how["query_tile"]:
-        return cpu_tiles.forward(spec, all_readable(spec, inputs))
     if how["by_document"]:
         return cpu_packed.forward(spec, inputs, forward)
-    inputs = all_readable(spec, inputs)
+    inputs = all_readable(inputs)
     if how["additive_mask"]:
         out, lse = cpu_blocks.forward(spec, inputs)
     else:
         # [batch, seq, heads, dim] -> [batch, heads, seq, dim] and back, as views
         q, k, v = (tensor.transpose(1, 2) for tensor in inputs[:3])
-        if spec.q_len == 1 and spec.invariant is None:  # else not: the lookup of an op hashes the spec on every call
+        if spec.q_len == 1:  # else not: the lookup of an op hashes the spec on every call
             out, lse = cpu_kernel.forward_op(spec, how["is_causal"])(q, k, v)
         else:
-            out, lse = (cpu_kernel.kernels() if spec.invariant is None else cpu_same_bits.kernels_of(spec))[0](
-                q, k, v, 0.0, how["is_causal"], scale=how["scale"]
-            )
+            out, lse = cpu_kernel.kernels()[0](q, k, v, 0.0, how["is_causal"], scale=how["scale"])
         out = out.transpose(1, 2)
     if spec.sinks:
         out, lse = sinks.with_sinks(out, lse, inputs.sinks)
@@ -154,8 +119,8 @@ def forward(spec: AttentionSpec, inputs: Any) -> tuple[Any, Any]:
 def shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any] | None] | None:
     """See ``contract.shortcut``: torch itself attaches the backward op below to this forward op."""
     how = lower(spec)
-    if how["by_document"] or spec.invariant is not None:
-        return None if spec.needs_backward else cpu_lone.shortcut(spec)
+    if how["by_document"]:
+        return None
     if how["additive_mask"]:
         return _masked_shortcut(spec)
     op = cpu_kernel.forward_op(spec, how["is_causal"])
@@ -175,7 +140,7 @@ def shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any] | None] | Non
 
 def paged_shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any] | None]:
     """See ``contract.paged_shortcut``."""
-    return cpu_paged.decoder(spec, spec.return_lse) if spec.invariant is None else cpu_lone_pages.decoder(spec)
+    return cpu_paged.decoder(spec, spec.return_lse)
 
 
 def _masked_shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any] | None] | None:
@@ -214,21 +179,14 @@ def _masked_shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any] | Non
 def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
     """See ``Backend.backward``."""
     how = lower(spec)
-    if spec.invariant is not None and spec.dtype in cpu_invariant.HALF:
-        gradients = backward(*cpu_invariant.in_float32(spec, inputs), out.float(), lse, dout.float(), dlse)
-        return Gradients(*(gradient.to(inputs.q.dtype) for gradient in gradients[:3]))
-    if spec.invariant is not None and (wider := cpu_same_bits.in_wider_heads(spec, inputs)) is not None:
-        return cpu_same_bits.gradients_of_wider_heads(backward, spec, wider, (out, lse, dout, dlse))
     if how["by_document"]:
         return cpu_packed.backward(spec, inputs, out, lse, dout, backward)
-    inputs, dout = all_readable(spec, inputs), readable(dout) if spec.invariant is None else dout.contiguous()
+    inputs, dout = all_readable(inputs), readable(dout)
     if how["additive_mask"]:
         dq, dk, dv = cpu_blocks.backward(spec, inputs, out, lse, dout)
     else:
         tensors = (tensor.transpose(1, 2) for tensor in (dout, *inputs[:3], out))
-        gradients = (cpu_kernel.kernels() if spec.invariant is None else cpu_same_bits.kernels_of(spec))[1](
-            *tensors, lse, 0.0, how["is_causal"], scale=how["scale"]
-        )
+        gradients = cpu_kernel.kernels()[1](*tensors, lse, 0.0, how["is_causal"], scale=how["scale"])
         dq, dk, dv = (gradient.transpose(1, 2) for gradient in gradients)
     if how["contained"]:
         containment.contain_gradients(spec, inputs, out, lse, dout, (dq, dk, dv))

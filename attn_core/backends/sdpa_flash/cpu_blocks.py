@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 from attn_core.backends.sdpa_flash.additive_masks import additive, empty_rows, with_alibi
 from attn_core.backends.sdpa_flash.cpu_kernel import forward_op, kernels
-from attn_core.backends.sdpa_flash.cpu_same_bits import kernels_of
 from attn_core.call.masks import Band, band
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
@@ -120,12 +119,10 @@ def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
 
 def _run(spec: AttentionSpec, tensors: tuple[Any, Any, Any], mask: Any) -> tuple[Any, Any]:
     """Runs the kernel and corrects its log-sum-exp, which is 0 for a row that sees no key."""
-    if spec.q_len == 1 and spec.invariant is None:  # else not: the lookup of an op hashes the spec on every call
+    if spec.q_len == 1:  # else not: the lookup of an op hashes the spec on every call
         part, lse = forward_op(spec)(*tensors, attn_mask=mask)
     else:
-        part, lse = (kernels() if spec.invariant is None else kernels_of(spec))[0](
-            *tensors, 0.0, False, attn_mask=mask, scale=spec.scale
-        )
+        part, lse = kernels()[0](*tensors, 0.0, False, attn_mask=mask, scale=spec.scale)
     return part, lse if mask is None else lse.masked_fill(empty_rows(mask), -float("inf"))
 
 
@@ -141,9 +138,7 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any)
             sums = sums or _zeros(spec, inputs)
             for row in range(spec.batch):
                 views = [stack.view(t, row, at) for t, at in zip(tensors, (rows, rows, keys, keys, rows, rows))]
-                parts = (kernels() if spec.invariant is None else kernels_of(spec))[1](
-                    *views, 0.0, False, attn_mask=mask, scale=spec.scale
-                )
+                parts = kernels()[1](*views, 0.0, False, attn_mask=mask, scale=spec.scale)
                 sums[0][row, :, stack.rows] += parts[0].transpose(0, 1).flatten(1, 2)
                 for index in range(stack.number):  # their keys overlap
                     begin = keys.start + index * (rows.stop - rows.start)
@@ -152,9 +147,7 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any)
             continue
         if not whole:
             tensors = tuple(t[:, :, at] for t, at in zip(tensors, (rows, rows, keys, keys, rows, rows)))
-        parts = (kernels() if spec.invariant is None else kernels_of(spec))[1](
-            *tensors, 0.0, False, attn_mask=mask, scale=spec.scale
-        )
+        parts = kernels()[1](*tensors, 0.0, False, attn_mask=mask, scale=spec.scale)
         if whole:
             sums = parts
             break
@@ -193,8 +186,7 @@ def _stacks(spec: AttentionSpec) -> list[Stack]:
             first, number = result[-1]
             # The kernel may copy the keys of each block, so a call reads at most twice as many as there are.
             most = 2 * spec.kv_len // (first.keys.stop - first.keys.start)
-            batch = 1 if spec.invariant else spec.batch
-            if batch < most and number < most and _distances(first) == _distances(block):
+            if spec.batch < most and number < most and _distances(first) == _distances(block):
                 result[-1] = Stack(first, number + 1)
                 continue
         result.append(Stack(block, 1))

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from attn_core.backends.sdpa_flash import containment, cpu_lone_pages
+from attn_core.backends.sdpa_flash import containment
 from attn_core.backends.sdpa_flash.cpu_kernel import has_tiles, kernels, run_twice
 from attn_core.backends.shared.pages.as_dense import packed_documents
 from attn_core.backends.shared.sinks import with_sinks
@@ -41,9 +41,7 @@ def forward(
     q, k, v, table, lengths, offsets, sinks = inputs[:7]
     results = None
     quantised = spec.paged is not None and spec.paged.dtype is not None
-    if spec.invariant is not None:
-        results = cpu_lone_pages.forward(spec, inputs)
-    elif offsets is None and inputs.alibi_slopes is None and inputs.kv_starts is None and not quantised:
+    if offsets is None and inputs.alibi_slopes is None and inputs.kv_starts is None and not quantised:
         results = decoder(spec, True)(q.detach(), k.detach(), v.detach(), table, lengths, sinks)
     if results is not None:
         return results

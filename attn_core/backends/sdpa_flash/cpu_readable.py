@@ -5,17 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from attn_core.call.counters import operand_copied
-from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
 
 
-def all_readable(spec: AttentionSpec, inputs: Inputs) -> Inputs:
-    """Returns inputs that the kernel can read; in one layout with ``invariant``, because strides change its bits."""
+def all_readable(inputs: Inputs) -> Inputs:
+    """Returns inputs that the kernel can read."""
     q, k, v = inputs[:3]
     if q.is_contiguous() and k.is_contiguous() and v.is_contiguous():
         return inputs
-    if spec.invariant is not None:
-        return inputs._replace(q=q.contiguous(), k=k.contiguous(), v=v.contiguous())
     return inputs._replace(q=readable(q), k=readable(k), v=readable(v))
 
 
