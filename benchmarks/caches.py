@@ -86,7 +86,6 @@ BOUNDS: dict[str, int | str] = {
     "attn_core.backends.sdpa_cudnn.empty_rows:_trials": ONE,
     "attn_core.backends.sdpa_cudnn.empty_rows:forward_binding": ONE,
     "attn_core.backends.sdpa_efficient.backend:_kernels": ONE,
-    "attn_core.backends.sdpa_flash.cpu_same_bits:ignores_alignment": ONE,
     "attn_core.backends.sdpa_flash.containment:valueless": ONE,
     "attn_core.backends.sdpa_flash.cpu_kernel:has_tiles": ONE,
     "attn_core.backends.sdpa_flash.cpu_kernel:kernels": ONE,

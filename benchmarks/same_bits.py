@@ -1,11 +1,10 @@
-"""Measures on a GPU, or on a CPU, what ``invariant`` costs, beside the automatic choice without it.
+"""Measures on a GPU what ``invariant`` costs, beside the automatic choice without it.
 
 python -m benchmarks.same_bits --json benchmarks/results/same-bits-h200.json   # minutes; needs a GPU
-python -m benchmarks.same_bits --device cpu --json benchmarks/results/same-bits-cpu.json   # minutes
 python -m benchmarks.same_bits --write    # the tables of docs/explanation/reproducibility.md, from the stored results
 
-``benchmarks.same_bits_cpu`` measures on a CPU. On a GPU the candidates of a call take turns of 150 ms in one process,
-as in ``benchmarks.page_calls``. Training is a forward and a backward.
+The candidates of a call take turns of 150 ms in one process, as in ``benchmarks.page_calls``. Training is a forward and
+a backward.
 """
 
 from __future__ import annotations
@@ -19,15 +18,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks import same_bits_cpu
 from benchmarks.measure import environment
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results"
-CPU_RESULT = RESULTS / "same-bits-cpu.json"
 PAGE = ROOT / "docs/explanation/reproducibility.md"
 BEGIN, END = "<!-- written by python -m benchmarks.same_bits --write -->\n", "<!-- end -->\n"
-BEGIN_CPU = "<!-- written by python -m benchmarks.same_bits --write, on a CPU -->\n"
 DOCUMENTS = 24
 ROWS = {"4 rows of 4096": (4, 4096), f"{DOCUMENTS} documents in 16384": (1, 16384), "32 rows of 512": (32, 512)}
 """Rows and tokens of calls in bfloat16 with 32 query heads on 8 kv heads of 128 channels, causal."""
@@ -115,51 +111,35 @@ def tables(result: dict[str, Any]) -> str:
 
 
 def stored() -> str:
-    """Returns the tables of all stored results of GPUs."""
-    files = sorted(set(RESULTS.glob("same-bits-*.json")) - {CPU_RESULT})
+    """Returns the tables of all stored results."""
+    files = sorted(RESULTS.glob("same-bits-*.json"))
     return "\n".join(tables(json.loads(file.read_text(encoding="utf-8"))) for file in files)
-
-
-def stored_cpu() -> str:
-    """Returns the tables of the stored result of a CPU."""
-    return same_bits_cpu.tables(json.loads(CPU_RESULT.read_text(encoding="utf-8")))
 
 
 def _write() -> None:
     """Writes the tables of stored results into the page."""
-    text = PAGE.read_text(encoding="utf-8")
-    for begin, table in ((BEGIN, stored()), (BEGIN_CPU, stored_cpu())):
-        before, rest = text.split(begin)
-        text = before + begin + table + END + rest.split(END, 1)[1]
-    PAGE.write_text(text, encoding="utf-8")
+    before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
+    PAGE.write_text(before + BEGIN + stored() + END + rest.split(END, 1)[1], encoding="utf-8")
 
 
 def main() -> None:
     """Measures and stores the results, or writes the tables of stored ones."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
-    on_cpu = options.device == "cpu"
     if options.json or not options.write:
-        result: dict[str, Any] = {"device": "cpu" if on_cpu else None, "environment": environment(), "rows": []}
-        for row in _cpu_rows() if on_cpu else _gpu_rows(result):
+        result: dict[str, Any] = {"device": None, "environment": environment(), "rows": []}
+        for row in _rows(result):
             result["rows"].append(row)
             if options.json:
                 options.json.write_text(json.dumps(result) + "\n", encoding="utf-8")
-        print((same_bits_cpu.tables if on_cpu else tables)(result))
+        print(tables(result))
     if options.write:
         _write()
 
 
-def _cpu_rows() -> Iterator[dict[str, Any]]:
-    same_bits_cpu.one_thread()
-    for step in same_bits_cpu.steps():
-        yield step()
-
-
-def _gpu_rows(result: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _rows(result: dict[str, Any]) -> Iterator[dict[str, Any]]:
     import torch
 
     result["device"] = torch.cuda.get_device_name()

@@ -89,7 +89,8 @@ def _band(spec: AttentionSpec, q_len: int | None, kv_len: int | None) -> Band:
 def without_idle_sides(options: Options, q_len: Any, kv_len: Any) -> Options:
     """Returns the options of a dense call without the sides of the window that hide no key; ``(None, 0)`` is causal.
 
-    So a model with sliding windows runs its short prompts on any kernel, also on one that has no windows.
+    So a model with sliding windows runs its short prompts on any kernel, also on one that has no windows. A call with
+    ``invariant`` keeps its window, because the kernel of a row must not depend on its length.
 
     Args:
         options: with the window as a pair.
@@ -99,10 +100,12 @@ def without_idle_sides(options: Options, q_len: Any, kv_len: Any) -> Options:
     if (left is None and right is None) or not (is_number(q_len) and is_number(kv_len)):
         return options
     offset = kv_len - q_len if options.alignment == "bottom_right" else 0
-    if left is not None and left >= q_len - 1 + offset:  # the last query sees the first key
+    by_length = options.invariant is None
+    if left is not None and by_length and left >= q_len - 1 + offset:  # the last query sees the first key
         left = None
     # The first query sees the last key; or nothing but causal, which is the tighter bound, is left of the window.
-    if right is not None and (right >= kv_len - 1 - offset or (options.causal and left is None)):
+    sees_all = right is not None and by_length and right >= kv_len - 1 - offset
+    if right is not None and (sees_all or (options.causal and left is None)):
         right = None
     if left is None and right == 0:
         return options._replace(causal=True, window=(None, None))
@@ -113,7 +116,7 @@ def as_called(spec: AttentionSpec) -> AttentionSpec:
     """Returns the spec that the frontends build for the call of a spec: see ``without_idle_sides``."""
     if spec.packed or spec.window == (None, None):
         return spec
-    options = Options(causal=spec.causal, alignment=spec.alignment, window=spec.window)
+    options = Options(causal=spec.causal, alignment=spec.alignment, window=spec.window, invariant=spec.invariant)
     options = without_idle_sides(options, spec.q_len, spec.kv_len)
     return replace(spec, causal=options.causal, window=options.window)  # type: ignore[arg-type]
 

@@ -15,7 +15,7 @@ from attn_core.call.after_fork import lazy_property
 from attn_core.call.kinds import check_kind
 from attn_core.call.options import requested_names
 from attn_core.call.spec import AttentionSpec
-from attn_core.selection import preference
+from attn_core.selection import preference, same_bits
 from attn_core.selection.reasons import Reasons, broken_rules, reasons_of, refusals, unclaimed, unclaimed_gradient
 from attn_core.selection.target import Target
 
@@ -122,7 +122,7 @@ class Selection:
     @lazy_property
     def automatic(self) -> tuple[str, ...]:
         """The candidates of automatic choice, best first. All other backends run only when requested by name."""
-        return preference.order(self.spec, self.target.framework, self.target.device)
+        return same_bits.candidates(self.spec, self.target)
 
 
 class NoBackendError(NotImplementedError):
@@ -155,7 +155,7 @@ def _explained(spec: AttentionSpec, target: Target, requested: tuple[str, ...] |
     for name in requested or ():
         # A wrong name is an error even behind a name that can run the call.
         backends.check_name(name)
-    candidates = requested or preference.order(spec, target.framework, target.device)
+    candidates = requested or same_bits.candidates(spec, target)
     chosen = next((name for name in candidates if next(reasons_of(name, spec, target), None) is None), None)
     return Selection(spec, target, requested, chosen)
 
@@ -190,7 +190,7 @@ def choose(
     Returns:
         The chosen backend and all candidates, best first; None if no candidate can run the call.
     """
-    candidates = requested or preference.order(spec, target.framework, target.device)
+    candidates = requested or same_bits.candidates(spec, target)
     for name in candidates:
         covered = claimed.get(name)
         if covered is None:

@@ -41,6 +41,8 @@ def runs_packed(
     slopes = arrays.alibi_slopes
     if target.device == "cpu" or rows.cache_index is not None or (slopes is not None and len(slopes.shape) != 1):
         return False
+    if options.invariant is not None:  # few queries and many must have one kernel
+        return False
     if arrays.q.shape[1] <= FEW_QUERIES or prod(arrays.k.shape[:2]) >= 2**31:
         return False
     return _runs_packed(arrays, options, target, names)

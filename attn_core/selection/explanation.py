@@ -219,8 +219,8 @@ def _because(selection: Decision) -> str:
     if selection.parts is not None:
         return "kernels that have no key ranges compute these in parts"
     if selection.source is None or selection.spec.invariant is not None:
-        why = "" if selection.source is None else ", because predicted times depend on the batch"
-        return f"the first in the usual order that can run the call{why}"
+        most = "runs the most forms of a row, whatever its length"
+        return f"the first in the usual order that {'can run the call' if selection.spec.invariant is None else most}"
     return f"the first that can run the call in the order of predicted times, from {selection.source}"
 
 

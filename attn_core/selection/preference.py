@@ -53,9 +53,10 @@ Rates = tuple[str, float, float, tuple[float, ...]]
 
 
 def order(spec: AttentionSpec, framework: str, device: str) -> tuple[str, ...]:
-    """Returns the candidates for automatic choice, best first. The same in a process for the same arguments."""
-    if spec.invariant is not None and spec.paged is None:
-        return _order_of_equal_bits(framework, backends.kind_of(device))
+    """Returns the candidates for automatic choice, best first. The same in a process for the same arguments.
+
+    With ``invariant``, ``same_bits.candidates`` chooses among them.
+    """
     usual = backends.usual_order(framework, backends.kind_of(device), paged=spec.paged is not None)
     if spec.symbolic:  # a symbol cannot be compared
         return usual
@@ -67,15 +68,6 @@ def order(spec: AttentionSpec, framework: str, device: str) -> tuple[str, ...]:
     if (framework, device) == ("jax", "cpu") and jax_on_cpu.xla_is_faster(spec):
         return ("jax_xla", *(name for name in usual if name != "jax_xla"))
     return usual
-
-
-def _order_of_equal_bits(framework: str, kind: str) -> tuple[str, ...]:
-    """Returns the candidates with ``invariant``. They must not depend on shapes, because backends round differently."""
-    names, in_order = backends.usual_order(framework, kind), backends.IN_ORDER.get(kind)
-    if in_order is None:
-        return names
-    fast = [name for name in names if name not in ("jax_xla", "math")]
-    return (*fast, in_order, *(name for name in names if name not in fast))
 
 
 @lru_cache(maxsize=4096)

@@ -80,6 +80,8 @@ def _takes_jax_xla(spec: AttentionSpec, device: str, names: tuple[str, ...] | No
 
     ``select`` would choose it, too. But it looks for every installed backend first, and so imports torch.
     """
+    if spec.invariant is not None:  # which backend keeps it depends on those that are installed
+        return False
     preferred = preference.order(spec, "jax", device) if names is None else names
     if preferred[:1] != ("jax_xla",) or backends.availability("jax_xla")[1] is not None:
         return False

@@ -22,7 +22,6 @@ from same_bits_calls import DOCUMENTS, PAGE, TOKENS, Kind, batch, differing, doc
 
 from attn_core import NoBackendError, SpecError, backends
 from attn_core.backends.math import tile_operands
-from attn_core.backends.sdpa_flash import cpu_tiles
 
 pytestmark = [pytest.mark.timeout(7200), pytest.mark.sampled]  # hours for the thorough profile
 
@@ -31,11 +30,12 @@ OPTIONS: dict[str, tuple[tuple[str, Any], ...]] = {
     "plain": (),
     "causal": (("causal", True),),
     "window": (("causal", True), ("window", 40)),
+    "window that hides nothing": (("causal", True), ("window", 500)),
     "alibi": (("causal", True), ("alibi_slopes", True)),
     "softcap": (("causal", True), ("softcap", 5.0)),
     "sinks": (("causal", True), ("sinks", True)),
 }
-NEEDS = {"window": "window", "alibi": "alibi", "softcap": "softcap", "sinks": "sinks"}
+NEEDS = {"window": "window", "window that hides nothing": "window", "alibi": "alibi", "softcap": "softcap", "sinks": "sinks"}
 CPU_BACKENDS = [
     (backends.load(name, "cpu").FRAMEWORK, name)
     for name in backends.names()
@@ -44,6 +44,8 @@ CPU_BACKENDS = [
 ]
 PREFIX_BACKENDS = [pair for pair in CPU_BACKENDS if "prefix" in module_on(pair[1], "cpu").FORWARD.invariant]
 CUDA_BACKENDS = [("torch", name) for name in ("flash2", "flash4", "triton_ordered")]
+WIDTHS = {"torch": (1, 2, 16, 33, 40), "jax": (1, 16)}
+"""Of heads on a CPU, in each framework. A matrix of one channel, and a lone one of 40, has kernels of its own in MKL."""
 PAGED = {"triton_ordered": "triton_splitkv"}
 """The backend that reads pages in the order of another backend, if it is not the same."""
 
@@ -57,15 +59,13 @@ def few() -> settings:
 def kinds(draw: Any, framework: str, backend: str, invariant: str, device: str = "cpu") -> Kind:
     claims = module_on(backend, device).FORWARD
     names = [name for name in OPTIONS if getattr(claims, NEEDS.get(name, "causal"))]
-    if backend == "sdpa_flash":
-        names.remove("sinks")  # refused, see its refuses
     if invariant == "prefix":
-        names = ["causal"] if backend == "sdpa_flash" else names[1:]
-    dtypes = [dtype for dtype in ("float32", "bfloat16") if dtype in claims.dtypes]
+        names.remove("plain")
+    dtypes = [dtype for dtype in ("float32", "float64", "bfloat16", "float16") if dtype in claims.dtypes]
     heads = [(4, 2), (1, 1), (3, 1)]
     if framework == "jax":  # each kind is a program to compile
-        names, dtypes, heads = names[1:3] if invariant == "batch" else names[:1], dtypes[:1], heads[:1]
-    dim = 16 if device == "cpu" else 64
+        names, dtypes, heads = ["causal", *(["window"] if invariant == "batch" else [])], dtypes[:1], heads[:1]
+    dim = draw(st.sampled_from(WIDTHS[framework])) if device == "cpu" else 64
     drawn = (draw(st.sampled_from(each)) for each in (heads, dtypes))
     return Kind(framework, backend, invariant, *drawn, OPTIONS[draw(st.sampled_from(names))], device, dim)  # type: ignore[arg-type]
 
@@ -155,21 +155,22 @@ def check_rows(backend: str, device: str) -> None:
     draws()
 
 
-@pytest.mark.parametrize("backend", ["math", "jax_xla"])
-def test_padding_on_either_side_changes_no_bit(backend: str) -> None:
-    """A mask hides the padding; its queries and keys hold other numbers."""
+def check_padding(backend: str, **how: Any) -> None:
+    """The padding's queries and keys hold other numbers; a mask hides it, or on the right the diagonal alone."""
     framework = module_on(backend, "cpu").FRAMEWORK
 
-    @few()
+    @settings(few(), **how)
     @given(st.data())
     def draws(data: st.DataObject) -> None:
-        kind = Kind(framework, backend, "batch", (4, 2), "float32", OPTIONS["causal"])
+        dim = data.draw(st.sampled_from(WIDTHS["torch"])) if framework == "torch" else 16
+        promise = data.draw(st.sampled_from(("batch", "prefix"))) if framework == "torch" else "batch"
+        kind = Kind(framework, backend, promise, (4, 2), "float32", OPTIONS["causal"], dim=dim)
         number, count = st.integers(0, 2**31), 37
         length = 80  # of the padded rows
         subject = document(kind, data.draw(number), count, count)
-        rows, mask = [], np.zeros((3, 1, length, length), bool)
+        rows, mask, masked = [], np.zeros((3, 1, length, length), bool), data.draw(st.booleans())
         place = data.draw(st.integers(0, 2))
-        starts = [data.draw(st.integers(0, length - count)) for _ in range(3)]
+        starts = [data.draw(st.integers(0, length - count)) if masked else 0 for _ in range(3)]
         for row, start in enumerate(starts):
             padded = document(kind, data.draw(number), length, length)
             if row == place:
@@ -179,11 +180,30 @@ def test_padding_on_either_side_changes_no_bit(backend: str) -> None:
             rows.append(padded)
             mask[row, :, start : start + count, start : start + count] = True
         alone = batch(kind, [subject])[0]
-        result, here = batch(kind, rows, mask)[place], slice(starts[place], starts[place] + count)
+        here = slice(starts[place], starts[place] + count)
+        result = batch(kind, rows, mask if masked else None)[place]
         cut = {name: array[:, here] if name == "lse" else array[here] for name, array in result.items()}
-        assert not differing(alone, cut)
+        assert not differing(alone, cut), "padding"
 
     draws()
+
+
+@pytest.mark.parametrize("backend", ["math", "jax_xla"])
+def test_padding_on_either_side_changes_no_bit(backend: str) -> None:
+    check_padding(backend)
+
+
+def test_a_tile_that_the_padding_chooses_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted fault: the size of a tile depends on the length of the padded row."""
+    honest = tile_operands.tiles_of
+
+    def by_the_row(spec: Any, inputs: Any, part: Any, finite: bool = True) -> Any:
+        monkeypatch.setattr(tile_operands, "KEY_TILE", 16 if spec.kv_len > 40 else 128)
+        return honest(spec, inputs, part, finite)
+
+    monkeypatch.setattr("attn_core.backends.math.fixed_tiles.tiles_of", by_the_row)
+    with pytest.raises(AssertionError, match="padding"):
+        check_padding("math", phases=[Phase.generate])
 
 
 @pytest.mark.cuda
@@ -346,72 +366,72 @@ def test_a_tile_that_the_batch_chooses_is_caught(monkeypatch: pytest.MonkeyPatch
 
 def test_a_tile_that_the_queries_choose_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted fault: the size of a tile depends on the number of queries, as a heuristic's would."""
-    honest = cpu_tiles.forward
+    honest = tile_operands.tiles_of
 
-    def by_the_queries(spec: Any, inputs: Any) -> Any:
-        monkeypatch.setattr(cpu_tiles, "TILE", 64 if inputs.cu_seqlens_q[1] > 40 else 32)
-        return honest(spec, inputs)
+    def by_the_queries(spec: Any, inputs: Any, part: Any, finite: bool = True) -> Any:
+        monkeypatch.setattr(tile_operands, "KEY_TILE", 64 if part.rows.stop - part.rows.start > 40 else 32)
+        return honest(spec, inputs, part, finite)
 
-    monkeypatch.setattr(cpu_tiles, "forward", by_the_queries)
+    monkeypatch.setattr("attn_core.backends.math.fixed_tiles.tiles_of", by_the_queries)
     with pytest.raises(AssertionError, match=r"chunks|pages"):
-        check_cuts("torch", "sdpa_flash", phases=[Phase.generate])
+        check_cuts("torch", "math", phases=[Phase.generate])
 
 
-@pytest.mark.parametrize("number", [np.nan, np.inf])
-def test_a_number_that_is_not_finite_stays_behind_it_in_torchs_kernel(number: float) -> None:
-    """In two values of one tile: queries before the first have the bits of a prompt without them."""
+@pytest.mark.parametrize("threads", [1, 4])
+@pytest.mark.parametrize("dim", [1, 24, 40, 64])
+def test_a_lone_head_has_the_bits_of_a_head_among_others(dim: int, threads: int) -> None:
+    """A library may split one product among threads, and multiply by one column in a loop of its own."""
     torch = pytest.importorskip("torch")
     import torch_frontend
 
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(1, 150, heads, 16) for heads in (4, 2, 2))
-    broken = v.clone()
-    broken[0, 135, 0, 3], broken[0, 140, 0, 5] = number, number
-    how: dict[str, Any] = {"causal": True, "invariant": "prefix", "backend": "sdpa_flash", "return_lse": True}
-    (out, lse), (other, other_lse) = (torch_frontend.attention(q, k, value, **how) for value in (v, broken))
-    assert torch.equal(lse, other_lse)
-    changed = torch.zeros_like(out, dtype=torch.bool)
-    changed[0, 135:, :2, 3] = changed[0, 140:, :2, 5] = True
-    assert not other[changed].isfinite().any() and torch.equal(out[~changed], other[~changed])
-
-
-@pytest.mark.parametrize("backend", ["math", "sdpa_flash"])
-def test_threads_do_not_share_a_single_head(backend: str) -> None:
-    """A library may split the sum of one product among threads, but not those of several products."""
-    torch = pytest.importorskip("torch")
-    import torch_frontend
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(3)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
     try:
         torch.manual_seed(0)
-        q, k, v, dout = (torch.randn(3, 300, heads, 64) for heads in (8, 1, 1, 8))
+        q, k, v, dout = (torch.randn(3, 300, heads, dim) for heads in (8, 1, 1, 8))
         rows = []
         for here in (slice(0, 3), slice(1, 2)):
             tensors = [tensor[here].clone().requires_grad_() for tensor in (q, k, v)]
-            out = torch_frontend.attention(*tensors, causal=True, invariant="prefix", backend=backend)
+            out = torch_frontend.attention(*tensors, causal=True, invariant="prefix")
             rows.append([out, *torch.autograd.grad(out, tensors, dout[here])])
         assert all(torch.equal(several[1], one[0]) for several, one in zip(*rows, strict=True))
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_strides_change_no_bit(dtype: str) -> None:
-    """q, k and v as slices of one tensor, and in memory with heads first."""
+def beside(tensor: Any, elements: int) -> Any:
+    """A contiguous copy that begins so many elements beside a multiple of 64 bytes."""
+    room = tensor.new_empty(tensor.numel() + elements)
+    return room[elements:].view(tensor.shape).copy_(tensor)
+
+
+LAYOUTS: dict[str, Any] = {
+    "contiguous": lambda x: x.contiguous(),
+    "heads first": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "channels first": lambda x: x.transpose(1, 3).contiguous().transpose(1, 3),
+    "every other channel": lambda x: x.repeat_interleave(2, -1)[..., ::2],
+    "one element beside": lambda x: beside(x, 1),
+    "three elements beside": lambda x: beside(x, 3),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
+@pytest.mark.parametrize("invariant", ["batch", "prefix"])
+def test_strides_and_addresses_change_no_bit(invariant: str, dtype: str) -> None:
+    """q, k, v and dout as slices of one tensor, in other layouts, and at odd addresses."""
     torch = pytest.importorskip("torch")
     import torch_frontend
 
     torch.manual_seed(0)
-    together = torch.randn(2, 96, 10, 96, dtype=getattr(torch, dtype))
+    together = torch.randn(2, 96, 10, 33).to(getattr(torch, dtype))
     sliced = together.split((6, 2, 2), 2)
     results = []
-    for layout in (lambda x: x, torch.Tensor.contiguous, lambda x: x.transpose(1, 2).contiguous().transpose(1, 2)):
+    for layout in (lambda x: x, *LAYOUTS.values()):
         tensors = [layout(tensor).detach().requires_grad_() for tensor in sliced]
-        out = torch_frontend.attention(*tensors, causal=True, invariant="prefix", backend="sdpa_flash")
+        out = torch_frontend.attention(*tensors, causal=True, invariant=invariant)
         results.append([out, *torch.autograd.grad(out, tensors, layout(together[:, :, :6]))])
-    for other in results[1:]:
-        assert all(torch.equal(*pair) for pair in zip(results[0], other, strict=True))
+    for name, other in zip(LAYOUTS, results[1:], strict=True):
+        assert all(torch.equal(*pair) for pair in zip(results[0], other, strict=True)), name
 
 
 def test_without_invariant_bits_differ() -> None:
@@ -460,10 +480,8 @@ def test_a_backend_without_the_claim_refuses() -> None:
     q = torch.zeros(1, 3, 2, 8)
     with pytest.raises(NoBackendError, match=r"invariant='batch': .* promises no equal bits there"):
         torch_frontend.attention(q, q, q, backend="flex", invariant="batch")
-    with pytest.raises(NoBackendError, match=r"invariant='prefix' with window=\(1, 0\): the tiles of"):
-        torch_frontend.attention(q, q, q, causal=True, window=(1, 0), backend="sdpa_flash", invariant="prefix")
-    for window, backend in (((None, None), "sdpa_flash"), ((1, 0), "math")):
-        assert torch_frontend.explain(q, q, q, causal=True, window=window, invariant="prefix").backend == backend
+    with pytest.raises(NoBackendError, match=r"invariant='prefix': the aten CPU flash kernel promises no equal bits"):
+        torch_frontend.attention(q, q, q, causal=True, backend="sdpa_flash", invariant="prefix")
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
