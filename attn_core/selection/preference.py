@@ -55,7 +55,7 @@ Rates = tuple[str, float, float, tuple[float, ...]]
 def order(spec: AttentionSpec, framework: str, device: str) -> tuple[str, ...]:
     """Returns the candidates for automatic choice, best first. The same in a process for the same arguments.
 
-    With ``invariant``, ``same_bits.candidates`` chooses among them.
+    For calls with ``invariant`` ask ``same_bits.candidates`` instead.
     """
     usual = backends.usual_order(framework, backends.kind_of(device), paged=spec.paged is not None)
     if spec.symbolic:  # a symbol cannot be compared

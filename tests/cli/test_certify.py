@@ -203,12 +203,24 @@ def test_a_split_that_depends_on_the_length_fails_the_prefix(monkeypatch: pytest
 
 
 def test_a_result_that_depends_on_the_batch_fails() -> None:
-    # As it is requested: without the promise, another thread may give other bits on some processors.
-    check, flash = CHECKS["batch"], Subject("sdpa_flash", "torch", "cpu")
-    assert entry(check, flash, draws=6).result == "passed"
-    with faulty("sdpa_flash", "forward", with_result(0, lambda out: out * (1 + 1e-6 * len(out)))):
-        found = entry(check, flash, draws=6)
+    assert entry("batch", draws=6).result == "passed"
+    with faulty("math", "forward", with_result(0, lambda out: out * (1 + 1e-6 * len(out)))):
+        found = entry("batch", draws=6)
     assert found.result == "failed" and "differs" in found.reason
+
+
+def test_a_result_that_depends_on_the_padding_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted fault: all rows of a call have other bits if they are longer."""
+    check, module = CHECKS["batch"]._replace(packed=False), backends.load("math")
+    honest = module.forward
+
+    def depends_on_padding(spec: Any, inputs: Any) -> Any:
+        out, lse = honest(spec, inputs)
+        return out * (1 + 1e-6 * spec.kv_len), lse
+
+    with replaced(monkeypatch, module, forward=depends_on_padding):
+        found = entry(check, draws=8)
+    assert found.result == "failed" and "with padding differs" in found.reason
 
 
 def test_without_claims_invariance_is_not_run() -> None:

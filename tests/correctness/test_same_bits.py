@@ -35,7 +35,13 @@ OPTIONS: dict[str, tuple[tuple[str, Any], ...]] = {
     "softcap": (("causal", True), ("softcap", 5.0)),
     "sinks": (("causal", True), ("sinks", True)),
 }
-NEEDS = {"window": "window", "window that hides nothing": "window", "alibi": "alibi", "softcap": "softcap", "sinks": "sinks"}
+NEEDS = {
+    "window": "window",
+    "window that hides nothing": "window",
+    "alibi": "alibi",
+    "softcap": "softcap",
+    "sinks": "sinks",
+}
 CPU_BACKENDS = [
     (backends.load(name, "cpu").FRAMEWORK, name)
     for name in backends.names()

@@ -554,7 +554,9 @@ def test_invariance_counts_on_every_call(framework: Framework) -> None:
         if invariant is None:
             framework.frontend.attention(q, k, k, **how)
             continue
-        with pytest.raises(NoBackendError, match="invariant='prefix': the aten CPU flash kernel promises no equal bits"):
+        with pytest.raises(
+            NoBackendError, match="invariant='prefix': the aten CPU flash kernel promises no equal bits"
+        ):
             framework.frontend.attention(q, k, k, **how)
 
 

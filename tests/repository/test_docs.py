@@ -267,7 +267,9 @@ def test_the_pages_of_sweeps_show_the_stored_results(stem: str) -> None:
 
 def test_the_page_of_reproducibility_shows_the_stored_results() -> None:
     text = same_bits.PAGE.read_text(encoding="utf-8")
-    assert same_bits.BEGIN + same_bits.stored() + same_bits.END in text, "stale: run python -m benchmarks.same_bits --write"
+    assert same_bits.BEGIN + same_bits.stored() + same_bits.END in text, (
+        "stale: run python -m benchmarks.same_bits --write"
+    )
 
 
 def test_the_page_of_context_parallelism_shows_the_stored_rows() -> None:

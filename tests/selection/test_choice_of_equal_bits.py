@@ -68,7 +68,13 @@ def lives(draw: Any) -> tuple[Target, list[AttentionSpec]]:
 def calls(draw: Any, row: AttentionSpec) -> AttentionSpec:
     queries, more, batch = draw(LENGTHS), draw(st.sampled_from((0, 0, 7, 500))), draw(st.sampled_from((1, 3, 64)))
     keys = queries + more
-    forms = ["dense", "dense", "packed", "masked", *(["pages"] * 2 if row.invariant == "prefix" and row.alignment == "bottom_right" else [])]
+    forms = [
+        "dense",
+        "dense",
+        "packed",
+        "masked",
+        *(["pages"] * 2 if row.invariant == "prefix" and row.alignment == "bottom_right" else []),
+    ]
     form = draw(st.sampled_from(forms))
     fields: dict[str, Any] = {"batch": batch, "q_len": queries, "kv_len": keys, "return_lse": draw(st.booleans())}
     if form == "masked":

@@ -21,7 +21,7 @@ from attn_core.backends.support import Build, Support
 from attn_core.call.pages import PagedKV
 from attn_core.call.spec import DTYPES
 from attn_core.cli.drawn_functions import fields_of
-from attn_core.selection import choice, explanation, explanation_text, preference
+from attn_core.selection import choice, explanation, explanation_text, preference, same_bits
 from attn_core.selection.random_calls import random_call
 from torch_frontend.dispatch import plan, plan_cache
 
@@ -89,9 +89,12 @@ EVERYTHING = Support(
 @pytest.fixture(autouse=True)
 def empty_caches() -> Iterator[None]:
     """Selections are cached; tests that patch their inputs must neither read nor leave cached ones."""
-    choice._explained.cache_clear()
+    caches = choice._explained, same_bits._keeper
+    for cache in caches:
+        cache.cache_clear()
     yield
-    choice._explained.cache_clear()
+    for cache in caches:
+        cache.cache_clear()
 
 
 # Claims of a backend
@@ -204,7 +207,7 @@ def test_which_devices_a_claim_covers(devices: tuple[str, ...], runs: set[str]) 
 def test_the_first_in_order_that_can_is_chosen(target: Target, asked: dict[str, Any]) -> None:
     spec = replace(SPEC, **asked)
     actual = explain(spec, target)
-    order = preference.order(spec, target.framework, target.device)
+    order = same_bits.candidates(spec, target)
     able = [name for name in order if not selection.refusals(name, spec, target)]
     assert actual.backend == (able[0] if able else None)
     assert actual.considered[: len(order)] == order
