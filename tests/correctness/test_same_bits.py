@@ -51,7 +51,7 @@ CPU_BACKENDS = [
 PREFIX_BACKENDS = [pair for pair in CPU_BACKENDS if "prefix" in module_on(pair[1], "cpu").FORWARD.invariant]
 CUDA_BACKENDS = [("torch", name) for name in ("flash2", "flash4", "triton_ordered")]
 WIDTHS = {"torch": (1, 2, 16, 33, 40), "jax": (1, 16)}
-"""Of heads on a CPU, in each framework. A matrix of one channel, and a lone one of 40, has kernels of its own in MKL."""
+"""Of heads on a CPU, in each framework. One channel, and 40 of a lone head, have kernels of their own in MKL."""
 PAGED = {"triton_ordered": "triton_splitkv"}
 """The backend that reads pages in the order of another backend, if it is not the same."""
 
