@@ -14,7 +14,7 @@ from jax_frontend.bridge import targets
 from jax_frontend.bridge.bridged_call import BridgedStep
 from jax_frontend.context_parallel import step_operators
 from jax_frontend.dispatch import local_call, primitive_rules
-from jax_frontend.dispatch.ops import jit_program
+from jax_frontend.dispatch.ops import run_program
 from jax_frontend.dispatch.platforms import runs_on
 
 try:  # jax.sharding.get_mesh returns the same, but raises an error while JAX traces
@@ -26,7 +26,7 @@ except ImportError:  # programs for GPUs then use branches
 def _impl(
     *operands: Any, call: BridgedStep, axis: str | None, meshes: Any, branches: ClosedJaxpr, **_: Any
 ) -> list[Any]:
-    return list(jit_program(branches)(*operands))
+    return run_program(branches, operands)
 
 
 def _result_types(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,6 @@ from jax.interpreters import ad, batching, mlir
 
 from attn_core.call.functions import AUX, DAUX
 from attn_core.call.tensors import Gradients, Inputs
-from attn_core.errors import SpecError
 from jax_frontend.bridge.bridged_call import BridgedCall
 from jax_frontend.dispatch import (
     export,
@@ -120,8 +119,9 @@ def _jit_operations(call: MappedCall) -> Any:
 
 def _bind(primitive: Primitive, call: MappedCall, *operands: Any) -> list[Any]:
     # The program is traced here and passed as a parameter, because abstract evaluation, eager runs and lowering all
-    # need it, and tracing is slow.
-    program = _jit_partitionable(call, partitioning.partly_manual()).trace(*operands).jaxpr
+    # need it, and tracing is slow. Under ``jax.disable_jit``, tracing would unroll loops.
+    with jax.disable_jit(False):
+        program = _jit_partitionable(call, partitioning.partly_manual()).trace(*operands).jaxpr
     return primitive.bind(*operands, call=call, program=to_low_jaxpr(program))  # type: ignore[no-any-return]
 
 
@@ -147,8 +147,14 @@ def _lowered(program: ClosedJaxpr) -> ClosedJaxpr:
     return jax.jit(jaxpr_as_fun(program)).trace(*types).lojax.jaxpr
 
 
+def run_program(program: ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
+    """Runs a primitive's program eagerly: compiled under ``jax.disable_jit``, too, as every primitive of JAX is."""
+    with jax.disable_jit(False):
+        return list(_jit_program(program)(*operands))
+
+
 @lru_cache(maxsize=4096)
-def jit_program(program: ClosedJaxpr) -> Any:
+def _jit_program(program: ClosedJaxpr) -> Any:
     """Returns the program as a jitted function. ``xla_compiles`` knows it by its name."""
     run = jaxpr_as_fun(program)
 
@@ -159,7 +165,7 @@ def jit_program(program: ClosedJaxpr) -> Any:
 
 
 def _run_eagerly(*operands: Any, call: MappedCall, program: ClosedJaxpr) -> list[Any]:
-    return list(jit_program(program)(*operands))
+    return run_program(program, operands)
 
 
 def _result_types(*operands: Any, call: MappedCall, program: ClosedJaxpr) -> list[Any]:
@@ -189,55 +195,12 @@ def _derivative(primals: Any, tangents: Any, *, call: MappedCall, program: Close
     differentiated = second_derivatives.backend_of(call)
     moving = tuple(not isinstance(tangent, ad.Zero) for tangent in tangents)
     tangents_in = [tangent for tangent, moves in zip(tangents, moving, strict=True) if moves]
-    derivative = OperationsDerivative(differentiated, moving)
+    derivative = second_derivatives.OperationsDerivative(differentiated, moving)
     is_forward = call.call.direction == "forward"
     if is_forward and differentiated == call:
         return derivative.jvp(primals, tangents_in)
     results = (forward_p if is_forward else backward_p).bind(*primals, call=call, program=program)
     return results, tangent.bind(derivative, [*primals, *results], tangents_in)
-
-
-class OperationsDerivative(NamedTuple):
-    """The derivative of a JAX backend's forward or backward, a ``tangent.Linear``: JAX differentiates its operations.
-
-    Attributes:
-        moving: for each operand, whether it has a tangent.
-    """
-
-    call: MappedCall
-    moving: tuple[bool, ...]
-
-    @property
-    def results(self) -> tuple[int, ...]:
-        """The indices of the call's results among the residuals, which are the operands and then the results."""
-        count = len(local_call.names_of(self.call.call)[1])
-        return tuple(range(len(self.moving), len(self.moving) + count))
-
-    def jvp(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
-        """Returns the results and their tangents."""
-
-        def run(*moved: Any) -> list[Any]:
-            rest = iter(moved)
-            return self.call.run(*(next(rest) if moves else x for x, moves in zip(primals, self.moving, strict=True)))
-
-        moved = [array for array, moves in zip(primals, self.moving, strict=True) if moves]
-        return jax.jvp(run, moved, list(tangents))  # type: ignore[no-any-return]
-
-    def tangent(self, *arrays: Any) -> Sequence[Any]:
-        """Forward mode: returns the tangents of the results."""
-        residuals = len(self.moving) + len(self.results)
-        return self.jvp(arrays[: len(self.moving)], arrays[residuals:])[1]  # type: ignore[no-any-return]
-
-    def differentiable(self, *arrays: Any) -> Sequence[Any]:
-        """Forward mode of forward mode: the operations are JAX's."""
-        return self.tangent(*arrays)
-
-    def transpose(self, *arrays: Any) -> Sequence[Any]:
-        """Always raises: a backward's operations contain loops that JAX cannot differentiate in reverse mode."""
-        raise SpecError(
-            f"backend={self.call.call.backend!r}: expected second derivatives in forward over reverse mode "
-            "(jax.hessian, jax.jvp of jax.grad), its gradients have no reverse mode"
-        )
 
 
 def make_primitive(name: str) -> Primitive:

@@ -6,17 +6,29 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
+import cpu_meshes
+import flax.nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from both_frontends import judge
+from jax.sharding import PartitionSpec as P
 from own_process import in_its_own_process
 from spec_strategies import make_call
 
 from attn_core import NoBackendError, SpecError, Target, backends, selection
 from attn_core.selection import choice, target
-from jax_frontend import SeqInfo, attention, attention_qkvpacked
+from jax_frontend import (
+    SeqInfo,
+    append_kv,
+    attention,
+    attention_qkvpacked,
+    context_parallel_attention,
+    dot_product_attention,
+    nnx,
+    paged_attention,
+)
 from jax_frontend.bridge import targets
 from jax_frontend.dispatch import ops, plan
 from jax_frontend.dispatch.export import export_checks
@@ -300,6 +312,7 @@ TRANSFORMED = {
         lambda *both: jnp.stack(both), *(pulled(f, jax.tree.map(lambda a, i=i: a[i], arrays), douts[i]) for i in (0, 1))
     ),
     "jit": each,
+    "without jit": lambda f, *given: without_jit(jax.vmap(partial(pulled, f)), *given),
     "grad of jit": lambda f, *given: each(jax.jit(f), *given),
     "vmap of grad": lambda f, *given: jax.jit(jax.vmap(partial(pulled, f)))(*given),
     "grad of vmap": lambda f, *given: jax.jit(partial(pulled, jax.vmap(f)))(*given),
@@ -314,6 +327,11 @@ TRANSFORMED = {
     "scan of grad": lambda f, *given: jax.lax.scan(lambda _, pair: (None, pulled(f, *pair)), None, given)[1],
     "vmap of linearize": lambda f, *given: jax.vmap(partial(linearized, f))(*given),
 }
+
+
+def without_jit(function, *arguments):
+    with jax.disable_jit():
+        return function(*arguments)
 
 
 def linearized(function, arrays, dout):
@@ -339,6 +357,53 @@ def test_every_transformation_matches_the_reference(fields, backend, transformat
         results = {"out": out[index], **{f"d{name}": gradients[name][index] for name in call.learned}}
         accuracy = judge("jax", call, {name: np.asarray(array) for name, array in results.items()})
         assert accuracy.ok, accuracy
+
+
+TABLES = {
+    "block_table": jnp.array([[5, 0, 2], [3, 1, -1]], jnp.int32),
+    "seq_lens": jnp.array([11, 6], jnp.int32),
+    "cu_seqlens_q": jnp.array([0, 2, 5], jnp.int32),
+}
+WITHOUT_JIT = {
+    "forward": lambda q, k, v: attention(q, k, v, causal=True, backend="math", return_lse=True, return_max_logit=True),
+    "gradients": lambda *qkv: jax.grad(partial(loss, backend="sdpa_flash"), (0, 1, 2))(*qkv),
+    "one array": lambda q, k, v: attention_qkvpacked(jnp.stack((q, q, q), -3), backend="math"),
+    "remat": lambda *qkv: jax.grad(jax.checkpoint(partial(loss, causal=True, backend="math")))(*qkv),
+    "forward mode": lambda q, *kv: jax.jvp(lambda q: attention(q, *kv, causal=True), (q,), (q,)),
+    "dropout": lambda *qkv: jax.grad(partial(loss, dropout=0.4, dropout_rng=jax.random.key(3)))(*qkv),
+    "rows of a cache": lambda *qkv: attention(*qkv, causal=True, kv_lengths=jnp.array([3, 6], jnp.int32)),
+    "gradients of rows": lambda *qkv: jax.grad(partial(loss, causal=True, kv_lengths=jnp.array([3, 6], jnp.int32)))(
+        *qkv
+    ),
+    "pages": lambda q, k, _: paged_attention(q[0], *pools(k), **TABLES, max_len_q=5, return_lse=True),
+    "append": lambda _, k, v: append_kv(*pools(k), k[0, :5], v[0, :5], **TABLES),
+    "jax.nn": lambda *qkv: jax.grad(lambda *a: jnp.sum(dot_product_attention(*a, scale=1.0) ** 2))(*qkv),
+    "layer": lambda q, *_: nnx.Attention(4, DIM, rngs=flax.nnx.Rngs(0))(q[:, :, 0]),
+    "scan": lambda q, *kv: jax.lax.scan(lambda x, _: (attention(x, *kv, backend="math"), 0), q, None, 2),
+    "one device of a mesh": lambda q, *kv: jax.shard_map(
+        partial(attention, backend="math"), mesh=cpu_meshes.mesh((1,), ("x",)), in_specs=P(), out_specs=P()
+    )(q, *kv),
+    "context parallelism": lambda q, *_: context_parallel_attention(
+        q[:, :4], q[:, :4], q[:, :4], mesh=cpu_meshes.mesh((1,), ("x",)), axis_name="x", causal=True, backend="math"
+    ),
+}
+
+
+def pools(array):
+    """Pools of keys and values, made anew, because an eager append donates them."""
+    return [jnp.full((6, 4, *array.shape[2:]), number) for number in (0.5, 0.25)]
+
+
+@pytest.mark.parametrize("call", WITHOUT_JIT.values(), ids=WITHOUT_JIT)
+def test_every_function_runs_without_jit(arrays, call):
+    close(without_jit(call, *arrays), jax.tree.map(np.asarray, call(*arrays)), atol=1e-5)
+
+
+def test_a_program_keeps_its_loops_without_jit(arrays):
+    """The kernel's program is traced once: loops that unroll would stay in it for calls of any length."""
+    q, k, v = (jnp.tile(array[:1, :1], (1, 2000, 1, 1)) for array in arrays)
+    program = without_jit(jax.make_jaxpr(partial(attention, causal=True, backend="jax_xla")), q, k, v)
+    assert str(program).count("while[") + str(program).count("scan[") == 4
 
 
 @contextmanager
