@@ -20,6 +20,7 @@ from attn_core.call.functions import AUX, DAUX
 from attn_core.call.tensors import Gradients, Inputs
 from jax_frontend.bridge.bridged_call import BridgedCall
 from jax_frontend.dispatch import (
+    explicit_axes,
     export,
     local_call,
     partitioning,
@@ -57,7 +58,7 @@ def forward_with_maximum(
     call = BridgedCall("forward", plan.backend, plan.device, plan.spec, names, **about)
     if plan.spec.empty:
         empty = partial(local_call.empty_results, call)
-        out, *others = partitioning.run_under_auto_axes(empty, MappedCall(call), operands)
+        out, *others = explicit_axes.run_under_auto_axes(empty, MappedCall(call), operands)
     else:
         out, *others = run_call(forward_p, MappedCall(call, requested=plan.requested), operands)
         if plan.checked:
@@ -108,7 +109,7 @@ def run_call(primitive: Primitive, whole: MappedCall, operands: Sequence[Any]) -
     # JAX backends stay plain operations in these cases; a bridged call cannot, and has no dropout.
     plain = call.spec.dropout or (inside and local_call.speaks_jax(call))
     run = (whole.run if inside else _jit_operations(whole)) if plain else partial(_bind, primitive, whole)
-    return partitioning.run_under_auto_axes(run, whole, operands)
+    return explicit_axes.run_under_auto_axes(run, whole, operands)
 
 
 @lru_cache(maxsize=4096)

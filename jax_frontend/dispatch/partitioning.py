@@ -59,29 +59,6 @@ def partly_manual() -> bool:
     return AxisType.Manual in types and any(kind is not AxisType.Manual for kind in types)
 
 
-def run_under_auto_axes(run: Callable[..., list[Any]], call: MappedCall, operands: Sequence[Any]) -> list[Any]:
-    """Runs a call. Explicit mesh axes become Auto inside it, and its results get explicit shardings.
-
-    Results are split as the call is; a gradient has the sharding of its operand.
-    """
-    shardings = [jax.typeof(array).sharding for array in operands]  # type: ignore[attr-defined]
-    explicit = [sharding for sharding in shardings if AxisType.Explicit in sharding.mesh.axis_types]
-    if not explicit:
-        return run(*operands)
-    mesh = explicit[0].mesh
-    known = [(name, array.shape, at.spec) for name, array, at in zip(call.names, operands, shardings, strict=True)]
-    split = split_of(call, mesh, known)
-    rows = call.call.spec.lse_shape
-    shapes = {"out": call.call.spec.out_shape, "lse": rows, "row_maximum": rows}
-    specs = {name: entry for name, _, entry in known} | {
-        name: split.spec(axes_of(call, name, shape)) for name, shape in shapes.items()
-    }
-    # Without its d, the name of a gradient is that of its operand.
-    results = [NamedSharding(mesh, specs[name if name in shapes else name[1:]]) for name in result_names(call)]
-    axes = tuple(name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind is AxisType.Explicit)
-    return jax.sharding.auto_axes(run, axes=axes, out_sharding=results)(*operands)  # type: ignore[no-any-return]
-
-
 def _known_shardings(call: MappedCall, operands: Sequence[Any], results: Sequence[Any]) -> Known:
     # Not strict: _results_sharding has no results yet.
     arrays = zip((*call.names, *result_names(call)), (*operands, *results), strict=False)

@@ -32,7 +32,9 @@ _AXES = {
     "rng": ("words",),
     "block_table": ("documents", "width"),
     "seq_lens": ("documents",),
-    "kv_starts": ("documents",),
+    "kv_lengths": ("batch",),
+    "kv_starts": ("batch",),
+    "cache_index": ("batch",),
     "k_scales": ("pages", "slots", "kv_heads"),  # scales by page have no slots
     "v_scales": ("pages", "slots", "kv_heads"),
     "k_recent": ("rings", "slots", "kv_heads", "dim"),
@@ -91,10 +93,10 @@ def axes_of(call: MappedCall, name: str, shape: Sequence[int]) -> tuple[str, ...
     own = shape[len(mapped) :]
     like = name.removeprefix("d")
     axes = _AXES[like][len(_AXES[like]) - len(own) :]
-    if call.call.spec.paged is not None and like in ("k", "v"):
-        axes = _POOL
-    if call.call.spec.paged is not None and like == "alibi_slopes":
-        axes = ("documents", "heads")[-len(own) :]
+    if call.call.spec.paged is not None:  # the rows of a paged call are documents in one row of tokens
+        axes = _POOL if like in ("k", "v") else tuple("documents" if axis == "batch" else axis for axis in axes)
+    elif like in ("k", "v") and "cache_index" in call.names:
+        axes = ("cache", *axes[1:])
     if like in AUX and AUX.index(like) in (by_row(call.call.spec) or ()):
         axes = ("batch", *axes[1:])
     # Then kv heads are query heads, and one factor splits both.

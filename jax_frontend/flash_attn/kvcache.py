@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 from attn_core.call.arguments import ArrayFacts
 from attn_core.call.options import check_flag
@@ -23,7 +25,7 @@ from attn_core.dropins.flash_attn_cache import (
 from attn_core.errors import SpecError
 from attn_core.paged.options import check_paged_options
 from jax_frontend.attention import attention
-from jax_frontend.dispatch import plan
+from jax_frontend.dispatch import explicit_axes, plan
 from jax_frontend.flash_attn.probabilities import lse_of_flash_attn, places_in_documents
 from jax_frontend.paged.append import append_kv
 from jax_frontend.paged.attention import paged_attention
@@ -117,11 +119,25 @@ def attend(
         **{name: options[name] for name in names}, max_len_q=longest
     )  # all checks come before the first write
     call, before = _checked(call, table)
-    new = 0 if call.k is None else call.k.shape[1]
     whole = call.block_table is call.cache_batch_idx is call.cache_leftpad is call.cu_seqlens_q is before is None
     if whole and call.k_cache.shape[0] == call.q.shape[0]:
         results = attention(call.q, call.k_cache, call.v_cache, alibi_slopes=call.alibi_slopes, **options)
         return results, (call.k_cache, call.v_cache)
+    arrays = {name: array for name, array in call._replace(cache_seqlens=before)._asdict().items() if array is not None}
+    run, mesh = partial(_in_pages, interleaved, options, longest), explicit_axes.explicit_mesh(arrays)
+    if mesh is None:
+        return run(arrays)
+    *rows, heads, _ = (*explicit_axes.spec_of(call.q), *(None,) * 4)[: call.q.ndim]
+    rows = rows[:-1]  # the batch, unless q is packed: tokens are whole
+    out = (P(*rows, None, heads), P(*rows, heads)) if options["return_lse"] else P(*rows, None, heads)
+    specs = out, tuple(map(explicit_axes.spec_of, (call.k_cache, call.v_cache)))
+    return explicit_axes.as_auto(run, mesh, specs)(arrays)
+
+
+def _in_pages(interleaved: bool, options: dict[str, Any], longest: int | None, arrays: dict[str, Array]) -> Any:
+    """Appends, rotates and attends on pages. arrays: the fields of ``Cached`` that the call has."""
+    call = Cached(*map(arrays.get, Cached._fields))
+    before, new = call.cache_seqlens, 0 if call.k is None else call.k.shape[1]
     batch = len(call.q) if call.cu_seqlens_q is None else call.cu_seqlens_q.shape[0] - 1
     pages = call.block_table
     if pages is None:

@@ -25,6 +25,7 @@ from attn_core.call.options import normalise_window
 from attn_core.call.spec import DTYPES
 from attn_core.errors import DTypeError, ShapeError, SpecError, shown
 from attn_core.expressions.tracing import TracedFunction
+from jax_frontend.dispatch.explicit_axes import split_as
 from jax_frontend.dispatch.plan import as_array, ranges_as_array
 from jax_frontend.dispatch.value_checks import values_here
 from jax_frontend.flax.layer import Cache, LayerCall, LayerOptions, attend_to_heads
@@ -155,7 +156,7 @@ def _warn(message: str | None) -> None:
 def _written(cached: jax.Array, heads: jax.Array, index: jax.Array) -> jax.Array:
     """Returns ``[batch..., max_length, heads, dim]`` with new heads ``[rows, new, heads, dim]`` from the index on."""
     new = heads.reshape(*cached.shape[:-3], *heads.shape[1:]).astype(cached.dtype)
-    return lax.dynamic_update_slice_in_dim(cached, new, index, axis=cached.ndim - 3)
+    return lax.dynamic_update_slice_in_dim(cached, split_as(new, cached), index, axis=cached.ndim - 3)
 
 
 def _has_tables(call: LayerCall) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Never
 
 import jax
@@ -15,7 +16,7 @@ from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
 from attn_core.paged import arguments
 from attn_core.paged.places import check_choice
 from attn_core.paged.rotary import COS, SIN, pair_of
-from jax_frontend.dispatch import plan
+from jax_frontend.dispatch import explicit_axes, plan
 from jax_frontend.paged.places import check_append_values, without_int64
 from jax_frontend.paged.quantise import write
 from jax_frontend.paged.rotary import rotate
@@ -106,11 +107,18 @@ def append_kv(
     traced = any(isinstance(array, jax.core.Tracer) for array in arrays.values())
     by_page = k_scales is not None and k_scales.ndim == 2
     run = _append if traced else _append_by_page if by_page else _append_donated
-    results = run(*arrays.values(), rotary_interleaved)  # type: ignore[call-arg]
+    results = run(*arrays.values(), rotary_interleaved)
     return tuple(array for array in results if array is not None)
 
 
-def _append(
+def _append(*arguments: Any) -> Any:
+    """Runs ``_written``. On a mesh with Explicit axes its results keep the types of the pools, scales and rings."""
+    *arrays, interleaved = arguments
+    return explicit_axes.run_like(partial(_written, interleaved), (*arrays[:2], *arrays[4:8]), *arrays)
+
+
+def _written(
+    interleaved: bool,
     k_pages: Array,
     v_pages: Array,
     k: Array,
@@ -127,7 +135,6 @@ def _append(
     slots: Array | None,
     positions: Any,
     recent_rows: Array | None,
-    interleaved: bool,
 ) -> Any:
     """Writes k and v, the keys rotated, and quantised if there are scales. Returns the pools, scales and rings.
 

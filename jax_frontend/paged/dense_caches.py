@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from attn_core.call import cache_rows, checks
 from attn_core.call.cache_rows import CacheRows
@@ -20,17 +21,24 @@ from attn_core.call.key_ranges import check_values
 from attn_core.call.options import ON_PAGES, PLAIN, Options, check_options, requested_names
 from attn_core.call.tensors import Inputs
 from attn_core.errors import DTypeError, SpecError
-from attn_core.expressions.tracing import TracedFunction
 from attn_core.selection import Selection, override
 from attn_core.selection.dense_caches import read_pages
-from jax_frontend.dispatch import plan, value_checks
+from jax_frontend.dispatch import explicit_axes, plan, value_checks
+from jax_frontend.dispatch.split import Split
 from jax_frontend.paged.attention import paged_attention
 from jax_frontend.paged.cache_documents import are_documents, as_documents, shapes_of_documents
+from jax_frontend.paged.cache_ranges import (
+    Keywords,
+    Window,
+    as_ranges,
+    ranges,
+    rows_of,
+    split_of_rows,
+    with_ranges,
+)
 from jax_frontend.paged.explain import explain_paged
 
 Array = jax.Array
-Keywords = dict[str, Any]
-Window = tuple[int | None, int | None]
 
 
 class _Call(NamedTuple):
@@ -52,10 +60,10 @@ def attend(attention: Callable[..., Any], qkv: tuple[Any, ...], rows: CacheRows,
     """
     rows, window = _checked(qkv, rows, options)
     if not _on_pages(qkv, window, options):
-        tensors, others = _as_ranges(qkv, rows, window, options)
+        tensors, others = as_ranges(qkv, rows, window, options)
         return attention(*tensors, **others)
     if checks.enabled():
-        value_checks.check_cache(*_as_ranges(qkv, rows, window, options))
+        value_checks.check_cache(*as_ranges(qkv, rows, window, options))
     options = options | {"backend": requested_names(options["backend"])}
     named = tuple([(name, options[name]) for name in (*PLAIN, "backend") if name != "window"])
     call = _Call(attention, window, named, are_documents(qkv, rows, options))
@@ -80,9 +88,9 @@ def explain(
     rows, window = _checked(qkv, rows, options, shapes_only=True)
     q, k, v = qkv
     if needs_backward or not _on_pages(qkv, window, options):
-        find = partial(_ranges, window=window, options=options)
-        key_ranges, k, v = jax.eval_shape(find, qkv, rows, options["key_ranges"])
-        tensors, others = _with_ranges(q, k, v, rows, key_ranges, options)
+        theirs = options["key_ranges"]
+        key_ranges, k, v = jax.eval_shape(partial(ranges, window=window, options=options), qkv, rows, theirs)
+        tensors, others = with_ranges(q, k, v, rows, key_ranges, options)
         return explain(*tensors, **others, needs_backward=needs_backward)
     if are_documents(qkv, rows, options):
         arrays, keywords = shapes_of_documents(qkv, rows, options | {"window": window})
@@ -156,15 +164,29 @@ def _pool_tables(queries: tuple[int, ...], cache: tuple[int, ...], rows: CacheRo
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _from_pages(call: _Call, arrays: dict[str, Array]) -> Any:
+    run, on_mesh = partial(_run, call), split_of_rows(arrays)
+    if on_mesh is None:
+        return run(arrays)
+    mesh, split = on_mesh
+    return explicit_axes.as_auto(run, mesh, _specs(call, split))(arrays)
+
+
+def _specs(call: _Call, split: Split) -> Any:
+    """Returns the PartitionSpecs of the results."""
+    out, lse = split.spec(("batch", "queries", "heads", "dim")), split.spec(("batch", "heads", "queries"))
+    return (out, lse) if dict(call.options)["return_lse"] else out
+
+
+def _run(call: _Call, arrays: dict[str, Array]) -> Any:
     q, k, v = (arrays[name] for name in "qkv")
     batch, count = q.shape[:2]
-    tables = _pool_tables((batch, count), k.shape[:2], _rows_of(arrays))
+    tables = _pool_tables((batch, count), k.shape[:2], rows_of(arrays))
     options = dict(call.options)
     keywords: Keywords = {name: options[name] for name in (*ON_PAGES, "backend")} | tables
     extras = {name: arrays.get(name) for name in ("sinks", "alibi_slopes")}
     keywords |= {**extras, "window": call.window, "max_len_q": count}
     if call.packed:
-        documents, keywords = as_documents(q, k, v, _rows_of(arrays), options | extras | {"window": call.window})
+        documents, keywords = as_documents(q, k, v, rows_of(arrays), options | extras | {"window": call.window})
         results = call.attention(*documents, **keywords)
     else:
         results = paged_attention(q.reshape(batch * count, *q.shape[2:]), k, v, **keywords)
@@ -188,73 +210,20 @@ def _derivative(call: _Call, primals: Any, tangents: Any) -> tuple[Any, Any]:
         raise SpecError("alibi_slopes: expected no gradient, it is not defined here; use jax.lax.stop_gradient")
     options = {**_ABSENT, **dict(call.options)}
 
-    def with_ranges(some: dict[str, Array]) -> Any:
+    def run(some: dict[str, Array]) -> Any:
         every = arrays | some
         extras = {name: every.get(name) for name in ("sinks", "alibi_slopes")}
         qkv = every["q"], every["k"], every["v"]
-        tensors, others = _as_ranges(qkv, _rows_of(every), call.window, options | extras)
-        return call.attention(*tensors, **others)
+        tensors, others = as_ranges(qkv, rows_of(every), call.window, options | extras)
+        results, on_mesh = call.attention(*tensors, **others), split_of_rows(arrays)
+        if on_mesh is None:
+            return results
+        mesh, split = on_mesh
+        return jax.sharding.reshard(results, jax.tree.map(partial(NamedSharding, mesh), _specs(call, split)))
 
-    return jax.jvp(with_ranges, ({name: arrays[name] for name in moving},), (moving,))  # type: ignore[return-value]
+    return jax.jvp(run, ({name: arrays[name] for name in moving},), (moving,))  # type: ignore[return-value]
 
 
 _jit_from_pages = jax.jit(_from_pages, static_argnums=0, inline=True)
 _ABSENT: Keywords = {"mask": None, "bias": None, "key_ranges": None, "mask_mod": None, "score_mod": None, "aux": ()}
 _ABSENT |= {"seq_info": None, "return_max_logit": False, "dropout_rng": None}
-
-
-def _rows_of(arrays: dict[str, Array]) -> CacheRows:
-    return CacheRows(*(arrays.get(name) for name in CacheRows._fields))
-
-
-def _as_ranges(
-    qkv: tuple[Any, ...], rows: CacheRows, window: Window, options: Keywords
-) -> tuple[tuple[Any, ...], Keywords]:
-    """Returns the arrays and the keywords of ``attention`` for the same call with key ranges."""
-    key_ranges, k, v = _ranges(qkv, rows, options["key_ranges"], window=window, options=options)
-    return _with_ranges(qkv[0], k, v, rows, key_ranges, options)
-
-
-def _ranges(
-    qkv: tuple[Any, ...], rows: CacheRows, theirs: Any, *, window: Window, options: Keywords
-) -> tuple[Array, Array, Array]:
-    """Returns the key ranges of the call, and k and v as ``[batch, kv_len, ...]`` with 0 outside of each row.
-
-    theirs: the caller's key ranges, or None.
-    """
-    q, k, v = qkv
-    rows = cache_rows.clamped(rows, k.shape[1], k.shape[0])
-    if rows.cache_index is not None:
-        k, v = k[rows.cache_index], v[rows.cache_index]
-    edges = window[0], 0 if options["causal"] else window[1]
-    key, lengths = jnp.arange(k.shape[1], dtype=jnp.int32), (q.shape[1], k.shape[1])
-    start, stop, inside = cache_rows.queries_of_keys(key, rows, lengths, edges, options["alignment"] == "top_left")
-    start, stop = start[:, None, :, None], stop[:, None, :, None]  # [batch, 1, kv_len, 1]
-    if theirs is not None:
-        start, stop = jnp.maximum(start, theirs[..., 0]), jnp.minimum(stop, theirs[..., 1])
-        stop = jnp.maximum(start, stop)
-    k, v = (jnp.where(inside[:, :, None, None], array, jnp.zeros((), array.dtype)) for array in (k, v))
-    return jnp.stack((start, stop), -1), k, v
-
-
-def _with_ranges(
-    q: Any, k: Any, v: Any, rows: CacheRows, key_ranges: Any, options: Keywords
-) -> tuple[tuple[Any, ...], Keywords]:
-    """Returns the arrays and the keywords of ``attention`` for the same call with these key ranges."""
-    changed: Keywords = {"key_ranges": key_ranges, "causal": False, "window": None}
-    slopes = options["alibi_slopes"]
-    if slopes is not None and options["alignment"] == "bottom_right":
-        offsets = partial(_offsets, q.shape[1], k.shape[1], q.shape[0])
-        dtype = jnp.promote_types(q.dtype, jnp.float32)
-        if all(array is None or isinstance(array, jax.Array) for array in (slopes, rows.kv_lengths)):
-            arrays = jax.lax.stop_gradient(slopes.astype(dtype)), offsets(rows.kv_lengths)
-        else:
-            arrays = jax.ShapeDtypeStruct(slopes.shape, dtype), jax.eval_shape(offsets, rows.kv_lengths)
-        changed |= {"alibi_slopes": None, "score_mod": TracedFunction(cache_rows.slopes_of_rows(slopes.ndim), arrays)}
-    return (q, k, v), options | changed
-
-
-def _offsets(q_len: Any, kv_len: Any, batch: Any, kv_lengths: Any) -> Array:
-    """Returns the key at which the first query of each row stands."""
-    lengths = jnp.full((batch,), kv_len, jnp.int32) if kv_lengths is None else jnp.clip(kv_lengths, 0, kv_len)
-    return lengths - q_len

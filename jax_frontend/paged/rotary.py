@@ -12,7 +12,7 @@ import numpy as np
 from attn_core.call.arguments import ArrayFacts
 from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
 from attn_core.paged import rotary
-from jax_frontend.dispatch import plan
+from jax_frontend.dispatch import explicit_axes, plan
 from jax_frontend.paged.tables import copy_numpy, is_on_host
 
 Array = jax.Array
@@ -68,7 +68,10 @@ def rotate(x: Array, cos: Array, sin: Array, positions: Array, interleaved: bool
     return jnp.concatenate((pairs.astype(dtype), rest.astype(dtype)), -1)
 
 
-_jit_rotate = jax.jit(rotate, static_argnums=(4, 5), inline=True)
+@partial(jax.jit, static_argnums=(4, 5), inline=True)
+def _jit_rotate(x: Array, cos: Array, sin: Array, positions: Array, interleaved: bool, dtype: Any) -> Array:
+    run = partial(rotate, interleaved=interleaved, dtype=dtype)
+    return explicit_axes.run_like(run, x, x, cos, sin, positions)  # type: ignore[no-any-return]
 
 
 @jax.custom_jvp

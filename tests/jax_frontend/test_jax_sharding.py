@@ -36,6 +36,7 @@ from sharded_calls import (
 from attn_core import backends
 from jax_frontend import SeqInfo, append_kv, attention, attention_qkvpacked, paged_attention
 from jax_frontend.bridge import targets
+from jax_frontend.flash_attn import flash_attn_with_kvcache
 
 pytestmark = pytest.mark.sampled
 
@@ -333,3 +334,110 @@ def test_largest_logits_stay_split(mesh, auto_mesh, backend):
     assert spec_entries(results[1]) == ("data", "model")
     mapped = jax.shard_map(call, mesh=auto_mesh, in_specs=(spec,) * 3, out_specs=(spec, P("data", "model")))
     assert_close(jax.jit(mapped)(*map(jnp.asarray, arrays)), expected)
+
+
+CACHE_SPLITS = {**SPLITS, "queries": P(None, "data")}
+ROWS = {
+    "lengths": {"kv_lengths": [14, 3, 9, 0]},
+    "starts": {"kv_starts": [0, 2, 13, 5], "alignment": "top_left"},
+    "places": {"kv_lengths": [14, 3, 9, 2], "cache_index": [2, 0, 3, 1]},
+    "slopes, sinks": {"kv_lengths": [14, 3, 9, 2], "alibi_slopes": [0.5] * HEADS, "sinks": [0.1] * HEADS},
+    "bias, ranges": {
+        "kv_lengths": [14, 3, 9, 2],
+        "bias": np.full((BATCH, 1, Q_LEN, KV_LEN), 0.5),
+        "key_ranges": np.full((1, KV_HEADS, KV_LEN, 1, 2), (0, 7), np.int32),
+    },
+}
+
+
+def rows_call(options, grad_of_jit):
+    """Returns a function of q, k, v and the named arrays: the results, and the gradients of q, k and v."""
+    names = [name for name in options if name != "alignment"]
+    alignment = options.get("alignment", "bottom_right")
+
+    def call(q, k, v, *arrays):
+        named = dict(zip(names, arrays, strict=True))
+        return attention(q, k, v, causal=True, alignment=alignment, return_lse=True, **named)
+
+    def loss(*arrays):
+        out, lse = (jax.jit(call) if grad_of_jit else call)(*arrays)
+        return jnp.sum(out**2) + jnp.sum(jnp.sin(jnp.where(lse == -jnp.inf, 0, lse)))
+
+    both = (lambda f: f) if grad_of_jit else jax.jit
+    return lambda *arrays: (both(call)(*arrays), both(jax.grad(loss, (0, 1, 2)))(*arrays))
+
+
+@pytest.mark.parametrize("grad_of_jit", [False, True], ids=["jit", "grad of jit"])
+@pytest.mark.parametrize("spec", CACHE_SPLITS.values(), ids=CACHE_SPLITS)
+@pytest.mark.parametrize("options", ROWS.values(), ids=ROWS)
+def test_rows_of_a_cache_on_a_mesh(mesh, options, spec, grad_of_jit):
+    """The numbers and gradients of one device; on Explicit axes also the types of a dense call's results."""
+    numbers = {name: np.asarray(value) for name, value in options.items() if name != "alignment"}
+    arrays = (*qkv(), *(a.astype(np.float32 if a.dtype == np.float64 else np.int32) for a in numbers.values()))
+    run = rows_call(options, grad_of_jit)
+    expected = jax.tree.map(np.asarray, run(*map(jnp.asarray, arrays)))
+    of_rows = P(spec[0])
+    others = [of_rows if array.shape[0] == BATCH else P() for array in arrays[3:]]
+    with jax.set_mesh(mesh):
+        on_mesh = place(mesh, arrays, (spec,) * 3 + tuple(others))
+        results, gradients = run(*on_mesh)
+        dense = jax.jit(partial(attention, causal=True, return_lse=True))(*on_mesh[:3])
+    assert_close((results, gradients), expected)
+    if "Explicit" in str(mesh.axis_types):
+        assert list(map(jax.typeof, results)) == list(map(jax.typeof, dense))
+        assert list(map(jax.typeof, gradients)) == list(map(jax.typeof, on_mesh[:3]))
+
+
+POOL_SPLITS = {
+    "pages": (P("data"), P(), P()),
+    "slots": (P(None, "data"), P(), P()),
+    "tokens": (P(), P("model"), P()),
+    "tables": (P(), P(), P("data")),
+    "all": (P("data", None, "model"), P("data", "model"), P("data")),
+}
+
+
+@pytest.mark.parametrize(("pool", "tokens", "tables"), POOL_SPLITS.values(), ids=POOL_SPLITS)
+@pytest.mark.parametrize("by_slots", [False, True], ids=["tables", "slots"])
+def test_appends_on_a_mesh(mesh, pool, tokens, tables, by_slots):
+    """Any axis of the pool and of the tokens may be split; the pools keep their types."""
+    where = {"block_table": jnp.array([[5, 0, 2], [3, 1, -1]], jnp.int32), "seq_lens": jnp.array([11, 6], jnp.int32)}
+    cu = jnp.array([0, 4, 6], jnp.int32)
+    slots = jnp.array([3, 9, -1, 20, 21, 0], jnp.int32)
+    k, v, *angles = (normal(seed, *shape) for seed, shape in enumerate(((6, 2, 4), (6, 2, 4), (12, 2), (12, 2))))
+    pools = [normal(seed, 8, 4, 2, 4) for seed in (5, 6)]
+
+    def step(k_pages, v_pages, k, v, table, lengths):
+        to = {"block_table": table, "seq_lens": lengths, "cu_seqlens_q": cu, "rotary": tuple(map(jnp.asarray, angles))}
+        return append_kv(k_pages, v_pages, k, v, **({"slot_mapping": slots} if by_slots else to))
+
+    expected = jax.tree.map(np.asarray, jax.jit(step)(*map(jnp.asarray, (*pools, k, v)), *where.values()))
+    with jax.set_mesh(mesh):
+        on_mesh = place(mesh, (*pools, k, v, *where.values()), (pool, pool, tokens, tokens, tables, tables))
+        results = jax.jit(step)(*on_mesh)
+    assert_close(results, expected)
+    if "Explicit" in str(mesh.axis_types):
+        assert list(map(jax.typeof, results)) == list(map(jax.typeof, on_mesh[:2]))
+
+
+@pytest.mark.parametrize("spec", CACHE_SPLITS.values(), ids=CACHE_SPLITS)
+def test_the_cache_of_flash_attn_on_a_mesh(mesh, spec):
+    """Appends, rotates and attends; the results are split as q is, but for the queries."""
+    q, k, v = (normal(seed, BATCH, 2, 4, DIM) for seed in range(3))
+    caches = [normal(seed, BATCH, 8, 4, DIM) for seed in (3, 4)]
+    cos, sin = (normal(seed, 8, DIM // 2) for seed in (5, 6))
+    lengths = np.array([3, 0, 6, 1], np.int32)
+
+    def step(q, k, v, k_cache, v_cache, lengths):
+        given = {"rotary_cos": jnp.asarray(cos), "rotary_sin": jnp.asarray(sin), "causal": True}
+        return flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=lengths, **given)
+
+    expected = jax.tree.map(np.asarray, jax.jit(step)(*map(jnp.asarray, (q, k, v, *caches, lengths))))
+    with jax.set_mesh(mesh):
+        on_mesh = place(mesh, (q, k, v, *caches, lengths), (*(spec,) * 5, P(spec[0])))
+        out, *written = jax.jit(step)(*on_mesh)
+    assert_close((out, *written), expected)
+    if "Explicit" in str(mesh.axis_types):
+        entries = (*spec, *(None,) * (4 - len(spec)))
+        assert spec_entries(out) == (entries[0], None, *entries[2:])
+        assert list(map(jax.typeof, written)) == list(map(jax.typeof, on_mesh[3:5]))
