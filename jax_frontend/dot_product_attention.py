@@ -102,7 +102,7 @@ def dot_product_attention(
         value: ``[batch, kv_len, kv_heads, value_dim]``. query, key, value: all float64, float32, bfloat16 or float16.
         bias: float, added to the scaled scores; broadcastable to ``[batch, heads, q_len, kv_len]``.
         mask: bool, True = visible; the same shapes.
-        scale: factor on ``query . key``, known on the host; ``1 / sqrt(head_dim)`` if None.
+        scale: factor on ``query . key``, which may be traced; ``1 / sqrt(head_dim)`` if None.
         is_causal: query i sees keys 0 to i, whatever the lengths (``alignment="top_left"`` in ``attention``).
         query_seq_lengths: int32 ``[batch]``, may be traced: queries from this index on have output 0 and no gradient.
         key_value_seq_lengths: int32 ``[batch]``, may be traced: no query sees keys from this index on.
@@ -139,7 +139,7 @@ def dot_product_attention(
         # jax.nn counts the positions of queries and keys from 0, whatever the lengths.
         alignment="top_left",
         window=_window(local_window_size),
-        scale=check_number("scale", scale),
+        scale=scale if isinstance(scale, jax.Array) else check_number("scale", scale),
         mask=_visible(None if mask is None else _array("mask", mask), keys_inside, scores),
         bias=None if bias is None else _array("bias", bias),
         backend=_requested(implementation, backend),

@@ -160,7 +160,9 @@ def moved_array(name: str, array: Any, *, shapes_only: bool = False) -> Any:
     if isinstance(array, np.ndarray):
         return jax.device_put(array)  # explicitly, which ``jax.transfer_guard`` allows
     check_array(name, array, shapes_only=shapes_only)
-    return array
+    # JAX differentiates a Python number as an object without a shape, which becomes an array with its dtype fixed.
+    typed = isinstance(array, jax.core.Tracer) and jax.typeof(array).weak_type  # type: ignore[attr-defined]
+    return jnp.asarray(array, array.dtype) if typed else array
 
 
 def as_array(name: str, value: Any) -> jax.Array:

@@ -501,7 +501,8 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"bias": normal(KV_LEN, dtype="int32")}, DTypeError, "bias: expected one of .*int32"),
     ({"scale": 0.0}, SpecError, "scale=0.0: expected a finite number above 0"),
     ({"scale": -1.0}, SpecError, "scale=-1.0: expected a finite number above 0"),
-    ({"scale": jnp.float32(0.5)}, SpecError, "scale=.*known on the host"),
+    ({"scale": jnp.ones(2)}, ShapeError, r"scale: expected a number.*got shape \[2\]"),
+    ({"scale": jnp.int32(2)}, DTypeError, "scale: expected dtype float, got int32"),
     ({"is_causal": 1}, SpecError, "is_causal=1: expected True or False"),
     ({"return_residual": 1}, SpecError, "return_residual=1: expected True or False"),
     ({"query_seq_lengths": [1.0, 2.0]}, DTypeError, "query_seq_lengths: expected dtype int32, got float32"),
@@ -526,10 +527,17 @@ def test_unsupported_arguments_are_refused_by_name(changed: Any, error: type[Exc
         dot_product_attention(**{**QKV, **changed})
 
 
-@pytest.mark.parametrize("name", ["scale", "local_window_size"])
-def test_a_traced_number_is_refused_by_name(name: str) -> None:
-    with pytest.raises(SpecError, match=f"{name}=.*known on the host"):
-        jax.jit(lambda number: dot_product_attention(**QKV, **{name: number}))(2)
+def test_a_traced_window_is_refused_by_name() -> None:
+    with pytest.raises(SpecError, match=r"local_window_size=.*known on the host"):
+        jax.jit(lambda number: dot_product_attention(**QKV, local_window_size=number))(2)
+
+
+@pytest.mark.parametrize("way", [lambda f: f, jax.jit, jax.grad, jax.value_and_grad], ids=["", "jit", "grad", "value"])
+@pytest.mark.parametrize("number", [0.4, jnp.float32(0.4)], ids=["float", "array"])
+def test_a_traced_scale_is_as_in_jax_nn(way: Any, number: Any) -> None:
+    arrays = build().learned
+    results = [way(lambda s, f=f: (f(**arrays, scale=s) ** 2).sum())(number) for f in (dot_product_attention, HOST)]
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-4), *results)
 
 
 def test_it_can_replace_jax_nns_function(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,6 +87,42 @@ def test_a_traced_scale_has_a_gradient() -> None:
     np.testing.assert_allclose(jax.grad(loss)(jnp.float32(0.3)), slope_of_loss, rtol=1e-2)
 
 
+NUMBERS = {
+    "scale": ({"causal": True}, lambda s: {"scale": s}),
+    "scale, softcap": ({"softcap": 5.0}, lambda s: {"scale": s}),
+    "aux": ({}, lambda s: {"score_mod": lambda score, b, h, q, k, t: score * t, "aux": (s,)}),
+}
+WAYS = {
+    "grad": jax.grad,
+    "value_and_grad": lambda f: lambda s: jax.value_and_grad(f)(s)[1],
+    "vjp": lambda f: lambda s: jax.vjp(f, s)[1](jnp.float32(1))[0],
+    "jacrev": jax.jacrev,
+    "jacfwd": jax.jacfwd,
+    "jit of grad": lambda f: jax.jit(jax.grad(f)),
+    "grad of jit": lambda f: jax.grad(jax.jit(f)),
+}
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize(("fixed", "options"), NUMBERS.values(), ids=NUMBERS)
+@pytest.mark.parametrize("number", [0.3, np.float32(0.3), np.array(0.3, np.float32)], ids=["float", "numpy", "0-d"])
+def test_any_number_has_the_gradient_of_an_array(way: Any, fixed: Any, options: Any, number: Any) -> None:
+    """JAX differentiates a Python number as an object of its own."""
+
+    def loss(s: Any) -> Any:
+        return (attention(Q, K, V, **fixed, **options(s), backend="jax_xla") ** 2).sum()
+
+    np.testing.assert_allclose(way(loss)(number), jax.grad(loss)(jnp.float32(0.3)), rtol=1e-3)
+
+
+def test_a_window_beside_a_differentiated_scale() -> None:
+    def loss(scale: Any, window: Any) -> Any:
+        return (attention(Q, K, V, scale=scale, causal=True, window=window, backend="jax_xla") ** 2).sum()
+
+    gradient, _ = jax.grad(loss, (0, 1), allow_int=True)(0.3, 4)
+    np.testing.assert_allclose(gradient, jax.grad(loss)(jnp.float32(0.3), 4), rtol=1e-3)
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
