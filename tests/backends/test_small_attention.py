@@ -43,7 +43,7 @@ def tensors(inputs: Inputs, dtype: str) -> Inputs:
 def test_one_piece_matches_the_reference(case: str, dtype: str) -> None:
     example = make(CASES[case], dtype)
     assert small_attention.fits(example.spec)
-    out, lse = small_attention.forward(example.spec, tensors(example.inputs, dtype))
+    out, lse, _ = small_attention.results(example.spec, tensors(example.inputs, dtype), False)
     assert out.shape == example.spec.out_shape and out.is_contiguous() and lse.shape == example.spec.lse_shape
     verdict = accuracy.expect(example.spec, example.inputs).judge(out=out.double().numpy(), lse=lse.numpy())
     assert verdict.ok, verdict
@@ -55,7 +55,7 @@ def test_one_piece_agrees_with_blocks(case: str, dtype: str, monkeypatch: pytest
     """To rounding, because on some processors a matrix product has other bits if its operands have other strides."""
     example = make(CASES[case], dtype)
     inputs = tensors(example.inputs, dtype)
-    out, lse = small_attention.forward(example.spec, inputs)
+    out, lse, _ = small_attention.results(example.spec, inputs, False)
     monkeypatch.setattr(small_attention, "fits", lambda spec: False)
     expected, expected_lse = plain_attention.forward(example.spec, inputs)
     step = torch.finfo(out.dtype).eps
@@ -67,7 +67,8 @@ def test_one_piece_agrees_with_blocks(case: str, dtype: str, monkeypatch: pytest
 def test_the_comparison_finds_planted_faults(fault: str) -> None:
     example = make({"softcap": 1.5, "causal": True, "window": (3, 0)}, "float32")
     wrong = {"window": (2, 0), "softcap": 1.6, "scale": 1.01 * example.spec.scale}[fault]
-    out, _ = small_attention.forward(replace(example.spec, **{fault: wrong}), tensors(example.inputs, "float32"))
+    wrongly = replace(example.spec, **{fault: wrong})
+    out, _, _ = small_attention.results(wrongly, tensors(example.inputs, "float32"), False)
     assert not accuracy.expect(example.spec, example.inputs).judge(out=out.double().numpy()).ok
 
 

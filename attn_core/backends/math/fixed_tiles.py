@@ -7,9 +7,6 @@ and hidden. Every product has the same shape, so that the library behind torch m
 and sums are added in the order of the tiles. Tiles in which a query sees nothing change none of its bits: their weights
 are 0, and the running maximum stays.
 
-A product is never of one matrix alone: a lone head is multiplied twice. The library gives each of several matrices to
-one thread. One alone it may share among threads, or multiply by a loop for vectors, in another order of sums.
-
 exp, tanh and log have the same bits at every place of a tensor; torch's exp2 and sigmoid do not, because the last
 elements, which fill no vector register, take another function.
 """
@@ -20,9 +17,10 @@ import math
 from typing import Any, NamedTuple
 
 from attn_core.backends.math.tile_operands import KEY_TILE, QUERY_TILE, Part, Tiles, parts, tiles_of
+from attn_core.backends.math.tile_products import over_keys, over_rows, tile_products
 from attn_core.backends.shared.autograd import without_gradient
 from attn_core.backends.shared.plain.attention import without_autocast
-from attn_core.backends.shared.plain.contained_sums import products, sum_over_keys, sum_over_rows
+from attn_core.call.large_logits import LARGE_LSE, may_be_large
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
 
@@ -82,7 +80,7 @@ def _attend_once(spec: AttentionSpec, tiles: Tiles, number: int, exact: bool) ->
         weights = _exp(scores.sub_(base))
         part_total, part = (
             weights.sum(-1, keepdim=True),
-            _over_keys(weights, tiles.block(tiles.v, block), tiles, hidden),
+            over_keys(weights, tiles.block(tiles.v, block), tiles, hidden),
         )
         if top is None:
             total, summed = part_total, part
@@ -133,7 +131,7 @@ def _scores(
     """
     import torch
 
-    scores = _products(q, tiles.block(tiles.k, block).mT, tiles.for_scores())
+    scores = tile_products(q, tiles.block(tiles.k, block).mT, tiles.for_scores())
     slope = None
     if spec.softcap is not None:
         bent = scores.tanh_()
@@ -149,31 +147,6 @@ def _scores(
     elif hidden is not None:
         scores.masked_fill_(hidden, -math.inf)
     return scores, hidden, slope
-
-
-def _products(rows: Any, matrix: Any, out: Any = None) -> Any:
-    """``[batch * kv_heads, group, QUERY_TILE, a]`` times ``[batch * kv_heads, a, b]``. out: memory to write into."""
-    several = _several(rows, matrix)
-    return products(several[0][:, None], several[1][:, None], out)[: len(rows), 0]
-
-
-def _several(*operands: Any) -> tuple[Any, ...]:
-    """Returns operands of products of at least two matrices, as views; see above."""
-    return operands if len(operands[0]) > 1 else tuple(each.expand(2, *each.shape[1:]) for each in operands)
-
-
-def _over_keys(weights: Any, values: Any, tiles: Tiles, hidden: Any) -> Any:
-    """Sums values ``[batch * kv_heads, KEY_TILE, dim]`` over the keys of a tile; a NaN reaches who sees it."""
-    hidden = None if tiles.finite or hidden is None else hidden[:, None]
-    several = _several(weights, values)
-    return sum_over_keys(several[0][:, None], several[1][:, None], hidden)[: len(weights), 0]
-
-
-def _over_rows(weights: Any, rows: Any, tiles: Tiles, hidden: Any) -> Any:
-    """Sums rows ``[batch * kv_heads, group, QUERY_TILE, dim]`` over group and queries of a tile."""
-    hidden = None if tiles.finite or hidden is None else hidden[:, None]
-    several = _several(weights, rows)
-    return sum_over_rows(several[0][:, None], several[1][:, None], hidden)[: len(weights), 0]
 
 
 class Saved(NamedTuple):
@@ -229,24 +202,47 @@ def _sinks_gradient(sinks: Any, lse: Any, term: Any) -> Any:
 
 def _add_gradients(spec: AttentionSpec, tiles: Tiles, saved: Saved, number: int, dk: Any, dv: Any) -> Any:
     """Adds a tile of queries to dk and dv, and returns its dq ``[batch * kv_heads, group, QUERY_TILE, head_dim]``."""
-    q, dout = tiles.queries(number), saved.dout[:, number]
+    q, dout, lse = tiles.queries(number), saved.dout[:, number], saved.lse[:, number]
     dq = q.new_zeros(q.shape)
+    shift, total = _exact_sums(spec, tiles, q, number, lse) if may_be_large(spec) else (lse, None)
     for block in tiles.blocks_of(number):
         weights, hidden, slope = _scores(spec, tiles, q, number, block)
-        weights = _exp(weights.sub_(saved.lse[:, number]))
-        dscores = _products(dout, tiles.block(tiles.v, block).mT).add_(saved.term[:, number])
+        weights = _exp(weights.sub_(shift))
+        weights = weights if total is None else weights.div_(total)
+        dscores = tile_products(dout, tiles.block(tiles.v, block).mT).add_(saved.term[:, number])
         if hidden is not None:
             weights.masked_fill_(hidden, 0.0)
             dscores.masked_fill_(hidden, 0.0)
-        tiles.block(dv, block).add_(_over_rows(weights, dout, tiles, hidden))
+        tiles.block(dv, block).add_(over_rows(weights, dout, tiles, hidden))
         dscores.mul_(weights)
         if slope is not None:
             dscores.mul_(slope)
         if slope is not None and hidden is not None:
             dscores.masked_fill_(hidden, 0.0)
-        dq.add_(_over_keys(dscores, tiles.block(tiles.k, block), tiles, hidden))
-        tiles.block(dk, block).add_(_over_rows(dscores, q, tiles, hidden))
+        dq.add_(over_keys(dscores, tiles.block(tiles.k, block), tiles, hidden))
+        tiles.block(dk, block).add_(over_rows(dscores, q, tiles, hidden))
     return dq.mul_(spec.scale)
+
+
+def _exact_sums(spec: AttentionSpec, tiles: Tiles, q: Any, number: int, lse: Any) -> tuple[Any, Any]:
+    """Returns what a tile's weights are: exp(score - first) / second. The second is None for 1.
+
+    They are the lse and 1, but in rows whose lse is so large that it has lost the logarithm of the row's sum.
+    """
+    import torch
+
+    large = (lse.abs() >= LARGE_LSE) & lse.isfinite()
+    if not large.any():
+        return lse, None
+    top: Any = torch.full_like(lse, -math.inf) if tiles.sinks is None else tiles.sinks.expand(lse.shape)
+    total = torch.zeros_like(lse) if tiles.sinks is None else torch.ones_like(lse)
+    for block in tiles.blocks_of(number):
+        scores, _, _ = _scores(spec, tiles, q, number, block)
+        new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
+        base = new_top.clamp(min=torch.finfo(lse.dtype).min)
+        total = total * _exp(top - base) + _exp(scores.sub_(base)).sum(-1, keepdim=True)
+        top = new_top
+    return torch.where(large, top, lse), torch.where(large, total, 1.0)
 
 
 __all__ = ["KEY_TILE", "QUERY_TILE", "backward", "forward"]

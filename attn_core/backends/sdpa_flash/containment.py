@@ -1,8 +1,8 @@
-"""Recomputes the batch rows whose keys or values contain NaN or Inf, so that hidden keys affect no result.
+"""Recomputes the batch rows that the kernel computes wrongly, by plain attention. Other rows keep the kernel's bits.
 
-A kernel that gives a hidden key the weight 0 adds ``0 * NaN`` for it, and a NaN score stays NaN under an additive mask.
-So the kernel's results of these rows are replaced by plain attention, which leaves hidden keys out of all sums. The
-other rows keep the kernel's bits.
+- Keys or values contain NaN or Inf: the kernel gives a hidden key the weight 0 and adds ``0 * NaN`` for it, and a NaN
+  score stays NaN under an additive mask. Plain attention leaves hidden keys out of all sums.
+- In a backward, a bias makes a log-sum-exp large: the kernel's weights exp(score - lse) do not sum to 1.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from functools import cache, lru_cache
 from typing import Any
 
 from attn_core.backends.shared.plain import attention as plain_attention
+from attn_core.call.large_logits import LARGE_LSE, may_be_large
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
 
@@ -34,7 +35,7 @@ def contain_gradients(
     spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, gradients: tuple[Any, Any, Any]
 ) -> None:
     """Recomputes dq, dk and dv of the affected rows and writes them into ``gradients``."""
-    for row in _broken_rows(inputs.k, inputs.v):
+    for row in sorted({*_broken_rows(inputs.k, inputs.v), *_large_rows(spec, lse)}):
         saved = [tensor[row : row + 1] for tensor in (out, lse, dout)]
         part = plain_attention.backward(_row_spec(spec), _row_inputs(inputs, row), saved[0], saved[1], saved[2], None)
         for gradient, recomputed in zip(gradients, part[:3], strict=True):
@@ -55,6 +56,22 @@ def _broken_rows(k: Any, v: Any) -> list[int]:
     wide = torch.float64 if k.dtype == torch.float64 else torch.float32
     sums = k.sum(dim=(1, 2, 3), dtype=wide) + v.sum(dim=(1, 2, 3), dtype=wide)
     return torch.nonzero(~sums.isfinite()).flatten().tolist()
+
+
+def _large_rows(spec: AttentionSpec, lse: Any) -> list[int]:
+    """Returns the rows of a log-sum-exp ``[batch, heads, q_len]`` with large logits, which a bias may cause."""
+    import torch
+
+    if not may_be_large(spec) or isinstance(lse, valueless()) or not is_large(lse):
+        return []
+    return torch.nonzero(((lse.abs() >= LARGE_LSE) & lse.isfinite()).flatten(1).any(1)).flatten().tolist()
+
+
+def is_large(lse: Any) -> bool:
+    """Returns whether a log-sum-exp may be too large for the kernel's backward. True for NaN and -inf, too."""
+    import torch
+
+    return not torch.linalg.vector_norm(lse, math.inf).item() < LARGE_LSE
 
 
 def are_finite(k: Any, v: Any) -> bool:

@@ -20,6 +20,7 @@ from attn_core.backends.sdpa_flash import additive_masks, containment, cpu_block
 from attn_core.backends.sdpa_flash.cpu_readable import all_readable, readable, readable_heads
 from attn_core.backends.shared import sinks
 from attn_core.backends.support import Build, Support
+from attn_core.call.large_logits import may_be_large
 from attn_core.call.masks import band
 from attn_core.call.pages import BITS
 from attn_core.call.spec import DTYPES, AttentionSpec
@@ -150,7 +151,7 @@ def _masked_shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any] | Non
         return None
     rows, keys, edge, _ = blocks[0]
     op, dtype, wants_lse = cpu_kernel.forward_op(spec), spec.lse_dtype, spec.return_lse
-    by_results = containment.shows_in_results(spec)
+    by_results, learns = containment.shows_in_results(spec), spec.needs_backward and may_be_large(spec)
 
     def run(q: Any, k: Any, v: Any, mask: Any = None, bias: Any = None) -> tuple[Any, Any] | None:
         if not (q.is_contiguous() and k.is_contiguous() and v.is_contiguous()):
@@ -159,7 +160,7 @@ def _masked_shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any] | Non
             return None
         added = additive_masks.additive(dtype, q.device, mask, bias, edge, rows, keys)
         out, lse = op(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=added)
-        if by_results and not containment.are_results_finite(out, lse):
+        if (by_results and not containment.are_results_finite(out, lse)) or (learns and containment.is_large(lse)):
             return None
         if wants_lse:
             lse = lse.masked_fill(additive_masks.empty_rows(added), -float("inf"))
@@ -170,7 +171,9 @@ def _masked_shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any] | Non
             return None
         added = additive_masks.additive(dtype, q.device, mask, bias, edge, rows, keys)
         out, lse = op(readable_heads(q), readable_heads(k), readable_heads(v), attn_mask=added)
-        return None if by_results and not containment.are_results_finite(out, lse) else (out, lse)
+        if (by_results and not containment.are_results_finite(out, lse)) or (learns and containment.is_large(lse)):
+            return None
+        return out, lse
 
     run.heads_first = heads_first  # type: ignore[attr-defined]
     return run

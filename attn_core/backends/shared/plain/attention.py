@@ -14,7 +14,7 @@ from attn_core.backends.shared.parts.call_chunks import CallChunk, chunks
 from attn_core.backends.shared.parts.row_blocks import blocks
 from attn_core.backends.shared.parts.split_documents import DocumentSlices
 from attn_core.backends.shared.plain import small_attention
-from attn_core.backends.shared.plain.block_attention import LN2, backward_block, forward_block, rows_first
+from attn_core.backends.shared.plain.block_attention import backward_block, forward_block
 from attn_core.backends.shared.plain.block_operands import (
     WINDOW_BLOCK,
     BlockOperands,
@@ -24,6 +24,7 @@ from attn_core.backends.shared.plain.block_operands import (
     empty_sums,
     has_narrow_window,
     operands_of,
+    rows_first,
 )
 from attn_core.call.functions import DAUX, aux_of
 from attn_core.call.spec import AttentionSpec
@@ -51,21 +52,23 @@ def forward(
 
 def forward_with_maximum(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any, Any]:
     """See ``contract.forward_with_maximum``."""
-    out, lse, top = results(spec, inputs)
-    return out, lse, top.mul(LN2).view(spec.lse_shape)
+    out, lse, top = results(spec, inputs, maximum=True)
+    return out, lse, top.view(spec.lse_shape)
 
 
 @without_gradient
 def results(
-    spec: AttentionSpec, inputs: Inputs, valid_documents: list[DocumentSlices] | None = None
+    spec: AttentionSpec, inputs: Inputs, valid_documents: list[DocumentSlices] | None = None, maximum: bool = False
 ) -> tuple[Any, Any, Any]:
-    """Returns out, lse, and the rows' largest logits of lse's shape, multiplied by log2(e)."""
+    """Returns out, lse, and the rows' largest logits of lse's shape, or without ``maximum`` None."""
     import torch
 
     with without_autocast(inputs.q):
         # A fake tensor has no values to look at, and is of another type.
         if inputs.q.is_cpu and small_attention.fits(spec) and type(inputs.q) in (torch.Tensor, torch.nn.Parameter):
-            return small_attention.forward_with_maximum(spec, inputs)
+            found = small_attention.results(spec, inputs, maximum)
+            if found is not None:
+                return found
         height, parts, scores = block_sizes(spec, inputs.q.is_cpu)
         operands = with_scratch(operands_of(spec, inputs), scores)
         out: Any = None
@@ -74,20 +77,24 @@ def results(
         for block in blocks(spec, inputs, height, valid_documents):
             for chunk in parts:
                 some = operands if chunk.whole else chunk.of_operands(operands)
-                part, part_lse, part_top = forward_block(chunk.spec, some, block)
+                part, part_lse, part_top = forward_block(chunk.spec, some, block, maximum)
                 # [batch, rows, heads, dim], [batch, heads, rows]
-                part, part_lse, part_top = rows_first(part), part_lse.flatten(1, 2), part_top.flatten(1, 2)
+                part, part_lse = rows_first(part), part_lse.flatten(1, 2)
+                part_top = part_top.flatten(1, 2) if maximum else None
                 if part_lse.shape == (spec.batch, spec.num_heads, spec.q_len):  # the only block
                     out, lse, top = part.to(inputs.q.dtype).contiguous(), part_lse, part_top
                     break
                 if out is None:
-                    out, lse, top = _empty_results(spec, inputs, operands)
+                    out, lse = _empty_results(spec, inputs, operands)
+                    top = lse.clone() if maximum else None
                 out[chunk.batch, block.rows, chunk.heads] = part
                 lse[chunk.batch, chunk.heads, block.rows] = part_lse
-                top[chunk.batch, chunk.heads, block.rows] = part_top
+                if maximum:
+                    top[chunk.batch, chunk.heads, block.rows] = part_top
         if out is None:
-            out, lse, top = _empty_results(spec, inputs, operands)
-    return (out[0], lse[0], top[0]) if spec.packed else (out, lse, top)
+            out, lse = _empty_results(spec, inputs, operands)
+            top = lse.clone() if maximum else None
+    return (out[0], lse[0], top[0] if maximum else None) if spec.packed else (out, lse, top)
 
 
 @lru_cache(maxsize=1024)
@@ -117,11 +124,11 @@ def with_scratch(operands: BlockOperands, scores: int) -> BlockOperands:
     return operands._replace(scratch=ScoreMemory(operands.k, scores)) if scores else operands
 
 
-def _empty_results(spec: AttentionSpec, inputs: Inputs, operands: BlockOperands) -> tuple[Any, Any, Any]:
-    """Returns out, lse and largest logits of rows in no block, which see no key: 0, -inf and -inf."""
+def _empty_results(spec: AttentionSpec, inputs: Inputs, operands: BlockOperands) -> tuple[Any, Any]:
+    """Returns out and lse of rows in no block, which see no key: 0 and -inf. Their largest logit is -inf, too."""
     out = inputs.q.new_zeros((spec.batch, spec.q_len, spec.num_heads, spec.value_dim))
     lse = operands.k.new_full((spec.batch, spec.num_heads, spec.q_len), float("-inf"))
-    return out, lse, lse.clone()
+    return out, lse
 
 
 @without_gradient

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+from attn_core.backends.shared.parts.row_blocks import RowBlock
 from attn_core.call.functions import aux_of, has_functions
+from attn_core.call.large_logits import may_be_large
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
 
@@ -15,6 +17,7 @@ NARROW = 512
 """The most keys of a row in a narrow window, beside its own."""
 WINDOW_BLOCK = 64
 """The most query rows on a CPU with a narrow window: fewer keys of a block are hidden than with more rows."""
+LOG2E = math.log2(math.e)
 LARGEST = 1e30
 """Products of norms below this cannot overflow in float32."""
 
@@ -45,6 +48,8 @@ class BlockOperands(NamedTuple):
     aux: the arrays of the call's functions.
     bounded: whether no hidden score, weight or gradient can be NaN, so that hidden scores may be set by an addition.
     scratch: where the blocks write their scores; None for new tensors.
+    unit: what scores are multiplied by: log2(e), because exp2 takes half the time of exp on a CPU, or 1 where a score
+        may be so large that its multiple overflows.
     """
 
     q: Any
@@ -59,6 +64,7 @@ class BlockOperands(NamedTuple):
     key_ranges: Any = None
     aux: tuple[Any, ...] = ()
     scratch: ScoreMemory | None = None
+    unit: float = LOG2E
 
 
 class SavedTensors(NamedTuple):
@@ -114,6 +120,7 @@ def operands_of(spec: AttentionSpec, inputs: Inputs, saved: SavedTensors | None 
         bounded=is_bounded(spec, inputs, saved),
         key_ranges=_keys_last(inputs.key_ranges),
         aux=aux_of(inputs),
+        unit=LOG2E if k.is_cpu or not may_be_large(spec) else 1.0,
     )
 
 
@@ -165,3 +172,15 @@ def empty_sums(spec: AttentionSpec, operands: BlockOperands) -> Sums:
         dsinks=torch.zeros_like(operands.sinks) if spec.sinks else None,
         daux={number: operands.k.new_zeros(spec.aux[number].shape) for number in spec.aux_gradients} or None,
     )
+
+
+def heads_first(spec: AttentionSpec, tensor: Any, block: RowBlock, dtype: Any) -> Any:
+    """The block's rows of ``[batch, q_len, heads, dim]`` as ``[batch, kv_heads, group, rows, dim]`` in the dtype."""
+    rows = tensor if block.rows == slice(0, tensor.shape[1]) else tensor[:, block.rows]
+    shape = (*rows.shape[:2], spec.num_kv_heads, spec.group_size, rows.shape[3])
+    return rows.reshape(shape).permute(0, 2, 3, 1, 4).to(dtype).contiguous()
+
+
+def rows_first(tensor: Any) -> Any:
+    """``[batch, kv_heads, group, rows, dim]`` -> ``[batch, rows, heads, dim]``."""
+    return tensor.permute(0, 3, 1, 2, 4).flatten(2, 3)

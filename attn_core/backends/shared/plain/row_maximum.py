@@ -7,8 +7,11 @@ from typing import Any
 from attn_core.backends.shared.autograd import without_gradient
 from attn_core.backends.shared.parts.row_blocks import blocks
 from attn_core.backends.shared.plain.attention import block_sizes, with_scratch, without_autocast
-from attn_core.backends.shared.plain.block_attention import LN2, hidden_in, scores_of
 from attn_core.backends.shared.plain.block_operands import operands_of
+from attn_core.backends.shared.plain.block_scores import (
+    scores_and_top,
+)
+from attn_core.backends.shared.plain.block_weights import without_unit
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
 
@@ -16,6 +19,8 @@ from attn_core.call.tensors import Inputs
 @without_gradient
 def row_maximum(spec: AttentionSpec, inputs: Inputs) -> Any:
     """See ``contract.row_maximum_of``."""
+    import torch
+
     with without_autocast(inputs.q):
         height, parts, scores = block_sizes(spec, inputs.q.is_cpu)
         operands = with_scratch(operands_of(spec, inputs), scores)
@@ -24,7 +29,11 @@ def row_maximum(spec: AttentionSpec, inputs: Inputs) -> Any:
         for block in blocks(spec, inputs, height):
             for chunk in parts:
                 some = operands if chunk.whole else chunk.of_operands(operands)
-                logits, _, _ = scores_of(chunk.spec, some, block, hidden_in(chunk.spec, some, block))
-                # [batch, kv_heads, group, rows]. scores_of multiplies by log2(e).
-                result[chunk.batch, chunk.heads, block.rows] = logits.amax(-1).mul_(LN2).flatten(1, 2)
+                # [batch, kv_heads, group, rows, 1]
+                *_, top, _, overflowed = scores_and_top(chunk.spec, some, block)
+                top = without_unit(top, some.unit)
+                if overflowed is not None:
+                    exact = scores_and_top(chunk.spec, some._replace(unit=1.0), block)[3]
+                    top = torch.where(overflowed, exact, top)
+                result[chunk.batch, chunk.heads, block.rows] = top.flatten(1, 2).squeeze(-1)
     return result[0] if spec.packed else result

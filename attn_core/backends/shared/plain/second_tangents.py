@@ -21,19 +21,28 @@ from attn_core.backends.shared.autograd import without_gradient
 from attn_core.backends.shared.parts.row_blocks import RowBlock, blocks
 from attn_core.backends.shared.plain.attention import QUERY_BLOCK, gradients_of, without_autocast
 from attn_core.backends.shared.plain.block_attention import (
-    LOG2E,
-    capped_scores,
     dropout_factors,
+    weights_of_backward,
+    zero_hidden,
+)
+from attn_core.backends.shared.plain.block_operands import (
+    BlockOperands,
+    SavedTensors,
+    Sums,
+    empty_sums,
     heads_first,
+    operands_of,
+    rows_first,
+)
+from attn_core.backends.shared.plain.block_scores import (
+    capped_scores,
     hidden_in,
     keys_in,
     part_of,
     places_of,
-    rows_first,
     scores_of,
-    zero_hidden,
 )
-from attn_core.backends.shared.plain.block_operands import BlockOperands, SavedTensors, Sums, empty_sums, operands_of
+from attn_core.backends.shared.plain.block_weights import saved_rows
 from attn_core.backends.shared.plain.contained_sums import products, sum_over_keys, sum_over_rows
 from attn_core.backends.shared.plain.tangents import Moves, moved_scores, moves_of
 from attn_core.call.functions import slope
@@ -70,20 +79,22 @@ def _add_block(
     """Adds one block's share to the sums of tangents."""
     import torch
 
+    wide = operands.k.dtype
+    lse, of_lse = (_rows(spec, each, block, wide) for each in (saved.lse, moved.lse))
+    rows = saved_rows(spec, lse)
     scores, slopes, hidden = scores_of(spec, operands, block, hidden_in(spec, operands, block), keep=True)
-    wide = scores.dtype
     of_scores = moved_scores(spec, operands, moves, block)
     of_logits = _moved_logits(spec, moves, block, of_scores, slopes, scores, hidden)
     out, dout, of_out, of_dout = (
         None if each is None else heads_first(spec, each, block, wide)
         for each in (saved.out, saved.dout, moved.out, moved.dout)
     )
-    lse, of_lse = (_rows(spec, each, block, wide) for each in (saved.lse, moved.lse))
     empty = lse == -torch.inf
     row = _row_term(_rows(spec, saved.dlse, block, wide), [(dout, out)]).masked_fill(empty, 0.0)
     pairs = [(of_dout, out), (dout, of_out)]
     of_row = _row_term(_rows(spec, moved.dlse, block, wide), pairs, row).masked_fill(empty, 0.0)
-    weights = zero_hidden(scores.sub_(lse.masked_fill(empty, 0.0) * LOG2E).exp2_(), hidden).masked_fill(empty, 0.0)
+    weights, of_sinks = weights_of_backward(spec, operands, block, scores, rows)
+    weights = zero_hidden(weights, hidden).masked_fill(empty, 0.0)
     of_weights = zero_hidden(weights * (of_logits if of_lse is None else of_logits - of_lse), hidden)
 
     values = keys_in(operands.v, block).mT
@@ -103,7 +114,7 @@ def _add_block(
 
     of_dscores = zero_hidden(of_weights * (dweights + row) + weights * (of_dweights + of_row), hidden)
     dscores = zero_hidden(weights * (dweights + row), hidden)
-    _add_to_tables(operands, moves, sums, block, of_dscores, (lse, of_lse, row, of_row, empty))
+    _add_to_tables(operands, moves, sums, block, of_dscores, (of_sinks, of_lse, row, of_row))
     for each, of_each in zip(slopes, _moved_slopes(spec, operands, block, of_scores, slopes), strict=True):
         of_dscores = zero_hidden(of_dscores * each + (0.0 if of_each is None else dscores * of_each), hidden)
         dscores = zero_hidden(dscores * each, hidden)
@@ -167,14 +178,11 @@ def _add_to_tables(
     operands: BlockOperands, moves: Moves, sums: Sums, block: RowBlock, of_dscores: Any, rows: tuple[Any, ...]
 ) -> None:
     """Adds a block's share to the tangents of the gradients of bias and sinks."""
-    import torch
-
     if sums.dbias is not None:
         part = part_of(sums.dbias, block)
         part += of_dscores.sum_to_size(part.shape)
     if sums.dsinks is not None:
-        lse, of_lse, row, of_row, empty = rows
-        weight = torch.exp(operands.sinks - lse).masked_fill(empty, 0.0)
+        weight, of_lse, row, of_row = rows
         share = of_row
         for sign, each in ((1.0, moves.sinks), (-1.0, of_lse)):
             share = share if each is None else share + sign * each * row

@@ -5,11 +5,15 @@ Such a call takes as long as its operations and their Python, so a softcapped ca
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import Any
 
-from attn_core.backends.shared.plain.block_attention import LOG2E, factor_of, softmax
-from attn_core.backends.shared.plain.block_operands import WINDOW_BLOCK
+from attn_core.backends.shared.plain.block_operands import LOG2E, WINDOW_BLOCK
+from attn_core.backends.shared.plain.block_scores import (
+    factor_of,
+)
+from attn_core.backends.shared.plain.block_weights import softmax, without_unit
 from attn_core.backends.shared.plain.contained_sums import products, sum_over_keys
 from attn_core.call.functions import has_functions
 from attn_core.call.masks import band
@@ -37,14 +41,10 @@ def fits(spec: AttentionSpec) -> bool:
     return scores <= MOST_SCORES and all_seen and not edge.empties_a_row(spec.q_len, spec.kv_len)
 
 
-def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
-    """Returns (out, lse) of a call that ``fits``."""
-    out, lse, _ = forward_with_maximum(spec, inputs)
-    return out, lse
+def results(spec: AttentionSpec, inputs: Inputs, maximum: bool) -> tuple[Any, Any, Any] | None:
+    """Returns out, lse and the rows' largest logits, or without ``maximum`` None, of a call that ``fits``.
 
-
-def forward_with_maximum(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any, Any]:
-    """Returns out, lse and the rows' largest logits, multiplied by log2(e), of a call that ``fits``.
+    Returns None if a logit that is multiplied by log2(e) overflowed; a softcap excludes that.
 
     The arithmetic is that of ``forward_block``. Called without autograd.
     """
@@ -53,17 +53,19 @@ def forward_with_maximum(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any,
     q, k, v = (tensor.transpose(1, 2) for tensor in inputs[:3])  # [batch, heads, len, dim]
     if q.dtype != torch.float32:
         q, k, v = q.float(), k.float(), v.float()
-    q = (q * factor_of(spec)).unflatten(1, (spec.num_kv_heads, spec.group_size))
+    q = (q * factor_of(spec, LOG2E)).unflatten(1, (spec.num_kv_heads, spec.group_size))
     scores, hidden = products(q, k.mT), _hidden(spec)
     if spec.softcap is not None:
         scores = scores.tanh_().mul_(spec.softcap * LOG2E)
     if hidden is not None:
         scores = scores.masked_fill_(hidden, -torch.inf)
     top = scores.amax(dim=-1, keepdim=True)
-    weights, total, lse = softmax(scores, top, None)
+    if spec.softcap is None and not math.isfinite(top.sum()):
+        return None
+    weights, total, lse = softmax(scores, top, None, LOG2E)
     out = sum_over_keys(weights, v, hidden).div_(total).flatten(1, 2).transpose(1, 2)
     out = out if q.dtype == inputs.q.dtype else out.to(inputs.q.dtype)
-    return out.contiguous(), lse.view(spec.lse_shape), top
+    return out.contiguous(), lse.view(spec.lse_shape), without_unit(top, LOG2E) if maximum else None
 
 
 @lru_cache(maxsize=64)

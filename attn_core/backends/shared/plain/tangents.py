@@ -16,16 +16,16 @@ from attn_core.backends.shared.parts.row_blocks import RowBlock, blocks
 from attn_core.backends.shared.plain.attention import QUERY_BLOCK, without_autocast
 from attn_core.backends.shared.plain.block_attention import (
     dropout_factors,
-    heads_first,
-    hidden_in,
-    keys_in,
-    part_of,
-    rows_first,
-    scores_of,
-    softmax,
+    in_rows,
     zero_hidden,
 )
-from attn_core.backends.shared.plain.block_operands import BlockOperands, operands_of
+from attn_core.backends.shared.plain.block_operands import BlockOperands, heads_first, operands_of, rows_first
+from attn_core.backends.shared.plain.block_scores import (
+    keys_in,
+    part_of,
+    scores_and_top,
+)
+from attn_core.backends.shared.plain.block_weights import softmax
 from attn_core.backends.shared.plain.contained_sums import products, sum_over_keys
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs, Tangents
@@ -87,11 +87,10 @@ def _block(spec: AttentionSpec, operands: BlockOperands, moves: Moves, block: Ro
     """Returns one block's out and dout ``[batch, kv_heads, group, rows, value_dim]``, and lse and dlse without dim."""
     import torch
 
-    scores, slopes, hidden = scores_of(spec, operands, block, hidden_in(spec, operands, block), keep=True)
+    scores, slopes, hidden, top, _, overflowed = scores_and_top(spec, operands, block, keep=True)
     moved = _moved_logits(spec, operands, moves, block, slopes, hidden)
-    top = scores.amax(dim=-1, keepdim=True)
     empty = top == -torch.inf
-    weights, total, lse = softmax(scores, top, empty)
+    weights, total, lse = softmax(scores, top, empty, operands.unit)
     weights = weights.div_(total.masked_fill(empty, 1.0))
     mean = torch.zeros_like(lse) if moved is None else (weights * moved).sum(-1, keepdim=True)
     if operands.sinks is not None:
@@ -108,7 +107,11 @@ def _block(spec: AttentionSpec, operands: BlockOperands, moves: Moves, block: Ro
     dout = sum_over_keys(zero_hidden(dropped * centred, hidden), values, hidden)
     if moves.v is not None:
         dout = dout + sum_over_keys(dropped, keys_in(moves.v, block), hidden)
-    return out, lse.squeeze(-1), dout, mean.squeeze(-1)
+    results = out, lse.squeeze(-1), dout, mean.squeeze(-1)
+    if overflowed is None:
+        return results
+    exact = _block(spec, operands._replace(unit=1.0), moves, block)
+    return in_rows(overflowed, exact, results)  # type: ignore[no-any-return]
 
 
 def _moved_logits(
