@@ -14,8 +14,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from attn_core.backends.jax_xla.functions import add_to_aux, named_gradients, scored, seen_by_function
+from attn_core.backends.jax_xla.functions import add_to_aux, named_gradients, scored, seen_by_function, with_bias
 from attn_core.backends.jax_xla.products import product, sum_dtype
+from attn_core.backends.jax_xla.row_sums import exact_lse, finish, sinks_gradient, with_sink
 from attn_core.backends.jax_xla.tiles import (
     BlockSizes,
     RowKeys,
@@ -139,21 +140,6 @@ def _attend(spec: AttentionSpec, call: XlaOperands, value: Summand, rows: RowKey
     return *finish(spec, call, top, total, summed), top
 
 
-def finish(spec: AttentionSpec, call: XlaOperands, top: Any, total: Any, summed: Any) -> tuple[Any, Any]:
-    """Adds the sink and divides by the total. A row that saw no key has top -inf and gets 0 and -inf."""
-    import jax.numpy as jnp
-
-    empty = total == 0  # not top == -inf: XLA may drop a NaN from a maximum, and a row that saw one is not empty
-    if spec.sinks:
-        joined = jnp.maximum(top, call.sinks)
-        base = jnp.where(joined == -jnp.inf, 0, joined)
-        fade = jnp.exp(top - base)
-        top, total, summed = base, fade * total + jnp.exp(call.sinks - base), fade[..., None] * summed
-    total = jnp.where(empty, 1, total)
-    out = jnp.where(empty[..., None], 0, summed / total[..., None])
-    return out.astype(spec.dtype), jnp.where(empty, -jnp.inf, top + jnp.log(total))
-
-
 def _gradients(
     spec: AttentionSpec,
     call: XlaOperands,
@@ -170,6 +156,20 @@ def _gradients(
     queries, keys = call.blocks
     q, dout = (cut_summand(sources[at], start, queries, axis=3) for at in (0, 2))
     lse, shift = (cut(array, start, queries, axis=3)[..., None] for array in saved)
+
+    def sums() -> tuple[Any, Any]:
+        def step(index: Any, state: tuple[Any, Any]) -> tuple[Any, Any]:
+            tile = tile_at(spec, call, start, index)
+            logits, _, _ = logits_in(spec, call, q.values, cut(call.k, tile.key, keys, axis=2), rows, tile)
+            top = jnp.maximum(state[0], lax.stop_gradient(logits.max(-1, initial=-jnp.inf)))
+            base = jnp.where(top == -jnp.inf, 0, top)
+            return top, jnp.exp(state[0] - base) * state[1] + jnp.exp(logits - base[..., None]).sum(-1)
+
+        zero = jnp.zeros(q.values.shape[:4], spec.lse_dtype) + call.zero.astype(spec.lse_dtype)
+        top, total = lax.fori_loop(*key_blocks(spec, call, rows, start), step, (zero - jnp.inf, zero))
+        return tuple(each[..., None] for each in with_sink(call.sinks, top, total))  # type: ignore[return-value]
+
+    lse, rest = exact_lse(spec, lse, sums, zero_like((call.zero, lse)))
     lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)  # a row that saw no key: exp(s - inf) = 0
 
     def step(index: Any, totals: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -177,7 +177,7 @@ def _gradients(
         k = cut_summand(sources[1], tile.key, keys, axis=2)
         v = cut(call.v, tile.key, keys, axis=2)
         logits, seen, slope = logits_in(spec, call, q.values, k.values, rows, tile)
-        weights = jnp.where(seen, jnp.exp(logits - lse), 0)
+        weights = jnp.where(seen, jnp.exp(logits - lse - rest), 0)
         dweights = dropped(spec, call, product("bhgie,bhje->bhgij", dout.values, v, spec.lse_dtype), tile)
         dlogits = jnp.where(seen, weights * (dweights + shift), 0)
         dscores = dlogits if slope is None else jnp.where(seen, dlogits * slope, 0)
@@ -215,7 +215,7 @@ def logits_in(
         logits = logits - call.slopes * jnp.abs(diagonal - keys).astype(logits.dtype)
     if call.bias is not None:
         bias = cut_tile(call.bias, tile)
-        logits, seen = logits + bias.astype(logits.dtype), seen & (bias != -jnp.inf)
+        logits, seen = with_bias(spec, logits, bias), seen & (bias != -jnp.inf)
     if call.mask is not None:
         seen = seen & cut_tile(call.mask, tile)
     if call.key_ranges is not None:
@@ -249,11 +249,3 @@ def _sum_over(spec: AttentionSpec, subscripts: str, weights: Any, seen: Any, sum
     dtype = sum_dtype(spec)
     total = product(subscripts, weights.astype(dtype), summand.clean.astype(dtype), spec.lse_dtype)
     return contain(subscripts, total, seen, summand)
-
-
-def sinks_gradient(call: XlaOperands, lse: Any, shift: Any) -> Any:
-    """Returns ``[heads]``: the sum of each row's sink weight ``exp(sink - lse)`` times its shift; empty rows add 0."""
-    import jax.numpy as jnp
-
-    weights = jnp.where(lse == -jnp.inf, 0, jnp.exp(call.sinks - lse))
-    return jnp.where(lse == -jnp.inf, 0, weights * shift).sum((0, 3)).reshape(-1)

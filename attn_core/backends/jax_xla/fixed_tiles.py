@@ -9,9 +9,11 @@ knows, because it would compile a loop of one round in another way.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from attn_core.backends.jax_xla.products import product
+from attn_core.backends.jax_xla.row_sums import exact_lse, with_sink
 from attn_core.backends.jax_xla.tile_documents import (
     KEY_TILE,
     QUERY_TILE,
@@ -92,7 +94,7 @@ def _attend(spec: AttentionSpec, tiled: Tiled, document: Document, head: Any, nu
     top, total, summed = lax.fori_loop(*document.blocks(spec, number), step, state)
     empty = total == 0
     if tiled.sinks is not None:
-        sinks = jnp.repeat(lax.dynamic_index_in_dim(tiled.sinks, head, 0, False), QUERY_TILE)[:, None]
+        sinks = tiled.sinks_of(head)
         joined = jnp.maximum(top, sinks)
         base = jnp.where(joined == -jnp.inf, 0, joined)
         fade = jnp.exp(top - base)
@@ -129,6 +131,22 @@ def _scores(
     if tiled.mask is not None:
         seen = seen & tiled.table(tiled.mask, document, head, number, block)
     return jnp.where(seen, scores, -jnp.inf), seen, slope
+
+
+def _sums(spec: AttentionSpec, tiled: Tiled, document: Document, head: Any, number: Any, q: Any) -> tuple[Any, Any]:
+    """Returns the largest score of each row of a tile of queries, and the sum of exp(score - largest)."""
+    import jax.numpy as jnp
+    from jax import lax
+
+    def step(block: Any, state: tuple[Any, Any]) -> tuple[Any, Any]:
+        scores, _, _ = _scores(spec, tiled, document, head, number, block, q)
+        top = jnp.maximum(state[0], scores.max(-1, keepdims=True))
+        base = jnp.where(top == -jnp.inf, 0, top)
+        return top, jnp.exp(state[0] - base) * state[1] + jnp.exp(scores - base).sum(-1, keepdims=True)
+
+    zero = jnp.zeros((q.shape[0], 1), spec.lse_dtype) + tiled.zero.astype(spec.lse_dtype)
+    sums = lax.fori_loop(*document.blocks(spec, number), step, (zero - jnp.inf, zero))
+    return with_sink(None if tiled.sinks is None else tiled.sinks_of(head), *sums)
 
 
 def _contained(subscripts: str, weights: Any, seen: Any, values: Any, dtype: str) -> Any:
@@ -193,6 +211,8 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
         )
         # The term that all logits of a row share. Here, because the shape of a sum decides its order.
         row_term = jnp.where(row_lse == -jnp.inf, 0, row_dlse - (here * row_out).sum(-1, keepdims=True))
+        sums = partial(_sums, spec, tiled, document, head, number, q)
+        row_lse, rest = exact_lse(spec, row_lse, sums, tiled.zero)
         # A row that sees no key, and one that is no query: exp(s - inf) = 0.
         real = document.is_query(number, spec.group_size)
         row_lse = jnp.where(real & (row_lse != -jnp.inf), row_lse, jnp.inf)
@@ -202,7 +222,7 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
             k, v = (tiled.keys(array, document, head, block) for array in (tiled.k, tiled.v))
             scores, seen, slope = _scores(spec, tiled, document, head, number, block, q)
             seen = seen & real
-            weights = jnp.where(seen, jnp.exp(scores - row_lse), 0)
+            weights = jnp.where(seen, jnp.exp(scores - row_lse - rest), 0)
             dscores = jnp.where(seen, weights * (product("ie,je->ij", here, v, wide) + row_term), 0)
             dscores = dscores if slope is None else jnp.where(seen, dscores * slope, 0)
             of_tile = of_tile + _contained("ij,jd->id", dscores, seen, k, wide)

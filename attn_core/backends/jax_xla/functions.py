@@ -26,6 +26,15 @@ def scored(spec: AttentionSpec, call: XlaOperands, tile: ScoreTile, scores: Any)
     return jnp.broadcast_to(values, scores.shape), slopes
 
 
+def with_bias(spec: AttentionSpec, logits: Any, bias: Any) -> Any:
+    """Returns the logits plus the bias. Beside a score function both may be the lowest float, whose sum overflows."""
+    import jax.numpy as jnp
+
+    total = logits + bias.astype(logits.dtype)
+    largest = jnp.finfo(logits.dtype).max
+    return total if spec.score_mod is None else jnp.where(jnp.isinf(logits), total, jnp.clip(total, -largest, largest))
+
+
 def add_to_aux(
     spec: AttentionSpec, call: XlaOperands, tile: ScoreTile, q: Any, k: Any, dlogits: Any, seen: Any, totals: Any
 ) -> tuple[Any, ...]:

@@ -172,6 +172,13 @@ class Tiled(NamedTuple):
         """Returns the slopes ``[g]`` of a kv head."""
         return self.slopes[document.q_row if self.slopes.shape[0] > 1 else 0, head]
 
+    def sinks_of(self, head: Any) -> Any:
+        """Returns the sinks of a kv head for the rows of a tile, ``[g * QUERY_TILE, 1]``."""
+        import jax.numpy as jnp
+        from jax import lax
+
+        return jnp.repeat(lax.dynamic_index_in_dim(self.sinks, head, 0, False), QUERY_TILE)[:, None]
+
     def table(self, padded: Any, document: Document, head: Any, number: Any, block: Any) -> Any:
         """Returns a tile of a mask or bias, ``[g * QUERY_TILE, KEY_TILE]``."""
         import jax.numpy as jnp

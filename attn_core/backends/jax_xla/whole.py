@@ -14,10 +14,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from attn_core.backends.jax_xla.attention import dropped, finish, sinks_gradient
+from attn_core.backends.jax_xla.attention import dropped
 from attn_core.backends.jax_xla.finite import all_finite, finite_constant, finite_only, finite_rows
-from attn_core.backends.jax_xla.functions import add_to_aux, named_gradients, scored, seen_by_function
+from attn_core.backends.jax_xla.functions import add_to_aux, named_gradients, scored, seen_by_function, with_bias
 from attn_core.backends.jax_xla.products import product, sum_dtype, sum_over_queries
+from attn_core.backends.jax_xla.row_sums import exact_lse, finish, sinks_gradient, with_sink
 from attn_core.backends.jax_xla.tiles import (
     BlockSizes,
     XlaOperands,
@@ -26,6 +27,7 @@ from attn_core.backends.jax_xla.tiles import (
     rows_of,
     tile_at,
     tokens_first,
+    zero_like,
 )
 from attn_core.call.functions import has_functions
 from attn_core.call.key_ranges import contains
@@ -106,10 +108,11 @@ def _with_nan(spec: AttentionSpec, call: XlaOperands, summed: Any, seen: Any, in
 def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
     """Returns the gradients from the saved out and lse."""
     import jax.numpy as jnp
+    from jax import lax
 
     call, wide = arrange_whole(spec, inputs), spec.lse_dtype
     scores = product("bhgid,bhjd->bhgij", call.q, call.k, wide)
-    logits, slope, seen = logits_of(spec, call, inputs, scores, visible_pairs(spec, call, inputs))
+    logits, slope, seen = logits_of(spec, call, inputs, scores, visible := visible_pairs(spec, call, inputs))
 
     def per_row(array: Any) -> Any:  # [b, i, heads], or packed without b, as [b, h, g, i, 1]
         rows = array.reshape(spec.batch, spec.q_len, spec.num_kv_heads, spec.group_size, 1)
@@ -120,14 +123,23 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
     lse = lse.reshape(call.q.shape[:4])
     if dlse is not None:
         shift = shift + dlse.reshape(shift.shape).astype(shift.dtype)
-    saved = lse[..., None]
+
+    def sums() -> tuple[Any, Any]:
+        again, _, shown = logits_of(spec, call, inputs, scores, visible)
+        again = jnp.where(shown, again, -jnp.inf)
+        top = lax.stop_gradient(again.max(-1))
+        base = jnp.where(top == -jnp.inf, 0, top)
+        return with_sink(call.sinks, top, jnp.exp(again - base[..., None]).sum(-1))
+
+    saved, rest = exact_lse(spec, lse, sums, zero_like((*inputs, lse)), in_loop=False)
+    saved = saved[..., None]
     douts = queries_first(spec, dout)
     if seen is not None:  # NaN in dout makes the weights of its row NaN, so no product needs the NaN itself
         saved = jnp.where(per_row(finite_rows(dout)), saved, jnp.nan)
         douts = finite_constant(douts)
     if _may_be_empty(spec):
         saved = jnp.where(saved == -jnp.inf, jnp.inf, saved)  # a row that saw no key: exp(s - inf) = 0
-    weights = jnp.exp(logits - saved)
+    weights = jnp.exp(logits - saved - rest[..., None])
     if seen is not None:
         weights = jnp.where(seen, weights, 0)
     tile = tile_at(spec, call, 0, 0)
@@ -221,7 +233,7 @@ def logits_of(spec: AttentionSpec, call: XlaOperands, inputs: Inputs, scores: An
         distance = jnp.abs(diagonal - jnp.arange(spec.kv_len, dtype=jnp.int32))
         logits = logits - call.slopes * distance.astype(logits.dtype)
     if call.bias is not None:
-        logits = logits + call.bias.astype(logits.dtype)
+        logits = with_bias(spec, logits, call.bias)
     return logits, slope, seen
 
 

@@ -94,7 +94,7 @@ def backward_block(
         part = part_of(sums.dbias, block)
         part += dscores.sum_to_size(part.shape)
     if sums.dsinks is not None:
-        sums.dsinks.add_((of_sinks * row_term).sum(dim=(0, 3), keepdim=True))
+        sums.dsinks.add_((row_term * of_sinks).sum(dim=(0, 3), keepdim=True))
     if sums.daux is not None:
         _add_to_aux(spec, operands, block, dscores, hidden, sums.daux)
     for each in slopes:

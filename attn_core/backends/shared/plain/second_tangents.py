@@ -186,4 +186,4 @@ def _add_to_tables(
         share = of_row
         for sign, each in ((1.0, moves.sinks), (-1.0, of_lse)):
             share = share if each is None else share + sign * each * row
-        sums.dsinks.add_((weight * share).sum(dim=(0, 3), keepdim=True))
+        sums.dsinks.add_((share * weight).sum(dim=(0, 3), keepdim=True))

@@ -1,0 +1,83 @@
+"""The sums of rows: what follows from them, and in a backward those of large logits, which an lse does not hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from attn_core.backends.jax_xla.finite import all_finite
+from attn_core.backends.jax_xla.tiles import XlaOperands
+from attn_core.call.large_logits import LARGE_LSE, may_be_large
+from attn_core.call.spec import AttentionSpec
+
+
+def exact_lse(
+    spec: AttentionSpec, lse: Any, sums: Callable[[], tuple[Any, Any]], zero: Any, *, in_loop: bool = True
+) -> tuple[Any, Any]:
+    """Returns two numbers for each row, whose sum is the log-sum-exp; the second is 0 but in rows of large logits.
+
+    Args:
+        lse: of whole rows.
+        sums: returns each row's largest logit, and its sum of exp(logit - largest); called if a row needs them.
+        zero: see ``zero_like``, of all that ``sums`` reads.
+        in_loop: whether a loop of the caller makes a GPU's host wait, as a branch does.
+    """
+    import jax.numpy as jnp
+    from jax import lax
+
+    if not may_be_large(spec):
+        return lse, jnp.zeros((), lse.dtype)
+    large = jnp.isfinite(lse) & (jnp.abs(lse) >= LARGE_LSE)
+
+    def exact() -> tuple[Any, Any]:
+        top, total = sums()
+        return jnp.where(large, top, lse), jnp.where(large, jnp.log(total), 0)
+
+    def rounded() -> tuple[Any, Any]:
+        zeros = jnp.zeros_like(lse) + zero.astype(lse.dtype)
+        return lse + zeros, zeros
+
+    def usual() -> tuple[Any, Any]:
+        return lax.cond(all_finite(jnp.where(large, jnp.inf, 0)), rounded, exact)  # type: ignore[no-any-return]
+
+    if in_loop:
+        return usual()
+    return lax.platform_dependent(cpu=usual, default=exact)  # type: ignore[no-any-return]
+
+
+def with_sink(sinks: Any, top: Any, total: Any) -> tuple[Any, Any]:
+    """Returns the largest logit and the sum with the sink, for rows that see a key; 0 and 1 for a row without either.
+
+    The largest logit is a constant for forward mode; see ``attention._attend``.
+    """
+    import jax.numpy as jnp
+    from jax import lax
+
+    joined = top if sinks is None else lax.stop_gradient(jnp.maximum(top, sinks))
+    base = jnp.where(joined == -jnp.inf, 0, joined)
+    total = total * jnp.exp(top - base)
+    total = total if sinks is None else total + jnp.exp(sinks - base)
+    return base, jnp.where(total == 0, 1, total)
+
+
+def finish(spec: AttentionSpec, call: XlaOperands, top: Any, total: Any, summed: Any) -> tuple[Any, Any]:
+    """Adds the sink and divides by the total. A row that saw no key has top -inf and gets 0 and -inf."""
+    import jax.numpy as jnp
+
+    empty = total == 0  # not top == -inf: XLA may drop a NaN from a maximum, and a row that saw one is not empty
+    if spec.sinks:
+        joined = jnp.maximum(top, call.sinks)
+        base = jnp.where(joined == -jnp.inf, 0, joined)
+        fade = jnp.exp(top - base)
+        top, total, summed = base, fade * total + jnp.exp(call.sinks - base), fade[..., None] * summed
+    total = jnp.where(empty, 1, total)
+    out = jnp.where(empty[..., None], 0, summed / total[..., None])
+    return out.astype(spec.dtype), jnp.where(empty, -jnp.inf, top + jnp.log(total))
+
+
+def sinks_gradient(call: XlaOperands, lse: Any, shift: Any) -> Any:
+    """Returns ``[heads]``: the sum of each row's sink weight ``exp(sink - lse)`` times its shift; empty rows add 0."""
+    import jax.numpy as jnp
+
+    weights = jnp.where(lse == -jnp.inf, 0, jnp.exp(call.sinks - lse))
+    return jnp.where(lse == -jnp.inf, 0, weights * shift).sum((0, 3)).reshape(-1)
