@@ -16,7 +16,7 @@ from typing import Any
 
 from attn_core.backends.jax_xla.functions import add_to_aux, named_gradients, scored, seen_by_function, with_bias
 from attn_core.backends.jax_xla.products import product, sum_dtype
-from attn_core.backends.jax_xla.row_sums import exact_lse, finish, sinks_gradient, with_sink
+from attn_core.backends.jax_xla.row_sums import exact_lse, finish, log_weights, sinks_gradient, with_sink
 from attn_core.backends.jax_xla.tiles import (
     BlockSizes,
     RowKeys,
@@ -169,7 +169,7 @@ def _gradients(
         top, total = lax.fori_loop(*key_blocks(spec, call, rows, start), step, (zero - jnp.inf, zero))
         return tuple(each[..., None] for each in with_sink(call.sinks, top, total))  # type: ignore[return-value]
 
-    lse, rest = exact_lse(spec, lse, sums, zero_like((call.zero, lse)))
+    lse, rest = exact_lse(spec, lse, sums, (call.zero,))
     lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)  # a row that saw no key: exp(s - inf) = 0
 
     def step(index: Any, totals: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -177,7 +177,7 @@ def _gradients(
         k = cut_summand(sources[1], tile.key, keys, axis=2)
         v = cut(call.v, tile.key, keys, axis=2)
         logits, seen, slope = logits_in(spec, call, q.values, k.values, rows, tile)
-        weights = jnp.where(seen, jnp.exp(logits - lse - rest), 0)
+        weights = jnp.where(seen, jnp.exp(log_weights(logits, lse, rest)), 0)
         dweights = dropped(spec, call, product("bhgie,bhje->bhgij", dout.values, v, spec.lse_dtype), tile)
         dlogits = jnp.where(seen, weights * (dweights + shift), 0)
         dscores = dlogits if slope is None else jnp.where(seen, dlogits * slope, 0)

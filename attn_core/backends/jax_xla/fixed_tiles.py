@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from attn_core.backends.jax_xla.products import product
-from attn_core.backends.jax_xla.row_sums import exact_lse, with_sink
+from attn_core.backends.jax_xla.row_sums import exact_lse, log_weights, with_sink
 from attn_core.backends.jax_xla.tile_documents import (
     KEY_TILE,
     QUERY_TILE,
@@ -212,7 +212,7 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
         # The term that all logits of a row share. Here, because the shape of a sum decides its order.
         row_term = jnp.where(row_lse == -jnp.inf, 0, row_dlse - (here * row_out).sum(-1, keepdims=True))
         sums = partial(_sums, spec, tiled, document, head, number, q)
-        row_lse, rest = exact_lse(spec, row_lse, sums, tiled.zero)
+        row_lse, rest = exact_lse(spec, row_lse, sums, (tiled.zero,))
         # A row that sees no key, and one that is no query: exp(s - inf) = 0.
         real = document.is_query(number, spec.group_size)
         row_lse = jnp.where(real & (row_lse != -jnp.inf), row_lse, jnp.inf)
@@ -222,7 +222,7 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
             k, v = (tiled.keys(array, document, head, block) for array in (tiled.k, tiled.v))
             scores, seen, slope = _scores(spec, tiled, document, head, number, block, q)
             seen = seen & real
-            weights = jnp.where(seen, jnp.exp(scores - row_lse - rest), 0)
+            weights = jnp.where(seen, jnp.exp(log_weights(scores, row_lse, rest)), 0)
             dscores = jnp.where(seen, weights * (product("ie,je->ij", here, v, wide) + row_term), 0)
             dscores = dscores if slope is None else jnp.where(seen, dscores * slope, 0)
             of_tile = of_tile + _contained("ij,jd->id", dscores, seen, k, wide)

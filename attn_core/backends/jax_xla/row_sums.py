@@ -6,27 +6,29 @@ from collections.abc import Callable
 from typing import Any
 
 from attn_core.backends.jax_xla.finite import all_finite
-from attn_core.backends.jax_xla.tiles import XlaOperands
+from attn_core.backends.jax_xla.tiles import XlaOperands, zero_like
 from attn_core.call.large_logits import LARGE_LSE, may_be_large
 from attn_core.call.spec import AttentionSpec
 
 
 def exact_lse(
-    spec: AttentionSpec, lse: Any, sums: Callable[[], tuple[Any, Any]], zero: Any, *, in_loop: bool = True
+    spec: AttentionSpec, lse: Any, sums: Callable[[], tuple[Any, Any]], read: Any, *, in_loop: bool = True
 ) -> tuple[Any, Any]:
     """Returns two numbers for each row, whose sum is the log-sum-exp; the second is 0 but in rows of large logits.
+
+    The second is None if the call has no such rows.
 
     Args:
         lse: of whole rows.
         sums: returns each row's largest logit, and its sum of exp(logit - largest); called if a row needs them.
-        zero: see ``zero_like``, of all that ``sums`` reads.
+        read: what ``sums`` reads, as arrays or their ``zero_like``.
         in_loop: whether a loop of the caller makes a GPU's host wait, as a branch does.
     """
     import jax.numpy as jnp
     from jax import lax
 
     if not may_be_large(spec):
-        return lse, jnp.zeros((), lse.dtype)
+        return lse, None
     large = jnp.isfinite(lse) & (jnp.abs(lse) >= LARGE_LSE)
 
     def exact() -> tuple[Any, Any]:
@@ -34,7 +36,7 @@ def exact_lse(
         return jnp.where(large, top, lse), jnp.where(large, jnp.log(total), 0)
 
     def rounded() -> tuple[Any, Any]:
-        zeros = jnp.zeros_like(lse) + zero.astype(lse.dtype)
+        zeros = jnp.zeros_like(lse) + zero_like((*read, lse)).astype(lse.dtype)
         return lse + zeros, zeros
 
     def usual() -> tuple[Any, Any]:
@@ -43,6 +45,11 @@ def exact_lse(
     if in_loop:
         return usual()
     return lax.platform_dependent(cpu=usual, default=exact)  # type: ignore[no-any-return]
+
+
+def log_weights(logits: Any, lse: Any, rest: Any) -> Any:
+    """Returns the logarithms of weights; lse and rest are of ``exact_lse``."""
+    return logits - lse if rest is None else logits - lse - rest
 
 
 def with_sink(sinks: Any, top: Any, total: Any) -> tuple[Any, Any]:

@@ -18,7 +18,7 @@ from attn_core.backends.jax_xla.attention import dropped
 from attn_core.backends.jax_xla.finite import all_finite, finite_constant, finite_only, finite_rows
 from attn_core.backends.jax_xla.functions import add_to_aux, named_gradients, scored, seen_by_function, with_bias
 from attn_core.backends.jax_xla.products import product, sum_dtype, sum_over_queries
-from attn_core.backends.jax_xla.row_sums import exact_lse, finish, sinks_gradient, with_sink
+from attn_core.backends.jax_xla.row_sums import exact_lse, finish, log_weights, sinks_gradient, with_sink
 from attn_core.backends.jax_xla.tiles import (
     BlockSizes,
     XlaOperands,
@@ -27,7 +27,6 @@ from attn_core.backends.jax_xla.tiles import (
     rows_of,
     tile_at,
     tokens_first,
-    zero_like,
 )
 from attn_core.call.functions import has_functions
 from attn_core.call.key_ranges import contains
@@ -108,11 +107,11 @@ def _with_nan(spec: AttentionSpec, call: XlaOperands, summed: Any, seen: Any, in
 def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
     """Returns the gradients from the saved out and lse."""
     import jax.numpy as jnp
-    from jax import lax
 
     call, wide = arrange_whole(spec, inputs), spec.lse_dtype
     scores = product("bhgid,bhjd->bhgij", call.q, call.k, wide)
-    logits, slope, seen = logits_of(spec, call, inputs, scores, visible := visible_pairs(spec, call, inputs))
+    visible = visible_pairs(spec, call, inputs)
+    logits, slope, seen = logits_of(spec, call, inputs, scores, visible)
 
     def per_row(array: Any) -> Any:  # [b, i, heads], or packed without b, as [b, h, g, i, 1]
         rows = array.reshape(spec.batch, spec.q_len, spec.num_kv_heads, spec.group_size, 1)
@@ -126,20 +125,17 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
 
     def sums() -> tuple[Any, Any]:
         again, _, shown = logits_of(spec, call, inputs, scores, visible)
-        again = jnp.where(shown, again, -jnp.inf)
-        top = lax.stop_gradient(again.max(-1))
-        base = jnp.where(top == -jnp.inf, 0, top)
-        return with_sink(call.sinks, top, jnp.exp(again - base[..., None]).sum(-1))
+        return with_sink(call.sinks, *softmax(spec, call, again, shown)[1:])
 
-    saved, rest = exact_lse(spec, lse, sums, zero_like((*inputs, lse)), in_loop=False)
-    saved = saved[..., None]
+    saved, rest = exact_lse(spec, lse, sums, inputs, in_loop=False)
+    saved, rest = saved[..., None], None if rest is None else rest[..., None]
     douts = queries_first(spec, dout)
     if seen is not None:  # NaN in dout makes the weights of its row NaN, so no product needs the NaN itself
         saved = jnp.where(per_row(finite_rows(dout)), saved, jnp.nan)
         douts = finite_constant(douts)
     if _may_be_empty(spec):
         saved = jnp.where(saved == -jnp.inf, jnp.inf, saved)  # a row that saw no key: exp(s - inf) = 0
-    weights = jnp.exp(logits - saved - rest[..., None])
+    weights = jnp.exp(log_weights(logits, saved, rest))
     if seen is not None:
         weights = jnp.where(seen, weights, 0)
     tile = tile_at(spec, call, 0, 0)
