@@ -11,7 +11,9 @@ softmax weights, A the magnitude of the terms of a logit, and Abar = sum_j p A:
             each term of the sum, times what a weight is multiplied by
 
 The first term of a bound is rounding, the second the effect of a relative error e in each logit's terms. An error in
-a logit changes p by p (dlogit - mean dlogit), hence A + Abar.
+a logit changes p by p (dlogit - mean dlogit), hence A + Abar. In a row whose logits are equal and large both are 0, and
+|lse| counts in gradients up to LARGE_LSE: such a row is a mean of its values, and in both directions its weights sum
+to 1.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from attn_core.call.functions import DAUX, TANH_ERROR, lookup_slopes, slope
+from attn_core.call.large_logits import LARGE_LSE
 from attn_core.call.spec import AttentionSpec
 from attn_core.correctness.reference import (
     Array,
@@ -70,11 +73,27 @@ def magnitudes(spec: AttentionSpec, call: Softmax) -> Magnitudes:
     capped = 0.0 if spec.softcap is None else abs(call.capped)
     logits = call.slope * scores + capped
     if spec.score_mod is not None:  # it carries the error of its score, and rounds by itself
-        logits = abs(call.mod_slope) * (logits + abs(call.capped)) + call.mod_rounding
-    logits = np.where(call.seen, logits + abs(call.added), 0.0)
+        logits = abs(call.mod_slope) * (logits + abs(call.capped))
+    flat = _flat_rows(spec, call, logits)
+    logits = logits + (0.0 if spec.score_mod is None else call.mod_rounding) + abs(call.added)
+    logits = np.where(call.seen & ~flat[..., None], logits, 0.0)
     sink = np.where(call.sink_weights > 0, abs(call.sink), 0.0)
     mean = (call.weights * logits).sum(-1) + call.sink_weights * sink
     return Magnitudes(scores, logits, mean, sink, np.where(np.isinf(call.lse), 0.0, abs(call.lse)))
+
+
+def _flat_rows(spec: AttentionSpec, call: Softmax, scores: Array) -> Array:
+    """Returns the rows of equal large logits, in which any score is lost: bool ``[batch, heads, q_len]``.
+
+    In float32, too, these logits are equal, so their errors cancel: the weights are those of equal logits.
+
+    Args:
+        scores: the magnitudes of what the logits have of their scores.
+    """
+    largest = call.logits.max(-1, initial=-np.inf, where=call.seen)
+    equal = largest == call.logits.min(-1, initial=np.inf, where=call.seen)
+    lost = ~call.seen | (scores <= float32_roundoff(spec) / 4 * abs(call.logits))
+    return equal & lost.all(-1) & (abs(call.lse) >= LARGE_LSE) & (call.sink_weights == 0.0)
 
 
 def out_bound(spec: AttentionSpec, call: Softmax, sizes: Magnitudes, out: Array) -> Array:
@@ -150,7 +169,8 @@ def _sums(
     delta = (weights * dweights).sum(-1) + dlse
     delta_logits = (weights * (sizes.logits + sizes.mean[..., None]) * dweights).sum(-1)
     # The backward recomputes p = exp(logit - lse) from an lse rounded to float32, so |lse| adds to the logits' errors.
-    reach = sizes.logits + (sizes.mean + sizes.lse)[..., None]
+    # Beyond LARGE_LSE it must divide p by its sum.
+    reach = sizes.logits + (sizes.mean + np.minimum(sizes.lse, LARGE_LSE))[..., None]
     cond = np.where(call.seen, call.weights * (call.factors * dweights + delta[..., None]), 0.0)
     logits = np.where(call.seen, reach * cond + call.weights * delta_logits[..., None], 0.0)
     dlogits = _Sum(cond, logits, np.where(call.seen, 1.0 + call.factors * dweights + delta[..., None], 0.0))

@@ -96,8 +96,9 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
         # [batch, heads, q_len]. A row without keys has out = 0, but dout may be NaN or Inf there: keep it out.
         delta = np.where(call.seen.any(-1), (dout * heads_first(spec, out)).sum(-1), 0.0)
         slope_of_row = per_row(spec, dlse) - delta
-        # Weights come from the saved lse, as in a kernel: a partial call's lse belongs to the whole row.
-        weights = np.where(call.seen, np.exp(call.logits - per_row(spec, lse)[..., None]), 0.0)
+        weights = call.weights
+        if spec.partial:  # its lse belongs to the whole row
+            weights = np.where(call.seen, np.exp(call.logits - per_row(spec, lse)[..., None]), 0.0)
         dweights = call.factors * (dout @ call.v.swapaxes(-1, -2))
         # dweights is NaN where a hidden value is NaN, and 0 * NaN is NaN: set hidden pairs to 0.
         dlogits = np.where(call.seen, weights * (dweights + slope_of_row[..., None]), 0.0)
@@ -154,10 +155,12 @@ def softmax(spec: AttentionSpec, inputs: Inputs) -> Softmax:
     total = np.where(seen, np.exp(logits - top[..., None]), 0.0).sum(-1) + np.exp(sink - top)
     # A row with neither keys nor a sink has top = -inf, so total is exp(-inf + inf) = NaN: replace it by -inf.
     lse = np.where(seen.any(-1) | (sink != -np.inf), np.log(total) + top, -np.inf)
+    # Not exp(logits - lse): the log of the total is lost in a large lse.
+    weights = np.where(seen, np.exp(logits - top[..., None]) / total[..., None], 0.0)
     return Softmax(
         *(q, k, v, seen, capped, slope, *modded, added, lse, sink),
-        weights=np.where(seen, np.exp(logits - lse[..., None]), 0.0),
-        sink_weights=np.where(sink == -np.inf, 0.0, np.exp(sink - lse)),
+        weights=weights,
+        sink_weights=np.where(sink == -np.inf, 0.0, np.exp(sink - top) / total),
         factors=_dropout_factors(spec, inputs.rng),
     )
 

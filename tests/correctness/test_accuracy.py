@@ -204,6 +204,25 @@ def test_a_wrong_gradient_fails_and_is_named(fault, dtype, factor):
     assert not result.ok and f"{name}: " in str(result) and "WRONG" in str(result)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("large", [-1.75 * 2.0**127, 1.75 * 2.0**127])
+def test_weights_of_a_backward_that_do_not_sum_to_1_fail(dtype, large):
+    """The fault: exp(logit - lse) with an lse that float32 or float64 rounds to the logit."""
+    case = make({"bias_shape": (1, 1, 5, 7), "bias_gradient": True}, dtype)
+    case.inputs.bias[:, :, 2] = large
+    assert judge(case, case).ok
+    out, lse = reference.forward(case.spec, case.inputs)
+    assert (lse[:, :, 2] == large).all()
+    rest = out, lse, case.dout, case.dlse
+    gradients = reference.backward(replace(case.spec, partial=True), case.inputs, *rest)
+    expected = accuracy.expect(case.spec, case.inputs, dout=case.dout, dlse=case.dlse)
+    result = expected.judge(out=out, lse=lse, gradients=gradients)
+    for name in ("dq", "dk", "dv", "dbias"):
+        assert result[name].use > 1, f"{name} hides it:\n{result}"
+    nothing = np.where(np.arange(5)[:, None, None] == 2, 0.0, out)
+    assert expected.judge(out=nothing, lse=lse)["out"].use > 1, "the row is no row that sees no key"
+
+
 def test_a_missing_gradient_of_the_lse_fails():
     case = make({}, "bfloat16")
     out, lse = reference.forward(case.spec, case.inputs)

@@ -23,6 +23,17 @@ from attn_core.call.tensors import Inputs
 from attn_core.cli.drawn_functions import MASKS, SCORES, fields_of, functions_of
 from attn_core.expressions.properties import aux_numbers
 
+LARGE = {
+    "float64": (-(2.0**30), float(np.finfo(np.float64).min), 1.75 * 2.0**1023),
+    "float32": (-(2.0**30), -1.75 * 2.0**127, float(np.finfo(np.float32).min), 1.75 * 2.0**127),
+    "bfloat16": (-(2.0**30), -1.75 * 2.0**127, -(2 - 2.0**-7) * 2.0**127, 1.75 * 2.0**127),
+    "float16": (-65504.0, 57344.0),
+}
+"""Biases by their dtype that callers hide keys with, and as large ones above 0; log2(e) times some overflows."""
+
+EXACT = ("the torch math kernel", "XLA's attention", "the aten CPU flash kernel")
+"""The kernels that compute rows of large biases exactly. docs/reference/semantics.md says what others do."""
+
 LAYOUTS = ("contiguous", "heads_outside", "sliced", "stepped", "one_head_expanded")
 """The memory layouts of torch's q, k, v and output gradient; see ``both_frontends.laid_out``."""
 
@@ -117,12 +128,14 @@ def make_call(
     *,
     tail: tuple[int, int] = (0, 0),
     hiding: bool = False,
+    large: float | None = None,
     **fields: Any,
 ) -> Call:
     """A call from the fields of a spec and of Call; ``lengths`` are those of its query and key documents.
 
     tail: the numbers of tokens of q and of k behind the last document.
     hiding: whether a quarter of the bias is -inf.
+    large: the bias of every third row, at its keys that are not hidden.
     """
     passing = {name: fields.pop(name) for name in ("layout", "one_row", "low_rank", "extras_dtype") if name in fields}
     window = fields.pop("window", None)
@@ -140,6 +153,9 @@ def make_call(
     if hiding and inputs.bias is not None:
         hidden = np.random.default_rng(seed + 1).random(inputs.bias.shape) < 0.25
         inputs = inputs._replace(bias=np.where(hidden, -np.inf, inputs.bias))
+    if large is not None and inputs.bias is not None:
+        some = (np.arange(inputs.bias.shape[2]) % 3 == 0)[:, None] & np.isfinite(inputs.bias)
+        inputs = inputs._replace(bias=np.where(some, large, inputs.bias))
     if passing.get("layout") == "one_head_expanded":
         alike = {name: getattr(inputs, name)[..., :1, :] for name in ("q", "k", "v")}
         inputs = inputs._replace(**{n: np.broadcast_to(a, getattr(inputs, n).shape).copy() for n, a in alike.items()})
@@ -270,11 +286,13 @@ def calls(
         fields["aux_gradients"] = tuple(floats)
     if packed and draw(st.booleans()):  # an upper bound is as good as the longest document
         fields |= {"max_len_q": max(fields["q_len"], 1), "max_len_k": max(fields["kv_len"], 1) + 3}
+    exact = claims is None or claims.kernel in EXACT
     return make_call(
         draw(st.integers(0, 2**16), label="seed"),
         lengths,
         tail=tail,
         hiding=draw(st.booleans()),
+        large=draw(st.sampled_from((None, None, None, *LARGE[extras]))) if exact else None,
         layout=draw(st.sampled_from(LAYOUTS)),
         one_row=packed and draw(st.booleans()),
         low_rank=draw(st.booleans()),
@@ -321,6 +339,17 @@ def corners(claims: Support) -> dict[str, Call]:
     if claims.mask and claims.window:  # row 5 sees only keys 4 to 6
         masked = make_call(**square, window=(1, 1), mask_shape=(2, 4, 11, 11))
         actual["a window with a hole"] = _hidden(masked, np.s_[:, :, :, 4:7])
+    if claims.bias and claims.kernel in EXACT:
+        biased = {**square, "bias_shape": (2, 4, 11, 11), "bias_gradient": claims.bias_gradient}
+        for large in LARGE[kind]:
+            actual[f"rows of bias {large:.3g}"] = make_call(**biased, large=large, hiding=True)
+        actual["half a row of the lowest float"] = make_call(
+            **{**biased, "bias_shape": (1, 1, 1, 11)}, hiding=True, large=LARGE[kind][-2]
+        )
+        half = {**biased, "dtype": "bfloat16"}
+        actual["the lowest bfloat16"] = make_call(**half, large=LARGE["bfloat16"][-2], causal=claims.causal)
+        if claims.softcap:
+            actual["the lowest float beside a softcap"] = make_call(**biased, large=LARGE[kind][-2], softcap=5.0)
     if claims.packed:
         causal = claims.causal and bool(claims.alignments)
         actual["empty documents"] = make_call(0, some_documents, **fixed, causal=causal)
@@ -435,4 +464,8 @@ def compiled_calls(draw: Any, claims: Support | None = None) -> Call:
     lengths = draw(document_lengths(fields["documents"], _PACKED_TOKENS)) if "documents" in fields else None
     tail = tuple(n - sum(side) for n, side in zip(_PACKED_TOKENS, lengths)) if lengths else (0, 0)
     seed = draw(st.integers(0, 2**16), label="seed")
-    return make_call(seed, lengths, tail=tail, hiding=draw(st.booleans()), needs_backward=True, **fields)
+    large = None
+    if "bias_shape" in fields and (claims is None or claims.kernel in EXACT):
+        large = draw(st.sampled_from((None, *LARGE[fields["dtype"]])))
+    hiding = draw(st.booleans())
+    return make_call(seed, lengths, tail=tail, hiding=hiding, large=large, needs_backward=True, **fields)
