@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from attn_core.expressions.constants import in_base_2
 from attn_core.expressions.rendering import ARITHMETIC, Vocabulary, run, steps_inside
 from attn_core.expressions.tree import Expression, Kind
 
@@ -43,7 +44,7 @@ def vocabulary() -> Vocabulary:
     types = {"bool": cutlass.Boolean, "int": cutlass.Int32, "float": cutlass.Float32}
 
     def constant(value: Any, kind: Kind) -> Any:
-        return types[kind](value)
+        return types[kind](in_base_2(value))
 
     def known(value: Any) -> bool:
         return isinstance(value.value, (bool, int, float))

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from attn_core.expressions.constants import in_base_2
 from attn_core.expressions.on_torch import vocabulary
 from attn_core.expressions.rendering import Step, run, steps_of
 from attn_core.expressions.tree import Expression, Kind
@@ -42,9 +43,9 @@ class _TextStep(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def torch_function(tree: Expression) -> TorchFunction:
-    """Returns the function of an expression; cached."""
-    rows = tuple(_as_text(step) for step in steps_of(tree))
+def torch_function(tree: Expression, base_2: bool = False) -> TorchFunction:
+    """Returns the function of an expression; cached. base_2: whether its constants are those ``in_base_2``."""
+    rows = tuple(_as_text(step, base_2) for step in steps_of(tree))
 
     def function(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
         import torch
@@ -58,8 +59,8 @@ def torch_function(tree: Expression) -> TorchFunction:
     return TorchFunction(tree.digest, function)
 
 
-def _as_text(step: Step) -> _TextStep:
-    value = "" if step.value is None else str(step.value)
+def _as_text(step: Step, base_2: bool) -> _TextStep:
+    value = "" if step.value is None else str(in_base_2(step.value) if base_2 else step.value)
     # Those of a lookup are ints; of other operations nobody reads them.
     constants = tuple("" if each is None or step.op != "lookup" else str(each) for each in step.constants)
     return _TextStep(step.op, step.kind, value, tuple(map(str, step.operands)), constants, step.negative)

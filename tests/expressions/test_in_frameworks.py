@@ -32,6 +32,7 @@ from attn_core.expressions import (
     torch_score_mod,
     trace_mask,
     trace_score,
+    where,
 )
 
 torch = pytest.importorskip("torch")
@@ -197,3 +198,18 @@ def test_a_vocabulary_of_scalars_gives_the_same(tree: Expression) -> None:
     expected = evaluate_numpy(tree, indices, score, aux)
     for place in ((0, 0, 0, 0), (1, 2, 4, 6), (0, 1, 3, 2), (1, 0, 1, 5)):
         assert on_scalars(tree, place, float(score[place]), aux) == expected[place], tree
+
+
+def test_constants_of_kernels_in_base_2() -> None:
+    """Times log2(e) the lowest float would be -inf, which hides."""
+    from attn_core.expressions.constants import LARGEST
+    from attn_core.expressions.torch_functions import torch_function
+
+    lowest = float(np.finfo(np.float32).min)
+    tree = trace_score(lambda s, b, h, q, k: where(q > k, s, where(q == k, lowest, -math.inf)), ()).tree
+    places = [torch.tensor(n) for n in (0, 0, 1)]
+    for base_2, expected in ((False, lowest), (True, -LARGEST)):
+        function = torch_function(tree, base_2).function
+        scores = [function(torch.tensor(0.5), *places, torch.tensor(k), ()) for k in (0, 1, 2)]
+        assert [float(each) for each in scores] == [0.5, float(np.float32(expected)), -math.inf]
+    assert np.isfinite(np.float32(LARGEST) * np.float32(math.log2(math.e)))

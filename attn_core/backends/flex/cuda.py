@@ -215,7 +215,7 @@ def _signature(spec: AttentionSpec, learns: bool) -> Signature:
         mask=how["mask"],
         options=tuple(how["kernel_options"].items()),
         mask_mod=None if spec.mask_mod is None else torch_function(spec.mask_mod),
-        score_mod=None if score_mod is None else torch_function(score_mod),
+        score_mod=None if score_mod is None else torch_function(score_mod, base_2=True),
         length_classes=length_classes(spec),
     )
 

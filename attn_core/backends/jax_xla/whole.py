@@ -123,11 +123,11 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
     if dlse is not None:
         shift = shift + dlse.reshape(shift.shape).astype(shift.dtype)
 
-    def sums() -> tuple[Any, Any]:
+    def sums_again() -> tuple[Any, Any]:
         again, _, shown = logits_of(spec, call, inputs, scores, visible)
         return with_sink(call.sinks, *softmax(spec, call, again, shown)[1:])
 
-    saved, rest = exact_lse(spec, lse, sums, inputs, in_loop=False)
+    saved, rest = exact_lse(spec, lse, sums_again, inputs, in_loop=False)
     saved, rest = saved[..., None], None if rest is None else rest[..., None]
     douts = queries_first(spec, dout)
     if seen is not None:  # NaN in dout makes the weights of its row NaN, so no product needs the NaN itself
