@@ -31,16 +31,16 @@ def additive(dtype: str, device: Any, mask: Any, bias: Any, edge: Band | None, r
     """
     import torch
 
-    zero, hides = _constants(dtype, device)
     if bias is not None and bias.dtype is not getattr(torch, dtype):
         if rows.start == 0:  # once for all blocks of a call
             copy_of_bias(f"the kernel adds {dtype} and the bias is {dtype_name(bias)}", f"as {dtype}")
         bias = bias.to(getattr(torch, dtype))
     if mask is not None and (bias is not None or kept_masks.MARK not in mask.__dict__):
         mask_converted()
+    if edge is None and mask is None:
+        return bias
+    zero, hides = _constants(dtype, device)
     if edge is None:
-        if mask is None:
-            return bias
         if bias is None and kept_masks.MARK in mask.__dict__:
             return kept_masks.additive_of(mask, (dtype,), lambda: torch.where(mask, zero, hides))
         return torch.where(mask, zero if bias is None else bias, hides)

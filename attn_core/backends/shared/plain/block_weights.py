@@ -57,11 +57,11 @@ def saved_rows(spec: AttentionSpec, lse: Any) -> SavedRows:
 
     size = torch.linalg.vector_norm
     on_host = lse.is_cpu and type(lse) is torch.Tensor  # a fake tensor has no values to look at
-    if on_host and size(lse, math.inf) < LARGE_LSE:  # False for NaN, and if a row sees no key
+    if on_host and size(lse, math.inf).item() < LARGE_LSE:  # False for NaN, and if a row sees no key
         return SavedRows(lse, None, None, None)
     empty = lse == -torch.inf
     lse, large, overflowed = lse.masked_fill(empty, 0.0), None, None
-    if (on_host and not size(lse, math.inf) < LARGE_LSE) or (not on_host and may_be_large(spec)):
+    if (on_host and not size(lse, math.inf).item() < LARGE_LSE) or (not on_host and may_be_large(spec)):
         # The rest of a row is in other parts, so its sum is not known here.
         large = None if spec.partial else (lse.abs() >= LARGE_LSE) & lse.isfinite()
     if on_host and large is not None:

@@ -50,10 +50,12 @@ def results(spec: AttentionSpec, inputs: Inputs, maximum: bool) -> tuple[Any, An
     """
     import torch
 
-    q, k, v = (tensor.transpose(1, 2) for tensor in inputs[:3])  # [batch, heads, len, dim]
+    # [batch, heads, len, dim]
+    q, k, v = inputs.q.transpose(1, 2), inputs.k.transpose(1, 2), inputs.v.transpose(1, 2)
     if q.dtype != torch.float32:
         q, k, v = q.float(), k.float(), v.float()
-    q = (q * factor_of(spec, LOG2E)).unflatten(1, (spec.num_kv_heads, spec.group_size))
+    grouped = (spec.batch, spec.num_kv_heads, spec.group_size, spec.q_len, spec.head_dim)
+    q = (q * factor_of(spec, LOG2E)).view(grouped)
     scores, hidden = products(q, k.mT), _hidden(spec)
     if spec.softcap is not None:
         scores = scores.tanh_().mul_(spec.softcap * LOG2E)
