@@ -62,16 +62,11 @@ def _large_rows(spec: AttentionSpec, lse: Any) -> list[int]:
     """Returns the rows of a log-sum-exp ``[batch, heads, q_len]`` with large logits, which a bias may cause."""
     import torch
 
-    if not may_be_large(spec) or isinstance(lse, valueless()) or not is_large(lse):
+    if not may_be_large(spec) or isinstance(lse, valueless()):
+        return []
+    if torch.linalg.vector_norm(lse, math.inf).item() < LARGE_LSE:  # False if a row sees no key
         return []
     return torch.nonzero(((lse.abs() >= LARGE_LSE) & lse.isfinite()).flatten(1).any(1)).flatten().tolist()
-
-
-def is_large(lse: Any) -> bool:
-    """Returns whether a log-sum-exp may be too large for the kernel's backward. True for NaN and -inf, too."""
-    import torch
-
-    return not torch.linalg.vector_norm(lse, math.inf).item() < LARGE_LSE
 
 
 def are_finite(k: Any, v: Any) -> bool:
@@ -81,7 +76,7 @@ def are_finite(k: Any, v: Any) -> bool:
     """
     import torch
 
-    k, v = k.detach(), v.detach()
+    k, v = k.data, v.data  # starts no operation, as detach does
     if k.dtype != torch.float32 and k.dtype != torch.float64:
         return math.isfinite(k.sum(dtype=torch.float32) + v.sum(dtype=torch.float32))
     if k.shape == v.shape:  # one operation instead of three, if all of both is dense in one order

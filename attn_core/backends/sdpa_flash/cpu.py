@@ -14,13 +14,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
+from math import inf
 from typing import Any
 
 from attn_core.backends.sdpa_flash import additive_masks, containment, cpu_blocks, cpu_kernel, cpu_packed, cpu_paged
 from attn_core.backends.sdpa_flash.cpu_readable import all_readable, readable, readable_heads
 from attn_core.backends.shared import sinks
 from attn_core.backends.support import Build, Support
-from attn_core.call.large_logits import may_be_large
+from attn_core.call.large_logits import LARGE_LSE, may_be_large
 from attn_core.call.masks import band
 from attn_core.call.pages import BITS
 from attn_core.call.spec import DTYPES, AttentionSpec
@@ -146,12 +147,15 @@ def paged_shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any] | None]
 
 def _masked_shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any] | None] | None:
     """Returns the shortcut of a call with an additive mask; None if it needs more than one call of the kernel."""
+    import torch
+
     blocks = cpu_blocks.blocks(spec)
     if len(blocks) != 1 or not blocks[0].whole:
         return None
     rows, keys, edge, _ = blocks[0]
     op, dtype, wants_lse = cpu_kernel.forward_op(spec), spec.lse_dtype, spec.return_lse
     by_results, learns = containment.shows_in_results(spec), spec.needs_backward and may_be_large(spec)
+    size = torch.linalg.vector_norm  # here and not in a function, for small calls
 
     def run(q: Any, k: Any, v: Any, mask: Any = None, bias: Any = None) -> tuple[Any, Any] | None:
         if not (q.is_contiguous() and k.is_contiguous() and v.is_contiguous()):
@@ -160,7 +164,9 @@ def _masked_shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any] | Non
             return None
         added = additive_masks.additive(dtype, q.device, mask, bias, edge, rows, keys)
         out, lse = op(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=added)
-        if (by_results and not containment.are_results_finite(out, lse)) or (learns and containment.is_large(lse)):
+        if by_results and not containment.are_results_finite(out, lse):
+            return None
+        if learns and not size(lse, inf).item() < LARGE_LSE:
             return None
         if wants_lse:
             lse = lse.masked_fill(additive_masks.empty_rows(added), -float("inf"))
@@ -171,7 +177,9 @@ def _masked_shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any] | Non
             return None
         added = additive_masks.additive(dtype, q.device, mask, bias, edge, rows, keys)
         out, lse = op(readable_heads(q), readable_heads(k), readable_heads(v), attn_mask=added)
-        if (by_results and not containment.are_results_finite(out, lse)) or (learns and containment.is_large(lse)):
+        if by_results and not containment.are_results_finite(out, lse):
+            return None
+        if learns and not size(lse, inf).item() < LARGE_LSE:
             return None
         return out, lse
 
