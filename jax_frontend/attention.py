@@ -7,7 +7,6 @@ from typing import Any, Never, Unpack, overload
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from attn_core.call import cache_rows, checks
 from attn_core.call.cache_rows import OPTIONS, CacheRows
@@ -168,7 +167,7 @@ def attention(
     options = options._replace(invariant=invariant)
     info, results = SeqInfo.coerce(seq_info), None
     requested, functions = requested_names(backend) or override.requested(), (mask_mod, score_mod, aux)
-    if isinstance(key_ranges, np.ndarray):
+    if value_checks.ranges_here(key_ranges, named=requested is not None):
         # The values are on the host, so that kernels without key ranges may compute the mask in parts.
         results = one_device.attend(arrays, seq_info, options, requested, key_ranges, functions)
         if results is not None and not return_max_logit:

@@ -103,6 +103,8 @@ def explain(
     # As ``context_parallel.one_device`` decides, but for the question whether the program is traced.
     whole = key_ranges is not None and requested is None and not rows_are_here(selection.spec.batch)
     tables = (*aux, *(mask_mod.captured if isinstance(mask_mod, TracedFunction) else ()))
+    if value_checks.ranges_here(key_ranges, named=requested is not None):
+        key_ranges = np.asarray(key_ranges)
     here = all(isinstance(table, np.ndarray) for table in (key_ranges, *tables) if table is not None)
     # Arrays that an untraced function captured are not among the tables.
     if whole or not here or len(tables) != len(selection.spec.aux):

@@ -68,7 +68,8 @@ def fused_attn(
             with an axis of 3 or 2 before the heads if packed.
         bias: added to the scaled scores, or to the scores before the scale; broadcastable to four axes.
         sequence_descriptor: a ``SequenceDescriptor``: with lengths; with lengths and offsets, which may leave gaps;
-            or with segment ids, 0 for padding, and positions in each segment. A mask type without PADDING reads none.
+            or with segment ids, 0 for padding, and positions in each segment, ``segment_pos``, which only THD layouts
+            read: in BSHD a token's position is its place in the row. A mask type without PADDING reads none.
         seed: uint32 ``[..., 2]``, of which the first pair counts, or a PRNG key; for dropout.
         attn_bias_type, attn_mask_type, qkv_layout, softmax_type: members of Transformer Engine's enumerations, or their
             names. A THD layout needs a mask type with PADDING.
@@ -77,7 +78,7 @@ def fused_attn(
         max_segments_per_seq: the highest segment id.
         window_size: inclusive distances ``(left, right)``, -1 without limit; they count places in the segment.
         context_parallel_strategy, context_parallel_causal_load_balanced, context_parallel_axis, stripe_size: raise an
-            error unless they have their defaults.
+            error unless they have their defaults. If JAX has one device, load balancing may be True.
         context_checkpoint_name: the name of the output for ``jax.checkpoint``'s policies.
         softmax_offset: ``[1, heads, 1, 1]``, the logits of the learnable softmax.
         score_mod, score_mod_bprop, score_mod_tensors, score_mod_bprop_tensors: raise an error: they build a graph of
@@ -124,8 +125,10 @@ def _member(argument: str, value: Any, members: tuple[str, ...]) -> str:
 def _check_one_device(strategy: Any, balanced: Any, axis: Any) -> None:
     remedy = "a row on several devices is jax_frontend.context_parallel_attention"
     _member("context_parallel_strategy", strategy, ("DEFAULT",))
-    if balanced:
-        raise SpecError(f"context_parallel_causal_load_balanced={shown(balanced)}: expected False; {remedy}")
+    if balanced and jax.device_count() > 1:  # one device has whole rows in their order
+        raise SpecError(
+            f"context_parallel_causal_load_balanced={shown(balanced)}: expected False on several devices; {remedy}"
+        )
     if axis:
         raise SpecError(f"context_parallel_axis={shown(axis)}: expected ''; {remedy}")
 

@@ -57,6 +57,16 @@ def check_cache(qkv: tuple[Any, ...], options: Mapping[str, Any]) -> None:
     check(plan.spec(plan.metadata(inputs), plan.device_name(inputs.q), plain, False, False), inputs, None)
 
 
+def ranges_here(key_ranges: Any, *, named: bool) -> bool:
+    """Returns whether kernels without key ranges may run the call in parts, because the values are on the host.
+
+    named: whether the call names backends. Automatic choice reads numpy's arrays alone, because it has key ranges.
+    """
+    return isinstance(key_ranges, np.ndarray) or (
+        named and isinstance(key_ranges, jax.Array) and values_here(key_ranges)
+    )
+
+
 def check_key_ranges(spec: AttentionSpec, key_ranges: Any) -> None:
     """Checks the values of key ranges on the CPU; traced ones have none, and on a GPU wrong ones only hide keys."""
     if key_ranges is not None and values_here(key_ranges):

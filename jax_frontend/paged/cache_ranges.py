@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -66,7 +67,8 @@ def ranges(
     rows = cache_rows.clamped(rows, k.shape[1], k.shape[0])
     arrays = {"q": q, "k": k, "v": v, **rows._asdict(), "key_ranges": theirs}
     arrays = {name: array for name, array in arrays.items() if array is not None}
-    run, on_mesh = partial(_visible, (q.shape[1], k.shape[1]), window, options), split_of_rows(arrays)
+    run: Callable[..., Any] = partial(_visible, (q.shape[1], k.shape[1]), window, options)
+    on_mesh = split_of_rows(arrays)
     if on_mesh is not None:
         mesh, split = on_mesh
         heads = "one" if theirs is None or theirs.shape[1] == 1 else "kv_heads"

@@ -287,6 +287,35 @@ def test_bad_key_ranges_are_named(name: str, framework: str, as_numpy: bool) -> 
             function(q, k, k, key_ranges=given)
 
 
+@pytest.mark.parametrize("learned", [False, True])
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_named_backend_runs_ranges_in_arrays_in_parts(framework: str, learned: bool) -> None:
+    """As it runs numpy's: the values of a framework's own arrays on a CPU can be read, too."""
+    import torch
+
+    import jax_frontend
+    import torch_frontend
+
+    frontend, convert = {"torch": (torch_frontend, torch.from_numpy), "jax": (jax_frontend, jnp.asarray)}[framework]
+    q = convert(np.random.default_rng(0).standard_normal((1, 12, 2, 8), np.float32))
+    ranges = masks.documents([4, 8])
+
+    def run(q: Any, ranges: Any, backend: str) -> Any:
+        return frontend.attention(q, q, q, key_ranges=ranges, backend=backend)
+
+    def gradient(*arguments: Any) -> Any:
+        if framework == "jax":
+            return jax.grad(lambda q: (run(q, *arguments) ** 2).sum())(q)
+        leaf = q.clone().requires_grad_()
+        return torch.autograd.grad((run(leaf, *arguments) ** 2).sum(), leaf)[0]
+
+    function = gradient if learned else lambda *arguments: run(q, *arguments)
+    result = np.asarray(function(convert(ranges), "sdpa_flash"))
+    assert np.array_equal(result, np.asarray(function(ranges, "sdpa_flash")))
+    np.testing.assert_allclose(result, np.asarray(function(ranges, "math")), rtol=1e-4, atol=1e-5)
+    assert "parts:" in str(frontend.explain(q, q, q, key_ranges=convert(ranges), backend="sdpa_flash"))
+
+
 def test_ranges_on_another_device_are_named() -> None:
     import torch
 

@@ -172,8 +172,15 @@ REFUSED = {
 }
 
 
+def test_load_balancing_of_one_device_changes_nothing(monkeypatch):
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    arrays = rows()
+    np.testing.assert_array_equal(call(arrays, context_parallel_causal_load_balanced=True), call(arrays))
+
+
 @pytest.mark.parametrize("words", REFUSED)
-def test_what_is_not_honoured_is_refused_by_name(words):
+def test_what_is_not_honoured_is_refused_by_name(words, monkeypatch):
+    monkeypatch.setattr(jax, "device_count", lambda: 2)
     with pytest.raises((SpecError, ShapeError)) as raised:
         call(rows(), **REFUSED[words])
     assert words in str(raised.value)
