@@ -63,7 +63,7 @@ def run_attention(*, config: AttentionConfig, context: AttentionContext, Q: Arra
     check_fields(config, context)
     check_sizes(config, context, Q.shape, K.shape, V.shape)
     request = interpret(config, context)
-    backend = override.requested() or preference(config, "jax", device_name(Q))
+    backend = override.requested() or preference(config, "jax", device_name(Q), request.options.get("invariant"))
     half = computed_in(*map(dtype_name, (Q, K, V)))
     same_dtype = (array if half is None else array.astype(half) for array in (Q, K, V))
     q, k, v = (array.swapaxes(1, 2) for array in same_dtype)  # [bsz, len, heads, head_dim]

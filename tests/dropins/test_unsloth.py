@@ -12,7 +12,7 @@ import pytest
 import torch
 from frameworks import EVERYWHERE, JAX, JAX_ON_GPU, TORCH, TORCH_ON_GPU, Framework, as_numpy, spied
 
-from attn_core import AttentionSpec, DTypeError, SeqInfo, ShapeError, SpecError
+from attn_core import AttentionSpec, DTypeError, SeqInfo, ShapeError, SpecError, Target, explain
 from attn_core.call.tensors import Inputs
 from attn_core.correctness import accuracy, reference
 from attn_core.dropins.unsloth import arguments
@@ -1034,6 +1034,17 @@ def test_a_chunk_has_the_bits_of_its_prompt_if_a_bag_promises_it(framework: Fram
     chunk = {**arrays, "Q": arrays["Q"][:, :, -9:]}
     whole = run(framework, arrays, **promise)
     np.testing.assert_array_equal(run(framework, chunk, **promise), whole[:, -9:])
+
+
+@pytest.mark.parametrize("word", WORDS)
+@both
+def test_a_promise_leaves_the_choice_to_one_backend_for_all_calls(framework: Framework, word: str) -> None:
+    """Also on a GPU, whose kernel of one order of sums is in no word's family."""
+    assert arguments.preference(config(framework, word), framework.name, "sm90", "prefix") is None
+    sizes = {"batch": 2, "num_heads": 6, "num_kv_heads": 3, "head_dim": 16, "value_dim": 16, "dtype": "bfloat16"}
+    for q_len in (9, 150):
+        spec = AttentionSpec(**sizes, q_len=q_len, kv_len=150, causal=True, invariant="prefix")
+        assert explain(spec, Target(framework.name, "sm90")).backend == "triton_ordered"
 
 
 @both

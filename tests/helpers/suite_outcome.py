@@ -19,6 +19,7 @@ import pytest
 
 from attn_core.cli.frameworks import versions
 
+COUNTED = ("passed", "failed", "failed as expected", "skipped")
 LONG = 4.0
 """Seconds from which on a test is in the file."""
 
@@ -36,7 +37,9 @@ class Outcome:
         self._seconds[report.nodeid] += report.duration
         if report.failed:
             self._results[report.nodeid] = "failed"
-        elif report.skipped and not hasattr(report, "wasxfail"):
+        elif report.skipped and hasattr(report, "wasxfail"):
+            self._results[report.nodeid] = "failed as expected"
+        elif report.skipped:
             self._results[report.nodeid] = "skipped"
             self._reasons[_reason(report)] += 1
         elif report.when == "call":
@@ -54,7 +57,7 @@ class Outcome:
             "workers": getattr(session.config.option, "numprocesses", None) or 1,
             "seconds": round(time.monotonic() - self._began),
             "versions": versions(),
-            "counts": {name: list(self._results.values()).count(name) for name in ("passed", "failed", "skipped")},
+            "counts": {name: list(self._results.values()).count(name) for name in COUNTED},
             "failed": sorted(name for name, result in self._results.items() if result == "failed"),
             "skipped": dict(self._reasons.most_common()),
             "longest": longest,

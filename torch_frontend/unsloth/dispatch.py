@@ -103,7 +103,7 @@ def run_attention(*, config: AttentionConfig, context: AttentionContext, Q: Tens
             check_tensor(f"context.{name}", getattr(context, name))
     check_sizes(config, context, Q.shape, K.shape, V.shape)
     request = interpret(config, context)
-    backend = _backends(preference(config, "torch", device_name(Q.device)))
+    backend = _backends(preference(config, "torch", device_name(Q.device), request.options.get("invariant")))
     # Adapters such as DoRA make some of Q, K and V float32, and attention needs one dtype.
     q, k, v = (Q, K, V) if Q.dtype == K.dtype == V.dtype else _cast_to_half(Q, K, V)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [bsz, len, heads, head_dim]
@@ -141,8 +141,10 @@ def _cast_to_half(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(tensor.to(getattr(torch, half)) for tensor in tensors)
 
 
-def _backends(preferred: tuple[str, ...]) -> tuple[str, ...]:
+def _backends(preferred: tuple[str, ...] | None) -> tuple[str, ...] | None:
     """Returns the backends of ``use_backend``, else the preferred ones; compiled code looks them up when it runs."""
+    if preferred is None:
+        return None
     return (FROM_CONTEXT, *preferred) if torch.compiler.is_compiling() else override.requested() or preferred
 
 

@@ -86,9 +86,14 @@ def is_bidirectional(context: AttentionContext) -> bool:
     return not check_flag("context.is_causal", getattr(context, "is_causal", True))
 
 
-def preference(config: AttentionConfig, framework: str, device: str) -> tuple[str, ...]:
-    """Returns the backends to try: the family that the config names, then automatic choice."""
-    return _preference(config.backend, framework, backends.kind_of(device))
+def preference(
+    config: AttentionConfig, framework: str, device: str, invariant: str | None = None
+) -> tuple[str, ...] | None:
+    """Returns the backends to try: the family that the config names, then automatic choice.
+
+    With a promise of equal bits it is None, automatic choice alone, which has one backend for all calls with a row.
+    """
+    return None if invariant is not None else _preference(config.backend, framework, backends.kind_of(device))
 
 
 @lru_cache(maxsize=64)
