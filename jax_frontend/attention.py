@@ -7,6 +7,7 @@ from typing import Any, Never, Unpack, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from attn_core.call import cache_rows, checks
 from attn_core.call.cache_rows import OPTIONS, CacheRows
@@ -22,7 +23,7 @@ from attn_core.call.tensors import Inputs
 from attn_core.errors import SpecError
 from attn_core.expressions.properties import check_ints
 from attn_core.expressions.tracing import TracedFunction
-from attn_core.selection import override
+from attn_core.selection import NoBackendError, override
 from jax_frontend.bridge.forked import check_process
 from jax_frontend.context_parallel import one_device
 from jax_frontend.dispatch import offsets, plan, value_checks
@@ -167,7 +168,7 @@ def attention(
     options = options._replace(invariant=invariant)
     info, results = SeqInfo.coerce(seq_info), None
     requested, functions = requested_names(backend) or override.requested(), (mask_mod, score_mod, aux)
-    if value_checks.ranges_here(key_ranges, named=requested is not None):
+    if isinstance(key_ranges, np.ndarray):
         # The values are on the host, so that kernels without key ranges may compute the mask in parts.
         results = one_device.attend(arrays, seq_info, options, requested, key_ranges, functions)
         if results is not None and not return_max_logit:
@@ -176,7 +177,16 @@ def attention(
     inputs, options = gather_arguments(arrays, info, options, dropout_rng, **masking)
     call = AttentionCall(options, requested, plan.device_name(q), with_maximum=return_max_logit)
     if results is None:
-        return in_layout(run(call, inputs, info), layout)
+        try:
+            return in_layout(run(call, inputs, info), layout)
+        except NoBackendError:
+            if not value_checks.ranges_here(key_ranges, named=requested is not None):
+                raise
+            results = one_device.attend(arrays, seq_info, options, requested, np.asarray(key_ranges), functions)
+            if results is None:
+                raise
+        if not return_max_logit:
+            return in_layout(results, layout)
     results = results if return_lse else (results,)
     return in_layout((*results, max_logit_alone(call, varying_alike(inputs))), layout)
 

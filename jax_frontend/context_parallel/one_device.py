@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -60,14 +60,13 @@ def attend(
     seq_info: Any,
     options: Options,
     requested: tuple[str, ...] | None,
-    key_ranges: Any,
+    key_ranges: np.ndarray,
     functions: Any,
 ) -> Any:
     """Returns the result of ``attention``; None if a backend runs the call as a whole.
 
     Args:
         arrays: q, k, v, mask, bias, alibi_slopes and sinks, as the caller passed them; so are the other arguments.
-        key_ranges: numpy's, or JAX's with values on the host.
         functions: mask_mod, score_mod and aux.
     """
     # These are checked where the call then runs. Tiles take none of them.
@@ -75,12 +74,6 @@ def attend(
     if any(each is not None for each in extras) or are_given(functions) or key_ranges.dtype != np.int32:
         return None
     inputs, options = plan.check_arrays(arrays), check_options(options)
-    if not isinstance(key_ranges, np.ndarray):
-        metadata = plan.metadata(inputs._replace(key_ranges=key_ranges))
-        if not _is_refused(metadata, plan.device_name(inputs.q), options, requested):
-            return None  # as a whole, without a look at the values
-        with jax.transfer_guard("allow"):
-            key_ranges = np.asarray(key_ranges)
     call = tiled_call(inputs, options, requested, key_ranges)
     if call is None:
         return None
@@ -92,16 +85,6 @@ def attend(
     if not options.return_lse or sinks is None:
         return results
     return results[0], empty_rows.fill_with_sinks(results[1], sinks)
-
-
-@lru_cache(maxsize=256)
-def _is_refused(metadata: Any, device: str, options: Options, requested: tuple[str, ...] | None) -> bool:
-    """Returns whether no requested backend runs the call as a whole."""
-    try:
-        plan.plan(metadata, device, options, False, False, requested)
-    except NoBackendError:
-        return True
-    return False
 
 
 def tiled_call(
