@@ -9,10 +9,10 @@ knows, because it would compile a loop of one round in another way.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from attn_core.backends.jax_xla.one_channel import filled, filled_inputs, of_two_channels
 from attn_core.backends.jax_xla.products import product
 from attn_core.backends.jax_xla.row_sums import exact_lse, log_weights, with_sink
 from attn_core.backends.jax_xla.tile_documents import (
@@ -39,8 +39,8 @@ def forward(spec: AttentionSpec, inputs: Inputs, documents: Document | None = No
     from jax import lax
 
     if 1 in (spec.head_dim, spec.value_dim):
-        wider = _wider(spec)
-        out, lse = forward(wider, _of_width(wider, inputs), documents)
+        wider = of_two_channels(spec)
+        out, lse = forward(wider, filled_inputs(wider, inputs), documents)
         return out[..., : spec.value_dim], lse
     tiled = arrange(spec, inputs)
     documents = documents_of(spec, inputs) if documents is None else documents
@@ -61,26 +61,6 @@ def forward(spec: AttentionSpec, inputs: Inputs, documents: Document | None = No
     out, lse = (array[:, QUERY_TILE : QUERY_TILE + spec.q_len] for array in (out, lse))
     lse = lse.reshape(heads).transpose(0, 2, 1)
     return out.reshape(spec.out_shape), lax.stop_gradient(lse).reshape(spec.lse_shape)
-
-
-def _wider(spec: AttentionSpec) -> AttentionSpec:
-    """Returns a call with two channels instead of one.
-
-    XLA makes sums of a product of one column, and fuses them with what is beside them in a program.
-    """
-    return replace(spec, head_dim=max(spec.head_dim, 2), value_dim=max(spec.value_dim, 2))
-
-
-def _of_width(wider: AttentionSpec, inputs: Inputs) -> Inputs:
-    q, k, v = inputs[:3]
-    return inputs._replace(q=_filled(q, wider.head_dim), k=_filled(k, wider.head_dim), v=_filled(v, wider.value_dim))
-
-
-def _filled(array: Any, channels: int) -> Any:
-    """Returns an array with 0 behind its channels."""
-    import jax.numpy as jnp
-
-    return jnp.pad(array, (*[(0, 0)] * (array.ndim - 1), (0, channels - array.shape[-1])))
 
 
 def _over_tiles(spec: AttentionSpec, tiled: Tiled, documents: Document, tile: Any, results: Any) -> Any:
@@ -220,9 +200,9 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
     from jax import lax
 
     if 1 in (spec.head_dim, spec.value_dim):
-        wider = _wider(spec)
-        out, dout = (_filled(array, wider.value_dim) for array in (out, dout))
-        found = backward(wider, _of_width(wider, inputs), out, lse, dout, dlse)
+        wider = of_two_channels(spec)
+        out, dout = (filled(array, wider.value_dim) for array in (out, dout))
+        found = backward(wider, filled_inputs(wider, inputs), out, lse, dout, dlse)
         dq, dk, dv = found.dq[..., : spec.head_dim], found.dk[..., : spec.head_dim], found.dv[..., : spec.value_dim]
         return found._replace(dq=dq, dk=dk, dv=dv)
     tiled, documents, wide = arrange(spec, inputs, lse, dout), documents_of(spec, inputs), spec.lse_dtype
