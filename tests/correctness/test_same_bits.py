@@ -120,7 +120,7 @@ def test_a_document_has_the_same_bits_in_every_batch(framework: str, backend: st
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("backend", ["flash4", "triton_ordered"])
-@pytest.mark.parametrize("tokens", [1, 200, 257, 700, 1500])
+@pytest.mark.parametrize("tokens", [1, 257, 1500])
 def test_long_rows_and_many_documents_share_their_bits_on_a_gpu(backend: str, tokens: int) -> None:
     """flash-attn-4 chooses tiles by the longest row, and work by the number of rows and documents."""
     kind = Kind("torch", backend, "batch", (8, 2), "bfloat16", OPTIONS["causal"], "cuda", 128)

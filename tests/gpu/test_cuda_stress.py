@@ -128,18 +128,22 @@ class JaxCall:
                 np.testing.assert_allclose(one, other, rtol=2e-2, atol=2e-2)
 
 
+CALLS, GROWTH = 4000, 8 * MIB
+"""A call may leave two KiB behind: the interpreter's own memory grows a little with the first thousands."""
+
+
 @pytest.mark.slow
 @every_backend
-def test_ten_thousand_calls_leave_no_memory_behind(backend: str) -> None:
+def test_thousands_of_calls_leave_no_memory_behind(backend: str) -> None:
     call = small_call("dense")
     trained, _ = trained_and_options(call, backend)
     process = psutil.Process()
     run_many(lambda: call.run(backend, trained), 500)
     allocated, resident = torch.cuda.memory_allocated(), process.memory_info().rss
-    run_many(lambda: call.run(backend, trained), 10_000)
+    run_many(lambda: call.run(backend, trained), CALLS)
     # autograd's thread may still hold the tensors of the last call
     assert torch.cuda.memory_allocated() < allocated + MIB
-    assert process.memory_info().rss - resident < 16 * MIB
+    assert process.memory_info().rss - resident < GROWTH
 
 
 def run_many(run: Callable[[], Any], times: int) -> None:
@@ -151,7 +155,7 @@ def run_many(run: Callable[[], Any], times: int) -> None:
 
 @pytest.mark.slow
 @every_backend
-def test_ten_thousand_jitted_calls_leave_no_memory_behind(backend: str, jax_gpu: Any) -> None:
+def test_thousands_of_jitted_calls_leave_no_memory_behind(backend: str, jax_gpu: Any) -> None:
     call, process = JaxCall(small_call("dense"), backend), psutil.Process()
     function = jax.jit(call.function)
 
@@ -167,12 +171,12 @@ def test_ten_thousand_jitted_calls_leave_no_memory_behind(backend: str, jax_gpu:
     many(500)
     known, allocated, resident = len(targets._calls), torch.cuda.memory_allocated(), process.memory_info().rss
     in_use = jax_gpu.memory_stats()["bytes_in_use"]
-    many(10_000)
+    many(CALLS)
     assert len(targets._calls) == known
     # autograd's thread may still hold the tensors of the last call
     assert torch.cuda.memory_allocated() < allocated + MIB
     assert jax_gpu.memory_stats()["bytes_in_use"] == in_use
-    assert process.memory_info().rss - resident < 16 * MIB
+    assert process.memory_info().rss - resident < GROWTH
 
 
 def in_threads(*works: Callable[[], None]) -> None:
