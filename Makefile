@@ -111,7 +111,7 @@ test-avx2: $(STAMP)
 
 # On a machine with NVIDIA GPUs, with the packages that are installed there. One test at a time goes to a worker, the
 # longest of the stored run first, so that none starts a slow compilation at the end. JAX takes memory when it needs it.
-GPU_TESTS := OMP_NUM_THREADS=1 XLA_PYTHON_CLIENT_PREALLOCATE=false $(PYTHON) -m pytest -p no:cacheprovider -q --hypothesis-profile=gpu
+GPU_TESTS := TORCHINDUCTOR_COMPILE_THREADS=1 OMP_NUM_THREADS=1 XLA_PYTHON_CLIENT_PREALLOCATE=false $(PYTHON) -m pytest -p no:cacheprovider -q --hypothesis-profile=gpu
 GPU_WORKERS ?= 12
 GPU_OUTCOME ?= benchmarks/results/suite-h200.json
 TWO_GPUS_OUTCOME ?= benchmarks/results/suite-2xh200.json
