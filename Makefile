@@ -117,10 +117,10 @@ GPU_OUTCOME ?= benchmarks/results/suite-h200.json
 TWO_GPUS_OUTCOME ?= benchmarks/results/suite-2xh200.json
 
 test-gpu:
-	$(GPU_TESTS) -m cuda -n $(GPU_WORKERS) --dist load --maxschedchunk 1 --outcome $(GPU_OUTCOME) $(PYTEST_ARGS)
+	$(GPU_TESTS) -m cuda -n $(GPU_WORKERS) --dist load --maxschedchunk 1 --outcome=$(GPU_OUTCOME) $(PYTEST_ARGS)
 
 test-two-gpus:
-	$(GPU_TESTS) -m two_gpus --outcome $(TWO_GPUS_OUTCOME) $(PYTEST_ARGS)
+	$(GPU_TESTS) -m two_gpus --outcome=$(TWO_GPUS_OUTCOME) $(PYTEST_ARGS)
 
 # CAMPAIGN_ARGS="--seed 7" draws other calls. XLA compiles the quick way.
 campaign: $(STAMP)
