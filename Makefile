@@ -120,7 +120,7 @@ test-gpu:
 	$(GPU_TESTS) -m cuda -n $(GPU_WORKERS) --dist load --maxschedchunk 1 --outcome=$(GPU_OUTCOME) $(PYTEST_ARGS)
 
 test-two-gpus:
-	$(GPU_TESTS) -m two_gpus --outcome=$(TWO_GPUS_OUTCOME) $(PYTEST_ARGS)
+	$(GPU_TESTS) -m two_gpus -n 6 --dist load --maxschedchunk 1 --outcome=$(TWO_GPUS_OUTCOME) $(PYTEST_ARGS)
 
 # CAMPAIGN_ARGS="--seed 7" draws other calls. XLA compiles the quick way.
 campaign: $(STAMP)

@@ -1,7 +1,7 @@
 """A plugin of pytest: ``--outcome FILE`` writes what a whole run found: date, commit, versions, counts and failures.
 
 The file also has the seconds of the longest tests. ``longest_first`` sorts the next run by them, so that no worker
-starts a slow compilation at the end. A run that was interrupted writes nothing.
+starts a slow compilation at the end. A run that was interrupted, or that only collects, writes nothing.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class Outcome:
             self._results.setdefault(report.nodeid, "passed")
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        if exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) or session.shouldstop:
+        ended = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) and not session.shouldstop
+        if not ended or session.config.option.collectonly:
             return
         longest = {name: round(seconds, 1) for name, seconds in self._seconds.most_common() if seconds >= LONG}
         content = {
