@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from both_frontends import FRAMEWORKS, _numpy, backends_of, claimed, module_on, target
+from both_frontends import FRAMEWORKS, _numpy, backends_of, claimed, judged, module_on, target
 from oracle_cases import rounded
 
 from attn_core import AttentionSpec, SeqInfo, Target, explain
@@ -248,7 +248,7 @@ def has_backward(name: str, where: Target) -> bool:
 @pytest.mark.parametrize(("framework", "name", "device"), CASES)
 def test_merged_parts_equal_the_whole_row(framework: str, name: str, device: str) -> None:
     where = target(framework, device)
-    if reason := dict(where.unavailable).get(name):
+    if reason := judged(framework, name, device):
         pytest.skip(reason)
     runner = (Torch if framework == "torch" else Jax)(name, device)
     module, tested = module_on(name, device), []

@@ -13,7 +13,7 @@ pytest.importorskip("jax")
 import jax
 import jax.numpy as jnp
 import torch
-from both_frontends import FRAMEWORKS, claimed, dropout_words, module_on, reachable, same_bits, target
+from both_frontends import FRAMEWORKS, claimed, dropout_words, judged, module_on, same_bits, target
 from forward_mode_calls import NAMES, in_forward_mode, judge, run, tangents_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -72,7 +72,7 @@ def conforms(framework: str, call: Call, names: tuple[str, ...], backend: str | 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize(("backend", "device"), claimed(BACKENDS))
 def test_drawn_calls_match_the_claims(backend: str, device: str, framework: str) -> None:
-    if missing := reachable(framework, backend, device):
+    if missing := judged(framework, backend, device):
         pytest.skip(missing)
     if framework == "jax" and device == "cpu":
         pytest.skip("tests/jax_frontend runs these, because each call is compiled")

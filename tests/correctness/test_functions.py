@@ -16,7 +16,7 @@ import cpu_meshes
 import jax
 import jax.numpy as jnp
 import torch
-from both_frontends import FRAMEWORKS, judge, reachable, run, same_bits
+from both_frontends import FRAMEWORKS, judge, judged, run, same_bits
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from spec_strategies import make_call
@@ -44,12 +44,12 @@ CALLS = {
     | {"bias_shape": (2, 6, 12, 12), "bias_gradient": True, "mask_shape": (2, 1, 1, 12), "sinks": True},
 }
 
-CALLED_BACK = ("documents", "per row", "both, causal")
-"""Calls that JAX also makes to FlexAttention on a GPU."""
+OF_FLEX = ("documents", "keys of heads", "bits", "bent", "gated", "hides", "per row", "both, with tables")
+"""The calls to FlexAttention on a GPU: all kinds of arrays and operations."""
 
 
 def on(device: str, framework: str, backend: str) -> None:
-    if reason := reachable(framework, backend, device):
+    if reason := judged(framework, backend, device):
         pytest.skip(reason)
 
 
@@ -58,8 +58,8 @@ def on(device: str, framework: str, backend: str) -> None:
 @pytest.mark.parametrize("name", CALLS)
 def test_functions_match_the_oracle(name: str, backend: str, framework: str, device: str) -> None:
     on(device, framework, backend)
-    if (device, framework, backend) == ("cuda", "jax", "flex") and name not in CALLED_BACK:
-        pytest.skip("the same function as in torch, which compiles for half a minute")
+    if (backend, device) == ("flex", "cuda") and name not in OF_FLEX:
+        pytest.skip("compiles for half a minute; other functions have the same operations")
     call = make_call(3, **{**SIZES, **CALLS[name]})
     if backend == "flex":
         gradients = device == "cuda" and not (call.spec.bias_gradient or call.spec.aux_gradients)

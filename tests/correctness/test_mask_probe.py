@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("torch")
 pytest.importorskip("jax")
-from both_frontends import FRAMEWORKS, backends_of, claimed, module_on, reachable, run, target
+from both_frontends import FRAMEWORKS, backends_of, claimed, judged, module_on, run, target
 from hypothesis import settings
 from spec_strategies import Call, make_call
 
@@ -83,7 +83,7 @@ def seen_by(framework: str, probed: Probed, inputs: Any, backend: str, device: s
 def check_all(framework: str, backend: str, device: str, every: list[tuple[Any, ...]], **changes: Any) -> None:
     """Probes combinations of features. At least one of them must run, if the backend claims any."""
     where, ran, wrong = target(framework, device), 0, []
-    if missing := reachable(framework, backend, device):
+    if missing := judged(framework, backend, device):
         pytest.skip(missing)
     claims = module_on(backend, device).FORWARD
     if "float32" not in claims.dtypes:

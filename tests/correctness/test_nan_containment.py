@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("torch")
 pytest.importorskip("jax")
-from both_frontends import FRAMEWORKS, Results, claimed, judge, module_on, run, target
+from both_frontends import FRAMEWORKS, Results, claimed, judge, judged, module_on, run, target
 from spec_strategies import Call, make_call
 
 from attn_core import explain
@@ -49,6 +49,8 @@ POISONS = {"NaN": np.nan, "Inf": np.inf}
 def case_or_skip(framework: str, backend: str, device: str, **fields: Any) -> Call:
     """The case with gradients if the backend has them, else without; skips the test if it refuses both."""
     claims = module_on(backend, device).FORWARD
+    if missing := judged(framework, backend, device):
+        pytest.skip(missing)
     if claims.approximate:
         pytest.skip(f"{backend} is approximate: an Inf spoils what it is quantised with")
     if fields["dtype"] not in claims.dtypes:

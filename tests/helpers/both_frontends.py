@@ -306,6 +306,21 @@ def backends_of(framework: str) -> tuple[str, ...]:
     return tuple(name for name, module in actual if module is not None and framework == module.FRAMEWORK)
 
 
+COMPILED_ON_GPUS = ("flash4", "flex", "triton_jvp", "triton_ordered")
+"""Backends of torch that compile a kernel for seconds for each kind of call on a GPU."""
+
+
+def judged(framework: str, backend: str, device: str) -> str | None:
+    """Why a generated suite does not judge a backend in a framework, or None if it does.
+
+    On a GPU JAX hands its buffers to torch's kernels. ``test_bit_equality`` compares the bits of both for drawn calls,
+    so kernels that compile are judged in torch alone.
+    """
+    if device == "cuda" and framework == "jax" and backend in COMPILED_ON_GPUS:
+        return f"{backend} in JAX has torch's bits, which test_bit_equality compares, and compiles for seconds"
+    return reachable(framework, backend, device)
+
+
 def reachable(framework: str, backend: str, device: str) -> str | None:
     """Why a backend cannot be reached from a framework on a device of this machine, or None if it can."""
     where = target(framework, device)

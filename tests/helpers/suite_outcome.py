@@ -33,6 +33,10 @@ class Outcome:
         self._seconds: Counter[str] = Counter()
         self._reasons: Counter[str] = Counter()
 
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self._results[report.nodeid] = "failed"
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._seconds[report.nodeid] += report.duration
         if report.failed:
