@@ -101,13 +101,16 @@ def page() -> str:
 
 def _suites() -> str:
     """Returns the section about the tests of GPUs, from what ``make test-gpu`` stored."""
+    suites = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(RESULTS.glob("suite-*.json"))]
+    about = "`make test-gpu` runs every test of one GPU, and `make test-two-gpus` those of two."
+    if not suites:
+        return f"## The tests on GPUs\n\n{about} No whole run is stored yet.\n"
     lines = [
         "## The tests on GPUs\n",
-        "`make test-gpu` runs every test of one GPU, and `make test-two-gpus` those of two. The last whole runs:\n",
+        f"{about} The last whole runs:\n",
         "| devices | date | commit | versions | passed | failed | skipped | seconds | workers |",
         "|---" * 9 + "|",
     ]
-    suites = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(RESULTS.glob("suite-*.json"))]
     for suite in suites:
         versions = ", ".join(f"{name} {suite['versions'][name]}" for name in ("torch", "jax"))
         counts = " | ".join(str(suite["counts"][name]) for name in ("passed", "failed", "skipped"))

@@ -218,9 +218,10 @@ def _because(selection: Decision) -> str:
         return why if mark is None else f"{why}; {mark}"
     if selection.parts is not None:
         return "kernels that have no key ranges compute these in parts"
-    if selection.source is None or selection.spec.invariant is not None:
-        most = "runs the most forms of a row, whatever its length"
-        return f"the first in the usual order that {'can run the call' if selection.spec.invariant is None else most}"
+    if selection.spec.invariant is not None:
+        return "it runs a row's calls of every length, dense, packed, masked and in training, so their bits are equal"
+    if selection.source is None:
+        return "the first in the usual order that can run the call"
     return f"the first that can run the call in the order of predicted times, from {selection.source}"
 
 

@@ -132,4 +132,4 @@ def test_a_window_that_hides_nothing_changes_no_choice(framework: str, data: st.
 
 def test_the_explanation_says_why() -> None:
     said = " ".join(str(explain(replace(SPEC, invariant="batch"), Target("torch", "sm90"))).split())
-    assert "in the usual order that runs the most forms of a row, whatever its length" in said
+    assert "runs a row's calls of every length" in said

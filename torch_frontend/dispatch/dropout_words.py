@@ -80,4 +80,6 @@ _library.define(
     "draw_words(*, Device device) -> Tensor", tags=(torch.Tag.pt2_compliant_tag, torch.Tag.nondeterministic_seeded)
 )
 _library.impl("draw_words", _random, "CompositeExplicitAutograd")
-torch.library.register_fake("attn::draw_words", lambda device: torch.empty(2, dtype=torch.int64), lib=_library)
+torch.library.register_fake(
+    "attn::draw_words", lambda device: torch.empty(2, dtype=torch.int64, device=device), lib=_library
+)
