@@ -94,7 +94,7 @@ def trace(mask_mod: Any, score_mod: Any, aux: Any) -> tuple[Expression | None, E
         trees.append(None if traced.tree in _NEUTRAL else _renumbered(traced, arrays))
     if aux and mask_mod is None and score_mod is None:
         raise SpecError(f"aux: expected mask_mod or score_mod with it, got {len(aux)} arrays alone")
-    if trees == [None, None]:
+    if all([tree is None for tree in trees]):  # Dynamo compares no constant expressions
         return NO_FUNCTIONS
     if len(arrays) > len(AUX):
         raise SpecError(f"aux: expected at most {len(AUX)} arrays, captured ones included, got {len(arrays)}")
