@@ -109,14 +109,18 @@ def rate_of(dropout_p: Any) -> float:
 def host_int(name: str, value: Any) -> int:
     """Returns a length in tokens. Raises SpecError unless it is an int that int32 has, also as an array on the CPU."""
     number = value if is_host_int(value) else number_on_host(value)
-    if not is_host_int(number) or not 0 <= number < 2**31:
-        of_torch = type(value).__module__.partition(".")[0] == "torch"
-        remedy = f"; pass int({name}), computed once before the calls" if of_torch else must_be_static(value)
-        raise SpecError(
-            f"{name}={shown(number)}: expected the longest sequence in tokens, an int32 on the host, because reading a "
-            f"device would wait for it{remedy}"
-        )
-    return number  # type: ignore[no-any-return]
+    if is_host_int(number) and 0 <= number < 2**31:
+        return number  # type: ignore[no-any-return]
+    expected = f"{name}={shown(number)}: expected the longest sequence in tokens, an int32 on the host"
+    static = must_be_static(number)
+    if not static:  # no array, or one that was read
+        raise SpecError(f"{expected}, from 0 to {2**31 - 1}")
+    here = isinstance(value, np.ndarray) or getattr(value, "is_cpu", False)
+    reason = "" if here else ", because reading a device would wait for it"
+    of_torch = type(value).__module__.partition(".")[0] == "torch"
+    raise SpecError(
+        f"{expected}{reason}{f'; pass int({name}), computed once before the calls' if of_torch else static}"
+    )
 
 
 def number_on_host(value: Any) -> Any:
