@@ -60,11 +60,12 @@ def test_refusals() -> None:
     assert reasons(spec_of(**long)) == (
         f"key_ranges of shape [1024, 2, 131072, 2, 2]: {name} takes fewer than 1073741824 numbers",
     )
-    empty = spec_of(**score, head_dim=160)
-    assert reasons(empty) == ()
-    assert reasons(replace(empty, aux=(replace_shape(empty.aux[0], (0,)),))) == (
-        f"aux: {name} takes arrays of 1 to 2147483647 elements",
-    )
+    wide = spec_of(**score, head_dim=160)
+    assert reasons(wide) == ()
+    for size, fields in ((2**31 - 1, {}), (2**31, {}), (0, {"kv_len": 0})):  # beside keys a spec has no empty array
+        spec = replace(wide, aux=(replace_shape(wide.aux[0], (size,)),), **fields)
+        refused = (f"aux: {name} takes arrays of 1 to 2147483647 elements",)
+        assert reasons(spec)[:1] == (() if size == 2**31 - 1 else refused)
 
 
 def replace_shape(entry: Any, shape: tuple[int, ...]) -> Any:
