@@ -154,27 +154,58 @@ def test_torchs_own_functions_are_taken_as_they_are() -> None:
 def test_torchs_masks_combine_and_hide_nothing() -> None:
     from torch.nn.attention import flex_attention as flex
 
-    q, k = torch.randn(2, 4, 9, 8), torch.randn(2, 4, 7, 8)
+    # k is not v: for one tensor given twice torch's flex_attention explains why it compiles again, and fails if an
+    # earlier program of the process had other functions.
+    q, k, v = (torch.randn(2, 4, length, 8) for length in (9, 7, 7))
     first, second = (lambda b, h, q, k: q >= k), (lambda b, h, q, k: (q - k <= 2 + b) & (h != 1))
-    plain = torch_frontend.explain(q, k, k, layout="bhsd")
+    plain = torch_frontend.explain(q, k, v, layout="bhsd")
     for mask_mod in (flex.and_masks(first, second), flex.or_masks(first, second), flex.noop_mask):
         blocks = flex.create_block_mask(mask_mod, 2, 4, 9, 7, device="cpu")
-        expected = flex.flex_attention(q, k, k, block_mask=blocks)
+        expected = flex.flex_attention(q, k, v, block_mask=blocks)
         for given in (mask_mod, blocks):
-            out = torch_frontend.attention(q, k, k, layout="bhsd", mask_mod=given)
+            out = torch_frontend.attention(q, k, v, layout="bhsd", mask_mod=given)
             seen = flex.create_mask(mask_mod, 2, 4, 9, 7, device="cpu").any(-1, keepdim=True)
             torch.testing.assert_close(out, torch.where(seen, expected, 0.0), rtol=0, atol=2e-6)
-            found = torch_frontend.explain(q, k, k, layout="bhsd", mask_mod=given)
+            found = torch_frontend.explain(q, k, v, layout="bhsd", mask_mod=given)
             assert (found.spec == plain.spec) == (found.backend == plain.backend) == (mask_mod is flex.noop_mask)
     counts = torch.ones(1, 1, 1, dtype=torch.int32)
     blocks = flex.BlockMask.from_kv_blocks(counts, counts[..., None] * 0, BLOCK_SIZE=128, seq_lengths=(9, 7))
     assert torch.equal(
-        torch_frontend.attention(q, k, k, layout="bhsd", mask_mod=blocks),
-        torch_frontend.attention(q, k, k, layout="bhsd"),
+        torch_frontend.attention(q, k, v, layout="bhsd", mask_mod=blocks),
+        torch_frontend.attention(q, k, v, layout="bhsd"),
     )
+    refusal = "mask_mod: expected a BlockMask that has a mask function.*, or no mask if it hides nothing"
     counts.zero_()  # now its one block is hidden
-    with pytest.raises(SpecError, match="mask_mod: expected a BlockMask that has a mask function"):
-        torch_frontend.attention(q, k, k, layout="bhsd", mask_mod=blocks)
+    with pytest.raises(SpecError, match=refusal):
+        torch_frontend.attention(q, k, v, layout="bhsd", mask_mod=blocks)
+
+
+def test_blocks_are_read_only_where_nothing_waits() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.nn.attention import flex_attention as flex
+
+    counts = torch.ones(1, 1, 1, dtype=torch.int32)
+    mode = FakeTensorMode()
+    fake = mode.from_tensor(counts)
+
+    def masked(counts: Any, q: Any) -> Any:
+        mask = flex.BlockMask(
+            (9, 9), counts, counts[..., None], None, None, None, None, None, None, (128, 128), flex.noop_mask
+        )
+        return torch_frontend.attention(q, q, q, layout="bhsd", mask_mod=mask)
+
+    q = torch.randn(2, 4, 9, 8)
+    right = torch_frontend.attention(q, q, q, layout="bhsd")
+    refusal = "mask_mod: expected a BlockMask that has a mask function.*, or no mask if it hides nothing"
+    for unread, rows in ((counts.to("meta"), q), (fake, q), (fake, mode.from_tensor(q))):
+        with pytest.raises(SpecError, match=refusal):
+            masked(unread, rows)
+    with mode, pytest.raises(SpecError, match=refusal):
+        masked(fake, mode.from_tensor(q))
+    with pytest.raises(SpecError, match=refusal):
+        torch.vmap(masked, in_dims=(0, None))(counts[None], q)
+    torch.testing.assert_close(torch.vmap(masked, in_dims=(None, 0))(counts, q[None])[0], right)
+    torch.testing.assert_close(torch.func.grad(lambda q: masked(counts, q).sum())(q).shape, q.shape)
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)

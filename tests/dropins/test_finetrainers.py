@@ -609,9 +609,16 @@ def test_block_masks_are_used_by_flex_and_refused_elsewhere(device: str, monkeyp
         dispatched("flex", tensors(7, device=device), {"attn_mask": block})
     with pytest.raises(TypeError, match=r"attn_mask: expected a torch.Tensor, got .*BlockMask"):
         dispatched("_native_math", tensors(device=device), {"attn_mask": block})
-    blocks = BlockMask.from_kv_blocks(block.kv_num_blocks, block.kv_indices, seq_lengths=(Q_LEN, KV_LEN))
+    counts = torch.zeros_like(block.kv_num_blocks)  # its blocks hide all keys
+    blocks = BlockMask.from_kv_blocks(counts, block.kv_indices, seq_lengths=(Q_LEN, KV_LEN))
     with pytest.raises(SpecError, match="attn_mask: expected a BlockMask that has a mask function"):
         dispatched("flex", tensors(device=device), {"attn_mask": blocks})
+    blocks = BlockMask.from_kv_blocks(block.kv_num_blocks, block.kv_indices, seq_lengths=(Q_LEN, KV_LEN))
+    if device == "cpu":  # these hide nothing, which is looked at only there
+        close(dispatched("flex", tensors(), {"attn_mask": blocks}), expected(tensors())[0])
+    else:
+        with pytest.raises(SpecError, match=r"attn_mask: expected a BlockMask .*, or no mask if it hides nothing"):
+            dispatched("flex", tensors(device=device), {"attn_mask": blocks})
     monkeypatch.setattr("torch_frontend.finetrainers.call.mask_tensor", None)  # no dense mask is written
     assert dispatched("flex", tensors(device=device), {"attn_mask": block}).shape[2] == Q_LEN
 
