@@ -15,7 +15,8 @@ from attn_core.call.functions import aux_of
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
 from attn_core.correctness import reference
-from attn_core.correctness.bounds import gradient_bounds, lse_bound, magnitudes, out_bound
+from attn_core.correctness.bounds import gradient_bounds, lse_bound, out_bound
+from attn_core.correctness.magnitudes import magnitudes
 from attn_core.correctness.probe import MaskProbe, mask_probe
 from attn_core.correctness.reference import Array
 from attn_core.errors import ShapeError, SpecError

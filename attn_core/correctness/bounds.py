@@ -13,7 +13,7 @@ softmax weights, A the magnitude of the terms of a logit, and Abar = sum_j p A:
 The first term of a bound is rounding, the second the effect of a relative error e in each logit's terms. An error in
 a logit changes p by p (dlogit - mean dlogit), hence A + Abar. In a row whose logits are equal and large both are 0, and
 |lse| counts in gradients up to LARGE_LSE: such a row is a mean of its values, and in both directions its weights sum
-to 1.
+to 1. In other rows whose logits have lost all digits of the weights, 8 e A >= 1, each weight counts as 1 and errs by 1.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import numpy as np
 from attn_core.call.functions import DAUX, TANH_ERROR, lookup_slopes, slope
 from attn_core.call.large_logits import LARGE_LSE
 from attn_core.call.spec import AttentionSpec
+from attn_core.correctness.magnitudes import ROUNDOFF, TINY, Magnitudes, float32_roundoff
 from attn_core.correctness.reference import (
     Array,
     Softmax,
@@ -39,66 +40,14 @@ from attn_core.correctness.reference import (
 from attn_core.expressions.on_numpy import block_indices, evaluate_numpy, sum_at_lookup
 from attn_core.expressions.rounding import rounding
 
-# Half of the unit roundoff for float16 and bfloat16: the scale that the constants 4 and 8 were measured on. Twice it
-# for float64, since the reference rounds as well.
-ROUNDOFF = {"float64": 2.0**-52, "float32": 2.0**-24, "float16": 2.0**-12, "bfloat16": 2.0**-9}
-TINY = {"float64": 2.0**-1022, "float32": 2.0**-126, "float16": 2.0**-24, "bfloat16": 2.0**-126}
 TANH = {"float64": 0.0, "float32": 0.0, "float16": 2.0**-17, "bfloat16": 2.0**-17}
 """The absolute error of tanh. Kernels in half precision use the GPU's ``tanh.approx``: 5.3e-6 was seen on an H100."""
 _LSE_FLOOR = {"float64": 1e-13, "float32": 2e-5, "float16": 2e-4, "bfloat16": 2e-4}
 
 
-class Magnitudes(NamedTuple):
-    """The scales of rounding errors; ``[batch, heads, q_len, kv_len]``, or ``[batch, heads, q_len]`` by row.
-
-    Attributes:
-        scores: scale |q|.|k|, the scale of a float32 dot product's error.
-        logits: A. Softcap shrinks the score's error by its slope and rounds its own result, so does a score function,
-            whose every operation rounds, and adding bias or ALiBi rounds at their magnitude.
-        mean: Abar by row, the scale of the log-sum-exp's error; the sink counts as one more logit.
-        sink: |sink| by row, 0 without a sink.
-        lse: |lse| by row, 0 if it is -inf.
-    """
-
-    scores: Array
-    logits: Array
-    mean: Array
-    sink: Array
-    lse: Array
-
-
-def magnitudes(spec: AttentionSpec, call: Softmax) -> Magnitudes:
-    """Computes the magnitudes of a call."""
-    scores = spec.scale * (abs(call.q) @ abs(call.k).swapaxes(-1, -2))
-    capped = 0.0 if spec.softcap is None else abs(call.capped)
-    logits = call.slope * scores + capped
-    if spec.score_mod is not None:  # it carries the error of its score, and rounds by itself
-        logits = abs(call.mod_slope) * (logits + abs(call.capped))
-    flat = _flat_rows(spec, call, logits)
-    logits = logits + (0.0 if spec.score_mod is None else call.mod_rounding) + abs(call.added)
-    logits = np.where(call.seen & ~flat[..., None], logits, 0.0)
-    sink = np.where(call.sink_weights > 0, abs(call.sink), 0.0)
-    mean = (call.weights * logits).sum(-1) + call.sink_weights * sink
-    return Magnitudes(scores, logits, mean, sink, np.where(np.isinf(call.lse), 0.0, abs(call.lse)))
-
-
-def _flat_rows(spec: AttentionSpec, call: Softmax, scores: Array) -> Array:
-    """Returns the rows of equal large logits, in which any score is lost: bool ``[batch, heads, q_len]``.
-
-    In float32, too, these logits are equal, so their errors cancel: the weights are those of equal logits.
-
-    Args:
-        scores: the magnitudes of what the logits have of their scores.
-    """
-    largest = call.logits.max(-1, initial=-np.inf, where=call.seen)
-    equal = largest == call.logits.min(-1, initial=np.inf, where=call.seen)
-    lost = ~call.seen | (scores <= float32_roundoff(spec) / 4 * abs(call.logits))
-    return equal & lost.all(-1) & (abs(call.lse) >= LARGE_LSE) & (call.sink_weights == 0.0)
-
-
 def out_bound(spec: AttentionSpec, call: Softmax, sizes: Magnitudes, out: Array) -> Array:
     """Returns the error bound of out, in ``spec.out_shape``."""
-    weights, values = call.weights * call.factors, abs(call.v)
+    weights, values = sizes.weights * call.factors, abs(call.v)
     rounding = sum_over(weights, call.seen, values)
     logits = sum_over(weights * (sizes.logits + sizes.mean[..., None]), call.seen, values)
     u = ROUNDOFF[spec.dtype]
@@ -163,7 +112,7 @@ def _sums(
     spec: AttentionSpec, call: Softmax, sizes: Magnitudes, dout: Array, dlse: Array, aux: Sequence[Any]
 ) -> dict[str, _Sum]:
     """Returns the sums of each gradient by name. dout and dlse are magnitudes, heads first."""
-    weights, terms = call.weights * call.factors, np.where(call.seen, 1.0, 0.0)
+    weights, terms = sizes.weights * call.factors, np.where(call.seen, 1.0, 0.0)
     dweights = np.where(call.seen, dout @ abs(call.v).swapaxes(-1, -2), 0.0)
     # delta = dO . O comes from the rounded out and errs as out does: by its rounding and by its own logits' errors.
     delta = (weights * dweights).sum(-1) + dlse
@@ -171,11 +120,11 @@ def _sums(
     # The backward recomputes p = exp(logit - lse) from an lse rounded to float32, so |lse| adds to the logits' errors.
     # Beyond LARGE_LSE it must divide p by its sum.
     reach = sizes.logits + (sizes.mean + np.minimum(sizes.lse, LARGE_LSE))[..., None]
-    cond = np.where(call.seen, call.weights * (call.factors * dweights + delta[..., None]), 0.0)
-    logits = np.where(call.seen, reach * cond + call.weights * delta_logits[..., None], 0.0)
+    cond = np.where(call.seen, sizes.weights * (call.factors * dweights + delta[..., None]), 0.0)
+    logits = np.where(call.seen, reach * cond + sizes.weights * delta_logits[..., None], 0.0)
     dlogits = _Sum(cond, logits, np.where(call.seen, 1.0 + call.factors * dweights + delta[..., None], 0.0))
     dscores = _dscores(spec, call, sizes, dlogits)
-    sink, sink_reach = call.sink_weights, sizes.sink + sizes.mean + sizes.lse
+    sink, sink_reach = sizes.sink_weights, sizes.sink + sizes.mean + sizes.lse
     dsinks = _Sum(sink * delta, sink * (sink_reach * delta + delta_logits), np.zeros_like(delta))
     return {
         "dq": dscores.over_keys(spec, call, abs(call.k)),
@@ -225,8 +174,3 @@ def _dscores(spec: AttentionSpec, call: Softmax, sizes: Magnitudes, dlogits: _Su
         logits = logits + dlogits.cond * 2 * bent * (bent + call.slope * sizes.scores / spec.softcap)
     # dS may underflow before the scale multiplies it or after, so a term counts the larger of both steps.
     return _Sum(spec.scale * cond, spec.scale * logits, max(spec.scale or 1.0, 1.0) * dlogits.terms)
-
-
-def float32_roundoff(spec: AttentionSpec) -> float:
-    """Returns e: the roundoff of float32, or of float64 for float64 inputs."""
-    return ROUNDOFF["float64" if spec.dtype == "float64" else "float32"]

@@ -24,7 +24,8 @@ from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs, Tangents
 from attn_core.correctness import reference
 from attn_core.correctness.accuracy import Expected
-from attn_core.correctness.bounds import ROUNDOFF, TINY, float32_roundoff, lse_bound, magnitudes, out_bound
+from attn_core.correctness.bounds import lse_bound, out_bound
+from attn_core.correctness.magnitudes import ROUNDOFF, TINY, float32_roundoff, magnitudes
 from attn_core.correctness.reference import Array, Softmax, from_heads_first, heads_first, sum_over
 
 LARGEST_MOVE = 2.0**14
@@ -67,6 +68,7 @@ def expect(spec: AttentionSpec, inputs: Inputs, tangents: Tangents) -> Expected:
         sizes, moves = magnitudes(spec, call), _moves(spec, call, tangents)
         dout, dlse = _results(spec, call, moves)
         bounds = {"out": out_bound(spec, call, sizes, out), "lse": lse_bound(spec, sizes)}
+        call = call._replace(weights=sizes.weights, sink_weights=sizes.sink_weights)
         reach = sizes.logits + sizes.mean[..., None]
         error = _logit_errors(spec, call, sizes.scores, moves)
         sinks = (1.0 + sizes.sink + sizes.mean) * abs(_sink_moves(spec, tangents))

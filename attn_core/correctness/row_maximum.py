@@ -13,7 +13,8 @@ import numpy as np
 
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
-from attn_core.correctness.bounds import TANH, float32_roundoff, magnitudes
+from attn_core.correctness.bounds import TANH
+from attn_core.correctness.magnitudes import float32_roundoff, of_first_order
 from attn_core.correctness.reference import Array, softmax
 
 FLOOR = {"float64": 1e-13}
@@ -25,7 +26,7 @@ def row_maximum(spec: AttentionSpec, inputs: Inputs) -> tuple[Array, Array]:
     spec = replace(spec, sinks=False, dropout=0.0)
     with np.errstate(all="ignore"):
         call = softmax(spec, inputs)
-        errors = magnitudes(spec, call).logits
+        errors = of_first_order(spec, call).logits
     top = call.logits.max(-1, initial=-np.inf, where=call.seen)
     error = np.where(call.seen, errors, 0.0).max(-1, initial=0.0)
     tanh = (spec.softcap or 0.0) * TANH[spec.dtype]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from attn_core.expressions import where
 FRAMEWORKS = ("torch", "jax")
 EXACT = (("torch", "math"), ("torch", "sdpa_flash"), ("jax", "math"), ("jax", "sdpa_flash"), ("jax", "jax_xla"))
 LOWEST = float(np.finfo(np.float32).min)
+NEGATIVE, LOWEST_BFLOAT16 = -(2.0**30), LARGE["bfloat16"][-2]
 SIZES = {"batch": 2, "q_len": 5, "kv_len": 7, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "value_dim": 8}
 
 
@@ -50,6 +52,37 @@ def test_the_weights_of_a_backward_sum_to_1(framework: str, backend: str | None,
     _, _, _, dv = gradients(framework, backend, dout, bias=bias)
     # Each of the two query heads of a group gives its row's weights to the keys.
     np.testing.assert_allclose(dv.sum(1), 2.0, rtol=1e-3)
+
+
+@pytest.mark.parametrize(("framework", "backend"), EXACT)
+def test_a_large_bias_beside_alibi(framework: str, backend: str) -> None:
+    """float32 loses the distances beside the bias, so all that is known of the weights is that they are a softmax's."""
+    call = make_call(192, **SIZES, dtype="float32", bias_shape=(1, 4, 5, 7), alibi_shape=(4,), large=NEGATIVE)
+    result = run(framework, call, backend)
+    assert judge(framework, call, result).ok
+    assert not judge(framework, call, {**result, "out": result["out"] * 16}).ok
+    learned = replace(call, spec=replace(call.spec, needs_backward=True))
+    assert judge(framework, learned, run(framework, learned, backend)).ok
+
+
+@pytest.mark.parametrize("kind", ["bias", "mask", "alibi", "window", "causal", "sinks"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_torchs_cpu_kernel_computes_large_queries_apart(kind: str, dtype: str) -> None:
+    """Rows of one batch row, of one head, and beside other tables; several blocks of the kernel's queries."""
+    sizes = {**SIZES, "q_len": 150, "kv_len": 170, "dtype": dtype, "needs_backward": True}
+    tables: dict[str, dict[str, Any]] = {
+        "mask": {"mask_shape": (2, 1, 150, 170)},
+        "alibi": {"alibi_shape": (2, 4)},
+        "window": {"window": (9, 3)},
+        "causal": {"causal": True},
+        "sinks": {"sinks": True},
+    }
+    call = make_call(3, **sizes, bias_shape=(2, 4, 150, 170), **tables.get(kind, {}))
+    bias = call.inputs.bias.copy()
+    bias[0, 1, 5], bias[1, :, 40:47] = LOWEST / 2, LOWEST / 2
+    call = replace(call, inputs=call.inputs._replace(bias=bias))
+    verdict = judge("torch", call, run("torch", call, "sdpa_flash"))
+    assert verdict.ok, verdict
 
 
 @pytest.mark.parametrize("invariant", ["batch", "prefix"])
@@ -130,7 +163,6 @@ FOREIGN_ON_GPU = [
     *(("torch", name) for name in ("sdpa_efficient", "sdpa_cudnn", "xformers", "flex")),
     ("jax", "jax_cudnn"),
 ]
-NEGATIVE, LOWEST_BFLOAT16 = -(2.0**30), LARGE["bfloat16"][-2]
 
 
 def of_gpu(framework: str, backend: str, large: float) -> Any:
