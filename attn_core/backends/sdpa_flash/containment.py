@@ -1,8 +1,9 @@
-"""Recomputes the batch rows that the kernel computes wrongly, by plain attention. Other rows keep the kernel's bits.
+"""Recomputes the rows that the kernel computes wrongly, by plain attention. Other batch rows keep the kernel's bits.
 
 - Keys or values contain NaN or Inf: the kernel gives a hidden key the weight 0 and adds ``0 * NaN`` for it, and a NaN
   score stays NaN under an additive mask. Plain attention leaves hidden keys out of all sums.
-- In a backward, a bias makes a log-sum-exp large: the kernel's weights exp(score - lse) do not sum to 1.
+- In a backward, a bias makes a log-sum-exp large: the kernel's weights exp(score - lse) do not sum to 1. With an lse of
+  +inf, the kernel's weights of these queries are 0, and plain attention adds their share.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any
 
+from attn_core.backends.sdpa_flash.cpu_blocks import FEWEST_ROWS, MASK_ELEMENTS
 from attn_core.backends.shared.plain import attention as plain_attention
 from attn_core.call.large_logits import LARGE_LSE, may_be_large
+from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
 
@@ -32,14 +35,59 @@ def contain(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, by_results:
 
 
 def contain_gradients(
-    spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, gradients: tuple[Any, Any, Any]
+    spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, gradients: tuple[Any, Any, Any], large: Any
 ) -> None:
-    """Recomputes dq, dk and dv of the affected rows and writes them into ``gradients``."""
-    for row in sorted({*_broken_rows(inputs.k, inputs.v), *_large_rows(spec, lse)}):
+    """Recomputes dq, dk and dv of the affected rows and writes them into ``gradients``.
+
+    Args:
+        large: ``large_queries``; the kernel gave them no weights.
+    """
+    broken = _broken_rows(inputs.k, inputs.v)
+    for row in broken:
         saved = [tensor[row : row + 1] for tensor in (out, lse, dout)]
         part = plain_attention.backward(_row_spec(spec), _row_inputs(inputs, row), saved[0], saved[1], saved[2], None)
         for gradient, recomputed in zip(gradients, part[:3], strict=True):
             gradient[row] = recomputed[0]
+    for row in [] if large is None else large.any(1).nonzero().flatten().tolist():
+        if row not in broken:
+            _add_queries(spec, inputs, row, large[row].nonzero().flatten(), (out, lse, dout), gradients)
+
+
+def _add_queries(
+    spec: AttentionSpec, inputs: Inputs, row: int, large: Any, saved: tuple[Any, Any, Any], gradients: Any
+) -> None:
+    """Adds the share of some queries of a batch row, int64 ``[queries]``, to the gradients."""
+    one, (out, lse, dout), (dq, dk, dv) = _row_inputs(inputs, row), saved, gradients
+    for queries in large.split(max(FEWEST_ROWS, MASK_ELEMENTS // (spec.num_heads * spec.kv_len))):
+        bias = _bias_of(spec, one, queries)
+        some = Inputs(one.q[:, queries], one.k, one.v, bias=bias, sinks=one.sinks)
+        results = out[row, queries][None], lse[row, :, queries][None], dout[row, queries][None]
+        part = plain_attention.backward(_spec_of_queries(spec, tuple(bias.shape)), some, *results, None)
+        dq[row, queries] = part.dq[0]
+        dk[row] += part.dk[0]
+        dv[row] += part.dv[0]
+
+
+def _bias_of(spec: AttentionSpec, one: Inputs, queries: Any) -> Any:
+    """Returns bias, ALiBi, mask and band of some queries of a batch row, ``[1, heads or 1, queries, kv_len]``."""
+    import torch
+
+    wide, edge = getattr(torch, spec.lse_dtype), band(spec)
+    rows, keys = queries[:, None], torch.arange(spec.kv_len)
+    bias, mask = (None if t is None else t if t.shape[2] == 1 else t[:, :, queries] for t in (one.bias, one.mask))
+    added = torch.zeros(1, 1, 1, 1, dtype=wide) if bias is None else bias.to(wide)
+    if one.alibi_slopes is not None:
+        slopes = one.alibi_slopes.to(wide).reshape(1, -1, 1, 1)
+        added = torch.addcmul(added, slopes, (rows + edge.offset - keys).abs().neg().to(wide))
+    seen = torch.as_tensor(edge.contains(rows, keys))
+    added = torch.where(seen if mask is None else seen & mask, added, -torch.inf)
+    return added.expand(1, -1, len(queries), spec.kv_len)
+
+
+@lru_cache(maxsize=4096)
+def _spec_of_queries(spec: AttentionSpec, bias_shape: tuple[int, ...]) -> AttentionSpec:
+    tables = {"mask_shape": None, "alibi_shape": None, "bias_shape": bias_shape, "bias_dtype": None}
+    return replace(spec, batch=1, q_len=bias_shape[2], causal=False, window=(None, None), **tables)  # type: ignore[arg-type]
 
 
 def _broken_rows(k: Any, v: Any) -> list[int]:
@@ -58,15 +106,19 @@ def _broken_rows(k: Any, v: Any) -> list[int]:
     return torch.nonzero(~sums.isfinite()).flatten().tolist()
 
 
-def _large_rows(spec: AttentionSpec, lse: Any) -> list[int]:
-    """Returns the rows of a log-sum-exp ``[batch, heads, q_len]`` with large logits, which a bias may cause."""
+def large_queries(spec: AttentionSpec, lse: Any) -> Any:
+    """Returns which queries of a log-sum-exp have large logits in any head, bool ``[batch, q_len]``; None for none.
+
+    The rest of a partial row is elsewhere, so its weights need not sum to 1.
+    """
     import torch
 
-    if not may_be_large(spec) or isinstance(lse, valueless()):
-        return []
+    if spec.partial or not may_be_large(spec) or isinstance(lse, valueless()):
+        return None
     if torch.linalg.vector_norm(lse, math.inf).item() < LARGE_LSE:  # False if a row sees no key
-        return []
-    return torch.nonzero(((lse.abs() >= LARGE_LSE) & lse.isfinite()).flatten(1).any(1)).flatten().tolist()
+        return None
+    large = ((lse.abs() >= LARGE_LSE) & lse.isfinite()).any(1)
+    return large if large.any() else None
 
 
 def are_finite(k: Any, v: Any) -> bool:

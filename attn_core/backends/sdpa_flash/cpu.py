@@ -193,13 +193,15 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
     if how["by_document"]:
         return cpu_packed.backward(spec, inputs, out, lse, dout, backward)
     inputs, dout = all_readable(inputs), readable(dout)
+    large = containment.large_queries(spec, lse) if how["additive_mask"] else None
     if how["additive_mask"]:
-        dq, dk, dv = cpu_blocks.backward(spec, inputs, out, lse, dout)
+        shown = lse if large is None else lse.masked_fill(large[:, None], inf)  # the weights exp(score - inf) are 0
+        dq, dk, dv = cpu_blocks.backward(spec, inputs, out, shown, dout)
     else:
         tensors = (tensor.transpose(1, 2) for tensor in (dout, *inputs[:3], out))
         gradients = cpu_kernel.kernels()[1](*tensors, lse, 0.0, how["is_causal"], scale=how["scale"])
         dq, dk, dv = (gradient.transpose(1, 2) for gradient in gradients)
     if how["contained"]:
-        containment.contain_gradients(spec, inputs, out, lse, dout, (dq, dk, dv))
+        containment.contain_gradients(spec, inputs, out, lse, dout, (dq, dk, dv), large)
     dsinks = sinks.sink_gradient(inputs.sinks, out, lse, dout, None) if spec.sinks else None
     return Gradients(dq, dk, dv, dsinks=dsinks)
