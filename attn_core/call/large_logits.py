@@ -1,4 +1,4 @@
-"""Rows whose logits are all large: callers hide keys by a bias, or by a score, of a large negative number."""
+"""Rows whose logits are all large: callers hide keys by large negative biases, slopes or scores."""
 
 from __future__ import annotations
 
@@ -10,5 +10,8 @@ be wrong by 2^-14 there, and at 1e9 by a factor of the number of keys."""
 
 
 def may_be_large(spec: AttentionSpec) -> bool:
-    """Returns whether a bias or a score function may make all logits of a row large."""
-    return spec.bias_shape is not None or spec.score_mod is not None
+    """Returns whether a bias, ALiBi or a score function may make all logits of a row large.
+
+    ALiBi does it if a mask hides the keys near a query.
+    """
+    return spec.bias_shape is not None or spec.alibi_shape is not None or spec.score_mod is not None

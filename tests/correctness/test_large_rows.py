@@ -54,6 +54,14 @@ def test_the_weights_of_a_backward_sum_to_1(framework: str, backend: str | None,
     np.testing.assert_allclose(dv.sum(1), 2.0, rtol=1e-3)
 
 
+@pytest.mark.parametrize(("framework", "backend"), [*EXACT, ("torch", None), ("jax", None)])
+def test_slopes_make_all_logits_large_if_a_mask_hides_near_keys(framework: str, backend: str | None) -> None:
+    mask = abs(np.arange(5)[:, None] + 2 - np.arange(7)) == 2  # as alignment=bottom_right counts distances
+    slopes = {"mask": mask[None, None], "alibi_slopes": np.full(4, 1e8, np.float32)}
+    _, _, _, dv = gradients(framework, backend, np.ones((2, 5, 4, 8), np.float32), **slopes)
+    np.testing.assert_allclose(dv.sum(1), 10.0, rtol=1e-3)
+
+
 @pytest.mark.parametrize(("framework", "backend"), EXACT)
 def test_a_large_bias_beside_alibi(framework: str, backend: str) -> None:
     """float32 loses the distances beside the bias, so all that is known of the weights is that they are a softmax's."""

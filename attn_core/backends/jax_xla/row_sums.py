@@ -27,7 +27,7 @@ def exact_lse(
     import jax.numpy as jnp
     from jax import lax
 
-    if not may_be_large(spec):
+    if spec.partial or not may_be_large(spec):  # the rest of a partial row is elsewhere
         return lse, None
     large = jnp.isfinite(lse) & (jnp.abs(lse) >= LARGE_LSE)
 
