@@ -84,7 +84,6 @@ def _bias_of(spec: AttentionSpec, one: Inputs, queries: Any) -> Any:
     return added.expand(1, -1, len(queries), spec.kv_len)
 
 
-@lru_cache(maxsize=4096)
 def _spec_of_queries(spec: AttentionSpec, bias_shape: tuple[int, ...]) -> AttentionSpec:
     tables = {"mask_shape": None, "alibi_shape": None, "bias_shape": bias_shape, "bias_dtype": None}
     return replace(spec, batch=1, q_len=bias_shape[2], causal=False, window=(None, None), **tables)  # type: ignore[arg-type]
