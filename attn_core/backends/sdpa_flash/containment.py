@@ -72,14 +72,14 @@ def _bias_of(spec: AttentionSpec, one: Inputs, queries: Any) -> Any:
     """Returns bias, ALiBi, mask and band of some queries of a batch row, ``[1, heads or 1, queries, kv_len]``."""
     import torch
 
-    wide, edge = getattr(torch, spec.lse_dtype), band(spec)
-    rows, keys = queries[:, None], torch.arange(spec.kv_len)
+    wide, edge, device = getattr(torch, spec.lse_dtype), band(spec), queries.device
+    rows, keys = queries[:, None], torch.arange(spec.kv_len, device=device)
     bias, mask = (None if t is None else t if t.shape[2] == 1 else t[:, :, queries] for t in (one.bias, one.mask))
-    added = torch.zeros(1, 1, 1, 1, dtype=wide) if bias is None else bias.to(wide)
+    added = torch.zeros(1, 1, 1, 1, dtype=wide, device=device) if bias is None else bias.to(wide)
     if one.alibi_slopes is not None:
         slopes = one.alibi_slopes.to(wide).reshape(1, -1, 1, 1)
         added = torch.addcmul(added, slopes, (rows + edge.offset - keys).abs().neg().to(wide))
-    seen = torch.as_tensor(edge.contains(rows, keys))
+    seen = torch.as_tensor(edge.contains(rows, keys), device=device)
     added = torch.where(seen if mask is None else seen & mask, added, -torch.inf)
     return added.expand(1, -1, len(queries), spec.kv_len)
 
