@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 from attn_core import backends
 from attn_core.call.pages import describe_pages
 from attn_core.call.spec import AttentionSpec
-from attn_core.selection.same_bits import describe_same_bits
+from attn_core.selection.same_bits import BECAUSE, describe_same_bits
 from attn_core.selection.target import Target
 
 SELECTED, ABLE, BY_NAME, ONE_CHANGE, REFUSED = "selected", "can run it", "by name only", "one change away", "refused"
@@ -218,10 +218,8 @@ def _because(selection: Decision) -> str:
         return why if mark is None else f"{why}; {mark}"
     if selection.parts is not None:
         return "kernels that have no key ranges compute these in parts"
-    if selection.spec.invariant is not None:
-        return "it runs a row's calls of every length, dense, packed, masked and in training, so their bits are equal"
-    if selection.source is None:
-        return "the first in the usual order that can run the call"
+    if selection.source is None or selection.spec.invariant is not None:
+        return "the first in the usual order that can run the call" if selection.spec.invariant is None else BECAUSE
     return f"the first that can run the call in the order of predicted times, from {selection.source}"
 
 

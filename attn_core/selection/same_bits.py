@@ -31,6 +31,9 @@ WORDS = {
 }
 """By the names of a backend's settings in ``lower``."""
 
+BECAUSE = "it runs a row's calls of every length, dense, packed, masked and in training, so their bits are equal"
+"""Why a backend was chosen for a call with ``invariant``."""
+
 FROM_PAGES = {"triton_ordered": "triton_splitkv"}
 """The backend that reads pages with the bits of another one, if that is not itself."""
 SHARED = (
