@@ -233,7 +233,7 @@ def _memcheck(result: dict[str, Any]) -> str:
     return f"{heading}\n\n{run}: {inside} errors in kernels; {said}.{more}"
 
 
-def _not_run(result: dict[str, Any]) -> str:
+def _not_run(result: dict[str, Any]) -> str:  # noqa: C901
     items: dict[str, list[str]] = {}
 
     def add(what: str, where: str) -> None:

@@ -77,7 +77,7 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, return_max_logit: bool, **options: Unpack[Keywords]
 ) -> Tensor | tuple[Tensor, ...]: ...
 @hide_unknown
-def attention(
+def attention(  # noqa: C901
     q: Tensor,
     k: Tensor,
     v: Tensor,

@@ -73,7 +73,7 @@ def refuse(*excluded: Any) -> None:
             raise SpecError(f"{name}: expected None with kv_lengths, kv_starts or cache_index, because {why}")
 
 
-def check_arguments(rows: CacheRows, shapes: Mapping[str, Any], others: Mapping[str, Any]) -> None:
+def check_arguments(rows: CacheRows, shapes: Mapping[str, Any], others: Mapping[str, Any]) -> None:  # noqa: C901
     """Checks the three arrays by their metadata, and what they exclude.
 
     Args:

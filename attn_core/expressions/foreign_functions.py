@@ -71,7 +71,7 @@ class KindAsDtype:
         return f"the dtype of a symbolic {self.name}"
 
 
-def call_foreign(recorder: Any, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+def call_foreign(recorder: Any, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:  # noqa: C901
     """Returns the symbol of a function of torch or numpy, or of a method such as ``symbol.abs()``.
 
     Args:

@@ -34,7 +34,7 @@ class CuteArray(NamedTuple):
 
 
 @lru_cache(maxsize=1)
-def vocabulary() -> Vocabulary:
+def vocabulary() -> Vocabulary:  # noqa: C901
     """Returns the operations on scalars of the CuTe DSL, which it needs.
 
     In a host function of the DSL, which a test runs on a CPU, instructions of a GPU are not available.

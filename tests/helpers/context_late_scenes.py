@@ -131,7 +131,7 @@ class Gate:
 
 
 @contextmanager
-def asynchronous(stream: Stream, gate: Gate, case: Late) -> Iterator[None]:
+def asynchronous(stream: Stream, gate: Gate, case: Late) -> Iterator[None]:  # noqa: C901
     """Runs exchanges on ``stream``, and watchers behind ``gate``."""
     real_forward, real_backward, hear, ask = forward.forward, backward.backward, meeting.Meeting._hear, watcher.ask
     settle, playing = meeting.Meeting._settle, []

@@ -43,7 +43,7 @@ def lookups(kind: str, indices: list[Expression]) -> Expression:
 
 
 @st.composite
-def exact(draw: Any, kind: str, depth: int = 4) -> Expression:
+def exact(draw: Any, kind: str, depth: int = 4) -> Expression:  # noqa: C901
     """A tree of a kind, from operations that are exact or rounded alike everywhere."""
 
     def inner(of: str) -> Expression:

@@ -125,7 +125,7 @@ NUMPY: dict[str, Make] = {
 }
 
 
-def torch_values() -> dict[str, Make]:
+def torch_values() -> dict[str, Make]:  # noqa: C901
     """Values that only torch can make. Imports torch."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -327,7 +327,7 @@ def one_rank_mesh() -> Any:
     return init_device_mesh("cpu", (1,))
 
 
-def jax_values() -> dict[str, Make]:
+def jax_values() -> dict[str, Make]:  # noqa: C901
     """Values that only JAX can make. Imports JAX."""
     import jax
     import jax.numpy as jnp

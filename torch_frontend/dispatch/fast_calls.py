@@ -33,7 +33,7 @@ _STRIDED, _is_grad_enabled, _requested, _ranges = (
 )
 
 
-def attend(
+def attend(  # noqa: C901
     q: Tensor, k: Tensor, v: Tensor, extras: tuple[Any, ...], seq_info: Any, backend: Any, options: tuple[Any, ...]
 ) -> Any:
     """Returns out or (out, lse), as ``attention`` does; None if the general path must run the call.
@@ -92,7 +92,7 @@ def attend(
     return results[0] if type(results) is tuple else results
 
 
-def attend_with_tables(
+def attend_with_tables(  # noqa: C901
     q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Any, backend: Any, options: tuple[Any, ...]
 ) -> Any:
     """``attend`` for calls with a mask or a bias alone: the lookup of a plain call, with both in its key."""

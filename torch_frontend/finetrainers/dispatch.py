@@ -87,7 +87,7 @@ def list_providers(*, training: bool = False, uses_mask: bool = False) -> list[A
     return list(finetrainers.providers_on(Target.here("torch", here()), training=training, uses_mask=uses_mask))
 
 
-def attention_dispatch(
+def attention_dispatch(  # noqa: C901
     query: Tensor,
     key: Tensor,
     value: Tensor,

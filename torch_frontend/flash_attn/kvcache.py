@@ -137,7 +137,7 @@ def _is_whole(call: Cached) -> bool:
     return all([each is None for each in places])
 
 
-def _attend(
+def _attend(  # noqa: C901
     call: Cached, interleaved: bool, options: dict[str, Any], table: str = "block_table", longest: int | None = None
 ) -> Any:
     """``attend`` without gradients.

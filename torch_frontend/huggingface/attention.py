@@ -32,7 +32,7 @@ _IGNORED = (
 """Keywords that models pass to every layer and that do not affect attention."""
 
 
-def attend(
+def attend(  # noqa: C901
     module: Any,
     query: Tensor,
     key: Tensor,

@@ -28,7 +28,7 @@ _ABSENT = ("mask", "bias", "key_ranges", "mask_mod", "score_mod", "seq_info", "d
 _OPTIONS = tuple([name for name in PLAIN if name != "dropout"])
 
 
-def attend(qkv: tuple[Any, ...], rows: CacheRows, options: dict[str, Any]) -> Any:
+def attend(qkv: tuple[Any, ...], rows: CacheRows, options: dict[str, Any]) -> Any:  # noqa: C901
     """Returns the results of a call as ``dense_caches.attend`` does; None if that must run it.
 
     Args:

@@ -96,7 +96,7 @@ def seen_call(
     return None if plan.shortcut is None else SeenCall(plan.shortcut, sizes, plan.range_name, plan.spec.return_lse)
 
 
-def attend(
+def attend(  # noqa: C901
     q: Any,
     k: Any,
     v: Any,

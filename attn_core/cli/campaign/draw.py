@@ -130,7 +130,7 @@ def _packed(random: Random, lengths: Lengths) -> dict[str, int]:
     }
 
 
-def _options(random: Random, fields: dict[str, Any], packed: bool) -> dict[str, Any]:
+def _options(random: Random, fields: dict[str, Any], packed: bool) -> dict[str, Any]:  # noqa: C901
     def present(share: float = 0.2) -> bool:
         return random.random() < share
 

@@ -31,7 +31,7 @@ ADDED = ("calls", "skipped")
 COUNTED = ("backends", "by entry", "by relation", "both ways", "seconds by entry")
 
 
-def run_in_processes(
+def run_in_processes(  # noqa: C901
     campaign: Campaign, count: int, seconds: float, path: Path, resume: bool, advance: Callable[[], None]
 ) -> None:
     """Runs a campaign in processes until time is over, and leaves the sums in ``campaign.state``.

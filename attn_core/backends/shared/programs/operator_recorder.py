@@ -93,7 +93,7 @@ def record(run: Callable[[], None], tensors: Sequence[Any], fake_results: FakeRe
 
 
 @cached_once
-def _recorder() -> Any:
+def _recorder() -> Any:  # noqa: C901
     """Returns the class of recordings, a mode of torch."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
