@@ -114,7 +114,6 @@ BOUNDS: dict[str, int | str] = {
     "attn_core.cli.advice.packages:backends_of": "backends and devices",
     "attn_core.cli.campaign.entries:entries_of": "frameworks",
     "attn_core.context_parallel.cost.machine:Constants.of": "devices",
-    "attn_core.context_parallel.cost.tuned:constants_in_force": "devices",
     "attn_core.selection.tables:shipped_table": "frameworks and devices",
     "attn_core.selection.tables:table_in_force": "frameworks and devices",
     "attn_core.selection.target:bridge_reason": ONE,

@@ -13,8 +13,7 @@ from attn_core.cli.spec_options import SpecOptions, takes_spec
 from attn_core.context_parallel.call import plan_spec
 from attn_core.context_parallel.cost.choose import compared, explain_choice
 from attn_core.context_parallel.cost.layouts import choose_layout
-from attn_core.context_parallel.cost.machine import GIB
-from attn_core.context_parallel.cost.tuned import constants_in_force
+from attn_core.context_parallel.cost.machine import GIB, Constants
 from attn_core.context_parallel.picture import LIMIT, draw, svg
 from attn_core.context_parallel.plan import AxisSizes
 from attn_core.context_parallel.ranges import bands_of_row
@@ -46,7 +45,7 @@ def context_plan(
     budget = None if memory is None else memory * GIB
     ranges = options.ranges()
     bands = None if ranges is None else bands_of_row(ranges, replace(spec, key_ranges_shape=None))
-    how = axes, constants_in_force(device), budget, strategy, bands
+    how = axes, Constants.of(device), budget, strategy, bands
     if layout == "auto":
         choice, *_ = choices = choose_layout(spec, documents, *how)
         layout = choice.layout

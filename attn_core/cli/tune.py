@@ -12,7 +12,6 @@ from attn_core.cli.bench_sweep import Record, Sweep
 from attn_core.cli.bench_timing import DeviceLostError
 from attn_core.cli.complaint import complain
 from attn_core.cli.progress import Stages
-from attn_core.cli.tune_ranks import RanksError, tune_ranks
 from attn_core.errors import SpecError
 from attn_core.selection.cross_validation import Fitting, write_table
 from attn_core.selection.random_calls import random_calls
@@ -28,26 +27,16 @@ def tune(
     framework: Annotated[str, typer.Option(help="torch, or jax on a CPU. A GPU has one table for both.")] = "torch",
     minutes: Annotated[float, typer.Option(min=0.01, help="How long to measure.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Of the random calls.")] = 1,
-    ranks: Annotated[
-        int | None,
-        typer.Option(min=2, help="Measure links between so many ranks of this host instead, for context parallelism."),
-    ] = None,
 ) -> None:
     """Measure this machine for a minute, and let automatic choice follow the measurements.
 
     Writes a table into the configuration folder. New processes use it as long as the device and the versions of the
     packages stay the same; delete the file to return to the package's own table.
 
-    With --ranks, measures exchanges between ranks and attention on one rank. The cost model of context parallelism
-    then uses these figures in both frameworks.
-
     Exit code: 0 on success; 1 if there was no time for enough calls, or the device failed; 2 for invalid options.
     """
     try:
         target = device_of(device or ("cpu" if framework == "jax" else None), framework)
-        if ranks is not None:
-            typer.echo(tune_ranks(ranks, target))
-            return
         if framework == "jax" and target != "cpu":
             raise SpecError(
                 f"--framework=jax --device={target}: a GPU's table is measured in torch; use --framework torch"
@@ -60,9 +49,6 @@ def tune(
     except SpecError as error:
         complain(error)
         raise typer.Exit(2) from None
-    except RanksError as error:
-        complain(f"{error}\nnothing was written")
-        raise typer.Exit(1) from None
     except DeviceLostError as error:
         complain(f"the device failed and cannot be used again: {error}; nothing was written")
         raise typer.Exit(1) from None

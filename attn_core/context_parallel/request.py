@@ -19,7 +19,7 @@ from attn_core.call.spec import AttentionSpec
 from attn_core.context_parallel.call import Bands, ContextCall, build_call
 from attn_core.context_parallel.cost.choose import Choice, Explanation, check_strategy, choose
 from attn_core.context_parallel.cost.layouts import choose_layout, shard_sizes
-from attn_core.context_parallel.cost.tuned import constants_for
+from attn_core.context_parallel.cost.machine import Constants
 from attn_core.context_parallel.plan import AxisSizes
 from attn_core.context_parallel.ranges import bands_of_row
 from attn_core.errors import ShapeError, SpecError, shown
@@ -223,7 +223,10 @@ def explain_request(request: Request, target: Target) -> Explanation:
     spec = _build_spec(request.shards, request.lengths, request.documents, request.options)
     # JAX traces a forward before it knows whether there will be a backward, so both must choose the same strategy.
     spec = replace(spec, needs_backward=request.needs_backward or target.framework == "jax")
-    how = request.sizes, constants_for(target), None, request.strategy or None, request.bands
+    constants = Constants.of(target.device)
+    # XLA launches a JAX program itself.
+    constants = constants.without_host() if target.framework == "jax" else constants
+    how = request.sizes, constants, None, request.strategy or None, request.bands
     choices = choose_layout(spec, request.documents, *how) if request.layout is None else ()
     choice = choices[0] if choices else choose(spec, request.documents, request.layout or "", *how)
     request = _cut(request, choice) if choices else request

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from test_context_plan import requests, visible_set
 from typer.testing import CliRunner
 
-from attn_core import AttentionSpec, SpecError
+from attn_core import AttentionSpec, SpecError, Target
+from attn_core.call.options import Options, check_options
 from attn_core.cli.app import app
 from attn_core.context_parallel.bands import VisibleBand
 from attn_core.context_parallel.call import keeps_borders, keeps_gathered, plan_spec
@@ -31,6 +32,7 @@ from attn_core.context_parallel.cost.layouts import choose_layout
 from attn_core.context_parallel.cost.machine import GIB, LINKS, MIB, Constants
 from attn_core.context_parallel.picture import LIMIT, draw, ranks_of, step_of_pairs, svg
 from attn_core.context_parallel.plan import AxisSizes, build_plan
+from attn_core.context_parallel.request import Request, explain_request
 from benchmarks import context_row_report
 from benchmarks.context_projection import project, table
 from benchmarks.context_row_shapes import Row, rows_of
@@ -389,6 +391,19 @@ def test_a_short_row_takes_as_long_as_the_host_launches_it() -> None:
     long = cost(call(65536), "all_gather", (2,))
     assert long.seconds == long.forward.device > long.forward.host and "host" not in str(long)
     assert cost(short, "all_gather", (1,)).forward.host == 0
+
+
+def test_only_torch_waits_for_the_host() -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("jax")
+    shards = tuple(((1, 2048, heads, 64), "float32") for heads in (8, 8, 8))
+    where = {"axes": ("cp",), "sizes": (2,), "device": "cpu", "needs_backward": False, "requested": None}
+    request = Request(
+        (*shards, None), (4096, 4096), None, check_options(Options(causal=True)), "", "zigzag", 1, **where
+    )
+    torch, jax = (explain_request(request, Target.here(name, "cpu")).choice.estimate for name in ("torch", "jax"))
+    assert torch is not None and torch.forward.host > 0
+    assert jax is not None and jax.forward.host == jax.backward.host == 0
 
 
 def test_the_device_decides_between_layouts_that_the_host_makes_equal() -> None:

@@ -16,8 +16,6 @@ GIB, MIB = 2.0**30, 2.0**20
 LINKS = ("ring", "all_gather", "all_to_all")
 """The kinds of exchange. In a ring, each rank sends to the next one."""
 
-OPTIONAL = ("softcap", "wide", "host_us", "host_backward")
-"""The figures that a file may lack."""
 WIDE = 128
 """The most channels of a head for which kernels reach their full rate."""
 
@@ -83,8 +81,8 @@ class Constants:
 
     @classmethod
     def from_table(cls, table: dict[str, Any]) -> Constants:
-        """Returns the figures of a file's table; ignores other entries. Those of OPTIONAL may be missing."""
-        named = {name: table[name] for name in cls.__dataclass_fields__ if name in table or name not in OPTIONAL}
+        """Returns the figures of a file's table; ignores other entries."""
+        named = {name: table[name] for name in cls.__dataclass_fields__}
         named = {name: tuple(value) if isinstance(value, list) else value for name, value in named.items()}
         links = tuple((kind, tuple(map(tuple, rows))) for kind, rows in table["links"].items())
         return cls(**{**named, "links": links})
