@@ -149,9 +149,7 @@ docs-check: docs
 	$(RUN) tests/repository/check_site.py site
 
 support: $(STAMP)
-	$(RUN) -m attn_core support --write docs/reference/support.md
-	$(RUN) -m attn_core support --devices --write docs/reference/devices.md
-	$(RUN) -m attn_core support --known-bad --write docs/reference/known_bad.md
+	$(RUN) -m tools.pages
 
 # The next four need no .venv: they build their environments. PIP_ARGS='-c constraints.txt' makes release-check and matrix
 # install the pinned versions.

@@ -16,7 +16,6 @@ from attn_core.cli.demo import demo, serve_demo
 from attn_core.cli.doctor import doctor
 from attn_core.cli.explain import explain
 from attn_core.cli.mask import mask
-from attn_core.cli.support import support
 from attn_core.cli.tune import tune
 
 app = typer.Typer(
@@ -25,7 +24,7 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
 )
 COMMANDS = (
-    *(doctor, explain, compare, bench, tune, campaign, replay, certify, mask, context_plan, support),
+    *(doctor, explain, compare, bench, tune, campaign, replay, certify, mask, context_plan),
     *(demo, serve_demo),
 )
 for command in COMMANDS:

@@ -64,14 +64,3 @@ ALLOWED = (
     "names)"
 )
 """The operations in words, for errors."""
-
-
-def table() -> str:
-    """Returns the operations as a table in Markdown, as docs/reference/expressions.md has it."""
-    lines = ["| written | takes | gives |", "|---|---|---|"]
-    for each in OPERATIONS.values():
-        written = each.pattern.format("a", "b", "c").removeprefix("(")
-        written = written.removesuffix(")") if each.pattern.startswith("(") else written
-        cell = written.replace("|", "\\|")
-        lines.append(f"| `{cell}` | {each.takes} | {each.gives} |")
-    return "\n".join(lines)

@@ -66,7 +66,7 @@ backends.__path__.append({folder!r})
 
 import jax, numpy as np, torch
 import jax_frontend, torch_frontend
-from attn_core.cli.support_table import render
+from tools.pages.support import render
 
 def calls(frontend, array):
     q, k, v = (array(part) for part in np.random.default_rng(0).standard_normal((3, 2, 5, 3, 8), np.float32))

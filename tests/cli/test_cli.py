@@ -14,13 +14,10 @@ from cost_tables import made_up_table, tables_in_force
 from typer.testing import CliRunner
 
 import attn_core
-from attn_core import backends
 from attn_core.cli import demo as demo_command
 from attn_core.cli import devices, in_torch, mask, trial
 from attn_core.cli.app import app
 from attn_core.cli.spec_options import SpecOptions, defaults_on
-from attn_core.cli.support_table import GROUPS
-from attn_core.cli.support_tables import TITLES
 from attn_core.errors import SpecError
 from attn_core.selection import Target
 
@@ -42,7 +39,7 @@ def test_version_prints_the_version() -> None:
     assert attn("--version").stdout == f"attn-core {attn_core.__version__}\n"
 
 
-COMMANDS = ["doctor", "explain", "compare", "bench", "mask", "context-plan", "support", "demo", "serve-demo"]
+COMMANDS = ["doctor", "explain", "compare", "bench", "mask", "context-plan", "demo", "serve-demo"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -399,35 +396,7 @@ def test_trial_values_are_exact_in_the_dtype() -> None:
     assert trial.rounded(values, "bfloat16").tobytes() == expected.tobytes()
 
 
-# support and demo
-
-
-@pytest.mark.parametrize("command", [["support"], ["support", "--devices"], ["support", "--known-bad"]], ids=" ".join)
-def test_support_writes_and_checks_the_page(command: list[str], tmp_path: Path) -> None:
-    page = tmp_path / "support.md"
-    stale = attn(*command, "--check", str(page))
-    assert stale.exit_code == 1 and f"run: attn {' '.join(command)} --write" in " ".join(stale.stderr.split())
-    assert attn(*command, "--write", str(page)).exit_code == 0
-    assert attn(*command, "--check", str(page)).exit_code == 0
-    assert page.read_text(encoding="utf-8") in attn(*command, "--markdown").stdout
-    page.write_text(page.read_text(encoding="utf-8") + "\n", encoding="utf-8")
-    assert attn(*command, "--check", str(page)).exit_code == 1
-
-
-def test_support_writes_one_page_at_a_time() -> None:
-    both = attn("support", "--devices", "--known-bad")
-    assert both.exit_code == 2 and "give one of them" in " ".join(both.stderr.split())
-
-
-def test_support_shows_tables_of_80_columns() -> None:
-    lines = on_80_columns("support")
-    for name in backends.names():
-        assert sum(line.split()[:1] == [name] for line in lines) >= len(GROUPS) + 1, name
-    assert not any("|" in line or "`" in line for line in lines)
-    assert {claim for group in GROUPS.values() for claim in group} == set(TITLES)
-    masks, scores, *_ = (line.split() for line in lines if line.startswith("flash4 "))
-    assert masks == ["flash4", "✓", "✓", "✓", "✓", "✓", "·", "✓", "✓"]
-    assert scores == ["flash4", "✓", "✓", "·", "·", "✓"]
+# demo
 
 
 EXAMPLES = pytest.mark.parametrize(

@@ -221,7 +221,7 @@ def test_aux_arrays_are_checked() -> None:
 
 
 def test_every_operation_is_in_the_reference_page() -> None:
-    from attn_core.expressions.operations import table
+    from tools.pages.operations import table
 
     page = (Path(__file__).resolve().parents[2] / "docs/reference/expressions.md").read_text(encoding="utf-8")
     assert table() in page

@@ -21,10 +21,8 @@ from typer.testing import CliRunner
 
 from attn_core import backends
 from attn_core.backends.support import Support
-from attn_core.cli import device_table
 from attn_core.cli.app import app
 from attn_core.cli.bench_sweep import read
-from attn_core.cli.support_table import FEATURES, render
 from attn_core.selection.cross_validation import Fitting
 from benchmarks import (
     context_row_report,
@@ -37,6 +35,9 @@ from benchmarks import (
     sweep_report,
 )
 from benchmarks.masks import GALLERY
+from tools.pages import __main__ as pages
+from tools.pages import devices
+from tools.pages.support import FEATURES, render
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -67,12 +68,12 @@ def test_support_page_shows_forward_and_backward_separately(monkeypatch: pytest.
 
 def test_the_page_of_gpus_is_current() -> None:
     page = ROOT / "docs/reference/devices.md"
-    assert page.is_file() and page.read_text(encoding="utf-8") == device_table.render(), "stale: run `make support`"
+    assert page.is_file() and page.read_text(encoding="utf-8") == devices.render(), "stale: run `make support`"
 
 
-@pytest.mark.parametrize("device", device_table.DEVICES, ids=lambda device: device.name)
-def test_the_page_of_gpus_agrees_with_the_claims(device: device_table.Device) -> None:
-    lines = device_table.render().splitlines()
+@pytest.mark.parametrize("device", devices.DEVICES, ids=lambda device: device.name)
+def test_the_page_of_gpus_agrees_with_the_claims(device: devices.Device) -> None:
+    lines = devices.render().splitlines()
     rows = [line.strip("| ").split(" | ") for line in lines if line.startswith(("| backend", "| `"))]
     column = rows[0].index(device.cards) if device.cards in rows[0] else None  # None: nothing runs there
     shown = {row[0].strip("`"): "—" if column is None else row[column] for row in rows[1:]}
@@ -87,9 +88,20 @@ def test_the_page_of_gpus_agrees_with_the_claims(device: device_table.Device) ->
 
 
 def test_the_page_of_gpus_installs_what_the_backends_need() -> None:
-    for name, command in device_table.PACKAGES.items():
+    for name, command in devices.PACKAGES.items():
         package = command.removeprefix("pip install ").strip("'").split(" ")[0].split(">")[0]
         assert package in backends.load(name).REQUIRES
+
+
+def test_pages_are_written_and_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(pages, "FOLDER", tmp_path)
+    with pytest.raises(SystemExit, match=r"stale: support\.md, devices\.md, known_bad\.md"):
+        pages.main(["--check"])
+    pages.main([])
+    pages.main(["--check"])
+    (tmp_path / "support.md").write_text("stale", encoding="utf-8")
+    with pytest.raises(SystemExit, match=r"stale: support\.md; run"):
+        pages.main(["--check"])
 
 
 def test_links_between_documents_exist() -> None:

@@ -11,8 +11,8 @@ from attn_core.call.pages import PagedKV
 from attn_core.call.spec import AttentionSpec
 from attn_core.cli.advice import Machine
 from attn_core.cli.advice.packages import commands_of, package_for
-from attn_core.cli.support_table import BOTH, FORWARD_ONLY, NONE, table_of
 from attn_core.selection import Target, refusals
+from tools.pages.support import BOTH, FORWARD_ONLY, NONE, table_of
 
 
 class Device(NamedTuple):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from attn_core.backends.shared import known_bad
 from attn_core.backends.shared.known_bad import EVERY_CALL, QUANTITIES, Condition, Row
 
-WATCHED = known_bad.DATA.with_name("watched.json")
+WATCHED = Path(__file__).with_name("watched.json")
 
 
 class Watched(NamedTuple):
@@ -42,7 +42,7 @@ class Watched(NamedTuple):
 HEAD = """# Known-bad kernels
 
 Versions of upstream packages that compute something wrong, and what attn-core does about it. `make support` writes this
-page from `attn_core/backends/known_bad.json` and `watched.json`; do not edit it.
+page from `attn_core/backends/known_bad.json` and `tools/pages/watched.json`; do not edit it.
 
 A kernel that is **refused** runs neither automatically nor by name: the error and `explain` quote the row, with its
 link. `attn doctor` lists the rows that concern a machine. If you plan for another machine, the versions of its packages
@@ -76,7 +76,7 @@ affected. They were read in an archive of threads that ends in September 2026, s
 
 def watched() -> tuple[Watched, ...]:
     """Returns the rows of the watch list."""
-    return tuple(Watched(**row) for row in json.loads(Path(WATCHED).read_text(encoding="utf-8")))
+    return tuple(Watched(**row) for row in json.loads(WATCHED.read_text(encoding="utf-8")))
 
 
 def render() -> str:

@@ -1,0 +1,1 @@
+"""Writers of the pages of docs/reference that say what the backends declare."""

@@ -1,0 +1,38 @@
+"""Writes support.md, devices.md and known_bad.md in docs/reference: ``make support``.
+
+    python -m tools.pages [--check]
+
+``--check`` writes nothing, and exits with code 1 if a page is not current.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from tools.pages import devices, known_bad, support
+
+FOLDER = Path(__file__).resolve().parents[2] / "docs/reference"
+PAGES = {"support.md": support.render, "devices.md": devices.render, "known_bad.md": known_bad.render}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Writes or checks the pages."""
+    parser = argparse.ArgumentParser(prog="python -m tools.pages")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with code 1 if a page is not current")
+    if not parser.parse_args(arguments).check:
+        for name, render in PAGES.items():
+            (FOLDER / name).write_text(render(), encoding="utf-8")
+    elif stale := [name for name in PAGES if not is_current(name)]:
+        sys.exit(f"stale: {', '.join(stale)}; run `make support`")
+
+
+def is_current(name: str) -> bool:
+    """Returns whether a page has what the backends declare now."""
+    page = FOLDER / name
+    return page.is_file() and page.read_text(encoding="utf-8") == PAGES[name]()
+
+
+if __name__ == "__main__":
+    main()
