@@ -22,6 +22,7 @@ from both_frontends import (
     backends_of,
     claimed,
     module_on,
+    number_of_draws,
     reachable,
     run,
     same_bits,
@@ -81,6 +82,7 @@ def test_torch_and_jax_give_the_same_bits(backend: str, device: str) -> None:
     if missing := reachable("jax", backend, device):
         pytest.skip(missing)
 
+    @settings(max_examples=number_of_draws(backend, device))
     @given(call=drawn_for(backend, device))
     def every_call(call: Call) -> None:
         call = deterministic_call(replace(call, layout="contiguous"), backend, device)
@@ -106,7 +108,7 @@ def test_deterministic_means_the_same_bits_every_time(backend: str, device: str,
         pytest.skip(missing)
     requested: list[bool] = []
 
-    @settings(max_examples=settings().max_examples // 3)
+    @settings(max_examples=(number_of_draws(backend, device) + 1) // 3)
     @given(call=drawn_for(backend, device, framework))
     def every_call(call: Call) -> None:
         accepted = accepted_by(framework, backend, replace(call, spec=replace(call.spec, deterministic=True)), device)

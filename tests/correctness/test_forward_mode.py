@@ -13,7 +13,7 @@ pytest.importorskip("jax")
 import jax
 import jax.numpy as jnp
 import torch
-from both_frontends import FRAMEWORKS, claimed, dropout_words, judged, module_on, same_bits, target
+from both_frontends import FRAMEWORKS, claimed, dropout_words, judged, module_on, number_of_draws, same_bits, target
 from forward_mode_calls import NAMES, in_forward_mode, judge, run, tangents_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -83,7 +83,7 @@ def test_drawn_calls_match_the_claims(backend: str, device: str, framework: str)
     drawn = drawn.map(few_numbers) if framework == "jax" else drawn
     subsets = st.sampled_from((NAMES, NAMES, ("q",), ("k",), ("v",), ("q", "v"), ("bias", "sinks", "q")))
 
-    @settings(max_examples=25)
+    @settings(max_examples=25 if device == "cpu" else number_of_draws(backend, device))
     @given(call=drawn, names=subsets)
     def every_call(call: Call, names: tuple[str, ...]) -> None:
         ran.append(conforms(framework, call, names, backend, device))

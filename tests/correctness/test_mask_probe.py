@@ -110,7 +110,7 @@ def combinations(framework: str, backend: str, lengths: str, device: str = "cpu"
         return every
     compiled = framework == "jax" and backends_of("jax").count(backend)
     if backend == "flex" and device == "cuda":  # compiles for seconds
-        return every[::23]
+        return every[::46]
     return every[:: 11 if compiled or backend == "flex" else 5 if framework == "jax" else 1]
 
 
@@ -131,7 +131,8 @@ def test_the_visible_set_of_key_ranges(backend: str, device: str, framework: str
     packed = [("documents", False, "top_left", None, None), ("documents", True, "bottom_right", (2, 1), None)]
     check_all(framework, backend, device, packed, key_ranges_shape=(1, 2, 11, 2, 2))
     sizes = {"batch": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 128, "value_dim": 128}
-    long = [("more keys", False, "top_left", None, None), ("more keys", False, "top_left", (3, 129), (0, 1, 1, 0))]
+    long = [("more keys", False, "top_left", (3, 129), (0, 1, 1, 0)), ("more keys", False, "top_left", None, None)]
+    long = long[: 1 if (backend, device) == ("flex", "cuda") else 2]
     sizes |= {"q_len": 263, "kv_len": 271}
     check_all(framework, backend, device, long, key_ranges_shape=(1, 1, 271, 2, 2), **sizes)
 

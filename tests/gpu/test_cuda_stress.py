@@ -23,7 +23,7 @@ pytest.importorskip("jax")
 import jax
 import jax.numpy as jnp
 import torch
-from both_frontends import jax_device
+from both_frontends import jax_device, only
 from small_calls import KINDS, SmallCall, most_it_can, small_call, torch_backends, why_not
 
 import jax_frontend
@@ -247,6 +247,7 @@ def test_torch_and_jax_threads_do_not_interfere(backend: str, jax_gpu: Any) -> N
 @every_kind
 @every_backend
 def test_inputs_that_another_stream_still_computes(backend: str, kind: str) -> None:
+    only(("packed",), kind, backend, "cuda")
     call = small_call(kind)
     trained, more = trained_and_options(call, backend)
     expected, exact = call.run(backend, trained, **more), bool(more) or not trained
@@ -292,6 +293,7 @@ def test_jax_work_queued_before_a_bridged_call(backend: str, jax_gpu: Any) -> No
 @every_kind
 @every_backend
 def test_donated_arguments(backend: str, kind: str, jax_gpu: Any) -> None:
+    only(("packed",), kind, backend, "cuda")
     call = JaxCall(small_call(kind), backend)
     kept, donating = jax.jit(call.function), jax.jit(call.function, donate_argnums=(0, 1, 2))
     forward = jax.jit(lambda q, k, v: call.attention(q, k, v))
@@ -376,6 +378,7 @@ def test_a_backward_in_another_thread_than_its_forward(backend: str) -> None:
 @every_kind
 @every_backend
 def test_cuda_graphs_replay_what_was_warmed_up(backend: str, kind: str) -> None:
+    only(("packed",), kind, backend, "cuda")
     call = small_call(kind, batch=3, seq=192)  # a shape that no other test has, so that only warm_up has prepared it
     trained, more = trained_and_options(call, backend)
     learned = [tensor.detach().requires_grad_(trained) for tensor in (call.q, call.k, call.v)]
@@ -416,6 +419,7 @@ def test_a_synchronisation_is_detected() -> None:
 @every_kind
 @every_backend
 def test_nothing_synchronises_after_the_first_call(backend: str, kind: str) -> None:
+    only(("packed",), kind, backend, "cuda")
     call = small_call(kind)
     trained, more = trained_and_options(call, backend)
     attempts: list[dict[str, Any]] = [more, {}] if more else [{}]
@@ -448,6 +452,7 @@ def surrounded(tensor: Any, filling: float, layout: str) -> Any:
 @every_backend
 def test_memory_around_the_inputs_is_never_read(backend: str, kind: str, layout: str) -> None:
     """NaN around every tensor gives the same bits as zeros around it."""
+    only(("packed",), kind, backend, "cuda")
     call = small_call(kind, seq=131)
     trained, more = trained_and_options(call, backend)
     clean, poisoned = (
@@ -463,6 +468,7 @@ def test_memory_around_the_inputs_is_never_read(backend: str, kind: str, layout:
 @every_backend
 def test_peak_memory_is_linear_in_the_tokens(backend: str, kind: str, what: str) -> None:
     """With four documents, or a window: a q × kv matrix would need four times the bytes per token."""
+    only(("packed",), kind, backend, "cuda")
     lengths = (4096, 16384)
     try:
         per_token = [hopper_checks.extra_bytes(backend, kind, what, length) / length for length in lengths]

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import xla_compiler
+from hypothesis import settings
 from spec_strategies import Call
 
 import jax_frontend
@@ -319,6 +320,18 @@ def judged(framework: str, backend: str, device: str) -> str | None:
     if device == "cuda" and framework == "jax" and backend in COMPILED_ON_GPUS:
         return f"{backend} in JAX has torch's bits, which test_bit_equality compares, and compiles for seconds"
     return reachable(framework, backend, device)
+
+
+def only(kept: tuple[Any, ...], case: Any, backend: str, device: str) -> None:
+    """Skips a case of FlexAttention on a GPU that is not among those that are kept, because each compiles for long."""
+    if (backend, device) == ("flex", "cuda") and case not in kept:
+        pytest.skip(f"flex compiles for half a minute; its cases here are {', '.join(map(str, kept))}")
+
+
+def number_of_draws(backend: str, device: str) -> int:
+    """How many calls to draw for a backend: half as many of its kernels if each call compiles one."""
+    usual = settings().max_examples
+    return usual // 2 if device == "cuda" and backend in COMPILED_ON_GPUS else usual
 
 
 def reachable(framework: str, backend: str, device: str) -> str | None:

@@ -10,6 +10,9 @@ from __future__ import annotations
 import os
 from importlib.metadata import PackageNotFoundError, version
 
+ON_GPUS = "--xla_gpu_autotune_level=0"
+"""Without trials of several kernels for each matrix product. XLA then takes its usual one."""
+
 _QUICK: dict[str, bool | int | str] = {"xla_backend_optimization_level": 0}
 _USUAL: dict[str, bool | int | str] = {"xla_backend_optimization_level": 3}
 
@@ -34,7 +37,7 @@ FOUR_DEVICES = "--xla_force_host_platform_device_count=4"
 
 
 def flags(*own: str, quick: bool = True) -> str:
-    """Returns XLA_FLAGS for a process of the tests: FOUR_DEVICES and QUICK_FLAGS, the environment's flags and ``own``.
+    """Returns XLA_FLAGS for a process of the tests: those above, the environment's flags and ``own``.
 
     A later flag replaces an earlier one of the same name. So a run that is asked for another CPU
     (``--xla_cpu_max_isa=AVX2``) has it in the processes that tests start, too.
@@ -42,7 +45,7 @@ def flags(*own: str, quick: bool = True) -> str:
     Args:
         quick: whether to include QUICK_FLAGS.
     """
-    defaults = (FOUR_DEVICES, *(QUICK_FLAGS.split() if quick else ()))
+    defaults = (FOUR_DEVICES, ON_GPUS, *(QUICK_FLAGS.split() if quick else ()))
     every = (*defaults, *os.environ.get("XLA_FLAGS", "").split(), *own)
     return " ".join({flag.split("=")[0]: flag for flag in every}.values())
 

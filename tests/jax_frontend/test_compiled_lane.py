@@ -472,40 +472,46 @@ FUNCTIONS: list[dict[str, Any]] = [
 ]
 
 
+CALLS: list[dict[str, Any]] = [
+    {},
+    {"causal": True},
+    {"causal": True, "window": 17},
+    {"causal": True, "softcap": 30.0},
+    {"heads": (4, 4), "causal": True},
+    {"dim": 128, "causal": True, "dtype": "float16"},
+    {"dim": 256, "causal": True},
+    {"packed": True, "causal": True, "invariant": "batch"},
+    {"causal": True, "invariant": "batch"},
+    {"packed": True, "window": (5, 3)},
+    {"sinks": True, "causal": True},
+    {"sinks": True, "packed": True, "causal": True, "dim": 128},
+    {"sinks": True, "dim": 72, "window": (5, 3)},
+    {"dim": 80, "causal": True},
+    {"dim": 96, "heads": (4, 4)},
+    {"dim": 192, "value_dim": 128, "causal": True},
+    {"dim": 64, "value_dim": 32, "causal": True},
+    {"key_ranges": masks.prefix_lm([70], 150), "heads": (6, 2)},
+    {"key_ranges": masks.global_and_window(9, (40, 20), 150), "dim": 128, "causal": True},
+    *FUNCTIONS,
+]
+EXACT: list[dict[str, Any]] = [
+    {"causal": True, "window": 17},
+    {"dim": 256, "causal": True},
+    {"packed": True, "causal": True},
+    {"sinks": True, "packed": True, "causal": True, "dim": 128},
+    {"dim": 192, "value_dim": 128, "heads": (4, 4), "causal": True},
+    FUNCTIONS[-1],
+]
+"""Calls with ``deterministic=True``, whose gradients have torch's bits, too. It compiles other kernels."""
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"causal": True},
-        {"causal": True, "window": 17},
-        {"causal": True, "softcap": 30.0},
-        {"heads": (4, 4), "causal": True},
-        {"dim": 128, "causal": True, "dtype": "float16"},
-        {"dim": 256, "causal": True},
-        {"packed": True, "causal": True},
-        {"packed": True, "causal": True, "invariant": "batch"},
-        {"causal": True, "invariant": "batch"},
-        {"packed": True, "window": (5, 3)},
-        {"sinks": True, "causal": True},
-        {"sinks": True, "packed": True, "causal": True, "dim": 128},
-        {"sinks": True, "dim": 72, "window": (5, 3)},
-        {"dim": 80, "causal": True},
-        {"dim": 96, "heads": (4, 4)},
-        {"dim": 192, "value_dim": 128, "heads": (4, 4), "causal": True},
-        {"dim": 192, "value_dim": 128, "causal": True},
-        {"dim": 64, "value_dim": 32, "causal": True},
-        {"key_ranges": masks.prefix_lm([70], 150), "heads": (6, 2)},
-        {"key_ranges": masks.global_and_window(9, (40, 20), 150), "dim": 128, "causal": True},
-        *FUNCTIONS,
-    ],
+    ("options", "deterministic"), [*((each, False) for each in CALLS), *((each, True) for each in EXACT)]
 )
-@pytest.mark.parametrize("deterministic", [False, True])
 def test_flash4_gives_torchs_bits_without_python(options: dict[str, Any], deterministic: bool) -> None:
     if flash4_missing():
         pytest.skip(flash4_missing())
-    if deterministic and {"key_ranges", "mask_mod"} & set(options):
-        pytest.skip("block tables with deterministic=True and gradients: flash4 promises no equal bits there")
     options = {"heads": (4, 2), "dim": 64, "packed": False, "dtype": "bfloat16", **options}
     (heads, kv_heads), dim, packed, dtype = (options.pop(name) for name in ("heads", "dim", "packed", "dtype"))
     rows, rng, wide = ((300,) if packed else (2, 150)), np.random.default_rng(0), options.pop("value_dim", dim)
