@@ -79,7 +79,6 @@ BOUNDS: dict[str, int | str] = {
         f"attn_core.backends.shared.programs.operator_recorder:{name}": ONE
         for name in ("_suppress_address_warning", "_recorder", "_identities", "_enumerated")
     },
-    "attn_core.backends.jax_splash.visibility:mask_class": ONE,
     "attn_core.backends.sage:_function": "SageAttention's functions",
     "attn_core.backends.sage:_kernel": "SageAttention's kernels",
     "attn_core.backends.sdpa_cudnn.backend:_kernels": ONE,
@@ -98,7 +97,6 @@ BOUNDS: dict[str, int | str] = {
     "attn_core.backends.shared.torch_ranges:_profiler": ONE,
     "attn_core.backends.shared.programs.triton:_launches_directly": ONE,
     "attn_core.backends.shared.programs.triton:has_triton": ONE,
-    "attn_core.backends.torch_varlen:_kernels": ONE,
     "attn_core.backends.shared.in_order.merge:kernel": ONE,
     "attn_core.backends.triton_jvp.backend:_kernels": ONE,
     "attn_core.backends.triton_jvp.backend:_shared_memory": "the GPUs",

@@ -24,7 +24,6 @@ from jax_frontend.paged.cache import PagedKVCache
 from jax_frontend.paged.explain import explain_paged
 from jax_frontend.paged.layouts import pages_of, table_of_rows
 from jax_frontend.paged.merge_states import merge_states
-from jax_frontend.paged.ragged_paged_attention import ragged_paged_attention
 from jax_frontend.paged.rotary import apply_rotary
 from jax_frontend.paged.sizing import pages_that_fit
 from jax_frontend.qkvpacked import attention_qkvpacked
@@ -57,7 +56,6 @@ __all__ = [
     "paged_attention",
     "pages_that_fit",
     "pages_of",
-    "ragged_paged_attention",
     "run_attention",
     "shard_lengths",
     "shard_sequence",

@@ -108,8 +108,7 @@ def attention(
         window: ``W`` (needs causal): W keys, self included; or inclusive distances ``(left, right)``, None: unbounded.
         softcap: ``s = softcap * tanh(s / softcap)``, after scale, before bias and mask.
         scale: factor on ``q . k``; ``1 / sqrt(head_dim)`` if None.
-        mask: bool, True = visible; bias: float, added. Broadcastable to ``[batch, heads, q_len, kv_len]``. A mask may
-            also be an object of splash attention's classes (docs/reference/jax.md).
+        mask: bool, True = visible; bias: float, added. Broadcastable to ``[batch, heads, q_len, kv_len]``.
         key_ranges: int32 ``[batch or 1, kv_heads or 1, kv_len, 1 or 2, 2]``, numpy or JAX's: query i of the row sees
             key j only if ``start <= i < stop`` for a range (start, stop) of the key. ``attn_core.masks`` builds them.
         mask_mod: a function ``f(b, h, q, k, *aux)`` that says whether query q sees key k; b and h count rows and query

@@ -18,7 +18,7 @@ from attn_core.call.traced_options import is_traced
 from attn_core.expressions.tracing import TracedFunction
 from attn_core.selection import override
 from jax_frontend.attention import attention, gather_arguments, run
-from jax_frontend.dispatch import plan, splash_masks
+from jax_frontend.dispatch import plan
 from jax_frontend.dispatch.differentiable import AttentionCall
 
 Array = jax.Array
@@ -80,9 +80,6 @@ def attention_qkvpacked(
         refuse_keywords(attention_qkvpacked, unknown)
     plan.check_array("qkv", qkv)
     check_qkv_as_one(ArrayFacts(tuple(qkv.shape), str(qkv.dtype), ""), seq_info is not None)
-    seen = causal, alignment, window, mask, key_ranges
-    seen = splash_masks.as_options(seen, seq_info, alibi_slopes, qkv, qkv, as_one=True)
-    causal, alignment, window, mask, key_ranges = seen
     segments = given_segments(q_segment_ids, kv_segment_ids, q_positions, kv_positions)
     in_parts = segments or is_traced(window, scale) or key_ranges is not None
     if in_parts or are_given((mask_mod, score_mod, aux)):

@@ -109,10 +109,7 @@ PAGED_PREFERENCE = {
     ("torch", "cuda"): (*_PAGED, "math"),
     ("jax", "cuda"): (*_PAGED, "jax_xla", "math"),
 }
-"""The same for keys and values in pages; where each sequence has few queries, DECODING comes first.
-
-"flashinfer" and "torch_varlen" are not here: this project never ran either on a GPU. "flashinfer" also waits for the
-GPU on every call."""
+"""The same for keys and values in pages; where each sequence has few queries, DECODING comes first."""
 
 
 FORWARD_MODE = {
@@ -152,7 +149,6 @@ FOREIGN_NAMES = {
     "torch": _OF_TORCH,
     "sageattention": ("sage",),
     "sage_attention": ("sage",),
-    "varlen": ("torch_varlen",),
 }
 """Names of other libraries, in lower case, and the backends that run the same kernels."""
 

@@ -34,7 +34,7 @@ REMEDIES = {
     # torch.nn.attention
     "BlockMask": "pass it as mask_mod= in torch, or its mask_mod; causal=, window= or seq_info= if they describe it",
     "CausalBias": f"pass {_TOP_LEFT} for upper left, {_BOTTOM_RIGHT} for lower right",
-    # splash attention, of JAX and of tokamax; jax_frontend.attention reads them as mask=
+    # splash attention, of JAX and of tokamax
     "CausalMask": f"pass {_TOP_LEFT}",
     "LocalMask": "pass window=(left, right), alignment='top_left'",
     "ChunkedCausalMask": f"{_BLOCKS}, {_TOP_LEFT}",

@@ -16,7 +16,7 @@ FRAMEWORKS = ("torch", "jax")
 PACKAGES = (
     *("numpy", "torch", "triton", "jax", "jaxlib", "flax", "jax-tvm-ffi", "apache-tvm-ffi", "transformers"),
     *("jax-cuda13-plugin", "jax-cuda12-plugin", "flash-attn", "flash-attn-4", "flash-attn-3", "tokenspeed-fa3"),
-    *("fa3-fwd", "xformers", "sageattention", "flashinfer-python"),
+    *("fa3-fwd", "xformers", "sageattention"),
 )
 
 

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 from attn_core.call.segments import Segments, Visible, shapes_of, without_segments
 from attn_core.call.traced_options import Scores, is_traced, lengths_of, without_traced
-from jax_frontend.dispatch import splash_masks
 
 
 class Written(NamedTuple):
@@ -25,23 +24,20 @@ class Written(NamedTuple):
 
 
 def as_plain(written: Written, segments: Segments, rows: tuple[Any, Any], seq_info: Any, alibi_slopes: Any) -> Written:
-    """Returns the arguments of the same call without splash attention's masks, segments, and traced windows or scales.
+    """Returns the arguments of the same call without segments, and traced windows or scales.
 
     Args:
         rows: q and k, with the sequence before the heads.
         seq_info, alibi_slopes: of the call; some of the above exclude them.
     """
-    seen = written.causal, written.alignment, written.window, written.mask, written.key_ranges
-    causal, alignment, window, mask, key_ranges = splash_masks.as_options(seen, seq_info, alibi_slopes, *rows)
-    mask_mod, aux = written.mask_mod, written.aux
+    causal, window, mask_mod, aux = written.causal, written.window, written.mask_mod, written.aux
     if any(each is not None for each in segments):
         others = {"seq_info": seq_info, "alibi_slopes": alibi_slopes}
         visible = Visible(causal, window, mask_mod, aux)
         causal, window, mask_mod, aux = without_segments(
             segments, visible, shapes_of(*rows), others, traced_window=True
         )
-    scores = Scores(causal, alignment, window, written.softcap, written.scale, mask_mod, written.score_mod, aux)
+    scores = Scores(causal, written.alignment, window, written.softcap, written.scale, mask_mod, written.score_mod, aux)
     if is_traced(window, written.scale):
         scores = without_traced(scores, lengths_of(*rows), seq_info)
-    causal, alignment, window, softcap, scale, mask_mod, score_mod, aux = scores
-    return Written(causal, alignment, window, softcap, scale, mask, key_ranges, mask_mod, score_mod, aux)
+    return written._replace(**scores._asdict())

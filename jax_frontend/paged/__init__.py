@@ -5,7 +5,6 @@ from jax_frontend.paged.attention import paged_attention
 from jax_frontend.paged.explain import explain_paged
 from jax_frontend.paged.layouts import pages_of, table_of_rows
 from jax_frontend.paged.merge_states import merge_states
-from jax_frontend.paged.ragged_paged_attention import ragged_paged_attention
 from jax_frontend.paged.rotary import apply_rotary
 
 __all__ = [
@@ -15,6 +14,5 @@ __all__ = [
     "merge_states",
     "paged_attention",
     "pages_of",
-    "ragged_paged_attention",
     "table_of_rows",
 ]

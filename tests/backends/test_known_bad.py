@@ -436,25 +436,6 @@ def test_cudnn_misreads_float32_masks() -> None:
 
 
 @pytest.mark.cuda
-def test_split_keys_of_packed_queries_are_wrong() -> None:
-    fault = Fault("flash2-varlen-splits")
-    op, pages = torch.ops.aten._flash_attention_forward.default, 8
-    q = torch.randn(2 * 16, 2, 64, device="cuda", dtype=torch.bfloat16)
-    k, v = (torch.randn(2 * pages, 256, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    offsets = torch.tensor([0, 16, 32], dtype=torch.int32, device="cuda")
-    lengths = torch.tensor([2048, 2048], dtype=torch.int32, device="cuda")
-    table = torch.arange(2 * pages, dtype=torch.int32, device="cuda").view(2, pages)
-    whole, split = (
-        op(
-            *(q, k, v, offsets, offsets, 16, pages * 256, 0.0, False, False),
-            **{"scale": 0.125, "seqused_k": lengths, "block_table": table, "num_splits": splits},
-        )[0]
-        for splits in (1, 4)
-    )
-    fault.is_there(differs(split, whole))
-
-
-@pytest.mark.cuda
 def test_flash4_takes_minus_one_for_a_distance() -> None:
     fault = Fault("flash4-minus-one")
     from flash_attn.cute.interface import _flash_attn_fwd  # type: ignore[import-not-found]

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from frameworks import BOTH, JAX, TORCH, Framework, spied
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash
 from torch_first import torch_first  # noqa: F401 (a fixture)
 
 from attn_core import DeviceError, DTypeError, NoBackendError, SeqInfo, ShapeError, SpecError, backends
@@ -305,6 +306,17 @@ FOREIGN = {
             ("BlockDiagonalMask", r"pass seq_info=SeqInfo.from_lengths\(\[...\]\) with the lengths of its blocks$"),
             ("BlockDiagonalCausalMask", ".*from_lengths.* causal=True, alignment=.top_left.$"),
             ("LowerTriangularFromBottomRightMask", "pass causal=True, alignment=.bottom_right.$"),
+        )
+    },
+    **{
+        f"mask as splash attention's {type(mask).__name__}": foreign(
+            f"^mask: .*{type(mask).__name__}; {says}$", mask=mask
+        )
+        for mask, says in (
+            (splash.CausalMask((5, 7)), "pass causal=True, alignment=.top_left."),
+            (splash.LocalMask((5, 7), (2, None), 0), r"pass window=\(left, right\), alignment='top_left'"),
+            (splash.FullMask((5, 7)), "leave mask= away"),
+            (splash.NumpyMask(np.ones((5, 7), bool)), r"pass its array as a bool mask \[1, 1, q_len, kv_len\]"),
         )
     },
     "k as None beside a mask": foreign("^k: expected a .*, got builtins.NoneType", k=None, mask=TENSORS["mask"]),

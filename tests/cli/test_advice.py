@@ -65,7 +65,6 @@ NEVER = {
         "tokenspeed-fa3",
         "xformers",
         "sageattention",
-        "flashinfer-python",
         "triton",
     },
     "sm75": {
@@ -73,7 +72,6 @@ NEVER = {
         "flash-attn-4",
         "tokenspeed-fa3",
         "sageattention",
-        "flashinfer-python",
         "triton",
     },
     "sm80": {"flash-attn-4", "tokenspeed-fa3"},

@@ -83,7 +83,7 @@ def test_the_report_answers_first_and_names_every_backend() -> None:
 
 def test_all_gives_every_reason() -> None:
     printed = " ".join(attn("doctor", "--all").stdout.split())
-    assert printed.count("never run on a GPU by this project") == 6
+    assert printed.count("never run on a GPU by this project") == 4
     assert "(needs xformers>=0.0.29)" in printed
 
 
@@ -160,7 +160,7 @@ def test_a_long_command_continues_after_a_backslash(findings: Findings, monkeypa
 def test_a_tpu_needs_jax_alone(findings: Findings, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "  Nothing: no package would be used for tpu." in text(on(findings, MACHINES[5]), monkeypatch)
     lines = text(on(findings, Machine(device="tpu")), monkeypatch)
-    assert "  1. jax. XLA's operations, which run on every TPU. JAX's splash attention runs" in lines
+    assert "  1. jax. XLA's operations, which run on every TPU." in lines
 
 
 def test_a_wrong_backend_is_named_first_and_exits_with_1(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,6 @@ import cpu_meshes
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash
 
 from attn_core import SeqInfo
 from jax_frontend import append_kv, attention, context_parallel_attention, linen, paged_attention
@@ -104,12 +103,6 @@ def programs(backend: str) -> dict[str, Program]:
         "a traced scale": gradients(lambda q, k, v, scale: call(q, k, v, softcap=3.0, scale=scale), jnp.float32(0.3)),
         "arrays of a score function": gradients(
             lambda q, k, v, weights: call(q, k, v, score_mod=by_row, aux=(weights,)), weights
-        ),
-        "splash masks": gradients(
-            lambda q, k, v: (
-                call(q, k, v, mask=splash.LocalMask((10, 10), (3, 1), 0)),
-                call(q, k, v, mask=splash.NumpyMask(numbers[0][:, None] >= numbers[1])),
-            )
         ),
         "forward mode": tangents(lambda *qkv: call(*qkv, causal=True, return_lse=True)),
         "documents": of_documents(backend),

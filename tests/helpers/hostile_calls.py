@@ -247,15 +247,6 @@ def _own(framework: str) -> dict[str, dict[str, Make]]:
         "merge_states": {
             **{"outs": lambda: [array(_numbers(2, 5, 4, 8))] * 2, "lses": lambda: [array(_numbers(2, 4, 5))] * 2},
         },
-        "ragged_paged_attention": {
-            **{"q": numbers(3, 4, 8), "kv_pages": numbers(6, 4, 4, 8), "sm_scale": plain(0.5), "soft_cap": plain(20.0)},
-            **{
-                "kv_lens": lambda: array(np.array([6, 2], np.int32)),
-                "num_seqs": lambda: array(np.array([2], np.int32)),
-            },
-            **{"page_indices": lambda: array(np.array([[0, 1], [2, -1]], np.int32))},
-            **{"cu_q_lens": lambda: array(np.array([0, 2, 3], np.int32)), "max_len_q": plain(2)},
-        },
         "attention_qkvpacked": {"mask": numbers(5, 5, dtype="bool"), "bias": numbers(5, 5)},
         "context_parallel_attention": ring,
         "explain_context_parallel": ring,

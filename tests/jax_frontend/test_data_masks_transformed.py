@@ -1,5 +1,5 @@
-"""Tests masks and scores that are data (segment ids, positions, traced windows and scales, splash masks, arrays of a
-score function): on a mesh that splits the batch, under remat and scan, and exported for another platform with open
+"""Tests masks and scores that are data (segment ids, positions, traced windows and scales, arrays of a score
+function): on a mesh that splits the batch, under remat and scan, and exported for another platform with open
 sizes. tests/jax_frontend/test_persistent_cache.py has them in JAX's persistent cache."""
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ pytest.importorskip("jax")
 import cpu_meshes
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from sharded_calls import COLLECTIVE
@@ -65,8 +64,6 @@ CASES = {
     "positions": Case(partial(attention, window=(1, 1)), {"q_segment_ids": IDS, "q_positions": POSITIONS}),
     "window": Case(partial(attention, causal=True), {"window": np.int32(3)}, ("window",)),
     "scale": Case(partial(attention, softcap=3.0), {"scale": np.float32(0.3)}, ("scale",)),
-    "splash": Case(partial(attention, mask=splash.LocalMask((LENGTH, LENGTH), (3, 1), 0)), {}),
-    "splash pairs": Case(partial(attention, mask=splash.NumpyMask(numbers(7, LENGTH, LENGTH) > 0)), {}),
     "arrays": Case(by_row, {"weights": abs(normal(8, BATCH, LENGTH)), "shift": normal(9, LENGTH)}, ("shift",)),
 }
 
@@ -155,28 +152,6 @@ def test_a_scan_over_layers_of_packed_rows_with_remat(backend: str, policy: str)
         close(one, other, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_scan_of_remat_with_splash_masks(backend: str) -> None:
-    """The masks are read while JAX traces; a tracer around q, k and v changes nothing about them."""
-    arrays = arrays_of(CASES["splash"])
-    q, k, v = (arrays[name] for name in "qkv")
-
-    def layer(x: Any, k: Any) -> Any:
-        for name in ("splash", "splash pairs"):
-            x = CASES[name].call(x, k, v, backend=backend)
-        return x
-
-    def scanned(q: Any, k: Any) -> Any:
-        step = jax.checkpoint(lambda x, _: (layer(x, k), None), policy=jax.checkpoint_policies.nothing_saveable)
-        return (jax.lax.scan(step, q, None, length=2)[0] ** 2).sum()
-
-    def unrolled(q: Any, k: Any) -> Any:
-        return (layer(layer(q, k), k) ** 2).sum()
-
-    results, expected = (jax.jit(jax.value_and_grad(f, (0, 1)))(q, k) for f in (scanned, unrolled))
-    close(results, expected, rtol=1e-4, atol=1e-5)
-
-
 OPEN = {"q": "b,n,4,8", "k": "b,n,2,8", "v": "b,n,2,8", "q_segment_ids": "b,n", "q_positions": "b,n", "weights": "b,n"}
 """Shapes whose batch and length are open."""
 
@@ -188,7 +163,7 @@ def open_shapes(arrays: dict[str, Any]) -> dict[str, Any]:
     return {name: jax.ShapeDtypeStruct(shape(texts[name]), array.dtype) for name, array in arrays.items()}
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if "splash" not in name])
+@pytest.mark.parametrize("name", CASES)
 def test_an_exported_program_serves_every_batch_and_length(name: str) -> None:
     """It is compiled for this host and for others, with gradients and tangents, and contains XLA's operations alone."""
     case = CASES[name]
@@ -253,18 +228,3 @@ def test_a_named_kernel_over_a_mesh_is_refused_and_stays_in_a_shard_map(auto_mes
     exported = jax.export.export(jax.jit(mapped), disabled_checks=export_checks())(*split)
     assert "attn_core.callback" in exported.mlir_module()
     close(jax.jit(exported.call)(*split), call(q, k, v))
-
-
-def test_a_splash_mask_has_the_lengths_that_it_was_made_for() -> None:
-    """So a program with one has an open batch alone."""
-    for name in ("splash", "splash pairs"):
-        arrays, scope = arrays_of(CASES[name]), jax.export.SymbolicScope()
-        texts = {each: f"b,{LENGTH},{array.shape[2]},{DIM}" for each, array in arrays.items()}
-        open_batch = {each: jax.export.symbolic_shape(text, scope=scope) for each, text in texts.items()}
-        shapes = {each: jax.ShapeDtypeStruct(shape, jnp.float32) for each, shape in open_batch.items()}
-        run = with_gradients(CASES[name].call)
-        exported = jax.export.export(jax.jit(run), platforms=("cpu", "tpu"))(shapes)
-        cut = {each: array[:3] for each, array in arrays.items()}
-        close(exported.call(cut), jax.jit(run)(cut), rtol=1e-4, atol=1e-5)
-        with pytest.raises(SpecError, match=r"mask: .*Mask: expected lengths that are numbers"):
-            jax.export.export(jax.jit(run))(open_shapes(arrays))

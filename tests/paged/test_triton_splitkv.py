@@ -49,7 +49,7 @@ def test_supported_calls_are_not_refused(fields: dict[str, Any]) -> None:
 def test_slopes_and_starts_run_here_and_are_refused_by_name_elsewhere(spec: AttentionSpec, target: Target) -> None:
     what = "kv_starts of sequences in pages: " if spec.alibi_shape is None else "alibi_slopes with pages: "
     assert explain(spec, target, "triton_splitkv").reasons("triton_splitkv") == ()
-    for name in ("flash2", "flash3", "flash4", "torch_varlen", "flashinfer"):
+    for name in ("flash2", "flash3", "flash4"):
         assert any(why.startswith(what) for why in explain(spec, target, name).reasons(name)), name
 
 

@@ -165,18 +165,3 @@ def test_other_gpus_of_amd_have_torchs_operations_alone() -> None:
             f"device {device}: the aten ROCm flash kernel needs gfx90a or gfx942",
         )
     assert reasons("sdpa_flash", SPEC, "torch", "gfx950") != () == reasons("flash2", SPEC, "torch", "gfx950")
-
-
-# TPUs
-
-
-def test_splash_attention_runs_on_a_tpu_by_name() -> None:
-    target = Target("jax", "tpu")
-    spec = replace(SPEC, dtype="bfloat16")
-    assert "by name only, never run on a TPU by this project: jax_splash" in str(explain(spec, target))
-    assert "requested by name; never run on a TPU by this project" in str(select(spec, target, "jax_splash"))
-    assert reasons("jax_splash", spec, "jax", "cpu") == ("device cpu: JAX's splash attention needs tpu",)
-    assert "runs in JAX only" in reasons("jax_splash", spec, "torch", "tpu")
-    assert reasons("jax_splash", SPEC, "jax", "tpu") == (
-        "dtype float16: JAX's splash attention takes bfloat16, float32",
-    )

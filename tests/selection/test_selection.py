@@ -318,14 +318,12 @@ def test_approximate_backends_are_never_chosen_automatically(framework: str, dev
 
 
 _NEVER_RUN = {
-    "flashinfer",
-    "torch_varlen",
     "sage_fp16_cuda",
     "sage_fp16_triton",
     "sage_fp8_cuda",
     "sage_fp8_cuda_sm90",
 }
-UNPROVEN = {"cuda": _NEVER_RUN, "rocm": {"flash2", "sdpa_flash"}, "tpu": {"jax_ragged_paged", "jax_splash"}}
+UNPROVEN = {"cuda": _NEVER_RUN, "rocm": {"flash2", "sdpa_flash"}}
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda", "rocm", "tpu", "mps"])
@@ -591,7 +589,7 @@ def test_the_explanation_on_a_gpu() -> None:
             "  sdpa_flash      softcap=50.0: the aten CUDA flash kernel has none\n"
             "  xformers        softcap=50.0: xformers has none\n"
             "  sdpa_efficient  softcap=50.0: the aten memory-efficient kernel has none\n"
-            "16 others cannot run it on sm90; every reason: selection.text(everything=True)"
+            "12 others cannot run it on sm90; every reason: selection.text(everything=True)"
         )
 
 

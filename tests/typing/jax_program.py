@@ -18,7 +18,6 @@ from jax_frontend import (
     merge_states,
     paged_attention,
     pages_of,
-    ragged_paged_attention,
 )
 
 
@@ -50,7 +49,6 @@ def decode(q: Array, k_pages: Array, v_pages: Array, table: np.ndarray, lengths:
     assert_type(either, Array | tuple[Array, Array])
     assert_type(merge_states([q, q], [q, q]), tuple[Array, Array])
     assert_type(pages_of((k_pages, v_pages), "HND"), tuple[Array, Array])
-    assert_type(ragged_paged_attention(q, k_pages, q, q, q, q, sm_scale=0.5), Array)
 
 
 def cached(cache: PagedKVCache, q: Array, flag: bool) -> None:

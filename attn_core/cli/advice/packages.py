@@ -94,7 +94,7 @@ PACKAGES = (
     Package(
         name="jax",
         on=("tpu",),
-        why="XLA's operations, which run on every TPU. JAX's splash attention runs there by name.",
+        why="XLA's operations, which run on every TPU.",
         commands=("pip install 'jax[tpu]>=0.10'",),
     ),
     Package(
@@ -142,10 +142,6 @@ PACKAGES = (
         name="sageattention",
         why="Quantised inference. It is approximate, so it only runs if you request it: backend='sage'.",
         release=(1, 0, 6),
-    ),
-    Package(
-        name="flashinfer-python",
-        why="Keys and values in pages. This project never ran it, so it only runs if requested: backend='flashinfer'.",
     ),
 )
 """Of two entries of one name, the first that fits the device counts."""

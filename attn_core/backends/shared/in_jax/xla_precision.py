@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 
@@ -18,16 +17,6 @@ def product_precision(dtype: Any) -> Any:
     if dtype.itemsize == 2 or (dtype.itemsize == 4 and current_precision() is not None):
         return None
     return Precision.HIGHEST
-
-
-def exact_products(dtype: Any) -> AbstractContextManager[Any]:
-    """Returns a context in which kernels of JAX multiply arrays of a dtype as ``product_precision`` says.
-
-    They take no precision; a TPU would round float32 to bfloat16.
-    """
-    import jax
-
-    return nullcontext() if product_precision(dtype) is None else jax.default_matmul_precision("highest")
 
 
 def current_precision() -> str | None:

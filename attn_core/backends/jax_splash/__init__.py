@@ -1,1 +1,0 @@
-"""JAX's splash attention for TPUs as a backend."""
