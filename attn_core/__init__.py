@@ -12,7 +12,6 @@ from attn_core.call.ranges import ranges
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.slow_paths import SlowPathWarning
 from attn_core.call.spec import AttentionSpec
-from attn_core.dropins import old_paths
 from attn_core.errors import BridgeError, DeviceError, DTypeError, ResultError, ShapeError, SpecError
 from attn_core.paged.allocation.allocator import PageAllocator, PoolFullError
 from attn_core.paged.allocation.sizing import bytes_per_token, pages_that_fit
@@ -21,7 +20,6 @@ from attn_core.selection.choice import NoBackendError, Selection, explain, selec
 from attn_core.selection.target import Target
 
 __version__ = "0.2.0"
-old_paths.install()
 
 __all__ = [
     "AttentionSpec",

@@ -1,7 +1,6 @@
 """Attention for JAX: one call for every kernel, under every transformation, with the reasons for the choice."""
 
 from typing import TYPE_CHECKING, Any
-from warnings import warn
 
 from attn_core import NoBackendError, Pages, Selection, SeqInfo
 from attn_core import __version__ as __version__
@@ -10,7 +9,7 @@ from attn_core.errors import needs_extra
 with needs_extra(__name__, "jax", "jax"):
     import jax  # noqa: F401
 
-from jax_frontend import context_parallel, unsloth
+from jax_frontend import context_parallel
 from jax_frontend.attention import attention
 from jax_frontend.backends import available_backends
 from jax_frontend.bridge.operator_lane import compile_operator_lane
@@ -70,7 +69,4 @@ def __getattr__(name: str) -> Any:
     if name in context_parallel.PUBLIC:  # loads at first use, because few programs need it
         globals()[name] = getattr(context_parallel, name)
         return globals()[name]
-    if name in unsloth.__all__:  # one release longer here, because Unsloth's names were at the root
-        warn(f"{__name__}.{name} is now {unsloth.__name__}.{name}", DeprecationWarning, stacklevel=2)
-        return getattr(unsloth, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

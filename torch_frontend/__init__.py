@@ -1,7 +1,6 @@
 """Attention for torch: one call, every kernel, and the reasons for the choice."""
 
 from typing import TYPE_CHECKING, Any
-from warnings import warn
 
 from attn_core import NoBackendError, Pages, Selection, SeqInfo
 from attn_core import __version__ as __version__
@@ -13,7 +12,7 @@ with needs_extra(__name__, "torch", "torch"):
 
 import torch.distributed
 
-from torch_frontend import context_parallel, flops, unsloth  # noqa: F401  flops tells torch's counter
+from torch_frontend import context_parallel, flops  # noqa: F401  flops tells torch's counter
 from torch_frontend.attention import attention
 from torch_frontend.backends import available_backends
 from torch_frontend.context_parallel.layers import use_context_parallel
@@ -76,8 +75,4 @@ def __getattr__(name: str) -> Any:
             raise ImportError(f"torch_frontend.{name} needs torch.distributed, which this build of torch does not have")
         globals()[name] = getattr(context_parallel, name)
         return globals()[name]
-    # One release longer here, because Unsloth's names were at the root.
-    if name in unsloth.__all__ and name not in unsloth.patching.__all__:
-        warn(f"{__name__}.{name} is now {unsloth.__name__}.{name}", DeprecationWarning, stacklevel=2)
-        return getattr(unsloth, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,9 +5,6 @@ that see it, which ``attention(..., key_ranges=)`` of both frontends takes as it
 defines them.
 """
 
-import warnings
-from typing import Any
-
 from attn_core.masks.convert import from_flashmask
 from attn_core.masks.rows import blocks, documents, global_and_window, prefix_lm
 from attn_core.masks.trees import block_diffusion, shared_prefix, tree
@@ -22,13 +19,3 @@ __all__ = [
     "shared_prefix",
     "tree",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    """Finds the names that this path had before, which are in ``attn_core.call.masks`` now."""
-    from attn_core.call import masks as moved
-
-    if name.startswith("_") or not hasattr(moved, name):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    warnings.warn(f"attn_core.masks.{name} is now attn_core.call.masks.{name}", DeprecationWarning, stacklevel=2)
-    return getattr(moved, name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
@@ -274,17 +273,8 @@ def test_labels_without_documents_are_unchanged(device: str) -> None:
 
 
 @pytest.mark.parametrize("framework", BOTH, ids=str)
-def test_the_names_at_the_root_are_deprecated(framework: Framework) -> None:
-    frontend = framework.frontend
-    new = {"run_attention", "install", "installed", "is_installed", "uninstall"}
-    moved = sorted(set(frontend.unsloth.__all__) - new)
-    assert {"AttentionConfig", "AttentionContext", "SDPA", "select_attention_backend"} <= set(moved)
-    for name in moved:
-        with pytest.warns(DeprecationWarning, match=f"frontend.{name} is now {frontend.__name__}.unsloth.{name}"):
-            assert getattr(frontend, name) is getattr(frontend.unsloth, name)
-    assert not set(moved) & set(frontend.__all__)
-    with warnings.catch_warnings(action="error"):
-        assert frontend.run_attention is frontend.unsloth.run_attention
+def test_the_root_has_run_attention(framework: Framework) -> None:
+    assert framework.frontend.run_attention is framework.frontend.unsloth.run_attention
 
 
 @pytest.mark.usefixtures("device")

@@ -33,7 +33,6 @@ EXCEPTIONS = {
     ("attn_core/backends/flash4/softcap.py", "?.load"): "a load in a GPU kernel",
     ("attn_core/backends/flash4/table_kernel.py", "?.load"): "a load in a GPU kernel",
     ("attn_core/backends/flash4/table_kernel.py", "cut.load"): "a load in a GPU kernel",
-    ("attn_core/dropins/old_paths.py", "exec_module"): "a loader that aliases our moved modules, by a fixed list",
     ("attn_core/backends/flash4/recorder.py", "spec.loader.exec_module"): "a second copy of the installed flash-attn-4",
     ("torch_frontend/dispatch/after_import.py", "run_module"): "the usual loader of an installed module",
 }

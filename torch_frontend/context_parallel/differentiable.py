@@ -28,7 +28,7 @@ from torch_frontend.context_parallel.repeated_calls import RepeatedCall
 from torch_frontend.dispatch import autocast, empty_rows
 from torch_frontend.dispatch.after_import import after_import
 from torch_frontend.dispatch.backend_names import join_names
-from torch_frontend.dispatch.op_arguments import OPTIONS, OPTIONS_SCHEMA, PlainOptions
+from torch_frontend.dispatch.op_arguments import OPTIONS_SCHEMA, PlainOptions
 
 Tensor = torch.Tensor
 
@@ -145,10 +145,7 @@ def op_arguments(request: Request) -> tuple[Any, ...]:
     return (
         *(outer, inner[0] if inner else "", request.strategy, request.layout, *request.lengths, request.head_groups),
         None if request.documents is None else list(request.documents),
-        # Without the functions, which context parallelism does not take.
-        *PlainOptions.from_options(request.options, request.needs_backward, False, join_names(request.requested))[
-            :OPTIONS
-        ],
+        *PlainOptions.from_options(request.options, request.needs_backward, False, join_names(request.requested)),
     )
 
 

@@ -22,7 +22,7 @@ from torch_frontend.dispatch import in_parts, offsets, vmap
 from torch_frontend.dispatch.autocast import switched_off
 from torch_frontend.dispatch.backend_names import requested_now
 from torch_frontend.dispatch.checked_results import check_backward, check_forward
-from torch_frontend.dispatch.op_arguments import OPTIONS, SCHEMA, TENSORS, PlainOptions, from_call, tensors_of, to_call
+from torch_frontend.dispatch.op_arguments import SCHEMA, TENSORS, PlainOptions, from_call, tensors_of, to_call
 from torch_frontend.dispatch.plan import Plan, metadata, plan
 from torch_frontend.dispatch.ranges import in_ranges
 from torch_frontend.dispatch.run_plan import check_key_ranges, gradients_in_order, run_backward, run_forward
@@ -137,8 +137,7 @@ def differentiate(
     inputs = Inputs(*tensors)
     results = backward(dout, dlse if plain.return_lse else None, out, lse, chosen, *to_call(inputs, plain))
     gradients = _without_absent(results, inputs, plain)
-    # Behind the first tensors: the options, key_ranges, both functions, the arrays, aux_gradients and invariant.
-    return *gradients_in_order(gradients, TENSORS), *(None,) * (OPTIONS + 3), *gradients.daux, None, None
+    return *gradients_in_order(gradients, TENSORS), *(None,) * len(plain)
 
 
 def _without_absent(results: Sequence[Tensor], inputs: Inputs, plain: PlainOptions) -> Gradients:
@@ -192,8 +191,8 @@ _library = torch.library.Library("attn", "DEF")
 _library.define(f"forward({SCHEMA}) -> (Tensor, Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
 _SAVED = "Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, Tensor chosen"
 _BACKWARDS = {"backward": 5, "backward_with_aux": 9}
-"""The ops that compute gradients, and how many results they have. Most calls have no gradient of an aux array, and
-programs that were stored before know the first op by its five results."""
+"""The ops that compute gradients, and how many results they have. Most calls have no gradient of an aux array,
+and spare the empty results."""
 for _name, _count in _BACKWARDS.items():
     _results = ", ".join(["Tensor"] * _count)
     _library.define(f"{_name}({_SAVED}, {SCHEMA}) -> ({_results})", tags=(torch.Tag.pt2_compliant_tag,))
