@@ -17,7 +17,6 @@ LOCKED ?=
 PYTEST_ARGS ?=
 CHECK_ARGS ?=
 MATRIX_ARGS ?=
-AUDIT_ARGS ?=
 MINUTES ?= 3
 CAMPAIGN_ARGS ?=
 EXTRAS := torch,jax,hf,cli,dev,demo
@@ -26,7 +25,7 @@ RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.installed-docs
 
-.PHONY: help venv demo demo-short serve-demo rl-demo test test-all test-avx2 test-gpu test-two-gpus campaign sweep lint format tutorials docs docs-check support lock audit release-check matrix clean
+.PHONY: help venv demo demo-short serve-demo rl-demo test test-all test-avx2 test-gpu test-two-gpus campaign sweep lint format tutorials docs docs-check support lock release-check matrix clean
 
 help:
 	@echo "make demo        runs SmolLM2-135M on packed prompts in torch and in JAX, and compares the answers"
@@ -47,8 +46,7 @@ help:
 	@echo "make docs-check  opens eleven pages of it in headless Chromium, which must be installed"
 	@echo "make support     writes docs/reference/support.md, devices.md and known_bad.md from the data of the backends"
 	@echo "make venv LOCKED=1  builds .venv, for Python 3.11 on Linux x86_64, from files whose hashes requirements.lock has"
-	@echo "make lock        writes requirements.lock and requirements-release.lock from pyproject.toml and constraints.txt"
-	@echo "make audit       looks for known vulnerabilities of all that the locks have, with pip-audit"
+	@echo "make lock        writes requirements.lock from pyproject.toml and constraints.txt"
 	@echo "make release-check  builds the wheel and the sdist, and installs the wheel with each extra in an empty environment"
 	@echo "make matrix      runs a short suite on other versions of Python, JAX, torch and its hosts, each in its own environment"
 	@echo "make clean       removes .venv and all build and cache folders"
@@ -151,13 +149,10 @@ docs-check: docs
 support: $(STAMP)
 	$(RUN) -m tools.pages
 
-# The next four need no .venv: they build their environments. PIP_ARGS='-c constraints.txt' makes release-check and matrix
+# The next three need no .venv: they build their environments. PIP_ARGS='-c constraints.txt' makes release-check and matrix
 # install the pinned versions.
 lock:
 	$(PYTHON) -m tools.lock --extras=$(EXTRAS) --alone="$(ALONE)" --pip-args="$(PIP_ARGS)"
-
-audit:
-	$(PYTHON) -m tools.audit --pip-args="$(PIP_ARGS)" -- $(AUDIT_ARGS)
 
 release-check:
 	$(PYTHON) -m tools.release_check --pip-args="$(PIP_ARGS)" $(CHECK_ARGS)

@@ -1,4 +1,4 @@
-"""Writes the lock files, versions with the hashes of their files: ``make lock``. Needs an index of packages.
+"""Writes requirements.lock, versions with the hashes of their files: ``make lock``. Needs an index of packages.
 
 pip resolves the requirements under constraints.txt and names the file that it would take for each. uv reads from the
 index the hashes of all files of these versions, so that a lock does not depend on which of them this machine took. An
@@ -24,7 +24,6 @@ from tools.environments import ROOT, build, run
 
 CONSTRAINTS = ROOT / "constraints.txt"
 LOCK = ROOT / "requirements.lock"
-RELEASE_LOCK = ROOT / "requirements-release.lock"
 PYTHON = (3, 11)
 EDITABLE = "editables>=0.5"  # hatchling asks for it when it builds an editable installation
 
@@ -121,10 +120,9 @@ def main() -> None:
     arguments = parser.parse_args()
     machine = (platform.system(), platform.machine(), sys.version_info[:2])
     if machine != ("Linux", "x86_64", PYTHON):
-        sys.exit(f"the locks are for Linux x86_64 and Python 3.11, and this is {machine}")
+        sys.exit(f"the lock is for Linux x86_64 and Python 3.11, and this is {machine}")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     tools = [*project["build-system"]["requires"], EDITABLE]
-    release = project["project"]["optional-dependencies"]["release"]
     pip_args = arguments.pip_args or []
     try:
         with tempfile.TemporaryDirectory() as folder:
@@ -132,7 +130,6 @@ def main() -> None:
             pins = resolve(python, f"{ROOT}[{arguments.extras}]", *tools, pip_args=pip_args)
             pins |= resolve(python, "--no-deps", *arguments.alone, pip_args=pip_args)
             write(LOCK, with_all_files(python, pins))
-            write(RELEASE_LOCK, with_all_files(python, resolve(python, *tools, *release, pip_args=pip_args)))
     except (AssertionError, subprocess.CalledProcessError) as error:
         sys.exit(f"failed\n{error}\n{getattr(error, 'stdout', None) or ''}")
 

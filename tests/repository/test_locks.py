@@ -1,4 +1,4 @@
-"""Tests the lock files: they agree with constraints.txt and pyproject.toml, lack nothing, and are what CI installs."""
+"""Tests requirements.lock: it agrees with constraints.txt and pyproject.toml, and lacks nothing; CI installs it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from tools import audit, lock
+from tools import lock
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -43,17 +43,12 @@ def of_extras(names: list[str]) -> list[str]:
 
 BUILD = [*PROJECT["build-system"]["requires"], lock.EDITABLE]
 ALONE = variable("ALONE").split()
-LOCKS = {
-    lock.LOCK: [*PROJECT["project"]["dependencies"], *of_extras(variable("EXTRAS").split(",")), *BUILD, *ALONE],
-    lock.RELEASE_LOCK: [*BUILD, *OPTIONAL["release"]],
-}
-"""What each lock must have."""
-
-both = pytest.mark.parametrize("path", LOCKS, ids=lambda path: path.name)
+NEEDED = [*PROJECT["project"]["dependencies"], *of_extras(variable("EXTRAS").split(",")), *BUILD, *ALONE]
+"""What the lock must have."""
 
 
-def pins_of(path: Path) -> dict[str, lock.Pin]:
-    return lock.parse(path.read_text(encoding="utf-8"))
+def pins() -> dict[str, lock.Pin]:
+    return lock.parse(lock.LOCK.read_text(encoding="utf-8"))
 
 
 def disagreements(pins: dict[str, lock.Pin], requirements: list[str]) -> list[str]:
@@ -69,27 +64,23 @@ def disagreements(pins: dict[str, lock.Pin], requirements: list[str]) -> list[st
     return found
 
 
-@both
-def test_a_lock_agrees_with_the_constraints_and_has_every_requirement(path: Path) -> None:
-    pins = pins_of(path)
-    assert len(pins) > len(LOCKS[path]) and disagreements(pins, LOCKS[path]) == []
+def test_the_lock_agrees_with_the_constraints_and_has_every_requirement() -> None:
+    assert len(pins()) > len(NEEDED) and disagreements(pins(), NEEDED) == []
 
 
-@both
-def test_a_wrong_version_and_a_missing_requirement_are_found(path: Path) -> None:
-    pins = pins_of(path)
+def test_a_wrong_version_and_a_missing_requirement_are_found() -> None:
+    locked = pins()
     name = canonicalize_name(Requirement(BUILD[0]).name)
-    assert disagreements(pins | {name: pins[name]._replace(version="1.28.1")}, LOCKS[path]) == [name]
-    assert disagreements(pins | {name: pins[name]._replace(version="1.0")}, LOCKS[path]) == [name, BUILD[0]]
-    without = {other: pin for other, pin in pins.items() if other != name}
-    assert disagreements(without, LOCKS[path]) == [BUILD[0]]
-    assert disagreements(pins | {"leftpad": lock.Pin("1.0", frozenset("a" * 64))}, LOCKS[path]) == ["leftpad"]
+    assert disagreements(locked | {name: locked[name]._replace(version="1.28.1")}, NEEDED) == [name]
+    assert disagreements(locked | {name: locked[name]._replace(version="1.0")}, NEEDED) == [name, BUILD[0]]
+    without = {other: pin for other, pin in locked.items() if other != name}
+    assert disagreements(without, NEEDED) == [BUILD[0]]
+    assert disagreements(locked | {"leftpad": lock.Pin("1.0", frozenset("a" * 64))}, NEEDED) == ["leftpad"]
 
 
-@both
-def test_a_lock_is_as_the_tool_writes_it_and_names_no_machine(path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
-    assert lock.text_of(lock.parse(text), path.name) == text
+def test_the_lock_is_as_the_tool_writes_it_and_names_no_machine() -> None:
+    text = lock.LOCK.read_text(encoding="utf-8")
+    assert lock.text_of(lock.parse(text), lock.LOCK.name) == text
     assert "://" not in text and not re.search(r"(^|\s)/", text)
 
 
@@ -123,7 +114,7 @@ MACHINE = {
     "sys_platform": "linux",
     "os_name": "posix",
 }
-"""What the locks are for, whatever runs the tests."""
+"""What the lock is for, whatever runs the tests."""
 
 INSTALLED = {canonicalize_name(found.name) for found in importlib.metadata.distributions()}
 
@@ -159,7 +150,7 @@ def test_pip_refuses_a_file_with_another_hash(tmp_path: Path) -> None:
 
 
 def needs(name: str, extras: frozenset[str]) -> list[Requirement]:
-    """What an installed package, with some of its extras, needs on the machine of the locks."""
+    """What an installed package, with some of its extras, needs on the machine of the lock."""
     found = [Requirement(text) for text in importlib.metadata.requires(name) or []]
     worlds = [MACHINE | {"extra": extra} for extra in extras | {""}]
     return [one for one in found if not one.marker or any(one.marker.evaluate(world) for world in worlds)]
@@ -171,7 +162,7 @@ def missing(pins: dict[str, lock.Pin]) -> set[str]:
     found: set[str] = set()
     seen: set[tuple[str, frozenset[str]]] = set()
     waiting = [(name, frozenset[str]()) for name in pins.keys() - alone]
-    waiting += [(canonicalize_name(one.name), frozenset(one.extras)) for one in map(Requirement, LOCKS[lock.LOCK])]
+    waiting += [(canonicalize_name(one.name), frozenset(one.extras)) for one in map(Requirement, NEEDED)]
     while waiting:
         name, extras = waiting.pop()
         if (name, extras) in seen or name in alone:
@@ -185,19 +176,18 @@ def missing(pins: dict[str, lock.Pin]) -> set[str]:
 
 
 def test_a_lock_has_everything_that_its_packages_need() -> None:
-    pins = pins_of(lock.LOCK)
-    read = pins.keys() & INSTALLED
-    assert len(read) > 0.9 * len(pins), f"the environment has few packages of the lock: {sorted(pins.keys() - read)}"
-    assert missing(pins) == set()
+    locked = pins()
+    read = locked.keys() & INSTALLED
+    few = f"the environment has few packages of the lock: {sorted(locked.keys() - read)}"
+    assert len(read) > 0.9 * len(locked), few
+    assert missing(locked) == set()
     for name in ("sympy", "certifi", "execnet"):  # of torch, of an extra of a dependency, of pytest-xdist
-        assert missing({other: pin for other, pin in pins.items() if other != name}) == {name}
+        assert missing({other: pin for other, pin in locked.items() if other != name}) == {name}
 
 
-def test_a_build_for_the_cpu_has_its_own_hash_and_the_version_that_is_audited() -> None:
-    (local,) = [(name, pin) for name, pin in pins_of(lock.LOCK).items() if "+" in pin.version]
+def test_a_build_for_the_cpu_has_its_own_hash() -> None:
+    (local,) = [(name, pin) for name, pin in pins().items() if "+" in pin.version]
     assert local[0] == "torch" and local[1].version == f"{CONSTRAINTS['torch']}+cpu" and len(local[1].hashes) == 1
-    published = audit.as_published(pins_of(lock.LOCK))
-    assert published["torch"].version == CONSTRAINTS["torch"] and len(published) == len(pins_of(lock.LOCK))
     assert SpecifierSet(f"=={CONSTRAINTS['torch']}").contains(local[1].version)  # pip takes the build, too
 
 
