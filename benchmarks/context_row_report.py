@@ -13,10 +13,9 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "explanation" / "contex
 RESULT = PAGE.parents[2] / "benchmarks" / "results" / "context-rows-h200.json"
 BEGIN = "<!-- rows over ranks: written by python -m benchmarks.context_rows --write -->"
 END = "<!-- end of rows over ranks -->"
-ONE, CHOSEN, CAPTURED, COLLECTIVES = "one rank", "chosen", "captured", "collectives"
+ONE, CHOSEN, CAPTURED = "one rank", "chosen", "captured"
 VARIANTS = {
     CAPTURED: "is the chosen call, replayed from a CUDA graph that one call was captured in.",
-    COLLECTIVES: "is the chosen call without the copy engines, by NCCL.",
 }
 """Other runs of the chosen way, each with a column of its own."""
 DIRECTIONS = ("forward", "training")
@@ -35,11 +34,6 @@ def section(result: dict[str, Any]) -> str:
     entries = [entry for row in rows for entry in row["torch"].values()]
     variants = [name for name in VARIANTS if any(name in entry["seconds"] for entry in entries)]
     described = "".join(f' "{name}" {VARIANTS[name]}' for name in variants)
-    copies = result.get("copies")
-    if copies is not None:
-        described += (
-            " Ranks exchange by copy engines." if copies == "" else f" Ranks exchange by collectives, because {copies}."
-        )
     of_jax = "one process for all ranks" if result.get("jax in one process") else "a process for each rank"
     head = (
         f"{ranks} ranks on {result['device']}, {result['dtype']}, {where['date']}, Python {where['python']}; "

@@ -18,9 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import torch_frontend
 from attn_core import SeqInfo
-from attn_core.errors import DeviceError
 from benchmarks.context_row_profile import profile
-from benchmarks.context_row_report import CAPTURED, CHOSEN, COLLECTIVES, DIRECTIONS, ONE, described
+from benchmarks.context_row_report import CAPTURED, CHOSEN, DIRECTIONS, ONE, described
 from benchmarks.context_row_shapes import REST, Row, rows_of
 from benchmarks.hopper_group import take_turns
 from torch_frontend.context_parallel.attention import (
@@ -28,7 +27,6 @@ from torch_frontend.context_parallel.attention import (
     explain_context_parallel,
     shard_sequence,
 )
-from torch_frontend.context_parallel.exchange.copy_engines import enable_copy_engines
 
 ROUNDS = 4
 OTHER_ROUNDS = 2
@@ -44,21 +42,14 @@ def main(task: dict[str, Any]) -> None:
     dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(minutes=4))
     if on_gpu:
         torch.cuda.set_device(dist.get_node_local_rank())
-    collectives = init_device_mesh(task["device"], (dist.get_world_size(),), mesh_dim_names=("cp",))
-    # Another process group, so that one run measures both ways to exchange.
-    mesh = DeviceMesh.from_group(dist.new_group(), task["device"], mesh_dim_names=("cp",))
-    try:
-        enable_copy_engines(mesh)
-        task["copies"] = ""
-    except DeviceError as error:
-        task["copies"] = str(error).splitlines()[-1].strip()
+    mesh = init_device_mesh(task["device"], (dist.get_world_size(),), mesh_dim_names=("cp",))
     rows = rows_of(task["seed"], [task["profile"]] if task["profile"] else task["rows"], small=not on_gpu)
     if task["profile"]:
-        shares = Shares(mesh, rows[0], collectives)
+        shares = Shares(mesh, rows[0])
         runs = {each: shares.run(*shares.chosen(each), each) for each in DIRECTIONS}
         profile(runs, rows[0], Path(task["folder"]), mesh)
     else:
-        _measure(mesh, collectives, rows, task)
+        _measure(mesh, rows, task)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -66,8 +57,8 @@ def main(task: dict[str, Any]) -> None:
 class Shares:
     """A row's tensors on this rank, and calls of it in every way."""
 
-    def __init__(self, mesh: DeviceMesh, row: Row, collectives: DeviceMesh) -> None:
-        self.mesh, self.row, self.collectives = mesh, row, collectives
+    def __init__(self, mesh: DeviceMesh, row: Row) -> None:
+        self.mesh, self.row = mesh, row
         on_gpu = mesh.device_type == "cuda"
         self.dtype = torch.bfloat16 if on_gpu else torch.float32
         generator = torch.Generator(mesh.device_type).manual_seed(0)
@@ -85,11 +76,9 @@ class Shares:
             info = SeqInfo.from_lengths(self.row.lengths, array=lambda each: torch.tensor(each, device=device))
         return self._call(torch_frontend.attention, self.whole, direction, seq_info=info)
 
-    def run(self, strategy: str, layout: str, direction: str, *, collectives: bool = False) -> Run:
-        """Returns a call of this rank's shards in one way, by copy engines if there are any."""
+    def run(self, strategy: str, layout: str, direction: str) -> Run:
+        """Returns a call of this rank's shards in one way."""
         placement = self._placement(strategy, layout)
-        if collectives:
-            placement["mesh"] = self.collectives
         return self._call(context_parallel_attention, self._shards(layout), direction, **placement)
 
     def explained(self, strategy: str, layout: str, direction: str) -> Any:
@@ -142,7 +131,7 @@ def _way(name: str) -> tuple[str, str]:
     return strategy, layout
 
 
-def _measure(mesh: DeviceMesh, collectives: DeviceMesh, rows: tuple[Row, ...], task: dict[str, Any]) -> None:
+def _measure(mesh: DeviceMesh, rows: tuple[Row, ...], task: dict[str, Any]) -> None:
     """Measures each row's chosen way and one rank first, and then the other ways, until the time is over."""
     measured: list[dict[str, Any]] = []
     # The other ways take longer than this, but every row needs its first figures.
@@ -154,10 +143,8 @@ def _measure(mesh: DeviceMesh, collectives: DeviceMesh, rows: tuple[Row, ...], t
             entry["error"] = "not measured: out of time"
             continue
         try:
-            shares = Shares(mesh, row, collectives)
-            entry["measured"] = {
-                direction: _chosen_and_one(shares, direction, copies=not task["copies"]) for direction in DIRECTIONS
-            }
+            shares = Shares(mesh, row)
+            entry["measured"] = {direction: _chosen_and_one(shares, direction) for direction in DIRECTIONS}
         except Exception as error:
             entry["error"] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
             entry["measured"] = {}
@@ -166,7 +153,7 @@ def _measure(mesh: DeviceMesh, collectives: DeviceMesh, rows: tuple[Row, ...], t
     for row, entry in zip(rows, measured, strict=True):
         for direction, result in entry["measured"].items():
             if _time_left(mesh, task["ends"]):
-                _others(Shares(mesh, row, collectives), direction, result, task["ends"])
+                _others(Shares(mesh, row), direction, result, task["ends"])
                 _free()
                 _write(measured, mesh, task)
 
@@ -177,16 +164,13 @@ def _write(measured: list[dict[str, Any]], mesh: DeviceMesh, task: dict[str, Any
         on_gpu = mesh.device_type == "cuda"
         device = torch.cuda.get_device_name() if on_gpu else "CPU, tiny rows: a trial of the program, no measurement"
         result = {"rows": measured, "device": device, "dtype": "bfloat16" if on_gpu else "float32"}
-        result["copies"] = task["copies"]
         Path(task["out"]).write_text(json.dumps(result), encoding="utf-8")
 
 
-def _chosen_and_one(shares: Shares, direction: str, *, copies: bool) -> dict[str, Any]:
+def _chosen_and_one(shares: Shares, direction: str) -> dict[str, Any]:
     estimates, refused = shares.estimates(direction)
     name = min(estimates, key=lambda each: estimates[each])
     runs = {ONE: shares.one(direction), CHOSEN: shares.run(*_way(name), direction)}
-    if copies:
-        runs[COLLECTIVES] = shares.run(*_way(name), direction, collectives=True)
     calls = {each: _warm(run, shares.mesh) for each, run in runs.items()}
     memory = {each: _memory(run, shares.mesh) for each, run in runs.items()}
     replay, error = _captured(runs[CHOSEN], shares.mesh)

@@ -27,13 +27,10 @@ TOLD = {
     "three ring, a window": (3, (3,), "ring", {"window": (4, 0)}, 1),
     "three all_gather": (3, (3,), "all_gather", {}, 2),
     "two axes": (4, (2, 2), "ring", {}, 3),
-    "two ring, outboxes": (2, (2,), "ring", {}, 1),
 }
 """(ranks, axes, strategy, options, the rank with the bad call)."""
-TOLD_BY = {"two ring, outboxes": "shared_outboxes"}
-"""The module of scenes of worlds without collectives."""
 WORLDS = [
-    World(name, ranks, {"told": (TOLD_BY.get(name, "context_told_scenes"), "told", tuple(given))}, TIMEOUT)
+    World(name, ranks, {"told": ("context_told_scenes", "told", tuple(given))}, TIMEOUT)
     for name, (ranks, *given) in TOLD.items()
 ]
 WORLDS += [

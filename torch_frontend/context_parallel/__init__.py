@@ -5,7 +5,6 @@ from typing import Any
 
 PUBLIC = {
     "context_parallel_attention": "attention",
-    "enable_copy_engines": "exchange.copy_engines",
     "explain_context_parallel": "attention",
     "shard_lengths": "shards",
     "shard_sequence": "shards",

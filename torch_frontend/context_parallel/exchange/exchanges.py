@@ -1,7 +1,6 @@
 """The exchanges of context parallelism, started early and waited for late.
 
-They are collectives, on any backend of torch.distributed that has all-to-all and all-gather (NCCL, gloo), or copies
-out of outboxes if ``enable_copy_engines`` made them.
+They are collectives, on any backend of torch.distributed that has all-to-all and all-gather (NCCL, gloo).
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import torch
 
 from attn_core.context_parallel.on_torch.places import Places
 from torch_frontend.context_parallel.exchange import messages
-from torch_frontend.context_parallel.exchange.messages import Outgoing, Sent, receive
+from torch_frontend.context_parallel.exchange.messages import Outgoing, receive
 from torch_frontend.context_parallel.mesh import RankAxis
 
 Tensor = torch.Tensor
@@ -31,7 +30,7 @@ class PendingExchange(Generic[T]):
         unpack: turns the tensors that arrived into the result. It may empty the list to free them early.
     """
 
-    def __init__(self, sent: Sequence[Sent], unpack: Callable[[list[Tensor]], T]) -> None:
+    def __init__(self, sent: Sequence[Tensor], unpack: Callable[[list[Tensor]], T]) -> None:
         self._sent, self._unpack = list(sent), unpack
 
     @classmethod
