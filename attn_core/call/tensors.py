@@ -46,9 +46,7 @@ class PagedInputs(NamedTuple):
     new tokens; the values are only compared. alibi_slopes float ``[heads]`` or ``[documents, heads]``. kv_starts int32
     ``[documents]``, the first key that each sequence sees; unchecked on a GPU, too. Quantised pages: k and v are
     float8_e4m3fn, int8, or uint8 with half the channels for int4 (see ``paged.quantised``), and k_scales and v_scales
-    float32 ``[num_pages, kv_heads]`` or ``[num_pages, page_size, kv_heads]``, as ``spec.paged`` says. Rings, if
-    ``spec.paged.recent`` (see ``paged.recent``): k_recent and v_recent ``[rings, recent, kv_heads, dim]`` in the dtype
-    of q, recent_rows int32 ``[documents, 2]``; unchecked on a GPU, where any value is safe.
+    float32 ``[num_pages, kv_heads]`` or ``[num_pages, page_size, kv_heads]``, as ``spec.paged`` says.
     """
 
     q: Any
@@ -63,9 +61,6 @@ class PagedInputs(NamedTuple):
     kv_starts: Any = None
     k_scales: Any = None
     v_scales: Any = None
-    k_recent: Any = None
-    v_recent: Any = None
-    recent_rows: Any = None
 
 
 class Tangents(NamedTuple):

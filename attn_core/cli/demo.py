@@ -24,11 +24,10 @@ def serve_demo(
     kv: Annotated[
         str | None, typer.Option(help="The dtype of keys and values: bfloat16, float32, fp8, int8, int4.")
     ] = None,
-    recent: Annotated[int | None, typer.Option(metavar="TOKENS", help="Newest tokens that stay in bfloat16.")] = None,
     memory: Annotated[int | None, typer.Option(metavar="MIB", help="The size of the pool (default: 9).")] = None,
 ) -> None:
     """Answer many chats at once from one pool of pages, and compare with one at a time. Needs a clone."""
-    options = {"--kv": kv, "--recent": recent, "--memory": memory}
+    options = {"--kv": kv, "--memory": memory}
     chosen = [word for name, value in options.items() if value is not None for word in (name, str(value))]
     _run("examples.serving", "serve-demo", short, *chosen)
 

@@ -37,9 +37,6 @@ def gather_pages(spec: AttentionSpec, inputs: Any) -> tuple[AttentionSpec, Input
     )
     # [num_pages, page_size, kv_heads, dim] -> [tokens, kv_heads, dim]
     k, v = (np.asarray(pool).reshape(-1, *pool.shape[2:])[slots] for pool in numbers_of(spec, inputs))
-    if inputs.recent_rows is not None:
-        for rows, ring in ((k, inputs.k_recent), (v, inputs.v_recent)):
-            _take_from_rings(rows, np.asarray(ring, np.float64), inputs.recent_rows, lengths, cu_k)
     longest = int((lengths - starts).max(initial=0))
     ranges = inputs.key_ranges
     if ranges is not None:
@@ -62,16 +59,6 @@ def gather_pages(spec: AttentionSpec, inputs: Any) -> tuple[AttentionSpec, Input
         packed = replace(packed, bias_shape=bias.shape, bias_dtype=spec.lse_dtype)
         tables |= {"alibi_slopes": None, "bias": bias}
     return packed, Inputs(inputs.q, k, v, sinks=inputs.sinks, **tables)
-
-
-def _take_from_rings(rows: Array, rings: Array, recent_rows: Any, lengths: Array, cu_k: Array) -> None:
-    """Writes the newest tokens of every sequence over those from its pages, in ``rows [tokens, kv_heads, dim]``."""
-    recent = rings.shape[1]
-    for sequence, (ring, first) in enumerate(np.asarray(recent_rows).tolist()):
-        length, end = int(lengths[sequence]), int(cu_k[sequence + 1])
-        for position in range(max(first, length - recent, length - end + int(cu_k[sequence])), length):
-            if ring >= 0:
-                rows[end - length + position] = rings[ring, position % recent]
 
 
 def _slopes_as_bias(spec: AttentionSpec, slopes: Any, cu_q: Any, cu_k: Any) -> Array:

@@ -13,7 +13,6 @@ from attn_core.call.spec import DTYPES, AttentionSpec
 from attn_core.errors import DeviceError, DTypeError, ShapeError, SpecError
 from attn_core.paged import places, rotary
 from attn_core.paged.quantised.scales import channels, check_beside_pool, check_pool_dtype, page_dtype, scales_kind
-from attn_core.paged.recent import RING, check_rings
 from attn_core.paged.tables import check_table_types
 
 
@@ -32,14 +31,11 @@ class PagedArrays(NamedTuple):
     kv_starts: ArrayFacts | None = None
     k_scales: ArrayFacts | None = None
     v_scales: ArrayFacts | None = None
-    k_recent: ArrayFacts | None = None
-    v_recent: ArrayFacts | None = None
-    recent_rows: ArrayFacts | None = None
 
 
 ARGUMENTS = (
     *("q", "k_pages", "v_pages", "block_table", "seq_lens", "cu_seqlens_q", "sinks", "key_ranges"),
-    *("alibi_slopes", "kv_starts", "k_scales", "v_scales", *RING),
+    *("alibi_slopes", "kv_starts", "k_scales", "v_scales"),
 )
 """The names of these arrays as arguments."""
 
@@ -149,8 +145,6 @@ def check_append(named: dict[str, ArrayFacts | None]) -> None:
             )
         check_beside_pool(name, facts[name], f"{name}_pages", pool)
     scales_kind(k_pages, {name: facts.get(name) for name in ("k_scales", "v_scales")})
-    batch = facts["block_table"].shape[0] if "block_table" in facts and facts["block_table"].shape else None
-    check_rings(named, {name: (name, facts[name]) for name in ("k", "v")}, batch)
     if rotary.COS in facts:
         names = (rotary.COS, rotary.SIN)
         rotary.check_tables(facts[names[0]], facts[names[1]], facts["k"], names)
@@ -176,7 +170,6 @@ def _check_one_place(arrays: PagedArrays) -> None:
 
 def _check_pool(arrays: PagedArrays) -> tuple[PagedKV, int]:
     """Checks the pool and the tables. Returns the pool's sizes and the number of sequences."""
-    named = dict(zip(ARGUMENTS, arrays, strict=True))
     check_pool(arrays.k, arrays.v)
     check_beside_pool("q", arrays.q, "k_pages", arrays.k)
     scales = scales_kind(arrays.k, {"k_scales": arrays.k_scales, "v_scales": arrays.v_scales})
@@ -201,7 +194,6 @@ def _check_pool(arrays: PagedArrays) -> tuple[PagedKV, int]:
         starts=arrays.kv_starts is not None,
         dtype=page_dtype(arrays.k),
         scales=scales,
-        recent=check_rings(named, {"k": ("q", arrays.q), "v": ("q", arrays.q)}, batch),
     )
     return pool, batch
 

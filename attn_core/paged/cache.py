@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from attn_core.paged.allocation.allocator import Copies, PageAllocator
 from attn_core.paged.allocation.cache_sizes import check_layer
-from attn_core.paged.rings import Ring, Rings
 from attn_core.paged.step import Pages, Step, check_step, take_step
 
 
@@ -20,13 +18,10 @@ class SwappedOut(NamedTuple):
     Attributes:
         pages: what ``_to_host`` returned.
         tokens: the tokens that are recorded of it.
-        ring: its ring, and ``recent`` what ``_to_host`` returned of it; None without one.
     """
 
     pages: Any
     tokens: tuple[int, ...]
-    ring: Ring | None = None
-    recent: Any = None
 
 
 class PagedCache:
@@ -36,9 +31,6 @@ class PagedCache:
     v_pages: list[Any]
     k_scales: list[Any]
     v_scales: list[Any]
-    k_recent: list[Any]
-    v_recent: list[Any]
-    rings: Rings | None
     allocator: PageAllocator
     dtype: Any
     stored: str
@@ -68,30 +60,17 @@ class PagedCache:
         self.allocator.record(name, tokens)
 
     def fork(self, parent: Hashable, name: Hashable, tokens: int | None = None) -> None:
-        """Starts a sequence that shares the parent's first ``tokens`` (all if None), without a copy but of its ring.
+        """Starts a sequence that shares the parent's first ``tokens`` (all if None), without a copy.
 
         Raises:
-            SpecError: as ``PageAllocator.fork`` does. PoolFullError: if no ring is free.
+            SpecError: as ``PageAllocator.fork`` does.
         """
-        if self.rings is None:
-            self.allocator.fork(parent, name, tokens)
-            return
-        self.rings.check_fork(parent, tokens)
         self.allocator.fork(parent, name, tokens)
-        try:
-            copied = self.rings.fork(parent, name)
-            if copied is not None:
-                self._copy(self._ring_lists(), Copies((copied[0],), (copied[1],)))
-        except BaseException:  # KeyboardInterrupt as well: the ring has no content yet
-            self.free(name)
-            raise
 
     def free(self, name: Hashable) -> None:
         """Ends a sequence and frees its pages, or its host memory if it is swapped out."""
         self.allocator.free(name)
         self._swapped.pop(name, None)
-        if self.rings is not None:
-            self.rings.release(name)
 
     def swap_out(self, name: Hashable) -> None:
         """Copies a sequence's pages to host memory, pinned if the device is a GPU, and frees them.
@@ -104,34 +83,22 @@ class PagedCache:
         self.allocator.check_unshared(name)
         # Stored first: when the allocator frees the pages, they are safe.
         tokens = self.allocator.recorded(name)
-        ring = None if self.rings is None else self.rings.of(name)
-        recent = None if ring is None else self._to_host(self._ring_lists(), (ring.row,))
-        self._swapped[name] = SwappedOut(
-            self._to_host(self._pool_lists(), self.allocator.pages(name)), tokens, ring, recent
-        )
+        self._swapped[name] = SwappedOut(self._to_host(self.allocator.pages(name)), tokens)
         self.allocator.swap_out(name)
-        if self.rings is not None:
-            self.rings.release(name)
 
     def swap_in(self, name: Hashable) -> None:
         """Copies the pages of a sequence that is swapped out back into the pools.
 
         Raises:
-            SpecError: if no such sequence is swapped out. PoolFullError: if the pool has too few free pages, or no free
-                ring. Nothing changes then.
+            SpecError: if no such sequence is swapped out. PoolFullError: if the pool has too few free pages. Nothing
+                changes then.
         """
         self.allocator.check_swapped(name)
-        there = self._swapped.get(name)
         try:
             pages = self.allocator.swap_in(name)
-            if self.rings is not None and there is not None and there.ring is not None:
-                row = self.rings.swap_in(name, there.ring)
-                self._from_host(self._ring_lists(), there.recent, (row,))
-            self._from_host(self._pool_lists(), self._swapped[name].pages, pages)
+            self._from_host(self._swapped[name].pages, pages)
             self.allocator.record(name, self._swapped[name].tokens)
         except BaseException:  # KeyboardInterrupt as well: the pages have no content yet
-            if self.rings is not None:
-                self.rings.release(name)
             if name in self.allocator:
                 self.allocator.swap_out(name)
             raise
@@ -149,11 +116,10 @@ class PagedCache:
                 again, and a CUDA graph can replay.
 
         Raises:
-            PoolFullError: if the pool has too few free pages or rings. SpecError: for invalid arguments. Both leave the
-                cache unchanged.
+            PoolFullError: if the pool has too few free pages. SpecError: for invalid arguments. Both leave the cache
+                unchanged.
         """
-        copy = partial(self._copy, self._pool_lists())
-        return take_step(self.allocator, names, new, width, copy, self._to_device, self.rings)
+        return take_step(self.allocator, names, new, width, self._copy, self._to_device)
 
     def check(self, step: Step) -> None:
         """Checks that a step's tables are still valid. ``update`` and ``attend`` call it; call it before ``append_kv``.
@@ -170,13 +136,12 @@ class PagedCache:
         Raises:
             SpecError: as in ``check``, and for a layer that does not exist.
         """
-        return Pages(*self._pools(layer, step), step, **self._beside(layer))
+        return Pages(*self._pools(layer, step), step, **self._scales(layer))
 
-    def _beside(self, layer: int) -> dict[str, Any]:
-        """Returns a layer's scales and rings as keyword arguments; empty if the pages are not quantised."""
-        names = ("k_scales", "v_scales", "k_recent", "v_recent")
-        lists = zip(names, (self.k_scales, self.v_scales, *self._ring_lists()), strict=True)
-        return {name: arrays[layer] for name, arrays in lists if arrays}
+    def _scales(self, layer: int) -> dict[str, Any]:
+        """Returns a layer's scales as keyword arguments; empty if the pages are not quantised."""
+        lists = {"k_scales": self.k_scales, "v_scales": self.v_scales}
+        return {name: arrays[layer] for name, arrays in lists.items() if arrays}
 
     def _pools(self, layer: int, step: Step) -> tuple[Any, Any]:
         """Runs ``check``, then returns a layer's pools of keys and of values.
@@ -192,23 +157,16 @@ class PagedCache:
         """Returns the lists of arrays whose first axis is the page: what belongs to a page is moved with it."""
         return self.k_pages, self.v_pages, self.k_scales, self.v_scales
 
-    def _ring_lists(self) -> tuple[list[Any], list[Any]]:
-        """Returns the lists of arrays whose first axis is the ring; empty in a cache without rings."""
-        return self.k_recent, self.v_recent
-
-    def _to_host(self, lists: tuple[list[Any], ...], rows: tuple[int, ...]) -> Any:
-        """Copies pages of every pool, or rings, to host memory.
-
-        lists: from ``_pool_lists`` or ``_ring_lists``.
-        """
+    def _to_host(self, pages: tuple[int, ...]) -> Any:
+        """Copies pages of every pool to host memory."""
         raise NotImplementedError
 
-    def _from_host(self, lists: tuple[list[Any], ...], there: Any, rows: tuple[int, ...]) -> None:
-        """Copies what ``_to_host`` returned into these pages of the pools, or rings."""
+    def _from_host(self, there: Any, pages: tuple[int, ...]) -> None:
+        """Copies what ``_to_host`` returned into these pages of the pools."""
         raise NotImplementedError
 
-    def _copy(self, lists: tuple[list[Any], ...], copies: Copies) -> None:
-        """Copies pages in all pools, or rings."""
+    def _copy(self, copies: Copies) -> None:
+        """Copies pages in all pools."""
         raise NotImplementedError
 
     def _to_device(self, array: np.ndarray | None) -> Any:

@@ -15,7 +15,6 @@ from attn_core.call.kinds import UNLISTED, check_names
 from attn_core.call.seq_info import is_host_int
 from attn_core.errors import ShapeError, SpecError, shown
 from attn_core.paged.allocation.allocator import Copies, PageAllocator, PoolFullError
-from attn_core.paged.rings import Rings
 
 
 class Step(NamedTuple):
@@ -26,27 +25,23 @@ class Step(NamedTuple):
         seq_lens: int32 ``[batch]``: tokens of each sequence, including the new ones.
         cu_seqlens_q: int32 ``[batch + 1]``, the offsets of the new tokens; None if each sequence has one.
         max_len_q: host int, the most new tokens of a sequence.
-        recent_rows: int32 ``[batch, 2]``, the ring of each sequence, as ``paged_attention`` takes it; None in a cache
-            without rings.
     """
 
     block_table: Any
     seq_lens: Any
     cu_seqlens_q: Any
     max_len_q: int
-    recent_rows: Any = None
 
     @property
     def tables(self) -> dict[str, Any]:
         """The tables as keyword arguments of ``append_kv`` and ``paged_attention``."""
-        tables = {"block_table": self.block_table, "seq_lens": self.seq_lens, "cu_seqlens_q": self.cu_seqlens_q}
-        return tables if self.recent_rows is None else {**tables, "recent_rows": self.recent_rows}
+        return {"block_table": self.block_table, "seq_lens": self.seq_lens, "cu_seqlens_q": self.cu_seqlens_q}
 
 
 class Pages(NamedTuple):
     """A layer's pool, ``[num_pages, page_size, kv_heads, dim]``, the tables of a step, and scales if it is quantised.
 
-    ``PagedKVCache.pages`` returns it. The scales, and the rings of the newest tokens, are those of ``append_kv``.
+    ``PagedKVCache.pages`` returns it. The scales are those of ``append_kv``.
     """
 
     k: Any
@@ -54,20 +49,12 @@ class Pages(NamedTuple):
     step: Step
     k_scales: Any = None
     v_scales: Any = None
-    k_recent: Any = None
-    v_recent: Any = None
 
     @property
     def scales(self) -> dict[str, Any]:
         """The scales as keyword arguments of ``append_kv`` and ``paged_attention``; empty if there are none."""
         scales = {"k_scales": self.k_scales, "v_scales": self.v_scales}
         return {name: array for name, array in scales.items() if array is not None}
-
-    @property
-    def beside(self) -> dict[str, Any]:
-        """The scales and the rings as such keyword arguments."""
-        rings = {"k_recent": self.k_recent, "v_recent": self.v_recent}
-        return {**self.scales, **{name: array for name, array in rings.items() if array is not None}}
 
 
 def check_paged_layer(shape: tuple[int, ...], alignment: str, dropout: float, others: dict[str, Any]) -> None:
@@ -112,7 +99,6 @@ def take_step(
     width: int | None,
     copy: Callable[[Copies], None],
     there: Callable[[np.ndarray | None], Any],
-    rings: Rings | None = None,
 ) -> Step:
     """Takes the next step of a cache and registers it for ``check_step``. On an error the allocator is unchanged.
 
@@ -120,25 +106,20 @@ def take_step(
         names, new, width: as in ``advance``.
         copy: copies pages of the pools; called only if there are any to copy.
         there: copies a table to the pools' device.
-        rings: of a cache with exact newest tokens.
 
     Raises:
-        SpecError, PoolFullError: as ``advance`` does, and PoolFullError for too few free rings.
+        SpecError, PoolFullError: as ``advance`` does.
     """
     # All checks come before the first extension, so that a refused step changes nothing.
     counts = _counts(allocator, names, new, width)
-    undo, undo_rings = allocator.undo_extend(counts), None if rings is None else rings.undo()
+    undo = allocator.undo_extend(counts)
     try:
-        rows = None if rings is None else rings.take(counts)
         tables, copies = _extend_all(allocator, counts, width)
         if copies.source:
             copy(copies)
-        arrays = tables._replace(recent_rows=rows).tables
-        step = Step(**{name: there(array) for name, array in arrays.items()}, max_len_q=tables.max_len_q)
+        step = Step(**{name: there(array) for name, array in tables.tables.items()}, max_len_q=tables.max_len_q)
     except BaseException:  # KeyboardInterrupt as well: a step that was half taken would corrupt the pool
         undo()
-        if undo_rings is not None:
-            undo_rings()
         raise
     # The id is unique only while the table lives, so the ticket is removed with it; check_step also compares the table.
     key = id(step.block_table)

@@ -13,7 +13,7 @@ from attn_core.paged.triton_rotary import rotate_head
 
 
 # Triton compiles again if an integer becomes 1 or a multiple of 16. These sizes change from call to call.
-@triton.jit(do_not_specialize=["num_pages", "width", "batch", "max_positions", "rings"])
+@triton.jit(do_not_specialize=["num_pages", "width", "batch", "max_positions"])
 def append(
     k,
     v,
@@ -28,15 +28,11 @@ def append(
     positions,
     k_scales,
     v_scales,
-    k_recent,
-    v_recent,
-    recent_rows,
     grown_lens,
     num_pages,
     width,
     batch,
     max_positions,
-    rings,
     k_token,
     k_head,
     v_token,
@@ -56,13 +52,6 @@ def append(
     v_scale_page,
     v_scale_slot,
     v_scale_head,
-    k_ring,
-    k_ring_slot,
-    k_ring_head,
-    v_ring,
-    v_ring_slot,
-    v_ring_head,
-    rows_sequence,
     PAGE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -74,7 +63,6 @@ def append(
     INTERLEAVED: tl.constexpr,
     POSITIONS: tl.constexpr,
     DOUBLE: tl.constexpr,
-    RECENT: tl.constexpr,
     ADDED: tl.constexpr,
     KIND: tl.constexpr,
     BY_TOKEN: tl.constexpr,
@@ -90,8 +78,7 @@ def append(
     WIDE: a power of two that holds both widths; SEQUENCES: how many offsets are read at once. SLOTS: whether
     slot_mapping says the slots, and the tables are not read. ROTARY_DIM: how many channels of the key rotate; 0: none.
     POSITIONS: whether positions says how far, and not the token's place in its sequence. The constants from KIND on are
-    those of ``store_row``, which quantises the rotated key before anything rounds it. RECENT: the tokens of a ring, 0
-    without rings; the newest tokens of a sequence are written to its ring, too, rounded once to the ring's dtype.
+    those of ``store_row``, which quantises the rotated key before anything rounds it.
     ADDED: 0 if seq_lens count the new tokens. Else they do not count these tokens, so many in every sequence, and the
     lengths that count them are written to grown_lens.
     """
@@ -138,11 +125,6 @@ def append(
         page = tl.load(block_table + sequence.to(tl.int64) * table_row + position // PAGE).to(tl.int64)
         slot = (position % PAGE).to(tl.int64)
     in_pool = (page >= 0) & (page < num_pages)
-    if RECENT > 0:
-        ring = tl.load(recent_rows + sequence.to(tl.int64) * rows_sequence).to(tl.int64)
-        # Of a long prompt only the newest tokens, because two tokens of one launch must not write one slot.
-        is_newest = in_pool & (ring >= 0) & (ring < rings) & (position >= length - RECENT)
-        ring_slot = (position % RECENT).to(tl.int64)
     turned = key
     if ROTARY_DIM > 0:
         at_angle = tl.load(positions + token) if POSITIONS else position
@@ -156,18 +138,12 @@ def append(
     store_row(turned, key_channel, k_at, k_scale, in_pool, HEAD_DIM, WIDE,
               KIND, BY_TOKEN, LARGEST, NUMERATOR, PLACES, EXPONENT, MOST, INVERSE)
     # fmt: on
-    if RECENT > 0:
-        newest_k = k_recent + ring * k_ring + ring_slot * k_ring_slot + head * k_ring_head
-        tl.store(newest_k + key_channel, turned, mask=(key_channel < HEAD_DIM) & is_newest)
     v_at = v_pages + page * v_page + slot * v_slot + head * v_pool_head
     v_scale = v_scales + page * v_scale_page + slot * v_scale_slot + head * v_scale_head
     # fmt: off
     store_row(value, value_channel, v_at, v_scale, in_pool, VALUE_DIM, WIDE,
               KIND, BY_TOKEN, LARGEST, NUMERATOR, PLACES, EXPONENT, MOST, INVERSE)
     # fmt: on
-    if RECENT > 0:
-        newest_v = v_recent + ring * v_ring + ring_slot * v_ring_slot + head * v_ring_head
-        tl.store(newest_v + value_channel, value, mask=(value_channel < VALUE_DIM) & is_newest)
 
 
 @triton.jit(do_not_specialize=["num_pages", "width", "entries", "batch"])

@@ -37,8 +37,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(
             f"argument --memory: {options.memory}: expected at least {LEAST[options.kv]} MiB, for the longest chat"
         )
-    if options.recent is not None and (options.recent < 1 or options.kv not in QUANTISED):
-        parser.error(f"argument --recent: {options.recent}: expected 1 or more tokens, with --kv fp8, int8 or int4")
     chats, new_tokens = (CHATS[:SHORT], 8) if options.short else (CHATS, 16)
     # Before torch is imported. Threads that spin while they wait would take the cores from everything else.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -60,7 +58,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "page_size": PAGE_SIZE,
             "dtype": torch.bfloat16 if options.kv in QUANTISED else getattr(torch, options.kv),
             "kv_dtype": options.kv if options.kv in QUANTISED else None,
-            **{"recent": options.recent, "rings": TOGETHER},
             "invariant": options.invariant,
         }
 
@@ -93,8 +90,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.kv,
         bytes_per_token(**sizes, dtype=options.kv),
         forward.cache.allocator,
-        options.recent,
-        sum(each.nbytes for each in (*forward.cache.k_recent, *forward.cache.v_recent)),
     )
     return show(console, run, alone, one)
 
@@ -108,9 +103,6 @@ def _parser() -> argparse.ArgumentParser:
         choices=tuple(LEAST),
         default="bfloat16",
         help="the dtype of keys and values; fp8 is short for float8_e4m3fn (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--recent", type=int, metavar="TOKENS", help="keep the newest tokens of each chat in bfloat16 beside its pages"
     )
     parser.add_argument(
         "--memory", type=int, default=9, metavar="MIB", help="the size of the pool in MiB (default: %(default)s)"

@@ -18,10 +18,7 @@ of a row round differently."""
 
 
 class Run(NamedTuple):
-    """The run of all chats: questions, texts by their number, what happened, seconds, and the pool at the end.
-
-    recent: the tokens of a ring; None without rings. ring_bytes: of all rings.
-    """
+    """The run of all chats: questions, texts by their number, what happened, seconds, and the pool at the end."""
 
     questions: Sequence[str]
     texts: Mapping[int, str]
@@ -30,8 +27,6 @@ class Run(NamedTuple):
     kv: str
     token_bytes: int
     allocator: PageAllocator
-    recent: int | None = None
-    ring_bytes: int = 0
 
 
 class Alone(NamedTuple):
@@ -52,11 +47,8 @@ def show(console: Console, run: Run, alone: Alone, seconds_alone: float) -> int:
     waste, holders = served.waste
     same, ties = _compared(run, alone)
     compared = f"{len(alone.numbers)} chats compared; {ties} near ties turned"
-    if run.recent is not None:
-        # A beginning that is found in pages is read from there, and one that is computed from the ring.
-        console.print(f"{'the same' if same else 'other'} tokens as one at a time ({compared}); with rings not a check")
     checks = {
-        **({f"the same tokens as one at a time ({compared})": same} if run.recent is None else {}),
+        f"the same tokens as one at a time ({compared})": same,
         f"waste below one page per sequence ({waste} places of {holders} sequences)": (
             waste < run.allocator.page_size * max(holders, 1)
         ),
@@ -87,8 +79,6 @@ def _figures(run: Run, alone: Alone, seconds_alone: float) -> Table:
         "pool full": f"chats that went to host memory and back: {len(served.swapped)}; "
         f"that started again: {len(served.dropped)}",
     }
-    if run.recent is not None:
-        rows["rings"] = f"the newest {run.recent} tokens of each chat exactly, {run.ring_bytes / 2**20:.1f} MiB in all"
     for name, value in rows.items():
         table.add_row(name, value)
     return table

@@ -49,7 +49,7 @@ class TorchForward:
     """Runs steps of a LlamaForCausalLM with keys and values in the pages of a cache.
 
     Args:
-        num_pages, page_size, dtype, kv_dtype, recent, rings: of the cache.
+        num_pages, page_size, dtype, kv_dtype: of the cache.
         invariant: of attention.
 
     Attributes:
@@ -65,8 +65,6 @@ class TorchForward:
         page_size: int,
         dtype: torch.dtype = torch.float32,
         kv_dtype: str | None = None,
-        recent: int | None = None,
-        rings: int = 64,
         invariant: str | None = None,
     ) -> None:
         from transformers import AttentionInterface
@@ -77,7 +75,6 @@ class TorchForward:
         model.set_attn_implementation(NAME)
         self.model, self.query_dtype, self.invariant = model, dtype, invariant
         options: dict[str, Any] = {"dtype": dtype, **({} if kv_dtype is None else {"kv_dtype": kv_dtype})}
-        options |= {} if recent is None else {"recent": recent, "rings": rings}
         self.cache = PagedKVCache(**sizes_of(model.config), num_pages=num_pages, page_size=page_size, **options)
 
     @torch.inference_mode()

@@ -20,7 +20,6 @@ from attn_core.context_parallel.on_torch import step
 from attn_core.context_parallel.on_torch.head_start import head_start
 from attn_core.errors import BridgeError
 from attn_core.paged.quantised.scales import check_scale_values
-from attn_core.paged.recent import check_recent_rows
 from attn_core.paged.tables import check_starts, check_values
 from jax_frontend.bridge import hot_callbacks
 from jax_frontend.bridge.bridged_call import BridgedCall, BridgedStep, inputs_builder
@@ -135,7 +134,7 @@ def _copy(name: str, result: Any, buffer: Any) -> None:
 
 
 def _check_tables(spec: AttentionSpec, inputs: PagedInputs) -> None:
-    """Checks the tables, scales and rings of a paged call on the CPU, which a trace had no values of."""
+    """Checks the tables and scales of a paged call on the CPU, which a trace had no values of."""
     assert spec.paged is not None
     offsets = None if inputs.cu_seqlens_q is None else inputs.cu_seqlens_q.numpy()
     tables = inputs.block_table.numpy(), inputs.seq_lens.numpy(), offsets
@@ -146,8 +145,6 @@ def _check_tables(spec: AttentionSpec, inputs: PagedInputs) -> None:
     if inputs.k_scales is not None:
         scales = {"k_scales": inputs.k_scales.numpy(), "v_scales": inputs.v_scales.numpy()}
         check_scale_values(scales, spec.paged, *tables[:2], starts)
-    if inputs.recent_rows is not None:
-        check_recent_rows(inputs.recent_rows.numpy(), tables[1], inputs.k_recent.shape[0])
 
 
 def _backward(call: BridgedCall) -> Run:

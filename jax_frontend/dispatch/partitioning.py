@@ -169,7 +169,7 @@ def _run_part(part: Part, *operands: Any) -> list[Any]:
     arrays = dict(zip(call.names, operands, strict=True))
     picked = _kv_heads_read(part) if part.picks_kv_heads else None
     if picked is not None:
-        per_head = [name for name in ("k", "v", "k_recent", "v_recent", "dk", "dv") if name in arrays]
+        per_head = [name for name in ("k", "v", "dk", "dv") if name in arrays]
         arrays |= {name: jnp.take(arrays[name], picked, axis=-2) for name in per_head}
         scales = [name for name in ("k_scales", "v_scales") if name in arrays]
         arrays |= {name: jnp.take(arrays[name], picked, axis=-1) for name in scales}

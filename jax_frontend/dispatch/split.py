@@ -37,9 +37,6 @@ _AXES = {
     "cache_index": ("batch",),
     "k_scales": ("pages", "slots", "kv_heads"),  # scales by page have no slots
     "v_scales": ("pages", "slots", "kv_heads"),
-    "k_recent": ("rings", "slots", "kv_heads", "dim"),
-    "v_recent": ("rings", "slots", "kv_heads", "dim"),
-    "recent_rows": ("documents", "ends"),
     "out": ("batch", "queries", "heads", "dim"),
     "lse": ("batch", "heads", "queries"),
     "row_maximum": ("batch", "heads", "queries"),

@@ -54,13 +54,12 @@ def attend_in_pages(
         q, k = (rows[0].astype(dtype) for rows in layer.rotary(q[None], k[None], positions.reshape(1, -1)))
     tables = pages.step.tables
     # The pool may have another dtype than the layer computes in, and append_kv does not cast. A quantised one takes
-    # float32, but rings have one dtype.
+    # float32.
     narrow = jnp.float32 if dtype == jnp.float64 else dtype
-    narrow = narrow if pages.k_recent is None else pages.k_recent.dtype
     kinds = (pages.k.dtype, pages.v.dtype) if pages.k_scales is None else (narrow, narrow)
     new_k, new_v = (rows.astype(kind) for rows, kind in zip((k, v), kinds, strict=True))
-    k_pages, v_pages, *beside = append_kv(pages.k, pages.v, new_k, new_v, **tables, **pages.beside)
-    updated: dict[str, Any] = dict(zip(pages.beside, beside, strict=True))
+    k_pages, v_pages, *scales = append_kv(pages.k, pages.v, new_k, new_v, **tables, **pages.scales)
+    updated: dict[str, Any] = dict(zip(pages.scales, scales, strict=True))
     out = paged_attention(
         q.astype(kinds[0]),
         k_pages,
@@ -78,7 +77,7 @@ def attend_in_pages(
         invariant=layer.invariant,
     )
     # The output has the pool's dtype; the projection gets the layer's own.
-    return projections.out(out.astype(dtype)), (k_pages, v_pages, *beside)
+    return projections.out(out.astype(dtype)), (k_pages, v_pages, *scales)
 
 
 def _sequence_positions(step: Step, tokens: int) -> jax.Array:

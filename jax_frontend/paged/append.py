@@ -41,9 +41,6 @@ def append_kv(
     positions: Any = None,
     k_scales: Array | None = None,
     v_scales: Array | None = None,
-    k_recent: Array | None = None,
-    v_recent: Array | None = None,
-    recent_rows: Any = None,
     **unknown: Never,
 ) -> tuple[Array, ...]:
     """Writes the keys and values of new tokens into their sequences' pages, and returns the updated pool.
@@ -63,13 +60,9 @@ def append_kv(
         k_scales, v_scales: the scales of quantised pages, as in ``paged_attention``. Scales by token are written and
             donated, too: each becomes the largest magnitude of its token and head, divided by the largest stored
             number, and NaN for a token with NaN or Inf. Scales by page are read: numbers beyond them saturate.
-        k_recent, v_recent, recent_rows: rings as in ``paged_attention``. The newest tokens are also written there, as
-            they are or rotated; the rings are donated, too. Needs the tables; each sequence with new tokens has a ring
-            of its own.
 
     Returns:
-        ``(k_pages, v_pages)``, the updated pool; with scales also ``k_scales, v_scales``, and with rings ``k_recent,
-        v_recent``.
+        ``(k_pages, v_pages)``, the updated pool; with scales also ``k_scales, v_scales``.
 
     Raises:
         ShapeError, DTypeError, DeviceError, SpecError: for invalid arguments, and for tables on the host with a page
@@ -82,27 +75,27 @@ def append_kv(
     tables = {"block_table": block_table, "seq_lens": seq_lens, "cu_seqlens_q": cu_seqlens_q}
     check_choice(tables, slot_mapping, cos, rotary_interleaved, positions)
     pools, angles = {"k_pages": k_pages, "v_pages": v_pages, "k": k, "v": v}, {COS: cos, SIN: sin}
-    beside = {"k_scales": k_scales, "v_scales": v_scales, "k_recent": k_recent, "v_recent": v_recent}
-    present = {name: array for name, array in {**angles, **beside}.items() if array is not None}
+    scales = {"k_scales": k_scales, "v_scales": v_scales}
+    present = {name: array for name, array in {**angles, **scales}.items() if array is not None}
     for name, array in {**pools, **present}.items():
         plan.check_array(name, array)
     if slot_mapping is None:
         check_kinds(block_table, seq_lens, cu_seqlens_q)
         tables = dict(zip(tables, numpy_as_int32(*tables.values()), strict=True))
-    indices = {"slot_mapping": slot_mapping, "positions": positions, "recent_rows": recent_rows}
+    indices = {"slot_mapping": slot_mapping, "positions": positions}
     for name, array in indices.items():
         if array is not None and not isinstance(array, np.ndarray):
             plan.check_array(name, array)
     device = plan.device_name(k_pages)
-    everything = {**pools, **beside, **tables, **indices, **angles}
+    everything = {**pools, **scales, **tables, **indices, **angles}
     arguments.check_append(
         {n: None if a is None else ArrayFacts(a.shape, str(a.dtype), device) for n, a in everything.items()}
     )
     check_append_values(k.shape[0], k_pages.shape, everything)
     check_page_scales(k_pages.shape[1], everything)
-    arrays = {name: copy_numpy(as_int32(array)) for name, array in {**pools, **beside, **tables, **angles}.items()}
+    arrays = {name: copy_numpy(as_int32(array)) for name, array in {**pools, **scales, **tables, **angles}.items()}
     arrays["slots"] = without_int64(slot_mapping, k_pages.shape[1])
-    arrays["positions"], arrays["recent_rows"] = copy_numpy(positions), copy_numpy(recent_rows)
+    arrays["positions"] = copy_numpy(positions)
     # Under the caller's jit the donation is the caller's choice, so only an eager call donates the pool here.
     traced = any(isinstance(array, jax.core.Tracer) for array in arrays.values())
     by_page = k_scales is not None and k_scales.ndim == 2
@@ -112,9 +105,9 @@ def append_kv(
 
 
 def _append(*arguments: Any) -> Any:
-    """Runs ``_written``. On a mesh with Explicit axes its results keep the types of the pools, scales and rings."""
+    """Runs ``_written``. On a mesh with Explicit axes its results keep the types of the pools and scales."""
     *arrays, interleaved = arguments
-    return explicit_axes.run_like(partial(_written, interleaved), (*arrays[:2], *arrays[4:8]), *arrays)
+    return explicit_axes.run_like(partial(_written, interleaved), (*arrays[:2], *arrays[4:6]), *arrays)
 
 
 def _written(
@@ -125,8 +118,6 @@ def _written(
     v: Array,
     k_scales: Array | None,
     v_scales: Array | None,
-    k_recent: Array | None,
-    v_recent: Array | None,
     table: Array | None,
     lengths: Array | None,
     cu: Array | None,
@@ -134,21 +125,20 @@ def _written(
     sin: Array | None,
     slots: Array | None,
     positions: Any,
-    recent_rows: Array | None,
 ) -> Any:
-    """Writes k and v, the keys rotated, and quantised if there are scales. Returns the pools, scales and rings.
+    """Writes k and v, the keys rotated, and quantised if there are scales. Returns the pools and scales.
 
     slots: of each token, instead of the three tables; or, ``[2, tokens]``, each slot's page and the offset in it.
     """
     num_pages, page_size = k_pages.shape[:2]
     # Nothing to write; an axis of size 0 has no valid index.
     if k.shape[0] == 0 or num_pages == 0 or (table is not None and table.shape[1] == 0):
-        return k_pages, v_pages, k_scales, v_scales, k_recent, v_recent
+        return k_pages, v_pages, k_scales, v_scales
     position = positions
     if slots is not None:
         page, offset = slots if slots.ndim == 2 else (slots // page_size, slots % page_size)
     else:
-        page, offset, position, sequence = _places_of_tables(k.shape[0], page_size, table, lengths, cu)
+        page, offset, position = _places_of_tables(k.shape[0], page_size, table, lengths, cu)
     if cos is not None and sin is not None:
         # Nothing rounds a rotated key before it is quantised.
         dtype = k_pages.dtype if k_scales is None else jnp.float32
@@ -159,21 +149,13 @@ def _written(
     with usual_promotion():
         k_pages, k_scales = write(k_pages, k_scales, (page, offset), k)
         v_pages, v_scales = write(v_pages, v_scales, (page, offset), v)
-        if k_recent is not None and v_recent is not None and recent_rows is not None and lengths is not None:
-            count, recent = k_recent.shape[:2]
-            ring = recent_rows[sequence, 0]
-            # Of a long prompt only the newest tokens, because two tokens of one append must not write one slot.
-            newest = has_page & (ring >= 0) & (ring < count) & (position >= lengths[sequence] - recent)
-            at = jnp.where(newest, ring, count), position % recent  # behind the last ring nothing is written
-            k_recent = k_recent.at[at].set(k.astype(k_recent.dtype), mode="drop")
-            v_recent = v_recent.at[at].set(v.astype(v_recent.dtype), mode="drop")
-    return k_pages, v_pages, k_scales, v_scales, k_recent, v_recent
+    return k_pages, v_pages, k_scales, v_scales
 
 
 def _places_of_tables(
     tokens: int, page_size: int, table: Any, lengths: Any, cu: Array | None
-) -> tuple[Array, Array, Array, Array]:
-    """Returns each new token's page, the offset in it, its position, and its sequence; page -1 if it has no place."""
+) -> tuple[Array, Array, Array]:
+    """Returns each new token's page, the offset in it, and its position; page -1 if it has no place."""
     batch, width = table.shape
     token = jnp.arange(tokens, dtype=jnp.int32)  # as the tables; under x64 it would be int64
     ends = token + 1 if cu is None else cu[1:]  # where each sequence's new tokens end
@@ -182,9 +164,9 @@ def _places_of_tables(
     position = lengths[sequence] - (ends[sequence] - token)
     page = table[sequence, jnp.clip(position // page_size, 0, width - 1)]
     inside = owned & (position >= 0) & (position < width * page_size)
-    return jnp.where(inside, page, -1), position % page_size, position, sequence
+    return jnp.where(inside, page, -1), position % page_size, position
 
 
 # Without donation every append would copy the pool. Scales by page are the caller's, and do not change.
-_append_donated = jax.jit(_append, donate_argnums=(0, 1, 4, 5, 6, 7), static_argnums=16)
-_append_by_page = jax.jit(_append, donate_argnums=(0, 1, 6, 7), static_argnums=16)
+_append_donated = jax.jit(_append, donate_argnums=(0, 1, 4, 5), static_argnums=13)
+_append_by_page = jax.jit(_append, donate_argnums=(0, 1), static_argnums=13)

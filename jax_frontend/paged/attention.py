@@ -25,7 +25,6 @@ from jax_frontend.paged.tables import (
     as_int32,
     check_kinds,
     check_ranges_in_pages,
-    check_rows_of_rings,
     check_scales_in_pages,
     check_starts_in_pages,
     check_table_values,
@@ -73,9 +72,6 @@ def paged_attention(
     kv_starts: Any = None,
     k_scales: Array | None = None,
     v_scales: Array | None = None,
-    k_recent: Array | None = None,
-    v_recent: Array | None = None,
-    recent_rows: Any = None,
     invariant: str | None = None,
     **unknown: Never,
 ) -> Array | tuple[Array, Array]:
@@ -105,11 +101,6 @@ def paged_attention(
         k_scales, v_scales: the scales of quantised pages, float32 ``[num_pages, page_size, kv_heads]`` or ``[num_pages,
             kv_heads]``: a number of the pool is ``stored * scale``. The scales in use must be positive and finite,
             which is checked if they and the tables are on the host; elsewhere a NaN reaches the result.
-        k_recent, v_recent: beside quantised pages, rings of the newest tokens, ``[rings, recent, kv_heads, dim]`` in
-            q's dtype: a key at a position from ``seq_len - recent`` on is read from slot ``position % recent``.
-        recent_rows: int32 ``[sequences, 2]``: the ring of each sequence, -1 for none, and the first position that the
-            ring is good for; earlier keys are read from the pages. Raise it when tokens are taken back, to at least
-            ``longest - recent``, because newer tokens have overwritten older ones. A JAX or a numpy array.
 
     Returns:
         The output ``[tokens, heads, value_dim]``; or ``(output, lse)``. A query that sees no key has output 0 and its
@@ -123,8 +114,8 @@ def paged_attention(
     if unknown:
         refuse_keywords(paged_attention, unknown)
     numbers = {"q": q, "k_pages": k_pages, "v_pages": v_pages, "sinks": sinks, "alibi_slopes": alibi_slopes}
-    numbers |= {"k_scales": k_scales, "v_scales": v_scales, "k_recent": k_recent, "v_recent": v_recent}
-    indices = {"key_ranges": key_ranges, "kv_starts": kv_starts, "recent_rows": recent_rows}
+    numbers |= {"k_scales": k_scales, "v_scales": v_scales}
+    indices = {"key_ranges": key_ranges, "kv_starts": kv_starts}
     inputs = gather_arguments(numbers, (block_table, seq_lens, cu_seqlens_q), indices)
     options = check_paged_options(causal, window, softcap, scale, deterministic, return_lse, max_len_q, invariant)
     requested = requested_names(backend) or override.requested()
@@ -132,7 +123,6 @@ def paged_attention(
     checked = check_table_values(options.max_len_q, q.shape[0], k_pages.shape, *inputs[3:6])
     check_ranges_in_pages(key_ranges, q.shape[0])
     check_starts_in_pages(kv_starts, seq_lens)
-    check_rows_of_rings(recent_rows, seq_lens, k_recent)
     if checked:
         check_scales_in_pages(call_plan.spec.paged, inputs)
     if call_plan.device == "cpu":  # kernels on a GPU clamp all tables, checked or not

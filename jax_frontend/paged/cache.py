@@ -13,9 +13,8 @@ from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
 from attn_core.call.keywords import CachedKeywords
 from attn_core.errors import DTypeError, SpecError, shown
 from attn_core.paged.allocation.allocator import Copies, PageAllocator
-from attn_core.paged.allocation.cache_sizes import check_cache, check_recent, describe_cache, stored_shape
+from attn_core.paged.allocation.cache_sizes import check_cache, describe_cache, stored_shape
 from attn_core.paged.cache import PagedCache
-from attn_core.paged.rings import Rings
 from attn_core.paged.step import Step
 from jax_frontend.paged.append import append_kv
 from jax_frontend.paged.attention import paged_attention
@@ -36,15 +35,11 @@ class PagedKVCache(PagedCache):
         dtype, device: the dtype and the device of the pools. The device is one of JAX's, or a sharding.
         kv_dtype: "float8_e4m3fn", "int8", "int4" or such a dtype for quantised pages with a scale for each token and kv
             head; dtype is then that of the queries. None: the pools have dtype.
-        recent: beside quantised pages, how many of its newest tokens each sequence also has in dtype, in a ring;
-            attention reads these exactly. None: no rings.
-        rings: how many sequences can have tokens in the pool at a time if they have rings.
 
     Attributes:
         k_pages, v_pages: a pool for each layer, ``[num_pages, page_size, kv_heads, dim]``.
         k_scales, v_scales: the scales of each layer, float32 ``[num_pages, page_size, kv_heads]``; empty lists if the
             pages are not quantised.
-        k_recent, v_recent: the rings of each layer, ``[rings, recent, kv_heads, dim]`` in dtype; empty lists without.
         dtype: of queries, new keys and new values.
         stored: how a token is stored, and in how many bytes.
         allocator: assigns pages to sequences; ``allocator.report()`` returns how full the pools are.
@@ -65,8 +60,6 @@ class PagedKVCache(PagedCache):
         dtype: Any = jnp.float32,
         device: Any = None,
         kv_dtype: Any = None,
-        recent: int | None = None,
-        rings: int = 64,
     ) -> None:
         dims = {"head_dim": head_dim, "value_dim": head_dim if value_dim is None else value_dim}
         try:
@@ -78,12 +71,10 @@ class PagedKVCache(PagedCache):
         check_cache(name, num_layers=num_layers, kv_heads=kv_heads, **dims)
         kv_name = name_of(kv_dtype)
         stored, channels = stored_shape(kv_name, **dims)
-        count = check_recent(recent, rings, kv_name)
         self.allocator, self._swapped = PageAllocator(num_pages, page_size), {}
-        self.rings = None if recent is None else Rings(count, recent, self.allocator)
         self._table_placement = self._placement_of_tables(device)
         self.dtype = np.dtype(dtype)
-        self.stored = describe_cache(kv_name, page_size, kv_heads, dims, name, recent)
+        self.stored = describe_cache(kv_name, page_size, kv_heads, dims, name)
         pool_dtype, places = stored or dtype, (num_pages, page_size, kv_heads)
         self.k_pages, self.v_pages = (
             [jnp.zeros((*places, dim), pool_dtype, device=device) for _ in range(num_layers)]
@@ -92,12 +83,6 @@ class PagedKVCache(PagedCache):
         scaled, where = num_layers if stored else 0, _without_channels(device)
         self.k_scales, self.v_scales = (
             [jnp.ones(places, jnp.float32, device=where) for _ in range(scaled)] for _ in "kv"
-        )
-        self.k_recent, self.v_recent = (
-            [jnp.zeros((count, recent or 0, kv_heads, dim), dtype, device=device) for _ in range(scaled)]
-            if count
-            else []
-            for dim in dims.values()
         )
 
     def update(
@@ -121,9 +106,8 @@ class PagedKVCache(PagedCache):
         k_pages, v_pages = self._pools(layer, step)
         turns: Any = {"rotary": rotary, "rotary_interleaved": rotary_interleaved}
         # append_kv donates the old pool, so JAX has deleted those arrays.
-        results = append_kv(k_pages, v_pages, k, v, **step.tables, **turns, **self._beside(layer))
-        lists = *self._pool_lists(), *self._ring_lists()
-        for arrays, new in zip(lists, results, strict=False):  # without scales and rings there are fewer results
+        results = append_kv(k_pages, v_pages, k, v, **step.tables, **turns, **self._scales(layer))
+        for arrays, new in zip(self._pool_lists(), results, strict=False):  # without scales there are fewer results
             arrays[layer] = new
 
     @overload
@@ -179,7 +163,7 @@ class PagedKVCache(PagedCache):
             return_lse=return_lse,
             alibi_slopes=alibi_slopes,
             invariant=invariant,
-            **self._beside(layer),
+            **self._scales(layer),
         )
 
     def _pools(self, layer: int, step: Step) -> tuple[Array, Array]:
@@ -198,21 +182,21 @@ class PagedKVCache(PagedCache):
             return jax.sharding.NamedSharding(device.mesh, jax.sharding.PartitionSpec())
         return device
 
-    def _copy(self, lists: tuple[list[Array], ...], copies: Copies) -> None:
-        source, target = (jnp.asarray(rows, jnp.int32) for rows in copies)
-        for pools in lists:
+    def _copy(self, copies: Copies) -> None:
+        source, target = (jnp.asarray(pages, jnp.int32) for pages in copies)
+        for pools in self._pool_lists():
             for layer, pool in enumerate(pools):
                 # Stored at once, because JAX has deleted the old pool, and the copy for the next layer may fail.
                 pools[layer] = _copy_pages(pool, source, target)
 
-    def _to_host(self, lists: tuple[list[Array], ...], rows: tuple[int, ...]) -> Any:
-        return [to_host(pool, rows) for pools in lists for pool in pools]
+    def _to_host(self, pages: tuple[int, ...]) -> Any:
+        return [to_host(pool, pages) for pools in self._pool_lists() for pool in pools]
 
-    def _from_host(self, lists: tuple[list[Array], ...], there: Any, rows: tuple[int, ...]) -> None:
+    def _from_host(self, there: Any, pages: tuple[int, ...]) -> None:
         copies = iter(there)
-        for pools in lists:
+        for pools in self._pool_lists():
             for layer, pool in enumerate(pools):
-                pools[layer] = from_host(pool, next(copies), rows)  # stored at once, as above
+                pools[layer] = from_host(pool, next(copies), pages)  # stored at once, as above
 
     def _to_device(self, array: np.ndarray | None) -> Any:
         if array is None:
@@ -237,6 +221,6 @@ def _copy_pages(pool: Array, source: Array, target: Array) -> Array:
 # A step may be an argument of a jitted function: its tables are traced, and max_len_q is static.
 jax.tree_util.register_pytree_node(
     Step,
-    lambda step: ((step.block_table, step.seq_lens, step.cu_seqlens_q, step.recent_rows), step.max_len_q),
-    lambda max_len_q, arrays: Step(*arrays[:3], max_len_q, arrays[3]),
+    lambda step: ((step.block_table, step.seq_lens, step.cu_seqlens_q), step.max_len_q),
+    lambda max_len_q, arrays: Step(*arrays, max_len_q),
 )

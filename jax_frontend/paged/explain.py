@@ -38,9 +38,6 @@ def explain_paged(
     kv_starts: Any = None,
     k_scales: Any = None,
     v_scales: Any = None,
-    k_recent: Any = None,
-    v_recent: Any = None,
-    recent_rows: Any = None,
     invariant: str | None = None,
     **unknown: Never,
 ) -> Selection:
@@ -48,8 +45,8 @@ def explain_paged(
     if unknown:
         refuse_keywords(explain_paged, unknown)
     numbers = {"q": q, "k_pages": k_pages, "v_pages": v_pages, "sinks": sinks, "alibi_slopes": alibi_slopes}
-    numbers |= {"k_scales": k_scales, "v_scales": v_scales, "k_recent": k_recent, "v_recent": v_recent}
-    indices = {"key_ranges": key_ranges, "kv_starts": kv_starts, "recent_rows": recent_rows}
+    numbers |= {"k_scales": k_scales, "v_scales": v_scales}
+    indices = {"key_ranges": key_ranges, "kv_starts": kv_starts}
     tables = block_table, seq_lens, cu_seqlens_q
     inputs = gather_arguments(numbers, tables, indices, shapes_only=True)
     if isinstance(q, jax.Array):

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core.paged import places, rotary
-from attn_core.paged.recent import check_recent_rows, places_in_rings
 from attn_core.paged.tables import positions_of
 from jax_frontend.paged.tables import check_table_values, is_on_host
 
@@ -32,10 +31,6 @@ def check_append_values(tokens: int, pool: tuple[int, ...], arrays: dict[str, An
         if not check_table_values(None, tokens, pool, table, lengths, cu, writes=True):
             return
         cu = None if cu is None else np.asarray(cu)
-        if (rows := arrays["recent_rows"]) is not None and is_on_host(rows):
-            rows, (rings, recent) = np.asarray(rows), arrays["k_recent"].shape[:2]
-            check_recent_rows(rows, np.asarray(lengths), rings)
-            places_in_rings(rows, np.asarray(lengths), cu, recent)
         written = slice(tokens if cu is None else int(cu[-1]))
         if cos is not None and positions is None:
             places.check_lengths_have_angles(np.asarray(lengths), cu, cos.shape[0])

@@ -23,9 +23,6 @@ def pages_that_fit(
     dtype: Any = jnp.float32,
     device: Any = None,
     fraction: float = 0.9,
-    recent: int | None = None,
-    rings: int = 64,
-    recent_dtype: Any = jnp.bfloat16,
 ) -> int:
     """Returns how many pages fit: the ``num_pages`` of a ``PagedKVCache`` of these sizes.
 
@@ -39,7 +36,6 @@ def pages_that_fit(
         device: the GPU whose free memory counts, JAX's first one if None. Free is what JAX may use, by default three
             quarters of the GPU, and does not use yet.
         fraction: above 0 and at most 1. The rest is for activations.
-        recent, rings: as in ``PagedKVCache``; rings take a part of the memory. recent_dtype: the dtype of that cache.
 
     Raises:
         SpecError: for less memory than a page needs, or a wrong size. DTypeError: for another dtype.
@@ -55,9 +51,6 @@ def pages_that_fit(
         head_dim=head_dim,
         value_dim=value_dim,
         dtype=_name_of(dtype),
-        recent=recent,
-        rings=rings,
-        recent_dtype=_name_of(recent_dtype, "recent_dtype"),
     )
 
 
@@ -71,13 +64,13 @@ def name_of(dtype: Any) -> Any:
         return dtype
 
 
-def _name_of(dtype: Any, name: str = "dtype") -> str:
+def _name_of(dtype: Any) -> str:
     if isinstance(dtype, str):
         return dtype  # a name that numpy may not know, or one that is refused with those that are known
     try:
         return np.dtype(dtype).name
     except (TypeError, ValueError):
-        raise DTypeError(f"{name}={shown(dtype)}: expected a dtype or its name") from None
+        raise DTypeError(f"dtype={shown(dtype)}: expected a dtype or its name") from None
 
 
 def _free_memory(device: Any) -> int:

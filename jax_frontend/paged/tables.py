@@ -12,7 +12,6 @@ from attn_core.call import key_ranges as key_ranges_module
 from attn_core.call.pages import PagedKV
 from attn_core.call.tensors import PagedInputs
 from attn_core.paged.quantised.scales import check_scale_values, check_used_scales
-from attn_core.paged.recent import check_recent_rows
 from attn_core.paged.tables import as_int32 as narrow
 from attn_core.paged.tables import check_slots, check_starts, check_values, slots_of
 from jax_frontend.dispatch import plan
@@ -77,12 +76,6 @@ def check_starts_in_pages(kv_starts: Any, seq_lens: Any) -> None:
     """Checks the values of kv_starts, whose shape has been checked before, if they and the lengths are on the host."""
     if kv_starts is not None and is_on_host(kv_starts) and is_on_host(seq_lens):
         check_starts(np.asarray(kv_starts), np.asarray(seq_lens))
-
-
-def check_rows_of_rings(recent_rows: Any, seq_lens: Any, k_recent: Any) -> None:
-    """Checks the values of recent_rows, whose shape has been checked, if they and the lengths are on the host."""
-    if recent_rows is not None and is_on_host(recent_rows) and is_on_host(seq_lens):
-        check_recent_rows(np.asarray(recent_rows), np.asarray(seq_lens), k_recent.shape[0])
 
 
 def check_scales_in_pages(paged: PagedKV | None, inputs: PagedInputs) -> None:

@@ -112,8 +112,6 @@ def good_values(framework: str) -> dict[str, Make]:
         **{"kv_lengths": ints(7, 6), "kv_starts": ints(0, 2), "cache_index": ints(1, 0)},
         **{"k_pages": numbers(6, 4, 2, 8), "v_pages": numbers(6, 4, 2, 8), "max_len_q": plain(1)},
         **{"k_scales": plain(None), "v_scales": plain(None), "kv_dtype": plain(None)},
-        **{"k_recent": plain(None), "v_recent": plain(None), "recent_rows": plain(None)},
-        **{"recent": plain(None), "rings": plain(3), "recent_dtype": plain("bfloat16")},
         **{"num_layers": plain(1), "num_pages": plain(6), "page_size": plain(4), "kv_heads": plain(2)},
         **{"head_dim": plain(8), "value_dim": plain(8), "width": plain(2), "layer": plain(0), "device": plain(None)},
         **{"name": plain("a"), "parent": plain("a"), "tokens": plain(1), "lengths": plain([6, 2]), "new": plain(1)},

@@ -65,30 +65,3 @@ def expected(call: Append, pools: Pools, dtype: str, rotates: bool, rounds: bool
             stored = quantised.stored_numbers(numbers, factors, dtype)
             pool[page, offset] = quantised.pack_int4(stored) if dtype == "int4" else stored.astype(STORED[dtype])
     return pages + scales
-
-
-def rings_of(call: Append, recent: int, seed: int = 2) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
-    """Two rings with other numbers, and the sequences' rows; some sequence has no ring."""
-    random, batch = np.random.default_rng(seed), len(call.seq_lens)
-    rings = random.permutation(batch + 1)[:batch]
-    rings[random.random(batch) < 0.2] = -1
-    first = [random.integers(0, length + 1) for length in call.seq_lens]
-    shape = (batch + 1, recent, 2)
-    k, v = (torch.tensor(random.standard_normal((*shape, each.shape[2]))).to(each.dtype) for each in (call.k, call.v))
-    return k, v, np.stack([rings, first], 1).astype(np.int32)
-
-
-def expected_rings(call: Append, rings: tuple[Any, Any, np.ndarray], rotates: bool) -> tuple[torch.Tensor, ...]:
-    """The rings afterwards, one token after another."""
-    k, v, rows = rings[0].clone(), rings[1].clone(), rings[2]
-    counts = np.ones(len(rows), int) if call.cu_seqlens_q is None else np.diff(call.cu_seqlens_q)
-    for token, sequence in enumerate(np.repeat(np.arange(len(rows)), counts)):
-        _, _, position = call.places[token]
-        if rows[sequence, 0] >= 0:
-            key = call.k[token]
-            if rotates:
-                options = {"positions": np.array(position), "interleaved": call.interleaved}
-                key = torch_frontend.apply_rotary(key, call.cos, call.sin, **options)
-            k[rows[sequence, 0], position % k.shape[1]] = key
-            v[rows[sequence, 0], position % v.shape[1]] = call.v[token]
-    return k, v

@@ -58,7 +58,7 @@ def torch_pool(array: np.ndarray) -> torch.Tensor:
 
 
 def torch_arguments(call: PagedCall, device: str = "cpu") -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """((q, k_pages, v_pages), tables, scales, rings, slopes and sinks) as tensors."""
+    """((q, k_pages, v_pages), tables, scales, slopes and sinks) as tensors."""
     if device != "cpu":
         arrays, keywords = torch_arguments(call)
         return tuple(each.to(device) for each in arrays), {name: each.to(device) for name, each in keywords.items()}
@@ -66,23 +66,17 @@ def torch_arguments(call: PagedCall, device: str = "cpu") -> tuple[tuple[Any, ..
     arrays = torch.tensor(inputs.q, dtype=kind), torch_pool(inputs.k), torch_pool(inputs.v)
     keywords = {n: torch.tensor(array) for n, array in call.int_arrays.items() if array is not None}
     keywords |= {n: torch.tensor(getattr(inputs, n)) for n in ("k_scales", "v_scales")}
-    if inputs.recent_rows is not None:
-        keywords |= {n: torch.tensor(getattr(inputs, n), dtype=kind) for n in ("k_recent", "v_recent")}
-        keywords["recent_rows"] = torch.tensor(inputs.recent_rows)
     if inputs.alibi_slopes is not None:
         keywords["alibi_slopes"] = torch.tensor(inputs.alibi_slopes, dtype=torch.float32)
     return arrays, keywords | ({} if inputs.sinks is None else {"sinks": torch.tensor(inputs.sinks, dtype=kind)})
 
 
 def jax_arguments(call: PagedCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """((q, k_pages, v_pages), tables, scales, rings, slopes and sinks) as JAX arrays."""
+    """((q, k_pages, v_pages), tables, scales, slopes and sinks) as JAX arrays."""
     inputs = call.inputs
     arrays = jnp.asarray(inputs.q, call.spec.dtype), jnp.asarray(inputs.k), jnp.asarray(inputs.v)
     keywords = {n: jnp.asarray(array) for n, array in call.int_arrays.items() if array is not None}
     keywords |= {n: jnp.asarray(getattr(inputs, n)) for n in ("k_scales", "v_scales")}
-    if inputs.recent_rows is not None:
-        keywords |= {n: jnp.asarray(getattr(inputs, n), call.spec.dtype) for n in ("k_recent", "v_recent")}
-        keywords["recent_rows"] = jnp.asarray(inputs.recent_rows)
     if inputs.alibi_slopes is not None:
         keywords["alibi_slopes"] = jnp.asarray(inputs.alibi_slopes, jnp.float32)
     return arrays, keywords | ({} if inputs.sinks is None else {"sinks": jnp.asarray(inputs.sinks, call.spec.dtype)})

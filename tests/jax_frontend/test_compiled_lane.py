@@ -602,14 +602,14 @@ def test_flash4_reads_and_writes_one_array_without_python(dim: int) -> None:
     "changes",
     [
         *({}, {"sinks": True}, {"window": 40, "softcap": 9.0}, {"chunks": True}, {"lengths": (3, 1), "pages": 3}),
-        *({"recent": 50}, {"recent": 50, "chunks": True, "sinks": True}),
+        *({"quantised": True}, {"quantised": True, "chunks": True, "sinks": True}),
         *({"invariant": "prefix"}, {"invariant": "prefix", "chunks": True, "sinks": True}, {"invariant": "batch"}),
     ],
 )
 def test_decoding_from_pages_gives_torchs_bits_without_python(changes: dict[str, Any]) -> None:
     """The number of splits is more than 1 in the calls with long sequences, and 1 in the one with short ones."""
     options = dict(changes)
-    recent = options.pop("recent", None)
+    quantised = options.pop("quantised", False)
     lengths = options.pop("lengths", (900, 1, 577))
     pages, rng, chunks = options.pop("pages", 200), np.random.default_rng(0), options.pop("chunks", False)
     news = [4, 1, 30] if chunks else [1] * len(lengths)
@@ -626,18 +626,14 @@ def test_decoding_from_pages_gives_torchs_bits_without_python(changes: dict[str,
         tables["cu_seqlens_q"] = np.cumsum([0, *news]).astype(np.int32)
         options["max_len_q"] = max(news)
     options |= {"backend": "triton_splitkv", "return_lse": True}
-    rings = np.zeros((2, 0))
-    if recent is not None:  # the second ring does not exist
-        pool, rings = (9 * pool).clip(-127, 127).astype(np.int8), rng.standard_normal((2, 4, recent, 2, 64))
-        tables["recent_rows"] = np.array([[2, 0], [4, 0], [1, 555]], np.int32)
+    if quantised:
+        pool = (9 * pool).clip(-127, 127).astype(np.int8)
         tables |= {name: rng.random((pages, 16, 2)).astype(np.float32) + 0.1 for name in ("k_scales", "v_scales")}
 
-    def call(q: Any, k: Any, v: Any, rings: Any, tables: Any, sinks: Any) -> Any:
-        newest = {} if recent is None else {"k_recent": rings[0], "v_recent": rings[1]}
-        return jax_frontend.paged_attention(q, k, v, **newest, **tables, sinks=sinks, **options)
+    def call(q: Any, k: Any, v: Any, tables: Any, sinks: Any) -> Any:
+        return jax_frontend.paged_attention(q, k, v, **tables, sinks=sinks, **options)
 
-    operands = [jnp.asarray(q, "bfloat16"), *(jnp.asarray(each, None if recent else "bfloat16") for each in pool)]
-    operands.append(jnp.asarray(rings, "bfloat16"))
+    operands = [jnp.asarray(q, "bfloat16"), *(jnp.asarray(each, None if quantised else "bfloat16") for each in pool)]
     arguments = (*operands, jax.tree.map(jnp.asarray, tables), None if sinks is None else jnp.asarray(sinks))
     compiled = jax.jit(call).lower(*arguments).compile()
     text = compiled.as_text()
@@ -646,8 +642,6 @@ def test_decoding_from_pages_gives_torchs_bits_without_python(changes: dict[str,
     tensors = [torch.from_numpy(each).cuda() for each in (q, *pool)]
     tensors = [each if each.dtype is torch.int8 else each.bfloat16() for each in tensors]
     in_torch_tables = {name: torch.from_numpy(each).cuda() for name, each in tables.items()}
-    if recent is not None:
-        in_torch_tables |= dict(zip(("k_recent", "v_recent"), torch.from_numpy(rings).cuda().bfloat16(), strict=True))
     more = None if sinks is None else torch.from_numpy(sinks).cuda()
     theirs = torch_frontend.paged_attention(*tensors, **in_torch_tables, sinks=more, **options)
     for one, other in zip(ours, theirs, strict=True):

@@ -349,10 +349,10 @@ def test_triton_code_that_needs_more_than_pointers_and_numbers_is_refused(
         triton_programs._call(compiled(**about), (1, 1, 1), (1, 9, 0.5), 2)
 
 
-@pytest.mark.parametrize(("sinks", "recent"), [(False, None), (True, None), (True, 64)])
+@pytest.mark.parametrize(("sinks", "dtype"), [(False, None), (True, None), (True, "int4")])
 @pytest.mark.parametrize("sequences", [3, 400])
 def test_a_paged_program_splits_the_keys_of_few_sequences(
-    sequences: int, sinks: bool, recent: int | None, monkeypatch: pytest.MonkeyPatch
+    sequences: int, sinks: bool, dtype: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton")
     monkeypatch.setattr(triton_programs, "_jaxlib", lambda: Library)
@@ -360,8 +360,8 @@ def test_a_paged_program_splits_the_keys_of_few_sequences(
     splitkv._settings.cache_clear()
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     paged = PagedKV(num_pages=900, page_size=16, width=64)
-    if recent is not None:
-        paged = replace(paged, dtype="int4", scales="token", recent=recent)
+    if dtype is not None:
+        paged = replace(paged, dtype=dtype, scales="token")
     spec = replace(
         SPEC,
         batch=1,
@@ -380,24 +380,19 @@ def test_a_paged_program_splits_the_keys_of_few_sequences(
     read = [[program.buffers[place].name for place in step.reads] for step in program.steps]
     written = [[program.buffers[place].name for place in step.writes] for step in program.steps]
     last = "sinks" if sinks else "q"
-    # q or the lengths stand for absent offsets, ranges, slopes, starts, scales and rings
-    beside = ["q", "q", "q", "q", "seq_lens"]
-    if recent is not None:
-        beside = ["k_scales", "v_scales", "k_recent", "v_recent", "recent_rows"]
-    assert read[0] == ["q", "k", "v", "block_table", "seq_lens", "seq_lens", last, "q", "q", "seq_lens", *beside]
+    # q or the lengths stand for absent offsets, ranges, slopes, starts and scales
+    scales = ["q", "q"] if dtype is None else ["k_scales", "v_scales"]
+    assert read[0] == ["q", "k", "v", "block_table", "seq_lens", "seq_lens", last, "q", "q", "seq_lens", *scales]
     if sequences == 3:
         assert written == [[SCRATCH, SCRATCH], ["out", "lse"]] and read[1] == [SCRATCH, SCRATCH, last]
     else:
         assert written == [["out", "lse"]]
 
 
-def test_a_paged_program_gets_no_ring_that_does_not_exist() -> None:
-    """A program does not know the number of rings."""
-    rows = jnp.asarray([[0, 5], [1, 0], [2, 0], [2**31 - 1, 7], [-1, 0], [-9, 3]], jnp.int32)
-    arrays = {"recent_rows": rows, "k_recent": jnp.zeros((2, 4, 1, 16)), "sinks": jnp.zeros(4, jnp.bfloat16)}
+def test_a_paged_program_gets_sinks_in_float32() -> None:
+    arrays = {"k_scales": jnp.zeros((4, 16, 1)), "sinks": jnp.zeros(4, jnp.bfloat16)}
     operands = splitkv.program_operands(SPEC, arrays)
-    assert operands["recent_rows"].tolist()[:2] == [[0, 5], [1, 0]] and (operands["recent_rows"][2:, 0] < 0).all()
-    assert operands.keys() == {"recent_rows", "sinks"} and operands["sinks"].dtype == "float32"
+    assert operands.keys() == {"sinks"} and operands["sinks"].dtype == "float32"
 
 
 def test_xla_launches_the_pass_for_largest_logits(monkeypatch: pytest.MonkeyPatch) -> None:

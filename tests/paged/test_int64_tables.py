@@ -122,7 +122,7 @@ def test_the_path_of_seen_calls_leaves_them_to_the_general_one() -> None:
     options = (True, None, None, None, False, False, None)
     for kind, fits in (("int32", True), ("int64", False)):
         table, lengths, _ = tables(call, torch.tensor, kind).values()
-        results = seen_calls.attend(q, k, v, table, lengths, None, (None,) * 6, None, options)
+        results = seen_calls.attend(q, k, v, table, lengths, None, (None,) * 3, None, options)
         assert (results is not None) == fits
 
 

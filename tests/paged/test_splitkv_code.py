@@ -23,10 +23,10 @@ TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32
 TYPES |= {"float8_e4m3fn": "fp8e4nv"}
 
 
-def quantised(dtype: str, recent: int | None = None, **fields: Any) -> AttentionSpec:
+def quantised(dtype: str, **fields: Any) -> AttentionSpec:
     spec = spec_of(**fields)
     assert spec.paged is not None
-    return replace(spec, paged=replace(spec.paged, dtype=dtype, scales="token", recent=recent))
+    return replace(spec, paged=replace(spec.paged, dtype=dtype, scales="token"))
 
 
 @pytest.fixture
@@ -50,11 +50,11 @@ def codes(monkeypatch: pytest.MonkeyPatch) -> Callable[[AttentionSpec], list[Any
     [
         quantised("float8_e4m3fn"),
         quantised("int8", new=3, num_heads=64, sinks=True),
-        quantised("int4", recent=32),
-        quantised("float8_e4m3fn", recent=32, head_dim=64, value_dim=128, new=3, window=(99, 0)),
-        quantised("int4", recent=32, head_dim=256, value_dim=256, softcap=3.0, num_heads=8),
+        quantised("int4"),
+        quantised("float8_e4m3fn", head_dim=64, value_dim=128, new=3, window=(99, 0)),
+        quantised("int4", head_dim=256, value_dim=256, softcap=3.0, num_heads=8),
     ],
-    ids=["float8", "int8 drafts", "int4 rings", "float8 rings", "int4 rings, wide"],
+    ids=["float8", "int8 drafts", "int4", "float8 drafts, window", "int4, wide"],
 )
 def test_quantised_pages_compile_without_wgmma(codes: Any, spec: AttentionSpec) -> None:
     """Triton 3.6 reads converted values from wrong memory for wgmma."""

@@ -17,7 +17,7 @@ from direct_launches import launch_by_address
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from other_process import OtherProcess
-from quantised_appends import bits, expected_rings, pools_of, rings_of
+from quantised_appends import bits, pools_of
 from quantised_cases import KINDS
 
 import torch_frontend
@@ -87,27 +87,6 @@ def test_any_append_to_quantised_pages(call: Append, kind: tuple[str, str], rota
     right = quantised_appends.expected(call, pools, kind[0], rotates)
     for actual, exact in zip((*pages, k_scales, v_scales), right, strict=True):
         np.testing.assert_array_equal(bits(actual), bits(exact), err_msg=str(kind))
-
-
-@pytest.mark.parametrize(("recent", "by", "new"), [(3, "token", [2, 8, 0, 1]), (40, "page", None)], ids=["3", "40"])
-def test_rings(recent: int, by: str, new: list[int] | None) -> None:
-    """The same launch writes the newest tokens to rings of any strides, and nothing to a ring that does not exist."""
-    call = make_append([5, 30, 7, 12], new, dtype="bfloat16", interleaved=recent == 3)
-    pools, rings = pools_of(call, "int4", by), rings_of(call, recent)
-    rows = torch.tensor(np.pad(rings[2], ((0, 0), (0, 3))))[:, :2]
-    k, v = (ring.transpose(1, 2).contiguous().transpose(1, 2) for ring in rings[:2])
-    *pages, k_scales, v_scales = pools.tensors
-    where, scales = places_of(call, True, False), (k_scales, v_scales)
-    append_on_gpu(*pages, call.k, call.v, *where, scales=scales, rings=(k, v, rows))
-    for found, wanted in zip((k, v), expected_rings(call, rings, True), strict=True):
-        assert torch.equal(found, wanted)
-    right = quantised_appends.expected(call, pools, "int4", True)
-    for found, wanted in zip((*pages, k_scales, v_scales), right, strict=True):
-        np.testing.assert_array_equal(bits(found), bits(wanted))
-    before = k.clone(), v.clone()
-    rows[:, 0] = torch.tensor([len(k), -1, 2**31 - 1, -(2**31)])
-    append_on_gpu(*pages, call.k, call.v, *where, scales=scales, rings=(k, v, rows))
-    assert torch.equal(k, before[0]) and torch.equal(v, before[1])
 
 
 @settings(max_examples=25, deadline=None)

@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from other_process import OtherProcess
 from paged_cases import PagedCall, judge, laid_out, make_paged, most_shared, without_answers
 from quantised_cases import KINDS, quantised_call, torch_arguments
-from ring_cases import with_rings
 
 from attn_core.backends.shared.pages import pools
 from attn_core.backends.triton_splitkv import backend as triton_splitkv
@@ -28,7 +27,6 @@ from attn_core.call import trailing_tokens
 from attn_core.call.tensors import PagedInputs
 from attn_core.context_parallel.on_torch import merge, merge_parts_triton, merge_triton
 from attn_core.correctness.paged import append
-from attn_core.errors import ShapeError
 from attn_core.paged import triton_tables
 from torch_frontend.dispatch import offsets, triton_offsets
 from torch_frontend.paged.append import _append_on_cpu
@@ -370,6 +368,9 @@ QUANTISED = {
     "wide values": {"lengths": (40, 9), "new": (2, 3), "value_dim": 64},
     "key ranges": {"lengths": (40, 23), "new": (9, 7), "ranges": (2, 2), "causal": False},
     "slopes and starts": {"lengths": (40, 23), "new": (3, 7), "alibi": 2, "starts": True},
+    "decode, window": {"lengths": (5, 70, 33), "window": 20, "softcap": 3.0, "sinks": True},
+    "no causal": {"lengths": (40, 8), "new": (5, 3), "window": (30, 2), "causal": False},
+    "many rows": {"lengths": (81,), "new": (40,), "num_heads": 6, "page_size": 16},
 }
 
 
@@ -402,41 +403,9 @@ def test_the_kernel_reads_the_scale_of_its_token(fault: str, monkeypatch: pytest
     assert not judge(call, found).ok
 
 
-# Rings of newest tokens
-
-RINGS: dict[str, dict[str, Any]] = {
-    **QUANTISED,
-    "decode, window": {"lengths": (5, 70, 33), "window": 20, "softcap": 3.0, "sinks": True},
-    "no causal": {"lengths": (40, 8), "new": (5, 3), "window": (30, 2), "causal": False},
-    "many rows": {"lengths": (81,), "new": (40,), "num_heads": 6, "page_size": 16},
-    "equal lengths": {"lengths": (30, 30, 30)},
-}
-RING_RUNS = [
-    *(("chunks", kind, 5, 1) for kind in KINDS),
-    *((name, ("int4", "token"), 24, 3) for name in RINGS),
-    *((name, ("float8_e4m3fn", "page"), 7, 1) for name in ("decode, window", "wide values")),
-    *(("decode", ("int8", "token"), recent, 2) for recent in (1, 33, 100)),
-]
-
-
-def ring_call(name: str, kind: tuple[str, str], recent: int) -> PagedCall:
-    fields = {**HALF, "head_dim": 64, "value_dim": 32, **RINGS[name]}
-    call = make_paged(fields.pop("lengths"), fields.pop("new", None), **fields)
-    return with_rings(quantised_call(call, *kind), recent, seed=recent)
-
-
-@pytest.mark.parametrize(("name", "kind", "recent", "count"), RING_RUNS)
-def test_rings(name: str, kind: tuple[str, str], recent: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shares of pages alone, of a ring alone, and of both; what may not be read is NaN."""
-    splits_of(monkeypatch, count)
-    call = ring_call(name, kind, recent)
-    verdict = judge(call, attended(call, quantised_tensors(call)))
-    assert verdict.ok, f"{call}\n{verdict}"
-
-
 @settings(max_examples=10)
 @given(st.data())
-def test_any_call_with_rings(data: Any) -> None:
+def test_any_call_on_quantised_pages(data: Any) -> None:
     lengths = data.draw(st.lists(st.integers(0, 80), min_size=1, max_size=3))
     new = [data.draw(st.integers(0, min(n, 6))) for n in lengths]
     plain = make_paged(
@@ -454,7 +423,6 @@ def test_any_call_with_rings(data: Any) -> None:
         **{**HALF, "head_dim": 64, "value_dim": 32},
     )
     call = quantised_call(plain, *data.draw(st.sampled_from(KINDS)))
-    call = with_rings(call, data.draw(st.integers(1, 90)), data.draw(st.integers(0, 99)))
     with pytest.MonkeyPatch.context() as patch:
         splits_of(patch, data.draw(st.integers(1, 4)))
         verdict = judge(call, attended(call, quantised_tensors(call)))
@@ -462,76 +430,24 @@ def test_any_call_with_rings(data: Any) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_rings_that_do_not_exist_count_as_none(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_seen_call_on_quantised_pages_gives_the_bits_of_a_new_one(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     splits_of(monkeypatch, count)
-    call = ring_call("equal lengths", ("int4", "token"), 24)
-    inputs = quantised_tensors(call)
-    inputs = inputs._replace(**{name: getattr(inputs, name).nan_to_num(1.0) for name in ("k_scales", "v_scales")})
-    rings = {name: amid_nan(getattr(inputs, name).nan_to_num(0.5)) for name in ("k_recent", "v_recent")}
-
-    def out(*rows: tuple[int, int]) -> torch.Tensor:
-        tables = {"recent_rows": torch.tensor(rows, dtype=torch.int32)}
-        return triton_splitkv.forward(call.spec, inputs._replace(**rings, **tables))[0]
-
-    none, good = out((-1, 0), (-1, 0), (-1, 0)), out((4, 0), (0, 0), (1, 0))
-    assert none.isfinite().all() and good.isfinite().all() and (none != good).any((1, 2)).all()
-    assert torch.equal(out((5, 0), (2**31 - 1, 0), (-9, 0)), none)
-    assert torch.equal(out((-(2**31), 3), (1, 2**31 - 1), (1, 30)), none)
-    assert torch.equal(out((4, -5), (0, -(2**31)), (1, 6)), good)
-
-
-@pytest.mark.parametrize("fault", ["k_recent", "v_recent", "recent_rows", "recent"])
-def test_faults_in_rings_are_caught(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    splits_of(monkeypatch, 2)
-    call = ring_call("decode", ("int8", "token"), 7)
-    scales = {name: np.nan_to_num(getattr(call.inputs, name), nan=1.0) for name in ("k_scales", "v_scales")}
-    call = replace(call, inputs=call.inputs._replace(**scales))
-    assert judge(call, attended(call, quantised_tensors(call))).ok
-    rows = call.inputs.recent_rows
-    assert (rows[:, 0] >= 0).any()
-    values = np.nan_to_num(getattr(call.inputs, "k_recent" if fault == "recent" else fault), nan=0.3)
-    wrong = {
-        "k_recent": {"k_recent": np.roll(values, 1, 1)},
-        "v_recent": {"v_recent": np.roll(values, 1, 1)},
-        "recent_rows": {"recent_rows": rows + np.array([0, 1], np.int32)},
-        "recent": {name: getattr(call.inputs, name)[:, :6] for name in ("k_recent", "v_recent")},
-    }[fault]
-    other = replace(call, inputs=call.inputs._replace(**wrong))
-    if fault == "recent":
-        other = replace(other, spec=replace(call.spec, paged=replace(call.spec.paged, recent=6)))
-    assert not judge(call, attended(other, quantised_tensors(other))).ok
-
-
-@pytest.mark.parametrize("count", [1, 3])
-def test_a_seen_call_with_rings_gives_the_bits_of_a_new_one(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    splits_of(monkeypatch, count)
-    calls = [ring_call("decode", ("int4", "token"), recent) for recent in (24, 24)]
-    spec, (one, other) = calls[0].spec, [quantised_tensors(call) for call in calls]
-    other = other._replace(q=-other.q, recent_rows=torch.tensor([[2, 0], [0, 50], [1, 0]], dtype=torch.int32))
-    other = other._replace(**{name: getattr(other, name).nan_to_num(0.5) for name in ("k_recent", "v_recent")})
-    more = other._replace(**{name: getattr(other, name).repeat(2, 1, 1, 1) for name in ("k_recent", "v_recent")})
-    strided = other._replace(recent_rows=other.recent_rows.repeat_interleave(2, 1)[:, ::2])
+    call = quantised_call(make_paged((5, 70, 1), **{**HALF, "head_dim": 64, "value_dim": 32}), "int4", "token")
+    spec, one = call.spec, quantised_tensors(call)
+    other = one._replace(q=-one.q, k_scales=2 * one.k_scales, v_scales=3 * one.v_scales)
+    strided = other._replace(k_scales=other.k_scales.repeat_interleave(2, 2)[..., ::2])
     expected = [triton_splitkv.forward(spec, inputs) for inputs in (one, other)]
     direct = launch_by_address(monkeypatch)
     run, attend = triton_splitkv.paged_shortcut(spec), triton_splitkv._kernels().attend
-    # Another number of rings is another launch, and rows with strides are copied.
-    for inputs, launches in ((one, 0), (other, 1), (more, 0), (one, 1), (strided, 1), (more, 1)):
+    # Scales with other strides are another launch.
+    for inputs, launches in ((one, 0), (other, 1), (strided, 0), (one, 1), (strided, 1)):
         before = direct.count(attend)
         out, lse = run(*inputs[:7], *inputs[10:])
         right = expected[inputs is not one]
         assert torch.equal(out, right[0]) and torch.equal(lse, right[1])
         assert direct.count(attend) - before == launches
-
-
-@pytest.mark.parametrize("name", ["k_recent", "v_recent"])
-def test_rings_that_only_a_copy_could_read_are_refused(name: str) -> None:
-    call = ring_call("decode", ("int4", "token"), 6)
-    inputs = quantised_tensors(call)
-    ring = getattr(inputs, name)
-    shifted = torch.zeros(ring.numel() + 1, dtype=ring.dtype)[1:].view_as(ring)
-    for wrong in (ring.repeat_interleave(2, 3)[..., ::2], shifted):
-        with pytest.raises(ShapeError, match=f"^{name}: expected dense channels, .*; rings are never copied$"):
-            triton_splitkv.forward(call.spec, inputs._replace(**{name: wrong}))
 
 
 @pytest.mark.parametrize("dim", [16, 20])
@@ -552,7 +468,7 @@ def test_append_writes_the_bits_of_torch(new: Any, kind: tuple[str, str], dim: i
         if is_kernel:
             append_on_gpu(given.k, given.v, *parts, *places, scales=scales)
         else:
-            _append_on_cpu(given.k, given.v, *parts, places, scales, (None, None, None))
+            _append_on_cpu(given.k, given.v, *parts, places, scales)
         results.append(given)
     for name in ("k", "v", "k_scales", "v_scales"):
         one, other = (getattr(each, name).contiguous().view(torch.uint8) for each in results)

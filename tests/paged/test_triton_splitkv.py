@@ -88,15 +88,13 @@ def test_the_numbers_that_the_kernels_receive() -> None:
     assert triton_splitkv.lower(spec_of(softcap=20.0, window=(5, None), sinks=True, scale=0.3)) == {
         **{"scale": 0.3, "softcap": 20.0, "left": 5, "right": 0},
         **{"ONE_QUERY": True, "SOFTCAP": True, "SINKS": True, "RANGES": 0, "ALIBI": False, "STARTS": False},
-        **{"LEFT_OPEN": False, "FUSED": False, "KIND": 0, "RECENT": 0},
+        **{"LEFT_OPEN": False, "FUSED": False, "KIND": 0},
     }
     assert triton_splitkv.lower(spec_of(alibi_shape=(64, 32)))["ALIBI"]
     assert triton_splitkv.lower(with_starts())["STARTS"]
     for dtype, kind in KINDS.items():
         pool = replace(spec_of().paged, dtype=dtype, scales=None if dtype is None else "token")
         assert triton_splitkv.lower(replace(spec_of(), paged=pool))["KIND"] == kind
-    rings = replace(pool, dtype="int4", scales="token", recent=128)
-    assert triton_splitkv.lower(replace(spec_of(), paged=rings))["RECENT"] == 128
     assert triton_splitkv.lower(spec_of(new=3, key_ranges_shape=(1, 1, 192, 2, 2)))["RANGES"] == 2
     open_sides = triton_splitkv.lower(spec_of(new=3, causal=False))
     assert open_sides["left"] == open_sides["right"] == 2**30 and not open_sides["ONE_QUERY"]

@@ -87,7 +87,6 @@ KERNEL_FILES = [
         "backends/triton_splitkv/kernels.py",
         "backends/triton_splitkv/merge_kernel.py",
         "backends/triton_splitkv/products.py",
-        "backends/triton_splitkv/recent_tiles.py",
         "backends/triton_splitkv/scores.py",
         "backends/triton_splitkv/ordered_kernels.py",
         "backends/triton_splitkv/stored_tiles.py",

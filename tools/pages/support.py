@@ -41,7 +41,6 @@ GROUPS = {
         "paged": "keys and values in pages",
         "paged_alibi": "`alibi_slopes` with pages",
         "paged_starts": "`kv_starts` with pages",
-        "paged_recent": "rings of exact tokens beside quantised pages",
         "partial": "a part of each row's keys (context parallelism)",
         "symbolic": "symbolic sizes (`jax.export`)",
         "approximate": "approximate: by name only",

@@ -208,7 +208,7 @@ def _attention(
     tensors = (_flat(call.q), call.k_cache, call.v_cache, call.block_table, call.cache_seqlens)
     if call.alibi_slopes is not None or call.cache_leftpad is not None:
         offsets = None if tokens == 1 else _offsets(call)
-        entries = (*tensors, offsets, None, None, call.alibi_slopes, call.cache_leftpad, *(None,) * 5)
+        entries = (*tensors, offsets, None, None, call.alibi_slopes, call.cache_leftpad, None, None)
         longest = None if tokens == 1 else tokens
         plan_call(entries, options_of(*values, longest), requested)  # type: ignore[call-arg]
         return None

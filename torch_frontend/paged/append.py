@@ -13,14 +13,12 @@ from torch.autograd import forward_ad
 from attn_core.call.pages import PagedKV
 from attn_core.paged import arguments
 from attn_core.paged.quantised.scales import check_used_scales
-from attn_core.paged.recent import check_recent_rows, places_in_rings
 from attn_core.paged.rotary import COS, SIN
 from attn_core.paged.tables import FEW_ENTRIES, are_valid, last_places
 from torch_frontend.dispatch import plan, tensor_kinds
 from torch_frontend.dispatch.wrappers import on_device
 from torch_frontend.paged import seen_appends
 from torch_frontend.paged.append_launch import TABLES, append_on_gpu, repeated_on_gpu
-from torch_frontend.paged.key_ranges import recent_rows_of
 from torch_frontend.paged.places import Places, gather, on_cpu
 from torch_frontend.paged.plan import check_no_gradient
 from torch_frontend.paged.quantise import write as write_rows
@@ -44,54 +42,44 @@ def append(
     interleaved: bool = False,
     k_scales: Any = None,
     v_scales: Any = None,
-    k_recent: Any = None,
-    v_recent: Any = None,
-    recent_rows: Any = None,
 ) -> None:
     """Checks the arguments of ``append_kv``, rotates k, and writes k and v into the pages, in place."""
     rotary = None if cos is None else (cos, sin, interleaved)
     is_usual = cu_seqlens_q is slot_mapping is positions is k_scales is v_scales is None
-    is_usual = is_usual and k_recent is v_recent is recent_rows is None
     if is_usual and _append_as_before(k_pages, v_pages, k, v, block_table, seq_lens, rotary):
         return
     where = (block_table, seq_lens, cu_seqlens_q, slot_mapping, cos, sin, positions)
     if (
         not is_usual
-        and k_scales is v_scales is k_recent is v_recent is recent_rows is None
+        and k_scales is v_scales is None
         and seen_appends.append((k_pages, v_pages, k, v), where, interleaved)
     ):
         return
     for name, tensor in (("k_pages", k_pages), ("k", k)):
         plan.check_tensor(name, tensor)
-    places, beside = gather(k, k_pages, Places(*where, interleaved)), (k_scales, v_scales, k_recent, v_recent)
-    recent_rows = recent_rows_of(k, recent_rows, seq_lens, k_recent)
-    check_appended(k_pages, v_pages, k, v, places, beside, recent_rows)
+    places, scales = gather(k, k_pages, Places(*where, interleaved)), (k_scales, v_scales)
+    check_appended(k_pages, v_pages, k, v, places, scales)
     if k.shape[0] == 0:
         return
-    scales, rings = beside[:2], (k_recent, v_recent, recent_rows)
     with torch.no_grad():
         if k.device.type == "cpu":
-            _append_on_cpu(k_pages, v_pages, k, v, places, scales, rings)
+            _append_on_cpu(k_pages, v_pages, k, v, places, scales)
         else:
-            on_device(append_on_gpu, k.device)(k_pages, v_pages, k, v, *places, scales=scales, rings=rings)
+            on_device(append_on_gpu, k.device)(k_pages, v_pages, k, v, *places, scales=scales)
 
 
 def check_appended(
-    k_pages: Any, v_pages: Any, k: Any, v: Any, places: Places, beside: tuple[Any, ...] = (), recent_rows: Any = None
+    k_pages: Any, v_pages: Any, k: Any, v: Any, places: Places, scales: tuple[Any, Any] = (None, None)
 ) -> None:
-    """Checks the arguments of an append except the values of its tables.
-
-    beside: k_scales, v_scales, k_recent and v_recent.
-    """
-    optional = {COS: places.cos, SIN: places.sin}
-    optional |= dict(zip(("k_scales", "v_scales", "k_recent", "v_recent"), beside, strict=False))
+    """Checks the arguments of an append except the values of its tables. scales: k_scales and v_scales."""
+    optional = {COS: places.cos, SIN: places.sin, "k_scales": scales[0], "v_scales": scales[1]}
     named = {"k_pages": k_pages, "v_pages": v_pages, "k": k, "v": v}
     named |= {name: tensor for name, tensor in optional.items() if tensor is not None}
     for name, tensor in named.items():
         plan.check_tensor(name, tensor)
         check_no_gradient(name, tensor)
     others = ("block_table", "seq_lens", "cu_seqlens_q", "slot_mapping", "positions")
-    named |= {name: getattr(places, name) for name in others} | {"recent_rows": recent_rows}
+    named |= {name: getattr(places, name) for name in others}
     tensor_kinds.check_data(k_pages, **{name: tensor for name, tensor in named.items() if name != "k_pages"})
     entries = tuple([(name, t.shape, t.dtype, t.device) for name, t in named.items() if t is not None])
     # Symbolic sizes cannot be compared. The op checks them when it runs.
@@ -105,31 +93,15 @@ def _check_metadata(entries: tuple[Any, ...]) -> None:
     arguments.check_append({name: plan.facts(*entry) for name, *entry in entries})
 
 
-def _append_on_cpu(
-    k_pages: Any, v_pages: Any, k: Any, v: Any, places: Places, scales: tuple[Any, Any], rings: tuple[Any, Any, Any]
-) -> None:
-    """Checks the values of the tables and writes k and v into the pages, and into rings, by indexing."""
+def _append_on_cpu(k_pages: Any, v_pages: Any, k: Any, v: Any, places: Places, scales: tuple[Any, Any]) -> None:
+    """Checks the values of the tables and writes k and v into the pages by indexing."""
     k, v, where = on_cpu(k_pages, k.detach(), v.detach(), places)
     if scales[0] is not None and scales[0].dim() == 2:
         by_page = {name: each.numpy() for name, each in zip(("k_scales", "v_scales"), scales, strict=True)}
         check_used_scales(by_page, where[0] * k_pages.shape[1] + where[1], k_pages.shape[1])
-    newest = None if rings[2] is None else _places_in_rings(rings, places)
     page, offset = torch.from_numpy(where)
     write_rows(k_pages, scales[0], (page, offset), k)
     write_rows(v_pages, scales[1], (page, offset), v)
-    if newest is not None:
-        token, *at = newest
-        for ring, rows in zip(rings, (k, v), strict=False):
-            ring.index_put_(tuple(at), rows[token].to(ring.dtype))
-
-
-def _places_in_rings(rings: tuple[Any, Any, Any], places: Places) -> tuple[Tensor, ...]:
-    """Checks the values of recent_rows; returns (token, ring, slot) of the tokens that a ring gets."""
-    assert places.seq_lens is not None
-    rows, lengths = rings[2].numpy(), places.seq_lens.numpy()
-    cu = None if places.cu_seqlens_q is None else places.cu_seqlens_q.numpy()
-    check_recent_rows(rows, lengths, rings[0].shape[0])
-    return tuple(map(torch.from_numpy, places_in_rings(rows, lengths, cu, rings[0].shape[1])))
 
 
 def _append_as_before(

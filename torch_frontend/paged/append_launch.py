@@ -36,9 +36,8 @@ def repeated_on_gpu(interleaved: bool = False, names: tuple[str, ...] = TABLES, 
     own: list[Any] = [4 + names.index(name) if name in names else None for name in fields]
     some = own[1] if own[3] is None else own[3]  # for tensors that are not read, see append_on_gpu
     last = 4 + len(names) if added else some
-    # The kernel's tensors by their numbers among k, v, k_pages, v_pages and those of ``names``; then scales, rings and
-    # grown.
-    order = (0, 1, 2, 3, *[some if at is None else at for at in own], *[some] * 5, last)
+    # The kernel's tensors by their numbers among k, v, k_pages, v_pages and those of ``names``; then scales and grown.
+    order = (0, 1, 2, 3, *[some if at is None else at for at in own], *[some] * 2, last)
     in_order: Callable[[list[int]], tuple[int, ...]] = itemgetter(*order)
 
     def write(k_pages: Tensor, v_pages: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> bool:
@@ -68,7 +67,6 @@ def append_on_gpu(
     v: Any,
     *where: Any,
     scales: tuple[Any, Any] = (None, None),
-    rings: tuple[Any, Any, Any] = (None, None, None),
     grown: Any = None,
     added: int = 0,
 ) -> Direct | None:
@@ -76,7 +74,6 @@ def append_on_gpu(
 
     Args:
         where: the fields of ``Places``. scales: of quantised pages, k_scales and v_scales.
-        rings: k_recent, v_recent and recent_rows.
         grown: dense, like seq_lens; lengths that count the new tokens are written here if added is not 0.
         added: 0 if seq_lens count the new tokens. Else each sequence has so many, and seq_lens do not count them.
 
@@ -85,10 +82,10 @@ def append_on_gpu(
     from attn_core.paged import triton_tables
     from attn_core.paged.quantised import triton_quantise
 
-    for name, tensor in (("k_pages", k_pages), ("v_pages", v_pages), ("k_recent", rings[0]), ("v_recent", rings[1])):
+    for name, tensor in (("k_pages", k_pages), ("v_pages", v_pages)):
         # The pool is written in place, so a dense copy would lose the writes. k and v are only read, so they may be
         # copied.
-        if tensor is not None and tensor.stride(-1) != 1:
+        if tensor.stride(-1) != 1:
             raise ShapeError(f"{name}: expected dense channels (a last stride of 1), got {list(tensor.stride())}")
     read = k.detach(), v.detach(), *Places(*where)[:7]
     k, v, *others = [each if each is None or each.stride(-1) == 1 else each.contiguous() for each in read]
@@ -99,18 +96,15 @@ def append_on_gpu(
     dtype = STORED.get(str(k_pages.dtype).removeprefix("torch."))
     if dtype == "float8_e4m3fn":  # the kernel writes bytes
         k_pages, v_pages = k_pages.view(torch.uint8), v_pages.view(torch.uint8)
-    count, recent = (0, 0) if rings[0] is None else rings[0].shape[:2]
     by = None if scales[0] is None else "token" if scales[0].dim() == 3 else "page"
-    rest = (*others, *scales, *rings, grown)
+    rest = (*others, *scales, grown)
     tensors = (k, v, k_pages, v_pages, *[some if each is None else each for each in rest])
     sizes, table, lengths = (*k.shape, v.shape[2], k_pages.shape[1]), tensors[4], tensors[5]
     numbers = (
-        *(k_pages.shape[0], table.shape[-1] if is_table else 0, len(lengths), angles, count),
+        *(k_pages.shape[0], table.shape[-1] if is_table else 0, len(lengths), angles),
         *(*k.stride()[:2], *v.stride()[:2], *k_pages.stride()[:3], *v_pages.stride()[:3]),
         *(table.stride(0), *[each.stride(0) if turned else 0 for each in tensors[8:10]]),
         *[stride for each in scales for stride in ((0, 0, 0) if each is None else _scale_strides(each))],
-        *[stride for each in rings[:2] for stride in ((0, 0, 0) if each is None else each.stride()[:3])],
-        0 if rings[2] is None else rings[2].stride(0),
     )
     flags = (at.cu_seqlens_q is None, not is_table, 2 * turned, at.interleaved, at.positions is not None)
 
@@ -120,7 +114,7 @@ def append_on_gpu(
         constants = {
             **{"PAGE": page_size, "HEAD_DIM": head_dim, "VALUE_DIM": value_dim},
             **dict(zip(("ONE_QUERY", "SLOTS", "ROTARY_DIM", "INTERLEAVED", "POSITIONS"), flags, strict=True)),
-            **{"DOUBLE": k.dtype == torch.float64, "RECENT": recent, "ADDED": added},
+            **{"DOUBLE": k.dtype == torch.float64, "ADDED": added},
             # Triton's ranges have a power of two as length. The kernel loops if there are more than 1024 sequences.
             "WIDE": 1 << (widest - 1).bit_length(),
             "SEQUENCES": min(1024, 1 << max(len(lengths) - 1, 0).bit_length()),
@@ -133,7 +127,7 @@ def append_on_gpu(
 
     # Tests run the kernel on the CPU, in Triton's interpreter.
     current = torch.cuda.current_device() if k.is_cuda else -1
-    key = ("append", tuple([each.dtype for each in tensors]), dtype, by, recent, added, sizes, numbers, flags, current)
+    key = ("append", tuple([each.dtype for each in tensors]), dtype, by, added, sizes, numbers, flags, current)
     direct = launch(triton_tables.append, key, tensors, describe)
     copied = [mine is not None and mine.data_ptr() != own.data_ptr() for mine, own in zip(read, (k, v, *others))]
     return None if any(copied) else direct

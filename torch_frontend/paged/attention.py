@@ -20,7 +20,6 @@ from torch_frontend.paged import (
     seen_calls,
 )
 from torch_frontend.paged.append import append, check_appended
-from torch_frontend.paged.key_ranges import recent_rows_of
 from torch_frontend.paged.outputs import check_out, copied
 from torch_frontend.paged.places import Places, op_places
 from torch_frontend.paged.plan import check_numbers, check_op, gather_arguments, options_of, run
@@ -83,9 +82,6 @@ def paged_attention(
     kv_starts: Any = None,
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
-    k_recent: Tensor | None = None,
-    v_recent: Tensor | None = None,
-    recent_rows: Any = None,
     out: Tensor | None = None,
     invariant: str | None = None,
     **unknown: Never,
@@ -116,11 +112,6 @@ def paged_attention(
         k_scales, v_scales: the scales of quantised pages, float32 ``[num_pages, page_size, kv_heads]`` or ``[num_pages,
             kv_heads]``: a number of the pool is ``stored * scale``. On the CPU the scales in use must be positive and
             finite; on a GPU they are not checked, and a NaN reaches the result.
-        k_recent, v_recent: beside quantised pages, rings of the newest tokens, ``[rings, recent, kv_heads, dim]`` in
-            q's dtype: a key at a position from ``seq_len - recent`` on is read from slot ``position % recent``.
-        recent_rows: int32 ``[sequences, 2]``: the ring of each sequence, -1 for none, and the first position that the
-            ring is good for; earlier keys are read from the pages. Raise it when tokens are taken back, to at least
-            ``longest - recent``, because newer tokens have overwritten older ones. A tensor or a numpy array.
         out: a buffer for the output, of q's dtype and device, with dense channels, apart from the memory of q and the
             pages. A kernel that can writes into it; other results are copied there. It is the output.
 
@@ -138,7 +129,7 @@ def paged_attention(
     is_usual = key_ranges is alibi_slopes is kv_starts is out is None
     if is_usual and not (_is_compiling() or _modes() or forward_ad._current_level >= 0):
         plain_options = (causal, window, softcap, scale, deterministic, return_lse, max_len_q, invariant)
-        beside = cu_seqlens_q, k_scales, v_scales, k_recent, v_recent, recent_rows
+        beside = cu_seqlens_q, k_scales, v_scales
         results = seen_calls.attend(q, k_pages, v_pages, block_table, seq_lens, sinks, beside, backend, plain_options)
         if results is not None:
             return results
@@ -148,23 +139,22 @@ def paged_attention(
         # While compiling, sizes are symbols; the op checks the other arguments when it runs.
         if torch.compiler.is_compiling():
             named = {"sinks": sinks, "alibi_slopes": alibi_slopes, "k_scales": k_scales, "v_scales": v_scales}
-            check_numbers(q=q, k_pages=k_pages, v_pages=v_pages, **named, k_recent=k_recent, v_recent=v_recent)
+            check_numbers(q=q, k_pages=k_pages, v_pages=v_pages, **named)
         else:
-            others = key_ranges, options, alibi_slopes, kv_starts, k_scales, v_scales, k_recent, v_recent, recent_rows
-            checked = check_op(q, k_pages, v_pages, tables, sinks, *others)
-            tables, key_ranges, kv_starts, recent_rows = checked
+            others = key_ranges, options, alibi_slopes, kv_starts, k_scales, v_scales
+            tables, key_ranges, kv_starts = check_op(q, k_pages, v_pages, tables, sinks, *others)
         left, right = options.window  # type: ignore[misc]
         result, lse = torch.ops.attn.paged_forward(
             *(q, k_pages, v_pages, *tables, sinks, max_len_q, causal, left, right),
             *(softcap, scale, deterministic, return_lse, join_names(requested_names(backend)), key_ranges),
-            *(alibi_slopes, kv_starts, k_scales, v_scales, k_recent, v_recent, recent_rows, invariant),
+            *(alibi_slopes, kv_starts, k_scales, v_scales, invariant),
         )
         if out is not None:
             check_out(out, q, k_pages, v_pages)
             result = copied(result, out)
         return (result, lse) if return_lse else result
     tables = block_table, seq_lens, cu_seqlens_q
-    more = key_ranges, alibi_slopes, kv_starts, k_scales, v_scales, k_recent, v_recent, recent_rows
+    more = key_ranges, alibi_slopes, kv_starts, k_scales, v_scales
     inputs = gather_arguments(q, k_pages, v_pages, *tables, sinks, max_len_q, *more)
     result, lse = run(inputs, options, requested_names(backend), out)
     return (result, lse) if return_lse else result
@@ -186,9 +176,6 @@ def append_kv(
     positions: Any = None,
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
-    k_recent: Tensor | None = None,
-    v_recent: Tensor | None = None,
-    recent_rows: Any = None,
     **unknown: Never,
 ) -> tuple[Tensor, ...]:
     """Writes the keys and values of new tokens into their sequences' pages, in place.
@@ -207,12 +194,9 @@ def append_kv(
         k_scales, v_scales: the scales of quantised pages, as in ``paged_attention``. Scales by token are written, too:
             each becomes the largest magnitude of its token and head, divided by the largest stored number, and NaN for
             a token with NaN or Inf. Scales by page are read: numbers beyond them saturate.
-        k_recent, v_recent, recent_rows: rings as in ``paged_attention``. The newest tokens are also written there, in
-            place, as they are or rotated. Needs the tables; each sequence with new tokens has a ring of its own.
 
     Returns:
-        ``(k_pages, v_pages)``, the same tensors; with scales also ``k_scales, v_scales``, and with rings ``k_recent,
-        v_recent``.
+        ``(k_pages, v_pages)``, the same tensors; with scales also ``k_scales, v_scales``.
 
     Raises:
         ShapeError, DTypeError, DeviceError, SpecError: for invalid arguments, and for tables on the CPU that point
@@ -227,18 +211,18 @@ def append_kv(
         check_choice(tables, slot_mapping, cos, rotary_interleaved, positions)
     # In the order of Places, as the op has them.
     where = (block_table, seq_lens, cu_seqlens_q, slot_mapping, cos, sin, positions, rotary_interleaved)
-    beside = k_scales, v_scales, k_recent, v_recent
+    scales = k_scales, v_scales
     if torch.compiler.is_compiling():
         named = {"k_pages": k_pages, "v_pages": v_pages, "k": k, "v": v, COS: cos, SIN: sin}
-        check_numbers(**named, k_scales=k_scales, v_scales=v_scales, k_recent=k_recent, v_recent=v_recent)
-        torch.ops.attn.append_kv(k_pages, v_pages, k, v, *where, *beside, recent_rows)
+        check_numbers(**named, k_scales=k_scales, v_scales=v_scales)
+        torch.ops.attn.append_kv(k_pages, v_pages, k, v, *where, *scales)
     elif is_watched(k):
         check_tensor("k", k)
-        places, recent_rows = op_places(k, Places(*where)), recent_rows_of(k, recent_rows, None)
-        check_appended(k_pages, v_pages, k, v, places, beside, recent_rows)
-        torch.ops.attn.append_kv(k_pages, v_pages, k, v, *places, *beside, recent_rows)
+        places = op_places(k, Places(*where))
+        check_appended(k_pages, v_pages, k, v, places, scales)
+        torch.ops.attn.append_kv(k_pages, v_pages, k, v, *places, *scales)
     else:
-        append(k_pages, v_pages, k, v, *where, *beside, recent_rows)
-    if k_scales is v_scales is k_recent is v_recent is None:
+        append(k_pages, v_pages, k, v, *where, *scales)
+    if k_scales is v_scales is None:
         return k_pages, v_pages
-    return (k_pages, v_pages, *[each for each in beside if each is not None])
+    return (k_pages, v_pages, *[each for each in scales if each is not None])

@@ -11,9 +11,8 @@ from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
 from attn_core.call.keywords import CachedKeywords
 from attn_core.errors import SpecError, shown
 from attn_core.paged.allocation.allocator import Copies, PageAllocator
-from attn_core.paged.allocation.cache_sizes import check_cache, check_recent, describe_cache, stored_shape
+from attn_core.paged.allocation.cache_sizes import check_cache, describe_cache, stored_shape
 from attn_core.paged.cache import PagedCache
-from attn_core.paged.rings import Rings
 from attn_core.paged.step import Step
 from torch_frontend.paged.attention import append_kv, paged_attention
 from torch_frontend.paged.sizing import name_of
@@ -23,7 +22,7 @@ Keywords = CachedKeywords[Tensor]
 
 
 class _OnHost(NamedTuple):
-    """Pages of a sequence, or its ring, in host memory.
+    """Pages of a sequence in host memory.
 
     Attributes:
         copies: one for each pool.
@@ -44,15 +43,11 @@ class PagedKVCache(PagedCache):
         dtype, device: of the pools.
         kv_dtype: "float8_e4m3fn", "int8", "int4" or such a dtype for quantised pages with a scale for each token and kv
             head; dtype is then that of the queries. None: the pools have dtype.
-        recent: beside quantised pages, how many of its newest tokens each sequence also has in dtype, in a ring;
-            attention reads these exactly. None: no rings.
-        rings: how many sequences can have tokens in the pool at a time if they have rings.
 
     Attributes:
         k_pages, v_pages: a pool for each layer, ``[num_pages, page_size, kv_heads, dim]``.
         k_scales, v_scales: the scales of each layer, float32 ``[num_pages, page_size, kv_heads]``; empty lists if the
             pages are not quantised.
-        k_recent, v_recent: the rings of each layer, ``[rings, recent, kv_heads, dim]`` in dtype; empty lists without.
         dtype: of queries, new keys and new values.
         stored: how a token is stored, and in how many bytes.
         allocator: assigns pages to sequences; ``allocator.report()`` returns how full the pools are.
@@ -73,23 +68,19 @@ class PagedKVCache(PagedCache):
         dtype: torch.dtype = torch.float32,
         device: Any = "cpu",
         kv_dtype: torch.dtype | str | None = None,
-        recent: int | None = None,
-        rings: int = 64,
     ) -> None:
         dims = {"head_dim": head_dim, "value_dim": head_dim if value_dim is None else value_dim}
         name = str(dtype).removeprefix("torch.")
         check_cache(name, num_layers=num_layers, kv_heads=kv_heads, **dims)
         kv_name = name_of(kv_dtype)
         stored, channels = stored_shape(kv_name, **dims)
-        count = check_recent(recent, rings, kv_name)
         try:
             device = torch.device(device)
         except (TypeError, ValueError, RuntimeError) as error:
             raise SpecError(f"device={shown(device)}: expected a torch.device or its name; {error}") from None
         self.allocator, self._swapped = PageAllocator(num_pages, page_size), {}
-        self.rings = None if recent is None else Rings(count, recent, self.allocator)
         self.dtype = dtype
-        self.stored = describe_cache(kv_name, page_size, kv_heads, dims, name, recent)
+        self.stored = describe_cache(kv_name, page_size, kv_heads, dims, name)
         pool_dtype, places = getattr(torch, stored or name), (num_pages, page_size, kv_heads)
         self.k_pages, self.v_pages = (
             [torch.zeros(*places, dim, dtype=pool_dtype, device=device) for _ in range(num_layers)]
@@ -97,12 +88,6 @@ class PagedKVCache(PagedCache):
         )
         scaled = num_layers if stored else 0
         self.k_scales, self.v_scales = ([torch.ones(places, device=device) for _ in range(scaled)] for _ in "kv")
-        self.k_recent, self.v_recent = (
-            [torch.zeros(count, recent or 0, kv_heads, dim, dtype=dtype, device=device) for _ in range(scaled)]
-            if count
-            else []
-            for dim in dims.values()
-        )
 
     def update(
         self,
@@ -124,7 +109,7 @@ class PagedKVCache(PagedCache):
         """
         k_pages, v_pages = self._pools(layer, step)
         turns: Any = {"rotary": rotary, "rotary_interleaved": rotary_interleaved}
-        append_kv(k_pages, v_pages, k, v, **step.tables, **turns, **self._beside(layer))
+        append_kv(k_pages, v_pages, k, v, **step.tables, **turns, **self._scales(layer))
 
     @overload
     def attend(
@@ -202,31 +187,31 @@ class PagedKVCache(PagedCache):
             alibi_slopes=alibi_slopes,
             out=out,
             invariant=invariant,
-            **self._beside(layer),
+            **self._scales(layer),
         )
 
-    def _copy(self, lists: tuple[list[Tensor], ...], copies: Copies) -> None:
-        source, target = (torch.tensor(rows, device=self.k_pages[0].device) for rows in copies)
+    def _copy(self, copies: Copies) -> None:
+        source, target = (torch.tensor(pages, device=self.k_pages[0].device) for pages in copies)
         # In place, because a captured CUDA graph reads these very tensors.
-        for pool in _indexable(lists):
+        for pool in _indexable(self._pool_lists()):
             pool[target] = pool[source]
 
-    def _to_host(self, lists: tuple[list[Tensor], ...], rows: tuple[int, ...]) -> _OnHost:
+    def _to_host(self, pages: tuple[int, ...]) -> _OnHost:
         device = self.k_pages[0].device
-        index, pinned = torch.tensor(rows, dtype=torch.int64, device=device), device.type == "cuda"
+        index, pinned = torch.tensor(pages, dtype=torch.int64, device=device), device.type == "cuda"
         copies = []
-        for pool in _indexable(lists):
-            there = torch.empty((len(rows), *pool.shape[1:]), dtype=pool.dtype, device="cpu", pin_memory=pinned)
+        for pool in _indexable(self._pool_lists()):
+            there = torch.empty((len(pages), *pool.shape[1:]), dtype=pool.dtype, device="cpu", pin_memory=pinned)
             copies.append(there.copy_(pool[index], non_blocking=pinned))
         return _OnHost(copies, torch.cuda.current_stream(device).record_event() if pinned else None)
 
-    def _from_host(self, lists: tuple[list[Tensor], ...], there: _OnHost, rows: tuple[int, ...]) -> None:
+    def _from_host(self, there: _OnHost, pages: tuple[int, ...]) -> None:
         device = self.k_pages[0].device
-        index = torch.tensor(rows, dtype=torch.int64, device=device)
+        index = torch.tensor(pages, dtype=torch.int64, device=device)
         if there.copied is not None:
             torch.cuda.current_stream(device).wait_event(there.copied)
         # In place, because a captured CUDA graph reads these very tensors.
-        for pool, copy in zip(_indexable(lists), there.copies, strict=True):
+        for pool, copy in zip(_indexable(self._pool_lists()), there.copies, strict=True):
             pool[index] = copy.to(device, non_blocking=True)
 
     def _to_device(self, array: np.ndarray | None) -> Any:

@@ -37,9 +37,6 @@ def explain_paged(
     kv_starts: Any = None,
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
-    k_recent: Tensor | None = None,
-    v_recent: Tensor | None = None,
-    recent_rows: Any = None,
     invariant: str | None = None,
     **unknown: Never,
 ) -> Selection:
@@ -48,6 +45,6 @@ def explain_paged(
         refuse_keywords(explain_paged, unknown)
     options = options_of(causal, window, softcap, scale, deterministic, return_lse, max_len_q, invariant)
     tables = block_table, seq_lens, cu_seqlens_q
-    more = key_ranges, alibi_slopes, kv_starts, k_scales, v_scales, k_recent, v_recent, recent_rows
+    more = key_ranges, alibi_slopes, kv_starts, k_scales, v_scales
     inputs = gather_arguments(q, k_pages, v_pages, *tables, sinks, max_len_q, *more)
     return explain(*request(metadata(inputs), options, requested_names(backend) or override.requested()))

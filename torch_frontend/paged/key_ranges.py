@@ -1,4 +1,4 @@
-"""Operands of a paged call as tensors on the device of the queries: key ranges, first keys of sequences, and rings."""
+"""Operands of a paged call as tensors on the device of the queries: key ranges and first keys of sequences."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch
 
 from attn_core.call.key_ranges import check_values
 from attn_core.errors import DTypeError
-from attn_core.paged.recent import check_recent_rows
 from attn_core.paged.tables import check_starts
 from torch_frontend.dispatch import plan, tensor_kinds
 
@@ -38,15 +37,6 @@ def starts_of(q: Tensor, kv_starts: Any, seq_lens: Any) -> Tensor | None:
     if _are_known(q, kv_starts, seq_lens) and kv_starts.shape == seq_lens.shape:
         check_starts(kv_starts, seq_lens)
     return starts
-
-
-def recent_rows_of(q: Tensor, recent_rows: Any, seq_lens: Any, k_recent: Any = None) -> Tensor | None:
-    """Returns recent_rows as a tensor, as ``starts_of`` does."""
-    rows = _int32_of(q, "recent_rows", recent_rows)
-    fits = isinstance(k_recent, Tensor) and k_recent.dim() == 4 and _are_known(q, recent_rows, seq_lens)
-    if fits and recent_rows.shape == (*seq_lens.shape, 2):
-        check_recent_rows(recent_rows, seq_lens, k_recent.shape[0])
-    return rows
 
 
 def _are_known(q: Tensor, array: Any, seq_lens: Any) -> bool:

@@ -26,15 +26,13 @@ def attend_in_pages(
     check_features(tuple(x.shape), None, layer.in_features, layer.in_kv_features)
     layer.check_positions(positions, (1, x.shape[0]))
     q, k, v = layer.project(x, x)  # [tokens, heads, head_dim]
-    # The pool may have another dtype than the parameters, and append_kv does not cast. A quantised one takes float32,
-    # but rings have one dtype.
+    # The pool may have another dtype than the parameters, and append_kv does not cast. A quantised one takes float32.
     narrow = torch.float32 if v.dtype == torch.float64 else v.dtype
-    narrow = narrow if pages.k_recent is None else pages.k_recent.dtype
     dtype, pool_dtype, step = v.dtype, pages.k.dtype if pages.k_scales is None else narrow, pages.step
     if layer.rotary is not None:
         places = token_places(step, x) if positions is None else positions
         q, k = (rows[0].to(dtype) for rows in layer.rotary(q[None], k[None], places.reshape(1, -1)))
-    append_kv(pages.k, pages.v, k.to(pool_dtype), v.to(pool_dtype), **step.tables, **pages.beside)
+    append_kv(pages.k, pages.v, k.to(pool_dtype), v.to(pool_dtype), **step.tables, **pages.scales)
     out = paged_attention(
         q.to(pool_dtype),
         pages.k,
@@ -49,6 +47,6 @@ def attend_in_pages(
         deterministic=layer.bitwise_deterministic,
         backend=layer.backend,
         invariant=layer.invariant,
-        **pages.beside,
+        **pages.scales,
     )
-    return layer.o_proj(out.to(dtype).flatten(-2)), (pages.k, pages.v, *pages.beside.values())
+    return layer.o_proj(out.to(dtype).flatten(-2)), (pages.k, pages.v, *pages.scales.values())

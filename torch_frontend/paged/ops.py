@@ -21,16 +21,15 @@ _library.define(
     "Tensor? cu_seqlens_q, Tensor? sinks, SymInt? max_len_q, bool causal, SymInt? window_left, SymInt? window_right, "
     "float? softcap, float? scale, bool deterministic, bool return_lse, str? backend, Tensor? key_ranges=None, "
     "Tensor? alibi_slopes=None, Tensor? kv_starts=None, Tensor? k_scales=None, Tensor? v_scales=None, "
-    "Tensor? k_recent=None, Tensor? v_recent=None, Tensor? recent_rows=None, str? invariant=None) -> (Tensor, Tensor)",
+    "str? invariant=None) -> (Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
-    # The marks (a!) to (f!) tell compilers that the op writes the pools, their scales and the rings, so they keep its
-    # order among the reads. Scales by page are only read.
+    # The marks (a!) to (d!) tell compilers that the op writes the pools and their scales, so they keep its order among
+    # the reads. Scales by page are only read.
     "append_kv(Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor k, Tensor v, Tensor? block_table, Tensor? seq_lens, "
     "Tensor? cu_seqlens_q, Tensor? slot_mapping=None, Tensor? cos=None, Tensor? sin=None, Tensor? positions=None, "
-    "bool interleaved=False, Tensor(c!)? k_scales=None, Tensor(d!)? v_scales=None, Tensor(e!)? k_recent=None, "
-    "Tensor(f!)? v_recent=None, Tensor? recent_rows=None) -> ()",
+    "bool interleaved=False, Tensor(c!)? k_scales=None, Tensor(d!)? v_scales=None) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -57,14 +56,11 @@ def _forward_op(
     kv_starts: Tensor | None = None,
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
-    k_recent: Tensor | None = None,
-    v_recent: Tensor | None = None,
-    recent_rows: Tensor | None = None,
     invariant: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     options = options_of(causal, (left, right), softcap, scale, deterministic, return_lse, max_len_q, invariant)
     tables = block_table, seq_lens, cu_seqlens_q
-    more = alibi_slopes, kv_starts, k_scales, v_scales, k_recent, v_recent, recent_rows
+    more = alibi_slopes, kv_starts, k_scales, v_scales
     inputs = gather_arguments(q, k_pages, v_pages, *tables, sinks, max_len_q, key_ranges, *more)
     out, lse = run(inputs, options, None if backend is None else tuple(backend.split("\n")))
     # Compilers plan memory with the strides that _forward_fake promises.

@@ -20,12 +20,11 @@ from attn_core.paged import arguments
 from attn_core.paged import tables as paged_tables
 from attn_core.paged.options import check_paged_options
 from attn_core.paged.quantised.scales import check_scale_values
-from attn_core.paged.recent import check_recent_rows
 from attn_core.selection import Target, new_plans, override, select
 from torch_frontend.dispatch import empty_rows, offsets, plan, tensor_kinds
 from torch_frontend.dispatch.run_plan import check_key_ranges
 from torch_frontend.dispatch.wrappers import on_device
-from torch_frontend.paged.key_ranges import ranges_of, recent_rows_of, starts_of
+from torch_frontend.paged.key_ranges import ranges_of, starts_of
 from torch_frontend.paged.outputs import check_out, copied
 from torch_frontend.paged.tables import check_values, op_tables, tables_of
 
@@ -56,9 +55,10 @@ def plan_call(metadata: tuple[Metadata | None, ...], options: Options, requested
     name = range_name(selection.backend or "", selection.spec, "forward")
     if selection.spec.empty:
         return PagedPlan(selection.spec, name, plan.empty_forward)
-    # A shortcut takes the first five tensors and the sinks; of a few backends also offsets, the scales of pages, rings.
-    takes = (5, *range(10, 15)) if backends.paged_shortcut_takes_all(module) else ()
-    usual = not any(entry for at, entry in enumerate(metadata) if at in (5, *range(7, 15)) and at not in takes)
+    takes = {"q", "k", "v", "block_table", "seq_lens", "sinks"}
+    if backends.paged_shortcut_takes_all(module):
+        takes |= {"cu_seqlens_q", "k_scales", "v_scales"}
+    usual = all(name in takes for name, entry in zip(PagedInputs._fields, metadata, strict=True) if entry)
     shortcut = backends.paged_shortcut(module, selection.spec) if usual else None
     forward, shortcut = (on_device(function, metadata[0][2]) for function in (module.forward, shortcut))
     writes = backends.writes_into(module), backends.writes_strided(module)
@@ -121,12 +121,9 @@ def gather_arguments(
     kv_starts: Any = None,
     k_scales: Any = None,
     v_scales: Any = None,
-    k_recent: Any = None,
-    v_recent: Any = None,
-    recent_rows: Any = None,
 ) -> PagedInputs:
     """Returns the arguments as PagedInputs on one device; ``run`` checks the values of tables on the CPU."""
-    scales = {"k_scales": k_scales, "v_scales": v_scales, "k_recent": k_recent, "v_recent": v_recent}
+    scales = {"k_scales": k_scales, "v_scales": v_scales}
     check_numbers(q=q, k_pages=k_pages, v_pages=v_pages, sinks=sinks, alibi_slopes=alibi_slopes, **scales)
     tensor_kinds.check_data(
         q,
@@ -139,7 +136,6 @@ def gather_arguments(
         key_ranges=key_ranges,
         alibi_slopes=alibi_slopes,
         kv_starts=kv_starts,
-        recent_rows=recent_rows,
         **scales,
     )
     tables = tables_of(q, k_pages, max_len_q, block_table, seq_lens, cu_seqlens_q)
@@ -148,7 +144,6 @@ def gather_arguments(
         "kv_starts": starts_of(q, kv_starts, seq_lens),
         **scales,
     }
-    more["recent_rows"] = recent_rows_of(q, recent_rows, seq_lens, k_recent)
     return PagedInputs(q, k_pages, v_pages, *tables, sinks=sinks, alibi_slopes=alibi_slopes, **more)
 
 
@@ -181,26 +176,22 @@ def check_op(
     kv_starts: Any = None,
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
-    k_recent: Tensor | None = None,
-    v_recent: Tensor | None = None,
-    recent_rows: Any = None,
-) -> tuple[tuple[Any, Any, Any], Any, Any, Any]:
+) -> tuple[tuple[Any, Any, Any], Any, Any]:
     """Checks the arguments of a call that becomes one op, if its sizes are ints.
 
     Returns:
-        (``op_tables``, key_ranges, kv_starts, recent_rows), all in the same form.
+        (``op_tables``, key_ranges, kv_starts), all in the same form.
     """
     numbers = {"sinks": sinks, "alibi_slopes": alibi_slopes, "k_scales": k_scales, "v_scales": v_scales}
-    numbers |= {"k_recent": k_recent, "v_recent": v_recent}
     check_numbers(q=q, k_pages=k_pages, v_pages=v_pages, **numbers)
-    ranges, starts, rows = ranges_of(q, key_ranges), starts_of(q, kv_starts, None), recent_rows_of(q, recent_rows, None)
-    tensor_kinds.check_data(q, key_ranges=ranges, alibi_slopes=alibi_slopes, kv_starts=starts, recent_rows=rows)
+    ranges, starts = ranges_of(q, key_ranges), starts_of(q, kv_starts, None)
+    tensor_kinds.check_data(q, key_ranges=ranges, alibi_slopes=alibi_slopes, kv_starts=starts)
     tensors = op_tables(q, *tables)
-    everything = {**numbers, "key_ranges": ranges, "kv_starts": starts, "recent_rows": rows}
+    everything = {**numbers, "key_ranges": ranges, "kv_starts": starts}
     entries = metadata(PagedInputs(q, k_pages, v_pages, *tensors, **everything))
     if all(type(size) is int for entry in entries if entry for size in entry[0]):
         arguments.build_spec(arguments.PagedArrays(*(entry and plan.facts(*entry) for entry in entries)), options)  # type: ignore[arg-type]
-    return tensors, ranges, starts, rows
+    return tensors, ranges, starts
 
 
 def run(
@@ -219,8 +210,6 @@ def run(
             scales = {name: getattr(inputs, name).numpy() for name in ("k_scales", "v_scales")}
             tables = inputs.block_table.numpy(), inputs.seq_lens.numpy(), starts
             check_scale_values(scales, call_plan.spec.paged, *tables)
-        if inputs.recent_rows is not None:
-            check_recent_rows(inputs.recent_rows.numpy(), inputs.seq_lens.numpy(), inputs.k_recent.shape[0])
     forward = call_plan.forward
     if into is not None:
         check_out(into, *inputs[:3])

@@ -35,7 +35,7 @@ _STRIDED, _is_grad_enabled, _requested, _ranges = (
 )
 
 
-_NONE: tuple[Metadata | None, ...] = (None,) * 6
+_NONE: tuple[Metadata | None, ...] = (None,) * 3
 
 
 class SeenCall(NamedTuple):
@@ -76,7 +76,7 @@ def seen_call(
     """Plans a call as ``plan_call`` does; None for one without keys or queries. A flat key is compared faster.
 
     Args:
-        more: of cu_seqlens_q, k_scales, v_scales, k_recent, v_recent and recent_rows.
+        more: of cu_seqlens_q, k_scales and v_scales.
         backend: the backends that the call's ``backend=`` or ``use_backend`` names.
         options: as ``options_of`` takes them. A window must be plain, because the key has no types inside a pair.
     """
@@ -110,7 +110,7 @@ def attend(  # noqa: C901
     """Returns out or (out, lse), as ``paged_attention`` does; None if the general path must run the call.
 
     Args:
-        more: cu_seqlens_q, k_scales, v_scales, k_recent, v_recent and recent_rows.
+        more: cu_seqlens_q, k_scales and v_scales.
         options: as ``options_of`` takes them, from the caller.
     """
     if not (type(q) is type(k) is type(v) is type(table) is type(lengths) is Tensor):
@@ -130,7 +130,7 @@ def attend(  # noqa: C901
                 return None
             sinks_key = (sinks.shape, sinks.dtype, sinks.device)
         more_key = _NONE
-        if not (more[0] is more[1] is more[2] is more[3] is more[4] is more[5] is None):
+        if not (more[0] is more[1] is more[2] is None):
             if not all([each is None or _is_plain(each) for each in more]):
                 return None
             more_key = tuple([None if each is None else (each.shape, each.dtype, each.device) for each in more])

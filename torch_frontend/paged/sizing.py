@@ -21,9 +21,6 @@ def pages_that_fit(
     dtype: torch.dtype | str = torch.float32,
     device: Any = "cuda",
     fraction: float = 0.9,
-    recent: int | None = None,
-    rings: int = 64,
-    recent_dtype: torch.dtype | str = torch.bfloat16,
 ) -> int:
     """Returns how many pages fit: the ``num_pages`` of a ``PagedKVCache`` of these sizes.
 
@@ -37,7 +34,6 @@ def pages_that_fit(
         device: the GPU whose free memory counts, as the driver reports it. Memory that torch has reserved and does not
             use is not free; ``torch.cuda.empty_cache()`` frees it.
         fraction: above 0 and at most 1. The rest is for activations.
-        recent, rings: as in ``PagedKVCache``; rings take a part of the memory. recent_dtype: the dtype of that cache.
 
     Raises:
         SpecError: for less memory than a page needs, or a wrong size. DTypeError: for another dtype.
@@ -53,9 +49,6 @@ def pages_that_fit(
         head_dim=head_dim,
         value_dim=value_dim,
         dtype=name_of(dtype),
-        recent=recent,
-        rings=rings,
-        recent_dtype=name_of(recent_dtype),
     )
 
 

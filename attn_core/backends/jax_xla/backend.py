@@ -55,12 +55,11 @@ FORWARD = Support(
     paged=True,
     paged_alibi=True,
     paged_starts=True,
-    paged_recent=True,
     page_dtypes=tuple(BITS),
     symbolic=True,
     invariant=("batch", "prefix"),
 )
-BACKWARD = replace(FORWARD, paged=False, paged_alibi=False, paged_starts=False, paged_recent=False, page_dtypes=())
+BACKWARD = replace(FORWARD, paged=False, paged_alibi=False, paged_starts=False, page_dtypes=())
 FORWARD_MODE = replace(BACKWARD, invariant=())
 ROW_MAXIMUM = FORWARD_MODE
 

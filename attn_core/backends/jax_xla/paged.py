@@ -33,8 +33,8 @@ def forward(spec: AttentionSpec, inputs: PagedInputs, run: Forward) -> tuple[Any
     if inputs.kv_starts is not None:
         valid = valid & (key >= inputs.kv_starts[:, None])
 
-    def row(pool: Any, scales: Any, rings: Any) -> Any:
-        wide = gathered(paged, inputs, (pool, scales, rings), lengths)
+    def row(pool: Any, scales: Any) -> Any:
+        wide = gathered(paged, inputs, pool, scales)
         return jnp.where(valid[:, :, None, None], wide, 0)  # slots after the end may hold NaN
 
     cu_q = inputs.cu_seqlens_q
@@ -61,7 +61,7 @@ def forward(spec: AttentionSpec, inputs: PagedInputs, run: Forward) -> tuple[Any
     if inputs.alibi_slopes is not None:  # [batch or 1, heads, 1, 1] * [batch, 1, rows, capacity]
         slopes = inputs.alibi_slopes.astype(spec.lse_dtype).reshape(-1, spec.num_heads, 1, 1)
         bias = -slopes * jnp.abs(distance)[:, None].astype(spec.lse_dtype)
-    k, v = row(inputs.k, inputs.k_scales, inputs.k_recent), row(inputs.v, inputs.v_scales, inputs.v_recent)
+    k, v = row(inputs.k, inputs.k_scales), row(inputs.v, inputs.v_scales)
     dense = Inputs(inputs.q[token].astype(k.dtype), k, v, mask=seen, bias=bias, sinks=inputs.sinks)
     out, lse = run(dense_rows(spec, rows), dense)
     out = out.astype(spec.dtype)
@@ -72,22 +72,18 @@ def forward(spec: AttentionSpec, inputs: PagedInputs, run: Forward) -> tuple[Any
     return flat_out, flat_lse.at[target].set(lse.swapaxes(1, 2), mode="drop").T
 
 
-def gathered(paged: PagedKV, inputs: PagedInputs, stored: tuple[Any, Any, Any], lengths: Any) -> Any:
+def gathered(paged: PagedKV, inputs: PagedInputs, pool: Any, scales: Any) -> Any:
     """Returns the keys or values of each sequence, ``[batch, capacity, kv_heads, dim]``; numbers of quantised pages.
 
     Args:
-        stored: the pool, and its scales and rings or None.
-        lengths: of the sequences, within the table.
+        scales: of the pool, or None.
     """
     import jax.numpy as jnp
 
-    pool, scales, rings = stored
     pages = jnp.clip(inputs.block_table, 0, paged.num_pages - 1)
     # [batch, width, page_size, kv_heads, dim] -> [batch, capacity, kv_heads, dim]
     wide = pool[pages].reshape(pages.shape[0], paged.capacity, *pool.shape[2:])
-    if scales is not None:
-        wide = _numbers(paged, wide, scales[pages])
-    return wide if rings is None else _with_rings(wide, rings, inputs.recent_rows, lengths)
+    return wide if scales is None else _numbers(paged, wide, scales[pages])
 
 
 def _numbers(paged: PagedKV, stored: Any, scales: Any) -> Any:
@@ -106,20 +102,3 @@ def _numbers(paged: PagedKV, stored: Any, scales: Any) -> Any:
     if paged.scales == "page":
         scales = jnp.repeat(scales, paged.page_size, axis=1)
     return stored.astype(jnp.float32) * scales.reshape(*stored.shape[:3], 1)
-
-
-def _with_rings(wide: Any, rings: Any, recent_rows: Any, lengths: Any) -> Any:
-    """Returns gathered numbers ``[batch, capacity, kv_heads, dim]``, the newest of each sequence from its ring.
-
-    Args:
-        rings: ``[rings, recent, kv_heads, dim]``. recent_rows: as PagedInputs has it; any value is safe.
-        lengths: of the sequences, within the table.
-    """
-    import jax.numpy as jnp
-
-    count, recent = rings.shape[:2]
-    ring, first = recent_rows[:, :1], recent_rows[:, 1:]
-    key = jnp.arange(wide.shape[1], dtype=jnp.int32)
-    exact = (ring >= 0) & (ring < count) & (key >= first) & (key >= lengths[:, None] - recent)
-    newest = rings[jnp.clip(ring, 0, count - 1), key % recent]  # [batch, capacity, kv_heads, dim]
-    return jnp.where(exact[..., None, None], newest.astype(wide.dtype), wide)

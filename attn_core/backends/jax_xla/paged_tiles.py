@@ -23,8 +23,8 @@ def forward(spec: AttentionSpec, inputs: PagedInputs) -> tuple[Any, Any]:
     assert paged is not None
     lengths = jnp.clip(inputs.seq_lens, 0, paged.capacity).astype(jnp.int32)
     starts = jnp.zeros_like(lengths) if inputs.kv_starts is None else jnp.clip(inputs.kv_starts, 0, lengths)
-    k = gathered(paged, inputs, (inputs.k, inputs.k_scales, inputs.k_recent), lengths)
-    v = gathered(paged, inputs, (inputs.v, inputs.v_scales, inputs.v_recent), lengths)
+    k = gathered(paged, inputs, inputs.k, inputs.k_scales)
+    v = gathered(paged, inputs, inputs.v, inputs.v_scales)
     cu_q = inputs.cu_seqlens_q
     cu_q = jnp.arange(batch + 1, dtype=jnp.int32) if cu_q is None else jnp.clip(cu_q, 0, spec.q_len).astype(jnp.int32)
     count = jnp.maximum(cu_q[1:] - cu_q[:-1], 0)

@@ -64,11 +64,10 @@ FORWARD = Support(
     paged=True,
     paged_alibi=True,
     paged_starts=True,
-    paged_recent=True,
     page_dtypes=tuple(BITS),
     invariant=("batch", "prefix"),
 )
-BACKWARD = replace(FORWARD, paged=False, paged_alibi=False, paged_starts=False, paged_recent=False, page_dtypes=())
+BACKWARD = replace(FORWARD, paged=False, paged_alibi=False, paged_starts=False, page_dtypes=())
 FORWARD_MODE = replace(BACKWARD, aux_gradients=False, invariant=())
 ROW_MAXIMUM = replace(BACKWARD, invariant=())
 

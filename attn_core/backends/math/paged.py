@@ -7,7 +7,7 @@ from typing import Any
 from attn_core.backends.math import fixed_tiles
 from attn_core.backends.shared.pages.as_dense import dense_rows, packed_documents
 from attn_core.backends.shared.pages.pools import query_offsets
-from attn_core.backends.shared.pages.quantised import in_pages, with_rings
+from attn_core.backends.shared.pages.quantised import in_pages
 from attn_core.backends.shared.parts.split_documents import documents_between
 from attn_core.backends.shared.plain import attention as plain_attention
 from attn_core.call.key_ranges import contains
@@ -49,9 +49,7 @@ def _as_dense_rows(spec: AttentionSpec, inputs: PagedInputs) -> tuple[Any, Any]:
     if inputs.kv_starts is not None:
         valid = valid & (key >= inputs.kv_starts[:, None])
     # [batch, width, page_size, kv_heads, dim] -> [batch, capacity, kv_heads, dim], 0 after the end
-    sequence = torch.arange(len(lengths), device=device)[:, None]
-    both = with_rings(spec, inputs, in_pages(spec, inputs, pages), sequence, key, lengths[:, None])
-    k, v = (wide.masked_fill(~valid[:, :, None, None], 0.0) for wide in both)
+    k, v = (wide.masked_fill(~valid[:, :, None, None], 0.0) for wide in in_pages(spec, inputs, pages))
     cu_q = query_offsets(spec, inputs).clamp(0, spec.q_len)
     count = (cu_q[1:] - cu_q[:-1]).clamp(0, rows)
     query = torch.arange(rows, device=device)

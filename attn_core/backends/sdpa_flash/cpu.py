@@ -49,10 +49,9 @@ FORWARD = Support(
     paged=True,
     paged_alibi=True,
     paged_starts=True,
-    paged_recent=True,
     page_dtypes=tuple(BITS),
 )
-BACKWARD = replace(FORWARD, paged=False, paged_alibi=False, paged_starts=False, paged_recent=False, page_dtypes=())
+BACKWARD = replace(FORWARD, paged=False, paged_alibi=False, paged_starts=False, page_dtypes=())
 
 
 def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:

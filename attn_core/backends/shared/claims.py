@@ -117,8 +117,6 @@ def _paged(support: Support, spec: AttentionSpec) -> str | None:
         return f"pages in {spec.paged.dtype}: {support.kernel} reads {', '.join(reads) or 'no quantised ones'}"
     if spec.paged.starts and not support.paged_starts:
         return f"kv_starts of sequences in pages: {support.kernel} has none"
-    if spec.paged.recent is not None and not support.paged_recent:
-        return f"recent={spec.paged.recent} exact tokens beside pages: {support.kernel} has none"
     return None
 
 

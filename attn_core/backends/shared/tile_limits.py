@@ -18,7 +18,6 @@ def refusals(spec: AttentionSpec, device: str, kernel: str) -> tuple[str, ...]:
         "key_ranges": spec.key_ranges_shape is not None,
         "mask_mod": spec.mask_mod is not None,
         "score_mod": spec.score_mod is not None,
-        "rings of newest tokens": spec.invariant == "prefix" and spec.paged is not None and bool(spec.paged.recent),
         "alibi_slopes of each sequence in pages": spec.paged is not None and len(spec.alibi_shape or ()) == 2,
         "sizes that are symbols": spec.symbolic,
     }

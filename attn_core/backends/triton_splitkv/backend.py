@@ -4,9 +4,8 @@ Limits: bfloat16 and float16, head_dim and value_dim powers of two from 16 to 25
 int8 pages, from 64 on for int4), forward only, paged calls only; page sizes from 1 on. The kernels (``kernels.py``)
 clamp table entries, so they never read outside the pool, and never read a key past the end of its sequence. The number
 of splits depends on shapes only, so equal calls give equal bits. A NaN in a key or value of a sequence may reach
-queries of the same sequence that do not see it, but no other sequence. Rings of newest tokens are read after the pages,
-as they are. Calls with ``invariant`` have kernels of their own (``ordered_kernels.py``) for pages that are not
-quantised.
+queries of the same sequence that do not see it, but no other sequence. Calls with ``invariant`` have
+kernels of their own (``ordered_kernels.py``) for pages that are not quantised.
 Upstream: triton 3.6 to 3.9, as torch brings it.
 """
 
@@ -19,7 +18,6 @@ from typing import Any
 from attn_core.backends.shared.device_kinds import compute_capability
 from attn_core.backends.shared.in_order.order import Tiles, how, settings_of
 from attn_core.backends.shared.kernel_limits import GRID_LIMIT
-from attn_core.backends.shared.pages.pools import rings
 from attn_core.backends.shared.programs.kernel_programs import KernelProgram
 from attn_core.backends.shared.programs.triton import launch
 from attn_core.backends.support import Build, Support
@@ -54,7 +52,6 @@ FORWARD = Support(
     paged=True,
     paged_alibi=True,
     paged_starts=True,
-    paged_recent=True,
     page_dtypes=tuple(BITS),
     invariant=("batch", "prefix"),
 )
@@ -113,7 +110,6 @@ def lower(spec: AttentionSpec) -> dict[str, Any]:
         "ALIBI": spec.alibi_shape is not None,
         "STARTS": spec.paged is not None and spec.paged.starts,
         "KIND": KINDS[dtype],
-        "RECENT": (spec.paged.recent if spec.paged else None) or 0,
         **({} if spec.invariant is None else settings_of(spec)),
     }
 
@@ -181,10 +177,8 @@ def _forward(
     kernels, device = _kernels(), inputs.q.get_device()
     count, out_shape, lse_shape = _results(spec, device)
     read, copied = launches.operands_of(inputs)
-    q, lengths, sinks = read.q, read.lengths, read.sinks
+    q, sinks = read.q, read.sinks
     scales = (q, q) if inputs.k_scales is None else (inputs.k_scales, inputs.v_scales)
-    newest = (q, q) if inputs.k_recent is None else rings(inputs)
-    recent_rows = lengths if inputs.recent_rows is None else inputs.recent_rows.contiguous()
     out, lse = into
     if out is None:
         out = torch.empty(out_shape, dtype=q.dtype, device=q.device)
@@ -197,9 +191,9 @@ def _forward(
     # The current device, because Triton launches there. Tests run the kernels on the CPU, in Triton's interpreter.
     current = torch.cuda.current_device() if device >= 0 else device
     results = out.stride(), lse.stride(), sinks.dtype
-    strides = [each.stride() for each in (*read[:3], *scales, *newest)]
-    layout = (*strides, read.table.stride(0), len(newest[0]), *results, inputs.cu_seqlens_q is None)
-    operands = (*read, *scales, *newest, recent_rows, parts, part_lse)
+    strides = [each.stride() for each in (*read[:3], *scales)]
+    layout = (*strides, read.table.stride(0), *results, inputs.cu_seqlens_q is None)
+    operands = (*read, *scales, parts, part_lse)
     key = ("attend", spec, count, layout, current)
     attend = launch(kernels.attend, key, operands, lambda: launches.attend(spec, operands, *_settings(spec, device)))
     merge = None
@@ -210,7 +204,6 @@ def _forward(
             kernels.merge, merge_key, merged, lambda: launches.merge(spec, merged, *_settings(spec, device)[1:])
         )
     # A copied operand has other strides than the caller's tensor.
-    copied = copied or (inputs.recent_rows is not None and recent_rows is not inputs.recent_rows)
     if copied or attend is None or (count > 1 and merge is None):
         return out, lse, None
     return out, lse, launches.Launches(count, attend, merge)
@@ -237,20 +230,8 @@ def program(spec: AttentionSpec, direction: str, with_dlse: bool = False) -> Ker
 
 
 def program_operands(spec: AttentionSpec, arrays: dict[str, Any]) -> dict[str, Any]:
-    """Returns the operands of a program that are not the call's own arrays, by name.
-
-    Those are sinks and slopes in float32, and ``recent_rows`` in which a ring that does not exist is -1: a program does
-    not know the number of rings.
-    """
-    changed: dict[str, Any] = {
-        name: arrays[name].astype("float32") for name in ("sinks", "alibi_slopes") if name in arrays
-    }
-    if "recent_rows" in arrays:
-        import jax.numpy as jnp
-
-        rows = arrays["recent_rows"]
-        changed["recent_rows"] = jnp.where(rows[:, :1] < arrays["k_recent"].shape[0], rows, -1)
-    return changed
+    """Returns the operands of a program that are not the call's own arrays: sinks and slopes in float32, by name."""
+    return {name: arrays[name].astype("float32") for name in ("sinks", "alibi_slopes") if name in arrays}
 
 
 def backward(spec: AttentionSpec, inputs: Any, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:

@@ -21,7 +21,6 @@ from attn_core.backends.shared.in_order.new_tokens import clear_tail, is_behind,
 from attn_core.backends.shared.in_order.running_maximum import LN_2, LOG2_E, raise_maximum
 from attn_core.backends.triton_splitkv.merge_kernel import merge  # noqa: F401
 from attn_core.backends.triton_splitkv.products import multiply, read_keys, read_values
-from attn_core.backends.triton_splitkv.recent_tiles import attend_to_ring, ring_of
 from attn_core.backends.triton_splitkv.scores import is_shown, logits_of, share_of, weights_of
 from attn_core.backends.triton_splitkv.stored_tiles import (
     FLOAT8,
@@ -37,7 +36,7 @@ from attn_core.backends.triton_splitkv.stored_tiles import (
 
 
 # Triton compiles again for arguments that are 1 or a multiple of 16. These change from call to call.
-@triton.jit(do_not_specialize=["tokens", "num_pages", "width", "left", "right", "range_head", "slope_row", "rings"])
+@triton.jit(do_not_specialize=["tokens", "num_pages", "width", "left", "right", "range_head", "slope_row"])
 def attend(
     q,
     k_pages,
@@ -51,9 +50,6 @@ def attend(
     kv_starts,
     k_scales,
     v_scales,
-    k_recent,
-    v_recent,
-    recent_rows,
     out,
     lse,
     scale,
@@ -85,13 +81,6 @@ def attend(
     v_scale_page,
     v_scale_slot,
     v_scale_head,
-    rings,
-    k_ring,
-    k_ring_slot,
-    k_ring_head,
-    v_ring,
-    v_ring_slot,
-    v_ring_head,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     PAGE: tl.constexpr,
@@ -111,7 +100,6 @@ def attend(
     ASSEMBLY: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
-    RECENT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Computes out and lse of one share of the keys; with SPLITS > 1 they are float32 partial results, one per split.
@@ -124,7 +112,7 @@ def attend(
     KIND: how the pages are quantised (``quantised.numbers.KINDS``), 0 if they are not. A scale of a key multiplies its
     score. Weights times the scales of values, over the largest scale so far, are float16, as the stored numbers become.
     Tiles are read as words of two bytes, and become a tile for each place of a number in a word. ASSEMBLY: see
-    ``stored_tiles``. RECENT: the slots of a ring, which is read last; 0 without rings. DEPENDENT: see ``merge``.
+    ``stored_tiles``. DEPENDENT: see ``merge``.
     """
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
@@ -149,9 +137,6 @@ def attend(
 
     where = begin, queries, length, left, right, kv_starts + sequence
     start, end = share_of(where, split, STARTS, GROUP, ROWS, KEYS, SPLITS)
-    stop = end
-    if RECENT:  # keys from the new stop on are in the ring
-        ring, stop = ring_of(recent_rows, sequence, rings, length, start, end, RECENT)
     parts: tl.constexpr = 1 if KIND == 0 else 4 if KIND == INT4 else 2
     place_of_key, place_of_value = tl.arange(0, HEAD_DIM // parts), tl.arange(0, VALUE_DIM // parts)
     rows_at = (q + token * q_token + head * q_head)[:, None]
@@ -179,14 +164,14 @@ def attend(
         v_at, v_page, v_slot = v_at.to(tl.pointer_type(tl.int16)), v_page // 2, v_slot // 2
         k_scale_at, v_scale_at = k_scales + kv_head * k_scale_head, v_scales + kv_head * v_scale_head
     # Whole tiles of keys before the new tokens run first. They need no ranges, and without a window no mask.
-    border = stop
+    border = end
     if RANGES or LEFT_OPEN:
-        old = tl.minimum(tl.maximum(length - queries - start, 0), tl.maximum(stop - start, 0))
+        old = tl.minimum(tl.maximum(length - queries - start, 0), tl.maximum(end - start, 0))
         border = start + old // KEYS * KEYS
     for part in tl.static_range(2 if RANGES or LEFT_OPEN else 1):
-        for at in range(start if part == 0 else border, border if part == 0 else stop, KEYS):
+        for at in range(start if part == 0 else border, border if part == 0 else end, KEYS):
             key = at + tl.arange(0, KEYS)
-            is_key = key < stop
+            is_key = key < end
             page = read(table + key // PAGE, is_key, part == 0 and LEFT_OPEN)
             page = tl.minimum(tl.maximum(page, 0), num_pages - 1)
             slot = key % PAGE
@@ -223,26 +208,13 @@ def attend(
                 added += (multiply(weights, numbers[i], summed[i] * fade[:, None]),)  # type: ignore[assignment]
             summed = added
 
-    if RECENT:
-        # A share without keys in the ring reads no queries again.
-        q_at = q + token[:, None] * q_token + head[:, None] * q_head + tl.arange(0, HEAD_DIM)[None, :]
-        keys = k_recent + ring * k_ring + kv_head * k_ring_head, k_ring_slot
-        values = v_recent + ring * v_ring + kv_head * v_ring_head, v_ring_slot
-        own = tl.load(q_at, mask=(is_row & (stop < end))[:, None], other=0.0)
-        tensors = own, keys, values, key_ranges + kv_head * range_head
-        state, share, tile = (top, total, summed, largest_scale), (stop, end), (token, diagonal, slope)
-        about, numbers = (first, queries, length, tokens), (scale * LOG2_E, softcap, left, right)
-        top, total, summed = attend_to_ring(
-            state, share, tensors, tile, about, numbers, VALUE_DIM, KIND, RECENT, RANGES, SOFTCAP, ALIBI
-        )
-
     empty = total == 0.0  # before the sink is added: a row without keys has output 0 whatever its sink
     fade = tl.full([ROWS], 1.0, tl.float32)
     if SINKS and SPLITS == 1:  # with splits, merge adds the sink once
         sink = tl.load(sinks + head, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
         top, base, fade = raise_maximum(top, sink)
         total = total * fade + tl.exp2(sink - base)
-    if KIND != 0 and RECENT == 0:
+    if KIND != 0:
         fade *= largest_scale / HEADROOM
     divisor = tl.where(empty, 1.0, total)
     row_lse = tl.where(empty, float("-inf"), (top + tl.log2(divisor)) * LN_2)

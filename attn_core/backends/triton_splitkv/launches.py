@@ -70,7 +70,7 @@ def attend(
         settings: the kernel's scalar arguments, from ``lower``.
         count: the number of splits.
     """
-    q, k, v, table, *_, k_scales, v_scales, k_recent, v_recent, _, out, lse = operands
+    q, k, v, table, *_, k_scales, v_scales, out, lse = operands
     paged = spec.paged
     assert paged is not None
     # The kernel indexes results by split first. Without splits that stride is 0.
@@ -91,7 +91,6 @@ def attend(
         spec.num_heads if len(spec.alibi_shape or ()) == 2 else 0,
         *scale_strides(spec, k_scales),
         *scale_strides(spec, v_scales),
-        *ring_numbers(spec, k_recent, v_recent),
     )
     constants = {
         **{"KV_HEADS": spec.num_kv_heads, "GROUP": spec.group_size, "PAGE": paged.page_size},
@@ -101,7 +100,7 @@ def attend(
         # Tests run the kernel on the CPU, in Triton's interpreter, which runs no PTX.
         **{name: settings[name] for name in ("LEFT_OPEN", "FUSED", "KIND")},
         "ASSEMBLY": q.device.type != "cpu",
-        **{"ROWS": tile.rows, "KEYS": tile.keys, "RECENT": settings["RECENT"]},
+        **{"ROWS": tile.rows, "KEYS": tile.keys},
         "DEPENDENT": count > 1 and starts_early(q, tile),
         **{"num_warps": tile.warps, "num_stages": tile.stages, "maxnreg": tile.registers},
     }
@@ -138,14 +137,6 @@ def scale_strides(spec: AttentionSpec, scales: Any) -> tuple[int, ...]:
         return 0, 0, 0
     by_page = spec.paged.scales == "page"
     return (scales.stride(0), 0, scales.stride(1)) if by_page else tuple(scales.stride())
-
-
-def ring_numbers(spec: AttentionSpec, k_recent: Any, v_recent: Any) -> tuple[int, ...]:
-    """Returns the number of rings, and the strides of keys and of values by ring, slot and head; 0 without rings."""
-    assert spec.paged is not None
-    if spec.paged.recent is None:
-        return (0,) * 7
-    return len(k_recent), *k_recent.stride()[:3], *v_recent.stride()[:3]
 
 
 def merge(spec: AttentionSpec, operands: tuple[Any, ...], tile: Tiles, count: int) -> Description:
@@ -192,30 +183,22 @@ def repeated(spec: AttentionSpec, first: First) -> Callable[..., tuple[Any, Any]
         cu: Any = None,
         k_scales: Any = None,
         v_scales: Any = None,
-        k_recent: Any = None,
-        v_recent: Any = None,
-        recent_rows: Any = None,
     ) -> tuple[Any, Any]:
         strides: Hashable = (q.stride(), k.stride(), v.stride(), table.stride(), lengths.stride())
         at_q, at_k, at_v, at_table, at_lengths = [tensor.data_ptr() for tensor in (q, k, v, table, lengths)]
-        # q stands for absent sinks, scales and rings, the lengths for absent offsets and rows.
+        # q stands for absent sinks and scales, the lengths for absent offsets.
         at_sinks = at_q if sinks is None else sinks.data_ptr()
         at_cu = at_lengths if cu is None else cu.data_ptr()
-        at_k_scales = at_v_scales = at_k_recent = at_v_recent = at_q
-        at_rows = at_lengths
+        at_k_scales = at_v_scales = at_q
         if k_scales is not None:
             strides = strides, k_scales.stride(), v_scales.stride()
             at_k_scales, at_v_scales = k_scales.data_ptr(), v_scales.data_ptr()
-            if recent_rows is not None:
-                strides = strides, k_recent.stride(), v_recent.stride(), recent_rows.stride(), len(k_recent)
-                at_k_recent, at_v_recent, at_rows = k_recent.data_ptr(), v_recent.data_ptr(), recent_rows.data_ptr()
         launches, like_q = seen.get(strides) or (None, False)
-        unaligned = at_q | at_k | at_v | at_table | at_lengths | at_sinks | at_cu | at_k_scales | at_v_scales
-        unaligned = (unaligned | at_k_recent | at_v_recent | at_rows) & 15
+        unaligned = (at_q | at_k | at_v | at_table | at_lengths | at_sinks | at_cu | at_k_scales | at_v_scales) & 15
         dense = (sinks is None or sinks.is_contiguous()) and (cu is None or cu.is_contiguous())
         if launches is None or unaligned or not dense:
-            beside = (k_scales, v_scales, k_recent, v_recent, recent_rows)
-            out, lse, launches = first(PagedInputs(q, k, v, table, lengths, cu, sinks, None, None, None, *beside))
+            scales = {"k_scales": k_scales, "v_scales": v_scales}
+            out, lse, launches = first(PagedInputs(q, k, v, table, lengths, cu, sinks, **scales))
             if launches is not None:
                 if len(seen) >= MOST_LAYOUTS:
                     seen.clear()
@@ -233,12 +216,11 @@ def repeated(spec: AttentionSpec, first: First) -> Callable[..., tuple[Any, Any]
         # q stands for the absent key_ranges and slopes, the lengths for the absent starts.
         absent = at_q, at_q, at_lengths
         tables = (at_q, at_k, at_v, at_table, at_lengths, at_cu, at_sinks, *absent, at_k_scales, at_v_scales)
-        rings = at_k_recent, at_v_recent, at_rows
         if merge is None:
-            attend(*tables, *rings, at_out, at_lse)
+            attend(*tables, at_out, at_lse)
         else:
             at_part_lse = at_parts + 4 * count * size
-            attend(*tables, *rings, at_parts, at_part_lse)
+            attend(*tables, at_parts, at_part_lse)
             merge(at_parts, at_part_lse, at_sinks, at_out, at_lse)
         return out, lse
 

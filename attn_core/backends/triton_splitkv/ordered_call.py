@@ -22,7 +22,6 @@ def refusals(spec: AttentionSpec, device: str, kernel: str) -> list[str]:
         f"device {device}": device not in PROVEN,
         "key_ranges": spec.key_ranges_shape is not None,
         f"pages in {paged.dtype if paged else None}": paged is not None and paged.dtype is not None,
-        "rings of newest tokens": paged is not None and bool(paged.recent),
     }
     return [f"{what} with invariant={spec.invariant!r}: {kernel} has none" for what in lacks if lacks[what]]
 

@@ -13,8 +13,6 @@ from attn_core.call.spec import AttentionSpec
 from attn_core.paged.arguments import one_query_each
 
 SINKS_DTYPE = "float32"
-RINGS = 2**31 - 1
-"""Stands for the number of rings, which a program does not know; ``backend.program_operands`` compares rows with it."""
 ORDERED_READS = ("q", "k", "v", "block_table", "seq_lens", "cu_seqlens_q", "sinks", "alibi_slopes", "kv_starts")
 """What ``attend_in_order`` reads; the order is that of ``attend``, too."""
 
@@ -44,7 +42,6 @@ def program(
     # The kernel gets another pointer for an operand that the call lacks, and does not read it.
     stand_ins = {"cu_seqlens_q": "seq_lens", "sinks": "q", "key_ranges": "q"}
     stand_ins |= {"alibi_slopes": "q", "kv_starts": "seq_lens", "k_scales": "q", "v_scales": "q"}
-    stand_ins |= {"k_recent": "q", "v_recent": "q", "recent_rows": "seq_lens"}
     names = ("q", "k", "v", "block_table", "seq_lens", *stand_ins)
     if way is not None:
         names = tuple(name for name in names if name in ORDERED_READS)
@@ -94,13 +91,6 @@ def _operands(spec: AttentionSpec) -> dict[str, Buffer]:
     if paged.dtype is not None:
         by = pool[::2] if paged.scales == "page" else pool
         shapes |= {"k_scales": (by, "float32"), "v_scales": (by, "float32")}
-    if paged.recent is not None:
-        rings = RINGS, paged.recent, spec.num_kv_heads
-        shapes |= {
-            "k_recent": ((*rings, spec.head_dim), spec.dtype),
-            "v_recent": ((*rings, spec.value_dim), spec.dtype),
-        }
-        shapes["recent_rows"] = (documents, 2), "int32"
     return {name: Buffer(name, tuple(shape), dtype) for name, (shape, dtype) in shapes.items()}
 
 

@@ -11,8 +11,6 @@ from attn_core.errors import DTypeError, ShapeError, SpecError, shown
 
 MOST_LAYERS_AND_CHANNELS = 2**16
 """No model comes near, and a larger number would fill the memory before anything else complains."""
-MOST_TOKENS = 2**31 - 1
-"""Positions are int32."""
 
 
 def check_cache(dtype: str, **sizes: Any) -> None:
@@ -47,31 +45,10 @@ def stored_shape(kv_dtype: str | None, **dims: int) -> tuple[str, dict[str, int]
     return "uint8", {name: dim // 2 for name, dim in dims.items()}
 
 
-def check_recent(recent: Any, rings: Any, kv_dtype: str | None) -> int:
-    """Returns how many rings a cache has; 0 if it has none.
-
-    Args:
-        recent: the tokens of a ring, or None. rings: how many sequences have one at a time.
-
-    Raises:
-        SpecError: for a size below 1, and for rings beside pages that are not quantised.
-    """
-    if recent is None:
-        return 0
-    if kv_dtype is None:
-        raise SpecError(f"recent={shown(recent)}: expected None without kv_dtype, because such pages are exact")
-    for name, value in (("recent", recent), ("rings", rings)):
-        if not is_host_int(value) or not 1 <= value <= MOST_TOKENS:
-            raise SpecError(f"{name}={shown(value)}: expected a number of 1 or more, at most {MOST_TOKENS}")
-    return int(rings)
-
-
-def describe_cache(
-    kv_dtype: str | None, page_size: int, kv_heads: int, dims: dict[str, int], dtype: str, recent: int | None = None
-) -> str:
+def describe_cache(kv_dtype: str | None, page_size: int, kv_heads: int, dims: dict[str, int], dtype: str) -> str:
     """Returns how a cache stores a token, and in how many bytes."""
     scales = None if kv_dtype is None else "token"
-    pool = PagedKV(num_pages=1, page_size=page_size, width=1, dtype=kv_dtype, scales=scales, recent=recent)
+    pool = PagedKV(num_pages=1, page_size=page_size, width=1, dtype=kv_dtype, scales=scales)
     return describe(pool, kv_heads, dims["head_dim"], dims["value_dim"], dtype)
 
 

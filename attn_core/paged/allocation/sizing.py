@@ -18,9 +18,6 @@ BITS = {**FLOAT_BITS, **pages.BITS}
 SCALED = tuple(pages.BITS)
 """Dtypes that need a scale, float32, for each token and head, of the key and of the value."""
 
-RING_DTYPES = tuple(dtype for dtype in FLOAT_BITS if dtype != "float64")
-"""The dtypes of queries beside quantised pages, which rings have."""
-
 
 def bytes_per_token(
     *, num_layers: int, kv_heads: int, head_dim: int, value_dim: int | None = None, dtype: str = "float32"
@@ -52,17 +49,12 @@ def pages_that_fit(
     head_dim: int,
     value_dim: int | None = None,
     dtype: str = "float32",
-    recent: int | None = None,
-    rings: int = 64,
-    recent_dtype: str = "bfloat16",
 ) -> int:
     """Returns how many pages fit into ``memory`` bytes: the ``num_pages`` of a ``PagedKVCache`` of these sizes.
 
     Args:
         memory: bytes.
         page_size: tokens in a page. num_layers to dtype are those of ``bytes_per_token``.
-        recent, rings, recent_dtype: of a cache with rings, recent_dtype being its dtype. They take ``rings * recent``
-            tokens of that dtype from the memory.
 
     Raises:
         SpecError: for less memory than a page needs, or a size below 1. DTypeError: for another dtype.
@@ -71,19 +63,10 @@ def pages_that_fit(
         num_layers=num_layers, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim, dtype=dtype
     )
     _check_size("page_size", page_size)
-    page, taken = int(page_size) * token, 0
-    if recent is not None:
-        if dtype not in SCALED:
-            raise SpecError(f"recent={shown(recent)}: expected None with pages in {dtype}, which are exact")
-        _check_size("recent", recent)
-        _check_size("rings", rings)
-        sizes: dict[str, Any] = {"num_layers": num_layers, "kv_heads": kv_heads}
-        sizes |= {"head_dim": head_dim, "value_dim": value_dim}
-        taken = int(rings) * int(recent) * bytes_per_token(**sizes, dtype=_ring_dtype(recent_dtype))
-    if not is_host_int(memory) or memory < page + taken:
-        of = "one page and of rings" if taken else "one page"
-        raise SpecError(f"memory={shown(memory)}: expected at least the {page + taken} bytes of {of}, as an int")
-    return min((int(memory) - taken) // page, MOST_PAGES)
+    page = int(page_size) * token
+    if not is_host_int(memory) or memory < page:
+        raise SpecError(f"memory={shown(memory)}: expected at least the {page} bytes of one page, as an int")
+    return min(int(memory) // page, MOST_PAGES)
 
 
 def part_of(free: int, fraction: Any) -> int:
@@ -91,12 +74,6 @@ def part_of(free: int, fraction: Any) -> int:
     if not isinstance(fraction, int | float | np.number) or isinstance(fraction, bool) or not 0 < fraction <= 1:
         raise SpecError(f"fraction={shown(fraction)}: expected a number above 0 and at most 1")
     return int(free * fraction)
-
-
-def _ring_dtype(dtype: Any) -> str:
-    if not isinstance(dtype, str) or dtype not in RING_DTYPES:
-        raise DTypeError(f"recent_dtype={shown(dtype)}: expected one of {', '.join(RING_DTYPES)}")
-    return dtype
 
 
 def _check_size(name: str, value: Any) -> None:

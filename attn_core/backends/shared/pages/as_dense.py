@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from attn_core.backends.shared.pages.pools import query_offsets
-from attn_core.backends.shared.pages.quantised import in_slots, with_rings, working_dtype
+from attn_core.backends.shared.pages.quantised import in_slots, working_dtype
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs, PagedInputs
 
@@ -50,9 +50,6 @@ def packed_documents(spec: AttentionSpec, inputs: PagedInputs) -> tuple[Attentio
     cu_k = torch.nn.functional.pad(keys.cumsum(0), (1, 0)).int()
     page = table.long().repeat_interleave(paged.page_size, dim=1)[valid]
     k, v = in_slots(spec, inputs, page, (position % paged.page_size)[valid])  # [tokens, kv_heads, dim]
-    if paged.recent is not None:
-        sequence = torch.arange(len(lengths), device=lengths.device).repeat_interleave(keys)
-        k, v = with_rings(spec, inputs, (k, v), sequence, position[valid], lengths[sequence])
     ranges = inputs.key_ranges
     if ranges is not None:
         # The number of each key among the new tokens of its sequence; negative for earlier keys.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from attn_core.backends.shared.programs.triton import Description, has_triton, launch
-from attn_core.backends.shared.rewrites import is_readable, readable
+from attn_core.backends.shared.rewrites import readable
 from attn_core.call.pages import PagedKV
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import PagedInputs
@@ -25,21 +25,6 @@ def pools(inputs: PagedInputs) -> tuple[Any, Any]:
                 f"strides {list(pool.stride())} at {pool.data_ptr() % 16} bytes from one; a pool is never copied"
             )
     return inputs.k, inputs.v
-
-
-def rings(inputs: PagedInputs) -> tuple[Any, Any]:
-    """Returns the rings of a call, ``k_recent`` and ``v_recent``, unchanged.
-
-    Raises:
-        ShapeError: if a kernel could read only a copy.
-    """
-    for name, ring in (("k_recent", inputs.k_recent), ("v_recent", inputs.v_recent)):
-        if not is_readable(ring):
-            raise ShapeError(
-                f"{name}: expected dense channels, and strides and an address that are multiples of 16 bytes, got "
-                f"strides {list(ring.stride())} at {ring.data_ptr() % 16} bytes from one; rings are never copied"
-            )
-    return inputs.k_recent, inputs.v_recent
 
 
 def query_offsets(spec: AttentionSpec, inputs: PagedInputs) -> Any:

@@ -81,30 +81,6 @@ def in_pages(spec: AttentionSpec, inputs: PagedInputs, pages: Any) -> tuple[Any,
     return k, v
 
 
-def with_rings(spec: AttentionSpec, inputs: PagedInputs, rows: tuple[Any, Any], *where: Any) -> tuple[Any, Any]:
-    """Returns keys and values ``[..., kv_heads, dim]``, the newest ones of each sequence from its ring if it has one.
-
-    Args:
-        rows: from ``in_slots`` or ``in_pages``.
-        where: the sequence and the position of each key, and the length of its sequence. A ring that does not exist,
-            and a first position of any value, are safe.
-    """
-    import torch
-
-    if spec.paged is None or spec.paged.recent is None:
-        return rows
-    sequence, position, length = where
-    recent, rings = spec.paged.recent, inputs.k_recent.shape[0]
-    ring, first = inputs.recent_rows.long()[sequence].unbind(-1)
-    exact = (ring >= 0) & (ring < rings) & (position >= first) & (position >= length - recent)
-    at = ring.clamp(0, rings - 1), position % recent
-    k, v = (
-        torch.where(exact[..., None, None], pool.detach()[at].to(old.dtype), old)
-        for pool, old in zip((inputs.k_recent, inputs.v_recent), rows, strict=True)
-    )
-    return k, v
-
-
 def working_dtype(spec: AttentionSpec) -> str:
     """Returns the dtype of a gathered call: float32 if the pages are quantised, because it rounds no number of them."""
     return spec.dtype if spec.paged is None or spec.paged.dtype is None else "float32"
