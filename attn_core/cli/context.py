@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -14,11 +13,10 @@ from attn_core.context_parallel.call import plan_spec
 from attn_core.context_parallel.cost.choose import compared, explain_choice
 from attn_core.context_parallel.cost.layouts import choose_layout
 from attn_core.context_parallel.cost.machine import GIB, Constants
-from attn_core.context_parallel.picture import LIMIT, draw, svg
+from attn_core.context_parallel.picture import LIMIT, draw
 from attn_core.context_parallel.plan import AxisSizes
 from attn_core.context_parallel.ranges import bands_of_row
 from attn_core.errors import SpecError, shown
-from attn_core.selection.whole_file import write_whole
 
 
 @takes_spec
@@ -31,7 +29,6 @@ def context_plan(
     strategy: Annotated[str | None, typer.Option(help="all_gather, ring or ulysses. Default: the fastest.")] = None,
     device: Annotated[str, typer.Option(help="GPU whose measurements the estimates use, such as h100.")] = "sm90",
     memory: Annotated[float | None, typer.Option(help="Memory limit of the call on each rank, in GiB.")] = None,
-    picture: Annotated[Path | None, typer.Option("--svg", help="Also write the plan to this file, as SVG.")] = None,
 ) -> None:
     """Show how ranks share a call in context parallelism. Needs no GPU, torch or JAX.
 
@@ -53,8 +50,6 @@ def context_plan(
         choice, choices = explain_choice(spec, documents, layout, *how), ()
     if choice.strategy is not None:
         plan = plan_spec(spec, documents, choice.strategy, layout, axes, bands)
-        if picture is not None:
-            write_whole(svg(plan), picture)
         # A picture has a sign for each token, so it is left out for long rows.
         drawn = max(spec.q_len, spec.kv_len, plan.world) <= LIMIT
         typer.echo(draw(plan) if drawn else f"(no picture: a row or the number of ranks is above {LIMIT})")

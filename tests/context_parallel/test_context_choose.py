@@ -30,12 +30,13 @@ from attn_core.context_parallel.cost.directions import Estimate
 from attn_core.context_parallel.cost.estimate import estimate
 from attn_core.context_parallel.cost.layouts import choose_layout
 from attn_core.context_parallel.cost.machine import GIB, LINKS, MIB, Constants
-from attn_core.context_parallel.picture import LIMIT, draw, ranks_of, step_of_pairs, svg
+from attn_core.context_parallel.picture import LIMIT, draw, ranks_of, step_of_pairs
 from attn_core.context_parallel.plan import AxisSizes, build_plan
 from attn_core.context_parallel.request import Request, explain_request
 from benchmarks import context_row_report
 from benchmarks.context_projection import project, table
 from benchmarks.context_row_shapes import Row, rows_of
+from tools.pages.plans import svg
 
 H200 = Constants.of("sm90")
 ROOT = Path(__file__).resolve().parents[2]
@@ -592,27 +593,9 @@ def test_the_projection_in_the_documents_is_current() -> None:
 
 # Pictures
 
-PICTURES = {
-    "contiguous": ["--q-len", "16", "--layout", "contiguous"],
-    "zigzag": ["--q-len", "16", "--layout", "zigzag"],
-    "striped": ["--q-len", "16", "--layout", "striped"],
-    "documents": ["--lengths", "12,4", "--ranks", "2"],
-    "dealt": ["--lengths", "2,11,3,6", "--ranks", "2", "--layout", "documents"],
-    "window": ["--q-len", "16", "--window", "5", "--ranks", "2", "--layout", "window:5"],
-}
-
 
 def attn(*arguments: str) -> Any:
     return CliRunner().invoke(app, ["context-plan", *arguments], env={"COLUMNS": "100"})
-
-
-@pytest.mark.parametrize("name", PICTURES)
-def test_the_pictures_in_the_documents_are_current(name: str, tmp_path: Path) -> None:
-    path, there = tmp_path / "plan.svg", ROOT / f"docs/images/plan-{name}.svg"
-    options = [*PICTURES[name], "--causal", "--strategy", "ring"]
-    assert attn(*options, "--svg", str(path)).exit_code == 0
-    again = f"stale: run attn context-plan {' '.join(options)} --svg docs/images/{there.name}"
-    assert there.is_file() and path.read_text(encoding="utf-8") == there.read_text(encoding="utf-8"), again
 
 
 @given(requests())

@@ -27,7 +27,6 @@ EARLIER = "the earlier content"
 
 WRITERS: dict[str, tuple[str, ...]] = {
     "mask": ("mask", *CALL, "--png"),
-    "context-plan": ("context-plan", *CALL, "--ranks", "2", "--svg"),
     "compare": ("compare", *CALL, "--repeats", "1", "--plot"),
     "campaign": ("campaign", "--minutes", "0.01", "--json"),
     "bench --json": ("bench", "--quick", "--device", "cpu", "--only", "no such case", "--json"),
@@ -70,7 +69,7 @@ def test_a_command_names_a_place_that_it_cannot_write(command: str, place: str, 
     assert sorted(each.name for each in tmp_path.iterdir()) == ["a folder.png", "in a file"]
 
 
-@pytest.mark.parametrize("command", ["mask", "context-plan", "compare", "campaign"])
+@pytest.mark.parametrize("command", ["mask", "compare", "campaign"])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EDQUOT])
 def test_a_full_or_read_only_disk_keeps_the_earlier_file(
     command: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -36,7 +36,7 @@ from benchmarks import (
 )
 from benchmarks.masks import GALLERY
 from tools.pages import __main__ as pages
-from tools.pages import devices
+from tools.pages import devices, plans
 from tools.pages.support import FEATURES, render
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -95,13 +95,23 @@ def test_the_page_of_gpus_installs_what_the_backends_need() -> None:
 
 def test_pages_are_written_and_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(pages, "FOLDER", tmp_path)
-    with pytest.raises(SystemExit, match=r"stale: support\.md, devices\.md, known_bad\.md"):
+    for folder in ("reference", "images"):
+        (tmp_path / folder).mkdir()
+    with pytest.raises(
+        SystemExit, match=r"stale: reference/support\.md, reference/devices\.md, .*images/plan-window\.svg"
+    ):
         pages.main(["--check"])
     pages.main([])
     pages.main(["--check"])
-    (tmp_path / "support.md").write_text("stale", encoding="utf-8")
-    with pytest.raises(SystemExit, match=r"stale: support\.md; run"):
+    (tmp_path / "reference/support.md").write_text("stale", encoding="utf-8")
+    with pytest.raises(SystemExit, match=r"stale: reference/support\.md; run"):
         pages.main(["--check"])
+
+
+@pytest.mark.parametrize("name", plans.PICTURES)
+def test_the_pictures_of_plans_are_current(name: str) -> None:
+    picture = ROOT / "docs/images" / name
+    assert picture.is_file() and picture.read_text(encoding="utf-8") == plans.PICTURES[name](), "run `make support`"
 
 
 def test_links_between_documents_exist() -> None:

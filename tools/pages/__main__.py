@@ -1,4 +1,4 @@
-"""Writes support.md, devices.md and known_bad.md in docs/reference: ``make support``.
+"""Writes support.md, devices.md and known_bad.md in docs/reference, and plans in docs/images: ``make support``.
 
     python -m tools.pages [--check]
 
@@ -11,10 +11,15 @@ import argparse
 import sys
 from pathlib import Path
 
-from tools.pages import devices, known_bad, support
+from tools.pages import devices, known_bad, plans, support
 
-FOLDER = Path(__file__).resolve().parents[2] / "docs/reference"
-PAGES = {"support.md": support.render, "devices.md": devices.render, "known_bad.md": known_bad.render}
+FOLDER = Path(__file__).resolve().parents[2] / "docs"
+PAGES = {
+    "reference/support.md": support.render,
+    "reference/devices.md": devices.render,
+    "reference/known_bad.md": known_bad.render,
+    **{f"images/{name}": draw for name, draw in plans.PICTURES.items()},
+}
 
 
 def main(arguments: list[str] | None = None) -> None:
