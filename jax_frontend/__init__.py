@@ -21,7 +21,7 @@ from jax_frontend.paged.append import append_kv
 from jax_frontend.paged.attention import paged_attention
 from jax_frontend.paged.cache import PagedKVCache
 from jax_frontend.paged.explain import explain_paged
-from jax_frontend.paged.layouts import pages_of, table_of_rows
+from jax_frontend.paged.layouts import pages_of
 from jax_frontend.paged.merge_states import merge_states
 from jax_frontend.paged.rotary import apply_rotary
 from jax_frontend.paged.sizing import pages_that_fit
@@ -58,7 +58,6 @@ __all__ = [
     "run_attention",
     "shard_lengths",
     "shard_sequence",
-    "table_of_rows",
     "unshard_sequence",
     "use_backend",
     "warm_up",

@@ -20,7 +20,7 @@ from torch_frontend.explain import explain
 from torch_frontend.paged.attention import append_kv, paged_attention
 from torch_frontend.paged.cache import PagedKVCache
 from torch_frontend.paged.explain import explain_paged
-from torch_frontend.paged.layouts import pages_of, table_of_rows
+from torch_frontend.paged.layouts import pages_of
 from torch_frontend.paged.merge_states import merge_states
 from torch_frontend.paged.rotary import apply_rotary
 from torch_frontend.paged.sizing import pages_that_fit
@@ -47,7 +47,6 @@ __all__ = [
     "pages_of",
     "run_attention",
     "scaled_dot_product_attention",
-    "table_of_rows",
     "use_backend",
     "use_context_parallel",
     "warm_up",

@@ -3,7 +3,7 @@
 from jax_frontend.paged.append import append_kv
 from jax_frontend.paged.attention import paged_attention
 from jax_frontend.paged.explain import explain_paged
-from jax_frontend.paged.layouts import pages_of, table_of_rows
+from jax_frontend.paged.layouts import pages_of
 from jax_frontend.paged.merge_states import merge_states
 from jax_frontend.paged.rotary import apply_rotary
 
@@ -14,5 +14,4 @@ __all__ = [
     "merge_states",
     "paged_attention",
     "pages_of",
-    "table_of_rows",
 ]

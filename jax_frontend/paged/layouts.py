@@ -1,17 +1,11 @@
-"""The pools and tables of other libraries as ``paged_attention`` and ``append_kv`` take them, for JAX arrays."""
+"""The pools of other libraries as ``paged_attention`` and ``append_kv`` take them, for JAX arrays."""
 
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-from attn_core.call.arguments import ArrayFacts
-from attn_core.paged.allocation.allocator import UNUSED
 from attn_core.paged.layouts import view_of_pair, views_of_one
-from attn_core.paged.row_tables import check_row_types, check_rows
 from jax_frontend.dispatch import plan
-from jax_frontend.paged.tables import is_on_host
 
 Array = jax.Array
 
@@ -53,43 +47,3 @@ def pages_of(cache: Array | tuple[Array, Array], layout: str) -> tuple[Array, Ar
     plan.check_array("cache", cache)
     keys, values = views_of_one(layout, tuple(cache.shape))  # type: ignore[union-attr]
     return cache[keys.part].transpose(keys.order), cache[values.part].transpose(values.order)  # type: ignore[call-overload, union-attr]
-
-
-def table_of_rows(
-    indptr: Array, indices: Array, last_page_len: Array, *, page_size: int, width: int
-) -> tuple[Array, Array]:
-    """Returns (block_table, seq_lens) of FlashInfer's table in CSR. Its values stay on the device; traceable.
-
-    Args:
-        indptr: int32 ``[batch + 1]``: row b has the pages ``indices[indptr[b] : indptr[b + 1]]``.
-        indices: int32 ``[pages in use or more]``.
-        last_page_len: int32 ``[batch]``: tokens in the last page of each row.
-        page_size: tokens in a page.
-        width: columns of the result, at least the most pages of a row.
-
-    Returns:
-        int32 ``[batch, width]``, -1 behind a row's pages, and int32 ``[batch]``.
-
-    Raises:
-        DTypeError, ShapeError: for arrays that are no table in CSR.
-        SpecError: for wrong values in arrays on the CPU that are not traced. Other values are not read: a longer row
-            is cut at ``width``, and entries outside of ``indices`` become -1.
-    """
-    named = {"indptr": indptr, "indices": indices, "last_page_len": last_page_len}
-    for name, array in named.items():
-        plan.check_array(name, array)
-    device = plan.device_name(indptr)
-    all_facts = {name: ArrayFacts(tuple(each.shape), str(each.dtype), device) for name, each in named.items()}
-    check_row_types(all_facts, page_size, width)
-    if all(map(is_on_host, named.values())):
-        check_rows(np.asarray(indptr), np.asarray(indices), np.asarray(last_page_len), page_size, width)
-    column = jnp.arange(width, dtype=jnp.int32)
-    place = indptr[:-1, None] + column  # [batch, width]
-    used = (place < indptr[1:, None]) & (place >= 0) & (place < len(indices))
-    if len(indices) == 0:
-        table = jnp.full(place.shape, UNUSED, jnp.int32)
-    else:
-        table = jnp.where(used, indices[jnp.clip(place, 0, len(indices) - 1)], UNUSED)
-    count = indptr[1:] - indptr[:-1]
-    tokens = (count - 1) * page_size + jnp.clip(last_page_len, 0, page_size)
-    return table, jnp.where(count > width, width * page_size, jnp.where(count > 0, tokens, 0))

@@ -237,11 +237,6 @@ def _own(framework: str) -> dict[str, dict[str, Make]]:
         "bytes_per_token": _pool_sizes(),
         "PageAllocator.check_width": {"lengths": plain([6, 2]), "width": plain(2)},
         "pages_of": {"cache": numbers(6, 2, 4, 2, 8), "layout": plain("NHD")},
-        "table_of_rows": {
-            **{"indptr": lambda: array(np.array([0, 2, 3], np.int32)), "page_size": plain(4), "width": plain(2)},
-            **{"indices": lambda: array(np.array([0, 2, 1], np.int32))},
-            **{"last_page_len": lambda: array(np.array([3, 4], np.int32))},
-        },
         "merge_states": {
             **{"outs": lambda: [array(_numbers(2, 5, 4, 8))] * 2, "lses": lambda: [array(_numbers(2, 4, 5))] * 2},
         },

@@ -1,4 +1,4 @@
-"""Tests that pools and tables of other libraries are read and written in place, in every layout."""
+"""Tests that pools of other libraries are read and written in place, in every layout."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ from torch.profiler import ProfilerActivity, profile
 
 import jax_frontend
 import torch_frontend
-from attn_core import DeviceError, DTypeError, ShapeError, SpecError
+from attn_core import ShapeError, SpecError
 from attn_core.backends.shared.pages import quantised as quantised_pages
 from attn_core.backends.shared.pages.pools import pools
 from attn_core.call.tensors import PagedInputs
-from attn_core.paged.row_tables import PagedRows, rows_of_table, table_of_rows
 
 pytestmark = pytest.mark.sampled
 
@@ -257,76 +256,3 @@ def test_a_pool_that_a_gpu_kernel_cannot_read_is_refused_rather_than_copied() ->
         pools(PagedInputs(torch.zeros(1, 2, 9), k, v, table, lengths))
     k, v = torch_frontend.pages_of(torch.zeros(6, 4, 4, 8, dtype=torch.float16), "interleaved")
     assert all(map(operator.is_, pools(PagedInputs(torch.zeros(1, 2, 8), k, v, table, lengths)), (k, v)))
-
-
-# Tables in CSR
-
-
-def table_in(framework: str, rows: PagedRows, page_size: int, width: int) -> tuple[np.ndarray, np.ndarray]:
-    frontend: Any = torch_frontend if framework == "torch" else jax_frontend
-    array: Any = torch.from_numpy if framework == "torch" else jnp.asarray
-    table, lengths = frontend.table_of_rows(*map(array, rows), page_size=page_size, width=width)
-    return np.asarray(table), np.asarray(lengths)
-
-
-@pytest.mark.parametrize("framework", ["torch", "jax"])
-@settings(max_examples=30)
-@given(st.data())
-def test_a_table_in_csr_becomes_the_block_table_of_the_host(framework: str, data: Any) -> None:
-    page_size = data.draw(st.integers(1, 5))
-    lengths = np.array(data.draw(st.lists(st.integers(0, 17), max_size=5)), np.int32)
-    width = 17 + data.draw(st.integers(0, 2))
-    table = np.random.default_rng(3).permutation(len(lengths) * width).reshape(len(lengths), width).astype(np.int32)
-    rows = rows_of_table(table, lengths, page_size)
-    spare = data.draw(st.integers(0, 3))  # FlashInfer's buffers may be longer than the pages in use
-    rows = rows._replace(indices=np.append(rows.indices, np.full(spare, 99, np.int32)))
-    expected = table_of_rows(rows, page_size, width)
-    for one, other in zip(table_in(framework, rows, page_size, width), expected, strict=True):
-        assert one.dtype == np.int32
-        np.testing.assert_array_equal(one, other)
-
-
-ROWS = PagedRows(np.array([0, 2, 3], np.int32), np.array([4, 1, 0], np.int32), np.array([3, 4], np.int32))
-
-
-@pytest.mark.parametrize(
-    ("changes", "kind", "text"),
-    [
-        ({"indptr": np.array([1, 2, 3], np.int32)}, SpecError, r"indptr=\[1, 2, 3\]: expected offsets from 0"),
-        ({"indptr": np.array([0, 2, 1], np.int32)}, SpecError, "never decrease"),
-        ({"indptr": np.array([0, 2, 4], np.int32)}, SpecError, "end at most at 3, the number of indices"),
-        ({"indptr": np.array([0, 0, 3], np.int32)}, SpecError, "width=2: expected at least 3, the pages of row 1"),
-        ({"indptr": np.zeros(0, np.int32)}, ShapeError, "indptr|last_page_len"),
-        ({"indices": np.array([[1]], np.int32)}, ShapeError, r"indices: expected shape \[pages in use\]"),
-        ({"last_page_len": np.array([0, 4], np.int32)}, SpecError, r"last_page_len\[0\]=0: expected 1 to 4"),
-        ({"last_page_len": np.array([3, 5], np.int32)}, SpecError, r"last_page_len\[1\]=5: expected 1 to 4"),
-        ({"last_page_len": np.array([3], np.int32)}, ShapeError, r"last_page_len: expected shape \[2\]"),
-        ({"indices": np.array([4, 1, 0], np.int16)}, DTypeError, "indices: expected dtype int32, got int16"),
-    ],
-)
-@pytest.mark.parametrize("framework", ["torch", "jax"])
-def test_a_bad_table_in_csr_is_one_clear_error(framework: str, changes: Any, kind: type[Exception], text: str) -> None:
-    with pytest.raises(kind, match=text):
-        table_in(framework, ROWS._replace(**changes), 4, 2)
-
-
-def test_wrong_values_that_the_host_does_not_see_stay_in_range() -> None:
-    run = jax.jit(lambda *rows: jax_frontend.table_of_rows(*rows, page_size=4, width=2))
-    wrong = np.array([-5, 3, 2_000_000_000], np.int32), ROWS.indices, np.array([77, -3], np.int32)
-    table, lengths = map(np.asarray, run(*map(jnp.asarray, wrong)))
-    assert table.shape == (2, 2) and set(table.ravel()) <= {-1, 0, 1, 4}
-    assert ((lengths >= 0) & (lengths <= 8)).all()
-
-
-def test_the_tables_of_several_devices_are_refused() -> None:
-    rows = [torch.from_numpy(each) for each in ROWS]
-    with pytest.raises((DeviceError, SpecError), match="indices: expected"):
-        torch_frontend.table_of_rows(rows[0], rows[1].to("meta"), rows[2], page_size=4, width=2)
-
-
-def test_a_compiled_program_converts_a_table() -> None:
-    run = torch.compile(
-        lambda *rows: torch_frontend.table_of_rows(*rows, page_size=4, width=2), fullgraph=True, backend="eager"
-    )
-    table, lengths = run(*map(torch.from_numpy, ROWS))
-    assert table.tolist() == [[4, 1], [0, -1]] and lengths.tolist() == [7, 4]

@@ -21,7 +21,6 @@ from attn_core.correctness import reference
 from attn_core.correctness.paged import append
 from attn_core.paged import arguments
 from attn_core.paged.allocation.allocator import UNUSED, PageAllocator
-from attn_core.paged.row_tables import rows_of_table, table_of_rows
 from attn_core.paged.tables import check_offsets, check_slots, check_tables, slots_of
 
 POOL = PagedKV(num_pages=7, page_size=4, width=3)
@@ -64,32 +63,6 @@ def test_properties_of_a_pool() -> None:
 def test_sizes_of_a_pool_below_the_least_are_refused(name: str, least: int) -> None:
     with pytest.raises(ShapeError, match=f"^{name}={least - 1}: expected {least} or more$"):
         replace(POOL, **{name: least - 1})
-
-
-# Tables by rows
-
-
-@given(sequences())
-def test_concatenated_tables_convert_back(drawn: Any) -> None:
-    paged, table, lengths, _ = drawn
-    rows = rows_of_table(table, lengths, paged.page_size)
-    assert {array.dtype for array in rows} == {np.dtype(np.int32)}
-    assert rows.indptr[-1] == len(rows.indices) == sum(-(-n // paged.page_size) for n in lengths.tolist())
-    for at, length in enumerate(lengths.tolist()):
-        pages = rows.indices[rows.indptr[at] : rows.indptr[at + 1]]
-        assert pages.tolist() == table[at][: len(pages)].tolist()
-        assert max(len(pages) - 1, 0) * paged.page_size + rows.last_page_len[at] == length
-        assert 1 <= rows.last_page_len[at] <= paged.page_size or (length == 0 and rows.last_page_len[at] == 0)
-    again, lengths_again = table_of_rows(rows, paged.page_size, paged.width)
-    assert again.dtype == lengths_again.dtype == np.int32
-    assert again.tolist() == table.tolist() and lengths_again.tolist() == lengths.tolist()
-
-
-def test_concatenated_tables_omit_pages_without_tokens() -> None:
-    rows = rows_of_table(int32([5, 2, 6], [1, UNUSED, UNUSED], [3, 4, 0]), int32(5, 0, 8), 4)
-    assert [array.tolist() for array in rows] == [[0, 2, 2, 4], [5, 2, 3, 4], [1, 0, 4]]
-    table, lengths = table_of_rows(rows, 4)
-    assert table.tolist() == [[5, 2], [UNUSED, UNUSED], [3, 4]] and lengths.tolist() == [5, 0, 8]
 
 
 # Slots

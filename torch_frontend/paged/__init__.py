@@ -2,7 +2,7 @@
 
 from torch_frontend.paged.attention import append_kv, paged_attention
 from torch_frontend.paged.explain import explain_paged
-from torch_frontend.paged.layouts import pages_of, table_of_rows
+from torch_frontend.paged.layouts import pages_of
 from torch_frontend.paged.merge_states import merge_states
 from torch_frontend.paged.rotary import apply_rotary
 
@@ -13,5 +13,4 @@ __all__ = [
     "merge_states",
     "paged_attention",
     "pages_of",
-    "table_of_rows",
 ]
