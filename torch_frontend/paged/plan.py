@@ -5,17 +5,19 @@ from __future__ import annotations
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from attn_core import backends
 from attn_core.backends.shared.torch_ranges import in_range, is_on
 from attn_core.call import counters
 from attn_core.call.failed_calls import note_call
+from attn_core.call.key_ranges import check_values as check_range_values
 from attn_core.call.options import Options, check_traced_options, is_plain_window
 from attn_core.call.ranges import enabled, range_name
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import PagedInputs
-from attn_core.errors import SpecError
+from attn_core.errors import DTypeError, SpecError
 from attn_core.paged import arguments
 from attn_core.paged import tables as paged_tables
 from attn_core.paged.options import check_paged_options
@@ -24,7 +26,6 @@ from attn_core.selection import Target, new_plans, override, select
 from torch_frontend.dispatch import empty_rows, offsets, plan, tensor_kinds
 from torch_frontend.dispatch.run_plan import check_key_ranges
 from torch_frontend.dispatch.wrappers import on_device
-from torch_frontend.paged.key_ranges import ranges_of, starts_of
 from torch_frontend.paged.outputs import check_out, copied
 from torch_frontend.paged.tables import check_values, op_tables, tables_of
 
@@ -140,11 +141,42 @@ def gather_arguments(
     )
     tables = tables_of(q, k_pages, max_len_q, block_table, seq_lens, cu_seqlens_q)
     more: dict[str, Any] = {
-        "key_ranges": ranges_of(q, key_ranges),
-        "kv_starts": starts_of(q, kv_starts, seq_lens),
+        "key_ranges": _ranges_of(q, key_ranges),
+        "kv_starts": _starts_of(q, kv_starts, seq_lens),
         **scales,
     }
     return PagedInputs(q, k_pages, v_pages, *tables, sinks=sinks, alibi_slopes=alibi_slopes, **more)
+
+
+def _ranges_of(q: Tensor, key_ranges: Any) -> Tensor | None:
+    """Returns key_ranges as a tensor. Checks the values of numpy's arrays and copies them to q's device."""
+    ranges = _int32_of(q, "key_ranges", key_ranges)
+    # On a CPU ``run`` checks the values. ``build_spec`` raises for a wrong shape.
+    is_known = isinstance(key_ranges, np.ndarray) and q.device.type != "cpu"
+    if is_known and key_ranges.ndim == 5 and key_ranges.shape[-1] == 2:
+        check_range_values(key_ranges, q.shape[0])
+    return ranges
+
+
+def _starts_of(q: Tensor, kv_starts: Any, seq_lens: Any) -> Tensor | None:
+    """Returns kv_starts as a tensor. Compares numpy's values with lengths in numpy, and copies them to q's device."""
+    starts = _int32_of(q, "kv_starts", kv_starts)
+    # On a CPU ``run`` checks the values. ``build_spec`` raises for a wrong shape.
+    is_known = q.device.type != "cpu" and isinstance(kv_starts, np.ndarray) and isinstance(seq_lens, np.ndarray)
+    if is_known and kv_starts.shape == seq_lens.shape:
+        paged_tables.check_starts(kv_starts, seq_lens)
+    return starts
+
+
+def _int32_of(q: Tensor, name: str, array: Any) -> Tensor | None:
+    if array is None:
+        return None
+    if not isinstance(array, np.ndarray):
+        plan.check_tensor(name, array)
+        return array  # type: ignore[no-any-return]
+    if array.dtype != np.int32:
+        raise DTypeError(f"{name}: expected dtype int32, got {array.dtype}; cast it to int32")
+    return tensor_kinds.to_device_of(q, np.array(array, order="C"))
 
 
 def check_numbers(**named: Any) -> None:
@@ -184,7 +216,7 @@ def check_op(
     """
     numbers = {"sinks": sinks, "alibi_slopes": alibi_slopes, "k_scales": k_scales, "v_scales": v_scales}
     check_numbers(q=q, k_pages=k_pages, v_pages=v_pages, **numbers)
-    ranges, starts = ranges_of(q, key_ranges), starts_of(q, kv_starts, None)
+    ranges, starts = _ranges_of(q, key_ranges), _starts_of(q, kv_starts, None)
     tensor_kinds.check_data(q, key_ranges=ranges, alibi_slopes=alibi_slopes, kv_starts=starts)
     tensors = op_tables(q, *tables)
     everything = {**numbers, "key_ranges": ranges, "kv_starts": starts}
