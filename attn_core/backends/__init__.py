@@ -15,7 +15,6 @@ from typing import Any
 from attn_core.backends.contract import (
     Backend,
     backend_warm_up,
-    backward_jvp_of,
     forward_mode,
     forward_with_maximum,
     jvp_of,
@@ -44,6 +43,7 @@ __all__ = [
     "FOREIGN_NAMES",
     "FORWARD_MODE",
     "IN_ORDER",
+    "OVER_REVERSE",
     "PAGED_PREFERENCE",
     "PREFERENCE",
     "ROW_MAXIMUM",
@@ -57,7 +57,6 @@ __all__ = [
     "forward_mode",
     "forward_with_maximum",
     "installed_build",
-    "backward_jvp_of",
     "jvp_of",
     "kind_of",
     "load",
@@ -121,6 +120,9 @@ FORWARD_MODE = {
     ("jax", ANY): ("jax_xla",),
 }
 """Automatic choice of the backend that computes tangents, best first. Another one may compute the call's results."""
+
+OVER_REVERSE = "math"
+"""The backend of torch that has second derivatives: its gradients are operations that torch differentiates."""
 
 ROW_MAXIMUM = {**FORWARD_MODE}
 """The same for the largest logit of each row, which a pass over q and k computes."""

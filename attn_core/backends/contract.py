@@ -23,7 +23,7 @@ class Backend(Protocol):
     copies a result that is not the buffer itself. ``WRITES_GRADIENTS = False`` says that backward's never are. The
     buffers are contiguous; with ``WRITES_STRIDED = True`` only their channels need be dense, in a call on pages.
     ``build()`` (see Support's Build), ``warm_up(spec)``, ``shortcut(spec)``, ``paged_shortcut(spec)``,
-    ``FORWARD_MODE`` with ``jvp`` and ``backward_jvp``, ``ROW_MAXIMUM`` with ``row_maximum``,
+    ``FORWARD_MODE`` with ``jvp``, ``ROW_MAXIMUM`` with ``row_maximum``,
     ``forward_with_maximum(spec)``, and ``variant(word)``: see the functions below.
     """
 
@@ -210,18 +210,3 @@ def forward_with_maximum(backend: Backend, spec: AttentionSpec) -> Callable[...,
     """
     function_of = getattr(backend, "forward_with_maximum", None)
     return None if function_of is None or spec.empty or spec.paged else function_of(spec)
-
-
-BackwardJvp = Callable[..., Gradients]
-"""``(spec, inputs, saved, tangents, moved) -> Gradients``, see ``backward_jvp_of``."""
-
-
-def backward_jvp_of(backend: Backend) -> BackwardJvp | None:
-    """Returns the backend's ``backward_jvp``, which computes the tangents of the results of ``backward``; or None.
-
-    It takes the spec of the backward, Inputs, (out, lse, dout, dlse) of which dlse may be None, Tangents, and the
-    tangents of (out, lse, dout, dlse), each None for a zero. The results have the shapes and dtypes of ``backward``'s,
-    and are 0 for rows that see no key. It is never called if ``spec.empty`` or for a spec with ``aux_gradients``, and
-    never builds a graph.
-    """
-    return getattr(backend, "backward_jvp", None)

@@ -133,7 +133,7 @@ def reasons(
     if claims is None:
         return (f"{backend.FORWARD.kernel} has no forward mode",)
     if over_reverse and backend.FRAMEWORK != "jax":  # JAX differentiates the gradients of a backend of JAX
-        if backends.backward_jvp_of(backend) is None:
+        if name != backends.OVER_REVERSE:
             return (f"{backend.FORWARD.kernel} has no tangents of its gradients",)
         if target.framework == "jax":
             return (f"{backend.FORWARD.kernel} has tangents of its gradients in torch alone",)

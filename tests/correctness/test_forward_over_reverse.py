@@ -20,7 +20,10 @@ import jax_frontend
 import torch_frontend
 from attn_core import SeqInfo
 from attn_core.backends.math import backend as math
-from attn_core.backends.shared.plain import second_tangents as plain_second_tangents
+from attn_core.backends.shared.plain import attention as plain_attention
+from attn_core.backends.shared.plain import second_tangents
+from attn_core.backends.shared.plain.block_operands import SavedTensors
+from attn_core.backends.shared.plain.second_tangents import gradient_tangents
 from attn_core.call.tensors import Gradients, Inputs, Tangents
 from attn_core.correctness import reference
 from attn_core.errors import SpecError
@@ -36,7 +39,7 @@ def tensor(array: Any) -> Any:
 
 
 def by_differences(features: dict[str, Any]) -> tuple[Gradients, list[Any]]:
-    """Returns central differences of the reference's gradients, and the arguments of ``backward_jvp`` for the same."""
+    """Returns central differences of the reference's gradients, and ``gradient_tangents``' arguments for the same."""
     case, random = make(features), np.random.default_rng(5)
     wants = {"needs_backward": True, "return_lse": True, "bias_gradient": case.inputs.bias is not None}
     spec = replace(case.spec, dtype="float64", bias_dtype=None, **wants)
@@ -58,10 +61,11 @@ def by_differences(features: dict[str, Any]) -> tuple[Gradients, list[Any]]:
     of_out = slope(ahead[0], behind[0])
     of_lse = slope(*(np.where(seen, each[1], 0.0) for each in (ahead, behind)))
     tangents = Tangents(*(tensor(moved.get(name)) for name in NAMES))
-    arguments = [spec, Inputs(*map(tensor, case.inputs)), tuple(map(tensor, (out, lse, dout, dlse))), tangents]
+    saved = SavedTensors(*map(tensor, (out, lse, dout, dlse)))
+    arguments = [spec, Inputs(*map(tensor, case.inputs)), saved, tangents]
     return Gradients(*map(slope, ahead[2], behind[2])), [
         *arguments,
-        tuple(map(tensor, (of_out, of_lse, of_dout, of_dlse))),
+        SavedTensors(*map(tensor, (of_out, of_lse, of_dout, of_dlse))),
     ]
 
 
@@ -77,7 +81,7 @@ def worst(actual: Gradients, expected: Gradients) -> float:
 @pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES)
 def test_tangents_of_gradients_are_the_differences_of_the_reference(features: dict[str, Any]) -> None:
     expected, arguments = by_differences(features)
-    actual = math.backward_jvp(*arguments)
+    actual = gradient_tangents(*arguments)
     assert all(bool(each.isfinite().all()) for each in actual if each is not None)
     assert worst(actual, expected) < 1e-6
 
@@ -86,33 +90,51 @@ def test_tangents_of_gradients_are_the_differences_of_the_reference(features: di
 def test_a_tangent_that_is_left_out_is_a_zero(at: int) -> None:
     """Of out, lse, dout and dlse, and then of q, k and v."""
     _, (spec, inputs, saved, tangents, moved) = by_differences(FEATURES["everything"])
-    call = partial(math.backward_jvp, spec, inputs, saved)
+    call = partial(gradient_tangents, spec, inputs, saved)
     cut = [None if number == at else each for number, each in enumerate(moved)]
     zero = [torch.zeros_like(each) if number == at else each for number, each in enumerate(moved)]
     rows = [None if number == at else each for number, each in enumerate(tangents)]
     zeros = [torch.zeros_like(each) if number == at else each for number, each in enumerate(tangents)]
-    pairs = ((tangents, cut, tangents, zero), (Tangents(*rows), moved, Tangents(*zeros), moved))
+    pairs = (
+        (tangents, SavedTensors(*cut), tangents, SavedTensors(*zero)),
+        (Tangents(*rows), moved, Tangents(*zeros), moved),
+    )
     for one_tangents, one, other_tangents, other in pairs:
         for actual, expected in zip(call(one_tangents, one), call(other_tangents, other), strict=True):
             assert (actual is None and expected is None) or torch.allclose(actual, expected, rtol=1e-12, atol=1e-12)
 
 
-def faulty_slopes(spec: Any, operands: Any, block: Any, of_scores: Any, slopes: list[Any]) -> list[Any]:
-    return [None] * len(slopes)
+@pytest.mark.parametrize("name", ["causal", "everything", "packed, window, alibi, dropout"])
+def test_blocks_in_chunks_share_no_memory(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of larger calls write their scores to common memory, through which no tangent passes."""
+    expected, arguments = by_differences(FEATURES[name])
+    monkeypatch.setattr(plain_attention, "CACHED_SCORES", 8)
+    monkeypatch.setattr(plain_attention, "FEWEST_ROWS", 2)
+    monkeypatch.setattr(plain_attention, "block_sizes", plain_attention.block_sizes.__wrapped__)
+    assert plain_attention.block_sizes(arguments[0], True)[2] > 0
+    assert worst(gradient_tangents(*arguments), expected) < 1e-6
 
 
-FAULTS: dict[str, tuple[str, Any]] = {
-    "slopes of softcap": ("_moved_slopes", faulty_slopes),
-    "row terms": ("_row_term", lambda dlse, pairs, like=None: pairs[0][1].sum(-1, keepdim=True) * 0),
-    "sinks and bias": ("_add_to_tables", lambda *arguments: None),
-}
+def lost(name: str) -> Any:
+    """A backward that sees no tangent of an argument."""
+
+    def faulty(spec: Any, inputs: Inputs, out: Any, lse: Any, *rest: Any, **how: Any) -> Gradients:
+        seen = {"out": out, "lse": lse, **inputs._asdict()}
+        seen[name] = torch.from_numpy(np.array(seen[name].tolist()))
+        inputs = inputs._replace(**{each: seen[each] for each in Inputs._fields})
+        return plain_attention.backward(spec, inputs, seen["out"], seen["lse"], *rest, **how)
+
+    return faulty
+
+
+FAULTS = {f"no tangent of {name}": lost(name) for name in ("q", "out", "lse", "bias", "sinks")}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_caught(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, arguments = by_differences(FEATURES["everything"])
-    monkeypatch.setattr(plain_second_tangents, *FAULTS[fault])
-    assert not worst(math.backward_jvp(*arguments), expected) < 1e-3
+    monkeypatch.setattr(second_tangents, "backward", FAULTS[fault])
+    assert not worst(gradient_tangents(*arguments), expected) < 1e-3
 
 
 SHAPES = {"q": (2, 150, 4, 8), "k": (2, 140, 2, 8), "v": (2, 140, 2, 8)}

@@ -1,7 +1,7 @@
 """Forward over reverse: the tangents of a call's gradients, as torch.func.jvp of torch.func.grad asks for them.
 
-The gradients come from ``attn::backward``, by the backend of the forward. Their tangents come from a backend that has a
-``backward_jvp``, which ``attn_core.selection.forward_mode`` chooses.
+The gradients come from ``attn::backward``, by the backend of the forward. Their tangents come from the plain operations
+of ``math``, if ``attn_core.selection.forward_mode`` finds that it can run the call.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from attn_core import backends
 from attn_core.backends.shared.autograd import refuse_second_derivative
+from attn_core.backends.shared.plain.block_operands import SavedTensors
+from attn_core.backends.shared.plain.second_tangents import gradient_tangents
 from attn_core.call.options import Options
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs, Tangents
@@ -35,11 +36,11 @@ FIRST = 2 * SAVED + len(Tangents._fields)
 
 
 class SecondPlan(NamedTuple):
-    """A checked call with the function of its backend that computes tangents of gradients; None for an empty call."""
+    """A checked call with the function that computes the tangents of its gradients; None for an empty call."""
 
     spec: AttentionSpec
     backend: str
-    backward_jvp: Any
+    gradient_tangents: Any
     one_row: bool
 
 
@@ -66,8 +67,7 @@ def plan_of(
     if spec.empty:
         return SecondPlan(spec, backend, None, one_row)
     assert metadata[0] is not None
-    function = backends.backward_jvp_of(backends.load(backend, target.kind))
-    return SecondPlan(spec, backend, on_device(function, metadata[0][2]), one_row)
+    return SecondPlan(spec, backend, on_device(gradient_tangents, metadata[0][2]), one_row)
 
 
 def _backward_jvp_op(*arguments: Any) -> tuple[Tensor, ...]:
@@ -81,7 +81,7 @@ def _backward_jvp_op(*arguments: Any) -> tuple[Tensor, ...]:
     saved, moved = [*arguments[:SAVED]], [*arguments[SAVED : 2 * SAVED]]
     tangents = Tangents(*arguments[2 * SAVED : FIRST])
     learned = (*inputs[:3], inputs.bias if plain.bias_gradient else None, inputs.sinks)
-    if call_plan.backward_jvp is None:
+    if call_plan.gradient_tangents is None:
         return tuple([inputs.q.new_empty(0) if each is None else torch.zeros_like(each) for each in learned])
     bias = inputs.bias
     if call_plan.one_row:
@@ -95,8 +95,8 @@ def _backward_jvp_op(*arguments: Any) -> tuple[Tensor, ...]:
     if tangents.dbias is not None:
         tangents = tangents._replace(dbias=four_dimensional(Inputs(*inputs[:3], bias=tangents.dbias)).bias)
     with switched_off(inputs.q.device):
-        results: Gradients = call_plan.backward_jvp(
-            call_plan.spec, four_dimensional(inputs), tuple(saved), tangents, tuple(moved)
+        results: Gradients = call_plan.gradient_tangents(
+            call_plan.spec, four_dimensional(inputs), SavedTensors(*saved), tangents, SavedTensors(*moved)
         )
     rows = [each[None] if call_plan.one_row else each for each in results[:3]]
     dbias = None if results.dbias is None or bias is None else results.dbias.reshape(bias.shape)

@@ -23,9 +23,7 @@ from attn_core.backends.shared import tile_limits
 from attn_core.backends.shared.device_kinds import ANY
 from attn_core.backends.shared.plain import attention as plain_attention
 from attn_core.backends.shared.plain import row_maximum as plain_row_maximum
-from attn_core.backends.shared.plain import second_tangents as plain_second_tangents
 from attn_core.backends.shared.plain import tangents as plain_tangents
-from attn_core.backends.shared.plain.block_operands import SavedTensors
 from attn_core.backends.support import Build, Support
 from attn_core.call.masks import band
 from attn_core.call.pages import BITS
@@ -128,8 +126,3 @@ def row_maximum(spec: AttentionSpec, inputs: Inputs) -> Any:
 def forward_with_maximum(spec: AttentionSpec) -> Callable[..., tuple[Any, Any, Any]] | None:
     """See ``contract.forward_with_maximum``. Tiles of one size take another pass."""
     return plain_attention.forward_with_maximum if spec.invariant is None else None
-
-
-def backward_jvp(spec: AttentionSpec, inputs: Inputs, saved: Any, tangents: Tangents, moved: Any) -> Gradients:
-    """See ``contract.backward_jvp_of``."""
-    return plain_second_tangents.backward_jvp(spec, inputs, SavedTensors(*saved), tangents, SavedTensors(*moved))

@@ -9,8 +9,10 @@ from typing import Any, TypeVar
 
 Call = TypeVar("Call", bound=Callable[..., Any])
 
-_KEYS = ("ADInplaceOrView", "AutogradFunctionality", "AutogradOther", "AutogradNestedTensor")
-"""Dispatch keys that the dispatcher excludes below autograd, e.g. inside a custom operator."""
+_KEYS = ("ADInplaceOrView", "AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "ZeroTensor")
+"""Dispatch keys that the dispatcher excludes below autograd, e.g. inside a custom operator.
+
+Forward mode needs the last one."""
 
 
 @contextmanager

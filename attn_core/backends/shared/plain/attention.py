@@ -132,13 +132,25 @@ def _empty_results(spec: AttentionSpec, inputs: Inputs, operands: BlockOperands)
 
 
 @without_gradient
-def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
-    """See ``Backend.backward``."""
+def backward(
+    spec: AttentionSpec,
+    inputs: Inputs,
+    out: Any,
+    lse: Any,
+    dout: Any,
+    dlse: Any,
+    differentiable: bool = False,
+) -> Gradients:
+    """See ``Backend.backward``.
+
+    Args:
+        differentiable: whether torch's forward mode runs through the operations, which then share no memory.
+    """
     with without_autocast(inputs.q):
         out, lse, dout, dlse = (t[None] if spec.packed and t is not None else t for t in (out, lse, dout, dlse))
         saved = SavedTensors(out, lse, dout, dlse)
         height, parts, scores = block_sizes(spec, inputs.q.is_cpu)
-        operands = with_scratch(operands_of(spec, inputs, saved), scores)
+        operands = with_scratch(operands_of(spec, inputs, saved), 0 if differentiable else scores)
         sums = empty_sums(spec, operands)
         for block in blocks(spec, inputs, height):
             for chunk in parts:
@@ -160,7 +172,7 @@ def without_autocast(q: Any) -> AbstractContextManager[Any]:
 
 
 def gradients_of(spec: AttentionSpec, inputs: Inputs, sums: Sums) -> Gradients:
-    """Returns sums of gradients, or of their tangents, in the shapes and dtypes of the inputs."""
+    """Returns sums of gradients in the shapes and dtypes of the inputs."""
     # [batch, kv_heads, kv_len, dim] -> [batch, kv_len, kv_heads, dim]
     dk, dv = (total.transpose(1, 2).to(inputs.k.dtype).contiguous() for total in (sums.dk, sums.dv))
     dq = sums.dq
