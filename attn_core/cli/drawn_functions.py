@@ -86,7 +86,9 @@ def arrays_of(aux: tuple[Aux, ...], seed: int) -> list[np.ndarray]:
 
 
 def as_keywords(arrays: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of ``attention``, in which aux0 to aux3 are one tuple."""
+    """Returns the arguments of ``attention``, in which aux0 to aux3 are one tuple, or of ``paged_attention``."""
+    if "block_table" in arrays:
+        return {{"k": "k_pages", "v": "v_pages"}.get(name, name): array for name, array in arrays.items()}
     names = sorted(name for name in arrays if name in AUX)
     rest = {name: array for name, array in arrays.items() if name not in names}
     return rest | ({"aux": tuple(arrays[name] for name in names)} if names else {})

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from statistics import median
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 
+from attn_core.call.seq_info import SeqInfo
+from attn_core.call.spec import AttentionSpec
 from attn_core.cli.drawn_functions import as_keywords
 from attn_core.cli.frameworks import jax_device
-from attn_core.cli.trial import Outcome, Trial, arrays_of_call, dtype_of
+from attn_core.cli.trial import Outcome, Trial, arrays_of_call, dtype_of, keywords_of
 
 
 def run(trial: Trial, backend: str, device: str = "cpu", repeats: int = 5) -> Outcome:
@@ -23,7 +26,7 @@ def run(trial: Trial, backend: str, device: str = "cpu", repeats: int = 5) -> Ou
     with jax.enable_x64(trial.spec.dtype == "float64"), jax.default_device(where):
         constants, learned = arrays_of(trial)
         cotangents = cotangents_of(trial)
-        call = jax.jit(_call(trial, backend))
+        call = _program(trial.spec, trial.seq_info, backend)
         times = []
         # One more than requested, because the first call compiles and is not counted.
         for _ in range(repeats + 1):
@@ -36,18 +39,24 @@ def run(trial: Trial, backend: str, device: str = "cpu", repeats: int = 5) -> Ou
     return Outcome(arrays, 1e3 * median(times[1:] or times))
 
 
-def _call(trial: Trial, backend: str) -> Any:
-    """Returns a function of (learned inputs, other inputs, cotangents) that returns the named results."""
-    from jax_frontend import attention
+@lru_cache(maxsize=64)  # so that the calls of one structure compile once
+def _program(spec: AttentionSpec, seq_info: SeqInfo | None, backend: str) -> Any:
+    """Returns a jitted function of (learned inputs, other inputs, cotangents) that returns the named results."""
+    import jax
+
+    from jax_frontend import attention, paged_attention
+
+    attend: Any = attention if spec.paged is None else paged_attention
+    keywords = keywords_of(spec, seq_info)
 
     def call(learned: dict[str, Any], constants: dict[str, Any], cotangents: tuple[Any, ...]) -> dict[str, Any]:
         def forward(learned: dict[str, Any]) -> tuple[Any, ...]:
-            results = attention(**as_keywords(learned | constants), **trial.keywords, backend=backend)
-            return results if trial.spec.return_lse else (results,)
+            results = attend(**as_keywords(learned | constants), **keywords, backend=backend)
+            return results if spec.return_lse else (results,)
 
         return results_of(forward, learned, cotangents)
 
-    return call
+    return jax.jit(call)
 
 
 def arrays_of(trial: Trial) -> tuple[dict[str, Any], dict[str, Any]]:

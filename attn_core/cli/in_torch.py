@@ -14,19 +14,25 @@ from attn_core.cli.frameworks import torch_device
 from attn_core.cli.trial import Outcome, Trial, arrays_of_call, dtype_of
 
 
-def run(trial: Trial, backend: str, device: str = "cpu", repeats: int = 5) -> Outcome:
-    """Runs one backend. Returns its arrays and median time (milliseconds, with gradients if the spec needs them)."""
+def run(trial: Trial, backend: str, device: str = "cpu", repeats: int = 5, shifted: bool = False) -> Outcome:
+    """Runs one backend. Returns its arrays and median time (milliseconds, with gradients if the spec needs them).
+
+    shifted: q, k and v begin one element behind an aligned address.
+    """
     import torch
 
-    from torch_frontend import attention
+    from torch_frontend import attention, paged_attention
+
+    attend: Any = attention if trial.spec.paged is None else paged_attention
 
     where = torch_device(device)
     tensors, cotangents = tensors_of(trial, where), cotangents_of(trial, where)
+    tensors |= {name: _shifted(tensors[name]) for name in "qkv" if shifted}
     times = []
     # One more than requested, because the first call may compile and is not counted.
     for _ in range(repeats + 1):
         began = perf_counter()
-        output = attention(**tensors, **trial.keywords, backend=backend)
+        output = attend(**tensors, **trial.keywords, backend=backend)
         results = named_results(trial, output, tensors, cotangents)
         if where.type != "cpu":
             # Kernels run asynchronously: wait, so that their time counts.
@@ -35,6 +41,12 @@ def run(trial: Trial, backend: str, device: str = "cpu", repeats: int = 5) -> Ou
     # float64 represents every value of the other dtypes, so the comparison of bits loses nothing.
     arrays = {name: tensor.detach().cpu().double().numpy() for name, tensor in results.items()}
     return Outcome(arrays, 1e3 * median(times[1:] or times))
+
+
+def _shifted(tensor: Any) -> Any:
+    room = tensor.new_empty(tensor.numel() + 1)
+    room[1:] = tensor.detach().flatten()
+    return room[1:].view(tensor.shape).requires_grad_(tensor.requires_grad)
 
 
 def tensors_of(trial: Trial, where: Any) -> dict[str, Any]:

@@ -20,7 +20,8 @@ class Trial(NamedTuple):
 
     Attributes:
         spec: the call.
-        inputs: numpy arrays laid out as Inputs says: float64 arrays whose values the spec's dtype represents exactly.
+        inputs: numpy arrays laid out as Inputs says, with pages as PagedInputs: float64 arrays whose values the spec's
+            dtype represents exactly.
         seq_info: the packed documents with numpy offsets, or None.
         dout, dlse: the gradients of the output and of the log-sum-exp. dlse is None unless the spec has a backward and
             returns the log-sum-exp.
@@ -28,7 +29,7 @@ class Trial(NamedTuple):
     """
 
     spec: AttentionSpec
-    inputs: Inputs
+    inputs: Any
     seq_info: SeqInfo | None
     dout: np.ndarray
     dlse: np.ndarray | None
@@ -44,11 +45,17 @@ class Trial(NamedTuple):
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """The keyword arguments of ``attention`` other than tensors."""
-        spec = self.spec
-        names = ("causal", "alignment", "window", "softcap", "scale", "deterministic", "return_lse")
-        options = {name: getattr(spec, name) for name in names} | invariance_of(spec)
-        return options | {"seq_info": self.seq_info} | functions_of(spec)
+        """The keyword arguments of ``attention``, or of ``paged_attention``, other than tensors."""
+        return keywords_of(self.spec, self.seq_info)
+
+
+def keywords_of(spec: AttentionSpec, seq_info: SeqInfo | None) -> dict[str, Any]:
+    """Returns the keyword arguments of ``attention``, or of ``paged_attention``, other than tensors."""
+    names = ("causal", "window", "softcap", "scale", "deterministic", "return_lse")
+    options = {name: getattr(spec, name) for name in names} | invariance_of(spec)
+    if spec.paged is not None:
+        return options | {"max_len_q": spec.max_len_q}
+    return options | {"alignment": spec.alignment, "seq_info": seq_info} | functions_of(spec)
 
 
 class Outcome(NamedTuple):
@@ -113,8 +120,10 @@ def invariance_of(spec: AttentionSpec) -> dict[str, Any]:
 
 
 def arrays_of_call(trial: Trial) -> tuple[str, ...]:
-    """Returns the arrays of a call as fields of ``Inputs``; key_ranges and aux arrays if it has them, because few
+    """Returns the arrays of a call as fields of its inputs; key_ranges and aux arrays if it has them, because few
     functions take them."""
+    if trial.spec.paged is not None:
+        return ("q", "k", "v", "block_table", "seq_lens", "cu_seqlens_q", "sinks")
     usual = ("q", "k", "v", "mask", "bias", "alibi_slopes", "sinks")
     return (*usual, *(name for name in ("key_ranges", *AUX) if getattr(trial.inputs, name) is not None))
 

@@ -14,7 +14,7 @@ from both_frontends import FRAMEWORKS, Results, claimed, judge, judged, module_o
 from spec_strategies import Call, make_call
 
 from attn_core import explain
-from attn_core.cli.certify.containment import HIDES_POISON, REACHES_BACK
+from attn_core.cli.certify.checks import HIDES_POISON, REACHES_BACK
 
 pytestmark = pytest.mark.sampled
 

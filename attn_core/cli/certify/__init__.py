@@ -1,5 +1,5 @@
-"""Certificates: what one machine proves in bounded time about the backends that run on it, as a file to compare with.
+"""Certificates: what one machine proves about the backends that run on it, by a stored list of calls.
 
-Start with ``subject`` (a backend in a framework), then ``draw``, ``check`` (the list of checks), ``run`` (the loop),
-``certificate`` (the file), ``regression`` and ``command`` (``attn certify``).
+Start with ``subject`` (a backend in a framework), then ``calls`` (the list), ``checks`` (how a call is judged),
+``certificate`` (the file) and ``command`` (``attn certify``).
 """

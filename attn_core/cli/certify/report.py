@@ -8,38 +8,27 @@ from collections.abc import Iterator
 from attn_core.cli.certify.certificate import FAILED, NOT_RUN, Certificate, Entry
 from attn_core.cli.certify.checks import CHECKS
 from attn_core.cli.certify.known_rows import NAME
-from attn_core.cli.certify.regression import Comparison
 
-WIDTH = 80
-SPOKEN = {"torch": "torch", "jax": "JAX"}
 DASH = "-"
 
 
-def report(certificate: Certificate, compared: Comparison | None) -> Iterator[str]:
-    """Yields the lines of the report, not wider than WIDTH unless a single word is."""
-    failed = certificate.count(FAILED)
-    checked = len(certificate.entries) - certificate.count(NOT_RUN)
+def report(certificate: Certificate) -> Iterator[str]:
+    """Yields the lines of the report, not wider than 80 columns unless a single word is."""
+    failed, checked = certificate.count(FAILED), len(certificate.entries) - certificate.count(NOT_RUN)
     verdict = f"FAILED: {failed} of {checked} checks." if failed else f"OK: all {checked} checks that ran passed."
-    verdict = verdict if checked else "NOTHING RAN."
-    yield from _wrapped(f"{verdict} {_machine(certificate)}")
-    yield ""
+    used = [f"{name} {certificate.versions.get(name)} on {device}" for name, device in certificate.devices.items()]
+    machine = f"{' and '.join(used)} ({certificate.device_name}), {certificate.seconds:.0f} s, {certificate.date}."
+    yield from _wrapped(f"{verdict if checked else 'NOTHING RAN.'} {machine}")
     yield from _table(certificate)
-    yield from _known(certificate)
     for entry in (entry for entry in certificate.entries if entry.result == FAILED):
-        yield ""
-        yield from _wrapped(f"{_words(entry)} failed: {entry.reason}")
-        yield f"  {entry.repeat}"
-    yield from _not_run(certificate)
-    if compared is not None:
-        yield from _comparison(compared)
-
-
-def _machine(certificate: Certificate) -> str:
-    used = [
-        f"{SPOKEN[name]} {certificate.versions.get(name)} on {device}" for name, device in certificate.devices.items()
-    ]
-    name = f"{certificate.device_name}, {certificate.cpu_capability}".strip(", ")
-    return f"{' and '.join(used)} ({name}), seed {certificate.seed}, {certificate.seconds:.0f} s, {certificate.date}."
+        name = f"{entry.check} of {entry.backend} in {entry.framework}" if entry.backend else entry.check
+        yield from ("", *_wrapped(f"{name} failed: {entry.reason}"), f"  {entry.repeat}")
+    yield from ("", "Not run:")
+    groups: dict[str, list[str]] = {}
+    for what, why in certificate.not_run:
+        groups.setdefault(why, []).append(what)
+    for why, names in groups.items():
+        yield from _wrapped(f"{why} ({', '.join(names)})", "  ")
 
 
 def rows_of(certificate: Certificate) -> tuple[list[str], dict[tuple[str, str], dict[str, Entry]]]:
@@ -47,8 +36,8 @@ def rows_of(certificate: Certificate) -> tuple[list[str], dict[tuple[str, str], 
     ran = {entry.check for entry in certificate.entries if entry.result != NOT_RUN}
     rows: dict[tuple[str, str], dict[str, Entry]] = {}
     for entry in certificate.entries:
-        if entry.backend:
-            rows.setdefault((entry.backend, entry.framework), {})[entry.check] = entry
+        rows.setdefault((entry.backend, entry.framework), {})[entry.check] = entry
+    rows.pop(("", ""), None)
     return [name for name in CHECKS if name in ran], rows
 
 
@@ -59,18 +48,18 @@ def worst_of(entries: dict[str, Entry]) -> str:
 
 
 def _table(certificate: Certificate) -> Iterator[str]:
-    """Yields a row for each subject: in each column the draws that ran, a dash if none did, or FAILED."""
+    """Yields a row for each subject: in each column the calls that passed, a dash if none ran, or FAILED."""
     names, rows = rows_of(certificate)
-    if not rows:
-        return
-    wide = max(len("backend"), *(len(backend) for backend, _ in rows))
-    columns = [max(6, len(name)) for name in names]
-    titles = "".join(f" {name:>{width}}" for name, width in zip(names, columns))
-    yield f"{'backend':<{wide}} in   {titles}  worst"
+    wide = max((len(f"{backend} in {framework}") for backend, framework in rows), default=0)
+    lines = [["backend", *names, "worst"]] if rows else []
     for (backend, framework), entries in rows.items():
-        cells = "".join(f" {_cell(entries.get(name)):>{width}}" for name, width in zip(names, columns))
-        yield f"{backend:<{wide}} {SPOKEN[framework]:<5}{cells}  {worst_of(entries):>5}"
-    yield from _wrapped("The numbers are calls; worst is the largest error as a part of its bound.", "  ")
+        lines.append([f"{backend} in {framework}", *(_cell(entries.get(name)) for name in names), worst_of(entries)])
+    for first, *cells in lines:
+        yield first.ljust(wide) + "".join(cell.rjust(max(7, len(name) + 1)) for cell, name in zip(cells, [*names, ""]))
+    for entry in certificate.entries:
+        if entry.check == NAME and entry.result != FAILED:
+            here = ", ".join(certificate.known_bad) or "none"
+            yield from _wrapped(f"Known-bad kernels: {entry.draws} calls refused as they must be. Here: {here}.")
 
 
 def _cell(entry: Entry | None) -> str:
@@ -79,50 +68,8 @@ def _cell(entry: Entry | None) -> str:
     return "FAILED" if entry.result == FAILED else str(entry.draws)
 
 
-def _known(certificate: Certificate) -> Iterator[str]:
-    for entry in certificate.entries:
-        if entry.check == NAME and entry.result != FAILED:
-            here = ", ".join(certificate.known_bad) or "none"
-            yield from _wrapped(f"Known-bad kernels: {entry.draws} calls refused as they must be. Here: {here}.")
-
-
-def _not_run(certificate: Certificate) -> Iterator[str]:
-    """Yields each reason with the backends that it keeps from a check; one line for both frameworks."""
-    groups: dict[str, dict[str, list[str]]] = {}
-    for entry in (entry for entry in certificate.entries if entry.result == NOT_RUN):
-        found = groups.setdefault(f"{entry.check}: {entry.reason}", {})
-        found.setdefault(entry.backend, []).append(entry.framework)
-    for what, why in certificate.not_run:
-        name, _, framework = what.partition(" in ")
-        groups.setdefault(why, {}).setdefault(name, []).extend([framework] if framework else [])
-    if groups:
-        yield from ("", "Not run:")
-    for why, subjects in groups.items():
-        names = [_in(name, frameworks, certificate) for name, frameworks in subjects.items()]
-        yield from _wrapped(f"{why} ({', '.join(names)})", "  ", "    ")
-
-
-def _in(name: str, frameworks: list[str], certificate: Certificate) -> str:
-    everywhere = not frameworks or len(frameworks) == len(certificate.devices)
-    return name if everywhere else f"{name} in {' and '.join(SPOKEN[each] for each in frameworks)}"
-
-
-def _comparison(compared: Comparison) -> Iterator[str]:
-    yield ""
-    changed = "; ".join(compared.versions) or "nothing"
-    yield from _wrapped(f"Changed since the earlier certificate: {changed}.")
-    for title, lines in (("Worse", compared.regressions), ("Better", compared.mended)):
-        for line in lines:
-            yield from _wrapped(f"{title}: {line}", "  ", "    ")
-    if not compared.regressions:
-        yield "  No check that passed then fails or is missing now."
-
-
-def _words(entry: Entry) -> str:
-    return f"{entry.check} of {entry.backend} in {SPOKEN[entry.framework]}" if entry.backend else entry.check
-
-
-def _wrapped(text: str, first: str = "", later: str = "") -> list[str]:
+def _wrapped(text: str, first: str = "") -> list[str]:
+    later = f"{first}  " if first else ""
     return textwrap.wrap(
-        text, WIDTH, initial_indent=first, subsequent_indent=later, break_long_words=False, break_on_hyphens=False
+        text, 80, initial_indent=first, subsequent_indent=later, break_long_words=False, break_on_hyphens=False
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from attn_core.cli.certify.certificate import FAILED, NOT_RUN, PASSED, certificate_path, read
 from attn_core.cli.frameworks import FRAMEWORKS
@@ -32,34 +32,26 @@ class Standing(NamedTuple):
     def __str__(self) -> str:
         if self.error is not None:
             return f"cannot be read: {self.error}"
-        counts = f"{self.date}: {self.passed} checks passed, {self.failed} failed, {self.not_run} not run"
-        then = ", ".join(
-            f"{name} {(self.versions or {})[name]}" for name in FRAMEWORKS if name in (self.versions or {})
-        )
-        if self.changed:
-            return f"{counts}, with {then}. Since then {'; '.join(self.changed)}: run attn certify again"
-        return f"{counts}, with {then}, and nothing has changed since"
+        versions = self.versions or {}
+        then = ", ".join(f"{name} {versions[name]}" for name in FRAMEWORKS if name in versions)
+        counts = f"{self.date}: {self.passed} checks passed, {self.failed} failed, {self.not_run} not run, with {then}"
+        since = f". Since then {'; '.join(self.changed)}: run attn certify again"
+        return f"{counts}{since if self.changed else ', and nothing has changed since'}"
 
 
 def standing_of(device: str, versions: dict[str, str | None]) -> Standing | None:
-    """Returns the standing of the certificate of a device, or None if there is none.
-
-    Args:
-        versions: of the installed packages.
-    """
+    """Returns the standing of the certificate of a device, or None if there is none. versions: installed packages."""
     path = None
     try:
         path = certificate_path(device)
         if not path.is_file():
             return None
-        certificate = read(path)
+        found = read(path)
     except (SpecError, OSError, RuntimeError) as error:  # a process without a home folder has no certificate
         return None if path is None else Standing(str(path), error=str(error).removeprefix(f"{path}: "))
-    pairs: list[tuple[str, Any, Any]] = [
-        (name, certificate.versions.get(name), versions.get(name)) for name in {**certificate.versions, **versions}
-    ]
-    pairs.append(("device", certificate.device_name, device_name(device)))
+    pairs = [(name, found.versions.get(name), versions.get(name)) for name in {**found.versions, **versions}]
+    pairs.append(("device", found.device_name, device_name(device)))
     changed = tuple(f"{name}: {old or 'none'} -> {new or 'none'}" for name, old, new in pairs if old != new)
-    passed, failed, not_run = (certificate.count(result) for result in (PASSED, FAILED, NOT_RUN))
-    present = {name: version for name, version in certificate.versions.items() if version is not None}
-    return Standing(str(path), certificate.date, present, passed, failed, not_run, changed)
+    present = {name: version for name, version in found.versions.items() if version is not None}
+    passed, failed, not_run = (found.count(result) for result in (PASSED, FAILED, NOT_RUN))
+    return Standing(str(path), found.date, present, passed, failed, not_run, changed)

@@ -10,21 +10,12 @@ from attn_core.backends.support import Support
 from attn_core.cli.frameworks import FRAMEWORKS, installed
 from attn_core.selection import Target
 
-DENSE = {"torch": "torch attention", "jax": "jax attention, jit"}
-PAGED = {"torch": "torch paged_attention", "jax": "jax paged_attention"}
-"""The entry points of a campaign that run a call of each framework: on tensors, and on pages."""
-
 COMPILED = ("jax_cudnn", "jax_xla", "flex", "flash4")
-"""Backends that compile each structure for a second or more, the fastest first."""
+"""Backends that compile each structure for a second or more: they come last."""
 
 
 class Left(NamedTuple):
-    """Something that a certificate says nothing about.
-
-    Attributes:
-        what: such as ``"flash4 in torch"``.
-        why: the reason.
-    """
+    """Something that a certificate says nothing about: ``what``, such as ``"flash4 in torch"``, and ``why``."""
 
     what: str
     why: str
@@ -53,16 +44,6 @@ class Subject(NamedTuple):
         return self.target.claims(self.backend)[0]
 
     @property
-    def of_torch(self) -> bool:
-        """Whether the kernel takes torch's tensors."""
-        return backends.load(self.backend, self.kind).FRAMEWORK == "torch"
-
-    @property
-    def compiling(self) -> int:
-        """How long the backend compiles: its place in COMPILED, counted from 1; 0 for all others."""
-        return COMPILED.index(self.backend) + 1 if self.backend in COMPILED else 0
-
-    @property
     def pages_alone(self) -> bool:
         """Whether the backend refuses every call that is not paged."""
         return backends.reads_pages_alone(backends.load(self.backend, self.kind))
@@ -87,16 +68,12 @@ def subjects_of(devices: dict[str, str], names: tuple[str, ...] = ()) -> tuple[l
     for framework, device in devices.items():
         target = Target.here(framework, device)
         for name in names or backends.names():
-            why = _reason(name, target)
+            why = next(_reasons(name, target), None)
             if why is None:
                 found.append(Subject(name, framework, device))
             else:
                 left.append(Left(f"{name} in {framework}", why))
-    return found, left
-
-
-def _reason(name: str, target: Target) -> str | None:
-    return next(_reasons(name, target), None)
+    return sorted(found, key=lambda subject: subject.backend in COMPILED), left
 
 
 def _reasons(name: str, target: Target) -> Iterator[str]:
