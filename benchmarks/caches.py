@@ -23,8 +23,6 @@ BOUNDS: dict[str, int | str] = {
     # Modules' own dicts, sets and lists
     "attn_core.backends.flash4.direct:_recorded": 2 * 4096,
     "attn_core.backends.flash4.direct:_seen": 4096,
-    "jax_frontend.keras:_holders": "blocks of installed() that run at once",
-    "jax_frontend.keras:_before": "Keras's own function",
     "attn_core.backends.flex.operands:_in_graphs": "the tables in captured CUDA graphs, each once",
     "attn_core.backends.shared.constant_tensors:_results": "ranges on a GPU that in_parts keeps, 8 results each",
     "attn_core.backends.shared.first_call:_compiled": 2**15,

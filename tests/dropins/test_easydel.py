@@ -1,6 +1,6 @@
-"""Tests jax_frontend.easydel against float64, and against EasyDeL's own operation and a model if EasyDeL is installed.
+"""Tests examples/hosts/easydel_attention.py against float64, and against EasyDeL's own operation and a model.
 
-EasyDeL is not installed in CI; there a stand-in of its registry shows what ``register`` adds.
+EasyDeL is not installed in CI; without it a stand-in of its registry shows what ``register`` adds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from attn_core.errors import ShapeError, SpecError
-from jax_frontend import easydel
+from examples.hosts import easydel_attention as easydel
 
 pytestmark = pytest.mark.sampled
 

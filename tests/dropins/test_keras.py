@@ -1,4 +1,4 @@
-"""Tests jax_frontend.keras: the function by its signature and numbers, and Keras's own layers if Keras is installed."""
+"""Tests examples/hosts/keras_attention.py: the function by signature and numbers, and Keras's layers if installed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from attn_core.errors import DTypeError, ShapeError, SpecError
-from jax_frontend.keras import dot_product_attention, installed
+from examples.hosts.keras_attention import dot_product_attention, installed
 
 BATCH, Q_LEN, KV_LEN, HEADS, KV_HEADS, DIM = 2, 5, 7, 4, 2, 8
 

@@ -1,4 +1,4 @@
-"""Tests jax_frontend.levanter against float64: named arrays in any order, every field of a mask, refusals by name.
+"""Tests examples/hosts/levanter_attention.py against float64: named arrays in any order, masks, refusals by name.
 
 Levanter is not installed here. Named arrays are haliax's if it is installed, and else a stand-in with the same fields.
 """
@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from attn_core.errors import ShapeError, SpecError
-from jax_frontend.levanter import dot_product_attention, dot_product_attention_with_sink
+from examples.hosts.levanter_attention import dot_product_attention, dot_product_attention_with_sink
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Tests jax_frontend.maxtext.apply_attention: MaxText's masks, computed by loops, and refusals by name.
+"""Tests examples/hosts/maxtext_attention.py: MaxText's masks, computed by loops, and refusals by name.
 
 MaxText itself is not installed here; test_signature_of_the_method lists the parameters of its ``apply_attention``.
 """
@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from attn_core.errors import ShapeError, SpecError
-from jax_frontend.maxtext import apply_attention
+from examples.hosts.maxtext_attention import apply_attention
 
 BATCH, LENGTH, HEADS, KV_HEADS, DIM = 2, 12, 4, 2, 8
 EINSUMS = {"qk_product_einsum": jnp.einsum, "wv_product_einsum": jnp.einsum}

@@ -1,4 +1,4 @@
-"""Tests jax_frontend.transformer_engine.fused_attn against float64, with masks computed by loops.
+"""Tests examples/hosts/transformer_engine_attention.py against float64, with masks computed by loops.
 
 Transformer Engine is not installed here: enumerations and descriptors are stand-ins with its members and fields.
 """
@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from attn_core.errors import ShapeError, SpecError
-from jax_frontend.transformer_engine import fused_attn
+from examples.hosts.transformer_engine_attention import fused_attn
 
 BATCH, LENGTH, HEADS, KV_HEADS, DIM = 2, 12, 4, 2, 8
 NONE = np.zeros(0)

@@ -388,17 +388,13 @@ def _object(kind: type, framework: str) -> Make | None:
     }.get(kind.__name__)
 
 
-HOST_MODULES = {"easydel", "keras", "levanter", "maxtext", "transformer_engine"}
-"""Modules whose functions take objects of their host, which tests/dropins builds."""
-
-
 def public_modules(framework: str) -> list[str]:
     """Names of modules with ``__all__``: the package, its direct children, and those of FlashAttention 3 and 4."""
     root = {"core": "attn_core", "torch": "torch_frontend", "jax": "jax_frontend"}[framework]
     if framework == "core":  # its subpackages are for the frontends
         return [root]
     modules = pkgutil.iter_modules(import_module(root).__path__)
-    children = [f"{root}.{each.name}" for each in modules if each.name not in HOST_MODULES]
+    children = [f"{root}.{each.name}" for each in modules]
     children += [f"{root}.flash_attn.{name}" for name in ("hopper", "cute")]
     return [name for name in (root, *children) if hasattr(import_module(name), "__all__")]
 

@@ -53,7 +53,6 @@ except ImportError as error:
         ("import jax_frontend.linen", "jax_frontend.linen", "flax", "jax"),
         ("import jax_frontend.nnx", "jax_frontend.nnx", "flax", "jax"),
         ("import jax_frontend.equinox", "jax_frontend.equinox", "equinox", "equinox"),
-        ("from jax_frontend import keras; keras.install()", "jax_frontend.keras", "keras", "keras"),
         (
             "from torch_frontend import huggingface; huggingface.register()",
             "torch_frontend.huggingface",

@@ -1,8 +1,8 @@
 """dot_product_attention: the function of ``keras.ops``, for Keras 3 on JAX; ``with installed():`` puts it into Keras.
 
-Keras's attention layers look the function up in its JAX backend at every call, so while it is installed a whole model
-runs on our kernels. Keras is imported by ``install`` and ``installed`` only. docs/how_to/migrate/keras.md lists every
-argument.
+Copy this file into your project. Keras's attention layers look the function up in its JAX backend at every call, so
+while it is installed a whole model runs on our kernels. Keras is imported by ``install`` and ``installed`` only.
+docs/how_to/migrate/keras.md lists every argument.
 """
 
 from __future__ import annotations
@@ -16,11 +16,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from attn_core.call.after_fork import free_in_children
-from attn_core.call.options import check_flag
-from attn_core.errors import ShapeError, SpecError, needs_extra, shown
-from jax_frontend.attention import attention
-from jax_frontend.dispatch.plan import as_array
+from attn_core.errors import ShapeError, SpecError, shown
+from jax_frontend import attention
 
 __all__ = ["dot_product_attention", "install", "installed", "uninstall"]
 
@@ -59,16 +56,16 @@ def dot_product_attention(
         NoBackendError: if no backend can run the call; the message has every reason.
     """
     arrays = {"query": query, "key": key, "value": value}
-    operands = [_four_axes(name, as_array(name, array)) for name, array in arrays.items()]
+    operands = [_four_axes(name, _array(name, array)) for name, array in arrays.items()]
     dtype = jnp.result_type(*operands)
     q, k, v = (array.astype(dtype) for array in operands)
     if flash_attention is not None:
-        check_flag("flash_attention", flash_attention)
+        _flag("flash_attention", flash_attention)
     return attention(
         q,
         k,
         v,
-        causal=check_flag("is_causal", is_causal),
+        causal=_flag("is_causal", is_causal),
         alignment="top_left",
         scale=scale,
         softcap=attn_logits_soft_cap,
@@ -76,6 +73,19 @@ def dot_product_attention(
         bias=None if bias is None else _table("bias", bias, dtype),
         backend=None if flash_attention is None or flash_attention else "jax_xla",
     )
+
+
+def _array(name: str, value: Any) -> jax.Array:
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name}: expected an array, got {type(value).__name__}") from None
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise SpecError(f"{name}={shown(value)}: expected True or False")
+    return value
 
 
 def _four_axes(name: str, array: jax.Array) -> jax.Array:
@@ -89,7 +99,7 @@ def _four_axes(name: str, array: jax.Array) -> jax.Array:
 
 def _table(name: str, array: Any, dtype: Any) -> jax.Array:
     """Returns a mask or bias with four axes, because broadcasting adds axes in front."""
-    table = as_array(name, array).astype(dtype)
+    table = _array(name, array).astype(dtype)
     return table.reshape((1,) * (4 - table.ndim) + table.shape)
 
 
@@ -102,7 +112,7 @@ def installed() -> Iterator[None]:
 
     Raises:
         SpecError: if Keras does not run on JAX.
-        MissingExtraError: if Keras is not installed.
+        ImportError: if Keras is not installed.
     """
     holder = object()
     try:
@@ -123,7 +133,7 @@ def uninstall() -> None:
 
 
 _PROCESS = object()  # the holder that install stands for
-_lock = free_in_children(threading.Lock())
+_lock = threading.Lock()
 _holders: set[object] = set()
 _before: list[Callable[..., Any]] = []
 """Keras's own function while ours is in its place."""
@@ -131,8 +141,7 @@ _before: list[Callable[..., Any]] = []
 
 def _backend_module() -> Any:
     """Returns the module in which ``keras.ops`` looks the function up: ``keras.src.backend.jax.nn``."""
-    with needs_extra("jax_frontend.keras", "keras", "keras"):
-        keras = import_module("keras")
+    keras = import_module("keras")
     if keras.backend.backend() != "jax":
         raise SpecError(f"KERAS_BACKEND={shown(keras.backend.backend())}: expected 'jax', set before Keras is imported")
     return import_module("keras.src.backend.jax.nn")

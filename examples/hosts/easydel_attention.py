@@ -1,8 +1,8 @@
 """register: adds ``attn_mechanism="attn_core"`` to EasyDeL, whose models then run on our attention.
 
-``register()`` once, and the name in the model's config, are the two lines. The meaning is that of EasyDeL's
-``attn_mechanism="vanilla"``, without its matrix of weights. EasyDeL is imported by ``register`` alone.
-docs/how_to/migrate/easydel.md lists every argument.
+Copy this file into your project. ``register()`` once, and the name in the model's config, are the two lines. The
+meaning is that of EasyDeL's ``attn_mechanism="vanilla"``, without its matrix of weights. EasyDeL is imported by
+``register`` alone. docs/how_to/migrate/easydel.md lists every argument.
 """
 
 from __future__ import annotations
@@ -13,12 +13,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from attn_core.call.options import check_flag
 from attn_core.errors import ShapeError, SpecError, shown
-from jax_frontend.attention import attention
-from jax_frontend.dispatch.plan import as_array
-from jax_frontend.flax.refusals import check_precision
+from jax_frontend import attention
 
 __all__ = ["NAME", "attend", "register"]
 
@@ -117,21 +115,19 @@ def attend(
     _refuse(dtype, normalize_output, compute_dtype, {"cum_seqlens_q": cum_seqlens_q, "cum_seqlens_k": cum_seqlens_k})
     if unknown := [name for name in named if name not in _NO_EFFECT]:
         raise SpecError(f"{unknown[0]}: not an argument of EasyDeL's attention that attn-core knows")
-    check_precision(precision, jnp.dtype(dtype))
-    q, k, v = (
-        as_array(name, array).astype(dtype) for name, array in zip(("query", "key", "value"), (query, key, value))
-    )
+    _check_precision(precision, jnp.dtype(dtype))
+    q, k, v = (_array(name, array).astype(dtype) for name, array in zip(("query", "key", "value"), (query, key, value)))
     for name, array in (("query", q), ("key", k), ("value", v)):
         if array.ndim != 4:
             raise ShapeError(f"{name}: expected [batch, length, heads, head_dim], got {list(array.shape)}")
-    options = _visible(mask_info, q, k, check_flag("causal", causal), sliding_window)
+    options = _visible(mask_info, q, k, _flag("causal", causal), sliding_window)
     if mask_info is None and bias is None and init_bias is not None:
         bias = init_bias()
     if bias is not None:
-        options["bias"] = _of_heads("bias", as_array("bias", bias), q.shape[2], k.shape[2]).astype(dtype)
+        options["bias"] = _of_heads("bias", _array("bias", bias), q.shape[2], k.shape[2]).astype(dtype)
     if softmax_aux is not None:
-        options["sinks"] = _sinks(as_array("softmax_aux", softmax_aux), q.shape[2], k.shape[2])
-    if not check_flag("deterministic", deterministic) and dropout_prob != 0:
+        options["sinks"] = _sinks(_array("softmax_aux", softmax_aux), q.shape[2], k.shape[2])
+    if not _flag("deterministic", deterministic) and dropout_prob != 0:
         if dropout_rng is None:
             raise SpecError(f"dropout_rng=None: expected a PRNG key for dropout_prob={dropout_prob}")
         options |= {"dropout": dropout_prob, "dropout_rng": dropout_rng}
@@ -139,8 +135,36 @@ def attend(
     return out
 
 
+def _array(name: str, value: Any) -> jax.Array:
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name}: expected an array, got {type(value).__name__}") from None
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise SpecError(f"{name}={shown(value)}: expected True or False")
+    return value
+
+
+def _check_precision(precision: Any, dtype: Any) -> None:
+    """Raises SpecError for more precision than ``jax.default_matmul_precision``; unset, products are of HIGHEST."""
+    try:
+        level = max(lax.Precision(each).value for each in (precision if isinstance(precision, tuple) else (precision,)))
+    except (ValueError, TypeError, NotImplementedError):
+        raise SpecError(f"precision={shown(precision)}: expected None, a jax.lax.Precision or its name") from None
+    setting = jax.config.jax_default_matmul_precision
+    try:
+        offered = lax.Precision("highest" if setting is None else setting).value
+    except ValueError:  # the name of an algorithm
+        offered = 0
+    if dtype == jnp.float32 and level > offered:  # JAX uses a precision in float32 only
+        raise SpecError(f"precision={shown(precision)}: expected at most jax.default_matmul_precision={setting!r}")
+
+
 def _refuse(dtype: Any, normalize_output: Any, compute_dtype: Any, offsets: dict[str, Any]) -> None:
-    if not check_flag("normalize_output", normalize_output):
+    if not _flag("normalize_output", normalize_output):
         raise SpecError("normalize_output=False: expected True, because kernels return weighted means of the values")
     if compute_dtype is not None and jnp.dtype(compute_dtype) not in (jnp.dtype(dtype), jnp.float32):
         raise SpecError(f"compute_dtype={jnp.dtype(compute_dtype)}: expected None, float32 or {jnp.dtype(dtype)}")
@@ -168,10 +192,10 @@ def _visible(mask_info: Any, q: Array, k: Array, causal: bool, window: Any) -> d
     # The properties without an underscore would make a mask of queries and keys from ids, and ids from a mask.
     mask, q_ids, kv_ids = mask_info._attention_mask, mask_info._q_segment_ids, mask_info._kv_segment_ids
     if mask is not None:
-        return options | {"mask": _mask(as_array("mask_info.attention_mask", mask), q, k)}
+        return options | {"mask": _mask(_array("mask_info.attention_mask", mask), q, k)}
     if q_ids is None or kv_ids is None:
         raise SpecError("mask_info: expected an attention mask or segment ids, got neither")
-    q_ids, kv_ids = (as_array("mask_info.segment_ids", ids).astype(jnp.int32) for ids in (q_ids, kv_ids))
+    q_ids, kv_ids = (_array("mask_info.segment_ids", ids).astype(jnp.int32) for ids in (q_ids, kv_ids))
     # A negative id is padding, which sees and is seen by nothing.
     return options | {"q_segment_ids": jnp.maximum(q_ids, -1), "kv_segment_ids": jnp.where(kv_ids < 0, -2, kv_ids)}
 

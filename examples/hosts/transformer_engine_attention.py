@@ -1,7 +1,7 @@
 """fused_attn: the function of ``transformer_engine.jax.attention``, with the same arguments, on our attention.
 
-Enumerations are read by the names of their members, and a ``SequenceDescriptor`` by its fields, so Transformer Engine
-need not be installed. docs/how_to/migrate/transformer_engine.md lists every argument.
+Copy this file into your project. Enumerations are read by the names of their members, and a ``SequenceDescriptor`` by
+its fields, so Transformer Engine need not be installed. docs/how_to/migrate/transformer_engine.md lists every argument.
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from attn_core.call.options import check_flag
 from attn_core.errors import ShapeError, SpecError, shown
-from jax_frontend.attention import attention
-from jax_frontend.dispatch.plan import as_array
+from jax_frontend import attention
 
 __all__ = ["fused_attn"]
 
@@ -101,7 +99,7 @@ def fused_attn(
     mask_type = _member("attn_mask_type", attn_mask_type, _MASKS)
     q, k, v = _separate(qkv, layout)
     scores = _scores(bias, _member("attn_bias_type", attn_bias_type, _BIASES), scaling_factor)
-    dropping = check_flag("is_training", is_training) and dropout_probability != 0
+    dropping = _flag("is_training", is_training) and dropout_probability != 0
     out: Any = attention(
         q,
         k,
@@ -113,6 +111,19 @@ def fused_attn(
         dropout_rng=_key(seed, dropout_probability) if dropping else None,
     )
     return checkpoint_name(out, context_checkpoint_name)
+
+
+def _array(name: str, value: Any) -> jax.Array:
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name}: expected an array, got {type(value).__name__}") from None
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise SpecError(f"{name}={shown(value)}: expected True or False")
+    return value
 
 
 def _member(argument: str, value: Any, members: tuple[str, ...]) -> str:
@@ -136,7 +147,7 @@ def _check_one_device(strategy: Any, balanced: Any, axis: Any) -> None:
 def _separate(qkv: Any, layout: str) -> tuple[Array, Array, Array]:
     """Returns query, key and value, ``[batch, length, heads, dim]`` each."""
     packed = 3 if "3HD" in layout else 2 if "2HD" in layout else 1
-    arrays = [as_array(f"qkv[{at}]", array) for at, array in enumerate(qkv)]
+    arrays = [_array(f"qkv[{at}]", array) for at, array in enumerate(qkv)]
     ranks = {3: (5,), 2: (4, 5), 1: (4, 4, 4)}[packed]
     shapes = [list(array.shape) for array in arrays]
     last = arrays[-1] if arrays else None
@@ -153,7 +164,7 @@ def _scores(bias: Any, kind: str, scale: Any) -> dict[str, Any]:
         raise SpecError(f"bias: expected {'None' if kind == 'NO_BIAS' else 'an array'} with attn_bias_type={kind}")
     if bias is None:
         return {"scale": scale}
-    bias = as_array("bias", bias)
+    bias = _array("bias", bias)
     return {"scale": scale, "bias": bias * scale if kind == "PRE_SCALE_BIAS" else bias}
 
 
@@ -163,7 +174,7 @@ def _sinks(offset: Any, kind: str, heads: int) -> Array | None:
         raise SpecError(f"softmax_offset: expected {wanted} with softmax_type={kind}")
     if offset is None:
         return None if kind == "VANILLA_SOFTMAX" else jnp.zeros(heads, jnp.float32)  # exp(0) = 1 is the one
-    offset = as_array("softmax_offset", offset)
+    offset = _array("softmax_offset", offset)
     if offset.shape != (1, heads, 1, 1):
         raise ShapeError(f"softmax_offset: expected [1, heads, 1, 1] = [1, {heads}, 1, 1], got {list(offset.shape)}")
     return offset.reshape(heads)

@@ -1,8 +1,8 @@
 """apply_attention: the method of that name of MaxText's ``AttentionOp``, on our attention.
 
-``AttentionOp.apply_attention = apply_attention`` is the one line. MaxText then calls us from every layer, not its own
-kernels, whatever ``config.attention`` names. The meaning is that of MaxText's ``attention="dot_product"``; MaxText is
-not imported here. docs/how_to/migrate/maxtext.md lists every argument.
+Copy this file into your project. ``AttentionOp.apply_attention = apply_attention`` is the one line. MaxText then calls
+us from every layer, not its own kernels, whatever ``config.attention`` names. The meaning is that of MaxText's
+``attention="dot_product"``; MaxText is not imported here. docs/how_to/migrate/maxtext.md lists every argument.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from attn_core.errors import ShapeError, SpecError, shown
-from jax_frontend.attention import attention
-from jax_frontend.dispatch.plan import as_array
+from jax_frontend import attention
 
 __all__ = ["apply_attention"]
 
@@ -98,11 +97,11 @@ def apply_attention(
             raise SpecError(f"{name}: expected jnp.einsum, because kernels run no einsum that it could replace")
     arrays = {"query": query, "key": key, "value": value}
     arrays = {name: array.dequant() if hasattr(array, "dequant") else array for name, array in arrays.items()}
-    q, k, v = _in_one_dtype({name: as_array(name, array) for name, array in arrays.items()})
+    q, k, v = _in_one_dtype({name: _array(name, array) for name, array in arrays.items()})
     call = _call_of(op, decodes, previous_chunk, q.shape[1], k.shape[1])
     options = _visible(op, call, (decoder_segment_ids, decoder_segment_ids_kv), bidirectional_mask, q.shape[0])
     if indexer_mask is not None:
-        shown_keys = (as_array("indexer_mask", indexer_mask) >= _HIDDEN)[:, None]
+        shown_keys = (_array("indexer_mask", indexer_mask) >= _HIDDEN)[:, None]
         options["mask"] = shown_keys & options["mask"] if "mask" in options else shown_keys
     softcap = op.attn_logits_soft_cap or None  # MaxText's 0 is no cap
     options |= {"return_lse": decodes, "return_max_logit": record_max_logits}
@@ -116,6 +115,13 @@ def apply_attention(
     out, lse = results[0], jnp.swapaxes(results[1], 1, 2)[..., None]  # [batch, q_len, heads, 1]
     # A part of the cache without a visible key has weight 0; -inf in both parts would give NaN in MaxText's merge.
     return out, jnp.maximum(lse, 2 * _HIDDEN), jnp.ones_like(lse)
+
+
+def _array(name: str, value: Any) -> jax.Array:
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name}: expected an array, got {type(value).__name__}") from None
 
 
 def _refuse(op: Any, compressed_mask: Any, ragged: bool, trains: bool) -> None:
@@ -190,8 +196,8 @@ def _ids(call: _Call, queries: Any, keys: Any, batch: int) -> tuple[Array, ...]:
     if queries is None:
         return ()
     name = "decoder_segment_ids" if keys is None else "decoder_segment_ids_kv"
-    of_queries = as_array("decoder_segment_ids", queries).astype(jnp.int32)
-    of_keys = of_queries if keys is None else as_array(name, keys).astype(jnp.int32)
+    of_queries = _array("decoder_segment_ids", queries).astype(jnp.int32)
+    of_keys = of_queries if keys is None else _array(name, keys).astype(jnp.int32)
     _check_ids(name, of_keys, batch, call.kv_len)
     if call.decodes:
         return (of_keys,)
@@ -235,7 +241,7 @@ def _with_images(op: Any, call: _Call, ids: tuple[Any, ...], images: Any, batch:
     """Returns a mask function that also shows the pairs inside a run of bidirectional tokens."""
     if call.decodes or call.offset or call.q_len != call.kv_len:
         raise SpecError("bidirectional_mask: expected None in autoregressive mode, with previous_chunk or for a cache")
-    flags = as_array("bidirectional_mask", images).astype(bool)
+    flags = _array("bidirectional_mask", images).astype(bool)
     if flags.shape != (batch, call.kv_len):
         raise ShapeError(f"bidirectional_mask: expected [{batch}, {call.kv_len}], got {list(flags.shape)}")
     places = _places(op, call)
