@@ -10,7 +10,6 @@ from attn_core.call.log import log
 from attn_core.call.pages import PagedKV
 from attn_core.call.ranges import ranges
 from attn_core.call.seq_info import SeqInfo
-from attn_core.call.slow_paths import SlowPathWarning
 from attn_core.call.spec import AttentionSpec
 from attn_core.errors import BridgeError, DeviceError, DTypeError, ResultError, ShapeError, SpecError
 from attn_core.paged.allocation.allocator import PageAllocator, PoolFullError
@@ -36,7 +35,6 @@ __all__ = [
     "ResultError",
     "Selection",
     "SeqInfo",
-    "SlowPathWarning",
     "ShapeError",
     "SpecError",
     "Step",

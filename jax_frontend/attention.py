@@ -18,7 +18,6 @@ from attn_core.call.layouts import Layout, check_layout
 from attn_core.call.options import Options, Window, check_flag, check_options, requested_names
 from attn_core.call.segments import Segments
 from attn_core.call.seq_info import SeqInfo
-from attn_core.call.slow_copies import EVERY, FIRST, tables_passed
 from attn_core.call.tensors import Inputs
 from attn_core.errors import SpecError
 from attn_core.expressions.properties import check_ints
@@ -202,8 +201,6 @@ def run(call: AttentionCall, inputs: Inputs, info: SeqInfo | None) -> Any:
     if checked:
         value_checks.check(checked_spec, inputs, info)
         call = call._replace(checked=True)
-    if (inputs.mask is not None or inputs.bias is not None) and tables_passed() % EVERY == FIRST:
-        value_checks.look_at(inputs.mask, inputs.bias)
     if inputs.sinks is not None and info is not None:
         # The inputs have further documents for trailing tokens, whose rows must not get a sink as log-sum-exp.
         call = call._replace(documents=len(info.cu_seqlens_q) - 1)

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from attn_core.call.functions import AUX
-from attn_core.call.mask_patterns import look
 from attn_core.call.masks import visible
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.switch import Switch, variable_of
@@ -31,8 +30,7 @@ def checks(on: bool = True) -> Switch:
 
     Each eager call of ``attention`` then warns with ``CheckWarning`` of rows that see no key, masks that look inverted
     or like an upper triangle, inputs that are not finite, and NaN that a kernel returns for finite inputs, in both
-    directions; and with ``SlowPathWarning``, once for each line of the program, of a mask or a bias that says the same
-    as an option. It reads all values, so it waits for the device, and needs the time and memory of a full mask. Calls
+    directions. It reads all values, so it waits for the device, and needs the time and memory of a full mask. Calls
     inside ``jax.jit``, ``torch.compile`` and transforms are not checked, except that a function which JAX traces while
     checks are on warns of wrong offsets of documents and of NaN in results when it runs. ``ATTN_CORE_CHECKS=1``
     switches the checks on when the package is imported. The switch belongs to the current thread or task.
@@ -44,7 +42,7 @@ def checks(on: bool = True) -> Switch:
 
 
 def warn_of_values(spec: AttentionSpec, arrays: Mapping[str, np.ndarray | None], tokens: int | None = None) -> None:
-    """Warns of every finding, and with SlowPathWarning of a mask or a bias that an option describes.
+    """Warns of every finding.
 
     Args:
         arrays: the call's arrays by the names of ``Inputs``, bfloat16 as float32.
@@ -52,10 +50,6 @@ def warn_of_values(spec: AttentionSpec, arrays: Mapping[str, np.ndarray | None],
     """
     for finding in findings(spec, arrays, tokens):
         warnings.warn(finding, CheckWarning, stacklevel=2)
-    for name in ("mask", "bias"):
-        table = arrays.get(name)
-        if table is not None:
-            look(name, table)
 
 
 def findings(spec: AttentionSpec, arrays: Mapping[str, np.ndarray | None], tokens: int | None = None) -> Iterator[str]:

@@ -33,7 +33,6 @@ class Counters(TypedDict):
         compiles: by what compiled: "flash4", "flex", "triton", "compiled_lane", "xla".
         copies: "mask": bool masks converted to numbers; "bias": biases copied, because of their dtype or strides;
             "operand": q, k, v or their gradients copied, because a kernel cannot read their strides.
-        slow_paths: places that a SlowPathWarning named, by cause.
     """
 
     plans: dict[str, dict[str, int]]
@@ -43,7 +42,6 @@ class Counters(TypedDict):
     callback_calls: int
     compiles: dict[str, Compiles]
     copies: dict[str, int]
-    slow_paths: dict[str, int]
 
 
 FALLBACKS = ("backend", "lane", "triton")
@@ -104,7 +102,6 @@ def _snapshot(running: dict[tuple[str, ...], int]) -> Counters:
         "callback_calls": _numbers["callback",],
         "compiles": {kind: {"number": compiles[kind], "seconds": _seconds[kind]} for kind in compiles},
         "copies": {kind: running["copies", kind] for kind in COPIES},
-        "slow_paths": group("slow_path"),
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 from attn_core.call.switch import Switch, variable_of
 
@@ -19,7 +19,6 @@ EVENTS = {
     "fallback": logging.WARNING,
     "compile": logging.INFO,
     "eviction": logging.INFO,
-    "slow_path": logging.WARNING,
 }
 """The level of each event."""
 
@@ -32,24 +31,17 @@ MACHINERY = OURS | {"torch", "jax", "jaxlib", "flax", "functools", "contextlib",
 def log(on: bool = True) -> Switch:
     """Switches records of rare events on or off: ``log(True)`` from here on, ``with log(True):`` for a block.
 
-    The logger "attn_core" then gets a record for each new plan, fallback, compilation and eviction, and for each slow
-    path that is found. ``record.attn`` is a dict of plain data: ``event``, a key of ``EVENTS``, and the fields of that
-    event; the message says the same in one line. A program without handlers sees the lines on stderr. A level that
-    you set on the logger "attn_core" applies; the root logger's level does not, because the switch replaces it. Calls
-    that find their plan write no record. ``ATTN_CORE_LOG=1`` switches the records on when the package is imported.
-    The switch belongs to the current thread or task; threads that torch and XLA start follow the environment variable.
+    The logger "attn_core" then gets a record for each new plan, fallback, compilation and eviction. ``record.attn`` is
+    a dict of plain data: ``event``, a key of ``EVENTS``, and the fields of that event; the message says the same in one
+    line. A program without handlers sees the lines on stderr. A level that you set on the logger "attn_core" applies;
+    the root logger's level does not, because the switch replaces it. Calls that find their plan write no record.
+    ``ATTN_CORE_LOG=1`` switches the records on when the package is imported. The switch belongs to the current thread
+    or task; threads that torch and XLA start follow the environment variable.
 
     Raises:
         SpecError: unless ``on`` is True or False.
     """
     return Switch("log", _enabled, on)
-
-
-class Place(NamedTuple):
-    """A line of a program."""
-
-    file: str
-    line: int
 
 
 def emit(event: str, message: str, **fields: Any) -> None:
@@ -61,13 +53,13 @@ def emit(event: str, message: str, **fields: Any) -> None:
     level = EVENTS[event]
     if not enabled() or logger.level > level or logger.manager.disable >= level:
         return
-    file, line = place() or Place("", 0)
+    file, line = _place()
     extra = {"attn": {"event": event, **fields}}
     logger.handle(logger.makeRecord(logger.name, level, file, line, f"{event}: {message}", (), None, extra=extra))
 
 
-def place() -> Place | None:
-    """Returns the line outside of our packages and of torch and JAX that led here; None if there is none.
+def _place() -> tuple[str, int]:
+    """Returns the file and the line outside of our packages and of torch and JAX that led here; ("", 0) for none.
 
     Inside the command line and in threads that torch or XLA start there is none.
     """
@@ -75,11 +67,11 @@ def place() -> Place | None:
     while frame is not None:
         package, _, rest = str(frame.f_globals.get("__name__", "")).partition(".")
         if package == "attn_core" and rest.startswith("cli"):
-            return None
+            break
         if package not in MACHINERY and package != "threading":
-            return Place(frame.f_code.co_filename, frame.f_lineno)
+            return frame.f_code.co_filename, frame.f_lineno
         frame = frame.f_back
-    return None
+    return "", 0
 
 
 class _LastHandler(logging.Handler):

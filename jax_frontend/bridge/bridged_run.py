@@ -21,7 +21,6 @@ from attn_core.context_parallel.on_torch.head_start import head_start
 from attn_core.errors import BridgeError
 from attn_core.paged.quantised.scales import check_scale_values
 from attn_core.paged.tables import check_starts, check_values
-from jax_frontend.bridge import hot_callbacks
 from jax_frontend.bridge.bridged_call import BridgedCall, BridgedStep, inputs_builder
 
 Run = Callable[[tuple[Any, ...]], None]
@@ -35,7 +34,7 @@ def run_of(call: BridgedCall | BridgedStep) -> Run:
     makers = {"forward": _forward, "backward": _backward, "jvp": _jvp, "row_maximum": _row_maximum}
     run = makers[call.direction](call)
     name = range_name(call.backend, call.spec, call.direction)
-    run = _in_range(_named(hot_callbacks.counted(run, call), name), name)
+    run = _in_range(_named(run, name), name)
     return _with_head_start(run) if call.overlaps_exchange else run
 
 

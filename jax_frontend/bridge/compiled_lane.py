@@ -96,14 +96,6 @@ def _callback_lane(call: BridgedCall, why: tuple[str, ...]) -> Lane:
     return Lane(None, why)
 
 
-def missing(call: BridgedCall) -> str | None:
-    """Returns the first reason why a backend of the compiled lane runs a call by callback; None for other backends."""
-    backend: Any = backends.load(call.backend, backends.kind_of(call.device))
-    if backends.program_refusals(backend, call.spec, call.device) is None:
-        return None
-    return next(iter(lane_of(call._replace(overlaps_exchange=False)).why), None)
-
-
 def with_program_reasons(selection: Selection) -> Selection:
     """Returns the Selection, with "callback" as its lane and the reason, if the backend fails to build its program.
 

@@ -14,7 +14,6 @@ import numpy as np
 from attn_core.call.arguments import Arrays
 from attn_core.call.checks import CheckWarning, warn_of_values
 from attn_core.call.key_ranges import check_values
-from attn_core.call.mask_patterns import look
 from attn_core.call.offset_checks import check_cu_seqlens
 from attn_core.call.options import PLAIN, Options, check_options
 from attn_core.call.ranges import range_name
@@ -72,14 +71,6 @@ def check_key_ranges(spec: AttentionSpec, key_ranges: Any) -> None:
     if key_ranges is not None and values_here(key_ranges):
         with jax.transfer_guard("allow"):
             check_values(np.asarray(key_ranges), spec.q_len)
-
-
-def look_at(mask: Any, bias: Any) -> None:
-    """Warns if a mask or a bias on the CPU says no more than an option does. A traced one has no values."""
-    for name, table in (("mask", mask), ("bias", bias)):
-        if table is not None and values_here(table):
-            with jax.transfer_guard("allow"):
-                look(name, _numpy(table))
 
 
 def values_here(array: jax.Array, *, on_gpu: bool = False) -> bool:

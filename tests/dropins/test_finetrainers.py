@@ -808,7 +808,7 @@ def test_tasks_have_providers_of_their_own(monkeypatch: pytest.MonkeyPatch) -> N
 )
 def test_the_environment_names_the_provider_outside_of_blocks(value: str | None, outcome: str) -> None:
     code = (
-        "from attn_core import SpecError, finetrainers\n"
+        "from attn_core import SpecError\nfrom attn_core.dropins import finetrainers\n"
         "try: print(finetrainers.default_provider().value)\n"
         "except SpecError as error: print('SpecError' if 'FINETRAINERS_ATTN_PROVIDER=' in str(error) else error)"
     )

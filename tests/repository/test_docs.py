@@ -175,7 +175,6 @@ def _of(language: str, *, titled: bool = False) -> pytest.MarkDecorator:
 
 @pytest.mark.sampled
 @_of("python")
-@pytest.mark.filterwarnings("error::attn_core.SlowPathWarning")
 def test_examples_run(block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
     if find_spec("torch"):  # an example may replace torch's function; afterwards torch's must be back
         functional = import_module("torch.nn.functional")

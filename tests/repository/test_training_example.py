@@ -36,8 +36,6 @@ from examples.training.spread import RANKS, Spread, SpreadRun, packings
 from examples.training.steps import train
 from examples.training.torch_side import TorchTrainer
 
-pytestmark = pytest.mark.filterwarnings("error::attn_core.SlowPathWarning")
-
 TINY = GemmaConfig(
     hidden_size=48,
     mlp_size=80,

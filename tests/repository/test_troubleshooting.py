@@ -14,12 +14,11 @@ import pytest
 torch = pytest.importorskip("torch")
 jax = pytest.importorskip("jax")
 
+
 import jax_frontend
 from attn_core import AttentionSpec, Target, select
-from attn_core.call.slow_copies import EVERY, FIRST
 from attn_core.context_parallel.cost.choose import choose
 from attn_core.context_parallel.cost.machine import Constants
-from attn_core.selection.new_plans import WINDOW
 from jax_frontend.bridge.targets import call_of
 from torch_frontend import PagedKVCache, SeqInfo, attention
 
@@ -75,18 +74,6 @@ def _offsets(*numbers: int, dtype: Any = torch.int32) -> SeqInfo:
     return SeqInfo(torch.tensor(numbers, dtype=dtype), torch.tensor(numbers, dtype=dtype), 12, 12)
 
 
-def _new_plans() -> None:
-    one = torch.randn(1, 1, 5, 24)
-    for length in range(1, 3 * WINDOW):
-        keys = torch.randn(1, length, 5, 24)
-        attention(one, keys, keys)
-
-
-def _many_calls(**options: Any) -> Callable[[], None]:
-    """More calls than ``slow_copies`` leaves between two looks."""
-    return lambda: [attention(row, row, row, **options) for _ in range(EVERY + FIRST + 1)]  # type: ignore[return-value]
-
-
 square = torch.randn(12, 12, 2, 8)
 MASK = torch.ones(12, 12, dtype=torch.bool)
 CAUSES: dict[str, Callable[[], Any]] = {
@@ -121,9 +108,6 @@ CAUSES: dict[str, Callable[[], Any]] = {
     "this step needs … more pages of … tokens, but only …": _full_pool,
     "was stepped again after this step was taken": _stale_step,
     "no strategy can share this call": _no_strategy,
-    "… of the last … lookups made a new plan": _new_plans,
-    "every call reads a table of … values that says the same as …": _many_calls(mask=MASK.tril()[None, None]),
-    "bias: every call copies it, because …": _many_calls(bias=torch.zeros(1, 1, 12, 12).bfloat16()),
     "a compiled program from another process was run before": lambda: call_of("unknown"),
 }
 """What raises, or warns with, the words of each heading under "Messages of attn-core"."""
@@ -132,7 +116,6 @@ ELSEWHERE = {
     "this process was forked after JAX had started": "tests/faults/test_forks.py",
     "needs …, which is not installed; pip install 'attn-core[…]'": "tests/repository/test_missing_packages.py",
     "ignored, because …; run `attn tune`, or delete the file": "tests/selection",
-    "ran … times by callback, because …": "tests/call/test_slow_paths.py",
 }
 """Headings whose causes are tested in other folders."""
 

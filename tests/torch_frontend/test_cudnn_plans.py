@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from attn_core import AttentionSpec, SlowPathWarning, Target, backends
+from attn_core import AttentionSpec, Target, backends
 from attn_core.backends.support import Build
-from attn_core.call import counters, slow_paths
-from attn_core.selection import new_plans
 from torch_frontend.dispatch import cudnn_plans, plan, plan_cache
 from torch_frontend.dispatch.plan import Plan
 
@@ -41,8 +38,6 @@ def on_a_described_h100(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(Target, "here", classmethod(lambda cls, framework, device: H100))
     monkeypatch.setattr(cudnn_plans, "MOST_SHAPES", 5)
     monkeypatch.setattr(cudnn_plans, "_shapes", {})
-    # Else the plans of earlier tests count, too, and a loop of new plans has a warning of its own.
-    monkeypatch.setattr(new_plans, "_loops", {name: new_plans._Loop(name) for name in counters.FRAMEWORKS})
     forget()
     yield
     forget()
@@ -63,9 +58,7 @@ def planned(q_len: int, requested: str | None = None, *, sinks: bool = False, tr
 def test_new_shapes_beyond_the_limit_take_another_kernel(more: dict[str, Any]) -> None:
     first = [planned(1000 + step, **more).backend for step in range(5)]
     assert first == ["sdpa_cudnn"] * 5
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SlowPathWarning)
-        later = {planned(1000 + step, **more).backend for step in range(5, 20)}
+    later = {planned(1000 + step, **more).backend for step in range(5, 20)}
     assert later and "sdpa_cudnn" not in later
     for cache in CACHES:  # a plan that was dropped from our caches is still cuDNN's
         cache.cache_clear()
@@ -87,16 +80,6 @@ def test_explain_says_why() -> None:
     selection = plan.explanation((q, q, q, mask, *(None,) * 6), options, False, False, None)
     assert selection.reasons("sdpa_cudnn") == (cudnn_plans.WHY,)
     assert "never frees" in str(selection.text(everything=True))
-
-
-def test_a_warning_names_the_line_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slow_paths, "_warned", set())
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        for step in range(9):
-            planned(1000 + step)
-    (warning,) = [each for each in found if issubclass(each.category, SlowPathWarning)]
-    assert "pad rows to a few lengths" in str(warning.message) and warning.filename == __file__
 
 
 def test_other_calls_are_not_limited() -> None:

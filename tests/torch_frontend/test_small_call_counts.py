@@ -63,14 +63,7 @@ def made(name: str, requires_grad: bool = False) -> Call:
 
 
 def operations(call: Call) -> list[str]:
-    """The torch operations that a call starts itself, in order; operations inside operations do not count.
-
-    The fewest of three calls, because one in ``slow_copies.EVERY`` calls with a mask or bias looks at what it costs.
-    """
-    return min((_operations_of_one(call) for _ in range(3)), key=len)
-
-
-def _operations_of_one(call: Call) -> list[str]:
+    """The torch operations that a call starts itself, in order; operations inside operations do not count."""
     with profile() as record:
         call()
     names = []

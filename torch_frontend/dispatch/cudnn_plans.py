@@ -10,10 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from attn_core.call import log
-from attn_core.call.slow_paths import warn_once
 from attn_core.call.spec import AttentionSpec
-from attn_core.selection import Target, choice
+from attn_core.selection import Target
 
 MOST_SHAPES = 64
 """A plan takes 1.9 MB of the host's memory and 40 ms; with the gradient 3.0 MB and 104 ms (H100, torch 2.11, cuDNN
@@ -38,16 +36,7 @@ def _without(target: Target) -> Target:
     return replace(target, unavailable=(*target.unavailable, (NAME, WHY)))
 
 
-def chosen(spec: AttentionSpec, target: Target, name: str, candidates: tuple[str, ...]) -> None:
-    """Notes the automatic choice of a call; warns of the line that would make cuDNN prepare one plan too many.
-
-    Args:
-        target: what ``limited`` returned. candidates: best first, with the chosen ``name``.
-    """
+def chosen(spec: AttentionSpec, name: str) -> None:
+    """Notes the automatic choice of a call."""
     if name == NAME:
         _shapes.setdefault(spec)
-        return
-    better = candidates[: candidates.index(name)] if name in candidates else ()
-    if NAME in better and choice.refusals(NAME, spec, target) == (WHY,):
-        finding = f"torch: {MOST_SHAPES} shapes have a plan in cuDNN, and this call has another one, so {name} runs it"
-        warn_once("cudnn", log.place(), finding, "pad rows to a few lengths, for example multiples of 128")

@@ -14,10 +14,9 @@ from torch.autograd import profiler
 
 from attn_core.call import ranges
 from attn_core.call.seq_info import SeqInfo
-from attn_core.call.slow_copies import EVERY, FIRST, tables_passed
 from attn_core.call.tensors import Inputs
 from attn_core.selection import override
-from torch_frontend.dispatch import autograd, empty_rows, in_parts, offsets, tensor_kinds, value_checks
+from torch_frontend.dispatch import autograd, empty_rows, in_parts, offsets, tensor_kinds
 from torch_frontend.dispatch.plan_cache import fast_plan, table_plan
 from torch_frontend.dispatch.ranges import in_ranges
 from torch_frontend.dispatch.run_plan import check_offsets, note_failure, run_forward, run_shortcut
@@ -79,8 +78,6 @@ def attend(  # noqa: C901
         call_plan = in_ranges(call_plan)
     if seq_info is not None:
         check_offsets(call_plan.spec, inputs)
-    if (mask is not None or bias is not None) and tables_passed() % EVERY == FIRST:
-        value_checks.look_at(mask, bias)
     results = run_shortcut(call_plan, inputs)
     if results is None:
         if needs_backward:
@@ -137,8 +134,6 @@ def attend_with_tables(  # noqa: C901
         return None
     if profiler._is_profiler_enabled or _ranges():
         call_plan = in_ranges(call_plan)
-    if tables_passed() % EVERY == FIRST:
-        value_checks.look_at(mask, bias)
     shortcut = call_plan.shortcut
     try:
         results = shortcut(q, k, v, mask, bias) if shortcut else None

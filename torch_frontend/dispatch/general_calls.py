@@ -12,7 +12,6 @@ from attn_core.call import checks
 from attn_core.call.functions import NO_FUNCTIONS, are_given, aux_of, named, trace
 from attn_core.call.options import Options, check_flag, check_options, check_traced_options, requested_names
 from attn_core.call.seq_info import SeqInfo
-from attn_core.call.slow_copies import EVERY, FIRST, tables_passed
 from attn_core.call.tensors import Inputs
 from attn_core.context_parallel.one_device import described
 from attn_core.errors import DTypeError, SpecError
@@ -217,8 +216,6 @@ def attend(inputs: Inputs, options: Options, backend: Any, capture: max_logit.Ca
     call_plan = in_ranges(call_plan)
     call_plan = in_checks(call_plan if capture is None else capture.of(call_plan, inputs.q.device))
     run_plan.check_host_values(call_plan.spec, inputs)
-    if (inputs.mask is not None or inputs.bias is not None) and tables_passed() % EVERY == FIRST:
-        value_checks.look_at(inputs.mask, inputs.bias)
     with autocast.switched_off(inputs.q.device):
         results = run_plan.run_shortcut(call_plan, inputs)
         if results is None:

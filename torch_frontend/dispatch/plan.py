@@ -67,7 +67,7 @@ def plan(
     selection = select(*request(metadata, options, needs_backward, bias_gradient, requested, switches))
     new_plans.selected(selection)
     if selection.requested is None and switches is None:
-        cudnn_plans.chosen(selection.spec, selection.target, selection.backend or "", selection.automatic)
+        cudnn_plans.chosen(selection.spec, selection.backend or "")
     spec = selection.spec
     one_row = spec.packed and len(metadata[0][0]) == 4 if metadata[0] else False
     device = metadata[0][2] if metadata[0] else torch.device("cpu")

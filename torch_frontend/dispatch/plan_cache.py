@@ -145,7 +145,7 @@ def _plan(
         if choice is not None:
             name, candidates = choice
             if names is None:
-                cudnn_plans.chosen(spec, limited, name, candidates)
+                cudnn_plans.chosen(spec, name)
             new_plans.planned(spec, target, names, name, new_plans.is_fallback(candidates, name, target, names))
             return plan_on(name, spec, target, devices[0], mask, bias, False)
     qkv = tuple(zip(shapes, dtypes, devices, strict=True))

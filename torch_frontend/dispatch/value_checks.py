@@ -10,7 +10,6 @@ import torch
 from attn_core.call.arguments import Arrays, build_spec
 from attn_core.call.checks import warn_of_values
 from attn_core.call.key_ranges import check_values
-from attn_core.call.mask_patterns import look
 from attn_core.call.options import PLAIN, Options, check_options
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.tensors import Inputs
@@ -38,13 +37,6 @@ def check_cache(qkv: tuple[Any, ...], options: Mapping[str, Any]) -> None:
     inputs = Inputs(q, k, v, sinks=options["sinks"], key_ranges=options["key_ranges"])
     plain = check_options(Options(**{name: options[name] for name in PLAIN}))
     check(inputs, plain, None)
-
-
-def look_at(mask: torch.Tensor | None, bias: torch.Tensor | None) -> None:
-    """Warns if a mask or a bias on the CPU says no more than an option does; on a GPU it would have to wait."""
-    for name, table in (("mask", mask), ("bias", bias)):
-        if type(table) is torch.Tensor and table.is_cpu and not table.is_meta and not table.requires_grad:
-            look(name, as_numpy(table))
 
 
 def as_numpy(tensor: torch.Tensor | None) -> Any:

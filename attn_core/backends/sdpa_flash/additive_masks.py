@@ -9,10 +9,8 @@ from functools import lru_cache
 from typing import Any
 
 from attn_core.backends.shared import kept_masks
-from attn_core.call.counters import mask_converted
+from attn_core.call.counters import bias_copied, mask_converted
 from attn_core.call.masks import Band
-from attn_core.call.slow_copies import copy_of_bias
-from attn_core.call.tensors import dtype_name
 
 CACHED_ELEMENTS = 2**14
 """The most elements of a cached table: with BANDS entries in each cache, at most 16 MiB."""
@@ -33,7 +31,7 @@ def additive(dtype: str, device: Any, mask: Any, bias: Any, edge: Band | None, r
 
     if bias is not None and bias.dtype is not getattr(torch, dtype):
         if rows.start == 0:  # once for all blocks of a call
-            copy_of_bias(f"the kernel adds {dtype} and the bias is {dtype_name(bias)}", f"as {dtype}")
+            bias_copied()
         bias = bias.to(getattr(torch, dtype))
     if mask is not None and (bias is not None or kept_masks.MARK not in mask.__dict__):
         mask_converted()

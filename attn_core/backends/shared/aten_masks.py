@@ -14,9 +14,7 @@ from attn_core.backends.shared.device_kinds import compute_capability
 from attn_core.backends.shared.rewrites import readable
 from attn_core.call.counters import bias_copied, mask_converted
 from attn_core.call.masks import Band, band
-from attn_core.call.slow_copies import copy_of_bias
 from attn_core.call.spec import AttentionSpec
-from attn_core.call.tensors import dtype_name
 
 ROW_MULTIPLE = 8
 """Rows of an additive tensor begin at multiples of 8 elements: 16 bytes in the smallest dtype."""
@@ -81,7 +79,7 @@ def additive(mask: Any, bias: Any, dtype: Any, kv_len: int, *, aligned: bool = T
     import torch
 
     if bias is not None and bias.dtype is not dtype:
-        copy_of_bias(f"the kernel adds {_name(dtype)} and the bias is {dtype_name(bias)}", f"as {_name(dtype)}")
+        bias_copied()
         bias = bias.to(dtype)
     if mask is not None and (bias is not None or kept_masks.MARK not in mask.__dict__):
         mask_converted()
@@ -95,10 +93,6 @@ def additive(mask: Any, bias: Any, dtype: Any, kv_len: int, *, aligned: bool = T
         return torch.log(keys, out=_empty_rows_of(keys, dtype, aligned))
     form = dtype, kv_len, aligned
     return kept_masks.additive_of(mask, form, lambda: torch.log(keys, out=_empty_rows_of(keys, dtype, aligned)))
-
-
-def _name(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def additive_of(spec: AttentionSpec, dtype: str, *, aligned: bool = True) -> Callable[[Any, Any], Any]:
