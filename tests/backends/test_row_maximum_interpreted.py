@@ -11,6 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton.runtime.interpreter")
+import row_maximum_reference as row_maximum
 import triton_interpreter
 from other_process import OtherProcess
 from spec_strategies import Call, make_call
@@ -18,7 +19,6 @@ from spec_strategies import Call, make_call
 from attn_core import backends
 from attn_core.backends.triton_jvp import backend as triton_jvp
 from attn_core.call.tensors import Inputs
-from attn_core.correctness import row_maximum
 from attn_core.selection import row_maximum as choice
 from torch_frontend import SeqInfo, attention
 

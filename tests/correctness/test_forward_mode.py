@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("torch")
 pytest.importorskip("jax")
+import forward_mode_reference as forward_mode
 import jax
 import jax.numpy as jnp
 import torch
@@ -24,7 +25,7 @@ import jax_frontend
 import torch_frontend
 from attn_core import backends
 from attn_core.call.tensors import Tangents
-from attn_core.correctness import forward_mode, reference
+from attn_core.correctness import reference
 from attn_core.errors import SpecError
 from attn_core.selection import forward_mode as selection
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import row_maximum_reference as row_maximum
 import torch
 from both_frontends import FRAMEWORKS, _jax_arrays, _jax_info, _jax_on, _numpy, _torch_arrays, _torch_info
 from hypothesis import given, settings
@@ -24,7 +25,6 @@ from attn_core.backends.jax_xla import backend as jax_xla
 from attn_core.backends.math import backend as math
 from attn_core.backends.shared.programs import triton_programs
 from attn_core.cli.drawn_functions import as_keywords
-from attn_core.correctness import row_maximum
 from attn_core.selection import row_maximum as choice
 from jax_frontend.dispatch import max_logit
 

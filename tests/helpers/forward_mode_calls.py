@@ -7,12 +7,13 @@ from functools import lru_cache, partial
 from operator import itemgetter
 from typing import Any
 
+import forward_mode_reference as forward_mode
 import numpy as np
 from oracle_cases import rounded
 from spec_strategies import Call
 
 from attn_core.call.tensors import Inputs, Tangents
-from attn_core.correctness import accuracy, forward_mode
+from attn_core.correctness import accuracy
 
 NAMES = ("q", "k", "v", "bias", "sinks")
 """The inputs that may have tangents."""

@@ -11,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp
+import rotary_reference as reference
 from both_frontends import _numpy
 from frameworks import JAX_ON_GPU, jax_on
 from hypothesis import given, settings
@@ -19,7 +20,6 @@ from xla_compiler import as_users_have_it
 
 import jax_frontend
 import torch_frontend
-from attn_core.correctness import rotary as reference
 from attn_core.errors import DTypeError, ShapeError, SpecError
 
 pytestmark = pytest.mark.sampled
