@@ -16,17 +16,18 @@ from attn_core.dropins import finetrainers
 from attn_core.dropins.finetrainers import FLASH_VARLEN, KERNELS, NATIVE, VARLEN, AttentionProvider
 from attn_core.dropins.finetrainers_call import (
     DispatchCall,
+    HostOptions,
     attention_with,
     check_alignment,
     check_arrays,
     check_heads,
     check_unmasked,
     cut_keys,
+    interpret,
     key_mask,
     with_mask_axes,
     with_positive_scale,
 )
-from attn_core.dropins.finetrainers_kwargs import HostOptions, interpret
 from attn_core.errors import SpecError, shown
 from attn_core.selection import Target, override
 from jax_frontend.attention import attention

@@ -4,27 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from attn_core.call.functions import given_keywords
+from attn_core.call.kinds import check_size
 from attn_core.call.layer_shapes import check_features, check_layer_options, head_sizes
 from attn_core.call.options import check_flag, check_number
 from attn_core.call.segments import given_segments
-from attn_core.errors import needs_extra
+from attn_core.call.seq_info import is_host_int
+from attn_core.errors import ShapeError, SpecError, needs_extra, shown
 from attn_core.paged.step import Pages
 from jax_frontend.flax.attend import attend
 from jax_frontend.flax.hook import AttentionFn, attention_fn
-from jax_frontend.flax.layer import LayerCall, Projections, Rotary, check_inputs, then
+from jax_frontend.flax.layer import Cache, LayerCall, Projections, Rotary, check_inputs, then
 
 with needs_extra(__name__, "jax", "flax"):
     from flax import nnx
     from flax.nnx.nn.linear import default_bias_init, default_kernel_init
-
-    from jax_frontend.flax.nnx_cache import CacheVariables, init_cache, shape_of_view
-    from jax_frontend.flax.nnx_dropout import dropout_of_call
 
 __all__ = ["Attention", "AttentionFn", "attention_fn"]
 
@@ -252,3 +251,68 @@ class Attention(nnx.Module):
         shape = shape_of_view(batch_size, max_length, self.in_features)
         if decode and shape is not None:
             self.init_cache(shape)
+
+
+def dropout_of_call(layer: Any, deterministic: bool | None, rngs: nnx.Rngs | nnx.RngStream | None) -> tuple[float, Any]:
+    """Returns the dropout rate and key of this call."""
+    if layer.dropout_rate == 0:
+        return 0.0, None
+    off = layer.deterministic if deterministic is None else deterministic
+    if off is None:
+        raise SpecError(
+            f"deterministic=None with dropout_rate={layer.dropout_rate}: expected True or False, in the layer, the "
+            "call, or by train() and eval()"
+        )
+    if off:
+        return 0.0, None
+    stream = layer.rngs if rngs is None else rngs.dropout if isinstance(rngs, nnx.Rngs) else rngs
+    if stream is None:
+        raise SpecError("rngs=None: expected nnx.Rngs in the call, because the layer has keep_rngs=False")
+    return layer.dropout_rate, stream()
+
+
+def init_cache(layer: Any, input_shape: Any, dtype: Any) -> None:
+    """Gives a layer an empty cache; the arguments are those of ``jax_frontend.nnx.Attention.init_cache``."""
+    features = layer.in_features
+    if not isinstance(input_shape, Sequence) or len(input_shape) < 2 or input_shape[-1] != features:
+        raise ShapeError(
+            f"input_shape={shown(input_shape)}: expected (batch..., max_length, in_features), with the layer's "
+            f"{features} features last"
+        )
+    for size in input_shape[:-1]:
+        check_size("input_shape", size, 0)
+    kind = dtype or layer.dtype or jnp.float32
+    heads = (*input_shape[:-1], layer.num_kv_heads)
+    layer.cached_key = nnx.Cache(jnp.zeros((*heads, layer.head_dim), kind))
+    layer.cached_value = nnx.Cache(jnp.zeros((*heads, layer.value_dim), kind))
+    layer.cache_index = nnx.Cache(jnp.array(0, jnp.int32))
+
+
+def shape_of_view(batch_size: Any, max_length: Any, in_features: int) -> tuple[int, ...] | None:
+    """Returns the ``input_shape`` of a view's cache; None if neither size is set.
+
+    Raises:
+        SpecError: if one of them is missing.
+    """
+    if batch_size is None and max_length is None:
+        return None
+    if batch_size is None or max_length is None:
+        raise SpecError(f"batch_size={batch_size}, max_length={max_length}: expected both for a new cache, or neither")
+    batch = (batch_size,) if is_host_int(batch_size) else tuple(batch_size)
+    return (*batch, max_length, in_features)
+
+
+class CacheVariables(NamedTuple):
+    """An NNX layer's access to its cache."""
+
+    layer: Any
+
+    def read(self, key: jax.ShapeDtypeStruct, value: jax.ShapeDtypeStruct) -> Cache | None:
+        layer = self.layer
+        if layer.cached_key is None or layer.cached_value is None or layer.cache_index is None:
+            raise SpecError("decode=True: expected a cache, got none; call init_cache(input_shape) first")
+        return Cache(layer.cached_key[...], layer.cached_value[...], layer.cache_index[...])
+
+    def write(self, cache: Cache) -> None:
+        for name, array in cache._asdict().items():
+            getattr(self.layer, name)[...] = array

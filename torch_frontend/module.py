@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from attn_core.call import invariance, segments
 from attn_core.call.functions import given_keywords, refuse_over_ranks
+from attn_core.call.kinds import check_kind
 from attn_core.call.layer_shapes import (
     HeadSizes,
     check_features,
@@ -21,10 +22,11 @@ from attn_core.call.layer_shapes import (
     head_sizes,
 )
 from attn_core.call.seq_info import SeqInfo
-from attn_core.errors import SpecError
+from attn_core.errors import DeviceError, SpecError
 from attn_core.paged.step import Pages
 from torch_frontend.context_parallel.layers import ActiveMesh, active_for
-from torch_frontend.dispatch.layer_inputs import check_inputs
+from torch_frontend.dispatch.plan import check_tensor
+from torch_frontend.dispatch.tensor_kinds import check_data
 from torch_frontend.dispatch.token_positions import token_positions
 from torch_frontend.paged.layer import attend_in_pages
 from torch_frontend.recomputed import attention_of_layer as attention
@@ -258,3 +260,19 @@ class Attention(nn.Module):
         flags = [name for name in ("causal", "sinks", "bitwise_deterministic") if getattr(self, name)]
         heads = f"heads={self.num_heads}/{self.num_kv_heads}, head_dim={self.head_dim}/{self.value_dim}"
         return ", ".join([heads, *flags, *options])
+
+
+def check_inputs(x: Any, context: Any, positions: Any, pages: Any) -> None:
+    """Checks a layer's inputs before it reads their shapes; all but x may be None.
+
+    Raises:
+        TypeError, SpecError, DeviceError: naming the input.
+    """
+    for name, tensor in (("x", x), ("context", context), ("positions", positions)):
+        if tensor is not None or name == "x":
+            check_tensor(name, tensor)
+    if pages is not None:
+        check_kind("pages", pages, Pages, "Pages(k, v, step)")
+    if context is not None and context.device != x.device:
+        raise DeviceError(f"context: expected the device of x ({x.device}), got {context.device}; move it there")
+    check_data(x, context=context, positions=positions)

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from attn_core.call.functions import AUX, aux_of
 from attn_core.call.layouts import HINT, fits_heads_first, warn_of_heads_first
-from attn_core.call.mask_axes import check_axes
 from attn_core.call.masks import without_idle_sides
 from attn_core.call.options import Options
 from attn_core.call.seq_info import is_number
@@ -85,7 +84,7 @@ def build_spec(
     batch, q_len, num_heads, head_dim = q
     for name, facts in (("mask", arrays.mask), ("bias", arrays.bias)):
         if facts is not None:
-            check_axes(name, facts.shape, (batch, num_heads, q_len, k[1]))
+            _check_axes(name, facts.shape, (batch, num_heads, q_len, k[1]))
     lengths: dict[str, Any] = {"max_len_q": options.max_len_q, "max_len_k": options.max_len_k} if packed else {}
     if not packed:
         warn_of_heads_first(q, k)
@@ -257,3 +256,37 @@ def _sinks(facts: ArrayFacts | None, num_heads: int) -> bool:
     if facts is not None and facts.shape != (num_heads,):
         raise ShapeError(f"sinks: expected one logit per query head, shape [{num_heads}], got {list(facts.shape)}")
     return facts is not None
+
+
+_READINGS = {2: ("[batch, kv]", "[:, None, None, :]", "[q, kv]"), 3: ("[batch, q, kv]", "[:, None]", "[heads, q, kv]")}
+"""By the number of axes: what the caller may mean, how to write it, and what broadcasting reads."""
+
+
+def _check_axes(name: str, shape: tuple[int, ...], full: tuple[int, int, int, int]) -> None:
+    """Checks a mask or bias whose first axis may be meant as the batch, but which broadcasting reads otherwise.
+
+    A mask that fits both readings is refused. A bias is not, because a bias of all rows, ``[heads, q, kv]``, is usual,
+    and one of each row is not.
+
+    Args:
+        full: ``(batch, heads, q_len, kv_len)``. Nothing is checked if one of the sizes is a symbol.
+
+    Raises:
+        ShapeError: naming the spelling with four axes.
+    """
+    if len(shape) not in _READINGS or not all(map(is_number, (*shape, *full))):
+        return
+    batch, rest = full[0], full[5 - len(shape) :]
+    if batch == 1 or shape[0] != batch or any(n not in (1, m) for n, m in zip(shape[1:], rest, strict=True)):
+        return
+    meant, spelling, read = _READINGS[len(shape)]
+    if full[4 - len(shape)] != batch:
+        raise ShapeError(
+            f"{name}: expected a shape broadcastable to [batch, heads, q, kv] = {list(full)}, got {list(shape)}; "
+            f"a {name} of {meant} is {name}{spelling}"
+        )
+    if name == "mask":
+        raise ShapeError(
+            f"mask: expected four axes, got {list(shape)}, which fits both {meant} and {read}; write "
+            f"mask{spelling} for {meant}, mask[{', '.join(['None'] * (4 - len(shape)))}] for {read}"
+        )

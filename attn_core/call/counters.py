@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import count as counting
 from threading import Lock
+from time import perf_counter
 from typing import Any, TypedDict
 
+from attn_core.call import log
 from attn_core.call.after_fork import free_in_children
 from attn_core.call.options import check_flag
 
@@ -112,13 +115,6 @@ def count(*key: str) -> int:
         return _numbers[key]
 
 
-def count_compile(kind: str, seconds: float) -> None:
-    """Counts a compilation of one of COMPILES."""
-    with _lock:
-        _numbers["compile", kind] += 1
-        _seconds[kind] += seconds
-
-
 def watch(framework: str, *caches: Any) -> None:
     """Counts the hits of these ``lru_cache`` functions as hits of plans."""
     _caches[framework].extend(caches)
@@ -132,3 +128,23 @@ def hits(framework: str) -> int:
 def _value(copies: counting[int]) -> int:
     """Returns how often a counter was called. Its text is the only way to read it without a step: ``count(5)``."""
     return int(repr(copies)[len("count(") : -1]) - 1
+
+
+@contextmanager
+def timed(kind: str, name: str) -> Iterator[None]:
+    """Times a block that compiles; a block that raises does not count.
+
+    Args:
+        kind: one of ``COMPILES``. name: the program or the kernel, for the record.
+    """
+    began = perf_counter()
+    yield
+    compiled(kind, name, perf_counter() - began)
+
+
+def compiled(kind: str, name: str, seconds: float) -> None:
+    """Counts a compilation of one of ``COMPILES`` that took these seconds, and writes a record of it."""
+    with _lock:
+        _numbers["compile", kind] += 1
+        _seconds[kind] += seconds
+    log.emit("compile", f"{kind} took {seconds:.3f} s for {name}", kind=kind, name=name, seconds=seconds)

@@ -7,15 +7,16 @@ import math
 from dataclasses import dataclass, fields
 from functools import partial
 from operator import attrgetter
+from typing import Any
 
 from attn_core.call.after_fork import lazy_property
-from attn_core.call.field_types import check_field_types
 from attn_core.call.functions import check_functions
 from attn_core.call.invariance import check_invariant_call
-from attn_core.call.options import Alignment, Invariant, Options, check_options
+from attn_core.call.key_ranges import check_shape
+from attn_core.call.kinds import check_hashable, check_kind, is_size
+from attn_core.call.options import Alignment, Invariant, Options, check_flag, check_options
 from attn_core.call.pages import PagedKV, check_paged
 from attn_core.call.seq_info import is_number
-from attn_core.call.table_shapes import check_tables
 from attn_core.errors import DTypeError, ShapeError, SpecError, shown
 from attn_core.expressions.tracing import Aux
 from attn_core.expressions.tree import Expression
@@ -104,7 +105,7 @@ class AttentionSpec:
     invariant: Invariant | None = None
 
     def __post_init__(self) -> None:
-        check_field_types(self)
+        _check_field_types(self)
         _check_shapes(self)
         check_functions(self)
         options = _check_choices(self)
@@ -237,7 +238,7 @@ def _check_shapes(spec: AttentionSpec) -> None:
         raise DTypeError(f"q: expected one of {', '.join(DTYPES)}, got {spec.dtype}")
     if spec.packed and spec.batch != 1:
         raise ShapeError(f"seq_info: packed documents live in one row, got batch {spec.batch}; concatenate the rows")
-    check_tables(spec)
+    _check_tables(spec)
 
 
 def _check_choices(spec: AttentionSpec) -> Options:
@@ -257,3 +258,50 @@ def _check_choices(spec: AttentionSpec) -> Options:
     if spec.paged is not None:
         check_paged(spec, spec.paged)
     return options
+
+
+_NONE = type(None)
+
+
+def _check_field_types(spec: Any) -> None:
+    """Checks the fields of an ``AttentionSpec`` that ``check_options`` does not.
+
+    Raises:
+        ShapeError, SpecError: naming the field.
+    """
+    for name in ("batch", "q_len", "kv_len", "num_heads", "num_kv_heads", "head_dim", "value_dim"):
+        if not is_size(getattr(spec, name)):
+            raise ShapeError(f"{name}={shown(getattr(spec, name))}: expected an int")
+    for name in ("documents", "max_len_q", "max_len_k"):
+        if getattr(spec, name) is not None and not is_size(getattr(spec, name)):
+            raise SpecError(f"{name}={shown(getattr(spec, name))}: expected an int, or None")
+    for name in ("mask_shape", "key_ranges_shape", "bias_shape", "alibi_shape"):
+        check_kind(name, getattr(spec, name), (tuple, _NONE), "a tuple of ints, or None")
+        check_hashable(name, getattr(spec, name))
+    for name in ("sinks", "needs_backward", "bias_gradient", "partial"):
+        check_flag(name, getattr(spec, name))
+    if not isinstance(spec.window, tuple) or len(spec.window) != 2:
+        raise SpecError(
+            f"window={shown(spec.window)}: expected a pair (left, right) of inclusive distances, None unbounded"
+        )
+    check_hashable("dtype", spec.dtype)
+    check_kind("paged", spec.paged, (PagedKV, _NONE), "a PagedKV, or None")
+
+
+def _check_tables(spec: Any) -> None:
+    """Raises ShapeError, naming the table, unless the shapes of an ``AttentionSpec``'s tables fit its sizes."""
+    full = (spec.batch, spec.num_heads, spec.q_len, spec.kv_len)
+    for name in ("mask", "bias"):
+        shape = getattr(spec, f"{name}_shape")
+        if shape is not None and (len(shape) != 4 or any(n not in (1, m) for n, m in zip(shape, full, strict=True))):
+            raise ShapeError(
+                f"{name}: expected a shape broadcastable to [batch, heads, q, kv] = {list(full)}, got {list(shape)}"
+            )
+    check_shape(spec.key_ranges_shape, spec.batch, spec.num_kv_heads, spec.kv_len if spec.paged is None else spec.q_len)
+    # With pages the sequences are the spec's documents.
+    rows, axis = (spec.batch, "batch") if spec.paged is None else (spec.documents, "sequences")
+    if spec.alibi_shape is not None and spec.alibi_shape not in ((spec.num_heads,), (rows, spec.num_heads)):
+        raise ShapeError(
+            f"alibi_slopes: expected shape [heads] = [{spec.num_heads}] or [{axis}, heads] = "
+            f"[{rows}, {spec.num_heads}], got {list(spec.alibi_shape)}"
+        )

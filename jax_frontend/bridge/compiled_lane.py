@@ -26,7 +26,7 @@ from attn_core.backends.shared.programs.kernel_programs import OPERATOR
 from attn_core.call import counters
 from attn_core.call import log as records
 from attn_core.call.after_fork import free_in_children
-from attn_core.call.compiles import compiled
+from attn_core.call.counters import compiled
 from attn_core.call.ranges import words_of
 from attn_core.call.spec import AttentionSpec
 from attn_core.selection import Selection, choice

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
+from attn_core.call.counters import compiled
 from attn_core.call.functions import AUX, DAUX
 from attn_core.call.tensors import Gradients, Inputs
 from jax_frontend.bridge.bridged_call import BridgedCall
@@ -29,7 +30,6 @@ from jax_frontend.dispatch import (
     second_derivatives,
     tangent,
     value_checks,
-    xla_compiles,  # noqa: F401 (it listens from its import on)
 )
 from jax_frontend.dispatch.plan import Plan
 from jax_frontend.dispatch.vmap import MappedCall, batch_call
@@ -156,7 +156,7 @@ def run_program(program: ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
 
 @lru_cache(maxsize=4096)
 def _jit_program(program: ClosedJaxpr) -> Any:
-    """Returns the program as a jitted function. ``xla_compiles`` knows it by its name."""
+    """Returns the program as a jitted function. ``_count_compilation`` knows it by its name."""
     run = jaxpr_as_fun(program)
 
     def attention_program(*operands: Any) -> Any:
@@ -222,3 +222,20 @@ def make_primitive(name: str) -> Primitive:
 
 forward_p = make_primitive("attn_forward")
 backward_p = make_primitive("attn_backward")
+
+
+_COMPILATION = "/jax/core/compile/backend_compile_duration"
+_PROGRAMS = {
+    "jit(differentiable_attention)": "an eager call of attention",
+    "jit(attention_program)": "the gradient of an eager call of attention",
+}
+"""The names that JAX gives to our own jitted functions, and what they are."""
+
+
+def _count_compilation(event: str, duration_secs: float, **more: Any) -> None:
+    what = _PROGRAMS.get(more.get("fun_name", "")) if event == _COMPILATION else None
+    if what is not None:
+        compiled("xla", what, duration_secs)
+
+
+jax.monitoring.register_event_duration_secs_listener(_count_compilation)

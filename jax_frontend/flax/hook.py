@@ -14,15 +14,15 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from attn_core.call.seq_info import SeqInfo
 from attn_core.errors import ShapeError, SpecError, shown
 from jax_frontend.attention import attention
-from jax_frontend.dispatch.plan import as_array
+from jax_frontend.dispatch.plan import as_array, check_array
 from jax_frontend.flax.batch_axes import four_axes, row_positions
 from jax_frontend.flax.layer import Rotary, token_positions
-from jax_frontend.flax.promotion import promote
 from jax_frontend.flax.refusals import (
     check_dropout,
     check_one_causal_query,
@@ -236,3 +236,26 @@ def _batch_axes(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[int
                 f"{name}: expected the batch axes of query {list(query.shape[:-3])}, got {list(array.shape[:-3])}"
             )
     return query.shape[:-3]
+
+
+def promote(arrays: tuple[jax.Array, ...], dtype: Any, promote_dtype: Callable[..., Any] | None) -> tuple[Any, ...]:
+    """Returns query, key and value in ``dtype``, or in the dtype to which they promote.
+
+    Args:
+        promote_dtype: NNX's function, used instead.
+
+    Raises:
+        TypeError, SpecError: naming the array, or ``dtype``.
+    """
+    for name, array in zip(("query", "key", "value"), arrays):
+        if not isinstance(array, np.ndarray):
+            check_array(name, array)
+    if dtype is not None:
+        try:
+            jnp.dtype(dtype)
+        except (TypeError, ValueError):
+            raise SpecError(f"dtype={shown(dtype)}: expected a dtype, or None") from None
+    if promote_dtype is not None:
+        return tuple(promote_dtype(arrays, dtype=dtype))
+    target = jnp.result_type(*arrays) if dtype is None else dtype
+    return tuple(array.astype(target) for array in arrays)

@@ -132,7 +132,7 @@ def test_no_count_is_lost_between_threads(monkeypatch: pytest.MonkeyPatch) -> No
         start.wait()
         for _ in range(each):
             module.count("plan", "torch", "stand_in")
-            module.count_compile("triton", 0.5)
+            module.compiled("triton", "a kernel", 0.5)
             module.mask_converted()
 
     try:

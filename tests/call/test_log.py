@@ -15,7 +15,7 @@ from own_process import in_its_own_process
 
 import attn_core
 from attn_core import SpecError
-from attn_core.call import compiles, log
+from attn_core.call import counters, log
 from attn_core.selection import new_plans
 
 everywhere = pytest.mark.parametrize("framework", BOTH, ids=str)
@@ -108,9 +108,9 @@ def test_a_full_cache_gives_a_record(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_a_compilation_gives_its_seconds(caplog: pytest.LogCaptureFixture) -> None:
     with attn_core.log(True):
-        with compiles.timed("triton", "a kernel"):
+        with counters.timed("triton", "a kernel"):
             pass
-        with pytest.raises(RuntimeError), compiles.timed("triton", "a broken kernel"):
+        with pytest.raises(RuntimeError), counters.timed("triton", "a broken kernel"):
             raise RuntimeError
     (record,) = records_of(caplog, "compile")
     assert (record["kind"], record["name"]) == ("triton", "a kernel") and 0 <= record["seconds"] < 5

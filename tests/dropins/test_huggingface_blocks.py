@@ -18,7 +18,7 @@ from attn_core.call.key_ranges import contains
 from attn_core.context_parallel import one_device
 from torch_frontend import huggingface
 from torch_frontend.dispatch import in_parts
-from torch_frontend.huggingface import attention, blocks, patterns
+from torch_frontend.huggingface import attention, masks, patterns
 from torch_frontend.huggingface.described_mask import DescribedMask
 from torch_frontend.huggingface.masks import mask
 
@@ -129,8 +129,8 @@ def test_images_of_packed_rows_are_refused() -> None:
 
 
 def test_a_wrong_end_of_an_image_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = blocks._spans
-    monkeypatch.setattr(blocks, "_spans", lambda ids: right(ids) - np.array([0, 2]))
+    right = masks._spans
+    monkeypatch.setattr(masks, "_spans", lambda ids: right(ids) - np.array([0, 2]))
     described = mask(2, TOKENS, TOKENS, mask_function=function_of(IDS), device="cpu")
     seen = contains(described.visible.key_ranges, np.arange(TOKENS))
     assert not np.array_equal(seen, dense_of(IDS, None, None, TOKENS, 0).numpy())

@@ -11,24 +11,31 @@ from attn_core.call.seq_info import SeqInfo
 from attn_core.dropins.finetrainers import FLASH_VARLEN, KERNELS, SAGE_VARLEN, VARLEN, AttentionProvider
 from attn_core.dropins.finetrainers_call import (
     DispatchCall,
+    HostOptions,
     attention_with,
     check_alignment,
     check_arrays,
     check_heads,
     check_unmasked,
     cut_keys,
+    interpret,
     key_mask,
+    with_mask_axes,
     with_positive_scale,
 )
-from attn_core.dropins.finetrainers_kwargs import HostOptions, interpret
-from attn_core.dropins.key_masks import kept_documents, offset_documents
+from attn_core.expressions import ExpressionError, trace_mask
 from attn_core.expressions.tracing import TracedFunction
 from attn_core.selection import override
 from torch_frontend.attention import attention
 from torch_frontend.dispatch.autocast import autocast_dtype, in_autocast
+from torch_frontend.dispatch.block_masks import function_of, is_block_mask
 from torch_frontend.dispatch.plan import check_tensor, smaller
-from torch_frontend.finetrainers.key_masks import attend_documents, attend_to_kept_keys
-from torch_frontend.finetrainers.masks import mask_function, mask_tensor, without_copies
+from torch_frontend.finetrainers.key_masks import (
+    attend_documents,
+    attend_to_kept_keys,
+    kept_documents,
+    offset_documents,
+)
 
 Tensor = torch.Tensor
 Results = tuple[Tensor, Tensor | None]
@@ -144,3 +151,51 @@ def normalise(call: DispatchCall) -> DispatchCall:
     call = with_positive_scale(call)
     query, key, value, mask = in_autocast(*call[:4])
     return call._replace(query=query, key=key, value=value, attn_mask=mask)
+
+
+def mask_tensor(provider: AttentionProvider, query: Tensor, key: Tensor, mask: Any) -> Tensor | None:
+    """Returns the mask as a tensor: flex's BlockMask as a dense mask, a key mask of two axes with four axes.
+
+    A BlockMask becomes a dense mask only if ``mask_function`` cannot read it.
+
+    Raises:
+        DTypeError, ShapeError: for an invalid mask, or one whose two axes are ambiguous.
+    """
+    if mask is None:
+        return None
+    if is_block_mask(mask) and provider is AttentionProvider.FLEX:
+        return _dense_block_mask(mask, query, key)
+    check_tensor("attn_mask", mask)
+    return with_mask_axes(provider, query, key, mask)  # type: ignore[no-any-return]
+
+
+def mask_function(provider: AttentionProvider, query: Tensor, key: Tensor, mask: Any) -> TracedFunction | None:
+    """Returns the function of flex's BlockMask as an expression.
+
+    None for other masks and providers, under torch.compile, and for a function that cannot become one.
+    """
+    if not is_block_mask(mask) or provider is not AttentionProvider.FLEX or torch.compiler.is_compiling():
+        return None
+    (batch, heads, q_len, _), kv_len = query.shape, key.shape[2]
+    try:
+        return trace_mask(function_of(mask, batch, heads, q_len, kv_len, "attn_mask"))
+    except ExpressionError:
+        return None
+
+
+def _dense_block_mask(mask: Any, query: Tensor, key: Tensor) -> Tensor:
+    """Builds a BlockMask's dense mask by its mask function; takes q_len * kv_len elements."""
+    from torch.nn.attention.flex_attention import create_mask
+
+    (batch, heads, q_len, _), kv_len = query.shape, key.shape[2]
+    function = function_of(mask, batch, heads, q_len, kv_len, "attn_mask")
+    mask_batch, mask_heads = mask.shape[:2]
+    return create_mask(function, mask_batch, mask_heads, q_len, kv_len, device=query.device)
+
+
+def without_copies(mask: Tensor) -> Tensor:
+    """Returns the mask with one entry for all heads, and one for all queries, if that axis was expanded."""
+    if mask.dim() == 4:
+        for axis in (1, 2):
+            mask = mask.narrow(axis, 0, 1) if mask.shape[axis] > 1 and mask.stride(axis) == 0 else mask
+    return mask

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from attn_core.dropins.finetrainers import KERNELS, AttentionProvider, SharedRows
-from attn_core.dropins.finetrainers_call import DispatchCall, check_arrays, check_heads, with_positive_scale
-from attn_core.dropins.finetrainers_kwargs import interpret
+from attn_core.dropins.finetrainers_call import DispatchCall, check_arrays, check_heads, interpret, with_positive_scale
 from attn_core.errors import SpecError
 from attn_core.selection import override
 from torch_frontend.dispatch.autocast import autocast_dtype

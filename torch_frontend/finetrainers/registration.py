@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from attn_core.dropins.finetrainers import NATIVE, shared_rows, stated_provider
-from attn_core.dropins.finetrainers_call import DispatchCall
-from attn_core.dropins.finetrainers_kwargs import OPTIONS
+from attn_core.dropins.finetrainers_call import OPTIONS, DispatchCall
 from torch_frontend.dispatch.replacement import Replacement
 from torch_frontend.finetrainers import on_mesh
 from torch_frontend.finetrainers.dispatch import attention_dispatch

@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 
-from attn_core.call.options import check_flag
+from attn_core import backends
+from attn_core.call.options import Options, check_flag, check_options
 from attn_core.call.seq_info import is_host_int
+from attn_core.call.tensors import Inputs
 from attn_core.dropins.flash_attn import (
     CACHE,
     OPTIONS,
@@ -25,10 +27,11 @@ from attn_core.dropins.flash_attn import (
     renamed,
 )
 from attn_core.dropins.flash_attn_cache import Cached
-from attn_core.errors import ShapeError, SpecError, shown
+from attn_core.errors import DeviceError, DTypeError, ShapeError, SpecError, shown
+from attn_core.selection import NoBackendError
 from torch_frontend.attention import attention
-from torch_frontend.dispatch import plan
-from torch_frontend.flash_attn import scaled
+from torch_frontend.dispatch import plan, tensor_kinds
+from torch_frontend.dispatch.wrappers import on_device
 from torch_frontend.flash_attn.kvcache import attend
 from torch_frontend.flash_attn.varlen import documents_of
 from torch_frontend.qkvpacked import attention_qkvpacked
@@ -81,9 +84,9 @@ def flash_attn_func(
         refuse_chunks(attention_chunk)
         check_hints(num_splits=num_splits, pack_gqa=pack_gqa, sm_margin=sm_margin)
         options = options_of(softmax_scale, causal, window_size, softcap, deterministic)
-        if scaled.is_scaled((q, k, v), factors := (q_descale, k_descale, v_descale)):
+        if _is_scaled((q, k, v), factors := (q_descale, k_descale, v_descale)):
             options["return_lse"] = check_flag("return_attn_probs", return_attn_probs)
-            return scaled.attend((q, k, v), factors, options)
+            return _attend_scaled((q, k, v), factors, options)
         return attention(q, k, v, return_lse=return_attn_probs, **options)
     except (SpecError, TypeError) as error:
         raise renamed(error, OPTIONS) from None
@@ -248,3 +251,73 @@ def flash_attn_with_kvcache(
     if not return_softmax_lse:
         return results
     return *results, q.new_empty(0, dtype=torch.float32), q.new_empty(0, dtype=torch.float32)
+
+
+BACKEND = "flash3_fp8"
+NAMES = ("q_descale", "k_descale", "v_descale")
+E4M3 = torch.float8_e4m3fn
+
+
+def _is_scaled(tensors: tuple[Any, Any, Any], factors: tuple[Any, Any, Any]) -> bool:
+    """Returns whether a call has a tensor in float8_e4m3fn or a factor."""
+    if any([each is not None for each in factors]):
+        return True
+    return any([isinstance(each, Tensor) and each.dtype is E4M3 for each in tensors])
+
+
+def _attend_scaled(
+    tensors: tuple[Tensor, Tensor, Tensor], factors: tuple[Any, Any, Any], options: dict[str, Any]
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Returns out in bfloat16, or (out, lse), of dense q, k and v in float8_e4m3fn. Forward only.
+
+    Args:
+        tensors: ``[batch, length, heads, dim]`` each.
+        factors: q_descale, k_descale and v_descale, float32 ``[batch, kv_heads]``: a number is ``stored * factor``.
+            None for 1.
+        options: keywords of ``attention``, return_lse among them.
+
+    Raises:
+        TypeError, DTypeError, ShapeError, DeviceError, SpecError: naming the argument; also if this machine has no
+            FlashAttention 3 with such kernels, with the reason.
+    """
+    named = dict(zip(NAMES, factors, strict=True))
+    for name, each in (*zip("qkv", tensors, strict=True), *named.items()):
+        if name in "qkv" or each is not None:
+            plan.check_tensor(name, each)
+    for name, each in zip("qkv", tensors, strict=True):
+        if each.dtype is not E4M3:
+            raise DTypeError(f"{name}: expected float8_e4m3fn, as factors and float8 tensors need, got {each.dtype}")
+    q = tensors[0]
+    if torch.compiler.is_compiling() or tensor_kinds.is_watched(q):
+        raise SpecError("q: float8_e4m3fn runs eagerly alone, not under torch.compile or a transform")
+    if torch.is_grad_enabled() and any([each.requires_grad for each in tensors]):
+        raise SpecError("q: float8_e4m3fn has no gradient; call the function inside torch.no_grad()")
+    inputs = Inputs(*tensors)
+    entries = tuple([entry and (entry[0], torch.bfloat16, entry[2]) for entry in plan.metadata(inputs)])
+    arguments = entries, check_options(Options(**options)), False, False, (BACKEND,)
+    try:
+        planned = plan.plan(*arguments)  # cached, so that a repeated call selects nothing again
+    except NoBackendError as error:
+        reasons = "; ".join(error.selection.reasons(BACKEND))
+        raise SpecError(f"q: float8_e4m3fn cannot run here: {reasons}; pass bfloat16") from None
+    spec = planned.spec
+    sizes = torch.Size((spec.batch, spec.num_kv_heads))
+    for name, each in named.items():
+        if each is not None:
+            _check_factor(name, each, sizes, q.device)
+    if spec.empty:
+        out, lse = planned.forward(spec, inputs._replace(q=q.to(torch.bfloat16)))
+    else:
+        backend: Any = backends.load(BACKEND, "cuda")
+        dense = tuple([None if each is None else each.contiguous() for each in factors])
+        out, lse = on_device(backend.forward_of_e4m3, q.device)(spec, inputs, dense)
+    return (out, lse) if options["return_lse"] else out
+
+
+def _check_factor(name: str, factor: Any, sizes: torch.Size, device: torch.device) -> None:
+    if factor.dtype is not torch.float32:
+        raise DTypeError(f"{name}: expected dtype float32, got {factor.dtype}")
+    if factor.shape != sizes:
+        raise ShapeError(f"{name}: expected [batch, kv_heads] = {list(sizes)}, got {list(factor.shape)}")
+    if factor.device != device:
+        raise DeviceError(f"{name}: expected the device of q ({device}), got {factor.device}")

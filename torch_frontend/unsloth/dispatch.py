@@ -24,9 +24,8 @@ from attn_core.dropins.unsloth.arguments import (
     preference,
     trains,
 )
-from attn_core.dropins.unsloth.masks import split_mask
-from attn_core.dropins.unsloth.prefix import resolve_prefix_seg_info
-from attn_core.dropins.unsloth.request import interpret
+from attn_core.dropins.unsloth.prefix import resolve_prefix_seg_info, shared_prefixes
+from attn_core.dropins.unsloth.request import UnslothRequest, interpret, split_mask
 from attn_core.selection import override
 from torch_frontend.attention import attention
 from torch_frontend.backends import available_here
@@ -35,7 +34,6 @@ from torch_frontend.dispatch.backend_names import FROM_CONTEXT
 from torch_frontend.dispatch.plan import check_tensor, device_name
 from torch_frontend.dispatch.tensor_kinds import check_data
 from torch_frontend.recomputed import attention_of_layer
-from torch_frontend.unsloth import prefix
 
 __all__ = [
     "FLASH_DENSE",
@@ -108,7 +106,7 @@ def run_attention(*, config: AttentionConfig, context: AttentionContext, Q: Tens
     q, k, v = (Q, K, V) if Q.dtype == K.dtype == V.dtype else _cast_to_half(Q, K, V)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [bsz, len, heads, head_dim]
     if context.prefix_seg_info is not None:
-        out = prefix.attend(q, k, v, request, context, backend)
+        out = _attend_prefixes(q, k, v, request, context, backend)
         return out if out.dtype == Q.dtype else out.to(Q.dtype)
     if request.mask is not None:
         check_tensor(request.mask_name, request.mask)
@@ -154,3 +152,26 @@ def select_attention_backend(use_varlen: bool = False, dropout_p: float = 0.0) -
     Packed rows (``use_varlen``) without dropout prefer SDPA to xformers, if torch's own flash kernel runs here.
     """
     return choose_word(available_here(), use_varlen, dropout_p)
+
+
+def _attend_prefixes(
+    q: Tensor, k: Tensor, v: Tensor, request: UnslothRequest, context: AttentionContext, backend: Any
+) -> Tensor:
+    """Returns ``[bsz, len, heads, value_dim]``: each token attends to its own run and to its group's shared prefix."""
+    shared = shared_prefixes(request, context, _on_host)
+    out = attention_of_layer(
+        *(tensor.flatten(0, 1)[None] for tensor in (q, k, v)),  # [1, bsz * len, heads, head_dim]
+        trains=trains(context),
+        key_ranges=shared.key_ranges,
+        softcap=request.softcap,
+        scale=request.scale,
+        deterministic=request.deterministic,
+        invariant=request.invariant,
+        backend=backend,
+    )
+    return out[0].unflatten(0, q.shape[:2])  # type: ignore[no-any-return]
+
+
+def _on_host(labels: Any) -> Any:
+    """Returns token labels as a numpy array; waits for a GPU."""
+    return labels.cpu().numpy() if isinstance(labels, Tensor) else labels

@@ -7,12 +7,14 @@ lists our choices. This file has no tensor operations: the frontends turn an ``U
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from attn_core.call.options import check_flag, normalise_window
 from attn_core.call.seq_info import SeqInfo, is_host_int
+from attn_core.call.tensors import dtype_name
 from attn_core.dropins.keyword_bags import BAGS, Option, bag_of, distances, read_options, state_mask
 from attn_core.dropins.unsloth.arguments import (
     FAMILIES,
@@ -24,7 +26,7 @@ from attn_core.dropins.unsloth.arguments import (
     is_bidirectional,
 )
 from attn_core.dropins.unsloth.block_masks import BlockMask, read_block_mask
-from attn_core.errors import SpecError, shown
+from attn_core.errors import DTypeError, ShapeError, SpecError, shown
 
 
 class UnslothRequest(NamedTuple):
@@ -224,3 +226,45 @@ def _window(
             f"self included: window_size=({keys - 1}, 0)"
         )
     return (keys - 1, 0)
+
+
+def split_mask(request: UnslothRequest, context: AttentionContext, to_bool: Callable[[Any], Any]) -> tuple[Any, Any]:
+    """Returns Unsloth's mask as (bool mask, additive bias) of four axes. See ``UnslothRequest.mask`` for its ranks.
+
+    Args:
+        to_bool: returns an array of True where an array is not 0.
+
+    Raises:
+        ShapeError, DTypeError: for a mask that is not a mask of keys, bool, or float.
+    """
+    mask = request.mask
+    if mask is None:
+        return None, None
+    _check_mask(request, context)
+    if request.keep:
+        keys = to_bool(mask)
+        if context.seq_info is not None or request.documents is not None:  # rows are laid end to end, so their keys are
+            keys = keys.reshape(1, -1)
+        return keys[:, None, None, :], None
+    table = mask[:, None] if mask.ndim == 3 else mask
+    kind = dtype_name(table)
+    if kind == "bool":
+        return table, None
+    if "float" in kind:
+        return None, table
+    raise DTypeError(
+        f"{request.mask_name}: expected bool (True = visible) or a float to be added, got {table.dtype} of shape "
+        f"{list(mask.shape)}; a 0/1 mask becomes bool by mask != 0"
+    )
+
+
+def _check_mask(request: UnslothRequest, context: AttentionContext) -> None:
+    """Raises ShapeError for a mask with unsupported axes; ``attention`` checks the sizes of complete masks."""
+    shape = list(request.mask.shape)
+    if request.keep and shape != [context.bsz, context.kv_seq_len]:
+        raise ShapeError(
+            f"{request.mask_name}: expected a mask of keys, [bsz, kv_len] = [{context.bsz}, {context.kv_seq_len}], "
+            f"got {shape}"
+        )
+    if len(shape) not in (2, 3, 4):
+        raise ShapeError(f"{request.mask_name}: expected 2, 3 or 4 axes, got {shape}")

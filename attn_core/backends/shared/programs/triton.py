@@ -7,7 +7,7 @@ from functools import cache
 from time import perf_counter
 from typing import Any
 
-from attn_core.call.compiles import compiled as count_compiled
+from attn_core.call.counters import compiled as count_compiled
 
 
 @cache

@@ -1,8 +1,11 @@
-"""Unsloth's ``run_attention`` for JAX arrays: the same result on every backend (see attn_core.dropins.unsloth)."""
+"""Unsloth's ``run_attention`` for JAX arrays, and the types of its arguments (see attn_core.dropins.unsloth)."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
+import numpy as np
 
 from attn_core.call.tensors import dtype_name
 from attn_core.dropins.unsloth.arguments import (
@@ -19,27 +22,26 @@ from attn_core.dropins.unsloth.arguments import (
     documents,
     preference,
 )
-from attn_core.dropins.unsloth.masks import split_mask
-from attn_core.dropins.unsloth.prefix import resolve_prefix_seg_info
-from attn_core.dropins.unsloth.request import interpret
+from attn_core.dropins.unsloth.prefix import resolve_prefix_seg_info, shared_prefixes
+from attn_core.dropins.unsloth.request import UnslothRequest, interpret, split_mask
 from attn_core.errors import SpecError
 from attn_core.selection import override
 from jax_frontend.attention import attention
 from jax_frontend.backends import available_here
 from jax_frontend.dispatch.plan import check_array, device_name
-from jax_frontend.unsloth import prefix
 
 __all__ = [
+    "AttentionConfig",
+    "AttentionContext",
     "FLASH_DENSE",
     "FLASH_VARLEN",
     "SDPA",
     "XFORMERS",
-    "AttentionConfig",
-    "AttentionContext",
     "resolve_prefix_seg_info",
     "run_attention",
     "select_attention_backend",
 ]
+
 
 Array = jax.Array
 
@@ -68,7 +70,7 @@ def run_attention(*, config: AttentionConfig, context: AttentionContext, Q: Arra
     same_dtype = (array if half is None else array.astype(half) for array in (Q, K, V))
     q, k, v = (array.swapaxes(1, 2) for array in same_dtype)  # [bsz, len, heads, head_dim]
     if context.prefix_seg_info is not None:
-        return prefix.attend(q, k, v, request, context, backend).astype(Q.dtype)
+        return _attend_prefixes(q, k, v, request, context, backend).astype(Q.dtype)
     if request.dropout and 0 < request.dropout < 1:  # attention raises an error for any other value
         raise SpecError(
             f"dropout_p={request.dropout}: expected 0, because run_attention has no argument for the PRNG key that "
@@ -99,3 +101,20 @@ def select_attention_backend(use_varlen: bool = False, dropout_p: float = 0.0) -
     Packed rows (``use_varlen``) without dropout prefer SDPA to xformers, if torch's own flash kernel runs here.
     """
     return choose_word(available_here(), use_varlen, dropout_p)
+
+
+def _attend_prefixes(
+    q: Array, k: Array, v: Array, request: UnslothRequest, context: AttentionContext, backend: Any
+) -> Array:
+    """Returns ``[bsz, len, heads, value_dim]``: each token attends to its own run and to its group's shared prefix."""
+    shared = shared_prefixes(request, context, np.asarray)
+    out = attention(
+        *(array.reshape(1, -1, *array.shape[2:]) for array in (q, k, v)),  # [1, bsz * len, heads, head_dim]
+        key_ranges=shared.key_ranges,
+        softcap=request.softcap,
+        scale=request.scale,
+        deterministic=request.deterministic,
+        invariant=request.invariant,
+        backend=backend,
+    )
+    return out.reshape(*q.shape[:2], *out.shape[2:])
