@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from statistics import geometric_mean
 
 from attn_core.cli.bench import speeds_beside
@@ -11,8 +12,8 @@ from attn_core.cli.bench_sweep import read
 from attn_core.selection.cross_validation import Fitting
 from attn_core.selection.regret import GOALS, TORCH_ALONE, summary
 from attn_core.selection.sweeps import regrets_of_package
-from benchmarks.small_calls_report import RESULTS
 
+RESULTS = Path(__file__).resolve().parent / "results"
 HEAD = "| device | installed | direction | calls | geometric mean | 99th percentile | worst | beside the framework |"
 LEAST_SPEED = 0.95
 

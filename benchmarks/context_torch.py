@@ -1,18 +1,14 @@
-"""Measures context parallelism in torch on several GPUs of one host, in one process per GPU that torchrun starts.
-
-torchrun --nproc-per-node 2 -m benchmarks.context_torch --json part.json
-"""
+"""One rank of ``benchmarks.context`` in torch. Started by torchrun."""
 
 from __future__ import annotations
 
-import argparse
-import faulthandler
-import gc
-import os
+import json
+import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,320 +16,263 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import torch_frontend
-from benchmarks.context_shapes import (
-    CANDIDATES,
-    CASES,
-    CHECKED,
-    DIM,
-    HEADS,
-    KV_HEADS,
-    LONG,
-    MORE,
-    REST,
-    RESULTS,
-    ROUNDS,
-    SHARDS,
-    Shape,
-    calls_of,
-    write_measures,
+from attn_core import SeqInfo
+from benchmarks.context import REST, Row, described, rows_of
+from benchmarks.measure import reason, release, take_turns
+from benchmarks.tables import CHOSEN, DIRECTIONS, ONE
+from torch_frontend.context_parallel.attention import (
+    context_parallel_attention,
+    explain_context_parallel,
+    shard_sequence,
 )
-from benchmarks.hopper_group import take_turns
-from benchmarks.measure import environment
-from torch_frontend.context_parallel.attention import context_parallel_attention, explain_context_parallel
-from torch_frontend.context_parallel.exchange import messages
-from torch_frontend.context_parallel.shards import shard_sequence, unshard_sequence
 
+ROUNDS = 4
+OTHER_ROUNDS = 2
+TURN = 0.05
+"""The seconds of a turn, about: a GPU's clock is higher for a while after a wait."""
+Tensor = torch.Tensor
 Run = Callable[[], Any]
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Measures on all ranks; rank 0 writes the results."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", required=True)
-    parser.add_argument("--shards", type=int, nargs="+", default=list(SHARDS))
-    parser.add_argument("--only", nargs="+", default=["errors", "speed", "long"], choices=(*MEASURES,))
-    parser.add_argument("--stop-after", type=int, default=300, help="seconds until every rank prints its stack")
-    options = parser.parse_args(arguments)
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
-    mesh = init_device_mesh("cuda", (dist.get_world_size(),), mesh_dim_names=("cp",))
-    measured: dict[str, Any] = {"framework": "torch", "world": mesh.size(), "environment": environment()}
-    faulthandler.dump_traceback_later(options.stop_after, exit=True)
-    requested = {name: MEASURES[name](mesh, options.shards) for name in options.only}
-    measures = {name: [partial(guarded, *each) for each in of_name] for name, of_name in requested.items()}
-    write_measures(measured, measures, options.json if dist.get_rank() == 0 else None)
-    faulthandler.cancel_dump_traceback_later()
+def main(task: dict[str, Any]) -> None:
+    """Measures the rows of a task on this rank; rank 0 writes the result."""
+    on_gpu = task["device"] == "cuda"
+    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(minutes=4))
+    if on_gpu:
+        torch.cuda.set_device(dist.get_node_local_rank())
+    mesh = init_device_mesh(task["device"], (dist.get_world_size(),), mesh_dim_names=("cp",))
+    _measure(mesh, rows_of(task["seed"], task["rows"], small=not on_gpu), task)
     dist.barrier()
     dist.destroy_process_group()
 
 
-Measures = Iterable[tuple[dict[str, int], Callable[[], Any]]]
-"""For each measurement, a description of it and the function that runs it."""
+class Shares:
+    """A row's tensors on this rank, and calls of it in every way."""
+
+    def __init__(self, mesh: DeviceMesh, row: Row) -> None:
+        self.mesh, self.row = mesh, row
+        on_gpu = mesh.device_type == "cuda"
+        self.dtype = torch.bfloat16 if on_gpu else torch.float32
+        generator = torch.Generator(mesh.device_type).manual_seed(0)
+        self.info = SeqInfo.from_lengths(row.lengths) if row.lengths else None
+        self.whole = [
+            torch.randn(1, row.tokens, heads, row.head_dim, generator=generator, device=mesh.device_type).to(self.dtype)
+            for heads in (row.heads, row.kv_heads, row.kv_heads, row.heads)
+        ]
+
+    def one(self, direction: str) -> Run:
+        """Returns a call of the whole row on one rank."""
+        info = None
+        if self.info is not None:
+            device = self.mesh.device_type
+            info = SeqInfo.from_lengths(self.row.lengths, array=lambda each: torch.tensor(each, device=device))
+        return self._call(torch_frontend.attention, self.whole, direction, seq_info=info)
+
+    def run(self, strategy: str, layout: str, direction: str) -> Run:
+        """Returns a call of this rank's shards in one way."""
+        return self._call(
+            context_parallel_attention, self._shards(layout), direction, **self._placement(strategy, layout)
+        )
+
+    def explained(self, strategy: str, layout: str, direction: str) -> Any:
+        """Returns the explanation of a way. Raises the error of a way that cannot run."""
+        q, k, v, _ = self._shards(layout)
+        options = {**self._placement(strategy, layout), **self.row.options}
+        return explain_context_parallel(q, k, v, needs_backward=direction == DIRECTIONS[1], **options)
+
+    def estimates(self, direction: str) -> tuple[dict[str, float], dict[str, str]]:
+        """Returns (the cost model's seconds of each way, why the others are refused)."""
+        seconds, refused = {}, {}
+        for strategy, layout in self.row.ways:
+            name = f"{strategy}, {layout}"
+            try:
+                cost = self.explained(strategy, layout, direction).choice.estimate
+            except Exception as error:
+                refused[name] = (str(error).splitlines() or [type(error).__name__])[0][:200]
+                continue
+            seconds[name] = cost.both if direction == DIRECTIONS[1] else cost.forward.seconds
+        return seconds, refused
+
+    def _placement(self, strategy: str, layout: str) -> dict[str, Any]:
+        length = None if self.row.lengths else self.row.tokens
+        return {"mesh": self.mesh, "strategy": strategy, "layout": layout, "length": length, "seq_info": self.info}
+
+    def _shards(self, layout: str) -> list[Tensor]:
+        return [shard_sequence(each, self.mesh, layout=layout, seq_info=self.info) for each in self.whole]
+
+    def _call(self, attend: Callable[..., Any], tensors: list[Tensor], direction: str, **more: Any) -> Run:
+        q, k, v, dout = tensors
+        options = {**self.row.options, **more}
+        if direction == DIRECTIONS[0]:
+
+            def forward() -> Any:
+                with torch.no_grad():
+                    return attend(q, k, v, **options)
+
+            return forward
+        leaves = [tensor.detach().clone().requires_grad_() for tensor in (q, k, v)]
+        return lambda: torch.autograd.grad(attend(*leaves, **options), leaves, dout)
 
 
-def guarded(about: dict[str, int], measure: Callable[[], Any]) -> Any:
-    """Returns the result of a measurement, or its error; frees the memory."""
-    try:
-        result = measure()
-    except Exception as error:
-        result = {**about, "error": f"{type(error).__name__}: {error}"}
-        if dist.get_rank() == 0:
-            print(result, flush=True)
-    gc.collect()
-    torch.cuda.empty_cache()
-    return result
+def _way(name: str) -> tuple[str, str]:
+    strategy, _, layout = name.partition(", ")
+    return strategy, layout
 
 
-def row(tokens: int, *heads: int, seed: int = 0) -> list[torch.Tensor]:
-    """Returns tensors ``[1, tokens, heads, DIM]``, the same on every rank."""
-    generator = torch.Generator("cuda").manual_seed(seed)
-    return [torch.randn(1, tokens, n, DIM, generator=generator, device="cuda", dtype=torch.bfloat16) for n in heads]
-
-
-def speed(mesh: DeviceMesh, shard: int) -> dict[str, Any]:
-    """Measures the slowest rank's seconds of every candidate in every round, forward and forward + backward."""
-    shape = Shape(shard, mesh.size())
-    measured: dict[str, Any] = {"shard": shard, "tokens": shape.tokens, "seconds": {}, "memory": {}, "notes": {}}
-    whole = row(shape.tokens, HEADS, KV_HEADS, KV_HEADS, HEADS)
-    for training in (False, True):
-        word = "forward + backward" if training else "forward"
-        runs, notes = _runs(mesh, whole, training)
-        measured["notes"][word] = notes
-        measured["memory"][word] = {name: _memory(run) for name, run in runs.items()}
-        measured["seconds"][word] = _rounds(runs, calls_of(shape, training=training))
-        del runs
-    return measured
-
-
-def peers(mesh: DeviceMesh, shard: int) -> dict[str, Any]:
-    """Measures torch's own context parallelism in the same way."""
-    shape = Shape(shard, mesh.size())
-    measured: dict[str, Any] = {"shard": shard, "tokens": shape.tokens, "seconds": {}}
-    whole = row(shape.tokens, HEADS, KV_HEADS, KV_HEADS, HEADS)
-    for training in (False, True):
-        word = "forward + backward" if training else "forward"
-        with _peer(mesh, whole, training) as runs:
-            measured["seconds"][word] = _rounds(runs, calls_of(shape, training=training))
-    return measured
-
-
-def _runs(mesh: DeviceMesh, whole: list[torch.Tensor], training: bool) -> tuple[dict[str, Run], dict[str, str]]:
-    runs: dict[str, Run] = {"one GPU": _call(torch_frontend.attention, whole, training)}
-    notes = {"one GPU": torch_frontend.explain(*whole[:3], causal=True, needs_backward=training).backend or ""}
-    for name, keywords in CANDIDATES.items():
-        parts = [shard_sequence(tensor, mesh, layout=keywords["layout"]) for tensor in whole]
-        attend = partial(context_parallel_attention, mesh=mesh, **keywords)
-        run = _call(attend, parts, training)
-        try:
-            run()
-        except Exception as error:
-            notes[name] = f"not run: {type(error).__name__}: {error}"
+def _measure(mesh: DeviceMesh, rows: tuple[Row, ...], task: dict[str, Any]) -> None:
+    """Measures each row's chosen way and one rank first, and then the other ways, until the time is over."""
+    measured: list[dict[str, Any]] = []
+    # The other ways take longer than this, but every row needs its first figures.
+    first_ends = time.time() + 0.7 * (task["ends"] - time.time())
+    for row in rows:
+        entry: dict[str, Any] = {**described(row), "measured": {}, "error": ""}
+        measured.append(entry)
+        if not _time_left(mesh, first_ends):
+            entry["error"] = "not measured: out of time"
             continue
-        runs[name] = run
-        if "head_groups" not in keywords:
-            runs[f"{name}, nothing sent"] = partial(_silent, run, _Silent())
-    tensors = [shard_sequence(tensor, mesh).requires_grad_(training) for tensor in whole[:3]]
-    notes["choice"] = str(explain_context_parallel(*tensors, mesh=mesh, causal=True))
-    return runs, notes
+        try:
+            shares = Shares(mesh, row)
+            entry["measured"] = {direction: _chosen_and_one(shares, direction) for direction in DIRECTIONS}
+        except Exception as error:
+            entry["error"], entry["measured"] = reason(error), {}
+        release()
+        _write(measured, mesh, task)
+    for row, entry in zip(rows, measured, strict=True):
+        for direction, result in entry["measured"].items():
+            if _time_left(mesh, task["ends"]):
+                _others(Shares(mesh, row), direction, result, task["ends"])
+                release()
+                _write(measured, mesh, task)
 
 
-def _call(attend: Callable[..., Any], tensors: list[torch.Tensor], training: bool) -> Run:
-    q, k, v, dout = tensors
-    if not training:
-
-        def forward() -> Any:
-            with torch.no_grad():
-                return attend(q, k, v, causal=True)
-
-        return forward
-    leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
-    return lambda: torch.autograd.grad(attend(*leaves, causal=True), leaves, dout)
+def _write(measured: list[dict[str, Any]], mesh: DeviceMesh, task: dict[str, Any]) -> None:
+    """Writes what was measured so far, because the launcher may end this process."""
+    if dist.get_rank() == 0:
+        on_gpu = mesh.device_type == "cuda"
+        device = torch.cuda.get_device_name() if on_gpu else "CPU, tiny rows: a trial of the program, no measurement"
+        result = {"rows": measured, "device": device, "dtype": "bfloat16" if on_gpu else "float32"}
+        Path(task["out"]).write_text(json.dumps(result), encoding="utf-8")
 
 
-class _Silent:
-    """Collectives that send nothing, so that only the time of a call's own work remains."""
-
-    def __init__(self) -> None:
-        self._gathered: dict[tuple[int, int], list[torch.Tensor]] = {}
-
-    def all_gather_into_tensor_coalesced(self, parts: list[torch.Tensor], size: int, name: str) -> list[torch.Tensor]:
-        """Returns realistic numbers, made once. On zeros, a GPU draws less power and is faster."""
-        key = size, parts[0].numel()
-        if key not in self._gathered:
-            self._gathered[key] = [part.repeat(size) for part in parts]
-        return self._gathered[key]
-
-    def all_to_all_single(self, tensor: torch.Tensor, sizes: list[int], given: list[int], name: str) -> torch.Tensor:
-        return tensor
-
-    def wait_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
+def _chosen_and_one(shares: Shares, direction: str) -> dict[str, Any]:
+    estimates, refused = shares.estimates(direction)
+    name = min(estimates, key=lambda each: estimates[each])
+    runs = {ONE: shares.one(direction), CHOSEN: shares.run(*_way(name), direction)}
+    calls = {each: _warm(run, shares.mesh) for each, run in runs.items()}
+    memory = {each: _memory(run, shares.mesh) for each, run in runs.items()}
+    seconds = _turns(runs, calls[CHOSEN], ROUNDS, shares.mesh)
+    found = {"chosen": name, "estimates": estimates, "refused": refused, "seconds": seconds, "memory": memory}
+    found["backends"] = sorted({each for _, each in shares.explained(*_way(name), direction).call.backends})
+    row = shares.row
+    if shares.mesh.device_type == "cuda" and not (row.lengths or row.window or row.softcap or row.tokens % 16):
+        found["seconds"] |= _peers(shares, direction)
+    return {**found, "others": {}}
 
 
-def _silent(run: Run, silent: _Silent) -> None:
-    real: Any = messages.collectives
-    messages.collectives = silent  # type: ignore[assignment]
-    try:
-        run()
-    finally:
-        messages.collectives = real
+def _peers(shares: Shares, direction: str) -> dict[str, list[float]]:
+    """Returns the seconds of torch's own context parallelism on cuDNN's kernel, by its exchange.
 
-
-@contextmanager
-def _peer(mesh: DeviceMesh, whole: list[torch.Tensor], training: bool) -> Iterator[dict[str, Run]]:
-    """Prepares torch's own context parallelism on cuDNN's kernel, with both of its exchanges."""
+    It needs the whole row in a block of its own, so it takes turns in rounds of its own.
+    """
     from torch.distributed.tensor.experimental import _attention, context_parallel
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    group = HEADS // KV_HEADS
-    expanded = [tensor.repeat_interleave(group, 2) if at in (1, 2) else tensor for at, tensor in enumerate(whole)]
-    buffers = [tensor.transpose(1, 2).contiguous() for tensor in expanded]  # [1, heads, tokens, DIM]
-    runs: dict[str, Run] = {}
-    with (
-        sdpa_kernel(SDPBackend.CUDNN_ATTENTION),
-        context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 4),
-    ):
-        q, k, v, dout = (buffer.detach().clone() for buffer in buffers)
-        leaves = [tensor.requires_grad_(training) for tensor in (q, k, v)]
+    group, training = shares.row.heads // shares.row.kv_heads, direction == DIRECTIONS[1]
+    q, k, v, dout = shares.whole
+    expanded = (q, k.repeat_interleave(group, 2), v.repeat_interleave(group, 2), dout)
+    buffers = [tensor.transpose(1, 2).contiguous() for tensor in expanded]  # [1, heads, tokens, head_dim]
+    block = context_parallel(shares.mesh, buffers=buffers, buffer_seq_dims=[2] * 4)
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION), block:
+        *leaves, gradient = (buffer.detach().clone() for buffer in buffers)
+        leaves = [tensor.requires_grad_(training) for tensor in leaves]
 
-        def run(way: str) -> Any:
-            _attention.set_rotate_method(way)
+        def run(exchange: str) -> Any:
+            _attention.set_rotate_method(exchange)
             # Looked up at every call, because torch replaces the function inside the block.
             out = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=True)
-            return torch.autograd.grad(out, leaves, dout) if training else out
+            return torch.autograd.grad(out, leaves, gradient) if training else out
 
-        for way in ("allgather", "alltoall"):
-            try:
-                run(way)
-                runs[f"torch context_parallel, {way}"] = partial(run, way)
-            except Exception as error:
-                if dist.get_rank() == 0:
-                    print(f"torch context_parallel, {way}: not run: {type(error).__name__}: {error}", flush=True)
-        yield runs
-
-
-def _rounds(runs: dict[str, Run], calls: int) -> dict[str, list[float]]:
-    """Returns the slowest rank's seconds per call; every rank takes the same turns."""
-    for run in runs.values():
-        for _ in range(2):
-            run()
-    turns = {name: partial(_timed, run) for name, run in runs.items()}
-    return take_turns(turns, calls=calls, rounds=ROUNDS, rest=REST)
+        runs: dict[str, Run] = {
+            f"torch context_parallel, {exchange}": partial(run, exchange) for exchange in ("allgather", "alltoall")
+        }
+        try:
+            calls = max(_warm(each, shares.mesh) for each in runs.values())
+        except Exception as error:  # every rank raises it
+            print(f"torch context_parallel: {reason(error)}", flush=True)
+            return {}
+        return _turns(runs, calls, ROUNDS, shares.mesh)
 
 
-def _timed(run: Run, calls: int) -> float:
+def _others(shares: Shares, direction: str, result: dict[str, Any], ends: float) -> None:
+    """Adds the seconds of the chosen way and of every other way that can run, in turns of their own."""
+    runs: dict[str, Run] = {}
+    calls = 2
+    for name in result["estimates"]:
+        if not _time_left(shares.mesh, ends):
+            break
+        try:
+            run = shares.run(*_way(name), direction)
+            calls = _warm(run, shares.mesh)
+        except Exception as error:  # every rank raises it
+            result["refused"][name] = reason(error)
+            continue
+        runs[CHOSEN if name == result["chosen"] else name] = run
+    result["others"] = _turns(runs, calls, OTHER_ROUNDS, shares.mesh)
+
+
+def _warm(run: Run, mesh: DeviceMesh) -> int:
+    """Runs a call three times; returns the number of calls that fill a turn, the same on every rank."""
+    for _ in range(2):
+        run()
+    return max(2, min(32, int(TURN / max(_timed(run, mesh, 1), 1e-6))))
+
+
+def _turns(runs: dict[str, Run], calls: int, rounds: int, mesh: DeviceMesh) -> dict[str, list[float]]:
+    turns = {name: partial(_timed, run, mesh, calls) for name, run in runs.items()}
+    return take_turns(turns, rounds, REST)
+
+
+def _timed(run: Run, mesh: DeviceMesh, calls: int) -> float:
+    """Returns the slowest rank's seconds per call."""
     run()
-    torch.cuda.synchronize()
+    _synchronise(mesh)
     dist.barrier()
-    torch.cuda.synchronize()
+    _synchronise(mesh)
     began = time.perf_counter()
     for _ in range(calls):
         run()
-    torch.cuda.synchronize()
-    seconds = torch.tensor((time.perf_counter() - began) / calls, device="cuda")
-    dist.all_reduce(seconds, dist.ReduceOp.MAX)
-    return float(seconds)
+    _synchronise(mesh)
+    return _slowest((time.perf_counter() - began) / calls, mesh)
 
 
-def _memory(run: Run) -> int:
-    """Returns the peak bytes of a call beyond its inputs."""
+def _slowest(number: float, mesh: DeviceMesh) -> float:
+    shared = torch.tensor(number, dtype=torch.float64, device=mesh.device_type)
+    dist.all_reduce(shared, dist.ReduceOp.MAX)
+    return float(shared)
+
+
+def _time_left(mesh: DeviceMesh, ends: float) -> bool:
+    """Returns whether there is time; the same on every rank."""
+    return _slowest(time.time(), mesh) < ends
+
+
+def _memory(run: Run, mesh: DeviceMesh) -> float | None:
+    """Returns the peak bytes of a call beyond its inputs, on the rank that needs most; None on a CPU."""
+    if mesh.device_type != "cuda":
+        return None
     run()
-    torch.cuda.synchronize()
+    _synchronise(mesh)
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     run()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
+    _synchronise(mesh)
+    return _slowest(float(torch.cuda.max_memory_allocated() - before), mesh)
 
 
-def errors(mesh: DeviceMesh) -> dict[str, Any]:
-    """Measures mean and largest errors against float64, of several GPUs and of one GPU with the same backend."""
-    tokens = CHECKED * mesh.size() + MORE
-    whole = row(tokens, HEADS, KV_HEADS, KV_HEADS, HEADS, seed=1)
-    measured = []
-    for options in CASES:
-        exactly = partial(torch_frontend.attention, backend="math", **options)
-        exact = _results(exactly, [tensor.double() for tensor in whole])
-        for name, keywords in CANDIDATES.items():
-            parts = [shard_sequence(tensor, mesh, layout=keywords["layout"]) for tensor in whole[:3]]
-            tensors = [part.requires_grad_() for part in parts]
-            call = explain_context_parallel(*tensors, mesh=mesh, length=tokens, **keywords, **options).call
-            chosen = tuple(dict.fromkeys(name for _, name in call.backends))
-            several = _several(mesh, whole, tokens, {**keywords, **options, "backend": chosen})
-            one = _results(partial(torch_frontend.attention, backend=chosen, **options), whole)
-            compared = {
-                result: {"several": _error(several[result], right), "one": _error(one[result], right)}
-                for result, right in exact.items()
-            }
-            measured.append({"case": str(options), "candidate": name, "backend": " ".join(chosen), "errors": compared})
-    return {"tokens": tokens, "found": measured}
-
-
-def _results(attend: Callable[..., Any], tensors: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    *leaves, dout = (tensor.clone().requires_grad_() for tensor in tensors)
-    out = attend(*leaves)
-    gradients = torch.autograd.grad(out, leaves, dout)
-    return dict(zip(RESULTS, (out.detach(), *gradients), strict=True))
-
-
-def _several(
-    mesh: DeviceMesh, whole: list[torch.Tensor], tokens: int, keywords: dict[str, Any]
-) -> dict[str, torch.Tensor]:
-    layout = keywords["layout"]
-    parts = [shard_sequence(tensor, mesh, layout=layout) for tensor in whole]
-    measured = _results(partial(context_parallel_attention, mesh=mesh, length=tokens, **keywords), parts)
-    return {result: unshard_sequence(part, mesh, length=tokens, layout=layout) for result, part in measured.items()}
-
-
-def _error(measured: torch.Tensor, right: torch.Tensor) -> dict[str, float]:
-    apart = (measured.double() - right).abs()
-    return {"mean": float(apart.mean()), "max": float(apart.max())}
-
-
-def long_forward(mesh: DeviceMesh, tokens: int) -> dict[str, Any]:
-    """Measures one forward of a long row: seconds, bytes, and the error of a late query against float64."""
-    shard = tokens // mesh.size()
-    generator = torch.Generator("cuda").manual_seed(dist.get_rank())
-    q, k, v = (
-        torch.randn(1, shard, heads, DIM, generator=generator, device="cuda", dtype=torch.bfloat16)
-        for heads in (HEADS, KV_HEADS, KV_HEADS)
-    )
-
-    def run() -> torch.Tensor:
-        with torch.no_grad():
-            return context_parallel_attention(q, k, v, mesh=mesh, strategy="ring", causal=True)
-
-    out = run()
-    everyone = [unshard_sequence(tensor[:, :, :1].contiguous(), mesh, length=tokens) for tensor in (q, k, v, out)]
-    at = tokens - 5
-    scores = (everyone[0][0, at, 0].double() @ everyone[1][0, : at + 1, 0].double().T) / DIM**0.5
-    right = scores.softmax(0) @ everyone[2][0, : at + 1, 0].double()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    dist.barrier()
-    began = time.perf_counter()
-    run()
-    torch.cuda.synchronize()
-    seconds, memory = time.perf_counter() - began, torch.cuda.max_memory_allocated() - before
-    inputs = sum(tensor.numel() * 2 for tensor in (q, k, v))
-    return {
-        "tokens": tokens,
-        "seconds": seconds,
-        "bytes beyond inputs": memory,
-        "bytes of inputs": inputs,
-        "largest error of a row": float((everyone[3][0, at, 0].double() - right).abs().max()),
-    }
-
-
-MEASURES: dict[str, Callable[[DeviceMesh, list[int]], Measures]] = {
-    "errors": lambda mesh, shards: [({}, partial(errors, mesh))],
-    "speed": lambda mesh, shards: [({"shard": shard}, partial(speed, mesh, shard)) for shard in shards],
-    "peers": lambda mesh, shards: [({"shard": shard}, partial(peers, mesh, shard)) for shard in shards],
-    "long": lambda mesh, shards: [({"tokens": tokens}, partial(long_forward, mesh, tokens)) for tokens in LONG],
-}
-"""The measurements by name."""
+def _synchronise(mesh: DeviceMesh) -> None:
+    if mesh.device_type == "cuda":
+        torch.cuda.synchronize()
 
 
 if __name__ == "__main__":
-    main()
+    main(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))

@@ -8,14 +8,12 @@ own, which take turns, so that its peak memory is its own.
 
 from __future__ import annotations
 
-import argparse
 import json
 import resource
 import subprocess
 import sys
 import time
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,8 +21,8 @@ import torch
 import torch.nn.functional as functional
 
 from attn_core import SeqInfo, masks
-from benchmarks.grpo_report import COMPLETIONS, FORMS, LENGTH, PROMPT, text
-from benchmarks.measure import environment
+from benchmarks.measure import device_name, environment, parser, write
+from benchmarks.tables import COMPLETIONS, FORMS, LENGTH, PROMPT, grpo
 from examples.training.config import GemmaConfig
 from examples.training.torch_gemma import Gemma
 
@@ -89,12 +87,11 @@ def run(form: str, device: str) -> dict[str, Any]:
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs both forms in turns and writes the result."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="writes the times of every step")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--form", choices=FORMS, help="runs one form in this process, and prints its result")
-    parser.add_argument("--turns", type=int, default=3, help="processes of each form")
-    parsed = parser.parse_args(arguments)
+    options = parser(__doc__)
+    options.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    options.add_argument("--form", choices=FORMS, help="runs one form in this process, and prints its result")
+    options.add_argument("--turns", type=int, default=3, help="processes of each form")
+    parsed = options.parse_args(arguments)
     if parsed.form:
         print(json.dumps(run(parsed.form, parsed.device)))
         return
@@ -108,11 +105,10 @@ def main(arguments: list[str] | None = None) -> None:
                 said["peak_bytes"] = max(said["peak_bytes"], forms[form]["peak_bytes"])
             forms[form] = said
     cuda = parsed.device == "cuda"
-    result = {"device": torch.cuda.get_device_name() if cuda else "CPU", "dtype": "bfloat16" if cuda else "float32"}
+    result = {"device": device_name() if cuda else "CPU", "dtype": "bfloat16" if cuda else "float32"}
     result |= {"environment": environment(), "forms": forms}
-    print(text(result))
-    if parsed.json is not None:
-        parsed.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(grpo(result))
+    write(parsed.json, result)
 
 
 if __name__ == "__main__":

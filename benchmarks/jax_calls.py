@@ -1,117 +1,176 @@
-"""Measures random calls in JAX under jit: automatic choice beside jax.nn.dot_product_attention, in XLA and in cuDNN.
+"""Measures what JAX's users run on a GPU: each call beside the same kernel in torch, and how XLA reaches the kernel.
 
-python -m benchmarks.jax_calls --seed 3 --calls 40                # prints a line per call and a summary
-python -m benchmarks.jax_calls --seconds 100 --json calls.json    # starts no new call after that time; writes the times
+python -m benchmarks.jax_calls --json jax-first.json      # minutes; needs a GPU. Kernels that are missing are skipped
+python -m benchmarks.jax_calls --json jax-first.json --only "head_dim 96"     # measures one call anew
 
-The calls are those of ``attn bench`` (attn_core/selection/random_calls.py) that jax.nn can express. The candidates take
-turns. A time is the host's or the device's for a queue of calls, whichever is longer; the fastest round counts.
+A turn makes calls for TURN seconds in a row and then waits, as a model does. The two frameworks take turns in one
+process, and so do attentions of other JAX packages (benchmarks/jax_peers.py) that are installed and take the call.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import math
-import time
-from dataclasses import replace
-from itertools import islice
-from pathlib import Path
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import torch
 
-from attn_core import NoBackendError, Target, backends, select
-from attn_core.call.masks import as_called
-from attn_core.cli.bench import speed_table
-from attn_core.cli.bench_jax import JAX_NN, JAX_NN_CUDNN, caller, has_jax_nn
-from attn_core.cli.bench_timing import measure
-from attn_core.cli.frameworks import devices_of
-from attn_core.selection.random_calls import random_calls
-from attn_core.selection.sweep import SweepCase
-from benchmarks.measure import environment
+import jax_frontend
+import torch_frontend
+from attn_core import SeqInfo
+from benchmarks.jax_peers import PEERS, programs
+from benchmarks.measure import Calls, Jobs, Row, measure, run
+from benchmarks.tables import jax_calls
 
 ROUNDS = 5
-RESULTS = Path(__file__).parent / "results" / "jax-calls-h200.json"
+TURN = 0.15
+"""Seconds of a turn. An H200 runs the first 20 ms after a wait at a higher clock."""
+TOKENS = 8192
+HEADS, KV_HEADS = 32, 8
+_CUTS = np.sort(np.random.default_rng(1).choice(np.arange(64, TOKENS - 64), 23, replace=False))
+LENGTHS = np.diff([0, *_CUTS, TOKENS]).tolist()
+"""The lengths of 24 documents in a row of TOKENS tokens."""
+IDS = np.tile(np.repeat(np.arange(1, 25, dtype=np.int32), LENGTHS), (4, 1))
 
-Entry = dict[str, Any]
+
+class Case:
+    """A call of attention in both frameworks on equal bytes.
+
+    Args:
+        shape: batch, tokens, heads, kv heads, head_dim, value_dim; a batch of 0 is a packed row.
+        options: for both frameworks; an array of numpy becomes an array on the device.
+        peers: names of other packages' attentions that run the call, too. Some compile for minutes.
+    """
+
+    def __init__(
+        self, shape: tuple[int, ...], options: dict[str, Any], training: bool, backend: str | None, peers: Any
+    ) -> None:
+        batch, tokens, heads, kv_heads, dim, wide = shape
+        rows = (batch, tokens) if batch else (tokens,)
+        sizes = ((*rows, heads, dim), (*rows, kv_heads, dim), (*rows, kv_heads, wide), (*rows, heads, wide))
+        self.tensors = [torch.randn(size, device="cuda", dtype=torch.bfloat16) for size in sizes]
+        self.arrays = [jax.dlpack.from_dlpack(tensor) for tensor in self.tensors]
+        self.training, self.backend, self.peers = training, backend, peers
+        self.in_torch = {name: self._moved(value, _to_torch) for name, value in options.items()}
+        self.in_jax = {name: self._moved(value, jnp.asarray) for name, value in options.items()}
+
+    @staticmethod
+    def _moved(value: Any, move: Callable[[np.ndarray], Any]) -> Any:
+        if isinstance(value, SeqInfo):
+            return SeqInfo(*(move(offsets) for offsets in (value.cu_seqlens_q,) * 2), value.max_len_q, value.max_len_k)
+        return move(value) if isinstance(value, np.ndarray) else value
+
+    def row(self) -> Row:
+        """Times both frameworks and the peers."""
+        q, k, v, dout = self.tensors
+        leaves = [tensor.requires_grad_(self.training) for tensor in (q, k, v)]
+        call = partial(torch_frontend.attention, backend=self.backend, **self.in_torch)
+
+        def torch_call() -> Any:
+            out = call(*leaves)
+            return torch.autograd.grad(out, leaves, dout) if self.training else out
+
+        static = {name: value for name, value in self.in_jax.items() if not isinstance(value, (jax.Array, SeqInfo))}
+        moving = {name: value for name, value in self.in_jax.items() if name not in static}
+
+        def function(q: Any, k: Any, v: Any, dout: Any, moving: Any) -> Any:
+            attend = partial(jax_frontend.attention, backend=self.backend, **static, **moving)
+            if not self.training:
+                return attend(q, k, v)
+            _, pull = jax.vjp(attend, q, k, v)
+            return pull(dout)
+
+        program = jax.jit(function)  # not compiled ahead: such a program's calls go through Python
+        facts: Row = {"lane": _lane(program.lower(*self.arrays, moving).compile().as_text())}
+        calls: Calls = {"torch": torch_call, "jax": partial(program, *self.arrays, moving)}
+        if self.peers:
+            ran = programs(self.in_jax, self.arrays, self.training, calls["jax"](), self.peers)
+            peers, facts["left_out"], facts["differences"] = ran
+            calls |= peers
+        return facts | in_turns(calls)
 
 
-def entry_of(case: SweepCase, training: bool, target: Target) -> Entry | None:
-    """Returns the microseconds of a call by candidate; None if jax.nn or no backend of ours can run it."""
-    spec = replace(as_called(case.spec), needs_backward=training)
-    if not has_jax_nn(spec):
-        return None
+def in_turns(calls: Calls) -> Row:
+    """Times calls in a row."""
+    return measure(calls, turn=TURN, rounds=ROUNDS)
+
+
+def _to_torch(array: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(array).cuda()
+
+
+def _lane(text: str) -> str:
+    """Returns how a compiled program reaches kernels of torch: "callback", "operator" or "XLA"."""
+    return "callback" if "attn_core.callback" in text else "operator" if "attn_core.operator" in text else "XLA"
+
+
+DENSE = (4, 4096, HEADS, KV_HEADS, 128, 128)
+PACKED = SeqInfo.from_lengths(LENGTHS * 4)
+CASES: dict[str, tuple[tuple[int, ...], dict[str, Any], str | None]] = {
+    "causal, 4 x 4096": (DENSE, {"causal": True}, None),
+    "causal, 4 x 4096, flash3": (DENSE, {"causal": True}, "flash3"),
+    "causal, 4 x 4096, flash4": (DENSE, {"causal": True}, "flash4"),
+    "sinks and a window of 128": (DENSE, {"causal": True, "window": 128, "sinks": np.zeros(HEADS, np.float32)}, None),
+    "a mask, 4 x 4096": (DENSE, {"mask": np.random.default_rng(0).random((4, 1, 4096, 4096)) < 0.9}, None),
+    "head_dim 96": ((*DENSE[:4], 96, 96), {"causal": True}, None),
+    "widths 192/128, 2 x 4096, 32/32 heads": ((2, 4096, 32, 32, 192, 128), {"causal": True}, None),
+    "4 rows of 24 documents, offsets": ((0, 4 * TOKENS, *DENSE[2:]), {"causal": True, "seq_info": PACKED}, None),
+    "4 rows of 24 documents, segment ids": ((4, TOKENS, *DENSE[2:]), {"causal": True, "q_segment_ids": IDS}, None),
+}
+BESIDE: dict[tuple[str, str], tuple[str, ...]] = {
+    ("causal, 4 x 4096", "forward"): tuple(PEERS),
+    ("causal, 4 x 4096", "training"): tuple(PEERS),
+    ("4 rows of 24 documents, segment ids", "forward"): tuple(PEERS),
+    # cuDNN prepares the gradient with a mask of queries and keys for minutes
+    ("4 rows of 24 documents, segment ids", "training"): ("tokamax, Mosaic GPU", "tokamax, Triton"),
+}
+DECODING = {
+    "64 sequences of 4096": (64, 4096, 32, 8),
+    "8 sequences of 8192, heads 64/8": (8, 8192, 64, 8),
+    "1 sequence of 32768": (1, 32768, 32, 8),
+}
+
+
+def decoding(sequences: int, length: int, heads: int, kv_heads: int) -> Row:
+    """Times one step of decoding from pages of 16 tokens in both frameworks."""
+    width = length // 16
+    pool = [torch.randn(sequences * width, 16, kv_heads, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+    q = torch.randn(sequences, heads, 128, device="cuda", dtype=torch.bfloat16)
+    table = torch.randperm(sequences * width, device="cuda").to(torch.int32).view(sequences, width)
+    lengths = torch.full((sequences,), length, dtype=torch.int32, device="cuda")
+    arrays = [jax.dlpack.from_dlpack(each) for each in (q, *pool, table, lengths)]
+
+    def function(q: Any, k: Any, v: Any, table: Any, lengths: Any) -> Any:
+        return jax_frontend.paged_attention(q, k, v, block_table=table, seq_lens=lengths)
+
+    program = jax.jit(function)
+    lane = _lane(program.lower(*arrays).compile().as_text())
+    in_torch = partial(torch_frontend.paged_attention, q, *pool, block_table=table, seq_lens=lengths)
+    return {"lane": lane, **in_turns({"torch": in_torch, "jax": partial(program, *arrays)})}
+
+
+def jobs() -> Jobs:
+    """Returns the name and the direction of every call, and what measures it."""
+    found: Jobs = {}
+    for name, (shape, options, backend) in CASES.items():
+        for what in ("forward", "training") if backend != "flash3" else ("forward",):
+            case = partial(Case, shape, options, what == "training", backend, BESIDE.get((name, what), ()))
+            found[name, what] = lambda case=case: case().row()  # type: ignore[misc]
+    return found | {(name, "decoding"): partial(decoding, *sizes) for name, sizes in DECODING.items()}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures the calls, writes the raw times if --json is given, and prints the tables."""
     try:
-        chosen = select(spec, target).backend or ""
-    except NoBackendError:
-        return None
-    names = [chosen, JAX_NN, *([JAX_NN_CUDNN] if target.kind == "cuda" else [])]
-    # Tensors of torch compare the results, on the CPU.
-    timing = measure(caller(case, spec, names), names, ROUNDS, torch.device("cpu"))
-    return {
-        "call": case.name,
-        "direction": "training" if training else "forward",
-        "backend": chosen,
-        "microseconds": {name: entry["microseconds"] for name, entry in timing.entries.items() if "median" in entry},
-        "failed": {name: entry["failed"] for name, entry in timing.entries.items() if "failed" in entry},
-        "differences": {name: entry.get("difference") for name, entry in timing.entries.items()},
-    }
-
-
-def summary(entries: list[Entry]) -> str:
-    """Returns a Markdown table: how many times as fast automatic choice is as each implementation of jax.nn."""
-    ratios: dict[tuple[str, str], list[tuple[float, str]]] = {}
-    for rival in (JAX_NN, JAX_NN_CUDNN):
-        for direction in ("forward", "training"):
-            for entry in entries:
-                times = {name: min(rounds) for name, rounds in entry["microseconds"].items()}
-                if entry["direction"] == direction and rival in times and entry["backend"] in times:
-                    pair = times[rival] / times[entry["backend"]], f"{entry['call']}: {entry['backend']}"
-                    ratios.setdefault((rival, direction), []).append(pair)
-    return "\n".join(speed_table(ratios))
-
-
-def section() -> str:
-    """Returns the stored results as a Markdown section of docs/explanation/performance.md."""
-    stored = json.loads(RESULTS.read_text(encoding="utf-8"))
-    versions = stored["environment"]["versions"]
-    named = ", ".join(f"{name} {versions[name]}" for name in ("jax", "torch", "nvidia-cudnn-cu13"))
-    head = f"{stored['device']}, {stored['environment']['date']}, {named}, calls of seed {stored['seed']}."
-    return f"{head}\n\n{summary(stored['calls'])}"
-
-
-def main() -> None:
-    """Measures the calls of a seed, prints the summary and writes the raw times if --json is given."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=3)
-    parser.add_argument("--calls", type=int, default=40)
-    parser.add_argument("--seconds", type=float, default=math.inf)
-    parser.add_argument("--json", type=Path, default=None)
-    parsed = parser.parse_args()
-    target = Target.here("jax", devices_of("jax")[-1])
-    kind, began, entries = backends.kind_of(target.device), time.perf_counter(), []
-    for case in islice(random_calls(parsed.seed, kind), parsed.calls):
-        for training in (False, True) if case.training else (False,):
-            if time.perf_counter() - began > parsed.seconds:
-                break
-            entry = entry_of(case, training, target)
-            if entry is None:
-                continue
-            entries.append(entry)
-            shown = ", ".join(f"{name} {min(rounds):.0f}" for name, rounds in entry["microseconds"].items())
-            print(f"{entry['call']} ({entry['direction']}), µs: {shown} {entry['failed'] or ''}", flush=True)
-        jax.clear_caches()
-        if parsed.json is not None:
-            facts = {"environment": environment(), "device": _device_name(), "seed": parsed.seed}
-            parsed.json.write_text(json.dumps({**facts, "calls": entries}, indent=1) + "\n", encoding="utf-8")
-    print(summary(entries))
-
-
-def _device_name() -> str:
-    device = jax.devices()[0]
-    return "cpu" if device.platform == "cpu" else str(device.device_kind)
+        jax_frontend.compile_operator_lane()
+    except RuntimeError as error:
+        print(f"no operator lane: {error}")
+    return run(__doc__, jobs(), jax_calls, arguments)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -11,10 +11,9 @@ alone, because a GPU's clock follows the load.
 
 from __future__ import annotations
 
-import argparse
-import json
+import sys
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,14 +21,17 @@ import torch
 
 from attn_core import masks
 from attn_core.expressions import tanh, trace_score
-from benchmarks.masks_report import IN_A_ROW
-from benchmarks.measure import environment, medians, side_by_side
+from benchmarks import torch_peers
+from benchmarks.measure import Calls, Jobs, Row, Seconds, measure, run
+from benchmarks.tables import IN_A_ROW
+from benchmarks.tables import masks as table
 from torch_frontend import attention, explain
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
-CALLS, ROUNDS, UNTIMED = 5, 5, 5
+ROUNDS = 5
+TURN = 0.01
+"""Seconds of a turn of calls that wait one by one."""
 PLAIN_TOKENS = 8192
-Calls = dict[str, Callable[[], Any]]
 
 
 def tree_of_depth_4() -> np.ndarray:
@@ -64,43 +66,33 @@ def tensors(batch: int, tokens: int, training: bool) -> list[torch.Tensor]:
     return [torch.randn(shape, **place, requires_grad=training) for shape in shapes]
 
 
-def synchronized(call: Callable[[], torch.Tensor], leaves: list[torch.Tensor] | None) -> Callable[[], None]:
-    """The call, with the gradients of ``leaves`` if there are any, and the wait for the device."""
+def synchronized(call: Callable[[], Any], leaves: list[torch.Tensor] | None) -> Callable[[], None]:
+    """A call, with the gradients of ``leaves`` if there are any, and the wait for the device."""
+    once = many(call, leaves, 1)
 
     def run() -> None:
-        if leaves is None:
-            with torch.no_grad():
-                call()
-        else:
-            out = call()
-            torch.autograd.grad(out, leaves, torch.ones_like(out))
+        once()
         torch.cuda.synchronize()
 
     return run
 
 
-def many(call: Callable[[], Any], wait: Callable[[Any], Any], count: int = IN_A_ROW[False]) -> Callable[[], None]:
-    """Many calls, and the wait for the last one."""
+def many(call: Callable[[], Any], leaves: list[torch.Tensor] | None = None, count: int = 0) -> Callable[[], Any]:
+    """Calls in a row: forwards without gradients, or with the gradients of ``leaves``; IN_A_ROW of them by default."""
 
-    def run() -> None:
-        for _ in range(count - 1):
-            call()
-        wait(call())
+    def forwards() -> Any:
+        with torch.no_grad():
+            for _ in range(count or IN_A_ROW["forward"]):
+                last = call()
+        return last
 
-    return run
+    def trainings() -> Any:
+        for _ in range(count or IN_A_ROW["training"]):
+            out = call()
+            gradients = torch.autograd.grad(out, leaves, torch.ones_like(out))  # type: ignore[arg-type]
+        return gradients
 
-
-def many_of_torch(call: Callable[[], Any], leaves: list[torch.Tensor] | None = None) -> Callable[[], None]:
-    """Forwards in a row without gradients, or calls with the gradients of ``leaves``."""
-
-    def with_gradients() -> None:
-        out = call()
-        torch.autograd.grad(out, leaves, torch.ones_like(out))
-
-    wait = lambda _: torch.cuda.synchronize()  # noqa: E731
-    if leaves is None:
-        return torch.no_grad()(many(call, wait))
-    return many(with_gradients, wait, IN_A_ROW[True])
+    return forwards if leaves is None else trainings
 
 
 def plain_calls(training: bool) -> dict[str, Callable[[], Any]]:
@@ -112,21 +104,8 @@ def plain_calls(training: bool) -> dict[str, Callable[[], Any]]:
             call()
         except RuntimeError:  # not installed here
             continue
-        calls[name] = many_of_torch(call, qkv if training else None)
+        calls[name] = many(call, qkv if training else None)
     return calls
-
-
-def flex_of_torch(qkv: list[torch.Tensor], score_mod: Any = None, mask_mod: Any = None) -> Callable[[], torch.Tensor]:
-    """torch's FlexAttention, compiled; its BlockMask is made once, before the calls."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    torch._dynamo.reset()
-    compiled, blocks = torch.compile(flex_attention), None
-    q, k, v = (tensor.transpose(1, 2) for tensor in qkv)
-    if mask_mod is not None:
-        # Not compiled: for 8320 tokens Triton takes longer than five minutes.
-        blocks = create_block_mask(mask_mod, None, None, q.shape[2], k.shape[2], device="cuda")
-    return lambda: compiled(q, k, v, score_mod=score_mod, block_mask=blocks, enable_gqa=True)
 
 
 def of_ranges(ranges: torch.Tensor) -> Callable[..., Any]:
@@ -140,7 +119,7 @@ def of_ranges(ranges: torch.Tensor) -> Callable[..., Any]:
     return mask_mod
 
 
-def mask_row(name: str, training: bool) -> dict[str, Any]:
+def mask_row(name: str, training: bool) -> Row:
     """Times one mask of the gallery: its ranges in numpy, which may run in parts, and on the device."""
     on_host = GALLERY[name]()
     ranges = torch.from_numpy(on_host).cuda()
@@ -154,18 +133,18 @@ def mask_row(name: str, training: bool) -> dict[str, Any]:
     calls: Calls = {
         "attention": synchronized(lambda: attention(*qkv, key_ranges=on_host), leaves),
         "ranges on the device": synchronized(lambda: attention(*qkv, key_ranges=ranges), leaves),
-        "FlexAttention": synchronized(flex_of_torch(qkv, mask_mod=of_ranges(ranges)), leaves),
+        "FlexAttention": synchronized(partial(torch_peers.flex(tokens, of_ranges(ranges)), *qkv), leaves),
         "a dense mask": synchronized(lambda: attention(*qkv, mask=dense[None, None]), leaves),
     }
     selection, whole = explain(*qkv, key_ranges=on_host), explain(*qkv, key_ranges=ranges)
-    row = {"call": name, "training": training, "pairs": int(dense.sum()), "tokens": tokens, "batch": 1}
+    row: Row = {"pairs": int(dense.sum()), "tokens": tokens, "batch": 1}
     row |= {"backend": selection.backend, "dense backend": explain(*qkv, mask=dense[None, None]).backend}
     row |= {"parts": selection.parts, "backend on the device": whole.backend}
     groups = [beside_plain(lambda: attention(*qkv, key_ranges=on_host), leaves)]
     if not training:
         in_a_row = {
-            "many": many_of_torch(lambda: attention(*qkv, key_ranges=on_host)),
-            "many, ranges on the device": many_of_torch(lambda: attention(*qkv, key_ranges=ranges)),
+            "many": many(lambda: attention(*qkv, key_ranges=on_host)),
+            "many, ranges on the device": many(lambda: attention(*qkv, key_ranges=ranges)),
         }
         groups += jax_calls(qkv, in_a_row, dense[None, None], key_ranges=on_host)
     return row | {"seconds": timed(calls, *groups)}
@@ -173,18 +152,17 @@ def mask_row(name: str, training: bool) -> dict[str, Any]:
 
 def beside_plain(call: Callable[[], Any], leaves: list[torch.Tensor] | None) -> Calls:
     """Many calls, and as many of the fastest kernel without a mask."""
-    calls = {"many beside it": many_of_torch(call, leaves)}
-    for run in list(plain_calls(leaves is not None).values())[:1]:
-        calls["many, causal"] = run
+    calls = {"many beside it": many(call, leaves)}
+    for each in list(plain_calls(leaves is not None).values())[:1]:
+        calls["many, causal"] = each
     return calls
 
 
-def timed(*groups: Calls) -> dict[str, list[float]]:
+def timed(*groups: Calls) -> Seconds:
     """The seconds of each call; those of a group take turns. A GPU's clock suffers for a while from a heavy rival."""
-    seconds: dict[str, list[float]] = {}
+    seconds: Seconds = {}
     for group in groups:
-        calls, untimed = (2, 1) if any(name.startswith("many") for name in group) else (CALLS, UNTIMED)
-        seconds |= side_by_side(group, calls=calls, rounds=ROUNDS, untimed=untimed)
+        seconds |= measure(group, turn=TURN, rounds=ROUNDS)["seconds"]
     return seconds
 
 
@@ -208,7 +186,13 @@ def jax_calls(
         mask = jax.dlpack.from_dlpack(dense)
         of_jax = jax.jit(lambda q, k, v, mask: jax.nn.dot_product_attention(q, k, v, mask=mask))
         calls["jax.nn, a dense mask"] = lambda: of_jax(q, k, v, mask).block_until_ready()
-    return in_a_row | {"many in jax": many(lambda: program(q, k, v, *others), jax.block_until_ready)}, calls
+
+    def many_in_jax() -> Any:
+        for _ in range(IN_A_ROW["forward"]):
+            last = program(q, k, v, *others)
+        return last
+
+    return in_a_row | {"many in jax": many_in_jax}, calls
 
 
 def slopes(s: Any, b: Any, h: Any, q: Any, k: Any, by_head: Any) -> Any:
@@ -222,7 +206,7 @@ def capped_bias(s: Any, b: Any, h: Any, q: Any, k: Any, table: Any) -> Any:
 SCORES = {"ALiBi": (slopes, (HEADS,)), "softcap of a relative bias": (capped_bias, (HEADS, 8191))}
 
 
-def score_row(name: str, training: bool) -> dict[str, Any]:
+def score_row(name: str, training: bool) -> Row:
     """Times one score function at 4 x 4096, causal."""
     function, shape = SCORES[name]
     qkv, array = tensors(4, 4096, training), torch.rand(shape, device="cuda")
@@ -233,51 +217,36 @@ def score_row(name: str, training: bool) -> dict[str, Any]:
             return slopes(s, b, h, q, k, array)
         return 20.0 * torch.tanh((s + array[h, q - k + 4095]) / 20.0)
 
-    own = flex_of_torch(qkv, of_torch, lambda b, h, q, k: q >= k)
+    own = partial(torch_peers.flex(4096, torch_peers.causal, of_torch), *qkv)
     options: dict[str, Any] = {"causal": True, "score_mod": traced, "aux": (array,)}
     calls: Calls = {
         "attention": synchronized(lambda: attention(*qkv, **options), leaves),
         "FlexAttention": synchronized(own, leaves),
     }
-    row = {"call": name, "training": training, "pairs": 4 * 4096 * 4097 // 2, "tokens": 4096, "batch": 4}
+    row: Row = {"pairs": 4 * 4096 * 4097 // 2, "tokens": 4096, "batch": 4}
     row["backend"] = explain(*qkv, **options).backend
     groups = [beside_plain(lambda: attention(*qkv, **options), leaves)]
     if not training:
-        in_a_row = {"many": many_of_torch(lambda: attention(*qkv, **options))}
+        in_a_row = {"many": many(lambda: attention(*qkv, **options))}
         groups += jax_calls(qkv, in_a_row, None, **options)
     return row | {"seconds": timed(calls, *groups)}
 
 
-def plain_row(training: bool) -> dict[str, Any]:
+def plain_row(training: bool) -> Row:
     """Times the fastest kernels without a mask, and attention: causal, PLAIN_TOKENS tokens, in a row."""
     qkv = tensors(1, PLAIN_TOKENS, training)
-    calls = {f"many {name}": run for name, run in plain_calls(training).items()}
-    calls["many"] = many_of_torch(lambda: attention(*qkv, causal=True), qkv if training else None)
-    row = {"call": f"causal, {PLAIN_TOKENS}", "training": training, "pairs": PLAIN_TOKENS * (PLAIN_TOKENS + 1) // 2}
+    calls = {f"many {name}": each for name, each in plain_calls(training).items()}
+    calls["many"] = many(lambda: attention(*qkv, causal=True), qkv if training else None)
+    row: Row = {"pairs": PLAIN_TOKENS * (PLAIN_TOKENS + 1) // 2}
     row |= {"tokens": PLAIN_TOKENS, "batch": 1, "backend": explain(*qkv, causal=True).backend}
     return row | {"seconds": timed(calls)}
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Measures everything, and prints or writes it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="writes the times of every round")
-    parsed = parser.parse_args(arguments)
-    rows = []
-    for training in (False, True):
-        jobs = [lambda: plain_row(training)]  # noqa: B023
-        jobs += [lambda name=name: mask_row(name, training) for name in GALLERY]  # noqa: B023
-        jobs += [lambda name=name: score_row(name, training) for name in SCORES]  # noqa: B023
-        for job in jobs:
-            rows.append(job())
-            times = medians(rows[-1]["seconds"]).items()
-            shown = ", ".join(f"{name} {1e3 * seconds:.2f} ms" for name, seconds in times)
-            print(f"{rows[-1]['call']}, {'training' if training else 'forward'}: {shown}", flush=True)
-            torch.cuda.empty_cache()
-    result = {"device": torch.cuda.get_device_name(), "environment": environment(), "calls": rows}
-    if parsed.json is not None:
-        parsed.json.write_text(json.dumps(result) + "\n", encoding="utf-8")
-
+JOBS: Jobs = {}
+for _what in ("forward", "training"):
+    JOBS[f"causal, {PLAIN_TOKENS}", _what] = partial(plain_row, _what == "training")
+    JOBS |= {(name, _what): partial(mask_row, name, _what == "training") for name in GALLERY}
+    JOBS |= {(name, _what): partial(score_row, name, _what == "training") for name in SCORES}
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run(__doc__, JOBS, table, dtype="bfloat16"))

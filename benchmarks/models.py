@@ -1,9 +1,8 @@
 """Times whole transformers models, random weights, with each attention implementation: generate, prefill, training.
 
-python -m benchmarks.models --json models.json                             # without a GPU: small models
-python -m benchmarks.models --json models.json --only generate static      # parts of it: see PARTS
-python -m benchmarks.models --json models.json --seconds 190               # starts nothing new after that time
-python -m benchmarks.models_report --write                       # renders benchmarks/results/models-*.json
+python -m benchmarks.models --json models.json                       # without a GPU: small models
+python -m benchmarks.models --json models.json --only generate       # a part of it: see PARTS
+python -m benchmarks.models --json models.json --seconds 190         # starts nothing new after that time
 
 Implementations take turns. Each is compared with eager attention in a wider dtype. An implementation that refuses a
 model or fails is recorded with its message. The file is written after every group.
@@ -11,29 +10,26 @@ model or fails is recorded with its message. The file is written after every gro
 
 from __future__ import annotations
 
-import argparse
-import gc
-import json
 import os
+import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any, NamedTuple
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: models come from configurations
 
 import torch
 import transformers
+from torch.profiler import ProfilerActivity, profile
 
-import torch_frontend
-from benchmarks.measure import environment
+from benchmarks import tables
+from benchmarks.measure import Calls, Row, device_name, environment, measure, parser, reason, release, write
 from torch_frontend import huggingface
-from torch_frontend.huggingface import attention as layers
 
 OURS = huggingface.NAME
-PARTS = ("generate", "models", "static", "flex")
-"""Generate with a dynamic cache and an uncompiled static one; models without flex; generate with a compiled static
-cache; models with flex beside ours. The last two spend most of their time on compilation."""
+PARTS = ("generate", "models", "flex")
+"""Generate; models without flex; models with flex beside ours, which spends most of its time on compilation."""
 IMPLEMENTATIONS = ("eager", "sdpa", "flash_attention_2", OURS)
 SLIDING = ["sliding_attention", "full_attention"] * 2
 
@@ -52,27 +48,23 @@ class Size(NamedTuple):
 
 
 SIZES = {"cuda": Size(torch.bfloat16, 8192, (8, 2000), 100, 5, 3), "cpu": Size(torch.float32, 256, (4, 128), 24, 7, 9)}
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SIZE = SIZES[DEVICE]
+SHAPES = {
+    "Llama-8B": (4096, 14336, 32, 8, 128, 0),
+    "Gemma-2-9B": (3584, 14336, 16, 8, 256, 4096),
+    "Gemma-3-12B": (3840, 15360, 16, 8, 256, 1024),
+    "Qwen-3-8B": (4096, 12288, 32, 8, 128, 0),
+    "gpt-oss-20B": (2880, 2880, 64, 8, 64, 128),
+}
+"""(hidden, MLP, heads, kv_heads, head_dim, window) of each family; on the CPU an eighth as wide."""
+CPU_DIVISORS = (8, 8, 4, 4, 2, 16)
 
 
-def config(family: str, device: str, tokens: int) -> Any:
-    """Returns the configuration of four layers with a family's shapes; on the CPU an eighth as wide."""
-    width, ffn, heads, kv_heads, dim = {
-        "Llama-8B": (4096, 14336, 32, 8, 128),
-        "Gemma-2-9B": (3584, 14336, 16, 8, 256),
-        "Gemma-3-12B": (3840, 15360, 16, 8, 256),
-        "Qwen-3-8B": (4096, 12288, 32, 8, 128),
-        "gpt-oss-20B": (2880, 2880, 64, 8, 64),
-    }[family]
-    window = {"Gemma-2-9B": 4096, "Gemma-3-12B": 1024, "gpt-oss-20B": 128}.get(family, 0)
-    if device == "cpu":
-        width, ffn, heads, kv_heads, dim, window = (
-            width // 8,
-            ffn // 8,
-            heads // 4,
-            kv_heads // 4,
-            dim // 2,
-            window // 16,
-        )
+def config(family: str, tokens: int) -> Any:
+    """Returns the configuration of four layers with a family's shapes."""
+    divisors = CPU_DIVISORS if DEVICE == "cpu" else (1,) * 6
+    width, ffn, heads, kv_heads, dim, window = (each // by for each, by in zip(SHAPES[family], divisors, strict=True))
     shape = {"hidden_size": width, "intermediate_size": ffn, "num_attention_heads": heads, "head_dim": dim}
     shape |= {"num_key_value_heads": kv_heads, "num_hidden_layers": 4, "vocab_size": 4096}
     shape |= {"max_position_embeddings": 2 * tokens, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
@@ -92,141 +84,69 @@ def config(family: str, device: str, tokens: int) -> Any:
     return transformers.GptOssConfig(**shape, **experts, sliding_window=window, layer_types=SLIDING)
 
 
-FAMILIES = ("Llama-8B", "Gemma-2-9B", "Gemma-3-12B", "Qwen-3-8B", "gpt-oss-20B")
-
-
-def build(kind: Any, family: str, device: str, implementation: str) -> Any:
+def build(kind: Any, family: str, implementation: str) -> Any:
     """Returns a model with the same weights for every implementation."""
-    size = SIZES[device]
     torch.manual_seed(0)
-    with torch.device(device):
-        made = config(family, device, max(size.tokens, sum(size.prompt)))
-        return kind.from_config(made, attn_implementation=implementation, dtype=size.dtype).eval()
+    with torch.device(DEVICE):
+        made = config(family, max(SIZE.tokens, sum(SIZE.prompt)))
+        return kind.from_config(made, attn_implementation=implementation, dtype=SIZE.dtype).eval()
 
 
-def synchronize(device: str) -> None:
-    """Waits for the device."""
-    if device == "cuda":
-        torch.cuda.synchronize()
+def timed(calls: Calls, rounds: int, failures: dict[str, str] | None = None) -> Row:
+    """Times calls one by one; "failures" names those that raise, and why."""
+    found = measure(calls, rounds=rounds)
+    return {"seconds": found["seconds"], "failures": {**(failures or {}), **found["not_run"]}}
 
 
-def release(device: str) -> None:
-    """Frees the memory of dropped models."""
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()
+def kernels_of(run: Callable[[], Any]) -> list[str]:
+    """Returns the backends that our attention runs in a call, from the ranges that a profile shows."""
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        run()
+    ranges = (event.name for event in recorded.events() if event.name.startswith("attn."))
+    return list(dict.fromkeys(name.split()[0].removeprefix("attn.") for name in ranges))
 
 
-class Turns:
-    """Times candidates that take turns; one that raises is dropped, and its message recorded."""
-
-    def __init__(self, device: str) -> None:
-        self.device = device
-        self.seconds: dict[str, list[float]] = {}
-        self.failures: dict[str, str] = {}
-
-    def attempt(self, name: str, run: Callable[[], Any]) -> Any:
-        """Returns the result of ``run``, or None after an error."""
-        try:
-            result = run()
-            synchronize(self.device)
-            return result
-        except Exception as error:  # any error of any implementation is a result of the benchmark
-            self.failures[name] = f"{type(error).__name__}: {error}"[:400]
-            return None
-
-    def time(self, candidates: dict[str, Callable[[], Any]], rounds: int, warm_up: int = 2) -> None:
-        """Runs every candidate in every round and keeps its seconds."""
-        for name, run in candidates.items():
-            for _ in range(warm_up):
-                if name not in self.failures:
-                    self.attempt(name, run)
-        for _ in range(rounds):
-            for name, run in candidates.items():
-                if name in self.failures:
-                    continue
-                synchronize(self.device)
-                began = time.perf_counter()
-                self.attempt(name, run)
-                self.seconds.setdefault(name, []).append(time.perf_counter() - began)
-
-    def results(self) -> dict[str, Any]:
-        """Returns the times and the failures as JSON."""
-        return {"seconds": {n: s for n, s in self.seconds.items() if n not in self.failures}, "failures": self.failures}
-
-
-def generate(device: str, cache: str, compiled: bool, new_lengths: bool = False) -> dict[str, Any]:
-    """Returns the times of generate with sdpa and with ours.
+def generate(cache: str, compiled: bool, new_lengths: bool = False) -> Row:
+    """Times generate with sdpa and with ours.
 
     Args:
-        new_lengths: whether the prompts of each round are longer than every row before, as with prompts of many users.
-            Else the rounds repeat the same lengths, for which kernels were prepared before.
+        new_lengths: whether the prompts of each call are longer than every row before, as with prompts of many users.
+            Else the calls repeat the same lengths, for which kernels were prepared before.
     """
-    size, turns = SIZES[device], Turns(device)
-    rows, prompt = size.prompt
-    longest = prompt + new_lengths * size.steps * size.generations
-    drawn = torch.randint(2, 4096, (rows, longest), generator=torch.Generator().manual_seed(1)).to(device)
-    ids = drawn[:, :prompt]
-    limits = {"max_new_tokens": size.steps, "min_new_tokens": size.steps, "do_sample": False, "use_cache": True}
+    rows, prompt = SIZE.prompt
+    lengths = dict.fromkeys(("sdpa", OURS), prompt)
+    longest = prompt + SIZE.steps * (SIZE.generations + 20)
+    drawn = torch.randint(2, 4096, (rows, longest), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    limits = {"max_new_tokens": SIZE.steps, "min_new_tokens": SIZE.steps, "do_sample": False, "use_cache": True}
     limits |= {"cache_implementation": cache, "disable_compile": not compiled}
-    models = {n: build(transformers.AutoModelForCausalLM, "Llama-8B", device, n) for n in ("sdpa", OURS)}
+    models = {name: build(transformers.AutoModelForCausalLM, "Llama-8B", name) for name in lengths}
 
-    def call(name: str, ids: Any = ids, **others: Any) -> Any:
+    def call(name: str) -> Any:
+        ids = drawn[:, : lengths[name]]
+        if new_lengths:
+            lengths[name] += SIZE.steps
         with torch.no_grad():
-            return models[name].generate(ids, attention_mask=torch.ones_like(ids), **limits | others)
+            return models[name].generate(ids, attention_mask=torch.ones_like(ids), **limits)[:, ids.shape[1] :]
 
-    used = backends_of(lambda: call(OURS, max_new_tokens=3, min_new_tokens=3, disable_compile=True))
-    found = {name: turns.attempt(name, lambda name=name: call(name)[:, prompt:]) for name in models}
-    for number in range(size.generations):
-        ids = drawn[:, : prompt + new_lengths * size.steps * (number + 1)]
-        turns.time({name: lambda name=name, ids=ids: call(name, ids) for name in models}, 1, warm_up=0)  # warm already
-    single = {"max_new_tokens": 1, "min_new_tokens": 1}
-    first = Turns(device)  # the prompt alone, to tell it from the steps
-    first.time({name: lambda name=name: call(name, **single) for name in models}, size.generations, warm_up=1)
-    equal = None if None in found.values() else float((found["sdpa"] == found[OURS]).float().mean())
-    call_facts = {"cache": cache, "compiled": compiled, "new_lengths": new_lengths}
-    call_facts |= {"rows": rows, "prompt": prompt, "tokens": size.steps}
-    return call_facts | {"backends": used, "equal_tokens": equal, "prompt_only": first.results(), **turns.results()}
+    used = kernels_of(partial(call, OURS))
+    equal = float((call("sdpa") == call(OURS)).float().mean()) if not new_lengths else None
+    facts = {"cache": cache, "compiled": compiled, "new_lengths": new_lengths, "backends": used, "equal_tokens": equal}
+    facts |= {"rows": rows, "prompt": prompt, "tokens": SIZE.steps}
+    return facts | timed({name: partial(call, name) for name in models}, SIZE.generations)
 
 
-def backends_of(run: Callable[[], Any]) -> list[str]:
-    """Returns the backends that our attention chooses during a run, in order of their first use."""
-    used: list[str] = []
-    plain = layers.attention
-
-    def spy(*tensors: Any, trains: bool, **options: Any) -> Any:
-        rows = [tensor.transpose(1, 2) for tensor in tensors]  # [batch, len, heads, head_dim]
-        if options["seq_info"] is not None:
-            rows = [tensor.flatten(0, 1) for tensor in rows]
-        chosen = torch_frontend.explain(*rows, **options, needs_backward=trains).backend
-        shape = "x".join(map(str, rows[0].shape[-3:-1])) + f":{rows[1].shape[-3]}"
-        if (label := f"{chosen} ({shape})") not in used and len(used) < 8:
-            used.append(label)
-        return plain(*tensors, trains=trains, **options)
-
-    layers.attention = spy
-    try:
-        run()
-    except Exception as error:  # the benchmark reports it later
-        used.append(f"{type(error).__name__}: {error}"[:200])
-    finally:
-        layers.attention = plain
-    return used
-
-
-def whole_model(family: str, device: str, names: tuple[str, ...], rounds: int) -> list[dict[str, Any]]:
-    """Returns the times and errors of prefill and of a training step of one family."""
-    size = SIZES[device]
-    ids = torch.randint(2, 4096, (1, size.tokens), generator=torch.Generator().manual_seed(1)).to(device)
-    turns = {mode: Turns(device) for mode in ("prefill", "training step")}
-    models: dict[str, Any] = {}
+def whole_model(family: str, names: tuple[str, ...]) -> list[Row]:
+    """Times prefill and a training step of one family, and compares them with eager attention in a wider dtype."""
+    ids = torch.randint(2, 4096, (1, SIZE.tokens), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    weights = torch.randn(SIZE.tokens, 1, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    models, refused = {}, {}
     for name in names:
-        model = turns["prefill"].attempt(name, lambda name=name: build(transformers.AutoModel, family, device, name))
-        if model is not None:
-            models[name] = model
-    turns["training step"].failures |= turns["prefill"].failures
+        try:
+            models[name] = build(transformers.AutoModel, family, name)
+        except Exception as error:  # any error of any implementation is a result of the benchmark
+            refused[name] = reason(error)
 
-    def prefill(model: Any) -> Any:
+    def prefill(model: Any, tokens: int | None = None) -> Any:
         with torch.no_grad():
             return model(ids, use_cache=True).last_hidden_state
 
@@ -236,87 +156,84 @@ def whole_model(family: str, device: str, names: tuple[str, ...], rounds: int) -
         (hidden.float() ** 2 * weights[: hidden.shape[1]]).mean().backward()
         return model.get_input_embeddings().weight.grad
 
-    weights = torch.randn(size.tokens, 1, generator=torch.Generator().manual_seed(2)).to(device)
-    checks = check(family, device, models, {"prefill": prefill, "training step": lambda m: train(m, 1024)}, turns)
     results = []
     for mode, run in (("prefill", prefill), ("training step", train)):
+        errors = _errors(family, models, lambda model, run=run: run(model, 1024))
         for model in models.values():
             model.train(mode != "prefill")
-        turns[mode].time({name: lambda model=model, run=run: run(model) for name, model in models.items()}, rounds)
-        used = backends_of(lambda run=run: run(models[OURS])) if OURS in models else []
-        facts = {"family": family, "mode": mode, "tokens": size.tokens, "backends": used, "errors": checks[mode]}
-        results.append(facts | turns[mode].results())
+        used = kernels_of(partial(run, models[OURS])) if OURS in models else []
+        facts = {"family": family, "mode": mode, "tokens": SIZE.tokens, "backends": used, "errors": errors}
+        found = timed({name: partial(run, model) for name, model in models.items()}, SIZE.rounds, refused)
+        results.append(facts | found)
         for model in models.values():
             model.zero_grad(set_to_none=True)
     return results
 
 
-def check(
-    family: str, device: str, models: dict[str, Any], runs: dict[str, Callable[[Any], Any]], turns: dict[str, Turns]
-) -> dict[str, dict[str, float]]:
+def _errors(family: str, models: dict[str, Any], run: Callable[[Any], Any]) -> dict[str, float]:
     """Returns each implementation's mean error divided by that of eager in the same dtype.
 
     The reference is eager attention in float32 for bfloat16, in float64 for float32.
     """
-    errors: dict[str, dict[str, float]] = {}
-    reference = build(transformers.AutoModel, family, device, "eager")
-    plain = build(transformers.AutoModel, family, device, "eager")
-    reference = reference.to(torch.float32 if SIZES[device].dtype == torch.bfloat16 else torch.float64)
-    for mode, run in runs.items():
-        exact = run(reference).double()
-        allowed = float((run(plain).double() - exact).abs().mean())
-        errors[mode] = {}
-        for name, model in models.items():
-            actual = turns[mode].attempt(name, lambda model=model, run=run: run(model))
-            if actual is not None:
-                errors[mode][name] = float((actual.double() - exact).abs().mean()) / allowed
-        del exact
-    del reference, plain
-    release(device)
+    wide = torch.float32 if SIZE.dtype == torch.bfloat16 else torch.float64
+    exact = run(build(transformers.AutoModel, family, "eager").to(wide)).double()
+    allowed = float((run(build(transformers.AutoModel, family, "eager")).double() - exact).abs().mean())
+    errors = {}
+    for name, model in models.items():
+        try:
+            errors[name] = float((run(model).double() - exact).abs().mean()) / allowed
+        except Exception as error:  # the timing of this implementation records it
+            print(f"{family}, {name}: {reason(error)}", flush=True)
+    release()
     return errors
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Measures the requested parts and writes the file after each group."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", required=True, type=Path)
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=FAMILIES)
-    parser.add_argument("--seconds", type=float, default=float("inf"))
-    options = parser.parse_args(arguments)
-    began, device = time.perf_counter(), "cuda" if torch.cuda.is_available() else "cpu"
+def jobs(parts: tuple[str, ...], families: tuple[str, ...]) -> dict[str, tuple[str, Callable[[], list[Row]]]]:
+    """Returns the groups of the parts by title: the list of the result that they belong to, and what measures them."""
+    found: dict[str, tuple[str, Callable[[], list[Row]]]] = {}
+    calls: dict[str, dict[str, Any]] = {
+        "dynamic": {"cache": "dynamic", "compiled": False},
+        "static": {"cache": "static", "compiled": False},
+        "new lengths": {"cache": "dynamic", "compiled": False, "new_lengths": True},
+    }
+    if DEVICE == "cuda":
+        calls["static, compiled"] = {"cache": "static", "compiled": True}
+    if "generate" in parts:
+        for title, options in calls.items():
+            found[f"generate, {title}"] = "generate", lambda options=options: [generate(**options)]
+    for part, names in (("models", IMPLEMENTATIONS), ("flex", ("flex_attention", OURS))):
+        if part in parts:
+            found |= {f"{part}, {family}": ("models", partial(whole_model, family, names)) for family in families}
+    return found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measures the requested parts, writes the file after each group, and prints the tables."""
+    options = parser(__doc__)
+    options.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
+    options.add_argument("--families", nargs="+", choices=tuple(SHAPES), default=tuple(SHAPES))
+    options.add_argument("--seconds", type=float, default=float("inf"))
+    parsed = options.parse_args(arguments)
+    began = time.perf_counter()
     huggingface.register()
     result: dict[str, Any] = {"environment": environment() | {"threads": torch.get_num_threads()}}
-    result["environment"]["device"] = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-    result |= {"dtype": str(SIZES[device].dtype).removeprefix("torch."), "generate": [], "models": [], "not_run": []}
-
-    def group(key: str, title: str, run: Callable[[], list[dict[str, Any]]]) -> None:
+    result["environment"]["device"] = device_name() if DEVICE == "cuda" else "CPU"
+    result |= {"dtype": str(SIZE.dtype).removeprefix("torch."), "generate": [], "models": [], "not_run": []}
+    for title, (part, job) in jobs(parsed.only, parsed.families).items():
         spent = time.perf_counter() - began
-        if spent > options.seconds:
+        if spent > parsed.seconds:
             result["not_run"].append(f"{title}: after {spent:.0f} s")
-        else:
-            try:
-                result[key] += run()
-            except Exception as error:  # the other groups still run
-                result["not_run"].append(f"{title}: {type(error).__name__}: {error}"[:400])
-            print(f"{title}: {time.perf_counter() - began - spent:.1f} s", flush=True)
-        release(device)
-        options.json.write_text(json.dumps(result, indent=1), encoding="utf-8")
-
-    rounds = SIZES[device].rounds
-    for part in options.only:
-        if part == "generate":
-            for cache in ("dynamic", "static"):
-                group("generate", f"generate, {cache}", lambda cache=cache: [generate(device, cache, False)])
-            group("generate", "generate, new lengths", lambda: [generate(device, "dynamic", False, new_lengths=True)])
-        elif part == "static" and device == "cuda":
-            group("generate", "generate, static, compiled", lambda: [generate(device, "static", True)])
-        elif part in ("models", "flex"):
-            names = IMPLEMENTATIONS if part == "models" else ("flex_attention", OURS)
-            for family in options.families:
-                run = lambda family=family, names=names: whole_model(family, device, names, rounds)  # noqa: E731
-                group("models", f"{part}, {family}", run)
+            continue
+        try:
+            result[part] += job()
+        except Exception as error:  # the other groups still run
+            result["not_run"].append(f"{title}: {reason(error)}")
+        print(f"{title}: {time.perf_counter() - began - spent:.1f} s", flush=True)
+        release()
+        write(parsed.json, result)
+    print("\n\n".join(table(result) for table in (tables.generate, tables.models, tables.failures)))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,23 +1,21 @@
 """Measures tiny calls of torch_frontend.attention, where host time dominates, beside torch's own or what replaces it.
 
-python -m benchmarks.small_calls                                # prints a table for this machine's CPU, on one thread
-python -m benchmarks.small_calls --device cuda --json small.json   # on a GPU; also writes every round's times
-
-The candidates of a case take turns in one process. The last column is the median of the difference between them.
+python -m benchmarks.small_calls                     # on the GPU; without one on this machine's CPU, on one thread
+python -m benchmarks.small_calls --json small.json   # also writes every round's times
 """
 
 from __future__ import annotations
 
-import argparse
-import json
+import sys
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as functional
 
-from benchmarks.measure import environment, median_difference, medians, side_by_side
+from benchmarks.measure import Jobs, Row, measure, run
+from benchmarks.tables import small_calls
 from torch_frontend import SeqInfo, append_kv, attention, paged_attention
 
 Tensor = torch.Tensor
@@ -31,8 +29,8 @@ PAGED = {
 }
 """(heads, kv_heads, head_dim, lengths) of the calls of ``paged_cases``."""
 PAGE = 16
-CALLS = 20
-"""Calls that are timed together; a GPU is awaited after them."""
+TURN, ROUNDS = 0.001, 40
+"""Seconds of a turn, some tens of calls."""
 
 
 class Rival:
@@ -160,57 +158,34 @@ def paged_cases(sizes: tuple[int, int, int, list[int]], device: str, dtype: torc
     }
 
 
-def measured(title: str, cases: dict[str, tuple[Call, Call, str]], device: str, rounds: int) -> list[dict[str, Any]]:
-    """Times each case beside its rival and returns one entry per case, with the seconds of every round."""
-
-    def repeated(call: Call) -> Call:
-        def run() -> None:
-            for _ in range(CALLS):
-                call()
-            if device != "cpu":
-                torch.cuda.synchronize()
-
-        return run
-
-    entries = []
-    for name, (ours, theirs, what) in cases.items():
-        both = side_by_side({"attention": repeated(ours), "rival": repeated(theirs)}, calls=1, rounds=rounds)
-        seconds = {who: [value / CALLS for value in values] for who, values in both.items()}
-        entries.append({"shape": title, "case": name, "rival": what, "seconds": seconds})
-        extra = median_difference(seconds, "attention", "rival") * 1e6
-        ours_us, theirs_us = (medians(seconds)[who] * 1e6 for who in ("attention", "rival"))
-        print(f"{title:40}{name:34}{ours_us:9.1f}{theirs_us:9.1f}{extra:+9.1f}  {what}", flush=True)
-    return entries
+def timed(cases: Callable[[], dict[str, tuple[Call, Call, str]]], case: str) -> Row:
+    """Times a case beside its rival."""
+    ours, rival, words = cases()[case]
+    with torch.set_grad_enabled("training" in case):
+        return {"rival": words, **measure({"attention": ours, "rival": rival}, turn=TURN, rounds=ROUNDS)}
 
 
-def main() -> None:
+def jobs(device: str, dtype: torch.dtype) -> Jobs:
+    """Returns every case of every shape."""
+    found: Jobs = {}
+    for title, shape in SHAPES.items():
+        for cases in (dense_cases, packed_cases, training_cases):
+            made = partial(cases, shape, device, dtype)
+            found |= {(case, title): partial(timed, made, case) for case in made()}
+    for title, sizes in PAGED.items():
+        made = partial(paged_cases, sizes, device, dtype)
+        found |= {(case, title): partial(timed, made, case) for case in made()}
+    return found
+
+
+def main(arguments: list[str] | None = None) -> int:
     """Runs every case, prints the table and writes the raw times if --json is given."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--dtype", default=None, choices=("float32", "bfloat16", "float16"), help="float32 on a CPU")
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--json", type=Path, default=None)
-    parsed = parser.parse_args()
-    device = parsed.device
-    dtype = getattr(torch, parsed.dtype or ("float32" if device == "cpu" else "bfloat16"))
+    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
     torch.manual_seed(0)
     if device == "cpu":
         torch.set_num_threads(1)  # waking a second thread takes unpredictable time on a busy machine
-    print(f"{'shape':40}{'case':34}{'ours us':>9}{'rival us':>9}{'extra':>9}  rival")
-    entries = []
-    for title, shape in SHAPES.items():
-        with torch.no_grad():
-            cases = dense_cases(shape, device, dtype) | packed_cases(shape, device, dtype)
-            entries += measured(title, cases, device, parsed.rounds)
-        entries += measured(title, training_cases(shape, device, dtype), device, parsed.rounds)
-    for title, sizes in PAGED.items():
-        with torch.no_grad():
-            entries += measured(title, paged_cases(sizes, device, dtype), device, parsed.rounds)
-    if parsed.json is not None:
-        name = "cpu" if device == "cpu" else torch.cuda.get_device_name()
-        found = {"environment": environment(), "device": name, "dtype": str(dtype), "calls": entries}
-        parsed.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return run(__doc__, jobs(device, dtype), small_calls, arguments, device=device, dtype=str(dtype))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -17,8 +17,8 @@ CALLBACK = {
 }
 """Host microseconds in JAX on a GPU if XLA calls Python, forward (False) and training (True); "" for other backends.
 
-From single jitted calls (seed 8 of ``benchmarks.jax_calls``) on an H200 host on 2026-11-24, less JAX's own time for
-such a call. Most ran without XLA's autotuning, which compiles for minutes."""
+From single jitted calls (seed 8 of ``benchmarks/jax_calls.py`` of revision 1a60ea3e) on an H200 host on 2026-11-24,
+less JAX's own time for such a call. Most ran without XLA's autotuning, which compiles for minutes."""
 
 CALLBACK_TABLE = {False: 250.0, True: 500.0}
 """More of them for a mask or a bias, which the callback prepares."""

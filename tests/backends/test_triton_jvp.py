@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -119,19 +117,6 @@ def test_too_many_programs_are_refused() -> None:
     assert reason.startswith(
         "q_len=2048 with 1048576 rows and 64 heads: the Triton forward-mode kernel launches at most"
     )
-
-
-def test_the_benchmark_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("torch")
-    from benchmarks import forward_mode as benchmark
-
-    file = tmp_path / "times.json"
-    benchmark.main(["--trial", "--only", "causal, 1024", "--json", str(file)])
-    (row,) = json.loads(file.read_text())["calls"]
-    assert {"torch.func.jvp", "math", "plain torch"} <= row["seconds"].keys() and row["forward mode"] == "math"
-    assert "TFLOP/s" in capsys.readouterr().out
-    pairs = benchmark.visible_pairs({**benchmark.COMMON, "tokens": 6, "documents": 2, "causal": True, "window": 2})
-    assert pairs == 2 * 16 * 2 * (1 + 2 + 2)
 
 
 # On a GPU

@@ -1,6 +1,6 @@
 """Tests that bad arguments to any public function end in a right result or in an error that names an argument.
 
-``benchmarks.hostile`` runs more of the same calls; the number in a failure is that of its call.
+The number in a failure is that of its call.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ pytest.importorskip("jax")
 
 import hostile_calls
 import hostile_judge
+import hostile_runs
 import hostile_values
 import numpy as np
 import torch
 from hostile_judge import Case
 
 from attn_core import SpecError
-from benchmarks import hostile
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -40,10 +40,10 @@ CALLS = {"torch": 900, "jax": 250, "core": 300}
 @pytest.mark.slow
 @pytest.mark.parametrize("framework", CALLS)
 def test_bad_arguments_are_refused_by_name_or_give_right_results(framework: str) -> None:
-    lines = list(hostile.judged(framework, 1, 0, CALLS[framework]))
+    lines = list(hostile_runs.judged(framework, 1, 0, CALLS[framework]))
     assert len(lines) == CALLS[framework]
     faults = [f"{line['number']}: {line['outcome']}: {line['case']}: {line['text']}" for line in lines]
-    faults = [fault for fault, line in zip(faults, lines, strict=True) if line["outcome"] not in hostile.NO_FAULT]
+    faults = [fault for fault, line in zip(faults, lines, strict=True) if line["outcome"] not in hostile_runs.NO_FAULT]
     assert not faults, "\n".join(faults)
     assert {line["outcome"] for line in lines} >= {"refused", "accepted"}
 
@@ -102,7 +102,7 @@ def test_memory_that_is_not_the_tensors_is_seen() -> None:
 def test_a_process_that_dies_or_hangs_is_a_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deed: str, outcome: str
 ) -> None:
-    monkeypatch.setattr(hostile, "PATIENCE", 3.0)
+    monkeypatch.setattr(hostile_runs, "PATIENCE", 3.0)
     judge = tmp_path / "judge.py"
     judge.write_text(
         "import json, os, sys, time\n"
@@ -112,7 +112,7 @@ def test_a_process_that_dies_or_hangs_is_a_fault(
         f"    if number == 1: {deed}\n"
         "    print(json.dumps(line | {'outcome': 'right'}), flush=True)\n"
     )
-    lines = list(hostile.judged("torch", 0, 0, 3, judge))
+    lines = list(hostile_runs.judged("torch", 0, 0, 3, judge))
     assert [line["outcome"] for line in lines] == ["right", outcome, "right"]
 
 

@@ -22,7 +22,6 @@ from attn_core import DTypeError, ShapeError, SpecError, Target, explain
 from attn_core.backends import load, names
 from attn_core.call.pages import BITS, PagedKV, bytes_in_layer
 from attn_core.paged.quantised import numbers as quantised
-from benchmarks import page_quality
 from jax_frontend.paged import quantise as jax_quantise
 from torch_frontend.paged import quantise as torch_quantise
 
@@ -480,10 +479,3 @@ def test_a_compiled_step_writes_and_reads_the_same(dtype: str) -> None:
     assert torch.equal(results[0][0], results[1][0])
     np.testing.assert_array_equal(results[0][1], results[1][1])
     np.testing.assert_array_equal(bits(results[0][2]), bits(results[1][2]))
-
-
-def test_the_page_shows_the_stored_perplexities() -> None:
-    results = page_quality.stored()
-    text = page_quality.PAGE.read_text(encoding="utf-8")
-    assert page_quality.page(text, results) == text, "stale: run python -m benchmarks.page_quality --render"
-    assert [row["pages"] for row in results["rows"]] == list(page_quality.KINDS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import sys
@@ -24,16 +23,7 @@ from attn_core.backends.support import Support
 from attn_core.cli.app import app
 from attn_core.cli.bench_sweep import read
 from attn_core.selection.cross_validation import Fitting
-from benchmarks import (
-    context_row_report,
-    hopper_report,
-    masks_report,
-    models_report,
-    performance,
-    reliability,
-    same_bits,
-    sweep_report,
-)
+from benchmarks import report, sweep_report, tables
 from benchmarks.masks import GALLERY
 from tools.pages import __main__ as pages
 from tools.pages import devices, plans
@@ -146,7 +136,7 @@ def test_readme_names_the_commands_that_exist() -> None:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 
-RESULTS = performance.RESULTS
+RESULTS = report.RESULTS
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```(python|console)( title=\"([^\"\n]+)\")?\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
@@ -220,60 +210,38 @@ def test_commands_print_what_the_page_shows(block: Block) -> None:
             assert part in printed, command
 
 
-def test_the_performance_page_and_the_tables_show_the_stored_results() -> None:
-    results = performance.stored()
-    stale = "stale: run python -m benchmarks.performance --write"
-    assert performance.PAGE.read_text(encoding="utf-8") == performance.page(results), stale
-    table = performance.table(performance.rows(results))
-    for page in performance.WITH_TABLE:
-        text = page.read_text(encoding="utf-8")
-        assert table in text and text == performance.with_table(text, table), stale
-    masks = performance.MASKS.read_text(encoding="utf-8")
-    assert masks == performance.with_table(masks, masks_report.gallery()), stale
-    assert set(masks_report.CONSTRUCTORS) == set(GALLERY)
+@pytest.mark.parametrize("page", list(report.pages()), ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_shows_the_stored_results(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert text == report.filled(text), "stale: run python -m benchmarks.report --write"
+    assert text.count("<!-- table: ") == len(report.BLOCK.findall(text)), "a table without its end"
 
 
-def test_the_page_of_whole_models_shows_the_stored_results() -> None:
-    results = models_report.stored()
-    stale = "stale: run python -m benchmarks.models_report --write"
-    assert models_report.PAGE.read_text(encoding="utf-8") == models_report.page(results), stale
-    assert all((models_report.IMAGES / f"{name}.png").is_file() for name in results)
+def test_every_kind_of_table_is_on_a_page() -> None:
+    names = {name for page in report.pages() for _, name, _, _ in report.BLOCK.findall(page.read_text("utf-8"))}
+    found = {next((each for each in report.OF_FILE if name.startswith(each)), name) for name in names}
+    assert found == {*report.OF_FILE, *report.WITHOUT_FILE}
+    assert set(tables.CONSTRUCTORS) == set(GALLERY)
+    with pytest.raises(ValueError, match="no table is called 'unknown'"):
+        report.render("unknown")
 
 
-def test_the_page_of_whole_models_shows_failures_and_wrong_results() -> None:
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_was_measured_once_names_its_revision(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert "<!-- measured once -->" not in text or re.search(r"benchmarks/\w+\.py` of\s+revision [0-9a-f]{8}", text)
+
+
+def test_the_tables_of_whole_models_show_failures_and_wrong_results() -> None:
     facts = {"family": "F", "mode": "prefill", "tokens": 8, "backends": ["flash2 (8x2:8)"]}
-    environment = {"date": "2020-01-01", "device": "D", "processor": "P", "python": "3", "versions": {"torch": "1"}}
     group = {"seconds": {"attn_core": [1.0, 2.0], "sdpa": [2.0, 6.0]}, "errors": {"attn_core": 1.0, "sdpa": 9.0}}
     group |= facts | {"failures": {"eager": "MemoryError: none left"}}
     flex = facts | {"seconds": {"attn_core": [1.0], "flex_attention": [4.0]}, "errors": {}, "failures": {}}
-    result = {"environment": environment, "dtype": "float32", "generate": [], "models": [group, flex]}
-    page = models_report.section("models-d", result | {"not_run": ["flex, G: after 9 s"]})
-    assert "| F, prefill | 1,500.0 ms | – | 4.00 | 2.50 | – | 1.00 | flash2 |" in page
-    assert "- F, prefill: eager: MemoryError: none left" in page and "- not run: flex, G: after 9 s" in page
-    assert "- F, prefill: sdpa: error 9.0 times that of eager" in page
-
-
-def test_a_later_run_replaces_parts_of_the_whole_models() -> None:
-    where = {"device": "GPU", "threads": 8, "date": "2026-01-01"}
-    dynamic, static = ({"cache": cache, "compiled": False} for cache in ("dynamic", "static"))
-    trained = {"family": "Llama-8B", "mode": "prefill"}
-    first = {"environment": where, "generate": [dynamic, static], "models": [trained], "not_run": ["flex"]}
-    later = {"environment": where | {"threads": 16}, "generate": [static | {"rows": 3}], "models": []}
-    merged = models_report.merged(first, later)
-    assert merged == first | {"generate": [dynamic, static | {"rows": 3}]}
-    with pytest.raises(SystemExit, match="the runs differ"):
-        models_report.merged(first, later | {"environment": where | {"date": "2026-01-02"}})
-
-
-def test_the_reliability_page_shows_the_stored_campaigns() -> None:
-    stale = "stale: run python -m benchmarks.reliability --write"
-    assert reliability.PAGE.read_text(encoding="utf-8") == reliability.page(), stale
-
-
-def test_the_pages_of_results_show_the_stored_results() -> None:
-    result = json.loads((RESULTS / "hopper.json").read_text(encoding="utf-8"))
-    stale = "stale: run python -m benchmarks.hopper --render benchmarks/results/hopper.json --write"
-    assert (RESULTS / "hopper.md").read_text(encoding="utf-8") == hopper_report.page(result), stale
+    result = {"generate": [], "models": [group, flex], "not_run": ["flex, G: after 9 s"]}
+    assert "| F, prefill | 1,500.0 ms | – | 4.00 | 2.50 | – | 1.00 | flash2 |" in tables.models(result)
+    failures = tables.failures(result)
+    assert "- F, prefill: eager: MemoryError: none left" in failures and "- not run: flex, G: after 9 s" in failures
+    assert "- F, prefill: sdpa: error 9.0 times that of eager" in failures
 
 
 @pytest.mark.parametrize("stem", sorted(file.stem for file in RESULTS.glob("sweep-*.json")))
@@ -286,19 +254,6 @@ def test_the_pages_of_sweeps_show_the_stored_results(stem: str) -> None:
     assert all((RESULTS / name).is_file() for name in plots)
 
 
-def test_the_page_of_reproducibility_shows_the_stored_results() -> None:
-    text = same_bits.PAGE.read_text(encoding="utf-8")
-    assert same_bits.BEGIN + same_bits.stored() + same_bits.END in text, (
-        "stale: run python -m benchmarks.same_bits --write"
-    )
-
-
-def test_the_page_of_context_parallelism_shows_the_stored_rows() -> None:
-    text, table = context_row_report.PAGE.read_text(encoding="utf-8"), context_row_report.stored()
-    stale = f"stale: run python -m benchmarks.context_rows {context_row_report.RESULT.relative_to(ROOT)} --write"
-    assert f"{context_row_report.BEGIN}\n\n{table}\n\n{context_row_report.END}" in text, stale
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_results_that_a_page_names_exist(page: Path) -> None:
     for name in re.findall(r"benchmarks/results/([\w.-]+\.\w+)", page.read_text(encoding="utf-8")):
@@ -307,18 +262,14 @@ def test_results_that_a_page_names_exist(page: Path) -> None:
 
 FIGURE = re.compile(r"\d ?(?:µs|ms|TFLOP/s)(?!\w)|\d (?:times as fast|times the speed)|% of linear")
 """A measured time or speed."""
-WRITTEN_BY_SCRIPTS = ("performance.md", "training.md", "whole_models.md")
+WRITTEN_BY_SCRIPTS = ("training.md",)
+MEASURED = re.compile(r"<!-- (?:table: [^>]+|measured once) -->.*?<!-- end -->|^```.*?^```", re.M | re.S)
+"""What scripts write, or wrote once; and code."""
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_only_scripts_write_measured_figures(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
-    before, mark, rest = text.partition(performance.BEGIN)
-    by_hand = re.sub(
-        r"^```.*?^```", "", before + rest.partition(performance.END)[2] if mark else text, flags=re.M | re.S
-    )
-    for table in (same_bits.stored(), context_row_report.stored()):
-        by_hand = by_hand.replace(table, "")
+    by_hand = MEASURED.sub("", page.read_text(encoding="utf-8"))
     assert page.name in WRITTEN_BY_SCRIPTS or not FIGURE.findall(by_hand)
 
 

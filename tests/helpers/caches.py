@@ -1,0 +1,244 @@
+"""Finds every cache of the three packages in their sources, with its bound, and reads the sizes of those in use.
+
+A cache is a function under ``lru_cache``, ``cache`` or ``cached_once``, or a dict, set or list of a module that starts
+empty. ``lru_cache`` states its bound. Each other cache states it in ``BOUNDS``; a test fails for one that does not.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from functools import _lru_cache_wrapper
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("attn_core", "torch_frontend", "jax_frontend")
+UNBOUNDED = ("cache", "cached_once")
+"""Decorators without a limit of their own."""
+ONE = "one result"
+
+BOUNDS: dict[str, int | str] = {
+    # Modules' own dicts, sets and lists
+    "attn_core.backends.flash4.direct:_recorded": 2 * 4096,
+    "attn_core.backends.flash4.direct:_seen": 4096,
+    "attn_core.backends.flex.operands:_in_graphs": "the tables in captured CUDA graphs, each once",
+    "attn_core.backends.shared.constant_tensors:_results": "ranges on a GPU that in_parts keeps, 8 results each",
+    "attn_core.backends.shared.first_call:_compiled": 2**15,
+    "attn_core.backends.shared.programs.triton:_compiled": "the kernels that Triton keeps compiled",
+    "attn_core.backends.shared.programs.triton:_launches": 4096,
+    "attn_core.cli.campaign.entries:_known": "frameworks",
+    "attn_core.cli.campaign.expressible:expressible": "entries of a campaign",
+    "attn_core.cli.campaign.jax_entries:_programs": 1,
+    "attn_core.cli.campaign.torch_entries:_compiled": 1,
+    "attn_core.cli.campaign.workers:_groups": "frameworks",
+    "attn_core.dropins.finetrainers:_sharing_blocks": "the blocks that are running",
+    "attn_core.paged.step:_TICKETS": "the block tables that are alive",
+    "jax_frontend.bridge.compiled_lane:_compile_seconds": 1000,
+    "jax_frontend.bridge.compiled_lane:_functions": 1000,
+    "jax_frontend.bridge.operator_lane:_kept": 1000,
+    "jax_frontend.bridge.targets:_callbacks": 1024,
+    "jax_frontend.bridge.targets:_calls": "calls that JAX has traced, half a kilobyte each, as a program may run later",
+    "torch_frontend.context_parallel.layers:_blocks": "the blocks that are running",
+    "torch_frontend.context_parallel.layers:_ran_under": "the modules that are alive",
+    "torch_frontend.dispatch.cudnn_plans:_shapes": 64,
+    "torch_frontend.dispatch.triton_offsets:_launchers": "the GPUs",
+    # Functions of few arguments
+    "attn_core.dropins.flash_attn:slopes_of_tokens": ONE,
+    "attn_core.backends:_module": "backends and kinds of device",
+    "attn_core.backends:_variant": "backends",
+    "attn_core.backends:_variants": ONE,
+    "attn_core.backends:availability": "backends and kinds of device",
+    "attn_core.backends:installed_build": "backends and devices",
+    "attn_core.backends:load": "backends and kinds of device",
+    "attn_core.backends:names": ONE,
+    "attn_core.backends.flash2.backend:_extension": ONE,
+    "attn_core.backends.flash2.backend:build": ONE,
+    "attn_core.backends.flash3.backend:build": ONE,
+    "attn_core.backends.flash4.backend:_kernels": ONE,
+    "attn_core.backends.flash4.disk_cache:use": ONE,
+    "attn_core.backends.flash4.launches:_module": ONE,
+    "attn_core.backends.flash4.masked:_use_orders": ONE,
+    "attn_core.backends.flash4.own_kernels:_compiled": "mask functions and kinds of block tables",
+    "attn_core.backends.flash4.own_kernels:compiled_code": ONE,
+    "attn_core.backends.flash4.step_code:_entry": ONE,
+    "jax_frontend.bridge.operator_lane:_registered": ONE,
+    "jax_frontend.bridge.operator_lane:number_devices": ONE,
+    "attn_core.backends.flash4.program:_versions": ONE,
+    "attn_core.backends.flash4.recorder:_private_copy": ONE,
+    "attn_core.backends.flash4.score_indices:correct": ONE,
+    **{
+        f"attn_core.backends.shared.programs.operator_recorder:{name}": ONE
+        for name in ("_suppress_address_warning", "_recorder", "_identities", "_enumerated")
+    },
+    "attn_core.backends.sage:_function": "SageAttention's functions",
+    "attn_core.backends.sage:_kernel": "SageAttention's kernels",
+    "attn_core.backends.sdpa_cudnn.backend:_kernels": ONE,
+    "attn_core.backends.sdpa_cudnn.empty_rows:_trials": ONE,
+    "attn_core.backends.sdpa_cudnn.empty_rows:forward_binding": ONE,
+    "attn_core.backends.sdpa_efficient.backend:_kernels": ONE,
+    "attn_core.backends.sdpa_flash.containment:valueless": ONE,
+    "attn_core.backends.sdpa_flash.cpu_kernel:has_tiles": ONE,
+    "attn_core.backends.sdpa_flash.cpu_kernel:kernels": ONE,
+    "attn_core.backends.sdpa_flash.cuda:_in_place": ONE,
+    "attn_core.backends.sdpa_flash.cuda:_kernels": ONE,
+    "attn_core.backends.shared.cached_once:first": "the arguments of its function",
+    "attn_core.backends.shared.cached_once:once": "the arguments of its function",
+    "attn_core.backends.shared.flash3_operators:operators": ONE,
+    "attn_core.backends.shared.known_bad:rows": ONE,
+    "attn_core.backends.shared.torch_ranges:_profiler": ONE,
+    "attn_core.backends.shared.programs.triton:_launches_directly": ONE,
+    "attn_core.backends.shared.programs.triton:has_triton": ONE,
+    "attn_core.backends.shared.in_order.merge:kernel": ONE,
+    "attn_core.backends.triton_jvp.backend:_kernels": ONE,
+    "attn_core.backends.triton_jvp.backend:_shared_memory": "the GPUs",
+    "attn_core.backends.triton_jvp.maximum:_kernel": ONE,
+    "attn_core.backends.triton_ordered.calls:kernels": ONE,
+    "attn_core.backends.triton_ordered.calls:multiprocessors": "the GPUs",
+    "attn_core.backends.triton_splitkv.backend:_kernels": ONE,
+    "attn_core.backends.triton_splitkv.backend:_multiprocessors": "the GPUs",
+    "attn_core.backends.triton_splitkv.ordered_call:_kernels": ONE,
+    "attn_core.backends.xformers.backend:_kernel": "xFormers' kernels",
+    "attn_core.backends.xformers.operators:load_operator": "xFormers' kernels",
+    "attn_core.backends.xformers.operators:widths": "xFormers' kernels",
+    "attn_core.cli.advice.packages:backends_of": "backends and devices",
+    "attn_core.cli.campaign.entries:entries_of": "frameworks",
+    "attn_core.context_parallel.cost.machine:Constants.of": "devices",
+    "attn_core.selection.tables:shipped_table": "frameworks and devices",
+    "attn_core.selection.tables:table_in_force": "frameworks and devices",
+    "attn_core.selection.target:bridge_reason": ONE,
+    "jax_frontend.bridge.targets:_register_targets": ONE,
+}
+"""Cache -> the most entries, or what there is an entry for."""
+
+
+class Cache(NamedTuple):
+    """A cache as the sources define it.
+
+    Attributes:
+        module, name: the module, and the function or variable; ``Class.method`` in a class.
+        bound: the most entries, or what there is an entry for; None if neither ``lru_cache`` nor BOUNDS says.
+    """
+
+    module: str
+    name: str
+    bound: int | str | None
+
+    @property
+    def key(self) -> str:
+        return f"{self.module}:{self.name}"
+
+
+def all_caches() -> list[Cache]:
+    """Returns every cache of the three packages, by module."""
+    return [
+        cache
+        for package in PACKAGES
+        for file in sorted((ROOT / package).rglob("*.py"))
+        for cache in caches_of(file.read_text(encoding="utf-8"), _module_name(file))
+    ]
+
+
+def _module_name(file: Path) -> str:
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def caches_of(source: str, module: str) -> Iterator[Cache]:
+    """Finds the caches that a source defines, at any depth."""
+    tree = ast.parse(source)
+    constants = {
+        target.id: node.value.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    for name, maker in _cached_functions(tree, ""):
+        yield Cache(module, name, _limit(maker, constants) or BOUNDS.get(f"{module}:{name}"))
+    for node in tree.body:
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and _starts_empty(node.value):
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            assert isinstance(target, ast.Name)
+            yield Cache(module, target.id, BOUNDS.get(f"{module}:{target.id}"))
+
+
+def _cached_functions(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.expr]]:
+    """Yields the name of each cached function, and the expression that makes the cache."""
+    for child in ast.iter_child_nodes(node):
+        inner = prefix
+        if isinstance(child, ast.ClassDef):
+            inner = f"{prefix}{child.name}."
+        elif isinstance(child, ast.FunctionDef):
+            yield from ((prefix + child.name, each) for each in child.decorator_list if _makes_a_cache(each))
+        elif isinstance(child, ast.Assign) and isinstance(child.value, ast.Call):
+            # name = lru_cache(...)(function), or cache(function)
+            maker = child.value.func
+            if _makes_a_cache(maker) and isinstance(child.targets[0], ast.Name):
+                yield prefix + child.targets[0].id, maker
+        yield from _cached_functions(child, inner)
+
+
+def _makes_a_cache(maker: ast.expr) -> bool:
+    function = maker.func if isinstance(maker, ast.Call) else maker
+    return isinstance(function, ast.Name) and function.id in ("lru_cache", *UNBOUNDED)
+
+
+def _limit(maker: ast.expr, constants: dict[str, Any]) -> int | None:
+    """Returns the ``maxsize`` of ``lru_cache``, None for another maker."""
+    if not isinstance(maker, ast.Call):
+        return None
+    for keyword in maker.keywords:
+        if keyword.arg == "maxsize":
+            value = keyword.value
+            size = constants.get(value.id) if isinstance(value, ast.Name) else ast.literal_eval(value)
+            return size if isinstance(size, int) else None
+    return None
+
+
+def _starts_empty(value: ast.expr | None) -> bool:
+    if isinstance(value, (ast.Dict, ast.List)):
+        return not (value.keys if isinstance(value, ast.Dict) else value.elts)
+    if not isinstance(value, ast.Call) or value.args or value.keywords:
+        return False
+    made = value.func.value if isinstance(value.func, ast.Subscript) else value.func
+    return isinstance(made, ast.Name) and made.id in (
+        "set",
+        "dict",
+        "list",
+        "WeakKeyDictionary",
+        "OrderedDict",
+        "deque",
+    )
+
+
+def sizes() -> dict[str, int]:
+    """Returns the number of entries of each cache of an imported module, without those inside a function."""
+    found = {}
+    for cache in _known():
+        value: Any = sys.modules.get(cache.module)
+        for name in cache.name.split("."):
+            value = getattr(value, name, None)
+        value = getattr(value, "__func__", value)  # a class method
+        if isinstance(value, _lru_cache_wrapper):
+            found[cache.key] = value.cache_info().currsize
+        elif value is not None and hasattr(value, "__len__"):
+            found[cache.key] = len(value)
+    return found
+
+
+def _known(remembered: list[Cache] = []) -> list[Cache]:  # noqa: B006  the sources are read once
+    if not remembered:
+        remembered += all_caches()
+    return remembered
+
+
+def over_bound(found: dict[str, int]) -> list[str]:
+    """Returns a sentence for each cache with more entries than its bound."""
+    limits = {cache.key: cache.bound for cache in _known()}
+    return [
+        f"{key} has {size} entries, and its bound is {limits[key]}"
+        for key, size in found.items()
+        if isinstance(limits.get(key), int) and size > limits[key]  # type: ignore[operator]
+    ]
