@@ -16,10 +16,9 @@ import attn_core
 from attn_core import backends
 from attn_core.cli.advice import Advice, Machine, advise, find_machine, problems
 from attn_core.cli.advice import machine as finder
-from attn_core.cli.advice.calls import CALLS
-from attn_core.cli.advice.combinations import COMBINATIONS
 from attn_core.cli.advice.machine import gfx_name, nvidia_gpus
-from attn_core.cli.advice.packages import PACKAGES, backends_of, requirements
+from attn_core.cli.advice.packages import CALLS, PACKAGES, backends_of, requirements
+from attn_core.cli.advice.problems import APPLIES, ENTRIES
 from attn_core.cli.frameworks import devices_of
 from attn_core.selection import Target
 
@@ -277,7 +276,7 @@ GOOD = [
 
 
 def test_every_known_bad_combination_has_a_case() -> None:
-    assert set(BAD) == {combination.name for combination in COMBINATIONS}
+    assert set(BAD) == set(APPLIES) == {entry["name"] for entry in ENTRIES}
 
 
 @pytest.mark.parametrize("name", BAD)

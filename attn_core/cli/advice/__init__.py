@@ -4,7 +4,7 @@ Everything here but ``find_machine`` is a pure function of a ``Machine``, so eve
 """
 
 from attn_core.cli.advice.advise import Advice, advise
-from attn_core.cli.advice.combinations import Problem, problems
 from attn_core.cli.advice.machine import Machine, find_machine
+from attn_core.cli.advice.problems import Problem, problems
 
 __all__ = ["Advice", "Machine", "Problem", "advise", "find_machine", "problems"]

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import attn_core
 from attn_core import backends
-from attn_core.cli.advice.calls import calls_on
-from attn_core.cli.advice.combinations import problems
+from attn_core.cli.advice import packages
 from attn_core.cli.advice.machine import Machine
-from attn_core.cli.advice.packages import (
-    BRIDGE,
-    FRAMEWORKS,
-    Package,
-    backends_of,
-    commands_of,
-    package_for,
-    packages_for,
-    requirements,
-    runs_on,
-)
+from attn_core.cli.advice.packages import FRAMEWORKS, Package, backends_of, commands_of, package_for
+from attn_core.cli.advice.problems import problems
 from attn_core.selection.target import Target
 
 
@@ -56,7 +45,7 @@ def advise(machine: Machine) -> tuple[Advice, ...]:
     advices, machine = _frameworks(machine)
     if not machine.has("torch"):  # the kernels below are torch's
         return tuple(advices)
-    candidates = [package for package in packages_for(machine.device) if _is_new(package, machine)]
+    candidates = [package for package in packages.packages_for(machine.device) if _is_new(package, machine)]
     while candidates:
         gains = {package.name: _gains(package, machine) for package in candidates}
         best = max(candidates, key=lambda package: len(gains[package.name]))  # of equals the first in the table
@@ -83,7 +72,7 @@ def _frameworks(machine: Machine) -> tuple[list[Advice], Machine]:
         level = "optional" if machine.has("jax") else "next"
         commands, brought = commands_of(entry, later), backends_of(name, machine.device)
         if later.has(*FRAMEWORKS):
-            commands = (*commands, BRIDGE)
+            commands = (*commands, "pip install 'jax-tvm-ffi>=0.1.3'")
         if level == "next":
             later = later.plus(name)
         advices.append(Advice(name, level, brought, (), entry.why, commands, entry.note))
@@ -97,7 +86,7 @@ def _advice(package: Package, machine: Machine, gains: tuple[str, ...]) -> Advic
     if broken:
         return Advice(package.name, "avoid", brought, gains, broken[0].text, (), "")
     # The only backend of a device is worth installing, even if it runs only by name.
-    alone = not any(runs_on(name, machine.device) for name in available(machine))
+    alone = not any(packages.runs_on(name, machine.device) for name in available(machine))
     level = "next" if gains or alone else "optional"
     return Advice(package.name, level, brought, gains, package.why, commands_of(package, machine), package.note)
 
@@ -110,27 +99,17 @@ def _is_new(package: Package, machine: Machine) -> bool:
 
 def available(machine: Machine) -> tuple[str, ...]:
     """Returns the backends of the machine's packages, assuming that each of them works."""
-    here = machine.packages
-    return tuple(name for name in backends.names() if any(one in here for one in requirements(name, machine.kind)))
+    return tuple(name for name in backends.names() if machine.has(*packages.requirements(name, machine.kind)))
 
 
 def _gains(package: Package, machine: Machine) -> tuple[str, ...]:
     """Returns the names of the calls that automatic choice would run on the package if it were installed."""
     new = [name for name in backends_of(package.name, machine.device) if name not in available(machine)]
-    target = _target(machine.plus(package.name))
-    return tuple(
-        name for name, spec in calls_on(machine.device).items() if attn_core.explain(spec, target).backend in new
-    )
-
-
-def _target(machine: Machine) -> Target:
-    here = available(machine)
+    more = machine.plus(package.name)
+    here = available(more)
     missing = tuple((name, "not installed") for name in backends.names() if name not in here)
-    return Target("torch", machine.device, missing, tuple(_builds(machine)))
-
-
-def _builds(machine: Machine) -> Iterable[tuple[str, backends.Build]]:
-    """Yields (backend, build) for builds that lack something, such as gradients."""
-    for name in machine.packages:
-        package = package_for(name, machine.device)
-        yield from package.builds.items() if package is not None else ()
+    entries = [package_for(name, more.device) for name in more.packages]
+    builds = tuple(build for entry in entries if entry is not None for build in entry.lacking_builds())
+    target = Target("torch", more.device, missing, builds)
+    calls = packages.calls_on(machine.device)
+    return tuple(name for name, spec in calls.items() if attn_core.explain(spec, target).backend in new)

@@ -1,34 +1,41 @@
-"""The packages that ``attn doctor`` can advise, as a table, and the backends that each of them brings.
+"""The packages that ``attn doctor`` can advise, and the backends that each of them brings.
 
-Which devices a package helps on is not repeated here: the claims of its backends say so. A backend names its packages
-and their versions in ``REQUIRES``.
+``packages.json`` says how to install them and why. Which devices a package helps on is not repeated there: the claims
+of its backends say so. A backend names its packages and their versions in ``REQUIRES``.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 import attn_core
 from attn_core import backends
 from attn_core.backends.shared.cached_once import cached_once
-from attn_core.backends.shared.known_bad import includes
+from attn_core.backends.shared.device_kinds import half_dtype
+from attn_core.backends.shared.known_bad import includes, numbers_of
 from attn_core.backends.support import Build
-from attn_core.cli.advice.calls import calls_on
+from attn_core.call.pages import PagedKV
+from attn_core.call.spec import AttentionSpec
 from attn_core.cli.advice.machine import Machine
 from attn_core.selection.target import Target
 
+FRAMEWORKS = ("torch", "jax")
 CUDA = 13
 """The CUDA version to install if neither framework has one yet."""
-
 ARCHITECTURES = {"sm86": "80", "sm87": "80", "sm89": "80"}
 """The architecture whose FlashAttention 2 kernels a device runs, if that is not its own."""
+ALTERNATIVES = {"flash-attn-3", "fa3-fwd"}
+"""Packages in ``REQUIRES`` that are never advised: tokenspeed-fa3 has more than fa3-fwd, and needs no compiler."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Package:
-    """How to install a package, and why.
+    """How to install a package, and why: an entry of ``packages.json``.
 
     Attributes:
         name: of the package.
@@ -43,113 +50,63 @@ class Package:
     """
 
     name: str
-    on: tuple[str, ...] = ("cuda",)
+    on: tuple[str, ...]
     why: str
     commands: tuple[str, ...] = ("pip install {requirement}",)
     note: str = ""
-    extras: Mapping[int, str] = field(default_factory=dict)
-    builds: Mapping[str, Build] = field(default_factory=dict)
-    release: tuple[int, ...] = ()
+    extras: Mapping[str, str] = field(default_factory=dict)
+    builds: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    release: str = ""
     again: str = ""
 
+    def lacking_builds(self) -> list[tuple[str, Build]]:
+        """Returns (backend, build) for the builds that lack something."""
+        return [
+            (backend, Build(lacks["name"], without=tuple(lacks["without"]), head_dims=tuple(lacks["head_dims"])))
+            for backend, lacks in self.builds.items()
+        ]
 
-_FLASH2 = "FlashAttention 2: windows, softcaps, ALiBi, packed documents and pages, with gradients."
-_TORCH = "The kernels that come with torch need no further package."
 
-PACKAGES = (
-    Package(
-        name="torch",
-        on=("sm50", "sm52", "sm60", "sm61", "sm70", "sm72"),
-        why=f"{_TORCH} Builds for CUDA 12.8 and later have no kernels for this GPU.",
-        commands=("pip install {requirement} --index-url https://download.pytorch.org/whl/cu126",),
-    ),
-    Package(name="torch", why=f"{_TORCH} On Linux pip's usual build contains CUDA."),
-    Package(
-        name="torch",
-        on=("rocm",),
-        why="torch's own operations, which run on every GPU of AMD. Its flash attention runs there by name.",
-        commands=("pip install {requirement} --index-url https://download.pytorch.org/whl/rocmX.Y",),
-        note="Replace X.Y by a ROCm version that pytorch.org offers.",
-    ),
-    Package(name="torch", on=("mps",), why="torch's own operations, which run on Apple's GPUs."),
-    Package(
-        name="torch",
-        on=("xpu",),
-        why="torch's own operations, which run on Intel's GPUs.",
-        commands=("pip install {requirement} --index-url https://download.pytorch.org/whl/xpu",),
-    ),
-    Package(
-        name="torch",
-        on=("cpu",),
-        why=f"{_TORCH} On CPUs JAX runs them, too, if jax-tvm-ffi is installed.",
-        commands=("pip install {requirement} --index-url https://download.pytorch.org/whl/cpu",),
-        note="This is the build without CUDA, which is smaller by several GB.",
-    ),
-    Package(
-        name="jax",
-        on=("cuda", "cpu"),
-        why="XLA's kernels, and cuDNN's on a GPU. One framework is enough; with both, JAX also runs torch's kernels.",
-        extras={12: "cuda12", 13: "cuda13"},
-    ),
-    Package(
-        name="jax",
-        on=("tpu",),
-        why="XLA's operations, which run on every TPU.",
-        commands=("pip install 'jax[tpu]>=0.10'",),
-    ),
-    Package(
-        name="flash-attn-4",
-        why="The fastest training that this project measured on Hopper, with windows and softcaps, too.",
-        note="The first call of a kind compiles its kernel for about 2 s.",
-        extras={13: "cu13"},
-    ),
-    Package(
-        name="tokenspeed-fa3",
-        why="FlashAttention 3 for Hopper as a prebuilt wheel: the fastest forward of long calls, and pages.",
-        note="The wheel has no gradient and no softcap. A source build of flash-attention's hopper/ has both.",
-        builds={"flash3": Build("tokenspeed-fa3", without=("backward", "softcap"), head_dims=(64, 128, 192, 256))},
-    ),
-    Package(
-        name="flash-attn",
-        why=_FLASH2,
-        commands=(
-            "pip install packaging ninja setuptools wheel",
-            "export MAX_JOBS=4 FLASH_ATTN_CUDA_ARCHS={architecture}",
-            "pip install --no-build-isolation {requirement}",
-        ),
-        note="Without a prebuilt wheel for your torch, pip compiles it, up to hours, with the nvcc of torch's CUDA. "
-        "Each of the MAX_JOBS compilers takes several GB of memory.",
-        again="flash-attn-4",
-    ),
-    Package(
-        name="flash-attn",
-        on=("rocm",),
-        why="FlashAttention 2 by CK or Triton. This project never ran it on a GPU of AMD, so it only runs if you "
-        "request it: backend='flash2'.",
-        commands=(
-            "pip install packaging ninja setuptools wheel",
-            "MAX_JOBS=4 pip install --no-build-isolation {requirement}",
-        ),
-        note="This compiles the CK kernels, up to hours. Set FLASH_ATTENTION_TRITON_AMD_ENABLE=TRUE, for pip and later "
-        "for your program, to use Triton's instead: nothing is compiled, but windows are refused. Both lack softcaps.",
-    ),
-    Package(name="triton", why="The kernels of decoding (triton_splitkv). torch for CUDA on Linux usually brings it."),
-    Package(
-        name="xformers",
-        why="A further choice for decoding and masks. On an H200 its other kernels were never faster than torch's own.",
-    ),
-    Package(
-        name="sageattention",
-        why="Quantised inference. It is approximate, so it only runs if you request it: backend='sage'.",
-        release=(1, 0, 6),
-    ),
+PACKAGES = tuple(
+    Package(**entry) for entry in json.loads(Path(__file__).with_name("packages.json").read_text(encoding="utf-8"))
 )
 """Of two entries of one name, the first that fits the device counts."""
 
-FRAMEWORKS = ("torch", "jax")
+_PROMPT = AttentionSpec(
+    batch=4,
+    q_len=4096,
+    kv_len=4096,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    value_dim=128,
+    dtype="bfloat16",
+    causal=True,
+)
+_TRAINING = replace(_PROMPT, needs_backward=True)
+_PAGED: dict[str, Any] = {
+    "documents": 64,
+    "max_len_q": 1,
+    "max_len_k": 8192,
+    "paged": PagedKV(num_pages=8192, page_size=64, width=128),
+}
+CALLS = {
+    "prompts": _PROMPT,
+    "training": _TRAINING,
+    "packed documents": replace(_TRAINING, batch=1, documents=8, max_len_q=1024, max_len_k=1024),
+    "windows": replace(_TRAINING, window=(1023, 0)),
+    "softcaps": replace(_TRAINING, softcap=50.0),
+    "ALiBi": replace(_TRAINING, alibi_shape=(32,)),
+    "decoding": replace(_PROMPT, batch=64, q_len=1),
+    "pages": replace(_PROMPT, batch=1, q_len=64, kv_len=8192, **_PAGED),
+}
+"""The calls that a package is judged by: those of a language model's layer (32 heads of 128 channels, in groups of
+four) by what they do. All but prompts, decoding and pages have gradients."""
 
-BRIDGE = "pip install 'jax-tvm-ffi>=0.1.3'"
-"""Installs what JAX needs to reach torch's kernels."""
+
+def calls_on(device: str) -> dict[str, AttentionSpec]:
+    """Returns ``CALLS`` in the half precision of a device."""
+    return {name: replace(spec, dtype=half_dtype(device)) for name, spec in CALLS.items()}
 
 
 def package_for(name: str, device: str) -> Package | None:
@@ -173,10 +130,6 @@ def requirements(backend: str, kind: str) -> dict[str, str]:
     return {name: versions.rstrip(",") for name, versions in pairs if name in known}
 
 
-ALTERNATIVES = {"flash-attn-3", "fa3-fwd"}
-"""Packages in ``REQUIRES`` that are never advised: tokenspeed-fa3 has more than fa3-fwd, and needs no compiler."""
-
-
 def runs_on(backend: str, device: str) -> bool:
     """Returns whether a backend has kernels for a device: it claims the device, and does not refuse it."""
     module = backends.load(backend, backends.kind_of(device))
@@ -194,7 +147,8 @@ def backends_of(name: str, device: str) -> tuple[str, ...]:
     order = backends.usual_order("jax", kind)
     versions = {one: requirements(one, kind).get(name) for one in backends.names()}
     if entry is not None and entry.release:
-        versions = {one: least if includes(least, entry.release) else None for one, least in versions.items() if least}
+        newest = numbers_of(entry.release)
+        versions = {one: least if includes(least, newest) else None for one, least in versions.items() if least}
     brought = [one for one, least in versions.items() if least is not None and runs_on(one, device)]
     return tuple(sorted(brought, key=lambda one: order.index(one) if one in order else len(order)))
 
@@ -204,7 +158,7 @@ def requirement(package: Package, machine: Machine) -> str:
     versions = ""
     for backend in backends_of(package.name, machine.device) or backends.names():
         versions = versions or requirements(backend, machine.kind).get(package.name, "")
-    extra = package.extras.get(cuda_of(machine), "") if machine.kind == "cuda" else ""
+    extra = package.extras.get(str(cuda_of(machine)), "") if machine.kind == "cuda" else ""
     text = package.name + (f"[{extra}]" if extra else "") + versions
     return text if text == package.name else f"'{text}'"
 
