@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from rich.console import Console
 
 from attn_core import backends
+from attn_core.backends.shared import known_bad
 from attn_core.backends.shared.programs import operator_library
 from attn_core.call.spec import AttentionSpec
 from attn_core.cli.advice import Advice, Machine, Problem, advise, find_machine, problems
 from attn_core.cli.advice.packages import requirements, runs_on
 from attn_core.cli.certify.standing import Standing, standing_of
 from attn_core.cli.comparison import Row, rows_of
-from attn_core.cli.faults import Fault, faults_of
 from attn_core.cli.frameworks import devices_of, installed, versions
 from attn_core.cli.trial import draw
 from attn_core.selection import preference
@@ -56,6 +57,33 @@ class State(NamedTuple):
     version: str | None
     reason: str | None
     here: bool
+
+
+class Fault(NamedTuple):
+    """A known fault of an installed kernel: selection refuses the calls that would meet it.
+
+    Attributes:
+        name: of the row in ``known_bad.json``.
+        backends: those whose kernel has it here.
+        device: such as ``"sm90"``.
+        package: that has the fault.
+        versions: the faulty ones; empty for all.
+        symptom: what goes wrong.
+        link: to the report.
+    """
+
+    name: str
+    backends: tuple[str, ...]
+    device: str
+    package: str
+    versions: str
+    symptom: str
+    link: str
+
+    @property
+    def where(self) -> str:
+        """The package and its versions."""
+        return f"{self.package} {self.versions}".strip()
 
 
 @dataclass(frozen=True)
@@ -238,3 +266,21 @@ def _check(name: str, kind: str, devices: dict[str, list[str]]) -> list[Row]:
         call = next((each for each in calls if not refusals(name, each, target)), calls[0])
         rows += rows_of(draw(call), present[-1], repeats=1, names=(name,), frameworks=(framework,))
     return rows
+
+
+def faults_of(targets: Iterable[Target]) -> tuple[Fault, ...]:
+    """Returns the known faults of the kernels that are installed on some targets and claim their devices."""
+    found: dict[tuple[known_bad.Row, str], dict[str, None]] = {}
+    for target in targets:
+        missing = {name for name, _ in target.unavailable}
+        for name in backends.names():
+            if name in missing or target.out_of_reach(name) is not None:
+                continue
+            build = target.build(name)
+            rows = known_bad.rows_of(name, target.device, () if build is None else build.version)
+            for row in rows if target.claims(name)[0].runs_on(target.device) else ():
+                found.setdefault((row, target.device), {})[name] = None
+    return tuple(
+        Fault(row.name, tuple(names), device, row.package, row.versions, row.symptom, row.link)
+        for (row, device), names in found.items()
+    )

@@ -16,9 +16,8 @@ from attn_core.cli import comparison, in_torch
 from attn_core.cli.advice import Machine, advise, problems
 from attn_core.cli.app import app
 from attn_core.cli.comparison import Row
-from attn_core.cli.doctor_report import report
-from attn_core.cli.faults import faults_of
-from attn_core.cli.findings import Findings, State, examine
+from attn_core.cli.doctor import report
+from attn_core.cli.findings import Findings, State, examine, faults_of
 from attn_core.selection import Target
 from attn_core.selection.choice import refusals
 
