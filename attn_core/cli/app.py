@@ -12,7 +12,6 @@ from attn_core.cli.campaign.command import campaign, replay
 from attn_core.cli.certify.command import certify
 from attn_core.cli.compare import compare
 from attn_core.cli.context import context_plan
-from attn_core.cli.demo import demo, serve_demo
 from attn_core.cli.doctor import doctor
 from attn_core.cli.explain import explain
 from attn_core.cli.mask import mask
@@ -23,10 +22,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_show_locals=False,
 )
-COMMANDS = (
-    *(doctor, explain, compare, bench, tune, campaign, replay, certify, mask, context_plan),
-    *(demo, serve_demo),
-)
+COMMANDS = (doctor, explain, compare, bench, tune, campaign, replay, certify, mask, context_plan)
 for command in COMMANDS:
     app.command()(command)
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +11,6 @@ from cost_tables import made_up_table, tables_in_force
 from typer.testing import CliRunner
 
 import attn_core
-from attn_core.cli import demo as demo_command
 from attn_core.cli import devices, in_torch, mask, trial
 from attn_core.cli.app import app
 from attn_core.cli.spec_options import SpecOptions, defaults_on
@@ -39,7 +35,7 @@ def test_version_prints_the_version() -> None:
     assert attn("--version").stdout == f"attn-core {attn_core.__version__}\n"
 
 
-COMMANDS = ["doctor", "explain", "compare", "bench", "mask", "context-plan", "demo", "serve-demo"]
+COMMANDS = ["doctor", "explain", "compare", "bench", "mask", "context-plan"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -394,47 +390,6 @@ def test_trial_values_are_exact_in_the_dtype() -> None:
     values = np.random.default_rng(0).standard_normal(10_000)
     expected = values.astype(np.float32).astype(ml_dtypes.bfloat16).astype(np.float64)
     assert trial.rounded(values, "bfloat16").tobytes() == expected.tobytes()
-
-
-# demo
-
-
-EXAMPLES = pytest.mark.parametrize(
-    ("command", "module"), [("demo", "examples.smollm2"), ("serve-demo", "examples.serving")]
-)
-
-
-@EXAMPLES
-def test_a_demo_runs_its_example(monkeypatch: pytest.MonkeyPatch, command: str, module: str) -> None:
-    commands, root = [], Path(__file__).resolve().parents[2]
-
-    def run(command: list[str], check: bool, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
-        commands.append(command[1:])
-        assert Path(env["PYTHONPATH"].split(os.pathsep)[0]) == root
-        return subprocess.CompletedProcess(command, 3)
-
-    monkeypatch.setattr(
-        demo_command,
-        "find_spec",
-        lambda name: SimpleNamespace(submodule_search_locations=[str(root / name.replace(".", "/"))]),
-    )
-    monkeypatch.setattr(demo_command.subprocess, "run", run)
-    assert attn(command, "--short").exit_code == 3
-    assert attn(command).exit_code == 3
-    assert commands == [["-P", "-m", module, "--short"], ["-P", "-m", module]]
-    if command == "serve-demo":
-        assert attn(command, "--kv", "float32", "--memory", "12").exit_code == 3
-        assert commands[-1] == ["-P", "-m", module, "--kv", "float32", "--memory", "12"]
-
-
-@EXAMPLES
-def test_a_demo_without_its_example_says_where_to_get_it(
-    monkeypatch: pytest.MonkeyPatch, command: str, module: str
-) -> None:
-    monkeypatch.setattr(demo_command, "find_spec", lambda name: None)
-    done = attn(command)
-    assert done.exit_code == 1
-    assert f"make {command}" in done.stderr and f"python -m {module}" in done.stderr
 
 
 def test_mask_draws_a_constructor_of_key_ranges() -> None:
