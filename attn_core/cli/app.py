@@ -7,7 +7,6 @@ from typing import Annotated
 import typer
 
 import attn_core
-from attn_core.cli.bench import bench
 from attn_core.cli.campaign.command import campaign, replay
 from attn_core.cli.certify.command import certify
 from attn_core.cli.compare import compare
@@ -22,7 +21,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_show_locals=False,
 )
-COMMANDS = (doctor, explain, compare, bench, tune, campaign, replay, certify, mask, context_plan)
+COMMANDS = (doctor, explain, compare, tune, campaign, replay, certify, mask, context_plan)
 for command in COMMANDS:
     app.command()(command)
 

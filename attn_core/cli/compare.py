@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json as json_text
-from pathlib import Path
+from dataclasses import asdict, replace
+from math import inf
 from typing import Annotated, Any
 
 import typer
@@ -11,15 +12,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from attn_core.cli.comparison import ORACLE_LIMIT, Row, bit_equality, fits_oracle, rows_of
+from attn_core.cli.comparison import ORACLE_LIMIT, Row, TimedRow, bit_equality, fits_oracle, rows_of, timed_rows
+from attn_core.cli.complaint import complain
 from attn_core.cli.devices import device_named
 from attn_core.cli.frameworks import devices_of, installed
-from attn_core.cli.plots import comparison_figure, save
 from attn_core.cli.spec_options import ON_CPU, SpecOptions, defaults_on, takes_spec
+from attn_core.cli.timing import DeviceLostError, broken
 from attn_core.cli.trial import Trial, draw
 from attn_core.errors import SpecError
 from attn_core.selection.explanation_text import wrapped
-from attn_core.selection.whole_file import check_place
 
 
 @takes_spec
@@ -29,11 +30,11 @@ def compare(
         bool, typer.Option("--gradients", help="Compare gradients as well. The same as --backward.")
     ] = False,
     device: Annotated[str, typer.Option(help="cpu, or cuda (the GPU here).")] = "cpu",
+    time: Annotated[
+        bool, typer.Option("--time", help="Time the backends in turns, forward and training, instead of errors.")
+    ] = False,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each backend; the median is shown.")] = 5,
     seed: Annotated[int, typer.Option(help="Seed of the random tensors.")] = 0,
-    plot: Annotated[
-        Path | None, typer.Option(help="Write a plot of times and errors to this file (needs matplotlib).")
-    ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Show why the others cannot run the call.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
@@ -42,13 +43,28 @@ def compare(
     Errors are measured against a float64 reference. "of the bound" is the largest error over the allowed error. "bits"
     says whether torch and JAX have equal results.
 
+    --time measures instead how long each backend takes, forward and training, beside the framework's own function. The
+    backends take turns, a GPU's time is that of its events, and the median counts. "ratio" is the time over that of the
+    fastest in the same framework, and * marks automatic choice. On a GPU the call is then as long as in `attn explain`.
+
     Exit code: 0 if every backend that ran is right; 1 if one is wrong or none ran; 2 for invalid options.
     """
     device = _device_here(device)
-    if plot is not None:
-        check_place(plot)
-    trial = _trial(options, gradients, device, seed)
+    trial = _trial(options, gradients or time, device, seed, short=not time)
     console = Console()
+    if time:
+        try:
+            timed = _timed(trial, device, repeats, quiet=json)
+        except DeviceLostError as error:
+            complain(f"the device failed and cannot be used again: {error}")
+            raise typer.Exit(1) from None
+        if json:
+            typer.echo(json_text.dumps({"spec": str(trial.spec), "rows": [asdict(row) for row in timed]}, indent=2))
+        else:
+            _show_times(console, trial, timed)
+        if not timed or any(_faults(row, trial.spec.dtype) for row in timed):
+            raise typer.Exit(1)
+        return
     rows = _rows(trial, device, repeats, quiet=json)
     # Compared per backend: two different kernels never promise equal bits.
     equal = bit_equality(rows)
@@ -56,21 +72,18 @@ def compare(
         typer.echo(json_text.dumps(_as_json(trial, rows, equal), indent=2))
     else:
         _show(console, trial, rows, equal, everything)
-    if plot is not None:
-        save(comparison_figure(trial, rows), plot)
-        # With --json, stdout must hold nothing but JSON.
-        typer.echo(f"wrote {plot}", err=json)
     if any(row.wrong for row in rows) or not any(row.outcome for row in rows):
         raise typer.Exit(1)
 
 
-def _trial(options: SpecOptions, gradients: bool, device: str, seed: int) -> Trial:
+def _trial(options: SpecOptions, gradients: bool, device: str, seed: int, short: bool) -> Trial:
     if options.dropout:
         raise SpecError(
             f"--dropout={options.dropout}: expected 0, because each framework draws its own seed and results differ"
         )
-    # Short also on a GPU, because the float64 reference runs on the CPU.
-    options = options.filled(defaults_on(device)._replace(length=ON_CPU.length))
+    usual = defaults_on(device)
+    # The float64 reference runs on the CPU.
+    options = options.filled(usual._replace(length=ON_CPU.length) if short else usual)
     trial = draw(options.spec(device, needs_backward=gradients), options.seq_info(), seed)
     return trial._replace(inputs=trial.inputs._replace(key_ranges=options.ranges()))
 
@@ -96,6 +109,57 @@ def _rows(trial: Trial, device: str, repeats: int, quiet: bool) -> list[Row]:
             rows.append(row)
             status.update(f"{row.backend} in {row.framework}: done")
     return rows
+
+
+def _timed(trial: Trial, device: str, rounds: int, quiet: bool) -> list[TimedRow]:
+    rows = []
+    with Console(stderr=True, quiet=quiet).status("timing") as status:
+        for framework in installed():
+            if device in devices_of(framework):
+                rows += timed_rows(trial, device, rounds, framework)
+                status.update(f"{framework}: done")
+    return rows
+
+
+def _show_times(console: Console, trial: Trial, rows: list[TimedRow]) -> None:
+    console.print(Text(wrapped(str(replace(trial.spec, needs_backward=False)))))
+    for row in rows:
+        for direction, fault in _faults(row, trial.spec.dtype).items():
+            console.print(Text(wrapped(f"{row.backend} in {row.framework}, {direction}: {fault}", "", "  ")))
+    console.print()
+    table = Table(box=None, pad_edge=False)
+    for title in ("backend", "in", "forward", "ratio", "training", "ratio"):
+        table.add_column(title, justify="left" if title in ("backend", "in") else "right")
+    best: dict[tuple[str, str], float] = {}
+    for row in rows:
+        for direction, entry in row.entries.items():
+            if "median" in entry:
+                place = row.framework, direction
+                best[place] = min(best.get(place, entry["median"]), entry["median"])
+    for row in sorted(rows, key=lambda row: (row.framework, row.entries.get("forward", {}).get("median", inf))):
+        cells = []
+        for direction in ("forward", "training"):
+            time = row.entries.get(direction, {}).get("median")
+            mark = "*" if row.selected[direction] else ""
+            ratio = "" if time is None else f"{time / best[row.framework, direction]:.2f}"
+            cells += ["" if time is None else f"{mark}{_shown(time)}", ratio]
+        table.add_row(row.backend, row.framework, *cells)
+    console.print(table)
+
+
+def _shown(microseconds: float) -> str:
+    return f"{microseconds:.1f} µs" if microseconds < 1000 else f"{microseconds / 1000:.2f} ms"
+
+
+def _faults(row: TimedRow, dtype: str) -> dict[str, str]:
+    """Returns by direction how a backend failed, or by how much its numbers differ from those of the first one."""
+    faults = {}
+    for direction, entry in row.entries.items():
+        if "failed" in entry:
+            faults[direction] = f"FAILED: {entry['failed']}"
+        elif not row.approximate and broken({row.backend: entry}, dtype):
+            faults[direction] = f"WRONG: it differs by {entry['difference']:.2g}"
+    return faults
 
 
 def _show(console: Console, trial: Trial, rows: list[Row], equal: dict[str, bool], everything: bool) -> None:

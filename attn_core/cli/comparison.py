@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import attn_core
 from attn_core import backends
+from attn_core.call.spec import AttentionSpec
 from attn_core.cli import in_jax, in_torch
 from attn_core.cli.frameworks import installed
+from attn_core.cli.timing import Calls, Entry, measure
 from attn_core.cli.trial import Outcome, Trial, expectation, judge, same_bits
 from attn_core.correctness.accuracy import Accuracy, Expected
 from attn_core.selection import Target
 
 RUN: dict[str, Callable[..., Outcome]] = {"torch": in_torch.run, "jax": in_jax.run}
+
+FRAMEWORKS: dict[str, Any] = {"torch": in_torch, "jax": in_jax}
+"""The modules that run a trial; each also times it."""
 
 ORACLE_LIMIT = 2**23
 """The most softmax weights for the float64 reference, which allocates about twenty arrays of that size."""
@@ -104,3 +110,60 @@ def _row(trial: Trial, expected: Expected | None, name: str, framework: str, dev
         return Row(name, framework, failure, failed=True, device=device, approximate=approximate)
     accuracy = judge(expected, outcome) if expected is not None else None
     return Row(name, framework, (), outcome, accuracy, device=device, approximate=approximate)
+
+
+@dataclass(frozen=True)
+class TimedRow:
+    """The times of one backend, or of a framework's own function, in one framework.
+
+    Attributes:
+        backend, framework: what was timed.
+        selected: whether automatic choice would take it, by direction.
+        entries: what ``timing.measure`` says of it, by direction.
+        approximate: whether the backend is less precise than its dtypes.
+    """
+
+    backend: str
+    framework: str
+    selected: dict[str, bool]
+    entries: dict[str, Entry]
+    approximate: bool = False
+
+
+def timed_rows(trial: Trial, device: str, rounds: int, framework: str) -> list[TimedRow]:
+    """Times a call, forward and training, on every backend of a framework that can run it. The backends take turns."""
+    entries: dict[str, dict[str, Entry]] = {}
+    chosen: dict[str, str | None] = {}
+    target = Target.here(framework, device)
+    for direction in ("forward", "training"):
+        each = trial._replace(spec=replace(trial.spec, needs_backward=direction == "training"))
+        chosen[direction] = attn_core.explain(each.spec, target).backend
+        for name, entry in timed(each, framework, device, able(each.spec, target, chosen[direction]), rounds).items():
+            entries.setdefault(name, {})[direction] = entry
+    return [
+        TimedRow(
+            name,
+            framework,
+            {direction: name == best for direction, best in chosen.items()},
+            known,
+            name in backends.names() and target.claims(name)[0].approximate,
+        )
+        for name, known in entries.items()
+    ]
+
+
+def able(spec: AttentionSpec, target: Target, first: str | None = None) -> list[str]:
+    """Returns the backends that can run a call on a target, ``first`` before the others."""
+    names = [name for name in backends.names() if not attn_core.explain(spec, target, name).reasons(name)]
+    return sorted(names, key=lambda name: name != first)
+
+
+def timed(
+    trial: Trial, framework: str, device: str, names: list[str], rounds: int, beside: bool = True
+) -> dict[str, Entry]:
+    """Times a trial on backends by name as ``timing.measure`` says; ``beside``: also the framework's own functions."""
+    module = FRAMEWORKS[framework]
+    names = [*names, *(module.own_functions(trial.spec, device) if beside else ())]
+    calls: AbstractContextManager[Calls] = module.timed_calls(trial, device)
+    with calls as call:
+        return measure(call, names, rounds).entries

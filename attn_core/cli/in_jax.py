@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import lru_cache
 from statistics import median
 from time import perf_counter
@@ -10,11 +12,19 @@ from typing import Any
 
 import numpy as np
 
+from attn_core.call.masks import band
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.spec import AttentionSpec
 from attn_core.cli.drawn_functions import as_keywords
 from attn_core.cli.frameworks import jax_device
+from attn_core.cli.timing import Calls
 from attn_core.cli.trial import Outcome, Trial, arrays_of_call, dtype_of, keywords_of
+
+OWN = {"jax.nn": "xla", "jax.nn cudnn": "cudnn"}
+"""The names under which jax.nn.dot_product_attention is timed, each with its implementation."""
+
+PAUSE = 0.005
+"""Seconds between two backends on a CPU. After a call of torch, OpenMP's threads spin on XLA's cores for some of it."""
 
 
 def run(trial: Trial, backend: str, device: str = "cpu", repeats: int = 5) -> Outcome:
@@ -57,6 +67,73 @@ def _program(spec: AttentionSpec, seq_info: SeqInfo | None, backend: str) -> Any
         return results_of(forward, learned, cotangents)
 
     return jax.jit(call)
+
+
+@contextmanager
+def timed_calls(trial: Trial, device: str) -> Iterator[Calls]:
+    """Yields a trial's call on a backend by name, or JAX's own function by a name of OWN: ``(out, *gradients)``."""
+    import jax
+    import jax.numpy as jnp
+
+    where = jax_device(device)
+    with jax.enable_x64(trial.spec.dtype == "float64"), jax.default_device(where):
+        arrays, cotangents, info = arrays_of(trial), cotangents_of(trial), trial.seq_info
+        if info is not None:
+            # On the device and not known to the program, as in a training step.
+            q, k = jnp.asarray(info.cu_seqlens_q), jnp.asarray(info.cu_seqlens_k)
+            info = replace(info, cu_seqlens_q=q, cu_seqlens_k=k)
+        programs: dict[str, Any] = {}
+
+        def call(name: str) -> tuple[Any, ...]:
+            if name not in programs:
+                programs[name] = jax.jit(_timed(trial, name))
+            results: tuple[Any, ...] = programs[name](*arrays, cotangents, info)
+            return jax.block_until_ready(results) if device == "cpu" else results  # type: ignore[no-any-return]
+
+        yield Calls(call, pause=PAUSE) if device == "cpu" else Calls(call, jax.block_until_ready)
+
+
+def own_functions(spec: AttentionSpec, device: str) -> tuple[str, ...]:
+    """Returns the names of OWN if jax.nn.dot_product_attention has arguments for the call."""
+    special = spec.packed or spec.sinks or spec.softcap is not None or spec.alibi_shape is not None
+    if special or spec.key_ranges_shape is not None or spec.return_lse or spec.value_dim != spec.head_dim:
+        return ()
+    # is_causal and local_window_size are aligned top left.
+    if spec.q_len != spec.kv_len and not band(spec).hides_nothing(spec.q_len, spec.kv_len):
+        return ()
+    return ("jax.nn",) if device == "cpu" else tuple(OWN)
+
+
+def _timed(trial: Trial, name: str) -> Any:
+    """Returns a function of (other inputs, learned inputs, cotangents, documents) that returns the results."""
+    from jax_frontend import attention
+
+    def call(constants: dict[str, Any], learned: dict[str, Any], cotangents: Any, info: Any) -> tuple[Any, ...]:
+        def forward(learned: dict[str, Any]) -> tuple[Any, ...]:
+            arrays = as_keywords(learned | constants)
+            if name in OWN:
+                return (_jax_nn(trial.spec, OWN[name], arrays),)
+            results = attention(**arrays, **(trial.keywords | {"seq_info": info}), backend=name)
+            return results if trial.spec.return_lse else (results,)
+
+        results = results_of(forward, learned, cotangents)
+        return tuple(result for named, result in results.items() if named != "lse")
+
+    return call
+
+
+def _jax_nn(spec: AttentionSpec, implementation: str, arrays: dict[str, Any]) -> Any:
+    import jax
+
+    left, right = spec.window
+    bounded = (spec.kv_len if left is None else left, spec.kv_len if right is None else right)
+    square = spec.q_len == spec.kv_len
+    keywords: dict[str, Any] = {name: arrays[name] for name in ("mask", "bias")}
+    keywords |= {"implementation": implementation, "scale": spec.scale, "is_causal": spec.causal and square}
+    keywords["local_window_size"] = bounded if spec.window != (None, None) and square else None
+    # XLA would round float32 products to TF32 on a GPU. Our backends do not.
+    with jax.default_matmul_precision("highest" if spec.dtype == "float32" else "default"):
+        return jax.nn.dot_product_attention(arrays["q"], arrays["k"], arrays["v"], **keywords)
 
 
 def arrays_of(trial: Trial) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -9,9 +12,15 @@ from typing import Any
 import numpy as np
 
 from attn_core.call.functions import AUX
+from attn_core.call.masks import band
+from attn_core.call.spec import AttentionSpec
 from attn_core.cli.drawn_functions import as_keywords
 from attn_core.cli.frameworks import torch_device
+from attn_core.cli.timing import Calls
 from attn_core.cli.trial import Outcome, Trial, arrays_of_call, dtype_of
+
+SDPA = "F.sdpa"
+"""The name under which torch's own F.scaled_dot_product_attention is timed."""
 
 
 def run(trial: Trial, backend: str, device: str = "cpu", repeats: int = 5, shifted: bool = False) -> Outcome:
@@ -91,3 +100,62 @@ def _tensor(trial: Trial, name: str, where: Any) -> Any:
     if array.dtype in (np.bool_, np.int32):
         return torch.from_numpy(array).to(where)
     return torch.from_numpy(array).to(getattr(torch, dtype_of(trial, name))).to(where)
+
+
+@contextmanager
+def timed_calls(trial: Trial, device: str) -> Iterator[Calls]:
+    """Yields a trial's call on a backend by name, or torch's own function by SDPA: ``(out, *gradients)``."""
+    import torch
+
+    from torch_frontend import attention
+
+    where = torch_device(device)
+    tensors, cotangents = tensors_of(trial, where), cotangents_of(trial, where)
+    learned = [tensors[name] for name in trial.learned]
+    keywords = tensors | trial.keywords
+    if (info := trial.seq_info) is not None:
+        # On the device, where a training step has them.
+        q, k = (torch.from_numpy(offsets).to(where) for offsets in (info.cu_seqlens_q, info.cu_seqlens_k))
+        keywords["seq_info"] = replace(info, cu_seqlens_q=q, cu_seqlens_k=k)
+    sdpa = _sdpa(trial.spec, tensors)
+
+    def call(name: str) -> tuple[Any, ...]:
+        output = sdpa() if name == SDPA else attention(**keywords, backend=name)
+        results = output if isinstance(output, tuple) else (output,)
+        if not learned:
+            return results[:1]
+        return (results[0].detach(), *torch.autograd.grad(results[: len(cotangents)], learned, cotangents))
+
+    def wait(results: Any) -> None:
+        getattr(torch, where.type).synchronize()
+
+    yield Calls(call, None if where.type in ("cpu", "cuda") else wait, cuda_events=where.type == "cuda")
+
+
+def own_functions(spec: AttentionSpec, device: str) -> tuple[str, ...]:
+    """Returns SDPA if torch's own function has arguments for the call."""
+    special = spec.packed or spec.sinks or spec.softcap is not None or spec.alibi_shape is not None
+    dense = [shape for shape in (spec.mask_shape, spec.bias_shape) if shape is not None]
+    if special or spec.key_ranges_shape is not None or spec.return_lse or len(dense) > 1:
+        return ()
+    # is_causal is aligned top left, and cannot be combined with a mask.
+    causal = spec.causal and spec.window[0] is None and spec.q_len == spec.kv_len and not dense
+    return (SDPA,) if causal or _sees_all(spec) else ()
+
+
+def _sees_all(spec: AttentionSpec) -> bool:
+    return band(spec).hides_nothing(spec.q_len, spec.kv_len)
+
+
+def _sdpa(spec: AttentionSpec, tensors: dict[str, Any]) -> Callable[[], Any]:
+    import torch.nn.functional as F
+
+    dense = tensors["bias"] if tensors["mask"] is None else tensors["mask"]
+    options: dict[str, Any] = {"attn_mask": dense, "is_causal": not _sees_all(spec), "scale": spec.scale}
+    options["enable_gqa"] = spec.group_size > 1
+
+    def sdpa() -> Any:
+        heads_first = (tensors[name].transpose(1, 2) for name in ("q", "k", "v"))
+        return F.scaled_dot_product_attention(*heads_first, **options).transpose(1, 2)
+
+    return sdpa

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from io import BytesIO
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,9 +12,9 @@ import typer
 
 from attn_core.call.masks import visible
 from attn_core.call.spec import AttentionSpec
-from attn_core.cli.plots import empty_figure, save
 from attn_core.cli.spec_options import SpecOptions, takes_spec
 from attn_core.errors import SpecError
+from attn_core.selection.whole_file import write_whole
 
 LIMIT = 2**24
 """The most (query, key) pairs that are drawn. A larger mask needs hundreds of megabytes and shows no detail."""
@@ -42,7 +43,7 @@ def mask(
     typer.echo(str(spec))
     typer.echo(draw(seen, columns=shutil.get_terminal_size().columns))
     if png is not None:
-        save(_picture(seen, spec, offsets), png)
+        write_whole(_picture(seen, spec, offsets, png), png)
         typer.echo(f"wrote {png}")
 
 
@@ -71,8 +72,14 @@ def _shares(seen: np.ndarray, block: int) -> np.ndarray:
     return counts / np.outer(heights, widths)
 
 
-def _picture(seen: np.ndarray, spec: AttentionSpec, offsets: tuple[Any, Any]) -> Any:
-    figure = empty_figure(6, 6, "--png")
+def _picture(seen: np.ndarray, spec: AttentionSpec, offsets: tuple[Any, Any], path: Path) -> bytes:
+    """Returns the picture in the format that the file's ending names, PNG if it has none."""
+    try:
+        # Figure instead of pyplot, which may look for a display.
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        raise SpecError("--png: matplotlib is not installed; pip install 'attn-core[cli]'") from None
+    figure = Figure(figsize=(6, 6), layout="constrained")
     axes = figure.add_subplot()
     axes.imshow(seen, cmap="Blues", vmin=0, vmax=1.4, interpolation="nearest", aspect="equal")
     for cut, line in zip(offsets, (axes.axhline, axes.axvline)):
@@ -81,4 +88,9 @@ def _picture(seen: np.ndarray, spec: AttentionSpec, offsets: tuple[Any, Any]) ->
             line(offset - 0.5, color="tab:orange", linewidth=0.8)
     axes.set(xlabel="key", ylabel="query")
     axes.set_title(str(spec), fontsize=8, wrap=True)
-    return figure
+    content = BytesIO()
+    try:
+        figure.savefig(content, format=path.suffix[1:] or "png", dpi=150)
+    except ValueError as error:
+        raise SpecError(f"{path}: cannot be drawn: {error}") from None
+    return content.getvalue()

@@ -1,77 +1,376 @@
-"""``attn tune``: measures this machine and writes the table that automatic choice then follows."""
+"""``attn tune``: measures this machine on a small grid of calls, and writes the table that automatic choice follows."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import UTC, datetime
+from importlib.util import find_spec
+from itertools import pairwise
+from statistics import geometric_mean
+from time import perf_counter
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
-from attn_core.cli.bench import MEASURING, device_of, line_of, regret_table
-from attn_core.cli.bench_sweep import Record, Sweep
-from attn_core.cli.bench_timing import DeviceLostError
+from attn_core import backends
+from attn_core.call.seq_info import SeqInfo
+from attn_core.call.spec import AttentionSpec
+from attn_core.cli.comparison import able, timed
 from attn_core.cli.complaint import complain
+from attn_core.cli.devices import device_named
+from attn_core.cli.frameworks import check_framework, devices_of
 from attn_core.cli.progress import Stages
+from attn_core.cli.spec_options import defaults_on
+from attn_core.cli.timing import DeviceLostError, Entry, right_times
+from attn_core.cli.trial import draw
+from attn_core.cli.tuned_models import Sample, fit
 from attn_core.errors import SpecError
-from attn_core.selection.cross_validation import Fitting, write_table
-from attn_core.selection.random_calls import random_calls
-from attn_core.selection.tables import device_name, shipped_table, user_path, versions
+from attn_core.selection import Target, tables
+from attn_core.selection.cost_model import Model, microseconds
+from attn_core.selection.features import kind_of_call
+from attn_core.selection.preference import caution, ranking
+from attn_core.selection.sizes import Sizes, sizes_of_call
 from attn_core.selection.whole_file import check_place
 
 ROUNDS = 3
-"""Timed rounds of each backend. Fewer than in ``attn bench``, because more calls teach the models more."""
+"""Timed rounds of each backend."""
+
+TILE, PROCESSORS = {"cuda": 128, "cpu": 32}, 8
+"""Queries that kernels work on at a time, about, and the tiles that a CPU works on at a time."""
+
+FEWEST, FEWEST_AFTER_START = 12, 3
+"""A backend needs this many measured calls in a direction for a model; fewer if the package has a model of it."""
+
+HELD_OUT = 5
+"""One call in so many is held out of a first fit, whose choice for it says how good the choice is on other calls."""
+
+MOST_SCORES = 2**28
+"""From this many scores on, the math backend is timed only if nothing else runs the call: it may store every score."""
+
+FLEX_EVERY = 4
+"""FlexAttention compiles for seconds, so it is timed in one of so many calls."""
+
+NEAREST = "sm90"
+"""The device whose models the fit starts from on a GPU that the package has no table of."""
+
+SHAPES: dict[str, tuple[tuple[int, int], ...]] = {
+    "cuda": ((16, 128), (4, 512), (1, 1024), (8, 1024), (2, 2048), (1, 4096), (1, 8192)),
+    "cpu": ((1, 32), (4, 64), (1, 256), (4, 256), (1, 512), (1, 1024)),
+}
+"""(batch, tokens) of the calls."""
+
+DECODING: dict[str, tuple[tuple[int, int], ...]] = {
+    "cuda": ((1, 512), (1, 8192), (16, 2048), (64, 1024), (16, 8192)),
+    "cpu": ((1, 128), (1, 1024), (4, 512), (8, 1024)),
+}
+"""(batch, keys) of the calls with one query, forward alone."""
+
+VARIANTS: tuple[dict[str, Any], ...] = (
+    {"causal": True},
+    {"head_dim": 64, "value_dim": 64},
+    {"causal": True, "num_kv_heads": 2},
+    {"causal": True, "documents": 4},
+    {"mask": "keys"},
+    {"causal": True, "window": (127, 0)},
+    {"dtype": "other"},
+    {"causal": True, "softcap": 30.0},
+    {"mask": "scores", "num_kv_heads": 2},
+    {"bias": "scores"},
+    {"causal": True, "sinks": True, "num_kv_heads": 2},
+    {"head_dim": 32, "value_dim": 32},
+    {"causal": True, "head_dim": 256, "value_dim": 256},
+    {"causal": True, "alibi": True},
+    {"dtype": "other", "causal": True, "documents": 3},
+    {"causal": True, "head_dim": 96, "value_dim": 96, "num_kv_heads": 2},
+)
+"""What each shape is combined with."""
+
+
+class Case(NamedTuple):
+    """One measured call: its number in the grid, its spec, and each backend's entry (``timing.measure``)."""
+
+    number: int
+    spec: AttentionSpec
+    entries: dict[str, Entry]
+
+    @property
+    def times(self) -> dict[str, float]:
+        """The microseconds of the backends with right numbers."""
+        return right_times(self.entries, self.spec.dtype)
+
+
+Models = dict[bool, dict[str, Model]]
+"""By direction (True for training), then by backend."""
 
 
 def tune(
     device: Annotated[str | None, typer.Option(help="cpu, or cuda (the GPU here). Default: the GPU, else cpu.")] = None,
     framework: Annotated[str, typer.Option(help="torch, or jax on a CPU. A GPU has one table for both.")] = "torch",
-    minutes: Annotated[float, typer.Option(min=0.01, help="How long to measure.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Of the random calls.")] = 1,
+    minutes: Annotated[float, typer.Option(min=0.01, help="Start no new call after this time.")] = 3.0,
 ) -> None:
-    """Measure this machine for a minute, and let automatic choice follow the measurements.
+    """Measure this machine for a few minutes, and let automatic choice follow the measurements.
 
     Writes a table into the configuration folder. New processes use it as long as the device and the versions of the
-    packages stay the same; delete the file to return to the package's own table.
+    packages stay the same; delete the file to return to the package's own table. Prints what the choice costs: its time
+    over that of the fastest backend, for calls that the models did not see, and for all.
 
     Exit code: 0 on success; 1 if there was no time for enough calls, or the device failed; 2 for invalid options.
     """
     try:
-        target = device_of(device or ("cpu" if framework == "jax" else None), framework)
-        if framework == "jax" and target != "cpu":
+        target = Target.here(framework, device_of(device or ("cpu" if framework == "jax" else None), framework))
+        if framework == "jax" and target.device != "cpu":
             raise SpecError(
-                f"--framework=jax --device={target}: a GPU's table is measured in torch; use --framework torch"
+                f"--framework=jax --device={target.device}: a GPU's table is measured in torch; use --framework torch"
             )
-        path = user_path(framework, target)
+        path = tables.user_path(framework, target.device)
         # ``write_table`` makes the folders, so that an interrupted run leaves none behind.
         check_place(next(folder for folder in path.parents if folder.exists()) / path.name)
-        sweep = Sweep(target, (), ROUNDS, False, framework)
-        _measure(sweep, seed, 60 * minutes)
+        cases = _measure(target, 60 * minutes)
     except SpecError as error:
         complain(error)
         raise typer.Exit(2) from None
     except DeviceLostError as error:
         complain(f"the device failed and cannot be used again: {error}; nothing was written")
         raise typer.Exit(1) from None
-    shipped = shipped_table(framework, target)
-    fitting = Fitting(sweep.raw, None if shipped is None else shipped.models)
-    if not all(fitting.models.values()):
-        complain(f"{len(fitting.records)} measured calls are too few; try --minutes {5 * minutes:g}")
+    held = [case for case in cases if case.number % HELD_OUT == 0]
+    first = fitted([case for case in cases if case.number % HELD_OUT], target, held)
+    models = fitted(cases, target, held, first)
+    if not all(models.values()):
+        complain(f"{len(cases)} measured calls are too few; try --minutes {5 * minutes:g}")
         raise typer.Exit(1)
+    choices = {
+        "this table, calls held out of its fit": costs(held, target, first),
+        "this table, all calls": costs(cases, target, models),
+        "the static order, all calls": costs(cases, target, None),
+    }
     try:
-        write_table(fitting.table() | {"versions": versions(), "device_name": device_name(target)}, path)
+        tables.write_table(_table(cases, target, models, choices["this table, calls held out of its fit"]), path)
     except SpecError as error:
         complain(error)
         raise typer.Exit(1) from None
-    typer.echo(regret_table(fitting))
+    typer.echo(_report(choices))
     typer.echo(f"wrote {path}; automatic choice follows it in new processes, and `attn doctor` shows it")
 
 
-def _measure(sweep: Sweep, seed: int, seconds: float) -> None:
+def device_of(requested: str | None, framework: str) -> str:
+    """Returns the device to measure: the requested one, else the GPU of this machine, else "cpu".
+
+    Raises:
+        SpecError: if this machine does not have the device, or no models exist for its kind.
+    """
+    check_framework(framework)
+    if find_spec(framework) is None:
+        raise SpecError(f"timing needs {framework}, which is not installed; install {framework}")
+    here = [device for device in devices_of(framework) if backends.kind_of(device) in SHAPES]
+    # devices_of lists the CPU first, so the last device is a GPU if there is one.
+    device = here[-1] if requested is None else device_named(requested, framework)
+    if device not in here:
+        raise SpecError(f"--device={device}: expected a device of this machine that can be timed: {', '.join(here)}")
+    return device
+
+
+# The grid
+
+
+def grid(device: str) -> list[tuple[AttentionSpec, tuple[int, ...] | None]]:
+    """Returns the calls of a device with their documents, so mixed that the first ones are of all kinds."""
+    kind = backends.kind_of(device)
+    calls = [_call(device, *shape, variant) for shape in SHAPES[kind] for variant in VARIANTS]
+    for batch, keys in DECODING[kind]:
+        for variant in ({"causal": True, "num_kv_heads": 2}, {"causal": True}, {"mask": "keys", "num_kv_heads": 2}):
+            calls.append(_call(device, batch, keys, variant | {"q_len": 1}))
+    calls = list(dict.fromkeys(calls))  # rows that are packed may become the same call
+    step = next(step for step in range(29, len(calls)) if math.gcd(step, len(calls)) == 1)
+    return [calls[place * step % len(calls)] for place in range(len(calls))]
+
+
+def _call(device: str, batch: int, tokens: int, variant: dict[str, Any]) -> tuple[AttentionSpec, Any]:
+    usual = defaults_on(device).dtype
+    on_cpu = device == "cpu"
+    other = "bfloat16" if on_cpu else "float32"
+    options: dict[str, Any] = {"num_heads": 8 if on_cpu else 16, "head_dim": 64 if on_cpu else 128, "dtype": usual}
+    options |= {"value_dim": options["head_dim"], "num_kv_heads": options["num_heads"], "batch": batch}
+    options |= {"q_len": tokens, "kv_len": tokens} | variant
+    if options["dtype"] == "other":
+        options["dtype"] = other
+    documents = None
+    if count := options.pop("documents", None):
+        # Uneven, as documents are: 1, 2, 3, ... parts of the tokens.
+        tokens *= batch
+        ends = [tokens * part * (part + 1) // (count * (count + 1)) for part in range(count + 1)]
+        documents = tuple(end - begin for begin, end in pairwise(ends))
+        longest = max(documents)
+        options |= {"batch": 1, "q_len": tokens, "kv_len": tokens, "documents": count}
+        options |= {"max_len_q": longest, "max_len_k": longest}
+    for name in ("mask", "bias"):
+        if rows := options.pop(name, None):
+            heads = options["num_heads"] if name == "bias" else 1
+            options[f"{name}_shape"] = (options["batch"], heads, 1 if rows == "keys" else options["q_len"], tokens)
+    if options.pop("alibi", False):
+        options["alibi_shape"] = (options["num_heads"],)
+    return AttentionSpec(**options), documents
+
+
+# Measuring
+
+
+def _measure(target: Target, seconds: float) -> list[Case]:
+    """Measures the grid in both directions, until time is up."""
+    began, calls = perf_counter(), grid(target.device)
+    cases: list[Case] = []
     # Progress goes to stderr, so that stdout has only the result.
-    with Stages(Console(stderr=True)) as stages, stages.stage(MEASURING, None, seconds) as advance:
+    with Stages(Console(stderr=True)) as stages, stages.stage("measuring calls", 2 * len(calls), seconds) as advance:
+        for number, (spec, documents) in enumerate(calls):
+            for training in (False, True):
+                if perf_counter() - began > seconds:
+                    return cases
+                if not (training and spec.q_len == 1):
+                    case = measured(replace(spec, needs_backward=training), documents, target, number)
+                    cases.append(case)
+                    stages.log(_line(case))
+                advance()
+    return cases
 
-        def done(record: Record) -> None:
-            stages.log(line_of(record))
-            advance()
 
-        sweep.run(random_calls(seed, sweep.target.kind), seconds, done)
+def measured(spec: AttentionSpec, documents: tuple[int, ...] | None, target: Target, number: int) -> Case:
+    """Times a call on the backends that automatic choice may take for it."""
+    here = able(spec, target)
+    # In the usual order, so that the first result comes from a fast backend and slow ones are recognised.
+    names = [name for name in backends.usual_order(target.framework, target.kind) if name in here]
+    scores = spec.batch * spec.num_heads * spec.q_len * spec.kv_len
+    others = [name for name in names if name not in ("math", "flex")]
+    if others and scores >= MOST_SCORES:
+        names = [name for name in names if name != "math"]
+    if names != ["flex"] and number % FLEX_EVERY:
+        names = [name for name in names if name != "flex"]
+    info = None if documents is None else SeqInfo.from_lengths(documents)
+    entries = timed(draw(spec, info), target.framework, target.device, names, ROUNDS, beside=False)
+    return Case(number, spec, entries)
+
+
+def _line(case: Case) -> str:
+    times = case.times
+    shown = ", ".join(f"{name} {time:.0f}" for time, name in sorted((time, name) for name, time in times.items()))
+    wrong = [name for name in case.entries if name not in times]
+    return f"{escape(str(case.spec))}, µs: {shown}" + "".join(
+        f"; [red]{name} failed or is wrong[/red]" for name in wrong
+    )
+
+
+# Models, and what a choice by them costs
+
+
+def _start(target: Target) -> Mapping[bool, Mapping[str, Model]]:
+    table = tables.shipped_table(target.framework, target.device)
+    if table is None and target.kind == "cuda":
+        table = tables.shipped_table(target.framework, NEAREST)
+    return {} if table is None else table.models
+
+
+def fitted(cases: list[Case], target: Target, held: list[Case], blind: Models | None = None) -> Models:
+    """Returns the models of the backends with enough measured calls.
+
+    Args:
+        held: the cases that tell the models' errors.
+        blind: models that did not see these; None for the result itself.
+    """
+    samples: dict[tuple[bool, str], list[Sample]] = {}
+    for case in cases:
+        times = case.times
+        kind, sizes = kind_of_call(case.spec), _sizes(case.spec, target)
+        for name, time in times.items():
+            # Where a backend is far from the best, its exact time decides nothing.
+            weight = 1 / (1 + (math.log(time / min(times.values())) / 2) ** 2)
+            host = min(time, case.entries[name]["host"]) if target.kind == "cuda" else 0.0
+            samples.setdefault((case.spec.needs_backward, name), []).append(Sample(kind, sizes, time, host, weight))
+    start, models = _start(target), Models({False: {}, True: {}})
+    for (training, name), each in samples.items():
+        first = start.get(training, {}).get(name)
+        if len(each) >= (FEWEST if first is None else FEWEST_AFTER_START):
+            models[training][name] = fit(each, first)
+    for training, named in models.items():
+        for name, model in named.items():
+            judged = (blind or models)[training].get(name, model)
+            named[name] = model._replace(error=_error(name, judged, training, held, target))
+    return models
+
+
+def _error(name: str, model: Model, training: bool, held: list[Case], target: Target) -> float:
+    """Returns the root mean square error of log time, as if two more calls had been wrong by a factor of 1.6."""
+    squares = 2 * [math.log(1.6) ** 2]
+    for case in held:
+        if case.spec.needs_backward is training and (time := case.times.get(name)):
+            predicted = microseconds(model, kind_of_call(case.spec), _sizes(case.spec, target))
+            squares.append(min(1.0, math.log(predicted / time) ** 2))
+    return math.sqrt(sum(squares) / len(squares))
+
+
+def _sizes(spec: AttentionSpec, target: Target) -> Sizes:
+    return sizes_of_call(spec, TILE[target.kind], _processors(target))
+
+
+def _processors(target: Target) -> int:
+    if target.device == "cpu":
+        return PROCESSORS
+    import torch
+
+    return int(torch.cuda.get_device_properties(0).multi_processor_count)
+
+
+def costs(cases: list[Case], target: Target, models: Models | None) -> dict[str, dict[str, Any]]:
+    """Returns what the choice by models costs, by direction: how many cases, the mean, the worst and its call.
+
+    The cost is the time of the chosen backend over that of the fastest. Without models, the static order chooses.
+    """
+    usual = backends.usual_order(target.framework, target.kind)
+    result = {}
+    for direction, training in tables.DIRECTIONS.items():
+        ratios = []
+        for case in (case for case in cases if case.times and case.spec.needs_backward is training):
+            times = case.times
+            order = usual if models is None else ranking(_predicted(case.spec, target, models), usual)
+            chosen, best = next(name for name in order if name in times), min(times, key=times.__getitem__)
+            ratios.append((times[chosen] / times[best], f"{case.spec}: {chosen} for {best}"))
+        if ratios:
+            mean, (worst, where) = geometric_mean(ratio for ratio, _ in ratios), max(ratios)
+            result[direction] = {"cases": len(ratios), "geometric mean": mean, "worst": worst, "worst case": where}
+    return result
+
+
+def _predicted(spec: AttentionSpec, target: Target, models: Models) -> dict[str, float]:
+    kind, sizes = kind_of_call(spec), _sizes(spec, target)
+    known = models[spec.needs_backward].items()
+    return {name: caution(name, model.error) * microseconds(model, kind, sizes) for name, model in known}
+
+
+def _report(choices: dict[str, dict[str, dict[str, Any]]]) -> str:
+    lines = ["| choice | direction | calls | geometric mean | worst | where |", "|---" * 6 + "|"]
+    for name, chosen in choices.items():
+        for direction, facts in chosen.items():
+            numbers = f"{facts['geometric mean']:.3f} | {facts['worst']:.2f} | {facts['worst case']}"
+            lines.append(f"| {name} | {direction} | {facts['cases']} | {numbers} |")
+    return "\n".join([*lines, "\nThe time of the chosen backend over that of the fastest.\n"])
+
+
+def _table(cases: list[Case], target: Target, models: Models, held_out: dict[str, Any]) -> dict[str, Any]:
+    """Returns the content of the file, in the format of the package's tables."""
+    return {
+        "format": tables.FORMAT,
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "device": target.device,
+        "device_name": tables.device_name(target.device),
+        "framework": target.framework,
+        "versions": tables.versions(),
+        "tile": TILE[target.kind],
+        "processors": _processors(target),
+        "calls": len({replace(case.spec, needs_backward=False) for case in cases}),
+        "held_out": held_out,
+        "models": {
+            direction: {name: tables.plain_model(model) for name, model in models[training].items()}
+            for direction, training in tables.DIRECTIONS.items()
+        },
+    }

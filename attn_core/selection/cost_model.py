@@ -1,4 +1,4 @@
-"""The time of a call on each backend, by a model that was fitted to measured times (``fit.py``).
+"""The time of a call on each backend, by a model that was fitted to measured times.
 
 For one backend and direction, in microseconds::
 

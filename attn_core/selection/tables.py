@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from attn_core.selection.cost_model import FACTORS, RATES, Model
-from attn_core.selection.whole_file import read_json
+from attn_core.selection.whole_file import names_file, read_json, write_whole
 
 FORMAT = 4
 """Of the tables. A table in another format is not read."""
@@ -173,3 +173,20 @@ def plain_model(model: Model) -> dict[str, Any]:
             factors.setdefault(group, {})[name] = round(value, 3)
     rates = {name: round(value, 4) for name, value in zip(RATES, model.rates, strict=True)}
     return {"rates": rates, "factors": factors, "error": round(model.error, 4)}
+
+
+def write_table(table: dict[str, Any], path: Path) -> None:
+    """Writes a table as JSON with a line for each model, so that diffs of two files are readable.
+
+    Raises:
+        SpecError: if the file cannot be written. An earlier file is unchanged.
+    """
+    head = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in table.items() if name != "models"]
+    directions = []
+    for direction, models in table["models"].items():
+        lines = ",\n".join(f"   {json.dumps(name)}: {json.dumps(model)}" for name, model in models.items())
+        directions.append(f"  {json.dumps(direction)}: {{\n{lines}\n  }}")
+    text = "".join(f" {line},\n" for line in head)
+    with names_file(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(f'{{\n{text} "models": {{\n' + ",\n".join(directions) + "\n }\n}\n", path)

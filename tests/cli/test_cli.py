@@ -35,7 +35,7 @@ def test_version_prints_the_version() -> None:
     assert attn("--version").stdout == f"attn-core {attn_core.__version__}\n"
 
 
-COMMANDS = ["doctor", "explain", "compare", "bench", "mask", "context-plan"]
+COMMANDS = ["doctor", "explain", "compare", "mask", "context-plan"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -322,11 +322,11 @@ def test_mask_refuses_calls_that_it_cannot_draw(arguments: list[str]) -> None:
 # compare runs kernels
 
 
-def test_compare_prints_errors_bits_and_times(tmp_path: Path) -> None:
+def test_compare_prints_errors_bits_and_times() -> None:
     pytest.importorskip("torch")
     pytest.importorskip("jax")
     arguments = ["--q-len", "13", "--heads", "6", "--kv-heads", "3", "--causal", "--gradients", "--repeats", "1"]
-    done = attn("compare", *arguments, "--json", "--plot", str(tmp_path / "compare.png"))
+    done = attn("compare", *arguments, "--json")
     assert done.exit_code == 0, done.output
     actual = json.loads(done.stdout)
     ran = [row for row in actual["rows"] if "milliseconds" in row]
@@ -335,7 +335,53 @@ def test_compare_prints_errors_bits_and_times(tmp_path: Path) -> None:
         assert row["ok"] and set(row["quantities"]) == {"out", "dq", "dk", "dv"}, row
     assert actual["bit_equal"]["sdpa_flash"] is True
     assert actual["bit_equal"]["math"] is True
-    assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_compare_times_each_backend_beside_the_framework() -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("jax")
+    arguments = ["compare", "--time", "--q-len", "13", "--heads", "4", "--kv-heads", "2", "--causal", "--repeats", "2"]
+    lines = on_80_columns(*arguments)
+    assert lines[0].startswith("float32, batch 1, q_len 13") and "needs_backward" not in lines[0]
+    assert lines[2].split() == ["backend", "in", "forward", "ratio", "training", "ratio"]
+    rows = {tuple(line.split()[:2]): line for line in lines[3:]}
+    assert {("sdpa_flash", "torch"), ("math", "torch"), ("F.sdpa", "torch"), ("jax_xla", "jax"), ("jax.nn", "jax")} <= {
+        *rows
+    }
+    assert rows["sdpa_flash", "torch"].count("*") == 2, "automatic choice"
+    for framework in ("torch", "jax"):
+        lines = [f"{line} " for (_, where), line in rows.items() if where == framework]
+        assert sum(line.count(" 1.00 ") for line in lines) >= 2, lines
+    timed = json.loads(attn(*arguments, "--json").stdout)["rows"]
+    for row in timed:
+        for direction, entry in row["entries"].items():
+            assert len(entry["microseconds"]) in (1, 2) and entry["median"] > 0 and entry["difference"] < 1e-4, (
+                row,
+                direction,
+            )
+
+
+def test_compare_times_packed_documents() -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("jax")
+    lines = on_80_columns("compare", "--time", "--heads", "2", "--lengths", "3,0,5", "--repeats", "1")
+    assert {"sdpa_flash", "jax_xla"} <= {line.split()[0] for line in lines if line}
+    assert not {"F.sdpa", "jax.nn"} & {line.split()[0] for line in lines if line}, "they take no documents"
+
+
+def test_compare_times_name_what_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+
+    def timed(trial, framework, device, names, rounds):
+        return {"sdpa_flash": {"median": 2.0, "difference": 0.0}, "math": {"median": 9.0, "difference": 0.5}} | {
+            "flex": {"failed": "ValueError: no"}
+        }
+
+    monkeypatch.setattr(attn_core.cli.comparison, "timed", timed)
+    done = attn("compare", "--time", "--q-len", "5")
+    assert done.exit_code == 1
+    assert "math in torch, forward: WRONG: it differs by 0.5" in done.stdout
+    assert "flex in torch, training: FAILED: ValueError: no" in done.stdout
 
 
 @pytest.mark.parametrize(

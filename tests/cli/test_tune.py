@@ -7,20 +7,23 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
 import pytest
+from quick_calls import QUICK
 from typer.testing import CliRunner
 
 from attn_core.cli import tune as command
 from attn_core.cli.app import app
-from attn_core.selection import cross_validation
-from attn_core.selection.sweep import QUICK
-from attn_core.selection.tables import table_in_force, user_path
+from attn_core.selection import Target
+from attn_core.selection.tables import plain_model, table_in_force, table_of, user_path
+from benchmarks.fit.records import measured_records, read, record_spec
 
 pytest.importorskip("torch")
+
+ROOT = Path(__file__).resolve().parents[2]
+CALLS = [(case.spec, case.lengths) for case in QUICK]
 
 
 @pytest.fixture(autouse=True)
@@ -37,12 +40,14 @@ def attn(*arguments: str) -> Any:
 
 @pytest.mark.slow
 def test_tune_writes_a_table_that_new_processes_follow(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "random_calls", lambda seed, kind: iter(QUICK))
-    monkeypatch.setattr(cross_validation, "FEWEST", 2)
+    monkeypatch.setattr(command, "grid", lambda device: CALLS)
+    monkeypatch.setattr(command, "FEWEST", 2)
     done = attn("tune", "--device", "cpu", "--minutes", "5")
     assert done.exit_code == 0, done.output
     path = folder / "attn-core/torch-cpu.json"
-    assert f"wrote {path}" in done.stdout.replace("\n", " ") and "| predicted order, unseen calls |" in done.stdout
+    assert (
+        f"wrote {path}" in done.stdout.replace("\n", " ") and "| this table, calls held out of its fit |" in done.stdout
+    )
     content = json.loads(path.read_text(encoding="utf-8"))
     assert content["calls"] == len(QUICK) and {"math", "sdpa_flash"} <= set(content["models"]["training"])
     explain = [sys.executable, "-m", "attn_core", "explain", "--heads", "2", "--kv-heads", "2", "--head-dim", "8"]
@@ -56,8 +61,7 @@ def test_tune_writes_a_table_that_new_processes_follow(folder: Path, monkeypatch
 
 
 def test_tune_without_time_for_enough_calls_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "random_calls", lambda seed, kind: iter(QUICK[:1]))
-    monkeypatch.setattr(command, "shipped_table", lambda framework, device: None)
+    monkeypatch.setattr(command, "grid", lambda device: CALLS[:1])
     done = attn("tune", "--device", "cpu", "--minutes", "2")
     assert done.exit_code == 1
     assert "are too few; try --minutes 10" in done.stderr
@@ -65,10 +69,46 @@ def test_tune_without_time_for_enough_calls_writes_nothing(monkeypatch: pytest.M
 
 
 def test_tune_stops_when_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    endless = chain.from_iterable(repeat(QUICK[:1]))
-    monkeypatch.setattr(command, "random_calls", lambda seed, kind: endless)
-    monkeypatch.setattr(command, "shipped_table", lambda framework, device: None)
+    monkeypatch.setattr(command, "grid", lambda device: 10_000 * CALLS[:1])
     assert attn("tune", "--device", "cpu", "--minutes", "0.01").exit_code == 1
+
+
+@pytest.mark.parametrize("device", ["cpu", "sm80", "sm75"])
+def test_the_grid_has_calls_of_every_kind_from_its_start(device: str) -> None:
+    calls = command.grid(device)
+    assert len({(spec, documents) for spec, documents in calls}) == len(calls) > 100
+    for part in (calls[: len(calls) // 2], calls):
+        specs = [spec for spec, _ in part]
+        for name in ("mask_shape", "bias_shape", "alibi_shape", "softcap", "documents"):
+            assert {getattr(spec, name) is None for spec in specs} == {True, False}, name
+        assert {spec.causal for spec in specs} == {spec.sinks for spec in specs} == {True, False}
+        assert any(spec.q_len == 1 for spec in specs) and len({spec.dtype for spec in specs}) == 2
+    for spec, documents in calls:
+        assert (documents is not None) is spec.packed
+        if documents is not None:
+            assert (sum(documents), len(documents), max(documents)) == (spec.q_len, spec.documents, spec.max_len_q)
+
+
+@pytest.mark.slow
+def test_a_table_of_few_calls_chooses_well_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an H100: two hundred stored times in place of the grid, the others unseen, and the H200's models to start."""
+    monkeypatch.setattr(command, "_processors", lambda target: 132)
+    target, cases = Target("torch", "sm90"), []
+    for number, record in enumerate(measured_records(read(ROOT / "benchmarks/results/sweep-sm90-h100.json"))):
+        cases.append(command.Case(number, record_spec(record), record["backends"]))
+    measured, others = cases[:200], cases[200:]
+    models = command.fitted(measured, target, others[:60])
+    for few, mean in ((measured, 1.02), (others, 1.06)):
+        for direction, facts in command.costs(few, target, models).items():
+            assert facts["geometric mean"] < mean, (direction, facts)
+    static = command.costs(others, target, None)
+    assert all(facts["geometric mean"] > 1.1 for facts in static.values())
+    content = command._table(measured, target, models, {})
+    assert json.loads(json.dumps(content)) == content
+    for training, named in table_of(content).models.items():
+        assert {name: plain_model(model) for name, model in named.items()} == {
+            name: plain_model(model) for name, model in models[training].items()
+        }
 
 
 @pytest.mark.parametrize(

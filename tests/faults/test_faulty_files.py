@@ -21,16 +21,14 @@ from attn_core.errors import SpecError
 from attn_core.selection import tables, whole_file
 from attn_core.selection.tables import device_name, shipped_table, table_in_force, user_path, versions
 from attn_core.selection.whole_file import check_place, read_json, write_whole
+from benchmarks.fit.records import read
 
 CALL = ("--heads", "2", "--head-dim", "8", "--q-len", "4")
 EARLIER = "the earlier content"
 
 WRITERS: dict[str, tuple[str, ...]] = {
     "mask": ("mask", *CALL, "--png"),
-    "compare": ("compare", *CALL, "--repeats", "1", "--plot"),
     "campaign": ("campaign", "--minutes", "0.01", "--json"),
-    "bench --json": ("bench", "--quick", "--device", "cpu", "--only", "no such case", "--json"),
-    "bench --plot": ("bench", "--quick", "--device", "cpu", "--only", "no such case", "--plot"),
 }
 """Every command that writes a file, without the file's name, which comes last."""
 
@@ -69,7 +67,7 @@ def test_a_command_names_a_place_that_it_cannot_write(command: str, place: str, 
     assert sorted(each.name for each in tmp_path.iterdir()) == ["a folder.png", "in a file"]
 
 
-@pytest.mark.parametrize("command", ["mask", "compare", "campaign"])
+@pytest.mark.parametrize("command", ["mask", "campaign"])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EDQUOT])
 def test_a_full_or_read_only_disk_keeps_the_earlier_file(
     command: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -151,7 +149,7 @@ UNREADABLE: dict[str, Callable[[Path], Any]] = {
     "a folder": a_folder,
     "a number of 5,000 digits": text("9" * 5000),
 }
-WRONG_BENCH: dict[str, Callable[[Path], Any]] = {
+WRONG_SWEEP: dict[str, Callable[[Path], Any]] = {
     "a list": text("[]"),
     "another format": text('{"format": 2}'),
     "no cases": text('{"format": 1, "seconds": 1}'),
@@ -161,13 +159,12 @@ WRONG_BENCH: dict[str, Callable[[Path], Any]] = {
 }
 
 
-@pytest.mark.parametrize("make", [*UNREADABLE.values(), *WRONG_BENCH.values()], ids=[*UNREADABLE, *WRONG_BENCH])
-def test_a_file_of_bench_that_is_none(make: Callable[[Path], Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("make", [*UNREADABLE.values(), *WRONG_SWEEP.values()], ids=[*UNREADABLE, *WRONG_SWEEP])
+def test_a_file_of_a_sweep_that_is_none(make: Callable[[Path], Any], tmp_path: Path) -> None:
     path = tmp_path / "file.json"
     make(path)
-    result = run("bench", "--quick", "--device", "cpu", "--resume", "--json", str(path))
-    assert result.exit_code == 2 and isinstance(result.exception, SystemExit), result.exception
-    assert "file.json: " in " ".join(result.stderr.split())
+    with pytest.raises(SpecError, match=r"file\.json: "):
+        read(path)
 
 
 @pytest.mark.parametrize("make", [*UNREADABLE.values(), text("[]"), text('{"format": 1}')])

@@ -88,7 +88,6 @@ def scene_commands(folder: str) -> dict[str, Any]:
     result = {}
     for name, options in {
         "campaign": ["--minutes", "5", "--only", "torch attention"],
-        "bench": ["--device", "cpu", "--calls", "300", "--rounds", "1"],
     }.items():
         file = Path(folder) / f"{name}.json"
         child = os.fork()

@@ -21,9 +21,7 @@ from typer.testing import CliRunner
 from attn_core import backends
 from attn_core.backends.support import Support
 from attn_core.cli.app import app
-from attn_core.cli.bench_sweep import read
-from attn_core.selection.cross_validation import Fitting
-from benchmarks import report, sweep_report, tables
+from benchmarks import report, tables
 from benchmarks.masks import GALLERY
 from tools.pages import __main__ as pages
 from tools.pages import devices, plans
@@ -242,16 +240,6 @@ def test_the_tables_of_whole_models_show_failures_and_wrong_results() -> None:
     failures = tables.failures(result)
     assert "- F, prefill: eager: MemoryError: none left" in failures and "- not run: flex, G: after 9 s" in failures
     assert "- F, prefill: sdpa: error 9.0 times that of eager" in failures
-
-
-@pytest.mark.parametrize("stem", sorted(file.stem for file in RESULTS.glob("sweep-*.json")))
-def test_the_pages_of_sweeps_show_the_stored_results(stem: str) -> None:
-    raw, plots = read(RESULTS / f"{stem}.json"), [f"{stem}-errors.png", f"{stem}-regret.png"]
-    assert sweep_report.stem_of(raw) == stem
-    result = f"benchmarks/results/{stem}.json"
-    stale = f"stale: run python -m benchmarks.sweep_report {result} --write benchmarks/results"
-    assert (RESULTS / f"{stem}.md").read_text(encoding="utf-8") == sweep_report.page(Fitting(raw), plots), stale
-    assert all((RESULTS / name).is_file() for name in plots)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

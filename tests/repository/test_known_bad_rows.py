@@ -15,7 +15,7 @@ from attn_core import AttentionSpec, backends
 from attn_core.backends.shared import known_bad
 from attn_core.backends.shared.known_bad import EVERY_CALL, QUANTITIES, RELATIONS, Row, refusals, versioned_package
 from attn_core.cli.certify.known_rows import CALLS
-from attn_core.selection.random_calls import random_call
+from benchmarks.fit.calls import random_call
 from tools.pages import known_bad as known_bad_page
 
 ROOT = Path(__file__).parents[2]

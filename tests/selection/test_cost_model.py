@@ -15,17 +15,25 @@ import numpy as np
 import pytest
 from cost_tables import made_up_model
 
+from attn_core.call.plain import plain_fields
 from attn_core.call.spec import AttentionSpec
 from attn_core.selection.cost_model import EFFECTS, FACTORS, LEAST_HOST, RATES, Model, Models, microseconds
-from attn_core.selection.cross_validation import Fitting, write_table
 from attn_core.selection.features import kind_of_call
-from attn_core.selection.fit import Sample, _Problem, fit
-from attn_core.selection.random_calls import random_calls
-from attn_core.selection.regret import measured_records, record_spec, regrets, right_times, static_order, summary
-from attn_core.selection.samples import LEAST_WEIGHT, samples_of
 from attn_core.selection.sizes import sizes_of_call
-from attn_core.selection.sweep import plain_fields
-from attn_core.selection.tables import table_of
+from attn_core.selection.tables import table_of, write_table
+from benchmarks.fit.calls import random_calls
+from benchmarks.fit.choice import Fitting
+from benchmarks.fit.models import Sample, _Problem, fit
+from benchmarks.fit.records import (
+    LEAST_WEIGHT,
+    measured_records,
+    record_spec,
+    regrets,
+    right_times,
+    samples_of,
+    static_order,
+    summary,
+)
 
 SPEC = AttentionSpec(
     batch=4, q_len=512, kv_len=512, num_heads=8, num_kv_heads=8, head_dim=64, value_dim=64, dtype="bfloat16"

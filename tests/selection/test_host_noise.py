@@ -6,8 +6,8 @@ from dataclasses import replace
 from itertools import islice
 
 from attn_core.selection.features import Kind, kind_of_call
-from attn_core.selection.host_noise import slowness
-from attn_core.selection.random_calls import random_calls
+from benchmarks.fit.calls import random_calls
+from benchmarks.fit.models import slowness
 
 BACKENDS = {"flash2": 20.0, "flash3": 30.0, "math": 90.0}
 

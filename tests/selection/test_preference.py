@@ -18,19 +18,20 @@ import pytest
 from cost_tables import made_up_model, made_up_table, tables_in_force
 from hypothesis import given
 from hypothesis import strategies as st
+from quick_calls import QUICK
 
 from attn_core import backends
 from attn_core.call import masks
 from attn_core.call.arithmetic import flops, pairs
+from attn_core.call.plain import plain_fields, spec_of
 from attn_core.call.spec import AttentionSpec
 from attn_core.selection import preference
 from attn_core.selection.cost_model import Model
 from attn_core.selection.features import kind_of_call
 from attn_core.selection.preference import order, predicted, ranking
-from attn_core.selection.random_calls import LIMITS, random_call, random_calls
 from attn_core.selection.sizes import sizes_of_call
-from attn_core.selection.sweep import QUICK, plain_fields, spec_of
 from attn_core.selection.tables import shipped_table
+from benchmarks.fit.calls import LIMITS, random_call, random_calls
 
 ROOT = Path(__file__).resolve().parents[2]
 SPEC = AttentionSpec(

@@ -22,7 +22,7 @@ from attn_core.call.pages import PagedKV
 from attn_core.call.spec import DTYPES
 from attn_core.cli.drawn_functions import fields_of
 from attn_core.selection import choice, explanation, explanation_text, preference, same_bits
-from attn_core.selection.random_calls import random_call
+from benchmarks.fit.calls import random_call
 from torch_frontend.dispatch import plan, plan_cache
 
 pytestmark = pytest.mark.sampled

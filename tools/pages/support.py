@@ -141,7 +141,7 @@ def _preference() -> str:
     ]
     lines.append(
         "\n`any` is every device without a line of its own: a TPU, or a GPU of AMD, Apple or Intel.\n"
-        "On a device that was measured, the order depends on the call and follows the measurements (`attn bench`).\n"
+        "On a device that was measured, the order depends on the call and follows the measurements.\n"
         "Backends that no line and no measurement names run only when requested by name. So do approximate backends,\n"
         "and backends that this project never ran on such a device.\n\n"
         "In forward mode, one of these computes the tangents:\n"

@@ -6,10 +6,10 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from attn_core.call.plain import plain_fields, spec_of
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.spec import AttentionSpec
 from attn_core.errors import SpecError
-from attn_core.selection.sweep import plain_fields, spec_of
 
 LONGEST_TEXT = 64 * 1024
 """Characters. A reproducer has a few hundred; a longer text is no reproducer."""

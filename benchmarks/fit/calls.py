@@ -1,4 +1,4 @@
-"""The calls that ``attn bench`` and ``attn tune`` measure: drawn at random from a distribution of real calls.
+"""The calls of a sweep as data: drawn at random from a distribution of real calls.
 
 ``random_call(seed, number, kind)`` returns the same call on every machine and in every process. The distribution, as
 shares of the calls:
@@ -20,13 +20,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any, NamedTuple
 
 from attn_core.call.arithmetic import flops
 from attn_core.call.spec import AttentionSpec
-from attn_core.selection.sweep import SweepCase
+
+
+@dataclass(frozen=True)
+class SweepCase:
+    """One call to measure.
+
+    Attributes:
+        name: unique in a sweep; describes the call.
+        spec: the call, without a backward.
+        lengths: the tokens of each packed document, queries and keys alike; None when not packed.
+        training: whether its gradients are measured as well.
+        number: of the call among the calls of its seed.
+    """
+
+    name: str
+    spec: AttentionSpec
+    lengths: tuple[int, ...] | None = None
+    training: bool = True
+    number: int = 0
+
 
 HEADS = (
     *((8, 8), (12, 12), (16, 16), (16, 16), (24, 24), (32, 32), (40, 40), (64, 64), (10, 10), (4, 4)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter, sleep
 from typing import Any, NamedTuple
 
@@ -32,11 +32,29 @@ VERY_LONG = 0.5
 LONG, LONG_ROUNDS = 0.03, 2
 """Calls of this many seconds run in two rounds at most. A call that is also BEHIND is timed once."""
 
+AGREEMENT = {"bfloat16": 0.05, "float16": 0.02, "float32": 0.01, "float64": 1e-5}
+"""The largest allowed difference from the first backend's results, relative to their largest value."""
+
 Queue = tuple[float, float]
 """Seconds per call of a queue of calls: until the last result is there, and until the host has issued the last call."""
 
 Entry = dict[str, Any]
-Run = Callable[[str], tuple[Any, ...]]
+
+
+class Calls(NamedTuple):
+    """One call on several backends.
+
+    Attributes:
+        run: makes the call on a backend by name, and returns its results.
+        wait: waits until results are there; None if ``run`` waits itself.
+        cuda_events: whether torch's events on a CUDA stream measure the device's time. Then nothing waits for results.
+        pause: seconds before each backend's turn.
+    """
+
+    run: Callable[[str], tuple[Any, ...]]
+    wait: Callable[[Any], Any] | None = None
+    cuda_events: bool = False
+    pause: float = 0.0
 
 
 class DeviceLostError(RuntimeError):
@@ -50,7 +68,7 @@ class Timing(NamedTuple):
     reference: str | None
 
 
-def measure(run: Run, names: list[str], rounds: int, device: Any) -> Timing:
+def measure(call: Calls, names: Sequence[str], rounds: int) -> Timing:
     """Measures microseconds per call of each backend in each round; the backends take turns within a round.
 
     Returns:
@@ -64,13 +82,12 @@ def measure(run: Run, names: list[str], rounds: int, device: Any) -> Timing:
     reference = None
     for name in names:
         try:
-            outcome, alone[name] = _warm_up(run, name, device, min(alone.values(), default=(0.0, 0.0))[0])
-            outcome = tuple(map(_tensor, outcome))
+            outcome, alone[name] = _warm_up(call, name, min(alone.values(), default=(0.0, 0.0))[0])
         except Exception as error:  # a backend that raises is a result to report
             entries[name] = {"failed": _one_line(error)}
-            _check_device(device, name)
+            _check_device(call, name)
             continue
-        if not all(bool(result.isfinite().all()) for result in outcome):
+        if not all(bool((result - result == 0).all()) for result in outcome):  # inf - inf is NaN
             entries[name] = {"failed": "its results are not finite"}
             del alone[name]
             continue
@@ -80,7 +97,7 @@ def measure(run: Run, names: list[str], rounds: int, device: Any) -> Timing:
         del outcome  # frees the results on the device before the next backend runs
     fastest = min(alone.values(), default=(0.0, 0.0))[0]
     slow = {name: [alone.pop(name)] for name, queue in list(alone.items()) if _too_slow(queue[0], fastest)}
-    timings, lost = _rounds(run, alone, rounds, device)
+    timings, lost = _rounds(call, alone, rounds)
     for name, raised in lost.items():
         entries[name] = {"failed": _one_line(raised)}
     for name, timed in (timings | slow).items():
@@ -92,31 +109,51 @@ def measure(run: Run, names: list[str], rounds: int, device: Any) -> Timing:
     return Timing({name: entries[name] for name in names}, reference)
 
 
+def fastest_round(entry: Entry) -> float:
+    """Returns the microseconds of an entry's fastest round: what interferes with a round only makes it slower."""
+    rounds = entry.get("microseconds")
+    return min(rounds) if rounds else entry["median"]  # type: ignore[no-any-return]
+
+
+def broken(entries: Mapping[str, Entry], dtype: str) -> list[str]:
+    """Returns the backends that claim a call but raised, or whose numbers differ from the first backend's."""
+    return [
+        name
+        for name, entry in entries.items()
+        # "not <=" instead of ">", because a NaN difference must count as broken
+        if "failed" in entry or not entry.get("difference", 0.0) <= AGREEMENT[dtype]
+    ]
+
+
+def right_times(entries: Mapping[str, Entry], dtype: str) -> dict[str, float]:
+    """Returns the microseconds of the backends with right numbers."""
+    wrong = broken(entries, dtype)
+    return {name: fastest_round(entry) for name, entry in entries.items() if "median" in entry and name not in wrong}
+
+
 def _too_slow(seconds: float, fastest: float) -> bool:
     return seconds > TOO_SLOW * fastest or (seconds > LONG and seconds > BEHIND * fastest)
 
 
-def _warm_up(run: Run, name: str, device: Any, fastest: float) -> tuple[tuple[Any, ...], Queue]:
+def _warm_up(call: Calls, name: str, fastest: float) -> tuple[tuple[Any, ...], Queue]:
     """Calls a backend until it is compiled. Returns its results and the time of one call.
 
     Args:
         fastest: seconds of the fastest backend so far, or 0. A much slower one is timed only once.
     """
-    outcome = run(name)
-    first = _queue(run, name, 1, device)
+    outcome = call.run(name)
+    first = _queue(call, name, 1)
     if first[0] > LONG or (fastest and _too_slow(first[0], fastest)):
         # A single call may be slow for once: some backends prepare later calls in their second one.
-        first = min(first, _queue(run, name, 1, device)) if first[0] < VERY_LONG else first
+        first = min(first, _queue(call, name, 1)) if first[0] < VERY_LONG else first
         if first[0] > LONG or (fastest and _too_slow(first[0], fastest)):
             return outcome, first
     for _ in range(WARM_UPS - 1):
-        run(name)
-    return outcome, min(_queue(run, name, 1, device) for _ in range(2))
+        call.run(name)
+    return outcome, min(_queue(call, name, 1) for _ in range(2))
 
 
-def _rounds(
-    run: Run, alone: dict[str, Queue], rounds: int, device: Any
-) -> tuple[dict[str, list[Queue]], dict[str, Exception]]:
+def _rounds(call: Calls, alone: dict[str, Queue], rounds: int) -> tuple[dict[str, list[Queue]], dict[str, Exception]]:
     """Runs the rounds. Returns the times of each round, and the error of each backend that raised, by name.
 
     A backend that raises does not run in later rounds.
@@ -134,14 +171,14 @@ def _rounds(
             for name in list(calls) if number % 2 == 0 else reversed(calls):
                 if name in lost or number >= most[name]:
                     continue
-                sleep(getattr(run, "pause", 0.0))
+                sleep(call.pause)
                 try:
                     if calls[name] > 1:
-                        run(name)
-                    queues[name].append(_queue(run, name, calls[name], device))
+                        call.run(name)
+                    queues[name].append(_queue(call, name, calls[name]))
                 except Exception as error:  # such as running out of memory
                     lost[name] = error
-                    _check_device(device, name)
+                    _check_device(call, name)
     finally:
         gc.enable()
     return {name: times for name, times in queues.items() if name not in lost}, lost
@@ -153,43 +190,29 @@ def _round_limit(seconds: float, fastest: float, rounds: int) -> int:
     return min(rounds, LONG_ROUNDS) if seconds > LONG else rounds
 
 
-def _queue(run: Run, name: str, calls: int, device: Any) -> Queue:
-    """Returns the times of a queue of calls; the first one is the longer of the host's and the device's time.
-
-    device: of torch's tensors; the CPU for JAX, whose ``run`` waits for its results, or has a function ``wait`` for it.
-    """
-    if device.type != "cuda":
-        wait = getattr(run, "wait", None)
+def _queue(call: Calls, name: str, count: int) -> Queue:
+    """Returns the times of a queue of calls; the first one is the longer of the host's and the device's time."""
+    if not call.cuda_events:
         began = perf_counter()
-        for _ in range(calls):
-            results = run(name)
-        host = (perf_counter() - began) / calls
-        if wait is None:
+        for _ in range(count):
+            results = call.run(name)
+        host = (perf_counter() - began) / count
+        if call.wait is None:
             return host, host
-        wait(results)
-        return (perf_counter() - began) / calls, host
+        call.wait(results)
+        return (perf_counter() - began) / count, host
     import torch
 
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize(device)  # an idle device records the first event at once, so the host's time counts too
+    torch.cuda.synchronize()  # an idle device records the first event at once, so the host's time counts too
     began = perf_counter()
     begin.record()
-    for _ in range(calls):
-        run(name)
+    for _ in range(count):
+        call.run(name)
     host = perf_counter() - began
     end.record()
     end.synchronize()
-    return max(begin.elapsed_time(end) / 1e3, host) / calls, host / calls
-
-
-def _tensor(result: Any) -> Any:
-    """Returns a result of torch as it is, and one of JAX as a torch tensor."""
-    if hasattr(result, "isfinite"):
-        return result
-    import numpy as np
-    import torch
-
-    return torch.from_numpy(np.array(result, dtype=np.float32))
+    return max(begin.elapsed_time(end) / 1e3, host) / count, host / count
 
 
 def _difference(results: tuple[Any, ...], reference: tuple[Any, ...]) -> float:
@@ -197,19 +220,19 @@ def _difference(results: tuple[Any, ...], reference: tuple[Any, ...]) -> float:
         return 0.0
     gaps = (
         # 1e-30 guards a result that is 0 everywhere.
-        float((one - other).abs().max()) / max(float(other.abs().max()), 1e-30)
+        float(abs(one - other).max()) / max(float(abs(other).max()), 1e-30)
         for one, other in zip(results, reference, strict=True)
     )
     return round(max(gaps), 8)
 
 
-def _check_device(device: Any, name: str) -> None:
-    if device.type != "cuda":
+def _check_device(call: Calls, name: str) -> None:
+    if not call.cuda_events:
         return
     import torch
 
     try:
-        torch.cuda.synchronize(device)
+        torch.cuda.synchronize()
         torch.cuda.empty_cache()  # one backend's cached memory must not make the next run out of memory
     except Exception as error:
         raise DeviceLostError(f"{name}: {_one_line(error)}") from error

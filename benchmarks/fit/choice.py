@@ -6,28 +6,35 @@ the other folds only.
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 from attn_core import backends
+from attn_core.cli.timing import fastest_round
+from attn_core.selection import preference
 from attn_core.selection.cost_model import Model, microseconds
-from attn_core.selection.fit import NOISES, Sample, fit
+from attn_core.selection.features import kind_of_call
 from attn_core.selection.preference import caution, ranking
-from attn_core.selection.regret import (
+from attn_core.selection.sizes import sizes_of_call
+from attn_core.selection.tables import DIRECTIONS, FORMAT, plain_model, shipped_table
+from benchmarks.fit.models import NOISES, Sample, fit
+from benchmarks.fit.records import (
+    GOALS,
+    TORCH_ALONE,
     Record,
     Regret,
+    counts,
     measured_records,
+    record_spec,
     regrets,
     right_times,
+    samples_of,
+    static_order,
     summary,
 )
-from attn_core.selection.samples import counts, samples_of
-from attn_core.selection.tables import DIRECTIONS, FORMAT, plain_model
-from attn_core.selection.whole_file import names_file, write_whole
 
 FOLDS = 10
 
@@ -40,8 +47,8 @@ PROCESSORS = {"sm80": 108, "sm90": 132, "sm100": 148, "cpu": 8}
 DOUBT = 2
 """A model's error counts as if this many more calls had been predicted, each wrong by a factor of 1.6."""
 
-FEWEST, FEWEST_AFTER_START = 12, 3
-"""A backend needs this many measured calls in a direction for a model; fewer if the fit starts from another model."""
+FEWEST = 12
+"""A backend needs this many measured calls in a direction for a model."""
 
 ALONE = 60
 """With this many calls, the search for a backend's rates begins with what its own calls suggest."""
@@ -53,8 +60,6 @@ FAMILIES = (
 )
 """Backends whose kernels work alike, so that a fit to all of them is a good start for each."""
 
-Models = Mapping[bool, Mapping[str, Model]]
-
 
 class Fitting:
     """The models of a device, fitted to raw times, and their predictions for calls that they did not see.
@@ -62,16 +67,12 @@ class Fitting:
     Attributes:
         raw: the content of the raw file.
         records: the usable records, in the order of the file.
-        counted: the records of which the cost of a choice is known, see ``samples.counts``.
+        counted: the records of which the cost of a choice is known, see ``records.counts``.
     """
 
-    def __init__(self, raw: dict[str, Any], start: Models | None = None) -> None:
-        """Takes the raw times; the fits run when their results are read.
-
-        Args:
-            start: models of a similar device, for few measurements; by default a fit starts from plain guesses.
-        """
-        self.raw, self.records, self._start = raw, measured_records(raw), start or {}
+    def __init__(self, raw: dict[str, Any]) -> None:
+        """Takes the raw times; the fits run when their results are read."""
+        self.raw, self.records = raw, measured_records(raw)
         self.kind = backends.kind_of(raw["device"])
         self.counted = [record for record in self.records if counts(record)]
         self.tile, self.processors = TILE[self.kind], PROCESSORS.get(raw["device"], 132)
@@ -81,12 +82,7 @@ class Fitting:
 
     @cached_property
     def unseen(self) -> list[dict[str, float]]:
-        """For each record the microseconds by backend, predicted by models that did not see its call.
-
-        A raw file may hold these predictions already, see ``with_predictions``.
-        """
-        if all(record.get("predicted") is not None for record in self.records):
-            return [record["predicted"] for record in self.records]
+        """For each record the microseconds by backend, predicted by models that did not see its call."""
         result: list[dict[str, float]] = [{} for _ in self.records]
         for fold in range(FOLDS):
             for (training, name), model in self._fits(without=fold).items():
@@ -124,30 +120,15 @@ class Fitting:
                     starts |= dict.fromkeys(family, fit(relatives, common, NOISES[:2]))
             for name, samples in known.items():
                 if samples:
-                    first = self._first(training, name)
-                    result[training, name] = fit(
-                        samples, first or starts.get(name, common), own_rates=len(samples) >= ALONE
-                    )
+                    result[training, name] = fit(samples, starts.get(name, common), own_rates=len(samples) >= ALONE)
         return result
-
-    def with_predictions(self) -> dict[str, Any]:
-        """Returns the raw content with ``unseen`` in it, so that its page does not depend on the last bits of a fit."""
-        predicted = {id(record): times for record, times in zip(self.records, self.unseen, strict=True)}
-        cases = [record | {"predicted": predicted.get(id(record), {})} for record in self.raw["cases"]]
-        return self.raw | {"cases": cases}
-
-    def _first(self, training: bool, name: str) -> Model | None:
-        return self._start.get(training, {}).get(name)
 
     @cached_property
     def _samples(self) -> dict[tuple[bool, str], dict[int, Sample]]:
         """By direction and backend the samples, each under the position of its record."""
         candidates = backends.usual_order(self.raw["framework"], self.kind)
         samples = samples_of(self.records, candidates, self.kind, self.tile, self.processors)
-        return {key: each for key, each in samples.items() if len(each) >= self._fewest(*key)}
-
-    def _fewest(self, training: bool, name: str) -> int:
-        return FEWEST if self._first(training, name) is None else FEWEST_AFTER_START
+        return {key: each for key, each in samples.items() if len(each) >= FEWEST}
 
     @cached_property
     def _errors(self) -> dict[tuple[bool, str], float]:
@@ -195,18 +176,81 @@ class Fitting:
         return {"format": FORMAT} | {name: self.raw.get(name) for name in names} | sizes | held_out | {"models": models}
 
 
-def write_table(table: dict[str, Any], path: Path) -> None:
-    """Writes a table as JSON with a line for each model, so that diffs of two files are readable.
+def package_order(raw: dict[str, Any]) -> tuple[str, Callable[[Record], Sequence[str]]]:
+    """Returns where the package's order for a sweep's device comes from, and its ranking of a record's backends.
 
-    Raises:
-        SpecError: if the file cannot be written. An earlier file is unchanged.
+    Without a table of the device, that is the order of ``preference``.
     """
-    head = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in table.items() if name != "models"]
-    directions = []
-    for direction, models in table["models"].items():
-        lines = ",\n".join(f"   {json.dumps(name)}: {json.dumps(model)}" for name, model in models.items())
-        directions.append(f"  {json.dumps(direction)}: {{\n{lines}\n  }}")
-    text = "".join(f" {line},\n" for line in head)
-    with names_file(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(f'{{\n{text} "models": {{\n' + ",\n".join(directions) + "\n }\n}\n", path)
+    framework, device = raw["framework"], raw["device"]
+    table = shipped_table(framework, device)
+    if table is None:
+        return "without a table", lambda record: preference.order(record_spec(record), framework, device)
+    usual = backends.usual_order(framework, backends.kind_of(device))
+
+    def ranked(record: Record) -> Sequence[str]:
+        # Not ``preference.order``, which knows that new lengths cost more than calls that repeat, as these do.
+        spec, right = record_spec(record), right_times(record)
+        kind, sizes = kind_of_call(spec), sizes_of_call(spec, table.tile, table.processors)
+        models = table.models[spec.needs_backward].items()
+        times = {
+            name: caution(name, model.error) * microseconds(model, kind, sizes)
+            for name, model in models
+            if name in right
+        }
+        return ranking(times, usual)
+
+    return f"fitted to {table.source}", ranked
+
+
+def report(fitting: Fitting, judge: bool = False) -> str:
+    """Returns Markdown: the cost of automatic choice, its goals, and its speed beside the framework's own function.
+
+    Args:
+        judge: whether the package's order is judged, whose table saw none of the calls; else a fit to the others.
+    """
+    raw = fitting.raw
+    source, ranked = package_order(raw) if judge else ("predicted, unseen calls", fitting.ranked)
+    kinds = {source: regrets(fitting.counted, ranked)}
+    if fitting.kind == "cuda":
+        kinds[f"{source}, torch alone"] = regrets(fitting.counted, ranked, TORCH_ALONE)
+    kinds["static order"] = regrets(fitting.counted, static_order(raw))
+    lines = ["| order | direction | calls | geometric mean | 99th percentile | worst | where |", "|---" * 7 + "|"]
+    for kind, chosen in kinds.items():
+        for direction, facts in summary(chosen).items():
+            numbers = f"{facts['geometric mean']:.3f} | {facts['99th percentile']:.2f} | {facts['worst']:.2f}"
+            lines.append(f"| {kind} | {direction} | {facts['cases']} | {numbers} | {facts['worst case']} |")
+    goals = ", ".join(f"{name} at most {value}" for name, value in GOALS[fitting.kind].items())
+    lines.append(f"\nGoals for unseen calls: {goals}.\n")
+    if ratios := speeds_beside(fitting.counted, kinds[source]):
+        lines += speed_table(ratios)
+        lines.append("\nTimes as fast as the framework's own function, for the calls that it can express.\n")
+    return "\n".join(lines)
+
+
+def speed_table(ratios: Mapping[tuple[str, str], Sequence[tuple[float, str]]]) -> list[str]:
+    """Returns a Markdown table of what ``speeds_beside`` returns: (times as fast, call) by function and direction."""
+    lines = ["| beside | direction | calls | geometric mean | below 0.95 | lowest | where |", "|---" * 7 + "|"]
+    for (name, direction), pairs in ratios.items():
+        mean = geometric_mean(ratio for ratio, _ in pairs)
+        slower, (lowest, where) = sum(ratio < 0.95 for ratio, _ in pairs), min(pairs)
+        lines.append(f"| {name} | {direction} | {len(pairs)} | {mean:.3f} | {slower} | {lowest:.2f} | {where} |")
+    return lines
+
+
+def speeds_beside(
+    records: Sequence[Record], chosen: Sequence[Regret]
+) -> dict[tuple[str, str], list[tuple[float, str]]]:
+    """Returns how many times as fast a choice is as the framework's own functions: by function and direction.
+
+    Left out are the calls for which torch's own function may run a kernel that is known to be wrong: cuDNN with NaN.
+    """
+    ratios: dict[tuple[str, str], list[tuple[float, str]]] = {}
+    for record, regret in zip(records, chosen, strict=True):
+        reasons = record["backends"].get("sdpa_cudnn", {}).get("refused", ())
+        if any("NaN in" in reason for reason in reasons):
+            continue
+        for name, entry in record.get("beside", {}).items():
+            if "median" in entry and math.isfinite(regret.ratio):
+                time = right_times(record)[regret.chosen]
+                ratios.setdefault((name, record["direction"]), []).append((fastest_round(entry) / time, record["name"]))
+    return ratios

@@ -1,28 +1,41 @@
-"""The loop of ``attn bench``: measures every case in both directions on every backend, and collects plain data."""
+"""Times random calls in both directions on every backend of this machine, and stores the raw times.
+
+    python -m benchmarks.fit.sweep --json times.json                    # on the GPU, or on the CPU if there is none
+    python -m benchmarks.fit.sweep --json times.json --seconds 600      # starts no new call after that time
+    python -m benchmarks.fit.sweep --json times.json                    # again: measures what the file does not have
+
+The backends of a call take turns, beside the framework's own function (attn_core/cli/timing.py). An older time from the
+same file must have been measured with the same versions on the same device.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
+from itertools import islice
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-import attn_core
-from attn_core import backends
+from attn_core import backends, explain
 from attn_core.call.arithmetic import flops
 from attn_core.call.masks import as_called
+from attn_core.call.plain import plain_fields
+from attn_core.call.seq_info import SeqInfo
 from attn_core.call.spec import AttentionSpec
-from attn_core.cli import bench_jax, bench_torch
-from attn_core.cli.bench_timing import DeviceLostError, Entry, Timing, measure
+from attn_core.cli.comparison import timed
 from attn_core.cli.frameworks import versions
+from attn_core.cli.timing import DeviceLostError, Entry
+from attn_core.cli.trial import draw
+from attn_core.cli.tune import device_of
 from attn_core.errors import SpecError
 from attn_core.selection import Target, choice
-from attn_core.selection.sweep import SweepCase, plain_fields
 from attn_core.selection.tables import device_name
-from attn_core.selection.whole_file import read_json, write_whole
+from benchmarks.fit.calls import SweepCase, random_calls
+from benchmarks.fit.records import Record, read, right_times, write
 
 MOST_SCORES = 2**28
 """From this many scores on, the math backend is timed only if nothing else runs the case: it may store every score."""
@@ -33,8 +46,6 @@ not timed if one of INSTEAD_OF_FLEX runs the call, because they are faster."""
 
 INSTEAD_OF_FLEX = ("flash3", "flash4", "sdpa_cudnn")
 
-Record = dict[str, Any]
-
 
 class Sweep:
     """A sweep over cases, whose raw data grows with every case.
@@ -44,27 +55,20 @@ class Sweep:
         target: the measured installation and device.
     """
 
-    def __init__(
-        self, device: str, names: tuple[str, ...], rounds: int, everything: bool, framework: str = "torch"
-    ) -> None:
-        self.target = Target.here(framework, device)
-        for name in names:
-            _check_exact(name, self.target)
-        self.names, self.rounds, self.everything = names or candidates(self.target), rounds, everything
-        self.raw = self._head()
-
-    def _head(self) -> dict[str, Any]:
-        return {
+    def __init__(self, device: str, rounds: int, framework: str = "torch", names: Sequence[str] = ()) -> None:
+        self.target, self.rounds = Target.here(framework, device), rounds
+        self.names = tuple(names) or candidates(self.target)
+        self.raw: dict[str, Any] = {
             "format": 1,
             "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-            "framework": self.target.framework,
-            "device": self.target.device,
-            "device_name": device_name(self.target.device),
+            "framework": framework,
+            "device": device,
+            "device_name": device_name(device),
             "versions": versions(),
             "backends": list(self.names),
             "unavailable": dict(self.target.unavailable),
             "builds": {name: asdict(build) for name, build in self.target.builds},
-            "rounds": self.rounds,
+            "rounds": rounds,
             "seconds": 0.0,
             "cases": [],
         }
@@ -79,9 +83,7 @@ class Sweep:
         for name in ("format", "framework", "device", "device_name", "versions", "builds", "rounds", "backends"):
             now = json.loads(json.dumps(self.raw[name]))  # turns tuples into lists, as in the file
             if before.get(name) != now:
-                raise SpecError(
-                    f"--resume: the file has {name}={before.get(name)}, this run {now}; write to a new file instead"
-                )
+                raise SpecError(f"the file has {name}={before.get(name)}, this run {now}; write to a new file instead")
         self.raw = before
 
     def run(self, cases: Iterable[SweepCase], seconds: float | None, done: Callable[[Record], None]) -> bool:
@@ -117,62 +119,36 @@ class Sweep:
 
     def _record(self, case: SweepCase, spec: AttentionSpec, direction: str) -> Record:
         began = perf_counter()
-        entries = self._refused(spec)
+        reasons = {name: choice.refusals(name, spec, self.target) for name in self.names}
+        entries: dict[str, Entry] = {name: {"refused": list(why)} for name, why in reasons.items() if why}
         able = [name for name in self.names if name not in entries]
         entries |= self._skipped(case, spec, able)
-        work = flops(spec, case.lengths)
         record: Record = {
             "name": case.name,
             "direction": direction,
             "spec": plain_fields(case.spec),
             "lengths": case.lengths and list(case.lengths),
-            "gigaflop": round(work / 1e9, 6),
-            "selected": attn_core.explain(spec, self.target).backend,
+            "gigaflop": round(flops(spec, case.lengths) / 1e9, 6),
+            "selected": explain(spec, self.target).backend,
         }
         # The automatic order, so that the first result comes from a fast backend and slow ones are recognised.
-        timed = [name for name in self.names if name in able and name not in entries]
-        beside = self._beside(spec)
+        names = [name for name in able if name not in entries]
+        info = None if case.lengths is None else SeqInfo.from_lengths(case.lengths)
         try:
-            timing = self._timing(case, spec, timed + beside)
+            times = timed(draw(spec, info), self.target.framework, self.target.device, names, self.rounds)
         except DeviceLostError as error:
             culprit = str(error).partition(":")[0]  # the message starts with the backend's name
             # Only the culprit failed: the other backends lost their times with the device.
-            lost = {name: {"skipped": f"{culprit} broke the device"} for name in timed}
-            self._append(record, entries | lost | {culprit: {"failed": str(error)}}, None, began)
+            lost: dict[str, Entry] = {name: {"skipped": f"{culprit} broke the device"} for name in names}
+            self._append(record, entries | lost | {culprit: {"failed": str(error)}}, began)
             raise
-        for entry in timing.entries.values():
-            if "median" in entry:
-                entry["tflops"] = float(f"{work / 1e6 / entry['median']:.4g}")
-        if beside:
-            record["beside"] = {name: timing.entries.pop(name) for name in beside}
-        return self._append(record, timing.entries | entries, timing.reference, began)
+        if beside := {name: entry for name, entry in times.items() if name not in names}:
+            record["beside"] = beside
+        return self._append(record, {name: times[name] for name in names} | entries, began)
 
-    def _append(self, record: Record, entries: dict[str, Entry], reference: str | None, began: float) -> Record:
-        duration = {"reference": reference, "seconds": round(perf_counter() - began, 2)}
-        self.raw["cases"].append(record | duration | {"backends": entries})
+    def _append(self, record: Record, entries: dict[str, Entry], began: float) -> Record:
+        self.raw["cases"].append(record | {"seconds": round(perf_counter() - began, 2), "backends": entries})
         return self.raw["cases"][-1]
-
-    def _timing(self, case: SweepCase, spec: AttentionSpec, names: list[str]) -> Timing:
-        import torch
-
-        device = torch.device("cpu" if self.target.device == "cpu" or self._in_jax else "cuda")
-        run = bench_jax.caller(case, spec, names) if self._in_jax else bench_torch.caller(case, spec, device)
-        return measure(run, names, self.rounds, device)
-
-    def _beside(self, spec: AttentionSpec) -> list[str]:
-        """Returns the framework's own functions, if they can run the call."""
-        if self._in_jax:
-            own = [bench_jax.JAX_NN] + [bench_jax.JAX_NN_CUDNN] * (self.target.device != "cpu")
-            return own if bench_jax.has_jax_nn(spec) else []
-        return [bench_torch.SDPA] if bench_torch.has_sdpa(spec) else []
-
-    @property
-    def _in_jax(self) -> bool:
-        return self.target.framework == "jax"
-
-    def _refused(self, spec: AttentionSpec) -> dict[str, Entry]:
-        reasons = {name: choice.refusals(name, spec, self.target) for name in self.names}
-        return {name: {"refused": list(why)} for name, why in reasons.items() if why}
 
     def _skipped(self, case: SweepCase, spec: AttentionSpec, able: list[str]) -> dict[str, Entry]:
         """Returns entries for backends that are too slow for the sweep; the raw data records the reason."""
@@ -183,7 +159,7 @@ class Sweep:
             entries["math"] = {"skipped": f"{scores:.1e} scores, all of which it stores; other backends run this case"}
         every = FLEX_EVERY[self.target.kind]
         needed = not any(name in able for name in INSTEAD_OF_FLEX) and case.number % every == 0
-        if "flex" in able and not (self.everything or needed or able == ["flex"]):
+        if "flex" in able and not (needed or able == ["flex"]):
             entries["flex"] = {
                 "skipped": f"compiles for seconds; timed in one of {every} calls, if the others are slow"
             }
@@ -199,35 +175,35 @@ def candidates(target: Target) -> tuple[str, ...]:
     )
 
 
-def _check_exact(name: str, target: Target) -> None:
-    if backends.load(name, target.kind).FORWARD.approximate:
-        raise SpecError(
-            f"--backend={name}: expected an exact backend, because approximate ones are never chosen automatically; "
-            "`attn compare` shows their error"
-        )
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measures the calls of a seed, prints a line for each, and writes the raw times after each."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.fit.sweep")
+    parser.add_argument("--json", type=Path, required=True, help="the raw times; a file that exists is continued")
+    parser.add_argument("--device", help="cpu, or cuda (the GPU here); by default the GPU, else cpu")
+    parser.add_argument("--framework", default="torch", help="torch or jax")
+    parser.add_argument("--calls", type=int, default=350)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, help="start no new call after this time")
+    options = parser.parse_args(arguments)
+
+    def done(record: Record) -> None:
+        times = sorted((time, name) for name, time in right_times(record).items())
+        shown = ", ".join(f"{name} {time:.0f}" for time, name in times)
+        print(f"{record['name']} ({record['direction']}), µs: {shown}", flush=True)
+        write(sweep.raw, options.json)
+
+    try:
+        sweep = Sweep(device_of(options.device, options.framework), options.rounds, options.framework)
+        if options.json.exists():
+            sweep.resume(read(options.json))
+    except SpecError as error:
+        parser.error(str(error))
+    try:
+        sweep.run(islice(random_calls(options.seed, sweep.target.kind), options.calls), options.seconds, done)
+    finally:
+        write(sweep.raw, options.json)  # with the backend that broke the device, if one did
 
 
-def read(path: Path) -> dict[str, Any]:
-    """Reads a raw file.
-
-    Raises:
-        SpecError: if the file cannot be read or was not written by ``attn bench --json``.
-    """
-    raw = read_json(path)
-    if not isinstance(raw, dict) or raw.get("format") != 1:
-        raise SpecError(f"{path}: expected a file written by `attn bench --json`")
-    kinds: dict[str, Any] = {"seconds": (int, float), "cases": list}
-    for name, kind in kinds.items():
-        if not isinstance(raw.get(name), kind):
-            raise SpecError(f"{path}: {name}={raw.get(name)!r}: expected what `attn bench --json` writes")
-    for case in raw["cases"]:
-        if not isinstance(case, dict) or not {"name", "direction"} <= case.keys():
-            raise SpecError(f"{path}: cases: expected the name and the direction of each, got {str(case)[:80]}")
-    return raw
-
-
-def write(data: dict[str, Any], path: Path) -> None:
-    """Writes JSON with one line per case, so that diffs of two files are readable."""
-    head = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in data.items() if name != "cases"]
-    cases = ",\n".join("  " + json.dumps(case) for case in data["cases"])
-    write_whole("{\n" + "".join(f" {line},\n" for line in head) + f' "cases": [\n{cases}\n ]\n}}\n', path)
+if __name__ == "__main__":
+    main()
