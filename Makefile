@@ -120,9 +120,9 @@ test-gpu:
 test-two-gpus:
 	$(GPU_TESTS) -m two_gpus -n 6 --dist load --maxschedchunk 1 --outcome=$(TWO_GPUS_OUTCOME) $(PYTEST_ARGS)
 
-# CAMPAIGN_ARGS="--seed 7" draws other calls. XLA compiles the quick way.
+# CAMPAIGN_ARGS="--seed 7" draws other calls; CAMPAIGN_ARGS=--help lists the options.
 campaign: $(STAMP)
-	OMP_NUM_THREADS=1 $(RUN) -m attn_core campaign --minutes $(MINUTES) $(CAMPAIGN_ARGS)
+	OMP_NUM_THREADS=1 $(RUN) -m tests.campaign --minutes $(MINUTES) $(CAMPAIGN_ARGS)
 
 sweep: $(STAMP)
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --maxprocesses 8 --dist worksteal --all tests/dropins/test_transformers_sweep.py $(PYTEST_ARGS)

@@ -7,7 +7,6 @@ from typing import Annotated
 import typer
 
 import attn_core
-from attn_core.cli.campaign.command import campaign, replay
 from attn_core.cli.certify.command import certify
 from attn_core.cli.compare import compare
 from attn_core.cli.context import context_plan
@@ -21,7 +20,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_show_locals=False,
 )
-COMMANDS = (doctor, explain, compare, tune, campaign, replay, certify, mask, context_plan)
+COMMANDS = (doctor, explain, compare, tune, certify, mask, context_plan)
 for command in COMMANDS:
     app.command()(command)
 

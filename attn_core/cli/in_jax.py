@@ -15,10 +15,9 @@ import numpy as np
 from attn_core.call.masks import band
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.spec import AttentionSpec
-from attn_core.cli.drawn_functions import as_keywords
 from attn_core.cli.frameworks import jax_device
 from attn_core.cli.timing import Calls
-from attn_core.cli.trial import Outcome, Trial, arrays_of_call, dtype_of, keywords_of
+from attn_core.cli.trial import Outcome, Trial, arrays_of_call, as_keywords, dtype_of, keywords_of
 
 OWN = {"jax.nn": "xla", "jax.nn cudnn": "cudnn"}
 """The names under which jax.nn.dot_product_attention is timed, each with its implementation."""

@@ -14,10 +14,9 @@ import numpy as np
 from attn_core.call.functions import AUX
 from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
-from attn_core.cli.drawn_functions import as_keywords
 from attn_core.cli.frameworks import torch_device
 from attn_core.cli.timing import Calls
-from attn_core.cli.trial import Outcome, Trial, arrays_of_call, dtype_of
+from attn_core.cli.trial import Outcome, Trial, arrays_of_call, as_keywords, dtype_of
 
 SDPA = "F.sdpa"
 """The name under which torch's own F.scaled_dot_product_attention is timed."""

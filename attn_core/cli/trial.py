@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from attn_core.call.functions import AUX, named
+from attn_core.call.functions import AUX, KINDS, named
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
-from attn_core.cli import drawn_functions
-from attn_core.cli.drawn_functions import functions_of
 from attn_core.correctness.accuracy import Accuracy, Expected, expect
+from attn_core.expressions import Expression, TracedFunction
+from attn_core.expressions.tracing import Aux
 
 
 class Trial(NamedTuple):
@@ -86,7 +87,7 @@ def draw(spec: AttentionSpec, seq_info: SeqInfo | None = None, seed: int = 0) ->
         cu_seqlens_q=offsets[0],
         cu_seqlens_k=offsets[1],
         key_ranges=None if spec.key_ranges_shape is None else _ranges(spec, seed),
-        **named(drawn_functions.arrays_of(spec.aux, seed)),
+        **named(aux_arrays(spec.aux, seed)),
     )
     # Only a log-sum-exp that is returned can have a gradient.
     both = spec.needs_backward and spec.return_lse
@@ -111,6 +112,41 @@ def _banded_ranges(spec: AttentionSpec, random: np.random.Generator) -> np.ndarr
     moves = random.integers(0, 2, (rows, heads, 3, count, 2), np.int32)[:, :, run]
     ranges = np.minimum(ends + moves * np.arange(keys, dtype=np.int32)[:, None, None], spec.q_len)
     return np.where(ranges[..., :1] < ranges[..., 1:], ranges, 0)
+
+
+def aux_arrays(aux: tuple[Aux, ...], seed: int) -> list[np.ndarray]:
+    """Returns random arrays: ints from 0 to 3, so that documents repeat."""
+    random = np.random.default_rng((seed, 31))
+    arrays = []
+    for shape, dtype in aux:
+        if dtype == "bool":
+            arrays.append(random.random(shape) < 0.6)
+        elif dtype == "int32":
+            arrays.append(random.integers(0, 4, shape, np.int32))
+        else:
+            arrays.append(abs(random.standard_normal(shape)).astype(np.float32).astype(np.float64))
+    return arrays
+
+
+def as_keywords(arrays: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of ``attention``, in which aux0 to aux3 are one tuple, or of ``paged_attention``."""
+    if "block_table" in arrays:
+        return {{"k": "k_pages", "v": "v_pages"}.get(name, name): array for name, array in arrays.items()}
+    names = sorted(name for name in arrays if name in AUX)
+    rest = {name: array for name, array in arrays.items() if name not in names}
+    return rest | ({"aux": tuple(arrays[name] for name in names)} if names else {})
+
+
+@lru_cache(maxsize=256)  # one object, because jitted programs are known by it
+def traced(tree: Expression, aux: int) -> TracedFunction:
+    """Returns an expression as ``attention`` takes it. ``aux``: the number of arrays."""
+    return TracedFunction(tree, (), aux)
+
+
+def functions_of(spec: AttentionSpec) -> dict[str, TracedFunction]:
+    """Returns the functions of a call as keywords of ``attention``; none for a call without."""
+    trees = {name: getattr(spec, name) for name in KINDS}
+    return {name: traced(tree, len(spec.aux)) for name, tree in trees.items() if tree is not None}
 
 
 def invariance_of(spec: AttentionSpec) -> dict[str, Any]:

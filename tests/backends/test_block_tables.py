@@ -17,7 +17,7 @@ from attn_core.backends.flash4 import block_tables, own_kernels, work_order
 from attn_core.backends.shared import constant_tensors
 from attn_core.call.masks import visible
 from attn_core.call.tensors import Inputs
-from attn_core.cli.drawn_functions import fields_of
+from tests.campaign.functions import fields_of
 
 
 class WholeTensors:

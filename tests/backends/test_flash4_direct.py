@@ -21,7 +21,7 @@ from attn_core.backends.flash4.recorder import RecordedKernel
 from attn_core.backends.shared import first_call
 from attn_core.backends.shared.programs.kernel_programs import Unrecordable
 from attn_core.call.tensors import Gradients, Inputs
-from attn_core.cli.drawn_functions import fields_of
+from tests.campaign.functions import fields_of
 
 torch = pytest.importorskip("torch")
 from torch.utils._python_dispatch import _disable_current_modes

@@ -14,8 +14,8 @@ from attn_core.backends.flash4 import direct, function_blocks, functions, masked
 from attn_core.backends.flash4.versions import NEWER
 from attn_core.backends.support import Build, limit_to_build
 from attn_core.call.tensors import Gradients, Inputs
-from attn_core.cli.drawn_functions import MASKS, SCORES, fields_of
 from attn_core.correctness import accuracy
+from tests.campaign.functions import MASKS, SCORES, fields_of
 
 torch = pytest.importorskip("torch")
 from callers_view import callers_results

@@ -37,11 +37,11 @@ from attn_core.backends.shared.claims import unmet_claims
 from attn_core.call.functions import aux_of, scored
 from attn_core.call.masks import visible
 from attn_core.call.tensors import Gradients, Inputs
-from attn_core.cli.drawn_functions import MASKS, fields_of
 from attn_core.correctness import accuracy
 from attn_core.expressions import trace_score
 from attn_core.expressions.torch_functions import torch_function
 from attn_core.expressions.tracing import Aux
+from tests.campaign.functions import MASKS, fields_of
 from torch_frontend import attention
 
 pytestmark = pytest.mark.sampled

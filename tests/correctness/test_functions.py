@@ -25,8 +25,8 @@ import jax_frontend
 import torch_frontend
 from attn_core import DeviceError, NoBackendError, ShapeError, SpecError, masks
 from attn_core.call.functions import aux_of
-from attn_core.cli.drawn_functions import MASKS, SCORES, fields_of
 from attn_core.expressions import ExpressionError, alibi, causal, lookup, softcap, tanh, trace_mask, where
+from tests.campaign.functions import MASKS, SCORES, fields_of
 
 pytestmark = pytest.mark.sampled
 

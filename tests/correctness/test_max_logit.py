@@ -24,7 +24,7 @@ from attn_core import SeqInfo, SpecError, Target, backends
 from attn_core.backends.jax_xla import backend as jax_xla
 from attn_core.backends.math import backend as math
 from attn_core.backends.shared.programs import triton_programs
-from attn_core.cli.drawn_functions import as_keywords
+from attn_core.cli.trial import as_keywords
 from attn_core.selection import row_maximum as choice
 from jax_frontend.dispatch import max_logit
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from attn_core.cli.campaign.case import case_of
-from attn_core.cli.campaign.entries import left_out
-from attn_core.cli.campaign.judge import verdict_of
+from tests.campaign.case import case_of
+from tests.campaign.entries import left_out
+from tests.campaign.judge import verdict_of
 
 LINES = (Path(__file__).parent / "reproducers.jsonl").read_text(encoding="utf-8").splitlines()
 

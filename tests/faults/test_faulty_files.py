@@ -28,7 +28,6 @@ EARLIER = "the earlier content"
 
 WRITERS: dict[str, tuple[str, ...]] = {
     "mask": ("mask", *CALL, "--png"),
-    "campaign": ("campaign", "--minutes", "0.01", "--json"),
 }
 """Every command that writes a file, without the file's name, which comes last."""
 
@@ -67,7 +66,7 @@ def test_a_command_names_a_place_that_it_cannot_write(command: str, place: str, 
     assert sorted(each.name for each in tmp_path.iterdir()) == ["a folder.png", "in a file"]
 
 
-@pytest.mark.parametrize("command", ["mask", "campaign"])
+@pytest.mark.parametrize("command", ["mask"])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EDQUOT])
 def test_a_full_or_read_only_disk_keeps_the_earlier_file(
     command: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -165,22 +164,6 @@ def test_a_file_of_a_sweep_that_is_none(make: Callable[[Path], Any], tmp_path: P
     make(path)
     with pytest.raises(SpecError, match=r"file\.json: "):
         read(path)
-
-
-@pytest.mark.parametrize("make", [*UNREADABLE.values(), text("[]"), text('{"format": 1}')])
-def test_a_file_of_a_campaign_that_is_none(make: Callable[[Path], Any], tmp_path: Path) -> None:
-    path = tmp_path / "file.json"
-    make(path)
-    result = run("campaign", "--minutes", "0.01", "--resume", "--json", str(path))
-    assert result.exit_code == 2 and isinstance(result.exception, SystemExit), result.exception
-    assert "file" in result.stderr
-
-
-@pytest.mark.parametrize("case", ["", "{", "[]", "7", '{"entry": 5}', DEEP], ids=lambda case: str(case)[:12])
-def test_a_case_to_replay_that_is_none(case: str) -> None:
-    result = run("replay", "--", case)
-    assert result.exit_code == 2 and isinstance(result.exception, SystemExit), result.exception
-    assert result.stderr.startswith("attn: ")
 
 
 def test_a_file_that_is_too_large_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -339,12 +339,6 @@ def test_calls_between_interruptions_at_random_moments_are_right() -> None:
     assert scene("random") == {"interrupted": 24, "wrong": []}
 
 
-def test_interrupted_commands_exit_with_130_and_keep_their_file(tmp_path: Path) -> None:
-    said = scene("commands", str(tmp_path))
-    code, files, counted = said["campaign"]
-    assert code == 130 and files == ["campaign.json"] and counted > 0, said
-
-
 @pytest.mark.parametrize("by", ["a weak reference", "other code"])
 def test_ctrl_c_that_other_code_drops_comes_again(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Python drops it in a weak reference's callback, such as torch's compiler and JAX have; torch's guards drop it."""

@@ -25,7 +25,7 @@ from attn_core import SeqInfo, Target, backends
 from attn_core.call import trailing_tokens
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients
-from attn_core.cli.drawn_functions import as_keywords
+from attn_core.cli.trial import as_keywords
 from attn_core.correctness import accuracy
 from jax_frontend.dispatch import plan as jax_plan
 from torch_frontend.dispatch import plan as torch_plan

@@ -60,7 +60,7 @@ def _run_torch(call: Call, moved: dict[str, Any], backend: str | None, device: s
     from both_frontends import _numpy, _torch_arrays, _torch_info
 
     import torch_frontend
-    from attn_core.cli.drawn_functions import as_keywords
+    from attn_core.cli.trial import as_keywords
 
     arrays, _ = _torch_arrays(call, device)
     kinds = {name: arrays[name].dtype for name in moved}
@@ -92,7 +92,7 @@ def _program(backend: str | None, options: tuple[tuple[str, Any], ...]) -> Any:
     from both_frontends import compiled_as
 
     import jax_frontend
-    from attn_core.cli.drawn_functions import as_keywords
+    from attn_core.cli.trial import as_keywords
 
     @partial(jax.jit, compiler_options=compiled_as(backend))
     def program(primals: Any, tangents: Any, given: Any, info: Any, key: Any) -> Any:

@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 import traceback
-from pathlib import Path
 from typing import Any
 
 INTERRUPTS = 24
@@ -75,49 +74,6 @@ def scene_random() -> dict[str, Any]:
         if not right or requested() is not None or held_locks():
             wrong.append([number, right, requested(), held_locks()])
     return {"interrupted": interrupted, "wrong": wrong}
-
-
-def scene_commands(folder: str) -> dict[str, Any]:
-    """By command: (its exit code after SIGINT, what its file says). Forked, so that the imports happen once."""
-    import torch
-
-    from attn_core.cli import main
-    from attn_core.cli.app import app  # noqa: F401 (imported before the fork)
-
-    torch.set_num_threads(1)
-    result = {}
-    for name, options in {
-        "campaign": ["--minutes", "5", "--only", "torch attention"],
-    }.items():
-        file = Path(folder) / f"{name}.json"
-        child = os.fork()
-        if child == 0:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            quiet = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(quiet, 1)
-            os.dup2(quiet, 2)
-            sys.argv = ["attn", name, *options, "--json", str(file)]
-            try:
-                main()
-            except SystemExit as leaving:
-                os._exit(leaving.code if isinstance(leaving.code, int) else 99)
-            except BaseException:
-                os._exit(98)
-            os._exit(0)
-        until = time.monotonic() + 40
-        marker = file.with_name(file.name + ".running") if name == "campaign" else None
-        cases: set[bytes] = set()  # that have begun; the first has been counted when the second begins
-        while marker is not None and len(cases) < 2 and time.monotonic() < until:
-            cases |= {marker.read_bytes()} - {b""} if marker.exists() else set()
-            time.sleep(0.001)
-        time.sleep(2.5)
-        os.kill(child, signal.SIGINT)
-        _, status = os.waitpid(child, 0)
-        content = json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
-        left = sorted(each.name for each in Path(folder).iterdir() if each.name.startswith(name))
-        counted = None if content is None else content.get("calls", len(content.get("cases", ())))
-        result[name] = [os.waitstatus_to_exitcode(status), left, counted]
-    return result
 
 
 def scene_slow() -> dict[str, Any]:

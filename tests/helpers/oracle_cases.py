@@ -13,7 +13,8 @@ from attn_core.call.dropout import keep
 from attn_core.call.functions import aux_of, named, scored
 from attn_core.call.masks import positions, visible
 from attn_core.call.tensors import Gradients, Inputs
-from attn_core.cli import drawn_functions
+from attn_core.cli.trial import aux_arrays
+from tests.campaign.functions import fields_of
 
 SIZES = {"batch": 2, "q_len": 5, "kv_len": 7, "num_heads": 9, "num_kv_heads": 3, "head_dim": 11, "value_dim": 13}
 LENGTHS_Q, LENGTHS_K = (3, 0, 2, 6, 0, 1), (5, 2, 0, 4, 0, 3)
@@ -50,14 +51,14 @@ FEATURES: dict[str, dict[str, Any]] = {
         **PACKED,
         **{"bias_shape": (1, 9, 12, 14), "mask_shape": (1, 1, 12, 14), "bias_gradient": True, "sinks": True},
     },
-    "mask function": drawn_functions.fields_of("by row and head", None, (2, 9, 5, 7)),
-    "mask function with an array": drawn_functions.fields_of("keys of heads", None, (2, 9, 5, 7)),
-    "score function": drawn_functions.fields_of(None, "bent", (2, 9, 5, 7)),
+    "mask function": fields_of("by row and head", None, (2, 9, 5, 7)),
+    "mask function with an array": fields_of("keys of heads", None, (2, 9, 5, 7)),
+    "score function": fields_of(None, "bent", (2, 9, 5, 7)),
     "both functions": {
-        **drawn_functions.fields_of("first key of each query", "per row", (2, 9, 5, 7)),
+        **fields_of("first key of each query", "per row", (2, 9, 5, 7)),
         **{"causal": True, "softcap": 1.5, "bias_shape": (2, 9, 5, 7), "bias_gradient": True, "sinks": True},
     },
-    "packed, functions": {**PACKED, **drawn_functions.fields_of("documents", "hides", (1, 9, 12, 14))},
+    "packed, functions": {**PACKED, **fields_of("documents", "hides", (1, 9, 12, 14))},
     "packed, key ranges, sinks": {**PACKED, "key_ranges_shape": (1, 3, 14, 2, 2), "sinks": True},
     "everything": {
         **{"causal": True, "window": (3, 0), "softcap": 1.5, "mask_shape": (2, 1, 5, 7), "bias_shape": (1, 9, 5, 7)},
@@ -102,7 +103,7 @@ def fill(spec: AttentionSpec, seed: int, lengths_q: Any = None, lengths_k: Any =
         cu_seqlens_k=None if info is None else info.cu_seqlens_k,
         key_ranges=None if spec.key_ranges_shape is None else random_ranges(spec, seed),
         rng=np.array([seed + 17, 3], np.int64) if spec.dropout else None,
-        **named(drawn_functions.arrays_of(spec.aux, seed)),
+        **named(aux_arrays(spec.aux, seed)),
     )
     return Case(spec, inputs, normal(*spec.out_shape), random.normal(size=spec.lse_shape))
 

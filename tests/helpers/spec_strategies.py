@@ -20,8 +20,9 @@ from attn_core.backends.support import Support
 from attn_core.call.functions import AUX
 from attn_core.call.spec import DTYPES
 from attn_core.call.tensors import Inputs
-from attn_core.cli.drawn_functions import MASKS, SCORES, fields_of, functions_of
+from attn_core.cli.trial import functions_of
 from attn_core.expressions.properties import aux_numbers
+from tests.campaign.functions import MASKS, SCORES, fields_of
 
 LARGE = {
     "float64": (-(2.0**30), float(np.finfo(np.float64).min), 1.75 * 2.0**1023),

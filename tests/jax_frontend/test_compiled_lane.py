@@ -32,12 +32,12 @@ from attn_core.backends.math import backend as math
 from attn_core.backends.shared.programs.kernel_programs import OPERATOR, SCRATCH, Buffer, KernelProgram, KernelStep
 from attn_core.call.pages import PagedKV
 from attn_core.call.tensors import Inputs
-from attn_core.cli.drawn_functions import fields_of
 from attn_core.context_parallel import call as context_call
 from attn_core.selection import choice
 from jax_frontend import context_parallel_attention, explain_context_parallel, shard_sequence, unshard_sequence
 from jax_frontend.bridge import compiled_lane
 from jax_frontend.bridge.bridged_call import calls_of
+from tests.campaign.functions import fields_of
 
 SPEC = AttentionSpec(
     batch=2, q_len=64, kv_len=64, num_heads=4, num_kv_heads=2, head_dim=64, value_dim=64, dtype="bfloat16", scale=0.125

@@ -20,9 +20,9 @@ from attn_core.backends.shared.claims import CHECKS, unmet_claims
 from attn_core.backends.support import Build, Support
 from attn_core.call.pages import PagedKV
 from attn_core.call.spec import DTYPES
-from attn_core.cli.drawn_functions import fields_of
 from attn_core.selection import choice, explanation, explanation_text, preference, same_bits
 from benchmarks.fit.calls import random_call
+from tests.campaign.functions import fields_of
 from torch_frontend.dispatch import plan, plan_cache
 
 pytestmark = pytest.mark.sampled

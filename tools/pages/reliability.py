@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from attn_core import backends
-from attn_core.cli.campaign import coverage, same_bits
-from attn_core.cli.campaign.processes import COUNTED, add_counts
+from tests.campaign import coverage, same_bits
+from tests.campaign.loop import COUNTED, add_counts
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks/results"
@@ -110,7 +110,7 @@ def _kind(kind: str, runs: list[dict[str, Any]]) -> str:
         "| relation | calls |\n|---|---|",
         *(f"| {name} | {count} |" for name, count in sorted(total["by relation"].items())),
         "\nFeatures that a backend claims and no call had:\n",
-        *([f"- {hole}" for hole in coverage.holes(by_backend, kind)] or ["None."]),
+        *([f"- {hole}" for hole in coverage.holes_of_backends(by_backend, kind)] or ["None."]),
         "",
     ]
     parts += _faults([fault for run in runs for fault in run["faults"]])

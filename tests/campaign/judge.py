@@ -10,15 +10,13 @@ import numpy as np
 
 from attn_core import backends
 from attn_core.call.tensors import Gradients
-from attn_core.cli.campaign.case import Case
-from attn_core.cli.campaign.documents import same_documents
-from attn_core.cli.campaign.entries import Entry, entry_of
-from attn_core.cli.campaign.relations import RELATIONS
-from attn_core.cli.campaign.same_bits import PAIRS, differences, must_agree
-from attn_core.cli.trial import Trial, draw
-from attn_core.correctness.accuracy import expect
+from attn_core.cli.trial import Trial, draw, expectation
 from attn_core.errors import SpecError
 from attn_core.selection import NoBackendError, Target, choice
+from tests.campaign.case import Case, same_documents
+from tests.campaign.entries import Entry, entry_of
+from tests.campaign.relations import RELATIONS
+from tests.campaign.same_bits import PAIRS, differences, must_agree
 
 MERGE = 0.25
 """How much of a bound one merge may add. A merge rounds weights and sums once more; 1.02 of the bound was seen."""
@@ -125,7 +123,7 @@ def _judged(trial: Trial, arrays: dict[str, np.ndarray], entry: Entry) -> Verdic
     inputs = trial.inputs
     if trial.spec.dropout and entry.words is not None:
         inputs = inputs._replace(rng=entry.words(trial.seed))
-    expected = expect(trial.spec, inputs, dout=trial.dout if trial.learned else None, dlse=trial.dlse)
+    expected = expectation(trial._replace(inputs=inputs))
     names = [f"d{name}" for name in trial.learned]
     gradients = Gradients(**{name: arrays[name] for name in names}) if names else None  # type: ignore[arg-type]
     accuracy = expected.judge(out=arrays["out"], lse=arrays.get("lse"), gradients=gradients)

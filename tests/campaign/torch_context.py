@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from attn_core.cli.campaign import rows_over_ranks
-from attn_core.cli.campaign.entries import Arrays, Entry
-from attn_core.cli.campaign.rows_over_ranks import AXES, RANKS, Sharing, ranks_of, sharing
-from attn_core.cli.campaign.workers import SECONDS, serve, workers_of
 from attn_core.cli.trial import Trial
+from tests.campaign import rows_over_ranks
+from tests.campaign.entries import Arrays, Entry
+from tests.campaign.rows_over_ranks import AXES, RANKS, Sharing, ranks_of, sharing
+from tests.campaign.workers import SECONDS, serve, workers_of
 
 NAMES = {1: ("ranks",), 2: ("outer", "inner")}
 

@@ -10,9 +10,9 @@ from random import Random
 from typing import Any, NamedTuple
 
 from attn_core.call.spec import AttentionSpec
-from attn_core.cli.campaign.case import Lengths
-from attn_core.cli.drawn_functions import MASKS, SCORES, fields_of
 from attn_core.expressions.properties import aux_numbers
+from tests.campaign.case import Lengths
+from tests.campaign.functions import MASKS, SCORES, fields_of
 
 
 class Sizes(NamedTuple):

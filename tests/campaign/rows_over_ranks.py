@@ -7,8 +7,8 @@ from random import Random
 from typing import NamedTuple
 
 from attn_core.call.spec import AttentionSpec
-from attn_core.cli.campaign.entries import without
 from attn_core.context_parallel.layout import LAYOUTS, layout_for_window
+from tests.campaign.entries import without
 
 RANKS = 4
 AXES: tuple[tuple[int, ...], ...] = ((2,), (3,), (2, 2))

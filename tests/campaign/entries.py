@@ -15,7 +15,7 @@ from attn_core.errors import SpecError
 
 Arrays = dict[str, Any]
 MODULES = {
-    framework: tuple(f"attn_core.cli.campaign.{framework}_{name}" for name in ("entries", "hosts", "context"))
+    framework: tuple(f"tests.campaign.{framework}_{name}" for name in ("entries", "hosts", "context"))
     for framework in ("torch", "jax")
 }
 """The modules with the entry points of each framework: its own functions, the drop-ins, and context parallelism."""
@@ -128,8 +128,9 @@ def without(*features: str, key_ranges: bool = False, functions: bool = False) -
             "gradients": spec.needs_backward,
         }
         present |= {name: bool(getattr(spec, name)) for name in ("sinks", "dropout", "deterministic")}
-        rare = ("key_ranges",) * (not key_ranges), ("functions",) * (not functions)
-        missing = [name for name in (*features, *rare[0], *rare[1]) if present[name]]
+        has = {"key_ranges": key_ranges, "functions": functions}
+        lacks = [*features, *(name for name, there in has.items() if not there)]
+        missing = [name for name in lacks if present[name]]
         return f"no {', '.join(missing)}" if missing else None
 
     return refuses

@@ -1,4 +1,4 @@
-"""Mask and score functions of drawn calls, with the shapes and dtypes of their aux arrays: in campaigns and tests."""
+"""Mask and score functions of drawn calls, with the shapes and dtypes of their aux arrays."""
 
 from __future__ import annotations
 
@@ -6,23 +6,8 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
-
-from attn_core.call.functions import AUX, KINDS, trace
-from attn_core.call.spec import AttentionSpec
-from attn_core.expressions import (
-    Expression,
-    TracedFunction,
-    exp,
-    exp2,
-    expm1,
-    log,
-    log1p,
-    sigmoid,
-    tanh,
-    to_float,
-    where,
-)
+from attn_core.call.functions import trace
+from attn_core.expressions import exp, exp2, expm1, log, log1p, sigmoid, tanh, to_float, where
 from attn_core.expressions.tracing import Aux
 
 Sizes = tuple[int, int, int, int]
@@ -69,38 +54,3 @@ def fields_of(mask: str | None, score: str | None, sizes: Sizes) -> dict[str, An
     score_mod = scored and (lambda s, b, h, q, k, *aux: scored(s, b, h, q, k, *aux[len(first) :]))
     trees = trace(mask_mod, score_mod, (*first, *second))
     return {"mask_mod": trees[0], "score_mod": trees[1], "aux": (*first, *second)}
-
-
-def arrays_of(aux: tuple[Aux, ...], seed: int) -> list[np.ndarray]:
-    """Returns random arrays: ints from 0 to 3, so that documents repeat."""
-    random = np.random.default_rng((seed, 31))
-    arrays = []
-    for shape, dtype in aux:
-        if dtype == "bool":
-            arrays.append(random.random(shape) < 0.6)
-        elif dtype == "int32":
-            arrays.append(random.integers(0, 4, shape, np.int32))
-        else:
-            arrays.append(abs(random.standard_normal(shape)).astype(np.float32).astype(np.float64))
-    return arrays
-
-
-def as_keywords(arrays: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of ``attention``, in which aux0 to aux3 are one tuple, or of ``paged_attention``."""
-    if "block_table" in arrays:
-        return {{"k": "k_pages", "v": "v_pages"}.get(name, name): array for name, array in arrays.items()}
-    names = sorted(name for name in arrays if name in AUX)
-    rest = {name: array for name, array in arrays.items() if name not in names}
-    return rest | ({"aux": tuple(arrays[name] for name in names)} if names else {})
-
-
-@lru_cache(maxsize=256)  # one object, because jitted programs are known by it
-def traced(tree: Expression, aux: int) -> TracedFunction:
-    """Returns an expression as ``attention`` takes it. ``aux``: the number of arrays."""
-    return TracedFunction(tree, (), aux)
-
-
-def functions_of(spec: AttentionSpec) -> dict[str, TracedFunction]:
-    """Returns the functions of a call as keywords of ``attention``; none for a call without."""
-    trees = {name: getattr(spec, name) for name in KINDS}
-    return {name: traced(tree, len(spec.aux)) for name, tree in trees.items() if tree is not None}

@@ -7,11 +7,12 @@ from functools import lru_cache, partial
 from typing import Any
 
 from attn_core.call.spec import AttentionSpec
-from attn_core.cli.campaign import host_words
-from attn_core.cli.campaign.entries import Arrays, Entry, without
-from attn_core.cli.campaign.host_words import Ops, is_banded, one_table
-from attn_core.cli.campaign.jax_entries import run, words
 from attn_core.cli.trial import Trial
+from tests.campaign import host_words
+from tests.campaign.case import is_banded
+from tests.campaign.entries import Arrays, Entry, without
+from tests.campaign.host_words import Ops, one_table
+from tests.campaign.jax_entries import run, words
 
 HostCall = Callable[[AttentionSpec, Arrays, dict[str, Any]], Any]
 """(spec, arrays, options of ``attention``) -> the results of ``attention``."""

@@ -9,17 +9,15 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-import faulty_workers
 import pytest
 
 from attn_core import AttentionSpec
-from attn_core.cli.campaign import coverage, entries, expressible, jax_context, torch_context, workers
-from attn_core.cli.campaign.case import Case
-from attn_core.cli.campaign.documents import same_documents, with_same_documents
-from attn_core.cli.campaign.draw import Place, structure
-from attn_core.cli.campaign.entries import Entry, entries_of, entry_of, left_out
-from attn_core.cli.campaign.judge import verdict_of
 from attn_core.errors import SpecError
+from tests.campaign import coverage, entries, faulty_workers, jax_context, torch_context, workers
+from tests.campaign.case import Case, same_documents, with_same_documents
+from tests.campaign.draw import Place, structure
+from tests.campaign.entries import Entry, entries_of, entry_of, left_out
+from tests.campaign.judge import verdict_of
 
 pytest.importorskip("torch")
 pytest.importorskip("jax")
@@ -128,7 +126,7 @@ def test_a_fault_in_a_drop_in_is_found(
 
 
 def _plant(monkeypatch: pytest.MonkeyPatch, module: str, function: str, fault: Fault) -> None:
-    from attn_core.cli.campaign import jax_entries
+    from tests.campaign import jax_entries
 
     jax_entries._programs.clear()
     monkeypatch.setattr(jax_entries, "_programs", {})  # so that no faulty program outlives the test
@@ -199,13 +197,13 @@ def test_holes_of_entries_name_what_they_can_express() -> None:
     for feature in set(coverage.FEATURES) - {"softcap", "packed", "sinks"}:
         counts.setdefault("torch layer", {"calls": 1})[feature] = 1
     counts["torch paged_attention"] = {"calls": 1}
-    layer, paged, unsloth = expressible.holes(counts, chosen, "cpu")
+    layer, paged, unsloth = coverage.holes_of_entries(counts, chosen, "cpu")
     # "lse" is missing because the layer has none.
     assert layer == "torch layer: softcap, sinks, packed"
     assert paged.startswith("torch paged_attention: causal, window, softcap, sinks, packed, lse")
     assert unsloth == "torch unsloth: no call at all"
-    assert "dropout" in expressible.expressible(known["torch layer"], "cpu")
-    assert "dropout" not in expressible.expressible(known["torch layer"], "cuda")
+    assert "dropout" in coverage.expressible(known["torch layer"], "cpu")
+    assert "dropout" not in coverage.expressible(known["torch layer"], "cuda")
 
 
 def test_same_documents_are_documents_of_both_sides() -> None:

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from attn_core.call.functions import has_functions
-from attn_core.cli.campaign.case import Case
 from attn_core.errors import SpecError
+from tests.campaign.case import Case
 
 PLAIN: dict[str, Any] = {
     "causal": False,

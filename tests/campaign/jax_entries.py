@@ -11,13 +11,13 @@ import numpy as np
 
 from attn_core import SeqInfo
 from attn_core.call.spec import AttentionSpec
-from attn_core.cli.campaign import pages, segments
-from attn_core.cli.campaign.entries import LACK_RANGES, Arrays, Entry, ranges_refuse, without
-from attn_core.cli.campaign.pages import pages_of
-from attn_core.cli.drawn_functions import as_keywords, functions_of
+from attn_core.cli.frameworks import jax_device
 from attn_core.cli.in_jax import arrays_of, cotangents_of, results_of
-from attn_core.cli.trial import Trial, invariance_of
+from attn_core.cli.trial import Trial, as_keywords, functions_of, invariance_of
 from attn_core.context_parallel.ranges import MOST_TILES
+from tests.campaign import pages, segments
+from tests.campaign.entries import LACK_RANGES, Arrays, Entry, ranges_refuse, without
+from tests.campaign.pages import pages_of
 
 Call = Callable[..., Any]
 
@@ -49,8 +49,7 @@ def run(
     import jax.numpy as jnp
 
     spec = trial.spec
-    where = jax.devices("gpu" if device.startswith("sm") else "cpu")[0]
-    with jax.enable_x64(spec.dtype == "float64"), jax.default_device(where):
+    with jax.enable_x64(spec.dtype == "float64"), jax.default_device(jax_device(device)):
         constants, learned = arrays_of(trial)
         constants |= {name: jnp.asarray(array) for name, array in more(trial).items()}
         offsets = None
@@ -163,7 +162,7 @@ def _run_paged(trial: Trial, backend: str | None, device: str) -> Arrays:
     with jax.enable_x64(spec.dtype == "float64"), jax.default_device(where):
         constants, _ = arrays_of(trial)
         pools = (jnp.asarray(pool, spec.dtype) for pool in (laid_out.k, laid_out.v))
-        tables = dict(zip(("block_table", "seq_lens", "cu_seqlens_q"), map(jnp.asarray, laid_out[2:5])))
+        tables = {name: jnp.asarray(table) for name, table in laid_out.tables.items()}
 
         def call(q: Any, k_pages: Any, v_pages: Any, sinks: Any, tables: Any) -> Any:
             return jax_frontend.paged_attention(q, k_pages, v_pages, **tables, sinks=sinks, **options)

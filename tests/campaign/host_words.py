@@ -15,7 +15,8 @@ import numpy as np
 from attn_core.call.masks import visible
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.spec import AttentionSpec
-from attn_core.cli.campaign.entries import without
+from tests.campaign.case import is_banded
+from tests.campaign.entries import without
 
 Arrays = dict[str, Any]
 
@@ -25,11 +26,6 @@ class Ops(NamedTuple):
 
     array: Callable[[np.ndarray], Any]
     hide: Callable[[Any, Any], Any]
-
-
-def is_banded(spec: AttentionSpec) -> bool:
-    """Returns whether causal or a window hides keys."""
-    return spec.causal or spec.window != (None, None)
 
 
 def is_aligned(spec: AttentionSpec, alignment: str) -> bool:

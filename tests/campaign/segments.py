@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from attn_core.call.spec import AttentionSpec
-from attn_core.cli.campaign.entries import without
 from attn_core.cli.trial import Trial
+from tests.campaign.case import is_banded
+from tests.campaign.entries import without
 
 MOST = 4
 """Arrays that functions, ids and positions may have together."""
@@ -42,7 +43,7 @@ def arrays_of(trial: Trial) -> dict[str, np.ndarray]:
         arrays[f"{side}_order"] = order
         rows = {f"{side}_segment_ids": np.array(ids), f"{side}_positions": np.tile(positions, (spec.batch, 1))}
         for name, numbers in rows.items():
-            if name.endswith("ids") or _banded(spec):
+            if name.endswith("ids") or is_banded(spec):
                 arrays[name] = np.take_along_axis(numbers.astype(np.int32), order, 1)
     return arrays
 
@@ -51,7 +52,7 @@ def refuses(spec: AttentionSpec) -> str | None:
     """Returns why a spec is no call with segment ids, or None."""
     if spec.packed and spec.sinks:
         return "no sinks of documents"  # tokens behind the last document have none
-    if len(spec.aux) + (4 if _banded(spec) else 2) > MOST:
+    if len(spec.aux) + (4 if is_banded(spec) else 2) > MOST:
         return f"at most {MOST} arrays of functions and segments"
     return without("alibi", "dropout", key_ranges=True, functions=True)(spec)
 
@@ -92,10 +93,6 @@ def _lengths(trial: Trial) -> tuple[list[int], list[int]]:
         return [spec.q_len], [spec.kv_len]
     queries, keys = (np.diff(np.asarray(offsets)).tolist() for offsets in (info.cu_seqlens_q, info.cu_seqlens_k))
     return queries, keys
-
-
-def _banded(spec: AttentionSpec) -> bool:
-    return spec.causal or spec.window != (None, None)
 
 
 def _moves(spec: AttentionSpec) -> bool:

@@ -7,12 +7,13 @@ from functools import partial
 from typing import Any
 
 from attn_core.call.spec import AttentionSpec
-from attn_core.cli.campaign import pages, segments
-from attn_core.cli.campaign.entries import LACK_RANGES, Arrays, Entry, ranges_refuse, without
-from attn_core.cli.campaign.pages import pages_of
+from attn_core.cli.frameworks import torch_device
 from attn_core.cli.in_torch import cotangents_of, named_results, tensors_of
 from attn_core.cli.trial import Trial, invariance_of
 from attn_core.context_parallel.ranges import MOST_TILES
+from tests.campaign import pages, segments
+from tests.campaign.entries import LACK_RANGES, Arrays, Entry, ranges_refuse, without
+from tests.campaign.pages import pages_of
 
 Tensors = dict[str, Any]
 Call = Callable[..., Any]
@@ -30,7 +31,7 @@ def run(call: Call, trial: Trial, backend: str | None, device: str) -> Arrays:
     """Runs a call of (tensors, trial, backend), which returns the results of ``attention``; see ``Entry.run``."""
     import torch
 
-    where = torch.device("cuda" if device.startswith("sm") else "cpu")
+    where = torch_device(device)
     tensors = tensors_of(trial, where)
     results = call(tensors, trial, backend)
     named = named_results(trial, results, tensors, cotangents_of(trial, where))
@@ -162,10 +163,9 @@ def _paged(tensors: Tensors, trial: Trial, backend: str | None) -> Any:
 
     spec, laid_out, q = trial.spec, pages_of(trial), tensors["q"]
     k_pages, v_pages = (torch.from_numpy(pool).to(q.device, q.dtype) for pool in (laid_out.k, laid_out.v))
-    tables = (torch.from_numpy(table).to(q.device) for table in laid_out[2:5])
     names = ("causal", "window", "softcap", "scale", "deterministic", "return_lse")
     options: dict[str, Any] = {name: getattr(spec, name) for name in names} | invariance_of(spec)
-    options |= dict(zip(("block_table", "seq_lens", "cu_seqlens_q"), tables))
+    options |= {name: torch.from_numpy(table).to(q.device) for name, table in laid_out.tables.items()}
     options |= {"max_len_q": laid_out.max_len_q, "sinks": tensors["sinks"], "backend": backend}
     return torch_frontend.paged_attention(q, k_pages, v_pages, **options)
 

@@ -8,12 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import faulty_workers
 import psutil
 import pytest
 
-from attn_core.cli.campaign import workers
-from attn_core.cli.campaign.workers import WorkerError, Workers
+from tests.campaign import faulty_workers, workers
+from tests.campaign.workers import WorkerError, Workers
 
 
 def test_workers_stay_alive_between_jobs() -> None:
@@ -47,8 +46,8 @@ def test_a_worker_that_fails_is_an_error_and_the_next_call_starts_another(
 
 
 STARTS_TWO = """
-import faulty_workers
-from attn_core.cli.campaign.workers import Workers
+from tests.campaign import faulty_workers
+from tests.campaign.workers import Workers
 
 if __name__ == "__main__":
     group = Workers(faulty_workers.answers, 2)
@@ -61,8 +60,7 @@ def test_workers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
     """Killed, it cannot tell them; one of them waits for its next job then, and the other one hangs in a job."""
     script = tmp_path / "starts_two.py"
     script.write_text(STARTS_TWO, encoding="utf-8")
-    root = Path(workers.__file__).parents[3]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(root), str(Path(faulty_workers.__file__).parent)])}
+    environment = os.environ | {"PYTHONPATH": str(Path(workers.__file__).parents[2])}
     with subprocess.Popen([sys.executable, script], env=environment, text=True, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         started = [psutil.Process(int(pid)) for pid in process.stdout.readline().split()]

@@ -9,8 +9,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from attn_core.cli.campaign import jax_context, torch_context
-from attn_core.cli.campaign.workers import serve
+from tests.campaign import jax_context, torch_context
+from tests.campaign.workers import serve
 
 
 def see_one_key_more() -> None:

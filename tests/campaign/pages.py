@@ -7,8 +7,9 @@ from typing import NamedTuple
 import numpy as np
 
 from attn_core.call.spec import AttentionSpec
-from attn_core.cli.campaign.entries import without
 from attn_core.cli.trial import Trial
+from tests.campaign.case import is_banded
+from tests.campaign.entries import without
 
 
 class Pages(NamedTuple):
@@ -29,11 +30,16 @@ class Pages(NamedTuple):
     cu_seqlens_q: np.ndarray
     max_len_q: int
 
+    @property
+    def tables(self) -> dict[str, np.ndarray]:
+        """The arguments that are arrays of integers."""
+        return {"block_table": self.block_table, "seq_lens": self.seq_lens, "cu_seqlens_q": self.cu_seqlens_q}
+
 
 def pages_of(trial: Trial) -> Pages:
     """Returns the documents of a trial in pages of a random size and in a random order."""
     spec, inputs, random = trial.spec, trial.inputs, np.random.default_rng(trial.seed)
-    page_size = page_size_of(trial.seed, random)
+    page_size = int(random.choice((1, 4, 16)))
     lengths = np.diff(inputs.cu_seqlens_k)
     counts = -(-lengths // page_size)
     spare = 3
@@ -52,24 +58,10 @@ def pages_of(trial: Trial) -> Pages:
     return Pages(pools[0], pools[1], table, lengths.astype(np.int32), inputs.cu_seqlens_q, spec.max_len_q or 0)
 
 
-LARGE_PAGES = 2**31
-"""Seeds from here on, which no campaign draws, have pages of 256 tokens: some kernels take no smaller ones."""
-
-
-def page_size_of(seed: int, random: np.random.Generator) -> int:
-    """Returns the tokens in a page.
-
-    Args:
-        random: a generator with the trial's seed, from which nothing was drawn yet.
-    """
-    small = int(random.choice((1, 4, 16)))
-    return small if seed < LARGE_PAGES else 256
-
-
 def refuses(spec: AttentionSpec) -> str | None:
     """Returns why a spec is no call on pages, or None."""
     if not spec.packed:
         return "packed documents alone"
-    if spec.alignment != "bottom_right" and (spec.causal or spec.window != (None, None)):
+    if spec.alignment != "bottom_right" and (is_banded(spec)):
         return "bottom-right alone"
     return without("mask", "bias", "alibi", "dropout", "gradients")(spec)

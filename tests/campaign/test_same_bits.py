@@ -13,12 +13,11 @@ import numpy as np
 import pytest
 
 from attn_core import AttentionSpec, backends
-from attn_core.cli.campaign import coverage, jax_entries, judge, torch_entries
-from attn_core.cli.campaign.campaign import BLOCK, Campaign
-from attn_core.cli.campaign.case import Case, case_of
-from attn_core.cli.campaign.judge import verdict_of
-from attn_core.cli.campaign.processes import merged
-from attn_core.cli.campaign.same_bits import HOLDS, PAIRS, Equal, differences, must_agree, pair_of
+from tests.campaign import coverage, jax_entries, judge, torch_entries
+from tests.campaign.case import Case, case_of
+from tests.campaign.judge import verdict_of
+from tests.campaign.loop import BLOCK, Campaign, merged
+from tests.campaign.same_bits import HOLDS, PAIRS, Equal, differences, must_agree, pair_of
 
 jax = pytest.importorskip("jax")
 pytest.importorskip("jax.export")
@@ -30,8 +29,16 @@ from torch_frontend.dispatch import ops
 pytestmark = pytest.mark.sampled
 
 SPEC = AttentionSpec(
-    **{"batch": 2, "q_len": 5, "kv_len": 7, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "value_dim": 8},
-    **{"dtype": "float32", "causal": True, "return_lse": True},
+    batch=2,
+    q_len=5,
+    kv_len=7,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    value_dim=8,
+    dtype="float32",
+    causal=True,
+    return_lse=True,
 )
 TRAINED = replace(SPEC, needs_backward=True)
 COMPILED, EXPORTED, JITTED, JAX_EXPORTED = PAIRS
@@ -54,10 +61,14 @@ def case(pair: str, spec: AttentionSpec = SPEC, backend: str | None = "math", re
 
 
 CALLS = [
-    *((COMPILED, name, TRAINED) for name in ("math", "sdpa_flash")),
-    *((EXPORTED, name, SPEC) for name in ("math", "sdpa_flash")),
-    *((JITTED, name, TRAINED) for name in ("math", "sdpa_flash")),
-    *((JAX_EXPORTED, name, SPEC) for name in ("math", "sdpa_flash")),
+    (COMPILED, "math", TRAINED),
+    (COMPILED, "sdpa_flash", TRAINED),
+    (EXPORTED, "math", SPEC),
+    (EXPORTED, "sdpa_flash", SPEC),
+    (JITTED, "math", TRAINED),
+    (JITTED, "sdpa_flash", TRAINED),
+    (JAX_EXPORTED, "math", SPEC),
+    (JAX_EXPORTED, "sdpa_flash", SPEC),
     (EXPORTED, "flex", SPEC),
 ]
 

@@ -13,12 +13,22 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from attn_core.call.functions import has_functions
+from attn_core.call.key_ranges import visible_in_ranges
 from attn_core.call.masks import visible
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
-from attn_core.cli.campaign.rewritten import Arrays, Rewritten, heads_permuted, ranges_as_mask, rows_permuted
 from attn_core.cli.trial import Trial
+from tests.campaign.case import is_banded
+
+Arrays = dict[str, np.ndarray]
+
+
+class Rewritten(NamedTuple):
+    """The trials to run instead, and the function that joins their results."""
+
+    trials: tuple[Trial, ...]
+    join: Callable[[list[Arrays]], Arrays]
 
 
 class Relation(NamedTuple):
@@ -44,7 +54,7 @@ def _documents_apart(trial: Trial) -> Rewritten:
     spec, inputs = trial.spec, trial.inputs
     bounds = [inputs.cu_seqlens_q, inputs.cu_seqlens_k]
     pieces = [tuple(slice(int(cu[d]), int(cu[d + 1])) for cu in bounds) for d in range(spec.documents or 0)]
-    trials = tuple(document_alone(trial, rows, columns) for rows, columns in pieces)
+    trials = tuple(_document_alone(trial, rows, columns) for rows, columns in pieces)
 
     def join(results: list[Arrays]) -> Arrays:
         out = {"out": np.zeros(spec.out_shape)}
@@ -65,7 +75,7 @@ def _documents_apart(trial: Trial) -> Rewritten:
     return Rewritten(trials, join)
 
 
-def document_alone(trial: Trial, rows: slice, columns: slice) -> Trial:
+def _document_alone(trial: Trial, rows: slice, columns: slice) -> Trial:
     """Returns one document of a packed trial without functions as a row without documents."""
     spec, inputs = trial.spec, trial.inputs
 
@@ -139,7 +149,9 @@ def _keys_padded(trial: Trial) -> Rewritten:
     mask = np.ones((1, 1, 1, spec.kv_len), bool) if inputs.mask is None else inputs.mask
     mask = np.broadcast_to(mask, (*mask.shape[:3], spec.kv_len))
     mask = np.pad(mask, ((0, 0), (0, 0), (0, 0), (0, more)))
-    keys, values = (np.pad(array, ((0, 0), (0, more), (0, 0), (0, 0)), constant_values=8.0) for array in inputs[1:3])
+    keys, values = (
+        np.pad(array, ((0, 0), (0, more), (0, 0), (0, 0)), constant_values=8.0) for array in (inputs.k, inputs.v)
+    )
     bias = inputs.bias
     if bias is not None and bias.shape[3] > 1:
         bias = np.pad(bias, ((0, 0), (0, 0), (0, 0), (0, more)))
@@ -219,6 +231,79 @@ def _as_documents(trial: Trial) -> Rewritten:
     return Rewritten((Trial(packed, tensors, info, flat(trial.dout), by_head, trial.seed),), join)
 
 
+AXES = {
+    **{name: {"batch": 0, "heads": 2} for name in ("out", "dq")},
+    **{name: {"batch": 0, "kv_heads": 2} for name in ("dk", "dv")},
+    "lse": {"batch": 0, "heads": 1},
+    "dbias": {"batch": 0, "heads": 1},
+    "dsinks": {"heads": 0},
+}
+"""The axes of each result of a call without packed documents."""
+
+INPUT_AXES = {
+    "q": AXES["dq"],
+    "k": AXES["dk"],
+    "v": AXES["dv"],
+    "mask": AXES["lse"],
+    "bias": AXES["lse"],
+    "sinks": AXES["dsinks"],
+    "key_ranges": {"batch": 0, "kv_heads": 1},
+}
+
+
+def _permuted(trial: Trial, orders: dict[str, np.ndarray]) -> Rewritten:
+    """Permutes the batch or the heads of everything."""
+
+    def taken(array: Any, axes: dict[str, int], inverse: bool = False) -> Any:
+        for name, order in orders.items():
+            # An axis of 1 is shared by all rows or heads.
+            if array is not None and name in axes and array.shape[axes[name]] == len(order):
+                array = np.take(array, np.argsort(order) if inverse else order, axes[name])
+        return array
+
+    inputs = {name: taken(getattr(trial.inputs, name), axes) for name, axes in INPUT_AXES.items()}
+    slopes = trial.inputs.alibi_slopes
+    if slopes is not None:
+        axes = {"heads": 0} if slopes.ndim == 1 else {"batch": 0, "heads": 1}
+        inputs["alibi_slopes"] = taken(slopes, axes)
+    dlse = taken(trial.dlse, AXES["lse"])
+    other = trial._replace(inputs=trial.inputs._replace(**inputs), dout=taken(trial.dout, AXES["out"]), dlse=dlse)
+
+    def join(results: list[Arrays]) -> Arrays:
+        (arrays,) = results
+        return {name: taken(array, AXES[name], inverse=True) for name, array in arrays.items()}
+
+    return Rewritten((other,), join)
+
+
+def _rows_permuted(trial: Trial) -> Rewritten:
+    """Moves every row of the batch."""
+    return _permuted(trial, {"batch": _rotation(trial.spec.batch, trial.seed)})
+
+
+def _heads_permuted(trial: Trial) -> Rewritten:
+    """Moves every head."""
+    spec = trial.spec
+    kv_order = _rotation(spec.num_kv_heads, trial.seed)
+    # Query heads move with their kv head, and change places inside its group.
+    order = [kv * spec.group_size + _rotation(spec.group_size, trial.seed) for kv in kv_order]
+    return _permuted(trial, {"heads": np.concatenate(order), "kv_heads": kv_order})
+
+
+def _ranges_as_mask(trial: Trial) -> Rewritten:
+    """Writes key ranges and mask as one mask."""
+    spec, inputs = trial.spec, trial.inputs
+    seen = visible_in_ranges(inputs.key_ranges, spec.q_len, spec.num_heads)
+    mask = seen if inputs.mask is None else seen & inputs.mask
+    plain = replace(spec, key_ranges_shape=None, mask_shape=mask.shape)
+    return Rewritten((trial._replace(spec=plain, inputs=inputs._replace(key_ranges=None, mask=mask)),), _only)
+
+
+def _rotation(count: int, seed: int) -> np.ndarray:
+    """Returns an order of ``count`` places that moves each of them, if there is more than one."""
+    return np.roll(np.arange(count), 1 + seed % max(count - 1, 1))
+
+
 def _only(results: list[Arrays]) -> Arrays:
     return results[0]
 
@@ -231,27 +316,25 @@ def _no_tables(spec: AttentionSpec) -> bool:
     return not (spec.mask_shape or spec.bias_shape or spec.key_ranges_shape) and len(spec.alibi_shape or ()) < 2
 
 
-def _banded(spec: AttentionSpec) -> bool:
-    return spec.causal or spec.window != (None, None)
-
-
 RELATIONS: dict[str, Relation] = {
-    "batch rows permuted": Relation(lambda s: _dense(s) and s.batch > 1, rows_permuted),
-    "heads permuted": Relation(lambda s: _dense(s) and s.num_heads > 1, heads_permuted),
+    "batch rows permuted": Relation(lambda s: _dense(s) and s.batch > 1, _rows_permuted),
+    "heads permuted": Relation(lambda s: _dense(s) and s.num_heads > 1, _heads_permuted),
     # A bias that all documents share would need the sum of its gradients.
     "documents apart": Relation(
         lambda s: s.packed and not (s.dropout or s.bias_gradient or s.key_ranges_shape), _documents_apart, True
     ),
-    "key ranges as a mask": Relation(lambda s: bool(s.key_ranges_shape) and not (s.empty or s.dropout), ranges_as_mask),
+    "key ranges as a mask": Relation(
+        lambda s: bool(s.key_ranges_shape) and not (s.empty or s.dropout), _ranges_as_mask
+    ),
     "rows as documents": Relation(lambda s: _dense(s) and _no_tables(s), _as_documents),
-    "causal and window as a mask": Relation(lambda s: _dense(s) and _banded(s), _band_as_mask),
+    "causal and window as a mask": Relation(lambda s: _dense(s) and is_banded(s), _band_as_mask),
     # The distances of ALiBi count within a document. Tokens behind the last one have no sinks; rows that see none do.
     "documents as a mask": Relation(
         lambda s: s.packed and not (s.dropout or s.empty or s.sinks) and s.alibi_shape is None, _documents_as_mask
     ),
     # More keys move a bottom-right diagonal.
     "hidden keys appended": Relation(
-        lambda s: _dense(s) and (s.alignment == "top_left" or not (_banded(s) or s.alibi_shape)), _keys_padded
+        lambda s: _dense(s) and (s.alignment == "top_left" or not (is_banded(s) or s.alibi_shape)), _keys_padded
     ),
     "scale moved into q": Relation(_dense, _scale_in_q),
     "float32 instead of a half dtype": Relation(

@@ -1,0 +1,1 @@
+"""Tests, and the campaign of random calls in ``tests/campaign``."""
