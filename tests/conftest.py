@@ -48,8 +48,12 @@ settings.load_profile("ci")
 os.environ["XLA_FLAGS"] = xla_compiler.flags(quick=not Path("/dev/nvidiactl").exists())
 
 
-# A table that the user wrote with attn tune must not decide in the tests.
+# A table that the user wrote with attn tune must not decide in the tests, nor what the user compiled before. Workers
+# share the folder of the process that starts them.
 os.environ["XDG_CONFIG_HOME"] = str(Path(tempfile.gettempdir()) / "attn-core-tests-config")
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    CACHE = tempfile.TemporaryDirectory(prefix="attn-core-tests-cache-")
+    os.environ["XDG_CACHE_HOME"] = CACHE.name
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)], scope="module")

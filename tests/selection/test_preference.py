@@ -50,8 +50,9 @@ USUAL = ("flash3", "flash4", "sdpa_cudnn", "flash2", "flex", "math")
 
 
 @pytest.fixture(autouse=True)
-def usual_order(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A static order that does not change with the project's."""
+def usual_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """A static order that does not change with the project's, and no compiled library of torch's operators."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(
         backends,
         "PREFERENCE",
