@@ -5,16 +5,34 @@ from __future__ import annotations
 import json as json_text
 import shutil
 import textwrap
-from collections.abc import Iterator
-from typing import Annotated, NamedTuple
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
 
 from attn_core import backends
-from attn_core.cli.advice.packages import runs_on
-from attn_core.cli.comparison import Row
-from attn_core.cli.findings import CHECKED, EVEN_LENGTH, Findings, State, examine
+from attn_core.backends.shared import known_bad
+from attn_core.backends.shared.programs import operator_library
+from attn_core.call.spec import AttentionSpec
+from attn_core.cli.advice import Advice, Machine, Problem, advise, find_machine, problems, requirements, runs_on
+from attn_core.cli.certify.standing import Standing, standing_of
+from attn_core.cli.comparison import Row, rows_of
+from attn_core.cli.frameworks import devices_of, installed, versions
+from attn_core.cli.trial import draw
+from attn_core.selection import preference
+from attn_core.selection.choice import refusals
+from attn_core.selection.tables import device_name
+from attn_core.selection.target import Target, bridge_reason
+
+CHECKED = AttentionSpec(
+    batch=2, q_len=37, kv_len=41, num_heads=6, num_kv_heads=3, head_dim=64, value_dim=64, dtype="float32", causal=True
+)
+"""The call that backends are checked with: GQA, causal, q_len != kv_len; with gradients if the backend has any."""
+
+EVEN_LENGTH = 128
+"""The length of queries and keys for a backend that refuses CHECKED, such as cuDNN: both alignments agree there."""
 
 SPOKEN = {"torch": "torch", "jax": "JAX"}
 FIRST = 16
@@ -43,12 +61,213 @@ def doctor(
         raise typer.Exit(1)
 
 
-class Item(NamedTuple):
-    """A paragraph of a section: a text, the columns by which its later lines are indented, and commands to copy."""
+class State(NamedTuple):
+    """One module of a backend in this installation. Some backends have one module for CPUs and one for GPUs.
 
-    text: str
-    indent: int = 4
-    commands: tuple[str, ...] = ()
+    Attributes:
+        name, kind: the backend, and the kind of device that the module is for.
+        unproven: whether this project never ran it on a device that it claims.
+        version, reason: what it runs on, or why it is not available; the other is None.
+        here: whether it has kernels for a device of this machine.
+    """
+
+    name: str
+    kind: str
+    unproven: bool
+    version: str | None
+    reason: str | None
+    here: bool
+
+
+@dataclass(frozen=True)
+class Findings:
+    """Everything that ``attn doctor`` knows about an installation.
+
+    Attributes:
+        versions: of the packages, by name; None if not installed.
+        devices: of each framework: ``"cpu"`` first, then GPUs.
+        errors: why a framework that is installed does not work.
+        tables: which table decides, by framework and device.
+        bridge: why JAX cannot reach torch's kernels, or None.
+        backends: every module of every backend, by its label.
+        faults: those of installed kernels, as ``faults_of`` returns them.
+        operators: why XLA cannot run torch's operators without Python on this GPU; None if it can, or has no GPU.
+        certificate: what `attn certify` wrote about this machine, and whether it still holds; None if there is none.
+    """
+
+    versions: dict[str, str | None]
+    devices: dict[str, list[str]]
+    errors: dict[str, str]
+    machine: Machine
+    processor: str | None
+    tables: dict[str, str]
+    bridge: str | None
+    backends: dict[str, State]
+    checks: list[Row]
+    faults: tuple[known_bad.Row, ...]
+    problems: tuple[Problem, ...]
+    advice: tuple[Advice, ...]
+    operators: str | None
+    certificate: Standing | None
+
+    @property
+    def right(self) -> list[Row]:
+        """The checks that ran and were right, or as near as the backend promises."""
+        return [row for row in self.checks if row.accuracy is not None and not row.wrong]
+
+    @property
+    def wrong(self) -> list[Row]:
+        """The checks that raised or gave wrong numbers."""
+        return [row for row in self.checks if row.wrong]
+
+    @property
+    def broken(self) -> dict[str, str]:
+        """Installed packages of which no backend works here, with the reason; and frameworks that fail."""
+        groups: dict[str, list[str | None]] = {}
+        for state in self.backends.values():
+            for name in requirements(state.name, state.kind) if state.here else ():
+                if self.versions.get(name) is not None:
+                    groups.setdefault(name, []).append(state.reason or self._refusal_of_build(state.name))
+        return self.errors | {name: reasons[0] for name, reasons in groups.items() if reasons[0] and all(reasons)}
+
+    def _refusal_of_build(self, name: str) -> str | None:
+        """Returns why a backend that imports cannot launch its kernels here, or None if it can."""
+        rows = [row for row in self.checks if row.backend == name]
+        reasons = [next((text for text in row.reasons if text.startswith("not available")), None) for row in rows]
+        return reasons[0] if reasons and all(reasons) else None
+
+    @property
+    def healthy(self) -> bool:
+        """Whether something runs, all of it was right, and every installed package works."""
+        return bool(self.right) and not self.wrong and not self.broken
+
+    @property
+    def used(self) -> dict[str, str]:
+        """The best device of each framework."""
+        return {framework: named[-1] for framework, named in self.devices.items()}
+
+    def running(self, framework: str) -> list[str]:
+        """Returns the backends that were right in a framework on its best device, the first choices first."""
+        device = self.used[framework]
+        order = backends.usual_order(framework, backends.kind_of(device))
+        names = [row.backend for row in self.right if row.framework == framework and row.device == device]
+        return sorted(names, key=lambda name: order.index(name) if name in order else len(order))
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns everything as plain data."""
+        runs = {framework: self.running(framework) for framework in self.devices}
+        plain = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "errors"}
+        shown = ("name", "backends", "package", "versions", "symptom", "link")
+        changed = {
+            "machine": {name: value for name, value in asdict(self.machine).items() if name != "packages"},
+            "backends": {label: state._asdict() for label, state in self.backends.items()},
+            "checks": [row.as_json() | {"device": row.device} for row in self.checks],
+            "broken": self.broken,
+            "faults": [
+                {"device": row.devices[0], **{name: getattr(row, name) for name in shown}} for row in self.faults
+            ],
+            "problems": [asdict(problem) for problem in self.problems],
+            "advice": [asdict(advice) for advice in self.advice],
+            "certificate": None if self.certificate is None else self.certificate._asdict(),
+        }
+        return {"healthy": self.healthy, "runs": runs} | plain | changed
+
+
+def examine(progress: Console) -> Findings:
+    """Returns the findings on this installation. Imports the frameworks, and runs every available backend."""
+    devices: dict[str, list[str]] = {}
+    errors: dict[str, str] = {}
+    with progress.status("looking for frameworks"):
+        for framework in installed():
+            try:
+                devices[framework] = list(devices_of(framework))
+            except Exception as error:  # doctor must report a broken installation, not crash on it
+                errors[framework] = f"{type(error).__name__}: {error}"
+        places = [(framework, device) for framework, named in devices.items() for device in named]
+        seen = [device for _, device in places]
+        packages = versions()
+        machine = find_machine(packages, seen)
+        states = {label: _state(name, kind, seen) for label, name, kind in _files()}
+        bridge = bridge_reason() if {"torch", "jax"} <= set(devices) else "needs both torch and jax"
+    rows: list[Row] = []
+    with progress.status("checking the backends"):
+        for state in states.values():
+            rows += _check(state.name, state.kind, devices) if state.reason is None else []
+    return Findings(
+        versions=packages,
+        devices=devices,
+        errors=errors,
+        machine=machine,
+        processor=device_name("cpu"),
+        tables={
+            f"{framework} on {device}": preference.source(framework, device) or "the static order: nothing was measured"
+            for framework, device in places
+        },
+        bridge=bridge,
+        backends=states,
+        checks=rows,
+        faults=faults_of(Target.here(framework, device) for framework, device in places),
+        problems=problems(machine),
+        advice=advise(machine),
+        operators=operator_library.missing() if bridge is None and machine.jax_cuda and machine.torch_cuda else None,
+        certificate=standing_of(next((named[-1] for named in devices.values() if len(named) > 1), "cpu"), packages),
+    )
+
+
+def _files() -> list[tuple[str, str, str]]:
+    """Returns (label, name, kind of device) for every module of every backend."""
+    files = [(name, kind or "cpu") for name in backends.names() for kind in backends.modules(name)]
+    return [(name if kind == "cpu" else f"{name} ({kind})", name, kind) for name, kind in files]
+
+
+def _state(name: str, kind: str, devices: list[str]) -> State:
+    here = any(runs_on(name, device) for device in _present(name, kind, devices))
+    unproven = backends.load(name, kind).FORWARD.unproven
+    return State(name, kind, unproven, *backends.availability(name, kind), here=here)
+
+
+def _present(name: str, kind: str, devices: list[str]) -> list[str]:
+    """Returns the devices that a module of a backend is for and claims."""
+    module = backends.load(name, kind)
+    ours = [device for device in devices if backends.load(name, backends.kind_of(device)) is module]
+    return [device for device in ours if module.FORWARD.runs_on(device)]
+
+
+def _check(name: str, kind: str, devices: dict[str, list[str]]) -> list[Row]:
+    """Returns a row for each framework that can call the backend, on the framework's GPU if the backend runs there."""
+    backend = backends.load(name, kind)
+    # Some kernels take no float32: they are checked in a half dtype.
+    half = "bfloat16" if "bfloat16" in backend.FORWARD.dtypes else backend.FORWARD.dtypes[0]
+    spec = CHECKED if "float32" in backend.FORWARD.dtypes else replace(CHECKED, dtype=half)
+    even = replace(spec, q_len=EVEN_LENGTH, kv_len=EVEN_LENGTH, causal=backend.FORWARD.causal)
+    rows: list[Row] = []
+    for framework, named in devices.items():
+        present = _present(name, kind, named)
+        if not present or (backend.FRAMEWORK == "jax" and framework == "torch"):
+            continue
+        target = Target.here(framework, present[-1])
+        # The claims on this machine, because a build may lack the backward that the backend claims.
+        learns = target.claims(name)[1] is not None
+        calls = [replace(each, needs_backward=learns) for each in (spec, even)]
+        call = next((each for each in calls if not refusals(name, each, target)), calls[0])
+        rows += rows_of(draw(call), present[-1], repeats=1, names=(name,), frameworks=(framework,))
+    return rows
+
+
+def faults_of(targets: Iterable[Target]) -> tuple[known_bad.Row, ...]:
+    """Returns the known faults of installed kernels on some targets, each with the backends and the device there."""
+    found: dict[tuple[known_bad.Row, str], list[str]] = {}
+    for target in targets:
+        missing = {name for name, _ in target.unavailable}
+        for name in backends.names():
+            if name in missing or target.out_of_reach(name) or not target.claims(name)[0].runs_on(target.device):
+                continue
+            build = target.build(name)
+            for row in known_bad.rows_of(name, target.device, () if build is None else build.version):
+                found.setdefault((row, target.device), []).append(name)
+    return tuple(
+        row._replace(backends=tuple(dict.fromkeys(names)), devices=(device,)) for (row, device), names in found.items()
+    )
 
 
 def report(findings: Findings, everything: bool) -> Iterator[str]:
@@ -63,23 +282,17 @@ def report(findings: Findings, everything: bool) -> Iterator[str]:
         "This machine": _machine(findings),
         "Right (the error as a part of its bound)": _right(findings),
         "Wrong": _wrong(findings),
-        "Known faults: calls that would meet one take another kernel": (
-            _two(", ".join(fault.backends), f"on {fault.device}: {fault.symptom} ({fault.where}; {fault.link})")
-            for fault in findings.faults
-        ),
-        "Known problems": (
-            Item(f"{number}. {problem.text}", 5, problem.commands)
-            for number, problem in enumerate(findings.problems, start=1)
-        ),
+        "Known faults: calls that would meet one take another kernel": _faults(findings),
+        "Known problems": _problems(findings),
         "Install next": _next(findings),
         "Not here" if everything else "Not here (attn doctor --all gives every reason)": (
             _reasons(findings) if everything else _groups(findings)
         ),
     }
-    for title, items in sections.items():
-        content = [line for item in items for line in _lines(item)]
-        if content:
-            yield from ("", *_wrap(title), *content)
+    for title, section in sections.items():
+        lines = list(section)
+        if lines:
+            yield from ("", *_wrap(title), *lines)
 
 
 def _verdict(findings: Findings) -> str:
@@ -90,35 +303,33 @@ def _verdict(findings: Findings) -> str:
         return "NOTHING RUNS: " + ("no backend was right." if findings.devices else "neither torch nor JAX works here.")
     if findings.broken:
         return f"BROKEN: installed, but not working: {', '.join(findings.broken)}. All other numbers were right."
-    if findings.machine.device != "cpu" and all(devices[-1] == "cpu" for devices in findings.devices.values()):
+    if findings.machine.device != "cpu" and {*findings.used.values()} <= {"cpu"}:
         return "CPU ONLY: all backends that run here were right, but no framework uses the accelerator."
     return "OK: all backends that run on this machine computed right numbers."
 
 
 def _summary(findings: Findings) -> str:
     """Returns which framework runs how many backends, the unused accelerator, and the next steps."""
-    used = {name: devices[-1] for name, devices in findings.devices.items()}
-    counts = {name: len(findings.running(name)) for name in used}
-    runs = [f"{SPOKEN[name]} runs {counts[name]} backends on {device}" for name, device in used.items() if counts[name]]
+    counts = {name: len(findings.running(name)) for name in findings.used}
+    runs = [f"{SPOKEN[name]} runs {counts[name]} backends on {findings.used[name]}" for name in counts if counts[name]]
     steps = [advice.package for advice in findings.advice if advice.level == "next"]
-    idle = [SPOKEN[name] for name, device in used.items() if device == "cpu" != findings.machine.device]
+    idle = [SPOKEN[name] for name, device in findings.used.items() if device == "cpu" != findings.machine.device]
     sentences = [
         ", ".join(runs) + "." if runs else "",
-        f"Not used by {' and '.join(idle)}: {_accelerator(findings)}." if idle else "",
+        f"Not used by {' and '.join(idle)}: {_accelerator(findings.machine)}." if idle else "",
         f"Known problems: {len(findings.problems)}." if findings.problems else "",
         f"Install next: {', '.join(steps) or 'nothing'}.",
     ]
     return " ".join(filter(None, sentences))
 
 
-def _accelerator(findings: Findings) -> str:
-    machine = findings.machine
+def _accelerator(machine: Machine) -> str:
     counts = {name: machine.gpus.count(name) for name in machine.gpus}
     named = ", ".join(name if count == 1 else f"{count} x {name}" for name, count in counts.items())
     return f"{named} ({machine.device})" if named else machine.device
 
 
-def _machine(findings: Findings) -> Iterator[Item]:
+def _machine(findings: Findings) -> Iterator[str]:
     machine, there = findings.machine, {name: text for name, text in findings.versions.items() if text is not None}
     builds = {
         "torch": "ROCm" if machine.torch_hip else _cuda(machine.torch_cuda),
@@ -128,60 +339,35 @@ def _machine(findings: Findings) -> Iterator[Item]:
     operators = f"; {findings.operators}" if findings.operators else ""
     to_jax = findings.bridge if findings.bridge is not None else f"JAX runs torch's kernels{operators}"
     rows = {
-        "accelerator": "none" if machine.device == "cpu" else _accelerator(findings),
+        "accelerator": "none" if machine.device == "cpu" else _accelerator(machine),
         "driver": machine.driver,
-        "processor": findings.processor or "",
+        "processor": findings.processor,
         **{name: f"{there[name]}, {builds[name]}" for name in builds if name in there},
         "other packages": ", ".join(f"{name} {version}" for name, version in there.items() if name not in builds),
         "certificate": "none; attn certify writes one" if findings.certificate is None else str(findings.certificate),
         "torch to JAX": to_jax if {"torch", "jax"} <= set(there) else "",
     }
-    yield from (_two(name, text) for name, text in rows.items() if text)
-    yield from (Item(f"choice in {where}: {source}") for where, source in findings.tables.items())
+    for name, text in rows.items():
+        yield from _two(name, text) if text else ()
+    for where, source in findings.tables.items():
+        yield from _paragraph(f"choice in {where}: {source}")
 
 
 def _cuda(version: tuple[int, ...] | None) -> str:
     return f"CUDA {'.'.join(map(str, version))}" if version else "without CUDA"
 
 
-def _wrong(findings: Findings) -> Iterator[Item]:
-    yield from (_two(name, reason) for name, reason in findings.broken.items())
-    for row in findings.wrong:
-        text = "; ".join(row.reasons) if row.accuracy is None else f"error {row.accuracy.worst:.2f} times the bound"
-        yield _two(row.backend, f"in {SPOKEN[row.framework]} on {row.device}: {text}")
-
-
-def _next(findings: Findings) -> Iterator[Item]:
-    number = 0
-    for advice in findings.advice:
-        if advice.level == "next":
-            number += 1
-            calls = f"Automatic choice then uses it for {', '.join(advice.calls)}." if advice.calls else ""
-            text = " ".join(filter(None, (f"{number}. {advice.package}. {advice.why}", calls, advice.note)))
-            yield Item(text, 5, advice.commands)
-    if not number:
-        device = findings.machine.device
-        has = any(runs_on(state.name, device) for state in findings.backends.values())
-        yield Item(f"Nothing: no package {'would be used' if has else 'has a kernel'} for {device}.", 2)
-    for advice in findings.advice:
-        if advice.level == "optional":
-            yield Item(f"Optional: {advice.package}. {advice.why}", 4, advice.commands)
-        elif advice.level == "avoid":
-            yield Item(f"Not {advice.package}: {advice.why}")
-
-
-def _right(findings: Findings) -> Iterator[Item]:
+def _right(findings: Findings) -> Iterator[str]:
     for name in dict.fromkeys(row.backend for row in findings.right):
         # Frameworks with one result on one device share a text, such as "torch and JAX on sm90: 0.08".
-        frameworks: dict[tuple[str, str], list[str]] = {}
+        frameworks: dict[str, list[str]] = {}
         for row in findings.right:
             if row.backend == name:
-                frameworks.setdefault((row.device, _result(row)), []).append(SPOKEN[row.framework])
-        results = [f"{' and '.join(names)} on {device}: {text}" for (device, text), names in frameworks.items()]
-        yield _two(name, "; ".join(results))
+                frameworks.setdefault(f"on {row.device}: {_result(row)}", []).append(SPOKEN[row.framework])
+        yield from _two(name, "; ".join(f"{' and '.join(names)} {text}" for text, names in frameworks.items()))
     if findings.right:
         call = f"The call: {CHECKED}; with gradients if the backend has them. Kernels without float32 have a half dtype"
-        yield Item(f"{call}, and kernels that refuse these lengths have {EVEN_LENGTH}.", 2)
+        yield from _paragraph(f"{call}, and kernels that refuse these lengths have {EVEN_LENGTH}.", 2)
 
 
 def _result(row: Row) -> str:
@@ -190,26 +376,65 @@ def _result(row: Row) -> str:
     return use + gradients + (", approximate" if row.approximate else "")
 
 
-def _groups(findings: Findings) -> Iterator[Item]:
+def _wrong(findings: Findings) -> Iterator[str]:
+    for name, reason in findings.broken.items():
+        yield from _two(name, reason)
+    for row in findings.wrong:
+        text = "; ".join(row.reasons) if row.accuracy is None else f"error {row.accuracy.worst:.2f} times the bound"
+        yield from _two(row.backend, f"in {SPOKEN[row.framework]} on {row.device}: {text}")
+
+
+def _faults(findings: Findings) -> Iterator[str]:
+    for row in findings.faults:
+        where = f"{row.package} {row.versions}".strip()
+        yield from _two(", ".join(row.backends), f"on {row.devices[0]}: {row.symptom} ({where}; {row.link})")
+
+
+def _problems(findings: Findings) -> Iterator[str]:
+    for number, problem in enumerate(findings.problems, start=1):
+        yield from _paragraph(f"{number}. {problem.text}", 5, problem.commands)
+
+
+def _next(findings: Findings) -> Iterator[str]:
+    levels: dict[str, list[Advice]] = {"next": [], "optional": [], "avoid": []}
+    for advice in findings.advice:
+        levels[advice.level].append(advice)
+    for number, advice in enumerate(levels["next"], start=1):
+        calls = f"Automatic choice then uses it for {', '.join(advice.calls)}." if advice.calls else ""
+        text = " ".join(filter(None, (f"{number}. {advice.package}. {advice.why}", calls, advice.note)))
+        yield from _paragraph(text, 5, advice.commands)
+    if not levels["next"]:
+        device = findings.machine.device
+        has = any(runs_on(state.name, device) for state in findings.backends.values())
+        yield from _paragraph(f"Nothing: no package {'would be used' if has else 'has a kernel'} for {device}.")
+    for advice in levels["optional"]:
+        yield from _paragraph(f"Optional: {advice.package}. {advice.why}", commands=advice.commands)
+    for advice in levels["avoid"]:
+        yield from _paragraph(f"Not {advice.package}: {advice.why}")
+
+
+def _groups(findings: Findings) -> Iterator[str]:
     """Yields the backends that do not run here, in groups."""
     ran = {row.backend for row in findings.checks if row.outcome is not None or row.failed}
     groups: dict[str, dict[str, None]] = {}
     for state in findings.backends.values():
         if state.name not in ran:
             groups.setdefault(_group(state, findings), {})[state.name] = None
-    yield from (Item(f"{title}: {', '.join(names)}") for title, names in groups.items())
+    for title, names in groups.items():
+        yield from _paragraph(f"{title}: {', '.join(names)}")
 
 
 def _group(state: State, findings: Findings) -> str:
+    accelerator = findings.machine.device
+    if state.here:
+        return "not installed" if state.reason else "for other calls than the one checked"
+    if runs_on(state.name, accelerator):
+        return f"for {accelerator}, which no framework uses here"
     devices = [device for named in findings.devices.values() for device in named]
-    if not state.here and runs_on(state.name, findings.machine.device):
-        return f"for {findings.machine.device}, which no framework uses here"
-    if not state.here:
-        return f"no kernel for {' or '.join(dict.fromkeys([*devices, findings.machine.device]))}"
-    return "not installed" if state.reason else "for other calls than the one checked"
+    return f"no kernel for {' or '.join(dict.fromkeys([*devices, accelerator]))}"
 
 
-def _reasons(findings: Findings) -> Iterator[Item]:
+def _reasons(findings: Findings) -> Iterator[str]:
     """Yields every module that does not run here with its reason, and the refusals of the check."""
     for label, state in findings.backends.items():
         rows = [row for row in findings.checks if row.backend == state.name and row.reasons and not row.failed]
@@ -218,36 +443,33 @@ def _reasons(findings: Findings) -> Iterator[Item]:
         reason = state.reason or ("; ".join(refused) if state.here else "installed")
         never_run = backends.load(state.name, state.kind).FORWARD.never_run
         if state.reason or refused or not state.here:
-            yield Item(f"{label}: {device}{reason}{f'; {never_run}' if never_run else ''}")
+            yield from _paragraph(f"{label}: {device}{reason}{f'; {never_run}' if never_run else ''}")
 
 
-def _two(name: str, text: str) -> Item:
-    """Returns a row of two columns."""
-    return Item(f"{name:<{FIRST}}{text}" if len(name) < FIRST else f"{name} {text}", FIRST + 2)
+def _two(name: str, text: str) -> Iterator[str]:
+    """Yields the lines of a row of two columns."""
+    return _paragraph(f"{name:<{FIRST}}{text}" if len(name) < FIRST else f"{name} {text}", FIRST + 2)
 
 
-def _lines(item: Item) -> Iterator[str]:
-    """Yields an item's lines. A long command continues after a backslash, before its first long option."""
-    yield from _wrap(item.text, "  ", " " * item.indent)
-    indent = " " * (item.indent + 2)
-    for command in item.commands:
+def _paragraph(text: str, indent: int = 4, commands: tuple[str, ...] = ()) -> Iterator[str]:
+    """Yields a text, indented after its first line, and commands to copy.
+
+    A long command continues after a backslash, before its first long option.
+    """
+    yield from _wrap(text, "  ", " " * indent)
+    margin = " " * (indent + 2)
+    for command in commands:
         start, option, rest = command.partition(" --")
-        if option and len(indent + command) > _width():
-            yield from (f"{indent}{start} \\", f"{indent}  --{rest}")
+        if option and len(margin + command) > _width():
+            yield from (f"{margin}{start} \\", f"{margin}  --{rest}")
         else:
-            yield f"{indent}{command}"
+            yield f"{margin}{command}"
 
 
 def _wrap(text: str, first: str = "", later: str = "") -> list[str]:
     """Returns the lines of a text. Breaks between words only: names such as flash-attn-4 stay whole."""
-    return textwrap.wrap(
-        text,
-        _width(),
-        initial_indent=first,
-        subsequent_indent=later,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    style = textwrap.TextWrapper(_width(), first, later, break_long_words=False, break_on_hyphens=False)
+    return style.wrap(text)
 
 
 def _width() -> int:

@@ -14,11 +14,22 @@ import pytest
 
 import attn_core
 from attn_core import backends
-from attn_core.cli.advice import Advice, Machine, advise, find_machine, problems
-from attn_core.cli.advice import machine as finder
-from attn_core.cli.advice.machine import gfx_name, nvidia_gpus
-from attn_core.cli.advice.packages import CALLS, PACKAGES, backends_of, requirements
-from attn_core.cli.advice.problems import APPLIES, ENTRIES
+from attn_core.cli import advice as finder
+from attn_core.cli.advice import (
+    APPLIES,
+    CALLS,
+    PACKAGES,
+    PROBLEMS,
+    Advice,
+    Machine,
+    advise,
+    backends_of,
+    find_machine,
+    gfx_name,
+    nvidia_gpus,
+    problems,
+    requirements,
+)
 from attn_core.cli.frameworks import devices_of
 from attn_core.selection import Target
 
@@ -79,12 +90,12 @@ NEVER = {
     "sm90": set(),
     "sm100": {"tokenspeed-fa3", "xformers", "sageattention"},
     "sm120": {"flash-attn-4", "tokenspeed-fa3", "xformers", "sageattention"},
-    "gfx90a": {package.name for package in PACKAGES} - {"torch", "flash-attn"},
-    "gfx942": {package.name for package in PACKAGES} - {"torch", "flash-attn"},
-    "mps": {package.name for package in PACKAGES} - {"torch"},
-    "xpu": {package.name for package in PACKAGES} - {"torch"},
-    "cpu": {package.name for package in PACKAGES} - {"torch", "jax"},
-    "tpu": {package.name for package in PACKAGES} - {"jax"},
+    "gfx90a": {package["name"] for package in PACKAGES} - {"torch", "flash-attn"},
+    "gfx942": {package["name"] for package in PACKAGES} - {"torch", "flash-attn"},
+    "mps": {package["name"] for package in PACKAGES} - {"torch"},
+    "xpu": {package["name"] for package in PACKAGES} - {"torch"},
+    "cpu": {package["name"] for package in PACKAGES} - {"torch", "jax"},
+    "tpu": {package["name"] for package in PACKAGES} - {"jax"},
 }
 """What must be advised on no machine with the device: the package has no kernel for it."""
 
@@ -276,7 +287,7 @@ GOOD = [
 
 
 def test_every_known_bad_combination_has_a_case() -> None:
-    assert set(BAD) == set(APPLIES) == {entry["name"] for entry in ENTRIES}
+    assert set(BAD) == set(APPLIES) == {entry["name"] for entry in PROBLEMS}
 
 
 @pytest.mark.parametrize("name", BAD)

@@ -16,15 +16,14 @@ from attn_core.cli import comparison, in_torch
 from attn_core.cli.advice import Machine, advise, problems
 from attn_core.cli.app import app
 from attn_core.cli.comparison import Row
-from attn_core.cli.doctor import report
-from attn_core.cli.findings import Findings, State, examine, faults_of
+from attn_core.cli.doctor import Findings, State, examine, faults_of, report
 from attn_core.selection import Target
 from attn_core.selection.choice import refusals
 
 pytest.importorskip("torch")
 pytest.importorskip("jax")
 
-MODULE = "attn_core.cli.findings"
+MODULE = "attn_core.cli.doctor"
 KEYS = {
     *("healthy", "runs", "versions", "devices", "machine", "processor", "tables", "bridge", "operators"),
     "certificate",
@@ -202,7 +201,7 @@ def test_a_framework_that_fails_to_import_is_broken(monkeypatch: pytest.MonkeyPa
             raise ImportError("jaxlib is older than jax")
         return ["cpu"]
 
-    monkeypatch.setattr(f"{MODULE}._devices", devices)
+    monkeypatch.setattr(f"{MODULE}.devices_of", devices)
     monkeypatch.setattr(f"{MODULE}._files", lambda: [("math", "math", "cpu")])
     done = attn("doctor")
     assert done.exit_code == 1
