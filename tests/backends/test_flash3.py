@@ -20,7 +20,7 @@ from paged_inputs import inputs_of
 
 from attn_core import AttentionSpec, PagedKV, SeqInfo, Target, backends, explain
 from attn_core.backends.flash3 import backend as flash3
-from attn_core.backends.flash3.fp8 import SMALLEST, quantise
+from attn_core.backends.flash3.backend import SMALLEST_FACTOR, quantise
 from attn_core.backends.shared import build_trials
 from attn_core.backends.shared.flash3_operators import Operators, prepare
 from attn_core.backends.support import Build
@@ -543,7 +543,7 @@ def test_quantised_values_are_within_e4m3s_error(offsets: list[int] | None, dtyp
     step = dequantised(torch.ones_like(rounded), factors, cu)
     assert ((actual - values.float()).abs() <= error_bound(values.float(), step)).all()
     assert rounded.float().abs().max() == 448  # the largest value of a group becomes the largest e4m3 value
-    assert offsets is None or (factors[1] == SMALLEST).all()  # a document without tokens
+    assert offsets is None or (factors[1] == SMALLEST_FACTOR).all()  # a document without tokens
 
 
 def test_zeros_and_tiny_values_give_no_nan() -> None:
@@ -551,7 +551,7 @@ def test_zeros_and_tiny_values_give_no_nan() -> None:
     values[1, :, 2:] = torch.finfo(torch.bfloat16).smallest_normal
     rounded, factors = quantise(values, 2)
     assert (factors > 0).all() and torch.isfinite(factors).all() and torch.isfinite(rounded.float()).all()
-    assert (dequantised(rounded, factors) - values.float()).abs().max() <= SMALLEST
+    assert (dequantised(rounded, factors) - values.float()).abs().max() <= SMALLEST_FACTOR
     huge = torch.full((1, 3, 2, 16), torch.finfo(torch.bfloat16).max, dtype=torch.bfloat16)
     rounded, factors = quantise(huge, 2)
     assert (rounded.float() == 448).all() and torch.isfinite(factors).all()

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from attn_core import AttentionSpec, PagedKV, Target, backends, selection
-from attn_core.backends.flash4 import arguments, direct, operands, own_kernels, versions
 from attn_core.backends.flash4 import backend as flash4
-from attn_core.backends.flash4 import paged as flash4_kernel
+from attn_core.backends.flash4 import backend as flash4_kernel
+from attn_core.backends.flash4 import direct, operands, own_kernels, versions
 from attn_core.backends.flash4 import softcap as flash4_scores
 from attn_core.backends.shared import dry_run, first_call
 from attn_core.backends.support import Build
@@ -527,7 +527,7 @@ def test_paged_results_match_the_reference(name: str, new: tuple[int, ...], into
     np.testing.assert_allclose(callers_results(spec, drawn, lse)[0], expected_lse, atol=1e-5)
     assert buffers is None or spec.sinks or (out is buffers[0] and lse is buffers[1])
     (call,) = kernel.calls
-    assert call["tile_mn"] == flash4_kernel.tile(spec) and call["max_seqlen_q"] == max(new)
+    assert call["tile_mn"] == flash4_kernel.paged_tile(spec) and call["max_seqlen_q"] == max(new)
 
 
 def test_a_capture_before_the_first_paged_call_is_an_error(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -683,7 +683,7 @@ def test_each_cap_compiles_one_kernel() -> None:
         results[cap] = out
         counts = len(_flash_attn_fwd.compile_cache.cache), len(_flash_attn_bwd.compile_cache.cache)
     flash4_scores.score_functions.cache_clear()  # an old cap gets new functions
-    arguments.keywords.cache_clear()
+    flash4_kernel.keywords.cache_clear()
     direct._seen.clear()  # so that the call goes through flash-attn-4's entry points once more
     direct._recorded.clear()
     flash4.forward(spec, inputs)

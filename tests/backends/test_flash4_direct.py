@@ -16,7 +16,7 @@ import pytest
 
 from attn_core import AttentionSpec
 from attn_core.backends.flash4 import backend as flash4
-from attn_core.backends.flash4 import direct, launches, program, step_code
+from attn_core.backends.flash4 import direct, program
 from attn_core.backends.flash4.recorder import RecordedKernel
 from attn_core.backends.shared import first_call
 from attn_core.backends.shared.programs.kernel_programs import Unrecordable
@@ -117,14 +117,14 @@ def interface(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Modul
 
 def forget() -> None:
     flash4._kernels.cache_clear()
-    launches._module.cache_clear()
+    direct._module.cache_clear()
     for known in (direct._seen, direct._recorded, first_call._compiled):
         known.clear()
 
 
 def calls_of(interface: ModuleType) -> list[str]:
     """The calls of the entry points, the usual ones and the recorded ones."""
-    copy = launches._module()[1] if launches._module.cache_info().currsize else interface
+    copy = direct._module()[1] if direct._module.cache_info().currsize else interface
     return [*interface.calls, *(copy.calls if copy is not interface else [])]
 
 
@@ -188,7 +188,7 @@ LENGTHS = ((5, 5), (5, 5), (7, 7), (9, 20), (1, 30), (1, 31), (1, 31), (2, 33), 
 
 def test_other_lengths_launch_the_recorded_kernel(interface: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(direct, "_chooses_by_family", lambda device: True)
-    for module in (interface, launches._module()[1]):
+    for module in (interface, direct._module()[1]):
         without_scratch = module._flash_attn_fwd.__globals__
         monkeypatch.setitem(without_scratch, "forward_kernel", forward_without_scratch)
         monkeypatch.setitem(without_scratch, "SCRATCH", False)
@@ -256,7 +256,7 @@ def test_backwards_are_launched_directly_too(with_dlse: bool, interface: ModuleT
 
 
 def test_a_torch_operation_between_the_kernels_prevents_direct_launches(interface: ModuleType) -> None:
-    for module in (interface, launches._module()[1]):
+    for module in (interface, direct._module()[1]):
         module.extra.append(lambda sums: sums + 1)
     for seed in range(4):
         inputs = inputs_of(SPEC, seed)
@@ -267,7 +267,7 @@ def test_a_torch_operation_between_the_kernels_prevents_direct_launches(interfac
 def test_a_package_without_a_readable_source_uses_the_entry_points(
     interface: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launches, "private_copy", lambda name: ModuleType(name))
+    monkeypatch.setattr(direct, "private_copy", lambda name: ModuleType(name))
     for seed in range(4):
         inputs = inputs_of(SPEC, seed)
         assert_equal(flash4.forward(SPEC, inputs), by_entry_points(interface, SPEC, inputs))
@@ -339,8 +339,8 @@ def test_arguments_in_tuples_are_picked_again() -> None:
     known, constants = [torch.zeros(2), torch.zeros(3), torch.zeros(4)], []
     tables = (known[0], known[1], None)
     aux = AuxData(None, (Number(known[2].data_ptr()), Number(4), Number(7)))
-    picker = launches._picker(
-        [launches._place_of(value, known, constants) for value in (known[1], tables, aux, AuxData(), 0.5)]
+    picker = direct._picker(
+        [direct._place_of(value, known, constants) for value in (known[1], tables, aux, AuxData(), 0.5)]
     )
     others = [torch.ones(2), torch.ones(3), torch.ones(4)]
     first, table, numbers, empty, scale = picker((*others, *constants))
@@ -352,9 +352,9 @@ def test_arguments_in_tuples_are_picked_again() -> None:
 def test_a_view_in_a_tuple_prevents_direct_launches() -> None:
     known = [torch.zeros(2, 3)]
     with pytest.raises(Unrecordable, match="takes a view"):
-        launches._place_of((known[0].expand(4, 2, 3), None), known, [])
+        direct._place_of((known[0].expand(4, 2, 3), None), known, [])
     with pytest.raises(Unrecordable, match="takes object"):
-        launches._place_of((object(),), known, [])
+        direct._place_of((object(),), known, [])
 
 
 def test_a_program_rebuilds_arguments_in_tuples() -> None:
@@ -362,10 +362,10 @@ def test_a_program_rebuilds_arguments_in_tuples() -> None:
     arguments = (tensors[0], (tensors[1], None), AuxData([tensors[2]], None), 3)
     described = ("q", Table("count", None), AuxData(["ends"], None), "number")
     call = program.Launch(RecordedKernel(None, described, None), "key", arguments)
-    pairs = list(step_code.leaves(call))
+    pairs = list(program.leaves(call))
     assert [about for _, about in pairs] == ["q", "count", None, "ends", None, "number"]
     leaves = iter(["a", "b", None, "c", None, 3])
-    rebuilt = [step_code._rebuilt(value, about, leaves) for value, about in zip(arguments, described)]
+    rebuilt = [program._rebuilt(value, about, leaves) for value, about in zip(arguments, described)]
     assert rebuilt == ["a", Table("b", None), AuxData(["c"], None), 3]
     assert type(rebuilt[1]) is Table and type(rebuilt[2]) is AuxData
 

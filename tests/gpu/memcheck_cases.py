@@ -33,8 +33,8 @@ from small_calls import KINDS, most_it_can, small_call, torch_backends, why_not
 import torch_frontend
 from attn_core import AttentionSpec, PagedKV, backends
 from attn_core.backends.flash4 import backend as flash4
+from attn_core.backends.flash4 import backend as flash4_kernel
 from attn_core.backends.flash4 import block_tables, function_blocks, own_kernels
-from attn_core.backends.flash4 import sinks as flash4_sinks
 from attn_core.backends.shared.pages import pools
 from attn_core.backends.shared.sinks import sink_gradient, with_sinks
 from attn_core.backends.triton_jvp import backend as triton_jvp
@@ -339,8 +339,8 @@ def sinks_of_flash4() -> bool:
         lse[empty], out.transpose(-2, -3)[empty] = -torch.inf, 0.0
         sinks = torch.randn(4, generator=generator)
         expected = with_sinks(out, lse, sinks)
-        actual = flash4_sinks.add(out.cuda(), lse.cuda(), sinks.cuda())
-        ours = flash4_sinks.gradient(sinks.cuda(), *actual, dout.cuda(), dlse.cuda())
+        actual = flash4_kernel.add_sinks(out.cuda(), lse.cuda(), sinks.cuda())
+        ours = flash4_kernel.sink_gradient(sinks.cuda(), *actual, dout.cuda(), dlse.cuda())
         theirs = sink_gradient(sinks, *expected, dout, dlse)
         close = torch.allclose(actual[0].cpu().float(), expected[0].float(), rtol=0.01, atol=1e-3)
         close = close and torch.allclose(actual[1].cpu(), expected[1], atol=1e-5)

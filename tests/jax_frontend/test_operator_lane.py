@@ -232,8 +232,7 @@ def test_flash3s_program_fills_the_operators_arguments_by_name(monkeypatch: pyte
         "Tensor? cu_seqlens_k, float? softmax_scale, int num_splits=1) -> (Tensor(out!), Tensor, Tensor, Tensor)"
     )
     operator = torch.ops.attn_core_tests.fwd.default
-    for module in (flash3, flash3.flash3_program):
-        monkeypatch.setattr(module, "operators", lambda: SimpleNamespace(forward=operator))
+    monkeypatch.setattr(flash3, "operators", lambda: SimpleNamespace(forward=operator))
     monkeypatch.setattr(flash3, "lower", lambda spec: {"softmax_scale": spec.scale})
     monkeypatch.setattr(flash3, "build", lambda: SimpleNamespace(head_dims=()))
     monkeypatch.setattr(flash3.operator_program.program, "__defaults__", (False, False, "cpu"))

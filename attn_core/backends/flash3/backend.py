@@ -13,24 +13,25 @@ Equal bits on every run: the forward always; the gradient if the build is new en
 A tile of keys may reach into the next packed document: those keys have weight 0, but 0 * NaN is NaN. If the kernel
 splits the keys of few queries, a row with a NaN score has NaN in the log-sum-exp and 0 in the output.
 
-flash3_fp8: the same forward on q, k and v rounded to e4m3. See ``attn_core.backends.flash3.fp8``.
+flash3_fp8: the same forward on q, k and v rounded to e4m3. The largest magnitude of a group becomes 448, the largest
+e4m3 number: a relative error of up to 2^-4 per element, and of up to 2^-10 of the largest for small elements. Nothing
+is read back from the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache, partial
 from types import SimpleNamespace
 from typing import Any
 
-from attn_core.backends.flash3 import fp8, limits
-from attn_core.backends.flash3 import program as flash3_program
-from attn_core.backends.flash3.limits import NAME, ORDERED, WIDTHS, width_of
 from attn_core.backends.shared import rewrites
+from attn_core.backends.shared.autograd import without_gradient
 from attn_core.backends.shared.build_trials import TOKENS, averages, differentiates, runs
 from attn_core.backends.shared.cached_once import cached_once
 from attn_core.backends.shared.flash3_operators import forward_tiles, operators, prepare
+from attn_core.backends.shared.kernel_limits import GRID_LIMIT
 from attn_core.backends.shared.pages import flash_paged
 from attn_core.backends.shared.programs import operator_program
 from attn_core.backends.shared.programs.kernel_programs import KernelProgram
@@ -40,6 +41,14 @@ from attn_core.call.masks import band
 from attn_core.call.pages import PagedKV
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
+from attn_core.errors import ShapeError
+
+NAME = "the FlashAttention 3 kernel"
+WIDTHS = (64, 96, 128, 192, 256)
+"""The head dimensions that have kernels. A kernel also serves the smaller dimensions down to the next kernel's."""
+ORDERED = "deterministic backward"
+"""The word in ``Build.without`` for a gradient that adds in any order."""
+
 
 FRAMEWORK = "torch"
 REQUIRES = "flash-attn-3 (source build), tokenspeed-fa3 or fa3-fwd"
@@ -73,7 +82,26 @@ OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
 
 def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
     """Refuses combinations that the kernel or the installed build cannot run though each claim alone holds."""
-    return (*rewrites.refusals(spec), *limits.refusals(spec, build))
+    return (*rewrites.refusals(spec), *_limits(spec, build))
+
+
+def _limits(spec: AttentionSpec, build: Build | None) -> Iterator[str]:
+    without, name = (build.without, f"{NAME} ({build.name})") if build else ((ORDERED,), NAME)
+    if spec.dtype in without:
+        yield f"dtype {spec.dtype}: {name} has none"
+    widths = build.head_dims if build else ()  # empty: every width runs
+    if spec.paged is not None:
+        own = {width_of(dim, widths) for dim in (spec.head_dim, spec.value_dim)}
+        yield from flash_paged.flash3_refusals(spec, name, own)
+    if (rows := spec.documents or spec.batch) > GRID_LIMIT:
+        yield f"batch={rows}: {NAME} launches at most {GRID_LIMIT} rows"
+    if spec.deterministic and spec.needs_backward:
+        width = max(spec.head_dim, spec.value_dim)
+        if width > 192:
+            yield f"backward: deterministic=True with head_dim={width}: {NAME} has none above 192"
+        if ORDERED in without:
+            why = "before late 2025 it ignored the flag, or lost count of windows, documents and grouped heads"
+            yield f"backward: deterministic=True: {name} is not known to keep it; {why}"
 
 
 def probe() -> str:
@@ -102,6 +130,15 @@ def build() -> Build:
     if len(operators().backward._schema.returns) != 5:
         lacking.append(ORDERED)
     return Build(name, tuple(lacking), head_dims=() if head_dims == WIDTHS else head_dims)
+
+
+def width_of(dim: int, head_dims: tuple[int, ...], multiple: int = 8) -> int:
+    """Returns the head dimension to run ``dim`` at: the next multiple, or the next width that the build has."""
+    width = -(-dim // multiple) * multiple
+    native = next((kernel for kernel in WIDTHS if kernel >= width), width)
+    if not head_dims or native in head_dims:
+        return width
+    return next((kernel for kernel in head_dims if kernel > width), width)
 
 
 @lru_cache(maxsize=4096)
@@ -163,12 +200,25 @@ def backward(
 
 def program_refuses(spec: AttentionSpec, device: str) -> tuple[str, ...]:
     """Returns why ``program`` cannot express a supported call."""
-    return tuple(flash3_program.refusals(spec, device))
+    own = "gradients: only the forward has been proven, as no installed build has a backward"
+    return (*([own] if spec.needs_backward else []), *operator_program.refusals(spec, device))
 
 
 def operator_functions() -> operator_program.Functions:
     """Returns what the programs of this backend record; see ``contract.operator_functions``."""
-    return operator_program.Functions(forward, backward, True, flash3_program.forward_without_memory)
+    return operator_program.Functions(forward, backward, True, _forward_without_memory)
+
+
+def _forward_without_memory(op: Any, arguments: dict[str, Any]) -> Any:
+    """Returns the forward operator's results without memory; see ``operator_recorder``. None for other operators."""
+    if op is not operators().forward:
+        return None
+    import torch
+
+    q, v, out = arguments["q"], arguments["v"], arguments.get("out")
+    # [batch, len, heads, dim] -> [batch, heads, len]; packed [tokens, heads, dim] -> [heads, tokens]
+    lse = q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.float32)
+    return q.new_empty((*q.shape[:-1], v.shape[-1])) if out is None else out, lse
 
 
 def program(spec: AttentionSpec, direction: str, with_dlse: bool = False, as_one: bool = False) -> KernelProgram:
@@ -192,10 +242,6 @@ def _forward(spec: AttentionSpec, inputs: Any, into: Any) -> tuple[Any, Any]:
     return result if out is None else out, lse
 
 
-def _fp8_forward(spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple[Any, Any]:
-    return fp8.forward(spec, inputs, into, partial(_operator, spec, "forward"), _offsets(inputs))
-
-
 def _backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, into: Any) -> Gradients:
     import torch
 
@@ -214,6 +260,81 @@ def _offsets(inputs: Inputs) -> tuple[Any, Any]:
     if inputs.cu_seqlens_q is None:
         return None, None
     return inputs.cu_seqlens_q.contiguous(), inputs.cu_seqlens_k.contiguous()
+
+
+# The variant "flash3_fp8": q, k and v have one factor per (batch row or document, kv head).
+
+LARGEST_E4M3 = 448.0
+"""The largest finite e4m3 (float8_e4m3fn)."""
+SMALLEST_FACTOR = 2.0**-100
+"""The smallest factor, so that a group of zeros is not divided by 0."""
+
+
+def _fp8_forward(spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple[Any, Any]:
+    """Returns (out, lse) of the kernel on e4m3 inputs; it always writes bfloat16, converted for float16 calls."""
+    sides = zip(inputs[:3], (inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.cu_seqlens_k))
+    rounded, factors = zip(*(quantise(tensor, spec.num_kv_heads, lengths) for tensor, lengths in sides))
+    native = spec.dtype == "bfloat16"
+    out = writable(into[0]) if native and into is not None else None
+    result, lse = _attend_e4m3(spec, inputs._replace(q=rounded[0], k=rounded[1], v=rounded[2]), factors, out)
+    return result if native else result.to(inputs.q.dtype), lse
+
+
+def _attend_e4m3(spec: AttentionSpec, rounded: Inputs, factors: tuple[Any, ...], out: Any) -> tuple[Any, Any]:
+    """Returns (out in bfloat16, lse) of q, k and v in float8_e4m3fn.
+
+    Args:
+        factors: float32 ``[batch or documents, kv_heads]`` for each; None for 1.
+        out: a buffer for out, or None.
+    """
+    names = ("q", "k", "v", "q_descale", "k_descale", "v_descale", "out", *OFFSETS)
+    run = _operator(spec, "forward", *names)
+    result, lse, *_ = run(*map(readable, rounded[:3]), *factors, out, *_offsets(rounded))
+    return (result if out is None else out), lse
+
+
+@without_gradient
+def quantise(tensor: Any, kv_heads: int, cu_seqlens: Any = None) -> tuple[Any, Any]:
+    """Returns the tensor as float8_e4m3fn, and the float32 factors that restore its values, ``[batch, kv_heads]``.
+
+    Factors ignore NaN and Inf, so that these do not affect other rows. NaN and Inf themselves become NaN.
+
+    Args:
+        tensor: ``[batch, length, heads, dim]``, or ``[tokens, heads, dim]`` with ``cu_seqlens`` (int32, ``[documents +
+            1]``), for which the factors are ``[documents, kv_heads]``. Heads of one kv head share its factor.
+    """
+    import torch
+
+    # Query heads share the factor of their kv head, because the kernel takes q's factors as [batch, kv_heads] too.
+    grouped = tensor.unflatten(-2, (kv_heads, -1))  # [..., heads, dim] -> [..., kv_heads, group, dim]
+    finite = grouped.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs()
+    if cu_seqlens is None:
+        factors = _factors(finite.amax((1, 3, 4)))
+        of_rows = factors[:, None]  # [batch, kv_heads] -> [batch, length, kv_heads]
+    else:
+        factors, of_rows = _by_document(finite.amax((2, 3)), cu_seqlens)
+    scaled = grouped * of_rows.reciprocal()[..., None, None]  # float32, as the factors are
+    scaled.fmod_(2 * LARGEST_E4M3)  # changes no finite value and turns Inf into NaN; some casts turn Inf into 448
+    return scaled.to(torch.float8_e4m3fn).flatten(-3, -2), factors
+
+
+def _by_document(largest: Any, cu_seqlens: Any) -> tuple[Any, Any]:
+    """Returns the factors of documents and of tokens. largest: each token's largest value, ``[tokens, kv_heads]``."""
+    import torch
+
+    tokens, kv_heads = largest.shape
+    documents = cu_seqlens.shape[0] - 1
+    places = torch.arange(tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+    document = torch.searchsorted(cu_seqlens[1:], places, right=True)
+    # One extra row for tokens past the last offset, so that wrong offsets mix no such token into a document.
+    maxima = largest.new_zeros(documents + 1, kv_heads, dtype=torch.float32)
+    maxima.scatter_reduce_(0, document[:, None].expand(tokens, kv_heads), largest.float(), "amax")
+    factors = _factors(maxima)
+    return factors[:documents], factors[document]
+
+
+def _factors(largest: Any) -> Any:
+    return (largest.float() / LARGEST_E4M3).clamp_min(SMALLEST_FACTOR)
 
 
 VARIANTS = {"flash3_fp8": "fp8"}
@@ -246,8 +367,12 @@ def _fp8(spec: AttentionSpec, inputs: Inputs, into: Any = None) -> tuple[Any, An
 
 
 def _of_e4m3(spec: AttentionSpec, inputs: Inputs, factors: tuple[Any, Any, Any]) -> tuple[Any, Any]:
-    fp8.check_widths(spec, FP8.runs(spec), NAME)
-    return fp8.attend(inputs[:3], factors, None, partial(_operator, spec, "forward"), _offsets(inputs))
+    own = FP8.runs(spec)
+    for name in ("head_dim", "value_dim"):
+        actual, width = getattr(spec, name), getattr(own, name)
+        if actual != width:
+            raise ShapeError(f"{name}={actual}: {NAME} has {width} channels; pad float8 tensors to them")
+    return _attend_e4m3(spec, inputs, factors, None)
 
 
 def _no_backward(*_: Any) -> Gradients:

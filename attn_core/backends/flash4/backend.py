@@ -13,24 +13,28 @@ grouped heads, unless ``deterministic``. A NaN or Inf in a document can reach th
 tile of one holds the first tokens of the next, with weight 0.
 
 No function here synchronises or records a graph: the kernels get detached tensors. The third and later calls of a spec
-launch the compiled kernels directly, see ``direct``. Paged keys and values: ``paged``.
+launch the compiled kernels directly, see ``direct``.
 Upstream: flash-attn-4 >= 4.0.0b30; its sources were read at b30 and b36.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any
 
-from attn_core.backends.flash4 import arguments, direct, disk_cache, masked, own_kernels, paged, sinks, versions
-from attn_core.backends.flash4.operands import backward_width, copy_if_expanded, writable
+from attn_core.backends.flash4 import direct, disk_cache, masked, own_kernels, versions
+from attn_core.backends.flash4.operands import backward_width, copy_if_expanded, readable, window, writable
+from attn_core.backends.flash4.own_kernels import OwnKernel
 from attn_core.backends.shared import dry_run, first_call, kernel_limits, rewrites
+from attn_core.backends.shared.pages.pools import pools, query_offsets, safe_tables
 from attn_core.backends.shared.programs.kernel_programs import KernelProgram
 from attn_core.backends.support import Build, Support
+from attn_core.call.functions import has_functions
 from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
-from attn_core.call.tensors import Gradients, Inputs
+from attn_core.call.tensors import Gradients, Inputs, PagedInputs
 
 FRAMEWORK = "torch"
 REQUIRES = "flash-attn-4>=4.0.0b30"
@@ -60,7 +64,6 @@ FORWARD = Support(
 )
 BACKWARD = replace(FORWARD, paged=False)
 WRITES_INTO = True
-lower, program_refuses = arguments.lower, arguments.program_refuses
 
 
 def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
@@ -68,8 +71,8 @@ def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str,
     and some calls with ranges or functions."""
     reasons = [*kernel_limits.grid(spec, FORWARD.kernel, spec.batch), *masked.refusals(spec, device, FORWARD.kernel)]
     if spec.paged is not None:
-        reasons += paged.refusals(spec, device, FORWARD.kernel)
-    reasons += arguments.invariant_refusals(spec, device, FORWARD.kernel)
+        reasons += _paged_refusals(spec, device)
+    reasons += _invariant_refusals(spec, device)
     edge, widest = band(spec), max(spec.head_dim, spec.value_dim)
     if spec.packed and spec.alignment == "top_left" and (edge.left is not None or edge.right is not None):
         reasons.append(
@@ -79,6 +82,120 @@ def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str,
     if device == "sm100" and 128 < widest <= 256:
         reasons.append(f"head_dim={widest}: FlashAttention-4 on sm100 is not claimed above 128")
     return tuple(reasons)
+
+
+# Keys and values in pages. The Hopper kernel reads pages in one of two ways. If a page is exactly one tile of keys, it
+# loads the whole tile, also the rows after the end of the sequence: they are masked, but 0 * NaN is NaN. It reads any
+# other page row by row, with zeros after the end (``cp.async`` with a size of 0, seen in the compiled code). We allow
+# only the second way. The tiles are flash-attn-4's own choice; we pass them explicitly, so that a later version cannot
+# choose a tile of a page's size. At head_dim 96 the kernel copies rows 32 at a time into tiles of 144, so half a copy
+# lies after the tile; the widths below are those whose tiles are whole copies.
+# Upstream: flash-attn-4 4.0.0b36, ``flash_attn.cute``: interface.py, flash_fwd_sm90.py, paged_kv.py.
+
+PAGED_TILES = {64: (192, 128), 128: (128, 128), 256: (128, 80)}
+"""By head dimension, the number of queries and keys in a tile."""
+WINDOWED_KEYS = {256: 64}
+"""By head dimension, the number of keys in a tile of a call with a window, if it differs."""
+
+
+def paged_tile(spec: AttentionSpec) -> tuple[int, int]:
+    """Returns the (queries, keys) of a tile, for a call in pages that ``refuses`` allows."""
+    (queries, keys), (left, right) = PAGED_TILES[spec.head_dim], window(spec)
+    windowed = left is not None or right not in (None, 0)
+    return queries, WINDOWED_KEYS.get(spec.head_dim, keys) if windowed else keys
+
+
+def _paged_refusals(spec: AttentionSpec, device: str) -> Iterator[str]:
+    """Yields refusals of key ranges, sm100, widths, and the page size per width that the kernel reads past the end."""
+    page_size, name = spec.paged.page_size if spec.paged else 0, FORWARD.kernel
+    if spec.key_ranges_shape is not None:
+        yield f"key_ranges of shape {list(spec.key_ranges_shape)}: {name} does not take them with keys in pages"
+    if device == "sm100":
+        yield f"keys and values in pages of {page_size}: {name} is not claimed for them on sm100"
+    if spec.head_dim not in PAGED_TILES or spec.value_dim != spec.head_dim:
+        widths = ", ".join(map(str, PAGED_TILES))
+        yield f"head_dim={spec.head_dim}/{spec.value_dim}: {name} reads pages at {widths}, keys and values alike"
+    elif page_size == paged_tile(spec)[1]:
+        why = "reads last pages to their end, so a NaN left there by another sequence would reach the output"
+        yield f"page_size={page_size} with head_dim={spec.head_dim}: {name} {why}"
+
+
+def _invariant_refusals(spec: AttentionSpec, device: str) -> list[str]:
+    """Returns why a call with ``invariant`` has other bits in another batch, or is not known to have the same."""
+    if spec.invariant is None:
+        return []
+    lacks = {
+        "pages": spec.paged is not None,
+        "key_ranges or functions": spec.key_ranges_shape is not None or has_functions(spec),
+        f"device {device}": device != "sm90",  # the number of query stages depends on the longest document
+    }
+    return [f"invariant={spec.invariant!r} with {what}: {FORWARD.kernel} has none" for what in lacks if lacks[what]]
+
+
+LARGEST_TILE = 256
+"""The most query rows of a tile on sm90."""
+
+
+@lru_cache(maxsize=4096)
+def lower(spec: AttentionSpec) -> dict[str, Any]:
+    """Returns the kernel's keywords for "forward" and "backward", and the softcap, which needs score functions."""
+    left, right = (None, None) if masked.by_blocks(spec) else window(spec)
+    causal = left is None and right == 0
+    longest = spec.max_len_q
+    if spec.invariant is not None and longest is not None:
+        longest = max(longest, LARGEST_TILE + 1)  # for fewer queries the kernel takes a tile of their size
+    both = {
+        "causal": causal,
+        "window_size_left": left,
+        "window_size_right": None if causal else right,
+        "max_seqlen_q": longest,
+        "max_seqlen_k": spec.max_len_k,
+    }
+    scale = spec.scale or 1.0  # never None in a spec
+    # Parts of the keys, and sums in any order, would depend on the batch.
+    whole = {} if spec.invariant is None else {"num_splits": 1}
+    ordered = spec.deterministic or spec.invariant is not None
+    tiled = {"window_size_left": spec.kv_len} if _needs_small_tiles(spec, left, right) else {}
+    return {
+        "forward": {"softmax_scale": scale / (spec.softcap or 1.0), **whole, **both},  # softcap.py: why divided
+        "backward": {"softmax_scale": scale, "deterministic": ordered, **both, **tiled},
+        "softcap": spec.softcap,
+    }
+
+
+def _needs_small_tiles(spec: AttentionSpec, left: int | None, right: int | None) -> bool:
+    """Returns whether the backward is faster with a window that hides nothing.
+
+    Without causal and window the kernel takes tiles of 80 queries at these widths, and of 64 otherwise. A score
+    function has too few registers in the large ones: on 2 H200s a softcapped row took 17.4 ms in shards that are whole
+    rectangles, and 8.4 ms in shards whose parts are all causal.
+    """
+    plain = left is None and right is None and not masked.by_blocks(spec)
+    return plain and spec.softcap is not None and 96 < max(spec.head_dim, spec.value_dim) <= 128
+
+
+def program_refuses(spec: AttentionSpec, device: str) -> tuple[str, ...]:
+    """Returns why ``program`` cannot express a supported call."""
+    reasons = [] if device == "sm90" else [f"{device}: proven on sm90 only"]
+    if spec.paged is not None:
+        reasons.append("keys and values in pages: torch operations make tables safe before the kernel")
+    return tuple(reasons)
+
+
+@lru_cache(maxsize=4096)
+def keywords(spec: AttentionSpec, half: str) -> dict[str, Any]:
+    """Returns the keywords of a direction's kernel that are no tensors; half: "forward" or "backward"."""
+    how = lower(spec)
+    if spec.score_mod is not None:
+        return {**how[half], **masked.score_keywords(spec, half)}
+    if how["softcap"] is None:
+        return how[half]
+    from attn_core.backends.flash4.softcap import score_functions
+
+    functions = score_functions(how["softcap"])
+    if half == "forward":
+        return {**how[half], "score_mod": functions.forward}
+    return {**how[half], "score_mod": functions.recompute, "score_mod_bwd": functions.gradient}
 
 
 def probe() -> str:
@@ -150,6 +267,8 @@ def program(spec: AttentionSpec, direction: str, with_dlse: bool = False, as_one
     the kernel's widths: operands are padded with zeros, and results are cut. Compiles nothing. Raises Unrecordable if
     flash-attn-4 works differently from the version that we tested.
     """
+    import torch
+
     from attn_core.backends.flash4 import program as flash4_program
 
     own = _kernel(spec, direction == "backward").runs(spec)
@@ -159,29 +278,49 @@ def program(spec: AttentionSpec, direction: str, with_dlse: bool = False, as_one
         alone = inputs._replace(sinks=None)
         out, lse = others["out"], others["lse"]
         if direction == "forward":
-            plain = sinks.scratch_like(lse) if spec.sinks else lse
+            plain = torch.empty_like(lse) if spec.sinks else lse
             _run_forward(own, alone, (out, plain), notes.kernels, *more, lane=notes)
             if spec.sinks:
-                sinks.add(out, plain, inputs.sinks, lse, notes)
+                add_sinks(out, plain, inputs.sinks, lse, notes)
         else:
             dout, dlse = others["dout"], others.get("dlse")
             buffers = Gradients(*(others[name] for name in ("dq", "dk", "dv")))
             _run_backward(own, alone, out, lse, dout, buffers, dlse, notes.kernels, *more, lane=notes)
             if spec.sinks:
-                sinks.gradient(inputs.sinks, out, lse, dout, dlse, others["dsinks"], lane=notes)
+                sink_gradient(inputs.sinks, out, lse, dout, dlse, others["dsinks"], lane=notes)
 
     return flash4_program.program(replace(own, sinks=spec.sinks), direction, with_dlse, as_one, run)
 
 
 def program_operands(spec: AttentionSpec, arrays: dict[str, Any]) -> dict[str, Any]:
     """Returns the operands of a program that are not the call's own arrays, by name."""
-    return masked.program_operands(spec, arrays) | sinks.program_operands(arrays)
+    sinks = {"sinks": arrays["sinks"].astype("float32")} if "sinks" in arrays else {}
+    return masked.program_operands(spec, arrays) | sinks
 
 
 def _forward(spec: AttentionSpec, inputs: Any, into: Any) -> tuple[Any, Any]:
     if spec.paged is not None:
-        return paged.forward(spec, inputs, into, _kernels()[0], arguments.keywords(spec, "forward"))
+        return _paged_forward(spec, inputs, into)
     return direct.forward(spec, inputs, into, _run_forward)
+
+
+def _paged_forward(spec: AttentionSpec, inputs: PagedInputs, into: Any) -> tuple[Any, Any]:
+    """Returns (out, lse). The queries are always packed, even with one query per sequence."""
+    assert spec.paged is not None
+    (k, v), (table, lengths) = pools(inputs), safe_tables(spec.paged, inputs)
+    out, lse = (None, None) if into is None else map(writable, into)
+    results = _kernels()[0](
+        *(rewrites.readable(inputs.q), k, v),
+        cu_seqlens_q=query_offsets(spec, inputs),
+        seqused_k=lengths,
+        page_table=table,
+        tile_mn=paged_tile(spec),
+        return_lse=True,
+        out=out,
+        lse=lse,
+        **keywords(spec, "forward"),
+    )
+    return results[0], results[1]
 
 
 def _run_forward(
@@ -196,7 +335,7 @@ def _run_forward(
         return_lse=True,
         out=out,
         lse=lse,
-        **arguments.keywords(spec, "forward"),
+        **keywords(spec, "forward"),
         **masked.tensor_keywords(spec, more, lane),
     )
     return results[0], results[1]
@@ -232,7 +371,7 @@ def _run_backward(
         dk=dk,
         dv=dv,
         dlse=dlse,
-        **arguments.keywords(spec, "backward"),
+        **keywords(spec, "backward"),
         **masked.tensor_keywords(spec, more, lane),
     )
     return Gradients(*results[:3])
@@ -247,7 +386,82 @@ def _kernel(spec: AttentionSpec, gradient: bool) -> rewrites.Kernel:
     """
     apart = 128 < spec.head_dim <= 192 and spec.value_dim <= 128 and not (gradient and spec.group_size > 1)
     width = backward_width if gradient else rewrites.whole_eights
-    return rewrites.Kernel(_forward, _backward, width, same_width=not apart, lse_gradient=True, **_SINKS)
+    return rewrites.Kernel(
+        _forward,
+        _backward,
+        width,
+        same_width=not apart,
+        lse_gradient=True,
+        add_sinks=add_sinks,
+        sink_gradient=sink_gradient,
+    )
 
 
-_SINKS: dict[str, Any] = {"add_sinks": sinks.add, "sink_gradient": sinks.gradient}
+# A sink joins the softmax of a row by the row's log-sum-exp; ``shared.rewrites`` has the formulas. Our own kernels do
+# it in one pass, with the same bits in torch and in programs of XLA, which torch's operations and XLA's would not have.
+
+SINK_ROWS = 8
+"""As in ``sinks_kernel``, which only a GPU's process can import."""
+
+
+def add_sinks(out: Any, lse: Any, sinks: Any, into: Any = None, lane: Any = own_kernels) -> tuple[Any, Any]:
+    """Adds the sinks to a forward's results: scales out in place, and returns (out, lse with sinks).
+
+    Args:
+        out: ``[..., tokens, heads, dim]``; lse: float32 ``[..., heads, tokens]``; sinks: ``[heads]``.
+        into: a buffer for the log-sum-exp, or None.
+        lane: launches the kernel, see ``own_kernels``.
+    """
+    import torch
+
+    lse = lse.contiguous()
+    new = torch.empty_like(lse) if into is None or not into.is_contiguous() else into
+    if out.numel():
+        lane.launch(_sink_kernel("AddSinks", out), (out, lse, _as_read(sinks, lse), new))
+    return out, new
+
+
+def sink_gradient(
+    sinks: Any, out: Any, lse: Any, dout: Any, dlse: Any, into: Any = None, lane: Any = own_kernels
+) -> Any:
+    """Returns the gradient of the sinks, ``[heads]`` in their dtype, from out and lse with sinks.
+
+    Args:
+        into: a float32 buffer for it, or None.
+    """
+    import torch
+
+    result = torch.empty(sinks.shape, dtype=lse.dtype, device=sinks.device) if into is None else into
+    if out.numel() == 0:
+        return result.zero_().to(sinks.dtype)
+    out, dout = readable(out), readable(dout)
+    *rows, heads, tokens = lse.shape
+    shape = heads, rows[0] if rows else 1, -(-tokens // SINK_ROWS)
+    sums = torch.empty(shape, dtype=lse.dtype, device=sinks.device)
+    dlse = None if dlse is None else dlse.contiguous()
+    lane.launch(
+        _sink_kernel("SinkGradient", out, dlse is not None),
+        (out, lse.contiguous(), dout, dlse, _as_read(sinks, lse), sums),
+    )
+    lane.launch(_sink_kernel("SumOfSinks", sums), (sums, result))
+    return result if into is not None else result.to(sinks.dtype)
+
+
+def _as_read(sinks: Any, lse: Any) -> Any:
+    """Returns the sinks as the kernels read them: in the dtype of the log-sum-exp, float32, dense."""
+    return sinks.detach().to(lse.dtype).contiguous()
+
+
+def _sink_kernel(name: str, tensor: Any, *choices: Any) -> OwnKernel:
+    """Returns a kernel for tensors of this dtype and as many axes."""
+    return _named_sink_kernel(name, str(tensor.dtype), tensor.dim(), choices)
+
+
+@lru_cache(maxsize=32)
+def _named_sink_kernel(name: str, dtype: str, axes: int, choices: tuple[Any, ...]) -> OwnKernel:
+    def code() -> Any:
+        from attn_core.backends.flash4 import sinks_kernel
+
+        return getattr(sinks_kernel, name)(*choices)
+
+    return OwnKernel(f"attn_core.{name}({dtype}, {axes} axes, {choices})", code)

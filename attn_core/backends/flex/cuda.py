@@ -8,7 +8,7 @@ Gradients exist only through autograd: ``backward`` runs the forward again, ``sh
 Corrections: head dims between powers of two are zero-padded (the kernel's work is the same, and its block sizes are
 tuned for powers of two); TF32 is off for float32; a NaN in one packed document would reach documents in the same block
 through ``0 * NaN``, so non-finite values are set to 0 before the kernel and their rows to NaN after it.
-Sinks are an epilogue, see sinks.py.
+Sinks are an epilogue, because the kernels have none.
 Upstream: ``torch.nn.attention.flex_attention``, torch 2.11 to 2.15, with the Triton that belongs to it.
 """
 
@@ -18,15 +18,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 from attn_core.backends.flex import functions, learned
 from attn_core.backends.flex.blocks import BLOCK
-from attn_core.backends.flex.containment import contain, mark
-from attn_core.backends.flex.operands import FlexOperands, arrange
+from attn_core.backends.flex.functions import PackedTokens
+from attn_core.backends.flex.operands import FlexOperands, arrange, offsets
 from attn_core.backends.flex.operands import operands as operands_of
 from attn_core.backends.flex.program import Signature, flex, program
-from attn_core.backends.flex.sinks import SinkShare, with_sinks
 from attn_core.backends.flex.tables import hides, length_classes
 from attn_core.backends.shared import dry_run
 from attn_core.backends.shared.autograd import recording, without_gradient
@@ -121,11 +120,11 @@ def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
         if operands.places is None:
             out, lse = _attend(spec, q, k, v, operands)
         else:
-            clean = contain(spec, operands.places, inputs, (), (v,))
+            clean = _contain(spec, operands.places, inputs, (), (v,))
             out, lse = _attend(spec, q, k, clean.tensors[0], operands)
-            mark(out, clean.rows, lse)
+            _mark(out, clean.rows, lse)
         if spec.sinks:
-            out, lse = with_sinks(out, lse, inputs.sinks)
+            out, lse = _with_sinks(out, lse, inputs.sinks)
     return (out[0], lse[0]) if spec.packed else (out, lse)
 
 
@@ -162,10 +161,10 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
     with _without_autocast(inputs.q):
         q, k, v, out, dout = _with_batch(spec, *(tensor.detach() for tensor in (*inputs[:3], out, dout)))
         lse, dlse = (t if t is None or not spec.packed else t[None] for t in (lse, dlse))
-        share = SinkShare(inputs.sinks, out, lse, dout, dlse) if spec.sinks else None
+        share = _SinkShare(inputs.sinks, out, lse, dout, dlse) if spec.sinks else None
         operands = operands_of(spec, inputs)
         if operands.places is not None:
-            clean = contain(spec, operands.places, inputs, (q, dout), (k, v))
+            clean = _contain(spec, operands.places, inputs, (q, dout), (k, v))
             q, dout, k, v = clean.tensors
         with recording():
             q, k, v = (tensor.detach().requires_grad_() for tensor in (q, k, v))
@@ -178,8 +177,8 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
                 results[: len(cotangents)], (q, k, v, *operands.learned), cotangents
             )
         if clean is not None:
-            mark(dq, clean.rows, results[1].detach())
-            dk, dv = mark(dk, clean.keys), mark(dv, clean.keys)
+            _mark(dq, clean.rows, results[1].detach())
+            dk, dv = _mark(dk, clean.keys), _mark(dv, clean.keys)
         daux = learned.summed(spec, operands.aux, parts, None if clean is None else clean.rows.any() | clean.keys.any())
     dq, dk, dv = (dq[0], dk[0], dv[0]) if spec.packed else (dq, dk, dv)
     return Gradients(dq, dk, dv, None, share and share.dsinks, **daux)
@@ -193,6 +192,111 @@ def warm_up(spec: AttentionSpec) -> None:
     out, lse = forward(spec, inputs)
     if spec.needs_backward:
         backward(spec, inputs, out, lse, torch.zeros_like(out), None)
+
+
+class _Contained(NamedTuple):
+    """Packed tensors without NaN and Inf, and which rows and keys must become NaN, bool ``[tokens]`` each."""
+
+    tensors: tuple[Any, ...]
+    rows: Any
+    keys: Any
+
+
+def _contain(
+    spec: AttentionSpec, where: PackedTokens, inputs: Inputs, by_query: tuple[Any, ...], by_key: tuple[Any, ...]
+) -> _Contained:
+    """Replaces non-finite elements of tensors ``[1, tokens, heads, dim]`` by 0, and finds the affected rows and keys.
+
+    A non-finite query marks its own row; a non-finite key marks every row of its document. Either marks every key of
+    that document.
+    """
+    tensors, layouts = zip(*map(arrange, (*by_query, *by_key)))
+    shapes = tuple((str(tensor.dtype), tuple(tensor.shape[2:])) for tensor in tensors)
+    clean = program(_clear, ("q",) * len(by_query), shapes, layouts, length_classes(spec))
+    return clean(where, *offsets(inputs), *tensors)
+
+
+def _clear(how: Any, where: PackedTokens, cu_q: Any, cu_k: Any, *tensors: Any) -> _Contained:
+    import torch
+
+    count = len(how[0])  # the signature holds a tuple of this length because a number would become a symbol
+    finite = [torch.isfinite(tensor) for tensor in tensors]
+    clean = tuple(torch.where(fine, tensor, 0.0) for fine, tensor in zip(finite, tensors))
+    bad = [~fine.all(3).all(2)[0] for fine in finite]  # [tokens]
+    bad_rows, bad_keys = torch.zeros_like(where.of_query, dtype=torch.bool), bad[count]
+    for one in bad[:count]:
+        bad_rows = bad_rows | one
+    for one in bad[count + 1 :]:
+        bad_keys = bad_keys | one
+    by_keys, by_rows = _in_documents(bad_keys, cu_k), _in_documents(bad_rows, cu_q)
+    documents = cu_q.shape[0] - 1
+    of_query, of_key = where.of_query.clamp(0, documents - 1), where.of_key.clamp(0, documents - 1)
+    rows = bad_rows | (by_keys[of_query] & (where.of_query >= 0))
+    keys = (by_keys | by_rows)[of_key] & (where.of_key < documents)
+    return _Contained(clean, rows, keys)
+
+
+def _in_documents(bad: Any, cu_seqlens: Any) -> Any:
+    """Returns which documents contain a bad token: bool ``[documents]``."""
+    import torch
+
+    total = torch.nn.functional.pad(bad.cumsum(0), (1, 0))
+    return total[cu_seqlens.clamp(0, bad.shape[0])].diff() > 0
+
+
+def _mark(results: Any, tokens: Any, lse: Any = None) -> Any:
+    """Writes NaN into ``[1, tokens, heads, dim]`` at ``tokens``, except in rows that see no key according to lse."""
+    import torch
+
+    places = tokens[None, :, None, None]
+    if lse is not None:  # [1, heads, tokens] -> [1, tokens, heads, 1]
+        places = places & (lse != -torch.inf).transpose(1, 2)[..., None]
+    return results.masked_fill_(places, torch.nan)
+
+
+# Sinks. With w the sink's share of a row's weight, out' = (1 - w) * out and lse' = log(exp(lse) + exp(sink)). The
+# kernel's backward gets (1 - w) * dout and (1 - w) * dlse + w * delta, with delta = sum(dout * out').
+
+
+def _with_sinks(out: Any, lse: Any, sinks: Any) -> tuple[Any, Any]:
+    """Returns (out', lse') from the kernel's out ``[batch, q_len, heads, dim]`` and lse ``[batch, heads, q_len]``."""
+    import torch
+
+    sinks = sinks.detach().to(lse.dtype)[:, None]  # [heads, 1] against [batch, heads, q_len]
+    empty = lse == -torch.inf
+    gate = torch.sigmoid(lse - sinks).masked_fill(empty, 0.0).transpose(1, 2)[..., None]
+    joined = torch.logaddexp(lse, sinks).masked_fill(empty, -torch.inf)
+    return (out * gate).to(out.dtype), joined
+
+
+class _SinkShare:
+    """The gradients through sinks.
+
+    Attributes:
+        dsinks: the gradient of the sinks, ``[heads]``.
+    """
+
+    def __init__(self, sinks: Any, out: Any, lse: Any, dout: Any, dlse: Any) -> None:
+        import torch
+
+        empty = lse == -torch.inf
+        self._sinks = sinks.detach().to(lse.dtype)[:, None]
+        share = torch.exp(self._sinks - lse).masked_fill(empty, 0.0)
+        delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).transpose(1, 2)  # [batch, heads, q_len]
+        self._outer = torch.zeros_like(delta) if dlse is None else dlse.masked_fill(empty, 0.0)
+        self._share_delta = share * delta
+        self.dsinks = -(share * (delta - self._outer)).sum((0, 2)).to(sinks.dtype)
+
+    def inner(self, lse: Any, dout: Any) -> tuple[Any, Any]:
+        """Returns dout and dlse for the kernel, from its own log-sum-exp without sinks.
+
+        1 - w comes from that log-sum-exp, because ``1 - exp(sink - lse)`` has no correct digit if the sink has nearly
+        all of a row's weight.
+        """
+        import torch
+
+        rest = torch.sigmoid(lse - self._sinks).masked_fill(lse == -torch.inf, 0.0)
+        return (dout * rest.transpose(1, 2)[..., None]).to(dout.dtype), rest * self._outer + self._share_delta
 
 
 def _width(dim: int) -> int:
