@@ -15,7 +15,7 @@ import xla_compiler
 from callers_view import callers_results
 
 from attn_core.backends.jax_xla import backend as jax_xla
-from attn_core.backends.jax_xla import few_queries, tiles, whole
+from attn_core.backends.jax_xla import tiles, whole
 from attn_core.backends.jax_xla.tiles import BlockSizes
 from attn_core.backends.shared.in_jax.offsets import safe_offsets
 from attn_core.call.spec import AttentionSpec
@@ -146,7 +146,7 @@ def compare(spec: AttentionSpec, seed: int = 0) -> None:
 def path(request, monkeypatch):
     """The algorithm of a case."""
     monkeypatch.setattr(jax_xla, "MAX_SCORES", 0 if request.param == "blocked" else 2**40)
-    monkeypatch.setattr(few_queries, "FEW_QUERIES", 2**10 if request.param == "few queries" else 0)
+    monkeypatch.setattr(whole, "FEW_QUERIES", 2**10 if request.param == "few queries" else 0)
     return request.param
 
 
@@ -193,13 +193,13 @@ def test_few_queries_match_the_reference(name, heads):
 @pytest.mark.parametrize("name", [name for name, spec in CASES.items() if not spec.dropout])
 def test_as_many_kv_heads_as_query_heads_match_the_reference(name, needs_backward, monkeypatch):
     """A forward alone then has one axis of heads."""
-    monkeypatch.setattr(few_queries, "FEW_QUERIES", 0)
+    monkeypatch.setattr(whole, "FEW_QUERIES", 0)
     compare(replace(CASES[name], num_kv_heads=6, needs_backward=needs_backward))
 
 
 @pytest.mark.parametrize("name", ["value_dim", "bias of rows", "alibi of batch", "one query"])
 def test_long_rows_of_bfloat16_match_the_reference(name, monkeypatch):
-    monkeypatch.setattr(few_queries, "FEW_QUERIES", 0)
+    monkeypatch.setattr(whole, "FEW_QUERIES", 0)
     monkeypatch.setattr(whole, "LONG_ROWS", 1)
     compare(replace(CASES[name], num_kv_heads=6, dtype="bfloat16", deterministic=True))  # a new spec, which jit traces
 
@@ -209,7 +209,7 @@ def test_results_do_not_depend_on_the_block_size(name, monkeypatch):
     """The blocks are far smaller than the lengths, and the last one is ragged. Every feature crosses their borders."""
     monkeypatch.setattr(jax_xla, "LARGEST_BLOCKS", {"cpu": BlockSizes(5, 3), "any": BlockSizes(7, 4)})
     monkeypatch.setattr(jax_xla, "MAX_SCORES", 0)
-    monkeypatch.setattr(few_queries, "FEW_QUERIES", 0)
+    monkeypatch.setattr(whole, "FEW_QUERIES", 0)
     compare(replace(CASES[name], deterministic=True))  # a new spec, so that jit traces the small blocks
 
 

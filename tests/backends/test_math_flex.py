@@ -16,7 +16,7 @@ from attn_core.backends.math import backend as math
 from attn_core.backends.shared.claims import unmet_claims
 from attn_core.backends.shared.parts import row_blocks
 from attn_core.backends.shared.plain import attention as plain_attention
-from attn_core.backends.shared.plain import contained_sums, small_attention
+from attn_core.backends.shared.plain import contained_sums
 from attn_core.call.masks import visible
 from attn_core.call.tensors import Inputs
 from attn_core.correctness import reference
@@ -140,7 +140,7 @@ def check(name: str, actual: torch.Tensor, expected: np.ndarray, dtype: str, fac
 def small_blocks(monkeypatch):
     """Runs every call in blocks of 7 rows, also the ones that would run in one piece."""
     monkeypatch.setattr(plain_attention, "QUERY_BLOCK", 7)
-    monkeypatch.setattr(small_attention, "fits", lambda spec: False)
+    monkeypatch.setattr(plain_attention, "has_few_scores", lambda spec: False)
 
 
 @pytest.fixture(params=["documents", "tokens"])

@@ -18,8 +18,6 @@ from oracle_cases import make
 
 from attn_core import Target, backends, selection
 from attn_core.backends.sdpa_cudnn import empty_rows as cudnn_empty_rows
-from attn_core.backends.sdpa_cudnn import operands as cudnn_operands
-from attn_core.backends.sdpa_efficient import documents as aten_documents
 from attn_core.backends.sdpa_efficient import operands
 from attn_core.backends.shared import aten_masks
 from attn_core.backends.support import Build
@@ -486,7 +484,7 @@ def test_results_match_the_reference(
 ) -> None:
     module, name, ops = STANDINS[kernel]
     monkeypatch.setattr(module, "_kernels", lambda: ops)
-    monkeypatch.setattr(cudnn_operands, "forward_binding", lambda: cudnn_forward)
+    monkeypatch.setattr(cudnn, "forward_binding", lambda: cudnn_forward)
     monkeypatch.setattr(cudnn_empty_rows, "_trials", lambda: zero_for_empty_rows)
     fields = {**CASES[case][1], **({extra: True} if extra else {})}
     learns = not fields.pop("no_gradient", False)
@@ -669,7 +667,7 @@ def test_the_layout_of_results_is_the_one_that_torch_allocates(order: tuple[int,
     q = q.permute([order.index(axis) for axis in range(4)])
     k, v = (torch.randn(2, 3, 70, width, device="cuda", dtype=torch.bfloat16) for width in dims)
     out = cudnn_empty_rows.forward_binding()(q, k, v, None, True, 0.0, False, False, scale=0.1)[0]
-    assert cudnn_operands.as_allocated_for(q, out) is out
+    assert cudnn.as_allocated_for(q, out) is out
 
 
 @pytest.mark.cuda
@@ -755,22 +753,22 @@ def test_a_mask_takes_the_dtype_of_q_and_a_bias_keeps_float32() -> None:
 
 def test_the_log_sum_exp_is_reordered_by_token_and_by_document() -> None:
     cu_q, cu_k = torch.tensor([0, 3, 3, 5, 11], dtype=torch.int32), torch.tensor([0, 5, 7, 7, 9], dtype=torch.int32)
-    where = aten_documents.places(cu_q, cu_k, 11, 32)
+    where = operands.places(cu_q, cu_k, 11, 32)
     assert where.document.tolist() == [0, 0, 0, 2, 2, 3, 3, 3, 3, 3, 3]
     assert where.position.tolist() == [0, 1, 2, 0, 1, 0, 1, 2, 3, 4, 5]
     assert where.empty.tolist() == [False] * 3 + [True] * 2 + [False] * 6
     raw = torch.randn(4, 2, 32)
-    lse = aten_documents.by_token(raw, where)
+    lse = operands.by_token(raw, where)
     assert torch.equal(lse[:, :3], raw[0, :, :3]) and torch.equal(lse[:, 5:], raw[3, :, :6])
     assert (lse[:, 3:5] == -INF).all()
-    again = aten_documents.by_document(lse, where, 4, 32)
+    again = operands.by_document(lse, where, 4, 32)
     assert torch.equal(again[0, :, :3], raw[0, :, :3]) and torch.equal(again[3, :, :6], raw[3, :, :6])
     assert (again[0, :, 3:] == INF).all() and (again[1:3] == INF).all() and (again[3, :, 6:] == INF).all()
 
 
 def test_queries_without_a_key_become_separate_documents() -> None:
     cu_q, cu_k = torch.tensor([0, 3, 3, 5, 11], dtype=torch.int32), torch.tensor([0, 5, 7, 7, 9], dtype=torch.int32)
-    queries, keys = aten_documents.split_at_first_key(cu_q, cu_k)
+    queries, keys = operands.split_at_first_key(cu_q, cu_k)
     assert queries.dtype == keys.dtype == torch.int32
     assert queries.tolist() == [0, 0, 3, 3, 3, 5, 5, 9, 11]
     assert keys.tolist() == [0, 0, 5, 5, 7, 7, 7, 7, 9]
@@ -778,7 +776,7 @@ def test_queries_without_a_key_become_separate_documents() -> None:
 
 def test_wrong_offsets_give_places_within_the_tensors() -> None:
     lies = torch.tensor([0, 900, 2, 5], dtype=torch.int32)
-    where = aten_documents.places(lies, lies, 7, 32)
+    where = operands.places(lies, lies, 7, 32)
     assert (where.document >= 0).all() and (where.document < 3).all()
     assert (where.position >= 0).all() and (where.position < 32).all()
 

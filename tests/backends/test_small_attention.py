@@ -14,7 +14,6 @@ from oracle_cases import make
 from attn_core import AttentionSpec
 from attn_core.backends.math import backend as math
 from attn_core.backends.shared.plain import attention as plain_attention
-from attn_core.backends.shared.plain import small_attention
 from attn_core.call.tensors import Inputs
 from attn_core.correctness import accuracy
 
@@ -42,8 +41,8 @@ def tensors(inputs: Inputs, dtype: str) -> Inputs:
 @pytest.mark.parametrize("case", CASES)
 def test_one_piece_matches_the_reference(case: str, dtype: str) -> None:
     example = make(CASES[case], dtype)
-    assert small_attention.fits(example.spec)
-    out, lse, _ = small_attention.results(example.spec, tensors(example.inputs, dtype), False)
+    assert plain_attention.has_few_scores(example.spec)
+    out, lse, _ = plain_attention.results_of_few(example.spec, tensors(example.inputs, dtype), False)
     assert out.shape == example.spec.out_shape and out.is_contiguous() and lse.shape == example.spec.lse_shape
     verdict = accuracy.expect(example.spec, example.inputs).judge(out=out.double().numpy(), lse=lse.numpy())
     assert verdict.ok, verdict
@@ -55,8 +54,8 @@ def test_one_piece_agrees_with_blocks(case: str, dtype: str, monkeypatch: pytest
     """To rounding, because on some processors a matrix product has other bits if its operands have other strides."""
     example = make(CASES[case], dtype)
     inputs = tensors(example.inputs, dtype)
-    out, lse, _ = small_attention.results(example.spec, inputs, False)
-    monkeypatch.setattr(small_attention, "fits", lambda spec: False)
+    out, lse, _ = plain_attention.results_of_few(example.spec, inputs, False)
+    monkeypatch.setattr(plain_attention, "has_few_scores", lambda spec: False)
     expected, expected_lse = plain_attention.forward(example.spec, inputs)
     step = torch.finfo(out.dtype).eps
     torch.testing.assert_close(out, expected, rtol=4 * step, atol=4 * step * float(expected.abs().max()))
@@ -68,7 +67,7 @@ def test_the_comparison_finds_planted_faults(fault: str) -> None:
     example = make({"softcap": 1.5, "causal": True, "window": (3, 0)}, "float32")
     wrong = {"window": (2, 0), "softcap": 1.6, "scale": 1.01 * example.spec.scale}[fault]
     wrongly = replace(example.spec, **{fault: wrong})
-    out, _, _ = small_attention.results(wrongly, tensors(example.inputs, "float32"), False)
+    out, _, _ = plain_attention.results_of_few(wrongly, tensors(example.inputs, "float32"), False)
     assert not accuracy.expect(example.spec, example.inputs).judge(out=out.double().numpy()).ok
 
 
@@ -103,14 +102,14 @@ def test_a_hidden_key_affects_no_row(value: float) -> None:
     ids=str,
 )
 def test_other_calls_run_in_blocks(fields: dict[str, Any]) -> None:
-    assert not small_attention.fits(make({"q_len": 5, **fields}, "float32").spec)
+    assert not plain_attention.has_few_scores(make({"q_len": 5, **fields}, "float32").spec)
 
 
 def test_a_spec_of_float64_or_of_documents_runs_in_blocks() -> None:
     spec: AttentionSpec = make({}, "float32").spec
-    assert small_attention.fits(spec)
-    assert not small_attention.fits(replace(spec, dtype="float64"))
-    assert not small_attention.fits(make({"batch": 1, "documents": 6}, "float32").spec)
+    assert plain_attention.has_few_scores(spec)
+    assert not plain_attention.has_few_scores(replace(spec, dtype="float64"))
+    assert not plain_attention.has_few_scores(make({"batch": 1, "documents": 6}, "float32").spec)
 
 
 def test_the_backward_takes_the_results_of_one_piece() -> None:
@@ -126,7 +125,7 @@ def test_the_backward_takes_the_results_of_one_piece() -> None:
 
 
 def test_the_hidden_keys_of_inference_mode_serve_training() -> None:
-    small_attention._hidden.cache_clear()
+    plain_attention._hidden.cache_clear()
     q = torch.randn(1, 5, 2, 8, requires_grad=True)
     from torch_frontend import attention
 

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from same_bits_calls import DOCUMENTS, PAGE, TOKENS, Kind, batch, differing, document, packed, pages
 
 from attn_core import NoBackendError, SpecError, backends
-from attn_core.backends.math import tile_operands
+from attn_core.backends.math import fixed_tiles
 
 pytestmark = [pytest.mark.timeout(7200), pytest.mark.sampled]  # hours for the thorough profile
 
@@ -203,10 +203,10 @@ def test_padding_on_either_side_changes_no_bit(backend: str) -> None:
 
 def test_a_tile_that_the_padding_chooses_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted fault: the size of a tile depends on the length of the padded row."""
-    honest = tile_operands.tiles_of
+    honest = fixed_tiles.tiles_of
 
     def by_the_row(spec: Any, inputs: Any, part: Any, finite: bool = True) -> Any:
-        monkeypatch.setattr(tile_operands, "KEY_TILE", 16 if spec.kv_len > 40 else 128)
+        monkeypatch.setattr(fixed_tiles, "KEY_TILE", 16 if spec.kv_len > 40 else 128)
         return honest(spec, inputs, part, finite)
 
     monkeypatch.setattr("attn_core.backends.math.fixed_tiles.tiles_of", by_the_row)
@@ -361,10 +361,10 @@ def test_a_weight_below_the_normal_numbers_is_0(dtype: str) -> None:
 
 def test_a_tile_that_the_batch_chooses_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted fault: the size of a tile of keys depends on the tokens of all documents, as a heuristic's would."""
-    honest = tile_operands.tiles_of
+    honest = fixed_tiles.tiles_of
 
     def by_the_batch(spec: Any, inputs: Any, part: Any, finite: bool = True) -> Any:
-        monkeypatch.setattr(tile_operands, "KEY_TILE", 16 if spec.documents and inputs.cu_seqlens_k[2] > 40 else 128)
+        monkeypatch.setattr(fixed_tiles, "KEY_TILE", 16 if spec.documents and inputs.cu_seqlens_k[2] > 40 else 128)
         return honest(spec, inputs, part, finite)
 
     monkeypatch.setattr("attn_core.backends.math.fixed_tiles.tiles_of", by_the_batch)
@@ -374,10 +374,10 @@ def test_a_tile_that_the_batch_chooses_is_caught(monkeypatch: pytest.MonkeyPatch
 
 def test_a_tile_that_the_queries_choose_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted fault: the size of a tile depends on the number of queries, as a heuristic's would."""
-    honest = tile_operands.tiles_of
+    honest = fixed_tiles.tiles_of
 
     def by_the_queries(spec: Any, inputs: Any, part: Any, finite: bool = True) -> Any:
-        monkeypatch.setattr(tile_operands, "KEY_TILE", 64 if part.rows.stop - part.rows.start > 40 else 32)
+        monkeypatch.setattr(fixed_tiles, "KEY_TILE", 64 if part.rows.stop - part.rows.start > 40 else 32)
         return honest(spec, inputs, part, finite)
 
     monkeypatch.setattr("attn_core.backends.math.fixed_tiles.tiles_of", by_the_queries)

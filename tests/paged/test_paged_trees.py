@@ -37,7 +37,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import jax_frontend
 import torch_frontend
 from attn_core import DeviceError, DTypeError, ShapeError, SpecError, explain, masks
-from attn_core.backends.math import paged as math_paged
+from attn_core.backends.math import backend as math_backend
 from attn_core.correctness.paged import gather_pages
 
 pytestmark = pytest.mark.sampled
@@ -158,8 +158,8 @@ def test_rows_of_padded_keys(forest: Any, ranges: tuple[int, int], seed: int) ->
     if not call.spec.q_len:
         return
     (q, k, v), tables = torch_arguments(call)
-    inputs = math_paged.PagedInputs(q, k, v, **{n: torch.as_tensor(t) for n, t in tables.items()})
-    out, lse = math_paged._as_dense_rows(call.spec, inputs)
+    inputs = math_backend.PagedInputs(q, k, v, **{n: torch.as_tensor(t) for n, t in tables.items()})
+    out, lse = math_backend._as_dense_rows(call.spec, inputs)
     verdict = judge(call, {"out": out.numpy(), "lse": lse.numpy()})
     assert verdict.ok, verdict
 

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from attn_core.backends.math import tile_operands
+from attn_core.backends.math import fixed_tiles
 from examples.rl import report, rows, run, sampling
 from examples.rl.run import Options, Outcome, compare
 from examples.rl.torch_side import TorchPolicy, by_blocks, layers_in_blocks
@@ -190,7 +190,7 @@ def test_training_scores_as_sampling_did_in_jax(parts: Any, backend: Any, chunk:
 
 
 def other_tile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tile_operands, "KEY_TILE", 16)
+    monkeypatch.setattr(fixed_tiles, "KEY_TILE", 16)
 
 
 def other_rows(monkeypatch: pytest.MonkeyPatch) -> None:

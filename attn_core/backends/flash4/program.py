@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from importlib import metadata
 from typing import Any
 
-from attn_core.backends.flash4 import disk_cache, one_array
+from attn_core.backends.flash4 import disk_cache
 from attn_core.backends.flash4.masked import program_inputs
 from attn_core.backends.flash4.own_kernels import compiled_code, described
 from attn_core.backends.flash4.recorder import AddressOf, Launch, Recorder
@@ -36,6 +36,11 @@ from attn_core.call.tensors import Inputs, dtype_name
 ALLOCATES = ("aten.empty", "aten.new_empty", "aten.detach", "prim.")
 ZEROS = ("aten.zeros", "aten.new_zeros")
 
+# XLA passes whole arrays alone. So if q, k and v are one array, a recorded call works on parts of one fake tensor, and
+# the compiled step takes the parts of the whole array itself.
+PARTS = {"qkv": ("q", "k", "v"), "dqkv": ("dq", "dk", "dv")}
+"""The arrays ``[..., tokens, 3, heads, head_dim]`` and their parts."""
+
 Run = Callable[[Recorder, Inputs, dict[str, Any]], None]
 
 
@@ -55,11 +60,11 @@ def program(spec: AttentionSpec, direction: str, with_dlse: bool, as_one: bool, 
         operands = {name: tensor for name, tensor in zip(Inputs._fields, inputs, strict=True) if tensor is not None}
         named = {**operands, **others}
         if as_one:
-            for whole, parts in one_array.PARTS.items():
-                named |= one_array.replaced(named, whole, parts)
-            inputs = inputs._replace(**{name: named.pop(name) for name in one_array.PARTS["qkv"]})
+            for whole, parts in PARTS.items():
+                named |= _as_one(named, whole, parts)
+            inputs = inputs._replace(**{name: named.pop(name) for name in PARTS["qkv"]})
             others = {name: named.get(name) for name in others}
-            for name in one_array.PARTS["dqkv"]:
+            for name in PARTS["dqkv"]:
                 named.pop(name, None)
         notes.watch()
         run(notes, inputs, others)
@@ -72,7 +77,7 @@ def _assemble(notes: Recorder, named: dict[str, Any], direction: str) -> KernelP
     buffers: dict[Any, Buffer] = {
         _memory(tensor): _buffer(tensor, name, tensor.shape) for name, tensor in named.items()
     }
-    wholes = {_memory(named[name]): named[name] for name in one_array.PARTS if name in named}
+    wholes = {_memory(named[name]): named[name] for name in PARTS if name in named}
     results = {_memory(named[name]) for name in RESULTS[direction] if name in named}
     written = {place for place in buffers if place not in results}  # operands have values before the first step
     operands = frozenset(written)
@@ -104,7 +109,7 @@ def _assemble(notes: Recorder, named: dict[str, Any], direction: str) -> KernelP
 def _part(tensor: Any, wholes: dict[Any, Any]) -> int | None:
     """Returns which part of an array a tensor is; None for a whole tensor. wholes: the arrays by their memory."""
     whole = wholes.get(_memory(tensor))
-    return None if whole is None else one_array.part_of(tensor, whole)
+    return None if whole is None else _part_of(tensor, whole)
 
 
 def _step(
@@ -223,7 +228,7 @@ def compile_step(target: str, call: Launch, slots: list[tuple[int, int | None]],
         for value, _ in leaves(call):
             if is_tensor(value):
                 slot, part = next(places)
-                filled.append(one_array.in_kernel(tensors[slot], part))
+                filled.append(_in_kernel(tensors[slot], part))
             elif isinstance(value, AddressOf):
                 filled.append(tensors[next(places)[0]].iterator.toint())
             elif is_number(value):
@@ -315,3 +320,35 @@ def tensor_of(value: Any) -> Any:
     if isinstance(value, AddressOf):
         return value.tensor
     return value if is_tensor(value) else None
+
+
+def _as_one(named: dict[str, Any], whole: str, parts: tuple[str, ...]) -> dict[str, Any]:
+    """Returns one array and its three parts by name, for three tensors of equal shapes; nothing if they are absent."""
+    import torch
+
+    if parts[0] not in named:
+        return {}
+    one = named[parts[0]]
+    *rows, heads, dim = one.shape
+    array = torch.empty((*rows, len(parts), heads, dim), dtype=one.dtype, device=one.device)
+    return {whole: array, **dict(zip(parts, array.unbind(-3), strict=True))}
+
+
+def _part_of(tensor: Any, whole: Any) -> int | None:
+    """Returns which part of an array a tensor of the same memory is; None for the array itself and any other view."""
+    for number, piece in enumerate(whole.unbind(-3) if whole.dim() > 3 else ()):
+        if all(getattr(tensor, about)() == getattr(piece, about)() for about in ("size", "stride", "storage_offset")):
+            return number
+    return None
+
+
+def _in_kernel(tensor: Any, part: int | None) -> Any:
+    """Returns a part of an array ``[..., tokens, 3, heads, head_dim]`` in a function of the CuTe DSL."""
+    if part is None:
+        return tensor
+    from cutlass import cute
+
+    rows = cute.rank(tensor) - 3
+    piece = tensor[(*(None,) * rows, part, None, None)]
+    # The array is aligned, and the rows of its parts are multiples of 16 bytes.
+    return cute.make_tensor(piece.iterator.align(16), piece.layout)

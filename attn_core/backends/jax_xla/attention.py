@@ -122,7 +122,7 @@ def _attend(spec: AttentionSpec, call: XlaOperands, value: Summand, rows: RowKey
     def step(index: Any, state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
         top, total, summed = state
         tile = tile_at(spec, call, start, index)
-        logits, seen, _ = logits_in(spec, call, q, cut(call.k, tile.key, keys, axis=2), rows, tile)
+        logits, seen, _ = _logits_in(spec, call, q, cut(call.k, tile.key, keys, axis=2), rows, tile)
         # The maximum cancels, so forward mode may treat it as a constant. It must: XLA may compute the logits twice
         # with different rounding, and a maximum that no logit equals would have a tangent of 0 / 0.
         new_top = jnp.maximum(top, lax.stop_gradient(logits.max(-1, initial=-jnp.inf)))
@@ -160,7 +160,7 @@ def _gradients(
     def sums() -> tuple[Any, Any]:
         def step(index: Any, state: tuple[Any, Any]) -> tuple[Any, Any]:
             tile = tile_at(spec, call, start, index)
-            logits, _, _ = logits_in(spec, call, q.values, cut(call.k, tile.key, keys, axis=2), rows, tile)
+            logits, _, _ = _logits_in(spec, call, q.values, cut(call.k, tile.key, keys, axis=2), rows, tile)
             top = jnp.maximum(state[0], lax.stop_gradient(logits.max(-1, initial=-jnp.inf)))
             base = jnp.where(top == -jnp.inf, 0, top)
             return top, jnp.exp(state[0] - base) * state[1] + jnp.exp(logits - base[..., None]).sum(-1)
@@ -176,7 +176,7 @@ def _gradients(
         tile = tile_at(spec, call, start, index)
         k = cut_summand(sources[1], tile.key, keys, axis=2)
         v = cut(call.v, tile.key, keys, axis=2)
-        logits, seen, slope = logits_in(spec, call, q.values, k.values, rows, tile)
+        logits, seen, slope = _logits_in(spec, call, q.values, k.values, rows, tile)
         weights = jnp.where(seen, jnp.exp(log_weights(logits, lse, rest)), 0)
         dweights = dropped(spec, call, product("bhgie,bhje->bhgij", dout.values, v, spec.lse_dtype), tile)
         dlogits = jnp.where(seen, weights * (dweights + shift), 0)
@@ -194,7 +194,7 @@ def _gradients(
     return lax.fori_loop(*key_blocks(spec, call, rows, start), step, totals)
 
 
-def logits_in(
+def _logits_in(
     spec: AttentionSpec, call: XlaOperands, q: Any, k: Any, rows: RowKeys, tile: ScoreTile
 ) -> tuple[Any, Any, Any]:
     """Returns (logits, seen, slope) of a tile, ``[b, h, g, i, j]``. slope: of softcap and score function, or None."""
@@ -249,3 +249,31 @@ def _sum_over(spec: AttentionSpec, subscripts: str, weights: Any, seen: Any, sum
     dtype = sum_dtype(spec)
     total = product(subscripts, weights.astype(dtype), summand.clean.astype(dtype), spec.lse_dtype)
     return contain(subscripts, total, seen, summand)
+
+
+def row_maximum(spec: AttentionSpec, inputs: Inputs, blocks: BlockSizes) -> Any:
+    """Returns the row maxima in ``spec.lse_shape``, without the values. Traceable; never called for an empty spec."""
+    import jax.numpy as jnp
+    from jax import lax
+
+    call, rows = arrange(spec, inputs, blocks), rows_of(spec, inputs.cu_seqlens_q, inputs.cu_seqlens_k)
+    queries, keys = blocks
+
+    def block(index: Any, result: Any) -> Any:
+        start = jnp.minimum(index * queries, spec.q_len - queries)
+        some, q = cut_rows(rows, start, queries), cut(call.q, start, queries, axis=3)
+
+        def step(index: Any, top: Any) -> Any:
+            tile = tile_at(spec, call, start, index)
+            logits, _, _ = _logits_in(spec, call, q, cut(call.k, tile.key, keys, axis=2), some, tile)
+            return jnp.maximum(top, logits.max(-1, initial=-jnp.inf))
+
+        top = lax.fori_loop(*key_blocks(spec, call, some, start), step, empty(q.shape[:4]))
+        return lax.dynamic_update_slice_in_dim(result, top, start, axis=3)
+
+    def empty(shape: tuple[int, ...]) -> Any:
+        # Plus ``zero``, because under jax.shard_map a loop's carry must vary over the mesh axes of the inputs.
+        return jnp.full(shape, -jnp.inf, spec.lse_dtype) + call.zero.astype(spec.lse_dtype)
+
+    result = lax.fori_loop(0, -(-spec.q_len // queries), block, empty(call.q.shape[:4]))
+    return result.reshape(spec.lse_shape)

@@ -1,7 +1,7 @@
 """Attention in plain XLA operations: every feature of the spec, on any device, without torch.
 
 Small calls compute one matrix of all their scores (``whole.py``), which XLA compiles quickly; few queries read their
-keys in place (``few_queries.py``). Larger calls run the blocked maths of ``attention.py``. ``lower`` returns which.
+keys in place there. Larger calls run the blocked maths of ``attention.py``. ``lower`` returns which.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from attn_core.backends.jax_xla import attention, few_queries, fixed_tiles, paged, paged_tiles, tiles, whole
-from attn_core.backends.jax_xla import row_maximum as maxima
+from attn_core.backends.jax_xla import attention, fixed_tiles, paged, tiles, whole
 from attn_core.backends.jax_xla.tiles import BlockSizes
 from attn_core.backends.shared import tile_limits
 from attn_core.backends.shared.device_kinds import ANY
@@ -105,7 +104,7 @@ def _path(spec: AttentionSpec) -> str:
     if spec.symbolic:  # a symbolic size cannot be compared
         return "blocked"
     # The scores of a few queries take about as much memory as the keys.
-    few = not (spec.packed or has_functions(spec)) and spec.q_len <= few_queries.FEW_QUERIES
+    few = not (spec.packed or has_functions(spec)) and spec.q_len <= whole.FEW_QUERIES
     if few and not spec.needs_backward:  # else "whole", whose scores XLA computes once for both directions
         return "few queries"
     most: float = MAX_SCORES
@@ -129,12 +128,12 @@ def forward(spec: AttentionSpec, inputs: Any) -> tuple[Any, Any]:
     with usual_promotion():
         if spec.paged is not None:
             if spec.invariant is not None:
-                return paged_tiles.forward(spec, inputs)
+                return paged.forward_in_tiles(spec, inputs)
             return paged.forward(spec, inputs, forward)
         if spec.invariant is not None:
             return fixed_tiles.forward(spec, inputs)
         if _path(spec) == "few queries":
-            return few_queries.forward(spec, inputs)
+            return whole.forward_of_few_queries(spec, inputs)
         out, lse, _ = _forward(spec, inputs)
         return out, lse
 
@@ -169,7 +168,7 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
 def row_maximum(spec: AttentionSpec, inputs: Inputs) -> Any:
     """See ``contract.row_maximum_of``. Traceable."""
     with usual_promotion():
-        return _where_it_runs(lower(spec)["blocks"], lambda blocks: maxima.row_maximum(spec, inputs, blocks))
+        return _where_it_runs(lower(spec)["blocks"], lambda blocks: attention.row_maximum(spec, inputs, blocks))
 
 
 def _where_it_runs(blocks: dict[str, BlockSizes], run: Callable[[BlockSizes], Any]) -> Any:

@@ -41,17 +41,17 @@ LONG_ROWS = 512
 def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any, Any]:
     """Returns out in ``spec.out_shape``, and lse and the row maxima in ``spec.lse_shape``. Traceable; never called for
     an empty spec."""
-    call, g = _without_groups(spec, arrange_whole(spec, inputs))
-    seen = visible_pairs(spec, call, inputs)
+    call, g = _without_groups(spec, _arrange(spec, inputs))
+    seen = _visible_pairs(spec, call, inputs)
     scores = product(f"bh{g}id,bhjd->bh{g}ij", call.q, call.k, spec.lse_dtype)
-    logits, _, seen = logits_of(spec, call, inputs, scores, seen)
-    weights, top, total = softmax(spec, call, logits, seen)
+    logits, _, seen = _logits_of(spec, call, inputs, scores, seen)
+    weights, top, total = _softmax(spec, call, logits, seen)
     dtype = sum_dtype(spec)
     v = call.v if seen is None else finite_only(call.v)
     summed = product(f"bh{g}ij,bhje->bh{g}ie", weights.astype(dtype), v.astype(dtype), spec.lse_dtype)
     if seen is not None:
         summed = _with_nan(spec, call, summed, seen, inputs, g)
-    out, lse = results(spec, call, top, total, summed)
+    out, lse = _results(spec, call, top, total, summed)
     out = tokens_first(spec, out) if g else out.swapaxes(1, 2)
     return out.reshape(spec.out_shape), lse.reshape(spec.lse_shape), top.reshape(spec.lse_shape)
 
@@ -87,7 +87,7 @@ def _with_nan(spec: AttentionSpec, call: XlaOperands, summed: Any, seen: Any, in
         bad = ~jnp.isfinite(v)
         tables = call.mask, call.bias, call.key_ranges, spec.mask_mod, spec.score_mod
         if all(table is None for table in tables):  # every head sees the same keys
-            here = visible_pairs(spec, call, inputs)  # again, so that the usual branch need not store it
+            here = _visible_pairs(spec, call, inputs)  # again, so that the usual branch need not store it
             met = jnp.einsum("ij,bjhe->bhie", here.astype(jnp.float32), bad.astype(jnp.float32))
             met = met[:, :, None] if g else met
         else:
@@ -108,10 +108,10 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
     """Returns the gradients from the saved out and lse."""
     import jax.numpy as jnp
 
-    call, wide = arrange_whole(spec, inputs), spec.lse_dtype
+    call, wide = _arrange(spec, inputs), spec.lse_dtype
     scores = product("bhgid,bhjd->bhgij", call.q, call.k, wide)
-    visible = visible_pairs(spec, call, inputs)
-    logits, slope, seen = logits_of(spec, call, inputs, scores, visible)
+    visible = _visible_pairs(spec, call, inputs)
+    logits, slope, seen = _logits_of(spec, call, inputs, scores, visible)
 
     def per_row(array: Any) -> Any:  # [b, i, heads], or packed without b, as [b, h, g, i, 1]
         rows = array.reshape(spec.batch, spec.q_len, spec.num_kv_heads, spec.group_size, 1)
@@ -124,8 +124,8 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
         shift = shift + dlse.reshape(shift.shape).astype(shift.dtype)
 
     def sums_again() -> tuple[Any, Any]:
-        again, _, shown = logits_of(spec, call, inputs, scores, visible)
-        return with_sink(call.sinks, *softmax(spec, call, again, shown)[1:])
+        again, _, shown = _logits_of(spec, call, inputs, scores, visible)
+        return with_sink(call.sinks, *_softmax(spec, call, again, shown)[1:])
 
     saved, rest = exact_lse(spec, lse, sums_again, inputs, in_loop=False)
     saved, rest = saved[..., None], None if rest is None else rest[..., None]
@@ -171,11 +171,11 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
     )
 
 
-def arrange_whole(spec: AttentionSpec, inputs: Inputs) -> XlaOperands:
+def _arrange(spec: AttentionSpec, inputs: Inputs) -> XlaOperands:
     return arrange(spec, inputs, BlockSizes(spec.q_len, spec.kv_len), loops=False)
 
 
-def visible_pairs(spec: AttentionSpec, call: XlaOperands, inputs: Inputs) -> Any:
+def _visible_pairs(spec: AttentionSpec, call: XlaOperands, inputs: Inputs) -> Any:
     """Returns the visible pairs, which broadcast to ``[b, h, g, i, j]``; None if every query sees every key."""
     import jax.numpy as jnp
     from jax import lax
@@ -209,7 +209,7 @@ def _may_be_empty(spec: AttentionSpec) -> bool:
     return band(spec).empties_a_row(spec.q_len, spec.kv_len)
 
 
-def logits_of(spec: AttentionSpec, call: XlaOperands, inputs: Inputs, scores: Any, seen: Any) -> tuple[Any, Any, Any]:
+def _logits_of(spec: AttentionSpec, call: XlaOperands, inputs: Inputs, scores: Any, seen: Any) -> tuple[Any, Any, Any]:
     """Returns (logits, slope, seen), ``[b, h, g, i, j]``, the logits of hidden pairs as well.
 
     slope: of softcap and score function, or None. seen: without the pairs that the score function hides.
@@ -233,7 +233,7 @@ def logits_of(spec: AttentionSpec, call: XlaOperands, inputs: Inputs, scores: An
     return logits, slope, seen
 
 
-def softmax(spec: AttentionSpec, call: XlaOperands, logits: Any, seen: Any) -> tuple[Any, Any, Any]:
+def _softmax(spec: AttentionSpec, call: XlaOperands, logits: Any, seen: Any) -> tuple[Any, Any, Any]:
     """Returns (weights with dropout, their maximum logit, their total without dropout)."""
     import jax.numpy as jnp
     from jax import lax
@@ -248,10 +248,96 @@ def softmax(spec: AttentionSpec, call: XlaOperands, logits: Any, seen: Any) -> t
     return dropped(spec, call, weights, tile_at(spec, call, 0, 0)), top, total
 
 
-def results(spec: AttentionSpec, call: XlaOperands, top: Any, total: Any, summed: Any) -> tuple[Any, Any]:
+def _results(spec: AttentionSpec, call: XlaOperands, top: Any, total: Any, summed: Any) -> tuple[Any, Any]:
     """Returns (out, lse), ``[b, h, g, i, e]`` and ``[b, h, g, i]``."""
     import jax.numpy as jnp
 
     if spec.sinks or _may_be_empty(spec):
         return finish(spec, call, top, total, summed)
     return (summed / total[..., None]).astype(spec.dtype), top + jnp.log(total)
+
+
+# Few queries: XLA copies keys and values to multiply head by head, which takes longer than all the rest. So all heads
+# share one product, or the products take the arrays as they are in memory. Axes in the einsums: r query rows of all
+# heads, c channels of all kv heads.
+
+FEW_QUERIES = 16
+"""The most queries of a call whose forward runs here."""
+
+MOST_PRODUCTS = 32
+"""The most queries * kv heads for which one product multiplies all heads. It does the work once for each kv head."""
+
+
+def forward_of_few_queries(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
+    """Returns (out, lse) in ``spec.out_shape`` and ``spec.lse_shape``. Traceable; never called for an empty spec."""
+    from jax.lax import platform_dependent
+
+    # On a CPU, one product for all heads has k and v as they are in memory. XLA would copy them to multiply head by
+    # head. With bfloat16 it copies them in any case, to float32.
+    if spec.dtype == "bfloat16" or spec.q_len * spec.num_kv_heads > MOST_PRODUCTS:
+        return _few_queries(spec, inputs, joint=False)
+    return platform_dependent(  # type: ignore[no-any-return]
+        cpu=lambda: _few_queries(spec, inputs, joint=True), default=lambda: _few_queries(spec, inputs, joint=False)
+    )
+
+
+def _few_queries(spec: AttentionSpec, inputs: Inputs, joint: bool) -> tuple[Any, Any]:
+    import jax.numpy as jnp
+    from jax import lax
+
+    call = _arrange(spec, inputs)
+    seen = _visible_pairs(spec, call, inputs)
+
+    def attend(k: Any, v: Any) -> tuple[tuple[Any, Any], Any]:
+        """Returns (out, lse) and whether they are finite. Nothing is contained: a hidden NaN makes them NaN."""
+        scores = (_joint_scores if joint else _scores)(spec, call, k)
+        weights, top, total = _softmax(spec, call, _logits_of(spec, call, inputs, scores, seen)[0], seen)
+        summed = (_joint_sums if joint else _sums)(spec, weights.astype(sum_dtype(spec)), v.astype(sum_dtype(spec)))
+        # A NaN in a key of one head is in the joint scores of all heads.
+        return _results(spec, call, top, total, summed), all_finite(summed, *([scores] if joint else []))
+
+    def contained() -> tuple[Any, Any]:
+        out, lse = attend(finite_only(inputs.k), finite_only(inputs.v))[0]
+        bad = [~jnp.isfinite(inputs.k).all(-1, keepdims=True), ~jnp.isfinite(inputs.v)]
+        here = jnp.ones((), bool) if seen is None else seen
+        here = jnp.broadcast_to(here, (*out.shape[:4], spec.kv_len)).astype(jnp.float32)
+        met = jnp.einsum("bhgij,bjhe->bhgie", here, jnp.concatenate(bad, -1).astype(jnp.float32)) > 0
+        right = jnp.where(met[..., :1] | met[..., 1:], jnp.nan, out), jnp.where(met[..., 0], jnp.nan, lse)
+        # XLA may round differently here. Rows that no NaN has reached keep their bits.
+        return tuple(jnp.where(jnp.isfinite(a), a, b) for a, b in zip(usual, right, strict=True))  # type: ignore[return-value]
+
+    usual, finite = attend(inputs.k, inputs.v)
+    # If every key is visible, so is every NaN.
+    out, lse = usual if seen is None and not joint else lax.cond(finite, lambda: usual, contained)
+    return tokens_first(spec, out).reshape(spec.out_shape), lse.reshape(spec.lse_shape)
+
+
+def _scores(spec: AttentionSpec, call: XlaOperands, k: Any) -> Any:
+    return product("bhgid,bjhd->bhgij", call.q, k, spec.lse_dtype)
+
+
+def _sums(spec: AttentionSpec, weights: Any, v: Any) -> Any:
+    return product("bhgij,bjhe->bhgie", weights, v, spec.lse_dtype)
+
+
+def _joint_scores(spec: AttentionSpec, call: XlaOperands, k: Any) -> Any:
+    """Returns ``_scores`` from one product: each query has zeros for the channels of the other kv heads."""
+    import jax.numpy as jnp
+    from jax import lax
+
+    own = jnp.eye(spec.num_kv_heads, dtype=call.q.dtype)
+    q = call.q.transpose(0, 1, 4, 2, 3)[:, None] * own[:, :, None, None, None]  # [b, H, h, d, g, i]
+    q = q.transpose(0, 1, 3, 2, 4, 5).reshape(spec.batch, spec.num_kv_heads * spec.head_dim, -1)
+    # A barrier, because XLA would exchange the factors to save the transpose, and then multiply slowly.
+    scores = lax.optimization_barrier(product("bjc,bcr->bjr", k.reshape(*k.shape[:2], -1), q, spec.lse_dtype))
+    return scores.swapaxes(1, 2).reshape(*call.q.shape[:4], spec.kv_len)
+
+
+def _joint_sums(spec: AttentionSpec, weights: Any, v: Any) -> Any:
+    """Returns ``_sums`` from one product, which also has each query's sums of the other heads' values."""
+    import jax.numpy as jnp
+
+    rows = weights.reshape(spec.batch, -1, spec.kv_len)
+    wide = product("brj,bjc->brc", rows, v.reshape(*v.shape[:2], -1), spec.lse_dtype)
+    wide = wide.reshape(*weights.shape[:4], spec.num_kv_heads, spec.value_dim)
+    return jnp.moveaxis(jnp.diagonal(wide, axis1=1, axis2=4), -1, 1)

@@ -19,19 +19,20 @@ from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any
 
-from attn_core.backends.sdpa_efficient import limits
 from attn_core.backends.sdpa_efficient import operands as tensors
-from attn_core.backends.sdpa_efficient.limits import NAME
 from attn_core.backends.shared import aten_masks, kernel_limits, rewrites
 from attn_core.backends.shared.autograd import without_gradient
 from attn_core.backends.shared.incoming_gradients import copy_unaligned
 from attn_core.backends.shared.programs import operator_program
+from attn_core.backends.shared.rewrites import whole_eights
 from attn_core.backends.support import Build, Support
+from attn_core.call.masks import Band
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
 
 FRAMEWORK = "torch"
 REQUIRES = "torch>=2.11 with CUDA"
+NAME = "the aten memory-efficient kernel"
 
 FORWARD = Support(
     kernel=NAME,
@@ -57,6 +58,8 @@ BACKWARD = replace(FORWARD)
 
 NO_MASK, TOP_LEFT, BOTTOM_RIGHT = 0, 1, 2
 """The kernel's custom_mask_type."""
+MOST_PADDING = 16
+"""The most elements of a packed, padded log-sum-exp, in multiples of the number of tokens."""
 
 
 def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
@@ -67,14 +70,40 @@ def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str,
     reasons += kernel_limits.bfloat16(spec, device, NAME)
     edge = aten_masks.needed_band(spec)
     if edge.left is not None or edge.right is not None:
-        reasons += limits.band_refusals(spec, edge)
+        reasons += _band_refusals(spec, edge)
     extras = {f"mask of shape {list(spec.mask_shape or ())}": spec.mask_shape}
     extras |= {f"bias of shape {list(spec.bias_shape or ())}": spec.bias_shape}
     if spec.packed:
         reasons += [f"{what} with packed documents: {NAME} has none" for what, shape in extras.items() if shape]
     if spec.rounds_bias:
         reasons.append(f"bias in {spec.bias_dtype} with {spec.dtype}: {NAME} would round it to {spec.dtype}")
-    return (*reasons, *limits.size_refusals(spec), *limits.packed_refusals(spec))
+    return (*reasons, *_size_refusals(spec), *_packed_refusals(spec))
+
+
+def _packed_refusals(spec: AttentionSpec) -> tuple[str, ...]:
+    """Refuses documents so unequal that a log-sum-exp padded to the longest would dwarf the tokens."""
+    if not spec.documents or spec.documents * (spec.max_len_q or 0) <= MOST_PADDING * max(spec.q_len, 4096):
+        return ()
+    sizes = f"{spec.documents} documents of up to {spec.max_len_q} queries in {spec.q_len} tokens"
+    return (f"{sizes}: {NAME} pads the log-sum-exp of each to the longest",)
+
+
+def _band_refusals(spec: AttentionSpec, edge: Band) -> list[str]:
+    """Refuses bands that are no causal windows, and windows of packed documents."""
+    if edge.right != 0:
+        return [f"window={spec.window}: {NAME} has causal windows only"]
+    if edge.left is not None and spec.packed:
+        return [f"window={spec.window} with packed documents: {NAME} has none"]
+    return []
+
+
+def _size_refusals(spec: AttentionSpec) -> list[str]:
+    """Refuses tensors beyond the kernel's int32 addresses."""
+    widest = max(whole_eights(spec.head_dim), whole_eights(spec.value_dim))
+    if max(spec.q_len, spec.kv_len) * spec.num_heads * widest < tensors.ADDRESSES:
+        return []
+    what = f"q_len {spec.q_len} and kv_len {spec.kv_len} with {spec.num_heads} heads of {widest}"
+    return [f"{what}: {NAME} addresses fewer than 2**31 elements"]
 
 
 def probe() -> str:
@@ -118,7 +147,7 @@ def lower(spec: AttentionSpec) -> dict[str, Any]:
 
 
 def _splits(spec: AttentionSpec) -> bool:
-    """Returns whether each packed document becomes two for the kernel; see ``documents.split_at_first_key``."""
+    """Returns whether each packed document becomes two for the kernel; see ``operands.split_at_first_key``."""
     return spec.packed and spec.alignment == "bottom_right" and aten_masks.needed_band(spec).right is not None
 
 

@@ -11,21 +11,26 @@ It promises no ``invariant``: the library below adds in another order for anothe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
-from attn_core.backends.sdpa_flash import additive_masks, containment, cpu_blocks, cpu_kernel, cpu_packed, cpu_paged
-from attn_core.backends.sdpa_flash.cpu_readable import all_readable, readable, readable_heads
-from attn_core.backends.shared import sinks
+import numpy as np
+
+from attn_core.backends.sdpa_flash import additive_masks, containment, cpu_blocks
+from attn_core.backends.sdpa_flash.cpu_kernel import forward_op, has_tiles, kernels, run_twice
+from attn_core.backends.shared.pages.as_dense import packed_documents
+from attn_core.backends.shared.parts.split_documents import DocumentSlices, dense_inputs, dense_spec, documents
+from attn_core.backends.shared.sinks import sink_gradient, with_sinks
 from attn_core.backends.support import Build, Support
+from attn_core.call.counters import operand_copied
 from attn_core.call.large_logits import LARGE_LSE, may_be_large
 from attn_core.call.masks import band
 from attn_core.call.pages import BITS
 from attn_core.call.spec import DTYPES, AttentionSpec
-from attn_core.call.tensors import Gradients, Inputs
+from attn_core.call.tensors import Gradients, Inputs, PagedInputs
 
 FRAMEWORK = "torch"
 REQUIRES = "torch>=2.11"
@@ -65,7 +70,7 @@ def probe() -> str:
     """Checks that the ops exist and returns torch's version."""
     import torch
 
-    cpu_kernel.kernels()
+    kernels()
     return torch.__version__
 
 
@@ -95,23 +100,23 @@ def lower(spec: AttentionSpec) -> dict[str, Any]:
 def forward(spec: AttentionSpec, inputs: Any) -> tuple[Any, Any]:
     """See ``Backend.forward``."""
     if spec.paged is not None:
-        return cpu_paged.forward(spec, inputs, forward)
+        return _paged_forward(spec, inputs)
     how = lower(spec)
     if how["by_document"]:
-        return cpu_packed.forward(spec, inputs, forward)
-    inputs = all_readable(inputs)
+        return _packed_forward(spec, inputs)
+    inputs = _all_readable(inputs)
     if how["additive_mask"]:
         out, lse = cpu_blocks.forward(spec, inputs)
     else:
         # [batch, seq, heads, dim] -> [batch, heads, seq, dim] and back, as views
         q, k, v = (tensor.transpose(1, 2) for tensor in inputs[:3])
         if spec.q_len == 1:  # else not: the lookup of an op hashes the spec on every call
-            out, lse = cpu_kernel.forward_op(spec, how["is_causal"])(q, k, v)
+            out, lse = forward_op(spec, how["is_causal"])(q, k, v)
         else:
-            out, lse = cpu_kernel.kernels()[0](q, k, v, 0.0, how["is_causal"], scale=how["scale"])
+            out, lse = kernels()[0](q, k, v, 0.0, how["is_causal"], scale=how["scale"])
         out = out.transpose(1, 2)
     if spec.sinks:
-        out, lse = sinks.with_sinks(out, lse, inputs.sinks)
+        out, lse = with_sinks(out, lse, inputs.sinks)
     if how["contained"]:
         containment.contain(spec, inputs, out, lse, how["by_results"])
     return out, lse
@@ -124,16 +129,16 @@ def shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any] | None] | Non
         return None
     if how["additive_mask"]:
         return _masked_shortcut(spec)
-    op = cpu_kernel.forward_op(spec, how["is_causal"])
+    op = forward_op(spec, how["is_causal"])
 
     def run(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
         if not (q.is_contiguous() and k.is_contiguous() and v.is_contiguous()):  # nearly never: a cheap test first
-            q, k, v = readable(q), readable(k), readable(v)
+            q, k, v = _readable(q), _readable(k), _readable(v)
         out, lse = op(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
         return out.transpose(1, 2), lse
 
     def heads_first(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
-        return op(readable_heads(q), readable_heads(k), readable_heads(v))
+        return op(_readable(q), _readable(k), _readable(v))
 
     run.heads_first = heads_first  # type: ignore[attr-defined]
     return run
@@ -141,7 +146,7 @@ def shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any] | None] | Non
 
 def paged_shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any] | None]:
     """See ``contract.paged_shortcut``."""
-    return cpu_paged.decoder(spec, spec.return_lse)
+    return _decoder(spec, spec.return_lse)
 
 
 def _masked_shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any] | None] | None:
@@ -152,13 +157,13 @@ def _masked_shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any] | Non
     if len(blocks) != 1 or not blocks[0].whole:
         return None
     rows, keys, edge, _ = blocks[0]
-    op, dtype, wants_lse = cpu_kernel.forward_op(spec), spec.lse_dtype, spec.return_lse
+    op, dtype, wants_lse = forward_op(spec), spec.lse_dtype, spec.return_lse
     by_results, learns = containment.shows_in_results(spec), spec.needs_backward and may_be_large(spec)
     size = torch.linalg.vector_norm  # here and not in a function, for small calls
 
     def run(q: Any, k: Any, v: Any, mask: Any = None, bias: Any = None) -> tuple[Any, Any] | None:
         if not (q.is_contiguous() and k.is_contiguous() and v.is_contiguous()):
-            q, k, v = readable(q), readable(k), readable(v)
+            q, k, v = _readable(q), _readable(k), _readable(v)
         if not (by_results or containment.are_finite(k, v)):
             return None
         added = additive_masks.additive(dtype, q.device, mask, bias, edge, rows, keys)
@@ -175,7 +180,7 @@ def _masked_shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any] | Non
         if wants_lse or not (by_results or containment.are_finite(k, v)):
             return None
         added = additive_masks.additive(dtype, q.device, mask, bias, edge, rows, keys)
-        out, lse = op(readable_heads(q), readable_heads(k), readable_heads(v), attn_mask=added)
+        out, lse = op(_readable(q), _readable(k), _readable(v), attn_mask=added)
         if by_results and not containment.are_results_finite(out, lse):
             return None
         if learns and not size(lse, inf).item() < LARGE_LSE:
@@ -190,17 +195,224 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
     """See ``Backend.backward``."""
     how = lower(spec)
     if how["by_document"]:
-        return cpu_packed.backward(spec, inputs, out, lse, dout, backward)
-    inputs, dout = all_readable(inputs), readable(dout)
+        return _packed_backward(spec, inputs, out, lse, dout)
+    inputs, dout = _all_readable(inputs), _readable(dout)
     large = containment.large_queries(spec, lse) if how["additive_mask"] else None
     if how["additive_mask"]:
         shown = lse if large is None else lse.masked_fill(large[:, None], inf)  # the weights exp(score - inf) are 0
         dq, dk, dv = cpu_blocks.backward(spec, inputs, out, shown, dout)
     else:
         tensors = (tensor.transpose(1, 2) for tensor in (dout, *inputs[:3], out))
-        gradients = cpu_kernel.kernels()[1](*tensors, lse, 0.0, how["is_causal"], scale=how["scale"])
+        gradients = kernels()[1](*tensors, lse, 0.0, how["is_causal"], scale=how["scale"])
         dq, dk, dv = (gradient.transpose(1, 2) for gradient in gradients)
     if how["contained"]:
         containment.contain_gradients(spec, inputs, out, lse, dout, (dq, dk, dv), large)
-    dsinks = sinks.sink_gradient(inputs.sinks, out, lse, dout, None) if spec.sinks else None
+    dsinks = sink_gradient(inputs.sinks, out, lse, dout, None) if spec.sinks else None
     return Gradients(dq, dk, dv, dsinks=dsinks)
+
+
+def _all_readable(inputs: Inputs) -> Inputs:
+    """Returns inputs that the kernel can read."""
+    q, k, v = inputs[:3]
+    if q.is_contiguous() and k.is_contiguous() and v.is_contiguous():
+        return inputs
+    return inputs._replace(q=_readable(q), k=_readable(k), v=_readable(v))
+
+
+def _readable(tensor: Any) -> Any:
+    """Returns a ``[batch, seq, heads, dim]`` or ``[batch, heads, seq, dim]`` tensor, copied only if the kernel cannot
+    read its rows."""
+    batch_stride, row_stride, other_stride, last_stride = tensor.stride()
+    width = tensor.shape[3]
+    if last_stride != 1 or row_stride < width or other_stride < width or batch_stride < 1:
+        operand_copied()
+        return tensor.contiguous()
+    return tensor
+
+
+# Packed documents: neighbours of equal lengths are the rows of one batch.
+
+
+class _Run(NamedTuple):
+    """Neighbouring documents of equal lengths: their tokens, and how many documents they are."""
+
+    rows: slice
+    keys: slice
+    number: int
+
+
+def _packed_forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
+    """Returns (out, lse) of a packed call."""
+    import torch
+
+    every = list(_runs(spec, inputs))
+    outs, lses = [], []
+    for run in every:
+        out, lse = forward(_run_spec(spec, run), _run_inputs(inputs, run))
+        # [documents, rows, heads, dim] -> [tokens, heads, dim]; [documents, heads, rows] -> [heads, tokens]
+        outs.append(out.flatten(0, 1))
+        lses.append(lse.transpose(0, 1).flatten(1) if run.number > 1 else lse[0])
+    if sum(_length(run.rows) for run in every) == spec.q_len:
+        return (outs[0], lses[0]) if len(every) == 1 else (torch.cat(outs), torch.cat(lses, dim=1))
+    # Tokens outside all documents see no key: they have 0 and -inf.
+    out = inputs.q.new_zeros(spec.out_shape)
+    lse = inputs.q.new_full(spec.lse_shape, -torch.inf, dtype=getattr(torch, spec.lse_dtype))
+    for run, part, part_lse in zip(every, outs, lses, strict=True):
+        out[run.rows], lse[:, run.rows] = part, part_lse
+    return out, lse
+
+
+def _packed_backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any) -> Gradients:
+    """Returns the gradients of a packed call."""
+    import torch
+
+    dq, dk, dv = (torch.zeros_like(t, memory_format=torch.contiguous_format) for t in inputs[:3])
+    dsinks = torch.zeros_like(inputs.sinks, dtype=getattr(torch, spec.lse_dtype)) if spec.sinks else None
+    for run in _runs(spec, inputs):
+        shape = (run.number, -1)
+        part_lse = lse[:, run.rows].unflatten(1, shape).transpose(0, 1)
+        saved = (out[run.rows].unflatten(0, shape), part_lse, dout[run.rows].unflatten(0, shape))
+        part = backward(_run_spec(spec, run), _run_inputs(inputs, run), *saved, None)
+        for gradient, of_run, tokens in zip((dq, dk, dv), part[:3], (run.rows, run.keys, run.keys), strict=True):
+            gradient[tokens].view(of_run.shape).copy_(of_run)
+        if dsinks is not None:
+            dsinks += part.dsinks
+    return Gradients(dq, dk, dv, dsinks=None if dsinks is None else dsinks.to(inputs.sinks.dtype))
+
+
+def _runs(spec: AttentionSpec, inputs: Inputs) -> Iterator[_Run]:
+    """Yields the documents in order. Documents with tables of their own, such as a mask, are runs of one."""
+    alone = any(shape is not None for shape in (spec.mask_shape, spec.bias_shape, spec.alibi_shape))
+    run: _Run | None = None
+    for document in documents(spec, inputs.cu_seqlens_q.numpy(), inputs.cu_seqlens_k.numpy()):
+        if run is not None and not alone and _continues(run, document):
+            run = _Run(
+                slice(run.rows.start, document.rows.stop), slice(run.keys.start, document.keys.stop), run.number + 1
+            )
+            continue
+        if run is not None:
+            yield run
+        run = _Run(*document, 1)
+    if run is not None:
+        yield run
+
+
+def _continues(run: _Run, document: DocumentSlices) -> bool:
+    """Returns whether a document begins where a run ends, with the same lengths as each of the run's documents."""
+    adjacent = (run.rows.stop, run.keys.stop) == (document.rows.start, document.keys.start)
+    queries, keys = document.lengths
+    return adjacent and _length(run.rows) == queries * run.number and _length(run.keys) == keys * run.number
+
+
+def _length(tokens: slice) -> int:
+    return int(tokens.stop - tokens.start)
+
+
+def _run_spec(spec: AttentionSpec, run: _Run) -> AttentionSpec:
+    return _spec_of(spec, _length(run.rows) // run.number, _length(run.keys) // run.number, run.number)
+
+
+@lru_cache(maxsize=4096)
+def _spec_of(spec: AttentionSpec, q_len: int, kv_len: int, count: int) -> AttentionSpec:
+    document = dense_spec(spec, q_len, kv_len)
+    return document if count == 1 else replace(document, batch=count)
+
+
+def _run_inputs(inputs: Inputs, run: _Run) -> Inputs:
+    """Returns a run's tensors as a dense call: views of its tokens."""
+    if run.number == 1:
+        return dense_inputs(inputs, DocumentSlices(run.rows, run.keys))
+    shape = (run.number, -1)
+    q, k, v = inputs.q[run.rows], inputs.k[run.keys], inputs.v[run.keys]
+    return Inputs(q.unflatten(0, shape), k.unflatten(0, shape), v.unflatten(0, shape), sinks=inputs.sinks)
+
+
+# Keys and values in pages: decoding in one call, everything else as packed documents. If each sequence has one query,
+# its pages are gathered into one row of a batch, and a mask hides the rest of the row. The heads of a group become
+# queries of the kernel, which then reads each key once for all of them.
+
+MOST_PADDING = 2
+"""Rows are padded to the longest sequence if that makes at most this many times the tokens."""
+FEW_TOKENS = 1024
+"""So few padded tokens always are one call, because a call of each sequence costs more."""
+
+WORTH_TWO_ROWS = 2048
+"""Elements of a head's keys from which one query is computed twice in bfloat16 without tiles; see ``cpu_kernel``."""
+
+
+def _paged_forward(spec: AttentionSpec, inputs: PagedInputs) -> tuple[Any, Any]:
+    """Returns (out, lse) of a paged call whose tables are checked."""
+    q, k, v, table, lengths, offsets, sinks = inputs[:7]
+    results = None
+    quantised = spec.paged is not None and spec.paged.dtype is not None
+    if offsets is None and inputs.alibi_slopes is None and inputs.kv_starts is None and not quantised:
+        results = _decoder(spec, True)(q.detach(), k.detach(), v.detach(), table, lengths, sinks)
+    if results is not None:
+        return results
+    out, lse = forward(*packed_documents(spec, inputs))
+    return out.to(q.dtype), lse
+
+
+@lru_cache(maxsize=4096)
+def _decoder(spec: AttentionSpec, needs_lse: bool) -> Callable[..., tuple[Any, Any] | None]:
+    """Returns a function that computes one query of each sequence in one call of the kernel.
+
+    Its arguments are those of ``contract.paged_shortcut``. It returns (out, lse), or None if the lengths differ so much
+    that a padded batch costs more than a call of each sequence. Without ``needs_lse`` lse may be anything.
+    """
+    paged, batch, page_size = spec.paged, spec.documents or 0, spec.paged.page_size if spec.paged else 1
+    assert paged is not None
+    kv_heads, dim, left = spec.num_kv_heads, spec.head_dim, band(spec).left
+    slot, grouped, flat = kv_heads * dim, (batch, kv_heads, spec.group_size, dim), (batch, spec.num_heads, dim)
+    kernel, scale, dtype, needs_lse = kernels()[0], spec.scale, spec.lse_dtype, needs_lse or spec.sinks
+    alone = spec.group_size == 1 and spec.dtype == "bfloat16" and not has_tiles()
+
+    def run(q: Any, k: Any, v: Any, table: Any, lengths: Any, sinks: Any) -> tuple[Any, Any] | None:
+        ends = lengths.tolist()
+        longest, shortest = max(ends), min(ends)
+        if (longest != shortest and not batch * longest <= max(FEW_TOKENS, MOST_PADDING * sum(ends))) or not longest:
+            return None
+        columns = -(-longest // page_size)
+        used = table if columns == paged.width else table[:, :columns]
+        if shortest <= (columns - 1) * page_size:  # entries behind a last page may hold any value
+            used = used.clamp(0, paged.num_pages - 1)
+        pages, keys = used.reshape(-1), longest if shortest == longest else columns * page_size
+        # [pages, page_size, kv_heads, dim] -> [batch, kv_heads, keys, dim]
+        layout = (batch, kv_heads, keys, dim), (columns * page_size * slot, dim, slot, 1)
+        k, v = k.index_select(0, pages).as_strided(*layout), v.index_select(0, pages).as_strided(*layout)
+        q = q.contiguous().reshape(grouped)  # the kernel reads channels and rows side by side, whatever the strides say
+        op = run_twice if alone and longest * dim >= WORTH_TWO_ROWS else kernel
+        if longest == shortest and (left is None or left >= longest - 1):
+            out, lse = op(q, k, v, 0.0, False, scale=scale)
+        else:
+            out, lse = _masked(op, q, k, v, scale, _additive(dtype, ends, keys, left))
+        out = out.reshape(flat)
+        if needs_lse:
+            lse = lse.flatten(1).t()
+            if shortest == 0:
+                lse = lse.masked_fill(lengths == 0, -inf)
+        return with_sinks(out, lse, sinks) if sinks is not None else (out, lse)
+
+    return run
+
+
+def _masked(op: Any, q: Any, k: Any, v: Any, scale: Any, added: Any) -> tuple[Any, Any]:
+    """Returns the kernel's (out, lse) under an additive mask ``[batch, 1, 1, keys]``."""
+    out, lse = op(q, k, v, 0.0, False, attn_mask=added, scale=scale)
+    if containment.are_results_finite(out, lse):
+        return out, lse
+    # [batch, 1, 1, keys] -> [batch, 1, keys, 1]; each row has one query, so what it does not see may become 0
+    hidden = (added == -inf).transpose(2, 3)
+    k, v = k.masked_fill_(hidden, 0.0), v.masked_fill_(hidden, 0.0)
+    return op(q, k, v, 0.0, False, attn_mask=added, scale=scale)  # type: ignore[no-any-return]
+
+
+def _additive(dtype: str, lengths: list[int], keys: int, left: int | None) -> Any:
+    """Returns the additive mask ``[batch, 1, 1, keys]`` of the last token of each sequence, in a window if left."""
+    import torch
+
+    # The mask of each row is a part of one line, in which the zeros end where the row ends.
+    line = np.full(2 * keys, -np.inf, dtype)
+    line[0 if left is None else max(0, keys - left - 1) : keys] = 0
+    rows = np.array([line[keys - length : 2 * keys - length] for length in lengths])
+    return torch.from_numpy(rows).view(len(lengths), 1, 1, keys)
