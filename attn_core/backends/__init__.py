@@ -18,6 +18,7 @@ from attn_core.backends.contract import (
     forward_mode,
     forward_with_maximum,
     jvp_of,
+    modelled,
     operator_functions,
     paged_shortcut,
     paged_shortcut_takes_all,
@@ -60,6 +61,7 @@ __all__ = [
     "jvp_of",
     "kind_of",
     "load",
+    "modelled",
     "modules",
     "names",
     "of_kind",
@@ -85,8 +87,8 @@ _CUDA = ("flash3", "flash4", "sdpa_cudnn", "flash2", "sdpa_flash", "xformers", "
 PREFERENCE = {
     ("torch", "cpu"): ("sdpa_flash", "math", "flex"),
     ("jax", "cpu"): ("sdpa_flash", "math", "jax_xla", "flex"),
-    ("torch", "cuda"): (*_CUDA, "xformers_splitk", "math"),
-    ("jax", "cuda"): (*_CUDA, "xformers_splitk", "jax_cudnn", "jax_xla", "math"),
+    ("torch", "cuda"): (*_CUDA, "math"),
+    ("jax", "cuda"): (*_CUDA, "jax_cudnn", "jax_xla", "math"),
     ("torch", ANY): ("math",),
     ("jax", ANY): ("jax_xla",),
 }
@@ -143,7 +145,7 @@ FOREIGN_NAMES = {
     # the words of earlier versions of torch, of xformers, and of implementation= in JAX
     "mem_efficient": ("sdpa_efficient",),
     "efficient": ("sdpa_efficient",),
-    "cutlass": ("xformers_cutlass", "sdpa_efficient"),
+    "cutlass": ("sdpa_efficient", "xformers"),
     "cudnn": ("sdpa_cudnn", "jax_cudnn"),
     "xla": ("jax_xla",),
     "triton": ("triton_splitkv",),

@@ -24,7 +24,7 @@ class Backend(Protocol):
     buffers are contiguous; with ``WRITES_STRIDED = True`` only their channels need be dense, in a call on pages.
     ``build()`` (see Support's Build), ``warm_up(spec)``, ``shortcut(spec)``, ``paged_shortcut(spec)``,
     ``FORWARD_MODE`` with ``jvp``, ``ROW_MAXIMUM`` with ``row_maximum``,
-    ``forward_with_maximum(spec)``, and ``variant(word)``: see the functions below.
+    ``forward_with_maximum(spec)``, ``modelled(spec)``, and ``variant(word)``: see the functions below.
     """
 
     FRAMEWORK: str
@@ -162,6 +162,15 @@ def forward_mode(backend: Backend) -> Support | None:
     A backend of JAX that claims it has a forward whose operations JAX differentiates. A backend of torch has a ``jvp``.
     """
     return getattr(backend, "FORWARD_MODE", None)
+
+
+def modelled(backend: Backend, spec: AttentionSpec) -> bool:
+    """Returns whether a measured cost model of the backend is about the kernel that a call runs.
+
+    A backend that chooses between kernels, of which one has the model, defines ``modelled(spec)``.
+    """
+    function = getattr(backend, "modelled", None)
+    return function is None or function(spec)
 
 
 Jvp = Callable[..., tuple[Any, Any, Any, Any]]

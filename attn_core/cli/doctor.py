@@ -263,7 +263,7 @@ def faults_of(targets: Iterable[Target]) -> tuple[known_bad.Row, ...]:
             if name in missing or target.out_of_reach(name) or not target.claims(name)[0].runs_on(target.device):
                 continue
             build = target.build(name)
-            for row in known_bad.rows_of(name, target.device, () if build is None else build.version):
+            for row in known_bad.rows_about(name, target.device, () if build is None else build.version):
                 found.setdefault((row, target.device), []).append(name)
     return tuple(
         row._replace(backends=tuple(dict.fromkeys(names)), devices=(device,)) for (row, device), names in found.items()

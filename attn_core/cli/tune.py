@@ -286,7 +286,8 @@ def fitted(cases: list[Case], target: Target, held: list[Case], blind: Models | 
             # Where a backend is far from the best, its exact time decides nothing.
             weight = 1 / (1 + (math.log(time / min(times.values())) / 2) ** 2)
             host = min(time, case.entries[name]["host"]) if target.kind == "cuda" else 0.0
-            samples.setdefault((case.spec.needs_backward, name), []).append(Sample(kind, sizes, time, host, weight))
+            if _is_modelled(name, case.spec, target):
+                samples.setdefault((case.spec.needs_backward, name), []).append(Sample(kind, sizes, time, host, weight))
     start, models = _start(target), Models({False: {}, True: {}})
     for (training, name), each in samples.items():
         first = start.get(training, {}).get(name)
@@ -343,8 +344,12 @@ def costs(cases: list[Case], target: Target, models: Models | None) -> dict[str,
 
 def _predicted(spec: AttentionSpec, target: Target, models: Models) -> dict[str, float]:
     kind, sizes = kind_of_call(spec), _sizes(spec, target)
-    known = models[spec.needs_backward].items()
-    return {name: caution(name, model.error) * microseconds(model, kind, sizes) for name, model in known}
+    known = {name: one for name, one in models[spec.needs_backward].items() if _is_modelled(name, spec, target)}
+    return {name: caution(name, model.error) * microseconds(model, kind, sizes) for name, model in known.items()}
+
+
+def _is_modelled(name: str, spec: AttentionSpec, target: Target) -> bool:
+    return backends.modelled(backends.load(name, target.kind), spec)
 
 
 def _report(choices: dict[str, dict[str, dict[str, Any]]]) -> str:

@@ -30,11 +30,14 @@ DOUBTFUL = {"flex": 1.3, "math": 1.6}
 """Backends whose predicted times count as this many times as long, because they are rarely the fastest if another one
 runs the call. FlexAttention compiles a kernel for every kind of call, so that few calls say how fast it is."""
 
-BEHIND = {"flex": "sdpa_efficient", "xformers": "sdpa_efficient"}
+BEHIND = {"flex": "sdpa_efficient"}
 """Backends that never rank before another one, because where both run a call, they were never faster.
 
-FlexAttention in float32 takes 2 to 200 times as long as sdpa_efficient, depending on the kernel that it compiles to.
-xformers launches the kernels of sdpa_efficient and FlashAttention-2."""
+FlexAttention in float32 takes 2 to 200 times as long as sdpa_efficient, depending on the kernel that it compiles to."""
+
+BEHIND_WITHOUT_TIME = {"xformers": "sdpa_efficient"}
+"""The same for calls of which a backend has no predicted time. xformers has one where it runs its split-KV kernel; else
+it launches the kernels of sdpa_efficient and FlashAttention-2."""
 
 SLOW = 4.0
 """Backends that would take this many times as long as the best rank after backends without a model."""
@@ -122,15 +125,21 @@ def _cautious(spec: AttentionSpec, framework: str, device: str) -> list[tuple[fl
     table = _table(framework, device)
     if table is None:
         return []
-    rates = _rates(framework, device, kind_of_call(spec))
+    kind = backends.kind_of(device)
+    # The place in the usual order decides between equal times.
+    rates = [
+        (place, *each)
+        for place, each in enumerate(_rates(framework, device, kind_of_call(spec)))
+        if backends.modelled(backends.load(each[0], kind), spec)
+    ]
     sizes = sizes_of_call(spec, table.tile, table.processors)
     if framework == "jax" and device != "cpu":
         timed = [
             (jax_on_gpu.predicted(name, caution, host, sum(map(mul, each, sizes)), spec, device), place, name)
-            for place, (name, caution, host, each) in enumerate(rates)
+            for place, name, caution, host, each in rates
         ]
-        return [*timed, (jax_on_gpu.predicted_of_xla(spec), len(timed), "jax_xla")] if timed else []
-    return [(max(host, sum(map(mul, each, sizes))), place, name) for place, (name, _, host, each) in enumerate(rates)]
+        return [*timed, (jax_on_gpu.predicted_of_xla(spec), timed[-1][1] + 1, "jax_xla")] if timed else []
+    return [(max(host, sum(map(mul, each, sizes))), place, name) for place, name, _, host, each in rates]
 
 
 def _table(framework: str, device: str) -> Table | None:
@@ -192,7 +201,8 @@ def _completed(timed: tuple[str, ...], fast: int, usual: tuple[str, ...]) -> tup
     ranked = [*timed[:fast], *(name for name in unknown if name not in late), *timed[fast:]]
     place = ranked.index("math") if "math" in ranked else len(ranked)
     ranked[place:place] = late
-    for name, ahead in BEHIND.items():
+    untimed = {name: ahead for name, ahead in BEHIND_WITHOUT_TIME.items() if name not in timed}
+    for name, ahead in (BEHIND | untimed).items():
         if ahead in timed and name in ranked and ranked.index(name) < ranked.index(ahead):
             ranked.remove(name)
             ranked.insert(ranked.index(ahead) + 1, name)

@@ -41,7 +41,9 @@ LEAST_WEIGHT, HALF_WEIGHT = 0.05, 2.0
 """The least weight of a sample, and the logarithm of how many times as slow as the best it has half a weight."""
 
 WITHOUT_MODEL = ("xformers",)
-"""Backends that launch the kernels of others and are never faster. Without a model they rank after fast backends."""
+"""Backends that launch the kernels of others and are rarely faster. Without a model they rank after fast backends.
+
+The shipped model of xformers is of its split-KV kernel, fitted when that was measured in every call."""
 
 BY_BLOCKS = ("math",)
 """Backends whose host takes longer for each block of queries. So the sizes of a call explain its time, not its kind."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from attn_core import AttentionSpec, Target, explain
+from attn_core.backends.xformers import backend as xformers
 
 SPEC = AttentionSpec(
     **{"batch": 16, "q_len": 32768, "kv_len": 32768, "num_heads": 32, "num_kv_heads": 8, "head_dim": 128},
@@ -17,11 +18,13 @@ SPEC = AttentionSpec(
 GPU = Target("torch", "sm90")
 
 
-def reasons(spec: AttentionSpec, backend: str) -> str:
-    return "; ".join(explain(spec, GPU, backend).reasons(backend))
+def reasons(spec: AttentionSpec, name: str) -> str:
+    """The reasons against a backend, or against an operator of xformers: "xformers:flash"."""
+    backend, _, operator = name.partition(":")
+    return "; ".join(xformers._misfits(operator, spec) if operator else explain(spec, GPU, backend).reasons(backend))
 
 
-@pytest.mark.parametrize("backend", ["sdpa_flash", "flash2", "xformers_flash"])
+@pytest.mark.parametrize("backend", ["sdpa_flash", "flash2", "xformers:flash"])
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -38,14 +41,14 @@ def test_the_32_bit_sums_of_dq_limit_the_size_of_a_call(backend: str, sizes: dic
     assert "sums of dq" not in reasons(small, backend)
 
 
-@pytest.mark.parametrize("backend", ["sdpa_efficient", "xformers_cutlass", "flex"])
+@pytest.mark.parametrize("backend", ["sdpa_efficient", "xformers:cutlass", "xformers", "flex"])
 def test_masks_of_2_to_the_31_elements_are_refused(backend: str) -> None:
     sizes = {"batch": 1, "q_len": 50_000, "kv_len": 50_000, "mask_shape": (1, 1, 50_000, 50_000), "causal": False}
     assert "mask" in reasons(replace(SPEC, **sizes), backend)
 
 
 @pytest.mark.parametrize("sizes", [{"batch": 70_000}, {"num_heads": 70_000, "num_kv_heads": 70_000}])
-@pytest.mark.parametrize("backend", ["flash2", "flash4", "xformers_flash", "xformers_cutlass", "sage", "sdpa_flash"])
+@pytest.mark.parametrize("backend", ["flash2", "flash4", "xformers:flash", "xformers:cutlass", "sage", "sdpa_flash"])
 def test_calls_beyond_the_launch_grid_are_refused(backend: str, sizes: dict[str, Any]) -> None:
     spec = replace(SPEC, **{"batch": 1, "q_len": 64, "kv_len": 64, **sizes}, needs_backward=False)
     assert "stops at 65535" in reasons(spec, backend)

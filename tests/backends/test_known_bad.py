@@ -10,14 +10,16 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
 import torch
 
 from attn_core import AttentionSpec, NoBackendError, ShapeError, Target, backends, explain, select
-from attn_core.backends.shared import known_bad
+from attn_core.backends.shared import known_bad, rewrites
 from attn_core.backends.shared.known_bad import Condition, Row, holds, includes, numbers_of, rows_of
 from attn_core.backends.support import Build
 from attn_core.call.tensors import Inputs
@@ -65,6 +67,13 @@ def test_rows_are_those_of_a_backend_a_device_and_a_version() -> None:
     assert {row.name for row in rows_of("sdpa_cudnn", "sm103", (9, 20))} == {"cudnn-decoding-sm100"}
     assert rows_of("sdpa_cudnn", "sm120", (9, 20)) == rows_of("sdpa_cudnn", "cpu") == rows_of("math", "cpu") == ()
     assert {row.name for row in rows_of("sdpa_cudnn", "sm90")} == {*names, "cudnn-partial-tiles"}, "unknown: all faults"
+
+
+def test_rows_about_a_backend_include_those_of_its_operators() -> None:
+    names = {row.name for row in known_bad.rows_about("xformers", "sm90")}
+    assert names == {"flash2-copies-dq-overflow", "flash2-windows-through-xformers"}
+    assert rows_of("xformers", "sm90") == (), "other operators may run the call"
+    assert known_bad.rows_about("sdpa_cudnn", "sm90") == rows_of("sdpa_cudnn", "sm90")
 
 
 @pytest.mark.parametrize(
@@ -158,7 +167,7 @@ class Fault:
         """Skips the test if the device, the kernel or a faulty version is missing here."""
         self.row: Row = ROWS[name]
         device = "cpu" if self.row.devices == ("cpu",) else here()
-        self.backend = backend or self.row.backends[0]
+        self.backend, _, self.operator = (backend or self.row.backends[0]).partition(":")
         if not known_bad.concerns(self.row, device, ()):
             pytest.skip(f"a fault on {' or '.join(self.row.devices)}; here is {device}")
         version, reason = backends.availability(self.backend, backends.kind_of(device))
@@ -170,6 +179,11 @@ class Fault:
         if not known_bad.concerns(self.row, device, numbers):
             pytest.skip(f"a fault of {self.row.package} {self.row.versions}; here is {self.version}")
         self.module: Any = backends.load(self.backend, backends.kind_of(device))
+        if self.operator:
+            kernel = self.module._kernel(self.operator)
+            self.module = SimpleNamespace(
+                forward=partial(rewrites.forward, kernel), backward=partial(rewrites.backward, kernel)
+            )
 
     def is_there(self, wrong: bool) -> None:
         """Fails if the kernel is right."""
@@ -305,6 +319,8 @@ from dataclasses import replace
 from attn_core import AttentionSpec, backends
 from attn_core.call.tensors import Inputs
 module = backends.load({backend!r}, "cuda")
+if {operator!r}:
+    module._choose_operator = lambda spec: {operator!r}
 spec = AttentionSpec(batch=8300, q_len=1, kv_len=1, num_heads=16, num_kv_heads=16, head_dim=128, value_dim=128,
                      dtype="bfloat16", needs_backward=True)
 q = torch.randn(8300, 1, 16, 128, device="cuda", dtype=torch.bfloat16)
@@ -322,15 +338,15 @@ print("right")
     [
         ("flash2-dq-overflow", "flash2"),
         ("flash2-copies-dq-overflow", "sdpa_flash"),
-        ("flash2-copies-dq-overflow", "xformers_flash"),
+        ("flash2-copies-dq-overflow", "xformers:flash"),
     ],
 )
 def test_flash_kernels_overflow_in_the_sums_of_dq(name: str, backend: str) -> None:
     """In a process of its own, because an illegal memory access ends all work on the GPU."""
     fault = Fault(name, backend)
-    if backend == "xformers_flash" and backends.availability("flash2", "cuda")[1] is None:
+    if backend == "xformers:flash" and backends.availability("flash2", "cuda")[1] is None:
         pytest.skip("xformers runs the kernels of flash-attn, which is installed, instead of torch's")
-    command = [sys.executable, "-c", OVERFLOW.format(backend=backend)]
+    command = [sys.executable, "-c", OVERFLOW.format(backend=fault.backend, operator=fault.operator)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     if "OutOfMemoryError" in done.stderr:
         pytest.skip("needs about 10 GiB of free GPU memory")
@@ -344,7 +360,7 @@ def test_flash_kernels_overflow_in_the_sums_of_dq(name: str, backend: str) -> No
     [
         ("flash2-copy-windows", "sdpa_flash"),
         ("flash2-windows", "flash2"),
-        ("flash2-windows-through-xformers", "xformers_flash"),
+        ("flash2-windows-through-xformers", "xformers:flash"),
     ],
 )
 def test_flash_kernels_misplace_windows_of_surplus_queries(name: str, backend: str) -> None:

@@ -1,5 +1,5 @@
-"""Tests xformers' backends without a GPU: masks, arguments and refusals as data, and the arithmetic around the
-kernels."""
+"""Tests xformers' backend: masks, arguments and refusals as data, the arithmetic around the kernels with stand-ins, and
+on a GPU each of its operators."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from callers_view import callers_results
 from oracle_cases import LENGTHS_K, LENGTHS_Q, PACKED, make
 
 from attn_core import AttentionSpec, Target, backends
+from attn_core.backends.shared import rewrites
 from attn_core.backends.support import Build
 from attn_core.backends.xformers import backend as xformers
 from attn_core.backends.xformers import operators
 from attn_core.backends.xformers.bias import NO_CLASS, TENSOR, Mask, added_tensor, documents_mask, mask_of, rows_mask
 from attn_core.call.masks import visible
 from attn_core.call.tensors import Gradients, Inputs
-from attn_core.selection import refusals
+from attn_core.selection import preference, refusals
 
-WORDS = ("flash", "cutlass", "flash3", "splitk")
+WORDS = tuple(xformers.OPERATORS)
 SM90 = Target("torch", "sm90")
 SPEC = AttentionSpec(
     batch=2, q_len=5, kv_len=7, num_heads=6, num_kv_heads=3, head_dim=64, value_dim=64, dtype="bfloat16", scale=0.125
@@ -93,7 +94,7 @@ def test_mask_classes_match_the_visible_set_of_documents(causal: bool) -> None:
 def test_concatenated_rows_are_bottom_right_blocks(q_len: int) -> None:
     attn_bias = pytest.importorskip("xformers.ops.fmha.attn_bias", exc_type=ImportError)
     spec = replace(SPEC, batch=3, q_len=q_len, kv_len=19, causal=True, window=(4, 0))
-    how = backends.load("xformers_splitk").lower(spec)
+    how = xformers._lower("splitk", spec)
     built = rows_mask(attn_bias, Mask(how["attn_bias"], how["window"]), spec, "cpu")
     seen = built.materialize((3 * q_len, 3 * 19)).exp() > 0
     rows = [slice(row * q_len, (row + 1) * q_len) for row in range(3)]
@@ -143,55 +144,55 @@ CAUSAL, LOCAL = "LowerTriangularFromBottomRightMask", "LowerTriangularFromBottom
 
 
 @pytest.mark.parametrize(
-    ("name", "requested", "expected"),
+    ("word", "requested", "expected"),
     [
-        ("xformers", {}, {}),
-        ("xformers", {"causal": True, "num_kv_heads": 6}, {"attn_bias": CAUSAL, "groups": None}),
-        ("xformers", {"dtype": "float32"}, {"operator": "cutlass", "groups": "repeated"}),
+        (None, {}, {}),
+        (None, {"causal": True, "num_kv_heads": 6}, {"attn_bias": CAUSAL, "groups": None}),
+        (None, {"dtype": "float32"}, {"operator": "cutlass", "groups": "repeated"}),
         (
-            "xformers",
+            None,
             {"mask_shape": (2, 1, 1, 7), "causal": True},
             {"operator": "cutlass", "attn_bias": TENSOR, "groups": "repeated", "empty_rows": True},
         ),
-        ("xformers", {"head_dim": 320}, {"operator": "cutlass", "groups": "repeated"}),
+        (None, {"head_dim": 320}, {"operator": "cutlass", "groups": "repeated"}),
         (
-            "xformers",
+            None,
             {"causal": True, "alignment": "top_left"},
             {"operator": "cutlass", "attn_bias": "LowerTriangularMask", "groups": "repeated"},
         ),
-        ("xformers", {"softcap": 50.0}, None),
-        ("xformers_flash", {"q_len": 9, "causal": True}, {"attn_bias": CAUSAL, "empty_rows": True}),
-        ("xformers_flash", {"window": (2, 0)}, {"attn_bias": LOCAL, "window": {"_window_size": 3}}),
-        ("xformers_flash", {"window": (2, None), "causal": True}, {"attn_bias": LOCAL, "window": {"_window_size": 3}}),
+        (None, {"softcap": 50.0}, None),
+        ("flash", {"q_len": 9, "causal": True}, {"attn_bias": CAUSAL, "empty_rows": True}),
+        ("flash", {"window": (2, 0)}, {"attn_bias": LOCAL, "window": {"_window_size": 3}}),
+        ("flash", {"window": (2, None), "causal": True}, {"attn_bias": LOCAL, "window": {"_window_size": 3}}),
         (
-            "xformers_flash",
+            "flash",
             {"window": (2, 1)},
             {"attn_bias": "LocalAttentionFromBottomRightMask", "window": {"window_left": 2, "window_right": 1}},
         ),
         (
-            "xformers_flash",
+            "flash",
             {"window": (None, 1)},
             {"attn_bias": "LocalAttentionFromBottomRightMask", "window": {"window_left": 12, "window_right": 1}},
         ),
-        ("xformers_flash", {"q_len": 1, "causal": True}, {}),
-        ("xformers_flash", {"window": (6, 4)}, {}),
-        ("xformers_flash", DOCUMENTS, {"attn_bias": "BlockDiagonalMask", "empty_rows": True}),
+        ("flash", {"q_len": 1, "causal": True}, {}),
+        ("flash", {"window": (6, 4)}, {}),
+        ("flash", DOCUMENTS, {"attn_bias": "BlockDiagonalMask", "empty_rows": True}),
         (
-            "xformers_flash3",
+            "flash",
             {**DOCUMENTS, "causal": True},
-            {"operator": "flash3", "attn_bias": "BlockDiagonalCausalFromBottomRightMask", "empty_rows": True},
+            {"attn_bias": "BlockDiagonalCausalFromBottomRightMask", "empty_rows": True},
         ),
         (
-            "xformers_flash",
+            "flash",
             {**DOCUMENTS, "window": (3, 0)},
             {
                 "attn_bias": "BlockDiagonalCausalLocalAttentionFromBottomRightMask",
                 **{"window": {"_window_size": 4}, "empty_rows": True},
             },
         ),
-        ("xformers_splitk", {"q_len": 1, "causal": True, "kv_len": 99}, {"operator": "splitk"}),
+        ("splitk", {"q_len": 1, "causal": True, "kv_len": 99}, {"operator": "splitk"}),
         (
-            "xformers_splitk",
+            "splitk",
             {"causal": True},
             {
                 **{"operator": "splitk", "attn_bias": "BlockDiagonalCausalWithOffsetPaddedKeysMask"},
@@ -199,7 +200,7 @@ CAUSAL, LOCAL = "LowerTriangularFromBottomRightMask", "LowerTriangularFromBottom
             },
         ),
         (
-            "xformers_splitk",
+            "splitk",
             {"q_len": 1, "kv_len": 99, "window": (9, None)},
             {
                 **{"operator": "splitk", "attn_bias": "BlockDiagonalCausalLocalAttentionPaddedKeysMask"},
@@ -207,84 +208,120 @@ CAUSAL, LOCAL = "LowerTriangularFromBottomRightMask", "LowerTriangularFromBottom
             },
         ),
         (
-            "xformers_splitk",
+            "splitk",
             {"bias_shape": (1, 6, 5, 7)},
             {"operator": "splitk", "attn_bias": TENSOR, "empty_rows": True},
         ),
     ],
 )
-def test_lower(name: str, requested: dict[str, Any], expected: dict[str, Any] | None) -> None:
-    module: Any = backends.load(name)
-    assert module.lower(replace(SPEC, **requested)) == (
-        {"operator": None} if expected is None else {**PLAIN, **expected}
-    )
+def test_lower(word: str | None, requested: dict[str, Any], expected: dict[str, Any] | None) -> None:
+    spec = replace(SPEC, **requested)
+    how = xformers.lower(spec) if word is None else xformers._lower(word, spec)
+    assert how == ({"operator": None} if expected is None else {**PLAIN, **expected})
 
 
-def reasons(name: str, target: Target = SM90, **requested: Any) -> tuple[str, ...]:
-    return refusals(name, replace(SPEC, **requested), target)
+LONG: dict[str, Any] = {"batch": 8, "q_len": 2, "kv_len": 2**14, "num_heads": 32, "num_kv_heads": 8}
+MASKED: dict[str, Any] = {**LONG, "mask_shape": (8, 1, 1, 2**14)}
 
 
 @pytest.mark.parametrize(
-    ("name", "requested", "says"),
+    ("requested", "expected"),
     [
-        ("xformers_flash", {"q_len": 9, "window": (2, 1)}, "misplaces windows with an open or positive right side"),
-        ("xformers_flash", {**DOCUMENTS, "window": (2, 1)}, "in each of 3 documents: the xformers flash kernel has no"),
-        ("xformers_flash", {"causal": True, "alignment": "top_left"}, "the xformers flash kernel has bottom_right"),
-        ("xformers_flash", {"dtype": "float32"}, "the xformers flash kernel takes bfloat16, float16"),
-        ("xformers_flash", {"head_dim": 264}, "head_dim=264: the xformers flash kernel stops at 256"),
-        ("xformers_flash", {"deterministic": True, "needs_backward": True}, "backward: deterministic=True"),
+        (LONG, "splitk"),
+        ({**LONG, "causal": True, "q_len": 16}, "splitk"),
+        ({**MASKED, "q_len": 1}, "splitk"),
+        ({**LONG, "bias_shape": (1, 32, 2, 2**14), "window": (9, 0), "num_kv_heads": 32}, "splitk"),
+        ({**LONG, "q_len": 1}, "flash"),
+        ({**LONG, "q_len": 17}, "flash"),
+        ({**LONG, "num_kv_heads": 32}, "flash"),
+        ({**LONG, "window": (9, 0)}, "flash"),
+        ({**LONG, "batch": 4}, "flash"),
+        ({**LONG, "needs_backward": True}, "flash"),
+        ({**MASKED, "needs_backward": True}, "cutlass"),
+        ({**MASKED, "mask_shape": (1, 1, 1, 2**12), "batch": 1, "kv_len": 2**12}, "cutlass"),
+        ({**MASKED, "dtype": "float32"}, "cutlass"),
+    ],
+)
+def test_split_kv_runs_long_decoding(requested: dict[str, Any], expected: str) -> None:
+    spec = replace(SPEC, **requested)
+    assert xformers.lower(spec)["operator"] == expected
+    assert xformers.modelled(spec) is (expected == "splitk")
+    assert ("xformers" in preference.predicted(spec, "torch", "sm90")) is (expected == "splitk")
+
+
+def test_split_kv_runs_what_no_other_operator_can() -> None:
+    spec = replace(SPEC, bias_shape=(1, 6, 5, 7), bias_dtype="float32")
+    assert xformers.lower(spec)["operator"] == "splitk" and not xformers.modelled(spec)
+    assert xformers.lower(replace(spec, needs_backward=True))["operator"] is None
+
+
+def reasons(word: str | None = None, target: Target = SM90, **requested: Any) -> tuple[str, ...]:
+    """The reasons against an operator, or against the backend."""
+    spec = replace(SPEC, **requested)
+    return refusals("xformers", spec, target) if word is None else xformers._misfits(word, spec)
+
+
+@pytest.mark.parametrize(
+    ("word", "requested", "says"),
+    [
+        ("flash", {"q_len": 9, "window": (2, 1)}, "misplaces windows with an open or positive right side"),
+        ("flash", {**DOCUMENTS, "window": (2, 1)}, "in each of 3 documents: the xformers flash kernel has no"),
+        ("flash", {"causal": True, "alignment": "top_left"}, "the xformers flash kernel has bottom_right"),
+        ("flash", {"dtype": "float32"}, "the xformers flash kernel takes bfloat16, float16"),
+        ("flash", {"head_dim": 264}, "head_dim=264: the xformers flash kernel stops at 256"),
+        ("flash", {"deterministic": True, "needs_backward": True}, "backward: deterministic=True"),
         (
-            "xformers_flash",
+            "flash",
             {"mask_shape": (1, 1, 5, 7)},
             "mask of shape [1, 1, 5, 7]: the xformers flash kernel has none",
         ),
-        ("xformers_flash3", {"softcap": 9.0}, "softcap=9.0: the xformers FlashAttention-3 kernel has none"),
-        ("xformers_cutlass", {"window": (2, 0), "needs_backward": True}, "gives infs and NaNs for windows"),
+        ("flash", {"softcap": 9.0}, "softcap=9.0: the xformers flash kernel has none"),
+        ("cutlass", {"window": (2, 0), "needs_backward": True}, "gives infs and NaNs for windows"),
         (
-            "xformers_cutlass",
+            "cutlass",
             {"window": (2, 1)},
             "window=(2, 1), alignment=bottom_right with q_len 5 and kv_len 7: the",
         ),
         (
-            "xformers_cutlass",
+            "cutlass",
             {"window": (2, 0), "alignment": "top_left"},
             "the xformers CUTLASS kernel has no such mask",
         ),
         (
-            "xformers_cutlass",
+            "cutlass",
             {"q_len": 9, "causal": True},
             "the xformers CUTLASS kernel is undefined for rows that see no key",
         ),
         (
-            "xformers_cutlass",
+            "cutlass",
             {"bias_shape": (1, 6, 5, 7), "bias_dtype": "float32"},
             "bias in float32 with bfloat16: the xformers CUTLASS",
         ),
-        ("xformers_cutlass", DOCUMENTS, "seq_info with packed documents: the xformers CUTLASS kernel has none"),
-        ("xformers_cutlass", {"kv_len": 2**23}, "3221225472 elements in a row of q, k or v"),
-        ("xformers_splitk", {"q_len": 17, "causal": True, "kv_len": 40}, "the xformers split-KV kernel masks up to 16"),
-        ("xformers_splitk", {"window": (2, 1)}, "the xformers split-KV kernel has no such mask"),
+        ("cutlass", DOCUMENTS, "seq_info with packed documents: the xformers CUTLASS kernel has none"),
+        ("cutlass", {"kv_len": 2**23}, "3221225472 elements in a row of q, k or v"),
+        ("splitk", {"q_len": 17, "causal": True, "kv_len": 40}, "the xformers split-KV kernel masks up to 16"),
+        ("splitk", {"window": (2, 1)}, "the xformers split-KV kernel has no such mask"),
         (
-            "xformers_splitk",
+            "splitk",
             {"q_len": 2**17, "head_dim": 80, "value_dim": 80},
             "counts the 12884901888 elements of its partial results in 32 bits",
         ),
-        ("xformers_splitk", {"needs_backward": True}, "backward: the xformers split-KV kernel has no gradient"),
-        ("xformers", {"dropout": 0.1}, "dropout=0.1: xformers has none"),
+        ("splitk", {"needs_backward": True}, "backward: the xformers split-KV kernel has no gradient"),
+        (None, {"dropout": 0.1}, "dropout=0.1: xformers has none"),
         (
-            "xformers",
+            None,
             {"mask_shape": (1, 1, 5, 7), **DOCUMENTS},
             "packed documents: the xformers CUTLASS kernel has none",
         ),
-        ("xformers", {"window": (2, 1), "dtype": "float32"}, "dtype float32: the xformers flash kernel takes"),
+        (None, {"window": (2, 1), "dtype": "float32"}, "dtype float32: the xformers flash kernel takes"),
     ],
 )
-def test_refusals_name_value_and_limit(name: str, requested: dict[str, Any], says: str) -> None:
-    assert any(says in why for why in reasons(name, **requested)), reasons(name, **requested)
+def test_refusals_name_value_and_limit(word: str | None, requested: dict[str, Any], says: str) -> None:
+    assert any(says in why for why in reasons(word, **requested)), reasons(word, **requested)
 
 
-@pytest.mark.parametrize("name", ["xformers", *(f"xformers_{word}" for word in WORDS)])
-def test_calls_that_every_operator_supports(name: str) -> None:
+@pytest.mark.parametrize("word", [None, *WORDS])
+def test_calls_that_every_operator_supports(word: str | None) -> None:
     for requested in (
         {},
         {"causal": True},
@@ -293,40 +330,38 @@ def test_calls_that_every_operator_supports(name: str) -> None:
         {"value_dim": 24},
         {"deterministic": True},
     ):
-        assert reasons(name, **requested) == ()
-    assert reasons(name, Target("torch", "cpu"))[0].startswith("device cpu: ")
-    assert (reasons(name, Target("torch", "sm80")) == ()) is (name != "xformers_flash3")
+        assert reasons(word, **requested) == ()
+    assert reasons(target=Target("torch", "cpu"))[0].startswith("device cpu: ")
+    assert reasons(target=Target("torch", "sm80")) == ()
 
 
-def test_the_reasons_of_both_operators_are_listed_once() -> None:
-    actual = reasons("xformers", mask_shape=(1, 1, 5, 7), **DOCUMENTS)
+def test_the_reasons_of_all_operators_are_listed_once() -> None:
+    actual = reasons(mask_shape=(1, 1, 5, 7), **DOCUMENTS)
     assert actual == (
         "mask of shape [1, 1, 5, 7]: the xformers flash kernel has none",
         "seq_info with packed documents: the xformers CUTLASS kernel has none",
+        "seq_info with packed documents: the xformers split-KV kernel has none",
     )
-    assert reasons("xformers", softcap=3.0) == ("softcap=3.0: xformers has none",)
-    training = reasons("xformers", window=(2, 0), dtype="float32", needs_backward=True)
+    assert reasons(softcap=3.0) == ("softcap=3.0: xformers has none",)
+    training = reasons(window=(2, 0), dtype="float32", needs_backward=True)
     assert len(training) == 2 and "flash kernel takes" in training[0] and "infs and NaNs" in training[1]
 
 
 def test_the_limits_of_an_unusual_build_are_reasons() -> None:
-    forward_only = Target("torch", "sm90", builds=(("xformers_flash3", Build("fa3F@pip_pkg", ("backward",))),))
-    assert reasons("xformers_flash3", forward_only) == ()
-    (why,) = reasons("xformers_flash3", forward_only, needs_backward=True)
-    assert why.startswith("backward: the xformers FlashAttention-3 kernel") and why.endswith("has no gradient")
-    narrow = Target("torch", "sm90", builds=(("xformers_flash", Build("fa2F@2.8.3", head_dims=(64, 128))),))
-    assert reasons("xformers_flash", narrow, head_dim=192, value_dim=192) == (
-        "head_dim=192: the xformers flash kernel (fa2F@2.8.3) stops at 128",
-    )
+    forward_only = Target("torch", "sm90", builds=(("xformers", Build("fa2F@pip_pkg", ("backward",))),))
+    assert reasons(target=forward_only) == ()
+    (why,) = reasons(target=forward_only, needs_backward=True)
+    assert why.startswith("backward: xformers") and why.endswith("has no gradient")
+    narrow = Target("torch", "sm90", builds=(("xformers", Build("fa2F@2.8.3", head_dims=(64, 128))),))
+    assert reasons(target=narrow, head_dim=192, value_dim=192) == ("head_dim=192: xformers (fa2F@2.8.3) stops at 128",)
 
 
 def test_a_missing_package_is_the_reason() -> None:
     try:
         import xformers as package  # noqa: F401
     except ImportError:
-        for name in ("xformers", "xformers_cutlass"):
-            version, why = backends.availability(name, "cuda")
-            assert version is None and "ModuleNotFoundError: No module named 'xformers" in str(why)
+        version, why = backends.availability("xformers", "cuda")
+        assert version is None and "ModuleNotFoundError: No module named '" in str(why)
     else:
         pytest.skip("xformers is installed")
 
@@ -335,6 +370,7 @@ def test_a_missing_package_is_the_reason() -> None:
 
 torch = pytest.importorskip("torch")
 from attn_core.correctness import accuracy
+from torch_frontend import attention
 
 
 class StandIn:
@@ -403,8 +439,8 @@ class StandIn:
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Any:
     def use(word: str) -> Any:
         monkeypatch.setattr(operators, "load_operator", lambda requested: (StandIn(requested), None, None))
-        monkeypatch.setattr(operators, "widths", lambda requested: (64, 128))
-        return backends.load(f"xformers_{word}")
+        monkeypatch.setattr(operators, "flash_widths", lambda: (64, 128))
+        return xformers._kernel(word)
 
     return use
 
@@ -415,13 +451,13 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "as many heads": (WORDS, {"num_kv_heads": 9}),
     "one kv head": (WORDS, {"num_kv_heads": 1}),
     "causal": (WORDS, {"causal": True}),
-    "causal with empty rows": (("flash", "flash3", "splitk"), {"causal": True, "q_len": 7, "kv_len": 5}),
+    "causal with empty rows": (("flash", "splitk"), {"causal": True, "q_len": 7, "kv_len": 5}),
     "causal top_left": (("cutlass",), {"causal": True, "alignment": "top_left"}),
-    "causal window": (("flash", "flash3", "splitk"), {"window": (2, 0)}),
-    "window": (("flash", "flash3"), {"window": (2, 1)}),
+    "causal window": (("flash", "splitk"), {"window": (2, 0)}),
+    "window": (("flash",), {"window": (2, 1)}),
     "sinks": (WORDS, {"sinks": True, "causal": True}),
-    "packed": (("flash", "flash3"), PACKED_CALL),
-    "packed, causal": (("flash", "flash3"), {**PACKED_CALL, "causal": True, "sinks": True}),
+    "packed": (("flash",), PACKED_CALL),
+    "packed, causal": (("flash",), {**PACKED_CALL, "causal": True, "sinks": True}),
     "packed, causal window": (("flash",), {**PACKED_CALL, "window": (1, 0)}),
     "mask": (("cutlass", "splitk"), {"mask_shape": (2, 9, 5, 7)}),
     "mask by key": (("cutlass", "splitk"), {"mask_shape": (2, 1, 1, 7), "causal": True, "q_len": 9}),
@@ -431,34 +467,80 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "word"), [(name, word) for name, (words, _) in CASES.items() for word in words])
-def test_forward_and_backward_match_the_reference(name: str, word: str, stand_in: Any) -> None:
-    module, requested = stand_in(word), CASES[name][1]
-    learns = module.BACKWARD is not None and not (word == "cutlass" and "window" in requested and "mask" not in name)
-    case = make({**requested, "needs_backward": learns, "return_lse": True}, "float32")
-    refused = [why for why in reasons_of(module, case.spec) if "takes bfloat16" not in why]
-    assert refused == []
-    kinds = {
-        name: None if array is None else torch.from_numpy(np.asarray(array))
+OF_OPERATORS = [(name, word) for name, (words, _) in CASES.items() for word in words]
+
+
+def check(name: str, word: str, dtype: str, device: str) -> None:
+    """Judges the forward and backward of one operator by the reference."""
+    kernel, requested = xformers._kernel(word), CASES[name][1]
+    learns = word != "splitk" and not (word == "cutlass" and "window" in requested and "mask" not in name)
+    case = make({**requested, "needs_backward": learns, "return_lse": True}, dtype)
+    assert list(xformers._refuses(word, case.spec)) == []
+    given = {
+        name: None if array is None else torch.from_numpy(np.asarray(array)).to(device)
         for name, array in case.inputs._asdict().items()
     }
-    inputs = Inputs(**{k: x.float() if x is not None and x.is_floating_point() else x for k, x in kinds.items()})
-    out, lse = module.forward(case.spec, inputs)
+    kind = getattr(torch, dtype)
+    inputs = Inputs(**{name: x.to(kind) if x is not None and x.is_floating_point() else x for name, x in given.items()})
+    out, lse = rewrites.forward(kernel, case.spec, inputs)
     assert out.shape == case.spec.out_shape and lse.shape == case.spec.lse_shape and lse.dtype == torch.float32
     dlse = case.dlse if learns else None
     expected = accuracy.expect(case.spec, case.inputs, dout=case.dout if learns else None, dlse=dlse)
     gradients = None
     if learns:
-        dout = torch.from_numpy(case.dout).float()
-        actual = module.backward(case.spec, inputs, out, lse, dout, torch.from_numpy(case.dlse).float())
-        gradients = Gradients(*(None if part is None else part.double().numpy() for part in actual))
-    lse, gradients = callers_results(case.spec, case.inputs, lse, gradients, dlse)
-    verdict = expected.judge(out=out.double().numpy(), lse=lse, gradients=gradients)
+        dout, given_dlse = torch.from_numpy(case.dout).to(device, kind), torch.from_numpy(case.dlse).to(device).float()
+        actual = rewrites.backward(kernel, case.spec, inputs, out, lse, dout, given_dlse)
+        gradients = Gradients(*(None if part is None else part.double().cpu().numpy() for part in actual))
+    lse, gradients = callers_results(case.spec, case.inputs, lse.cpu(), gradients, dlse)
+    verdict = expected.judge(out=out.double().cpu().numpy(), lse=lse, gradients=gradients)
     assert verdict.ok, verdict
 
 
-def reasons_of(module: Any, spec: AttentionSpec) -> tuple[str, ...]:
-    return module.refuses(spec, "sm90", None)
+@pytest.mark.parametrize(("name", "word"), OF_OPERATORS)
+def test_forward_and_backward_match_the_reference(name: str, word: str, stand_in: Any) -> None:
+    stand_in(word)
+    check(name, word, "float32", "cpu")
+
+
+@pytest.fixture
+def installed() -> None:
+    why = backends.availability("xformers", "cuda")[1]
+    if why is not None:
+        pytest.skip(why)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(("name", "word"), OF_OPERATORS)
+def test_each_operator_matches_the_reference(name: str, word: str, installed: None) -> None:
+    check(name, word, "bfloat16", "cuda")
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    ("word", "requested"),
+    [("flash", {"causal": True}), ("cutlass", {"mask_shape": (2, 1, 1, 7)}), ("splitk", {**MASKED, "q_len": 1})],
+)
+def test_the_operator_that_runs_a_call_is_the_one_named(
+    word: str, requested: dict[str, Any], installed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran, forward = [], operators.forward
+
+    def watched(how: dict[str, Any], *arguments: Any) -> Any:
+        ran.append(how["operator"])
+        return forward(how, *arguments)
+
+    monkeypatch.setattr(operators, "forward", watched)
+    spec = replace(SPEC, **requested)
+    torch.manual_seed(0)
+    shapes = (spec.q_shape, spec.k_shape, spec.v_shape)
+    q, k, v = (torch.randn(shape, dtype=torch.bfloat16, device="cuda") for shape in shapes)
+    mask = None if spec.mask_shape is None else torch.rand(spec.mask_shape, device="cuda") < 0.5
+    out, expected = (
+        attention(q, k, v, mask=mask, causal=spec.causal, scale=spec.scale, backend=name)
+        for name in ("xformers", "math")
+    )
+    assert ran == [word]
+    torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
 
 
 def test_gradients_of_a_group_are_summed_in_float32() -> None:
@@ -483,7 +565,6 @@ def test_added_tensors_are_small_and_aligned() -> None:
     [
         ("flash", (32, 64, 96, 128, 192, 256), {1: 8, 11: 16, 72: 72, 96: 96, 250: 256}),
         ("flash", (64, 128), {1: 64, 40: 40, 64: 64, 72: 128, 100: 104, 128: 128}),
-        ("flash3", (64, 128, 192, 256), {1: 64, 65: 72, 128: 128, 250: 256}),
         ("cutlass", (), {1: 8, 64: 64, 65: 72, 700: 704}),
         ("splitk", (), {1: 16, 17: 32, 64: 64, 96: 128, 512: 512}),
     ],
@@ -491,7 +572,7 @@ def test_added_tensors_are_small_and_aligned() -> None:
 def test_the_probed_widths(
     word: str, installed: Any, expected: dict[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(operators, "widths", lambda requested: installed)
+    monkeypatch.setattr(operators, "flash_widths", lambda: installed)
     assert {dim: operators.width(word, dim) for dim in expected} == expected
 
 
@@ -507,13 +588,12 @@ def test_builds_are_probed_by_a_small_call(runs: Any, build: Build, monkeypatch:
     fmha = SimpleNamespace(flash=SimpleNamespace())
     monkeypatch.setattr(operators, "load_operator", lambda word: (fmha, SimpleNamespace(NAME="fa2F@9"), None))
 
-    def stand_in(word: str, width: int, *, backward: bool = False) -> bool:
+    def stand_in(width: int, *, backward: bool = False) -> bool:
         return runs["backward"] if backward else width in runs["forward"]
 
     monkeypatch.setattr(operators, "runs", stand_in)
-    operators.widths.cache_clear()
+    operators.flash_widths.cache_clear()
     try:
-        assert backends.load("xformers_flash").build() == xformers.build() == build  # type: ignore[union-attr]
-        assert backends.load("xformers_cutlass").build() is None  # type: ignore[union-attr]
+        assert xformers.build() == build
     finally:
-        operators.widths.cache_clear()
+        operators.flash_widths.cache_clear()

@@ -14,6 +14,7 @@ import pytest
 from quick_calls import QUICK
 from typer.testing import CliRunner
 
+from attn_core import backends
 from attn_core.cli import tune as command
 from attn_core.cli.app import app
 from attn_core.selection import Target
@@ -95,7 +96,8 @@ def test_a_table_of_few_calls_chooses_well_for_others(monkeypatch: pytest.Monkey
     monkeypatch.setattr(command, "_processors", lambda target: 132)
     target, cases = Target("torch", "sm90"), []
     for number, record in enumerate(measured_records(read(ROOT / "benchmarks/results/sweep-sm90-h100.json"))):
-        cases.append(command.Case(number, record_spec(record), record["backends"]))
+        entries = {name: entry for name, entry in record["backends"].items() if name in backends.names()}
+        cases.append(command.Case(number, record_spec(record), entries))
     measured, others = cases[:200], cases[200:]
     models = command.fitted(measured, target, others[:60])
     for few, mean in ((measured, 1.02), (others, 1.06)):

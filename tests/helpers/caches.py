@@ -96,7 +96,7 @@ BOUNDS: dict[str, int | str] = {
     "attn_core.backends.triton_splitkv.ordered_call:_kernels": ONE,
     "attn_core.backends.xformers.backend:_kernel": "xFormers' kernels",
     "attn_core.backends.xformers.operators:load_operator": "xFormers' kernels",
-    "attn_core.backends.xformers.operators:widths": "xFormers' kernels",
+    "attn_core.backends.xformers.operators:flash_widths": "xFormers' kernels",
     "attn_core.cli.advice:backends_of": "backends and devices",
     "attn_core.context_parallel.cost.machine:Constants.of": "devices",
     "attn_core.selection.tables:shipped_table": "frameworks and devices",

@@ -51,7 +51,10 @@ def devices_of(row: Row) -> list[str]:
 @pytest.mark.parametrize("row", ROWS, ids=name_of)
 def test_a_row_is_complete(row: Row) -> None:
     assert row.symptom and row.package and row.backends and row.devices
-    assert set(row.backends) <= set(backends.names())
+    for name in row.backends:
+        backend, _, operator = name.partition(":")
+        assert backend in backends.names()
+        assert not operator or operator in backends.load(backend).OPERATORS  # type: ignore[attr-defined]
     assert row.direction in ("forward", "backward")
     assert (row.handling, bool(row.how)) in (("refused", False), ("avoided", True))
     assert row.link.startswith("https://") and " " not in row.link
@@ -64,7 +67,8 @@ def test_a_row_has_the_vocabulary(row: Row) -> None:
     SpecifierSet(row.versions)
     for device in devices_of(row):
         assert known_bad.concerns(row, device, ())
-        assert any(backends.load(name, backends.kind_of(device)).FORWARD.runs_on(device) for name in row.backends)
+        named = [backends.load(name.partition(":")[0], backends.kind_of(device)) for name in row.backends]
+        assert any(backend.FORWARD.runs_on(device) for backend in named)
     assert row.when == EVERY_CALL or (isinstance(row.when, tuple) and row.when)
     for condition in row.conditions:
         assert condition.quantity in QUANTITIES and condition.relation in RELATIONS

@@ -113,14 +113,6 @@ def test_before_sm50_only_torchs_operations_are_left() -> None:
     )
 
 
-def test_the_wheels_of_xformers_have_cutlass_for_sm75() -> None:
-    assert reasons("xformers_cutlass", SPEC, "torch", "sm75") == ()
-    assert "xformers_cutlass" not in explain(SPEC, Target("torch", "sm75")).automatic
-    (why,) = reasons("xformers_cutlass", replace(SPEC, dtype="bfloat16"), "torch", "sm75")
-    assert why == "dtype bfloat16 on sm75: the xformers CUTLASS kernel takes float32 and float16 there"
-    assert "needs sm80" in reasons("xformers_cutlass", SPEC, "torch", "sm70")[0]
-
-
 # GPUs of AMD
 
 

@@ -29,10 +29,8 @@ def grid(spec: AttentionSpec, kernel: str, sequences: int | None = None) -> tupl
 def bfloat16(spec: AttentionSpec, device: str, kernel: str) -> tuple[str, ...]:
     """Returns a refusal of bfloat16 on NVIDIA GPUs before sm80, which have no instructions for it.
 
-    The CUTLASS kernels of torch and of xformers take float16 and float32 there. Sources: ``can_use_mem_efficient_
-    attention`` in https://github.com/pytorch/pytorch/blob/001f694a/aten/src/ATen/native/transformers/cuda/sdp_utils.cpp
-    and ``not_supported_reasons`` in
-    https://github.com/facebookresearch/xformers/blob/v0.0.29/xformers/ops/fmha/common.py.
+    torch's CUTLASS kernel takes float16 and float32 there. Source: ``can_use_mem_efficient_attention`` in
+    https://github.com/pytorch/pytorch/blob/001f694a/aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
     """
     if spec.dtype != "bfloat16" or not 0 < compute_capability(device) < 80:
         return ()

@@ -42,7 +42,8 @@ class Row(NamedTuple):
 
     Attributes:
         name: stable and unique.
-        backends: those whose kernel has the fault.
+        backends: those whose kernel has the fault; ``"xformers:flash"`` is one operator of a backend that chooses
+            between several, which asks about it itself.
         package: the package that has the fault, as ``Build.version`` of the backends counts it.
         versions: the faulty versions, such as ``">=9.19,<9.25.1"``; empty for all.
         devices: kinds (``"cuda"``), devices (``"sm90"``) or ranges (``"sm100-sm119"``).
@@ -178,6 +179,12 @@ def rows_of(backend: str, device: str, version: Version = ()) -> tuple[Row, ...]
         if row.handling == "refused" and backend in row.backends and concerns(row, device, version)
         if version or row.when != EVERY_CALL
     )
+
+
+def rows_about(backend: str, device: str, version: Version = ()) -> tuple[Row, ...]:
+    """Returns the rows that refuse calls of a backend, or of one of its operators; see ``rows_of``."""
+    names = dict.fromkeys(name for row in rows() for name in row.backends if name.partition(":")[0] == backend)
+    return tuple(row for name in names for row in rows_of(name, device, version))
 
 
 def versioned_package(backend: str) -> str | None:

@@ -1,1 +1,1 @@
-"""xformers: its operators, each also a backend of its own."""
+"""xformers: the backend, its operators, and their masks."""

@@ -1,12 +1,11 @@
-"""xformers' memory-efficient attention: CUTLASS, flash, FlashAttention-3 and Triton split-KV.
+"""xformers' memory-efficient attention: the flash, CUTLASS and Triton split-KV operators.
 
-``xformers`` runs flash if it supports the call, else CUTLASS, as xformers itself does. ``xformers_flash``,
-``xformers_cutlass``, ``xformers_flash3`` and ``xformers_splitk`` run one operator each. FlashAttention-3 runs only by
-name: xformers would also choose its backward, which a forward-only build lacks.
-Limits: no softcap, ALiBi, dropout or bias gradient. Non-causal windows: flash and flash3, without documents.
-Documents: flash and flash3. (CUTLASS is undefined for a document with fewer keys than queries, split-KV needs causal
-documents of equal length, and lengths are on the device.) Masks and biases: CUTLASS, if q's dtype can represent the
-bias, and split-KV, which has no gradient. sm75 has CUTLASS alone. Corrections: see ``operators.py``.
+The first operator that supports a call runs, in the order of ``_order``: flash, CUTLASS, split-KV; but split-KV first
+for few queries of very many keys without gradient. ``flash3`` is the kernel of xformers' operator for FlashAttention 3.
+Limits: no softcap, ALiBi, dropout or bias gradient. Non-causal windows and documents: flash. (CUTLASS is undefined for
+a document with fewer keys than queries, split-KV needs causal documents of equal length, and lengths are on the
+device.) Masks and biases: CUTLASS, if q's dtype can represent the bias, and split-KV. Corrections: see
+``operators.py``.
 Upstream: xformers >= 0.0.29. Its flash operator is flash-attn's if that is installed, otherwise torch's.
 """
 
@@ -15,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, lru_cache, partial
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from attn_core.backends.shared import kernel_limits, known_bad, rewrites
@@ -23,7 +21,6 @@ from attn_core.backends.shared.claims import unmet_claims
 from attn_core.backends.support import Build, Support
 from attn_core.backends.xformers import operators
 from attn_core.backends.xformers.bias import TENSOR, mask_of
-from attn_core.backends.xformers.limits import cutlass_refusals
 from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
@@ -51,7 +48,7 @@ FORWARD = Support(
 )
 BACKWARD = replace(FORWARD, deterministic=False)
 
-_CUTLASS = replace(FORWARD, kernel="the xformers CUTLASS kernel", devices=(*FORWARD.devices, "sm75"), packed=False)
+_CUTLASS = replace(FORWARD, kernel="the xformers CUTLASS kernel", packed=False)
 _FLASH = replace(
     FORWARD,
     kernel="the xformers flash kernel",
@@ -61,7 +58,6 @@ _FLASH = replace(
     mask=False,
     bias=False,
 )
-_FLASH3 = replace(_FLASH, kernel="the xformers FlashAttention-3 kernel", devices=("sm90",))
 _SPLITK = replace(_FLASH, kernel="the xformers split-KV kernel", max_head_dim=512, mask=True, bias=True, packed=False)
 _SPLITK = replace(_SPLITK, lse_gradient=False)
 
@@ -95,53 +91,94 @@ OPERATORS = {
     "cutlass": Operator(
         _CUTLASS, replace(_CUTLASS, deterministic=False), (*_CUTLASS_MASKS, _WINDOW), _CUTLASS_MASKS, takes_groups=False
     ),
-    "flash3": Operator(_FLASH3, replace(_FLASH3, deterministic=False), _FLASH_MASKS, _FLASH_MASKS),
     "splitk": Operator(_SPLITK, None, (None, TENSOR, *_ROW_MASKS)),
 }
-_ORDER = ("flash", "cutlass")
-"""The operators that ``xformers`` chooses from; both run on the same devices."""
+"""The operators in the usual order of choice. All run on the same devices."""
+_MANY_KEYS = {"masked": 2**26, "grouped": 2**28}
+"""Elements of the keys, counted for each query head, from which split-KV is faster than the others for few queries."""
 
 
 def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
     """Returns every operator's reasons if none supports a call that their common claims cover."""
     if _choose_operator(spec) or unmet_claims(BACKWARD if spec.needs_backward else FORWARD, spec, device):
         return ()
-    return tuple(dict.fromkeys(why for word in _ORDER for why in _misfits(word, spec)))
+    able = [word for word, operator in OPERATORS.items() if operator.backward or not spec.needs_backward]
+    return tuple(dict.fromkeys(why for word in able for why in _misfits(word, spec)))
 
 
 @lru_cache(maxsize=4096)
 def _choose_operator(spec: AttentionSpec) -> str | None:
-    """Returns the operator that ``xformers`` runs, or None."""
-    return next((word for word in _ORDER if not _misfits(word, spec)), None)
+    """Returns the operator that runs a call, or None."""
+    return next((word for word in _order(spec) if not _misfits(word, spec)), None)
+
+
+def _order(spec: AttentionSpec) -> tuple[str, ...]:
+    """Returns the operators in the order of choice.
+
+    Split-KV comes first where it is faster, as measured on an H200 (benchmarks/results/sweep-sm90.json): for few
+    queries of many keys, if CUTLASS would repeat masked keys, or flash read the keys of a group once for each head.
+    """
+    keys = spec.batch * spec.num_heads * spec.kv_len * spec.head_dim
+    if spec.mask_shape is not None or spec.bias_shape is not None:
+        many = keys >= _MANY_KEYS["masked"]
+    else:
+        grouped = spec.group_size > 1 and spec.q_len > 1 and spec.window == (None, None)
+        many = grouped and keys >= _MANY_KEYS["grouped"]
+    if many and spec.q_len <= _SPLITK_ROWS and not spec.needs_backward:
+        return ("splitk", "flash", "cutlass")
+    return tuple(OPERATORS)
+
+
+def modelled(spec: AttentionSpec) -> bool:
+    """See ``contract.modelled``: the model is of split-KV where it comes first. torch has the other kernels, too."""
+    return _order(spec)[0] == "splitk" == _choose_operator(spec)
 
 
 def _misfits(word: str, spec: AttentionSpec) -> tuple[str, ...]:
     """Returns all reasons why an operator cannot run a call, apart from the device."""
     forward, backward, device = OPERATORS[word].forward, OPERATORS[word].backward, FORWARD.devices[0]
-    reasons = (*unmet_claims(forward, spec, device), *_refuses(word, spec, device, None))
-    reasons += known_bad.refusals(f"xformers_{word}", spec, device)
-    if spec.needs_backward and backward is not None:
+    reasons = (*unmet_claims(forward, spec, device), *_refuses(word, spec))
+    reasons += known_bad.refusals(f"xformers:{word}", spec, device)
+    if spec.needs_backward and backward is None:
+        reasons += (f"backward: {forward.kernel} has no gradient",)
+    elif spec.needs_backward and backward is not None:
         reasons += tuple(f"backward: {why}" for why in unmet_claims(backward, spec, device) if why not in reasons)
     return reasons
 
 
-def _refuses(word: str, spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
-    """Refuses combinations that an operator lacks or computes wrongly though each claim alone holds."""
+def _refuses(word: str, spec: AttentionSpec) -> Iterator[str]:
+    """Yields refusals of combinations that an operator lacks or computes wrongly though each claim alone holds."""
     kernel, name = OPERATORS[word].forward.kernel, mask_of(spec).name
     banded = f"causal={spec.causal}, window={spec.window}, alignment={spec.alignment}"
     described = f"{banded} with q_len {spec.q_len} and kv_len {spec.kv_len}"
-    reasons = [*_mask_refusals(word, spec, name, described), *kernel_limits.grid(spec, kernel)]
-    reasons += () if word == "flash" else kernel_limits.tables(spec, kernel)
-    if word == "splitk" and name in _ROW_MASKS and spec.q_len > _SPLITK_ROWS:
-        reasons.append(f"{described}: {kernel} masks up to {_SPLITK_ROWS} rows")
-    parts = 64 * spec.batch * spec.q_len * spec.num_heads * operators.width("splitk", spec.head_dim)
-    if word == "splitk" and parts >= 2**31:  # seen: an illegal memory access
-        reasons.append(f"q_len={spec.q_len}: {kernel} counts the {parts} elements of its partial results in 32 bits")
+    yield from _mask_refusals(word, spec, name, described)
+    yield from kernel_limits.grid(spec, kernel)
+    if word != "flash":
+        yield from kernel_limits.tables(spec, kernel)
+    if word == "splitk":
+        yield from _splitk_refusals(spec, name, described)
     if word == "cutlass":
-        if name in (_CAUSAL, _WINDOW) and spec.q_len > spec.kv_len:
-            reasons.append(f"{described}: {kernel} is undefined for rows that see no key")
-        reasons += cutlass_refusals(spec, device, kernel)
-    return tuple(reasons)
+        yield from _cutlass_refusals(spec, name, described)
+
+
+def _splitk_refusals(spec: AttentionSpec, name: str | None, described: str) -> Iterator[str]:
+    kernel = _SPLITK.kernel
+    if name in _ROW_MASKS and spec.q_len > _SPLITK_ROWS:
+        yield f"{described}: {kernel} masks up to {_SPLITK_ROWS} rows"
+    parts = 64 * spec.batch * spec.q_len * spec.num_heads * operators.width("splitk", spec.head_dim)
+    if parts >= 2**31:  # seen: an illegal memory access
+        yield f"q_len={spec.q_len}: {kernel} counts the {parts} elements of its partial results in 32 bits"
+
+
+def _cutlass_refusals(spec: AttentionSpec, name: str | None, described: str) -> Iterator[str]:
+    kernel = _CUTLASS.kernel
+    if name in (_CAUSAL, _WINDOW) and spec.q_len > spec.kv_len:
+        yield f"{described}: {kernel} is undefined for rows that see no key"
+    if spec.rounds_bias:
+        yield f"bias in {spec.bias_dtype} with {spec.dtype}: {kernel} rounds a bias to q's dtype"
+    elements = max(spec.q_len, spec.kv_len) * spec.num_heads * max(spec.head_dim, spec.value_dim)
+    if elements >= kernel_limits.COUNTABLE:
+        yield f"{elements} elements in a row of q, k or v: {kernel} counts them in 32 bits"
 
 
 def _mask_refusals(word: str, spec: AttentionSpec, name: str | None, described: str) -> Iterator[str]:
@@ -158,35 +195,26 @@ def _mask_refusals(word: str, spec: AttentionSpec, name: str | None, described: 
 
 
 def probe() -> str:
-    """Imports the operators of automatic choice and returns xformers' version."""
-    *_, version = (_probe(word) for word in _ORDER)
-    return version
-
-
-def _probe(word: str) -> str:
+    """Imports all operators and returns xformers' version."""
+    import triton  # type: ignore[import-not-found]  # noqa: F401
     import xformers  # type: ignore[import-not-found]
 
-    operator = operators.load_operator(word)[1]
-    if not operator.is_available():
-        raise ImportError(f"this installation has no kernel for {operator.NAME}")
-    if word == "splitk":
-        import triton  # type: ignore[import-not-found]  # noqa: F401
+    for word in OPERATORS:
+        operator = operators.load_operator(word)[1]
+        if not operator.is_available():
+            raise ImportError(f"this installation has no kernel for {operator.NAME}")
     return xformers.__version__
 
 
-def build() -> Build | None:
-    """See ``_build``. If flash-attn was compiled for some head dimensions only, ``xformers`` has the same limits."""
-    return _build("flash")
+def build() -> Build:
+    """Finds the head dimensions of the installed flash kernel, and whether it has a gradient.
 
-
-def _build(word: str) -> Build | None:
-    """Finds the head dimensions of the installed build of a flash kernel, and whether it has a gradient."""
-    if word not in operators.COMPILED:
-        return None
-    installed = operators.widths(word)
-    without = () if operators.runs(word, installed[0], backward=True) else ("backward",)
-    head_dims = () if installed == operators.COMPILED[word] else installed
-    return Build(operators.load_operator(word)[1].NAME, without, head_dims=head_dims)
+    If flash-attn was compiled for some head dimensions only, ``xformers`` has the same limits.
+    """
+    installed = operators.flash_widths()
+    without = () if operators.runs(installed[0], backward=True) else ("backward",)
+    head_dims = () if installed == operators.COMPILED else installed
+    return Build(operators.load_operator("flash")[1].NAME, without, head_dims=head_dims)
 
 
 def lower(spec: AttentionSpec) -> dict[str, Any]:
@@ -236,21 +264,3 @@ def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
 def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
     """See ``Backend.backward``."""
     return rewrites.backward(_kernel(lower(spec)["operator"]), spec, inputs, out, lse, dout, dlse)
-
-
-VARIANTS = {f"xformers_{word}": word for word in ("cutlass", "flash", "flash3", "splitk")}
-
-
-def variant(word: str) -> Any:
-    """Returns one operator as a backend of its own: flash, cutlass, flash3 or splitk."""
-    return SimpleNamespace(
-        FRAMEWORK=FRAMEWORK,
-        REQUIRES=REQUIRES,
-        FORWARD=OPERATORS[word].forward,
-        BACKWARD=OPERATORS[word].backward,
-        refuses=partial(_refuses, word),
-        probe=partial(_probe, word),
-        build=partial(_build, word),
-        lower=partial(_lower, word),
-        **{half.__name__: partial(half, _kernel(word)) for half in (rewrites.forward, rewrites.backward)},
-    )

@@ -16,9 +16,9 @@ from attn_core.backends.xformers.bias import TENSOR, Mask, added_tensor, documen
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
 
-MODULES = {"flash": "flash", "flash3": "flash3", "cutlass": "cutlass", "splitk": "triton_splitk"}
+MODULES = {"flash": "flash", "cutlass": "cutlass", "splitk": "triton_splitk"}
 """Each operator's module in ``xformers.ops.fmha``."""
-COMPILED = {"flash": (32, 64, 96, 128, 192, 256), "flash3": (64, 128, 192, 256)}
+COMPILED = (32, 64, 96, 128, 192, 256)
 """The head dimensions of a full build of the flash kernels. Each kernel also runs smaller dimensions."""
 
 
@@ -32,25 +32,26 @@ def load_operator(word: str) -> tuple[Any, Any, Any]:
 
 
 @cached_once
-def widths(word: str) -> tuple[int, ...]:
+def flash_widths() -> tuple[int, ...]:
     """Finds the head dimensions of the installed flash kernels by running each once on the current device.
 
     Raises:
         RuntimeError: if none runs.
     """
-    if word == "flash" and getattr(load_operator(word)[0].flash, "_USE_PT_FLASH_ATTN", False):
-        return COMPILED[word]  # torch's own has them all
-    installed = tuple(width for width in COMPILED[word] if runs(word, width))
+    fmha, operator, _ = load_operator("flash")
+    if getattr(fmha.flash, "_USE_PT_FLASH_ATTN", False):
+        return COMPILED  # torch's own has them all
+    installed = tuple(width for width in COMPILED if runs(width))
     if not installed:
-        raise RuntimeError(f"{load_operator(word)[1].NAME} runs no head dimension on this device")
+        raise RuntimeError(f"{operator.NAME} runs no head dimension on this device")
     return installed
 
 
-def runs(word: str, width: int, *, backward: bool = False) -> bool:
-    """Returns whether a call of one head runs on the current device. A build raises for kernels that it lacks."""
+def runs(width: int, *, backward: bool = False) -> bool:
+    """Returns whether flash runs a call of one head on the current device. A build raises for kernels that it lacks."""
     import torch
 
-    fmha, forward_op, backward_op = load_operator(word)
+    fmha, forward_op, backward_op = load_operator("flash")
     x = torch.zeros((1, 8, 1, width), dtype=torch.bfloat16, device="cuda")
     try:
         with torch.no_grad():
@@ -68,11 +69,11 @@ def width(word: str, dim: int) -> int:
     """Returns the head dimension that an operator runs ``dim`` at."""
     if word == "splitk":
         return max(16, 1 << (dim - 1).bit_length())  # Triton's matrix product needs a power of two from 16 on
-    eights = max(-(-dim // 8) * 8, 64 if word == "flash3" else 8)
+    eights = -(-dim // 8) * 8
     if word == "cutlass":
         return eights
-    installed = widths(word)
-    needed = next(compiled for compiled in COMPILED[word] if compiled >= eights)
+    installed = flash_widths()
+    needed = next(compiled for compiled in COMPILED if compiled >= eights)
     # Without the kernel of that width, a wider one must run, on zero-padded operands.
     return eights if needed in installed else next(compiled for compiled in installed if compiled >= eights)
 

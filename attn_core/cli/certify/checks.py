@@ -17,13 +17,9 @@ from attn_core.cli.trial import Outcome, Trial, expectation, judge
 from attn_core.correctness.probe import MaskProbe, mask_probe
 from attn_core.selection import choice
 
-HIDES_POISON = ("xformers_splitk",)
-"""Its merge of splits drops a NaN part, so such a row becomes 0; docs/reference/semantics.md documents it."""
-REACHES_BACK = dict.fromkeys(
-    ("flash3", "flash4", "xformers_flash3"), "the last tile of a document holds the next one's first tokens"
-)
+REACHES_BACK = dict.fromkeys(("flash3", "flash4"), "the last tile of a document holds the next one's first tokens")
 """A NaN may reach documents before it, as a tile may hold several; docs/reference/semantics.md documents these."""
-SPLITS_KEYS = ("flash2", "flash3", "xformers_flash3", "triton_splitkv")
+SPLITS_KEYS = ("flash2", "flash3", "triton_splitkv")
 """Where these split the keys of few queries, a row that is NaN may be 0 in the output."""
 PADDING = 28
 """Tokens behind a row, which the causal diagonal hides."""
@@ -188,7 +184,7 @@ def _in_torch(subject: Subject, form: Form, trial: Trial) -> Iterator[Twin]:
 def _poisoned(subject: Subject, form: Form, trial: Trial) -> Iterator[Twin]:
     given, last = _given(form, trial), len(form.lengths[0]) - 1
     reaches_back = subject.backend in REACHES_BACK and form.spec.packed
-    shows = subject.backend not in (*HIDES_POISON, *SPLITS_KEYS)
+    shows = subject.backend not in SPLITS_KEYS
     for value, number in ((np.nan, 0), (np.inf, last)):
         filled = {name: np.full_like(array, value) for name, array in given[number].items() if name != "dlse"}
         parts = [part | (filled if place == number else {}) for place, part in enumerate(given)]

@@ -177,5 +177,5 @@ def _known_bad_here(subjects: list[Subject]) -> Iterator[str]:
     """Yields the rows that are about kernels installed here, as ``"cudnn-nan-dq: sdpa_cudnn on sm90"``."""
     for backend, device in dict.fromkeys((subject.backend, subject.device) for subject in subjects):
         build = next(each for each in subjects if each.backend == backend).target.build(backend)
-        for row in known_bad.rows_of(backend, device, () if build is None else build.version):
+        for row in known_bad.rows_about(backend, device, () if build is None else build.version):
             yield f"{row.name}: {backend} on {device}"

@@ -46,7 +46,11 @@ def faulty_version(row: Row) -> Version:
 
 
 def fault_of(row: Row, name: str, device: str, spec: AttentionSpec) -> str | None:
-    """Asks selection for a call that a row must refuse."""
+    """Asks selection for a call that a row must refuse, or a backend of several operators which of them runs it."""
+    backend, _, operator = name.partition(":")
+    if operator:
+        runs = backends.load(backend).lower(spec)["operator"]
+        return f"{row.name}: {backend} runs {spec} by {operator}" if runs == operator else None
     version = faulty_version(row)
     build = Build(f"{row.package} {'.'.join(map(str, version))}", version=version)
     target = Target(backends.load(name, backends.kind_of(device)).FRAMEWORK, device, builds=((name, build),))
