@@ -1,5 +1,7 @@
-"""Deals packed documents to ranks: short ones whole, long ones cut, so that ranks have equal work and almost equal
-tokens.
+"""Deals the tokens of a row to ranks, by the work that they have. Apart from ``layout``, which only needs the ranges.
+
+``deal`` has packed documents: short ones stay whole, long ones are cut, so that ranks have equal work and almost equal
+tokens. ``cut_for_window`` has a causal window.
 
 A document is cut from both ends to its middle, as a zigzag is. Its i-th token and its i-th last token see together
 ``length + 1`` keys under a causal mask, so a rank that takes such pairs has the same share of the document's work as
@@ -257,3 +259,30 @@ def _two_ends(line: list[_Piece], goal: _Goal) -> Iterator[tuple[list[_Piece], l
         for back in range(max(0, few - NEARBY), min(few + NEARBY, both) + 1) if few else (0,):
             taken, rest = _cut(line, both - back)
             yield taken, *_cut(rest, goal.tokens - both)
+
+
+def cut_for_window(length: int, world: int, window: int) -> tuple[tuple[Range, ...], ...]:
+    """Returns each rank's positions for a causal window, as ranges in rising order: equal tokens, equal visible pairs.
+
+    The first tokens of a row see fewer keys than the window, so the first of equal contiguous pieces has less work.
+    Here each rank has one piece of these first tokens, so that their missing keys are shared evenly, and one piece of
+    the rest.
+
+    Token i of the first W misses W - 1 - i keys, and the first x of them miss together about ``(W^2 - (W - x)^2) / 2``.
+    So rank r of P begins at ``W (1 - sqrt(1 - r / P))``. Of the rest, the last rank has the piece that continues its
+    first one, and then ranks 0, 1, ... follow: each has the keys that the rank after it sees, as in contiguous pieces.
+
+    Args:
+        window: the number of keys that a query sees, itself included.
+    """
+    reach = min(window, length)
+    edges = [at * length // world for at in range(world + 1)]
+    sizes = [stop - start for start, stop in pairwise(edges)]
+    shares = [round(reach * (1 - (1 - rank / world) ** 0.5)) for rank in range(world + 1)]
+    # A window that is much larger than a shard would give the last rank more first tokens than it may have.
+    firsts = [min(stop - start, size) for (start, stop), size in zip(pairwise(shares), sizes, strict=True)]
+    starts = list(accumulate(firsts, initial=0))
+    order = [world - 1, *range(world - 1)]
+    later = list(accumulate((sizes[rank] - firsts[rank] for rank in order), initial=starts[-1]))
+    rests = dict(zip(order, pairwise(later), strict=True))
+    return tuple(((starts[rank], starts[rank + 1]), rests[rank]) for rank in range(world))

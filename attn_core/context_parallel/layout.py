@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from attn_core.call.seq_info import is_host_int
-from attn_core.context_parallel.dealing import deal
-from attn_core.context_parallel.windowed import cut_for_window
+from attn_core.context_parallel.dealing import cut_for_window, deal
 from attn_core.errors import ShapeError, SpecError, shown
 
 LAYOUTS = ("contiguous", "zigzag", "striped", "documents")
@@ -76,7 +75,7 @@ def build_layout(kind: str, length: int, outer: int, inner: int = 1, documents: 
         kind: ``"contiguous"``: each rank holds one piece. ``"zigzag"``: the row is cut into 2P pieces for P ranks, and
             rank r holds the pieces r and 2P - 1 - r, so that all ranks have equal work under a causal mask; if there
             are ``documents``, every document is cut like this. ``"striped"``: rank r holds r, r + P, r + 2P, ...
-            ``"documents"``: see ``dealing``. ``"window:W"``: see ``windowed``.
+            ``"documents"``: see ``dealing.deal``. ``"window:W"``: see ``dealing.cut_for_window``.
         inner: the number of consecutive ranks that share a part of the row by heads (Ulysses).
         documents: the offsets ``[documents + 1]`` of packed documents. ``"contiguous"``, ``"striped"`` and
             ``"window:W"`` cut documents anywhere, and ``"documents"`` needs them.

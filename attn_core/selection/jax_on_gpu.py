@@ -1,4 +1,4 @@
-"""How long a call takes in JAX on a GPU, from the models that were measured in torch.
+"""How long a call takes in JAX on a GPU, from the models that were measured in torch; apart from the order itself.
 
 XLA launches some kernels itself, and reaches the others through a callback into Python, which costs the host more than
 torch does. All times are microseconds.

@@ -1,8 +1,8 @@
 """The order of automatic choice for a call: by the time that a cost model predicts for each backend.
 
 The models are data: the table of the device, shipped with the package or written by ``attn tune`` (tables.py). Without
-a table of the device the static order of ``attn_core.backends`` applies; for JAX on a CPU ``jax_on_cpu`` says for which
-calls ``jax_xla`` comes first.
+a table of the device the static order of ``attn_core.backends`` applies; for JAX on a CPU ``xla_is_faster`` says for
+which calls ``jax_xla`` comes first.
 
 On a GPU the models were measured in torch. In JAX the kernels take as long, but the host's time differs, see
 ``jax_on_gpu``. So both frameworks choose alike unless the host's time decides.
@@ -17,7 +17,7 @@ from operator import mul
 
 from attn_core import backends
 from attn_core.call.spec import AttentionSpec
-from attn_core.selection import jax_on_cpu, jax_on_gpu
+from attn_core.selection import jax_on_gpu
 from attn_core.selection.cost_model import Models
 from attn_core.selection.features import FEW_QUERIES, Kind, is_ragged, kind_of_call
 from attn_core.selection.sizes import sizes_of_call
@@ -48,6 +48,15 @@ NEW_LENGTH = {"sdpa_cudnn": 1000.0}
 Without a mask there is one more key with every token, and cuDNN prepares a plan for every number of keys: 33 ms for a
 forward on an H200 host with cuDNN 9.19, measured on 2026-11-24, which about 32 layers share."""
 
+TINY_HEADS, TINY_SCORES = 24, 2**12
+"""Heads of all rows, and scores, up to which a call takes as long as the callback into Python."""
+
+SMALL_SCORES = 2**18
+"""Scores (batch * heads * q_len * kv_len) up to which XLA is faster than the math backend, which skips blocks."""
+
+SMALL_GRADIENT = 2**21
+"""The same for gradients of half precision, compared with torch's flash kernel."""
+
 SAME_KERNEL = {"jax_cudnn": "sdpa_cudnn"}
 """Backends of JAX that run the kernel of another backend, so that they have its model."""
 
@@ -68,7 +77,7 @@ def order(spec: AttentionSpec, framework: str, device: str) -> tuple[str, ...]:
     timed = _order_by_time(_of_round_lengths(spec), framework, device)
     if timed:
         return timed
-    if (framework, device) == ("jax", "cpu") and jax_on_cpu.xla_is_faster(spec):
+    if (framework, device) == ("jax", "cpu") and xla_is_faster(spec):
         return ("jax_xla", *(name for name in usual if name != "jax_xla"))
     return usual
 
@@ -215,3 +224,24 @@ def _paged_order(spec: AttentionSpec, usual: tuple[str, ...]) -> tuple[str, ...]
     if backends.DECODING not in usual or (spec.max_len_q or 0) > FEW_QUERIES:
         return usual
     return (backends.DECODING, *(name for name in usual if name != backends.DECODING))
+
+
+def xla_is_faster(spec: AttentionSpec) -> bool:
+    """Returns whether XLA's operations run a call with numbers as sizes faster on a CPU than torch's kernels.
+
+    torch's kernels share the heads of a call among all cores and skip hidden blocks. XLA multiplies the heads' matrices
+    one after another, so it is slower from a few heads on: up to nine times on two cores. It wins for calls so small
+    that the callback into Python counts, and for small gradients of half precision, for which torch's kernel is slow.
+
+    The limits follow random calls on two cores of an Intel Xeon, and ``benchmarks/results/sweep-jax-cpu.json`` judges
+    them on other calls. On a single core XLA is faster for more calls; ``attn tune --framework jax`` measures it.
+    """
+    heads = spec.batch * spec.num_heads
+    scores = heads * spec.q_len * spec.kv_len
+    if heads <= TINY_HEADS and scores <= TINY_SCORES:
+        return True
+    if spec.packed:
+        return False  # XLA computes the pairs of different documents, too
+    if spec.softcap is not None or spec.value_dim != spec.head_dim:  # torch's flash kernel has neither
+        return scores <= SMALL_SCORES
+    return spec.needs_backward and spec.dtype in ("bfloat16", "float16") and scores <= SMALL_GRADIENT

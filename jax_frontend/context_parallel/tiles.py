@@ -127,7 +127,7 @@ def attend(
 
 
 def merge(out: Array, lse: Array, other: Array, other_lse: Array) -> tuple[Array, Array]:
-    """Returns the results over two sets of keys, by the formula of ``attn_core.context_parallel.on_torch.merge``.
+    """Returns the results over two sets of keys, by the formula of ``attn_core.context_parallel.on_torch.tiles``.
 
     Each log-sum-exp may be -inf, which means no keys. Computes in the dtype of the log-sum-exp and rounds once.
     """

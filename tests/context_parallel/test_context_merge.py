@@ -11,7 +11,7 @@ Results = tuple[np.ndarray, np.ndarray]
 def on_torch(one: Results, other: Results, device: str) -> np.ndarray:
     import torch
 
-    from attn_core.context_parallel.on_torch.merge import merge
+    from attn_core.context_parallel.on_torch.tiles import merge
 
     out, lse, *rest = (torch.from_numpy(array.copy()).to(device) for array in (*one, *other))
     merge(out, lse, *rest)

@@ -13,9 +13,9 @@ from attn_core import AttentionSpec, SpecError
 from attn_core.context_parallel.bands import VisibleBand
 from attn_core.context_parallel.borders import size
 from attn_core.context_parallel.call import plan_spec
+from attn_core.context_parallel.dealing import cut_for_window
 from attn_core.context_parallel.layout import Run, build_layout, check_layout, layout_for_window
 from attn_core.context_parallel.plan import ContextPlan, build_plan
-from attn_core.context_parallel.windowed import cut_for_window
 
 
 def ring(length: int, ranks: int, window: int, layout: str | None = None) -> ContextPlan:

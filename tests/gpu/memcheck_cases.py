@@ -43,7 +43,7 @@ from attn_core.call.masks import visible
 from attn_core.call.segments import function_of
 from attn_core.call.tensors import Inputs, Tangents
 from attn_core.call.trailing_tokens import tail_of
-from attn_core.context_parallel.on_torch.merge import merge
+from attn_core.context_parallel.on_torch.tiles import merge
 from attn_core.correctness import reference
 from attn_core.errors import SpecError
 from attn_core.expressions.tracing import Aux

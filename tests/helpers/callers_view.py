@@ -22,7 +22,7 @@ def callers_results(
     if not spec.sinks:
         return lse, gradients
     if spec.paged is not None:
-        from attn_core.correctness.paged import gather_pages
+        from attn_core.correctness.reference import gather_pages
 
         return callers_results(*gather_pages(spec, inputs), lse, gradients, dlse)
     rows, sink = reference.per_row(spec, lse), reference.softmax(spec, inputs).sink

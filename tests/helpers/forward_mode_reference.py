@@ -23,9 +23,7 @@ import numpy as np
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs, Tangents
 from attn_core.correctness import reference
-from attn_core.correctness.accuracy import Expected
-from attn_core.correctness.bounds import lse_bound, out_bound
-from attn_core.correctness.magnitudes import ROUNDOFF, TINY, float32_roundoff, magnitudes
+from attn_core.correctness.accuracy import ROUNDOFF, TINY, Expected, float32_roundoff, lse_bound, magnitudes, out_bound
 from attn_core.correctness.reference import Array, Softmax, from_heads_first, heads_first, sum_over
 
 LARGEST_MOVE = 2.0**14

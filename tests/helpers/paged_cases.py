@@ -27,7 +27,7 @@ from attn_core.backends.support import Support
 from attn_core.call.pages import PagedKV
 from attn_core.call.tensors import PagedInputs
 from attn_core.correctness import accuracy
-from attn_core.correctness.paged import gather_pages
+from attn_core.correctness.reference import gather_pages
 
 LAYOUTS = ("contiguous", "heads_outside", "one_tensor", "interleaved")
 """The memory layouts of torch's pools: dense; by heads first; or keys and values of a page, or of a head, side by side

@@ -13,8 +13,7 @@ import numpy as np
 
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
-from attn_core.correctness.bounds import TANH
-from attn_core.correctness.magnitudes import float32_roundoff, of_first_order
+from attn_core.correctness.accuracy import TANH, float32_roundoff, of_first_order
 from attn_core.correctness.reference import Array, softmax
 
 FLOOR = {"float64": 1e-13}

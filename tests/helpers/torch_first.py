@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import jax
 import pytest
 
-from attn_core.selection import choice, jax_on_cpu
+from attn_core.selection import choice, preference
 from jax_frontend.dispatch import plan
 
 
@@ -19,7 +19,7 @@ def _forget() -> None:
 def torch_first(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Makes torch's kernels the first choice of every call, for tests of automatic choice that are about them."""
     with monkeypatch.context() as patch:
-        patch.setattr(jax_on_cpu, "xla_is_faster", lambda spec: False)
+        patch.setattr(preference, "xla_is_faster", lambda spec: False)
         _forget()
         yield
     _forget()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from paged_cases import PagedCall, make_paged
 
 from attn_core import SeqInfo
-from attn_core.correctness.paged import gather_pages
+from attn_core.correctness.reference import gather_pages
 
 pytestmark = pytest.mark.sampled
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from attn_core import SpecError
-from attn_core.paged.allocation import prefixes
+from attn_core.paged.allocation import allocator
 from attn_core.paged.allocation.allocator import PageAllocator, PoolFullError
 from attn_core.paged.allocation.contents import Chain, PageContents, pages_of_tokens
 from attn_core.paged.step import advance
@@ -374,7 +374,7 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
     "a lost page": (PageAllocator, "_release", lambda self, page: False),
     "a copy that is not made": (PageAllocator, "_growth", lambda *arguments: (False, GROWTH(*arguments)[1])),
     "a refusal after a change": (PageAllocator, "_room_for", _too_late),
-    "hashes that are not compared": (prefixes, "pages_of_tokens", _hashed),
+    "hashes that are not compared": (allocator, "pages_of_tokens", _hashed),
     "a salt that is left out": (PageContents, "find", lambda self, salt, contents: FIND(self, None, contents)),
     "content that is not forgotten": (PageContents, "forget", lambda self, page: page in self),
     "eviction of the newest page": (PageAllocator, "_evict", _evict_the_newest),

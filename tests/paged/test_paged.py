@@ -40,7 +40,7 @@ import jax_frontend
 import torch_frontend
 from attn_core import NoBackendError, backends, explain
 from attn_core.call.tensors import PagedInputs
-from attn_core.correctness.paged import append, gather_pages
+from attn_core.correctness.reference import append, gather_pages
 
 pytestmark = pytest.mark.sampled
 

@@ -19,7 +19,7 @@ from torch._dynamo.testing import CompileCounter
 import jax_frontend
 import torch_frontend
 from attn_core import SpecError
-from attn_core.correctness.paged import append
+from attn_core.correctness.reference import append
 
 WIDTH, PAGES, PAGE_SIZE = 9, 20, 8
 SIZES = {"page_size": PAGE_SIZE, "num_heads": 6, "num_kv_heads": 2, "head_dim": 64, "value_dim": 64, "bound": 4}

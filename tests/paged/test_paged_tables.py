@@ -18,7 +18,7 @@ from attn_core.call.options import Options
 from attn_core.call.pages import PagedKV
 from attn_core.call.spec import DTYPES
 from attn_core.correctness import reference
-from attn_core.correctness.paged import append
+from attn_core.correctness.reference import append
 from attn_core.paged import arguments
 from attn_core.paged.allocation.allocator import UNUSED, PageAllocator
 from attn_core.paged.tables import check_offsets, check_slots, check_tables, slots_of

@@ -38,7 +38,7 @@ import jax_frontend
 import torch_frontend
 from attn_core import DeviceError, DTypeError, ShapeError, SpecError, explain, masks
 from attn_core.backends.math import backend as math_backend
-from attn_core.correctness.paged import gather_pages
+from attn_core.correctness.reference import gather_pages
 
 pytestmark = pytest.mark.sampled
 

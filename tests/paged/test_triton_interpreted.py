@@ -25,8 +25,8 @@ from attn_core.backends.shared.pages import pools
 from attn_core.backends.triton_splitkv import backend as triton_splitkv
 from attn_core.call import trailing_tokens
 from attn_core.call.tensors import PagedInputs
-from attn_core.context_parallel.on_torch import merge, merge_parts_triton, merge_triton
-from attn_core.correctness.paged import append
+from attn_core.context_parallel.on_torch import merge_parts_triton, merge_triton, tiles
+from attn_core.correctness.reference import append
 from attn_core.paged import triton_tables
 from torch_frontend.dispatch import offsets, triton_offsets
 from torch_frontend.paged.append import _append_on_cpu
@@ -565,7 +565,7 @@ def test_merge(layout: str, kind: str, rows: int) -> None:
     out[:, ::3], part[:, ::2] = 0, 0
     part = part.to(getattr(torch, kind))
     right, right_lse = out.clone(), lse.clone()
-    merge.merge(right, right_lse, part, part_lse)
+    tiles.merge(right, right_lse, part, part_lse)
     given = [spread(each, layout, axis) for each, axis in ((out, 1), (lse, 2), (part, 1), (part_lse, 2))]
     merge_triton.merge(*given)
     torch.testing.assert_close(given[0], right, rtol=1e-6, atol=1e-6)

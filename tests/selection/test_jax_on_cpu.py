@@ -9,7 +9,7 @@ import pytest
 
 from attn_core.call.spec import AttentionSpec
 from attn_core.selection import preference
-from attn_core.selection.jax_on_cpu import xla_is_faster
+from attn_core.selection.preference import xla_is_faster
 
 SMALL: dict[str, Any] = {"batch": 1, "q_len": 16, "kv_len": 16, "num_heads": 8, "num_kv_heads": 8}
 SPEC = AttentionSpec(**SMALL, head_dim=64, value_dim=64, dtype="float32")

@@ -1,4 +1,4 @@
-"""``merge.merge`` as one Triton kernel: reads every tensor once and writes the result once.
+"""``tiles.merge`` as one Triton kernel: reads every tensor once and writes the result once.
 
 This module imports triton, so it is imported only when a merge runs.
 """
@@ -73,7 +73,7 @@ def _merge(
 
 
 def merge(out: Any, lse: Any, part_out: Any, part_lse: Any) -> None:
-    """``merge.merge`` for float32 ``lse`` on a GPU; the last axis of ``out`` must be dense."""
+    """``tiles.merge`` for float32 ``lse`` on a GPU; the last axis of ``out`` must be dense."""
     part_out = part_out if part_out.stride(-1) == 1 else part_out.contiguous()
     batch, rows, heads, _ = out.shape
     # There is nothing to launch, and ``tl.arange`` takes no width of 0.

@@ -3,20 +3,26 @@
 Sequences share a page as long as none of them writes to it: a fork shares all pages of its parent. A sequence that is
 about to write to a shared page gets a copy of it (copy-on-write). ``extend`` returns the pages to copy, and the caller,
 who has the pool, copies them before it writes the new tokens.
+
+A sequence that ends leaves its recorded pages in the pool. They count as free, and are taken last: those that nobody
+used for the longest time first. Until then, a prompt that begins with the same tokens finds them, with their keys and
+values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from attn_core.call.kinds import check_hashable, check_kind, check_names
 from attn_core.call.seq_info import is_host_int
 from attn_core.errors import SpecError, shown
+from attn_core.paged.allocation.contents import Chain, check_is_tokens, pages_of_tokens
+from attn_core.paged.allocation.held_pages import HeldPages
 from attn_core.paged.allocation.held_pages import PoolFullError as PoolFullError
-from attn_core.paged.allocation.swapping import SwappedSequences
+from attn_core.paged.allocation.report import PrefixReport
 
 MOST_TOKENS = 2**31 - 1
 """The longest sequence: lengths are int32."""
@@ -32,7 +38,21 @@ class Copies(NamedTuple):
     target: tuple[int, ...] = ()
 
 
-class PageAllocator(SwappedSequences):
+class Match(NamedTuple):
+    """Pages with the beginning of a prompt.
+
+    Attributes:
+        tokens: the number of tokens in them, a multiple of the page size.
+        pages: the pages, in the order of the tokens.
+        cached: how many of them no sequence has. A sequence that starts on them takes that many of the free pages.
+    """
+
+    tokens: int
+    pages: tuple[int, ...]
+    cached: int
+
+
+class PageAllocator(HeldPages):
     """Assigns the pages of a pool to sequences.
 
     Args:
@@ -172,6 +192,150 @@ class PageAllocator(SwappedSequences):
         except BaseException:
             self._restore({name: None})
             raise
+
+    def swap_out(self, name: Hashable) -> tuple[int, ...]:
+        """Frees the pages of a sequence that continues later. The caller has copied their content elsewhere.
+
+        Returns:
+            The pages, in the order of the tokens. They are free now.
+
+        Raises:
+            SpecError: if the sequence shares a page: it would not become free.
+        """
+        self.check_unshared(name)
+        pages, length, salt = self.pages(name), self._lengths[name], self._chain(name).salt
+        try:
+            self.changes.note(name, "swapped out")  # first: a step must not take the pages for the sequence's own
+            self._swapped[name] = (length, salt)
+            del self._pages[name], self._lengths[name]
+            self._chains.pop(name, None)
+            for page in reversed(pages):
+                self._release(page)
+        except BaseException:
+            if name in self._swapped:
+                self._restore({name: None})
+            raise
+        return pages
+
+    def check_unshared(self, name: Hashable) -> None:
+        """Raises SpecError if a sequence shares pages with others, naming one of them."""
+        shared = {page for page in self._pages[self._known(name)] if self._holders[page] > 1}
+        if shared:
+            other = next(each for each, pages in self._pages.items() if each != name and shared.intersection(pages))
+            raise SpecError(
+                f"name={shown(name)}: expected a sequence that shares no page, but {len(shared)} of its "
+                f"{len(self._pages[name])} pages are shared, with {shown(other)} for one; free the others first"
+            )
+
+    def swap_in(self, name: Hashable) -> tuple[int, ...]:
+        """Takes pages for a sequence that is swapped out, and returns them in the order of its tokens.
+
+        The caller copies their content back, and then calls ``record`` if ``recorded`` had tokens before.
+
+        Raises:
+            SpecError: if no such sequence is swapped out. PoolFullError: if the pool has too few free pages.
+        """
+        self.check_swapped(name)
+        length, salt = swapped = self._swapped[name]
+        self._room_for(self._pages_for(length), name)
+        try:
+            self._pages[name] = [self._take() for _ in range(self._pages_for(length))]
+            self._lengths[name], self._chains[name] = length, Chain(salt)
+            self.changes.note(name, "swapped in")
+            del self._swapped[name]
+        except BaseException:
+            self._restore({name: None})
+            self._swapped[name] = swapped
+            raise
+        return self.pages(name)
+
+    def check_swapped(self, name: Hashable) -> None:
+        """Raises SpecError unless a sequence of this name is swapped out."""
+        check_hashable("name", name)
+        if name not in self._swapped:
+            raise SpecError(f"name={shown(name)}: expected the name of a sequence that is swapped out")
+
+    def match(self, tokens: Sequence[int], *, salt: Hashable = None) -> Match:
+        """Returns the pages that contain the beginning of these tokens. Changes nothing.
+
+        Args:
+            tokens: token ids, from the beginning of the text.
+            salt: stands for everything else that changes keys and values, such as the name of an adapter, or an image.
+                Only pages with an equal salt are found.
+
+        Raises:
+            SpecError: for a token that is no int, or a salt that is not hashable.
+        """
+        _, pages = self._find(tokens, salt, check_is_tokens(tokens) // self.page_size)
+        cached = sum(not self._holders[page] for page in pages)
+        return Match(len(pages) * self.page_size, tuple(pages), cached)
+
+    def allocate_matching(self, name: Hashable, tokens: Sequence[int], *, salt: Hashable = None) -> int:
+        """Starts a sequence on the pages that ``match`` finds, which it then shares, and returns their tokens.
+
+        The caller computes the other tokens of the prompt, at least the last one, because its logits choose the next
+        token. The sequence needs no free page for its beginning.
+
+        Args:
+            tokens, salt: as in ``match``. What ``record`` says of the sequence later has the same salt.
+
+        Raises:
+            SpecError: as ``match`` does, and if a sequence of that name exists.
+        """
+        self._check_new(name)
+        most = max(check_is_tokens(tokens) - 1, 0) // self.page_size
+        chain, pages = self._find(tokens, salt, most)
+        try:
+            self._pages[name] = pages
+            for page in pages:
+                self._idle.pop(page, None)
+                self._holders[page] += 1
+            self._lengths[name], self._chains[name] = len(pages) * self.page_size, chain
+            self.changes.note(name, "started")
+        except BaseException:
+            self._restore({name: None})
+            raise
+        self._hits += len(pages)
+        self._misses += most - len(pages)
+        return self._lengths[name]
+
+    def record(self, name: Hashable, tokens: Sequence[int]) -> None:
+        """Says which tokens a sequence contains, so that ``match`` finds its full pages.
+
+        Call it after the keys and values of these tokens are written in every layer, and before ``free``.
+
+        Args:
+            tokens: token ids from the beginning of the sequence, as far as they are written. Pages that are recorded
+                already are not read again, so a long list costs no more than its new part.
+
+        Raises:
+            SpecError: for more tokens than the sequence has, for a token that is no int, or for other tokens than those
+                that are recorded for a shared page.
+        """
+        length = self.length(name)
+        if (count := check_is_tokens(tokens)) > length:
+            raise SpecError(f"tokens: expected at most the {length} that {shown(name)} has, got {count}")
+        chain, pages = self._chain(name), self._pages[name]
+        contents = pages_of_tokens(tokens, self.page_size, chain.depth)
+        for page, content in zip(pages[chain.depth :], contents, strict=False):
+            chain = self._contents.add(chain, content, page)
+        self._chains[name] = chain  # last: a change that was interrupted can run again
+
+    def recorded(self, name: Hashable) -> tuple[int, ...]:
+        """Returns the tokens that ``record`` keeps of a sequence: those of its first full pages."""
+        return self._chain(self._known(name)).all_tokens()
+
+    def prefix_report(self) -> PrefixReport:
+        """Returns how many pages were found by their content, and which ones were evicted."""
+        cached = sum(page in self._contents for page in self._idle)
+        return PrefixReport(cached, self._hits, self._misses, self._evictions, tuple(self._evicted))
+
+    def _find(self, tokens: Any, salt: Hashable, most: int) -> tuple[Chain, list[int]]:
+        check_hashable("salt", salt)
+        return self._contents.find(salt, pages_of_tokens(tokens, self.page_size, stop=most))
+
+    def _chain(self, name: Hashable) -> Chain:
+        return self._chains.get(name) or Chain(None)
 
     def block_table(self, names: Sequence[Hashable], width: int | None = None) -> np.ndarray:
         """Returns int32 ``[len(names), width]``: each sequence's pages in order, then ``UNUSED``.

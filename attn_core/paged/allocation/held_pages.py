@@ -1,15 +1,78 @@
-"""HeldPages: the pages of a pool and the sequences that hold them. ``PageAllocator`` changes them."""
+"""HeldPages: the pages of a pool, the sequences that hold them, and the changes of both.
+
+``PageAllocator`` has the requests that change it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import NamedTuple
 
 from attn_core.call.kinds import check_hashable
 from attn_core.call.seq_info import is_host_int
 from attn_core.errors import SpecError, shown
-from attn_core.paged.allocation.changes import Changes
 from attn_core.paged.allocation.contents import Chain, PageContents
 from attn_core.paged.allocation.report import Occupancy, PoolReport
+
+
+class _Change(NamedTuple):
+    """The last change of a sequence; ``started`` and ``at`` are times, counted in changes of the pool."""
+
+    started: int
+    at: int
+    what: str
+
+
+class Changes:
+    """Counts the changes of a pool's sequences, so that a step can check that its tables are valid.
+
+    Attributes:
+        now: the number of changes so far.
+    """
+
+    def __init__(self) -> None:
+        self.now = 0
+        self._last: dict[Hashable, _Change] = {}
+
+    def note(self, name: Hashable, what: str) -> None:
+        """Records a change of a sequence; the first one is its start."""
+        self.now += 1
+        known = self._last.get(name)
+        self._last[name] = _Change(self.now if known is None else known.started, self.now, what)
+
+    def forget(self, name: Hashable) -> None:
+        """Records that a sequence was freed. A sequence started later under its name is a different one."""
+        self.now += 1  # so that ``since`` does not take its shortcut
+        self._last.pop(name, None)
+
+    def started(self, name: Hashable) -> int:
+        """Returns the time when a sequence started; 0 for one that does not exist."""
+        known = self._last.get(name)
+        return 0 if known is None else known.started
+
+    def undo_notes(self, names: Iterable[Hashable]) -> Callable[[], None]:
+        """Returns a function that forgets whatever is noted of these sequences after now."""
+        now, last = self.now, {name: self._last[name] for name in names}
+
+        def undo() -> None:
+            self._last.update(last)
+            self.now = now
+
+        return undo
+
+    def since(self, time: int, names: Iterable[Hashable]) -> tuple[Hashable, str] | None:
+        """Returns the first of these sequences that changed after ``time``, and how; None if none did."""
+        if time == self.now:  # the usual case in a model: nothing changed between the layers of a step
+            return None
+        for name in names:
+            change = self._last.get(name)
+            if change is None or change.started > time:
+                return name, "freed"
+            if change.at > time:
+                return name, change.what
+        return None
+
 
 MOST_PAGES = 2**31 - 1
 """Tables of pages, and positions in a page, are int32."""
@@ -47,6 +110,8 @@ class HeldPages:
         self._swapped: dict[
             Hashable, tuple[int, Hashable]
         ] = {}  # length and salt of sequences whose pages are elsewhere
+        self._hits = self._misses = self._evictions = 0
+        self._evicted: deque[int] = deque(maxlen=self.num_pages)
         self.changes = Changes()
 
     def __contains__(self, name: object) -> bool:
@@ -147,8 +212,13 @@ class HeldPages:
         return True
 
     def _evict(self) -> int:
-        """Takes one of the idle pages and forgets its content."""
-        raise NotImplementedError
+        """Takes the page that nobody has used for the longest time out of the idle ones."""
+        page = next(iter(self._idle))
+        if self._contents.forget(page):  # first: from now on it may get other content
+            self._evictions += 1
+            self._evicted.append(page)
+        del self._idle[page]
+        return page
 
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
