@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from attn_core.call.arguments import ArrayFacts
@@ -15,7 +15,31 @@ RANKS = (3, 4)
 """The axes of one part's output: packed ``[tokens, heads, dim]``, or dense ``[batch, q_len, heads, dim]``."""
 
 
-def parts_of(name: str, value: Any, ranks: tuple[int, ...]) -> list[Any]:
+def parts_of(
+    outs: Any, lses: Any, check: Callable[[str, Any], None], facts: Callable[[Any], ArrayFacts]
+) -> tuple[list[Any], list[Any]]:
+    """Returns the parts of the outputs and of the log-sum-exps, checked.
+
+    Args:
+        outs, lses: each a sequence of arrays, or one array with the parts along its first axis.
+        check: raises an error that names an argument unless it is an array of the frontend.
+        facts: of an array.
+
+    Raises:
+        ShapeError, DTypeError, DeviceError, SpecError: naming the part, its value and what was expected.
+    """
+    for name, value in (("outs", outs), ("lses", lses)):
+        if isinstance(value, list | tuple):
+            for number, array in enumerate(value):
+                check(f"{name}[{number}]", array)
+        else:
+            check(name, value)
+    parts, part_lses = _parts_of("outs", outs, (3, 4)), _parts_of("lses", lses, (2, 3))
+    _check_parts(list(map(facts, parts)), list(map(facts, part_lses)))
+    return parts, part_lses
+
+
+def _parts_of(name: str, value: Any, ranks: tuple[int, ...]) -> list[Any]:
     """Returns the parts of a sequence of arrays, or of one array with the parts along its first axis.
 
     Raises:
@@ -38,12 +62,8 @@ def parts_of(name: str, value: Any, ranks: tuple[int, ...]) -> list[Any]:
     return parts
 
 
-def check_parts(outs: Sequence[ArrayFacts], lses: Sequence[ArrayFacts]) -> None:
-    """Checks that all parts have one shape, dtype and device, and that each log-sum-exp is that of its output.
-
-    Raises:
-        ShapeError, DTypeError, DeviceError, SpecError: naming the part, its value and what was expected.
-    """
+def _check_parts(outs: Sequence[ArrayFacts], lses: Sequence[ArrayFacts]) -> None:
+    """Checks that all parts have one shape, dtype and device, and that each log-sum-exp is that of its output."""
     if len(outs) != len(lses):
         raise SpecError(f"lses: expected as many parts as outs, {len(outs)}, got {len(lses)}")
     first, first_lse = outs[0], lses[0]

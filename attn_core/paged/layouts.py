@@ -8,6 +8,7 @@ jax.experimental.pallas.ops.tpu.ragged_paged_attention and paged_attention of ja
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from attn_core.errors import ShapeError, SpecError, shown
@@ -44,8 +45,28 @@ class View(NamedTuple):
     order: tuple[int, ...]
 
 
-def view_of_pair(name: str, layout: Any, shape: tuple[int, ...]) -> View:
-    """Returns the view of ``k_pages``, or of ``v_pages``, in an array that has nothing else.
+def pages_of(
+    cache: Any, layout: Any, check: Callable[[str, Any], None], ordered: Callable[[Any, tuple[int, ...]], Any]
+) -> tuple[Any, Any]:
+    """Returns ``k_pages`` and ``v_pages`` of a frontend's ``pages_of``.
+
+    Args:
+        check: raises an error that names an argument unless it is an array of the frontend.
+        ordered: returns an array with its axes in this order.
+    """
+    if isinstance(cache, tuple | list) and len(cache) == 2:
+        pools = []
+        for name, pool in zip(("cache[0]", "cache[1]"), cache, strict=True):
+            check(name, pool)
+            pools.append(ordered(pool, _order_of_pair(name, layout, tuple(pool.shape))))
+        return pools[0], pools[1]
+    check("cache", cache)
+    keys, values = _views_of_one(layout, tuple(cache.shape))
+    return ordered(cache[keys.part], keys.order), ordered(cache[values.part], values.order)
+
+
+def _order_of_pair(name: str, layout: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the order of axes of ``k_pages``, or of ``v_pages``, in an array that has nothing else.
 
     Raises:
         SpecError: for a layout that has no such arrays. ShapeError: for a shape that is not of the layout.
@@ -55,10 +76,10 @@ def view_of_pair(name: str, layout: Any, shape: tuple[int, ...]) -> View:
         raise SpecError(f"layout={layout!r}: expected one array with keys and values, got two")
     if len(shape) != len(axes):
         raise ShapeError(f"{name}: expected {_text(axes)} for layout={layout!r}, got shape {list(shape)}")
-    return View((slice(None),), _order(axes))
+    return _order(axes)
 
 
-def views_of_one(layout: Any, shape: tuple[int, ...], name: str = "cache") -> tuple[View, View]:
+def _views_of_one(layout: Any, shape: tuple[int, ...]) -> tuple[View, View]:
     """Returns the views of ``k_pages`` and of ``v_pages`` in one array.
 
     Raises:
@@ -71,11 +92,11 @@ def views_of_one(layout: Any, shape: tuple[int, ...], name: str = "cache") -> tu
     fitting = [axes for axes in choices if _fits(axes, shape)]
     if not fitting:
         expected = " or ".join(map(_text, choices))
-        raise ShapeError(f"{name}: expected {expected} for layout={layout!r}, got shape {list(shape)}")
+        raise ShapeError(f"cache: expected {expected} for layout={layout!r}, got shape {list(shape)}")
     if len(fitting) > 1:
         raise ShapeError(
-            f"{name}: expected a shape that tells the pages from the keys and values, got {list(shape)}; pass "
-            f"layout='NHD' if the pages come first, or the pair ({name}[0], {name}[1])"
+            f"cache: expected a shape that tells the pages from the keys and values, got {list(shape)}; pass "
+            f"layout='NHD' if the pages come first, or the pair (cache[0], cache[1])"
         )
     (axes,) = fitting
     if MIXED in axes:

@@ -1,4 +1,7 @@
-"""Runs a backend's call on torch tensors that share the memory of XLA's buffers."""
+"""Runs a backend's call on torch tensors that share the memory of XLA's buffers.
+
+Apart from ``targets``, which has XLA's side of it: registered functions, tokens and threads.
+"""
 
 from __future__ import annotations
 

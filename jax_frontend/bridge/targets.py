@@ -10,6 +10,7 @@ does not keep longer strings alive, and numbers cost 16 bytes on every call).
 
 from __future__ import annotations
 
+import _thread
 import atexit
 import base64
 import ctypes
@@ -36,7 +37,6 @@ from jax_frontend.bridge import compiled_lane
 from jax_frontend.bridge.bridged_call import BridgedCall, BridgedStep, calls_of
 from jax_frontend.bridge.bridged_run import run_of
 from jax_frontend.bridge.forked import has_lost_threads
-from jax_frontend.bridge.interrupted import Interrupted
 
 TOKEN_LENGTH = 7
 _calls: dict[str, bytes] = {}
@@ -49,6 +49,22 @@ _callbacks: dict[str, Callable[[tuple[Any, ...]], None]] = {}
 """token -> function that runs the call on (operands, result buffers), built from ``_calls``; at most CALLBACKS."""
 CALLBACKS = 1024
 _making_room = free_in_children(threading.Lock())
+
+
+class Interrupted(BridgeError):
+    """The error that a callback raises instead of KeyboardInterrupt, which XLA would turn into an ordinary error.
+
+    XLA reads the message and drops the error object. Its ``__del__`` then interrupts the main thread, which raises
+    KeyboardInterrupt as soon as it runs Python code again: after the program that called back has failed. The
+    interruption cannot come sooner, because the Python code that builds the message would raise it, and it would be
+    lost.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("interrupted by Ctrl-C inside attention; KeyboardInterrupt follows")
+
+    # Written in C and called without self. A function in Python would raise KeyboardInterrupt itself.
+    __del__ = _thread.interrupt_main
 
 
 def run(call: BridgedCall, results: tuple[jax.ShapeDtypeStruct, ...], *operands: Any) -> tuple[Any, ...]:

@@ -1,18 +1,27 @@
-"""The primitive of a step that runs as one custom call, and how it is lowered; see ``step``."""
+"""The primitive of a step that runs as one custom call, and its lowerings. ``step`` decides which steps do.
+
+The call is a callback, or it runs operators of torch; see ``attn_core.context_parallel.on_torch.operators``.
+"""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 from attn_core.backends import kind_of
-from jax_frontend.bridge import targets
+from attn_core.backends.shared.programs import operator_recorder
+from attn_core.backends.shared.programs.kernel_programs import OPERATOR, Unrecordable
+from attn_core.context_parallel.on_torch import gradient_operators, operators
+from jax_frontend.bridge import compiled_lane, targets
 from jax_frontend.bridge.bridged_call import BridgedStep
-from jax_frontend.context_parallel import step_operators
+from jax_frontend.context_parallel import tiles
 from jax_frontend.dispatch import local_call, primitive_rules
 from jax_frontend.dispatch.ops import run_program
 from jax_frontend.dispatch.platforms import runs_on
@@ -21,6 +30,8 @@ try:  # jax.sharding.get_mesh returns the same, but raises an error while JAX tr
     from jax._src.mesh import get_concrete_mesh
 except ImportError:  # programs for GPUs then use branches
     get_concrete_mesh = None  # type: ignore[assignment]
+
+log = logging.getLogger("attn_core.compiled_lane")
 
 
 def _impl(
@@ -35,6 +46,56 @@ def _result_types(
     return list(branches.out_avals)
 
 
+def text_of(call: BridgedStep, operands: Sequence[Any]) -> str | None:
+    """Returns the operators of every device's part as one text, the same in every process, or None if it cannot.
+
+    Args:
+        operands: the types of the step's operands, without the part.
+    """
+    about = tuple((tuple(each.shape), str(each.dtype)) for each in operands)
+    how = operator_recorder.FAKE_DEVICE, call.overlaps_exchange
+    try:
+        compiled_lane.register_launches()
+        if call.gradient is not None:
+            texts = gradient_operators.texts(call.gradient, about, *how)
+        else:
+            texts = operators.texts(call.step, about[: 1 + call.step.key_arrays], *how)
+    except Unrecordable:
+        return None
+    except Exception as error:  # an interface that changed upstream can raise anything, and branches still work
+        log.warning("a step of (%s) runs in branches: %s: %s", call.spec, type(error).__name__, error)
+        return None
+    return operators.by_device({device: texts[part] for device, part in call.parts})
+
+
+def _attend(call: BridgedStep, text: str, results: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
+    """Returns out and lse: those of the tiles, by one custom call, merged into any earlier ones."""
+    q_and_keys, earlier = operands[: 1 + call.step.key_arrays], operands[1 + call.step.key_arrays :]
+    out_type, lse_type = results
+    like = [(out_type.shape, q_and_keys[0].dtype), (lse_type.shape, lse_type.dtype)]
+    launch = jax.ffi.ffi_call(OPERATOR, local_call.types_like(out_type, like))
+    part, part_lse = launch(*q_and_keys, *_offsets(call), operators=text)
+    if not earlier:
+        return [part.astype(out_type.dtype), part_lse]
+    out, lse = earlier
+    # A row without a tile was not written.
+    unseen = (part_lse == -jnp.inf).swapaxes(1, 2)[..., None]
+    return list(tiles.merge(out, lse, jnp.where(unseen, 0, part), part_lse))
+
+
+def _gradients(call: BridgedStep, text: str, results: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
+    """Returns dq, dk and dv by one custom call. dq of earlier steps, the last operand, is updated in place."""
+    assert call.gradient is not None
+    types = local_call.types_like(results[0], [(each.shape, each.dtype) for each in results])
+    aliases = {len(operands) - 1: 0} if call.gradient.with_dq else {}
+    launch = jax.ffi.ffi_call(OPERATOR, types, input_output_aliases=aliases)
+    return list(launch(*operands, *_offsets(call), operators=text))
+
+
+def _offsets(call: BridgedStep) -> list[Any]:
+    return list(map(jnp.asarray, operators.offsets(call.step)))
+
+
 def _evaluate_branches(*operands: Any, branches: ClosedJaxpr, **_: Any) -> list[Any]:
     return list(jaxpr_as_fun(branches)(*operands))
 
@@ -46,8 +107,14 @@ def _call_back(*operands: Any, call: BridgedStep, branches: ClosedJaxpr) -> list
     return list(targets.run_step(call, local_call.types_like(out, [*types, *scratch]), *operands))
 
 
+def run_operators(call: BridgedStep, text: str, results: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
+    """Returns a step's results, of the types ``results``; traceable."""
+    run = _attend if call.gradient is None else _gradients
+    return run(call, text, results, operands)
+
+
 def _run_operators(*operands: Any, call: BridgedStep, text: str, branches: ClosedJaxpr) -> list[Any]:
-    return step_operators.run(call, text, branches.out_avals, operands)
+    return run_operators(call, text, branches.out_avals, operands)
 
 
 _lower_branches = mlir.lower_fun(_evaluate_branches, multiple_results=True)
@@ -72,7 +139,7 @@ def _lower_for_gpu(ctx: Any, *operands: Any, call: BridgedStep, branches: Closed
     call = call._replace(parts=parts)
     if parts and callback:
         return _lower_callback(known, *operands[:-1], call=call, branches=branches)
-    text = step_operators.text_of(call, known.avals_in) if parts else None
+    text = text_of(call, known.avals_in) if parts else None
     if text is not None:
         return _lower_operators(known, *operands[:-1], call=call, text=text, branches=branches)
     return _lower_branches(ctx, *operands, call=call, branches=branches, **about)

@@ -1,7 +1,8 @@
 """Forward mode by a kernel: the primitive ``attn_jvp``, and the choice of the backend that computes a call's tangents.
 
 A call's results come from the backend of its plan. Its tangents come from one that claims forward mode, which
-``attn_core.selection.forward_mode`` chooses: a kernel that has a ``jvp``, or JAX's own operations.
+``attn_core.selection.forward_mode`` chooses: a kernel that has a ``jvp``, or JAX's own operations. Apart from
+``differentiable``, because it is a call of its own with another plan.
 """
 
 from __future__ import annotations

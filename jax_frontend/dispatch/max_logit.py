@@ -1,7 +1,8 @@
 """``return_max_logit``: the primitive ``attn_row_maximum``, a pass over q and k beside the kernel of the output.
 
 A backend whose forward has the row maxima at hand needs no pass (``ops.forward_with_maximum``). The backend of a pass
-is one that ``attn_core.selection.row_maximum`` chooses: XLA's operations, or on a GPU a Triton kernel.
+is one that ``attn_core.selection.row_maximum`` chooses: XLA's operations, or on a GPU a Triton kernel. Apart
+from ``differentiable``, because a pass is a call of its own with another plan.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The variables are those of Flax's own layers. A query stands at ``index + i`` and sees the keys up to there. Key ranges
 say so: they hide the places behind the new tokens, and need O(max_length) numbers where a mask needs a row per query.
-With ``invariant`` a length of the rows says so.
+With ``invariant`` a length of the rows says so. Apart from ``attend``, which has no cache.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""append_kv: writes the keys and values of new tokens into pages, for JAX arrays."""
+"""append_kv: writes the keys and values of new tokens into pages, for JAX arrays.
+
+Quantised pages get the numbers that ``attn_core.paged.quantised`` defines.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +11,41 @@ from typing import Any, Never
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from attn_core.backends.shared.in_jax.offsets import document_numbers
 from attn_core.backends.shared.in_jax.promotion import usual_promotion
 from attn_core.call.arguments import ArrayFacts
 from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
-from attn_core.paged import arguments
+from attn_core.paged import arguments, places, rotary
 from attn_core.paged.places import check_choice
+from attn_core.paged.quantised.numbers import (
+    HIGHEST_SCALE,
+    LARGEST,
+    OF_PAGES,
+    OF_TOKENS,
+    SMALLEST,
+    Quotient,
+    round_magnitude,
+)
+from attn_core.paged.quantised.scales import STORED
 from attn_core.paged.rotary import COS, SIN, pair_of
+from attn_core.paged.tables import positions_of
 from jax_frontend.dispatch import explicit_axes, plan
-from jax_frontend.paged.places import check_append_values, without_int64
-from jax_frontend.paged.quantise import write
 from jax_frontend.paged.rotary import rotate
-from jax_frontend.paged.tables import as_int32, check_kinds, check_page_scales, copy_numpy, numpy_as_int32
+from jax_frontend.paged.tables import (
+    as_int32,
+    check_kinds,
+    check_page_scales,
+    check_table_values,
+    copy_numpy,
+    is_on_host,
+    numpy_as_int32,
+)
 
 Array = jax.Array
+INFINITY = 0x7F800000
+"""The bits of float32's infinity."""
 
 
 @hide_unknown
@@ -104,6 +127,41 @@ def append_kv(
     return tuple(array for array in results if array is not None)
 
 
+def check_append_values(tokens: int, pool: tuple[int, ...], arrays: dict[str, Any]) -> None:
+    """Checks the values of the tables, slots and positions of an append that are on the host.
+
+    Args:
+        pool: the shape of k_pages.
+        arrays: by the names of the arguments; their shapes have been checked before.
+    """
+    slots, positions, cos = arrays["slot_mapping"], arrays["positions"], arrays[rotary.COS]
+    written: Any = slice(None)
+    if slots is not None:
+        if not is_on_host(slots):
+            return  # positions of tokens that are not written may be any
+        places.check_slot_values(np.asarray(slots), *pool[:2])
+        written = np.asarray(slots) >= 0
+    else:
+        table, lengths, cu = (arrays[name] for name in ("block_table", "seq_lens", "cu_seqlens_q"))
+        if not check_table_values(None, tokens, pool, table, lengths, cu, writes=True):
+            return
+        cu = None if cu is None else np.asarray(cu)
+        written = slice(tokens if cu is None else int(cu[-1]))
+        if cos is not None and positions is None:
+            places.check_lengths_have_angles(np.asarray(lengths), cu, cos.shape[0])
+            positions = positions_of(np.asarray(lengths), cu)
+    if positions is not None and is_on_host(positions):
+        rotary.check_position_values(np.asarray(positions)[written], cos.shape[0])
+
+
+def without_int64(slots: Any, page_size: int) -> Any:
+    """Returns slots in numpy as int32 ``[2, tokens]``, each slot's page and the offset in it; others as they are.
+
+    JAX may have no int64, and a pool may have more slots than int32 has numbers.
+    """
+    return jnp.array(places.pages_and_offsets(slots, page_size)) if isinstance(slots, np.ndarray) else slots
+
+
 def _append(*arguments: Any) -> Any:
     """Runs ``_written``. On a mesh with Explicit axes its results keep the types of the pools and scales."""
     *arrays, interleaved = arguments
@@ -143,12 +201,12 @@ def _written(
         # Nothing rounds a rotated key before it is quantised.
         dtype = k_pages.dtype if k_scales is None else jnp.float32
         k = rotate(k, cos, sin, position if positions is None else positions, interleaved, dtype)
-    # write skips pages past the end of the pool; a negative page would count from its end
+    # write_rows skips pages past the end of the pool; a negative page would count from its end
     has_page = (page >= 0) & (page < num_pages)
     page = jnp.where(has_page, page, num_pages)
     with usual_promotion():
-        k_pages, k_scales = write(k_pages, k_scales, (page, offset), k)
-        v_pages, v_scales = write(v_pages, v_scales, (page, offset), v)
+        k_pages, k_scales = write_rows(k_pages, k_scales, (page, offset), k)
+        v_pages, v_scales = write_rows(v_pages, v_scales, (page, offset), v)
     return k_pages, v_pages, k_scales, v_scales
 
 
@@ -165,6 +223,62 @@ def _places_of_tables(
     page = table[sequence, jnp.clip(position // page_size, 0, width - 1)]
     inside = owned & (position >= 0) & (position < width * page_size)
     return jnp.where(inside, page, -1), position % page_size, position
+
+
+def write_rows(pages: Array, scales: Array | None, places: tuple[Array, Array], rows: Array) -> tuple[Array, Any]:
+    """Returns (pages, scales) with rows ``[tokens, kv_heads, dim]`` at their pages and offsets, quantised if there are
+    scales. A page past the end of the pool is skipped."""
+    if scales is None:
+        return pages.at[places].set(rows, mode="drop"), None
+    dtype = STORED[str(pages.dtype)]
+    if scales.ndim == 3:
+        new, factors = token_scales(rows, dtype)
+        scales = scales.at[places].set(new, mode="drop")
+    else:
+        factors = page_factors(scales.at[places[0]].get(mode="fill", fill_value=1))
+    return pages.at[places].set(stored_numbers(rows, factors, dtype), mode="drop"), scales
+
+
+def token_scales(rows: Array, dtype: str) -> tuple[Array, Array]:
+    """Returns (scales, factors), float32 ``[tokens, kv_heads]``, of rows ``[tokens, kv_heads, dim]``."""
+    # Of the bits, because XLA's maximum of floats drops a NaN in some fusions.
+    bits = (lax.bitcast_convert_type(rows.astype(jnp.float32), jnp.int32) & 0x7FFFFFFF).max(-1)
+    finite = bits < INFINITY
+    magnitude = lax.bitcast_convert_type(jnp.where(finite, bits, 0), jnp.float32)
+    rounded, factors = _divide(jnp.maximum(magnitude, SMALLEST), OF_TOKENS[dtype])
+    scales = rounded * np.float32(1 / LARGEST[dtype])
+    return jnp.where(finite, scales, jnp.nan), jnp.where(finite, factors, 0)
+
+
+def page_factors(scales: Array) -> Array:
+    """Returns the factors of the caller's scales; 0 for a scale that is not positive and finite."""
+    bits = lax.bitcast_convert_type(scales, jnp.int32)
+    usable = (bits > 0) & (bits < INFINITY)  # XLA would compare a subnormal number as 0
+    safe = jnp.clip(jnp.where(usable, scales, 1), SMALLEST, HIGHEST_SCALE)
+    return jnp.where(usable, _divide(safe, OF_PAGES)[1], 0)
+
+
+def stored_numbers(rows: Array, factors: Array, dtype: str) -> Array:
+    """Returns what the pool stores, in the pool's dtype."""
+    factors = factors[..., None]
+    most = np.float32(LARGEST[dtype])
+    product = jnp.clip(jnp.where(factors == 0, 0, rows.astype(jnp.float32) * factors), -most, most)
+    if dtype == "float8_e4m3fn":
+        return product.astype(jnp.float8_e4m3fn)
+    stored = jnp.round(jnp.nan_to_num(product, nan=0)).astype(jnp.int8)  # half to even
+    if dtype == "int8":
+        return stored
+    low, high = jnp.split(lax.bitcast_convert_type(stored, jnp.uint8) & 15, 2, -1)
+    return low | (high << 4)
+
+
+def _divide(magnitude: Array, by: Quotient) -> tuple[Array, Array]:
+    """Returns (the rounded magnitudes, the factors)."""
+    bits = jnp.minimum(lax.bitcast_convert_type(magnitude, jnp.int32), by.most)
+    rounded, quotient = round_magnitude(bits, by)
+    exponents = (by.exponent - (rounded >> 23)) << 23
+    factors = lax.bitcast_convert_type(quotient.astype(jnp.float32), jnp.int32) + exponents
+    return lax.bitcast_convert_type(rounded, jnp.float32), lax.bitcast_convert_type(factors, jnp.float32)
 
 
 # Without donation every append would copy the pool. Scales by page are the caller's, and do not change.

@@ -16,29 +16,26 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from attn_core.call import cache_rows, checks
+from attn_core.call.arguments import ArrayFacts, Arrays
 from attn_core.call.cache_rows import CacheRows
 from attn_core.call.key_ranges import check_values
 from attn_core.call.options import ON_PAGES, PLAIN, Options, check_options, requested_names
+from attn_core.call.seq_info import SeqInfo
 from attn_core.call.tensors import Inputs
 from attn_core.errors import DTypeError, SpecError
-from attn_core.selection import Selection, override
-from attn_core.selection.dense_caches import read_pages
+from attn_core.expressions.tracing import TracedFunction
+from attn_core.selection import Selection, Target, override
+from attn_core.selection.dense_caches import read_pages, runs_packed
+from jax_frontend.bridge.bridged_call import BridgedCall
 from jax_frontend.dispatch import explicit_axes, plan, value_checks
 from jax_frontend.dispatch.split import Split
+from jax_frontend.dispatch.vmap import MappedCall
 from jax_frontend.paged.attention import paged_attention
-from jax_frontend.paged.cache_documents import are_documents, as_documents, shapes_of_documents
-from jax_frontend.paged.cache_ranges import (
-    Keywords,
-    Window,
-    as_ranges,
-    ranges,
-    rows_of,
-    split_of_rows,
-    with_ranges,
-)
 from jax_frontend.paged.explain import explain_paged
 
 Array = jax.Array
+Keywords = dict[str, Any]
+Window = tuple[int | None, int | None]
 
 
 class _Call(NamedTuple):
@@ -222,6 +219,158 @@ def _derivative(call: _Call, primals: Any, tangents: Any) -> tuple[Any, Any]:
         return jax.sharding.reshard(results, jax.tree.map(partial(NamedSharding, mesh), _specs(call, split)))
 
     return jax.jvp(run, ({name: arrays[name] for name in moving},), (moving,))  # type: ignore[return-value]
+
+
+def are_documents(qkv: tuple[Any, ...], rows: CacheRows, options: Keywords) -> bool:
+    """Returns whether a call in the form of pages runs as packed documents instead, see ``runs_packed``.
+
+    qkv: arrays or their shapes.
+    """
+    device = plan.device_name(qkv[0])
+    every = (*qkv, None, None, options["alibi_slopes"], options["sinks"])
+    facts = [None if a is None else ArrayFacts(tuple(a.shape), str(np.dtype(a.dtype)), device) for a in every]
+    names = requested_names(options["backend"]) or override.requested()
+    plain = check_options(Options(**{name: options[name] for name in PLAIN}))
+    return runs_packed(rows, Arrays(*facts), plain, Target.here("jax", device), names)  # type: ignore[arg-type]
+
+
+def as_documents(
+    q: Array, k: Array, v: Array, rows: CacheRows, options: Keywords
+) -> tuple[tuple[Array, ...], Keywords]:
+    """Returns the arrays and the keywords of ``attention`` for the same call on documents, see ``cache_rows``."""
+    (batch, count), kv_len = q.shape[:2], k.shape[1]
+    lengths, starts, _ = cache_rows.clamped(rows, kv_len, k.shape[0])
+    first = jnp.arange(0, batch * kv_len, kv_len, dtype=jnp.int32)
+    ends = first + (kv_len if lengths is None else lengths)
+    edges = jnp.stack((first if starts is None else first + starts, ends), 1).reshape(-1)
+    keys = jnp.concatenate((first[:1], edges, first[-1:] + kv_len))
+    queries = jnp.repeat(jnp.arange(0, batch * count + 1, count, dtype=jnp.int32), 2)
+    longest = kv_len if starts is None else 2 * kv_len
+    dropped = ("layout", *cache_rows.EXCLUDED)
+    others = {name: value for name, value in options.items() if name not in dropped}
+    arrays = tuple([each.reshape(-1, *each.shape[2:]) for each in (q, k[:batch], v[:batch])])
+    return arrays, others | {"seq_info": SeqInfo(queries, keys, count, longest)}
+
+
+def shapes_of_documents(qkv: tuple[Any, ...], rows: CacheRows, options: Keywords) -> tuple[tuple[Any, ...], Keywords]:
+    """Returns ``as_documents`` of arrays or their shapes, with shapes in place of arrays."""
+    plain = {name: options[name] for name in (*PLAIN, "sinks", "alibi_slopes", "backend")}
+
+    def arrays_of(q: Array, k: Array, v: Array, rows: CacheRows) -> tuple[Any, ...]:
+        documents, others = as_documents(q, k, v, rows, plain)
+        return *documents, others["seq_info"].cu_seqlens_q, others["seq_info"].cu_seqlens_k
+
+    q, k, v, queries, keys = jax.eval_shape(arrays_of, *qkv, rows)
+    return (q, k, v), plain | {"seq_info": SeqInfo(queries, keys, qkv[0].shape[1], 2 * qkv[1].shape[1])}
+
+
+def split_of_rows(arrays: dict[str, Array]) -> tuple[Any, Split] | None:
+    """Returns the mesh with Explicit axes and how it splits the call, as it would split a dense one; or None.
+
+    arrays: q, k, v, the rows, and others that the call has, by name.
+    """
+    mesh = explicit_axes.explicit_mesh(arrays)
+    if mesh is None:
+        return None
+    q, *kv = (arrays[name] for name in "qkv")
+    rows = [jax.ShapeDtypeStruct((q.shape[0], *each.shape[1:]), each.dtype) for each in kv]
+    device = plan.device_name(q)
+    spec = plan.spec(plan.metadata(Inputs(q, *rows)), device, check_options(Options()), False, False)
+    call = MappedCall(BridgedCall("forward", "", device, spec, tuple(arrays)))
+    return mesh, explicit_axes.split_on(mesh, call, list(arrays.values()))
+
+
+def as_ranges(
+    qkv: tuple[Any, ...], rows: CacheRows, window: Window, options: Keywords
+) -> tuple[tuple[Any, ...], Keywords]:
+    """Returns the arrays and the keywords of ``attention`` for the same call with key ranges."""
+    theirs = options["key_ranges"]
+    theirs = None if theirs is None else plan.ranges_as_array(theirs)
+    key_ranges, k, v = ranges(qkv, rows, theirs, window=window, options=options)
+    return with_ranges(qkv[0], k, v, rows, key_ranges, options)
+
+
+def rows_of(arrays: dict[str, Array]) -> CacheRows:
+    """Returns the rows among the arrays of a call."""
+    return CacheRows(*(arrays.get(name) for name in CacheRows._fields))
+
+
+def ranges(
+    qkv: tuple[Any, ...], rows: CacheRows, theirs: Any, *, window: Window, options: Keywords
+) -> tuple[Array, Array, Array]:
+    """Returns the key ranges of the call, and k and v as ``[batch, kv_len, ...]`` with 0 outside of each row.
+
+    theirs: the caller's key ranges, or None.
+    """
+    q, k, v = qkv
+    rows = cache_rows.clamped(rows, k.shape[1], k.shape[0])
+    arrays = {"q": q, "k": k, "v": v, **rows._asdict(), "key_ranges": theirs}
+    arrays = {name: array for name, array in arrays.items() if array is not None}
+    run: Callable[..., Any] = partial(_visible, (q.shape[1], k.shape[1]), window, options)
+    on_mesh = split_of_rows(arrays)
+    if on_mesh is not None:
+        mesh, split = on_mesh
+        heads = "one" if theirs is None or theirs.shape[1] == 1 else "kv_heads"
+        specs = split.spec(("batch", heads, "keys", "ranges", "ends")), split.spec(("batch", "keys"))
+        run = explicit_axes.as_auto(run, mesh, specs)
+    key_ranges, inside = run({name: array for name, array in arrays.items() if name not in "qkv"})
+    if rows.cache_index is not None:
+        read = _rows_read
+        if on_mesh is not None:
+            out = NamedSharding(mesh, split.spec(("batch", "keys", "kv_heads", "dim")))
+            # Recomputed, because JAX cannot hand an index of Auto axes from a jitted function to its eager gradient.
+            read = jax.checkpoint(partial(_rows_read, out=out))
+        k, v = read(k, rows.cache_index), read(v, rows.cache_index)
+    return key_ranges, _within(inside, k), _within(inside, v)
+
+
+def _rows_read(cache: Array, index: Array, out: Any = None) -> Array:
+    return cache.at[index].get(out_sharding=out)
+
+
+def _visible(
+    lengths: tuple[int, int], window: Window, options: Keywords, arrays: dict[str, Array]
+) -> tuple[Array, Array]:
+    """Returns the key ranges of a call, and which keys belong to each row, bool ``[batch, kv_len]``."""
+    rows, theirs = rows_of(arrays), arrays.get("key_ranges")
+    edges = window[0], 0 if options["causal"] else window[1]
+    key = jnp.arange(lengths[1], dtype=jnp.int32)
+    start, stop, inside = cache_rows.queries_of_keys(key, rows, lengths, edges, options["alignment"] == "top_left")
+    start, stop = start[:, None, :, None], stop[:, None, :, None]  # [batch, 1, kv_len, 1]
+    if theirs is not None:
+        start, stop = jnp.maximum(start, theirs[..., 0]), jnp.minimum(stop, theirs[..., 1])
+        stop = jnp.maximum(start, stop)
+    return jnp.stack((start, stop), -1), inside
+
+
+def _within(inside: Array, array: Array) -> Array:
+    """Returns keys or values with 0 outside of each row."""
+    inside = explicit_axes.split_as(inside, array)  # as ``where`` demands
+    return jnp.where(inside[:, :, None, None], array, jnp.zeros((), array.dtype))
+
+
+def with_ranges(
+    q: Any, k: Any, v: Any, rows: CacheRows, key_ranges: Any, options: Keywords
+) -> tuple[tuple[Any, ...], Keywords]:
+    """Returns the arrays and the keywords of ``attention`` for the same call with these key ranges."""
+    changed: Keywords = {"key_ranges": key_ranges, "causal": False, "window": None}
+    slopes = options["alibi_slopes"]
+    if slopes is not None and options["alignment"] == "bottom_right":
+        offsets = partial(_offsets, q.shape[1], k.shape[1], q.shape[0])
+        dtype = jnp.promote_types(q.dtype, jnp.float32)
+        if all(array is None or isinstance(array, jax.Array) for array in (slopes, rows.kv_lengths)):
+            arrays = jax.lax.stop_gradient(slopes.astype(dtype)), offsets(rows.kv_lengths)
+        else:
+            arrays = jax.ShapeDtypeStruct(slopes.shape, dtype), jax.eval_shape(offsets, rows.kv_lengths)
+        function = TracedFunction(cache_rows.slopes_of_rows(slopes.ndim), arrays)
+        changed |= {"alibi_slopes": None, "score_mod": function}
+    return (q, k, v), options | changed
+
+
+def _offsets(q_len: Any, kv_len: Any, batch: Any, kv_lengths: Any) -> Array:
+    """Returns the key at which the first query of each row stands."""
+    lengths = jnp.full((batch,), kv_len, jnp.int32) if kv_lengths is None else jnp.clip(kv_lengths, 0, kv_len)
+    return lengths - q_len
 
 
 _jit_from_pages = jax.jit(_from_pages, static_argnums=0, inline=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 
-from attn_core.paged.layouts import view_of_pair, views_of_one
+from attn_core.paged import layouts
 from jax_frontend.dispatch import plan
 
 Array = jax.Array
@@ -37,13 +37,8 @@ def pages_of(cache: Array | tuple[Array, Array], layout: str) -> tuple[Array, Ar
         ShapeError: for a shape that is not of the layout, or that fits two orders of the axes.
         TypeError: for a cache that is neither an array nor a pair of arrays.
     """
-    if isinstance(cache, tuple | list) and len(cache) == 2:
-        pools = []
-        for name, pool in zip(("cache[0]", "cache[1]"), cache, strict=True):
-            plan.check_array(name, pool)
-            order = view_of_pair(name, layout, tuple(pool.shape)).order
-            pools.append(pool if order == (0, 1, 2, 3) else pool.transpose(order))
-        return pools[0], pools[1]
-    plan.check_array("cache", cache)
-    keys, values = views_of_one(layout, tuple(cache.shape))  # type: ignore[union-attr]
-    return cache[keys.part].transpose(keys.order), cache[values.part].transpose(values.order)  # type: ignore[call-overload, union-attr]
+    return layouts.pages_of(cache, layout, plan.check_array, _ordered)
+
+
+def _ordered(pool: Array, order: tuple[int, ...]) -> Array:
+    return pool if order == (0, 1, 2, 3) else pool.transpose(order)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from attn_core.call.arguments import ArrayFacts
-from attn_core.call.partial_results import check_parts, parts_of
+from attn_core.call.partial_results import parts_of
 from jax_frontend.dispatch import plan
 
 Array = jax.Array
@@ -37,20 +37,12 @@ def merge_states(outs: Sequence[Array] | Array, lses: Sequence[Array] | Array) -
 
     Source: Milakov and Gimelshein 2018, "Online normalizer calculation for softmax".
     """
-    for name, value in (("outs", outs), ("lses", lses)):
-        if isinstance(value, list | tuple):
-            for number, array in enumerate(value):
-                plan.check_array(f"{name}[{number}]", array)
-        else:
-            plan.check_array(name, value)
-    parts, part_lses = parts_of("outs", outs, (3, 4)), parts_of("lses", lses, (2, 3))
-    check_parts(
-        *(
-            [ArrayFacts(tuple(each.shape), str(each.dtype), plan.device_name(each)) for each in arrays]
-            for arrays in (parts, part_lses)
-        )
-    )
+    parts, part_lses = parts_of(outs, lses, plan.check_array, _facts)
     return _merge(tuple(parts), tuple(part_lses))  # type: ignore[no-any-return]
+
+
+def _facts(part: Array) -> ArrayFacts:
+    return ArrayFacts(tuple(part.shape), str(part.dtype), plan.device_name(part))
 
 
 @jax.jit

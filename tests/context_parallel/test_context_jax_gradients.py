@@ -28,7 +28,7 @@ from attn_core.context_parallel.on_torch import gradient_operators, operators
 from attn_core.context_parallel.on_torch.gradient_operators import GradientStep
 from jax_frontend import shard_sequence
 from jax_frontend.bridge.bridged_call import BridgedStep
-from jax_frontend.context_parallel import step, step_operators, step_primitive, tiles
+from jax_frontend.context_parallel import step, step_primitive, tiles
 from jax_frontend.context_parallel.attention import context_parallel_attention
 from jax_frontend.context_parallel.tiles import PartTiles, TileContext, WholeRows
 
@@ -107,7 +107,7 @@ def test_each_device_computes_the_gradients_of_its_part(library: Path, name: str
         )
         call = BridgedStep(step_call, "cpu", False, gradient=form)
         run = jax.jit(
-            lambda *arrays, text=text, call=call: step_operators.run(
+            lambda *arrays, text=text, call=call: step_primitive.run_operators(
                 call, operators.by_device({0: text}), types, arrays
             )
         )

@@ -20,8 +20,8 @@ from attn_core.context_parallel.call import build_call
 from attn_core.context_parallel.on_torch.places import Places
 from attn_core.context_parallel.on_torch.rows import Total
 from torch_frontend.context_parallel import backward, forward
-from torch_frontend.context_parallel.exchange import messages
-from torch_frontend.context_parallel.exchange.messages import Outgoing
+from torch_frontend.context_parallel.exchange import exchanges
+from torch_frontend.context_parallel.exchange.exchanges import Outgoing
 from torch_frontend.context_parallel.mesh import SINGLE_RANK, RankAxis
 from torch_frontend.context_parallel.prepare import RankPlan, build_rank_plan
 
@@ -165,7 +165,7 @@ def run_rank(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(Outgoing, "hop", send)
     monkeypatch.setattr(Outgoing, "deal_to_others", send)
     monkeypatch.setattr(
-        messages, "gather", lambda axis, tensors: [each.repeat(axis.size, 1, 1, 1).view(-1) for each in tensors]
+        exchanges, "gather_flat", lambda axis, tensors: [each.repeat(axis.size, 1, 1, 1).view(-1) for each in tensors]
     )
 
     def run(plan: RankPlan, *, into: bool = False, **fields: Any) -> Run:

@@ -20,7 +20,7 @@ from attn_core.context_parallel.on_torch import two_streams
 from attn_core.context_parallel.on_torch.two_streams import TwoStreams
 from torch_frontend.context_parallel import backward, forward
 from torch_frontend.context_parallel.exchange import exchanges
-from torch_frontend.context_parallel.exchange.messages import Outgoing
+from torch_frontend.context_parallel.exchange.exchanges import Outgoing
 from torch_frontend.context_parallel.mesh import SINGLE_RANK, RankAxis
 from torch_frontend.context_parallel.prepare import RankPlan, build_rank_plan
 from torch_frontend.dispatch.plan import device_name

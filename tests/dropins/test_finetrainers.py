@@ -50,7 +50,7 @@ from attn_core import NoBackendError, SpecError, Target
 from attn_core.dropins import finetrainers
 from torch_frontend import explain, use_backend
 from torch_frontend.finetrainers import AttentionProvider, attention_dispatch, attention_provider, list_providers
-from torch_frontend.finetrainers.key_masks import kept_documents
+from torch_frontend.finetrainers.call import kept_documents
 
 TORCH_ATTENTION = torch._C._nn.scaled_dot_product_attention
 WORDS = tuple(provider.value for provider in AttentionProvider)

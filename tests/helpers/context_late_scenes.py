@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torch_frontend import attention
 from torch_frontend.context_parallel import backward, forward
-from torch_frontend.context_parallel.agreement import meeting, stand_in, watcher
+from torch_frontend.context_parallel.agreement import calls, meeting, watcher
 from torch_frontend.context_parallel.attention import context_parallel_attention, shard_sequence
 
 PATIENCE = 6.0
@@ -138,7 +138,7 @@ def asynchronous(stream: Stream, gate: Gate, case: Late) -> Iterator[None]:  # n
 
     def start_forward(plan: Any, q: Any, k: Any, v: Any, sinks: Any, *, with_lse: bool, keep: bool) -> Any:
         out = q.new_full((*q.shape[:3], v.shape[3]), 7.0)
-        saved = stand_in._residuals(plan, q, k, v) if keep else None
+        saved = calls._residuals(plan, q, k, v) if keep else None
 
         def work() -> None:
             (actual,), residuals = real_forward(plan, q, k, v, sinks, with_lse=with_lse, keep=keep)

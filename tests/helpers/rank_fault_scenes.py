@@ -18,7 +18,7 @@ from context_torch_worker import mesh_of
 
 from torch_frontend import attention
 from torch_frontend.context_parallel.attention import context_parallel_attention, shard_sequence
-from torch_frontend.context_parallel.exchange import messages
+from torch_frontend.context_parallel.exchange import exchanges
 
 TIMEOUT = 4.0
 """Of the process groups, in seconds."""
@@ -63,7 +63,7 @@ def fault(how: str) -> tuple[Any, float]:
 
 def start(how: str) -> None:
     """Prepares the fault of this rank, which happens at its next message."""
-    collectives: Any = messages.collectives
+    collectives: Any = exchanges.collectives
 
     class FaultyCollectives:
         def __getattr__(self, name: str) -> Any:
@@ -74,7 +74,7 @@ def start(how: str) -> None:
                 os.kill(os.getpid(), signal.SIGSTOP)
             return getattr(collectives, name)
 
-    messages.collectives = FaultyCollectives()  # type: ignore[assignment]
+    exchanges.collectives = FaultyCollectives()  # type: ignore[assignment]
     if how == "is late":
         time.sleep(TIMEOUT / 3)
 

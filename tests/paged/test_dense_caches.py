@@ -452,7 +452,7 @@ def test_many_queries_may_run_as_documents(
     framework: str, starts: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More queries than some rows have keys, a row without keys, and a cache with more rows than the call."""
-    form = import_module(f"{framework}_frontend.paged.cache_documents")
+    form = import_module(f"{framework}_frontend.paged.dense_caches")
     calls = []
     monkeypatch.setattr(form, "runs_packed", lambda *facts: calls.append(facts) or True)
     if framework == "torch":

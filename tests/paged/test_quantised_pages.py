@@ -22,8 +22,8 @@ from attn_core import DTypeError, ShapeError, SpecError, Target, explain
 from attn_core.backends import load, names
 from attn_core.call.pages import BITS, PagedKV, bytes_in_layer
 from attn_core.paged.quantised import numbers as quantised
-from jax_frontend.paged import quantise as jax_quantise
-from torch_frontend.paged import quantise as torch_quantise
+from jax_frontend.paged import append as jax_append
+from torch_frontend.paged import append as torch_append
 
 pytestmark = pytest.mark.sampled
 
@@ -171,12 +171,12 @@ def bits(array: Any) -> np.ndarray:
 
 @pytest.mark.parametrize("by", ["token", "page"])
 @pytest.mark.parametrize("dtype", BITS)
-def test_numpy_torch_and_jax_quantise_to_the_same_bits(dtype: str, by: str) -> None:
+def test_numpy_torch_and_jax_append_to_the_same_bits(dtype: str, by: str) -> None:
     rows = rows_to_quantise(5)
     if by == "token":
         scales, factors = quantised.token_scales(rows, dtype)
-        others = torch_quantise.token_scales(torch.from_numpy(rows), dtype)
-        programs = jax.jit(lambda rows: jax_quantise.token_scales(rows, dtype))(rows)
+        others = torch_append.token_scales(torch.from_numpy(rows), dtype)
+        programs = jax.jit(lambda rows: jax_append.token_scales(rows, dtype))(rows)
         for one, other, third in zip((scales, factors), others, programs, strict=True):
             np.testing.assert_array_equal(bits(one), bits(other))
             np.testing.assert_array_equal(bits(one), bits(third))
@@ -187,10 +187,10 @@ def test_numpy_torch_and_jax_quantise_to_the_same_bits(dtype: str, by: str) -> N
         rows = np.where(np.abs(rows) > 1e30, rows, random.standard_normal(rows.shape) * scales[..., None] * 200)
         rows = rows.astype(np.float32)
         factors = quantised.page_factors(scales)
-        np.testing.assert_array_equal(bits(factors), bits(torch_quantise.page_factors(torch.from_numpy(scales))))
-        np.testing.assert_array_equal(bits(factors), bits(jax.jit(jax_quantise.page_factors)(scales)))
-    ours = torch_quantise.stored_numbers(torch.from_numpy(rows), torch.from_numpy(factors), dtype)
-    theirs = jax.jit(lambda rows, factors: jax_quantise.stored_numbers(rows, factors, dtype))(rows, factors)
+        np.testing.assert_array_equal(bits(factors), bits(torch_append.page_factors(torch.from_numpy(scales))))
+        np.testing.assert_array_equal(bits(factors), bits(jax.jit(jax_append.page_factors)(scales)))
+    ours = torch_append.stored_numbers(torch.from_numpy(rows), torch.from_numpy(factors), dtype)
+    theirs = jax.jit(lambda rows, factors: jax_append.stored_numbers(rows, factors, dtype))(rows, factors)
     np.testing.assert_array_equal(bits(ours), bits(theirs))
     expected = quantised.stored_numbers(rows, factors, dtype)
     if dtype == "float8_e4m3fn":

@@ -13,7 +13,6 @@ from frameworks import BOTH, EVERYWHERE, JAX, TORCH_ON_GPU, Framework, as_numpy
 
 from attn_core import PoolFullError, SpecError
 from jax_frontend.paged import cache as jax_cache
-from jax_frontend.paged import host_memory
 
 pytestmark = pytest.mark.sampled
 
@@ -263,18 +262,18 @@ def test_pools_of_jax_stay_uncommitted_and_committed_ones_stay_where_they_are() 
 
 def test_jax_compiles_for_powers_of_two() -> None:
     cache = cache_of(JAX, pages=40)
-    host_memory._put_pages.clear_cache()
+    jax_cache._put_pages.clear_cache()
     for tokens in range(1, 33):
         cache.add(tokens)
         cache.step([tokens], [tokens])
         cache.swap_out(tokens)
         cache.swap_in(tokens)
         cache.free(tokens)
-    assert host_memory._put_pages._cache_size() <= 2 * 4, "keys and values; 1, 2, 4 and 8 pages"
+    assert jax_cache._put_pages._cache_size() <= 2 * 4, "keys and values; 1, 2, 4 and 8 pages"
 
 
 def test_a_device_of_jax_without_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_memory, "PINNED", "a kind that no device has")
+    monkeypatch.setattr(jax_cache, "PINNED", "a kind that no device has")
     cache = cache_of(JAX)
     cache.add("a")
     write(JAX, cache, "a", 7)

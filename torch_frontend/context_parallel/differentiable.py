@@ -1,7 +1,7 @@
 """A context-parallel call with its derivative: an autograd function, and two ops for torch.compile.
 
 Eager calls save the kernels' operands. torch.compile sees two opaque ops, which take the request as plain arguments;
-their backward exchanges heads again.
+their backward exchanges heads again. Apart from the public functions, which check arguments and build the request.
 """
 
 from __future__ import annotations

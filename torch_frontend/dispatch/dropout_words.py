@@ -1,4 +1,4 @@
-"""Draws the two seed words of a call with dropout."""
+"""Draws the two seed words of a call with dropout. Apart from the call, because it defines operators for compilers."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from attn_core.paged.layouts import view_of_pair, views_of_one
+from attn_core.paged import layouts
 from torch_frontend.dispatch.plan import check_tensor
 
 Tensor = torch.Tensor
@@ -35,12 +35,4 @@ def pages_of(cache: Tensor | tuple[Tensor, Tensor], layout: str) -> tuple[Tensor
         ShapeError: for a shape that is not of the layout, or that fits two orders of the axes.
         TypeError: for a cache that is neither a tensor nor a pair of tensors.
     """
-    if isinstance(cache, tuple | list) and len(cache) == 2:
-        pools = []
-        for name, pool in zip(("cache[0]", "cache[1]"), cache, strict=True):
-            check_tensor(name, pool)
-            pools.append(pool.permute(view_of_pair(name, layout, tuple(pool.shape)).order))
-        return pools[0], pools[1]
-    check_tensor("cache", cache)
-    keys, values = views_of_one(layout, tuple(cache.shape))  # type: ignore[union-attr]
-    return cache[keys.part].permute(keys.order), cache[values.part].permute(values.order)  # type: ignore[call-overload, union-attr]
+    return layouts.pages_of(cache, layout, check_tensor, Tensor.permute)

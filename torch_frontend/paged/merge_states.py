@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from attn_core.backends.shared.programs.triton import has_triton
-from attn_core.call.partial_results import check_parts, parts_of
+from attn_core.call.partial_results import parts_of
 from torch_frontend.dispatch.plan import check_tensor, facts
 from torch_frontend.dispatch.transforms import is_one_op
 from torch_frontend.dispatch.wrappers import on_device
@@ -38,14 +38,7 @@ def merge_states(outs: Sequence[Tensor] | Tensor, lses: Sequence[Tensor] | Tenso
 
     Source: Milakov and Gimelshein 2018, "Online normalizer calculation for softmax".
     """
-    for name, value in (("outs", outs), ("lses", lses)):
-        if isinstance(value, list | tuple):
-            for number, tensor in enumerate(value):
-                check_tensor(f"{name}[{number}]", tensor)
-        else:
-            check_tensor(name, value)
-    parts, part_lses = parts_of("outs", outs, (3, 4)), parts_of("lses", lses, (2, 3))
-    check_parts(*([facts(each.shape, each.dtype, each.device) for each in tensors] for tensors in (parts, part_lses)))
+    parts, part_lses = parts_of(outs, lses, check_tensor, lambda part: facts(part.shape, part.dtype, part.device))
     packed = parts[0].dim() == 3
     if packed:  # as one row of a batch
         parts, part_lses = [out[None] for out in parts], [lse[None] for lse in part_lses]

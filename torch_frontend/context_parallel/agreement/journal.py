@@ -2,6 +2,7 @@
 
 Calls that were compared before are not compared again, because that would cost time. The watchers of the ranks compare
 afterwards instead: each writes a digest of all its exchanges into the store, and reads that of the next rank.
+Apart from ``meeting``, which compares calls before they run.
 """
 
 from __future__ import annotations

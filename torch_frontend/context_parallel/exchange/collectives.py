@@ -1,4 +1,4 @@
-"""Calls torch's functional collectives below autograd.
+"""Calls torch's functional collectives below autograd. Apart from the exchanges, so that tests can make one fail.
 
 torch registers their derivatives in Python, which costs time without a gradient, too: on one CPU core, about 25 of the
 60 microseconds of a collective. Context parallelism has a derivative of its own and needs no other.
