@@ -26,9 +26,6 @@ from attn_core.selection.explanation_text import wrapped
 @takes_spec
 def compare(
     options: SpecOptions,
-    gradients: Annotated[
-        bool, typer.Option("--gradients", help="Compare gradients as well. The same as --backward.")
-    ] = False,
     device: Annotated[str, typer.Option(help="cpu, or cuda (the GPU here).")] = "cpu",
     time: Annotated[
         bool, typer.Option("--time", help="Time the backends in turns, forward and training, instead of errors.")
@@ -38,7 +35,7 @@ def compare(
     everything: Annotated[bool, typer.Option("--all", help="Show why the others cannot run the call.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Run one call on every backend in torch and JAX, and compare errors, bits and times.
+    """Run one call on every backend in torch and JAX, and compare errors, bits and times; --backward: gradients, too.
 
     Errors are measured against a float64 reference. "of the bound" is the largest error over the allowed error. "bits"
     says whether torch and JAX have equal results.
@@ -50,7 +47,7 @@ def compare(
     Exit code: 0 if every backend that ran is right; 1 if one is wrong or none ran; 2 for invalid options.
     """
     device = _device_here(device)
-    trial = _trial(options, gradients or time, device, seed, short=not time)
+    trial = _trial(options, device, seed, time)
     console = Console()
     if time:
         try:
@@ -76,15 +73,15 @@ def compare(
         raise typer.Exit(1)
 
 
-def _trial(options: SpecOptions, gradients: bool, device: str, seed: int, short: bool) -> Trial:
+def _trial(options: SpecOptions, device: str, seed: int, time: bool) -> Trial:
     if options.dropout:
         raise SpecError(
             f"--dropout={options.dropout}: expected 0, because each framework draws its own seed and results differ"
         )
     usual = defaults_on(device)
     # The float64 reference runs on the CPU.
-    options = options.filled(usual._replace(length=ON_CPU.length) if short else usual)
-    trial = draw(options.spec(device, needs_backward=gradients), options.seq_info(), seed)
+    options = options.filled(usual if time else usual._replace(length=ON_CPU.length))
+    trial = draw(options.spec(device, needs_backward=time), options.seq_info(), seed)
     return trial._replace(inputs=trial.inputs._replace(key_ranges=options.ranges()))
 
 

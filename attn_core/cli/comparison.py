@@ -166,4 +166,4 @@ def timed(
     names = [*names, *(module.own_functions(trial.spec, device) if beside else ())]
     calls: AbstractContextManager[Calls] = module.timed_calls(trial, device)
     with calls as call:
-        return measure(call, names, rounds).entries
+        return measure(call, names, rounds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -11,6 +12,7 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 import numpy as np
 import typer
 
+from attn_core import masks
 from attn_core.backends.shared.device_kinds import half_dtype
 from attn_core.call.arguments import ArrayFacts, Arrays, build_spec
 from attn_core.call.key_ranges import check_values
@@ -19,7 +21,6 @@ from attn_core.call.options import Options, check_options
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.spec import AttentionSpec
 from attn_core.cli.complaint import complain, in_options
-from attn_core.cli.key_ranges import key_ranges_of
 from attn_core.errors import SpecError
 
 SHAPE, CHOICE, DOCUMENTS = "Shapes", "Attention options", "Packed documents"
@@ -138,7 +139,7 @@ class SpecOptions:
 
     def ranges(self) -> np.ndarray | None:
         """Returns the key ranges, or None. Raises SpecError if the text is no call of a constructor."""
-        return None if self.key_ranges is None else key_ranges_of(self.key_ranges)
+        return None if self.key_ranges is None else _key_ranges(self.key_ranges)
 
     def _even_documents(self, documents: int) -> SeqInfo:
         if documents < 1:
@@ -256,3 +257,24 @@ def _window(text: str | None) -> Any:
         raise SpecError(f"--window={text!r}: expected W, or LEFT,RIGHT such as 5,0 or none,3") from None
     # check_options refuses three or more, with the option's name.
     return sides[0] if len(sides) == 1 else sides
+
+
+def _key_ranges(text: str) -> np.ndarray:
+    """Returns what a call of a constructor of ``attn_core.masks`` with literals gives: ``"prefix_lm(3, 64)"``."""
+    expected = f"--key-ranges={text[:200]!r}: expected a call such as 'shared_prefix(4, [3, 3])'"
+    try:
+        call = ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise SpecError(f"{expected}, got no Python expression") from None
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.func.id not in masks.__all__:
+        raise SpecError(f"{expected}, of one of {', '.join(masks.__all__)}")
+    try:
+        arguments = [ast.literal_eval(each) for each in call.args]
+        keywords = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
+    except (ValueError, TypeError, RecursionError, MemoryError):
+        raise SpecError(f"{expected}, whose arguments are numbers, lists, True, False or None") from None
+    try:
+        ranges: np.ndarray = getattr(masks, call.func.id)(*arguments, **keywords)
+    except TypeError as error:  # too many arguments, or too few
+        raise SpecError(f"{expected}: {error}") from None
+    return ranges

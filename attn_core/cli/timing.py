@@ -61,14 +61,7 @@ class DeviceLostError(RuntimeError):
     """A kernel left the device unusable for this process. The message starts with the backend's name."""
 
 
-class Timing(NamedTuple):
-    """The timing of one case: an entry for each backend, and the backend whose results the others are compared with."""
-
-    entries: dict[str, Entry]
-    reference: str | None
-
-
-def measure(call: Calls, names: Sequence[str], rounds: int) -> Timing:
+def measure(call: Calls, names: Sequence[str], rounds: int) -> dict[str, Entry]:
     """Measures microseconds per call of each backend in each round; the backends take turns within a round.
 
     Returns:
@@ -79,7 +72,6 @@ def measure(call: Calls, names: Sequence[str], rounds: int) -> Timing:
     entries: dict[str, Entry] = {}
     alone: dict[str, Queue] = {}
     results: tuple[Any, ...] | None = None
-    reference = None
     for name in names:
         try:
             outcome, alone[name] = _warm_up(call, name, min(alone.values(), default=(0.0, 0.0))[0])
@@ -91,8 +83,7 @@ def measure(call: Calls, names: Sequence[str], rounds: int) -> Timing:
             entries[name] = {"failed": "its results are not finite"}
             del alone[name]
             continue
-        if results is None:
-            results, reference = outcome, name
+        results = outcome if results is None else results
         entries[name] = {"difference": _difference(outcome, results)}
         del outcome  # frees the results on the device before the next backend runs
     fastest = min(alone.values(), default=(0.0, 0.0))[0]
@@ -106,7 +97,7 @@ def measure(call: Calls, names: Sequence[str], rounds: int) -> Timing:
         entries[name]["host"] = round(statistics.median(host), 3)
     for name in slow:
         entries[name]["note"] = "timed once: much slower than the fastest"
-    return Timing({name: entries[name] for name in names}, reference)
+    return {name: entries[name] for name in names}
 
 
 def fastest_round(entry: Entry) -> float:

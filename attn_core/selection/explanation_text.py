@@ -15,9 +15,9 @@ COMMAND = re.compile(r"pip install '[^']*'( --[a-z-]+)*")
 NO_BREAK = "\N{NO-BREAK SPACE}"
 
 
-def text(facts: Explanation, everything: bool = False) -> str:
-    """Returns the explanation as lines of at most 80 columns; see ``Selection.text``."""
-    lines = head(facts, everything)
+def text(facts: Explanation, everything: bool = False, how: str = "selection.text(everything=True)") -> str:
+    """Returns the explanation as lines of at most 80 columns; see ``Selection.text``. how: what shows everything."""
+    lines = _head(facts, everything)
     if everything:
         return "\n".join([*lines, *_listed((row.backend, _sentence(row)) for row in facts.rows)])
     shown, hidden = worth_showing(facts)
@@ -26,11 +26,12 @@ def text(facts: Explanation, everything: bool = False) -> str:
         lines += _listed((row.backend, _detail(row)) for row in rows if row.verdict != BY_NAME)
         lines += [wrapped(line, "  ", "    ") for line in by_name(rows)]
     if hidden:
-        lines.append(wrapped(others(facts, hidden, "selection.text(everything=True)"), "", "  "))
+        noun = "other" if hidden == 1 else "others"
+        lines.append(wrapped(f"{hidden} {noun} cannot run it on {facts.device}; every reason: {how}", "", "  "))
     return "\n".join(lines)
 
 
-def head(facts: Explanation, everything: bool = False) -> list[str]:
+def _head(facts: Explanation, everything: bool) -> list[str]:
     """Returns the lines before the list of backends, the answer first; ``everything`` as in ``text``."""
     # Each fault has a line of its own, so that most are not broken.
     lines = [wrapped(facts.answer, "", "  "), *(wrapped(fault, "  ", "    ") for fault in facts.faults)]
@@ -40,16 +41,6 @@ def head(facts: Explanation, everything: bool = False) -> list[str]:
     labelled |= {"pages": facts.pages, "same bits": facts.same_bits}
     labelled |= {"max_logit": facts.max_logit, "forward mode": facts.forward_mode if everything else None, "call": call}
     return lines + [wrapped(f"{label}: {fact}", "  ", "    ") for label, fact in labelled.items() if fact is not None]
-
-
-def others(facts: Explanation, hidden: int, how: str) -> str:
-    """Returns the line on the backends that are not shown.
-
-    Args:
-        how: what shows them.
-    """
-    noun = "other" if hidden == 1 else "others"
-    return f"{hidden} {noun} cannot run it on {facts.device}; every reason: {how}"
 
 
 def _detail(row: Row) -> str:

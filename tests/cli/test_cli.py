@@ -63,20 +63,17 @@ def test_explain_on_a_gpu_shows_a_flash_kernel_and_what_is_one_change_away() -> 
             "  because: the first in the usual order that can run the call",
             "  call: attention in torch on sm90: bfloat16, batch 1, q_len 2048, kv_len 2048,",
             "    heads 32/8, head_dim 128, causal, softcap=50.0",
-            "",
-            "can run it too",
-            "flash4",
-            "flash2",
-            "flex",
-            "math",
-            "by name only: flash3_fp8, triton_jvp, triton_ordered",
-            "",
-            "one change away     why",
-            "sdpa_cudnn          softcap=50.0: cuDNN attention has none",
-            "sdpa_flash          softcap=50.0: the aten CUDA flash kernel has none",
-            "xformers            softcap=50.0: xformers has none",
-            "sdpa_efficient      softcap=50.0: the aten memory-efficient kernel has none",
-            "",
+            "can run it too:",
+            "  flash4",
+            "  flash2",
+            "  flex",
+            "  math",
+            "  by name only: flash3_fp8, triton_jvp, triton_ordered",
+            "one change away:",
+            "  sdpa_cudnn      softcap=50.0: cuDNN attention has none",
+            "  sdpa_flash      softcap=50.0: the aten CUDA flash kernel has none",
+            "  xformers        softcap=50.0: xformers has none",
+            "  sdpa_efficient  softcap=50.0: the aten memory-efficient kernel has none",
             "8 others cannot run it on sm90; every reason: --all",
             "(every backend is assumed to be installed)",
         ]
@@ -88,13 +85,10 @@ def test_explain_on_a_cpu() -> None:
         "  because: the first in the usual order that can run the call",
         "  call: attention in torch on cpu: float32, batch 1, q_len 128, kv_len 128,",
         "    heads 8/8, head_dim 64, softcap=50.0",
-        "",
-        "can run it too",
-        "flex",
-        "",
-        "one change away     why",
-        "sdpa_flash          softcap=50.0: the aten CPU flash kernel has none",
-        "",
+        "can run it too:",
+        "  flex",
+        "one change away:",
+        "  sdpa_flash  softcap=50.0: the aten CPU flash kernel has none",
         "17 others cannot run it on cpu; every reason: --all",
         "(every backend is assumed to be installed)",
     ]
@@ -113,8 +107,8 @@ def test_explain_shows_predicted_times_and_their_source() -> None:
     with tables_in_force({("torch", "cpu"): made_up_table({"math": 12.0, "sdpa_flash": 1250.0})}):
         lines = on_80_columns("explain", "--assume-installed")
     assert lines[0] == "selected: math, about 12 µs" and "made-up calls" in " ".join(lines)
-    assert "can run it too      predicted" in lines
-    assert "sdpa_flash            1.25 ms" in lines
+    assert "can run it too:" in lines
+    assert "  sdpa_flash  about 1.25 ms" in lines
 
 
 def test_explain_all_has_every_reason() -> None:
@@ -325,7 +319,7 @@ def test_mask_refuses_calls_that_it_cannot_draw(arguments: list[str]) -> None:
 def test_compare_prints_errors_bits_and_times() -> None:
     pytest.importorskip("torch")
     pytest.importorskip("jax")
-    arguments = ["--q-len", "13", "--heads", "6", "--kv-heads", "3", "--causal", "--gradients", "--repeats", "1"]
+    arguments = ["--q-len", "13", "--heads", "6", "--kv-heads", "3", "--causal", "--backward", "--repeats", "1"]
     done = attn("compare", *arguments, "--json")
     assert done.exit_code == 0, done.output
     actual = json.loads(done.stdout)
