@@ -128,7 +128,7 @@ def forward_for_sm90(spec: AttentionSpec) -> Any:
 
 
 def gradients_for_sm90(spec: AttentionSpec) -> dict[str, Any]:
-    from attn_core.backends.triton_ordered import gradient_kernels, row_sums
+    from attn_core.backends.triton_ordered import kernels as modules
 
     q, k, v, out, lse = operands(spec)
     settings, tiles, kinds = launches.settings_of(spec), gradients.tiles(spec), kinds_of(spec)
@@ -136,8 +136,8 @@ def gradients_for_sm90(spec: AttentionSpec) -> dict[str, Any]:
     kinds |= {"cu_seqlens_q": "i32", "cu_seqlens_k": "i32", "alibi_slopes": "fp32"}
     read = (q, k, v, out, lse, lse, q, q, q)
     sums = {"out": stored, "dout": stored} | dict.fromkeys(("lse", "dlse", "shift", "delta"), "fp32")
-    of_rows = row_sums.row_sums, sums, gradients.row_sums(spec, (out, out, lse), True)
-    keys, queries = gradient_kernels.of_keys, gradient_kernels.of_queries
+    of_rows = modules.row_sums, sums, gradients.row_sums(spec, (out, out, lse), True)
+    keys, queries = modules.of_keys, modules.of_queries
     of_keys = keys, kinds | {"dk": stored, "dv": stored}, gradients.of_keys(spec, (*read, k, v), settings, tiles[0])
     of_queries = queries, kinds | {"dq": stored}, gradients.of_queries(spec, (*read, q), settings, tiles[1])
     kernels = {"row_sums": of_rows, "of_keys": of_keys, "of_queries": of_queries}

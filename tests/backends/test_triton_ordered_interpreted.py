@@ -400,7 +400,6 @@ PROGRAMS = {"causal": ALL, "rows without keys": NONE, "slopes of heads": NONE, "
 def test_a_program_for_jax_has_the_results_of_torch(name: str, few: int, small: pytest.MonkeyPatch) -> None:
     """Its kernels run here on buffers that were NaN, in the order in which XLA would launch them."""
     from attn_core.backends.shared.programs import triton_programs
-    from attn_core.backends.triton_ordered import launches, program
 
     small.setattr(order, "FEW_PROGRAMS", few)
     small.setattr(
@@ -413,11 +412,10 @@ def test_a_program_for_jax_has_the_results_of_torch(name: str, few: int, small: 
     dout, dlse = tensor(call.dout, spec.dtype), tensor(call.dlse, "float32")
     out, lse = triton_ordered.forward(spec, inputs)
     expected = triton_ordered.backward(spec, inputs, out, lse, dout, dlse)
-    settings = launches.settings_of(spec)
-    forward = executed(program.forward(spec, settings, 1), arrays)
+    forward = executed(triton_ordered._forward_program(spec, 1), arrays)
     assert torch.equal(forward["out"], out) and torch.equal(forward["lse"], lse)
     actual = executed(
-        program.backward(spec, settings, True), arrays | {"out": out, "lse": lse, "dout": dout, "dlse": dlse}
+        triton_ordered._backward_program(spec, True), arrays | {"out": out, "lse": lse, "dout": dout, "dlse": dlse}
     )
     for name, each in expected._asdict().items():
         assert each is None or torch.equal(actual[name].to(each.dtype), each), name

@@ -396,7 +396,7 @@ def test_a_paged_program_gets_sinks_in_float32() -> None:
 
 def test_xla_launches_the_pass_for_largest_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel's arguments are the pointers and numbers of its program, in order."""
-    kernel = pytest.importorskip("attn_core.backends.triton_jvp.maximum_kernel").row_maximum
+    kernel = pytest.importorskip("attn_core.backends.triton_jvp.kernels").row_maximum
     launched: list[tuple[Any, ...]] = []
 
     class Kernel:

@@ -16,7 +16,6 @@ from sm90_code import compiled, is_in_order, loose_operations
 from attn_core import AttentionSpec, SpecError, Target, explain
 from attn_core.backends.shared.in_order import merge, order
 from attn_core.backends.triton_splitkv import backend as triton_splitkv
-from attn_core.backends.triton_splitkv import ordered_call
 
 GPU = Target("torch", "sm90")
 
@@ -82,15 +81,15 @@ def test_a_row_has_a_program_for_each_share_only_if_programs_are_few() -> None:
 def test_a_program_for_jax_has_the_launches_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     from attn_core.backends.shared.in_order import merge_kernel
     from attn_core.backends.shared.programs import triton_programs
-    from attn_core.backends.triton_splitkv import ordered_kernels, program
+    from attn_core.backends.triton_splitkv import kernels
 
     monkeypatch.setattr(triton_programs, "step", lambda kernel, reads, writes, kinds, how: (kernel, reads, writes, how))
     spec = spec_of(batch=2, sinks=True)
     way = order.how(spec, 132)
-    built = program.program(spec, triton_splitkv.lower(spec), way.tiles, 1, way)
+    built = triton_splitkv.program_of(spec, triton_splitkv.lower(spec), way.tiles, 1, way)
     names = [buffer.name for buffer in built.buffers]
     (attend, reads, writes, how), (merge, *merged, _) = built.steps
-    assert (attend, merge) == (ordered_kernels.attend_in_order, merge_kernel.merge_in_order)
+    assert (attend, merge) == (kernels.attend_in_order, merge_kernel.merge_in_order)
     tables = ("block_table", "seq_lens", "seq_lens", "sinks", "q", "seq_lens")
     assert [names[at] for at in reads] == ["q", "k", "v", *tables]
     assert len(reads) + len(writes) + len(how[1]) + len(how[2]) - 3 == len(attend.arg_names)  # 3 are options
@@ -102,7 +101,7 @@ def test_a_program_for_jax_has_the_launches_of_torch(monkeypatch: pytest.MonkeyP
 
 
 def attend_for_sm90(spec: AttentionSpec, multiprocessors: int = 132) -> Any:
-    from attn_core.backends.triton_splitkv import ordered_kernels
+    from attn_core.backends.triton_splitkv import kernels
 
     way = order.how(spec, multiprocessors)
     paged = spec.paged
@@ -120,7 +119,8 @@ def attend_for_sm90(spec: AttentionSpec, multiprocessors: int = 132) -> Any:
     kinds |= {"sinks": stored, "alibi_slopes": "fp32", "kv_starts": "i32"}
     kinds |= {"out": "fp32" if way.shares else stored, "lse": "fp32"}
     settings = triton_splitkv.lower(spec)
-    return compiled(ordered_kernels.attend_in_order, kinds, ordered_call.attend(spec, operands, settings, way))
+    how = triton_splitkv._describe_in_order(spec, operands, settings, way)
+    return compiled(kernels.attend_in_order, kinds, how)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 from attn_core import AttentionSpec
 from attn_core.backends.shared.programs import triton_programs
 from attn_core.backends.triton_splitkv import backend as triton_splitkv
-from attn_core.backends.triton_splitkv import launches, program
+from attn_core.backends.triton_splitkv import launches
 
 TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32", "int8": "i8", "uint8": "u8"}
 TYPES |= {"float8_e4m3fn": "fp8e4nv"}
@@ -40,7 +40,8 @@ def codes(monkeypatch: pytest.MonkeyPatch) -> Callable[[AttentionSpec], list[Any
 
         monkeypatch.setattr(triton_programs, "step", step)
         count = triton_splitkv.splits(spec, 132)
-        return list(program.program(spec, triton_splitkv.lower(spec), triton_splitkv.tiles(spec), count).steps)
+        tiles = triton_splitkv.tiles(spec)
+        return list(triton_splitkv.program_of(spec, triton_splitkv.lower(spec), tiles, count).steps)
 
     return build
 

@@ -46,7 +46,7 @@ def scalars_of(order: Any, lane: Any) -> tuple[Any, Any]:
 @lru_cache(maxsize=1)
 def _kernel() -> OwnKernel:
     def code() -> Any:
-        from attn_core.backends.flash4.work_order_kernel import WorkOrder
+        from attn_core.backends.flash4.table_kernel import WorkOrder
 
         return WorkOrder(MOST_BLOCKS)
 

@@ -16,11 +16,10 @@ from functools import cache, lru_cache
 from typing import Any
 
 from attn_core.backends.shared.programs.kernel_programs import KernelProgram
-from attn_core.backends.shared.programs.triton import launch
+from attn_core.backends.shared.programs.triton import launch, with_dense_channels
 from attn_core.backends.support import Build, Support
 from attn_core.backends.triton_jvp import launches, maximum
 from attn_core.backends.triton_jvp.launches import Tiles
-from attn_core.call.counters import operand_copied
 from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs, Tangents
@@ -71,7 +70,7 @@ def probe() -> str:
     """Imports the kernel and returns Triton's version."""
     import triton
 
-    from attn_core.backends.triton_jvp import kernels, maximum_kernel  # noqa: F401
+    from attn_core.backends.triton_jvp import kernels  # noqa: F401
 
     return str(triton.__version__)
 
@@ -134,7 +133,7 @@ def jvp(
 
 def row_maximum(spec: AttentionSpec, inputs: Inputs) -> Any:
     """See ``contract.row_maximum_of``."""
-    return maximum.run(spec, inputs, *_maximum_settings(spec, inputs.q.get_device()), _dense)
+    return maximum.run(spec, inputs, *_maximum_settings(spec, inputs.q.get_device()))
 
 
 def row_maximum_program(spec: AttentionSpec) -> KernelProgram:
@@ -171,11 +170,11 @@ def _run(
     """Returns (out, lse, dout, dlse): the first two None without ``primals``, the others if nothing moves."""
     import torch
 
-    q, device = _dense(inputs.q), inputs.q.get_device()
+    q, device = with_dense_channels(inputs.q), inputs.q.get_device()
     moves = tuple(each is not None for each in (tangents.dq, tangents.dk, tangents.dv, tangents.dsinks))
-    rows = [_dense(each) for each in (inputs.k, inputs.v)]
+    rows = [with_dense_channels(each) for each in (inputs.k, inputs.v)]
     # Absent tensors are replaced by any other pointer; constants keep the kernel from reading them.
-    moving = [q if each is None else _dense(each) for each in tangents[:3]]
+    moving = [q if each is None else with_dense_channels(each) for each in tangents[:3]]
     sinks, dsinks = (q if each is None else each.contiguous() for each in (inputs.sinks, tangents.dsinks))
     offsets = [q if each is None else each.contiguous() for each in (inputs.cu_seqlens_q, inputs.cu_seqlens_k)]
     out, lse = _buffers(spec, q, results) if primals else (None, None)
@@ -193,14 +192,6 @@ def _run(
         lambda: launches.attend(spec, strides, moves, primals, *_settings(spec, device)),
     )
     return out, lse, dout, dlse
-
-
-def _dense(tensor: Any) -> Any:
-    """Returns the tensor, or a contiguous copy if its channels are not next to each other."""
-    if tensor.stride(-1) == 1:
-        return tensor
-    operand_copied()
-    return tensor.contiguous()
 
 
 def _buffers(spec: AttentionSpec, q: Any, given: tuple[Any, Any]) -> tuple[Any, Any]:

@@ -1,4 +1,5 @@
-"""The Triton kernel of forward mode: out, lse and the tangents of both, in one pass over the keys.
+"""The Triton kernel of forward mode: out, lse and the tangents of both, in one pass over the keys; and that of
+``return_max_logit``: the largest logit of each row, without values and without exponentials.
 
 With s = scale q.k, t = softcap tanh(s / softcap) or s, and p the softmax weights of t:
 
@@ -20,7 +21,56 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn_core.backends.triton_jvp.tile_functions import LOG2_E, document_at, load_tile, raise_maximum, tanh_and_slope
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def load_tile(at, rows, channels, ALL_ROWS: tl.constexpr, ALL_CHANNELS: tl.constexpr):
+    """Loads a tile ``[rows, channels]``; what does not exist is 0. Only an axis that may be too long is masked."""
+    if ALL_ROWS and ALL_CHANNELS:
+        return tl.load(at)
+    if ALL_ROWS:
+        return tl.load(at, mask=channels[None, :], other=0.0)
+    if ALL_CHANNELS:
+        return tl.load(at, mask=rows[:, None], other=0.0)
+    return tl.load(at, mask=rows[:, None] & channels[None, :], other=0.0)
+
+
+@triton.jit
+def tanh_and_slope(x, ACCURATE: tl.constexpr):
+    """Returns tanh(x) and its slope ``1 - tanh^2``, which loses no digits for large x.
+
+    ACCURATE: also keep float32's digits near 0, which a difference of exponentials loses.
+    """
+    size = tl.abs(x)
+    decay = tl.exp2(size * (-2.0 * LOG2_E))  # between 0 and 1, whatever x is
+    share = 1.0 / (1.0 + decay)
+    tanh = (1.0 - decay) * share
+    if ACCURATE:  # the first terms of the series of tanh
+        square = x * x
+        series = 62.0 / 2835.0 - square * (1382.0 / 155925.0)
+        series = 1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0 + square * (-17.0 / 315.0 + square * series)))
+        tanh = tl.where(size < 0.25, size * series, tanh)
+    return tl.where(x < 0.0, -tanh, tanh), 4.0 * decay * share * share
+
+
+@triton.jit
+def raise_maximum(top, other):
+    """Returns the new running maximum, the base to subtract, and the factor that rescales the sums so far.
+
+    The base is 0 instead of -inf, because -inf - -inf is NaN. All values are base-2 logarithms.
+    """
+    new = tl.maximum(top, other)
+    base = tl.where(new == float("-inf"), 0.0, new)
+    return new, base, tl.exp2(top - base)
+
+
+@triton.jit
+def document_at(offsets, document, tokens):
+    """Returns the first token of a document and their number; for offsets that lie, of some document in the tokens."""
+    first = tl.minimum(tl.maximum(tl.load(offsets + document), 0), tokens)
+    return first, tl.minimum(tl.maximum(tl.load(offsets + document + 1), first), tokens) - first
+
 
 LN_2 = tl.constexpr(0.6931471805599453)
 LARGEST_MOVE = tl.constexpr(16384.0)
@@ -238,3 +288,161 @@ def attend(
             tl.store(dlse + rows_at, mean, mask=is_row)
         moved = moved * (share * unit)[:, None] - mean[:, None] * result
         tl.store(dout + tile_at, moved.to(dout.dtype.element_ty), mask=is_stored)
+
+
+# Triton compiles again for arguments that are 1 or a multiple of 16. These change from call to call.
+@triton.jit(do_not_specialize=["q_tokens", "k_tokens", "blocks", "left", "right"])
+def row_maximum(
+    q,
+    k,
+    mask,
+    bias,
+    slopes,
+    ranges,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    result,
+    scale,
+    softcap,
+    q_tokens,
+    k_tokens,
+    blocks,
+    left,
+    right,
+    q_row,
+    q_token,
+    q_head,
+    k_row,
+    k_token,
+    k_head,
+    mask_row,
+    mask_head,
+    mask_query,
+    mask_key,
+    bias_row,
+    bias_head,
+    bias_query,
+    bias_key,
+    slopes_row,
+    slopes_head,
+    ranges_row,
+    ranges_head,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_WIDTH: tl.constexpr,
+    PACKED: tl.constexpr,
+    BOTTOM_RIGHT: tl.constexpr,
+    LEFT: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    MASK: tl.constexpr,
+    BIAS: tl.constexpr,
+    SLOPES: tl.constexpr,
+    RANGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """Computes a tile of queries of one head.
+
+    q ``[rows, tokens, heads, head_dim]``, k likewise with kv heads; packed tensors have one row. mask (bytes) and bias
+    ``[rows, heads, q_tokens, k_tokens]`` and slopes ``[rows, heads]`` have strides of 0 along axes that broadcast.
+    ranges int32 ``[rows, kv heads, k_tokens, RANGES, 2]``, whose last three axes are contiguous. result ``[rows, heads,
+    q_tokens]`` is contiguous. LEFT: whether a window ends on the left. HEAD_WIDTH: channels of a tile, a power of two.
+    The other numbers are strides in elements.
+    """
+    ALL: tl.constexpr = HEAD_WIDTH == HEAD_DIM
+    WIDE: tl.constexpr = q.dtype.element_ty == tl.float32
+    ADDED: tl.constexpr = BIAS or SLOPES
+    # The last tiles of a causal call have most keys, so they start first.
+    begin = (blocks - 1 - tl.program_id(0) % blocks) * QUERIES
+    place = tl.program_id(0) // blocks
+    head = (place % HEADS).to(tl.int64)
+    row = (place // HEADS).to(tl.int64)
+    kv_head = head // GROUP
+    first_query, queries = 0, q_tokens
+    first_key, keys = 0, k_tokens
+    if PACKED:
+        first_query, queries = document_at(cu_seqlens_q, row, q_tokens)
+        first_key, keys = document_at(cu_seqlens_k, row, k_tokens)
+        row = row * 0
+        if begin >= queries:  # the grid is sized for the longest document
+            return
+
+    query = begin + tl.arange(0, QUERIES)
+    is_row = query < queries
+    token = (first_query + query).to(tl.int64)
+    channel = tl.arange(0, HEAD_WIDTH)
+    is_channel = channel < HEAD_DIM
+
+    # The key at a query's own position is query + offset. From low to high are the keys that the tile's queries see.
+    offset = keys - queries if BOTTOM_RIGHT else 0
+    low = tl.maximum(begin + offset - left, 0)
+    high = tl.minimum(tl.minimum(begin + QUERIES, queries) + offset + right, keys)
+    # From start to stop are whole tiles of keys that the band shows to every query, so they need no comparison.
+    start = low
+    stop = low + tl.maximum(tl.minimum(begin + offset + right + 1, keys) - low, 0) // KEYS * KEYS
+    if LEFT:
+        start = low + (tl.maximum(begin + QUERIES - 1 + offset - left - low, 0) + KEYS - 1) // KEYS * KEYS
+        stop = tl.where(start < stop, stop, low)
+        start = tl.minimum(start, stop)
+
+    queries_at = q + row * q_row + head * q_head + token[:, None] * q_token + channel[None, :]
+    queries_tile = load_tile(queries_at, is_row, is_channel, False, ALL)
+    k += row * k_row + kv_head * k_head + first_key * k_token
+    if MASK:
+        mask += row * mask_row + head * mask_head + token[:, None] * mask_query
+    if BIAS:
+        bias += row * bias_row + head * bias_head + token[:, None] * bias_query
+    if SLOPES:
+        slope = tl.load(slopes + row * slopes_row + head * slopes_head).to(tl.float32)
+    if RANGES:
+        ranges += row * ranges_row + kv_head * ranges_head
+    inner = scale / softcap if SOFTCAP else scale
+
+    # The largest of each place in the tiles; one reduction at the end compares the places of a row.
+    largest = tl.full([QUERIES, KEYS], float("-inf"), tl.float32)
+    for part in tl.static_range(
+        0 if LEFT else 1, 3
+    ):  # keys left of the whole tiles, the whole tiles, keys right of them
+        first = low if part == 0 else start if part == 1 else stop
+        last = start if part == 0 else stop if part == 1 else high
+        for at in range(first, last, KEYS):
+            key = at + tl.arange(0, KEYS)
+            is_key = key < keys
+            far = key.to(tl.int64)
+            keys_tile = load_tile(k + far[:, None] * k_token + channel[None, :], is_key, is_channel, part == 1, ALL)
+            scores = tl.dot(queries_tile, tl.trans(keys_tile), input_precision=PRECISION) * inner
+            inside = is_row[:, None] & is_key[None, :]
+            key_token = first_key + far
+            if ADDED:
+                if SOFTCAP:
+                    scores = softcap * tanh_and_slope(scores, WIDE)[0]
+                if SLOPES:
+                    scores -= slope * tl.abs(key[None, :] - (query + offset)[:, None]).to(tl.float32)
+                if BIAS:
+                    term = tl.load(bias + key_token[None, :] * bias_key, mask=inside, other=float("-inf"))
+                    # A hidden score may be NaN, and NaN plus -inf is NaN.
+                    scores = tl.where(term == float("-inf"), float("-inf"), scores + term.to(tl.float32))
+            if MASK:
+                shown = tl.load(mask + key_token[None, :] * mask_key, mask=inside, other=0)
+                scores = tl.where(shown != 0, scores, float("-inf"))
+            if RANGES:
+                shown = token[:, None] < 0
+                for number in tl.static_range(RANGES):
+                    range_at = ranges + (key_token * RANGES + number) * 2
+                    range_start = tl.load(range_at, mask=is_key, other=0)
+                    range_stop = tl.load(range_at + 1, mask=is_key, other=0)
+                    shown |= (range_start[None, :] <= token[:, None]) & (token[:, None] < range_stop[None, :])
+                scores = tl.where(shown, scores, float("-inf"))
+            if part != 1:
+                distance = key[None, :] - (query + offset)[:, None]
+                seen = is_key[None, :] & (distance <= right) & (distance >= -left)
+                scores = tl.where(seen, scores, float("-inf"))
+            largest = tl.maximum(largest, scores, propagate_nan=tl.PropagateNan.ALL)
+    is_nan = largest != largest  # tl.max ignores NaN
+    top = tl.max(tl.where(is_nan, float("-inf"), largest), 1)
+    top = tl.where(tl.max(is_nan.to(tl.int32), 1) > 0, float("nan"), top)
+    if SOFTCAP and not ADDED:  # softcap's tanh keeps the order of the scores
+        top = tl.where(top == float("-inf"), top, softcap * tanh_and_slope(top, WIDE)[0])
+    tl.store(result + (row * HEADS + head) * q_tokens + token, top, mask=is_row)

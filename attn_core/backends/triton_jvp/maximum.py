@@ -7,7 +7,7 @@ from typing import Any
 
 from attn_core.backends.shared.programs import triton_programs
 from attn_core.backends.shared.programs.kernel_programs import Buffer, KernelProgram
-from attn_core.backends.shared.programs.triton import Description, launch
+from attn_core.backends.shared.programs.triton import Description, launch, with_dense_channels
 from attn_core.backends.triton_jvp.launches import Tiles, width
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
@@ -79,21 +79,17 @@ def describe(
 
 @cache
 def _kernel() -> Any:
-    from attn_core.backends.triton_jvp import maximum_kernel
+    from attn_core.backends.triton_jvp import kernels
 
-    return maximum_kernel.row_maximum
+    return kernels.row_maximum
 
 
-def run(spec: AttentionSpec, inputs: Inputs, settings: dict[str, Any], tile: Tiles, dense: Any) -> Any:
-    """Returns the row maxima of a call on torch tensors.
-
-    Args:
-        dense: returns a tensor whose last axis is contiguous.
-    """
+def run(spec: AttentionSpec, inputs: Inputs, settings: dict[str, Any], tile: Tiles) -> Any:
+    """Returns the row maxima of a call on torch tensors."""
     import torch
 
-    q, device = dense(inputs.q), inputs.q.get_device()
-    tensors = {"q": q, "k": dense(inputs.k)}
+    q, device = with_dense_channels(inputs.q), inputs.q.get_device()
+    tensors = {"q": q, "k": with_dense_channels(inputs.k)}
     tensors |= {name: getattr(inputs, name) for name in ("bias", "alibi_slopes") if getattr(inputs, name) is not None}
     if inputs.mask is not None:
         tensors["mask"] = inputs.mask.view(torch.uint8)  # Triton reads no bits

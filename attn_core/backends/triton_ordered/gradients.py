@@ -41,7 +41,7 @@ def tiles(spec: AttentionSpec) -> tuple[Tile, Tile]:
 
 
 def row_sums(spec: AttentionSpec, operands: tuple[Any, ...], has_dlse: bool) -> Description:
-    """Returns the grid, the numbers and the constants of ``row_sums.row_sums``."""
+    """Returns the grid, the numbers and the constants of ``kernels.row_sums``."""
     out, dout, lse, *_ = operands
     steps = [step for each in (out, dout, lse) for step in by_row(each, spec.packed)]
     constants = {"HEADS": spec.num_heads, "VALUE_DIM": spec.value_dim, "DLSE": has_dlse, "ROWS": SUM_ROWS}
@@ -50,14 +50,14 @@ def row_sums(spec: AttentionSpec, operands: tuple[Any, ...], has_dlse: bool) -> 
 
 
 def sink_sums(spec: AttentionSpec, operands: tuple[Any, ...]) -> Description:
-    """Returns the grid, the numbers and the constants of ``row_sums.sink_sums``."""
+    """Returns the grid, the numbers and the constants of ``kernels.sink_sums``."""
     numbers = (spec.batch, spec.q_len, *by_row(operands[1], spec.packed))
     constants = {"TILE": SINK_ROWS, "num_warps": 4, "enable_fp_fusion": False}
     return (spec.num_heads, 1, 1), numbers, constants
 
 
 def of_keys(spec: AttentionSpec, operands: tuple[Any, ...], settings: dict[str, Any], tile: Tile) -> Description:
-    """Returns the grid, the numbers and the constants of ``gradient_kernels.of_keys``."""
+    """Returns the grid, the numbers and the constants of ``kernels.of_keys``."""
     number, _, keys = sequences(spec)
     numbers, constants = _common(spec, operands, settings, tile)
     grid = (number * spec.num_kv_heads, -(-keys // tile.keys), 1)
@@ -65,7 +65,7 @@ def of_keys(spec: AttentionSpec, operands: tuple[Any, ...], settings: dict[str, 
 
 
 def of_queries(spec: AttentionSpec, operands: tuple[Any, ...], settings: dict[str, Any], tile: Tile) -> Description:
-    """Returns the grid, the numbers and the constants of ``gradient_kernels.of_queries``."""
+    """Returns the grid, the numbers and the constants of ``kernels.of_queries``."""
     number, queries, _ = sequences(spec)
     numbers, constants = _common(spec, operands, settings, tile)
     grid = (number * spec.num_heads, -(-queries // tile.queries), 1)

@@ -5,7 +5,7 @@ int8 pages, from 64 on for int4), forward only, paged calls only; page sizes fro
 clamp table entries, so they never read outside the pool, and never read a key past the end of its sequence. The number
 of splits depends on shapes only, so equal calls give equal bits. A NaN in a key or value of a sequence may reach
 queries of the same sequence that do not see it, but no other sequence. Calls with ``invariant`` have
-kernels of their own (``ordered_kernels.py``) for pages that are not quantised.
+a kernel of their own (``attend_in_order``) for pages that are not quantised.
 Upstream: triton 3.6 to 3.9, as torch brings it.
 """
 
@@ -16,12 +16,15 @@ from functools import cache, lru_cache
 from typing import Any
 
 from attn_core.backends.shared.device_kinds import compute_capability
-from attn_core.backends.shared.in_order.order import Tiles, how, settings_of
+from attn_core.backends.shared.in_order import merge as merge_in_order
+from attn_core.backends.shared.in_order.order import PROVEN, How, Tiles, blocks, grid_of, how, settings_of
 from attn_core.backends.shared.kernel_limits import GRID_LIMIT
-from attn_core.backends.shared.programs.kernel_programs import KernelProgram
-from attn_core.backends.shared.programs.triton import launch
+from attn_core.backends.shared.programs import triton_programs
+from attn_core.backends.shared.programs.kernel_programs import SCRATCH, Buffer, KernelProgram
+from attn_core.backends.shared.programs.triton import Description, Direct, launch
 from attn_core.backends.support import Build, Support
-from attn_core.backends.triton_splitkv import launches, ordered_call
+from attn_core.backends.triton_splitkv import launches
+from attn_core.backends.triton_splitkv.launches import Launches
 from attn_core.backends.triton_splitkv.shares import rows_of, splits, tiles
 from attn_core.call.masks import band
 from attn_core.call.pages import BITS
@@ -79,14 +82,27 @@ def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str,
     if spec.max_len_q and (rows := -(-spec.max_len_q * spec.group_size // rows_of(spec))) >= GRID_LIMIT:
         most = GRID_LIMIT - 1  # the last block clears the tokens behind the last sequence
         reasons.append(f"max_len_q={spec.max_len_q}: {FORWARD.kernel} launches at most {most} blocks, not {rows}")
-    return (*reasons, *ordered_call.refusals(spec, device, FORWARD.kernel))
+    return (*reasons, *_invariant_refusals(spec, device))
+
+
+def _invariant_refusals(spec: AttentionSpec, device: str) -> list[str]:
+    """Returns why a call with ``invariant`` is not known to have the same bits in every chunk and batch."""
+    if spec.invariant is None:
+        return []
+    paged = spec.paged
+    lacks = {
+        f"device {device}": device not in PROVEN,
+        "key_ranges": spec.key_ranges_shape is not None,
+        f"pages in {paged.dtype if paged else None}": paged is not None and paged.dtype is not None,
+    }
+    return [f"{what} with invariant={spec.invariant!r}: {FORWARD.kernel} has none" for what in lacks if lacks[what]]
 
 
 def probe() -> str:
     """Imports the kernels and returns Triton's version."""
     import triton
 
-    from attn_core.backends.triton_splitkv import kernels, ordered_kernels  # noqa: F401
+    from attn_core.backends.triton_splitkv import kernels  # noqa: F401
 
     return str(triton.__version__)
 
@@ -156,11 +172,6 @@ def forward(spec: AttentionSpec, inputs: PagedInputs, into: Any = None) -> tuple
     return _forward(spec, inputs, (None, None) if into is None else into)[:2]
 
 
-def _in_order(spec: AttentionSpec, inputs: PagedInputs, into: Any = None) -> tuple[Any, Any, launches.Launches | None]:
-    device = inputs.q.get_device()
-    return ordered_call.forward(spec, inputs, into, _settings(spec, device)[0], _multiprocessors(device))
-
-
 def paged_shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any]]:
     """See ``contract.paged_shortcut``."""
     if spec.invariant is not None:
@@ -168,9 +179,7 @@ def paged_shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any]]:
     return launches.repeated(spec, lambda inputs: _forward(spec, inputs, (None, None)))
 
 
-def _forward(
-    spec: AttentionSpec, inputs: PagedInputs, into: tuple[Any, Any]
-) -> tuple[Any, Any, launches.Launches | None]:
+def _forward(spec: AttentionSpec, inputs: PagedInputs, into: tuple[Any, Any]) -> tuple[Any, Any, Launches | None]:
     """Returns (out, lse), and the launches if they fit other tensors of the same strides."""
     import torch
 
@@ -206,7 +215,88 @@ def _forward(
     # A copied operand has other strides than the caller's tensor.
     if copied or attend is None or (count > 1 and merge is None):
         return out, lse, None
-    return out, lse, launches.Launches(count, attend, merge)
+    return out, lse, Launches(count, attend, merge)
+
+
+# Calls with ``invariant``: one order of sums for every batch, chunk and page, by ``kernels.attend_in_order``.
+
+
+def _describe_in_order(
+    spec: AttentionSpec, operands: tuple[Any, ...], settings: dict[str, Any], way: How
+) -> Description:
+    """Returns the grid, the numbers and the constants of ``attend_in_order``.
+
+    Args:
+        operands: the kernel's tensors. settings: the scalar arguments of ``kernels.attend``.
+    """
+    q, k, v, table, *_, out, lse = operands
+    paged, tiles = spec.paged, way.tiles
+    assert paged is not None
+    # The kernel indexes partial results by share first.
+    out_strides = out.stride() if way.shares else (0, *out.stride())
+    lse_strides = lse.stride() if way.shares else (0, *lse.stride())
+    numbers = (
+        *(settings["scale"], settings["softcap"]),
+        *(spec.q_len, paged.num_pages, paged.width, settings["left"], settings["right"]),
+        *(*q.stride()[:2], *k.stride()[:3], *v.stride()[:3], table.stride(0)),
+        *(*out_strides[:3], *lse_strides[:2]),
+        spec.num_heads if len(spec.alibi_shape or ()) == 2 else 0,
+    )
+    constants = {
+        **{"KV_HEADS": spec.num_kv_heads, "GROUP": spec.group_size, "PAGE": paged.page_size},
+        "NEAR": launches.are_near((k, v)),
+        **{"HEAD_DIM": spec.head_dim, "VALUE_DIM": spec.value_dim},
+        **{name: settings[name] for name in ("ONE_QUERY", "SOFTCAP", "SINKS", "LEFT_OPEN", "ALIBI", "STARTS")},
+        **{"PARTIAL": way.shares > 0, "ONE_SHARE": way.one_share, "SHARE": way.share},
+        **{"ROWS": tiles.rows, "KEYS": tiles.keys, "num_warps": tiles.warps, "num_stages": tiles.stages},
+        "enable_fp_fusion": False,
+    }
+    grid = grid_of(spec, settings["ONE_QUERY"], way.shares, blocks(spec, tiles))
+    return grid, numbers, constants
+
+
+def _in_order(spec: AttentionSpec, inputs: PagedInputs, into: Any = None) -> tuple[Any, Any, Launches | None]:
+    """Returns what ``_forward`` does, for a call with ``invariant``."""
+    import torch
+
+    device = inputs.q.get_device()
+    settings, kernels, way = _settings(spec, device)[0], _kernels(), how(spec, _multiprocessors(device))
+    read, copied = launches.operands_of(inputs)
+    q, sinks = read.q, read.sinks
+    out, lse = (None, None) if into is None else into
+    if out is None:
+        out = torch.empty(spec.out_shape, dtype=q.dtype, device=q.device)
+    if lse is None:
+        lse = torch.empty(spec.lse_shape, dtype=torch.float32, device=q.device)
+    parts, part_lse = out, lse
+    if way.shares:
+        parts = torch.empty((way.shares, *spec.out_shape), dtype=torch.float32, device=q.device)
+        part_lse = torch.empty((way.shares, *spec.lse_shape), dtype=torch.float32, device=q.device)
+    # The current device, because Triton launches there. Tests run the kernels on the CPU, in Triton's interpreter.
+    current = torch.cuda.current_device() if q.is_cuda else -1
+    results = out.stride(), lse.stride(), sinks.dtype
+    strides = [each.stride() for each in read[:3]]
+    layout = (*strides, read.table.stride(0), *results, inputs.cu_seqlens_q is None)
+    operands = (*read[:7], read.slopes, read.starts, parts, part_lse)  # no ranges
+    key = ("attend_in_order", spec, way, layout, current)
+    attend_at = launch(
+        kernels.attend_in_order, key, operands, lambda: _describe_in_order(spec, operands, settings, way)
+    )
+    merge_at = None
+    if way.shares:
+        merge_at = merge_in_order.launch_merge(spec, (parts, part_lse, sinks, out, lse), way.shares, current)
+    if copied or attend_at is None or (way.shares and merge_at is None):
+        return out, lse, None
+    return out, lse, Launches(way.shares, _as_attend(attend_at), merge_at)
+
+
+def _as_attend(direct: Direct) -> Direct:
+    """Returns a launch that takes the addresses of ``kernels.attend``, of which this kernel has some."""
+
+    def run(*at: int) -> None:
+        direct(*at[:7], *at[8:10], *at[-2:])  # all up to the sinks, slopes and starts, out and lse
+
+    return run
 
 
 def program_refuses(spec: AttentionSpec, device: str) -> tuple[str, ...]:
@@ -222,11 +312,98 @@ def program(spec: AttentionSpec, direction: str, with_dlse: bool = False) -> Ker
     """
     import torch
 
-    from attn_core.backends.triton_splitkv import program as splitkv_program
-
     device = torch.cuda.current_device()
     way = None if spec.invariant is None else how(spec, _multiprocessors(device))
-    return splitkv_program.program(spec, *_settings(spec, device), way)
+    settings, tiles, count = _settings(spec, device)
+    return program_of(spec, settings, tiles, count, way)
+
+
+ORDERED_READS = ("q", "k", "v", "block_table", "seq_lens", "cu_seqlens_q", "sinks", "alibi_slopes", "kv_starts")
+"""What ``attend_in_order`` reads; the order is that of ``attend``, too."""
+
+
+def program_of(
+    spec: AttentionSpec, settings: dict[str, Any], tiles: Tiles, count: int, way: How | None = None
+) -> KernelProgram:
+    """Returns the program of a call.
+
+    Args:
+        settings, tiles, count: the numbers of the kernel, its tiles, and into how many parts each sequence is split.
+        way: the launches of a call with ``invariant``, in place of tiles and count.
+    """
+    from attn_core.backends.shared.in_order import merge_kernel
+    from attn_core.backends.triton_splitkv import kernels
+
+    if way is not None:
+        count = way.shares
+    buffers = {"q": Buffer("q", (spec.q_len, spec.num_heads, spec.head_dim), spec.dtype), **_operand_buffers(spec)}
+    buffers["out"] = Buffer("out", spec.out_shape, spec.dtype)
+    buffers["lse"] = Buffer("lse", spec.lse_shape, "float32")
+    if count > 1:
+        buffers["parts"] = Buffer(SCRATCH, (count, *spec.out_shape), "float32")
+        buffers["part_lse"] = Buffer(SCRATCH, (count, *spec.lse_shape), "float32")
+    place = {name: number for number, name in enumerate(buffers)}
+    every = tuple(buffers.values())
+    # The kernel gets another pointer for an operand that the call lacks, and does not read it.
+    stand_ins = {"cu_seqlens_q": "seq_lens", "sinks": "q", "key_ranges": "q"}
+    stand_ins |= {"alibi_slopes": "q", "kv_starts": "seq_lens", "k_scales": "q", "v_scales": "q"}
+    names = ("q", "k", "v", "block_table", "seq_lens", *stand_ins)
+    if way is not None:
+        names = tuple(name for name in names if name in ORDERED_READS)
+    reads = [name if name in buffers else stand_ins[name] for name in names]
+    writes = ["parts", "part_lse"] if count > 1 else ["out", "lse"]
+
+    def step(kernel: Any, read: list[str], written: list[str], describe: Any) -> Any:
+        tensors = [_like(buffers[name]) for name in (*read, *written)]
+        at = tuple(place[name] for name in read), tuple(place[name] for name in written)
+        return triton_programs.step(kernel, *at, tuple([tensor.dtype for tensor in tensors]), describe(tensors))
+
+    if way is None:
+        attend = kernels.attend, lambda t: launches.attend(spec, tuple(t), settings, tiles, count)
+        merge = kernels.merge, lambda t: launches.merge(spec, tuple(t), tiles, count)
+    else:
+        attend = kernels.attend_in_order, lambda t: _describe_in_order(spec, tuple(t), settings, way)
+        merge = merge_kernel.merge_in_order, lambda t: merge_in_order.describe(spec, tuple(t), count)
+    steps = [step(attend[0], reads, writes, attend[1])]
+    if count > 1:
+        steps.append(step(merge[0], [*writes, reads[6]], ["out", "lse"], merge[1]))
+    return KernelProgram(every, tuple(steps))
+
+
+def _operand_buffers(spec: AttentionSpec) -> dict[str, Buffer]:
+    paged, documents = spec.paged, spec.documents or 0
+    assert paged is not None
+    pool = paged.num_pages, paged.page_size, spec.num_kv_heads
+    stored, half = (paged.dtype or spec.dtype), 1
+    if paged.dtype == "int4":
+        stored, half = "uint8", 2
+    shapes: dict[str, tuple[Any, str]] = {
+        "k": ((*pool, spec.head_dim // half), stored),
+        "v": ((*pool, spec.value_dim // half), stored),
+        "block_table": ((documents, paged.width), "int32"),
+        "seq_lens": ((documents,), "int32"),
+    }
+    if not one_query_each(spec):
+        shapes["cu_seqlens_q"] = (documents + 1,), "int32"
+    if spec.sinks:
+        shapes["sinks"] = (spec.num_heads,), "float32"
+    if spec.key_ranges_shape is not None:
+        shapes["key_ranges"] = spec.key_ranges_shape, "int32"
+    if spec.alibi_shape is not None:
+        shapes["alibi_slopes"] = spec.alibi_shape, "float32"
+    if paged.starts:
+        shapes["kv_starts"] = (documents,), "int32"
+    if paged.dtype is not None:
+        by = pool[::2] if paged.scales == "page" else pool
+        shapes |= {"k_scales": (by, "float32"), "v_scales": (by, "float32")}
+    return {name: Buffer(name, tuple(shape), dtype) for name, (shape, dtype) in shapes.items()}
+
+
+def _like(buffer: Buffer) -> Any:
+    """Returns a tensor without memory that has a buffer's strides."""
+    import torch
+
+    return torch.empty(buffer.shape, dtype=getattr(torch, buffer.dtype), device="meta")
 
 
 def program_operands(spec: AttentionSpec, arrays: dict[str, Any]) -> dict[str, Any]:

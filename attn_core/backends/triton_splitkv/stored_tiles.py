@@ -1,4 +1,4 @@
-"""Turns tiles of stored numbers from quantised pages into float16 tiles, which Triton's products take.
+"""Turns tiles of stored numbers from quantised pages into float16 tiles: formats of numbers, apart from attention.
 
 float16 has every stored number of all kinds, and integers as subnormal numbers, too. With ASSEMBLY, PTX converts two
 numbers at once and pairs the numbers of two keys, as the tensor cores read them; otherwise Triton's own operations do,

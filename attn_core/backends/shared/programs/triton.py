@@ -8,6 +8,7 @@ from time import perf_counter
 from typing import Any
 
 from attn_core.call.counters import compiled as count_compiled
+from attn_core.call.counters import operand_copied
 
 
 @cache
@@ -132,3 +133,11 @@ def _launches_directly() -> bool:
     import triton
 
     return str(triton.__version__).startswith("3.6.")
+
+
+def with_dense_channels(tensor: Any) -> Any:
+    """Returns the tensor, or a contiguous copy if its channels are not next to each other."""
+    if tensor.stride(-1) == 1:
+        return tensor
+    operand_copied()
+    return tensor.contiguous()
