@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from importlib.util import find_spec
 
 from attn_core.backends.shared.device_kinds import STARTS, kind_of
-from attn_core.cli.frameworks import devices_of
+from attn_core.cli.frameworks import check_framework, devices_of, installed
 from attn_core.errors import SpecError
 from attn_core.selection.explanation_text import NO_BREAK, wrapped
 
@@ -64,6 +64,25 @@ def device_named(requested: str, framework: str) -> str:
     close = get_close_matches(word, ALIASES, n=1)
     hint = f"did you mean {close[0]}? Expected" if close else "expected"
     raise SpecError(f"--device={requested!r}: no such device; {hint} one of\n{_listed()}")
+
+
+def devices_here(requested: str | None, framework: str | None = None) -> dict[str, str]:
+    """Returns the device of each framework that has it: the requested one, else the GPU of this machine, else the CPU.
+
+    Raises:
+        SpecError: for a word that names no device of this machine, or a framework that is not installed.
+    """
+    if framework is not None:
+        check_framework(framework)
+    here = {name: devices_of(name) for name in installed() if framework in (None, name)}
+    if not here:
+        raise SpecError(f"--framework={framework}: not installed" if framework else "install torch or jax first")
+    best = max(here, key=lambda name: len(here[name]) > 1)
+    device = here[best][-1] if requested is None else device_named(requested, best)
+    devices = {name: device for name, found in here.items() if device in found}
+    if not devices:
+        raise SpecError(f"--device={requested}: expected a device of this machine")
+    return devices
 
 
 def _gpu_here(framework: str) -> str:

@@ -17,7 +17,7 @@ from attn_core.backends.shared import known_bad
 from attn_core.backends.shared.programs import operator_library
 from attn_core.call.spec import AttentionSpec
 from attn_core.cli.advice import Advice, Machine, Problem, advise, find_machine, problems, requirements, runs_on
-from attn_core.cli.certify.standing import Standing, standing_of
+from attn_core.cli.certify.certificate import standing_of
 from attn_core.cli.comparison import Row, rows_of
 from attn_core.cli.frameworks import devices_of, installed, versions
 from attn_core.cli.trial import draw
@@ -108,7 +108,7 @@ class Findings:
     problems: tuple[Problem, ...]
     advice: tuple[Advice, ...]
     operators: str | None
-    certificate: Standing | None
+    certificate: str | None
 
     @property
     def right(self) -> list[Row]:
@@ -168,7 +168,7 @@ class Findings:
             ],
             "problems": [asdict(problem) for problem in self.problems],
             "advice": [asdict(advice) for advice in self.advice],
-            "certificate": None if self.certificate is None else self.certificate._asdict(),
+            "certificate": self.certificate,
         }
         return {"healthy": self.healthy, "runs": runs} | plain | changed
 
@@ -344,7 +344,7 @@ def _machine(findings: Findings) -> Iterator[str]:
         "processor": findings.processor,
         **{name: f"{there[name]}, {builds[name]}" for name in builds if name in there},
         "other packages": ", ".join(f"{name} {version}" for name, version in there.items() if name not in builds),
-        "certificate": "none; attn certify writes one" if findings.certificate is None else str(findings.certificate),
+        "certificate": findings.certificate or "none; attn certify writes one",
         "torch to JAX": to_jax if {"torch", "jax"} <= set(there) else "",
     }
     for name, text in rows.items():

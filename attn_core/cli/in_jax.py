@@ -48,7 +48,7 @@ def run(trial: Trial, backend: str, device: str = "cpu", repeats: int = 5) -> Ou
     return Outcome(arrays, 1e3 * median(times[1:] or times))
 
 
-@lru_cache(maxsize=64)  # so that the calls of one structure compile once
+@lru_cache(maxsize=128)  # so that the calls of one structure compile once
 def _program(spec: AttentionSpec, seq_info: SeqInfo | None, backend: str) -> Any:
     """Returns a jitted function of (learned inputs, other inputs, cotangents) that returns the named results."""
     import jax

@@ -14,7 +14,7 @@ from packaging.specifiers import SpecifierSet
 from attn_core import AttentionSpec, backends
 from attn_core.backends.shared import known_bad
 from attn_core.backends.shared.known_bad import EVERY_CALL, QUANTITIES, RELATIONS, Row, refusals, versioned_package
-from attn_core.cli.certify.known_rows import CALLS
+from attn_core.cli.certify.checks import KNOWN_BAD_CALLS
 from benchmarks.fit.calls import random_call
 from tools.pages import known_bad as known_bad_page
 
@@ -106,7 +106,7 @@ def test_a_refusing_row_refuses_some_call(row: Row) -> None:
     for name in row.backends:
         for device in devices_of(row):
             version = known_bad.numbers_of(row.versions.lstrip("<>=")) if row.name in WHOLE_KERNELS else ()
-            assert any(row.symptom in why for spec in CALLS for why in refusals(name, spec, device, version))
+            assert any(row.symptom in why for spec in KNOWN_BAD_CALLS for why in refusals(name, spec, device, version))
 
 
 def test_a_range_of_versions_is_of_a_version_that_is_known() -> None:

@@ -8,9 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from attn_core.cli.certify.certificate import NOT_RUN, Certificate, Entry, read
-from attn_core.cli.certify.known_rows import NAME
-from attn_core.cli.certify.report import DASH, rows_of, worst_of
+from attn_core.cli.certify.certificate import KNOWN_BAD, Certificate, read, table
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks/results"
@@ -29,29 +27,17 @@ def render() -> str:
 
 
 def _section(name: str, certificate: Certificate) -> Iterator[str]:
-    versions = (f"{package} {version}" for package, version in certificate.versions.items() if version is not None)
-    instructions = f", {certificate.cpu_capability}" if certificate.device == "cpu" else ""
-    yield f"## {certificate.device_name}\n"
-    when = f"{certificate.date}, {certificate.device}{instructions}"
-    yield f"{when}, seed {certificate.seed}, {certificate.seconds:.0f} s;"
-    yield f"`certificate-{name}.json`.\n"
-    yield from _table(certificate)
-    yield f"\nPackages: {', '.join(versions)}.\n"
-    known = [entry for entry in certificate.entries if entry.check == NAME]
-    here = ", ".join(certificate.known_bad) or "none"
-    yield from (f"Known-bad kernels: {each.draws} calls {each.result}; about kernels here: {here}.\n" for each in known)
-
-
-def _table(certificate: Certificate) -> Iterator[str]:
-    names, rows = rows_of(certificate)
-    yield f"| backend | in | {' | '.join(names)} | worst |"
-    yield f"|---|---|{'---|' * len(names)}---|"
-    for (backend, framework), entries in rows.items():
-        cells = " | ".join(_cell(entries.get(name)) for name in names)
-        yield f"| `{backend}` | {framework} | {cells} | {worst_of(entries)} |"
-
-
-def _cell(entry: Entry | None) -> str:
-    if entry is None or entry.result == NOT_RUN:
-        return DASH
-    return f"**{entry.result}**" if entry.result != "passed" else str(entry.draws)
+    packages = ", ".join(f"{package} {version}" for package, version in certificate["versions"].items() if version)
+    device = next(iter(certificate["devices"].values()))
+    instructions = f", {certificate['cpu_capability']}" if device == "cpu" else ""
+    yield f"## {certificate['device_name']}\n"
+    yield f"{certificate['date']}, {device}{instructions}, {certificate['seconds']:.0f} s; `certificate-{name}.json`.\n"
+    head, *rows = table(certificate)
+    yield f"| {' | '.join(head)} |"
+    yield "|---" * len(head) + "|"
+    yield from (f"| `{backend}` | {' | '.join(cells)} |" for backend, *cells in rows)
+    yield f"\nPackages: {packages}.\n"
+    here = ", ".join(certificate["known_bad"]) or "none"
+    for entry in certificate["entries"]:
+        if entry["check"] == KNOWN_BAD:
+            yield f"Known-bad kernels: {entry['draws']} calls {entry['result']}; about kernels here: {here}.\n"

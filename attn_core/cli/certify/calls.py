@@ -1,8 +1,9 @@
 """The stored calls of ``calls.json``, the form in which a backend takes one, and its results.
 
-A call has fields of a spec, of which tables give their shape by letters, and besides ``lengths``, ``packed``, ``tail``
-(tokens behind the last document), ``shifted`` (torch's tensors begin one element behind an aligned address), ``paged``
-and ``page_size``. What it does not say may differ by backend.
+A call has fields of a spec, in which letters give shapes and names give functions, and besides ``lengths``, ``packed``,
+``tail`` (tokens behind the last document), ``shifted`` (torch's tensors begin one element behind an aligned address),
+``paged`` and ``page_size``. ``prefers`` lists values of a field: a call on a GPU has the
+first that the backend takes. What a call does not say may differ by backend.
 """
 
 from __future__ import annotations
@@ -17,33 +18,57 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from attn_core import backends
+from attn_core.backends.support import Support
 from attn_core.call.functions import trace
 from attn_core.call.pages import PagedKV
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import PagedInputs
 from attn_core.cli import in_jax, in_torch
-from attn_core.cli.certify.subject import Subject
 from attn_core.cli.trial import Trial, draw
 from attn_core.errors import SpecError
 from attn_core.expressions.tracing import Aux
-from attn_core.selection import choice
+from attn_core.selection import Target, choice
 
 Call = dict[str, Any]
 Arrays = dict[str, np.ndarray]
 STORED: dict[str, Any] = json.loads((Path(__file__).parent / "calls.json").read_text(encoding="utf-8"))
 CALLS: dict[str, Call] = STORED["calls"]
 PAGED_CALLS: dict[str, Call] = STORED["pages"]
+CHECKS: dict[str, Any] = STORED["checks"]
+"""By name, in the order of the report: the calls, and what a check asks of every call besides."""
 FUNCTIONS: dict[str, Any] = {
     "shown keys": lambda b, h, q, k, shown: shown[h, k] | (k == 2 * q),
     "slopes": lambda s, b, h, q, k, by: s - 0.02 * by[h] * abs(q - k),
     "added": lambda s, b, h, q, k, by: s + by[h, q],
 }
-ROWS = (((67, 67), (131, 131)), ((128, 128), (128, 128)))
-DOCUMENTS = (((5, 67, 1, 20), (9, 131, 4, 20)), ((5, 67, 1, 20), (5, 67, 1, 20)))
-"""Usual lengths of queries and keys, which end amid tiles, and others for backends that refuse these."""
-DTYPES = {"cpu": ("float32", "bfloat16", "float16"), "cuda": ("bfloat16", "float16", "float32")}
-"""The usual dtype of a kind of device comes first."""
+
+
+class Subject(NamedTuple):
+    """A backend, the framework that calls it, and the device, such as ``"cpu"`` or ``"sm90"``."""
+
+    backend: str
+    framework: str
+    device: str
+
+    @property
+    def kind(self) -> str:
+        """The kind of the device."""
+        return backends.kind_of(self.device)
+
+    @property
+    def target(self) -> Target:
+        """This process's installation."""
+        return Target.here(self.framework, self.device)
+
+    @property
+    def claims(self) -> Support:
+        """The claims about the forward, narrowed to the installed build."""
+        return self.target.claims(self.backend)[0]
+
+    def __str__(self) -> str:
+        return f"{self.backend} in {self.framework}"
 
 
 class Form(NamedTuple):
@@ -87,42 +112,43 @@ def sizes_of(lengths: Any, packed: bool, tail: int = 0) -> dict[str, Any]:
     return {"batch": 1, "q_len": sum(queries) + tail, "kv_len": sum(keys) + tail, "documents": len(queries)} | longest
 
 
+def calls_of(check: str) -> dict[str, Call]:
+    """Returns the calls of a check by name, with what it asks of each."""
+    calls, asks = CHECKS[check]["calls"], CHECKS[check].get("asks", {})
+    named = STORED[calls] if isinstance(calls, str) else {name: CALLS[name] for name in calls}
+    return {name: call | asks for name, call in named.items()}
+
+
 def _forms(subject: Subject, call: Call) -> Iterator[Form]:
-    """Yields the forms of a call, the fullest first: with gradients, log-sum-exp and odd lengths."""
-    paged = subject.pages_alone or "paged" in call or "page_size" in call
-    claimed = [dtype for dtype in DTYPES.get(subject.kind, DTYPES["cuda"]) if dtype in subject.claims.dtypes]
-    usual: dict[str, tuple[Any, ...]] = {
-        "needs_backward": (False,) if paged else (True, False),
-        "lengths": DOCUMENTS if paged or "packed" in call else ROWS,
-        "return_lse": (True, False),
-        "page_size": (16, 256) if paged else (None,),
-        "dtype": tuple(claimed[:1]),
-    }
-    ways = {name: (call[name],) if name in call else values for name, values in usual.items()}
-    for values in product(*ways.values()):
-        fields = {"num_heads": 3, "num_kv_heads": call.get("num_heads", 3), "head_dim": 64, "value_dim": 64}
-        fields |= call | dict(zip(ways, values))
+    """Yields the forms of a call, the fullest first: with gradients, log-sum-exp and lengths that end amid tiles."""
+    usual = STORED["usual"]
+    pages_alone = backends.reads_pages_alone(backends.load(subject.backend, subject.kind))
+    paged = pages_alone or "paged" in call or "page_size" in call
+    ways = usual["pages" if paged else "documents" if "packed" in call else "rows"]
+    claimed = [dtype for dtype in usual["dtypes"][subject.kind] if dtype in subject.claims.dtypes]
+    prefers = {} if subject.kind == "cpu" else call.get("prefers", {})  # a CPU adds gradients in one order
+    ways = {**prefers, "page_size": [None], "dtype": claimed[:1], **ways}
+    for values in product(*([call[name]] if name in call else ways[name] for name in ways)):
+        fields = {**usual["fields"], "num_kv_heads": call.get("num_heads", 3), **call, **dict(zip(ways, values))}
         queries, keys = fields.pop("lengths")
-        packed, tail = fields.pop("packed", False) or paged, fields.pop("tail", 0)
-        fields.pop("paged", None)
-        page_size, shifted = fields.pop("page_size"), fields.pop("shifted", False)
-        spec = _spec(fields | sizes_of((queries, keys), packed, tail))
+        page_size = fields.pop("page_size")
+        packed, tail, shifted = (fields.pop(name, False) for name in ("packed", "tail", "shifted"))
+        fields = {name: value for name, value in fields.items() if name not in ("paged", "prefers")}
+        spec = spec_of(fields | sizes_of((queries, keys), packed or paged, tail))
         yield Form(spec, (tuple(queries), tuple(keys)), page_size, shifted)
 
 
-def _spec(fields: Call) -> AttentionSpec:
-    """Returns a spec of fields whose shapes are letters and whose functions are names."""
+def spec_of(fields: Call) -> AttentionSpec:
+    """Returns a spec of fields in which letters give shapes and names give functions."""
     letters = {"b": fields["batch"], "h": fields["num_heads"], "q": fields["q_len"], "k": fields["kv_len"]}
 
-    def shape(text: str) -> tuple[int, ...]:
-        return tuple(letters[letter] if letter in letters else int(letter) for letter in text)
+    def plain(value: Any) -> Any:
+        return tuple(map(plain, value)) if isinstance(value, list | tuple) else letters.get(value, value)
 
     mask_mod, score_mod = (FUNCTIONS.get(fields.get(name, "")) for name in ("mask_mod", "score_mod"))
-    arrays = tuple(Aux(shape(text), dtype) for text, dtype in fields.get("aux", ()))
-    traced = dict(zip(("mask_mod", "score_mod", "aux"), trace(mask_mod, score_mod, arrays)))
-    shapes = {name: shape(text) for name, text in fields.items() if name.endswith("_shape")}
-    lists = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
-    return AttentionSpec(**fields | lists | shapes | traced)
+    arrays = tuple(Aux(*plain(each)) for each in fields.get("aux", ()))
+    functions = dict(zip(("mask_mod", "score_mod", "aux"), trace(mask_mod, score_mod, arrays)))
+    return AttentionSpec(**{name: plain(value) for name, value in fields.items()} | functions)
 
 
 def accepted(subject: Subject, call: Call) -> Form | str:
@@ -130,18 +156,55 @@ def accepted(subject: Subject, call: Call) -> Form | str:
     why = lost = ""
     try:
         for form in _forms(subject, call):
-            reasons = choice.refusals(subject.backend, form.asked, subject.target)
-            if not reasons:
+            why = refusal(subject, form)
+            if not why:
                 return form if form.spec.needs_backward else form._replace(lost=lost)
-            why = reasons[0]
             lost = why if form.spec.needs_backward else lost
     except SpecError as error:  # such as a call that no page can hold
         return str(error)
     return why
 
 
-def trial_of(form: Form) -> Trial:
-    """Returns the numbers of a call, the same on every machine: a quarter of a bias is -inf, which hides its pairs, and
+def refusal(subject: Subject, form: Form) -> str:
+    """Returns why a backend does not take a form; empty if it does."""
+    return next(iter(choice.refusals(subject.backend, form.asked, subject.target)), "")
+
+
+class Case(NamedTuple):
+    """A call with numbers, for one subject."""
+
+    subject: Subject
+    form: Form
+    trial: Trial
+
+    def run(self, inputs: Any = None) -> Arrays:
+        """Returns the results as float64 arrays by name. inputs: those of the trial by default."""
+        trial = self.trial if inputs is None else self.trial._replace(inputs=inputs)
+        backend, framework, device = self.subject
+        trial = trial if self.form.page_size is None else self._in_pages(trial)
+        if framework == "torch":
+            return in_torch.run(trial, backend, device, 0, self.form.shifted).arrays
+        return in_jax.run(trial, backend, device, 0).arrays
+
+    def _in_pages(self, trial: Trial) -> Trial:
+        """Returns a packed trial with its keys and values in pages in a mixed order; unused places are NaN."""
+        spec, inputs, lengths = self.form.asked, trial.inputs, np.asarray(self.form.lengths[1], np.int32)
+        assert spec.paged is not None
+        size, pages, total = spec.paged.page_size, spec.paged.num_pages, int(lengths.sum())
+        used = np.arange(spec.paged.width) < -(-lengths[:, None] // size)  # [documents, width]
+        table = np.full(used.shape, -1, np.int32)
+        table[used] = np.random.default_rng(0).permutation(pages)[: used.sum()]
+        document = np.repeat(np.arange(len(lengths)), lengths)  # of each token
+        place = np.arange(total) - (np.cumsum(lengths) - lengths)[document]
+        k, v = (np.full((pages, size, *array.shape[1:]), np.nan) for array in (inputs.k, inputs.v))
+        for pool, array in ((k, inputs.k), (v, inputs.v)):
+            pool[table[document, place // size], place % size] = array[:total]
+        paged = PagedInputs(inputs.q, k, v, table, lengths, inputs.cu_seqlens_q, inputs.sinks)
+        return trial._replace(spec=spec, inputs=paged, seq_info=None)
+
+
+def drawn(subject: Subject, form: Form) -> Case:
+    """Returns a call with numbers, the same on every machine: a quarter of a bias is -inf, which hides its pairs, and
     tokens behind the last document are large."""
     trial = draw(form.spec, documents(form.lengths) if form.spec.packed else None)
     inputs = trial.inputs
@@ -151,29 +214,4 @@ def trial_of(form: Form) -> Trial:
     if inputs.bias is not None:
         hidden = np.random.default_rng(1).random(inputs.bias.shape) < 0.25
         inputs = inputs._replace(bias=np.where(hidden, -np.inf, inputs.bias))
-    return trial._replace(inputs=inputs)
-
-
-def run_call(subject: Subject, form: Form, trial: Trial) -> Arrays:
-    """Returns the results of a trial on a subject as float64 arrays by name."""
-    trial = trial if form.page_size is None else _in_pages(form, trial)
-    if subject.framework == "torch":
-        return in_torch.run(trial, subject.backend, subject.device, 0, form.shifted).arrays
-    return in_jax.run(trial, subject.backend, subject.device, 0).arrays
-
-
-def _in_pages(form: Form, trial: Trial) -> Trial:
-    """Returns a packed trial with its keys and values in pages in a mixed order; unused places are NaN."""
-    spec, inputs, lengths = form.asked, trial.inputs, np.asarray(form.lengths[1], np.int32)
-    assert spec.paged is not None
-    size, pages, total = spec.paged.page_size, spec.paged.num_pages, int(lengths.sum())
-    used = np.arange(spec.paged.width) < -(-lengths[:, None] // size)  # [documents, width]
-    table = np.full(used.shape, -1, np.int32)
-    table[used] = np.random.default_rng(0).permutation(pages)[: used.sum()]
-    document = np.repeat(np.arange(len(lengths)), lengths)  # of each token
-    place = np.arange(total) - (np.cumsum(lengths) - lengths)[document]
-    k, v = (np.full((pages, size, *array.shape[1:]), np.nan) for array in (inputs.k, inputs.v))
-    for pool, array in ((k, inputs.k), (v, inputs.v)):
-        pool[table[document, place // size], place % size] = array[:total]
-    paged = PagedInputs(inputs.q, k, v, table, lengths, inputs.cu_seqlens_q, inputs.sinks)
-    return trial._replace(spec=spec, inputs=paged, seq_info=None)
+    return Case(subject, form, trial._replace(inputs=inputs))

@@ -1,66 +1,39 @@
-"""Certificate: what one run proved, as one JSON file with a checksum. Nothing in a file is run."""
+"""Certificate: what one run proved, as a JSON object with a checksum. docs/how_to/certify.md describes each field."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from attn_core.cli.certify.subject import Left
 from attn_core.errors import SpecError
-from attn_core.selection.tables import user_folder
+from attn_core.selection.explanation_text import wrapped
+from attn_core.selection.tables import device_name, user_folder
 from attn_core.selection.whole_file import read_json, write_whole
 
 FORMAT = 1
 PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
+KNOWN_BAD = "known-bad"
+"""The check of known-bad kernels, which needs no backend."""
+Certificate = dict[str, Any]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Entry:
-    """The result of one check of one backend in one framework; docs/how_to/certify.md describes each field."""
+class Entry(NamedTuple):
+    """The result of one check of one backend in one framework, with the calls that the backend refuses by reason."""
 
     check: str
+    result: str
     backend: str = ""
     framework: str = ""
     device: str = ""
-    result: str
     draws: int = 0
-    planned: int = 0
-    gradients: int = 0
     worst: float | None = None
     seconds: float = 0.0
     reason: str = ""
     repeat: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Certificate:
-    """The results of one run; docs/how_to/certify.md describes each field."""
-
-    date: str
-    seed: int
-    minutes: float
-    seconds: float
-    devices: dict[str, str]
-    device_name: str
-    cpu_capability: str
-    versions: dict[str, str | None]
-    backends: tuple[str, ...]
-    checks: tuple[str, ...]
-    entries: tuple[Entry, ...]
-    known_bad: tuple[str, ...]
-    not_run: tuple[Left, ...]
-
-    def count(self, result: str) -> int:
-        """Returns how many entries have a result."""
-        return sum(entry.result == result for entry in self.entries)
-
-    @property
-    def device(self) -> str:
-        """The device, the same in all frameworks."""
-        return next(iter(self.devices.values()))
+    refused: dict[str, list[str]] = {}  # noqa: RUF012 (never changed)
 
 
 def certificate_path(device: str) -> Path:
@@ -70,8 +43,7 @@ def certificate_path(device: str) -> Path:
 
 def write(certificate: Certificate, path: Path) -> None:
     """Writes a certificate in one step. Raises SpecError if the file cannot be written."""
-    plain = {"format": FORMAT, **asdict(certificate)}
-    plain["not_run"] = [left._asdict() for left in certificate.not_run]
+    plain = {"format": FORMAT, **certificate}
     write_whole(json.dumps(plain | {"checksum": _checksum(plain)}, indent=1) + "\n", path)
 
 
@@ -93,9 +65,73 @@ def read(path: Path) -> Certificate:
     if raw.pop("checksum", None) != _checksum(raw):
         raise SpecError(f"{path}: checksum: the content was changed after it was written; write a new certificate")
     del raw["format"]
+    return raw
+
+
+def count(certificate: Certificate, result: str) -> int:
+    """Returns how many checks have a result."""
+    return sum(entry["result"] == result for entry in certificate["entries"])
+
+
+def standing_of(device: str, versions: dict[str, str | None]) -> str | None:
+    """Returns what the certificate of a device says, and what has changed since, or None if there is none."""
     try:
-        raw |= {name: tuple(raw[name]) for name in ("backends", "checks", "known_bad")}
-        raw["entries"] = tuple(Entry(**entry) for entry in raw["entries"])
-        return Certificate(**raw | {"not_run": tuple(Left(**left) for left in raw["not_run"])})
-    except (KeyError, TypeError) as error:
-        raise SpecError(f"{path}: {error}: expected the fields that `attn certify` writes") from None
+        path = certificate_path(device)
+        if not path.is_file():
+            return None
+        found = read(path)
+    except (SpecError, OSError, RuntimeError) as error:  # a process without a home folder has no certificate
+        return f"cannot be read: {error}"
+    then = found["versions"] | {"device": found["device_name"]}
+    now = versions | {"device": device_name(device)}
+    changed = [f"{name}: {then.get(name)} -> {now.get(name)}" for name in then | now if then.get(name) != now.get(name)]
+    since = f"since then {'; '.join(changed)}: run attn certify again" if changed else "nothing has changed since"
+    return f"{found['date']}: {count(found, PASSED)} checks passed, {count(found, FAILED)} failed; {since}"
+
+
+def table(certificate: Certificate) -> list[list[str]]:
+    """Returns a head, and a row for each backend in a framework: how many calls passed each check, and the largest
+    error as a part of its bound. A dash is a check that did not run."""
+    ran = [entry for entry in certificate["entries"] if entry["backend"] and entry["result"] != NOT_RUN]
+    checks = list(dict.fromkeys(entry["check"] for entry in ran))
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    for entry in ran:
+        rows.setdefault((entry["backend"], entry["framework"]), {})[entry["check"]] = entry
+    lines = [["backend", "in", *checks, "worst"]] if rows else []
+    for names, entries in rows.items():
+        cells = {name: "FAILED" if each["result"] == FAILED else str(each["draws"]) for name, each in entries.items()}
+        errors = [entry["worst"] for entry in entries.values() if entry["worst"] is not None]
+        lines.append([*names, *(cells.get(name, "-") for name in checks), f"{max(errors):.2f}" if errors else "-"])
+    return lines
+
+
+def report(certificate: Certificate) -> Iterator[str]:
+    """Yields the text of ``attn certify``: the table, what failed and how to repeat it, and what did not run."""
+    entries = certificate["entries"]
+    failed, passed = count(certificate, FAILED), count(certificate, PASSED)
+    verdict = (
+        f"FAILED: {failed} of {failed + passed} checks." if failed else f"OK: all {passed} checks that ran passed."
+    )
+    versions, devices = certificate["versions"], certificate["devices"].items()
+    used = " and ".join(f"{name} {versions[name]} on {device}" for name, device in devices)
+    spent = f"{certificate['seconds']:.0f} s, {certificate['date']}"
+    yield wrapped(f"{verdict if failed + passed else 'NOTHING RAN.'} {used} ({certificate['device_name']}), {spent}.")
+    rows = table(certificate)
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    for row in rows:
+        yield " ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
+    missing: dict[str, list[str]] = {}
+    for entry in entries:
+        name = f"{entry['check']} of {entry['backend']} in {entry['framework']}" if entry["backend"] else entry["check"]
+        if entry["result"] == FAILED:
+            yield from ("", wrapped(f"{name} failed: {entry['reason']}"), f"  {entry['repeat']}", "")
+        elif entry["check"] == KNOWN_BAD:
+            here = ", ".join(certificate["known_bad"]) or "none"
+            yield wrapped(f"Known-bad kernels: {entry['draws']} calls refused as they must be. Here: {here}.")
+        for why, calls in entry["refused"].items():
+            missing.setdefault(why, []).append(f"{', '.join(calls)}: {name}")
+    for left in certificate["not_run"]:
+        missing.setdefault(left["why"], []).append(left["what"])
+    yield "Not run:"
+    for why, names in missing.items():
+        yield wrapped(f"{why} ({', '.join(names)})", "  ", "    ")
