@@ -3,7 +3,6 @@ its arithmetic through torch's compiler with uncompiled kernels, one program per
 
 from __future__ import annotations
 
-import itertools
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -704,7 +703,7 @@ OTHER_LENGTHS = {
     "one of each, then others": ((100, 7), (100, 300), (389, 300), (300, 50), (197, 7)),
 }
 """(q_len, kv_len) of calls that follow each other. The last has several programs, with one graph."""
-MASK_AXES = {"whole": (), "rows alone": (3,), "keys alone": (2,), "one value": (2, 3)}
+MASK_AXES = {"whole": (), "rows alone": (3,), "keys alone": (2,)}
 """The axes of size 1 of a mask."""
 
 
@@ -716,7 +715,6 @@ MASK_AXES = {"whole": (), "rows alone": (3,), "keys alone": (2,), "one value": (
         ("two row blocks, one key block", "keys alone"),
         ("one row block, two key blocks", "whole"),
         ("some of both", "rows alone"),
-        ("some of both", "one value"),
     ],
 )
 def test_a_program_compiled_for_other_lengths_is_right(
@@ -749,7 +747,6 @@ def widened(tensor: torch.Tensor) -> np.ndarray:
 
 
 RANGES_ON_A_GPU = {
-    "two ranges by head, causal": {"key_ranges_shape": (2, 2, 300, 2, 2), "causal": True},
     "two ranges, mask, softcap": {
         **{"key_ranges_shape": (2, 1, 300, 2, 2), "mask_shape": (2, 1, 1, 300), "softcap": 5.0},
     },
@@ -813,7 +810,7 @@ def test_memory_grows_with_tokens(changes: dict[str, Any]) -> None:
 
 @pytest.mark.cuda
 def test_the_shortcut_gives_the_same_bits_on_a_gpu() -> None:
-    for causal, dtype in itertools.product((False, True), ("bfloat16", "float32")):
+    for causal, dtype in ((False, "float32"), (True, "bfloat16")):
         spec = replace(SPEC, causal=causal, dtype=dtype, needs_backward=True)
         inputs = on_gpu(spec)
         run = flex_cuda.shortcut(spec)

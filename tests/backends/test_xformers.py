@@ -532,7 +532,9 @@ def test_the_operator_that_runs_a_call_is_the_one_named(
     monkeypatch.setattr(operators, "forward", watched)
     spec = replace(SPEC, **requested)
     torch.manual_seed(0)
-    shapes = (spec.q_shape, spec.k_shape, spec.v_shape)
+    queries = (spec.batch, spec.q_len, spec.num_heads, spec.head_dim)
+    keys = (spec.batch, spec.kv_len, spec.num_kv_heads)
+    shapes = (queries, (*keys, spec.head_dim), (*keys, spec.value_dim))
     q, k, v = (torch.randn(shape, dtype=torch.bfloat16, device="cuda") for shape in shapes)
     mask = None if spec.mask_shape is None else torch.rand(spec.mask_shape, device="cuda") < 0.5
     out, expected = (

@@ -71,7 +71,7 @@ def test_gradients_match_the_reference(name: str, framework: str, backend: str) 
 
 # FlexAttention compiles for half a minute: it has one function of each kind. In JAX, which calls it back, it has the
 # bits that it has in torch (test_bit_equality).
-OF_FLEX = ("relative bias", "two arrays", "hides")
+OF_FLEX = ("relative bias", "two arrays")
 ON_A_GPU = [(name, "jax", "jax_xla") for name in FUNCTIONS] + [(name, "torch", "flex") for name in OF_FLEX]
 
 

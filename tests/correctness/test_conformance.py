@@ -98,12 +98,12 @@ def assert_near(call: Call, results: Any) -> None:
 def corners_conform(framework: str, backend: str, device: str) -> bool:
     """Whether any of the fixed corners of a backend's claims ran. Asserts that the backend conforms in all of them.
 
-    JAX compiles each corner, so it runs a corner once: with gradients if the backend has them.
+    JAX and, on a GPU, FlexAttention compile each corner, so they run a corner once: with gradients if they have them.
     """
     forward, backward = target(framework, device).claims(backend)
     ran = []
     for name, call in corners(forward).items():
-        both = (call,) if framework == "jax" else (call.inference, call)
+        both = (call,) if framework == "jax" or (backend, device) == ("flex", "cuda") else (call.inference, call)
         for each in both if backward is not None else (call.inference,):
             try:
                 ran.append(conforms(framework, each, backend, device))

@@ -58,7 +58,7 @@ PAGED = {"triton_ordered": "triton_splitkv"}
 
 def few() -> settings:
     """Returns the number of draws: 12 in the default profile, 2000 in the thorough one."""
-    return settings(max_examples=12 if settings.get_current_profile_name() == "ci" else 2000)
+    return settings(max_examples=2000 if settings.get_current_profile_name() == "thorough" else 12)
 
 
 @st.composite
