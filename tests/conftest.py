@@ -12,6 +12,7 @@ A flag that XLA_FLAGS already contains keeps its value.
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import re
 import tempfile
@@ -138,8 +139,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None if GPU_WORDS.search(collection_path.read_text(encoding="utf-8")) else True
 
 
-GPU_WORDS = re.compile(r"cuda|EVERYWHERE|[(,]\s*device\s*[,:)]")
-"""What a file with tests for GPUs has: the marker, a list of frameworks that has it, or the argument ``device``."""
+GPU_WORDS = re.compile(r"\bmark\.(cuda|two_gpus)|EVERYWHERE|\bclaimed\(|\bDEVICES\b|def \w+\([^)]*\bdevice\b")
+"""What a file with tests for GPUs has: the marker, a list of cases that has it, or the argument ``device``."""
 
 
 EVERY = 7
@@ -184,7 +185,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Freezes the objects of imports and collection: they live until the end, so no garbage collection visits them."""
+    """Freezes the objects of imports and collection: they live until the end, so no garbage collection visits them.
+
+    pytest attaches its handler to loggers that pass nothing on. With one, torch would write each compilation's graphs
+    and code into this logger, for the report of each test.
+    """
+    logging.getLogger("torch.__trace").propagate = True
     gc.collect()
     gc.freeze()
     gc.set_threshold(
