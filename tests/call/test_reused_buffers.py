@@ -56,7 +56,7 @@ def qkvpacked(f: Framework, info: Any, q: Any, k: Any, v: Any) -> Any:
 
 
 def run_attention(f: Framework, info: Any, q: Any, k: Any, v: Any) -> Any:
-    unsloth = f.frontend
+    unsloth = f.frontend.unsloth
     Q, K, V = (x[None].swapaxes(1, 2) for x in (q, k, v))
     config = unsloth.AttentionConfig("sdpa", HEADS, 1)
     context = unsloth.AttentionContext(1, TOKENS, TOKENS, HEADS, DIM, requires_grad=True, seq_info=info)

@@ -201,7 +201,7 @@ def test_the_results_of_earlier_steps_are_merged(library: Path, monkeypatch: pyt
         call = BridgedStep(step_call, "cpu", False)
         text = operators.by_device({0: texts[part]})
         run = jax.jit(
-            lambda *arrays, text=text, call=call: step_primitive.run_operators(
+            lambda *arrays, text=text, call=call: step_primitive._run_operators(
                 *arrays, call=call, text=text, branches=branches
             )
         )

@@ -33,7 +33,7 @@ def test_answers_under_load_equal_those_of_each_request_alone() -> None:
 
 
 def no_copies(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(PagedKVCache, "_copy", lambda self, lists, copies: None)
+    patch.setattr(PagedKVCache, "_copy", lambda self, copies: None)
 
 
 def no_release(patch: pytest.MonkeyPatch) -> None:
