@@ -21,6 +21,7 @@ from both_frontends import (
     Results,
     backends_of,
     claimed,
+    compiles_for_long,
     module_on,
     number_of_draws,
     reachable,
@@ -67,7 +68,7 @@ def results_of_the_kernel(call: Call, results: Results) -> Results:
 
 def drawn_for(backend: str, device: str, framework: str = "jax") -> Any:
     claims = module_on(backend, device).FORWARD
-    if (backend, device) == ("flex", "cuda"):
+    if compiles_for_long(backend, device):
         return compiled_calls(claims)
     without = ("dropout",) if framework == "jax" or not claims.portable_dropout else ()
     random_arrays = calls(claims, without=without, squares=(64, 192) if claims.approximate else ())

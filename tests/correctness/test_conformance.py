@@ -20,6 +20,7 @@ from both_frontends import (
     DEVICES,
     FRAMEWORKS,
     claimed,
+    compiles_for_long,
     judge,
     judged,
     module_on,
@@ -51,7 +52,7 @@ BACKENDS = backends.names()
 def drawn_for(backend: str, device: str, framework: str) -> st.SearchStrategy[Call]:
     """Calls for a backend: any call, or calls of a few signatures if a compiler would compile each."""
     module = module_on(backend, device)
-    if backend == "jax_xla" or (backend, device) == ("flex", "cuda"):
+    if backend == "jax_xla" or compiles_for_long(backend, device):
         return compiled_calls(module.FORWARD)
     without = (
         () if module.FORWARD.portable_dropout else ("dropout",)
@@ -103,7 +104,7 @@ def corners_conform(framework: str, backend: str, device: str) -> bool:
     forward, backward = target(framework, device).claims(backend)
     ran = []
     for name, call in corners(forward).items():
-        both = (call,) if framework == "jax" or (backend, device) == ("flex", "cuda") else (call.inference, call)
+        both = (call,) if framework == "jax" or compiles_for_long(backend, device) else (call.inference, call)
         for each in both if backward is not None else (call.inference,):
             try:
                 ran.append(conforms(framework, each, backend, device))

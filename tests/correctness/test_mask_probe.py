@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("torch")
 pytest.importorskip("jax")
-from both_frontends import FRAMEWORKS, backends_of, claimed, judged, module_on, only, run, target
+from both_frontends import FRAMEWORKS, backends_of, claimed, compiles_for_long, judged, module_on, only, run, target
 from hypothesis import settings
 from spec_strategies import Call, make_call
 
@@ -109,7 +109,7 @@ def combinations(framework: str, backend: str, lengths: str, device: str = "cpu"
     if settings.get_current_profile_name() == "thorough":
         return every
     compiled = framework == "jax" and backends_of("jax").count(backend)
-    if backend == "flex" and device == "cuda":  # compiles for seconds
+    if compiles_for_long(backend, device):
         return every[::46]
     return every[:: 11 if compiled or backend == "flex" else 5 if framework == "jax" else 1]
 
@@ -126,15 +126,15 @@ def test_the_visible_set(backend: str, lengths: str, framework: str, device: str
 @pytest.mark.parametrize(("backend", "device"), [c for c in claimed() if module_on(*c.values).FORWARD.key_ranges])
 def test_the_visible_set_of_key_ranges(backend: str, device: str, framework: str) -> None:
     shapes = ((2, 2, 2), (1, 2, 1), (2, 1, 1))
-    for rows, heads, ranges in shapes[:1] if (backend, device) == ("flex", "cuda") else shapes:  # it compiles each
+    for rows, heads, ranges in shapes[:1] if compiles_for_long(backend, device) else shapes:  # it compiles each
         some = [("more keys", True, "top_left", (3, None), (0, 1, 1, 0)), ("more keys", False, "top_left", None, None)]
         check_all(framework, backend, device, some, key_ranges_shape=(rows, heads, 11, ranges, 2))
     packed = [("documents", False, "top_left", None, None), ("documents", True, "bottom_right", (2, 1), None)]
-    packed = packed[-1:] if (backend, device) == ("flex", "cuda") else packed
+    packed = packed[-1:] if compiles_for_long(backend, device) else packed
     check_all(framework, backend, device, packed, key_ranges_shape=(1, 2, 11, 2, 2))
     sizes = {"batch": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 128, "value_dim": 128}
     long = [("more keys", False, "top_left", (3, 129), (0, 1, 1, 0)), ("more keys", False, "top_left", None, None)]
-    long = long[: 1 if (backend, device) == ("flex", "cuda") else 2]
+    long = long[: 1 if compiles_for_long(backend, device) else 2]
     sizes |= {"q_len": 263, "kv_len": 271}
     check_all(framework, backend, device, long, key_ranges_shape=(1, 1, 271, 2, 2), **sizes)
 

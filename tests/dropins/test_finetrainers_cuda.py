@@ -28,19 +28,20 @@ from attn_core.correctness import accuracy
 
 pytestmark = pytest.mark.cuda
 
-# flex compiles for half a minute, so it has one dtype where no other test needs both.
 HALF = ("flash", "flash_varlen", "flex", "xformers", "_native_flash", "_native_efficient", "_native_cudnn")
 SINGLE = ("flex", "xformers", "_native_efficient")  # the kernels that take float32
 ANY = ("native", "_native_math")
 WAYS = [(word, torch.bfloat16) for word in (*HALF, *ANY)] + [(word, torch.float32) for word in (*SINGLE, *ANY)]
-ways = pytest.mark.parametrize(
-    ("word", "dtype"), WAYS, ids=lambda part: part if isinstance(part, str) else str(part).removeprefix("torch.")
-)
-halves = pytest.mark.parametrize(
-    ("word", "dtype"),
-    [way for way in WAYS if way != ("flex", torch.float32)],
-    ids=lambda part: part if isinstance(part, str) else str(part).removeprefix("torch."),
-)
+
+
+def over(ways: list[tuple[str, torch.dtype]]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(
+        ("word", "dtype"), ways, ids=lambda part: part if isinstance(part, str) else str(part).removeprefix("torch.")
+    )
+
+
+# flex compiles for half a minute, so it has one dtype where no test needs both.
+ways, halves = over(WAYS), over([way for way in WAYS if way != ("flex", torch.float32)])
 lengths = pytest.mark.parametrize(("q_len", "kv_len"), [(7, 7), (7, 5), (1, 7)])
 """Without 5 queries of 7 keys, the lengths of ``test_supported_arguments_are_honoured``."""
 

@@ -322,16 +322,21 @@ def judged(framework: str, backend: str, device: str) -> str | None:
     return reachable(framework, backend, device)
 
 
+def compiles_for_long(backend: str, device: str) -> bool:
+    """Whether a backend compiles for half a minute for each kind of call, so that suites run few of its calls."""
+    return (backend, device) == ("flex", "cuda")
+
+
 def only(kept: tuple[Any, ...], case: Any, backend: str, device: str) -> None:
-    """Skips a case of FlexAttention on a GPU that is not among those that are kept, because each compiles for long."""
-    if (backend, device) == ("flex", "cuda") and case not in kept:
-        pytest.skip(f"flex compiles for half a minute; its cases here are {', '.join(map(str, kept))}")
+    """Skips a case that is not among those that are kept if the backend ``compiles_for_long``."""
+    if compiles_for_long(backend, device) and case not in kept:
+        pytest.skip(f"{backend} compiles for half a minute; its cases here are {', '.join(map(str, kept))}")
 
 
 def number_of_draws(backend: str, device: str) -> int:
-    """How many calls to draw for a backend: half as many for FlexAttention on a GPU, which compiles each for long."""
+    """How many calls to draw for a backend: half as many if it ``compiles_for_long``."""
     usual = settings().max_examples
-    return usual // 2 if (backend, device) == ("flex", "cuda") else usual
+    return usual // 2 if compiles_for_long(backend, device) else usual
 
 
 def reachable(framework: str, backend: str, device: str) -> str | None:
