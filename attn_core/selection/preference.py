@@ -60,8 +60,8 @@ SMALL_GRADIENT = 2**21
 SAME_KERNEL = {"jax_cudnn": "sdpa_cudnn"}
 """Backends of JAX that run the kernel of another backend, so that they have its model."""
 
-Rates = tuple[str, float, float, tuple[float, ...]]
-"""Of a backend for one kind of call: its name, its caution factor, the host's time, and a rate for each size."""
+Rates = tuple[str, backends.Backend, float, float, tuple[float, ...]]
+"""Of a backend for one kind of call: name, module, caution factor, the host's time, and a rate for each size."""
 
 
 def order(spec: AttentionSpec, framework: str, device: str) -> tuple[str, ...]:
@@ -119,7 +119,7 @@ def predicted(spec: AttentionSpec, framework: str, device: str) -> dict[str, flo
     if spec.symbolic or spec.paged is not None:
         return {}
     rounded = _of_round_lengths(spec)  # so that explain shows the times that ``order`` compares
-    counted = {name: factor for name, factor, _, _ in _rates(framework, device, kind_of_call(rounded))}
+    counted = {name: factor for name, _, factor, _, _ in _rates(framework, device, kind_of_call(rounded))}
     return {name: time / counted.get(name, 1.0) for time, _, name in _cautious(rounded, framework, device)}
 
 
@@ -134,12 +134,11 @@ def _cautious(spec: AttentionSpec, framework: str, device: str) -> list[tuple[fl
     table = _table(framework, device)
     if table is None:
         return []
-    kind = backends.kind_of(device)
     # The place in the usual order decides between equal times.
     rates = [
-        (place, *each)
-        for place, each in enumerate(_rates(framework, device, kind_of_call(spec)))
-        if backends.modelled(backends.load(each[0], kind), spec)
+        (place, name, caution, host, each)
+        for place, (name, backend, caution, host, each) in enumerate(_rates(framework, device, kind_of_call(spec)))
+        if backends.modelled(backend, spec)
     ]
     sizes = sizes_of_call(spec, table.tile, table.processors)
     if framework == "jax" and device != "cpu":
@@ -161,8 +160,9 @@ def _rates(framework: str, device: str, kind: Kind) -> tuple[Rates, ...]:
     """Returns the rates of the candidates that have a model, with caution, in the usual order."""
     names, cautions, models = _models(framework, device, kind.training)
     grows = framework == "torch" and kind.decode and not (kind.training or kind.mask or kind.bias)
+    where = backends.kind_of(device)
     return tuple(
-        (name, caution, host + grows * NEW_LENGTH.get(name, 0.0), tuple(each))
+        (name, backends.load(name, where), caution, host + grows * NEW_LENGTH.get(name, 0.0), tuple(each))
         for name, caution, (host, *each) in zip(names, cautions, models.of_kind(kind) if names else ())
     )
 

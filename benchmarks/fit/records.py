@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from attn_core import backends
-from attn_core.call.plain import spec_of
 from attn_core.call.spec import AttentionSpec
 from attn_core.cli import timing
 from attn_core.errors import SpecError
@@ -24,6 +23,7 @@ from attn_core.selection.preference import BEHIND
 from attn_core.selection.sizes import sizes_of_call
 from attn_core.selection.whole_file import read_json, write_whole
 from benchmarks.fit.models import HOST_DECIDES, Sample, slowness
+from benchmarks.fit.plain import spec_of
 
 GOALS = {
     "cuda": {"geometric mean": 1.03, "99th percentile": 1.20, "worst": 1.35},

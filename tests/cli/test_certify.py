@@ -22,7 +22,7 @@ from attn_core.backends.shared import known_bad
 from attn_core.backends.support import Support
 from attn_core.cli.app import app
 from attn_core.cli.certify import command
-from attn_core.cli.certify.calls import CALLS, CHECKS, PAGED_CALLS, Form, Subject, accepted, calls_of
+from attn_core.cli.certify.calls import CALLS, CHECKS, STORED, Form, Subject, accepted, calls_of
 from attn_core.cli.certify.certificate import (
     KNOWN_BAD,
     Certificate,
@@ -84,7 +84,7 @@ def test_every_claim_on_the_cpu_is_judged() -> None:
 def test_a_backend_with_every_claim_takes_every_call() -> None:
     """So a call that no backend takes cannot stand in the list."""
     assert taken("bounds", TORCH).keys() == CALLS.keys() == taken("mask", TORCH).keys()
-    assert taken("pages", TORCH).keys() == PAGED_CALLS.keys()
+    assert taken("pages", TORCH).keys() == STORED["pages"].keys()
     assert all(form.spec.needs_backward and form.spec.return_lse for form in taken("bounds", TORCH).values())
 
 
@@ -141,7 +141,7 @@ def test_backends_that_do_not_run_here_are_named_with_reasons() -> None:
 def test_what_a_backend_refuses_is_said() -> None:
     none = entry("pages", subject=Subject("flex", "torch", "cpu"))
     assert none.result == "not run" and all("pages" in why for why in none.refused)
-    assert [call for calls in none.refused.values() for call in calls] == list(PAGED_CALLS)
+    assert [call for calls in none.refused.values() for call in calls] == list(STORED["pages"])
     found = entry("bounds", "causal", "softcap", subject=Subject("sdpa_flash", "torch", "cpu"))
     assert (found.result, found.draws) == ("passed", 1)
     assert [(calls, "softcap" in why) for why, calls in found.refused.items()] == [(["softcap"], True)]

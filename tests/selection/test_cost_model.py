@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from cost_tables import made_up_model
 
-from attn_core.call.plain import plain_fields
 from attn_core.call.spec import AttentionSpec
 from attn_core.selection.cost_model import EFFECTS, FACTORS, LEAST_HOST, RATES, Model, Models, microseconds
 from attn_core.selection.features import kind_of_call
@@ -24,6 +23,7 @@ from attn_core.selection.tables import table_of, write_table
 from benchmarks.fit.calls import random_calls
 from benchmarks.fit.choice import Fitting
 from benchmarks.fit.models import Sample, _Problem, fit
+from benchmarks.fit.plain import plain_fields
 from benchmarks.fit.records import (
     LEAST_WEIGHT,
     measured_records,

@@ -13,7 +13,6 @@ import pytest
 from cost_tables import made_up_model
 
 import benchmarks.fit.__main__ as script
-from attn_core.call.plain import plain_fields
 from attn_core.call.spec import AttentionSpec
 from attn_core.errors import SpecError
 from attn_core.selection.cost_model import microseconds
@@ -23,6 +22,7 @@ from attn_core.selection.tables import table_of
 from benchmarks.fit import choice
 from benchmarks.fit.calls import random_calls
 from benchmarks.fit.choice import Fitting, report
+from benchmarks.fit.plain import plain_fields
 from benchmarks.fit.records import GOALS, counts, read, regrets, right_times, summary, together, write
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -35,7 +35,6 @@ Call = dict[str, Any]
 Arrays = dict[str, np.ndarray]
 STORED: dict[str, Any] = json.loads((Path(__file__).parent / "calls.json").read_text(encoding="utf-8"))
 CALLS: dict[str, Call] = STORED["calls"]
-PAGED_CALLS: dict[str, Call] = STORED["pages"]
 CHECKS: dict[str, Any] = STORED["checks"]
 """By name, in the order of the report: the calls, and what a check asks of every call besides."""
 FUNCTIONS: dict[str, Any] = {
@@ -87,7 +86,7 @@ class Form(NamedTuple):
     lost: str = ""
 
     @property
-    def asked(self) -> AttentionSpec:
+    def requested(self) -> AttentionSpec:
         """The spec that selection sees: with pages, if there are any."""
         if self.page_size is None:
             return self.spec
@@ -167,7 +166,7 @@ def accepted(subject: Subject, call: Call) -> Form | str:
 
 def refusal(subject: Subject, form: Form) -> str:
     """Returns why a backend does not take a form; empty if it does."""
-    return next(iter(choice.refusals(subject.backend, form.asked, subject.target)), "")
+    return next(iter(choice.refusals(subject.backend, form.requested, subject.target)), "")
 
 
 class Case(NamedTuple):
@@ -188,7 +187,7 @@ class Case(NamedTuple):
 
     def _in_pages(self, trial: Trial) -> Trial:
         """Returns a packed trial with its keys and values in pages in a mixed order; unused places are NaN."""
-        spec, inputs, lengths = self.form.asked, trial.inputs, np.asarray(self.form.lengths[1], np.int32)
+        spec, inputs, lengths = self.form.requested, trial.inputs, np.asarray(self.form.lengths[1], np.int32)
         assert spec.paged is not None
         size, pages, total = spec.paged.page_size, spec.paged.num_pages, int(lengths.sum())
         used = np.arange(spec.paged.width) < -(-lengths[:, None] // size)  # [documents, width]
