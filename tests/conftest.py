@@ -145,6 +145,8 @@ GPU_WORDS = re.compile(r"\bmark\.(cuda|two_gpus)|EVERYWHERE|\bclaimed\(|\bDEVICE
 
 EVERY = 7
 """One of so many cases of a family runs in ``make test``."""
+EVERY_ON_GPUS = 5
+"""One of so many cases that differ in words runs in a GPU's suite; not a number of values that a parameter has."""
 
 
 def left_out(items: list[pytest.Item]) -> list[pytest.Item]:
@@ -169,11 +171,25 @@ def left_out(items: list[pytest.Item]) -> list[pytest.Item]:
     return [item for family in large for at, item in enumerate(family) if at % EVERY]
 
 
+def left_out_on_gpus(items: list[pytest.Item]) -> list[pytest.Item]:
+    """All but every fifth of the cases for GPUs of each test marked ``words``, in the order of names."""
+    families: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("words") and item.get_closest_marker("cuda"):
+            families.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    ordered = (sorted(family, key=lambda item: item.nodeid) for family in families.values())
+    return [item for family in ordered for at, item in enumerate(family) if at % EVERY_ON_GPUS]
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    # A file that somebody names runs whole, and so does a GPU's suite.
-    named = any(".py" in argument for argument in config.args) or "cuda" in config.getoption("markexpr")
-    if config.getoption("--sample") or not (config.getoption("--all") or named):
+    # A file that somebody names runs whole, and so does a GPU's suite but for cases that differ in words alone.
+    named, on_gpus = any(".py" in argument for argument in config.args), "cuda" in config.getoption("markexpr")
+    deselected: set[pytest.Item] = set()
+    if config.getoption("--sample") or not (config.getoption("--all") or named or on_gpus):
         deselected = set(left_out(items))
+    elif on_gpus and not named:
+        deselected = set(left_out_on_gpus(items))
+    if deselected:
         config.hook.pytest_deselected(items=[item for item in items if item in deselected])
         items[:] = [item for item in items if item not in deselected]
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)  # first: a slow one at the end would run alone

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from importlib import metadata
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from attn_core.backends.flash4 import backend as flash4_kernel
 from attn_core.backends.flash4 import direct, operands, own_kernels, versions
 from attn_core.backends.flash4 import softcap as flash4_scores
 from attn_core.backends.shared import dry_run, first_call
+from attn_core.backends.shared.sinks import sink_gradient
 from attn_core.backends.support import Build
 from attn_core.call.masks import band
 from attn_core.call.tensors import Gradients, Inputs, PagedInputs
@@ -689,6 +691,28 @@ def test_each_cap_compiles_one_kernel() -> None:
     flash4.forward(spec, inputs)
     assert (len(_flash_attn_fwd.compile_cache.cache), len(_flash_attn_bwd.compile_cache.cache)) == counts
     assert not torch.equal(results[2.0], results[3.0])
+
+
+@pytest.mark.parametrize(("dim", "width"), [(1, 8), (11, 16), (20, 24), (64, 64)])
+def test_the_kernel_of_the_gradient_of_sinks_reads_whole_groups_of_channels(dim: int, width: int) -> None:
+    out, sinks, lse = torch.ones(2, 5, 6, dim, dtype=torch.bfloat16), torch.zeros(6), torch.zeros(2, 6, 5)
+    launched: list[tuple[Any, ...]] = []
+    lane = SimpleNamespace(launch=lambda _, arguments: launched.append(arguments))
+    flash4.sink_gradient(sinks, out, lse, out, None, lane=lane)
+    for read in (launched[0][0], launched[0][2]):
+        assert read.shape[-1] == width and read[..., :dim].eq(1).all() and read[..., dim:].eq(0).all()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dim", [11, 44, 100])
+def test_sinks_of_any_width_have_their_gradient(dim: int) -> None:
+    spec, inputs = gpu_case(head_dim=dim, value_dim=dim, sinks=True)
+    out, lse = flash4.forward(spec, inputs)
+    dout = torch.randn(out.shape, dtype=out.dtype, device="cuda")
+    actual = flash4.backward(spec, inputs, out, lse, dout, None).dsinks
+    assert inputs.sinks is not None
+    expected = sink_gradient(inputs.sinks.double(), out.double(), lse.double(), dout, None)
+    torch.testing.assert_close(actual.double(), expected, rtol=2**-7, atol=2**-7 * float(expected.abs().max()))
 
 
 @pytest.mark.cuda

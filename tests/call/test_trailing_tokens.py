@@ -185,7 +185,7 @@ def test_trailing_tokens_do_not_change_the_documents(
     are 0."""
     if missing := judged(framework, backend, device):
         pytest.skip(missing)
-    only(("causal", "window"), case, backend, device)
+    only((("causal", "both"), ("window", "both")), (case, tail), backend, device)
     if module_on(backend, device).FORWARD.approximate:
         pytest.skip(f"{backend} is approximate")
     whole, long = padded(backend, device, framework, tail, **CASES[case])

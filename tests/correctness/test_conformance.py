@@ -169,6 +169,7 @@ def test_automatic_choice(framework: str, device: str) -> None:
     if framework == "jax" and device == "cuda":  # XLA compiles for every scale, softcap and window
         drawn = drawn.map(few_numbers)
 
+    @settings(max_examples=number_of_draws("flex", device))  # on a GPU it is often the only one
     @given(call=drawn, learns=st.booleans())
     def every_call(call: Call, learns: bool) -> None:
         call = call if learns else call.inference

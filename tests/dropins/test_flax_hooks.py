@@ -20,7 +20,7 @@ from attn_core import SeqInfo
 from attn_core.errors import ShapeError, SpecError
 from jax_frontend.flax.hook import attention_fn
 
-pytestmark = pytest.mark.sampled
+pytestmark = [pytest.mark.sampled, pytest.mark.words]
 
 BATCH, LENGTH, KV_LENGTH, HEADS, DIM = 2, 5, 7, 3, 11
 TOLERANCE = {"rtol": 1e-5, "atol": 2e-5}

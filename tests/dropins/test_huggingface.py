@@ -32,7 +32,7 @@ from torch_frontend import huggingface
 from torch_frontend.huggingface import attention, described_mask, patterns, registration
 from torch_frontend.huggingface import masks as huggingface_masks
 
-pytestmark = pytest.mark.sampled
+pytestmark = [pytest.mark.sampled, pytest.mark.words]
 
 VOCABULARY, WINDOW, LENGTH = 97, 5, 13
 TOLERANCE = 3e-5  # for logits of size ~10 after two layers in float32

@@ -17,6 +17,8 @@ from attn_core.call.tensors import Inputs
 from attn_core.correctness import accuracy, reference
 from attn_core.dropins.unsloth import arguments
 
+pytestmark = pytest.mark.words
+
 WORDS = (arguments.FLASH_VARLEN, arguments.FLASH_DENSE, arguments.XFORMERS, arguments.SDPA)
 BSZ, Q_LEN, KV_LEN, HEADS, KV_HEADS, HEAD_DIM = 2, 5, 7, 6, 3, 11
 LENGTHS = (3, 4, 1, 6)  # documents over two rows of 7 tokens, one of them across the border

@@ -19,6 +19,8 @@ from attn_core.dropins.unsloth import arguments
 from torch_frontend.dispatch import offsets
 
 HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM = 6, 3, 11, 5
+pytestmark = pytest.mark.words
+
 PADDED = 64
 both = pytest.mark.parametrize("framework", EVERYWHERE, ids=str)
 Groups = tuple[tuple[int, tuple[int, ...]], ...]

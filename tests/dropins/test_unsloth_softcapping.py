@@ -21,6 +21,8 @@ from torch_frontend.unsloth import (
 )
 
 BSZ, HEADS, KV_HEADS, DIM, SCALAR, CAP = 2, 6, 3, 8, 24.0, 1.5
+pytestmark = pytest.mark.words
+
 LAYER = SimpleNamespace(config=SimpleNamespace(query_pre_attn_scalar=SCALAR, attn_logit_softcapping=CAP))
 
 

@@ -98,6 +98,8 @@ def names_for(device: str, framework: str, *, paged: bool) -> list[str]:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_lying_offsets_of_documents(framework: str, device: str, lie: str, side: str) -> None:
+    if (framework, device) == ("jax", "cuda") and side != "both":
+        pytest.skip("torch's kernels read the same offsets, and XLA compiles each")
     true, lying = [0, 4, 8, 12], OFFSETS[lie]
     parts = [inside(12, heads, 32, device=device) for heads in (4, 2, 2)]
     q, k, v = (part for part, _ in parts)

@@ -334,9 +334,11 @@ def only(kept: tuple[Any, ...], case: Any, backend: str, device: str) -> None:
 
 
 def number_of_draws(backend: str, device: str) -> int:
-    """How many calls to draw for a backend: half as many if it ``compiles_for_long``."""
+    """How many calls to draw for a backend: fewer if it compiles, a third of the usual if it ``compiles_for_long``."""
     usual = settings().max_examples
-    return usual // 2 if compiles_for_long(backend, device) else usual
+    if compiles_for_long(backend, device):
+        return usual // 3
+    return 2 * usual // 3 if device == "cuda" and backend in COMPILED_ON_GPUS else usual
 
 
 def reachable(framework: str, backend: str, device: str) -> str | None:

@@ -434,7 +434,9 @@ def sink_gradient(
     result = torch.empty(sinks.shape, dtype=lse.dtype, device=sinks.device) if into is None else into
     if out.numel() == 0:
         return result.zero_().to(sinks.dtype)
-    out, dout = readable(out), readable(dout)
+    # The kernel reads four channels at once. A width between two multiples of eight gets channels of zeros.
+    width = rewrites.whole_eights(out.shape[-1])
+    out, dout = (readable(rewrites.padded(tensor, width)) for tensor in (out, dout))
     *rows, heads, tokens = lse.shape
     shape = heads, rows[0] if rows else 1, -(-tokens // SINK_ROWS)
     sums = torch.empty(shape, dtype=lse.dtype, device=sinks.device)

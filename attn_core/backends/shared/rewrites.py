@@ -104,11 +104,11 @@ def backward(
     if wide is None:
         wide, gradients = spec, kernel.backward(spec, inputs, out, lse, dout, into, **native)
     else:
-        padded = (wide.head_dim, wide.value_dim) != (spec.head_dim, spec.value_dim)
-        saved = (_padded(out, wide.value_dim), lse, _padded(dout, wide.value_dim))
+        wider = (wide.head_dim, wide.value_dim) != (spec.head_dim, spec.value_dim)
+        saved = (padded(out, wide.value_dim), lse, padded(dout, wide.value_dim))
         # Padded gradients are wider than the caller's buffers, so they are cut afterwards.
-        gradients = kernel.backward(wide, _wide_inputs(wide, inputs), *saved, None if padded else into, **native)
-        if padded:
+        gradients = kernel.backward(wide, _wide_inputs(wide, inputs), *saved, None if wider else into, **native)
+        if wider:
             dq, dk, dv = (
                 gradients.dq[..., : spec.head_dim],
                 gradients.dk[..., : spec.head_dim],
@@ -185,12 +185,12 @@ def _pads_out(spec: AttentionSpec, wide: AttentionSpec) -> bool:
 
 
 def _wide_inputs(wide: AttentionSpec, inputs: Inputs) -> Inputs:
-    q, k, v = (_padded(inputs.q, wide.head_dim), _padded(inputs.k, wide.head_dim), _padded(inputs.v, wide.value_dim))
+    q, k, v = (padded(inputs.q, wide.head_dim), padded(inputs.k, wide.head_dim), padded(inputs.v, wide.value_dim))
     return inputs._replace(q=q, k=k, v=v, sinks=None)
 
 
-def _padded(tensor: Any, width: int) -> Any:
-    """``[..., dim]`` -> ``[..., width]``, with zeros appended."""
+def padded(tensor: Any, width: int) -> Any:
+    """Returns ``[..., dim]`` as ``[..., width]``, with zeros appended; the tensor itself if it has this width."""
     import torch
 
     missing = width - tensor.shape[-1]
@@ -211,7 +211,7 @@ def _with_lse_gradient(
     import torch
 
     square = replace(wide, value_dim=wide.head_dim)
-    keys = _padded(inputs.k, square.head_dim)
+    keys = padded(inputs.k, square.head_dim)
     operands = _wide_inputs(wide, inputs)._replace(v=keys, bias=inputs.bias)
     # A, with the weights exp(s - kernel_lse). ``lse`` may include sinks, or belong to a whole row of which this call
     # sees a part; the factor exp(kernel_lse - lse) rescales the weights to it.
@@ -220,7 +220,7 @@ def _with_lse_gradient(
     factor = torch.exp(kernel_lse - lse).masked_fill(empty, 0.0) * dlse.masked_fill(empty, 0.0) * spec.scale
     factor = by_row(factor)
     dq = gradients.dq + (mean_key[..., : spec.head_dim].to(factor.dtype) * factor)
-    queries = _padded(inputs.q, square.head_dim)
+    queries = padded(inputs.q, square.head_dim)
     weight = by_row(dlse.masked_fill(empty, 0.0)) * spec.scale
     dout = (queries.to(factor.dtype) * weight).to(inputs.q.dtype)
     # Only dv is used, sum_i P_ij dout_i. It does not depend on out, so zeros serve.
