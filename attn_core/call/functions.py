@@ -17,10 +17,9 @@ import numpy as np
 from attn_core.call.seq_info import is_number
 from attn_core.errors import ShapeError, SpecError, shown
 from attn_core.expressions.building import TRUE
-from attn_core.expressions.derivatives import ZERO, derivative
+from attn_core.expressions.derivatives import ZERO, derivative, rounding
 from attn_core.expressions.on_numpy import block_indices, evaluate_numpy
 from attn_core.expressions.properties import aux_numbers, check_aux, kind_of_dtype, uses
-from attn_core.expressions.rounding import rounding
 from attn_core.expressions.tracing import TracedFunction, trace_mask, trace_score
 from attn_core.expressions.tree import Expression, from_rows, nodes
 

@@ -44,8 +44,8 @@ from attn_core.correctness.reference import (
     sum_to_bias,
 )
 from attn_core.errors import ShapeError, SpecError
+from attn_core.expressions.derivatives import rounding
 from attn_core.expressions.on_numpy import block_indices, evaluate_numpy, sum_at_lookup
-from attn_core.expressions.rounding import rounding
 
 __all__ = ["Accuracy", "Expected", "MaskProbe", "Quantity", "check", "expect", "mask_probe"]
 

@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from attn_core.expressions.constants import in_base_2
-from attn_core.expressions.rendering import ARITHMETIC, Vocabulary, run, steps_inside
+from attn_core.expressions.rendering import ARITHMETIC, Vocabulary, in_base_2, run, steps_inside
 from attn_core.expressions.tree import Expression, Kind
 
 LOG2_E = 1.4426950408889634

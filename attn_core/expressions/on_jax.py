@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from attn_core.expressions.operations import OF_FLOATS
-from attn_core.expressions.rendering import ARITHMETIC, Vocabulary, evaluate, places_read
+from attn_core.expressions.rendering import Vocabulary, array_functions, evaluate, places_read
 from attn_core.expressions.tree import Expression, Kind
 
 
@@ -30,10 +29,8 @@ def _vocabulary(dtype: Any, rows: Any = None) -> Vocabulary:
         # jnp.abs has the derivative 1 at 0, and torch's and ours is 0.
         return value * jnp.sign(value) if jnp.issubdtype(value.dtype, jnp.floating) else jnp.abs(value)
 
-    names = ("where", "minimum", "maximum", *OF_FLOATS)
-    own = {"abs": absolute, "sigmoid": jax.nn.sigmoid}
     return Vocabulary(
-        functions={**ARITHMETIC, **{name: getattr(jnp, name) for name in names if name not in own}, **own},
+        functions=array_functions(jnp, abs=absolute, sigmoid=jax.nn.sigmoid),
         constant=constant,
         cast=lambda value, kind: jnp.asarray(value).astype(dtypes[kind]),
         read=lambda array, indices: _read(jnp.asarray(array), tuple(indices), rows),
@@ -68,21 +65,16 @@ def evaluate_jax(
     *,
     every_row: bool = False,
 ) -> Any:
-    """Returns the value of an expression as an array. It has gradients by the score and by aux arrays of floats.
+    """Returns ``evaluate`` of an expression as an array. It has gradients by the score and by aux arrays of floats.
 
     Args:
-        tree: a mask or score expression.
         indices: b, h, q and k: int arrays that broadcast to ``[b, h, q, k]``.
         score: a float array that broadcasts to ``[b, h, q, k]``.
-        aux: arrays of the lookups, by their numbers.
         dtype: in which floats are computed; None is the score's, or float32 without a score.
         every_row: whether b counts the rows of the batch from 0 to the last one, on the first axis.
 
     Returns:
         An array of bool, int32 or ``dtype``. It has only the axes that the expression uses; it broadcasts to all.
-
-    Raises:
-        ExpressionError: if the expression needs a score and there is none, or aux arrays do not fit.
     """
     import jax.numpy as jnp
 

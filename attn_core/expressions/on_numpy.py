@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from attn_core.expressions.operations import OF_FLOATS
-from attn_core.expressions.rendering import ARITHMETIC, Vocabulary, evaluate, places_read
+from attn_core.expressions.rendering import Vocabulary, array_functions, evaluate, places_read
 from attn_core.expressions.tree import Expression
 
 _DTYPES = {"bool": np.bool_, "int": np.int32, "float": np.float64}
@@ -18,10 +17,8 @@ _DTYPES = {"bool": np.bool_, "int": np.int32, "float": np.float64}
 @lru_cache(maxsize=1)
 def vocabulary() -> Vocabulary:
     """Returns the operations on numpy arrays of bool, int32 and float64."""
-    names = ("where", "minimum", "maximum", "abs", *OF_FLOATS)
-    own = {"sigmoid": lambda x: 1.0 / (1.0 + np.exp(-x))}  # an infinite exp(-x) gives 0
     return Vocabulary(
-        functions={**ARITHMETIC, **{name: own.get(name) or getattr(np, name) for name in names}},
+        functions=array_functions(np, sigmoid=lambda x: 1.0 / (1.0 + np.exp(-x))),  # an infinite exp(-x) gives 0
         constant=lambda value, kind: _DTYPES[kind](value),
         cast=lambda value, kind: np.asarray(value).astype(_DTYPES[kind]),
         read=lambda array, indices: np.asarray(array)[tuple(indices)],
@@ -29,19 +26,12 @@ def vocabulary() -> Vocabulary:
 
 
 def evaluate_numpy(tree: Expression, indices: Sequence[Any], score: Any = None, aux: Sequence[Any] = ()) -> np.ndarray:
-    """Returns the value of an expression for whole blocks.
+    """Returns ``evaluate`` of an expression for whole blocks, broadcast: bool, int32 or float64.
 
     Args:
-        tree: a mask or score expression.
         indices: b, h, q and k: ints or int arrays that broadcast to ``[b, h, q, k]``, as ``block_indices`` makes them.
         score: scores that broadcast to ``[b, h, q, k]``; computed in float64.
-        aux: the arrays of the lookups, by their numbers: bool, ints (of which the low 32 bits count) or floats.
-
-    Returns:
-        The broadcast result: bool, int32 or float64.
-
-    Raises:
-        ExpressionError: if the expression needs a score and there is none, or aux arrays do not fit.
+        aux: bool, ints (of which the low 32 bits count) or floats.
     """
     places = [np.asarray(index, np.int32) for index in indices]
     scores = None if score is None else np.asarray(score, np.float64)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from attn_core.expressions.building import Refused, build, cast, power
-from attn_core.expressions.operations import OF_FLOATS, OPERATIONS
+from attn_core.expressions.operations import OPERATIONS
 from attn_core.expressions.tree import Expression, Kind
 
 
@@ -19,6 +19,18 @@ def _no_value(what: str, instead: str) -> Any:
         raise Refused(f"{what}: a symbolic value has none; {instead}")
 
     return refuse
+
+
+def _operator(op: str) -> tuple[Any, Any]:
+    """Returns the method of an operator, and that of the same operator with its operands exchanged."""
+
+    def forward(self: Any, other: Any) -> Any:
+        return self._apply(op, self, other)
+
+    def exchanged(self: Any, other: Any) -> Any:
+        return self._apply(op, other, self)
+
+    return forward, exchanged
 
 
 class Operand:
@@ -39,56 +51,22 @@ class Operand:
         """What others may be cast to: ``x.to(score.dtype)``."""
         return KindAsDtype(self.kind)
 
-    def _(self, op: str, *values: Any) -> Any:
+    def _apply(self, op: str, *values: Any) -> Any:
+        """Returns the symbol of an operation on values, of which this is one."""
         return self.recorder.symbol(op, *map(self.recorder.tree, values))
 
-    def __add__(self, other: Any) -> Any:
-        return self._("add", self, other)
-
-    def __radd__(self, other: Any) -> Any:
-        return self._("add", other, self)
-
-    def __sub__(self, other: Any) -> Any:
-        return self._("subtract", self, other)
-
-    def __rsub__(self, other: Any) -> Any:
-        return self._("subtract", other, self)
-
-    def __mul__(self, other: Any) -> Any:
-        return self._("multiply", self, other)
-
-    def __rmul__(self, other: Any) -> Any:
-        return self._("multiply", other, self)
-
-    def __truediv__(self, other: Any) -> Any:
-        return self._("divide", self, other)
-
-    def __rtruediv__(self, other: Any) -> Any:
-        return self._("divide", other, self)
-
-    def __floordiv__(self, other: Any) -> Any:
-        return self._("floor_divide", self, other)
-
-    def __rfloordiv__(self, other: Any) -> Any:
-        return self._("floor_divide", other, self)
-
-    def __mod__(self, other: Any) -> Any:
-        return self._("remainder", self, other)
-
-    def __rmod__(self, other: Any) -> Any:
-        return self._("remainder", other, self)
-
-    def __lshift__(self, other: Any) -> Any:
-        return self._("shift_left", self, other)
-
-    def __rlshift__(self, other: Any) -> Any:
-        return self._("shift_left", other, self)
-
-    def __rshift__(self, other: Any) -> Any:
-        return self._("shift_right", self, other)
-
-    def __rrshift__(self, other: Any) -> Any:
-        return self._("shift_right", other, self)
+    __add__, __radd__ = _operator("add")
+    __sub__, __rsub__ = _operator("subtract")
+    __mul__, __rmul__ = _operator("multiply")
+    __truediv__, __rtruediv__ = _operator("divide")
+    __floordiv__, __rfloordiv__ = _operator("floor_divide")
+    __mod__, __rmod__ = _operator("remainder")
+    __lshift__, __rlshift__ = _operator("shift_left")
+    __rshift__, __rrshift__ = _operator("shift_right")
+    __and__, __rand__ = _operator("and")
+    __or__, __ror__ = _operator("or")
+    __lt__, __gt__ = _operator("less")  # a > b is b < a
+    __le__, __ge__ = _operator("less_equal")
 
     def __pow__(self, exponent: Any) -> Any:
         return self.recorder.wrap(power(self.recorder.tree(self), exponent))
@@ -97,45 +75,21 @@ class Operand:
         raise Refused("a symbolic exponent: write exp2(x), or exp(x * log_of_base) with a constant")
 
     def __neg__(self) -> Any:
-        return self._("negative", self)
+        return self._apply("negative", self)
 
     def __pos__(self) -> Any:
         return self.recorder.wrap(self.recorder.tree(self))
 
     def __abs__(self) -> Any:
-        return self._("abs", self)
-
-    def __lt__(self, other: Any) -> Any:
-        return self._("less", self, other)
-
-    def __le__(self, other: Any) -> Any:
-        return self._("less_equal", self, other)
-
-    def __gt__(self, other: Any) -> Any:
-        return self._("less", other, self)
-
-    def __ge__(self, other: Any) -> Any:
-        return self._("less_equal", other, self)
+        return self._apply("abs", self)
 
     def __eq__(self, other: Any) -> Any:
-        return self._("equal", self, other)
+        return self._apply("equal", self, other)
 
     def __ne__(self, other: Any) -> Any:
-        return ~self._("equal", self, other)
+        return ~self._apply("equal", self, other)
 
     __hash__ = None  # type: ignore[assignment]
-
-    def __and__(self, other: Any) -> Any:
-        return self._("and", self, other)
-
-    def __rand__(self, other: Any) -> Any:
-        return self._("and", other, self)
-
-    def __or__(self, other: Any) -> Any:
-        return self._("or", self, other)
-
-    def __ror__(self, other: Any) -> Any:
-        return self._("or", other, self)
 
     def __xor__(self, other: Any) -> Any:
         return call_foreign(self.recorder, "logical_xor", (self, other), {})
@@ -143,7 +97,7 @@ class Operand:
     __rxor__ = __xor__
 
     def __invert__(self) -> Any:
-        return self._("not", self)
+        return self._apply("not", self)
 
     __bool__ = _no_value(
         "the truth value (if, while, and, or, not, in, or a chain such as 0 <= q < 9)",
@@ -198,29 +152,7 @@ def recorder_in(values: Any) -> Any:
     raise Refused("a symbolic value among a torch function's keywords")
 
 
-_OPERATIONS = {
-    "add": ("add",),
-    "subtract": ("sub", "subtract"),
-    "multiply": ("mul", "multiply"),
-    "divide": ("div", "divide", "true_divide", "truediv"),
-    "floor_divide": ("floor_divide", "floordiv"),
-    "remainder": ("remainder", "mod"),
-    "negative": ("neg", "negative"),
-    "abs": ("abs", "absolute"),
-    "minimum": ("minimum",),
-    "maximum": ("maximum",),
-    "shift_left": ("lshift", "left_shift", "bitwise_left_shift"),
-    "shift_right": ("rshift", "right_shift", "bitwise_right_shift"),
-    **{name: (name,) for name in OF_FLOATS},
-    "less": ("lt", "less"),
-    "less_equal": ("le", "less_equal"),
-    "equal": ("eq", "equal"),
-    "and": ("and", "logical_and", "bitwise_and"),
-    "or": ("or", "logical_or", "bitwise_or"),
-    "not": ("invert", "logical_not", "bitwise_not"),
-    "where": ("where",),
-}
-NAMES = {name: op for op, names in _OPERATIONS.items() for name in names}
+NAMES = {name: op for op, operation in OPERATIONS.items() for name in operation.names}
 """The name of a function -> the operation that it is."""
 _SWAPPED = {"gt": "less", "greater": "less", "ge": "less_equal", "greater_equal": "less_equal"}
 _NEGATED = {"ne": "equal", "not_equal": "equal", "logical_xor": "equal", "bitwise_xor": "equal", "xor": "equal"}

@@ -6,7 +6,7 @@ scalars, goes through the same walk, so no renderer can read a tree in another w
 
 from __future__ import annotations
 
-import operator
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,27 +14,24 @@ from typing import Any, NamedTuple
 
 from attn_core.errors import shown
 from attn_core.expressions.intervals import intervals
-from attn_core.expressions.operations import INDICES
+from attn_core.expressions.operations import INDICES, OF_FLOATS, OPERATIONS
 from attn_core.expressions.tree import Expression, ExpressionError, Kind, Row
 
-ARITHMETIC: dict[str, Callable[..., Any]] = {
-    "add": operator.add,
-    "subtract": operator.sub,
-    "multiply": operator.mul,
-    "divide": operator.truediv,
-    "floor_divide": operator.floordiv,
-    "remainder": operator.mod,
-    "shift_left": operator.lshift,
-    "shift_right": operator.rshift,
-    "negative": operator.neg,
-    "less": operator.lt,
-    "less_equal": operator.le,
-    "equal": operator.eq,
-    "and": operator.and_,
-    "or": operator.or_,
-    "not": operator.invert,
-}
+ARITHMETIC = {name: each.python for name, each in OPERATIONS.items() if each.python is not None}
 """The operations that every framework writes as Python's operators."""
+
+
+def array_functions(module: Any, **own: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+    """Returns the functions of a ``Vocabulary`` of whole arrays: Python's operators, and a module's functions.
+
+    Args:
+        module: numpy or one like it.
+        own: functions in the place of the module's.
+    """
+    named = {
+        name: getattr(module, name) for name in ("where", "minimum", "maximum", "abs", *OF_FLOATS) if name not in own
+    }
+    return {**ARITHMETIC, **named, **own}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,3 +222,15 @@ def _inside(index: Any, size: int, may_be_negative: bool, vocabulary: Vocabulary
         wrapped = functions["add"](index, vocabulary.constant(size, "int"))
         index = functions["maximum"](functions["where"](functions["less"](index, zero), wrapped, index), zero)
     return functions["minimum"](index, last)
+
+
+LARGEST = 2.3e38
+"""The largest constant in kernels that multiply the result by log2(e). A number beyond 2.36e38 would overflow in
+float32: a row of nothing but the lowest float would look like one that sees no key."""
+
+
+def in_base_2(value: Any) -> Any:
+    """Returns a constant, or for a finite float beyond LARGEST that with its sign."""
+    if not isinstance(value, float) or not math.isfinite(value) or abs(value) <= LARGEST:
+        return value
+    return math.copysign(LARGEST, value)

@@ -38,7 +38,7 @@ from attn_core.call.masks import visible
 from attn_core.call.tensors import Gradients, Inputs
 from attn_core.correctness import accuracy
 from attn_core.expressions import trace_score
-from attn_core.expressions.torch_functions import torch_function
+from attn_core.expressions.on_torch import torch_function
 from attn_core.expressions.tracing import Aux
 from tests.campaign.functions import MASKS, fields_of
 from torch_frontend import attention

@@ -202,8 +202,8 @@ def test_a_vocabulary_of_scalars_gives_the_same(tree: Expression) -> None:
 
 def test_constants_of_kernels_in_base_2() -> None:
     """Times log2(e) the lowest float would be -inf, which hides."""
-    from attn_core.expressions.constants import LARGEST
-    from attn_core.expressions.torch_functions import torch_function
+    from attn_core.expressions.on_torch import torch_function
+    from attn_core.expressions.rendering import LARGEST
 
     lowest = float(np.finfo(np.float32).min)
     tree = trace_score(lambda s, b, h, q, k: where(q > k, s, where(q == k, lowest, -math.inf)), ()).tree

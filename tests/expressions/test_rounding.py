@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 
 from attn_core.expressions import Expression, derivative, evaluate_numpy, evaluate_torch, trace_score
+from attn_core.expressions.derivatives import rounding
 from attn_core.expressions.functions import exp, exp2, expm1, log, log1p, sigmoid, tanh, where
-from attn_core.expressions.rounding import rounding
 
 UNIT = 2.0**-24
 FUNCTIONS = {

@@ -24,7 +24,7 @@ from attn_core.call.functions import aux_of
 from attn_core.call.masks import Band, band
 from attn_core.call.spec import DTYPES, AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
-from attn_core.expressions.torch_functions import TorchFunction, torch_function
+from attn_core.expressions.on_torch import TorchFunction, torch_function
 
 FRAMEWORK = "torch"
 REQUIRES = "torch>=2.11"

@@ -34,7 +34,7 @@ from attn_core.backends.support import Build, Support
 from attn_core.call.functions import has_functions
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
-from attn_core.expressions.torch_functions import torch_function
+from attn_core.expressions.on_torch import torch_function
 
 FRAMEWORK = "torch"
 REQUIRES = "torch>=2.11 with its triton"

@@ -22,7 +22,7 @@ from attn_core.backends.flex.blocks import BLOCK, Table
 from attn_core.backends.shared.autograd import differentiable_once
 from attn_core.call.after_fork import free_in_children
 from attn_core.call.counters import timed
-from attn_core.expressions.torch_functions import TorchFunction
+from attn_core.expressions.on_torch import TorchFunction
 
 TRACING = (("torch.fx.experimental._config", "use_duck_shape", False),)
 """torch's settings while it traces a program: two lengths that happen to be equal get two symbols."""

@@ -24,8 +24,8 @@ from attn_core.backends.flex.program import program
 from attn_core.call.functions import reads
 from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
+from attn_core.expressions.on_torch import torch_function
 from attn_core.expressions.properties import uses
-from attn_core.expressions.torch_functions import torch_function
 
 
 def hides(spec: AttentionSpec) -> bool:
