@@ -11,8 +11,8 @@ import numpy as np
 
 from attn_core.call import cache_rows, checks
 from attn_core.call.cache_rows import OPTIONS, CacheRows
-from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
 from attn_core.call.functions import NO_FUNCTIONS, are_given, named, trace
+from attn_core.call.hints import hide_unknown, refuse_keywords
 from attn_core.call.keywords import AttentionKeywords, No, Yes
 from attn_core.call.layouts import Layout, check_layout
 from attn_core.call.options import Options, Window, check_flag, check_options, requested_names

@@ -10,7 +10,7 @@ import numpy as np
 
 from attn_core.call import cache_rows
 from attn_core.call.cache_rows import OPTIONS, CacheRows
-from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
+from attn_core.call.hints import hide_unknown, refuse_keywords
 from attn_core.call.layouts import Layout, check_layout
 from attn_core.call.options import Options, Window, check_flag, requested_names
 from attn_core.call.segments import Segments

@@ -8,8 +8,8 @@ from typing import Any, Literal, Never, Unpack, overload
 import jax
 
 from attn_core.call.arguments import ArrayFacts, check_qkv_as_one
-from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
 from attn_core.call.functions import are_given
+from attn_core.call.hints import hide_unknown, refuse_keywords
 from attn_core.call.keywords import QkvPackedKeywords
 from attn_core.call.options import Options, Window, requested_names
 from attn_core.call.segments import given_segments

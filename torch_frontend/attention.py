@@ -9,7 +9,7 @@ import torch
 from torch.autograd import forward_ad, profiler
 
 from attn_core.call import cache_rows, checks, ranges
-from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
+from attn_core.call.hints import hide_unknown, refuse_keywords
 from attn_core.call.keywords import AttentionKeywords, No, Yes
 from attn_core.call.layouts import Layout
 from attn_core.call.mask_objects import is_object

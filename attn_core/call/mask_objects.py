@@ -16,40 +16,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from attn_core.call.hints import MASKS, Meaning
 from attn_core.call.seq_info import SeqInfo
 from attn_core.errors import ShapeError, SpecError
 
-
-class Meaning(NamedTuple):
-    """What a class of masks says about a call.
-
-    Attributes:
-        causal: whether it is causal.
-        alignment: the corner of its diagonal; None if it has no diagonal.
-        window: whether it has a window.
-        documents: whether it has blocks.
-    """
-
-    causal: bool
-    alignment: str | None
-    window: bool = False
-    documents: bool = False
-
-
 _XFORMERS = ("xformers.ops.fmha.attn_bias", "mslk.attention.fmha.attn_bias")  # the newest xformers has them from mslk
-MEANINGS: dict[str, Meaning] = {
-    "BlockDiagonalMask": Meaning(False, None, documents=True),
-    "BlockDiagonalCausalMask": Meaning(True, "top_left", documents=True),
-    "BlockDiagonalCausalFromBottomRightMask": Meaning(True, "bottom_right", documents=True),
-    "BlockDiagonalCausalLocalAttentionMask": Meaning(True, "top_left", True, True),
-    "BlockDiagonalCausalLocalAttentionFromBottomRightMask": Meaning(True, "bottom_right", True, True),
-    "LowerTriangularMask": Meaning(True, "top_left"),
-    "LowerTriangularMaskWithTensorBias": Meaning(True, "top_left"),
-    "LowerTriangularFromBottomRightMask": Meaning(True, "bottom_right"),
-    "LowerTriangularFromBottomRightLocalAttentionMask": Meaning(True, "bottom_right", True),
-    "LocalAttentionFromBottomRightMask": Meaning(False, "bottom_right", True),
-}
-"""xformers' classes that options describe completely."""
 
 
 def is_object(*tables: Any) -> bool:
@@ -60,7 +31,7 @@ def is_object(*tables: Any) -> bool:
 def _is_known(kind: type) -> bool:
     if kind.__name__ == "CausalBias":
         return kind.__module__ == "torch.nn.attention.bias"
-    return kind.__name__ in MEANINGS and kind.__module__ in _XFORMERS
+    return kind.__module__ in _XFORMERS and isinstance(MASKS.get(kind.__name__), Meaning)
 
 
 class Visible(NamedTuple):
@@ -89,11 +60,11 @@ def as_options(visible: Visible, q_len: Any, kv_len: Any, device: Any) -> Visibl
     if len(names) == 2:
         raise SpecError("mask and bias: expected one object that says what is visible, got two; pass one")
     value = getattr(visible, names[0])
-    kind, shown = type(value).__name__, f"{names[0]}: {type(value).__name__}"
+    shown = f"{names[0]}: {type(value).__name__}"
     meaning = _meaning(value, shown, q_len, kv_len)
     _check_free(shown, meaning, visible)
     visible = visible._replace(mask=None) if names[0] == "mask" else visible._replace(bias=None)
-    if kind == "LowerTriangularMaskWithTensorBias":
+    if meaning.bias:
         if visible.bias is not None:
             raise SpecError(f"{shown} with bias=: expected one bias, because the object has one; add the two")
         visible = visible._replace(bias=value._bias)
@@ -110,8 +81,9 @@ def as_options(visible: Visible, q_len: Any, kv_len: Any, device: Any) -> Visibl
 
 def _meaning(value: Any, shown: str, q_len: Any, kv_len: Any) -> Meaning:
     """Returns the meaning of an object. torch's CausalBias carries the lengths of its rows, which are checked."""
-    if type(value).__name__ != "CausalBias":
-        return MEANINGS[type(value).__name__]
+    known = MASKS[type(value).__name__]
+    if isinstance(known, Meaning):
+        return known
     if q_len is not None and (value.seq_len_q != q_len or value.seq_len_kv != kv_len):
         raise ShapeError(
             f"{shown}: expected one of {q_len} queries and {kv_len} keys, got {value.seq_len_q} and {value.seq_len_kv}"

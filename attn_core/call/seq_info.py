@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from attn_core.call.foreign_masks import remedy_of
+from attn_core.call.hints import remedy_of
 from attn_core.call.offset_checks import check_cu_seqlens
 from attn_core.errors import DTypeError, ShapeError, SpecError, shown
 

@@ -12,7 +12,7 @@ import numpy as np
 from attn_core import backends
 from attn_core.call import counters
 from attn_core.call.arguments import ArrayFacts, Arrays, build_spec
-from attn_core.call.foreign_masks import remedy_of
+from attn_core.call.hints import remedy_of
 from attn_core.call.options import Options
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs

@@ -16,7 +16,7 @@ from jax import lax
 from attn_core.backends.shared.in_jax.offsets import document_numbers
 from attn_core.backends.shared.in_jax.promotion import usual_promotion
 from attn_core.call.arguments import ArrayFacts
-from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
+from attn_core.call.hints import hide_unknown, refuse_keywords
 from attn_core.paged import arguments, places, rotary
 from attn_core.paged.places import check_choice
 from attn_core.paged.quantised.numbers import (

@@ -11,7 +11,7 @@ import numpy as np
 
 from attn_core.backends.shared.in_jax.offsets import safe_offsets
 from attn_core.call.arguments import ArrayFacts
-from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
+from attn_core.call.hints import hide_unknown, refuse_keywords
 from attn_core.call.keywords import PagedKeywords
 from attn_core.call.options import Options, requested_names
 from attn_core.call.spec import AttentionSpec

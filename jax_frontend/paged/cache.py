@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
+from attn_core.call.hints import hide_unknown, refuse_keywords
 from attn_core.call.keywords import CachedKeywords
 from attn_core.errors import DTypeError, SpecError, shown
 from attn_core.paged.allocation.allocator import Copies, PageAllocator

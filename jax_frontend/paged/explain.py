@@ -6,7 +6,7 @@ from typing import Any, Never
 
 import jax
 
-from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
+from attn_core.call.hints import hide_unknown, refuse_keywords
 from attn_core.call.options import requested_names
 from attn_core.paged.options import check_paged_options
 from attn_core.selection import Selection, explain, override

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core.call.arguments import ArrayFacts
-from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
+from attn_core.call.hints import hide_unknown, refuse_keywords
 from attn_core.paged import rotary
 from jax_frontend.dispatch import explicit_axes, plan
 from jax_frontend.paged.tables import copy_numpy, is_on_host

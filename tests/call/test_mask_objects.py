@@ -13,8 +13,7 @@ import torch
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 from attn_core import SeqInfo
-from attn_core.call.foreign_masks import REMEDIES
-from attn_core.call.mask_objects import MEANINGS
+from attn_core.call.hints import MASKS, Meaning
 from attn_core.errors import ShapeError, SpecError
 from torch_frontend import attention, attention_qkvpacked, explain
 from torch_frontend.module import Attention
@@ -98,8 +97,7 @@ def right(name: str, seen: np.ndarray) -> Tensor:
 
 
 def test_every_class_that_is_read_is_tested() -> None:
-    assert OBJECTS.keys() == MEANINGS.keys()
-    assert REMEDIES.keys() >= MEANINGS.keys()
+    assert OBJECTS.keys() == {name for name, meaning in MASKS.items() if isinstance(meaning, Meaning)}
 
 
 @pytest.mark.parametrize("argument", ["mask", "bias"])
@@ -194,7 +192,7 @@ def test_unknown_classes_are_refused_with_what_to_pass() -> None:
     with pytest.raises(TypeError, match=r"mask: expected a torch.Tensor, got a_user.Lower.*; pass causal=True"):
         attention(*tensors(), mask=subclass)
     for name in ("BlockDiagonalGappyKeysMask", "PagedBlockDiagonalPaddedKeysMask"):
-        with pytest.raises(TypeError, match=f"^mask: .*{name}; {REMEDIES[name][:12]}".replace("(", r"\(")):
+        with pytest.raises(TypeError, match=f"^mask: .*{name}; {str(MASKS[name])[:12]}".replace("(", r"\(")):
             attention(*tensors(), mask=xformers_object(name))
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
+from attn_core.call.hints import hide_unknown, refuse_keywords
 from attn_core.call.keywords import ContextParallelKeywords
 from attn_core.call.kinds import check_kind
 from attn_core.call.options import Options, Window, check_flag, check_options, check_traced_options, requested_names

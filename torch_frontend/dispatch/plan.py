@@ -11,8 +11,8 @@ import torch
 from attn_core import backends
 from attn_core.call import counters
 from attn_core.call.arguments import ArrayFacts, Arrays, build_spec
-from attn_core.call.foreign_masks import remedy_of
 from attn_core.call.functions import AUX
+from attn_core.call.hints import remedy_of
 from attn_core.call.mask_objects import Visible, as_options
 from attn_core.call.options import Options, requested_names
 from attn_core.call.spec import AttentionSpec

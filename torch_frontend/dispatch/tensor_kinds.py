@@ -18,7 +18,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 from torch.overrides import _get_overloaded_args, has_torch_function
 
-from attn_core.call.foreign_masks import remedy_of
+from attn_core.call.hints import remedy_of
 from attn_core.errors import SpecError
 
 Tensor = torch.Tensor

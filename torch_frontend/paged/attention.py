@@ -7,7 +7,7 @@ from typing import Any, Literal, Never, Unpack, overload
 import torch
 from torch.autograd import forward_ad
 
-from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
+from attn_core.call.hints import hide_unknown, refuse_keywords
 from attn_core.call.keywords import PagedKeywords
 from attn_core.call.options import requested_names
 from attn_core.paged.places import check_choice

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple, Never, Unpack, overload
 import numpy as np
 import torch
 
-from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
+from attn_core.call.hints import hide_unknown, refuse_keywords
 from attn_core.call.keywords import CachedKeywords
 from attn_core.errors import SpecError, shown
 from attn_core.paged.allocation.allocator import Copies, PageAllocator

@@ -6,7 +6,7 @@ from typing import Any, Never
 
 import torch
 
-from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
+from attn_core.call.hints import hide_unknown, refuse_keywords
 from attn_core.call.options import requested_names
 from attn_core.selection import Selection, explain, override
 from torch_frontend.paged.plan import gather_arguments, metadata, options_of, request

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from attn_core.backends.shared.programs.triton import Description, Direct, has_triton, launch
-from attn_core.call.foreign_keywords import hide_unknown, refuse_keywords
+from attn_core.call.hints import hide_unknown, refuse_keywords
 from attn_core.errors import DTypeError
 from attn_core.paged import rotary
 from torch_frontend.dispatch import plan, tensor_kinds

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from frameworks import BOTH, Framework
 
-from attn_core.call.foreign_keywords import KEYWORDS, meaning
+from attn_core.call.hints import KEYWORDS, meaning
 
 FUNCTIONS = (
     *("attention", "explain", "attention_qkvpacked", "paged_attention", "explain_paged", "append_kv"),

@@ -1,4 +1,4 @@
-"""The keywords of other libraries' attention functions, and what each is called here.
+"""What other libraries have, and what it is here: keywords of their attention functions, and objects that are masks.
 
 The public functions take ``**unknown: Never``, which costs 16 ns. A wrapper that catches Python's own TypeError would
 cost 190 ns. A type checker refuses every unknown keyword, and ``inspect.signature`` does not show the parameter.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -27,6 +27,7 @@ _GENERATOR = "a torch.Generator in torch, a PRNG key in JAX"
 _UNCAPPED = "None switches it off"
 _CHOSEN = "leave it out, because the kernel chooses it"
 _SAME = "the same value"
+_PAGES = "paged_attention() reads keys and values in pages"
 
 KEYWORDS: dict[str, str | dict[str, str]] = {
     # torch.nn.functional.scaled_dot_product_attention
@@ -52,7 +53,7 @@ KEYWORDS: dict[str, str | dict[str, str]] = {
     "cache_batch_idx": {"cache_index": _SAME},
     "seqused_k": {"seq_lens": _LENGTHS, "kv_lengths": _LENGTHS},
     "page_table": {"block_table": _SAME},
-    "block_table": "paged_attention() reads keys and values in pages",
+    "block_table": _PAGES,
     "k_cache": {"k_pages": "[num_pages, page_size, kv_heads, head_dim]"},
     "v_cache": {"v_pages": "[num_pages, page_size, kv_heads, value_dim]"},
     "num_splits": _CHOSEN,
@@ -113,6 +114,79 @@ _OF_SHARDS = {"tensor_layout": _TRANSPOSED, "qkv_format": _TRANSPOSED}
 """The same for functions with a mesh, whose ``layout`` says which positions a shard holds."""
 
 
+_BLOCKS = "pass seq_info=SeqInfo.from_lengths([...]) with the lengths of its blocks"
+_BOTTOM_RIGHT, _TOP_LEFT = "causal=True, alignment='bottom_right'", "causal=True, alignment='top_left'"
+_GAPS = "gather the used keys, because documents have no gaps between them, and pass seq_info="
+
+
+class Meaning(NamedTuple):
+    """What a class of masks says about a call.
+
+    Attributes:
+        causal: whether it is causal.
+        alignment: the corner of its diagonal; None if it has no diagonal.
+        window: whether it has a window.
+        documents: whether it has blocks.
+        bias: whether it has a bias.
+    """
+
+    causal: bool
+    alignment: str | None
+    window: bool = False
+    documents: bool = False
+    bias: bool = False
+
+    @property
+    def remedy(self) -> str:
+        """How to write it."""
+        words = [_BLOCKS] if self.documents else []
+        if self.causal:
+            words.append(_TOP_LEFT if self.alignment == "top_left" else _BOTTOM_RIGHT)
+        if self.window:
+            words.append("window=W" if self.causal else "window=(left, right)")
+        text = ", ".join(words) + (" and the tensor as bias=" if self.bias else "")
+        return text if self.documents else f"pass {text}"
+
+
+MASKS: dict[str, Meaning | str] = {
+    # xformers.ops.fmha.attn_bias
+    "BlockDiagonalMask": Meaning(False, None, documents=True),
+    "BlockDiagonalCausalMask": Meaning(True, "top_left", documents=True),
+    "BlockDiagonalCausalFromBottomRightMask": Meaning(True, "bottom_right", documents=True),
+    "BlockDiagonalCausalLocalAttentionMask": Meaning(True, "top_left", True, True),
+    "BlockDiagonalCausalLocalAttentionFromBottomRightMask": Meaning(True, "bottom_right", True, True),
+    "LowerTriangularMask": Meaning(True, "top_left"),
+    "LowerTriangularMaskWithTensorBias": Meaning(True, "top_left", bias=True),
+    "LowerTriangularFromBottomRightMask": Meaning(True, "bottom_right"),
+    "LowerTriangularFromBottomRightLocalAttentionMask": Meaning(True, "bottom_right", True),
+    "LocalAttentionFromBottomRightMask": Meaning(False, "bottom_right", True),
+    "BlockDiagonalPaddedKeysMask": _GAPS,
+    "BlockDiagonalCausalWithOffsetPaddedKeysMask": f"{_GAPS}, {_BOTTOM_RIGHT}",
+    "BlockDiagonalLocalAttentionPaddedKeysMask": f"{_GAPS}, window=(left, right)",
+    "BlockDiagonalCausalLocalAttentionPaddedKeysMask": f"{_GAPS}, {_BOTTOM_RIGHT}, window=W",
+    "BlockDiagonalGappyKeysMask": _GAPS,
+    "BlockDiagonalCausalWithOffsetGappyKeysMask": f"{_GAPS}, {_BOTTOM_RIGHT}",
+    "PagedBlockDiagonalPaddedKeysMask": _PAGES,
+    "PagedBlockDiagonalCausalWithOffsetPaddedKeysMask": _PAGES,
+    "PagedBlockDiagonalGappyKeysMask": _PAGES,
+    "PagedBlockDiagonalCausalWithOffsetGappyKeysMask": _PAGES,
+    # torch.nn.attention
+    "BlockMask": "pass it as mask_mod= in torch, or its mask_mod; causal=, window= or seq_info= if they describe it",
+    "CausalBias": f"pass {_TOP_LEFT} for upper left, {_BOTTOM_RIGHT} for lower right",
+    # splash attention, of JAX and of tokamax
+    "CausalMask": f"pass {_TOP_LEFT}",
+    "LocalMask": "pass window=(left, right), alignment='top_left'",
+    "ChunkedCausalMask": f"{_BLOCKS}, {_TOP_LEFT}",
+    "FullMask": "leave mask= away",
+    "NumpyMask": "pass its array as a bool mask [1, 1, q_len, kv_len]",
+    "MultiHeadMask": "pass a bool mask [1, heads, q_len, kv_len], or causal= and window= if they describe it",
+    "LogicalAnd": "pass causal= and window= if they describe it, else key_ranges= or a bool mask",
+    "LogicalOr": "pass key_ranges= or a bool mask",
+    "SegmentIds": "pass seq_info=SeqInfo.from_lengths([...]) with the lengths of the segments",
+}
+"""By the name of a class of masks: what it means, if options say all of it, or else what to pass instead."""
+
+
 def hide_unknown(function: Function) -> Function:
     """Leaves ``**unknown`` out of a function's signature, for ``help`` and ``inspect.signature``."""
     signature = inspect.signature(function)
@@ -144,3 +218,9 @@ def _sentence(word: str, function: str, ours: Sequence[str]) -> str:
         if name in ours:
             return f"{word}: expected {name}=; {note}"
     return f"{word}: {function}() has no {' or '.join(known)}; leave it out"
+
+
+def remedy_of(value: Any) -> str | None:
+    """Returns what to pass instead of an object, or None if it is no such mask."""
+    known = MASKS.get(type(value).__name__)
+    return known.remedy if isinstance(known, Meaning) else known
