@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from attn_core.call.functions import given_keywords
-from attn_core.call.layer_shapes import head_sizes
+from attn_core.call.layers import head_sizes
 from attn_core.call.options import check_flag
 from attn_core.call.segments import given_segments
 from attn_core.errors import SpecError, needs_extra

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from attn_core.call.functions import given_keywords
 from attn_core.call.kinds import check_size
-from attn_core.call.layer_shapes import check_features, check_layer_options, head_sizes
+from attn_core.call.layers import check_features, check_layer_options, head_sizes
 from attn_core.call.options import check_flag, check_number
 from attn_core.call.segments import given_segments
 from attn_core.call.seq_info import is_host_int
@@ -31,40 +31,16 @@ __all__ = ["Attention", "AttentionFn", "attention_fn"]
 class Attention(nnx.Module):
     """Multi-head attention, optionally with grouped key/value heads, on ``jax_frontend.attention``.
 
-    Parameters are those of ``flax.nnx.MultiHeadAttention``: ``query``, ``key`` and ``value`` with kernels
-    ``[features, heads, head_dim]`` and biases ``[heads, head_dim]``, ``out`` with a kernel
-    ``[heads, value_dim, features]``; ``sink_logits [heads]`` when sinks is True; and ``query_ln`` and ``key_ln`` with a
-    scale ``[head_dim]`` when normalize_qk is True.
+    Parameters are those of ``flax.nnx.MultiHeadAttention``, by the same names and in the same shapes as in
+    ``jax_frontend.linen.Attention``. So are the options, except:
 
     Args:
-        num_heads, num_kv_heads: query heads, and key/value heads (default: num_heads).
-        in_features, in_kv_features: features of x, and of context (default: in_features).
-        head_dim, value_dim: channels of q and k (default: ``in_features // num_heads``), and of v (default: head_dim).
-        out_features: features of the output (default: in_features).
-        use_bias: whether the four projections have biases.
-        causal, alignment, window, softcap, scale, backend, invariant: as in ``jax_frontend.attention``.
-        sinks: learns one extra logit per head in every row's softmax; it has no value.
-        normalize_qk: normalises the channels of each head of q and k with a LayerNorm without bias, before rotary.
-        rotary: ``(q, k, positions) -> (q, k)``, applied after the projections; q and k
-            ``[batch, seq, heads, head_dim]``, positions int ``[batch, seq]``, counted within each document when packed.
-            Several batch axes are folded into one. Its results are cast back to the dtype of the projections.
-            Self-attention only.
+        in_features, in_kv_features: features of x, and of context (default: in_features). head_dim and out_features
+            default to in_features, too (head_dim to ``in_features // num_heads``).
         decode: keeps keys and values in a cache, as Flax's layer does; set here or in the call. ``init_cache`` creates
             it. Each call appends its 1 or more tokens, and a token sees the keys up to its own.
-        dropout_rate: probability of dropping a softmax weight; each weight is dropped independently.
         deterministic: no dropout, as everywhere in Flax (``train()`` and ``eval()`` set it); set here or in the call,
             and needed only with dropout_rate.
-        bitwise_deterministic: the same bits on every run, gradients included: ``deterministic=`` of
-            ``jax_frontend.attention``, because in Flax ``deterministic`` means "no dropout".
-        context_axis: the mesh axis that rows are spread over, or two, ``(outer, inner)``. Inside ``jax.shard_map`` x is
-            then this device's shard, from ``jax_frontend.shard_sequence``, and the layer calls
-            ``jax_frontend.context_parallel_attention``. rotary then gets the positions of the shard's tokens.
-        context_strategy, context_layout, context_length: ``strategy``, ``layout`` and ``length`` of that call.
-        precision: of the projections, as in Flax's Linear. Attention multiplies float32 at HIGHEST, unless
-            ``jax.default_matmul_precision`` is lower; a higher precision than that raises an error.
-        dtype, param_dtype: of the computation (inferred from inputs and parameters when None), and of the parameters.
-        kernel_init, bias_init, out_kernel_init, out_bias_init, sinks_init: initialisers; out_kernel_init and
-            out_bias_init default to kernel_init and bias_init.
         rngs: initialises the parameters. With keep_rngs and a dropout_rate, the layer stores a fork of its dropout
             stream.
         keep_rngs: whether to store that stream, so that calls need no rngs.
@@ -175,33 +151,11 @@ class Attention(nnx.Module):
         rngs: nnx.Rngs | nnx.RngStream | None = None,
         decode: bool | None = None,
     ) -> Any:
-        """Applies the layer.
+        """Applies the layer. Arguments, results and errors are those of ``jax_frontend.linen.Attention``, except:
 
         Args:
-            x: ``[batch..., seq, features]`` with any number of batch axes, or none; with seq_info
-                ``[tokens, features]`` or ``[1, tokens, features]``.
-            context: the source of keys and values, with x's layout; None for self-attention.
-            mask, key_ranges, mask_mod, score_mod, aux, bias, alibi_slopes, seq_info: as in ``attention``. Without
-                seq_info they have the batch axes of x: mask and bias broadcast to ``[batch..., heads, seq, kv_len]``,
-                and functions count the rows of all batch axes. In decode mode kv_len is the cache's length, and
-                key_ranges and functions count queries in the whole row.
-            q_segment_ids, kv_segment_ids, q_positions, kv_positions: as in ``attention``, int32 ``[batch..., length]``.
-                Those of keys may be left out in self-attention. In decode mode kv_segment_ids has the cache's length,
-                and positions are refused.
-            positions: ``[seq]`` or ``[batch..., seq]`` for rotary; if omitted, q_positions, or else counted from each
-                row's or document's start, or from the cache's index.
-            pages: for decoding, the layer's pool and the step's tables. x then has the new tokens of all sequences,
-                ``[tokens, features]``; the layer writes their keys and values into the pool.
-            deterministic: no dropout; overrides the layer's setting.
+            deterministic, decode: override the layer's settings.
             rngs: the source of the dropout key; overrides the layer's stream.
-            decode: whether to use the cache; overrides the layer's setting.
-
-        Returns:
-            ``[batch..., seq, out_features]``; with pages ``(out, (k, v))``, with the updated pool and
-            its scales if it is quantised.
-
-        Raises:
-            SpecError, ShapeError, NoBackendError: the message names the argument, its value and the remedy.
         """
         check_inputs(x, context, pages)
         check_features(x.shape, None if context is None else context.shape, self.in_features, self.in_kv_features)
@@ -226,7 +180,19 @@ class Attention(nnx.Module):
         Raises:
             ShapeError: naming the size that does not fit.
         """
-        init_cache(self, input_shape, dtype)
+        features = self.in_features
+        if not isinstance(input_shape, Sequence) or len(input_shape) < 2 or input_shape[-1] != features:
+            raise ShapeError(
+                f"input_shape={shown(input_shape)}: expected (batch..., max_length, in_features), with the layer's "
+                f"{features} features last"
+            )
+        for size in input_shape[:-1]:
+            check_size("input_shape", size, 0)
+        kind = dtype or self.dtype or jnp.float32
+        heads = (*input_shape[:-1], self.num_kv_heads)
+        self.cached_key = nnx.Cache(jnp.zeros((*heads, self.head_dim), kind))
+        self.cached_value = nnx.Cache(jnp.zeros((*heads, self.value_dim), kind))
+        self.cache_index = nnx.Cache(jnp.array(0, jnp.int32))
 
     def set_view(
         self,
@@ -248,9 +214,13 @@ class Attention(nnx.Module):
             self.deterministic = deterministic
         if decode is not None:
             self.decode = check_flag("decode", decode)
-        shape = shape_of_view(batch_size, max_length, self.in_features)
-        if decode and shape is not None:
-            self.init_cache(shape)
+        if (batch_size is None) != (max_length is None):
+            raise SpecError(
+                f"batch_size={batch_size}, max_length={max_length}: expected both for a new cache, or neither"
+            )
+        if decode and batch_size is not None:
+            batch = (batch_size,) if is_host_int(batch_size) else tuple(batch_size)
+            self.init_cache((*batch, max_length, self.in_features))
 
 
 def dropout_of_call(layer: Any, deterministic: bool | None, rngs: nnx.Rngs | nnx.RngStream | None) -> tuple[float, Any]:
@@ -269,37 +239,6 @@ def dropout_of_call(layer: Any, deterministic: bool | None, rngs: nnx.Rngs | nnx
     if stream is None:
         raise SpecError("rngs=None: expected nnx.Rngs in the call, because the layer has keep_rngs=False")
     return layer.dropout_rate, stream()
-
-
-def init_cache(layer: Any, input_shape: Any, dtype: Any) -> None:
-    """Gives a layer an empty cache; the arguments are those of ``jax_frontend.nnx.Attention.init_cache``."""
-    features = layer.in_features
-    if not isinstance(input_shape, Sequence) or len(input_shape) < 2 or input_shape[-1] != features:
-        raise ShapeError(
-            f"input_shape={shown(input_shape)}: expected (batch..., max_length, in_features), with the layer's "
-            f"{features} features last"
-        )
-    for size in input_shape[:-1]:
-        check_size("input_shape", size, 0)
-    kind = dtype or layer.dtype or jnp.float32
-    heads = (*input_shape[:-1], layer.num_kv_heads)
-    layer.cached_key = nnx.Cache(jnp.zeros((*heads, layer.head_dim), kind))
-    layer.cached_value = nnx.Cache(jnp.zeros((*heads, layer.value_dim), kind))
-    layer.cache_index = nnx.Cache(jnp.array(0, jnp.int32))
-
-
-def shape_of_view(batch_size: Any, max_length: Any, in_features: int) -> tuple[int, ...] | None:
-    """Returns the ``input_shape`` of a view's cache; None if neither size is set.
-
-    Raises:
-        SpecError: if one of them is missing.
-    """
-    if batch_size is None and max_length is None:
-        return None
-    if batch_size is None or max_length is None:
-        raise SpecError(f"batch_size={batch_size}, max_length={max_length}: expected both for a new cache, or neither")
-    batch = (batch_size,) if is_host_int(batch_size) else tuple(batch_size)
-    return (*batch, max_length, in_features)
 
 
 class CacheVariables(NamedTuple):

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attn_core.call import invariance, segments
-from attn_core.call.functions import given_keywords, refuse_over_ranks
+from attn_core.call.functions import given_keywords
 from attn_core.call.kinds import check_kind
-from attn_core.call.layer_shapes import (
+from attn_core.call.layers import (
     HeadSizes,
     check_features,
     check_layer_inputs,
@@ -20,7 +19,11 @@ from attn_core.call.layer_shapes import (
     check_rotary,
     check_split_heads,
     head_sizes,
+    options_of,
+    refuse_over_ranks,
+    rotary_positions,
 )
+from attn_core.call.segments import given_segments
 from attn_core.call.seq_info import SeqInfo
 from attn_core.errors import DeviceError, SpecError
 from attn_core.paged.step import Pages
@@ -149,7 +152,7 @@ class Attention(nn.Module):
             SpecError, ShapeError, NoBackendError: the message names the argument, its value and the remedy.
         """
         context_parallel, functions = active_for(self), given_keywords(mask_mod, score_mod, aux)
-        said = segments.given_segments(q_segment_ids, kv_segment_ids, q_positions, kv_positions)
+        said = given_segments(q_segment_ids, kv_segment_ids, q_positions, kv_positions)
         if context_parallel is not None:
             given = (context_parallel, seq_info, (x, context, positions, pages), functions, said)
             context_parallel, seq_info = context_parallel.tell(self._check_over_ranks, *given)
@@ -160,7 +163,7 @@ class Attention(nn.Module):
                 others |= {"alibi_slopes": alibi_slopes, "seq_info": seq_info, **functions, **said}
                 return attend_in_pages(self, x, others, positions, pages)
             seq_info = SeqInfo.coerce(seq_info)
-        positions = segments.rotary_positions(positions, said, rotary=self.rotary is not None)
+        positions = rotary_positions(positions, said, rotary=self.rotary is not None)
         queries, keys = self._rows(x, context, seq_info, positions)
         q, k, v = self.project(queries, keys)  # [batch, seq, heads, head_dim]
         if self.rotary is not None:
@@ -177,11 +180,8 @@ class Attention(nn.Module):
             q,
             k,
             v,
-            causal=self.causal,
+            **options_of(self),
             alignment=self.alignment,
-            window=self.window,
-            softcap=self.softcap,
-            scale=self.scale,
             mask=mask,
             key_ranges=key_ranges,
             **functions,
@@ -190,8 +190,6 @@ class Attention(nn.Module):
             alibi_slopes=alibi_slopes,
             sinks=self.sinks_here(),
             dropout=self.dropout_rate if self.training else 0.0,
-            deterministic=self.bitwise_deterministic,
-            backend=self.backend,
             **invariant,
         )
         out = self.o_proj(out.flatten(-2))  # [batch, seq, heads, value_dim] -> [batch, seq, out_features]
@@ -229,9 +227,7 @@ class Attention(nn.Module):
         x, context, positions, pages = inputs
         if pages is not None:
             raise SpecError("pages: expected None in context parallelism, which exchanges keys and values as shards")
-        refuse_over_ranks(functions)
-        segments.refuse_over_ranks(said)
-        invariance.refuse_over_ranks(self.invariant)
+        refuse_over_ranks(functions, said, self.invariant)
         block = block.with_documents(SeqInfo.coerce(seq_info))
         self._rows(x, context, block.seq_info, positions)
         return block, block.seq_info

@@ -51,15 +51,6 @@ def given_keywords(mask_mod: Any, score_mod: Any, aux: Any) -> dict[str, Any]:
     return dict(zip(("mask_mod", "score_mod", "aux"), functions)) if are_given(functions) else {}
 
 
-def refuse_over_ranks(functions: dict[str, Any]) -> None:
-    """Raises SpecError if a call of a layer in context parallelism has functions."""
-    if functions:
-        raise SpecError(
-            "mask_mod, score_mod: expected None in context parallelism, whose ranks have parts of the row; key_ranges "
-            "says most masks"
-        )
-
-
 def trace(mask_mod: Any, score_mod: Any, aux: Any) -> tuple[Expression | None, Expression | None, tuple[Any, ...]]:
     """Returns the expressions of a call's functions and their arrays: those of aux, then those that they captured.
 

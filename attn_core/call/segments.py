@@ -139,32 +139,6 @@ def given_segments(*segments: Any) -> dict[str, Any]:
     return {name: array for name, array in zip(Segments._fields, segments, strict=True) if array is not None}
 
 
-def refuse_over_ranks(segments: Mapping[str, Any]) -> None:
-    """Raises SpecError if a call of a layer in context parallelism has segments."""
-    for name in segments:
-        raise SpecError(
-            f"{name}: expected None in context parallelism, whose ranks have parts of the row; seq_info describes "
-            "packed documents there"
-        )
-
-
-def rotary_positions(positions: Any, segments: Mapping[str, Any], *, rotary: bool) -> Any:
-    """Returns the positions that a layer rotates by: the call's, or else q_positions; None to count them.
-
-    Raises:
-        SpecError: if keys have other positions, because a rotary hook rotates q and k by the same ones.
-    """
-    if not rotary or positions is not None:
-        return positions
-    queries, keys = segments.get("q_positions"), segments.get("kv_positions")
-    if keys is not None and keys is not queries:
-        raise SpecError(
-            "positions: expected an array with kv_positions, because the layer's rotary rotates q and k by the same "
-            "positions; leave kv_positions out if keys have the positions of queries"
-        )
-    return queries
-
-
 def _first(segments: Segments) -> str:
     return next(iter(given_segments(*segments)))
 

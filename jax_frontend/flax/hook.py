@@ -17,41 +17,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from attn_core.call.layers import options_of
 from attn_core.call.seq_info import SeqInfo
 from attn_core.errors import ShapeError, SpecError, shown
 from jax_frontend.attention import attention
 from jax_frontend.dispatch.plan import as_array, check_array
 from jax_frontend.flax.batch_axes import four_axes, row_positions
-from jax_frontend.flax.layer import Rotary, token_positions
-from jax_frontend.flax.refusals import (
-    check_dropout,
-    check_one_causal_query,
-    check_positions,
-    check_precision,
-    refuse_weights,
-)
+from jax_frontend.flax.layer import Rotary, check_precision, token_positions
 
 _ARRAYS = ("alibi_slopes", "sinks", "seq_info")  # compared by identity, see _identity
 
 
-def attention_fn(
-    *,
-    causal: bool = False,
-    alignment: str | None = None,
-    window: int | tuple[int | None, int | None] | None = None,
-    softcap: float | None = None,
-    scale: float | None = None,
-    alibi_slopes: Any = None,
-    sinks: Any = None,
-    seq_info: Any = None,
-    rotary: Rotary | None = None,
-    bitwise_deterministic: bool = False,
-    backend: str | tuple[str, ...] | None = None,
-    invariant: str | None = None,
-) -> AttentionFn:
-    """Returns a function for ``flax.linen.MultiHeadDotProductAttention(attention_fn=...)`` or NNX's MultiHeadAttention.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AttentionFn:
+    """A function for ``flax.linen.MultiHeadDotProductAttention(attention_fn=...)`` or NNX's MultiHeadAttention.
 
-    The options are those of ``jax_frontend.attention``, fixed for every call of the layer, except:
+    ``attention_fn(...)`` makes one. Two are equal if their options are (arrays: the same object), for jit's cache. The
+    options are those of ``jax_frontend.attention``, fixed for every call of the layer, except:
 
     Args:
         alignment: where the diagonal lies if queries and keys differ in length. None means Flax's own (top_left) for
@@ -67,38 +49,19 @@ def attention_fn(
 
     A query that may see no key gets 0 here, and the mean of the values from Flax's own functions.
     """
-    return AttentionFn(
-        causal=causal,
-        alignment=alignment,
-        window=window,
-        softcap=softcap,
-        scale=scale,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        seq_info=seq_info,
-        rotary=rotary,
-        bitwise_deterministic=bitwise_deterministic,
-        backend=backend,
-        invariant=invariant,
-    )
 
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class AttentionFn:
-    """The result of ``attention_fn``. Two are equal if their options are (arrays: the same object), for jit's cache."""
-
-    causal: bool
-    alignment: str | None
-    window: int | tuple[int | None, int | None] | None
-    softcap: float | None
-    scale: float | None
-    alibi_slopes: Any
-    sinks: Any
-    seq_info: Any
-    rotary: Rotary | None
-    bitwise_deterministic: bool
-    backend: str | tuple[str, ...] | None
-    invariant: str | None
+    causal: bool = False
+    alignment: str | None = None
+    window: int | tuple[int | None, int | None] | None = None
+    softcap: float | None = None
+    scale: float | None = None
+    alibi_slopes: Any = None
+    sinks: Any = None
+    seq_info: Any = None
+    rotary: Rotary | None = None
+    bitwise_deterministic: bool = False
+    backend: str | tuple[str, ...] | None = None
+    invariant: str | None = None
 
     def __call__(
         self,
@@ -150,7 +113,7 @@ class AttentionFn:
             SpecError, ShapeError: naming the keyword that cannot be honoured.
             NoBackendError: if no backend can run the call; the message has every reason.
         """
-        refuse_weights(module, einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum)
+        _refuse_weights(module, einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum)
         query, key, value = promote((query, key, value), dtype, promote_dtype)
         check_precision(precision, query.dtype)  # after the promotion, because only float32 has a precision
         batch = _batch_axes(query, key, value)
@@ -158,11 +121,11 @@ class AttentionFn:
             raise SpecError(f"deterministic={shown(deterministic)}: expected True or False")
         dropping = not deterministic and dropout_rate != 0  # in Flax deterministic means no dropout
         if dropping:
-            check_dropout(broadcast_dropout, dropout_rng, dropout_rate)
+            _check_dropout(broadcast_dropout, dropout_rng, dropout_rate)
         query, key, value = (array.reshape(math.prod(batch), *array.shape[-3:]) for array in (query, key, value))
-        check_positions(input_positions, self.rotary, query.shape[1], key.shape[1])
+        _check_positions(input_positions, self.rotary, query.shape[1], key.shape[1])
         if is_causal and self.alignment is None:
-            check_one_causal_query(query.shape[1], key.shape[1], mask)
+            _check_one_causal_query(query.shape[1], key.shape[1], mask)
         if self.rotary is not None:
             query, key = self._rotate(
                 query, key, row_positions("input_positions", input_positions, batch, query.shape[1])
@@ -171,19 +134,14 @@ class AttentionFn:
             query,
             key,
             value,
-            causal=self.causal or is_causal,
+            **{**options_of(self), "causal": self.causal or is_causal},
             alignment=self._alignment(query.shape[-3], key.shape[-3]),
-            window=self.window,
-            softcap=self.softcap,
-            scale=self.scale,
             mask=None if mask is None else four_axes("mask", as_array("mask", mask).astype(bool), batch),
             bias=None if bias is None else four_axes("bias", as_array("bias", bias), batch),
             alibi_slopes=self.alibi_slopes,
             sinks=self.sinks,
             seq_info=self.seq_info,
             dropout=dropout_rate if dropping else 0.0,
-            deterministic=self.bitwise_deterministic,
-            backend=self.backend,
             dropout_rng=dropout_rng if dropping else None,
             invariant=self.invariant,
         )
@@ -227,6 +185,10 @@ class AttentionFn:
         return hash(self._identity())
 
 
+attention_fn = AttentionFn
+"""The name under which Flax's layers take such a function."""
+
+
 def _batch_axes(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[int, ...]:
     for name, array in (("query", query), ("key", key), ("value", value)):
         if array.ndim < 3:
@@ -259,3 +221,59 @@ def promote(arrays: tuple[jax.Array, ...], dtype: Any, promote_dtype: Callable[.
         return tuple(promote_dtype(arrays, dtype=dtype))
     target = jnp.result_type(*arrays) if dtype is None else dtype
     return tuple(array.astype(target) for array in arrays)
+
+
+def _check_dropout(broadcast_dropout: bool, dropout_rng: Any, dropout_rate: float) -> None:
+    """Checks the dropout keywords of a call that drops weights."""
+    if broadcast_dropout:
+        raise SpecError(
+            f"broadcast_dropout=True with dropout_rate={dropout_rate}: every softmax weight is dropped on its own "
+            "here, and no kernel shares one dropout mask over batch and heads; build the layer with "
+            "broadcast_dropout=False"
+        )
+    if dropout_rng is None:
+        raise SpecError(f"dropout_rng=None: expected a JAX random key for dropout_rate={dropout_rate}")
+
+
+def _refuse_weights(module: Any, dot_general: Any, qk_einsum: Any, value_einsum: Any) -> None:
+    """Raises SpecError for keywords that need the matrix of attention weights."""
+    if module is not None:
+        raise SpecError(
+            "module: sow_weights=True asks for the attention weights, which are never in memory here; "
+            "call the layer with sow_weights=False"
+        )
+    einsums = {
+        "einsum_dot_general": dot_general,
+        "qk_attn_weights_einsum": qk_einsum,
+        "attn_weights_value_einsum": value_einsum,
+    }
+    for name, einsum in einsums.items():
+        if einsum is not None:
+            raise SpecError(f"{name}: expected None, because the kernels run no einsum that it could replace")
+
+
+def _check_one_causal_query(q_len: int, kv_len: int, mask: Any) -> None:
+    """Raises SpecError if ``is_causal`` without an alignment would let one query see the first key only.
+
+    The layers of flax 0.12.8 call like this in decode mode, with the cache's mask; later versions omit ``is_causal``.
+    """
+    if q_len == 1 < kv_len and mask is not None:
+        raise SpecError(
+            f"is_causal=True with 1 query, {kv_len} keys and a mask: counted from the first key (top_left) the query "
+            "would see that key alone. In decode mode omit is_causal, because the cache's mask is causal already; "
+            "elsewhere pass attention_fn(alignment=...)"
+        )
+
+
+def _check_positions(input_positions: Any, rotary: Any, q_len: int, kv_len: int) -> None:
+    """Checks that positions come with a rotary embedding, and that it gets as many keys as queries."""
+    if rotary is None and input_positions is not None:
+        raise SpecError(
+            "input_positions: expected None without a rotary embedding, because only rotary uses positions; pass "
+            "attention_fn(rotary=...)"
+        )
+    if rotary is not None and q_len != kv_len:
+        raise SpecError(
+            f"rotary: expected as many keys as queries, got {q_len} queries and {kv_len} keys; the positions of keys "
+            "in a cache or a context are not known here: rotate before the layer's attention"
+        )

@@ -10,12 +10,14 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from attn_core.backends.shared.in_jax.offsets import document_numbers
-from attn_core.call import functions, invariance, segments
+from attn_core.backends.shared.in_jax.xla_precision import current_precision, current_precision_level
+from attn_core.call.layers import options_of, refuse_over_ranks
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.spec import DTYPES
-from attn_core.errors import DTypeError, ShapeError
+from attn_core.errors import DTypeError, ShapeError, SpecError, shown
 from attn_core.paged.step import Pages
 from jax_frontend.attention import attention
 from jax_frontend.context_parallel import layers as context_layers
@@ -122,6 +124,28 @@ def check_inputs(x: Any, context: Any, pages: Any) -> None:
             raise DTypeError(f"{name}: expected one of {', '.join(DTYPES)}, got {array.dtype}")
 
 
+def check_precision(precision: Any, dtype: Any) -> None:
+    """Checks a ``jax.lax.Precision``, its name, or a pair of them. JAX uses a precision in float32 only.
+
+    Every kernel multiplies float32 as precisely as HIGHEST, except ``jax_xla`` under a lower
+    ``jax.default_matmul_precision``. A layer that requests more than that default raises an error.
+    """
+    # A pair has a precision for each operand of a product.
+    for each in precision if isinstance(precision, tuple) else (precision,):
+        try:
+            level = lax.Precision(each).value
+        except (ValueError, TypeError, NotImplementedError):  # for one that cannot be hashed or compared
+            raise SpecError(
+                f"precision={shown(precision)}: expected None, a jax.lax.Precision or its name; kernels choose the "
+                "algorithm of their multiplications"
+            ) from None
+        if dtype == jnp.float32 and level > current_precision_level():
+            raise SpecError(
+                f"precision={shown(precision)}: jax.default_matmul_precision is {current_precision()!r} here, and a "
+                "layer cannot ask for more; raise it, or leave it unset (then float32 is multiplied at HIGHEST)"
+            )
+
+
 def attend_to_heads(
     layer: LayerOptions, q: jax.Array, k: jax.Array, v: jax.Array, call: LayerCall, **visibility: Any
 ) -> jax.Array:
@@ -133,18 +157,14 @@ def attend_to_heads(
     # context_parallel_attention has no dropout, and so no dropout_rng.
     run = partial(attention, dropout_rng=call.dropout_rng, invariant=layer.invariant)
     if context_layers.is_context_parallel(layer):
-        invariance.refuse_over_ranks(layer.invariant)
-        functions.refuse_over_ranks(dict(call.functions))
-        segments.refuse_over_ranks(call.segments)
+        refuse_over_ranks(call.functions, call.segments, layer.invariant)
         run = partial(context_layers.attend, layer)
-    band = {"causal": layer.causal, "alignment": layer.alignment, "window": layer.window}
+    options = {**options_of(layer), **(visibility or {"alignment": layer.alignment})}
     return run(
         q,
         k,
         v,
-        **(visibility or band),
-        softcap=layer.softcap,
-        scale=layer.scale,
+        **options,
         # Flax's helpers make float32 masks.
         mask=None if call.mask is None else as_array("mask", call.mask).astype(bool),
         key_ranges=call.key_ranges,
@@ -155,8 +175,6 @@ def attend_to_heads(
         sinks=call.sinks,
         seq_info=call.seq_info,
         dropout=call.dropout,
-        deterministic=layer.bitwise_deterministic,
-        backend=layer.backend,
     )
 
 

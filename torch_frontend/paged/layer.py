@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_core.call.layer_shapes import check_features
+from attn_core.call.layers import check_features, options_of
 from attn_core.paged.step import Pages, check_paged_layer
 from torch_frontend.dispatch.token_positions import token_places
 from torch_frontend.paged.attention import append_kv, paged_attention
@@ -39,13 +39,8 @@ def attend_in_pages(
         pages.v,
         **step.tables,
         max_len_q=step.max_len_q,
-        causal=layer.causal,
-        window=layer.window,
-        softcap=layer.softcap,
-        scale=layer.scale,
+        **options_of(layer),
         sinks=layer.sinks_here(),
-        deterministic=layer.bitwise_deterministic,
-        backend=layer.backend,
         invariant=layer.invariant,
         **pages.scales,
     )

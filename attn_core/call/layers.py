@@ -1,12 +1,62 @@
-"""The shapes of an attention layer as data, shared by the Flax and the torch layers."""
+"""What the attention layers of Flax and torch share: their sizes, their options, and the checks of their calls."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
+from attn_core.call import invariance
 from attn_core.call.kinds import check_size
 from attn_core.call.options import check_flag
 from attn_core.errors import ShapeError, SpecError
+
+_OPTIONS = ("causal", "window", "softcap", "scale", "backend")
+
+
+def options_of(layer: Any) -> dict[str, Any]:
+    """Returns a layer's options as keywords of attention on whole rows, over ranks and on pages, which all take these.
+
+    A layer has them as attributes of the same names, but for ``deterministic``: in Flax that means "no dropout".
+    """
+    options = {name: getattr(layer, name) for name in _OPTIONS}
+    return {**options, "deterministic": layer.bitwise_deterministic}
+
+
+def refuse_over_ranks(functions: Mapping[str, Any], segments: Mapping[str, Any], invariant: str | None) -> None:
+    """Raises SpecError for what a layer in context parallelism cannot have.
+
+    Args:
+        functions, segments: those of the call, as keywords of ``attention``.
+        invariant: of the layer.
+    """
+    if functions:
+        raise SpecError(
+            "mask_mod, score_mod: expected None in context parallelism, whose ranks have parts of the row; key_ranges "
+            "says most masks"
+        )
+    for name in segments:
+        raise SpecError(
+            f"{name}: expected None in context parallelism, whose ranks have parts of the row; seq_info describes "
+            "packed documents there"
+        )
+    invariance.refuse_over_ranks(invariant)
+
+
+def rotary_positions(positions: Any, segments: Mapping[str, Any], *, rotary: bool) -> Any:
+    """Returns the positions that a layer rotates by: the call's, or else q_positions; None to count them.
+
+    Raises:
+        SpecError: if keys have other positions, because a rotary hook rotates q and k by the same ones.
+    """
+    if not rotary or positions is not None:
+        return positions
+    queries, keys = segments.get("q_positions"), segments.get("kv_positions")
+    if keys is not None and keys is not queries:
+        raise SpecError(
+            "positions: expected an array with kv_positions, because the layer's rotary rotates q and k by the same "
+            "positions; leave kv_positions out if keys have the positions of queries"
+        )
+    return queries
 
 
 class HeadSizes(NamedTuple):
