@@ -16,9 +16,10 @@ from attn_core.call.hints import hide_unknown, refuse_keywords
 from attn_core.call.keywords import AttentionKeywords, No, Yes
 from attn_core.call.layouts import Layout, check_layout
 from attn_core.call.options import Options, Window, check_flag, check_options, requested_names
-from attn_core.call.segments import Segments
+from attn_core.call.segments import Segments, as_plain
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.tensors import Inputs
+from attn_core.call.traced_options import Scores
 from attn_core.errors import SpecError
 from attn_core.expressions.properties import check_ints
 from attn_core.expressions.tracing import TracedFunction
@@ -28,7 +29,6 @@ from jax_frontend.context_parallel import one_device
 from jax_frontend.dispatch import offsets, plan, value_checks
 from jax_frontend.dispatch.differentiable import AttentionCall, differentiable_attention, max_logit_alone, varying_alike
 from jax_frontend.dispatch.heads_first import exchanged, in_layout
-from jax_frontend.dispatch.written import Written, as_plain
 from jax_frontend.paged import dense_caches
 
 Array = jax.Array
@@ -158,9 +158,9 @@ def attention(
         values = (*first, *others, return_max_logit, mask_mod, score_mod, aux, invariant)
         keywords = dict(zip(OPTIONS, values, strict=True))
         return in_layout(dense_caches.attend(attention, (q, k, v), CacheRows(*rows), keywords), layout)
-    written = Written(causal, alignment, window, softcap, scale, mask, key_ranges, mask_mod, score_mod, aux)
-    plain = as_plain(written, segments, (q, k), seq_info, alibi_slopes)
-    causal, alignment, window, softcap, scale, mask, key_ranges, mask_mod, score_mod, aux = plain
+    scores = Scores(causal, alignment, window, softcap, scale, mask_mod, score_mod, aux)
+    plain = as_plain(scores, segments, (q, k), seq_info, alibi_slopes)
+    causal, alignment, window, softcap, scale, mask_mod, score_mod, aux = plain
     arrays = (q, k, v, mask, bias, alibi_slopes, sinks)
     options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
     options = options._replace(invariant=invariant)

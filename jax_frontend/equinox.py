@@ -7,18 +7,18 @@ same arguments and numbers, followed by our own options. The layer, its paramete
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attn_core.call.options import Window
-from attn_core.call.segments import given_segments
+from attn_core.call.hints import SharedOptions
+from attn_core.call.keywords import EquinoxKeywords
+from attn_core.call.segments import Segments
 from attn_core.call.spec import DTYPES
 from attn_core.errors import DTypeError, ShapeError, SpecError, needs_extra
-from attn_core.expressions.tracing import TracedFunction
 from jax_frontend.attention import attention
 from jax_frontend.dispatch.plan import as_array, check_array
 
@@ -30,7 +30,10 @@ __all__ = ["attend"]
 Array = jax.Array
 ProcessHeads = Callable[[Array, Array, Array], tuple[Array, Array, Array]]
 
+_shared = SharedOptions(attention, EquinoxKeywords.__optional_keys__)
 
+
+@_shared
 def attend(
     layer: eqx.nn.MultiheadAttention,
     query: Array,
@@ -42,26 +45,8 @@ def attend(
     inference: bool | None = None,
     deterministic: bool | None = None,
     process_heads: ProcessHeads | None = None,
-    causal: bool = False,
-    alignment: str = "bottom_right",
-    window: Window = None,
-    softcap: float | None = None,
-    scale: float | None = None,
-    key_ranges: Any = None,
-    mask_mod: Callable[..., Any] | TracedFunction | None = None,
-    score_mod: Callable[..., Any] | TracedFunction | None = None,
-    aux: Sequence[Any] = (),
-    q_segment_ids: Any = None,
-    kv_segment_ids: Any = None,
-    q_positions: Any = None,
-    kv_positions: Any = None,
-    bias: Array | None = None,
-    alibi_slopes: Array | None = None,
-    sinks: Array | None = None,
-    seq_info: Any = None,
     bitwise_deterministic: bool = False,
-    backend: str | tuple[str, ...] | None = None,
-    invariant: str | None = None,
+    **options: Unpack[EquinoxKeywords[Array]],
 ) -> Array:
     """Computes ``layer(query, key_, value, mask, ...)`` with the attention of ``jax_frontend``.
 
@@ -87,6 +72,7 @@ def attend(
     Raises:
         SpecError, ShapeError, NoBackendError: naming the argument, its value and the remedy.
     """
+    said = _shared.complete(attend, {**options})
     _check_rows(layer, query, key_, value, process_heads)
     if deterministic is not None:
         warnings.warn("attend(deterministic=...) is deprecated, as in equinox: pass inference=...", stacklevel=2)
@@ -94,30 +80,17 @@ def attend(
     dropout = _dropout(layer.dropout, key, inference)
     q, k, v = _heads(layer, (query, key_, value), process_heads)
     sizes = (q.shape[1], q.shape[0], k.shape[0])  # heads, q_len, kv_len
-    segments = given_segments(q_segment_ids, kv_segment_ids, q_positions, kv_positions)
+    said |= {name: _one_row(name, said[name]) for name in Segments._fields}
+    if said["bias"] is not None:
+        said["bias"] = _table("bias", as_array("bias", said["bias"]), sizes)
     out = attention(
         # Packed rows need no batch axis; a dense call needs one.
-        *(heads if seq_info is not None else heads[None] for heads in (q, k, v)),
-        causal=causal,
-        alignment=alignment,
-        window=window,
-        softcap=softcap,
-        scale=scale,
+        *(heads if said["seq_info"] is not None else heads[None] for heads in (q, k, v)),
         mask=None if mask is None else _table("mask", as_array("mask", mask).astype(bool), sizes),
-        key_ranges=key_ranges,
-        mask_mod=mask_mod,
-        score_mod=score_mod,
-        aux=aux,
-        **{name: _one_row(name, array) for name, array in segments.items()},
-        bias=None if bias is None else _table("bias", as_array("bias", bias), sizes),
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        seq_info=seq_info,
         dropout=dropout,
         deterministic=bitwise_deterministic,
-        backend=backend,
         dropout_rng=key if dropout else None,
-        invariant=invariant,
+        **said,
     )
     # equinox's Linear takes one vector.
     flat = out.reshape(sizes[1], sizes[0] * out.shape[-1])  # [q_len, heads * vo_size]

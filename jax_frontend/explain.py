@@ -2,101 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Never
+from typing import Any, Unpack
 
 import jax
 import numpy as np
 
 from attn_core.call import cache_rows
-from attn_core.call.cache_rows import OPTIONS, CacheRows
-from attn_core.call.hints import hide_unknown, refuse_keywords
-from attn_core.call.layouts import Layout, check_layout
-from attn_core.call.options import Options, Window, check_flag, requested_names
-from attn_core.call.segments import Segments
+from attn_core.call.cache_rows import CacheRows
+from attn_core.call.hints import SharedOptions
+from attn_core.call.keywords import ExplainKeywords
+from attn_core.call.layouts import check_layout
+from attn_core.call.options import PLAIN, Options, check_flag, requested_names
+from attn_core.call.segments import Segments, as_plain
 from attn_core.call.seq_info import SeqInfo
+from attn_core.call.traced_options import Scores
 from attn_core.context_parallel.one_device import described
 from attn_core.expressions.tracing import TracedFunction
 from attn_core.selection import Selection, override
 from attn_core.selection.row_maximum import with_max_logit
-from jax_frontend.attention import gather_arguments
+from jax_frontend.attention import attention, gather_arguments
 from jax_frontend.context_parallel.one_device import rows_are_here
 from jax_frontend.dispatch import offsets, plan, value_checks
 from jax_frontend.dispatch.heads_first import exchanged
-from jax_frontend.dispatch.written import Written, as_plain
 from jax_frontend.paged import dense_caches
 
+_shared = SharedOptions(attention, ExplainKeywords.__optional_keys__)
 
-@hide_unknown
+
+@_shared
 def explain(
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    causal: bool = False,
-    alignment: str = "bottom_right",
-    window: Window = None,
-    softcap: float | None = None,
-    scale: float | None = None,
-    mask: Any = None,
-    key_ranges: Any = None,
-    mask_mod: Callable[..., Any] | TracedFunction | None = None,
-    score_mod: Callable[..., Any] | TracedFunction | None = None,
-    aux: Sequence[Any] = (),
-    q_segment_ids: Any = None,
-    kv_segment_ids: Any = None,
-    q_positions: Any = None,
-    kv_positions: Any = None,
-    bias: Any = None,
-    alibi_slopes: Any = None,
-    sinks: Any = None,
-    seq_info: Any = None,
-    layout: Layout = "bshd",
-    dropout: float = 0.0,
-    deterministic: bool = False,
-    backend: str | tuple[str, ...] | None = None,
-    return_lse: bool = False,
-    return_max_logit: bool = False,
-    dropout_rng: Any = None,
-    kv_lengths: Any = None,
-    kv_starts: Any = None,
-    cache_index: Any = None,
-    needs_backward: bool | None = None,
-    invariant: str | None = None,
-    **unknown: Never,
+    q: Any, k: Any, v: Any, *, needs_backward: bool | None = None, **options: Unpack[ExplainKeywords[Any, Any]]
 ) -> Selection:
     """Returns the backend that ``attention`` chooses for these arguments and why the others cannot run. Runs nothing.
 
     Takes arrays or ``jax.ShapeDtypeStruct``. JAX's arguments do not show whether a gradient will be computed; pass
-    ``needs_backward=True`` for training: of every tensor, the bias included, but of no array in ``aux``.
+    ``needs_backward=True`` for training: of every tensor, the bias included, but of no array in ``aux``. The other
+    arguments are those of ``attention``.
     """
-    if unknown:
-        refuse_keywords(explain, unknown)
-    if check_layout(layout) == "bhsd":
+    said = _shared.complete(explain, {**options})
+    if check_layout(said.pop("layout")) == "bhsd":
         q, k, v = map(exchanged, (q, k, v))
-    segments = Segments(q_segment_ids, kv_segment_ids, q_positions, kv_positions)
-    if not (kv_lengths is None and kv_starts is None and cache_index is None):
+    rows = CacheRows(*(said.pop(name) for name in CacheRows._fields))
+    segments = Segments(*(said.pop(name) for name in Segments._fields))
+    seq_info, bias = said["seq_info"], said["bias"]
+    if any(array is not None for array in rows):
         cache_rows.refuse(seq_info, *segments)
-        rows, first = CacheRows(kv_lengths, kv_starts, cache_index), (causal, alignment, window, softcap, scale, mask)
-        more = (bias, alibi_slopes, sinks, seq_info, dropout, deterministic, backend, return_lse, dropout_rng)
-        values = (*first, *more, key_ranges, return_max_logit, mask_mod, score_mod, aux, invariant)
-        return dense_caches.explain(explain, (q, k, v), rows, dict(zip(OPTIONS, values, strict=True)), needs_backward)
-    written = Written(causal, alignment, window, softcap, scale, mask, key_ranges, mask_mod, score_mod, aux)
-    plain = as_plain(written, segments, (q, k), seq_info, alibi_slopes)
-    causal, alignment, window, softcap, scale, mask, key_ranges, mask_mod, score_mod, aux = plain
-    arrays = (q, k, v, mask, bias, alibi_slopes, sinks)
-    options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
-    options = options._replace(invariant=invariant)
-    info = SeqInfo.coerce(seq_info)
-    masking: dict[str, Any] = {"key_ranges": key_ranges, "functions": (mask_mod, score_mod, aux)}
-    inputs, options = gather_arguments(arrays, info, options, dropout_rng, shapes_only=True, **masking)
+        return dense_caches.explain(explain, (q, k, v), rows, said, needs_backward)
+    scores = Scores(*(said[name] for name in Scores._fields))
+    said |= as_plain(scores, segments, (q, k), seq_info, said["alibi_slopes"])._asdict()
+    arrays = (q, k, v, *(said[name] for name in ("mask", "bias", "alibi_slopes", "sinks")))
+    key_ranges, mask_mod, aux = said["key_ranges"], said["mask_mod"], said["aux"]
+    masking: dict[str, Any] = {"key_ranges": key_ranges, "functions": (mask_mod, said["score_mod"], aux)}
+    info, plain = SeqInfo.coerce(seq_info), Options(**{name: said[name] for name in PLAIN})
+    inputs, plain = gather_arguments(arrays, info, plain, said["dropout_rng"], shapes_only=True, **masking)
     if needs_backward is not None:
         check_flag("needs_backward", needs_backward)
-    trains, requested = bool(needs_backward), requested_names(backend) or override.requested()
+    trains, requested = bool(needs_backward), requested_names(said["backend"]) or override.requested()
     # Shapes do not show which arrays get gradients, so training counts with a gradient of every bias.
     bias_gradient = trains and bias is not None
-    selection = plan.explanation(plan.metadata(inputs), plan.device_name(q), options, trains, bias_gradient, requested)
-    selection = with_max_logit(selection) if check_flag("return_max_logit", return_max_logit) else selection
+    selection = plan.explanation(plan.metadata(inputs), plan.device_name(q), plain, trains, bias_gradient, requested)
+    selection = with_max_logit(selection) if check_flag("return_max_logit", said["return_max_logit"]) else selection
     offsets.check(selection.spec, info)
     if not isinstance(inputs.key_ranges, jax.ShapeDtypeStruct):
         value_checks.check_key_ranges(selection.spec, inputs.key_ranges)

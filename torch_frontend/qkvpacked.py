@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, Never, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 import torch
 
 from attn_core.call.arguments import check_qkv_as_one
 from attn_core.call.functions import are_given
-from attn_core.call.hints import hide_unknown, refuse_keywords
+from attn_core.call.hints import SharedOptions
 from attn_core.call.keywords import QkvPackedKeywords
-from attn_core.call.mask_objects import is_object
-from attn_core.call.options import Options, Window, requested_names
-from attn_core.call.segments import given_segments
+from attn_core.call.mask_objects import Visible, is_object
+from attn_core.call.options import PLAIN, Options, requested_names
+from attn_core.call.segments import Segments
 from attn_core.call.tensors import Gradients, Inputs
-from attn_core.expressions.tracing import TracedFunction
 from attn_core.selection import override
 from torch_frontend.attention import attention
 from torch_frontend.dispatch import autocast, autograd, empty_rows, plan, run_plan, sdpa_flags, transforms
@@ -28,6 +26,8 @@ from torch_frontend.dispatch.tensor_kinds import is_watched
 Tensor = torch.Tensor
 Keywords = QkvPackedKeywords[Tensor, torch.Generator]
 
+_shared = SharedOptions(attention, {*QkvPackedKeywords.__optional_keys__, "return_lse"})
+
 
 @overload
 def attention_qkvpacked(qkv: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[Keywords]) -> Tensor: ...
@@ -39,35 +39,9 @@ def attention_qkvpacked(
 def attention_qkvpacked(
     qkv: Tensor, *, return_lse: bool, **options: Unpack[Keywords]
 ) -> Tensor | tuple[Tensor, Tensor]: ...
-@hide_unknown
+@_shared
 def attention_qkvpacked(
-    qkv: Tensor,
-    *,
-    causal: bool = False,
-    alignment: str = "bottom_right",
-    window: Window = None,
-    softcap: float | None = None,
-    scale: float | None = None,
-    mask: Tensor | None = None,
-    key_ranges: Any = None,
-    mask_mod: Callable[..., Any] | TracedFunction | None = None,
-    score_mod: Callable[..., Any] | TracedFunction | None = None,
-    aux: Sequence[Any] = (),
-    q_segment_ids: Any = None,
-    kv_segment_ids: Any = None,
-    q_positions: Any = None,
-    kv_positions: Any = None,
-    bias: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    seq_info: Any = None,
-    dropout: float = 0.0,
-    deterministic: bool = False,
-    backend: str | tuple[str, ...] | None = None,
-    return_lse: bool = False,
-    dropout_rng: torch.Generator | None = None,
-    invariant: str | None = None,
-    **unknown: Never,
+    qkv: Tensor, *, return_lse: bool = False, **options: Unpack[Keywords]
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Computes ``attention`` of views of one tensor; the backward writes its gradient without a concatenation.
 
@@ -79,42 +53,29 @@ def attention_qkvpacked(
 
     The other arguments, the result and the errors are those of ``attention``.
     """
-    if unknown:
-        refuse_keywords(attention_qkvpacked, unknown)
+    said = _shared.complete(attention_qkvpacked, {**options, "return_lse": return_lse})
     plan.check_tensor("qkv", qkv)
-    if is_object(mask, bias):
-        rows, visible = qkv.select(-3, 0) if qkv.dim() > 3 else qkv, (causal, alignment, window, mask, bias, seq_info)
-        causal, alignment, window, mask, bias, seq_info = plan.read_mask_object(rows, rows, visible)
-    facts = plan.facts(qkv.shape, qkv.dtype, qkv.device)
-    check_qkv_as_one(facts, seq_info is not None)
-    segments = given_segments(q_segment_ids, kv_segment_ids, q_positions, kv_positions)
-    if key_ranges is not None or segments or are_given((mask_mod, score_mod, aux)):
-        seen = {"causal": causal, "alignment": alignment, "window": window, "mask": mask, "key_ranges": key_ranges}
-        scores = {"softcap": softcap, "scale": scale, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks}
-        functions = {"mask_mod": mask_mod, "score_mod": score_mod, "aux": aux}
-        how: dict[str, Any] = {
-            "dropout": dropout,
-            "dropout_rng": dropout_rng,
-            "deterministic": deterministic,
-            "backend": backend,
-        }
-        how |= {"seq_info": seq_info, "return_lse": return_lse, "invariant": invariant}
-        rest: Any = {**seen, **scores, **functions, **segments, **how}
-        return attention(*qkv.unbind(-3), **rest)
-    options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
-    options = options._replace(invariant=invariant)
+    if is_object(said["mask"], said["bias"]):
+        rows, visible = qkv.select(-3, 0) if qkv.dim() > 3 else qkv, tuple([said[name] for name in Visible._fields])
+        said |= plan.read_mask_object(rows, rows, visible)._asdict()
+    seq_info, generator, backend, bias = said["seq_info"], said["dropout_rng"], said["backend"], said["bias"]
+    check_qkv_as_one(plan.facts(qkv.shape, qkv.dtype, qkv.device), seq_info is not None)
+    in_parts = any([said[name] is not None for name in ("key_ranges", *Segments._fields)])
+    if in_parts or are_given((said["mask_mod"], said["score_mod"], said["aux"])):
+        return attention(*qkv.unbind(-3), **said)
+    plain = Options(**{name: said[name] for name in PLAIN})
+    tables = [said[name] for name in ("mask", "bias", "alibi_slopes", "sinks")]
     (qkv,) = autocast.in_autocast(qkv)
     trains = torch.is_grad_enabled() and qkv.requires_grad
     if not trains or torch.compiler.is_compiling() or transforms.are_observing() or is_watched(qkv):
-        tensors = (*qkv.unbind(-3), mask, bias, alibi_slopes, sinks)
-        return run(tensors, seq_info, options, dropout_rng, backend)
+        return run((*qkv.unbind(-3), *tables), seq_info, plain, generator, backend)
     # Detached views serve the checks and the plan. QkvAttention takes qkv itself and returns one gradient for it.
-    tensors = (*qkv.detach().unbind(-3), mask, bias, alibi_slopes, sinks)
-    inputs, options = gather_arguments(tensors, seq_info, options, dropout_rng)
+    tensors = (*qkv.detach().unbind(-3), *tables)
+    inputs, plain = gather_arguments(tensors, seq_info, plain, generator)
     bias_gradient = bias is not None and bias.requires_grad
     requested = requested_names(backend) or override.requested()
     entries = plan.metadata(inputs)
-    call_plan = in_checks(in_ranges(plan.plan(entries, options, True, bias_gradient, requested, sdpa_flags.now())))
+    call_plan = in_checks(in_ranges(plan.plan(entries, plain, True, bias_gradient, requested, sdpa_flags.now())))
     run_plan.check_offsets(call_plan.spec, inputs)
     with autocast.switched_off(qkv.device):
         results = QkvAttention.apply(call_plan, qkv, *inputs[3:])

@@ -7,7 +7,7 @@ cost 190 ns. A type checker refuses every unknown keyword, and ``inspect.signatu
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -193,6 +193,41 @@ def hide_unknown(function: Function) -> Function:
     named = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
     function.__signature__ = signature.replace(parameters=named)  # type: ignore[attr-defined]
     return function
+
+
+class SharedOptions:
+    """The options that a function has in common with ``attention``: it takes them as ``**options``.
+
+    As a decorator it shows them in the function's signature, for ``help`` and ``inspect.signature``.
+
+    Args:
+        function: ``attention`` of a frontend, which has the types and the defaults.
+        names: of the options.
+    """
+
+    def __init__(self, function: Callable[..., Any], names: Collection[str]) -> None:
+        parameters = inspect.signature(function).parameters
+        self._shared = [each for name, each in parameters.items() if name in names]
+        self._defaults = {each.name: each.default for each in self._shared}
+
+    def __call__(self, function: Function) -> Function:
+        hide_unknown(function)
+        signature = inspect.signature(function)
+        own = signature.parameters
+        parameters = [*own.values(), *(each for each in self._shared if each.name not in own)]
+        function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return function
+
+    def complete(self, function: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
+        """Returns all options of a call of the function, with the defaults of those that its caller left out.
+
+        Raises:
+            TypeError: as ``refuse_keywords``, for keywords that it does not have.
+        """
+        unknown = {name: value for name, value in options.items() if name not in self._defaults}
+        if unknown:
+            refuse_keywords(function, unknown)
+        return {**self._defaults, **options}
 
 
 def refuse_keywords(function: Callable[..., Any], unknown: Mapping[str, Any]) -> NoReturn:

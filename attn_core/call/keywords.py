@@ -18,16 +18,23 @@ No = Literal[False]
 Yes = Literal[True]
 
 
-class QkvPackedKeywords(TypedDict, Generic[Array, Random], total=False):
-    """The keywords of ``attention_qkvpacked``, without return_lse."""
+class CommonKeywords(TypedDict, Generic[Array], total=False):
+    """The keywords that every attention has."""
 
     causal: bool
-    alignment: str
     window: int | tuple[int | None, int | None] | None
     softcap: float | None
     scale: float | None
-    mask: Array | None
     key_ranges: Any
+    alibi_slopes: Array | None
+    sinks: Array | None
+    backend: str | tuple[str, ...] | None
+
+
+class EquinoxKeywords(CommonKeywords[Array], total=False):
+    """The keywords of ``attention`` that ``attend`` of ``jax_frontend.equinox`` passes on."""
+
+    alignment: str
     mask_mod: Callable[..., Any] | TracedFunction | None
     score_mod: Callable[..., Any] | TracedFunction | None
     aux: Sequence[Any]
@@ -36,14 +43,17 @@ class QkvPackedKeywords(TypedDict, Generic[Array, Random], total=False):
     q_positions: Any
     kv_positions: Any
     bias: Array | None
-    alibi_slopes: Array | None
-    sinks: Array | None
     seq_info: Any
+    invariant: str | None
+
+
+class QkvPackedKeywords(EquinoxKeywords[Array], Generic[Array, Random], total=False):
+    """The keywords of ``attention_qkvpacked``, without return_lse."""
+
+    mask: Array | None
     dropout: float
     deterministic: bool
-    backend: str | tuple[str, ...] | None
     dropout_rng: Random | None
-    invariant: str | None
 
 
 class AttentionKeywords(QkvPackedKeywords[Array, Random], total=False):
@@ -55,41 +65,32 @@ class AttentionKeywords(QkvPackedKeywords[Array, Random], total=False):
     cache_index: Any
 
 
-class ContextParallelKeywords(TypedDict, Generic[Array], total=False):
+class ExplainKeywords(AttentionKeywords[Array, Random], total=False):
+    """The keywords of ``attention``."""
+
+    return_lse: bool
+    return_max_logit: bool
+
+
+class ContextParallelKeywords(CommonKeywords[Array], total=False):
     """The keywords of ``context_parallel_attention`` that both frontends have, without return_lse."""
 
     strategy: str | None
     layout: str
     length: int | Sequence[int] | None
     head_groups: int | None
-    causal: bool
     alignment: str
-    window: int | tuple[int | None, int | None] | None
-    softcap: float | None
-    scale: float | None
     mask: Array | None
-    key_ranges: Any
     bias: Array | None
-    alibi_slopes: Array | None
-    sinks: Array | None
     seq_info: Any
     dropout: float
     deterministic: bool
-    backend: str | tuple[str, ...] | None
 
 
-class CachedKeywords(TypedDict, Generic[Array], total=False):
+class CachedKeywords(CommonKeywords[Array], total=False):
     """The keywords of ``PagedKVCache.attend``, without return_lse."""
 
-    causal: bool
-    window: int | tuple[int | None, int | None] | None
-    key_ranges: Any
-    softcap: float | None
-    sinks: Array | None
-    scale: float | None
     deterministic: bool
-    backend: str | tuple[str, ...] | None
-    alibi_slopes: Array | None
     invariant: str | None
 
 

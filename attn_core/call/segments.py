@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from attn_core.call.added_functions import and_mask
 from attn_core.call.functions import renumbered
 from attn_core.call.options import check_flag, normalise_window
-from attn_core.call.traced_options import TRACED, is_traced, of_sides, traced_sides
+from attn_core.call.traced_options import TRACED, Scores, is_traced, of_sides, traced_sides, without_traced
 from attn_core.errors import DTypeError, ShapeError, SpecError
 from attn_core.expressions.ready_made import and_masks
 from attn_core.expressions.tracing import Aux, TracedFunction, trace_mask
@@ -93,6 +93,26 @@ def without_segments(
     return Visible(causal, window, joined, aux)
 
 
+def as_plain(scores: Scores, segments: Segments, rows: tuple[Any, Any], seq_info: Any, alibi_slopes: Any) -> Scores:
+    """Returns the arguments of the same call without segments, and without traced windows and scales.
+
+    Args:
+        rows: q and k, with the sequence before the heads.
+        seq_info, alibi_slopes: of the call; some of the above exclude them.
+    """
+    # A value that is no array has no shape: its own check names it.
+    shapes = tuple(getattr(rows[0], "shape", ())), tuple(getattr(rows[1], "shape", ()))
+    if any(each is not None for each in segments):
+        others = {"seq_info": seq_info, "alibi_slopes": alibi_slopes}
+        visible = Visible(scores.causal, scores.window, scores.mask_mod, scores.aux)
+        visible = without_segments(segments, visible, shapes, others, traced_window=True)
+        scores = scores._replace(**visible._asdict())
+    if is_traced(scores.window, scores.scale):
+        lengths = tuple([shape[-3] if len(shape) > 2 else 0 for shape in shapes])
+        scores = without_traced(scores, lengths, seq_info)  # type: ignore[arg-type]
+    return scores
+
+
 def _checked(segments: Segments, shapes: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Returns the pairs of ids and of positions, () for a pair that the call lacks."""
     pairs: list[tuple[Any, ...]] = []
@@ -118,11 +138,6 @@ def _checked(segments: Segments, shapes: Any) -> tuple[tuple[Any, ...], tuple[An
             _check(f"{side}_{what}", array, shape[:2])
         pairs.append((queries, keys))
     return pairs[0], pairs[1]
-
-
-def shapes_of(q: Any, k: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the shapes of q and k, () for a value that is no array: its own check names it."""
-    return tuple(getattr(q, "shape", ())), tuple(getattr(k, "shape", ()))
 
 
 def _check(name: str, array: Any, expected: tuple[Any, ...]) -> None:

@@ -92,13 +92,6 @@ def traced_sides(window: Any, causal: Any) -> tuple[tuple[Any, Any], bool, list[
     return (left, right), counts_keys, arrays
 
 
-def lengths_of(q: Any, k: Any) -> tuple[Any, Any]:
-    """Returns the lengths of q and k, ``[..., length, heads, head_dim]``; 0 for a value that is no array, which its own
-    check names."""
-    shapes = [tuple(getattr(array, "shape", ())) for array in (q, k)]
-    return tuple([shape[-3] if len(shape) > 2 else 0 for shape in shapes])  # type: ignore[return-value]
-
-
 def _is_array(value: Any) -> bool:
     return hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, (np.generic, np.ndarray))
 
