@@ -14,9 +14,11 @@ import _thread
 import atexit
 import base64
 import ctypes
+import gc
 import hashlib
 import pickle
 import threading
+import time
 import zlib
 from collections.abc import Callable
 from functools import lru_cache
@@ -153,6 +155,7 @@ def _register_targets() -> None:
             # XLA flushes subnormal numbers to 0 in its threads; torch's kernels compute with them.
             torch.set_flush_denormal(False)
             (_callbacks.get(values[-1]) or _callback(values[-1]))(values)
+            _wait_until_released(values[:-1])
         except KeyboardInterrupt as error:
             raise Interrupted from error
         finally:
@@ -176,6 +179,29 @@ def _register_targets() -> None:
             )
 
     atexit.register(_drain)
+
+
+def _wait_until_released(tensors: tuple[Any, ...]) -> None:
+    """Returns when nobody but the callback holds XLA's buffers, or after a tenth of a second.
+
+    XLA fails a call if one of its buffers is still held when the callback returns. A compiler may leave a cycle of
+    references behind, which only a garbage collection frees, and another thread may let go of a tensor a little later.
+    """
+    if not _held(tensors):
+        return
+    gc.collect()
+    for _ in range(100):
+        if not _held(tensors):
+            return
+        time.sleep(0.001)
+
+
+def _held(tensors: tuple[Any, ...]) -> bool:
+    """Returns whether a storage has more owners than its tensor and the object that is made here."""
+    import torch
+
+    count = torch._C._storage_Use_Count
+    return any(count(tensor.untyped_storage()._cdata) > 2 for tensor in tensors)
 
 
 def _drain() -> None:
@@ -240,6 +266,7 @@ def _gpu_callback(stay: Callable[[], bool]) -> Callable[..., None]:
                 if before != stream:
                     set_stream(*stream)  # type: ignore[misc]
                 (_callbacks.get(values[-2]) or _callback(values[-2]))(values)
+                _wait_until_released(values[:-2])
             finally:
                 if not foreign:
                     if before != stream:

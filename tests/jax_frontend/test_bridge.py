@@ -1,5 +1,6 @@
 """Tests the bridge itself: tokens, threads, errors inside a callback, memory, and side effects."""
 
+import gc
 import pickle
 import threading
 from dataclasses import replace
@@ -215,6 +216,38 @@ def test_the_kernel_reads_xla_buffers_without_a_copy(monkeypatch):
     jax.jit(lambda *a: targets.run(spec_call, shapes, *a))(*arrays)[0].block_until_ready()
     assert seen == [[a.unsafe_buffer_pointer() for a in arrays]]
     assert isinstance(Inputs(*arrays).q, jax.Array)
+
+
+@pytest.mark.parametrize("holder", ["a cycle of references", "another thread", "somebody for good"])
+def test_a_kernel_may_hold_its_operands_a_little_longer(monkeypatch, holder):
+    """XLA fails a call whose buffers are held. A compiler leaves cycles, and a thread is late."""
+    module, held = backends.load("math", "cpu"), []
+    forward = module.forward
+
+    def holding(spec, inputs):
+        kept = [inputs.q.detach()]
+        if holder == "a cycle of references":
+            kept.append(kept)
+        else:
+            held.append(kept)
+        if holder == "another thread":
+            threading.Timer(0.01, held.clear).start()
+        return forward(spec, inputs)
+
+    monkeypatch.setattr(module, "forward", holding)
+    monkeypatch.setattr(targets, "_callbacks", {})
+    q = jnp.ones((1, 3, 2, 8))
+    program = jax.jit(partial(attention, backend="math", scale=0.123))
+    gc.disable()
+    try:
+        if holder == "somebody for good":
+            with pytest.raises(jax.errors.JaxRuntimeError, match="Leaked"):
+                program(q, q, q).block_until_ready()
+        else:
+            np.testing.assert_array_equal(program(q, q, q), q)
+    finally:
+        gc.enable()
+        held.clear()
 
 
 def test_several_devices_of_one_process(four_devices):
