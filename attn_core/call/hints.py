@@ -196,25 +196,26 @@ def hide_unknown(function: Function) -> Function:
 
 
 class SharedOptions:
-    """The options that a function has in common with ``attention``: it takes them as ``**options``.
+    """The options that a function has in common with another, such as ``attention``: it takes them as ``**options``.
 
     As a decorator it shows them in the function's signature, for ``help`` and ``inspect.signature``.
 
     Args:
-        function: ``attention`` of a frontend, which has the types and the defaults.
+        function: the other one, which has the types and the defaults.
         names: of the options.
     """
 
     def __init__(self, function: Callable[..., Any], names: Collection[str]) -> None:
-        parameters = inspect.signature(function).parameters
-        self._shared = [each for name, each in parameters.items() if name in names]
-        self._defaults = {each.name: each.default for each in self._shared}
+        self._parameters = inspect.signature(function).parameters
+        self._defaults = {name: each.default for name, each in self._parameters.items() if name in names}
 
     def __call__(self, function: Function) -> Function:
         hide_unknown(function)
         signature = inspect.signature(function)
-        own = signature.parameters
-        parameters = [*own.values(), *(each for each in self._shared if each.name not in own)]
+        own = dict(signature.parameters)
+        keywords = {name: own.pop(name) for name in [*own] if own[name].kind is inspect.Parameter.KEYWORD_ONLY}
+        shared = {name: self._parameters[name] for name in self._parameters if name in (*self._defaults, *keywords)}
+        parameters = [*own.values(), *(shared | keywords).values()]  # in the order of the other function
         function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         return function
 

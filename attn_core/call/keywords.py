@@ -72,11 +72,10 @@ class ExplainKeywords(AttentionKeywords[Array, Random], total=False):
     return_max_logit: bool
 
 
-class ContextParallelKeywords(CommonKeywords[Array], total=False):
-    """The keywords of ``context_parallel_attention`` that both frontends have, without return_lse."""
+class SpreadKeywords(CommonKeywords[Array], total=False):
+    """The keywords that ``explain_context_parallel`` shares with ``context_parallel_attention`` in both frontends."""
 
     strategy: str | None
-    layout: str
     length: int | Sequence[int] | None
     head_groups: int | None
     alignment: str
@@ -85,6 +84,12 @@ class ContextParallelKeywords(CommonKeywords[Array], total=False):
     seq_info: Any
     dropout: float
     deterministic: bool
+
+
+class ContextParallelKeywords(SpreadKeywords[Array], total=False):
+    """The keywords of ``context_parallel_attention`` that both frontends have, without return_lse."""
+
+    layout: str
 
 
 class CachedKeywords(CommonKeywords[Array], total=False):

@@ -12,10 +12,10 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from attn_core.call.hints import hide_unknown, refuse_keywords
-from attn_core.call.keywords import ContextParallelKeywords
+from attn_core.call.hints import SharedOptions, hide_unknown, refuse_keywords
+from attn_core.call.keywords import ContextParallelKeywords, SpreadKeywords
 from attn_core.call.kinds import check_kind
-from attn_core.call.options import Options, Window, check_flag, requested_names
+from attn_core.call.options import PLAIN, Options, Window, check_flag, requested_names
 from attn_core.context_parallel.call import check_cut_layout
 from attn_core.context_parallel.cost.choose import Explanation
 from attn_core.context_parallel.request import Request
@@ -164,7 +164,10 @@ def context_parallel_attention(
     return _attend_over_mesh(request, row_mesh, specs, *arrays, row_mesh.reshard(sinks, P(specs.heads)))
 
 
-@hide_unknown
+_shared = SharedOptions(context_parallel_attention, SpreadKeywords.__optional_keys__)
+
+
+@_shared
 def explain_context_parallel(
     q: Any,
     k: Any,
@@ -172,28 +175,11 @@ def explain_context_parallel(
     *,
     mesh: Any = None,
     axis_name: AxisName = None,
-    strategy: str | None = None,
     layout: str | None = "zigzag",
-    length: int | Sequence[int] | None = None,
-    head_groups: int | None = None,
     partition_spec: P | None = None,
-    causal: bool = False,
-    alignment: str = "bottom_right",
-    window: Window = None,
-    softcap: float | None = None,
-    scale: float | None = None,
-    mask: Any = None,
-    key_ranges: Any = None,
-    bias: Any = None,
-    alibi_slopes: Any = None,
-    sinks: Any = None,
-    seq_info: Any = None,
-    dropout: float = 0.0,
-    deterministic: bool = False,
-    backend: str | tuple[str, ...] | None = None,
     return_lse: bool = False,
     needs_backward: bool | None = None,
-    **unknown: Never,
+    **options: Unpack[SpreadKeywords[Any]],
 ) -> Explanation:
     """Returns how ``context_parallel_attention`` runs a call with the same arguments, and why. Runs nothing.
 
@@ -202,21 +188,15 @@ def explain_context_parallel(
     Takes arrays or ``jax.ShapeDtypeStruct``; ``needs_backward=True`` explains a call in training. The text names each
     backend's lane, and the reasons if Python launches its kernels.
     """
-    if unknown:
-        refuse_keywords(explain_context_parallel, unknown)
-    options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
-    inputs = plan.check_arrays((q, k, v, mask, bias, alibi_slopes, sinks), shapes_only=True)
+    said = _shared.complete(explain_context_parallel, {**options})
+    plain = Options(return_lse=return_lse, **{name: said[name] for name in PLAIN if name in said})
+    tables = (said[name] for name in ("mask", "bias", "alibi_slopes", "sinks"))
+    inputs = plan.check_arrays((q, k, v, *tables), shapes_only=True)
     row_mesh = find_row_mesh(mesh, axis_name)
-    backends = requested_names(backend) or override.requested()
+    backends = requested_names(said["backend"]) or override.requested()
     check_kind("layout", layout, (str, type(None)), "the name of a layout, or None")
-    how = {
-        "strategy": strategy,
-        "layout": layout,
-        "length": length,
-        "head_groups": head_groups,
-        "key_ranges": key_ranges,
-    }
-    request = build_request(row_mesh, inputs, options, seq_info, backends, **how)
+    how = {name: said[name] for name in ("strategy", "length", "head_groups", "key_ranges")}
+    request = build_request(row_mesh, inputs, plain, said["seq_info"], backends, layout=layout, **how)
     if needs_backward is not None:
         check_flag("needs_backward", needs_backward)
     explanation = explain_request(request._replace(needs_backward=bool(needs_backward)))

@@ -9,10 +9,18 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from attn_core.call.hints import hide_unknown, refuse_keywords
-from attn_core.call.keywords import ContextParallelKeywords
+from attn_core.call.hints import SharedOptions, hide_unknown, refuse_keywords
+from attn_core.call.keywords import ContextParallelKeywords, SpreadKeywords
 from attn_core.call.kinds import check_kind
-from attn_core.call.options import Options, Window, check_flag, check_options, check_traced_options, requested_names
+from attn_core.call.options import (
+    PLAIN,
+    Options,
+    Window,
+    check_flag,
+    check_options,
+    check_traced_options,
+    requested_names,
+)
 from attn_core.context_parallel.call import check_cut_layout, check_supported
 from attn_core.context_parallel.cost.choose import Explanation
 from attn_core.context_parallel.request import Request, build_request
@@ -157,34 +165,20 @@ def context_parallel_attention(
     return out, results[1][0] if request.packed else results[1]
 
 
-@hide_unknown
+_shared = SharedOptions(context_parallel_attention, SpreadKeywords.__optional_keys__)
+
+
+@_shared
 def explain_context_parallel(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     *,
     mesh: DeviceMesh,
-    strategy: str | None = None,
     layout: str | None = "zigzag",
-    length: int | Sequence[int] | None = None,
-    head_groups: int | None = None,
-    causal: bool = False,
-    alignment: str = "bottom_right",
-    window: Window = None,
-    softcap: float | None = None,
-    scale: float | None = None,
-    mask: Tensor | None = None,
-    key_ranges: Any = None,
-    bias: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    seq_info: Any = None,
-    dropout: float = 0.0,
-    deterministic: bool = False,
-    backend: str | tuple[str, ...] | None = None,
     return_lse: bool = False,
     needs_backward: bool | None = None,
-    **unknown: Never,
+    **options: Unpack[SpreadKeywords[Tensor]],
 ) -> Explanation:
     """Returns how ``context_parallel_attention`` runs a call with the same arguments, and why. Runs and sends nothing.
 
@@ -192,15 +186,14 @@ def explain_context_parallel(
     ``explanation.choice.layout``, to be passed to ``shard_sequence`` and to the call.
     ``needs_backward`` overrides what the tensors' ``requires_grad`` says about training.
     """
-    if unknown:
-        refuse_keywords(explain_context_parallel, unknown)
+    said = _shared.complete(explain_context_parallel, {**options})
     q, k, v = to_local((q, k, v), mesh)
-    check_supported(mask, bias, alibi_slopes, dropout)
-    options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
+    check_supported(*(said[name] for name in ("mask", "bias", "alibi_slopes", "dropout")))
+    plain = Options(return_lse=return_lse, **{name: said[name] for name in PLAIN if name in said})
     check_kind("layout", layout, (str, type(None)), "the name of a layout, or None")
-    how: dict[str, Any] = {"strategy": strategy, "layout": layout, "length": length, "head_groups": head_groups}
-    how["key_ranges"] = key_ranges
-    _, request = _build_request(q, k, v, sinks, mesh, options, seq_info, backend, **how)
+    how = {name: said[name] for name in ("strategy", "length", "head_groups", "key_ranges")}
+    where = said["sinks"], mesh, plain, said["seq_info"], said["backend"]
+    _, request = _build_request(q, k, v, *where, layout=layout, **how)
     if needs_backward is not None:
         check_flag("needs_backward", needs_backward)
     return explain_request(request if needs_backward is None else request._replace(needs_backward=needs_backward))
