@@ -16,10 +16,9 @@ from attn_core.call.hints import hide_unknown, refuse_keywords
 from attn_core.call.keywords import AttentionKeywords, No, Yes
 from attn_core.call.layouts import Layout, check_layout
 from attn_core.call.options import Options, Window, check_flag, check_options, requested_names
-from attn_core.call.segments import Segments, as_plain
+from attn_core.call.segments import Scores, Segments, as_plain
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.tensors import Inputs
-from attn_core.call.traced_options import Scores
 from attn_core.errors import SpecError
 from attn_core.expressions.properties import check_ints
 from attn_core.expressions.tracing import TracedFunction

@@ -13,9 +13,8 @@ from attn_core.call.hints import SharedOptions
 from attn_core.call.keywords import ExplainKeywords
 from attn_core.call.layouts import check_layout
 from attn_core.call.options import PLAIN, Options, check_flag, requested_names
-from attn_core.call.segments import Segments, as_plain
+from attn_core.call.segments import Scores, Segments, as_plain
 from attn_core.call.seq_info import SeqInfo
-from attn_core.call.traced_options import Scores
 from attn_core.context_parallel.one_device import described
 from attn_core.expressions.tracing import TracedFunction
 from attn_core.selection import Selection, override

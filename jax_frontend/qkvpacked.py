@@ -11,9 +11,8 @@ from attn_core.call.functions import are_given
 from attn_core.call.hints import SharedOptions
 from attn_core.call.keywords import QkvPackedKeywords
 from attn_core.call.options import PLAIN, Options, requested_names
-from attn_core.call.segments import Segments
+from attn_core.call.segments import Segments, is_traced
 from attn_core.call.seq_info import SeqInfo
-from attn_core.call.traced_options import is_traced
 from attn_core.selection import override
 from jax_frontend.attention import attention, gather_arguments, run
 from jax_frontend.dispatch import plan

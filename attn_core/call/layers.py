@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from attn_core.call import invariance
 from attn_core.call.kinds import check_size
 from attn_core.call.options import check_flag
 from attn_core.errors import ShapeError, SpecError
@@ -39,7 +38,11 @@ def refuse_over_ranks(functions: Mapping[str, Any], segments: Mapping[str, Any],
             f"{name}: expected None in context parallelism, whose ranks have parts of the row; seq_info describes "
             "packed documents there"
         )
-    invariance.refuse_over_ranks(invariant)
+    if invariant is not None:
+        raise SpecError(
+            f"invariant={invariant!r}: expected None with context parallelism, because the parts of a row, and so the "
+            "order of sums, depend on the number of ranks"
+        )
 
 
 def rotary_positions(positions: Any, segments: Mapping[str, Any], *, rotary: bool) -> Any:

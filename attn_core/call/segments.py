@@ -1,25 +1,33 @@
-"""Segment ids and positions of tokens: the mask that training code for JAX says with them, as a mask function.
+"""Segment ids, positions, and windows and scales that are arrays: they become the mask and score functions of a call.
 
-A query sees a key only if their segment ids are equal. Every pair is compared, so ids may have any values and any
-order: neighbours may share an id, an id may return later, and padding is a segment like any other. With positions the
-distances of causal and window are differences of positions, not of places in the row. All of it becomes one mask
-function, so a backend sees a call with ``mask_mod`` and ``aux``, and no value is read on the host.
+Training code for JAX says masks by segment ids. A query sees a key only if their ids are equal. Every pair is compared,
+so ids may have any values and any order: neighbours may share an id, an id may return later, and padding is a segment
+like any other. With positions the distances of causal and window are differences of positions, not of places in the
+row. A window or a scale may have a value that a program learns only when it runs: a scan over layers has the window of
+each layer as a traced number.
+
+A backend sees a call with ``mask_mod`` or ``score_mod`` and ``aux``, and no value is read on the host. Kernels that
+take functions read the values from the device; other backends refuse the call by naming the function.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from attn_core.call.added_functions import and_mask
+import numpy as np
+
 from attn_core.call.functions import renumbered
 from attn_core.call.options import check_flag, normalise_window
-from attn_core.call.traced_options import TRACED, Scores, is_traced, of_sides, traced_sides, without_traced
 from attn_core.errors import DTypeError, ShapeError, SpecError
-from attn_core.expressions.ready_made import and_masks
-from attn_core.expressions.tracing import Aux, TracedFunction, trace_mask
-from attn_core.expressions.tree import Expression
+from attn_core.expressions import ready_made
+from attn_core.expressions.building import build
+from attn_core.expressions.tracing import Aux, TracedFunction, trace_mask, trace_score
+from attn_core.expressions.tree import Expression, nodes
+
+TRACED = "traced"
+"""A distance whose value is in an array."""
 
 
 class Segments(NamedTuple):
@@ -37,6 +45,19 @@ class Visible(NamedTuple):
     causal: bool
     window: Any
     mask_mod: Any
+    aux: Any
+
+
+class Scores(NamedTuple):
+    """The arguments of a call that a traced window or scale changes, as its caller wrote them."""
+
+    causal: bool
+    alignment: str
+    window: Any
+    softcap: Any
+    scale: Any
+    mask_mod: Any
+    score_mod: Any
     aux: Any
 
 
@@ -77,7 +98,7 @@ def without_segments(
         if others.get("alibi_slopes") is not None:
             raise SpecError("alibi_slopes: expected None with positions, because slopes count places in the row")
         if traced_window and is_traced(window, None):
-            band, counts_keys, distances = traced_sides(window, causal)
+            band, counts_keys, distances = _traced_sides(window, causal)
         else:
             band = normalise_window(window, check_flag("causal", causal))
         band = band[0], 0 if check_flag("causal", causal) else band[1]
@@ -89,7 +110,11 @@ def without_segments(
         causal, window = False, None
     arrays = [*(array for pair in pairs for array in pair), *distances]
     has_ids = len(pairs[0]) > 0
-    joined = and_mask(mask_mod, aux, arrays, lambda numbers: function_of(has_ids, band, counts_keys, numbers), tracer)
+
+    def tree_of(numbers: tuple[int, ...]) -> Expression:
+        return function_of(has_ids, band, counts_keys, numbers)
+
+    joined = _joined(mask_mod, aux, arrays, tree_of, tracer, _both)
     return Visible(causal, window, joined, aux)
 
 
@@ -109,7 +134,7 @@ def as_plain(scores: Scores, segments: Segments, rows: tuple[Any, Any], seq_info
         scores = scores._replace(**visible._asdict())
     if is_traced(scores.window, scores.scale):
         lengths = tuple([shape[-3] if len(shape) > 2 else 0 for shape in shapes])
-        scores = without_traced(scores, lengths, seq_info)  # type: ignore[arg-type]
+        scores = _without_traced(scores, lengths, seq_info)  # type: ignore[arg-type]
     return scores
 
 
@@ -179,15 +204,173 @@ def _function_of(has_ids: bool, band: tuple[Any, Any], counts_keys: bool, number
         return aux[0][b, q] == aux[1][b, k]
 
     def not_before(b: Any, h: Any, q: Any, k: Any, *aux: Any) -> Any:
-        left = of_sides(band, aux[at + 2 :])[0]
+        left = _of_sides(band, aux[at + 2 :])[0]
         return aux[at + 1][b, k] >= aux[at][b, q] - (left - 1 if counts_keys else left)
 
     def not_after(b: Any, h: Any, q: Any, k: Any, *aux: Any) -> Any:
-        return aux[at + 1][b, k] <= aux[at][b, q] + of_sides(band, aux[at + 2 :])[1]
+        return aux[at + 1][b, k] <= aux[at][b, q] + _of_sides(band, aux[at + 2 :])[1]
 
     masks = [same_segment] if has_ids else []
     masks += [not_before] if band[0] is not None else []
     masks += [not_after] if band[1] is not None else []
     kinds = (*(Aux((1, 1), "int32"),) * (len(numbers) - scalars), *(Aux((), "int32"),) * scalars)
-    tree = trace_mask(and_masks(*masks), kinds).tree
+    tree = trace_mask(ready_made.and_masks(*masks), kinds).tree
     return renumbered(tree, dict(enumerate(numbers)))
+
+
+def is_traced(window: Any, scale: Any) -> bool:
+    """Returns whether the scale or a distance of the window is an array, so that its value may not be known here."""
+    distances = window if isinstance(window, (tuple, list)) else (window,)
+    return any(_is_array(each) for each in (scale, *distances))
+
+
+def _without_traced(scores: Scores, lengths: tuple[Any, Any], seq_info: Any) -> Scores:
+    """Returns the arguments of the same call in which neither window nor scale is an array.
+
+    Args:
+        lengths: of q and k.
+        seq_info: of the call; with documents a window counts in each, which a function of the whole row cannot.
+
+    Raises:
+        ShapeError, DTypeError, SpecError: naming the argument.
+    """
+    causal, alignment, window, softcap, scale, mask_mod, score_mod, aux = scores
+    if _is_array(scale):
+        _check_scalar("scale", scale, "float")
+        cap = None if softcap is None else float(softcap)
+        score_mod = _joined(score_mod, aux, [scale], lambda numbers: _scaled(cap, numbers[0]), trace_score, _before)
+        scale, softcap = 1.0, None
+    if is_traced(window, None):
+        if seq_info is not None:
+            raise SpecError(
+                "window: expected ints on the host with seq_info, got an array; q_segment_ids= takes a traced window"
+            )
+        offset = 0 if alignment == "top_left" else lengths[1] - lengths[0]
+        sides, counts_keys, arrays = _traced_sides(window, causal)
+
+        def tree_of(numbers: tuple[int, ...]) -> Expression:
+            return _banded(sides, counts_keys, offset, numbers)
+
+        mask_mod = _joined(mask_mod, aux, arrays, tree_of, trace_mask, _both)
+        window = None
+    return Scores(causal, alignment, window, softcap, scale, mask_mod, score_mod, aux)
+
+
+def _traced_sides(window: Any, causal: Any) -> tuple[tuple[Any, Any], bool, list[Any]]:
+    """Returns the distances of a window (each an int, None or ``TRACED``), whether the left one counts keys, self
+    included, and the arrays of the traced ones, in order.
+
+    Raises:
+        ShapeError, DTypeError, SpecError: naming the argument.
+    """
+    counts_keys = not isinstance(window, (tuple, list))
+    if counts_keys and not check_flag("causal", causal):
+        raise SpecError("window: expected causal=True with one number of keys, or a pair (left, right)")
+    if not counts_keys and len(window) != 2:
+        raise SpecError(f"window: expected a pair (left, right), got {len(window)} numbers")
+    sides = (window, None) if counts_keys else tuple(window)
+    left, right = (_fixed(name, side) for name, side in zip(("left", "right"), sides, strict=True))
+    arrays = [side for side in sides if _is_array(side)]
+    for array in arrays:
+        _check_scalar("window", array, "int32")
+    return (left, right), counts_keys, arrays
+
+
+def _is_array(value: Any) -> bool:
+    return hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, (np.generic, np.ndarray))
+
+
+def _check_scalar(name: str, array: Any, kind: str) -> None:
+    if tuple(array.shape) != ():
+        raise ShapeError(f"{name}: expected a number, an array without axes, got shape {list(array.shape)}")
+    if kind not in str(array.dtype):
+        raise DTypeError(f"{name}: expected dtype {kind}, got {array.dtype}")
+
+
+def _fixed(name: str, side: Any) -> int | str | None:
+    """Returns a distance that is known, None without a limit, or "traced"."""
+    if side is None or _is_array(side):
+        return None if side is None else TRACED
+    if isinstance(side, bool) or not isinstance(side, (int, np.integer)) or side < 0:
+        raise SpecError(f"window: expected a {name} distance of 0 or more, None or an array, got {side!r}")
+    return int(side)
+
+
+@lru_cache(maxsize=256)
+def _banded(sides: tuple[Any, Any], counts_keys: bool, offset: Any, numbers: tuple[int, ...]) -> Expression:
+    """Returns the expression of a window. counts_keys: whether the left number counts keys, self included."""
+
+    def mask(b: Any, h: Any, q: Any, k: Any, *aux: Any) -> Any:
+        left, right = _of_sides(sides, aux)
+        shown: Any = True
+        if left is not None:
+            shown = k + (left - 1 if counts_keys else left) >= q + offset
+        if right is not None:
+            before = k <= q + offset + right
+            shown = before if shown is True else shown & before
+        return shown
+
+    tree = trace_mask(mask, (Aux((), "int32"),) * len(numbers)).tree
+    return renumbered(tree, dict(enumerate(numbers)))
+
+
+def _of_sides(sides: tuple[Any, Any], aux: Sequence[Any]) -> list[Any]:
+    """Returns the two distances, those of ``TRACED`` from the arrays of a function, in order."""
+    arrays = iter(aux)
+    return [next(arrays) if side == TRACED else side for side in sides]
+
+
+@lru_cache(maxsize=256)
+def _scaled(cap: float | None, number: int) -> Expression:
+    """Returns the expression of a score times a number in an array, then softcapped."""
+
+    def score_mod(score: Any, b: Any, h: Any, q: Any, k: Any, factor: Any) -> Any:
+        scaled = score * factor
+        return scaled if cap is None else ready_made.softcap(cap)(scaled, b, h, q, k)
+
+    tree = trace_score(score_mod, (Aux((), "float32"),)).tree
+    return renumbered(tree, {0: number})
+
+
+def _joined(
+    function: Any,
+    aux: Any,
+    arrays: Sequence[Any],
+    tree_of: Callable[[tuple[int, ...]], Expression],
+    tracer: Callable[..., TracedFunction],
+    join: Callable[[Expression, Expression], Expression],
+) -> TracedFunction:
+    """Returns the call's function and ours in one.
+
+    Args:
+        function: the call's, traced or not, or None; aux: its arrays.
+        arrays: those of our function. Each counts once, as q's ids may be k's.
+        tree_of: returns the expression of our function, from the numbers of its arrays among those of the call.
+        tracer: ``trace_mask`` or ``trace_score``, or one that a compiler does not look into.
+        join: returns one expression of ours and the call's.
+    """
+    theirs = function if function is None or isinstance(function, TracedFunction) else tracer(function, aux)
+    count = len(aux) if isinstance(aux, (tuple, list)) else 0
+    captured, numbers = [] if theirs is None else list(theirs.captured), []
+    for array in arrays:
+        places = [place for place, other in enumerate(captured) if other is array]
+        if not places:
+            captured.append(array)
+        numbers.append(count + (places[0] if places else len(captured) - 1))
+    tree = tree_of(tuple(numbers))
+    return TracedFunction(tree if theirs is None else join(tree, theirs.tree), tuple(captured), count)
+
+
+@lru_cache(maxsize=256)
+def _both(ours: Expression, theirs: Expression) -> Expression:
+    return build("and", ours, theirs)
+
+
+@lru_cache(maxsize=256)
+def _before(ours: Expression, theirs: Expression) -> Expression:
+    """Returns the call's score expression of the score that ours gives."""
+    changed: dict[Expression, Expression] = {}
+    for node in nodes(theirs):
+        operands = tuple([changed[operand] for operand in node.operands])
+        changed[node] = ours if node.op == "score" else Expression(node.op, node.kind, operands, node.value)
+    return changed[theirs]

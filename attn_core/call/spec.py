@@ -11,7 +11,6 @@ from typing import Any
 
 from attn_core.call.after_fork import lazy_property
 from attn_core.call.functions import check_functions
-from attn_core.call.invariance import check_invariant_call
 from attn_core.call.key_ranges import check_shape
 from attn_core.call.kinds import check_hashable, check_kind, is_size
 from attn_core.call.options import Alignment, Invariant, Options, check_flag, check_options
@@ -254,10 +253,31 @@ def _check_choices(spec: AttentionSpec) -> Options:
     if spec.partial and (spec.sinks or spec.dropout or spec.paged is not None):
         raise SpecError("partial=True: expected no sinks, dropout or pages, because they belong to whole rows")
     if spec.invariant is not None:
-        check_invariant_call(spec)
+        _check_invariant(spec)
     if spec.paged is not None:
         check_paged(spec, spec.paged)
     return options
+
+
+def _check_invariant(spec: Any) -> None:
+    """Raises SpecError for the first property of a spec with ``invariant`` that makes it impossible."""
+    excluded = (
+        (spec.dropout, f"dropout={spec.dropout}", "which weights drop depends on a row's place in the batch"),
+        (spec.bias_gradient, "a gradient of the bias", "it is a sum over all rows that share the bias"),
+        (spec.aux_gradients, "a gradient of aux", "it is a sum over all rows that read the array"),
+        (spec.partial, "a part of each row's keys", "the parts of context parallelism depend on the number of ranks"),
+        (_sees_later_keys(spec), "keys behind a query", "a query's result would depend on tokens after it"),
+    )
+    for present, what, why in excluded:
+        if present:
+            raise SpecError(f"invariant={spec.invariant!r}: expected no {what.removeprefix('a ')}, because {why}")
+
+
+def _sees_later_keys(spec: Any) -> bool:
+    """Returns whether a query sees keys behind its own position although the call promises "prefix"."""
+    if spec.invariant != "prefix" or spec.key_ranges_shape is not None:  # ranges say themselves what a query sees
+        return False
+    return not spec.causal and spec.window[1] != 0
 
 
 _NONE = type(None)

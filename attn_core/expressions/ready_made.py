@@ -6,6 +6,7 @@ become operands of the call.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -92,25 +93,20 @@ def prefix_lm(lengths: Any, offset: int = 0) -> Mask:
 
 def and_masks(*masks: Mask) -> Mask:
     """Returns the mask of keys that every mask shows; each gets all aux arrays. Without masks all keys are visible."""
-
-    def mask(b: Any, h: Any, q: Any, k: Any, *aux: Any) -> Any:
-        result: Any = True
-        for each in masks:
-            visible = each(b, h, q, k, *aux)
-            result = visible if result is True else result & visible
-        return result
-
-    return mask
+    return _joined(masks, True, operator.and_)
 
 
 def or_masks(*masks: Mask) -> Mask:
     """Returns the mask of keys that some mask shows; each gets all aux arrays. Without masks no key is visible."""
+    return _joined(masks, False, operator.or_)
 
+
+def _joined(masks: tuple[Mask, ...], without: bool, join: Callable[[Any, Any], Any]) -> Mask:
     def mask(b: Any, h: Any, q: Any, k: Any, *aux: Any) -> Any:
-        result: Any = False
+        result: Any = without
         for each in masks:
             visible = each(b, h, q, k, *aux)
-            result = visible if result is False else result | visible
+            result = visible if result is without else join(result, visible)
         return result
 
     return mask

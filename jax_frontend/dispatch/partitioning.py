@@ -27,8 +27,7 @@ import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding
 
-from attn_core.call.functions import AUX, reads
-from attn_core.call.row_arrays import by_row
+from attn_core.call.functions import AUX, by_row, reads
 from attn_core.errors import SpecError
 from jax_frontend.dispatch.split import Known, Part, Split, axes_of, part_of, result_names, split_of
 from jax_frontend.dispatch.vmap import MappedCall

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec as P
 
-from attn_core.call.functions import AUX, reads
-from attn_core.call.row_arrays import by_row
+from attn_core.call.functions import AUX, by_row, reads
 from attn_core.call.spec import AttentionSpec
 from attn_core.errors import SpecError
 from jax_frontend.dispatch.local_call import names_of

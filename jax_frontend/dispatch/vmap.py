@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from attn_core.call.functions import AUX
-from attn_core.call.row_arrays import by_row
+from attn_core.call.functions import AUX, by_row
 from attn_core.call.spec import AttentionSpec
 from attn_core.selection import Target, refusals, row_maximum
 from jax_frontend.bridge.bridged_call import BridgedCall

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 import jax_frontend
 import torch_frontend
 from attn_core import DTypeError, ShapeError, SpecError
-from attn_core.call.row_arrays import by_row
+from attn_core.call.functions import by_row
 from attn_core.call.segments import Segments, Visible, without_segments
 from attn_core.expressions import lookup, trace_mask
 
