@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal, Never, Unpack, overload
+from typing import Any, Never, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from attn_core.call.hints import SharedOptions, hide_unknown, refuse_keywords
-from attn_core.call.keywords import ContextParallelKeywords, SpreadKeywords
+from attn_core.call.keywords import ContextParallelKeywords, No, SpreadKeywords, Yes
 from attn_core.call.kinds import check_kind
 from attn_core.call.options import PLAIN, Options, Window, check_flag, requested_names
 from attn_core.context_parallel.call import check_cut_layout
@@ -33,45 +33,28 @@ from jax_frontend.dispatch.local_call import vary_over, varying_axes
 __all__ = ["context_parallel_attention", "explain_context_parallel", "shard_sequence", "unshard_sequence"]
 
 Array = jax.Array
-Keywords = ContextParallelKeywords[Array]
 AxisName = str | tuple[str, str] | None
 
 
+class Keywords(ContextParallelKeywords[Array], total=False):
+    """The keywords of ``context_parallel_attention``, without return_lse."""
+
+    mesh: Any
+    axis_name: AxisName
+    partition_spec: P | None
+
+
 @overload
 def context_parallel_attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    *,
-    mesh: Any = None,
-    axis_name: AxisName = None,
-    partition_spec: P | None = None,
-    return_lse: Literal[False] = False,
-    **options: Unpack[Keywords],
+    q: Array, k: Array, v: Array, *, return_lse: No = False, **options: Unpack[Keywords]
 ) -> Array: ...
 @overload
 def context_parallel_attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    *,
-    mesh: Any = None,
-    axis_name: AxisName = None,
-    partition_spec: P | None = None,
-    return_lse: Literal[True],
-    **options: Unpack[Keywords],
+    q: Array, k: Array, v: Array, *, return_lse: Yes, **options: Unpack[Keywords]
 ) -> tuple[Array, Array]: ...
 @overload
 def context_parallel_attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    *,
-    mesh: Any = None,
-    axis_name: AxisName = None,
-    partition_spec: P | None = None,
-    return_lse: bool,
-    **options: Unpack[Keywords],
+    q: Array, k: Array, v: Array, *, return_lse: bool, **options: Unpack[Keywords]
 ) -> Array | tuple[Array, Array]: ...
 @hide_unknown
 def context_parallel_attention(

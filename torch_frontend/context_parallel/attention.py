@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, Never, Unpack, overload
+from typing import Any, Never, Required, Unpack, overload
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from attn_core.call.hints import SharedOptions, hide_unknown, refuse_keywords
-from attn_core.call.keywords import ContextParallelKeywords, SpreadKeywords
+from attn_core.call.keywords import ContextParallelKeywords, No, SpreadKeywords, Yes
 from attn_core.call.kinds import check_kind
 from attn_core.call.options import (
     PLAIN,
@@ -36,38 +36,25 @@ from torch_frontend.dispatch import autocast, plan, tensor_kinds
 __all__ = ["context_parallel_attention", "explain_context_parallel", "shard_sequence", "unshard_sequence"]
 
 Tensor = torch.Tensor
-Keywords = ContextParallelKeywords[Tensor]
+
+
+class Keywords(ContextParallelKeywords[Tensor], total=False):
+    """The keywords of ``context_parallel_attention``, without return_lse."""
+
+    mesh: Required[DeviceMesh]
 
 
 @overload
 def context_parallel_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    mesh: DeviceMesh,
-    return_lse: Literal[False] = False,
-    **options: Unpack[Keywords],
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: No = False, **options: Unpack[Keywords]
 ) -> Tensor: ...
 @overload
 def context_parallel_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    mesh: DeviceMesh,
-    return_lse: Literal[True],
-    **options: Unpack[Keywords],
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Yes, **options: Unpack[Keywords]
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def context_parallel_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    mesh: DeviceMesh,
-    return_lse: bool,
-    **options: Unpack[Keywords],
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Unpack[Keywords]
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 @hide_unknown
 def context_parallel_attention(
