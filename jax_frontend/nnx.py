@@ -218,9 +218,9 @@ class Attention(nnx.Module):
             raise SpecError(
                 f"batch_size={batch_size}, max_length={max_length}: expected both for a new cache, or neither"
             )
-        if decode and batch_size is not None:
-            batch = (batch_size,) if is_host_int(batch_size) else tuple(batch_size)
-            self.init_cache((*batch, max_length, self.in_features))
+        if decode and batch_size is not None and max_length is not None:
+            sizes: Any = (batch_size,) if is_host_int(batch_size) else batch_size
+            self.init_cache((*sizes, max_length, self.in_features))
 
 
 def dropout_of_call(layer: Any, deterministic: bool | None, rngs: nnx.Rngs | nnx.RngStream | None) -> tuple[float, Any]:
