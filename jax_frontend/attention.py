@@ -27,7 +27,6 @@ from jax_frontend.bridge.forked import check_process
 from jax_frontend.context_parallel import one_device
 from jax_frontend.dispatch import offsets, plan, value_checks
 from jax_frontend.dispatch.differentiable import AttentionCall, differentiable_attention, max_logit_alone, varying_alike
-from jax_frontend.dispatch.heads_first import exchanged, in_layout
 from jax_frontend.paged import dense_caches
 
 Array = jax.Array
@@ -186,6 +185,23 @@ def attention(
             return in_layout(results, layout)
     results = results if return_lse else (results,)
     return in_layout((*results, max_logit_alone(call, varying_alike(inputs))), layout)
+
+
+def in_layout(results: Any, layout: Layout) -> Any:
+    """Returns the output, or a tuple that begins with it, with the output in a layout."""
+    if layout == "bshd":
+        return results
+    return (exchanged(results[0]), *results[1:]) if isinstance(results, tuple) else exchanged(results)
+
+
+def exchanged(array: Any) -> Any:
+    """Returns an array or its shape with the axes of the sequence and the heads exchanged; any other value as it is."""
+    shape: Any = getattr(array, "shape", ())
+    if len(shape) < 3:
+        return array
+    if isinstance(array, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct((*shape[:-3], shape[-2], shape[-3], shape[-1]), array.dtype)
+    return array.swapaxes(-3, -2)
 
 
 def run(call: AttentionCall, inputs: Inputs, info: SeqInfo | None) -> Any:

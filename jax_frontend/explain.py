@@ -19,10 +19,9 @@ from attn_core.context_parallel.one_device import described
 from attn_core.expressions.tracing import TracedFunction
 from attn_core.selection import Selection, override
 from attn_core.selection.row_maximum import with_max_logit
-from jax_frontend.attention import attention, gather_arguments
+from jax_frontend.attention import attention, exchanged, gather_arguments
 from jax_frontend.context_parallel.one_device import rows_are_here
 from jax_frontend.dispatch import offsets, plan, value_checks
-from jax_frontend.dispatch.heads_first import exchanged
 from jax_frontend.paged import dense_caches
 
 _shared = SharedOptions(attention, ExplainKeywords.__optional_keys__)

@@ -225,10 +225,10 @@ class SharedOptions:
         Raises:
             TypeError: as ``refuse_keywords``, for keywords that it does not have.
         """
-        unknown = {name: value for name, value in options.items() if name not in self._defaults}
-        if unknown:
-            refuse_keywords(function, unknown)
-        return {**self._defaults, **options}
+        completed = {**self._defaults, **options}
+        if len(completed) > len(self._defaults):
+            refuse_keywords(function, {name: completed[name] for name in options if name not in self._defaults})
+        return completed
 
 
 def refuse_keywords(function: Callable[..., Any], unknown: Mapping[str, Any]) -> NoReturn:

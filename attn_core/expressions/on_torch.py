@@ -89,13 +89,8 @@ def torch_mask_mod(tree: Expression, aux: Sequence[Any] = ()) -> Callable[[Any, 
         tree: a bool expression.
         aux: tensors of its lookups, by their numbers.
     """
-
     steps = steps_of(tree)
-
-    def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return _run(steps, (b, h, q_idx, kv_idx), None, aux)
-
-    return mask_mod
+    return lambda b, h, q_idx, kv_idx: _run(steps, (b, h, q_idx, kv_idx), None, aux)
 
 
 def torch_score_mod(tree: Expression, aux: Sequence[Any] = ()) -> Callable[[Any, Any, Any, Any, Any], Any]:
@@ -105,13 +100,8 @@ def torch_score_mod(tree: Expression, aux: Sequence[Any] = ()) -> Callable[[Any,
         tree: a float expression.
         aux: tensors of its lookups, by their numbers.
     """
-
     steps = steps_of(tree)
-
-    def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return _run(steps, (b, h, q_idx, kv_idx), score, aux)
-
-    return score_mod
+    return lambda score, b, h, q_idx, kv_idx: _run(steps, (b, h, q_idx, kv_idx), score, aux)
 
 
 class TorchFunction(NamedTuple):
