@@ -241,13 +241,8 @@ class Attention(nn.Module):
         check_features(shape, kv_shape, self.in_features, self.in_kv_features)
         source = x if context is None else context
         queries, keys = (x[None], source[None]) if x.ndim == 2 else (x, source)
-        self.check_positions(positions, (queries.shape[0], queries.shape[1]), cross=context is not None)
+        check_rotary(self, positions, (queries.shape[0], queries.shape[1]), cross=context is not None)
         return queries, keys
-
-    def check_positions(self, positions: Tensor | None, rows: tuple[int, int], cross: bool = False) -> None:
-        """Checks the positions of rows ``(batch, seq)`` and that the layer's rotary can rotate their keys."""
-        shape = None if positions is None else tuple(positions.shape)
-        check_rotary(rotary=self.rotary is not None, cross=cross, positions=shape, rows=rows)
 
     def extra_repr(self) -> str:
         """Returns the sizes and the options that are set."""

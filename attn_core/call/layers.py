@@ -175,19 +175,19 @@ def check_features(x: tuple[int, ...], context: tuple[int, ...] | None, in_featu
         raise ShapeError(f"context: expected an input with the layer's {in_kv_features} key features, got no context")
 
 
-def check_rotary(*, rotary: bool, cross: bool, positions: tuple[int, ...] | None, rows: tuple[int, int]) -> None:
+def check_rotary(layer: Any, positions: Any, rows: tuple[int, int], *, cross: bool = False) -> None:
     """Checks the positions of a call: a rotary hook must use them, their shape must fit, and keys must share them.
 
     Args:
-        rotary: whether the layer has a rotary hook.
-        cross: whether keys come from a context.
-        positions: the shape of the call's ``positions``; None without.
+        positions: of the call, an array or None.
         rows: ``(batch, seq)``.
+        cross: whether keys come from a context.
 
     Raises:
         SpecError, ShapeError: naming ``positions`` or ``rotary``.
     """
-    if positions is not None and not rotary:
+    shape, rotary = None if positions is None else tuple(positions.shape), layer.rotary is not None
+    if shape is not None and not rotary:
         raise SpecError(
             "positions: expected None, because only a rotary hook reads positions and this layer has rotary=None"
         )
@@ -196,7 +196,7 @@ def check_rotary(*, rotary: bool, cross: bool, positions: tuple[int, ...] | None
             "rotary: expected self-attention, got a context, whose keys need positions of their own; "
             "pass rotary=None, or call without context"
         )
-    if positions is not None and positions not in (rows[1:], rows, (1, rows[1])):
+    if shape is not None and shape not in (rows[1:], rows, (1, rows[1])):
         raise ShapeError(
-            f"positions: expected [seq] = [{rows[1]}] or [batch, seq] = {list(rows)} as x has, got {list(positions)}"
+            f"positions: expected [seq] = [{rows[1]}] or [batch, seq] = {list(rows)} as x has, got {list(shape)}"
         )

@@ -71,12 +71,7 @@ def attend(
     queries = _as_rows(x)
     positions = rotary_positions(call.positions, call.segments, rotary=layer.rotary is not None)
     positions = None if positions is None else as_array("positions", positions)
-    check_rotary(
-        rotary=layer.rotary is not None,
-        cross=context is not None,
-        positions=None if positions is None else positions.shape,
-        rows=(queries.shape[0], queries.shape[1]),
-    )
+    check_rotary(layer, positions, (queries.shape[0], queries.shape[1]), cross=context is not None)
     keys = queries if context is None else _as_rows(context)
     q, k, v = projections.query(queries), projections.key(keys), projections.value(keys)
     dtype = jnp.result_type(q, k, v)  # rotary may return float32; all three go back to one dtype
@@ -146,12 +141,7 @@ def _attend_in_pages(
     unsupported |= {"seq_info": call.seq_info, "context_axis": layer.context_axis, **call.functions, **call.segments}
     check_paged_layer(x.shape, layer.alignment, call.dropout, unsupported)
     positions = None if call.positions is None else as_array("positions", call.positions)
-    check_rotary(
-        rotary=layer.rotary is not None,
-        cross=False,
-        positions=None if positions is None else positions.shape,
-        rows=(1, x.shape[0]),
-    )
+    check_rotary(layer, positions, (1, x.shape[0]))
     q, k, v = projections.query(x), projections.key(x), projections.value(x)  # [tokens, heads, dim]
     dtype = jnp.result_type(q, k, v)
     check_precision(layer.precision, dtype)

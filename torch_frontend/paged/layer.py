@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_core.call.layers import check_features, options_of
+from attn_core.call.layers import check_features, check_rotary, options_of
 from attn_core.paged.step import Pages, check_paged_layer
 from torch_frontend.dispatch.token_positions import token_places
 from torch_frontend.paged.attention import append_kv, paged_attention
@@ -24,7 +24,7 @@ def attend_in_pages(
     """
     check_paged_layer(tuple(x.shape), layer.alignment, layer.dropout_rate if layer.training else 0.0, others)
     check_features(tuple(x.shape), None, layer.in_features, layer.in_kv_features)
-    layer.check_positions(positions, (1, x.shape[0]))
+    check_rotary(layer, positions, (1, x.shape[0]))
     q, k, v = layer.project(x, x)  # [tokens, heads, head_dim]
     # The pool may have another dtype than the parameters, and append_kv does not cast. A quantised one takes float32.
     narrow = torch.float32 if v.dtype == torch.float64 else v.dtype
