@@ -14,7 +14,7 @@ from rich.text import Text
 
 from attn_core.cli.comparison import ORACLE_LIMIT, Row, TimedRow, bit_equality, fits_oracle, rows_of, timed_rows
 from attn_core.cli.complaint import complain
-from attn_core.cli.devices import device_named
+from attn_core.cli.devices import devices_here
 from attn_core.cli.frameworks import devices_of, installed
 from attn_core.cli.spec_options import ON_CPU, SpecOptions, defaults_on, takes_spec
 from attn_core.cli.timing import DeviceLostError, broken
@@ -30,12 +30,12 @@ def compare(
     time: Annotated[
         bool, typer.Option("--time", help="Time the backends in turns, forward and training, instead of errors.")
     ] = False,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each backend; the median is shown.")] = 5,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed rounds of each backend; the median is shown.")] = 5,
     seed: Annotated[int, typer.Option(help="Seed of the random tensors.")] = 0,
     everything: Annotated[bool, typer.Option("--all", help="Show why the others cannot run the call.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Run one call on every backend in torch and JAX, and compare errors, bits and times; --backward: gradients, too.
+    """Run one call on every backend in torch and JAX, and compare errors and bits; --backward: those of gradients, too.
 
     Errors are measured against a float64 reference. "of the bound" is the largest error over the allowed error. "bits"
     says whether torch and JAX have equal results.
@@ -46,7 +46,7 @@ def compare(
 
     Exit code: 0 if every backend that ran is right; 1 if one is wrong or none ran; 2 for invalid options.
     """
-    device = _device_here(device)
+    device = next(iter(devices_here(device).values()))
     trial = _trial(options, device, seed, time)
     console = Console()
     if time:
@@ -62,14 +62,14 @@ def compare(
         if not timed or any(_faults(row, trial.spec.dtype) for row in timed):
             raise typer.Exit(1)
         return
-    rows = _rows(trial, device, repeats, quiet=json)
+    rows = _rows(trial, device, quiet=json)
     # Compared per backend: two different kernels never promise equal bits.
     equal = bit_equality(rows)
     if json:
         typer.echo(json_text.dumps(_as_json(trial, rows, equal), indent=2))
     else:
         _show(console, trial, rows, equal, everything)
-    if any(row.wrong for row in rows) or not any(row.outcome for row in rows):
+    if any(row.wrong for row in rows) or not any(row.results for row in rows):
         raise typer.Exit(1)
 
 
@@ -85,24 +85,10 @@ def _trial(options: SpecOptions, device: str, seed: int, time: bool) -> Trial:
     return trial._replace(inputs=trial.inputs._replace(key_ranges=options.ranges()))
 
 
-def _device_here(requested: str) -> str:
-    if not installed():
-        raise SpecError("attn compare runs the call: install torch or jax, or use `attn explain`, which needs neither")
-    # "cuda" means the GPU of the first framework that has one.
-    framework = next((name for name in installed() if len(devices_of(name)) > 1), installed()[0])
-    device = device_named(requested, framework)
-    if not any(device in devices_of(framework) for framework in installed()):
-        raise SpecError(
-            f"--device={requested}: expected a device of this machine; `attn explain --device {requested}` works "
-            "without it"
-        )
-    return device
-
-
-def _rows(trial: Trial, device: str, repeats: int, quiet: bool) -> list[Row]:
+def _rows(trial: Trial, device: str, quiet: bool) -> list[Row]:
     rows = []
     with Console(stderr=True, quiet=quiet).status("the float64 reference") as status:
-        for row in rows_of(trial, device, repeats):
+        for row in rows_of(trial, device):
             rows.append(row)
             status.update(f"{row.backend} in {row.framework}: done")
     return rows
@@ -171,9 +157,9 @@ def _show(console: Console, trial: Trial, rows: list[Row], equal: dict[str, bool
         console.print(Text(f"{len(refused)} {verb} run it on {rows[0].device}; every reason: --all", "dim"))
     console.print()
     table = Table(box=None, pad_edge=False)
-    for title in ("backend", "in", "of the bound", "max error", "worst in", "bits", "median"):
+    for title in ("backend", "in", "of the bound", "max error", "worst in", "bits"):
         table.add_column(title, justify="left" if title in ("backend", "in", "worst in") else "right")
-    for row in (row for row in rows if row.outcome is not None):
+    for row in (row for row in rows if row.results is not None):
         table.add_row(*_cells(row, equal))
     console.print(table)
     if not fits_oracle(trial):
@@ -191,13 +177,12 @@ def _failure_lines(rows: list[Row]) -> list[str]:
 
 def _cells(row: Row, equal: dict[str, bool]) -> list[str]:
     bits = {True: "equal", False: "differ"}.get(equal.get(row.backend), "")  # type: ignore[arg-type]
-    time = f"{row.outcome.milliseconds:.3f} ms" if row.outcome else ""
     if row.accuracy is None:
-        return [row.backend, row.framework, "", "", "", bits, time]
+        return [row.backend, row.framework, "", "", "", bits]
     worst = max(row.accuracy.quantities, key=lambda quantity: quantity.use)
     error = max(quantity.error for quantity in row.accuracy.quantities)
     use = f"{worst.use:.2f}" + ("" if row.accuracy.ok else " WRONG")
-    return [row.backend, row.framework, use, f"{error:.1e}", worst.name, bits, time]
+    return [row.backend, row.framework, use, f"{error:.1e}", worst.name, bits]
 
 
 def _as_json(trial: Trial, rows: list[Row], equal: dict[str, bool]) -> dict[str, Any]:

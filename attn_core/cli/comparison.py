@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,11 +13,9 @@ from attn_core.call.spec import AttentionSpec
 from attn_core.cli import in_jax, in_torch
 from attn_core.cli.frameworks import installed
 from attn_core.cli.timing import Calls, Entry, measure
-from attn_core.cli.trial import Outcome, Trial, expectation, judge, same_bits
+from attn_core.cli.trial import Arrays, Trial, expectation, judge, same_bits
 from attn_core.correctness.accuracy import Accuracy, Expected
 from attn_core.selection import Target
-
-RUN: dict[str, Callable[..., Outcome]] = {"torch": in_torch.run, "jax": in_jax.run}
 
 FRAMEWORKS: dict[str, Any] = {"torch": in_torch, "jax": in_jax}
 """The modules that run a trial; each also times it."""
@@ -28,12 +26,12 @@ ORACLE_LIMIT = 2**23
 
 @dataclass(frozen=True)
 class Row:
-    """One backend in one framework: its outcome and accuracy, or the reasons why there is none.
+    """One backend in one framework: its results and accuracy, or the reasons why there are none.
 
     Attributes:
         backend, framework: the backend and the framework that called it.
         reasons: why it did not run, or how it failed; empty if it ran.
-        outcome: its results, or None.
+        results: by name, or None.
         accuracy: its comparison with the reference; None if it did not run or the call is too large for the reference.
         failed: whether it was selected and raised. This is a defect; a refusal is not.
         device: the requested device.
@@ -43,7 +41,7 @@ class Row:
     backend: str
     framework: str
     reasons: tuple[str, ...] = ()
-    outcome: Outcome | None = None
+    results: Arrays | None = None
     accuracy: Accuracy | None = None
     failed: bool = False
     device: str = "cpu"
@@ -59,8 +57,6 @@ class Row:
     def as_json(self) -> dict[str, Any]:
         """Returns the row as plain data."""
         result: dict[str, Any] = {"backend": self.backend, "framework": self.framework, "reasons": list(self.reasons)}
-        if self.outcome is not None:
-            result["milliseconds"] = self.outcome.milliseconds
         if self.accuracy is not None:
             result |= {"ok": self.accuracy.ok, "worst_use_of_bound": self.accuracy.worst}
             result["quantities"] = {q.name: {"use": q.use, "error": q.error} for q in self.accuracy.quantities}
@@ -68,17 +64,13 @@ class Row:
 
 
 def rows_of(
-    trial: Trial,
-    device: str,
-    repeats: int,
-    names: tuple[str, ...] | None = None,
-    frameworks: tuple[str, ...] | None = None,
+    trial: Trial, device: str, names: tuple[str, ...] | None = None, frameworks: tuple[str, ...] | None = None
 ) -> Iterator[Row]:
     """Yields a row for every backend in every installed framework, or for ``names`` and in ``frameworks`` alone."""
     expected = expectation(trial) if fits_oracle(trial) else None
     for name in names or backends.names():
         for framework in frameworks or installed():
-            yield _row(trial, expected, name, framework, device, repeats)
+            yield _row(trial, expected, name, framework, device)
 
 
 def fits_oracle(trial: Trial) -> bool:
@@ -89,14 +81,14 @@ def fits_oracle(trial: Trial) -> bool:
 
 def bit_equality(rows: list[Row]) -> dict[str, bool]:
     """Returns, for every backend that ran in two frameworks, whether all results are equal bit for bit."""
-    ran: dict[str, list[Outcome]] = {}
+    ran: dict[str, list[Arrays]] = {}
     for row in rows:
-        if row.outcome is not None:
-            ran.setdefault(row.backend, []).append(row.outcome)
-    return {name: same_bits(*outcomes) for name, outcomes in ran.items() if len(outcomes) == 2}
+        if row.results is not None:
+            ran.setdefault(row.backend, []).append(row.results)
+    return {name: same_bits(*results) for name, results in ran.items() if len(results) == 2}
 
 
-def _row(trial: Trial, expected: Expected | None, name: str, framework: str, device: str, repeats: int) -> Row:
+def _row(trial: Trial, expected: Expected | None, name: str, framework: str, device: str) -> Row:
     where = Target.here(framework, device)
     # Asked first, because running the call would turn a refusal into an exception.
     reasons = attn_core.explain(trial.spec, where, name).reasons(name)
@@ -104,12 +96,12 @@ def _row(trial: Trial, expected: Expected | None, name: str, framework: str, dev
         return Row(name, framework, reasons, device=device)
     approximate = where.claims(name)[0].approximate
     try:
-        outcome = RUN[framework](trial, name, device, repeats)
+        results = FRAMEWORKS[framework].run(trial, name, device)
     except Exception as error:  # an error of a backend is a row of the table, not the end of the command
         failure = (f"raised {type(error).__name__}: {error}",)
         return Row(name, framework, failure, failed=True, device=device, approximate=approximate)
-    accuracy = judge(expected, outcome) if expected is not None else None
-    return Row(name, framework, (), outcome, accuracy, device=device, approximate=approximate)
+    accuracy = judge(expected, results) if expected is not None else None
+    return Row(name, framework, (), results, accuracy, device=device, approximate=approximate)
 
 
 @dataclass(frozen=True)

@@ -76,12 +76,16 @@ def devices_here(requested: str | None, framework: str | None = None) -> dict[st
         check_framework(framework)
     here = {name: devices_of(name) for name in installed() if framework in (None, name)}
     if not here:
-        raise SpecError(f"--framework={framework}: not installed" if framework else "install torch or jax first")
+        missing = f"--framework={framework}: not installed" if framework else "neither torch nor jax is installed"
+        raise SpecError(f"{missing}; install it, or use `attn explain`, which needs neither")
     best = max(here, key=lambda name: len(here[name]) > 1)
     device = here[best][-1] if requested is None else device_named(requested, best)
     devices = {name: device for name, found in here.items() if device in found}
     if not devices:
-        raise SpecError(f"--device={requested}: expected a device of this machine")
+        raise SpecError(
+            f"--device={requested}: expected a device of this machine; `attn explain --device {requested}` works "
+            "without it"
+        )
     return devices
 
 

@@ -250,7 +250,7 @@ def _check(name: str, kind: str, devices: dict[str, list[str]]) -> list[Row]:
         learns = target.claims(name)[1] is not None
         calls = [replace(each, needs_backward=learns) for each in (spec, even)]
         call = next((each for each in calls if not refusals(name, each, target)), calls[0])
-        rows += rows_of(draw(call), present[-1], repeats=1, names=(name,), frameworks=(framework,))
+        rows += rows_of(draw(call), present[-1], names=(name,), frameworks=(framework,))
     return rows
 
 
@@ -372,7 +372,7 @@ def _right(findings: Findings) -> Iterator[str]:
 
 def _result(row: Row) -> str:
     use = f"{row.accuracy.worst:.2f}" if row.accuracy is not None else ""
-    gradients = "" if row.outcome and "dq" in row.outcome.arrays else ", forward only"
+    gradients = "" if row.results and "dq" in row.results else ", forward only"
     return use + gradients + (", approximate" if row.approximate else "")
 
 
@@ -415,7 +415,7 @@ def _next(findings: Findings) -> Iterator[str]:
 
 def _groups(findings: Findings) -> Iterator[str]:
     """Yields the backends that do not run here, in groups."""
-    ran = {row.backend for row in findings.checks if row.outcome is not None or row.failed}
+    ran = {row.backend for row in findings.checks if row.results is not None or row.failed}
     groups: dict[str, dict[str, None]] = {}
     for state in findings.backends.values():
         if state.name not in ran:

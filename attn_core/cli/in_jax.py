@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
-from statistics import median
-from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -17,7 +15,7 @@ from attn_core.call.seq_info import SeqInfo
 from attn_core.call.spec import AttentionSpec
 from attn_core.cli.frameworks import jax_device
 from attn_core.cli.timing import Calls
-from attn_core.cli.trial import Outcome, Trial, arrays_of_call, as_keywords, dtype_of, keywords_of
+from attn_core.cli.trial import Arrays, Trial, arrays_of_call, as_keywords, dtype_of, keywords_of
 
 OWN = {"jax.nn": "xla", "jax.nn cudnn": "cudnn"}
 """The names under which jax.nn.dot_product_attention is timed, each with its implementation."""
@@ -26,41 +24,38 @@ PAUSE = 0.005
 """Seconds between two backends on a CPU. After a call of torch, OpenMP's threads spin on XLA's cores for some of it."""
 
 
-def run(trial: Trial, backend: str, device: str = "cpu", repeats: int = 5) -> Outcome:
-    """Runs one backend. Returns its arrays and median time (milliseconds, with gradients if the spec needs them)."""
+def run(trial: Trial, backend: str, device: str = "cpu") -> Arrays:
+    """Runs one backend. Returns its results."""
     import jax
 
-    where = jax_device(device)
     # JAX turns float64 into float32 unless x64 is enabled.
-    with jax.enable_x64(trial.spec.dtype == "float64"), jax.default_device(where):
-        constants, learned = arrays_of(trial)
-        cotangents = cotangents_of(trial)
-        call = _program(trial.spec, trial.seq_info, backend)
-        times = []
-        # One more than requested, because the first call compiles and is not counted.
-        for _ in range(repeats + 1):
-            began = perf_counter()
-            # JAX returns before the kernel ends: wait, so that its time counts.
-            results = jax.block_until_ready(call(learned, constants, cotangents))
-            times.append(perf_counter() - began)
+    with jax.enable_x64(trial.spec.dtype == "float64"), jax.default_device(jax_device(device)):
+        results = _program(trial.spec, trial.seq_info, backend)(*arrays_of(trial), cotangents_of(trial), {})
         # float64 represents every value of the other dtypes, so the comparison of bits loses nothing.
-        arrays = {name: np.asarray(array).astype(np.float64) for name, array in results.items()}
-    return Outcome(arrays, 1e3 * median(times[1:] or times))
+        return {name: np.asarray(array).astype(np.float64) for name, array in results.items()}
 
 
 @lru_cache(maxsize=128)  # so that the calls of one structure compile once
-def _program(spec: AttentionSpec, seq_info: SeqInfo | None, backend: str) -> Any:
-    """Returns a jitted function of (learned inputs, other inputs, cotangents) that returns the named results."""
+def _program(spec: AttentionSpec, seq_info: SeqInfo | None, name: str) -> Any:
+    """Returns a jitted function that runs a backend, or JAX's own function by a name of OWN.
+
+    It takes the arrays without gradients, those with, the cotangents, and the offsets of documents as fields of
+    SeqInfo, if the program must not know them. It returns the named results.
+    """
     import jax
 
     from jax_frontend import attention, paged_attention
 
     attend: Any = attention if spec.paged is None else paged_attention
-    keywords = keywords_of(spec, seq_info)
 
-    def call(learned: dict[str, Any], constants: dict[str, Any], cotangents: tuple[Any, ...]) -> dict[str, Any]:
+    def call(constants: dict[str, Any], learned: dict[str, Any], cotangents: Any, offsets: Any) -> dict[str, Any]:
+        info = seq_info if seq_info is None else replace(seq_info, **offsets)
+
         def forward(learned: dict[str, Any]) -> tuple[Any, ...]:
-            results = attend(**as_keywords(learned | constants), **keywords, backend=backend)
+            arrays = as_keywords(learned | constants)
+            if name in OWN:
+                return (_jax_nn(spec, OWN[name], arrays),)
+            results = attend(**arrays, **keywords_of(spec, info), backend=name)
             return results if spec.return_lse else (results,)
 
         return results_of(forward, learned, cotangents)
@@ -74,19 +69,15 @@ def timed_calls(trial: Trial, device: str) -> Iterator[Calls]:
     import jax
     import jax.numpy as jnp
 
-    where = jax_device(device)
-    with jax.enable_x64(trial.spec.dtype == "float64"), jax.default_device(where):
+    with jax.enable_x64(trial.spec.dtype == "float64"), jax.default_device(jax_device(device)):
         arrays, cotangents, info = arrays_of(trial), cotangents_of(trial), trial.seq_info
-        if info is not None:
-            # On the device and not known to the program, as in a training step.
-            q, k = jnp.asarray(info.cu_seqlens_q), jnp.asarray(info.cu_seqlens_k)
-            info = replace(info, cu_seqlens_q=q, cu_seqlens_k=k)
-        programs: dict[str, Any] = {}
+        # On the device and not known to the program, as in a training step.
+        names = () if info is None else ("cu_seqlens_q", "cu_seqlens_k")
+        offsets = {name: jnp.asarray(getattr(info, name)) for name in names}
 
         def call(name: str) -> tuple[Any, ...]:
-            if name not in programs:
-                programs[name] = jax.jit(_timed(trial, name))
-            results: tuple[Any, ...] = programs[name](*arrays, cotangents, info)
+            named = _program(trial.spec, info, name)(*arrays, cotangents, offsets)
+            results = tuple(result for each, result in named.items() if each != "lse")
             return jax.block_until_ready(results) if device == "cpu" else results  # type: ignore[no-any-return]
 
         yield Calls(call, pause=PAUSE) if device == "cpu" else Calls(call, jax.block_until_ready)
@@ -101,24 +92,6 @@ def own_functions(spec: AttentionSpec, device: str) -> tuple[str, ...]:
     if spec.q_len != spec.kv_len and not band(spec).hides_nothing(spec.q_len, spec.kv_len):
         return ()
     return ("jax.nn",) if device == "cpu" else tuple(OWN)
-
-
-def _timed(trial: Trial, name: str) -> Any:
-    """Returns a function of (other inputs, learned inputs, cotangents, documents) that returns the results."""
-    from jax_frontend import attention
-
-    def call(constants: dict[str, Any], learned: dict[str, Any], cotangents: Any, info: Any) -> tuple[Any, ...]:
-        def forward(learned: dict[str, Any]) -> tuple[Any, ...]:
-            arrays = as_keywords(learned | constants)
-            if name in OWN:
-                return (_jax_nn(trial.spec, OWN[name], arrays),)
-            results = attention(**arrays, **(trial.keywords | {"seq_info": info}), backend=name)
-            return results if trial.spec.return_lse else (results,)
-
-        results = results_of(forward, learned, cotangents)
-        return tuple(result for named, result in results.items() if named != "lse")
-
-    return call
 
 
 def _jax_nn(spec: AttentionSpec, implementation: str, arrays: dict[str, Any]) -> Any:

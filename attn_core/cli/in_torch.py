@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from statistics import median
-from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -16,39 +14,24 @@ from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
 from attn_core.cli.frameworks import torch_device
 from attn_core.cli.timing import Calls
-from attn_core.cli.trial import Outcome, Trial, arrays_of_call, as_keywords, dtype_of
+from attn_core.cli.trial import Arrays, Trial, arrays_of_call, as_keywords, dtype_of
 
 SDPA = "F.sdpa"
 """The name under which torch's own F.scaled_dot_product_attention is timed."""
 
 
-def run(trial: Trial, backend: str, device: str = "cpu", repeats: int = 5, shifted: bool = False) -> Outcome:
-    """Runs one backend. Returns its arrays and median time (milliseconds, with gradients if the spec needs them).
-
-    shifted: q, k and v begin one element behind an aligned address.
-    """
-    import torch
-
+def run(trial: Trial, backend: str, device: str = "cpu", shifted: bool = False) -> Arrays:
+    """Runs one backend. Returns its results. shifted: q, k and v begin one element behind an aligned address."""
     from torch_frontend import attention, paged_attention
 
     attend: Any = attention if trial.spec.paged is None else paged_attention
-
     where = torch_device(device)
     tensors, cotangents = tensors_of(trial, where), cotangents_of(trial, where)
     tensors |= {name: _shifted(tensors[name]) for name in "qkv" if shifted}
-    times = []
-    # One more than requested, because the first call may compile and is not counted.
-    for _ in range(repeats + 1):
-        began = perf_counter()
-        output = attend(**tensors, **trial.keywords, backend=backend)
-        results = named_results(trial, output, tensors, cotangents)
-        if where.type != "cpu":
-            # Kernels run asynchronously: wait, so that their time counts.
-            getattr(torch, where.type).synchronize()
-        times.append(perf_counter() - began)
+    output = attend(**tensors, **trial.keywords, backend=backend)
+    results = named_results(trial, output, tensors, cotangents)
     # float64 represents every value of the other dtypes, so the comparison of bits loses nothing.
-    arrays = {name: tensor.detach().cpu().double().numpy() for name, tensor in results.items()}
-    return Outcome(arrays, 1e3 * median(times[1:] or times))
+    return {name: tensor.detach().cpu().double().numpy() for name, tensor in results.items()}
 
 
 def _shifted(tensor: Any) -> Any:

@@ -52,18 +52,15 @@ class Trial(NamedTuple):
 
 def keywords_of(spec: AttentionSpec, seq_info: SeqInfo | None) -> dict[str, Any]:
     """Returns the keyword arguments of ``attention``, or of ``paged_attention``, other than tensors."""
-    names = ("causal", "window", "softcap", "scale", "deterministic", "return_lse")
-    options = {name: getattr(spec, name) for name in names} | invariance_of(spec)
+    names = ("causal", "window", "softcap", "scale", "deterministic", "return_lse", "invariant")
+    options = {name: getattr(spec, name) for name in names}
     if spec.paged is not None:
         return options | {"max_len_q": spec.max_len_q}
     return options | {"alignment": spec.alignment, "seq_info": seq_info} | functions_of(spec)
 
 
-class Outcome(NamedTuple):
-    """One backend's results in one framework: float64 copies by name (out, lse, dq, ...), and the median time."""
-
-    arrays: dict[str, np.ndarray]
-    milliseconds: float
+Arrays = dict[str, np.ndarray]
+"""A backend's results in a framework: float64 copies by name (out, lse, dq, ...)."""
 
 
 def draw(spec: AttentionSpec, seq_info: SeqInfo | None = None, seed: int = 0) -> Trial:
@@ -96,22 +93,10 @@ def draw(spec: AttentionSpec, seq_info: SeqInfo | None = None, seed: int = 0) ->
 
 
 def _ranges(spec: AttentionSpec, seed: int) -> np.ndarray:
-    """Draws key ranges: a quarter empty, the others of any length; for odd seeds runs of keys that form bands."""
+    """Draws key ranges: a quarter empty, the others of any length."""
     random = np.random.default_rng((seed, 1))  # of its own, so that other numbers do not depend on them
-    if seed % 2:
-        return _banded_ranges(spec, random)
     ranges = np.sort(random.integers(0, spec.q_len + 1, spec.key_ranges_shape, np.int32), -1)
     return np.where(random.random((*ranges.shape[:-1], 1)) < 0.25, ranges[..., :1], ranges)
-
-
-def _banded_ranges(spec: AttentionSpec, random: np.random.Generator) -> np.ndarray:
-    """Draws ranges whose ends stay, or move by one query with each key, over up to three runs of keys."""
-    rows, heads, keys, count, _ = spec.key_ranges_shape or ()
-    run = np.searchsorted(np.sort(random.integers(0, keys + 1, 2)), np.arange(keys), side="right")
-    ends = np.sort(random.integers(0, spec.q_len + 1, (rows, heads, 3, count, 2), np.int32), -1)[:, :, run]
-    moves = random.integers(0, 2, (rows, heads, 3, count, 2), np.int32)[:, :, run]
-    ranges = np.minimum(ends + moves * np.arange(keys, dtype=np.int32)[:, None, None], spec.q_len)
-    return np.where(ranges[..., :1] < ranges[..., 1:], ranges, 0)
 
 
 def aux_arrays(aux: tuple[Aux, ...], seed: int) -> list[np.ndarray]:
@@ -149,12 +134,6 @@ def functions_of(spec: AttentionSpec) -> dict[str, TracedFunction]:
     return {name: traced(tree, len(spec.aux)) for name, tree in trees.items() if tree is not None}
 
 
-def invariance_of(spec: AttentionSpec) -> dict[str, Any]:
-    """Returns the keyword argument ``invariant`` of a call that asks for it; nothing where specs have no such field."""
-    value = getattr(spec, "invariant", None)
-    return {} if value is None else {"invariant": value}
-
-
 def arrays_of_call(trial: Trial) -> tuple[str, ...]:
     """Returns the arrays of a call as fields of its inputs; key_ranges and aux arrays if it has them, because few
     functions take them."""
@@ -184,11 +163,10 @@ def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
     return bits.view(np.float32).astype(np.float64)
 
 
-def judge(expected: Expected, outcome: Outcome) -> Accuracy:
-    """Compares an outcome with the float64 reference."""
-    arrays = outcome.arrays
-    gradients = Gradients(**{name: arrays.get(name) for name in Gradients._fields}) if "dq" in arrays else None
-    return expected.judge(out=arrays["out"], lse=arrays.get("lse"), gradients=gradients)
+def judge(expected: Expected, results: Arrays) -> Accuracy:
+    """Compares results with the float64 reference."""
+    gradients = Gradients(**{name: results.get(name) for name in Gradients._fields}) if "dq" in results else None
+    return expected.judge(out=results["out"], lse=results.get("lse"), gradients=gradients)
 
 
 def expectation(trial: Trial) -> Expected:
@@ -196,9 +174,7 @@ def expectation(trial: Trial) -> Expected:
     return expect(trial.spec, trial.inputs, dout=trial.dout if trial.learned else None, dlse=trial.dlse)
 
 
-def same_bits(one: Outcome, other: Outcome) -> bool:
-    """Returns whether two outcomes agree in every bit of every array."""
+def same_bits(one: Arrays, other: Arrays) -> bool:
+    """Returns whether two results agree in every bit of every array."""
     # As bytes, because NaN differs from itself and -0.0 equals 0.0.
-    return one.arrays.keys() == other.arrays.keys() and all(
-        array.tobytes() == other.arrays[name].tobytes() for name, array in one.arrays.items()
-    )
+    return one.keys() == other.keys() and all(array.tobytes() == other[name].tobytes() for name, array in one.items())

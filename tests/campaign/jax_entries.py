@@ -13,7 +13,7 @@ from attn_core import SeqInfo
 from attn_core.call.spec import AttentionSpec
 from attn_core.cli.frameworks import jax_device
 from attn_core.cli.in_jax import arrays_of, cotangents_of, results_of
-from attn_core.cli.trial import Trial, as_keywords, functions_of, invariance_of
+from attn_core.cli.trial import Trial, as_keywords, functions_of
 from attn_core.context_parallel.ranges import MOST_TILES
 from tests.campaign import pages, segments
 from tests.campaign.entries import LACK_RANGES, Arrays, Entry, ranges_refuse, without
@@ -73,9 +73,8 @@ def _program(call: Call, spec: AttentionSpec, backend: str | None) -> Any:
 
 def _function(call: Call, spec: AttentionSpec, backend: str | None) -> Call:
     """Returns a function of (learned inputs, other inputs, cotangents, offsets, key) that returns the named results."""
-    names = ("causal", "alignment", "window", "softcap", "scale", "deterministic", "return_lse", "dropout")
+    names = ("causal", "alignment", "window", "softcap", "scale", "deterministic", "return_lse", "dropout", "invariant")
     keywords = {name: getattr(spec, name) for name in names} | {"backend": backend} | functions_of(spec)
-    keywords |= invariance_of(spec)
 
     def function(learned: Arrays, constants: Arrays, cotangents: Any, offsets: Any, key: Any) -> Arrays:
         longest = (spec.max_len_q or 0, spec.max_len_k or 0)
@@ -156,9 +155,8 @@ def _run_paged(trial: Trial, backend: str | None, device: str) -> Arrays:
 
     spec, laid_out = trial.spec, pages_of(trial)
     where = jax.devices("gpu" if device.startswith("sm") else "cpu")[0]
-    names = ("causal", "window", "softcap", "scale", "deterministic", "return_lse")
+    names = ("causal", "window", "softcap", "scale", "deterministic", "return_lse", "invariant")
     options = {name: getattr(spec, name) for name in names} | {"max_len_q": laid_out.max_len_q, "backend": backend}
-    options |= invariance_of(spec)
     with jax.enable_x64(spec.dtype == "float64"), jax.default_device(where):
         constants, _ = arrays_of(trial)
         pools = (jnp.asarray(pool, spec.dtype) for pool in (laid_out.k, laid_out.v))

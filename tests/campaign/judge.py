@@ -40,12 +40,26 @@ class Verdict(NamedTuple):
 
 
 def trial_of(case: Case) -> Trial:
-    """Returns the numbers of a case. In every second case a quarter of the bias is -inf, which hides its pairs."""
+    """Returns the numbers of a case. In every second case a quarter of the bias is -inf, which hides its pairs;
+    in the others key ranges are runs of keys that form bands."""
     trial = draw(case.spec, case.seq_info, case.seed)
+    if case.seed % 2 and case.spec.key_ranges_shape is not None:
+        trial = trial._replace(inputs=trial.inputs._replace(key_ranges=_banded_ranges(case)))
     if trial.inputs.bias is None or case.seed % 2:
         return trial
     hidden = np.random.default_rng(case.seed + 1).random(trial.inputs.bias.shape) < 0.25
     return trial._replace(inputs=trial.inputs._replace(bias=np.where(hidden, -np.inf, trial.inputs.bias)))
+
+
+def _banded_ranges(case: Case) -> np.ndarray:
+    """Draws ranges whose ends stay, or move by one query with each key, over up to three runs of keys."""
+    random = np.random.default_rng((case.seed, 1))
+    rows, heads, keys, count, _ = case.spec.key_ranges_shape or ()
+    run = np.searchsorted(np.sort(random.integers(0, keys + 1, 2)), np.arange(keys), side="right")
+    ends = np.sort(random.integers(0, case.spec.q_len + 1, (rows, heads, 3, count, 2), np.int32), -1)[:, :, run]
+    moves = random.integers(0, 2, (rows, heads, 3, count, 2), np.int32)[:, :, run]
+    ranges = np.minimum(ends + moves * np.arange(keys, dtype=np.int32)[:, None, None], case.spec.q_len)
+    return np.where(ranges[..., :1] < ranges[..., 1:], ranges, 0)
 
 
 def verdict_of(case: Case, device: str) -> Verdict:

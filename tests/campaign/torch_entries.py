@@ -9,7 +9,7 @@ from typing import Any
 from attn_core.call.spec import AttentionSpec
 from attn_core.cli.frameworks import torch_device
 from attn_core.cli.in_torch import cotangents_of, named_results, tensors_of
-from attn_core.cli.trial import Trial, invariance_of
+from attn_core.cli.trial import Trial
 from attn_core.context_parallel.ranges import MOST_TILES
 from tests.campaign import pages, segments
 from tests.campaign.entries import LACK_RANGES, Arrays, Entry, ranges_refuse, without
@@ -163,8 +163,8 @@ def _paged(tensors: Tensors, trial: Trial, backend: str | None) -> Any:
 
     spec, laid_out, q = trial.spec, pages_of(trial), tensors["q"]
     k_pages, v_pages = (torch.from_numpy(pool).to(q.device, q.dtype) for pool in (laid_out.k, laid_out.v))
-    names = ("causal", "window", "softcap", "scale", "deterministic", "return_lse")
-    options: dict[str, Any] = {name: getattr(spec, name) for name in names} | invariance_of(spec)
+    names = ("causal", "window", "softcap", "scale", "deterministic", "return_lse", "invariant")
+    options: dict[str, Any] = {name: getattr(spec, name) for name in names}
     options |= {name: torch.from_numpy(table).to(q.device) for name, table in laid_out.tables.items()}
     options |= {"max_len_q": laid_out.max_len_q, "sinks": tensors["sinks"], "backend": backend}
     return torch_frontend.paged_attention(q, k_pages, v_pages, **options)

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from attn_core import AttentionSpec, backends
 from attn_core.backends.support import Build
-from attn_core.cli import comparison, in_torch
+from attn_core.cli import in_jax, in_torch
 from attn_core.cli.advice import Machine, advise, problems
 from attn_core.cli.app import app
 from attn_core.cli.comparison import Row
@@ -165,10 +165,9 @@ def test_a_wrong_backend_is_named_first_and_exits_with_1(monkeypatch: pytest.Mon
     right = in_torch.run
 
     def wrong(*arguments, **keywords):
-        outcome = right(*arguments, **keywords)
-        return outcome._replace(arrays={name: 1.01 * array for name, array in outcome.arrays.items()})
+        return {name: 1.01 * array for name, array in right(*arguments, **keywords).items()}
 
-    monkeypatch.setitem(comparison.RUN, "torch", wrong)
+    monkeypatch.setattr(in_torch, "run", wrong)
     monkeypatch.setattr(f"{MODULE}._files", lambda: [("math", "math", "cpu"), ("jax_xla", "jax_xla", "cpu")])
     done = attn("doctor")
     assert done.exit_code == 1
@@ -180,7 +179,7 @@ def test_a_backend_that_raises_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None
     def fail(*arguments, **keywords):
         raise RuntimeError("out of luck")
 
-    monkeypatch.setitem(comparison.RUN, "jax", fail)
+    monkeypatch.setattr(in_jax, "run", fail)
     monkeypatch.setattr(f"{MODULE}._files", lambda: [("jax_xla", "jax_xla", "cpu")])
     done = attn("doctor")
     assert done.exit_code == 1
@@ -243,7 +242,7 @@ def test_an_installed_package_that_does_not_work_is_broken(
 def test_each_framework_is_checked_on_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[tuple[str, str]] = []
 
-    def rows_of(trial, device, repeats, names, frameworks):
+    def rows_of(trial, device, names, frameworks):
         ran.extend((framework, device) for framework in frameworks)
         return iter(())
 
@@ -261,7 +260,7 @@ def test_a_backend_is_checked_with_a_call_that_it_takes(
 ) -> None:
     specs: list[AttentionSpec] = []
 
-    def rows_of(trial, device, repeats, names, frameworks):
+    def rows_of(trial, device, names, frameworks):
         specs.append(trial.spec)
         return iter(())
 

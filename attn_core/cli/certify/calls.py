@@ -26,13 +26,12 @@ from attn_core.call.seq_info import SeqInfo
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import PagedInputs
 from attn_core.cli import in_jax, in_torch
-from attn_core.cli.trial import Trial, draw
+from attn_core.cli.trial import Arrays, Trial, draw
 from attn_core.errors import SpecError
 from attn_core.expressions.tracing import Aux
 from attn_core.selection import Target, choice
 
 Call = dict[str, Any]
-Arrays = dict[str, np.ndarray]
 STORED: dict[str, Any] = json.loads((Path(__file__).parent / "calls.json").read_text(encoding="utf-8"))
 CALLS: dict[str, Call] = STORED["calls"]
 CHECKS: dict[str, Any] = STORED["checks"]
@@ -182,8 +181,8 @@ class Case(NamedTuple):
         backend, framework, device = self.subject
         trial = trial if self.form.page_size is None else self._in_pages(trial)
         if framework == "torch":
-            return in_torch.run(trial, backend, device, 0, self.form.shifted).arrays
-        return in_jax.run(trial, backend, device, 0).arrays
+            return in_torch.run(trial, backend, device, self.form.shifted)
+        return in_jax.run(trial, backend, device)
 
     def _in_pages(self, trial: Trial) -> Trial:
         """Returns a packed trial with its keys and values in pages in a mixed order; unused places are NaN."""

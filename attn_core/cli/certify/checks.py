@@ -15,7 +15,7 @@ from attn_core.call.functions import aux_of
 from attn_core.call.spec import AttentionSpec
 from attn_core.cli.certify.calls import STORED, Arrays, Case, Form, documents, refusal, sizes_of, spec_of
 from attn_core.cli.frameworks import installed
-from attn_core.cli.trial import Outcome, Trial, expectation, judge
+from attn_core.cli.trial import Trial, expectation, judge
 from attn_core.correctness.probe import MaskProbe, mask_probe
 from attn_core.selection import Target, choice
 
@@ -49,7 +49,7 @@ def within_bounds(case: Case) -> Finding:
     if case.subject.claims.approximate:
         names = [name for name, array in arrays.items() if np.isnan(array).any()]
         return Finding(f"NaN in {', '.join(names)} of finite inputs" if names else "")
-    accuracy = judge(expectation(case.trial), Outcome(arrays, 0.0))
+    accuracy = judge(expectation(case.trial), arrays)
     wrong = [str(quantity) for quantity in accuracy.quantities if not quantity.use <= 1]
     return Finding("; ".join(wrong), accuracy.worst)
 
