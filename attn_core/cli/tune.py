@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
-from importlib.util import find_spec
 from itertools import pairwise
 from statistics import geometric_mean
 from time import perf_counter
@@ -15,15 +14,14 @@ from typing import Annotated, Any, NamedTuple
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import Progress
 
 from attn_core import backends
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.spec import AttentionSpec
 from attn_core.cli.comparison import able, timed
 from attn_core.cli.complaint import complain
-from attn_core.cli.devices import device_named
-from attn_core.cli.frameworks import check_framework, devices_of
-from attn_core.cli.progress import Stages
+from attn_core.cli.devices import devices_here
 from attn_core.cli.spec_options import defaults_on
 from attn_core.cli.timing import DeviceLostError, Entry, right_times
 from attn_core.cli.trial import draw
@@ -162,15 +160,12 @@ def device_of(requested: str | None, framework: str) -> str:
     Raises:
         SpecError: if this machine does not have the device, or no models exist for its kind.
     """
-    check_framework(framework)
-    if find_spec(framework) is None:
-        raise SpecError(f"timing needs {framework}, which is not installed; install {framework}")
-    here = [device for device in devices_of(framework) if backends.kind_of(device) in SHAPES]
-    # devices_of lists the CPU first, so the last device is a GPU if there is one.
-    device = here[-1] if requested is None else device_named(requested, framework)
-    if device not in here:
-        raise SpecError(f"--device={device}: expected a device of this machine that can be timed: {', '.join(here)}")
-    return device
+    device = devices_here(requested, framework)[framework]
+    if backends.kind_of(device) in SHAPES:
+        return device
+    if requested is None:
+        return "cpu"
+    raise SpecError(f"--device={device}: expected a device that can be timed: {' or '.join(SHAPES)}")
 
 
 # The grid
@@ -223,7 +218,8 @@ def _measure(target: Target, seconds: float) -> list[Case]:
     began, calls = perf_counter(), grid(target.device)
     cases: list[Case] = []
     # Progress goes to stderr, so that stdout has only the result.
-    with Stages(Console(stderr=True)) as stages, stages.stage("measuring calls", 2 * len(calls), seconds) as advance:
+    with Progress(console=Console(stderr=True)) as progress:
+        bar = progress.add_task("measuring", total=1.0)
         for number, (spec, documents) in enumerate(calls):
             for training in (False, True):
                 if perf_counter() - began > seconds:
@@ -231,8 +227,10 @@ def _measure(target: Target, seconds: float) -> list[Case]:
                 if not (training and spec.q_len == 1):
                     case = measured(replace(spec, needs_backward=training), documents, target, number)
                     cases.append(case)
-                    stages.log(_line(case))
-                advance()
+                    progress.console.print(_line(case), highlight=False)
+            # Either the calls or the time come to an end first.
+            share = max((number + 1) / len(calls), (perf_counter() - began) / seconds)
+            progress.update(bar, completed=share, description=f"call {number + 1} of {len(calls)}")
     return cases
 
 

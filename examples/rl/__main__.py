@@ -12,11 +12,11 @@ from rich.console import Console
 from rich.markup import escape
 
 from attn_core import NoBackendError
-from attn_core.cli.progress import Stages
 from examples.rl.report import show
 from examples.rl.run import Options, Outcome, compare
 from examples.rl.sampling import pages_for
 from examples.serving.requests import Chat, prompt_tokens
+from examples.stages import Stages
 
 PROMISES = (None, "batch", "prefix")
 """Without a promise the model computes all rows of a call together; with one its other layers run in blocks of rows."""
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                         outcomes.append(outcome)
                 for one in samples:
                     text = loaded.tokenizer.decode(one.answer, skip_special_tokens=True)
-                    stages.log(f"[cyan]{framework}[/] {escape(repr(text))}")
+                    stages.show(f"[cyan]{framework}[/] {escape(repr(text))}")
         except NoBackendError as error:  # no kernel of this device keeps a promise
             console.print(f"[bold red]FAILED[/] {escape(str(error))}", highlight=False)
             return 1

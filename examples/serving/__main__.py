@@ -12,11 +12,11 @@ from typing import Any
 from rich.console import Console
 
 from attn_core import bytes_per_token, pages_that_fit
-from attn_core.cli.progress import Stages
 from examples.serving.engine import Served, serve
 from examples.serving.report import Alone, Run, show
 from examples.serving.requests import CHATS, SHORT, prompt_tokens
 from examples.serving.stream import Stream
+from examples.stages import Stages
 
 PAGE_SIZE, TOGETHER = 16, 8
 ALONE = 4
@@ -67,11 +67,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         forward = TorchForward(loaded.model, **pool)
         with stages.stage(f"up to {TOGETHER} at a time", total=len(prompts)) as advance:
-            stream = Stream(loaded.tokenizer, stages.log, advance)
+            stream = Stream(loaded.tokenizer, stages.show, advance)
             served = answer(forward, prompts, stream.on_token)
         chosen = _to_compare(served, len(prompts), ALONE // 2 if options.short else ALONE)
         alone, left = Alone([], []), SECONDS - sum(stages.seconds.values())
-        with stages.stage("one at a time", total=len(chosen), limit=max(left, 0)) as advance:
+        with stages.stage("one at a time", total=len(chosen)) as advance:
             ends = perf_counter() + left
             for number in chosen:  # each from an empty pool
                 if alone.numbers and perf_counter() > ends:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from attn_core.cli.progress import Stages
+from examples.stages import Stages
 
 QUESTIONS = (
     "What is the capital of France?",

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from attn_core.cli.progress import Stages
 from examples.smollm2 import jax_side, layers, torch_side, weights
 from examples.smollm2.decoding import Generation, capacity_for, greedy, reread_difference
 from examples.smollm2.packing import pack
 from examples.smollm2.report import Report
+from examples.stages import Stages
 
 
 def run(questions: Sequence[str], new_tokens: int, stages: Stages) -> Report:

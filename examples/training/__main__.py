@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from attn_core.cli.progress import Stages
 from attn_core.context_parallel.layout import check_layout
 from attn_core.errors import SpecError
+from examples.stages import Stages
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS, IMAGES, PAGE = ROOT / "benchmarks/results", ROOT / "docs/images", ROOT / "docs/explanation/training.md"

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from attn_core.cli.progress import Stages
+from examples.stages import Stages
 from examples.training.spread import FAULT, FIRST, ONE, RANKS, SpreadRun
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from attn_core.cli.progress import Stages
 from benchmarks.measure import environment
+from examples.stages import Stages
 from examples.training import data, weights
 from examples.training.config import GemmaConfig, Options
 from examples.training.data import Batch

@@ -120,7 +120,7 @@ def test_a_table_of_few_calls_chooses_well_for_others(monkeypatch: pytest.Monkey
         (["--framework", "numpy"], "--framework='numpy_': expected torch or jax"),
         (
             ["--framework", "jax", "--device", "sm90"],
-            "--device=sm90: expected a device of this machine that can be timed: cpu",
+            "--device=sm90: expected a device of this machine; `attn explain --device sm90` works without it",
         ),
     ],
 )

@@ -22,9 +22,9 @@ pytest.importorskip("rich")
 from rich.console import Console
 
 from attn_core import SeqInfo
-from attn_core.cli.progress import Stages
 from attn_core.context_parallel.layout import LAYOUTS, build_layout
 from attn_core.errors import SpecError
+from examples.stages import Stages
 from examples.training import __main__ as command
 from examples.training import data, ranks, report, weights
 from examples.training.config import AdamW, GemmaConfig, Options
