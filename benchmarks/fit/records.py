@@ -40,11 +40,6 @@ HIDES_HOST = 2.5
 LEAST_WEIGHT, HALF_WEIGHT = 0.05, 2.0
 """The least weight of a sample, and the logarithm of how many times as slow as the best it has half a weight."""
 
-WITHOUT_MODEL = ("xformers",)
-"""Backends that launch the kernels of others and are rarely faster. Without a model they rank after fast backends.
-
-The shipped model of xformers is of its split-KV kernel, fitted when that was measured in every call."""
-
 BY_BLOCKS = ("math",)
 """Backends whose host takes longer for each block of queries. So the sizes of a call explain its time, not its kind."""
 
@@ -207,7 +202,10 @@ def record_spec(record: Record) -> AttentionSpec:
 def samples_of(
     records: Sequence[Record], candidates: Sequence[str], device: str, tile: int, processors: int
 ) -> Samples:
-    """Returns the samples of the candidates that may have a model; ``device`` is "cuda" or "cpu"."""
+    """Returns the samples of the candidates; ``device`` is "cuda" or "cpu".
+
+    A time of a kernel that the backend's model is not about is none: ``backends.modelled`` told the sweep.
+    """
     result: Samples = {}
     specs = [record_spec(record) for record in records]
     kinds, hosts = [kind_of_call(spec) for spec in specs], [_hosts(record, device) for record in records]
@@ -221,7 +219,7 @@ def samples_of(
         spec, times = specs[place], right_times(record)
         sizes = sizes_of_call(spec, tile, processors)
         for name, time in times.items():
-            if name in candidates and name not in WITHOUT_MODEL:
+            if name in candidates and record["backends"][name].get("modelled", True):
                 known = 0.0 if name in BY_BLOCKS else hosts[place].get(name, 0.0)
                 weight = 0.0 if _outdated(record, name) else _weight(name, times)
                 sample = Sample(kinds[place], sizes, time, known, weight, slow[place])

@@ -142,6 +142,9 @@ class Sweep:
             lost: dict[str, Entry] = {name: {"skipped": f"{culprit} broke the device"} for name in names}
             self._append(record, entries | lost | {culprit: {"failed": str(error)}}, began)
             raise
+        for name in names:
+            if not backends.modelled(backends.load(name, self.target.kind), spec):
+                times[name]["modelled"] = False
         if beside := {name: entry for name, entry in times.items() if name not in names}:
             record["beside"] = beside
         return self._append(record, {name: times[name] for name in names} | entries, began)

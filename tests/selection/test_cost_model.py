@@ -19,14 +19,15 @@ from attn_core.call.spec import AttentionSpec
 from attn_core.selection.cost_model import EFFECTS, FACTORS, LEAST_HOST, RATES, Model, Models, microseconds
 from attn_core.selection.features import kind_of_call
 from attn_core.selection.sizes import sizes_of_call
-from attn_core.selection.tables import table_of, write_table
+from attn_core.selection.tables import shipped_table, table_of, write_table
 from benchmarks.fit.calls import random_calls
-from benchmarks.fit.choice import Fitting
+from benchmarks.fit.choice import FEWEST, Fitting
 from benchmarks.fit.models import Sample, _Problem, fit
 from benchmarks.fit.plain import plain_fields
 from benchmarks.fit.records import (
     LEAST_WEIGHT,
     measured_records,
+    read,
     record_spec,
     regrets,
     right_times,
@@ -35,6 +36,7 @@ from benchmarks.fit.records import (
     summary,
 )
 
+ROOT = Path(__file__).resolve().parents[2]
 SPEC = AttentionSpec(
     batch=4, q_len=512, kv_len=512, num_heads=8, num_kv_heads=8, head_dim=64, value_dim=64, dtype="bfloat16"
 )
@@ -246,9 +248,23 @@ def test_a_table_says_the_same_after_reading(fitting: Fitting, tmp_path: Path) -
     assert content["held_out"]["forward"]["cases"] == 200
 
 
+def test_the_stored_sweep_has_calls_for_every_model_that_ships() -> None:
+    """A backend that a refit drops would lose its row."""
+    shipped = shipped_table("torch", "sm90")
+    records = measured_records(read(ROOT / "benchmarks/results/sweep-sm90.json"))
+    names = tuple(dict.fromkeys(name for models in shipped.models.values() for name in models))
+    samples = samples_of(records, names, "cuda", shipped.tile, shipped.processors)
+    for training, models in shipped.models.items():
+        assert {name for direction, name in samples if direction is training} == models.keys()
+        assert all(len(samples[training, name]) >= FEWEST for name in models)
+
+
 @pytest.mark.slow
 def test_a_backend_that_launches_the_kernels_of_others_has_no_model() -> None:
-    cases = [one | {"backends": one["backends"] | {"xformers": one["backends"]["flash2"]}} for one in RAW["cases"][:60]]
+    cases = []
+    for one in RAW["cases"][:60]:
+        other = one["backends"]["flash2"] | {"modelled": False}
+        cases.append(one | {"backends": one["backends"] | {"xformers": other}})
     fitted = Fitting(raw_of(*cases))
     assert all("xformers" not in times for times in fitted.unseen) and "xformers" not in fitted.models[False]
     assert "xformers" in fitted.ranked(fitted.records[0])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from quick_calls import QUICK
 
-from attn_core import AttentionSpec
+from attn_core import AttentionSpec, backends
 from attn_core.cli import in_jax, timing
 from attn_core.errors import SpecError
 from attn_core.selection import Target
@@ -50,6 +50,14 @@ def test_a_quick_sweep_on_the_cpu_measures_every_case(raw: dict[str, Any]) -> No
             assert record["selected"] == "math"
         else:
             assert flash["median"] > 0 and record["selected"] == "sdpa_flash"
+
+
+def test_a_time_of_another_kernel_than_the_model_s_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep.backends, "modelled", lambda backend, spec: backend is not backends.load("math"))
+    measured = Sweep("cpu", 1, names=NAMES)
+    assert measured.run(QUICK[:1], None, nothing)
+    for record in measured.raw["cases"]:
+        assert record["backends"]["math"]["modelled"] is False and "modelled" not in record["backends"]["sdpa_flash"]
 
 
 @pytest.mark.slow
