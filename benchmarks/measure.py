@@ -17,11 +17,11 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from attn_core import NoBackendError
+from attn_core.selection import tables
 
 Seconds = dict[str, list[float]]
 Calls = dict[str, Callable[[], Any]]
@@ -142,18 +142,12 @@ PACKAGES = (
 
 def environment() -> dict[str, Any]:
     """Returns the date, the machine and the versions of a measurement."""
-    versions = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            versions[package] = None
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "python": platform.python_version(),
         "machine": platform.machine(),
         "processor": _processor(),
-        "versions": versions,
+        "versions": tables.versions(PACKAGES),
     }
 
 

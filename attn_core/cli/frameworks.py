@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import platform
-from importlib import metadata
 from importlib.util import find_spec
 from typing import Any
 
 from attn_core.backends.shared.device_kinds import STARTS, kind_of
 from attn_core.errors import SpecError
+from attn_core.selection import tables
 from attn_core.selection.jax_devices import name_of
 
 FRAMEWORKS = ("torch", "jax")
@@ -35,13 +35,7 @@ def versions() -> dict[str, str | None]:
     """Returns the versions of Python, this package and all packages that it can use; None if not installed."""
     from attn_core import __version__
 
-    result: dict[str, str | None] = {"python": platform.python_version(), "attn-core": __version__}
-    for name in PACKAGES:
-        try:
-            result[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            result[name] = None
-    return result
+    return {"python": platform.python_version(), "attn-core": __version__} | tables.versions(PACKAGES)
 
 
 def devices_of(framework: str) -> tuple[str, ...]:

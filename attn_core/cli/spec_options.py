@@ -17,7 +17,7 @@ from attn_core.backends.shared.device_kinds import half_dtype
 from attn_core.call.arguments import ArrayFacts, Arrays, build_spec
 from attn_core.call.key_ranges import check_values
 from attn_core.call.offset_checks import check_cu_seqlens
-from attn_core.call.options import Options, check_options
+from attn_core.call.options import PLAIN, Options, check_options
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.spec import AttentionSpec
 from attn_core.cli.complaint import complain, in_options
@@ -188,19 +188,9 @@ class SpecOptions:
             cu_seqlens_k=offsets,
             key_ranges=None if ranges is None else facts(*ranges.shape, dtype="int32"),
         )
-        options = Options(
-            causal=self.causal,
-            alignment=self.alignment,
-            window=_window(self.window),
-            softcap=self.softcap,
-            scale=self.scale,
-            max_len_q=None if seq_info is None else seq_info.max_len_q,
-            max_len_k=None if seq_info is None else seq_info.max_len_k,
-            dropout=self.dropout,
-            deterministic=self.deterministic,
-            return_lse=self.return_lse,
-            invariant=self.invariant,
-        )
+        options = Options(**{name: getattr(self, name) for name in PLAIN})._replace(window=_window(self.window))
+        if seq_info is not None:
+            options = options._replace(max_len_q=seq_info.max_len_q, max_len_k=seq_info.max_len_k)
         return build_spec(arrays, check_options(options), needs_backward=self.backward or needs_backward)
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from attn_core.call.functions import AUX, KINDS, named
+from attn_core.call.options import ON_PAGES, PLAIN
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
@@ -52,11 +53,9 @@ class Trial(NamedTuple):
 
 def keywords_of(spec: AttentionSpec, seq_info: SeqInfo | None) -> dict[str, Any]:
     """Returns the keyword arguments of ``attention``, or of ``paged_attention``, other than tensors."""
-    names = ("causal", "window", "softcap", "scale", "deterministic", "return_lse", "invariant")
-    options = {name: getattr(spec, name) for name in names}
     if spec.paged is not None:
-        return options | {"max_len_q": spec.max_len_q}
-    return options | {"alignment": spec.alignment, "seq_info": seq_info} | functions_of(spec)
+        return {name: getattr(spec, name) for name in (*ON_PAGES, "window", "max_len_q")}
+    return {name: getattr(spec, name) for name in PLAIN} | {"seq_info": seq_info} | functions_of(spec)
 
 
 Arrays = dict[str, np.ndarray]

@@ -11,7 +11,7 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
@@ -105,10 +105,10 @@ def _stale(raw: dict[str, Any], device: str) -> str | None:
     return None
 
 
-def versions() -> dict[str, str | None]:
-    """Returns the versions of PACKAGES; None if not installed."""
+def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str | None]:
+    """Returns the versions of packages; None if not installed."""
     result: dict[str, str | None] = {}
-    for name in PACKAGES:
+    for name in packages:
         try:
             result[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
