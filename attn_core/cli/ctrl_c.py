@@ -8,7 +8,6 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from time import sleep
 from typing import Any
 
 EVERY = 0.1
@@ -25,16 +24,29 @@ def insistent_ctrl_c() -> Iterator[None]:
 
     It does nothing outside the main thread, or if somebody else handles or ignores Ctrl-C.
     """
-    main_thread = threading.current_thread() is threading.main_thread()
-    if not main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
-    watch = _Watch()
-    signal.signal(signal.SIGINT, watch.interrupt)
+    raised: list[weakref.ref[_CtrlC]] = []
+    ended = threading.Event()
+
+    def interrupt(*_: Any) -> None:
+        error = _CtrlC()
+        raised.append(weakref.ref(error))
+        if len(raised) == 1:
+            watched = (raised, ended, threading.get_ident())
+            threading.Thread(target=_watch, args=watched, name="attn ctrl-c", daemon=True).start()
+        try:
+            raise error
+        finally:
+            del error  # or this frame, which the error's traceback has, would keep it alive
+
+    signal.signal(signal.SIGINT, interrupt)
     try:
         yield
     finally:
-        watch.ended = True
+        ended.set()
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -42,41 +54,16 @@ class _CtrlC(KeyboardInterrupt):
     """A KeyboardInterrupt that weak references can watch."""
 
 
-class _Watch:
-    """Raises KeyboardInterrupt, and raises another one if it is gone before the block has ended."""
-
-    def __init__(self) -> None:
-        self.ended = False
-        self._thread: threading.Thread | None = None
-        self._last: Any = None
-        self._main = threading.get_ident()
-
-    def interrupt(self, *_: Any) -> None:
-        """Handles SIGINT: raises KeyboardInterrupt in the main thread."""
-        error = _CtrlC()
-        self._last = weakref.ref(error)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._watch, name="attn ctrl-c", daemon=True)
-            self._thread.start()
-        try:
-            raise error
-        finally:
-            del error  # or this frame, which the error's traceback has, would keep it alive
-
-    def _watch(self) -> None:
-        gone = None
-        while not self.ended:
-            sleep(EVERY)
-            last = self._last
-            if last() is not None:
-                continue
-            # Twice, because a bridge to JAX drops it and interrupts the main thread itself right afterwards.
-            if gone is last and not self.ended:
-                self._repeat()
-            gone = last
-
-    def _repeat(self) -> None:
-        if hasattr(signal, "pthread_kill"):
-            signal.pthread_kill(self._main, signal.SIGINT)  # ends a system call, too
-        else:  # Windows
-            _thread.interrupt_main()
+def _watch(raised: list[weakref.ref[_CtrlC]], ended: threading.Event, main: int) -> None:
+    """Interrupts the main thread again while its last interrupt is gone, until the block has ended."""
+    gone = 0
+    while not ended.wait(EVERY):
+        if raised[-1]() is not None:
+            continue
+        # Twice, because a bridge to JAX drops it and interrupts the main thread itself right afterwards.
+        if gone == len(raised) and not ended.is_set():
+            if hasattr(signal, "pthread_kill"):
+                signal.pthread_kill(main, signal.SIGINT)  # ends a system call, too
+            else:  # Windows
+                _thread.interrupt_main()
+        gone = len(raised)
