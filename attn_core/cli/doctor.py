@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json as json_text
-import shutil
-import textwrap
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Annotated, Any, NamedTuple
+from dataclasses import asdict, dataclass, replace
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -15,24 +13,19 @@ from rich.console import Console
 from attn_core import backends
 from attn_core.backends.shared import known_bad
 from attn_core.backends.shared.programs import operator_library
-from attn_core.call.spec import AttentionSpec
 from attn_core.cli.advice import Advice, Machine, Problem, advise, find_machine, problems, requirements, runs_on
+from attn_core.cli.certify.calls import CALLS, Form, Subject, accepted, forms
 from attn_core.cli.certify.certificate import standing_of
 from attn_core.cli.comparison import Row, rows_of
 from attn_core.cli.frameworks import devices_of, installed, versions
 from attn_core.cli.trial import draw
 from attn_core.selection import preference
-from attn_core.selection.choice import refusals
+from attn_core.selection.explanation_text import COLUMNS, wrapped
 from attn_core.selection.tables import device_name
 from attn_core.selection.target import Target, bridge_reason
 
-CHECKED = AttentionSpec(
-    batch=2, q_len=37, kv_len=41, num_heads=6, num_kv_heads=3, head_dim=64, value_dim=64, dtype="float32", causal=True
-)
-"""The call that backends are checked with: GQA, causal, q_len != kv_len; with gradients if the backend has any."""
-
-EVEN_LENGTH = 128
-"""The length of queries and keys for a backend that refuses CHECKED, such as cuDNN: both alignments agree there."""
+CHECKED = "grouped heads"
+"""The call of ``attn certify`` that backends are checked with, in the fullest form that each takes."""
 
 SPOKEN = {"torch": "torch", "jax": "JAX"}
 FIRST = 16
@@ -61,7 +54,8 @@ def doctor(
         raise typer.Exit(1)
 
 
-class State(NamedTuple):
+@dataclass(frozen=True)
+class State:
     """One module of a backend in this installation. Some backends have one module for CPUs and one for GPUs.
 
     Attributes:
@@ -155,22 +149,18 @@ class Findings:
 
     def as_json(self) -> dict[str, Any]:
         """Returns everything as plain data."""
-        runs = {framework: self.running(framework) for framework in self.devices}
-        plain = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "errors"}
+        plain = asdict(replace(self, checks=[], faults=()))
+        del plain["errors"], plain["machine"]["packages"]
         shown = ("name", "backends", "package", "versions", "symptom", "link")
-        changed = {
-            "machine": {name: value for name, value in asdict(self.machine).items() if name != "packages"},
-            "backends": {label: state._asdict() for label, state in self.backends.items()},
+        return plain | {
+            "healthy": self.healthy,
+            "runs": {framework: self.running(framework) for framework in self.devices},
             "checks": [row.as_json() | {"device": row.device} for row in self.checks],
             "broken": self.broken,
             "faults": [
-                {"device": row.devices[0], **{name: getattr(row, name) for name in shown}} for row in self.faults
+                {"device": row.devices[0]} | {name: getattr(row, name) for name in shown} for row in self.faults
             ],
-            "problems": [asdict(problem) for problem in self.problems],
-            "advice": [asdict(advice) for advice in self.advice],
-            "certificate": self.certificate,
         }
-        return {"healthy": self.healthy, "runs": runs} | plain | changed
 
 
 def examine(progress: Console) -> Findings:
@@ -235,22 +225,15 @@ def _present(name: str, kind: str, devices: list[str]) -> list[str]:
 
 def _check(name: str, kind: str, devices: dict[str, list[str]]) -> list[Row]:
     """Returns a row for each framework that can call the backend, on the framework's GPU if the backend runs there."""
-    backend = backends.load(name, kind)
-    # Some kernels take no float32: they are checked in a half dtype.
-    half = "bfloat16" if "bfloat16" in backend.FORWARD.dtypes else backend.FORWARD.dtypes[0]
-    spec = CHECKED if "float32" in backend.FORWARD.dtypes else replace(CHECKED, dtype=half)
-    even = replace(spec, q_len=EVEN_LENGTH, kv_len=EVEN_LENGTH, causal=backend.FORWARD.causal)
     rows: list[Row] = []
     for framework, named in devices.items():
         present = _present(name, kind, named)
-        if not present or (backend.FRAMEWORK == "jax" and framework == "torch"):
+        if not present or (backends.load(name, kind).FRAMEWORK == "jax" and framework == "torch"):
             continue
-        target = Target.here(framework, present[-1])
-        # The claims on this machine, because a build may lack the backward that the backend claims.
-        learns = target.claims(name)[1] is not None
-        calls = [replace(each, needs_backward=learns) for each in (spec, even)]
-        call = next((each for each in calls if not refusals(name, each, target)), calls[0])
-        rows += rows_of(draw(call), present[-1], names=(name,), frameworks=(framework,))
+        subject = Subject(name, framework, present[-1])
+        form = accepted(subject, CALLS[CHECKED])
+        spec = form.spec if isinstance(form, Form) else next(forms(subject, CALLS[CHECKED])).spec
+        rows += rows_of(draw(spec), subject.device, names=(name,), frameworks=(framework,))
     return rows
 
 
@@ -271,13 +254,9 @@ def faults_of(targets: Iterable[Target]) -> tuple[known_bad.Row, ...]:
 
 
 def report(findings: Findings, everything: bool) -> Iterator[str]:
-    """Yields the lines of the report, not wider than the terminal unless a single word is.
-
-    Args:
-        everything: whether to give the reason of each backend that does not run here.
-    """
-    yield from _wrap(_verdict(findings))
-    yield from _wrap(_summary(findings))
+    """Yields the lines of the report; ``everything``: with the reason of each backend that does not run here."""
+    yield wrapped(_verdict(findings))
+    yield wrapped(_summary(findings))
     sections = {
         "This machine": _machine(findings),
         "Right (the error as a part of its bound)": _right(findings),
@@ -290,9 +269,8 @@ def report(findings: Findings, everything: bool) -> Iterator[str]:
         ),
     }
     for title, section in sections.items():
-        lines = list(section)
-        if lines:
-            yield from ("", *_wrap(title), *lines)
+        if lines := list(section):
+            yield "\n".join(["", wrapped(title), *lines])
 
 
 def _verdict(findings: Findings) -> str:
@@ -366,8 +344,7 @@ def _right(findings: Findings) -> Iterator[str]:
                 frameworks.setdefault(f"on {row.device}: {_result(row)}", []).append(SPOKEN[row.framework])
         yield from _two(name, "; ".join(f"{' and '.join(names)} {text}" for text, names in frameworks.items()))
     if findings.right:
-        call = f"The call: {CHECKED}; with gradients if the backend has them. Kernels without float32 have a half dtype"
-        yield from _paragraph(f"{call}, and kernels that refuse these lengths have {EVEN_LENGTH}.", 2)
+        yield from _paragraph(f"The call: {CHECKED!r} of attn certify, with gradients if the backend has them.", 2)
 
 
 def _result(row: Row) -> str:
@@ -447,7 +424,7 @@ def _reasons(findings: Findings) -> Iterator[str]:
 
 
 def _two(name: str, text: str) -> Iterator[str]:
-    """Yields the lines of a row of two columns."""
+    """Yields a row of two columns."""
     return _paragraph(f"{name:<{FIRST}}{text}" if len(name) < FIRST else f"{name} {text}", FIRST + 2)
 
 
@@ -456,22 +433,8 @@ def _paragraph(text: str, indent: int = 4, commands: tuple[str, ...] = ()) -> It
 
     A long command continues after a backslash, before its first long option.
     """
-    yield from _wrap(text, "  ", " " * indent)
+    yield wrapped(text, "  ", " " * indent)
     margin = " " * (indent + 2)
     for command in commands:
-        start, option, rest = command.partition(" --")
-        if option and len(margin + command) > _width():
-            yield from (f"{margin}{start} \\", f"{margin}  --{rest}")
-        else:
-            yield f"{margin}{command}"
-
-
-def _wrap(text: str, first: str = "", later: str = "") -> list[str]:
-    """Returns the lines of a text. Breaks between words only: names such as flash-attn-4 stay whole."""
-    style = textwrap.TextWrapper(_width(), first, later, break_long_words=False, break_on_hyphens=False)
-    return style.wrap(text)
-
-
-def _width() -> int:
-    """Returns the columns to use: those of the terminal, 80 in a pipe, and never more than reads well."""
-    return max(40, min(shutil.get_terminal_size((80, 24)).columns, 100))
+        whole = len(margin + command) <= COLUMNS
+        yield margin + (command if whole else command.replace(" --", f" \\\n{margin}  --", 1))

@@ -19,6 +19,7 @@ from rich.progress import Progress
 from attn_core import backends
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.spec import AttentionSpec
+from attn_core.cli.certify.calls import sizes_of, spec_of
 from attn_core.cli.comparison import able, timed
 from attn_core.cli.complaint import complain
 from attn_core.cli.devices import devices_here
@@ -72,20 +73,20 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     {"head_dim": 64, "value_dim": 64},
     {"causal": True, "num_kv_heads": 2},
     {"causal": True, "documents": 4},
-    {"mask": "keys"},
+    {"mask_shape": ("b", 1, 1, "k")},
     {"causal": True, "window": (127, 0)},
     {"dtype": "other"},
     {"causal": True, "softcap": 30.0},
-    {"mask": "scores", "num_kv_heads": 2},
-    {"bias": "scores"},
+    {"mask_shape": ("b", 1, "q", "k"), "num_kv_heads": 2},
+    {"bias_shape": ("b", "h", "q", "k")},
     {"causal": True, "sinks": True, "num_kv_heads": 2},
     {"head_dim": 32, "value_dim": 32},
     {"causal": True, "head_dim": 256, "value_dim": 256},
-    {"causal": True, "alibi": True},
+    {"causal": True, "alibi_shape": ("h",)},
     {"dtype": "other", "causal": True, "documents": 3},
     {"causal": True, "head_dim": 96, "value_dim": 96, "num_kv_heads": 2},
 )
-"""What each shape is combined with."""
+"""What each shape is combined with, as ``spec_of`` takes it."""
 
 
 class Case(NamedTuple):
@@ -176,7 +177,11 @@ def grid(device: str) -> list[tuple[AttentionSpec, tuple[int, ...] | None]]:
     kind = backends.kind_of(device)
     calls = [_call(device, *shape, variant) for shape in SHAPES[kind] for variant in VARIANTS]
     for batch, keys in DECODING[kind]:
-        for variant in ({"causal": True, "num_kv_heads": 2}, {"causal": True}, {"mask": "keys", "num_kv_heads": 2}):
+        for variant in (
+            {"causal": True, "num_kv_heads": 2},
+            {"causal": True},
+            {"mask_shape": ("b", 1, 1, "k"), "num_kv_heads": 2},
+        ):
             calls.append(_call(device, batch, keys, variant | {"q_len": 1}))
     calls = list(dict.fromkeys(calls))  # rows that are packed may become the same call
     step = next(step for step in range(29, len(calls)) if math.gcd(step, len(calls)) == 1)
@@ -184,30 +189,19 @@ def grid(device: str) -> list[tuple[AttentionSpec, tuple[int, ...] | None]]:
 
 
 def _call(device: str, batch: int, tokens: int, variant: dict[str, Any]) -> tuple[AttentionSpec, Any]:
-    usual = defaults_on(device).dtype
-    on_cpu = device == "cpu"
-    other = "bfloat16" if on_cpu else "float32"
-    options: dict[str, Any] = {"num_heads": 8 if on_cpu else 16, "head_dim": 64 if on_cpu else 128, "dtype": usual}
-    options |= {"value_dim": options["head_dim"], "num_kv_heads": options["num_heads"], "batch": batch}
-    options |= {"q_len": tokens, "kv_len": tokens} | variant
+    heads, width, other = (8, 64, "bfloat16") if device == "cpu" else (16, 128, "float32")
+    options: dict[str, Any] = {"batch": batch, "q_len": tokens, "kv_len": tokens, "dtype": defaults_on(device).dtype}
+    options |= {"num_heads": heads, "num_kv_heads": heads, "head_dim": width, "value_dim": width} | variant
     if options["dtype"] == "other":
         options["dtype"] = other
     documents = None
-    if count := options.pop("documents", None):
+    if count := options.get("documents"):
         # Uneven, as documents are: 1, 2, 3, ... parts of the tokens.
         tokens *= batch
         ends = [tokens * part * (part + 1) // (count * (count + 1)) for part in range(count + 1)]
         documents = tuple(end - begin for begin, end in pairwise(ends))
-        longest = max(documents)
-        options |= {"batch": 1, "q_len": tokens, "kv_len": tokens, "documents": count}
-        options |= {"max_len_q": longest, "max_len_k": longest}
-    for name in ("mask", "bias"):
-        if rows := options.pop(name, None):
-            heads = options["num_heads"] if name == "bias" else 1
-            options[f"{name}_shape"] = (options["batch"], heads, 1 if rows == "keys" else options["q_len"], tokens)
-    if options.pop("alibi", False):
-        options["alibi_shape"] = (options["num_heads"],)
-    return AttentionSpec(**options), documents
+        options |= sizes_of((documents, documents), packed=True)
+    return spec_of(options), documents
 
 
 # Measuring

@@ -48,7 +48,7 @@ def on(findings: Findings, machine: Machine) -> Findings:
 
 def text(findings: Findings, monkeypatch: pytest.MonkeyPatch, *, everything: bool = False) -> list[str]:
     monkeypatch.setenv("COLUMNS", "80")
-    return list(report(findings, everything))
+    return "\n".join(report(findings, everything)).splitlines()
 
 
 def test_json_is_complete(findings: Findings) -> None:

@@ -51,11 +51,6 @@ class Subject(NamedTuple):
     device: str
 
     @property
-    def kind(self) -> str:
-        """The kind of the device."""
-        return backends.kind_of(self.device)
-
-    @property
     def target(self) -> Target:
         """This process's installation."""
         return Target.here(self.framework, self.device)
@@ -75,14 +70,12 @@ class Form(NamedTuple):
     Attributes:
         lengths: the tokens of each document or batch row: of queries, and of keys.
         page_size: None without pages.
-        lost: why it has no gradients; empty if it has them, or should not.
     """
 
     spec: AttentionSpec
     lengths: tuple[tuple[int, ...], tuple[int, ...]]
     page_size: int | None = None
     shifted: bool = False
-    lost: str = ""
 
     @property
     def requested(self) -> AttentionSpec:
@@ -117,14 +110,14 @@ def calls_of(check: str) -> dict[str, Call]:
     return {name: call | asks for name, call in named.items()}
 
 
-def _forms(subject: Subject, call: Call) -> Iterator[Form]:
+def forms(subject: Subject, call: Call) -> Iterator[Form]:
     """Yields the forms of a call, the fullest first: with gradients, log-sum-exp and lengths that end amid tiles."""
     usual = STORED["usual"]
-    pages_alone = backends.reads_pages_alone(backends.load(subject.backend, subject.kind))
+    pages_alone = backends.reads_pages_alone(backends.load(subject.backend, subject.target.kind))
     paged = pages_alone or "paged" in call or "page_size" in call
     ways = usual["pages" if paged else "documents" if "packed" in call else "rows"]
-    claimed = [dtype for dtype in usual["dtypes"][subject.kind] if dtype in subject.claims.dtypes]
-    prefers = {} if subject.kind == "cpu" else call.get("prefers", {})  # a CPU adds gradients in one order
+    claimed = [dtype for dtype in usual["dtypes"][subject.target.kind] if dtype in subject.claims.dtypes]
+    prefers = {} if subject.target.kind == "cpu" else call.get("prefers", {})  # a CPU adds gradients in one order
     ways = {**prefers, "page_size": [None], "dtype": claimed[:1], **ways}
     for values in product(*([call[name]] if name in call else ways[name] for name in ways)):
         fields = {**usual["fields"], "num_kv_heads": call.get("num_heads", 3), **call, **dict(zip(ways, values))}
@@ -151,13 +144,12 @@ def spec_of(fields: Call) -> AttentionSpec:
 
 def accepted(subject: Subject, call: Call) -> Form | str:
     """Returns the fullest form of a call that a backend takes, or why it takes none."""
-    why = lost = ""
+    why = ""
     try:
-        for form in _forms(subject, call):
+        for form in forms(subject, call):
             why = refusal(subject, form)
             if not why:
-                return form if form.spec.needs_backward else form._replace(lost=lost)
-            lost = why if form.spec.needs_backward else lost
+                return form
     except SpecError as error:  # such as a call that no page can hold
         return str(error)
     return why

@@ -87,53 +87,54 @@ class Twin(NamedTuple):
 
     Attributes:
         words: how it differs.
-        places: for each of its parts the same part of the first call, and the token with which it begins there; None
-            for a part that is not compared.
+        expected: for each of its parts what the first call gave there; nothing for a part that is not compared.
         poisoned: the part that must show its NaN or Inf in the output, or None.
     """
 
     words: str
     case: Case
-    places: list[tuple[int, int] | None]
+    expected: list[Arrays]
     poisoned: int | None = None
 
 
-def same_bits(twins: Callable[[Case], Iterator[Twin]]) -> Callable[[Case], Finding]:
+Twins = Callable[[Case, list[Arrays]], Iterator[Twin]]
+"""From a call and the results of its parts, the sums over all parts behind them."""
+
+
+def same_bits(twins: Twins) -> Callable[[Case], Finding]:
     """Returns a judge that compares the bits of a call with those of its twins."""
 
     def judged(case: Case) -> Finding:
-        found = [(twin, refusal(*twin.case[:2])) for twin in twins(case)]
-        if all(why for _, why in found):
-            return Finding(missing=next((why for _, why in found), "no other call has the same bits"))
-        results = case.run()
-        stable = case.subject.kind == "cpu" or case.trial.spec.deterministic  # else a GPU adds gradients in any order
-        whole = _parts(case.form, results if stable else {"out": results["out"]})
-        for twin in (twin for twin, why in found if not why):
-            parts = _parts(twin.case.form, twin.case.run())
-            for place, part in zip(twin.places, parts):
-                if place is not None and (wrong := _moved(whole[place[0]], part, place[1])):
+        results, missing, compared = case.run(), "", False
+        # A GPU adds gradients in any order, unless the call is deterministic.
+        stable = case.subject.target.kind == "cpu" or case.trial.spec.deterministic
+        for twin in twins(case, _parts(case.form, results if stable else {"out": results["out"]})):
+            if why := refusal(*twin.case[:2]):
+                missing = missing or why
+                continue
+            compared, parts = True, _parts(twin.case.form, twin.case.run())
+            for one, other in zip(twin.expected, parts):
+                if wrong := _differing(one, other):
                     return Finding(f"{twin.words}: {wrong} differs")
             if twin.poisoned is not None and np.isfinite(parts[twin.poisoned]["out"]).all():
                 return Finding(f"{twin.words} does not show in the output of visible keys")
-        return Finding()
+        return Finding(missing="" if compared else missing or "no other call has the same bits")
 
     return judged
 
 
-def _moved(whole: Arrays, part: Arrays, first: int) -> str:
-    """Compares what both have, from the first token on, as long as the shorter."""
-    sizes = {name: min(len(array) - first, len(part[name])) for name, array in whole.items() if name in part}
-    one = {name: whole[name][first : first + size] for name, size in sizes.items()}
-    return _differing(one, {name: part[name][:size] for name, size in sizes.items()})
-
-
 def _differing(one: Arrays, other: Arrays) -> str:
-    """Returns the results that differ in any bit, each with the largest difference; empty if none does."""
+    """Returns the results that differ in any bit, each with the largest difference; empty if none does.
+
+    Compares the results that both have, as long as the shorter.
+    """
     found = []
-    for name, array in one.items():
-        if array.tobytes() != other[name].tobytes():  # as bytes, because NaN differs from itself, and -0.0 equals 0.0
+    for name in (name for name in one if name in other):
+        size = min(len(one[name]), len(other[name]))
+        first, second = one[name][:size], other[name][:size]
+        if first.tobytes() != second.tobytes():  # as bytes, because NaN differs from itself, and -0.0 equals 0.0
             with np.errstate(invalid="ignore"):
-                found.append(f"{name} by {np.nanmax(np.abs(array - other[name]), initial=0.0):.2g}")
+                found.append(f"{name} by {np.nanmax(np.abs(first - second), initial=0.0):.2g}")
     return ", ".join(found)
 
 
@@ -177,59 +178,56 @@ def _joined(case: Case, parts: list[Arrays], packed: bool) -> Case:
     return Case(case.subject, form, trial)
 
 
-def _again(case: Case) -> Iterator[Twin]:
+def _again(case: Case, whole: list[Arrays]) -> Iterator[Twin]:
     for words in ("another run", "a third run"):
-        yield Twin(words, case, [(number, 0) for number in range(len(case.form.lengths[0]) + 1)])
+        yield Twin(words, case, whole)
 
 
-def _in_torch(case: Case) -> Iterator[Twin]:
-    if "torch" not in installed():
-        return
-    # Each framework adds the gradient of the sinks itself for rows that see no key: then no sums are compared.
-    spec, count = case.form.spec, len(case.form.lengths[0])
-    seen = spec.bias_shape is None and _probe_of(case.trial).expected.any(axis=(-2, -1)).all()
-    places = range(count + bool(seen or not spec.sinks))
-    other = case._replace(subject=case.subject._replace(framework="torch"))
-    yield Twin("in torch", other, [(number, 0) for number in places])
+def _in_torch(case: Case, whole: list[Arrays]) -> Iterator[Twin]:
+    if "torch" in installed():
+        # Each framework adds the gradient of the sinks itself for rows that see no key: then no sums are compared.
+        spec = case.form.spec
+        seen = spec.bias_shape is None and _probe_of(case.trial).expected.any(axis=(-2, -1)).all()
+        other = case._replace(subject=case.subject._replace(framework="torch"))
+        yield Twin("in torch", other, whole if seen or not spec.sinks else whole[:-1])
 
 
-def _poisoned(case: Case) -> Iterator[Twin]:
+def _poisoned(case: Case, whole: list[Arrays]) -> Iterator[Twin]:
     given, packed, backend = _given(case), case.form.spec.packed, case.subject.backend
     if case.subject.claims.approximate:  # an Inf spoils what it is quantised with
         return
-    reaches_back = backend in REACHES_BACK and packed
-    shows = backend not in SPLITS_KEYS
     for value, number in ((np.nan, 0), (np.inf, len(given) - 1)):
         filled = {name: np.full_like(array, value) for name, array in given[number].items() if name != "dlse"}
         parts = [part | (filled if place == number else {}) for place, part in enumerate(given)]
-        spared = range(number + 1) if reaches_back else (number,)
-        places = [None if place in spared else (place, 0) for place in range(len(given))]
-        yield Twin(f"{value} in part {number}", _joined(case, parts, packed), places, number if shows else None)
+        first = 0 if backend in REACHES_BACK and packed else number
+        expected = [{} if first <= place <= number else whole[place] for place in range(len(given))]
+        shows = None if backend in SPLITS_KEYS else number
+        yield Twin(f"{value} in part {number}", _joined(case, parts, packed), expected, shows)
 
 
-def _beside_others(case: Case) -> Iterator[Twin]:
+def _beside_others(case: Case, whole: list[Arrays]) -> Iterator[Twin]:
     """Yields the parts in another order, the last alone, as a batch row, and with padding behind it."""
     given, packed = _given(case), case.form.spec.packed
-    order: list[tuple[int, int] | None] = [(number, 0) for number in reversed(range(len(given)))]
-    yield Twin("in another order", _joined(case, given[::-1], packed), order)
-    yield Twin("alone", _joined(case, given[-1:], packed), order)
-    yield Twin("alone, as a batch row", _joined(case, given[-1:], False), order)
+    expected = whole[-2::-1]  # without the sums
+    yield Twin("in another order", _joined(case, given[::-1], packed), expected)
+    yield Twin("alone", _joined(case, given[-1:], packed), expected)
+    yield Twin("alone, as a batch row", _joined(case, given[-1:], False), expected)
     if case.form.spec.causal:
         room = ((0, PADDING), (0, 0), (0, 0))
         row = {name: np.pad(array, room, "wrap" if name in "qkv" else "constant") for name, array in given[-1].items()}
-        yield Twin("alone, with padding", _joined(case, [row], False), order)
+        yield Twin("alone, with padding", _joined(case, [row], False), expected)
 
 
-def _in_chunks(case: Case) -> Iterator[Twin]:
+def _in_chunks(case: Case, whole: list[Arrays]) -> Iterator[Twin]:
     """Yields chunks of the last prompt, on tensors and in pages."""
-    prompt, last, length = _given(case)[-1], len(case.form.lengths[0]) - 1, case.form.lengths[0][-1]
+    prompt, length = _given(case)[-1], case.form.lengths[0][-1]
     for page_size in (None, 16):
         for start, end in ((0, 29), (29, length - 1), (length - 1, length)):
             chunk = {name: array[start:end] if name in QUERIES else array[:end] for name, array in prompt.items()}
             cut = _joined(case, [chunk], packed=page_size is not None)
             cut = cut._replace(form=cut.form._replace(page_size=page_size))
             words = f"queries {start} to {end - 1}, " + (f"in pages of {page_size}" if page_size else "on tensors")
-            yield Twin(words, cut, [(last, start)])
+            yield Twin(words, cut, [{name: array[start:] for name, array in whole[-2].items()}])
 
 
 JUDGES = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from time import monotonic
@@ -12,8 +13,7 @@ from warnings import catch_warnings, simplefilter
 import typer
 
 from attn_core import backends
-from attn_core.backends.shared import known_bad
-from attn_core.cli.certify.calls import CHECKS, Call, Form, Subject, accepted, calls_of, drawn
+from attn_core.cli.certify.calls import CHECKS, Call, Form, Subject, accepted, calls_of, drawn, refusal
 from attn_core.cli.certify.certificate import (
     FAILED,
     KNOWN_BAD,
@@ -29,6 +29,7 @@ from attn_core.cli.certify.certificate import (
 from attn_core.cli.certify.checks import JUDGES, Finding, not_refused, refused_calls
 from attn_core.cli.complaint import complain
 from attn_core.cli.devices import devices_here
+from attn_core.cli.doctor import faults_of
 from attn_core.cli.frameworks import FRAMEWORKS, installed, versions
 from attn_core.errors import LayoutWarning, SpecError
 from attn_core.selection import availability
@@ -92,7 +93,12 @@ def _certificate(devices: dict[str, str], names: tuple[str, ...], checks: tuple[
         "backends": names,
         "checks": checks,
         "entries": entries,
-        "known_bad": list(_known_bad_here(subjects)),
+        "known_bad": [
+            f"{row.name}: {backend} on {row.devices[0]}"
+            for row in faults_of(dict.fromkeys(subject.target for subject in subjects))
+            for backend in row.backends
+            if any(subject.backend == backend for subject in subjects)
+        ],
         "not_run": [{"what": what, "why": why} for what, why in (left | NEVER).items()],
     }
 
@@ -151,8 +157,9 @@ def entry_of(name: str, subject: Subject, calls: dict[str, Call]) -> Entry:
             refused.setdefault(finding.missing, []).append(call)
         else:
             findings[call] = finding
-        if isinstance(form, Form) and form.lost and name == "bounds":
-            refused.setdefault(f"without gradients: {form.lost}", []).append(call)
+        if name == "bounds" and isinstance(form, Form) and not form.spec.needs_backward and form.page_size is None:
+            why = refusal(subject, form._replace(spec=replace(form.spec, needs_backward=True)))
+            refused.setdefault(f"without gradients: {why}", []).append(call)
     faults = "; ".join(f"{call}: {finding.fault}" for call, finding in findings.items() if finding.fault)
     worst = max((finding.use for finding in findings.values()), default=0.0)
     where = f"--backend {subject.backend} --framework {subject.framework} --device {subject.device}"
@@ -177,11 +184,3 @@ def _finding(check: str, subject: Subject, form: Form) -> Finding:
     except Exception as error:  # whatever a call raises although it was accepted is a fault
         finding = Finding(f"raised {type(error).__name__}: {' '.join(str(error).split())[:300]}")
     return finding._replace(fault=f"{finding.fault} ({form.spec})") if finding.fault else finding
-
-
-def _known_bad_here(subjects: list[Subject]) -> Iterator[str]:
-    """Yields the rows that are about kernels installed here, as ``"cudnn-nan-dq: sdpa_cudnn on sm90"``."""
-    for backend, device in dict.fromkeys((subject.backend, subject.device) for subject in subjects):
-        build = next(each for each in subjects if each.backend == backend).target.build(backend)
-        for row in known_bad.rows_about(backend, device, () if build is None else build.version):
-            yield f"{row.name}: {backend} on {device}"
