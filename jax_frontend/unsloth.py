@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
-import numpy as np
 
 from attn_core.call.tensors import dtype_name
 from attn_core.dropins.unsloth.arguments import (
@@ -15,15 +12,11 @@ from attn_core.dropins.unsloth.arguments import (
     XFORMERS,
     AttentionConfig,
     AttentionContext,
-    check_fields,
-    check_sizes,
     choose_word,
     computed_in,
-    documents,
-    preference,
 )
-from attn_core.dropins.unsloth.prefix import resolve_prefix_seg_info, shared_prefixes
-from attn_core.dropins.unsloth.request import UnslothRequest, interpret, split_mask
+from attn_core.dropins.unsloth.call import prepare
+from attn_core.dropins.unsloth.prefix import resolve_prefix_seg_info
 from attn_core.errors import SpecError
 from attn_core.selection import override
 from jax_frontend.attention import attention
@@ -62,37 +55,17 @@ def run_attention(*, config: AttentionConfig, context: AttentionContext, Q: Arra
     """
     for name, array in (("Q", Q), ("K", K), ("V", V)):
         check_array(name, array)
-    check_fields(config, context)
-    check_sizes(config, context, Q.shape, K.shape, V.shape)
-    request = interpret(config, context)
-    backend = override.requested() or preference(config, "jax", device_name(Q), request.options.get("invariant"))
-    half = computed_in(*map(dtype_name, (Q, K, V)))
-    same_dtype = (array if half is None else array.astype(half) for array in (Q, K, V))
-    q, k, v = (array.swapaxes(1, 2) for array in same_dtype)  # [bsz, len, heads, head_dim]
-    if context.prefix_seg_info is not None:
-        return _attend_prefixes(q, k, v, request, context, backend).astype(Q.dtype)
-    if request.dropout and 0 < request.dropout < 1:  # attention raises an error for any other value
+    call = prepare("jax", device_name(Q), check_array, config, context, (Q, K, V))
+    dropout = call.options.get("dropout")
+    if dropout and 0 < dropout < 1:  # attention raises an error for any other value
         raise SpecError(
-            f"dropout_p={request.dropout}: expected 0, because run_attention has no argument for the PRNG key that "
+            f"dropout_p={dropout}: expected 0, because run_attention has no argument for the PRNG key that "
             "dropout needs in JAX; call jax_frontend.attention with dropout_rng="
         )
-    if request.mask is not None:
-        check_array(request.mask_name, request.mask)
-    mask, bias = split_mask(request, context, lambda mask: mask.astype(bool))
-    info = request.documents or documents(context)
-    if info is not None:
-        q, k, v = (array.reshape(-1, *array.shape[2:]) for array in (q, k, v))  # [bsz * len, heads, head_dim]
-    out = attention(
-        q,
-        k,
-        v,
-        **request.options,
-        mask=mask,
-        bias=bias,
-        seq_info=info,
-        backend=backend,
-    )
-    return out.reshape(context.bsz, context.q_len, context.n_heads, V.shape[3]).astype(Q.dtype)
+    half = computed_in(*map(dtype_name, (Q, K, V)))
+    rows = call.rows(*(array if half is None else array.astype(half) for array in (Q, K, V)))
+    out = attention(*rows, **call.options, backend=override.requested() or call.preferred)
+    return call.split(out).astype(Q.dtype)
 
 
 def select_attention_backend(use_varlen: bool = False, dropout_p: float = 0.0) -> str:
@@ -101,20 +74,3 @@ def select_attention_backend(use_varlen: bool = False, dropout_p: float = 0.0) -
     Packed rows (``use_varlen``) without dropout prefer SDPA to xformers, if torch's own flash kernel runs here.
     """
     return choose_word(available_here(), use_varlen, dropout_p)
-
-
-def _attend_prefixes(
-    q: Array, k: Array, v: Array, request: UnslothRequest, context: AttentionContext, backend: Any
-) -> Array:
-    """Returns ``[bsz, len, heads, value_dim]``: each token attends to its own run and to its group's shared prefix."""
-    shared = shared_prefixes(request, context, np.asarray)
-    out = attention(
-        *(array.reshape(1, -1, *array.shape[2:]) for array in (q, k, v)),  # [1, bsz * len, heads, head_dim]
-        key_ranges=shared.key_ranges,
-        softcap=request.softcap,
-        scale=request.scale,
-        deterministic=request.deterministic,
-        invariant=request.invariant,
-        backend=backend,
-    )
-    return out.reshape(*q.shape[:2], *out.shape[2:])

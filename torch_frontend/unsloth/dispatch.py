@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,18 +15,13 @@ from attn_core.dropins.unsloth.arguments import (
     XFORMERS,
     AttentionConfig,
     AttentionContext,
-    check_fields,
-    check_sizes,
     choose_word,
     computed_in,
-    documents,
-    preference,
     trains,
 )
-from attn_core.dropins.unsloth.prefix import resolve_prefix_seg_info, shared_prefixes
-from attn_core.dropins.unsloth.request import UnslothRequest, interpret, split_mask
+from attn_core.dropins.unsloth.call import prepare
+from attn_core.dropins.unsloth.prefix import resolve_prefix_seg_info
 from attn_core.selection import override
-from torch_frontend.attention import attention
 from torch_frontend.backends import available_here
 from torch_frontend.dispatch.autocast import autocast_dtype
 from torch_frontend.dispatch.backend_names import FROM_CONTEXT
@@ -95,44 +89,25 @@ def run_attention(*, config: AttentionConfig, context: AttentionContext, Q: Tens
         check_tensor(name, tensor)
     check_data(Q, K=K, V=V)
     check_data(K, Q=Q)
-    check_fields(config, context)
     for name in ("attention_mask", "causal_mask"):  # other types are masks of the host's own classes
-        if isinstance(getattr(context, name), Tensor):
-            check_tensor(f"context.{name}", getattr(context, name))
-    check_sizes(config, context, Q.shape, K.shape, V.shape)
-    request = interpret(config, context)
-    backend = _backends(preference(config, "torch", device_name(Q.device), request.options.get("invariant")))
-    # Adapters such as DoRA make some of Q, K and V float32, and attention needs one dtype.
-    q, k, v = (Q, K, V) if Q.dtype == K.dtype == V.dtype else _cast_to_half(Q, K, V)
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [bsz, len, heads, head_dim]
-    if context.prefix_seg_info is not None:
-        out = _attend_prefixes(q, k, v, request, context, backend)
-        return out if out.dtype == Q.dtype else out.to(Q.dtype)
-    if request.mask is not None:
-        check_tensor(request.mask_name, request.mask)
-    mask, bias = split_mask(request, context, lambda mask: mask != 0)
-    info = request.documents or documents(context)
-    if info is not None:
-        q, k, v = (tensor.flatten(0, 1) for tensor in (q, k, v))  # [bsz * len, heads, head_dim]
-    # Re-entrant checkpointing runs a layer twice, and both passes must run the same kernel.
-    attend = partial(attention_of_layer, trains=True) if trains(context) else attention
-    out = attend(
-        q,
-        k,
-        v,
-        **request.options,
-        mask=mask,
-        bias=bias,
-        seq_info=info,
-        backend=backend,
+        mask = getattr(context, name, None)
+        if isinstance(mask, Tensor):
+            check_tensor(f"context.{name}", mask)
+    call = prepare("torch", device_name(Q.device), check_tensor, config, context, (Q, K, V))
+    out = attention_of_layer(
+        *call.rows(*_in_one_dtype(Q, K, V)),
+        # Re-entrant checkpointing runs a layer twice, and both passes must run the same kernel.
+        trains=trains(context),
+        **call.options,
+        backend=_backends(call.preferred),
     )
-    if info is not None:  # [bsz * q_len, heads, value_dim]
-        out = out.reshape(context.bsz, context.q_len, context.n_heads, V.shape[3])
-    return out if out.dtype == Q.dtype else out.to(Q.dtype)
+    return call.split(out).to(Q.dtype)  # type: ignore[no-any-return]
 
 
-def _cast_to_half(*tensors: Tensor) -> tuple[Tensor, ...]:
+def _in_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Returns Q, K, V with float32 cast to the others' half dtype; unchanged under autocast, which casts them later."""
+    if tensors[0].dtype == tensors[1].dtype == tensors[2].dtype:
+        return tensors
     half = computed_in(*map(dtype_name, tensors))
     if half is None or autocast_dtype(tensors[0].device) is not None:
         return tensors
@@ -152,26 +127,3 @@ def select_attention_backend(use_varlen: bool = False, dropout_p: float = 0.0) -
     Packed rows (``use_varlen``) without dropout prefer SDPA to xformers, if torch's own flash kernel runs here.
     """
     return choose_word(available_here(), use_varlen, dropout_p)
-
-
-def _attend_prefixes(
-    q: Tensor, k: Tensor, v: Tensor, request: UnslothRequest, context: AttentionContext, backend: Any
-) -> Tensor:
-    """Returns ``[bsz, len, heads, value_dim]``: each token attends to its own run and to its group's shared prefix."""
-    shared = shared_prefixes(request, context, _on_host)
-    out = attention_of_layer(
-        *(tensor.flatten(0, 1)[None] for tensor in (q, k, v)),  # [1, bsz * len, heads, head_dim]
-        trains=trains(context),
-        key_ranges=shared.key_ranges,
-        softcap=request.softcap,
-        scale=request.scale,
-        deterministic=request.deterministic,
-        invariant=request.invariant,
-        backend=backend,
-    )
-    return out[0].unflatten(0, q.shape[:2])  # type: ignore[no-any-return]
-
-
-def _on_host(labels: Any) -> Any:
-    """Returns token labels as a numpy array; waits for a GPU."""
-    return labels.cpu().numpy() if isinstance(labels, Tensor) else labels

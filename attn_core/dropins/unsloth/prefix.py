@@ -9,11 +9,11 @@ the end), with a ``signature`` that two layouts share only if they are equal.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -24,13 +24,6 @@ from attn_core.dropins.unsloth.request import UnslothRequest
 from attn_core.errors import ShapeError, SpecError
 
 NAME = "context.prefix_seg_info"
-
-
-class SharedPrefixes(NamedTuple):
-    """The key ranges, in numpy, and the most positions of a prefix together with its longest suffix."""
-
-    key_ranges: np.ndarray
-    longest: int
 
 
 def resolve_prefix_seg_info(kwargs: Mapping[str, Any], past_key_value: Any, attention_mask: Any) -> Any:
@@ -48,36 +41,25 @@ def resolve_prefix_seg_info(kwargs: Mapping[str, Any], past_key_value: Any, atte
     return info
 
 
-def shared_prefixes(
-    request: UnslothRequest, context: AttentionContext, read: Callable[[Any], np.ndarray]
-) -> SharedPrefixes:
-    """Returns the mask of ``context.prefix_seg_info``, cached by signature.
-
-    Args:
-        read: copies an array of labels to the host.
+def shared_prefixes(request: UnslothRequest, context: AttentionContext) -> np.ndarray:
+    """Returns the key ranges of ``context.prefix_seg_info``, cached by signature.
 
     Raises:
         SpecError, ShapeError: for options that shared prefixes do not support, and for invalid labels.
     """
     _refuse(request, context)
-    info, tokens = context.prefix_seg_info, context.bsz * context.q_len
-    signature = getattr(info, "signature", None)
-    layout = _Layout(signature, tokens, info, read)
-    try:
-        # Without a signature two different layouts would share a key, so nothing is cached.
-        prefixes = _read_layout.__wrapped__(layout) if signature is None else _read_layout(layout)
-    except TypeError as error:
-        if "unhashable" not in str(error):
-            raise
-        prefixes = _read_layout.__wrapped__(layout)
+    info = context.prefix_seg_info
+    layout = _Layout(getattr(info, "signature", None), context.bsz * context.q_len, info)
+    # Without a signature two different layouts would share a key, so nothing is cached.
+    key_ranges, longest = (_read_layout if layout.has_key else _read_layout.__wrapped__)(layout)
     left = request.window[0]
     # A window would count the tokens of other suffixes, so it is allowed only if it hides nothing.
-    if left is not None and left + 1 < prefixes.longest:
+    if left is not None and left + 1 < longest:
         raise SpecError(
-            f"window of {left + 1} keys: expected {prefixes.longest} or more with {NAME}, because its longest prefix "
+            f"window of {left + 1} keys: expected {longest} or more with {NAME}, because its longest prefix "
             "and suffix have that many tokens together; or pass no window"
         )
-    return prefixes
+    return key_ranges
 
 
 def _refuse(request: UnslothRequest, context: AttentionContext) -> None:
@@ -110,17 +92,29 @@ class _Layout:
     signature: Any
     tokens: int
     info: Any = field(compare=False)
-    read: Callable[[Any], np.ndarray] = field(compare=False)
+
+    @property
+    def has_key(self) -> bool:
+        try:
+            hash(self.signature)
+        except TypeError:
+            return False
+        return self.signature is not None
 
 
 @lru_cache(maxsize=16)
-def _read_layout(layout: _Layout) -> SharedPrefixes:
-    """Reads the labels of a layout and returns its mask. Raises ShapeError or SpecError for invalid labels."""
+def _read_layout(layout: _Layout) -> tuple[np.ndarray, int]:
+    """Reads the labels of a layout: its key ranges, and the most positions of a prefix with its longest suffix.
+
+    Raises:
+        ShapeError, SpecError: for invalid labels.
+    """
     info, tokens = layout.info, layout.tokens
     labels = []
     for name in ("group_of_kv", "is_prefix", "suffix_of_kv"):
         # The labels may be padded at the end: only the labels of the call's tokens count.
-        values = np.asarray(layout.read(getattr(info, name)))
+        values = getattr(info, name)
+        values = np.asarray(values.cpu() if hasattr(values, "cpu") else values)  # a tensor on a GPU is waited for
         if values.ndim != 1 or len(values) < tokens:
             raise ShapeError(f"{NAME}.{name}: expected a label for each of {tokens} tokens, got {list(values.shape)}")
         labels.append(values[:tokens].tolist())
@@ -144,4 +138,4 @@ def _read_layout(layout: _Layout) -> SharedPrefixes:
         prefixes.append(group_runs[0][1] if group_runs[0][0] is None else 0)
         suffixes.append([length for name, length in group_runs if name is not None])
     longest = max((prefix + max(rest, default=0) for prefix, rest in zip(prefixes, suffixes)), default=0)
-    return SharedPrefixes(masks.shared_prefix(prefixes, suffixes), longest)
+    return masks.shared_prefix(prefixes, suffixes), longest

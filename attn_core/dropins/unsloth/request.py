@@ -7,7 +7,6 @@ lists our choices. This file has no tensor operations: the frontends turn an ``U
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -228,11 +227,8 @@ def _window(
     return (keys - 1, 0)
 
 
-def split_mask(request: UnslothRequest, context: AttentionContext, to_bool: Callable[[Any], Any]) -> tuple[Any, Any]:
+def split_mask(request: UnslothRequest, context: AttentionContext) -> tuple[Any, Any]:
     """Returns Unsloth's mask as (bool mask, additive bias) of four axes. See ``UnslothRequest.mask`` for its ranks.
-
-    Args:
-        to_bool: returns an array of True where an array is not 0.
 
     Raises:
         ShapeError, DTypeError: for a mask that is not a mask of keys, bool, or float.
@@ -242,7 +238,7 @@ def split_mask(request: UnslothRequest, context: AttentionContext, to_bool: Call
         return None, None
     _check_mask(request, context)
     if request.keep:
-        keys = to_bool(mask)
+        keys = mask != 0
         if context.seq_info is not None or request.documents is not None:  # rows are laid end to end, so their keys are
             keys = keys.reshape(1, -1)
         return keys[:, None, None, :], None
