@@ -19,9 +19,9 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
+from attn_core.call.arguments import ArrayFacts, check_qkv
 from attn_core.call.options import check_flag, check_number, requested_names
 from attn_core.call.seq_info import is_host_int
-from attn_core.call.spec import DTYPES
 from attn_core.errors import DTypeError, ShapeError, SpecError, shown
 from jax_frontend.attention import attention
 from jax_frontend.bridge.forked import check_process
@@ -125,7 +125,8 @@ def dot_product_attention(
     shape = query.shape  # if query has no batch axis, neither has the result
     query, key, value = (_with_batch(name, array) for name, array in zip(arrays, (query, key, value), strict=True))
     # Before attention checks them, because its errors would name q, k and v.
-    _check_together(query, key, value)
+    q, k, v = (ArrayFacts(array.shape, str(array.dtype), "") for array in (query, key, value))
+    check_qkv(q, k, v, names=("query", "key", "value"))
     queries_inside = _inside("query_seq_lengths", query_seq_lengths, query)
     keys_inside = _inside("key_value_seq_lengths", key_value_seq_lengths, key)
     if is_causal and query_seq_lengths is key_value_seq_lengths:
@@ -169,30 +170,6 @@ def _with_batch(name: str, array: Array) -> Array:
             f"{name}: expected [batch, length, heads, head_dim] or [length, heads, head_dim], got {list(array.shape)}"
         )
     return array if array.ndim == 4 else array[None]  # [length, heads, dim] -> [1, length, heads, dim]
-
-
-def _check_together(query: Array, key: Array, value: Array) -> None:
-    """Checks that query, key and value fit each other; the errors use the argument names of jax.nn."""
-    if str(query.dtype) not in DTYPES:
-        raise DTypeError(f"query: expected one of {', '.join(DTYPES)}, got {query.dtype}; cast it")
-    heads, kv_heads = query.shape[2], key.shape[2]
-    for name, array in (("key", key), ("value", value)):
-        if array.dtype != query.dtype:
-            raise DTypeError(
-                f"{name}: expected the dtype of query ({query.dtype}), got {array.dtype}; cast them to one"
-            )
-        if array.shape[0] != query.shape[0]:
-            raise ShapeError(
-                f"{name}: expected the batch of query ({query.shape[0]}), got {array.shape[0]}; nothing is broadcast"
-            )
-    if key.shape[3] != query.shape[3]:
-        raise ShapeError(f"key: expected the head_dim of query ({query.shape[3]}), got {key.shape[3]}")
-    if value.shape[1:3] != key.shape[1:3]:
-        raise ShapeError(
-            f"value: expected the length and heads of key {list(key.shape[1:3])}, got {list(value.shape[1:3])}"
-        )
-    if kv_heads == 0 or heads % kv_heads:
-        raise ShapeError(f"key: expected kv heads that divide the {heads} heads of query, got {kv_heads}")
 
 
 def _inside(name: str, lengths: Any, tokens: Array) -> Array | None:

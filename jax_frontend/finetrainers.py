@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from attn_core.call.options import check_flag
 from attn_core.call.seq_info import SeqInfo
 from attn_core.dropins import finetrainers
 from attn_core.dropins.finetrainers import FLASH_VARLEN, KERNELS, NATIVE, VARLEN, AttentionProvider
 from attn_core.dropins.finetrainers_call import (
+    Attend,
     DispatchCall,
     HostOptions,
+    Results,
     attention_with,
-    check_alignment,
-    check_arrays,
-    check_heads,
+    check_operands,
     check_unmasked,
-    cut_keys,
     interpret,
     key_mask,
+    run_dense,
+    run_documents,
+    run_visible_keys,
     with_mask_axes,
     with_positive_scale,
 )
@@ -38,11 +39,6 @@ from jax_frontend.dispatch.plan import check_array
 __all__ = ["AttentionProvider", "attention_dispatch", "attention_provider", "list_providers"]
 
 Array = jax.Array
-Results = tuple[Array, Array | None]
-"""The output and, if requested, the log-sum-exp."""
-Attend = Callable[..., Results]
-"""``attention`` with the options of a call: (q, k, v, causal=, ...) -> Results."""
-
 # Besides the context of use_backend, because flash and flash_varlen have the same backends but read masks differently.
 _traced_under = jax.make_user_context(default_value=None)
 
@@ -133,8 +129,7 @@ def attention_dispatch(
         if array is not None or name != "attn_mask":
             check_array(name, array)
     call = DispatchCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    check_arrays(call, (2, 3, 4) if provider is NATIVE and not attention_kwargs else (4,))
-    check_heads(call)
+    check_operands(call, (2, 3, 4) if provider is NATIVE and not attention_kwargs else (4,))
     options = interpret(provider, attention_kwargs)
     if attn_mask is not None:
         call = call._replace(attn_mask=with_mask_axes(provider, query, key, attn_mask))
@@ -142,79 +137,30 @@ def attention_dispatch(
     names = override.requested() or KERNELS[provider] or None
     attend = attention_with(attention, call, options, names, dropout_rng=dropout_rng)
     if options.documents is not None:
-        results = _run_documents(call, options.documents, attend)
+        results = run_documents(attend, call, _checked_offsets(call, options.documents))
     elif attn_mask is not None and provider in VARLEN:
         results = _run_key_mask(provider, call, options, attend)
     else:
-        results = _run_dense(call, options, attend)
+        results = run_dense(attend, call, options)
     return results if options.return_lse else results[0]
 
 
-def _run_dense(call: DispatchCall, options: HostOptions, attend: Attend) -> Results:
-    """Runs rows without documents: ``[batch, heads, q_len, value_dim]``, or fewer axes as in query."""
-    query, key, value, mask = call[:4]
-    q_len, kv_len = query.shape[-2], key.shape[-2]
-    if call.is_causal and q_len != kv_len:
-        check_alignment(options, q_len, kv_len)
-        if kv_len > q_len:
-            # No query sees a key behind its own place. Without these keys both alignments are the same.
-            key, value, mask = cut_keys(q_len, key, value, mask)
-    missing = 4 - query.ndim
-    if missing:  # axes of 1 in front
-        query, key, value = (array[(None,) * missing] for array in (query, key, value))
-    added = mask is not None and mask.dtype != jnp.bool_
-    out, lse = attend(
-        *(array.swapaxes(1, 2) for array in (query, key, value)),  # [batch, heads, len, ..] -> [batch, len, heads, ..]
-        causal=call.is_causal,
-        alignment="bottom_right" if options.anchored else "top_left",
-        mask=None if added else mask,
-        bias=mask if added else None,
-    )
-    out = out.swapaxes(1, 2)
-    return out[(0,) * missing] if missing else out, lse
-
-
-def _run_documents(call: DispatchCall, info: SeqInfo, attend: Attend) -> Results:
-    """Runs packed documents of the rows laid end to end; causal and windows align at each document's last key."""
+def _checked_offsets(call: DispatchCall, info: SeqInfo) -> SeqInfo:
     check_unmasked(call)
     for side, offsets in (("q", info.cu_seqlens_q), ("k", info.cu_seqlens_k)):
         check_array(f"attention_kwargs['cu_seqlens_{side}']", offsets)
     queries, keys = (jnp.asarray(offsets, jnp.int32) for offsets in (info.cu_seqlens_q, info.cu_seqlens_k))
-    info = SeqInfo(queries, keys, info.max_len_q, info.max_len_k)
-    rows = [array.swapaxes(1, 2) for array in call[:3]]  # [batch, len, heads, head_dim]
-    return _attend_end_to_end(attend, rows, causal=call.is_causal, seq_info=info)
+    return SeqInfo(queries, keys, info.max_len_q, info.max_len_k)
 
 
 def _run_key_mask(provider: AttentionProvider, call: DispatchCall, options: HostOptions, attend: Attend) -> Results:
     """Runs a varlen provider's mask of keys.
 
-    flash_varlen packs: a row's visible keys become a document with all of the row's queries, and its hidden keys a
-    document without queries. No size depends on the mask's values, so the mask may be traced. A causal call needs the
-    values to cut its documents, and sage has no documents: their kernels get the mask as a mask.
+    flash_varlen packs the visible keys. A causal call needs the mask's values to cut its documents, and sage has no
+    documents: their kernels get the mask as a mask.
     """
     keep = key_mask(provider, call, options, call.attn_mask)
     keep = jnp.broadcast_to(keep, (call.key.shape[0], call.key.shape[2]))  # [batch, kv_len]
     if provider is not FLASH_VARLEN or call.is_causal:
-        return _run_dense(call._replace(attn_mask=keep[:, None, None, :]), options, attend)
-    q, k, v = (array.swapaxes(1, 2) for array in call[:3])  # [batch, len, heads, head_dim]
-    (batch, q_len), kv_len = q.shape[:2], k.shape[1]
-    # Stable, so that visible keys keep their order.
-    visible_first = jnp.argsort(~keep, axis=1, stable=True)[:, :, None, None]  # [batch, kv_len, 1, 1]
-    visible = keep.sum(axis=1)
-    lengths_k = jnp.stack((visible, kv_len - visible), axis=1)  # [batch, 2]
-    # 0, q_len, q_len, 2 * q_len, ...: every second document, of hidden keys, has no queries.
-    ends_q = (np.arange(2 * batch + 1) + 1) // 2 * q_len
-    ends_k = jnp.concatenate((jnp.zeros(1, jnp.int32), jnp.cumsum(lengths_k.reshape(-1), dtype=jnp.int32)))
-    info = SeqInfo(jnp.asarray(ends_q, jnp.int32), ends_k, q_len, kv_len)
-    # A kernel's last tile may reach into the next document, where 0 * NaN of padding is NaN. So hidden keys become 0.
-    is_visible = jnp.take_along_axis(keep[:, :, None, None], visible_first, axis=1)
-    k, v = (jnp.where(is_visible, jnp.take_along_axis(array, visible_first, axis=1), 0) for array in (k, v))
-    return _attend_end_to_end(attend, [q, k, v], causal=False, seq_info=info)
-
-
-def _attend_end_to_end(attend: Attend, rows: list[Array], **form: Any) -> Results:
-    """Runs rows ``[batch, len, heads, head_dim]`` as one packed row; the results have the axes of a dense call."""
-    batch, q_len, heads = rows[0].shape[:3]
-    out, lse = attend(*(array.reshape(-1, *array.shape[2:]) for array in rows), **form)
-    out = out.reshape(batch, q_len, heads, out.shape[-1]).swapaxes(1, 2)
-    return out, None if lse is None else lse.reshape(heads, batch, q_len).swapaxes(0, 1)
+        return run_dense(attend, call._replace(attn_mask=keep[:, None, None, :]), options)
+    return run_visible_keys(attend, call, keep, jnp, lambda array, places: jnp.take(array, places, axis=0))

@@ -80,7 +80,7 @@ def build_spec(
     _check_devices(arrays)
     _check_dtypes(arrays)
     q, k, v = _rows(arrays, packed)
-    _check_qkv(q, k, v)
+    _check_shapes(q, k, v)
     batch, q_len, num_heads, head_dim = q
     for name, facts in (("mask", arrays.mask), ("bias", arrays.bias)):
         if facts is not None:
@@ -137,13 +137,7 @@ def _check_devices(arrays: Arrays) -> None:
 
 def _check_dtypes(arrays: Arrays) -> None:
     named = {name: facts.dtype for name, facts in zip(Arrays._fields, arrays, strict=True) if facts is not None}
-    if named["q"] not in DTYPES:
-        raise DTypeError(f"q: expected one of {', '.join(DTYPES)}, got {named['q']}; cast q, k and v to one of them")
-    for name in ("k", "v"):
-        if named[name] != named["q"]:
-            raise DTypeError(
-                f"{name}: expected the dtype of q, got q {named['q']}, k {named['k']}, v {named['v']}; cast them to one"
-            )
+    _check_one_dtype(named["q"], named["k"], named["v"])
     # Casting would be a guess: an additive mask has 0 where a key is visible, a 0/1 mask where it is hidden.
     if named.get("mask", "bool") != "bool":
         raise DTypeError(
@@ -183,8 +177,37 @@ def _rows(arrays: Arrays, packed: bool) -> list[tuple[int, ...]]:
     return [shape if len(shape) == 4 else (1, *shape) for shape in (arrays.q.shape, arrays.k.shape, arrays.v.shape)]
 
 
-def _check_qkv(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> None:
-    for name, shape in (("q", q), ("k", k), ("v", v)):
+QKV = ("q", "k", "v")
+
+
+def check_qkv(q: ArrayFacts, k: ArrayFacts, v: ArrayFacts, names: tuple[str, str, str] = QKV) -> None:
+    """Checks q, k and v of a dense call against each other, for a host that must use their sizes before ``attention``.
+
+    Args:
+        q, k, v: with shapes ``[batch, seq, heads, dim]``.
+        names: what the host calls them.
+
+    Raises:
+        DTypeError, ShapeError: naming the one that does not fit.
+    """
+    _check_one_dtype(q.dtype, k.dtype, v.dtype, names)
+    _check_shapes(q.shape, k.shape, v.shape, names)
+
+
+def _check_one_dtype(q: str, k: str, v: str, names: tuple[str, str, str] = QKV) -> None:
+    if q not in DTYPES:
+        every = f"{names[0]}, {names[1]} and {names[2]}"
+        raise DTypeError(f"{names[0]}: expected one of {', '.join(DTYPES)}, got {q}; cast {every} to one of them")
+    for name, dtype in zip(names, (q, k, v), strict=True):
+        if dtype != q:
+            found = ", ".join(f"{each} {got}" for each, got in zip(names, (q, k, v), strict=True))
+            raise DTypeError(f"{name}: expected the dtype of {names[0]}, got {found}; cast them to one")
+
+
+def _check_shapes(
+    q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], names: tuple[str, str, str] = QKV
+) -> None:
+    for name, shape in zip(names, (q, k, v), strict=True):
         # The checks below compare these numbers and the spec divides by them, which a symbol does not allow.
         if not (is_number(shape[2]) and is_number(shape[3])):
             raise ShapeError(
@@ -193,18 +216,25 @@ def _check_qkv(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> No
             )
         if shape[2] < 1 or shape[3] < 1:
             raise ShapeError(f"{name}: expected at least one head and one channel, got shape {list(shape)}")
-    for name, shape in (("k", k), ("v", v)):
+    of_q, of_k, of_v = names
+    for name, shape in ((of_k, k), (of_v, v)):
         if shape[0] != q[0]:
             raise ShapeError(
-                f"{name}: expected the batch of q ({q[0]}), got {shape[0]}; expand {name}, as it does not broadcast"
+                f"{name}: expected the batch of {of_q} ({q[0]}), got {shape[0]}; expand {name}, as it does not "
+                "broadcast"
             )
     if k[3] != q[3]:
-        raise ShapeError(f"k: expected the head_dim of q ({q[3]}), got {k[3]}, because a score is their dot product")
+        raise ShapeError(
+            f"{of_k}: expected the head_dim of {of_q} ({q[3]}), got {k[3]}, because a score is their dot product"
+        )
     for axis, what in ((1, "length"), (2, "heads")):
         if v[axis] != k[axis]:
-            raise ShapeError(f"v: expected the {what} of k ({k[axis]}), got {v[axis]}; each key has one value")
-    if q[2] % k[2] and fits_heads_first(q, k):
-        raise ShapeError(f"k: expected kv heads that divide the {q[2]} query heads, got {k[2]}; {HINT}")
+            raise ShapeError(
+                f"{of_v}: expected the {what} of {of_k} ({k[axis]}), got {v[axis]}; each key has one value"
+            )
+    hint = f"; {HINT}" if names is QKV else ""
+    if q[2] % k[2] and (not hint or fits_heads_first(q, k)):
+        raise ShapeError(f"{of_k}: expected kv heads that divide the {q[2]} query heads, got {k[2]}{hint}")
 
 
 def _text_of(shape: tuple[int, ...]) -> str:

@@ -1,6 +1,6 @@
-"""A call of Finetrainers' ``attention_dispatch`` and its checks and rewrites that need no framework.
+"""A call of Finetrainers' ``attention_dispatch``: its checks, and what it is as calls of ``attention``.
 
-Arrays are torch tensors or JAX arrays: everything here uses only their shapes, their dtypes, indexing and products.
+Arrays are torch tensors or JAX arrays: everything here uses only what both have.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from attn_core.call.arguments import ArrayFacts, check_qkv
 from attn_core.call.options import check_flag
 from attn_core.call.seq_info import SeqInfo, is_host_int
 from attn_core.call.tensors import dtype_name
@@ -29,23 +30,27 @@ class DispatchCall(NamedTuple):
     enable_gqa: bool
 
 
+Results = tuple[Any, Any]
+"""The output, and the log-sum-exp or None."""
+Attend = Callable[..., Results]
+"""``attention`` with the options of a call: (q, k, v, causal=, mask=, seq_info=, ...) -> Results."""
+
+
 def attention_with(
     attention: Callable[..., Any],
     call: DispatchCall,
     options: HostOptions,
     names: tuple[str, ...] | None,
     **frontend_options: Any,
-) -> Callable[..., tuple[Any, Any]]:
+) -> Attend:
     """Returns a frontend's ``attention`` with the options that every form of the call shares.
-
-    The returned function takes q, k, v and the other options. It returns (out, lse); lse is None unless requested.
 
     Args:
         names: the backends that may run the call; None for automatic choice.
         frontend_options: options that only this frontend has.
     """
 
-    def attend(q: Any, k: Any, v: Any, **form: Any) -> tuple[Any, Any]:
+    def attend(q: Any, k: Any, v: Any, **form: Any) -> Results:
         results = attention(
             q,
             k,
@@ -66,7 +71,100 @@ def attention_with(
     return attend
 
 
-def check_arrays(call: DispatchCall, ranks: tuple[int, ...] = (4,), *, any_dtypes: bool = False) -> None:
+def run_dense(
+    attend: Attend,
+    call: DispatchCall,
+    options: HostOptions,
+    smaller: Callable[[Any, Any], Any] | None = None,
+    **form: Any,
+) -> Results:
+    """Runs rows without documents: ``[batch, heads, q_len, value_dim]``, or fewer axes as in query.
+
+    Args:
+        smaller: a function for the smaller of two lengths that may be symbols, which cannot be compared. None compares.
+        form: further options of ``attention``.
+    """
+    query, key, value, mask = call[:4]
+    q_len, kv_len = query.shape[-2], key.shape[-2]
+    # No query sees a key behind its own place. Without these keys both alignments are the same.
+    if call.is_causal and smaller is not None:  # in compiled code, which has no attention_kwargs
+        key, value, mask = cut_keys(smaller(q_len, kv_len), key, value, mask)
+    elif call.is_causal and q_len != kv_len:
+        check_alignment(options, q_len, kv_len)
+        if kv_len > q_len:
+            key, value, mask = cut_keys(q_len, key, value, mask)
+    missing = 4 - query.ndim
+    if missing:  # axes of 1 in front
+        query, key, value = (array[(None,) * missing] for array in (query, key, value))
+    added = mask is not None and dtype_name(mask) != "bool"
+    out, lse = attend(
+        query.swapaxes(1, 2),  # [batch, heads, len, head_dim] -> [batch, len, heads, head_dim]
+        key.swapaxes(1, 2),
+        value.swapaxes(1, 2),
+        causal=call.is_causal,
+        alignment="bottom_right" if options.anchored else "top_left",
+        mask=None if added else mask,
+        bias=mask if added else None,
+        **form,
+    )
+    out = out.swapaxes(1, 2)
+    return out[(0,) * missing] if missing else out, lse
+
+
+def run_documents(attend: Attend, call: DispatchCall, info: SeqInfo) -> Results:
+    """Runs packed documents of the rows laid end to end; causal and windows align at each document's last key."""
+    rows = [array.swapaxes(1, 2) for array in call[:3]]  # [batch, len, heads, head_dim]
+    return split_rows(attend(*map(joined, rows), causal=call.is_causal, seq_info=info), rows[0])
+
+
+def run_visible_keys(
+    attend: Attend, call: DispatchCall, keep: Any, xp: Any, take: Callable[[Any, Any], Any]
+) -> Results:
+    """Runs a mask of keys in one packed call, without reading the mask on the host.
+
+    A row's visible keys become a document with all of the row's queries, and its hidden keys a document without
+    queries. So no size depends on the mask's values, which may be traced.
+
+    Args:
+        keep: bool ``[batch, kv_len]``.
+        xp: torch or jax.numpy.
+        take: returns the elements of an array's first axis at indices.
+    """
+    q, k, v = (array.swapaxes(1, 2) for array in call[:3])  # [batch, len, heads, head_dim]
+    q_len, kv_len = q.shape[1], k.shape[1]
+    visible = keep.sum(axis=1)  # [batch]
+    every, none = visible * 0 + kv_len, visible * 0
+    # Stable, so that visible keys keep their order and every run sums them alike.
+    order = xp.argsort(~keep, axis=1, stable=True) + (xp.cumsum(every, axis=0) - kv_len)[:, None]
+    order = order.reshape(-1)  # [batch * kv_len], in the rows laid end to end
+
+    def offsets_of(*lengths: Any) -> Any:  # of two documents in each row: int32 [2 * batch + 1]
+        ends = xp.cumsum(xp.stack(lengths, axis=1).reshape(-1), axis=0, dtype=xp.int32)
+        return xp.concatenate((ends[:1] * 0, ends))
+
+    info = SeqInfo(offsets_of(none + q_len, none), offsets_of(visible, every - visible), q_len, kv_len)
+    # A kernel's last tile may reach into the next document, where 0 * NaN of padding is NaN. So hidden keys become 0.
+    is_visible = take(keep.reshape(-1), order)[:, None, None]
+    k, v = (xp.where(is_visible, take(joined(array), order), 0) for array in (k, v))
+    return split_rows(attend(joined(q), k, v, causal=False, seq_info=info), q)
+
+
+def joined(rows: Any) -> Any:
+    """Lays the rows of a batch ``[batch, len, ...]`` end to end."""
+    return rows.reshape(-1, *rows.shape[2:])
+
+
+def split_rows(results: Results, q: Any) -> Results:
+    """Reshapes ``[batch * q_len, heads, dim]`` to ``[batch, heads, q_len, dim]``; the log-sum-exp has no dim."""
+    (out, lse), rows = results, tuple(q.shape[:2])
+    out = out.reshape(*rows, *out.shape[1:]).swapaxes(1, 2)
+    return out, None if lse is None else lse.reshape(-1, *rows).swapaxes(0, 1)
+
+
+NAMES = ("query", "key", "value")
+
+
+def check_operands(call: DispatchCall, ranks: tuple[int, ...] = (4,), *, any_dtypes: bool = False) -> None:
     """Checks query, key and value against each other; errors name them as the host does.
 
     Args:
@@ -74,21 +172,18 @@ def check_arrays(call: DispatchCall, ranks: tuple[int, ...] = (4,), *, any_dtype
         any_dtypes: whether their dtypes may differ, because autocast makes them equal.
 
     Raises:
-        ShapeError, DTypeError: naming the array and what was expected.
+        ShapeError, DTypeError, SpecError: naming the array and what was expected.
     """
-    query, key, value = call[:3]
-    for name, array in (("query", query), ("key", key), ("value", value)):
-        if array.ndim not in ranks or array.ndim != query.ndim:
+    for name, array in zip(NAMES, call[:3], strict=True):
+        if array.ndim not in ranks or array.ndim != call.query.ndim:
             raise ShapeError(f"{name}: expected [batch, heads, len, head_dim], got {list(array.shape)}")
-        if array.shape[:-3] != query.shape[:-3]:
-            raise ShapeError(f"{name}: expected the batch of query ({query.shape[0]}), got {array.shape[0]}")
-        if array.dtype != query.dtype and not any_dtypes:
-            raise DTypeError(f"{name}: expected the dtype of query ({query.dtype}), got {array.dtype}; cast it")
-    if key.shape[-1] != query.shape[-1]:
-        raise ShapeError(f"key: expected the head_dim of query ({query.shape[-1]}), got {key.shape[-1]}")
-    if value.shape[:-1] != key.shape[:-1]:
-        expected, got = list(key.shape[-3:-1]), list(value.shape[-3:-1])
-        raise ShapeError(f"value: expected the heads and length of key {expected}, got {got}")
+    check_heads(call)
+    facts = []
+    for array in call[:3]:
+        batch, heads, length, dim = (1,) * (4 - array.ndim) + tuple(array.shape)
+        facts.append(ArrayFacts((batch, length, heads, dim), dtype_name(call.query if any_dtypes else array), ""))
+    q, k, v = facts
+    check_qkv(q, k, v, names=NAMES)
 
 
 def check_heads(call: DispatchCall) -> None:

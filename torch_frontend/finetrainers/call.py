@@ -5,7 +5,6 @@ Apart from dispatch.py, which runs simple calls at once. Kernels without masks r
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,16 +14,21 @@ from attn_core.call.offset_checks import check_cu_seqlens
 from attn_core.call.seq_info import SeqInfo
 from attn_core.dropins.finetrainers import FLASH_VARLEN, KERNELS, SAGE_VARLEN, VARLEN, AttentionProvider
 from attn_core.dropins.finetrainers_call import (
+    NAMES,
+    Attend,
     DispatchCall,
     HostOptions,
+    Results,
     attention_with,
-    check_alignment,
-    check_arrays,
-    check_heads,
+    check_operands,
     check_unmasked,
-    cut_keys,
     interpret,
+    joined,
     key_mask,
+    run_dense,
+    run_documents,
+    run_visible_keys,
+    split_rows,
     with_mask_axes,
     with_positive_scale,
 )
@@ -34,114 +38,63 @@ from attn_core.selection import override
 from torch_frontend.attention import attention
 from torch_frontend.dispatch.autocast import autocast_dtype, in_autocast
 from torch_frontend.dispatch.block_masks import function_of, is_block_mask
-from torch_frontend.dispatch.plan import check_tensor, smaller
+from torch_frontend.dispatch.plan import check_tensor
 
 Tensor = torch.Tensor
-Results = tuple[Tensor, Tensor | None]
-"""The output and, if requested, the log-sum-exp."""
-Attend = Callable[..., Results]
-"""(q, k, v, causal=, seq_info=) -> (out, lse) on the requested kernel; lse is None unless requested."""
 
 
 def run_on_provider(provider: AttentionProvider, call: DispatchCall, kwargs: dict[str, Any] | None) -> Any:
     """Runs a call on a provider's kernel, or raises with every reason against it."""
-    for name, tensor in (("query", call.query), ("key", call.key), ("value", call.value)):
-        check_tensor(name, tensor)
-    check_arrays(call, any_dtypes=autocast_dtype(call.query.device) is not None)
-    check_heads(call)
+    check_tensors(call)
     options = interpret(provider, kwargs)
     mask_mod = mask_function(provider, call.query, call.key, call.attn_mask)
     mask = None if mask_mod is not None else mask_tensor(provider, call.query, call.key, call.attn_mask)
     call = normalise(call._replace(attn_mask=mask))
-    names = override.requested() or KERNELS[provider] or None
+    attend = attention_with(attention, call, options, override.requested() or KERNELS[provider] or None)
     if options.documents is not None:
-        results = _run_documents(provider, call, options, options.documents, names)
+        results = _run_documents(provider, call, options.documents, attend)
     elif call.attn_mask is not None and provider in VARLEN:
-        results = _run_key_mask(provider, call, options, names)
+        results = _run_key_mask(provider, call, options, attend)
     else:
-        results = run_dense(call, options, names, mask_mod)
+        results = run_dense(attend, call, options, mask_mod=mask_mod)
     return results if options.return_lse else results[0]
 
 
-def run_dense(
-    call: DispatchCall, options: HostOptions, backend: tuple[str, ...] | None, mask_mod: TracedFunction | None = None
-) -> Results:
-    """Runs rows without documents: ``[batch, heads, q_len, value_dim]``, or fewer axes as in query."""
-    query, key, value, mask, causal = *call[:4], call.is_causal
-    q_len, kv_len = query.shape[-2], key.shape[-2]
-    if causal and torch.compiler.is_compiling():  # no comparison of symbols; attention_kwargs are not compiled
-        key, value, mask = cut_keys(smaller(q_len, kv_len), key, value, mask)
-    elif causal and q_len != kv_len:
-        check_alignment(options, q_len, kv_len)
-        # No query sees a key behind its own place, so kernels need not be able to align top left.
-        if kv_len > q_len:
-            key, value, mask = cut_keys(q_len, key, value, mask)
-    missing = 4 - query.dim()
-    if missing:  # axes of 1 in front
-        query, key, value = (tensor[(None,) * missing] for tensor in (query, key, value))
-    added = mask is not None and mask.dtype != torch.bool
-    out, lse = attention_with(attention, call, options, backend)(
-        query.transpose(1, 2),  # [batch, heads, len, head_dim] -> [batch, len, heads, head_dim]
-        key.transpose(1, 2),
-        value.transpose(1, 2),
-        causal=causal,
-        alignment="bottom_right" if options.anchored else "top_left",
-        mask=None if added else mask,
-        mask_mod=mask_mod,
-        bias=mask if added else None,
-    )
-    out = out.transpose(1, 2)
-    return out[(0,) * missing] if missing else out, lse
+def check_tensors(call: DispatchCall) -> None:
+    """Raises TypeError, SpecError or one of its subclasses for query, key and value."""
+    for name, tensor in zip(NAMES, call[:3], strict=True):
+        check_tensor(name, tensor)
+    check_operands(call, any_dtypes=autocast_dtype(call.query.device) is not None)
 
 
-def _run_key_mask(
-    provider: AttentionProvider, call: DispatchCall, options: HostOptions, names: tuple[str, ...] | None
-) -> Results:
+def _run_key_mask(provider: AttentionProvider, call: DispatchCall, options: HostOptions, attend: Attend) -> Results:
     """Runs a varlen provider's mask of keys: packs the visible keys of each row."""
     keep = key_mask(provider, call, options, without_copies(call.attn_mask))
     keep = keep.expand(call.key.shape[0], call.key.shape[2])  # [batch, kv_len]
-    q, k, v = (tensor.transpose(1, 2) for tensor in call[:3])  # [batch, len, heads, head_dim]
-    attend = attention_with(attention, call, options, names)
     if provider is FLASH_VARLEN and not call.is_causal:
-        out, lse = attend_to_kept_keys(attend, q, k, v, keep)
-        return out.transpose(1, 2), lse
+        return run_visible_keys(attend, call, keep, torch, lambda tensor, places: tensor.index_select(0, places))
     # The positions of the documents depend on the mask's values, so this waits for the device.
-    documents = kept_documents(keep.cpu().numpy(), q.shape[1], call.is_causal)
-    results = attend_documents(attend, *_join_rows(q, k, v), documents, packed=provider is FLASH_VARLEN)
-    return _split_rows(results, q)
+    documents = kept_documents(keep.cpu().numpy(), call.query.shape[2], call.is_causal)
+    return attend_documents(attend, call, documents, packed=provider is FLASH_VARLEN)
 
 
-def _run_documents(
-    provider: AttentionProvider, call: DispatchCall, options: HostOptions, info: SeqInfo, names: tuple[str, ...] | None
-) -> Results:
-    """Runs packed documents of the rows laid end to end; causal and windows align at each document's last key."""
+def _run_documents(provider: AttentionProvider, call: DispatchCall, info: SeqInfo, attend: Attend) -> Results:
+    """Runs packed documents of the rows laid end to end."""
     check_unmasked(call)
     for side, offsets_of_side in (("q", info.cu_seqlens_q), ("k", info.cu_seqlens_k)):
         check_tensor(f"attention_kwargs['cu_seqlens_{side}']", offsets_of_side)
-    q, k, v = (tensor.transpose(1, 2) for tensor in call[:3])  # [batch, len, heads, head_dim]
-    queries = info.cu_seqlens_q.to(q.device, torch.int32)
-    keys = queries if info.cu_seqlens_k is info.cu_seqlens_q else info.cu_seqlens_k.to(q.device, torch.int32)
-    attend, rows = attention_with(attention, call, options, names), _join_rows(q, k, v)
+    queries = info.cu_seqlens_q.to(call.query.device, torch.int32)
+    same = info.cu_seqlens_k is info.cu_seqlens_q
+    keys = queries if same else info.cu_seqlens_k.to(call.query.device, torch.int32)
     if provider is not SAGE_VARLEN:
-        info = SeqInfo(queries, keys, info.max_len_q, info.max_len_k)
-        return _split_rows(attend(*rows, causal=call.is_causal, seq_info=info), q)
+        return run_documents(attend, call, SeqInfo(queries, keys, info.max_len_q, info.max_len_k))
     # SageAttention runs one call for each document, so their sizes must be on the host.
     offsets = [cu_seqlens.cpu().numpy() for cu_seqlens in (queries, keys)]
-    for side, cu_seqlens, part in zip("qk", offsets, rows[:2], strict=True):
-        check_cu_seqlens(cu_seqlens, getattr(info, f"max_len_{side}"), side=side, tokens=len(part))
+    for side, cu_seqlens, tensor in zip("qk", offsets, call[:2], strict=True):
+        tokens = tensor.shape[0] * tensor.shape[2]
+        check_cu_seqlens(cu_seqlens, getattr(info, f"max_len_{side}"), side=side, tokens=tokens)
     documents = offset_documents(offsets[0], offsets[1], call.is_causal)
-    return _split_rows(attend_documents(attend, *rows, documents, packed=False), q)
-
-
-def _join_rows(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Lays the rows of the batch end to end."""
-    return q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)  # [batch * len, heads, head_dim]
-
-
-def _split_rows(results: Results, q: Tensor) -> Results:
-    """Reshapes ``[batch * q_len, heads, dim]`` to ``[batch, heads, q_len, dim]``; the log-sum-exp has no dim."""
-    (out, lse), rows = results, tuple(q.shape[:2])
-    return out.unflatten(0, rows).transpose(1, 2), None if lse is None else lse.unflatten(1, rows).transpose(0, 1)
+    return attend_documents(attend, call, documents, packed=False)
 
 
 def normalise(call: DispatchCall) -> DispatchCall:
@@ -202,62 +155,19 @@ def without_copies(mask: Tensor) -> Tensor:
     return mask
 
 
-def attend_to_kept_keys(attend: Attend, q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Results:
-    """Computes attention to each row's visible keys in one packed call, without reading the mask on the host.
-
-    A row's visible keys become a document with all of the row's queries. Its hidden keys become a document without
-    queries, so that no size depends on the mask's values.
-
-    Args:
-        q: ``[batch, q_len, heads, head_dim]``; k, v: ``[batch, kv_len, kv_heads, ...]``.
-        keep: bool ``[batch, kv_len]``.
-
-    Returns:
-        ``[batch, q_len, heads, value_dim]`` and the log-sum-exp ``[batch, heads, q_len]``.
-    """
-    batch, q_len = q.shape[:2]
-    kv_len = k.shape[1]
-    # Stable, so that visible keys keep their order and every run sums them alike.
-    visible_first = torch.argsort(~keep, dim=1, stable=True)
-    rows = torch.arange(batch, device=keep.device)[:, None] * kv_len
-    order = (visible_first + rows).flatten()  # [batch * kv_len]
-    visible = keep.sum(dim=1)
-    lengths_k = torch.stack((visible, kv_len - visible), dim=1)
-    ends_q = (torch.arange(2 * batch + 1, dtype=torch.int32, device=keep.device) + 1) // 2 * q_len
-    info = SeqInfo(ends_q, _offsets(lengths_k), q_len, kv_len)
-    # A kernel's last tile may reach into the next document, where 0 * NaN of padding is NaN. So hidden keys become 0.
-    hidden = ~keep.flatten()[order][:, None, None]
-    k, v = (tensor.flatten(0, 1).index_select(0, order).masked_fill(hidden, 0) for tensor in (k, v))
-    out, lse = attend(q.flatten(0, 1), k, v, causal=False, seq_info=info)
-    rows_lse = None if lse is None else lse.unflatten(1, (batch, q_len)).transpose(0, 1)
-    return out.unflatten(0, (batch, q_len)), rows_lse
-
-
-def _offsets(lengths: Tensor) -> Tensor:
-    """Returns the int32 ``[1 + 2 * rows]`` offsets of lengths ``[rows, 2]``."""
-    ends = lengths.flatten().cumsum(0, dtype=torch.int32)
-    return torch.nn.functional.pad(ends, (1, 0))
-
-
-def attend_documents(
-    attend: Attend, q: Tensor, k: Tensor, v: Tensor, documents: list[Document], packed: bool
-) -> Results:
+def attend_documents(attend: Attend, call: DispatchCall, documents: list[Document], packed: bool) -> Results:
     """Computes attention of documents that are known on the host. Queries in no document get 0, and -inf as lse.
 
     Args:
-        q: ``[tokens, heads, head_dim]``; k and v likewise.
         packed: whether the kernel supports packed documents: then one call for all causal documents and one for the
             others, else a call for each.
-
-    Returns:
-        ``[tokens, heads, value_dim]`` and the log-sum-exp ``[heads, tokens]``.
     """
+    rows = [tensor.transpose(1, 2) for tensor in call[:3]]  # [batch, len, heads, head_dim]
+    q, k, v = map(joined, rows)
     groups = [[document] for document in documents]
     if packed:
         groups = [[each for each in documents if each.causal is causal] for causal in (True, False)]
-    outs: list[Tensor] = []
-    lses: list[Tensor] = []
-    rows: list[Tensor] = []
+    outs, lses, places = [], [], []
     for group in filter(None, groups):
         queries = _index([document.queries for document in group], q.device)
         keys = _index([document.keys for document in group], q.device)
@@ -265,14 +175,16 @@ def attend_documents(
         out, lse = _attend_group(attend, parts, group, packed)
         outs.append(out)
         lses += [] if lse is None else [lse]
-        rows.append(queries)
-    whole = q.new_zeros(*q.shape[:2], v.shape[2])
-    unseen = q.new_full(q.shape[1::-1], -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
-    if not outs:  # no query sees a key: connect the inputs, so that their gradients are 0 and not None
-        return whole + (q[:0].sum() + k[:0].sum() + v[:0].sum()), unseen
-    where = torch.cat(rows)
-    lse = unseen.index_copy(1, where, torch.cat(lses, dim=1)) if lses else None
-    return whole.index_copy(0, where, torch.cat(outs)), lse
+        places.append(queries)
+    out = q.new_zeros(*q.shape[:2], v.shape[2])
+    lse = q.new_full(q.shape[1::-1], -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
+    if outs:
+        where = torch.cat(places)
+        out = out.index_copy(0, where, torch.cat(outs))
+        lse = lse.index_copy(1, where, torch.cat(lses, dim=1)) if lses else None
+    else:  # no query sees a key: connect the inputs, so that their gradients are 0 and not None
+        out = out + (q[:0].sum() + k[:0].sum() + v[:0].sum())
+    return split_rows((out, lse), rows[0])
 
 
 def _attend_group(attend: Attend, parts: tuple[Tensor, ...], group: list[Document], packed: bool) -> Results:

@@ -19,14 +19,14 @@ from attn_core.call.kinds import check_kind
 from attn_core.call.options import check_flag, check_number
 from attn_core.dropins import finetrainers
 from attn_core.dropins.finetrainers import KERNELS, NATIVE, AttentionProvider
-from attn_core.dropins.finetrainers_call import DispatchCall, HostOptions, check_heads
+from attn_core.dropins.finetrainers_call import DispatchCall, HostOptions, attention_with, check_heads, run_dense
 from attn_core.errors import SpecError
 from attn_core.selection import NoBackendError, Target, override
 from torch_frontend.attention import attention
 from torch_frontend.backends import here
 from torch_frontend.dispatch import heads_first, sdpa_flags
 from torch_frontend.dispatch.after_import import after_import
-from torch_frontend.dispatch.plan import check_tensor
+from torch_frontend.dispatch.plan import check_tensor, smaller
 from torch_frontend.dispatch.tensor_kinds import (
     PLAIN,
     are_jit_traces_active,
@@ -37,7 +37,7 @@ from torch_frontend.dispatch.tensor_kinds import (
     torch_attention,
 )
 from torch_frontend.finetrainers import on_mesh
-from torch_frontend.finetrainers.call import normalise, run_dense, run_on_provider
+from torch_frontend.finetrainers.call import normalise, run_on_provider
 
 __all__ = ["AttentionProvider", "attention_dispatch", "attention_provider", "list_providers"]
 
@@ -195,7 +195,9 @@ def _run_as_torch(call: DispatchCall) -> Tensor:
     if _is_ours(call):
         try:
             check_heads(call)
-            return run_dense(normalise(call), _DEFAULTS, None)[0]
+            call_here = normalise(call)
+            attend = attention_with(attention, call_here, _DEFAULTS, None)
+            return run_dense(attend, call_here, _DEFAULTS, smaller if _is_compiling() else None)[0]
         except SpecError:  # torch's own function supports the call or raises its own error
             pass
         except NoBackendError as error:

@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from attn_core.dropins.finetrainers import KERNELS, AttentionProvider, SharedRows
-from attn_core.dropins.finetrainers_call import DispatchCall, check_arrays, check_heads, interpret, with_positive_scale
+from attn_core.dropins.finetrainers_call import DispatchCall, attention_with, interpret, with_positive_scale
 from attn_core.errors import SpecError
 from attn_core.selection import override
-from torch_frontend.dispatch.autocast import autocast_dtype
-from torch_frontend.dispatch.plan import check_tensor
+from torch_frontend.finetrainers.call import check_tensors
 
 
 def check_mesh(mesh: Any) -> None:
@@ -29,11 +28,8 @@ def run(shared: SharedRows, provider: AttentionProvider, call: DispatchCall, kwa
     """
     from torch_frontend.context_parallel.attention import context_parallel_attention
 
-    for name, tensor in zip(("query", "key", "value"), call, strict=False):
-        check_tensor(name, tensor)
+    check_tensors(call)
     options = interpret(provider, kwargs)
-    check_arrays(call, any_dtypes=autocast_dtype(call.query.device) is not None)
-    check_heads(call)
     if call.attn_mask is not None:
         raise SpecError("attn_mask: expected None with a mesh, because every rank would need another part of it")
     if options.documents is not None:
@@ -47,19 +43,9 @@ def run(shared: SharedRows, provider: AttentionProvider, call: DispatchCall, kwa
             "ring reads them in torch's head-and-tail order. torch_frontend.context_parallel_attention has layout="
         )
     call = with_positive_scale(call)
-    results: Any = context_parallel_attention(
-        *(tensor.transpose(1, 2) for tensor in call[:3]),  # [batch, heads, shard, dim] -> [batch, shard, heads, dim]
-        mesh=shared.mesh,
-        strategy=shared.strategy,
-        layout="contiguous",
-        window=options.window,
-        softcap=options.softcap,
-        scale=call.scale,
-        alibi_slopes=options.alibi_slopes,
-        dropout=call.dropout_p,
-        deterministic=options.deterministic,
-        backend=override.requested() or KERNELS[provider] or None,
-        return_lse=options.return_lse,
-    )
-    out, *lse = results if options.return_lse else (results,)
-    return (out.transpose(1, 2), *lse) if lse else out.transpose(1, 2)
+    names = override.requested() or KERNELS[provider] or None
+    over_ranks = {"mesh": shared.mesh, "strategy": shared.strategy, "layout": "contiguous"}
+    rows = [tensor.transpose(1, 2) for tensor in call[:3]]  # [batch, heads, shard, dim] -> [batch, shard, heads, dim]
+    out, lse = attention_with(context_parallel_attention, call, options, names, **over_ranks)(*rows)
+    out = out.transpose(1, 2)
+    return (out, lse) if options.return_lse else out
