@@ -9,9 +9,8 @@ attention backends cannot be extended, because it is a closed enumeration: docs/
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ import torch.nn.functional as functional
 from torch.jit._builtins import _register_builtin
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
-from attn_core.call.after_fork import free_in_children
+from torch_frontend.dispatch.replacement import Replacement
 from torch_frontend.dispatch.tensor_kinds import PLAIN
 from torch_frontend.finetrainers.dispatch import attention_dispatch
 
@@ -33,8 +32,7 @@ NAME = "scaled_dot_product_attention"
 _torch_attention = torch._C._nn.scaled_dot_product_attention
 
 
-@contextmanager
-def installed() -> Iterator[None]:
+def installed() -> AbstractContextManager[None]:
     """Replaces torch's own attention with ours in a block, in every thread and for every caller of that name.
 
     A module that imported the function by name (``from torch.nn.functional import scaled_dot_product_attention``, as
@@ -47,12 +45,7 @@ def installed() -> Iterator[None]:
         RuntimeError: if another library's function has replaced torch's at the start, or has replaced ours at the end.
             That function stays.
     """
-    holder = object()
-    try:  # around the change as well, because Ctrl-C may raise right after it
-        _place.hold(holder)
-        yield
-    finally:
-        _place.release(holder)
+    return _replacement.block()
 
 
 def install() -> None:
@@ -61,7 +54,7 @@ def install() -> None:
     Raises:
         RuntimeError: if another library's function has replaced torch's. That function stays.
     """
-    _place.hold(_PROCESS)
+    _replacement.install()
 
 
 def uninstall() -> None:
@@ -70,12 +63,12 @@ def uninstall() -> None:
     Raises:
         RuntimeError: if another library's function has replaced ours. That function stays.
     """
-    _place.release(_PROCESS)
+    _replacement.uninstall()
 
 
 def is_installed() -> bool:
     """Returns whether our attention currently replaces torch's own."""
-    return getattr(functional, NAME) is _attention
+    return _replacement.applied
 
 
 def _attention(
@@ -105,48 +98,29 @@ def _attention(
 _register_builtin(_attention, f"aten::{NAME}")  # so that torch.jit.script compiles it as torch's own
 
 
-class _Place:
-    """The public name in torch.nn.functional, the holders that need our attention there, and the function to restore.
+def _apply() -> Callable[[], None]:
+    before = getattr(functional, NAME)
+    if before not in (_torch_attention, attention_dispatch):
+        raise RuntimeError(
+            f"torch.nn.functional.{NAME}: expected torch's own function, found {_name_of(before)}; remove that first, "
+            "because it would have no effect"
+        )
+    setattr(functional, NAME, _attention)
 
-    One for the process, because the name is one for the process.
-    """
+    def restore() -> None:
+        current = getattr(functional, NAME)  # it may have been replaced again since
+        if current is _attention:
+            setattr(functional, NAME, before)
+        elif current not in (_torch_attention, attention_dispatch):
+            raise RuntimeError(
+                f"torch.nn.functional.{NAME}: expected the function that was installed, found {_name_of(current)} on "
+                "top of it; remove that, then call torch_frontend.diffusers.uninstall()"
+            )
 
-    def __init__(self) -> None:
-        self.lock = free_in_children(threading.Lock())
-        self.holders: set[object] = set()
-        self.before: Callable[..., Any] = _torch_attention
-
-    def hold(self, holder: object) -> None:
-        with self.lock:
-            current = getattr(functional, NAME)
-            if current is not _attention:
-                if current not in (_torch_attention, attention_dispatch):
-                    raise RuntimeError(
-                        f"torch.nn.functional.{NAME}: expected torch's own function, found {_name_of(current)}; remove "
-                        "that first, because it would have no effect"
-                    )
-                self.before = current
-                setattr(functional, NAME, _attention)
-            self.holders.add(holder)
-
-    def release(self, holder: object) -> None:
-        with self.lock:
-            was_holding = holder in self.holders
-            self.holders.discard(holder)
-            if self.holders:
-                return
-            current = getattr(functional, NAME)  # it may have been replaced again since
-            if current is _attention:
-                setattr(functional, NAME, self.before)
-            elif was_holding and current not in (_torch_attention, attention_dispatch):
-                raise RuntimeError(
-                    f"torch.nn.functional.{NAME}: expected the function that was installed, found "
-                    f"{_name_of(current)} on top of it; remove that, then call torch_frontend.diffusers.uninstall()"
-                )
+    return restore
 
 
-_PROCESS = object()  # the holder that install stands for
-_place = _Place()
+_replacement = Replacement(_apply, is_in_place=lambda: getattr(functional, NAME) is _attention)
 
 
 def _name_of(function: Any) -> str:

@@ -15,18 +15,20 @@ class Replacement:
     There should be one for the process, because what it replaces is one for the process.
 
     Args:
-        apply: replaces, and returns a function that restores. If it raises, nothing is held.
+        apply: replaces, and returns a function that restores. If it raises, nothing is held. If that function raises,
+            the next release calls it again.
+        is_in_place: whether the replacement is there now, for a place that others can change in between.
     """
 
-    def __init__(self, apply: Callable[[], Callable[[], None]]) -> None:
-        self._apply = apply
+    def __init__(self, apply: Callable[[], Callable[[], None]], is_in_place: Callable[[], bool] | None = None) -> None:
+        self._apply, self._is_in_place = apply, is_in_place
         self._restore: Callable[[], None] | None = None
         self._holders: set[object] = set()
         self._lock = free_in_children(threading.Lock())
 
     @property
     def applied(self) -> bool:
-        return bool(self._holders)
+        return bool(self._holders) if self._is_in_place is None else self._is_in_place()
 
     def install(self) -> None:
         """Holds it for the process. Idempotent."""
@@ -48,7 +50,7 @@ class Replacement:
 
     def _hold(self, holder: object) -> None:
         with self._lock:
-            if self._restore is None:
+            if self._restore is None or not self.applied:
                 self._restore = self._apply()
             self._holders.add(holder)
 
@@ -56,5 +58,5 @@ class Replacement:
         with self._lock:
             self._holders.discard(holder)
             if not self._holders and self._restore is not None:
-                restore, self._restore = self._restore, None
-                restore()
+                self._restore()
+                self._restore = None
