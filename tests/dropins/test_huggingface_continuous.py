@@ -177,7 +177,7 @@ def _without_flash() -> dict[str, Any]:
 
 
 def test_registration_is_undone_and_idempotent() -> None:
-    manager = continuous_batching._manager()
+    manager = continuous_batching.manager()
     wrapped = manager.switch_to_cb_friendly_attn
     huggingface.register()
     assert manager.switch_to_cb_friendly_attn is wrapped
@@ -252,7 +252,7 @@ def test_the_prefix_of_older_versions_is_refused_with_the_version() -> None:
 
 
 def test_a_version_that_cannot_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(continuous_batching, "_manager", lambda: None)
+    monkeypatch.setattr(continuous_batching, "manager", lambda: None)
     huggingface.register()  # nothing to wrap
     model = model_of("Llama")
     with pytest.raises(SpecError, match=rf"{transformers.__version__} cannot take it, versions from 5\.17 on do"):

@@ -1,7 +1,7 @@
 """transformers' continuous batching (``generate_batch``): attention of packed queries to keys in its paged cache.
 
-The manager refuses unknown names of attention, so ``register_manager`` wraps the method that checks them. Our names
-then stay on the model. ``cache.update`` writes the new keys and returns those of all sequences end to end, as for
+The manager refuses unknown names of attention, so ``register`` wraps the method that checks them. Our names then stay
+on the model. ``cache.update`` writes the new keys and returns those of all sequences end to end, as for
 transformers' own FlashAttention, and attention runs on packed documents.
 Upstream: ``ContinuousBatchingManager.switch_to_cb_friendly_attn`` and ``PagedAttentionCache.update``. In 5.17
 ``update`` takes indices and returns ``[tokens, kv_heads, dim]``; in 5.23 it takes all keywords of the layer and returns
@@ -11,8 +11,7 @@ Upstream: ``ContinuousBatchingManager.switch_to_cb_friendly_attn`` and ``PagedAt
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from functools import lru_cache, wraps
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -133,62 +132,21 @@ def take_keywords(others: dict[str, Any]) -> dict[str, Any]:
     return {name: others.pop(name) for name in (*OF_CACHE, *_OF_UPDATE) if name in others}
 
 
-# The manager
-
-
 def refuse_prefix(requested: str, name: str) -> None:
     """Raises SpecError for ``"paged|attn_core"``: what older versions call our name, or a prefix that is not needed."""
     import transformers
 
-    takes = "takes" if hasattr(_manager(), METHOD) else "cannot take"
+    takes = "takes" if hasattr(manager(), METHOD) else "cannot take"
     raise SpecError(
         f"attn_implementation={requested!r}: expected {name!r} without paged|; generate_batch of the installed "
         f"transformers {transformers.__version__} {takes} it, versions from 5.17 on do"
     )
 
 
-def _manager() -> Any:
+def manager() -> Any:
     """Returns the class that runs continuous batching; None in versions without it."""
     try:
         from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
     except ImportError:
         return None
     return ContinuousBatchingManager
-
-
-def register_manager(is_registered: Callable[[Any], bool]) -> None:
-    """Lets the manager keep attention that is ours. Idempotent; does nothing in versions without the method.
-
-    Args:
-        is_registered: whether an implementation is one of our names, and registered.
-    """
-    manager = _manager()
-    current = getattr(manager, METHOD, None)
-    if current is None or _is_ours(current):
-        return
-    setattr(manager, METHOD, _keeping_ours(current, is_registered))
-
-
-def unregister_manager() -> None:
-    """Undoes ``register_manager``, unless another library wrapped our wrapper, which then only passes calls on."""
-    manager = _manager()
-    current = getattr(manager, METHOD, None)
-    if current is not None and _is_ours(current):
-        setattr(manager, METHOD, current.__wrapped__)
-
-
-def _keeping_ours(original: Callable[..., None], is_registered: Callable[[Any], bool]) -> Any:
-    @wraps(original)
-    def switch(self: Any, model: Any, *arguments: Any, **keywords: Any) -> None:
-        if not is_registered(getattr(model.config, "_attn_implementation", None)):
-            original(self, model, *arguments, **keywords)
-
-    return switch
-
-
-def _is_ours(method: Any) -> bool:
-    """Returns whether this is our wrapper. Compares code, because ``wraps`` copies names and attributes to others."""
-    return getattr(method, "__code__", None) is _OUR_CODE
-
-
-_OUR_CODE = _keeping_ours(lambda *_: None, lambda _: False).__code__

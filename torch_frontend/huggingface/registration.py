@@ -19,8 +19,8 @@ import torch
 from attn_core import backends
 from attn_core.call.kinds import check_kind
 from attn_core.errors import SpecError, needs_extra, shown
+from torch_frontend.huggingface import continuous_batching
 from torch_frontend.huggingface.attention import LAYER_BACKEND, attend
-from torch_frontend.huggingface.continuous_batching import refuse_prefix, register_manager, unregister_manager
 
 __all__ = ["NAME", "register", "set_layer_backends", "unregister"]
 
@@ -100,7 +100,7 @@ def register() -> None:
         MissingExtraError: if transformers is not installed.
     """
     with needs_extra("torch_frontend.huggingface", "hf", "transformers"):
-        from transformers import AttentionInterface, PreTrainedModel
+        from transformers import AttentionInterface
         from transformers.masking_utils import AttentionMaskInterface
 
     from torch_frontend.huggingface import masks
@@ -108,30 +108,36 @@ def register() -> None:
     for name, backend in implementations().items():
         AttentionInterface.register(name, partial(attend, backend=backend) if backend else attend)
         AttentionMaskInterface.register(name, masks.mask)
-    for method in _WRAPPED_METHODS:
-        current = getattr(PreTrainedModel, method)
+    for owner, method, wrapper in _methods():
+        current = getattr(owner, method, None)  # some versions lack it
         # Another library may have wrapped our wrapper, so look through all of them before adding one.
-        if not any(map(_is_ours, _unwrap(current))):
-            setattr(PreTrainedModel, method, _wrapper(current))
-    register_manager(_is_registered)
+        if current is not None and not any(map(_is_ours, _unwrap(current))):
+            setattr(owner, method, wrapper(current))
 
 
 def unregister() -> None:
     """Undoes ``register``. If another library wrapped our wrapper, both stay, and ours only passes calls on."""
-    from transformers import AttentionInterface, PreTrainedModel
+    from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
     for name in implementations():
         AttentionInterface._global_mapping.pop(name, None)
         AttentionMaskInterface._global_mapping.pop(name, None)
-    for method in _WRAPPED_METHODS:
-        current = getattr(PreTrainedModel, method)
+    for owner, method, _ in _methods():
+        current: Any = getattr(owner, method, None)
         if _is_ours(current):
-            setattr(PreTrainedModel, method, current.__wrapped__)
-    unregister_manager()
+            setattr(owner, method, current.__wrapped__)
 
 
 _WRAPPED_METHODS = ("_check_and_adjust_attn_implementation", "get_correct_attn_implementation")
+
+
+def _methods() -> list[tuple[Any, str, Callable[..., Any]]]:
+    """Returns the methods of transformers' classes that ``register`` wraps, each with its wrapper."""
+    from transformers import PreTrainedModel
+
+    models = [(PreTrainedModel, method, _resolving) for method in _WRAPPED_METHODS]
+    return [*models, (continuous_batching.manager(), continuous_batching.METHOD, _keeping_ours)]
 
 
 def _unwrap(method: Any) -> Iterator[Any]:
@@ -143,7 +149,7 @@ def _unwrap(method: Any) -> Iterator[Any]:
 
 def _is_ours(method: Any) -> bool:
     """Returns whether this is our wrapper. Compares code, because ``wraps`` copies names and attributes to others."""
-    return getattr(method, "__code__", None) is _OUR_CODE
+    return getattr(method, "__code__", None) in _OUR_CODE
 
 
 def _registered() -> bool:
@@ -152,12 +158,7 @@ def _registered() -> bool:
     return NAME in AttentionInterface._global_mapping
 
 
-def _is_registered(name: Any) -> bool:
-    """Returns whether a model's implementation is one of our names, while they are registered."""
-    return isinstance(name, str) and (name == NAME or name.startswith(f"{NAME}:")) and _registered()
-
-
-def _wrapper(original: Callable[..., str]) -> Any:
+def _resolving(original: Callable[..., str]) -> Any:
     """Wraps a method of ``PreTrainedModel`` so that our names resolve to their aliases."""
 
     @wraps(original)
@@ -167,7 +168,7 @@ def _wrapper(original: Callable[..., str]) -> Any:
             if names and isinstance(requested, str) and requested.startswith(f"{NAME}:"):
                 check_implementation(requested)
             if names and isinstance(requested, str) and requested.removeprefix("paged|") in names:
-                refuse_prefix(requested, requested.removeprefix("paged|"))
+                continuous_batching.refuse_prefix(requested, requested.removeprefix("paged|"))
             return original(self, requested, *arguments, **keywords)
         refuse_model_code(type(self), requested)
         backend = names[requested]
@@ -176,7 +177,20 @@ def _wrapper(original: Callable[..., str]) -> Any:
     return resolve
 
 
-_OUR_CODE = _wrapper(lambda *_: "").__code__
+def _keeping_ours(original: Callable[..., Any]) -> Any:
+    """Wraps the manager's check of a model's attention, so that our names stay on the model."""
+
+    @wraps(original)
+    def switch(self: Any, model: Any, *arguments: Any, **keywords: Any) -> None:
+        name = getattr(model.config, "_attn_implementation", None)
+        ours = isinstance(name, str) and (name == NAME or name.startswith(f"{NAME}:"))
+        if not (ours and _registered()):
+            original(self, model, *arguments, **keywords)
+
+    return switch
+
+
+_OUR_CODE = {wrapper(lambda *_: "").__code__ for wrapper in (_resolving, _keeping_ours)}
 
 
 NAME = "attn_core"
