@@ -261,3 +261,17 @@ def plan_request(request: Request, target: Target) -> ContextCall:
                 "whole row"
             )
     return call
+
+
+def describe_request(request: Request) -> str:
+    """Returns the properties of a request that all ranks must share. Names of process groups differ between ranks."""
+    arrays = [array for array in request.shards[:3] if array is not None]
+    shapes = " ".join(f"{name} {list(shape)}" for name, (shape, _) in zip("qkv", arrays, strict=True))
+    documents = "" if request.documents is None else f" documents {request.documents}"
+    sinks = "" if request.shards[3] is None else " sinks"
+    bands = "" if request.bands is None else f" key_ranges {[tuple(each) for each in request.bands]}"
+    return (
+        f"{shapes}{sinks} {arrays[0][1]}, length {request.lengths[0]}/{request.lengths[1]}, strategy "
+        f"{request.strategy}, layout {request.layout}, head_groups {request.head_groups}, {request.options}"
+        f"{documents}{bands}, gradients {request.needs_backward}, backend {request.requested}"
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -15,7 +16,7 @@ from context_late_scenes import TRIES, Late
 from context_torch_worker import Failed, World, in_ranks, once
 
 from attn_core import SpecError
-from torch_frontend.context_parallel.agreement.meeting import Exchange, Meeting
+from torch_frontend.context_parallel.agreement.meeting import Answer, Exchange, Meeting
 
 TIMEOUT = 40.0
 """Of the process groups. A test that hangs reaches it, and the time of an error must be far below."""
@@ -275,22 +276,25 @@ def test_no_rank_hangs_or_goes_wrong_over_nccl(tmp_path: Any) -> None:
 def test_a_late_question_about_a_meeting_that_is_over_is_ignored() -> None:
     """Its answers are deleted by then. A watcher that waited for them would block the store for ever."""
     store = torch.distributed.HashStore()
-    alone = Meeting(store, store, rank=0, size=1, timeout=5.0, play=lambda exchange: None, describe=str)
+    alone = Meeting(store, store, rank=0, size=1, timeout=5.0, play=lambda kind, call: None)
     for text in ("first", "second", "third"):
         alone.meet(text)
-        alone.begin(Exchange("forward", None))
+        alone.begin(Exchange.of("forward", text))
     assert not store.check(["1/0"]) and store.check(["3/0"])
     for number in (1, 2, 3):
-        alone._hear(store, number, 0)
-    assert alone.stopped is None
+        alone._hear(store, number, 0, "other")
+    assert not alone.unsettled
+
+
+REFUSAL = "SpecError: softcap=-1.0: expected more"
 
 
 def meeting_of_two(store: Any, ours: Any) -> tuple[Meeting, Exchange]:
     """Rank 0 of two in an exchange that rank 1 refuses."""
-    exchange = Exchange("forward", type("Call", (), {"options": "softcap=None"})())
-    meeting = Meeting(ours, store, rank=0, size=2, timeout=5.0, play=lambda exchange: None, describe=str)
+    exchange = Exchange.of("forward", "softcap=None")
+    meeting = Meeting(ours, store, rank=0, size=2, timeout=5.0, play=lambda kind, call: None)
     meeting.begin(exchange)
-    store.set("1/1", '["text", "SpecError: softcap=-1.0: expected more"]')
+    store.set("1/1", json.dumps([REFUSAL]))
     return meeting, exchange
 
 
@@ -298,18 +302,18 @@ def test_a_rank_says_once_whether_it_is_late() -> None:
     """Several ranks ask, and one may have read the first answer before the rank leaves its call."""
     store = torch.distributed.HashStore()
     meeting, _ = meeting_of_two(store, store)
-    meeting._hear(store, 1, 1)
+    meeting._hear(store, 1, 1, REFUSAL)
     first = store.get("1/0")
-    assert b'"late": false' in first
+    assert not Answer(*json.loads(first)).late
     meeting._ended = 1  # the end of the call, which then reads the answers
-    meeting._hear(store, 1, 1)
+    meeting._hear(store, 1, 1, REFUSAL)
     assert store.get("1/0") == first
     with pytest.raises(SpecError, match=r"rank 1: SpecError: softcap=-1\.0: expected more$"):
         meeting.end()
     meeting, _ = meeting_of_two(store, store)
     meeting._ended = 1
-    meeting._hear(store, 1, 1)
-    assert b'"late": true' in store.get("1/0")
+    meeting._hear(store, 1, 1, REFUSAL)
+    assert Answer(*json.loads(store.get("1/0"))).late
 
 
 def test_a_rank_says_what_it_heard_if_the_store_is_gone() -> None:
@@ -326,7 +330,7 @@ def test_a_rank_says_what_it_heard_if_the_store_is_gone() -> None:
     store, ours = torch.distributed.HashStore(), Store()
     meeting, call = meeting_of_two(store, ours)
     meeting.end()
-    meeting._hear(store, 1, 1)
+    meeting._hear(store, 1, 1, REFUSAL)
     ours.gone = True
     for _ in range(2):
         with pytest.raises(SpecError, match=r"rank 1: SpecError: softcap=-1\.0: expected more"):

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torch_frontend import attention
 from torch_frontend.context_parallel import backward, forward
-from torch_frontend.context_parallel.agreement import calls, meeting, watcher
+from torch_frontend.context_parallel.agreement import meeting
 from torch_frontend.context_parallel.attention import context_parallel_attention, shard_sequence
 
 PATIENCE = 6.0
@@ -133,12 +133,17 @@ class Gate:
 @contextmanager
 def asynchronous(stream: Stream, gate: Gate, case: Late) -> Iterator[None]:  # noqa: C901
     """Runs exchanges on ``stream``, and watchers behind ``gate``."""
-    real_forward, real_backward, hear, ask = forward.forward, backward.backward, meeting.Meeting._hear, watcher.ask
+    real_forward, real_backward, hear, ask = (
+        forward.forward,
+        backward.backward,
+        meeting.Meeting._hear,
+        meeting.Meeting._ask,
+    )
     settle, playing = meeting.Meeting._settle, []
 
     def start_forward(plan: Any, q: Any, k: Any, v: Any, sinks: Any, *, with_lse: bool, keep: bool) -> Any:
         out = q.new_full((*q.shape[:3], v.shape[3]), 7.0)
-        saved = calls._residuals(plan, q, k, v) if keep else None
+        saved = forward.nan_residuals(plan, q, k, v) if keep else None
 
         def work() -> None:
             (actual,), residuals = real_forward(plan, q, k, v, sinks, with_lse=with_lse, keep=keep)
@@ -167,7 +172,7 @@ def asynchronous(stream: Stream, gate: Gate, case: Late) -> Iterator[None]:  # n
     def hear_behind_the_gate(self: Any, *question: Any) -> None:
         assert gate.open.wait(3 * PATIENCE)
         hear(self, *question)
-        if self.stopped is not None:
+        if self.unsettled:
             gate.heard.set()
 
     def ask_and_open(*arguments: Any) -> None:
@@ -181,15 +186,15 @@ def asynchronous(stream: Stream, gate: Gate, case: Late) -> Iterator[None]:  # n
         finally:
             playing.pop()
             if case.fault:
-                self._lost = ""
+                self._final = ""
 
     with (
         mock.patch.object(forward, "forward", start_forward),
         mock.patch.object(backward, "backward", start_backward),
         mock.patch.object(meeting.Meeting, "_hear", hear_behind_the_gate),
         mock.patch.object(meeting.Meeting, "_settle", settle_and_forget),
-        mock.patch.object(watcher, "ask", ask_and_open),
-        mock.patch.object(watcher, "POLL", 0.01),
+        mock.patch.object(meeting.Meeting, "_ask", ask_and_open),
+        mock.patch.object(meeting, "POLL", 0.01),
         mock.patch.object(meeting, "LONGEST_REFUSAL", case.patience),
     ):
         yield

@@ -124,7 +124,7 @@ def context_parallel_attention(
         tensors = (*shards, sinks, mask, bias, alibi_slopes)
         repeated = repeated_calls.find(tensors, mesh, seq_info, backend, options, how)
     if repeated is not None and repeated.known is not None:
-        rows, request = _with_batch_axis(q, k, v), repeated.known[0]
+        rows, request = _with_batch_axis(q, k, v), repeated.known.request
     else:
         try:
             if unknown:

@@ -15,13 +15,7 @@ from attn_core.call import ranges
 from attn_core.context_parallel.request import Metadata, Request
 from attn_core.selection import override
 from torch_frontend.context_parallel import backward, forward
-from torch_frontend.context_parallel.agreement.calls import (
-    Prepared,
-    begin_exchange,
-    end_exchange,
-    prepare_together,
-    refuse_exchange,
-)
+from torch_frontend.context_parallel.agreement.calls import SharedCall, prepare_together
 from torch_frontend.context_parallel.mesh import find_axis
 from torch_frontend.context_parallel.prepare import RankPlan
 from torch_frontend.context_parallel.repeated_calls import RepeatedCall
@@ -34,17 +28,14 @@ Tensor = torch.Tensor
 
 
 class Attention(torch.autograd.Function):
-    """Arguments: (plan, meeting of its ranks), request, q, k, v ``[batch, shard, heads, dim]``, and sinks or None."""
+    """Arguments: the call, q, k, v ``[batch, shard, heads, dim]``, and sinks or None."""
 
     @staticmethod
-    def forward(
-        ctx: Any, prepared: Prepared, request: Request, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
-    ) -> Any:
-        plan, ctx.meeting = prepared
-        with_lse = request.options.return_lse
-        results, residuals = forward.forward(plan, q, k, v, sinks, with_lse=with_lse, keep=True)
+    def forward(ctx: Any, call: SharedCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Any:
+        with_lse = call.request.options.return_lse
+        results, residuals = forward.forward(call.plan, q, k, v, sinks, with_lse=with_lse, keep=True)
         # A thread of autograd, which has a context of its own, may run the backward.
-        ctx.plan, ctx.request, ctx.ranges = plan, request, ranges.enabled()
+        ctx.call, ctx.ranges = call, ranges.enabled()
         # One flat list, because autograd saves tensors and no tuples of them.
         ctx.save_for_backward(sinks, *(tensor for group in residuals for tensor in group))
         ctx.set_materialize_grads(False)
@@ -52,12 +43,14 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> Any:
+        call: SharedCall = ctx.call
         try:
             sinks, *tensors = _saved_tensors(ctx)
         except Exception as error:
-            refuse_exchange(ctx.meeting, error)
+            if call.meeting is not None:
+                call.meeting.refuse(error)
             raise
-        begin_exchange(ctx.meeting, "backward", ctx.request)
+        call.begin(call.backward)
         size = len(forward.Residuals._fields)
         residuals = [forward.Residuals(*tensors[at : at + size]) for at in range(0, len(tensors), size)]
         if dout is None:
@@ -67,10 +60,10 @@ class Attention(torch.autograd.Function):
             out = residuals[0].out
             dout = out.new_zeros(batch, shard, heads, out.shape[3])
         with autocast.switched_off(dout.device), ranges.ranges(ctx.ranges):
-            dlse = _lse_gradient(ctx.plan, dout, dlse)
-            gradients = backward.backward(ctx.plan, residuals, sinks, dout, dlse)
-        end_exchange(ctx.meeting)
-        return None, None, *gradients
+            dlse = _lse_gradient(call.plan, dout, dlse)
+            gradients = backward.backward(call.plan, residuals, sinks, dout, dlse)
+        call.end()
+        return None, *gradients
 
 
 @without_create_graph
@@ -99,25 +92,23 @@ def run(
     Args:
         repeated: what earlier calls found out; this call fills it in if there were none.
     """
-    known = None if repeated is None else repeated.known
-    if known is not None:
-        plan, meeting = prepared = known[1]
-        begin_exchange(meeting, "forward", request)
-    else:
-        plan, meeting = prepared = prepare_together(request)
+    call = None if repeated is None else repeated.known
+    if call is None:
+        call = prepare_together(request)
         if repeated is not None:
-            repeated.remember(request, prepared)
+            repeated.remember(call)
+    call.begin(call.forward)
     with_lse = request.options.return_lse
     with autocast.switched_off(q.device):
         if request.needs_backward:
-            output = Attention.apply(prepared, request, q, k, v, sinks)
+            output = Attention.apply(call, q, k, v, sinks)
             results = list(output) if with_lse else [output]
         else:
-            results, _ = forward.forward(plan, q, k, v, sinks, with_lse=with_lse, keep=False)
-    end_exchange(meeting)
+            results, _ = forward.forward(call.plan, q, k, v, sinks, with_lse=with_lse, keep=False)
+    call.end()
     if sinks is None or not with_lse:
         return tuple(results)
-    return results[0], empty_rows.fill_with_sinks(results[1], sinks, plan.query_count)
+    return results[0], empty_rows.fill_with_sinks(results[1], sinks, call.plan.query_count)
 
 
 def _leave_to_python() -> None:
@@ -172,12 +163,13 @@ def tensor_metadata(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tu
 
 
 def _forward_op(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    plan, meeting = prepare_together(_request_of(arguments), "compiled forward")
+    call = prepare_together(_request_of(arguments), compiled=True)
+    call.begin(call.forward)
     with autocast.switched_off(arguments[0].device):
-        (out, lse), _ = forward.forward(plan, *arguments[:TENSORS], with_lse=True, keep=False)
-    end_exchange(meeting)
+        (out, lse), _ = forward.forward(call.plan, *arguments[:TENSORS], with_lse=True, keep=False)
+    call.end()
     # The mesh is known inside the op only, so the op also returns the number that fill_with_sinks needs.
-    count = torch.full((), plan.query_count, device=out.device)
+    count = torch.full((), call.plan.query_count, device=out.device)
     # Contiguous, because compilers plan memory with the strides that _forward_fake promises.
     return out.contiguous(), lse.contiguous(), count
 
@@ -192,15 +184,13 @@ def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Ten
 def _backward_op(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    (plan, meeting), (q, k, v, sinks) = (
-        prepare_together(_request_of(arguments), "compiled backward"),
-        arguments[:TENSORS],
-    )
+    call, (q, k, v, sinks) = prepare_together(_request_of(arguments), compiled=True), arguments[:TENSORS]
+    call.begin(call.backward)
     with autocast.switched_off(q.device):
         # An op's saved tensors are its arguments and results, so the exchanged heads are not among them.
-        residuals = forward.recompute_residuals(plan, q, k, v, out, lse)
-        gradients = backward.backward(plan, residuals, sinks, dout, _lse_gradient(plan, dout, dlse))
-    end_exchange(meeting)
+        residuals = forward.recompute_residuals(call.plan, q, k, v, out, lse)
+        gradients = backward.backward(call.plan, residuals, sinks, dout, _lse_gradient(call.plan, dout, dlse))
+    call.end()
     dq, dk, dv, dsinks = (None if each is None else each.contiguous() for each in gradients)
     # An op must return a tensor for each result.
     return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks  # type: ignore[return-value]

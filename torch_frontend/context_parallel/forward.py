@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 from attn_core.backends.shared.sinks import with_sinks
+from attn_core.context_parallel import borders
+from attn_core.context_parallel.call import keeps_borders, keeps_gathered
 from attn_core.context_parallel.on_torch import rows
 from attn_core.context_parallel.prefetch import prefetch
 from torch_frontend.context_parallel.exchange import exchanges
@@ -165,3 +167,25 @@ def recompute_residuals(plan: RankPlan, q: Tensor, k: Tensor, v: Tensor, out: Te
         block = _start_block(plan, q, k, v, group).wait()
         residuals.append(Residuals(*block, *start_rows(plan, group, out, lse).wait()))  # type: ignore[call-arg]
     return residuals
+
+
+def nan_residuals(plan: RankPlan, q: Tensor, k: Tensor, v: Tensor) -> Residuals:
+    """Returns residuals of one head group as an eager forward saves them, with NaN as their numbers."""
+    parts, part, (heads, kv_heads) = plan.call.plan, plan.outer.rank, plan.call.heads
+    shared = plan.inner.size > 1
+    rows = parts.q_blocks[part].count if shared else q.shape[1]
+    keys = parts.k_blocks[part].count if shared else k.shape[1]
+
+    def nan(places: int, heads: int, width: int) -> Tensor:
+        return q.new_full((q.shape[0], places, heads, width), torch.nan)
+
+    lse = q.new_full((q.shape[0], heads, rows), torch.nan, dtype=plan.lse_dtype)
+    out, widths = nan(rows, heads, v.shape[3]), (k.shape[3], v.shape[3])
+    gathered = [None, None]
+    if keeps_gathered(plan.call.spec, parts):
+        gathered = [nan(plan.outer.size * plan.k_size, kv_heads, width) for width in widths]  # type: ignore[misc]
+    elif keeps_borders(plan.call.spec, parts):
+        places = sum(borders.size(step.border) for step, _ in plan.steps if step.border is not None)
+        gathered = [nan(places, kv_heads, width) for width in widths]  # type: ignore[misc]
+    own = (nan(keys, kv_heads, width) for width in widths)
+    return Residuals(nan(rows, heads, q.shape[3]), *own, out, lse, *gathered)  # type: ignore[call-arg]

@@ -16,9 +16,8 @@ import torch
 from attn_core.call import counters
 from attn_core.call.options import Options, is_plain_window
 from attn_core.call.seq_info import SeqInfo
-from attn_core.context_parallel.request import Request
 from attn_core.selection import override
-from torch_frontend.context_parallel.agreement.calls import Prepared, find_meeting
+from torch_frontend.context_parallel.agreement.calls import SharedCall, find_meeting
 from torch_frontend.context_parallel.mesh import group_names
 from torch_frontend.dispatch import autocast, tensor_kinds
 from torch_frontend.dispatch.after_import import after_import
@@ -32,22 +31,22 @@ class RepeatedCall:
     """What the first call of a kind found out.
 
     Attributes:
-        known: the request, this rank's plan and the meeting of its ranks; None until a call has begun.
+        known: the call; None until ranks have compared it.
     """
 
-    known: tuple[Request, Prepared] | None = None
+    known: SharedCall | None = None
 
-    def remember(self, request: Request, prepared: Prepared) -> None:
+    def remember(self, call: SharedCall) -> None:
         """Keeps what a call found out."""
-        if prepared[1] is not None:  # without a meeting, nothing would show that the process groups were replaced
-            self.known = request, prepared
+        if call.meeting is not None:  # without a meeting, nothing would show that the process groups were replaced
+            self.known = call
 
     def is_current(self) -> bool:
         """Returns whether a call is known whose process groups still exist."""
         if self.known is None:
             return False
-        plan, meeting = self.known[1]
-        return find_meeting(plan.outer, plan.inner) is meeting
+        plan = self.known.plan
+        return find_meeting(plan.outer, plan.inner) is self.known.meeting
 
 
 # A small cache, because a plan holds tensors on the device. Typed, because True and 1.0 are not 1.

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from attn_core.context_parallel import layout as layouts
 from attn_core.context_parallel import places, request
 from attn_core.errors import ShapeError
-from torch_frontend.context_parallel.agreement.calls import announce_error, compare
+from torch_frontend.context_parallel.agreement.calls import announce_error, find_meeting
 from torch_frontend.context_parallel.exchange.exchanges import gather
 from torch_frontend.context_parallel.mesh import find_axis, group_names, rank_of, row_layout
 from torch_frontend.dispatch import plan, tensor_kinds
@@ -71,7 +71,9 @@ def unshard_sequence(
         raise
     where = f"length {length}, layout {layout}" + ("" if documents is None else f", documents {documents}")
     what = f"x {list(x.shape)} {x.dtype} on {x.device.type}, dim {dim}"
-    compare(f"unshard_sequence: {what}, {where}", *map(find_axis, group_names(mesh)))
+    meeting = find_meeting(*map(find_axis, group_names(mesh)))
+    if meeting is not None:
+        meeting.compare(f"unshard_sequence: {what}, {where}")
     shards = x.movedim(dim, 0).contiguous()
     # The inner axis first: ranks are numbered outer first, so the gathered shards end up in the order of ranks.
     for name in reversed(group_names(mesh)):

@@ -1,47 +1,88 @@
 """Compares calls between ranks through the key-value store of torch.distributed, without a collective.
 
 Every rank numbers its exchanges. A rank meets the others at a number if its call is new, or if it refuses the call: it
-writes a text into the store and reads the texts of the others. A call that was compared before only counts. If some
-rank does not come to a meeting, its **watcher**, a thread, answers for it:
+writes an answer into the store and reads the answers of the others. A call that was compared before only counts. If
+some rank does not come to a meeting, its **watcher**, a thread, answers for it:
 
 - if the rank has not reached the number yet, it will meet there, whatever call it makes;
 - if it has begun the exchange already, the watcher says so. Then every rank takes part in the exchanges that any rank
-  has begun, a rank without a valid call with NaN as its numbers (``stand_in``), and then every rank raises one error.
+  has begun, a rank without a valid call with NaN as its numbers (``play``), and then every rank raises one error.
 
 So no rank waits for a rank that refused. A rank that has returned from the exchange is **late**: where the others
 raised, it did not, so the calls of the ranks no longer belong together, and every rank raises the error in every later
-call of the mesh. It is the same if watchers find that ranks made different calls that all knew (``journal``).
+call of the mesh. It is the same if watchers find that ranks made different calls that all knew: each rank keeps a
+running digest of its exchanges, and its watcher compares it with that of the next rank.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
-from collections import OrderedDict, deque
+import os
+import time
+import zlib
+from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable
-from threading import Lock
-from typing import Any
-from weakref import WeakMethod
+from threading import Event, Lock, Thread
+from typing import Any, NamedTuple
+from weakref import ref
+
+import torch.distributed as dist
 
 from attn_core.call.after_fork import free_in_children
-from attn_core.context_parallel.request import Request
 from attn_core.errors import SpecError
-from torch_frontend.context_parallel.agreement import watcher
-from torch_frontend.context_parallel.agreement.answers import (
-    APART,
-    TEXT,
-    Answers,
-    Overtaken,
-    describe_lost,
-    describe_ranks,
-    exchanges_to_join,
-    list_ranks,
-)
-from torch_frontend.context_parallel.agreement.journal import AHEAD, Exchange, LateComparison
 
+POLL = 0.05
+"""Seconds between two looks of a watcher, for each rank of the mesh: so many ranks do not flood the store."""
+PATIENCE = 0.05
+"""Seconds that a rank waits before it asks the watchers of ranks that have not come."""
 LONGEST_REFUSAL = 10.0
 """Seconds that a rank with an invalid call waits for the others before it raises alone."""
 REMEMBERED = 4096
 """Calls that a mesh knows to be the same on all ranks."""
+AHEAD = 2048
+"""Exchanges that a rank can still compare with those of others; a GPU queues about 1000 launches."""
+SHOWN = 64
+"""The newest exchanges that a rank shows to the others, so that an error can name the first one that differs."""
+FOR_EVER = "every later call on this mesh raises this error. To go on, make a mesh of new process groups on all ranks"
+
+
+class Exchange(NamedTuple):
+    """An exchange that ranks begin together.
+
+    Attributes:
+        kind: "forward", "backward", or one of these with "compiled" before it.
+        call: the text by which all ranks know the call.
+        text: of the exchange; the same on a rank that compiles the call and on one that does not.
+        mark: a checksum of this text.
+    """
+
+    kind: str
+    call: str
+    text: str
+    mark: bytes
+
+    @classmethod
+    def of(cls, kind: str, call: str) -> Exchange:
+        """Returns an exchange of a call."""
+        text = f"{kind.rpartition(' ')[2]} of {call}"
+        return cls(kind, call, text, b"%08x" % zlib.crc32(text.encode()))
+
+
+class Answer(NamedTuple):
+    """What a rank writes at a number: its call or its error.
+
+    Attributes:
+        begun: (kind, call) of the exchanges that it has begun from this number on.
+        late: whether it had returned from the first of them when it heard that another rank refuses it.
+        final: whether ``text`` is the error of all later calls.
+    """
+
+    text: str
+    begun: list[list[str]] = []  # noqa: RUF012
+    late: bool = False
+    final: bool = False
 
 
 class Meeting:
@@ -49,46 +90,35 @@ class Meeting:
 
     Args:
         store, watched: two connections to the store of all ranks, with a prefix of the mesh's own. The watcher has the
-            second one.
+            second one, because a store serves one request at a time, and this thread may wait.
         rank, size: this rank's number on the mesh, and the number of ranks.
         timeout: the seconds that ranks wait for each other.
-        play: takes part in an exchange without a valid call.
-        describe: returns what all ranks must share of a request.
+        play: takes part in an exchange of a kind, of a call that all know, without a valid call of this rank.
 
     Attributes:
-        stopped: the number of an exchange that this rank has begun and another rank refused; else None.
+        known: what ``play`` needs of each call that all ranks made before, by its text.
+        unsettled: the numbers of exchanges that this rank has begun and another rank refused, and of calls that this
+            rank refused before all others came to them.
     """
 
     def __init__(
-        self,
-        store: Any,
-        watched: Any,
-        *,
-        rank: int,
-        size: int,
-        timeout: float,
-        play: Callable[[Exchange], None],
-        describe: Callable[[Request], str],
+        self, store: Any, watched: Any, *, rank: int, size: int, timeout: float, play: Callable[[str, Any], None]
     ) -> None:
-        self._store, self._rank, self._play, self._describe = store, rank, play, describe
-        self._answers = Answers(store, rank, size, timeout)
+        self._store, self._rank, self._size, self._timeout, self._play = store, rank, size, timeout, play
         self._lock = free_in_children(Lock())
-        self._count = self._ended = 0
-        """The exchanges that began, and the calls that were refused; the last exchange that has come to its end."""
-        self._begun: deque[tuple[int, Exchange]] = deque(maxlen=AHEAD)
-        self._met: deque[int] = deque(maxlen=256)
+        self._count = self._ended = self._digest = 0
+        """The exchanges that began, and the calls that were refused; the last exchange that has come to its end; and
+        the digest of all exchanges since the ranks last settled a refusal."""
+        self._begun: deque[tuple[int, int, Exchange]] = deque(maxlen=AHEAD)  # (number, digest, exchange)
+        self._answered: deque[int] = deque(maxlen=256)
         self._asked: set[int] = set()
-        self.stopped: int | None = None
-        self._owed: list[int] = []  # calls that this rank refused before all others came to them
-        self._heard = self._lost = ""
-        """The error of the last rank that asked; and the error of all later calls."""
-        self._agreed: OrderedDict[Request, str] = OrderedDict()
-        self._late = LateComparison(rank, size, describe)
-        watcher.start(watched, size, WeakMethod(self._hear), WeakMethod(self._compare))
-
-    def agreed(self, request: Request) -> bool:
-        """Returns whether all ranks made this call before."""
-        return request in self._agreed
+        self._agreed = 0  # the number of the last meeting in which all ranks made the same call
+        self.known: dict[str, Any] = {}
+        self.unsettled: set[int] = set()
+        self._heard = self._apart = self._final = ""
+        """The error of the last rank that asked, the difference that the watcher found, and the error of all later
+        calls."""
+        _start_watcher(self, watched, min(POLL * size, 2.0))
 
     def begin(self, exchange: Exchange) -> None:
         """Counts an exchange that this rank begins. Sends nothing, unless a rank refused a call or asked for a meeting.
@@ -96,165 +126,263 @@ class Meeting:
         Raises:
             SpecError: if another rank refused this call or an earlier one, or makes another one.
         """
-        with self._lock:
-            number, unsettled = self._count + 1, self._owed or self._late.error or self._lost
-            if self.stopped is None and not unsettled and (number not in self._asked or number in self._met):
-                self._count = number
-                self._begun.append((number, exchange))
-                return
-        self._stop_if_apart()
-        self._catch_up()
-        if self._count + 1 in self._asked:
-            self.meet(self._text(exchange))
-        self.begin(exchange)
+        while True:
+            with self._lock:
+                number = self._count + 1
+                if not (self.unsettled or self._apart or self._final or number in self._asked):
+                    self._count, self._digest = number, zlib.crc32(exchange.mark, self._digest)
+                    self._begun.append((number, self._digest, exchange))
+                    return
+            self._settle_earlier()
+            if self._count + 1 in self._asked:
+                self.meet(_shown(exchange))
 
     def end(self) -> None:
         """Ends the exchange that this rank began last; raises SpecError if another rank refused it."""
         with self._lock:
-            self._ended = self._count
-            if self.stopped is None:
-                return
-        self._end_stopped(raises=True)
+            self._ended, refused = self._count, bool(self.unsettled)
+        if refused:
+            self._settle_earlier(raises=True)
 
-    def meet(self, text: str, request: Request | None = None, *, refused: bool = False, kind: str = TEXT) -> None:
-        """Compares this rank's text with the texts of all ranks at the next number; ``request`` is then known to all.
+    def meet(self, call: str, known: Any = None) -> None:
+        """Compares this rank's call with the calls of all ranks at the next number, and remembers ``known`` for it.
 
         Raises:
-            SpecError: on every rank, if the texts differ; the message lists each rank's.
-            TimeoutError: if a rank does not come. A rank that refused returns instead, to raise its own error.
+            SpecError: on every rank, if the calls differ; the message lists each rank's.
+            TimeoutError: if a rank does not come.
         """
-        seconds = LONGEST_REFUSAL if refused else None
-        if kind == TEXT:
-            self._stop_if_apart()
-        self._catch_up(seconds)
-        with self._lock:
-            number = self._count + 1
-            self._met.append(number)
-        self._store.set(f"{number}/{self._rank}", json.dumps([kind, text]))
-        while True:
-            try:
-                answers = self._answers.collect(number, self._stopped_before, seconds)
-                break
-            except Overtaken:
-                self._catch_up(seconds)
-        if refused or any(answer != [kind, text] for answer in answers):
-            self._settle(number, answers, number - 1)
-            return
-        self._answers.forget_before(number)
-        if request is not None:
-            self._agreed[request] = text
-            if len(self._agreed) > REMEMBERED:
-                self._agreed.popitem(last=False)
+        self._settle_earlier()
+        number = self._write(Answer(call))
+        answers = self._collect(number)
+        if any(each.text != call for each in answers if each):
+            self._settle(number, answers)
+        # Every rank has read the answers of the last one, because it came to this one. Answers to refusals stay: a rank
+        # that gave up waiting for the others reads them later.
+        if self._agreed:
+            self._store.delete_key(f"{self._agreed}/{self._rank}")
+        self._agreed = number
+        if known is not None:
+            self.known[call] = known
+            if len(self.known) > REMEMBERED:
+                del self.known[next(iter(self.known))]
 
-    def compare(self, text: str) -> None:
+    def compare(self, call: str) -> None:
         """Meets before an exchange that ``begin`` does not count, and counts it. Raises as ``meet``."""
-        self.meet(text)
+        self.meet(call)
         with self._lock:
             self._count = self._ended = self._count + 1
 
-    def _stop_if_apart(self) -> None:
-        """Meets the others with the error that the watchers found: some ranks may be in their next exchange already."""
-        if self._late.error and not self._lost:
-            self.meet(self._late.error, refused=True, kind=APART)
-            self._lost = self._late.error
-            raise SpecError(self._lost)
+    def refuse(self, error: Exception) -> None:
+        """Tells the other ranks that this rank refuses the call, or the backward, that it was about to begin.
 
-    def _catch_up(self, seconds: float | None = None) -> None:
-        """Raises SpecError if a rank was late, now or before.
+        Raises:
+            SpecError: on every rank, unless all ranks refuse with one error; the message lists each rank's call. If
+                others do not come for long, it returns, so that this rank raises its own error.
+        """
+        self._settle_earlier(LONGEST_REFUSAL)
+        first_line = "".join(str(error).splitlines()[:1])
+        self._tell(Answer(f"{type(error).__name__}: {first_line}"))
+
+    def _tell(self, refusal: Answer) -> None:
+        """Refuses the next exchange."""
+        number = self._write(refusal)
+        self._settle(number, self._collect(number, LONGEST_REFUSAL))
+
+    def _write(self, answer: Answer) -> int:
+        """Writes this rank's answer at the next number, and returns the number."""
+        with self._lock:
+            number = self._count + 1
+            self._answered.append(number)
+            self._asked.discard(number)
+        self._store.set(f"{number}/{self._rank}", json.dumps(answer))
+        return number
+
+    def _collect(self, number: int, seconds: float | None = None) -> list[Answer | None]:
+        """Waits for every rank's answer at a number.
+
+        Args:
+            seconds: after which it returns None for ranks that did not come; None raises an error after the timeout.
+        """
+        began, pause, asked = time.monotonic(), 1e-4, False
+        answers: list[Answer | None] = [None] * self._size
+        while True:
+            for rank in range(self._size):
+                if answers[rank] is None and self._store.check([f"{number}/{rank}"]):
+                    answers[rank] = Answer(*json.loads(self._store.get(f"{number}/{rank}")))
+            if None not in answers:
+                return answers
+            earlier = self._first_unsettled()
+            if earlier is not None and earlier < number:  # the others come out of that first
+                self._settle_earlier(seconds)
+            waited, own = time.monotonic() - began, answers[self._rank]
+            if waited > PATIENCE and own and not asked:
+                asked = True
+                self._ask(number, own.text)
+            # A rank that is in the exchange waits for this one.
+            patient = seconds is None or any(each and each.begun for each in answers)
+            if waited > (self._timeout if patient or seconds is None else seconds):
+                break
+            time.sleep(pause)
+            pause = min(2 * pause, 0.02)
+        if seconds is not None:
+            return answers
+        absent = ", ".join(str(rank) for rank, answer in enumerate(answers) if answer is None)
+        raise TimeoutError(
+            f"context_parallel_attention: rank {absent} of the mesh did not make this call within {self._timeout:g} s, "
+            "the timeout of torch.distributed"
+        )
+
+    def _ask(self, number: int, text: str) -> None:
+        """Asks the watchers of all ranks to answer for ranks that have not come to a meeting."""
+        self._store.set(f"question {self._store.add('questions', 1)}", json.dumps([number, self._rank, text]))
+
+    def _settle_earlier(self, seconds: float | None = None, *, raises: bool = False) -> None:
+        """Settles refusals of earlier calls. Raises SpecError if the ranks no longer agree on where they are.
 
         Args:
             seconds: how long to wait for ranks that have not come to calls that this rank refused; None: the timeout.
+            raises: whether every refusal is an error.
         """
-        while True:
-            if self._lost:
-                raise SpecError(self._lost)
-            if self.stopped is not None:  # and this rank is not late, so its call ended with another error
-                self._end_stopped(raises=False)
-            elif not self._owed:
-                return
-            else:
-                number = self._owed[0]
-                try:
-                    answers = self._answers.collect(number, self._stopped_before, seconds)
-                except Overtaken:
-                    continue
-                if None in answers:
-                    return
-                self._owed.pop(0)
-                self._settle(number, answers, number - 1, raises=False)
-
-    def _end_stopped(self, *, raises: bool) -> None:
-        """Settles the first exchange that another rank refused."""
-        while (number := self.stopped) is not None:
+        while (number := self._first_unsettled()) is not None and not self._final:
             try:
-                answers = self._answers.collect(number, self._stopped_before)
-            except Overtaken:  # by an earlier one
-                continue
+                answers = self._collect(number, seconds)
             except RuntimeError as error:  # the process that has the store ended, perhaps with its own error
-                self._lost = self._heard
-                raise SpecError(self._lost) from error
-            self._settle(number, answers, self._count, raises=raises)
+                self._final = self._heard
+                raise SpecError(self._final) from error
+            if None in answers:
+                return
+            self._settle(number, answers, raises=raises)
+        if self._apart and not self._final:
+            self._tell(Answer(self._apart, final=True))  # the others may be in their next exchange already
+            self._final = self._apart
+        if self._final:
+            raise SpecError(self._final)
 
-    def _settle(self, number: int, answers: list[Any], began: int, *, raises: bool = True) -> None:
-        """Ends an attempt: takes part in all that a rank has begun after ``began``, where this rank does already.
+    def _first_unsettled(self) -> int | None:
+        with self._lock:
+            return min(self.unsettled, default=None)
 
-        Raises an error if the ranks' texts differ, without ``raises`` only if a rank was late.
+    def _settle(self, number: int, answers: list[Answer | None], *, raises: bool = True) -> None:
+        """Ends an attempt: takes part in all that any rank has begun from ``number`` on and this rank has not.
+
+        Raises an error if the answers differ, without ``raises`` only if it is one of all later calls.
         """
-        last, begun = exchanges_to_join(answers, number)
-        known = {text: request for request, text in self._agreed.items()}
+        given = {rank: answer for rank, answer in enumerate(answers) if answer}
+        calls = {rank: answer.text if answer else "did not come" for rank, answer in enumerate(answers)}
+        if given[self._rank].begun and len(set(calls.values())) == 1:  # new to another rank alone, so it goes on
+            self.unsettled.discard(number)
+            return
+        longest = max((answer.begun for answer in given.values()), key=len)
         try:
-            for kind, text in begun[max(0, began + 1 - number) :]:
-                if text in known:
-                    self._play(Exchange(kind, known[text]))
+            for kind, call in longest[len(given[self._rank].begun) :]:
+                if call in self.known:
+                    self._play(kind, self.known[call])
         finally:
             with self._lock:
-                self._count, self.stopped = max(last, self._count, number), None
-                self._met.append(number)
-                self._late.since = self._count
-                self._asked = {each for each in self._asked if each > self._count}
-        error, self._lost = describe_ranks(answers), self._lost or describe_lost(answers)
-        if None in answers:
-            self._owed.append(number)
-        elif self._lost or (error and raises):
-            raise SpecError(self._lost or error)
+                self._count = max(self._count, number, number - 1 + len(longest))
+                if None in answers:
+                    self.unsettled.add(number)
+                else:
+                    self.unsettled.discard(number)
+                    self._begun.clear()
+                    self._digest = 0
+        late = ", ".join(str(rank) for rank, answer in given.items() if answer.late)
+        self._final = self._final or next((answer.text for answer in given.values() if answer.final), "")
+        if late and not self._final:
+            self._final = (
+                f"{_listed(calls)}\nRank {late} had returned from this call before it could know. So the ranks may be "
+                f"at different calls now, and {FOR_EVER}"
+            )
+        if None not in answers and (self._final or (raises and len(set(calls.values())) > 1)):
+            raise SpecError(self._final or _listed(calls))
 
-    def _stopped_before(self, number: int) -> bool:
-        return self.stopped is not None and self.stopped < number
-
-    def _hear(self, store: Any, number: int, asker: int) -> None:
-        """Answers a rank that waits for this one at a number. The watcher calls it, in its own thread and with its own
-        connection: a store serves one request at a time, and the other thread may wait."""
+    def _hear(self, store: Any, number: int, asker: int, text: str) -> None:
+        """Answers a rank that waits for this one at a number. The watcher calls it, in its own thread."""
         with self._lock:
-            if number in self._met:
+            if number in self._answered:  # a second answer might differ, and other ranks have read the first
                 return
             if number > self._count:
                 self._asked.add(number)
                 return
-            begun = [exchange for at, exchange in self._begun if at >= number]
-        if not begun:
-            return  # answered long ago
-        # It is there: the asker deletes it only after this rank has answered.
-        theirs = json.loads(store.get(f"{number}/{asker}"))
-        self._heard = list_ranks({asker: theirs})
-        with self._lock:
-            begun = [exchange for at, exchange in self._begun if at >= number]
-            texts = [self._text(exchange, lambda request: str(request.options)) for exchange in begun]
-            if begun[0].kind.endswith("forward") and theirs == [TEXT, texts[0]]:
-                answer: list[Any] = theirs  # the same call, which is new to the other rank alone
-            else:
-                self.stopped = number if self.stopped is None else min(self.stopped, number)
-                named = [[each.kind, text] for each, text in zip(begun, texts, strict=True)]
-                late = max(self._count - 1, self._ended) >= number
-                answer = ["running", {"count": self._count, "begun": named, "late": late}]
-            self._met.append(number)  # a second answer might differ, and other ranks have read the first
+            begun = [exchange for at, _, exchange in self._begun if at >= number]
+            if not begun:
+                return  # answered long ago
+            self._answered.append(number)
+            self._heard = _listed({asker: text})
+            self.unsettled.add(number)
+            late = max(self._count - 1, self._ended) >= number
+        answer = Answer(_shown(begun[0]), [[each.kind, each.call] for each in begun], late)
         store.set(f"{number}/{self._rank}", json.dumps(answer))
 
     def _compare(self, store: Any) -> None:
-        """Compares afterwards what this rank and the next one have exchanged. The watcher calls it."""
+        """Shows this rank's newest exchanges, and compares them with those of the next rank. The watcher calls it."""
         with self._lock:
-            begun = [] if self.stopped is not None or self._lost else list(self._begun)
-        if begun:
-            self._late.look(store, begun)
+            begun = [] if self.unsettled or self._final else list(self._begun)
+        if not begun:
+            return
+        newest = [(number, digest, exchange.mark.decode()) for number, digest, exchange in begun[-SHOWN:]]
+        store.set(f"exchanges/{self._rank}", json.dumps(newest))
+        after = (self._rank + 1) % self._size
+        if not store.check([f"exchanges/{after}"]):
+            return
+        theirs = json.loads(store.get(f"exchanges/{after}"))
+        own = {number: (digest, exchange) for number, digest, exchange in begun[bisect_left(begun, (theirs[0][0],)) :]}
+        for number, digest, mark in theirs:
+            if number in own and own[number][0] != digest:
+                self._apart = _describe_apart(number, begun, {self._rank: own[number][1].mark.decode(), after: mark})
+                return
 
-    def _text(self, exchange: Exchange, describe: Callable[[Request], str] | None = None) -> str:
-        return self._agreed.get(exchange.request) or (describe or self._describe)(exchange.request)
+
+def _describe_apart(number: int, begun: list[tuple[int, int, Exchange]], marks: dict[int, str]) -> str:
+    """Returns the error of all later calls if ranks made different calls that all of them had made before."""
+    texts = {exchange.mark.decode(): exchange.text for _, _, exchange in begun}
+    if len(set(marks.values())) == 1:  # an earlier exchange was another one
+        texts = {}
+    calls = {rank: texts.get(mark, "another call") for rank, mark in marks.items()}
+    return (
+        f"{_listed(calls, number)}\nAll ranks had made these calls before, so they were compared only afterwards. "
+        f"Results since then may be wrong, and {FOR_EVER}"
+    )
+
+
+def _shown(exchange: Exchange) -> str:
+    """Returns how errors show what a rank has begun: a forward as its call."""
+    return exchange.call if exchange.text.startswith("forward") else exchange.text
+
+
+def _listed(calls: dict[int, str], number: int | None = None) -> str:
+    """Returns an error that lists the calls of ranks."""
+    where = "" if number is None else f" as exchange {number} of the mesh"
+    lines = "\n".join(f"  rank {rank}: {call}" for rank, call in sorted(calls.items()))
+    return f"context_parallel_attention: expected the same call on every rank, got{where}\n{lines}"
+
+
+def _start_watcher(meeting: Meeting, store: Any, seconds: float) -> None:
+    """Starts a thread that looks into a store until the process, its groups or the meeting end."""
+    ended, process = Event(), os.getpid()
+    thread = Thread(target=_watch, args=(ref(meeting), store, seconds, ended), name="attn_core watcher", daemon=True)
+    thread.start()
+
+    def end() -> None:
+        """Ends it before the interpreter: a thread that wakes up later could not take the interpreter's lock."""
+        if os.getpid() == process:  # a forked child has no watcher, and may find the event locked
+            ended.set()
+            thread.join(1.0)
+
+    atexit.register(end)
+
+
+def _watch(meeting: ref[Meeting], store: Any, seconds: float, ended: Event) -> None:
+    question = 1
+    while not ended.wait(seconds) and dist.is_initialized():
+        found = meeting()
+        if found is None:
+            return
+        try:
+            while store.check([f"question {question}"]):
+                found._hear(store, *json.loads(store.get(f"question {question}")))
+                question += 1
+            found._compare(store)
+        except Exception:  # the store is gone: the process that has it ended
+            return
+        del found
