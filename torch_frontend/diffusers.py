@@ -49,11 +49,7 @@ def installed() -> AbstractContextManager[None]:
 
 
 def install() -> None:
-    """Replaces torch's own attention with ours until ``uninstall``. Idempotent.
-
-    Raises:
-        RuntimeError: if another library's function has replaced torch's. That function stays.
-    """
+    """Replaces torch's own attention with ours until ``uninstall``. Idempotent. Raises as above."""
     _replacement.install()
 
 

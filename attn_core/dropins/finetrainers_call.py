@@ -13,7 +13,7 @@ from attn_core.call.options import check_flag
 from attn_core.call.seq_info import SeqInfo, is_host_int
 from attn_core.call.tensors import dtype_name
 from attn_core.dropins.finetrainers import VARLEN, AttentionProvider, two_axes
-from attn_core.dropins.keyword_bags import Option, distances
+from attn_core.dropins.keyword_bags import distances
 from attn_core.errors import DTypeError, ShapeError, SpecError, shown
 
 
@@ -337,7 +337,7 @@ def interpret(provider: AttentionProvider, kwargs: Mapping[str, Any] | None) -> 
             _check_fixed(provider, key, value)
     softcap = stated.get("softcap")
     return HostOptions(
-        window=distances(Option("window", stated.get("window_size"), "attention_kwargs['window_size']")),
+        window=distances(stated.get("window_size"), "attention_kwargs['window_size']"),
         # flash-attn writes 0 for no softcap, which ``attention`` refuses.
         softcap=None if isinstance(softcap, (int, float)) and softcap == 0 else softcap,
         alibi_slopes=stated.get("alibi_slopes"),

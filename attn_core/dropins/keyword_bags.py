@@ -20,6 +20,8 @@ _FLASH = {
     "deterministic": "deterministic",
     "invariant": "invariant",
 }
+OPTIONS = tuple(_FLASH.values())
+"""Our names of the options that need no mask."""
 BAGS: Mapping[str, Mapping[str, str | None]] = {
     "flash_dense_kwargs": _FLASH,
     "flash_varlen_kwargs": _FLASH,
@@ -86,8 +88,7 @@ def read_options(config: Any, branch: str) -> dict[str, Option]:
     Raises:
         SpecError: for unknown keys, and bags that contradict each other.
     """
-    names = (*dict.fromkeys(_FLASH.values()), "mask", "triangle", "blocks")
-    stated = {name: Option(name) for name in names}
+    stated = {name: Option(name) for name in (*OPTIONS, "mask", "triangle", "blocks")}
     for bag, spellings in BAGS.items():
         for key, value in bag_of(config, bag).items():
             # An option that is unknown here might change the result in the host, so it is not ignored.
@@ -110,15 +111,12 @@ def state_mask(stated: dict[str, Option], value: Any, where: str) -> None:
     stated[name].state(type(value) if name == "triangle" else value, where)
 
 
-def distances(stated: Option) -> tuple[int | None, int | None] | None:
+def distances(value: Any, where: str) -> tuple[int | None, int | None] | None:
     """Returns flash-attn's window_size, in which -1 is unbounded, as distances; None if both sides are unbounded."""
-    value = stated.value
     if value is None:
         return None
     if not isinstance(value, (tuple, list)) or len(value) != 2 or not all(map(is_host_int, value)):
-        raise SpecError(
-            f"{stated.where}={shown(value)}: expected two distances (left, right) as ints, -1 for unbounded"
-        )
+        raise SpecError(f"{where}={shown(value)}: expected two distances (left, right) as ints, -1 for unbounded")
     left, right = (None if distance < 0 else distance for distance in value)
     return None if left is None and right is None else (left, right)
 

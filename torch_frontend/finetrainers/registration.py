@@ -41,12 +41,7 @@ def installed() -> AbstractContextManager[None]:
 
 
 def install() -> None:
-    """Registers and activates the provider ``attn_core`` until ``uninstall``. Idempotent.
-
-    Raises:
-        ImportError: if Finetrainers cannot be imported.
-        RuntimeError: if its registry already has another provider of this name.
-    """
+    """Registers and activates the provider ``attn_core`` until ``uninstall``. Idempotent. Raises as above."""
     _replacement.install()
 
 

@@ -53,33 +53,16 @@ def mask(
         return attention_mask
     context = active_mesh()
     if context is not None:
-        sizes = batch_size, (q_length, kv_length), (q_offset, kv_offset)
-        return huggingface_context.mask(context, *sizes, mask_function, attention_mask, device)
+        lengths, offsets = (q_length, kv_length), (q_offset, kv_offset)
+        return huggingface_context.mask(context, batch_size, lengths, offsets, mask_function, attention_mask, device)
+    # Without skips, because transformers then returns None for a mask that SDPA can express by is_causal.
+    whole = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False, "device": device}
+    sizes = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length, "kv_offset": kv_offset}
+    of_call = {**sizes, "mask_function": mask_function}
     if needs_floats(options.get("config")):
-        return masking_utils.eager_mask(
-            batch_size,
-            q_length,
-            kv_length,
-            q_offset,
-            kv_offset,
-            mask_function,
-            attention_mask,
-            device=device,
-            **options | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False},
-        )
-    # Without its skips, because sdpa_mask returns None for a mask that SDPA can express by is_causal.
-    dense = partial(
-        masking_utils.sdpa_mask,
-        batch_size,
-        q_length,
-        kv_length,
-        kv_offset=kv_offset,
-        mask_function=mask_function,
-        allow_is_causal_skip=False,
-        allow_is_bidirectional_skip=False,
-        use_vmap=options.get("use_vmap", False),
-        device=device,
-    )
+        given = {"q_offset": q_offset, "attention_mask": attention_mask}
+        return masking_utils.eager_mask(**of_call, **given, **options | whole)
+    dense = partial(masking_utils.sdpa_mask, **of_call, **whole, use_vmap=options.get("use_vmap", False))
     compiling = torch.compiler.is_compiling()
     causal = "allow_is_bidirectional_skip" not in options
     steps = q_length == 1 and causal and not options.get("allow_is_causal_skip", True)  # decoding that may be compiled

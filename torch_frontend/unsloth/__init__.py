@@ -5,19 +5,17 @@
 
 from typing import Any
 
-from torch_frontend.unsloth import dispatch
-from torch_frontend.unsloth.dispatch import (
+from attn_core.dropins.unsloth.arguments import (
     FLASH_DENSE,
     FLASH_VARLEN,
     SDPA,
-    SDPA_HAS_GQA,
     XFORMERS,
     AttentionConfig,
     AttentionContext,
-    resolve_prefix_seg_info,
-    run_attention,
-    select_attention_backend,
 )
+from attn_core.dropins.unsloth.prefix import resolve_prefix_seg_info
+from torch_frontend.unsloth import dispatch
+from torch_frontend.unsloth.dispatch import SDPA_HAS_GQA, run_attention, select_attention_backend
 from torch_frontend.unsloth.packing import (
     build_sdpa_packed_attention_mask,
     build_xformers_block_causal_mask,

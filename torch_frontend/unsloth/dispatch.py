@@ -9,10 +9,7 @@ import torch
 
 from attn_core.call.tensors import dtype_name
 from attn_core.dropins.unsloth.arguments import (
-    FLASH_DENSE,
     FLASH_VARLEN,
-    SDPA,
-    XFORMERS,
     AttentionConfig,
     AttentionContext,
     choose_word,
@@ -20,7 +17,6 @@ from attn_core.dropins.unsloth.arguments import (
     trains,
 )
 from attn_core.dropins.unsloth.call import prepare
-from attn_core.dropins.unsloth.prefix import resolve_prefix_seg_info
 from attn_core.selection import override
 from torch_frontend.backends import available_here
 from torch_frontend.dispatch.autocast import autocast_dtype
@@ -28,22 +24,6 @@ from torch_frontend.dispatch.backend_names import FROM_CONTEXT
 from torch_frontend.dispatch.plan import check_tensor, device_name
 from torch_frontend.dispatch.tensor_kinds import check_data
 from torch_frontend.recomputed import attention_of_layer
-
-__all__ = [
-    "FLASH_DENSE",
-    "FLASH_VARLEN",
-    "HAS_FLASH_ATTENTION",
-    "HAS_XFORMERS",
-    "SDPA",
-    "SDPA_HAS_GQA",
-    "XFORMERS",
-    "AttentionConfig",
-    "AttentionContext",
-    "decode_scaled_dot_product_attention",
-    "resolve_prefix_seg_info",
-    "run_attention",
-    "select_attention_backend",
-]
 
 Tensor = torch.Tensor
 

@@ -200,16 +200,10 @@ def mask_packed_sequence_boundaries(shift_labels: Tensor, seq_lengths: Any, *, i
     if seq_lengths is None:
         return False
     check_tensor("shift_labels", shift_labels)
-    check_ignore_index("shift_labels", shift_labels, ignore_index)
-    lengths = lengths_of("seq_lengths", seq_lengths)
-    check_data(lengths, shift_labels=shift_labels)
-    lengths = lengths.to(shift_labels.device, torch.int64)
+    total = shift_labels.numel()
+    lengths, ends = lengths_within("shift_labels", shift_labels, seq_lengths, ignore_index, total + 1)
     if not len(lengths):
         return False
-    total = shift_labels.numel()
-    ends = lengths.cumsum(0)
-    if ends.device.type == "cpu" and int(ends[-1]) > total + 1:
-        raise ShapeError(f"seq_lengths: expected no more than {total + 1} tokens in all, got {int(ends[-1])}")
     last = torch.where(lengths > 0, ends - 1, total).clamp(max=total)  # index `total` is a spare element, dropped below
     is_last = torch.zeros(total + 1, dtype=torch.bool, device=ends.device).index_fill_(0, last, True)
     shift_labels.masked_fill_(is_last[:total].view(shift_labels.shape), ignore_index)
@@ -232,15 +226,10 @@ def mask_packed_boundary_labels(labels: Any, seq_lengths: Any, *, ignore_index: 
     check_tensor("labels", labels)
     if not labels.numel():
         return labels
-    check_ignore_index("labels", labels, ignore_index)
     total = labels.numel()
-    lengths = lengths_of("seq_lengths", seq_lengths)
-    check_data(lengths, labels=labels)
-    ends = lengths.to(labels.device).cumsum(0)
+    _, ends = lengths_within("labels", labels, seq_lengths, ignore_index, total)
     if not len(ends):
         return labels
-    if ends.device.type == "cpu" and int(ends[-1]) > total:
-        raise ShapeError(f"seq_lengths: expected no more than {total} tokens in all, got {int(ends[-1])}")
     # An end at `total` wraps to index 0, the very first label. Dropping it instead would wait for the device.
     first = torch.zeros(total, dtype=torch.bool, device=ends.device).index_fill_(0, ends.clamp(max=total) % total, True)
     return labels.masked_fill(first.view(labels.shape), ignore_index)
@@ -281,6 +270,18 @@ def device_of(device: Any) -> torch.device:
         return torch.device(device)
     except (TypeError, ValueError, RuntimeError) as error:
         raise SpecError(f"device={shown(device)}: expected a torch.device or its name; {error}") from None
+
+
+def lengths_within(name: str, labels: Tensor, seq_lengths: Any, ignore_index: Any, most: int) -> tuple[Tensor, Tensor]:
+    """Returns the lengths and the ends of the documents of labels, on their device. Raises ShapeError beyond most."""
+    check_ignore_index(name, labels, ignore_index)
+    lengths = lengths_of("seq_lengths", seq_lengths)
+    check_data(lengths, **{name: labels})
+    lengths = lengths.to(labels.device)
+    ends = lengths.cumsum(0)
+    if len(ends) and ends.device.type == "cpu" and int(ends[-1]) > most:
+        raise ShapeError(f"seq_lengths: expected no more than {most} tokens in all, got {int(ends[-1])}")
+    return lengths, ends
 
 
 def check_ignore_index(name: str, labels: Tensor, ignore_index: Any) -> None:

@@ -32,11 +32,7 @@ def installed() -> AbstractContextManager[None]:
 
 
 def install() -> None:
-    """Replaces Unsloth's attention with ours until ``uninstall``. Idempotent.
-
-    Raises:
-        RuntimeError: if unsloth is not imported, or is a release without ``run_attention``.
-    """
+    """Replaces Unsloth's attention with ours until ``uninstall``. Idempotent. Raises as above."""
     _replacement.install()
 
 

@@ -131,20 +131,16 @@ _SIZES = {"config": ("n_kv_heads", "n_groups"), "context": ("bsz", "q_len", "kv_
 
 def check_fields(config: AttentionConfig, context: AttentionContext) -> None:
     """Raises SpecError for arguments without the fields of ours, or with sizes that are no numbers."""
-    _check_fields("config", config, AttentionConfig)
-    _check_fields("context", context, AttentionContext)
-
-
-def _check_fields(name: str, given: Any, kind: type) -> None:
-    # The host passes classes of its own.
-    missing = [] if type(given) is kind else [f.name for f in fields(kind) if not hasattr(given, f.name)]
-    if missing := [field for field in missing if field not in _LATER]:
-        raise SpecError(
-            f"{name}: expected an object like {kind.__name__}, got {type(given).__name__} without {missing}"
-        )
-    for field in _SIZES[name]:
-        if not is_host_int(getattr(given, field)):
-            raise SpecError(f"{name}.{field}={shown(getattr(given, field))}: expected an int")
+    for name, given, kind in (("config", config, AttentionConfig), ("context", context, AttentionContext)):
+        if type(given) is not kind:  # the host passes classes of its own
+            needed = [field.name for field in fields(kind) if field.name not in _LATER]
+            if missing := [field for field in needed if not hasattr(given, field)]:
+                raise SpecError(
+                    f"{name}: expected an object like {kind.__name__}, got {type(given).__name__} without {missing}"
+                )
+        for field in _SIZES[name]:
+            if not is_host_int(getattr(given, field)):
+                raise SpecError(f"{name}.{field}={shown(getattr(given, field))}: expected an int")
 
 
 def documents(context: AttentionContext) -> SeqInfo | None:

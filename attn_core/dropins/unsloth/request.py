@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from attn_core.call.options import check_flag, normalise_window
 from attn_core.call.seq_info import SeqInfo, is_host_int
 from attn_core.call.tensors import dtype_name
-from attn_core.dropins.keyword_bags import BAGS, Option, bag_of, distances, read_options, state_mask
+from attn_core.dropins.keyword_bags import BAGS, OPTIONS, Option, bag_of, distances, read_options, state_mask
 from attn_core.dropins.unsloth.arguments import (
     FAMILIES,
     FLASH_DENSE,
@@ -56,16 +56,7 @@ class UnslothRequest(NamedTuple):
     @property
     def options(self) -> dict[str, Any]:
         """The options as keywords of ``attention``."""
-        return {
-            "causal": self.causal,
-            "window": self.window,
-            "softcap": self.softcap,
-            "scale": self.scale,
-            "alibi_slopes": self.alibi_slopes,
-            "dropout": self.dropout,
-            "deterministic": self.deterministic,
-            "invariant": self.invariant,
-        }
+        return {name: getattr(self, name) for name in OPTIONS}
 
 
 def interpret(config: AttentionConfig, context: AttentionContext) -> UnslothRequest:
@@ -167,7 +158,7 @@ def _interpret(config: AttentionConfig, context: AttentionContext) -> UnslothReq
     return UnslothRequest(
         causal=causal,
         # The host's sliding window is in a complete mask; a bag's own distances still count.
-        window=normalise_window(distances(stated["window"]), causal)
+        window=normalise_window(distances(stated["window"].value, stated["window"].where), causal)
         if complete
         else _window(stated["window"], config, _with_window(context, block_mask), causal),
         softcap=stated["softcap"].value or None,
@@ -208,7 +199,7 @@ def _window(
     distances (no window if the left side is unbounded), and the other branches follow ``sliding_window``.
     """
     keys, slides = context.sliding_window, context.causal_mask
-    pair = distances(stated)
+    pair = distances(stated.value, stated.where)
     unbounded = stated.where and (pair is None or pair[0] is None)
     in_flash = host_branch(config, context) in (FLASH_DENSE, FLASH_VARLEN)
     if keys is None or keys <= 0 or slides is False or (slides is not True and unbounded and in_flash):
