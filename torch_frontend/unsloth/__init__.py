@@ -3,6 +3,7 @@
 ``installed`` and ``install`` put them in the place of Unsloth's own.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from attn_core.dropins.unsloth.arguments import (
@@ -12,10 +13,11 @@ from attn_core.dropins.unsloth.arguments import (
     XFORMERS,
     AttentionConfig,
     AttentionContext,
+    choose_word,
 )
 from attn_core.dropins.unsloth.prefix import resolve_prefix_seg_info
-from torch_frontend.unsloth import dispatch
-from torch_frontend.unsloth.dispatch import SDPA_HAS_GQA, run_attention, select_attention_backend
+from torch_frontend.backends import available_here
+from torch_frontend.unsloth.dispatch import run_attention, select_attention_backend
 from torch_frontend.unsloth.packing import (
     build_sdpa_packed_attention_mask,
     build_xformers_block_causal_mask,
@@ -67,8 +69,24 @@ __all__ = [
 ]
 
 
+SDPA_HAS_GQA = True
+"""Whether torch's own attention supports grouped heads: True for every torch that this package supports."""
+
+decode_scaled_dot_product_attention: Callable[..., Any]
+"""Attention with the signature of torch's own function, which decoding calls; loads at first use."""
+HAS_FLASH_ATTENTION: bool
+"""Whether a FlashAttention package runs on this machine; looked up on access."""
+HAS_XFORMERS: bool
+"""Whether xformers runs on this machine; looked up on access."""
+
+
 def __getattr__(name: str) -> Any:
-    # Looked up on access: finding out takes time, and so does loading attention for decoding.
-    if name in ("HAS_FLASH_ATTENTION", "HAS_XFORMERS", "decode_scaled_dot_product_attention"):
-        return getattr(dispatch, name)
+    if name == "decode_scaled_dot_product_attention":
+        from torch_frontend.finetrainers import attention_dispatch  # loads at first use, like this drop-in everywhere
+
+        return attention_dispatch
+    if name == "HAS_FLASH_ATTENTION":
+        return choose_word(available_here(), use_varlen=True) == FLASH_VARLEN
+    if name == "HAS_XFORMERS":
+        return "xformers" in available_here()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

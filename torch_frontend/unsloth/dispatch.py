@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 
 from attn_core.call.tensors import dtype_name
 from attn_core.dropins.unsloth.arguments import (
-    FLASH_VARLEN,
     AttentionConfig,
     AttentionContext,
     choose_word,
@@ -26,28 +22,6 @@ from torch_frontend.dispatch.tensor_kinds import check_data
 from torch_frontend.recomputed import attention_of_layer
 
 Tensor = torch.Tensor
-
-SDPA_HAS_GQA = True
-"""Whether torch's own attention supports grouped heads: True for every torch that this package supports."""
-
-decode_scaled_dot_product_attention: Callable[..., Tensor]
-"""Attention with the signature of torch's own function, which decoding calls; loads at first use."""
-HAS_FLASH_ATTENTION: bool
-"""Whether a FlashAttention package runs on this machine; looked up on access."""
-HAS_XFORMERS: bool
-"""Whether xformers runs on this machine; looked up on access."""
-
-
-def __getattr__(name: str) -> Any:
-    if name == "decode_scaled_dot_product_attention":
-        from torch_frontend.finetrainers import attention_dispatch  # loads at first use, like this drop-in everywhere
-
-        return attention_dispatch
-    if name == "HAS_FLASH_ATTENTION":
-        return choose_word(available_here(), use_varlen=True) == FLASH_VARLEN
-    if name == "HAS_XFORMERS":
-        return "xformers" in available_here()
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def run_attention(*, config: AttentionConfig, context: AttentionContext, Q: Tensor, K: Tensor, V: Tensor) -> Tensor:
