@@ -130,16 +130,13 @@ def description_of(mask: Any) -> DescribedMask | None:
     return found[2] if found is not None and found[0]() is mask and found[1] == mask._version else None
 
 
-def _operator_on_dense(name: str) -> Callable[[DescribedMask, Any], Any]:
+def _operator(name: str) -> Callable[[DescribedMask, Any], Any]:
+    """Returns an operator of the dense mask; Python looks operators up without ``__getattr__``."""
+
     def operator(self: DescribedMask, other: Any) -> Any:
+        if name.strip("_") in _ARITHMETIC:
+            _refuse_arithmetic(name)
         return getattr(self.build(), name)(other.build() if isinstance(other, DescribedMask) else other)
-
-    return operator
-
-
-def _refusing_operator(name: str) -> Callable[[DescribedMask, Any], Any]:
-    def operator(self: DescribedMask, other: Any) -> Any:
-        _refuse_arithmetic(name)
 
     return operator
 
@@ -155,7 +152,6 @@ def _refuse_arithmetic(name: str) -> None:
 _ARITHMETIC = {f"{prefix}{name}" for name in ("add", "sub", "mul", "div", "truediv") for prefix in ("", "r", "i")}
 _ARITHMETIC |= {"subtract", "multiply", "divide", "true_divide"}
 
-for _name in ("and", "or", "xor", "rand", "ror", "rxor"):
-    setattr(DescribedMask, f"__{_name}__", _operator_on_dense(f"__{_name}__"))
-for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv"):
-    setattr(DescribedMask, f"__{_name}__", _refusing_operator(f"__{_name}__"))
+for _name in ("and", "or", "xor", "add", "sub", "mul", "truediv"):
+    for _place in ("", "r"):
+        setattr(DescribedMask, f"__{_place}{_name}__", _operator(f"__{_place}{_name}__"))
