@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from attn_core.call.options import check_flag
-from attn_core.call.seq_info import SeqInfo
 from attn_core.dropins import finetrainers
 from attn_core.dropins.finetrainers import FLASH_VARLEN, KERNELS, NATIVE, VARLEN, AttentionProvider
 from attn_core.dropins.finetrainers_call import (
@@ -20,7 +20,7 @@ from attn_core.dropins.finetrainers_call import (
     Results,
     attention_with,
     check_operands,
-    check_unmasked,
+    checked_documents,
     interpret,
     key_mask,
     run_dense,
@@ -137,20 +137,13 @@ def attention_dispatch(
     names = override.requested() or KERNELS[provider] or None
     attend = attention_with(attention, call, options, names, dropout_rng=dropout_rng)
     if options.documents is not None:
-        results = run_documents(attend, call, _checked_offsets(call, options.documents))
+        info = checked_documents(call, options.documents, check_array, partial(jnp.asarray, dtype=jnp.int32))
+        results = run_documents(attend, call, info)
     elif attn_mask is not None and provider in VARLEN:
         results = _run_key_mask(provider, call, options, attend)
     else:
         results = run_dense(attend, call, options)
     return results if options.return_lse else results[0]
-
-
-def _checked_offsets(call: DispatchCall, info: SeqInfo) -> SeqInfo:
-    check_unmasked(call)
-    for side, offsets in (("q", info.cu_seqlens_q), ("k", info.cu_seqlens_k)):
-        check_array(f"attention_kwargs['cu_seqlens_{side}']", offsets)
-    queries, keys = (jnp.asarray(offsets, jnp.int32) for offsets in (info.cu_seqlens_q, info.cu_seqlens_k))
-    return SeqInfo(queries, keys, info.max_len_q, info.max_len_k)
 
 
 def _run_key_mask(provider: AttentionProvider, call: DispatchCall, options: HostOptions, attend: Attend) -> Results:

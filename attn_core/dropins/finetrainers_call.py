@@ -111,6 +111,24 @@ def run_dense(
     return out[(0,) * missing] if missing else out, lse
 
 
+def checked_documents(
+    call: DispatchCall, info: SeqInfo, check: Callable[[str, Any], None], to_int32: Callable[[Any], Any]
+) -> SeqInfo:
+    """Returns the documents with int32 offsets. Raises SpecError for a mask beside them.
+
+    Args:
+        check: raises an error that names an argument unless its value is an array of the framework.
+    """
+    if call.attn_mask is not None:
+        raise SpecError("attn_mask with cu_seqlens_q and cu_seqlens_k: both define what is visible; pass one")
+    of_queries, of_keys = info.cu_seqlens_q, info.cu_seqlens_k
+    check("attention_kwargs['cu_seqlens_q']", of_queries)
+    check("attention_kwargs['cu_seqlens_k']", of_keys)
+    queries = to_int32(of_queries)
+    keys = queries if of_keys is of_queries else to_int32(of_keys)
+    return SeqInfo(queries, keys, info.max_len_q, info.max_len_k)
+
+
 def run_documents(attend: Attend, call: DispatchCall, info: SeqInfo) -> Results:
     """Runs packed documents of the rows laid end to end; causal and windows align at each document's last key."""
     rows = [array.swapaxes(1, 2) for array in call[:3]]  # [batch, len, heads, head_dim]
@@ -275,12 +293,6 @@ def key_mask(provider: AttentionProvider, call: DispatchCall, options: HostOptio
             "differs among queries or heads use another provider"
         )
     return keep
-
-
-def check_unmasked(call: DispatchCall) -> None:
-    """Raises SpecError for a mask beside packed documents."""
-    if call.attn_mask is not None:
-        raise SpecError("attn_mask with cu_seqlens_q and cu_seqlens_k: both define what is visible; pass one")
 
 
 class HostOptions(NamedTuple):

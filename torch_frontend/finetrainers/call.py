@@ -21,7 +21,7 @@ from attn_core.dropins.finetrainers_call import (
     Results,
     attention_with,
     check_operands,
-    check_unmasked,
+    checked_documents,
     interpret,
     joined,
     key_mask,
@@ -80,16 +80,11 @@ def _run_key_mask(provider: AttentionProvider, call: DispatchCall, options: Host
 
 def _run_documents(provider: AttentionProvider, call: DispatchCall, info: SeqInfo, attend: Attend) -> Results:
     """Runs packed documents of the rows laid end to end."""
-    check_unmasked(call)
-    for side, offsets_of_side in (("q", info.cu_seqlens_q), ("k", info.cu_seqlens_k)):
-        check_tensor(f"attention_kwargs['cu_seqlens_{side}']", offsets_of_side)
-    queries = info.cu_seqlens_q.to(call.query.device, torch.int32)
-    same = info.cu_seqlens_k is info.cu_seqlens_q
-    keys = queries if same else info.cu_seqlens_k.to(call.query.device, torch.int32)
+    info = checked_documents(call, info, check_tensor, lambda offsets: offsets.to(call.query.device, torch.int32))
     if provider is not SAGE_VARLEN:
-        return run_documents(attend, call, SeqInfo(queries, keys, info.max_len_q, info.max_len_k))
+        return run_documents(attend, call, info)
     # SageAttention runs one call for each document, so their sizes must be on the host.
-    offsets = [cu_seqlens.cpu().numpy() for cu_seqlens in (queries, keys)]
+    offsets = [cu_seqlens.cpu().numpy() for cu_seqlens in (info.cu_seqlens_q, info.cu_seqlens_k)]
     for side, cu_seqlens, tensor in zip("qk", offsets, call[:2], strict=True):
         tokens = tensor.shape[0] * tensor.shape[2]
         check_cu_seqlens(cu_seqlens, getattr(info, f"max_len_{side}"), side=side, tokens=tokens)
