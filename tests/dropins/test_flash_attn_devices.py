@@ -160,8 +160,8 @@ def test_a_seen_call_checks_nothing_again(launched: list[str], monkeypatch: pyte
     }
     for each in calls.values():  # the first call of a kind finds its launches, the second one repeats them
         each(), each()
-    for module in ("flash_attn.seen_kvcache.check_facts", "flash_attn.kvcache.check_facts"):
-        monkeypatch.setattr(f"torch_frontend.{module}", None)
+    for module in ("torch_frontend.flash_attn.seen_kvcache", "attn_core.dropins.flash_attn.cache"):
+        monkeypatch.setattr(f"{module}.check_facts", None)
     for module in ("append.check_appended", "dense_caches._checked", "seen_caches.check_metadata"):
         monkeypatch.setattr(f"torch_frontend.paged.{module}", None)
     for name, each in calls.items():

@@ -40,7 +40,7 @@ BOUNDS: dict[str, int | str] = {
     "torch_frontend.dispatch.cudnn_plans:_shapes": 64,
     "torch_frontend.dispatch.triton_offsets:_launchers": "the GPUs",
     # Functions of few arguments
-    "attn_core.dropins.flash_attn:slopes_of_tokens": ONE,
+    "attn_core.dropins.flash_attn.documents:slopes_of_tokens": ONE,
     "attn_core.backends:_module": "backends and kinds of device",
     "attn_core.backends:_variant": "backends",
     "attn_core.backends:_variants": ONE,

@@ -4,13 +4,10 @@ Signatures, defaults and results are those of flash-attn 2.8; ``hopper`` has Fla
 FlashAttention-4's. They run on any device. docs/how_to/migrate/flash_attn.md lists every argument.
 """
 
-from torch_frontend.flash_attn.dense import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
-from torch_frontend.flash_attn.kvcache import flash_attn_with_kvcache
-from torch_frontend.flash_attn.varlen import (
-    flash_attn_varlen_func,
-    flash_attn_varlen_kvpacked_func,
-    flash_attn_varlen_qkvpacked_func,
-)
+import torch
+
+from attn_core.dropins.flash_attn.functions import FlashAttention2
+from torch_frontend.flash_attn.frontend import TORCH
 
 __all__ = [
     "flash_attn_func",
@@ -21,3 +18,16 @@ __all__ = [
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
 ]
+
+
+class _Functions(FlashAttention2[torch.Tensor, torch.Generator]):
+    frontend = TORCH
+
+
+flash_attn_func = _Functions.flash_attn_func
+flash_attn_kvpacked_func = _Functions.flash_attn_kvpacked_func
+flash_attn_qkvpacked_func = _Functions.flash_attn_qkvpacked_func
+flash_attn_varlen_func = _Functions.flash_attn_varlen_func
+flash_attn_varlen_kvpacked_func = _Functions.flash_attn_varlen_kvpacked_func
+flash_attn_varlen_qkvpacked_func = _Functions.flash_attn_varlen_qkvpacked_func
+flash_attn_with_kvcache = _Functions.flash_attn_with_kvcache

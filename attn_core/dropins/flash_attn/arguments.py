@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -16,8 +15,6 @@ import numpy as np
 from attn_core.call.options import Window, check_number
 from attn_core.call.seq_info import is_host_int, must_be_static
 from attn_core.errors import ShapeError, SpecError, shown
-from attn_core.expressions.tracing import Aux, trace_score
-from attn_core.expressions.tree import Expression
 
 OPTIONS = {
     "scale": "softmax_scale",
@@ -194,23 +191,8 @@ def refuse_chunks(attention_chunk: Any, of: str = "rows") -> None:
         )
 
 
-def check_packed(name: str, shape: tuple[int, ...], parts: int, packed: bool) -> None:
+def check_packed(name: str, array: Any, parts: int, packed: bool) -> None:
     """Raises ShapeError unless an array holds ``parts`` tensors before its heads."""
     axes = f"[total, {parts}, heads, head_dim]" if packed else f"[batch, seqlen, {parts}, heads, head_dim]"
-    if len(shape) != (4 if packed else 5) or shape[-3] != parts:
-        raise ShapeError(f"{name}: expected {axes}, got {list(shape)}")
-
-
-@cache
-def slopes_of_tokens() -> Expression:
-    """Returns ``score - slope * |q - k|`` in places of documents: ALiBi whose slopes differ between documents.
-
-    Its arrays: the slopes of each query, float ``[tokens, heads]``; and int32 ``[tokens]``: the place of each
-    query, counted so that the last query stands at the last key of its document, and the place of each key.
-    """
-
-    def score_mod(score: Any, b: Any, h: Any, q: Any, k: Any, slopes: Any, queries: Any, keys: Any) -> Any:
-        return score - slopes[q, h] * abs(queries[q] - keys[k])
-
-    arrays = (Aux((1, 1), "float32"), Aux((1,), "int32"), Aux((1,), "int32"))
-    return trace_score(score_mod, arrays).tree
+    if array.ndim != (4 if packed else 5) or array.shape[-3] != parts:
+        raise ShapeError(f"{name}: expected {axes}, got {list(array.shape)}")
