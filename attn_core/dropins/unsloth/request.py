@@ -229,7 +229,8 @@ def split_mask(request: UnslothRequest, context: AttentionContext) -> tuple[Any,
         return None, None
     _check_mask(request, context)
     if request.keep:
-        keys = mask != 0
+        # JAX may refuse to compare a bool with a number (jax_numpy_dtype_promotion="strict").
+        keys = mask if dtype_name(mask) == "bool" else mask != 0
         if context.seq_info is not None or request.documents is not None:  # rows are laid end to end, so their keys are
             keys = keys.reshape(1, -1)
         return keys[:, None, None, :], None
