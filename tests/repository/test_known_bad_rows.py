@@ -9,12 +9,12 @@ from datetime import date
 from pathlib import Path
 
 import pytest
+from known_bad_calls import CALLS, CHAT, faulty_version, not_refused, refused_calls
 from packaging.specifiers import SpecifierSet
 
-from attn_core import AttentionSpec, backends
+from attn_core import backends
 from attn_core.backends.shared import known_bad
 from attn_core.backends.shared.known_bad import EVERY_CALL, QUANTITIES, RELATIONS, Row, refusals, versioned_package
-from attn_core.cli.certify.checks import KNOWN_BAD_CALLS
 from benchmarks.fit.calls import random_call
 from tools.pages import known_bad as known_bad_page
 
@@ -26,11 +26,6 @@ TESTS = {
     for node in ast.walk(ast.parse((ROOT / "tests/backends/test_known_bad.py").read_text(encoding="utf-8")))
     if isinstance(node, ast.FunctionDef)
 }
-CHAT = AttentionSpec(
-    **{"batch": 2, "q_len": 2048, "kv_len": 2048, "num_heads": 32, "num_kv_heads": 8, "head_dim": 128},
-    **{"value_dim": 128, "dtype": "bfloat16", "causal": True, "needs_backward": True},
-)
-"""A plain call of a chat model in training."""
 WHOLE_KERNELS = {"sage-fp8-sm90"}
 """The rows that refuse every call of a kernel, on purpose."""
 
@@ -106,7 +101,22 @@ def test_a_refusing_row_refuses_some_call(row: Row) -> None:
     for name in row.backends:
         for device in devices_of(row):
             version = known_bad.numbers_of(row.versions.lstrip("<>=")) if row.name in WHOLE_KERNELS else ()
-            assert any(row.symptom in why for spec in KNOWN_BAD_CALLS for why in refusals(name, spec, device, version))
+            assert any(row.symptom in why for spec in CALLS for why in refusals(name, spec, device, version))
+
+
+def test_every_refusing_row_has_a_call_on_every_backend_and_device() -> None:
+    expected = {(row.name, name) for row in ROWS if row.handling == "refused" for name in row.backends}
+    assert {(row.name, name) for row, name, _, _ in refused_calls()} == expected
+    for row, *_ in refused_calls():
+        assert known_bad.includes(row.versions, faulty_version(row))
+
+
+def test_selection_refuses_what_a_row_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By name and automatically, on the row's device and in a faulty version."""
+    calls = refused_calls()
+    assert len(calls) >= 18 and [wrong for call in calls if (wrong := not_refused(*call))] == []
+    monkeypatch.setattr(known_bad, "refusals", lambda *arguments: ())
+    assert any("does not refuse" in (not_refused(*call) or "") for call in calls)
 
 
 def test_a_range_of_versions_is_of_a_version_that_is_known() -> None:

@@ -15,8 +15,6 @@ from attn_core.selection.whole_file import read_json, write_whole
 
 FORMAT = 1
 PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
-KNOWN_BAD = "known-bad"
-"""The check of known-bad kernels, which needs no backend."""
 Certificate = dict[str, Any]
 
 
@@ -25,9 +23,9 @@ class Entry(NamedTuple):
 
     check: str
     result: str
-    backend: str = ""
-    framework: str = ""
-    device: str = ""
+    backend: str
+    framework: str
+    device: str
     draws: int = 0
     worst: float | None = None
     seconds: float = 0.0
@@ -122,14 +120,12 @@ def report(certificate: Certificate) -> Iterator[str]:
         yield " ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
     missing: dict[str, list[str]] = {}
     for entry in entries:
-        name = f"{entry['check']} of {entry['backend']} in {entry['framework']}" if entry["backend"] else entry["check"]
+        name = f"{entry['check']} of {entry['backend']} in {entry['framework']}"
         if entry["result"] == FAILED:
             yield from ("", wrapped(f"{name} failed: {entry['reason']}"), f"  {entry['repeat']}", "")
-        elif entry["check"] == KNOWN_BAD:
-            here = ", ".join(certificate["known_bad"]) or "none"
-            yield wrapped(f"Known-bad kernels: {entry['draws']} calls refused as they must be. Here: {here}.")
         for why, calls in entry["refused"].items():
             missing.setdefault(why, []).append(f"{', '.join(calls)}: {name}")
+    yield wrapped(f"Known-bad kernels here: {', '.join(certificate['known_bad']) or 'none'}.")
     for left in certificate["not_run"]:
         missing.setdefault(left["why"], []).append(left["what"])
     yield "Not run:"

@@ -8,16 +8,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from attn_core import backends
-from attn_core.backends.shared import known_bad
-from attn_core.backends.support import Build
 from attn_core.call.functions import aux_of
-from attn_core.call.spec import AttentionSpec
-from attn_core.cli.certify.calls import STORED, Arrays, Case, Form, documents, refusal, sizes_of, spec_of
+from attn_core.cli.certify.calls import Arrays, Case, Form, documents, refusal, sizes_of
 from attn_core.cli.frameworks import installed
 from attn_core.cli.trial import Trial, expectation, judge
 from attn_core.correctness.probe import MaskProbe, mask_probe
-from attn_core.selection import Target, choice
 
 REACHES_BACK = dict.fromkeys(("flash3", "flash4"), "the last tile of a document holds the next one's first tokens")
 """A NaN may reach documents before it, as a tile may hold several; docs/reference/semantics.md documents these."""
@@ -241,37 +236,3 @@ JUDGES = {
     "repeats": same_bits(_again),
 }
 """By the name of a check."""
-
-KNOWN_BAD_CALLS = [spec_of(STORED["known bad, usual"] | call) for call in STORED["known bad"]]
-"""Calls of which each row of ``known_bad.json`` that refuses any refuses at least one; a test checks it."""
-
-
-def refused_calls() -> list[tuple[known_bad.Row, str, str, AttentionSpec]]:
-    """Returns a call for each refusing row and each of its backends and devices: (row, backend, device, spec)."""
-    found = []
-    for row in (row for row in known_bad.rows() if row.handling == "refused"):
-        specs = [spec for spec in KNOWN_BAD_CALLS if all(known_bad.holds(one, spec) for one in row.conditions)]
-        devices = [{"cuda": "sm90", "rocm": "gfx942"}.get(each, each.partition("-")[0]) for each in row.devices]
-        found += [(row, name, device, specs[0]) for name in row.backends for device in devices if specs]
-    return found
-
-
-def faulty_version(row: known_bad.Row) -> known_bad.Version:
-    """Returns a version that a row calls faulty; one that no comparison excludes."""
-    numbers = [known_bad.numbers_of(part.lstrip("<>=!")) for part in row.versions.split(",") if part]
-    below = [(*number[:-1], number[-1] - 1) if number[-1] else (number[0] - 1, 99) for number in numbers]
-    return next(version for version in [*numbers, *below, (1,)] if known_bad.includes(row.versions, version))
-
-
-def not_refused(row: known_bad.Row, name: str, device: str, spec: AttentionSpec) -> str | None:
-    """Asks selection, which needs no kernel, for a call that a row must refuse, or a backend of several operators which
-    of them runs it. Returns what is wrong, or None."""
-    backend, _, operator = name.partition(":")
-    if operator:
-        runs = backends.load(backend).lower(spec)["operator"]
-        return f"{row.name}: {backend} runs {spec} by {operator}" if runs == operator else None
-    build = Build(row.package, version=faulty_version(row))
-    target = Target(backends.load(name, backends.kind_of(device)).FRAMEWORK, device, builds=((name, build),))
-    if not any(row.link in why and row.symptom in why for why in choice.refusals(name, spec, target)):
-        return f"{row.name}: {name} on {device} does not refuse {spec}"
-    return f"{row.name}: automatic choice takes {name}" if choice.explain(spec, target).backend == name else None

@@ -16,7 +16,6 @@ from attn_core import backends
 from attn_core.cli.certify.calls import CHECKS, Call, Form, Subject, accepted, calls_of, drawn, refusal
 from attn_core.cli.certify.certificate import (
     FAILED,
-    KNOWN_BAD,
     NOT_RUN,
     PASSED,
     Certificate,
@@ -26,7 +25,7 @@ from attn_core.cli.certify.certificate import (
     report,
     write,
 )
-from attn_core.cli.certify.checks import JUDGES, Finding, not_refused, refused_calls
+from attn_core.cli.certify.checks import JUDGES, Finding
 from attn_core.cli.complaint import complain
 from attn_core.cli.devices import devices_here
 from attn_core.cli.doctor import faults_of
@@ -60,8 +59,8 @@ def certify(
         for name in names:
             backends.check_name(name)
         for name in checks:
-            if name not in (*CHECKS, KNOWN_BAD):
-                raise SpecError(f"--check={name!r}: expected one of {', '.join([*CHECKS, KNOWN_BAD])}")
+            if name not in CHECKS:
+                raise SpecError(f"--check={name!r}: expected one of {', '.join(CHECKS)}")
         path = json or (None if names or checks or framework else certificate_path(next(iter(devices.values()))))
         if path is not None:
             check_place(next(folder for folder in path.absolute().parents if folder.exists()) / path.name)
@@ -137,12 +136,6 @@ def _entries(subjects: list[Subject], checks: tuple[str, ...]) -> Iterator[Entry
             if (not checks or name in checks) and (name != "frameworks" or subject.framework == "jax"):
                 typer.echo(f"{name} of {subject}", err=True)  # so that stdout has only the result
                 yield entry_of(name, subject, calls_of(name))
-    if not checks or KNOWN_BAD in checks:
-        verdicts = [not_refused(*call) for call in refused_calls()]
-        wrong = [verdict for verdict in verdicts if verdict is not None]
-        repeat = f"attn certify --check {KNOWN_BAD}" if wrong else ""
-        result = FAILED if wrong else PASSED
-        yield Entry(KNOWN_BAD, result, draws=len(verdicts), reason="; ".join(wrong[:3]), repeat=repeat)
 
 
 def entry_of(name: str, subject: Subject, calls: dict[str, Call]) -> Entry:
