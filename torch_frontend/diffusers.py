@@ -101,7 +101,6 @@ def _apply() -> Callable[[], None]:
             f"torch.nn.functional.{NAME}: expected torch's own function, found {_name_of(before)}; remove that first, "
             "because it would have no effect"
         )
-    setattr(functional, NAME, _attention)
 
     def restore() -> None:
         current = getattr(functional, NAME)  # it may have been replaced again since
@@ -113,7 +112,12 @@ def _apply() -> Callable[[], None]:
                 "top of it; remove that, then call torch_frontend.diffusers.uninstall()"
             )
 
-    return restore
+    try:
+        setattr(functional, NAME, _attention)
+        return restore
+    except BaseException:  # Ctrl-C right after the change
+        restore()
+        raise
 
 
 _replacement = Replacement(_apply, is_in_place=lambda: getattr(functional, NAME) is _attention)
