@@ -191,7 +191,8 @@ def check_qkv(q: ArrayFacts, k: ArrayFacts, v: ArrayFacts, names: tuple[str, str
         DTypeError, ShapeError: naming the one that does not fit.
     """
     _check_one_dtype(q.dtype, k.dtype, v.dtype, names)
-    _check_shapes(q.shape, k.shape, v.shape, names)
+    if all(map(is_number, (*q.shape[2:], *k.shape[2:], *v.shape[2:]))):  # ``attention`` knows what symbols it takes
+        _check_shapes(q.shape, k.shape, v.shape, names)
 
 
 def _check_one_dtype(q: str, k: str, v: str, names: tuple[str, str, str] = QKV) -> None:
