@@ -14,7 +14,7 @@ import numpy as np
 from attn_core.call.kinds import UNLISTED, check_names
 from attn_core.call.seq_info import is_host_int
 from attn_core.errors import ShapeError, SpecError, shown
-from attn_core.paged.allocation.allocator import Copies, PageAllocator, PoolFullError
+from attn_core.paged.allocation.allocator import Copies, Growth, PageAllocator, PoolFullError
 
 
 class Step(NamedTuple):
@@ -79,7 +79,7 @@ def check_paged_layer(shape: tuple[int, ...], alignment: str, dropout: float, ot
 
 
 class _Ticket(NamedTuple):
-    """The origin of a step: its sequences, and the time by the allocator's ``changes``."""
+    """The origin of a step: its sequences, and the time, as the allocator counts it."""
 
     table: weakref.ref[Any]
     allocator: PageAllocator
@@ -110,21 +110,17 @@ def take_step(
     Raises:
         SpecError, PoolFullError: as ``advance`` does.
     """
-    # All checks come before the first extension, so that a refused step changes nothing.
-    counts = _counts(allocator, names, new, width)
-    undo = allocator.undo_extend(counts)
-    try:
-        tables, copies = _extend_all(allocator, counts, width)
-        if copies.source:
-            copy(copies)
-        step = Step(**{name: there(array) for name, array in tables.tables.items()}, max_len_q=tables.max_len_q)
-    except BaseException:  # KeyboardInterrupt as well: a step that was half taken would corrupt the pool
-        undo()
-        raise
+    growth, tables = _planned(allocator, names, new, width)
+    # The allocator changes last, so a step that fails or is interrupted leaves the pool as it was.
+    if growth.copies.source:
+        allocator.evict(growth.copies.target)
+        copy(growth.copies)
+    step = Step(there(tables.block_table), there(tables.seq_lens), there(tables.cu_seqlens_q), tables.max_len_q)
+    allocator.commit(growth)
     # The id is unique only while the table lives, so the ticket is removed with it; check_step also compares the table.
     key = id(step.block_table)
     table = weakref.ref(step.block_table, lambda _: _TICKETS.pop(key, None))
-    _TICKETS[key] = _Ticket(table, allocator, tuple(counts), allocator.changes.now)
+    _TICKETS[key] = _Ticket(table, allocator, tuple(growth.records), allocator.now)
     return step
 
 
@@ -141,7 +137,7 @@ def check_step(allocator: PageAllocator, step: Step) -> None:
         return
     if ticket.allocator is not allocator:
         raise SpecError("step: expected a step of this cache, got a step of another cache")
-    changed = allocator.changes.since(ticket.time, ticket.names)
+    changed = allocator.changed_since(ticket.time, ticket.names)
     if changed is not None:
         name, what = changed
         raise SpecError(
@@ -165,26 +161,16 @@ def advance(
         PoolFullError: if the pool has too few free pages for all sequences together.
         Both leave the allocator unchanged.
     """
-    return _extend_all(allocator, _counts(allocator, names, new, width), width)
+    growth, tables = _planned(allocator, names, new, width)
+    allocator.commit(growth)
+    return tables, growth.copies
 
 
-def _extend_all(allocator: PageAllocator, counts: dict[Hashable, int], width: int | None) -> tuple[Step, Copies]:
-    extensions = [allocator.extend(name, count) for name, count in counts.items()]
-    copies = Copies(sum((c.source for c in extensions), ()), sum((c.target for c in extensions), ()))
-    names, each = list(counts), list(counts.values())
-    # No offsets means one query each, which is a case of its own for kernels (``one_query_each``).
-    offsets = None if all(count == 1 for count in each) else np.cumsum([0, *each]).astype(np.int32)
-    table, lengths = allocator.block_table(names, width), allocator.seq_lens(names)
-    return Step(table, lengths, offsets, max(each, default=0)), copies
-
-
-def _counts(
+def _planned(
     allocator: PageAllocator, names: Sequence[Hashable], new: int | Sequence[int], width: int | None
-) -> dict[Hashable, int]:
-    """Checks the arguments of a step and returns the new tokens of each sequence."""
+) -> tuple[Growth, Step]:
+    """Checks the arguments of a step. Returns its plan, and its tables as numpy arrays."""
     named = check_names("names", names)
-    for name in named:
-        allocator.length(name)  # raises for one that is unknown
     each = [new] * len(named) if is_host_int(new) else _listed("new", new)
     # The counts become a dict, in which a repeated name would lose one of its counts.
     if len(each) != len(named) or len(set(named)) != len(named):
@@ -196,8 +182,12 @@ def _counts(
             f"names: this step needs {needed} more pages of {allocator.page_size} tokens, but only "
             f"{allocator.free_pages} of the pool's {allocator.num_pages} are free; free a sequence, or step fewer"
         )
-    allocator.check_width(width, (allocator.length(name) + count for name, count in counts.items()))
-    return {name: int(count) for name, count in counts.items()}
+    growth = allocator.grow({name: int(count) for name, count in counts.items()})
+    records = list(growth.records.values())
+    table, lengths = allocator.table_of(records, width), np.array([held.length for held in records], np.int32)
+    # No offsets means one query each, which is a case of its own for kernels (``one_query_each``).
+    offsets = None if all([count == 1 for count in each]) else np.cumsum([0, *each]).astype(np.int32)
+    return growth, Step(table, lengths, offsets, int(max(each, default=0)))
 
 
 def _listed(name: str, values: Any) -> list[Any]:

@@ -35,9 +35,10 @@ def state_of(allocator: PageAllocator) -> Any:
     return (
         list(allocator._free),
         list(allocator._holders),
-        {name: list(pages) for name, pages in allocator._pages.items()},
-        dict(allocator._lengths),
-        (allocator.changes.now, dict(allocator.changes._last)),
+        list(allocator._idle),
+        dict(allocator._held),
+        dict(allocator._swapped),
+        allocator.now,
     )
 
 

@@ -32,8 +32,11 @@ NO_FUZZING = {
     "converted": "for the frontends, which pass their own functions",
     "known_conversion": "for the frontends",
     "with_lengths": "for the frontends, without checks by its description",
-    "check_width": "for steps of a cache",
-    "undo_extend": "for steps of a cache",
+    "changed_since": "for steps of a cache",
+    "commit": "for steps of a cache",
+    "evict": "for steps of a cache",
+    "grow": "for steps of a cache, which have checked its argument",
+    "table_of": "for steps of a cache",
     "unchecked": "for the frontends, without checks by its name",
 }
 """Public names that take no argument from a caller, or no checked one, and why."""
@@ -225,7 +228,6 @@ def _own(framework: str) -> dict[str, dict[str, Make]]:
         "PageAllocator.block_table": {"names": plain(["a"])},
         "PageAllocator.seq_lens": {"names": plain(["a"])},
         "PageAllocator.needed": {"tokens": lambda: {"a": 2}},
-        "PageAllocator.undo_extend": {"tokens": lambda: {"a": 2}},
         "PageAllocator.match": {"tokens": plain([5, 3, 2])},
         "PageAllocator.allocate_matching": {"name": plain("new"), "tokens": plain([5, 3, 2])},
         "PageAllocator.record": {"tokens": plain([5, 3, 2])},
@@ -235,7 +237,6 @@ def _own(framework: str) -> dict[str, dict[str, Make]]:
         "PagedKVCache.swap_in": {"name": plain("out")},
         "pages_that_fit": {**_pool_sizes(), "memory": plain(2**30)},
         "bytes_per_token": _pool_sizes(),
-        "PageAllocator.check_width": {"lengths": plain([6, 2]), "width": plain(2)},
         "pages_of": {"cache": numbers(6, 2, 4, 2, 8), "layout": plain("NHD")},
         "merge_states": {
             **{"outs": lambda: [array(_numbers(2, 5, 4, 8))] * 2, "lses": lambda: [array(_numbers(2, 4, 5))] * 2},

@@ -314,15 +314,13 @@ class Model:
         assert known == self.contents
         for page, (salt, text) in known.items():
             assert self.pool[page][-1] == (salt, text), "a page that is found, but has other content"
-        assert allocator._chains.keys() <= self.pages.keys()
         salts = {salt for salt, _ in self.contents.values()}
         assert allocator._contents._beginnings.keys() == salts, "nothing is kept of salts that no page has"
         cached = sum(page in self.contents for page in self.idle)
         evicted = tuple(self.evicted[-self.num_pages :])
         assert allocator.prefix_report() == (cached, self.hits, self.misses, len(self.evicted), evicted)
         assert allocator._holders == [holders[page] for page in range(self.num_pages)]
-        known_names = self.pages.keys() | self.swapped.keys()
-        assert allocator.changes._last.keys() == known_names, "nothing is kept of a freed sequence"
+        assert allocator._held.keys() == self.pages.keys(), "nothing is kept of a freed sequence"
 
 
 OPERATIONS = (
@@ -356,28 +354,31 @@ def _hashed(tokens: Any, *arguments: Any, **options: Any) -> list[Text]:
     return [tuple(map(hash, each)) for each in pages_of_tokens(tokens, *arguments, **options)]
 
 
-def _evict_the_newest(self: PageAllocator) -> int:
-    page = next(reversed(self._idle))
-    self._idle = {page: None, **self._idle}
-    return EVICT(self)
+def _the_newest_first(self: PageAllocator, count: int) -> list[int]:
+    self._idle = dict.fromkeys(reversed(self._idle))
+    return NEXT(self, count)
 
 
-def _too_late(self: PageAllocator, pages: int, name: Any) -> None:
+def _too_late(self: PageAllocator, pages: int, name: Any) -> list[int]:
     if pages > self.free_pages and self.free_pages:
-        self._take()
-    ROOM_FOR(self, pages, name)
+        self._take(NEXT(self, 1)[0])
+    return ROOM_FOR(self, pages, name)
 
 
-EVICT, ROOM_FOR, GROWTH, FIND = PageAllocator._evict, PageAllocator._room_for, PageAllocator._growth, PageContents.find
+NEXT, ROOM_FOR, GROWTH, FIND = PageAllocator._next, PageAllocator._room_for, PageAllocator._growth, PageContents.find
 FAULTS: dict[str, tuple[Any, str, Any]] = {
-    "a page that two sequences write": (PageAllocator, "_take", lambda self: (self._free or [*self._idle])[-1]),
+    "a page that two sequences write": (PageAllocator, "_take", lambda self, page: None),
     "a lost page": (PageAllocator, "_release", lambda self, page: False),
-    "a copy that is not made": (PageAllocator, "_growth", lambda *arguments: (False, GROWTH(*arguments)[1])),
+    "a copy that is not made": (
+        PageAllocator,
+        "_growth",
+        lambda *arguments: [(False, more) for _, more in GROWTH(*arguments)],
+    ),
     "a refusal after a change": (PageAllocator, "_room_for", _too_late),
     "hashes that are not compared": (allocator, "pages_of_tokens", _hashed),
     "a salt that is left out": (PageContents, "find", lambda self, salt, contents: FIND(self, None, contents)),
     "content that is not forgotten": (PageContents, "forget", lambda self, page: page in self),
-    "eviction of the newest page": (PageAllocator, "_evict", _evict_the_newest),
+    "eviction of the newest page": (PageAllocator, "_next", _the_newest_first),
     "a swap of a shared page": (PageAllocator, "check_unshared", lambda self, name: self.length(name)),
     "a fork that keeps the content of pages it does not have": (Chain, "cut", lambda self, depth: self),
 }

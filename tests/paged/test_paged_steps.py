@@ -10,6 +10,7 @@ from frameworks import ALL, Framework, as_numpy
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from interrupted_lines import count_lines, interrupted_at
 
 from attn_core import SpecError
 from attn_core.paged import step as book
@@ -248,11 +249,27 @@ def test_a_step_that_fails_on_the_device_is_undone(fails: str) -> None:
     assert state() == before
 
 
-def test_a_step_interrupted_between_its_sequences_is_undone() -> None:
-    allocator = PageAllocator(8, 4)
-    for name in "ab":
-        allocator.allocate(name, 3)
-    before, undo = list(allocator._free), allocator.undo_extend({"a": 6, "b": 5})
-    allocator.extend("a", 6)
-    undo()
-    assert allocator._free == before and not any(allocator._holders[page] for page in before)
+def test_a_step_interrupted_anywhere_is_complete_or_undone() -> None:
+    """Also between the changes of its two sequences, and in the middle of the books of pages."""
+
+    def pool() -> PageAllocator:
+        allocator = PageAllocator(8, 4)
+        for name in "ab":
+            allocator.allocate(name, 3)
+        allocator.fork("a", "c")
+        return allocator
+
+    def step(allocator: PageAllocator) -> None:
+        book.advance(allocator, ["a", "b"], [6, 5], None)
+
+    def state(allocator: PageAllocator) -> Any:
+        names = [(name, allocator.length(name), allocator.pages(name)) for name in allocator.sequences]
+        return names, sorted(allocator._free), list(allocator._holders)
+
+    before, done = state(pool()), pool()
+    step(done)
+    for at in range(1, count_lines(lambda: step(pool())) + 1):
+        allocator = pool()
+        with interrupted_at(at):
+            step(allocator)
+        assert state(allocator) in (before, state(done)), at

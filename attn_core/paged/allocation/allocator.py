@@ -7,11 +7,16 @@ who has the pool, copies them before it writes the new tokens.
 A sequence that ends leaves its recorded pages in the pool. They count as free, and are taken last: those that nobody
 used for the longest time first. Until then, a prompt that begins with the same tokens finds them, with their keys and
 values.
+
+What is known of a sequence is one record, and every change is planned first and then made by one write of records. The
+books of free pages follow from the records, so ``_recount`` repairs them after Ctrl-C at any moment.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,16 +24,18 @@ import numpy as np
 from attn_core.call.kinds import check_hashable, check_kind, check_names
 from attn_core.call.seq_info import is_host_int
 from attn_core.errors import SpecError, shown
-from attn_core.paged.allocation.contents import Chain, check_is_tokens, pages_of_tokens
-from attn_core.paged.allocation.held_pages import HeldPages
-from attn_core.paged.allocation.held_pages import PoolFullError as PoolFullError
-from attn_core.paged.allocation.report import PrefixReport
+from attn_core.paged.allocation.contents import Chain, PageContents, check_is_tokens, pages_of_tokens
+from attn_core.paged.allocation.report import PoolReport, PrefixReport
 
-MOST_TOKENS = 2**31 - 1
-"""The longest sequence: lengths are int32."""
+MOST = 2**31 - 1
+"""Tables of pages, positions in a page, and lengths of sequences are int32."""
 
 UNUSED = -1
 """The entry of a block table after a sequence's last page."""
+
+
+class PoolFullError(MemoryError):
+    """The pool has too few free pages for the request. The allocator is unchanged."""
 
 
 class Copies(NamedTuple):
@@ -52,7 +59,42 @@ class Match(NamedTuple):
     cached: int
 
 
-class PageAllocator(HeldPages):
+class Held(NamedTuple):
+    """What is known of a sequence.
+
+    Attributes:
+        pages: in the order of its tokens; none if it is swapped out.
+        length: its tokens.
+        chain: what is recorded of them.
+        started, changed: the times of its start and of its last change, counted in changes of the pool.
+        what: the last change, as a participle.
+    """
+
+    pages: tuple[int, ...]
+    length: int
+    chain: Chain
+    started: int
+    changed: int
+    what: str = "started"
+
+
+class Growth(NamedTuple):
+    """The plan of a step, which ``PageAllocator.commit`` carries out.
+
+    Attributes:
+        records: of the extended sequences, by name.
+        taken: the free pages that they take, in the order in which the allocator gives them.
+        copies: the pages to copy before; the targets are some of ``taken``.
+        overwritten: pages whose content after the sequence's end is lost, because tokens are written there.
+    """
+
+    records: dict[Hashable, Held]
+    taken: list[int]
+    copies: Copies
+    overwritten: list[int]
+
+
+class PageAllocator:
     """Assigns the pages of a pool to sequences.
 
     Args:
@@ -60,11 +102,110 @@ class PageAllocator(HeldPages):
         page_size: tokens in a page.
 
     Attributes:
-        changes: the last change of each sequence and its time.
+        now: the number of changes so far.
 
-    Any hashable value can name a sequence. Not thread-safe. A change that Ctrl-C interrupts is undone; ``free`` is
-    completed.
+    Any hashable value can name a sequence. Not thread-safe. A change that Ctrl-C interrupts is complete or undone.
     """
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        for name, value in (("num_pages", num_pages), ("page_size", page_size)):
+            if not is_host_int(value) or value < 1:
+                raise SpecError(f"{name}={shown(value)}: expected a number of 1 or more")
+            if value > MOST:
+                raise SpecError(f"{name}={shown(value)}: expected at most {MOST}, because tables are int32")
+        self.num_pages, self.page_size = int(num_pages), int(page_size)
+        self.now = 0
+        self._held: dict[Hashable, Held] = {}
+        self._swapped: dict[Hashable, Held] = {}  # sequences whose pages are elsewhere
+        self._free = list(range(self.num_pages))[::-1]  # a stack: the page freed last is assigned next
+        self._idle: dict[int, None] = {}  # also free, but with known content; the page that is taken first comes first
+        self._holders = [0] * self.num_pages  # by page, the number of sequences that have it
+        self._contents = PageContents()
+        self._hits = self._misses = self._evictions = 0
+        self._evicted: deque[int] = deque(maxlen=self.num_pages)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._held
+
+    def __len__(self) -> int:
+        """The number of sequences."""
+        return len(self._held)
+
+    @property
+    def sequences(self) -> tuple[Hashable, ...]:
+        """The names of the sequences, oldest first."""
+        return tuple(self._held)
+
+    @property
+    def free_pages(self) -> int:
+        """The number of pages of no sequence. Those that are still found by their content count, too."""
+        return len(self._free) + len(self._idle)
+
+    @property
+    def swapped(self) -> tuple[Hashable, ...]:
+        """The names of the sequences that are swapped out; ``sequences`` does not contain them."""
+        return tuple(self._swapped)
+
+    def length(self, name: Hashable) -> int:
+        """Returns the number of tokens of a sequence."""
+        return self._known(name).length
+
+    def pages(self, name: Hashable) -> tuple[int, ...]:
+        """Returns the pages of a sequence, in the order of its tokens."""
+        return self._known(name).pages
+
+    def changed_since(self, time: int, names: Iterable[Hashable]) -> tuple[Hashable, str] | None:
+        """Returns the first of these sequences that changed after a time, and how; None if none did.
+
+        A sequence that started later under the name of one that was freed is a different one.
+        """
+        if time == self.now:  # the usual case in a model: nothing changed between the layers of a step
+            return None
+        for name in names:
+            held = self._held.get(name) or self._swapped.get(name)
+            if held is None or held.started > time:
+                return name, "freed"
+            if held.changed > time:
+                return name, held.what
+        return None
+
+    def report(self) -> PoolReport:
+        """Returns how full the pool is."""
+        free, tokens = self._holders.count(0), sum(self._filled())
+        shared = sum(count > 1 for count in self._holders)
+        return PoolReport(self.num_pages, free, shared, tokens, (self.num_pages - free) * self.page_size - tokens)
+
+    def prefix_report(self) -> PrefixReport:
+        """Returns how many pages were found by their content, and which ones were evicted."""
+        cached = sum(page in self._contents for page in self._idle)
+        return PrefixReport(cached, self._hits, self._misses, self._evictions, tuple(self._evicted))
+
+    def __str__(self) -> str:
+        """Draws the pool: a line for each page, # for each token, and the sequences that read the page.
+
+        A cached page belongs to no sequence and is found by its content.
+        """
+        report, size, filled = self.report(), self.page_size, self._filled()
+        readers: list[list[str]] = [[] for _ in filled]
+        for name, held in self._held.items():
+            for page in held.pages:
+                readers[page].append(str(name))
+        used = report.num_pages - report.free
+        lines = [f"{report.num_pages} pages of {size} tokens: {used} used, {report.shared} of them shared"]
+        for page, (tokens, names) in enumerate(zip(filled, readers, strict=True)):
+            is_cached = page in self._idle and page in self._contents
+            state = ", ".join(names) or ("cached" if is_cached else "free")
+            tokens = size if is_cached else tokens
+            lines.append(f"{page:>5} |{'#' * tokens}{'.' * (size - tokens)}| {state}")
+        return "\n".join(lines)
+
+    def _filled(self) -> list[int]:
+        """Returns the tokens in each page. Sequences that share a page may end at different tokens in it."""
+        filled, size = [0] * self.num_pages, self.page_size
+        for held in self._held.values():
+            for at, page in enumerate(held.pages):
+                filled[page] = max(filled[page], min(size, held.length - at * size))
+        return filled
 
     def allocate(self, name: Hashable, tokens: int = 0) -> None:
         """Starts a sequence of ``tokens`` tokens on pages that no other sequence has.
@@ -74,14 +215,8 @@ class PageAllocator(HeldPages):
         """
         self._check_new(name)
         count = self._count(tokens)
-        self._room_for(self._pages_for(count), name)
-        try:
-            self._pages[name] = [self._take() for _ in range(self._pages_for(count))]
-            self._lengths[name] = count
-            self.changes.note(name, "started")
-        except BaseException:
-            self._restore({name: None})
-            raise
+        taken = self._room_for(self._pages_for(count), name)
+        self._commit({name: self._started(taken, count, Chain(None))}, taken=taken)
 
     def fork(self, parent: Hashable, name: Hashable, tokens: int | None = None) -> None:
         """Starts a sequence that shares the parent's first ``tokens`` (all if None), without a copy.
@@ -90,22 +225,13 @@ class PageAllocator(HeldPages):
             SpecError: for a name that a sequence already has, or more tokens than the parent has.
         """
         self._check_new(name)
-        length = self.length(parent)
-        count = length if tokens is None else self._count(tokens)
-        if count > length:
-            raise SpecError(f"tokens={tokens}: expected at most the {length} that {parent!r} has")
-        try:
-            self._pages[name] = self._pages[parent][: self._pages_for(count)]
-            for page in self._pages[name]:
-                self._holders[page] += 1
-            self._lengths[name] = count
-            if parent in self._chains:
-                self._chains[name] = self._chains[parent].cut(count // self.page_size)
-            self.changes.note(name, "started")
-            self.changes.note(parent, "forked")
-        except BaseException:
-            self._restore({name: None})
-            raise
+        held = self._known(parent)
+        count = held.length if tokens is None else self._count(tokens)
+        if count > held.length:
+            raise SpecError(f"tokens={tokens}: expected at most the {held.length} that {parent!r} has")
+        shared = held.pages[: self._pages_for(count)]
+        child = self._started(shared, count, held.chain.cut(count // self.page_size))
+        self._commit({parent: held._replace(changed=self.now + 1, what="forked"), name: child}, shared=shared)
 
     def extend(self, name: Hashable, tokens: int = 1) -> Copies:
         """Makes room for ``tokens`` more tokens at the end of a sequence.
@@ -116,62 +242,67 @@ class PageAllocator(HeldPages):
         Raises:
             PoolFullError: if the pool has too few free pages. The sequence is unchanged then.
         """
-        length, count, pages = self.length(name), self._count(tokens), self._pages[name]
-        copies, more = self._growth(name, count)
-        self._room_for(more + copies, name)
-        held, last = len(pages), tuple(pages[-1:])
-        target: tuple[int, ...] = ()
-        try:
-            if count and length % self.page_size and not copies:
-                self._contents.forget(last[0])  # of a longer sequence that is gone, and is overwritten now
-            if copies:
-                self._release(last[0])  # frees nothing: other sequences still share the page
-                pages[-1] = self._take()
-                target = (pages[-1],)
-            pages += [self._take() for _ in range(more)]
-            self._lengths[name] = length + count
-            self.changes.note(name, "stepped again")
-        except BaseException:
-            self._restore({name: ([*pages[: held - 1], *last] if held else [], length)})
-            raise
-        return Copies(last if copies else (), target)
-
-    def undo_extend(self, tokens: Mapping[Hashable, int]) -> Callable[[], None]:
-        """Returns a function that restores these sequences after ``extend`` of all of them, or of the first few.
-
-        It must work for the first few, because an interrupt can stop a step after any of its sequences.
-        """
-        untouched = max(len(self._free) - self.needed(tokens), 0)
-        taken = self._free[untouched:]  # the end of the stack
-        before = {name: (list(self._pages[name]), self._lengths[name]) for name in tokens}
-        undo_notes = self.changes.undo_notes(tokens)
-
-        def undo() -> None:
-            self._restore(before)
-            evicted = [page for page in self._free[untouched:] if page not in taken]  # their content may be overwritten
-            self._free[untouched:] = [*evicted, *taken]  # in their order
-            undo_notes()  # so that the step before this one stays valid
-
-        return undo
+        needed = self.needed({name: tokens})
+        self._room_for(needed, name)
+        growth = self.grow({name: int(tokens)})
+        self.commit(growth)
+        return growth.copies
 
     def needed(self, tokens: Mapping[Hashable, int]) -> int:
         """Returns how many free pages it would take to extend each sequence by its number of tokens."""
         check_kind("tokens", tokens, Mapping, "a dict of tokens by sequence")
-        pages, readers = 0, dict[int, int]()
-        for name, count in tokens.items():
-            copies, more = self._growth(name, self._count(count))
-            pages += more + copies
-            if copies:
-                last = self._pages[name][-1]
-                readers[last] = readers.get(last, 0) + 1
-        # When all other sequences have copied a shared page, its last one writes to the page itself.
-        return pages - sum(count == self._holders[page] for page, count in readers.items())
+        for name in tokens:
+            self._known(name)
+        counts = {name: self._count(count) for name, count in tokens.items()}
+        return sum([copies + more for copies, more in self._growth(counts)])
 
-    def _growth(self, name: Hashable, count: int) -> tuple[bool, int]:
-        """Returns whether the last page must be copied before appending ``count`` tokens, and how many pages follow."""
-        length, pages = self.length(name), self._pages[name]
-        copies = bool(count and length % self.page_size and self._holders[pages[-1]] > 1)
-        return copies, self._pages_for(length + count) - len(pages)
+    def grow(self, tokens: Mapping[Hashable, int]) -> Growth:
+        """Plans to extend each sequence by its number of tokens; changes nothing.
+
+        Args:
+            tokens: checked, for sequences that exist, and as many as the free pages have room for.
+        """
+        growth, time = self._growth(tokens), self.now + 1
+        taken = self._next(sum([copies + more for copies, more in growth]))
+        records, source, target, overwritten, following = dict[Hashable, Held](), [], [], [], iter(taken)
+        for (name, count), (copies, more) in zip(tokens.items(), growth, strict=True):
+            pages, length, chain, started, *_ = self._held[name]
+            if copies:
+                source.append(pages[-1])
+                target.append(next(following))
+                pages = (*pages[:-1], target[-1])
+            elif count and length % self.page_size:
+                overwritten.append(pages[-1])
+            if more:
+                pages = (*pages, *islice(following, more))
+            records[name] = Held(pages, length + count, chain, started, time, "stepped again")
+        return Growth(records, taken, Copies(tuple(source), tuple(target)), overwritten)
+
+    def commit(self, growth: Growth) -> None:
+        """Carries out a plan, before which nothing else has changed."""
+        for page in growth.overwritten:
+            self._contents.forget(page)  # of a longer sequence that is gone
+        self._commit(growth.records, taken=growth.taken, left=growth.copies.source)
+
+    def evict(self, pages: Iterable[int]) -> None:
+        """Forgets the content of free pages, because they get other content."""
+        for page in pages:
+            if self._contents.forget(page):
+                self._evictions += 1
+                self._evicted.append(page)
+
+    def _growth(self, tokens: Mapping[Hashable, int]) -> list[tuple[bool, int]]:
+        """Returns for each sequence whether its last page must be copied before, and how many pages follow."""
+        growth, left = [], dict[int, int]()
+        for name, count in tokens.items():
+            held, copies = self._held[name], False
+            if count and held.length % self.page_size:
+                # When all other sequences have copied a shared page, its last one writes to the page itself.
+                last = held.pages[-1]
+                copies = self._holders[last] - left.get(last, 0) > 1
+                left[last] = left.get(last, 0) + copies
+            growth.append((copies, -(-(held.length + count) // self.page_size) - len(held.pages)))
+        return growth
 
     def free(self, name: Hashable) -> tuple[int, ...]:
         """Ends a sequence and returns the pages that are free now, because no other sequence shares them.
@@ -180,18 +311,11 @@ class PageAllocator(HeldPages):
         """
         check_hashable("name", name)
         if name in self._swapped:
-            self.changes.forget(name)
+            self.now += 1
             del self._swapped[name]
             return ()
-        pages = self._pages[self._known(name)]
-        try:
-            self.changes.forget(name)  # first: a step must never take a freed sequence for a living one
-            del self._pages[name], self._lengths[name]
-            self._chains.pop(name, None)
-            return tuple(page for page in reversed(pages) if self._release(page))  # so the next one gets them in order
-        except BaseException:
-            self._restore({name: None})
-            raise
+        self._known(name)
+        return self._end(name)
 
     def swap_out(self, name: Hashable) -> tuple[int, ...]:
         """Frees the pages of a sequence that continues later. The caller has copied their content elsewhere.
@@ -203,28 +327,20 @@ class PageAllocator(HeldPages):
             SpecError: if the sequence shares a page: it would not become free.
         """
         self.check_unshared(name)
-        pages, length, salt = self.pages(name), self._lengths[name], self._chain(name).salt
-        try:
-            self.changes.note(name, "swapped out")  # first: a step must not take the pages for the sequence's own
-            self._swapped[name] = (length, salt)
-            del self._pages[name], self._lengths[name]
-            self._chains.pop(name, None)
-            for page in reversed(pages):
-                self._release(page)
-        except BaseException:
-            if name in self._swapped:
-                self._restore({name: None})
-            raise
-        return pages
+        held = self._held[name]
+        chain, changed = Chain(held.chain.salt), self.now + 1
+        self._end(name, held._replace(pages=(), chain=chain, changed=changed, what="swapped out"))
+        return held.pages
 
     def check_unshared(self, name: Hashable) -> None:
         """Raises SpecError if a sequence shares pages with others, naming one of them."""
-        shared = {page for page in self._pages[self._known(name)] if self._holders[page] > 1}
+        pages = self._known(name).pages
+        shared = {page for page in pages if self._holders[page] > 1}
         if shared:
-            other = next(each for each, pages in self._pages.items() if each != name and shared.intersection(pages))
+            other = next(each for each, held in self._held.items() if each != name and shared.intersection(held.pages))
             raise SpecError(
                 f"name={shown(name)}: expected a sequence that shares no page, but {len(shared)} of its "
-                f"{len(self._pages[name])} pages are shared, with {shown(other)} for one; free the others first"
+                f"{len(pages)} pages are shared, with {shown(other)} for one; free the others first"
             )
 
     def swap_in(self, name: Hashable) -> tuple[int, ...]:
@@ -236,18 +352,11 @@ class PageAllocator(HeldPages):
             SpecError: if no such sequence is swapped out. PoolFullError: if the pool has too few free pages.
         """
         self.check_swapped(name)
-        length, salt = swapped = self._swapped[name]
-        self._room_for(self._pages_for(length), name)
-        try:
-            self._pages[name] = [self._take() for _ in range(self._pages_for(length))]
-            self._lengths[name], self._chains[name] = length, Chain(salt)
-            self.changes.note(name, "swapped in")
-            del self._swapped[name]
-        except BaseException:
-            self._restore({name: None})
-            self._swapped[name] = swapped
-            raise
-        return self.pages(name)
+        held = self._swapped[name]
+        taken = self._room_for(self._pages_for(held.length), name)
+        pages = tuple(taken)
+        self._commit({name: held._replace(pages=pages, changed=self.now + 1, what="swapped in")}, taken=taken)
+        return pages
 
     def check_swapped(self, name: Hashable) -> None:
         """Raises SpecError unless a sequence of this name is swapped out."""
@@ -285,19 +394,11 @@ class PageAllocator(HeldPages):
         self._check_new(name)
         most = max(check_is_tokens(tokens) - 1, 0) // self.page_size
         chain, pages = self._find(tokens, salt, most)
-        try:
-            self._pages[name] = pages
-            for page in pages:
-                self._idle.pop(page, None)
-                self._holders[page] += 1
-            self._lengths[name], self._chains[name] = len(pages) * self.page_size, chain
-            self.changes.note(name, "started")
-        except BaseException:
-            self._restore({name: None})
-            raise
+        found = len(pages) * self.page_size
+        self._commit({name: self._started(pages, found, chain)}, shared=pages)
         self._hits += len(pages)
         self._misses += most - len(pages)
-        return self._lengths[name]
+        return found
 
     def record(self, name: Hashable, tokens: Sequence[int]) -> None:
         """Says which tokens a sequence contains, so that ``match`` finds its full pages.
@@ -312,30 +413,22 @@ class PageAllocator(HeldPages):
             SpecError: for more tokens than the sequence has, for a token that is no int, or for other tokens than those
                 that are recorded for a shared page.
         """
-        length = self.length(name)
-        if (count := check_is_tokens(tokens)) > length:
-            raise SpecError(f"tokens: expected at most the {length} that {shown(name)} has, got {count}")
-        chain, pages = self._chain(name), self._pages[name]
+        held = self._known(name)
+        if (count := check_is_tokens(tokens)) > held.length:
+            raise SpecError(f"tokens: expected at most the {held.length} that {shown(name)} has, got {count}")
+        chain = held.chain
         contents = pages_of_tokens(tokens, self.page_size, chain.depth)
-        for page, content in zip(pages[chain.depth :], contents, strict=False):
+        for page, content in zip(held.pages[chain.depth :], contents, strict=False):
             chain = self._contents.add(chain, content, page)
-        self._chains[name] = chain  # last: a change that was interrupted can run again
+        self._held[name] = held._replace(chain=chain)  # last: a change that was interrupted can run again
 
     def recorded(self, name: Hashable) -> tuple[int, ...]:
         """Returns the tokens that ``record`` keeps of a sequence: those of its first full pages."""
-        return self._chain(self._known(name)).all_tokens()
-
-    def prefix_report(self) -> PrefixReport:
-        """Returns how many pages were found by their content, and which ones were evicted."""
-        cached = sum(page in self._contents for page in self._idle)
-        return PrefixReport(cached, self._hits, self._misses, self._evictions, tuple(self._evicted))
+        return self._known(name).chain.all_tokens()
 
     def _find(self, tokens: Any, salt: Hashable, most: int) -> tuple[Chain, list[int]]:
         check_hashable("salt", salt)
         return self._contents.find(salt, pages_of_tokens(tokens, self.page_size, stop=most))
-
-    def _chain(self, name: Hashable) -> Chain:
-        return self._chains.get(name) or Chain(None)
 
     def block_table(self, names: Sequence[Hashable], width: int | None = None) -> np.ndarray:
         """Returns int32 ``[len(names), width]``: each sequence's pages in order, then ``UNUSED``.
@@ -346,30 +439,141 @@ class PageAllocator(HeldPages):
         Raises:
             SpecError: if a sequence has more pages than columns.
         """
-        names = check_names("names", names)
-        rows = [self._pages[self._known(name)] for name in names]
-        longest = self.check_width(width, (self._lengths[name] for name in names))
-        table = np.full((len(rows), longest if width is None else width), UNUSED, np.int32)
-        for row, pages in zip(table, rows, strict=True):
-            row[: len(pages)] = pages
-        return table
+        return self.table_of([self._known(name) for name in check_names("names", names)], width)
 
-    def check_width(self, width: int | None, lengths: Iterable[int]) -> int:
-        """Returns the pages of the longest of these lengths (tokens). Raises SpecError if a table has fewer columns."""
-        longest, most = self._pages_for(max(lengths, default=0)), MOST_TOKENS // self.page_size
+    def table_of(self, records: Sequence[Held], width: int | None) -> np.ndarray:
+        """Returns ``block_table`` of sequences with these records. Raises SpecError as it does."""
+        longest = self._pages_for(max([held.length for held in records], default=0))
+        most = MOST // self.page_size
         if width is not None and not (is_host_int(width) and 0 <= width <= most):
             raise SpecError(
                 f"width={shown(width)}: expected at most {most} columns, because kernels count tokens in int32"
             )
         if width is not None and width < longest:
             raise SpecError(f"width={width}: expected at least the {longest} pages of the longest sequence")
-        return longest
+        table = np.full((len(records), longest if width is None else width), UNUSED, np.int32)
+        for row, held in zip(table, records, strict=True):
+            row[: len(held.pages)] = held.pages
+        return table
 
     def seq_lens(self, names: Sequence[Hashable]) -> np.ndarray:
         """Returns int32 ``[len(names)]``: the tokens of each sequence."""
         return np.array([self.length(name) for name in check_names("names", names)], np.int32)
 
-    def _count(self, tokens: int) -> int:
+    def _started(self, pages: Iterable[int], length: int, chain: Chain) -> Held:
+        """Returns the record of a sequence that starts with the next change."""
+        return Held(tuple(pages), length, chain, self.now + 1, self.now + 1)
+
+    def _commit(
+        self,
+        records: Mapping[Hashable, Held],
+        taken: Iterable[int] = (),
+        shared: Iterable[int] = (),
+        left: Iterable[int] = (),
+    ) -> None:
+        """Gives sequences their new records, and books the pages.
+
+        Args:
+            taken: free pages as ``_next`` returned them. shared: pages that have one more sequence now.
+            left: pages of several sequences that have one fewer now.
+        """
+        try:
+            self.now += 1  # first, so that ``changed_since`` does not take its shortcut
+            self._held.update(records)
+            for name in records:
+                self._swapped.pop(name, None)
+            for page in left:
+                self._holders[page] -= 1
+            for page in shared:
+                self._idle.pop(page, None)
+                self._holders[page] += 1
+            for page in taken:
+                self._take(page)
+        except BaseException:
+            self._recount()
+            raise
+
+    def _end(self, name: Hashable, elsewhere: Held | None = None) -> tuple[int, ...]:
+        """Ends a sequence, or swaps it out under another record. Returns the pages that are free now."""
+        try:
+            self.now += 1
+            if elsewhere is not None:
+                self._swapped[name] = elsewhere
+            pages = self._held.pop(name).pages
+            # Backwards, so that the next sequence gets them in order.
+            return tuple([page for page in reversed(pages) if self._release(page)])
+        except BaseException:
+            self._recount()
+            raise
+
+    def _recount(self) -> None:
+        """Counts all pages anew from the records, after a change that was interrupted anywhere."""
+        for name in self._held.keys() & self._swapped.keys():
+            del self._swapped[name]
+        holders = [0] * self.num_pages
+        for page in [page for held in self._held.values() for page in held.pages]:
+            holders[page] += 1
+        idle = {page: None for page in self._idle if not holders[page] and page in self._contents}
+        free = [page for page in self._free if not holders[page] and page not in idle]
+        lost = {page for page, count in enumerate(holders) if not count}.difference(free, idle)
+        idle |= dict.fromkeys(sorted(page for page in lost if page in self._contents))
+        free += sorted(lost.difference(idle), reverse=True)
+        self._holders, self._free, self._idle = holders, free, idle
+
+    def _next(self, count: int) -> list[int]:
+        """Returns the free pages that are taken next, in this order; the idle ones last."""
+        pages = self._free[: -count - 1 : -1]
+        return [*pages, *islice(self._idle, count - len(pages))]
+
+    def _take(self, page: int) -> None:
+        """Takes the next free page."""
+        if self._free:
+            self._free.pop()
+        else:
+            self.evict([page])  # first: from now on it may get other content
+            del self._idle[page]
+        self._holders[page] = 1
+
+    def _release(self, page: int) -> bool:
+        """Returns whether a page has no sequence any more."""
+        self._holders[page] -= 1
+        if self._holders[page]:
+            return False
+        if page in self._contents:
+            self._idle[page] = None  # behind all others
+        else:
+            self._free.append(page)
+        return True
+
+    def _room_for(self, pages: int, name: Hashable) -> list[int]:
+        """Returns ``_next``. Raises PoolFullError if so many pages are not free."""
+        if pages > self.free_pages:
+            raise PoolFullError(
+                f"{name!r} needs {pages} more pages of {self.page_size} tokens, and {self.free_pages} of the pool's "
+                f"{self.num_pages} are free; free a sequence, or make the pool larger"
+            )
+        return self._next(pages)
+
+    def _pages_for(self, tokens: int) -> int:
+        return -(-tokens // self.page_size)
+
+    def _check_new(self, name: Hashable) -> None:
+        check_hashable("name", name)
+        if name in self._held or name in self._swapped:
+            raise SpecError(f"name={shown(name)}: expected a new name, but a sequence has this one; free it first")
+
+    def _known(self, name: Hashable) -> Held:
+        """Returns the record of a sequence in the pool. Raises SpecError if there is none."""
+        check_hashable("name", name)
+        if name in self._swapped:
+            raise SpecError(
+                f"name={shown(name)}: expected a sequence in the pool, but this one is swapped out; swap it in first"
+            )
+        if name not in self._held:
+            raise SpecError(f"name={shown(name)}: expected the name of a sequence of this allocator; add it first")
+        return self._held[name]
+
+    def _count(self, tokens: Any) -> int:
         if not is_host_int(tokens) or tokens < 0:
             raise SpecError(f"tokens={shown(tokens)}: expected a number of 0 or more")
         return int(tokens)

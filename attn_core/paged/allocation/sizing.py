@@ -10,7 +10,7 @@ from attn_core.call import pages
 from attn_core.call.pages import FLOAT_BITS
 from attn_core.call.seq_info import is_host_int
 from attn_core.errors import DTypeError, SpecError, shown
-from attn_core.paged.allocation.held_pages import MOST_PAGES
+from attn_core.paged.allocation.allocator import MOST
 
 BITS = {**FLOAT_BITS, **pages.BITS}
 """The bits of an element, by dtype."""
@@ -66,7 +66,7 @@ def pages_that_fit(
     page = int(page_size) * token
     if not is_host_int(memory) or memory < page:
         raise SpecError(f"memory={shown(memory)}: expected at least the {page} bytes of one page, as an int")
-    return min(int(memory) // page, MOST_PAGES)
+    return min(int(memory) // page, MOST)
 
 
 def part_of(free: int, fraction: Any) -> int:
@@ -77,5 +77,5 @@ def part_of(free: int, fraction: Any) -> int:
 
 
 def _check_size(name: str, value: Any) -> None:
-    if not is_host_int(value) or not 1 <= value <= MOST_PAGES:
-        raise SpecError(f"{name}={shown(value)}: expected a number of 1 or more, at most {MOST_PAGES}")
+    if not is_host_int(value) or not 1 <= value <= MOST:
+        raise SpecError(f"{name}={shown(value)}: expected a number of 1 or more, at most {MOST}")
