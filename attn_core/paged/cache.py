@@ -1,15 +1,26 @@
-"""The part of a paged cache that needs no framework: its sequences, their steps, and the checks of a step."""
+"""The part of a paged cache that needs no framework: its sizes, its sequences, and their steps with their checks."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple
+import inspect
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
+from attn_core.call.foreign_keywords import refuse_keywords
+from attn_core.call.keywords import CachedKeywords
+from attn_core.call.pages import BITS, PagedKV, describe
+from attn_core.call.seq_info import is_host_int
+from attn_core.call.spec import DTYPES
+from attn_core.errors import DTypeError, ShapeError, SpecError, shown
 from attn_core.paged.allocation.allocator import Copies, PageAllocator
-from attn_core.paged.allocation.cache_sizes import check_layer
 from attn_core.paged.step import Pages, Step, check_step, take_step
+
+Array = TypeVar("Array")
+Function = TypeVar("Function", bound=Callable[..., Any])
+MOST_LAYERS_AND_CHANNELS = 2**16
+"""No model comes near, and a larger number would fill the memory before anything else complains."""
 
 
 class SwappedOut(NamedTuple):
@@ -24,17 +35,62 @@ class SwappedOut(NamedTuple):
     tokens: tuple[int, ...]
 
 
-class PagedCache:
-    """The sequences of a cache with one pool of pages for each layer; both frontends' ``PagedKVCache`` inherit it."""
+class PagedCache(Generic[Array]):
+    """The keys and values of all layers, in pages that the sequences share; frontends' ``PagedKVCache`` inherit it.
 
-    k_pages: list[Any]
-    v_pages: list[Any]
-    k_scales: list[Any]
-    v_scales: list[Any]
-    allocator: PageAllocator
+    Args:
+        num_layers: the layers of the model. Every layer has a pool; all layers share one block table.
+        num_pages, page_size: the size of each pool, which has room for ``num_pages * page_size`` tokens.
+        kv_heads, head_dim, value_dim: the sizes of a token's key and value; value_dim is head_dim if None.
+        dtype: of the pools.
+        kv_dtype: "float8_e4m3fn", "int8", "int4" or such a dtype for quantised pages with a scale for each token and kv
+            head; dtype is then that of the queries. None: the pools have dtype.
+
+    Attributes:
+        k_pages, v_pages: a pool for each layer, ``[num_pages, page_size, kv_heads, dim]``.
+        k_scales, v_scales: the scales of each layer, float32 ``[num_pages, page_size, kv_heads]``; empty lists if the
+            pages are not quantised.
+        dtype: of queries, new keys and new values.
+        stored: how a token is stored, and in how many bytes.
+        allocator: assigns pages to sequences; ``allocator.report()`` returns how full the pools are.
+
+    In each step of a model, call ``step`` once for the continuing sequences, then ``update`` and ``attend`` in every
+    layer.
+    """
+
     dtype: Any
-    stored: str
-    _swapped: dict[Hashable, SwappedOut]
+
+    def __init__(
+        self,
+        new: Callable[[tuple[int, ...], str], Array],
+        *,
+        num_layers: int,
+        num_pages: int,
+        page_size: int,
+        kv_heads: int,
+        head_dim: int,
+        value_dim: int | None,
+        dtype: str,
+        kv_dtype: Any,
+    ) -> None:
+        """Takes the dtypes by name, and ``new``.
+
+        new: returns a pool of a shape and dtype with zeros; or scales, which have one axis less, with ones.
+        """
+        dims = {"head_dim": head_dim, "value_dim": head_dim if value_dim is None else value_dim}
+        _check_sizes(num_layers=num_layers, kv_heads=kv_heads, **dims)
+        if dtype not in DTYPES:
+            raise DTypeError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype}")
+        pool_dtype, channels = _stored_shape(kv_dtype, dtype, dims)
+        self.allocator = PageAllocator(num_pages, page_size)
+        self._swapped: dict[Hashable, SwappedOut] = {}
+        scales = None if kv_dtype is None else "token"
+        pool = PagedKV(num_pages=1, page_size=page_size, width=1, dtype=kv_dtype, scales=scales)
+        self.stored = describe(pool, kv_heads, dims["head_dim"], dims["value_dim"], dtype)
+        places = (num_pages, page_size, kv_heads)
+        self.k_pages, self.v_pages = ([new((*places, dim), pool_dtype) for _ in range(num_layers)] for dim in channels)
+        scaled = 0 if kv_dtype is None else num_layers
+        self.k_scales, self.v_scales = ([new(places, "float32") for _ in range(scaled)] for _ in "kv")
 
     def add(self, name: Hashable, tokens: Sequence[int] = (), *, salt: Hashable = None) -> int:
         """Starts a sequence and returns how many tokens of its prompt are in its pages already.
@@ -138,6 +194,40 @@ class PagedCache:
         """
         return Pages(*self._pools(layer, step), step, **self._scales(layer))
 
+    def update(
+        self,
+        layer: int,
+        k: Array,
+        v: Array,
+        step: Step,
+        *,
+        rotary: tuple[Array, Array] | None = None,
+        rotary_interleaved: bool = False,
+    ) -> None:
+        """Writes a layer's new keys and values, ``[tokens, kv_heads, dim]``, into the step's slots.
+
+        Args:
+            rotary, rotary_interleaved: as in ``append_kv``.
+
+        Raises:
+            SpecError: as in ``check``, and for a layer that does not exist. Nothing is written then.
+        """
+        k_pages, v_pages = self._pools(layer, step)
+        turns = {"rotary": rotary, "rotary_interleaved": rotary_interleaved}
+        results = self._append(k_pages, v_pages, k, v, **step.tables, **turns, **self._scales(layer))
+        # JAX returns new arrays, and has deleted those that were here before.
+        for arrays, new in zip(self._pool_lists(), results, strict=False):  # without scales there are fewer results
+            arrays[layer] = new
+
+    def _attend(self, attention: Callable[..., Any], layer: int, q: Array, step: Step, options: dict[str, Any]) -> Any:
+        """Runs a frontend's ``paged_attention`` on a layer, with the options of its ``attend``."""
+        attend = type(self).attend  # type: ignore[attr-defined]
+        if not options.keys() <= attend.options:
+            refuse_keywords(attend, {name: None for name in options if name not in attend.options})
+        k_pages, v_pages = self._pools(layer, step)
+        tables = {**step.tables, "max_len_q": step.max_len_q}
+        return attention(q, k_pages, v_pages, **tables, **options, **self._scales(layer))
+
     def _scales(self, layer: int) -> dict[str, Any]:
         """Returns a layer's scales as keyword arguments; empty if the pages are not quantised."""
         lists = {"k_scales": self.k_scales, "v_scales": self.v_scales}
@@ -149,13 +239,20 @@ class PagedCache:
         Raises:
             SpecError: as in ``check``, and for a layer that does not exist.
         """
-        layer = check_layer(layer, len(self.k_pages))
+        # A negative index would silently select a layer from the end.
+        if not is_host_int(layer) or not 0 <= layer < len(self.k_pages):
+            most = len(self.k_pages) - 1
+            raise SpecError(f"layer={shown(layer)}: expected a number from 0 to {most}, one of the cache's layers")
         self.check(step)
         return self.k_pages[layer], self.v_pages[layer]
 
     def _pool_lists(self) -> tuple[list[Any], ...]:
         """Returns the lists of arrays whose first axis is the page: what belongs to a page is moved with it."""
         return self.k_pages, self.v_pages, self.k_scales, self.v_scales
+
+    def _append(self, *arrays: Array, **tables: Any) -> tuple[Array, ...]:
+        """Runs the frontend's ``append_kv``."""
+        raise NotImplementedError
 
     def _to_host(self, pages: tuple[int, ...]) -> Any:
         """Copies pages of every pool to host memory."""
@@ -180,3 +277,44 @@ class PagedCache:
     def __repr__(self) -> str:
         counts = f"{len(self.k_pages)} layers, {len(self.allocator)} sequences"
         return f"{type(self).__name__}({counts}, {self.stored}, {self.allocator.report()})"
+
+
+def takes_options_of(attention: Callable[..., Any], *more: str) -> Callable[[Function], Function]:
+    """Returns a decorator that gives ``attend`` its signature, from the options of ``paged_attention``.
+
+    Args:
+        more: options that ``CachedKeywords`` does not have.
+    """
+    names = frozenset((*CachedKeywords.__annotations__, "return_lse", *more))
+    options = [each for each in inspect.signature(attention).parameters.values() if each.name in names]
+
+    def decorate(attend: Any) -> Any:
+        signature = inspect.signature(attend)
+        own = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+        attend.__signature__ = signature.replace(parameters=[*own, *options])
+        attend.options = names
+        return attend
+
+    return decorate
+
+
+def _check_sizes(**sizes: Any) -> None:
+    for name, value in sizes.items():
+        if not is_host_int(value) or value < 1:
+            raise SpecError(f"{name}={shown(value)}: expected a number of 1 or more")
+        if value > MOST_LAYERS_AND_CHANNELS:
+            raise SpecError(f"{name}={shown(value)}: expected at most {MOST_LAYERS_AND_CHANNELS}")
+
+
+def _stored_shape(kv_dtype: Any, dtype: str, dims: dict[str, int]) -> tuple[str, list[int]]:
+    """Returns the dtype of the pools' arrays, and the channels that they have for keys and for values."""
+    if kv_dtype is None:
+        return dtype, [*dims.values()]
+    if not isinstance(kv_dtype, str) or kv_dtype not in BITS:
+        raise SpecError(f"kv_dtype={shown(kv_dtype)}: expected one of {', '.join(BITS)}, or None for the dtype itself")
+    if kv_dtype != "int4":
+        return kv_dtype, [*dims.values()]
+    for name, dim in dims.items():
+        if dim % 2:
+            raise ShapeError(f"{name}={dim}: expected an even number, because int4 pages have two channels a byte")
+    return "uint8", [dim // 2 for dim in dims.values()]

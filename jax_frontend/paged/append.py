@@ -11,7 +11,6 @@ from typing import Any, Never
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from attn_core.backends.shared.in_jax.offsets import document_numbers
 from attn_core.backends.shared.in_jax.promotion import usual_promotion
@@ -19,15 +18,7 @@ from attn_core.call.arguments import ArrayFacts
 from attn_core.call.hints import hide_unknown, refuse_keywords
 from attn_core.paged import arguments, places, rotary
 from attn_core.paged.places import check_choice
-from attn_core.paged.quantised.numbers import (
-    HIGHEST_SCALE,
-    LARGEST,
-    OF_PAGES,
-    OF_TOKENS,
-    SMALLEST,
-    Quotient,
-    round_magnitude,
-)
+from attn_core.paged.quantised.numbers import page_factors, stored_numbers, token_scales
 from attn_core.paged.quantised.scales import STORED
 from attn_core.paged.rotary import COS, SIN, pair_of
 from attn_core.paged.tables import positions_of
@@ -44,8 +35,6 @@ from jax_frontend.paged.tables import (
 )
 
 Array = jax.Array
-INFINITY = 0x7F800000
-"""The bits of float32's infinity."""
 
 
 @hide_unknown
@@ -231,54 +220,13 @@ def write_rows(pages: Array, scales: Array | None, places: tuple[Array, Array], 
     if scales is None:
         return pages.at[places].set(rows, mode="drop"), None
     dtype = STORED[str(pages.dtype)]
+    numbers = rows.astype(jnp.float32)
     if scales.ndim == 3:
-        new, factors = token_scales(rows, dtype)
+        new, factors = token_scales(jnp, numbers, dtype)
         scales = scales.at[places].set(new, mode="drop")
     else:
-        factors = page_factors(scales.at[places[0]].get(mode="fill", fill_value=1))
-    return pages.at[places].set(stored_numbers(rows, factors, dtype), mode="drop"), scales
-
-
-def token_scales(rows: Array, dtype: str) -> tuple[Array, Array]:
-    """Returns (scales, factors), float32 ``[tokens, kv_heads]``, of rows ``[tokens, kv_heads, dim]``."""
-    # Of the bits, because XLA's maximum of floats drops a NaN in some fusions.
-    bits = (lax.bitcast_convert_type(rows.astype(jnp.float32), jnp.int32) & 0x7FFFFFFF).max(-1)
-    finite = bits < INFINITY
-    magnitude = lax.bitcast_convert_type(jnp.where(finite, bits, 0), jnp.float32)
-    rounded, factors = _divide(jnp.maximum(magnitude, SMALLEST), OF_TOKENS[dtype])
-    scales = rounded * np.float32(1 / LARGEST[dtype])
-    return jnp.where(finite, scales, jnp.nan), jnp.where(finite, factors, 0)
-
-
-def page_factors(scales: Array) -> Array:
-    """Returns the factors of the caller's scales; 0 for a scale that is not positive and finite."""
-    bits = lax.bitcast_convert_type(scales, jnp.int32)
-    usable = (bits > 0) & (bits < INFINITY)  # XLA would compare a subnormal number as 0
-    safe = jnp.clip(jnp.where(usable, scales, 1), SMALLEST, HIGHEST_SCALE)
-    return jnp.where(usable, _divide(safe, OF_PAGES)[1], 0)
-
-
-def stored_numbers(rows: Array, factors: Array, dtype: str) -> Array:
-    """Returns what the pool stores, in the pool's dtype."""
-    factors = factors[..., None]
-    most = np.float32(LARGEST[dtype])
-    product = jnp.clip(jnp.where(factors == 0, 0, rows.astype(jnp.float32) * factors), -most, most)
-    if dtype == "float8_e4m3fn":
-        return product.astype(jnp.float8_e4m3fn)
-    stored = jnp.round(jnp.nan_to_num(product, nan=0)).astype(jnp.int8)  # half to even
-    if dtype == "int8":
-        return stored
-    low, high = jnp.split(lax.bitcast_convert_type(stored, jnp.uint8) & 15, 2, -1)
-    return low | (high << 4)
-
-
-def _divide(magnitude: Array, by: Quotient) -> tuple[Array, Array]:
-    """Returns (the rounded magnitudes, the factors)."""
-    bits = jnp.minimum(lax.bitcast_convert_type(magnitude, jnp.int32), by.most)
-    rounded, quotient = round_magnitude(bits, by)
-    exponents = (by.exponent - (rounded >> 23)) << 23
-    factors = lax.bitcast_convert_type(quotient.astype(jnp.float32), jnp.int32) + exponents
-    return lax.bitcast_convert_type(rounded, jnp.float32), lax.bitcast_convert_type(factors, jnp.float32)
+        factors = page_factors(jnp, scales.at[places[0]].get(mode="fill", fill_value=1))
+    return pages.at[places].set(stored_numbers(jnp, numbers, factors, dtype), mode="drop"), scales
 
 
 # Without donation every append would copy the pool. Scales by page are the caller's, and do not change.

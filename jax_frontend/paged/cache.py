@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Literal, Never, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attn_core.call.hints import hide_unknown, refuse_keywords
 from attn_core.call.keywords import CachedKeywords
 from attn_core.errors import DTypeError, SpecError, shown
-from attn_core.paged.allocation.allocator import Copies, PageAllocator
-from attn_core.paged.allocation.cache_sizes import check_cache, describe_cache, stored_shape
-from attn_core.paged.cache import PagedCache
+from attn_core.paged.allocation.allocator import Copies
+from attn_core.paged.cache import PagedCache, takes_options_of
 from attn_core.paged.step import Step
 from jax_frontend.paged.append import append_kv
 from jax_frontend.paged.attention import paged_attention
@@ -26,27 +24,12 @@ PINNED = "pinned_host"
 """JAX's memory kind that a GPU reads and writes directly."""
 
 
-class PagedKVCache(PagedCache):
+class PagedKVCache(PagedCache[Array]):
     """The keys and values of all layers, in pages that the sequences share.
 
     Args:
-        num_layers: the layers of the model. Every layer has a pool; all layers share one block table.
-        num_pages, page_size: the size of each pool, which has room for ``num_pages * page_size`` tokens.
-        kv_heads, head_dim, value_dim: the sizes of a token's key and value; value_dim is head_dim if None.
         dtype, device: the dtype and the device of the pools. The device is one of JAX's, or a sharding.
-        kv_dtype: "float8_e4m3fn", "int8", "int4" or such a dtype for quantised pages with a scale for each token and kv
-            head; dtype is then that of the queries. None: the pools have dtype.
-
-    Attributes:
-        k_pages, v_pages: a pool for each layer, ``[num_pages, page_size, kv_heads, dim]``.
-        k_scales, v_scales: the scales of each layer, float32 ``[num_pages, page_size, kv_heads]``; empty lists if the
-            pages are not quantised.
-        dtype: of queries, new keys and new values.
-        stored: how a token is stored, and in how many bytes.
-        allocator: assigns pages to sequences; ``allocator.report()`` returns how full the pools are.
-
-    In each step of a model, call ``step`` once for the continuing sequences, then ``update`` and ``attend`` in every
-    layer.
+        num_layers, num_pages, page_size, kv_heads, head_dim, value_dim, kv_dtype: as in ``PagedCache``.
     """
 
     def __init__(
@@ -62,54 +45,30 @@ class PagedKVCache(PagedCache):
         device: Any = None,
         kv_dtype: Any = None,
     ) -> None:
-        dims = {"head_dim": head_dim, "value_dim": head_dim if value_dim is None else value_dim}
         try:
-            name = np.dtype(dtype).name
+            self.dtype = np.dtype(dtype)
         except (TypeError, ValueError):
             raise DTypeError(f"dtype={shown(dtype)}: expected a float dtype") from None
         if device is not None and not isinstance(device, jax.Device | jax.sharding.Sharding):
             raise SpecError(f"device={shown(device)}: expected a jax.Device, a Sharding, or None")
-        check_cache(name, num_layers=num_layers, kv_heads=kv_heads, **dims)
-        kv_name = name_of(kv_dtype)
-        stored, channels = stored_shape(kv_name, **dims)
-        self.allocator, self._swapped = PageAllocator(num_pages, page_size), {}
         self._table_placement = self._placement_of_tables(device)
-        self.dtype = np.dtype(dtype)
-        self.stored = describe_cache(kv_name, page_size, kv_heads, dims, name)
-        pool_dtype, places = stored or dtype, (num_pages, page_size, kv_heads)
-        self.k_pages, self.v_pages = (
-            [jnp.zeros((*places, dim), pool_dtype, device=device) for _ in range(num_layers)]
-            for dim in channels.values()
+
+        def new(shape: tuple[int, ...], name: str) -> Array:
+            if len(shape) == 4:
+                return jnp.zeros(shape, name, device=device)
+            return jnp.ones(shape, name, device=_without_channels(device))
+
+        super().__init__(
+            new,
+            num_layers=num_layers,
+            num_pages=num_pages,
+            page_size=page_size,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            value_dim=value_dim,
+            dtype=self.dtype.name,
+            kv_dtype=name_of(kv_dtype),
         )
-        scaled, where = num_layers if stored else 0, _without_channels(device)
-        self.k_scales, self.v_scales = (
-            [jnp.ones(places, jnp.float32, device=where) for _ in range(scaled)] for _ in "kv"
-        )
-
-    def update(
-        self,
-        layer: int,
-        k: Array,
-        v: Array,
-        step: Step,
-        *,
-        rotary: tuple[Array, Array] | None = None,
-        rotary_interleaved: bool = False,
-    ) -> None:
-        """Writes a layer's new keys and values, ``[tokens, kv_heads, dim]``, into the step's slots.
-
-        Args:
-            rotary, rotary_interleaved: as in ``append_kv``.
-
-        Raises:
-            SpecError: as in ``check``, and for a layer that does not exist. Nothing is written then.
-        """
-        k_pages, v_pages = self._pools(layer, step)
-        turns: Any = {"rotary": rotary, "rotary_interleaved": rotary_interleaved}
-        # append_kv donates the old pool, so JAX has deleted those arrays.
-        results = append_kv(k_pages, v_pages, k, v, **step.tables, **turns, **self._scales(layer))
-        for arrays, new in zip(self._pool_lists(), results, strict=False):  # without scales there are fewer results
-            arrays[layer] = new
 
     @overload
     def attend(
@@ -123,49 +82,13 @@ class PagedKVCache(PagedCache):
     def attend(
         self, layer: int, q: Array, step: Step, *, return_lse: bool, **options: Unpack[Keywords]
     ) -> Array | tuple[Array, Array]: ...
-    @hide_unknown
-    def attend(
-        self,
-        layer: int,
-        q: Array,
-        step: Step,
-        *,
-        causal: bool = True,
-        window: int | tuple[int | None, int | None] | None = None,
-        key_ranges: Any = None,
-        softcap: float | None = None,
-        sinks: Array | None = None,
-        scale: float | None = None,
-        deterministic: bool = False,
-        backend: str | tuple[str, ...] | None = None,
-        return_lse: bool = False,
-        alibi_slopes: Array | None = None,
-        invariant: str | None = None,
-        **unknown: Never,
-    ) -> Array | tuple[Array, Array]:
+    @takes_options_of(paged_attention)
+    def attend(self, layer: int, q: Array, step: Step, **options: Any) -> Array | tuple[Array, Array]:
         """Runs ``check``, then ``paged_attention`` of a layer's queries, ``[tokens, heads, head_dim]``."""
-        if unknown:
-            refuse_keywords(PagedKVCache.attend, unknown)
-        k_pages, v_pages = self._pools(layer, step)
-        return paged_attention(
-            q,
-            k_pages,
-            v_pages,
-            **step.tables,
-            max_len_q=step.max_len_q,
-            causal=causal,
-            window=window,
-            key_ranges=key_ranges,
-            softcap=softcap,
-            sinks=sinks,
-            scale=scale,
-            deterministic=deterministic,
-            backend=backend,
-            return_lse=return_lse,
-            alibi_slopes=alibi_slopes,
-            invariant=invariant,
-            **self._scales(layer),
-        )
+        return self._attend(paged_attention, layer, q, step, options)  # type: ignore[no-any-return]
+
+    def _append(self, *arrays: Array, **tables: Any) -> tuple[Array, ...]:
+        return append_kv(*arrays, **tables)  # type: ignore[no-any-return]
 
     def _pools(self, layer: int, step: Step) -> tuple[Array, Array]:
         pools = super()._pools(layer, step)

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import quantised_numbers as quantised
 import torch
 from append_cases import Append
 from quantised_cases import STORED, torch_pool
 
 import torch_frontend
-from attn_core.paged.quantised import numbers as quantised
 
 
 @dataclass(frozen=True)

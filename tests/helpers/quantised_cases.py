@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import quantised_numbers as quantised
 import torch
 from both_frontends import Results, _numpy
 from paged_cases import PagedCall, jax_on
@@ -16,7 +17,6 @@ from paged_cases import PagedCall, jax_on
 import jax_frontend
 import torch_frontend
 from attn_core.call.pages import BITS, SCALES
-from attn_core.paged.quantised import numbers as quantised
 
 KINDS = [(dtype, by) for dtype in BITS for by in SCALES]
 STORED = {"float8_e4m3fn": ml_dtypes.float8_e4m3fn, "int8": np.int8, "int4": np.uint8}

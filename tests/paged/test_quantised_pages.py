@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import quantised_numbers as quantised
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,9 +23,7 @@ import torch_frontend
 from attn_core import DTypeError, ShapeError, SpecError, Target, explain
 from attn_core.backends import load, names
 from attn_core.call.pages import BITS, PagedKV, bytes_in_layer
-from attn_core.paged.quantised import numbers as quantised
-from jax_frontend.paged import append as jax_append
-from torch_frontend.paged import append as torch_append
+from attn_core.paged.quantised import numbers
 
 pytestmark = pytest.mark.sampled
 
@@ -175,8 +175,8 @@ def test_numpy_torch_and_jax_append_to_the_same_bits(dtype: str, by: str) -> Non
     rows = rows_to_quantise(5)
     if by == "token":
         scales, factors = quantised.token_scales(rows, dtype)
-        others = torch_append.token_scales(torch.from_numpy(rows), dtype)
-        programs = jax.jit(lambda rows: jax_append.token_scales(rows, dtype))(rows)
+        others = numbers.token_scales(torch, torch.from_numpy(rows), dtype)
+        programs = jax.jit(lambda rows: numbers.token_scales(jnp, rows, dtype))(rows)
         for one, other, third in zip((scales, factors), others, programs, strict=True):
             np.testing.assert_array_equal(bits(one), bits(other))
             np.testing.assert_array_equal(bits(one), bits(third))
@@ -187,14 +187,14 @@ def test_numpy_torch_and_jax_append_to_the_same_bits(dtype: str, by: str) -> Non
         rows = np.where(np.abs(rows) > 1e30, rows, random.standard_normal(rows.shape) * scales[..., None] * 200)
         rows = rows.astype(np.float32)
         factors = quantised.page_factors(scales)
-        np.testing.assert_array_equal(bits(factors), bits(torch_append.page_factors(torch.from_numpy(scales))))
-        np.testing.assert_array_equal(bits(factors), bits(jax.jit(jax_append.page_factors)(scales)))
-    ours = torch_append.stored_numbers(torch.from_numpy(rows), torch.from_numpy(factors), dtype)
-    theirs = jax.jit(lambda rows, factors: jax_append.stored_numbers(rows, factors, dtype))(rows, factors)
+        np.testing.assert_array_equal(bits(factors), bits(numbers.page_factors(torch, torch.from_numpy(scales))))
+        np.testing.assert_array_equal(bits(factors), bits(jax.jit(partial(numbers.page_factors, jnp))(scales)))
+    ours = numbers.stored_numbers(torch, torch.from_numpy(rows), torch.from_numpy(factors), dtype)
+    theirs = jax.jit(lambda rows, factors: numbers.stored_numbers(jnp, rows, factors, dtype))(rows, factors)
     np.testing.assert_array_equal(bits(ours), bits(theirs))
     expected = quantised.stored_numbers(rows, factors, dtype)
     if dtype == "float8_e4m3fn":
-        ours = ours.view(torch.float8_e4m3fn).float()
+        ours = ours.float()
     np.testing.assert_array_equal(quantised.unpack_int4(ours.numpy()) if dtype == "int4" else ours.numpy(), expected)
 
 

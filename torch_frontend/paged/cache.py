@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, Never, Unpack, overload
+from typing import Any, Literal, NamedTuple, Unpack, overload
 
 import numpy as np
 import torch
 
-from attn_core.call.hints import hide_unknown, refuse_keywords
 from attn_core.call.keywords import CachedKeywords
 from attn_core.errors import SpecError, shown
-from attn_core.paged.allocation.allocator import Copies, PageAllocator
-from attn_core.paged.allocation.cache_sizes import check_cache, describe_cache, stored_shape
-from attn_core.paged.cache import PagedCache
+from attn_core.paged.allocation.allocator import Copies
+from attn_core.paged.cache import PagedCache, takes_options_of
 from attn_core.paged.step import Step
 from torch_frontend.paged.attention import append_kv, paged_attention
 from torch_frontend.paged.sizing import name_of
@@ -33,27 +31,12 @@ class _OnHost(NamedTuple):
     copied: torch.cuda.Event | None
 
 
-class PagedKVCache(PagedCache):
+class PagedKVCache(PagedCache[Tensor]):
     """The keys and values of all layers, in pages that the sequences share.
 
     Args:
-        num_layers: the layers of the model. Every layer has a pool; all layers share one block table.
-        num_pages, page_size: the size of each pool, which has room for ``num_pages * page_size`` tokens.
-        kv_heads, head_dim, value_dim: the sizes of a token's key and value; value_dim is head_dim if None.
         dtype, device: of the pools.
-        kv_dtype: "float8_e4m3fn", "int8", "int4" or such a dtype for quantised pages with a scale for each token and kv
-            head; dtype is then that of the queries. None: the pools have dtype.
-
-    Attributes:
-        k_pages, v_pages: a pool for each layer, ``[num_pages, page_size, kv_heads, dim]``.
-        k_scales, v_scales: the scales of each layer, float32 ``[num_pages, page_size, kv_heads]``; empty lists if the
-            pages are not quantised.
-        dtype: of queries, new keys and new values.
-        stored: how a token is stored, and in how many bytes.
-        allocator: assigns pages to sequences; ``allocator.report()`` returns how full the pools are.
-
-    In each step of a model, call ``step`` once for the continuing sequences, then ``update`` and ``attend`` in every
-    layer.
+        num_layers, num_pages, page_size, kv_heads, head_dim, value_dim, kv_dtype: as in ``PagedCache``.
     """
 
     def __init__(
@@ -69,47 +52,27 @@ class PagedKVCache(PagedCache):
         device: Any = "cpu",
         kv_dtype: torch.dtype | str | None = None,
     ) -> None:
-        dims = {"head_dim": head_dim, "value_dim": head_dim if value_dim is None else value_dim}
-        name = str(dtype).removeprefix("torch.")
-        check_cache(name, num_layers=num_layers, kv_heads=kv_heads, **dims)
-        kv_name = name_of(kv_dtype)
-        stored, channels = stored_shape(kv_name, **dims)
         try:
             device = torch.device(device)
         except (TypeError, ValueError, RuntimeError) as error:
             raise SpecError(f"device={shown(device)}: expected a torch.device or its name; {error}") from None
-        self.allocator, self._swapped = PageAllocator(num_pages, page_size), {}
-        self.dtype = dtype
-        self.stored = describe_cache(kv_name, page_size, kv_heads, dims, name)
-        pool_dtype, places = getattr(torch, stored or name), (num_pages, page_size, kv_heads)
-        self.k_pages, self.v_pages = (
-            [torch.zeros(*places, dim, dtype=pool_dtype, device=device) for _ in range(num_layers)]
-            for dim in channels.values()
+
+        def new(shape: tuple[int, ...], name: str) -> Tensor:
+            make = torch.zeros if len(shape) == 4 else torch.ones
+            return make(shape, dtype=getattr(torch, name), device=device)
+
+        super().__init__(
+            new,
+            num_layers=num_layers,
+            num_pages=num_pages,
+            page_size=page_size,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            value_dim=value_dim,
+            dtype=str(dtype).removeprefix("torch."),
+            kv_dtype=name_of(kv_dtype),
         )
-        scaled = num_layers if stored else 0
-        self.k_scales, self.v_scales = ([torch.ones(places, device=device) for _ in range(scaled)] for _ in "kv")
-
-    def update(
-        self,
-        layer: int,
-        k: Tensor,
-        v: Tensor,
-        step: Step,
-        *,
-        rotary: tuple[Tensor, Tensor] | None = None,
-        rotary_interleaved: bool = False,
-    ) -> None:
-        """Writes a layer's new keys and values, ``[tokens, kv_heads, dim]``, into the step's slots.
-
-        Args:
-            rotary, rotary_interleaved: as in ``append_kv``.
-
-        Raises:
-            SpecError: as in ``check``, and for a layer that does not exist. Nothing is written then.
-        """
-        k_pages, v_pages = self._pools(layer, step)
-        turns: Any = {"rotary": rotary, "rotary_interleaved": rotary_interleaved}
-        append_kv(k_pages, v_pages, k, v, **step.tables, **turns, **self._scales(layer))
+        self.dtype = dtype
 
     @overload
     def attend(
@@ -144,51 +107,13 @@ class PagedKVCache(PagedCache):
         out: Tensor | None = None,
         **options: Unpack[Keywords],
     ) -> Tensor | tuple[Tensor, Tensor]: ...
-    @hide_unknown
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        step: Step,
-        *,
-        causal: bool = True,
-        window: int | tuple[int | None, int | None] | None = None,
-        key_ranges: Any = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-        scale: float | None = None,
-        deterministic: bool = False,
-        backend: str | tuple[str, ...] | None = None,
-        return_lse: bool = False,
-        alibi_slopes: Tensor | None = None,
-        out: Tensor | None = None,
-        invariant: str | None = None,
-        **unknown: Never,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    @takes_options_of(paged_attention, "out")
+    def attend(self, layer: int, q: Tensor, step: Step, **options: Any) -> Tensor | tuple[Tensor, Tensor]:
         """Runs ``check``, then ``paged_attention`` of a layer's queries ``[tokens, heads, head_dim]`` with options."""
-        if unknown:
-            refuse_keywords(PagedKVCache.attend, unknown)
-        k_pages, v_pages = self._pools(layer, step)
-        return paged_attention(
-            q,
-            k_pages,
-            v_pages,
-            **step.tables,
-            max_len_q=step.max_len_q,
-            causal=causal,
-            window=window,
-            key_ranges=key_ranges,
-            softcap=softcap,
-            sinks=sinks,
-            scale=scale,
-            deterministic=deterministic,
-            backend=backend,
-            return_lse=return_lse,
-            alibi_slopes=alibi_slopes,
-            out=out,
-            invariant=invariant,
-            **self._scales(layer),
-        )
+        return self._attend(paged_attention, layer, q, step, options)  # type: ignore[no-any-return]
+
+    def _append(self, *arrays: Tensor, **tables: Any) -> tuple[Tensor, ...]:
+        return append_kv(*arrays, **tables)  # type: ignore[no-any-return]
 
     def _copy(self, copies: Copies) -> None:
         source, target = (torch.tensor(pages, device=self.k_pages[0].device) for pages in copies)

@@ -1,4 +1,4 @@
-"""Quantised keys and values: how numbers become stored numbers and scales, bit by bit, in numpy.
+"""Quantised keys and values: how numbers become stored numbers and scales, bit by bit, in torch and JAX.
 
 A number in a quantised page is ``stored * scale``, a real number that nothing rounds before a kernel uses it. The
 scale is float32 and belongs to one kv head of one page or of one token. The stored numbers are float8_e4m3fn, int8
@@ -28,6 +28,8 @@ SMALLEST = 2.0**-100
 """The smallest magnitude of a token and head, so that the scale of zeros is above 0; also the smallest page scale."""
 HIGHEST_SCALE = 2.0**100
 """The largest page scale."""
+INFINITY = 0x7F800000
+"""The bits of float32's infinity."""
 
 
 class Quotient(NamedTuple):
@@ -66,60 +68,56 @@ OF_TOKENS = {
 OF_PAGES = Quotient(1 << 30, 30, 15)
 
 
-def round_magnitude(bits: Any, by: Quotient) -> tuple[Any, Any]:
-    """Returns (the bits of the rounded magnitude, the integer quotient) of int32 arrays of any framework."""
-    rounded = (bits + by.dropped) & ~by.dropped
+def token_scales(xp: Any, rows: Any, dtype: str) -> tuple[Any, Any]:
+    """Returns (scales, factors), float32 ``[tokens, kv_heads]``.
+
+    Args:
+        xp: ``torch`` or ``jax.numpy``.
+        rows: float32 ``[tokens, kv_heads, dim]``, of that framework.
+    """
+    # Of the bits, because XLA's maximum of floats drops a NaN in some fusions.
+    magnitude = xp.amax(rows.view(xp.int32) & 0x7FFFFFFF, -1)
+    finite = magnitude < INFINITY
+    rounded, factors = _divide(xp, xp.where(finite, magnitude, 0).clip(min=_bits(SMALLEST)), OF_TOKENS[dtype])
+    scales = rounded.view(xp.float32) * float(np.float32(1 / LARGEST[dtype]))
+    return xp.where(finite, scales, np.nan), xp.where(finite, factors, 0.0)
+
+
+def page_factors(xp: Any, scales: Any) -> Any:
+    """Returns the factors of the caller's scales, float32; 0 for a scale that is not positive and finite."""
+    bits = scales.view(xp.int32)
+    usable = (bits > 0) & (bits < INFINITY)  # XLA would compare a subnormal number as 0
+    safe = xp.where(usable, bits, _bits(1.0)).clip(_bits(SMALLEST), _bits(HIGHEST_SCALE))
+    return xp.where(usable, _divide(xp, safe, OF_PAGES)[1], 0.0)
+
+
+def stored_numbers(xp: Any, rows: Any, factors: Any, dtype: str) -> Any:
+    """Returns what the pool stores for float32 rows, in float8_e4m3fn or int8, or in uint8 for int4."""
+    factors, most = factors[..., None], LARGEST[dtype]
+    product = xp.where(factors == 0, 0.0, rows * factors).clip(-most, most)
+    if dtype == "float8_e4m3fn":
+        return xp.asarray(product, dtype=xp.float8_e4m3fn)
+    stored = xp.asarray(xp.nan_to_num(product, nan=0.0).round(), dtype=xp.int8)  # half to even
+    if dtype == "int8":
+        return stored
+    stored, half = stored.view(xp.uint8) & 15, stored.shape[-1] // 2
+    return stored[..., :half] | (stored[..., half:] << 4)
+
+
+def _divide(xp: Any, magnitude: Any, by: Quotient) -> tuple[Any, Any]:
+    """Returns (the bits of the rounded magnitudes, the factors) of the bits of magnitudes."""
+    rounded = (magnitude.clip(max=by.most) + by.dropped) & ~by.dropped
     digits = ((rounded >> (23 - by.places)) & ((1 << by.places) - 1)) | (1 << by.places)
-    return rounded, by.numerator // digits
+    quotient = xp.asarray(by.numerator // digits, dtype=xp.float32).view(xp.int32)
+    return rounded, (quotient + ((by.exponent - (rounded >> 23)) << 23)).view(xp.float32)
 
 
-def _divide(magnitude: np.ndarray, by: Quotient) -> tuple[np.ndarray, np.ndarray]:
-    rounded, quotient = round_magnitude(np.minimum(magnitude.view(np.int32), by.most), by)
-    exponents = (by.exponent - (rounded >> 23)).astype(np.int32) << 23
-    return rounded.astype(np.int32).view(np.float32), (quotient.astype(np.float32).view(np.int32) + exponents).view(
-        np.float32
-    )
-
-
-def token_scales(rows: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (scales, factors), float32 ``[tokens, kv_heads]``, of rows ``[tokens, kv_heads, dim]``."""
-    magnitude = np.abs(rows.astype(np.float32)).max(-1)
-    finite = np.isfinite(magnitude)
-    rounded, factors = _divide(
-        np.maximum(np.where(finite, magnitude, 1), SMALLEST).astype(np.float32), OF_TOKENS[dtype]
-    )
-    scales = rounded * np.float32(1 / LARGEST[dtype])
-    return np.where(finite, scales, np.float32(np.nan)), np.where(finite, factors, np.float32(0))
-
-
-def page_factors(scales: np.ndarray) -> np.ndarray:
-    """Returns the factors of the caller's scales; 0 for a scale that is not positive and finite."""
-    usable = np.isfinite(scales) & (scales > 0)
-    return np.where(usable, _divide(np.clip(scales, SMALLEST, HIGHEST_SCALE, where=usable), OF_PAGES)[1], np.float32(0))
-
-
-def stored_numbers(rows: np.ndarray, factors: np.ndarray, dtype: str) -> np.ndarray:
-    """Returns the stored numbers of rows as float32 ``[tokens, kv_heads, dim]``."""
-    factors = factors[..., None]
-    with np.errstate(all="ignore"):
-        product = np.where(factors == 0, np.float32(0), rows.astype(np.float32) * factors)
-    product = np.clip(product, -LARGEST[dtype], LARGEST[dtype])
-    if dtype != "float8_e4m3fn":
-        return np.rint(np.nan_to_num(product)).astype(np.float32)
-    # Three bits behind the leading one; below 2 ** -6 all steps are 2 ** -9.
-    _, exponents = np.frexp(np.nan_to_num(product))
-    step = np.ldexp(np.float32(1), np.maximum(exponents - 1, -6) - 3)
-    return (np.rint(product / step) * step).astype(np.float32)
-
-
-def pack_int4(stored: np.ndarray) -> np.ndarray:
-    """Returns int4 numbers ``[..., dim]`` as bytes, uint8 ``[..., dim / 2]``."""
-    low, high = np.split(stored.astype(np.int8).view(np.uint8) & 15, 2, -1)
-    return low | (high << 4)
+def _bits(number: float) -> int:
+    return int(np.float32(number).view(np.int32))
 
 
 def unpack_int4(pool: np.ndarray) -> np.ndarray:
-    """Returns the int4 numbers of bytes, int8: the inverse of ``pack_int4``."""
+    """Returns the int4 numbers of a pool's bytes, int8 ``[..., dim]``."""
     return np.concatenate([(pool << 4).view(np.int8) >> 4, pool.view(np.int8) >> 4], -1)
 
 
