@@ -25,8 +25,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from attn_core.call.key_ranges import check_shape
+from attn_core.call.options import PLAIN, Options, check_options
 from attn_core.call.seq_info import is_number
-from attn_core.call.tensors import dtype_name
+from attn_core.call.tensors import Inputs, dtype_name
 from attn_core.errors import DTypeError, ShapeError, SpecError
 from attn_core.expressions.tracing import Aux, trace_score
 from attn_core.expressions.tree import Expression
@@ -170,6 +171,12 @@ def takes_pages(sizes: tuple[Any, ...], window: tuple[int | None, int | None], o
     if any([options[name] is not None for name in absent]) or len(options["aux"]):
         return False
     return not (options["dropout"] or options["return_max_logit"])
+
+
+def as_inputs(qkv: tuple[Any, ...], keywords: Mapping[str, Any]) -> tuple[Inputs, Options]:
+    """Returns the inputs and options whose values ``checks`` looks at, of a call in the form with key ranges."""
+    inputs = Inputs(*qkv, sinks=keywords["sinks"], key_ranges=keywords["key_ranges"])
+    return inputs, check_options(Options(**{name: keywords[name] for name in PLAIN}))
 
 
 def queries_of_keys(

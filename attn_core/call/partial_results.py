@@ -1,8 +1,9 @@
-"""Checks the arguments of ``merge_states``: results of the same queries over different keys."""
+"""The work of ``merge_states``: results of the same queries over different keys, checked and merged."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import Any
 
 from attn_core.call.arguments import ArrayFacts
@@ -37,6 +38,31 @@ def parts_of(
     parts, part_lses = _parts_of("outs", outs, (3, 4)), _parts_of("lses", lses, (2, 3))
     _check_parts(list(map(facts, parts)), list(map(facts, part_lses)))
     return parts, part_lses
+
+
+def merged(xp: Any, parts: Sequence[Any], lses: Sequence[Any], cast: Callable[..., Any], constant: Any) -> Any:
+    """Returns (out, lse) of checked parts.
+
+    Args:
+        xp: ``torch`` or ``jax.numpy``.
+        cast: returns an array in a dtype. constant: returns an array without a gradient.
+    """
+    stacked = xp.stack(lses)  # [parts, batch, heads, rows], or packed [parts, heads, rows]
+    # The result does not depend on this number. -inf - -inf would be NaN.
+    base = constant(xp.amax(stacked, 0))
+    base = xp.where(base == -inf, 0.0, base)
+    weights = xp.exp(stacked - base)
+    total = weights.sum(0)
+    empty = total == 0
+    # The logarithm of 1 in empty rows, because a gradient through log(0) would be NaN.
+    divisor = xp.where(empty, 1.0, total)
+    lse = xp.where(empty, -inf, base + xp.log(divisor))
+    shares = (weights / divisor).swapaxes(-1, -2)[..., None]  # [parts, ..., rows, heads, 1]
+    summed = xp.zeros_like(parts[0], dtype=lse.dtype)
+    for part, share in zip(parts, shares, strict=True):
+        # 0 * NaN is NaN, so what an empty part left in its output must go.
+        summed = summed + share * xp.where(share == 0, 0.0, cast(part, lse.dtype))
+    return cast(summed, parts[0].dtype), lse
 
 
 def _parts_of(name: str, value: Any, ranks: tuple[int, ...]) -> list[Any]:

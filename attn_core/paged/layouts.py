@@ -48,11 +48,28 @@ class View(NamedTuple):
 def pages_of(
     cache: Any, layout: Any, check: Callable[[str, Any], None], ordered: Callable[[Any, tuple[int, ...]], Any]
 ) -> tuple[Any, Any]:
-    """Returns ``k_pages`` and ``v_pages`` of a frontend's ``pages_of``.
+    """Returns a pool of another library as ``(k_pages, v_pages)``, ``[num_pages, page_size, kv_heads, dim]``.
+
+    Axes by layout, as a pair of arrays and as one array:
+
+    - ``"NHD"``: ``[pages, size, heads, dim]``; ``[pages, 2, size, heads, dim]`` (FlashInfer).
+    - ``"HND"``: ``[pages, heads, size, dim]``; ``[pages, 2, heads, size, dim]`` (FlashInfer).
+    - ``"vllm"``: ``[blocks, size, heads, dim]``; ``[blocks, 2, size, heads, dim]`` or ``[2, blocks, ...]``, whichever
+      has the axis of 2.
+    - ``"interleaved"``: only as one array, ``[pages, size, 2 * heads, dim]``, keys at even heads (JAX's
+      ragged_paged_attention).
+    - ``"heads_first"``: only as a pair, ``[heads, pages, size, dim]`` (JAX's paged_attention).
 
     Args:
+        cache: one array with keys and values, or a pair of arrays, whose dims may differ.
+        layout: one of the names above.
         check: raises an error that names an argument unless it is an array of the frontend.
         ordered: returns an array with its axes in this order.
+
+    Raises:
+        SpecError: for an unknown layout, or one that the cache's form does not have.
+        ShapeError: for a shape that is not of the layout, or that fits two orders of the axes.
+        TypeError: for a cache that is neither an array nor a pair of arrays.
     """
     if isinstance(cache, tuple | list) and len(cache) == 2:
         pools = []

@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from attn_core.call import cache_rows
 from attn_core.call.arguments import Arrays
 from attn_core.call.checks import CheckWarning, warn_of_values
 from attn_core.call.key_ranges import check_values
 from attn_core.call.offset_checks import check_cu_seqlens
-from attn_core.call.options import PLAIN, Options, check_options
 from attn_core.call.ranges import range_name
 from attn_core.call.results import warn_of_results
 from attn_core.call.seq_info import SeqInfo, is_number
@@ -44,16 +44,10 @@ def check(spec: AttentionSpec, inputs: Inputs, info: SeqInfo | None) -> None:
     warn_of_values(spec, {name: _numpy(a) for name, a in zip(Arrays._fields, inputs, strict=False)}, tokens)
 
 
-def check_cache(qkv: tuple[Any, ...], options: Mapping[str, Any]) -> None:
-    """Warns of mistakes in the values of a call on rows of a cache, whose form of pages does not look at them.
-
-    Args:
-        qkv, options: the tensors and the keywords of its form with key ranges.
-    """
-    q, k, v = qkv
-    inputs = Inputs(q, k, v, sinks=options["sinks"], key_ranges=options["key_ranges"])
-    plain = check_options(Options(**{name: options[name] for name in PLAIN}))
-    check(plan.spec(plan.metadata(inputs), plan.device_name(inputs.q), plain, False, False), inputs, None)
+def check_cache(qkv: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
+    """Runs ``check`` for a call on rows of a cache, with the tensors and the keywords of its form with key ranges."""
+    inputs, options = cache_rows.as_inputs(qkv, keywords)
+    check(plan.spec(plan.metadata(inputs), plan.device_name(inputs.q), options, False, False), inputs, None)
 
 
 def ranges_here(key_ranges: Any, *, named: bool) -> bool:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from attn_core.call.arguments import ArrayFacts
-from attn_core.call.partial_results import parts_of
+from attn_core.call.partial_results import merged, parts_of
 from jax_frontend.dispatch import plan
 
 Array = jax.Array
@@ -47,19 +47,4 @@ def _facts(part: Array) -> ArrayFacts:
 
 @jax.jit
 def _merge(parts: tuple[Array, ...], lses: tuple[Array, ...]) -> tuple[Array, Array]:
-    stacked = jnp.stack(lses)  # [parts, batch, heads, rows], or packed [parts, heads, rows]
-    # The result does not depend on this number. -inf - -inf would be NaN.
-    base = jax.lax.stop_gradient(stacked.max(0))
-    base = jnp.where(base == -jnp.inf, 0, base)
-    weights = jnp.exp(stacked - base)
-    total = weights.sum(0)
-    empty = total == 0
-    # The logarithm of 1 in empty rows, because a gradient through log(0) would be NaN.
-    divisor = jnp.where(empty, 1, total)
-    lse = jnp.where(empty, -jnp.inf, base + jnp.log(divisor))
-    shares = (weights / divisor).swapaxes(-1, -2)[..., None]  # [parts, ..., rows, heads, 1]
-    summed = jnp.zeros(parts[0].shape, lse.dtype)
-    for part, share in zip(parts, shares, strict=True):
-        # 0 * NaN is NaN, so what an empty part left in its output must go.
-        summed = summed + share * jnp.where(share == 0, 0, part.astype(lse.dtype))
-    return summed.astype(parts[0].dtype), lse
+    return merged(jnp, parts, lses, Array.astype, jax.lax.stop_gradient)  # type: ignore[no-any-return]

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attn_core.errors import DeviceError, DTypeError, SpecError, shown
+from attn_core.errors import DeviceError, SpecError, shown
 from attn_core.paged.allocation import sizing
 
 
@@ -30,9 +30,7 @@ def pages_that_fit(
 
     Args:
         memory: bytes; ``fraction`` of the GPU's free memory if None.
-        page_size, num_layers, kv_heads, head_dim, value_dim: as in ``PagedKVCache``.
-        dtype: of the pools, or its name. ``"float8_e4m3fn"``, ``"int8"`` and ``"int4"`` count float32 scales for each
-            token and head.
+        page_size, num_layers, kv_heads, head_dim, value_dim, dtype: as in ``attn_core.pages_that_fit``.
         device: the GPU whose free memory counts, JAX's first one if None. Free is what JAX may use, by default three
             quarters of the GPU, and does not use yet.
         fraction: above 0 and at most 1. The rest is for activations.
@@ -50,7 +48,7 @@ def pages_that_fit(
         kv_heads=kv_heads,
         head_dim=head_dim,
         value_dim=value_dim,
-        dtype=_name_of(dtype),
+        dtype=name_of(dtype),
     )
 
 
@@ -62,15 +60,6 @@ def name_of(dtype: Any) -> Any:
         return np.dtype(dtype).name
     except (TypeError, ValueError):
         return dtype
-
-
-def _name_of(dtype: Any) -> str:
-    if isinstance(dtype, str):
-        return dtype  # a name that numpy may not know, or one that is refused with those that are known
-    try:
-        return np.dtype(dtype).name
-    except (TypeError, ValueError):
-        raise DTypeError(f"dtype={shown(dtype)}: expected a dtype or its name") from None
 
 
 def _free_memory(device: Any) -> int:

@@ -146,7 +146,7 @@ def test_a_table_that_cannot_be_built_undoes_the_step(monkeypatch: pytest.Monkey
     cache = filled_cache(JAX)
     before = state_of(cache.allocator)
     with monkeypatch.context() as patch:
-        patch.setattr(cache.allocator, "block_table", failing_at(cache.allocator.block_table, 1, MemoryError))
+        patch.setattr(cache.allocator, "table_of", failing_at(cache.allocator.table_of, 1, MemoryError))
         with pytest.raises(MemoryError):
             cache.step(["parent", "child"], [3, 1])
     assert state_of(cache.allocator) == before

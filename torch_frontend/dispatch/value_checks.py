@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
+from attn_core.call import cache_rows
 from attn_core.call.arguments import Arrays, build_spec
 from attn_core.call.checks import warn_of_values
 from attn_core.call.key_ranges import check_values
-from attn_core.call.options import PLAIN, Options, check_options
+from attn_core.call.options import Options
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.tensors import Inputs
 from torch_frontend.dispatch import plan
@@ -27,16 +28,10 @@ def check(inputs: Inputs, options: Options, info: SeqInfo | None) -> None:
     warn_of_values(spec, arrays, tokens)
 
 
-def check_cache(qkv: tuple[Any, ...], options: Mapping[str, Any]) -> None:
-    """Warns of mistakes in the values of a call on rows of a cache, whose form of pages does not look at them.
-
-    Args:
-        qkv, options: the tensors and the keywords of its form with key ranges.
-    """
-    q, k, v = qkv
-    inputs = Inputs(q, k, v, sinks=options["sinks"], key_ranges=options["key_ranges"])
-    plain = check_options(Options(**{name: options[name] for name in PLAIN}))
-    check(inputs, plain, None)
+def check_cache(qkv: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
+    """Runs ``check`` for a call on rows of a cache, with the tensors and the keywords of its form with key ranges."""
+    inputs, options = cache_rows.as_inputs(qkv, keywords)
+    check(inputs, options, None)
 
 
 def as_numpy(tensor: torch.Tensor | None) -> Any:

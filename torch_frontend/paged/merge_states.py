@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from attn_core.backends.shared.programs.triton import has_triton
-from attn_core.call.partial_results import parts_of
+from attn_core.call.partial_results import merged, parts_of
 from torch_frontend.dispatch.plan import check_tensor, facts
 from torch_frontend.dispatch.transforms import is_one_op
 from torch_frontend.dispatch.wrappers import on_device
@@ -57,20 +57,4 @@ def _run(parts: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
 
 def _plain(parts: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
     """Returns (out, lse) by torch's own operations, which autograd differentiates."""
-    stacked = torch.stack(lses)  # [parts, batch, heads, rows]
-    # The result does not depend on this number. -inf - -inf would be NaN.
-    base = stacked.detach().amax(0)
-    base = base.masked_fill(base == -torch.inf, 0.0)
-    weights = (stacked - base).exp()
-    total = weights.sum(0)
-    empty = total == 0
-    # The logarithm of 1 in empty rows, because a gradient through log(0) would be NaN.
-    divisor = total.masked_fill(empty, 1.0)
-    lse = (base + divisor.log()).masked_fill(empty, -torch.inf)
-    # [parts, batch, heads, rows] -> [parts, batch, rows, heads, 1]
-    shares = (weights / divisor).transpose(2, 3)[..., None]
-    summed = torch.zeros_like(parts[0], dtype=lse.dtype)
-    for part, share in zip(parts, shares.unbind(0), strict=True):
-        # 0 * NaN is NaN, so what an empty part left in its output must go.
-        summed = summed + share * part.to(lse.dtype).masked_fill(share == 0, 0.0)
-    return summed.to(parts[0].dtype), lse
+    return merged(torch, parts, lses, Tensor.to, Tensor.detach)  # type: ignore[no-any-return]

@@ -28,9 +28,7 @@ def pages_that_fit(
 
     Args:
         memory: bytes; ``fraction`` of the GPU's free memory if None.
-        page_size, num_layers, kv_heads, head_dim, value_dim: as in ``PagedKVCache``.
-        dtype: of the pools, or its name. ``"float8_e4m3fn"``, ``"int8"`` and ``"int4"`` count float32 scales for each
-            token and head.
+        page_size, num_layers, kv_heads, head_dim, value_dim, dtype: as in ``attn_core.pages_that_fit``.
         device: the GPU whose free memory counts, as the driver reports it. Memory that torch has reserved and does not
             use is not free; ``torch.cuda.empty_cache()`` frees it.
         fraction: above 0 and at most 1. The rest is for activations.

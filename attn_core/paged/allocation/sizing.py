@@ -26,7 +26,8 @@ def bytes_per_token(
 
     Args:
         value_dim: the channels of a value; ``head_dim`` if None.
-        dtype: of the pools, one of ``BITS``.
+        dtype: of the pools, one of ``BITS``. ``"float8_e4m3fn"``, ``"int8"`` and ``"int4"`` count float32 scales for
+            each token and head.
 
     Raises:
         SpecError: for a size below 1. DTypeError: for another dtype.
