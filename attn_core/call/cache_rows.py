@@ -26,7 +26,7 @@ import numpy as np
 
 from attn_core.call.key_ranges import check_shape
 from attn_core.call.options import PLAIN, Options, check_options
-from attn_core.call.seq_info import is_number
+from attn_core.call.seq_info import SeqInfo, is_number
 from attn_core.call.tensors import Inputs, dtype_name
 from attn_core.errors import DTypeError, ShapeError, SpecError
 from attn_core.expressions.tracing import Aux, trace_score
@@ -171,6 +171,30 @@ def takes_pages(sizes: tuple[Any, ...], window: tuple[int | None, int | None], o
     if any([options[name] is not None for name in absent]) or len(options["aux"]):
         return False
     return not (options["dropout"] or options["return_max_logit"])
+
+
+def as_documents(
+    xp: Any, qkv: tuple[Any, ...], rows: CacheRows, tables: tuple[Any, Any], options: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns the arrays and the keywords of ``attention`` for the same call on packed documents.
+
+    Args:
+        xp: ``torch`` or ``jax.numpy``.
+        tables: int32, the first key of each row in the packed cache; and the offsets of q's rows, each twice.
+        options: the arguments of ``attention`` by name.
+    """
+    (q, k, v), (first, queries) = qkv, tables
+    (batch, count), kv_len = q.shape[:2], k.shape[1]
+    lengths, starts, _ = clamped(rows, kv_len, k.shape[0])
+    ends = first + (kv_len if lengths is None else lengths)
+    edges = xp.stack((first if starts is None else first + starts, ends), 1).reshape(-1)
+    keys = xp.concatenate((first[:1], edges, first[-1:] + kv_len))
+    longest = kv_len if starts is None else 2 * kv_len
+    dropped = ("layout", *EXCLUDED)
+    others = {name: value for name, value in options.items() if name not in dropped}
+    arrays = tuple([each.reshape(-1, *each.shape[2:]) for each in (q, k[:batch], v[:batch])])
+    # Each row of q is a document, and so is what lies between the keys of two rows, which has no queries.
+    return arrays, others | {"seq_info": SeqInfo(queries, keys, count, longest)}
 
 
 def as_inputs(qkv: tuple[Any, ...], keywords: Mapping[str, Any]) -> tuple[Inputs, Options]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any
 
 from attn_core.call.arguments import ArrayFacts
 from attn_core.call.key_ranges import LAYOUT_OF_PAGES, check_shape
@@ -10,47 +10,28 @@ from attn_core.call.options import Options
 from attn_core.call.pages import PagedKV
 from attn_core.call.seq_info import is_number
 from attn_core.call.spec import DTYPES, AttentionSpec
+from attn_core.call.tensors import PagedInputs
 from attn_core.errors import DeviceError, DTypeError, ShapeError, SpecError
-from attn_core.paged import places, rotary
+from attn_core.paged import rotary
 from attn_core.paged.quantised.scales import channels, check_beside_pool, check_pool_dtype, page_dtype, scales_kind
 from attn_core.paged.tables import check_table_types
 
-
-class PagedArrays(NamedTuple):
-    """The metadata of every array of a call, by the fields of ``PagedInputs``; None for a missing array."""
-
-    q: ArrayFacts
-    k: ArrayFacts
-    v: ArrayFacts
-    block_table: ArrayFacts
-    seq_lens: ArrayFacts
-    cu_seqlens_q: ArrayFacts | None = None
-    sinks: ArrayFacts | None = None
-    key_ranges: ArrayFacts | None = None
-    alibi_slopes: ArrayFacts | None = None
-    kv_starts: ArrayFacts | None = None
-    k_scales: ArrayFacts | None = None
-    v_scales: ArrayFacts | None = None
+ARGUMENTS = tuple([{"k": "k_pages", "v": "v_pages"}.get(name, name) for name in PagedInputs._fields])
+"""The names of the arrays of a call as arguments."""
 
 
-ARGUMENTS = (
-    *("q", "k_pages", "v_pages", "block_table", "seq_lens", "cu_seqlens_q", "sinks", "key_ranges"),
-    *("alibi_slopes", "kv_starts", "k_scales", "v_scales"),
-)
-"""The names of these arrays as arguments."""
-
-
-def build_spec(arrays: PagedArrays, options: Options) -> AttentionSpec:
+def build_spec(arrays: PagedInputs, options: Options) -> AttentionSpec:
     """Builds the spec of a call on keys and values in pages.
 
     Args:
+        arrays: the metadata of each array, as ``ArrayFacts``; None for a missing one.
         options: checked. ``max_len_q`` bounds the queries of a sequence; None means the tokens of
             q.
 
     Raises:
         ShapeError, DTypeError, DeviceError, SpecError: naming argument, value, what was expected and the remedy.
     """
-    _check_one_place(arrays)
+    check_one_place(dict(zip(ARGUMENTS, arrays, strict=True)), "q")
     paged, batch = _check_pool(arrays)
     tokens, heads, head_dim = _rank_three("q", arrays.q, "[tokens, heads, head_dim]")
     if channels(arrays.k) != head_dim:
@@ -151,9 +132,50 @@ def check_append(named: dict[str, ArrayFacts | None]) -> None:
     if "positions" in facts:
         rotary.check_positions(facts["positions"], (tokens,))
     if "slot_mapping" in facts:
-        places.check_slot_types(facts["slot_mapping"], tokens)
+        slots = facts["slot_mapping"]
+        check_table_types("slot_mapping", slots.dtype, slots.shape, (tokens,))
     else:
-        places.check_tables_of_append(facts, tokens)
+        _check_tables_of_append(facts, tokens)
+
+
+def check_choice(
+    tables: dict[str, Any], slot_mapping: Any, cos: Any, rotary_interleaved: Any = False, positions: Any = None
+) -> None:
+    """Checks which arguments of ``append_kv`` are passed together.
+
+    Args:
+        tables: block_table, seq_lens and cu_seqlens_q by name. cos: None without rotary.
+
+    Raises:
+        SpecError: naming the argument that is one too many, or missing.
+    """
+    rotary.check_interleaved("rotary_interleaved", rotary_interleaved)
+    if cos is None and rotary_interleaved:
+        raise SpecError("rotary_interleaved=True: expected False without rotary; pass rotary=(cos, sin)")
+    if cos is None and positions is not None:
+        raise SpecError("positions: expected None without rotary, because nothing else reads them")
+    if slot_mapping is None:
+        return
+    for name, table in tables.items():
+        if table is not None:
+            raise SpecError(f"{name}: expected None with slot_mapping, which says where tokens are written; pass one")
+    if cos is not None and positions is None:
+        raise SpecError("positions: expected each token's position, got None; slot_mapping does not say it to rotary")
+
+
+def _check_tables_of_append(named: dict[str, ArrayFacts], tokens: int) -> None:
+    """Checks the tables of ``append_kv``, by the names of its arguments, for so many new tokens."""
+    table = named["block_table"]
+    check_table_types("block_table", table.dtype, table.shape, ("batch", "width"))
+    check_table_types("seq_lens", named["seq_lens"].dtype, named["seq_lens"].shape, (table.shape[0],))
+    if "cu_seqlens_q" in named:
+        offsets = named["cu_seqlens_q"]
+        check_table_types("cu_seqlens_q", offsets.dtype, offsets.shape, (table.shape[0] + 1,))
+    elif tokens != table.shape[0]:
+        raise ShapeError(
+            f"cu_seqlens_q: expected the new tokens' offsets, got None, which means one token for each of the "
+            f"{table.shape[0]} sequences of block_table, but k has {tokens}"
+        )
 
 
 def check_one_place(named: dict[str, ArrayFacts | None], first: str) -> None:
@@ -164,11 +186,7 @@ def check_one_place(named: dict[str, ArrayFacts | None], first: str) -> None:
             raise DeviceError(f"{name}: expected the device of {first} ({where}), got {facts.device}; move it there")
 
 
-def _check_one_place(arrays: PagedArrays) -> None:
-    check_one_place(dict(zip(ARGUMENTS, arrays, strict=True)), "q")
-
-
-def _check_pool(arrays: PagedArrays) -> tuple[PagedKV, int]:
+def _check_pool(arrays: PagedInputs) -> tuple[PagedKV, int]:
     """Checks the pool and the tables. Returns the pool's sizes and the number of sequences."""
     check_pool(arrays.k, arrays.v)
     check_beside_pool("q", arrays.q, "k_pages", arrays.k)

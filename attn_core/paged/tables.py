@@ -8,8 +8,6 @@ tokens of each sequence, including the tokens of the call's queries. A slot has 
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from attn_core.call.offset_checks import check_cu_seqlens
@@ -63,8 +61,6 @@ def check_tables(
         SpecError: for lengths below 0 or beyond the table, pages outside the pool, and, for writes, fewer tokens than
             queries.
     """
-    if _are_valid(paged, block_table, seq_lens, cu_seqlens_q, writes):
-        return
     lengths = np.asarray(seq_lens, np.int64)
     # The lengths come first, because the check of pages below takes from them which entries are used.
     check_lengths(paged, lengths)
@@ -87,17 +83,7 @@ def check_tables(
 
 
 FEW_ENTRIES = 512
-"""Up to this many entries of a table are checked as Python's ints: each of numpy's functions takes a microsecond."""
-
-
-def _are_valid(paged: PagedKV, block_table: Any, seq_lens: Any, cu_seqlens_q: Any, writes: bool) -> bool:
-    """Returns whether ``check_tables`` raises nothing; False for large tables, too, which it then checks itself."""
-    if block_table.size > FEW_ENTRIES:
-        return False
-    least = None
-    if writes:
-        least = [1] * len(seq_lens) if cu_seqlens_q is None else np.diff(cu_seqlens_q).tolist()
-    return are_valid(paged, block_table.tolist(), seq_lens.tolist(), least)
+"""Up to this many entries of a table are worth ``are_valid``: each of numpy's functions takes a microsecond."""
 
 
 def are_valid(paged: PagedKV, rows: list[list[int]], lengths: list[int], least: list[int] | None = None) -> bool:
@@ -175,26 +161,6 @@ def as_int32(name: str, table: np.ndarray) -> np.ndarray:
         at = np.argwhere((table < limit.min) | (table > limit.max))[0].tolist()
         raise SpecError(f"{name}{at}={int(table[tuple(at)])}: expected {limit.min} to {limit.max}, a value of int32")
     return table.astype(np.int32)
-
-
-def last_slots(block_table: np.ndarray, seq_lens: np.ndarray, page_size: int) -> np.ndarray:
-    """Returns int64 ``[2, batch]``: the page, and the offset in it, of each sequence's last token.
-
-    For checked tables in which every sequence has a token.
-
-    Raises:
-        SpecError: if two sequences have their last token in one slot.
-    """
-    if len(seq_lens) > FEW_ENTRIES:
-        last = np.asarray(seq_lens, np.int64) - 1
-        places = np.stack((block_table[np.arange(len(last)), last // page_size], last % page_size))
-        check_slots(places[0] * page_size + places[1])
-        return places
-    found = last_places(block_table.tolist(), seq_lens.tolist(), page_size)
-    places = np.array(found, np.int64).T
-    if len(set(found)) < len(found):
-        check_slots(places[0] * page_size + places[1])
-    return places
 
 
 def last_places(rows: list[list[int]], lengths: list[int], page_size: int) -> list[tuple[int, int]]:

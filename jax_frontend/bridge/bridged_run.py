@@ -22,8 +22,7 @@ from attn_core.call.tensors import Gradients, PagedInputs, Tangents, dtype_name
 from attn_core.context_parallel.on_torch import step
 from attn_core.context_parallel.on_torch.head_start import head_start
 from attn_core.errors import BridgeError
-from attn_core.paged.quantised.scales import check_scale_values
-from attn_core.paged.tables import check_starts, check_values
+from attn_core.paged.values import SCALES, TABLES, check_read
 from jax_frontend.bridge.bridged_call import BridgedCall, BridgedStep, inputs_builder
 
 Run = Callable[[tuple[Any, ...]], None]
@@ -137,16 +136,9 @@ def _copy(name: str, result: Any, buffer: Any) -> None:
 
 def _check_tables(spec: AttentionSpec, inputs: PagedInputs) -> None:
     """Checks the tables and scales of a paged call on the CPU, which a trace had no values of."""
-    assert spec.paged is not None
-    offsets = None if inputs.cu_seqlens_q is None else inputs.cu_seqlens_q.numpy()
-    tables = inputs.block_table.numpy(), inputs.seq_lens.numpy(), offsets
-    check_values(spec.paged, spec.q_len, spec.max_len_q, *tables)
-    starts = None if inputs.kv_starts is None else inputs.kv_starts.numpy()
-    if starts is not None:
-        check_starts(starts, tables[1])
-    if inputs.k_scales is not None:
-        scales = {"k_scales": inputs.k_scales.numpy(), "v_scales": inputs.v_scales.numpy()}
-        check_scale_values(scales, spec.paged, *tables[:2], starts)
+    names = (*TABLES, *SCALES, "kv_starts")
+    values = {name: None if (tensor := getattr(inputs, name)) is None else tensor.numpy() for name in names}
+    check_read(spec, spec.max_len_q, values)
 
 
 def _backward(call: BridgedCall) -> Run:

@@ -16,22 +16,20 @@ from attn_core.backends.shared.in_jax.offsets import document_numbers
 from attn_core.backends.shared.in_jax.promotion import usual_promotion
 from attn_core.call.arguments import ArrayFacts
 from attn_core.call.hints import hide_unknown, refuse_keywords
-from attn_core.paged import arguments, places, rotary
-from attn_core.paged.places import check_choice
+from attn_core.paged import arguments
+from attn_core.paged.arguments import check_choice
 from attn_core.paged.quantised.numbers import page_factors, stored_numbers, token_scales
 from attn_core.paged.quantised.scales import STORED
 from attn_core.paged.rotary import COS, SIN, pair_of
-from attn_core.paged.tables import positions_of
+from attn_core.paged.values import pages_and_offsets, places_of_append
 from jax_frontend.dispatch import explicit_axes, plan
 from jax_frontend.paged.rotary import rotate
 from jax_frontend.paged.tables import (
     as_int32,
     check_kinds,
-    check_page_scales,
-    check_table_values,
     copy_numpy,
-    is_on_host,
     numpy_as_int32,
+    on_host,
 )
 
 Array = jax.Array
@@ -103,8 +101,8 @@ def append_kv(
     arguments.check_append(
         {n: None if a is None else ArrayFacts(a.shape, str(a.dtype), device) for n, a in everything.items()}
     )
-    check_append_values(k.shape[0], k_pages.shape, everything)
-    check_page_scales(k_pages.shape[1], everything)
+    values = on_host({**scales, **tables, **indices})
+    places_of_append(k.shape[0], k_pages.shape[:2], values, None if cos is None else cos.shape[0])
     arrays = {name: copy_numpy(as_int32(array)) for name, array in {**pools, **scales, **tables, **angles}.items()}
     arrays["slots"] = without_int64(slot_mapping, k_pages.shape[1])
     arrays["positions"] = copy_numpy(positions)
@@ -116,39 +114,12 @@ def append_kv(
     return tuple(array for array in results if array is not None)
 
 
-def check_append_values(tokens: int, pool: tuple[int, ...], arrays: dict[str, Any]) -> None:
-    """Checks the values of the tables, slots and positions of an append that are on the host.
-
-    Args:
-        pool: the shape of k_pages.
-        arrays: by the names of the arguments; their shapes have been checked before.
-    """
-    slots, positions, cos = arrays["slot_mapping"], arrays["positions"], arrays[rotary.COS]
-    written: Any = slice(None)
-    if slots is not None:
-        if not is_on_host(slots):
-            return  # positions of tokens that are not written may be any
-        places.check_slot_values(np.asarray(slots), *pool[:2])
-        written = np.asarray(slots) >= 0
-    else:
-        table, lengths, cu = (arrays[name] for name in ("block_table", "seq_lens", "cu_seqlens_q"))
-        if not check_table_values(None, tokens, pool, table, lengths, cu, writes=True):
-            return
-        cu = None if cu is None else np.asarray(cu)
-        written = slice(tokens if cu is None else int(cu[-1]))
-        if cos is not None and positions is None:
-            places.check_lengths_have_angles(np.asarray(lengths), cu, cos.shape[0])
-            positions = positions_of(np.asarray(lengths), cu)
-    if positions is not None and is_on_host(positions):
-        rotary.check_position_values(np.asarray(positions)[written], cos.shape[0])
-
-
 def without_int64(slots: Any, page_size: int) -> Any:
     """Returns slots in numpy as int32 ``[2, tokens]``, each slot's page and the offset in it; others as they are.
 
     JAX may have no int64, and a pool may have more slots than int32 has numbers.
     """
-    return jnp.array(places.pages_and_offsets(slots, page_size)) if isinstance(slots, np.ndarray) else slots
+    return jnp.array(pages_and_offsets(slots, page_size)) if isinstance(slots, np.ndarray) else slots
 
 
 def _append(*arguments: Any) -> Any:

@@ -19,17 +19,15 @@ from attn_core.call.tensors import PagedInputs
 from attn_core.errors import SpecError
 from attn_core.paged import arguments
 from attn_core.paged.options import check_paged_options
+from attn_core.paged.values import READ, TABLES, check_read
 from attn_core.selection import Target, new_plans, override, select
 from jax_frontend.dispatch import empty_rows, ops, plan
 from jax_frontend.paged.tables import (
     as_int32,
     check_kinds,
-    check_ranges_in_pages,
-    check_scales_in_pages,
-    check_starts_in_pages,
-    check_table_values,
     copy_numpy,
     numpy_as_int32,
+    on_host,
 )
 
 Array = jax.Array
@@ -113,18 +111,12 @@ def paged_attention(
     """
     if unknown:
         refuse_keywords(paged_attention, unknown)
-    numbers = {"q": q, "k_pages": k_pages, "v_pages": v_pages, "sinks": sinks, "alibi_slopes": alibi_slopes}
-    numbers |= {"k_scales": k_scales, "v_scales": v_scales}
-    indices = {"key_ranges": key_ranges, "kv_starts": kv_starts}
-    inputs = gather_arguments(numbers, (block_table, seq_lens, cu_seqlens_q), indices)
+    tables, scales = (block_table, seq_lens, cu_seqlens_q), (k_scales, v_scales)
+    inputs = gather(PagedInputs(q, k_pages, v_pages, *tables, sinks, key_ranges, alibi_slopes, kv_starts, *scales))
     options = check_paged_options(causal, window, softcap, scale, deterministic, return_lse, max_len_q, invariant)
     requested = requested_names(backend) or override.requested()
     call_plan = _plan(metadata_of(inputs), plan.device_name(q), options, requested)
-    checked = check_table_values(options.max_len_q, q.shape[0], k_pages.shape, *inputs[3:6])
-    check_ranges_in_pages(key_ranges, q.shape[0])
-    check_starts_in_pages(kv_starts, seq_lens)
-    if checked:
-        check_scales_in_pages(call_plan.spec.paged, inputs)
+    checked = check_read(call_plan.spec, options.max_len_q, on_host({name: getattr(inputs, name) for name in READ}))
     if call_plan.device == "cpu":  # kernels on a GPU clamp all tables, checked or not
         call_plan = call_plan._replace(tables_checked=checked)
     return _jit_attention(call_plan, _as_arrays(inputs))
@@ -144,32 +136,22 @@ def request(
     metadata: tuple[Metadata | None, ...], device: str, options: Options, requested: tuple[str, ...] | None
 ) -> tuple[AttentionSpec, Target, tuple[str, ...] | None]:
     facts = (entry and ArrayFacts(tuple(entry[0]), str(entry[1]), device) for entry in metadata)
-    return arguments.build_spec(arguments.PagedArrays(*facts), options), Target.here("jax", device), requested  # type: ignore[arg-type]
+    return arguments.build_spec(PagedInputs(*facts), options), Target.here("jax", device), requested  # type: ignore[arg-type]
 
 
 def metadata_of(inputs: PagedInputs) -> tuple[Metadata | None, ...]:
     return tuple(None if array is None else (tuple(array.shape), np.dtype(array.dtype)) for array in inputs)
 
 
-def gather_arguments(
-    numbers: dict[str, Any], tables: tuple[Any, Any, Any], indices: dict[str, Any], shapes_only: bool = False
-) -> PagedInputs:
-    """Returns the arguments, each checked by itself.
-
-    Args:
-        numbers: the arrays of floats by name, of which q, k_pages and v_pages must exist.
-        indices: arrays of ints by name, which may be numpy's.
-    """
-    for name, array in numbers.items():
-        if array is not None or name in ("q", "k_pages", "v_pages"):
+def gather(inputs: PagedInputs, shapes_only: bool = False) -> PagedInputs:
+    """Returns the arguments, each checked by itself. Tables, ranges and starts may be numpy's."""
+    for name, array in zip(arguments.ARGUMENTS, inputs, strict=True):
+        is_numpy = isinstance(array, np.ndarray) and name in ("key_ranges", "kv_starts")
+        if name not in TABLES and not is_numpy and (array is not None or name in ("q", "k_pages", "v_pages")):
             plan.check_array(name, array, shapes_only=shapes_only)
+    tables = inputs.block_table, inputs.seq_lens, inputs.cu_seqlens_q
     check_kinds(*tables, shapes_only)
-    for name, array in indices.items():
-        if array is not None and not isinstance(array, np.ndarray):
-            plan.check_array(name, array, shapes_only=shapes_only)
-    q, k_pages, v_pages, *_ = numbers.values()
-    more = {name: array for name, array in numbers.items() if name not in ("q", "k_pages", "v_pages")} | indices
-    return PagedInputs(q, k_pages, v_pages, *numpy_as_int32(*tables), **more)
+    return inputs._replace(**dict(zip(TABLES, numpy_as_int32(*tables), strict=True)))
 
 
 def _as_arrays(inputs: PagedInputs) -> PagedInputs:

@@ -239,17 +239,9 @@ def as_documents(
 ) -> tuple[tuple[Array, ...], Keywords]:
     """Returns the arrays and the keywords of ``attention`` for the same call on documents, see ``cache_rows``."""
     (batch, count), kv_len = q.shape[:2], k.shape[1]
-    lengths, starts, _ = cache_rows.clamped(rows, kv_len, k.shape[0])
     first = jnp.arange(0, batch * kv_len, kv_len, dtype=jnp.int32)
-    ends = first + (kv_len if lengths is None else lengths)
-    edges = jnp.stack((first if starts is None else first + starts, ends), 1).reshape(-1)
-    keys = jnp.concatenate((first[:1], edges, first[-1:] + kv_len))
     queries = jnp.repeat(jnp.arange(0, batch * count + 1, count, dtype=jnp.int32), 2)
-    longest = kv_len if starts is None else 2 * kv_len
-    dropped = ("layout", *cache_rows.EXCLUDED)
-    others = {name: value for name, value in options.items() if name not in dropped}
-    arrays = tuple([each.reshape(-1, *each.shape[2:]) for each in (q, k[:batch], v[:batch])])
-    return arrays, others | {"seq_info": SeqInfo(queries, keys, count, longest)}
+    return cache_rows.as_documents(jnp, (q, k, v), rows, (first, queries), options)
 
 
 def shapes_of_documents(qkv: tuple[Any, ...], rows: CacheRows, options: Keywords) -> tuple[tuple[Any, ...], Keywords]:

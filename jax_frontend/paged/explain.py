@@ -8,11 +8,12 @@ import jax
 
 from attn_core.call.hints import hide_unknown, refuse_keywords
 from attn_core.call.options import requested_names
+from attn_core.call.tensors import PagedInputs
 from attn_core.paged.options import check_paged_options
 from attn_core.selection import Selection, explain, override
 from jax_frontend.bridge import compiled_lane
 from jax_frontend.dispatch import plan
-from jax_frontend.paged.attention import gather_arguments, metadata_of, request
+from jax_frontend.paged.attention import gather, metadata_of, request
 
 
 @hide_unknown
@@ -44,11 +45,9 @@ def explain_paged(
     """Returns the backend that ``paged_attention`` chooses for these arguments and why the others cannot run."""
     if unknown:
         refuse_keywords(explain_paged, unknown)
-    numbers = {"q": q, "k_pages": k_pages, "v_pages": v_pages, "sinks": sinks, "alibi_slopes": alibi_slopes}
-    numbers |= {"k_scales": k_scales, "v_scales": v_scales}
-    indices = {"key_ranges": key_ranges, "kv_starts": kv_starts}
-    tables = block_table, seq_lens, cu_seqlens_q
-    inputs = gather_arguments(numbers, tables, indices, shapes_only=True)
+    tables, scales = (block_table, seq_lens, cu_seqlens_q), (k_scales, v_scales)
+    given = PagedInputs(q, k_pages, v_pages, *tables, sinks, key_ranges, alibi_slopes, kv_starts, *scales)
+    inputs = gather(given, shapes_only=True)
     if isinstance(q, jax.Array):
         plan.check_array("q", q)  # not deleted, because its device counts
     options = check_paged_options(causal, window, softcap, scale, deterministic, return_lse, max_len_q, invariant)

@@ -17,6 +17,7 @@ from attn_core.call.arguments import ArrayFacts
 from attn_core.call.options import Options
 from attn_core.call.pages import PagedKV
 from attn_core.call.spec import DTYPES
+from attn_core.call.tensors import PagedInputs
 from attn_core.correctness import reference
 from attn_core.correctness.reference import append
 from attn_core.paged import arguments
@@ -209,7 +210,7 @@ def test_inputs_of_the_reference_are_nan_outside_the_sequences() -> None:
 
 # Arguments of the frontends
 
-FACTS = arguments.PagedArrays(
+FACTS = PagedInputs(
     q=ArrayFacts((5, 6, 11), "float32", "cpu"),
     k=ArrayFacts((7, 4, 3, 11), "float32", "cpu"),
     v=ArrayFacts((7, 4, 3, 7), "float32", "cpu"),
@@ -244,7 +245,7 @@ def test_every_dtype_has_a_spec(dtype: str) -> None:
 BAD: dict[str, tuple[str, dict[str, Any], type[Exception], str]] = {
     **{
         f"device of {argument}": (field, {"device": "cuda:0"}, DeviceError, f"^{argument}: expected the device of q ")
-        for field, argument in zip(arguments.PagedArrays._fields, arguments.ARGUMENTS)
+        for field, argument in zip(PagedInputs._fields, arguments.ARGUMENTS)
         if field != "q" and getattr(FACTS, field) is not None
     },
     "rank of q": ("q", {"shape": (1, 5, 6, 11)}, ShapeError, r"^q: expected \[tokens, heads, head_dim\], got \[1, 5"),

@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from attn_core.call.pages import PagedKV
 from attn_core.paged import arguments
 from attn_core.paged.quantised.numbers import page_factors, stored_numbers, token_scales
-from attn_core.paged.quantised.scales import STORED, check_used_scales
+from attn_core.paged.quantised.scales import STORED
 from attn_core.paged.rotary import COS, SIN
 from attn_core.paged.tables import FEW_ENTRIES, are_valid, last_places
 from torch_frontend.dispatch import plan, tensor_kinds
@@ -98,10 +98,8 @@ def _check_metadata(entries: tuple[Any, ...]) -> None:
 
 def _append_on_cpu(k_pages: Any, v_pages: Any, k: Any, v: Any, places: Places, scales: tuple[Any, Any]) -> None:
     """Checks the values of the tables and writes k and v into the pages by indexing."""
-    k, v, where = on_cpu(k_pages, k.detach(), v.detach(), places)
-    if scales[0] is not None and scales[0].dim() == 2:
-        by_page = {name: each.numpy() for name, each in zip(("k_scales", "v_scales"), scales, strict=True)}
-        check_used_scales(by_page, where[0] * k_pages.shape[1] + where[1], k_pages.shape[1])
+    by_name = {"k_scales": scales[0], "v_scales": scales[1]}
+    k, v, where = on_cpu(k_pages, k.detach(), v.detach(), places, by_name)
     page, offset = torch.from_numpy(where)
     write_rows(k_pages, scales[0], (page, offset), k)
     write_rows(v_pages, scales[1], (page, offset), v)

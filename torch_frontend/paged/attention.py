@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 from attn_core.call.hints import hide_unknown, refuse_keywords
 from attn_core.call.keywords import PagedKeywords
 from attn_core.call.options import requested_names
-from attn_core.paged.places import check_choice
+from attn_core.paged.arguments import check_choice
 from attn_core.paged.rotary import COS, SIN, pair_of
 from torch_frontend.dispatch.backend_names import join_names
 from torch_frontend.dispatch.plan import check_tensor
@@ -25,39 +25,26 @@ from torch_frontend.paged.places import Places, op_places
 from torch_frontend.paged.plan import check_numbers, check_op, gather_arguments, options_of, run
 
 Tensor = torch.Tensor
-Keywords = PagedKeywords[Tensor]
 _is_compiling, _modes = torch.compiler.is_compiling, are_modes_active
 
 
+class Keywords(PagedKeywords[Tensor], total=False):
+    """The keywords of ``paged_attention``, without return_lse."""
+
+    out: Tensor | None
+
+
 @overload
 def paged_attention(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    *,
-    return_lse: Literal[False] = False,
-    out: Tensor | None = None,
-    **options: Unpack[Keywords],
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[Keywords]
 ) -> Tensor: ...
 @overload
 def paged_attention(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    *,
-    return_lse: Literal[True],
-    out: Tensor | None = None,
-    **options: Unpack[Keywords],
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, *, return_lse: Literal[True], **options: Unpack[Keywords]
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def paged_attention(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    *,
-    return_lse: bool,
-    out: Tensor | None = None,
-    **options: Unpack[Keywords],
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, *, return_lse: bool, **options: Unpack[Keywords]
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 @hide_unknown
 def paged_attention(

@@ -16,7 +16,10 @@ from torch_frontend.paged.attention import append_kv, paged_attention
 from torch_frontend.paged.sizing import name_of
 
 Tensor = torch.Tensor
-Keywords = CachedKeywords[Tensor]
+
+
+class _Keywords(CachedKeywords[Tensor], total=False):
+    out: Tensor | None
 
 
 class _OnHost(NamedTuple):
@@ -76,36 +79,15 @@ class PagedKVCache(PagedCache[Tensor]):
 
     @overload
     def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        step: Step,
-        *,
-        return_lse: Literal[False] = False,
-        out: Tensor | None = None,
-        **options: Unpack[Keywords],
+        self, layer: int, q: Tensor, step: Step, *, return_lse: Literal[False] = False, **options: Unpack[_Keywords]
     ) -> Tensor: ...
     @overload
     def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        step: Step,
-        *,
-        return_lse: Literal[True],
-        out: Tensor | None = None,
-        **options: Unpack[Keywords],
+        self, layer: int, q: Tensor, step: Step, *, return_lse: Literal[True], **options: Unpack[_Keywords]
     ) -> tuple[Tensor, Tensor]: ...
     @overload
     def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        step: Step,
-        *,
-        return_lse: bool,
-        out: Tensor | None = None,
-        **options: Unpack[Keywords],
+        self, layer: int, q: Tensor, step: Step, *, return_lse: bool, **options: Unpack[_Keywords]
     ) -> Tensor | tuple[Tensor, Tensor]: ...
     @takes_options_of(paged_attention, "out")
     def attend(self, layer: int, q: Tensor, step: Step, **options: Any) -> Tensor | tuple[Tensor, Tensor]:

@@ -19,7 +19,6 @@ from attn_core.call.key_ranges import check_values
 from attn_core.call.layouts import check_layout
 from attn_core.call.mask_objects import is_object
 from attn_core.call.options import ON_PAGES, PLAIN, Options, check_options, check_traced_options, requested_names
-from attn_core.call.seq_info import SeqInfo
 from attn_core.errors import DeviceError, DTypeError, SpecError
 from attn_core.expressions.tracing import TracedFunction
 from attn_core.selection import Selection, Target, override
@@ -275,15 +274,7 @@ def as_documents(
     q: Tensor, k: Tensor, v: Tensor, rows: CacheRows, options: Keywords
 ) -> tuple[tuple[Tensor, ...], Keywords]:
     """Returns the tensors and the keywords of ``attention`` for the same call on documents, see ``cache_rows``."""
-    (batch, count), kv_len, device = q.shape[:2], k.shape[1], q.device
-    lengths, starts, _ = cache_rows.clamped(rows, kv_len, k.shape[0])
-    first = torch.arange(0, batch * kv_len, kv_len, dtype=torch.int32, device=device)
-    ends = first + (kv_len if lengths is None else lengths)
-    edges = torch.stack((first if starts is None else first + starts, ends), 1).flatten()
-    keys = torch.cat((first[:1], edges, first[-1:] + kv_len))
-    queries = constant_tables.equal_offsets(batch, count, device).repeat_interleave(2)
-    longest = kv_len if starts is None else 2 * kv_len
-    dropped = ("layout", *cache_rows.EXCLUDED)
-    others = {name: value for name, value in options.items() if name not in dropped}
-    tensors = tuple([each.flatten(0, 1) for each in (q, k[:batch], v[:batch])])
-    return tensors, others | {"seq_info": SeqInfo(queries, keys, count, longest)}
+    (batch, count), kv_len = q.shape[:2], k.shape[1]
+    first = torch.arange(0, batch * kv_len, kv_len, dtype=torch.int32, device=q.device)
+    queries = constant_tables.equal_offsets(batch, count, q.device).repeat_interleave(2)
+    return cache_rows.as_documents(torch, (q, k, v), rows, (first, queries), options)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from attn_core.errors import DTypeError
-from attn_core.paged import places as paged_places
-from attn_core.paged import rotary, tables
-from torch_frontend.dispatch import plan, tensor_kinds
-from torch_frontend.paged.rotary import rotate
-from torch_frontend.paged.tables import check_values, op_tables, tables_of
+from attn_core.paged import rotary, values
+from torch_frontend.dispatch import plan
+from torch_frontend.paged.rotary import index_of, rotate
+from torch_frontend.paged.tables import op_tables, tables_of
 
 Tensor = torch.Tensor
 
@@ -44,7 +42,7 @@ def gather(k: Tensor, k_pages: Tensor, places: Places) -> Places:
     slots = places.slot_mapping
     slots = np.asarray(slots, order="C") if isinstance(slots, np.ndarray) else slots
     if isinstance(slots, np.ndarray) and slots.ndim == 1 and k_pages.dim() == 4 and slots.dtype.kind == "i":
-        paged_places.check_slot_values(slots, *k_pages.shape[:2])
+        values.check_slot_values(slots, *k_pages.shape[:2])
     return places._replace(slot_mapping=index_of(k, "slot_mapping", slots))
 
 
@@ -59,57 +57,26 @@ def op_places(k: Tensor, places: Places) -> Places:
     return places._replace(block_table=named[0], seq_lens=named[1], cu_seqlens_q=named[2])
 
 
-def index_of(k: Tensor, name: str, array: Any) -> Tensor:
-    """Returns whole numbers as a tensor; a numpy array is copied to the device of k."""
-    if not isinstance(array, np.ndarray):
-        plan.check_tensor(name, array)
-        return array  # type: ignore[no-any-return]
-    if array.dtype not in (np.int32, np.int64):
-        raise DTypeError(f"{name}: expected dtype int32 or int64, got {array.dtype}; cast it")
-    return tensor_kinds.to_device_of(k, np.asarray(array, order="C"))  # torch takes no negative strides
-
-
-def on_cpu(k_pages: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, Tensor, np.ndarray]:
-    """Checks the values of tables, slots and positions on the CPU.
+def on_cpu(
+    k_pages: Tensor, k: Tensor, v: Tensor, places: Places, scales: dict[str, Tensor | None]
+) -> tuple[Tensor, Tensor, np.ndarray]:
+    """Checks the values of tables, slots, positions and scales on the CPU.
 
     Returns:
         The keys, rotated (in float32 beside quantised pages), and values that will be written, and their pages and
         offsets in them, ``[2, tokens]``.
     """
-    if places.slot_mapping is not None:
-        slots = places.slot_mapping.numpy()
-        paged_places.check_slot_values(slots, *k_pages.shape[:2])
-        written = np.flatnonzero(slots >= 0)
-        at, slots = torch.from_numpy(written), slots[written]
-        k, v = k[at], v[at]
-        positions = None if places.positions is None else places.positions.numpy()[written]
-        return _rotated(k, k_pages, places, positions), v, np.stack(np.divmod(slots.astype(np.int64), k_pages.shape[1]))
-    assert places.block_table is not None and places.seq_lens is not None
-    table, lengths = places.block_table.numpy(), places.seq_lens.numpy()
-    cu = None if places.cu_seqlens_q is None else places.cu_seqlens_q.numpy()
-    check_values(None, k.shape[0], k_pages, table, lengths, cu, writes=True)
-    # An index assignment with a repeated slot would write either token, without an error; so slots are checked.
-    if cu is None:  # each sequence has one new token, its last
-        where = tables.last_slots(table, lengths, k_pages.shape[1])
-    else:
-        slots = tables.slots_of(table, lengths, cu, k_pages.shape[1])
-        tables.check_slots(slots)
-        where = np.stack(np.divmod(slots, k_pages.shape[1]))
-        k, v = k[: len(slots)], v[: len(slots)]  # tokens behind the last offset belong to no sequence
-    positions = None
-    if places.positions is not None:
-        positions = places.positions.numpy()[: len(k)]
-    elif places.cos is not None:
-        paged_places.check_lengths_have_angles(lengths, cu, places.cos.shape[0])
-        positions = tables.positions_of(lengths, cu)
-    return _rotated(k, k_pages, places, positions), v, where
-
-
-def _rotated(k: Tensor, k_pages: Tensor, places: Places, positions: np.ndarray | None) -> Tensor:
-    if places.cos is None or places.sin is None or positions is None:
-        return k
-    rotary.check_position_values(positions, places.cos.shape[0])
-    cos, sin = places.cos.detach(), places.sin.detach()
-    # Quantised pages have bytes. Nothing rounds a rotated key before it is quantised.
-    dtype = torch.float32 if k_pages.itemsize == 1 else k_pages.dtype
-    return rotate(k, cos, sin, torch.from_numpy(positions), places.interleaved, dtype)
+    named = {name: getattr(places, name) for name in (*values.TABLES, "slot_mapping", "positions")} | scales
+    on_host = {name: None if tensor is None else tensor.numpy() for name, tensor in named.items()}
+    cos, sin = places.cos, places.sin
+    pool = k_pages.shape[0], k_pages.shape[1]
+    written = values.places_of_append(k.shape[0], pool, on_host, None if cos is None else cos.shape[0])
+    assert written is not None
+    at = written.tokens if isinstance(written.tokens, slice) else torch.from_numpy(written.tokens)
+    k, v = k[at], v[at]
+    if cos is not None and sin is not None and written.positions is not None:
+        # Quantised pages have bytes. Nothing rounds a rotated key before it is quantised.
+        dtype = torch.float32 if k_pages.itemsize == 1 else k_pages.dtype
+        positions = torch.from_numpy(written.positions)
+        k = rotate(k, cos.detach(), sin.detach(), positions, places.interleaved, dtype)
+    return k, v, written.places

@@ -21,13 +21,12 @@ from attn_core.errors import DTypeError, SpecError
 from attn_core.paged import arguments
 from attn_core.paged import tables as paged_tables
 from attn_core.paged.options import check_paged_options
-from attn_core.paged.quantised.scales import check_scale_values
+from attn_core.paged.values import READ, check_read
 from attn_core.selection import Target, new_plans, override, select
 from torch_frontend.dispatch import empty_rows, offsets, plan, tensor_kinds
-from torch_frontend.dispatch.run_plan import check_key_ranges
 from torch_frontend.dispatch.wrappers import on_device
 from torch_frontend.paged.outputs import check_out, copied
-from torch_frontend.paged.tables import check_values, op_tables, tables_of
+from torch_frontend.paged.tables import op_tables, tables_of
 
 Tensor = torch.Tensor
 Metadata = tuple[torch.Size, torch.dtype, torch.device]
@@ -70,7 +69,7 @@ def request(
     metadata: tuple[Metadata | None, ...], options: Options, requested: tuple[str, ...] | None
 ) -> tuple[AttentionSpec, Target, tuple[str, ...] | None]:
     """Returns the arguments of ``select``: the spec, the target and the requested backends."""
-    spec = arguments.build_spec(arguments.PagedArrays(*(entry and plan.facts(*entry) for entry in metadata)), options)  # type: ignore[arg-type]
+    spec = arguments.build_spec(PagedInputs(*(entry and plan.facts(*entry) for entry in metadata)), options)  # type: ignore[arg-type]
     device = metadata[0][2] if metadata[0] else torch.device("cpu")
     return spec, Target.here("torch", plan.device_name(device)), requested
 
@@ -222,8 +221,13 @@ def check_op(
     everything = {**numbers, "key_ranges": ranges, "kv_starts": starts}
     entries = metadata(PagedInputs(q, k_pages, v_pages, *tensors, **everything))
     if all(type(size) is int for entry in entries if entry for size in entry[0]):
-        arguments.build_spec(arguments.PagedArrays(*(entry and plan.facts(*entry) for entry in entries)), options)  # type: ignore[arg-type]
+        arguments.build_spec(PagedInputs(*(entry and plan.facts(*entry) for entry in entries)), options)  # type: ignore[arg-type]
     return tensors, ranges, starts
+
+
+def arrays_of(inputs: PagedInputs) -> dict[str, Any]:
+    """Returns the tables, ranges and scales of a call on the CPU as numpy arrays, for ``check_read``."""
+    return {name: None if (tensor := getattr(inputs, name)) is None else tensor.numpy() for name in READ}
 
 
 def run(
@@ -233,15 +237,7 @@ def run(
     # use_backend is read here, because in compiled code this runs inside the op.
     call_plan = plan_call(metadata(inputs), options, requested or override.requested())
     if inputs.q.device.type == "cpu":
-        check_values(options.max_len_q, call_plan.spec.q_len, inputs.k, *inputs[3:6])
-        check_key_ranges(call_plan.spec, inputs.key_ranges)
-        starts = None if inputs.kv_starts is None else inputs.kv_starts.numpy()
-        if starts is not None:
-            paged_tables.check_starts(starts, inputs.seq_lens.numpy())
-        if inputs.k_scales is not None and call_plan.spec.paged is not None:
-            scales = {name: getattr(inputs, name).numpy() for name in ("k_scales", "v_scales")}
-            tables = inputs.block_table.numpy(), inputs.seq_lens.numpy(), starts
-            check_scale_values(scales, call_plan.spec.paged, *tables)
+        check_read(call_plan.spec, options.max_len_q, arrays_of(inputs))
     forward = call_plan.forward
     if into is not None:
         check_out(into, *inputs[:3])

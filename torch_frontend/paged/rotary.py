@@ -48,7 +48,7 @@ def apply_rotary(
     rotary.check_interleaved("interleaved", interleaved)
     for name, tensor in (("x", x), ("cos", cos), ("sin", sin)):
         plan.check_tensor(name, tensor)
-    positions = _positions_beside(x, positions)
+    positions = index_of(x, "positions", positions)
     named = {"x": x, "cos": cos, "sin": sin, "positions": positions}
     tensor_kinds.check_data(x, cos=cos, sin=sin, positions=positions)
     entries = tuple([(t.shape, t.dtype, t.device) for t in named.values()])
@@ -153,14 +153,14 @@ def check_values(x: Tensor, cos: Tensor, positions: Tensor) -> None:
         rotary.check_position_values(positions.numpy(), cos.shape[0])
 
 
-def _positions_beside(x: Tensor, positions: Any) -> Tensor:
-    """Returns positions as a tensor on the device of x; a numpy array is copied there."""
-    if not isinstance(positions, np.ndarray):
-        plan.check_tensor("positions", positions)
-        return positions  # type: ignore[no-any-return]
-    if positions.dtype not in (np.int32, np.int64):
-        raise DTypeError(f"positions: expected dtype int32 or int64, got {positions.dtype}; cast it")
-    return tensor_kinds.to_device_of(x, np.asarray(positions, order="C"))  # torch takes no negative strides
+def index_of(x: Tensor, name: str, array: Any) -> Tensor:
+    """Returns whole numbers as a tensor; a numpy array is copied to the device of x."""
+    if not isinstance(array, np.ndarray):
+        plan.check_tensor(name, array)
+        return array  # type: ignore[no-any-return]
+    if array.dtype not in (np.int32, np.int64):
+        raise DTypeError(f"{name}: expected dtype int32 or int64, got {array.dtype}; cast it")
+    return tensor_kinds.to_device_of(x, np.asarray(array, order="C"))  # torch takes no negative strides
 
 
 def _is_transformed() -> bool:

@@ -61,16 +61,7 @@ def _check_kinds(names: tuple[str, ...], tables: tuple[Any, ...]) -> None:
             raise DTypeError(f"{name}: expected dtype int32 or int64, got {table.dtype}")
 
 
-def check_values(
-    max_len_q: int | None,
-    tokens: int,
-    pages: Tensor,
-    block_table: Any,
-    seq_lens: Any,
-    cu: Any,
-    *,
-    writes: bool = False,
-) -> None:
+def check_values(max_len_q: int | None, tokens: int, pages: Tensor, block_table: Any, seq_lens: Any, cu: Any) -> None:
     """Checks the values of tables on the host. ``build_spec`` raises for wrong shapes and dtypes."""
     block_table, seq_lens, cu = (None if table is None else np.asarray(table) for table in (block_table, seq_lens, cu))
     if block_table.ndim != 2 or seq_lens.shape != block_table.shape[:1] or pages.dim() != 4:
@@ -78,7 +69,7 @@ def check_values(
     if cu is not None and cu.shape != (len(seq_lens) + 1,):
         return
     paged = PagedKV(num_pages=pages.shape[0], page_size=pages.shape[1], width=block_table.shape[1])
-    paged_tables.check_values(paged, tokens, max_len_q, block_table, seq_lens, cu, writes=writes)
+    paged_tables.check_values(paged, tokens, max_len_q, block_table, seq_lens, cu)
 
 
 def as_int32(name: str, table: Any) -> Any:
