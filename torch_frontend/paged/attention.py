@@ -10,6 +10,7 @@ from torch.autograd import forward_ad
 from attn_core.call.hints import hide_unknown, refuse_keywords
 from attn_core.call.keywords import PagedKeywords
 from attn_core.call.options import requested_names
+from attn_core.call.tensors import PagedInputs
 from attn_core.paged.arguments import check_choice
 from attn_core.paged.rotary import COS, SIN, pair_of
 from torch_frontend.dispatch.backend_names import join_names
@@ -22,7 +23,7 @@ from torch_frontend.paged import (
 from torch_frontend.paged.append import append, check_appended
 from torch_frontend.paged.outputs import check_out, copied
 from torch_frontend.paged.places import Places, op_places
-from torch_frontend.paged.plan import check_numbers, check_op, gather_arguments, options_of, run
+from torch_frontend.paged.plan import check_no_gradient, check_numbers, check_op, gather_arguments, options_of, run
 
 Tensor = torch.Tensor
 _is_compiling, _modes = torch.compiler.is_compiling, are_modes_active
@@ -121,28 +122,25 @@ def paged_attention(
         if results is not None:
             return results
     options = options_of(causal, window, softcap, scale, deterministic, return_lse, max_len_q, invariant)
+    tables, scales = (block_table, seq_lens, cu_seqlens_q), (k_scales, v_scales)
+    given = PagedInputs(q, k_pages, v_pages, *tables, sinks, key_ranges, alibi_slopes, kv_starts, *scales)
     if torch.compiler.is_compiling() or is_watched(q):
-        tables = block_table, seq_lens, cu_seqlens_q
         # While compiling, sizes are symbols; the op checks the other arguments when it runs.
         if torch.compiler.is_compiling():
-            named = {"sinks": sinks, "alibi_slopes": alibi_slopes, "k_scales": k_scales, "v_scales": v_scales}
-            check_numbers(q=q, k_pages=k_pages, v_pages=v_pages, **named)
+            check_numbers(given)
         else:
-            others = key_ranges, options, alibi_slopes, kv_starts, k_scales, v_scales
-            tables, key_ranges, kv_starts = check_op(q, k_pages, v_pages, tables, sinks, *others)
+            given = check_op(given, options)
         left, right = options.window  # type: ignore[misc]
         result, lse = torch.ops.attn.paged_forward(
-            *(q, k_pages, v_pages, *tables, sinks, max_len_q, causal, left, right),
-            *(softcap, scale, deterministic, return_lse, join_names(requested_names(backend)), key_ranges),
-            *(alibi_slopes, kv_starts, k_scales, v_scales, invariant),
+            *(q, k_pages, v_pages, given.block_table, given.seq_lens, given.cu_seqlens_q, sinks, max_len_q),
+            *(causal, left, right, softcap, scale, deterministic, return_lse, join_names(requested_names(backend))),
+            *(given.key_ranges, alibi_slopes, given.kv_starts, k_scales, v_scales, invariant),
         )
         if out is not None:
             check_out(out, q, k_pages, v_pages)
             result = copied(result, out)
         return (result, lse) if return_lse else result
-    tables = block_table, seq_lens, cu_seqlens_q
-    more = key_ranges, alibi_slopes, kv_starts, k_scales, v_scales
-    inputs = gather_arguments(q, k_pages, v_pages, *tables, sinks, max_len_q, *more)
+    inputs = gather_arguments(given, max_len_q)
     result, lse = run(inputs, options, requested_names(backend), out)
     return (result, lse) if return_lse else result
 
@@ -201,7 +199,10 @@ def append_kv(
     scales = k_scales, v_scales
     if torch.compiler.is_compiling():
         named = {"k_pages": k_pages, "v_pages": v_pages, "k": k, "v": v, COS: cos, SIN: sin}
-        check_numbers(**named, k_scales=k_scales, v_scales=v_scales)
+        for name, tensor in (named | {"k_scales": k_scales, "v_scales": v_scales}).items():
+            if tensor is not None or name in ("k_pages", "v_pages"):
+                check_tensor(name, tensor)
+                check_no_gradient(name, tensor)
         torch.ops.attn.append_kv(k_pages, v_pages, k, v, *where, *scales)
     elif is_watched(k):
         check_tensor("k", k)

@@ -8,6 +8,7 @@ import torch
 
 from attn_core.call.hints import hide_unknown, refuse_keywords
 from attn_core.call.options import requested_names
+from attn_core.call.tensors import PagedInputs
 from attn_core.selection import Selection, explain, override
 from torch_frontend.paged.plan import gather_arguments, metadata, options_of, request
 
@@ -44,7 +45,7 @@ def explain_paged(
     if unknown:
         refuse_keywords(explain_paged, unknown)
     options = options_of(causal, window, softcap, scale, deterministic, return_lse, max_len_q, invariant)
-    tables = block_table, seq_lens, cu_seqlens_q
-    more = key_ranges, alibi_slopes, kv_starts, k_scales, v_scales
-    inputs = gather_arguments(q, k_pages, v_pages, *tables, sinks, max_len_q, *more)
+    tables, scales = (block_table, seq_lens, cu_seqlens_q), (k_scales, v_scales)
+    given = PagedInputs(q, k_pages, v_pages, *tables, sinks, key_ranges, alibi_slopes, kv_starts, *scales)
+    inputs = gather_arguments(given, max_len_q)
     return explain(*request(metadata(inputs), options, requested_names(backend) or override.requested()))

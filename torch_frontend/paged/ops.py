@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from attn_core.call.tensors import PagedInputs
 from torch_frontend.paged.append import append
 from torch_frontend.paged.plan import gather_arguments, options_of, run
 
@@ -59,9 +60,9 @@ def _forward_op(
     invariant: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     options = options_of(causal, (left, right), softcap, scale, deterministic, return_lse, max_len_q, invariant)
-    tables = block_table, seq_lens, cu_seqlens_q
-    more = alibi_slopes, kv_starts, k_scales, v_scales
-    inputs = gather_arguments(q, k_pages, v_pages, *tables, sinks, max_len_q, key_ranges, *more)
+    tables, scales = (block_table, seq_lens, cu_seqlens_q), (k_scales, v_scales)
+    given = PagedInputs(q, k_pages, v_pages, *tables, sinks, key_ranges, alibi_slopes, kv_starts, *scales)
+    inputs = gather_arguments(given, max_len_q)
     out, lse = run(inputs, options, None if backend is None else tuple(backend.split("\n")))
     # Compilers plan memory with the strides that _forward_fake promises.
     return out.contiguous(), lse.contiguous()

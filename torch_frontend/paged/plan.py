@@ -21,7 +21,7 @@ from attn_core.errors import DTypeError, SpecError
 from attn_core.paged import arguments
 from attn_core.paged import tables as paged_tables
 from attn_core.paged.options import check_paged_options
-from attn_core.paged.values import READ, check_read
+from attn_core.paged.values import READ, TABLES, check_read
 from attn_core.selection import Target, new_plans, override, select
 from torch_frontend.dispatch import empty_rows, offsets, plan, tensor_kinds
 from torch_frontend.dispatch.wrappers import on_device
@@ -30,6 +30,7 @@ from torch_frontend.paged.tables import op_tables, tables_of
 
 Tensor = torch.Tensor
 Metadata = tuple[torch.Size, torch.dtype, torch.device]
+_NUMBERS = ("q", "k_pages", "v_pages", "sinks", "alibi_slopes", "k_scales", "v_scales")
 
 
 class PagedPlan(NamedTuple):
@@ -107,44 +108,14 @@ def options_of(
 _checked = lru_cache(maxsize=1024, typed=True)(check_paged_options)
 
 
-def gather_arguments(
-    q: Any,
-    k_pages: Any,
-    v_pages: Any,
-    block_table: Any,
-    seq_lens: Any,
-    cu_seqlens_q: Any,
-    sinks: Any,
-    max_len_q: Any,
-    key_ranges: Any,
-    alibi_slopes: Any = None,
-    kv_starts: Any = None,
-    k_scales: Any = None,
-    v_scales: Any = None,
-) -> PagedInputs:
-    """Returns the arguments as PagedInputs on one device; ``run`` checks the values of tables on the CPU."""
-    scales = {"k_scales": k_scales, "v_scales": v_scales}
-    check_numbers(q=q, k_pages=k_pages, v_pages=v_pages, sinks=sinks, alibi_slopes=alibi_slopes, **scales)
-    tensor_kinds.check_data(
-        q,
-        k_pages=k_pages,
-        v_pages=v_pages,
-        sinks=sinks,
-        block_table=block_table,
-        seq_lens=seq_lens,
-        cu_seqlens_q=cu_seqlens_q,
-        key_ranges=key_ranges,
-        alibi_slopes=alibi_slopes,
-        kv_starts=kv_starts,
-        **scales,
-    )
-    tables = tables_of(q, k_pages, max_len_q, block_table, seq_lens, cu_seqlens_q)
-    more: dict[str, Any] = {
-        "key_ranges": _ranges_of(q, key_ranges),
-        "kv_starts": _starts_of(q, kv_starts, seq_lens),
-        **scales,
-    }
-    return PagedInputs(q, k_pages, v_pages, *tables, sinks=sinks, alibi_slopes=alibi_slopes, **more)
+def gather_arguments(given: PagedInputs, max_len_q: int | None) -> PagedInputs:
+    """Returns a call's arguments on one device; ``run`` checks the values of those on the CPU."""
+    check_numbers(given)
+    tensor_kinds.check_data(**dict(zip(arguments.ARGUMENTS, given, strict=True)))
+    tables = tables_of(given.q, given.k, max_len_q, given.block_table, given.seq_lens, given.cu_seqlens_q)
+    starts = _starts_of(given.q, given.kv_starts, given.seq_lens)
+    ranges = _ranges_of(given.q, given.key_ranges)
+    return given._replace(**dict(zip(TABLES, tables, strict=True)), key_ranges=ranges, kv_starts=starts)
 
 
 def _ranges_of(q: Tensor, key_ranges: Any) -> Tensor | None:
@@ -178,12 +149,15 @@ def _int32_of(q: Tensor, name: str, array: Any) -> Tensor | None:
     return tensor_kinds.to_device_of(q, np.array(array, order="C"))
 
 
-def check_numbers(**named: Any) -> None:
-    """Raises TypeError or SpecError unless the tensors are plain and have no derivative; q and pages must exist."""
-    for name, tensor in named.items():
-        if tensor is not None or name in ("q", "k_pages", "v_pages"):
+def check_numbers(given: PagedInputs) -> None:
+    """Raises TypeError or SpecError unless the tensors are plain and have no derivative; q and pages must exist.
+
+    Only those of floats count, and of stored numbers.
+    """
+    for name, tensor in zip(arguments.ARGUMENTS, given, strict=True):
+        if name in _NUMBERS and (tensor is not None or name in ("q", "k_pages", "v_pages")):
             plan.check_tensor(name, tensor)
-            check_no_gradient(name, tensor)  # type: ignore[arg-type]
+            check_no_gradient(name, tensor)
 
 
 def check_no_gradient(name: str, tensor: Tensor) -> None:
@@ -195,34 +169,18 @@ def check_no_gradient(name: str, tensor: Tensor) -> None:
         raise SpecError(f"{name}: expected {kind}, keys and values in pages are for inference; use torch.{remedy}")
 
 
-def check_op(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    tables: tuple[Any, ...],
-    sinks: Tensor | None,
-    key_ranges: Any,
-    options: Options,
-    alibi_slopes: Tensor | None = None,
-    kv_starts: Any = None,
-    k_scales: Tensor | None = None,
-    v_scales: Tensor | None = None,
-) -> tuple[tuple[Any, Any, Any], Any, Any]:
-    """Checks the arguments of a call that becomes one op, if its sizes are ints.
-
-    Returns:
-        (``op_tables``, key_ranges, kv_starts), all in the same form.
-    """
-    numbers = {"sinks": sinks, "alibi_slopes": alibi_slopes, "k_scales": k_scales, "v_scales": v_scales}
-    check_numbers(q=q, k_pages=k_pages, v_pages=v_pages, **numbers)
-    ranges, starts = _ranges_of(q, key_ranges), _starts_of(q, kv_starts, None)
-    tensor_kinds.check_data(q, key_ranges=ranges, alibi_slopes=alibi_slopes, kv_starts=starts)
-    tensors = op_tables(q, *tables)
-    everything = {**numbers, "key_ranges": ranges, "kv_starts": starts}
-    entries = metadata(PagedInputs(q, k_pages, v_pages, *tensors, **everything))
+def check_op(given: PagedInputs, options: Options) -> PagedInputs:
+    """Checks the arguments of a call that becomes one op, if its sizes are ints; returns them in the op's form."""
+    check_numbers(given)
+    q = given.q
+    ranges, starts = _ranges_of(q, given.key_ranges), _starts_of(q, given.kv_starts, None)
+    tensor_kinds.check_data(q, key_ranges=ranges, alibi_slopes=given.alibi_slopes, kv_starts=starts)
+    tables = op_tables(q, given.block_table, given.seq_lens, given.cu_seqlens_q)
+    inputs = given._replace(**dict(zip(TABLES, tables, strict=True)), key_ranges=ranges, kv_starts=starts)
+    entries = metadata(inputs)
     if all(type(size) is int for entry in entries if entry for size in entry[0]):
-        arguments.build_spec(PagedInputs(*(entry and plan.facts(*entry) for entry in entries)), options)  # type: ignore[arg-type]
-    return tensors, ranges, starts
+        arguments.build_spec(PagedInputs(*(entry and plan.facts(*entry) for entry in entries)), options)
+    return inputs
 
 
 def arrays_of(inputs: PagedInputs) -> dict[str, Any]:
