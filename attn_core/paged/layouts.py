@@ -1,7 +1,6 @@
 """The page layouts of other libraries, as views: which part of a pool has the keys, and how its axes are ordered.
 
-A view is a part of an array and an order of axes, plain data that every array library understands. Our pools are
-``[num_pages, page_size, kv_heads, dim]``, so a view of another layout only has other strides.
+Our pools are ``[num_pages, page_size, kv_heads, dim]``, so a view of another layout only has other strides.
 Sources: FlashInfer's documentation of ``kv_layout``; ``get_kv_cache_shape`` of vLLM's attention backends; the shapes in
 jax.experimental.pallas.ops.tpu.ragged_paged_attention and paged_attention of jax 0.10.
 """
@@ -9,7 +8,7 @@ jax.experimental.pallas.ops.tpu.ragged_paged_attention and paged_attention of ja
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from attn_core.errors import ShapeError, SpecError, shown
 
@@ -38,13 +37,6 @@ SINGLE: dict[str, tuple[Axes, ...]] = {
 LAYOUTS = tuple(dict.fromkeys((*PAIRS, *SINGLE)))
 
 
-class View(NamedTuple):
-    """A part of an array: ``array[part]``, with its axes then in this order."""
-
-    part: tuple[Any, ...]
-    order: tuple[int, ...]
-
-
 def pages_of(
     cache: Any, layout: Any, check: Callable[[str, Any], None], ordered: Callable[[Any, tuple[int, ...]], Any]
 ) -> tuple[Any, Any]:
@@ -71,39 +63,33 @@ def pages_of(
         ShapeError: for a shape that is not of the layout, or that fits two orders of the axes.
         TypeError: for a cache that is neither an array nor a pair of arrays.
     """
-    if isinstance(cache, tuple | list) and len(cache) == 2:
-        pools = []
-        for name, pool in zip(("cache[0]", "cache[1]"), cache, strict=True):
-            check(name, pool)
-            pools.append(ordered(pool, _order_of_pair(name, layout, tuple(pool.shape))))
-        return pools[0], pools[1]
-    check("cache", cache)
-    keys, values = _views_of_one(layout, tuple(cache.shape))
-    return ordered(cache[keys.part], keys.order), ordered(cache[values.part], values.order)
+    if not isinstance(layout, str) or layout not in LAYOUTS:
+        raise SpecError(f"layout={shown(layout)}: expected one of {', '.join(map(repr, LAYOUTS))}")
+    if not (isinstance(cache, tuple | list) and len(cache) == 2):
+        check("cache", cache)
+        axes = _axes_of_one(layout, tuple(cache.shape))
+        # Where the keys are, and where the values are.
+        at = axes.index(MIXED if MIXED in axes else BOTH)
+        halves = (slice(0, None, 2), slice(1, None, 2)) if MIXED in axes else (0, 1)
+        names = [name.removeprefix("2 * ") for name in axes if name != BOTH]
+        order = tuple(map(names.index, OURS))
+        keys, values = (ordered(cache[(*(slice(None),) * at, half)], order) for half in halves)
+        return keys, values
+    pools = []
+    for name, pool in zip(("cache[0]", "cache[1]"), cache, strict=True):
+        check(name, pool)
+        if layout not in PAIRS:
+            raise SpecError(f"layout={layout!r}: expected one array with keys and values, got two")
+        axes = PAIRS[layout]
+        if len(pool.shape) != len(axes):
+            raise ShapeError(f"{name}: expected {_text(axes)} for layout={layout!r}, got shape {list(pool.shape)}")
+        pools.append(ordered(pool, tuple(map(axes.index, OURS))))
+    return pools[0], pools[1]
 
 
-def _order_of_pair(name: str, layout: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the order of axes of ``k_pages``, or of ``v_pages``, in an array that has nothing else.
-
-    Raises:
-        SpecError: for a layout that has no such arrays. ShapeError: for a shape that is not of the layout.
-    """
-    axes = PAIRS.get(_known(layout))
-    if axes is None:
-        raise SpecError(f"layout={layout!r}: expected one array with keys and values, got two")
-    if len(shape) != len(axes):
-        raise ShapeError(f"{name}: expected {_text(axes)} for layout={layout!r}, got shape {list(shape)}")
-    return _order(axes)
-
-
-def _views_of_one(layout: Any, shape: tuple[int, ...]) -> tuple[View, View]:
-    """Returns the views of ``k_pages`` and of ``v_pages`` in one array.
-
-    Raises:
-        SpecError: for a layout whose keys and values are two arrays. ShapeError: for a shape that is not of the layout,
-            and for one that fits two orders of the axes.
-    """
-    choices = SINGLE.get(_known(layout))
+def _axes_of_one(layout: str, shape: tuple[int, ...]) -> Axes:
+    """Returns the axes of one array with keys and values. Raises an error unless its shape fits one order of them."""
+    choices = SINGLE.get(layout)
     if choices is None:
         raise SpecError(f"layout={layout!r}: expected a pair (keys, values), got one array of shape {list(shape)}")
     fitting = [axes for axes in choices if _fits(axes, shape)]
@@ -115,31 +101,13 @@ def _views_of_one(layout: Any, shape: tuple[int, ...]) -> tuple[View, View]:
             f"cache: expected a shape that tells the pages from the keys and values, got {list(shape)}; pass "
             f"layout='NHD' if the pages come first, or the pair (cache[0], cache[1])"
         )
-    (axes,) = fitting
-    if MIXED in axes:
-        before = (slice(None),) * axes.index(MIXED)
-        views = [View((*before, slice(start, None, 2)), (0, 1, 2, 3)) for start in (0, 1)]
-    else:
-        before = (slice(None),) * axes.index(BOTH)
-        views = [View((*before, at), _order(tuple(each for each in axes if each != BOTH))) for at in (0, 1)]
-    return views[0], views[1]
-
-
-def _known(layout: Any) -> str:
-    if not isinstance(layout, str) or layout not in LAYOUTS:
-        raise SpecError(f"layout={shown(layout)}: expected one of {', '.join(map(repr, LAYOUTS))}")
-    return layout
+    return fitting[0]
 
 
 def _fits(axes: Axes, shape: tuple[int, ...]) -> bool:
     if len(shape) != len(axes):
         return False
     return shape[axes.index(BOTH)] == 2 if BOTH in axes else shape[axes.index(MIXED)] % 2 == 0
-
-
-def _order(axes: Axes) -> tuple[int, ...]:
-    """Returns where each of our axes is among these."""
-    return tuple(map(axes.index, OURS))
 
 
 def _text(axes: Axes) -> str:

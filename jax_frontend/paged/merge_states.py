@@ -47,4 +47,4 @@ def _facts(part: Array) -> ArrayFacts:
 
 @jax.jit
 def _merge(parts: tuple[Array, ...], lses: tuple[Array, ...]) -> tuple[Array, Array]:
-    return merged(jnp, parts, lses, Array.astype, jax.lax.stop_gradient)  # type: ignore[no-any-return]
+    return merged(jnp, parts, lses, jax.lax.convert_element_type, jax.lax.stop_gradient)  # type: ignore[no-any-return]

@@ -51,7 +51,9 @@ def on_host(arrays: dict[str, Any]) -> dict[str, np.ndarray | None]:
     return {name: None if array is None else np.asarray(array) for name, array in there.items()}
 
 
-def is_on_host(table: Any) -> bool:
+def is_on_host(array: Any) -> bool:
     """Returns whether the values of an array can be read without waiting: numpy's, and untraced ones on the CPU."""
-    concrete = not isinstance(table, jax.core.Tracer)
-    return concrete and (isinstance(table, np.ndarray) or plan.device_name(table) == "cpu")
+    if isinstance(array, np.ndarray):
+        return True
+    concrete = isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer)
+    return concrete and plan.device_name(array) == "cpu"
