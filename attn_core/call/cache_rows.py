@@ -199,7 +199,8 @@ def as_documents(
 
 def as_inputs(qkv: tuple[Any, ...], keywords: Mapping[str, Any]) -> tuple[Inputs, Options]:
     """Returns the inputs and options whose values ``checks`` looks at, of a call in the form with key ranges."""
-    inputs = Inputs(*qkv, sinks=keywords["sinks"], key_ranges=keywords["key_ranges"])
+    q, k, v = qkv
+    inputs = Inputs(q, k, v, sinks=keywords["sinks"], key_ranges=keywords["key_ranges"])
     return inputs, check_options(Options(**{name: keywords[name] for name in PLAIN}))
 
 

@@ -99,13 +99,24 @@ class CachedKeywords(CommonKeywords[Array], total=False):
     invariant: str | None
 
 
-class PagedKeywords(CachedKeywords[Array], total=False):
-    """The keywords of ``paged_attention``, without return_lse."""
+class PagesKeywords(CachedKeywords[Array], total=False):
+    """The keywords of ``paged_attention`` that a call may leave out, without return_lse."""
 
-    block_table: Required[Any]
-    seq_lens: Required[Any]
     cu_seqlens_q: Any
     max_len_q: int | None
     kv_starts: Any
     k_scales: Array | None
     v_scales: Array | None
+
+
+class PagedKeywords(PagesKeywords[Array], total=False):
+    """The keywords of ``paged_attention``, without return_lse."""
+
+    block_table: Required[Any]
+    seq_lens: Required[Any]
+
+
+class ExplainPagedKeywords(PagesKeywords[Array], total=False):
+    """The keywords that ``explain_paged`` shares with ``paged_attention``."""
+
+    return_lse: bool

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from attn_core.call.foreign_keywords import refuse_keywords
-from attn_core.call.keywords import CachedKeywords
 from attn_core.call.pages import BITS, PagedKV, describe
 from attn_core.call.seq_info import is_host_int
 from attn_core.call.spec import DTYPES
@@ -18,7 +15,6 @@ from attn_core.paged.allocation.allocator import Copies, PageAllocator
 from attn_core.paged.step import Pages, Step, check_step, take_step
 
 Array = TypeVar("Array")
-Function = TypeVar("Function", bound=Callable[..., Any])
 MOST_LAYERS_AND_CHANNELS = 2**16
 """No model comes near, and a larger number would fill the memory before anything else complains."""
 
@@ -221,9 +217,6 @@ class PagedCache(Generic[Array]):
 
     def _attend(self, attention: Callable[..., Any], layer: int, q: Array, step: Step, options: dict[str, Any]) -> Any:
         """Runs a frontend's ``paged_attention`` on a layer, with the options of its ``attend``."""
-        attend = type(self).attend  # type: ignore[attr-defined]
-        if not options.keys() <= attend.options:
-            refuse_keywords(attend, {name: None for name in options if name not in attend.options})
         k_pages, v_pages = self._pools(layer, step)
         tables = {**step.tables, "max_len_q": step.max_len_q}
         return attention(q, k_pages, v_pages, **tables, **options, **self._scales(layer))
@@ -277,25 +270,6 @@ class PagedCache(Generic[Array]):
     def __repr__(self) -> str:
         counts = f"{len(self.k_pages)} layers, {len(self.allocator)} sequences"
         return f"{type(self).__name__}({counts}, {self.stored}, {self.allocator.report()})"
-
-
-def takes_options_of(attention: Callable[..., Any], *more: str) -> Callable[[Function], Function]:
-    """Returns a decorator that gives ``attend`` its signature, from the options of ``paged_attention``.
-
-    Args:
-        more: options that ``CachedKeywords`` does not have.
-    """
-    names = frozenset((*CachedKeywords.__annotations__, "return_lse", *more))
-    options = [each for each in inspect.signature(attention).parameters.values() if each.name in names]
-
-    def decorate(attend: Any) -> Any:
-        signature = inspect.signature(attend)
-        own = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
-        attend.__signature__ = signature.replace(parameters=[*own, *options])
-        attend.options = names
-        return attend
-
-    return decorate
 
 
 def _check_sizes(**sizes: Any) -> None:

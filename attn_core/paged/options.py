@@ -8,6 +8,9 @@ from attn_core.call.options import Options, check_options
 from attn_core.call.seq_info import is_host_int, must_be_static
 from attn_core.errors import SpecError, shown
 
+PAGED = ("causal", "window", "softcap", "scale", "deterministic", "return_lse", "max_len_q", "invariant")
+"""The options of a paged call."""
+
 
 def check_paged_options(
     causal: Any,

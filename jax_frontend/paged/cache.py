@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from attn_core.call.hints import SharedOptions
 from attn_core.call.keywords import CachedKeywords
 from attn_core.errors import DTypeError, SpecError, shown
 from attn_core.paged.allocation.allocator import Copies
-from attn_core.paged.cache import PagedCache, takes_options_of
+from attn_core.paged.cache import PagedCache
 from attn_core.paged.step import Step
 from jax_frontend.paged.append import append_kv
 from jax_frontend.paged.attention import paged_attention
@@ -22,6 +23,9 @@ Array = jax.Array
 Keywords = CachedKeywords[Array]
 PINNED = "pinned_host"
 """JAX's memory kind that a GPU reads and writes directly."""
+
+
+_shared = SharedOptions(paged_attention, {*CachedKeywords.__optional_keys__, "return_lse"})
 
 
 class PagedKVCache(PagedCache[Array]):
@@ -82,10 +86,10 @@ class PagedKVCache(PagedCache[Array]):
     def attend(
         self, layer: int, q: Array, step: Step, *, return_lse: bool, **options: Unpack[Keywords]
     ) -> Array | tuple[Array, Array]: ...
-    @takes_options_of(paged_attention)
+    @_shared
     def attend(self, layer: int, q: Array, step: Step, **options: Any) -> Array | tuple[Array, Array]:
         """Runs ``check``, then ``paged_attention`` of a layer's queries, ``[tokens, heads, head_dim]``."""
-        return self._attend(paged_attention, layer, q, step, options)  # type: ignore[no-any-return]
+        return self._attend(paged_attention, layer, q, step, _shared.complete(PagedKVCache.attend, options))  # type: ignore[no-any-return]
 
     def _append(self, *arrays: Array, **tables: Any) -> tuple[Array, ...]:
         return append_kv(*arrays, **tables)  # type: ignore[no-any-return]

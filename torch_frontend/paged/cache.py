@@ -7,10 +7,11 @@ from typing import Any, Literal, NamedTuple, Unpack, overload
 import numpy as np
 import torch
 
+from attn_core.call.hints import SharedOptions
 from attn_core.call.keywords import CachedKeywords
 from attn_core.errors import SpecError, shown
 from attn_core.paged.allocation.allocator import Copies
-from attn_core.paged.cache import PagedCache, takes_options_of
+from attn_core.paged.cache import PagedCache
 from attn_core.paged.step import Step
 from torch_frontend.paged.attention import append_kv, paged_attention
 from torch_frontend.paged.sizing import name_of
@@ -32,6 +33,9 @@ class _OnHost(NamedTuple):
 
     copies: list[Tensor]
     copied: torch.cuda.Event | None
+
+
+_shared = SharedOptions(paged_attention, {*CachedKeywords.__optional_keys__, "return_lse", "out"})
 
 
 class PagedKVCache(PagedCache[Tensor]):
@@ -89,10 +93,10 @@ class PagedKVCache(PagedCache[Tensor]):
     def attend(
         self, layer: int, q: Tensor, step: Step, *, return_lse: bool, **options: Unpack[_Keywords]
     ) -> Tensor | tuple[Tensor, Tensor]: ...
-    @takes_options_of(paged_attention, "out")
+    @_shared
     def attend(self, layer: int, q: Tensor, step: Step, **options: Any) -> Tensor | tuple[Tensor, Tensor]:
         """Runs ``check``, then ``paged_attention`` of a layer's queries ``[tokens, heads, head_dim]`` with options."""
-        return self._attend(paged_attention, layer, q, step, options)  # type: ignore[no-any-return]
+        return self._attend(paged_attention, layer, q, step, _shared.complete(PagedKVCache.attend, options))  # type: ignore[no-any-return]
 
     def _append(self, *arrays: Tensor, **tables: Any) -> tuple[Tensor, ...]:
         return append_kv(*arrays, **tables)  # type: ignore[no-any-return]
