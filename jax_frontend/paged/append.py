@@ -102,7 +102,7 @@ def append_kv(
         {n: None if a is None else ArrayFacts(a.shape, str(a.dtype), device) for n, a in everything.items()}
     )
     values = on_host({**scales, **tables, **indices})
-    places_of_append(k.shape[0], k_pages.shape[:2], values, None if cos is None else cos.shape[0])
+    places_of_append(k.shape[0], (k_pages.shape[0], k_pages.shape[1]), values, None if cos is None else cos.shape[0])
     arrays = {name: copy_numpy(as_int32(array)) for name, array in {**pools, **scales, **tables, **angles}.items()}
     arrays["slots"] = without_int64(slot_mapping, k_pages.shape[1])
     arrays["positions"] = copy_numpy(positions)

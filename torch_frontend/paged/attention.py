@@ -198,7 +198,7 @@ def append_kv(
     where = (block_table, seq_lens, cu_seqlens_q, slot_mapping, cos, sin, positions, rotary_interleaved)
     scales = k_scales, v_scales
     if torch.compiler.is_compiling():
-        named = {"k_pages": k_pages, "v_pages": v_pages, "k": k, "v": v, COS: cos, SIN: sin}
+        named: dict[str, Any] = {"k_pages": k_pages, "v_pages": v_pages, "k": k, "v": v, COS: cos, SIN: sin}
         for name, tensor in (named | {"k_scales": k_scales, "v_scales": v_scales}).items():
             if tensor is not None or name in ("k_pages", "v_pages"):
                 check_tensor(name, tensor)
