@@ -89,7 +89,8 @@ class PagedKVCache(PagedCache[Array]):
     @_shared
     def attend(self, layer: int, q: Array, step: Step, **options: Any) -> Array | tuple[Array, Array]:
         """Runs ``check``, then ``paged_attention`` of a layer's queries, ``[tokens, heads, head_dim]``."""
-        return self._attend(paged_attention, layer, q, step, _shared.complete(PagedKVCache.attend, options))  # type: ignore[no-any-return]
+        every = _shared.complete(PagedKVCache.attend, options)
+        return self._attend(paged_attention, layer, q, step, every)  # type: ignore[no-any-return]
 
     def _append(self, *arrays: Array, **tables: Any) -> tuple[Array, ...]:
         return append_kv(*arrays, **tables)  # type: ignore[no-any-return]

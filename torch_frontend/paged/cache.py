@@ -96,7 +96,8 @@ class PagedKVCache(PagedCache[Tensor]):
     @_shared
     def attend(self, layer: int, q: Tensor, step: Step, **options: Any) -> Tensor | tuple[Tensor, Tensor]:
         """Runs ``check``, then ``paged_attention`` of a layer's queries ``[tokens, heads, head_dim]`` with options."""
-        return self._attend(paged_attention, layer, q, step, _shared.complete(PagedKVCache.attend, options))  # type: ignore[no-any-return]
+        every = _shared.complete(PagedKVCache.attend, options)
+        return self._attend(paged_attention, layer, q, step, every)  # type: ignore[no-any-return]
 
     def _append(self, *arrays: Tensor, **tables: Any) -> tuple[Tensor, ...]:
         return append_kv(*arrays, **tables)  # type: ignore[no-any-return]
