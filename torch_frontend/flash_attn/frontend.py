@@ -9,6 +9,7 @@ from typing import Any, Never
 import torch
 
 from attn_core.call.arguments import ArrayFacts
+from attn_core.call.tensors import PagedInputs
 from attn_core.dropins.flash_attn.frontend import Frontend
 from attn_core.errors import SpecError
 from attn_core.selection import override
@@ -111,8 +112,9 @@ def _planned(tensors: tuple[Tensor, Tensor, Tensor], how: dict[str, Any]) -> Cal
         return partial(paged_attention, tensors[0], **how)
     names = ("causal", "window", "softcap", "scale", "deterministic", "return_lse", "max_len_q")
     tables = how["block_table"], how["seq_lens"], how.get("cu_seqlens_q")
-    beside = how.get("sinks"), how.get("max_len_q"), None, how.get("alibi_slopes"), how.get("kv_starts")
-    inputs, options = gather_arguments(*tensors, *tables, *beside), options_of(*[how.get(name) for name in names])
+    beside = {name: how.get(name) for name in ("sinks", "alibi_slopes", "kv_starts")}
+    given = PagedInputs(*tensors, *tables, **beside)
+    inputs, options = gather_arguments(given, how.get("max_len_q")), options_of(*[how.get(name) for name in names])
     plan_call(metadata(inputs), options, override.requested())
 
     def attend(*_: Tensor) -> Any:  # on the pools of the plan, into which the new tokens are written
