@@ -242,8 +242,8 @@ class PageAllocator:
         Raises:
             PoolFullError: if the pool has too few free pages. The sequence is unchanged then.
         """
-        needed = self.needed({name: tokens})
-        self._room_for(needed, name)
+        self._known(name)
+        self._room_for(self.needed({name: tokens}), name)
         growth = self.grow({name: int(tokens)})
         self.commit(growth)
         return growth.copies
