@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from attn_core import AttentionSpec, masks
 from attn_core.backends.flash4 import backend as flash4
-from attn_core.backends.flash4 import block_tables, own_kernels, work_order
+from attn_core.backends.flash4 import block_tables, own_kernels
 from attn_core.backends.shared import constant_tensors
 from attn_core.call.masks import visible
 from attn_core.call.tensors import Inputs
@@ -80,18 +80,17 @@ def test_tables_and_spans(
 ) -> None:
     spec, key_ranges, shown = drawn
     for of_queries in (True, False):
-        table, spans, order = table_of(spec, key_ranges, shown, of_queries, lane)
+        table, spans = table_of(spec, key_ranges, shown, of_queries, lane)
         check_spans(spec, key_ranges, spans)
         check_table(spec, key_ranges, shown, table, of_queries)
-        check_order(table, order)
 
 
-def table_of(spec: AttentionSpec, key_ranges: Any, shown: Any, of_queries: bool, lane: str) -> tuple[Any, ...]:
-    """The table, the spans and the order, on the CPU."""
+def table_of(spec: AttentionSpec, key_ranges: Any, shown: Any, of_queries: bool, lane: str) -> tuple[Any, Any]:
+    """The table and the spans, on the CPU."""
     tensors = [None if array is None else torch.from_numpy(array).cuda() for array in (key_ranges, shown)]
     inputs = Inputs(*(torch.zeros(1, device="cuda") for _ in range(3)), key_ranges=tensors[0])
-    table, spans, order = block_tables.table(spec, inputs, tensors[1], of_queries, LANES[lane])
-    return block_tables.Table(*[tensor.cpu() for tensor in table]), None if spans is None else spans.cpu(), order.cpu()
+    table, spans = block_tables.table(spec, inputs, tensors[1], of_queries, LANES[lane])
+    return block_tables.Table(*[tensor.cpu() for tensor in table]), None if spans is None else spans.cpu()
 
 
 def seen(spec: AttentionSpec, key_ranges: Any) -> np.ndarray:
@@ -138,29 +137,12 @@ def check_table(spec: AttentionSpec, key_ranges: Any, shown: Any, table: Any, of
                 assert other in lists[0] or (tile.all() and most == 2 and other in lists[1])
 
 
-def check_order(table: Any, order: Any) -> None:
-    """Every block once, and none before one with more work."""
-    work = (2 * table.partial_count + table.full_count).sum((0, 1))
-    assert sorted(order.tolist()) == list(range(len(work)))
-    assert work[order.long()].tolist() == sorted(work.tolist(), reverse=True)
-
-
-@pytest.mark.cuda
-def test_more_blocks_than_are_sorted_keep_their_places(flash4_here: None) -> None:
-    counts = torch.randint(0, 9, (1, 1, work_order.MOST_BLOCKS + 1), dtype=torch.int32, device="cuda")
-    table = block_tables.Table(counts, None, counts, None)
-    assert torch.equal(work_order.of_table(table, (1, 1), own_kernels).cpu(), torch.arange(counts.shape[2]).int())
-    sorted_ones = block_tables.Table(counts[..., :-1].contiguous(), None, counts[..., :-1].contiguous(), None)
-    order = work_order.of_table(sorted_ones, (1, 1), own_kernels).cpu().long()
-    assert torch.equal(counts[0, 0].cpu()[order], counts[0, 0, :-1].cpu().sort(descending=True).values)
-
-
 @pytest.mark.cuda
 def test_full_blocks_of_a_shared_prefix(flash4_here: None) -> None:
     key_ranges = masks.shared_prefix(256, [128, 128])
     spec = AttentionSpec(**{**SIZES, "q_len": 512, "kv_len": 512, "key_ranges_shape": key_ranges.shape})
     inputs = Inputs(*(torch.zeros(1, device="cuda") for _ in range(3)), key_ranges=torch.from_numpy(key_ranges).cuda())
-    table, *_ = block_tables.table(spec, inputs, None, True, own_kernels)
+    table, _ = block_tables.table(spec, inputs, None, True, own_kernels)
     assert table.partial_count[0, 0].tolist() == [1, 1, 1, 1] and table.full_count[0, 0].tolist() == [0, 1, 2, 2]
     assert table.full.stride()[:2] == (0, 0)  # all heads share one table
 
@@ -195,7 +177,7 @@ def test_more_blocks_than_shared_memory_holds(flash4_here: None) -> None:
     key_ranges[0, 0, ::1000] = (3, 130)
     key_ranges[0, 0, -200:] = (0, 200)
     fields = {**SIZES, "batch": 1, "q_len": 200, "kv_len": tokens, "key_ranges_shape": key_ranges.shape}
-    table, *_ = table_of(AttentionSpec(**fields), key_ranges, None, True, "views")
+    table, _ = table_of(AttentionSpec(**fields), key_ranges, None, True, "views")
     touched = np.pad(key_ranges[0, 0, :, 0, 1] > 0, (0, 5)).reshape(-1, block_tables.BLOCK).any(1)
     full = [tokens // block_tables.BLOCK]
     partial = [block for block in np.flatnonzero(touched).tolist() if block not in full]

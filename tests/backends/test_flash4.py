@@ -15,8 +15,8 @@ import pytest
 from attn_core import AttentionSpec, PagedKV, Target, backends, selection
 from attn_core.backends.flash4 import backend as flash4
 from attn_core.backends.flash4 import backend as flash4_kernel
-from attn_core.backends.flash4 import direct, operands, own_kernels, versions
-from attn_core.backends.flash4 import softcap as flash4_scores
+from attn_core.backends.flash4 import direct, own_kernels, versions
+from attn_core.backends.flash4 import functions as flash4_scores
 from attn_core.backends.shared import dry_run, first_call
 from attn_core.backends.shared.sinks import sink_gradient
 from attn_core.backends.support import Build
@@ -316,12 +316,12 @@ def test_the_score_function_computes_softcap_and_its_derivative(cap: float) -> N
 
 
 def test_each_cap_has_its_own_score_functions() -> None:
-    thirty, fifty = flash4_scores.score_functions(30.0), flash4_scores.score_functions(50.0)
-    assert flash4_scores.score_functions(50.0) is fifty
+    thirty, fifty = flash4_scores.softcap_functions(30.0), flash4_scores.softcap_functions(50.0)
+    assert flash4_scores.softcap_functions(50.0) is fifty
     texts = [function.__cute_hash__ for function in (*thirty, *fifty)]
     assert len(set(texts)) == 6
     assert texts[3] == "attn_core.softcap.forward(50.0)"
-    close = flash4_scores.score_functions(np.nextafter(50.0, 51.0).item())
+    close = flash4_scores.softcap_functions(np.nextafter(50.0, 51.0).item())
     assert close.forward.__cute_hash__ != fifty.forward.__cute_hash__
     assert not any(hasattr(function, "__vec_size__") for function in fifty)  # the kernel's default
 
@@ -558,8 +558,8 @@ def test_results_are_written_into_buffers_that_the_kernel_accepts(kernel: Kernel
     assert all(one is other for one, other in zip(gradients[:3], into[:3]))
     odd = torch.empty(*spec.out_shape[:-1], 33, dtype=torch.float64)[..., 1:]
     assert flash4.forward(spec, inputs, (odd, lse))[0] is not odd
-    assert operands.writable(torch.empty(3, 5, 1, 32).expand(3, 5, 2, 32)) is None
-    assert operands.writable(torch.empty(3, 5, 32, 2).mT) is None
+    assert direct.writable(torch.empty(3, 5, 1, 32).expand(3, 5, 2, 32)) is None
+    assert direct.writable(torch.empty(3, 5, 32, 2).mT) is None
 
 
 def test_expanded_axes_are_copied(kernel: Kernel) -> None:
@@ -569,8 +569,8 @@ def test_expanded_axes_are_copied(kernel: Kernel) -> None:
     copied = one.contiguous()
     out, lse = flash4.forward(case.spec, inputs._replace(k=copied, v=copied))
     assert torch.equal(flash4.forward(case.spec, inputs._replace(k=one, v=one))[0], out)
-    assert 0 not in operands.copy_if_expanded(one).stride() and operands.copy_if_expanded(copied) is copied
-    assert 0 not in operands.copy_if_expanded(torch.as_strided(copied, (1, 3, 4), (0, 4, 1))).stride()
+    assert 0 not in direct.copy_if_expanded(one).stride() and direct.copy_if_expanded(copied) is copied
+    assert 0 not in direct.copy_if_expanded(torch.as_strided(copied, (1, 3, 4), (0, 4, 1))).stride()
     flash4.backward(case.spec, inputs, out, lse, out.new_ones(()).expand_as(out), None)
 
 
@@ -578,7 +578,7 @@ def test_score_functions_are_passed_to_the_kernel(kernel: Kernel) -> None:
     case = make({"softcap": 30.0, "needs_backward": True})
     out, lse = flash4.forward(case.spec, tensors(case.inputs))
     flash4.backward(case.spec, tensors(case.inputs), out, lse, out, None)
-    functions = flash4_scores.score_functions(30.0)
+    functions = flash4_scores.softcap_functions(30.0)
     forward, backward = kernel.calls
     assert forward["score_mod"] is functions.forward and "score_mod_bwd" not in forward
     assert backward["score_mod"] is functions.recompute and backward["score_mod_bwd"] is functions.gradient
@@ -684,7 +684,7 @@ def test_each_cap_compiles_one_kernel() -> None:
         assert cap not in results or torch.equal(results[cap], out)
         results[cap] = out
         counts = len(_flash_attn_fwd.compile_cache.cache), len(_flash_attn_bwd.compile_cache.cache)
-    flash4_scores.score_functions.cache_clear()  # an old cap gets new functions
+    flash4_scores.softcap_functions.cache_clear()  # an old cap gets new functions
     flash4_kernel.keywords.cache_clear()
     direct._seen.clear()  # so that the call goes through flash-attn-4's entry points once more
     direct._recorded.clear()

@@ -66,7 +66,6 @@ def test_the_reader_of_imports_finds_them() -> None:
 KERNEL_FILES = [
     ROOT / "attn_core" / kernel
     for kernel in (
-        "backends/flash4/ordered_tiles.py",
         "backends/flash4/sinks_kernel.py",
         "backends/flash4/table_kernel.py",
         "backends/shared/in_order/loads.py",

@@ -30,7 +30,6 @@ EXCEPTIONS = {
     ("attn_core/backends/flash4/functions.py", "cell.load"): "a load in a GPU kernel",
     ("attn_core/backends/flash4/sinks_kernel.py", "?.load"): "a load in a GPU kernel",
     ("attn_core/backends/flash4/sinks_kernel.py", "few.load"): "a load in a GPU kernel",
-    ("attn_core/backends/flash4/softcap.py", "?.load"): "a load in a GPU kernel",
     ("attn_core/backends/flash4/table_kernel.py", "?.load"): "a load in a GPU kernel",
     ("attn_core/backends/flash4/table_kernel.py", "cut.load"): "a load in a GPU kernel",
     ("attn_core/backends/flash4/recorder.py", "spec.loader.exec_module"): "a second copy of the installed flash-attn-4",

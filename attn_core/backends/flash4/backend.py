@@ -2,8 +2,8 @@
 
 Tested on sm90 (Hopper). On sm100 (Blackwell) the claims follow upstream's sources and tests, up to head_dim 128; we
 have not run it there. Limits: no mask, bias, ALiBi or dropout. ``shared.rewrites`` adds sinks and head widths; the
-gradient of the log-sum-exp is the kernel's own. Softcap runs through ``softcap.py``, not ``softcap=``. Key ranges, mask
-functions and score functions: ``masked.py``.
+gradient of the log-sum-exp is the kernel's own. Softcap runs through ``functions.py``, not ``softcap=``. Key ranges,
+mask functions and score functions: ``masked.py``.
 
 Conventions: causal and windows become distances from the bottom-right diagonal, None if a side hides nothing (-1 would
 be the distance -1). For rows that see no key the kernel itself gives out 0, log-sum-exp -inf and gradients 0; its
@@ -24,8 +24,8 @@ from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any
 
-from attn_core.backends.flash4 import direct, disk_cache, masked, own_kernels, versions
-from attn_core.backends.flash4.operands import backward_width, copy_if_expanded, readable, window, writable
+from attn_core.backends.flash4 import direct, disk_cache, functions, masked, own_kernels, versions
+from attn_core.backends.flash4.direct import backward_width, copy_if_expanded, readable, window, writable
 from attn_core.backends.flash4.own_kernels import OwnKernel
 from attn_core.backends.shared import dry_run, first_call, kernel_limits, rewrites
 from attn_core.backends.shared.pages.pools import pools, query_offsets, safe_tables
@@ -157,7 +157,7 @@ def lower(spec: AttentionSpec) -> dict[str, Any]:
     ordered = spec.deterministic or spec.invariant is not None
     tiled = {"window_size_left": spec.kv_len} if _needs_small_tiles(spec, left, right) else {}
     return {
-        "forward": {"softmax_scale": scale / (spec.softcap or 1.0), **whole, **both},  # softcap.py: why divided
+        "forward": {"softmax_scale": scale / (spec.softcap or 1.0), **whole, **both},  # functions.py: why divided
         "backward": {"softmax_scale": scale, "deterministic": ordered, **both, **tiled},
         "softcap": spec.softcap,
     }
@@ -190,12 +190,10 @@ def keywords(spec: AttentionSpec, half: str) -> dict[str, Any]:
         return {**how[half], **masked.score_keywords(spec, half)}
     if how["softcap"] is None:
         return how[half]
-    from attn_core.backends.flash4.softcap import score_functions
-
-    functions = score_functions(how["softcap"])
+    score = functions.softcap_functions(how["softcap"])
     if half == "forward":
-        return {**how[half], "score_mod": functions.forward}
-    return {**how[half], "score_mod": functions.recompute, "score_mod_bwd": functions.gradient}
+        return {**how[half], "score_mod": score.forward}
+    return {**how[half], "score_mod": score.recompute, "score_mod_bwd": score.gradient}
 
 
 def probe() -> str:
@@ -205,9 +203,7 @@ def probe() -> str:
     return version
 
 
-def build() -> Build | None:
-    """See ``versions.build``."""
-    return versions.build()
+build = versions.build
 
 
 @cache

@@ -9,7 +9,6 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from attn_core.backends.flash4 import work_order
 from attn_core.backends.flash4.own_kernels import OwnKernel
 from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
@@ -43,8 +42,8 @@ def has_spans(spec: AttentionSpec) -> bool:
     return spec.key_ranges_shape is not None or not band(spec).hides_nothing(spec.q_len, spec.kv_len)
 
 
-def table(spec: AttentionSpec, inputs: Any, states: Any, of_queries: bool, lane: Any) -> tuple[Table, Any, Any]:
-    """Returns the table of one side of a call, the spans of its ranges, and the order of the side's blocks.
+def table(spec: AttentionSpec, inputs: Any, states: Any, of_queries: bool, lane: Any) -> tuple[Table, Any]:
+    """Returns the table of one side of a call, and the spans of its ranges.
 
     Args:
         spec: a call without packed documents, with ranges, a band or a mask function.
@@ -57,7 +56,7 @@ def table(spec: AttentionSpec, inputs: Any, states: Any, of_queries: bool, lane:
     Returns:
         The table, whose tensors have all batch rows and heads; they are expanded if the lane takes views. The spans:
         int32 ``[batch or 1, kv_heads or 1, kv blocks * 128, 2 * ranges]``, starts and lengths in turn; None without
-        ranges and band. The order: see ``work_order``.
+        ranges and band.
     """
     how = _how(spec, None if states is None else states.shape[:2], of_queries)
     ranges = inputs.key_ranges
@@ -66,7 +65,7 @@ def table(spec: AttentionSpec, inputs: Any, states: Any, of_queries: bool, lane:
         ranges = ranges.clone() if lane.TAKES_VIEWS and ranges.data_ptr() % 16 else ranges
     tensors, spans, result = (_views if lane.TAKES_VIEWS else _whole)(how, inputs.q.device)
     lane.launch(how.kernel, (ranges, states, spans, *tensors, *how.numbers))
-    return result, spans, work_order.of_table(tensors, how.shape[:2], lane)
+    return result, spans
 
 
 class _How(NamedTuple):

@@ -7,21 +7,21 @@ first array holds the spans of the call's ranges if there are any (see ``block_t
 aux arrays.
 
 The kernel identifies compiled code by each function's ``__cute_hash__``. Ours names all that the code depends on.
-Upstream: flash-attn-4 4.0.0b36, ``flash_attn.cute``: mask.py, softmax.py.
+Upstream: flash-attn-4 4.0.0b36, ``flash_attn.cute``: mask.py, softmax.py, flash_bwd_sm90.py.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from attn_core.backends.flash4 import score_indices, work_order
-from attn_core.backends.flash4.softcap import capped, capped_gradient, capped_share, each_pair, tanh_approx
+from attn_core.backends.shared.cached_once import cached_once
 from attn_core.call.functions import aux_of, slope
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
-from attn_core.expressions.on_cute import CuteArray, evaluate_cute
+from attn_core.expressions.on_cute import CuteArray, evaluate_cute, tanh_approx
 from attn_core.expressions.properties import kind_of_dtype
 from attn_core.expressions.rendering import lookups_inside
 from attn_core.expressions.tree import Expression, Kind
@@ -116,8 +116,7 @@ def mask_function(
         return cell.load()
 
     about = (tree and tree.digest, spans, arrays, inside)
-    mask_mod.__cute_hash__ = f"attn_core.ordered_mask{about}"  # type: ignore[attr-defined]
-    setattr(mask_mod, work_order.NEEDED, True)
+    mask_mod.__cute_hash__ = f"attn_core.mask{about}"  # type: ignore[attr-defined]
     return mask_mod
 
 
@@ -144,20 +143,6 @@ def _in_ranges(spans: Spans, scalars: Sequence[Any], index: tuple[Any, ...]) -> 
         inside = Uint32(q - values[2 * which]) < Uint32(values[2 * which + 1])  # one comparison instead of two
         shown = inside if shown is None else shown | inside
     return shown
-
-
-class ScoreFunctions(NamedTuple):
-    """The score functions of a call.
-
-    Attributes:
-        forward: ``score_mod`` of the forward; with a softcap the scores arrive divided by it, see ``softcap.py``.
-        recompute: ``score_mod`` of the backward, whose scores are whole.
-        gradient: ``score_mod_bwd`` of the backward.
-    """
-
-    forward: Callable[..., Any]
-    recompute: Callable[..., Any]
-    gradient: Callable[..., Any]
 
 
 @lru_cache(maxsize=256)
@@ -233,8 +218,114 @@ def score_functions(
     for name, function in functions._asdict().items():
         key = (name, tree.digest, cap, behind_spans, arrays, packed, inside)
         function.__cute_hash__ = f"attn_core.score{key}"
-        setattr(function, score_indices.NEEDED, True)
+        setattr(function, TRUE_INDICES, True)
     return functions
+
+
+# Softcap by score functions of our own, faster than upstream's. The kernel passes the scaled scores of a few pairs to a
+# score function and masks the result; its backward passes the gradients of the capped scores and the scaled scores to a
+# second function. Upstream's functions divide by the cap, which is a subroutine call per score. Ours divide nothing:
+# the forward runs with ``scale / cap`` as its scale, the backward multiplies by the reciprocal, and the hyperbolic
+# tangent is one instruction, PTX ``tanh.approx.f32``: its relative error is up to 2**-11, as in FlashAttention-2 and 3.
+# A name holds the cap, so that two caps never share a kernel and equal caps always do.
+
+Tanh = Callable[[Any], Any]
+
+
+class ScoreFunctions(NamedTuple):
+    """The score functions of a call: its softcap, and perhaps a function of its own.
+
+    Attributes:
+        forward: ``score_mod`` of the forward; with a softcap the scores arrive divided by it.
+        recompute: ``score_mod`` of the backward, whose scores are whole.
+        gradient: ``score_mod_bwd`` of the backward.
+    """
+
+    forward: Callable[..., Any]
+    recompute: Callable[..., Any]
+    gradient: Callable[..., Any]
+
+
+def capped_share(share: Any, cap: float, tanh: Tanh) -> Any:
+    """``cap * tanh(s / cap)`` from ``share = s / cap``."""
+    return tanh(share) * cap
+
+
+def capped(score: Any, cap: float, tanh: Tanh) -> Any:
+    """``cap * tanh(s / cap)`` from ``s``."""
+    return capped_share(score * (1.0 / cap), cap, tanh)
+
+
+def capped_gradient(gradient: Any, score: Any, cap: float, tanh: Tanh) -> Any:
+    """Returns the gradient of ``s`` from the gradient of the capped score; the factor is ``1 - tanh(s / cap) ** 2``."""
+    bent = tanh(score * (1.0 / cap))
+    return gradient * (1.0 - bent * bent)
+
+
+@lru_cache(maxsize=64)  # a cap that comes back after 64 others gets equal functions, so nothing compiles again
+def softcap_functions(cap: float) -> ScoreFunctions:
+    """Returns the score functions of a cap. Needs the CuTe DSL.
+
+    A softcap ignores the kernel's other arguments (batch_idx, head_idx, q_idx, kv_idx, seqlen_info, aux_tensors).
+    """
+
+    def forward(scores: Any, *places: Any, **more: Any) -> Any:
+        return each_pair(lambda _, score: capped_share(score, cap, tanh_approx), scores)
+
+    def recompute(scores: Any, *places: Any, **more: Any) -> Any:
+        return each_pair(lambda _, score: capped(score, cap, tanh_approx), scores)
+
+    def gradient(gradients: Any, scores: Any, *places: Any, **more: Any) -> Any:
+        return each_pair(lambda _, dscore, score: capped_gradient(dscore, score, cap, tanh_approx), gradients, scores)
+
+    functions = ScoreFunctions(forward, recompute, gradient)
+    for name, function in functions._asdict().items():
+        function.__cute_hash__ = f"attn_core.softcap.{name}({cap!r})"
+    return functions
+
+
+def each_pair(function: Callable[..., Any], *vectors: Any) -> Any:
+    """Applies ``function(pair, *elements)`` to every pair of a query and a key in the kernel's vectors.
+
+    Args:
+        vectors: ``cute.TensorSSA`` of float32, all of one shape.
+    """
+    from cutlass import Float32, cute
+
+    shape = vectors[0].shape
+    cells = [cute.make_rmem_tensor(shape, Float32) for _ in vectors]
+    for cell, vector in zip(cells, vectors, strict=True):
+        cell.store(vector)
+    for pair in range(cute.size(shape)):  # unrolled while the kernel is traced
+        cells[0][pair] = function(pair, *(cell[pair] for cell in cells))
+    return cells[0].load()
+
+
+# The backward of 4.0.0b36 does not pack the query heads of a kv head into one tile, but it passes indices to score
+# functions as if it did: ``q // group`` for q, and ``h * group + q % group`` for h. Ours get the true ones, which also
+# saves the divisions. Other callers' functions get what they got before.
+
+TRUE_INDICES = "_attn_core_true_indices"
+"""The attribute of a score function that gets true indices."""
+
+
+@cached_once
+def correct_indices() -> None:
+    """Corrects the indices for functions with the attribute; once in a process."""
+    from flash_attn.cute.flash_bwd_sm90 import FlashAttentionBackwardSm90 as Kernel  # type: ignore[import-not-found]
+
+    for name in ("apply_score_mod", "apply_score_mod_bwd"):
+        setattr(Kernel, name, _with_true_indices(getattr(Kernel, name)))
+
+
+def _with_true_indices(method: Any) -> Any:
+    def apply(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        if getattr(self.score_mod, TRUE_INDICES, False):
+            self = copy.copy(self)
+            self.qhead_per_kvhead = 1
+        return method(self, *arguments, **keywords)
+
+    return apply
 
 
 def read(arrays: Arrays, scalars: Sequence[Any], behind_spans: bool = False) -> tuple[CuteArray, ...]:

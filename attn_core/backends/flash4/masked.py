@@ -12,16 +12,7 @@ from collections.abc import Iterator
 from math import prod
 from typing import Any
 
-from attn_core.backends.flash4 import (
-    block_tables,
-    function_blocks,
-    functions,
-    own_kernels,
-    score_indices,
-    versions,
-    work_order,
-)
-from attn_core.backends.shared.cached_once import cached_once
+from attn_core.backends.flash4 import block_tables, function_blocks, functions, own_kernels
 from attn_core.backends.shared.constant_tensors import made_from
 from attn_core.call.functions import named, slope
 from attn_core.call.spec import AttentionSpec
@@ -79,13 +70,14 @@ def score_keywords(spec: AttentionSpec, half: str) -> dict[str, Any]:
         # With the query heads of a kv head in one tile, the kernel would divide the index of every pair.
         apart = {"pack_gqa": False} if (spec.max_len_q or spec.q_len) >= block_tables.BLOCK else {}
         return {"score_mod": score.forward, **apart}
-    score_indices.correct()
+    functions.correct_indices()
     return {"score_mod": score.recompute, "score_mod_bwd": score.gradient}
 
 
 def operands(spec: AttentionSpec, inputs: Inputs, half: str, lane: Any = own_kernels) -> tuple[Any, ...]:
-    """Returns the further tensors of a call in a direction: its block table, the spans of its ranges, its aux arrays,
-    and the order of its blocks. A plain call has none.
+    """Returns the further tensors of a call in a direction: its block table, the spans of its ranges, its aux arrays.
+
+    A plain call has none.
 
     Args:
         lane: launches the kernels that make tables, see ``own_kernels``.
@@ -98,8 +90,8 @@ def operands(spec: AttentionSpec, inputs: Inputs, half: str, lane: Any = own_ker
 
     def make() -> tuple[Any, ...]:
         states = None if spec.mask_mod is None else function_blocks.states(spec, arrays, inputs.q.device, lane)
-        table, spans, order = block_tables.table(spec, inputs, states, half == "forward", lane)
-        return (*table, *arrays, order) if spans is None else (*table, spans, *arrays, order)
+        table, spans = block_tables.table(spec, inputs, states, half == "forward", lane)
+        return (*table, *arrays) if spans is None else (*table, spans, *arrays)
 
     if arrays or inputs.key_ranges is None or lane is not own_kernels:
         return make()
@@ -127,20 +119,8 @@ def tensor_keywords(spec: AttentionSpec, tensors: tuple[Any, ...], lane: Any = o
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch  # type: ignore[import-not-found]
 
     blocks = BlockSparseTensorsTorch(*tensors[:4], block_size=(block_tables.BLOCK, block_tables.BLOCK))
-    _use_orders()
-    *arrays, order = tensors[4:]
-    scalars = functions.scalars_of(spec, arrays, lane, block_tables.has_spans(spec)) or ()
-    scalars = (*scalars, *work_order.scalars_of(order, lane))
+    scalars = functions.scalars_of(spec, tensors[4:], lane, block_tables.has_spans(spec))
     return {"block_sparse_tensors": blocks, "mask_mod": _mask_function(spec), "aux_scalars": scalars}
-
-
-@cached_once
-def _use_orders() -> None:
-    """Lets the kernels of this process read the order of calls that have one; once, in the version that we read."""
-    if versions.installed() == versions.READ:
-        from attn_core.backends.flash4 import ordered_tiles
-
-        ordered_tiles.use()
 
 
 def _mask_function(spec: AttentionSpec) -> Any:

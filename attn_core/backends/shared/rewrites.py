@@ -84,11 +84,12 @@ def forward(kernel: Kernel, spec: AttentionSpec, inputs: Inputs, into: Any = Non
     out_buffer, lse_buffer = into or (None, None)
     # With sinks or a padded out, the kernel's result is not the call's, so it does not go into the caller's buffers.
     buffers: Any = (None if spec.sinks and kernel.add_sinks is None else out_buffer, None if spec.sinks else lse_buffer)
-    buffers = None if _pads_out(spec, wide) or buffers == (None, None) else buffers
+    padded = wide.value_dim != spec.value_dim
+    buffers = None if padded or buffers == (None, None) else buffers
     out, lse = kernel.forward(wide, _wide_inputs(wide, inputs), buffers)
     if spec.sinks and kernel.add_sinks is not None:
         out, lse = kernel.add_sinks(out, lse, inputs.sinks, lse_buffer)
-    out = out[..., : spec.value_dim] if _pads_out(spec, wide) else out
+    out = out[..., : spec.value_dim] if padded else out
     if not spec.sinks or kernel.add_sinks is not None:
         return out, lse
     needs_lse = spec.return_lse or spec.needs_backward
@@ -129,8 +130,11 @@ def readable(tensor: Any) -> Any:
     Kernels copy 16 bytes at a time: the last axis must be dense, and every other stride and the address a multiple of
     16 bytes. A tensor with an expanded axis (stride 0) is copied as well.
     """
-    if is_readable(tensor):
-        return tensor
+    return tensor if is_readable(tensor) else copied(tensor)
+
+
+def copied(tensor: Any) -> Any:
+    """Returns a contiguous copy of an operand."""
     import torch
 
     operand_copied()
@@ -163,6 +167,22 @@ def whole_eights(dim: int) -> int:
     return -(-dim // 8) * 8
 
 
+def by_kv_head(gradient: Any, kv_heads: int) -> Any:
+    """``[batch, length, heads, dim]`` -> ``[batch, length, kv_heads, dim]``, summed in float32."""
+    import torch
+
+    heads = gradient.shape[2]
+    if heads == kv_heads:
+        return gradient
+    groups = gradient.unflatten(2, (kv_heads, heads // kv_heads))
+    return groups.sum(3, dtype=torch.float32).to(gradient.dtype)
+
+
+def power_of_two(dim: int) -> int:
+    """Returns the head dimension that Triton's matrix product runs ``dim`` at: a power of two from 16 on."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
 def writable(buffer: Any) -> Any:
     """Returns the buffer if a kernel can write into it (by the same rules as ``readable``), else None."""
     return buffer if buffer is not None and is_readable(buffer) else None
@@ -178,10 +198,6 @@ def _widened(kernel: Kernel, spec: AttentionSpec) -> AttentionSpec | None:
         return None
     # Sinks join the softmax by its log-sum-exp.
     return replace(spec, head_dim=head_dim, value_dim=value_dim, sinks=False, return_lse=spec.return_lse or spec.sinks)
-
-
-def _pads_out(spec: AttentionSpec, wide: AttentionSpec) -> bool:
-    return wide.value_dim != spec.value_dim
 
 
 def _wide_inputs(wide: AttentionSpec, inputs: Inputs) -> Inputs:
