@@ -12,24 +12,7 @@ from difflib import get_close_matches
 from pkgutil import iter_modules
 from typing import Any
 
-from attn_core.backends.contract import (
-    Backend,
-    backend_warm_up,
-    forward_mode,
-    forward_with_maximum,
-    jvp_of,
-    modelled,
-    operator_functions,
-    paged_shortcut,
-    paged_shortcut_takes_all,
-    program_refusals,
-    reads_pages_alone,
-    row_maximum_claims,
-    row_maximum_of,
-    shortcut,
-    writes_into,
-    writes_strided,
-)
+from attn_core.backends.contract import Backend, completed, forward_with_maximum, paged_shortcut, shortcut
 from attn_core.backends.shared import known_bad
 from attn_core.backends.shared.cached_once import cached_once
 from attn_core.backends.shared.device_kinds import ANY, STARTS, kind_of
@@ -55,28 +38,16 @@ __all__ = [
     "PagedInputs",
     "availability",
     "check_name",
-    "forward_mode",
     "forward_with_maximum",
     "installed_build",
-    "jvp_of",
     "kind_of",
     "load",
-    "modelled",
     "modules",
     "names",
     "of_kind",
-    "operator_functions",
-    "backend_warm_up",
     "paged_shortcut",
-    "paged_shortcut_takes_all",
-    "program_refusals",
-    "reads_pages_alone",
-    "row_maximum_claims",
-    "row_maximum_of",
     "shortcut",
     "usual_order",
-    "writes_into",
-    "writes_strided",
 ]
 
 # Every other file or folder here counts as a backend, so a new helper at this level must be listed.
@@ -195,16 +166,16 @@ def _module(place: str, kind: str) -> Any:
     """Returns the module of a file or folder for a kind of device. Imports no kernel."""
     module = importlib.import_module(f"{__name__}.{place}")
     if not hasattr(module, "__path__"):
-        return module
+        return completed(module)
     inside = {entry.name for entry in iter_modules(module.__path__)}
     # A kind without a module of its own (tpu) gets the CPU's, whose claims refuse the device with a reason.
-    return importlib.import_module(f"{__name__}.{place}.{next(m for m in (kind, 'backend', 'cpu') if m in inside)}")
+    name = next(name for name in (kind, "backend", "cpu") if name in inside)
+    return completed(importlib.import_module(f"{__name__}.{place}.{name}"))
 
 
 @cached_once  # one object for all kinds of device, because ``modules`` compares by identity
 def _variant(module: Any, word: str) -> Backend:
-    backend: Backend = module.variant(word)
-    return backend
+    return completed(module.variant(word))
 
 
 def modules(name: str) -> dict[str, Backend]:
@@ -253,7 +224,7 @@ def installed_build(name: str, device: str) -> Build | None:
     the caller turns them into a reason.
     """
     kind = kind_of(device)
-    build = getattr(load(name, kind), "build", None)
+    build = load(name, kind).build
     if build is not None:
         return build()
     package, version = known_bad.versioned_package(name), availability(name, kind)[0]

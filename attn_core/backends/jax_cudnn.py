@@ -23,7 +23,6 @@ from importlib import import_module
 from typing import Any
 
 from attn_core.backends.shared.aten_masks import explicit
-from attn_core.backends.shared.in_jax import nn as jax_nn
 from attn_core.backends.shared.in_jax.promotion import usual_promotion
 from attn_core.backends.shared.kernel_limits import GRID_LIMIT
 from attn_core.backends.support import Build, Support
@@ -119,12 +118,8 @@ def _size_reasons(spec: AttentionSpec, device: str, version: tuple[int, ...]) ->
     if spec.needs_backward and (spec.q_len % 2 or spec.kv_len % 2):
         lengths = f"q_len {spec.q_len} and kv_len {spec.kv_len}"
         reasons.append(f"backward: {lengths}: jax.nn has gradients of cuDNN's attention for even lengths")
-    reasons += [f"{name}={size}: cuDNN stops at {GRID_LIMIT}" for name, size in _grid(spec) if size > GRID_LIMIT]
-    return reasons
-
-
-def _grid(spec: AttentionSpec) -> tuple[tuple[str, int], ...]:
-    return ("batch", spec.batch), ("num_heads", spec.num_heads)
+    grid = {"batch": spec.batch, "num_heads": spec.num_heads}
+    return reasons + [f"{name}={size}: cuDNN stops at {GRID_LIMIT}" for name, size in grid.items() if size > GRID_LIMIT]
 
 
 def _version_text(version: tuple[int, ...]) -> str:
@@ -135,7 +130,7 @@ def probe() -> str:
     """Checks for jax's attention and a CUDA plugin's cuDNN, and returns jax's version."""
     import jax
 
-    _ = (jax_nn.jax_function(), _cudnn_version())
+    _ = (attention_of_jax(), _cudnn_version())
     return jax.__version__
 
 
@@ -198,12 +193,26 @@ def _attend(spec: AttentionSpec, mask: Any, bias: Any, q: Any, k: Any, v: Any) -
 
     how = lower(spec)
     added, has_key = _additive(spec, mask, bias, q.dtype) if explicit(spec) else (None, None)
-    out = jax_nn.dot_product_attention(q, k, v, bias=added, **how)
+    out = attention_of_jax()(q, k, v, bias=added, **how)
     out = out[0] if how["return_residual"] else out
     if has_key is None:
         return out
     # Selected, so that the gradients of the other rows are 0, too.
     return jnp.where(jnp.swapaxes(has_key, 1, 2), out, jnp.zeros_like(out))  # [batch, q_len, heads, 1]
+
+
+def attention_of_jax() -> Any:
+    """Returns JAX's function from the module that defines it (the same module in jax 0.10 to 0.12).
+
+    The public name may be ours by now, and calling that would recurse.
+    """
+    try:
+        from jax._src.nn import functions
+    except ImportError:  # a later JAX
+        import jax.nn
+
+        return jax.nn.dot_product_attention
+    return functions.dot_product_attention
 
 
 def _additive(spec: AttentionSpec, mask: Any, bias: Any, dtype: Any) -> tuple[Any, Any]:

@@ -16,6 +16,7 @@ Upstream: sageattention 1.0.6, and 2.x (which has a log-sum-exp; 1.x has none).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, lru_cache, partial
 from types import SimpleNamespace
@@ -24,10 +25,10 @@ from typing import Any, NamedTuple
 from attn_core.backends.shared import kernel_limits, rewrites
 from attn_core.backends.shared.autograd import without_gradient
 from attn_core.backends.shared.known_bad import numbers_of
-from attn_core.backends.support import Build, Support
+from attn_core.backends.support import Build, Support, no_backward
 from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
-from attn_core.call.tensors import Gradients, Inputs
+from attn_core.call.tensors import Inputs
 
 FRAMEWORK = "torch"
 REQUIRES = "sageattention>=1.0.6"
@@ -80,13 +81,8 @@ _ROWS = 128
 """Query rows of a Triton kernel's block."""
 
 
-def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
-    """See ``_refuses``."""
-    return _refuses("auto", spec, device, build)
-
-
-def _refuses(word: str, spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
-    """Refuses causal calls with q_len != kv_len, and 32-bit overflows."""
+def refuses(spec: AttentionSpec, device: str, build: Build | None, word: str = "auto") -> tuple[str, ...]:
+    """Refuses causal calls with q_len != kv_len, and 32-bit overflows. word: of FUNCTIONS."""
     kernel = FUNCTIONS[word].support.kernel
     reasons = [*kernel_limits.grid(spec, kernel)]
     if spec.causal and spec.q_len != spec.kv_len and not band(spec).hides_nothing(spec.q_len, spec.kv_len):
@@ -99,12 +95,8 @@ def _refuses(word: str, spec: AttentionSpec, device: str, build: Build | None) -
     return tuple(reasons)
 
 
-def probe() -> str:
+def probe(word: str = "auto") -> str:
     """Imports the package's function and returns the package's version."""
-    return _probe("auto")
-
-
-def _probe(word: str) -> str:
     from importlib.metadata import version
 
     import sageattention.core  # type: ignore[import-not-found]
@@ -124,13 +116,8 @@ def build() -> Build:
     return Build(f"sageattention {installed}", ("lse",) if numbers < (2,) else (), version=numbers)
 
 
-def lower(spec: AttentionSpec) -> dict[str, Any]:
-    """Returns the arguments of ``sageattn``."""
-    return _lower("auto", spec)
-
-
 @lru_cache(maxsize=4096)
-def _lower(word: str, spec: AttentionSpec) -> dict[str, Any]:
+def lower(spec: AttentionSpec, word: str = "auto") -> dict[str, Any]:
     """Returns the function's arguments. rows: the padded length of q, k and v. repeat: the repeats of k's heads.
 
     The package's own choice of 2.x smooths k again and cannot correct the log-sum-exp of grouped heads for it.
@@ -163,7 +150,7 @@ def _forward(word: str, spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple
     """Returns (out, lse) at a width that the kernels have. The log-sum-exp is NaN if it was not requested."""
     import torch
 
-    how = _lower(word, spec)
+    how = lower(spec, word)
     q, k, v = (rewrites.readable(tensor) for tensor in inputs[:3])
     # Smoothing: k without its mean has smaller values, so 8 bits represent it better. The softmax is the same.
     mean = k.mean(1, keepdim=True)  # [batch, 1, kv_heads, head_dim]
@@ -184,25 +171,12 @@ def _forward(word: str, spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple
     return out, lse + spec.scale * mean_share
 
 
-@cache
-def _kernel(word: str) -> rewrites.Kernel:
-    return rewrites.Kernel(partial(_forward, word), _no_gradient, _width)
+def _completed(word: str) -> Callable[..., tuple[Any, Any]]:
+    """Returns the forward of a function of the package."""
+    return partial(rewrites.forward, rewrites.Kernel(partial(_forward, word), no_backward, _width))
 
 
-def _no_gradient(*_: Any) -> Gradients:
-    raise NotImplementedError("backward: SageAttention has no gradient")
-
-
-def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
-    """See ``Backend.forward``."""
-    return rewrites.forward(_kernel("auto"), spec, inputs)
-
-
-def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
-    """Raises: SageAttention has no gradient (BACKWARD is None)."""
-    return _no_gradient()
-
-
+forward, backward = _completed("auto"), no_backward
 VARIANTS = {f"sage_{word}": word for word in ("fp16_cuda", "fp16_triton", "fp8_cuda", "fp8_cuda_sm90")}
 
 
@@ -213,9 +187,9 @@ def variant(word: str) -> Any:
         REQUIRES="sageattention>=2",
         FORWARD=FUNCTIONS[word].support,
         BACKWARD=None,
-        refuses=partial(_refuses, word),
-        probe=partial(_probe, word),
-        lower=partial(_lower, word),
-        forward=partial(rewrites.forward, _kernel(word)),
-        backward=backward,
+        refuses=partial(refuses, word=word),
+        probe=partial(probe, word=word),
+        lower=partial(lower, word=word),
+        forward=_completed(word),
+        backward=no_backward,
     )

@@ -341,7 +341,7 @@ def _predicted(spec: AttentionSpec, target: Target, models: Models) -> dict[str,
 
 
 def _is_modelled(name: str, spec: AttentionSpec, target: Target) -> bool:
-    return backends.modelled(backends.load(name, target.kind), spec)
+    return backends.load(name, target.kind).modelled(spec)
 
 
 def _report(choices: dict[str, dict[str, dict[str, Any]]]) -> str:

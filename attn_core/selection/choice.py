@@ -27,7 +27,7 @@ def lane_of(name: str, spec: AttentionSpec, target: Target, program_faults: Reas
     backend = backends.load(name, target.kind)
     if backend.FRAMEWORK != "torch":
         return None
-    why = backends.program_refusals(backend, spec, target.device)
+    why = backend.program_refuses(spec, target.device)
     if why == () and not program_faults:
         return "compiled", ()
     return "callback", (*(why or ()), *program_faults)

@@ -237,7 +237,7 @@ def _one_change(selection: Decision, name: str) -> bool:
     backend = backends.load(name, target.kind)
     if target.out_of_reach(name) is not None:
         return False
-    if not target.claims(name)[0].runs_on(target.device) or (backends.reads_pages_alone(backend) and not spec.paged):
+    if not target.claims(name)[0].runs_on(target.device) or (backend.PAGES_ALONE and not spec.paged):
         return False
     # A reason starts with the argument: two reasons against one argument still ask for one change. The device is none.
     changes = {reason.partition(":")[0] for reason in selection.reasons(name)}

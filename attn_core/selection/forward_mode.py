@@ -129,7 +129,7 @@ def reasons(
 ) -> Reasons:
     """Returns every reason why a backend cannot compute the tangents of a call on a target; see ``choose``."""
     backend = backends.load(name, target.kind)
-    claims = backends.forward_mode(backend)
+    claims = backend.FORWARD_MODE
     if claims is None:
         return (f"{backend.FORWARD.kernel} has no forward mode",)
     if over_reverse and backend.FRAMEWORK != "jax":  # JAX differentiates the gradients of a backend of JAX

@@ -6,8 +6,6 @@ torch does. All times are microseconds.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 from attn_core import backends
 from attn_core.call.spec import AttentionSpec
 
@@ -70,7 +68,7 @@ def predicted(
         return device_time  # the device surely takes longer than the host
     if not _launched_by_xla(name, spec, device):
         return max(caution * slowest, device_time)
-    if backends.operator_functions(backends.load(name, backends.kind_of(device))) is not None:
+    if backends.load(name, backends.kind_of(device)).OPERATOR_FUNCTIONS is not None:
         on_host = OPERATORS[spec.needs_backward] + has_table * OPERATORS_TABLE[spec.needs_backward]
         return max(caution * on_host, device_time)
     if spec.needs_backward and host_in_torch:
@@ -89,12 +87,4 @@ def _launched_by_xla(name: str, spec: AttentionSpec, device: str) -> bool:
     # jax_cudnn is JAX's own call of cuDNN, so XLA launches it without a program of ours.
     if name == "jax_cudnn":
         return True
-    backend = _with_program(name, backends.kind_of(device))
-    return backend is not None and backends.program_refusals(backend, spec, device) == ()
-
-
-@lru_cache(maxsize=64)
-def _with_program(name: str, kind: str) -> backends.Backend | None:
-    """Returns a backend if some of its calls have a program for XLA."""
-    backend = backends.load(name, kind)
-    return backend if hasattr(backend, "program_refuses") else None
+    return backends.load(name, backends.kind_of(device)).program_refuses(spec, device) == ()

@@ -138,7 +138,7 @@ def _cautious(spec: AttentionSpec, framework: str, device: str) -> list[tuple[fl
     rates = [
         (place, name, caution, host, each)
         for place, (name, backend, caution, host, each) in enumerate(_rates(framework, device, kind_of_call(spec)))
-        if backends.modelled(backend, spec)
+        if backend.modelled(spec)
     ]
     sizes = sizes_of_call(spec, table.tile, table.processors)
     if framework == "jax" and device != "cpu":

@@ -105,7 +105,7 @@ def noted(choice: RowMaximum) -> str:
 def reasons(name: str, spec: AttentionSpec, target: Target) -> Reasons:
     """Returns every reason why a backend cannot compute the largest logits of a call on a target."""
     backend = backends.load(name, target.kind)
-    claims = backends.row_maximum_claims(backend)
+    claims = backend.ROW_MAXIMUM
     if claims is None:
         return (f"{backend.FORWARD.kernel} has no largest logits",)
     missing = [why for unavailable, why in target.unavailable if unavailable == name]

@@ -195,7 +195,7 @@ def package_order(raw: dict[str, Any]) -> tuple[str, Callable[[Record], Sequence
         times = {
             name: caution(name, model.error) * microseconds(model, kind, sizes)
             for name, model in models
-            if name in right and backends.modelled(backends.load(name, backends.kind_of(device)), spec)
+            if name in right and backends.load(name, backends.kind_of(device)).modelled(spec)
         }
         return ranking(times, usual)
 

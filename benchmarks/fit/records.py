@@ -204,7 +204,7 @@ def samples_of(
 ) -> Samples:
     """Returns the samples of the candidates; ``device`` is "cuda" or "cpu".
 
-    A time of a kernel that the backend's model is not about is none: ``backends.modelled`` told the sweep.
+    A time of a kernel that the backend's model is not about is none: ``Backend.modelled`` told the sweep.
     """
     result: Samples = {}
     specs = [record_spec(record) for record in records]

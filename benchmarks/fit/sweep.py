@@ -143,7 +143,7 @@ class Sweep:
             self._append(record, entries | lost | {culprit: {"failed": str(error)}}, began)
             raise
         for name in names:
-            if not backends.modelled(backends.load(name, self.target.kind), spec):
+            if not backends.load(name, self.target.kind).modelled(spec):
                 times[name]["modelled"] = False
         if beside := {name: entry for name, entry in times.items() if name not in names}:
             record["beside"] = beside

@@ -86,7 +86,7 @@ def _with_head_start(run_call: Run) -> Run:
 def _forward(call: BridgedCall) -> Run:
     module: Any = backends.load(call.backend, backends.kind_of(call.device))
     spec, count, gather = call.spec, len(call.operands), inputs_builder(call.operands)
-    kernel, with_lse, writes, checked = module.forward, call.with_lse, backends.writes_into(module), call.checked
+    kernel, with_lse, writes, checked = module.forward, call.with_lse, module.WRITES_INTO, call.checked
     # On a GPU kernels clamp the tables, because reading them here would wait for it.
     unchecked = spec.paged is not None and call.device == "cpu" and not call.tables_checked
 
@@ -144,7 +144,7 @@ def _check_tables(spec: AttentionSpec, inputs: PagedInputs) -> None:
 def _backward(call: BridgedCall) -> Run:
     module: Any = backends.load(call.backend, backends.kind_of(call.device))
     count, results = len(call.operands), len(call.operands) + len(call.extras)
-    gather, writes, as_one = inputs_builder(call.operands), backends.writes_into(module), call.operands[0] == "qkv"
+    gather, writes, as_one = inputs_builder(call.operands), module.WRITES_INTO, call.operands[0] == "qkv"
     names = call.gradients
 
     def backward(values: tuple[Any, ...]) -> None:
@@ -167,7 +167,7 @@ def _backward(call: BridgedCall) -> Run:
 def _jvp(call: BridgedCall) -> Run:
     module: Any = backends.load(call.backend, backends.kind_of(call.device))
     count, results = len(call.operands), len(call.operands) + len(call.extras)
-    jvp, gather, writes = backends.jvp_of(module), inputs_builder(call.operands), backends.writes_into(module)
+    jvp, gather, writes = module.jvp, inputs_builder(call.operands), module.WRITES_INTO
 
     def run(values: tuple[Any, ...]) -> None:
         tangents = Tangents(**dict(zip(call.extras, values[count:results], strict=True)))
@@ -184,7 +184,7 @@ def _jvp(call: BridgedCall) -> Run:
 
 def _row_maximum(call: BridgedCall) -> Run:
     module: Any = backends.load(call.backend, backends.kind_of(call.device))
-    function, count, gather = backends.row_maximum_of(module), len(call.operands), inputs_builder(call.operands)
+    function, count, gather = module.row_maximum, len(call.operands), inputs_builder(call.operands)
 
     def run(values: tuple[Any, ...]) -> None:
         _copy("row_maximum", function(call.spec, gather(values)), values[count])

@@ -135,9 +135,9 @@ def _program_fault(name: str, spec: AttentionSpec, kind: str) -> str | None:
 
 def static_reasons(call: BridgedCall, backend: Any) -> tuple[str, ...]:
     """Returns the reasons for the callback lane that follow from data alone."""
-    why = backends.program_refusals(backend, call.spec, call.device)
+    why = backend.program_refuses(call.spec, call.device)
     if call.direction == "row_maximum":
-        why = () if hasattr(backend, "row_maximum_program") else None
+        why = None if backend.row_maximum_program is None else ()
     if why is None:
         return (f"{call.backend} hands out no compiled kernels",)
     return why
@@ -149,9 +149,7 @@ def run(program: Any, call: BridgedCall, results: tuple[Any, ...], operands: tup
     if "dlse" in by_name:
         # A row that sees no key has softmax weight 0, so its dlse must not count; the kernels do not check for it.
         by_name["dlse"] = jnp.where(by_name["lse"] == -jnp.inf, 0.0, by_name["dlse"])
-    more = getattr(backends.load(call.backend, backends.kind_of(call.device)), "program_operands", None)
-    if more is not None:
-        by_name |= more(call.spec, by_name)
+    by_name |= backends.load(call.backend, backends.kind_of(call.device)).program_operands(call.spec, by_name)
     like = results[0]
     # Buffer index -> array. Operands come first; each step adds the buffers that it writes.
     arrays = {

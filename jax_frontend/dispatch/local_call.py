@@ -102,7 +102,7 @@ def _run(call: BridgedCall, *operands: Any) -> list[Any]:
     elif call.direction == "jvp":
         results = _tangents(call, inputs, moved)
     elif call.direction == "row_maximum":
-        results = [backends.row_maximum_of(module)(call.spec, inputs)]
+        results = [module.row_maximum(call.spec, inputs)]
     else:
         gradients: Gradients = module.backward(call.spec, inputs, *saved)
         by_name = gradients._asdict() | ({"dqkv": jnp.stack(gradients[:3], -3)} if "qkv" in named else {})
@@ -122,7 +122,7 @@ def _forward(call: BridgedCall, module: Any, inputs: Inputs) -> list[Any]:
     else:  # planned for another backend, on another platform
         results = module.forward(call.spec, inputs)
         alone = inputs._replace(v=inputs.k, sinks=None, rng=None)
-        top = backends.row_maximum_of(module)(row_maximum.spec_of(call.spec), alone)
+        top = module.row_maximum(row_maximum.spec_of(call.spec), alone)
     return [*results[: 1 + call.with_lse], top]
 
 

@@ -20,9 +20,8 @@ from paged_inputs import inputs_of
 
 from attn_core import AttentionSpec, PagedKV, SeqInfo, Target, backends, explain
 from attn_core.backends.flash3 import backend as flash3
-from attn_core.backends.flash3.backend import SMALLEST_FACTOR, quantise
+from attn_core.backends.flash3.backend import SMALLEST_FACTOR, Operators, prepare, quantise
 from attn_core.backends.shared import build_trials
-from attn_core.backends.shared.flash3_operators import Operators, prepare
 from attn_core.backends.support import Build
 from attn_core.call.tensors import Gradients, Inputs, PagedInputs
 from attn_core.correctness import accuracy, reference

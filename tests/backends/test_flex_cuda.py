@@ -30,7 +30,6 @@ from attn_core.backends.flex import (
     cuda as flex_cuda,
 )
 from attn_core.backends.flex import program as programs
-from attn_core.backends.flex import tables as table_programs
 from attn_core.backends.shared import dry_run
 from attn_core.backends.shared.claims import unmet_claims
 from attn_core.call.functions import aux_of, scored
@@ -266,11 +265,11 @@ def test_block_tables(case: Case) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(blocks, "BLOCK", 8)
         patch.setattr(programs, "compile_symbolic", lambda function, compiler: function)
-        for cache in (blocks.widths, table_programs.length_classes, operands._by_stream, programs.program):
+        for cache in (blocks.widths, operands.length_classes, operands._by_stream, programs.program):
             cache.cache_clear()
         made = operands.operands(spec, inputs)
         counts = blocks.blocks(spec.q_len), blocks.blocks(spec.kv_len)
-    for cache in (blocks.widths, table_programs.length_classes, operands._by_stream, programs.program):
+    for cache in (blocks.widths, operands.length_classes, operands._by_stream, programs.program):
         cache.cache_clear()
     given = case.inputs
     tables = given.mask, given.cu_seqlens_q, given.cu_seqlens_k, given.key_ranges, aux_of(given)

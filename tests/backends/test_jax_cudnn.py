@@ -16,7 +16,6 @@ from attn_core import AttentionSpec, Target, explain
 from attn_core.backends import jax_cudnn
 from attn_core.backends.shared import known_bad
 from attn_core.backends.shared.claims import unmet_claims
-from attn_core.backends.shared.in_jax import nn as jax_nn
 from attn_core.backends.support import Build
 from attn_core.call.tensors import Gradients, Inputs
 from attn_core.correctness import accuracy
@@ -149,8 +148,12 @@ def test_the_build_is_the_version_of_the_loaded_cudnn(monkeypatch: pytest.Monkey
 
 @pytest.fixture
 def without_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = jax_nn.dot_product_attention
-    monkeypatch.setattr(jax_nn, "dot_product_attention", lambda *a, **k: real(*a, **{**k, "implementation": "xla"}))
+    real = jax_cudnn.attention_of_jax()
+
+    def run(*arrays: Any, **keywords: Any) -> Any:
+        return real(*arrays, **{**keywords, "implementation": "xla"})
+
+    monkeypatch.setattr(jax_cudnn, "attention_of_jax", lambda: run)
 
 
 @pytest.mark.parametrize(

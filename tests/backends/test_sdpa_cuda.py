@@ -17,7 +17,6 @@ from callers_view import callers_results
 from oracle_cases import make
 
 from attn_core import Target, backends, selection
-from attn_core.backends.sdpa_cudnn import empty_rows as cudnn_empty_rows
 from attn_core.backends.sdpa_efficient import operands
 from attn_core.backends.shared import aten_masks
 from attn_core.backends.support import Build
@@ -353,7 +352,7 @@ def flash_backward(*given: Any, scale: float, **window: Any) -> Any:
 
 def cudnn_seen(q: Any, k: Any, bias: Any, is_causal: bool) -> Any:
     assert bias is None or (bias.dtype == q.dtype and bias.dim() == 4 and not is_causal)
-    if not cudnn_empty_rows.zero_for_empty_rows():
+    if not cudnn.zero_for_empty_rows():
         assert bias is None or not (bias == -INF).all(-1).any(), "versions differ about rows that see nothing"
     return torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(0 if is_causal else k.shape[2])
 
@@ -385,7 +384,7 @@ def cudnn_backward(*given: Any, scale: float) -> Any:
     assert cu_q is None and cu_k is None and (max_q, max_k, dropout) == (q.shape[2], k.shape[2], 0.0)
     assert out.stride() == dout.stride() == cudnn_output(q, v.shape[3]).stride(), "torch's plans hold one layout"
     assert lse.shape == (*q.shape[:3], 1) and lse.is_contiguous()
-    assert lse.isfinite().all() or cudnn_empty_rows.zero_for_empty_rows()
+    assert lse.isfinite().all() or cudnn.zero_for_empty_rows()
     lse = lse.masked_fill(lse == -INF, 0.0)
     assert seed.dtype == state.dtype == torch.int64
     heads, group, seen = k.shape[1], q.shape[1] // k.shape[1], cudnn_seen(q, k, bias, is_causal)
@@ -485,7 +484,7 @@ def test_results_match_the_reference(
     module, name, ops = STANDINS[kernel]
     monkeypatch.setattr(module, "_kernels", lambda: ops)
     monkeypatch.setattr(cudnn, "forward_binding", lambda: cudnn_forward)
-    monkeypatch.setattr(cudnn_empty_rows, "_trials", lambda: zero_for_empty_rows)
+    monkeypatch.setattr(cudnn, "_trials", lambda: zero_for_empty_rows)
     fields = {**CASES[case][1], **({extra: True} if extra else {})}
     learns = not fields.pop("no_gradient", False)
     if extra == "return_lse":
@@ -620,7 +619,7 @@ def test_shortcuts_match_the_reference(kernel: str, case: str, learns: bool, mon
     module, _, _ = STANDINS[kernel]
     monkeypatch.setattr(module, "_kernels", lambda: (NATIVE[kernel], None))
     monkeypatch.setattr(cudnn, "forward_binding", lambda: native_cudnn)
-    monkeypatch.setattr(cudnn_empty_rows, "_trials", lambda: True)
+    monkeypatch.setattr(cudnn, "_trials", lambda: True)
     spec = shortcut_spec(kernel, case, learns)
     run = backends.shortcut(module, spec)
     if run is not None:  # the table below says which calls have one
@@ -666,7 +665,7 @@ def test_the_layout_of_results_is_the_one_that_torch_allocates(order: tuple[int,
     q = torch.randn([sizes[axis] for axis in order], device="cuda", dtype=torch.bfloat16)
     q = q.permute([order.index(axis) for axis in range(4)])
     k, v = (torch.randn(2, 3, 70, width, device="cuda", dtype=torch.bfloat16) for width in dims)
-    out = cudnn_empty_rows.forward_binding()(q, k, v, None, True, 0.0, False, False, scale=0.1)[0]
+    out = cudnn.forward_binding()(q, k, v, None, True, 0.0, False, False, scale=0.1)[0]
     assert cudnn.as_allocated_for(q, out) is out
 
 
@@ -675,8 +674,8 @@ def test_the_installed_cudnn_is_tried_for_rows_without_keys() -> None:
     """Its version decides how masked calls run. The answer must be the one that the trial of this version gives."""
     if backends.availability("sdpa_cudnn", "cuda")[1]:
         pytest.skip("no cuDNN")
-    first = cudnn_empty_rows.zero_for_empty_rows()
-    assert cudnn_empty_rows.zero_for_empty_rows() is first
+    first = cudnn.zero_for_empty_rows()
+    assert cudnn.zero_for_empty_rows() is first
     if torch.backends.cudnn.version() // 100 == 919:
         assert first, "seen on an H200"
 
@@ -708,7 +707,7 @@ SHORTCUTS: dict[str, tuple[str, dict[str, Any]]] = {
 def test_which_calls_run_with_torchs_own_derivative(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, changes = SHORTCUTS[case]
     spec = replace(SPEC, **changes)
-    monkeypatch.setattr(cudnn_empty_rows, "_trials", lambda: True)
+    monkeypatch.setattr(cudnn, "_trials", lambda: True)
     supported = [name for name, (_, full, _) in STANDINS.items() if not refusals(full, **changes)]
     assert " ".join(name for name in supported if backends.shortcut(STANDINS[name][0], spec)) == expected
 

@@ -15,7 +15,7 @@ from sm90_code import compiled, is_in_order, loose_operations
 from attn_core import AttentionSpec, Target, explain
 from attn_core.backends.shared.in_order import order
 from attn_core.backends.triton_ordered import backend as triton_ordered
-from attn_core.backends.triton_ordered import gradients, launches
+from attn_core.backends.triton_ordered import launches
 from attn_core.backends.triton_splitkv import backend as triton_splitkv
 from attn_core.selection import preference
 
@@ -88,8 +88,8 @@ def test_the_order_is_that_of_pages() -> None:
 
 def test_widths_alone_choose_the_tiles_of_gradients() -> None:
     specs = [spec_of(), spec_of(batch=1), spec_of(**PACKED), spec_of(q_len=7), spec_of(window=(9, 0), sinks=True)]
-    assert {gradients.tiles(spec) for spec in specs} == {gradients.TILES[128]}
-    assert gradients.tiles(spec_of(value_dim=256)) == gradients.TILES[256]
+    assert {launches.tiles(spec) for spec in specs} == {launches.TILES[128]}
+    assert launches.tiles(spec_of(value_dim=256)) == launches.TILES[256]
 
 
 # The code
@@ -131,15 +131,15 @@ def gradients_for_sm90(spec: AttentionSpec) -> dict[str, Any]:
     from attn_core.backends.triton_ordered import kernels as modules
 
     q, k, v, out, lse = operands(spec)
-    settings, tiles, kinds = launches.settings_of(spec), gradients.tiles(spec), kinds_of(spec)
+    settings, tiles, kinds = launches.settings_of(spec), launches.tiles(spec), kinds_of(spec)
     stored = kinds["q"]
     kinds |= {"cu_seqlens_q": "i32", "cu_seqlens_k": "i32", "alibi_slopes": "fp32"}
     read = (q, k, v, out, lse, lse, q, q, q)
     sums = {"out": stored, "dout": stored} | dict.fromkeys(("lse", "dlse", "shift", "delta"), "fp32")
-    of_rows = modules.row_sums, sums, gradients.row_sums(spec, (out, out, lse), True)
+    of_rows = modules.row_sums, sums, launches.row_sums(spec, (out, out, lse), True)
     keys, queries = modules.of_keys, modules.of_queries
-    of_keys = keys, kinds | {"dk": stored, "dv": stored}, gradients.of_keys(spec, (*read, k, v), settings, tiles[0])
-    of_queries = queries, kinds | {"dq": stored}, gradients.of_queries(spec, (*read, q), settings, tiles[1])
+    of_keys = keys, kinds | {"dk": stored, "dv": stored}, launches.of_keys(spec, (*read, k, v), settings, tiles[0])
+    of_queries = queries, kinds | {"dq": stored}, launches.of_queries(spec, (*read, q), settings, tiles[1])
     kernels = {"row_sums": of_rows, "of_keys": of_keys, "of_queries": of_queries}
     return {name: compiled(*each, divisible=True) for name, each in kernels.items()}
 

@@ -26,8 +26,8 @@ from spec_strategies import Call, make_call
 from attn_core.backends.shared.in_order import order
 from attn_core.backends.shared.in_order.order import Order, Tiles
 from attn_core.backends.triton_ordered import backend as triton_ordered
-from attn_core.backends.triton_ordered import gradients
-from attn_core.backends.triton_ordered.gradients import Tile
+from attn_core.backends.triton_ordered import launches
+from attn_core.backends.triton_ordered.launches import Tile
 from attn_core.backends.triton_splitkv import backend as triton_splitkv
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs, PagedInputs
@@ -45,7 +45,7 @@ def interpreter(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.C
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """Small tiles and shares, so that few tokens are several."""
-    monkeypatch.setattr(gradients, "TILES", {256: (Tile(32, 32, 1, 1), Tile(32, 32, 1, 1))})
+    monkeypatch.setattr(launches, "TILES", {256: (Tile(32, 32, 1, 1), Tile(32, 32, 1, 1))})
     monkeypatch.setattr(order, "NARROW", Order(32, 64, (Tiles(16, 32, 1, 2), Tiles(64, 32, 4, 2))))
     order.how.cache_clear()
     yield monkeypatch
@@ -383,8 +383,8 @@ def test_tiles_of_gradients_that_the_batch_chooses_are_caught(exact: pytest.Monk
 
     kind = Kind("torch", "triton_ordered", "prefix", (2, 1), "float16", ())
     subject, other = (same_bits_pages.document(kind, seed, 60, 60) for seed in (1, 2))
-    for tiles, caught in ((gradients.tiles, set()), (by_the_batch, {"dq", "dk", "dv"})):
-        exact.setattr(gradients, "tiles", tiles)
+    for tiles, caught in ((launches.tiles, set()), (by_the_batch, {"dq", "dk", "dv"})):
+        exact.setattr(launches, "tiles", tiles)
         alone, among = in_call(kind, [subject], True)[0], in_call(kind, [other, subject], True)[1]
         assert set(differing(alone, among)) == caught
 
@@ -412,7 +412,7 @@ def test_a_program_for_jax_has_the_results_of_torch(name: str, few: int, small: 
     dout, dlse = tensor(call.dout, spec.dtype), tensor(call.dlse, "float32")
     out, lse = triton_ordered.forward(spec, inputs)
     expected = triton_ordered.backward(spec, inputs, out, lse, dout, dlse)
-    forward = executed(triton_ordered._forward_program(spec, 1), arrays)
+    forward = executed(triton_ordered._forward_program(spec, order.how(spec, 1)), arrays)
     assert torch.equal(forward["out"], out) and torch.equal(forward["lse"], lse)
     actual = executed(
         triton_ordered._backward_program(spec, True), arrays | {"out": out, "lse": lse, "dout": dout, "dlse": dlse}

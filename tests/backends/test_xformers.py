@@ -546,10 +546,9 @@ def test_the_operator_that_runs_a_call_is_the_one_named(
 
 
 def test_gradients_of_a_group_are_summed_in_float32() -> None:
-    spec = replace(SPEC, num_heads=512, num_kv_heads=1)
     ones = torch.ones((1, 1, 512, 1), dtype=torch.bfloat16)
     ones[..., 0, :] = 512.0
-    assert operators._summed(spec, ones).item() == torch.tensor(1023.0).to(torch.bfloat16).item()
+    assert operators.by_kv_head(ones, 1).item() == torch.tensor(1023.0).to(torch.bfloat16).item()
     repeated = operators._repeated(replace(SPEC), torch.arange(3.0).view(1, 1, 3, 1))
     assert repeated.flatten().tolist() == [0, 0, 1, 1, 2, 2]
 

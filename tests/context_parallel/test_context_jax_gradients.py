@@ -19,7 +19,6 @@ import torch
 from jax.interpreters import mlir
 from test_context_jax_operators import PACKED, ROW, attend_by_operators, operands_of, seen_by, step_of
 
-from attn_core import backends
 from attn_core.backends.shared.programs import operator_recorder
 from attn_core.backends.shared.programs.kernel_programs import OPERATOR
 from attn_core.backends.shared.programs.operator_program import Functions
@@ -76,7 +75,7 @@ def gradients_by_operators(
 def plain_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     """Takes the plain backend for one whose programs are operators of torch."""
     found = Functions(lambda *_: None, gradients_by_operators, True)  # type: ignore[arg-type, return-value]
-    monkeypatch.setattr(backends, "operator_functions", lambda module: found)
+    monkeypatch.setattr(operators, "functions_of", lambda name, kind: found)
 
 
 @pytest.mark.parametrize("with_dlse", [False, True])
@@ -143,7 +142,7 @@ def as_on_gpus(library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
         return (out, lse) if into is None else (into[0].copy_(out), into[1].copy_(lse))
 
     found = Functions(forward, gradients_by_operators, True)
-    monkeypatch.setattr(backends, "operator_functions", lambda module: found)
+    monkeypatch.setattr(operators, "functions_of", lambda name, kind: found)
     monkeypatch.setattr(step, "_runs_by_callback", lambda *_: False)
     monkeypatch.setattr(step, "_runs_operators", lambda *_: True)
     monkeypatch.setattr(step_primitive, "runs_on", lambda *_: True)

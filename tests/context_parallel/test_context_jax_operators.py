@@ -36,11 +36,12 @@ ROW = 32
 @pytest.fixture(autouse=True)
 def plain_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     """Takes the plain backend for one whose programs are operators of torch. On a CPU none is, and it runs them."""
-    monkeypatch.setattr(
-        backends,
-        "operator_functions",
-        lambda module: Functions(module.forward, module.backward, backends.writes_into(module)),
-    )
+
+    def functions_of(name: str, kind: str) -> Functions:
+        module = backends.load(name, kind)
+        return Functions(module.forward, module.backward, module.WRITES_INTO)
+
+    monkeypatch.setattr(operators, "functions_of", functions_of)
 
 
 def attend_by_operators(spec: Any, inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -271,7 +272,7 @@ def test_steps_of_operators_are_one_call(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(jax_step.compiled_lane, "lane_of", lambda call: compiled_lane.Lane("a program"))
     jax_step._runs_operators.cache_clear()
     assert jax_step._runs_operators(step_call, "sm90")
-    monkeypatch.setattr(backends, "operator_functions", lambda module: None)
+    monkeypatch.setattr(operators, "functions_of", lambda name, kind: None)
     jax_step._runs_operators.cache_clear()
     assert not jax_step._runs_operators(step_call, "sm90")
     jax_step._runs_operators.cache_clear()

@@ -152,8 +152,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[int, str]]]:
     for name in backends.names():
         module: Any = backends.load(name)
         monkeypatch.setattr(module, "forward", watched(name, module.forward))
-        if hasattr(module, "shortcut"):
-            monkeypatch.setattr(module, "shortcut", lambda spec: None)
+        monkeypatch.setattr(module, "shortcut", lambda spec: None)
     monkeypatch.setattr(import_module("jax_frontend.bridge.targets"), "_callbacks", {})
     empty_plan_caches()
     yield seen

@@ -49,7 +49,7 @@ def claimed(names: tuple[str, ...] | None = None, *devices: str) -> list[Any]:
 def _backends_of_dense_calls(names: tuple[str, ...] | None) -> list[str]:
     """The backends without those for keys and values in pages alone, which tests/paged/test_paged.py tests."""
     modules: dict[str, Any] = {name: backends.load(name) for name in names or backends.names()}
-    return [name for name, module in modules.items() if not backends.reads_pages_alone(module)]
+    return [name for name, module in modules.items() if not module.PAGES_ALONE]
 
 
 def claims_device(name: str, device: str) -> bool:

@@ -116,7 +116,7 @@ def spied(patch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         for module in backends.modules(name).values():
             patch.setattr(module, "forward", watched(name, module.forward))
             for shortcut in ("shortcut", "paged_shortcut"):
-                if hasattr(module, shortcut):
+                if getattr(module, shortcut) is not None:
                     patch.setattr(module, shortcut, watched_shortcut(name, getattr(module, shortcut)))
     patch.setattr(import_module("jax_frontend.bridge.targets"), "_callbacks", {})
     empty_plan_caches()

@@ -29,7 +29,7 @@ from attn_core.backends.shared import rewrites
 from attn_core.backends.shared.programs import operator_library, operator_program, operator_recorder, triton_programs
 from attn_core.backends.shared.programs.kernel_programs import OPERATOR, SCRATCH, KernelStep, Unrecordable
 from attn_core.backends.triton_jvp import backend as triton_jvp
-from attn_core.backends.triton_jvp import maximum
+from attn_core.backends.triton_jvp import launches
 from attn_core.backends.triton_splitkv import backend as splitkv
 from attn_core.call.tensors import Gradients, Inputs
 from attn_core.selection import row_maximum
@@ -288,9 +288,9 @@ def test_tensors_without_memory_are_on_one_device_if_there_are_two(monkeypatch: 
 
 def test_calls_that_no_operator_expresses_are_refused_from_data(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operator_library, "missing", lambda: None)
-    assert list(operator_program.refusals(SPEC, "sm90")) == []
+    assert operator_program.refuses(SPEC, "sm90") == ()
     for device, changes, word in (("gfx942", {}, "gfx942"), ("sm90", {"dropout": 0.1}, "dropout")):
-        assert word in str(list(operator_program.refusals(replace(SPEC, **changes), device)))
+        assert word in str(operator_program.refuses(replace(SPEC, **changes), device))
 
 
 class Library:
@@ -354,7 +354,7 @@ def test_a_paged_program_splits_the_keys_of_few_sequences(
 ) -> None:
     pytest.importorskip("triton")
     monkeypatch.setattr(triton_programs, "_jaxlib", lambda: Library)
-    monkeypatch.setattr(splitkv, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(splitkv, "multiprocessors", lambda device: 132)
     splitkv._settings.cache_clear()
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     paged = PagedKV(num_pages=900, page_size=16, width=64)
@@ -405,7 +405,7 @@ def test_xla_launches_the_pass_for_largest_logits(monkeypatch: pytest.MonkeyPatc
             return compiled()
 
     monkeypatch.setattr(triton_programs, "_jaxlib", lambda: Library)
-    monkeypatch.setattr(maximum, "_kernel", Kernel)
+    monkeypatch.setattr(launches, "_maximum_kernel", Kernel)
     monkeypatch.setattr(triton_jvp, "_shared_memory", lambda device: 2**17)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     tables: dict[str, Any] = {"mask_shape": (1, 4, 1000, 1000), "alibi_shape": (4,), "bias_shape": (1, 1, 1, 1000)}

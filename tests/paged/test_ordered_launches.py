@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from sm90_code import compiled, is_in_order, loose_operations
 
 from attn_core import AttentionSpec, SpecError, Target, explain
-from attn_core.backends.shared.in_order import merge, order
+from attn_core.backends.shared.in_order import order
 from attn_core.backends.triton_splitkv import backend as triton_splitkv
 
 GPU = Target("torch", "sm90")
@@ -157,5 +157,5 @@ def test_the_merge_for_sm90(sinks: bool) -> None:
     out, lse = (torch.empty(shape, device="meta") for shape in (spec.out_shape, spec.lse_shape))
     parts = [torch.empty(8, *each.shape, device="meta") for each in (out, lse)]
     kinds = {"parts": "fp32", "part_lse": "fp32", "sinks": "bf16", "out": "bf16", "lse": "fp32"}
-    code = compiled(merge_kernel.merge_in_order, kinds, merge.describe(spec, (*parts, out, out, lse), 8))
+    code = compiled(merge_kernel.merge_in_order, kinds, order.describe_merge(spec, (*parts, out, out, lse), 8))
     assert not loose_operations(code)

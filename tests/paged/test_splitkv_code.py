@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -72,33 +71,18 @@ def test_small_tiles_are_columns_of_products(codes: Any) -> None:
     assert "warpsPerCTA = [1, 2], instrShape = [16, 8]" in straight.asm["ttgir"]
 
 
-def test_two_programs_of_drafts_fit_on_a_multiprocessor(codes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 65536 registers, and of 227 KiB of shared memory. The kernel that merges starts early, and waits first."""
-    monkeypatch.setattr(launches, "starts_early", lambda tensor, tile: tile.registers is not None)
-    attend, merge = codes(spec_of(batch=8, new=16, num_heads=64))
+def test_two_programs_of_drafts_fit_on_a_multiprocessor(codes: Any) -> None:
+    """Of 65536 registers, and of 227 KiB of shared memory."""
+    attend, _ = codes(spec_of(batch=8, new=16, num_heads=64))
     assert "wgmma" in attend.asm["ptx"] and ".maxnreg 128" in attend.asm["ptx"]
     assert attend.metadata.num_warps == 8 and attend.metadata.shared <= 113 * 1024
-    assert "griddepcontrol.launch_dependents" in attend.asm["ptx"] and merge.metadata.launch_pdl
-    assert 0 < merge.asm["ptx"].index("griddepcontrol.wait") < merge.asm["ptx"].index("ld.global")
-
-
-@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
-def test_merge_starts_early_with_large_tiles_on_gpus_that_can(
-    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    drafts, decoding = spec_of(batch=8, new=16, num_heads=64), spec_of()
-    tensor = SimpleNamespace(is_cuda=True, device="cuda")
-    assert launches.starts_early(tensor, triton_splitkv.tiles(drafts)) == (capability == (9, 0))
-    assert not launches.starts_early(tensor, triton_splitkv.tiles(decoding))
-    assert not launches.starts_early(torch.empty(1), triton_splitkv.tiles(drafts))
 
 
 @pytest.mark.parametrize(("count", "heads"), [(2, 4), (5, 1)])
 def test_a_program_that_merges_has_several_heads_if_splits_are_few(count: int, heads: int) -> None:
     def described(spec: AttentionSpec) -> Any:
         parts, lse = torch.empty(count, *spec.out_shape), torch.empty(count, *spec.lse_shape)
-        return launches.merge(spec, (parts, lse, lse, parts[0], lse[0]), triton_splitkv.tiles(spec), count)
+        return launches.merge(spec, (parts, lse, lse, parts[0], lse[0]), count)
 
     grid, _, options = described(spec_of(batch=2))
     assert grid == (2, 32 // heads, 1) and (options["HEADS"], options["num_warps"]) == (heads, heads)

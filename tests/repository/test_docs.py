@@ -44,6 +44,7 @@ def test_support_page_shows_forward_and_backward_separately(monkeypatch: pytest.
     class Stub:
         FRAMEWORK, REQUIRES = "torch", "stub>=1"
         FORWARD = Support(kernel="a stub", devices=("cpu",), dtypes=("float32",), window=True, causal=True)
+        FORWARD_MODE = None
         BACKWARD = Support(kernel="a stub", devices=("cpu",), dtypes=("float32",), causal=True)
 
     monkeypatch.setattr(backends, "names", lambda: ("math",))

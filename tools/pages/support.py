@@ -122,7 +122,7 @@ def _limits(modules: dict[str, Backend]) -> str:
                 head_dims(forward),
                 ", ".join(forward.alignments) or NONE,
                 "yes" if backend.BACKWARD is not None else "no",
-                "yes" if backends.forward_mode(backend) is not None else "no",
+                "yes" if backend.FORWARD_MODE is not None else "no",
             ]
         )
     return table_of(rows)

@@ -62,7 +62,7 @@ def plan_of(
     if spec.empty:
         return TangentPlan(spec, backend, None, one_row)
     assert metadata[0] is not None
-    jvp = backends.jvp_of(backends.load(backend, target.kind))
+    jvp = backends.load(backend, target.kind).jvp
     return TangentPlan(spec, backend, on_device(jvp, metadata[0][2]), one_row)
 
 

@@ -47,7 +47,7 @@ def plan_of(metadata: tuple[plan.Metadata | None, ...], options: Options) -> Max
     backend = row_maximum.noted(choice)
     if whole.empty:
         return MaximumPlan(choice.spec, None, one_row)
-    function = backends.row_maximum_of(backends.load(backend, target.kind))
+    function = backends.load(backend, target.kind).row_maximum
     function = in_range_if_on(function, backend, "row_maximum")
     return MaximumPlan(choice.spec, on_device(function, metadata[0][2]), one_row)
 

@@ -89,7 +89,7 @@ def plan_on(
     module = backends.load(name, target.kind)
     shortcut = with_four_axes(backends.shortcut(module, spec), mask, bias)
     forward, backward = (on_device(function, device) for function in (module.forward, module.backward))
-    return Plan(spec, name, forward, backward, one_row, on_device(shortcut, device), backends.writes_into(module))
+    return Plan(spec, name, forward, backward, one_row, on_device(shortcut, device), module.WRITES_INTO)
 
 
 def explanation(*arguments: Any) -> Selection:

@@ -57,12 +57,12 @@ def plan_call(metadata: tuple[Metadata | None, ...], options: Options, requested
     if selection.spec.empty:
         return PagedPlan(selection.spec, name, plan.empty_forward)
     takes = {"q", "k", "v", "block_table", "seq_lens", "sinks"}
-    if backends.paged_shortcut_takes_all(module):
+    if module.PAGES_ALONE:
         takes |= {"cu_seqlens_q", "k_scales", "v_scales"}
     usual = all(name in takes for name, entry in zip(PagedInputs._fields, metadata, strict=True) if entry)
     shortcut = backends.paged_shortcut(module, selection.spec) if usual else None
     forward, shortcut = (on_device(function, metadata[0][2]) for function in (module.forward, shortcut))
-    writes = backends.writes_into(module), backends.writes_strided(module)
+    writes = module.WRITES_INTO, module.PAGES_ALONE
     return PagedPlan(selection.spec, name, forward, shortcut, writes)
 
 

@@ -15,19 +15,18 @@ AMD's GPUs: ``rocm.py``.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache, partial
 from importlib import import_module
 from typing import Any
 
-from attn_core.backends.flash2.limits import NAME, ROCM_CK, ROCM_TRITON, WIDTHS, refusals, width_of
 from attn_core.backends.shared import kernel_limits, rewrites
+from attn_core.backends.shared.build_trials import averages, runs
 from attn_core.backends.shared.cached_once import cached_once
 from attn_core.backends.shared.flash2_conventions import generator_of, longest_query, rng_state_of, shift_lse, slopes_of
 from attn_core.backends.shared.known_bad import numbers_of
 from attn_core.backends.shared.pages import flash_paged
-from attn_core.backends.shared.parts import rows_as_documents
 from attn_core.backends.shared.rewrites import readable, writable
 from attn_core.backends.support import Build, Support
 from attn_core.call.masks import band
@@ -36,6 +35,15 @@ from attn_core.call.tensors import Gradients, Inputs
 
 FRAMEWORK = "torch"
 REQUIRES = "flash-attn>=2.6.2,<3"
+NAME = "the FlashAttention 2 kernel"
+
+ROCM_CK = Build("ROCm CK", without=("softcap",))
+ROCM_TRITON = Build("ROCm Triton", without=("softcap", "window"))
+
+WIDTHS = (32, 64, 96, 128, 160, 192, 224, 256)
+"""The widths of the kernels. Each kernel also serves smaller dimensions (160 and 224 exist in old versions only)."""
+SMALL_MEMORY = ("sm86", "sm89", "sm120")
+"""Devices with 99 KiB of shared memory per block: dropout's gradient kernel does not fit above head_dim 192."""
 
 FORWARD = Support(
     kernel=NAME,
@@ -66,8 +74,47 @@ WRITES_INTO = True
 def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
     """Refuses combinations of features that the kernel computes wrongly or cannot launch."""
     width = width_of(max(spec.head_dim, spec.value_dim), build.head_dims if build else ())
-    reasons = [*rewrites.refusals(spec), *refusals(spec, device, width)]
+    reasons = [*rewrites.refusals(spec), *_combinations(spec, device, width)]
     return (*reasons, *kernel_limits.grid(spec, NAME))
+
+
+def _combinations(spec: AttentionSpec, device: str, width: int) -> Iterator[str]:
+    """Refuses combinations of features that the kernel of a width computes wrongly or cannot launch."""
+    if spec.paged is not None:
+        yield from flash_paged.flash2_refusals(spec, NAME, width)
+    if spec.invariant is not None:
+        yield from _invariant_refusals(spec)
+    if spec.alibi_shape and spec.alignment == "top_left" and (spec.packed or spec.q_len != spec.kv_len):
+        yield f"alignment=top_left with alibi_slopes: {NAME} measures from the bottom_right diagonal"
+    if spec.dropout and spec.softcap is not None:
+        yield f"dropout={spec.dropout} with softcap={spec.softcap}: {NAME} has one or the other"
+    if spec.dropout and not 1 / 256 <= spec.dropout <= 255 / 256:
+        yield f"dropout={spec.dropout}: {NAME} drops in steps of 1/256"
+    if spec.dropout and spec.needs_backward and width > 192 and device in SMALL_MEMORY:
+        yield f"backward: dropout={spec.dropout} with head_dim={width}: {NAME} has none on {device}"
+
+
+def _invariant_refusals(spec: AttentionSpec) -> Iterator[str]:
+    """Refuses what has other bits in another batch. The rows of a dense call run as documents, forwards."""
+    why = {
+        "pages": spec.paged is not None and "splits the keys by the number of sequences",
+        "packed documents and gradients": spec.packed
+        and spec.needs_backward
+        and "sums dq in parts whose number depends on the documents",
+        "alibi_slopes of each row": len(spec.alibi_shape or ()) == 2 and "takes one slope per head there",
+    }
+    for what, reason in why.items():
+        if reason:
+            yield f"invariant={spec.invariant!r} with {what}: {NAME} {reason}"
+
+
+def width_of(dim: int, head_dims: tuple[int, ...]) -> int:
+    """Returns the head dimension to run ``dim`` at: the next multiple of 8, or the next width that the build has."""
+    eights = -(-dim // 8) * 8
+    native = next((width for width in WIDTHS if width >= eights), eights)
+    if not head_dims or native in head_dims:
+        return eights
+    return next((width for width in head_dims if width > eights), eights)
 
 
 def probe() -> str:
@@ -94,18 +141,7 @@ def build() -> Build:
 
 
 def _runs(width: int) -> bool:
-    """Returns whether a tiny call over values of one gives ones."""
-    import torch
-
-    ones = torch.ones(1, 8, 1, width, dtype=torch.bfloat16, device="cuda")
-    out = torch.zeros_like(ones)  # a kernel that writes nothing must not find an earlier call's ones
-    try:
-        _extension().fwd(ones, ones, ones, out, None, 0.0, 1.0, False, -1, -1, 0.0, False, None)
-    except torch.OutOfMemoryError:  # says nothing about the build
-        raise
-    except RuntimeError:
-        return False
-    return bool((out == 1).all())
+    return runs(partial(averages, _forward), width)
 
 
 @lru_cache(maxsize=4096)
@@ -146,11 +182,6 @@ def _extension() -> Any:
     return interface.flash_attn_gpu if triton else import_module("flash_attn_2_cuda")
 
 
-def forward(spec: AttentionSpec, inputs: Inputs, into: Any = None) -> tuple[Any, Any]:
-    """See ``Backend.forward``."""
-    return rewrites.forward(KERNEL, spec, inputs, into)
-
-
 def shortcut(spec: AttentionSpec) -> Callable[[Any, Any, Any], tuple[Any, Any]] | None:
     """See ``Backend.shortcut``: the kernel alone, for calls without a gradient."""
     how = lower(spec)
@@ -165,18 +196,11 @@ def shortcut(spec: AttentionSpec) -> Callable[[Any, Any, Any], tuple[Any, Any]] 
     return run
 
 
-def backward(
-    spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any, into: Any = None
-) -> Gradients:
-    """See ``Backend.backward``."""
-    return rewrites.backward(KERNEL, spec, inputs, out, lse, dout, dlse, into)
-
-
 def _forward(spec: AttentionSpec, inputs: Any, into: Any) -> tuple[Any, Any]:
     if spec.paged is not None:
         return flash_paged.flash2(spec, inputs, into, _extension().varlen_fwd, _settings(spec, lower(spec), None))
-    if spec.invariant is not None and rows_as_documents.applies(spec):
-        return rows_as_documents.forward(partial(_forward, into=None), spec, inputs)
+    if spec.invariant is not None and not spec.packed:
+        return _forward_as_documents(spec, inputs)
     how, slopes, extension = lower(spec), slopes_of(spec, inputs), _extension()
     buffer = None if into is None else writable(into[0])
     run = extension.varlen_fwd if spec.packed else extension.fwd
@@ -194,8 +218,7 @@ def _forward(spec: AttentionSpec, inputs: Any, into: Any) -> tuple[Any, Any]:
 
 def _backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, into: Any) -> Gradients:
     if spec.invariant is not None and spec.batch > 1:
-        run = partial(_backward, into=None)
-        return rows_as_documents.backward_of_rows(run, spec, inputs, out, lse, dout)
+        return _backward_of_rows(spec, inputs, out, lse, dout)
     how, slopes, extension = lower(spec), slopes_of(spec, inputs), _extension()
     buffers = (None, None, None) if into is None else tuple(map(writable, into[:3]))
     run = extension.varlen_bwd if spec.packed else extension.bwd
@@ -217,4 +240,46 @@ def _settings(spec: AttentionSpec, how: dict[str, Any], slopes: Any) -> tuple[An
     return (slopes, how["dropout_p"], how["softmax_scale"], *mask)
 
 
+# With ``invariant``: the kernel chooses its work by the batch in dense calls only. So the rows of a dense call run as
+# packed documents of equal lengths, which it neither splits nor chooses tiles for; or each row runs as its own call.
+
+
+@lru_cache(maxsize=1024)
+def _packed_spec(spec: AttentionSpec) -> AttentionSpec:
+    """Returns a dense call as one of packed documents."""
+    lengths: dict[str, Any] = {"q_len": spec.batch * spec.q_len, "kv_len": spec.batch * spec.kv_len}
+    return replace(spec, batch=1, documents=spec.batch, max_len_q=spec.q_len, max_len_k=spec.kv_len, **lengths)
+
+
+def _packed_inputs(spec: AttentionSpec, inputs: Inputs) -> Inputs:
+    import torch
+
+    def offsets(length: int) -> Any:
+        return torch.arange(0, spec.batch * length + 1, length, dtype=torch.int32, device=inputs.q.device)
+
+    q, k, v = (tensor.flatten(0, 1) for tensor in inputs[:3])
+    return inputs._replace(q=q, k=k, v=v, cu_seqlens_q=offsets(spec.q_len), cu_seqlens_k=offsets(spec.kv_len))
+
+
+def _forward_as_documents(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
+    """Returns (out, lse) of a dense call."""
+    out, lse = _forward(_packed_spec(spec), _packed_inputs(spec, inputs), None)
+    # [batch * q_len, heads, dim] -> [batch, q_len, heads, dim]; [heads, batch * q_len] -> [batch, heads, q_len]
+    rows = (spec.batch, spec.q_len)
+    return out.unflatten(0, rows), lse.unflatten(1, rows).transpose(0, 1).contiguous()
+
+
+def _backward_of_rows(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any) -> Gradients:
+    """Returns the gradients of a dense call, row by row."""
+    import torch
+
+    one, parts = replace(spec, batch=1), []
+    for row in range(spec.batch):
+        here = slice(row, row + 1)
+        q, k, v = (tensor[here] for tensor in inputs[:3])
+        parts.append(_backward(one, inputs._replace(q=q, k=k, v=v), out[here], lse[here], dout[here], None)[:3])
+    return Gradients(*(torch.cat(gradients) for gradients in zip(*parts, strict=True)))
+
+
 KERNEL = rewrites.Kernel(_forward, _backward, lambda dim: width_of(dim, build().head_dims))
+forward, backward = partial(rewrites.forward, KERNEL), partial(rewrites.backward, KERNEL)

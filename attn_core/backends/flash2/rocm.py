@@ -1,15 +1,15 @@
 """FlashAttention 2 on AMD's GPUs: the kernels of flash-attn's builds for ROCm, by CK or Triton. We have never run them.
 
 The builds take the arguments of the CUDA build, so everything but the claims is that of ``backend.py``. They silently
-ignore some arguments: ``ROCM_CK`` and ``ROCM_TRITON`` name what each lacks, and ``rocm_refusals`` refuses it.
+ignore some arguments: ``ROCM_CK`` and ``ROCM_TRITON`` name what each lacks, and ``_ignored`` refuses it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from attn_core.backends.flash2 import backend
-from attn_core.backends.flash2.limits import rocm_refusals
 from attn_core.backends.support import Build
 from attn_core.call.spec import AttentionSpec
 
@@ -20,7 +20,21 @@ BACKWARD = replace(backend.BACKWARD, devices=FORWARD.devices, unproven=True)
 
 def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
     """Refuses what the CUDA build cannot do either, and what builds for ROCm ignore."""
-    return (*backend.refuses(spec, device, build), *rocm_refusals(spec, build))
+    return (*backend.refuses(spec, device, build), *_ignored(spec, build))
+
+
+def _ignored(spec: AttentionSpec, build: Build | None) -> Iterator[str]:
+    """Refuses what ROCm builds ignore silently, or may ignore."""
+    nameless = build is None and "ROCm builds ignore it silently, and it is not known which build this is"
+    ignored = spec.deterministic and spec.needs_backward and build != backend.ROCM_CK
+    why = {
+        f"softcap={spec.softcap}": spec.softcap is not None and nameless,
+        f"window={spec.window}": spec.window != (None, None) and nameless,
+        "alibi_slopes": spec.alibi_shape and "it is not known how ROCm builds define the log-sum-exp",
+        f"dropout={spec.dropout}": spec.dropout and "ROCm builds do not all draw it from the call's own seed",
+        "backward: deterministic=True": ignored and "the ROCm Triton build ignores it",
+    }
+    return (f"{feature}: {reason}" for feature, reason in why.items() if reason)
 
 
 probe, build, lower = backend.probe, backend.build, backend.lower

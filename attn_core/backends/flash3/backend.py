@@ -23,20 +23,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache, partial
+from importlib import import_module, metadata
+from importlib.util import find_spec
+from operator import itemgetter
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from attn_core.backends.shared import rewrites
 from attn_core.backends.shared.autograd import without_gradient
 from attn_core.backends.shared.build_trials import TOKENS, averages, differentiates, runs
 from attn_core.backends.shared.cached_once import cached_once
-from attn_core.backends.shared.flash3_operators import forward_tiles, operators, prepare
 from attn_core.backends.shared.kernel_limits import GRID_LIMIT
 from attn_core.backends.shared.pages import flash_paged
 from attn_core.backends.shared.programs import operator_program
 from attn_core.backends.shared.programs.kernel_programs import KernelProgram
 from attn_core.backends.shared.rewrites import readable, writable
-from attn_core.backends.support import Build, Support
+from attn_core.backends.support import Build, Support, no_backward
 from attn_core.call.masks import band
 from attn_core.call.pages import PagedKV
 from attn_core.call.spec import AttentionSpec
@@ -102,6 +104,93 @@ def _limits(spec: AttentionSpec, build: Build | None) -> Iterator[str]:
         if ORDERED in without:
             why = "before late 2025 it ignored the flag, or lost count of windows, documents and grouped heads"
             yield f"backward: deterministic=True: {name} is not known to keep it; {why}"
+
+
+# The two operators, from whichever package provides them. Those of different builds take different arguments, so these
+# are laid out by the schema of the installed operator, and one that we do not set keeps the schema's default.
+
+PACKAGES = ("flash_attn_3", "fa3_fwd")
+"""Packages whose extension ``_C`` registers ``torch.ops.<package>.fwd`` and ``bwd``. The first one found is used."""
+
+
+class Operators(NamedTuple):
+    """The operators of the installed build. build: its distribution and version, e.g. ``"tokenspeed-fa3 3.0.0"``."""
+
+    forward: Any
+    backward: Any
+    build: str
+
+
+@cached_once
+def operators() -> Operators:
+    """Returns the installed operators. Errors from importing their extension propagate."""
+    import torch
+
+    # If neither is installed, importing the first one raises an error that names it.
+    package = next((name for name in PACKAGES if find_spec(name)), PACKAGES[0])
+    import_module(f"{package}._C")
+    library = getattr(torch.ops, package)
+    distribution = metadata.packages_distributions().get(package, [package])[0]
+    try:
+        version = metadata.version(distribution)
+    except metadata.PackageNotFoundError:  # a build copied into site-packages by hand has no metadata
+        version = "of unknown version"
+    return Operators(library.fwd.default, library.bwd.default, f"{distribution} {version}")
+
+
+def prepare(
+    operator: Any, settings: dict[str, Any], tensors: tuple[str, ...], *, recorded: bool = False
+) -> Callable[..., Any]:
+    """Returns a function of some tensors that runs an operator with settings, both by the names in its schema.
+
+    Arguments without a setting have the schema's default; tensors that are not named are None. The function calls the
+    operator's CUDA kernel directly. The usual way goes through autograd, which costs time, and warns if the operator
+    has no derivative.
+
+    Raises:
+        TypeError: if the operator has no argument with a setting's name.
+        KeyError: if it has no argument with a tensor's name.
+    """
+    import torch
+
+    arguments = operator._schema.arguments
+    if unknown := settings.keys() - {argument.name for argument in arguments}:
+        raise TypeError(f"{operator._schema.name}: this build takes no {', '.join(sorted(unknown))}")
+    if missing := set(tensors) - {argument.name for argument in arguments}:
+        raise KeyError(f"{operator._schema.name}: this build takes no {', '.join(sorted(missing))}")
+    values = tuple(settings.get(argument.name, argument.default_value) for argument in arguments)
+    # Where each argument is in (*tensors, *values).
+    places = {name: place for place, name in enumerate(tensors)}
+    in_order = itemgetter(
+        *(places.get(argument.name, len(tensors) + place) for place, argument in enumerate(arguments))
+    )
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+    run = (lambda keys, *operands: operator(*operands)) if recorded else operator.redispatch
+    if tensors == tuple(argument.name for argument in arguments[: len(tensors)]):  # no need to sort three dozen values
+        others = values[len(tensors) :]
+        return lambda *operands: run(keys, *operands, *others)
+    return lambda *operands: run(keys, *in_order((*operands, *values)))
+
+
+LONGEST_SPLIT = 2**15
+"""Rows (queries times heads) up to which the keys may be split: 256 tiles of queries, two for each of 132 SMs."""
+LONG_DOCUMENTS = 2**10
+"""Mean number of queries per packed document from which tiles of one head are faster than tiles of a whole group of
+heads (the kernel's own choice for every packed call). Measured on an H200, head_dim 128, heads 32/8; the bits are
+equal. Shorter documents would leave tiles of one head partly empty."""
+
+
+def forward_tiles(spec: AttentionSpec) -> dict[str, Any]:
+    """Returns the forward's tiling arguments. They depend on shapes alone, so that equal calls give equal bits.
+
+    num_splits = 0 lets the kernel split the keys if the queries alone do not fill the GPU, as in decoding; builds
+    without splits take it as 1. With many queries we set 1, because each split takes memory for packed calls and for
+    heads whose keys do not fit into the L2 cache. pack_gqa = None lets the kernel choose, which splitting requires.
+    """
+    # ``documents`` counts for the mean length; the lengths themselves are on the device and unknown here.
+    whole = spec.q_len * (1 if spec.packed else spec.batch) * spec.num_heads > LONGEST_SPLIT
+    long = spec.documents is not None and spec.paged is None and spec.q_len >= LONG_DOCUMENTS * spec.documents
+    return {"num_splits": 1 if whole else 0, "pack_gqa": False if whole and long else None}
 
 
 def probe() -> str:
@@ -173,11 +262,6 @@ def _prepared(direction: str, tensors: tuple[str, ...], settings: tuple[tuple[st
     return prepare(getattr(operators(), direction), dict(settings), tensors)
 
 
-def forward(spec: AttentionSpec, inputs: Inputs, into: Any = None) -> tuple[Any, Any]:
-    """See ``Backend.forward``."""
-    return rewrites.forward(KERNEL, spec, inputs, into)
-
-
 def shortcut(spec: AttentionSpec) -> Callable[[Any, Any, Any], tuple[Any, Any]] | None:
     """See ``Backend.shortcut``: the operator alone, for calls without a gradient."""
     if spec.needs_backward or not rewrites.is_native(KERNEL, spec):
@@ -191,22 +275,10 @@ def shortcut(spec: AttentionSpec) -> Callable[[Any, Any, Any], tuple[Any, Any]] 
     return run
 
 
-def backward(
-    spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any, into: Any = None
-) -> Gradients:
-    """See ``Backend.backward``."""
-    return rewrites.backward(KERNEL, spec, inputs, out, lse, dout, dlse, into)
-
-
 def program_refuses(spec: AttentionSpec, device: str) -> tuple[str, ...]:
     """Returns why ``program`` cannot express a supported call."""
     own = "gradients: only the forward has been proven, as no installed build has a backward"
-    return (*([own] if spec.needs_backward else []), *operator_program.refusals(spec, device))
-
-
-def operator_functions() -> operator_program.Functions:
-    """Returns what the programs of this backend record; see ``contract.operator_functions``."""
-    return operator_program.Functions(forward, backward, True, _forward_without_memory)
+    return (*([own] if spec.needs_backward else []), *operator_program.refuses(spec, device))
 
 
 def _forward_without_memory(op: Any, arguments: dict[str, Any]) -> Any:
@@ -225,7 +297,7 @@ def program(spec: AttentionSpec, direction: str, with_dlse: bool = False, as_one
     """Returns the operator of a forward that ``program_refuses`` allows, and its buffers. See ``flash4``."""
     own = KERNEL.runs(spec)  # XLA pads and cuts widths
     widened = replace(spec, head_dim=own.head_dim, value_dim=own.value_dim)
-    return operator_program.program(operator_functions(), widened, direction, with_dlse, as_one)
+    return operator_program.program(OPERATOR_FUNCTIONS, widened, direction, with_dlse, as_one)
 
 
 def _forward(spec: AttentionSpec, inputs: Any, into: Any) -> tuple[Any, Any]:
@@ -346,7 +418,8 @@ def variant(word: str) -> SimpleNamespace:
         raise ValueError(f"{word!r}: {NAME} has one variant, 'fp8'")
     claims = replace(FORWARD, kernel=f"{NAME} for e4m3", lse_gradient=False, paged=False, approximate=True)
     shared = {"FRAMEWORK": FRAMEWORK, "REQUIRES": REQUIRES, "WRITES_INTO": True, "probe": probe, "build": _fp8_build}
-    functions = {"refuses": _fp8_refuses, "lower": lower, "forward": _fp8, "backward": _no_backward}
+    functions = {"refuses": _fp8_refuses, "lower": lower, "backward": no_backward}
+    functions["forward"] = partial(rewrites.forward, FP8)
     functions["forward_of_e4m3"] = _of_e4m3
     return SimpleNamespace(FORWARD=claims, BACKWARD=None, **shared, **functions)
 
@@ -362,10 +435,6 @@ def _fp8_refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple
     return refuses(replace(spec, dtype="bfloat16"), device, build)  # it needs no float16 kernel for float16 inputs
 
 
-def _fp8(spec: AttentionSpec, inputs: Inputs, into: Any = None) -> tuple[Any, Any]:
-    return rewrites.forward(FP8, spec, inputs, into)
-
-
 def _of_e4m3(spec: AttentionSpec, inputs: Inputs, factors: tuple[Any, Any, Any]) -> tuple[Any, Any]:
     own = FP8.runs(spec)
     for name in ("head_dim", "value_dim"):
@@ -375,10 +444,8 @@ def _of_e4m3(spec: AttentionSpec, inputs: Inputs, factors: tuple[Any, Any, Any])
     return _attend_e4m3(spec, inputs, factors, None)
 
 
-def _no_backward(*_: Any) -> Gradients:
-    raise NotImplementedError(f"backward: {NAME} for e4m3 has no gradient")
-
-
 KERNEL = rewrites.Kernel(_forward, _backward, lambda dim: width_of(dim, build().head_dims))
 # The kernel copies 16 bytes at a time: 8 elements of 16 bits, or 16 of e4m3.
 FP8 = KERNEL._replace(forward=_fp8_forward, width=lambda dim: width_of(dim, build().head_dims, 16))
+forward, backward = partial(rewrites.forward, KERNEL), partial(rewrites.backward, KERNEL)
+OPERATOR_FUNCTIONS = operator_program.Functions(forward, backward, True, _forward_without_memory)

@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 from attn_core.backends.flex import functions
 from attn_core.backends.shared.autograd import without_gradient
 from attn_core.backends.shared.parts.split_documents import documents
-from attn_core.backends.support import Build, Support
+from attn_core.backends.support import Build, Support, no_backward
 from attn_core.call.functions import aux_of
 from attn_core.call.masks import Band, band
 from attn_core.call.spec import DTYPES, AttentionSpec
-from attn_core.call.tensors import Gradients, Inputs
+from attn_core.call.tensors import Inputs
 from attn_core.expressions.on_torch import TorchFunction, torch_function
 
 FRAMEWORK = "torch"
@@ -114,9 +114,7 @@ def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
     return (out[0], lse[0]) if spec.packed else (out, lse)
 
 
-def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
-    """Raises: FlexAttention has no gradient on the CPU (BACKWARD is None)."""
-    raise NotImplementedError("backward: FlexAttention on CPU has no gradient")
+backward = no_backward
 
 
 def _vmap_allowed() -> AbstractContextManager[Any]:
@@ -154,7 +152,6 @@ def _pieces(spec: AttentionSpec, inputs: Inputs) -> Iterator[_Piece]:
 
 def _attend(spec: AttentionSpec, inputs: Inputs, piece: _Piece) -> tuple[Any, Any]:
     """Calls flex_attention once. Returns out ``[batch, heads, rows, value_dim]`` and lse ``[batch, heads, rows]``."""
-    import torch
     from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
     how = lower(spec)
@@ -180,13 +177,7 @@ def _attend(spec: AttentionSpec, inputs: Inputs, piece: _Piece) -> tuple[Any, An
         return_aux=AuxRequest(lse=True),
     )
     lse: Any = extra.lse
-    if not spec.sinks:
-        return out, lse
-    sinks = inputs.sinks.to(lse.dtype)[:, None]  # [heads, 1]
-    gate = torch.sigmoid(lse - sinks)[..., None]
-    empty: Any = lse == -torch.inf
-    out = (out.to(lse.dtype) * gate).masked_fill(empty[..., None], 0.0).to(out.dtype)
-    return out, torch.logaddexp(lse, sinks).masked_fill(empty, -torch.inf)
+    return (out, lse) if not spec.sinks else functions.with_sinks(out, lse, inputs.sinks)
 
 
 def _mask_function(spec: AttentionSpec, inputs: Inputs, piece: _Piece) -> Callable[..., Any] | None:

@@ -14,8 +14,7 @@ Upstream: ``torch.nn.attention.flex_attention``, torch 2.11 to 2.15, with the Tr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import lru_cache
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -23,13 +22,14 @@ from typing import Any, NamedTuple
 from attn_core.backends.flex import functions, learned
 from attn_core.backends.flex.blocks import BLOCK
 from attn_core.backends.flex.functions import PackedTokens
-from attn_core.backends.flex.operands import FlexOperands, arrange, offsets
+from attn_core.backends.flex.operands import FlexOperands, arrange, hides, length_classes, offsets
 from attn_core.backends.flex.operands import operands as operands_of
 from attn_core.backends.flex.program import Signature, flex, program
-from attn_core.backends.flex.tables import hides, length_classes
 from attn_core.backends.shared import dry_run
 from attn_core.backends.shared.autograd import recording, without_gradient
 from attn_core.backends.shared.kernel_limits import tables
+from attn_core.backends.shared.plain.attention import without_autocast
+from attn_core.backends.shared.rewrites import power_of_two
 from attn_core.backends.support import Build, Support
 from attn_core.call.functions import has_functions
 from attn_core.call.spec import AttentionSpec
@@ -100,7 +100,7 @@ def lower(spec: AttentionSpec) -> dict[str, Any]:
     return {
         "scale": spec.scale,
         "enable_gqa": spec.group_size > 1,
-        "widths": (_width(max(spec.head_dim, spec.value_dim)), _width(spec.value_dim)),
+        "widths": (power_of_two(max(spec.head_dim, spec.value_dim)), power_of_two(spec.value_dim)),
         "score": tuple(name for name, used in score.items() if used),
         "mask": tuple(name for name, used in mask.items() if used),
         "kernel_options": {
@@ -114,7 +114,7 @@ def lower(spec: AttentionSpec) -> dict[str, Any]:
 @without_gradient
 def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
     """See ``Backend.forward``."""
-    with _without_autocast(inputs.q):
+    with without_autocast(inputs.q):  # flex_attention would cast q, k and v to its dtype
         q, k, v = _with_batch(spec, *(tensor.detach() for tensor in inputs[:3]))
         operands = operands_of(spec, inputs)
         if operands.places is None:
@@ -124,7 +124,8 @@ def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
             out, lse = _attend(spec, q, k, clean.tensors[0], operands)
             _mark(out, clean.rows, lse)
         if spec.sinks:
-            out, lse = _with_sinks(out, lse, inputs.sinks)
+            out, lse = functions.with_sinks(out.transpose(1, 2), lse, inputs.sinks)
+            out = out.transpose(1, 2)
     return (out[0], lse[0]) if spec.packed else (out, lse)
 
 
@@ -141,7 +142,7 @@ def shortcut(spec: AttentionSpec) -> Callable[[Any, Any, Any], tuple[Any, Any]] 
             return forward(spec, Inputs(q, k, v))
         # The kernel always computes all three gradients, so one program serves every combination of them.
         q, k, v = (tensor if tensor.requires_grad else tensor.detach().requires_grad_() for tensor in (q, k, v))
-        with _without_autocast(q):
+        with without_autocast(q):
             return _attend(spec, q, k, v, operands_of(spec, Inputs(q, k, v)))
 
     return run
@@ -158,7 +159,7 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
             copies = Inputs(*(t if t is None else t.clone() for t in inputs))
             return backward(spec, copies, out, lse, dout, dlse)
     clean = None
-    with _without_autocast(inputs.q):
+    with without_autocast(inputs.q):
         q, k, v, out, dout = _with_batch(spec, *(tensor.detach() for tensor in (*inputs[:3], out, dout)))
         lse, dlse = (t if t is None or not spec.packed else t[None] for t in (lse, dlse))
         share = _SinkShare(inputs.sinks, out, lse, dout, dlse) if spec.sinks else None
@@ -258,17 +259,6 @@ def _mark(results: Any, tokens: Any, lse: Any = None) -> Any:
 # kernel's backward gets (1 - w) * dout and (1 - w) * dlse + w * delta, with delta = sum(dout * out').
 
 
-def _with_sinks(out: Any, lse: Any, sinks: Any) -> tuple[Any, Any]:
-    """Returns (out', lse') from the kernel's out ``[batch, q_len, heads, dim]`` and lse ``[batch, heads, q_len]``."""
-    import torch
-
-    sinks = sinks.detach().to(lse.dtype)[:, None]  # [heads, 1] against [batch, heads, q_len]
-    empty = lse == -torch.inf
-    gate = torch.sigmoid(lse - sinks).masked_fill(empty, 0.0).transpose(1, 2)[..., None]
-    joined = torch.logaddexp(lse, sinks).masked_fill(empty, -torch.inf)
-    return (out * gate).to(out.dtype), joined
-
-
 class _SinkShare:
     """The gradients through sinks.
 
@@ -299,11 +289,6 @@ class _SinkShare:
         return (dout * rest.transpose(1, 2)[..., None]).to(dout.dtype), rest * self._outer + self._share_delta
 
 
-def _width(dim: int) -> int:
-    """Returns the next power of two, and at least 16, which Triton's matrix product needs."""
-    return max(16, 1 << (dim - 1).bit_length())
-
-
 @lru_cache(maxsize=4096)
 def _signature(spec: AttentionSpec, learns: bool) -> Signature:
     how = lower(spec)
@@ -322,19 +307,6 @@ def _signature(spec: AttentionSpec, learns: bool) -> Signature:
         score_mod=None if score_mod is None else torch_function(score_mod, base_2=True),
         length_classes=length_classes(spec),
     )
-
-
-@contextmanager
-def _without_autocast(q: Any) -> Iterator[None]:
-    """Turns autocast off: flex_attention would cast q, k and v to autocast's dtype."""
-    import torch
-
-    kind = q.device.type
-    if torch.is_autocast_enabled(kind):
-        with torch.autocast(kind, enabled=False):
-            yield
-    else:
-        yield
 
 
 def _with_batch(spec: AttentionSpec, *tensors: Any) -> tuple[Any, ...]:

@@ -221,3 +221,17 @@ def _of_tokens(cu_seqlens: Any, tokens: int) -> tuple[Any, Any]:
     # Search all offsets, not a view from the second on: a compiled searchsorted may ignore the view's storage offset.
     document = torch.searchsorted(cu_seqlens, token, right=True) - 1
     return document, token - cu_seqlens[document]
+
+
+def with_sinks(out: Any, lse: Any, sinks: Any) -> tuple[Any, Any]:
+    """Adds sinks ``[heads]`` to a kernel's out ``[batch, heads, q_len, dim]`` and lse ``[batch, heads, q_len]``.
+
+    The kernels have none. A row that sees no key keeps 0 and -inf.
+    """
+    import torch
+
+    sinks = sinks.detach().to(lse.dtype)[:, None]  # [heads, 1] against [batch, heads, q_len]
+    empty = lse == -torch.inf
+    gate = torch.sigmoid(lse - sinks)[..., None]
+    joined = torch.logaddexp(lse, sinks).masked_fill(empty, -torch.inf)
+    return (out.to(lse.dtype) * gate).masked_fill(empty[..., None], 0.0).to(out.dtype), joined

@@ -57,7 +57,7 @@ class Signature(NamedTuple):
         scale, group: as text, because torch's compiler makes symbols of numbers, which the kernel cannot take.
         score, mask: the parts of the score and mask functions. options: kernel_options.
         mask_mod, score_mod: the call's functions.
-        length_classes: see ``tables.length_classes``.
+        length_classes: see ``operands.length_classes``.
     """
 
     dtype: str

@@ -12,7 +12,7 @@ from typing import Any
 
 from attn_core.backends.jax_xla import attention, fixed_tiles, paged, tiles, whole
 from attn_core.backends.jax_xla.tiles import BlockSizes
-from attn_core.backends.shared import tile_limits
+from attn_core.backends.shared import kernel_limits
 from attn_core.backends.shared.device_kinds import ANY
 from attn_core.backends.shared.in_jax.promotion import usual_promotion
 from attn_core.backends.support import Build, Support
@@ -78,7 +78,7 @@ def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str,
 
     float64 needs jax_enable_x64, but without it no float64 array reaches a spec.
     """
-    return tile_limits.refusals(spec, device, FORWARD.kernel)
+    return kernel_limits.fixed_tiles(spec, device, FORWARD.kernel)
 
 
 def probe() -> str:
@@ -166,7 +166,7 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
 
 
 def row_maximum(spec: AttentionSpec, inputs: Inputs) -> Any:
-    """See ``contract.row_maximum_of``. Traceable."""
+    """See ``Backend.row_maximum``. Traceable."""
     with usual_promotion():
         return _where_it_runs(lower(spec)["blocks"], lambda blocks: attention.row_maximum(spec, inputs, blocks))
 

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from attn_core.backends.jax_xla.products import product
-from attn_core.backends.jax_xla.row_sums import exact_lse, log_weights, with_sink
+from attn_core.backends.jax_xla.row_sums import exact_lse, joined, log_weights, with_sink
 from attn_core.backends.jax_xla.tiles import zero_like
 from attn_core.backends.shared.in_jax.offsets import safe_offsets
 from attn_core.call.masks import band
@@ -319,10 +319,8 @@ def _attend(spec: AttentionSpec, tiled: Tiled, document: Document, head: Any, nu
     empty = total == 0
     if tiled.sinks is not None:
         sinks = tiled.sinks_of(head)
-        joined = jnp.maximum(top, sinks)
-        base = jnp.where(joined == -jnp.inf, 0, joined)
-        fade = jnp.exp(top - base)
-        top, total, summed = base, fade * total + jnp.exp(sinks - base), fade * summed
+        top, total, fade = joined(sinks, top, total, jnp.maximum(top, sinks))
+        summed = fade * summed
     total = jnp.where(empty, 1, total)
     out = jnp.where(empty, 0, summed / total)
     # -0 becomes 0, because its sign depends on how many empty tiles were added.

@@ -60,11 +60,22 @@ def with_sink(sinks: Any, top: Any, total: Any) -> tuple[Any, Any]:
     import jax.numpy as jnp
     from jax import lax
 
-    joined = top if sinks is None else lax.stop_gradient(jnp.maximum(top, sinks))
-    base = jnp.where(joined == -jnp.inf, 0, joined)
-    total = total * jnp.exp(top - base)
-    total = total if sinks is None else total + jnp.exp(sinks - base)
+    largest = top if sinks is None else lax.stop_gradient(jnp.maximum(top, sinks))
+    base, total, _ = joined(sinks, top, total, largest)
     return base, jnp.where(total == 0, 1, total)
+
+
+def joined(sinks: Any, top: Any, total: Any, largest: Any) -> tuple[Any, Any, Any]:
+    """Returns the base of rows that a sink joins, or None, their total, and the factor of the sums so far.
+
+    Args:
+        largest: the larger of top and sinks.
+    """
+    import jax.numpy as jnp
+
+    base = jnp.where(largest == -jnp.inf, 0, largest)
+    fade = jnp.exp(top - base)
+    return base, fade * total if sinks is None else fade * total + jnp.exp(sinks - base), fade
 
 
 def finish(spec: AttentionSpec, call: XlaOperands, top: Any, total: Any, summed: Any) -> tuple[Any, Any]:
@@ -73,10 +84,8 @@ def finish(spec: AttentionSpec, call: XlaOperands, top: Any, total: Any, summed:
 
     empty = total == 0  # not top == -inf: XLA may drop a NaN from a maximum, and a row that saw one is not empty
     if spec.sinks:
-        joined = jnp.maximum(top, call.sinks)
-        base = jnp.where(joined == -jnp.inf, 0, joined)
-        fade = jnp.exp(top - base)
-        top, total, summed = base, fade * total + jnp.exp(call.sinks - base), fade[..., None] * summed
+        top, total, fade = joined(call.sinks, top, total, jnp.maximum(top, call.sinks))
+        summed = fade[..., None] * summed
     total = jnp.where(empty, 1, total)
     out = jnp.where(empty[..., None], 0, summed / total[..., None])
     return out.astype(spec.dtype), jnp.where(empty, -jnp.inf, top + jnp.log(total))

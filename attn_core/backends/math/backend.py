@@ -19,14 +19,13 @@ from dataclasses import replace
 from typing import Any
 
 from attn_core.backends.math import fixed_tiles
-from attn_core.backends.shared import tile_limits
+from attn_core.backends.shared import kernel_limits
 from attn_core.backends.shared.device_kinds import ANY
 from attn_core.backends.shared.pages.as_dense import dense_rows, packed_documents
 from attn_core.backends.shared.pages.pools import query_offsets
 from attn_core.backends.shared.pages.quantised import in_pages
 from attn_core.backends.shared.parts.split_documents import documents_between
 from attn_core.backends.shared.plain import attention as plain_attention
-from attn_core.backends.shared.plain import row_maximum as plain_row_maximum
 from attn_core.backends.shared.plain import tangents as plain_tangents
 from attn_core.backends.support import Build, Support
 from attn_core.call.key_ranges import contains
@@ -77,7 +76,7 @@ ROW_MAXIMUM = replace(BACKWARD, invariant=())
 
 def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
     """Refuses what the tiles of ``fixed_tiles`` lack; without ``invariant`` every combination of claims works."""
-    return tile_limits.refusals(spec, device, FORWARD.kernel)
+    return kernel_limits.fixed_tiles(spec, device, FORWARD.kernel)
 
 
 def probe() -> str:
@@ -119,18 +118,16 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
 def jvp(
     spec: AttentionSpec, inputs: Inputs, tangents: Tangents, into: Any = None, *, primals: bool = False
 ) -> tuple[Any, Any, Any, Any]:
-    """See ``contract.jvp_of``. It always computes out and lse."""
+    """See ``Backend.jvp``. It always computes out and lse."""
     return plain_tangents.jvp(spec, inputs, tangents)
-
-
-def row_maximum(spec: AttentionSpec, inputs: Inputs) -> Any:
-    """See ``contract.row_maximum_of``."""
-    return plain_row_maximum.row_maximum(spec, inputs)
 
 
 def forward_with_maximum(spec: AttentionSpec) -> Callable[..., tuple[Any, Any, Any]] | None:
     """See ``contract.forward_with_maximum``. Tiles of one size take another pass."""
     return plain_attention.forward_with_maximum if spec.invariant is None else None
+
+
+row_maximum = plain_attention.row_maximum
 
 
 def _paged_forward(spec: AttentionSpec, inputs: PagedInputs) -> tuple[Any, Any]:

@@ -209,7 +209,16 @@ class Tiles(NamedTuple):
 
         Their shape is ``[batch * kv_heads, tiles, group, QUERY_TILE, channels]``.
         """
-        return _in_tiles(self.spec, self.part, rows, self.shift, fill)
+        import torch
+
+        rows, spec = rows[self.part.batch, self.part.rows], self.spec
+        batch, count, _, channels = rows.shape
+        shape = (batch, self.query_tiles * QUERY_TILE, *rows.shape[2:])
+        padded = rows.new_full(shape, fill, dtype=getattr(torch, spec.lse_dtype))
+        padded[:, self.shift : self.shift + count] = rows
+        # [batch, tiles, QUERY_TILE, kv_heads, group, channels]
+        split = padded.view(batch, self.query_tiles, QUERY_TILE, spec.num_kv_heads, spec.group_size, channels)
+        return split.permute(0, 3, 1, 4, 2, 5).flatten(0, 1).contiguous()
 
 
 def tiles_of(spec: AttentionSpec, inputs: Inputs, part: Part, finite: bool = True) -> Tiles:
@@ -247,19 +256,6 @@ def _cut(table: Any, part: Part) -> Any:
     return table if table.shape[3] == 1 else table[..., part.keys]
 
 
-def _in_tiles(spec: AttentionSpec, part: Part, rows: Any, shift: int, fill: float) -> Any:
-    import torch
-
-    rows = rows[part.batch, part.rows]
-    batch, count, _, channels = rows.shape
-    tiles = -(-(count + shift) // QUERY_TILE)
-    padded = rows.new_full((batch, tiles * QUERY_TILE, *rows.shape[2:]), fill, dtype=getattr(torch, spec.lse_dtype))
-    padded[:, shift : shift + count] = rows
-    # [batch, tiles, QUERY_TILE, kv_heads, group, channels] -> [batch * kv_heads, tiles, group, QUERY_TILE, channels]
-    split = padded.view(batch, tiles, QUERY_TILE, spec.num_kv_heads, spec.group_size, channels)
-    return split.permute(0, 3, 1, 4, 2, 5).flatten(0, 1).contiguous()
-
-
 def _padded_keys(keys: Any, wide: Any) -> Any:
     batch, count, heads, dim = keys.shape
     padded = keys.new_zeros((batch, heads, -(-count // KEY_TILE) * KEY_TILE, dim), dtype=wide)
@@ -270,10 +266,12 @@ def _padded_keys(keys: Any, wide: Any) -> Any:
 @without_gradient
 def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
     """See ``Backend.forward``."""
+    import torch
+
     with without_autocast(inputs.q):
         q = inputs.q[None] if spec.packed else inputs.q
         out = q.new_zeros((*q.shape[:3], spec.value_dim))
-        lse = q.new_full((q.shape[0], spec.num_heads, q.shape[1]), -math.inf, dtype=_wide(spec))
+        lse = q.new_full((q.shape[0], spec.num_heads, q.shape[1]), -math.inf, dtype=getattr(torch, spec.lse_dtype))
         for part in parts(spec, inputs):
             tiles = tiles_of(spec, inputs, part)
             for number in range(tiles.query_tiles):
@@ -281,12 +279,6 @@ def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
                 _put(spec, part, tiles, number, out, part_out)
                 _put(spec, part, tiles, number, lse.transpose(1, 2)[..., None], part_lse)
     return (out[0], lse[0]) if spec.packed else (out, lse)
-
-
-def _wide(spec: AttentionSpec) -> Any:
-    import torch
-
-    return getattr(torch, spec.lse_dtype)
 
 
 def _put(spec: AttentionSpec, part: Part, tiles: Tiles, number: int, into: Any, rows: Any) -> None:
@@ -408,7 +400,7 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
     import torch
 
     with without_autocast(inputs.q):
-        wide = _wide(spec)
+        wide = getattr(torch, spec.lse_dtype)
         out, lse, dout, dlse = (t[None] if spec.packed and t is not None else t for t in (out, lse, dout, dlse))
         # [batch, q_len, heads, 1]; contiguous, because the strides decide the order of a sum
         term = -(dout.to(wide) * out.to(wide)).contiguous().sum(-1, keepdim=True)
@@ -485,9 +477,6 @@ def _exact_sums(spec: AttentionSpec, tiles: Tiles, q: Any, number: int, lse: Any
         total = total * _exp(top - base) + _exp(scores.sub_(base)).sum(-1, keepdim=True)
         top = new_top
     return torch.where(large, top, lse), torch.where(large, total, 1.0)
-
-
-__all__ = ["KEY_TILE", "QUERY_TILE", "backward", "forward"]
 
 
 # The matrix products: each has the shape of a whole tile, and is never of one matrix alone: a lone head is multiplied

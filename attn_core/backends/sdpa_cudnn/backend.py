@@ -6,22 +6,23 @@ of 0 and -inf, exact in any dtype; a bias that the dtype of q would round is ref
 other head dims, sinks and the gradient of the log-sum-exp. The backward, and the log-sum-exp of a single query, add in
 any order, so equal bits are not claimed.
 Upstream: ``aten::_scaled_dot_product_cudnn_attention`` and its backward, torch 2.11 to 2.15, cuDNN 9. Corrections:
-``empty_rows.py`` finds out what the installed cuDNN computes for rows that see no key; if it is not what we promise,
-these rows are shown every key and their results discarded. The backward gets out and dout in the layout in which torch
-allocates out, because torch caches plans by the layout of q, k and v alone, and its own attention uses the same plans.
+``zero_for_empty_rows`` finds out what the installed cuDNN computes for rows that see no key; if it is not what we
+promise, these rows are shown every key and their results discarded. The backward gets out and dout in the layout in
+which torch allocates out, because torch caches plans by the layout of q, k and v alone, and its own attention uses the
+same plans.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any
 
-from attn_core.backends.sdpa_cudnn.empty_rows import forward_binding, zero_for_empty_rows
 from attn_core.backends.shared import aten_masks, rewrites
 from attn_core.backends.shared.aten_masks import additive_of, explicit, limits, needed_band
-from attn_core.backends.shared.autograd import without_gradient
+from attn_core.backends.shared.autograd import recording, without_gradient
+from attn_core.backends.shared.cached_once import cached_once
 from attn_core.backends.shared.incoming_gradients import copy_other_layouts
 from attn_core.backends.shared.programs import operator_program
 from attn_core.backends.shared.programs.operator_recorder import outside
@@ -153,15 +154,6 @@ def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any,
     return rewrites.backward(_kernel(spec), spec, inputs, out, lse, dout, dlse)
 
 
-def operator_functions() -> operator_program.Functions:
-    """Returns what the programs of this backend record; see ``contract.operator_functions``."""
-    return operator_program.Functions(forward, backward, fake_results=_without_memory)
-
-
-program_refuses = operator_program.refuses
-program = operator_program.programs_of(operator_functions)
-
-
 def _without_memory(op: Any, arguments: dict[str, Any]) -> Any:
     """Returns the forward op's results without memory, in their real layouts; see ``operator_recorder``."""
     if op is not _kernels()[0]:
@@ -171,6 +163,10 @@ def _without_memory(op: Any, arguments: dict[str, Any]) -> Any:
     q, v = arguments["query"], arguments["value"]
     lse = q.new_empty((*q.shape[:3], 1), dtype=torch.float32)
     return without_memory(q, v.shape[3]), lse if arguments["compute_log_sumexp"] else q.new_empty((0,))
+
+
+OPERATOR_FUNCTIONS = operator_program.Functions(forward, backward, fake_results=_without_memory)
+program, program_refuses = partial(operator_program.program, OPERATOR_FUNCTIONS), operator_program.refuses
 
 
 def _forward(spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple[Any, Any]:
@@ -317,3 +313,60 @@ def _gapless(shape: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
     for axis in order:
         strides[axis], step = step, step * shape[axis]
     return tuple(strides)
+
+
+# What the installed cuDNN computes for rows that see no key. cuDNN 9.19 gives them the output 0, the log-sum-exp -inf
+# and no gradient, which is what we promise. Seen on an H200.
+
+TRIALS = ((1, 64), (130, 128))
+"""(queries, head_dim) of the calls that are tried. One query and many queries run on different kernels."""
+
+
+@cache
+def forward_binding() -> Any:
+    """Returns torch's Python binding of the forward op. A call of it is shorter than a call of the op itself."""
+    import torch
+
+    return torch._scaled_dot_product_cudnn_attention
+
+
+def zero_for_empty_rows() -> bool:
+    """Returns whether the installed cuDNN gives rows that see no key the output 0, -inf and no gradient."""
+    import torch
+
+    # A trial reads its results on the host, which a capture forbids.
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return _trials.cache_info().currsize > 0 and _trials()
+    return _trials()
+
+
+@cached_once
+def _trials() -> bool:
+    import torch
+
+    # The first call may be inside an operator, where autograd is off, and must not use up random numbers.
+    with outside(), torch.inference_mode(False), recording():
+        return all(_gives_zero(queries, head_dim) for queries, head_dim in TRIALS)
+
+
+def _gives_zero(queries: int, head_dim: int, device: Any = "cuda") -> bool:
+    """Returns whether the last query, which sees no key, has empty results, and its dout no effect on dk and dv."""
+    import torch
+
+    wave = torch.linspace(-2.0, 2.0, 2 * 72 * head_dim, device=device)
+    key = wave.sin().to(torch.bfloat16).view(1, 2, 72, head_dim).requires_grad_()
+    value = wave.cos().to(torch.bfloat16).view(1, 2, 72, head_dim).requires_grad_()
+    query = torch.ones((1, 2, queries, head_dim), dtype=torch.bfloat16, device=device, requires_grad=True)
+    bias = torch.zeros((1, 1, queries, 72), dtype=torch.bfloat16, device=device)
+    bias[:, :, -1] = -torch.inf
+    out, lse, *_ = forward_binding()(query, key, value, bias, True, 0.0, False, False, scale=0.1)
+    empty = bool((out[:, :, -1] == 0).all() and (lse.reshape(1, 2, queries)[..., -1] == -torch.inf).all())
+    if queries == 1:  # its gradient is NaN in every version (cudnn-frontend#1072), so ``known_bad.json`` refuses it
+        return empty
+    dout = torch.ones_like(out)
+    gradients = torch.autograd.grad(out, (query, key, value), dout, retain_graph=True)
+    dout[:, :, -1] = 100.0
+    others = torch.autograd.grad(out, (query, key, value), dout)
+    zero = all(bool((dq[:, :, -1] == 0).all()) for dq in (gradients[0], others[0]))
+    alike = all(torch.allclose(one, two, rtol=0.02, atol=0.02) for one, two in zip(gradients[1:], others[1:]))
+    return empty and zero and alike

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any
 
 from attn_core.backends.sdpa_efficient import operands as tensors
@@ -158,12 +158,6 @@ def _kernels() -> tuple[Any, Any]:
     return torch.ops.aten._efficient_attention_forward.default, torch.ops.aten._efficient_attention_backward.default
 
 
-@without_gradient
-def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
-    """See ``Backend.forward``."""
-    return rewrites.forward(KERNEL, spec, inputs)
-
-
 def shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any]] | None:
     """See ``Backend.shortcut``: torch itself attaches the backward op below to this forward op."""
     how = lower(spec)
@@ -191,21 +185,6 @@ def shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any]] | None:
         return out, lse[..., :rows]
 
     return run
-
-
-@without_gradient
-def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
-    """See ``Backend.backward``."""
-    return rewrites.backward(KERNEL, spec, inputs, out, lse, dout, dlse)
-
-
-def operator_functions() -> operator_program.Functions:
-    """Returns what the programs of this backend record; see ``contract.operator_functions``."""
-    return operator_program.Functions(forward, backward, fake_results=_gradients_without_memory)
-
-
-program_refuses = operator_program.refuses
-program = operator_program.programs_of(operator_functions)
 
 
 def _gradients_without_memory(op: Any, arguments: dict[str, Any]) -> Any:
@@ -273,3 +252,7 @@ def _backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any
 
 KERNEL = rewrites.Kernel(_forward, _backward, rewrites.whole_eights, same_width=False)
 """The kernel that ``shared.rewrites`` completes."""
+forward = without_gradient(partial(rewrites.forward, KERNEL))
+backward = without_gradient(partial(rewrites.backward, KERNEL))
+OPERATOR_FUNCTIONS = operator_program.Functions(forward, backward, fake_results=_gradients_without_memory)
+program, program_refuses = partial(operator_program.program, OPERATOR_FUNCTIONS), operator_program.refuses

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from attn_core.backends.shared import aten_masks
-from attn_core.backends.shared.rewrites import readable
+from attn_core.backends.shared.rewrites import by_kv_head, readable
 from attn_core.call.counters import operand_copied
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
@@ -138,17 +138,6 @@ def for_each_head(tensor: Any, group: int) -> Any:
     batch, length, kv_heads, dim = tensor.shape
     # [batch, length, kv_heads, group, dim] -> [batch, length, heads, dim]; a view if there is one kv head
     return tensor[:, :, :, None].expand(batch, length, kv_heads, group, dim).reshape(batch, length, -1, dim)
-
-
-def by_kv_head(gradient: Any, kv_heads: int) -> Any:
-    """``[batch, length, heads, dim]`` -> ``[batch, length, kv_heads, dim]``, summed in float32."""
-    import torch
-
-    heads = gradient.shape[2]
-    if heads == kv_heads:
-        return gradient
-    groups = gradient.unflatten(2, (kv_heads, heads // kv_heads))
-    return groups.sum(3, dtype=torch.float32).to(gradient.dtype)
 
 
 def bias_gradient(spec: AttentionSpec, how: dict[str, Any], bias: Any, full: Any) -> Any:

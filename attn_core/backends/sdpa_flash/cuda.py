@@ -109,12 +109,6 @@ def _in_place() -> Any:
     return None if op is None else op.default
 
 
-@without_gradient
-def forward(spec: AttentionSpec, inputs: Inputs, into: Any = None) -> tuple[Any, Any]:
-    """See ``Backend.forward``."""
-    return rewrites.forward(KERNEL, spec, inputs, into)
-
-
 def shortcut(spec: AttentionSpec) -> Callable[[Any, Any, Any], tuple[Any, Any]] | None:
     """See ``Backend.shortcut``: torch itself attaches the backward op below to this forward op."""
     how = lower(spec)
@@ -133,24 +127,7 @@ def shortcut(spec: AttentionSpec) -> Callable[[Any, Any, Any], tuple[Any, Any]] 
     return run
 
 
-@without_gradient
-def backward(
-    spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any, into: Any = None
-) -> Gradients:
-    """See ``Backend.backward``."""
-    return rewrites.backward(KERNEL, spec, inputs, out, lse, dout, dlse, into)
-
-
-def operator_functions() -> operator_program.Functions:
-    """Returns what the programs of this backend record; see ``contract.operator_functions``."""
-    return operator_program.Functions(forward, backward, writes_into=True)
-
-
-program_refuses = operator_program.refuses
-program = operator_program.programs_of(operator_functions)
-
-
-def _forward(spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple[Any, Any]:
+def run_forward(spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple[Any, Any]:
     """Runs the op, in place if possible. It reshapes one query of grouped heads and returns a view, so not in place."""
     how = lower(spec)
     one_query = spec.q_len == 1 and not spec.packed and spec.group_size > 1
@@ -174,15 +151,28 @@ def _forward(spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple[Any, Any]:
     return out, lse.masked_fill(lse == infinity, -infinity) if how["empty_rows"] else lse
 
 
-def _backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, into: Any) -> Gradients:
+def _generator_states(q: Any) -> tuple[Any, Any]:
+    """Returns states of a random generator in the forward op's format; unused without dropout."""
+    import torch
+
+    return q.new_empty((2,), dtype=torch.uint64), q.new_empty((), dtype=torch.uint64)
+
+
+def run_backward(
+    spec: AttentionSpec,
+    inputs: Inputs,
+    out: Any,
+    lse: Any,
+    dout: Any,
+    into: Any,
+    states_of: Callable[[Any], tuple[Any, Any]] = _generator_states,
+) -> Gradients:
     """Runs the op, which allocates its results; ``into`` is unused."""
     import torch
 
     how = lower(spec)
     if how["empty_rows"]:
         lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # the forward op's own value for such a row
-    # The states of a random generator, in the forward op's format; unused without dropout.
-    states = inputs.q.new_empty((2,), dtype=torch.uint64), inputs.q.new_empty((), dtype=torch.uint64)
     gradients = _kernels()[1](
         rewrites.readable(dout),
         *(rewrites.readable(tensor) for tensor in inputs[:3]),
@@ -194,7 +184,7 @@ def _backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any
         how["max_k"],
         0.0,
         how["is_causal"],
-        *states,
+        *states_of(inputs.q),
         scale=how["scale"],
         window_size_left=how["window_size_left"],
         window_size_right=how["window_size_right"],
@@ -202,5 +192,9 @@ def _backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any
     return Gradients(*gradients)
 
 
-KERNEL = rewrites.Kernel(_forward, _backward, rewrites.whole_eights)
+KERNEL = rewrites.Kernel(run_forward, run_backward, rewrites.whole_eights)
 """The kernel that ``shared.rewrites`` completes."""
+forward = without_gradient(partial(rewrites.forward, KERNEL))
+backward = without_gradient(partial(rewrites.backward, KERNEL))
+OPERATOR_FUNCTIONS = operator_program.Functions(forward, backward, writes_into=True)
+program, program_refuses = partial(operator_program.program, OPERATOR_FUNCTIONS), operator_program.refuses

@@ -19,16 +19,14 @@ float32 and a bias at most. It has no claim here: neither source says how a row 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
+from functools import partial
 from typing import Any
 
 from attn_core.backends.sdpa_flash import cuda
 from attn_core.backends.shared import kernel_limits, rewrites
-from attn_core.backends.shared.aten_masks import needed_band
 from attn_core.backends.shared.autograd import without_gradient
 from attn_core.backends.support import Build, Support
 from attn_core.call.spec import AttentionSpec
-from attn_core.call.tensors import Gradients, Inputs
 
 FRAMEWORK = "torch"
 REQUIRES = "torch>=2.11 with ROCm"
@@ -61,48 +59,17 @@ def probe() -> str:
     return torch.__version__
 
 
-@lru_cache(maxsize=4096)
-def lower(spec: AttentionSpec) -> dict[str, Any]:
-    """Returns the arguments of the ops. Causal counts as such only if it hides a key: one query has none to hide."""
-    return {"is_causal": needed_band(spec).right == 0, "scale": spec.scale}
-
-
-@without_gradient
-def forward(spec: AttentionSpec, inputs: Inputs) -> tuple[Any, Any]:
-    """See ``Backend.forward``. The log-sum-exp is the kernel's own, which ``backward`` expects."""
-    return rewrites.forward(KERNEL, spec, inputs)
-
-
-@without_gradient
-def backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
-    """See ``Backend.backward``."""
-    return rewrites.backward(KERNEL, spec, inputs, out, lse, dout, dlse)
-
-
-def _forward(spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple[Any, Any]:
-    """Runs the op, which allocates its results; ``into`` is unused."""
-    how = lower(spec)
-    q, k, v = (rewrites.readable(tensor) for tensor in inputs[:3])
-    lengths = (None, None, spec.q_len, spec.kv_len)
-    out, lse, *_ = cuda._kernels()[0](q, k, v, *lengths, 0.0, how["is_causal"], False, scale=how["scale"])
-    return out, lse
-
-
-def _backward(spec: AttentionSpec, inputs: Inputs, out: Any, lse: Any, dout: Any, into: Any) -> Gradients:
-    """Runs the op, which allocates its results; ``into`` is unused."""
+def _generator_states(q: Any) -> tuple[Any, Any]:
+    """Returns seed and offset of a random generator in the forward op's format; unused without dropout."""
     import torch
 
-    how = lower(spec)
-    q, k, v = (rewrites.readable(tensor) for tensor in inputs[:3])
-    # Seed and offset of a random generator as the forward op returns them; unused without dropout.
-    states = [inputs.q.new_empty((), dtype=torch.int64) for _ in range(2)]
-    lengths = (None, None, spec.q_len, spec.kv_len)
-    gradients = cuda._kernels()[1](
-        *(rewrites.readable(dout), q, k, v, rewrites.readable(out), lse, *lengths, 0.0, how["is_causal"], *states),
-        scale=how["scale"],
-    )
-    return Gradients(*gradients)
+    return q.new_empty((), dtype=torch.int64), q.new_empty((), dtype=torch.int64)
 
 
-KERNEL = rewrites.Kernel(_forward, _backward, rewrites.whole_eights)
-"""The kernel that ``shared.rewrites`` completes."""
+lower = cuda.lower
+KERNEL = rewrites.Kernel(
+    cuda.run_forward, partial(cuda.run_backward, states_of=_generator_states), rewrites.whole_eights
+)
+"""The kernel that ``shared.rewrites`` completes. Its log-sum-exp is its own, which its backward expects."""
+forward = without_gradient(partial(rewrites.forward, KERNEL))
+backward = without_gradient(partial(rewrites.backward, KERNEL))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from attn_core.backends.contract import Backend, backend_warm_up
+from attn_core.backends.contract import Backend
 from attn_core.call.functions import named
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
@@ -18,9 +18,8 @@ def warm_up(backend: Backend, spec: AttentionSpec) -> None:
     """
     if spec.empty:
         return
-    run_ahead = backend_warm_up(backend)
-    if run_ahead is not None:
-        run_ahead(spec)
+    if backend.warm_up is not None:
+        backend.warm_up(spec)
         return
     inputs = zeros(spec)  # values do not matter, because compilation depends on shapes and dtypes
     out, lse = backend.forward(spec, inputs)

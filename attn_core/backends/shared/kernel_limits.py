@@ -1,4 +1,4 @@
-"""Limits that CUDA kernels of several packages share: the axes of a launch grid, and 32-bit indices."""
+"""Limits that kernels share: the axes of a launch grid, and 32-bit indices; and those of tiles of one size."""
 
 from __future__ import annotations
 
@@ -61,3 +61,18 @@ def dq_elements(spec: AttentionSpec) -> int:
     width = max(spec.head_dim, spec.value_dim)
     step = 64 if width > 128 else 32
     return rows * spec.num_heads * -(-width // step) * step
+
+
+def fixed_tiles(spec: AttentionSpec, device: str, kernel: str) -> tuple[str, ...]:
+    """Returns why tiles of one size, which keep ``invariant`` on a CPU, cannot compute a call; nothing without it."""
+    if spec.invariant is None:
+        return ()
+    lacks = {
+        f"device {device}": device != "cpu",
+        "key_ranges": spec.key_ranges_shape is not None,
+        "mask_mod": spec.mask_mod is not None,
+        "score_mod": spec.score_mod is not None,
+        "alibi_slopes of each sequence in pages": spec.paged is not None and len(spec.alibi_shape or ()) == 2,
+        "sizes that are symbols": spec.symbolic,
+    }
+    return tuple(f"{what} with invariant={spec.invariant!r}: {kernel} has none" for what in lacks if lacks[what])

@@ -13,11 +13,6 @@ def by_row(values: Any) -> Any:
     return values.transpose(-1, -2)[..., None]
 
 
-def _by_head(values: Any) -> Any:
-    """``[heads]`` -> ``[heads, 1]``, which broadcasts against ``[..., heads, rows]``."""
-    return values[:, None]
-
-
 def with_sinks(out: Any, lse: Any, sinks: Any, *, needs_lse: bool = True, into: Any = None) -> tuple[Any, Any]:
     """Adds one logit per head, ``[heads]``, to the softmax of (out, lse). Rows that see no key keep 0 and -inf.
 
@@ -25,7 +20,7 @@ def with_sinks(out: Any, lse: Any, sinks: Any, *, needs_lse: bool = True, into: 
     """
     import torch
 
-    sinks = _by_head(sinks.detach().to(lse.dtype))
+    sinks = sinks.detach().to(lse.dtype)[:, None]  # [heads, 1] against [..., heads, rows]
     gate = (lse - sinks).sigmoid_().nan_to_num_()  # NaN if both are -inf
     # Every operation here is a small kernel, so the product is rounded by the kernel that computes it.
     into = torch.empty_like(out) if into is None else into
@@ -43,7 +38,7 @@ def sink_gradient(sinks: Any, out: Any, lse: Any, dout: Any, dlse: Any) -> Any:
     """
     import torch
 
-    share = torch.exp(_by_head(sinks.detach().to(lse.dtype)) - lse)
+    share = torch.exp(sinks.detach().to(lse.dtype)[:, None] - lse)  # [heads, 1] against [..., heads, rows]
     delta = (dout.to(lse.dtype) * out).sum(-1).transpose(-1, -2)  # [..., heads, rows]
     total = (share * (delta if dlse is None else delta - dlse)).masked_fill(lse == -torch.inf, 0.0)
     rows = (0, 2) if total.dim() == 3 else (1,)

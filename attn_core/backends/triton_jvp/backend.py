@@ -15,14 +15,15 @@ from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any
 
+from attn_core.backends.shared.programs import triton_programs
 from attn_core.backends.shared.programs.kernel_programs import KernelProgram
-from attn_core.backends.shared.programs.triton import launch, with_dense_channels
-from attn_core.backends.support import Build, Support
-from attn_core.backends.triton_jvp import launches, maximum
+from attn_core.backends.shared.programs.triton import launch, result_buffer, with_dense_channels
+from attn_core.backends.support import Build, Support, no_backward
+from attn_core.backends.triton_jvp import launches
 from attn_core.backends.triton_jvp.launches import Tiles
 from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
-from attn_core.call.tensors import Gradients, Inputs, Tangents
+from attn_core.call.tensors import Inputs, Tangents
 
 FRAMEWORK = "torch"
 REQUIRES = "triton>=3.6"
@@ -127,35 +128,29 @@ def forward(spec: AttentionSpec, inputs: Inputs, into: Any = None) -> tuple[Any,
 def jvp(
     spec: AttentionSpec, inputs: Inputs, tangents: Tangents, into: Any = None, *, primals: bool = False
 ) -> tuple[Any, Any, Any, Any]:
-    """See ``contract.jvp_of``."""
+    """See ``Backend.jvp``."""
     return _run(spec, inputs, tangents, (None, None), into or (None, None), primals=primals)
 
 
 def row_maximum(spec: AttentionSpec, inputs: Inputs) -> Any:
-    """See ``contract.row_maximum_of``."""
-    return maximum.run(spec, inputs, *_maximum_settings(spec, inputs.q.get_device()))
+    """See ``Backend.row_maximum``."""
+    return launches.run_maximum(spec, inputs, *_maximum_settings(spec, inputs.q.get_device()))
 
 
 def row_maximum_program(spec: AttentionSpec) -> KernelProgram:
     """Returns the kernel of ``row_maximum`` for XLA's buffers on the current device."""
     import torch
 
-    return maximum.program(spec, *_maximum_settings(spec, torch.cuda.current_device()))
-
-
-def program_operands(spec: AttentionSpec, arrays: dict[str, Any]) -> dict[str, Any]:
-    """Returns the operands of a program that are not the call's own arrays, by name: slopes in float32."""
-    return {"alibi_slopes": arrays["alibi_slopes"].astype("float32")} if "alibi_slopes" in arrays else {}
+    return launches.maximum_program(spec, *_maximum_settings(spec, torch.cuda.current_device()))
 
 
 @lru_cache(maxsize=4096)
 def _maximum_settings(spec: AttentionSpec, device: int) -> tuple[dict[str, Any], Tiles]:
-    return lower(spec), maximum.tiles(spec, _shared_memory(device))
+    return lower(spec), launches.tiles_of_maximum(spec, _shared_memory(device))
 
 
-def backward(spec: AttentionSpec, inputs: Any, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
-    """Raises: the kernel is for forward mode."""
-    raise NotImplementedError(f"backward: {FORWARD.kernel} has no gradient")
+program_operands = triton_programs.operands_in_float32
+backward = no_backward
 
 
 def _run(
@@ -168,7 +163,6 @@ def _run(
     primals: bool,
 ) -> tuple[Any, Any, Any, Any]:
     """Returns (out, lse, dout, dlse): the first two None without ``primals``, the others if nothing moves."""
-    import torch
 
     q, device = with_dense_channels(inputs.q), inputs.q.get_device()
     moves = tuple(each is not None for each in (tangents.dq, tangents.dk, tangents.dv, tangents.dsinks))
@@ -181,10 +175,8 @@ def _run(
     dout, dlse = _buffers(spec, q, moved) if any(moves) else (None, None)
     written = [q if each is None else each for each in (out, lse, dout, dlse)]
     operands = (q, *rows, sinks, *moving, dsinks, *offsets, *written)
-    # The current device, because Triton launches there. Tests run the kernel on the CPU, in Triton's interpreter.
-    current = torch.cuda.current_device() if device >= 0 else device
     strides = tuple(tensor.stride() for tensor in (q, *rows, *moving))
-    key = ("jvp", spec, moves, primals, strides, sinks.dtype, dsinks.dtype, current)
+    key = ("jvp", spec, moves, primals, strides, sinks.dtype, dsinks.dtype)
     launch(
         _kernels().attend,
         key,
@@ -195,12 +187,7 @@ def _run(
 
 
 def _buffers(spec: AttentionSpec, q: Any, given: tuple[Any, Any]) -> tuple[Any, Any]:
-    """Returns contiguous tensors for an output and a log-sum-exp, the caller's if they are contiguous."""
     import torch
 
-    out, lse = (None if each is None or not each.is_contiguous() else each for each in given)
-    if out is None:
-        out = torch.empty(spec.out_shape, dtype=q.dtype, device=q.device)
-    if lse is None:
-        lse = torch.empty(spec.lse_shape, dtype=torch.float32, device=q.device)
-    return out, lse
+    out = result_buffer(given[0], spec.out_shape, q.dtype, q.device)
+    return out, result_buffer(given[1], spec.lse_shape, torch.float32, q.device)

@@ -21,7 +21,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-LOG2_E = tl.constexpr(1.4426950408889634)
+from attn_core.backends.shared.in_order.new_tokens import document_at
+from attn_core.backends.shared.in_order.running_maximum import LN_2, LOG2_E, raise_maximum
 
 
 @triton.jit
@@ -54,25 +55,6 @@ def tanh_and_slope(x, ACCURATE: tl.constexpr):
     return tl.where(x < 0.0, -tanh, tanh), 4.0 * decay * share * share
 
 
-@triton.jit
-def raise_maximum(top, other):
-    """Returns the new running maximum, the base to subtract, and the factor that rescales the sums so far.
-
-    The base is 0 instead of -inf, because -inf - -inf is NaN. All values are base-2 logarithms.
-    """
-    new = tl.maximum(top, other)
-    base = tl.where(new == float("-inf"), 0.0, new)
-    return new, base, tl.exp2(top - base)
-
-
-@triton.jit
-def document_at(offsets, document, tokens):
-    """Returns the first token of a document and their number; for offsets that lie, of some document in the tokens."""
-    first = tl.minimum(tl.maximum(tl.load(offsets + document), 0), tokens)
-    return first, tl.minimum(tl.maximum(tl.load(offsets + document + 1), first), tokens) - first
-
-
-LN_2 = tl.constexpr(0.6931471805599453)
 LARGEST_MOVE = tl.constexpr(16384.0)
 """Tangents of logits up to this size are in float16's range, also after they are multiplied by a weight."""
 

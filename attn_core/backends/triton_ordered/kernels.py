@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 
 from attn_core.backends.shared.in_order.loads import read
+from attn_core.backends.shared.in_order.new_tokens import document_at
 from attn_core.backends.shared.in_order.rows import attend_rows
 from attn_core.backends.shared.in_order.running_maximum import LOG2_E
 
@@ -34,18 +35,12 @@ def sequence_at(sequence, cu_seqlens_q, cu_seqlens_k, q_tokens, k_tokens, PACKED
     """
     if PACKED:
         row = (sequence * 0).to(tl.int64)
-        first_query, queries = _document_at(cu_seqlens_q, sequence, q_tokens)
-        first_key, keys = _document_at(cu_seqlens_k, sequence, k_tokens)
+        first_query, queries = document_at(cu_seqlens_q, sequence, q_tokens)
+        first_key, keys = document_at(cu_seqlens_k, sequence, k_tokens)
     else:
         row = sequence.to(tl.int64)
         first_query, queries, first_key, keys = (sequence * 0), q_tokens, (sequence * 0), k_tokens
     return row, first_query.to(tl.int64), queries, first_key.to(tl.int64), keys
-
-
-@triton.jit
-def _document_at(offsets, document, tokens):
-    first = tl.minimum(tl.maximum(tl.load(offsets + document), 0), tokens)
-    return first, tl.minimum(tl.maximum(tl.load(offsets + document + 1), first), tokens) - first
 
 
 # Triton compiles again for arguments that are 1 or a multiple of 16. These change from call to call.

@@ -1,8 +1,8 @@
-"""The launch of the forward: its grid, numbers and constants."""
+"""The launches of the kernels: their tiles, grids, numbers and constants."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from attn_core.backends.shared.in_order.order import How, blocks, sequences
 from attn_core.backends.shared.programs.triton import Description
@@ -77,3 +77,87 @@ def attend(spec: AttentionSpec, operands: tuple[Any, ...], settings: dict[str, A
     # Sequences times heads come first, because only the first axis of a grid may exceed 65535.
     grid = (sequences(spec)[0] * spec.num_kv_heads, max(way.shares, 1), blocks(spec, tiles))
     return grid, numbers, constants
+
+
+# The gradients.
+
+FLAGS = ("PACKED", "BOTTOM_RIGHT", "SOFTCAP", "LEFT_OPEN", "ALIBI")
+SUM_ROWS = 64
+"""The tokens of a tile of ``row_sums``."""
+SINK_ROWS = 1024
+"""The tokens that a program of ``sink_sums`` adds at once."""
+
+
+class Tile(NamedTuple):
+    """A launch's tile of queries and keys, warps, and stages of the pipeline."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+TILES = {
+    128: (Tile(64, 128, 8, 2), Tile(128, 128, 8, 2)),
+    256: (Tile(64, 64, 8, 2), Tile(128, 32, 8, 2)),
+}
+"""By the wider of head_dim and value_dim, of ``of_keys`` and of ``of_queries``. Nothing else may choose them: the order
+of the sums depends on them. As compiled for sm90 in bfloat16, the inner loops of width 128 need the fewest instructions
+of those tried, and spill few registers."""
+
+
+def tiles(spec: AttentionSpec) -> tuple[Tile, Tile]:
+    """Returns the tiles of ``of_keys`` and ``of_queries``."""
+    wide = max(spec.head_dim, spec.value_dim)
+    return next((each for width, each in TILES.items() if wide <= width), TILES[256])
+
+
+def row_sums(spec: AttentionSpec, operands: tuple[Any, ...], has_dlse: bool) -> Description:
+    """Returns the grid, the numbers and the constants of ``kernels.row_sums``."""
+    out, dout, lse, *_ = operands
+    steps = [step for each in (out, dout, lse) for step in by_row(each, spec.packed)]
+    constants = {"HEADS": spec.num_heads, "VALUE_DIM": spec.value_dim, "DLSE": has_dlse, "ROWS": SUM_ROWS}
+    programs = spec.batch * spec.num_heads * -(-spec.q_len // SUM_ROWS)
+    return (programs, 1, 1), (spec.q_len, *steps), constants | {"num_warps": 4, "enable_fp_fusion": False}
+
+
+def sink_sums(spec: AttentionSpec, operands: tuple[Any, ...]) -> Description:
+    """Returns the grid, the numbers and the constants of ``kernels.sink_sums``."""
+    numbers = (spec.batch, spec.q_len, *by_row(operands[1], spec.packed))
+    constants = {"TILE": SINK_ROWS, "num_warps": 4, "enable_fp_fusion": False}
+    return (spec.num_heads, 1, 1), numbers, constants
+
+
+def of_keys(spec: AttentionSpec, operands: tuple[Any, ...], settings: dict[str, Any], tile: Tile) -> Description:
+    """Returns the grid, the numbers and the constants of ``kernels.of_keys``."""
+    number, _, keys = sequences(spec)
+    numbers, constants = _common(spec, operands, settings, tile)
+    grid = (number * spec.num_kv_heads, -(-keys // tile.keys), 1)
+    return grid, numbers, {"KV_HEADS": spec.num_kv_heads, **constants}
+
+
+def of_queries(spec: AttentionSpec, operands: tuple[Any, ...], settings: dict[str, Any], tile: Tile) -> Description:
+    """Returns the grid, the numbers and the constants of ``kernels.of_queries``."""
+    number, queries, _ = sequences(spec)
+    numbers, constants = _common(spec, operands, settings, tile)
+    grid = (number * spec.num_heads, -(-queries // tile.queries), 1)
+    return grid, numbers, {"HEADS": spec.num_heads, **constants}
+
+
+def _common(
+    spec: AttentionSpec, operands: tuple[Any, ...], settings: dict[str, Any], tile: Tile
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    q, k, v, dout, lse, _, _, _, _, *results = operands
+    steps = [step for each in (q, k, v, dout, lse, *results) for step in by_row(each, spec.packed)]
+    numbers = (
+        *(settings["scale"], settings["softcap"]),
+        *(spec.q_len, spec.kv_len, settings["left"], settings["right"]),
+        *(*steps, slope_row(spec)),
+    )
+    constants = {
+        **{"GROUP": spec.group_size, "HEAD_DIM": spec.head_dim, "VALUE_DIM": spec.value_dim},
+        **{name: settings[name] for name in FLAGS},
+        **{"QUERIES": tile.queries, "KEYS": tile.keys, "num_warps": tile.warps, "num_stages": tile.stages},
+        "enable_fp_fusion": False,
+    }
+    return numbers, constants

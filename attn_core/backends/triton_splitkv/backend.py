@@ -16,20 +16,20 @@ from functools import cache, lru_cache
 from typing import Any
 
 from attn_core.backends.shared.device_kinds import compute_capability
-from attn_core.backends.shared.in_order import merge as merge_in_order
+from attn_core.backends.shared.in_order import order
 from attn_core.backends.shared.in_order.order import PROVEN, How, Tiles, blocks, grid_of, how, settings_of
 from attn_core.backends.shared.kernel_limits import GRID_LIMIT
 from attn_core.backends.shared.programs import triton_programs
 from attn_core.backends.shared.programs.kernel_programs import SCRATCH, Buffer, KernelProgram
-from attn_core.backends.shared.programs.triton import Description, Direct, launch
-from attn_core.backends.support import Build, Support
+from attn_core.backends.shared.programs.triton import Description, Direct, launch, multiprocessors
+from attn_core.backends.support import Build, Support, no_backward
 from attn_core.backends.triton_splitkv import launches
 from attn_core.backends.triton_splitkv.launches import Launches
 from attn_core.backends.triton_splitkv.shares import rows_of, splits, tiles
 from attn_core.call.masks import band
 from attn_core.call.pages import BITS
 from attn_core.call.spec import AttentionSpec
-from attn_core.call.tensors import Gradients, PagedInputs
+from attn_core.call.tensors import PagedInputs
 from attn_core.paged.arguments import one_query_each
 from attn_core.paged.quantised.numbers import KINDS
 
@@ -61,8 +61,6 @@ FORWARD = Support(
 BACKWARD = None
 PAGES_ALONE = True
 WRITES_INTO = True
-WRITES_STRIDED = True
-PAGED_SHORTCUT_TAKES_ALL = True
 
 
 def refuses(spec: AttentionSpec, device: str, build: Build | None) -> tuple[str, ...]:
@@ -141,15 +139,7 @@ def _scales_late(spec: AttentionSpec) -> bool:
 
 @lru_cache(maxsize=4096)
 def _settings(spec: AttentionSpec, device: int) -> tuple[dict[str, Any], Tiles, int]:
-    return lower(spec), tiles(spec), splits(spec, _multiprocessors(device))
-
-
-@cache
-def _multiprocessors(device: int) -> int:
-    import torch
-
-    # A CPU tensor has device -1: tests run the kernel in Triton's interpreter.
-    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device >= 0 else 1
+    return lower(spec), tiles(spec), splits(spec, multiprocessors(device))
 
 
 @lru_cache(maxsize=4096)
@@ -169,53 +159,56 @@ def forward(spec: AttentionSpec, inputs: PagedInputs, into: Any = None) -> tuple
     """See ``Backend.forward``."""
     if spec.invariant is not None:
         return _in_order(spec, inputs, into)[:2]
-    return _forward(spec, inputs, (None, None) if into is None else into)[:2]
+    return _forward(spec, inputs, into)[:2]
 
 
 def paged_shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any]]:
     """See ``contract.paged_shortcut``."""
     if spec.invariant is not None:
         return launches.repeated(spec, lambda inputs: _in_order(spec, inputs))
-    return launches.repeated(spec, lambda inputs: _forward(spec, inputs, (None, None)))
+    return launches.repeated(spec, lambda inputs: _forward(spec, inputs))
 
 
-def _forward(spec: AttentionSpec, inputs: PagedInputs, into: tuple[Any, Any]) -> tuple[Any, Any, Launches | None]:
+def _forward(spec: AttentionSpec, inputs: PagedInputs, into: Any = None) -> tuple[Any, Any, Launches | None]:
     """Returns (out, lse), and the launches if they fit other tensors of the same strides."""
-    import torch
-
     kernels, device = _kernels(), inputs.q.get_device()
-    count, out_shape, lse_shape = _results(spec, device)
+    count = _results(spec, device)[0]
     read, copied = launches.operands_of(inputs)
     q, sinks = read.q, read.sinks
     scales = (q, q) if inputs.k_scales is None else (inputs.k_scales, inputs.v_scales)
-    out, lse = into
-    if out is None:
-        out = torch.empty(out_shape, dtype=q.dtype, device=q.device)
-    if lse is None:
-        lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device)
-    parts, part_lse = out, lse
-    if count > 1:  # float32 partial results, which a second kernel merges
-        parts = torch.empty((count, *out_shape), dtype=torch.float32, device=q.device)
-        part_lse = torch.empty((count, *lse_shape), dtype=torch.float32, device=q.device)
-    # The current device, because Triton launches there. Tests run the kernels on the CPU, in Triton's interpreter.
-    current = torch.cuda.current_device() if device >= 0 else device
+    out, lse, parts, part_lse = _buffers(spec, q, into, count if count > 1 else 0)
     results = out.stride(), lse.stride(), sinks.dtype
     strides = [each.stride() for each in (*read[:3], *scales)]
     layout = (*strides, read.table.stride(0), *results, inputs.cu_seqlens_q is None)
     operands = (*read, *scales, parts, part_lse)
-    key = ("attend", spec, count, layout, current)
+    key = ("attend", spec, count, layout)
     attend = launch(kernels.attend, key, operands, lambda: launches.attend(spec, operands, *_settings(spec, device)))
     merge = None
     if count > 1:
         merged = (parts, part_lse, sinks, out, lse)
-        merge_key = ("merge", spec, count, results, current)
-        merge = launch(
-            kernels.merge, merge_key, merged, lambda: launches.merge(spec, merged, *_settings(spec, device)[1:])
-        )
+        merge_key = ("merge", spec, count, results)
+        merge = launch(kernels.merge, merge_key, merged, lambda: launches.merge(spec, merged, count))
     # A copied operand has other strides than the caller's tensor.
     if copied or attend is None or (count > 1 and merge is None):
         return out, lse, None
     return out, lse, Launches(count, attend, merge)
+
+
+def _buffers(spec: AttentionSpec, q: Any, into: Any, count: int) -> tuple[Any, Any, Any, Any]:
+    """Returns out and lse, the caller's if there are any; and so many float32 partial results, which a second kernel
+    merges, or out and lse again for none."""
+    import torch
+
+    _, out_shape, lse_shape = _results(spec, q.get_device())
+    out, lse = into or (None, None)
+    if out is None:
+        out = torch.empty(out_shape, dtype=q.dtype, device=q.device)
+    if lse is None:
+        lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device)
+    if not count:
+        return out, lse, out, lse
+    parts, part_lse = (torch.empty((count, *s), dtype=torch.float32, device=q.device) for s in (out_shape, lse_shape))
+    return out, lse, parts, part_lse
 
 
 # Calls with ``invariant``: one order of sums for every batch, chunk and page, by ``kernels.attend_in_order``.
@@ -257,34 +250,22 @@ def _describe_in_order(
 
 def _in_order(spec: AttentionSpec, inputs: PagedInputs, into: Any = None) -> tuple[Any, Any, Launches | None]:
     """Returns what ``_forward`` does, for a call with ``invariant``."""
-    import torch
-
     device = inputs.q.get_device()
-    settings, kernels, way = _settings(spec, device)[0], _kernels(), how(spec, _multiprocessors(device))
+    settings, kernels, way = _settings(spec, device)[0], _kernels(), how(spec, multiprocessors(device))
     read, copied = launches.operands_of(inputs)
     q, sinks = read.q, read.sinks
-    out, lse = (None, None) if into is None else into
-    if out is None:
-        out = torch.empty(spec.out_shape, dtype=q.dtype, device=q.device)
-    if lse is None:
-        lse = torch.empty(spec.lse_shape, dtype=torch.float32, device=q.device)
-    parts, part_lse = out, lse
-    if way.shares:
-        parts = torch.empty((way.shares, *spec.out_shape), dtype=torch.float32, device=q.device)
-        part_lse = torch.empty((way.shares, *spec.lse_shape), dtype=torch.float32, device=q.device)
-    # The current device, because Triton launches there. Tests run the kernels on the CPU, in Triton's interpreter.
-    current = torch.cuda.current_device() if q.is_cuda else -1
+    out, lse, parts, part_lse = _buffers(spec, q, into, way.shares)
     results = out.stride(), lse.stride(), sinks.dtype
     strides = [each.stride() for each in read[:3]]
     layout = (*strides, read.table.stride(0), *results, inputs.cu_seqlens_q is None)
     operands = (*read[:7], read.slopes, read.starts, parts, part_lse)  # no ranges
-    key = ("attend_in_order", spec, way, layout, current)
+    key = ("attend_in_order", spec, way, layout)
     attend_at = launch(
         kernels.attend_in_order, key, operands, lambda: _describe_in_order(spec, operands, settings, way)
     )
     merge_at = None
     if way.shares:
-        merge_at = merge_in_order.launch_merge(spec, (parts, part_lse, sinks, out, lse), way.shares, current)
+        merge_at = order.launch_merge(spec, (parts, part_lse, sinks, out, lse), way.shares)
     if copied or attend_at is None or (way.shares and merge_at is None):
         return out, lse, None
     return out, lse, Launches(way.shares, _as_attend(attend_at), merge_at)
@@ -313,7 +294,7 @@ def program(spec: AttentionSpec, direction: str, with_dlse: bool = False) -> Ker
     import torch
 
     device = torch.cuda.current_device()
-    way = None if spec.invariant is None else how(spec, _multiprocessors(device))
+    way = None if spec.invariant is None else how(spec, multiprocessors(device))
     settings, tiles, count = _settings(spec, device)
     return program_of(spec, settings, tiles, count, way)
 
@@ -331,7 +312,6 @@ def program_of(
         settings, tiles, count: the numbers of the kernel, its tiles, and into how many parts each sequence is split.
         way: the launches of a call with ``invariant``, in place of tiles and count.
     """
-    from attn_core.backends.shared.in_order import merge_kernel
     from attn_core.backends.triton_splitkv import kernels
 
     if way is not None:
@@ -342,32 +322,25 @@ def program_of(
     if count > 1:
         buffers["parts"] = Buffer(SCRATCH, (count, *spec.out_shape), "float32")
         buffers["part_lse"] = Buffer(SCRATCH, (count, *spec.lse_shape), "float32")
-    place = {name: number for number, name in enumerate(buffers)}
-    every = tuple(buffers.values())
     # The kernel gets another pointer for an operand that the call lacks, and does not read it.
     stand_ins = {"cu_seqlens_q": "seq_lens", "sinks": "q", "key_ranges": "q"}
     stand_ins |= {"alibi_slopes": "q", "kv_starts": "seq_lens", "k_scales": "q", "v_scales": "q"}
     names = ("q", "k", "v", "block_table", "seq_lens", *stand_ins)
     if way is not None:
         names = tuple(name for name in names if name in ORDERED_READS)
-    reads = [name if name in buffers else stand_ins[name] for name in names]
-    writes = ["parts", "part_lse"] if count > 1 else ["out", "lse"]
-
-    def step(kernel: Any, read: list[str], written: list[str], describe: Any) -> Any:
-        tensors = [_like(buffers[name]) for name in (*read, *written)]
-        at = tuple(place[name] for name in read), tuple(place[name] for name in written)
-        return triton_programs.step(kernel, *at, tuple([tensor.dtype for tensor in tensors]), describe(tensors))
-
+    reads = tuple(name if name in buffers else stand_ins[name] for name in names)
+    writes = ("parts", "part_lse") if count > 1 else ("out", "lse")
     if way is None:
-        attend = kernels.attend, lambda t: launches.attend(spec, tuple(t), settings, tiles, count)
-        merge = kernels.merge, lambda t: launches.merge(spec, tuple(t), tiles, count)
+        attend = kernels.attend, lambda t: launches.attend(spec, t, settings, tiles, count)
+        merge = kernels.merge, lambda t: launches.merge(spec, t, count)
     else:
-        attend = kernels.attend_in_order, lambda t: _describe_in_order(spec, tuple(t), settings, way)
-        merge = merge_kernel.merge_in_order, lambda t: merge_in_order.describe(spec, tuple(t), count)
-    steps = [step(attend[0], reads, writes, attend[1])]
+        attend = kernels.attend_in_order, lambda t: _describe_in_order(spec, t, settings, way)
+        merge = order.merge_kernel(), lambda t: order.describe_merge(spec, t, count)
+    built = triton_programs.Program(buffers)
+    built.add(attend[0], reads, writes, attend[1])
     if count > 1:
-        steps.append(step(merge[0], [*writes, reads[6]], ["out", "lse"], merge[1]))
-    return KernelProgram(every, tuple(steps))
+        built.add(merge[0], (*writes, reads[6]), ("out", "lse"), merge[1])
+    return built.built()
 
 
 def _operand_buffers(spec: AttentionSpec) -> dict[str, Buffer]:
@@ -399,18 +372,5 @@ def _operand_buffers(spec: AttentionSpec) -> dict[str, Buffer]:
     return {name: Buffer(name, tuple(shape), dtype) for name, (shape, dtype) in shapes.items()}
 
 
-def _like(buffer: Buffer) -> Any:
-    """Returns a tensor without memory that has a buffer's strides."""
-    import torch
-
-    return torch.empty(buffer.shape, dtype=getattr(torch, buffer.dtype), device="meta")
-
-
-def program_operands(spec: AttentionSpec, arrays: dict[str, Any]) -> dict[str, Any]:
-    """Returns the operands of a program that are not the call's own arrays: sinks and slopes in float32, by name."""
-    return {name: arrays[name].astype("float32") for name in ("sinks", "alibi_slopes") if name in arrays}
-
-
-def backward(spec: AttentionSpec, inputs: Any, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:
-    """Raises: paged keys and values are for inference."""
-    raise NotImplementedError(f"backward: {FORWARD.kernel} has no gradient")
+program_operands = triton_programs.operands_in_float32
+backward = no_backward

@@ -100,7 +100,6 @@ def attend(
     ASSEMBLY: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
     """Computes out and lse of one share of the keys; with SPLITS > 1 they are float32 partial results, one per split.
 
@@ -112,10 +111,8 @@ def attend(
     KIND: how the pages are quantised (``quantised.numbers.KINDS``), 0 if they are not. A scale of a key multiplies its
     score. Weights times the scales of values, over the largest scale so far, are float16, as the stored numbers become.
     Tiles are read as words of two bytes, and become a tile for each place of a number in a word. ASSEMBLY: see
-    ``stored_tiles``. DEPENDENT: see ``merge``.
+    ``stored_tiles``.
     """
-    if DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()
     sequence = tl.program_id(0) // KV_HEADS
     kv_head = (tl.program_id(0) % KV_HEADS).to(tl.int64)  # 64 bits, because a pool's stride times it may exceed 2^31
     split = tl.program_id(1)
@@ -468,14 +465,8 @@ def merge(
     SINKS: tl.constexpr,
     SHARES: tl.constexpr,
     HEADS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
-    """Merges the partial results of all splits, for one query and HEADS heads. SHARES: splits read at once.
-
-    DEPENDENT: the programs may start while ``attend`` still runs, and wait for it here (programmatic dependent launch).
-    """
-    if DEPENDENT:
-        tl.extra.cuda.gdc_wait()
+    """Merges the partial results of all splits, for one query and HEADS heads. SHARES: splits read at once."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     channel = tl.arange(0, VALUE_DIM)

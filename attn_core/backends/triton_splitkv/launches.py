@@ -101,7 +101,6 @@ def attend(
         **{name: settings[name] for name in ("LEFT_OPEN", "FUSED", "KIND")},
         "ASSEMBLY": q.device.type != "cpu",
         **{"ROWS": tile.rows, "KEYS": tile.keys},
-        "DEPENDENT": count > 1 and starts_early(q, tile),
         **{"num_warps": tile.warps, "num_stages": tile.stages, "maxnreg": tile.registers},
     }
     return grid, numbers, constants
@@ -118,18 +117,6 @@ def _reach(tensor: Any) -> int:
     return sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def starts_early(tensor: Any, tile: Tiles) -> bool:
-    """Returns whether ``merge`` starts before ``attend`` has ended, and waits for it then.
-
-    Only if large tiles leave many results to merge: on an H200 that takes 2 % from calls with 16 drafts, and smaller
-    calls became slower.
-    """
-    import torch
-
-    large = tile.registers is not None and bool(tensor.is_cuda)
-    return large and torch.cuda.get_device_capability(tensor.device) >= (9, 0)
-
-
 def scale_strides(spec: AttentionSpec, scales: Any) -> tuple[int, ...]:
     """Returns the strides of scales by page, slot and head; 0 for an axis that they lack."""
     assert spec.paged is not None
@@ -139,16 +126,15 @@ def scale_strides(spec: AttentionSpec, scales: Any) -> tuple[int, ...]:
     return (scales.stride(0), 0, scales.stride(1)) if by_page else tuple(scales.stride())
 
 
-def merge(spec: AttentionSpec, operands: tuple[Any, ...], tile: Tiles, count: int) -> Description:
+def merge(spec: AttentionSpec, operands: tuple[Any, ...], count: int) -> Description:
     """Returns the grid, the numbers and the constants of ``kernels.merge``."""
     parts, part_lse, _, out, lse = operands
     numbers = (*parts.stride()[:3], *part_lse.stride()[:2], *out.stride()[:2], lse.stride(0))
     # Programs for single heads take longer to start than to run if they merge few splits.
-    heads, early = math.gcd(spec.num_heads, 4) if count <= 4 else 1, starts_early(parts, tile)
+    heads = math.gcd(spec.num_heads, 4) if count <= 4 else 1
     constants = {
         **{"VALUE_DIM": spec.value_dim, "SPLITS": count, "SINKS": spec.sinks},
         **{"SHARES": min(8, count), "HEADS": heads, "num_warps": heads},
-        **{"DEPENDENT": early, "launch_pdl": early},
     }
     return (spec.q_len, spec.num_heads // heads, 1), numbers, constants
 

@@ -130,7 +130,7 @@ def _order(spec: AttentionSpec) -> tuple[str, ...]:
 
 
 def modelled(spec: AttentionSpec) -> bool:
-    """See ``contract.modelled``: the model is of split-KV where it comes first. torch has the other kernels, too."""
+    """See ``Backend.modelled``: the model is of split-KV where it comes first. torch has the other kernels, too."""
     return _order(spec)[0] == "splitk" == _choose_operator(spec)
 
 

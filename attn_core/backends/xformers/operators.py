@@ -11,7 +11,7 @@ from typing import Any
 
 from attn_core.backends.shared.autograd import without_gradient
 from attn_core.backends.shared.cached_once import cached_once
-from attn_core.backends.shared.rewrites import readable
+from attn_core.backends.shared.rewrites import by_kv_head, power_of_two, readable, whole_eights
 from attn_core.backends.xformers.bias import TENSOR, Mask, added_tensor, documents_mask, rows_mask
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
@@ -68,8 +68,8 @@ def runs(width: int, *, backward: bool = False) -> bool:
 def width(word: str, dim: int) -> int:
     """Returns the head dimension that an operator runs ``dim`` at."""
     if word == "splitk":
-        return max(16, 1 << (dim - 1).bit_length())  # Triton's matrix product needs a power of two from 16 on
-    eights = -(-dim // 8) * 8
+        return power_of_two(dim)
+    eights = whole_eights(dim)
     if word == "cutlass":
         return eights
     installed = flash_widths()
@@ -115,7 +115,7 @@ def backward(how: dict[str, Any], spec: AttentionSpec, inputs: Inputs, out: Any,
         dout, out, lse.contiguous(), q, k, v, mask, 0.0, how["scale"], op=operator
     )
     if how["groups"]:
-        dk, dv = _summed(spec, dk), _summed(spec, dv)
+        dk, dv = by_kv_head(dk, spec.num_kv_heads), by_kv_head(dv, spec.num_kv_heads)
     return Gradients(*((x[0] for x in (dq, dk, dv)) if spec.packed else (dq, dk, dv)))
 
 
@@ -154,14 +154,6 @@ def _hidden_rows(mask: Any) -> Any:
 def _repeated(spec: AttentionSpec, tensor: Any) -> Any:
     """``[batch, kv_len, kv_heads, dim]`` -> ``[batch, kv_len, heads, dim]``: head h is kv head ``h // group``."""
     return tensor.repeat_interleave(spec.group_size, dim=2)
-
-
-def _summed(spec: AttentionSpec, gradient: Any) -> Any:
-    """``[batch, kv_len, heads, dim]`` -> ``[batch, kv_len, kv_heads, dim]``, summed in float32."""
-    import torch
-
-    groups = gradient.unflatten(2, (spec.num_kv_heads, spec.group_size))
-    return groups.sum(3, dtype=torch.float32).to(gradient.dtype)
 
 
 def _convert_lse(how: dict[str, Any], spec: AttentionSpec, lse: Any, hidden: Any) -> Any:

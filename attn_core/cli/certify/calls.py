@@ -113,7 +113,7 @@ def calls_of(check: str) -> dict[str, Call]:
 def forms(subject: Subject, call: Call) -> Iterator[Form]:
     """Yields the forms of a call, the fullest first: with gradients, log-sum-exp and lengths that end amid tiles."""
     usual = STORED["usual"]
-    pages_alone = backends.reads_pages_alone(backends.load(subject.backend, subject.target.kind))
+    pages_alone = backends.load(subject.backend, subject.target.kind).PAGES_ALONE
     paged = pages_alone or "paged" in call or "page_size" in call
     ways = usual["pages" if paged else "documents" if "packed" in call else "rows"]
     claimed = [dtype for dtype in usual["dtypes"][subject.target.kind] if dtype in subject.claims.dtypes]

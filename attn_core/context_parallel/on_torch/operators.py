@@ -47,8 +47,8 @@ def refusal(step_call: StepCall, kind: str) -> str | None:
 def functions_of(name: str, kind: str) -> Functions | None:
     """Returns what texts record of a backend: operators of torch, or launches of its programs' kernels; else None."""
     module: Any = backends.load(name, kind)
-    functions: Functions | None = backends.operator_functions(module)
-    if functions is None and hasattr(module, "program"):
+    functions: Functions | None = module.OPERATOR_FUNCTIONS
+    if functions is None and module.program is not None:
         return launched_kernels.functions_of(module.program)
     return functions
 

@@ -68,7 +68,7 @@ class StepCall(NamedTuple):
                 spec, name = self.call.backend_of(tile)
                 module = backends.load(name, kind)
                 # A kernel that writes everything writes into the result itself, and others allocate their own results.
-                if backends.writes_into(module) and not (at == 0 and self.writes_all(tile)):
+                if module.WRITES_INTO and not (at == 0 and self.writes_all(tile)):
                     sizes.append(prod(spec.out_shape))
         return max(sizes)
 

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from attn_core import backends
-from attn_core.backends.contract import writes_gradients, writes_into
 from attn_core.backends.shared.programs.triton import has_triton
 from attn_core.backends.shared.torch_ranges import in_range_if_on
 from attn_core.call.spec import AttentionSpec
@@ -111,7 +110,7 @@ def build_tile_run(
     forward, backward = (
         in_range_if_on(wrap(getattr(module, direction)), name, direction) for direction in ("forward", "backward")
     )
-    writes = writes_into(module), writes_gradients(module)
+    writes = module.WRITES_INTO, module.WRITES_INTO and module.WRITES_GRADIENTS
     return TileRun(spec, forward, backward, *writes, rows, keys, key_sums, cu_seqlens, coverage.add(places[0]))
 
 

@@ -1,4 +1,4 @@
-"""The new tokens of a sequence, and the tokens behind the last sequence, which belong to none.
+"""The tokens of a document or sequence, and the tokens behind the last sequence, which belong to none.
 
 This module imports triton, so others import it only when they run.
 """
@@ -16,9 +16,15 @@ def queries_of(cu_seqlens_q, sequence, tokens, ONE_QUERY: tl.constexpr):
         first = sequence
         queries = 1
     else:
-        first = tl.minimum(tl.maximum(tl.load(cu_seqlens_q + sequence), 0), tokens)
-        queries = tl.minimum(tl.maximum(tl.load(cu_seqlens_q + sequence + 1), first), tokens) - first
+        first, queries = document_at(cu_seqlens_q, sequence, tokens)
     return first, queries
+
+
+@triton.jit
+def document_at(offsets, document, tokens):
+    """Returns the first token of a document and their number; for offsets that lie, of some document in the tokens."""
+    first = tl.minimum(tl.maximum(tl.load(offsets + document), 0), tokens)
+    return first, tl.minimum(tl.maximum(tl.load(offsets + document + 1), first), tokens) - first
 
 
 @triton.jit

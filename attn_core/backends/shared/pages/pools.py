@@ -61,9 +61,7 @@ def safe_tables(paged: PagedKV, inputs: PagedInputs) -> tuple[Any, Any]:
         numbers = row, paged.num_pages, max(paged.width, 1), entries, sequences
         return grid, numbers, {"PAGE": paged.page_size, "BLOCK": block}
 
-    # A CPU tensor's device is -1: tests run the kernel in Triton's interpreter.
-    current = torch.cuda.current_device() if table.get_device() >= 0 else -1
-    key = ("sanitise", paged, entries, sequences, row, current)
+    key = ("sanitise", paged, entries, sequences, row)
     tensors = (table, lengths, safe_table, safe_lengths)
     launch(triton_tables.sanitise, key, tensors, describe)
     return safe_table, safe_lengths

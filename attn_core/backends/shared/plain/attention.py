@@ -27,7 +27,7 @@ from attn_core.backends.shared.plain.block_operands import (
     operands_of,
     rows_first,
 )
-from attn_core.backends.shared.plain.block_scores import factor_of
+from attn_core.backends.shared.plain.block_scores import factor_of, scores_and_top
 from attn_core.backends.shared.plain.block_weights import softmax, without_unit
 from attn_core.backends.shared.plain.contained_sums import products, sum_over_keys
 from attn_core.call.functions import DAUX, aux_of, has_functions
@@ -100,6 +100,29 @@ def results(
             out, lse = _empty_results(spec, inputs, operands)
             top = lse.clone() if maximum else None
     return (out[0], lse[0], top[0] if maximum else None) if spec.packed else (out, lse, top)
+
+
+@without_gradient
+def row_maximum(spec: AttentionSpec, inputs: Inputs) -> Any:
+    """See ``Backend.row_maximum``."""
+    import torch
+
+    with without_autocast(inputs.q):
+        height, parts, scores = block_sizes(spec, inputs.q.is_cpu)
+        operands = with_scratch(operands_of(spec, inputs), scores)
+        # Rows in no block see no key.
+        result = operands.k.new_full((spec.batch, spec.num_heads, spec.q_len), float("-inf"))
+        for block in blocks(spec, inputs, height):
+            for chunk in parts:
+                some = operands if chunk.whole else chunk.of_operands(operands)
+                # [batch, kv_heads, group, rows, 1]
+                *_, top, _, overflowed = scores_and_top(chunk.spec, some, block)
+                top = without_unit(top, some.unit)
+                if overflowed is not None:
+                    exact = scores_and_top(chunk.spec, some._replace(unit=1.0), block)[3]
+                    top = torch.where(overflowed, exact, top)
+                result[chunk.batch, chunk.heads, block.rows] = top.flatten(1, 2).squeeze(-1)
+    return result[0] if spec.packed else result
 
 
 @lru_cache(maxsize=1024)

@@ -6,7 +6,7 @@ lanes run the same operators on the same operands, and their results have the sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from attn_core.backends.shared import dry_run
@@ -17,26 +17,21 @@ from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs, dtype_name
 
 
-def refusals(spec: AttentionSpec, device: str) -> Iterator[str]:
-    """Yields why no call of torch's operators without Python can be made of a supported call."""
-    if not device.startswith("sm"):
-        yield f"{device}: calls of operators have been proven on NVIDIA's GPUs only"
-    if spec.paged is not None:
-        yield "keys and values in pages: other backends have kernels that XLA launches"
-    if spec.dropout:
-        yield "dropout: its random numbers come from a generator of torch"
-    library = operator_library.missing()
-    if library is not None:
-        yield library
-
-
 def refuses(spec: AttentionSpec, device: str) -> tuple[str, ...]:
-    """Returns ``refusals`` as the ``program_refuses`` of a backend that refuses nothing else."""
-    return tuple(refusals(spec, device))
+    """Returns why no call of torch's operators without Python can be made of a supported call."""
+    reasons = []
+    if not device.startswith("sm"):
+        reasons.append(f"{device}: calls of operators have been proven on NVIDIA's GPUs only")
+    if spec.paged is not None:
+        reasons.append("keys and values in pages: other backends have kernels that XLA launches")
+    if spec.dropout:
+        reasons.append("dropout: its random numbers come from a generator of torch")
+    library = operator_library.missing()
+    return tuple(reasons) if library is None else (*reasons, library)
 
 
 class Functions(NamedTuple):
-    """A backend's forward and backward as programs record them.
+    """A backend's forward and backward as programs record them, its ``OPERATOR_FUNCTIONS``.
 
     Attributes:
         forward, backward: of the backend.
@@ -48,19 +43,6 @@ class Functions(NamedTuple):
     backward: Callable[..., Any]
     writes_into: bool = False
     fake_results: FakeResults | None = None
-
-
-def programs_of(functions: Callable[[], Functions]) -> Callable[..., KernelProgram]:
-    """Returns the ``program`` of a backend: ``(spec, direction, with_dlse, as_one) -> KernelProgram``, see ``program``.
-
-    Args:
-        functions: the backend's ``operator_functions``.
-    """
-
-    def program_of(spec: AttentionSpec, direction: str, with_dlse: bool = False, as_one: bool = False) -> KernelProgram:
-        return program(functions(), spec, direction, with_dlse, as_one)
-
-    return program_of
 
 
 def program(

@@ -19,6 +19,17 @@ def has_triton() -> bool:
     return find_spec("triton") is not None
 
 
+@cache
+def multiprocessors(device: int) -> int:
+    """Returns the number of multiprocessors of a GPU; 1 for the device of a CPU tensor, which is -1.
+
+    Tests run the kernels on CPU tensors, in Triton's interpreter.
+    """
+    import torch
+
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device >= 0 else 1
+
+
 def relaunch(kernel: Any, grid: tuple[int, int, int], arguments: tuple[Any, ...], **constants: Any) -> Any:
     """Launches a Triton kernel, and returns a function that launches the same compiled code on other arguments.
 
@@ -53,14 +64,18 @@ def launch(kernel: Any, key: Hashable, tensors: tuple[Any, ...], describe: Calla
     """Launches a kernel on the current device; a launch with a known key is a direct one.
 
     Args:
-        key: everything that ``describe`` depends on, the kernel, and the current device.
-        tensors: the kernel's first arguments, whose types the key determines.
+        key: everything that ``describe`` depends on, and the kernel.
+        tensors: the kernel's first arguments, whose types the key determines. Tests run kernels on CPU tensors, in
+            Triton's interpreter.
         describe: called for a new key.
 
     Returns:
         A function that launches the kernel for the same key and device on tensors at other addresses, all of them
         multiples of 16; None if Triton has to search for compiled code on every launch.
     """
+    import torch
+
+    key = key, torch.cuda.current_device() if tensors[0].is_cuda else -1
     addresses = [tensor.data_ptr() for tensor in tensors]
     aligned = not any([address % 16 for address in addresses])
     direct, description = _launches.get(key) or (None, None)
@@ -141,3 +156,12 @@ def with_dense_channels(tensor: Any) -> Any:
         return tensor
     operand_copied()
     return tensor.contiguous()
+
+
+def result_buffer(into: Any, shape: tuple[int, ...], dtype: Any, device: Any) -> Any:
+    """Returns a contiguous tensor for a result: the caller's if it is contiguous."""
+    import torch
+
+    if into is not None and into.is_contiguous():
+        return into
+    return torch.empty(shape, dtype=dtype, device=device)

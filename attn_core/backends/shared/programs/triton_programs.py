@@ -9,11 +9,13 @@ or differ, ``step`` raises Unrecordable.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-from attn_core.backends.shared.programs.kernel_programs import KernelStep, Unrecordable
+from attn_core.backends.shared.programs.kernel_programs import Buffer, KernelProgram, KernelStep, Unrecordable
 from attn_core.backends.shared.programs.triton import Description
+from attn_core.call.spec import AttentionSpec
 
 TARGET = "triton_kernel_call_ffi"
 """jaxlib's name of the custom call."""
@@ -41,6 +43,40 @@ def step(
     grid, numbers, constants = how
     frozen = grid, numbers, tuple(sorted(constants.items()))
     return KernelStep(TARGET, reads, writes, _nothing, lambda: _attributes(kernel, kinds, *frozen))
+
+
+def operands_in_float32(spec: AttentionSpec, arrays: dict[str, Any]) -> dict[str, Any]:
+    """Returns the operands of a program that are not the call's own arrays, by name: sinks and slopes in float32."""
+    return {name: arrays[name].astype("float32") for name in ("sinks", "alibi_slopes") if name in arrays}
+
+
+class Program:
+    """The buffers of a program by name, and its steps so far."""
+
+    def __init__(self, buffers: dict[str, Buffer]) -> None:
+        self.buffers = buffers
+        self.steps: list[KernelStep] = []
+
+    def add(
+        self, kernel: Any, reads: tuple[str, ...], writes: tuple[str, ...], how: Callable[..., Description]
+    ) -> None:
+        """Adds a kernel; ``how(tensors)`` describes its launch on tensors without memory.
+
+        ``reads`` and ``writes`` are names of buffers; q stands for a buffer that the call does not have.
+        """
+        import torch
+
+        place = {name: number for number, name in enumerate(self.buffers)}
+        reads = tuple(name if name in self.buffers else "q" for name in reads)
+        chosen = [self.buffers[name] for name in (*reads, *writes)]
+        like = tuple(torch.empty(each.shape, dtype=getattr(torch, each.dtype), device="meta") for each in chosen)
+        at = tuple(place[name] for name in reads), tuple(place[name] for name in writes)
+        kinds = tuple([torch.uint8 if each.dtype == torch.bool else each.dtype for each in like])  # Triton has no bits
+        self.steps.append(step(kernel, *at, kinds, how(like)))
+
+    def built(self) -> KernelProgram:
+        """Returns the program."""
+        return KernelProgram(tuple(self.buffers.values()), tuple(self.steps))
 
 
 def _nothing() -> None:
