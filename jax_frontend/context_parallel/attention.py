@@ -9,7 +9,6 @@ from typing import Any, Never, Unpack, overload
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from attn_core.call.hints import SharedOptions, hide_unknown, refuse_keywords
@@ -21,13 +20,11 @@ from attn_core.context_parallel.cost.choose import Explanation
 from attn_core.context_parallel.request import Request
 from attn_core.selection import override
 from jax_frontend.bridge import compiled_lane
-from jax_frontend.context_parallel.backward import backward
-from jax_frontend.context_parallel.forward import forward
+from jax_frontend.context_parallel.backward import attend
 from jax_frontend.context_parallel.mesh import ArraySpecs, RankAxes, RowMesh, find_row_mesh
 from jax_frontend.context_parallel.prepare import build_request, explain_request, local_request, prepare, rank_axes
 from jax_frontend.context_parallel.shards import shard_sequence, unshard_sequence
 from jax_frontend.dispatch import empty_rows, plan
-from jax_frontend.dispatch.differentiable import LSE_NAME, OUT_NAME
 from jax_frontend.dispatch.local_call import vary_over, varying_axes
 
 __all__ = ["context_parallel_attention", "explain_context_parallel", "shard_sequence", "unshard_sequence"]
@@ -202,33 +199,6 @@ def _attend_over_mesh(
     return mapped(q, k, v, sinks)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(request: Request, q: Array, k: Array, v: Array, sinks: Array | None) -> Any:
-    with_lse = request.options.return_lse
-    # Without a gradient, kernels that have no backward may run too.
-    out, lse, _ = forward(prepare(request, needs_backward=False), q, k, v, sinks, with_lse=with_lse)
-    return (out, lse) if with_lse else out
-
-
-def _forward(request: Request, q: Array, k: Array, v: Array, sinks: Array | None) -> tuple[Any, Any]:
-    """Returns (results, residuals). The names, for ``jax.checkpoint`` policies, are those that ``attention`` uses."""
-    with_lse = request.options.return_lse
-    out, lse, residuals = forward(prepare(request, needs_backward=True), q, k, v, sinks, with_lse=with_lse)
-    out = checkpoint_name(out, OUT_NAME)
-    residuals = tuple(each._replace(lse=checkpoint_name(each.lse, LSE_NAME)) for each in residuals)
-    return ((out, lse) if with_lse else out), ((q, k, v, sinks), out, residuals)
-
-
-def _backward(request: Request, residuals: Any, cotangents: Any) -> tuple[Array, Array, Array, Array | None]:
-    # None instead of zeros, so that the backward neither sends nor computes with dlse.
-    cotangents = cotangents if request.options.return_lse else (cotangents, None)
-    inputs, out, of_groups = residuals
-    return backward(prepare(request, needs_backward=True), inputs, out, of_groups, cotangents)
-
-
-_attention.defvjp(_forward, _backward)
-
-
 def _vary_over_ranks(axes: RankAxes, *arrays: Any) -> tuple[Any, ...]:
     """Types the arrays (or None) as varying over the ranks, and over every other axis that one of them varies over.
 
@@ -254,7 +224,9 @@ def attend_shards(request: Request, q: Array, k: Array, v: Array, sinks: Array |
         q, k, v = (array[None] for array in (q, k, v))
     if sinks is not None:  # cast before they vary, so that JAX sums their gradient over devices in this dtype
         sinks = sinks.astype(jnp.promote_types(sinks.dtype, jnp.float32))
-    results = _attention(request, *_vary_over_ranks(rank_axes(request), q, k, v, sinks))
+    results = attend(
+        prepare, request, request.options.return_lse, *_vary_over_ranks(rank_axes(request), q, k, v, sinks)
+    )
     out, lse = results if request.options.return_lse else (results, None)
     out = out[0] if without_rows else out
     if lse is None:

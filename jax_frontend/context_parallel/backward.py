@@ -1,13 +1,18 @@
-"""The backward of one device's part of a context-parallel call: explicit, from whole rows' output and log-sum-exp."""
+"""One device's part of a context-parallel call as a differentiable function.
+
+Its backward is explicit, from whole rows' output and log-sum-exp.
+"""
 
 from __future__ import annotations
 
-from functools import reduce
+from collections.abc import Callable
+from functools import partial, reduce
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from attn_core.context_parallel import borders
 from attn_core.context_parallel.borders import Border
@@ -16,13 +21,46 @@ from attn_core.context_parallel.prefetch import prefetch
 from jax_frontend.context_parallel import exchange, tiles
 from jax_frontend.context_parallel import step as context_step
 from jax_frontend.context_parallel.exchange import KVPair
-from jax_frontend.context_parallel.forward import Residuals, join_groups, split_groups
+from jax_frontend.context_parallel.forward import Residuals, forward, join_groups, split_groups
 from jax_frontend.context_parallel.keys import Keys
 from jax_frontend.context_parallel.places import add
 from jax_frontend.context_parallel.prepare import RankPlan
+from jax_frontend.dispatch.differentiable import LSE_NAME, OUT_NAME
 from jax_frontend.dispatch.local_call import varying_as
 
 Array = jax.Array
+PlanOf = Callable[..., RankPlan]
+"""``(call, *, needs_backward) -> RankPlan``: what a device runs."""
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def attend(plan_of: PlanOf, call: Any, with_lse: bool, q: Array, k: Array, v: Array, sinks: Array | None) -> Any:
+    """Returns the shard of the output, or ``(out, lse)`` of it."""
+    # Without a gradient, kernels that have no backward may run too.
+    out, lse, _ = forward(plan_of(call, needs_backward=False), q, k, v, sinks, with_lse=with_lse)
+    return (out, lse) if with_lse else out
+
+
+def _forward(
+    plan_of: PlanOf, call: Any, with_lse: bool, q: Array, k: Array, v: Array, sinks: Array | None
+) -> tuple[Any, Any]:
+    """Returns (results, residuals). The names, for ``jax.checkpoint`` policies, are those that ``attention`` uses."""
+    out, lse, residuals = forward(plan_of(call, needs_backward=True), q, k, v, sinks, with_lse=with_lse)
+    out = checkpoint_name(out, OUT_NAME)
+    residuals = tuple(each._replace(lse=checkpoint_name(each.lse, LSE_NAME)) for each in residuals)
+    return ((out, lse) if with_lse else out), ((q, k, v, sinks), out, residuals)
+
+
+def _backward(
+    plan_of: PlanOf, call: Any, with_lse: bool, residuals: Any, cotangents: Any
+) -> tuple[Array, Array, Array, Array | None]:
+    # None instead of zeros, so that the backward neither sends nor computes with dlse.
+    cotangents = cotangents if with_lse else (cotangents, None)
+    inputs, out, of_groups = residuals
+    return backward(plan_of(call, needs_backward=True), inputs, out, of_groups, cotangents)
+
+
+attend.defvjp(_forward, _backward)
 
 
 def backward(

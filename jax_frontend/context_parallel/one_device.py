@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType
 
 from attn_core.call.functions import are_given
@@ -18,12 +17,11 @@ from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
 from attn_core.context_parallel.one_device import Tiled, choose, find
 from attn_core.selection import NoBackendError, Target, explain, refusals
-from jax_frontend.context_parallel.backward import backward
-from jax_frontend.context_parallel.forward import forward
+from jax_frontend.context_parallel import backward
 from jax_frontend.context_parallel.mesh import RankAxes
 from jax_frontend.context_parallel.prepare import RankPlan
 from jax_frontend.dispatch import empty_rows, plan
-from jax_frontend.dispatch.differentiable import LSE_NAME, OUT_NAME, varying_alike
+from jax_frontend.dispatch.differentiable import varying_alike
 
 Array = jax.Array
 
@@ -141,37 +139,10 @@ def _attend(call: TiledCall, q: Array, k: Array, v: Array, sinks: Array | None) 
     batch, tokens = q.shape[:2]
     if call.forward.rows > 1:
         q, k, v = (array.reshape(1, -1, *array.shape[2:]) for array in (q, k, v))
-    results = _attention(call, q, k, v, sinks)
+    results = backward.attend(TiledCall.rank_plan, call, call.return_lse, q, k, v, sinks)
     out, lse = results if call.return_lse else (results, None)
     if call.forward.rows > 1:
         out = out.reshape(batch, tokens, *out.shape[2:])
         if lse is not None:  # [1, heads, batch * tokens] -> [batch, heads, tokens]
             lse = lse[0].reshape(-1, batch, tokens).swapaxes(0, 1)
     return out if lse is None else (out, lse)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(call: TiledCall, q: Array, k: Array, v: Array, sinks: Array | None) -> Any:
-    # Without a gradient, kernels that have no backward may run too.
-    rank_plan = call.rank_plan(needs_backward=False)
-    out, lse, _ = forward(rank_plan, q, k, v, sinks, with_lse=call.return_lse)
-    return (out, lse) if call.return_lse else out
-
-
-def _forward(call: TiledCall, q: Array, k: Array, v: Array, sinks: Array | None) -> tuple[Any, Any]:
-    """Returns (results, residuals). The names, for ``jax.checkpoint`` policies, are those that ``attention`` uses."""
-    rank_plan = call.rank_plan(needs_backward=True)
-    out, lse, residuals = forward(rank_plan, q, k, v, sinks, with_lse=call.return_lse)
-    out = checkpoint_name(out, OUT_NAME)
-    residuals = tuple(each._replace(lse=checkpoint_name(each.lse, LSE_NAME)) for each in residuals)
-    return ((out, lse) if call.return_lse else out), ((q, k, v, sinks), out, residuals)
-
-
-def _backward(call: TiledCall, residuals: Any, cotangents: Any) -> tuple[Array, Array, Array, Array | None]:
-    # None instead of zeros, so that the backward does not compute with dlse.
-    cotangents = cotangents if call.return_lse else (cotangents, None)
-    inputs, out, of_groups = residuals
-    return backward(call.rank_plan(needs_backward=True), inputs, out, of_groups, cotangents)
-
-
-_attention.defvjp(_forward, _backward)
