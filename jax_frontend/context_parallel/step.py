@@ -99,7 +99,7 @@ def _bind(call: BridgedStep, axes: RankAxes, branches: Any, callback: bool, *arr
         call=call,
         axis=axes.outer,
         meshes=(jax.sharding.get_abstract_mesh(), step_primitive.current_mesh()),
-        branches=to_low_jaxpr(branches.trace(*operands).jaxpr),
+        program=to_low_jaxpr(branches.trace(*operands).jaxpr),
         callback=callback,
     )
 

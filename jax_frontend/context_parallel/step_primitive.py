@@ -1,6 +1,7 @@
 """The primitive of a step that runs as one custom call, and its lowerings. ``step`` decides which steps do.
 
-The call is a callback, or it runs operators of torch; see ``attn_core.context_parallel.on_torch.operators``.
+The call is a callback, or it runs operators of torch; see ``attn_core.context_parallel.on_torch.operators``. The
+parameter ``program`` has the same step in branches.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 from attn_core.backends import kind_of
@@ -23,7 +24,6 @@ from jax_frontend.bridge import compiled_lane, targets
 from jax_frontend.bridge.bridged_call import BridgedStep
 from jax_frontend.context_parallel import tiles
 from jax_frontend.dispatch import local_call, primitive_rules
-from jax_frontend.dispatch.ops import run_program
 from jax_frontend.dispatch.platforms import runs_on
 
 try:  # jax.sharding.get_mesh returns the same, but raises an error while JAX traces
@@ -32,18 +32,6 @@ except ImportError:  # programs for GPUs then use branches
     get_concrete_mesh = None  # type: ignore[assignment]
 
 log = logging.getLogger("attn_core.compiled_lane")
-
-
-def _impl(
-    *operands: Any, call: BridgedStep, axis: str | None, meshes: Any, branches: ClosedJaxpr, **_: Any
-) -> list[Any]:
-    return run_program(branches, operands)
-
-
-def _result_types(
-    *operands: Any, call: BridgedStep, axis: str | None, meshes: Any, branches: ClosedJaxpr, **_: Any
-) -> list[Any]:
-    return list(branches.out_avals)
 
 
 def text_of(call: BridgedStep, operands: Sequence[Any]) -> str | None:
@@ -96,12 +84,8 @@ def _offsets(call: BridgedStep) -> list[Any]:
     return list(map(jnp.asarray, operators.offsets(call.step)))
 
 
-def _evaluate_branches(*operands: Any, branches: ClosedJaxpr, **_: Any) -> list[Any]:
-    return list(jaxpr_as_fun(branches)(*operands))
-
-
-def _call_back(*operands: Any, call: BridgedStep, branches: ClosedJaxpr) -> list[Any]:
-    out, lse = branches.out_avals
+def _call_back(*operands: Any, call: BridgedStep, program: ClosedJaxpr) -> list[Any]:
+    out, lse = program.out_avals
     types = [(out.shape, out.dtype), (lse.shape, lse.dtype)]
     scratch = [((call.step.scratch(kind_of(call.device)),), call.spec.dtype), ((lse.size,), lse.dtype)]
     return list(targets.run_step(call, local_call.types_like(out, [*types, *scratch]), *operands))
@@ -113,36 +97,35 @@ def run_operators(call: BridgedStep, text: str, results: Sequence[Any], operands
     return run(call, text, results, operands)
 
 
-def _run_operators(*operands: Any, call: BridgedStep, text: str, branches: ClosedJaxpr) -> list[Any]:
-    return run_operators(call, text, branches.out_avals, operands)
+def _run_operators(*operands: Any, call: BridgedStep, text: str, program: ClosedJaxpr) -> list[Any]:
+    return run_operators(call, text, program.out_avals, operands)
 
 
-_lower_branches = mlir.lower_fun(_evaluate_branches, multiple_results=True)
 _lower_callback = mlir.lower_fun(_call_back, multiple_results=True)
 _lower_operators = mlir.lower_fun(_run_operators, multiple_results=True)
 
 
-def _lower_for_cpu(ctx: Any, *operands: Any, call: BridgedStep, branches: ClosedJaxpr, **about: Any) -> Any:
+def _lower_for_cpu(ctx: Any, *operands: Any, call: BridgedStep, program: ClosedJaxpr, **about: Any) -> Any:
     if _is_exported(ctx) or not about["callback"] or not runs_on(call, "cpu"):
-        return _lower_branches(ctx, *operands, call=call, branches=branches, **about)
-    return _lower_callback(ctx, *operands, call=call, branches=branches)
+        return primitive_rules.lower_program(ctx, *operands, program=program)
+    return _lower_callback(ctx, *operands, call=call, program=program)
 
 
-def _lower_for_gpu(ctx: Any, *operands: Any, call: BridgedStep, branches: ClosedJaxpr, **about: Any) -> Any:
+def _lower_for_gpu(ctx: Any, *operands: Any, call: BridgedStep, program: ClosedJaxpr, **about: Any) -> Any:
     axis, callback = about["axis"], about["callback"]
     here = not _is_exported(ctx) and runs_on(call, "cuda")
     if here and callback and axis is None:  # every device has the only part
-        return _lower_callback(ctx, *operands, call=call, branches=branches)
+        return _lower_callback(ctx, *operands, call=call, program=program)
     parts = device_parts(ctx, axis, about["meshes"][1]) if here and axis is not None else ()
     # The last operand is the part, which `parts` replaces: on a GPU the host would have to wait for its value.
     known = ctx.replace(avals_in=ctx.avals_in[:-1])
     call = call._replace(parts=parts)
     if parts and callback:
-        return _lower_callback(known, *operands[:-1], call=call, branches=branches)
+        return _lower_callback(known, *operands[:-1], call=call, program=program)
     text = text_of(call, known.avals_in) if parts else None
     if text is not None:
-        return _lower_operators(known, *operands[:-1], call=call, text=text, branches=branches)
-    return _lower_branches(ctx, *operands, call=call, branches=branches, **about)
+        return _lower_operators(known, *operands[:-1], call=call, text=text, program=program)
+    return primitive_rules.lower_program(ctx, *operands, program=program)
 
 
 def _is_exported(ctx: Any) -> bool:
@@ -169,27 +152,21 @@ def current_mesh() -> Any:
     return None if get_concrete_mesh is None else get_concrete_mesh()
 
 
-def _batch(operands: Any, mapped: Any, *, branches: ClosedJaxpr, **_: Any) -> tuple[list[Any], list[int]]:
-    results = jax.vmap(jaxpr_as_fun(branches), in_axes=tuple(mapped))(*operands)
+def _batch(operands: Any, mapped: Any, *, program: ClosedJaxpr, **_: Any) -> tuple[list[Any], list[int]]:
+    results = jax.vmap(jaxpr_as_fun(program), in_axes=tuple(mapped))(*operands)
     return results, [0] * len(results)
 
 
-def _differentiate(primals: Any, tangents: Any, *, branches: ClosedJaxpr, **_: Any) -> tuple[Any, Any]:
+def _differentiate(primals: Any, tangents: Any, *, program: ClosedJaxpr, **_: Any) -> tuple[Any, Any]:
     """Differentiates the branches. Their kernels then raise an error, because a tile has no derivative of its own."""
     # jax.jvp takes no symbolic zeros.
     tangents = [ad.instantiate_zeros(each) for each in tangents]
-    return jax.jvp(jaxpr_as_fun(branches), primals, tangents)  # type: ignore[no-any-return]
+    return jax.jvp(jaxpr_as_fun(program), primals, tangents)  # type: ignore[no-any-return]
 
 
 # JAX caches a lowering by its parameters. ``meshes`` is a parameter so that two meshes do not share a lowering.
-step_p = Primitive("attn_step")
-step_p.multiple_results = True
-step_p.def_impl(_impl)
-step_p.def_abstract_eval(_result_types)
-mlir.register_lowering(step_p, _lower_branches)
+step_p = primitive_rules.program_primitive("attn_step")
 mlir.register_lowering(step_p, _lower_for_cpu, platform="cpu")
 mlir.register_lowering(step_p, _lower_for_gpu, platform="cuda")
 ad.primitive_jvps[step_p] = _differentiate
-primitive_rules.has_no_transpose(step_p)
-primitive_rules.gives_nan(step_p)
 batching.primitive_batchers[step_p] = _batch

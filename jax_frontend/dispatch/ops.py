@@ -148,44 +148,12 @@ def _lowered(program: ClosedJaxpr) -> ClosedJaxpr:
     return jax.jit(jaxpr_as_fun(program)).trace(*types).lojax.jaxpr
 
 
-def run_program(program: ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
-    """Runs a primitive's program eagerly: compiled under ``jax.disable_jit``, too, as every primitive of JAX is."""
-    with jax.disable_jit(False):
-        return list(_jit_program(program)(*operands))
-
-
-@lru_cache(maxsize=4096)
-def _jit_program(program: ClosedJaxpr) -> Any:
-    """Returns the program as a jitted function. ``_count_compilation`` knows it by its name."""
-    run = jaxpr_as_fun(program)
-
-    def attention_program(*operands: Any) -> Any:
-        return run(*operands)
-
-    return jax.jit(attention_program)
-
-
-def _run_eagerly(*operands: Any, call: MappedCall, program: ClosedJaxpr) -> list[Any]:
-    return run_program(program, operands)
-
-
-def _result_types(*operands: Any, call: MappedCall, program: ClosedJaxpr) -> list[Any]:
-    return list(program.out_avals)
-
-
-def _run_program(*operands: Any, call: MappedCall, program: ClosedJaxpr) -> list[Any]:
-    return list(jaxpr_as_fun(program)(*operands))
-
-
-_lower_program = mlir.lower_fun(_run_program, multiple_results=True)
-
-
 def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, call: MappedCall, program: ClosedJaxpr) -> Any:
     if platforms.is_exported_over_a_mesh(ctx):
         return mlir.lower_fun(platforms.splittable(call).run, multiple_results=True)(ctx, *operands)
     if ctx.module_context.lowering_parameters.for_export and not local_call.speaks_jax(call.call):
         export.warn_unasked()
-    return _lower_program(ctx, *operands, call=call, program=program)
+    return primitive_rules.lower_program(ctx, *operands, call=call, program=program)
 
 
 def _derivative(primals: Any, tangents: Any, *, call: MappedCall, program: ClosedJaxpr) -> tuple[Any, Any]:
@@ -206,16 +174,11 @@ def _derivative(primals: Any, tangents: Any, *, call: MappedCall, program: Close
 
 def make_primitive(name: str) -> Primitive:
     """Creates a primitive with JAX's rules for running, typing, lowering, differentiating and mapping it."""
-    primitive = Primitive(name)
-    primitive.multiple_results = True
-    primitive.def_impl(_run_eagerly)
-    primitive.def_abstract_eval(_result_types)
+    primitive = primitive_rules.program_primitive(name)
     mlir.register_lowering(primitive, _lower)
     # Reverse mode never reaches the primitive: ``differentiable`` gives the forward a derivative of its own. The rule
     # here serves forward mode and second derivatives.
     ad.primitive_jvps[primitive] = _derivative
-    primitive_rules.has_no_transpose(primitive)
-    primitive_rules.gives_nan(primitive)
     batching.primitive_batchers[primitive] = partial(batch_call, partial(_bind, primitive))
     return primitive
 

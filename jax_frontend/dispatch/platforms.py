@@ -13,7 +13,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.interpreters import mlir
 
 from attn_core import backends
@@ -107,15 +107,7 @@ def _lower(platform: str, ctx: Any, *operands: Any, call: BridgedCall, requested
     return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
 
 
-def _result_types(*operands: Any, call: BridgedCall, requested: Names, program: ClosedJaxpr) -> list[Any]:
-    return list(program.out_avals)
-
-
-bridged_p = Primitive("attn_bridged")
-bridged_p.multiple_results = True
-bridged_p.def_abstract_eval(_result_types)
-primitive_rules.has_no_transpose(bridged_p)
-primitive_rules.gives_nan(bridged_p)
+bridged_p = primitive_rules.program_primitive("attn_bridged")
 mlir.register_lowering(bridged_p, partial(_lower, ""))
 for _platform in ("cpu", "cuda"):
     mlir.register_lowering(bridged_p, partial(_lower, _platform), platform=_platform)

@@ -1,12 +1,13 @@
-"""JAX rules that all our primitives share: checkify looks for NaN in their results, and they have no transpose."""
+"""JAX rules that our primitives share, above all those of primitives that run a program."""
 
 from __future__ import annotations
 
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
-from jax.extend.core import Primitive
-from jax.interpreters import ad
+import jax
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.interpreters import ad, mlir
 
 from attn_core.errors import SpecError
 
@@ -22,9 +23,44 @@ def gives_nan(primitive: Primitive) -> None:
         error_checks[primitive] = partial(nan_error_check, primitive)
 
 
-def has_no_transpose(primitive: Primitive) -> None:
-    """Makes ``jax.linear_transpose`` of a primitive raise SpecError."""
+def program_primitive(name: str) -> Primitive:
+    """Creates a primitive whose parameter ``program``, a ClosedJaxpr, is what it computes. It has no transpose."""
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_impl(_run_eagerly)
+    primitive.def_abstract_eval(_result_types)
+    mlir.register_lowering(primitive, lower_program)
     ad.primitive_transposes[primitive] = _raise_no_transpose
+    gives_nan(primitive)
+    return primitive
+
+
+def _run_eagerly(*operands: Any, program: ClosedJaxpr, **_: Any) -> list[Any]:
+    """Runs a program compiled, under ``jax.disable_jit``, too, as every primitive of JAX is."""
+    with jax.disable_jit(False):
+        return list(_jit_program(program)(*operands))
+
+
+@lru_cache(maxsize=4096)
+def _jit_program(program: ClosedJaxpr) -> Any:
+    """Returns the program as a jitted function. ``ops._count_compilation`` knows it by its name."""
+    run = jaxpr_as_fun(program)
+
+    def attention_program(*operands: Any) -> Any:
+        return run(*operands)
+
+    return jax.jit(attention_program)
+
+
+def _result_types(*operands: Any, program: ClosedJaxpr, **_: Any) -> list[Any]:
+    return list(program.out_avals)
+
+
+def _run_program(*operands: Any, program: ClosedJaxpr, **_: Any) -> list[Any]:
+    return list(jaxpr_as_fun(program)(*operands))
+
+
+lower_program = mlir.lower_fun(_run_program, multiple_results=True)
 
 
 def _raise_no_transpose(cotangents: Any, *operands: Any, **_: Any) -> Any:

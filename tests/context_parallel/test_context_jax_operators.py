@@ -203,7 +203,7 @@ def test_the_results_of_earlier_steps_are_merged(library: Path, monkeypatch: pyt
         text = operators.by_device({0: texts[part]})
         run = jax.jit(
             lambda *arrays, text=text, call=call: step_primitive._run_operators(
-                *arrays, call=call, text=text, branches=branches
+                *arrays, call=call, text=text, program=branches
             )
         )
         context = TileContext(step_call.call, "cpu")
