@@ -11,6 +11,9 @@ from attn_core.call.tensors import Inputs, PagedInputs
 from attn_core.context_parallel.on_torch.gradient_operators import GradientStep
 from attn_core.context_parallel.on_torch.step import StepCall
 
+_RESULTS = {"forward": ("out", "lse"), "jvp": ("dout", "dlse"), "row_maximum": ("row_maximum",)}
+"""The results of all directions but "backward"; a forward without ``with_lse`` has the first alone."""
+
 
 class BridgedCall(NamedTuple):
     """The static description of a call; the operands come with every run."""
@@ -34,6 +37,18 @@ class BridgedCall(NamedTuple):
     """Whether a paged call's tables were checked already. Traced tables have no values before the call runs."""
     checked: bool = False
     """Whether the buffers of results start as NaN, so that a value which the kernel does not write shows."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the operands."""
+        return (*self.operands, *self.extras)
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        """The names of the results; "dqkv" for the gradients of q, k and v in one array."""
+        if self.direction == "backward":
+            return ("dqkv", *self.gradients[3:]) if self.operands[0] == "qkv" else self.gradients
+        return _RESULTS[self.direction][: 1 + self.with_lse] + ("row_maximum",) * self.with_maximum
 
     @property
     def gradients(self) -> tuple[str, ...]:

@@ -145,7 +145,7 @@ def static_reasons(call: BridgedCall, backend: Any) -> tuple[str, ...]:
 
 def run(program: Any, call: BridgedCall, results: tuple[Any, ...], operands: tuple[Any, ...]) -> tuple[Any, ...]:
     """Returns the results of a program on JAX arrays; traceable, one custom call for each kernel."""
-    by_name = dict(zip((*call.operands, *call.extras), operands, strict=True))
+    by_name = dict(zip(call.names, operands, strict=True))
     if "dlse" in by_name:
         # A row that sees no key has softmax weight 0, so its dlse must not count; the kernels do not check for it.
         by_name["dlse"] = jnp.where(by_name["lse"] == -jnp.inf, 0.0, by_name["dlse"])
@@ -165,12 +165,9 @@ def run(program: Any, call: BridgedCall, results: tuple[Any, ...], operands: tup
         attributes = step.attributes() if step.attributes else {}
         arrays |= dict(zip(step.writes, launch(*(arrays[at] for at in step.reads), **attributes), strict=True))
     named = {buffer.name: arrays[at] for at, buffer in enumerate(program.buffers) if at in arrays}
-    names = {"forward": ("out", "lse"), "row_maximum": ("row_maximum",)}.get(call.direction, call.gradients)
-    if call.operands[0] == "qkv" and call.direction == "backward":
-        names = ("dqkv", *call.gradients[3:])
     # A kernel may be wider than the call, and sums some gradients in float32.
-    pairs = zip(results, names, strict=False)
-    return tuple(named[name][..., : result.shape[-1]].astype(result.dtype) for result, name in pairs)
+    pairs = zip(call.results, results, strict=True)
+    return tuple(named[name][..., : result.shape[-1]].astype(result.dtype) for name, result in pairs)
 
 
 def _padded(array: Any, buffer: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jax_frontend.dispatch.split import Split, axes_of, result_names, split_of
+from jax_frontend.dispatch.split import Split, axes_of, split_of
 from jax_frontend.dispatch.vmap import MappedCall
 
 
@@ -26,7 +26,7 @@ def run_under_auto_axes(run: Callable[..., list[Any]], call: MappedCall, operand
     shapes = {"out": call.call.spec.out_shape, "lse": rows, "row_maximum": rows}
     specs = own | {name: split.spec(axes_of(call, name, shape)) for name, shape in shapes.items()}
     # Without its d, the name of a gradient is that of its operand.
-    names = [name if name in shapes else name[1:] for name in result_names(call)]
+    names = [name if name in shapes else name[1:] for name in call.call.results]
     return as_auto(run, mesh, [specs[name] for name in names])(*operands)  # type: ignore[no-any-return]
 
 

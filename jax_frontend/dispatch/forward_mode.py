@@ -16,7 +16,7 @@ from attn_core.call.tensors import Inputs, Tangents
 from attn_core.errors import SpecError
 from attn_core.selection import Target, forward_mode
 from jax_frontend.bridge.bridged_call import BridgedCall
-from jax_frontend.dispatch import local_call, ops, value_checks
+from jax_frontend.dispatch import local_call, ops
 from jax_frontend.dispatch.plan import Plan
 from jax_frontend.dispatch.second_derivatives import AGAIN
 from jax_frontend.dispatch.vmap import MappedCall
@@ -68,9 +68,6 @@ def jvp(plan: Plan, inputs: Inputs, tangents: dict[str, Any]) -> tuple[Any, Any]
     assert set(extras) <= set(Tangents._fields)
     call = BridgedCall("jvp", plan.backend, plan.device, plan.spec, names, tuple(extras), checked=plan.checked)
     dout, dlse = ops.run_call(jvp_p, MappedCall(call, requested=plan.requested), (*operands, *extras.values()))
-    if plan.checked:
-        named = dict(zip(names, operands, strict=True)) | extras
-        value_checks.report_results(plan, "jvp", named, {"dout": dout, "dlse": dlse})
     return dout, dlse
 
 

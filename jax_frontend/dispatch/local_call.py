@@ -18,17 +18,6 @@ from jax_frontend.bridge import targets
 from jax_frontend.bridge.bridged_call import BridgedCall
 from jax_frontend.dispatch.plan import Plan
 
-RESULTS = {"forward": ("out", "lse"), "jvp": ("dout", "dlse"), "row_maximum": ("row_maximum",)}
-"""The results of all directions but "backward"; a forward without ``with_lse`` has the first alone."""
-
-
-def names_of(call: BridgedCall) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Returns the names of a call's operands and of its results; "qkv" and "dqkv" if q, k and v are one array."""
-    operands = (*call.operands, *call.extras)
-    if call.direction in RESULTS:
-        return operands, RESULTS[call.direction][: 1 + call.with_lse] + ("row_maximum",) * call.with_maximum
-    return operands, ("dqkv", *call.gradients[3:]) if call.operands[0] == "qkv" else call.gradients
-
 
 def result_types(call: BridgedCall, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Returns the types of a call's results, varying over the same mesh axes of ``shard_map`` as its first operand.
@@ -37,13 +26,12 @@ def result_types(call: BridgedCall, *operands: Any) -> tuple[jax.ShapeDtypeStruc
     ``attention.run`` makes all operands vary over the same axes.
     """
     spec, like = call.spec, jax.typeof(operands[0])
-    if call.direction in RESULTS:
-        rows, names = (spec.lse_shape, spec.lse_dtype), names_of(call)[1]
-        types = [(spec.out_shape, spec.dtype) if name in ("out", "dout") else rows for name in names]
+    if call.direction == "backward":
+        by_name = dict(zip(call.names, operands, strict=True))
+        types = [(by_name[name[1:]].shape, by_name[name[1:]].dtype) for name in call.results]
     else:
-        names, gradients = names_of(call)
-        by_name = dict(zip(names, operands, strict=True))
-        types = [(by_name[name[1:]].shape, by_name[name[1:]].dtype) for name in gradients]
+        rows = spec.lse_shape, spec.lse_dtype
+        types = [(spec.out_shape, spec.dtype) if name in ("out", "dout") else rows for name in call.results]
     return types_like(like, types)
 
 
@@ -93,7 +81,7 @@ def _run(call: BridgedCall, *operands: Any) -> list[Any]:
     if not speaks_jax(call):
         return list(targets.run(call, result_types(call, *operands), *operands))
     module = backends.load(call.backend, backends.kind_of(call.device))
-    named = dict(zip(names_of(call)[0], operands, strict=True))
+    named = dict(zip(call.names, operands, strict=True))
     saved = [named.pop(name, None) for name in ("out", "lse", "dout", "dlse")]
     moved = {name[1:]: named.pop(name) for name in call.extras} if call.direction == "jvp" else {}
     inputs = to_inputs(named)
@@ -106,8 +94,8 @@ def _run(call: BridgedCall, *operands: Any) -> list[Any]:
     else:
         gradients: Gradients = module.backward(call.spec, inputs, *saved)
         by_name = gradients._asdict() | ({"dqkv": jnp.stack(gradients[:3], -3)} if "qkv" in named else {})
-        results = [by_name[name] for name in names_of(call)[1]]
-    for name, result, expected in zip(names_of(call)[1], results, result_types(call, *operands), strict=True):
+        results = [by_name[name] for name in call.results]
+    for name, result, expected in zip(call.results, results, result_types(call, *operands), strict=True):
         if result.shape != expected.shape or result.dtype != expected.dtype:
             raise result_error(name, result, expected.shape, str(expected.dtype))
     return results
@@ -139,7 +127,7 @@ def _tangents(call: BridgedCall, inputs: Inputs, moved: dict[str, Any]) -> list[
 
 def empty_results(call: BridgedCall, *operands: Any) -> list[Any]:
     """Returns the results of a call without queries or keys: out is 0; a log-sum-exp or a row's maximum is -inf."""
-    values = [0.0 if name == "out" else -jnp.inf for name in names_of(call)[1]]
+    values = [0.0 if name == "out" else -jnp.inf for name in call.results]
     types = result_types(call, *operands)
     return [
         varying_as(operands, jnp.full(each.shape, value, each.dtype)) for each, value in zip(types, values, strict=True)

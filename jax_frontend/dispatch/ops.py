@@ -61,9 +61,6 @@ def forward_with_maximum(
         out, *others = explicit_axes.run_under_auto_axes(empty, MappedCall(call), operands)
     else:
         out, *others = run_call(forward_p, MappedCall(call, requested=plan.requested), operands)
-        if plan.checked:
-            results = {"out": out, "lse": others[0] if with_lse else None}
-            value_checks.report_results(plan, "forward", dict(zip(names, operands, strict=True)), results)
     return out, others[0] if with_lse else None, others[-1] if with_maximum else None
 
 
@@ -85,11 +82,6 @@ def backward(plan: Plan, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: An
     flags = {"overlaps_exchange": plan.overlaps_exchange, "checked": plan.checked}
     call = BridgedCall("backward", plan.backend, plan.device, spec, names, tuple(saved), **flags)
     results = run_call(backward_p, MappedCall(call, requested=plan.requested), (*operands, *saved.values()))
-    if plan.checked:
-        named = dict(zip(names, operands, strict=True)) | saved
-        value_checks.report_results(
-            plan, "backward", named, dict(zip(local_call.names_of(call)[1], results, strict=True))
-        )
     if plan.as_one:
         # One result stands for the first three gradients.
         rest = dict(zip(call.gradients[3:], results[1:], strict=True))
@@ -109,7 +101,10 @@ def run_call(primitive: Primitive, whole: MappedCall, operands: Sequence[Any]) -
     # JAX backends stay plain operations in these cases; a bridged call cannot, and has no dropout.
     plain = call.spec.dropout or (inside and local_call.speaks_jax(call))
     run = (whole.run if inside else _jit_operations(whole)) if plain else partial(_bind, primitive, whole)
-    return explicit_axes.run_under_auto_axes(run, whole, operands)
+    results = explicit_axes.run_under_auto_axes(run, whole, operands)
+    if call.checked:
+        value_checks.report_results(call, operands, results)
+    return results
 
 
 @lru_cache(maxsize=4096)

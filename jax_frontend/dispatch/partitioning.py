@@ -29,7 +29,7 @@ from jax.sharding import AxisType, NamedSharding
 
 from attn_core.call.functions import AUX, by_row, reads
 from attn_core.errors import SpecError
-from jax_frontend.dispatch.split import Known, Part, Split, axes_of, part_of, result_names, split_of
+from jax_frontend.dispatch.split import Known, Part, Split, axes_of, part_of, split_of
 from jax_frontend.dispatch.vmap import MappedCall
 
 
@@ -60,7 +60,7 @@ def partly_manual() -> bool:
 
 def _known_shardings(call: MappedCall, operands: Sequence[Any], results: Sequence[Any]) -> Known:
     # Not strict: _results_sharding has no results yet.
-    arrays = zip((*call.names, *result_names(call)), (*operands, *results), strict=False)
+    arrays = zip((*call.names, *call.call.results), (*operands, *results), strict=False)
     return [(name, array.shape, array.sharding.spec) for name, array in arrays if array.sharding is not None]
 
 
@@ -77,7 +77,7 @@ def _partition(call: MappedCall, mesh: Any, operands: Any, results: Any) -> tupl
         return _keep_whole(call, mesh, operands, results)
     split = split_of(call, mesh, _known_shardings(call, operands, results))
     run = _without_mesh(partial(_run_part, part_of(call, mesh, split)))
-    result_shardings = _shardings(call, mesh, split, result_names(call), results)
+    result_shardings = _shardings(call, mesh, split, call.call.results, results)
     return mesh, run, result_shardings, tuple(_shardings(call, mesh, split, call.names, operands))
 
 
@@ -114,7 +114,7 @@ def _keep_whole(
 def _results_sharding(call: MappedCall, mesh: Any, operands: Any, results: Any) -> list[Any]:
     """Returns the results' shardings, for GSPMD, the propagation that JAX used before Shardy."""
     split = split_of(call, mesh, _known_shardings(call, operands, ()))
-    return _shardings(call, mesh, split, result_names(call), results)
+    return _shardings(call, mesh, split, call.call.results, results)
 
 
 def _rule(call: MappedCall, mesh: Any, operands: Any, results: Any) -> tuple[str, dict[str, Any]]:
@@ -158,7 +158,7 @@ def _rule(call: MappedCall, mesh: Any, operands: Any, results: Any) -> tuple[str
         axes = (axes_of(call, name, shape) for name, shape in zip(names, shapes, strict=True))
         return ", ".join(" ".join(map(factor, each)) for each in axes)
 
-    text = f"{side(call.names, operands)} -> {side(result_names(call), results)}"
+    text = f"{side(call.names, operands)} -> {side(call.call.results, results)}"
     return text, {"need_replication_factors": tuple(whole), **sizes}
 
 
@@ -174,7 +174,7 @@ def _run_part(part: Part, *operands: Any) -> list[Any]:
         arrays |= {name: jnp.take(arrays[name], picked, axis=-1) for name in scales}
         if (call.call.spec.key_ranges_shape or (1, 1))[1] > 1:
             arrays["key_ranges"] = jnp.take(arrays["key_ranges"], picked, axis=-4)
-    results = dict(zip(result_names(call), part.local.run(*arrays.values()), strict=True))
+    results = dict(zip(call.call.results, part.local.run(*arrays.values()), strict=True))
     if call.call.direction != "backward":
         return list(results.values())
     for name, gradient in results.items():

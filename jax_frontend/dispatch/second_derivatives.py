@@ -47,7 +47,7 @@ class OperationsDerivative(NamedTuple):
     @property
     def results(self) -> tuple[int, ...]:
         """The indices of the call's results among the residuals, which are the operands and then the results."""
-        count = len(local_call.names_of(self.call.call)[1])
+        count = len(self.call.call.results)
         return tuple(range(len(self.moving), len(self.moving) + count))
 
     def jvp(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:

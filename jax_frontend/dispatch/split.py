@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 from attn_core.call.functions import AUX, by_row, reads
 from attn_core.call.spec import AttentionSpec
 from attn_core.errors import SpecError
-from jax_frontend.dispatch.local_call import names_of
 from jax_frontend.dispatch.vmap import MappedCall
 
 _AXES = {
@@ -190,8 +189,3 @@ def _dividing(axes: Sequence[str], size: int, mesh: Any) -> tuple[str, ...]:
 def shards(mesh: Any, axes: Sequence[str]) -> int:
     """Returns the number of parts that the mesh axes split an axis into."""
     return prod(mesh.shape[axis] for axis in axes)
-
-
-def result_names(call: MappedCall) -> tuple[str, ...]:
-    """Returns the names of the results, in order."""
-    return names_of(call.call)[1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,8 +22,8 @@ from attn_core.call.seq_info import SeqInfo, is_number
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
 from attn_core.errors import SpecError
+from jax_frontend.bridge.bridged_call import BridgedCall
 from jax_frontend.dispatch import plan
-from jax_frontend.dispatch.plan import Plan
 
 
 def check(spec: AttentionSpec, inputs: Inputs, info: SeqInfo | None) -> None:
@@ -83,15 +83,12 @@ def are_traced(inputs: Inputs) -> bool:
     return any(isinstance(array, jax.core.Tracer) for array in inputs)
 
 
-def report_results(plan: Plan, direction: str, operands: Mapping[str, Any], results: Mapping[str, Any]) -> None:
-    """Makes the program warn of NaN in the results of a call with finite operands, whenever it runs; traceable.
-
-    Args:
-        operands, results: the call's arrays by name; None for an absent one.
-    """
-    report = partial(warn_of_results, range_name(plan.backend, plan.spec, direction), plan.spec.dropout)
-    present = ({name: array for name, array in each.items() if array is not None} for each in (operands, results))
-    jax.debug.callback(report, *present)
+def report_results(call: BridgedCall, operands: Sequence[Any], results: Sequence[Any]) -> None:
+    """Makes the program warn of NaN in the results of a call with finite operands, whenever it runs; traceable."""
+    report = partial(warn_of_results, range_name(call.backend, call.spec, call.direction), call.spec.dropout)
+    named = dict(zip(call.results, results, strict=True))
+    named.pop("row_maximum", None)  # a kernel leaves it unwritten at tokens beyond max_len_q
+    jax.debug.callback(report, dict(zip(call.names, operands, strict=True)), named)
 
 
 def _warn_of_ranges(spec: AttentionSpec, key_ranges: Any) -> None:

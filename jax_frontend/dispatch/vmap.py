@@ -38,7 +38,7 @@ class MappedCall(NamedTuple):
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the operands."""
-        return local_call.names_of(self.call)[0]
+        return self.call.names
 
     @property
     def inner(self) -> MappedCall:
