@@ -45,7 +45,7 @@ def _complete(info: SeqInfo, tokens: tuple[int, int]) -> SeqInfo:
         # the maximum lengths say; backends that run symbolic calls do not use the maximum lengths.
         queries, keys = _append(both, ((tokens[0], tokens[0]), (0, tokens[1])))
         return SeqInfo.unchecked(queries, keys, *longest)
-    if all(_on_host(offsets) for offsets in both):
+    if all(plan.is_on_host(offsets) for offsets in both):
         queries, keys = (np.asarray(offsets) for offsets in both)
         full = trailing_tokens.cover_tail(SeqInfo.unchecked(queries, keys, *longest), tokens)
         return info if full.cu_seqlens_q is queries else full
@@ -82,11 +82,6 @@ def _to_array(side: str, offsets: Any) -> Any:
     return offsets
 
 
-def _on_host(offsets: Any) -> bool:
-    concrete = isinstance(offsets, jax.Array) and not isinstance(offsets, jax.core.Tracer)
-    return isinstance(offsets, np.ndarray) or (concrete and plan.device_name(offsets) == "cpu")
-
-
 def check(spec: AttentionSpec, info: SeqInfo | None) -> None:
     """Checks the values of a packed call's offsets if they are on the host; traced offsets have no values yet."""
     if info is None:
@@ -96,6 +91,6 @@ def check(spec: AttentionSpec, info: SeqInfo | None) -> None:
         ("k", info.cu_seqlens_k, spec.kv_len, info.max_len_k),
     )
     for side, offsets, tokens, longest in checks:
-        if _on_host(offsets):
+        if plan.is_on_host(offsets):
             known = tokens if is_number(tokens) else None  # offsets beyond a symbolic length are clamped when they run
             check_cu_seqlens(np.asarray(offsets), longest, side=side, tokens=known)

@@ -116,6 +116,14 @@ def device_name(array: Any) -> str:
     return jax_devices.name_of(_device(array))
 
 
+def is_on_host(array: Any) -> bool:
+    """Returns whether the values of an array can be read without waiting: numpy's, and untraced ones on the CPU."""
+    if isinstance(array, np.ndarray):
+        return True
+    concrete = isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer)
+    return concrete and device_name(array) == "cpu"
+
+
 def device_index(array: Any) -> int:
     """Returns the index of an array's device among this process's devices of its kind; torch counts the same way."""
     return int(_device(array).local_hardware_id or 0)

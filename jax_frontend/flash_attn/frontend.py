@@ -19,7 +19,6 @@ from jax_frontend.dispatch import explicit_axes, plan
 from jax_frontend.paged.append import append_kv
 from jax_frontend.paged.attention import paged_attention
 from jax_frontend.paged.rotary import apply_rotary
-from jax_frontend.paged.tables import is_on_host
 from jax_frontend.qkvpacked import attention_qkvpacked
 
 Array = jax.Array
@@ -46,7 +45,7 @@ def _positions(before: Array, tokens: int, banded: bool) -> Array:
 
 
 def _values_on_host(q: Array, *tables: Array | None) -> tuple[Any, ...] | None:
-    if not all([each is None or is_on_host(each) for each in tables]):
+    if not all([each is None or plan.is_on_host(each) for each in tables]):
         return None
     return tuple([None if each is None else np.asarray(each) for each in tables])
 

@@ -32,7 +32,6 @@ from jax_frontend.dispatch.split import Split
 from jax_frontend.dispatch.vmap import MappedCall
 from jax_frontend.paged.attention import paged_attention
 from jax_frontend.paged.explain import explain_paged
-from jax_frontend.paged.tables import is_on_host
 
 Array = jax.Array
 Keywords = dict[str, Any]
@@ -122,9 +121,9 @@ def _checked(
     theirs = options["key_ranges"]
     if theirs is not None and theirs.dtype != np.int32:
         raise DTypeError(f"key_ranges: expected dtype int32, got {theirs.dtype}; cast it to int32")
-    if theirs is not None and is_on_host(theirs):
+    if theirs is not None and plan.is_on_host(theirs):
         check_values(np.asarray(theirs), q.shape[1])
-    on_host = CacheRows(*(array if is_on_host(array) else None for array in rows))
+    on_host = CacheRows(*(array if plan.is_on_host(array) else None for array in rows))
     cache_rows.check_values(on_host, k.shape[1], k.shape[0])
     # Copied, because JAX may share the memory of numpy's arrays, which the caller may write to too early.
     moved = (jax.device_put(array.copy()) if isinstance(array, np.ndarray) else array for array in rows)

@@ -13,7 +13,7 @@ from attn_core.call.arguments import ArrayFacts
 from attn_core.call.hints import hide_unknown, refuse_keywords
 from attn_core.paged import rotary
 from jax_frontend.dispatch import explicit_axes, plan
-from jax_frontend.paged.tables import copy_numpy, is_on_host
+from jax_frontend.paged.tables import copy_numpy
 
 Array = jax.Array
 
@@ -50,7 +50,7 @@ def apply_rotary(
     device = plan.device_name(x)
     named = {"x": x, "cos": cos, "sin": sin, "positions": positions}
     rotary.check_apply({name: ArrayFacts(tuple(a.shape), str(a.dtype), device) for name, a in named.items()})
-    if is_on_host(positions) and x.size:
+    if plan.is_on_host(positions) and x.size:
         rotary.check_position_values(np.asarray(positions), cos.shape[0])
     return _jit_rotate(x, cos, sin, copy_numpy(positions), interleaved, x.dtype)  # type: ignore[no-any-return]
 

@@ -47,13 +47,5 @@ def as_int32(table: Any) -> Any:
 
 def on_host(arrays: dict[str, Any]) -> dict[str, np.ndarray | None]:
     """Returns those arrays by name whose values are on the host, as numpy's; None for an argument that is None."""
-    there = {name: array for name, array in arrays.items() if array is None or is_on_host(array)}
+    there = {name: array for name, array in arrays.items() if array is None or plan.is_on_host(array)}
     return {name: None if array is None else np.asarray(array) for name, array in there.items()}
-
-
-def is_on_host(array: Any) -> bool:
-    """Returns whether the values of an array can be read without waiting: numpy's, and untraced ones on the CPU."""
-    if isinstance(array, np.ndarray):
-        return True
-    concrete = isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer)
-    return concrete and plan.device_name(array) == "cpu"

@@ -14,7 +14,7 @@ from attn_core import SeqInfo
 from attn_core.call.options import Options
 from attn_core.call.tensors import Inputs
 from jax_frontend import attention, dot_product_attention
-from jax_frontend.dispatch import offsets
+from jax_frontend.dispatch import offsets, plan
 
 pytestmark = pytest.mark.sampled
 
@@ -63,7 +63,7 @@ def test_dot_product_attention_makes_no_implicit_transfer() -> None:
 
 def test_offsets_on_a_device_need_no_implicit_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, whose offsets are not read on the host: the device extends them."""
-    monkeypatch.setattr(offsets, "_on_host", lambda array: False)
+    monkeypatch.setattr(plan, "is_on_host", lambda array: False)
     info = SeqInfo.from_lengths([6, 7], array=jax.device_put)
     with jax.transfer_guard("disallow"):
         jax.block_until_ready(attention(X[0], X[0], X[0], seq_info=info))
