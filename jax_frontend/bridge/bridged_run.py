@@ -34,7 +34,7 @@ def run_of(call: BridgedCall | BridgedStep) -> Run:
     if isinstance(call, BridgedStep):
         return _named(_StepRunner(call).run)
     makers = {"forward": _forward, "backward": _backward, "jvp": _jvp, "row_maximum": _row_maximum}
-    run = makers[call.direction](call)
+    run = makers[call.direction](call, backends.load(call.backend, backends.kind_of(call.device)))
     name = range_name(call.backend, call.spec, call.direction)
     run = _in_range(_named(run, name), name)
     return _with_head_start(run) if call.overlaps_exchange else run
@@ -83,8 +83,7 @@ def _with_head_start(run_call: Run) -> Run:
     return run
 
 
-def _forward(call: BridgedCall) -> Run:
-    module: Any = backends.load(call.backend, backends.kind_of(call.device))
+def _forward(call: BridgedCall, module: Any) -> Run:
     spec, count, gather = call.spec, len(call.operands), inputs_builder(call.operands)
     kernel, with_lse, writes, checked = module.forward, call.with_lse, module.WRITES_INTO, call.checked
     # On a GPU kernels clamp the tables, because reading them here would wait for it.
@@ -104,9 +103,8 @@ def _forward(call: BridgedCall) -> Run:
             _copy("row_maximum", top, values[count + 1 + with_lse])
         else:
             out, lse = kernel(spec, inputs, (out_buffer, lse_buffer)) if writes else kernel(spec, inputs)
-        if out is not out_buffer:  # the backend could not write into XLA's buffer
-            _copy("out", out, out_buffer)
-        if with_lse and lse is not lse_buffer:
+        _copy("out", out, out_buffer)
+        if with_lse:
             _copy("lse", lse, lse_buffer)
 
     return forward
@@ -120,11 +118,15 @@ def _fill(*buffers: Any) -> None:
 
 
 def _copy(name: str, result: Any, buffer: Any) -> None:
-    """Copies a result into XLA's buffer. ``copy_`` alone would convert or repeat a result that is wrong.
+    """Copies a result into XLA's buffer, unless the backend wrote it there.
+
+    ``copy_`` alone would convert or repeat a result that is wrong.
 
     Raises:
         ResultError: for a result of another shape, dtype or device.
     """
+    if result is buffer:
+        return
     if not (
         getattr(result, "shape", None) == buffer.shape
         and result.dtype is buffer.dtype
@@ -141,9 +143,8 @@ def _check_tables(spec: AttentionSpec, inputs: PagedInputs) -> None:
     check_read(spec, spec.max_len_q, values)
 
 
-def _backward(call: BridgedCall) -> Run:
-    module: Any = backends.load(call.backend, backends.kind_of(call.device))
-    count, results = len(call.operands), len(call.operands) + len(call.extras)
+def _backward(call: BridgedCall, module: Any) -> Run:
+    count, results = len(call.operands), len(call.names)
     gather, writes, as_one = inputs_builder(call.operands), module.WRITES_INTO, call.operands[0] == "qkv"
     names = call.gradients
 
@@ -158,15 +159,14 @@ def _backward(call: BridgedCall) -> Run:
             _fill(*buffers)
         gradients = module.backward(*arguments, buffers) if writes else module.backward(*arguments)
         for name, buffer, gradient in zip(Gradients._fields, buffers, gradients, strict=True):
-            if buffer is not None and gradient is not buffer:
+            if buffer is not None:
                 _copy(name, gradient, buffer)
 
     return backward
 
 
-def _jvp(call: BridgedCall) -> Run:
-    module: Any = backends.load(call.backend, backends.kind_of(call.device))
-    count, results = len(call.operands), len(call.operands) + len(call.extras)
+def _jvp(call: BridgedCall, module: Any) -> Run:
+    count, results = len(call.operands), len(call.names)
     jvp, gather, writes = module.jvp, inputs_builder(call.operands), module.WRITES_INTO
 
     def run(values: tuple[Any, ...]) -> None:
@@ -176,14 +176,12 @@ def _jvp(call: BridgedCall) -> Run:
             _fill(*buffers)
         _, _, *moved = jvp(call.spec, gather(values), tangents, *([buffers] if writes else []))
         for name, buffer, result in zip(("dout", "dlse"), buffers, moved, strict=True):
-            if result is not buffer:
-                _copy(name, result, buffer)
+            _copy(name, result, buffer)
 
     return run
 
 
-def _row_maximum(call: BridgedCall) -> Run:
-    module: Any = backends.load(call.backend, backends.kind_of(call.device))
+def _row_maximum(call: BridgedCall, module: Any) -> Run:
     function, count, gather = module.row_maximum, len(call.operands), inputs_builder(call.operands)
 
     def run(values: tuple[Any, ...]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -75,11 +76,8 @@ def put(array: Array, values: Array, index: np.ndarray, axis: int) -> Array:
         return array.at[where].set(values, unique_indices=True)
     if ranges == [(0, array.shape[axis])]:
         return values
-    at = 0
-    for start, stop in ranges:
-        piece = lax.slice_in_dim(values, at, at + stop - start, axis=axis)
+    for (start, _), piece in _pieces(values, ranges, axis):
         array = lax.dynamic_update_slice_in_dim(array, piece, start, axis=axis)
-        at += stop - start
     return array
 
 
@@ -93,10 +91,16 @@ def add(array: Array, values: Array, index: np.ndarray, axis: int) -> Array:
     if ranges is None:
         where = (slice(None),) * axis + (jnp.asarray(index, jnp.int32),)
         return array.at[where].add(values, unique_indices=True)
-    at, length = 0, array.shape[axis]
-    for start, stop in ranges:
-        piece = lax.slice_in_dim(values, at, at + stop - start, axis=axis)
-        around = [(0, 0, 0)] * axis + [(start, length - stop, 0)] + [(0, 0, 0)] * (array.ndim - axis - 1)
+    for (start, stop), piece in _pieces(values, ranges, axis):
+        around = [(0, 0, 0)] * array.ndim
+        around[axis] = (start, array.shape[axis] - stop, 0)
         array = array + lax.pad(piece, jnp.zeros((), array.dtype), around)
-        at += stop - start
     return array
+
+
+def _pieces(values: Array, ranges: list[tuple[int, int]], axis: int) -> Iterator[tuple[tuple[int, int], Array]]:
+    """Yields each range with the values that belong in it."""
+    at = 0
+    for start, stop in ranges:
+        yield (start, stop), lax.slice_in_dim(values, at, at + stop - start, axis=axis)
+        at += stop - start

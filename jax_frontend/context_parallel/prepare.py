@@ -97,7 +97,7 @@ class RankPlan(NamedTuple):
 
 def prepare(request: Request, *, needs_backward: bool) -> RankPlan:
     """Plans a request whose strategy is known; core caches the plan."""
-    call = requests.plan_request(request._replace(needs_backward=needs_backward), _target(request))
+    call = requests.plan_request(request._replace(needs_backward=needs_backward), Target.here("jax", request.device))
     return RankPlan(call, rank_axes(request), request.device)
 
 
@@ -108,7 +108,7 @@ def rank_axes(request: Request) -> RankAxes:
 
 def explain_request(request: Request) -> Explanation:
     """Chooses the strategy of a request and plans it; core caches the result."""
-    return requests.explain_request(request, _target(request))
+    return requests.explain_request(request, Target.here("jax", request.device))
 
 
 def build_request(
@@ -160,7 +160,3 @@ def _off_host(offsets: Any) -> str | None:
 
 def _metadata(array: Any) -> Metadata:
     return tuple(array.shape), np.dtype(array.dtype)
-
-
-def _target(request: Request) -> Target:
-    return Target.here("jax", request.device)

@@ -128,12 +128,11 @@ class Derivative(NamedTuple):
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _attention(call: AttentionCall, inputs: Inputs) -> Any:
+def _attention(call: AttentionCall, inputs: Inputs) -> tuple[Array, ...]:
     # JAX runs this if nothing is differentiated, so kernels without a backward may run.
     with_lse = call.options.return_lse
     out, lse, top = _run(_plan(call, inputs, False, False), inputs, with_lse=with_lse, with_maximum=call.with_maximum)
-    results = (out, *([lse] if with_lse else []), *([top] if call.with_maximum else []))
-    return results if len(results) > 1 else out
+    return (out, *([lse] if with_lse else []), *([top] if call.with_maximum else []))
 
 
 # Symbolic zeros tell which inputs have a gradient, so that the backend needs no gradient of the others.
@@ -157,27 +156,25 @@ def _derivative(call: AttentionCall, primals: tuple[Inputs], tangents: tuple[Inp
     if call_plan.spec.empty:
         # No value depends on an input. Under vmap the results are then constants without the mapped axis, and so must
         # be their tangents.
-        results = (out, *([lse] if with_lse else []), *last) if with_lse or last else out
-        return results, jax.tree.map(lambda array: varying_as([array], jnp.zeros_like(array)), results)
+        results = (out, *([lse] if with_lse else []), *last)
+        return results, tuple(varying_as([array], jnp.zeros_like(array)) for array in results)
     out = checkpoint_name(out, OUT_NAME)
     residuals = {**_present(inputs), "out": out}
     if lse is not None:
         residuals["lse"] = lse = checkpoint_name(lse, LSE_NAME)
     derivative = Derivative(call_plan, with_lse, tuple(residuals), tuple(moving))
     tangents_out = tangent.bind(derivative, list(residuals.values()), list(moving.values()))
-    if not (with_lse or last):
-        return out, tangents_out[0]
     return (out, *([lse] if with_lse else []), *last), (*tangents_out, *map(jnp.zeros_like, last))
 
 
 @partial(jax.jit, static_argnums=0, inline=True)
 def differentiable_attention(call: AttentionCall, inputs: Inputs) -> Any:
     """Returns the output of a call, or a tuple of out and, as far as the call returns them, lse and max_logit."""
-    results = _attention(call, inputs)
-    if inputs.sinks is None or not call.options.return_lse:
-        return results
-    end = None if call.documents is None else inputs.cu_seqlens_q[call.documents]
-    return results[0], empty_rows.fill_with_sinks(results[1], inputs.sinks, end), *results[2:]
+    out, *others = _attention(call, inputs)
+    if inputs.sinks is not None and call.options.return_lse:
+        end = None if call.documents is None else inputs.cu_seqlens_q[call.documents]
+        others[0] = empty_rows.fill_with_sinks(others[0], inputs.sinks, end)
+    return (out, *others) if others else out
 
 
 @partial(jax.jit, static_argnums=0, inline=True)
