@@ -14,7 +14,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from attn_core.call.tensors import Inputs
 from torch_frontend.dispatch import (
     forward_mode,
-    forward_over_reverse,
     max_logit,  # noqa: F401  registers its op
 )
 from torch_frontend.dispatch import ops as dense_ops  # noqa: F401  registers its ops
@@ -70,17 +69,6 @@ def _max_logit(*call: Any, out_val: Any = None, **_: Any) -> Any:
     return 2 * inputs.q.shape[-2] * _pairs(inputs, plain) * inputs.q.shape[-1]
 
 
-def _backward_jvp(*arguments: Any, out_val: Any = None, **_: Any) -> Any:
-    """Counts the backward's products, and one for each product with a tangent."""
-    saved = forward_over_reverse.SAVED
-    of_dout, (dq, dk, dv) = arguments[saved + 2] is not None, (each is not None for each in arguments[2 * saved :][:3])
-    inputs, plain = from_call(arguments[forward_over_reverse.FIRST :])
-    # The scores; q and k times a tangent of the scores, and tangents of q and k times the scores' gradient.
-    keys = 1 + dq + dk + 2 + dq + dk
-    values = 1 + of_dout + dv + 1 + of_dout  # products of dout and v, and of weights and dout
-    return 2 * inputs.q.shape[-2] * _pairs(inputs, plain) * (keys * inputs.q.shape[-1] + values * inputs.v.shape[-1])
-
-
 def _paged(
     q: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Tensor, offsets: Tensor | None = None, *_: Any, **__: Any
 ) -> Any:
@@ -102,7 +90,6 @@ def _register() -> None:
         torch.ops.attn.backward: _backward,
         torch.ops.attn.jvp: _jvp,
         torch.ops.attn.max_logit: _max_logit,
-        torch.ops.attn.backward_jvp: _backward_jvp,
         torch.ops.attn.paged_forward: _paged,
     }
     for target, formula in formulas.items():

@@ -94,9 +94,6 @@ FORWARD_MODE = {
 }
 """Automatic choice of the backend that computes tangents, best first. Another one may compute the call's results."""
 
-OVER_REVERSE = "math"
-"""The backend of torch that has second derivatives: its gradients are operations that torch differentiates."""
-
 ROW_MAXIMUM = {**FORWARD_MODE}
 """The same for the largest logit of each row, which a pass over q and k computes."""
 

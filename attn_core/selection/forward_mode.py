@@ -1,6 +1,6 @@
 """Chooses the backend of a call's forward mode, as pure data with all reasons, beside the choice of its forward.
 
-Forward over reverse, the tangents of a call's gradients, has a choice of the same kind.
+Forward over reverse, the tangents of a call's gradients, has a choice of the same kind in JAX.
 
 The tangents of a call do not depend on the kernel that computes its results. So each has a choice of its own: the
 results come from the backend of ``select``, the tangents from one that claims forward mode.
@@ -22,11 +22,6 @@ from attn_core.errors import SpecError
 from attn_core.selection.reasons import Reasons, refusals
 from attn_core.selection.target import Target
 
-OVER_REVERSE = {
-    "torch": "torch.func.jvp of torch.func.grad, torch.func.hessian",
-    "jax": "jax.jvp of jax.grad, jax.hessian",
-}
-"""What forward over reverse is called, by framework."""
 WORDS = {
     "torch": ("torch.func.vjp, jacrev", "torch.func.jvp, jacfwd, torch.autograd.forward_ad"),
     "jax": ("jax.grad, jax.vjp", "jax.jvp, jax.linearize, jax.jacfwd"),
@@ -63,10 +58,7 @@ class ForwardMode:
         reverse, forward = WORDS[self.target.framework]
         got, has = f"forward mode ({forward})", "forward mode"
         if self.over_reverse:
-            got, has = (
-                f"second derivatives ({OVER_REVERSE[self.target.framework]})",
-                "them in forward over reverse mode",
-            )
+            got, has = "second derivatives (jax.jvp of jax.grad, jax.hessian)", "them in forward over reverse mode"
         named = "the call" if self.requested is None else f"backend={', '.join(self.requested)!r}"
         call = self.spec, self.target, self.arrays, self.over_reverse
         others = [name for name in self._automatic if not reasons(name, *call)]
@@ -133,10 +125,7 @@ def reasons(
     if claims is None:
         return (f"{backend.FORWARD.kernel} has no forward mode",)
     if over_reverse and backend.FRAMEWORK != "jax":  # JAX differentiates the gradients of a backend of JAX
-        if name != backends.OVER_REVERSE:
-            return (f"{backend.FORWARD.kernel} has no tangents of its gradients",)
-        if target.framework == "jax":
-            return (f"{backend.FORWARD.kernel} has tangents of its gradients in torch alone",)
+        return (f"{backend.FORWARD.kernel} has no tangents of its gradients",)
     forward = refusals(name, spec, target)
     if arrays and not claims.aux_gradients:
         forward = (*forward, f"tangent of {listed(arrays)}: {claims.kernel} has none")

@@ -281,17 +281,6 @@ def test_opcheck_of_forward_mode():
         torch.library.opcheck(torch.ops.attn.jvp, (*tangents, *op_arguments(q, k, v, False)))
 
 
-def test_opcheck_of_forward_over_reverse():
-    q, k, v = tensors(grad=False)
-    out, lse = attention(q, k, v, causal=True, softcap=4.0, return_lse=True)
-    for moved in ((out, lse, out, lse, q, k, v, None, None), (None, None, out, None, None, k, None, None, None)):
-        arguments = (out, lse, torch.cos(out), None, *moved, *op_arguments(q, k, v, True))
-        torch.library.opcheck(torch.ops.attn.backward_jvp, arguments)
-    product = lambda q: torch.func.jvp(torch.func.grad(lambda q: attention(q, k, v).square().sum()), (q,), (q,))[1]  # noqa: E731
-    compiled = torch.compile(product, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(q), product(q))
-
-
 def test_gradcheck_in_float64():
     q, k, v = (
         torch.randn(1, length, heads, 4, dtype=torch.float64, requires_grad=True)

@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 
 from attn_core.backends.shared.autograd import refuse_second_derivative
 from attn_core.call.tensors import Inputs
-from torch_frontend.dispatch import autograd, forward_mode, forward_over_reverse, ops
+from torch_frontend.dispatch import autograd, forward_mode, ops
 from torch_frontend.dispatch import vmap as vmap_rules
 from torch_frontend.dispatch.after_import import after_import
 from torch_frontend.dispatch.op_arguments import PlainOptions, from_call, joined, tensors_of, to_call
@@ -86,7 +86,7 @@ class _Forward(torch.autograd.Function):
 
 
 class _Backward(torch.autograd.Function):
-    """``attn::backward`` with rules for vmap and forward mode; same arguments and results. Its backward raises."""
+    """``attn::backward`` with a rule for vmap; same arguments and results. Its own derivatives raise."""
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, ...]:
@@ -94,10 +94,7 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        tensors, ctx.plain = from_call(inputs[5:])
-        ctx.count = len(output)
-        ctx.set_materialize_grads(False)
-        ctx.save_for_forward(*inputs[:4], *tensors)
+        pass
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
@@ -109,6 +106,4 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *moved: Any) -> Any:
-        saved, inputs = ctx.saved_tensors[:4], Inputs(*ctx.saved_tensors[4:])
-        results = forward_over_reverse.run(saved, to_call(inputs, ctx.plain), moved)
-        return *results, *(None,) * (ctx.count - len(results))
+        refuse_second_derivative()

@@ -94,6 +94,6 @@ def without_create_graph(backward: Callable[..., Any]) -> Callable[..., Any]:
 def refuse_second_derivative(*_: Any) -> None:
     """Raises. Registered in the place of the derivative of a backward."""
     raise RuntimeError(
-        "attention has no second derivative of this kind: its gradients have tangents (torch.func.jvp of "
-        "torch.func.grad, torch.func.hessian), but no gradients, and its tangents have no derivative"
+        "attention has no second derivative in torch: its gradients and its tangents have no derivatives; "
+        "write the call in plain operations of torch, or use jax.hessian or jax.jvp of jax.grad in JAX"
     )
