@@ -167,18 +167,13 @@ def backward(
     lse: Any,
     dout: Any,
     dlse: Any,
-    differentiable: bool = False,
 ) -> Gradients:
-    """See ``Backend.backward``.
-
-    Args:
-        differentiable: whether torch's forward mode runs through the operations, which then share no memory.
-    """
+    """See ``Backend.backward``."""
     with without_autocast(inputs.q):
         out, lse, dout, dlse = (t[None] if spec.packed and t is not None else t for t in (out, lse, dout, dlse))
         saved = SavedTensors(out, lse, dout, dlse)
         height, parts, scores = block_sizes(spec, inputs.q.is_cpu)
-        operands = with_scratch(operands_of(spec, inputs, saved), 0 if differentiable else scores)
+        operands = with_scratch(operands_of(spec, inputs, saved), scores)
         sums = empty_sums(spec, operands)
         for block in blocks(spec, inputs, height):
             for chunk in parts:
