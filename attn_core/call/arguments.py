@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from attn_core.call.functions import AUX, aux_of
 from attn_core.call.layouts import HINT, fits_heads_first, warn_of_heads_first
 from attn_core.call.masks import without_idle_sides
-from attn_core.call.options import Options
+from attn_core.call.options import PLAIN, Options
 from attn_core.call.seq_info import is_number
 from attn_core.call.spec import DTYPES, AttentionSpec, Shape4
 from attn_core.errors import DeviceError, DTypeError, ShapeError, SpecError
@@ -89,6 +89,7 @@ def build_spec(
     if not packed:
         warn_of_heads_first(q, k)
         options = without_idle_sides(options, q_len, k[1])
+    plain: dict[str, Any] = {name: getattr(options, name) for name in PLAIN}
     return AttentionSpec(
         batch=batch,
         q_len=q_len,
@@ -98,11 +99,6 @@ def build_spec(
         head_dim=head_dim,
         value_dim=v[3],
         dtype=arrays.q.dtype,
-        causal=options.causal,
-        alignment=options.alignment,  # type: ignore[arg-type]
-        window=options.window,  # type: ignore[arg-type]
-        softcap=options.softcap,
-        scale=options.scale,
         mask_shape=_four("mask", arrays.mask),
         key_ranges_shape=None if arrays.key_ranges is None else tuple(arrays.key_ranges.shape),
         mask_mod=options.mask_mod,
@@ -114,13 +110,10 @@ def build_spec(
         alibi_shape=None if arrays.alibi_slopes is None else arrays.alibi_slopes.shape,
         sinks=_sinks(arrays.sinks, num_heads),
         documents=_documents(arrays, options),
-        dropout=options.dropout,
-        deterministic=options.deterministic,
         needs_backward=needs_backward,
         bias_gradient=bias_gradient,
         aux_gradients=options.aux_gradients if needs_backward else (),
-        return_lse=options.return_lse,
-        invariant=options.invariant,  # type: ignore[arg-type]
+        **plain,
         **lengths,
     )
 

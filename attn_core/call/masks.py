@@ -6,7 +6,6 @@ This is the definition of what is visible. ``attn_core.masks`` builds key ranges
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -110,15 +109,6 @@ def without_idle_sides(options: Options, q_len: Any, kv_len: Any) -> Options:
     if left is None and right == 0:
         return options._replace(causal=True, window=(None, None))
     return options._replace(window=(left, right))
-
-
-def as_called(spec: AttentionSpec) -> AttentionSpec:
-    """Returns the spec that the frontends build for the call of a spec: see ``without_idle_sides``."""
-    if spec.packed or spec.window == (None, None):
-        return spec
-    options = Options(causal=spec.causal, alignment=spec.alignment, window=spec.window, invariant=spec.invariant)
-    options = without_idle_sides(options, spec.q_len, spec.kv_len)
-    return replace(spec, causal=options.causal, window=options.window)  # type: ignore[arg-type]
 
 
 def document_of(cu_seqlens: np.ndarray, tokens: int) -> np.ndarray:

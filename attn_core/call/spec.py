@@ -13,7 +13,7 @@ from attn_core.call.after_fork import lazy_property
 from attn_core.call.functions import check_functions
 from attn_core.call.key_ranges import check_shape
 from attn_core.call.kinds import check_hashable, check_kind, is_size
-from attn_core.call.options import Alignment, Invariant, Options, check_flag, check_options
+from attn_core.call.options import PLAIN, Alignment, Invariant, Options, check_flag, check_options
 from attn_core.call.pages import PagedKV, check_paged
 from attn_core.call.seq_info import is_number
 from attn_core.errors import DTypeError, ShapeError, SpecError, shown
@@ -242,10 +242,7 @@ def _check_shapes(spec: AttentionSpec) -> None:
 
 def _check_choices(spec: AttentionSpec) -> Options:
     """Raises SpecError for an option that no call can have, or that does not fit the others; returns the options."""
-    lengths, flags = (spec.max_len_q, spec.max_len_k), (spec.deterministic, spec.return_lse)
-    scores = spec.softcap, spec.scale
-    plain = Options(spec.causal, spec.alignment, spec.window, *scores, *lengths, spec.dropout, *flags)
-    options = check_options(plain._replace(invariant=spec.invariant))
+    options = check_options(Options(**{name: getattr(spec, name) for name in PLAIN}))
     if spec.bias_dtype is not None and (spec.bias_shape is None or spec.bias_dtype not in DTYPES):
         raise SpecError(f"bias_dtype={shown(spec.bias_dtype)}: expected one of {', '.join(DTYPES)}, with a bias_shape")
     if spec.bias_gradient and spec.bias_shape is None:

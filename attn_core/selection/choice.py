@@ -132,12 +132,6 @@ class NoBackendError(NotImplementedError):
         self.selection = selection
         super().__init__(selection)
 
-    def __str__(self) -> str:
-        return str(self.selection)
-
-    def __reduce__(self) -> tuple[type[NoBackendError], tuple[Selection]]:  # for pickling between processes
-        return NoBackendError, (self.selection,)
-
 
 def explain(spec: AttentionSpec, target: Target, backend: str | tuple[str, ...] | None = None) -> Selection:
     """Returns the Selection of a call, even if no backend can run it. Pure: the result depends on the arguments only.

@@ -90,32 +90,25 @@ class Explanation(NamedTuple):
     """An explanation as data, which text and tables show.
 
     Attributes:
+        selection: what is explained.
         answer: which backend runs the call, or that none does.
         faults: why each requested backend cannot run the call, if none can.
         because: why this backend was chosen; None if none was.
         lane: how JAX reaches the backend, if that has reasons.
-        mask, parts, forward_mode, max_logit: as the Selection has them; pages, same_bits: from ``describe_...``.
         call: where the call would run, and its spec.
         rows: every backend: the requested ones, the candidates of automatic choice, best first, and the others.
-        device, backend, requested, automatic: as the Selection has them; no requested backends are an empty tuple.
+        pages, same_bits: from ``describe_...``.
     """
 
+    selection: Decision
     answer: str
     faults: tuple[str, ...]
     because: str | None
     lane: str | None
     call: str
     rows: tuple[Row, ...]
-    device: str
-    backend: str | None
-    requested: tuple[str, ...]
-    automatic: tuple[str, ...]
-    mask: str | None = None
-    parts: str | None = None
-    forward_mode: str | None = None
-    max_logit: str | None = None
-    pages: str | None = None
-    same_bits: str | None = None
+    pages: str | None
+    same_bits: str | None
 
 
 def explanation(selection: Decision) -> Explanation:
@@ -123,17 +116,13 @@ def explanation(selection: Decision) -> Explanation:
     target = selection.target
     lane = selection.lane
     return Explanation(
+        selection,
         answer=_answer(selection),
         faults=_faults(selection),
         because=None if selection.backend is None else _because(selection),
         lane=f"{lane[0]}: {'; '.join(lane[1])}" if lane is not None and lane[1] else None,
         call=f"attention in {target.framework} on {target.device}: {selection.spec}",
         rows=tuple(_row(selection, name) for name in _ordered(selection)),
-        device=target.device,
-        backend=selection.backend,
-        requested=selection.requested or (),
-        automatic=selection.automatic,
-        **{name: getattr(selection, name) for name in ("mask", "parts", "forward_mode", "max_logit")},
         pages=describe_pages(selection.spec),
         same_bits=describe_same_bits(selection.spec, selection.backend, target.kind),
     )
@@ -150,11 +139,12 @@ def worth_showing(facts: Explanation) -> tuple[list[Row], int]:
     These are the backends that can run the call, the requested ones, and the candidates of automatic choice that are
     one change away. If there is none, they are the candidates with the fewest reasons.
     """
-    eligible = {*facts.requested, *facts.automatic}
+    requested = facts.selection.requested or ()
+    eligible = {*requested, *facts.selection.automatic}
     shown = [
         row
         for row in facts.rows
-        if not row.reasons or row.backend in facts.requested or (row.verdict == ONE_CHANGE and row.backend in eligible)
+        if not row.reasons or row.backend in requested or (row.verdict == ONE_CHANGE and row.backend in eligible)
     ]
     if not shown:
         closest = sorted(facts.rows, key=lambda row: (row.backend not in eligible, len(row.reasons)))[:MOST_CLOSEST]
@@ -167,14 +157,15 @@ def sections(facts: Explanation, shown: list[Row]) -> dict[str, list[Row]]:
 
     The answer and the faults say everything about the chosen backend, or the requested ones if none was chosen.
     """
+    chosen, requested = facts.selection.backend, facts.selection.requested or ()
     title = "can run it too"
-    if facts.backend is None:
-        title = "can run it, but a backend requested by name never falls back" if facts.requested else "can run it"
+    if chosen is None:
+        title = "can run it, but a backend requested by name never falls back" if requested else "can run it"
     refused = [row for row in shown if row.reasons]
-    others = [row for row in refused if row.backend not in facts.requested]
+    others = [row for row in refused if row.backend not in requested]
     titled = {
         title: [row for row in shown if row.verdict in (ABLE, BY_NAME)],
-        "requested, but refused": [row for row in refused if row not in others and facts.backend is not None],
+        "requested, but refused": [row for row in refused if row not in others and chosen is not None],
         ONE_CHANGE: [row for row in others if row.verdict == ONE_CHANGE],
         REFUSED: [row for row in others if row.verdict == REFUSED],
     }

@@ -27,7 +27,9 @@ def text(facts: Explanation, everything: bool = False, how: str = "selection.tex
         lines += [wrapped(line, "  ", "    ") for line in by_name(rows)]
     if hidden:
         noun = "other" if hidden == 1 else "others"
-        lines.append(wrapped(f"{hidden} {noun} cannot run it on {facts.device}; every reason: {how}", "", "  "))
+        lines.append(
+            wrapped(f"{hidden} {noun} cannot run it on {facts.selection.target.device}; every reason: {how}", "", "  ")
+        )
     return "\n".join(lines)
 
 
@@ -37,9 +39,11 @@ def _head(facts: Explanation, everything: bool) -> list[str]:
     lines = [wrapped(facts.answer, "", "  "), *(wrapped(fault, "  ", "    ") for fault in facts.faults)]
     # The call is broken between its fields.
     call = ", ".join(field.replace(" ", NO_BREAK) for field in facts.call.split(", "))
-    labelled = {"because": facts.because, "parts": facts.parts, "lane": facts.lane, "mask": facts.mask}
+    selection = facts.selection
+    labelled = {"because": facts.because, "parts": selection.parts, "lane": facts.lane, "mask": selection.mask}
     labelled |= {"pages": facts.pages, "same bits": facts.same_bits}
-    labelled |= {"max_logit": facts.max_logit, "forward mode": facts.forward_mode if everything else None, "call": call}
+    forward_mode = selection.forward_mode if everything else None
+    labelled |= {"max_logit": selection.max_logit, "forward mode": forward_mode, "call": call}
     return lines + [wrapped(f"{label}: {fact}", "  ", "    ") for label, fact in labelled.items() if fact is not None]
 
 

@@ -25,6 +25,8 @@ from random import Random
 from typing import Any, NamedTuple
 
 from attn_core.call.arithmetic import flops
+from attn_core.call.masks import without_idle_sides
+from attn_core.call.options import Options
 from attn_core.call.spec import AttentionSpec
 
 
@@ -237,3 +239,12 @@ def _name(what: str, spec: AttentionSpec, dense: str) -> str:
     }
     parts = [what, rows, f"h{spec.num_heads}/{spec.num_kv_heads}", f"d{widths}", short]
     return " ".join([*parts, *(text for text, present in options.items() if present)])
+
+
+def as_called(spec: AttentionSpec) -> AttentionSpec:
+    """Returns the spec that the frontends build for the call of a spec: see ``without_idle_sides``."""
+    if spec.packed or spec.window == (None, None):
+        return spec
+    options = Options(causal=spec.causal, alignment=spec.alignment, window=spec.window, invariant=spec.invariant)
+    options = without_idle_sides(options, spec.q_len, spec.kv_len)
+    return replace(spec, causal=options.causal, window=options.window)  # type: ignore[arg-type]

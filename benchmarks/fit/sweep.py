@@ -22,7 +22,6 @@ from typing import Any
 
 from attn_core import backends, explain
 from attn_core.call.arithmetic import flops
-from attn_core.call.masks import as_called
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.spec import AttentionSpec
 from attn_core.cli.comparison import timed
@@ -33,7 +32,7 @@ from attn_core.cli.tune import device_of
 from attn_core.errors import SpecError
 from attn_core.selection import Target, choice
 from attn_core.selection.tables import device_name
-from benchmarks.fit.calls import SweepCase, random_calls
+from benchmarks.fit.calls import SweepCase, as_called, random_calls
 from benchmarks.fit.plain import plain_fields
 from benchmarks.fit.records import Record, read, right_times, write
 

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attn_core import AttentionSpec, SeqInfo
-from attn_core.call.masks import Band, as_called, band, document_of, positions, visible
+from attn_core.call.masks import Band, band, document_of, positions, visible
+from benchmarks.fit.calls import as_called
 
 
 def spec_of(q_len: int, kv_len: int, **fields) -> AttentionSpec:

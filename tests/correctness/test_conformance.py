@@ -41,10 +41,10 @@ import jax_frontend
 import torch_frontend
 from attn_core import NoBackendError, backends, explain
 from attn_core.backends.support import Support
-from attn_core.call.masks import as_called
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
 from attn_core.correctness import accuracy
+from benchmarks.fit.calls import as_called
 
 BACKENDS = backends.names()
 

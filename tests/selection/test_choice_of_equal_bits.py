@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attn_core import AttentionSpec
-from attn_core.call.masks import as_called
 from attn_core.call.pages import PagedKV
 from attn_core.selection import explain
 from attn_core.selection.same_bits import FROM_PAGES
 from attn_core.selection.target import Target
+from benchmarks.fit.calls import as_called
 
 SPEC = AttentionSpec(
     **{"batch": 4, "q_len": 4096, "kv_len": 4096, "num_heads": 32, "num_kv_heads": 8},
