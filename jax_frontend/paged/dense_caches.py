@@ -35,17 +35,21 @@ from jax_frontend.paged.explain import explain_paged
 
 Array = jax.Array
 Keywords = dict[str, Any]
-Window = tuple[int | None, int | None]
+_ON_POOL = (*ON_PAGES, "window", "backend", "sinks", "alibi_slopes")
+"""The arguments of ``attention`` that ``paged_attention`` has, too."""
 
 
 class _Call(NamedTuple):
     """The static part of a call on pages: ``attention``, for its derivative, and the options by name."""
 
     attention: Callable[..., Any]
-    window: Window
     options: tuple[tuple[str, Hashable], ...]
     packed: bool = False
     """Whether the call runs as packed documents."""
+
+    def keywords(self, arrays: dict[str, Array]) -> Keywords:
+        """Returns all arguments of ``attention`` but q, k, v, layout and the rows, by name."""
+        return {**_ABSENT, **dict(self.options), **{name: arrays.get(name) for name in ("sinks", "alibi_slopes")}}
 
 
 def attend(attention: Callable[..., Any], qkv: tuple[Any, ...], rows: CacheRows, options: Keywords) -> Any:
@@ -55,15 +59,15 @@ def attend(attention: Callable[..., Any], qkv: tuple[Any, ...], rows: CacheRows,
         qkv: with the sequence before the heads; rows: as the caller passed them.
         options: all other arguments of ``attention`` but layout, by name.
     """
-    rows, window = _checked(qkv, rows, options)
-    if not _on_pages(qkv, window, options):
-        tensors, others = as_ranges(qkv, rows, window, options)
+    rows, options = _checked(qkv, rows, options)
+    if not _on_pages(qkv, options):
+        tensors, others = as_ranges(qkv, rows, options)
         return attention(*tensors, **others)
     if checks.enabled():
-        value_checks.check_cache(*as_ranges(qkv, rows, window, options))
-    options = options | {"backend": requested_names(options["backend"])}
-    named = tuple([(name, options[name]) for name in (*PLAIN, "backend") if name != "window"])
-    call = _Call(attention, window, named, are_documents(qkv, rows, options))
+        value_checks.check_cache(*as_ranges(qkv, rows, options))
+    options["backend"] = requested_names(options["backend"])
+    named = tuple([(name, options[name]) for name in (*PLAIN, "backend")])
+    call = _Call(attention, named, are_documents(qkv, rows, options))
     arrays = {**dict(zip("qkv", qkv, strict=True)), **rows._asdict()}
     arrays |= {name: options[name] for name in ("sinks", "alibi_slopes")}
     return _jit_from_pages(call, {name: array for name, array in arrays.items() if array is not None})
@@ -82,27 +86,26 @@ def explain(
         explain: the frontend's, for a call in the form of key ranges.
         qkv, rows, options: as ``attend`` has them; arrays or their shapes.
     """
-    rows, window = _checked(qkv, rows, options, shapes_only=True)
+    rows, options = _checked(qkv, rows, options, shapes_only=True)
     q, k, v = qkv
-    if needs_backward or not _on_pages(qkv, window, options):
-        theirs = options["key_ranges"]
-        key_ranges, k, v = jax.eval_shape(partial(ranges, window=window, options=options), qkv, rows, theirs)
+    if needs_backward or not _on_pages(qkv, options):
+        key_ranges, k, v = jax.eval_shape(partial(ranges, options=options), qkv, rows, options["key_ranges"])
         tensors, others = with_ranges(q, k, v, rows, key_ranges, options)
         return explain(*tensors, **others, needs_backward=needs_backward)
     if are_documents(qkv, rows, options):
-        arrays, keywords = shapes_of_documents(qkv, rows, options | {"window": window})
+        arrays, keywords = shapes_of_documents(qkv, rows, options)
         return explain(*arrays, **keywords, needs_backward=needs_backward)
     shape = (q.shape[0] * q.shape[1], *q.shape[2:])
     queries = q.reshape(shape) if isinstance(q, jax.Array) else jax.ShapeDtypeStruct(shape, q.dtype)
     tables = jax.eval_shape(partial(_pool_tables, q.shape[:2], k.shape[:2]), rows)
-    more = {name: options[name] for name in (*ON_PAGES, "backend", "sinks", "alibi_slopes")} | {"window": window}
+    more = {name: options[name] for name in _ON_POOL}
     return explain_paged(queries, k, v, **tables, **more, max_len_q=q.shape[1])
 
 
 def _checked(
     qkv: tuple[Any, ...], rows: CacheRows, options: Keywords, *, shapes_only: bool = False
-) -> tuple[CacheRows, Window]:
-    """Checks every argument, on a CPU by value; returns the rows as JAX's arrays, and the window as a pair."""
+) -> tuple[CacheRows, Keywords]:
+    """Checks every argument, on a CPU by value; returns the rows as JAX's arrays, the options with window as a pair."""
     named = dict(zip("qkv", qkv, strict=True))
     named |= {name: options[name] for name in ("mask", "bias", "alibi_slopes", "sinks")}
     for name, array in named.items():
@@ -127,15 +130,15 @@ def _checked(
     cache_rows.check_values(on_host, k.shape[1], k.shape[0])
     # Copied, because JAX may share the memory of numpy's arrays, which the caller may write to too early.
     moved = (jax.device_put(array.copy()) if isinstance(array, np.ndarray) else array for array in rows)
-    return CacheRows(*moved), call.window  # type: ignore[return-value]
+    return CacheRows(*moved), options | {"window": call.window}
 
 
-def _on_pages(qkv: tuple[Any, ...], window: Window, options: Keywords) -> bool:
+def _on_pages(qkv: tuple[Any, ...], options: Keywords) -> bool:
     """Returns whether the call takes the form of pages as long as nothing is differentiated."""
     q, k, _ = qkv
     names = requested_names(options["backend"]) or override.requested()
     sizes = (*q.shape[:2], *k.shape[:2])
-    return cache_rows.takes_pages(sizes, window, options) and read_pages(names, plan.device_name(q))
+    return cache_rows.takes_pages(sizes, options["window"], options) and read_pages(names, plan.device_name(q))
 
 
 def _pool_tables(queries: tuple[int, ...], cache: tuple[int, ...], rows: CacheRows) -> dict[str, Array | None]:
@@ -170,16 +173,14 @@ def _specs(call: _Call, split: Split) -> Any:
 def _run(call: _Call, arrays: dict[str, Array]) -> Any:
     q, k, v = (arrays[name] for name in "qkv")
     batch, count = q.shape[:2]
-    tables = _pool_tables((batch, count), k.shape[:2], rows_of(arrays))
-    options = dict(call.options)
-    keywords: Keywords = {name: options[name] for name in (*ON_PAGES, "backend")} | tables
-    extras = {name: arrays.get(name) for name in ("sinks", "alibi_slopes")}
-    keywords |= {**extras, "window": call.window, "max_len_q": count}
+    options = call.keywords(arrays)
     if call.packed:
-        documents, keywords = as_documents(q, k, v, rows_of(arrays), options | extras | {"window": call.window})
+        documents, keywords = as_documents(q, k, v, rows_of(arrays), options)
         results = call.attention(*documents, **keywords)
     else:
-        results = paged_attention(q.reshape(batch * count, *q.shape[2:]), k, v, **keywords)
+        tables = _pool_tables((batch, count), k.shape[:2], rows_of(arrays))
+        keywords = {name: options[name] for name in _ON_POOL} | tables
+        results = paged_attention(q.reshape(batch * count, *q.shape[2:]), k, v, **keywords, max_len_q=count)
     out, lse = results if options["return_lse"] else (results, None)
     out = out.reshape(batch, count, *out.shape[1:])
     # [heads, batch * q_len] -> [batch, heads, q_len]
@@ -198,13 +199,11 @@ def _derivative(call: _Call, primals: Any, tangents: Any) -> tuple[Any, Any]:
         return results, jax.tree.map(jnp.zeros_like, results)
     if "alibi_slopes" in moving:
         raise SpecError("alibi_slopes: expected no gradient, it is not defined here; use jax.lax.stop_gradient")
-    options = {**_ABSENT, **dict(call.options)}
 
     def run(some: dict[str, Array]) -> Any:
         every = arrays | some
-        extras = {name: every.get(name) for name in ("sinks", "alibi_slopes")}
         qkv = every["q"], every["k"], every["v"]
-        tensors, others = as_ranges(qkv, rows_of(every), call.window, options | extras)
+        tensors, others = as_ranges(qkv, rows_of(every), call.keywords(every))
         results, on_mesh = call.attention(*tensors, **others), split_of_rows(arrays)
         if on_mesh is None:
             return results
@@ -265,13 +264,11 @@ def split_of_rows(arrays: dict[str, Array]) -> tuple[Any, Split] | None:
     return mesh, explicit_axes.split_on(mesh, call, list(arrays.values()))
 
 
-def as_ranges(
-    qkv: tuple[Any, ...], rows: CacheRows, window: Window, options: Keywords
-) -> tuple[tuple[Any, ...], Keywords]:
+def as_ranges(qkv: tuple[Any, ...], rows: CacheRows, options: Keywords) -> tuple[tuple[Any, ...], Keywords]:
     """Returns the arrays and the keywords of ``attention`` for the same call with key ranges."""
     theirs = options["key_ranges"]
     theirs = None if theirs is None else plan.ranges_as_array(theirs)
-    key_ranges, k, v = ranges(qkv, rows, theirs, window=window, options=options)
+    key_ranges, k, v = ranges(qkv, rows, theirs, options=options)
     return with_ranges(qkv[0], k, v, rows, key_ranges, options)
 
 
@@ -280,9 +277,7 @@ def rows_of(arrays: dict[str, Array]) -> CacheRows:
     return CacheRows(*(arrays.get(name) for name in CacheRows._fields))
 
 
-def ranges(
-    qkv: tuple[Any, ...], rows: CacheRows, theirs: Any, *, window: Window, options: Keywords
-) -> tuple[Array, Array, Array]:
+def ranges(qkv: tuple[Any, ...], rows: CacheRows, theirs: Any, *, options: Keywords) -> tuple[Array, Array, Array]:
     """Returns the key ranges of the call, and k and v as ``[batch, kv_len, ...]`` with 0 outside of each row.
 
     theirs: the caller's key ranges, or None.
@@ -291,7 +286,7 @@ def ranges(
     rows = cache_rows.clamped(rows, k.shape[1], k.shape[0])
     arrays = {"q": q, "k": k, "v": v, **rows._asdict(), "key_ranges": theirs}
     arrays = {name: array for name, array in arrays.items() if array is not None}
-    run: Callable[..., Any] = partial(_visible, (q.shape[1], k.shape[1]), window, options)
+    run: Callable[..., Any] = partial(_visible, (q.shape[1], k.shape[1]), options)
     on_mesh = split_of_rows(arrays)
     if on_mesh is not None:
         mesh, split = on_mesh
@@ -313,12 +308,11 @@ def _rows_read(cache: Array, index: Array, out: Any = None) -> Array:
     return cache.at[index].get(out_sharding=out)
 
 
-def _visible(
-    lengths: tuple[int, int], window: Window, options: Keywords, arrays: dict[str, Array]
-) -> tuple[Array, Array]:
+def _visible(lengths: tuple[int, int], options: Keywords, arrays: dict[str, Array]) -> tuple[Array, Array]:
     """Returns the key ranges of a call, and which keys belong to each row, bool ``[batch, kv_len]``."""
     rows, theirs = rows_of(arrays), arrays.get("key_ranges")
-    edges = window[0], 0 if options["causal"] else window[1]
+    left, right = options["window"]
+    edges = left, 0 if options["causal"] else right
     key = jnp.arange(lengths[1], dtype=jnp.int32)
     start, stop, inside = cache_rows.queries_of_keys(key, rows, lengths, edges, options["alignment"] == "top_left")
     start, stop = start[:, None, :, None], stop[:, None, :, None]  # [batch, 1, kv_len, 1]
