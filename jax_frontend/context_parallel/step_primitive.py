@@ -91,18 +91,14 @@ def _call_back(*operands: Any, call: BridgedStep, program: ClosedJaxpr) -> list[
     return list(targets.run_step(call, local_call.types_like(out, [*types, *scratch]), *operands))
 
 
-def run_operators(call: BridgedStep, text: str, results: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
+def run_operators(*operands: Any, call: BridgedStep, text: str, results: Sequence[Any]) -> list[Any]:
     """Returns a step's results, of the types ``results``; traceable."""
     run = _attend if call.gradient is None else _gradients
     return run(call, text, results, operands)
 
 
-def _run_operators(*operands: Any, call: BridgedStep, text: str, program: ClosedJaxpr) -> list[Any]:
-    return run_operators(call, text, program.out_avals, operands)
-
-
 _lower_callback = mlir.lower_fun(_call_back, multiple_results=True)
-_lower_operators = mlir.lower_fun(_run_operators, multiple_results=True)
+_lower_operators = mlir.lower_fun(run_operators, multiple_results=True)
 
 
 def _lower_for_cpu(ctx: Any, *operands: Any, call: BridgedStep, program: ClosedJaxpr, **about: Any) -> Any:
@@ -124,7 +120,7 @@ def _lower_for_gpu(ctx: Any, *operands: Any, call: BridgedStep, program: ClosedJ
         return _lower_callback(known, *operands[:-1], call=call, program=program)
     text = text_of(call, known.avals_in) if parts else None
     if text is not None:
-        return _lower_operators(known, *operands[:-1], call=call, text=text, program=program)
+        return _lower_operators(known, *operands[:-1], call=call, text=text, results=program.out_avals)
     return primitive_rules.lower_program(ctx, *operands, program=program)
 
 

@@ -107,7 +107,7 @@ def test_each_device_computes_the_gradients_of_its_part(library: Path, name: str
         call = BridgedStep(step_call, "cpu", False, gradient=form)
         run = jax.jit(
             lambda *arrays, text=text, call=call: step_primitive.run_operators(
-                call, operators.by_device({0: text}), types, arrays
+                *arrays, call=call, text=operators.by_device({0: text}), results=types
             )
         )
         for found, expected in zip(run(*given), right, strict=True):

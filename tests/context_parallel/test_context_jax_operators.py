@@ -197,13 +197,13 @@ def test_the_results_of_earlier_steps_are_merged(library: Path, monkeypatch: pyt
     lse[:, :, 3] = -np.inf
     out[:, 3] = 0
     texts = operators.texts(step_call, ((q.shape, "float32"), (keys.shape, "float32")), "cpu")
-    branches = SimpleNamespace(out_avals=[jax.typeof(jnp.asarray(out)), jax.typeof(jnp.asarray(lse))])
+    types = [jax.typeof(jnp.asarray(out)), jax.typeof(jnp.asarray(lse))]
     for part in range(2):
         call = BridgedStep(step_call, "cpu", False)
         text = operators.by_device({0: texts[part]})
         run = jax.jit(
-            lambda *arrays, text=text, call=call: step_primitive._run_operators(
-                *arrays, call=call, text=text, program=branches
+            lambda *arrays, text=text, call=call: step_primitive.run_operators(
+                *arrays, call=call, text=text, results=types
             )
         )
         context = TileContext(step_call.call, "cpu")
@@ -223,7 +223,10 @@ def test_the_first_step_needs_no_merge(library: Path, packed_operators: None) ->
         right = attend(context, PartTiles(step_call.step.tiles[part]), operands[0], tuple(operands[1:]), None)
         actual = jax.jit(
             lambda *arrays, text=text: step_primitive.run_operators(
-                BridgedStep(step_call, "cpu", False), operators.by_device({0: text}), types, arrays
+                *arrays,
+                call=BridgedStep(step_call, "cpu", False),
+                text=operators.by_device({0: text}),
+                results=types,
             )
         )(*operands)
         for one, other in zip(actual, right, strict=True):
