@@ -84,16 +84,17 @@ def test_torch_and_jax_give_the_same_bits(backend: str, device: str) -> None:
     if missing := reachable("jax", backend, device):
         pytest.skip(missing)
 
-    # Each call that is compared compiles there, so calls that are refused do not count.
-    compiles = device == "cuda" and backend in COMPILED_ON_GPUS
+    # Few calls are drawn for a GPU, fewer still if each compiles. So calls that are refused do not count there.
+    counted = device == "cpu" or claims.approximate
     count = number_of_draws(backend, device)
+    count = (count + 1) // 2 if device == "cuda" and backend in COMPILED_ON_GPUS else count
 
-    @settings(max_examples=(count + 1) // 2 if compiles else count, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=count, suppress_health_check=list(HealthCheck))
     @given(call=drawn_for(backend, device))
     def every_call(call: Call) -> None:
         call = deterministic_call(replace(call, layout="contiguous"), backend, device)
         accepted = accepted_by("jax", backend, call, device)
-        assume(accepted is not None or not compiles)
+        assume(accepted is not None or counted)
         compared.append(accepted is not None)
         if accepted is not None:
             results = [results_of_the_kernel(accepted, run(name, accepted, backend, device)) for name in FRAMEWORKS]

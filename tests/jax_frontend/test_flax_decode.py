@@ -26,6 +26,8 @@ from jax_frontend import attention, linen, nnx
 from jax_frontend.flax import attend as layer_call
 from jax_frontend.flax import layer as layer_of_flax
 
+pytestmark = pytest.mark.words
+
 BATCH, SEQ, MAX_LENGTH, HEADS, KV_HEADS, DIM, VALUE_DIM, FEATURES = 2, 7, 11, 6, 3, 4, 8, 13
 SIZES = {"num_kv_heads": KV_HEADS, "head_dim": DIM, "value_dim": VALUE_DIM}
 TOLERANCE = {"rtol": 1e-5, "atol": 5e-5}

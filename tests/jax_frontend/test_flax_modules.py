@@ -24,7 +24,7 @@ from attn_core.errors import ShapeError, SpecError
 from jax_frontend import linen, nnx
 from jax_frontend.flax import layer as flax_layer
 
-pytestmark = pytest.mark.sampled
+pytestmark = [pytest.mark.sampled, pytest.mark.words]
 
 BATCH, SEQ, KV_SEQ, HEADS, KV_HEADS, DIM, VALUE_DIM, FEATURES, OUT = 2, 7, 5, 6, 3, 4, 8, 13, 11
 SIZES = {"num_kv_heads": KV_HEADS, "head_dim": DIM, "value_dim": VALUE_DIM, "out_features": OUT}
