@@ -29,8 +29,7 @@ from attn_core.errors import DeviceError, SpecError
 from attn_core.paged.step import Pages
 from torch_frontend.context_parallel.layers import ActiveMesh, active_for
 from torch_frontend.dispatch.plan import check_tensor
-from torch_frontend.dispatch.tensor_kinds import check_data
-from torch_frontend.dispatch.token_positions import token_positions
+from torch_frontend.dispatch.tensor_kinds import check_data, to_device_of
 from torch_frontend.paged.layer import attend_in_pages
 from torch_frontend.recomputed import attention_of_layer as attention
 
@@ -267,3 +266,19 @@ def check_inputs(x: Any, context: Any, positions: Any, pages: Any) -> None:
     if context is not None and context.device != x.device:
         raise DeviceError(f"context: expected the device of x ({x.device}), got {context.device}; move it there")
     check_data(x, context=context, positions=positions)
+
+
+def token_positions(positions: Tensor | None, seq_info: SeqInfo | None, q: Tensor) -> Tensor:
+    """Returns int positions ``[batch, seq]`` for ``q [batch, seq, heads, head_dim]``.
+
+    They are the caller's (``[seq]`` or ``[batch, seq]``), else counted from each row's or document's start.
+    """
+    if positions is None:
+        positions = torch.arange(q.shape[1], dtype=torch.int32, device=q.device)
+        if seq_info is not None:
+            starts = to_device_of(q, seq_info.cu_seqlens_q)
+            # Search all offsets, not a view of them: a compiled searchsorted may ignore the view's start. The clamp
+            # keeps tokens behind the last offset in the last document.
+            document = (torch.searchsorted(starts, positions, right=True) - 1).clamp(max=len(starts) - 2)  # [tokens]
+            positions = positions - starts[document]
+    return positions.expand(q.shape[:2])

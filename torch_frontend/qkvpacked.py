@@ -17,10 +17,10 @@ from attn_core.call.tensors import Gradients, Inputs
 from attn_core.selection import override
 from torch_frontend.attention import attention
 from torch_frontend.dispatch import autocast, autograd, empty_rows, plan, run_plan, sdpa_flags, transforms
+from torch_frontend.dispatch.autograd import once_differentiable
 from torch_frontend.dispatch.checked_results import in_checks
 from torch_frontend.dispatch.general_calls import gather_arguments, run
 from torch_frontend.dispatch.ranges import in_ranges
-from torch_frontend.dispatch.second_derivative import once_differentiable
 from torch_frontend.dispatch.tensor_kinds import is_watched
 
 Tensor = torch.Tensor

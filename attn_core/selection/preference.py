@@ -4,8 +4,9 @@ The models are data: the table of the device, shipped with the package or writte
 a table of the device the static order of ``attn_core.backends`` applies; for JAX on a CPU ``xla_is_faster`` says for
 which calls ``jax_xla`` comes first.
 
-On a GPU the models were measured in torch. In JAX the kernels take as long, but the host's time differs, see
-``jax_on_gpu``. So both frameworks choose alike unless the host's time decides.
+On a GPU the models were measured in torch. In JAX the kernels take as long, but the host's time differs: XLA launches
+some kernels itself, and reaches the others through a callback into Python, which costs the host more than torch does.
+So both frameworks choose alike unless the host's time decides. All times are microseconds.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from operator import mul
 
 from attn_core import backends
 from attn_core.call.spec import AttentionSpec
-from attn_core.selection import jax_on_gpu
 from attn_core.selection.cost_model import Models
 from attn_core.selection.features import FEW_QUERIES, Kind, is_ragged, kind_of_call
 from attn_core.selection.sizes import sizes_of_call
@@ -47,6 +47,45 @@ NEW_LENGTH = {"sdpa_cudnn": 1000.0}
 
 Without a mask there is one more key with every token, and cuDNN prepares a plan for every number of keys: 33 ms for a
 forward on an H200 host with cuDNN 9.19, measured on 2026-11-24, which about 32 layers share."""
+
+CALLBACK = {
+    False: {"flash2": 50.0, "flash3": 90.0, "sdpa_flash": 90.0, "": 125.0},
+    True: {"flash2": 200.0, "sdpa_flash": 420.0, "": 600.0},
+}
+"""Host microseconds in JAX on a GPU if XLA calls Python, forward (False) and training (True); "" for other backends.
+
+From single jitted calls (seed 8 of ``benchmarks/jax_calls.py`` of revision 1a60ea3e) on an H200 host on 2026-11-24,
+less JAX's own time for such a call. Most ran without XLA's autotuning, which compiles for minutes."""
+
+CALLBACK_TABLE = {False: 250.0, True: 500.0}
+"""More of them for a mask or a bias, which the callback prepares."""
+
+XLA_LAUNCH = {
+    False: {"jax_cudnn": 20.0, "jax_xla": 25.0, "": 10.0},
+    True: {"jax_cudnn": 140.0, "jax_xla": 45.0, "": 20.0},
+}
+"""The same if XLA launches the kernels itself."""
+
+OPERATORS, OPERATORS_TABLE = {False: 45.0, True: 220.0}, {False: 60.0, True: 120.0}
+"""The same if XLA runs operators of torch itself; and more for a mask or a bias. Of an H200 host on 2026-11-27."""
+
+XLA_SCORE = {False: 60e-6, True: 150e-6}
+"""Device microseconds of ``jax_xla`` on a GPU for each score, hidden or not, from the same calls.
+
+They took 20 to 70 for a million scores forward. Calls of few scores took the most, and only they can be the fastest
+this way."""
+
+HIDDEN_BY_HOST = 0.5
+"""In training, a kernel that XLA launches takes about this share of the predicted time if torch's host takes as long.
+
+There the fit saw the host's time alone. The share grows to 1 for kernels that take twice as long as the host. From
+jitted calls on an H200 and an H100."""
+
+CAUSAL_BESIDE_TABLE = 0.5
+"""``jax_cudnn`` applies causal beside a mask or bias in the kernel, so it takes about this share of torch's time.
+
+torch's op needs causal in the mask, and computes all pairs. A call of 4 rows of 10816 tokens on an H200 took 11.5 ms,
+and sdpa_efficient 32.8 ms."""
 
 TINY_HEADS, TINY_SCORES = 24, 2**12
 """Heads of all rows, and scores, up to which a call takes as long as the callback into Python."""
@@ -143,10 +182,10 @@ def _cautious(spec: AttentionSpec, framework: str, device: str) -> list[tuple[fl
     sizes = sizes_of_call(spec, table.tile, table.processors)
     if framework == "jax" and device != "cpu":
         timed = [
-            (jax_on_gpu.predicted(name, caution, host, sum(map(mul, each, sizes)), spec, device), place, name)
+            (_predicted_in_jax(name, caution, host, sum(map(mul, each, sizes)), spec, device), place, name)
             for place, name, caution, host, each in rates
         ]
-        return [*timed, (jax_on_gpu.predicted_of_xla(spec), timed[-1][1] + 1, "jax_xla")] if timed else []
+        return [*timed, (_predicted_of_xla(spec), timed[-1][1] + 1, "jax_xla")] if timed else []
     return [(max(host, sum(map(mul, each, sizes))), place, name) for place, name, _, host, each in rates]
 
 
@@ -245,3 +284,44 @@ def xla_is_faster(spec: AttentionSpec) -> bool:
     if spec.softcap is not None or spec.value_dim != spec.head_dim:  # torch's flash kernel has neither
         return scores <= SMALL_SCORES
     return spec.needs_backward and spec.dtype in ("bfloat16", "float16") and scores <= SMALL_GRADIENT
+
+
+def _predicted_in_jax(
+    name: str, caution: float, host_in_torch: float, device_time: float, spec: AttentionSpec, device: str
+) -> float:
+    """Returns the predicted time of a backend, with caution.
+
+    Args:
+        caution: the factor by which the backend's predicted times count as longer.
+        host_in_torch, device_time: the predicted times of the host in torch and of the device, with caution.
+    """
+    has_table = spec.mask_shape is not None or spec.bias_shape is not None
+    if name == "jax_cudnn" and spec.causal and has_table:
+        device_time *= CAUSAL_BESIDE_TABLE
+    callback, launch = CALLBACK[spec.needs_backward], XLA_LAUNCH[spec.needs_backward]
+    slowest = callback.get(name, callback[""])
+    slowest += has_table * CALLBACK_TABLE[spec.needs_backward]
+    if device_time >= max(caution * slowest, 2 * host_in_torch):
+        return device_time  # the device surely takes longer than the host
+    if not _launched_by_xla(name, spec, device):
+        return max(caution * slowest, device_time)
+    if backends.load(name, backends.kind_of(device)).OPERATOR_FUNCTIONS is not None:
+        on_host = OPERATORS[spec.needs_backward] + has_table * OPERATORS_TABLE[spec.needs_backward]
+        return max(caution * on_host, device_time)
+    if spec.needs_backward and host_in_torch:
+        device_time *= min(1.0, max(HIDDEN_BY_HOST, device_time / (2 * host_in_torch)))
+    return max(caution * launch.get(name, launch[""]), device_time)
+
+
+def _predicted_of_xla(spec: AttentionSpec) -> float:
+    """Returns the predicted time of ``jax_xla``, which has no model: torch does not run it."""
+    scores = spec.batch * spec.num_heads * spec.q_len * spec.kv_len
+    return max(XLA_LAUNCH[spec.needs_backward]["jax_xla"], XLA_SCORE[spec.needs_backward] * scores)
+
+
+def _launched_by_xla(name: str, spec: AttentionSpec, device: str) -> bool:
+    """Returns whether a JAX program runs a fused kernel of this backend without Python."""
+    # jax_cudnn is JAX's own call of cuDNN, so XLA launches it without a program of ours.
+    if name == "jax_cudnn":
+        return True
+    return backends.load(name, backends.kind_of(device)).program_refuses(spec, device) == ()

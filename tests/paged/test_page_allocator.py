@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
 from attn_core import SpecError
-from attn_core.paged.allocation.allocator import UNUSED, Copies, PageAllocator, PoolFullError
-from attn_core.paged.allocation.report import PoolReport
+from attn_core.paged.allocation.allocator import UNUSED, Copies, PageAllocator, PoolFullError, PoolReport
 from attn_core.paged.step import advance
 
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from attn_core import PageAllocator, PoolFullError, SpecError
-from attn_core.paged.allocation.allocator import Copies, Match
-from attn_core.paged.allocation.report import PrefixReport
+from attn_core.paged.allocation.allocator import Copies, Match, PrefixReport
 from attn_core.paged.step import advance, take_step
 
 PROMPT = [7, 3, 5, 2, 11, 13, 17, 19, 23]

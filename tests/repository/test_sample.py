@@ -43,6 +43,11 @@ def test_slow_too(case): pass
 
 @pytest.mark.parametrize("case", range(5))
 def test_other(case): pass
+
+@pytest.mark.words
+@pytest.mark.cuda
+@pytest.mark.parametrize("case", range(7))
+def test_words(case): pass
 """
 SLOW = {"test_slow", "test_slow_too[0]", "test_slow_too[1]"}
 MANY, OTHERS = {f"test_many[{case}]" for case in range(7)}, {"test_two[0]", "test_two[1]", "test_alone"}
@@ -79,6 +84,12 @@ def test_all_and_a_file_by_name_run_everything(pytester: pytest.Pytester, option
 
 def test_files_by_name_are_sampled_if_told_so(pytester: pytest.Pytester) -> None:
     assert ran(pytester, "--sample", "test_families.py") == ran(pytester)
+
+
+def test_a_gpu_runs_every_fifth_case_that_differs_in_words(pytester: pytest.Pytester) -> None:
+    every = {f"test_words[{case}]" for case in range(7)}
+    assert ran(pytester, "-m", "cuda") == {"test_words[0]", "test_words[5]"}
+    assert ran(pytester, "--all") >= every and ran(pytester, "-m", "cuda", "test_families.py") == every
 
 
 @pytest.mark.slow

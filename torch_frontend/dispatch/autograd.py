@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
 
+from attn_core.backends.shared.autograd import refuse_second_derivative
 from attn_core.call.functions import aux_of
 from attn_core.call.tensors import Gradients, Inputs
 from attn_core.expressions.properties import aux_numbers
@@ -14,10 +16,43 @@ from attn_core.expressions.tree import Expression
 from torch_frontend.dispatch import autocast
 from torch_frontend.dispatch.plan import Plan
 from torch_frontend.dispatch.run_plan import gradients_in_order, note_plan, run_backward, run_forward
-from torch_frontend.dispatch.second_derivative import once_differentiable
 from torch_frontend.dispatch.tensor_kinds import are_jit_traces_active
 
 Tensor = torch.Tensor
+Backward = Callable[..., Any]
+
+
+def once_differentiable(backward: Backward) -> Backward:
+    """Wraps an autograd function's backward: its gradients stay connected to its inputs and raise if differentiated.
+
+    torch's own version connects them to no input. ``torch.autograd.grad`` of a sum then skips them without an error,
+    and the second derivative lacks that term.
+    """
+
+    @wraps(backward)
+    def run(ctx: Any, *gradients: Tensor | None) -> Any:
+        if not torch.is_grad_enabled():  # create_graph is False, so the gradients are not differentiated
+            return backward(ctx, *gradients)
+        # The gradients depend on each of these, so each of them must lead to the error.
+        inputs = [tensor for tensor in (*ctx.saved_tensors, *gradients) if tensor is not None and tensor.requires_grad]
+        # Autograd would otherwise record backwards that consist of torch operations, and differentiate these.
+        with torch.no_grad():
+            results = backward(ctx, *gradients)
+        return tuple(each if each is None else _Gradient.apply(each, *inputs) for each in results)
+
+    return run
+
+
+class _Gradient(torch.autograd.Function):
+    """Connects a gradient to the tensors that it was computed from; its own backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, *inputs: Tensor) -> Tensor:
+        return gradient
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        refuse_second_derivative()
 
 
 class AttentionFunction(torch.autograd.Function):

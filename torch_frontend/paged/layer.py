@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from attn_core.call.layers import check_features, check_rotary, options_of
-from attn_core.paged.step import Pages, check_paged_layer
-from torch_frontend.dispatch.token_positions import token_places
+from attn_core.paged.step import Pages, Step, check_paged_layer
+from torch_frontend.dispatch.tensor_kinds import to_device_of
 from torch_frontend.paged.attention import append_kv, paged_attention
 
 
@@ -45,3 +45,15 @@ def attend_in_pages(
         **pages.scales,
     )
     return layer.o_proj(out.to(dtype).flatten(-2)), (pages.k, pages.v, *pages.scales.values())
+
+
+def token_places(step: Step, x: Tensor) -> Tensor:
+    """Returns int ``[tokens]``: the position of each new token ``x [tokens, features]`` in its own sequence."""
+    lengths = to_device_of(x, step.seq_lens)
+    if step.cu_seqlens_q is None:
+        return lengths - 1
+    offsets = to_device_of(x, step.cu_seqlens_q)
+    token = torch.arange(x.shape[0], dtype=offsets.dtype, device=x.device)
+    # Tokens behind the last offset belong to no sequence. The clamp only keeps their index in range.
+    sequence = (torch.searchsorted(offsets, token, right=True) - 1).clamp(max=len(offsets) - 2)
+    return lengths[sequence] - (offsets[sequence + 1] - token)

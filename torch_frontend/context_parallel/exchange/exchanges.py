@@ -1,30 +1,32 @@
 """The exchanges of context parallelism, started early and waited for late.
 
-They are collectives, on any backend of torch.distributed that has all-to-all and all-gather (NCCL, gloo).
+They are collectives, on any backend of torch.distributed that has all-to-all and all-gather (NCCL, gloo). torch
+registers their derivatives in Python, which costs time without a gradient, too: on one CPU core, about 25 of the 60
+microseconds of a collective. So they are called below autograd: context parallelism has a derivative of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from attn_core.context_parallel.on_torch.head_start import head_start
 from attn_core.context_parallel.on_torch.places import Places
-from torch_frontend.context_parallel.exchange import collectives
 from torch_frontend.context_parallel.mesh import RankAxis
 
 Tensor = torch.Tensor
 T = TypeVar("T")
+_ops = torch.ops._c10d_functional
 FEW = 2**22
 """Up to so many numbers, copying results into one message takes less time than sending several messages."""
 
 
 def receive(sent: Tensor) -> Tensor:
     """Waits for a message on the current stream; returns its numbers, flat."""
-    return sent if sent.device.type == "cpu" else collectives.wait_tensor(sent)
+    return sent if sent.device.type == "cpu" else wait_tensor(sent)
 
 
 class Outgoing:
@@ -54,18 +56,18 @@ class Outgoing:
         to, source = (axis.rank + distance) % axis.size, (axis.rank - distance) % axis.size
         # A send to one rank, as an all-to-all: the package needs all-to-all and all-gather alone.
         received, sent = ([count * (rank == other) for rank in range(axis.size)] for other in (source, to))
-        return _started(collectives.all_to_all_single(self.numbers, received, sent, axis.name))[0]
+        return _started(all_to_all_single(self.numbers, received, sent, axis.name))[0]
 
     def deal(self) -> Tensor:
         """Sends every rank its row of the message ``[ranks, numbers]``; receives a row of each, in their order."""
         axis, row = self._axis, self.numbers.numel() // self._axis.size
-        return _started(collectives.all_to_all_single(self.numbers, [row] * axis.size, [row] * axis.size, axis.name))[0]
+        return _started(all_to_all_single(self.numbers, [row] * axis.size, [row] * axis.size, axis.name))[0]
 
     def deal_to_others(self) -> Tensor:
         """Sends every other rank its row of ``[other ranks, numbers]``; receives a row of each other one."""
         axis, row = self._axis, self.numbers.numel() // (self._axis.size - 1)
         sizes = [row * (rank != axis.rank) for rank in range(axis.size)]
-        return _started(collectives.all_to_all_single(self.numbers, sizes, sizes, axis.name))[0]
+        return _started(all_to_all_single(self.numbers, sizes, sizes, axis.name))[0]
 
 
 def gather_flat(axis: RankAxis, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -74,7 +76,7 @@ def gather_flat(axis: RankAxis, tensors: Sequence[Tensor]) -> list[Tensor]:
     One collective takes them all: a second one would wait for the kernel that overlaps the first.
     """
     dense = [tensor.contiguous().view(-1) for tensor in tensors]
-    return _started(*collectives.all_gather_into_tensor_coalesced(dense, axis.size, axis.name))
+    return _started(*all_gather_into_tensor_coalesced(dense, axis.size, axis.name))
 
 
 def _started(*sent: Tensor) -> list[Tensor]:
@@ -84,7 +86,7 @@ def _started(*sent: Tensor) -> list[Tensor]:
     alone, on two all-gathers and four all-to-alls of a few hundred numbers).
     """
     head_start(sent[0].device)
-    return [collectives.wait_tensor(each) if each.device.type == "cpu" else each for each in sent]
+    return [wait_tensor(each) if each.device.type == "cpu" else each for each in sent]
 
 
 class PendingExchange(Generic[T]):
@@ -308,3 +310,25 @@ class KVPair:
             return PendingExchange.ready(self)
         message = self._message or Outgoing.of(axis, self._buffer)  # a pair that arrived is no message yet
         return PendingExchange([message.hop(distance)], lambda arrived: KVPair(arrived[0], shapes))
+
+
+def all_to_all_single(sent: Tensor, received_sizes: list[int], sent_sizes: list[int], group: str) -> Tensor:
+    """Starts to send ``sent_sizes[r]`` numbers of a flat tensor to rank r; returns what will arrive, flat."""
+    return _below_autograd(_ops.all_to_all_single.default, sent, received_sizes, sent_sizes, group)  # type: ignore[no-any-return]
+
+
+def all_gather_into_tensor_coalesced(tensors: list[Tensor], size: int, group: str) -> list[Tensor]:
+    """Starts to gather tensors of ``size`` ranks in one message; returns what will arrive, rank by rank."""
+    return _below_autograd(_ops.all_gather_into_tensor_coalesced.default, tensors, size, group)  # type: ignore[no-any-return]
+
+
+def wait_tensor(tensor: Tensor) -> Tensor:
+    """Waits for the result of a collective, on a GPU on the current stream, and returns it."""
+    return _below_autograd(_ops.wait_tensor.default, tensor)  # type: ignore[no-any-return]
+
+
+def _below_autograd(operator: Any, *arguments: Any) -> Any:
+    if torch.compiler.is_compiling():  # a trace keeps the operators themselves
+        return operator(*arguments)
+    with torch._C._AutoDispatchBelowAutograd():
+        return operator(*arguments)
