@@ -35,6 +35,7 @@ BOUNDS: dict[str, int | str] = {
     "jax_frontend.bridge.operator_lane:_kept": 1000,
     "jax_frontend.bridge.targets:_callbacks": 1024,
     "jax_frontend.bridge.targets:_calls": "calls that JAX has traced, half a kilobyte each, as a program may run later",
+    "torch_frontend.context_parallel.agreement.calls:_meetings": "the stores that are alive",
     "torch_frontend.context_parallel.layers:_blocks": "the blocks that are running",
     "torch_frontend.context_parallel.layers:_ran_under": "the modules that are alive",
     "torch_frontend.dispatch.cudnn_plans:_shapes": 64,

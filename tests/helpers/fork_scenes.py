@@ -173,8 +173,8 @@ def scene_locks() -> dict[str, Any]:
         return "made"
 
     def hold() -> None:
-        place = torch_frontend.diffusers._place
-        with first_call._compiling, program._lock, place.lock, registration._replacement._lock:
+        ours = torch_frontend.diffusers._replacement
+        with first_call._compiling, program._lock, ours._lock, registration._replacement._lock:
             made()
 
     thread = threading.Thread(target=hold)
