@@ -101,14 +101,15 @@ def append_kv(
     arguments.check_append(
         {n: None if a is None else ArrayFacts(a.shape, str(a.dtype), device) for n, a in everything.items()}
     )
-    values = on_host({**scales, **tables, **indices})
+    by_page = k_scales is not None and k_scales.ndim == 2
+    # An array that numpy has seen cannot be donated, so scales by token are not looked at.
+    values = on_host({**(scales if by_page else {}), **tables, **indices})
     places_of_append(k.shape[0], (k_pages.shape[0], k_pages.shape[1]), values, None if cos is None else cos.shape[0])
     arrays = {name: copy_numpy(as_int32(array)) for name, array in {**pools, **scales, **tables, **angles}.items()}
     arrays["slots"] = without_int64(slot_mapping, k_pages.shape[1])
     arrays["positions"] = copy_numpy(positions)
     # Under the caller's jit the donation is the caller's choice, so only an eager call donates the pool here.
     traced = any(isinstance(array, jax.core.Tracer) for array in arrays.values())
-    by_page = k_scales is not None and k_scales.ndim == 2
     run = _append if traced else _append_by_page if by_page else _append_donated
     results = run(*arrays.values(), rotary_interleaved)
     return tuple(array for array in results if array is not None)
