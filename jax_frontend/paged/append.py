@@ -24,13 +24,7 @@ from attn_core.paged.rotary import COS, SIN, pair_of
 from attn_core.paged.values import pages_and_offsets, places_of_append
 from jax_frontend.dispatch import explicit_axes, plan
 from jax_frontend.paged.rotary import rotate
-from jax_frontend.paged.tables import (
-    as_int32,
-    check_kinds,
-    copy_numpy,
-    numpy_as_int32,
-    on_host,
-)
+from jax_frontend.paged.tables import as_int32, check_kinds, copy_numpy, numpy_as_int32, on_host
 
 Array = jax.Array
 

@@ -146,7 +146,7 @@ def test_the_largest_logit(framework: str, large: float) -> None:
 
 
 @pytest.mark.parametrize("large", [LOWEST, 1.75 * 2.0**127])
-def test_forward_mode_and_its_derivative(large: float) -> None:
+def test_forward_mode(large: float) -> None:
     """Their tangents are those of a bias of 0, because equal logits are equal at any size."""
     torch.manual_seed(0)
     q, k, v, *moved = (torch.randn(1, n, 2, 8) for n in (5, 7, 7, 5, 7, 7))
@@ -159,9 +159,7 @@ def test_forward_mode_and_its_derivative(large: float) -> None:
             return torch_frontend.attention(*qkv, bias=bias, backend="math")
 
         still = (torch.zeros_like(q), torch.zeros_like(k), moved[2])
-        primal, tangent = torch.func.jvp(out, (q, k, v), still)
-        _, second = torch.func.jvp(torch.func.grad(lambda *qkv: out(*qkv).square().sum(), argnums=2), (q, k, v), still)
-        results.append((primal, tangent, second))
+        results.append(torch.func.jvp(out, (q, k, v), still))
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other)
 

@@ -71,7 +71,8 @@ def _attend(q: Any, k: Any, v: Any, causal: bool, scale: float) -> Any:
     ).transpose(1, 2)
 
 
-def _forward_op(q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, debug, *, scale):
+def _forward_op(q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, debug, *, scale, **windows):
+    assert set(windows.values()) == {None}, "older builds ignore windows"
     assert q.shape[3] == k.shape[3] == v.shape[3] and q.shape[3] % 8 == 0, "AOTriton needs one width, in whole eights"
     assert cu_q is None and cu_k is None and dropout == 0.0 and debug is False
     assert (max_q, max_k) == (q.shape[1], k.shape[1]) and (not causal or max_q == max_k)
@@ -80,7 +81,8 @@ def _forward_op(q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, debug, *, sc
     return _attend(q, k, v, causal, scale), lse, seed, seed, torch.empty(0)
 
 
-def _backward_op(dout, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, causal, seed, offset, *, scale):
+def _backward_op(dout, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, causal, seed, offset, *, scale, **windows):
+    assert set(windows.values()) == {None}
     assert (lse == 7.0).all() and seed.dtype == offset.dtype == torch.int64 and dout.shape == out.shape
     with torch.enable_grad():
         leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]

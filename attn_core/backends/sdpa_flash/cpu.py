@@ -161,26 +161,31 @@ def _masked_shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any] | Non
     by_results, learns = containment.shows_in_results(spec), spec.needs_backward and may_be_large(spec)
     size = torch.linalg.vector_norm  # here and not in a function, for small calls
 
-    def attend(q: Any, k: Any, v: Any, mask: Any, bias: Any) -> tuple[Any, Any] | None:
-        """Returns (out, lse) of ``[batch, heads, seq, dim]`` tensors that the kernel can read, or None."""
+    def run(q: Any, k: Any, v: Any, mask: Any = None, bias: Any = None) -> tuple[Any, Any] | None:
+        if not (q.is_contiguous() and k.is_contiguous() and v.is_contiguous()):
+            q, k, v = _readable(q), _readable(k), _readable(v)
         if not (by_results or containment.are_finite(k, v)):
             return None
         added = additive_masks.additive(dtype, q.device, mask, bias, edge, rows, keys)
-        out, lse = op(q, k, v, attn_mask=added)
+        out, lse = op(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=added)
         if by_results and not containment.are_results_finite(out, lse):
             return None
         if learns and not size(lse, inf).item() < LARGE_LSE:
             return None
-        return out, lse.masked_fill(additive_masks.empty_rows(added), -float("inf")) if wants_lse else lse
-
-    def run(q: Any, k: Any, v: Any, mask: Any = None, bias: Any = None) -> tuple[Any, Any] | None:
-        if not (q.is_contiguous() and k.is_contiguous() and v.is_contiguous()):
-            q, k, v = _readable(q), _readable(k), _readable(v)
-        results = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask, bias)
-        return None if results is None else (results[0].transpose(1, 2), results[1])
+        if wants_lse:
+            lse = lse.masked_fill(additive_masks.empty_rows(added), -float("inf"))
+        return out.transpose(1, 2), lse
 
     def heads_first(q: Any, k: Any, v: Any, mask: Any = None, bias: Any = None) -> tuple[Any, Any] | None:
-        return None if wants_lse else attend(_readable(q), _readable(k), _readable(v), mask, bias)
+        if wants_lse or not (by_results or containment.are_finite(k, v)):
+            return None
+        added = additive_masks.additive(dtype, q.device, mask, bias, edge, rows, keys)
+        out, lse = op(_readable(q), _readable(k), _readable(v), attn_mask=added)
+        if by_results and not containment.are_results_finite(out, lse):
+            return None
+        if learns and not size(lse, inf).item() < LARGE_LSE:
+            return None
+        return out, lse
 
     run.heads_first = heads_first  # type: ignore[attr-defined]
     return run
