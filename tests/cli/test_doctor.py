@@ -270,3 +270,30 @@ def test_a_backend_is_checked_with_a_call_that_it_takes(
     examine.__globals__["_check"](name, "cuda", {framework: ["cpu", "sm90"]})
     (spec,) = specs
     assert spec.needs_backward and refusals(name, spec, everything) == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "framework", "device", "dtype"),
+    [
+        ("math", "torch", "mps", "bfloat16"),
+        ("math", "torch", "gfx942", "bfloat16"),
+        ("jax_xla", "jax", "tpu", "bfloat16"),
+        ("sdpa_efficient", "torch", "sm75", "float16"),
+    ],
+)
+def test_every_kind_of_device_is_checked_in_a_dtype_that_it_has(
+    name: str, framework: str, device: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    specs: list[AttentionSpec] = []
+
+    def rows_of(trial, device, names, frameworks):
+        specs.append(trial.spec)
+        return iter(())
+
+    target = Target(framework, device)
+    monkeypatch.setattr(f"{MODULE}.rows_of", rows_of)
+    monkeypatch.setattr(Target, "here", staticmethod(lambda *_: target))
+    kind = "cuda" if device.startswith("sm") else "cpu"
+    examine.__globals__["_check"](name, kind, {framework: ["cpu", device]})
+    (spec,) = specs
+    assert spec.dtype == dtype and refusals(name, spec, target) == ()

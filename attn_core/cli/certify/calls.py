@@ -26,6 +26,7 @@ from attn_core.call.seq_info import SeqInfo
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import PagedInputs
 from attn_core.cli import in_jax, in_torch
+from attn_core.cli.spec_options import defaults_on
 from attn_core.cli.trial import Arrays, Trial, draw
 from attn_core.errors import SpecError
 from attn_core.expressions.tracing import Aux
@@ -116,7 +117,8 @@ def forms(subject: Subject, call: Call) -> Iterator[Form]:
     pages_alone = backends.load(subject.backend, subject.target.kind).PAGES_ALONE
     paged = pages_alone or "paged" in call or "page_size" in call
     ways = usual["pages" if paged else "documents" if "packed" in call else "rows"]
-    claimed = [dtype for dtype in usual["dtypes"][subject.target.kind] if dtype in subject.claims.dtypes]
+    dtypes = (defaults_on(subject.device).dtype, "bfloat16", "float16", "float32")
+    claimed = [dtype for dtype in dtypes if dtype in subject.claims.dtypes]
     prefers = {} if subject.target.kind == "cpu" else call.get("prefers", {})  # a CPU adds gradients in one order
     ways = {**prefers, "page_size": [None], "dtype": claimed[:1], **ways}
     for values in product(*([call[name]] if name in call else ways[name] for name in ways)):
