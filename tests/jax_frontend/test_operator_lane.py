@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -116,6 +118,50 @@ def test_the_library_is_named_by_what_it_depends_on(monkeypatch: pytest.MonkeyPa
     with pytest.raises(RuntimeError, match="false -shared"):
         operator_library.compile_library("headers")
     assert not list(path.parent.glob("*"))
+
+
+COMPILES = """
+import sys
+from attn_core.backends.shared.programs import operator_library
+operator_library._command = lambda headers: [sys.argv[1]]
+print(operator_library.compile_library(""))
+"""
+HOLDS = """
+import sys, time
+from pathlib import Path
+from attn_core.backends.shared.programs import operator_library
+with operator_library._alone_in(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+COMPILER = """#!/bin/sh
+echo compiled >> "$COMPILED"
+sleep 2
+echo library > "$2"
+"""
+"""Stands in for the compiler, and takes as long as another process needs to start."""
+
+
+def test_of_several_processes_one_compiles_and_a_dead_one_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    compiler, compiled = tmp_path / "compiler", tmp_path / "compiled"
+    compiler.write_text(COMPILER)
+    compiler.chmod(0o700)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("COMPILED", str(compiled))
+    path = operator_library.library_path()
+
+    def started(code: str, argument: Path) -> subprocess.Popen[str]:
+        return subprocess.Popen([sys.executable, "-c", code, str(argument)], stdout=subprocess.PIPE, text=True)
+
+    with started(HOLDS, path.parent) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+        waiting = [started(COMPILES, compiler) for _ in range(2)]
+        holder.kill()
+    assert [each.communicate(timeout=300)[0] for each in waiting] == [f"{path}\n"] * 2
+    assert compiled.read_text() == "compiled\n" and path.read_text() == "library\n"
+    assert list(path.parent.iterdir()) == [path]
 
 
 SMALL = AttentionSpec(

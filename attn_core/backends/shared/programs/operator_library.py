@@ -12,6 +12,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
@@ -58,7 +60,7 @@ def missing() -> str | None:
 
 
 def compile_library(xla_headers: str) -> Path:
-    """Compiles the library unless it is there, and returns its path.
+    """Compiles the library unless it is there, and returns its path. Of several processes one compiles.
 
     Args:
         xla_headers: the folder of the headers of XLA's foreign function interface.
@@ -70,7 +72,9 @@ def compile_library(xla_headers: str) -> Path:
     if path.exists():
         return path
     command = _command(xla_headers)
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+    with _alone_in(path.parent), tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        if path.exists():  # compiled by the process that this one waited for
+            return path
         unfinished = Path(folder) / path.name
         try:
             result = subprocess.run([*command, "-o", str(unfinished)], capture_output=True, text=True, timeout=LIMIT)
@@ -78,8 +82,23 @@ def compile_library(xla_headers: str) -> Path:
             raise RuntimeError(f"{command[0]}: {error}") from error
         if result.returncode:
             raise RuntimeError(f"{' '.join(command)}\n{result.stderr[-4000:]}")
-        os.replace(unfinished, path)  # another process may compile the same library meanwhile
+        os.replace(unfinished, path)  # in one step, because others look for the file without waiting
     return path
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Waits, asleep, until no other process is in a block for the same folder. The system ends the turn of a process
+    that dies."""
+    import fcntl  # this module is imported everywhere, and Windows has none
+
+    descriptor = os.open(folder, os.O_RDONLY)  # closed in the compiler, which must not prolong the turn
+    try:
+        with suppress(OSError):  # a file system without locks: then every process compiles
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _command(xla_headers: str) -> list[str]:
