@@ -2,18 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 import attn_core
 from attn_core.cli.certify.command import certify
 from attn_core.cli.compare import compare
+from attn_core.cli.complaint import complain, in_options
 from attn_core.cli.context import context_plan
 from attn_core.cli.doctor import doctor
 from attn_core.cli.explain import explain
 from attn_core.cli.mask import mask
+from attn_core.cli.timing import DeviceLostError
 from attn_core.cli.tune import tune
+from attn_core.errors import SpecError
+
+
+class Command(TyperCommand):
+    """A command that ends with a line on stderr for an invalid option or a device that failed."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Runs the command."""
+        try:
+            return super().invoke(ctx)
+        except SpecError as error:
+            complain(in_options(error, (str(parameter.name) for parameter in self.params)))
+            raise typer.Exit(2) from None  # also typer's own code for a wrong option
+        except DeviceLostError as error:
+            complain(f"the device failed and cannot be used again: {error}")
+            raise typer.Exit(1) from None
+
 
 app = typer.Typer(
     help="Find out which backend runs an attention call, why, how fast, and whether its numbers are right.",
@@ -22,7 +42,7 @@ app = typer.Typer(
 )
 COMMANDS = (doctor, explain, compare, tune, certify, mask, context_plan)
 for command in COMMANDS:
-    app.command()(command)
+    app.command(cls=Command)(command)
 
 
 def _version(requested: bool) -> None:

@@ -13,11 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from attn_core.cli.comparison import ORACLE_LIMIT, Row, TimedRow, bit_equality, fits_oracle, rows_of, timed_rows
-from attn_core.cli.complaint import complain
 from attn_core.cli.devices import devices_here
 from attn_core.cli.frameworks import devices_of, installed
 from attn_core.cli.spec_options import ON_CPU, SpecOptions, defaults_on, takes_spec
-from attn_core.cli.timing import DeviceLostError, broken
+from attn_core.cli.timing import broken
 from attn_core.cli.trial import Trial, draw
 from attn_core.errors import SpecError
 from attn_core.selection.explanation_text import wrapped
@@ -50,11 +49,7 @@ def compare(
     trial = _trial(options, device, seed, time)
     console = Console()
     if time:
-        try:
-            timed = _timed(trial, device, repeats, quiet=json)
-        except DeviceLostError as error:
-            complain(f"the device failed and cannot be used again: {error}")
-            raise typer.Exit(1) from None
+        timed = _timed(trial, device, repeats, quiet=json)
         if json:
             typer.echo(json_text.dumps({"spec": str(trial.spec), "rows": [asdict(row) for row in timed]}, indent=2))
         else:

@@ -20,7 +20,6 @@ from attn_core.call.offset_checks import check_cu_seqlens
 from attn_core.call.options import PLAIN, Options, check_options
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.spec import AttentionSpec
-from attn_core.cli.complaint import complain, in_options
 from attn_core.errors import SpecError
 
 SHAPE, CHOICE, DOCUMENTS = "Shapes", "Attention options", "Packed documents"
@@ -195,10 +194,7 @@ class SpecOptions:
 
 
 def takes_spec(command: Callable[..., None]) -> Callable[..., None]:
-    """Decorates a command: adds every field of SpecOptions as an option, and passes a SpecOptions as first argument.
-
-    A SpecError in the command is printed to stderr, and the exit code is 2.
-    """
+    """Decorates a command: adds every field of SpecOptions as an option, and passes a SpecOptions as first argument."""
     hints = get_type_hints(SpecOptions, include_extras=True)
     names = [field.name for field in fields(SpecOptions)]
     # Without the first parameter: it is the SpecOptions, which its fields replace on the command line.
@@ -211,13 +207,7 @@ def takes_spec(command: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(command)
     def run(**values: Any) -> None:
-        options = SpecOptions(**{name: values.pop(name) for name in names})
-        try:
-            command(options, **values)
-        except SpecError as error:
-            complain(in_options(error, (parameter.name for parameter in parameters)))
-            # 2 is also typer's own code for a wrong option.
-            raise typer.Exit(2) from None
+        command(SpecOptions(**{name: values.pop(name) for name in names}), **values)
 
     del run.__wrapped__  # type: ignore[attr-defined]  # typer would read the wrapped command's signature instead
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

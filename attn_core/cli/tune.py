@@ -25,7 +25,7 @@ from attn_core.cli.comparison import able, timed
 from attn_core.cli.complaint import complain
 from attn_core.cli.devices import devices_here
 from attn_core.cli.spec_options import defaults_on
-from attn_core.cli.timing import DeviceLostError, Entry, right_times
+from attn_core.cli.timing import Entry, right_times
 from attn_core.cli.trial import draw
 from attn_core.errors import SpecError
 from attn_core.selection import Target, tables
@@ -119,22 +119,14 @@ def tune(
 
     Exit code: 0 on success; 1 if there was no time for enough calls, or the device failed; 2 for invalid options.
     """
-    try:
-        target = Target.here(framework, device_of(device or ("cpu" if framework == "jax" else None), framework))
-        if framework == "jax" and target.device != "cpu":
-            raise SpecError(
-                f"--framework=jax --device={target.device}: a GPU's table is measured in torch; use --framework torch"
-            )
-        path = tables.user_path(framework, target.device)
-        # ``write_table`` makes the folders, so that an interrupted run leaves none behind.
-        check_place(next(folder for folder in path.parents if folder.exists()) / path.name)
-        cases = _measure(target, 60 * minutes)
-    except SpecError as error:
-        complain(error)
-        raise typer.Exit(2) from None
-    except DeviceLostError as error:
-        complain(f"the device failed and cannot be used again: {error}; nothing was written")
-        raise typer.Exit(1) from None
+    target = Target.here(framework, device_of(device or ("cpu" if framework == "jax" else None), framework))
+    if framework == "jax" and target.device != "cpu":
+        raise SpecError(
+            f"--framework=jax --device={target.device}: a GPU's table is measured in torch; use --framework torch"
+        )
+    path = tables.user_path(framework, target.device)
+    check_place(path, with_folder=True)
+    cases = _measure(target, 60 * minutes)
     held = [case for case in cases if case.number % HELD_OUT == 0]
     first = fitted([case for case in cases if case.number % HELD_OUT], target, held)
     models = fitted(cases, target, held, first)

@@ -21,7 +21,7 @@ def write_whole(content: str | bytes, path: Path) -> None:
         SpecError: if the file cannot be written, for instance because the disk is full. An earlier file is unchanged.
     """
     partial = _partial(path)
-    with names_file(path):
+    with _names_file(path):
         try:
             partial.write_bytes(content.encode() if isinstance(content, str) else content)
             partial.replace(path)
@@ -31,17 +31,30 @@ def write_whole(content: str | bytes, path: Path) -> None:
             raise
 
 
-def check_place(path: Path) -> None:
-    """Raises SpecError if a file cannot be written; call it before the work that the file is for."""
-    with names_file(path):
+def check_place(path: Path, *, with_folder: bool = False) -> None:
+    """Raises SpecError if a file cannot be written; call it before the work that the file is for.
+
+    Args:
+        with_folder: whether ``make_folder`` will be called before the write. It is not made yet, so that interrupted
+            work leaves nothing behind.
+    """
+    if with_folder:
+        path = next(folder for folder in path.absolute().parents if folder.exists()) / path.name
+    with _names_file(path):
         if path.is_dir():
             raise IsADirectoryError("it is a folder")
         _partial(path).touch()
         _partial(path).unlink()
 
 
+def make_folder(path: Path) -> None:
+    """Makes the folder of a file. Raises SpecError if it cannot."""
+    with _names_file(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+
 @contextmanager
-def names_file(path: Path) -> Iterator[None]:
+def _names_file(path: Path) -> Iterator[None]:
     """Turns an OSError inside it into a SpecError with the file and the reason."""
     try:
         yield

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from attn_core.errors import SpecError
 from attn_core.selection.explanation_text import wrapped
 from attn_core.selection.tables import device_name, user_folder
-from attn_core.selection.whole_file import read_json, write_whole
+from attn_core.selection.whole_file import make_folder, read_json, write_whole
 
 FORMAT = 1
 PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
@@ -42,6 +42,7 @@ def certificate_path(device: str) -> Path:
 def write(certificate: Certificate, path: Path) -> None:
     """Writes a certificate in one step. Raises SpecError if the file cannot be written."""
     plain = {"format": FORMAT, **certificate}
+    make_folder(path)
     write_whole(json.dumps(plain | {"checksum": _checksum(plain)}, indent=1) + "\n", path)
 
 

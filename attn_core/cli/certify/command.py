@@ -26,7 +26,6 @@ from attn_core.cli.certify.certificate import (
     write,
 )
 from attn_core.cli.certify.checks import JUDGES, Finding
-from attn_core.cli.complaint import complain
 from attn_core.cli.devices import devices_here
 from attn_core.cli.doctor import faults_of
 from attn_core.cli.frameworks import FRAMEWORKS, installed, versions
@@ -54,23 +53,18 @@ def certify(
     Exit code: 0 if every check that ran passed; 1 if none ran or one failed; 2 for invalid options or files.
     """
     names, checks = tuple(backend or ()), tuple(check or ())
-    try:
-        devices = devices_here(device, framework)
-        for name in names:
-            backends.check_name(name)
-        for name in checks:
-            if name not in CHECKS:
-                raise SpecError(f"--check={name!r}: expected one of {', '.join(CHECKS)}")
-        path = json or (None if names or checks or framework else certificate_path(next(iter(devices.values()))))
-        if path is not None:
-            check_place(next(folder for folder in path.absolute().parents if folder.exists()) / path.name)
-        certificate = _certificate(devices, names, checks)
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write(certificate, path)
-    except SpecError as error:
-        complain(error)
-        raise typer.Exit(2) from None
+    devices = devices_here(device, framework)
+    for name in names:
+        backends.check_name(name)
+    for name in checks:
+        if name not in CHECKS:
+            raise SpecError(f"--check={name!r}: expected one of {', '.join(CHECKS)}")
+    path = json or (None if names or checks or framework else certificate_path(next(iter(devices.values()))))
+    if path is not None:
+        check_place(path, with_folder=True)
+    certificate = _certificate(devices, names, checks)
+    if path is not None:
+        write(certificate, path)
     for line in report(certificate):
         typer.echo(line)
     typer.echo(f"wrote {path}" if path is not None else "nothing was written, because this is a part; see --json")
