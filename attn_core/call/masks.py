@@ -6,7 +6,6 @@ This is the definition of what is visible. ``attn_core.masks`` builds key ranges
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,9 +48,11 @@ class Band(NamedTuple):
 
     def hides_nothing(self, q_len: int, kv_len: int) -> bool:
         """Returns whether each of ``q_len`` queries sees each of ``kv_len`` keys."""
-        # The two pairs with the largest distances: if both are in the band, every pair between them is.
-        corners = ((0, kv_len - 1), (q_len - 1, 0))
-        return 0 in (q_len, kv_len) or all(bool(self.contains(row, column)) for row, column in corners)
+        if 0 in (q_len, kv_len):
+            return True
+        # The largest distances: of the first query from the last key, and of the last query from the first key.
+        after, before = kv_len - 1 - self.offset, q_len - 1 + self.offset
+        return (self.left is None or before <= self.left) and (self.right is None or after <= self.right)
 
     def empties_a_row(self, q_len: int, kv_len: int) -> bool:
         """Returns whether some query sees no key at all."""
@@ -63,17 +64,6 @@ class Band(NamedTuple):
 
 def band(spec: AttentionSpec, q_len: int | None = None, kv_len: int | None = None) -> Band:
     """Returns the band of a spec, or of one of its documents if that document's lengths are passed."""
-    if q_len is None and kv_len is None and not spec.symbolic:
-        return _whole_band(spec)
-    return _band(spec, q_len, kv_len)
-
-
-@lru_cache(maxsize=4096)  # the plan of a new call needs it several times
-def _whole_band(spec: AttentionSpec) -> Band:
-    return _band(spec, None, None)
-
-
-def _band(spec: AttentionSpec, q_len: int | None, kv_len: int | None) -> Band:
     left, right = spec.window
     if spec.causal:  # causal is a window that ends at the diagonal
         right = 0 if right is None else min(right, 0)
@@ -81,7 +71,8 @@ def _band(spec: AttentionSpec, q_len: int | None, kv_len: int | None) -> Band:
     keys = spec.kv_len if kv_len is None else kv_len
     # Clamp huge distances: beyond the row they hide nothing more, and kernels add positions to them in int32.
     reach = UNKNOWN_REACH if spec.symbolic else spec.q_len + spec.kv_len
-    left, right = (None if distance is None else min(distance, reach) for distance in (left, right))
+    left = None if left is None else min(left, reach)
+    right = None if right is None else min(right, reach)
     return Band(left, right, keys - queries if spec.alignment == "bottom_right" else 0)
 
 

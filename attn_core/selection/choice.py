@@ -17,7 +17,7 @@ from attn_core.call.options import requested_names
 from attn_core.call.spec import AttentionSpec
 from attn_core.selection import preference, same_bits
 from attn_core.selection.reasons import Reasons, broken_rules, reasons_of, refusals, unclaimed, unclaimed_gradient
-from attn_core.selection.target import Target
+from attn_core.selection.target import Target, backend_on
 
 
 def lane_of(name: str, spec: AttentionSpec, target: Target, program_faults: Reasons = ()) -> tuple[str, Reasons] | None:
@@ -186,10 +186,11 @@ def choose(
     """
     candidates = requested or same_bits.candidates(spec, target)
     for name in candidates:
-        covered = claimed.get(name)
+        backend, covered = backend_on(target, name), claimed.get(name)
         if covered is None:
-            reasons = (*unclaimed(name, spec, target), *unclaimed_gradient(name, spec, target))
-            covered = claimed[name] = not reasons
-        if covered and not broken_rules(name, spec, target):
+            covered = not any(unclaimed(backend, spec, target))
+            covered = covered and not (spec.needs_backward and any(unclaimed_gradient(backend, spec, target)))
+            claimed[name] = covered
+        if covered and not broken_rules(name, backend, spec, target):
             return name, candidates
     return None

@@ -108,13 +108,13 @@ def order(spec: AttentionSpec, framework: str, device: str) -> tuple[str, ...]:
 
     For calls with ``invariant`` ask ``same_bits.candidates`` instead.
     """
-    usual = backends.usual_order(framework, backends.kind_of(device), paged=spec.paged is not None)
+    orders = backends.PREFERENCE if spec.paged is None else backends.PAGED_PREFERENCE
+    usual = backends.of_kind(orders, framework, backends.kind_of(device))
     if spec.symbolic:  # a symbol cannot be compared
         return usual
     if spec.paged is not None:
         return _paged_order(spec, usual)
-    timed = _order_by_time(_of_round_lengths(spec), framework, device)
-    if timed:
+    if _table(framework, device) is not None and (timed := _order_by_time(_of_round_lengths(spec), framework, device)):
         return timed
     if (framework, device) == ("jax", "cpu") and xla_is_faster(spec):
         return ("jax_xla", *(name for name in usual if name != "jax_xla"))
@@ -123,7 +123,7 @@ def order(spec: AttentionSpec, framework: str, device: str) -> tuple[str, ...]:
 
 @lru_cache(maxsize=4096)
 def _order_by_time(spec: AttentionSpec, framework: str, device: str) -> tuple[str, ...]:
-    """Returns the candidates by predicted time; () without a table of the device."""
+    """Returns the candidates by predicted time; () if the device's table has none of them."""
     timed = _cautious(spec, framework, device)
     return _ranked(timed, backends.usual_order(framework, backends.kind_of(device))) if timed else ()
 

@@ -18,7 +18,7 @@ from attn_core.call.spec import AttentionSpec
 from attn_core.errors import SpecError
 from attn_core.selection.choice import Selection
 from attn_core.selection.reasons import Reasons, broken_rules
-from attn_core.selection.target import Target
+from attn_core.selection.target import Target, backend_on
 
 BY_THE_KERNEL = "by the kernel of the output"
 
@@ -104,14 +104,10 @@ def noted(choice: RowMaximum) -> str:
 
 def reasons(name: str, spec: AttentionSpec, target: Target) -> Reasons:
     """Returns every reason why a backend cannot compute the largest logits of a call on a target."""
-    backend = backends.load(name, target.kind)
-    claims = backend.ROW_MAXIMUM
+    backend = backend_on(target, name)
+    claims = backend.module.ROW_MAXIMUM
     if claims is None:
-        return (f"{backend.FORWARD.kernel} has no largest logits",)
-    missing = [why for unavailable, why in target.unavailable if unavailable == name]
-    unreached = target.out_of_reach(name)
-    if unreached is not None:
-        missing.append(unreached)
-    unmet = unmet_claims(claims, spec, target.device)
-    rules = () if spec.symbolic else broken_rules(name, spec, target)
-    return (*missing, *unmet, *rules)
+        return (f"{backend.module.FORWARD.kernel} has no largest logits",)
+    unreached = () if backend.unreached is None else (backend.unreached,)
+    rules = () if spec.symbolic else broken_rules(name, backend, spec, target)
+    return (*backend.missing, *unreached, *unmet_claims(claims, spec, target.device), *rules)

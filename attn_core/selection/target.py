@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from attn_core import backends
 from attn_core.backends.shared.cached_once import cached_once
 from attn_core.backends.support import Build, Support, limit_to_build
+from attn_core.call.after_fork import lazy_property
 from attn_core.call.kinds import check_hashable, check_kind
 
 BRIDGED = ("cpu", "cuda")
@@ -44,7 +45,7 @@ class Target:
         _check_place(framework, device)
         return local_target(framework, device)
 
-    @property
+    @lazy_property
     def kind(self) -> str:
         """``"cuda"`` for every NVIDIA GPU, ``"rocm"`` for AMD's, else the device itself."""
         return backends.kind_of(self.device)
@@ -52,7 +53,7 @@ class Target:
     def out_of_reach(self, name: str) -> str | None:
         """Returns why the framework cannot call a backend on this kind of device, whatever is installed; else None."""
         check_kind("name", name, str, "a backend's name")
-        return out_of_reach(self.framework, self.device, backends.load(name, self.kind).FRAMEWORK)
+        return backend_on(self, name).unreached
 
     def build(self, name: str) -> Build | None:
         """Returns the Build of a backend that differs from the backend's claims here, or None."""
@@ -61,7 +62,46 @@ class Target:
     def claims(self, name: str) -> tuple[Support, Support | None]:
         """Returns a backend's claims on this target: (forward, backward), narrowed to the installed build."""
         check_kind("name", name, str, "a backend's name")
-        return _claims(self, name)
+        found = backend_on(self, name)
+        return found.forward, found.backward
+
+
+class BackendOnTarget(NamedTuple):
+    """What is known of a backend on a target before there is a call.
+
+    Attributes:
+        module: the backend's module for this kind of device.
+        forward, backward: its claims, narrowed to the installed build; backward is None if it has no gradient.
+        build: the installed build, if it differs from the backend's claims.
+        version: of the package whose faults matter; empty if it is unknown or does not matter.
+        missing: why it is not installed.
+        unreached: why the framework cannot call it on this kind of device, whatever is installed; else None.
+    """
+
+    module: backends.Backend
+    forward: Support
+    backward: Support | None
+    build: Build | None
+    version: tuple[int, ...]
+    missing: tuple[str, ...]
+    unreached: str | None
+
+
+@lru_cache(maxsize=1024)  # every new shape asks about the same few backends
+def backend_on(target: Target, name: str) -> BackendOnTarget:
+    """Returns what is known of a backend on a target before there is a call."""
+    module, build = backends.load(name, target.kind), target.build(name)
+    # A build for inference lacks the kernel of the gradient, whatever the backend claims.
+    backward = None if build is not None and "backward" in build.without else module.BACKWARD
+    return BackendOnTarget(
+        module,
+        limit_to_build(module.FORWARD, build) or module.FORWARD,
+        limit_to_build(backward, build),
+        build,
+        () if build is None else build.version,
+        tuple(why for unavailable, why in target.unavailable if unavailable == name),
+        out_of_reach(target.framework, target.device, module.FRAMEWORK),
+    )
 
 
 def out_of_reach(framework: str, device: str, owner: str) -> str | None:
@@ -82,14 +122,6 @@ def out_of_reach(framework: str, device: str, owner: str) -> str | None:
 def _check_place(framework: Any, device: Any) -> None:
     check_kind("framework", framework, str, "'torch' or 'jax'")
     check_kind("device", device, str, "a name such as 'cpu' or 'sm90'")
-
-
-@lru_cache(maxsize=1024)  # narrowing copies a Support, and every new shape needs the same few copies
-def _claims(target: Target, name: str) -> tuple[Support, Support | None]:
-    backend, build = backends.load(name, target.kind), target.build(name)
-    # A build for inference lacks the kernel of the gradient, whatever the backend claims.
-    backward = None if build is not None and "backward" in build.without else backend.BACKWARD
-    return limit_to_build(backend.FORWARD, build) or backend.FORWARD, limit_to_build(backward, build)
 
 
 @lru_cache(maxsize=64)

@@ -81,7 +81,7 @@ def lower(spec: AttentionSpec) -> dict[str, Any]:
     ``contained`` is whether NaN in hidden keys is contained, and ``by_results`` whether the results show it.
     """
     edge = band(spec)
-    explicit = any(shape is not None for shape in (spec.mask_shape, spec.bias_shape, spec.alibi_shape))
+    explicit = spec.mask_shape is not None or spec.bias_shape is not None or spec.alibi_shape is not None
     plain = edge.left is None and edge.right is None
     native = edge.left is None and edge.right == 0 and edge.offset == 0  # the kernel's causal is top-left
     hidden = not plain and not edge.hides_nothing(spec.q_len, spec.kv_len)

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from attn_core.backends.support import Support
 from attn_core.call.functions import listed
-from attn_core.call.masks import band
 from attn_core.call.seq_info import is_number
 from attn_core.call.spec import AttentionSpec
+
+
+class Feature(NamedTuple):
+    """A field of a spec that asks for a feature whenever it differs from its default: the claim, and what to refuse."""
+
+    claim: str
+    text: Callable[[AttentionSpec], str]
+
 
 Check = Callable[[Support, AttentionSpec], str | None]
 
@@ -20,61 +28,47 @@ def unmet_claims(support: Support, spec: AttentionSpec, device: str) -> tuple[st
     """
     runs = support.runs_on(device)
     reasons = [] if runs else [f"device {device}: {support.kernel} needs {' or '.join(support.devices)}"]
-    for field in spec.__dataclass_fields__.values():  # dataclasses.fields would build a tuple on every call
-        value, check = getattr(spec, field.name), CHECKS.get(field.name)
+    reasons += _unmet_sizes(support, spec)
+    for name, field in spec.__dataclass_fields__.items():  # dataclasses.fields would build a tuple on every call
+        value, check = getattr(spec, name), CHECKS.get(name)
         # Most fields of most calls have their default, which requires nothing. Only the default alignment does.
         if value == field.default and check is not _alignment:
             continue
-        reason = check(support, spec) if check else f"{field.name}={value!r}: no backend has claimed it"
-        if reason:
+        if name not in CHECKS:
+            reasons.append(f"{name}={value!r}: no backend has claimed it")
+        elif isinstance(check, Feature):
+            if not getattr(support, check.claim):
+                reasons.append(f"{check.text(spec)}: {support.kernel} has none")
+        elif check is not None and (reason := check(support, spec)) is not None:
             reasons.append(reason)
     return tuple(reasons)
 
 
-def _nothing(support: Support, spec: AttentionSpec) -> None:
-    """Checks nothing: for fields that every backend supports."""
+def _unmet_sizes(support: Support, spec: AttentionSpec) -> Iterator[str]:
+    """Yields the reasons against the sizes and the dtype, which every call has."""
+    if spec.symbolic and not support.symbolic:
+        yield from (_symbol(support, spec, name) for name in LENGTHS if not is_number(getattr(spec, name)))
+    if spec.num_heads != spec.num_kv_heads and not support.grouped_heads:
+        yield f"num_kv_heads={spec.num_kv_heads}: {support.kernel} needs as many kv heads as heads ({spec.num_heads})"
+    largest, limit, multiple = max(spec.head_dim, spec.value_dim), support.max_head_dim, support.head_dim_multiple
+    if limit is not None and largest > limit:
+        yield f"head_dim={largest}: {support.kernel} stops at {limit}"
+    elif spec.head_dim % multiple or spec.value_dim % multiple:
+        odd = spec.head_dim if spec.head_dim % multiple else spec.value_dim
+        yield f"head_dim={odd}: {support.kernel} takes multiples of {multiple}"
+    if spec.value_dim != spec.head_dim and not support.value_dim:
+        yield f"value_dim={spec.value_dim}: {support.kernel} needs value_dim == head_dim ({spec.head_dim})"
+    if spec.dtype not in support.dtypes:
+        yield f"dtype {spec.dtype}: {support.kernel} takes {', '.join(support.dtypes)}"
 
 
-def _flag(claim: str, requested: Callable[[AttentionSpec], object], what: Callable[[AttentionSpec], str]) -> Check:
-    def check(support: Support, spec: AttentionSpec) -> str | None:
-        if not requested(spec) or getattr(support, claim):
-            return None
-        return f"{what(spec)}: {support.kernel} has none"
-
-    return check
-
-
-def _dtype(support: Support, spec: AttentionSpec) -> str | None:
-    if spec.dtype in support.dtypes:
-        return None
-    return f"dtype {spec.dtype}: {support.kernel} takes {', '.join(support.dtypes)}"
-
-
-def _head_dim(support: Support, spec: AttentionSpec) -> str | None:
-    dims, limit, multiple = (spec.head_dim, spec.value_dim), support.max_head_dim, support.head_dim_multiple
-    if limit is not None and max(dims) > limit:
-        return f"head_dim={max(dims)}: {support.kernel} stops at {limit}"
-    if any(dim % multiple for dim in dims):
-        return f"head_dim={next(dim for dim in dims if dim % multiple)}: {support.kernel} takes multiples of {multiple}"
-    return None
-
-
-def _value_dim(support: Support, spec: AttentionSpec) -> str | None:
-    if spec.value_dim == spec.head_dim or support.value_dim:
-        return None
-    return f"value_dim={spec.value_dim}: {support.kernel} needs value_dim == head_dim ({spec.head_dim})"
-
-
-def _kv_heads(support: Support, spec: AttentionSpec) -> str | None:
-    if spec.group_size == 1 or support.grouped_heads:
-        return None
-    return f"num_kv_heads={spec.num_kv_heads}: {support.kernel} needs as many kv heads as heads ({spec.num_heads})"
+def _symbol(support: Support, spec: AttentionSpec, name: str) -> str:
+    return f"{name}={getattr(spec, name)}: {support.kernel} needs a number, this one is symbolic"
 
 
 def _alignment(support: Support, spec: AttentionSpec) -> str | None:
-    edge = band(spec)
     # Without a band, and for q_len equal to kv_len in a dense call, both alignments mean the same.
-    banded = edge.left is not None or edge.right is not None
+    banded = spec.causal or spec.window != (None, None)
     if not banded or (spec.q_len == spec.kv_len and not spec.packed) or spec.alignment in support.alignments:
         return None
     has = " and ".join(support.alignments) or "no other"
@@ -82,8 +76,6 @@ def _alignment(support: Support, spec: AttentionSpec) -> str | None:
 
 
 def _return_lse(support: Support, spec: AttentionSpec) -> str | None:
-    if not spec.return_lse:
-        return None
     if not support.lse:
         return f"return_lse: {support.kernel} has no log-sum-exp output"
     if spec.needs_backward and not support.lse_gradient:
@@ -91,25 +83,14 @@ def _return_lse(support: Support, spec: AttentionSpec) -> str | None:
     return None
 
 
-def _size(name: str) -> Check:
-    def check(support: Support, spec: AttentionSpec) -> str | None:
-        size = getattr(spec, name)
-        if size is None or is_number(size) or support.symbolic:
-            return None
-        return f"{name}={size}: {support.kernel} needs a number, this one is symbolic"
-
-    return check
-
-
 def _documents(support: Support, spec: AttentionSpec) -> str | None:
-    if spec.packed and not support.packed:
+    if not support.packed:
         return f"seq_info with packed documents: {support.kernel} has none"
-    return _size("documents")(support, spec)
+    return None if is_number(spec.documents) or support.symbolic else _symbol(support, spec, "documents")
 
 
 def _paged(support: Support, spec: AttentionSpec) -> str | None:
-    if spec.paged is None:
-        return None
+    assert spec.paged is not None
     if not support.paged:
         return f"keys and values in pages of {spec.paged.page_size}: {support.kernel} has none"
     reads = support.page_dtypes
@@ -121,50 +102,41 @@ def _paged(support: Support, spec: AttentionSpec) -> str | None:
 
 
 def _alibi(support: Support, spec: AttentionSpec) -> str | None:
-    if spec.alibi_shape is None or (support.alibi if spec.paged is None else support.paged_alibi):
+    if support.alibi if spec.paged is None else support.paged_alibi:
         return None
     return f"alibi_slopes{'' if spec.paged is None else ' with pages'}: {support.kernel} has none"
 
 
 def _invariant(support: Support, spec: AttentionSpec) -> str | None:
-    if spec.invariant is None or spec.invariant in support.invariant:
+    if spec.invariant in support.invariant:
         return None
     has = f"keeps {' and '.join(support.invariant)} alone" if support.invariant else "promises no equal bits there"
     return f"invariant={spec.invariant!r}: {support.kernel} {has}"
 
 
-CHECKS: dict[str, Check] = {
-    **{name: _size(name) for name in ("batch", "q_len", "kv_len")},
-    **dict.fromkeys(("num_heads", "scale", "max_len_q", "max_len_k"), _nothing),
-    **dict.fromkeys(("needs_backward", "bias_dtype", "aux"), _nothing),  # backends have rules of their own about them
-    "dtype": _dtype,
-    "head_dim": _head_dim,
-    "value_dim": _value_dim,
-    "num_kv_heads": _kv_heads,
+LENGTHS = ("batch", "q_len", "kv_len")
+CHECKS: dict[str, Check | Feature | None] = {
+    # None: ``_unmet_sizes`` checks the field, or backends have rules of their own about it, or it requires nothing.
+    **dict.fromkeys((*LENGTHS, "num_heads", "num_kv_heads", "head_dim", "value_dim", "dtype")),
+    **dict.fromkeys(("scale", "max_len_q", "max_len_k", "needs_backward", "bias_dtype", "aux")),
     "alignment": _alignment,
     "return_lse": _return_lse,
-    "causal": _flag("causal", lambda s: s.causal, lambda s: "causal"),
-    "window": _flag("window", lambda s: s.window != (None, None), lambda s: f"window={s.window}"),
-    "softcap": _flag("softcap", lambda s: s.softcap is not None, lambda s: f"softcap={s.softcap}"),
-    "mask_shape": _flag("mask", lambda s: s.mask_shape, lambda s: f"mask of shape {list(s.mask_shape or ())}"),
-    "key_ranges_shape": _flag(
-        "key_ranges", lambda s: s.key_ranges_shape, lambda s: f"key_ranges of shape {list(s.key_ranges_shape or ())}"
-    ),
-    "mask_mod": _flag("mask_mod", lambda s: s.mask_mod is not None, lambda s: "mask_mod"),
-    "score_mod": _flag("score_mod", lambda s: s.score_mod is not None, lambda s: "score_mod"),
-    "bias_shape": _flag("bias", lambda s: s.bias_shape, lambda s: f"bias of shape {list(s.bias_shape or ())}"),
-    "bias_gradient": _flag("bias_gradient", lambda s: s.bias_gradient, lambda s: "gradient of the bias"),
-    "aux_gradients": _flag(
-        "aux_gradients",
-        lambda s: s.aux_gradients,
-        lambda s: f"gradient of {listed(s.aux_gradients)}",
-    ),
+    "causal": Feature("causal", lambda s: "causal"),
+    "window": Feature("window", lambda s: f"window={s.window}"),
+    "softcap": Feature("softcap", lambda s: f"softcap={s.softcap}"),
+    "mask_shape": Feature("mask", lambda s: f"mask of shape {list(s.mask_shape or ())}"),
+    "key_ranges_shape": Feature("key_ranges", lambda s: f"key_ranges of shape {list(s.key_ranges_shape or ())}"),
+    "mask_mod": Feature("mask_mod", lambda s: "mask_mod"),
+    "score_mod": Feature("score_mod", lambda s: "score_mod"),
+    "bias_shape": Feature("bias", lambda s: f"bias of shape {list(s.bias_shape or ())}"),
+    "bias_gradient": Feature("bias_gradient", lambda s: "gradient of the bias"),
+    "aux_gradients": Feature("aux_gradients", lambda s: f"gradient of {listed(s.aux_gradients)}"),
     "alibi_shape": _alibi,
-    "sinks": _flag("sinks", lambda s: s.sinks, lambda s: "sinks"),
+    "sinks": Feature("sinks", lambda s: "sinks"),
     "documents": _documents,
-    "dropout": _flag("dropout", lambda s: s.dropout, lambda s: f"dropout={s.dropout}"),
-    "deterministic": _flag("deterministic", lambda s: s.deterministic, lambda s: "deterministic=True"),
-    "partial": _flag("partial", lambda s: s.partial, lambda s: "a part of each row's keys"),
+    "dropout": Feature("dropout", lambda s: f"dropout={s.dropout}"),
+    "deterministic": Feature("deterministic", lambda s: "deterministic=True"),
+    "partial": Feature("partial", lambda s: "a part of each row's keys"),
     "paged": _paged,
     "invariant": _invariant,
 }

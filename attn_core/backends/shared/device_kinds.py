@@ -12,7 +12,10 @@ STARTS = {"cuda": "sm", "rocm": "gfx"}
 
 def kind_of(device: str) -> str:
     """Returns "cuda" for a device such as "sm90", "rocm" for one such as "gfx942", else the device itself."""
-    return next((kind for kind, start in STARTS.items() if device.startswith(start)), device)
+    for kind, start in STARTS.items():
+        if device.startswith(start):
+            return kind
+    return device
 
 
 def compute_capability(device: str) -> int:
