@@ -55,6 +55,8 @@ class PagedCache(Generic[Array]):
     """
 
     dtype: Any
+    _append: Callable[..., tuple[Array, ...]]
+    """The frontend's ``append_kv``."""
 
     def __init__(
         self,
@@ -223,8 +225,7 @@ class PagedCache(Generic[Array]):
 
     def _scales(self, layer: int) -> dict[str, Any]:
         """Returns a layer's scales as keyword arguments; empty if the pages are not quantised."""
-        lists = {"k_scales": self.k_scales, "v_scales": self.v_scales}
-        return {name: arrays[layer] for name, arrays in lists.items() if arrays}
+        return {"k_scales": self.k_scales[layer], "v_scales": self.v_scales[layer]} if self.k_scales else {}
 
     def _pools(self, layer: int, step: Step) -> tuple[Any, Any]:
         """Runs ``check``, then returns a layer's pools of keys and of values.
@@ -242,10 +243,6 @@ class PagedCache(Generic[Array]):
     def _pool_lists(self) -> tuple[list[Any], ...]:
         """Returns the lists of arrays whose first axis is the page: what belongs to a page is moved with it."""
         return self.k_pages, self.v_pages, self.k_scales, self.v_scales
-
-    def _append(self, *arrays: Array, **tables: Any) -> tuple[Array, ...]:
-        """Runs the frontend's ``append_kv``."""
-        raise NotImplementedError
 
     def _to_host(self, pages: tuple[int, ...]) -> Any:
         """Copies pages of every pool to host memory."""

@@ -103,14 +103,14 @@ def take_step(
     """Takes the next step of a cache and registers it for ``check_step``. On an error the allocator is unchanged.
 
     Args:
-        names, new, width: as in ``advance``.
+        names, new, width: as in ``plan_step``.
         copy: copies pages of the pools; called only if there are any to copy.
         there: copies a table to the pools' device.
 
     Raises:
-        SpecError, PoolFullError: as ``advance`` does.
+        SpecError, PoolFullError: as ``plan_step`` does.
     """
-    growth, tables = _planned(allocator, names, new, width)
+    growth, tables = plan_step(allocator, names, new, width)
     # The allocator changes last, so a step that fails or is interrupted leaves the pool as it was.
     if growth.copies.source:
         allocator.evict(growth.copies.target)
@@ -146,10 +146,10 @@ def check_step(allocator: PageAllocator, step: Step) -> None:
         )
 
 
-def advance(
+def plan_step(
     allocator: PageAllocator, names: Sequence[Hashable], new: int | Sequence[int], width: int | None
-) -> tuple[Step, Copies]:
-    """Makes room for new tokens at the end of each sequence. Returns the step's numpy tables and the pages to copy.
+) -> tuple[Growth, Step]:
+    """Returns the plan of a step, and its tables as numpy arrays. Changes nothing.
 
     Args:
         names: the sequences, each once.
@@ -159,30 +159,18 @@ def advance(
     Raises:
         SpecError: for a repeated name, a wrong number of counts, or too narrow a table.
         PoolFullError: if the pool has too few free pages for all sequences together.
-        Both leave the allocator unchanged.
     """
-    growth, tables = _planned(allocator, names, new, width)
-    allocator.commit(growth)
-    return tables, growth.copies
-
-
-def _planned(
-    allocator: PageAllocator, names: Sequence[Hashable], new: int | Sequence[int], width: int | None
-) -> tuple[Growth, Step]:
-    """Checks the arguments of a step. Returns its plan, and its tables as numpy arrays."""
     named = check_names("names", names)
-    each = [new] * len(named) if is_host_int(new) else _listed("new", new)
+    each: list[Any] = [new] * len(named) if is_host_int(new) else _listed("new", new)
     # The counts become a dict, in which a repeated name would lose one of its counts.
     if len(each) != len(named) or len(set(named)) != len(named):
         raise SpecError(f"names, new: expected a count for each of {len(named)} sequences, each named once, got {new}")
-    counts = dict(zip(named, each, strict=True))
-    needed = allocator.needed(counts)
-    if needed > allocator.free_pages:
+    growth = allocator.grow(dict(zip(named, each, strict=True)))
+    if growth.needed > allocator.free_pages:
         raise PoolFullError(
-            f"names: this step needs {needed} more pages of {allocator.page_size} tokens, but only "
+            f"names: this step needs {growth.needed} more pages of {allocator.page_size} tokens, but only "
             f"{allocator.free_pages} of the pool's {allocator.num_pages} are free; free a sequence, or step fewer"
         )
-    growth = allocator.grow({name: int(count) for name, count in counts.items()})
     records = list(growth.records.values())
     table, lengths = allocator.table_of(records, width), np.array([held.length for held in records], np.int32)
     # No offsets means one query each, which is a case of its own for kernels (``one_query_each``).

@@ -36,6 +36,8 @@ class PagedKVCache(PagedCache[Array]):
         num_layers, num_pages, page_size, kv_heads, head_dim, value_dim, kv_dtype: as in ``PagedCache``.
     """
 
+    _append = staticmethod(append_kv)
+
     def __init__(
         self,
         *,
@@ -91,9 +93,6 @@ class PagedKVCache(PagedCache[Array]):
         """Runs ``check``, then ``paged_attention`` of a layer's queries, ``[tokens, heads, head_dim]``."""
         every = _shared.complete(PagedKVCache.attend, options)
         return self._attend(paged_attention, layer, q, step, every)  # type: ignore[no-any-return]
-
-    def _append(self, *arrays: Array, **tables: Any) -> tuple[Array, ...]:
-        return append_kv(*arrays, **tables)  # type: ignore[no-any-return]
 
     def _pools(self, layer: int, step: Step) -> tuple[Array, Array]:
         pools = super()._pools(layer, step)

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
+from page_steps import advance
 
 from attn_core import SpecError
 from attn_core.paged.allocation.allocator import UNUSED, Copies, PageAllocator, PoolFullError, PoolReport
-from attn_core.paged.step import advance
 
 
 def holding(**tokens: int) -> PageAllocator:

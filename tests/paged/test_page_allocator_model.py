@@ -7,16 +7,23 @@ chains of forks, and thousands of refusals.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from random import Random
 from typing import Any
 
 import pytest
+from page_steps import advance
 
 from attn_core import SpecError
 from attn_core.paged.allocation import allocator
-from attn_core.paged.allocation.allocator import PageAllocator, PoolFullError
-from attn_core.paged.allocation.contents import Chain, PageContents, pages_of_tokens
-from attn_core.paged.step import advance
+from attn_core.paged.allocation.allocator import (
+    Chain,
+    Growth,
+    PageAllocator,
+    PageContents,
+    PoolFullError,
+    pages_of_tokens,
+)
 
 STEPS = 50_000
 NEW_POOL = 2_000
@@ -354,26 +361,29 @@ def _hashed(tokens: Any, *arguments: Any, **options: Any) -> list[Text]:
     return [tuple(map(hash, each)) for each in pages_of_tokens(tokens, *arguments, **options)]
 
 
-def _the_newest_first(self: PageAllocator, count: int) -> list[int]:
+def _the_newest_first(self: PageAllocator) -> Iterator[int]:
     self._idle = dict.fromkeys(reversed(self._idle))
-    return NEXT(self, count)
+    return NEXT(self)
+
+
+def _without_copies(self: PageAllocator, tokens: Any) -> Growth:
+    holders, self._holders = self._holders, [min(count, 1) for count in self._holders]
+    growth = GROW(self, tokens)
+    self._holders = holders
+    return growth
 
 
 def _too_late(self: PageAllocator, pages: int, name: Any) -> list[int]:
     if pages > self.free_pages and self.free_pages:
-        self._take(NEXT(self, 1)[0])
+        self._take(next(NEXT(self)))
     return ROOM_FOR(self, pages, name)
 
 
-NEXT, ROOM_FOR, GROWTH, FIND = PageAllocator._next, PageAllocator._room_for, PageAllocator._growth, PageContents.find
+NEXT, ROOM_FOR, GROW, FIND = PageAllocator._next, PageAllocator._room_for, PageAllocator.grow, PageContents.find
 FAULTS: dict[str, tuple[Any, str, Any]] = {
     "a page that two sequences write": (PageAllocator, "_take", lambda self, page: None),
     "a lost page": (PageAllocator, "_release", lambda self, page: False),
-    "a copy that is not made": (
-        PageAllocator,
-        "_growth",
-        lambda *arguments: [(False, more) for _, more in GROWTH(*arguments)],
-    ),
+    "a copy that is not made": (PageAllocator, "grow", _without_copies),
     "a refusal after a change": (PageAllocator, "_room_for", _too_late),
     "hashes that are not compared": (allocator, "pages_of_tokens", _hashed),
     "a salt that is left out": (PageContents, "find", lambda self, salt, contents: FIND(self, None, contents)),

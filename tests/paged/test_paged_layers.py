@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from page_steps import advance
 
 pytest.importorskip("torch")
 pytest.importorskip("flax")
@@ -21,7 +22,7 @@ import jax_frontend
 import torch_frontend
 from attn_core import PageAllocator
 from attn_core.errors import ShapeError, SpecError
-from attn_core.paged.step import Pages, advance
+from attn_core.paged.step import Pages
 from jax_frontend import linen, nnx
 from torch_frontend import module
 

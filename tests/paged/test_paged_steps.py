@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from interrupted_lines import count_lines, interrupted_at
+from page_steps import advance
 
 from attn_core import SpecError
 from attn_core.paged import step as book
@@ -260,7 +261,7 @@ def test_a_step_interrupted_anywhere_is_complete_or_undone() -> None:
         return allocator
 
     def step(allocator: PageAllocator) -> None:
-        book.advance(allocator, ["a", "b"], [6, 5], None)
+        advance(allocator, ["a", "b"], [6, 5], None)
 
     def state(allocator: PageAllocator) -> Any:
         names = [(name, allocator.length(name), allocator.pages(name)) for name in allocator.sequences]

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from page_steps import advance
 
 from attn_core import PageAllocator, PoolFullError, SpecError
 from attn_core.paged.allocation.allocator import Copies, Match, PrefixReport
-from attn_core.paged.step import advance, take_step
+from attn_core.paged.step import take_step
 
 PROMPT = [7, 3, 5, 2, 11, 13, 17, 19, 23]
 """Two full pages of four tokens, and one token."""

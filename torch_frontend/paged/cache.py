@@ -46,6 +46,8 @@ class PagedKVCache(PagedCache[Tensor]):
         num_layers, num_pages, page_size, kv_heads, head_dim, value_dim, kv_dtype: as in ``PagedCache``.
     """
 
+    _append = staticmethod(append_kv)
+
     def __init__(
         self,
         *,
@@ -98,9 +100,6 @@ class PagedKVCache(PagedCache[Tensor]):
         """Runs ``check``, then ``paged_attention`` of a layer's queries ``[tokens, heads, head_dim]`` with options."""
         every = _shared.complete(PagedKVCache.attend, options)
         return self._attend(paged_attention, layer, q, step, every)  # type: ignore[no-any-return]
-
-    def _append(self, *arrays: Tensor, **tables: Any) -> tuple[Tensor, ...]:
-        return append_kv(*arrays, **tables)  # type: ignore[no-any-return]
 
     def _copy(self, copies: Copies) -> None:
         source, target = (torch.tensor(pages, device=self.k_pages[0].device) for pages in copies)

@@ -14,9 +14,9 @@ books of free pages follow from the records, so ``_recount`` repairs them after 
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from itertools import islice
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,13 +24,126 @@ import numpy as np
 from attn_core.call.kinds import check_hashable, check_kind, check_names
 from attn_core.call.seq_info import is_host_int
 from attn_core.errors import SpecError, shown
-from attn_core.paged.allocation.contents import Chain, PageContents, check_is_tokens, pages_of_tokens
 
 MOST = 2**31 - 1
 """Tables of pages, positions in a page, and lengths of sequences are int32."""
 
 UNUSED = -1
 """The entry of a block table after a sequence's last page."""
+
+
+class Chain:
+    """The content of a page and of all pages before it.
+
+    Attributes:
+        before: the chain up to the page before; None for the beginning, which has no page.
+        tokens: the tokens in the page.
+        depth: the number of pages.
+        pages: pages with this content; several if sequences computed it at the same time.
+        after: the chains that continue this one, by their tokens.
+    """
+
+    __slots__ = ("after", "before", "depth", "pages", "salt", "tokens")
+
+    def __init__(self, salt: Hashable, before: Chain | None = None, tokens: tuple[int, ...] = ()) -> None:
+        self.salt, self.before, self.tokens = salt, before, tokens
+        self.depth: int = 0 if before is None else before.depth + 1
+        self.pages: dict[int, None] = {}  # a set with an order, so that runs are equal
+        self.after: dict[tuple[int, ...], Chain] = {}
+
+    def cut(self, depth: int) -> Chain:
+        """Returns the chain of the first ``depth`` pages, or this one if it has no more."""
+        chain = self
+        while chain.depth > depth and chain.before is not None:
+            chain = chain.before
+        return chain
+
+    def all_tokens(self) -> tuple[int, ...]:
+        """Returns the tokens of all pages, first to last."""
+        chain, parts = self, list[tuple[int, ...]]()
+        while chain.before is not None:
+            parts.append(chain.tokens)
+            chain = chain.before
+        return tuple(token for part in reversed(parts) for token in part)
+
+
+class PageContents:
+    """The pages whose content is known, and their chains, so that the beginning of a prompt is found by its content.
+
+    Keys and values depend on all tokens before them. So a page is known by its own tokens and by the page before it: a
+    chain of hash tables, one for each page, from the tokens of the next page to that page. The tables compare tokens
+    after their hashes, so two texts with equal hashes never share a page. A chain begins with a ``salt``, which stands
+    for everything else that changes keys and values, such as the name of an adapter.
+
+    A chain exists as long as a page has its content. Only ``_chain_of`` says what is in a page: a change that is
+    interrupted may leave a page in ``Chain.pages``, where it is then ignored.
+    """
+
+    def __init__(self) -> None:
+        self._chain_of: dict[int, Chain] = {}
+        self._beginnings: dict[Hashable, Chain] = {}
+
+    def __contains__(self, page: int) -> bool:
+        return page in self._chain_of
+
+    def find(self, salt: Hashable, contents: Iterable[tuple[int, ...]]) -> tuple[Chain, list[int]]:
+        """Returns the chain of the first pages with these contents, as far as there are pages, and those pages."""
+        chain, pages = self._beginnings.get(salt) or Chain(salt), list[int]()
+        for tokens in contents:
+            following = chain.after.get(tokens)
+            page = None if following is None else self._page_of(following)
+            if following is None or page is None:
+                break
+            chain = following
+            pages.append(page)
+        return chain, pages
+
+    def add(self, chain: Chain, tokens: tuple[int, ...], page: int) -> Chain:
+        """Records that a page contains these tokens after a chain. Returns the longer chain.
+
+        Raises:
+            SpecError: if other tokens are recorded for the page.
+        """
+        if chain.before is None:  # a beginning is dropped when nothing follows it
+            chain = self._beginnings.setdefault(chain.salt, chain)
+        following = chain.after.get(tokens) or Chain(chain.salt, chain, tokens)
+        known = self._chain_of.get(page)
+        if known is not None and known is not following:
+            raise SpecError(
+                f"tokens={shown(tokens)}: expected the tokens that are recorded for page {page}, "
+                f"{shown(known.tokens)}, because another sequence shares the page"
+            )
+        chain.after[tokens] = following
+        following.pages[page] = None
+        self._chain_of[page] = following
+        return following
+
+    def forget(self, page: int) -> bool:
+        """Forgets what is in a page, because it gets other content. Returns whether its content was known."""
+        chain = self._chain_of.pop(page, None)
+        if chain is None:
+            return False
+        chain.pages.pop(page, None)
+        if self._page_of(chain) is None:
+            self._drop(chain)
+        return True
+
+    def _page_of(self, chain: Chain) -> int | None:
+        return next((page for page in chain.pages if self._chain_of.get(page) is chain), None)
+
+    def _drop(self, chain: Chain) -> None:
+        """Removes a chain, and all that continue it, because nobody can find these without it."""
+        before = chain.before
+        if before is not None and before.after.get(chain.tokens) is chain:
+            del before.after[chain.tokens]
+            if before.before is None and not before.after and self._beginnings.get(before.salt) is before:
+                del self._beginnings[before.salt]
+        dropped = [chain]
+        for each in dropped:  # grows while it is read
+            dropped += each.after.values()
+            for page in each.pages:
+                if self._chain_of.get(page) is each:
+                    del self._chain_of[page]
 
 
 class PoolFullError(MemoryError):
@@ -81,12 +194,14 @@ class Growth(NamedTuple):
     """The plan of a step, which ``PageAllocator.commit`` carries out.
 
     Attributes:
+        needed: how many free pages it takes. If there are fewer, the plan is incomplete and must not be carried out.
         records: of the extended sequences, by name.
-        taken: the free pages that they take, in the order in which the allocator gives them.
+        taken: these pages, in the order in which the allocator gives them.
         copies: the pages to copy before; the targets are some of ``taken``.
         overwritten: pages whose content after the sequence's end is lost, because tokens are written there.
     """
 
+    needed: int
     records: dict[Hashable, Held]
     taken: list[int]
     copies: Copies
@@ -279,41 +394,39 @@ class PageAllocator:
         Raises:
             PoolFullError: if the pool has too few free pages. The sequence is unchanged then.
         """
-        self._known(name)
-        self._room_for(self.needed({name: tokens}), name)
-        growth = self.grow({name: int(tokens)})
+        growth = self.grow({name: tokens})
+        self._room_for(growth.needed, name)
         self.commit(growth)
         return growth.copies
 
     def needed(self, tokens: Mapping[Hashable, int]) -> int:
         """Returns how many free pages it would take to extend each sequence by its number of tokens."""
-        check_kind("tokens", tokens, Mapping, "a dict of tokens by sequence")
-        for name in tokens:
-            self._known(name)
-        counts = {name: self._count(count) for name, count in tokens.items()}
-        return sum([copies + more for copies, more in self._growth(counts)])
+        return self.grow(tokens).needed
 
     def grow(self, tokens: Mapping[Hashable, int]) -> Growth:
-        """Plans to extend each sequence by its number of tokens; changes nothing.
-
-        Args:
-            tokens: checked, for sequences that exist, and as many as the free pages have room for.
-        """
-        growth, time = self._growth(tokens), self.now + 1
-        taken = self._next(sum([copies + more for copies, more in growth]))
-        records, source, target, overwritten, following = dict[Hashable, Held](), [], [], [], iter(taken)
-        for (name, count), (copies, more) in zip(tokens.items(), growth, strict=True):
-            pages, length, chain, started, *_ = self._held[name]
-            if copies:
-                source.append(pages[-1])
-                target.append(next(following))
-                pages = (*pages[:-1], target[-1])
-            elif count and length % self.page_size:
-                overwritten.append(pages[-1])
+        """Plans to extend each sequence by its number of tokens; changes nothing."""
+        check_kind("tokens", tokens, Mapping, "a dict of tokens by sequence")
+        held_by = {name: self._known(name) for name in tokens}
+        free, copied = self._next(), dict[int, int]()
+        needed, records, taken, overwritten = 0, dict[Hashable, Held](), list[int](), list[int]()
+        source, target = list[int](), list[int]()
+        for name, held in held_by.items():
+            count, pages, copies = self._count(tokens[name]), held.pages, False
+            if count and held.length % self.page_size:
+                last = pages[-1]
+                # When all other sequences have copied a shared page, its last one writes to the page itself.
+                copies = self._holders[last] - copied.get(last, 0) > 1
+                copied[last] = copied.get(last, 0) + copies
+                (source if copies else overwritten).append(last)
+            more = copies + self._pages_for(held.length + count) - len(pages)
             if more:
-                pages = (*pages, *islice(following, more))
-            records[name] = Held(pages, length + count, chain, started, time, "stepped again")
-        return Growth(records, taken, Copies(tuple(source), tuple(target)), overwritten)
+                new = list(itertools.islice(free, more))
+                target += new[:copies]
+                pages = (*pages[: len(pages) - copies], *new)
+                taken += new
+                needed += more
+            records[name] = Held(pages, held.length + count, held.chain, held.started, self.now + 1, "stepped again")
+        return Growth(needed, records, taken, Copies(tuple(source), tuple(target)), overwritten)
 
     def commit(self, growth: Growth) -> None:
         """Carries out a plan, before which nothing else has changed."""
@@ -327,19 +440,6 @@ class PageAllocator:
             if self._contents.forget(page):
                 self._evictions += 1
                 self._evicted.append(page)
-
-    def _growth(self, tokens: Mapping[Hashable, int]) -> list[tuple[bool, int]]:
-        """Returns for each sequence whether its last page must be copied before, and how many pages follow."""
-        growth, left = [], dict[int, int]()
-        for name, count in tokens.items():
-            held, copies = self._held[name], False
-            if count and held.length % self.page_size:
-                # When all other sequences have copied a shared page, its last one writes to the page itself.
-                last = held.pages[-1]
-                copies = self._holders[last] - left.get(last, 0) > 1
-                left[last] = left.get(last, 0) + copies
-            growth.append((copies, -(-(held.length + count) // self.page_size) - len(held.pages)))
-        return growth
 
     def free(self, name: Hashable) -> tuple[int, ...]:
         """Ends a sequence and returns the pages that are free now, because no other sequence shares them.
@@ -511,7 +611,7 @@ class PageAllocator:
         """Gives sequences their new records, and books the pages.
 
         Args:
-            taken: free pages as ``_next`` returned them. shared: pages that have one more sequence now.
+            taken: the first of ``_next``. shared: pages that have one more sequence now.
             left: pages of several sequences that have one fewer now.
         """
         try:
@@ -557,10 +657,9 @@ class PageAllocator:
         free += sorted(lost.difference(idle), reverse=True)
         self._holders, self._free, self._idle = holders, free, idle
 
-    def _next(self, count: int) -> list[int]:
-        """Returns the free pages that are taken next, in this order; the idle ones last."""
-        pages = self._free[: -count - 1 : -1]
-        return [*pages, *islice(self._idle, count - len(pages))]
+    def _next(self) -> Iterator[int]:
+        """Returns the free pages in the order in which they are taken, the idle ones last."""
+        return itertools.chain(reversed(self._free), self._idle)
 
     def _take(self, page: int) -> None:
         """Takes the next free page."""
@@ -583,13 +682,13 @@ class PageAllocator:
         return True
 
     def _room_for(self, pages: int, name: Hashable) -> list[int]:
-        """Returns ``_next``. Raises PoolFullError if so many pages are not free."""
+        """Returns the pages that are taken next. Raises PoolFullError if so many are not free."""
         if pages > self.free_pages:
             raise PoolFullError(
                 f"{name!r} needs {pages} more pages of {self.page_size} tokens, and {self.free_pages} of the pool's "
                 f"{self.num_pages} are free; free a sequence, or make the pool larger"
             )
-        return self._next(pages)
+        return list(itertools.islice(self._next(), pages))
 
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
@@ -614,3 +713,37 @@ class PageAllocator:
         if not is_host_int(tokens) or tokens < 0:
             raise SpecError(f"tokens={shown(tokens)}: expected a number of 0 or more")
         return int(tokens)
+
+
+def pages_of_tokens(tokens: Any, page_size: int, start: int = 0, stop: int | None = None) -> list[tuple[int, ...]]:
+    """Returns the contents of the full pages ``start`` to ``stop`` (all that are full if None) of a text.
+
+    Args:
+        tokens: token ids from the beginning of the text: a sequence of ints, or a numpy array of an integer dtype.
+
+    Raises:
+        SpecError: naming the first token from page ``start`` on that is no int.
+    """
+    full = check_is_tokens(tokens) // page_size
+    stop = full if stop is None else min(stop, full)
+    each = tokens[start * page_size :]
+    # Plain ints, because numpy's take longer to hash and to compare.
+    ids: Sequence[Any] = each.tolist() if isinstance(each, np.ndarray) else each
+    for at, token in enumerate(ids, start * page_size):
+        if not isinstance(token, int | np.integer) or isinstance(token, bool):
+            raise SpecError(f"tokens[{at}]={shown(token)}: expected the id of a token, an int")
+    return [tuple(map(int, ids[at : at + page_size])) for at in range(0, (stop - start) * page_size, page_size)]
+
+
+def check_is_tokens(tokens: Any) -> int:
+    """Returns the number of tokens. Raises SpecError unless they are a sequence, or a numpy array ``[tokens]``."""
+    if isinstance(tokens, np.ndarray):
+        good = tokens.ndim == 1 and tokens.dtype.kind in "iu"
+    else:
+        good = isinstance(tokens, Sequence) and not isinstance(tokens, str | bytes | bytearray | memoryview)
+    if not good:
+        raise SpecError(
+            f"tokens={shown(tokens)}: expected a list of token ids, or a numpy array of an integer dtype with one "
+            "axis; a tensor has tolist()"
+        )
+    return len(tokens)

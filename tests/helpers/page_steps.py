@@ -1,0 +1,15 @@
+"""A step of an allocator without a cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attn_core.paged.allocation.allocator import Copies, PageAllocator
+from attn_core.paged.step import Step, plan_step
+
+
+def advance(allocator: PageAllocator, names: Any, new: Any, width: int | None) -> tuple[Step, Copies]:
+    """Makes room for new tokens at the end of each sequence. Returns the step's numpy tables and the pages to copy."""
+    growth, tables = plan_step(allocator, names, new, width)
+    allocator.commit(growth)
+    return tables, growth.copies
