@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json as json_text
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any
 
@@ -14,7 +14,7 @@ from attn_core import backends
 from attn_core.backends.shared import known_bad
 from attn_core.backends.shared.programs import operator_library
 from attn_core.cli.advice import Advice, Machine, Problem, advise, find_machine, problems, requirements, runs_on
-from attn_core.cli.certify.calls import CALLS, Form, Subject, accepted, forms
+from attn_core.cli.certify.calls import CALLS, Form, Subject, accepted, faults_of, forms, subjects_on
 from attn_core.cli.certify.certificate import standing_of
 from attn_core.cli.comparison import Row, rows_of
 from attn_core.cli.frameworks import devices_of, installed, versions
@@ -22,7 +22,7 @@ from attn_core.cli.trial import draw
 from attn_core.selection import preference
 from attn_core.selection.explanation_text import COLUMNS, wrapped
 from attn_core.selection.tables import device_name
-from attn_core.selection.target import Target, bridge_reason
+from attn_core.selection.target import bridge_reason
 
 CHECKED = "grouped heads"
 """The call of ``attn certify`` that backends are checked with, in the fullest form that each takes."""
@@ -196,7 +196,7 @@ def examine(progress: Console) -> Findings:
         bridge=bridge,
         backends=states,
         checks=rows,
-        faults=faults_of(Target.here(framework, device) for framework, device in places),
+        faults=faults_of(subjects_on(places)),
         problems=problems(machine),
         advice=advise(machine),
         operators=operator_library.missing() if bridge is None and machine.jax_cuda and machine.torch_cuda else None,
@@ -235,22 +235,6 @@ def _check(name: str, kind: str, devices: dict[str, list[str]]) -> list[Row]:
         spec = form.spec if isinstance(form, Form) else next(forms(subject, CALLS[CHECKED])).spec
         rows += rows_of(draw(spec), subject.device, names=(name,), frameworks=(framework,))
     return rows
-
-
-def faults_of(targets: Iterable[Target]) -> tuple[known_bad.Row, ...]:
-    """Returns the known faults of installed kernels on some targets, each with the backends and the device there."""
-    found: dict[tuple[known_bad.Row, str], list[str]] = {}
-    for target in targets:
-        missing = {name for name, _ in target.unavailable}
-        for name in backends.names():
-            if name in missing or target.out_of_reach(name) or not target.claims(name)[0].runs_on(target.device):
-                continue
-            build = target.build(name)
-            for row in known_bad.rows_about(name, target.device, () if build is None else build.version):
-                found.setdefault((row, target.device), []).append(name)
-    return tuple(
-        row._replace(backends=tuple(dict.fromkeys(names)), devices=(device,)) for (row, device), names in found.items()
-    )
 
 
 def report(findings: Findings, everything: bool) -> Iterator[str]:

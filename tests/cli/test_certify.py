@@ -21,21 +21,22 @@ from attn_core import SpecError, backends
 from attn_core.backends.support import Support
 from attn_core.cli.app import app
 from attn_core.cli.certify import command
-from attn_core.cli.certify.calls import CALLS, CHECKS, STORED, Form, Subject, accepted, calls_of
+from attn_core.cli.certify.calls import CALLS, CHECKS, STORED, Form, Subject, accepted, calls_of, subjects_on
 from attn_core.cli.certify.certificate import (
     Certificate,
     Entry,
-    certificate_path,
     count,
     read,
     standing_of,
+    user_path,
     write,
 )
-from attn_core.cli.certify.command import entry_of, subjects_of
+from attn_core.cli.certify.checks import entry_of
 from attn_core.cli.frameworks import versions
 from attn_core.selection import Target
 
 TORCH, JAX = Subject("math", "torch", "cpu"), Subject("math", "jax", "cpu")
+ON_A_CPU = (("torch", "cpu"), ("jax", "cpu"))
 
 
 def attn(*arguments: str) -> Any:
@@ -73,7 +74,7 @@ def taken(check: str, subject: Subject) -> dict[str, Form]:
 
 
 def test_every_claim_on_the_cpu_is_judged() -> None:
-    subjects, _ = subjects_of({"torch": "cpu", "jax": "cpu"})
+    subjects = [subject for subject in subjects_on(ON_A_CPU) if subject.missing is None]
     judged = {str(subject): {check for check in CHECKS if taken(check, subject)} for subject in subjects}
     assert {name: checks - judged[name] for name, checks in JUDGED.items() if checks - judged[name]} == {}
 
@@ -129,10 +130,10 @@ INVARIANT_ON_A_CPU = {"math", "jax_xla"}
 
 
 def test_backends_that_do_not_run_here_are_named_with_reasons() -> None:
-    subjects, left = subjects_of({"torch": "cpu", "jax": "cpu"})
-    assert {str(each) for each in subjects} >= {"math in torch", "sdpa_flash in jax", "jax_xla in jax"}
-    assert (left["flash4 in torch"], left["jax_xla in torch"]) == ("no kernel for cpu", "runs in JAX only")
-    assert len(subjects) + len(left) == 2 * len(backends.names())
+    missing = {str(subject): subject.missing for subject in subjects_on(ON_A_CPU)}
+    assert {missing[name] for name in ("math in torch", "sdpa_flash in jax", "jax_xla in jax")} == {None}
+    assert (missing["flash4 in torch"], missing["jax_xla in torch"]) == ("no kernel for cpu", "runs in JAX only")
+    assert len(missing) == 2 * len(backends.names())
 
 
 def test_what_a_backend_refuses_is_said() -> None:
@@ -369,11 +370,11 @@ def test_a_whole_run_is_kept_in_the_users_folder_and_doctor_shows_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    monkeypatch.setattr(command, "subjects_of", lambda devices, names: ([TORCH], {}))
+    monkeypatch.setattr(command, "subjects_on", lambda places, names: [TORCH])
     assert standing_of("cpu", versions()) is None
     done = attn("certify", "--device", "cpu")
     assert done.exit_code == 0, done.output
-    path = certificate_path("cpu")
+    path = user_path("cpu")
     assert path.parent == tmp_path / "attn-core" and f"wrote {path}" in done.stdout
     standing = standing_of("cpu", versions())
     passed = f"{len(JUDGED['math in torch'])} checks passed, 0 failed"

@@ -15,8 +15,9 @@ from attn_core.backends.support import Build
 from attn_core.cli import in_jax, in_torch
 from attn_core.cli.advice import Machine, advise, problems
 from attn_core.cli.app import app
+from attn_core.cli.certify.calls import faults_of, subjects_on
 from attn_core.cli.comparison import Row
-from attn_core.cli.doctor import Findings, State, examine, faults_of, report
+from attn_core.cli.doctor import Findings, State, examine, report
 from attn_core.selection import Target
 from attn_core.selection.choice import refusals
 
@@ -125,7 +126,9 @@ def test_the_report_lists_known_faults_of_installed_kernels(
 ) -> None:
     assert findings.faults == (), "no row is about a kernel of this test's machine"
     missing = tuple((name, "not here") for name in backends.names() if name not in ("sdpa_cudnn", "math"))
-    faults = faults_of([replace(GPU, unavailable=missing), Target("torch", "cpu")])
+    monkeypatch.setattr(Target, "here", lambda framework, device: targets[device])
+    targets = {"sm90": replace(GPU, unavailable=missing), "cpu": Target("torch", "cpu")}
+    faults = faults_of(subjects_on([("torch", "sm90"), ("torch", "cpu")]))
     assert [fault.name for fault in faults] == ["cudnn-nan-dq", "cudnn-nan-one-query"]
     assert all(fault.backends == ("sdpa_cudnn",) for fault in faults)
     report = " ".join(" ".join(text(replace(findings, faults=faults), monkeypatch)).split())
@@ -142,10 +145,12 @@ def test_a_missing_library_of_operators_is_named(findings: Findings, monkeypatch
         assert changed.as_json()["operators"] == operators
 
 
-def test_faults_of_torch_leave_out_the_kernels_of_jax() -> None:
-    assert {name for fault in faults_of([GPU]) for name in fault.backends} >= {"sdpa_flash", "sdpa_cudnn"}
-    assert not any("jax_cudnn" in fault.backends for fault in faults_of([GPU]))
-    both = faults_of([GPU, Target("jax", "sm90", builds=GPU.builds)])
+def test_faults_of_torch_leave_out_the_kernels_of_jax(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Target, "here", lambda framework, device: replace(GPU, framework=framework))
+    faults = faults_of(subjects_on([("torch", "sm90")]))
+    assert {name for fault in faults for name in fault.backends} >= {"sdpa_flash", "sdpa_cudnn"}
+    assert not any("jax_cudnn" in fault.backends for fault in faults)
+    both = faults_of(subjects_on([("torch", "sm90"), ("jax", "sm90")]))
     assert [fault.backends for fault in both if fault.name == "cudnn-nan-dq"] == [("sdpa_cudnn", "jax_cudnn")]
 
 

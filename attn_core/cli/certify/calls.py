@@ -9,7 +9,7 @@ first that the backend takes. What a call does not say may differ by backend.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 from itertools import product
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from attn_core import backends
+from attn_core.backends.shared import known_bad
 from attn_core.backends.support import Support
 from attn_core.call.functions import trace
 from attn_core.call.pages import PagedKV
@@ -28,6 +29,7 @@ from attn_core.call.tensors import PagedInputs
 from attn_core.cli import in_jax, in_torch
 from attn_core.cli.spec_options import defaults_on
 from attn_core.cli.trial import Arrays, Trial, draw
+from attn_core.correctness.reference import append
 from attn_core.errors import SpecError
 from attn_core.expressions.tracing import Aux
 from attn_core.selection import Target, choice
@@ -61,8 +63,34 @@ class Subject(NamedTuple):
         """The claims about the forward, narrowed to the installed build."""
         return self.target.claims(self.backend)[0]
 
+    @property
+    def missing(self) -> str | None:
+        """Why the backend runs no call here; None if it runs some."""
+        if not self.claims.runs_on(self.device):
+            return f"no kernel for {self.device}"
+        return self.target.out_of_reach(self.backend) or dict(self.target.unavailable).get(self.backend)
+
     def __str__(self) -> str:
         return f"{self.backend} in {self.framework}"
+
+
+def subjects_on(places: Iterable[tuple[str, str]], names: tuple[str, ...] = ()) -> list[Subject]:
+    """Returns every backend, or ``names``, at each place: a framework and a device."""
+    return [Subject(name, *place) for place in places for name in names or backends.names()]
+
+
+def faults_of(subjects: Iterable[Subject]) -> tuple[known_bad.Row, ...]:
+    """Returns the known faults of the kernels that run here, each with its backends and one device."""
+    found: dict[tuple[known_bad.Row, str], list[str]] = {}
+    for subject in subjects:
+        if subject.missing is None:
+            build = subject.target.build(subject.backend)
+            version = () if build is None else build.version
+            for row in known_bad.rows_about(subject.backend, subject.device, version):
+                found.setdefault((row, subject.device), []).append(subject.backend)
+    return tuple(
+        row._replace(backends=tuple(dict.fromkeys(names)), devices=(device,)) for (row, device), names in found.items()
+    )
 
 
 class Form(NamedTuple):
@@ -182,16 +210,16 @@ class Case(NamedTuple):
         """Returns a packed trial with its keys and values in pages in a mixed order; unused places are NaN."""
         spec, inputs, lengths = self.form.requested, trial.inputs, np.asarray(self.form.lengths[1], np.int32)
         assert spec.paged is not None
-        size, pages, total = spec.paged.page_size, spec.paged.num_pages, int(lengths.sum())
+        size, pages = spec.paged.page_size, spec.paged.num_pages
         used = np.arange(spec.paged.width) < -(-lengths[:, None] // size)  # [documents, width]
         table = np.full(used.shape, -1, np.int32)
         table[used] = np.random.default_rng(0).permutation(pages)[: used.sum()]
-        document = np.repeat(np.arange(len(lengths)), lengths)  # of each token
-        place = np.arange(total) - (np.cumsum(lengths) - lengths)[document]
-        k, v = (np.full((pages, size, *array.shape[1:]), np.nan) for array in (inputs.k, inputs.v))
-        for pool, array in ((k, inputs.k), (v, inputs.v)):
-            pool[table[document, place // size], place % size] = array[:total]
-        paged = PagedInputs(inputs.q, k, v, table, lengths, inputs.cu_seqlens_q, inputs.sinks)
+
+        def pool(array: np.ndarray) -> np.ndarray:
+            empty = np.full((pages, size, *array.shape[1:]), np.nan)
+            return append(empty, array[: lengths.sum()], table, lengths, inputs.cu_seqlens_k)
+
+        paged = PagedInputs(inputs.q, pool(inputs.k), pool(inputs.v), table, lengths, inputs.cu_seqlens_q, inputs.sinks)
         return trial._replace(spec=spec, inputs=paged, seq_info=None)
 
 

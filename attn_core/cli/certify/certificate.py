@@ -34,7 +34,7 @@ class Entry(NamedTuple):
     refused: dict[str, list[str]] = {}  # noqa: RUF012 (never changed)
 
 
-def certificate_path(device: str) -> Path:
+def user_path(device: str) -> Path:
     """Returns where ``attn certify`` writes the certificate of a device: the XDG configuration folder."""
     return user_folder() / f"certificate-{device}.json"
 
@@ -75,7 +75,7 @@ def count(certificate: Certificate, result: str) -> int:
 def standing_of(device: str, versions: dict[str, str | None]) -> str | None:
     """Returns what the certificate of a device says, and what has changed since, or None if there is none."""
     try:
-        path = certificate_path(device)
+        path = user_path(device)
         if not path.is_file():
             return None
         found = read(path)

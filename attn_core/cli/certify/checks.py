@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from time import monotonic
 from typing import Any, NamedTuple
+from warnings import catch_warnings, simplefilter
 
 import numpy as np
 
 from attn_core.call.functions import aux_of
-from attn_core.cli.certify.calls import Arrays, Case, Form, documents, refusal, sizes_of
+from attn_core.cli.certify.calls import Call, Case, Form, Subject, accepted, documents, drawn, refusal, sizes_of
+from attn_core.cli.certify.certificate import FAILED, NOT_RUN, PASSED, Entry
 from attn_core.cli.frameworks import installed
-from attn_core.cli.trial import Trial, expectation, judge
+from attn_core.cli.trial import Arrays, Trial, expectation, judge
 from attn_core.correctness.probe import MaskProbe, mask_probe
+from attn_core.errors import LayoutWarning
 
 REACHES_BACK = dict.fromkeys(("flash3", "flash4"), "the last tile of a document holds the next one's first tokens")
 """A NaN may reach documents before it, as a tile may hold several; docs/reference/semantics.md documents these."""
@@ -236,3 +240,44 @@ JUDGES = {
     "repeats": same_bits(_again),
 }
 """By the name of a check."""
+
+
+def entry_of(name: str, subject: Subject, calls: dict[str, Call]) -> Entry:
+    """Runs one check of one subject: every one of some calls that the backend takes."""
+    began = monotonic()
+    refused: dict[str, list[str]] = {}
+    findings: dict[str, Finding] = {}
+    for call, fields in calls.items():
+        form = accepted(subject, fields)
+        finding = Finding(missing=form) if isinstance(form, str) else _finding(name, subject, form)
+        if finding.missing:
+            refused.setdefault(finding.missing, []).append(call)
+        else:
+            findings[call] = finding
+        if name == "bounds" and isinstance(form, Form) and not form.spec.needs_backward and form.page_size is None:
+            why = refusal(subject, form._replace(spec=replace(form.spec, needs_backward=True)))
+            refused.setdefault(f"without gradients: {why}", []).append(call)
+    faults = "; ".join(f"{call}: {finding.fault}" for call, finding in findings.items() if finding.fault)
+    worst = max((finding.use for finding in findings.values()), default=0.0)
+    where = f"--backend {subject.backend} --framework {subject.framework} --device {subject.device}"
+    return Entry(
+        name,
+        FAILED if faults else PASSED if findings else NOT_RUN,
+        *subject,
+        draws=len(findings),
+        worst=round(worst, 3) if 0 < worst < float("inf") else None,
+        seconds=round(monotonic() - began, 2),
+        reason=faults,
+        repeat=f"attn certify {where} --check {name}" if faults else "",
+        refused=refused,
+    )
+
+
+def _finding(check: str, subject: Subject, form: Form) -> Finding:
+    try:
+        with catch_warnings():
+            simplefilter("ignore", LayoutWarning)  # some sizes look like another layout
+            finding = JUDGES[check](drawn(subject, form))
+    except Exception as error:  # whatever a call raises although it was accepted is a fault
+        finding = Finding(f"raised {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+    return finding._replace(fault=f"{finding.fault} ({form.spec})") if finding.fault else finding

@@ -3,34 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from time import monotonic
 from typing import Annotated
-from warnings import catch_warnings, simplefilter
 
 import typer
 
 from attn_core import backends
-from attn_core.cli.certify.calls import CHECKS, Call, Form, Subject, accepted, calls_of, drawn, refusal
-from attn_core.cli.certify.certificate import (
-    FAILED,
-    NOT_RUN,
-    PASSED,
-    Certificate,
-    Entry,
-    certificate_path,
-    count,
-    report,
-    write,
-)
-from attn_core.cli.certify.checks import JUDGES, Finding
+from attn_core.cli.certify import certificate
+from attn_core.cli.certify.calls import CHECKS, Subject, calls_of, faults_of, subjects_on
+from attn_core.cli.certify.certificate import FAILED, PASSED, Certificate, Entry, count
+from attn_core.cli.certify.checks import entry_of
 from attn_core.cli.devices import devices_here
-from attn_core.cli.doctor import faults_of
 from attn_core.cli.frameworks import FRAMEWORKS, installed, versions
-from attn_core.errors import LayoutWarning, SpecError
-from attn_core.selection import availability
+from attn_core.errors import SpecError
 from attn_core.selection.tables import device_name
 from attn_core.selection.whole_file import check_place
 
@@ -59,22 +46,25 @@ def certify(
     for name in checks:
         if name not in CHECKS:
             raise SpecError(f"--check={name!r}: expected one of {', '.join(CHECKS)}")
-    path = json or (None if names or checks or framework else certificate_path(next(iter(devices.values()))))
+    path = json or (None if names or checks or framework else certificate.user_path(next(iter(devices.values()))))
     if path is not None:
         check_place(path, with_folder=True)
-    certificate = _certificate(devices, names, checks)
+    found = _certificate(devices, names, checks)
     if path is not None:
-        write(certificate, path)
-    for line in report(certificate):
+        certificate.write(found, path)
+    for line in certificate.report(found):
         typer.echo(line)
     typer.echo(f"wrote {path}" if path is not None else "nothing was written, because this is a part; see --json")
-    if count(certificate, FAILED) or not count(certificate, PASSED):
+    if count(found, FAILED) or not count(found, PASSED):
         raise typer.Exit(1)
 
 
 def _certificate(devices: dict[str, str], names: tuple[str, ...], checks: tuple[str, ...]) -> Certificate:
     """Runs all checks, or those of some names."""
-    began, (subjects, left) = monotonic(), subjects_of(devices, names)
+    began, everyone = monotonic(), subjects_on(devices.items(), names)
+    subjects = [subject for subject in everyone if subject.missing is None]
+    left = {framework: "not installed" for framework in FRAMEWORKS if framework not in installed()}
+    left |= {str(subject): subject.missing for subject in everyone if subject.missing is not None}
     entries = [entry._asdict() for entry in _entries(subjects, checks)]
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -87,10 +77,7 @@ def _certificate(devices: dict[str, str], names: tuple[str, ...], checks: tuple[
         "checks": checks,
         "entries": entries,
         "known_bad": [
-            f"{row.name}: {backend} on {row.devices[0]}"
-            for row in faults_of(dict.fromkeys(subject.target for subject in subjects))
-            for backend in row.backends
-            if any(subject.backend == backend for subject in subjects)
+            f"{row.name}: {backend} on {row.devices[0]}" for row in faults_of(subjects) for backend in row.backends
         ],
         "not_run": [{"what": what, "why": why} for what, why in (left | NEVER).items()],
     }
@@ -104,25 +91,6 @@ def _cpu_capability() -> str:
     return str(torch.backends.cpu.get_cpu_capability())  # type: ignore[no-untyped-call]
 
 
-def subjects_of(devices: dict[str, str], names: tuple[str, ...] = ()) -> tuple[list[Subject], dict[str, str]]:
-    """Returns the backends that run here, and why each other does not; all or ``names`` alone.
-
-    Args:
-        devices: the device of each framework, such as ``{"torch": "cpu", "jax": "cpu"}``.
-    """
-    subjects, left = [], {framework: "not installed" for framework in FRAMEWORKS if framework not in installed()}
-    for framework, device in devices.items():
-        here = availability.report(framework, device)
-        for subject in (Subject(name, framework, device) for name in names or here):
-            if not subject.claims.runs_on(device):
-                left[str(subject)] = f"no kernel for {device}"
-            elif (reason := here[subject.backend].reason) is not None:
-                left[str(subject)] = reason
-            else:
-                subjects.append(subject)
-    return subjects, left
-
-
 def _entries(subjects: list[Subject], checks: tuple[str, ...]) -> Iterator[Entry]:
     for subject in subjects:
         for name in CHECKS:
@@ -130,44 +98,3 @@ def _entries(subjects: list[Subject], checks: tuple[str, ...]) -> Iterator[Entry
             if (not checks or name in checks) and (name != "frameworks" or subject.framework == "jax"):
                 typer.echo(f"{name} of {subject}", err=True)  # so that stdout has only the result
                 yield entry_of(name, subject, calls_of(name))
-
-
-def entry_of(name: str, subject: Subject, calls: dict[str, Call]) -> Entry:
-    """Runs one check of one subject: every one of some calls that the backend takes."""
-    began = monotonic()
-    refused: dict[str, list[str]] = {}
-    findings: dict[str, Finding] = {}
-    for call, fields in calls.items():
-        form = accepted(subject, fields)
-        finding = Finding(missing=form) if isinstance(form, str) else _finding(name, subject, form)
-        if finding.missing:
-            refused.setdefault(finding.missing, []).append(call)
-        else:
-            findings[call] = finding
-        if name == "bounds" and isinstance(form, Form) and not form.spec.needs_backward and form.page_size is None:
-            why = refusal(subject, form._replace(spec=replace(form.spec, needs_backward=True)))
-            refused.setdefault(f"without gradients: {why}", []).append(call)
-    faults = "; ".join(f"{call}: {finding.fault}" for call, finding in findings.items() if finding.fault)
-    worst = max((finding.use for finding in findings.values()), default=0.0)
-    where = f"--backend {subject.backend} --framework {subject.framework} --device {subject.device}"
-    return Entry(
-        name,
-        FAILED if faults else PASSED if findings else NOT_RUN,
-        *subject,
-        draws=len(findings),
-        worst=round(worst, 3) if 0 < worst < float("inf") else None,
-        seconds=round(monotonic() - began, 2),
-        reason=faults,
-        repeat=f"attn certify {where} --check {name}" if faults else "",
-        refused=refused,
-    )
-
-
-def _finding(check: str, subject: Subject, form: Form) -> Finding:
-    try:
-        with catch_warnings():
-            simplefilter("ignore", LayoutWarning)  # some sizes look like another layout
-            finding = JUDGES[check](drawn(subject, form))
-    except Exception as error:  # whatever a call raises although it was accepted is a fault
-        finding = Finding(f"raised {type(error).__name__}: {' '.join(str(error).split())[:300]}")
-    return finding._replace(fault=f"{finding.fault} ({form.spec})") if finding.fault else finding
