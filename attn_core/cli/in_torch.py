@@ -14,7 +14,7 @@ from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
 from attn_core.cli.frameworks import torch_device
 from attn_core.cli.timing import Calls
-from attn_core.cli.trial import Arrays, Trial, arrays_of_call, as_keywords, dtype_of
+from attn_core.cli.trial import Arrays, Trial, arrays_of_call, as_keywords, dtype_of, keywords_of
 
 SDPA = "F.sdpa"
 """The name under which torch's own F.scaled_dot_product_attention is timed."""
@@ -28,7 +28,7 @@ def run(trial: Trial, backend: str, device: str = "cpu", shifted: bool = False) 
     where = torch_device(device)
     tensors, cotangents = tensors_of(trial, where), cotangents_of(trial, where)
     tensors |= {name: _shifted(tensors[name]) for name in "qkv" if shifted}
-    output = attend(**tensors, **trial.keywords, backend=backend)
+    output = attend(**tensors, **keywords_of(trial.spec, trial.seq_info), backend=backend)
     results = named_results(trial, output, tensors, cotangents)
     # float64 represents every value of the other dtypes, so the comparison of bits loses nothing.
     return {name: tensor.detach().cpu().double().numpy() for name, tensor in results.items()}
@@ -94,7 +94,7 @@ def timed_calls(trial: Trial, device: str) -> Iterator[Calls]:
     where = torch_device(device)
     tensors, cotangents = tensors_of(trial, where), cotangents_of(trial, where)
     learned = [tensors[name] for name in trial.learned]
-    keywords = tensors | trial.keywords
+    keywords = tensors | keywords_of(trial.spec, trial.seq_info)
     if (info := trial.seq_info) is not None:
         # On the device, where a training step has them.
         q, k = (torch.from_numpy(offsets).to(where) for offsets in (info.cu_seqlens_q, info.cu_seqlens_k))

@@ -45,11 +45,6 @@ class Trial(NamedTuple):
         arrays = [AUX[number] for number in self.spec.aux_gradients]
         return ("q", "k", "v", *("bias",) * self.spec.bias_gradient, *("sinks",) * self.spec.sinks, *arrays)
 
-    @property
-    def keywords(self) -> dict[str, Any]:
-        """The keyword arguments of ``attention``, or of ``paged_attention``, other than tensors."""
-        return keywords_of(self.spec, self.seq_info)
-
 
 def keywords_of(spec: AttentionSpec, seq_info: SeqInfo | None) -> dict[str, Any]:
     """Returns the keyword arguments of ``attention``, or of ``paged_attention``, other than tensors."""

@@ -9,7 +9,7 @@ from typing import Any
 from attn_core.call.spec import AttentionSpec
 from attn_core.cli.frameworks import torch_device
 from attn_core.cli.in_torch import cotangents_of, named_results, tensors_of
-from attn_core.cli.trial import Trial
+from attn_core.cli.trial import Trial, keywords_of
 from attn_core.context_parallel.ranges import MOST_TILES
 from tests.campaign import pages, segments
 from tests.campaign.entries import LACK_RANGES, Arrays, Entry, ranges_refuse, without
@@ -42,7 +42,7 @@ def keywords(trial: Trial, backend: str | None) -> dict[str, Any]:
     """Returns the keyword arguments of ``attention`` other than tensors."""
     import torch
 
-    options = trial.keywords | {"backend": backend, "dropout": trial.spec.dropout}
+    options = keywords_of(trial.spec, trial.seq_info) | {"backend": backend, "dropout": trial.spec.dropout}
     if trial.spec.dropout:
         options["dropout_rng"] = torch.Generator().manual_seed(trial.seed)
     return options

@@ -14,6 +14,7 @@ import attn_core
 from attn_core.cli import devices, in_torch, mask, trial
 from attn_core.cli.app import app
 from attn_core.cli.spec_options import SpecOptions, defaults_on
+from attn_core.cli.timing import DeviceLostError
 from attn_core.errors import SpecError
 from attn_core.selection import Target
 
@@ -376,6 +377,16 @@ def test_compare_times_name_what_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     assert done.exit_code == 1
     assert "math in torch, forward: WRONG: it differs by 0.5" in done.stdout
     assert "flex in torch, training: FAILED: ValueError: no" in done.stdout
+
+
+def test_a_device_that_fails_ends_a_command_with_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def timed(*arguments: object) -> None:
+        raise DeviceLostError("flash3: CUDA error")
+
+    monkeypatch.setattr(attn_core.cli.comparison, "timed", timed)
+    done = attn("compare", "--time", "--q-len", "5")
+    assert done.exit_code == 1
+    assert "attn: the device failed and cannot be used again: flash3: CUDA error\n" in done.stderr
 
 
 @pytest.mark.parametrize(
