@@ -13,7 +13,7 @@ from attn_core.call.spec import AttentionSpec
 from attn_core.cli import in_jax, in_torch
 from attn_core.cli.frameworks import installed
 from attn_core.cli.timing import Calls, Entry, measure
-from attn_core.cli.trial import Arrays, Trial, expectation, judge, same_bits
+from attn_core.cli.trial import Arrays, Trial, differing, expectation, judge
 from attn_core.correctness.accuracy import Accuracy, Expected
 from attn_core.selection import Target
 
@@ -85,7 +85,8 @@ def bit_equality(rows: list[Row]) -> dict[str, bool]:
     for row in rows:
         if row.results is not None:
             ran.setdefault(row.backend, []).append(row.results)
-    return {name: same_bits(*results) for name, results in ran.items() if len(results) == 2}
+    pairs = {name: results for name, results in ran.items() if len(results) == 2}
+    return {name: one.keys() == other.keys() and not differing(one, other) for name, (one, other) in pairs.items()}
 
 
 def _row(trial: Trial, expected: Expected | None, name: str, framework: str, device: str) -> Row:

@@ -168,7 +168,16 @@ def expectation(trial: Trial) -> Expected:
     return expect(trial.spec, trial.inputs, dout=trial.dout if trial.learned else None, dlse=trial.dlse)
 
 
-def same_bits(one: Arrays, other: Arrays) -> bool:
-    """Returns whether two results agree in every bit of every array."""
-    # As bytes, because NaN differs from itself and -0.0 equals 0.0.
-    return one.keys() == other.keys() and all(array.tobytes() == other[name].tobytes() for name, array in one.items())
+def differing(one: Arrays, other: Arrays) -> str:
+    """Returns the results that differ in any bit, each with the largest difference; empty if none does.
+
+    Compares the results that both have, as long as the shorter.
+    """
+    found = []
+    for name in (name for name in one if name in other):
+        size = min(len(one[name]), len(other[name]))
+        first, second = one[name][:size], other[name][:size]
+        if first.tobytes() != second.tobytes():  # as bytes, because NaN differs from itself, and -0.0 equals 0.0
+            with np.errstate(invalid="ignore"):
+                found.append(f"{name} by {np.nanmax(np.abs(first - second), initial=0.0):.2g}")
+    return ", ".join(found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from time import monotonic
 from typing import Any, NamedTuple
 from warnings import catch_warnings, simplefilter
@@ -14,7 +15,7 @@ from attn_core.call.functions import aux_of
 from attn_core.cli.certify.calls import Call, Case, Form, Subject, accepted, documents, drawn, refusal, sizes_of
 from attn_core.cli.certify.certificate import FAILED, NOT_RUN, PASSED, Entry
 from attn_core.cli.frameworks import installed
-from attn_core.cli.trial import Arrays, Trial, expectation, judge
+from attn_core.cli.trial import Arrays, Trial, differing, expectation, judge
 from attn_core.correctness.probe import MaskProbe, mask_probe
 from attn_core.errors import LayoutWarning
 
@@ -71,7 +72,7 @@ def sees_its_mask(case: Case) -> Finding:
         {name: _by_token(name, array)[..., row, :, :] for name, array in each.items() if name in ("out", "lse")}
         for each in (case.run(), case.run(inputs._replace(**changed)))
     )
-    differs = _differing(one, other)
+    differs = differing(one, other)
     return Finding(f"query {row} changes with keys that it does not see: {differs}" if differs else "")
 
 
@@ -99,41 +100,22 @@ Twins = Callable[[Case, list[Arrays]], Iterator[Twin]]
 """From a call and the results of its parts, the sums over all parts behind them."""
 
 
-def same_bits(twins: Twins) -> Callable[[Case], Finding]:
-    """Returns a judge that compares the bits of a call with those of its twins."""
-
-    def judged(case: Case) -> Finding:
-        results, missing, compared = case.run(), "", False
-        # A GPU adds gradients in any order, unless the call is deterministic.
-        stable = case.subject.target.kind == "cpu" or case.trial.spec.deterministic
-        for twin in twins(case, _parts(case.form, results if stable else {"out": results["out"]})):
-            if why := refusal(*twin.case[:2]):
-                missing = missing or why
-                continue
-            compared, parts = True, _parts(twin.case.form, twin.case.run())
-            for one, other in zip(twin.expected, parts):
-                if wrong := _differing(one, other):
-                    return Finding(f"{twin.words}: {wrong} differs")
-            if twin.poisoned is not None and np.isfinite(parts[twin.poisoned]["out"]).all():
-                return Finding(f"{twin.words} does not show in the output of visible keys")
-        return Finding(missing="" if compared else missing or "no other call has the same bits")
-
-    return judged
-
-
-def _differing(one: Arrays, other: Arrays) -> str:
-    """Returns the results that differ in any bit, each with the largest difference; empty if none does.
-
-    Compares the results that both have, as long as the shorter.
-    """
-    found = []
-    for name in (name for name in one if name in other):
-        size = min(len(one[name]), len(other[name]))
-        first, second = one[name][:size], other[name][:size]
-        if first.tobytes() != second.tobytes():  # as bytes, because NaN differs from itself, and -0.0 equals 0.0
-            with np.errstate(invalid="ignore"):
-                found.append(f"{name} by {np.nanmax(np.abs(first - second), initial=0.0):.2g}")
-    return ", ".join(found)
+def same_bits(twins: Twins, case: Case) -> Finding:
+    """Compares the bits of a call with those of its twins."""
+    results, missing, compared = case.run(), "", False
+    # A GPU adds gradients in any order, unless the call is deterministic.
+    stable = case.subject.target.kind == "cpu" or case.trial.spec.deterministic
+    for twin in twins(case, _parts(case.form, results if stable else {"out": results["out"]})):
+        if why := refusal(*twin.case[:2]):
+            missing = missing or why
+            continue
+        compared, parts = True, _parts(twin.case.form, twin.case.run())
+        for one, other in zip(twin.expected, parts):
+            if wrong := differing(one, other):
+                return Finding(f"{twin.words}: {wrong} differs")
+        if twin.poisoned is not None and np.isfinite(parts[twin.poisoned]["out"]).all():
+            return Finding(f"{twin.words} does not show in the output of visible keys")
+    return Finding(missing="" if compared else missing or "no other call has the same bits")
 
 
 def _by_token(name: str, array: np.ndarray) -> np.ndarray:
@@ -228,15 +210,15 @@ def _in_chunks(case: Case, whole: list[Arrays]) -> Iterator[Twin]:
             yield Twin(words, cut, [{name: array[start:] for name, array in whole[-2].items()}])
 
 
-JUDGES = {
+JUDGES: dict[str, Callable[[Case], Finding]] = {
     "bounds": within_bounds,
     "pages": within_bounds,
     "mask": sees_its_mask,
-    "nan": same_bits(_poisoned),
-    "batch": same_bits(_beside_others),
-    "prefix": same_bits(_in_chunks),
-    "frameworks": same_bits(_in_torch),
-    "repeats": same_bits(_again),
+    "nan": partial(same_bits, _poisoned),
+    "batch": partial(same_bits, _beside_others),
+    "prefix": partial(same_bits, _in_chunks),
+    "frameworks": partial(same_bits, _in_torch),
+    "repeats": partial(same_bits, _again),
 }
 """By the name of a check."""
 
