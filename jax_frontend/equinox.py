@@ -16,6 +16,7 @@ import numpy as np
 
 from attn_core.call.hints import SharedOptions
 from attn_core.call.keywords import EquinoxKeywords
+from attn_core.call.options import Door, names_at
 from attn_core.call.segments import Segments
 from attn_core.call.spec import DTYPES
 from attn_core.errors import DTypeError, ShapeError, SpecError, needs_extra
@@ -30,7 +31,7 @@ __all__ = ["attend"]
 Array = jax.Array
 ProcessHeads = Callable[[Array, Array, Array], tuple[Array, Array, Array]]
 
-_shared = SharedOptions(attention, EquinoxKeywords.__optional_keys__)
+_shared = SharedOptions(attention, names_at(Door.EQUINOX))
 
 
 @_shared

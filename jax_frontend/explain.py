@@ -12,7 +12,7 @@ from attn_core.call.cache_rows import CacheRows
 from attn_core.call.hints import SharedOptions
 from attn_core.call.keywords import ExplainKeywords
 from attn_core.call.layouts import check_layout
-from attn_core.call.options import PLAIN, Options, check_flag, requested_names
+from attn_core.call.options import Door, Options, check_flag, names_at, requested_names
 from attn_core.call.segments import Scores, Segments, as_plain
 from attn_core.call.seq_info import SeqInfo
 from attn_core.context_parallel.one_device import described
@@ -24,7 +24,7 @@ from jax_frontend.context_parallel.one_device import rows_are_here
 from jax_frontend.dispatch import offsets, plan, value_checks
 from jax_frontend.paged import dense_caches
 
-_shared = SharedOptions(attention, ExplainKeywords.__optional_keys__)
+_shared = SharedOptions(attention, names_at(Door.ATTENTION))
 
 
 @_shared
@@ -51,7 +51,7 @@ def explain(
     arrays = (q, k, v, *(said[name] for name in ("mask", "bias", "alibi_slopes", "sinks")))
     key_ranges, mask_mod, aux = said["key_ranges"], said["mask_mod"], said["aux"]
     masking: dict[str, Any] = {"key_ranges": key_ranges, "functions": (mask_mod, said["score_mod"], aux)}
-    info, plain = SeqInfo.coerce(seq_info), Options(**{name: said[name] for name in PLAIN})
+    info, plain = SeqInfo.coerce(seq_info), Options.of(said)
     inputs, plain = gather_arguments(arrays, info, plain, said["dropout_rng"], shapes_only=True, **masking)
     if needs_backward is not None:
         check_flag("needs_backward", needs_backward)

@@ -10,7 +10,7 @@ from attn_core.call.arguments import ArrayFacts, check_qkv_as_one
 from attn_core.call.functions import are_given
 from attn_core.call.hints import SharedOptions
 from attn_core.call.keywords import QkvPackedKeywords
-from attn_core.call.options import PLAIN, Options, requested_names
+from attn_core.call.options import Door, Options, names_at, requested_names
 from attn_core.call.segments import Segments, is_traced
 from attn_core.call.seq_info import SeqInfo
 from attn_core.selection import override
@@ -21,7 +21,7 @@ from jax_frontend.dispatch.differentiable import AttentionCall
 Array = jax.Array
 Keywords = QkvPackedKeywords[Array, Array]
 
-_shared = SharedOptions(attention, {*QkvPackedKeywords.__optional_keys__, "return_lse"})
+_shared = SharedOptions(attention, names_at(Door.QKVPACKED))
 
 
 @overload
@@ -56,7 +56,7 @@ def attention_qkvpacked(
     in_parts = in_parts or is_traced(said["window"], said["scale"])
     if in_parts or are_given((said["mask_mod"], said["score_mod"], said["aux"])):
         return attention(*(qkv[..., at, :, :] for at in range(3)), **said)
-    plain, info = Options(**{name: said[name] for name in PLAIN}), SeqInfo.coerce(said["seq_info"])
+    plain, info = Options.of(said), SeqInfo.coerce(said["seq_info"])
     # One array three times for the checks; the primitive gets it once, as ``inputs.q``.
     arrays = (qkv, qkv, qkv, *(said[name] for name in ("mask", "bias", "alibi_slopes", "sinks")))
     # The tokens are at -4, because qkv has the axis of 3 behind them.

@@ -178,10 +178,10 @@ def attention(  # noqa: C901
         causal, window, mask_mod, aux = segments.without_segments(said, seen, (q, k), layout, (seq_info, alibi_slopes))
     usual_layout = isinstance(layout, str) and layout == "bshd"  # an array would compare element by element
     if jagged or not usual_layout or in_cache:
-        rows, first = (kv_lengths, kv_starts, cache_index), (causal, alignment, window, softcap, scale, mask, bias)
-        others = (alibi_slopes, sinks, seq_info, dropout, deterministic, backend, return_lse, dropout_rng, key_ranges)
-        values = (*first, *others, return_max_logit, mask_mod, score_mod, aux, invariant)
-        return other_calls.attend(attention, (q, k, v), layout, rows, values)
+        rows, first = (kv_lengths, kv_starts, cache_index), (causal, alignment, window, softcap, scale)
+        tables = (mask, key_ranges, mask_mod, score_mod, aux, bias, alibi_slopes, sinks, seq_info)
+        others = (dropout, deterministic, backend, return_lse, return_max_logit, dropout_rng, invariant)
+        return other_calls.attend(attention, (q, k, v), layout, rows, (*first, *tables, *others))
     plain_options = (causal, alignment, window, softcap, scale, dropout, deterministic, return_lse, invariant)
     no_extras = mask is bias is alibi_slopes is sinks is seq_info is None
     # The fast path: plain tensors, no dropout, nothing that observes the call. It costs one cached lookup.

@@ -12,7 +12,7 @@ from attn_core.call.hints import SharedOptions
 from attn_core.call.keywords import ExplainKeywords
 from attn_core.call.layouts import check_layout
 from attn_core.call.mask_objects import Visible, is_object
-from attn_core.call.options import PLAIN, Options
+from attn_core.call.options import Door, Options, names_at
 from attn_core.call.segments import Segments
 from attn_core.selection import Selection
 from torch_frontend.attention import attention
@@ -22,7 +22,7 @@ from torch_frontend.paged import dense_caches
 Tensor = torch.Tensor
 Keywords = ExplainKeywords[Tensor, torch.Generator]
 
-_shared = SharedOptions(attention, ExplainKeywords.__optional_keys__)
+_shared = SharedOptions(attention, names_at(Door.ATTENTION))
 
 
 @_shared
@@ -56,6 +56,6 @@ def explain(
     tensors = (q, k, v, *(said[name] for name in ("mask", "bias", "alibi_slopes", "sinks")))
     functions = said["mask_mod"], said["score_mod"], said["aux"]
     extras = said["dropout_rng"], said["backend"], said["key_ranges"], functions
-    plain = Options(**{name: said[name] for name in PLAIN})
+    plain = Options.of(said)
     maximum = said["return_max_logit"]
     return general_calls.explain(tensors, said["seq_info"], plain, *extras, needs_backward, maximum)

@@ -11,7 +11,7 @@ from attn_core.call.functions import are_given
 from attn_core.call.hints import SharedOptions
 from attn_core.call.keywords import QkvPackedKeywords
 from attn_core.call.mask_objects import Visible, is_object
-from attn_core.call.options import PLAIN, Options, requested_names
+from attn_core.call.options import Door, Options, names_at, requested_names
 from attn_core.call.segments import Segments
 from attn_core.call.tensors import Gradients, Inputs
 from attn_core.selection import override
@@ -26,7 +26,7 @@ from torch_frontend.dispatch.tensor_kinds import is_watched
 Tensor = torch.Tensor
 Keywords = QkvPackedKeywords[Tensor, torch.Generator]
 
-_shared = SharedOptions(attention, {*QkvPackedKeywords.__optional_keys__, "return_lse"})
+_shared = SharedOptions(attention, names_at(Door.QKVPACKED))
 
 
 @overload
@@ -63,7 +63,7 @@ def attention_qkvpacked(
     in_parts = any([said[name] is not None for name in ("key_ranges", *Segments._fields)])
     if in_parts or are_given((said["mask_mod"], said["score_mod"], said["aux"])):
         return attention(*qkv.unbind(-3), **said)
-    plain = Options(**{name: said[name] for name in PLAIN})
+    plain = Options.of(said)
     tables = [said[name] for name in ("mask", "bias", "alibi_slopes", "sinks")]
     (qkv,) = autocast.in_autocast(qkv)
     trains = torch.is_grad_enabled() and qkv.requires_grad

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from attn_core.call.key_ranges import check_shape
-from attn_core.call.options import PLAIN, Options, check_options
+from attn_core.call.options import Door, Options, check_options, names_at
 from attn_core.call.seq_info import SeqInfo, is_number
 from attn_core.call.tensors import Inputs, dtype_name
 from attn_core.errors import DTypeError, ShapeError, SpecError
@@ -59,12 +59,9 @@ EXCLUDED = {
 """The arguments of a call that the three exclude, and why."""
 
 
-OPTIONS = (
-    *("causal", "alignment", "window", "softcap", "scale", "mask", "bias", "alibi_slopes", "sinks", "seq_info"),
-    *("dropout", "deterministic", "backend", "return_lse", "dropout_rng", "key_ranges", "return_max_logit"),
-    *("mask_mod", "score_mod", "aux", "invariant"),
-)
-"""The arguments of ``attention`` that such a call has besides, in the order in which ``attention`` passes them on."""
+_OTHERS = ("layout", *CacheRows._fields, *(name for name in EXCLUDED if name != "seq_info"))
+OPTIONS = tuple(name for name in names_at(Door.ATTENTION) if name not in _OTHERS)
+"""The options that ``attention`` passes on with such a call. It passes the others on by themselves, or refuses them."""
 
 
 def refuse(*excluded: Any) -> None:
@@ -201,7 +198,7 @@ def as_inputs(qkv: tuple[Any, ...], keywords: Mapping[str, Any]) -> tuple[Inputs
     """Returns the inputs and options whose values ``checks`` looks at, of a call in the form with key ranges."""
     q, k, v = qkv
     inputs = Inputs(q, k, v, sinks=keywords["sinks"], key_ranges=keywords["key_ranges"])
-    return inputs, check_options(Options(**{name: keywords[name] for name in PLAIN}))
+    return inputs, check_options(Options.of(keywords))
 
 
 def queries_of_keys(

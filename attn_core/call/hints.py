@@ -219,16 +219,24 @@ class SharedOptions:
         function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         return function
 
+    def given(self, function: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
+        """Returns those options of a call of the function that are not its defaults.
+
+        Raises:
+            TypeError: as ``refuse_keywords``, for keywords that it does not have.
+        """
+        unknown = {name: value for name, value in options.items() if name not in self._defaults}
+        if unknown:
+            refuse_keywords(function, unknown)
+        return {name: value for name, value in options.items() if value is not self._defaults[name]}
+
     def complete(self, function: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
         """Returns all options of a call of the function, with the defaults of those that its caller left out.
 
         Raises:
             TypeError: as ``refuse_keywords``, for keywords that it does not have.
         """
-        completed = {**self._defaults, **options}
-        if len(completed) > len(self._defaults):
-            refuse_keywords(function, {name: completed[name] for name in options if name not in self._defaults})
-        return completed
+        return {**self._defaults, **self.given(function, options)}
 
 
 def refuse_keywords(function: Callable[..., Any], unknown: Mapping[str, Any]) -> NoReturn:

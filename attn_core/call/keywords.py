@@ -18,23 +18,27 @@ No = Literal[False]
 Yes = Literal[True]
 
 
-class CommonKeywords(TypedDict, Generic[Array], total=False):
+class TableKeywords(TypedDict, Generic[Array], total=False):
+    """The keywords that every attention has, and every call of a layer."""
+
+    key_ranges: Any
+    alibi_slopes: Array | None
+
+
+class CommonKeywords(TableKeywords[Array], total=False):
     """The keywords that every attention has."""
 
     causal: bool
     window: int | tuple[int | None, int | None] | None
     softcap: float | None
     scale: float | None
-    key_ranges: Any
-    alibi_slopes: Array | None
     sinks: Array | None
     backend: str | tuple[str, ...] | None
 
 
-class EquinoxKeywords(CommonKeywords[Array], total=False):
-    """The keywords of ``attention`` that ``attend`` of ``jax_frontend.equinox`` passes on."""
+class RowKeywords(TypedDict, Generic[Array], total=False):
+    """The keywords of attention to whole rows, on one device."""
 
-    alignment: str
     mask_mod: Callable[..., Any] | TracedFunction | None
     score_mod: Callable[..., Any] | TracedFunction | None
     aux: Sequence[Any]
@@ -44,6 +48,18 @@ class EquinoxKeywords(CommonKeywords[Array], total=False):
     kv_positions: Any
     bias: Array | None
     seq_info: Any
+
+
+class LayerKeywords(TableKeywords[Array], RowKeywords[Array], total=False):
+    """The keywords of ``attention`` that a call of an attention layer passes on."""
+
+    mask: Array | None
+
+
+class EquinoxKeywords(CommonKeywords[Array], RowKeywords[Array], total=False):
+    """The keywords of ``attention`` that ``attend`` of ``jax_frontend.equinox`` passes on."""
+
+    alignment: str
     invariant: str | None
 
 

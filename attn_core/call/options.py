@@ -1,8 +1,16 @@
-"""The options of a call as the caller writes them, and their checks."""
+"""The options of a call: one record of every argument besides queries, keys and values, and the checks of its values.
+
+``OPTIONS`` has each option once. Lists of names, checks, layers, operators' schemas and the command line derive from
+it. What type checkers and readers need spelled out (``Options``, the public signatures, the classes of
+``call.keywords``) is compared with it by ``tests/repository/test_options.py``.
+"""
 
 from __future__ import annotations
 
 import numbers
+from collections.abc import Callable, Mapping
+from enum import Flag, auto
+from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
 from attn_core.call.seq_info import is_host_int, must_be_static
@@ -17,14 +25,14 @@ Window = int | tuple[int | None, int | None] | None
 
 
 class Options(NamedTuple):
-    """The options of a call: the keyword arguments of ``attention`` that are not tensors, under the same names.
+    """The options of a call that are plain values, under the names of ``attention``; and what tensors say about them.
 
     The functions are expressions, traced by ``functions.trace``.
     """
 
     causal: bool = False
     alignment: str = "bottom_right"
-    window: int | tuple[int | None, int | None] | None = None
+    window: Window = None
     softcap: float | None = None
     scale: float | None = None
     max_len_q: int | None = None
@@ -38,11 +46,55 @@ class Options(NamedTuple):
     """The numbers of the aux arrays whose gradient may be requested; the frontends find out."""
     invariant: str | None = None
 
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Options:
+        """Returns the plain options among named arguments, with the defaults of those that are missing."""
+        return cls(**{name: values[name] for name in (*PLAIN, "max_len_q") if name in values})
 
-PLAIN = ("causal", "alignment", "window", "softcap", "scale", "dropout", "deterministic", "return_lse", "invariant")
-"""The options that are flags and numbers. All lists of options that a call passes on come from it, so none is lost."""
-ON_PAGES = tuple(name for name in PLAIN if name not in ("alignment", "window", "dropout"))
-"""The options of ``paged_attention`` among them, but for the window, which a call on a dense cache first adjusts."""
+
+class Door(Flag):
+    """Who takes an option from the caller."""
+
+    ATTENTION = auto()
+    """``attention`` and ``explain``."""
+    QKVPACKED = auto()
+    PAGES = auto()
+    """``paged_attention`` and ``explain_paged``."""
+    CACHE = auto()
+    """``PagedKVCache.attend``."""
+    RANKS = auto()
+    """``context_parallel_attention`` and ``explain_context_parallel``."""
+    LAYER = auto()
+    """The attention layers of torch and Flax, as an attribute. In Flax ``deterministic`` means "no dropout"."""
+    LAYER_CALL = auto()
+    """A call of these layers."""
+    EQUINOX = auto()
+    """``attend`` of ``jax_frontend.equinox``."""
+
+
+class Option(NamedTuple):
+    """An argument of a call besides q, k and v.
+
+    Attributes:
+        name, default: as in ``attention``; ``causal`` is True by default on pages.
+        kind: its type; ``Array`` is the frontend's, and ``Random`` what its dropout draws from.
+        doors: who takes it.
+        meaning: one line of words.
+        check: of a flag or a number: takes the option's name and value. Returns the value in its one form, or raises
+            SpecError. None for the window, which needs ``causal``, and for what is checked with the tensors.
+    """
+
+    name: str
+    kind: str
+    default: Any
+    doors: Door
+    meaning: str
+    check: Callable[[str, Any], Any] | None = None
+
+
+def names_at(door: Door) -> tuple[str, ...]:
+    """Returns the names of the options that a door takes, or each of several ones, in the order of ``OPTIONS``."""
+    return tuple(option.name for option in OPTIONS if door in option.doors)
 
 
 def check_options(options: Options) -> Options:
@@ -54,33 +106,26 @@ def check_options(options: Options) -> Options:
     Raises:
         SpecError: naming the option, its value and what was expected.
     """
-    check_flag("causal", options.causal)
-    check_flag("deterministic", options.deterministic)
-    check_flag("return_lse", options.return_lse)
-    if not isinstance(options.alignment, str) or options.alignment not in get_args(Alignment):
-        expected = f"expected one of {', '.join(get_args(Alignment))}{must_be_static(options.alignment)}"
-        raise SpecError(f"alignment={shown(options.alignment)}: {expected}")
-    check_invariant(options.invariant)
-    softcap = _positive("softcap", options.softcap, "None switches it off")
-    scale = _positive("scale", options.scale, "None gives 1/sqrt(head_dim)")
-    dropout = check_number("dropout", options.dropout) or 0.0
-    # 1 is excluded, because the other weights are multiplied by 1 / (1 - dropout).
-    if not 0 <= dropout < 1:
-        raise SpecError(f"dropout={options.dropout}: expected a probability in [0, 1); 0 switches it off")
-    window = normalise_window(options.window, options.causal)
-    return options._replace(window=window, softcap=softcap, scale=scale, dropout=dropout)
+    return _checked(options, _CHECKS)
 
 
 def check_traced_options(options: Options) -> Options:
-    """Returns the options of a call that a compiler traces, with the flags and the window checked.
+    """Returns the options of a call that a compiler traces, after checking those that are constants there.
 
     The numbers may be symbols in a trace, so the op that the trace contains checks them when it runs.
     """
-    for name in ("causal", "deterministic", "return_lse"):
-        check_flag(name, getattr(options, name))
-    check_invariant(options.invariant)
-    window = normalise_window(options.window, options.causal)
-    return options._replace(window=window, dropout=options.dropout or 0.0)  # 0.0 itself may be a symbol
+    options = options._replace(dropout=options.dropout or 0.0)  # 0.0 itself may be a symbol
+    return _checked(options, _CHECKS_OF_CONSTANTS)
+
+
+def _checked(options: Options, checks: tuple[tuple[str, Callable[[str, Any], Any]], ...]) -> Options:
+    checked = {name: check(name, getattr(options, name)) for name, check in checks}
+    return options._replace(**checked, window=normalise_window(options.window, options.causal))
+
+
+def check_paged_options(*values: Any) -> Options:
+    """Returns the options of a paged call, in the order of ``PAGED``, after checking each."""
+    return check_options(Options(**dict(zip(PAGED, values))))
 
 
 def requested_names(backend: Any) -> tuple[str, ...] | None:
@@ -154,12 +199,18 @@ def check_flag(name: str, value: Any) -> bool:
     return value
 
 
-def check_invariant(value: Any) -> str | None:
-    """Returns a value of ``invariant``: "batch", "prefix" or None. Raises SpecError for any other value."""
+def _alignment(name: str, value: Any) -> str:
+    if not isinstance(value, str) or value not in get_args(Alignment):
+        expected = f"expected one of {', '.join(get_args(Alignment))}{must_be_static(value)}"
+        raise SpecError(f"{name}={shown(value)}: {expected}")
+    return value
+
+
+def _promise(name: str, value: Any) -> str | None:
     if value is None or (isinstance(value, str) and value in get_args(Invariant)):
         return value
     expected = f"expected one of {', '.join(get_args(Invariant))}, or None{must_be_static(value)}"
-    raise SpecError(f"invariant={shown(value)}: {expected}")
+    raise SpecError(f"{name}={shown(value)}: {expected}")
 
 
 def check_number(name: str, value: Any) -> float | None:
@@ -186,3 +237,74 @@ def _positive(name: str, value: Any, remedy: str) -> float | None:
     if checked_number is not None and not 0 < checked_number <= _LARGEST:
         raise SpecError(f"{name}={value}: expected a finite number above 0; {remedy}")
     return checked_number
+
+
+def _probability(name: str, value: Any) -> float:
+    number = check_number(name, value) or 0.0
+    # 1 is excluded, because the other weights are multiplied by 1 / (1 - dropout).
+    if not 0 <= number < 1:
+        raise SpecError(f"{name}={value}: expected a probability in [0, 1); 0 switches it off")
+    return number
+
+
+def _most_tokens(name: str, value: Any) -> int | None:
+    if value is not None and (not is_host_int(value) or value < 0):
+        expected = f"expected a host int, at least the most new tokens of a sequence{must_be_static(value)}"
+        raise SpecError(f"{name}={shown(value)}: {expected}")
+    return value
+
+
+_softcap = partial(_positive, remedy="None switches it off")
+_scale = partial(_positive, remedy="None gives 1/sqrt(head_dim)")
+_ONE_DEVICE = Door.ATTENTION | Door.QKVPACKED | Door.EQUINOX
+_ROWS = _ONE_DEVICE | Door.RANKS
+_ALL = _ROWS | Door.PAGES | Door.CACHE
+_LAYER, _CALL = Door.LAYER, Door.LAYER_CALL
+_NO_RANKS = _ALL & ~Door.RANKS | _LAYER
+_FUNCTION = "Callable[..., Any] | TracedFunction | None"
+
+OPTIONS = (
+    Option("causal", "bool", False, _ALL | _LAYER, "Hide later keys from each query.", check_flag),
+    Option("alignment", "str", "bottom_right", _ROWS | _LAYER, "The diagonal: bottom_right or top_left.", _alignment),
+    Option("window", "Window", None, _ALL | _LAYER, "W keys, self included; or distances (left, right)."),
+    Option("softcap", "float | None", None, _ALL | _LAYER, "Cap c: scores become c * tanh(s / c).", _softcap),
+    Option("scale", "float | None", None, _ALL | _LAYER, "Factor on q . k. Default: 1/sqrt(head_dim).", _scale),
+    Option("mask", "Array | None", None, _ROWS & ~Door.EQUINOX | _CALL, "True where a query sees a key."),
+    Option("key_ranges", "Any", None, _ALL | _CALL, "The queries that see each key, as ranges."),
+    Option("mask_mod", _FUNCTION, None, _ONE_DEVICE | _CALL, "Says whether a query sees a key."),
+    Option("score_mod", _FUNCTION, None, _ONE_DEVICE | _CALL, "Maps each score to another one."),
+    Option("aux", "Sequence[Any]", (), _ONE_DEVICE | _CALL, "The arrays that the two functions index."),
+    Option("q_segment_ids", "Any", None, _ONE_DEVICE | _CALL, "A query sees the keys of its own id."),
+    Option("kv_segment_ids", "Any", None, _ONE_DEVICE | _CALL, "The ids of keys, if they are others."),
+    Option("q_positions", "Any", None, _ONE_DEVICE | _CALL, "What causal and window compare."),
+    Option("kv_positions", "Any", None, _ONE_DEVICE | _CALL, "The positions of keys, if they are others."),
+    Option("bias", "Array | None", None, _ROWS | _CALL, "Is added to the scores."),
+    Option("alibi_slopes", "Array | None", None, _ALL | _CALL, "Adds -slope * distance to the scores."),
+    Option("sinks", "Array | None", None, _ALL, "One more logit for each head, without a value."),
+    Option("seq_info", "Any", None, _ROWS | _CALL, "Packed documents, which never see each other."),
+    Option("layout", "Layout", "bshd", Door.ATTENTION, "The axes of q, k, v and the output: bshd or bhsd."),
+    Option("dropout", "float", 0.0, _ROWS & ~Door.EQUINOX, "Probability of dropping a softmax weight.", _probability),
+    Option("deterministic", "bool", False, _ALL & ~Door.EQUINOX, "Require equal bits every run.", check_flag),
+    Option("backend", "str | tuple[str, ...] | None", None, _ALL | _LAYER, "Kernels in order of preference."),
+    Option("return_lse", "bool", False, _ALL & ~Door.EQUINOX, "Also return the log-sum-exp.", check_flag),
+    Option("return_max_logit", "bool", False, Door.ATTENTION, "Also return the largest logit of each head."),
+    Option("dropout_rng", "Random | None", None, Door.ATTENTION | Door.QKVPACKED, "What dropout draws from."),
+    Option("max_len_q", "int | None", None, Door.PAGES, "At least the most new tokens of a sequence.", _most_tokens),
+    Option("kv_lengths", "Any", None, Door.ATTENTION, "The end of each row's keys in a dense cache."),
+    Option("kv_starts", "Any", None, Door.ATTENTION | Door.PAGES, "The first key of each row of a cache."),
+    Option("cache_index", "Any", None, Door.ATTENTION, "The row of the cache that each row of q reads."),
+    Option(
+        "invariant", "str | None", None, _NO_RANKS, "batch: equal bits in every batch; prefix: in chunks too.", _promise
+    ),
+)
+"""Every option of a call, in the order of the arguments of ``attention``."""
+
+_plain = [option for option in OPTIONS if option.check is not None or option.name == "window"]
+PLAIN = tuple(option.name for option in _plain if Door.ATTENTION in option.doors)
+"""The options that are flags and numbers."""
+PAGED = tuple(option.name for option in _plain if Door.PAGES in option.doors)
+"""Those of a paged call."""
+ON_PAGES = tuple(name for name in PLAIN if name in PAGED and name != "window")
+"""Those of both but the window, which a call on a dense cache adjusts before it runs on pages."""
+_CHECKS = tuple((option.name, option.check) for option in OPTIONS if option.check)
+_CHECKS_OF_CONSTANTS = tuple(each for each in _CHECKS if each[0] not in ("softcap", "scale", "dropout", "max_len_q"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, make_dataclass, replace
 from functools import wraps
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
@@ -17,7 +17,7 @@ from attn_core.backends.shared.device_kinds import half_dtype
 from attn_core.call.arguments import ArrayFacts, Arrays, build_spec
 from attn_core.call.key_ranges import check_values
 from attn_core.call.offset_checks import check_cu_seqlens
-from attn_core.call.options import PLAIN, Options, check_options
+from attn_core.call.options import OPTIONS, PLAIN, Option, Options, check_options
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.spec import AttentionSpec
 from attn_core.errors import SpecError
@@ -48,8 +48,8 @@ def _option(*names: str, panel: str, help: str) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpecOptions:
-    """The options of a command that describe a call. ``spec`` builds an AttentionSpec from them."""
+class _Sizes:
+    """The options that say the shapes of a call."""
 
     heads: Annotated[int, _option(panel=SHAPE, help="Query heads.")] = 8
     kv_heads: Annotated[int | None, _option(panel=SHAPE, help="Key/value heads. Default: --heads.")] = None
@@ -67,13 +67,33 @@ class SpecOptions:
             help="fp64, fp32, bf16 or fp16. Default: fp32; in explain and compare bf16 on a GPU, fp16 before sm80.",
         ),
     ] = None
-    causal: Annotated[bool, _option("--causal", panel=CHOICE, help="Hide later keys from each query.")] = False
-    alignment: Annotated[str, _option(panel=CHOICE, help="Causal diagonal: bottom_right or top_left.")] = "bottom_right"
-    window: Annotated[
-        str | None, _option(panel=CHOICE, help="W keys including self (needs --causal), or LEFT,RIGHT such as 5,none.")
-    ] = None
-    softcap: Annotated[float | None, _option(panel=CHOICE, help="Cap c: scores become c * tanh(s / c).")] = None
-    scale: Annotated[float | None, _option(panel=CHOICE, help="Factor on q . k. Default: 1/sqrt(head_dim).")] = None
+
+
+def _field_of(option: Option) -> tuple[str, Any, Any]:
+    """Returns the dataclass field of an option of ``attention`` that is a flag or a number."""
+    flags = (_dashed(option.name),) if option.kind == "bool" else ()
+    note = " Write W, or LEFT,RIGHT such as 5,none." if option.name == "window" else ""
+    described = _option(*flags, panel=CHOICE, help=option.meaning + note)
+    return option.name, Annotated[_TYPES[option.kind], described], option.default
+
+
+_TYPES = {"bool": bool, "str": str, "float": float, "float | None": float | None, "str | None": str | None}
+_TYPES["Window"] = str | None
+
+
+def _dashed(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+_Choices = make_dataclass(
+    "_Choices", [_field_of(each) for each in OPTIONS if each.name in PLAIN], bases=(_Sizes,), frozen=True, kw_only=True
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpecOptions(_Choices):  # type: ignore[misc, valid-type]
+    """The options of a command that describe a call. ``spec`` builds an AttentionSpec from them."""
+
     mask: Annotated[bool, _option("--mask", panel=CHOICE, help="Add a random mask (batch, 1, q_len, kv_len).")] = False
     key_ranges: Annotated[
         str | None,
@@ -82,16 +102,7 @@ class SpecOptions:
     bias: Annotated[bool, _option("--bias", panel=CHOICE, help="Add a bias (1, heads, q_len, kv_len).")] = False
     alibi: Annotated[bool, _option("--alibi", panel=CHOICE, help="Add ALiBi slopes, one per head.")] = False
     sinks: Annotated[bool, _option("--sinks", panel=CHOICE, help="Add an attention sink for each head.")] = False
-    dropout: Annotated[float, _option(panel=CHOICE, help="Probability of dropping a softmax weight.")] = 0.0
-    deterministic: Annotated[bool, _option("--deterministic", panel=CHOICE, help="Require equal bits every run.")] = (
-        False
-    )
-    invariant: Annotated[
-        str | None,
-        _option(panel=CHOICE, help="batch or prefix: require equal bits in every batch, or in every chunk too."),
-    ] = None
     backward: Annotated[bool, _option("--backward", panel=CHOICE, help="Require gradients.")] = False
-    return_lse: Annotated[bool, _option("--return-lse", panel=CHOICE, help="Also return the log-sum-exp.")] = False
     documents: Annotated[
         int | None, _option(panel=DOCUMENTS, help="Pack this many documents of about equal length in one row.")
     ] = None
@@ -108,7 +119,8 @@ class SpecOptions:
         given = (self.q_len, self.lengths, self.cu_seqlens, self.key_ranges)
         has_lengths = any(value is not None for value in given)
         dtype = defaults.dtype if self.dtype is None else DTYPES.get(self.dtype, self.dtype)
-        return replace(self, dtype=dtype, q_len=self.q_len if has_lengths else defaults.length)
+        changed: dict[str, Any] = {"dtype": dtype, "q_len": self.q_len if has_lengths else defaults.length}
+        return replace(self, **changed)
 
     def seq_info(self) -> SeqInfo | None:
         """Returns the packed documents with numpy offsets, or None.
@@ -213,10 +225,6 @@ def takes_spec(command: Callable[..., None]) -> Callable[..., None]:
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
-
-
-def _dashed(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def _ints(name: str, text: str) -> list[int]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from attn_core.call.arguments import ArrayFacts
 from attn_core.call.key_ranges import LAYOUT_OF_PAGES, check_shape
-from attn_core.call.options import Options
+from attn_core.call.options import ON_PAGES, Options
 from attn_core.call.pages import PagedKV
 from attn_core.call.seq_info import is_number
 from attn_core.call.spec import DTYPES, AttentionSpec
@@ -57,6 +57,7 @@ def build_spec(arrays: PagedInputs, options: Options) -> AttentionSpec:
         # One query each is a case of its own for kernels (``one_query_each``), and offsets may mean something else: a
         # sequence without queries, and tokens after the last offset.
         most = max(most, 2)
+    plain: dict[str, Any] = {name: getattr(options, name) for name in (*ON_PAGES, "window")}
     return AttentionSpec(
         # Queries are packed in one row: the sequences are the spec's documents, not its batch.
         batch=1,
@@ -67,10 +68,6 @@ def build_spec(arrays: PagedInputs, options: Options) -> AttentionSpec:
         head_dim=head_dim,
         value_dim=channels(arrays.v),
         dtype=arrays.q.dtype,
-        causal=options.causal,
-        window=options.window,  # type: ignore[arg-type]
-        softcap=options.softcap,
-        scale=options.scale,
         key_ranges_shape=ranges_shape,
         alibi_shape=None if arrays.alibi_slopes is None else tuple(arrays.alibi_slopes.shape),
         sinks=arrays.sinks is not None,
@@ -78,10 +75,8 @@ def build_spec(arrays: PagedInputs, options: Options) -> AttentionSpec:
         max_len_q=most,
         # seq_lens may be on a device, so the capacity of a row bounds the longest sequence.
         max_len_k=paged.capacity,
-        deterministic=options.deterministic,
-        return_lse=options.return_lse,
         paged=paged,
-        invariant=options.invariant,  # type: ignore[arg-type]
+        **plain,
     )
 
 

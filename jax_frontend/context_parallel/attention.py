@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from attn_core.call.hints import SharedOptions, hide_unknown, refuse_keywords
 from attn_core.call.keywords import ContextParallelKeywords, No, SpreadKeywords, Yes
 from attn_core.call.kinds import check_kind
-from attn_core.call.options import PLAIN, Options, Window, check_flag, requested_names
+from attn_core.call.options import Options, Window, check_flag, requested_names
 from attn_core.context_parallel.call import check_cut_layout
 from attn_core.context_parallel.cost.choose import Explanation
 from attn_core.context_parallel.request import Request
@@ -169,7 +169,7 @@ def explain_context_parallel(
     backend's lane, and the reasons if Python launches its kernels.
     """
     said = _shared.complete(explain_context_parallel, {**options})
-    plain = Options(return_lse=return_lse, **{name: said[name] for name in PLAIN if name in said})
+    plain = Options.of(said | {"return_lse": return_lse})
     tables = (said[name] for name in ("mask", "bias", "alibi_slopes", "sinks"))
     inputs = plan.check_arrays((q, k, v, *tables), shapes_only=True)
     row_mesh = find_row_mesh(mesh, axis_name)

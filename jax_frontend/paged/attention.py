@@ -13,12 +13,11 @@ from attn_core.backends.shared.in_jax.offsets import safe_offsets
 from attn_core.call.arguments import ArrayFacts
 from attn_core.call.hints import hide_unknown, refuse_keywords
 from attn_core.call.keywords import PagedKeywords
-from attn_core.call.options import Options, requested_names
+from attn_core.call.options import Options, check_paged_options, requested_names
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import PagedInputs
 from attn_core.errors import SpecError
 from attn_core.paged import arguments
-from attn_core.paged.options import check_paged_options
 from attn_core.paged.values import READ, TABLES, check_read
 from attn_core.selection import Target, new_plans, override, select
 from jax_frontend.dispatch import empty_rows, ops, plan

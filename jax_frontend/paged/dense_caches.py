@@ -116,7 +116,7 @@ def _checked(
             plan.check_array(name, array, shapes_only=shapes_only)
     q, k, v = qkv
     cache_rows.check_arguments(rows, {"q": q.shape, "k": k.shape, "v": v.shape}, options)
-    call = check_options(Options(**{name: options[name] for name in PLAIN}))
+    call = check_options(Options.of(options))
     if rows.cache_index is not None:  # it selects rows of a larger cache
         named |= {n: jax.ShapeDtypeStruct((q.shape[0], *a.shape[1:]), a.dtype) for n, a in zip("kv", (k, v))}
     # Its errors name these arguments; those of pages would name others.
@@ -222,7 +222,7 @@ def are_documents(qkv: tuple[Any, ...], rows: CacheRows, options: Keywords) -> b
     every = (*qkv, None, None, options["alibi_slopes"], options["sinks"])
     facts = [None if a is None else ArrayFacts(tuple(a.shape), str(np.dtype(a.dtype)), device) for a in every]
     names = requested_names(options["backend"]) or override.requested()
-    plain = check_options(Options(**{name: options[name] for name in PLAIN}))
+    plain = check_options(Options.of(options))
     return runs_packed(rows, Arrays(*facts), plain, Target.here("jax", device), names)  # type: ignore[arg-type]
 
 

@@ -8,9 +8,8 @@ import jax
 
 from attn_core.call.hints import SharedOptions
 from attn_core.call.keywords import ExplainPagedKeywords
-from attn_core.call.options import requested_names
+from attn_core.call.options import Options, check_options, requested_names
 from attn_core.call.tensors import PagedInputs
-from attn_core.paged.options import PAGED, check_paged_options
 from attn_core.selection import Selection, explain, override
 from jax_frontend.bridge import compiled_lane
 from jax_frontend.dispatch import plan
@@ -29,7 +28,7 @@ def explain_paged(
     inputs = gather(given, shapes_only=True)
     if isinstance(q, jax.Array):
         plan.check_array("q", q)  # not deleted, because its device counts
-    call = check_paged_options(**{name: said[name] for name in PAGED})
+    call = check_options(Options.of(said))
     requested = requested_names(said["backend"]) or override.requested()
     return compiled_lane.with_program_reasons(
         explain(*request(metadata_of(inputs), plan.device_name(q), call, requested))

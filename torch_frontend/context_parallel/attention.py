@@ -12,15 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from attn_core.call.hints import SharedOptions, hide_unknown, refuse_keywords
 from attn_core.call.keywords import ContextParallelKeywords, No, SpreadKeywords, Yes
 from attn_core.call.kinds import check_kind
-from attn_core.call.options import (
-    PLAIN,
-    Options,
-    Window,
-    check_flag,
-    check_options,
-    check_traced_options,
-    requested_names,
-)
+from attn_core.call.options import Options, Window, check_flag, check_options, check_traced_options, requested_names
 from attn_core.context_parallel.call import check_cut_layout, check_supported
 from attn_core.context_parallel.cost.choose import Explanation
 from attn_core.context_parallel.request import Request, build_request
@@ -176,7 +168,7 @@ def explain_context_parallel(
     said = _shared.complete(explain_context_parallel, {**options})
     q, k, v = to_local((q, k, v), mesh)
     check_supported(*(said[name] for name in ("mask", "bias", "alibi_slopes", "dropout")))
-    plain = Options(return_lse=return_lse, **{name: said[name] for name in PLAIN if name in said})
+    plain = Options.of(said | {"return_lse": return_lse})
     check_kind("layout", layout, (str, type(None)), "the name of a layout, or None")
     how = {name: said[name] for name in ("strategy", "length", "head_groups", "key_ranges")}
     where = said["sinks"], mesh, plain, said["seq_info"], said["backend"]

@@ -14,10 +14,9 @@ import torch
 from torch.autograd import forward_ad
 
 from attn_core.call import counters
-from attn_core.call.options import is_plain_window
+from attn_core.call.options import check_paged_options, is_plain_window
 from attn_core.dropins.flash_attn.cache import Cached, check_combination, check_facts, whole_length
 from attn_core.paged import rotary as core_rotary
-from attn_core.paged.options import check_paged_options
 from attn_core.selection import override
 from torch_frontend.dispatch import plan, tensor_kinds, transforms
 from torch_frontend.dispatch.wrappers import on_device

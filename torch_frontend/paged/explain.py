@@ -8,9 +8,8 @@ import torch
 
 from attn_core.call.hints import SharedOptions
 from attn_core.call.keywords import ExplainPagedKeywords
-from attn_core.call.options import requested_names
+from attn_core.call.options import PAGED, requested_names
 from attn_core.call.tensors import PagedInputs
-from attn_core.paged.options import PAGED
 from attn_core.selection import Selection, explain, override
 from torch_frontend.paged.attention import paged_attention
 from torch_frontend.paged.plan import gather_arguments, metadata, options_of, request
@@ -31,7 +30,7 @@ def explain_paged(
 ) -> Selection:
     """Returns the backend that ``paged_attention`` chooses for these arguments and why the others cannot run."""
     said = _shared.complete(explain_paged, {**options}) | {"block_table": block_table, "seq_lens": seq_lens}
-    call = options_of(**{name: said[name] for name in PAGED})
+    call = options_of(*[said[name] for name in PAGED])
     given = PagedInputs(q, k_pages, v_pages, **{name: said[name] for name in PagedInputs._fields if name not in "qkv"})
     inputs = gather_arguments(given, call.max_len_q)
     return explain(*request(metadata(inputs), call, requested_names(said["backend"]) or override.requested()))

@@ -13,14 +13,13 @@ from attn_core.backends.shared.torch_ranges import in_range, is_on
 from attn_core.call import counters
 from attn_core.call.failed_calls import note_call
 from attn_core.call.key_ranges import check_values as check_range_values
-from attn_core.call.options import Options, check_traced_options, is_plain_window
+from attn_core.call.options import PAGED, Options, check_paged_options, check_traced_options, is_plain_window
 from attn_core.call.ranges import enabled, range_name
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import PagedInputs
 from attn_core.errors import DTypeError, SpecError
 from attn_core.paged import arguments
 from attn_core.paged import tables as paged_tables
-from attn_core.paged.options import check_paged_options
 from attn_core.paged.values import READ, TABLES, check_read
 from attn_core.selection import Target, new_plans, override, select
 from torch_frontend.dispatch import empty_rows, offsets, plan, tensor_kinds
@@ -80,32 +79,21 @@ def metadata(inputs: PagedInputs) -> tuple[Metadata | None, ...]:
     return tuple(None if t is None else (t.shape, t.dtype, t.device) for t in inputs)
 
 
-def options_of(
-    causal: Any,
-    window: Any,
-    softcap: Any,
-    scale: Any,
-    deterministic: Any,
-    return_lse: Any,
-    max_len_q: Any,
-    invariant: Any = None,
-) -> Options:
-    """Returns the options of a paged call, checked unless they may be symbols."""
+def options_of(*values: Any) -> Options:
+    """Returns the options of a paged call, in the order of ``PAGED``, checked unless they may be symbols."""
     if torch.compiler.is_compiling():
-        numbers = (softcap, scale, max_len_q, None, 0.0)
-        options = Options(causal, "bottom_right", window, *numbers, deterministic, return_lse)
-        return check_traced_options(options._replace(invariant=invariant))
-    arguments_in_order = (causal, window, softcap, scale, deterministic, return_lse, max_len_q, invariant)
+        return check_traced_options(Options(**dict(zip(PAGED, values))))
     # The key of the cache has the types of arguments, but not of a pair's entries. (True, 0) would find (1, 0).
-    check = _checked if is_plain_window(window) else check_paged_options
+    check = _checked if is_plain_window(values[_WINDOW]) else check_paged_options
     try:
-        return check(*arguments_in_order)
+        return check(*values)
     except TypeError:  # unhashable: a list as window, or an invalid value that the uncached check names
-        return check_paged_options(*arguments_in_order)
+        return check_paged_options(*values)
 
 
 # typed, so that True and 1.0 do not hit the entry of 1
 _checked = lru_cache(maxsize=1024, typed=True)(check_paged_options)
+_WINDOW = PAGED.index("window")
 
 
 def gather_arguments(given: PagedInputs, max_len_q: int | None) -> PagedInputs:

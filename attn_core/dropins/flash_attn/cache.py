@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from attn_core.call.arguments import ArrayFacts
+from attn_core.call.options import Options, check_options
 from attn_core.call.seq_info import is_host_int
 from attn_core.dropins.flash_attn.arguments import CACHE
 from attn_core.dropins.flash_attn.documents import places_in_documents
 from attn_core.dropins.flash_attn.frontend import Frontend
 from attn_core.errors import DeviceError, DTypeError, ShapeError, SpecError
-from attn_core.paged.options import check_paged_options
 
 
 class Cached(NamedTuple):
@@ -268,8 +268,7 @@ def _checked_and_run(
 ) -> Any:
     """Runs a call, after all checks. The arguments are those of ``attend``."""
     check_combination(call, table)
-    names = ("causal", "window", "softcap", "scale", "deterministic", "return_lse")
-    check_paged_options(**{name: options[name] for name in names}, max_len_q=longest)
+    check_options(Options.of(options | {"max_len_q": longest}))
     call = _checked(frontend, call, table)
     if is_whole(call) and call.k_cache.shape[0] == call.q.shape[0]:
         results = frontend.attention(call.q, call.k_cache, call.v_cache, alibi_slopes=call.alibi_slopes, **options)
