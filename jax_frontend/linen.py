@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
 
-from attn_core.call.functions import given_keywords
+from attn_core.call.hints import SharedOptions
+from attn_core.call.keywords import LayerKeywords
 from attn_core.call.layers import head_sizes
-from attn_core.call.options import check_flag
-from attn_core.call.segments import given_segments
+from attn_core.call.options import Door, check_flag, names_at
 from attn_core.errors import SpecError, needs_extra
 from attn_core.paged.step import Pages
+from jax_frontend.attention import attention
 from jax_frontend.flax.attend import attend
 from jax_frontend.flax.hook import AttentionFn, attention_fn
 from jax_frontend.flax.layer import Cache, LayerCall, Projections, Rotary, check_inputs, then
@@ -24,6 +24,8 @@ with needs_extra(__name__, "jax", "flax"):
     from flax.linen.linear import default_kernel_init
 
 __all__ = ["Attention", "AttentionFn", "attention_fn"]
+
+_shared = SharedOptions(attention, names_at(Door.LAYER_CALL))
 
 
 class Attention(nn.Module):
@@ -99,27 +101,17 @@ class Attention(nn.Module):
     invariant: str | None = None
 
     @nn.compact
+    @_shared
     def __call__(
         self,
         x: jax.Array,
         context: jax.Array | None = None,
         *,
-        mask: jax.Array | None = None,
-        key_ranges: Any = None,
-        mask_mod: Any = None,
-        score_mod: Any = None,
-        aux: Sequence[Any] = (),
-        q_segment_ids: Any = None,
-        kv_segment_ids: Any = None,
-        q_positions: Any = None,
-        kv_positions: Any = None,
-        bias: jax.Array | None = None,
-        alibi_slopes: jax.Array | None = None,
-        seq_info: Any = None,
         positions: jax.Array | None = None,
         pages: Pages | None = None,
         deterministic: bool | None = None,
         dropout_rng: Any = None,
+        **options: Unpack[LayerKeywords[jax.Array]],
     ) -> Any:
         """Applies the layer.
 
@@ -148,6 +140,7 @@ class Attention(nn.Module):
         Raises:
             SpecError, ShapeError, NoBackendError: the message names the argument, its value and the remedy.
         """
+        given = _shared.given(Attention.__call__, {**options})
         check_inputs(x, context, pages)
         check_flag("decode", self.decode)
         # merge_param raises an error if both or neither are set, so it must not run without a dropout rate.
@@ -155,14 +148,16 @@ class Attention(nn.Module):
         if dropping and dropout_rng is None:
             # Only if weights drop, because Flax raises an error if the caller passed no such stream.
             dropout_rng = self.make_rng("dropout")
-        sinks = self.param("sink_logits", self.sinks_init, (self.num_heads,), self.param_dtype) if self.sinks else None
-        dropout = self.dropout_rate if dropping else 0.0
-        rng = dropout_rng if dropping else None
-        functions = given_keywords(mask_mod, score_mod, aux)
-        segments = given_segments(q_segment_ids, kv_segment_ids, q_positions, kv_positions)
-        tables = mask, bias, alibi_slopes, sinks, seq_info, positions
-        store = _CacheCollection(self) if self.decode else None
-        call = LayerCall(*tables, dropout, rng, pages, key_ranges, functions, store, segments)
+        logits = self.param("sink_logits", self.sinks_init, (self.num_heads,), self.param_dtype) if self.sinks else None
+        call = LayerCall(
+            given,
+            sinks=logits,
+            positions=positions,
+            dropout=self.dropout_rate if dropping else 0.0,
+            dropout_rng=dropout_rng if dropping else None,
+            pages=pages,
+            store=_CacheCollection(self) if self.decode else None,
+        )
         return attend(self, self._projections(x.shape[-1]), x, context, call)
 
     def _projections(self, features: int) -> Projections:

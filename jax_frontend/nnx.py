@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
 
-from attn_core.call.functions import given_keywords
+from attn_core.call.hints import SharedOptions
+from attn_core.call.keywords import LayerKeywords
 from attn_core.call.kinds import check_size
 from attn_core.call.layers import check_features, check_layer_options, head_sizes
-from attn_core.call.options import check_flag, check_number
-from attn_core.call.segments import given_segments
+from attn_core.call.options import Door, check_flag, check_number, names_at
 from attn_core.call.seq_info import is_host_int
 from attn_core.errors import ShapeError, SpecError, needs_extra, shown
 from attn_core.paged.step import Pages
+from jax_frontend.attention import attention
 from jax_frontend.flax.attend import attend
 from jax_frontend.flax.hook import AttentionFn, attention_fn
 from jax_frontend.flax.layer import Cache, LayerCall, Projections, Rotary, check_inputs, then
@@ -26,6 +27,8 @@ with needs_extra(__name__, "jax", "flax"):
     from flax.nnx.nn.linear import default_bias_init, default_kernel_init
 
 __all__ = ["Attention", "AttentionFn", "attention_fn"]
+
+_shared = SharedOptions(attention, names_at(Door.LAYER_CALL))
 
 
 class Attention(nnx.Module):
@@ -128,28 +131,18 @@ class Attention(nnx.Module):
         self.cached_value: nnx.Cache[jax.Array] | None = nnx.data(None)
         self.cache_index: nnx.Cache[jax.Array] | None = nnx.data(None)
 
+    @_shared
     def __call__(
         self,
         x: jax.Array,
         context: jax.Array | None = None,
         *,
-        mask: jax.Array | None = None,
-        key_ranges: Any = None,
-        mask_mod: Any = None,
-        score_mod: Any = None,
-        aux: Sequence[Any] = (),
-        q_segment_ids: Any = None,
-        kv_segment_ids: Any = None,
-        q_positions: Any = None,
-        kv_positions: Any = None,
-        bias: jax.Array | None = None,
-        alibi_slopes: jax.Array | None = None,
-        seq_info: Any = None,
         positions: jax.Array | None = None,
         pages: Pages | None = None,
         deterministic: bool | None = None,
         rngs: nnx.Rngs | nnx.RngStream | None = None,
         decode: bool | None = None,
+        **options: Unpack[LayerKeywords[jax.Array]],
     ) -> Any:
         """Applies the layer. Arguments, results and errors are those of ``jax_frontend.linen.Attention``, except:
 
@@ -157,16 +150,20 @@ class Attention(nnx.Module):
             deterministic, decode: override the layer's settings.
             rngs: the source of the dropout key; overrides the layer's stream.
         """
+        given = _shared.given(Attention.__call__, {**options})
         check_inputs(x, context, pages)
         check_features(x.shape, None if context is None else context.shape, self.in_features, self.in_kv_features)
         dropout, dropout_rng = dropout_of_call(self, deterministic, rngs)
-        sinks = None if self.sink_logits is None else self.sink_logits[...]
-        functions = given_keywords(mask_mod, score_mod, aux)
-        segments = given_segments(q_segment_ids, kv_segment_ids, q_positions, kv_positions)
-        tables = mask, bias, alibi_slopes, sinks, seq_info, positions
         decoding = check_flag("decode", self.decode if decode is None else decode)
-        store = CacheVariables(self) if decoding else None
-        call = LayerCall(*tables, dropout, dropout_rng, pages, key_ranges, functions, store, segments)
+        call = LayerCall(
+            given,
+            sinks=None if self.sink_logits is None else self.sink_logits[...],
+            positions=positions,
+            dropout=dropout,
+            dropout_rng=dropout_rng,
+            pages=pages,
+            store=CacheVariables(self) if decoding else None,
+        )
         query, key = then(self.query, self.query_ln), then(self.key, self.key_ln)
         return attend(self, Projections(query, key, self.value, self.out), x, context, call)
 

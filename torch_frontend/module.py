@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
-from attn_core.call.functions import given_keywords
+from attn_core.call.hints import SharedOptions
+from attn_core.call.keywords import LayerKeywords
 from attn_core.call.kinds import check_kind
 from attn_core.call.layers import (
+    ON_ROWS,
+    OVER_RANKS,
     HeadSizes,
     check_features,
     check_layer_inputs,
@@ -23,10 +25,11 @@ from attn_core.call.layers import (
     refuse_over_ranks,
     rotary_positions,
 )
-from attn_core.call.segments import given_segments
+from attn_core.call.options import Door, names_at
 from attn_core.call.seq_info import SeqInfo
 from attn_core.errors import DeviceError, SpecError
 from attn_core.paged.step import Pages
+from torch_frontend.attention import attention as public_attention
 from torch_frontend.context_parallel.layers import ActiveMesh, active_for
 from torch_frontend.dispatch.plan import check_tensor
 from torch_frontend.dispatch.tensor_kinds import check_data, to_device_of
@@ -34,6 +37,8 @@ from torch_frontend.paged.layer import attend_in_pages
 from torch_frontend.recomputed import attention_of_layer as attention
 
 Rotary = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+_shared = SharedOptions(public_attention, names_at(Door.LAYER_CALL))
 
 
 class Attention(nn.Module):
@@ -110,25 +115,15 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(sizes.num_heads * sizes.value_dim, target, bias=use_bias, **factory)
         self.register_parameter("sink_logits", nn.Parameter(torch.zeros(num_heads, **factory)) if sinks else None)
 
+    @_shared
     def forward(
         self,
         x: Tensor,
         context: Tensor | None = None,
         *,
-        mask: Tensor | None = None,
-        key_ranges: Any = None,
-        mask_mod: Any = None,
-        score_mod: Any = None,
-        aux: Sequence[Any] = (),
-        q_segment_ids: Any = None,
-        kv_segment_ids: Any = None,
-        q_positions: Any = None,
-        kv_positions: Any = None,
-        bias: Tensor | None = None,
-        alibi_slopes: Tensor | None = None,
-        seq_info: Any = None,
         positions: Tensor | None = None,
         pages: Pages | None = None,
+        **options: Unpack[LayerKeywords[Tensor]],
     ) -> Any:
         """Applies the layer.
 
@@ -150,19 +145,17 @@ class Attention(nn.Module):
         Raises:
             SpecError, ShapeError, NoBackendError: the message names the argument, its value and the remedy.
         """
-        context_parallel, functions = active_for(self), given_keywords(mask_mod, score_mod, aux)
-        said = given_segments(q_segment_ids, kv_segment_ids, q_positions, kv_positions)
+        given, context_parallel = _shared.given(Attention.forward, {**options}), active_for(self)
         if context_parallel is not None:
-            given = (context_parallel, seq_info, (x, context, positions, pages), functions, said)
-            context_parallel, seq_info = context_parallel.tell(self._check_over_ranks, *given)
+            inputs = x, context, positions, pages
+            context_parallel = context_parallel.tell(self._check_over_ranks, context_parallel, inputs, given)
+            seq_info = context_parallel.seq_info
         else:
             check_inputs(x, context, positions, pages)
             if pages is not None:
-                others = {"context": context, "mask": mask, "key_ranges": key_ranges, "bias": bias}
-                others |= {"alibi_slopes": alibi_slopes, "seq_info": seq_info, **functions, **said}
-                return attend_in_pages(self, x, others, positions, pages)
-            seq_info = SeqInfo.coerce(seq_info)
-        positions = rotary_positions(positions, said, rotary=self.rotary is not None)
+                return attend_in_pages(self, x, {"context": context, **given}, positions, pages)
+            seq_info = SeqInfo.coerce(given.get("seq_info"))
+        positions = rotary_positions(positions, given, rotary=self.rotary is not None)
         queries, keys = self._rows(x, context, seq_info, positions)
         q, k, v = self.project(queries, keys)  # [batch, seq, heads, head_dim]
         if self.rotary is not None:
@@ -171,26 +164,13 @@ class Attention(nn.Module):
             q, k = self.rotary(q, k, token_positions(positions, seq_info, q))
             # Rotary functions with float32 tables return float32, but attention needs one dtype for q, k and v.
             q, k = q.to(v.dtype), k.to(v.dtype)
-        attend: Any = partial(attention, trains=self.training, seq_info=seq_info)
-        invariant: dict[str, Any] = {"invariant": self.invariant}
+        dropout = self.dropout_rate if self.training else 0.0
+        how = {**given, "sinks": self.sinks_here(), "dropout": dropout, "seq_info": seq_info}
         if context_parallel is not None:
-            attend, invariant = context_parallel.attend, {}
-        out = attend(
-            q,
-            k,
-            v,
-            **options_of(self),
-            alignment=self.alignment,
-            mask=mask,
-            key_ranges=key_ranges,
-            **functions,
-            **said,
-            bias=bias,
-            alibi_slopes=alibi_slopes,
-            sinks=self.sinks_here(),
-            dropout=self.dropout_rate if self.training else 0.0,
-            **invariant,
-        )
+            del how["seq_info"]  # the block has it
+            out = context_parallel.attend(q, k, v, **options_of(self, OVER_RANKS), **how)
+        else:
+            out = attention(q, k, v, trains=self.training, **options_of(self, ON_ROWS), **how)
         out = self.o_proj(out.flatten(-2))  # [batch, seq, heads, value_dim] -> [batch, seq, out_features]
         return out[0] if x.ndim == 2 else out
 
@@ -216,20 +196,18 @@ class Attention(nn.Module):
     def _check_over_ranks(
         self,
         block: ActiveMesh,
-        seq_info: Any,
         inputs: tuple[Tensor, Tensor | None, Tensor | None, Pages | None],
-        functions: dict[str, Any],
-        said: dict[str, Any],
-    ) -> tuple[ActiveMesh, Any]:
-        """Returns (a ``use_context_parallel`` block, the documents of a call); raises for what ranks cannot share."""
+        given: dict[str, Any],
+    ) -> ActiveMesh:
+        """Returns a ``use_context_parallel`` block with the documents of a call; raises for what ranks cannot share."""
         check_inputs(*inputs)
         x, context, positions, pages = inputs
         if pages is not None:
             raise SpecError("pages: expected None in context parallelism, which exchanges keys and values as shards")
-        refuse_over_ranks(functions, said, self.invariant)
-        block = block.with_documents(SeqInfo.coerce(seq_info))
+        refuse_over_ranks(given, self.invariant)
+        block = block.with_documents(SeqInfo.coerce(given.get("seq_info")))
         self._rows(x, context, block.seq_info, positions)
-        return block, block.seq_info
+        return block
 
     def _rows(
         self, x: Tensor, context: Tensor | None, seq_info: SeqInfo | None, positions: Tensor | None

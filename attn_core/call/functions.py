@@ -29,6 +29,8 @@ DAUX = ("daux0", "daux1", "daux2", "daux3")
 """The fields of ``Gradients`` that hold their gradients."""
 KINDS = {"mask_mod": "bool", "score_mod": "float"}
 """What each function gives."""
+FUNCTIONS = (*KINDS, "aux")
+"""The arguments of a call that say its functions."""
 
 
 TANH_ERROR = {"float16": 16.0, "bfloat16": 16.0}
@@ -43,12 +45,6 @@ def are_given(functions: tuple[Any, Any, Any]) -> bool:
     """Returns whether a call has mask_mod, score_mod or aux. An array has no truth value, so nothing is compared."""
     mask_mod, score_mod, aux = functions
     return not (mask_mod is None and score_mod is None and type(aux) is tuple and not aux)
-
-
-def given_keywords(mask_mod: Any, score_mod: Any, aux: Any) -> dict[str, Any]:
-    """Returns the functions of a call as keywords of ``attention``; an empty dict if there are none."""
-    functions = mask_mod, score_mod, aux
-    return dict(zip(("mask_mod", "score_mod", "aux"), functions)) if are_given(functions) else {}
 
 
 def trace(mask_mod: Any, score_mod: Any, aux: Any) -> tuple[Expression | None, Expression | None, tuple[Any, ...]]:

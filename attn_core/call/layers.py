@@ -5,39 +5,45 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from attn_core.call.functions import FUNCTIONS
 from attn_core.call.kinds import check_size
-from attn_core.call.options import check_flag
+from attn_core.call.options import Door, check_flag, names_at
+from attn_core.call.segments import Segments
 from attn_core.errors import ShapeError, SpecError
 
-_OPTIONS = ("causal", "window", "softcap", "scale", "backend")
+ON_ROWS = names_at(Door.LAYER | Door.ATTENTION)
+IN_PAGES = names_at(Door.LAYER | Door.PAGES)
+OVER_RANKS = names_at(Door.LAYER | Door.RANKS)
+"""The options that a layer has for every call, and passes to attention on whole rows, on pages and over ranks."""
 
 
-def options_of(layer: Any) -> dict[str, Any]:
-    """Returns a layer's options as keywords of attention on whole rows, over ranks and on pages, which all take these.
+def options_of(layer: Any, names: tuple[str, ...]) -> dict[str, Any]:
+    """Returns options of a layer as keywords of attention.
 
     A layer has them as attributes of the same names, but for ``deterministic``: in Flax that means "no dropout".
     """
-    options = {name: getattr(layer, name) for name in _OPTIONS}
+    options = {name: getattr(layer, name) for name in names}
     return {**options, "deterministic": layer.bitwise_deterministic}
 
 
-def refuse_over_ranks(functions: Mapping[str, Any], segments: Mapping[str, Any], invariant: str | None) -> None:
+def refuse_over_ranks(options: Mapping[str, Any], invariant: str | None) -> None:
     """Raises SpecError for what a layer in context parallelism cannot have.
 
     Args:
-        functions, segments: those of the call, as keywords of ``attention``.
+        options: those that the call has, as keywords of ``attention``.
         invariant: of the layer.
     """
-    if functions:
+    if any(name in options for name in FUNCTIONS):
         raise SpecError(
             "mask_mod, score_mod: expected None in context parallelism, whose ranks have parts of the row; key_ranges "
             "says most masks"
         )
-    for name in segments:
-        raise SpecError(
-            f"{name}: expected None in context parallelism, whose ranks have parts of the row; seq_info describes "
-            "packed documents there"
-        )
+    for name in Segments._fields:
+        if name in options:
+            raise SpecError(
+                f"{name}: expected None in context parallelism, whose ranks have parts of the row; seq_info describes "
+                "packed documents there"
+            )
     if invariant is not None:
         raise SpecError(
             f"invariant={invariant!r}: expected None with context parallelism, because the parts of a row, and so the "
@@ -45,7 +51,7 @@ def refuse_over_ranks(functions: Mapping[str, Any], segments: Mapping[str, Any],
         )
 
 
-def rotary_positions(positions: Any, segments: Mapping[str, Any], *, rotary: bool) -> Any:
+def rotary_positions(positions: Any, options: Mapping[str, Any], *, rotary: bool) -> Any:
     """Returns the positions that a layer rotates by: the call's, or else q_positions; None to count them.
 
     Raises:
@@ -53,7 +59,7 @@ def rotary_positions(positions: Any, segments: Mapping[str, Any], *, rotary: boo
     """
     if not rotary or positions is not None:
         return positions
-    queries, keys = segments.get("q_positions"), segments.get("kv_positions")
+    queries, keys = options.get("q_positions"), options.get("kv_positions")
     if keys is not None and keys is not queries:
         raise SpecError(
             "positions: expected an array with kv_positions, because the layer's rotary rotates q and k by the same "

@@ -174,13 +174,8 @@ def _check(name: str, array: Any, expected: tuple[Any, ...]) -> None:
         raise DTypeError(f"{name}: expected dtype int32, got {array.dtype}; cast it to int32")
 
 
-def given_segments(*segments: Any) -> dict[str, Any]:
-    """Returns the fields of ``Segments`` that are not None, as keywords of ``attention``; usually an empty dict."""
-    return {name: array for name, array in zip(Segments._fields, segments, strict=True) if array is not None}
-
-
 def _first(segments: Segments) -> str:
-    return next(iter(given_segments(*segments)))
+    return next(name for name, array in zip(Segments._fields, segments, strict=True) if array is not None)
 
 
 def function_of(has_ids: bool, band: tuple[Any, Any], counts_keys: bool, numbers: tuple[int, ...]) -> Expression:

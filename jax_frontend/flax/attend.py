@@ -11,7 +11,6 @@ import math
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -22,8 +21,8 @@ from jax import lax
 from attn_core.backends.shared.in_jax.offsets import document_numbers
 from attn_core.call import checks, key_ranges
 from attn_core.call.checks import CheckWarning
-from attn_core.call.functions import AUX
-from attn_core.call.layers import check_layer_inputs, check_rotary, options_of, rotary_positions
+from attn_core.call.functions import AUX, FUNCTIONS, KINDS
+from attn_core.call.layers import IN_PAGES, check_layer_inputs, check_rotary, options_of, rotary_positions
 from attn_core.call.options import normalise_window
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.spec import DTYPES
@@ -66,10 +65,12 @@ def attend(
         return _attend_in_pages(layer, projections, x, context, call, call.pages)
     if call.store is not None:
         _check_decode(layer, context, call)
-    seq_info = SeqInfo.coerce(call.seq_info)
-    batch, call = _folded(x, context, call._replace(seq_info=seq_info))
+    seq_info = SeqInfo.coerce(call.given.get("seq_info"))
+    if seq_info is not None:
+        call = call._replace(given={**call.given, "seq_info": seq_info})
+    batch, call = _folded(x, context, call, seq_info is not None)
     queries = _as_rows(x)
-    positions = rotary_positions(call.positions, call.segments, rotary=layer.rotary is not None)
+    positions = rotary_positions(call.positions, call.given, rotary=layer.rotary is not None)
     positions = None if positions is None else as_array("positions", positions)
     check_rotary(layer, positions, (queries.shape[0], queries.shape[1]), cross=context is not None)
     keys = queries if context is None else _as_rows(context)
@@ -95,10 +96,12 @@ def attend(
     return out.reshape(*x.shape[:-1], out.shape[-1])
 
 
-def _folded(x: jax.Array, context: jax.Array | None, call: LayerCall) -> tuple[tuple[int, ...], LayerCall]:
+def _folded(
+    x: jax.Array, context: jax.Array | None, call: LayerCall, packed: bool
+) -> tuple[tuple[int, ...], LayerCall]:
     """Returns the batch axes of x, and the call with tables of one batch axis."""
     shapes = x.shape, None if context is None else context.shape
-    if call.seq_info is not None:
+    if packed:
         check_layer_inputs(*shapes, packed=True)
         return x.shape[:-2], call
     batch = batch_axes(*shapes)
@@ -116,7 +119,7 @@ def _positions(layer: LayerOptions, call: LayerCall, seq: int, index: jax.Array 
         return index + jnp.arange(seq, dtype=index.dtype)
     # The places of a shard are not consecutive positions, so they cannot be counted from 0.
     if context_layers.is_context_parallel(layer):
-        return context_layers.position_ids(layer, call.seq_info, seq)
+        return context_layers.position_ids(layer, call.given.get("seq_info"), seq)
     return None
 
 
@@ -131,14 +134,7 @@ def _attend_in_pages(
     """Appends the keys and values of new tokens ``[tokens, features]`` to the pages, and attends to the pages."""
     if call.store is not None:
         raise SpecError("decode=True: expected False with pages, which then are the layer's cache")
-    unsupported: dict[str, Any] = {
-        "context": context,
-        "mask": call.mask,
-        "key_ranges": call.key_ranges,
-        "bias": call.bias,
-        "alibi_slopes": call.alibi_slopes,
-    }
-    unsupported |= {"seq_info": call.seq_info, "context_axis": layer.context_axis, **call.functions, **call.segments}
+    unsupported = {"context": context, **call.given, "context_axis": layer.context_axis}
     check_paged_layer(x.shape, layer.alignment, call.dropout, unsupported)
     positions = None if call.positions is None else as_array("positions", call.positions)
     check_rotary(layer, positions, (1, x.shape[0]))
@@ -164,9 +160,8 @@ def _attend_in_pages(
         **tables,
         **updated,
         max_len_q=pages.step.max_len_q,
-        **options_of(layer),
+        **options_of(layer, IN_PAGES),
         sinks=call.sinks,
-        invariant=layer.invariant,
     )
     # The output has the pool's dtype; the projection gets the layer's own.
     return projections.out(out.astype(dtype)), (k_pages, v_pages, *scales)
@@ -190,8 +185,8 @@ def _check_decode(layer: LayerOptions, context: Any, call: LayerCall) -> None:
     Raises:
         SpecError: naming what a cache of one row of tokens cannot honour.
     """
-    refused = {"context": context, "seq_info": call.seq_info, "context_axis": layer.context_axis}
-    refused |= {name: call.segments.get(name) for name in ("q_positions", "kv_positions")}
+    refused = {"context": context, "context_axis": layer.context_axis}
+    refused |= {name: call.given.get(name) for name in ("seq_info", "q_positions", "kv_positions")}
     for name, value in refused.items():
         if value is not None:
             raise SpecError(
@@ -232,14 +227,16 @@ def _attend_in_cache(
         first = jnp.clip(index - left, 0, max_length - left - new)
         keys, values = (lax.dynamic_slice_in_dim(each, first, left + new, axis=1) for each in (keys, values))
     ahead = first - index + jnp.arange(keys.shape[1], dtype=jnp.int32)
-    tables = {
-        "key_ranges": _within(call.key_ranges, _visible(ahead, new, left), index, (rows, keys.shape[2])),
-        "functions": _moved(call.functions, index),
+    given = {
+        **call.given,
+        **_moved(call.given, index),
+        "key_ranges": _within(call.given.get("key_ranges"), _visible(ahead, new, left), index, (rows, keys.shape[2])),
         "bias": _with_alibi(call, index, (rows, q.shape[2], new, max_length)),
         "alibi_slopes": None,
     }
     heads = q, keys.astype(q.dtype), values.astype(q.dtype)
-    return attend_to_heads(layer, *heads, call._replace(**tables), causal=False, window=None), extended
+    visible: dict[str, Any] = {"causal": False, "window": None, "alignment": "bottom_right"}
+    return attend_to_heads(layer, *heads, call._replace(given=given), **visible), extended
 
 
 def _attend_by_lengths(
@@ -252,7 +249,8 @@ def _attend_by_lengths(
     """
     window = layer.window if layer.causal else (normalise_window(layer.window, False)[0], None)
     lengths = jnp.full((q.shape[0],), length, jnp.int32)
-    return attend_to_heads(layer, q, k, v, call, causal=True, window=window, kv_lengths=lengths)
+    visible: dict[str, Any] = {"causal": True, "window": window, "alignment": "bottom_right", "kv_lengths": lengths}
+    return attend_to_heads(layer, q, k, v, call, **visible)
 
 
 def _check_room(cache: Cache, batch: tuple[int, ...], k: jax.Array, v: jax.Array) -> None:
@@ -314,8 +312,7 @@ def _written(cached: jax.Array, heads: jax.Array, index: jax.Array) -> jax.Array
 
 def _has_tables(call: LayerCall) -> bool:
     """Returns whether a call has arrays or functions of all places of the cache."""
-    tables = call.mask, call.bias, call.alibi_slopes, call.key_ranges
-    return bool(call.functions or call.segments) or any(table is not None for table in tables)
+    return any(name != "seq_info" for name in call.given)
 
 
 def _visible(ahead: jax.Array, new: int, left: int | None) -> jax.Array:
@@ -350,9 +347,10 @@ def _with_alibi(call: LayerCall, index: jax.Array, full: tuple[int, ...]) -> Any
     Args:
         full: ``(rows, heads, new, max_length)``.
     """
-    if call.alibi_slopes is None:
-        return call.bias
-    slopes = _floats("alibi_slopes", call.alibi_slopes)
+    bias = call.given.get("bias")
+    if "alibi_slopes" not in call.given:
+        return bias
+    slopes = _floats("alibi_slopes", call.given["alibi_slopes"])
     if slopes.shape not in (full[1:2], full[:2]):
         raise ShapeError(
             f"alibi_slopes: expected [heads] = [{full[1]}] or [batch, heads] = {list(full[:2])}, got "
@@ -362,9 +360,9 @@ def _with_alibi(call: LayerCall, index: jax.Array, full: tuple[int, ...]) -> Any
     distances = jnp.abs(index + queries[:, None] - keys)  # [new, max_length]
     dtype = jnp.promote_types(slopes.dtype, jnp.float32)
     alibi = -slopes.astype(dtype)[..., None, None] * distances.astype(dtype)  # [rows, heads, new, max_length] or less
-    if call.bias is None:
+    if bias is None:
         return alibi
-    bias = _floats("bias", call.bias)
+    bias = _floats("bias", bias)
     missing = 4 - bias.ndim
     if missing < 0 or any(size not in (1, axis) for size, axis in zip(bias.shape, full[missing:], strict=True)):
         raise ShapeError(f"bias: expected a shape broadcastable to {list(full)}, got {list(bias.shape)}")
@@ -378,23 +376,21 @@ def _floats(name: str, value: Any) -> jax.Array:
     return array
 
 
-def _moved(functions: Mapping[str, Any], index: jax.Array) -> Mapping[str, Any]:
+def _moved(given: Mapping[str, Any], index: jax.Array) -> dict[str, Any]:
     """Returns mask and score functions whose query counts in the whole row: the index is one more array of theirs."""
-    if not functions:
-        return functions
-    aux = functions["aux"]
+    if not any(name in given for name in FUNCTIONS):
+        return {}
+    aux = given.get("aux", ())
     if len(aux) >= len(AUX):
         raise SpecError(
             f"aux: expected at most {len(AUX) - 1} arrays with decode=True, because cache_index is one more, got "
             f"{len(aux)}"
         )
-    moved = {name: _moved_function(name, functions[name]) for name in ("mask_mod", "score_mod")}
-    return MappingProxyType({**moved, "aux": (*aux, index)})
+    moved = {name: _moved_function(name, given[name]) for name in KINDS if name in given}
+    return {**moved, "aux": (*aux, index)}
 
 
-def _moved_function(name: str, function: Any) -> Callable[..., Any] | None:
-    if function is None:
-        return None
+def _moved_function(name: str, function: Any) -> Callable[..., Any]:
     if isinstance(function, TracedFunction):
         raise SpecError(
             f"{name}: expected a function with decode=True, got one that is traced already; pass its source"

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from attn_core.call.segments import Segments
 from attn_core.errors import ShapeError
 from jax_frontend.dispatch.plan import as_array
 from jax_frontend.flax.layer import LayerCall
@@ -34,15 +35,17 @@ def fold_tables(call: LayerCall, batch: tuple[int, ...], seq: int) -> LayerCall:
     """
     if len(batch) == 1:
         return call
-    mask, bias, slopes, ranges, positions = call.mask, call.bias, call.alibi_slopes, call.key_ranges, call.positions
-    return call._replace(
-        mask=None if mask is None else four_axes("mask", as_array("mask", mask), batch),
-        bias=None if bias is None else four_axes("bias", as_array("bias", bias), batch),
-        alibi_slopes=None if slopes is None else _fold_slopes(as_array("alibi_slopes", slopes), batch),
-        key_ranges=_fold_ranges(ranges, batch) if isinstance(ranges, np.ndarray | jax.Array) else ranges,
-        positions=row_positions("positions", positions, batch, seq),
-        segments={name: _fold_tokens(name, array, batch) for name, array in call.segments.items()},
-    )
+    folded = dict(call.given)
+    for name, table in call.given.items():
+        if name in ("mask", "bias"):
+            folded[name] = four_axes(name, as_array(name, table), batch)
+        elif name == "alibi_slopes":
+            folded[name] = _fold_slopes(as_array(name, table), batch)
+        elif name == "key_ranges" and isinstance(table, np.ndarray | jax.Array):
+            folded[name] = _fold_ranges(table, batch)
+        elif name in Segments._fields:
+            folded[name] = _fold_tokens(name, table, batch)
+    return call._replace(given=folded, positions=row_positions("positions", call.positions, batch, seq))
 
 
 def four_axes(name: str, array: jax.Array, batch: tuple[int, ...]) -> jax.Array:

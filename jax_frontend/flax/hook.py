@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attn_core.call.layers import options_of
+from attn_core.call.layers import ON_ROWS, options_of
 from attn_core.call.seq_info import SeqInfo
 from attn_core.errors import ShapeError, SpecError, shown
 from jax_frontend.attention import attention
@@ -130,12 +130,14 @@ class AttentionFn:
             query, key = self._rotate(
                 query, key, row_positions("input_positions", input_positions, batch, query.shape[1])
             )
+        options = options_of(self, ON_ROWS)
+        options["causal"] = self.causal or is_causal
+        options["alignment"] = self._alignment(query.shape[-3], key.shape[-3])
         out = attention(
             query,
             key,
             value,
-            **{**options_of(self), "causal": self.causal or is_causal},
-            alignment=self._alignment(query.shape[-3], key.shape[-3]),
+            **options,
             mask=None if mask is None else four_axes("mask", as_array("mask", mask).astype(bool), batch),
             bias=None if bias is None else four_axes("bias", as_array("bias", bias), batch),
             alibi_slopes=self.alibi_slopes,
@@ -143,7 +145,6 @@ class AttentionFn:
             seq_info=self.seq_info,
             dropout=dropout_rate if dropping else 0.0,
             dropout_rng=dropout_rng if dropping else None,
-            invariant=self.invariant,
         )
         return out.reshape(*batch, *out.shape[-3:])
 

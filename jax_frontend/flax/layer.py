@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -14,7 +13,7 @@ from jax import lax
 
 from attn_core.backends.shared.in_jax.offsets import document_numbers
 from attn_core.backends.shared.in_jax.xla_precision import current_precision, current_precision_level
-from attn_core.call.layers import options_of, refuse_over_ranks
+from attn_core.call.layers import ON_ROWS, OVER_RANKS, options_of, refuse_over_ranks
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.spec import DTYPES
 from attn_core.errors import DTypeError, ShapeError, SpecError, shown
@@ -27,16 +26,12 @@ Rotary = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]
 
 
 class LayerOptions(Protocol):
-    """The options that both layers have, by these names."""
+    """What both layers have, by these names, besides the options that ``options_of`` reads."""
 
     causal: bool
     alignment: str
     window: int | tuple[int | None, int | None] | None
-    softcap: float | None
-    scale: float | None
     rotary: Rotary | None
-    bitwise_deterministic: bool
-    backend: str | tuple[str, ...] | None
     context_axis: str | tuple[str, str] | None
     context_strategy: str | None
     context_layout: str
@@ -89,25 +84,19 @@ class CacheStore(Protocol):
 
 
 class LayerCall(NamedTuple):
-    """The arguments of one call of a layer; dropout is 0 if it is switched off. functions: mask_mod, score_mod, aux.
+    """The arguments of one call of a layer; dropout is 0 if it is switched off.
 
+    given: the keywords of ``attention`` that are not its defaults.
     store: access to the layer's cache in decode mode, else None.
-    segments: the segment ids and positions of the call, as keywords of ``attention``.
     """
 
-    mask: Any = None
-    bias: Any = None
-    alibi_slopes: Any = None
+    given: Mapping[str, Any]
     sinks: jax.Array | None = None
-    seq_info: Any = None
     positions: Any = None
     dropout: float = 0.0
     dropout_rng: Any = None
     pages: Pages | None = None
-    key_ranges: Any = None
-    functions: Mapping[str, Any] = MappingProxyType({})
     store: CacheStore | None = None
-    segments: Mapping[str, Any] = MappingProxyType({})
 
 
 def check_inputs(x: Any, context: Any, pages: Any) -> None:
@@ -152,30 +141,17 @@ def attend_to_heads(
     """Computes attention of projected heads, ``[rows, seq, heads, dim]`` each, with a layer's options.
 
     Args:
-        visibility: replaces ``causal``, ``window`` and ``alignment`` of the layer.
+        visibility: replaces options of the layer that say what is visible.
     """
     # context_parallel_attention has no dropout, and so no dropout_rng.
-    run = partial(attention, dropout_rng=call.dropout_rng, invariant=layer.invariant)
+    run, names = partial(attention, dropout_rng=call.dropout_rng), ON_ROWS
     if context_layers.is_context_parallel(layer):
-        refuse_over_ranks(call.functions, call.segments, layer.invariant)
-        run = partial(context_layers.attend, layer)
-    options = {**options_of(layer), **(visibility or {"alignment": layer.alignment})}
-    return run(
-        q,
-        k,
-        v,
-        **options,
-        # Flax's helpers make float32 masks.
-        mask=None if call.mask is None else as_array("mask", call.mask).astype(bool),
-        key_ranges=call.key_ranges,
-        **call.functions,
-        **call.segments,
-        bias=call.bias,
-        alibi_slopes=call.alibi_slopes,
-        sinks=call.sinks,
-        seq_info=call.seq_info,
-        dropout=call.dropout,
-    )
+        refuse_over_ranks(call.given, layer.invariant)
+        run, names = partial(context_layers.attend, layer), OVER_RANKS
+    options = {**call.given, **options_of(layer, names), **visibility}
+    if "mask" in options:  # Flax's helpers make float32 masks
+        options["mask"] = as_array("mask", options["mask"]).astype(bool)
+    return run(q, k, v, **options, sinks=call.sinks, dropout=call.dropout)
 
 
 def token_positions(positions: jax.Array | None, seq_info: SeqInfo | None, batch: int, seq: int) -> jax.Array:

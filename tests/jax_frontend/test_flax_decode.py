@@ -239,7 +239,7 @@ def test_a_short_window_reads_its_own_keys_alone(monkeypatch):
 
     def recording(layer, q, k, v, call, **band):
         if band:  # not the call that initialises
-            seen.append((k.shape[1], v.shape[1], call.key_ranges.shape))
+            seen.append((k.shape[1], v.shape[1], call.given["key_ranges"].shape))
         return attend(layer, q, k, v, call, **band)
 
     monkeypatch.setattr(layer_call, "attend_to_heads", recording)

@@ -182,7 +182,7 @@ def attend_in_context(
     """
     q, k, v = (tensor.transpose(1, 2) for tensor in operands)  # [batch, len, heads, head_dim]
     context.tell(huggingface_context.check_arguments, tables, q, k)
-    context.tell(refuse_over_ranks, {}, {}, options.pop("invariant", None))
+    context.tell(refuse_over_ranks, {}, options.pop("invariant", None))
     visible, _, _ = split_mask(tables["attention_mask"], module, *bands, (q.shape[1], k.shape[1]))
     causal = visible.right == 0
     window = visible.left, None if causal else visible.right

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_core.call.layers import check_features, check_rotary, options_of
+from attn_core.call.layers import IN_PAGES, check_features, check_rotary, options_of
 from attn_core.paged.step import Pages, Step, check_paged_layer
 from torch_frontend.dispatch.tensor_kinds import to_device_of
 from torch_frontend.paged.attention import append_kv, paged_attention
@@ -39,9 +39,8 @@ def attend_in_pages(
         pages.v,
         **step.tables,
         max_len_q=step.max_len_q,
-        **options_of(layer),
+        **options_of(layer, IN_PAGES),
         sinks=layer.sinks_here(),
-        invariant=layer.invariant,
         **pages.scales,
     )
     return layer.o_proj(out.to(dtype).flatten(-2)), (pages.k, pages.v, *pages.scales.values())
