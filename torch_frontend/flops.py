@@ -18,19 +18,20 @@ from torch_frontend.dispatch import (
 )
 from torch_frontend.dispatch import ops as dense_ops  # noqa: F401  registers its ops
 from torch_frontend.dispatch.after_import import after_import
-from torch_frontend.dispatch.op_arguments import PlainOptions, from_call
+from torch_frontend.dispatch.op_arguments import OpOptions, from_call
 from torch_frontend.paged import ops  # noqa: F401  registers its op
 
 Tensor = torch.Tensor
 
 
-def _pairs(inputs: Inputs, plain: PlainOptions) -> Any:
+def _pairs(inputs: Inputs, how: OpOptions) -> Any:
     """Returns the number of (query, key) pairs of one head."""
     q_len, kv_len = inputs.q.shape[-3], inputs.k.shape[-3]
     if inputs.cu_seqlens_q is None or inputs.cu_seqlens_k is None:
         return inputs.q.shape[0] * q_len * kv_len
-    queries = _lengths(inputs.cu_seqlens_q, q_len if plain.max_len_q is None else plain.max_len_q)
-    keys = _lengths(inputs.cu_seqlens_k, kv_len if plain.max_len_k is None else plain.max_len_k)
+    longest = how.options.max_len_q, how.options.max_len_k
+    queries = _lengths(inputs.cu_seqlens_q, q_len if longest[0] is None else longest[0])
+    keys = _lengths(inputs.cu_seqlens_k, kv_len if longest[1] is None else longest[1])
     return sum(one * other for one, other in zip(queries, keys, strict=True))
 
 
@@ -45,28 +46,28 @@ def _has_values(tensor: Tensor) -> bool:
 
 def _forward(*call: Any, out_val: Any = None, **_: Any) -> Any:
     """Counts two matrix products: queries and keys, weights and values."""
-    inputs, plain = from_call(call)
-    return 2 * inputs.q.shape[-2] * _pairs(inputs, plain) * (inputs.q.shape[-1] + inputs.v.shape[-1])
+    inputs, how = from_call(call)
+    return 2 * inputs.q.shape[-2] * _pairs(inputs, how) * (inputs.q.shape[-1] + inputs.v.shape[-1])
 
 
 def _backward(*arguments: Any, out_val: Any = None, **_: Any) -> Any:
     """Counts five matrix products: the scores again, the gradients of weights, values, queries and keys."""
-    inputs, plain = from_call(arguments[5:])
-    return 2 * inputs.q.shape[-2] * _pairs(inputs, plain) * (3 * inputs.q.shape[-1] + 2 * inputs.v.shape[-1])
+    inputs, how = from_call(arguments[5:])
+    return 2 * inputs.q.shape[-2] * _pairs(inputs, how) * (3 * inputs.q.shape[-1] + 2 * inputs.v.shape[-1])
 
 
 def _jvp(*arguments: Any, out_val: Any = None, **_: Any) -> Any:
     """Counts the forward's two matrix products, and one for each product with a tangent."""
     dq, dk, dv = (each is not None for each in arguments[:3])
-    inputs, plain = from_call(arguments[forward_mode.COUNT :])
+    inputs, how = from_call(arguments[forward_mode.COUNT :])
     keys, values = 1 + dq + dk, 1 + (dq or dk) + dv
-    return 2 * inputs.q.shape[-2] * _pairs(inputs, plain) * (keys * inputs.q.shape[-1] + values * inputs.v.shape[-1])
+    return 2 * inputs.q.shape[-2] * _pairs(inputs, how) * (keys * inputs.q.shape[-1] + values * inputs.v.shape[-1])
 
 
 def _max_logit(*call: Any, out_val: Any = None, **_: Any) -> Any:
     """Counts one matrix product, of queries and keys."""
-    inputs, plain = from_call(call)
-    return 2 * inputs.q.shape[-2] * _pairs(inputs, plain) * inputs.q.shape[-1]
+    inputs, how = from_call(call)
+    return 2 * inputs.q.shape[-2] * _pairs(inputs, how) * inputs.q.shape[-1]
 
 
 def _paged(

@@ -214,9 +214,9 @@ def test_torch_compile() -> None:
 def _op_arguments(q: torch.Tensor, k: torch.Tensor) -> tuple[Any, ...]:
     from attn_core.call.options import Options
     from attn_core.call.tensors import Inputs
-    from torch_frontend.dispatch.op_arguments import PlainOptions, to_call
+    from torch_frontend.dispatch.op_arguments import OpOptions, to_call
 
-    plain = PlainOptions.from_options(Options(causal=True, window=(None, None)), False, False, None)
+    plain = OpOptions(Options(causal=True, window=(None, None)), False, False, None)
     return to_call(Inputs(q.detach(), k, k), plain)
 
 

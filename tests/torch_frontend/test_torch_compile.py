@@ -13,7 +13,7 @@ from attn_core.call.options import Options
 from attn_core.call.tensors import Inputs
 from attn_core.expressions import causal, softcap, trace_mask, trace_score
 from torch_frontend import SeqInfo, attention, attention_qkvpacked, use_backend
-from torch_frontend.dispatch.op_arguments import PlainOptions, to_call
+from torch_frontend.dispatch.op_arguments import OpOptions, to_call
 from torch_frontend.flash_attn import flash_attn_func
 
 pytestmark = pytest.mark.sampled
@@ -235,15 +235,14 @@ def test_an_input_changed_before_the_backward_is_an_error():
 def test_the_options_of_an_op_equal_those_of_a_call():
     """A compiler's cache stores programs by this schema."""
     options = Options(True, "top_left", (3, None), 4.0, 0.5, 7, 9, 0.1, True, True, invariant="batch")
-    plain = PlainOptions.from_options(options, True, False, "math")
-    assert (plain.window_left, plain.window_right) == (3, None)
-    assert (plain.needs_backward, plain.bias_gradient, plain.backend) == (True, False, "math")
-    assert plain.as_options() == options
-    for name in set(Options._fields) - {"window", "aux_gradients"}:
-        assert getattr(plain, name) == getattr(options, name)
+    how = OpOptions(options, True, False, "math")
+    numbers = (4.0, 0.5, 7, 9, 0.1, True, True)
+    assert how.arguments == (True, "top_left", 3, None, *numbers, None, None, None, "batch", True, False, "math")
+    assert OpOptions.of(how.arguments) == how
     functions = options._replace(mask_mod=trace_mask(causal()).tree, score_mod=trace_score(softcap(2.0)).tree)
     functions = functions._replace(aux_gradients=(0, 2))
-    assert PlainOptions.from_options(functions, True, False, None).as_options() == functions
+    how = OpOptions(functions, True, False, None)
+    assert "0,2" in how.arguments and OpOptions.of(how.arguments) == how
     assert str(torch.ops.attn.forward.default._schema) == (
         "attn::forward(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, "
         "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? key_ranges, Tensor? aux0, Tensor? aux1, Tensor? aux2, "
@@ -257,7 +256,7 @@ def test_the_options_of_an_op_equal_those_of_a_call():
 def op_arguments(q, k, v, needs_backward):
     """The arguments of ``attn::forward`` of a causal call with a softcap and the log-sum-exp."""
     options = Options(causal=True, window=(None, None), softcap=4.0, return_lse=True)
-    return to_call(Inputs(q, k, v), PlainOptions.from_options(options, needs_backward, False, None))
+    return to_call(Inputs(q, k, v), OpOptions(options, needs_backward, False, None))
 
 
 @pytest.mark.parametrize("needs_backward", [False, True])

@@ -22,7 +22,7 @@ from torch_frontend.context_parallel.repeated_calls import RepeatedCall
 from torch_frontend.dispatch import autocast, empty_rows
 from torch_frontend.dispatch.after_import import after_import
 from torch_frontend.dispatch.backend_names import join_names
-from torch_frontend.dispatch.op_arguments import OPTIONS_SCHEMA, PlainOptions
+from torch_frontend.dispatch.op_arguments import OPTIONS_SCHEMA, OpOptions
 
 Tensor = torch.Tensor
 
@@ -136,23 +136,23 @@ def op_arguments(request: Request) -> tuple[Any, ...]:
     return (
         *(outer, inner[0] if inner else "", request.strategy, request.layout, *request.lengths, request.head_groups),
         None if request.documents is None else list(request.documents),
-        *PlainOptions.from_options(request.options, request.needs_backward, False, join_names(request.requested)),
+        *OpOptions(request.options, request.needs_backward, False, join_names(request.requested)).arguments,
     )
 
 
 def _request_of(arguments: tuple[Any, ...]) -> Request:
     """Returns the request that an op's arguments describe; the inverse of ``op_arguments``."""
     q, k, v, sinks, outer, inner, strategy, layout, q_len, kv_len, head_groups, offsets, *rest = arguments
-    plain = PlainOptions(*rest)
+    how = OpOptions.of(rest)
     names = (outer, inner) if inner else (outer,)
     sizes: Any = tuple(find_axis(name).size for name in names)
     return Request(
         tensor_metadata(q, k, v, sinks),
         (q_len, kv_len),
         None if offsets is None else tuple(offsets),
-        plain.as_options(),
-        *(strategy, layout, head_groups, names, sizes, q.device, plain.needs_backward),  # type: ignore[arg-type]
-        requested=tuple(plain.backend.split("\n")) if plain.backend else override.requested(),
+        how.options,
+        *(strategy, layout, head_groups, names, sizes, q.device, how.needs_backward),  # type: ignore[arg-type]
+        requested=tuple(how.backend.split("\n")) if how.backend else override.requested(),
     )
 
 

@@ -25,7 +25,7 @@ from attn_core.selection import forward_mode
 from torch_frontend.dispatch import plan, vmap
 from torch_frontend.dispatch.autocast import switched_off
 from torch_frontend.dispatch.backend_names import requested_now
-from torch_frontend.dispatch.op_arguments import SCHEMA, PlainOptions, from_call, joined, tensors_of, to_call
+from torch_frontend.dispatch.op_arguments import SCHEMA, OpOptions, from_call, tensors_of, to_call
 from torch_frontend.dispatch.ops import complete
 from torch_frontend.dispatch.run_plan import check_key_ranges, four_dimensional
 from torch_frontend.dispatch.wrappers import on_device
@@ -66,7 +66,7 @@ def plan_of(
     return TangentPlan(spec, backend, on_device(jvp, metadata[0][2]), one_row)
 
 
-def tangents_of(plain: PlainOptions, moved: Inputs) -> tuple[Tangents, PlainOptions]:
+def tangents_of(how: OpOptions, moved: Inputs) -> tuple[Tangents, OpOptions]:
     """Returns the tangents of a call, and its options with the numbers of the arrays that have tangents.
 
     Args:
@@ -77,20 +77,20 @@ def tangents_of(plain: PlainOptions, moved: Inputs) -> tuple[Tangents, PlainOpti
     """
     if moved.alibi_slopes is not None:
         raise SpecError("alibi_slopes: expected no tangent, its derivative is not defined here; pass it detached")
-    score_mod = plain.as_options().score_mod
+    score_mod = how.options.score_mod
     read = () if score_mod is None else aux_numbers(score_mod)  # a mask function has no derivative
     numbers = tuple(number for number in read if getattr(moved, AUX[number]) is not None)
     tangents = Tangents(moved.q, moved.k, moved.v, moved.bias, moved.sinks)
-    options = plain._replace(needs_backward=False, bias_gradient=False, aux_gradients=joined(numbers))
-    return tangents, options
+    options = how.options._replace(aux_gradients=numbers)
+    return tangents, how._replace(options=options, needs_backward=False, bias_gradient=False)
 
 
 def _jvp_op(*arguments: Any) -> tuple[Tensor, Tensor]:
-    inputs, plain = complete(arguments[COUNT:])
+    inputs, how = complete(arguments[COUNT:])
     inputs = inputs if inputs.key_ranges is None else inputs._replace(key_ranges=inputs.key_ranges.to(inputs.q.device))
-    requested, switches = requested_now(plain.backend)
-    arrays, plain = plain.array_numbers, plain._replace(aux_gradients=None)
-    call_plan = plan_of(plan.metadata(inputs), plain.as_options(), requested, switches, arrays)
+    requested, switches = requested_now(how.backend)
+    options, arrays = how.options._replace(aux_gradients=()), how.options.aux_gradients
+    call_plan = plan_of(plan.metadata(inputs), options, requested, switches, arrays)
     spec, tangents = call_plan.spec, Tangents(*arguments[:COUNT])
     check_key_ranges(spec, inputs.key_ranges)
     if call_plan.jvp is None or all(each is None for each in tangents):
@@ -123,14 +123,14 @@ def _jvp_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 def _mapped(run: Any, info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> vmap.MappedResults:
     """Applies the vmap rule to ``run``: ``attn::jvp``, or a function with its signature."""
-    inputs, plain = from_call(arguments[COUNT:])
+    inputs, how = from_call(arguments[COUNT:])
     return vmap.jvp(
-        lambda *tensors: run(*tensors[:COUNT], *to_call(Inputs(*tensors[COUNT:]), plain)),
+        lambda *tensors: run(*tensors[:COUNT], *to_call(Inputs(*tensors[COUNT:]), how)),
         info.batch_size,
         (Tangents(*arguments[:COUNT]), Tangents(*in_dims[:COUNT])),
         inputs,
         tensors_of(in_dims[COUNT:]),
-        plain,
+        how,
     )
 
 
@@ -158,14 +158,14 @@ class Jvp(torch.autograd.Function):
         refuse_second_derivative()
 
 
-def run(inputs: Inputs, plain: PlainOptions, moved: Sequence[Any]) -> tuple[Tensor, Tensor]:
+def run(inputs: Inputs, how: OpOptions, moved: Sequence[Any]) -> tuple[Tensor, Tensor]:
     """Returns the tangents of out and lse.
 
     Args:
         moved: the tangents of the arguments of ``attn::forward``, None for those that have none.
     """
-    tangents, plain = tangents_of(plain, tensors_of(moved))
-    return Jvp.apply(*tangents, *to_call(inputs, plain))  # type: ignore[no-any-return]
+    tangents, how = tangents_of(how, tensors_of(moved))
+    return Jvp.apply(*tangents, *to_call(inputs, how))  # type: ignore[no-any-return]
 
 
 _library = torch.library.Library("attn", "FRAGMENT")

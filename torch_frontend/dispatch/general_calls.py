@@ -38,7 +38,7 @@ from torch_frontend.dispatch.backend_names import join_names
 from torch_frontend.dispatch.block_masks import function_of, is_block_mask
 from torch_frontend.dispatch.checked_results import in_checks
 from torch_frontend.dispatch.dropout_words import draw_words
-from torch_frontend.dispatch.op_arguments import PlainOptions
+from torch_frontend.dispatch.op_arguments import OpOptions
 from torch_frontend.dispatch.ranges import in_ranges
 
 
@@ -206,7 +206,7 @@ def attend(inputs: Inputs, options: Options, backend: Any, capture: max_logit.Ca
     if transforms.is_one_op(inputs.q):
         plan.check(() if torch.compiler.is_compiling() else in_parts.metadata(inputs), options)
         names = join_names(requested_names(backend), sdpa_flags.now())
-        plain = PlainOptions.from_options(options, needs_backward, bias_gradient, names)
+        plain = OpOptions(options, needs_backward, bias_gradient, names)
         out, lse = (transforms if transforms.are_observing() else ops).traced(inputs, plain)
         return (out, lse) if options.return_lse else out
     requested = requested_names(backend) or override.requested()

@@ -21,7 +21,7 @@ from attn_core.call.tensors import Inputs
 from attn_core.selection import row_maximum
 from torch_frontend.dispatch import plan, transforms, vmap
 from torch_frontend.dispatch.autocast import switched_off
-from torch_frontend.dispatch.op_arguments import SCHEMA, PlainOptions, from_call, tensors_of, to_call
+from torch_frontend.dispatch.op_arguments import SCHEMA, OpOptions, from_call, tensors_of, to_call
 from torch_frontend.dispatch.ops import complete
 from torch_frontend.dispatch.run_plan import check_host_values, four_dimensional
 from torch_frontend.dispatch.wrappers import on_device
@@ -81,8 +81,8 @@ def by_a_pass(inputs: Inputs, options: Options) -> Tensor:
     """
     inputs, options = _without_values(inputs, options)
     if transforms.is_one_op(inputs.q):
-        plain = PlainOptions.from_options(options, False, False, None)
-        return torch.ops.attn.max_logit(*to_call(inputs, plain))  # type: ignore[no-any-return]
+        how = OpOptions(options, False, False, None)
+        return torch.ops.attn.max_logit(*to_call(inputs, how))  # type: ignore[no-any-return]
     return _run(inputs, options)
 
 
@@ -110,8 +110,8 @@ def _run(inputs: Inputs, options: Options) -> Tensor:
 
 
 def _op(*call: Any) -> Tensor:
-    inputs, plain = complete(call)
-    return _run(inputs, plain.as_options())
+    inputs, how = complete(call)
+    return _run(inputs, how.options)
 
 
 def _fake(*call: Any) -> Tensor:
@@ -126,12 +126,12 @@ def _result_like(inputs: Inputs) -> Tensor:
 
 def _mapped(info: Any, in_dims: tuple[Any, ...], *call: Any) -> tuple[Tensor, int]:
     """The vmap rule of the op."""
-    inputs, plain = from_call(call)
+    inputs, how = from_call(call)
 
     def run(*tensors: Any) -> tuple[Tensor]:
-        return (torch.ops.attn.max_logit(*to_call(Inputs(*tensors), plain)),)
+        return (torch.ops.attn.max_logit(*to_call(Inputs(*tensors), how)),)
 
-    (result,), _ = vmap.max_logit(run, info.batch_size, inputs, tensors_of(in_dims), plain)
+    (result,), _ = vmap.max_logit(run, info.batch_size, inputs, tensors_of(in_dims), how)
     return result, 0
 
 

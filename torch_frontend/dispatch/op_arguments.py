@@ -1,10 +1,11 @@
-"""The arguments of ``attn::forward`` and ``attn::backward``: the fields of Inputs, then those of PlainOptions."""
+"""The arguments of ``attn::forward`` and ``attn::backward``: the fields of Inputs, then options as plain values."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, get_type_hints
 
+from attn_core.call.functions import KINDS
 from attn_core.call.options import Options
 from attn_core.call.tensors import Inputs
 from attn_core.expressions.tree import Expression, from_text
@@ -13,105 +14,71 @@ TENSORS = len(Inputs._fields)
 """The number of tensors, which come before the options."""
 
 
-class PlainOptions(NamedTuple):
-    """Options as plain values: the window as two numbers, functions as text; and three arguments more."""
+class OpOptions(NamedTuple):
+    """What the arguments of an op say besides the tensors: the checked options of a call, and three things more."""
 
-    causal: bool
-    alignment: str
-    window_left: int | None
-    window_right: int | None
-    softcap: float | None
-    scale: float | None
-    max_len_q: int | None
-    max_len_k: int | None
-    dropout: float
-    deterministic: bool
-    return_lse: bool
-    mask_mod: str | None
-    score_mod: str | None
-    """The functions as ``Expression.text``."""
-    aux_gradients: str | None
-    """The numbers of ``Options.aux_gradients``, joined by commas; None for none."""
-    invariant: str | None
+    options: Options
     needs_backward: bool
     bias_gradient: bool
     backend: str | None
     """Names in order of preference, joined by ``join_names``, because torch.jit accepts no list of names."""
 
-    @classmethod
-    def from_options(
-        cls, options: Options, needs_backward: bool, bias_gradient: bool, backend: str | None
-    ) -> PlainOptions:
-        """Returns checked options, their window a pair, as the arguments of an op."""
-        window: Any = options.window
-        left, right = window
-        return cls(
-            **{name: getattr(options, name) for name in _UNCHANGED},
-            window_left=left,
-            window_right=right,
-            mask_mod=_text(options.mask_mod),
-            score_mod=_text(options.score_mod),
-            aux_gradients=joined(options.aux_gradients),
-            needs_backward=needs_backward,
-            bias_gradient=bias_gradient,
-            backend=backend,
-        )
-
-    def as_options(self) -> Options:
-        """Returns the arguments of an op as Options again."""
-        return Options(
-            **{name: getattr(self, name) for name in _UNCHANGED},
-            window=(self.window_left, self.window_right),
-            mask_mod=_expression(self.mask_mod),
-            score_mod=_expression(self.score_mod),
-            aux_gradients=self.array_numbers,
-        )
-
     @property
-    def array_numbers(self) -> tuple[int, ...]:
-        """``aux_gradients`` as numbers."""
-        return () if self.aux_gradients is None else tuple(int(number) for number in self.aux_gradients.split(","))
+    def arguments(self) -> tuple[Any, ...]:
+        """The arguments of an op: the window as two numbers, functions and the numbers of arrays as text."""
+        values: list[Any] = []
+        named: dict[str, Any] = self.options._asdict()
+        for name, value in named.items():
+            if name == "window":
+                values += value
+            elif name in KINDS:
+                values.append(None if value is None else value.text)
+            elif name == "aux_gradients":
+                values.append(",".join(map(str, value)) or None)
+            else:
+                values.append(value)
+        return *values, self.needs_backward, self.bias_gradient, self.backend
+
+    @classmethod
+    def of(cls, arguments: Sequence[Any]) -> OpOptions:
+        """Returns what the arguments of an op say; the inverse of ``arguments``."""
+        *values, needs_backward, bias_gradient, backend = arguments
+        named = dict(zip(_NAMES, values))
+        numbers = named["aux_gradients"]
+        named["aux_gradients"] = tuple([int(number) for number in numbers.split(",")]) if numbers else ()
+        named["window"] = named.pop("window_left"), named.pop("window_right")
+        for name in KINDS:
+            named[name] = None if named[name] is None else from_text(named[name])
+        return cls(Options(**named), needs_backward, bias_gradient, backend)
 
 
-_UNCHANGED = tuple(name for name in Options._fields if name not in ("window", "mask_mod", "score_mod", "aux_gradients"))
-"""The options that an op takes as they are."""
+def _kinds() -> dict[str, str]:
+    """Returns the types of an op's options by name, as torch's schema spells them."""
+    spelled: dict[Any, str] = {bool: "bool", str: "str", float: "float", int | None: "SymInt?", float | None: "float?"}
+    spelled |= {str | None: "str?", Expression | None: "str?", tuple[int, ...]: "str?"}
+    hints = get_type_hints(Options) | get_type_hints(OpOptions)
+    del hints["options"]
+    kinds: dict[str, str] = {}
+    for name, hint in hints.items():
+        if name == "window":
+            kinds |= {"window_left": "SymInt?", "window_right": "SymInt?"}
+        else:
+            kinds[name] = spelled[hint]
+    return kinds
 
 
-def _text(tree: Expression | None) -> str | None:
-    return None if tree is None else tree.text
-
-
-def _expression(text: str | None) -> Expression | None:
-    return None if text is None else from_text(text)
-
-
-def joined(numbers: tuple[int, ...]) -> str | None:
-    """Returns numbers of aux arrays as ``PlainOptions.aux_gradients``."""
-    return ",".join(map(str, numbers)) or None
-
-
-def _options_schema() -> str:
-    """Returns the fields of PlainOptions as torch's schema spells them."""
-    spelled = {
-        bool: "bool",
-        str: "str",
-        float: "float",
-        int | None: "SymInt?",
-        float | None: "float?",
-        str | None: "str?",
-    }
-    return ", ".join(f"{spelled[kind]} {name}" for name, kind in get_type_hints(PlainOptions).items())
-
-
-OPTIONS_SCHEMA = _options_schema()
+_NAMES = tuple(_kinds())
+COUNT = len(_NAMES)
+"""The number of an op's options."""
+OPTIONS_SCHEMA = ", ".join(f"{kind} {name}" for name, kind in _kinds().items())
 _TENSOR_SCHEMA = ", ".join(f"Tensor{'' if name in ('q', 'k', 'v') else '?'} {name}" for name in Inputs._fields)
 SCHEMA = f"{_TENSOR_SCHEMA}, {OPTIONS_SCHEMA}"
 """The arguments of both ops as torch's schema spells them."""
 
 
-def to_call(inputs: Inputs, plain: PlainOptions) -> tuple[Any, ...]:
+def to_call(inputs: Inputs, rest: OpOptions) -> tuple[Any, ...]:
     """Returns the arguments of ``attn::forward``."""
-    return *inputs, *plain
+    return *inputs, *rest.arguments
 
 
 def tensors_of(call: Sequence[Any]) -> Inputs:
@@ -119,6 +86,6 @@ def tensors_of(call: Sequence[Any]) -> Inputs:
     return Inputs(*call[:TENSORS])
 
 
-def from_call(call: Sequence[Any]) -> tuple[Inputs, PlainOptions]:
-    """Returns the arguments of ``attn::forward`` as Inputs and PlainOptions."""
-    return tensors_of(call), PlainOptions(*call[TENSORS:])
+def from_call(call: Sequence[Any]) -> tuple[Inputs, OpOptions]:
+    """Returns what the arguments of ``attn::forward`` say."""
+    return tensors_of(call), OpOptions.of(call[TENSORS:])

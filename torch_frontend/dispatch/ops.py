@@ -22,7 +22,7 @@ from torch_frontend.dispatch import in_parts, offsets, vmap
 from torch_frontend.dispatch.autocast import switched_off
 from torch_frontend.dispatch.backend_names import requested_now
 from torch_frontend.dispatch.checked_results import check_backward, check_forward
-from torch_frontend.dispatch.op_arguments import SCHEMA, TENSORS, PlainOptions, from_call, tensors_of, to_call
+from torch_frontend.dispatch.op_arguments import COUNT, SCHEMA, TENSORS, OpOptions, from_call, tensors_of, to_call
 from torch_frontend.dispatch.plan import Plan, metadata, plan
 from torch_frontend.dispatch.ranges import in_ranges
 from torch_frontend.dispatch.run_plan import check_key_ranges, gradients_in_order, run_backward, run_forward
@@ -30,23 +30,23 @@ from torch_frontend.dispatch.run_plan import check_key_ranges, gradients_in_orde
 Tensor = torch.Tensor
 
 
-def complete(call: Sequence[Any]) -> tuple[Inputs, PlainOptions]:
+def complete(call: Sequence[Any]) -> tuple[Inputs, OpOptions]:
     """Returns the arguments of ``attn::forward`` with offsets that give every token a document."""
-    inputs, plain = from_call(call)
+    inputs, how = from_call(call)
     if inputs.mask is not None:
         # A mask may keep its additive form (kept_masks), but not here: while a CUDA graph warms up, new memory belongs
         # to the graph. The detached mask is a new object, without what is attached to the original.
         inputs = inputs._replace(mask=inputs.mask.detach())
     if inputs.cu_seqlens_q is None:
-        return inputs, plain
-    inputs, longest = offsets.complete(inputs, (plain.max_len_q, plain.max_len_k))
-    return inputs, plain._replace(max_len_q=longest[0], max_len_k=longest[1])
+        return inputs, how
+    inputs, longest = offsets.complete(inputs, (how.options.max_len_q, how.options.max_len_k))
+    return inputs, how._replace(options=how.options._replace(max_len_q=longest[0], max_len_k=longest[1]))
 
 
-def _op_plan(inputs: Inputs, plain: PlainOptions, chosen: Tensor | None = None) -> tuple[Plan, Inputs]:
+def _op_plan(inputs: Inputs, how: OpOptions, chosen: Tensor | None = None) -> tuple[Plan, Inputs]:
     """Plans a call, with ``chosen`` on the backend that the forward chose; returns the inputs that the plan takes."""
-    requested, switches = requested_now(plain.backend)
-    rest = plain.as_options(), plain.needs_backward, plain.bias_gradient
+    requested, switches = requested_now(how.backend)
+    rest = how.options, how.needs_backward, how.bias_gradient
     number = -1 if chosen is None else int(chosen)
     name = names()[number % len(names())]
     # The backward runs on its forward's backend, even if use_backend or sdpa_kernel names another one by then.
@@ -65,8 +65,8 @@ def _chosen(call_plan: Plan) -> Tensor:
 
 
 def _forward_op(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    inputs, plain = complete(arguments)
-    call_plan, inputs = _op_plan(inputs, plain)
+    inputs, how = complete(arguments)
+    call_plan, inputs = _op_plan(inputs, how)
     check_key_ranges(call_plan.spec, inputs.key_ranges)
     with switched_off(inputs.q.device):
         out, lse = run_forward(call_plan, inputs)
@@ -90,39 +90,39 @@ def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _backward_op(*arguments: Any) -> tuple[Tensor, ...]:
     # The saved offsets are the caller's, not completed ones, so the backward completes them as the forward did.
     dout, dlse, out, lse, chosen, *call = arguments
-    inputs, plain = complete(call)
+    inputs, how = complete(call)
     with switched_off(inputs.q.device):
-        call_plan, inputs = _op_plan(inputs, plain, chosen)
+        call_plan, inputs = _op_plan(inputs, how, chosen)
         results = run_backward(call_plan, inputs, out, lse, dout, dlse)
     check_backward(call_plan, inputs, results)
     absent = inputs.q.new_empty(0)  # an op must return a tensor for each result, and no two may share memory
-    expected = results[: _results_of(plain)]
+    expected = results[: _results_of(how)]
     return tuple(absent.clone() if gradient is None else gradient.contiguous() for gradient in expected)
 
 
 def _backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
     call = arguments[5:]
-    inputs, plain = from_call(call)
+    inputs, how = from_call(call)
     # The order of Gradients: dq, dk, dv, dbias, dsinks, daux0 to daux3.
-    arrays = [getattr(inputs, name) if number in plain.array_numbers else None for number, name in enumerate(AUX)]
-    differentiated = (*inputs[:3], inputs.bias if plain.bias_gradient else None, inputs.sinks, *arrays)
-    expected = differentiated[: _results_of(plain)]
+    arrays = [getattr(inputs, name) if number in how.options.aux_gradients else None for number, name in enumerate(AUX)]
+    differentiated = (*inputs[:3], inputs.bias if how.bias_gradient else None, inputs.sinks, *arrays)
+    expected = differentiated[: _results_of(how)]
     return tuple(inputs.q.new_empty(0) if t is None else t.new_empty(t.shape) for t in expected)
 
 
-def _results_of(plain: PlainOptions) -> int:
+def _results_of(how: OpOptions) -> int:
     """Returns the number of results of ``backward_op``."""
-    return _BACKWARDS["backward_with_aux" if plain.array_numbers else "backward"]
+    return _BACKWARDS["backward_with_aux" if how.options.aux_gradients else "backward"]
 
 
-def backward_op(plain: PlainOptions) -> Any:
+def backward_op(how: OpOptions) -> Any:
     """Returns the op that computes a call's gradients."""
-    return torch.ops.attn.backward_with_aux if plain.array_numbers else torch.ops.attn.backward
+    return torch.ops.attn.backward_with_aux if how.options.aux_gradients else torch.ops.attn.backward
 
 
 def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     """Saves what the backward of ``attn::forward`` needs: all its tensors, results and options."""
-    tensors, ctx.plain = from_call(inputs)
+    tensors, ctx.how = from_call(inputs)
     ctx.save_for_backward(*tensors, *output)
     ctx.set_materialize_grads(False)
 
@@ -132,46 +132,46 @@ def differentiate(
 ) -> tuple[Any, ...]:
     """Computes the gradients of ``attn::forward``'s arguments with ``backward``, by default ``attn::backward``."""
     *tensors, out, lse, chosen = ctx.saved_tensors
-    plain: PlainOptions = ctx.plain
-    backward = backward or backward_op(plain)
+    how: OpOptions = ctx.how
+    backward = backward or backward_op(how)
     inputs = Inputs(*tensors)
-    results = backward(dout, dlse if plain.return_lse else None, out, lse, chosen, *to_call(inputs, plain))
-    gradients = _without_absent(results, inputs, plain)
-    return *gradients_in_order(gradients, TENSORS), *(None,) * len(plain)
+    results = backward(dout, dlse if how.options.return_lse else None, out, lse, chosen, *to_call(inputs, how))
+    gradients = _without_absent(results, inputs, how)
+    return *gradients_in_order(gradients, TENSORS), *(None,) * COUNT
 
 
-def _without_absent(results: Sequence[Tensor], inputs: Inputs, plain: PlainOptions) -> Gradients:
+def _without_absent(results: Sequence[Tensor], inputs: Inputs, how: OpOptions) -> Gradients:
     """Returns the results of ``attn::backward`` as Gradients, with None for the empty tensors of absent gradients."""
-    dbias = results[3] if plain.bias_gradient else None
+    dbias = results[3] if how.bias_gradient else None
     dsinks = None if inputs.sinks is None else results[4]
-    daux = {DAUX[number]: results[5 + number] for number in plain.array_numbers}
+    daux = {DAUX[number]: results[5 + number] for number in how.options.aux_gradients}
     return Gradients(results[0], results[1], results[2], dbias, dsinks, **daux)
 
 
 def mapped_forward(run: Any, info: Any, in_dims: tuple[Any, ...], *call: Any) -> vmap.MappedResults:
     """Applies the vmap rule to ``run``: ``attn::forward``, or a function with its signature."""
-    inputs, plain = from_call(call)
+    inputs, how = from_call(call)
     return vmap.forward(
-        lambda *tensors: run(*to_call(Inputs(*tensors), plain)),
+        lambda *tensors: run(*to_call(Inputs(*tensors), how)),
         info.batch_size,
         inputs,
         tensors_of(in_dims),
-        plain,
+        how,
     )
 
 
 def mapped_backward(run: Any, info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> vmap.MappedResults:
     """Applies the vmap rule to ``run``: ``attn::backward``, or a function with its signature."""
-    inputs, plain = from_call(arguments[5:])
+    inputs, how = from_call(arguments[5:])
     return vmap.backward(
-        lambda *tensors: run(*tensors[:5], *to_call(Inputs(*tensors[5:]), plain)),
+        lambda *tensors: run(*tensors[:5], *to_call(Inputs(*tensors[5:]), how)),
         info.batch_size,
         arguments[:5],
         in_dims[:5],
         inputs,
         tensors_of(in_dims[5:]),
-        plain,
-        summed=plain.bias_gradient or inputs.sinks is not None or bool(plain.array_numbers),
+        how,
+        summed=how.bias_gradient or inputs.sinks is not None or bool(how.options.aux_gradients),
     )
 
 
@@ -181,9 +181,9 @@ def mapped_gradients(
     """Computes a plan's gradients with ``attn::backward``, which has a rule for the active vmap."""
     spec = call_plan.spec
     options = Options(*(getattr(spec, name) for name in Options._fields))
-    plain = PlainOptions.from_options(options, spec.needs_backward, spec.bias_gradient, call_plan.backend)
-    results = backward_op(plain)(dout, dlse, out, lse, _chosen(call_plan), *to_call(inputs, plain))
-    return _without_absent(results, inputs, plain)
+    how = OpOptions(options, spec.needs_backward, spec.bias_gradient, call_plan.backend)
+    results = backward_op(how)(dout, dlse, out, lse, _chosen(call_plan), *to_call(inputs, how))
+    return _without_absent(results, inputs, how)
 
 
 # torch's compiler caches identify ops by name: after a release, a changed schema needs a new op name.
@@ -209,7 +209,7 @@ for _name, _rule in (("forward", mapped_forward), *((name, mapped_backward) for 
     torch.library.register_vmap(f"attn::{_name}", partial(_rule, getattr(torch.ops.attn, _name)), lib=_library)
 
 
-def traced(inputs: Inputs, plain: PlainOptions) -> tuple[Tensor, Tensor]:
+def traced(inputs: Inputs, how: OpOptions) -> tuple[Tensor, Tensor]:
     """Runs the call as the op ``attn::forward`` and returns (out, lse)."""
-    out, lse, _ = torch.ops.attn.forward(*to_call(inputs, plain))
+    out, lse, _ = torch.ops.attn.forward(*to_call(inputs, how))
     return out, lse

@@ -16,7 +16,7 @@ from attn_core.call.tensors import Inputs
 from torch_frontend.dispatch import autograd, forward_mode, ops
 from torch_frontend.dispatch import vmap as vmap_rules
 from torch_frontend.dispatch.after_import import after_import
-from torch_frontend.dispatch.op_arguments import PlainOptions, from_call, joined, tensors_of, to_call
+from torch_frontend.dispatch.op_arguments import OpOptions, from_call, tensors_of, to_call
 from torch_frontend.dispatch.tensor_kinds import is_watched, needs_gradient
 
 Tensor = torch.Tensor
@@ -34,21 +34,21 @@ def is_one_op(q: Tensor) -> bool:
     return torch.compiler.is_compiling() or are_observing() or is_watched(q)
 
 
-def traced(inputs: Inputs, plain: PlainOptions) -> tuple[Tensor, Tensor]:
+def traced(inputs: Inputs, how: OpOptions) -> tuple[Tensor, Tensor]:
     """Returns (out, lse), as ``ops.traced`` does."""
-    return _in_graph(*to_call(inputs, plain))
+    return _in_graph(*to_call(inputs, how))
 
 
 def _in_graph(*call: Any) -> tuple[Tensor, Tensor]:
-    inputs, plain = from_call(call)
+    inputs, how = from_call(call)
     # A transform's gradient is invisible in requires_grad of the innermost tensor, so look through all levels.
     recorded = torch.is_grad_enabled()
     bias = recorded and inputs.bias is not None and needs_gradient(inputs.bias)
     sinks = inputs.sinks is not None and needs_gradient(inputs.sinks)
-    arrays = autograd.arrays_with_gradient(inputs, plain.as_options().score_mod, needs_gradient) if recorded else ()
+    arrays = autograd.arrays_with_gradient(inputs, how.options.score_mod, needs_gradient) if recorded else ()
     needs = bias or bool(arrays) or (recorded and (sinks or any(needs_gradient(tensor) for tensor in inputs[:3])))
-    plain = plain._replace(needs_backward=needs, bias_gradient=bias, aux_gradients=joined(arrays))
-    out, lse, _ = _Forward.apply(*to_call(inputs, plain))
+    options = how.options._replace(aux_gradients=arrays)
+    out, lse, _ = _Forward.apply(*to_call(inputs, OpOptions(options, needs, bias, how.backend)))
     return out, lse
 
 
@@ -82,7 +82,7 @@ class _Forward(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *moved: Any) -> Any:
         inputs = Inputs(*ctx.saved_tensors[: len(Inputs._fields)])
-        return *forward_mode.run(inputs, ctx.plain, moved), None
+        return *forward_mode.run(inputs, ctx.how, moved), None
 
 
 class _Backward(torch.autograd.Function):

@@ -12,7 +12,7 @@ import torch
 
 from attn_core.call.tensors import Inputs, Tangents
 from attn_core.errors import ShapeError
-from torch_frontend.dispatch.op_arguments import PlainOptions
+from torch_frontend.dispatch.op_arguments import OpOptions
 
 Tensor = torch.Tensor
 Dims = Sequence[int | None]
@@ -22,10 +22,10 @@ MappedResults = tuple[tuple[Tensor, ...], tuple[int | None, ...]]
 
 
 def forward(
-    run: Callable[..., tuple[Tensor, ...]], size: int, inputs: Inputs, dims: Inputs, plain: PlainOptions
+    run: Callable[..., tuple[Tensor, ...]], size: int, inputs: Inputs, dims: Inputs, how: OpOptions
 ) -> MappedResults:
     """Maps ``run(*inputs) -> (out, lse, chosen)`` over ``size`` elements."""
-    if _cannot_fold(inputs, dims, plain):
+    if _cannot_fold(inputs, dims, how):
         # All elements have the same shapes and options, so they ran on one backend: its index needs no mapped axis.
         out, lse, chosen = one_by_one(run, size, inputs, dims)
         return (out, lse, chosen[0]), (0, 0, None)
@@ -41,7 +41,7 @@ def backward(
     saved_dims: Dims,
     inputs: Inputs,
     dims: Inputs,
-    plain: PlainOptions,
+    how: OpOptions,
     summed: bool,
 ) -> MappedResults:
     """Maps ``run(dout, dlse, out, lse, chosen, *inputs) -> (dq, dk, dv, dbias, dsinks, ...)`` over ``size`` elements.
@@ -50,7 +50,7 @@ def backward(
         summed: whether ``run`` sums a gradient over the batch (dbias, dsinks, daux). Folding would then also sum over
             the mapped elements.
     """
-    if summed or _cannot_fold(inputs, dims, plain):
+    if summed or _cannot_fold(inputs, dims, how):
         results = one_by_one(run, size, (*saved, *inputs), (*saved_dims, *dims))
         return results, (0,) * len(results)
     batch, (*rows, chosen), at = _batch(inputs, dims), saved, saved_dims[-1]
@@ -66,7 +66,7 @@ def jvp(
     tangents: tuple[Tangents, Tangents],
     inputs: Inputs,
     dims: Inputs,
-    plain: PlainOptions,
+    how: OpOptions,
 ) -> MappedResults:
     """Maps ``run(*tangents, *inputs) -> (dout, dlse)`` over ``size`` elements.
 
@@ -74,7 +74,7 @@ def jvp(
         tangents: the tangents, and their mapped axes.
     """
     moved, moved_dims = tangents
-    if _cannot_fold(inputs, dims, plain) or moved_dims.dsinks is not None:
+    if _cannot_fold(inputs, dims, how) or moved_dims.dsinks is not None:
         results = one_by_one(run, size, (*moved, *inputs), (*moved_dims, *dims))
         return results, (0,) * len(results)
     batch = _batch(inputs, dims)
@@ -85,10 +85,10 @@ def jvp(
 
 
 def max_logit(
-    run: Callable[..., tuple[Tensor, ...]], size: int, inputs: Inputs, dims: Inputs, plain: PlainOptions
+    run: Callable[..., tuple[Tensor, ...]], size: int, inputs: Inputs, dims: Inputs, how: OpOptions
 ) -> MappedResults:
     """Maps ``run(*inputs) -> (max_logit,)`` over ``size`` elements."""
-    if _cannot_fold(inputs, dims, plain):
+    if _cannot_fold(inputs, dims, how):
         return one_by_one(run, size, inputs, dims), (0,)
     batch = _batch(inputs, dims)
     (result,) = run(*_fold(size, batch, inputs, dims))
@@ -107,11 +107,11 @@ def one_by_one(
     return tuple(torch.stack(parts) for parts in zip(*results))
 
 
-def _cannot_fold(inputs: Inputs, dims: Inputs, plain: PlainOptions) -> bool:
+def _cannot_fold(inputs: Inputs, dims: Inputs, how: OpOptions) -> bool:
     """Returns whether the mapped axis has no place: offsets, mapped sinks and dropout's words have no batch axis, and
     functions may count the batch rows."""
-    functions = plain.mask_mod is not None or plain.score_mod is not None
-    return inputs.cu_seqlens_q is not None or dims.sinks is not None or plain.dropout != 0 or functions
+    functions = how.options.mask_mod is not None or how.options.score_mod is not None
+    return inputs.cu_seqlens_q is not None or dims.sinks is not None or how.options.dropout != 0 or functions
 
 
 def _batch(inputs: Inputs, dims: Inputs) -> int:
