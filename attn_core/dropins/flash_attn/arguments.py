@@ -95,14 +95,6 @@ def softcap_of(softcap: Any) -> Any:
     return None if number is None or number <= 0 else softcap
 
 
-def rate_of(dropout_p: Any) -> float:
-    """Returns ``dropout_p`` as a float."""
-    rate = check_number("dropout_p", dropout_p)
-    if rate is None or not 0 <= rate < 1:
-        raise SpecError(f"dropout_p={shown(dropout_p)}: expected a probability in [0, 1)")
-    return rate
-
-
 def host_int(name: str, value: Any) -> int:
     """Returns a length in tokens. Raises SpecError unless it is an int that int32 has, also as an array on the CPU."""
     number = value if is_host_int(value) else number_on_host(value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar, Generic
 
 from attn_core.call.keywords import Array, Random
-from attn_core.call.options import check_flag
+from attn_core.call.options import check_flag, check_number
 from attn_core.call.seq_info import SeqInfo
 from attn_core.dropins.flash_attn.arguments import (
     CACHE,
@@ -16,7 +16,6 @@ from attn_core.dropins.flash_attn.arguments import (
     check_hints,
     check_packed,
     options_of,
-    rate_of,
     renamed,
 )
 from attn_core.dropins.flash_attn.cache import Cached, attend
@@ -188,7 +187,7 @@ class FlashAttention2(Generic[Array, Random]):
             info = documents_of(cls.frontend, q, (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k))
             options = options_of(softmax_scale, causal, window_size, softcap, deterministic)
             if block_table is not None:
-                if rate_of(dropout_p):
+                if check_number("dropout_p", dropout_p):
                     raise SpecError(
                         f"dropout_p={dropout_p}: expected 0 with block_table, because pages are for inference"
                     )
@@ -356,7 +355,7 @@ class FlashAttention2(Generic[Array, Random]):
     ) -> Array | tuple[Array, Array, Array]:
         """Returns the results for q, k and v. with_weights: return_attn_probs. options: keywords of ``attention``."""
         if check_flag("return_attn_probs", with_weights):
-            return _with_weights(cls.frontend, qkv, rate_of(dropout), rng, options)
+            return _with_weights(cls.frontend, qkv, check_number("dropout_p", dropout), rng, options)
         return cls.frontend.attention(*qkv, dropout=dropout, dropout_rng=rng, **options)
 
     @classmethod
@@ -366,7 +365,7 @@ class FlashAttention2(Generic[Array, Random]):
         """Returns the results for q, k and v in one array."""
         if check_flag("return_attn_probs", with_weights):
             parts = cls.frontend.unstack(qkv, 1 if "seq_info" in options else 2)
-            return _with_weights(cls.frontend, parts, rate_of(dropout), rng, options)
+            return _with_weights(cls.frontend, parts, check_number("dropout_p", dropout), rng, options)
         return cls.frontend.attention_qkvpacked(qkv, dropout=dropout, dropout_rng=rng, **options)
 
     @classmethod
@@ -400,7 +399,7 @@ def lse_of_flash_attn(frontend: Frontend, lse: Any) -> Any:
 
 
 def _with_weights(
-    frontend: Frontend, qkv: tuple[Any, ...], dropout: float, rng: Any, options: dict[str, Any]
+    frontend: Frontend, qkv: tuple[Any, ...], dropout: float | None, rng: Any, options: dict[str, Any]
 ) -> tuple[Any, Any, Any]:
     """Returns (out, softmax_lse, S_dmask).
 

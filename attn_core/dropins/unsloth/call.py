@@ -58,7 +58,7 @@ def prepare(
     check_fields(config, context)
     check_sizes(config, context, *(array.shape for array in operands))
     request = interpret(config, context)
-    preferred = preference(config, framework, device, request.invariant)
+    preferred = preference(config, framework, device, request.options["invariant"])
     axes = (context.bsz, context.q_len, context.n_heads, operands[2].shape[3])
     if context.prefix_seg_info is not None:
         # The ranges say what is visible, and every other option but these is refused.

@@ -52,7 +52,7 @@ def shared_prefixes(request: UnslothRequest, context: AttentionContext) -> np.nd
     layout = _Layout(getattr(info, "signature", None), context.bsz * context.q_len, info)
     # Without a signature two different layouts would share a key, so nothing is cached.
     key_ranges, longest = (_read_layout if layout.has_key else _read_layout.__wrapped__)(layout)
-    left = request.window[0]
+    left = request.options["window"][0]
     # A window would count the tokens of other suffixes, so it is allowed only if it hides nothing.
     if left is not None and left + 1 < longest:
         raise SpecError(
@@ -68,16 +68,14 @@ def _refuse(request: UnslothRequest, context: AttentionContext) -> None:
         ("context.seq_info", context.seq_info),
         (request.mask_name, request.mask),
         ("blocks of an xformers mask", request.documents),
-        ("alibi_slopes", request.alibi_slopes),
+        ("alibi_slopes", request.options["alibi_slopes"]),
     )
     for name, value in stated:
         if value is not None:
             raise SpecError(f"{name}: expected None with {NAME}, got {type(value).__name__}")
-    if request.dropout:
-        raise SpecError(
-            f"dropout_p={request.dropout}: expected 0 with {NAME}, because kernels compute each row in parts"
-        )
-    if not request.causal:
+    if dropout := request.options["dropout"]:
+        raise SpecError(f"dropout_p={dropout}: expected 0 with {NAME}, because kernels compute each row in parts")
+    if not request.options["causal"]:
         raise SpecError(f"causal=False: expected True with {NAME}, because its prefixes and suffixes are causal")
     if context.kv_seq_len != context.q_len:
         raise ShapeError(

@@ -32,7 +32,7 @@ class UnslothRequest(NamedTuple):
     """A call of Unsloth's ``run_attention`` as arguments of our ``attention``.
 
     Attributes:
-        causal, window, softcap, scale, dropout, deterministic, alibi_slopes, invariant: as in ``attention``.
+        options: the keywords of ``attention`` that need no mask, those of ``OPTIONS``.
         mask: the host's attention_mask, causal_mask, attn_mask or attn_bias, or None.
         mask_name: the argument that the mask came from, for errors.
         keep: whether the mask is the host's 2-D ``attention_mask``, ``[bsz, kv_len]``, in which nonzero keys are
@@ -40,23 +40,11 @@ class UnslothRequest(NamedTuple):
         documents: the documents of an xformers mask, or None.
     """
 
-    causal: bool
-    window: Any
-    softcap: float | None
-    scale: float | None
-    dropout: float
-    deterministic: bool
-    alibi_slopes: Any
+    options: dict[str, Any]
     mask: Any
     mask_name: str
     keep: bool
     documents: SeqInfo | None
-    invariant: str | None
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The options as keywords of ``attention``."""
-        return {name: getattr(self, name) for name in OPTIONS}
 
 
 def interpret(config: AttentionConfig, context: AttentionContext) -> UnslothRequest:
@@ -155,23 +143,16 @@ def _interpret(config: AttentionConfig, context: AttentionContext) -> UnslothReq
         name = type(stated["blocks"].value).__name__
         stated["causal"].state(block_mask.causal, f"{stated['blocks'].where} is {name}, causal")
     causal = not complete if stated["causal"].value is None else _flag(stated["causal"])
-    return UnslothRequest(
-        causal=causal,
-        # The host's sliding window is in a complete mask; a bag's own distances still count.
-        window=normalise_window(distances(stated["window"].value, stated["window"].where), causal)
-        if complete
-        else _window(stated["window"], config, _with_window(context, block_mask), causal),
-        softcap=stated["softcap"].value or None,
-        scale=stated["scale"].value,
-        dropout=stated["dropout"].value or 0.0,
-        deterministic=stated["deterministic"].value is not None and _flag(stated["deterministic"]),
-        alibi_slopes=stated["alibi_slopes"].value,
-        mask=mask,
-        mask_name=stated["mask"].where,
-        keep=keep,
-        documents=None if block_mask is None else block_mask.documents,
-        invariant=stated["invariant"].value,
-    )
+    if complete:  # the host's sliding window is in it; a bag's own distances still count
+        window = normalise_window(distances(stated["window"].value, stated["window"].where), causal)
+    else:
+        window = _window(stated["window"], config, _with_window(context, block_mask), causal)
+    options = {name: stated[name].value for name in OPTIONS} | {"causal": causal, "window": window}
+    options["softcap"] = options["softcap"] or None
+    options["dropout"] = options["dropout"] or 0.0
+    options["deterministic"] = options["deterministic"] is not None and _flag(stated["deterministic"])
+    documents = None if block_mask is None else block_mask.documents
+    return UnslothRequest(options, mask, stated["mask"].where, keep, documents)
 
 
 def _with_window(context: AttentionContext, block_mask: BlockMask | None) -> AttentionContext:
