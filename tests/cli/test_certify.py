@@ -125,6 +125,16 @@ def test_every_backend_gets_calls_that_it_takes(name: str, monkeypatch: pytest.M
     assert len(found["bounds"]) >= 5
 
 
+@pytest.mark.parametrize("device", ["sm70", "gfx942", "mps", "xpu", "tpu"])
+def test_the_operations_of_a_framework_take_every_call_on_every_device(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Target, "here", classmethod(lambda cls, framework, device: cls(framework, device)))
+    subject = Subject("jax_xla", "jax", device) if device == "tpu" else Subject("math", "torch", device)
+    assert subject.missing is None
+    assert taken("bounds", subject).keys() == CALLS.keys() and taken("pages", subject).keys() == STORED["pages"].keys()
+
+
 INVARIANT_ON_A_CPU = {"math", "jax_xla"}
 """The backends that refuse every call with ``invariant`` on a GPU."""
 
