@@ -202,8 +202,8 @@ def _by_row(mask: Any, score: Any, batch: Any, shapes: tuple[tuple[int, ...], ..
 
 def aux_of(inputs: Any) -> tuple[Any, ...]:
     """Returns the aux arrays among a call's tensors."""
-    arrays = (getattr(inputs, name) for name in AUX)
-    return tuple(array for array in arrays if array is not None)
+    arrays = inputs.aux0, inputs.aux1, inputs.aux2, inputs.aux3
+    return tuple([array for array in arrays if array is not None])
 
 
 def named(aux: Sequence[Any]) -> dict[str, Any]:

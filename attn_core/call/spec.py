@@ -277,9 +277,6 @@ def _sees_later_keys(spec: Any) -> bool:
     return not spec.causal and spec.window[1] != 0
 
 
-_NONE = type(None)
-
-
 def _check_field_types(spec: Any) -> None:
     """Checks the fields of an ``AttentionSpec`` that ``check_options`` does not.
 
@@ -293,8 +290,9 @@ def _check_field_types(spec: Any) -> None:
         if getattr(spec, name) is not None and not is_size(getattr(spec, name)):
             raise SpecError(f"{name}={shown(getattr(spec, name))}: expected an int, or None")
     for name in ("mask_shape", "key_ranges_shape", "bias_shape", "alibi_shape"):
-        check_kind(name, getattr(spec, name), (tuple, _NONE), "a tuple of ints, or None")
-        check_hashable(name, getattr(spec, name))
+        if getattr(spec, name) is not None:
+            check_kind(name, getattr(spec, name), tuple, "a tuple of ints, or None")
+            check_hashable(name, getattr(spec, name))
     for name in ("sinks", "needs_backward", "bias_gradient", "partial"):
         check_flag(name, getattr(spec, name))
     if not isinstance(spec.window, tuple) or len(spec.window) != 2:
@@ -302,7 +300,8 @@ def _check_field_types(spec: Any) -> None:
             f"window={shown(spec.window)}: expected a pair (left, right) of inclusive distances, None unbounded"
         )
     check_hashable("dtype", spec.dtype)
-    check_kind("paged", spec.paged, (PagedKV, _NONE), "a PagedKV, or None")
+    if spec.paged is not None:
+        check_kind("paged", spec.paged, PagedKV, "a PagedKV, or None")
 
 
 def _check_tables(spec: Any) -> None:

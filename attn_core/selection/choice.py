@@ -151,7 +151,10 @@ def _explained(spec: AttentionSpec, target: Target, requested: tuple[str, ...] |
         backends.check_name(name)
     candidates = requested or same_bits.candidates(spec, target)
     chosen = next((name for name in candidates if next(reasons_of(name, spec, target), None) is None), None)
-    return Selection(spec, target, requested, chosen)
+    selection = Selection(spec, target, requested, chosen)
+    if requested is None:
+        vars(selection)["automatic"] = candidates  # so that nobody computes it again
+    return selection
 
 
 def select(spec: AttentionSpec, target: Target, backend: str | tuple[str, ...] | None = None) -> Selection:
