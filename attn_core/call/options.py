@@ -302,6 +302,8 @@ OPTIONS = (
 _plain = [option for option in OPTIONS if option.check is not None or option.name == "window"]
 PLAIN = tuple(option.name for option in _plain if Door.ATTENTION in option.doors)
 """The options that are flags and numbers."""
+FLAGS = tuple(name for name in PLAIN if isinstance(Options._field_defaults[name], bool))
+"""The flags among them."""
 PAGED = tuple(option.name for option in _plain if Door.PAGES in option.doors)
 """Those of a paged call."""
 ON_PAGES = tuple(name for name in PLAIN if name in PAGED and name != "window")

@@ -18,6 +18,7 @@ from spec_strategies import Call, calls
 from attn_core import AttentionSpec, NoBackendError, SpecError, Target, backends, explain, select, selection
 from attn_core.backends.shared.claims import CHECKS, unmet_claims
 from attn_core.backends.support import Build, Support
+from attn_core.call.options import FLAGS
 from attn_core.call.pages import PagedKV
 from attn_core.call.spec import DTYPES
 from attn_core.selection import choice, explanation, explanation_text, preference, same_bits
@@ -37,7 +38,7 @@ ASKS: dict[str, dict[str, Any]] = {
     "value_dim": {"value_dim": 5},
     "num_kv_heads": {"num_kv_heads": 3},
     "dtype": {"dtype": "bfloat16"},
-    "causal": {"causal": True},
+    **{name: {name: True} for name in FLAGS},
     "alignment": {"causal": True, "alignment": "top_left"},
     "window": {"window": (3, 2)},
     "softcap": {"softcap": 50.0},
@@ -52,8 +53,6 @@ ASKS: dict[str, dict[str, Any]] = {
     "sinks": {"sinks": True},
     "documents": {"batch": 1, "documents": 3, "max_len_q": 5, "max_len_k": 7},
     "dropout": {"dropout": 0.1},
-    "deterministic": {"deterministic": True},
-    "return_lse": {"return_lse": True},
     "partial": {"partial": True},
     "invariant": {"invariant": "batch"},
     "paged": {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 from attn_core import backends
 from attn_core.backends import Backend
 from attn_core.backends.support import Support
@@ -46,6 +48,10 @@ GROUPS = {
         "approximate": "approximate: by name only",
         "unproven": "never run on such a device by this project: by name only",
     },
+}
+_NAMED = {claim for group in GROUPS.values() for claim in group}
+GROUPS["Results, gradients and dropout"] |= {
+    field.name: f"`{field.name}`" for field in fields(Support) if field.default is False and field.name not in _NAMED
 }
 """Every boolean claim of Support and its name in the tables, a table for each group."""
 FEATURES = {claim: name for group in GROUPS.values() for claim, name in group.items()}

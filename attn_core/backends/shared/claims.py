@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from attn_core.backends.support import Support
 from attn_core.call.functions import listed
+from attn_core.call.options import FLAGS
 from attn_core.call.seq_info import is_number
 from attn_core.call.spec import AttentionSpec
 
@@ -114,14 +115,18 @@ def _invariant(support: Support, spec: AttentionSpec) -> str | None:
     return f"invariant={spec.invariant!r}: {support.kernel} {has}"
 
 
+def _flag(name: str) -> Feature:
+    return Feature(name, lambda spec: name)
+
+
 LENGTHS = ("batch", "q_len", "kv_len")
 CHECKS: dict[str, Check | Feature | None] = {
     # None: ``_unmet_sizes`` checks the field, or backends have rules of their own about it, or it requires nothing.
     **dict.fromkeys((*LENGTHS, "num_heads", "num_kv_heads", "head_dim", "value_dim", "dtype")),
     **dict.fromkeys(("scale", "max_len_q", "max_len_k", "needs_backward", "bias_dtype", "aux")),
+    **{name: _flag(name) for name in FLAGS},
     "alignment": _alignment,
     "return_lse": _return_lse,
-    "causal": Feature("causal", lambda s: "causal"),
     "window": Feature("window", lambda s: f"window={s.window}"),
     "softcap": Feature("softcap", lambda s: f"softcap={s.softcap}"),
     "mask_shape": Feature("mask", lambda s: f"mask of shape {list(s.mask_shape or ())}"),
