@@ -25,8 +25,8 @@ from attn_core.expressions.tracing import TracedFunction
 from attn_core.selection import NoBackendError, override
 from jax_frontend.bridge.forked import check_process
 from jax_frontend.context_parallel import one_device
-from jax_frontend.dispatch import offsets, plan, value_checks
-from jax_frontend.dispatch.differentiable import AttentionCall, differentiable_attention, max_logit_alone, varying_alike
+from jax_frontend.dispatch import max_logit, offsets, plan, value_checks
+from jax_frontend.dispatch.differentiable import differentiable_attention, varying_alike
 from jax_frontend.paged import dense_caches
 
 Array = jax.Array
@@ -171,10 +171,10 @@ def attention(
             return in_layout(results, layout)
     masking: dict[str, Any] = {"key_ranges": key_ranges, "functions": functions}
     inputs, options = gather_arguments(arrays, info, options, dropout_rng, **masking)
-    call = AttentionCall(options, requested, plan.device_name(q), with_maximum=return_max_logit)
     if results is None:
         try:
-            return in_layout(run(call, inputs, info), layout)
+            results = run(inputs, info, options, requested, with_maximum=return_max_logit)
+            return in_layout(results, layout)
         except NoBackendError:
             if not value_checks.ranges_here(key_ranges, named=requested is not None):
                 raise
@@ -184,7 +184,7 @@ def attention(
         if not return_max_logit:
             return in_layout(results, layout)
     results = results if return_lse else (results,)
-    return in_layout((*results, max_logit_alone(call, varying_alike(inputs))), layout)
+    return in_layout((*results, max_logit.alone(varying_alike(inputs), plan.device_name(q), options)), layout)
 
 
 def in_layout(results: Any, layout: Layout) -> Any:
@@ -204,21 +204,29 @@ def exchanged(array: Any) -> Any:
     return array.swapaxes(-3, -2)
 
 
-def run(call: AttentionCall, inputs: Inputs, info: SeqInfo | None) -> Any:
-    """Checks a call before JAX traces anything, and runs it."""
-    # This plan is only a check: it raises errors early and gives the spec that the offsets must fit. Whether the call
-    # needs a gradient is known only when JAX differentiates it; ``differentiable`` then plans with that answer. Plans
-    # are cached, so planning twice costs a dictionary lookup.
-    checked_spec = plan.plan(plan.metadata(inputs), call.device, call.options, False, False, call.requested).spec
-    offsets.check(checked_spec, info)
-    value_checks.check_key_ranges(checked_spec, inputs.key_ranges)
+def run(
+    inputs: Inputs,
+    info: SeqInfo | None,
+    options: Options,
+    requested: tuple[str, ...] | None,
+    *,
+    with_maximum: bool = False,
+) -> Any:
+    """Plans a call, checks its values before JAX traces anything, and runs it.
+
+    Args:
+        inputs, options: from ``gather_arguments``.
+        with_maximum: whether the results end with the largest logits.
+    """
+    call = plan.plan(plan.metadata(inputs), plan.device_name(inputs.q), options, requested)
+    offsets.check(call.spec, info)
+    value_checks.check_key_ranges(call.spec, inputs.key_ranges)
     checked = checks.enabled()
     if checked:
-        value_checks.check(checked_spec, inputs, info)
-        call = call._replace(checked=True)
-    if inputs.sinks is not None and info is not None:
-        # The inputs have further documents for trailing tokens, whose rows must not get a sink as log-sum-exp.
-        call = call._replace(documents=len(info.cu_seqlens_q) - 1)
+        value_checks.check(call.spec, inputs, info)
+    # The inputs have further documents for trailing tokens, whose rows must not get a sink as log-sum-exp.
+    documents = None if inputs.sinks is None or info is None else len(info.cu_seqlens_q) - 1
+    call = call._replace(as_one=inputs.k is None, checked=checked, documents=documents, with_maximum=with_maximum)
     results = differentiable_attention(call, varying_alike(inputs))
     if checked and not value_checks.are_traced(inputs):
         jax.effects_barrier()  # so that an eager call has warned of its results when it returns

@@ -17,9 +17,11 @@ from attn_core.call.segments import Scores, Segments, as_plain
 from attn_core.call.seq_info import SeqInfo
 from attn_core.context_parallel.one_device import described
 from attn_core.expressions.tracing import TracedFunction
-from attn_core.selection import Selection, override
+from attn_core.selection import Selection, Target, override
+from attn_core.selection import explain as selection_of
 from attn_core.selection.row_maximum import with_max_logit
 from jax_frontend.attention import attention, exchanged, gather_arguments
+from jax_frontend.bridge import compiled_lane
 from jax_frontend.context_parallel.one_device import rows_are_here
 from jax_frontend.dispatch import offsets, plan, value_checks
 from jax_frontend.paged import dense_caches
@@ -56,9 +58,11 @@ def explain(
     if needs_backward is not None:
         check_flag("needs_backward", needs_backward)
     trains, requested = bool(needs_backward), requested_names(said["backend"]) or override.requested()
+    device = plan.device_name(q)
     # Shapes do not show which arrays get gradients, so training counts with a gradient of every bias.
     bias_gradient = trains and bias is not None
-    selection = plan.explanation(plan.metadata(inputs), plan.device_name(q), plain, trains, bias_gradient, requested)
+    spec = plan.spec(plan.metadata(inputs), device, plain, needs_backward=trains, bias_gradient=bias_gradient)
+    selection = compiled_lane.with_program_reasons(selection_of(spec, Target.here("jax", device), requested))
     selection = with_max_logit(selection) if check_flag("return_max_logit", said["return_max_logit"]) else selection
     offsets.check(selection.spec, info)
     if not isinstance(inputs.key_ranges, jax.ShapeDtypeStruct):

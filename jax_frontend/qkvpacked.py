@@ -16,7 +16,6 @@ from attn_core.call.seq_info import SeqInfo
 from attn_core.selection import override
 from jax_frontend.attention import attention, gather_arguments, run
 from jax_frontend.dispatch import plan
-from jax_frontend.dispatch.differentiable import AttentionCall
 
 Array = jax.Array
 Keywords = QkvPackedKeywords[Array, Array]
@@ -61,5 +60,5 @@ def attention_qkvpacked(
     arrays = (qkv, qkv, qkv, *(said[name] for name in ("mask", "bias", "alibi_slopes", "sinks")))
     # The tokens are at -4, because qkv has the axis of 3 behind them.
     inputs, plain = gather_arguments(arrays, info, plain, said["dropout_rng"], token_axis=-4)
-    call = AttentionCall(plain, requested_names(said["backend"]) or override.requested(), plan.device_name(qkv))
-    return run(call, inputs._replace(k=None, v=None), info)
+    requested = requested_names(said["backend"]) or override.requested()
+    return run(inputs._replace(k=None, v=None), info, plain, requested)

@@ -128,7 +128,7 @@ def specs(inputs: Inputs, options: Options, device: str, key_ranges: np.ndarray)
     """
     entries = list(plan.metadata(inputs))
     entries[Inputs._fields.index("key_ranges")] = (tuple(key_ranges.shape), np.dtype(np.int32))
-    found = [plan.spec(tuple(entries), device, options, trained, False) for trained in (False, True)]
+    found = [plan.spec(tuple(entries), device, options, needs_backward=trained) for trained in (False, True)]
     check_values(key_ranges, found[0].q_len)
     return found
 

@@ -115,7 +115,7 @@ def attend(
     for tile in part_tiles.tiles:
         index = rows, _ = context.places(part_tiles, tile)
         plan = context.tile_plan(tile)
-        part, part_lse = ops.forward(plan, _tile_inputs(plan, tile, index, q, k, v))
+        part, part_lse, _ = ops.forward(plan, _tile_inputs(plan, tile, index, q, k, v))
         if plan.spec.packed:
             part, part_lse = part[None], part_lse[None]
         part = part.astype(out.dtype)

@@ -10,9 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from attn_core.backends.shared.in_jax.offsets import safe_offsets
 from attn_core.call.functions import AUX
-from attn_core.call.options import Options
 from attn_core.call.tensors import Inputs
 from attn_core.errors import SpecError
 from attn_core.expressions.properties import aux_numbers
@@ -23,20 +21,6 @@ from jax_frontend.dispatch.local_call import has_maximum, speaks_jax, vary_over,
 Array = jax.Array
 OUT_NAME, LSE_NAME = "attention_out", "attention_lse"
 """The names by which ``jax.checkpoint`` policies select the forward's results that the backward needs."""
-
-
-class AttentionCall(NamedTuple):
-    """The static part of a call: its options and where it runs."""
-
-    options: Options
-    requested: str | tuple[str, ...] | None
-    device: str
-    checked: bool = False
-    """See ``Plan.checked``."""
-    documents: int | None = None
-    """How many documents the caller's offsets have. The documents that ``offsets`` adds for other tokens follow."""
-    with_maximum: bool = False
-    """Whether the results end with the largest logits."""
 
 
 def varying_alike(inputs: Inputs) -> Inputs:
@@ -97,8 +81,8 @@ class Derivative(NamedTuple):
             call_plan = call_plan._replace(as_one=False)
             inputs = inputs._replace(**_apart(inputs.q))
             moving = moving | (_apart(moving["q"]) if "q" in moving else {})
-        operands = backend_inputs(call_plan, inputs)
-        # The tangents take the shapes that ``backend_inputs`` gives to their arrays.
+        operands = ops.backend_inputs(call_plan, inputs)
+        # The tangents take the shapes that ``ops.backend_inputs`` gives to their arrays.
         tangents = {name: array.reshape(getattr(operands, name).shape) for name, array in moving.items()}
         dout, dlse = forward_mode.jvp(call_plan, operands, tangents)
         return (dout[None] if call_plan.one_row else dout, dlse)[: 1 + self.with_lse]
@@ -114,9 +98,9 @@ class Derivative(NamedTuple):
         dout = jnp.zeros_like(out) if dout is None else dout
         if self.call_plan.one_row:
             out, dout = out[0], dout[0]
-        operands = backend_inputs(self.call_plan, inputs)
+        operands = ops.backend_inputs(self.call_plan, inputs)
         gradients = ops.backward(self.call_plan, operands, out, lse, dout, dlse[0] if dlse else None)
-        # Undoes the shapes of backend_inputs.
+        # Undoes the shapes of ``ops.backend_inputs``.
         return [getattr(gradients, f"d{name}").reshape(getattr(inputs, name).shape) for name in self.moving]
 
     def _split(self, arrays: tuple[Any, ...]) -> tuple[Inputs, Any, Any]:
@@ -128,32 +112,31 @@ class Derivative(NamedTuple):
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _attention(call: AttentionCall, inputs: Inputs) -> tuple[Array, ...]:
+def _attention(call: plan.Plan, inputs: Inputs) -> tuple[Array, ...]:
     # JAX runs this if nothing is differentiated, so kernels without a backward may run.
-    with_lse = call.options.return_lse
-    out, lse, top = _run(_plan(call, inputs, False, False), inputs, with_lse=with_lse, with_maximum=call.with_maximum)
+    with_lse = call.spec.return_lse
+    out, lse, top = _run(call, inputs, with_lse=with_lse, with_maximum=call.with_maximum)
     return (out, *([lse] if with_lse else []), *([top] if call.with_maximum else []))
 
 
 # Symbolic zeros tell which inputs have a gradient, so that the backend needs no gradient of the others.
 @partial(_attention.defjvp, symbolic_zeros=True)
-def _derivative(call: AttentionCall, primals: tuple[Inputs], tangents: tuple[Inputs]) -> tuple[Any, Any]:
+def _derivative(call: plan.Plan, primals: tuple[Inputs], tangents: tuple[Inputs]) -> tuple[Any, Any]:
     """Returns the results and their tangents. The inputs with a tangent decide what the backend must support."""
     (inputs,) = primals
     moving = {name: moved for name, moved in _present(tangents[0]).items() if not _is_zero(moved)}
     if "alibi_slopes" in moving:
         raise SpecError("alibi_slopes: expected no gradient, it is not defined here; use jax.lax.stop_gradient")
-    score_mod = call.options.score_mod
+    score_mod = call.spec.score_mod
     read = () if score_mod is None else aux_numbers(score_mod)  # a mask function has no gradient
     numbers = tuple(number for number in read if AUX[number] in moving)
     unread = {AUX[number] for number in range(len(AUX)) if number not in read}
     moving = {name: moved for name, moved in moving.items() if name not in unread}
-    call = call._replace(options=call.options._replace(aux_gradients=numbers))
     # Planned again, because a backend without a backward may have run the forward if no gradient was needed.
-    call_plan, with_lse = _derivative_plan(call, inputs, "bias" in moving), call.options.return_lse
-    out, lse, top = _run(call_plan, inputs, with_lse=True, with_maximum=call.with_maximum)
+    call, with_lse = _derivative_plan(call, "bias" in moving, numbers), call.spec.return_lse
+    out, lse, top = _run(call, inputs, with_lse=True, with_maximum=call.with_maximum)
     last = [top] if call.with_maximum else []
-    if call_plan.spec.empty:
+    if call.spec.empty:
         # No value depends on an input. Under vmap the results are then constants without the mapped axis, and so must
         # be their tangents.
         results = (out, *([lse] if with_lse else []), *last)
@@ -162,78 +145,42 @@ def _derivative(call: AttentionCall, primals: tuple[Inputs], tangents: tuple[Inp
     residuals = {**_present(inputs), "out": out}
     if lse is not None:
         residuals["lse"] = lse = checkpoint_name(lse, LSE_NAME)
-    derivative = Derivative(call_plan, with_lse, tuple(residuals), tuple(moving))
+    derivative = Derivative(call, with_lse, tuple(residuals), tuple(moving))
     tangents_out = tangent.bind(derivative, list(residuals.values()), list(moving.values()))
     return (out, *([lse] if with_lse else []), *last), (*tangents_out, *map(jnp.zeros_like, last))
 
 
 @partial(jax.jit, static_argnums=0, inline=True)
-def differentiable_attention(call: AttentionCall, inputs: Inputs) -> Any:
+def differentiable_attention(call: plan.Plan, inputs: Inputs) -> Any:
     """Returns the output of a call, or a tuple of out and, as far as the call returns them, lse and max_logit."""
     out, *others = _attention(call, inputs)
-    if inputs.sinks is not None and call.options.return_lse:
+    if inputs.sinks is not None and call.spec.return_lse:
         end = None if call.documents is None else inputs.cu_seqlens_q[call.documents]
         others[0] = empty_rows.fill_with_sinks(others[0], inputs.sinks, end)
     return (out, *others) if others else out
 
 
-@partial(jax.jit, static_argnums=0, inline=True)
-def max_logit_alone(call: AttentionCall, inputs: Inputs) -> Array:
-    """Returns the largest logit of each head of a call that something else computes."""
-    options = call.options._replace(dropout=0.0, return_lse=False)
-    metadata = plan.metadata(inputs)
-    spec = plan.spec(metadata, call.device, options, False, False)
-    one_row = spec.packed and metadata[0] is not None and len(metadata[0][0]) == 4
-    call_plan = plan.Plan(spec, "", call.device, one_row)
-    return max_logit.by_a_pass(call_plan, backend_inputs(call_plan, inputs))
-
-
-def _plan(call: AttentionCall, inputs: Inputs, needs_backward: bool, bias_gradient: bool) -> plan.Plan:
-    metadata = plan.metadata(inputs)
-    arguments = (metadata, call.device, call.options, needs_backward, bias_gradient, call.requested)
-    return plan.plan(*arguments)._replace(as_one=inputs.k is None, checked=call.checked)
-
-
-def _derivative_plan(call: AttentionCall, inputs: Inputs, bias_gradient: bool) -> plan.Plan:
+def _derivative_plan(call: plan.Plan, bias_gradient: bool, aux_gradients: tuple[int, ...]) -> plan.Plan:
     """Returns a plan with a backward; for backends that the caller named, one with forward mode alone will do.
 
     Forward and reverse mode begin alike, and JAX does not say which one follows.
     """
     try:
-        return _plan(call, inputs, True, bias_gradient)
+        return plan.with_gradient(call, bias_gradient, aux_gradients)
     except NoBackendError as error:
         try:
-            call_plan = _plan(call, inputs, False, False)
-            forward_mode.plan_of(call_plan)
+            forward_mode.plan_of(call)
         except (NoBackendError, SpecError):
             raise error from None
-        return call_plan
+        return call
 
 
-def _run(call_plan: plan.Plan, inputs: Inputs, *, with_lse: bool, with_maximum: bool = False) -> tuple[Any, Any, Any]:
+def _run(call: plan.Plan, inputs: Inputs, *, with_lse: bool, with_maximum: bool = False) -> tuple[Any, Any, Any]:
     """Returns out, lse and max_logit; None for those that are not wanted, or that the backend does not have."""
-    operands, own = backend_inputs(call_plan, inputs), with_maximum and has_maximum(call_plan)
-    out, lse, rows = ops.forward_with_maximum(call_plan, operands, with_lse=with_lse, with_maximum=own)
-    top = max_logit.of_rows(rows) if own else max_logit.by_a_pass(call_plan, operands) if with_maximum else None
-    return (out[None] if call_plan.one_row else out), lse, top
-
-
-def backend_inputs(call_plan: plan.Plan, inputs: Inputs) -> Inputs:
-    """Returns the inputs as backends take them: packed rows without the row axis, masks and biases with four axes.
-
-    The values of offsets on a GPU cannot be checked here, so they are clamped into range. XLA computes the clamp once
-    in a program, although the forward and the backward each ask for it.
-    """
-    spec = call_plan.spec
-    if call_plan.one_row:  # [1, tokens, heads, dim] -> [tokens, heads, dim]
-        q, k, v = (None if array is None else array[0] for array in inputs[:3])
-        inputs = inputs._replace(q=q, k=k, v=v)
-    if spec.packed and call_plan.device != "cpu":
-        queries = safe_offsets(inputs.cu_seqlens_q, spec.q_len)
-        keys = safe_offsets(inputs.cu_seqlens_k, spec.kv_len)
-        inputs = inputs._replace(cu_seqlens_q=queries, cu_seqlens_k=keys)
-    shapes = {"mask": spec.mask_shape, "bias": spec.bias_shape}
-    return inputs._replace(**{name: getattr(inputs, name).reshape(shape) for name, shape in shapes.items() if shape})
+    operands, own = ops.backend_inputs(call, inputs), with_maximum and has_maximum(call)
+    out, lse, rows = ops.forward(call, operands, with_lse=with_lse, with_maximum=own)
+    top = max_logit.of_rows(rows) if own else max_logit.by_a_pass(call, operands) if with_maximum else None
+    return (out[None] if call.one_row else out), lse, top
 
 
 def _apart(qkv: Array) -> dict[str, Array]:

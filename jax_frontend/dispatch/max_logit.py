@@ -1,6 +1,6 @@
 """``return_max_logit``: the primitive ``attn_row_maximum``, a pass over q and k beside the kernel of the output.
 
-A backend whose forward has the row maxima at hand needs no pass (``ops.forward_with_maximum``). The backend of a pass
+A backend whose forward has the row maxima at hand needs no pass (``ops.forward``). The backend of a pass
 is one that ``attn_core.selection.row_maximum`` chooses: XLA's operations, or on a GPU a Triton kernel. Apart
 from ``differentiable``, because a pass is a call of its own with another plan.
 """
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from attn_core import backends
 from attn_core.backends.shared.in_jax.offsets import document_numbers, safe_offsets
 from attn_core.backends.shared.in_jax.promotion import usual_promotion
+from attn_core.call.options import Options
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
 from attn_core.selection import Target, row_maximum
@@ -44,6 +45,15 @@ def by_a_pass(call_plan: plan.Plan, operands: Inputs) -> Array:
     if spec.packed and not local_call.speaks_jax(call.call):
         rows = within_documents(spec, rows, operands.cu_seqlens_q)
     return of_rows(rows)
+
+
+@partial(jax.jit, static_argnums=(1, 2), inline=True)
+def alone(inputs: Inputs, device: str, options: Options) -> Array:
+    """Returns the largest logit of each query head of a call whose output something else computes."""
+    metadata = plan.metadata(inputs)
+    spec = plan.spec(metadata, device, options._replace(dropout=0.0, return_lse=False))
+    call = plan.Plan(spec, "", device, plan.has_one_row(spec, metadata))
+    return by_a_pass(call, ops.backend_inputs(call, inputs))
 
 
 def within_documents(spec: AttentionSpec, rows: Array, cu_seqlens: Array) -> Array:

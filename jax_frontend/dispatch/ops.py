@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
+from attn_core.backends.shared.in_jax.offsets import safe_offsets
 from attn_core.call.counters import compiled
 from attn_core.call.functions import AUX, DAUX
 from attn_core.call.tensors import Gradients, Inputs
@@ -35,19 +36,37 @@ from jax_frontend.dispatch.plan import Plan
 from jax_frontend.dispatch.vmap import MappedCall, batch_call
 
 
-def forward(plan: Plan, inputs: Any, *, with_lse: bool = True) -> tuple[Any, Any]:
-    """Returns (out, lse) of a planned call, as ``forward_with_maximum`` does."""
-    out, lse, _ = forward_with_maximum(plan, inputs, with_lse=with_lse, with_maximum=False)
-    return out, lse
+class Results(NamedTuple):
+    """The results of a forward; None for those that are not wanted, or that the backend does not have."""
+
+    out: Any
+    lse: Any
+    row_maximum: Any
 
 
-def forward_with_maximum(
-    plan: Plan, inputs: Any, *, with_lse: bool = True, with_maximum: bool = True
-) -> tuple[Any, Any, Any]:
-    """Returns out, lse and the row maxima of a planned call; traceable.
+def backend_inputs(plan: Plan, inputs: Inputs) -> Inputs:
+    """Returns the inputs as backends take them: packed rows without the row axis, masks and biases with four axes.
 
-    lse is None without ``with_lse``, or if the backend has none. The maxima are None without ``with_maximum``, which
-    needs ``local_call.has_maximum``.
+    The values of offsets on a GPU cannot be checked here, so they are clamped into range. XLA computes the clamp once
+    in a program, although the forward and the backward each ask for it.
+    """
+    spec = plan.spec
+    if plan.one_row:  # [1, tokens, heads, dim] -> [tokens, heads, dim]
+        q, k, v = (None if array is None else array[0] for array in (inputs.q, inputs.k, inputs.v))
+        inputs = inputs._replace(q=q, k=k, v=v)
+    if spec.packed and plan.device != "cpu":
+        queries = safe_offsets(inputs.cu_seqlens_q, spec.q_len)
+        keys = safe_offsets(inputs.cu_seqlens_k, spec.kv_len)
+        inputs = inputs._replace(cu_seqlens_q=queries, cu_seqlens_k=keys)
+    shapes = {"mask": spec.mask_shape, "bias": spec.bias_shape}
+    return inputs._replace(**{name: getattr(inputs, name).reshape(shape) for name, shape in shapes.items() if shape})
+
+
+def forward(plan: Plan, inputs: Any, *, with_lse: bool = True, with_maximum: bool = False) -> Results:
+    """Returns the results of a planned call; traceable.
+
+    lse is None without ``with_lse``, or if the backend has none. The row maxima are None without ``with_maximum``,
+    which needs ``local_call.has_maximum``.
 
     If ``plan.as_one``, ``inputs.q`` is q, k and v in one array, and ``inputs.k`` and ``inputs.v`` are None.
     """
@@ -61,7 +80,7 @@ def forward_with_maximum(
         out, *others = explicit_axes.run_under_auto_axes(empty, MappedCall(call), operands)
     else:
         out, *others = run_call(forward_p, MappedCall(call, requested=plan.requested), operands)
-    return out, others[0] if with_lse else None, others[-1] if with_maximum else None
+    return Results(out, others[0] if with_lse else None, others[-1] if with_maximum else None)
 
 
 def backward(plan: Plan, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Gradients:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -17,13 +18,12 @@ from attn_core.call.options import Options
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
 from attn_core.errors import DTypeError, SpecError
-from attn_core.selection import Selection, Target, explain, jax_devices, new_plans, preference, refusals, select
-from jax_frontend.bridge import compiled_lane
+from attn_core.selection import Target, jax_devices, new_plans, preference, refusals, select
 from jax_frontend.bridge.forked import check_process
 
 
 class Plan(NamedTuple):
-    """A checked call and the backend that runs it."""
+    """A checked call and the backend that runs it: all of a call that JAX knows while it traces."""
 
     spec: AttentionSpec
     backend: str
@@ -40,6 +40,10 @@ class Plan(NamedTuple):
     """See ``BridgedCall.tables_checked``."""
     checked: bool = False
     """Whether the program warns of NaN in the call's results when it runs, see ``value_checks.report_results``."""
+    documents: int | None = None
+    """How many documents the caller's offsets have. The documents that ``offsets`` adds for other tokens follow."""
+    with_maximum: bool = False
+    """Whether the results end with the largest logits."""
 
 
 Metadata = tuple[tuple[int, ...], np.dtype]
@@ -47,32 +51,43 @@ Metadata = tuple[tuple[int, ...], np.dtype]
 
 @lru_cache(maxsize=4096)
 def plan(
-    metadata: tuple[Metadata | None, ...],
-    device: str,
-    options: Options,
-    needs_backward: bool,
-    bias_gradient: bool,
-    requested: str | tuple[str, ...] | None,
+    metadata: tuple[Metadata | None, ...], device: str, options: Options, requested: tuple[str, ...] | None
 ) -> Plan:
-    """Checks a call and chooses its backend; cached by the arguments.
+    """Checks a call that needs no gradient and chooses its backend; cached by the arguments.
 
     Args:
         metadata: (shape, dtype) for each field of ``arguments.Arrays``, None for an absent array.
         device: the device's name, from ``device_name``.
-        requested: ``backend=`` of the call, or the names from ``use_backend``.
+        requested: the names in ``backend=`` of the call, or from ``use_backend``.
     """
-    call_spec = spec(metadata, device, options, needs_backward, bias_gradient)
-    names = (requested,) if isinstance(requested, str) else requested
     new_plans.evicted(plan)
-    if _takes_jax_xla(call_spec, device, names):
-        backend = "jax_xla"
-        new_plans.planned(call_spec, Target("jax", device), names, backend, fell_back=False)
-    else:
-        selection = select(call_spec, Target.here("jax", device), names)
-        new_plans.selected(selection)
-        backend = selection.backend or ""
-    one_row = call_spec.packed and metadata[0] is not None and len(metadata[0][0]) == 4
-    return Plan(call_spec, backend, device, one_row, requested=names)
+    call_spec = spec(metadata, device, options)
+    backend, one_row = backend_of(call_spec, device, requested), has_one_row(call_spec, metadata)
+    return Plan(call_spec, backend, device, one_row, requested=requested)
+
+
+def with_gradient(call: Plan, bias_gradient: bool, aux_gradients: tuple[int, ...]) -> Plan:
+    """Returns the plan of the same call with a backward, on a backend that has one.
+
+    JAX says only while it differentiates that a call needs a gradient.
+
+    Args:
+        aux_gradients: the numbers of the aux arrays that have a gradient.
+    """
+    needed = replace(call.spec, needs_backward=True, bias_gradient=bias_gradient, aux_gradients=aux_gradients)
+    return call._replace(spec=needed, backend=backend_of(needed, call.device, call.requested))
+
+
+@lru_cache(maxsize=4096)
+def backend_of(call_spec: AttentionSpec, device: str, requested: tuple[str, ...] | None) -> str:
+    """Returns the name of the backend that runs a call."""
+    new_plans.evicted(backend_of)
+    if _takes_jax_xla(call_spec, device, requested):
+        new_plans.planned(call_spec, Target("jax", device), requested, "jax_xla", fell_back=False)
+        return "jax_xla"
+    selection = select(call_spec, Target.here("jax", device), requested)
+    new_plans.selected(selection)
+    return selection.backend or ""
 
 
 def _takes_jax_xla(spec: AttentionSpec, device: str, names: tuple[str, ...] | None) -> bool:
@@ -88,18 +103,22 @@ def _takes_jax_xla(spec: AttentionSpec, device: str, names: tuple[str, ...] | No
     return not refusals("jax_xla", spec, Target("jax", device))
 
 
-def explanation(*arguments: Any) -> Selection:
-    """Returns the Selection behind ``plan``, whether or not a backend can run the call."""
-    *call, requested = arguments
-    return compiled_lane.with_program_reasons(explain(spec(*call), Target.here("jax", call[1]), requested))
-
-
 def spec(
-    metadata: tuple[Metadata | None, ...], device: str, options: Options, needs_backward: bool, bias_gradient: bool
+    metadata: tuple[Metadata | None, ...],
+    device: str,
+    options: Options,
+    *,
+    needs_backward: bool = False,
+    bias_gradient: bool = False,
 ) -> AttentionSpec:
     """Returns the spec of a call; the arguments are those of ``plan``."""
     facts = Arrays(*(entry and ArrayFacts(tuple(entry[0]), str(entry[1]), device) for entry in metadata))  # type: ignore[arg-type]
     return build_spec(facts, options, needs_backward=needs_backward, bias_gradient=bias_gradient)
+
+
+def has_one_row(call_spec: AttentionSpec, metadata: tuple[Metadata | None, ...]) -> bool:
+    """Returns whether the arrays of a packed call came as ``[1, tokens, ...]``."""
+    return call_spec.packed and metadata[0] is not None and len(metadata[0][0]) == 4
 
 
 def metadata(inputs: Inputs) -> tuple[Metadata | None, ...]:
@@ -206,4 +225,4 @@ def check_array(name: str, value: Any, *, shapes_only: bool = False) -> None:
     raise TypeError(f"{name}: expected a jax.Array, got {kind.__module__}.{kind.__qualname__}; {remedy}")
 
 
-counters.watch("jax", plan)
+counters.watch("jax", plan, backend_of)

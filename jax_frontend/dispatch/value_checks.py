@@ -47,7 +47,7 @@ def check(spec: AttentionSpec, inputs: Inputs, info: SeqInfo | None) -> None:
 def check_cache(qkv: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
     """Runs ``check`` for a call on rows of a cache, with the tensors and the keywords of its form with key ranges."""
     inputs, options = cache_rows.as_inputs(qkv, keywords)
-    check(plan.spec(plan.metadata(inputs), plan.device_name(inputs.q), options, False, False), inputs, None)
+    check(plan.spec(plan.metadata(inputs), plan.device_name(inputs.q), options), inputs, None)
 
 
 def ranges_here(key_ranges: Any, *, named: bool) -> bool:

@@ -164,7 +164,7 @@ def _attention(call_plan: plan.Plan, inputs: PagedInputs) -> Any:
     unchecked = inputs.cu_seqlens_q is not None and call_plan.device != "cpu"
     if unchecked:
         inputs = inputs._replace(cu_seqlens_q=safe_offsets(inputs.cu_seqlens_q, spec.q_len, whole=False))
-    out, lse = ops.forward(call_plan, inputs, with_lse=spec.return_lse)
+    out, lse, _ = ops.forward(call_plan, inputs, with_lse=spec.return_lse)
     if unchecked:  # kernels do not write the rows after the last offset
         after = jnp.arange(spec.q_len, dtype=jnp.int32) >= inputs.cu_seqlens_q[-1]
         out, lse = jnp.where(after[:, None, None], 0, out), None if lse is None else jnp.where(after, -jnp.inf, lse)

@@ -120,7 +120,7 @@ def _checked(
     if rows.cache_index is not None:  # it selects rows of a larger cache
         named |= {n: jax.ShapeDtypeStruct((q.shape[0], *a.shape[1:]), a.dtype) for n, a in zip("kv", (k, v))}
     # Its errors name these arguments; those of pages would name others.
-    plan.spec(plan.metadata(Inputs(**named)), plan.device_name(q), call, False, False)
+    plan.spec(plan.metadata(Inputs(**named)), plan.device_name(q), call)
     theirs = options["key_ranges"]
     if theirs is not None and theirs.dtype != np.int32:
         raise DTypeError(f"key_ranges: expected dtype int32, got {theirs.dtype}; cast it to int32")
@@ -259,7 +259,7 @@ def split_of_rows(arrays: dict[str, Array]) -> tuple[Any, Split] | None:
     q, *kv = (arrays[name] for name in "qkv")
     rows = [jax.ShapeDtypeStruct((q.shape[0], *each.shape[1:]), each.dtype) for each in kv]
     device = plan.device_name(q)
-    spec = plan.spec(plan.metadata(Inputs(q, *rows)), device, check_options(Options()), False, False)
+    spec = plan.spec(plan.metadata(Inputs(q, *rows)), device, check_options(Options()))
     call = MappedCall(BridgedCall("forward", "", device, spec, tuple(arrays)))
     return mesh, explicit_axes.split_on(mesh, call, list(arrays.values()))
 

@@ -160,6 +160,7 @@ def empty_plan_caches(programs: bool = True) -> None:
     import_module("torch_frontend.paged.seen_calls").seen_call.cache_clear()
     for caches in ("torch_frontend.paged.seen_caches", "torch_frontend.flash_attn.seen_kvcache"):
         import_module(caches)._seen.cache_clear()
+    import_module("jax_frontend.dispatch.plan").backend_of.cache_clear()
     import_module("jax_frontend.paged.attention")._plan.cache_clear()
     if programs:
         jax.clear_caches()

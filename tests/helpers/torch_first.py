@@ -11,6 +11,7 @@ from jax_frontend.dispatch import plan
 
 def _forget() -> None:
     plan.plan.cache_clear()
+    plan.backend_of.cache_clear()
     choice._explained.cache_clear()
     jax.clear_caches()
 

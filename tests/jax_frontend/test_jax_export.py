@@ -111,7 +111,7 @@ def test_a_call_planned_for_a_gpu_runs_on_the_device_of_its_arrays(documents: in
 
     def run(inputs: Inputs, dout: jax.Array, backend: str, device: str, **more: Any) -> Any:
         made = Plan(spec, backend, device, one_row=False, **more)
-        out, lse = forward(made, inputs)
+        out, lse, _ = forward(made, inputs)
         return out, lse, backward(made, inputs, out, lse, dout, None)
 
     planned = jax.jit(partial(run, backend="flash4", device="sm90"))
