@@ -219,8 +219,7 @@ def run(
         with_maximum: whether the results end with the largest logits.
     """
     call = plan.plan(plan.metadata(inputs), plan.device_name(inputs.q), options, requested)
-    offsets.check(call.spec, info)
-    value_checks.check_key_ranges(call.spec, inputs.key_ranges)
+    value_checks.check_tables(call.spec, info, inputs.key_ranges)
     checked = checks.enabled()
     if checked:
         value_checks.check(call.spec, inputs, info)

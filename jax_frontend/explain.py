@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Unpack
 
-import jax
 import numpy as np
 
 from attn_core.call import cache_rows
@@ -23,7 +22,7 @@ from attn_core.selection.row_maximum import with_max_logit
 from jax_frontend.attention import attention, exchanged, gather_arguments
 from jax_frontend.bridge import compiled_lane
 from jax_frontend.context_parallel.one_device import rows_are_here
-from jax_frontend.dispatch import offsets, plan, value_checks
+from jax_frontend.dispatch import plan, value_checks
 from jax_frontend.paged import dense_caches
 
 _shared = SharedOptions(attention, names_at(Door.ATTENTION))
@@ -64,9 +63,7 @@ def explain(
     spec = plan.spec(plan.metadata(inputs), device, plain, needs_backward=trains, bias_gradient=bias_gradient)
     selection = compiled_lane.with_program_reasons(selection_of(spec, Target.here("jax", device), requested))
     selection = with_max_logit(selection) if check_flag("return_max_logit", said["return_max_logit"]) else selection
-    offsets.check(selection.spec, info)
-    if not isinstance(inputs.key_ranges, jax.ShapeDtypeStruct):
-        value_checks.check_key_ranges(selection.spec, inputs.key_ranges)
+    value_checks.check_tables(selection.spec, info, inputs.key_ranges)
     # As ``context_parallel.one_device`` decides, but for the question whether the program is traced.
     whole = key_ranges is not None and requested is None and not rows_are_here(selection.spec.batch)
     tables = (*aux, *(mask_mod.captured if isinstance(mask_mod, TracedFunction) else ()))

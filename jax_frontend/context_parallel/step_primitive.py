@@ -24,7 +24,7 @@ from jax_frontend.bridge import compiled_lane, targets
 from jax_frontend.bridge.bridged_call import BridgedStep
 from jax_frontend.context_parallel import tiles
 from jax_frontend.dispatch import local_call, primitive_rules
-from jax_frontend.dispatch.platforms import runs_on
+from jax_frontend.dispatch.local_call import runs_on
 
 try:  # jax.sharding.get_mesh returns the same, but raises an error while JAX traces
     from jax._src.mesh import get_concrete_mesh

@@ -15,7 +15,7 @@ from attn_core.call.tensors import Inputs
 from attn_core.errors import SpecError
 from attn_core.expressions.properties import aux_numbers
 from attn_core.selection import NoBackendError, Target, explain
-from jax_frontend.dispatch import empty_rows, forward_mode, max_logit, ops, plan, tangent
+from jax_frontend.dispatch import empty_rows, max_logit, ops, plan, tangent
 from jax_frontend.dispatch.local_call import has_maximum, speaks_jax, vary_over, varying_as, varying_axes
 
 Array = jax.Array
@@ -58,11 +58,11 @@ class Derivative(NamedTuple):
         Raises:
             SpecError: if no backend, or not the requested one, has forward mode for the call.
         """
-        return self._tangent(forward_mode.plan_of(self.call_plan), arrays)
+        return self._tangent(plan.with_tangents(self.call_plan), arrays)
 
     def differentiable(self, *arrays: Array) -> tuple[Array, ...]:
         """Forward mode by a JAX backend alone, whose operations JAX differentiates again."""
-        return self._tangent(forward_mode.plan_of(self.call_plan, again=True), arrays)
+        return self._tangent(plan.with_tangents(self.call_plan, again=True), arrays)
 
     def _tangent(self, call_plan: plan.Plan, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
         inputs, _, _ = self._split(arrays)
@@ -84,7 +84,7 @@ class Derivative(NamedTuple):
         operands = ops.backend_inputs(call_plan, inputs)
         # The tangents take the shapes that ``ops.backend_inputs`` gives to their arrays.
         tangents = {name: array.reshape(getattr(operands, name).shape) for name, array in moving.items()}
-        dout, dlse = forward_mode.jvp(call_plan, operands, tangents)
+        dout, dlse = ops.jvp(call_plan, operands, tangents)
         return (dout[None] if call_plan.one_row else dout, dlse)[: 1 + self.with_lse]
 
     def transpose(self, *arrays: Any) -> list[Array]:
@@ -169,7 +169,7 @@ def _derivative_plan(call: plan.Plan, bias_gradient: bool, aux_gradients: tuple[
         return plan.with_gradient(call, bias_gradient, aux_gradients)
     except NoBackendError as error:
         try:
-            forward_mode.plan_of(call)
+            plan.with_tangents(call)
         except (NoBackendError, SpecError):
             raise error from None
         return call

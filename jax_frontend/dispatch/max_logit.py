@@ -20,7 +20,7 @@ from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
 from attn_core.selection import Target, row_maximum
 from jax_frontend.bridge.bridged_call import BridgedCall
-from jax_frontend.dispatch import explicit_axes, local_call, ops, plan
+from jax_frontend.dispatch import local_call, ops, partitioning, plan
 from jax_frontend.dispatch.vmap import MappedCall
 
 Array = jax.Array
@@ -39,7 +39,7 @@ def by_a_pass(call_plan: plan.Plan, operands: Inputs) -> Array:
     names, arrays = local_call.present_operands(jax.tree.map(jax.lax.stop_gradient, operands), False)
     call = MappedCall(BridgedCall("row_maximum", backend, call_plan.device, spec, names))
     if spec.empty:
-        (rows,) = explicit_axes.run_under_auto_axes(partial(local_call.empty_results, call.call), call, arrays)
+        (rows,) = partitioning.run_under_auto_axes(partial(local_call.empty_results, call.call), call, arrays)
     else:
         (rows,) = ops.run_call(row_maximum_p, call, arrays)
     if spec.packed and not local_call.speaks_jax(call.call):

@@ -1,4 +1,4 @@
-"""Converts the offsets of packed documents to arrays, and checks their values if they are on the host."""
+"""Converts the offsets of packed documents to arrays, and completes them so that every token has a document."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core.call import trailing_tokens
-from attn_core.call.offset_checks import check_cu_seqlens
 from attn_core.call.options import Options
 from attn_core.call.seq_info import SeqInfo, is_number
-from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
 from jax_frontend.dispatch import plan
 
@@ -80,17 +78,3 @@ def _to_array(side: str, offsets: Any) -> Any:
     if not isinstance(offsets, jax.ShapeDtypeStruct):
         plan.check_array(f"seq_info.cu_seqlens_{side}", offsets)
     return offsets
-
-
-def check(spec: AttentionSpec, info: SeqInfo | None) -> None:
-    """Checks the values of a packed call's offsets if they are on the host; traced offsets have no values yet."""
-    if info is None:
-        return
-    checks = (
-        ("q", info.cu_seqlens_q, spec.q_len, info.max_len_q),
-        ("k", info.cu_seqlens_k, spec.kv_len, info.max_len_k),
-    )
-    for side, offsets, tokens, longest in checks:
-        if plan.is_on_host(offsets):
-            known = tokens if is_number(tokens) else None  # offsets beyond a symbolic length are clamped when they run
-            check_cu_seqlens(np.asarray(offsets), longest, side=side, tokens=known)

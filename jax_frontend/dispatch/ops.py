@@ -1,4 +1,4 @@
-"""The primitives ``attn_forward`` and ``attn_backward``: a backend's forward and backward as JAX sees them.
+"""The primitives ``attn_forward``, ``attn_backward`` and ``attn_jvp``: what a backend computes, as JAX sees it.
 
 The parameters of each are one call (``local_call``) and the program that the call lowers to, which XLA splits over a
 mesh by batch and heads (``partitioning``). vmap folds the mapped axis into the batch, or runs the elements separately
@@ -19,20 +19,19 @@ from jax.interpreters import ad, batching, mlir
 from attn_core.backends.shared.in_jax.offsets import safe_offsets
 from attn_core.call.counters import compiled
 from attn_core.call.functions import AUX, DAUX
-from attn_core.call.tensors import Gradients, Inputs
+from attn_core.call.tensors import Gradients, Inputs, Tangents
+from attn_core.errors import SpecError
+from attn_core.selection import Target, forward_mode
 from jax_frontend.bridge.bridged_call import BridgedCall
 from jax_frontend.dispatch import (
-    explicit_axes,
     export,
     local_call,
     partitioning,
-    platforms,
     primitive_rules,
-    second_derivatives,
     tangent,
     value_checks,
 )
-from jax_frontend.dispatch.plan import Plan
+from jax_frontend.dispatch.plan import DIFFERENTIABLE, Plan
 from jax_frontend.dispatch.vmap import MappedCall, batch_call
 
 
@@ -77,7 +76,7 @@ def forward(plan: Plan, inputs: Any, *, with_lse: bool = True, with_maximum: boo
     call = BridgedCall("forward", plan.backend, plan.device, plan.spec, names, **about)
     if plan.spec.empty:
         empty = partial(local_call.empty_results, call)
-        out, *others = explicit_axes.run_under_auto_axes(empty, MappedCall(call), operands)
+        out, *others = partitioning.run_under_auto_axes(empty, MappedCall(call), operands)
     else:
         out, *others = run_call(forward_p, MappedCall(call, requested=plan.requested), operands)
     return Results(out, others[0] if with_lse else None, others[-1] if with_maximum else None)
@@ -108,6 +107,21 @@ def backward(plan: Plan, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: An
     return Gradients(**dict(zip(call.gradients, results, strict=True)))
 
 
+def jvp(plan: Plan, inputs: Inputs, tangents: dict[str, Any]) -> tuple[Any, Any]:
+    """Returns the tangents of out and lse of a planned call; traceable.
+
+    Args:
+        plan: of a torch backend with forward mode.
+        tangents: by the names of their arrays, in the shapes and dtypes of these.
+    """
+    names, operands = local_call.present_operands(inputs, False)
+    extras = {f"d{name}": array for name, array in tangents.items()}
+    assert set(extras) <= set(Tangents._fields)
+    call = BridgedCall("jvp", plan.backend, plan.device, plan.spec, names, tuple(extras), checked=plan.checked)
+    dout, dlse = run_call(jvp_p, MappedCall(call, requested=plan.requested), (*operands, *extras.values()))
+    return dout, dlse
+
+
 def run_call(primitive: Primitive, whole: MappedCall, operands: Sequence[Any]) -> list[Any]:
     """Runs a call as its primitive, or as a JAX backend's plain operations if XLA must split those itself.
 
@@ -120,7 +134,7 @@ def run_call(primitive: Primitive, whole: MappedCall, operands: Sequence[Any]) -
     # JAX backends stay plain operations in these cases; a bridged call cannot, and has no dropout.
     plain = call.spec.dropout or (inside and local_call.speaks_jax(call))
     run = (whole.run if inside else _jit_operations(whole)) if plain else partial(_bind, primitive, whole)
-    results = explicit_axes.run_under_auto_axes(run, whole, operands)
+    results = partitioning.run_under_auto_axes(run, whole, operands)
     if call.checked:
         value_checks.report_results(call, operands, results)
     return results
@@ -163,8 +177,8 @@ def _lowered(program: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, call: MappedCall, program: ClosedJaxpr) -> Any:
-    if platforms.is_exported_over_a_mesh(ctx):
-        return mlir.lower_fun(platforms.splittable(call).run, multiple_results=True)(ctx, *operands)
+    if local_call.is_exported_over_a_mesh(ctx):
+        return mlir.lower_fun(local_call.splittable(call).run, multiple_results=True)(ctx, *operands)
     if ctx.module_context.lowering_parameters.for_export and not local_call.speaks_jax(call.call):
         export.warn_unasked()
     return primitive_rules.lower_program(ctx, *operands, call=call, program=program)
@@ -175,15 +189,75 @@ def _derivative(primals: Any, tangents: Any, *, call: MappedCall, program: Close
 
     The tangents of a kernel's results are those of ``jax_xla``, if the caller named no other backend.
     """
-    differentiated = second_derivatives.backend_of(call)
+    differentiated = backend_with_derivatives(call)
     moving = tuple(not isinstance(tangent, ad.Zero) for tangent in tangents)
     tangents_in = [tangent for tangent, moves in zip(tangents, moving, strict=True) if moves]
-    derivative = second_derivatives.OperationsDerivative(differentiated, moving)
+    derivative = OperationsDerivative(differentiated, moving)
     is_forward = call.call.direction == "forward"
     if is_forward and differentiated == call:
         return derivative.jvp(primals, tangents_in)
     results = (forward_p if is_forward else backward_p).bind(*primals, call=call, program=program)
     return results, tangent.bind(derivative, [*primals, *results], tangents_in)
+
+
+@lru_cache(maxsize=1024)
+def backend_with_derivatives(call: MappedCall) -> MappedCall:
+    """Returns the call of a JAX backend whose operations JAX differentiates in the place of a forward or backward.
+
+    Raises:
+        SpecError: if the caller named backends without ``jax_xla``, or ``jax_xla`` cannot run the call; with reasons.
+    """
+    if local_call.speaks_jax(call.call):
+        return call
+    spec, requested = call.call.spec, call.requested
+    names = (DIFFERENTIABLE,) if requested is None or DIFFERENTIABLE in requested else requested
+    choice = forward_mode.choose(spec, Target("jax", call.call.device), names, spec.aux_gradients, over_reverse=True)
+    if choice.backend != DIFFERENTIABLE:
+        raise choice.error()
+    return call._replace(call=call.call._replace(backend=DIFFERENTIABLE))
+
+
+class OperationsDerivative(NamedTuple):
+    """The derivative of a JAX backend's forward or backward, a ``tangent.Linear``: JAX differentiates its operations.
+
+    Attributes:
+        moving: for each operand, whether it has a tangent.
+    """
+
+    call: MappedCall
+    moving: tuple[bool, ...]
+
+    @property
+    def results(self) -> tuple[int, ...]:
+        """The indices of the call's results among the residuals, which are the operands and then the results."""
+        count = len(self.call.call.results)
+        return tuple(range(len(self.moving), len(self.moving) + count))
+
+    def jvp(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+        """Returns the results and their tangents."""
+
+        def run(*moved: Any) -> list[Any]:
+            rest = iter(moved)
+            return self.call.run(*(next(rest) if moves else x for x, moves in zip(primals, self.moving, strict=True)))
+
+        moved = [array for array, moves in zip(primals, self.moving, strict=True) if moves]
+        return jax.jvp(run, moved, list(tangents))  # type: ignore[no-any-return]
+
+    def tangent(self, *arrays: Any) -> Sequence[Any]:
+        """Forward mode: returns the tangents of the results."""
+        residuals = len(self.moving) + len(self.results)
+        return self.jvp(arrays[: len(self.moving)], arrays[residuals:])[1]  # type: ignore[no-any-return]
+
+    def differentiable(self, *arrays: Any) -> Sequence[Any]:
+        """Forward mode of forward mode: the operations are JAX's."""
+        return self.tangent(*arrays)
+
+    def transpose(self, *arrays: Any) -> Sequence[Any]:
+        """Always raises: a backward's operations contain loops that JAX cannot differentiate in reverse mode."""
+        raise SpecError(
+            f"backend={self.call.call.backend!r}: expected second derivatives in forward over reverse mode "
+            "(jax.hessian, jax.jvp of jax.grad), its gradients have no reverse mode"
+        )
 
 
 def make_primitive(name: str) -> Primitive:
@@ -199,6 +273,7 @@ def make_primitive(name: str) -> Primitive:
 
 forward_p = make_primitive("attn_forward")
 backward_p = make_primitive("attn_backward")
+jvp_p = make_primitive("attn_jvp")
 
 
 _COMPILATION = "/jax/core/compile/backend_compile_duration"

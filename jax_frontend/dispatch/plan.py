@@ -18,7 +18,7 @@ from attn_core.call.options import Options
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
 from attn_core.errors import DTypeError, SpecError
-from attn_core.selection import Target, jax_devices, new_plans, preference, refusals, select
+from attn_core.selection import Target, forward_mode, jax_devices, new_plans, preference, refusals, select
 from jax_frontend.bridge.forked import check_process
 
 
@@ -47,6 +47,8 @@ class Plan(NamedTuple):
 
 
 Metadata = tuple[tuple[int, ...], np.dtype]
+DIFFERENTIABLE = "jax_xla"
+"""The backend of JAX operations, whose gradients and tangents have derivatives."""
 
 
 @lru_cache(maxsize=4096)
@@ -76,6 +78,41 @@ def with_gradient(call: Plan, bias_gradient: bool, aux_gradients: tuple[int, ...
     """
     needed = replace(call.spec, needs_backward=True, bias_gradient=bias_gradient, aux_gradients=aux_gradients)
     return call._replace(spec=needed, backend=backend_of(needed, call.device, call.requested))
+
+
+def with_tangents(call: Plan, *, again: bool = False) -> Plan:
+    """Returns the plan of a call's tangents, which another backend than that of its results may compute.
+
+    Args:
+        call: its ``aux_gradients`` are the arrays that have tangents.
+        again: whether the tangents will be differentiated.
+
+    Raises:
+        SpecError: if no backend, or not the requested one, can compute them; the message has every reason.
+    """
+    requested = call.requested
+    if again:
+        if requested is not None and DIFFERENTIABLE not in requested:
+            raise SpecError(
+                f"backend={', '.join(requested)!r}: expected first derivatives, its kernels have no others; "
+                f'backend="{DIFFERENTIABLE}" has a derivative of its forward mode'
+            )
+        requested = (DIFFERENTIABLE,)
+    spec, backend = _forward_mode(call.spec, call.device, requested)
+    if backend == call.backend:
+        return call
+    return call._replace(spec=spec, backend=backend, overlaps_exchange=False)
+
+
+@lru_cache(maxsize=4096)
+def _forward_mode(spec: AttentionSpec, device: str, requested: tuple[str, ...] | None) -> tuple[AttentionSpec, str]:
+    """Returns the spec of a call's tangents, and the backend that computes them."""
+    first = (requested or backends.FORWARD_MODE.get(("jax", backends.kind_of(device)), ()))[:1]
+    choice = forward_mode.choose(spec, Target("jax", device), requested, spec.aux_gradients)
+    # If JAX's own operations come first and serve, it does not matter what is installed; to look imports torch.
+    if first != (DIFFERENTIABLE,) or choice.backend != DIFFERENTIABLE:
+        choice = forward_mode.choose(spec, Target.here("jax", device), requested, spec.aux_gradients)
+    return choice.spec, forward_mode.noted(choice)
 
 
 @lru_cache(maxsize=4096)
@@ -135,12 +172,17 @@ def device_name(array: Any) -> str:
     return jax_devices.name_of(_device(array))
 
 
-def is_on_host(array: Any) -> bool:
-    """Returns whether the values of an array can be read without waiting: numpy's, and untraced ones on the CPU."""
+def is_on_host(array: Any, *, or_elsewhere: bool = False) -> bool:
+    """Returns whether the values of an array can be read without waiting: numpy's, and untraced ones on the CPU.
+
+    Args:
+        or_elsewhere: also True for an array on a GPU, which the caller then waits for.
+    """
     if isinstance(array, np.ndarray):
         return True
-    concrete = isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer)
-    return concrete and device_name(array) == "cpu"
+    if not isinstance(array, jax.Array) or isinstance(array, jax.core.Tracer) or not array.is_fully_addressable:
+        return False
+    return or_elsewhere or device_name(array) == "cpu"
 
 
 def device_index(array: Any) -> int:
@@ -151,7 +193,7 @@ def device_index(array: Any) -> int:
 def _device(array: Any) -> Any:
     if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
         return next(iter(array.devices()))
-    # A traced array has no device yet. ``platforms`` corrects the guess if the program is lowered for another one.
+    # A traced array has no device yet. ``local_call`` corrects the guess if the program is lowered for another one.
     device = jax.config.jax_default_device or jax.devices()[0]  # type: ignore[attr-defined]
     # jax_default_device may also be the name of a platform.
     return jax.devices(device)[0] if isinstance(device, str) else device

@@ -55,27 +55,28 @@ def ranges_here(key_ranges: Any, *, named: bool) -> bool:
 
     named: whether the call names backends. Automatic choice reads numpy's arrays alone, because it has key ranges.
     """
-    return isinstance(key_ranges, np.ndarray) or (
-        named and isinstance(key_ranges, jax.Array) and values_here(key_ranges)
-    )
+    return isinstance(key_ranges, np.ndarray) or (named and plan.is_on_host(key_ranges))
 
 
-def check_key_ranges(spec: AttentionSpec, key_ranges: Any) -> None:
-    """Checks the values of key ranges on the CPU; traced ones have none, and on a GPU wrong ones only hide keys."""
-    if key_ranges is not None and values_here(key_ranges):
+def check_tables(spec: AttentionSpec, info: SeqInfo | None, key_ranges: Any) -> None:
+    """Checks the values of offsets and key ranges that are on the host; traced ones have none yet.
+
+    Kernels clamp offsets elsewhere, and wrong ranges there only hide keys.
+    """
+    if info is not None:
+        sides = (
+            ("q", info.cu_seqlens_q, spec.q_len, info.max_len_q),
+            ("k", info.cu_seqlens_k, spec.kv_len, info.max_len_k),
+        )
+        for side, offsets, tokens, longest in sides:
+            if plan.is_on_host(offsets):
+                known = (
+                    tokens if is_number(tokens) else None
+                )  # offsets beyond a symbolic length are clamped at run time
+                check_cu_seqlens(np.asarray(offsets), longest, side=side, tokens=known)
+    if plan.is_on_host(key_ranges):
         with jax.transfer_guard("allow"):
             check_values(np.asarray(key_ranges), spec.q_len)
-
-
-def values_here(array: jax.Array, *, on_gpu: bool = False) -> bool:
-    """Returns whether an array's values can be read without waiting: it is on the CPU and not traced.
-
-    Args:
-        on_gpu: also True for an array on a GPU, which the caller then waits for.
-    """
-    if isinstance(array, jax.core.Tracer) or not array.is_fully_addressable:
-        return False
-    return on_gpu or all(device.platform == "cpu" for device in array.devices())
 
 
 def are_traced(inputs: Inputs) -> bool:

@@ -17,7 +17,7 @@ from attn_core.call.functions import AUX, by_row
 from attn_core.call.spec import AttentionSpec
 from attn_core.selection import Target, refusals, row_maximum
 from jax_frontend.bridge.bridged_call import BridgedCall
-from jax_frontend.dispatch import local_call, platforms
+from jax_frontend.dispatch import local_call
 
 _BATCH_FIRST = ("q", "k", "v", "qkv", "out", "lse", "dq", "dk", "dv", "dout", "dlse")
 """Operands whose leading axis is the batch."""
@@ -107,11 +107,11 @@ class MappedCall(NamedTuple):
     def run(self, *operands: Any) -> list[Any]:
         """Returns the results; traceable."""
         if not self.sizes:
-            return platforms.run(self.call, self.requested, *operands)
+            return local_call.run_anywhere(self.call, self.requested, *operands)
         if not self.foldable():
             return self._run_separately(operands)
         folded = [self._fold(at, array) for at, array in enumerate(operands)]
-        results = platforms.run(self.call._replace(spec=self.spec), self.requested, *folded)
+        results = local_call.run_anywhere(self.call._replace(spec=self.spec), self.requested, *folded)
         # [mapped * batch, ...] -> [*mapped, batch, ...]
         return [array.reshape(*self.sizes, array.shape[0] // prod(self.sizes), *array.shape[1:]) for array in results]
 

@@ -15,7 +15,7 @@ from attn_core.call.arguments import ArrayFacts
 from attn_core.dropins.flash_attn.cache import Cached, append_arguments
 from attn_core.dropins.flash_attn.frontend import Frontend
 from jax_frontend.attention import attention
-from jax_frontend.dispatch import explicit_axes, plan
+from jax_frontend.dispatch import partitioning, plan
 from jax_frontend.paged.append import append_kv
 from jax_frontend.paged.attention import paged_attention
 from jax_frontend.paged.rotary import apply_rotary
@@ -53,14 +53,14 @@ def _values_on_host(q: Array, *tables: Array | None) -> tuple[Any, ...] | None:
 def _on_mesh(run: Callable[[Cached], Any], call: Cached, with_lse: bool) -> Any:
     """Runs a call with the Explicit axes of a mesh as Auto ones."""
     arrays = {name: array for name, array in call._asdict().items() if array is not None}
-    mesh = explicit_axes.explicit_mesh(arrays)
+    mesh = partitioning.explicit_mesh(arrays)
     if mesh is None:
         return run(call)
-    *rows, heads, _ = (*explicit_axes.spec_of(call.q), *(None,) * 4)[: call.q.ndim]
+    *rows, heads, _ = (*partitioning.spec_of(call.q), *(None,) * 4)[: call.q.ndim]
     rows = rows[:-1]  # the batch, unless q is packed: tokens are whole
     out = (P(*rows, None, heads), P(*rows, heads)) if with_lse else P(*rows, None, heads)
-    specs = out, tuple(map(explicit_axes.spec_of, (call.k_cache, call.v_cache)))
-    return explicit_axes.as_auto(lambda given: run(Cached(*map(given.get, Cached._fields))), mesh, specs)(arrays)
+    specs = out, tuple(map(partitioning.spec_of, (call.k_cache, call.v_cache)))
+    return partitioning.as_auto(lambda given: run(Cached(*map(given.get, Cached._fields))), mesh, specs)(arrays)
 
 
 def _append(call: Cached, pages: Array, seq_lens: Array, interleaved: bool) -> tuple[Array, Array]:

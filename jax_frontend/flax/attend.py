@@ -30,9 +30,8 @@ from attn_core.errors import DTypeError, ShapeError, SpecError, shown
 from attn_core.expressions.tracing import TracedFunction
 from attn_core.paged.step import Pages, Step, check_paged_layer
 from jax_frontend.context_parallel import layers as context_layers
-from jax_frontend.dispatch.explicit_axes import split_as
-from jax_frontend.dispatch.plan import as_array, ranges_as_array
-from jax_frontend.dispatch.value_checks import values_here
+from jax_frontend.dispatch.partitioning import split_as
+from jax_frontend.dispatch.plan import as_array, is_on_host, ranges_as_array
 from jax_frontend.flax.batch_axes import batch_axes, fold_tables
 from jax_frontend.flax.layer import (
     Cache,
@@ -281,7 +280,7 @@ def _check_room(cache: Cache, batch: tuple[int, ...], k: jax.Array, v: jax.Array
     if new > max_length:
         raise ShapeError(f"x: expected at most the {max_length} tokens of the cache, got {new}")
     report = partial(_overflow, new, max_length)
-    if values_here(cache.cache_index, on_gpu=checks.enabled()):
+    if is_on_host(cache.cache_index, or_elsewhere=checks.enabled()):
         with jax.transfer_guard("allow"):
             error = report(int(cache.cache_index))
         if error is not None:
@@ -334,7 +333,7 @@ def _within(ranges: Any, visible: jax.Array, index: jax.Array, sizes: tuple[int,
     max_length = visible.shape[0]
     array = ranges_as_array(ranges)
     key_ranges.check_shape(array.shape, *sizes, max_length)
-    if isinstance(ranges, np.ndarray) or values_here(array):
+    if isinstance(ranges, np.ndarray) or is_on_host(array):
         with jax.transfer_guard("allow"):
             key_ranges.check_values(np.asarray(ranges), max_length)
     # A range outside becomes empty. The axes are [rows or 1, kv_heads or 1, keys, ranges, 2].

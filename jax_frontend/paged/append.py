@@ -22,7 +22,7 @@ from attn_core.paged.quantised.numbers import page_factors, stored_numbers, toke
 from attn_core.paged.quantised.scales import STORED
 from attn_core.paged.rotary import COS, SIN, pair_of
 from attn_core.paged.values import pages_and_offsets, places_of_append
-from jax_frontend.dispatch import explicit_axes, plan
+from jax_frontend.dispatch import partitioning, plan
 from jax_frontend.paged.rotary import rotate
 from jax_frontend.paged.tables import as_int32, check_kinds, copy_numpy, numpy_as_int32, on_host
 
@@ -120,7 +120,7 @@ def without_int64(slots: Any, page_size: int) -> Any:
 def _append(*arguments: Any) -> Any:
     """Runs ``_written``. On a mesh with Explicit axes its results keep the types of the pools and scales."""
     *arrays, interleaved = arguments
-    return explicit_axes.run_like(partial(_written, interleaved), (*arrays[:2], *arrays[4:6]), *arrays)
+    return partitioning.run_like(partial(_written, interleaved), (*arrays[:2], *arrays[4:6]), *arrays)
 
 
 def _written(

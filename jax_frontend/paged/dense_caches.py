@@ -27,8 +27,8 @@ from attn_core.expressions.tracing import TracedFunction
 from attn_core.selection import Selection, Target, override
 from attn_core.selection.dense_caches import read_pages, runs_packed
 from jax_frontend.bridge.bridged_call import BridgedCall
-from jax_frontend.dispatch import explicit_axes, plan, value_checks
-from jax_frontend.dispatch.split import Split
+from jax_frontend.dispatch import partitioning, plan, value_checks
+from jax_frontend.dispatch.partitioning import Split
 from jax_frontend.dispatch.vmap import MappedCall
 from jax_frontend.paged.attention import paged_attention
 from jax_frontend.paged.explain import explain_paged
@@ -161,7 +161,7 @@ def _from_pages(call: _Call, arrays: dict[str, Array]) -> Any:
     if on_mesh is None:
         return run(arrays)
     mesh, split = on_mesh
-    return explicit_axes.as_auto(run, mesh, _specs(call, split))(arrays)
+    return partitioning.as_auto(run, mesh, _specs(call, split))(arrays)
 
 
 def _specs(call: _Call, split: Split) -> Any:
@@ -253,7 +253,7 @@ def split_of_rows(arrays: dict[str, Array]) -> tuple[Any, Split] | None:
 
     arrays: q, k, v, the rows, and others that the call has, by name.
     """
-    mesh = explicit_axes.explicit_mesh(arrays)
+    mesh = partitioning.explicit_mesh(arrays)
     if mesh is None:
         return None
     q, *kv = (arrays[name] for name in "qkv")
@@ -261,7 +261,7 @@ def split_of_rows(arrays: dict[str, Array]) -> tuple[Any, Split] | None:
     device = plan.device_name(q)
     spec = plan.spec(plan.metadata(Inputs(q, *rows)), device, check_options(Options()))
     call = MappedCall(BridgedCall("forward", "", device, spec, tuple(arrays)))
-    return mesh, explicit_axes.split_on(mesh, call, list(arrays.values()))
+    return mesh, partitioning.split_on(mesh, call, list(arrays.values()))
 
 
 def as_ranges(qkv: tuple[Any, ...], rows: CacheRows, options: Keywords) -> tuple[tuple[Any, ...], Keywords]:
@@ -292,7 +292,7 @@ def ranges(qkv: tuple[Any, ...], rows: CacheRows, theirs: Any, *, options: Keywo
         mesh, split = on_mesh
         heads = "one" if theirs is None or theirs.shape[1] == 1 else "kv_heads"
         specs = split.spec(("batch", heads, "keys", "ranges", "ends")), split.spec(("batch", "keys"))
-        run = explicit_axes.as_auto(run, mesh, specs)
+        run = partitioning.as_auto(run, mesh, specs)
     key_ranges, inside = run({name: array for name, array in arrays.items() if name not in "qkv"})
     if rows.cache_index is not None:
         read = _rows_read
@@ -324,7 +324,7 @@ def _visible(lengths: tuple[int, int], options: Keywords, arrays: dict[str, Arra
 
 def _within(inside: Array, array: Array) -> Array:
     """Returns keys or values with 0 outside of each row."""
-    inside = explicit_axes.split_as(inside, array)  # as ``where`` demands
+    inside = partitioning.split_as(inside, array)  # as ``where`` demands
     return jnp.where(inside[:, :, None, None], array, jnp.zeros((), array.dtype))
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from attn_core.call.arguments import ArrayFacts
 from attn_core.call.hints import hide_unknown, refuse_keywords
 from attn_core.paged import rotary
-from jax_frontend.dispatch import explicit_axes, plan
+from jax_frontend.dispatch import partitioning, plan
 from jax_frontend.paged.tables import copy_numpy
 
 Array = jax.Array
@@ -71,7 +71,7 @@ def rotate(x: Array, cos: Array, sin: Array, positions: Array, interleaved: bool
 @partial(jax.jit, static_argnums=(4, 5), inline=True)
 def _jit_rotate(x: Array, cos: Array, sin: Array, positions: Array, interleaved: bool, dtype: Any) -> Array:
     run = partial(rotate, interleaved=interleaved, dtype=dtype)
-    return explicit_axes.run_like(run, x, x, cos, sin, positions)  # type: ignore[no-any-return]
+    return partitioning.run_like(run, x, x, cos, sin, positions)  # type: ignore[no-any-return]
 
 
 @jax.custom_jvp
