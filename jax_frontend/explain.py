@@ -1,9 +1,10 @@
-"""explain: what ``attention`` would run on JAX arrays, and why."""
+"""explain: what ``attention`` would run on JAX arrays, and why; warm_up does in advance what its first run would do."""
 
 from __future__ import annotations
 
 from typing import Any, Unpack
 
+import jax
 import numpy as np
 
 from attn_core.call import cache_rows
@@ -16,11 +17,10 @@ from attn_core.call.segments import Scores, Segments, as_plain
 from attn_core.call.seq_info import SeqInfo
 from attn_core.context_parallel.one_device import described
 from attn_core.expressions.tracing import TracedFunction
-from attn_core.selection import Selection, Target, override
-from attn_core.selection import explain as selection_of
+from attn_core.selection import NoBackendError, Selection, override
 from attn_core.selection.row_maximum import with_max_logit
 from jax_frontend.attention import attention, exchanged, gather_arguments
-from jax_frontend.bridge import compiled_lane
+from jax_frontend.bridge import targets
 from jax_frontend.context_parallel.one_device import rows_are_here
 from jax_frontend.dispatch import plan, value_checks
 from jax_frontend.paged import dense_caches
@@ -61,7 +61,7 @@ def explain(
     # Shapes do not show which arrays get gradients, so training counts with a gradient of every bias.
     bias_gradient = trains and bias is not None
     spec = plan.spec(plan.metadata(inputs), device, plain, needs_backward=trains, bias_gradient=bias_gradient)
-    selection = compiled_lane.with_program_reasons(selection_of(spec, Target.here("jax", device), requested))
+    selection = plan.explanation(spec, device, requested)
     selection = with_max_logit(selection) if check_flag("return_max_logit", said["return_max_logit"]) else selection
     value_checks.check_tables(selection.spec, info, inputs.key_ranges)
     # As ``context_parallel.one_device`` decides, but for the question whether the program is traced.
@@ -74,3 +74,22 @@ def explain(
     if whole or not here or len(tables) != len(selection.spec.aux):
         return selection
     return described(selection, key_ranges, tables)
+
+
+def warm_up(q: Any, k: Any, v: Any, *, needs_backward: bool | None = None, **options: Any) -> Selection:
+    """Chooses the backend of a call, and on a GPU does what the call's first run would do with torch's kernels.
+
+    ``jax.jit`` still compiles the program on its first call. The function has the arguments of ``explain``, as arrays
+    or ``jax.ShapeDtypeStruct``, and returns the same Selection.
+
+    Raises:
+        NoBackendError: if no backend, or not the requested one, can run the call.
+    """
+    for name, array in zip("qkv", (q, k, v)):
+        if isinstance(array, jax.Array):
+            plan.check_array(name, array)  # not deleted, because its device counts
+    selection = explain(q, k, v, needs_backward=needs_backward, **options)
+    if selection.backend is None:
+        raise NoBackendError(selection)
+    targets.warm_up(selection.backend, selection.spec, selection.target.device, plan.device_index(q))
+    return selection

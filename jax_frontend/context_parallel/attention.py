@@ -20,9 +20,9 @@ from attn_core.context_parallel.cost.choose import Explanation
 from attn_core.context_parallel.request import Request
 from attn_core.selection import override
 from jax_frontend.bridge import compiled_lane
-from jax_frontend.context_parallel.backward import attend
 from jax_frontend.context_parallel.mesh import ArraySpecs, RankAxes, RowMesh, find_row_mesh
 from jax_frontend.context_parallel.prepare import build_request, explain_request, local_request, prepare, rank_axes
+from jax_frontend.context_parallel.rank import attend
 from jax_frontend.context_parallel.shards import shard_sequence, unshard_sequence
 from jax_frontend.dispatch import empty_rows, plan
 from jax_frontend.dispatch.local_call import vary_over, varying_axes

@@ -17,7 +17,7 @@ from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
 from attn_core.context_parallel.one_device import Tiled, choose, find
 from attn_core.selection import NoBackendError, Target, explain, refusals
-from jax_frontend.context_parallel import backward
+from jax_frontend.context_parallel import rank
 from jax_frontend.context_parallel.mesh import RankAxes
 from jax_frontend.context_parallel.prepare import RankPlan
 from jax_frontend.dispatch import empty_rows, plan
@@ -139,7 +139,7 @@ def _attend(call: TiledCall, q: Array, k: Array, v: Array, sinks: Array | None) 
     batch, tokens = q.shape[:2]
     if call.forward.rows > 1:
         q, k, v = (array.reshape(1, -1, *array.shape[2:]) for array in (q, k, v))
-    results = backward.attend(TiledCall.rank_plan, call, call.return_lse, q, k, v, sinks)
+    results = rank.attend(TiledCall.rank_plan, call, call.return_lse, q, k, v, sinks)
     out, lse = results if call.return_lse else (results, None)
     if call.forward.rows > 1:
         out = out.reshape(batch, tokens, *out.shape[2:])

@@ -18,7 +18,18 @@ from attn_core.call.options import Options
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
 from attn_core.errors import DTypeError, SpecError
-from attn_core.selection import Target, forward_mode, jax_devices, new_plans, preference, refusals, select
+from attn_core.selection import (
+    Selection,
+    Target,
+    explain,
+    forward_mode,
+    jax_devices,
+    new_plans,
+    preference,
+    refusals,
+    select,
+)
+from jax_frontend.bridge import compiled_lane
 from jax_frontend.bridge.forked import check_process
 
 
@@ -138,6 +149,11 @@ def _takes_jax_xla(spec: AttentionSpec, device: str, names: tuple[str, ...] | No
     if preferred[:1] != ("jax_xla",) or backends.availability("jax_xla")[1] is not None:
         return False
     return not refusals("jax_xla", spec, Target("jax", device))
+
+
+def explanation(call_spec: AttentionSpec, device: str, requested: tuple[str, ...] | None) -> Selection:
+    """Returns the Selection of a call, whether or not a backend can run it, with the faults of its programs."""
+    return compiled_lane.with_program_reasons(explain(call_spec, Target.here("jax", device), requested))
 
 
 def spec(

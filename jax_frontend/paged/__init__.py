@@ -1,8 +1,7 @@
 """Attention on keys and values in pages, for JAX."""
 
 from jax_frontend.paged.append import append_kv
-from jax_frontend.paged.attention import paged_attention
-from jax_frontend.paged.explain import explain_paged
+from jax_frontend.paged.attention import explain_paged, paged_attention
 from jax_frontend.paged.layouts import pages_of
 from jax_frontend.paged.merge_states import merge_states
 from jax_frontend.paged.rotary import apply_rotary

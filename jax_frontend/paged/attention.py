@@ -11,15 +11,15 @@ import numpy as np
 
 from attn_core.backends.shared.in_jax.offsets import safe_offsets
 from attn_core.call.arguments import ArrayFacts
-from attn_core.call.hints import hide_unknown, refuse_keywords
-from attn_core.call.keywords import PagedKeywords
-from attn_core.call.options import Options, check_paged_options, requested_names
+from attn_core.call.hints import SharedOptions, hide_unknown, refuse_keywords
+from attn_core.call.keywords import ExplainPagedKeywords, PagedKeywords
+from attn_core.call.options import Options, check_options, check_paged_options, requested_names
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import PagedInputs
 from attn_core.errors import SpecError
 from attn_core.paged import arguments
 from attn_core.paged.values import READ, TABLES, check_read
-from attn_core.selection import Target, new_plans, override, select
+from attn_core.selection import Selection, new_plans, override
 from jax_frontend.dispatch import empty_rows, ops, plan
 from jax_frontend.paged.tables import (
     as_int32,
@@ -111,10 +111,10 @@ def paged_attention(
     if unknown:
         refuse_keywords(paged_attention, unknown)
     tables, scales = (block_table, seq_lens, cu_seqlens_q), (k_scales, v_scales)
-    inputs = gather(PagedInputs(q, k_pages, v_pages, *tables, sinks, key_ranges, alibi_slopes, kv_starts, *scales))
+    inputs = _gather(PagedInputs(q, k_pages, v_pages, *tables, sinks, key_ranges, alibi_slopes, kv_starts, *scales))
     options = check_paged_options(causal, window, softcap, scale, deterministic, return_lse, max_len_q, invariant)
     requested = requested_names(backend) or override.requested()
-    call_plan = _plan(metadata_of(inputs), plan.device_name(q), options, requested)
+    call_plan = _plan(_metadata_of(inputs), plan.device_name(q), options, requested)
     checked = check_read(call_plan.spec, options.max_len_q, on_host({name: getattr(inputs, name) for name in READ}))
     if call_plan.device == "cpu":  # kernels on a GPU clamp all tables, checked or not
         call_plan = call_plan._replace(tables_checked=checked)
@@ -126,23 +126,38 @@ def _plan(
     metadata: tuple[Metadata | None, ...], device: str, options: Options, requested: tuple[str, ...] | None
 ) -> plan.Plan:
     new_plans.evicted(_plan)
-    selection = select(*request(metadata, device, options, requested))
-    new_plans.selected(selection)
-    return plan.Plan(selection.spec, selection.backend or "", device, one_row=False, requested=selection.requested)
+    spec = _spec(metadata, device, options)
+    return plan.Plan(spec, plan.backend_of(spec, device, requested), device, one_row=False, requested=requested)
 
 
-def request(
-    metadata: tuple[Metadata | None, ...], device: str, options: Options, requested: tuple[str, ...] | None
-) -> tuple[AttentionSpec, Target, tuple[str, ...] | None]:
+def _spec(metadata: tuple[Metadata | None, ...], device: str, options: Options) -> AttentionSpec:
     facts = (entry and ArrayFacts(tuple(entry[0]), str(entry[1]), device) for entry in metadata)
-    return arguments.build_spec(PagedInputs(*facts), options), Target.here("jax", device), requested  # type: ignore[arg-type]
+    return arguments.build_spec(PagedInputs(*facts), options)  # type: ignore[arg-type]
 
 
-def metadata_of(inputs: PagedInputs) -> tuple[Metadata | None, ...]:
+def _metadata_of(inputs: PagedInputs) -> tuple[Metadata | None, ...]:
     return tuple(None if array is None else (tuple(array.shape), np.dtype(array.dtype)) for array in inputs)
 
 
-def gather(inputs: PagedInputs, shapes_only: bool = False) -> PagedInputs:
+_shared = SharedOptions(paged_attention, ExplainPagedKeywords.__optional_keys__)
+
+
+@_shared
+def explain_paged(
+    q: Any, k_pages: Any, v_pages: Any, *, block_table: Any, seq_lens: Any, **options: Unpack[ExplainPagedKeywords[Any]]
+) -> Selection:
+    """Returns the backend that ``paged_attention`` chooses for these arguments and why the others cannot run."""
+    said = _shared.complete(explain_paged, {**options}) | {"block_table": block_table, "seq_lens": seq_lens}
+    given = PagedInputs(q, k_pages, v_pages, **{name: said[name] for name in PagedInputs._fields if name not in "qkv"})
+    inputs = _gather(given, shapes_only=True)
+    if isinstance(q, jax.Array):
+        plan.check_array("q", q)  # not deleted, because its device counts
+    device, call = plan.device_name(q), check_options(Options.of(said))
+    requested = requested_names(said["backend"]) or override.requested()
+    return plan.explanation(_spec(_metadata_of(inputs), device, call), device, requested)
+
+
+def _gather(inputs: PagedInputs, shapes_only: bool = False) -> PagedInputs:
     """Returns the arguments, each checked by itself. Tables, ranges and starts may be numpy's."""
     for name, array in zip(arguments.ARGUMENTS, inputs, strict=True):
         is_numpy = isinstance(array, np.ndarray) and name in ("key_ranges", "kv_starts")

@@ -30,8 +30,7 @@ from jax_frontend.bridge.bridged_call import BridgedCall
 from jax_frontend.dispatch import partitioning, plan, value_checks
 from jax_frontend.dispatch.partitioning import Split
 from jax_frontend.dispatch.vmap import MappedCall
-from jax_frontend.paged.attention import paged_attention
-from jax_frontend.paged.explain import explain_paged
+from jax_frontend.paged.attention import explain_paged, paged_attention
 
 Array = jax.Array
 Keywords = dict[str, Any]

@@ -17,7 +17,7 @@ from torch_first import torch_first  # noqa: F401 (a fixture)
 
 from attn_core.errors import BridgeError
 from jax_frontend.bridge import bridged_run, targets
-from jax_frontend.context_parallel import step_primitive
+from jax_frontend.context_parallel import step as jax_step
 from jax_frontend.dispatch import local_call
 from jax_frontend.dispatch.export import export_checks
 
@@ -34,7 +34,7 @@ DEVICES = {
 @pytest.fixture
 def as_if_on_gpus(monkeypatch):
     """What was planned for these CPUs counts as planned for the platform that it is lowered for, as GPUs' would."""
-    for module in (step_primitive, local_call):
+    for module in (jax_step, local_call):
         monkeypatch.setattr(module, "runs_on", lambda call, platform: True)
 
 

@@ -27,7 +27,7 @@ from attn_core.context_parallel.on_torch import gradient_operators, operators
 from attn_core.context_parallel.on_torch.gradient_operators import GradientStep
 from jax_frontend import shard_sequence
 from jax_frontend.bridge.bridged_call import BridgedStep
-from jax_frontend.context_parallel import step, step_primitive, tiles
+from jax_frontend.context_parallel import step, tiles
 from jax_frontend.context_parallel.attention import context_parallel_attention
 from jax_frontend.context_parallel.tiles import PartTiles, TileContext, WholeRows
 
@@ -106,7 +106,7 @@ def test_each_device_computes_the_gradients_of_its_part(library: Path, name: str
         )
         call = BridgedStep(step_call, "cpu", False, gradient=form)
         run = jax.jit(
-            lambda *arrays, text=text, call=call: step_primitive.run_operators(
+            lambda *arrays, text=text, call=call: step.run_operators(
                 *arrays, call=call, text=operators.by_device({0: text}), results=types
             )
         )
@@ -145,12 +145,12 @@ def as_on_gpus(library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     monkeypatch.setattr(operators, "functions_of", lambda name, kind: found)
     monkeypatch.setattr(step, "_runs_by_callback", lambda *_: False)
     monkeypatch.setattr(step, "_runs_operators", lambda *_: True)
-    monkeypatch.setattr(step_primitive, "runs_on", lambda *_: True)
+    monkeypatch.setattr(step, "runs_on", lambda *_: True)
     monkeypatch.setattr(operator_recorder, "FAKE_DEVICE", "cpu")
     forget_texts()
-    mlir.register_lowering(step_primitive.step_p, step_primitive._lower_for_gpu, platform="cpu")
+    mlir.register_lowering(step.step_p, step._lower_for_gpu, platform="cpu")
     yield
-    mlir.register_lowering(step_primitive.step_p, step_primitive._lower_for_cpu, platform="cpu")
+    mlir.register_lowering(step.step_p, step._lower_for_cpu, platform="cpu")
     forget_texts()
 
 

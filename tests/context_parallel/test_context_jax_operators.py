@@ -25,7 +25,7 @@ from attn_core.context_parallel.on_torch import places as on_torch_places
 from attn_core.context_parallel.on_torch.step import StepCall
 from jax_frontend.bridge import compiled_lane
 from jax_frontend.bridge.bridged_call import BridgedStep
-from jax_frontend.context_parallel import explain_context_parallel, step_primitive
+from jax_frontend.context_parallel import explain_context_parallel
 from jax_frontend.context_parallel import step as jax_step
 from jax_frontend.context_parallel.tiles import PartTiles, TileContext, attend
 
@@ -202,9 +202,7 @@ def test_the_results_of_earlier_steps_are_merged(library: Path, monkeypatch: pyt
         call = BridgedStep(step_call, "cpu", False)
         text = operators.by_device({0: texts[part]})
         run = jax.jit(
-            lambda *arrays, text=text, call=call: step_primitive.run_operators(
-                *arrays, call=call, text=text, results=types
-            )
+            lambda *arrays, text=text, call=call: jax_step.run_operators(*arrays, call=call, text=text, results=types)
         )
         context = TileContext(step_call.call, "cpu")
         tiles = PartTiles(step_call.step.tiles[part])
@@ -222,7 +220,7 @@ def test_the_first_step_needs_no_merge(library: Path, packed_operators: None) ->
         context = TileContext(step_call.call, "cpu")
         right = attend(context, PartTiles(step_call.step.tiles[part]), operands[0], tuple(operands[1:]), None)
         actual = jax.jit(
-            lambda *arrays, text=text: step_primitive.run_operators(
+            lambda *arrays, text=text: jax_step.run_operators(
                 *arrays,
                 call=BridgedStep(step_call, "cpu", False),
                 text=operators.by_device({0: text}),
@@ -239,7 +237,7 @@ def test_a_text_has_the_devices_of_all_processes(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(compiled_lane, "register_launches", lambda: None)
     monkeypatch.setattr(operators, "texts", lambda *_: ("one", "other"))
     call = BridgedStep(step_call, "sm90", False, parts=((5, 0), (2048, 1), (2053, 0)))
-    assert step_primitive.text_of(call, []) == "devices 5:0 2048:1 2053:0\none\n---\nother"
+    assert jax_step.text_of(call, []) == "devices 5:0 2048:1 2053:0\none\n---\nother"
 
 
 def test_a_device_has_the_number_that_jax_gives_it(library: Path) -> None:
@@ -265,7 +263,7 @@ def test_a_step_that_cannot_be_recorded_has_branches(
 
     monkeypatch.setattr(compiled_lane, "register_launches", lambda: None)
     monkeypatch.setattr(operators, "texts", changed)
-    assert step_primitive.text_of(call, []) is None
+    assert jax_step.text_of(call, []) is None
     assert "runs in branches: TypeError: forward() got an unexpected keyword" in caplog.text
 
 

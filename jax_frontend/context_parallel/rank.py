@@ -1,13 +1,16 @@
-"""One device's part of a context-parallel call as a differentiable function.
+"""One device's part of a context-parallel call as a differentiable function, exchanges included.
 
-Its backward is explicit, from whole rows' output and log-sum-exp.
+The loop over steps is unrolled. Collectives are outside the branches that parts take, because all ranks must reach
+them. The next step's keys are sent before this step computes. Arrays are shards ``[batch, shard, heads, dim]``. Between
+the exchanges they are a part's block, ``[batch, places, heads, dim]``, with the log-sum-exp as
+``[batch, heads, places]``. The backward is explicit, from whole rows' output and log-sum-exp.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial, reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,15 +19,15 @@ from jax.ad_checkpoint import checkpoint_name
 
 from attn_core.context_parallel import borders
 from attn_core.context_parallel.borders import Border
-from attn_core.context_parallel.plan import ROUNDED_ONCE
+from attn_core.context_parallel.call import keeps_borders, keeps_gathered
+from attn_core.context_parallel.plan import ROUNDED_ONCE, Step
 from attn_core.context_parallel.prefetch import prefetch
 from jax_frontend.context_parallel import exchange, tiles
 from jax_frontend.context_parallel import step as context_step
 from jax_frontend.context_parallel.exchange import KVPair
-from jax_frontend.context_parallel.forward import Residuals, forward, join_groups, split_groups
-from jax_frontend.context_parallel.keys import Keys
-from jax_frontend.context_parallel.places import add
+from jax_frontend.context_parallel.places import add, take
 from jax_frontend.context_parallel.prepare import RankPlan
+from jax_frontend.context_parallel.tiles import PartTiles
 from jax_frontend.dispatch.differentiable import LSE_NAME, OUT_NAME
 from jax_frontend.dispatch.local_call import varying_as
 
@@ -61,6 +64,59 @@ def _backward(
 
 
 attend.defvjp(_forward, _backward)
+
+
+class Residuals(NamedTuple):
+    """What a head group's backward needs besides inputs and output; ``gathered`` is () unless it is kept."""
+
+    lse: Array
+    gathered: tuple[Array, ...]
+
+
+def forward(
+    plan: RankPlan, q: Array, k: Array, v: Array, sinks: Array | None, *, with_lse: bool
+) -> tuple[Array, Array | None, tuple[Residuals, ...]]:
+    """Returns (out, the shard's lse if ``with_lse``, the residuals of each head group)."""
+    groups, of_call = [split_groups(plan, array) for array in (q, k, v)], (plan.call.spec, plan.call.plan)
+    keep = keeps_gathered(*of_call) or keeps_borders(*of_call)
+
+    def start(group: int) -> tuple[Array, Keys]:
+        """Exchanges a group's heads."""
+        q, k, v = (array[group] for array in groups)
+        return plan.block_of_queries(q), Keys(plan, (plan.block_of_keys(k), plan.block_of_keys(v)))
+
+    outs, lses, residuals = [], [], []
+    for group, (block, keys) in prefetch(plan.call.head_groups, start):
+        out, lse = _attend(plan, block, keys)
+        if sinks is not None:
+            # Once for whole rows, because each tile would count the sink again.
+            out, lse = tiles.with_sinks(out, lse, plan.own_sinks(sinks, group))
+        # Rounded before the exchange, so that fewer bytes travel.
+        outs.append(plan.shard_of_queries(out.astype(q.dtype)))
+        residuals.append(Residuals(lse, keys.gathered if keep else ()))
+        if with_lse:  # [batch, heads, places] -> [batch, places, heads, 1], the form that is exchanged
+            lses.append(plan.shard_of_queries(lse.swapaxes(1, 2)[..., None]))
+    shard_lse = join_groups(lses)[..., 0].swapaxes(1, 2) if with_lse else None
+    return join_groups(outs), shard_lse, tuple(residuals)
+
+
+def _attend(plan: RankPlan, q: Array, keys: Keys) -> tuple[Array, Array]:
+    """Returns (out, lse) of a head group over all steps."""
+    results: tuple[Array, Array] | None = None
+    for step, parts, block in keys.blocks():
+        results = context_step.attend(plan.tile_context(step), plan.axes, step, parts, q, block, results)
+    # Without a step no key is visible.
+    return results or tiles.attend(plan.tile_context(None), tiles.NO_TILES, q, keys.own, None)
+
+
+def split_groups(plan: RankPlan, array: Array) -> list[Array]:
+    """Returns ``[batch, shard, heads, dim]`` cut into groups of consecutive heads."""
+    return jnp.split(array, plan.call.head_groups, axis=2)
+
+
+def join_groups(groups: list[Array]) -> Array:
+    """Returns the heads of all groups in one array."""
+    return groups[0] if len(groups) == 1 else jnp.concatenate(groups, axis=2)
 
 
 def backward(
@@ -166,3 +222,71 @@ def _sum_gradients(
         sums.append(total)
     dk, dv = sums
     return dk, dv
+
+
+class Keys:
+    """The keys and values of a head group.
+
+    Args:
+        own: k and v of this part's block.
+        gathered: the result of ``exchange.gather``, or the arrays of all borders, if the forward kept them; else ().
+
+    Attributes:
+        own, gathered: as above; ``blocks`` sets ``gathered`` when it gathers or receives borders.
+    """
+
+    def __init__(self, plan: RankPlan, own: tuple[Array, Array], gathered: tuple[Array, ...] = ()) -> None:
+        self._plan, self.own, self.gathered = plan, own, gathered
+        self._moving: KVPair | None = None
+        """The block that moves on in a ring, and how far it has moved."""
+        self._shift = 0
+
+    def blocks(self) -> Iterator[tuple[Step, list[PartTiles], tuple[Array, ...]]]:
+        """Yields each step, the tiles of every part, and the block of keys and values, as one array or as two.
+
+        If the keys of other parts are here already, their steps come first, so that their gradients leave early.
+        """
+        steps: Sequence[Step] = self._plan.call.plan.steps
+        blocks: Iterable[tuple[Array, ...]]
+        if any(step.shift for step in steps) and self.gathered:
+            steps = sorted(steps, key=lambda step: step.own)
+            size = len(self.gathered) // (len(steps) - 1)  # arrays of a border
+            blocks = [*(self.gathered[at : at + size] for at in range(0, len(self.gathered), size)), self.own]
+        elif any(step.shift for step in steps):
+            blocks = self._ring()
+        else:
+            if self.gathered:
+                steps = sorted(steps, key=lambda step: step.own)
+            elif self._plan.call.plan.gathers:
+                # Before the first step, which computes on the own keys while the others travel.
+                self.gathered = exchange.gather(self._plan.axes, *self.own)
+            blocks = [self.gathered if step.gathered else self.own for step in steps]
+        for step, block in zip(steps, blocks, strict=True):
+            # The part's number is left out unless tiles depend on it, because each distinct kind compiles a branch.
+            parts = [
+                PartTiles(of_part, step.gathered, part if step.gathered and of_part else None)
+                for part, of_part in enumerate(step.tiles)
+            ]
+            yield step, parts, block
+
+    def _ring(self) -> Iterator[tuple[Array, ...]]:
+        """Yields the block of each step; sends the next block before it yields one."""
+        steps = self._plan.call.plan.steps
+        block = self._send(steps[0])
+        for step in (*steps[1:], None):
+            here, block = block, self.own if step is None else self._send(step)
+            if step is not None and step.border is not None:
+                self.gathered += block
+            yield here
+
+    def _send(self, step: Step) -> tuple[Array, ...]:
+        """Returns the block that arrives for a step of the ring."""
+        if step.own:
+            return self.own
+        axes = self._plan.axes
+        if step.border is not None:
+            index = borders.places(step.border)
+            return KVPair.pack(*(take(array, index, 1) for array in self.own)).hop(axes, step.shift).arrays
+        moving = KVPair.pack(*self.own) if self._moving is None else self._moving
+        self._moving, self._shift = moving.hop(axes, step.shift - self._shift), step.shift
+        return self._moving.arrays
