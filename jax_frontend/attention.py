@@ -159,32 +159,32 @@ def attention(
     scores = Scores(causal, alignment, window, softcap, scale, mask_mod, score_mod, aux)
     plain = as_plain(scores, segments, (q, k), seq_info, alibi_slopes)
     causal, alignment, window, softcap, scale, mask_mod, score_mod, aux = plain
-    arrays = (q, k, v, mask, bias, alibi_slopes, sinks)
+    inputs = Inputs(q, k, v, mask, bias, alibi_slopes, sinks, key_ranges=key_ranges)
     options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
     options = options._replace(invariant=invariant)
     info, results = SeqInfo.coerce(seq_info), None
     requested, functions = requested_names(backend) or override.requested(), (mask_mod, score_mod, aux)
     if isinstance(key_ranges, np.ndarray):
         # The values are on the host, so that kernels without key ranges may compute the mask in parts.
-        results = one_device.attend(arrays, seq_info, options, requested, key_ranges, functions)
+        results = one_device.attend(inputs, seq_info, options, requested, functions)
         if results is not None and not return_max_logit:
             return in_layout(results, layout)
-    masking: dict[str, Any] = {"key_ranges": key_ranges, "functions": functions}
-    inputs, options = gather_arguments(arrays, info, options, dropout_rng, **masking)
+    checked, options = gather_arguments(inputs, info, options, dropout_rng, functions)
     if results is None:
         try:
-            results = run(inputs, info, options, requested, with_maximum=return_max_logit)
+            results = run(checked, info, options, requested, with_maximum=return_max_logit)
             return in_layout(results, layout)
         except NoBackendError:
             if not value_checks.ranges_here(key_ranges, named=requested is not None):
                 raise
-            results = one_device.attend(arrays, seq_info, options, requested, np.asarray(key_ranges), functions)
+            here = inputs._replace(key_ranges=np.asarray(key_ranges))
+            results = one_device.attend(here, seq_info, options, requested, functions)
             if results is None:
                 raise
         if not return_max_logit:
             return in_layout(results, layout)
     results = results if return_lse else (results,)
-    return in_layout((*results, max_logit.alone(varying_alike(inputs), plan.device_name(q), options)), layout)
+    return in_layout((*results, max_logit.alone(varying_alike(checked), plan.device_name(q), options)), layout)
 
 
 def in_layout(results: Any, layout: Layout) -> Any:
@@ -233,23 +233,25 @@ def run(
 
 
 def gather_arguments(
-    arrays: tuple[Any, ...],
+    inputs: Inputs,
     info: SeqInfo | None,
     options: Options,
     key: Any,
+    functions: tuple[Any, Any, Any] = NO_FUNCTIONS,
     *,
     shapes_only: bool = False,
     token_axis: int = -3,
-    key_ranges: Any = None,
-    functions: tuple[Any, Any, Any] = NO_FUNCTIONS,
 ) -> tuple[Inputs, Options]:
     """Returns a call's arguments, each checked by itself. With ``shapes_only`` they need no values.
 
-    functions: mask_mod, score_mod and aux.
+    Args:
+        inputs: q, k, v, mask, bias, alibi_slopes, sinks and key_ranges as the caller passed them.
+        functions: mask_mod, score_mod and aux.
     """
-    inputs, options = plan.check_arrays(arrays, shapes_only=shapes_only), check_options(options)
-    if key_ranges is not None:
-        inputs = inputs._replace(key_ranges=plan.ranges_as_array(key_ranges, shapes_only=shapes_only))
+    plan.check_arrays(inputs, shapes_only=shapes_only)
+    options = check_options(options)
+    if inputs.key_ranges is not None:
+        inputs = inputs._replace(key_ranges=plan.ranges_as_array(inputs.key_ranges, shapes_only=shapes_only))
     if are_given(functions):
         mask_mod, score_mod, aux = trace(*functions)
         for number, array in enumerate(aux):

@@ -15,6 +15,7 @@ from attn_core.call.layouts import check_layout
 from attn_core.call.options import Door, Options, check_flag, names_at, requested_names
 from attn_core.call.segments import Scores, Segments, as_plain
 from attn_core.call.seq_info import SeqInfo
+from attn_core.call.tensors import Inputs
 from attn_core.context_parallel.one_device import described
 from attn_core.expressions.tracing import TracedFunction
 from attn_core.selection import NoBackendError, Selection, override
@@ -49,11 +50,11 @@ def explain(
         return dense_caches.explain(explain, (q, k, v), rows, said, needs_backward)
     scores = Scores(*(said[name] for name in Scores._fields))
     said |= as_plain(scores, segments, (q, k), seq_info, said["alibi_slopes"])._asdict()
-    arrays = (q, k, v, *(said[name] for name in ("mask", "bias", "alibi_slopes", "sinks")))
+    inputs = Inputs(q, k, v, *(said[name] for name in ("mask", "bias", "alibi_slopes", "sinks")))
     key_ranges, mask_mod, aux = said["key_ranges"], said["mask_mod"], said["aux"]
-    masking: dict[str, Any] = {"key_ranges": key_ranges, "functions": (mask_mod, said["score_mod"], aux)}
+    inputs, functions = inputs._replace(key_ranges=key_ranges), (mask_mod, said["score_mod"], aux)
     info, plain = SeqInfo.coerce(seq_info), Options.of(said)
-    inputs, plain = gather_arguments(arrays, info, plain, said["dropout_rng"], shapes_only=True, **masking)
+    inputs, plain = gather_arguments(inputs, info, plain, said["dropout_rng"], functions, shapes_only=True)
     if needs_backward is not None:
         check_flag("needs_backward", needs_backward)
     trains, requested = bool(needs_backward), requested_names(said["backend"]) or override.requested()

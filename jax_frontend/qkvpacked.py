@@ -13,6 +13,7 @@ from attn_core.call.keywords import QkvPackedKeywords
 from attn_core.call.options import Door, Options, names_at, requested_names
 from attn_core.call.segments import Segments, is_traced
 from attn_core.call.seq_info import SeqInfo
+from attn_core.call.tensors import Inputs
 from attn_core.selection import override
 from jax_frontend.attention import attention, gather_arguments, run
 from jax_frontend.dispatch import plan
@@ -57,8 +58,8 @@ def attention_qkvpacked(
         return attention(*(qkv[..., at, :, :] for at in range(3)), **said)
     plain, info = Options.of(said), SeqInfo.coerce(said["seq_info"])
     # One array three times for the checks; the primitive gets it once, as ``inputs.q``.
-    arrays = (qkv, qkv, qkv, *(said[name] for name in ("mask", "bias", "alibi_slopes", "sinks")))
+    inputs = Inputs(qkv, qkv, qkv, *(said[name] for name in ("mask", "bias", "alibi_slopes", "sinks")))
     # The tokens are at -4, because qkv has the axis of 3 behind them.
-    inputs, plain = gather_arguments(arrays, info, plain, said["dropout_rng"], token_axis=-4)
+    inputs, plain = gather_arguments(inputs, info, plain, said["dropout_rng"], token_axis=-4)
     requested = requested_names(said["backend"]) or override.requested()
     return run(inputs._replace(k=None, v=None), info, plain, requested)

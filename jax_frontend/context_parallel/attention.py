@@ -15,6 +15,7 @@ from attn_core.call.hints import SharedOptions, hide_unknown, refuse_keywords
 from attn_core.call.keywords import ContextParallelKeywords, No, SpreadKeywords, Yes
 from attn_core.call.kinds import check_kind
 from attn_core.call.options import Options, Window, check_flag, requested_names
+from attn_core.call.tensors import Inputs
 from attn_core.context_parallel.call import check_cut_layout
 from attn_core.context_parallel.cost.choose import Explanation
 from attn_core.context_parallel.request import Request
@@ -123,7 +124,8 @@ def context_parallel_attention(
     if unknown:
         refuse_keywords(context_parallel_attention, unknown)
     options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
-    inputs = plan.check_arrays((q, k, v, mask, bias, alibi_slopes, sinks))
+    inputs = Inputs(q, k, v, mask, bias, alibi_slopes, sinks)
+    plan.check_arrays(inputs)
     row_mesh = find_row_mesh(mesh, axis_name)
     backends = requested_names(backend) or override.requested()
     check_cut_layout(layout)
@@ -171,7 +173,8 @@ def explain_context_parallel(
     said = _shared.complete(explain_context_parallel, {**options})
     plain = Options.of(said | {"return_lse": return_lse})
     tables = (said[name] for name in ("mask", "bias", "alibi_slopes", "sinks"))
-    inputs = plan.check_arrays((q, k, v, *tables), shapes_only=True)
+    inputs = Inputs(q, k, v, *tables)
+    plan.check_arrays(inputs, shapes_only=True)
     row_mesh = find_row_mesh(mesh, axis_name)
     backends = requested_names(said["backend"]) or override.requested()
     check_kind("layout", layout, (str, type(None)), "the name of a layout, or None")

@@ -54,40 +54,38 @@ class TiledCall(NamedTuple):
 
 
 def attend(
-    arrays: tuple[Any, ...],
+    inputs: Inputs,
     seq_info: Any,
     options: Options,
     requested: tuple[str, ...] | None,
-    key_ranges: np.ndarray,
     functions: Any,
 ) -> Any:
     """Returns the result of ``attention``; None if a backend runs the call as a whole.
 
     Args:
-        arrays: q, k, v, mask, bias, alibi_slopes and sinks, as the caller passed them; so are the other arguments.
+        inputs: as the caller passed them, with key ranges of numpy; so are the other arguments.
         functions: mask_mod, score_mod and aux.
     """
     # These are checked where the call then runs. Tiles take none of them.
-    extras = *arrays[3:6], seq_info, options.dropout or None
-    if any(each is not None for each in extras) or are_given(functions) or key_ranges.dtype != np.int32:
+    extras = inputs.mask, inputs.bias, inputs.alibi_slopes, seq_info, options.dropout or None
+    if any(each is not None for each in extras) or are_given(functions) or inputs.key_ranges.dtype != np.int32:
         return None
-    inputs, options = plan.check_arrays(arrays), check_options(options)
-    call = tiled_call(inputs, options, requested, key_ranges)
+    plan.check_arrays(inputs)
+    options = check_options(options)
+    call = _tiled_call(inputs, options, requested)
     if call is None:
         return None
     q, k, v, sinks = inputs.q, inputs.k, inputs.v, inputs.sinks
     if sinks is not None:
         sinks = sinks.astype(jnp.promote_types(sinks.dtype, jnp.float32))
-    q, k, v, *_, sinks = varying_alike(Inputs(q, k, v, sinks=sinks))[:7]
-    results = _attend(call, q, k, v, sinks)
+    alike = varying_alike(Inputs(q, k, v, sinks=sinks))
+    results = _attend(call, alike.q, alike.k, alike.v, alike.sinks)
     if not options.return_lse or sinks is None:
         return results
-    return results[0], empty_rows.fill_with_sinks(results[1], sinks)
+    return results[0], empty_rows.fill_with_sinks(results[1], alike.sinks)
 
 
-def tiled_call(
-    inputs: Inputs, options: Options, requested: tuple[str, ...] | None, key_ranges: np.ndarray
-) -> TiledCall | None:
+def _tiled_call(inputs: Inputs, options: Options, requested: tuple[str, ...] | None) -> TiledCall | None:
     """Returns a call as tiles; None if a backend runs it as a whole.
 
     Automatic choice takes tiles only in traced programs, because each new mask is a new program. On a CPU it takes
@@ -97,8 +95,11 @@ def tiled_call(
     traced = isinstance(q, jax.core.Tracer) and device != "cpu"
     if requested is None and not (traced and rows_are_here(q.shape[0])):
         return None
-    target = Target.here("jax", device)
-    of_forward, of_training = specs(inputs, options, device, key_ranges)
+    target, key_ranges = Target.here("jax", device), inputs.key_ranges
+    metadata = plan.metadata(inputs)
+    of_forward = plan.spec(metadata, device, options)
+    of_training = plan.spec(metadata, device, options, needs_backward=True)
+    check_values(key_ranges, of_forward.q_len)
     found = choose(of_forward, key_ranges, target, requested)
     trained = find(of_training, key_ranges, target, requested)
     if found is None:
@@ -118,19 +119,6 @@ def rows_are_here(batch: int) -> bool:
     """
     manual = jax.sharding.get_abstract_mesh().axis_types
     return batch == 1 or jax.device_count() == 1 or (bool(manual) and set(manual) == {AxisType.Manual})
-
-
-def specs(inputs: Inputs, options: Options, device: str, key_ranges: np.ndarray) -> list[AttentionSpec]:
-    """Returns the specs of a call with key ranges, in inference and in training, and checks the ranges.
-
-    Raises:
-        ShapeError, SpecError: naming the argument.
-    """
-    entries = list(plan.metadata(inputs))
-    entries[Inputs._fields.index("key_ranges")] = (tuple(key_ranges.shape), np.dtype(np.int32))
-    found = [plan.spec(tuple(entries), device, options, needs_backward=trained) for trained in (False, True)]
-    check_values(key_ranges, found[0].q_len)
-    return found
 
 
 # Jitted, because an eager call would run every merge operation by operation.

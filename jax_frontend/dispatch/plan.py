@@ -225,12 +225,12 @@ def check_key(key: Any) -> None:
         raise SpecError(f"{expected} an array of shape {list(key.shape)} and dtype {key.dtype}")
 
 
-def check_arrays(arrays: tuple[Any, ...], *, shapes_only: bool = False) -> Inputs:
-    """Returns the arrays as Inputs, after checking each by itself: q, k, v and every other that is present."""
-    for name, array in zip(Inputs._fields, arrays, strict=False):
+def check_arrays(inputs: Inputs, *, shapes_only: bool = False) -> None:
+    """Checks each array of floats and the mask by itself: q, k, v and every other that is present."""
+    for name in ("q", "k", "v", "mask", "bias", "alibi_slopes", "sinks"):
+        array = getattr(inputs, name)
         if array is not None or name in ("q", "k", "v"):
             check_array(name, array, shapes_only=shapes_only)
-    return Inputs(*arrays)
 
 
 def ranges_as_array(key_ranges: Any, *, shapes_only: bool = False) -> Any:
