@@ -9,14 +9,9 @@ from jax_frontend.dispatch.plan import device_name
 
 def available_backends() -> dict[str, Availability]:
     """Returns every backend by name: its version, or the reason why it is not available here."""
-    return availability.report("jax", here())
+    return availability.report("jax", device_name(None))
 
 
 def available_here() -> tuple[str, ...]:
     """Returns the names of the backends that can run on this machine's device."""
     return tuple(name for name, entry in available_backends().items() if entry.reason is None)
-
-
-def here() -> str:
-    """Returns the name of JAX's default device."""
-    return device_name(None)

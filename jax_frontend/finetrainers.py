@@ -32,9 +32,8 @@ from attn_core.dropins.finetrainers_call import (
 from attn_core.errors import SpecError, shown
 from attn_core.selection import Target, override
 from jax_frontend.attention import attention
-from jax_frontend.backends import here
 from jax_frontend.dispatch.override import inside_a_task, use_backend
-from jax_frontend.dispatch.plan import check_array
+from jax_frontend.dispatch.plan import check_array, device_name
 
 __all__ = ["AttentionProvider", "attention_dispatch", "attention_provider", "list_providers"]
 
@@ -83,7 +82,9 @@ def list_providers(*, training: bool = False, uses_mask: bool = False) -> list[A
         training: whether the kernel must have a backward.
         uses_mask: whether the kernel must support a mask: of scores, or of keys on the varlen providers.
     """
-    return list(finetrainers.providers_on(Target.here("jax", here()), training=training, uses_mask=uses_mask))
+    return list(
+        finetrainers.providers_on(Target.here("jax", device_name(None)), training=training, uses_mask=uses_mask)
+    )
 
 
 def attention_dispatch(

@@ -71,9 +71,18 @@ def forward(plan: Plan, inputs: Any, *, with_lse: bool = True, with_maximum: boo
     """
     names, operands = local_call.present_operands(inputs, plan.as_one)
     with_lse = with_lse and local_call.has_lse(plan)
-    about: dict[str, Any] = {"overlaps_exchange": plan.overlaps_exchange, "tables_checked": plan.tables_checked}
-    about |= {"with_lse": with_lse, "with_maximum": with_maximum, "checked": plan.checked}
-    call = BridgedCall("forward", plan.backend, plan.device, plan.spec, names, **about)
+    call = BridgedCall(
+        "forward",
+        plan.backend,
+        plan.device,
+        plan.spec,
+        names,
+        with_lse=with_lse,
+        with_maximum=with_maximum,
+        overlaps_exchange=plan.overlaps_exchange,
+        tables_checked=plan.tables_checked,
+        checked=plan.checked,
+    )
     if plan.spec.empty:
         empty = partial(local_call.empty_results, call)
         out, *others = partitioning.run_under_auto_axes(empty, MappedCall(call), operands)
@@ -150,14 +159,8 @@ def _bind(primitive: Primitive, call: MappedCall, *operands: Any) -> list[Any]:
     # The program is traced here and passed as a parameter, because abstract evaluation, eager runs and lowering all
     # need it, and tracing is slow. Under ``jax.disable_jit``, tracing would unroll loops.
     with jax.disable_jit(False):
-        program = _jit_partitionable(call, partitioning.partly_manual()).trace(*operands).jaxpr
+        program = partitioning.jit_partitionable(call, partitioning.partly_manual()).trace(*operands).jaxpr
     return primitive.bind(*operands, call=call, program=to_low_jaxpr(program))  # type: ignore[no-any-return]
-
-
-# Cached, because jax.jit finds an earlier trace by the function: equal calls must share one function object.
-@lru_cache(maxsize=4096)
-def _jit_partitionable(call: MappedCall, partly_manual: bool) -> Any:
-    return jax.jit(partitioning.make_partitionable(call, partly_manual))
 
 
 def to_low_jaxpr(program: ClosedJaxpr) -> ClosedJaxpr:

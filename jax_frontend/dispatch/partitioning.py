@@ -213,9 +213,10 @@ def shards(mesh: Any, axes: Sequence[str]) -> int:
     return prod(mesh.shape[axis] for axis in axes)
 
 
+# Cached, because jax.jit finds an earlier trace by the function: equal calls must share one function object.
 @lru_cache(maxsize=4096)
-def make_partitionable(call: MappedCall, partly_manual: bool) -> Callable[..., list[Any]]:
-    """Returns a function of a call's operands that XLA can split over a mesh; traceable, without a vmap rule."""
+def jit_partitionable(call: MappedCall, partly_manual: bool) -> Any:
+    """Jits a call as a function of its operands that XLA can split over a mesh, without a vmap rule."""
 
     def whole(*operands: Any) -> list[Any]:
         # custom_partitioning accepts no captured array constants; the inner jit holds them.
@@ -229,7 +230,7 @@ def make_partitionable(call: MappedCall, partly_manual: bool) -> Callable[..., l
         infer_sharding_from_operands=partial(_results_sharding, call),
         sharding_rule=partial(_rule, call),
     )
-    return function  # type: ignore[no-any-return]
+    return jax.jit(function)
 
 
 def partly_manual() -> bool:

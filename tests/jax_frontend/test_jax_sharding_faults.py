@@ -11,15 +11,14 @@ from jax.sharding import PartitionSpec as P
 from sharded_calls import HEADS, check_shard_map, check_split, normal, qkv
 
 from jax_frontend import attention
-from jax_frontend.dispatch import local_call, ops, partitioning
+from jax_frontend.dispatch import local_call, partitioning
 
 
 @pytest.fixture
 def planted(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     def forget() -> None:
         jax.clear_caches()
-        for cached in (partitioning.make_partitionable, ops._jit_partitionable):
-            cached.cache_clear()
+        partitioning.jit_partitionable.cache_clear()
 
     forget()
     yield monkeypatch

@@ -30,7 +30,7 @@ from jax_frontend import (
     paged_attention,
 )
 from jax_frontend.bridge import targets
-from jax_frontend.dispatch import ops, plan
+from jax_frontend.dispatch import partitioning, plan
 from jax_frontend.dispatch.export import export_checks
 
 pytestmark = pytest.mark.sampled
@@ -70,7 +70,7 @@ def fresh_plans():
     """Empties the caches of plans and traces, so that nothing of a test reaches the next one."""
 
     def empty_caches():
-        for cache in (choice._explained, target.backend_on, plan.plan, plan.backend_of, ops._jit_partitionable):
+        for cache in (choice._explained, target.backend_on, plan.plan, plan.backend_of, partitioning.jit_partitionable):
             cache.cache_clear()
         jax.clear_caches()
 
