@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -64,19 +64,19 @@ def check_tables(spec: AttentionSpec, info: SeqInfo | None, key_ranges: Any) -> 
     Kernels clamp offsets elsewhere, and wrong ranges there only hide keys.
     """
     if info is not None:
-        sides = (
-            ("q", info.cu_seqlens_q, spec.q_len, info.max_len_q),
-            ("k", info.cu_seqlens_k, spec.kv_len, info.max_len_k),
-        )
-        for side, offsets, tokens, longest in sides:
-            if plan.is_on_host(offsets):
-                known = (
-                    tokens if is_number(tokens) else None
-                )  # offsets beyond a symbolic length are clamped at run time
-                check_cu_seqlens(np.asarray(offsets), longest, side=side, tokens=known)
+        if plan.is_on_host(info.cu_seqlens_q):
+            _check_offsets(spec, "q", info.max_len_q, info.cu_seqlens_q)
+        if plan.is_on_host(info.cu_seqlens_k):
+            _check_offsets(spec, "k", info.max_len_k, info.cu_seqlens_k)
     if plan.is_on_host(key_ranges):
         with jax.transfer_guard("allow"):
             check_values(np.asarray(key_ranges), spec.q_len)
+
+
+def _check_offsets(spec: AttentionSpec, side: str, longest: int, offsets: Any) -> None:
+    tokens = spec.q_len if side == "q" else spec.kv_len
+    known = tokens if is_number(tokens) else None  # offsets beyond a symbolic length are clamped when they run
+    check_cu_seqlens(np.asarray(offsets), longest, side=side, tokens=known)
 
 
 def are_traced(inputs: Inputs) -> bool:
@@ -93,19 +93,20 @@ def report_results(call: BridgedCall, operands: Sequence[Any], results: Sequence
 
 
 def _warn_of_ranges(spec: AttentionSpec, key_ranges: Any) -> None:
-    try:
-        check_values(np.asarray(key_ranges), spec.q_len)
-    except SpecError as error:
-        warnings.warn(str(error), CheckWarning, stacklevel=2)
+    _warn(check_values, np.asarray(key_ranges), spec.q_len)
 
 
 def _warn_of_offsets(spec: AttentionSpec, max_len_q: int, max_len_k: int, queries: Any, keys: Any) -> None:
-    for side, array, longest in (("q", queries, max_len_q), ("k", keys, max_len_k)):
-        tokens = spec.q_len if side == "q" else spec.kv_len
-        try:
-            check_cu_seqlens(np.asarray(array), longest, side=side, tokens=tokens if is_number(tokens) else None)
-        except SpecError as error:
-            warnings.warn(str(error), CheckWarning, stacklevel=2)
+    _warn(_check_offsets, spec, "q", max_len_q, queries)
+    _warn(_check_offsets, spec, "k", max_len_k, keys)
+
+
+def _warn(check: Callable[..., None], *arguments: Any) -> None:
+    """Warns of the error that a check raises."""
+    try:
+        check(*arguments)
+    except SpecError as error:
+        warnings.warn(str(error), CheckWarning, stacklevel=3)
 
 
 def _numpy(array: Any) -> Any:
