@@ -165,8 +165,9 @@ def spec(
     bias_gradient: bool = False,
 ) -> AttentionSpec:
     """Returns the spec of a call; the arguments are those of ``plan``."""
-    facts = Arrays(*(entry and ArrayFacts(tuple(entry[0]), str(entry[1]), device) for entry in metadata))  # type: ignore[arg-type]
-    return build_spec(facts, options, needs_backward=needs_backward, bias_gradient=bias_gradient)
+    return build_spec(
+        Arrays(*facts_of(metadata, device)), options, needs_backward=needs_backward, bias_gradient=bias_gradient
+    )
 
 
 def has_one_row(call_spec: AttentionSpec, metadata: tuple[Metadata | None, ...]) -> bool:
@@ -179,8 +180,17 @@ def metadata(inputs: Inputs) -> tuple[Metadata | None, ...]:
     if inputs.k is None:
         one = jax.ShapeDtypeStruct((*inputs.q.shape[:-3], *inputs.q.shape[-2:]), inputs.q.dtype)
         inputs = inputs._replace(q=one, k=one, v=one)
-    arrays = inputs[: len(Arrays._fields)]
-    return tuple(None if array is None else (tuple(array.shape), np.dtype(array.dtype)) for array in arrays)
+    return tuple(metadata_of(getattr(inputs, name)) for name in Arrays._fields)
+
+
+def metadata_of(array: Any) -> Metadata | None:
+    """Returns (shape, dtype) of an array or its shape; None for an absent array."""
+    return None if array is None else (tuple(array.shape), np.dtype(array.dtype))
+
+
+def facts_of(metadata: tuple[Metadata | None, ...], device: str) -> list[Any]:
+    """Returns the facts of arrays on a device, None for an absent array."""
+    return [entry and ArrayFacts(tuple(entry[0]), str(entry[1]), device) for entry in metadata]
 
 
 def device_name(array: Any) -> str:

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core.backends.shared.in_jax.offsets import safe_offsets
-from attn_core.call.arguments import ArrayFacts
 from attn_core.call.hints import SharedOptions, hide_unknown, refuse_keywords
 from attn_core.call.keywords import ExplainPagedKeywords, PagedKeywords
 from attn_core.call.options import Options, check_options, check_paged_options, requested_names
@@ -31,7 +30,6 @@ from jax_frontend.paged.tables import (
 
 Array = jax.Array
 Keywords = PagedKeywords[Array]
-Metadata = tuple[tuple[int, ...], np.dtype]
 
 
 @overload
@@ -114,7 +112,7 @@ def paged_attention(
     inputs = _gather(PagedInputs(q, k_pages, v_pages, *tables, sinks, key_ranges, alibi_slopes, kv_starts, *scales))
     options = check_paged_options(causal, window, softcap, scale, deterministic, return_lse, max_len_q, invariant)
     requested = requested_names(backend) or override.requested()
-    call_plan = _plan(_metadata_of(inputs), plan.device_name(q), options, requested)
+    call_plan = _plan(tuple(map(plan.metadata_of, inputs)), plan.device_name(q), options, requested)
     checked = check_read(call_plan.spec, options.max_len_q, on_host({name: getattr(inputs, name) for name in READ}))
     if call_plan.device == "cpu":  # kernels on a GPU clamp all tables, checked or not
         call_plan = call_plan._replace(tables_checked=checked)
@@ -123,20 +121,15 @@ def paged_attention(
 
 @lru_cache(maxsize=4096)
 def _plan(
-    metadata: tuple[Metadata | None, ...], device: str, options: Options, requested: tuple[str, ...] | None
+    metadata: tuple[plan.Metadata | None, ...], device: str, options: Options, requested: tuple[str, ...] | None
 ) -> plan.Plan:
     new_plans.evicted(_plan)
     spec = _spec(metadata, device, options)
     return plan.Plan(spec, plan.backend_of(spec, device, requested), device, one_row=False, requested=requested)
 
 
-def _spec(metadata: tuple[Metadata | None, ...], device: str, options: Options) -> AttentionSpec:
-    facts = (entry and ArrayFacts(tuple(entry[0]), str(entry[1]), device) for entry in metadata)
-    return arguments.build_spec(PagedInputs(*facts), options)  # type: ignore[arg-type]
-
-
-def _metadata_of(inputs: PagedInputs) -> tuple[Metadata | None, ...]:
-    return tuple(None if array is None else (tuple(array.shape), np.dtype(array.dtype)) for array in inputs)
+def _spec(metadata: tuple[plan.Metadata | None, ...], device: str, options: Options) -> AttentionSpec:
+    return arguments.build_spec(PagedInputs(*plan.facts_of(metadata, device)), options)
 
 
 _shared = SharedOptions(paged_attention, ExplainPagedKeywords.__optional_keys__)
@@ -154,7 +147,7 @@ def explain_paged(
         plan.check_array("q", q)  # not deleted, because its device counts
     device, call = plan.device_name(q), check_options(Options.of(said))
     requested = requested_names(said["backend"]) or override.requested()
-    return plan.explanation(_spec(_metadata_of(inputs), device, call), device, requested)
+    return plan.explanation(_spec(tuple(map(plan.metadata_of, inputs)), device, call), device, requested)
 
 
 def _gather(inputs: PagedInputs, shapes_only: bool = False) -> PagedInputs:
