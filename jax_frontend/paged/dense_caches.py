@@ -6,7 +6,7 @@ differentiates whether a call needs gradients, so a call on pages has a derivati
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from attn_core.call import cache_rows, checks
-from attn_core.call.arguments import ArrayFacts, Arrays
+from attn_core.call.arguments import Arrays
 from attn_core.call.cache_rows import CacheRows
 from attn_core.call.key_ranges import check_values
 from attn_core.call.options import ON_PAGES, PLAIN, Options, check_options, requested_names
@@ -39,16 +39,20 @@ _ON_POOL = (*ON_PAGES, "window", "backend", "sinks", "alibi_slopes")
 
 
 class _Call(NamedTuple):
-    """The static part of a call on pages: ``attention``, for its derivative, and the options by name."""
+    """The static part of a call on pages."""
 
     attention: Callable[..., Any]
-    options: tuple[tuple[str, Hashable], ...]
-    packed: bool = False
+    """The frontend's, for the derivative."""
+    options: Options
+    backend: tuple[str, ...] | None
+    packed: bool
     """Whether the call runs as packed documents."""
 
     def keywords(self, arrays: dict[str, Array]) -> Keywords:
         """Returns all arguments of ``attention`` but q, k, v, layout and the rows, by name."""
-        return {**_ABSENT, **dict(self.options), **{name: arrays.get(name) for name in ("sinks", "alibi_slopes")}}
+        plain = {name: getattr(self.options, name) for name in PLAIN}
+        tables = {name: arrays.get(name) for name in ("sinks", "alibi_slopes")}
+        return {**_ABSENT, **plain, **tables, "backend": self.backend}
 
 
 def attend(attention: Callable[..., Any], qkv: tuple[Any, ...], rows: CacheRows, options: Keywords) -> Any:
@@ -64,9 +68,8 @@ def attend(attention: Callable[..., Any], qkv: tuple[Any, ...], rows: CacheRows,
         return attention(*tensors, **others)
     if checks.enabled():
         value_checks.check_cache(*as_ranges(qkv, rows, options))
-    options["backend"] = requested_names(options["backend"])
-    named = tuple([(name, options[name]) for name in (*PLAIN, "backend")])
-    call = _Call(attention, named, are_documents(qkv, rows, options))
+    names, packed = requested_names(options["backend"]), are_documents(qkv, rows, options)
+    call = _Call(attention, Options.of(options), names, packed)
     arrays = {**dict(zip("qkv", qkv, strict=True)), **rows._asdict()}
     arrays |= {name: options[name] for name in ("sinks", "alibi_slopes")}
     return _jit_from_pages(call, {name: array for name, array in arrays.items() if array is not None})
@@ -105,21 +108,19 @@ def _checked(
     qkv: tuple[Any, ...], rows: CacheRows, options: Keywords, *, shapes_only: bool = False
 ) -> tuple[CacheRows, Keywords]:
     """Checks every argument, on a CPU by value; returns the rows as JAX's arrays, the options with window as a pair."""
-    named = dict(zip("qkv", qkv, strict=True))
-    named |= {name: options[name] for name in ("mask", "bias", "alibi_slopes", "sinks")}
-    for name, array in named.items():
-        if array is not None or name in "qkv":
-            plan.check_array(name, array, shapes_only=shapes_only)
+    q, k, v = qkv
+    inputs = Inputs(q, k, v, *(options[name] for name in ("mask", "bias", "alibi_slopes", "sinks")))
+    plan.check_arrays(inputs, shapes_only=shapes_only)
     for name, array in zip(rows._fields, rows):
         if array is not None and not isinstance(array, np.ndarray):
             plan.check_array(name, array, shapes_only=shapes_only)
-    q, k, v = qkv
     cache_rows.check_arguments(rows, {"q": q.shape, "k": k.shape, "v": v.shape}, options)
     call = check_options(Options.of(options))
     if rows.cache_index is not None:  # it selects rows of a larger cache
-        named |= {n: jax.ShapeDtypeStruct((q.shape[0], *a.shape[1:]), a.dtype) for n, a in zip("kv", (k, v))}
+        k_read, v_read = (jax.ShapeDtypeStruct((q.shape[0], *a.shape[1:]), a.dtype) for a in (k, v))
+        inputs = inputs._replace(k=k_read, v=v_read)
     # Its errors name these arguments; those of pages would name others.
-    plan.spec(plan.metadata(Inputs(**named)), plan.device_name(q), call)
+    plan.spec(plan.metadata(inputs), plan.device_name(q), call)
     theirs = options["key_ranges"]
     if theirs is not None and theirs.dtype != np.int32:
         raise DTypeError(f"key_ranges: expected dtype int32, got {theirs.dtype}; cast it to int32")
@@ -166,7 +167,7 @@ def _from_pages(call: _Call, arrays: dict[str, Array]) -> Any:
 def _specs(call: _Call, split: Split) -> Any:
     """Returns the PartitionSpecs of the results."""
     out, lse = split.spec(("batch", "queries", "heads", "dim")), split.spec(("batch", "heads", "queries"))
-    return (out, lse) if dict(call.options)["return_lse"] else out
+    return (out, lse) if call.options.return_lse else out
 
 
 def _run(call: _Call, arrays: dict[str, Array]) -> Any:
@@ -217,12 +218,13 @@ def are_documents(qkv: tuple[Any, ...], rows: CacheRows, options: Keywords) -> b
 
     qkv: arrays or their shapes.
     """
-    device = plan.device_name(qkv[0])
-    every = (*qkv, None, None, options["alibi_slopes"], options["sinks"])
-    facts = [None if a is None else ArrayFacts(tuple(a.shape), str(np.dtype(a.dtype)), device) for a in every]
+    q, k, v = qkv
+    device = plan.device_name(q)
+    inputs = Inputs(q, k, v, alibi_slopes=options["alibi_slopes"], sinks=options["sinks"])
+    facts = plan.facts_of(plan.metadata(inputs), device)
     names = requested_names(options["backend"]) or override.requested()
     plain = check_options(Options.of(options))
-    return runs_packed(rows, Arrays(*facts), plain, Target.here("jax", device), names)  # type: ignore[arg-type]
+    return runs_packed(rows, Arrays(*facts), plain, Target.here("jax", device), names)
 
 
 def as_documents(
