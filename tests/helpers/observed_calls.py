@@ -440,13 +440,23 @@ class Observer(NamedTuple):
 
 
 class _RecordingMode(TorchDispatchMode):
-    def __init__(self, notes: list[Any]) -> None:
+    """Notes the names of our ops, and whether there were others: which ones depends on what kernels remember."""
+
+    def __init__(self) -> None:
         super().__init__()
-        self.notes = notes
+        self.names: set[str] = set()
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
-        self.notes.append(str(function))
+        name = str(function)
+        self.names.add(name if name.startswith("attn.") else "an op of torch")
         return function(*arguments, **(keywords or {}))
+
+
+@contextmanager
+def _recorded(notes: list[Any]) -> Iterator[None]:
+    with _RecordingMode() as mode:
+        yield
+    notes.extend(sorted(mode.names))
 
 
 class _FunctionMode(TorchFunctionMode):
@@ -524,7 +534,7 @@ OBSERVERS: dict[str, Observer] = {
     "autocast": _inside(lambda notes: torch.autocast("cpu", torch.bfloat16)),
     "no_grad": _inside(lambda notes: torch.no_grad()),
     "inference_mode": _inside(lambda notes: torch.inference_mode()),
-    "a dispatch mode": _inside(_RecordingMode),
+    "a dispatch mode": _inside(_recorded),
     "a function mode": _inside(lambda notes: _FunctionMode()),
     "a default device": _inside(lambda notes: torch.device("meta")),
     "a default dtype": _inside(lambda notes: _default_dtype(torch.float64)),
