@@ -6,43 +6,20 @@ from collections.abc import Callable, Sequence
 from typing import Any, Never, Unpack, overload
 
 import torch
-from torch.autograd import forward_ad, profiler
 
-from attn_core.call import cache_rows, checks, ranges
+from attn_core.call import cache_rows
+from attn_core.call.cache_rows import CacheRows
 from attn_core.call.hints import hide_unknown, refuse_keywords
 from attn_core.call.keywords import AttentionKeywords, No, Yes
-from attn_core.call.layouts import Layout
-from attn_core.call.mask_objects import is_object
-from attn_core.call.options import Options, Window, is_plain_window
-from attn_core.call.tensors import Inputs
-from attn_core.errors import SpecError
+from attn_core.call.layouts import Layout, check_layout
+from attn_core.call.options import Window, is_plain_window
 from attn_core.expressions.tracing import TracedFunction
-from attn_core.selection import NoBackendError, override
-from torch_frontend.dispatch import (
-    autocast,
-    autograd,
-    fast_calls,
-    general_calls,
-    nested,
-    plan,
-    run_plan,
-    sdpa_flags,
-    segments,
-    transforms,
-)
-from torch_frontend.dispatch.plan_cache import dense_plan
-from torch_frontend.dispatch.ranges import in_ranges
-from torch_frontend.dispatch.tensor_kinds import are_modes_active
-from torch_frontend.paged import other_calls
+from torch_frontend.dispatch import eager_calls, general_calls, heads_first, nested, segments
+from torch_frontend.dispatch.heads_first import exchanged
+from torch_frontend.dispatch.prepared import find
+from torch_frontend.paged import cache_calls, dense_caches
 
 Tensor = torch.Tensor
-# Aliases save the fast path an attribute lookup for each.
-_is_compiling, _is_grad_enabled, _requested = torch.compiler.is_compiling, torch.is_grad_enabled, override.requested
-_is_autocast_on, _is_transformed, _modes, _checks, _ranges = (
-    *(autocast.is_on, transforms.are_active, are_modes_active, checks.enabled, ranges.enabled),
-)
-_flash_on, _efficient_on, _cudnn_on = sdpa_flags.is_flash_on, sdpa_flags.is_efficient_on, sdpa_flags.is_cudnn_on
-_math_on, _others_on = sdpa_flags.is_math_on, sdpa_flags.are_others_on
 Keywords = AttentionKeywords[Tensor, torch.Generator]
 
 
@@ -77,7 +54,7 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, return_max_logit: bool, **options: Unpack[Keywords]
 ) -> Tensor | tuple[Tensor, ...]: ...
 @hide_unknown
-def attention(  # noqa: C901
+def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -167,89 +144,65 @@ def attention(  # noqa: C901
     """
     if unknown:
         refuse_keywords(attention, unknown)
-    plain = type(q) is type(k) is type(v) is Tensor
-    jagged = not plain and nested.has_jagged(q, k, v)
-    in_cache = not (kv_lengths is None and kv_starts is None and cache_index is None)
-    if not (q_segment_ids is None and kv_segment_ids is None and q_positions is None and kv_positions is None):
+    in_cache = not (kv_lengths is kv_starts is cache_index is None)
+    if not (q_segment_ids is kv_segment_ids is q_positions is kv_positions is None):
         said = q_segment_ids, kv_segment_ids, q_positions, kv_positions
         if in_cache:
             cache_rows.refuse(seq_info, *said)
         seen = causal, window, mask_mod, aux
         causal, window, mask_mod, aux = segments.without_segments(said, seen, (q, k), layout, (seq_info, alibi_slopes))
-    usual_layout = isinstance(layout, str) and layout == "bshd"  # an array would compare element by element
-    if jagged or not usual_layout or in_cache:
-        rows, first = (kv_lengths, kv_starts, cache_index), (causal, alignment, window, softcap, scale)
-        tables = (mask, key_ranges, mask_mod, score_mod, aux, bias, alibi_slopes, sinks, seq_info)
-        others = (dropout, deterministic, backend, return_lse, return_max_logit, dropout_rng, invariant)
-        return other_calls.attend(attention, (q, k, v), layout, rows, (*first, *tables, *others))
-    plain_options = (causal, alignment, window, softcap, scale, dropout, deterministic, return_lse, invariant)
-    no_extras = mask is bias is alibi_slopes is sinks is seq_info is None
-    # The fast path: plain tensors, no dropout, nothing that observes the call. It costs one cached lookup.
-    observed = _is_compiling() or _is_autocast_on() or _is_transformed() or _modes() or forward_ad._current_level >= 0
-    observed = observed or _checks() or not (_flash_on() and _efficient_on() and _cudnn_on() and _math_on())
-    observed = observed or not _others_on()  # sdpa_kernel(...) around the call
-    unusual_window = window is not None and type(window) is not int and not is_plain_window(window)
-    drops = type(dropout) is not float or dropout
-    usual = plain and not (observed or drops or unusual_window or dropout_rng is not None)
-    usual = usual and mask_mod is score_mod is None and type(aux) is tuple and not aux and return_max_logit is False
-    if key_ranges is not None:
-        if usual and no_extras:
-            results = fast_calls.attend_with_ranges(q, k, v, key_ranges, backend, plain_options)
-            if results is not None:
-                return results
-        usual = False
-    if usual and not no_extras:
-        if alibi_slopes is None and sinks is None and seq_info is None:
-            results = fast_calls.attend_with_tables(q, k, v, mask, bias, backend, plain_options)
+    # A call like an earlier one, which nothing observes, runs what the earlier one prepared.
+    options = causal, alignment, window, softcap, scale, dropout, deterministic, return_lse, invariant, layout
+    is_usual = mask_mod is score_mod is dropout_rng is None and return_max_logit is False
+    is_usual = is_usual and type(aux) is tuple and not aux and (type(window) is not tuple or is_plain_window(window))
+    if is_usual:
+        tables = mask, bias, alibi_slopes, sinks
+        if in_cache:
+            rows = CacheRows(kv_lengths, kv_starts, cache_index)
+            results = cache_calls.attend(q, k, v, tables, seq_info, key_ranges, rows, options, backend)
+        elif mask is bias is alibi_slopes is sinks is seq_info is key_ranges is None:
+            run = find(eager_calls.prepare, q, k, v, None, options, backend)
+            results = None if run is None else run(q, k, v)
         else:
-            results = fast_calls.attend(q, k, v, (mask, bias, alibi_slopes, sinks), seq_info, backend, plain_options)
+            results = eager_calls.attend(q, k, v, tables, seq_info, key_ranges, options, backend)
         if results is not None:
             return results
-    if not (usual and no_extras):
-        if is_object(mask, bias):
-            visible = causal, alignment, window, mask, bias, seq_info
-            causal, alignment, window, mask, bias, seq_info = plan.read_mask_object(q, k, visible)
-        tensors = (q, k, v, mask, bias, alibi_slopes, sinks)
-        options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
-        options = options._replace(invariant=invariant)
-        rest = key_ranges, (mask_mod, score_mod, aux), return_max_logit
-        return general_calls.run(tensors, seq_info, options, dropout_rng, backend, *rest)
-    try:
-        needs_backward = _is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-        call_plan = dense_plan(
-            q.shape,
-            k.shape,
-            v.shape,
-            q.dtype,
-            k.dtype,
-            v.dtype,
-            q.device,
-            k.device,
-            v.device,
-            needs_backward,
-            _requested() if backend is None else backend,
-            *plain_options,
-        )
-    # AttributeError: no tensor, so no shape. TypeError: an option cannot be hashed. RuntimeError: a nested tensor has
-    # no shape. NoBackendError is a RuntimeError too.
-    except (AttributeError, TypeError, RuntimeError) as error:
-        if isinstance(error, (SpecError, NoBackendError)):
-            raise
-        # An argument cannot be a cache key. The general path accepts it (a list of names) or names it in an error.
-        options = Options(causal, alignment, window, softcap, scale, None, None, dropout, deterministic, return_lse)
-        options = options._replace(invariant=invariant)
-        return general_calls.run((q, k, v, None, None, None, None), None, options, None, backend)
-    if profiler._is_profiler_enabled or _ranges():
-        call_plan = in_ranges(call_plan)
-    try:
-        shortcut = call_plan.shortcut
-        results = shortcut(q, k, v) if shortcut else None
-        if results is None:
-            # autograd can differentiate a shortcut, so only a call without one needs our autograd function.
-            if needs_backward:
-                return autograd.AttentionFunction.apply(call_plan, q, k, v)
-            results = call_plan.forward(call_plan.spec, Inputs(q, k, v))
-    except Exception as error:
-        run_plan.note_failure(error, call_plan, q, k, v)
-        raise
-    return results if return_lse else results[0]
+    # Any other call is checked as a whole.
+    given: dict[str, Any] = {
+        "causal": causal,
+        "alignment": alignment,
+        "window": window,
+        "softcap": softcap,
+        "scale": scale,
+        "mask": mask,
+        "key_ranges": key_ranges,
+        "mask_mod": mask_mod,
+        "score_mod": score_mod,
+        "aux": aux,
+        "bias": bias,
+        "alibi_slopes": alibi_slopes,
+        "sinks": sinks,
+        "seq_info": seq_info,
+        "dropout": dropout,
+        "deterministic": deterministic,
+        "backend": backend,
+        "return_lse": return_lse,
+        "return_max_logit": return_max_logit,
+        "dropout_rng": dropout_rng,
+        "invariant": invariant,
+    }
+    return _attend_by_steps(q, k, v, layout, CacheRows(kv_lengths, kv_starts, cache_index) if in_cache else None, given)
+
+
+def _attend_by_steps(q: Any, k: Any, v: Any, layout: Any, rows: CacheRows | None, given: dict[str, Any]) -> Any:
+    """Runs a call with any property, and under any observer: a cache, a layout and nested tensors each become a call
+    of ``attention`` without it, and then every argument is checked.
+    """
+    if rows is not None:
+        return dense_caches.attend(attention, (q, k, v), rows, {**given, "layout": layout})
+    if check_layout(layout) == "bhsd":
+        results = attention(*heads_first.all_exchanged((q, k, v)), **given)
+        return (exchanged(results[0]), *results[1:]) if isinstance(results, tuple) else exchanged(results)
+    if nested.has_jagged(q, k, v):
+        return nested.attend(attention, (q, k, v), given)
+    return general_calls.run(q, k, v, given)

@@ -19,7 +19,7 @@ from torch_frontend.attention import attention
 from torch_frontend.dispatch import autocast, autograd, empty_rows, plan, run_plan, sdpa_flags, transforms
 from torch_frontend.dispatch.autograd import once_differentiable
 from torch_frontend.dispatch.checked_results import in_checks
-from torch_frontend.dispatch.general_calls import gather_arguments, run
+from torch_frontend.dispatch.general_calls import gather_arguments
 from torch_frontend.dispatch.ranges import in_ranges
 from torch_frontend.dispatch.tensor_kinds import is_watched
 
@@ -63,14 +63,13 @@ def attention_qkvpacked(
     in_parts = any([said[name] is not None for name in ("key_ranges", *Segments._fields)])
     if in_parts or are_given((said["mask_mod"], said["score_mod"], said["aux"])):
         return attention(*qkv.unbind(-3), **said)
-    plain = Options.of(said)
-    tables = [said[name] for name in ("mask", "bias", "alibi_slopes", "sinks")]
     (qkv,) = autocast.in_autocast(qkv)
     trains = torch.is_grad_enabled() and qkv.requires_grad
     if not trains or torch.compiler.is_compiling() or transforms.are_observing() or is_watched(qkv):
-        return run((*qkv.unbind(-3), *tables), seq_info, plain, generator, backend)
+        return attention(*qkv.unbind(-3), **said)
     # Detached views serve the checks and the plan. QkvAttention takes qkv itself and returns one gradient for it.
-    tensors = (*qkv.detach().unbind(-3), *tables)
+    tensors = (*qkv.detach().unbind(-3), *[said[name] for name in ("mask", "bias", "alibi_slopes", "sinks")])
+    plain = Options.of(said)
     inputs, plain = gather_arguments(tensors, seq_info, plain, generator)
     bias_gradient = bias is not None and bias.requires_grad
     requested = requested_names(backend) or override.requested()

@@ -7,22 +7,13 @@ second. So the layer states whether it trains.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
 
-from attn_core.call.mask_objects import Visible, is_object
-from attn_core.call.options import Options, requested_names
-from attn_core.call.segments import Segments
-from attn_core.call.tensors import Inputs
-from attn_core.selection import NoBackendError, override
 from torch_frontend.attention import attention
-from torch_frontend.dispatch import autocast, empty_rows, heads_first, in_parts, plan, run_plan, sdpa_flags, transforms
-from torch_frontend.dispatch.checked_results import in_checks
-from torch_frontend.dispatch.general_calls import gather_arguments
-from torch_frontend.dispatch.ranges import in_ranges
-from torch_frontend.dispatch.segments import without_segments
+from torch_frontend.dispatch import transforms
+from torch_frontend.dispatch.prepared import training_layer
 
 Tensor = torch.Tensor
 
@@ -39,37 +30,8 @@ def attention_of_layer(q: Tensor, k: Tensor, v: Tensor, *, trains: bool, **optio
     # Then attention itself chooses a kernel with a backward, and autograd must record the call.
     if torch.is_grad_enabled() and any(getattr(tensor, "requires_grad", False) for tensor in trainable):
         return attention(q, k, v, **options)
-    options = _without_segments(q, k, options)
-    if is_object(options.get("mask"), options.get("bias")):
-        visible = Visible(**{name: options[name] for name in Visible._fields if name in options})
-        options |= plan.read_mask_object(q, k, visible)._asdict()
-    tables = (options.pop(name, None) for name in ("mask", "bias", "alibi_slopes", "sinks"))
-    names = ("seq_info", "backend", "dropout_rng", "key_ranges")
-    seq_info, backend, generator, key_ranges = (options.pop(name, None) for name in names)
-    functions = options.pop("mask_mod", None), options.pop("score_mod", None), options.pop("aux", ())
-    tensors, masking = (q, k, v, *tables), {"key_ranges": key_ranges, "functions": functions}
-    inputs, call_options = gather_arguments(tensors, seq_info, Options(**options), generator, **masking)
-    requested = requested_names(backend) or override.requested()
-    bias_gradient = inputs.bias is not None and inputs.bias.requires_grad
-    request = (in_parts.metadata(inputs), call_options, True, bias_gradient, requested, sdpa_flags.now())
-    call_plan, inputs = _resolve(request, inputs)
-    call_plan = in_checks(in_ranges(call_plan))
-    run_plan.check_offsets(call_plan.spec, inputs)
-    with autocast.switched_off(inputs.q.device):
-        out, lse = run_plan.run_forward(call_plan, inputs)
-    return empty_rows.finish_results((out, lse) if call_options.return_lse else out, inputs, seq_info)
-
-
-def _without_segments(q: Tensor, k: Tensor, options: dict[str, Any]) -> dict[str, Any]:
-    """Returns the options of the same call without segment ids and positions."""
-    said = tuple([options.get(name) for name in Segments._fields])
-    if all(array is None for array in said):
-        return options
-    visible = options.get("causal", False), options.get("window"), options.get("mask_mod"), options.get("aux", ())
-    others = options.get("seq_info"), options.get("alibi_slopes")
-    plain = without_segments(said, visible, (q, k), "bshd", others)
-    rest = {name: value for name, value in options.items() if name not in Segments._fields}
-    return {**rest, **plain._asdict()}
+    with training_layer():
+        return attention(q, k, v, **options)
 
 
 def attention_of_heads(
@@ -101,10 +63,8 @@ def attention_of_heads(
         return rows_of_group.transpose(1, 2).reshape(q.shape[0], 1, q.shape[1], v.shape[3])
     # Then the tensors decide. Else a layer that trains needs a kernel that has a backward, although it computes none.
     decided = not trains or (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
-    if q.is_cpu and plain and decided:
-        out = heads_first.attend(q, k, v, **options)
-        if out is not None:
-            return out.transpose(1, 2)
+    if q.is_cpu and plain and decided:  # torch's CPU kernel has this layout
+        return attention(q, k, v, layout="bhsd", **options).transpose(1, 2)
     options |= {"softcap": softcap, "sinks": sinks, "dropout": dropout, "seq_info": seq_info, "return_lse": return_lse}
     options |= {} if key_ranges is None else {"key_ranges": key_ranges}
     rows = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [batch, len, heads, dim]
@@ -147,23 +107,3 @@ def _fits_packing(
     if mask is not None and (mask.dim() != 4 or mask.shape[1] != 1 or mask.shape[2] != 1):
         return False
     return q.shape[0] == k.shape[0] and k.shape[1] > 0 and q.shape[1] % k.shape[1] == 0
-
-
-def _resolve(request: in_parts.Arguments, inputs: Inputs) -> tuple[plan.Plan, Inputs]:
-    """Returns the plan of a call, with a backward if a requested backend has one, and the inputs that it takes."""
-    if not _can_run(*request):
-        if in_parts.on_host(inputs.key_ranges):
-            try:
-                return in_parts.resolve(request, inputs)
-            except NoBackendError:
-                pass
-        # A requested backend without a backward may still serve a pass without gradients.
-        request = (*request[:2], False, False, *request[4:])
-    return in_parts.resolve(request, inputs)
-
-
-# Cached, because NoBackendError would be built again in every call.
-@lru_cache(maxsize=4096)
-def _can_run(*request: Any) -> bool:
-    """Returns whether a backend can run a call as a whole."""
-    return plan.explanation(*request).backend is not None

@@ -22,7 +22,6 @@ from attn_core.call import counters as module
 from attn_core.call import log
 from attn_core.call.counters import Counters
 from attn_core.context_parallel.call import build_call
-from torch_frontend.dispatch.plan_cache import dense_plan
 
 everywhere = pytest.mark.parametrize("framework", BOTH, ids=str)
 
@@ -100,16 +99,13 @@ def test_copies_count() -> None:
 def test_evictions_count(monkeypatch: pytest.MonkeyPatch) -> None:
     from functools import lru_cache
 
-    from torch_frontend.dispatch import plan_cache
+    from torch_frontend.dispatch import prepared
 
-    small = lru_cache(maxsize=2, typed=True)(dense_plan.__wrapped__)
-    monkeypatch.setattr(plan_cache, "dense_plan", small)  # its body looks itself up here
-    place = torch.device("cpu")
+    small = lru_cache(maxsize=2, typed=True)(prepared._prepared.__wrapped__)
+    monkeypatch.setattr(prepared, "_prepared", small)
     for length in (5, 6, 7, 8):
-        shape = torch.Size((1, length, 2, 8))
-        options = (False, "bottom_right", None, None, None, 0.0, False, False, None)
-        small(*[shape] * 3, *[torch.float32] * 3, *[place] * 3, False, None, *options)
-    assert attn_core.counters()["evictions"] == {"dense_plan": 2}
+        torch_frontend.attention(*[torch.zeros(1, length, 2, 8)] * 3)
+    assert attn_core.counters()["evictions"] == {"prepared": 2}
 
 
 def test_reset_starts_from_zero() -> None:

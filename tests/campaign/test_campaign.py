@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from frameworks import empty_plan_caches
 
 from attn_core import AttentionSpec, backends
 from attn_core.cli.trial import Trial
@@ -169,11 +170,7 @@ def test_a_planted_fault_is_found_and_shrunk(
     math = backends.load("math", "cpu")
     _wrong_window.right = math.forward  # type: ignore[attr-defined]
     monkeypatch.setattr(math, "forward", _wrong_window)
-    from torch_frontend.dispatch import plan_cache
-
-    for cached in vars(plan_cache).values():
-        if hasattr(cached, "cache_clear"):
-            cached.cache_clear()
+    empty_plan_caches(programs=False)
     run = Campaign(5, {"torch": "cpu"}, ("torch attention, strided",))
     for _, case in islice(run.cases(0), 400):
         run._count(case, verdict_of(case, "cpu"))

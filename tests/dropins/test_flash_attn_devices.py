@@ -17,7 +17,6 @@ from attn_core.backends.triton_splitkv import backend as triton_splitkv
 from torch_frontend import append_kv, attention
 from torch_frontend.dispatch import plan
 from torch_frontend.flash_attn import cute, flash_attn_with_kvcache, hopper
-from torch_frontend.paged import append as appends
 from torch_frontend.paged import constant_tables
 
 pytestmark = pytest.mark.sampled
@@ -129,7 +128,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(triton_launch, "_launches", {})
     monkeypatch.setattr(triton_splitkv, "_kernels", lambda: SimpleNamespace(attend="attend", merge="merge"))
     monkeypatch.setattr(triton_splitkv, "multiprocessors", lambda _: 132)
-    caches = (triton_splitkv._settings, triton_splitkv._results, constant_tables._on_stream, appends._writer)
+    caches = (triton_splitkv._settings, triton_splitkv._results, constant_tables._on_stream)
     for each in caches:
         each.cache_clear()
     empty_plan_caches(programs=False)
@@ -160,9 +159,9 @@ def test_a_seen_call_checks_nothing_again(launched: list[str], monkeypatch: pyte
     }
     for each in calls.values():  # the first call of a kind finds its launches, the second one repeats them
         each(), each()
-    for module in ("torch_frontend.flash_attn.seen_kvcache", "attn_core.dropins.flash_attn.cache"):
+    for module in ("torch_frontend.flash_attn.kvcache_calls", "attn_core.dropins.flash_attn.cache"):
         monkeypatch.setattr(f"{module}.check_facts", None)
-    for module in ("append.check_appended", "dense_caches._checked", "seen_caches.check_metadata"):
+    for module in ("append.check_appended", "dense_caches._checked", "cache_calls.check_metadata"):
         monkeypatch.setattr(f"torch_frontend.paged.{module}", None)
     for name, each in calls.items():
         launched.clear()

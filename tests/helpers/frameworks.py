@@ -151,15 +151,10 @@ def empty_plan_caches(programs: bool = True) -> None:
     for name in ("torch_frontend.dispatch.plan", "jax_frontend.dispatch.plan"):
         module = import_module(name)
         module.plan.cache_clear()
-    for fast in ("dense_plan", "fast_plan", "table_plan", "_family"):
-        getattr(import_module("torch_frontend.dispatch.plan_cache"), fast).cache_clear()
-    for ranges in ("_plan_of_metadata", "_plan_of_content", "_plan_in_parts"):
-        getattr(import_module("torch_frontend.dispatch.in_parts"), ranges).cache_clear()
-    import_module("torch_frontend.dispatch.heads_first")._kernel.cache_clear()
+    import_module("torch_frontend.dispatch.prepared")._prepared.cache_clear()
+    import_module("torch_frontend.dispatch.families")._family.cache_clear()
+    import_module("torch_frontend.dispatch.in_parts")._plan_in_parts.cache_clear()
     import_module("torch_frontend.paged.plan").plan_call.cache_clear()
-    import_module("torch_frontend.paged.seen_calls").seen_call.cache_clear()
-    for caches in ("torch_frontend.paged.seen_caches", "torch_frontend.flash_attn.seen_kvcache"):
-        import_module(caches)._seen.cache_clear()
     import_module("jax_frontend.dispatch.plan").backend_of.cache_clear()
     import_module("jax_frontend.paged.attention")._plan.cache_clear()
     if programs:

@@ -456,7 +456,7 @@ def test_many_queries_may_run_as_documents(
     calls = []
     monkeypatch.setattr(form, "runs_packed", lambda *facts: calls.append(facts) or True)
     if framework == "torch":
-        monkeypatch.setattr("torch_frontend.paged.seen_caches.attend", lambda *_: None)
+        monkeypatch.setattr("torch_frontend.paged.cache_calls.attend", lambda *_: None)
     call = rows_call([7, KV_LEN, 4], starts, None, q_len=19, **DOCUMENTS[name])
     assert is_right(call, run(framework, call))
     assert calls
@@ -538,7 +538,7 @@ def test_a_decoding_call_skips_the_general_path(fields: dict[str, Any], monkeypa
         with monkeypatch.context() as patch:
             patch.setattr(dense_caches, "attend", unexpected)
             assert is_right(call, run("torch", call))
-        for wrong in ({"mask": np.ones((BATCH, 1, 1, KV_LEN), bool)}, {"causal": 1}, {"dropout": 0}):
+        for wrong in ({"mask": np.ones((BATCH, 1, 1, KV_LEN), bool)}, {"causal": 1}, {"dropout": 0.1}):
             with monkeypatch.context() as patch, pytest.raises(AssertionError, match="the general path ran"):
                 patch.setattr(dense_caches, "attend", unexpected)
                 run("torch", call, **wrong)

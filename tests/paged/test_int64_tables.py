@@ -19,7 +19,7 @@ from torch._subclasses import FakeTensorMode
 import jax_frontend
 import torch_frontend
 from attn_core import SpecError
-from torch_frontend.paged import seen_calls
+from torch_frontend.paged import paged_calls
 
 pytestmark = pytest.mark.sampled
 
@@ -116,13 +116,13 @@ def test_traced_values_beyond_int32_are_clamped() -> None:
         assert np.array_equal(run(-(2**32) + 1), run(0)) and np.array_equal(run(1, 2**32 + 3), run(1, 8))
 
 
-def test_the_path_of_seen_calls_leaves_them_to_the_general_one() -> None:
+def test_prepared_calls_leave_them_to_the_general_one() -> None:
     call = CALLS["decode"]
     q, k, v = (torch.tensor(array, dtype=torch.float32) for array in call.inputs[:3])
-    options = (True, None, None, None, False, False, None)
+    options = (True, None, None, None, False, False, None, None)
     for kind, fits in (("int32", True), ("int64", False)):
         table, lengths, _ = tables(call, torch.tensor, kind).values()
-        results = seen_calls.attend(q, k, v, table, lengths, None, (None,) * 3, None, options)
+        results = paged_calls.attend(q, k, v, table, lengths, *(None,) * 4, options, None)
         assert (results is not None) == fits
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,8 +21,8 @@ from attn_core.backends.shared.programs import triton as triton_launch
 from attn_core.backends.triton_splitkv import backend as triton_splitkv
 from attn_core.errors import SpecError
 from torch_frontend import append_kv, paged_attention
-from torch_frontend.dispatch import plan
-from torch_frontend.paged import seen_calls
+from torch_frontend.dispatch import plan, prepared
+from torch_frontend.paged import paged_calls
 
 FOLDERS = tuple(str(Path(package.__file__).parent) for package in (attn_core, torch_frontend))
 
@@ -37,9 +36,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Any:
         kernels.extend(("new", kernel))
         return lambda *addresses: kernels.append(kernel)
 
-    find = seen_calls.seen_call.__wrapped__
-    found = cache(lambda *key: find(*key)._replace(sizes=None))  # the tables of a GPU are not checked
-    monkeypatch.setattr(seen_calls, "seen_call", found)
+    build = paged_calls._runner
+    # The tables of a GPU are not checked.
+    monkeypatch.setattr(paged_calls, "_runner", lambda plan, shortcut, sizes: build(plan, shortcut, None))
+    monkeypatch.setattr(prepared, "_are_readable", lambda *_: True)
     monkeypatch.setattr(plan, "device_name", lambda device: "sm90")
     monkeypatch.setattr(triton_launch, "_launch_compiled", compiled)
     monkeypatch.setattr(triton_launch, "_launches", {})
@@ -109,8 +109,9 @@ def test_what_a_seen_call_does(name: str, launched: list[str]) -> None:
     started, entered = operations(call), frames(call)
     assert launched == 2 * ["attend", "merge"][:splits]
     assert started == ["aten::empty_like", "aten::empty"] + ["aten::empty"] * ("return_lse" in options)
-    # paged_attention, attend, run, the shortcut and its list of addresses; a pair as window is checked on every call.
-    assert entered <= 5 + (name == "window pair")
+    # paged_attention, attend, find, is_observed, run, the shortcut and its list of addresses; a pair as window is
+    # checked on every call.
+    assert entered <= 7 + (name == "window pair")
 
 
 def drafts() -> Callable[[], Any]:
@@ -141,7 +142,7 @@ def test_offsets_and_scales_take_the_short_way(make: Callable[[], Any], launched
     started, entered = operations(call), frames(call)
     assert launched == 2 * kernels
     assert started == ["aten::empty_like", "aten::empty"]
-    assert entered <= 9  # each tensor is checked to be a plain one
+    assert entered <= 7
 
 
 def appended(**options: Any) -> tuple[Callable[..., Any], list[torch.Tensor]]:
@@ -171,7 +172,7 @@ def test_what_a_seen_append_does() -> None:
     # Conversions from and to numpy and lists start operations without work.
     started = [name for name in operations(call) if "resolve" not in name and name != "aten::lift_fresh"]
     assert started == ["aten::unbind", "aten::index_put_", "aten::index_put_"]
-    assert frames(call) <= 11
+    assert frames(call) <= 12
 
 
 INT: Any = {"dtype": torch.int32}

@@ -24,7 +24,7 @@ from attn_core.call.spec import DTYPES
 from attn_core.selection import choice, explanation, explanation_text, preference, same_bits
 from benchmarks.fit.calls import random_call
 from tests.campaign.functions import fields_of
-from torch_frontend.dispatch import plan, plan_cache
+from torch_frontend.dispatch import eager_calls, plan, prepared
 
 pytestmark = pytest.mark.sampled
 
@@ -288,14 +288,15 @@ def test_fifty_thousand_shapes_do_not_grow_memory() -> None:
         dtype, device = torch.float32, torch.device("cpu")
         for length in lengths:
             shape = torch.Size((2, length, 6, 16))
-            options = (True, "bottom_right", None, None, None, 0.0, False, False, None)
-            plan_cache.dense_plan(*(shape,) * 3, *(dtype,) * 3, *(device,) * 3, False, None, *options)
+            options = (True, "bottom_right", None, None, None, 0.0, False, False, None, "bshd")
+            key = (*(shape,) * 3, *(dtype,) * 3, *(device,) * 3, None, 0, False, None)
+            prepared._prepared(eager_calls.prepare, *key, *options)
         return int(psutil.Process().memory_info().rss)
 
     full = plan_shapes(range(1, 6_001))  # more than any cache holds
     assert plan_shapes(range(6_001, 50_001)) - full < 8 * 2**20
     plan.plan.cache_clear()
-    plan_cache.dense_plan.cache_clear()
+    prepared._prepared.cache_clear()
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: f"{target.framework}-{target.device}")

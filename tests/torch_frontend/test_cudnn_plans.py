@@ -10,7 +10,7 @@ import torch
 
 from attn_core import AttentionSpec, Target, backends
 from attn_core.backends.support import Build
-from torch_frontend.dispatch import cudnn_plans, plan, plan_cache
+from torch_frontend.dispatch import cudnn_plans, eager_calls, families, plan
 from torch_frontend.dispatch.plan import Plan
 
 OTHERS = [name for name in backends.names() if not name.startswith(("sdpa", "math", "flex"))]
@@ -20,7 +20,8 @@ H100 = Target(
     tuple((name, "not installed here") for name in OTHERS),
     (("sdpa_cudnn", Build("cuDNN", version=(9, 26, 0))),),
 )
-CACHES = (plan.plan, plan_cache.dense_plan, plan_cache.fast_plan, plan_cache.table_plan, plan_cache._family)
+CACHES = (plan.plan, families._family)
+OPTIONS = eager_calls.checked_options(False, "bottom_right", None, None, None, 0.0, False, False, None)
 PLACE = torch.device("cpu")  # the plans are those of an H100, and none of them runs
 
 
@@ -33,7 +34,7 @@ def on_a_described_h100(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def unrunnable(name: str, spec: AttentionSpec, *_: Any) -> Plan:
         return Plan(spec, name, plan.empty_forward, plan._empty_backward, False)
 
-    for module in (plan, plan_cache):
+    for module in (plan, families):
         monkeypatch.setattr(module, "plan_on", unrunnable)
     monkeypatch.setattr(Target, "here", classmethod(lambda cls, framework, device: H100))
     monkeypatch.setattr(cudnn_plans, "MOST_SHAPES", 5)
@@ -46,12 +47,10 @@ def on_a_described_h100(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def planned(q_len: int, requested: str | None = None, *, sinks: bool = False, training: bool = False) -> Plan:
     """The plan of a call with a mask; with sinks it takes the general path."""
     q, mask = (torch.Size((2, q_len, 16, 64)), torch.bfloat16, PLACE), (torch.Size((2, 1, 1, q_len)), torch.bool, PLACE)
-    options = (False, "bottom_right", None, None, None, 0.0, False, False, None)
     if sinks:
         metadata = (q, q, q, mask, None, None, (torch.Size((16,)), torch.float32, PLACE), None, None, None)
-        return plan_cache.fast_plan(metadata, training, False, requested, None, None, *options)
-    shapes, dtypes, devices = ([part] * 3 for part in q)
-    return plan_cache.table_plan(*shapes, *dtypes, *devices, mask, None, training, False, requested, *options)
+        return plan.plan(metadata, OPTIONS, training, False, requested)
+    return families.plan_by_family((q, q, q, mask, *(None,) * 6), OPTIONS, training, False, requested)
 
 
 @pytest.mark.parametrize("more", [{}, {"training": True}, {"sinks": True}], ids=["family", "training", "general path"])
@@ -76,8 +75,7 @@ def test_explain_says_why() -> None:
     for step in range(5):
         planned(1000 + step)
     q, mask = (torch.Size((2, 77, 16, 64)), torch.bfloat16, PLACE), (torch.Size((2, 1, 1, 77)), torch.bool, PLACE)
-    options = plan_cache.checked_options(False, "bottom_right", None, None, None, 0.0, False, False, None)
-    selection = plan.explanation((q, q, q, mask, *(None,) * 6), options, False, False, None)
+    selection = plan.explanation((q, q, q, mask, *(None,) * 6), OPTIONS, False, False, None)
     assert selection.reasons("sdpa_cudnn") == (cudnn_plans.WHY,)
     assert "never frees" in str(selection.text(everything=True))
 

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 
 from attn_core import ShapeError, SpecError, masks
 from torch_frontend import attention
-from torch_frontend.dispatch import fast_calls, general_calls
+from torch_frontend.dispatch import eager_calls, general_calls
 
 RANGES = np.concatenate([masks.shared_prefix(5, [3, 4]), masks.documents([7, 5])])
 
@@ -21,7 +21,7 @@ RANGES = np.concatenate([masks.shared_prefix(5, [3, 4]), masks.documents([7, 5])
 def ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The ways that calls took since, "short" for a call that the short way ran."""
     taken: list[str] = []
-    short, general = fast_calls.attend_with_ranges, general_calls.run
+    short, general = eager_calls._attend_with_ranges, general_calls.run
 
     def noted(*arguments: Any) -> Any:
         results = short(*arguments)
@@ -32,8 +32,8 @@ def ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         taken.append("general")
         return general(*arguments)
 
-    monkeypatch.setattr(fast_calls, "_is_on_gpu", lambda q: True)
-    monkeypatch.setattr(fast_calls, "attend_with_ranges", noted)
+    monkeypatch.setattr(eager_calls, "_is_on_gpu", lambda q: True)
+    monkeypatch.setattr(eager_calls, "_attend_with_ranges", noted)
     monkeypatch.setattr(general_calls, "run", noted_general)
     return taken
 
@@ -62,7 +62,7 @@ def test_same_results(of: Callable[[Any], Any], options: dict[str, Any], trains:
     assert ways == ["short"]
     with torch.autograd.forward_ad.dual_level():  # an observed call takes the general way
         expected = results_of(of(RANGES), trains, **options)
-    assert ways == ["short", "general"]
+    assert ways == ["short", "none", "general"]
     assert len(actual) == len(expected)
     for one, other in zip(actual, expected, strict=True):
         assert one.shape == other.shape and torch.equal(one, other)
@@ -84,9 +84,11 @@ def test_read_only_ranges(ways: list[str]) -> None:
     ],
 )
 def test_errors_are_those_of_the_general_way(key_ranges: np.ndarray, error: type[Exception], ways: list[str]) -> None:
-    with pytest.raises(error, match="key_ranges"):
+    with pytest.raises(error, match="key_ranges") as ours:
         attention(*drawn(False), key_ranges=key_ranges)
-    assert ways == ["none", "general"]
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(error) as expected:
+        attention(*drawn(False), key_ranges=key_ranges)
+    assert str(ours.value) == str(expected.value) and ways[-2:] == ["none", "general"]
 
 
 @pytest.mark.parametrize("key_ranges", [RANGES.astype(np.int64), "ranges", torch.from_numpy(RANGES).to_sparse()])

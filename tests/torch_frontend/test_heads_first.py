@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,8 +14,7 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from torch_frontend import attention, diffusers, finetrainers, use_backend
-from torch_frontend.dispatch import heads_first
+from torch_frontend import attention, diffusers, finetrainers, recomputed, use_backend
 from torch_frontend.recomputed import attention_of_heads
 
 Tensor = torch.Tensor
@@ -50,6 +50,10 @@ def tables() -> dict[str, dict[str, Any]]:
     }
 
 
+def heads_first(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    return attention(q, k, v, layout="bhsd", **options)
+
+
 def rows_first(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     out: Tensor = attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **options)
     return out.transpose(1, 2)
@@ -60,7 +64,7 @@ def rows_first(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 @pytest.mark.parametrize("name", tables())
 def test_the_same_bits_as_attention(name: str, layout: str, learns: bool) -> None:
     options, results = tables()[name], []
-    for run in (heads_first.attend, rows_first):
+    for run in (heads_first, rows_first):
         tensors = operands(layout, learns=learns)
         out = run(*tensors, **options)
         assert out is not None and out.shape == (BATCH, HEADS, QUERIES, DIM) and out.requires_grad == learns
@@ -71,13 +75,11 @@ def test_the_same_bits_as_attention(name: str, layout: str, learns: bool) -> Non
 
 def test_a_second_derivative_raises_and_changes_before_the_backward_are_found() -> None:
     tensors = operands(learns=True)
-    out = heads_first.attend(*tensors)
-    assert out is not None
+    out = heads_first(*tensors)
     (gradient,) = torch.autograd.grad(out.sum(), tensors[:1], create_graph=True)
     with pytest.raises(RuntimeError, match=r"derivative|differentiable"):
         gradient.sum().backward()
-    out = heads_first.attend(*tensors)
-    assert out is not None
+    out = heads_first(*tensors)
     with torch.no_grad():
         tensors[1].add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -98,7 +100,7 @@ def test_nan_in_a_hidden_key_stays_contained() -> None:
     q, k, v = operands()
     options = tables()["padding"]
     k[0, :, 5], v[0, :, 6] = torch.nan, torch.inf
-    assert heads_first.attend(q, k, v, **options) is None  # attention computes these rows
+    assert torch.equal(heads_first(q, k, v, **options), rows_first(q, k, v, **options))
     out = attention_of_heads(q, k, v, trains=False, **options)
     assert out.isfinite().all() and torch.equal(out.transpose(1, 2), rows_first(q, k, v, **options))
 
@@ -120,41 +122,37 @@ OBSERVED: dict[str, Callable[[], Any]] = {
 def test_an_observed_call_is_left_to_attention(name: str) -> None:
     tensors = operands()
     with OBSERVED[name]():
-        assert heads_first.attend(*tensors) is None
         expected, actual = rows_first(*tensors), attention_of_heads(*tensors, trains=False)
+        assert torch.equal(heads_first(*tensors), expected)
     assert torch.equal(actual.transpose(1, 2), expected)
 
 
 def test_requests_and_errors_are_those_of_attention() -> None:
     q, k, v = operands()
-    assert heads_first.attend(q, k, v, backend="math") is None
+    assert torch.equal(heads_first(q, k, v, backend="math"), rows_first(q, k, v, backend="math"))
     with use_backend("math"):
-        assert heads_first.attend(q, k, v) is None
+        assert torch.equal(heads_first(q, k, v), rows_first(q, k, v))
         assert torch.equal(attention_of_heads(q, k, v, trains=False).transpose(1, 2), rows_first(q, k, v))
     for wrong in ({"causal": 1}, {"scale": "x"}, {"mask": torch.ones(3, 1, 1, KEYS, dtype=torch.bool)}):
-        assert heads_first.attend(q, k, v, **wrong) is None
         with pytest.raises(Exception) as ours:
             attention_of_heads(q, k, v, trains=False, **wrong)
-        with pytest.raises(type(ours.value)):
-            rows_first(q, k, v, **wrong)
-    for other in (torch.nn.Parameter(q), q.to("meta"), q.to_sparse()):
-        assert heads_first.attend(other, k, v) is None
-    assert heads_first.attend(q, k, v, mask=torch.ones(QUERIES, KEYS, dtype=torch.bool)) is None
+        for run in (heads_first, rows_first):
+            with pytest.raises(type(ours.value), match=re.escape(str(ours.value))):
+                run(q, k, v, **wrong)
+    for other in (q.to("meta"), q.to_sparse()):
+        with pytest.raises(Exception) as theirs:
+            rows_first(other, k, v)
+        with pytest.raises(type(theirs.value)):
+            heads_first(other, k, v)
+    short = torch.ones(QUERIES, KEYS, dtype=torch.bool)
+    assert torch.equal(heads_first(torch.nn.Parameter(q), k, v, mask=short), rows_first(q, k, v, mask=short))
 
 
-def test_a_layer_that_trains_without_gradients_keeps_the_kernel_of_its_second_pass(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    calls: list[int] = []
-    plain = heads_first.attend
-    monkeypatch.setattr(
-        heads_first, "attend", lambda *tensors, **options: calls.append(1) or plain(*tensors, **options)
-    )
+def test_a_layer_that_trains_without_gradients_keeps_the_kernel_of_its_second_pass() -> None:
     tensors = operands(learns=True)
     with torch.no_grad():
         first = attention_of_heads(*tensors, trains=True)
-    assert not calls
-    assert torch.equal(attention_of_heads(*tensors, trains=True), first) and calls == [1]
+    assert torch.equal(attention_of_heads(*tensors, trains=True), first)
 
 
 def operations(run: Callable[[], Any]) -> int:
@@ -196,9 +194,8 @@ def test_a_single_querys_heads_become_queries_of_their_kv_head(
     keep = torch.rand(BATCH, 1, 1, length, generator=torch.Generator().manual_seed(3)) > 0.3
     keep[1] = False  # a row that sees no key
     options = {"mask": keep} if masked else {}
-    plain = heads_first.attend
-    spied = lambda q, *others, **named: shapes.append(q.shape) or plain(q, *others, **named)  # noqa: E731
-    monkeypatch.setattr(heads_first, "attend", spied)
+    spied = lambda q, *others, **named: shapes.append(q.shape) or attention(q, *others, **named)  # noqa: E731
+    monkeypatch.setattr(recomputed, "attention", spied)
     results = []
     for run in (lambda *call: attention_of_heads(*call, trains=True, **options).transpose(1, 2), rows_first):
         q, k, v = operands(layout, length)

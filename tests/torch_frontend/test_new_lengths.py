@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_core.call.options import PLAIN, check_options
+from attn_core.call.options import check_options
 from attn_core.errors import SpecError
 from torch_frontend import attention
-from torch_frontend.dispatch import plan, plan_cache
+from torch_frontend.dispatch import families, plan
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -54,13 +54,7 @@ def test_a_plan_of_new_lengths_is_the_plan_of_a_first_call(options: dict[str, An
         named = {**defaults, **given}
         checked = check_options(plan.Options(**named))
         first = plan.plan((*entries, *(None,) * 4), checked, needs_grad, False, requested)
-        columns = [[each[at] for each in entries[:3]] for at in range(3)]
-        values = [named[name] for name in PLAIN]
-        key = [*columns[0], *columns[1], *columns[2]]
-        if any(table is not None for table in tables):
-            actual = plan_cache.table_plan(*key, *entries[3:], needs_grad, False, requested, *values)
-        else:
-            actual = plan_cache.dense_plan(*key, needs_grad, requested, *values)
+        actual = families.plan_by_family((*entries, *(None,) * 4), checked, needs_grad, False, requested)
         assert (actual.spec, hash(actual.spec), actual.backend) == (first.spec, hash(first.spec), first.backend)
         assert (actual.shortcut is None, actual.one_row) == (first.shortcut is None, first.one_row)
 

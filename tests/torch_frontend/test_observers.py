@@ -1,6 +1,6 @@
 """Every call has the outcome of the general path: results, gradients, warnings or the error, whatever observes it.
 
-A call that was made before takes a shortcut. Each case makes a legal call first, then the same call inside an observer
+A call that was made before is prepared. Each case makes a legal call first, then the same call inside an observer
 or with one operand or option changed, twice, and compares both with that call on the general path.
 """
 
@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 if not torch.distributed.is_available():
     pytest.skip("torch was built without torch.distributed", allow_module_level=True)
 
-from general_path import general_path, remembered_on_one_rank, shortcuts_taken
+from general_path import general_path, prepared_calls, remembered_on_one_rank
 from observed_calls import (
     FORMS,
     OBSERVERS,
@@ -39,7 +39,7 @@ from torch_frontend import use_backend
 
 
 class Known(NamedTuple):
-    """Differences that the shortcuts have today, in each form under each observer, and why."""
+    """Differences of prepared calls, in each form under each observer, and why."""
 
     forms: tuple[str, ...]
     observers: tuple[str, ...]
@@ -47,50 +47,18 @@ class Known(NamedTuple):
     reason: str
 
 
-UNHEEDED = (
-    "nothing",
-    "no_grad",
-    "inference_mode",
-    "a function mode",
-    "a default device",
-    "a default dtype",
-    "ranges",
-    "hooks of saved tensors",
-)
-"""The observers under which every shortcut runs."""
-_UNREAD = "the shortcut does not look at the memory of "
 KNOWN: tuple[Known, ...] = (
-    Known(
-        ("rows of a cache", "rows of a cache, index"),
-        (*UNHEEDED, "use_backend"),
-        ("q: cut", "k: cut", "v: cut", "kv_lengths: cut"),
-        _UNREAD + "q, k, v and the lengths, and reads behind it",
-    ),
-    Known(
-        ("rows of a cache, index",),
-        (*UNHEEDED, "use_backend"),
-        ("cache_index: cut",),
-        _UNREAD + "cache_index, and reads behind it",
-    ),
-    Known(("bhsd, mask",), UNHEEDED, ("mask: cut",), _UNREAD + "mask, and reads behind it"),
-    Known(("bhsd, bias",), UNHEEDED, ("bias: cut",), _UNREAD + "bias, and reads behind it"),
     Known(
         ("bhsd, mask", "bhsd, bias"),
         ("ranges",),
         ("k: NaN", "v: NaN"),
-        "the shortcut runs the kernel, sees the NaN and leaves the call to the general path, which runs it again",
-    ),
-    Known(
-        ("heads of a layer",),
-        UNHEEDED,
-        ("q: cut", "k: cut", "v: cut"),
-        "the general path makes a view, which torch refuses in its own words; the shortcut names the argument",
+        "the kernel of this layout runs, sees the NaN and leaves the call to another one, which has a range of its own",
     ),
 )
 """A difference that is gone fails, as a new one does."""
 
 CASES = [(form, observer) for form in FORMS for observer in OBSERVERS if is_meant(form, observer)]
-WITHOUT_SHORTCUT = (
+NOT_PREPARED = (
     "max logit",
     "dropout",
     "key ranges",
@@ -98,9 +66,7 @@ WITHOUT_SHORTCUT = (
     "rows of a cache, bhsd",
     "paged chunk",
     "append_kv, chunk",
-    "layer",
     "layer, dropout",
-    "qkvpacked",
 )
 """Forms whose legal calls take the general path on a CPU."""
 NOTHING = OBSERVERS["nothing"]
@@ -153,19 +119,19 @@ def test_a_repeated_call_has_the_outcome_of_the_general_path(form: str, observer
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_the_general_path_takes_no_shortcut_and_a_repeated_call_does(form: str) -> None:
+def test_a_repeated_call_is_prepared_and_the_general_path_is_not(form: str) -> None:
     right = outcome(FORMS[form], NOTHING, legal())
     assert not right.error
-    with shortcuts_taken() as taken:
+    with prepared_calls() as taken:
         outcome(FORMS[form], NOTHING, legal())
-    assert bool(taken) == (form not in WITHOUT_SHORTCUT)
-    with general_path(), shortcuts_taken() as taken:
+    assert bool(taken) == (form not in NOT_PREPARED)
+    with general_path(), prepared_calls() as taken:
         outcome(FORMS[form], NOTHING, legal())
     assert not taken
 
 
 class Plant(NamedTuple):
-    """A fault of a shortcut, and the case that must show it.
+    """A fault of a prepared call, and the case that must show it.
 
     Attributes:
         fault: takes the function of a form and the arguments of a call; returns its results.

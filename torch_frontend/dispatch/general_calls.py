@@ -10,6 +10,7 @@ import torch
 
 from attn_core.call import checks
 from attn_core.call.functions import NO_FUNCTIONS, are_given, aux_of, named, trace
+from attn_core.call.mask_objects import Visible, is_object
 from attn_core.call.options import Options, check_flag, check_options, check_traced_options, requested_names
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.tensors import Inputs
@@ -17,7 +18,7 @@ from attn_core.context_parallel.one_device import described
 from attn_core.errors import DTypeError, SpecError
 from attn_core.expressions.properties import check_ints
 from attn_core.expressions.tracing import TracedFunction, trace_mask
-from attn_core.selection import Selection, override
+from attn_core.selection import NoBackendError, Selection, override
 from attn_core.selection.row_maximum import with_max_logit
 from torch_frontend.dispatch import (
     autocast,
@@ -39,6 +40,7 @@ from torch_frontend.dispatch.block_masks import function_of, is_block_mask
 from torch_frontend.dispatch.checked_results import in_checks
 from torch_frontend.dispatch.dropout_words import draw_words
 from torch_frontend.dispatch.op_arguments import OpOptions
+from torch_frontend.dispatch.prepared import layer_trains
 from torch_frontend.dispatch.ranges import in_ranges
 
 
@@ -146,24 +148,25 @@ def _aux_as_tensor(q: torch.Tensor, number: int, array: Any) -> torch.Tensor:
     return _as_tensor(q, f"aux[{number}]", array)
 
 
-def run(
-    tensors: tuple[Any, ...],
-    seq_info: Any,
-    options: Options,
-    generator: torch.Generator | None,
-    backend: Any,
-    key_ranges: Any = None,
-    functions: tuple[Any, Any, Any] = NO_FUNCTIONS,
-    return_max_logit: bool = False,
-) -> Any:
-    """Gathers the arguments of a call, runs it, and returns its results as ``attention`` does."""
-    with_maximum = check_flag("return_max_logit", return_max_logit)
-    arguments = gather_arguments(tensors, seq_info, options, generator, key_ranges=key_ranges, functions=functions)
+def run(q: Any, k: Any, v: Any, given: dict[str, Any]) -> Any:
+    """Checks the arguments of a call one by one, runs it, and returns its results as ``attention`` does.
+
+    Args:
+        given: the arguments of ``attention`` beside q, k and v, without those of caches, layouts and segments.
+    """
+    if is_object(given["mask"], given["bias"]):
+        given = given | plan.read_mask_object(q, k, tuple([given[name] for name in Visible._fields]))._asdict()
+    with_maximum = check_flag("return_max_logit", given["return_max_logit"])
+    tensors = (q, k, v, *[given[name] for name in ("mask", "bias", "alibi_slopes", "sinks")])
+    functions, seq_info = (given["mask_mod"], given["score_mod"], given["aux"]), given["seq_info"]
+    masking: dict[str, Any] = {"key_ranges": given["key_ranges"], "functions": functions}
+    options = Options.of(given)
+    inputs, options = gather_arguments(tensors, seq_info, options, given["dropout_rng"], **masking)
     capture = max_logit.Capture() if with_maximum else None
-    results = empty_rows.finish_results(attend(*arguments, backend, capture), arguments[0], seq_info)
+    results = empty_rows.finish_results(attend(inputs, options, given["backend"], capture), inputs, seq_info)
     if capture is None:
         return results
-    top = max_logit.by_a_pass(*arguments) if capture.max_logit is None else capture.max_logit
+    top = max_logit.by_a_pass(inputs, options) if capture.max_logit is None else capture.max_logit
     return *(results if options.return_lse else (results,)), top
 
 
@@ -209,10 +212,7 @@ def attend(inputs: Inputs, options: Options, backend: Any, capture: max_logit.Ca
         plain = OpOptions(options, needs_backward, bias_gradient, names)
         out, lse = (transforms if transforms.are_observing() else ops).traced(inputs, plain)
         return (out, lse) if options.return_lse else out
-    requested = requested_names(backend) or override.requested()
-    entries = in_parts.metadata(inputs)
-    gradients = needs_backward, bias_gradient
-    call_plan, inputs = in_parts.resolve((entries, options, *gradients, requested, sdpa_flags.now()), inputs)
+    call_plan, inputs = _resolve(inputs, options, needs_backward, bias_gradient, backend)
     call_plan = in_ranges(call_plan)
     call_plan = in_checks(call_plan if capture is None else capture.of(call_plan, inputs.q.device))
     run_plan.check_host_values(call_plan.spec, inputs)
@@ -224,3 +224,18 @@ def attend(inputs: Inputs, options: Options, backend: Any, capture: max_logit.Ca
                 return autograd.AttentionFunction.apply(call_plan, *inputs)
             results = run_plan.run_forward(call_plan, inputs)
     return results if options.return_lse else results[0]
+
+
+def _resolve(
+    inputs: Inputs, options: Options, needs_backward: bool, bias_gradient: bool, backend: Any
+) -> tuple[plan.Plan, Inputs]:
+    """Returns the plan of a call, and the inputs that it takes; for a layer that trains see ``training_layer``."""
+    entries, switches = in_parts.metadata(inputs), sdpa_flags.now()
+    requested = requested_names(backend) or override.requested()
+    if layer_trains() and not needs_backward:
+        trained = inputs.bias is not None and inputs.bias.requires_grad
+        try:
+            return in_parts.resolve((entries, options, True, trained, requested, switches), inputs)
+        except NoBackendError:
+            pass
+    return in_parts.resolve((entries, options, needs_backward, bias_gradient, requested, switches), inputs)

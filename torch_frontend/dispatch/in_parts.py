@@ -20,7 +20,6 @@ from attn_core.context_parallel import one_device
 from attn_core.context_parallel.on_torch import one_device as parts
 from torch_frontend.dispatch import plan
 from torch_frontend.dispatch.plan import Plan
-from torch_frontend.dispatch.plan_cache import checked_options
 from torch_frontend.dispatch.wrappers import on_device
 
 Tensor = torch.Tensor
@@ -66,50 +65,6 @@ def resolve(arguments: Arguments, inputs: Inputs, chosen: str | None = None) -> 
     if not inputs.q.is_cpu:
         inputs = inputs._replace(key_ranges=on_gpu(content, tuple(ranges.shape), inputs.q.device))
     return plan.plan(*arguments), inputs
-
-
-def planned(
-    q: Tensor, k: Tensor, v: Tensor, key_ranges: Tensor, needs_backward: bool, requested: Any, options: tuple[Any, ...]
-) -> tuple[Plan, Tensor]:
-    """Returns the plan of a call with key ranges alone, and the ranges that it takes; with torch's flags all on.
-
-    Args:
-        options: of ``call.options.PLAIN``; a window is plain.
-
-    Raises:
-        ShapeError, DTypeError, SpecError: as ``resolve``; TypeError: for options that cannot be looked up.
-    """
-    shapes, dtypes = (q.shape, k.shape, v.shape, key_ranges.shape), (q.dtype, k.dtype, v.dtype, key_ranges.dtype)
-    device = q.device
-    devices = device, k.device, v.device, device if on_host(key_ranges) else key_ranges.device
-    if not on_host(key_ranges):
-        return _plan_of_metadata(*shapes, *dtypes, *devices, needs_backward, requested, *options), key_ranges
-    content = content_of(key_ranges)
-    call_plan = _plan_of_content(content, *shapes, *dtypes, *devices, needs_backward, requested, *options)
-    if device.type == "cpu" or call_plan.in_parts:
-        return call_plan, key_ranges
-    return call_plan, on_gpu(content, key_ranges.shape, device)
-
-
-# Flat keys are compared faster; typed ones, because True and 1.0 are not 1.
-@lru_cache(maxsize=4096, typed=True)
-def _plan_of_metadata(*key: Any) -> Plan:
-    return plan.plan(*_arguments(*key))
-
-
-# As small as the cache of plans in parts, which hold tensors on the device.
-@lru_cache(maxsize=64, typed=True)
-def _plan_of_content(content: bytes, *key: Any) -> Plan:
-    arguments = _arguments(*key)
-    return _plan_in_parts(arguments, content, None) or plan.plan(*arguments)
-
-
-def _arguments(*key: Any) -> Arguments:
-    """Returns the arguments of ``plan.plan`` for the key of a plan."""
-    *qkv, ranges = zip(key[:4], key[4:8], key[8:12], strict=True)
-    needs_backward, requested, *options = key[12:]
-    entries = (*qkv, *(None,) * (_AT - 3), ranges, *(None,) * (len(plan.Arrays._fields) - _AT - 1))
-    return entries, checked_options(*options), needs_backward, False, requested_names(requested), None
 
 
 _recent: tuple[tuple[bytes, Any], ...] = ()

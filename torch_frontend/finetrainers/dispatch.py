@@ -24,7 +24,7 @@ from attn_core.errors import SpecError
 from attn_core.selection import NoBackendError, Target, override
 from torch_frontend.attention import attention
 from torch_frontend.backends import here
-from torch_frontend.dispatch import heads_first, sdpa_flags
+from torch_frontend.dispatch import sdpa_flags
 from torch_frontend.dispatch.after_import import after_import
 from torch_frontend.dispatch.plan import check_tensor, smaller
 from torch_frontend.dispatch.tensor_kinds import (
@@ -280,20 +280,15 @@ def run_simple(
     """
     added = mask is not None and mask.dtype != torch.bool
     tables: dict[str, Any] = {"mask": None if added else mask, "bias": mask if added else None}
-    if query.is_cpu and type(dropout) is float:
-        options: dict[str, Any] = {"causal": causal, "alignment": "top_left", "scale": scale, "backend": names}
-        out = heads_first.attend(query, key, value, **options, **tables)
-        if out is not None:
-            return out
-    out = attention(
-        query.transpose(1, 2),  # [batch, heads, len, head_dim] -> [batch, len, heads, head_dim]
-        key.transpose(1, 2),
-        value.transpose(1, 2),
+    return attention(
+        query,
+        key,
+        value,
         causal=causal,
         alignment="top_left",
         scale=scale,
         dropout=dropout,
         backend=names,
+        layout="bhsd",
         **tables,
     )
-    return out.transpose(1, 2)  # type: ignore[no-any-return]

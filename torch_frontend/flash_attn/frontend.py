@@ -15,7 +15,7 @@ from attn_core.errors import SpecError
 from attn_core.selection import override
 from torch_frontend.attention import attention
 from torch_frontend.dispatch import plan, tensor_kinds, transforms
-from torch_frontend.flash_attn import seen_kvcache
+from torch_frontend.flash_attn import kvcache_calls
 from torch_frontend.flash_attn.cache_steps import append, positions_of, to_numpy
 from torch_frontend.paged import constant_tables
 from torch_frontend.paged.attention import paged_attention
@@ -148,7 +148,7 @@ TORCH = Frontend(
     positions=positions_of,
     values_on_host=_values_on_host,
     without_gradient=_without_gradient,
-    seen=seen_kvcache.attend,
+    seen=kvcache_calls.attend,
     on_mesh=lambda run, call, with_lse: run(call),
     planned=_planned,
     append=append,

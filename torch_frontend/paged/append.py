@@ -5,13 +5,12 @@ Quantised pages get the numbers that ``attn_core.paged.quantised`` defines.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch.autograd import forward_ad
 
 from attn_core.call.pages import PagedKV
 from attn_core.paged import arguments
@@ -20,14 +19,17 @@ from attn_core.paged.quantised.scales import STORED
 from attn_core.paged.rotary import COS, SIN
 from attn_core.paged.tables import FEW_ENTRIES, are_valid, last_places
 from torch_frontend.dispatch import plan, tensor_kinds
+from torch_frontend.dispatch.offsets import clamp
+from torch_frontend.dispatch.plan import Metadata
+from torch_frontend.dispatch.prepared import Prepared, Request, find
 from torch_frontend.dispatch.wrappers import on_device
-from torch_frontend.paged import seen_appends
-from torch_frontend.paged.append_launch import TABLES, append_on_gpu, repeated_on_gpu
+from torch_frontend.paged.append_launch import append_on_gpu, repeated_on_gpu
 from torch_frontend.paged.places import Places, gather, on_cpu
 from torch_frontend.paged.plan import check_no_gradient
 
 Tensor = torch.Tensor
-_STRIDED = torch.strided
+_WITH_TABLES = ("k_pages", "v_pages", "k", "v", "block_table", "seq_lens")
+"""The tensors of an append of one token for each sequence."""
 
 
 def append(
@@ -47,17 +49,13 @@ def append(
     v_scales: Any = None,
 ) -> None:
     """Checks the arguments of ``append_kv``, rotates k, and writes k and v into the pages, in place."""
-    rotary = None if cos is None else (cos, sin, interleaved)
-    is_usual = cu_seqlens_q is slot_mapping is positions is k_scales is v_scales is None
-    if is_usual and _append_as_before(k_pages, v_pages, k, v, block_table, seq_lens, rotary):
-        return
     where = (block_table, seq_lens, cu_seqlens_q, slot_mapping, cos, sin, positions)
-    if (
-        not is_usual
-        and k_scales is v_scales is None
-        and seen_appends.append((k_pages, v_pages, k, v), where, interleaved)
-    ):
-        return
+    if k_scales is v_scales is None:  # a call like an earlier one runs what that one prepared
+        one_token_each = cu_seqlens_q is slot_mapping is cos is sin is positions is None
+        others = (v, *(where[:2] if one_token_each else where))
+        write = find(_prepare, k_pages, v_pages, k, others, (interleaved,), None)
+        if write is not None and write(k_pages, v_pages, k, *others):
+            return
     for name, tensor in (("k_pages", k_pages), ("k", k)):
         plan.check_tensor(name, tensor)
     places, scales = gather(k, k_pages, Places(*where, interleaved)), (k_scales, v_scales)
@@ -105,88 +103,39 @@ def _append_on_cpu(k_pages: Any, v_pages: Any, k: Any, v: Any, places: Places, s
     write_rows(v_pages, scales[1], (page, offset), v)
 
 
-def _append_as_before(
-    k_pages: Any, v_pages: Any, k: Any, v: Any, table: Any, lengths: Any, rotary: tuple[Any, Any, bool] | None = None
-) -> bool:
-    """Writes one new token of each sequence, with one lookup by metadata instead of many checks.
+def _prepare(request: Request) -> Prepared | None:
+    """Prepares a write, on a CPU for one new token of each sequence, whose ``run`` returns whether it did.
 
-    Args:
-        rotary: cos, sin and whether pairs are interleaved.
-
-    Returns whether it did. If not, ``append`` accepts the arguments or names them in an error.
+    It does not if it does not know the values of the tables to be right; the general path names the wrong one.
     """
-    if not (type(k_pages) is type(v_pages) is type(k) is type(v) is type(table) is type(lengths) is Tensor):
-        return False
-    if not (k_pages.layout is v_pages.layout is k.layout is v.layout is table.layout is lengths.layout is _STRIDED):
-        return False
-    try:
-        if forward_ad._current_level >= 0 or (rotary is not None and not _are_plain(rotary[:2])):
-            return False
-        if torch.is_grad_enabled() and any([each.requires_grad for each in (k_pages, v_pages, k, v)]):
-            return False
-        if k.is_cpu:
-            for each in (k_pages, v_pages, k, v, table, lengths):
-                if each.untyped_storage().nbytes() < each.nbytes and not tensor_kinds.fits_its_storage(each):
-                    return False
-        if any(map(torch._is_functional_tensor, (k_pages, v_pages, k, v))):
-            return False
-        write = _writer(
-            *(k_pages.shape, v_pages.shape, k.shape, v.shape, table.shape, lengths.shape),
-            *(k_pages.dtype, v_pages.dtype, k.dtype, v.dtype, table.dtype, lengths.dtype),
-            *(k_pages.device, v_pages.device, k.device, v.device, table.device, lengths.device),
-            *(() if rotary is None else _metadata_of(*rotary)),
-        )
-    except Exception:  # a nested tensor has no shape; the general path raises the error again, or an earlier one
-        return False
-    return write is not None and write(k_pages, v_pages, k, v, table, lengths, *(() if rotary is None else rotary[:2]))
-
-
-def _are_plain(tables: tuple[Any, ...]) -> bool:
-    """Returns whether cos and sin are plain tensors on a GPU; the general path rotates on a CPU."""
-    for each in tables:
-        if type(each) is not Tensor or each.layout is not _STRIDED or not each.is_cuda:
-            return False
-        if torch._is_functional_tensor(each) or (each.requires_grad and torch.is_grad_enabled()):
-            return False
-    return True
-
-
-def _metadata_of(cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Any, ...]:
-    return cos.shape, cos.dtype, cos.device, sin.shape, sin.dtype, sin.device, interleaved
-
-
-@lru_cache(maxsize=1024)
-def _writer(*metadata: Any) -> Callable[..., bool] | None:
-    """Checks the metadata of six tensors, and returns a function of the tensors that writes k and v.
-
-    The function returns False for values of tables that it does not know to be right. None for calls without tokens.
-
-    Args:
-        metadata: the shapes, the dtypes, then the devices of (k_pages, v_pages, k, v, block_table, seq_lens); then,
-            with rotary, the result of ``_metadata_of``.
-    """
-    names = ("k_pages", "v_pages", "k", "v", "block_table", "seq_lens")
-    rotary = metadata[18:]
-    tables = ((COS, *rotary[:3]), (SIN, *rotary[3:6])) if rotary else ()
-    _check_metadata((*zip(names, metadata[:6], metadata[6:12], metadata[12:18], strict=True), *tables))
-    (num_pages, page_size, *_), tokens, width = metadata[0], metadata[2][0], metadata[4][1]
-    device = metadata[12]
-    if tokens == 0 or device.type not in ("cpu", "cuda"):
+    k_pages, _, k, _, *where = request.entries
+    (interleaved,) = request.options
+    assert k_pages is not None and k is not None
+    if request.needs:
         return None
-    if device.type == "cuda":
-        repeated = repeated_on_gpu(bool(rotary and rotary[6]), (*TABLES, "cos", "sin") if rotary else TABLES)
-        return on_device(repeated, device)  # type: ignore[no-any-return]
-    if torch.int64 in metadata[10:12]:  # the general path casts tables
+    at = Places(*where)  # type: ignore[arg-type]
+    if k[2].type == "cuda":
+        write = gpu_writer(request.entries, interleaved)
+        return None if write is None else Prepared(write, lambda: write)
+    others = at.cu_seqlens_q, at.slot_mapping, at.cos, at.positions
+    if k[2].type != "cpu" or any(each is not None for each in others) or k[0][0] == 0:
         return None
-    paged, least = PagedKV(num_pages=num_pages, page_size=page_size, width=width), [1] * tokens
+    _check_metadata(_named(request.entries))
+    table, lengths = where[:2]
+    if table is None or lengths is None or torch.int64 in (table[1], lengths[1]):  # the general path casts tables
+        return None
+    paged = PagedKV(num_pages=k_pages[0][0], page_size=k_pages[0][1], width=table[0][1])
+    least = [1] * k[0][0]
 
-    def write(k_pages: Tensor, v_pages: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Tensor) -> bool:
+    def write_on_cpu(
+        k_pages: Tensor, v_pages: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Tensor, *_: None
+    ) -> bool:
         if table.numel() > FEW_ENTRIES:
             return False
         rows, ends = table.tolist(), lengths.tolist()
         if not are_valid(paged, rows, ends, least):
             return False
-        places = last_places(rows, ends, page_size)
+        places = last_places(rows, ends, paged.page_size)
         if len(set(places)) < len(places):
             return False
         index = torch.from_numpy(np.array(places, np.int64).T).unbind()
@@ -194,7 +143,44 @@ def _writer(*metadata: Any) -> Callable[..., bool] | None:
         v_pages.index_put_(index, v)
         return True
 
-    return write
+    return Prepared(write_on_cpu, lambda: write_on_cpu, "all")
+
+
+def gpu_writer(entries: Sequence[Metadata | None], interleaved: bool, added: int = 0) -> Callable[..., bool] | None:
+    """Checks the metadata of an append on a GPU, and returns a function of its tensors that writes k and v.
+
+    None for a call without tokens, and for one whose offsets the general path casts.
+
+    Args:
+        entries: of k_pages, v_pages, k, v and the tensors of ``Places``.
+        added: see ``append_on_gpu``. If it is not 0, the function takes the tensors that there are, and then grown.
+    """
+    _check_metadata(_named(entries))
+    at: Any = Places(*entries[4:])  # type: ignore[arg-type]
+    k, offsets = entries[2], at.cu_seqlens_q
+    assert k is not None
+    if k[0][0] == 0 or (offsets is not None and offsets[1] is not torch.int32):
+        return None
+    names = tuple([name for name, entry in zip(Places._fields, entries[4:]) if entry is not None])
+    launch = on_device(repeated_on_gpu(interleaved, names, added), k[2])
+    if added:
+        return launch  # type: ignore[no-any-return]
+    return partial(_write_on_gpu, launch) if len(entries) > len(_WITH_TABLES) else launch
+
+
+def _write_on_gpu(
+    launch: Callable[..., bool], k_pages: Tensor, v_pages: Tensor, k: Tensor, v: Tensor, *tables: Any
+) -> bool:
+    where = Places(*tables)
+    if where.cu_seqlens_q is not None:  # as in the general path: a token outside of all documents is written nowhere
+        where = where._replace(cu_seqlens_q=clamp(where.cu_seqlens_q, k.shape[0]))
+    return launch(k_pages, v_pages, k, v, *[each for each in where[:7] if each is not None])
+
+
+def _named(entries: Sequence[Metadata | None]) -> tuple[Any, ...]:
+    """Returns (argument, shape, dtype, device) of the tensors of an append that there are."""
+    names = (*_WITH_TABLES, "cu_seqlens_q", "slot_mapping", COS, SIN, "positions")
+    return tuple([(name, *entry) for name, entry in zip(names, entries) if entry is not None])
 
 
 def write_rows(pages: Tensor, scales: Tensor | None, places: tuple[Tensor, Tensor], rows: Tensor) -> None:

@@ -5,20 +5,19 @@ from __future__ import annotations
 from typing import Any, Literal, Never, Unpack, overload
 
 import torch
-from torch.autograd import forward_ad
 
 from attn_core.call.hints import hide_unknown, refuse_keywords
 from attn_core.call.keywords import PagedKeywords
-from attn_core.call.options import requested_names
+from attn_core.call.options import is_plain_window, requested_names
 from attn_core.call.tensors import PagedInputs
 from attn_core.paged.arguments import check_choice
 from attn_core.paged.rotary import COS, SIN, pair_of
 from torch_frontend.dispatch.backend_names import join_names
 from torch_frontend.dispatch.plan import check_tensor
-from torch_frontend.dispatch.tensor_kinds import are_modes_active, is_watched
+from torch_frontend.dispatch.tensor_kinds import is_watched
 from torch_frontend.paged import (
     ops,  # noqa: F401  registers the ops that compilers trace
-    seen_calls,
+    paged_calls,
 )
 from torch_frontend.paged.append import append, check_appended
 from torch_frontend.paged.outputs import check_out, copied
@@ -26,7 +25,6 @@ from torch_frontend.paged.places import Places, op_places
 from torch_frontend.paged.plan import check_no_gradient, check_numbers, check_op, gather_arguments, options_of, run
 
 Tensor = torch.Tensor
-_is_compiling, _modes = torch.compiler.is_compiling, are_modes_active
 
 
 class Keywords(PagedKeywords[Tensor], total=False):
@@ -114,13 +112,15 @@ def paged_attention(
     """
     if unknown:
         refuse_keywords(paged_attention, unknown)
-    is_usual = key_ranges is alibi_slopes is kv_starts is out is None
-    if is_usual and not (_is_compiling() or _modes() or forward_ad._current_level >= 0):
-        plain_options = (causal, window, softcap, scale, deterministic, return_lse, max_len_q, invariant)
-        beside = cu_seqlens_q, k_scales, v_scales
-        results = seen_calls.attend(q, k_pages, v_pages, block_table, seq_lens, sinks, beside, backend, plain_options)
+    # A call like an earlier one runs what that one prepared.
+    if key_ranges is alibi_slopes is kv_starts is out is None and (
+        type(window) is not tuple or is_plain_window(window)
+    ):
+        plain = causal, window, softcap, scale, deterministic, return_lse, max_len_q, invariant
+        beside = sinks, cu_seqlens_q, k_scales, v_scales
+        results = paged_calls.attend(q, k_pages, v_pages, block_table, seq_lens, *beside, plain, backend)
         if results is not None:
-            return results
+            return results if return_lse else results[0]
     options = options_of(causal, window, softcap, scale, deterministic, return_lse, max_len_q, invariant)
     tables, scales = (block_table, seq_lens, cu_seqlens_q), (k_scales, v_scales)
     given = PagedInputs(q, k_pages, v_pages, *tables, sinks, key_ranges, alibi_slopes, kv_starts, *scales)

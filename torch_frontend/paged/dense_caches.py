@@ -18,7 +18,7 @@ from attn_core.call.cache_rows import CacheRows
 from attn_core.call.key_ranges import check_values
 from attn_core.call.layouts import check_layout
 from attn_core.call.mask_objects import is_object
-from attn_core.call.options import ON_PAGES, PLAIN, Options, check_options, check_traced_options, requested_names
+from attn_core.call.options import ON_PAGES, Options, check_options, check_traced_options, requested_names
 from attn_core.errors import DeviceError, DTypeError, SpecError
 from attn_core.expressions.tracing import TracedFunction
 from attn_core.selection import Selection, Target, override
@@ -43,6 +43,11 @@ def attend(attention: Callable[..., Any], qkv: tuple[Any, ...], rows: CacheRows,
         qkv, rows: as the caller passed them.
         options: all other arguments of ``attention``, by name.
     """
+    with tensor_kinds.mode_around(qkv[0]):
+        return _attend(attention, qkv, rows, options)
+
+
+def _attend(attention: Callable[..., Any], qkv: tuple[Any, ...], rows: CacheRows, options: Keywords) -> Any:
     heads_first = check_layout(options["layout"]) == "bhsd"
     q, k, v = all_exchanged(qkv) if heads_first else qkv
     rows, window = _checked((q, k, v), rows, options)
@@ -104,7 +109,7 @@ def _checked(qkv: tuple[Any, ...], rows: CacheRows, options: Keywords) -> tuple[
             plan.check_tensor(name, array)
     cache_rows.check_arguments(rows, {"q": q.shape, "k": k.shape, "v": v.shape}, options)
     compiling = torch.compiler.is_compiling()
-    call = Options(**{name: options[name] for name in PLAIN})
+    call = Options.of(options)
     call = check_traced_options(call) if compiling else check_options(call)
     window: Window = call.window  # type: ignore[assignment]
     if isinstance(options["alibi_slopes"], Tensor):
@@ -266,7 +271,7 @@ def are_documents(qkv: tuple[Tensor, Tensor, Tensor], rows: CacheRows, options: 
     tensors = (q, k, v, None, None, options["alibi_slopes"], options["sinks"])
     arrays = Arrays(*(None if t is None else plan.facts(t.shape, t.dtype, t.device) for t in tensors))  # type: ignore[arg-type]
     names = requested_names(options["backend"]) or override.requested()
-    plain = Options(**{name: options[name] for name in PLAIN})
+    plain = Options.of(options)
     return runs_packed(rows, arrays, check_options(plain), Target.here("torch", plan.device_name(q.device)), names)
 
 

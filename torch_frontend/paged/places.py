@@ -20,7 +20,7 @@ class Places(NamedTuple):
 
     block_table: Tensor | None
     seq_lens: Tensor | None
-    cu_seqlens_q: Tensor | None
+    cu_seqlens_q: Tensor | None = None
     slot_mapping: Tensor | None = None
     cos: Tensor | None = None
     sin: Tensor | None = None

@@ -1,0 +1,264 @@
+"""Eager calls of ``attention`` by the table of prepared calls, see ``prepared``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from attn_core.call.layouts import check_layout
+from attn_core.call.options import PLAIN, Options, check_options, requested_names
+from attn_core.call.seq_info import SeqInfo
+from attn_core.call.tensors import Inputs
+from attn_core.selection import NoBackendError
+from torch_frontend.dispatch import autograd, empty_rows, in_parts, offsets
+from torch_frontend.dispatch.families import plan_by_family
+from torch_frontend.dispatch.heads_first import all_exchanged, exchanged
+from torch_frontend.dispatch.plan import Metadata, Plan, plan
+from torch_frontend.dispatch.prepared import Prepared, Request, find, is_observed
+from torch_frontend.dispatch.ranges import in_ranges
+from torch_frontend.dispatch.run_plan import check_offsets, note_failure, run_forward
+
+Tensor = torch.Tensor
+Run = Callable[..., Any]
+OPTIONS = (*PLAIN, "layout")
+"""The options of a prepared call. A window must be plain, because the key has no types of what is in a pair."""
+
+
+def attend(
+    q: Any,
+    k: Any,
+    v: Any,
+    tables: tuple[Any, Any, Any, Any],
+    seq_info: Any,
+    key_ranges: Any,
+    options: tuple[Any, ...],
+    backend: Any,
+) -> Any:
+    """Returns the results of a call as ``attention`` does; None if the general path must run it.
+
+    Args:
+        tables: mask, bias, alibi_slopes and sinks.
+        options: the values of ``OPTIONS``; the other arguments are those of ``attention``.
+    """
+    mask, bias, alibi_slopes, sinks = tables
+    if alibi_slopes is sinks is seq_info is key_ranges is None:
+        run = find(prepare, q, k, v, (mask, bias), options, backend)
+        return None if run is None else run(q, k, v, mask, bias)
+    if key_ranges is not None:
+        is_alone = mask is bias is alibi_slopes is sinks is seq_info is None
+        return _attend_with_ranges(q, k, v, key_ranges, options, backend) if is_alone else None
+    others: tuple[Any, ...] = tables
+    if seq_info is not None:
+        packed = None if is_observed() else _with_documents(Inputs(q, k, v, *tables), seq_info, options)
+        if packed is None:
+            return None
+        (*_, queries, keys), longest = packed[0][:9], packed[1]
+        others, options = (*tables, queries, keys), (*options, *longest)
+    run = find(prepare, q, k, v, others, options, backend)
+    if run is None:
+        return None
+    results = run(q, k, v, *others)
+    if sinks is None or type(results) is not tuple:
+        return results
+    return empty_rows.finish_results(results, Inputs(q, k, v, *others), seq_info)
+
+
+def _with_documents(inputs: Inputs, seq_info: Any, options: tuple[Any, ...]) -> tuple[Inputs, offsets.Longest] | None:
+    """Returns the inputs with complete offsets, and the longest documents; None for documents that are not valid."""
+    q, k = inputs[:2]
+    layout = options[-1]
+    try:
+        if layout != "bshd":  # the general path exchanges the axes first
+            return None
+        if type(seq_info) is SeqInfo and q.dim() >= 3 and k.dim() >= 3:
+            info = seq_info.known_conversion((q.device, q.shape[-3], k.shape[-3]))  # from an earlier call
+            if info is not None:
+                inputs = inputs._replace(cu_seqlens_q=info.cu_seqlens_q, cu_seqlens_k=info.cu_seqlens_k)
+                return inputs, (info.max_len_q, info.max_len_k)
+        return offsets.attach_complete(SeqInfo.coerce(seq_info), inputs)  # type: ignore[arg-type]
+    except Exception:  # the general path raises the error again, or the one that comes before it
+        return None
+
+
+def prepare(request: Request) -> Prepared | None:
+    """Prepares a call on q, k, v; with mask and bias; or with all fields of ``Inputs`` up to the offsets."""
+    values = dict(zip((*OPTIONS, "max_len_q", "max_len_k"), request.options, strict=False))
+    heads_first = check_layout(values["layout"]) == "bhsd"
+    options = checked_options(*[values[name] for name in PLAIN])
+    if options.dropout:  # the general path draws its words
+        return None
+    options = options._replace(max_len_q=values.get("max_len_q"), max_len_k=values.get("max_len_k"))
+    needs = Inputs(*[bool(request.needs >> place & 1) for place in range(9)])
+    if needs.alibi_slopes:  # an error
+        return None
+    given, entries = len(request.entries), Inputs(*request.entries)
+    entries = _exchanged(entries) if heads_first else entries
+    call_plan = _plan(entries, options, request, bool(needs.bias))
+    records = request.needs != 0 and not request.trains
+
+    def build(call_plan: Plan) -> Run:
+        run = _runner(call_plan, records, given)
+        return _in_heads_first(call_plan, run) if heads_first else run
+
+    reads: Any = None
+    if given == 5:  # mask and bias beside operations of torch
+        reads = "others"
+    elif given > 5 and entries.q[2].type == "cpu":
+        reads = "all"
+    return Prepared(build(call_plan), lambda: build(in_ranges(call_plan)), reads)
+
+
+def _plan(entries: Inputs, options: Options, request: Request, bias_gradient: bool) -> Plan:
+    """Plans a call; in a layer that trains on a backend without a backward if no requested backend has one."""
+    metadata: tuple[Metadata | None, ...] = entries[: len(in_parts.plan.Arrays._fields)]
+    others = entries.alibi_slopes, entries.sinks, entries.cu_seqlens_q, entries.cu_seqlens_k
+    plans = plan_by_family if others == (None, None, None, None) else plan
+    if request.trains:
+        try:
+            return plans(metadata, options, True, bias_gradient, request.requested)
+        except NoBackendError:
+            pass
+        return plans(metadata, options, False, False, request.requested)
+    return plans(metadata, options, request.needs != 0, bias_gradient, request.requested)
+
+
+def _runner(call_plan: Plan, records: bool, given: int) -> Run:
+    """Returns what runs a plan on the first ``given`` fields of ``Inputs``, with the results of ``attention``.
+
+    Args:
+        records: whether autograd must record the call.
+    """
+    shortcut, spec, return_lse = call_plan.shortcut, call_plan.spec, call_plan.spec.return_lse
+    few = 3 if spec.mask_shape is spec.bias_shape is None else 5
+
+    def run_plan(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> Any:
+        # autograd can differentiate a shortcut, so only a call without one needs our autograd function.
+        if records:
+            return autograd.AttentionFunction.apply(call_plan, q, k, v, *others)
+        results = run_forward(call_plan, Inputs(q, k, v, *others))
+        return results if return_lse else results[0]
+
+    def run_dense(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        try:
+            results = None if shortcut is None else shortcut(q, k, v)
+            if results is None:
+                return run_plan(q, k, v)
+        except Exception as error:
+            note_failure(error, call_plan, q, k, v)
+            raise
+        return results if return_lse else results[0]
+
+    def run(*tensors: Any) -> Any:
+        try:
+            results = None if shortcut is None else shortcut(*tensors[:few])
+            if results is None:
+                return run_plan(*tensors)
+        except Exception as error:
+            note_failure(error, call_plan, *tensors[:3])
+            raise
+        return results if return_lse else results[0]
+
+    def run_on_documents(*tensors: Any) -> Any:
+        check_offsets(spec, Inputs(*tensors))
+        return run(*tensors)
+
+    if given == 3:
+        return run_dense  # named arguments, which are faster
+    return run_on_documents if spec.packed else run
+
+
+def _in_heads_first(call_plan: Plan, run: Run) -> Run:
+    """Returns ``run`` for q, k and v ``[batch, heads, len, dim]``, by the kernel itself if it has this layout.
+
+    torch's CPU kernel has it. Then a call needs none of seven views, for which autograd would record a node each.
+    """
+
+    def exchange(*tensors: Any) -> Any:
+        results = run(*all_exchanged(tensors[:3]), *tensors[3:])
+        return (exchanged(results[0]), *results[1:]) if call_plan.spec.return_lse else exchanged(results)
+
+    direct = getattr(call_plan.shortcut, "heads_first", None)
+    if direct is None or call_plan.spec.return_lse:
+        return exchange
+
+    def attend_directly(*tensors: Any) -> Any:
+        # Errors of the kernel propagate: checkpointing stops a recomputation by one of its own, from a hook.
+        try:
+            results = direct(*tensors)
+        except Exception as error:
+            note_failure(error, call_plan, *tensors[:3])
+            raise
+        return exchange(*tensors) if results is None else results[0]
+
+    return attend_directly
+
+
+def _exchanged(entries: Inputs) -> Inputs:
+    """Returns the metadata of a call with the axes of the sequence and the heads of q, k and v exchanged."""
+    changed: dict[str, Metadata] = {}
+    for name in "qkv":
+        shape, dtype, device = getattr(entries, name)
+        if len(shape) > 2:
+            *batch, heads, length, dim = shape
+            changed[name] = torch.Size((*batch, length, heads, dim)), dtype, device
+    return entries._replace(**changed)
+
+
+def _attend_with_ranges(
+    q: Tensor, k: Tensor, v: Tensor, key_ranges: Any, options: tuple[Any, ...], backend: Any
+) -> Any:
+    """``attend`` for calls on a GPU with key ranges alone, in numpy or as a tensor."""
+    if is_observed() or type(q) is not Tensor or not _is_on_gpu(q):
+        return None
+    if type(key_ranges) is np.ndarray:
+        if key_ranges.dtype != np.int32:
+            return None
+        # No copy: what the call keeps of ranges on the host is its own.
+        key_ranges = torch.from_numpy(key_ranges if key_ranges.flags.writeable else key_ranges.copy())
+    run = find(_prepare_with_ranges, q, k, v, (key_ranges,), options, backend)
+    return None if run is None else run(q, k, v, key_ranges)
+
+
+def _is_on_gpu(q: Tensor) -> bool:
+    return q.is_cuda
+
+
+def _prepare_with_ranges(request: Request) -> Prepared | None:
+    """Prepares a call on q, k, v and key ranges. The values of ranges on the host decide what each call runs."""
+    *plain, layout = request.options
+    options = checked_options(*plain)
+    if layout != "bshd" or options.dropout or request.trains:
+        return None
+    q, k, v, ranges = request.entries
+    assert q is not None and ranges is not None
+    device = q[2] if ranges[2].type == "cpu" else ranges[2]  # ranges on the host are copied
+    entries = Inputs(q, k, v, key_ranges=(*ranges[:2], device))
+    records = request.needs != 0
+    arguments = (
+        *(entries[: len(in_parts.plan.Arrays._fields)], options, records, False),
+        *(requested_names(request.requested), None),
+    )
+    plan(*arguments)  # raises the error of a call that is not valid, or that no backend can run
+
+    def build(watched: Callable[[Plan], Plan]) -> Run:
+        def run(q: Tensor, k: Tensor, v: Tensor, key_ranges: Tensor) -> Any:
+            call_plan, inputs = in_parts.resolve(arguments, Inputs(q, k, v, key_ranges=key_ranges))
+            call_plan = watched(call_plan)
+            if records:
+                return autograd.AttentionFunction.apply(call_plan, *inputs)
+            results = run_forward(call_plan, inputs)
+            return results if options.return_lse else results[0]
+
+        return run
+
+    return Prepared(build(lambda call_plan: call_plan), lambda: build(in_ranges))
+
+
+@lru_cache(maxsize=1024, typed=True)  # typed, because causal=1 is an error, and causal=True is not
+def checked_options(*plain: Any) -> Options:
+    """Returns the checked options of ``PLAIN``."""
+    return check_options(Options.of(dict(zip(PLAIN, plain, strict=True))))

@@ -1,0 +1,108 @@
+"""Eager paged calls by the table of prepared calls, see ``dispatch.prepared``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from attn_core.backends.shared.torch_ranges import in_range
+from attn_core.call.failed_calls import note_call
+from attn_core.call.options import requested_names
+from attn_core.call.pages import PagedKV
+from attn_core.call.ranges import enabled
+from attn_core.paged.tables import FEW_ENTRIES, are_valid
+from torch_frontend.dispatch import empty_rows
+from torch_frontend.dispatch.plan import Metadata
+from torch_frontend.dispatch.prepared import Prepared, Request, find
+from torch_frontend.paged.plan import PagedPlan, options_of, plan_call
+from torch_frontend.paged.tables import check_values
+
+Tensor = torch.Tensor
+Run = Callable[..., tuple[Any, Any] | None]
+
+
+def attend(
+    q: Any,
+    k: Any,
+    v: Any,
+    table: Any,
+    lengths: Any,
+    sinks: Any,
+    cu_seqlens_q: Any,
+    k_scales: Any,
+    v_scales: Any,
+    options: tuple[Any, ...],
+    backend: Any,
+) -> tuple[Any, Any] | None:
+    """Returns (out, lse) of a paged call; None if the general path must run it.
+
+    Args:
+        options: as ``options_of`` takes them. A window must be plain, because the key has no types inside a pair.
+    """
+    others: tuple[Any, ...] = (table, lengths, sinks)
+    if not (cu_seqlens_q is k_scales is v_scales is None):
+        others = (*others, cu_seqlens_q, k_scales, v_scales)
+    run = find(_prepare, q, k, v, others, options, backend)
+    return None if run is None else run(q, k, v, *others)
+
+
+def _prepare(request: Request) -> Prepared | None:
+    return None if request.needs else prepare(request.entries, request.options, requested_names(request.requested))
+
+
+def prepare(
+    entries: tuple[Metadata | None, ...], options: tuple[Any, ...], requested: tuple[str, ...] | None
+) -> Prepared | None:
+    """Prepares a call; None for one without keys or queries, and for one whose backend has no fast path for it.
+
+    Args:
+        entries: of q, k, v, block_table, seq_lens and sinks, or also of cu_seqlens_q, k_scales and v_scales. These are
+            the arguments of ``run``, which returns (out, lse).
+    """
+    q, k, v, table, lengths, sinks, *others = entries
+    cu, k_scales, v_scales = others or (None, None, None)
+    assert q is not None
+    if any(each is not None and each[1] is torch.int64 for each in (table, lengths, cu)):
+        return None  # the general path casts them
+    plan = plan_call(
+        (q, k, v, table, lengths, cu, sinks, None, None, None, k_scales, v_scales), options_of(*options), requested
+    )
+    if plan.shortcut is None:
+        return None
+    on_host = q[2].type == "cpu"
+    sizes = plan.spec.paged if on_host else None  # kernels on a GPU clamp the values of tables
+
+    def in_ranges() -> Run:
+        return _runner(plan, in_range(plan.shortcut, plan.range_name, enabled()), sizes)
+
+    return Prepared(_runner(plan, plan.shortcut, sizes), in_ranges, "all" if on_host else None)
+
+
+def _runner(plan: PagedPlan, shortcut: Run, sizes: PagedKV | None) -> Run:
+    """Returns what runs a plan by its backend's ``paged_shortcut``.
+
+    Args:
+        sizes: of the pool, against which each call checks its tables; None if the kernel clamps them.
+    """
+    fills = plan.spec.return_lse
+
+    def run(q: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Tensor, sinks: Tensor | None, *more: Any) -> Any:
+        if sizes is not None:
+            if table.numel() > FEW_ENTRIES:
+                check_values(None, 0, k, table, lengths, None)
+            elif not are_valid(sizes, table.tolist(), lengths.tolist()):
+                return None
+        try:
+            results = shortcut(q, k, v, table, lengths, sinks, *more)
+        except Exception as error:
+            note_call(error, plan.range_name)
+            raise
+        if results is None or sinks is None or not fills:
+            return results
+        last = more[0][-1] if more and more[0] is not None else None
+        # The log-sum-exp of a row that sees no key becomes its sink.
+        return results[0], empty_rows.fill_with_sinks(results[1], sinks, last)
+
+    return run
