@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -180,12 +181,13 @@ def metadata(inputs: Inputs) -> tuple[Metadata | None, ...]:
     if inputs.k is None:
         one = jax.ShapeDtypeStruct((*inputs.q.shape[:-3], *inputs.q.shape[-2:]), inputs.q.dtype)
         inputs = inputs._replace(q=one, k=one, v=one)
-    return tuple(metadata_of(getattr(inputs, name)) for name in Arrays._fields)
+    return metadata_of(inputs[: len(Arrays._fields)])
 
 
-def metadata_of(array: Any) -> Metadata | None:
-    """Returns (shape, dtype) of an array or its shape; None for an absent array."""
-    return None if array is None else (tuple(array.shape), np.dtype(array.dtype))
+def metadata_of(arrays: Iterable[Any]) -> tuple[Metadata | None, ...]:
+    """Returns (shape, dtype) of each array or shape; None for an absent array."""
+    # One function for all, because every eager call runs it.
+    return tuple(None if array is None else (tuple(array.shape), np.dtype(array.dtype)) for array in arrays)
 
 
 def facts_of(metadata: tuple[Metadata | None, ...], device: str) -> list[Any]:

@@ -112,7 +112,7 @@ def paged_attention(
     inputs = _gather(PagedInputs(q, k_pages, v_pages, *tables, sinks, key_ranges, alibi_slopes, kv_starts, *scales))
     options = check_paged_options(causal, window, softcap, scale, deterministic, return_lse, max_len_q, invariant)
     requested = requested_names(backend) or override.requested()
-    call_plan = _plan(tuple(map(plan.metadata_of, inputs)), plan.device_name(q), options, requested)
+    call_plan = _plan(plan.metadata_of(inputs), plan.device_name(q), options, requested)
     checked = check_read(call_plan.spec, options.max_len_q, on_host({name: getattr(inputs, name) for name in READ}))
     if call_plan.device == "cpu":  # kernels on a GPU clamp all tables, checked or not
         call_plan = call_plan._replace(tables_checked=checked)
@@ -147,7 +147,7 @@ def explain_paged(
         plan.check_array("q", q)  # not deleted, because its device counts
     device, call = plan.device_name(q), check_options(Options.of(said))
     requested = requested_names(said["backend"]) or override.requested()
-    return plan.explanation(_spec(tuple(map(plan.metadata_of, inputs)), device, call), device, requested)
+    return plan.explanation(_spec(plan.metadata_of(inputs), device, call), device, requested)
 
 
 def _gather(inputs: PagedInputs, shapes_only: bool = False) -> PagedInputs:
