@@ -156,14 +156,17 @@ def attention(
     is_usual = mask_mod is score_mod is dropout_rng is None and return_max_logit is False
     is_usual = is_usual and type(aux) is tuple and not aux and (type(window) is not tuple or is_plain_window(window))
     if is_usual:
-        tables = mask, bias, alibi_slopes, sinks
         if in_cache:
-            rows = CacheRows(kv_lengths, kv_starts, cache_index)
+            rows, tables = CacheRows(kv_lengths, kv_starts, cache_index), (mask, bias, alibi_slopes, sinks)
             results = cache_calls.attend(q, k, v, tables, seq_info, key_ranges, rows, options, backend)
         elif mask is bias is alibi_slopes is sinks is seq_info is key_ranges is None:
-            run = find(eager_calls.prepare, q, k, v, None, options, backend)
+            run = find(eager_calls.prepare, q, k, v, (), options, backend)
             results = None if run is None else run(q, k, v)
+        elif alibi_slopes is sinks is seq_info is key_ranges is None:
+            run = find(eager_calls.prepare, q, k, v, (mask, bias), options, backend)
+            results = None if run is None else run(q, k, v, mask, bias)
         else:
+            tables = mask, bias, alibi_slopes, sinks
             results = eager_calls.attend(q, k, v, tables, seq_info, key_ranges, options, backend)
         if results is not None:
             return results

@@ -289,7 +289,7 @@ def test_fifty_thousand_shapes_do_not_grow_memory() -> None:
         for length in lengths:
             shape = torch.Size((2, length, 6, 16))
             options = (True, "bottom_right", None, None, None, 0.0, False, False, None, "bshd")
-            key = (*(shape,) * 3, *(dtype,) * 3, *(device,) * 3, None, 0, False, None)
+            key = (*(shape,) * 3, *(dtype,) * 3, *(device,) * 3, (), 0, False, None)
             prepared._prepared(eager_calls.prepare, *key, *options)
         return int(psutil.Process().memory_info().rss)
 

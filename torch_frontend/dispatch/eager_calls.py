@@ -38,18 +38,17 @@ def attend(
     options: tuple[Any, ...],
     backend: Any,
 ) -> Any:
-    """Returns the results of a call as ``attention`` does; None if the general path must run it.
+    """Returns the results of a call with slopes, sinks, documents or key ranges as ``attention`` does.
+
+    None if the general path must run it.
 
     Args:
         tables: mask, bias, alibi_slopes and sinks.
         options: the values of ``OPTIONS``; the other arguments are those of ``attention``.
     """
-    mask, bias, alibi_slopes, sinks = tables
-    if alibi_slopes is sinks is seq_info is key_ranges is None:
-        run = find(prepare, q, k, v, (mask, bias), options, backend)
-        return None if run is None else run(q, k, v, mask, bias)
+    sinks = tables[3]
     if key_ranges is not None:
-        is_alone = mask is bias is alibi_slopes is sinks is seq_info is None
+        is_alone = seq_info is None and tables == (None, None, None, None)
         return _attend_with_ranges(q, k, v, key_ranges, options, backend) if is_alone else None
     others: tuple[Any, ...] = tables
     if seq_info is not None:

@@ -109,7 +109,7 @@ def is_observed() -> bool:
 
 
 def find(  # noqa: C901  one function without calls of others, because it decides how long a small call takes
-    prepare: Prepare, q: Any, k: Any, v: Any, others: tuple[Any, ...] | None, options: tuple[Any, ...], backend: Any
+    prepare: Prepare, q: Any, k: Any, v: Any, others: tuple[Any, ...], options: tuple[Any, ...], backend: Any
 ) -> Any:
     """Returns what runs a call; None if its general path must run it.
 
@@ -117,7 +117,7 @@ def find(  # noqa: C901  one function without calls of others, because it decide
         prepare: prepares a call of this form. It raises for a call that is not valid, and returns None for one that
             the general path must run every time.
         q, k, v: the first three tensors of the form, as the caller passed them.
-        others: all other arguments of the form that may be tensors; None if there are none.
+        others: all other arguments of the form that may be tensors.
         options: the other arguments; those that are equal and of one type must mean the same.
         backend: as the caller passed it.
     """
@@ -126,14 +126,14 @@ def find(  # noqa: C901  one function without calls of others, because it decide
     try:
         if type(q) not in _KINDS or type(k) not in _KINDS or type(v) not in _KINDS:
             return None
-        if not (q.layout is k.layout is v.layout is _strided):
-            return None
         trains, needs = layer_trains(), 0
-        entries: Any = None
+        entries: Any = ()
         recorded = trains or _is_grad_enabled()
         if recorded:  # without a loop, because this decides how long a small call takes
             needs = (1 if q.requires_grad else 0) | (2 if k.requires_grad else 0) | (4 if v.requires_grad else 0)
-        if others is not None:
+        if others:  # a call on q, k and v alone finds out from the kernel, which refuses other layouts
+            if not (q.layout is k.layout is v.layout is _strided):
+                return None
             entries, bit = [], 8
             for tensor in others:
                 if tensor is None:
@@ -165,7 +165,7 @@ def find(  # noqa: C901  one function without calls of others, because it decide
         )
         if prepared is None:
             return None
-        if prepared.reads is not None and not _are_readable(prepared.reads, (q, k, v), others):
+        if prepared.reads is not None and not _are_readable((q, k, v, *others) if prepared.reads == "all" else others):
             return None
     except Exception:  # the general path raises the error again, or the one that comes before it
         return None
@@ -174,9 +174,9 @@ def find(  # noqa: C901  one function without calls of others, because it decide
     return prepared.run
 
 
-def _are_readable(which: str, first: tuple[Tensor, ...], others: tuple[Tensor | None, ...] | None) -> bool:
+def _are_readable(tensors: tuple[Tensor | None, ...]) -> bool:
     """Returns whether tensors have their memory: no wrapper of a transform, no storage that ends before them."""
-    for tensor in (*first, *(others or ())) if which == "all" else others or ():
+    for tensor in tensors:
         if tensor is None:
             continue
         if tensor.untyped_storage().nbytes() < tensor.nbytes and not _fits(tensor):
@@ -198,7 +198,7 @@ def _prepared(
     q_device: torch.device,
     k_device: torch.device,
     v_device: torch.device,
-    others: tuple[Metadata | None, ...] | None,
+    others: tuple[Metadata | None, ...],
     needs: int,
     trains: bool,
     requested: Requested,
@@ -209,7 +209,7 @@ def _prepared(
         return None
     new_plans.evicted(_prepared)
     entries = ((q_shape, q_dtype, q_device), (k_shape, k_dtype, k_device), (v_shape, v_dtype, v_device))
-    return prepare(Request((*entries, *(others or ())), needs, trains, requested, options))
+    return prepare(Request((*entries, *others), needs, trains, requested, options))
 
 
 counters.watch("torch", _prepared)

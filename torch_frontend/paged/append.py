@@ -52,7 +52,7 @@ def append(
     where = (block_table, seq_lens, cu_seqlens_q, slot_mapping, cos, sin, positions)
     if k_scales is v_scales is None:  # a call like an earlier one runs what that one prepared
         one_token_each = cu_seqlens_q is slot_mapping is cos is sin is positions is None
-        others = (v, *(where[:2] if one_token_each else where))
+        others = (v, block_table, seq_lens) if one_token_each else (v, *where)
         write = find(_prepare, k_pages, v_pages, k, others, (interleaved,), None)
         if write is not None and write(k_pages, v_pages, k, *others):
             return
