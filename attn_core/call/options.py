@@ -119,8 +119,13 @@ def check_traced_options(options: Options) -> Options:
 
 
 def _checked(options: Options, checks: tuple[tuple[str, Callable[[str, Any], Any]], ...]) -> Options:
-    checked = {name: check(name, getattr(options, name)) for name, check in checks}
-    return options._replace(**checked, window=normalise_window(options.window, options.causal))
+    changed: dict[str, Any] = {}
+    for name, check in checks:
+        value = getattr(options, name)
+        checked = check(name, value)
+        if checked is not value:  # seldom, and a replaced field takes as long as a check
+            changed[name] = checked
+    return options._replace(window=normalise_window(options.window, options.causal), **changed)
 
 
 def check_paged_options(*values: Any) -> Options:

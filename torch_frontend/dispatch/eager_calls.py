@@ -9,15 +9,16 @@ from typing import Any
 import numpy as np
 import torch
 
+from attn_core.call.arguments import Arrays
 from attn_core.call.layouts import check_layout
 from attn_core.call.options import PLAIN, Options, check_options, requested_names
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.tensors import Inputs
 from attn_core.selection import NoBackendError
-from torch_frontend.dispatch import autograd, empty_rows, in_parts, offsets
+from torch_frontend.dispatch import autograd, empty_rows, in_parts, offsets, plan
 from torch_frontend.dispatch.families import plan_by_family
 from torch_frontend.dispatch.heads_first import all_exchanged, exchanged
-from torch_frontend.dispatch.plan import Metadata, Plan, plan
+from torch_frontend.dispatch.plan import Metadata, Plan
 from torch_frontend.dispatch.prepared import Prepared, Request, find, is_observed
 from torch_frontend.dispatch.ranges import in_ranges
 from torch_frontend.dispatch.run_plan import check_offsets, note_failure, run_forward
@@ -113,9 +114,9 @@ def prepare(request: Request) -> Prepared | None:
 
 def _plan(entries: Inputs, options: Options, request: Request, bias_gradient: bool) -> Plan:
     """Plans a call; in a layer that trains on a backend without a backward if no requested backend has one."""
-    metadata: tuple[Metadata | None, ...] = entries[: len(in_parts.plan.Arrays._fields)]
+    metadata: tuple[Metadata | None, ...] = entries[: len(Arrays._fields)]
     others = entries.alibi_slopes, entries.sinks, entries.cu_seqlens_q, entries.cu_seqlens_k
-    plans = plan_by_family if others == (None, None, None, None) else plan
+    plans = plan_by_family if others == (None, None, None, None) else plan.plan
     if request.trains:
         try:
             return plans(metadata, options, True, bias_gradient, request.requested)
@@ -134,18 +135,14 @@ def _runner(call_plan: Plan, records: bool, given: int) -> Run:
     shortcut, spec, return_lse = call_plan.shortcut, call_plan.spec, call_plan.spec.return_lse
     few = 3 if spec.mask_shape is spec.bias_shape is None else 5
 
-    def run_plan(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> Any:
-        # autograd can differentiate a shortcut, so only a call without one needs our autograd function.
-        if records:
-            return autograd.AttentionFunction.apply(call_plan, q, k, v, *others)
-        results = run_forward(call_plan, Inputs(q, k, v, *others))
-        return results if return_lse else results[0]
-
+    # autograd can differentiate a shortcut, so only a call without one needs our autograd function.
     def run_dense(q: Tensor, k: Tensor, v: Tensor) -> Any:
         try:
             results = None if shortcut is None else shortcut(q, k, v)
             if results is None:
-                return run_plan(q, k, v)
+                if records:
+                    return autograd.AttentionFunction.apply(call_plan, q, k, v)
+                results = call_plan.forward(spec, Inputs(q, k, v))
         except Exception as error:
             note_failure(error, call_plan, q, k, v)
             raise
@@ -155,7 +152,9 @@ def _runner(call_plan: Plan, records: bool, given: int) -> Run:
         try:
             results = None if shortcut is None else shortcut(*tensors[:few])
             if results is None:
-                return run_plan(*tensors)
+                if records:
+                    return autograd.AttentionFunction.apply(call_plan, *tensors)
+                results = run_forward(call_plan, Inputs(*tensors))
         except Exception as error:
             note_failure(error, call_plan, *tensors[:3])
             raise
@@ -237,11 +236,9 @@ def _prepare_with_ranges(request: Request) -> Prepared | None:
     device = q[2] if ranges[2].type == "cpu" else ranges[2]  # ranges on the host are copied
     entries = Inputs(q, k, v, key_ranges=(*ranges[:2], device))
     records = request.needs != 0
-    arguments = (
-        *(entries[: len(in_parts.plan.Arrays._fields)], options, records, False),
-        *(requested_names(request.requested), None),
-    )
-    plan(*arguments)  # raises the error of a call that is not valid, or that no backend can run
+    metadata, names = entries[: len(Arrays._fields)], requested_names(request.requested)
+    arguments = (metadata, options, records, False, names, None)
+    plan.request(*arguments)  # raises the error of a call that is not valid
 
     def build(watched: Callable[[Plan], Plan]) -> Run:
         def run(q: Tensor, k: Tensor, v: Tensor, key_ranges: Tensor) -> Any:

@@ -124,7 +124,7 @@ def find(  # noqa: C901  one function without calls of others, because it decide
     if is_observed():
         return None
     try:
-        if type(q) not in _KINDS or type(k) not in _KINDS or type(v) not in _KINDS:
+        if not (type(q) is type(k) is type(v) is Tensor or {type(q), type(k), type(v)} <= _KINDS):
             return None
         trains, needs = layer_trains(), 0
         entries: Any = ()
@@ -138,7 +138,7 @@ def find(  # noqa: C901  one function without calls of others, because it decide
             for tensor in others:
                 if tensor is None:
                     entries.append(None)
-                elif type(tensor) in _KINDS and tensor.layout is _strided:
+                elif (type(tensor) is Tensor or type(tensor) in _KINDS) and tensor.layout is _strided:
                     entries.append((tensor.shape, tensor.dtype, tensor.device))
                     if recorded and tensor.requires_grad:
                         needs |= bit
