@@ -76,15 +76,16 @@ def four_devices() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def compiled_operators(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The cache folder and the library of torch's operators in it, compiled as a user would; once for a process.
+def compiled_operators() -> tuple[Path, Path]:
+    """The cache folder and the library of torch's operators in it, compiled as a user would; once for all workers.
 
-    XLA refuses a second library of the same custom calls.
+    XLA refuses a second library of the same custom calls in a process.
     """
     import jax_frontend
     from jax_frontend.bridge import operator_lane
 
-    folder = tmp_path_factory.mktemp("cache")
+    folder = Path(os.environ["XDG_CACHE_HOME"]) / "operators"  # other tests have their own cache, without the library
+    folder.mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder))
         path = jax_frontend.compile_operator_lane()

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
-from subprocess import run
+from subprocess import DEVNULL, Popen, run
 from typing import Any
 
 import pytest
@@ -29,9 +30,17 @@ class Outcome:
 
     def __init__(self, path: Path) -> None:
         self._path, self._began = path, time.monotonic()
+        self._compiler: Popen[bytes] | None = None
         self._results: dict[str, str] = {}
         self._seconds: Counter[str] = Counter()
         self._reasons: Counter[str] = Counter()
+
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        """Compiles the library of torch's operators, for which the first tests of all workers would wait."""
+        if not session.config.option.collectonly:
+            code = "import jax_frontend; jax_frontend.compile_operator_lane()"
+            environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+            self._compiler = Popen([sys.executable, "-c", code], env=environment, stdout=DEVNULL, stderr=DEVNULL)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
@@ -50,6 +59,8 @@ class Outcome:
             self._results.setdefault(report.nodeid, "passed")
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        if self._compiler is not None:
+            self._compiler.wait()  # has a limit of its own
         ended = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) and not session.shouldstop
         if not ended or session.config.option.collectonly:
             return
