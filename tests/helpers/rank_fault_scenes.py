@@ -65,22 +65,28 @@ def fault(how: str) -> tuple[Any, float]:
     return error_of(lambda: out.sum().backward()), time.monotonic() - started
 
 
+MESSAGES = ("all_to_all_single", "all_gather_into_tensor_coalesced")
+"""The functions of ``exchanges`` that send."""
+
+
 def start(how: str) -> None:
     """Prepares the fault of this rank, which happens at its next message."""
-    collectives: Any = exchanges.collectives
 
-    class FaultyCollectives:
-        def __getattr__(self, name: str) -> Any:
+    def faulty(send: Any) -> Any:
+        def run(*arguments: Any) -> Any:
             if how.startswith("dies"):
                 os._exit(1)
             if how.startswith("stops"):
                 _end_later(os.getpid())
                 os.kill(os.getpid(), signal.SIGSTOP)
-            return getattr(collectives, name)
+            if how == "is late":
+                time.sleep(LATE)
+            return send(*arguments)
 
-    exchanges.collectives = FaultyCollectives()  # type: ignore[assignment]
-    if how == "is late":
-        time.sleep(LATE)
+        return run
+
+    for name in MESSAGES:
+        setattr(exchanges, name, faulty(getattr(exchanges, name)))
 
 
 def _end_later(rank: int) -> None:

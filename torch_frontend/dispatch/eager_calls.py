@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -91,25 +91,30 @@ def prepare(request: Request) -> Prepared | None:
     options = checked_options(*[values[name] for name in PLAIN])
     if options.dropout:  # the general path draws its words
         return None
-    options = options._replace(max_len_q=values.get("max_len_q"), max_len_k=values.get("max_len_k"))
+    if "max_len_q" in values:
+        options = options._replace(max_len_q=values["max_len_q"], max_len_k=values["max_len_k"])
     needs = Inputs(*[bool(request.needs >> place & 1) for place in range(9)])
     if needs.alibi_slopes:  # an error
         return None
     given, entries = len(request.entries), Inputs(*request.entries)
     entries = _exchanged(entries) if heads_first else entries
     call_plan = _plan(entries, options, request, bool(needs.bias))
-    records = request.needs != 0 and not request.trains
-
-    def build(call_plan: Plan) -> Run:
-        run = _runner(call_plan, records, given)
-        return _in_heads_first(call_plan, run) if heads_first else run
-
+    how = request.needs != 0 and not request.trains, given, heads_first
     reads: Any = None
     if given == 5:  # mask and bias beside operations of torch
         reads = "others"
     elif given > 5 and entries.q[2].type == "cpu":
         reads = "all"
-    return Prepared(build(call_plan), lambda: build(in_ranges(call_plan)), reads)
+    return Prepared(_build(call_plan, *how), partial(_build_in_ranges, call_plan, *how), reads)
+
+
+def _build(call_plan: Plan, records: bool, given: int, heads_first: bool) -> Run:
+    run = _runner(call_plan, records, given)
+    return _in_heads_first(call_plan, run) if heads_first else run
+
+
+def _build_in_ranges(call_plan: Plan, *how: Any) -> Run:
+    return _build(in_ranges(call_plan), *how)
 
 
 def _plan(entries: Inputs, options: Options, request: Request, bias_gradient: bool) -> Plan:
@@ -130,43 +135,48 @@ def _runner(call_plan: Plan, records: bool, given: int) -> Run:
     """Returns what runs a plan on the first ``given`` fields of ``Inputs``, with the results of ``attention``.
 
     Args:
-        records: whether autograd must record the call.
+        records: whether autograd must record the call. It can differentiate a shortcut, so only a call without one
+            needs our autograd function.
     """
-    shortcut, spec, return_lse = call_plan.shortcut, call_plan.spec, call_plan.spec.return_lse
-    few = 3 if spec.mask_shape is spec.bias_shape is None else 5
-
-    # autograd can differentiate a shortcut, so only a call without one needs our autograd function.
-    def run_dense(q: Tensor, k: Tensor, v: Tensor) -> Any:
-        try:
-            results = None if shortcut is None else shortcut(q, k, v)
-            if results is None:
-                if records:
-                    return autograd.AttentionFunction.apply(call_plan, q, k, v)
-                results = call_plan.forward(spec, Inputs(q, k, v))
-        except Exception as error:
-            note_failure(error, call_plan, q, k, v)
-            raise
-        return results if return_lse else results[0]
-
-    def run(*tensors: Any) -> Any:
-        try:
-            results = None if shortcut is None else shortcut(*tensors[:few])
-            if results is None:
-                if records:
-                    return autograd.AttentionFunction.apply(call_plan, *tensors)
-                results = run_forward(call_plan, Inputs(*tensors))
-        except Exception as error:
-            note_failure(error, call_plan, *tensors[:3])
-            raise
-        return results if return_lse else results[0]
-
-    def run_on_documents(*tensors: Any) -> Any:
-        check_offsets(spec, Inputs(*tensors))
-        return run(*tensors)
-
     if given == 3:
-        return run_dense  # named arguments, which are faster
-    return run_on_documents if spec.packed else run
+        return partial(_run_dense, call_plan, records)  # named arguments, which are faster
+    return partial(_run_on_documents if call_plan.spec.packed else _run, call_plan, records)
+
+
+def _run_dense(call_plan: Plan, records: bool, q: Tensor, k: Tensor, v: Tensor) -> Any:
+    shortcut, spec = call_plan.shortcut, call_plan.spec
+    try:
+        results = None if shortcut is None else shortcut(q, k, v)
+        if results is None:
+            if records:
+                return autograd.AttentionFunction.apply(call_plan, q, k, v)
+            results = call_plan.forward(spec, Inputs(q, k, v))
+    except Exception as error:
+        note_failure(error, call_plan, q, k, v)
+        raise
+    return results if spec.return_lse else results[0]
+
+
+def _run(call_plan: Plan, records: bool, *tensors: Any) -> Any:
+    shortcut, spec = call_plan.shortcut, call_plan.spec
+    try:
+        results = None
+        if shortcut is not None:
+            q, k, v, mask, bias, *_ = tensors
+            results = shortcut(q, k, v) if mask is bias is None else shortcut(q, k, v, mask, bias)
+        if results is None:
+            if records:
+                return autograd.AttentionFunction.apply(call_plan, *tensors)
+            results = run_forward(call_plan, Inputs(*tensors))
+    except Exception as error:
+        note_failure(error, call_plan, *tensors[:3])
+        raise
+    return results if spec.return_lse else results[0]
+
+
+def _run_on_documents(call_plan: Plan, records: bool, *tensors: Any) -> Any:
+    check_offsets(call_plan.spec, Inputs(*tensors))
+    return _run(call_plan, records, *tensors)
 
 
 def _in_heads_first(call_plan: Plan, run: Run) -> Run:
@@ -254,7 +264,8 @@ def _prepare_with_ranges(request: Request) -> Prepared | None:
     return Prepared(build(lambda call_plan: call_plan), lambda: build(in_ranges))
 
 
-@lru_cache(maxsize=1024, typed=True)  # typed, because causal=1 is an error, and causal=True is not
+# Small, because it serves calls of new lengths. Typed, because causal=1 is an error, and causal=True is not.
+@lru_cache(maxsize=64, typed=True)
 def checked_options(*plain: Any) -> Options:
     """Returns the checked options of ``PLAIN``."""
     return check_options(Options.of(dict(zip(PLAIN, plain, strict=True))))

@@ -57,10 +57,12 @@ def plan_by_family(
     batch, q_len, kv_len, mask_axes, bias_axes = sizes
     # Before the key, because the window may hide keys of one call of a family and none of another one.
     options = without_idle_sides(options, q_len, kv_len)
-    # The options are checked, so those that are equal mean the same, whatever their type.
-    shared = (q[1:], k[1:], v[1:], needs_backward, bias_gradient, requested, options)
-    tables = (mask and (mask_axes, *mask[1:]), bias and (bias_axes, *bias[1:]))
-    family = _family(q[0][2:], k[0][2:], v[0][2:], q_len == kv_len, tables, shared)
+    tables = mask and (mask_axes, *mask[1:]), bias and (bias_axes, *bias[1:])
+    family = _family(
+        (q[0][2:], k[0][2:], v[0][2:], q_len == kv_len, *tables),
+        (q[1], k[1], v[1], q[2], k[2], v[2], needs_backward, bias_gradient, requested),
+        options,  # checked, so those that are equal mean the same, whatever their type
+    )
     if family.known is not None:
         first, target, names = family.known
         spec = first.with_lengths(batch, q_len, kv_len, mask and mask[0], bias and bias[0])

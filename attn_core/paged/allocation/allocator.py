@@ -394,6 +394,7 @@ class PageAllocator:
         Raises:
             PoolFullError: if the pool has too few free pages. The sequence is unchanged then.
         """
+        self._known(name)
         growth = self.grow({name: tokens})
         self._room_for(growth.needed, name)
         self.commit(growth)
