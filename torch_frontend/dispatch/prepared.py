@@ -83,11 +83,12 @@ def training_layer() -> Iterator[None]:
     decided, the first pass could choose a kernel without a backward and drop other weights than the second. If no
     requested backend has a backward, and no gradient is recorded, one without a backward runs.
     """
-    token = _layer_trains.set(True)
-    try:
+    before = layer_trains()
+    try:  # around the change as well, because Ctrl-C may raise right after it
+        _layer_trains.set(True)
         yield
     finally:
-        _layer_trains.reset(token)
+        _layer_trains.set(before)
 
 
 def is_observed() -> bool:
