@@ -193,7 +193,7 @@ def test_the_frontend_chooses_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("FORWARD", "FORWARD_MODE"):
         monkeypatch.setattr(triton_jvp, name, replace(triton_jvp.FORWARD, devices=("cpu",)))
     monkeypatch.setitem(backends.FORWARD_MODE, ("torch", "cpu"), ("triton_jvp", "math"))
-    target._claims.cache_clear()
+    target.backend_on.cache_clear()
     ran: list[Any] = []
     run = triton_jvp.jvp
     monkeypatch.setattr(triton_jvp, "jvp", lambda spec, *rest, **more: ran.append(spec) or run(spec, *rest, **more))

@@ -454,7 +454,7 @@ def claim_the_cpu(patch: pytest.MonkeyPatch) -> None:
 
     for name in ("FORWARD", "BACKWARD"):
         patch.setattr(triton_ordered, name, replace(triton_ordered.FORWARD, devices=("cpu",)))
-    target._claims.cache_clear()
+    target.backend_on.cache_clear()
 
 
 @pytest.mark.parametrize("packed", [False, True])
