@@ -10,7 +10,6 @@ attention backends cannot be extended, because it is a closed enumeration: docs/
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -30,41 +29,6 @@ NAME = "scaled_dot_product_attention"
 
 # The builtin itself: torch.nn.functional's name for it may already refer to another function at import.
 _torch_attention = torch._C._nn.scaled_dot_product_attention
-
-
-def installed() -> AbstractContextManager[None]:
-    """Replaces torch's own attention with ours in a block, in every thread and for every caller of that name.
-
-    A module that imported the function by name (``from torch.nn.functional import scaled_dot_product_attention``, as
-    openai-whisper) keeps torch's. Set its name to ``torch_frontend.scaled_dot_product_attention``.
-
-    Blocks nest and overlap, in one thread or several. The end of the last block restores the previous function, also
-    after an exception.
-
-    Raises:
-        RuntimeError: if another library's function has replaced torch's at the start, or has replaced ours at the end.
-            That function stays.
-    """
-    return _replacement.block()
-
-
-def install() -> None:
-    """Replaces torch's own attention with ours until ``uninstall``. Idempotent. Raises as above."""
-    _replacement.install()
-
-
-def uninstall() -> None:
-    """Undoes all calls of ``install``. Running blocks of ``installed`` keep our attention until their end.
-
-    Raises:
-        RuntimeError: if another library's function has replaced ours. That function stays.
-    """
-    _replacement.uninstall()
-
-
-def is_installed() -> bool:
-    """Returns whether our attention currently replaces torch's own."""
-    return _replacement.applied
 
 
 def _attention(
@@ -121,6 +85,19 @@ def _apply() -> Callable[[], None]:
 
 
 _replacement = Replacement(_apply, is_in_place=lambda: getattr(functional, NAME) is _attention)
+installed = _replacement.installed
+"""Replaces torch's own attention with ours in a block, in every thread and for every caller of that name.
+
+A module that imported the function by name (``from torch.nn.functional import scaled_dot_product_attention``, as
+openai-whisper) keeps torch's. Set its name to ``torch_frontend.scaled_dot_product_attention``.
+
+Raises:
+    RuntimeError: if another library's function has replaced torch's at the start, or has replaced ours at the end.
+        That function stays.
+"""
+install = _replacement.install
+uninstall = _replacement.uninstall
+is_installed = _replacement.is_installed
 
 
 def _name_of(function: Any) -> str:

@@ -9,7 +9,6 @@ Its other backends keep diffusers' function. Tested with diffusers 0.42.1; the f
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from importlib import import_module
 from typing import Any
 
@@ -29,31 +28,6 @@ _DISPATCH, _NAME, _NATIVE = (
 )
 
 
-def installed() -> AbstractContextManager[None]:
-    """Replaces diffusers' context-parallel attention with ours in a block, in every thread. Blocks nest.
-
-    Raises:
-        ImportError: if diffusers cannot be imported.
-        RuntimeError: if this version of diffusers has no such function.
-    """
-    return _replacement.block()
-
-
-def install() -> None:
-    """Replaces diffusers' context-parallel attention with ours until ``uninstall``. Idempotent. Raises as above."""
-    _replacement.install()
-
-
-def uninstall() -> None:
-    """Undoes all calls of ``install``. Running blocks of ``installed`` keep our attention until their end."""
-    _replacement.uninstall()
-
-
-def is_installed() -> bool:
-    """Returns whether our attention currently replaces diffusers' context-parallel attention."""
-    return _replacement.applied
-
-
 def _apply() -> Callable[[], None]:
     host = import_module(_DISPATCH)
     for name in (_NAME, _NATIVE):
@@ -71,6 +45,16 @@ def _apply() -> Callable[[], None]:
 
 
 _replacement = Replacement(_apply)
+installed = _replacement.installed
+"""Replaces diffusers' context-parallel attention with ours in a block, in every thread.
+
+Raises:
+    ImportError: if diffusers cannot be imported.
+    RuntimeError: if this version of diffusers has no such function.
+"""
+install = _replacement.install
+uninstall = _replacement.uninstall
+is_installed = _replacement.is_installed
 
 
 def _attention_in_place_of(theirs: Callable[..., Any], native: Callable[..., Any]) -> Callable[..., Any]:

@@ -26,21 +26,32 @@ class Replacement:
         self._holders: set[object] = set()
         self._lock = free_in_children(threading.Lock())
 
-    @property
-    def applied(self) -> bool:
+    def is_installed(self) -> bool:
+        """Returns whether our attention is in the host's place now."""
         return bool(self._holders) if self._is_in_place is None else self._is_in_place()
 
     def install(self) -> None:
-        """Holds it for the process. Idempotent."""
+        """Puts our attention in the host's place until ``uninstall``. Idempotent. Raises as ``installed``."""
         self._hold(self)
 
     def uninstall(self) -> None:
-        """Releases the process's hold, if there is one. Running blocks keep theirs."""
+        """Undoes all calls of ``install``. Running blocks of ``installed`` keep our attention until their end.
+
+        Raises:
+            RuntimeError: if another library's function has replaced ours. That function stays.
+        """
         self._release(self)
 
     @contextmanager
-    def block(self) -> Iterator[None]:
-        """Holds it in a block. Blocks nest and overlap, in one thread or several."""
+    def installed(self) -> Iterator[None]:
+        """Puts our attention in the host's place in a block, in every thread.
+
+        Blocks nest and overlap, in one thread or several. The end of the last one restores what was there before, also
+        after an exception.
+
+        Raises:
+            ImportError, RuntimeError: if the host is missing, or its place is not as expected: the message says how.
+        """
         holder = object()
         try:  # around the change as well, because Ctrl-C may raise right after it
             self._hold(holder)
@@ -50,7 +61,7 @@ class Replacement:
 
     def _hold(self, holder: object) -> None:
         with self._lock:
-            if self._restore is None or not self.applied:
+            if self._restore is None or not self.is_installed():
                 self._restore = self._apply()
             self._holders.add(holder)
 

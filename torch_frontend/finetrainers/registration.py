@@ -7,7 +7,6 @@ installed, both know the provider ``attn_core``. It is the active one unless the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from importlib import import_module
 from inspect import signature
 from typing import Any
@@ -26,33 +25,6 @@ Tensor = torch.Tensor
 
 NAME = "attn_core"
 _DISPATCH = "finetrainers.models.attention_dispatch"
-
-
-def installed() -> AbstractContextManager[None]:
-    """Registers and activates the provider ``attn_core`` in a block, in every thread. Blocks nest.
-
-    The end of the last block removes the provider, and activates the one before unless another is active by then.
-
-    Raises:
-        ImportError: if Finetrainers cannot be imported.
-        RuntimeError: if its registry already has another provider of this name.
-    """
-    return _replacement.block()
-
-
-def install() -> None:
-    """Registers and activates the provider ``attn_core`` until ``uninstall``. Idempotent. Raises as above."""
-    _replacement.install()
-
-
-def uninstall() -> None:
-    """Undoes all calls of ``install``. Running blocks of ``installed`` keep the provider until their end."""
-    _replacement.uninstall()
-
-
-def is_installed() -> bool:
-    """Returns whether Finetrainers' registry has our provider."""
-    return _replacement.applied
 
 
 def _apply() -> Callable[[], None]:
@@ -79,6 +51,18 @@ def _apply() -> Callable[[], None]:
 
 
 _replacement = Replacement(_apply)
+installed = _replacement.installed
+"""Registers and activates the provider ``attn_core`` in a block, in every thread.
+
+The end of the last block removes the provider, and activates the one before unless another is active by then.
+
+Raises:
+    ImportError: if Finetrainers cannot be imported.
+    RuntimeError: if its registry already has another provider of this name.
+"""
+install = _replacement.install
+uninstall = _replacement.uninstall
+is_installed = _replacement.is_installed
 
 
 def _member(enumeration: Any) -> Any:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 from attn_core.errors import SpecError
@@ -22,30 +21,6 @@ __all__ = ["install", "installed", "is_installed", "uninstall"]
 _DISPATCH, _SOFTCAPPING = "unsloth.utils.attention_dispatch", "unsloth.kernels.flex_attention"
 
 
-def installed() -> AbstractContextManager[None]:
-    """Replaces Unsloth's attention with ours in a block, in every thread. Blocks nest; the last end restores it.
-
-    Raises:
-        RuntimeError: if unsloth is not imported, or is a release without ``run_attention``.
-    """
-    return _replacement.block()
-
-
-def install() -> None:
-    """Replaces Unsloth's attention with ours until ``uninstall``. Idempotent. Raises as above."""
-    _replacement.install()
-
-
-def uninstall() -> None:
-    """Undoes all calls of ``install``. Running blocks of ``installed`` keep our attention until their end."""
-    _replacement.uninstall()
-
-
-def is_installed() -> bool:
-    """Returns whether our attention currently replaces Unsloth's."""
-    return _replacement.applied
-
-
 def _apply() -> Callable[[], None]:
     pairs = _replacements()
     _replace({id(theirs): ours for theirs, ours in pairs})
@@ -53,6 +28,15 @@ def _apply() -> Callable[[], None]:
 
 
 _replacement = Replacement(_apply)
+installed = _replacement.installed
+"""Replaces Unsloth's attention with ours in a block, in every thread.
+
+Raises:
+    RuntimeError: if unsloth is not imported, or is a release without ``run_attention``.
+"""
+install = _replacement.install
+uninstall = _replacement.uninstall
+is_installed = _replacement.is_installed
 
 
 def _replacements() -> list[tuple[Any, Any]]:
