@@ -17,18 +17,17 @@ from attn_core.paged.step import Pages
 from jax_frontend.attention import attention
 from jax_frontend.flax.attend import attend
 from jax_frontend.flax.hook import AttentionFn, attention_fn
-from jax_frontend.flax.layer import Cache, LayerCall, Projections, Rotary, check_inputs, then
+from jax_frontend.flax.layer import Cache, LayerCall, LayerFields, Projections, check_inputs, then
 
 with needs_extra(__name__, "jax", "flax"):
     from flax import linen as nn
-    from flax.linen.linear import default_kernel_init
 
 __all__ = ["Attention", "AttentionFn", "attention_fn"]
 
 _shared = SharedOptions(attention, names_at(Door.LAYER_CALL))
 
 
-class Attention(nn.Module):
+class Attention(LayerFields, nn.Module):
     """Multi-head attention, optionally with grouped key/value heads, on ``jax_frontend.attention``.
 
     Parameters are those of ``flax.linen.MultiHeadDotProductAttention``: ``query``, ``key`` and ``value`` with kernels
@@ -66,39 +65,6 @@ class Attention(nn.Module):
         kernel_init, bias_init, out_kernel_init, out_bias_init, sinks_init: initialisers; out_kernel_init and
             out_bias_init default to kernel_init and bias_init.
     """
-
-    num_heads: int
-    num_kv_heads: int | None = None
-    head_dim: int | None = None
-    value_dim: int | None = None
-    out_features: int | None = None
-    use_bias: bool = True
-    causal: bool = False
-    alignment: str = "bottom_right"
-    window: int | tuple[int | None, int | None] | None = None
-    softcap: float | None = None
-    scale: float | None = None
-    sinks: bool = False
-    normalize_qk: bool = False
-    rotary: Rotary | None = None
-    decode: bool = False
-    dropout_rate: float = 0.0
-    deterministic: bool | None = None
-    bitwise_deterministic: bool = False
-    backend: str | tuple[str, ...] | None = None
-    context_axis: str | tuple[str, str] | None = None
-    context_strategy: str | None = None
-    context_layout: str = "zigzag"
-    context_length: int | tuple[int, int] | None = None
-    precision: Any = None
-    dtype: Any = None
-    param_dtype: Any = jnp.float32
-    kernel_init: nn.initializers.Initializer = default_kernel_init
-    bias_init: nn.initializers.Initializer = nn.initializers.zeros_init()
-    out_kernel_init: nn.initializers.Initializer | None = None
-    out_bias_init: nn.initializers.Initializer | None = None
-    sinks_init: nn.initializers.Initializer = nn.initializers.zeros_init()
-    invariant: str | None = None
 
     @nn.compact
     @_shared

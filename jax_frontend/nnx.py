@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any, NamedTuple, Unpack
 
@@ -20,18 +21,18 @@ from attn_core.paged.step import Pages
 from jax_frontend.attention import attention
 from jax_frontend.flax.attend import attend
 from jax_frontend.flax.hook import AttentionFn, attention_fn
-from jax_frontend.flax.layer import Cache, LayerCall, Projections, Rotary, check_inputs, then
+from jax_frontend.flax.layer import Cache, LayerCall, LayerFields, Projections, check_inputs, then
 
 with needs_extra(__name__, "jax", "flax"):
     from flax import nnx
-    from flax.nnx.nn.linear import default_bias_init, default_kernel_init
 
 __all__ = ["Attention", "AttentionFn", "attention_fn"]
 
 _shared = SharedOptions(attention, names_at(Door.LAYER_CALL))
 
 
-class Attention(nnx.Module):
+@dataclass(eq=False, repr=False)
+class Attention(LayerFields, nnx.Module):
     """Multi-head attention, optionally with grouped key/value heads, on ``jax_frontend.attention``.
 
     Parameters are those of ``flax.nnx.MultiHeadAttention``, by the same names and in the same shapes as in
@@ -49,84 +50,43 @@ class Attention(nnx.Module):
         keep_rngs: whether to store that stream, so that calls need no rngs.
     """
 
-    def __init__(
-        self,
-        num_heads: int,
-        in_features: int,
-        *,
-        num_kv_heads: int | None = None,
-        in_kv_features: int | None = None,
-        head_dim: int | None = None,
-        value_dim: int | None = None,
-        out_features: int | None = None,
-        use_bias: bool = True,
-        causal: bool = False,
-        alignment: str = "bottom_right",
-        window: int | tuple[int | None, int | None] | None = None,
-        softcap: float | None = None,
-        scale: float | None = None,
-        sinks: bool = False,
-        normalize_qk: bool = False,
-        rotary: Rotary | None = None,
-        decode: bool = False,
-        dropout_rate: float = 0.0,
-        deterministic: bool | None = None,
-        bitwise_deterministic: bool = False,
-        backend: str | tuple[str, ...] | None = None,
-        context_axis: str | tuple[str, str] | None = None,
-        context_strategy: str | None = None,
-        context_layout: str = "zigzag",
-        context_length: int | tuple[int, int] | None = None,
-        precision: Any = None,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
-        kernel_init: nnx.Initializer = default_kernel_init,
-        bias_init: nnx.Initializer = default_bias_init,
-        out_kernel_init: nnx.Initializer | None = None,
-        out_bias_init: nnx.Initializer | None = None,
-        sinks_init: nnx.Initializer = default_bias_init,
-        rngs: nnx.Rngs,
-        keep_rngs: bool = True,
-        invariant: str | None = None,
-    ) -> None:
-        for name, flag in (("keep_rngs", keep_rngs), ("normalize_qk", normalize_qk), ("decode", decode)):
-            check_flag(name, flag)
-        check_layer_options(use_bias, sinks, in_kv_features=in_kv_features, out_features=out_features)
-        check_number("dropout_rate", dropout_rate)
-        sizes = head_sizes(in_features, num_heads, num_kv_heads, head_dim, value_dim)
-        self.num_heads, self.num_kv_heads, self.head_dim, self.value_dim = sizes
-        self.causal, self.alignment, self.window = causal, alignment, window
-        self.softcap, self.scale = softcap, scale
-        self.sinks, self.rotary = sinks, rotary
-        self.dropout_rate, self.deterministic = dropout_rate, deterministic
-        self.bitwise_deterministic, self.backend, self.invariant = bitwise_deterministic, backend, invariant
-        self.context_axis, self.context_strategy = context_axis, context_strategy
-        self.context_layout, self.context_length = context_layout, context_length
-        self.normalize_qk, self.decode, self.precision, self.dtype = normalize_qk, decode, precision, dtype
+    in_features: int
+    _: KW_ONLY
+    in_kv_features: int | None = None
+    rngs: nnx.Rngs | nnx.RngStream | None
+    keep_rngs: bool = True
 
-        kinds: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        linear: Any = partial(nnx.LinearGeneral, use_bias=use_bias, precision=precision, **kinds)
-        heads = partial(linear, kernel_init=kernel_init, bias_init=bias_init)
-        self.in_features = in_features
-        self.in_kv_features = source = in_features if in_kv_features is None else in_kv_features
-        self.query = heads(in_features, (sizes.num_heads, sizes.head_dim))
+    def __post_init__(self) -> None:
+        for name in ("keep_rngs", "normalize_qk", "decode"):
+            check_flag(name, getattr(self, name))
+        source, target = self.in_kv_features, self.out_features
+        check_layer_options(self.use_bias, self.sinks, in_kv_features=source, out_features=target)
+        check_number("dropout_rate", self.dropout_rate)
+        sizes = head_sizes(self.in_features, self.num_heads, self.num_kv_heads, self.head_dim, self.value_dim)
+        self.num_heads, self.num_kv_heads, self.head_dim, self.value_dim = sizes
+        self.in_kv_features = source = self.in_features if source is None else source
+        rngs: Any = self.rngs
+        kinds: dict[str, Any] = {"dtype": self.dtype, "param_dtype": self.param_dtype, "rngs": rngs}
+        linear: Any = partial(nnx.LinearGeneral, use_bias=self.use_bias, precision=self.precision, **kinds)
+        heads = partial(linear, kernel_init=self.kernel_init, bias_init=self.bias_init)
+        self.query = heads(self.in_features, (sizes.num_heads, sizes.head_dim))
         self.key = heads(source, (sizes.num_kv_heads, sizes.head_dim))
         self.value = heads(source, (sizes.num_kv_heads, sizes.value_dim))
         norm = partial(nnx.LayerNorm, sizes.head_dim, use_bias=False, **kinds)
         # Before out, as in Flax's layer, so that equal seeds give equal parameters.
-        self.query_ln = norm() if normalize_qk else nnx.data(None)
-        self.key_ln = norm() if normalize_qk else nnx.data(None)
+        self.query_ln = norm() if self.normalize_qk else nnx.data(None)
+        self.key_ln = norm() if self.normalize_qk else nnx.data(None)
         self.out = linear(
             (sizes.num_heads, sizes.value_dim),
-            in_features if out_features is None else out_features,
+            self.in_features if target is None else target,
             axis=(-2, -1),
-            kernel_init=out_kernel_init or kernel_init,
-            bias_init=out_bias_init or bias_init,
+            kernel_init=self.out_kernel_init or self.kernel_init,
+            bias_init=self.out_bias_init or self.bias_init,
         )
-        logits = sinks_init(rngs.params(), (num_heads,), param_dtype) if sinks else None
+        logits = self.sinks_init(rngs.params(), (self.num_heads,), self.param_dtype) if self.sinks else None
         self.sink_logits = nnx.data(None) if logits is None else nnx.Param(logits)
         # A fork, so that calls of the layer do not advance the caller's stream.
-        self.rngs = rngs.dropout.fork() if keep_rngs and dropout_rate != 0 else None
+        self.rngs = rngs.dropout.fork() if self.keep_rngs and self.dropout_rate != 0 else None
         self.cached_key: nnx.Cache[jax.Array] | None = nnx.data(None)
         self.cached_value: nnx.Cache[jax.Array] | None = nnx.data(None)
         self.cache_index: nnx.Cache[jax.Array] | None = nnx.data(None)
@@ -152,7 +112,12 @@ class Attention(nnx.Module):
         """
         given = _shared.given(Attention.__call__, {**options})
         check_inputs(x, context, pages)
-        check_features(x.shape, None if context is None else context.shape, self.in_features, self.in_kv_features)
+        check_features(
+            x.shape,
+            None if context is None else context.shape,
+            self.in_features,
+            self.in_kv_features or self.in_features,
+        )
         dropout, dropout_rng = dropout_of_call(self, deterministic, rngs)
         decoding = check_flag("decode", self.decode if decode is None else decode)
         call = LayerCall(

@@ -36,7 +36,7 @@ from jax_frontend.flax.batch_axes import batch_axes, fold_tables
 from jax_frontend.flax.layer import (
     Cache,
     LayerCall,
-    LayerOptions,
+    LayerFields,
     Projections,
     attend_to_heads,
     check_precision,
@@ -47,7 +47,7 @@ from jax_frontend.paged.attention import paged_attention
 
 
 def attend(
-    layer: LayerOptions, projections: Projections, x: jax.Array, context: jax.Array | None, call: LayerCall
+    layer: LayerFields, projections: Projections, x: jax.Array, context: jax.Array | None, call: LayerCall
 ) -> Any:
     """Projects x to q, k and v, rotates q and k, computes attention, and projects the output.
 
@@ -112,7 +112,7 @@ def _as_rows(x: jax.Array) -> jax.Array:
     return x if x.ndim == 3 else jnp.reshape(x, (math.prod(x.shape[:-2]), *x.shape[-2:]))
 
 
-def _positions(layer: LayerOptions, call: LayerCall, seq: int, index: jax.Array | None) -> jax.Array | None:
+def _positions(layer: LayerFields, call: LayerCall, seq: int, index: jax.Array | None) -> jax.Array | None:
     """Returns the positions of tokens that do not count from 0: of a shard and behind a cache; else None."""
     if index is not None:
         return index + jnp.arange(seq, dtype=index.dtype)
@@ -123,7 +123,7 @@ def _positions(layer: LayerOptions, call: LayerCall, seq: int, index: jax.Array 
 
 
 def _attend_in_pages(
-    layer: LayerOptions,
+    layer: LayerFields,
     projections: Projections,
     x: jax.Array,
     context: jax.Array | None,
@@ -178,7 +178,7 @@ def _sequence_positions(step: Step, tokens: int) -> jax.Array:
     return lengths[sequence] - (ends[sequence] - token)
 
 
-def _check_decode(layer: LayerOptions, context: Any, call: LayerCall) -> None:
+def _check_decode(layer: LayerFields, context: Any, call: LayerCall) -> None:
     """Checks the options and arguments of a layer in decode mode.
 
     Raises:
@@ -201,7 +201,7 @@ def _check_decode(layer: LayerOptions, context: Any, call: LayerCall) -> None:
 
 
 def _attend_in_cache(
-    layer: LayerOptions, q: jax.Array, k: jax.Array, v: jax.Array, call: LayerCall, cache: Cache
+    layer: LayerFields, q: jax.Array, k: jax.Array, v: jax.Array, call: LayerCall, cache: Cache
 ) -> tuple[jax.Array, Cache]:
     """Appends rotated keys and values to a cache, and computes the attention of the new tokens to it.
 
@@ -239,7 +239,7 @@ def _attend_in_cache(
 
 
 def _attend_by_lengths(
-    layer: LayerOptions, q: jax.Array, k: jax.Array, v: jax.Array, call: LayerCall, length: jax.Array
+    layer: LayerFields, q: jax.Array, k: jax.Array, v: jax.Array, call: LayerCall, length: jax.Array
 ) -> jax.Array:
     """Computes attention to the first keys of a cache, as many as ``length`` says, with the layer's ``invariant``.
 

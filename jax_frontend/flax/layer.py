@@ -1,8 +1,9 @@
-"""The parts that the linen and the NNX attention layers share: their options, a call's arguments, and attention."""
+"""The parts that the linen and the NNX attention layers share: their fields, a call's arguments, and attention."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.nn.initializers import Initializer, lecun_normal, zeros
 
 from attn_core.backends.shared.in_jax.offsets import document_numbers
 from attn_core.backends.shared.in_jax.xla_precision import current_precision, current_precision_level
@@ -24,20 +26,46 @@ from jax_frontend.dispatch.plan import as_array, check_array
 
 Rotary = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
+KERNEL_INIT = lecun_normal()  # one function, so that layers with the default are equal
 
-class LayerOptions(Protocol):
-    """What both layers have, by these names, besides the options that ``options_of`` reads."""
 
-    causal: bool
-    alignment: str
-    window: int | tuple[int | None, int | None] | None
-    rotary: Rotary | None
-    context_axis: str | tuple[str, str] | None
-    context_strategy: str | None
-    context_layout: str
-    context_length: int | tuple[int, int] | None
-    precision: Any
-    invariant: str | None
+@dataclass(eq=False, repr=False)
+class LayerFields:
+    """What a linen and an NNX layer are made of; ``jax_frontend.linen.Attention`` says what each field means."""
+
+    num_heads: int
+    _: KW_ONLY
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    value_dim: int | None = None
+    out_features: int | None = None
+    use_bias: bool = True
+    causal: bool = False
+    alignment: str = "bottom_right"
+    window: int | tuple[int | None, int | None] | None = None
+    softcap: float | None = None
+    scale: float | None = None
+    sinks: bool = False
+    normalize_qk: bool = False
+    rotary: Rotary | None = None
+    decode: bool = False
+    dropout_rate: float = 0.0
+    deterministic: bool | None = None
+    bitwise_deterministic: bool = False
+    backend: str | tuple[str, ...] | None = None
+    context_axis: str | tuple[str, str] | None = None
+    context_strategy: str | None = None
+    context_layout: str = "zigzag"
+    context_length: int | tuple[int, int] | None = None
+    precision: Any = None
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    kernel_init: Initializer = KERNEL_INIT
+    bias_init: Initializer = zeros
+    out_kernel_init: Initializer | None = None
+    out_bias_init: Initializer | None = None
+    sinks_init: Initializer = zeros
+    invariant: str | None = None
 
 
 class Projections(NamedTuple):
@@ -136,7 +164,7 @@ def check_precision(precision: Any, dtype: Any) -> None:
 
 
 def attend_to_heads(
-    layer: LayerOptions, q: jax.Array, k: jax.Array, v: jax.Array, call: LayerCall, **visibility: Any
+    layer: LayerFields, q: jax.Array, k: jax.Array, v: jax.Array, call: LayerCall, **visibility: Any
 ) -> jax.Array:
     """Computes attention of projected heads, ``[rows, seq, heads, dim]`` each, with a layer's options.
 

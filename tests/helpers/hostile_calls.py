@@ -590,7 +590,7 @@ def _flax_layers() -> Iterator[Function]:
         **{name: good[name] for name in ("mask", "bias", "alibi_slopes", "seq_info")},
         **{"positions": lambda: None, "pages": lambda: None, "deterministic": lambda: True},
     }
-    layer = linen.Attention(4, 2)
+    layer = linen.Attention(4, num_kv_heads=2)
     weights = layer.init(jax.random.key(0), jnp.ones((1, 1, 32)))
 
     def apply(**keywords: Any) -> Any:
