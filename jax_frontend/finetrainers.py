@@ -12,25 +12,18 @@ import jax.numpy as jnp
 
 from attn_core.call.options import check_flag
 from attn_core.dropins import finetrainers
-from attn_core.dropins.finetrainers import FLASH_VARLEN, KERNELS, NATIVE, VARLEN, AttentionProvider
-from attn_core.dropins.finetrainers_call import (
+from attn_core.dropins.finetrainers import (
+    FLASH_VARLEN,
+    NATIVE,
+    VARLEN,
     Attend,
+    AttentionProvider,
     DispatchCall,
     HostOptions,
     Results,
-    attention_with,
-    check_operands,
-    checked_documents,
-    interpret,
-    key_mask,
-    run_dense,
-    run_documents,
-    run_visible_keys,
-    with_mask_axes,
-    with_positive_scale,
 )
 from attn_core.errors import SpecError, shown
-from attn_core.selection import Target, override
+from attn_core.selection import Target
 from jax_frontend.attention import attention
 from jax_frontend.dispatch.override import inside_a_task, use_backend
 from jax_frontend.dispatch.plan import check_array, device_name
@@ -130,20 +123,21 @@ def attention_dispatch(
         if array is not None or name != "attn_mask":
             check_array(name, array)
     call = DispatchCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    check_operands(call, (2, 3, 4) if provider is NATIVE and not attention_kwargs else (4,))
-    options = interpret(provider, attention_kwargs)
+    finetrainers.check_operands(call, (2, 3, 4) if provider is NATIVE and not attention_kwargs else (4,))
+    options = finetrainers.interpret(provider, attention_kwargs)
     if attn_mask is not None:
-        call = call._replace(attn_mask=with_mask_axes(provider, query, key, attn_mask))
-    call = with_positive_scale(call)
-    names = override.requested() or KERNELS[provider] or None
-    attend = attention_with(attention, call, options, names, dropout_rng=dropout_rng)
+        call = call._replace(attn_mask=finetrainers.with_mask_axes(provider, query, key, attn_mask))
+    call = finetrainers.with_positive_scale(call)
+    attend = finetrainers.attention_with(attention, call, options, provider, dropout_rng=dropout_rng)
     if options.documents is not None:
-        info = checked_documents(call, options.documents, check_array, partial(jnp.asarray, dtype=jnp.int32))
-        results = run_documents(attend, call, info)
+        info = finetrainers.checked_documents(
+            call, options.documents, check_array, partial(jnp.asarray, dtype=jnp.int32)
+        )
+        results = finetrainers.run_documents(attend, call, info)
     elif attn_mask is not None and provider in VARLEN:
         results = _run_key_mask(provider, call, options, attend)
     else:
-        results = run_dense(attend, call, options)
+        results = finetrainers.run_dense(attend, call, options)
     return results if options.return_lse else results[0]
 
 
@@ -153,8 +147,8 @@ def _run_key_mask(provider: AttentionProvider, call: DispatchCall, options: Host
     flash_varlen packs the visible keys. A causal call needs the mask's values to cut its documents, and sage has no
     documents: their kernels get the mask as a mask.
     """
-    keep = key_mask(provider, call, options, call.attn_mask)
+    keep = finetrainers.key_mask(provider, call, options, call.attn_mask)
     keep = jnp.broadcast_to(keep, (call.key.shape[0], call.key.shape[2]))  # [batch, kv_len]
     if provider is not FLASH_VARLEN or call.is_causal:
-        return run_dense(attend, call._replace(attn_mask=keep[:, None, None, :]), options)
-    return run_visible_keys(attend, call, keep, jnp, lambda array, places: jnp.take(array, places, axis=0))
+        return finetrainers.run_dense(attend, call._replace(attn_mask=keep[:, None, None, :]), options)
+    return finetrainers.run_visible_keys(attend, call, keep, jnp, lambda array, places: jnp.take(array, places, axis=0))

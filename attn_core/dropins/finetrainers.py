@@ -1,8 +1,8 @@
-"""Finetrainers' attention dispatch as data: its providers, their backends here, and the meaning of masks.
+"""Finetrainers' attention dispatch: its providers, their backends here, and what a call is as calls of ``attention``.
 
 The names are Finetrainers' (``finetrainers/models/attention_dispatch.py``); the meaning is the same on every provider.
-The host's own providers differ from each other; docs/how_to/migrate/finetrainers.md lists our choices. This file has no
-tensor operations: the frontends turn the data into calls of ``attention``.
+The host's own providers differ from each other; docs/how_to/migrate/finetrainers.md lists our choices. Arrays are torch
+tensors or JAX arrays: everything here uses only what both have.
 """
 
 from __future__ import annotations
@@ -18,65 +18,58 @@ from typing import Any, NamedTuple
 
 from attn_core import backends
 from attn_core.call.after_fork import free_in_children
+from attn_core.call.arguments import ArrayFacts, check_qkv
 from attn_core.call.options import check_flag
-from attn_core.errors import ShapeError, SpecError, shown
-from attn_core.selection import Target
+from attn_core.call.seq_info import SeqInfo, is_host_int
+from attn_core.call.tensors import dtype_name
+from attn_core.dropins.keyword_bags import distances
+from attn_core.errors import DTypeError, ShapeError, SpecError, shown
+from attn_core.selection import Target, override
 
 ENVIRONMENT = "FINETRAINERS_ATTN_PROVIDER"
 DEFAULT = os.environ.get(ENVIRONMENT, "native")
 """The provider outside of all ``attention_provider`` blocks; checked on first use."""
 
 
-class AttentionProvider(StrEnum):
-    """The host's names for kernels."""
+_FLASH = ("flash3", "flash4", "flash2", "sdpa_flash")
 
-    FLASH = "flash"
-    FLASH_VARLEN = "flash_varlen"
-    FLEX = "flex"
-    NATIVE = "native"
-    _NATIVE_CUDNN = "_native_cudnn"
-    _NATIVE_EFFICIENT = "_native_efficient"
-    _NATIVE_FLASH = "_native_flash"
-    _NATIVE_MATH = "_native_math"
-    SAGE = "sage"
-    SAGE_VARLEN = "sage_varlen"
-    _SAGE_QK_INT8_PV_FP8_CUDA = "_sage_qk_int8_pv_fp8_cuda"
-    _SAGE_QK_INT8_PV_FP8_CUDA_SM90 = "_sage_qk_int8_pv_fp8_cuda_sm90"
-    _SAGE_QK_INT8_PV_FP16_CUDA = "_sage_qk_int8_pv_fp16_cuda"
-    _SAGE_QK_INT8_PV_FP16_TRITON = "_sage_qk_int8_pv_fp16_triton"
-    XFORMERS = "xformers"
+
+class AttentionProvider(StrEnum):
+    """The host's names for kernels. ``kernels`` are the backends of each, of which the first that supports a call runs;
+    none is automatic choice."""
+
+    _value_: str
+    kernels: tuple[str, ...]
+
+    def __new__(cls, word: str, *kernels: str) -> AttentionProvider:
+        member = str.__new__(cls, word)
+        member._value_, member.kernels = word, kernels
+        return member
+
+    FLASH = ("flash", *_FLASH)
+    FLASH_VARLEN = ("flash_varlen", *_FLASH)
+    FLEX = ("flex", "flex")
+    NATIVE = ("native",)
+    _NATIVE_CUDNN = ("_native_cudnn", "sdpa_cudnn")
+    _NATIVE_EFFICIENT = ("_native_efficient", "sdpa_efficient")
+    _NATIVE_FLASH = ("_native_flash", "sdpa_flash")
+    _NATIVE_MATH = ("_native_math", "math")
+    SAGE = ("sage", "sage")
+    SAGE_VARLEN = ("sage_varlen", "sage")
+    _SAGE_QK_INT8_PV_FP8_CUDA = ("_sage_qk_int8_pv_fp8_cuda", "sage_fp8_cuda")
+    _SAGE_QK_INT8_PV_FP8_CUDA_SM90 = ("_sage_qk_int8_pv_fp8_cuda_sm90", "sage_fp8_cuda_sm90")
+    _SAGE_QK_INT8_PV_FP16_CUDA = ("_sage_qk_int8_pv_fp16_cuda", "sage_fp16_cuda")
+    _SAGE_QK_INT8_PV_FP16_TRITON = ("_sage_qk_int8_pv_fp16_triton", "sage_fp16_triton")
+    XFORMERS = ("xformers", "xformers")
 
 
 NATIVE, FLASH_VARLEN, SAGE_VARLEN = (
     AttentionProvider.NATIVE,
     AttentionProvider.FLASH_VARLEN,
-    AttentionProvider("sage_varlen"),
+    AttentionProvider.SAGE_VARLEN,
 )
 VARLEN = (FLASH_VARLEN, SAGE_VARLEN)
 """Providers whose masks are of keys, ``[batch, kv_len]``: packing removes the masked keys before the kernel runs."""
-
-_FLASH = ("flash3", "flash4", "flash2", "sdpa_flash")
-KERNELS: Mapping[AttentionProvider, tuple[str, ...]] = {
-    AttentionProvider(word): names
-    for word, names in {
-        "flash": _FLASH,
-        "flash_varlen": _FLASH,
-        "flex": ("flex",),
-        "native": (),
-        "_native_cudnn": ("sdpa_cudnn",),
-        "_native_efficient": ("sdpa_efficient",),
-        "_native_flash": ("sdpa_flash",),
-        "_native_math": ("math",),
-        "sage": ("sage",),
-        "sage_varlen": ("sage",),
-        "_sage_qk_int8_pv_fp8_cuda": ("sage_fp8_cuda",),
-        "_sage_qk_int8_pv_fp8_cuda_sm90": ("sage_fp8_cuda_sm90",),
-        "_sage_qk_int8_pv_fp16_cuda": ("sage_fp16_cuda",),
-        "_sage_qk_int8_pv_fp16_triton": ("sage_fp16_triton",),
-        "xformers": ("xformers",),
-    }.items()
-}
-"""The backends of each provider; the first that supports the call runs. An empty tuple is automatic choice."""
 
 _active: ContextVar[AttentionProvider | None] = ContextVar("attn_core_finetrainers_provider", default=None)
 _shared: ContextVar[SharedRows | None] = ContextVar("attn_core_finetrainers_mesh", default=None)
@@ -166,7 +159,7 @@ def provided(
         _active.set(chosen)
         _shared.set(shared)
         # No names for native: automatic choice, also inside a block that names backends.
-        with use_backend(*KERNELS[chosen]), nullcontext() if shared is None else _counted():
+        with use_backend(*chosen.kernels), nullcontext() if shared is None else _counted():
             yield chosen
     finally:
         _active.set(before[0])
@@ -192,6 +185,360 @@ def _counted() -> Iterator[None]:
 def active_rows() -> SharedRows | None:
     """Returns the mesh of the innermost block in this thread or task, or None."""
     return _shared.get()
+
+
+def providers_on(target: Target, *, training: bool, uses_mask: bool) -> tuple[AttentionProvider, ...]:
+    """Returns the providers that have a kernel on a machine, by its backends' claims; see ``list_providers``."""
+    for name, flag in (("training", training), ("uses_mask", uses_mask)):
+        check_flag(name, flag)
+    return tuple(provider for provider in AttentionProvider if _kernel_on(target, provider, training, uses_mask))
+
+
+def _kernel_on(target: Target, provider: AttentionProvider, training: bool, uses_mask: bool) -> bool:
+    # native is automatic choice, so any backend in its order of preference will do.
+    names = provider.kernels or backends.usual_order(target.framework, target.kind)
+    return any(_serves(target, provider, name, training, uses_mask) for name in names)
+
+
+def _serves(target: Target, provider: AttentionProvider, name: str, training: bool, uses_mask: bool) -> bool:
+    if name in dict(target.unavailable):
+        return False
+    forward, backward = target.claims(name)
+    if not forward.runs_on(target.device) or (training and backward is None):
+        return False
+    halves = [half for half in (forward, backward if training else None) if half is not None]
+    row_by_row = provider == SAGE_VARLEN and target.framework == "torch"  # each row on the keys that its mask leaves
+    if not uses_mask or row_by_row:
+        return True
+    return all(half.packed if provider == FLASH_VARLEN else half.mask for half in halves)
+
+
+class HostOptions(NamedTuple):
+    """The options of ``attention_kwargs`` in our terms. documents: from the ``cu_seqlens`` and ``max_seqlen`` keys."""
+
+    window: tuple[int | None, int | None] | None = None
+    softcap: float | None = None
+    alibi_slopes: Any = None
+    deterministic: bool = False
+    return_lse: bool = False
+    documents: SeqInfo | None = None
+
+    @property
+    def anchored(self) -> bool:
+        """Whether an option counts distances from the last key, as flash-attn does."""
+        return self.window is not None or self.alibi_slopes is not None
+
+
+_NOTHING = HostOptions()
+_OFFSETS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+OPTIONS = ("window_size", "softcap", "alibi_slopes", "deterministic", "return_lse", *_OFFSETS)
+"""The keys that every provider takes."""
+_CUDA_8BIT = ("_sage_qk_int8_pv_fp8_cuda", "_sage_qk_int8_pv_fp8_cuda_sm90")
+_SMOOTH_V = ("_sage_qk_int8_pv_fp8_cuda", "_sage_qk_int8_pv_fp16_cuda")
+_QUANTISED = tuple(word.value for word in AttentionProvider if word.startswith("_sage"))
+_ONLY: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
+    ("return_attn_probs", False, ("flash", "flash_varlen")),
+    ("kernel_options", None, ("flex",)),
+    ("smooth_k", True, ("sage_varlen", *_QUANTISED)),
+    ("smooth_v", False, _SMOOTH_V),
+    ("qk_quant_gran", "per_thread", (*_CUDA_8BIT, "_sage_qk_int8_pv_fp16_cuda")),
+    ("pv_accum_dtype", "fp32+fp32", _CUDA_8BIT),
+    ("pv_accum_dtype", "fp32", ("_sage_qk_int8_pv_fp16_cuda",)),
+    ("quantization_backend", "triton", ("_sage_qk_int8_pv_fp16_triton",)),
+)
+"""(key, the only value that our kernels support, the providers that have the key)."""
+
+
+def interpret(provider: AttentionProvider, kwargs: Mapping[str, Any] | None) -> HostOptions:
+    """Translates ``attention_kwargs``. Every provider takes every option; its kernel may still refuse one.
+
+    ``softcap=0`` and ``window_size=(-1, -1)`` are flash-attn's "none".
+
+    Raises:
+        SpecError: for unknown keys, keys of another provider, and values that our kernels do not support.
+    """
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise SpecError(f"attention_kwargs={shown(kwargs)}: expected a dict or None")
+    if not kwargs:
+        return _NOTHING
+    stated = dict(kwargs)
+    for key, value in stated.items():
+        if key not in OPTIONS:
+            _check_fixed(provider, key, value)
+    softcap = stated.get("softcap")
+    return HostOptions(
+        window=distances(stated.get("window_size"), "attention_kwargs['window_size']"),
+        # flash-attn writes 0 for no softcap, which ``attention`` refuses.
+        softcap=None if isinstance(softcap, (int, float)) and softcap == 0 else softcap,
+        alibi_slopes=stated.get("alibi_slopes"),
+        deterministic=check_flag("attention_kwargs['deterministic']", stated.get("deterministic", False)),
+        return_lse=check_flag("attention_kwargs['return_lse']", stated.get("return_lse", False)),
+        documents=_documents(stated),
+    )
+
+
+def _check_fixed(provider: AttentionProvider, key: Any, value: Any) -> None:
+    """Raises SpecError unless the key has the only value that the provider's kernel supports."""
+    entries = [entry for entry in _ONLY if entry[0] == key]
+    if not entries:
+        known = dict.fromkeys((*OPTIONS, *(entry[0] for entry in _ONLY)))
+        raise SpecError(f"attention_kwargs[{key!r}]: unknown; expected one of {', '.join(known)}")
+    allowed = next((only for _, only, words in entries if provider.value in words), entries)
+    if allowed is entries:
+        words = dict.fromkeys(word for entry in entries for word in entry[2])
+        raise SpecError(
+            f"attention_kwargs[{key!r}]={shown(value)}: provider {provider.value} has no such option; it is one of "
+            f"{', '.join(words)}"
+        )
+    # The types are compared too, because 1 == True and 0 == False.
+    if type(value) is not type(allowed) or value != allowed:
+        raise SpecError(
+            f"attention_kwargs[{key!r}]={shown(value)}: expected {allowed!r}, which is how provider "
+            f"{provider.value} runs here"
+        )
+
+
+def _documents(stated: Mapping[str, Any]) -> SeqInfo | None:
+    """Returns the documents of flash-attn's four keys. Raises SpecError if only some of the keys are present."""
+    there = [name for name in _OFFSETS if stated.get(name) is not None]
+    if not there:
+        return None
+    # The host ignores an incomplete set, and then documents would see each other.
+    missing = [name for name in _OFFSETS if name not in there]
+    if missing:
+        raise SpecError(
+            f"attention_kwargs: {', '.join(there)} without {', '.join(missing)}; packed documents need all four"
+        )
+    for name in ("max_seqlen_q", "max_seqlen_k"):
+        if not is_host_int(stated[name]):
+            raise SpecError(f"attention_kwargs[{name!r}]={stated[name]!r}: expected an int known on the host")
+    return SeqInfo(*(stated[name] for name in _OFFSETS))
+
+
+class DispatchCall(NamedTuple):
+    """The arguments that torch's own function also has."""
+
+    query: Any
+    key: Any
+    value: Any
+    attn_mask: Any
+    dropout_p: float
+    is_causal: bool
+    scale: float | None
+    enable_gqa: bool
+
+
+Results = tuple[Any, Any]
+"""The output, and the log-sum-exp or None."""
+Attend = Callable[..., Results]
+"""``attention`` with the options of a call: (q, k, v, causal=, mask=, seq_info=, ...) -> Results."""
+
+
+def attention_with(
+    attention: Callable[..., Any],
+    call: DispatchCall,
+    options: HostOptions,
+    provider: AttentionProvider | None,
+    **frontend_options: Any,
+) -> Attend:
+    """Returns a frontend's ``attention`` with the options that every form of the call shares.
+
+    Args:
+        provider: whose backends may run the call, or those of ``use_backend``. None leaves them to ``attention``, as
+            compiled code must, which cannot see them.
+        frontend_options: options that only this frontend has.
+    """
+    names = None if provider is None else override.requested() or provider.kernels or None
+
+    def attend(q: Any, k: Any, v: Any, **form: Any) -> Results:
+        results = attention(
+            q,
+            k,
+            v,
+            **form,
+            window=options.window,
+            softcap=options.softcap,
+            scale=call.scale,
+            alibi_slopes=options.alibi_slopes,
+            dropout=call.dropout_p,
+            deterministic=options.deterministic,
+            backend=names,
+            return_lse=options.return_lse,
+            **frontend_options,
+        )
+        return results if options.return_lse else (results, None)
+
+    return attend
+
+
+def run_dense(
+    attend: Attend,
+    call: DispatchCall,
+    options: HostOptions,
+    smaller: Callable[[Any, Any], Any] | None = None,
+    **form: Any,
+) -> Results:
+    """Runs rows without documents: ``[batch, heads, q_len, value_dim]``, or fewer axes as in query.
+
+    Args:
+        smaller: a function for the smaller of two lengths that may be symbols, which cannot be compared. None compares.
+        form: further options of ``attention``.
+    """
+    query, key, value, mask = call[:4]
+    q_len, kv_len = query.shape[-2], key.shape[-2]
+    # No query sees a key behind its own place. Without these keys both alignments are the same.
+    if call.is_causal and smaller is not None:  # in compiled code, which has no attention_kwargs
+        key, value, mask = cut_keys(smaller(q_len, kv_len), key, value, mask)
+    elif call.is_causal and q_len != kv_len:
+        check_alignment(options, q_len, kv_len)
+        if kv_len > q_len:
+            key, value, mask = cut_keys(q_len, key, value, mask)
+    missing = 4 - query.ndim
+    if missing:  # axes of 1 in front
+        query, key, value = (array[(None,) * missing] for array in (query, key, value))
+    added = mask is not None and dtype_name(mask) != "bool"
+    out, lse = attend(
+        query.swapaxes(1, 2),  # [batch, heads, len, head_dim] -> [batch, len, heads, head_dim]
+        key.swapaxes(1, 2),
+        value.swapaxes(1, 2),
+        causal=call.is_causal,
+        alignment="bottom_right" if options.anchored else "top_left",
+        mask=None if added else mask,
+        bias=mask if added else None,
+        **form,
+    )
+    out = out.swapaxes(1, 2)
+    return out[(0,) * missing] if missing else out, lse
+
+
+def checked_documents(
+    call: DispatchCall, info: SeqInfo, check: Callable[[str, Any], None], to_int32: Callable[[Any], Any]
+) -> SeqInfo:
+    """Returns the documents with int32 offsets. Raises SpecError for a mask beside them.
+
+    Args:
+        check: raises an error that names an argument unless its value is an array of the framework.
+    """
+    if call.attn_mask is not None:
+        raise SpecError("attn_mask with cu_seqlens_q and cu_seqlens_k: both define what is visible; pass one")
+    of_queries, of_keys = info.cu_seqlens_q, info.cu_seqlens_k
+    check("attention_kwargs['cu_seqlens_q']", of_queries)
+    check("attention_kwargs['cu_seqlens_k']", of_keys)
+    queries = to_int32(of_queries)
+    keys = queries if of_keys is of_queries else to_int32(of_keys)
+    return SeqInfo(queries, keys, info.max_len_q, info.max_len_k)
+
+
+def run_documents(attend: Attend, call: DispatchCall, info: SeqInfo) -> Results:
+    """Runs packed documents of the rows laid end to end; causal and windows align at each document's last key."""
+    rows = [array.swapaxes(1, 2) for array in call[:3]]  # [batch, len, heads, head_dim]
+    return split_rows(attend(*map(joined, rows), causal=call.is_causal, seq_info=info), rows[0])
+
+
+def run_visible_keys(
+    attend: Attend, call: DispatchCall, keep: Any, xp: Any, take: Callable[[Any, Any], Any]
+) -> Results:
+    """Runs a mask of keys in one packed call, without reading the mask on the host.
+
+    A row's visible keys become a document with all of the row's queries, and its hidden keys a document without
+    queries. So no size depends on the mask's values, which may be traced.
+
+    Args:
+        keep: bool ``[batch, kv_len]``.
+        xp: torch or jax.numpy.
+        take: returns the elements of an array's first axis at indices.
+    """
+    q, k, v = (array.swapaxes(1, 2) for array in call[:3])  # [batch, len, heads, head_dim]
+    q_len, kv_len = q.shape[1], k.shape[1]
+    visible = keep.sum(axis=1)  # [batch]
+    every, none = visible * 0 + kv_len, visible * 0
+    # Stable, so that visible keys keep their order and every run sums them alike.
+    order = xp.argsort(~keep, axis=1, stable=True) + (xp.cumsum(every, axis=0) - kv_len)[:, None]
+    order = order.reshape(-1)  # [batch * kv_len], in the rows laid end to end
+
+    def offsets_of(*lengths: Any) -> Any:  # of two documents in each row: int32 [2 * batch + 1]
+        ends = xp.cumsum(xp.stack(lengths, axis=1).reshape(-1), axis=0, dtype=xp.int32)
+        return xp.concatenate((ends[:1] * 0, ends))
+
+    info = SeqInfo(offsets_of(none + q_len, none), offsets_of(visible, every - visible), q_len, kv_len)
+    # A kernel's last tile may reach into the next document, where 0 * NaN of padding is NaN. So hidden keys become 0.
+    is_visible = take(keep.reshape(-1), order)[:, None, None]
+    k, v = (xp.where(is_visible, take(joined(array), order), 0) for array in (k, v))
+    return split_rows(attend(joined(q), k, v, causal=False, seq_info=info), q)
+
+
+def joined(rows: Any) -> Any:
+    """Lays the rows of a batch ``[batch, len, ...]`` end to end."""
+    return rows.reshape(-1, *rows.shape[2:])
+
+
+def split_rows(results: Results, q: Any) -> Results:
+    """Reshapes ``[batch * q_len, heads, dim]`` to ``[batch, heads, q_len, dim]``; the log-sum-exp has no dim."""
+    (out, lse), rows = results, tuple(q.shape[:2])
+    out = out.reshape(*rows, *out.shape[1:]).swapaxes(1, 2)
+    return out, None if lse is None else lse.reshape(-1, *rows).swapaxes(0, 1)
+
+
+NAMES = ("query", "key", "value")
+
+
+def check_operands(call: DispatchCall, ranks: tuple[int, ...] = (4,), *, any_dtypes: bool = False) -> None:
+    """Checks query, key and value against each other; errors name them as the host does.
+
+    Args:
+        ranks: the numbers of axes that the arrays may have.
+        any_dtypes: whether their dtypes may differ, because autocast makes them equal.
+
+    Raises:
+        ShapeError, DTypeError, SpecError: naming the array and what was expected.
+    """
+    for name, array in zip(NAMES, call[:3], strict=True):
+        if array.ndim not in ranks or array.ndim != call.query.ndim:
+            raise ShapeError(f"{name}: expected [batch, heads, len, head_dim], got {list(array.shape)}")
+    check_heads(call)
+    facts = []
+    for array in call[:3]:
+        batch, heads, length, dim = (1,) * (4 - array.ndim) + tuple(array.shape)
+        facts.append(ArrayFacts((batch, length, heads, dim), dtype_name(call.query if any_dtypes else array), ""))
+    q, k, v = facts
+    check_qkv(q, k, v, names=NAMES)
+
+
+def check_heads(call: DispatchCall) -> None:
+    """Raises SpecError for grouped heads without ``enable_gqa``; a single kv head broadcasts to all heads."""
+    if call.enable_gqa or call.query.ndim < 3:
+        return
+    heads, kv_heads = call.query.shape[-3], call.key.shape[-3]
+    # torch broadcasts a single kv head, with or without enable_gqa.
+    if kv_heads not in (1, heads):
+        raise SpecError(
+            f"enable_gqa={call.enable_gqa} with {heads} heads of query and {kv_heads} of key: pass enable_gqa=True"
+        )
+
+
+def with_positive_scale(call: DispatchCall) -> DispatchCall:
+    """Returns an equivalent call with a scale above 0, as ``attention`` requires: the query takes the sign."""
+    if isinstance(call.scale, (int, float)) and call.scale <= 0:
+        # A scale of 0 makes all scores equal: so does a query of zeros, at any positive scale.
+        return call._replace(query=call.query * (-1 if call.scale else 0), scale=-call.scale or 1.0)
+    return call
+
+
+def check_alignment(options: HostOptions, q_len: int, kv_len: int) -> None:
+    """Raises SpecError if a causal call of unequal lengths has options that count from the last key."""
+    if options.anchored:
+        raise SpecError(
+            f"is_causal with window_size or alibi_slopes, q_len {q_len} and kv_len {kv_len}: expected equal "
+            "lengths; is_causal counts from the first key, flash-attn's window_size and alibi_slopes from the last"
+        )
+
+
+def cut_keys(length: Any, key: Any, value: Any, mask: Any) -> tuple[Any, Any, Any]:
+    """Cuts off the keys that no query of a causal call sees, so that both alignments of the kernels agree."""
+    # A mask with one column for all keys broadcasts, so there is nothing to cut off.
+    if mask is not None and mask.ndim and mask.shape[-1] == key.shape[-2]:
+        mask = mask[..., :length]
+    return key[..., :length, :], value[..., :length, :], mask
 
 
 def two_axes(provider: AttentionProvider, mask: tuple[int, ...], batch: int, q_len: int, kv_len: int) -> str:
@@ -220,27 +567,55 @@ def two_axes(provider: AttentionProvider, mask: tuple[int, ...], batch: int, q_l
     return "scores" if scores else "keys"
 
 
-def providers_on(target: Target, *, training: bool, uses_mask: bool) -> tuple[AttentionProvider, ...]:
-    """Returns the providers that have a kernel on a machine, by its backends' claims; see ``list_providers``."""
-    for name, flag in (("training", training), ("uses_mask", uses_mask)):
-        check_flag(name, flag)
-    return tuple(provider for provider in AttentionProvider if _kernel_on(target, provider, training, uses_mask))
+def with_mask_axes(provider: AttentionProvider, query: Any, key: Any, mask: Any) -> Any:
+    """Returns the mask with four axes if the query has four, unless the provider is a varlen one.
+
+    Raises:
+        DTypeError, ShapeError: for a mask of integers, or one whose two axes are ambiguous.
+    """
+    kind = dtype_name(mask)
+    if kind != "bool" and "float" not in kind:
+        raise DTypeError(
+            f"attn_mask: expected bool (True = visible) or a float to be added, got {mask.dtype}; a 0/1 mask becomes "
+            "bool by attn_mask != 0"
+        )
+    # The varlen providers read two axes as keys themselves (``key_mask``).
+    if mask.ndim == 2 and query.ndim == 4 and provider not in VARLEN:
+        axes = two_axes(provider, tuple(mask.shape), query.shape[0], query.shape[2], key.shape[2])
+        return mask[:, None, None, :] if axes == "keys" else mask[None, None]
+    # torch reads three axes as [heads, q_len, kv_len].
+    return mask[None] if mask.ndim == 3 and query.ndim == 4 else mask
 
 
-def _kernel_on(target: Target, provider: AttentionProvider, training: bool, uses_mask: bool) -> bool:
-    # native is automatic choice, so any backend in its order of preference will do.
-    names = KERNELS[provider] or backends.usual_order(target.framework, target.kind)
-    return any(_serves(target, provider, name, training, uses_mask) for name in names)
+def key_mask(provider: AttentionProvider, call: DispatchCall, options: HostOptions, mask: Any) -> Any:
+    """Returns a varlen provider's mask as bool ``[batch or 1, kv_len or 1]``, True for visible keys.
 
+    Args:
+        mask: the call's mask, with one entry for an axis that was expanded.
 
-def _serves(target: Target, provider: AttentionProvider, name: str, training: bool, uses_mask: bool) -> bool:
-    if name in dict(target.unavailable):
-        return False
-    forward, backward = target.claims(name)
-    if not forward.runs_on(target.device) or (training and backward is None):
-        return False
-    halves = [half for half in (forward, backward if training else None) if half is not None]
-    row_by_row = provider == SAGE_VARLEN and target.framework == "torch"  # each row on the keys that its mask leaves
-    if not uses_mask or row_by_row:
-        return True
-    return all(half.packed if provider == FLASH_VARLEN else half.mask for half in halves)
+    Raises:
+        SpecError, DTypeError, ShapeError: for options that count distances between keys, an additive mask, or a mask
+            that differs among queries or heads.
+    """
+    if options.anchored:
+        raise SpecError(
+            f"attn_mask with window_size or alibi_slopes: provider {provider.value} packs the visible keys, "
+            "which changes the distances between them; use another provider"
+        )
+    batch, _, kv_len, _ = call.key.shape
+    shape, expected = list(call.attn_mask.shape), f"[batch, kv_len] = [{batch}, {kv_len}], or [batch, 1, 1, kv_len]"
+    if dtype_name(mask) != "bool":
+        raise DTypeError(
+            f"attn_mask: provider {provider.value} takes bool masks of keys {expected}, got {mask.dtype} {shape}; "
+            "for an additive mask use another provider"
+        )
+    # One axis is of keys by broadcasting, the same for every row.
+    keep = mask[None] if mask.ndim == 1 else mask
+    if keep.ndim == 4 and tuple(keep.shape[1:3]) == (1, 1):
+        keep = keep[:, 0, 0]
+    if keep.ndim != 2 or keep.shape[0] not in (1, batch) or keep.shape[1] not in (1, kv_len):
+        raise ShapeError(
+            f"attn_mask: provider {provider.value} takes masks of keys {expected}, got {shape}; for a mask that "
+            "differs among queries or heads use another provider"
+        )
+    return keep

@@ -499,9 +499,7 @@ def test_masks_of_keys_on_the_varlen_providers(
 ) -> None:
     """Row by row, too, as sage_varlen runs: here on a kernel that the CPU has. Dropped keys may hold anything."""
     if word == "sage_varlen":
-        kernels = {**finetrainers.KERNELS, AttentionProvider.SAGE_VARLEN: ("math",)}
-        for module in ("attn_core.dropins.finetrainers", "torch_frontend.finetrainers.call"):
-            monkeypatch.setattr(importlib.import_module(module), "KERNELS", kernels)
+        monkeypatch.setattr(AttentionProvider.SAGE_VARLEN, "kernels", ("math",))
     keep = np.ones((BATCH, kv_len), bool)
     keep[0, {"left": slice(0, 3), "right": slice(-3, None), "holes": slice(1, None, 2)}.get(kind, slice(0, 0))] = False
     keep[0] &= kind != "one row nothing"
@@ -556,11 +554,9 @@ def test_documents_by_flash_attns_words(word: str, causal: bool) -> None:
 
 
 def test_documents_row_by_row(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels = {**finetrainers.KERNELS, AttentionProvider.SAGE_VARLEN: ("math",)}
+    monkeypatch.setattr(AttentionProvider.SAGE_VARLEN, "kernels", ("math",))
     if device == "cuda":  # whose flash kernels have no float32
-        kernels[AttentionProvider.FLASH_VARLEN] = ("math",)
-    for module in ("attn_core.dropins.finetrainers", "torch_frontend.finetrainers.call"):
-        monkeypatch.setattr(importlib.import_module(module), "KERNELS", kernels)
+        monkeypatch.setattr(AttentionProvider.FLASH_VARLEN, "kernels", ("math",))
     cu = torch.tensor([0, 3, 3, 8, 14], dtype=torch.int32)
     arguments = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 6, "max_seqlen_k": 6, "is_causal": True}
     one_by_one, packed = (
@@ -748,7 +744,7 @@ def test_blocks_nest_and_the_kernel_is_the_provider_s(device: str, monkeypatch: 
 def chosen(q: Any, k: Any, v: Any, word: str) -> str | None:
     """The backend of a provider for a call on nothing but query, key and value."""
     rows = (tensor.transpose(1, 2) for tensor in (q, k, v))  # [batch, len, heads, head_dim]
-    names = finetrainers.KERNELS[AttentionProvider(word)] or None
+    names = AttentionProvider(word).kernels or None
     return explain(*rows, alignment="top_left", backend=names).backend
 
 

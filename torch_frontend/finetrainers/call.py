@@ -5,6 +5,7 @@ Apart from dispatch.py, which runs simple calls at once. Kernels without masks r
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,29 +13,22 @@ import torch
 
 from attn_core.call.offset_checks import check_cu_seqlens
 from attn_core.call.seq_info import SeqInfo
-from attn_core.dropins.finetrainers import FLASH_VARLEN, KERNELS, SAGE_VARLEN, VARLEN, AttentionProvider
-from attn_core.dropins.finetrainers_call import (
-    NAMES,
+from attn_core.dropins import finetrainers
+from attn_core.dropins.finetrainers import (
+    FLASH_VARLEN,
+    SAGE_VARLEN,
+    VARLEN,
     Attend,
+    AttentionProvider,
     DispatchCall,
     HostOptions,
     Results,
+    SharedRows,
     attention_with,
-    check_operands,
-    checked_documents,
-    interpret,
-    joined,
-    key_mask,
-    run_dense,
-    run_documents,
-    run_visible_keys,
-    split_rows,
-    with_mask_axes,
-    with_positive_scale,
 )
+from attn_core.errors import SpecError
 from attn_core.expressions import ExpressionError, trace_mask
 from attn_core.expressions.tracing import TracedFunction
-from attn_core.selection import override
 from torch_frontend.attention import attention
 from torch_frontend.dispatch.autocast import autocast_dtype, in_autocast
 from torch_frontend.dispatch.block_masks import function_of, is_block_mask
@@ -46,33 +40,75 @@ Tensor = torch.Tensor
 def run_on_provider(provider: AttentionProvider, call: DispatchCall, kwargs: dict[str, Any] | None) -> Any:
     """Runs a call on a provider's kernel, or raises with every reason against it."""
     check_tensors(call)
-    options = interpret(provider, kwargs)
+    options = finetrainers.interpret(provider, kwargs)
     mask_mod = mask_function(provider, call.query, call.key, call.attn_mask)
     mask = None if mask_mod is not None else mask_tensor(provider, call.query, call.key, call.attn_mask)
     call = normalise(call._replace(attn_mask=mask))
-    attend = attention_with(attention, call, options, override.requested() or KERNELS[provider] or None)
+    attend = attention_with(attention, call, options, provider)
     if options.documents is not None:
         results = _run_documents(provider, call, options.documents, attend)
     elif call.attn_mask is not None and provider in VARLEN:
         results = _run_key_mask(provider, call, options, attend)
     else:
-        results = run_dense(attend, call, options, mask_mod=mask_mod)
+        results = finetrainers.run_dense(attend, call, options, mask_mod=mask_mod)
     return results if options.return_lse else results[0]
+
+
+def check_mesh(mesh: Any) -> None:
+    """Raises TypeError or ShapeError unless the ranks of a mesh can share a row."""
+    from torch_frontend.context_parallel.mesh import group_names  # few programs have a mesh
+
+    group_names(mesh)
+
+
+def run_over_ranks(
+    shared: SharedRows, provider: AttentionProvider, call: DispatchCall, kwargs: Mapping[str, Any] | None
+) -> Any:
+    """Returns the result of a call on this rank's consecutive part of the positions.
+
+    Raises:
+        SpecError and its subclasses: for arguments that are invalid, or that ranks cannot share.
+        NoBackendError: if no backend, or not the provider's, can run a part of the call.
+    """
+    from torch_frontend.context_parallel.attention import context_parallel_attention
+
+    check_tensors(call)
+    options = finetrainers.interpret(provider, kwargs)
+    if call.attn_mask is not None:
+        raise SpecError("attn_mask: expected None with a mesh, because every rank would need another part of it")
+    if options.documents is not None:
+        raise SpecError(
+            "attention_kwargs['cu_seqlens_q']: expected none with a mesh, because the host's ranks hold parts of every "
+            "row; torch_frontend.context_parallel_attention takes seq_info= of whole rows"
+        )
+    if call.is_causal:
+        raise SpecError(
+            "is_causal=True: expected False with a mesh; the host cuts rows into consecutive parts, but its causal "
+            "ring reads them in torch's head-and-tail order. torch_frontend.context_parallel_attention has layout="
+        )
+    call = finetrainers.with_positive_scale(call)
+    over_ranks = {"mesh": shared.mesh, "strategy": shared.strategy, "layout": "contiguous"}
+    rows = [tensor.transpose(1, 2) for tensor in call[:3]]  # [batch, heads, shard, dim] -> [batch, shard, heads, dim]
+    out, lse = attention_with(context_parallel_attention, call, options, provider, **over_ranks)(*rows)
+    out = out.transpose(1, 2)
+    return (out, lse) if options.return_lse else out
 
 
 def check_tensors(call: DispatchCall) -> None:
     """Raises TypeError, SpecError or one of its subclasses for query, key and value."""
-    for name, tensor in zip(NAMES, call[:3], strict=True):
+    for name, tensor in zip(finetrainers.NAMES, call[:3], strict=True):
         check_tensor(name, tensor)
-    check_operands(call, any_dtypes=autocast_dtype(call.query.device) is not None)
+    finetrainers.check_operands(call, any_dtypes=autocast_dtype(call.query.device) is not None)
 
 
 def _run_key_mask(provider: AttentionProvider, call: DispatchCall, options: HostOptions, attend: Attend) -> Results:
     """Runs a varlen provider's mask of keys: packs the visible keys of each row."""
-    keep = key_mask(provider, call, options, without_copies(call.attn_mask))
+    keep = finetrainers.key_mask(provider, call, options, without_copies(call.attn_mask))
     keep = keep.expand(call.key.shape[0], call.key.shape[2])  # [batch, kv_len]
     if provider is FLASH_VARLEN and not call.is_causal:
-        return run_visible_keys(attend, call, keep, torch, lambda tensor, places: tensor.index_select(0, places))
+        return finetrainers.run_visible_keys(
+            attend, call, keep, torch, lambda tensor, places: tensor.index_select(0, places)
+        )
     # The positions of the documents depend on the mask's values, so this waits for the device.
     documents = kept_documents(keep.cpu().numpy(), call.query.shape[2], call.is_causal)
     return attend_documents(attend, call, documents, packed=provider is FLASH_VARLEN)
@@ -80,9 +116,11 @@ def _run_key_mask(provider: AttentionProvider, call: DispatchCall, options: Host
 
 def _run_documents(provider: AttentionProvider, call: DispatchCall, info: SeqInfo, attend: Attend) -> Results:
     """Runs packed documents of the rows laid end to end."""
-    info = checked_documents(call, info, check_tensor, lambda offsets: offsets.to(call.query.device, torch.int32))
+    info = finetrainers.checked_documents(
+        call, info, check_tensor, lambda offsets: offsets.to(call.query.device, torch.int32)
+    )
     if provider is not SAGE_VARLEN:
-        return run_documents(attend, call, info)
+        return finetrainers.run_documents(attend, call, info)
     # SageAttention runs one call for each document, so their sizes must be on the host.
     offsets = [cu_seqlens.cpu().numpy() for cu_seqlens in (info.cu_seqlens_q, info.cu_seqlens_k)]
     for side, cu_seqlens, tensor in zip("qk", offsets, call[:2], strict=True):
@@ -97,7 +135,7 @@ def normalise(call: DispatchCall) -> DispatchCall:
 
     Under autocast, torch's own function casts every floating tensor except float64, and so does this.
     """
-    call = with_positive_scale(call)
+    call = finetrainers.with_positive_scale(call)
     query, key, value, mask = in_autocast(*call[:4])
     return call._replace(query=query, key=key, value=value, attn_mask=mask)
 
@@ -115,7 +153,7 @@ def mask_tensor(provider: AttentionProvider, query: Tensor, key: Tensor, mask: A
     if is_block_mask(mask) and provider is AttentionProvider.FLEX:
         return _dense_block_mask(mask, query, key)
     check_tensor("attn_mask", mask)
-    return with_mask_axes(provider, query, key, mask)  # type: ignore[no-any-return]
+    return finetrainers.with_mask_axes(provider, query, key, mask)  # type: ignore[no-any-return]
 
 
 def mask_function(provider: AttentionProvider, query: Tensor, key: Tensor, mask: Any) -> TracedFunction | None:
@@ -158,7 +196,7 @@ def attend_documents(attend: Attend, call: DispatchCall, documents: list[Documen
             others, else a call for each.
     """
     rows = [tensor.transpose(1, 2) for tensor in call[:3]]  # [batch, len, heads, head_dim]
-    q, k, v = map(joined, rows)
+    q, k, v = map(finetrainers.joined, rows)
     groups = [[document] for document in documents]
     if packed:
         groups = [[each for each in documents if each.causal is causal] for causal in (True, False)]
@@ -179,7 +217,7 @@ def attend_documents(attend: Attend, call: DispatchCall, documents: list[Documen
         lse = lse.index_copy(1, where, torch.cat(lses, dim=1)) if lses else None
     else:  # no query sees a key: connect the inputs, so that their gradients are 0 and not None
         out = out + (q[:0].sum() + k[:0].sum() + v[:0].sum())
-    return split_rows((out, lse), rows[0])
+    return finetrainers.split_rows((out, lse), rows[0])
 
 
 def _attend_group(attend: Attend, parts: tuple[Tensor, ...], group: list[Document], packed: bool) -> Results:

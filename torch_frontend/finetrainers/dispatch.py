@@ -18,8 +18,7 @@ from torch.overrides import handle_torch_function, has_torch_function_variadic
 from attn_core.call.kinds import check_kind
 from attn_core.call.options import check_flag, check_number
 from attn_core.dropins import finetrainers
-from attn_core.dropins.finetrainers import KERNELS, NATIVE, AttentionProvider
-from attn_core.dropins.finetrainers_call import DispatchCall, HostOptions, attention_with, check_heads, run_dense
+from attn_core.dropins.finetrainers import NATIVE, AttentionProvider, DispatchCall, HostOptions
 from attn_core.errors import SpecError
 from attn_core.selection import NoBackendError, Target, override
 from torch_frontend.attention import attention
@@ -36,8 +35,7 @@ from torch_frontend.dispatch.tensor_kinds import (
     is_plain,
     torch_attention,
 )
-from torch_frontend.finetrainers import on_mesh
-from torch_frontend.finetrainers.call import normalise, run_on_provider
+from torch_frontend.finetrainers.call import check_mesh, normalise, run_on_provider, run_over_ranks
 
 __all__ = ["AttentionProvider", "attention_dispatch", "attention_provider", "list_providers"]
 
@@ -72,7 +70,7 @@ def attention_provider(
     """
     shared = finetrainers.shared_rows(mesh, convert_to_fp32, rotate_method)
     if shared is not None:
-        on_mesh.check_mesh(mesh)
+        check_mesh(mesh)
     return finetrainers.provided(provider, override.use_backend, shared)
 
 
@@ -144,13 +142,25 @@ def attention_dispatch(  # noqa: C901
     shared = finetrainers.active_rows()
     if shared is not None:
         call = DispatchCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-        return on_mesh.run(shared, provider, call, attention_kwargs)
+        return run_over_ranks(shared, provider, call, attention_kwargs)
     native = provider is NATIVE and not attention_kwargs
     plain = not attention_kwargs and not dropout_p and (attn_mask is None or (native and is_table(attn_mask, query)))
     if plain and is_simple(query, key, value, is_causal, enable_gqa) and (not native or _is_unrestricted()):
-        names = override.requested() or KERNELS[provider] or None
+        added = attn_mask is not None and attn_mask.dtype != torch.bool
         try:
-            return run_simple(query, key, value, attn_mask, dropout_p, is_causal, scale, names)
+            return attention(
+                query,
+                key,
+                value,
+                causal=is_causal,
+                alignment="top_left",
+                scale=scale,
+                mask=None if added else attn_mask,
+                bias=attn_mask if added else None,
+                layout="bhsd",
+                dropout=dropout_p,  # 0 of some type, which the plan checks
+                backend=override.requested() or provider.kernels or None,
+            )
         except SpecError:  # the code below names the error, or torch's own function runs the call (a scale of 0, say)
             pass
         except NoBackendError as error:
@@ -194,10 +204,10 @@ def _run_as_torch(call: DispatchCall) -> Tensor:
     """
     if _is_ours(call):
         try:
-            check_heads(call)
+            finetrainers.check_heads(call)
             call_here = normalise(call)
-            attend = attention_with(attention, call_here, _DEFAULTS, None)
-            return run_dense(attend, call_here, _DEFAULTS, smaller if _is_compiling() else None)[0]
+            attend = finetrainers.attention_with(attention, call_here, _DEFAULTS, None)
+            return finetrainers.run_dense(attend, call_here, _DEFAULTS, smaller if _is_compiling() else None)[0]
         except SpecError:  # torch's own function supports the call or raises its own error
             pass
         except NoBackendError as error:
@@ -260,35 +270,3 @@ def is_table(mask: Any, query: Any) -> bool:
     if type(mask) is not Tensor or mask.layout is not torch.strided or mask.dim() != 4:
         return False
     return mask.dtype in (torch.bool, torch.float32, query.dtype)
-
-
-def run_simple(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    dropout: Any,
-    causal: bool,
-    scale: float | None,
-    names: Any,
-) -> Tensor:
-    """Returns ``attention`` of simple tensors and a mask that ``is_table``, aligned at the first key.
-
-    Args:
-        dropout: 0 of some type, which the plan checks.
-        names: the requested backends.
-    """
-    added = mask is not None and mask.dtype != torch.bool
-    tables: dict[str, Any] = {"mask": None if added else mask, "bias": mask if added else None}
-    return attention(
-        query,
-        key,
-        value,
-        causal=causal,
-        alignment="top_left",
-        scale=scale,
-        dropout=dropout,
-        backend=names,
-        layout="bhsd",
-        **tables,
-    )

@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 
-from attn_core.dropins.finetrainers import NATIVE, shared_rows, stated_provider
-from attn_core.dropins.finetrainers_call import OPTIONS, DispatchCall
+from attn_core.dropins.finetrainers import NATIVE, OPTIONS, DispatchCall, shared_rows, stated_provider
 from torch_frontend.dispatch.replacement import Replacement
-from torch_frontend.finetrainers import on_mesh
+from torch_frontend.finetrainers.call import check_mesh, run_over_ranks
 from torch_frontend.finetrainers.dispatch import attention_dispatch
 
 __all__ = ["install", "installed", "is_installed", "uninstall"]
@@ -94,8 +93,8 @@ def _provider(registry: Any) -> Callable[..., Any]:
             return attention_dispatch(query, key, value, *options, kwargs)
         shared = shared_rows(mesh, registry._convert_to_fp32, registry._rotate_method)
         assert shared is not None
-        on_mesh.check_mesh(mesh)
-        return on_mesh.run(shared, stated_provider() or NATIVE, DispatchCall(query, key, value, *options), kwargs)
+        check_mesh(mesh)
+        return run_over_ranks(shared, stated_provider() or NATIVE, DispatchCall(query, key, value, *options), kwargs)
 
     return attn_core
 
