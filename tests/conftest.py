@@ -75,6 +75,11 @@ def four_devices() -> Iterator[None]:
         yield
 
 
+def operators_folder() -> Path:
+    """The cache folder of the library of torch's operators. Other tests have their own cache, without the library."""
+    return Path(os.environ["XDG_CACHE_HOME"]) / "operators"
+
+
 @pytest.fixture(scope="session")
 def compiled_operators() -> tuple[Path, Path]:
     """The cache folder and the library of torch's operators in it, compiled as a user would; once for all workers.
@@ -84,7 +89,7 @@ def compiled_operators() -> tuple[Path, Path]:
     import jax_frontend
     from jax_frontend.bridge import operator_lane
 
-    folder = Path(os.environ["XDG_CACHE_HOME"]) / "operators"  # other tests have their own cache, without the library
+    folder = operators_folder()
     folder.mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder))
@@ -94,11 +99,15 @@ def compiled_operators() -> tuple[Path, Path]:
 
 
 @pytest.fixture
-def library(compiled_operators: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The compiled library of torch's operators, in the user's cache folder."""
+def library(compiled_operators: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The compiled library of torch's operators, in the user's cache folder, for this test alone."""
+    from jax_frontend.bridge import compiled_lane
+
     folder, path = compiled_operators
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
-    return path
+    compiled_lane.lane_of.cache_clear()
+    yield path
+    compiled_lane.lane_of.cache_clear()
 
 
 @pytest.fixture
@@ -130,7 +139,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(left_behind)
     path = config.getoption("--outcome")
     if path is not None and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(suite_outcome.Outcome(path))
+        config.pluginmanager.register(suite_outcome.Outcome(path, operators_folder()))
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -28,8 +28,9 @@ LONG = 4.0
 class Outcome:
     """Collects the results of a run in the process that starts the workers."""
 
-    def __init__(self, path: Path) -> None:
-        self._path, self._began = path, time.monotonic()
+    def __init__(self, path: Path, operators: Path) -> None:
+        """path: of the file; operators: the folder that the compiled library of torch's operators goes to."""
+        self._path, self._operators, self._began = path, operators, time.monotonic()
         self._compiler: Popen[bytes] | None = None
         self._results: dict[str, str] = {}
         self._seconds: Counter[str] = Counter()
@@ -39,7 +40,7 @@ class Outcome:
         """Compiles the library of torch's operators, for which the first tests of all workers would wait."""
         if not session.config.option.collectonly:
             code = "import jax_frontend; jax_frontend.compile_operator_lane()"
-            environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+            environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(self._operators)}
             self._compiler = Popen([sys.executable, "-c", code], env=environment, stdout=DEVNULL, stderr=DEVNULL)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:

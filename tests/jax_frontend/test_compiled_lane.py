@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -661,14 +662,12 @@ OPERATOR_CALLS: dict[str, tuple[dict[str, Any], ...]] = {
     ("backend", "changes"), [(name, each) for name, calls in OPERATOR_CALLS.items() for each in calls], ids=str
 )
 def test_torchs_operators_give_torchs_bits_without_python(
-    backend: str, changes: dict[str, Any], training: bool
+    backend: str, changes: dict[str, Any], training: bool, library: Path
 ) -> None:
     """Gradients are compared to the last bits, because these kernels add in any order."""
     missing = dict(Target.here("jax", "sm90").unavailable).get(backend, "")
     if missing or (training and backend == "flash3"):
         pytest.skip(missing or "the installed build has no backward")
-    jax_frontend.compile_operator_lane()
-    compiled_lane.lane_of.cache_clear()
     rng, dtype, changes = np.random.default_rng(0), changes.get("dtype", "bfloat16"), dict(changes)
     dim, rows = changes.get("dim", 128), (300,) if "packed" in changes else (2, 150)
     sizes = ((4, dim), (2, dim), (2, changes.get("wide", dim)))
