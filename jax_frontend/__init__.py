@@ -19,11 +19,9 @@ from jax_frontend.dot_product_attention import dot_product_attention
 from jax_frontend.explain import explain, warm_up
 from jax_frontend.paged.append import append_kv
 from jax_frontend.paged.attention import explain_paged, paged_attention
-from jax_frontend.paged.cache import PagedKVCache
-from jax_frontend.paged.layouts import pages_of
+from jax_frontend.paged.cache import PagedKVCache, pages_of, pages_that_fit
 from jax_frontend.paged.merge_states import merge_states
 from jax_frontend.paged.rotary import apply_rotary
-from jax_frontend.paged.sizing import pages_that_fit
 from jax_frontend.qkvpacked import attention_qkvpacked
 from jax_frontend.unsloth import run_attention
 

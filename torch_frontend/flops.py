@@ -19,7 +19,7 @@ from torch_frontend.dispatch import (
 from torch_frontend.dispatch import ops as dense_ops  # noqa: F401  registers its ops
 from torch_frontend.dispatch.after_import import after_import
 from torch_frontend.dispatch.op_arguments import OpOptions, from_call
-from torch_frontend.paged import ops  # noqa: F401  registers its op
+from torch_frontend.paged import attention  # noqa: F401  registers its op
 
 Tensor = torch.Tensor
 

@@ -2,7 +2,7 @@
 
 from jax_frontend.paged.append import append_kv
 from jax_frontend.paged.attention import explain_paged, paged_attention
-from jax_frontend.paged.layouts import pages_of
+from jax_frontend.paged.cache import pages_of
 from jax_frontend.paged.merge_states import merge_states
 from jax_frontend.paged.rotary import apply_rotary
 

@@ -1,4 +1,4 @@
-"""PagedKVCache: the page pools of all layers of a model, with their allocator."""
+"""The pools of pages: PagedKVCache, which has those of all layers; how many pages fit; pools of other libraries."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ import numpy as np
 
 from attn_core.call.hints import SharedOptions
 from attn_core.call.keywords import CachedKeywords
-from attn_core.errors import DTypeError, SpecError, shown
+from attn_core.errors import DeviceError, DTypeError, SpecError, shown
+from attn_core.paged import layouts
+from attn_core.paged.allocation import sizing
 from attn_core.paged.allocation.allocator import Copies
 from attn_core.paged.cache import PagedCache
 from attn_core.paged.step import Step
+from jax_frontend.dispatch import plan
 from jax_frontend.paged.append import append_kv
 from jax_frontend.paged.attention import paged_attention
-from jax_frontend.paged.sizing import name_of
 
 Array = jax.Array
 Keywords = CachedKeywords[Array]
@@ -192,3 +194,82 @@ jax.tree_util.register_pytree_node(
     lambda step: ((step.block_table, step.seq_lens, step.cu_seqlens_q), step.max_len_q),
     lambda max_len_q, arrays: Step(*arrays, max_len_q),
 )
+
+
+def pages_that_fit(
+    memory: int | None = None,
+    *,
+    page_size: int,
+    num_layers: int,
+    kv_heads: int,
+    head_dim: int,
+    value_dim: int | None = None,
+    dtype: Any = jnp.float32,
+    device: Any = None,
+    fraction: float = 0.9,
+) -> int:
+    """Returns how many pages fit: the ``num_pages`` of a ``PagedKVCache`` of these sizes.
+
+    Call it when the model is loaded and has run once, because its own memory is then no longer free.
+
+    Args:
+        memory: bytes; ``fraction`` of the GPU's free memory if None.
+        page_size, num_layers, kv_heads, head_dim, value_dim, dtype: as in ``attn_core.pages_that_fit``.
+        device: the GPU whose free memory counts, JAX's first one if None. Free is what JAX may use, by default three
+            quarters of the GPU, and does not use yet.
+        fraction: above 0 and at most 1. The rest is for activations.
+
+    Raises:
+        SpecError: for less memory than a page needs, or a wrong size. DTypeError: for another dtype.
+        DeviceError: if ``memory`` is None and the device does not tell its free memory, as a CPU does not.
+    """
+    if memory is None:
+        memory = sizing.part_of(_free_memory(device), fraction)
+    return sizing.pages_that_fit(
+        memory,
+        page_size=page_size,
+        num_layers=num_layers,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        value_dim=value_dim,
+        dtype=name_of(dtype),
+    )
+
+
+def name_of(dtype: Any) -> Any:
+    """Returns the name of a dtype; another value, such as a name, as it is."""
+    if dtype is None or isinstance(dtype, str):
+        return dtype
+    try:
+        return np.dtype(dtype).name
+    except (TypeError, ValueError):
+        return dtype
+
+
+def _free_memory(device: Any) -> int:
+    device = jax.devices()[0] if device is None else device
+    if not isinstance(device, jax.Device):
+        raise SpecError(f"device={shown(device)}: expected a jax.Device, or None")
+    stats = device.memory_stats()
+    if not stats or "bytes_limit" not in stats:
+        raise DeviceError(f"device={device}: expected a GPU, which tells its free memory; else pass memory in bytes")
+    return int(stats["bytes_limit"] - stats.get("bytes_in_use", 0))
+
+
+def pages_of(cache: Array | tuple[Array, Array], layout: str) -> tuple[Array, Array]:
+    """Returns a pool of another library as ``(k_pages, v_pages)``.
+
+    A JAX array has no strides, so every layout but a pair in ``"NHD"`` or ``"vllm"`` is a copy of the pool. Inside
+    ``jit``, XLA may fuse the slice into the gather of ``jax_xla``; for other backends it copies. If you own the pool,
+    convert it once and keep the result.
+
+    Args:
+        cache: one array with keys and values, or a pair of arrays.
+        layout: "NHD", "HND", "vllm", "interleaved" or "heads_first"; ``attn_core.paged.layouts.pages_of`` says which
+            axes and errors these have.
+    """
+    return layouts.pages_of(cache, layout, plan.check_array, _ordered)
+
+
+def _ordered(pool: Array, order: tuple[int, ...]) -> Array:
+    return pool if order == (0, 1, 2, 3) else pool.transpose(order)

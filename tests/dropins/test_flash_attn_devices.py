@@ -17,7 +17,7 @@ from attn_core.backends.triton_splitkv import backend as triton_splitkv
 from torch_frontend import append_kv, attention
 from torch_frontend.dispatch import plan
 from torch_frontend.flash_attn import cute, flash_attn_with_kvcache, hopper
-from torch_frontend.paged import constant_tables
+from torch_frontend.paged import tables as page_tables
 
 pytestmark = pytest.mark.sampled
 
@@ -95,7 +95,7 @@ def test_graphs_and_streams_have_tables_of_their_own(new: int) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = run(call)
-    constant_tables._on_stream.cache_clear()
+    page_tables._on_stream.cache_clear()
     junk = [torch.full((64,), -1, **INT, device="cuda") for _ in range(256)]  # takes memory that became free
     graph.replay()
     torch.cuda.synchronize()
@@ -109,7 +109,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """CPU tensors that say they are on a GPU; the names of the kernels that would run there."""
     kernels: list[str] = []
     gpu = torch.device("cuda", 0)
-    real = constant_tables._new
+    real = page_tables._new
 
     def compiled(kernel: Any, *launch: Any) -> Any:
         name = kernel if isinstance(kernel, str) else kernel.__name__
@@ -121,14 +121,14 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
-    monkeypatch.setattr(constant_tables, "_new", lambda count, step, _, column: real(count, step, "cpu", column))
+    monkeypatch.setattr(page_tables, "_new", lambda count, step, _, column: real(count, step, "cpu", column))
     monkeypatch.setattr(torch, "empty", lambda *shape, device=None, _real=torch.empty, **how: _real(*shape, **how))
     monkeypatch.setattr(plan, "device_name", lambda _: "sm90")
     monkeypatch.setattr(triton_launch, "_launch_compiled", compiled)
     monkeypatch.setattr(triton_launch, "_launches", {})
     monkeypatch.setattr(triton_splitkv, "_kernels", lambda: SimpleNamespace(attend="attend", merge="merge"))
     monkeypatch.setattr(triton_splitkv, "multiprocessors", lambda _: 132)
-    caches = (triton_splitkv._settings, triton_splitkv._results, constant_tables._on_stream)
+    caches = (triton_splitkv._settings, triton_splitkv._results, page_tables._on_stream)
     for each in caches:
         each.cache_clear()
     empty_plan_caches(programs=False)

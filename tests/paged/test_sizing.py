@@ -92,7 +92,7 @@ def test_a_cpu_does_not_tell_its_free_memory(framework: Framework) -> None:
 def test_a_fraction_of_free_memory(framework: Framework, monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted amount of free memory, because a GPU's own changes while it is read."""
     page = 4 * bytes_per_token(**SIZES)
-    module = __import__(f"{framework.name}_frontend.paged.sizing", fromlist=["_free_memory"])
+    module = __import__(f"{framework.name}_frontend.paged.cache", fromlist=["_free_memory"])
     monkeypatch.setattr(module, "_free_memory", lambda device: 100 * page)
     count = framework.frontend.pages_that_fit
     assert count(page_size=4, **SIZES) == 90 and count(page_size=4, **SIZES, fraction=1) == 100

@@ -21,8 +21,7 @@ from quantised_appends import bits, pools_of
 from quantised_cases import KINDS
 
 import torch_frontend
-from torch_frontend.paged.append_launch import append_on_gpu, repeated_on_gpu
-from torch_frontend.paged.places import Places
+from torch_frontend.paged.append import Places, append_on_gpu, repeated_on_gpu
 from torch_frontend.paged.rotary import repeated_on_gpu as repeated_rotation
 from torch_frontend.paged.rotary import rotate_on_gpu
 

@@ -29,10 +29,8 @@ from attn_core.context_parallel.on_torch import merge_parts_triton, merge_triton
 from attn_core.correctness.reference import append
 from attn_core.paged import triton_tables
 from torch_frontend.dispatch import offsets, triton_offsets
-from torch_frontend.paged.append import _append_on_cpu
-from torch_frontend.paged.append_launch import append_on_gpu, repeated_on_gpu
+from torch_frontend.paged.append import Places, _append_on_cpu, append_on_gpu, repeated_on_gpu
 from torch_frontend.paged.merge_states import _plain
-from torch_frontend.paged.places import Places
 
 pytestmark = pytest.mark.sampled
 

@@ -16,8 +16,8 @@ from attn_core.selection import override
 from torch_frontend.attention import attention
 from torch_frontend.dispatch import plan, tensor_kinds, transforms
 from torch_frontend.flash_attn import kvcache_calls
-from torch_frontend.flash_attn.cache_steps import append, positions_of, to_numpy
-from torch_frontend.paged import constant_tables
+from torch_frontend.flash_attn.kvcache_calls import append, positions_of, to_numpy
+from torch_frontend.paged import tables
 from torch_frontend.paged.attention import paged_attention
 from torch_frontend.paged.plan import gather_arguments, metadata, options_of, plan_call, run
 from torch_frontend.paged.rotary import apply_rotary
@@ -143,8 +143,8 @@ TORCH = Frontend(
     unstack=torch.unbind,
     searchsorted=_searchsorted,
     repeated=_repeated,
-    rows_as_table=constant_tables.rows_as_table,
-    equal_offsets=constant_tables.equal_offsets,
+    rows_as_table=tables.rows_as_table,
+    equal_offsets=tables.equal_offsets,
     positions=positions_of,
     values_on_host=_values_on_host,
     without_gradient=_without_gradient,

@@ -1,4 +1,7 @@
-"""Eager calls on a cache without gradients by the table of prepared calls, see ``dispatch.prepared``."""
+"""The steps of a call on a cache, and eager calls without gradients by the table of prepared calls.
+
+See ``dispatch.prepared``.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,20 @@ from typing import Any, NamedTuple
 import torch
 
 from attn_core.call.options import check_paged_options, is_plain_window, requested_names
-from attn_core.dropins.flash_attn.cache import Cached, check_combination, check_facts, whole_length
+from attn_core.dropins.flash_attn.cache import (
+    Cached,
+    append_arguments,
+    check_combination,
+    check_facts,
+    check_values,
+    whole_length,
+)
 from attn_core.paged import rotary as core_rotary
 from torch_frontend.dispatch import plan
 from torch_frontend.dispatch.prepared import Prepared, Request, find
 from torch_frontend.dispatch.wrappers import on_device
-from torch_frontend.flash_attn.cache_steps import append, check_host_values, positions_of
-from torch_frontend.paged import constant_tables, paged_calls
-from torch_frontend.paged.append import gpu_writer
+from torch_frontend.paged import paged_calls, tables
+from torch_frontend.paged.append import append_kv, gpu_writer
 from torch_frontend.paged.attention import paged_attention
 from torch_frontend.paged.dense_caches import in_rows
 from torch_frontend.paged.plan import options_of, plan_call
@@ -70,12 +79,12 @@ def _run(seen: _Steps, call: Cached, options: dict[str, Any]) -> Any:
         check_host_values(call, seqlens, seen.capacity, new)
     pages = call.block_table
     if pages is None:
-        pages = constant_tables.rows_as_table(batch, device) if index is None else index.unsqueeze(1)
+        pages = tables.rows_as_table(batch, device) if index is None else index.unsqueeze(1)
     if cos is not None:
         banded = options["causal"] or options["window"] is not None
         q = seen.rotate(q, cos, sin, positions_of(seqlens, tokens, banded), seen.interleaved)
     if seen.append is not None:
-        offsets = () if new == 1 else (constant_tables.equal_offsets(batch, new, device),)
+        offsets = () if new == 1 else (tables.equal_offsets(batch, new, device),)
         angles = () if cos is None else (cos, sin)
         keys, values = (each.squeeze(1) if new == 1 else each.flatten(0, 1) for each in (k, v))
         lengths = torch.empty_like(seqlens)  # the append fills it, which saves a launch
@@ -85,7 +94,7 @@ def _run(seen: _Steps, call: Cached, options: dict[str, Any]) -> Any:
         append(call, pages, lengths, seen.interleaved)
     else:
         lengths = seqlens
-    offsets_q = None if tokens == 1 else constant_tables.equal_offsets(batch, tokens, device)
+    offsets_q = None if tokens == 1 else tables.equal_offsets(batch, tokens, device)
     queries = q.squeeze(1) if tokens == 1 else q.flatten(0, 1)  # without the axis of size 1, in less time
     if seen.paged is not None:
         more = () if offsets_q is None else (offsets_q, None, None)
@@ -187,3 +196,30 @@ def _flat(entry: plan.Metadata) -> plan.Metadata:
 
 def _offsets(call: Cached) -> plan.Metadata:
     return torch.Size((call.q[0][0] + 1,)), torch.int32, call.q[2]
+
+
+def check_host_values(call: Cached, seqlens: Tensor | None, capacity: int, new: int) -> None:
+    """Checks the values of tables on the CPU; seqlens: cache_seqlens as a tensor."""
+    check_values(call, to_numpy(seqlens, call.cache_batch_idx, call.cache_leftpad), capacity, new)
+
+
+def to_numpy(*tables: Tensor | None) -> tuple[Any, ...]:
+    """Returns tables on the CPU as numpy arrays."""
+    return tuple([None if each is None else each.numpy() for each in tables])
+
+
+def positions_of(before: Tensor, tokens: int, banded: bool) -> Tensor:
+    """Returns the rotary position of each query, int32 ``[batch, tokens]``."""
+    first = before.unsqueeze(1)
+    if tokens == 1:
+        return first
+    return first + tables.places(tokens, before.device) if banded else first.expand(-1, tokens)
+
+
+def append(call: Cached, pages: Tensor, seq_lens: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """Appends the new tokens, and returns both caches; seq_lens count the tokens."""
+    batch, new = call.k.shape[:2]
+    offsets = None if new == 1 else tables.equal_offsets(batch, new, pages.device)
+    tensors, keywords = append_arguments(call, pages, seq_lens, interleaved, offsets)
+    append_kv(*tensors, **keywords)
+    return call.k_cache, call.v_cache

@@ -1,8 +1,8 @@
 """Attention over keys and values in pages, for torch."""
 
-from torch_frontend.paged.attention import append_kv, paged_attention
-from torch_frontend.paged.explain import explain_paged
-from torch_frontend.paged.layouts import pages_of
+from torch_frontend.paged.append import append_kv
+from torch_frontend.paged.attention import explain_paged, paged_attention
+from torch_frontend.paged.cache import pages_of
 from torch_frontend.paged.merge_states import merge_states
 from torch_frontend.paged.rotary import apply_rotary
 

@@ -1,4 +1,8 @@
-"""Attention on keys and values in pages of a pool, for torch tensors: decoding, chunked prefill, and appending."""
+"""Attention on keys and values in pages of a pool, for torch tensors: paged_attention, explain_paged, and their op.
+
+Compilers trace the op ``attn::paged_forward``. Inside it everything is as in an eager call: shapes are ints, and
+``use_backend`` has its value of that moment.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +10,25 @@ from typing import Any, Literal, Never, Unpack, overload
 
 import torch
 
-from attn_core.call.hints import hide_unknown, refuse_keywords
-from attn_core.call.keywords import PagedKeywords
-from attn_core.call.options import is_plain_window, requested_names
+from attn_core.call.hints import SharedOptions, hide_unknown, refuse_keywords
+from attn_core.call.keywords import ExplainPagedKeywords, PagedKeywords
+from attn_core.call.options import PAGED, is_plain_window, requested_names
 from attn_core.call.tensors import PagedInputs
-from attn_core.paged.arguments import check_choice
-from attn_core.paged.rotary import COS, SIN, pair_of
+from attn_core.selection import Selection, explain, override
 from torch_frontend.dispatch.backend_names import join_names
-from torch_frontend.dispatch.plan import check_tensor
 from torch_frontend.dispatch.tensor_kinds import is_watched
-from torch_frontend.paged import (
-    ops,  # noqa: F401  registers the ops that compilers trace
-    paged_calls,
+from torch_frontend.paged import paged_calls
+from torch_frontend.paged.plan import (
+    check_numbers,
+    check_op,
+    check_out,
+    copied,
+    gather_arguments,
+    metadata,
+    options_of,
+    request,
+    run,
 )
-from torch_frontend.paged.append import append, check_appended
-from torch_frontend.paged.outputs import check_out, copied
-from torch_frontend.paged.places import Places, op_places
-from torch_frontend.paged.plan import check_no_gradient, check_numbers, check_op, gather_arguments, options_of, run
 
 Tensor = torch.Tensor
 
@@ -145,72 +151,77 @@ def paged_attention(
     return (result, lse) if return_lse else result
 
 
-@hide_unknown
-def append_kv(
+_shared = SharedOptions(paged_attention, ExplainPagedKeywords.__optional_keys__)
+
+
+@_shared
+def explain_paged(
+    q: Tensor,
     k_pages: Tensor,
     v_pages: Tensor,
-    k: Tensor,
-    v: Tensor,
     *,
-    block_table: Any = None,
-    seq_lens: Any = None,
-    cu_seqlens_q: Any = None,
-    slot_mapping: Any = None,
-    rotary: tuple[Tensor, Tensor] | None = None,
-    rotary_interleaved: bool = False,
-    positions: Any = None,
+    block_table: Any,
+    seq_lens: Any,
+    **options: Unpack[ExplainPagedKeywords[Tensor]],
+) -> Selection:
+    """Returns the backend that ``paged_attention`` chooses for these arguments and why the others cannot run."""
+    said = _shared.complete(explain_paged, {**options}) | {"block_table": block_table, "seq_lens": seq_lens}
+    call = options_of(*[said[name] for name in PAGED])
+    given = PagedInputs(q, k_pages, v_pages, **{name: said[name] for name in PagedInputs._fields if name not in "qkv"})
+    inputs = gather_arguments(given, call.max_len_q)
+    return explain(*request(metadata(inputs), call, requested_names(said["backend"]) or override.requested()))
+
+
+# FRAGMENT, because dispatch.ops defines the namespace.
+_library = torch.library.Library("attn", "FRAGMENT")
+_library.define(
+    "paged_forward(Tensor q, Tensor k_pages, Tensor v_pages, Tensor block_table, Tensor seq_lens, "
+    "Tensor? cu_seqlens_q, Tensor? sinks, SymInt? max_len_q, bool causal, SymInt? window_left, SymInt? window_right, "
+    "float? softcap, float? scale, bool deterministic, bool return_lse, str? backend, Tensor? key_ranges=None, "
+    "Tensor? alibi_slopes=None, Tensor? kv_starts=None, Tensor? k_scales=None, Tensor? v_scales=None, "
+    "str? invariant=None) -> (Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def _forward_op(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor | None,
+    sinks: Tensor | None,
+    max_len_q: int | None,
+    causal: bool,
+    left: int | None,
+    right: int | None,
+    softcap: float | None,
+    scale: float | None,
+    deterministic: bool,
+    return_lse: bool,
+    backend: str | None,
+    key_ranges: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    kv_starts: Tensor | None = None,
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
-    **unknown: Never,
-) -> tuple[Tensor, ...]:
-    """Writes the keys and values of new tokens into their sequences' pages, in place.
+    invariant: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    options = options_of(causal, (left, right), softcap, scale, deterministic, return_lse, max_len_q, invariant)
+    tables, scales = (block_table, seq_lens, cu_seqlens_q), (k_scales, v_scales)
+    given = PagedInputs(q, k_pages, v_pages, *tables, sinks, key_ranges, alibi_slopes, kv_starts, *scales)
+    inputs = gather_arguments(given, max_len_q)
+    out, lse = run(inputs, options, None if backend is None else tuple(backend.split("\n")))
+    # Compilers plan memory with the strides that _forward_fake promises.
+    return out.contiguous(), lse.contiguous()
 
-    Args:
-        k_pages, v_pages: the pool, as in ``paged_attention``; modified in place.
-        k, v: ``[tokens, kv_heads, dim]``, in the pool's dtype: the new tokens of each sequence, end to end. For
-            quantised pages in bfloat16, float16 or float32.
-        block_table, seq_lens, cu_seqlens_q: as in ``paged_attention``; ``seq_lens`` count the new tokens.
-        slot_mapping: in place of these tables, int32 or int64 ``[tokens]``: the slot of each token, which is ``page *
-            page_size + offset``; -1 for a token that is not written. A tensor or a numpy array.
-        rotary: (cos, sin), each ``[max_positions, rotary_dim / 2]``: the keys are rotated as by ``apply_rotary``.
-        rotary_interleaved: as ``interleaved`` there.
-        positions: with rotary, int32 or int64 ``[tokens]``: each token's position in its sequence. The tables say it,
-            too; slot_mapping does not.
-        k_scales, v_scales: the scales of quantised pages, as in ``paged_attention``. Scales by token are written, too:
-            each becomes the largest magnitude of its token and head, divided by the largest stored number, and NaN for
-            a token with NaN or Inf. Scales by page are read: numbers beyond them saturate.
 
-    Returns:
-        ``(k_pages, v_pages)``, the same tensors; with scales also ``k_scales, v_scales``.
+def _forward_fake(q: Tensor, k_pages: Tensor, v_pages: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    channels = v_pages.shape[3] * (2 if v_pages.dtype == torch.uint8 else 1)  # two int4 numbers a byte
+    return q.new_empty((*q.shape[:2], channels)), q.new_empty((q.shape[1], q.shape[0]), dtype=lse_dtype)
 
-    Raises:
-        ShapeError, DTypeError, DeviceError, SpecError: for invalid arguments, and for tables on the CPU that point
-            outside the pool or send two tokens to one slot, or positions behind the rows of cos. On a GPU a token
-            without a valid slot is skipped, and positions are clamped.
-    """
-    if unknown:
-        refuse_keywords(append_kv, unknown)
-    cos, sin = (None, None) if rotary is None else pair_of(rotary)
-    if slot_mapping is not None or rotary_interleaved is not False or positions is not None:
-        tables = {"block_table": block_table, "seq_lens": seq_lens, "cu_seqlens_q": cu_seqlens_q}
-        check_choice(tables, slot_mapping, cos, rotary_interleaved, positions)
-    # In the order of Places, as the op has them.
-    where = (block_table, seq_lens, cu_seqlens_q, slot_mapping, cos, sin, positions, rotary_interleaved)
-    scales = k_scales, v_scales
-    if torch.compiler.is_compiling():
-        named: dict[str, Any] = {"k_pages": k_pages, "v_pages": v_pages, "k": k, "v": v, COS: cos, SIN: sin}
-        for name, tensor in (named | {"k_scales": k_scales, "v_scales": v_scales}).items():
-            if tensor is not None or name in ("k_pages", "v_pages"):
-                check_tensor(name, tensor)
-                check_no_gradient(name, tensor)
-        torch.ops.attn.append_kv(k_pages, v_pages, k, v, *where, *scales)
-    elif is_watched(k):
-        check_tensor("k", k)
-        places = op_places(k, Places(*where))
-        check_appended(k_pages, v_pages, k, v, places, scales)
-        torch.ops.attn.append_kv(k_pages, v_pages, k, v, *places, *scales)
-    else:
-        append(k_pages, v_pages, k, v, *where, *scales)
-    if k_scales is v_scales is None:
-        return k_pages, v_pages
-    return (k_pages, v_pages, *[each for each in scales if each is not None])
+
+_library.impl("paged_forward", _forward_op, "CompositeExplicitAutograd")
+torch.library.register_fake("attn::paged_forward", _forward_fake, lib=_library)

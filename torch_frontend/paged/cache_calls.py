@@ -15,7 +15,7 @@ from attn_core.selection.dense_caches import read_pages, runs_packed
 from torch_frontend.dispatch import plan
 from torch_frontend.dispatch.eager_calls import OPTIONS
 from torch_frontend.dispatch.prepared import Prepared, Request, find
-from torch_frontend.paged import constant_tables, paged_calls
+from torch_frontend.paged import paged_calls, tables
 from torch_frontend.paged.dense_caches import Window, check_metadata, from_pages, in_rows
 
 Tensor = torch.Tensor
@@ -98,10 +98,10 @@ def _run(run: paged_calls.Run, q: Tensor, k: Tensor, v: Tensor, rows: CacheRows,
     """Runs a prepared call in the form of pages; returns (out, lse), or None if the general path must run it."""
     device, (batch, tokens, *_) = q.device, q.shape
     index, lengths = rows.cache_index, rows.kv_lengths
-    table = constant_tables.rows_as_table(batch, device) if index is None else index.unsqueeze(1)
+    table = tables.rows_as_table(batch, device) if index is None else index.unsqueeze(1)
     if lengths is None:
         lengths = torch.full((batch,), k.shape[1], dtype=torch.int32, device=device)
-    more = () if tokens == 1 else (constant_tables.equal_offsets(batch, tokens, device), None, None)
+    more = () if tokens == 1 else (tables.equal_offsets(batch, tokens, device), None, None)
     return run(q.flatten(0, 1), k, v, table, lengths, sinks, *more)
 
 

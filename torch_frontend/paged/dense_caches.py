@@ -25,9 +25,8 @@ from attn_core.selection import Selection, Target, override
 from attn_core.selection.dense_caches import read_pages, runs_packed
 from torch_frontend.dispatch import autocast, nested, plan, sdpa_flags, tensor_kinds, transforms, value_checks
 from torch_frontend.dispatch.heads_first import all_exchanged, exchanged
-from torch_frontend.paged import constant_tables
-from torch_frontend.paged.attention import paged_attention
-from torch_frontend.paged.explain import explain_paged
+from torch_frontend.paged import tables
+from torch_frontend.paged.attention import explain_paged, paged_attention
 
 Tensor = torch.Tensor
 Keywords = dict[str, Any]
@@ -187,7 +186,7 @@ def _on_pool(q: Tensor, k: Tensor, rows: CacheRows, window: Window, options: Key
     (batch, count), device = q.shape[:2], q.device
     index = rows.cache_index
     if index is None:
-        table = constant_tables.rows_as_table(batch, device)
+        table = tables.rows_as_table(batch, device)
     else:
         table = index[:, None]
     lengths = rows.kv_lengths
@@ -196,7 +195,7 @@ def _on_pool(q: Tensor, k: Tensor, rows: CacheRows, window: Window, options: Key
     names = (*ON_PAGES, "backend", "sinks", "alibi_slopes")
     keywords = {name: options[name] for name in names} | {"window": window, "kv_starts": rows.kv_starts}
     if count != 1:
-        keywords["cu_seqlens_q"] = constant_tables.equal_offsets(batch, count, device)
+        keywords["cu_seqlens_q"] = tables.equal_offsets(batch, count, device)
         keywords["max_len_q"] = count
     return {**keywords, "block_table": table, "seq_lens": lengths}
 
@@ -281,5 +280,5 @@ def as_documents(
     """Returns the tensors and the keywords of ``attention`` for the same call on documents, see ``cache_rows``."""
     (batch, count), kv_len = q.shape[:2], k.shape[1]
     first = torch.arange(0, batch * kv_len, kv_len, dtype=torch.int32, device=q.device)
-    queries = constant_tables.equal_offsets(batch, count, q.device).repeat_interleave(2)
+    queries = tables.equal_offsets(batch, count, q.device).repeat_interleave(2)
     return cache_rows.as_documents(torch, (q, k, v), rows, (first, queries), options)

@@ -10,7 +10,8 @@ from torch import Tensor
 from attn_core.call.layers import IN_PAGES, check_features, check_rotary, options_of
 from attn_core.paged.step import Pages, Step, check_paged_layer
 from torch_frontend.dispatch.tensor_kinds import to_device_of
-from torch_frontend.paged.attention import append_kv, paged_attention
+from torch_frontend.paged.append import append_kv
+from torch_frontend.paged.attention import paged_attention
 
 
 def attend_in_pages(

@@ -9,7 +9,7 @@ from typing import Any, Never
 import numpy as np
 import torch
 
-from attn_core.backends.shared.programs.triton import Description, Direct, has_triton, launch
+from attn_core.backends.shared.programs.triton import Description, Direct, has_triton, launch, remember
 from attn_core.call.hints import hide_unknown, refuse_keywords
 from attn_core.errors import DTypeError
 from attn_core.paged import rotary
@@ -17,8 +17,6 @@ from torch_frontend.dispatch import plan, tensor_kinds
 from torch_frontend.dispatch.wrappers import on_device
 
 Tensor = torch.Tensor
-MOST_LAYOUTS = 64
-"""The most strides whose launches ``repeated_on_gpu`` remembers for one metadata."""
 
 
 @hide_unknown
@@ -106,10 +104,7 @@ def repeated_on_gpu() -> Callable[..., Tensor]:
                 direct(*addresses)
                 return out
         out, direct = _rotate_on_gpu(x, cos, sin, positions, interleaved)
-        if direct is not None:
-            if len(seen) >= MOST_LAYOUTS:
-                seen.clear()
-            seen[key] = direct
+        remember(seen, key, direct)
         return out
 
     return rotate_again

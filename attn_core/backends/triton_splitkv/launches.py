@@ -8,12 +8,9 @@ from typing import Any, NamedTuple
 
 from attn_core.backends.shared.in_order.order import Tiles, grid_of
 from attn_core.backends.shared.pages.pools import pools
-from attn_core.backends.shared.programs.triton import Description, Direct
+from attn_core.backends.shared.programs.triton import Description, Direct, remember
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import PagedInputs
-
-MOST_LAYOUTS = 64
-"""The most strides that ``repeated`` remembers."""
 
 
 class Launches(NamedTuple):
@@ -153,7 +150,7 @@ def repeated(spec: AttentionSpec, first: First) -> Callable[..., tuple[Any, Any]
     """
     import torch
 
-    seen: dict[Hashable, tuple[Launches, bool]] = {}
+    seen: dict[Hashable, Any] = {}  # by strides: the launches, and whether the output is like q
     shape, lse_shape, returns_lse = spec.out_shape, spec.lse_shape, spec.return_lse
     # In float32, rounded up to 16 bytes, so that each part of the space below starts at a multiple of 16.
     size, lse_size = (4 * -(-math.prod(shape) // 4) for shape in (shape, lse_shape))
@@ -185,10 +182,7 @@ def repeated(spec: AttentionSpec, first: First) -> Callable[..., tuple[Any, Any]
         if launches is None or unaligned or not dense:
             scales = {"k_scales": k_scales, "v_scales": v_scales}
             out, lse, launches = first(PagedInputs(q, k, v, table, lengths, cu, sinks, **scales))
-            if launches is not None:
-                if len(seen) >= MOST_LAYOUTS:
-                    seen.clear()
-                seen[strides] = launches, q.shape == out.shape and q.is_contiguous()
+            remember(seen, strides, launches and (launches, q.shape == out.shape and q.is_contiguous()))
             return out, lse
         count, attend, merge = launches
         device = q.device

@@ -93,6 +93,19 @@ def launch(kernel: Any, key: Hashable, tensors: tuple[Any, ...], describe: Calla
     return direct
 
 
+MOST_LAYOUTS = 64
+"""The most strides whose launches ``remember`` keeps for one metadata of tensors."""
+
+
+def remember(seen: dict[Hashable, Any], strides: Hashable, launches: Any) -> None:
+    """Keeps the direct launches of tensors for later ones with the same strides; None: there are none."""
+    if launches is None:
+        return
+    if len(seen) >= MOST_LAYOUTS:
+        seen.clear()
+    seen[strides] = launches
+
+
 def _launch_compiled(
     kernel: Any, grid: tuple[int, int, int], arguments: tuple[Any, ...], fixed: tuple[Any, ...], constants: Any
 ) -> Direct | None:
