@@ -14,7 +14,7 @@ import numpy as np
 from attn_core.call.kinds import UNLISTED, check_names
 from attn_core.call.seq_info import is_host_int
 from attn_core.errors import ShapeError, SpecError, shown
-from attn_core.paged.allocation.allocator import Copies, Growth, PageAllocator, PoolFullError
+from attn_core.paged.allocation.allocator import Copies, PageAllocator, PoolFullError
 
 
 class Step(NamedTuple):
@@ -103,24 +103,41 @@ def take_step(
     """Takes the next step of a cache and registers it for ``check_step``. On an error the allocator is unchanged.
 
     Args:
-        names, new, width: as in ``plan_step``.
+        names: the sequences, each once.
+        new: the number of new tokens, one for all sequences or one for each.
+        width: columns of the table; as many as needed if None.
         copy: copies pages of the pools; called only if there are any to copy.
         there: copies a table to the pools' device.
 
     Raises:
-        SpecError, PoolFullError: as ``plan_step`` does.
+        SpecError: for a repeated name, a wrong number of counts, or too narrow a table.
+        PoolFullError: if the pool has too few free pages for all sequences together.
     """
-    growth, tables = plan_step(allocator, names, new, width)
+    named = check_names("names", names)
+    each: list[Any] = [new] * len(named) if is_host_int(new) else _listed("new", new)
+    # The counts become a dict, in which a repeated name would lose one of its counts.
+    if len(each) != len(named) or len(set(named)) != len(named):
+        raise SpecError(f"names, new: expected a count for each of {len(named)} sequences, each named once, got {new}")
+    growth = allocator.grow(dict(zip(named, each, strict=True)))
+    if growth.needed > allocator.free_pages:
+        raise PoolFullError(
+            f"names: this step needs {growth.needed} more pages of {allocator.page_size} tokens, but only "
+            f"{allocator.free_pages} of the pool's {allocator.num_pages} are free; free a sequence, or step fewer"
+        )
+    records = list(growth.records.values())
+    table, lengths = allocator.table_of(records, width), np.array([held.length for held in records], np.int32)
+    # No offsets means one query each, which is a case of its own for kernels (``one_query_each``).
+    offsets = None if all([count == 1 for count in each]) else np.cumsum([0, *each]).astype(np.int32)
     # The allocator changes last, so a step that fails or is interrupted leaves the pool as it was.
     if growth.copies.source:
         allocator.evict(growth.copies.target)
         copy(growth.copies)
-    step = Step(there(tables.block_table), there(tables.seq_lens), there(tables.cu_seqlens_q), tables.max_len_q)
+    step = Step(there(table), there(lengths), there(offsets), int(max(each, default=0)))
     allocator.commit(growth)
     # The id is unique only while the table lives, so the ticket is removed with it; check_step also compares the table.
     key = id(step.block_table)
-    table = weakref.ref(step.block_table, lambda _: _TICKETS.pop(key, None))
-    _TICKETS[key] = _Ticket(table, allocator, tuple(growth.records), allocator.now)
+    block_table = weakref.ref(step.block_table, lambda _: _TICKETS.pop(key, None))
+    _TICKETS[key] = _Ticket(block_table, allocator, named, allocator.now)
     return step
 
 
@@ -144,38 +161,6 @@ def check_step(allocator: PageAllocator, step: Step) -> None:
             f"step: sequence {name!r} was {what} after this step was taken, so its pages may be another sequence's; "
             "use a step in every layer first, then free, fork or step its sequences"
         )
-
-
-def plan_step(
-    allocator: PageAllocator, names: Sequence[Hashable], new: int | Sequence[int], width: int | None
-) -> tuple[Growth, Step]:
-    """Returns the plan of a step, and its tables as numpy arrays. Changes nothing.
-
-    Args:
-        names: the sequences, each once.
-        new: the number of new tokens, one for all sequences or one for each.
-        width: columns of the table; as many as needed if None.
-
-    Raises:
-        SpecError: for a repeated name, a wrong number of counts, or too narrow a table.
-        PoolFullError: if the pool has too few free pages for all sequences together.
-    """
-    named = check_names("names", names)
-    each: list[Any] = [new] * len(named) if is_host_int(new) else _listed("new", new)
-    # The counts become a dict, in which a repeated name would lose one of its counts.
-    if len(each) != len(named) or len(set(named)) != len(named):
-        raise SpecError(f"names, new: expected a count for each of {len(named)} sequences, each named once, got {new}")
-    growth = allocator.grow(dict(zip(named, each, strict=True)))
-    if growth.needed > allocator.free_pages:
-        raise PoolFullError(
-            f"names: this step needs {growth.needed} more pages of {allocator.page_size} tokens, but only "
-            f"{allocator.free_pages} of the pool's {allocator.num_pages} are free; free a sequence, or step fewer"
-        )
-    records = list(growth.records.values())
-    table, lengths = allocator.table_of(records, width), np.array([held.length for held in records], np.int32)
-    # No offsets means one query each, which is a case of its own for kernels (``one_query_each``).
-    offsets = None if all([count == 1 for count in each]) else np.cumsum([0, *each]).astype(np.int32)
-    return growth, Step(table, lengths, offsets, int(max(each, default=0)))
 
 
 def _listed(name: str, values: Any) -> list[Any]:

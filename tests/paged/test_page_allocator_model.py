@@ -95,9 +95,12 @@ class Model:
             if page in self.idle:
                 assert not free - set(self.idle), "a cached page while others are free"
                 assert self.idle.pop(0) == page, "not the cached page that is unused for the longest time"
-                if page in self.contents:
-                    self.evicted.append(page)
-                self.forget(page)
+                self.evict(page)
+
+    def evict(self, page: int) -> None:
+        if page in self.contents:
+            self.evicted.append(page)
+            self.forget(page)
 
     def forget(self, page: int) -> None:
         content = self.contents.pop(page, None)
@@ -276,6 +279,8 @@ class Model:
         if needed > len(self.free_pages()):
             return self.refused(PoolFullError, advance, self.allocator, names, counts, None)
         step, copies = advance(self.allocator, names, counts, None)
+        for page in copies.target:  # which are written first
+            self.evict(page)
         for name, tokens, copies_last in zip(names, counts, copied):
             self.grown(name, tokens, copies_last)
         self.copy(copies)

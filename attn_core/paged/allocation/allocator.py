@@ -407,26 +407,26 @@ class PageAllocator:
     def grow(self, tokens: Mapping[Hashable, int]) -> Growth:
         """Plans to extend each sequence by its number of tokens; changes nothing."""
         check_kind("tokens", tokens, Mapping, "a dict of tokens by sequence")
-        held_by = {name: self._known(name) for name in tokens}
-        free, copied = self._next(), dict[int, int]()
+        size, free, changed = self.page_size, self._next(), self.now + 1
         needed, records, taken, overwritten = 0, dict[Hashable, Held](), list[int](), list[int]()
-        source, target = list[int](), list[int]()
-        for name, held in held_by.items():
-            count, pages, copies = self._count(tokens[name]), held.pages, False
-            if count and held.length % self.page_size:
+        copied, source, target = dict[int, int](), list[int](), list[int]()
+        for name, tokens_of in tokens.items():
+            held = self._held.get(name) or self._known(name)  # which raises the error
+            count, pages, length, copies = self._count(tokens_of), held.pages, held.length, False
+            if count and length % size:
                 last = pages[-1]
                 # When all other sequences have copied a shared page, its last one writes to the page itself.
                 copies = self._holders[last] - copied.get(last, 0) > 1
                 copied[last] = copied.get(last, 0) + copies
                 (source if copies else overwritten).append(last)
-            more = copies + self._pages_for(held.length + count) - len(pages)
+            more = copies - (-(length + count) // size) - len(pages)
             if more:
                 new = list(itertools.islice(free, more))
                 target += new[:copies]
                 pages = (*pages[: len(pages) - copies], *new)
                 taken += new
                 needed += more
-            records[name] = Held(pages, held.length + count, held.chain, held.started, self.now + 1, "stepped again")
+            records[name] = Held(pages, length + count, held.chain, held.started, changed, "stepped again")
         return Growth(needed, records, taken, Copies(tuple(source), tuple(target)), overwritten)
 
     def commit(self, growth: Growth) -> None:
