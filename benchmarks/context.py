@@ -22,7 +22,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from attn_core.context_parallel.cost.choose import CANDIDATES
+from attn_core.context_parallel.choose import CANDIDATES
 from attn_core.context_parallel.layout import LAYOUTS, layout_for_window
 from benchmarks import tables
 from benchmarks.measure import environment, parser, write

@@ -81,16 +81,16 @@ class Shares:
         return explain_context_parallel(q, k, v, needs_backward=direction == DIRECTIONS[1], **options)
 
     def estimates(self, direction: str) -> tuple[dict[str, float], dict[str, str]]:
-        """Returns (the cost model's seconds of each way, why the others are refused)."""
+        """Returns (the seconds by which each way is compared, why the others are refused)."""
         seconds, refused = {}, {}
         for strategy, layout in self.row.ways:
             name = f"{strategy}, {layout}"
             try:
-                cost = self.explained(strategy, layout, direction).choice.estimate
+                cost = self.explained(strategy, layout, direction).choice.cost
             except Exception as error:
                 refused[name] = (str(error).splitlines() or [type(error).__name__])[0][:200]
                 continue
-            seconds[name] = cost.both if direction == DIRECTIONS[1] else cost.forward.seconds
+            seconds[name] = cost.order[0]
         return seconds, refused
 
     def _placement(self, strategy: str, layout: str) -> dict[str, Any]:

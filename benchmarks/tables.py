@@ -392,8 +392,8 @@ def context_head(result: Result) -> str:
         f"{ranks} ranks on {result['device']}, {result['dtype']}, {where['date']}, Python {where['python']}; "
         f"{versions_of(result, python=False)}. Drawn rows: seed {result['seed']}. E = T1 / ({ranks} T{ranks}): the "
         "time of one rank for the whole row, divided by the ranks' time and number. Medians over rounds in which the "
-        'candidates took turns; the slowest rank counts. "chosen" is the way with the shortest estimate of the cost '
-        f"model, over all strategies and layouts. JAX runs the chosen way in {of_jax}."
+        'candidates took turns; the slowest rank counts. "chosen" is the way that choose_layout would '
+        f"take, over all strategies and layouts. JAX runs the chosen way in {of_jax}."
     )
 
 
@@ -432,9 +432,9 @@ def regret(entry: Row) -> float | None:
 
 
 def context(result: Result) -> str:
-    """Returns efficiency, prediction and memory of rows over ranks, and the time of every other way."""
+    """Returns efficiency and memory of rows over ranks, and the time of every other way."""
     rows, ranks = result["rows"], result["ranks"]
-    names = ["row", "direction", "E", "goal", "chosen", "measured", "estimate", "off"]
+    names = ["row", "direction", "E", "goal", "chosen", "measured"]
     names += ["above the best way", "JAX", "JAX / torch", "memory of a rank", "of one rank alone"]
     lines = []
     for row in rows:
@@ -458,10 +458,9 @@ def _efficiency(entry: Row, ranks: int, goal: float | None) -> list[str]:
 
 
 def _cost(entry: Row) -> list[str]:
-    measured, estimate, above = median(entry, CHOSEN), entry["estimates"].get(entry["chosen"]), regret(entry)
-    off = "" if estimate is None or not measured else f"{estimate / measured - 1:+.0%}"
+    above = regret(entry)
     shown = "" if above is None else f"{above:.1%}{' (missed)' if above > NEAR else ''}"
-    return [entry["chosen"], _ms(measured), _ms(estimate), off, shown]
+    return [entry["chosen"], _ms(median(entry, CHOSEN)), shown]
 
 
 def _jax(entry: Row, of_jax: Row) -> list[str]:

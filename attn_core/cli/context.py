@@ -7,12 +7,10 @@ from typing import Annotated
 
 import typer
 
-from attn_core.cli.devices import device_named
 from attn_core.cli.spec_options import SpecOptions, takes_spec
 from attn_core.context_parallel.call import plan_spec
-from attn_core.context_parallel.cost.choose import compared, explain_choice
-from attn_core.context_parallel.cost.layouts import choose_layout
-from attn_core.context_parallel.cost.machine import GIB, Constants
+from attn_core.context_parallel.choose import Choice, NoStrategyError, choose, choose_layout, compared
+from attn_core.context_parallel.cost import GIB
 from attn_core.context_parallel.picture import LIMIT, draw
 from attn_core.context_parallel.plan import AxisSizes
 from attn_core.context_parallel.ranges import bands_of_row
@@ -27,7 +25,6 @@ def context_plan(
     ] = "4",
     layout: Annotated[str, typer.Option(help="contiguous, zigzag, striped, documents, window:W, or auto.")] = "zigzag",
     strategy: Annotated[str | None, typer.Option(help="all_gather, ring or ulysses. Default: the fastest.")] = None,
-    device: Annotated[str, typer.Option(help="GPU whose measurements the estimates use, such as h100.")] = "sm90",
     memory: Annotated[float | None, typer.Option(help="Memory limit of the call on each rank, in GiB.")] = None,
 ) -> None:
     """Show how ranks share a call in context parallelism. Needs no GPU, torch or JAX.
@@ -36,18 +33,19 @@ def context_plan(
     """
     if options.kv_lengths is not None:
         raise SpecError("--kv-lengths: expected none, because each document has as many queries as keys; leave it out")
-    device = device_named(device, "torch")
-    spec, info, axes = options.spec(device), options.seq_info(), _axes(ranks)
+    spec, info, axes = options.spec(), options.seq_info(), _axes(ranks)
     documents = None if info is None else tuple(int(offset) for offset in info.cu_seqlens_q)
     budget = None if memory is None else memory * GIB
     ranges = options.ranges()
     bands = None if ranges is None else bands_of_row(ranges, replace(spec, key_ranges_shape=None))
-    how = axes, Constants.of(device), budget, strategy, bands
-    if layout == "auto":
-        choice, *_ = choices = choose_layout(spec, documents, *how)
-        layout = choice.layout
-    else:
-        choice, choices = explain_choice(spec, documents, layout, *how), ()
+    how, choices = (axes, budget, strategy, bands), tuple[Choice, ...]()
+    try:
+        if layout == "auto":
+            choices = choose_layout(spec, documents, *how)
+            layout = choices[0].layout
+        choice = choose(spec, documents, layout, *how)
+    except NoStrategyError as error:
+        choice = error.choice
     if choice.strategy is not None:
         plan = plan_spec(spec, documents, choice.strategy, layout, axes, bands)
         # A picture has a sign for each token, so it is left out for long rows.

@@ -16,10 +16,8 @@ from attn_core.call.offset_checks import check_cu_seqlens
 from attn_core.call.options import Options
 from attn_core.call.seq_info import SeqInfo, is_host_int
 from attn_core.call.spec import AttentionSpec
-from attn_core.context_parallel.call import Bands, ContextCall, build_call
-from attn_core.context_parallel.cost.choose import Choice, Explanation, check_strategy, choose
-from attn_core.context_parallel.cost.layouts import choose_layout, shard_sizes
-from attn_core.context_parallel.cost.machine import Constants
+from attn_core.context_parallel.call import Bands, ContextCall, build_call, plan_spec
+from attn_core.context_parallel.choose import Choice, Explanation, check_strategy, choose, choose_layout
 from attn_core.context_parallel.plan import AxisSizes
 from attn_core.context_parallel.ranges import bands_of_row
 from attn_core.errors import ShapeError, SpecError, shown
@@ -37,7 +35,7 @@ class Request(NamedTuple):
     Attributes:
         shards: the metadata of one rank's q, k, v and sinks; None for no sinks.
         lengths: the number of positions of the whole row, of q and of k.
-        strategy, layout: "" and None let the cost model choose. Without a layout, ``shards`` are whole rows.
+        strategy, layout: "" and None to choose them. Without a layout, ``shards`` are whole rows.
         axes, sizes: the names and sizes of the mesh axes that share the row: one axis, or (outer, inner).
         device: the device of the arrays, as the framework names it.
         requested: the backends that the caller named, or None for automatic choice.
@@ -223,12 +221,10 @@ def explain_request(request: Request, target: Target) -> Explanation:
     spec = _build_spec(request.shards, request.lengths, request.documents, request.options)
     # JAX traces a forward before it knows whether there will be a backward, so both must choose the same strategy.
     spec = replace(spec, needs_backward=request.needs_backward or target.framework == "jax")
-    constants = Constants.of(target.device)
-    # XLA launches a JAX program itself.
-    constants = constants.without_host() if target.framework == "jax" else constants
-    how = request.sizes, constants, None, request.strategy or None, request.bands
-    choices = choose_layout(spec, request.documents, *how) if request.layout is None else ()
-    choice = choices[0] if choices else choose(spec, request.documents, request.layout or "", *how)
+    how = request.sizes, None, request.strategy or None, request.bands
+    launched = target.framework != "jax"  # XLA launches a JAX program itself
+    choices = choose_layout(spec, request.documents, *how, launched=launched) if request.layout is None else ()
+    choice = choices[0] if choices else choose(spec, request.documents, request.layout or "", *how, launched=launched)
     request = _cut(request, choice) if choices else request
     # With the strategy filled in, a call that names it finds the same plan in the cache.
     planned = plan_request(request._replace(strategy=choice.strategy or ""), target)
@@ -237,8 +233,9 @@ def explain_request(request: Request, target: Target) -> Explanation:
 
 def _cut(request: Request, choice: Choice) -> Request:
     """Returns a request for whole rows as one for their shards in a layout."""
-    arrays = zip(request.shards[:3], shard_sizes(choice), strict=True)
-    shards = [((*each[0][:-3], size, *each[0][-2:]), each[1]) for each, size in arrays if each is not None]
+    plan = plan_spec(choice.spec, choice.documents, choice.strategy or "", choice.layout, choice.axes, choice.bands)
+    arrays = zip(request.shards[:3], (plan.q_layout, plan.k_layout, plan.k_layout), strict=True)
+    shards = [((*each[0][:-3], cut.shard, *each[0][-2:]), each[1]) for each, cut in arrays if each is not None]
     return request._replace(shards=(*shards, request.shards[3]), layout=choice.layout)
 
 

@@ -34,7 +34,7 @@ from jax_frontend.bridge import operator_lane
 from jax_frontend.bridge.bridged_call import BridgedCall
 
 if TYPE_CHECKING:  # few programs need it at run time
-    from attn_core.context_parallel.cost.choose import Explanation
+    from attn_core.context_parallel.choose import Explanation
 
 log = logging.getLogger("attn_core.compiled_lane")
 MOST_TARGETS = 1000

@@ -17,7 +17,7 @@ from attn_core.call.kinds import check_kind
 from attn_core.call.options import Options, Window, check_flag, requested_names
 from attn_core.call.tensors import Inputs
 from attn_core.context_parallel.call import check_cut_layout
-from attn_core.context_parallel.cost.choose import Explanation
+from attn_core.context_parallel.choose import Explanation
 from attn_core.context_parallel.request import Request
 from attn_core.selection import override
 from jax_frontend.bridge import compiled_lane
@@ -97,7 +97,7 @@ def context_parallel_attention(
         axis_name: the mesh axis that the row is spread over; or two axes, ``(outer, inner)``: the outer one splits the
             row into parts, and devices along the inner one share a part's heads. Optional for a mesh of one axis.
         strategy: how keys and values reach the queries: ``"all_gather"``, ``"ring"`` or ``"ulysses"``; on two axes, the
-            strategy of the outer one, and the inner one uses "ulysses". None chooses by a cost model
+            strategy of the outer one, and the inner one uses "ulysses". None chooses the fastest
             (``explain_context_parallel`` says why).
         layout: which positions a device holds: "zigzag" (even work under a causal mask), "contiguous", "striped",
             "documents" (with seq_info), or "window:W" for a causal window of W keys (even work on two ranks).
@@ -165,7 +165,7 @@ def explain_context_parallel(
 ) -> Explanation:
     """Returns how ``context_parallel_attention`` runs a call with the same arguments, and why. Runs nothing.
 
-    With ``layout=None``, q, k and v are whole rows, whose values do not matter, and the cost model chooses a layout:
+    With ``layout=None``, q, k and v are whole rows, whose values do not matter, and we choose a layout:
     ``explanation.choice.layout``, to be passed to ``shard_sequence`` and to the call.
     Takes arrays or ``jax.ShapeDtypeStruct``; ``needs_backward=True`` explains a call in training. The text names each
     backend's lane, and the reasons if Python launches its kernels.

@@ -13,7 +13,7 @@ from attn_core.call.options import Options, check_options
 from attn_core.call.tensors import Inputs
 from attn_core.context_parallel import request as requests
 from attn_core.context_parallel.call import ContextCall, check_supported
-from attn_core.context_parallel.cost.choose import Explanation
+from attn_core.context_parallel.choose import Explanation
 from attn_core.context_parallel.plan import Step
 from attn_core.context_parallel.request import Metadata, Request
 from attn_core.selection import Target

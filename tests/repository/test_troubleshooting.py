@@ -17,8 +17,7 @@ jax = pytest.importorskip("jax")
 
 import jax_frontend
 from attn_core import AttentionSpec, Target, select
-from attn_core.context_parallel.cost.choose import choose
-from attn_core.context_parallel.cost.machine import Constants
+from attn_core.context_parallel.choose import choose
 from jax_frontend.bridge.targets import call_of
 from torch_frontend import PagedKVCache, SeqInfo, attention
 
@@ -46,7 +45,7 @@ def _full_pool() -> None:
 def _no_strategy() -> None:
     sizes = {"num_heads": 4, "num_kv_heads": 4, "head_dim": 8, "value_dim": 8}
     spec = AttentionSpec(batch=1, q_len=64, kv_len=64, dtype="bfloat16", **sizes)
-    choose(spec, None, "contiguous", (4,), Constants.of("sm90"), memory=1.0)
+    choose(spec, None, "contiguous", (4,), memory=1.0)
 
 
 def _no_backend() -> None:

@@ -14,7 +14,7 @@ from attn_core.call.keywords import ContextParallelKeywords, No, SpreadKeywords,
 from attn_core.call.kinds import check_kind
 from attn_core.call.options import Options, Window, check_flag, check_options, check_traced_options, requested_names
 from attn_core.context_parallel.call import check_cut_layout, check_supported
-from attn_core.context_parallel.cost.choose import Explanation
+from attn_core.context_parallel.choose import Explanation
 from attn_core.context_parallel.request import Request, build_request
 from attn_core.errors import DeviceError, DTypeError, SpecError
 from attn_core.selection import override
@@ -85,7 +85,7 @@ def context_parallel_attention(
         k, v: ``[batch, shard, kv_heads, head_dim]`` and ``[..., value_dim]``.
         mesh: one axis of ranks; or two, (outer, inner), of which the inner one exchanges heads (Ulysses).
         strategy: how keys and values reach the queries: ``"all_gather"``, ``"ring"`` or ``"ulysses"``; on two axes, the
-            strategy of the outer one. None chooses by a cost model (``explain_context_parallel`` says why).
+            strategy of the outer one. None chooses the fastest (``explain_context_parallel`` says why).
         layout: which positions a shard holds: ``"zigzag"``, ``"contiguous"``, ``"striped"``, ``"documents"``, or
             ``"window:W"`` for a causal window of W keys (even work on two ranks).
         length: the number of positions of the whole row, or a pair (of q, of k); None for the places of all shards.
@@ -161,7 +161,7 @@ def explain_context_parallel(
 ) -> Explanation:
     """Returns how ``context_parallel_attention`` runs a call with the same arguments, and why. Runs and sends nothing.
 
-    With ``layout=None``, q, k and v are whole rows, whose values do not matter, and the cost model chooses a layout:
+    With ``layout=None``, q, k and v are whole rows, whose values do not matter, and we choose a layout:
     ``explanation.choice.layout``, to be passed to ``shard_sequence`` and to the call.
     ``needs_backward`` overrides what the tensors' ``requires_grad`` says about training.
     """

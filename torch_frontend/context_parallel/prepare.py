@@ -11,7 +11,7 @@ import torch
 from attn_core.context_parallel import places
 from attn_core.context_parallel import request as requests
 from attn_core.context_parallel.call import ContextCall, keeps_borders, keeps_gathered
-from attn_core.context_parallel.cost.choose import Explanation
+from attn_core.context_parallel.choose import Explanation
 from attn_core.context_parallel.on_torch.places import Places
 from attn_core.context_parallel.on_torch.tiles import RowCoverage, TileRun, build_tile_run
 from attn_core.context_parallel.plan import Step
@@ -69,11 +69,10 @@ def prepare(request: Request) -> RankPlan:
     axes = tuple(map(find_axis, request.axes))
     if len(axes) == 1:
         axes = (SINGLE_RANK, *axes) if choice.strategy == "ulysses" else (*axes, SINGLE_RANK)
-    plan, estimate = build_rank_plan(call, *axes, request.device), choice.estimate
-    if estimate is None:
+    plan, cost = build_rank_plan(call, *axes, request.device), choice.cost
+    if cost is None:
         return plan
-    forward, backward = estimate.forward, estimate.backward
-    return plan._replace(waits_for_host=(forward.host > forward.device, backward.host > backward.device))
+    return plan._replace(waits_for_host=(cost.forward.waits_for_host, cost.backward.waits_for_host))
 
 
 def explain_request(request: Request) -> Explanation:

@@ -1,18 +1,18 @@
-"""Chooses the strategy that exchanges keys and values, with the cost of each and every reason against it."""
+"""Chooses the strategy that exchanges keys and values, and the layout of a row that is not cut yet, and says why."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import prod
 from typing import NamedTuple
 
+from attn_core.call.masks import band
 from attn_core.call.seq_info import is_host_int
 from attn_core.call.spec import AttentionSpec
 from attn_core.context_parallel.call import Bands, ContextCall, check_spec, kv_repeats, plan_spec
-from attn_core.context_parallel.cost.directions import Estimate
-from attn_core.context_parallel.cost.estimate import estimate
-from attn_core.context_parallel.cost.machine import GIB, Constants
-from attn_core.context_parallel.layout import check_layout
+from attn_core.context_parallel.cost import GIB, MEASURED_ON, Cost, cost_of
+from attn_core.context_parallel.layout import check_layout, layout_for_window
 from attn_core.context_parallel.plan import AxisSizes, parts_and_members
 from attn_core.errors import ShapeError, SpecError, shown
 from attn_core.selection import Target
@@ -20,6 +20,10 @@ from attn_core.selection.choice import lane_of
 
 CANDIDATES = {1: ("all_gather", "ulysses", "ring"), 2: ("all_gather", "ring")}
 """The strategies by the number of axes; the earlier one wins a tie. On two axes they are for the outer axis."""
+
+LAYOUTS = ("zigzag", "contiguous")
+"""The layouts that are compared for every row, before those for documents and for a causal window; the earlier one wins
+a tie. Stripes are left out: they have the pairs of a zigzag and no borders."""
 
 
 def check_strategy(strategy: object, head_groups: object) -> None:
@@ -35,12 +39,12 @@ class Candidate:
     """A strategy with its cost, and every reason why it cannot run the call.
 
     Attributes:
-        estimate: the cost; None if ranks cannot share the heads.
+        cost: None if ranks cannot share the heads.
     """
 
     strategy: str
     refusals: tuple[str, ...]
-    estimate: Estimate | None
+    cost: Cost | None
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,7 @@ class Choice:
     """The strategy of a call, and why it was chosen: ``str(choice)`` is the explanation.
 
     Attributes:
-        spec, documents, layout, axes, constants, memory, bands: the arguments of ``choose``.
+        spec, documents, layout, axes, memory, bands, launched: the arguments of ``choose``.
         requested: the strategy that the caller named, or None.
         strategy: the chosen strategy, or None if none can run the call.
     """
@@ -57,26 +61,26 @@ class Choice:
     documents: tuple[int, ...] | None
     layout: str
     axes: AxisSizes
-    constants: Constants
     memory: float | None
     requested: str | None
     strategy: str | None
-    bands: Bands = None
+    bands: Bands
+    launched: bool
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
-        """All strategies, in order. If the caller named one, only this property estimates the others."""
+        """All strategies, in order. If the caller named one, only this property plans the others."""
         return tuple(map(self.candidate, CANDIDATES[len(self.axes)]))
 
     def candidate(self, strategy: str) -> Candidate:
         """Returns the candidate of a strategy."""
-        machine = self.constants, self.memory, self.bands
-        return _evaluate(self.spec, self.documents, strategy, self.layout, self.axes, *machine)
+        how = self.axes, self.memory, self.bands, self.launched
+        return _evaluate(self.spec, self.documents, strategy, self.layout, *how)
 
     @property
-    def estimate(self) -> Estimate | None:
+    def cost(self) -> Cost | None:
         """The cost of the chosen strategy."""
-        return None if self.strategy is None else self.candidate(self.strategy).estimate
+        return None if self.strategy is None else self.candidate(self.strategy).cost
 
     def reasons(self, strategy: str) -> tuple[str, ...]:
         """Returns why a strategy cannot run the call; empty if it can."""
@@ -87,21 +91,29 @@ class Choice:
         lines = [f"context parallelism over {ranks} ranks, {self.layout}: {self.spec}"]
         candidates = self.candidates
         width = max(len(self._name(one.strategy)) for one in candidates)
+        shortest = min((one.cost.order[0] for one in candidates if one.cost and not one.refusals), default=0.0)
         for one in candidates:
-            verdict = "refused: " + "; ".join(one.refusals) if one.refusals else str(one.estimate)
+            verdict = "refused: " + "; ".join(one.refusals)
+            if one.cost and not one.refusals:
+                verdict = f"{_ratio(one.cost, shortest)} of the shortest time, {one.cost}"
             chosen = "selected: " if one.strategy == self.strategy else ""
             lines.append(f"  {self._name(one.strategy):<{width}}  {chosen}{verdict}")
         memory = "" if self.memory is None else f"; {self.memory / GIB:.2f} GiB may be used on a rank"
-        return "\n".join([*lines, f"  (estimates by the figures of {self.constants.device_name}{memory})"])
+        return "\n".join([*lines, f"  (compared by times measured on {MEASURED_ON}{memory})"])
 
     def _name(self, strategy: str) -> str:
         return strategy if len(self.axes) == 1 else f"{strategy} x ulysses"
 
 
+def _ratio(cost: Cost, shortest: float) -> str:
+    return f"{cost.order[0] / shortest if shortest else 1:.2f}"
+
+
 def compared(choices: tuple[Choice, ...]) -> str:
-    """Returns a line that compares the choices of several layouts."""
-    times = (f"{one.layout} {one.estimate.seconds * 1e3:.2f} ms ({one.strategy})" for one in choices if one.estimate)
-    return f"layouts: {'; '.join(times)}"
+    """Returns a line that compares the choices of several layouts, the fastest first."""
+    costs = [(one, one.cost) for one in choices if one.cost]
+    ratios = (f"{one.layout} {_ratio(cost, costs[0][1].order[0])} ({one.strategy})" for one, cost in costs)
+    return f"layouts: {'; '.join(ratios)}"
 
 
 class Explanation(NamedTuple):
@@ -166,69 +178,87 @@ class NoStrategyError(NotImplementedError):
         return NoStrategyError, (self.choice,)  # an exception pickles by its message, but __init__ takes the choice
 
 
+@lru_cache(maxsize=1024)
 def choose(
     spec: AttentionSpec,
     documents: tuple[int, ...] | None,
     layout: str,
     axes: AxisSizes,
-    constants: Constants,
     memory: float | None = None,
     strategy: str | None = None,
     bands: Bands = None,
+    *,
+    launched: bool = True,
 ) -> Choice:
-    """Chooses the strategy with the shortest estimate, among those that can run the call. A pure function, cached.
+    """Chooses the strategy that takes the shortest time, among those that can run the call. A pure function, cached.
 
     Args:
         spec: the whole call, as on one device.
         documents: the offsets of the whole row's packed documents.
         layout: see ``attn_core.context_parallel.layout.build_layout``.
         axes: ``(ranks,)`` or ``(outer, inner)``.
-        constants: of the machine, ``Constants.of(device)``.
         memory: the bytes that the call may use on a rank, inputs and results included; None for no limit. It must be
             the same on every rank, or ranks may choose differently.
         strategy: None to choose. A named strategy is used, or raises an error: it never falls back to another one.
         bands: the whole mask of a call with key ranges.
+        launched: whether a host launches every kernel, see ``cost_of``.
 
     Raises:
         NoStrategyError: if no strategy can run the call, with every reason.
         SpecError: for arguments that context parallelism does not support, and unknown names.
     """
-    choice = explain_choice(spec, documents, layout, axes, constants, memory, strategy, bands)
-    if choice.strategy is None:
-        raise NoStrategyError(choice)
-    return choice
-
-
-@lru_cache(maxsize=1024)
-def explain_choice(
-    spec: AttentionSpec,
-    documents: tuple[int, ...] | None,
-    layout: str,
-    axes: AxisSizes,
-    constants: Constants,
-    memory: float | None = None,
-    strategy: str | None = None,
-    bands: Bands = None,
-) -> Choice:
-    """Returns the Choice of a call, even if no strategy can run it; see ``choose``."""
     check_spec(spec, bands)
-    names = _strategies(axes, layout)
-    if strategy is not None and strategy not in names:
-        count = "1 axis" if len(axes) == 1 else f"{len(axes)} axes"
-        raise SpecError(f"strategy={shown(strategy)}: expected one of {', '.join(names)} on {count}, or None")
-    undecided = Choice(spec, documents, layout, axes, constants, memory, strategy, None, bands)
-    # A named strategy is the only one that is estimated here, because estimating the others needs their plans.
-    able = [undecided.candidate(name) for name in names if strategy in (None, name) and not undecided.reasons(name)]
-    estimates = [(one.estimate.order, one.strategy) for one in able if one.estimate]
-    # ``min`` returns the first of equal times, so CANDIDATES' order decides ties.
-    return replace(undecided, strategy=min(estimates, key=lambda one: one[0])[1] if estimates else None)
-
-
-def _strategies(axes: AxisSizes, layout: str) -> tuple[str, ...]:
     if len(axes) not in CANDIDATES or any(size < 1 for size in axes):
         raise SpecError(f"axes={axes}: expected (ranks,) or (outer, inner), each of at least one rank")
     check_layout(layout)
-    return CANDIDATES[len(axes)]
+    names = CANDIDATES[len(axes)]
+    if strategy is not None and strategy not in names:
+        count = "1 axis" if len(axes) == 1 else f"{len(axes)} axes"
+        raise SpecError(f"strategy={shown(strategy)}: expected one of {', '.join(names)} on {count}, or None")
+    undecided = Choice(spec, documents, layout, axes, memory, strategy, None, bands, launched)
+    # A named strategy is the only one that is planned here.
+    asked = [undecided.candidate(name) for name in names if strategy in (None, name)]
+    able = [(one.cost.order, one.strategy) for one in asked if one.cost and not one.refusals]
+    if not able:
+        raise NoStrategyError(undecided)
+    # ``min`` returns the first of equal times, so CANDIDATES' order decides ties.
+    return replace(undecided, strategy=min(able, key=lambda one: one[0])[1])
+
+
+def choose_layout(
+    spec: AttentionSpec,
+    documents: tuple[int, ...] | None,
+    axes: AxisSizes,
+    memory: float | None = None,
+    strategy: str | None = None,
+    bands: Bands = None,
+    *,
+    launched: bool = True,
+) -> tuple[Choice, ...]:
+    """Returns the choice of every layout that can run the call, the fastest first.
+
+    Args:
+        spec, documents, axes, memory, strategy, bands, launched: as in ``choose``.
+
+    Raises:
+        NoStrategyError: if no layout can run the call, with every reason in the first one.
+        SpecError: for arguments that context parallelism does not support.
+    """
+    names = list(LAYOUTS)
+    if documents is not None and documents[-1] >= prod(axes):
+        names.append("documents")
+    edge = band(spec)
+    if documents is None and bands is None and edge.left is not None and edge.right == 0:
+        names.append(layout_for_window(edge.left + 1))
+    able, refused = [], []
+    for name in names:
+        try:
+            able.append(choose(spec, documents, name, axes, memory, strategy, bands, launched=launched))
+        except NoStrategyError as error:
+            refused.append(error)
+    if not able:
+        raise refused[0]
+    return tuple(sorted(able, key=lambda choice: choice.cost.order))  # type: ignore[union-attr]
 
 
 @lru_cache(maxsize=1024)
@@ -238,17 +268,17 @@ def _evaluate(
     strategy: str,
     layout: str,
     axes: AxisSizes,
-    constants: Constants,
     memory: float | None,
     bands: Bands,
+    launched: bool,
 ) -> Candidate:
     try:
-        # Heads come first: without a number of copies there are no tiles to estimate.
+        # Heads come first: without a number of copies there is no plan.
         kv_repeats(spec.num_heads, spec.num_kv_heads, parts_and_members(axes, strategy)[1])
     except ShapeError as error:
         return Candidate(strategy, (str(error),), None)
-    cost = estimate(spec, plan_spec(spec, documents, strategy, layout, axes, bands), constants)
+    cost = cost_of(spec, plan_spec(spec, documents, strategy, layout, axes, bands), launched=launched)
     refusals: tuple[str, ...] = ()
-    if memory is not None and cost.peak > memory:
-        refusals = (f"memory: {cost.peak / GIB:.2f} GiB a rank, more than the {memory / GIB:.2f} GiB it may use",)
+    if memory is not None and cost.held > memory:
+        refusals = (f"memory: {cost.held / GIB:.2f} GiB a rank, more than the {memory / GIB:.2f} GiB it may use",)
     return Candidate(strategy, refusals, cost)
