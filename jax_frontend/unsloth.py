@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 
 from attn_core.call.tensors import dtype_name
-from attn_core.dropins.unsloth.arguments import (
+from attn_core.dropins.unsloth import (
     FLASH_DENSE,
     FLASH_VARLEN,
     SDPA,
@@ -14,9 +14,9 @@ from attn_core.dropins.unsloth.arguments import (
     AttentionContext,
     choose_word,
     computed_in,
+    prepare,
+    resolve_prefix_seg_info,
 )
-from attn_core.dropins.unsloth.call import prepare
-from attn_core.dropins.unsloth.prefix import resolve_prefix_seg_info
 from attn_core.errors import SpecError
 from attn_core.selection import override
 from jax_frontend.attention import attention

@@ -22,7 +22,7 @@ from attn_core.call.arguments import ArrayFacts, check_qkv
 from attn_core.call.options import check_flag
 from attn_core.call.seq_info import SeqInfo, is_host_int
 from attn_core.call.tensors import dtype_name
-from attn_core.dropins.keyword_bags import distances
+from attn_core.dropins.flash_attn.arguments import distances
 from attn_core.errors import DTypeError, ShapeError, SpecError, shown
 from attn_core.selection import Target, override
 

@@ -13,7 +13,7 @@ from torch.utils._device import _device_constructors
 
 import torch_frontend
 from attn_core.call.seq_info import SeqInfo
-from attn_core.dropins.unsloth.arguments import AttentionConfig, AttentionContext
+from attn_core.dropins.unsloth import AttentionConfig, AttentionContext
 
 ROOT = Path(__file__).resolve().parents[2]
 FACTORIES = {made.__name__ for made in _device_constructors()}

@@ -20,7 +20,7 @@ import jax_frontend.finetrainers
 import torch_frontend.finetrainers
 from attn_core import SpecError
 from attn_core.call.options import is_plain_window
-from attn_core.dropins.unsloth.arguments import AttentionConfig, AttentionContext
+from attn_core.dropins.unsloth import AttentionConfig, AttentionContext
 from torch_frontend.module import Attention
 
 # (option, value of a wrong type, the legal value that equals it, the other options of the call)

@@ -14,7 +14,7 @@ from frameworks import ALL, Framework
 import jax_frontend.finetrainers
 import torch_frontend.finetrainers
 from attn_core import DTypeError, ShapeError, SpecError
-from attn_core.dropins.unsloth.arguments import AttentionConfig, AttentionContext
+from attn_core.dropins.unsloth import AttentionConfig, AttentionContext
 
 FRAMEWORKS = [each for each in ALL if each.device == "cpu"]
 SIZES: dict[str, Any] = {"num_layers": 2, "num_pages": 4, "page_size": 4, "kv_heads": 1, "head_dim": 8}

@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import torch_frontend
-from attn_core.dropins.unsloth import arguments as unsloth
+from attn_core.dropins import unsloth
 from torch_frontend import NoBackendError
 from torch_frontend.finetrainers import attention_dispatch, attention_provider
 

@@ -15,7 +15,7 @@ from frameworks import EVERYWHERE, JAX, JAX_ON_GPU, TORCH, TORCH_ON_GPU, Framewo
 from attn_core import AttentionSpec, DTypeError, SeqInfo, ShapeError, SpecError, Target, explain
 from attn_core.call.tensors import Inputs
 from attn_core.correctness import accuracy, reference
-from attn_core.dropins.unsloth import arguments
+from attn_core.dropins import unsloth as arguments
 
 pytestmark = pytest.mark.words
 

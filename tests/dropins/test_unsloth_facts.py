@@ -19,8 +19,8 @@ import unsloth_facts
 
 pytest.importorskip("torch")
 
-from attn_core.dropins.keyword_bags import BAGS
-from attn_core.dropins.unsloth import arguments
+from attn_core.dropins import unsloth as arguments
+from attn_core.dropins.unsloth import BAGS
 from torch_frontend import unsloth
 
 FACTS = unsloth_facts.stored()

@@ -15,7 +15,7 @@ from frameworks import EVERYWHERE, TORCH, Framework, as_numpy, spied
 from attn_core import AttentionSpec, SeqInfo, ShapeError, SpecError
 from attn_core.call.tensors import Inputs
 from attn_core.correctness import reference
-from attn_core.dropins.unsloth import arguments
+from attn_core.dropins import unsloth as arguments
 from torch_frontend.dispatch import offsets
 
 HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM = 6, 3, 11, 5

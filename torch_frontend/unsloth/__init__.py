@@ -6,7 +6,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from attn_core.dropins.unsloth.arguments import (
+from attn_core.dropins.unsloth import (
     FLASH_DENSE,
     FLASH_VARLEN,
     SDPA,
@@ -14,8 +14,8 @@ from attn_core.dropins.unsloth.arguments import (
     AttentionConfig,
     AttentionContext,
     choose_word,
+    resolve_prefix_seg_info,
 )
-from attn_core.dropins.unsloth.prefix import resolve_prefix_seg_info
 from torch_frontend.backends import available_here
 from torch_frontend.unsloth.dispatch import run_attention, select_attention_backend
 from torch_frontend.unsloth.packing import (

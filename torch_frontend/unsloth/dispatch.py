@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 
 from attn_core.call.tensors import dtype_name
-from attn_core.dropins.unsloth.arguments import (
+from attn_core.dropins.unsloth import (
     AttentionConfig,
     AttentionContext,
     choose_word,
     computed_in,
+    prepare,
     trains,
 )
-from attn_core.dropins.unsloth.call import prepare
 from attn_core.selection import override
 from torch_frontend.backends import available_here
 from torch_frontend.dispatch.autocast import autocast_dtype

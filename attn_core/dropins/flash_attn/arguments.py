@@ -89,6 +89,16 @@ def window_of(window_size: Any) -> Window:
     )
 
 
+def distances(value: Any, where: str) -> tuple[int | None, int | None] | None:
+    """Returns flash-attn's window_size, in which -1 is unbounded, as distances; None if both sides are unbounded."""
+    if value is None:
+        return None
+    if not isinstance(value, (tuple, list)) or len(value) != 2 or not all(map(is_host_int, value)):
+        raise SpecError(f"{where}={shown(value)}: expected two distances (left, right) as ints, -1 for unbounded")
+    left, right = (None if distance < 0 else distance for distance in value)
+    return None if left is None and right is None else (left, right)
+
+
 def softcap_of(softcap: Any) -> Any:
     """Returns ``softcap`` as ``attention`` writes it: 0 and less switch it off there, None here."""
     number = check_number("softcap", softcap)
