@@ -348,24 +348,12 @@ def attention_with(
             compiled code must, which cannot see them.
         frontend_options: options that only this frontend has.
     """
-    names = None if provider is None else override.requested() or provider.kernels or None
+    keywords = {**options._asdict(), **frontend_options, "scale": call.scale, "dropout": call.dropout_p}
+    del keywords["documents"]  # part of the form
+    keywords["backend"] = None if provider is None else override.requested() or provider.kernels or None
 
     def attend(q: Any, k: Any, v: Any, **form: Any) -> Results:
-        results = attention(
-            q,
-            k,
-            v,
-            **form,
-            window=options.window,
-            softcap=options.softcap,
-            scale=call.scale,
-            alibi_slopes=options.alibi_slopes,
-            dropout=call.dropout_p,
-            deterministic=options.deterministic,
-            backend=names,
-            return_lse=options.return_lse,
-            **frontend_options,
-        )
+        results = attention(q, k, v, **form, **keywords)
         return results if options.return_lse else (results, None)
 
     return attend

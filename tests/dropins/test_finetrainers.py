@@ -615,8 +615,16 @@ def test_block_masks_are_used_by_flex_and_refused_elsewhere(device: str, monkeyp
     else:
         with pytest.raises(SpecError, match=r"attn_mask: expected a BlockMask .*, or no mask if it hides nothing"):
             dispatched("flex", tensors(device=device), {"attn_mask": blocks})
-    monkeypatch.setattr("torch_frontend.finetrainers.call.mask_tensor", None)  # no dense mask is written
+    module, seen = importlib.import_module("torch_frontend.finetrainers.call"), []
+    attention = module.attention
+
+    def watched(*arguments: Any, **options: Any) -> Any:
+        seen.append(options)
+        return attention(*arguments, **options)
+
+    monkeypatch.setattr(module, "attention", watched)
     assert dispatched("flex", tensors(device=device), {"attn_mask": block}).shape[2] == Q_LEN
+    assert seen[0]["mask_mod"] is not None and seen[0]["mask"] is None  # no dense mask is written
 
 
 def test_a_block_mask_that_is_no_expression_is_written_out() -> None:

@@ -41,8 +41,12 @@ def run_on_provider(provider: AttentionProvider, call: DispatchCall, kwargs: dic
     """Runs a call on a provider's kernel, or raises with every reason against it."""
     check_tensors(call)
     options = finetrainers.interpret(provider, kwargs)
-    mask_mod = mask_function(provider, call.query, call.key, call.attn_mask)
-    mask = None if mask_mod is not None else mask_tensor(provider, call.query, call.key, call.attn_mask)
+    mask_mod, mask = None, call.attn_mask
+    if is_block_mask(mask) and provider is AttentionProvider.FLEX:
+        mask_mod, mask = read_block_mask(mask, call.query, call.key)
+    elif mask is not None:
+        check_tensor("attn_mask", mask)
+        mask = finetrainers.with_mask_axes(provider, call.query, call.key, mask)
     call = normalise(call._replace(attn_mask=mask))
     attend = attention_with(attention, call, options, provider)
     if options.documents is not None:
@@ -140,44 +144,19 @@ def normalise(call: DispatchCall) -> DispatchCall:
     return call._replace(query=query, key=key, value=value, attn_mask=mask)
 
 
-def mask_tensor(provider: AttentionProvider, query: Tensor, key: Tensor, mask: Any) -> Tensor | None:
-    """Returns the mask as a tensor: flex's BlockMask as a dense mask, a key mask of two axes with four axes.
-
-    A BlockMask becomes a dense mask only if ``mask_function`` cannot read it.
-
-    Raises:
-        DTypeError, ShapeError: for an invalid mask, or one whose two axes are ambiguous.
+def read_block_mask(mask: Any, query: Tensor, key: Tensor) -> tuple[TracedFunction | None, Tensor | None]:
+    """Returns the function of flex's BlockMask as an expression; or its dense mask if it cannot become one, which takes
+    q_len * kv_len elements.
     """
-    if mask is None:
-        return None
-    if is_block_mask(mask) and provider is AttentionProvider.FLEX:
-        return _dense_block_mask(mask, query, key)
-    check_tensor("attn_mask", mask)
-    return finetrainers.with_mask_axes(provider, query, key, mask)  # type: ignore[no-any-return]
-
-
-def mask_function(provider: AttentionProvider, query: Tensor, key: Tensor, mask: Any) -> TracedFunction | None:
-    """Returns the function of flex's BlockMask as an expression.
-
-    None for other masks and providers, under torch.compile, and for a function that cannot become one.
-    """
-    if not is_block_mask(mask) or provider is not AttentionProvider.FLEX or torch.compiler.is_compiling():
-        return None
-    (batch, heads, q_len, _), kv_len = query.shape, key.shape[2]
-    try:
-        return trace_mask(function_of(mask, batch, heads, q_len, kv_len, "attn_mask"))
-    except ExpressionError:
-        return None
-
-
-def _dense_block_mask(mask: Any, query: Tensor, key: Tensor) -> Tensor:
-    """Builds a BlockMask's dense mask by its mask function; takes q_len * kv_len elements."""
     from torch.nn.attention.flex_attention import create_mask
 
     (batch, heads, q_len, _), kv_len = query.shape, key.shape[2]
     function = function_of(mask, batch, heads, q_len, kv_len, "attn_mask")
-    mask_batch, mask_heads = mask.shape[:2]
-    return create_mask(function, mask_batch, mask_heads, q_len, kv_len, device=query.device)
+    try:
+        return trace_mask(function), None
+    except ExpressionError:
+        mask_batch, mask_heads = mask.shape[:2]
+        return None, create_mask(function, mask_batch, mask_heads, q_len, kv_len, device=query.device)
 
 
 def without_copies(mask: Tensor) -> Tensor:
