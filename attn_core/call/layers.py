@@ -142,13 +142,16 @@ def check_split_heads(widths: tuple[int, int, int], sizes: HeadSizes) -> None:
         )
 
 
-def check_layer_inputs(x: tuple[int, ...], context: tuple[int, ...] | None, *, packed: bool) -> None:
+def check_layer_inputs(
+    x: tuple[int, ...], context: tuple[int, ...] | None, *, packed: bool, any_batch: bool = False
+) -> None:
     """Checks the shapes of a layer's inputs.
 
     Args:
         x: ``[batch, seq, features]``; packed documents: ``[tokens, features]`` or ``[1, tokens, features]``.
         context: where keys and values come from, laid out as ``x``; None for self-attention.
         packed: whether the call has a ``seq_info``.
+        any_batch: whether other calls may have any number of batch axes.
 
     Raises:
         ShapeError: naming the input.
@@ -158,7 +161,7 @@ def check_layer_inputs(x: tuple[int, ...], context: tuple[int, ...] | None, *, p
     for name, shape in (("x", x), ("context", context)):
         if shape is None:
             continue
-        if not (len(shape) == 3 or (packed and len(shape) == 2)):
+        if not (len(shape) == 3 or (packed and len(shape) == 2) or (any_batch and not packed)):
             raise ShapeError(f"{name}: expected {layout}, got {list(shape)}{hint}")
         # x and context may differ only in their lengths and features.
         if len(shape) != len(x) or shape[:-2] != x[:-2]:

@@ -32,7 +32,7 @@ from attn_core.paged.step import Pages, Step, check_paged_layer
 from jax_frontend.context_parallel import layers as context_layers
 from jax_frontend.dispatch.partitioning import split_as
 from jax_frontend.dispatch.plan import as_array, is_on_host, ranges_as_array
-from jax_frontend.flax.batch_axes import batch_axes, fold_tables
+from jax_frontend.flax.batch_axes import fold_tables
 from jax_frontend.flax.layer import (
     Cache,
     LayerCall,
@@ -99,12 +99,9 @@ def _folded(
     x: jax.Array, context: jax.Array | None, call: LayerCall, packed: bool
 ) -> tuple[tuple[int, ...], LayerCall]:
     """Returns the batch axes of x, and the call with tables of one batch axis."""
-    shapes = x.shape, None if context is None else context.shape
-    if packed:
-        check_layer_inputs(*shapes, packed=True)
-        return x.shape[:-2], call
-    batch = batch_axes(*shapes)
-    return batch, fold_tables(call, batch, x.shape[-2])
+    check_layer_inputs(x.shape, None if context is None else context.shape, packed=packed, any_batch=True)
+    batch = x.shape[:-2]
+    return batch, call if packed else fold_tables(call, batch, x.shape[-2])
 
 
 def _as_rows(x: jax.Array) -> jax.Array:

@@ -15,17 +15,6 @@ from jax_frontend.dispatch.plan import as_array
 from jax_frontend.flax.layer import LayerCall
 
 
-def batch_axes(x: tuple[int, ...], context: tuple[int, ...] | None) -> tuple[int, ...]:
-    """Returns the batch axes of a layer's inputs ``[batch..., seq, features]``, shapes of at least 2 axes.
-
-    Raises:
-        ShapeError: if context has other batch axes.
-    """
-    if context is not None and context[:-2] != x[:-2]:
-        raise ShapeError(f"context: expected the layout and batch of x {list(x)}, got {list(context)}")
-    return x[:-2]
-
-
 def fold_tables(call: LayerCall, batch: tuple[int, ...], seq: int) -> LayerCall:
     """Returns a call whose tables have one batch axis. With one batch axis already, ``attention`` takes them as they
     are.

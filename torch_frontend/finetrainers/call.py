@@ -47,7 +47,7 @@ def run_on_provider(provider: AttentionProvider, call: DispatchCall, kwargs: dic
     elif mask is not None:
         check_tensor("attn_mask", mask)
         mask = finetrainers.with_mask_axes(provider, call.query, call.key, mask)
-    call = normalise(call._replace(attn_mask=mask))
+    call = finetrainers.with_positive_scale(call._replace(attn_mask=mask))
     attend = attention_with(attention, call, options, provider)
     if options.documents is not None:
         results = _run_documents(provider, call, options.documents, attend)
@@ -134,16 +134,6 @@ def _run_documents(provider: AttentionProvider, call: DispatchCall, info: SeqInf
     return attend_documents(attend, call, documents, packed=False)
 
 
-def normalise(call: DispatchCall) -> DispatchCall:
-    """Returns an equivalent call that ``attention`` accepts: in autocast's dtype, and with a scale above 0.
-
-    Under autocast, torch's own function casts every floating tensor except float64, and so does this.
-    """
-    call = finetrainers.with_positive_scale(call)
-    query, key, value, mask = in_autocast(*call[:4])
-    return call._replace(query=query, key=key, value=value, attn_mask=mask)
-
-
 def read_block_mask(mask: Any, query: Tensor, key: Tensor) -> tuple[TracedFunction | None, Tensor | None]:
     """Returns the function of flex's BlockMask as an expression; or its dense mask if it cannot become one, which takes
     q_len * kv_len elements.
@@ -174,7 +164,7 @@ def attend_documents(attend: Attend, call: DispatchCall, documents: list[Documen
         packed: whether the kernel supports packed documents: then one call for all causal documents and one for the
             others, else a call for each.
     """
-    rows = [tensor.transpose(1, 2) for tensor in call[:3]]  # [batch, len, heads, head_dim]
+    rows = [tensor.transpose(1, 2) for tensor in in_autocast(*call[:3])]  # [batch, len, heads, head_dim]
     q, k, v = map(finetrainers.joined, rows)
     groups = [[document] for document in documents]
     if packed:

@@ -35,7 +35,7 @@ from torch_frontend.dispatch.tensor_kinds import (
     is_plain,
     torch_attention,
 )
-from torch_frontend.finetrainers.call import check_mesh, normalise, run_on_provider, run_over_ranks
+from torch_frontend.finetrainers.call import check_mesh, run_on_provider, run_over_ranks
 
 __all__ = ["AttentionProvider", "attention_dispatch", "attention_provider", "list_providers"]
 
@@ -205,9 +205,9 @@ def _run_as_torch(call: DispatchCall) -> Tensor:
     if _is_ours(call):
         try:
             finetrainers.check_heads(call)
-            call_here = normalise(call)
-            attend = finetrainers.attention_with(attention, call_here, _DEFAULTS, None)
-            return finetrainers.run_dense(attend, call_here, _DEFAULTS, smaller if _is_compiling() else None)[0]
+            positive = finetrainers.with_positive_scale(call)
+            attend = finetrainers.attention_with(attention, positive, _DEFAULTS, None)
+            return finetrainers.run_dense(attend, positive, _DEFAULTS, smaller if _is_compiling() else None)[0]
         except SpecError:  # torch's own function supports the call or raises its own error
             pass
         except NoBackendError as error:

@@ -107,7 +107,7 @@ class FlashAttention2(Generic[Array, Random]):
             check_packed("qkv", qkv, 3, packed=False)
             options = options_of(softmax_scale, causal, window_size, softcap, deterministic)
             options["alibi_slopes"] = alibi_slopes
-            return cls._attend_as_one(qkv, dropout_p, dropout_rng, return_attn_probs, options)
+            return cls._attend((qkv,), dropout_p, dropout_rng, return_attn_probs, options)
         except (SpecError, TypeError) as error:
             raise renamed(error, SELF_PACKED) from None
 
@@ -230,7 +230,7 @@ class FlashAttention2(Generic[Array, Random]):
             options = options_of(softmax_scale, causal, window_size, softcap, deterministic)
             parts: Any = qkv  # [total, q or k or v, heads, head_dim]
             options |= {"seq_info": info, **with_slopes(cls.frontend, parts[:, 0], parts[:, 1], info, alibi_slopes)}
-            return cls._attend_as_one(qkv, dropout_p, dropout_rng, return_attn_probs, options)
+            return cls._attend((qkv,), dropout_p, dropout_rng, return_attn_probs, options)
         except (SpecError, TypeError) as error:
             raise renamed(error, SELF_PACKED) from None
 
@@ -351,22 +351,16 @@ class FlashAttention2(Generic[Array, Random]):
 
     @classmethod
     def _attend(
-        cls, qkv: tuple[Array, ...], dropout: Any, rng: Any, with_weights: Any, options: dict[str, Any]
+        cls, arrays: tuple[Array, ...], dropout: Any, rng: Any, with_weights: Any, options: dict[str, Any]
     ) -> Array | tuple[Array, Array, Array]:
-        """Returns the results for q, k and v. with_weights: return_attn_probs. options: keywords of ``attention``."""
+        """Returns the results for q, k and v, or for qkv alone. with_weights: return_attn_probs. options: keywords of
+        ``attention``."""
+        frontend, as_one = cls.frontend, len(arrays) == 1
         if check_flag("return_attn_probs", with_weights):
-            return _with_weights(cls.frontend, qkv, check_number("dropout_p", dropout), rng, options)
-        return cls.frontend.attention(*qkv, dropout=dropout, dropout_rng=rng, **options)
-
-    @classmethod
-    def _attend_as_one(
-        cls, qkv: Array, dropout: Any, rng: Any, with_weights: Any, options: dict[str, Any]
-    ) -> Array | tuple[Array, Array, Array]:
-        """Returns the results for q, k and v in one array."""
-        if check_flag("return_attn_probs", with_weights):
-            parts = cls.frontend.unstack(qkv, 1 if "seq_info" in options else 2)
-            return _with_weights(cls.frontend, parts, check_number("dropout_p", dropout), rng, options)
-        return cls.frontend.attention_qkvpacked(qkv, dropout=dropout, dropout_rng=rng, **options)
+            qkv = frontend.unstack(arrays[0], 1 if "seq_info" in options else 2) if as_one else arrays
+            return _with_weights(frontend, qkv, check_number("dropout_p", dropout), rng, options)
+        attention = frontend.attention_qkvpacked if as_one else frontend.attention
+        return attention(*arrays, dropout=dropout, dropout_rng=rng, **options)  # type: ignore[no-any-return]
 
     @classmethod
     def _attend_in_pages(
