@@ -16,7 +16,7 @@ transformers = pytest.importorskip("transformers")
 from transformers import masking_utils
 
 from torch_frontend import huggingface
-from torch_frontend.huggingface import attention, documents, masks
+from torch_frontend.huggingface import attention, layer_call, masks
 
 TOLERANCE = {"rtol": 3e-5, "atol": 3e-4}  # for logits of size ~10 after two layers in float32
 COMMON: dict[str, Any] = {"vocab_size": 97, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6}
@@ -106,7 +106,7 @@ def test_the_offsets_that_positions_give() -> None:
     assert offsets_of([[4, 5, 4, 5, 6, 7, 4, 4]]) == [0, 2, 6, 7, 8]
     assert offsets_of(torch.tensor([PACKED]).bfloat16()) == [0, 3, 5, 8]
     offsets = torch.tensor([0, 8], dtype=torch.int32)
-    assert documents.documents_from_offsets(offsets, offsets, 8, 8).max_len_q == 8
+    assert layer_call.documents_from_offsets(offsets, offsets, 8, 8).max_len_q == 8
 
 
 SILENT: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -136,8 +136,8 @@ def test_positions_without_documents_give_no_offsets(name: str) -> None:
 
 def test_positions_are_read_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     model, reads = build("llama", huggingface.NAME, "cpu"), []
-    plain = documents._read_documents
-    monkeypatch.setattr(documents, "_read_documents", lambda *given: reads.append(given) or plain(*given))
+    plain = layer_call._read_documents
+    monkeypatch.setattr(layer_call, "_read_documents", lambda *given: reads.append(given) or plain(*given))
     ids = torch.arange(2, 10)[None]
     model(ids, position_ids=torch.tensor([PACKED]))
     assert len(reads) == 1

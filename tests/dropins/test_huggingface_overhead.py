@@ -152,7 +152,7 @@ def test_layers_share_one_prepared_call(padded: bool) -> None:
     frames = frames_of_ours(lambda: model(ids, attention_mask=left_padding() if padded else torch.ones_like(ids)))
     assert frames["attention.attend"] >= 3
     assert frames["layer_call.prepare"] == frames["masks.mask"] == 1, frames
-    assert frames["documents._read_documents"] == (not padded)
+    assert frames["layer_call._read_documents"] == (not padded)
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])

@@ -13,8 +13,15 @@ from torch_frontend.context_parallel.layers import ActiveMesh, active_block
 from torch_frontend.huggingface import context as huggingface_context
 from torch_frontend.huggingface.continuous_batching import attend_to_cache, take_keywords, window_of
 from torch_frontend.huggingface.described_mask import DescribedMask, description_of
-from torch_frontend.huggingface.documents import documents_from_offsets
-from torch_frontend.huggingface.layer_call import LayerCall, of_prompt, prepare, read_table, share, split_mask
+from torch_frontend.huggingface.layer_call import (
+    LayerCall,
+    documents_from_offsets,
+    of_prompt,
+    prepare,
+    read_table,
+    share,
+    split_mask,
+)
 from torch_frontend.recomputed import attention_of_heads as attention
 
 Tensor = torch.Tensor

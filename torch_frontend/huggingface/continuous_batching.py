@@ -19,8 +19,7 @@ import torch
 from attn_core.errors import SpecError, shown
 from torch_frontend.context_parallel.layers import active_block
 from torch_frontend.huggingface.described_mask import DescribedMask, description_of
-from torch_frontend.huggingface.documents import documents_from_offsets
-from torch_frontend.huggingface.layer_call import check_window
+from torch_frontend.huggingface.layer_call import check_window, documents_from_offsets
 from torch_frontend.recomputed import attention_of_heads as attention
 
 Tensor = torch.Tensor
