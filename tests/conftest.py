@@ -137,9 +137,26 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(left_behind)
+    if "cuda" in config.getoption("markexpr") and Path("/dev/nvidiactl").exists():
+        os.environ |= jax_cache()
     path = config.getoption("--outcome")
     if path is not None and not hasattr(config, "workerinput"):
         config.pluginmanager.register(suite_outcome.Outcome(path, operators_folder()))
+
+
+def jax_cache() -> dict[str, str]:
+    """Environment in which all workers share JAX's compiled programs, many of which they would each compile.
+
+    Two workers may compile a program at once, and one may read what the other has not written completely; JAX then
+    warns, and compiles. XLA times no kernels in the tests, so it has no results of that to share.
+    """
+    prefix = "JAX_PERSISTENT_CACHE"
+    return {
+        "JAX_COMPILATION_CACHE_DIR": str(Path(os.environ["XDG_CACHE_HOME"]) / "jax"),
+        f"{prefix}_MIN_COMPILE_TIME_SECS": "0",
+        f"{prefix}_MIN_ENTRY_SIZE_BYTES": "-1",
+        f"{prefix}_ENABLE_XLA_CACHES": "none",
+    }
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
