@@ -199,17 +199,26 @@ def left_out(items: list[pytest.Item]) -> list[pytest.Item]:
 
 
 def left_out_on_gpus(items: list[pytest.Item]) -> list[pytest.Item]:
-    """All but every fifth of the cases for GPUs of each test marked ``words``, in the order of names."""
+    """The cases that a GPU's suite leaves out.
+
+    The cases for whose parameters the function ``only`` of a marker ``on_gpus`` is false; and all but every fifth case,
+    in the order of names, of each other test marked ``words``.
+    """
     families: dict[str, list[pytest.Item]] = {}
+    others = []
     for item in items:
-        if item.get_closest_marker("words") and item.get_closest_marker("cuda"):
+        if not item.get_closest_marker("cuda"):
+            continue
+        if marker := item.get_closest_marker("on_gpus"):
+            others += [] if marker.kwargs["only"](**item.callspec.params) else [item]  # type: ignore[attr-defined]
+        elif item.get_closest_marker("words"):
             families.setdefault(item.nodeid.partition("[")[0], []).append(item)
     ordered = (sorted(family, key=lambda item: item.nodeid) for family in families.values())
-    return [item for family in ordered for at, item in enumerate(family) if at % EVERY_ON_GPUS]
+    return others + [item for family in ordered for at, item in enumerate(family) if at % EVERY_ON_GPUS]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    # A file that somebody names runs whole, and so does a GPU's suite but for cases that differ in words alone.
+    # A file that somebody names runs whole, and so does a GPU's suite but for ``left_out_on_gpus``.
     named, on_gpus = any(".py" in argument for argument in config.args), "cuda" in config.getoption("markexpr")
     deselected: set[pytest.Item] = set()
     if config.getoption("--sample") or not (config.getoption("--all") or named or on_gpus):

@@ -143,9 +143,9 @@ def on_gpu(dtype: str, spec: AttentionSpec, seed: int = 0) -> tuple[Any, Any]:
 @pytest.mark.parametrize(
     ("head_dim", "dtype", "options"),
     [
-        *((dim, "bfloat16", {"causal": True}) for dim in (64, 128, 256)),
-        *((128, "bfloat16", {}), (96, "bfloat16", {"window": (300, 20)}), (192, "bfloat16", {"softcap": 5.0})),
-        *((128, "float16", {"causal": True}), (64, "float32", {"causal": True})),
+        *((64, "bfloat16", {"causal": True}), (256, "bfloat16", {"causal": True}), (128, "bfloat16", {})),
+        *((96, "bfloat16", {"window": (300, 20)}), (192, "bfloat16", {"softcap": 5.0})),
+        (128, "float16", {"causal": True}),
         *((128, "float32", {"causal": True, "softcap": 5.0}), (256, "float32", {})),
     ],
 )

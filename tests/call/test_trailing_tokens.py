@@ -173,6 +173,7 @@ def padded(backend: str, device: str, framework: str, tail: str, **fields: Any) 
 PACKED = [each for each in claimed() if module_on(*each.values[:2]).FORWARD.packed]
 
 
+@pytest.mark.on_gpus(only=lambda case, **_: case != "plain")  # others have more
 @pytest.mark.parametrize(
     ("case", "tail"), [*((case, "both") for case in CASES), ("causal", "queries"), ("causal", "keys")]
 )

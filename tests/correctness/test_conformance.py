@@ -127,13 +127,14 @@ def test_drawn_calls_match_the_claims(backend: str, device: str, framework: str)
     @settings(max_examples=number_of_draws(backend, device))
     @given(call=drawn_for(backend, device, framework))
     def every_call(call: Call) -> None:
-        inferred.append(conforms(framework, call.inference, backend, device))
+        if not (learns and compiles_for_long(backend, device)):  # its forwards alone are in test_mask_probe
+            inferred.append(conforms(framework, call.inference, backend, device))
         if learns:
             learned.append(conforms(framework, call, backend, device))
 
     every_call()
     share = 1 / (16 if few else 4)
-    assert sum(inferred) > share * len(inferred), "too few of the drawn calls were run to mean anything"
+    assert not inferred or sum(inferred) > share * len(inferred), "too few of the drawn calls were run to mean anything"
     assert not learns or sum(learned) > share / 2 * len(learned), "too few of the drawn gradients were run"
 
 

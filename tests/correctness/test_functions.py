@@ -44,7 +44,7 @@ CALLS = {
     | {"bias_shape": (2, 6, 12, 12), "bias_gradient": True, "mask_shape": (2, 1, 1, 12), "sinks": True},
 }
 
-OF_FLEX = ("bits", "gated", "hides", "both, with tables")
+OF_FLEX = ("bits", "hides", "both, with tables")
 """The calls to FlexAttention on a GPU: all kinds of arrays and operations."""
 
 

@@ -110,11 +110,12 @@ def differing(one: Results, other: Results) -> list[str]:
     return [name for name in one if one[name].tobytes() != other[name].tobytes()]
 
 
+@pytest.mark.on_gpus(only=lambda case, **_: case not in ("rows", "documents", "rows, bfloat16"))  # others have more
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(("backend", "device"), claimed())
 def test_nan_stays_in_its_document_or_batch_row(backend: str, case: str, framework: str, device: str) -> None:
-    only(("documents, bfloat16", "documents, everything", "rows, everything"), case, backend, device)
+    only(("documents, everything", "rows, everything"), case, backend, device)
     call = case_or_skip(framework, backend, device, **CASES[case])
     first_q, first_k = (LENGTHS[0][0], LENGTHS[1][0]) if call.spec.packed else (1, 1)
     clean = run(framework, call, backend, device)
@@ -154,7 +155,7 @@ def test_nan_in_a_single_tensor_stays_in_its_document(
     backend: str, device: str, case: str, name: str, framework: str
 ) -> None:
     """NaN in q, k, v or dout alone, where a sum with weight 0 could carry it further."""
-    only((("documents, causal", "k"), ("documents, causal", "dout")), (case, name), backend, device)
+    only((("documents, causal", "k"),), (case, name), backend, device)
     call = case_or_skip(framework, backend, device, **CASES[case])
     first_q, first_k = (LENGTHS[0][0], LENGTHS[1][0]) if call.spec.packed else (1, 1)
     clean = run(framework, call, backend, device)

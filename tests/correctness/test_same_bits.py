@@ -123,6 +123,7 @@ def test_a_document_has_the_same_bits_in_every_batch(framework: str, backend: st
 def test_long_rows_and_many_documents_share_their_bits_on_a_gpu(backend: str) -> None:
     """flash-attn-4 chooses tiles by the longest row, and work by the number of rows and documents."""
     kind = Kind("torch", backend, "batch", (8, 2), "bfloat16", OPTIONS["causal"], "cuda", 128)
+    many = [document(kind, 3 + n % 5, 1 + 7 * n % 300, 1 + 7 * n % 300) for n in range(300)]
     for tokens in (1, 257, 1500):  # with the same kernels, which compile once
         subject = document(kind, 1, tokens, tokens)
         alone = packed(kind, [subject], room=(tokens, 1))[0]
@@ -130,8 +131,7 @@ def test_long_rows_and_many_documents_share_their_bits_on_a_gpu(backend: str) ->
             row = [subject] + [document(kind, 2, tokens, tokens)] * (rows - 1)
             assert not differing(alone, batch(kind, row)[0]), (tokens, rows)
         for others in (3, 300):
-            documents = [document(kind, 3 + n % 5, 1 + 7 * n % 300, 1 + 7 * n % 300) for n in range(others)]
-            documents += [subject, documents[0]]
+            documents = [*many[:others], subject, many[0]]
             total = sum(len(each["q"]) for each in documents)
             row = packed(kind, documents, room=(total, len(documents)))
             assert not differing(alone, row[others]), (tokens, others)

@@ -65,6 +65,8 @@ DECODERS: dict[str, Any] = {
         experts_implementation="eager",  # math, which has every dtype on every device
     ),
 }
+with_mistral = pytest.mark.on_gpus(only=lambda family, **_: family == "mistral")
+"""For a GPU's suite: the softcap of gemma2, whose logits and gradients are judged there, compiles for each call."""
 BERT = {"vocab_size": VOCABULARY, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6}
 ENCODERS: dict[str, Any] = {
     "bert": lambda: transformers.BertConfig(
@@ -212,6 +214,7 @@ def test_encoder_decoders_logits_loss_and_gradients(family: str, side: str, devi
 POSITIONS = torch.cat([torch.arange(n) for n in (6, 1, 2 * WINDOW)])[None]
 
 
+@with_mistral
 @pytest.mark.parametrize("family", [name for name in DECODERS if name != "gpt_oss"])  # eager mixes their documents
 def test_packed_rows_given_by_positions(family: str, device: str) -> None:
     both = torch.cat([POSITIONS, torch.cat([torch.arange(9), torch.arange(8)])[None]]).to(device)
@@ -240,6 +243,7 @@ def test_packed_rows_given_by_offsets_are_separate_documents(family: str, use_ca
         torch.testing.assert_close(actual[start:stop], alone, rtol=TOLERANCE, atol=TOLERANCE * 10)
 
 
+@with_mistral
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("family", DECODERS)
 def test_generate_token_for_token(family: str, cache: str, device: str) -> None:
@@ -253,6 +257,7 @@ def test_generate_token_for_token(family: str, cache: str, device: str) -> None:
         assert len({tuple(row[LENGTH:]) for row in actual}) > 1
 
 
+@with_mistral
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("family", DECODERS)
 def test_chunked_prefill(family: str, cache: str, device: str) -> None:
@@ -277,6 +282,7 @@ def offsets_of(family: str, device: str) -> dict[str, Any]:
     return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, **longest} if family == "gpt_oss" else {}
 
 
+@with_mistral
 @pytest.mark.parametrize("family", DECODERS)
 def test_no_dense_mask_is_built(family: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the mask function nor the call itself builds a table with one row per query."""
@@ -471,6 +477,7 @@ def test_unknown_keywords_are_refused_by_name(name: str) -> None:
     call(**{name: None}, position_ids=torch.zeros(1, 3), use_cache=True)
 
 
+@with_mistral
 @pytest.mark.parametrize("family", DECODERS)
 def test_keywords_of_a_loss_reach_the_loss(family: str, device: str) -> None:
     ids = tokens(device=device)

@@ -429,6 +429,12 @@ BLOCKS: dict[str, tuple[str, int | None, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.on_gpus(
+    only=lambda framework, word, name, bsz, on_device: (
+        (bsz, on_device) == (2, True)
+        and (name == "all" or (word == arguments.FLASH_VARLEN and (framework.name == "torch" or name == "window")))
+    )
+)
 @pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("bsz", [1, 2])
 @pytest.mark.parametrize("name", BLOCKS)

@@ -113,6 +113,11 @@ BAGS: dict[str, tuple[Any, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.on_gpus(
+    only=lambda framework, word, layout, options: (
+        (framework.name == "torch") == (word == arguments.SDPA) and (options == "softcap") == (layout == "groups")
+    )
+)
 @pytest.mark.parametrize("options", BAGS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("word", [arguments.FLASH_VARLEN, arguments.SDPA])

@@ -63,6 +63,10 @@ shapes = pytest.mark.parametrize(("q_len", "kv_len"), [(7, 7), (1, 7), (3, 7)])
 windows = pytest.mark.parametrize("window", [None, 3])
 FORMS = ["by positions", "a table of positions", "a table of the call", "four axes", "four longer axes"]
 forms = pytest.mark.parametrize("form", FORMS)
+ON_GPUS = dict(
+    zip(FORMS, [(7, None, "float32"), (1, 3, "bfloat16"), (3, None, "bfloat16"), (7, 3, "bfloat16"), (3, 3, "float32")])
+)
+"""Queries, window and dtype of each form in a GPU's suite: each case compiles a kernel."""
 
 
 @shapes
@@ -87,6 +91,7 @@ def test_values_and_gradients_match_the_formula(
     assert torch.equal(slow_inference_attention_softcapping(*given, made, LAYER, BSZ, kv_len), inference)
 
 
+@pytest.mark.on_gpus(only=lambda form, q_len, window, dtype, **_: ON_GPUS[form] == (q_len, window, dtype))
 @shapes
 @windows
 @forms

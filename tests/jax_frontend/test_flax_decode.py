@@ -45,6 +45,7 @@ def on_device(device):
 
 
 everywhere = pytest.mark.usefixtures("on_device")
+alike = pytest.mark.on_gpus(only=lambda **_: False)  # flax's layers around calls that other tests make on a GPU
 sampled = pytest.mark.sampled
 
 
@@ -111,6 +112,7 @@ def test_decoding_equals_a_full_causal_forward(options):
 
 
 @everywhere
+@alike
 @pytest.mark.parametrize("normalize_qk", [False, True])
 def test_the_cache_and_the_parameters_are_those_of_flax(normalize_qk):
     x, options = jnp.asarray(X[..., :12]), {"normalize_qk": normalize_qk, "decode": True}
@@ -155,6 +157,7 @@ TABLES = {
 
 
 @everywhere
+@alike
 @sampled
 @pytest.mark.parametrize(
     "names", [("mask", "bias"), ("alibi_slopes",), ("alibi_slopes", "bias"), ("key_ranges",)], ids=str
@@ -178,6 +181,7 @@ def test_tables_of_a_call_cover_the_whole_cache(names):
 
 
 @everywhere
+@alike
 @sampled
 def test_functions_count_queries_in_the_whole_row():
     layer, decoding, params, cache = layers()
@@ -198,6 +202,7 @@ def test_functions_count_queries_in_the_whole_row():
 
 
 @everywhere
+@alike
 @sampled
 @pytest.mark.parametrize("batch", [(), (2, 3), (1, 2)], ids=str)
 def test_a_cache_has_any_number_of_batch_axes(batch):
@@ -249,6 +254,7 @@ def test_a_short_window_reads_its_own_keys_alone(monkeypatch):
 
 
 @everywhere
+@alike
 def test_places_behind_the_index_are_never_read():
     layer, decoding, params, cache = layers()
     expected = layer.apply({"params": params}, X[:, :5])
@@ -258,6 +264,7 @@ def test_places_behind_the_index_are_never_read():
 
 
 @everywhere
+@alike
 def test_one_chunk_has_the_gradients_of_the_forward():
     layer, decoding, params, cache = layers(max_length=SEQ, window=4)
 
@@ -327,6 +334,7 @@ def test_an_exported_step_decodes_with_any_batch():
 
 
 @everywhere
+@alike
 def test_remat_of_a_chunk_has_the_gradients_of_the_forward():
     layer, decoding, params, cache = layers(window=3)
 
@@ -340,6 +348,7 @@ def test_remat_of_a_chunk_has_the_gradients_of_the_forward():
 
 
 @everywhere
+@alike
 def test_each_row_of_a_vmap_has_its_own_index():
     layer, decoding, params, cache = layers((), window=3)
     expected = layer.apply({"params": params}, X)
@@ -355,6 +364,7 @@ def test_each_row_of_a_vmap_has_its_own_index():
 
 
 @everywhere
+@alike
 @sampled
 def test_nnx_decodes_in_a_scan():
     layer = nnx.Attention(HEADS, FEATURES, rngs=flax_nnx.Rngs(0), causal=True, **SIZES)
@@ -373,6 +383,7 @@ def test_nnx_decodes_in_a_scan():
 
 
 @everywhere
+@alike
 def test_a_narrow_cache_rounds_keys_and_values_alone():
     layer = nnx.Attention(HEADS, FEATURES, rngs=flax_nnx.Rngs(0), causal=True, **SIZES)
     layer.init_cache((BATCH, MAX_LENGTH, FEATURES), jnp.bfloat16)

@@ -307,6 +307,7 @@ def by_callbacks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.cuda
+@pytest.mark.on_gpus(only=lambda framework, name, **_: framework == "torch" or name in ("shared prefix", "prefix-LM"))
 @pytest.mark.parametrize("name", LARGE)
 @pytest.mark.parametrize("backend", FLASH)
 @pytest.mark.parametrize("framework", FRAMEWORKS)
@@ -333,6 +334,7 @@ def test_automatic_choice_on_a_gpu(framework: str) -> None:
     call = call_with(
         masks.shared_prefix(2048, [256] * 8),
         **{"dtype": "bfloat16", "q_len": 4096, "kv_len": 4096, "head_dim": 64, "value_dim": 64},
+        **{"num_heads": 2, "num_kv_heads": 1},
     )
     assert judge(framework, call, run(framework, call, None, "cuda", ranges_on_host=True), "cuda").ok
 
@@ -740,31 +742,29 @@ def test_arrays_of_any_layout() -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("given", ["numpy", "on the CPU", "on the GPU"])
-def test_ranges_on_the_host_beside_tensors_on_a_gpu(given: str) -> None:
-    """Eager, compiled and under a transform, with gradients, beside the same ranges on the GPU."""
+def test_ranges_on_the_host_beside_tensors_on_a_gpu() -> None:
+    """Eager, compiled and under a transform, with gradients, beside the same ranges on the GPU. One case for all of
+    them, because the kernels compile once."""
     import torch
 
-    key_ranges: Any = masks.shared_prefix(200, [100, 60, 140])
-    key_ranges = {
-        "numpy": lambda: key_ranges,
-        "on the CPU": lambda: torch.from_numpy(key_ranges),
-        "on the GPU": lambda: torch.from_numpy(key_ranges).cuda(),
-    }[given]()
+    on_host = masks.shared_prefix(200, [100, 60, 140])
+    on_cpu = torch.from_numpy(on_host)
     leaves = [each.cuda().requires_grad_() for each in drawn(500)]
 
-    def loss(q: Any, k: Any, v: Any, ranges: Any = key_ranges, backend: Any = None) -> Any:
+    def loss(q: Any, k: Any, v: Any, ranges: Any, backend: Any = None) -> Any:
         return torch_frontend.attention(q, k, v, key_ranges=ranges, backend=backend).square().sum()
 
-    on_gpu = key_ranges if given == "on the GPU" else torch.as_tensor(key_ranges).cuda()
-    expected = torch.autograd.grad(loss(*leaves, on_gpu, "math"), leaves)
-    torch._dynamo.reset()
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    for actual in (
-        torch.autograd.grad(loss(*leaves), leaves),
-        torch.autograd.grad(loss(*leaves, backend=("xformers", "sdpa_efficient", "math")), leaves),
-        torch.autograd.grad(compiled(*leaves, key_ranges), leaves),
-        torch.func.grad(loss, (0, 1, 2))(*(each.detach() for each in leaves)),
-    ):
-        torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-4)
-    assert torch_frontend.explain(*leaves, key_ranges=key_ranges).backend is not None
+    expected = torch.autograd.grad(loss(*leaves, on_cpu.cuda(), "math"), leaves)
+    several = ("xformers", "sdpa_efficient", "math")
+    for where, key_ranges in {"numpy": on_host, "on the CPU": on_cpu, "on the GPU": on_cpu.cuda()}.items():
+        torch._dynamo.reset()
+        compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+        detached = [each.detach() for each in leaves]
+        for actual in (
+            torch.autograd.grad(loss(*leaves, key_ranges), leaves),
+            torch.autograd.grad(loss(*leaves, key_ranges, several), leaves),
+            torch.autograd.grad(compiled(*leaves, key_ranges), leaves),
+            torch.func.grad(loss, (0, 1, 2))(*detached, key_ranges),
+        ):
+            torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-4, msg=lambda why, at=where: f"{at}: {why}")
+        assert torch_frontend.explain(*leaves, key_ranges=key_ranges).backend is not None

@@ -253,6 +253,8 @@ SIGNATURES: tuple[dict[str, Any], ...] = (
     {"q_len": 2, "alibi": 2, "window": (None, 0)},
 )
 """Calls with constant shapes, for programs that are compiled for each."""
+LEARNED_ON_GPUS = {"torch": SIGNATURES[2:5], "jax": SIGNATURES[4:5]}
+"""Those with gradients in a GPU's suite: every option once. They run as key ranges, for which kernels compile."""
 
 
 @st.composite
@@ -280,6 +282,7 @@ def test_drawn_calls(framework: str, learned: bool) -> None:
     every_call()
 
 
+@pytest.mark.on_gpus(only=lambda fields, learned, framework, **_: not learned or fields in LEARNED_ON_GPUS[framework])
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize("learned", [False, True])

@@ -211,6 +211,7 @@ def test_results_equal_attention_on_each_sequence(backend: str, device: str, fie
             np.testing.assert_allclose(out[queries].astype(np.float32), as_numpy(alone)[0], atol=rough, rtol=rough)
 
 
+@pytest.mark.on_gpus(only=lambda chunk, **_: chunk == 2)
 @pytest.mark.parametrize("chunk", [1, 2, 5])
 @pytest.mark.parametrize("framework", EVERYWHERE, ids=str)
 def test_a_prefill_in_chunks_equals_one_prefill(framework: Framework, chunk: int) -> None:

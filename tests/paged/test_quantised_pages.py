@@ -77,6 +77,9 @@ def test_jax_and_the_bits_of_torch(data: Any) -> None:
 
 
 @pytest.mark.cuda
+@pytest.mark.on_gpus(
+    only=lambda framework, dtype, **_: (framework, dtype) in (("jax", "bfloat16"), ("torch", "float16"))
+)
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("kind", KINDS, ids=" ".join)

@@ -48,6 +48,12 @@ def test_other(case): pass
 @pytest.mark.cuda
 @pytest.mark.parametrize("case", range(7))
 def test_words(case): pass
+
+@pytest.mark.words
+@pytest.mark.on_gpus(only=lambda case: case == 2)
+@pytest.mark.cuda
+@pytest.mark.parametrize("case", range(3))
+def test_chosen(case): pass
 """
 SLOW = {"test_slow", "test_slow_too[0]", "test_slow_too[1]"}
 MANY, OTHERS = {f"test_many[{case}]" for case in range(7)}, {"test_two[0]", "test_two[1]", "test_alone"}
@@ -86,9 +92,9 @@ def test_files_by_name_are_sampled_if_told_so(pytester: pytest.Pytester) -> None
     assert ran(pytester, "--sample", "test_families.py") == ran(pytester)
 
 
-def test_a_gpu_runs_every_fifth_case_that_differs_in_words(pytester: pytest.Pytester) -> None:
-    every = {f"test_words[{case}]" for case in range(7)}
-    assert ran(pytester, "-m", "cuda") == {"test_words[0]", "test_words[5]"}
+def test_a_gpu_runs_every_fifth_case_that_differs_in_words_and_those_that_are_chosen(pytester: pytest.Pytester) -> None:
+    every = {f"test_words[{case}]" for case in range(7)} | {f"test_chosen[{case}]" for case in range(3)}
+    assert ran(pytester, "-m", "cuda") == {"test_words[0]", "test_words[5]", "test_chosen[2]"}
     assert ran(pytester, "--all") >= every and ran(pytester, "-m", "cuda", "test_families.py") == every
 
 

@@ -128,6 +128,9 @@ ENTRIES = {
     "transformers": Entry(transformers),
 }
 every_entry = pytest.mark.parametrize("name", ENTRIES)
+ON_GPUS = ENTRIES.keys() - {"slow_attention", "slow_inference"}
+"""Those of a GPU's suite. The others are "attention, softcap" in the arguments of a host, and compile for as long."""
+on_gpus = pytest.mark.on_gpus(only=lambda name, **_: name in ON_GPUS)
 
 
 @pytest.fixture(autouse=True)
@@ -174,6 +177,7 @@ def close(actual: Any, expected: Any, tolerance: float = 1e-5) -> None:
 
 
 @every_entry
+@on_gpus
 def test_one_graph_for_all_lengths_and_batches(entry: Entry, device: str) -> None:
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(entry.call, fullgraph=True, dynamic=True, backend=counter)
@@ -186,6 +190,7 @@ def test_one_graph_for_all_lengths_and_batches(entry: Entry, device: str) -> Non
 
 
 @every_entry
+@on_gpus
 def test_lengths_not_marked_dynamic_compile_once_more(entry: Entry, device: str) -> None:
     counter = CompileCounter()
     compiled = torch.compile(entry.call, fullgraph=True, backend=counter)
@@ -231,6 +236,7 @@ class Called(nn.Module):
 
 
 @every_entry
+@on_gpus
 def test_export(name: str, entry: Entry, device: str) -> None:
     strict = name in ("attention", "run_attention", "module")  # through Dynamo, which the tests above are about
     first, second, *_ = lengths(entry)
@@ -249,6 +255,7 @@ def test_export(name: str, entry: Entry, device: str) -> None:
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @every_entry
+@on_gpus
 def test_checkpointing_runs_the_same_backend_twice(
     entry: Entry, device: str, use_reentrant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -273,6 +280,7 @@ def test_checkpointing_runs_the_same_backend_twice(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @every_entry
+@on_gpus
 def test_autocast_is_that_of_torchs_own_attention(entry: Entry, device: str, dtype: Any) -> None:
     tensors = qkv(device, *lengths(entry)[0])
     halves = [tensor.to(dtype).requires_grad_() for tensor in tensors]
@@ -325,6 +333,7 @@ def test_autocast_casts_a_bias_and_no_mask(device: str) -> None:
 
 
 @every_entry
+@on_gpus
 def test_transforms_of_torch_func(entry: Entry, device: str) -> None:
     sizes = lengths(entry)[0]
     rows = [torch.stack(parts) for parts in zip(*(qkv(device, *sizes) for _ in range(2)))]
@@ -352,6 +361,7 @@ def test_transforms_of_torch_func(entry: Entry, device: str) -> None:
 
 
 @every_entry
+@on_gpus
 def test_forward_mode(entry: Entry, device: str) -> None:
     """Against reverse mode: <cotangent, J tangent> = <J' cotangent, tangent>."""
     primals = tuple(qkv(device, *lengths(entry)[0]))
@@ -381,6 +391,7 @@ def test_forward_mode(entry: Entry, device: str) -> None:
 
 
 @every_entry
+@on_gpus
 def test_an_output_beside_its_tangent_has_a_gradient(entry: Entry, device: str) -> None:
     """As a loss that compares an output with a constant that its tangent gives."""
     if not entry.learns or entry.torchs:
@@ -397,6 +408,7 @@ def test_an_output_beside_its_tangent_has_a_gradient(entry: Entry, device: str) 
 
 
 @every_entry
+@on_gpus
 def test_second_derivatives_are_refused_in_words(entry: Entry, device: str) -> None:
     if not entry.learns or (entry.torchs and device == "cuda"):
         return  # torch's own function has second derivatives as plain operations
@@ -417,6 +429,7 @@ def test_second_derivatives_are_refused_in_words(entry: Entry, device: str) -> N
 
 
 @every_entry
+@on_gpus
 def test_second_derivatives_of_a_sum_are_refused_if_one_term_has_none(entry: Entry, device: str) -> None:
     """The other term must not be returned alone, whichever term contains the attention."""
     if not entry.learns or entry.torchs:
@@ -431,6 +444,7 @@ def test_second_derivatives_of_a_sum_are_refused_if_one_term_has_none(entry: Ent
 
 
 @every_entry
+@on_gpus
 def test_a_graph_can_be_kept(entry: Entry, device: str) -> None:
     """``retain_graph=True``: two losses of one forward, one after the other."""
     if not entry.learns:
@@ -539,6 +553,7 @@ def test_mapped_backwards(device: str) -> None:
 
 
 @every_entry
+@on_gpus
 def test_without_gradients(entry: Entry, device: str) -> None:
     tensors = qkv(device, *lengths(entry)[0])
     expected = entry.call(*tensors).detach()
