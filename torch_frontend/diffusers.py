@@ -17,7 +17,7 @@ import torch.nn.functional as functional
 from torch.jit._builtins import _register_builtin
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
-from torch_frontend.dispatch.replacement import Replacement
+from attn_core.dropins.replacement import Replacement
 from torch_frontend.dispatch.tensor_kinds import PLAIN
 from torch_frontend.finetrainers.dispatch import attention_dispatch
 

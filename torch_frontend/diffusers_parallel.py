@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from attn_core.dropins.replacement import Replacement
 from attn_core.errors import SpecError
-from torch_frontend.dispatch.replacement import Replacement
 
 __all__ = ["install", "installed", "is_installed", "uninstall"]
 

@@ -13,16 +13,15 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from difflib import get_close_matches
 from enum import StrEnum
-from threading import Lock
 from typing import Any, NamedTuple
 
 from attn_core import backends
-from attn_core.call.after_fork import free_in_children
 from attn_core.call.arguments import ArrayFacts, check_qkv
 from attn_core.call.options import check_flag
 from attn_core.call.seq_info import SeqInfo, is_host_int
 from attn_core.call.tensors import dtype_name
 from attn_core.dropins.flash_attn.arguments import distances
+from attn_core.dropins.replacement import Replacement
 from attn_core.errors import DTypeError, ShapeError, SpecError, shown
 from attn_core.selection import Target, override
 
@@ -124,8 +123,20 @@ ROTATE_METHODS: Mapping[str, str] = {"allgather": "all_gather", "alltoall": "rin
 
 may_share = False
 """Whether a block with a mesh may be active in some thread. Compiled code cannot see the context, but this."""
-_sharing_blocks: set[object] = set()
-_sharing = free_in_children(Lock())
+
+
+def _announce_sharing() -> Callable[[], None]:
+    global may_share  # a hint that is true too long at worst; ``active_rows`` belongs to the thread or task
+    may_share = True
+    return _end_sharing
+
+
+def _end_sharing() -> None:
+    global may_share
+    may_share = False
+
+
+_sharing = Replacement(_announce_sharing)
 
 
 def shared_rows(mesh: Any, convert_to_fp32: Any, rotate_method: Any) -> SharedRows | None:
@@ -159,27 +170,11 @@ def provided(
         _active.set(chosen)
         _shared.set(shared)
         # No names for native: automatic choice, also inside a block that names backends.
-        with use_backend(*chosen.kernels), nullcontext() if shared is None else _counted():
+        with use_backend(*chosen.kernels), nullcontext() if shared is None else _sharing.installed():
             yield chosen
     finally:
         _active.set(before[0])
         _shared.set(before[1])
-
-
-@contextmanager
-def _counted() -> Iterator[None]:
-    """Sets ``may_share`` until the last block with a mesh has ended."""
-    global may_share  # a hint that is true too long at worst; ``active_rows`` belongs to the thread or task
-    block = object()
-    try:
-        with _sharing:
-            _sharing_blocks.add(block)
-            may_share = True
-        yield
-    finally:
-        with _sharing:
-            _sharing_blocks.discard(block)
-            may_share = bool(_sharing_blocks)
 
 
 def active_rows() -> SharedRows | None:

@@ -28,7 +28,6 @@ BOUNDS: dict[str, int | str] = {
     "attn_core.backends.shared.first_call:_compiled": 2**15,
     "attn_core.backends.shared.programs.triton:_compiled": "the kernels that Triton keeps compiled",
     "attn_core.backends.shared.programs.triton:_launches": 4096,
-    "attn_core.dropins.finetrainers:_sharing_blocks": "the blocks that are running",
     "attn_core.paged.step:_TICKETS": "the block tables that are alive",
     "jax_frontend.bridge.compiled_lane:_compile_seconds": 1000,
     "jax_frontend.bridge.compiled_lane:_functions": 1000,

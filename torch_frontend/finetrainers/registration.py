@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from attn_core.dropins.finetrainers import NATIVE, OPTIONS, DispatchCall, shared_rows, stated_provider
-from torch_frontend.dispatch.replacement import Replacement
+from attn_core.dropins.replacement import Replacement
 from torch_frontend.finetrainers.call import check_mesh, run_over_ranks
 from torch_frontend.finetrainers.dispatch import attention_dispatch
 

@@ -11,8 +11,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from attn_core.dropins.replacement import Replacement
 from attn_core.errors import SpecError
-from torch_frontend.dispatch.replacement import Replacement
 from torch_frontend.unsloth.dispatch import run_attention, select_attention_backend
 from torch_frontend.unsloth.softcapping import slow_attention_softcapping, slow_inference_attention_softcapping
 

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from attn_core.call.kinds import check_size
-from attn_core.call.seq_info import is_host_int
 from attn_core.errors import DTypeError, ShapeError, SpecError, shown
 from torch_frontend.dispatch.plan import check_tensor
 from torch_frontend.recomputed import attention_of_layer as attention
@@ -49,14 +48,15 @@ class PositionMask:
 
 def create_flex_attention_causal_mask(max_seq_length: int = 8192) -> PositionMask:
     """Returns a mask in which each query sees the keys up to its own position."""
-    return PositionMask(_check_positive("max_seq_length", max_seq_length))
+    check_size("max_seq_length", max_seq_length, 1)
+    return PositionMask(max_seq_length)
 
 
 def create_flex_attention_sliding_window_mask(max_seq_length: int = 8192, sliding_window: int = 4096) -> PositionMask:
     """Returns a mask in which each query sees ``sliding_window`` keys, its own included; the host's shows one more."""
-    return PositionMask(
-        _check_positive("max_seq_length", max_seq_length), _check_positive("sliding_window", sliding_window)
-    )
+    check_size("max_seq_length", max_seq_length, 1)
+    check_size("sliding_window", sliding_window, 1)
+    return PositionMask(max_seq_length, sliding_window)
 
 
 def slow_attention_softcapping(
@@ -109,12 +109,6 @@ def slow_inference_attention_softcapping(
     """Computes ``slow_attention_softcapping`` without gradients; ``kv_len`` is its ``q_len``."""
     with torch.no_grad():
         return slow_attention_softcapping(Q, K, V, causal_mask, self, bsz, kv_len)
-
-
-def _check_positive(name: str, value: Any) -> int:
-    if not is_host_int(value) or value <= 0:
-        raise SpecError(f"{name}: expected an int of 1 or more, got {shown(value)}")
-    return int(value)
 
 
 def _config_number(layer: Any, name: str) -> float:
