@@ -60,7 +60,7 @@ def check_tables(cos: ArrayFacts, sin: ArrayFacts, x: ArrayFacts, names: tuple[s
     if len(cos.shape) != 2 or 0 in cos.shape:
         raise ShapeError(f"{names[0]}: expected [max_positions, rotary_dim / 2], got {list(cos.shape)}")
     if sin.shape != cos.shape:
-        raise ShapeError(f"{names[1]}: expected the shape of cos, {list(cos.shape)}, got {list(sin.shape)}")
+        raise ShapeError(f"{names[1]}: expected the shape of {names[0]}, {list(cos.shape)}, got {list(sin.shape)}")
     if 2 * cos.shape[1] > x.shape[-1]:
         raise ShapeError(
             f"{names[0]}: expected at most {x.shape[-1] // 2} angles for a head_dim of {x.shape[-1]}, got "

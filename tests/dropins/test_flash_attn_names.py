@@ -567,7 +567,7 @@ BAD_CACHES: list[tuple[dict[str, Any], type[Exception], str]] = [
     (new(), SpecError, r"^cache_seqlens: expected the tokens in the cache"),
     (angles(4), SpecError, r"^rotary_cos: expected k and v with it"),
     ({**new(), "cache_seqlens": 3, "rotary_cos": draw(9, 4)}, SpecError, r"^rotary_sin: expected an array beside"),
-    ({**new(), "cache_seqlens": 3, **angles(5)}, ShapeError, r"^rotary_cos: .*head_dim 8, got \[9, 5\]"),
+    ({**new(), "cache_seqlens": 3, **angles(5)}, ShapeError, r"^rotary_cos: .*head_dim of 8, got 5"),
     ({**new(), "cache_seqlens": ints(3, 5), **angles(4, 5)}, SpecError, r"^rotary_cos: expected at least 6 positions"),
     ({"cache_seqlens": ints(3, 8)}, SpecError, r"^cache_seqlens\[1\]=8: expected 0 to 7 tokens"),
     ({**new(2), "cache_seqlens": ints(-1, 3)}, SpecError, r"^cache_seqlens\[0\]=-1: expected 0 to 5 .*2 new"),

@@ -355,7 +355,7 @@ APPEND |= {
     "angles of another shape": Bad(
         {"rotary": lambda f: (f.zeros(9, 4), f.zeros(8, 4))},
         ShapeError,
-        r"^rotary\[1\]: expected the shape of cos, \[9, 4\]",
+        r"^rotary\[1\]: expected the shape of rotary\[0\], \[9, 4\]",
     ),
     "angles of ints": Bad(
         {"rotary": angles(9, 4, dtype="int32")}, DTypeError, r"^rotary\[0\]: expected one of .*, got int32"

@@ -18,7 +18,9 @@ from attn_core.call.seq_info import is_host_int
 from attn_core.dropins.flash_attn.arguments import CACHE
 from attn_core.dropins.flash_attn.documents import places_in_documents
 from attn_core.dropins.flash_attn.frontend import Frontend
-from attn_core.errors import DeviceError, DTypeError, ShapeError, SpecError
+from attn_core.errors import DTypeError, ShapeError, SpecError
+from attn_core.paged.arguments import check_one_place
+from attn_core.paged.rotary import check_tables
 
 
 class Cached(NamedTuple):
@@ -81,11 +83,7 @@ def check_facts(call: Cached, table: str = "block_table") -> None:
         call: of ``ArrayFacts``.
         table: the name of ``block_table`` for the caller.
     """
-    for name, facts in call._asdict().items():
-        if facts is not None and facts.device != call.q.device:
-            raise DeviceError(
-                f"{_shown(name, table)}: expected the device of q ({call.q.device}), got {facts.device}; move it there"
-            )
+    check_one_place({_shown(name, table): facts for name, facts in call._asdict().items()}, "q")
     packed = call.cu_seqlens_q is not None
     if len(call.q.shape) != (3 if packed else 4):
         axes = "[tokens, heads, head_dim] with cu_seqlens_q" if packed else "[batch, seqlen_q, heads, head_dim]"
@@ -100,7 +98,7 @@ def check_facts(call: Cached, table: str = "block_table") -> None:
     if call.k is not None:
         _check_new(call, batch)
     if call.rotary_cos is not None:
-        _check_rotary(call.rotary_cos, call.rotary_sin, call.q)
+        check_tables(call.rotary_cos, call.rotary_sin, call.q, ("rotary_cos", "rotary_sin"))
 
 
 def _shown(name: str, table: str) -> str:
@@ -161,18 +159,6 @@ def _check_new(call: Cached, batch: int) -> None:
         if tuple(getattr(call, name).shape) != expected:
             text = "[" + ", ".join(map(str, expected)) + "]"
             raise ShapeError(f"{name}: expected shape {text}, got {list(getattr(call, name).shape)}")
-
-
-def _check_rotary(cos: ArrayFacts, sin: ArrayFacts, q: ArrayFacts) -> None:
-    if len(cos.shape) != 2 or 0 in cos.shape:
-        raise ShapeError(f"rotary_cos: expected [positions, rotary_dim / 2], got {list(cos.shape)}")
-    if 2 * cos.shape[1] > q.shape[-1]:
-        raise ShapeError(
-            f"rotary_cos: expected [positions, rotary_dim / 2] with rotary_dim up to the head_dim {q.shape[-1]}, got "
-            f"{list(cos.shape)}, a rotary_dim of {2 * cos.shape[1]}"
-        )
-    if sin.shape != cos.shape:
-        raise ShapeError(f"rotary_sin: expected the shape of rotary_cos, {list(cos.shape)}, got {list(sin.shape)}")
 
 
 def check_values(call: Cached, tables: tuple[Any, ...], capacity: int, new: int) -> None:
