@@ -45,7 +45,8 @@ CALLS = {
 }
 
 OF_FLEX = ("bits", "hides", "both, with tables")
-"""The calls to FlexAttention on a GPU: all kinds of arrays and operations."""
+"""The calls to FlexAttention on a GPU: all kinds of arrays and operations. In a GPU's suite other backends have these, and
+those with learned arrays."""
 
 
 def on(device: str, framework: str, backend: str) -> None:
@@ -53,6 +54,7 @@ def on(device: str, framework: str, backend: str) -> None:
         pytest.skip(reason)
 
 
+@pytest.mark.on_gpus(only=lambda name, **_: name in OF_FLEX or "learned" in name)
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize("backend", ["math", "jax_xla", "flex"])
 @pytest.mark.parametrize("name", CALLS)

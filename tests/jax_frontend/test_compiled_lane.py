@@ -475,7 +475,6 @@ CALLS: list[dict[str, Any]] = [
     {"packed": True, "window": (5, 3)},
     {"sinks": True, "causal": True},
     {"sinks": True, "dim": 72, "window": (5, 3)},
-    {"dim": 192, "value_dim": 128, "causal": True},
     {"key_ranges": masks.prefix_lm([70], 150), "heads": (6, 2)},
     *FUNCTIONS[:-1],
 ]
@@ -492,6 +491,7 @@ ALIKE: list[dict[str, Any]] = [
     {"causal": True, "window": 17, "deterministic": True},
     {"dim": 128, "causal": True, "dtype": "float16"},
     {"dim": 96, "heads": (4, 4)},
+    {"dim": 192, "value_dim": 128, "causal": True},
     {"dim": 192, "value_dim": 128, "heads": (4, 4), "causal": True, "deterministic": True},
     {"dim": 64, "value_dim": 32, "causal": True},
     {"key_ranges": masks.global_and_window(9, (40, 20), 150), "dim": 128, "causal": True},

@@ -76,6 +76,7 @@ def nnx_layer(params, in_features=FEATURES, **options):
 
 
 @everywhere
+@pytest.mark.on_gpus(only=lambda options, **_: "softcap" in options)
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: ",".join(options) or "plain")
 def test_linen_and_nnx_agree_forward_and_backward(options):
     x = normal(0, BATCH, SEQ, FEATURES)
@@ -115,6 +116,7 @@ def test_parameters_and_results_equal_those_of_flax(cross):
 
 
 @everywhere
+@pytest.mark.on_gpus(only=lambda options, **_: "softcap" in options)
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: ",".join(options) or "plain")
 def test_packed_documents_equal_separate_rows(options):
     lengths = [3, 0, 5, 1]
