@@ -45,8 +45,10 @@ CALLS = {
 }
 
 OF_FLEX = ("bits", "hides", "both, with tables")
-"""The calls to FlexAttention on a GPU: all kinds of arrays and operations. In a GPU's suite other backends have these, and
-those with learned arrays."""
+"""The calls to FlexAttention on a GPU: all kinds of arrays and operations.
+
+In a GPU's suite other backends have these and those of learned arrays.
+"""
 
 
 def on(device: str, framework: str, backend: str) -> None:
