@@ -53,10 +53,11 @@ def attend(
         return _attend_with_ranges(q, k, v, key_ranges, options, backend) if is_alone else None
     others: tuple[Any, ...] = tables
     if seq_info is not None:
-        packed = None if is_observed() else _with_documents(Inputs(q, k, v, *tables), seq_info, options)
-        if packed is None:
+        # The general path exchanges the axes of another layout first.
+        documents = None if is_observed() or options[-1] != "bshd" else _documents(q, k, v, seq_info)
+        if documents is None:
             return None
-        (*_, queries, keys), longest = packed[0][:9], packed[1]
+        queries, keys, *longest = documents
         others, options = (*tables, queries, keys), (*options, *longest)
     run = find(prepare, q, k, v, others, options, backend)
     if run is None:
@@ -67,19 +68,15 @@ def attend(
     return empty_rows.finish_results(results, Inputs(q, k, v, *others), seq_info)
 
 
-def _with_documents(inputs: Inputs, seq_info: Any, options: tuple[Any, ...]) -> tuple[Inputs, offsets.Longest] | None:
-    """Returns the inputs with complete offsets, and the longest documents; None for documents that are not valid."""
-    q, k = inputs[:2]
-    layout = options[-1]
+def _documents(q: Any, k: Any, v: Any, seq_info: Any) -> tuple[Tensor, Tensor, Any, Any] | None:
+    """Returns complete offsets of q and of k, and their longest documents; None for documents that are not valid."""
     try:
-        if layout != "bshd":  # the general path exchanges the axes first
-            return None
         if type(seq_info) is SeqInfo and q.dim() >= 3 and k.dim() >= 3:
             info = seq_info.known_conversion((q.device, q.shape[-3], k.shape[-3]))  # from an earlier call
             if info is not None:
-                inputs = inputs._replace(cu_seqlens_q=info.cu_seqlens_q, cu_seqlens_k=info.cu_seqlens_k)
-                return inputs, (info.max_len_q, info.max_len_k)
-        return offsets.attach_complete(SeqInfo.coerce(seq_info), inputs)  # type: ignore[arg-type]
+                return info.cu_seqlens_q, info.cu_seqlens_k, info.max_len_q, info.max_len_k
+        inputs, longest = offsets.attach_complete(SeqInfo.coerce(seq_info), Inputs(q, k, v))  # type: ignore[arg-type]
+        return inputs.cu_seqlens_q, inputs.cu_seqlens_k, *longest
     except Exception:  # the general path raises the error again, or the one that comes before it
         return None
 
@@ -99,22 +96,23 @@ def prepare(request: Request) -> Prepared | None:
     given, entries = len(request.entries), Inputs(*request.entries)
     entries = _exchanged(entries) if heads_first else entries
     call_plan = _plan(entries, options, request, bool(needs.bias))
-    how = request.needs != 0 and not request.trains, given, heads_first
+    on_host = entries.q[2].type == "cpu"
+    run = _run_dense if given == 3 else _run_on_documents_of_host if call_plan.spec.packed and on_host else _run
+    # Autograd can differentiate a shortcut, so only a call without one needs our autograd function.
+    records = request.needs != 0 and not request.trains
     reads: Any = None
     if given == 5:  # mask and bias beside operations of torch
         reads = "others"
-    elif given > 5 and entries.q[2].type == "cpu":
+    elif given > 5 and on_host:
         reads = "all"
-    return Prepared(_build(call_plan, *how), partial(_build_in_ranges, call_plan, *how), reads)
+    how = run, records, heads_first
+    return Prepared(_build(call_plan, *how), lambda: _build(in_ranges(call_plan), *how), reads)
 
 
-def _build(call_plan: Plan, records: bool, given: int, heads_first: bool) -> Run:
-    run = _runner(call_plan, records, given)
-    return _in_heads_first(call_plan, run) if heads_first else run
-
-
-def _build_in_ranges(call_plan: Plan, *how: Any) -> Run:
-    return _build(in_ranges(call_plan), *how)
+def _build(call_plan: Plan, run: Run, records: bool, heads_first: bool) -> Run:
+    """Returns what runs a plan: ``run(call_plan, records, *tensors)``, in the caller's layout."""
+    bound = partial(run, call_plan, records)
+    return _in_heads_first(call_plan, bound) if heads_first else bound
 
 
 def _plan(entries: Inputs, options: Options, request: Request, bias_gradient: bool) -> Plan:
@@ -131,19 +129,8 @@ def _plan(entries: Inputs, options: Options, request: Request, bias_gradient: bo
     return plans(metadata, options, request.needs != 0, bias_gradient, request.requested)
 
 
-def _runner(call_plan: Plan, records: bool, given: int) -> Run:
-    """Returns what runs a plan on the first ``given`` fields of ``Inputs``, with the results of ``attention``.
-
-    Args:
-        records: whether autograd must record the call. It can differentiate a shortcut, so only a call without one
-            needs our autograd function.
-    """
-    if given == 3:
-        return partial(_run_dense, call_plan, records)  # named arguments, which are faster
-    return partial(_run_on_documents if call_plan.spec.packed else _run, call_plan, records)
-
-
 def _run_dense(call_plan: Plan, records: bool, q: Tensor, k: Tensor, v: Tensor) -> Any:
+    """Runs a call on q, k and v alone, the one whose overhead matters most."""
     shortcut, spec = call_plan.shortcut, call_plan.spec
     try:
         results = None if shortcut is None else shortcut(q, k, v)
@@ -157,24 +144,24 @@ def _run_dense(call_plan: Plan, records: bool, q: Tensor, k: Tensor, v: Tensor) 
     return results if spec.return_lse else results[0]
 
 
-def _run(call_plan: Plan, records: bool, *tensors: Any) -> Any:
+def _run(call_plan: Plan, records: bool, q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Any, *others: Any) -> Any:
+    """Runs a call on mask and bias as well, and on the fields of ``Inputs`` behind them, if there are more."""
     shortcut, spec = call_plan.shortcut, call_plan.spec
     try:
         results = None
         if shortcut is not None:
-            q, k, v, mask, bias, *_ = tensors
             results = shortcut(q, k, v) if mask is bias is None else shortcut(q, k, v, mask, bias)
         if results is None:
             if records:
-                return autograd.AttentionFunction.apply(call_plan, *tensors)
-            results = run_forward(call_plan, Inputs(*tensors))
+                return autograd.AttentionFunction.apply(call_plan, q, k, v, mask, bias, *others)
+            results = run_forward(call_plan, Inputs(q, k, v, mask, bias, *others))
     except Exception as error:
-        note_failure(error, call_plan, *tensors[:3])
+        note_failure(error, call_plan, q, k, v)
         raise
     return results if spec.return_lse else results[0]
 
 
-def _run_on_documents(call_plan: Plan, records: bool, *tensors: Any) -> Any:
+def _run_on_documents_of_host(call_plan: Plan, records: bool, *tensors: Any) -> Any:
     check_offsets(call_plan.spec, Inputs(*tensors))
     return _run(call_plan, records, *tensors)
 
@@ -243,17 +230,25 @@ def _prepare_with_ranges(request: Request) -> Prepared | None:
         return None
     q, k, v, ranges = request.entries
     assert q is not None and ranges is not None
-    device = q[2] if ranges[2].type == "cpu" else ranges[2]  # ranges on the host are copied
-    entries = Inputs(q, k, v, key_ranges=(*ranges[:2], device))
+    device, on_host = q[2], ranges[2].type == "cpu"
+    entries = Inputs(q, k, v, key_ranges=(*ranges[:2], device if on_host else ranges[2]))  # those on the host move
     records = request.needs != 0
     metadata, names = entries[: len(Arrays._fields)], requested_names(request.requested)
     arguments = (metadata, options, records, False, names, None)
     plan.request(*arguments)  # raises the error of a call that is not valid
+    of_content = partial(in_parts.plan_of_content, arguments)
+    usual = None if on_host else plan.plan(*arguments)
 
     def build(watched: Callable[[Plan], Plan]) -> Run:
+        watched_usual = usual and watched(usual)
+
         def run(q: Tensor, k: Tensor, v: Tensor, key_ranges: Tensor) -> Any:
-            call_plan, inputs = in_parts.resolve(arguments, Inputs(q, k, v, key_ranges=key_ranges))
-            call_plan = watched(call_plan)
+            if watched_usual is not None:
+                call_plan = watched_usual
+            else:
+                found, key_ranges = in_parts.planned(of_content, key_ranges, device)
+                call_plan = watched(found)
+            inputs = Inputs(q, k, v, None, None, None, None, None, None, key_ranges)
             if records:
                 return autograd.AttentionFunction.apply(call_plan, *inputs)
             results = run_forward(call_plan, inputs)

@@ -105,6 +105,8 @@ def append_kv(
     # In the order of Places, as the op has them.
     where = (block_table, seq_lens, cu_seqlens_q, slot_mapping, cos, sin, positions, rotary_interleaved)
     scales = k_scales, v_scales
+    if k_scales is v_scales is None and _repeated(k_pages, v_pages, k, v, *where):
+        return k_pages, v_pages
     if torch.compiler.is_compiling():
         named: dict[str, Any] = {"k_pages": k_pages, "v_pages": v_pages, "k": k, "v": v, COS: cos, SIN: sin}
         for name, tensor in (named | {"k_scales": k_scales, "v_scales": v_scales}).items():
@@ -118,7 +120,7 @@ def append_kv(
         check_appended(k_pages, v_pages, k, v, places, scales)
         torch.ops.attn.append_kv(k_pages, v_pages, k, v, *places, *scales)
     else:
-        append(k_pages, v_pages, k, v, *where, *scales)
+        _append(k_pages, v_pages, k, v, Places(*where), scales)
     if k_scales is v_scales is None:
         return k_pages, v_pages
     return (k_pages, v_pages, *[each for each in scales if each is not None])
@@ -141,16 +143,37 @@ def append(
     v_scales: Any = None,
 ) -> None:
     """Checks the arguments of ``append_kv``, rotates k, and writes k and v into the pages, in place."""
-    where = (block_table, seq_lens, cu_seqlens_q, slot_mapping, cos, sin, positions)
-    if k_scales is v_scales is None:  # a call like an earlier one runs what that one prepared
-        one_token_each = cu_seqlens_q is slot_mapping is cos is sin is positions is None
-        others = (v, block_table, seq_lens) if one_token_each else (v, *where)
-        write = find(_prepare, k_pages, v_pages, k, others, (interleaved,), None)
-        if write is not None and write(k_pages, v_pages, k, *others):
-            return
+    where = (block_table, seq_lens, cu_seqlens_q, slot_mapping, cos, sin, positions, interleaved)
+    if not (k_scales is v_scales is None and _repeated(k_pages, v_pages, k, v, *where)):
+        _append(k_pages, v_pages, k, v, Places(*where), (k_scales, v_scales))
+
+
+def _repeated(
+    k_pages: Any,
+    v_pages: Any,
+    k: Any,
+    v: Any,
+    block_table: Any,
+    seq_lens: Any,
+    cu_seqlens_q: Any,
+    slot_mapping: Any,
+    cos: Any,
+    sin: Any,
+    positions: Any,
+    interleaved: bool,
+) -> bool:
+    """Runs what a call like an earlier one prepared; returns whether it wrote k and v."""
+    others: tuple[Any, ...] = (v, block_table, seq_lens)
+    if not (cu_seqlens_q is slot_mapping is cos is sin is positions is None):
+        others = (*others, cu_seqlens_q, slot_mapping, cos, sin, positions)
+    write = find(_prepare, k_pages, v_pages, k, others, (interleaved,), None)
+    return write is not None and write(k_pages, v_pages, k, *others)
+
+
+def _append(k_pages: Any, v_pages: Any, k: Any, v: Any, places: Places, scales: tuple[Any, Any]) -> None:
     for name, tensor in (("k_pages", k_pages), ("k", k)):
         plan.check_tensor(name, tensor)
-    places, scales = gather(k, k_pages, Places(*where, interleaved)), (k_scales, v_scales)
+    places = gather(k, k_pages, places)
     check_appended(k_pages, v_pages, k, v, places, scales)
     if k.shape[0] == 0:
         return
