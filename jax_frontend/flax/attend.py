@@ -64,10 +64,13 @@ def attend(
         return _attend_in_pages(layer, projections, x, context, call, call.pages)
     if call.store is not None:
         _check_decode(layer, context, call)
-    seq_info = SeqInfo.coerce(call.given.get("seq_info"))
-    if seq_info is not None:
+    seq_info, batch = SeqInfo.coerce(call.given.get("seq_info")), x.shape[:-2]
+    packed = seq_info is not None
+    check_layer_inputs(x.shape, None if context is None else context.shape, packed=packed, any_batch=True)
+    if packed:
         call = call._replace(given={**call.given, "seq_info": seq_info})
-    batch, call = _folded(x, context, call, seq_info is not None)
+    else:
+        call = fold_tables(call, batch, x.shape[-2])
     queries = _as_rows(x)
     positions = rotary_positions(call.positions, call.given, rotary=layer.rotary is not None)
     positions = None if positions is None else as_array("positions", positions)
@@ -93,15 +96,6 @@ def attend(
         call.store.write(extended)  # after the attention, so that a refused call leaves the cache as it was
     out = projections.out(heads)
     return out.reshape(*x.shape[:-1], out.shape[-1])
-
-
-def _folded(
-    x: jax.Array, context: jax.Array | None, call: LayerCall, packed: bool
-) -> tuple[tuple[int, ...], LayerCall]:
-    """Returns the batch axes of x, and the call with tables of one batch axis."""
-    check_layer_inputs(x.shape, None if context is None else context.shape, packed=packed, any_batch=True)
-    batch = x.shape[:-2]
-    return batch, call if packed else fold_tables(call, batch, x.shape[-2])
 
 
 def _as_rows(x: jax.Array) -> jax.Array:
