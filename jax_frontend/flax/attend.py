@@ -32,7 +32,6 @@ from attn_core.paged.step import Pages, Step, check_paged_layer
 from jax_frontend.context_parallel import layers as context_layers
 from jax_frontend.dispatch.partitioning import split_as
 from jax_frontend.dispatch.plan import as_array, is_on_host, ranges_as_array
-from jax_frontend.flax.batch_axes import fold_tables
 from jax_frontend.flax.layer import (
     Cache,
     LayerCall,
@@ -40,6 +39,7 @@ from jax_frontend.flax.layer import (
     Projections,
     attend_to_heads,
     check_precision,
+    fold_tables,
     token_positions,
 )
 from jax_frontend.paged.append import append_kv

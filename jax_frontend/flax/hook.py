@@ -22,8 +22,7 @@ from attn_core.call.seq_info import SeqInfo
 from attn_core.errors import ShapeError, SpecError, shown
 from jax_frontend.attention import attention
 from jax_frontend.dispatch.plan import as_array, check_array
-from jax_frontend.flax.batch_axes import four_axes, row_positions
-from jax_frontend.flax.layer import Rotary, check_precision, token_positions
+from jax_frontend.flax.layer import Rotary, check_precision, four_axes, row_positions, token_positions
 
 _ARRAYS = ("alibi_slopes", "sinks", "seq_info")  # compared by identity, see _identity
 
