@@ -197,6 +197,18 @@ def in_xla(step: Any, results: Any, *operands: Any) -> Any:
         return jax.jit(lambda *x: jax.ffi.ffi_call(step.target, results)(*x, **step.attributes()))(*operands)
 
 
+def test_sinks_and_their_gradient_are_not_rounded_to_the_dtype_of_q() -> None:
+    spec = replace(SMALL, dtype="bfloat16", sinks=True, return_lse=True, needs_backward=True)
+    program = operator_program.program(FUNCTIONS, spec, "backward", device="cpu")
+    kinds = {buffer.name: buffer.dtype for buffer in program.buffers}
+    assert kinds["dq"] == "bfloat16" and kinds["sinks"] == kinds["dsinks"] == "float32"
+    (step,) = program.steps
+    text = step.attributes()["operators"]
+    assert (
+        "aten::neg" in text and "_to_copy" not in text[text.index("aten::masked_fill Scalar") :]
+    )  # the last operators
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("direction", ["forward", "backward"])

@@ -36,7 +36,7 @@ from attn_core.backends.shared.cached_once import cached_once
 from attn_core.backends.shared.kernel_limits import GRID_LIMIT
 from attn_core.backends.shared.pages import flash_paged
 from attn_core.backends.shared.programs import operator_program
-from attn_core.backends.shared.programs.kernel_programs import KernelProgram
+from attn_core.backends.shared.programs.kernel_programs import KernelProgram, operands_in_float32
 from attn_core.backends.shared.rewrites import readable, writable
 from attn_core.backends.support import Build, Support, no_backward
 from attn_core.call.masks import band
@@ -449,3 +449,4 @@ KERNEL = rewrites.Kernel(_forward, _backward, lambda dim: width_of(dim, build().
 FP8 = KERNEL._replace(forward=_fp8_forward, width=lambda dim: width_of(dim, build().head_dims, 16))
 forward, backward = partial(rewrites.forward, KERNEL), partial(rewrites.backward, KERNEL)
 OPERATOR_FUNCTIONS = operator_program.Functions(forward, backward, True, _forward_without_memory)
+program_operands = operands_in_float32

@@ -25,6 +25,7 @@ from attn_core.backends.shared.autograd import recording, without_gradient
 from attn_core.backends.shared.cached_once import cached_once
 from attn_core.backends.shared.incoming_gradients import copy_other_layouts
 from attn_core.backends.shared.programs import operator_program
+from attn_core.backends.shared.programs.kernel_programs import operands_in_float32
 from attn_core.backends.shared.programs.operator_recorder import outside
 from attn_core.backends.support import Build, Support
 from attn_core.call.spec import AttentionSpec
@@ -167,6 +168,7 @@ def _without_memory(op: Any, arguments: dict[str, Any]) -> Any:
 
 OPERATOR_FUNCTIONS = operator_program.Functions(forward, backward, fake_results=_without_memory)
 program, program_refuses = partial(operator_program.program, OPERATOR_FUNCTIONS), operator_program.refuses
+program_operands = operands_in_float32
 
 
 def _forward(spec: AttentionSpec, inputs: Inputs, into: Any) -> tuple[Any, Any]:

@@ -24,6 +24,7 @@ from attn_core.backends.shared import aten_masks, kernel_limits, rewrites
 from attn_core.backends.shared.autograd import without_gradient
 from attn_core.backends.shared.incoming_gradients import copy_unaligned
 from attn_core.backends.shared.programs import operator_program
+from attn_core.backends.shared.programs.kernel_programs import operands_in_float32
 from attn_core.backends.shared.rewrites import whole_eights
 from attn_core.backends.support import Build, Support
 from attn_core.call.masks import Band
@@ -256,3 +257,4 @@ forward = without_gradient(partial(rewrites.forward, KERNEL))
 backward = without_gradient(partial(rewrites.backward, KERNEL))
 OPERATOR_FUNCTIONS = operator_program.Functions(forward, backward, fake_results=_gradients_without_memory)
 program, program_refuses = partial(operator_program.program, OPERATOR_FUNCTIONS), operator_program.refuses
+program_operands = operands_in_float32

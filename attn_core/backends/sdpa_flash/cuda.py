@@ -22,6 +22,7 @@ from attn_core.backends.shared.autograd import without_gradient
 from attn_core.backends.shared.device_kinds import compute_capability
 from attn_core.backends.shared.incoming_gradients import copy_unaligned
 from attn_core.backends.shared.programs import operator_program
+from attn_core.backends.shared.programs.kernel_programs import operands_in_float32
 from attn_core.backends.support import Build, Support
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
@@ -198,3 +199,4 @@ forward = without_gradient(partial(rewrites.forward, KERNEL))
 backward = without_gradient(partial(rewrites.backward, KERNEL))
 OPERATOR_FUNCTIONS = operator_program.Functions(forward, backward, writes_into=True)
 program, program_refuses = partial(operator_program.program, OPERATOR_FUNCTIONS), operator_program.refuses
+program_operands = operands_in_float32

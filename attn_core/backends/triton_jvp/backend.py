@@ -15,8 +15,7 @@ from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any
 
-from attn_core.backends.shared.programs import triton_programs
-from attn_core.backends.shared.programs.kernel_programs import KernelProgram
+from attn_core.backends.shared.programs.kernel_programs import KernelProgram, operands_in_float32
 from attn_core.backends.shared.programs.triton import launch, result_buffer, with_dense_channels
 from attn_core.backends.support import Build, Support, no_backward
 from attn_core.backends.triton_jvp import launches
@@ -149,7 +148,7 @@ def _maximum_settings(spec: AttentionSpec, device: int) -> tuple[dict[str, Any],
     return lower(spec), launches.tiles_of_maximum(spec, _shared_memory(device))
 
 
-program_operands = triton_programs.operands_in_float32
+program_operands = operands_in_float32
 backward = no_backward
 
 

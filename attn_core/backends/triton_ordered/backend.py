@@ -20,7 +20,7 @@ from attn_core.backends.shared.in_order import order
 from attn_core.backends.shared.in_order.order import How, how
 from attn_core.backends.shared.kernel_limits import GRID_LIMIT
 from attn_core.backends.shared.programs import triton_programs
-from attn_core.backends.shared.programs.kernel_programs import SCRATCH, Buffer, KernelProgram
+from attn_core.backends.shared.programs.kernel_programs import SCRATCH, Buffer, KernelProgram, operands_in_float32
 from attn_core.backends.shared.programs.triton import (
     Description,
     launch,
@@ -284,4 +284,4 @@ def _input_buffers(spec: AttentionSpec) -> dict[str, Buffer]:
     return {name: Buffer(name, tuple(shape), dtype) for name, (shape, dtype) in shapes.items()}
 
 
-program_operands = triton_programs.operands_in_float32
+program_operands = operands_in_float32

@@ -20,7 +20,7 @@ from attn_core.backends.shared.in_order import order
 from attn_core.backends.shared.in_order.order import PROVEN, How, Tiles, blocks, grid_of, how, settings_of
 from attn_core.backends.shared.kernel_limits import GRID_LIMIT
 from attn_core.backends.shared.programs import triton_programs
-from attn_core.backends.shared.programs.kernel_programs import SCRATCH, Buffer, KernelProgram
+from attn_core.backends.shared.programs.kernel_programs import SCRATCH, Buffer, KernelProgram, operands_in_float32
 from attn_core.backends.shared.programs.triton import Description, Direct, launch, multiprocessors
 from attn_core.backends.support import Build, Support, no_backward
 from attn_core.backends.triton_splitkv import launches
@@ -372,5 +372,5 @@ def _operand_buffers(spec: AttentionSpec) -> dict[str, Buffer]:
     return {name: Buffer(name, tuple(shape), dtype) for name, (shape, dtype) in shapes.items()}
 
 
-program_operands = triton_programs.operands_in_float32
+program_operands = operands_in_float32
 backward = no_backward

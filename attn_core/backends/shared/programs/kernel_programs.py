@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from attn_core.call.spec import AttentionSpec
+
 SCRATCH = "scratch"
 RESULTS = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv", "dqkv", "dsinks")}
 """The names of a call's results, of which a backward has some."""
@@ -57,3 +59,8 @@ class KernelProgram(NamedTuple):
 
     buffers: tuple[Buffer, ...]
     steps: tuple[KernelStep, ...]
+
+
+def operands_in_float32(spec: AttentionSpec, arrays: dict[str, Any]) -> dict[str, Any]:
+    """Returns the operands of a program that are not the call's own arrays, by name: sinks and slopes in float32."""
+    return {name: arrays[name].astype("float32") for name in ("sinks", "alibi_slopes") if name in arrays}

@@ -84,13 +84,18 @@ def _compiles_nothing() -> None:
 
 
 def _inputs(spec: AttentionSpec, as_one: bool, device: str) -> dict[str, Any]:
-    """Returns the operands by name, without memory."""
+    """Returns the operands by name, without memory.
+
+    Sinks are in float32, because a spec does not say their dtype: XLA converts them and their gradient.
+    """
     import torch
 
     # Empty tensors, because torch remembers the values of small tensors that are made from numbers.
     every = {
         name: torch.empty_like(each) for name, each in dry_run.zeros(spec, device)._asdict().items() if each is not None
     }
+    if spec.sinks:
+        every["sinks"] = every["sinks"].float()
     if not as_one:
         return every
     q = every["q"]

@@ -15,7 +15,6 @@ from typing import Any
 
 from attn_core.backends.shared.programs.kernel_programs import Buffer, KernelProgram, KernelStep, Unrecordable
 from attn_core.backends.shared.programs.triton import Description
-from attn_core.call.spec import AttentionSpec
 
 TARGET = "triton_kernel_call_ffi"
 """jaxlib's name of the custom call."""
@@ -43,11 +42,6 @@ def step(
     grid, numbers, constants = how
     frozen = grid, numbers, tuple(sorted(constants.items()))
     return KernelStep(TARGET, reads, writes, _nothing, lambda: _attributes(kernel, kinds, *frozen))
-
-
-def operands_in_float32(spec: AttentionSpec, arrays: dict[str, Any]) -> dict[str, Any]:
-    """Returns the operands of a program that are not the call's own arrays, by name: sinks and slopes in float32."""
-    return {name: arrays[name].astype("float32") for name in ("sinks", "alibi_slopes") if name in arrays}
 
 
 class Program:
