@@ -28,9 +28,8 @@ from attn_core.backends import kind_of
 from attn_core.backends.shared.programs import operator_library, operator_recorder
 from attn_core.backends.shared.programs.kernel_programs import OPERATOR, Unrecordable
 from attn_core.context_parallel.call import ContextCall
-from attn_core.context_parallel.on_torch import gradient_operators, operators
-from attn_core.context_parallel.on_torch.gradient_operators import GradientStep
-from attn_core.context_parallel.on_torch.step import StepCall
+from attn_core.context_parallel.on_torch import operators
+from attn_core.context_parallel.on_torch.step import GradientForm, StepCall
 from attn_core.context_parallel.plan import Step
 from jax_frontend.bridge import compiled_lane, targets
 from jax_frontend.bridge.bridged_call import BridgedCall, BridgedStep, calls_of
@@ -99,9 +98,9 @@ def gradients(
     if partly_manual() or not _by_operators(context, axes, parts, step_call, direction):
         run = partial(tiles.gradients, context, of_keys)
         return switch_by_part(axes.part, parts, run, q, keys, saved, *so_far)  # type: ignore[no-any-return]
-    form = GradientStep(step_call, of_keys, saved.dlse is not None, dq is not None)
+    form = GradientForm(of_keys, saved.dlse is not None, dq is not None)
     call = BridgedStep(step_call, context.device, context.overlaps_exchange, gradient=form)
-    branches = _gradient_branches(context, tuple(parts), form)
+    branches = _gradient_branches(context, tuple(parts), step_call.key_arrays, form)
     rows = (saved.out, saved.lse, saved.dout, *(() if saved.dlse is None else (saved.dlse,)))
     dq, dk, dv = _bind(call, axes, branches, False, q, *keys, *rows, *so_far)
     return dq, dk, dv
@@ -170,9 +169,8 @@ def _branches(context: TileContext, parts: tuple[PartTiles, ...], count: int) ->
 
 
 @lru_cache(maxsize=256)
-def _gradient_branches(context: TileContext, parts: tuple[PartTiles, ...], form: GradientStep) -> Any:
+def _gradient_branches(context: TileContext, parts: tuple[PartTiles, ...], count: int, form: GradientForm) -> Any:
     """As ``_branches``, of the gradients."""
-    count = form.step_call.key_arrays
 
     def run(q: Array, *rest: Array) -> Gradients:
         keys, (out, lse, dout, *more), part = rest[:count], rest[count:-1], rest[-1]
@@ -189,14 +187,13 @@ def text_of(call: BridgedStep, operands: Sequence[Any]) -> str | None:
     Args:
         operands: the types of the step's operands, without the part.
     """
-    about = tuple((tuple(each.shape), str(each.dtype)) for each in operands)
-    how = operator_recorder.FAKE_DEVICE, call.overlaps_exchange
+    # A forward's text has no operands for earlier results: XLA merges them.
+    read = operands if call.gradient is not None else operands[: 1 + call.step.key_arrays]
+    about = tuple((tuple(each.shape), str(each.dtype)) for each in read)
     try:
         compiled_lane.register_launches()
-        if call.gradient is not None:
-            texts = gradient_operators.texts(call.gradient, about, *how)
-        else:
-            texts = operators.texts(call.step, about[: 1 + call.step.key_arrays], *how)
+        how = operator_recorder.FAKE_DEVICE, call.overlaps_exchange, call.gradient
+        texts = operators.texts(call.step, about, *how)
     except Unrecordable:
         return None
     except Exception as error:  # an interface that changed upstream can raise anything, and branches still work

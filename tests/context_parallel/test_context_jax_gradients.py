@@ -23,8 +23,8 @@ from attn_core.backends.shared.programs import operator_recorder
 from attn_core.backends.shared.programs.kernel_programs import OPERATOR
 from attn_core.backends.shared.programs.operator_program import Functions
 from attn_core.call.tensors import Gradients
-from attn_core.context_parallel.on_torch import gradient_operators, operators
-from attn_core.context_parallel.on_torch.gradient_operators import GradientStep
+from attn_core.context_parallel.on_torch import operators
+from attn_core.context_parallel.on_torch.step import GradientForm
 from jax_frontend import shard_sequence
 from jax_frontend.bridge.bridged_call import BridgedStep
 from jax_frontend.context_parallel import step, tiles
@@ -89,12 +89,12 @@ def test_each_device_computes_the_gradients_of_its_part(library: Path, name: str
     rows[1] = rows[1] + 4  # about as large as a log-sum-exp
     more = [draw.standard_normal(rows[1].shape).astype(np.float32)] if with_dlse else []
     earlier = [] if step_call.step.own else [draw.standard_normal(q.shape).astype(np.float32)]
-    form = GradientStep(step_call, "own" if step_call.step.own else "sent", with_dlse, bool(earlier))
+    form = GradientForm("own" if step_call.step.own else "sent", with_dlse, bool(earlier))
     given = [q, *keys, *rows, *more, *earlier]
     about = tuple((each.shape, str(each.dtype)) for each in given)
-    texts = gradient_operators.texts(form, about, "cpu")
+    texts = operators.texts(step_call, about, "cpu", gradient=form)
     context = TileContext(step_call.call, "cpu")
-    types = [jax.typeof(jnp.zeros(*each)) for each in gradient_operators.results(form, about)]
+    types = [jax.typeof(jnp.zeros(*each)) for each in operators.results(step_call, about, form)]
     for part, text in enumerate(texts):
         part_tiles = PartTiles(
             step_call.step.tiles[part], step_call.step.gathered, part if step_call.step.gathered else None
@@ -129,7 +129,6 @@ CALLS = {
 def forget_texts() -> None:
     """Forgets what was recorded, and what JAX has traced."""
     operators.texts.cache_clear()
-    gradient_operators.texts.cache_clear()
     jax.clear_caches()
 
 
@@ -189,8 +188,8 @@ def test_a_text_begins_with_a_pause_if_an_exchange_was_started(library: Path) ->
     q, *keys = operands_of(step_call)
     lse = np.zeros((1, 4, ROW // 2), np.float32)
     about = tuple((each.shape, "float32") for each in (q, *keys, q, lse, q))
-    form = GradientStep(step_call, "sent", False, False)
+    form = GradientForm("sent", False, False)
     for overlaps in (False, True):
-        first, last = gradient_operators.texts(form, about, "cpu", overlaps)
+        first, last = operators.texts(step_call, about, "cpu", overlaps, form)
         assert ("attn_core_kernels::pause" in last.splitlines()[1]) == overlaps
         assert "pause" not in first  # this part has no tile

@@ -9,7 +9,7 @@ from attn_core.backends.shared.sinks import sink_gradient, with_sinks
 from attn_core.call.spec import AttentionSpec
 from attn_core.context_parallel import places
 from attn_core.context_parallel.on_torch import rows
-from attn_core.context_parallel.on_torch.rows import SavedRows, Total, tile_gradients
+from attn_core.context_parallel.on_torch.rows import SavedRows, Total, add_gradients
 from attn_core.context_parallel.on_torch.tiles import RowCoverage, TileRun, build_tile_run
 from attn_core.context_parallel.one_device import Tiled
 
@@ -84,18 +84,17 @@ def backward(
     if plan.batch > 1:  # [batch, heads, q_len] -> [1, heads, batch * q_len]
         lse, dlse = (None if each is None else each.movedim(0, 1).flatten(1)[None] for each in (lse, dlse))
     saved = SavedRows(row, results, lse, cotangent, dlse)
-    dq, dk, dv = (
-        Total(tensor, tensor.shape[1], dtype)
-        for tensor, dtype in zip((row, keys, values), (plan.dtypes[0], plan.dtypes[1], plan.dtypes[1]))
+    of_queries, of_keys = plan.dtypes
+    totals = (
+        Total(row, row.shape[1], of_queries),
+        Total(keys, keys.shape[1], of_keys),
+        Total(values, values.shape[1], of_keys),
     )
-    for tile in plan.tiles:
-        gradients = tile_gradients(tile, saved, keys, values)
-        dq.add(tile.rows, gradients.dq)
-        dk.add(tile.key_sums, gradients.dk)
-        dv.add(tile.key_sums, gradients.dv)
-        del gradients
-    whole = zip((dq, dk, dv), (q, k, v))
-    return *(total.tensor().to(tensor.dtype).view(tensor.shape) for total, tensor in whole), dsinks  # type: ignore[return-value]
+    add_gradients(plan.tiles, saved, keys, values, totals, lends=False)
+    dq, dk, dv = (
+        total.tensor().to(tensor.dtype).view(tensor.shape) for total, tensor in zip(totals, (q, k, v), strict=True)
+    )
+    return dq, dk, dv, dsinks
 
 
 def _in_one_row(plan: PartsPlan, tensor: Tensor) -> Tensor:

@@ -1,10 +1,12 @@
 """A step's tiles as operators of torch that XLA runs without Python, one text (``operator_recorder``) for each part.
 
 Kernels that are no operators of torch are launched by one of ours (``launched_kernels``). Each part's text runs the
-part's own tiles. That of a forward writes their results into two buffers: out ``[batch, rows, heads, value_dim]`` in
-the call's dtype, and lse ``[batch, heads, rows]``. A row without a tile gets -inf as lse. In the first step its out is
-0; in later steps it is not written, because the caller merges both into the results of earlier steps. That of a
-backward is in ``gradient_operators``. The offsets of every part's packed documents are operands.
+part's own tiles. The offsets of every part's packed documents are operands.
+
+The text of a forward writes the tiles' results into two buffers: out ``[batch, rows, heads, value_dim]`` in the call's
+dtype, and lse ``[batch, heads, rows]``. A row without a tile gets -inf as lse. In the first step its out is 0; in later
+steps it is not written, because the caller merges both into the results of earlier steps. The text of a backward writes
+dq, dk and dv of all places, in the dtypes of sums; 0 at places without a tile.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from attn_core import backends
 from attn_core.backends.shared.programs import launched_kernels, operator_recorder
 from attn_core.backends.shared.programs.operator_program import Functions
 from attn_core.context_parallel.on_torch.head_start import HEAD_START
-from attn_core.context_parallel.on_torch.step import PartStep, StepCall, prepare_part
+from attn_core.context_parallel.on_torch.rows import SavedRows, Total, add_gradients
+from attn_core.context_parallel.on_torch.step import GradientForm, PartStep, StepCall, prepare_part
 from attn_core.context_parallel.places import places_of_tile
 from attn_core.context_parallel.tiles import Tile
 
@@ -55,22 +58,43 @@ def functions_of(name: str, kind: str) -> Functions | None:
 
 @lru_cache(maxsize=256)
 def texts(
-    step_call: StepCall, operands: tuple[Operand, ...], device: str, overlaps_exchange: bool = False
+    step_call: StepCall,
+    operands: tuple[Operand, ...],
+    device: str,
+    overlaps_exchange: bool = False,
+    gradient: GradientForm | None = None,
 ) -> tuple[str, ...]:
     """Returns the text of each part, see ``operator_recorder``.
 
-    Its tensors are the operands, then those of ``offsets``, then out and lse.
+    Its tensors are the operands, then those of ``offsets``, then those of ``results``.
 
     Args:
-        operands: of q and of the keys, in the form that ``StepCall`` describes.
+        operands: of q and of the keys, in the form that ``StepCall`` describes; in a backward also of out, lse, dout,
+            and of dlse and dq if there are any.
         device: that tensors without memory are on.
         overlaps_exchange: whether an exchange was just started, which gets a head start.
+        gradient: the form of a backward; None for a forward.
 
     Raises:
         Unrecordable: if a part's tiles read a table of places.
     """
     parts = range(len(step_call.step.tiles))
-    return tuple(_text(step_call, part, operands, device, overlaps_exchange) for part in parts)
+    return tuple(_text(step_call, part, operands, device, overlaps_exchange, gradient) for part in parts)
+
+
+def results(step_call: StepCall, operands: Sequence[Operand], gradient: GradientForm | None) -> tuple[Operand, ...]:
+    """Returns out and lse of a forward, or dq, dk and dv of a backward, as shapes and dtypes."""
+    call, (q, dtype) = step_call.call, operands[0]
+    keys = [shape for shape, _ in operands[1 : 1 + step_call.key_arrays]]
+    if gradient is None:
+        batch, rows, heads = q[:3]
+        return ((*q[:3], keys[-1][-1]), dtype), ((batch, heads, rows), call.spec.lse_dtype)
+    if step_call.stacked:  # [..., 2, batch, places, ...]
+        keys = [(*keys[0][: len(keys[0]) - 5], *keys[0][len(keys[0]) - 4 :])] * 2
+    if step_call.step.gathered:  # [parts, batch, places, ...] -> [batch, parts * places, ...]
+        keys = [(batch, parts * places, *rest) for parts, batch, places, *rest in keys]
+    of_keys = call.accumulator(gradient.of_keys)
+    return ((q, call.accumulator("q")), *((shape, of_keys) for shape in keys))
 
 
 def offsets(step_call: StepCall) -> list[np.ndarray]:
@@ -98,48 +122,49 @@ def by_device(texts: dict[int, str]) -> str:
     return f"devices {places}\n" + "\n---\n".join(distinct)
 
 
-def _text(step_call: StepCall, part: int, operands: Sequence[Operand], device: str, overlaps_exchange: bool) -> str:
+def _text(
+    step_call: StepCall,
+    part: int,
+    operands: Sequence[Operand],
+    device: str,
+    overlaps_exchange: bool,
+    gradient: GradientForm | None,
+) -> str:
     import torch
 
     with operator_recorder.without_memory():
-        q, *keys = empty(operands, device)
-        spec = step_call.call.spec
-        value_dim = keys[-1].shape[-1]
-        out = torch.empty((*q.shape[:3], value_dim), dtype=q.dtype, device=device)
-        lse_dtype = getattr(torch, spec.lse_dtype)
-        lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=lse_dtype, device=device)
-        every = empty_offsets(step_call, device)
-        part_step = recorded_part(step_call, part, prepare_part(step_call, part, torch.device(device)), device, every)
-        first = not step_call.has_earlier_results
+        arrays, every = _empty(operands, device), _empty_offsets(step_call, device)
+        written = _empty(results(step_call, operands, gradient), device)
+        prepared = prepare_part(step_call, part, torch.device(device), gradients=gradient is not None)
+        part_step = _recorded_part(step_call, part, prepared, device, every)
 
         def run() -> None:
+            q, *keys = arrays
             if overlaps_exchange and part_step.tiles:
-                pause(q)
-            _attend_apart(part_step, q, keys, out, lse, zeros=first)
+                torch.ops.attn_core_kernels.pause(q, HEAD_START)  # as ``head_start``
+            if gradient is None:
+                out, lse = written
+                _attend_apart(part_step, q, keys, out, lse, zeros=not step_call.has_earlier_results)
+            else:
+                _write_gradients(step_call, part_step, gradient, arrays, written)
 
-        return operator_recorder.record(run, [q, *keys, *every, out, lse], fake_results(step_call, part, device))
+        tensors = [*arrays, *every, *written]
+        return operator_recorder.record(run, tensors, _fake_results(step_call, part, device))
 
 
-def empty(operands: Sequence[Operand], device: str) -> list[Any]:
+def _empty(operands: Sequence[Operand], device: str) -> list[Any]:
     """Returns tensors without memory; call it in ``operator_recorder.without_memory``."""
     import torch
 
     return [torch.empty(shape, dtype=getattr(torch, dtype), device=device) for shape, dtype in operands]
 
 
-def empty_offsets(step_call: StepCall, device: str) -> list[Any]:
+def _empty_offsets(step_call: StepCall, device: str) -> list[Any]:
     """Returns ``offsets`` without memory."""
-    return empty([((len(each),), "int32") for each in offsets(step_call)], device)
+    return _empty([((len(each),), "int32") for each in offsets(step_call)], device)
 
 
-def pause(q: Any) -> None:
-    """Gives an exchange a head start, as ``head_start`` does."""
-    import torch
-
-    torch.ops.attn_core_kernels.pause(q, HEAD_START)
-
-
-def recorded_part(step_call: StepCall, part: int, part_step: PartStep, device: str, every: Sequence[Any]) -> PartStep:
+def _recorded_part(step_call: StepCall, part: int, part_step: PartStep, device: str, every: Sequence[Any]) -> PartStep:
     """Returns a part's step whose tiles run what texts record, and read their offsets from ``every``, the operands."""
     before = 2 * sum(tile.packed for tiles in step_call.step.tiles[:part] for tile in tiles)
     own, runs = iter(every[before:]), []
@@ -154,7 +179,7 @@ def recorded_part(step_call: StepCall, part: int, part_step: PartStep, device: s
     return part_step._replace(tiles=tuple(runs))
 
 
-def fake_results(step_call: StepCall, part: int, device: str) -> Any:
+def _fake_results(step_call: StepCall, part: int, device: str) -> Any:
     """Returns the stand-ins for operators that torch cannot run without memory, of all backends of a part's tiles."""
     every = [_functions_of_tile(step_call, tile, device).fake_results for tile in step_call.step.tiles[part]]
 
@@ -199,3 +224,30 @@ def _attend_apart(part_step: PartStep, q: Any, keys: Sequence[Any], out: Any, ls
         for buffer, result in zip(buffers, run.forward(run.spec, run.inputs(q, k, v), buffers), strict=True):
             if result is not buffer:
                 buffer.copy_(result)
+
+
+def _write_gradients(
+    step_call: StepCall, part_step: PartStep, gradient: GradientForm, arrays: Sequence[Any], written: Sequence[Any]
+) -> None:
+    """Writes dq, dk and dv of a part's tiles, the memory of each as a whole."""
+    q, *rest = arrays
+    keys, saved = rest[: step_call.key_arrays], rest[step_call.key_arrays :]
+    out, lse, dout, *more = saved
+    dlse = more[0] if gradient.with_dlse else None
+    dq, dk, dv = (Total(each, each.shape[1], each.dtype, each) for each in written)
+    totals = (Total.in_place(written[0]) if gradient.with_dq else dq, dk, dv)
+    k, v = _in_rows(step_call, keys)
+    add_gradients(part_step.tiles, SavedRows(q, out, lse, dout, dlse), k, v, totals, lends=True)
+    for total in totals:
+        total.tensor()  # 0 if nothing was added
+
+
+def _in_rows(step_call: StepCall, keys: Sequence[Any]) -> tuple[Any, Any]:
+    """Returns k and v, ``[batch, places, kv_heads, dim]``, of all parts end to end if they are gathered."""
+    if step_call.stacked:
+        keys = keys[0].unbind(-5)
+    k, v = keys
+    if not step_call.step.gathered:
+        return k, v
+    k, v = (each.transpose(0, 1).flatten(1, 2) for each in keys)
+    return k, v

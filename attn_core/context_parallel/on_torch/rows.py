@@ -105,6 +105,22 @@ def tile_gradients(
     return TileGradients(*(mine if theirs is None else theirs for mine, theirs in zip(own, lent, strict=True)))
 
 
+def add_gradients(
+    tiles: Iterable[TileRun], saved: SavedRows, k: Tensor, v: Tensor, totals: tuple[Total, Total, Total], *, lends: bool
+) -> None:
+    """Adds the gradients of tiles to the totals of dq, dk and dv.
+
+    Args:
+        lends: whether the first tile's kernel may write into the totals' memory.
+    """
+    for tile in tiles:
+        gradients = tile_gradients(tile, saved, k, v, totals if lends else ())
+        lends = False
+        for total, places, gradient in zip(totals, (tile.rows, tile.key_sums, tile.key_sums), gradients, strict=True):
+            total.add(places, gradient)
+        del gradients, gradient  # free them before the next kernel runs
+
+
 def _lent(tile: TileRun, totals: Sequence[Total | None]) -> list[Tensor | None]:
     """Returns memory of totals for a tile's dq, dk and dv. None stands for a gradient without such memory: the kernel
     could not write there, or writing there would save no copy."""
