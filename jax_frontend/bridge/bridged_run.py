@@ -20,7 +20,7 @@ from attn_core.call.results import result_error
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, PagedInputs, Tangents, dtype_name
 from attn_core.context_parallel.on_torch import step
-from attn_core.context_parallel.on_torch.head_start import head_start
+from attn_core.context_parallel.on_torch.current_gpu import head_start
 from attn_core.errors import BridgeError
 from attn_core.paged.values import SCALES, TABLES, check_read
 from jax_frontend.bridge.bridged_call import BridgedCall, BridgedStep, inputs_builder

@@ -11,8 +11,7 @@ import torch
 from attn_core.backends.shared.sinks import sink_gradient
 from attn_core.context_parallel import borders
 from attn_core.context_parallel.borders import Border
-from attn_core.context_parallel.on_torch.borders import add_border
-from attn_core.context_parallel.on_torch.places import Places
+from attn_core.context_parallel.on_torch.places import Places, add_border
 from attn_core.context_parallel.on_torch.rows import SavedRows, TileGradients, Total, tile_gradients
 from attn_core.context_parallel.on_torch.tiles import TileRun
 from attn_core.context_parallel.on_torch.two_streams import TwoStreams

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from attn_core.context_parallel import borders
-from attn_core.context_parallel.on_torch.borders import border_pieces
+from attn_core.context_parallel.on_torch.places import border_pieces
 from attn_core.context_parallel.on_torch.tiles import TileRun
 from attn_core.context_parallel.plan import Step
 from torch_frontend.context_parallel.exchange import exchanges

@@ -20,7 +20,7 @@ import numpy as np
 from attn_core import backends
 from attn_core.backends.shared.programs import launched_kernels, operator_recorder
 from attn_core.backends.shared.programs.operator_program import Functions
-from attn_core.context_parallel.on_torch.head_start import HEAD_START
+from attn_core.context_parallel.on_torch.current_gpu import HEAD_START
 from attn_core.context_parallel.on_torch.rows import SavedRows, Total, add_gradients
 from attn_core.context_parallel.on_torch.step import GradientForm, PartStep, StepCall, prepare_part
 from attn_core.context_parallel.places import places_of_tile

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from attn_core.call.after_fork import lazy_property
+from attn_core.context_parallel.borders import Border
 from attn_core.context_parallel.places import contiguous_ranges
 
 Tensor = Any
@@ -128,3 +129,15 @@ class GatheredPlaces:
             result.narrow(-3, at, stop - start).copy_(tensor[part].narrow(-3, start, stop - start))
             at += stop - start
         return result
+
+
+def border_pieces(tensor: Tensor, border: Border) -> list[Tensor]:
+    """Returns the places of a border of ``[batch, places, ...]``: a view of each range, in order."""
+    return [tensor[:, start:stop] for start, stop in border]
+
+
+def add_border(tensor: Tensor, border: Border, values: Tensor) -> None:
+    """Adds values to the places of a border of a tensor, in place; leaves out the places that a short block lacks."""
+    pieces = values.split([stop - start for start, stop in border], 1)
+    for place, piece in zip(border_pieces(tensor, border), pieces, strict=True):
+        place.add_(piece[:, : place.shape[1]])

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from attn_core.context_parallel.on_torch.head_start import head_start
+from attn_core.context_parallel.on_torch.current_gpu import head_start
 from attn_core.context_parallel.on_torch.places import Places
 from torch_frontend.context_parallel.mesh import RankAxis
 

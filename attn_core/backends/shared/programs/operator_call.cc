@@ -94,7 +94,7 @@ void launch(c10::string_view kernel, at::TensorList reads, at::TensorList writes
   TORCH_CHECK(failed == 0, "the kernel ", kernel, " could not be launched");
 }
 
-// Delays the current stream of a tensor's GPU by about so many clock cycles; see head_start.py.
+// Delays the current stream of a tensor's GPU by about so many clock cycles; see current_gpu.py.
 void pause_stream(const at::Tensor& tensor, int64_t cycles) {
 #ifdef ATTN_CORE_CUDA
   if (tensor.is_cuda()) at::cuda::sleep(cycles);
