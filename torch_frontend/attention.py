@@ -17,7 +17,7 @@ from attn_core.expressions.tracing import TracedFunction
 from torch_frontend.dispatch import eager_calls, general_calls, heads_first, nested, segments
 from torch_frontend.dispatch.heads_first import exchanged
 from torch_frontend.dispatch.prepared import find
-from torch_frontend.paged import cache_calls, dense_caches
+from torch_frontend.paged import dense_caches
 
 Tensor = torch.Tensor
 Keywords = AttentionKeywords[Tensor, torch.Generator]
@@ -158,7 +158,7 @@ def attention(
     if is_usual:
         if in_cache:
             rows, tables = CacheRows(kv_lengths, kv_starts, cache_index), (mask, bias, alibi_slopes, sinks)
-            results = cache_calls.attend(q, k, v, tables, seq_info, key_ranges, rows, options, backend)
+            results = dense_caches.attend_again(q, k, v, tables, seq_info, key_ranges, rows, options, backend)
         elif mask is bias is alibi_slopes is sinks is seq_info is key_ranges is None:
             run = find(eager_calls.prepare, q, k, v, (), options, backend)
             results = None if run is None else run(q, k, v)

@@ -11,7 +11,7 @@ kernels for many queries are faster where a row of the cache is no page:
 
 - pages: a cache is a pool that has one page of kv_len tokens for each of its rows, and cache_index is the table.
 - packed documents: the cache end to end is one row, in which the keys of each row of the call are a document. What lies
-  between them are documents without queries. ``selection.dense_caches.runs_packed`` says which calls take this form.
+  between them are documents without queries. ``selection.dense_caches.form_of`` says which calls take which form.
 - key ranges: one range of queries for each key says all of it, causal and window included. Mask, bias, dropout and
   functions combine with it, and it has gradients. Keys and values outside of a row are set to 0 before.
 """
@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from attn_core.call.key_ranges import check_shape
-from attn_core.call.options import Door, Options, check_options, names_at
+from attn_core.call.options import ON_PAGES, Door, Options, check_options, names_at
 from attn_core.call.seq_info import SeqInfo, is_number
 from attn_core.call.tensors import Inputs, dtype_name
 from attn_core.errors import DTypeError, ShapeError, SpecError
@@ -62,6 +62,15 @@ EXCLUDED = {
 _OTHERS = ("layout", *CacheRows._fields, *(name for name in EXCLUDED if name != "seq_info"))
 OPTIONS = tuple(name for name in names_at(Door.ATTENTION) if name not in _OTHERS)
 """The options that ``attention`` passes on with such a call. It passes the others on by themselves, or refuses them."""
+
+
+ON_POOL = (*ON_PAGES, "window", "backend", "sinks", "alibi_slopes")
+"""The options that a call in the form of pages has, too."""
+ABSENT: dict[str, Any] = {
+    **dict.fromkeys(("mask", "bias", "key_ranges", "mask_mod", "score_mod", "seq_info", "dropout_rng")),
+    **{"aux": (), "return_max_logit": False},
+}
+"""The other options, with the values that such a call has."""
 
 
 def refuse(*excluded: Any) -> None:
@@ -152,14 +161,14 @@ def clamped(rows: CacheRows, kv_len: Any, cache_batch: Any) -> CacheRows:
     return CacheRows(lengths, starts, None if index is None else index.clip(0, cache_batch - 1))
 
 
-def takes_pages(sizes: tuple[Any, ...], window: tuple[int | None, int | None], options: Mapping[str, Any]) -> bool:
+def takes_pages(sizes: tuple[Any, ...], options: Mapping[str, Any]) -> bool:
     """Returns whether a call without gradients can have the form of pages.
 
     Args:
         sizes: the batch, q_len, kv_len and the rows of the cache.
-        options: the arguments of ``attention``, by name.
+        options: the arguments of ``attention``, by name; the window is a pair.
     """
-    banded = options["causal"] or window != (None, None) or options["alibi_slopes"] is not None
+    banded = options["causal"] or options["window"] != (None, None) or options["alibi_slopes"] is not None
     if banded and options["alignment"] != "bottom_right":
         return False
     if not all(map(is_number, sizes)) or 0 in sizes:  # a pool has pages of a size that is a number
@@ -201,31 +210,38 @@ def as_inputs(qkv: tuple[Any, ...], keywords: Mapping[str, Any]) -> tuple[Inputs
     return inputs, check_options(Options.of(keywords))
 
 
-def queries_of_keys(
-    key: Any, rows: CacheRows, lengths: tuple[Any, Any], window: tuple[int | None, int | None], top_left: bool
-) -> tuple[Any, Any, Any]:
-    """Returns (start, stop, inside): the queries that see each key, and which keys belong to each row.
+def key_ranges_of(
+    xp: Any, key: Any, rows: CacheRows, q_len: Any, theirs: Any, options: Mapping[str, Any]
+) -> tuple[Any, Any]:
+    """Returns the key ranges that say which queries see each key, and which keys belong to each row.
 
     Args:
-        key: the numbers 0 to kv_len - 1, int32, of a framework whose arrays have ``clip``.
-        rows: valid arrays of the same framework; cache_index is not read.
-        lengths: (q_len, kv_len).
-        window: inclusive distances; causal is a right one of 0.
-        top_left: whether the diagonal begins at key 0.
+        xp: ``torch`` or ``jax.numpy``.
+        key: the numbers 0 to kv_len - 1, int32.
+        rows: valid arrays; cache_index is not read.
+        theirs: the key ranges of the caller, or None.
+        options: the arguments of ``attention`` by name; the window is a pair.
 
     Returns:
-        start, stop: int32 ``[batch, kv_len]``, equal for a key that no query sees. inside: bool of that shape.
+        int32 ``[batch, kv_heads or 1, kv_len, ranges, 2]``, with start equal to stop where no query sees a key; and
+        bool ``[batch, kv_len]``.
     """
-    (q_len, kv_len), (left, right) = lengths, window
+    left, right = options["window"]
+    right = 0 if options["causal"] else right
     some = next(array for array in rows if array is not None)
-    length = (some * 0 + kv_len if rows.kv_lengths is None else rows.kv_lengths)[:, None]
+    length = (some * 0 + key.shape[0] if rows.kv_lengths is None else rows.kv_lengths)[:, None]
     inside = key < length
     if rows.kv_starts is not None:
         inside = inside & (key >= rows.kv_starts[:, None])
-    query = key - (length * 0 if top_left else length - q_len)  # the query at the key's own position
+    # The query at the key's own position.
+    query = key - (length * 0 if options["alignment"] == "top_left" else length - q_len)
     start = (query - (FAR if right is None else min(right, FAR))).clip(0, q_len) * inside
     stop = (query + (FAR if left is None else min(left, FAR)) + 1).clip(0, q_len) * inside
-    return start, stop, inside
+    start, stop = start[:, None, :, None], stop[:, None, :, None]  # [batch, 1, kv_len, 1]
+    if theirs is not None:
+        start, stop = xp.maximum(start, theirs[..., 0]), xp.minimum(stop, theirs[..., 1])
+        stop = xp.maximum(start, stop)
+    return xp.stack((start, stop), -1), inside
 
 
 def slopes_of_rows(axes: int) -> Expression:

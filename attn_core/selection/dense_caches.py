@@ -1,14 +1,16 @@
-"""Which form a call on rows of a dense cache takes, where that depends on backends: pages, or packed documents."""
+"""Which form a call on rows of a dense cache takes: pages, packed documents, or key ranges; see ``cache_rows``."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 from math import prod
+from typing import Any, Literal
 
 from attn_core import backends
 from attn_core.call.arguments import ArrayFacts, Arrays, build_spec
-from attn_core.call.cache_rows import CacheRows
-from attn_core.call.options import Options
+from attn_core.call.cache_rows import CacheRows, takes_pages
+from attn_core.call.options import Options, check_options
 from attn_core.selection.choice import explain
 from attn_core.selection.features import FEW_QUERIES
 from attn_core.selection.target import Target
@@ -20,15 +22,42 @@ Slots after it may hold NaN. A tile of flash3 or flash4 reaches into them, and 0
 """
 
 
-def read_pages(names: tuple[str, ...] | None, device: str) -> bool:
-    """Returns whether one of these backends claims keys and values in pages; True without names."""
-    return names is None or any(backends.load(name, backends.kind_of(device)).FORWARD.paged for name in names)
+Form = Literal["pages", "documents", "ranges"]
+
+
+def form_of(
+    rows: CacheRows,
+    sizes: tuple[Any, ...],
+    options: Mapping[str, Any],
+    arrays: Arrays | None,
+    where: tuple[str, str],
+    names: tuple[str, ...] | None,
+) -> Form:
+    """Returns the form of a checked call that has no gradient.
+
+    Args:
+        rows: only which of its fields are None counts.
+        sizes: the batch, q_len, kv_len and the rows of the cache.
+        options: the arguments of ``attention`` by name; the window is a pair.
+        arrays: the facts of q, k, v, slopes and sinks; None for a call that cannot run as documents.
+        where: the framework and the device.
+        names: the backends that the caller names.
+    """
+    framework, device = where
+    if not takes_pages(sizes, options):
+        return "ranges"
+    if names is not None and not any([backends.load(name, backends.kind_of(device)).FORWARD.paged for name in names]):
+        return "ranges"
+    if arrays is None:
+        return "pages"
+    call, target = check_options(Options.of(options)), Target.here(framework, device)
+    return "documents" if runs_packed(rows, arrays, call, target, names) else "pages"
 
 
 def runs_packed(
     rows: CacheRows, arrays: Arrays, options: Options, target: Target, names: tuple[str, ...] | None
 ) -> bool:
-    """Returns whether a call that could take the form of pages runs as packed documents instead, see ``cache_rows``.
+    """Returns whether a call that could take the form of pages runs as packed documents instead.
 
     It does on a GPU if the rows have many queries, and a backend of ``DENSE_KERNELS`` is the choice. Documents lie in
     the order of the cache, so a call with cache_index stays on pages, and so does one with slopes for each row.

@@ -19,13 +19,13 @@ from attn_core.call import cache_rows, checks
 from attn_core.call.arguments import Arrays
 from attn_core.call.cache_rows import CacheRows
 from attn_core.call.key_ranges import check_values
-from attn_core.call.options import ON_PAGES, PLAIN, Options, check_options, requested_names
+from attn_core.call.options import PLAIN, Options, check_options, requested_names
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.tensors import Inputs
 from attn_core.errors import DTypeError, SpecError
 from attn_core.expressions.tracing import TracedFunction
-from attn_core.selection import Selection, Target, override
-from attn_core.selection.dense_caches import read_pages, runs_packed
+from attn_core.selection import Selection, override
+from attn_core.selection.dense_caches import Form, form_of
 from jax_frontend.bridge.bridged_call import BridgedCall
 from jax_frontend.dispatch import partitioning, plan, value_checks
 from jax_frontend.dispatch.partitioning import Split
@@ -34,8 +34,6 @@ from jax_frontend.paged.attention import explain_paged, paged_attention
 
 Array = jax.Array
 Keywords = dict[str, Any]
-_ON_POOL = (*ON_PAGES, "window", "backend", "sinks", "alibi_slopes")
-"""The arguments of ``attention`` that ``paged_attention`` has, too."""
 
 
 class _Call(NamedTuple):
@@ -52,7 +50,7 @@ class _Call(NamedTuple):
         """Returns all arguments of ``attention`` but q, k, v, layout and the rows, by name."""
         plain = {name: getattr(self.options, name) for name in PLAIN}
         tables = {name: arrays.get(name) for name in ("sinks", "alibi_slopes")}
-        return {**_ABSENT, **plain, **tables, "backend": self.backend}
+        return {**cache_rows.ABSENT, **plain, **tables, "backend": self.backend}
 
 
 def attend(attention: Callable[..., Any], qkv: tuple[Any, ...], rows: CacheRows, options: Keywords) -> Any:
@@ -63,13 +61,13 @@ def attend(attention: Callable[..., Any], qkv: tuple[Any, ...], rows: CacheRows,
         options: all other arguments of ``attention`` but layout, by name.
     """
     rows, options = _checked(qkv, rows, options)
-    if not _on_pages(qkv, options):
+    form = _form(qkv, rows, options)
+    if form == "ranges":
         tensors, others = as_ranges(qkv, rows, options)
         return attention(*tensors, **others)
     if checks.enabled():
         value_checks.check_cache(*as_ranges(qkv, rows, options))
-    names, packed = requested_names(options["backend"]), are_documents(qkv, rows, options)
-    call = _Call(attention, Options.of(options), names, packed)
+    call = _Call(attention, Options.of(options), requested_names(options["backend"]), form == "documents")
     arrays = {**dict(zip("qkv", qkv, strict=True)), **rows._asdict()}
     arrays |= {name: options[name] for name in ("sinks", "alibi_slopes")}
     return _jit_from_pages(call, {name: array for name, array in arrays.items() if array is not None})
@@ -90,17 +88,18 @@ def explain(
     """
     rows, options = _checked(qkv, rows, options, shapes_only=True)
     q, k, v = qkv
-    if needs_backward or not _on_pages(qkv, options):
+    form = "ranges" if needs_backward else _form(qkv, rows, options)
+    if form == "ranges":
         key_ranges, k, v = jax.eval_shape(partial(ranges, options=options), qkv, rows, options["key_ranges"])
         tensors, others = with_ranges(q, k, v, rows, key_ranges, options)
         return explain(*tensors, **others, needs_backward=needs_backward)
-    if are_documents(qkv, rows, options):
-        arrays, keywords = shapes_of_documents(qkv, rows, options)
+    if form == "documents":
+        arrays, keywords = shapes_of_documents(qkv, options)
         return explain(*arrays, **keywords, needs_backward=needs_backward)
     shape = (q.shape[0] * q.shape[1], *q.shape[2:])
     queries = q.reshape(shape) if isinstance(q, jax.Array) else jax.ShapeDtypeStruct(shape, q.dtype)
     tables = jax.eval_shape(partial(_pool_tables, q.shape[:2], k.shape[:2]), rows)
-    more = {name: options[name] for name in _ON_POOL}
+    more = {name: options[name] for name in cache_rows.ON_POOL}
     return explain_paged(queries, k, v, **tables, **more, max_len_q=q.shape[1])
 
 
@@ -133,12 +132,14 @@ def _checked(
     return CacheRows(*moved), options | {"window": call.window}
 
 
-def _on_pages(qkv: tuple[Any, ...], options: Keywords) -> bool:
-    """Returns whether the call takes the form of pages as long as nothing is differentiated."""
-    q, k, _ = qkv
-    names = requested_names(options["backend"]) or override.requested()
-    sizes = (*q.shape[:2], *k.shape[:2])
-    return cache_rows.takes_pages(sizes, options["window"], options) and read_pages(names, plan.device_name(q))
+def _form(qkv: tuple[Any, ...], rows: CacheRows, options: Keywords) -> Form:
+    """Returns the form that a checked call, of arrays or their shapes, takes as long as nothing is differentiated."""
+    q, k, v = qkv
+    device, names = plan.device_name(q), requested_names(options["backend"]) or override.requested()
+    inputs = Inputs(q, k, v, alibi_slopes=options["alibi_slopes"], sinks=options["sinks"])
+    arrays = Arrays(*plan.facts_of(plan.metadata(inputs), device))
+    sizes = (*q.shape[:2], k.shape[1], k.shape[0])
+    return form_of(rows, sizes, options, arrays, ("jax", device), names)
 
 
 def _pool_tables(queries: tuple[int, ...], cache: tuple[int, ...], rows: CacheRows) -> dict[str, Array | None]:
@@ -179,7 +180,7 @@ def _run(call: _Call, arrays: dict[str, Array]) -> Any:
         results = call.attention(*documents, **keywords)
     else:
         tables = _pool_tables((batch, count), k.shape[:2], rows_of(arrays))
-        keywords = {name: options[name] for name in _ON_POOL} | tables
+        keywords = {name: options[name] for name in cache_rows.ON_POOL} | tables
         results = paged_attention(q.reshape(batch * count, *q.shape[2:]), k, v, **keywords, max_len_q=count)
     out, lse = results if options["return_lse"] else (results, None)
     out = out.reshape(batch, count, *out.shape[1:])
@@ -213,20 +214,6 @@ def _derivative(call: _Call, primals: Any, tangents: Any) -> tuple[Any, Any]:
     return jax.jvp(run, ({name: arrays[name] for name in moving},), (moving,))  # type: ignore[return-value]
 
 
-def are_documents(qkv: tuple[Any, ...], rows: CacheRows, options: Keywords) -> bool:
-    """Returns whether a call in the form of pages runs as packed documents instead, see ``runs_packed``.
-
-    qkv: arrays or their shapes.
-    """
-    q, k, v = qkv
-    device = plan.device_name(q)
-    inputs = Inputs(q, k, v, alibi_slopes=options["alibi_slopes"], sinks=options["sinks"])
-    facts = plan.facts_of(plan.metadata(inputs), device)
-    names = requested_names(options["backend"]) or override.requested()
-    plain = check_options(Options.of(options))
-    return runs_packed(rows, Arrays(*facts), plain, Target.here("jax", device), names)
-
-
 def as_documents(
     q: Array, k: Array, v: Array, rows: CacheRows, options: Keywords
 ) -> tuple[tuple[Array, ...], Keywords]:
@@ -237,16 +224,13 @@ def as_documents(
     return cache_rows.as_documents(jnp, (q, k, v), rows, (first, queries), options)
 
 
-def shapes_of_documents(qkv: tuple[Any, ...], rows: CacheRows, options: Keywords) -> tuple[tuple[Any, ...], Keywords]:
+def shapes_of_documents(qkv: tuple[Any, ...], options: Keywords) -> tuple[tuple[Any, ...], Keywords]:
     """Returns ``as_documents`` of arrays or their shapes, with shapes in place of arrays."""
+    (batch, count), kv_len = qkv[0].shape[:2], qkv[1].shape[1]
     plain = {name: options[name] for name in (*PLAIN, "sinks", "alibi_slopes", "backend")}
-
-    def arrays_of(q: Array, k: Array, v: Array, rows: CacheRows) -> tuple[Any, ...]:
-        documents, others = as_documents(q, k, v, rows, plain)
-        return *documents, others["seq_info"].cu_seqlens_q, others["seq_info"].cu_seqlens_k
-
-    q, k, v, queries, keys = jax.eval_shape(arrays_of, *qkv, rows)
-    return (q, k, v), plain | {"seq_info": SeqInfo(queries, keys, qkv[0].shape[1], 2 * qkv[1].shape[1])}
+    offsets = jax.ShapeDtypeStruct((2 * batch + 2,), jnp.int32)
+    packed = tuple(jax.ShapeDtypeStruct((batch * each.shape[1], *each.shape[2:]), each.dtype) for each in qkv)
+    return packed, plain | {"seq_info": SeqInfo(offsets, offsets, count, 2 * kv_len)}
 
 
 def split_of_rows(arrays: dict[str, Array]) -> tuple[Any, Split] | None:
@@ -287,7 +271,7 @@ def ranges(qkv: tuple[Any, ...], rows: CacheRows, theirs: Any, *, options: Keywo
     rows = cache_rows.clamped(rows, k.shape[1], k.shape[0])
     arrays = {"q": q, "k": k, "v": v, **rows._asdict(), "key_ranges": theirs}
     arrays = {name: array for name, array in arrays.items() if array is not None}
-    run: Callable[..., Any] = partial(_visible, (q.shape[1], k.shape[1]), options)
+    run: Callable[..., Any] = partial(_visible, q.shape[1], k.shape[1], options)
     on_mesh = split_of_rows(arrays)
     if on_mesh is not None:
         mesh, split = on_mesh
@@ -309,18 +293,10 @@ def _rows_read(cache: Array, index: Array, out: Any = None) -> Array:
     return cache.at[index].get(out_sharding=out)
 
 
-def _visible(lengths: tuple[int, int], options: Keywords, arrays: dict[str, Array]) -> tuple[Array, Array]:
+def _visible(q_len: int, kv_len: int, options: Keywords, arrays: dict[str, Array]) -> tuple[Array, Array]:
     """Returns the key ranges of a call, and which keys belong to each row, bool ``[batch, kv_len]``."""
-    rows, theirs = rows_of(arrays), arrays.get("key_ranges")
-    left, right = options["window"]
-    edges = left, 0 if options["causal"] else right
-    key = jnp.arange(lengths[1], dtype=jnp.int32)
-    start, stop, inside = cache_rows.queries_of_keys(key, rows, lengths, edges, options["alignment"] == "top_left")
-    start, stop = start[:, None, :, None], stop[:, None, :, None]  # [batch, 1, kv_len, 1]
-    if theirs is not None:
-        start, stop = jnp.maximum(start, theirs[..., 0]), jnp.minimum(stop, theirs[..., 1])
-        stop = jnp.maximum(start, stop)
-    return jnp.stack((start, stop), -1), inside
+    key = jnp.arange(kv_len, dtype=jnp.int32)
+    return cache_rows.key_ranges_of(jnp, key, rows_of(arrays), q_len, arrays.get("key_ranges"), options)
 
 
 def _within(inside: Array, array: Array) -> Array:
@@ -354,5 +330,3 @@ def _offsets(q_len: Any, kv_len: Any, batch: Any, kv_lengths: Any) -> Array:
 
 
 _jit_from_pages = jax.jit(_from_pages, static_argnums=0, inline=True)
-_ABSENT: Keywords = {"mask": None, "bias": None, "key_ranges": None, "mask_mod": None, "score_mod": None, "aux": ()}
-_ABSENT |= {"seq_info": None, "return_max_logit": False, "dropout_rng": None}

@@ -161,7 +161,7 @@ def test_a_seen_call_checks_nothing_again(launched: list[str], monkeypatch: pyte
         each(), each()
     for module in ("torch_frontend.flash_attn.kvcache_calls", "attn_core.dropins.flash_attn.cache"):
         monkeypatch.setattr(f"{module}.check_facts", None)
-    for module in ("append.check_appended", "dense_caches._checked", "cache_calls.check_metadata"):
+    for module in ("append.check_appended", "dense_caches._checked", "dense_caches.check_metadata"):
         monkeypatch.setattr(f"torch_frontend.paged.{module}", None)
     for name, each in calls.items():
         launched.clear()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import lru_cache
-from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -455,11 +454,10 @@ def test_many_queries_may_run_as_documents(
     framework: str, starts: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More queries than some rows have keys, a row without keys, and a cache with more rows than the call."""
-    form = import_module(f"{framework}_frontend.paged.dense_caches")
     calls = []
-    monkeypatch.setattr(form, "runs_packed", lambda *facts: calls.append(facts) or True)
-    if framework == "torch":
-        monkeypatch.setattr("torch_frontend.paged.cache_calls.attend", lambda *_: None)
+    runs_packed = "attn_core.selection.dense_caches.runs_packed"
+    monkeypatch.setattr(runs_packed, lambda *facts: calls.append(facts) or True)
+    monkeypatch.setattr("torch_frontend.paged.dense_caches.attend_again", lambda *_: None)
     call = rows_call([7, KV_LEN, 4], starts, None, q_len=19, **DOCUMENTS[name])
     assert is_right(call, run(framework, call))
     assert calls

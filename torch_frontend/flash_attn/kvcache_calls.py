@@ -175,17 +175,14 @@ def _attention(
 
     Raises NoBackendError if none can run it.
     """
-    tensors = (_flat(call.q), call.k_cache, call.v_cache, call.block_table, call.cache_seqlens)
+    tensors = (call.k_cache, call.v_cache, call.block_table, call.cache_seqlens)
     if call.alibi_slopes is not None or call.cache_leftpad is not None:
         offsets = None if tokens == 1 else _offsets(call)
-        entries = (*tensors, offsets, None, None, call.alibi_slopes, call.cache_leftpad, None, None)
+        entries = (_flat(call.q), *tensors, offsets, None, None, call.alibi_slopes, call.cache_leftpad, None, None)
         longest = None if tokens == 1 else tokens
         plan_call(entries, options_of(*values, longest), requested)  # type: ignore[call-arg]
         return None
-    without_sinks = (*tensors, None)
-    if tokens == 1:
-        return paged_calls.prepare(without_sinks, (*values, None), requested)
-    return paged_calls.prepare((*without_sinks, _offsets(call), None, None), (*values, tokens), requested)
+    return paged_calls.prepare_rows((call.q, *tensors, None), values, None, requested)
 
 
 def _flat(entry: plan.Metadata) -> plan.Metadata:

@@ -18,19 +18,23 @@ from attn_core.call.cache_rows import CacheRows
 from attn_core.call.key_ranges import check_values
 from attn_core.call.layouts import check_layout
 from attn_core.call.mask_objects import is_object
-from attn_core.call.options import ON_PAGES, Options, check_options, check_traced_options, requested_names
+from attn_core.call.options import Options, check_options, check_traced_options, requested_names
 from attn_core.errors import DeviceError, DTypeError, SpecError
 from attn_core.expressions.tracing import TracedFunction
-from attn_core.selection import Selection, Target, override
-from attn_core.selection.dense_caches import read_pages, runs_packed
+from attn_core.selection import Selection, override
+from attn_core.selection.dense_caches import Form, form_of
 from torch_frontend.dispatch import autocast, nested, plan, sdpa_flags, tensor_kinds, transforms, value_checks
+from torch_frontend.dispatch.eager_calls import OPTIONS
 from torch_frontend.dispatch.heads_first import all_exchanged, exchanged
-from torch_frontend.paged import tables
+from torch_frontend.dispatch.prepared import Prepared, Request, find
+from torch_frontend.paged import paged_calls, tables
 from torch_frontend.paged.attention import explain_paged, paged_attention
 
 Tensor = torch.Tensor
 Keywords = dict[str, Any]
-Window = tuple[int | None, int | None]
+Call = tuple[tuple[Tensor, ...], Keywords]
+"""The tensors and the keywords of a call."""
+_is_compiling = torch.compiler.is_compiling
 # Dynamo would trace how an expression is built. It depends on constants alone, so Dynamo takes the result.
 vars(cache_rows.slopes_of_rows).update(_dynamo_marked_constant=True)
 
@@ -43,28 +47,18 @@ def attend(attention: Callable[..., Any], qkv: tuple[Any, ...], rows: CacheRows,
         options: all other arguments of ``attention``, by name.
     """
     with tensor_kinds.mode_around(qkv[0]):
-        return _attend(attention, qkv, rows, options)
-
-
-def _attend(attention: Callable[..., Any], qkv: tuple[Any, ...], rows: CacheRows, options: Keywords) -> Any:
-    heads_first = check_layout(options["layout"]) == "bhsd"
-    q, k, v = all_exchanged(qkv) if heads_first else qkv
-    rows, window = _checked((q, k, v), rows, options)
-    if _on_pages((q, k, v), window, options, None):
-        q, k, v = autocast.in_autocast(q, k, v)
-        if not torch.compiler.is_compiling() and checks.enabled() and not transforms.is_one_op(q):
-            value_checks.check_cache(*_as_ranges(q, k, v, rows, window, options))
-        if are_documents((q, k, v), rows, options):
-            packed, others = as_documents(q, k, v, rows, options)
-            results = _in_rows_of(attention(*packed, **others), q, options)
-        else:
-            results = from_pages((q, k, v), rows, window, options)
-    else:
-        tensors, others = _as_ranges(q, k, v, rows, window, options)
-        results = attention(*tensors, **others)
-    if not heads_first:
-        return results
-    return (exchanged(results[0]), *results[1:]) if isinstance(results, tuple) else exchanged(results)
+        heads_first = check_layout(options["layout"]) == "bhsd"
+        q, k, v = all_exchanged(qkv) if heads_first else qkv
+        rows, options = _checked((q, k, v), rows, options)
+        form, (q, k, v) = _form((q, k, v), rows, options, None)
+        if form != "ranges" and not _is_compiling() and checks.enabled() and not transforms.is_one_op(q):
+            value_checks.check_cache(*_as_ranges(q, k, v, rows, options))
+        tensors, keywords = _FORMS[form](q, k, v, rows, options)
+        results = (paged_attention if form == "pages" else attention)(*tensors, **keywords)
+        results = results if form == "ranges" else _in_rows_of(results, q, options)
+        if not heads_first:
+            return results
+        return (exchanged(results[0]), *results[1:]) if isinstance(results, tuple) else exchanged(results)
 
 
 def explain(
@@ -77,22 +71,21 @@ def explain(
     """Returns what would run the form that the call takes.
 
     Args:
-        explain: the frontend's, for a call in the form of key ranges. The others are those of ``attend``.
+        explain: the frontend's, for a call in another form than that of pages. The others are those of ``attend``.
     """
     q, k, v = all_exchanged(qkv) if check_layout(options["layout"]) == "bhsd" else qkv
-    rows, window = _checked((q, k, v), rows, options)
-    if not _on_pages((q, k, v), window, options, needs_backward):
-        tensors, others = _as_ranges(q, k, v, rows, window, options)
-        return explain(*tensors, **others, needs_backward=needs_backward)
-    q, k, v = (tensor.detach() for tensor in autocast.in_autocast(q, k, v))
-    if are_documents((q, k, v), rows, options):
-        packed, others = as_documents(q, k, v, rows, options)
-        return explain(*packed, **others, needs_backward=needs_backward)
-    return explain_paged(q.flatten(0, 1), k, v, **_on_pool(q, k, rows, window, options))
+    rows, options = _checked((q, k, v), rows, options)
+    form, (q, k, v) = _form((q, k, v), rows, options, needs_backward)
+    if form != "ranges":
+        q, k, v = (tensor.detach() for tensor in (q, k, v))
+    tensors, keywords = _FORMS[form](q, k, v, rows, options)
+    if form == "pages":
+        return explain_paged(*tensors, **keywords)
+    return explain(*tensors, **keywords, needs_backward=needs_backward)
 
 
-def _checked(qkv: tuple[Any, ...], rows: CacheRows, options: Keywords) -> tuple[CacheRows, Window]:
-    """Checks every argument; returns the rows as tensors on q's device, and the window as a pair.
+def _checked(qkv: tuple[Any, ...], rows: CacheRows, options: Keywords) -> tuple[CacheRows, Keywords]:
+    """Checks every argument; returns the rows as tensors on q's device, and the options with the window as a pair.
 
     Values on the host are checked. A compiled program, a trace and a transform clamp them.
     """
@@ -107,22 +100,20 @@ def _checked(qkv: tuple[Any, ...], rows: CacheRows, options: Keywords) -> tuple[
         if array is not None and not isinstance(array, np.ndarray):
             plan.check_tensor(name, array)
     cache_rows.check_arguments(rows, {"q": q.shape, "k": k.shape, "v": v.shape}, options)
-    compiling = torch.compiler.is_compiling()
-    call = Options.of(options)
-    call = check_traced_options(call) if compiling else check_options(call)
-    window: Window = call.window  # type: ignore[assignment]
+    call = (check_traced_options if _is_compiling() else check_options)(Options.of(options))
+    options = options | {"window": call.window}
     if isinstance(options["alibi_slopes"], Tensor):
         plan.check_gradient_free("alibi_slopes", options["alibi_slopes"])
-    if compiling or transforms.is_one_op(q):
+    if _is_compiling() or transforms.is_one_op(q):
         moved = CacheRows(*(tensor_kinds.to_device_of(q, a) if isinstance(a, np.ndarray) else a for a in rows))
         _check_devices(q, moved)
-        return cache_rows.clamped(moved, k.shape[1], k.shape[0]), window
+        return cache_rows.clamped(moved, k.shape[1], k.shape[0]), options
     _check_tensors(q, k, v, options, call, rows.cache_index is not None)
     on_host = CacheRows(*(array if _is_on_host(array) else None for array in rows))
     cache_rows.check_values(on_host, k.shape[1], k.shape[0])
     moved = CacheRows(*(torch.as_tensor(a, device=q.device) if isinstance(a, np.ndarray) else a for a in rows))
     _check_devices(q, moved)
-    return moved, window
+    return moved, options
 
 
 def _check_devices(q: Tensor, rows: CacheRows) -> None:
@@ -161,50 +152,50 @@ def check_metadata(entries: tuple[plan.Metadata | None, ...], call: Options, by_
     build_spec(arrays, call)
 
 
-def _on_pages(qkv: tuple[Tensor, ...], window: Window, options: Keywords, needs_backward: bool | None) -> bool:
-    """Returns whether the call takes the form of pages.
+def _form(
+    qkv: tuple[Tensor, Tensor, Tensor], rows: CacheRows, options: Keywords, needs_backward: bool | None
+) -> tuple[Form, tuple[Tensor, Tensor, Tensor]]:
+    """Returns the form that a checked call takes, and its tensors, cast as autocast says unless it is that of ranges.
 
     needs_backward: as ``explain`` has it; None: as the tensors say.
     """
-    q, k, _ = qkv
-    if not cache_rows.takes_pages((*q.shape[:2], k.shape[1], k.shape[0]), window, options):
-        return False
+    q, k, v = qkv
     if needs_backward is None:
         tensors = (*qkv, options["sinks"])
         needs_backward = torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in tensors])
     if needs_backward or transforms.are_observing() or sdpa_flags.now() is not None:  # pages heed no sdpa_kernel
-        return False
-    compiling = torch.compiler.is_compiling()
-    if not compiling and tensor_kinds.are_jit_traces_active() is not None:  # it also runs with tensors of training
-        return False
-    names = requested_names(options["backend"]) or (None if compiling else override.requested())
-    return read_pages(names, plan.device_name(q.device))
+        return "ranges", qkv
+    if (
+        not _is_compiling() and tensor_kinds.are_jit_traces_active() is not None
+    ):  # it also runs with tensors of training
+        return "ranges", qkv
+    cast, arrays = autocast.in_autocast(q, k, v), None
+    is_traced = _is_compiling() or tensor_kinds.is_watched(q)
+    # Packing would copy a cache whose rows do not lie end to end.
+    if not is_traced and all([each.stride(0) == each.shape[1] * each.stride(1) for each in (k, v)]):
+        tensors = (*cast, None, None, options["alibi_slopes"], options["sinks"])
+        arrays = Arrays(*(None if t is None else plan.facts(t.shape, t.dtype, t.device) for t in tensors))  # type: ignore[arg-type]
+    names = requested_names(options["backend"]) or (None if _is_compiling() else override.requested())
+    sizes, where = (*q.shape[:2], k.shape[1], k.shape[0]), ("torch", plan.device_name(q.device))
+    form = form_of(rows, sizes, options, arrays, where, names)
+    return form, qkv if form == "ranges" else cast
 
 
-def _on_pool(q: Tensor, k: Tensor, rows: CacheRows, window: Window, options: Keywords) -> Keywords:
-    """Returns the keywords of the call on a pool: each row of the cache is a page."""
-    (batch, count), device = q.shape[:2], q.device
-    index = rows.cache_index
-    if index is None:
-        table = tables.rows_as_table(batch, device)
-    else:
-        table = index[:, None]
-    lengths = rows.kv_lengths
+def _pool_tables(q: Tensor, k: Tensor, rows: CacheRows) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Returns block_table, seq_lens and cu_seqlens_q of the call on a pool: each row of the cache is a page."""
+    (batch, count), device, index, lengths = q.shape[:2], q.device, rows.cache_index, rows.kv_lengths
+    table = tables.rows_as_table(batch, device) if index is None else index.unsqueeze(1)
     if lengths is None:
         lengths = torch.full((batch,), k.shape[1], dtype=torch.int32, device=device)
-    names = (*ON_PAGES, "backend", "sinks", "alibi_slopes")
-    keywords = {name: options[name] for name in names} | {"window": window, "kv_starts": rows.kv_starts}
-    if count != 1:
-        keywords["cu_seqlens_q"] = tables.equal_offsets(batch, count, device)
-        keywords["max_len_q"] = count
-    return {**keywords, "block_table": table, "seq_lens": lengths}
+    return table, lengths, None if count == 1 else tables.equal_offsets(batch, count, device)
 
 
-def from_pages(qkv: tuple[Any, ...], rows: CacheRows, window: Window, options: Keywords) -> Any:
-    """Runs a checked call in the form of pages; returns its results as ``attention`` does."""
-    q, k, v = qkv
-    results = paged_attention(q.flatten(0, 1), k, v, **_on_pool(q, k, rows, window, options))
-    return _in_rows_of(results, q, options)
+def _as_pages(q: Tensor, k: Tensor, v: Tensor, rows: CacheRows, options: Keywords) -> Call:
+    """Returns the tensors and the keywords of ``paged_attention`` for the same call on a pool."""
+    table, lengths, offsets = _pool_tables(q, k, rows)
+    keywords = {name: options[name] for name in cache_rows.ON_POOL}
+    keywords |= {"block_table": table, "seq_lens": lengths, "cu_seqlens_q": offsets, "kv_starts": rows.kv_starts}
+    return (q.flatten(0, 1), k, v), keywords | {"max_len_q": None if offsets is None else q.shape[1]}
 
 
 def _in_rows_of(results: Any, q: Tensor, options: Keywords) -> Any:
@@ -220,30 +211,21 @@ def in_rows(results: tuple[Tensor, Any], q: Tensor, return_lse: bool) -> Any:
     return (out, lse.view(-1, batch, tokens).transpose(0, 1)) if return_lse else out
 
 
-def _as_ranges(
-    q: Tensor, k: Tensor, v: Tensor, rows: CacheRows, window: Window, options: Keywords
-) -> tuple[tuple[Tensor, Tensor, Tensor], Keywords]:
+def _as_ranges(q: Tensor, k: Tensor, v: Tensor, rows: CacheRows, options: Keywords) -> Call:
     """Returns the tensors and the keywords of ``attention`` for the same call with key ranges."""
-    device, lengths = q.device, (q.shape[1], k.shape[1])
-    rows = cache_rows.clamped(rows, k.shape[1], k.shape[0])
+    device, q_len, kv_len = q.device, q.shape[1], k.shape[1]
+    rows = cache_rows.clamped(rows, kv_len, k.shape[0])
     if rows.cache_index is not None:
         k, v = (tensor.index_select(0, rows.cache_index) for tensor in (k, v))
-    top_left = options["alignment"] == "top_left"
-    edges = window[0], 0 if options["causal"] else window[1]
-    key = torch.arange(lengths[1], dtype=torch.int32, device=device)
-    start, stop, inside = cache_rows.queries_of_keys(key, rows, lengths, edges, top_left)
-    start, stop = start[:, None, :, None], stop[:, None, :, None]  # [batch, 1, kv_len, 1]
-    theirs = _their_ranges(q, options["key_ranges"])
-    if theirs is not None:
-        start, stop = start.maximum(theirs[..., 0]), stop.minimum(theirs[..., 1])
-        stop = stop.maximum(start)
+    key, theirs = torch.arange(kv_len, dtype=torch.int32, device=device), _their_ranges(q, options["key_ranges"])
+    ranges, inside = cache_rows.key_ranges_of(torch, key, rows, q_len, theirs, options)
     outside = ~inside[:, :, None, None]
     k, v = (tensor.masked_fill(outside, 0.0) for tensor in (k, v))
-    changed: Keywords = {"key_ranges": torch.stack((start, stop), -1), "causal": False, "window": None}
-    if options["alibi_slopes"] is not None and not top_left:
+    changed: Keywords = {"key_ranges": ranges, "causal": False, "window": None}
+    if options["alibi_slopes"] is not None and options["alignment"] != "top_left":
         slopes = options["alibi_slopes"].detach().to(torch.promote_types(q.dtype, torch.float32))
-        length = torch.full((len(q),), lengths[1], device=device) if rows.kv_lengths is None else rows.kv_lengths
-        arrays = slopes, (length - lengths[0]).int()
+        length = torch.full((len(q),), kv_len, device=device) if rows.kv_lengths is None else rows.kv_lengths
+        arrays = slopes, (length - q_len).int()
         changed |= {"alibi_slopes": None, "score_mod": TracedFunction(cache_rows.slopes_of_rows(slopes.dim()), arrays)}
     dropped = ("layout", *cache_rows.EXCLUDED)
     return (q, k, v), {name: value for name, value in (options | changed).items() if name not in dropped}
@@ -255,30 +237,98 @@ def _their_ranges(q: Tensor, key_ranges: Any) -> Tensor | None:
         return None
     if str(key_ranges.dtype).removeprefix("torch.") != "int32":
         raise DTypeError(f"key_ranges: expected dtype int32, got {key_ranges.dtype}; cast it to int32")
-    if not torch.compiler.is_compiling() and not transforms.is_one_op(q) and _is_on_host(key_ranges):
+    if not _is_compiling() and not transforms.is_one_op(q) and _is_on_host(key_ranges):
         check_values(np.asarray(key_ranges), q.shape[1])
     return tensor_kinds.to_device_of(q, key_ranges) if isinstance(key_ranges, np.ndarray) else key_ranges
 
 
-def are_documents(qkv: tuple[Tensor, Tensor, Tensor], rows: CacheRows, options: Keywords) -> bool:
-    """Returns whether a call in the form of pages runs as packed documents instead, see ``runs_packed``."""
-    q, k, v = qkv
-    if torch.compiler.is_compiling() or tensor_kinds.is_watched(q):
-        return False
-    if any([each.stride(0) != each.shape[1] * each.stride(1) for each in (k, v)]):  # packing would copy the cache
-        return False
-    tensors = (q, k, v, None, None, options["alibi_slopes"], options["sinks"])
-    arrays = Arrays(*(None if t is None else plan.facts(t.shape, t.dtype, t.device) for t in tensors))  # type: ignore[arg-type]
-    names = requested_names(options["backend"]) or override.requested()
-    plain = Options.of(options)
-    return runs_packed(rows, arrays, check_options(plain), Target.here("torch", plan.device_name(q.device)), names)
-
-
-def as_documents(
-    q: Tensor, k: Tensor, v: Tensor, rows: CacheRows, options: Keywords
-) -> tuple[tuple[Tensor, ...], Keywords]:
+def _as_documents(q: Tensor, k: Tensor, v: Tensor, rows: CacheRows, options: Keywords) -> Call:
     """Returns the tensors and the keywords of ``attention`` for the same call on documents, see ``cache_rows``."""
     (batch, count), kv_len = q.shape[:2], k.shape[1]
     first = torch.arange(0, batch * kv_len, kv_len, dtype=torch.int32, device=q.device)
     queries = tables.equal_offsets(batch, count, q.device).repeat_interleave(2)
     return cache_rows.as_documents(torch, (q, k, v), rows, (first, queries), options)
+
+
+_FORMS: dict[Form, Callable[..., Call]] = {"pages": _as_pages, "documents": _as_documents, "ranges": _as_ranges}
+
+
+def attend_again(
+    q: Any,
+    k: Any,
+    v: Any,
+    tables: tuple[Any, Any, Any, Any],
+    seq_info: Any,
+    key_ranges: Any,
+    rows: CacheRows,
+    options: tuple[Any, ...],
+    backend: Any,
+) -> Any:
+    """Runs a call without gradients that is like an earlier one by the table of prepared calls.
+
+    Returns the results as ``attention`` does; None if the general path must run it.
+
+    Args:
+        tables: mask, bias, alibi_slopes and sinks.
+        options: the values of ``eager_calls.OPTIONS``; the other arguments are those of ``attention``.
+    """
+    mask, bias, alibi_slopes, sinks = tables
+    if not (mask is bias is seq_info is key_ranges is None):
+        return None
+    others = (*rows, sinks, alibi_slopes)
+    run = find(_prepare, q, k, v, others, options, backend)
+    return None if run is None else run(q, k, v, *others)
+
+
+def _prepare(request: Request) -> Prepared | None:
+    """Prepares a call in the form of pages: by its backend's fast path, or by ``paged_attention``."""
+    q, k, v, *arrays, sinks, slopes = request.entries
+    assert q is not None and k is not None and v is not None
+    named: dict[str, Any] = dict(zip(OPTIONS, request.options, strict=True))
+    if request.needs or named.pop("layout") != "bshd" or named["dropout"] != 0.0:
+        return None
+    if any([entry is not None and entry[2] != q[2] for entry in request.entries]):
+        return None
+    rows = CacheRows(*(entry and plan.facts(*entry) for entry in arrays))
+    given = named | cache_rows.ABSENT | {"alibi_slopes": slopes}
+    cache_rows.check_arguments(rows, {"q": q[0], "k": k[0], "v": v[0]}, given)
+    call, names = check_options(Options(**named)), requested_names(request.requested)
+    check_metadata((q, k, v, None, None, slopes, sinks), call, rows.cache_index is not None)
+    facts = [entry and plan.facts(*entry) for entry in (q, k, v, None, None, slopes, sinks)]
+    options, where = given | {"window": call.window}, ("torch", plan.device_name(q[2]))
+    sizes = (*q[0][:2], k[0][1], k[0][0])
+    if form_of(rows, sizes, options, Arrays(*facts), where, names) != "pages":  # type: ignore[arg-type]
+        return None
+    on_host = q[2].type == "cpu"
+    paged = None if rows.kv_starts is not None or slopes is not None else _paged(request, call, names)
+    keywords = {**named, "window": call.window, "backend": request.requested}
+
+    def build(paged_run: paged_calls.Run | None) -> Any:
+        def run(q: Tensor, k: Tensor, v: Tensor, lengths: Any, starts: Any, index: Any, sinks: Any, slopes: Any) -> Any:
+            rows = CacheRows(lengths, starts, index)
+            if on_host:
+                cache_rows.check_values(rows, k.shape[1], k.shape[0])
+            if paged_run is not None:
+                table, seq_lens, offsets = _pool_tables(q, k, rows)
+                more = () if offsets is None else (offsets, None, None)
+                results = paged_run(q.flatten(0, 1), k, v, table, seq_lens, sinks, *more)
+                if results is not None:
+                    return in_rows(results, q, call.return_lse)
+            tensors, how = _as_pages(q, k, v, rows, {**keywords, "sinks": sinks, "alibi_slopes": slopes})
+            return _in_rows_of(paged_attention(*tensors, **how), q, keywords)
+
+        return run
+
+    # Pages would call a tensor without its memory by another name.
+    reads: Any = "all" if on_host or paged is None else None
+    return Prepared(build(paged and paged.run), lambda: build(paged and paged.in_ranges()), reads)
+
+
+def _paged(request: Request, call: Options, names: tuple[str, ...] | None) -> Prepared | None:
+    """Prepares a checked call in the form of pages; None if its backend has no fast path for it."""
+    q, k, v, _, _, _, sinks, _ = request.entries
+    assert q is not None
+    (batch, *_), _, device = q
+    table, lengths = ((torch.Size(shape), torch.int32, device) for shape in ((batch, 1), (batch,)))
+    options = (call.causal, call.window, call.softcap, call.scale, call.deterministic, call.return_lse)
+    return paged_calls.prepare_rows((q, k, v, table, lengths, sinks), options, call.invariant, names)

@@ -80,6 +80,29 @@ def prepare(
     return Prepared(_runner(plan, plan.shortcut, sizes), in_ranges, "all" if on_host else None)
 
 
+def prepare_rows(
+    entries: tuple[Metadata | None, ...],
+    options: tuple[Any, ...],
+    invariant: str | None,
+    requested: tuple[str, ...] | None,
+) -> Prepared | None:
+    """Prepares, as ``prepare`` does, a call with equally many queries of each sequence.
+
+    Args:
+        entries: of q ``[batch, tokens, heads, head_dim]``, k, v, block_table, seq_lens and sinks. ``run`` takes q with
+            its tokens end to end; with more than one token also cu_seqlens_q, None and None.
+        options: from causal to return_lse.
+    """
+    q, *others = entries
+    assert q is not None
+    (batch, tokens, *heads), dtype, device = q
+    queries = torch.Size((batch * tokens, *heads)), dtype, device
+    if tokens == 1:
+        return prepare((queries, *others), (*options, None, invariant), requested)
+    offsets = torch.Size((batch + 1,)), torch.int32, device
+    return prepare((queries, *others, offsets, None, None), (*options, tokens, invariant), requested)
+
+
 def _runner(plan: PagedPlan, shortcut: Run, sizes: PagedKV | None) -> Run:
     """Returns what runs a plan by its backend's ``paged_shortcut``.
 
