@@ -33,7 +33,9 @@ def build_spec(arrays: PagedInputs, options: Options) -> AttentionSpec:
     """
     check_one_place(dict(zip(ARGUMENTS, arrays, strict=True)), "q")
     paged, batch = _check_pool(arrays)
-    tokens, heads, head_dim = _rank_three("q", arrays.q, "[tokens, heads, head_dim]")
+    if len(arrays.q.shape) != 3:
+        raise ShapeError(f"q: expected [tokens, heads, head_dim], got {list(arrays.q.shape)}")
+    tokens, heads, head_dim = arrays.q.shape
     if channels(arrays.k) != head_dim:
         raise ShapeError(f"k_pages: expected the head_dim of q ({head_dim}), got {channels(arrays.k)}")
     if arrays.sinks is not None and arrays.sinks.shape != (heads,):
@@ -130,7 +132,12 @@ def check_append(named: dict[str, ArrayFacts | None]) -> None:
         slots = facts["slot_mapping"]
         check_table_types("slot_mapping", slots.dtype, slots.shape, (tokens,))
     else:
-        _check_tables_of_append(facts, tokens)
+        batch, _ = _check_tables(facts["block_table"], facts["seq_lens"], facts.get("cu_seqlens_q"))
+        if "cu_seqlens_q" not in facts and tokens != batch:
+            raise ShapeError(
+                f"cu_seqlens_q: expected the new tokens' offsets, got None, which means one token for each of the "
+                f"{batch} sequences of block_table, but k has {tokens}"
+            )
 
 
 def check_choice(
@@ -158,19 +165,14 @@ def check_choice(
         raise SpecError("positions: expected each token's position, got None; slot_mapping does not say it to rotary")
 
 
-def _check_tables_of_append(named: dict[str, ArrayFacts], tokens: int) -> None:
-    """Checks the tables of ``append_kv``, by the names of its arguments, for so many new tokens."""
-    table = named["block_table"]
+def _check_tables(table: ArrayFacts, seq_lens: ArrayFacts, cu_seqlens_q: ArrayFacts | None) -> tuple[int, int]:
+    """Checks the tables of a call; returns the number of sequences and the columns of the block table."""
     check_table_types("block_table", table.dtype, table.shape, ("batch", "width"))
-    check_table_types("seq_lens", named["seq_lens"].dtype, named["seq_lens"].shape, (table.shape[0],))
-    if "cu_seqlens_q" in named:
-        offsets = named["cu_seqlens_q"]
-        check_table_types("cu_seqlens_q", offsets.dtype, offsets.shape, (table.shape[0] + 1,))
-    elif tokens != table.shape[0]:
-        raise ShapeError(
-            f"cu_seqlens_q: expected the new tokens' offsets, got None, which means one token for each of the "
-            f"{table.shape[0]} sequences of block_table, but k has {tokens}"
-        )
+    batch, width = table.shape
+    check_table_types("seq_lens", seq_lens.dtype, seq_lens.shape, (batch,))
+    if cu_seqlens_q is not None:
+        check_table_types("cu_seqlens_q", cu_seqlens_q.dtype, cu_seqlens_q.shape, (batch + 1,))
+    return batch, width
 
 
 def check_one_place(named: dict[str, ArrayFacts | None], first: str) -> None:
@@ -186,11 +188,7 @@ def _check_pool(arrays: PagedInputs) -> tuple[PagedKV, int]:
     check_pool(arrays.k, arrays.v)
     check_beside_pool("q", arrays.q, "k_pages", arrays.k)
     scales = scales_kind(arrays.k, {"k_scales": arrays.k_scales, "v_scales": arrays.v_scales})
-    check_table_types("block_table", arrays.block_table.dtype, arrays.block_table.shape, ("batch", "width"))
-    batch, width = arrays.block_table.shape
-    check_table_types("seq_lens", arrays.seq_lens.dtype, arrays.seq_lens.shape, (batch,))
-    if arrays.cu_seqlens_q is not None:
-        check_table_types("cu_seqlens_q", arrays.cu_seqlens_q.dtype, arrays.cu_seqlens_q.shape, (batch + 1,))
+    batch, width = _check_tables(arrays.block_table, arrays.seq_lens, arrays.cu_seqlens_q)
     for name, facts in (("sinks", arrays.sinks), ("alibi_slopes", arrays.alibi_slopes)):
         if facts is not None and facts.dtype not in DTYPES:
             raise DTypeError(f"{name}: expected one of {', '.join(DTYPES)}, got {facts.dtype}; cast it")
@@ -209,9 +207,3 @@ def _check_pool(arrays: PagedInputs) -> tuple[PagedKV, int]:
         scales=scales,
     )
     return pool, batch
-
-
-def _rank_three(name: str, facts: ArrayFacts, expected: str) -> tuple[int, ...]:
-    if len(facts.shape) != 3:
-        raise ShapeError(f"{name}: expected {expected}, got {list(facts.shape)}")
-    return facts.shape

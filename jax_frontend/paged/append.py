@@ -21,10 +21,10 @@ from attn_core.paged.arguments import check_choice
 from attn_core.paged.quantised.numbers import page_factors, stored_numbers, token_scales
 from attn_core.paged.quantised.scales import STORED
 from attn_core.paged.rotary import COS, SIN, pair_of
-from attn_core.paged.values import pages_and_offsets, places_of_append
+from attn_core.paged.tables import pages_and_offsets, places_of_append
 from jax_frontend.dispatch import partitioning, plan
 from jax_frontend.paged.rotary import rotate
-from jax_frontend.paged.tables import as_int32, check_kinds, copy_numpy, numpy_as_int32, on_host
+from jax_frontend.paged.tables import as_operand, checked_tables, copy_numpy, on_host
 
 Array = jax.Array
 
@@ -84,8 +84,7 @@ def append_kv(
     for name, array in {**pools, **present}.items():
         plan.check_array(name, array)
     if slot_mapping is None:
-        check_kinds(block_table, seq_lens, cu_seqlens_q)
-        tables = dict(zip(tables, numpy_as_int32(*tables.values()), strict=True))
+        tables = dict(zip(tables, checked_tables(*tables.values()), strict=True))
     indices = {"slot_mapping": slot_mapping, "positions": positions}
     for name, array in indices.items():
         if array is not None and not isinstance(array, np.ndarray):
@@ -99,7 +98,7 @@ def append_kv(
     # An array that numpy has seen cannot be donated, so scales by token are not looked at.
     values = on_host({**(scales if by_page else {}), **tables, **indices})
     places_of_append(k.shape[0], (k_pages.shape[0], k_pages.shape[1]), values, None if cos is None else cos.shape[0])
-    arrays = {name: copy_numpy(as_int32(array)) for name, array in {**pools, **scales, **tables, **angles}.items()}
+    arrays = {name: as_operand(array) for name, array in {**pools, **scales, **tables, **angles}.items()}
     arrays["slots"] = without_int64(slot_mapping, k_pages.shape[1])
     arrays["positions"] = copy_numpy(positions)
     # Under the caller's jit the donation is the caller's choice, so only an eager call donates the pool here.

@@ -17,16 +17,10 @@ from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import PagedInputs
 from attn_core.errors import SpecError
 from attn_core.paged import arguments
-from attn_core.paged.values import READ, TABLES, check_read
+from attn_core.paged.tables import READ, TABLES, check_read
 from attn_core.selection import Selection, new_plans, override
 from jax_frontend.dispatch import empty_rows, ops, plan
-from jax_frontend.paged.tables import (
-    as_int32,
-    check_kinds,
-    copy_numpy,
-    numpy_as_int32,
-    on_host,
-)
+from jax_frontend.paged.tables import as_operand, checked_tables, on_host
 
 Array = jax.Array
 Keywords = PagedKeywords[Array]
@@ -116,7 +110,7 @@ def paged_attention(
     checked = check_read(call_plan.spec, options.max_len_q, on_host({name: getattr(inputs, name) for name in READ}))
     if call_plan.device == "cpu":  # kernels on a GPU clamp all tables, checked or not
         call_plan = call_plan._replace(tables_checked=checked)
-    return _jit_attention(call_plan, _as_arrays(inputs))
+    return _jit_attention(call_plan, PagedInputs(*map(as_operand, inputs)))
 
 
 @lru_cache(maxsize=4096)
@@ -156,14 +150,8 @@ def _gather(inputs: PagedInputs, shapes_only: bool = False) -> PagedInputs:
         is_numpy = isinstance(array, np.ndarray) and name in ("key_ranges", "kv_starts")
         if name not in TABLES and not is_numpy and (array is not None or name in ("q", "k_pages", "v_pages")):
             plan.check_array(name, array, shapes_only=shapes_only)
-    tables = inputs.block_table, inputs.seq_lens, inputs.cu_seqlens_q
-    check_kinds(*tables, shapes_only)
-    return inputs._replace(**dict(zip(TABLES, numpy_as_int32(*tables), strict=True)))
-
-
-def _as_arrays(inputs: PagedInputs) -> PagedInputs:
-    tables = {name: as_int32(getattr(inputs, name)) for name in ("block_table", "seq_lens", "cu_seqlens_q")}
-    return PagedInputs(*(copy_numpy(array) for array in inputs._replace(**tables)))
+    tables = checked_tables(inputs.block_table, inputs.seq_lens, inputs.cu_seqlens_q, shapes_only=shapes_only)
+    return inputs._replace(**dict(zip(TABLES, tables, strict=True)))
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))

@@ -8,15 +8,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from attn_core.paged.tables import TABLES
 from attn_core.paged.tables import as_int32 as narrow
 from jax_frontend.dispatch import plan
 
 
-def check_kinds(block_table: Any, seq_lens: Any, cu: Any, shapes_only: bool = False) -> None:
-    """Raises TypeError or DTypeError unless the tables are JAX or numpy arrays; cu may be None."""
-    for name, table in (("block_table", block_table), ("seq_lens", seq_lens), ("cu_seqlens_q", cu)):
+def checked_tables(*tables: Any, shapes_only: bool = False) -> tuple[Any, ...]:
+    """Returns block_table, seq_lens and cu_seqlens_q, which may be None; those of numpy in int32.
+
+    Raises:
+        TypeError, DTypeError: for a table that is no JAX or numpy array. SpecError: for a value that int32 does not
+            have.
+    """
+    named = dict(zip(TABLES, tables, strict=True))
+    for name, table in named.items():
         if not isinstance(table, np.ndarray) and (table is not None or name != "cu_seqlens_q"):
             plan.check_array(name, table, shapes_only=shapes_only)
+    return tuple(narrow(n, t) if isinstance(t, np.ndarray) else t for n, t in named.items())
 
 
 def copy_numpy(array: Any) -> Any:
@@ -24,25 +32,15 @@ def copy_numpy(array: Any) -> Any:
     return jnp.array(array) if isinstance(array, np.ndarray) else array
 
 
-def numpy_as_int32(*tables: Any) -> tuple[Any, ...]:
-    """Returns block_table, seq_lens and cu_seqlens_q, those of numpy in int32.
-
-    Raises:
-        SpecError: for a value that int32 does not have.
-    """
-    names = ("block_table", "seq_lens", "cu_seqlens_q")
-    return tuple(narrow(n, t) if isinstance(t, np.ndarray) else t for n, t in zip(names, tables, strict=True))
-
-
-def as_int32(table: Any) -> Any:
-    """Returns an int64 table of JAX in int32, and any other argument as it is.
+def as_operand(array: Any) -> Any:
+    """Returns an array of a call as a JAX array, one of int64 in int32, and None as it is.
 
     Numbers that int32 does not have become its nearest one, which is no page and no length, as before.
     """
-    if not isinstance(table, jax.Array) or table.dtype != jnp.int64:
-        return table
+    if not isinstance(array, jax.Array) or array.dtype != jnp.int64:
+        return copy_numpy(array)
     limit = jnp.iinfo(jnp.int32)
-    return jnp.clip(table, limit.min, limit.max).astype(jnp.int32)
+    return jnp.clip(array, limit.min, limit.max).astype(jnp.int32)
 
 
 def on_host(arrays: dict[str, Any]) -> dict[str, np.ndarray | None]:

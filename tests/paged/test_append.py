@@ -20,7 +20,7 @@ from xla_compiler import as_users_have_it
 
 import jax_frontend
 import torch_frontend
-from attn_core.paged.values import check_slot_values, pages_and_offsets
+from attn_core.paged.tables import check_slot_values, pages_and_offsets
 
 pytestmark = pytest.mark.sampled
 

@@ -455,7 +455,7 @@ def test_tables_that_are_constants_of_a_jitted_function_are_checked(name: str) -
 def test_tables_are_checked_once(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the first code to see their values checks them: the frontend, or the op or callback of a traced program."""
     checks: list[str] = []
-    for module, name in ((tables, "check_tables"), (tables, "check_cu_seqlens"), (split_documents, "check_cu_seqlens")):
+    for module, name in ((tables, "check_values"), (tables, "check_cu_seqlens"), (split_documents, "check_cu_seqlens")):
         counted = getattr(module, name)
 
         def count(*values: Any, run: Any = counted, name: str = name, **more: Any) -> None:
@@ -473,7 +473,7 @@ def test_tables_are_checked_once(how: str, monkeypatch: pytest.MonkeyPatch) -> N
         jax.block_until_ready(jax.jit(lambda arrays: call({**arrays, "backend": "math"}))(arrays))
     else:
         jax.block_until_ready(call(given))
-    assert sorted(checks) == ["check_cu_seqlens", "check_tables"]
+    assert sorted(checks) == ["check_cu_seqlens", "check_values"]
 
 
 def test_a_refused_append_writes_nothing() -> None:

@@ -17,7 +17,8 @@ from attn_core.backends.shared.programs.triton import Description, Direct, launc
 from attn_core.call.hints import hide_unknown, refuse_keywords
 from attn_core.call.pages import PagedKV
 from attn_core.errors import ShapeError
-from attn_core.paged import arguments, values
+from attn_core.paged import arguments
+from attn_core.paged import tables as paged_tables
 from attn_core.paged.arguments import check_choice
 from attn_core.paged.quantised.numbers import page_factors, stored_numbers, token_scales
 from attn_core.paged.quantised.scales import STORED
@@ -198,7 +199,7 @@ def gather(k: Tensor, k_pages: Tensor, places: Places, *, in_op: bool = False) -
         return places._replace(block_table=table, seq_lens=lengths, cu_seqlens_q=offsets)
     is_known = isinstance(slots, np.ndarray) and not in_op
     if is_known and slots.ndim == 1 and k_pages.dim() == 4 and slots.dtype.kind == "i":
-        values.check_slot_values(slots, *k_pages.shape[:2])
+        paged_tables.check_slot_values(slots, *k_pages.shape[:2])
     return places._replace(slot_mapping=index_of(k, "slot_mapping", slots))
 
 
@@ -229,11 +230,11 @@ def _check_metadata(entries: tuple[Any, ...]) -> None:
 
 def _append_on_cpu(k_pages: Any, v_pages: Any, k: Any, v: Any, places: Places, scales: tuple[Any, Any]) -> None:
     """Checks the values of the tables, rotates the keys, and writes k and v into the pages by indexing."""
-    named = {name: getattr(places, name) for name in (*values.TABLES, "slot_mapping", "positions")}
-    named |= dict(zip(values.SCALES, scales, strict=True))
+    named = {name: getattr(places, name) for name in (*paged_tables.TABLES, "slot_mapping", "positions")}
+    named |= dict(zip(paged_tables.SCALES, scales, strict=True))
     on_host = {name: None if tensor is None else tensor.numpy() for name, tensor in named.items()}
     cos, sin, pool = places.cos, places.sin, (k_pages.shape[0], k_pages.shape[1])
-    written = values.places_of_append(k.shape[0], pool, on_host, None if cos is None else cos.shape[0])
+    written = paged_tables.places_of_append(k.shape[0], pool, on_host, None if cos is None else cos.shape[0])
     assert written is not None
     at = written.tokens if isinstance(written.tokens, slice) else torch.from_numpy(written.tokens)
     k, v = k.detach()[at], v.detach()[at]

@@ -20,7 +20,7 @@ from attn_core.call.tensors import PagedInputs
 from attn_core.errors import DeviceError, DTypeError, ShapeError, SpecError
 from attn_core.paged import arguments
 from attn_core.paged import tables as paged_tables
-from attn_core.paged.values import READ, TABLES, check_read
+from attn_core.paged.tables import READ, TABLES, check_read
 from attn_core.selection import Target, new_plans, override, select
 from torch_frontend.dispatch import empty_rows, offsets, plan, tensor_kinds
 from torch_frontend.dispatch.wrappers import on_device

@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 
 from attn_core.call.arguments import ArrayFacts
-from attn_core.call.pages import BITS, PagedKV
+from attn_core.call.pages import BITS
 from attn_core.call.spec import DTYPES
 from attn_core.errors import DTypeError, ShapeError, SpecError
-from attn_core.paged.tables import slots_of
 
 STORED = {"float8_e4m3fn": "float8_e4m3fn", "int8": "int8", "uint8": "int4"}
 """The dtypes of quantised pages by the dtypes of their arrays."""
@@ -76,26 +75,15 @@ def scales_kind(pool: ArrayFacts, scales: dict[str, ArrayFacts | None]) -> str |
     return kinds[0] if kinds else None
 
 
-def check_scale_values(
-    scales: dict[str, Any], paged: PagedKV, block_table: Any, seq_lens: Any, kv_starts: Any = None
-) -> None:
-    """Checks the scales that a call reads, on the host, after its tables have been checked.
+def check_used_scales(scales: dict[str, Any], slots: np.ndarray, page_size: int) -> None:
+    """Checks the scales that a call reads or stores by, on the host, after its tables have been checked.
 
     Args:
-        scales: k_scales and v_scales as numpy arrays, by their names.
-        kv_starts: the scales of keys before these are not read; None for no such keys.
+        scales: k_scales and v_scales as numpy arrays, by their names. slots: that have these scales.
 
     Raises:
         SpecError: naming the first scale that is zero, negative, infinite or NaN.
     """
-    lengths = np.asarray(seq_lens, np.int64)
-    counts = lengths if kv_starts is None else lengths - kv_starts
-    slots = slots_of(block_table, lengths, np.concatenate([[0], np.cumsum(counts)]), paged.page_size)
-    check_used_scales(scales, slots, paged.page_size)
-
-
-def check_used_scales(scales: dict[str, Any], slots: np.ndarray, page_size: int) -> None:
-    """Checks the scales of slots on the host, as ``check_scale_values`` does."""
     for name, array in scales.items():
         by_page = array.ndim == 2
         rows = np.unique(slots // page_size) if by_page else slots
