@@ -149,7 +149,7 @@ def test_int4_halves_are_not_pairs() -> None:
     rows = np.arange(-7, 9)[None].clip(-7, 7)
     packed = quantised.pack_int4(rows)
     assert packed.dtype == np.uint8 and packed.shape == (1, 8)
-    np.testing.assert_array_equal(quantised.unpack_int4(packed), rows)
+    np.testing.assert_array_equal(quantised.unpack_int4(np, packed), rows)
     assert packed[0, 0] == (rows[0, 0] & 15) | ((rows[0, 8] & 15) << 4)
 
 
@@ -198,7 +198,9 @@ def test_numpy_torch_and_jax_append_to_the_same_bits(dtype: str, by: str) -> Non
     expected = quantised.stored_numbers(rows, factors, dtype)
     if dtype == "float8_e4m3fn":
         ours = ours.float()
-    np.testing.assert_array_equal(quantised.unpack_int4(ours.numpy()) if dtype == "int4" else ours.numpy(), expected)
+    np.testing.assert_array_equal(
+        quantised.unpack_int4(np, ours.numpy()) if dtype == "int4" else ours.numpy(), expected
+    )
 
 
 @pytest.mark.parametrize("dtype", BITS)

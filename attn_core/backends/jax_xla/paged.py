@@ -17,6 +17,7 @@ from attn_core.call.pages import PagedKV
 from attn_core.call.seq_info import is_number
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs, PagedInputs
+from attn_core.paged.quantised.numbers import real_numbers
 
 Forward = Callable[[AttentionSpec, Inputs], tuple[Any, Any]]
 
@@ -115,22 +116,9 @@ def _gathered(paged: PagedKV, inputs: PagedInputs, pool: Any, scales: Any) -> An
     pages = jnp.clip(inputs.block_table, 0, paged.num_pages - 1)
     # [batch, width, page_size, kv_heads, dim] -> [batch, capacity, kv_heads, dim]
     wide = pool[pages].reshape(pages.shape[0], paged.capacity, *pool.shape[2:])
-    return wide if scales is None else _numbers(paged, wide, scales[pages])
-
-
-def _numbers(paged: PagedKV, stored: Any, scales: Any) -> Any:
-    """Returns float32 numbers of gathered quantised pages.
-
-    Args:
-        stored: ``[batch, capacity, kv_heads, dim]``, int4 with half the channels.
-        scales: of the same pages, ``[batch, width, kv_heads]`` or ``[batch, width, page_size, kv_heads]``.
-    """
-    import jax.numpy as jnp
-    from jax import lax
-
-    if paged.dtype == "int4":  # channels of the low four bits, then those of the high ones
-        signed = lax.bitcast_convert_type(stored, jnp.int8)
-        stored = jnp.concatenate(((signed << 4) >> 4, signed >> 4), -1)
-    if paged.scales == "page":
-        scales = jnp.repeat(scales, paged.page_size, axis=1)
-    return stored.astype(jnp.float32) * scales.reshape(*stored.shape[:3], 1)
+    if scales is None:
+        return wide
+    # [batch, width, kv_heads] by page, or [batch, width, page_size, kv_heads] -> [batch, capacity, kv_heads]
+    scales = scales[pages]
+    scales = jnp.repeat(scales, paged.page_size, axis=1) if paged.scales == "page" else scales
+    return real_numbers(jnp, wide, scales.reshape(*wide.shape[:3]), paged.dtype)

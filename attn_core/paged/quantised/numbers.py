@@ -116,13 +116,29 @@ def _bits(number: float) -> int:
     return int(np.float32(number).view(np.int32))
 
 
-def unpack_int4(pool: np.ndarray) -> np.ndarray:
-    """Returns the int4 numbers of a pool's bytes, int8 ``[..., dim]``."""
-    return np.concatenate([(pool << 4).view(np.int8) >> 4, pool.view(np.int8) >> 4], -1)
+def unpack_int4(xp: Any, pool: Any) -> Any:
+    """Returns the int4 numbers of a pool's bytes, int8 ``[..., dim]``. xp: ``numpy``, ``torch`` or ``jax.numpy``."""
+    signed = pool.view(xp.int8)
+    return xp.concatenate(((signed << 4) >> 4, signed >> 4), -1)
+
+
+def real_numbers(xp: Any, stored: Any, scales: Any, dtype: str | None) -> Any:
+    """Returns the float32 numbers ``[..., kv_heads, dim]`` of stored ones and their scales ``[..., kv_heads]``.
+
+    Args:
+        xp: ``torch`` or ``jax.numpy``.
+        stored: of that framework; float8 may be bytes.
+        dtype: of the pages.
+    """
+    if dtype == "int4":
+        stored = unpack_int4(xp, stored)
+    elif dtype == "float8_e4m3fn":
+        stored = stored.view(xp.float8_e4m3fn)
+    return xp.asarray(stored, dtype=xp.float32) * scales[..., None]
 
 
 def dequantised(pool: Any, scales: Any, dtype: str) -> np.ndarray:
     """Returns the numbers of a pool, float64 ``[num_pages, page_size, kv_heads, dim]``."""
-    stored = unpack_int4(np.asarray(pool)) if dtype == "int4" else np.asarray(pool)
+    stored = unpack_int4(np, np.asarray(pool)) if dtype == "int4" else np.asarray(pool)
     scales = np.asarray(scales, np.float64)
     return stored.astype(np.float64) * (scales[:, None] if scales.ndim == 2 else scales)[..., None]

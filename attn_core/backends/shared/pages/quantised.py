@@ -6,14 +6,7 @@ from typing import Any
 
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import PagedInputs
-
-
-def unpack_int4(stored: Any) -> Any:
-    """Returns the int4 numbers of bytes, int8: channels of the low four bits, then those of the high ones."""
-    import torch
-
-    signed = stored.view(torch.int8)
-    return torch.cat(((signed << 4) >> 4, signed >> 4), -1)
+from attn_core.paged.quantised.numbers import real_numbers
 
 
 def pools_and_scales(spec: AttentionSpec, inputs: PagedInputs) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
@@ -27,27 +20,19 @@ def pools_and_scales(spec: AttentionSpec, inputs: PagedInputs) -> tuple[tuple[An
     return (k, inputs.k_scales), (v, inputs.v_scales)
 
 
-def numbers(spec: AttentionSpec, stored: Any, scales: Any) -> Any:
-    """Returns float32 ``[..., kv_heads, dim]`` of stored numbers and their scales ``[..., kv_heads]``."""
-    import torch
-
-    dtype = spec.paged.dtype if spec.paged else None
-    if dtype == "int4":
-        stored = unpack_int4(stored)
-    elif dtype == "float8_e4m3fn":
-        stored = stored.view(torch.float8_e4m3fn)
-    return stored.float() * scales[..., None]
-
-
 def in_slots(spec: AttentionSpec, inputs: PagedInputs, page: Any, offset: Any) -> tuple[Any, Any]:
     """Returns the keys and values in slots, ``[slots, kv_heads, dim]``: as in the pool, or float32 if quantised."""
     assert spec.paged is not None
     if spec.paged.dtype is None:
         k, v = (_slots(pool.detach(), page, offset) for pool in (inputs.k, inputs.v))
         return k, v
-    by_page = spec.paged.scales == "page"
+    import torch
+
+    dtype, by_page = spec.paged.dtype, spec.paged.scales == "page"
     k, v = (
-        numbers(spec, _slots(pool, page, offset), scales[page] if by_page else _slots(scales, page, offset))
+        real_numbers(
+            torch, _slots(pool, page, offset), scales[page] if by_page else _slots(scales, page, offset), dtype
+        )
         for pool, scales in pools_and_scales(spec, inputs)
     )
     return k, v
@@ -69,12 +54,15 @@ def in_pages(spec: AttentionSpec, inputs: PagedInputs, pages: Any) -> tuple[Any,
     if spec.paged.dtype is None:
         k, v = (pool.detach()[pages].flatten(1, 2) for pool in (inputs.k, inputs.v))
         return k, v
-    size, by_page = spec.paged.page_size, spec.paged.scales == "page"
+    import torch
+
+    dtype, size, by_page = spec.paged.dtype, spec.paged.page_size, spec.paged.scales == "page"
     k, v = (
-        numbers(
-            spec,
+        real_numbers(
+            torch,
             pool[pages].flatten(1, 2),
             scales[pages].repeat_interleave(size, 1) if by_page else scales[pages].flatten(1, 2),
+            dtype,
         )
         for pool, scales in pools_and_scales(spec, inputs)
     )
