@@ -11,8 +11,8 @@ Upstream: triton 3.6 to 3.9, as torch brings it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache, lru_cache
+from collections.abc import Callable, Hashable
+from functools import cache, lru_cache, partial
 from typing import Any
 
 from attn_core.backends.shared.device_kinds import compute_capability
@@ -143,9 +143,9 @@ def _settings(spec: AttentionSpec, device: int) -> tuple[dict[str, Any], Tiles, 
 
 
 @lru_cache(maxsize=4096)
-def _results(spec: AttentionSpec, device: int) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    """Returns the number of splits, and the shapes of out and lse."""
-    return _settings(spec, device)[2], spec.out_shape, spec.lse_shape
+def _results(spec: AttentionSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns the shapes of out and lse."""
+    return spec.out_shape, spec.lse_shape
 
 
 @cache
@@ -157,37 +157,39 @@ def _kernels() -> Any:
 
 def forward(spec: AttentionSpec, inputs: PagedInputs, into: Any = None) -> tuple[Any, Any]:
     """See ``Backend.forward``."""
-    if spec.invariant is not None:
-        return _in_order(spec, inputs, into)[:2]
     return _forward(spec, inputs, into)[:2]
 
 
 def paged_shortcut(spec: AttentionSpec) -> Callable[..., tuple[Any, Any]]:
     """See ``contract.paged_shortcut``."""
-    if spec.invariant is not None:
-        return launches.repeated(spec, lambda inputs: _in_order(spec, inputs))
-    return launches.repeated(spec, lambda inputs: _forward(spec, inputs))
+    return launches.repeated(spec, partial(_forward, spec))
 
 
 def _forward(spec: AttentionSpec, inputs: PagedInputs, into: Any = None) -> tuple[Any, Any, Launches | None]:
     """Returns (out, lse), and the launches if they fit other tensors of the same strides."""
     kernels, device = _kernels(), inputs.q.get_device()
-    count = _results(spec, device)[0]
+    settings, tiles, count = _settings(spec, device)
+    way = None if spec.invariant is None else how(spec, multiprocessors(device))
+    count = count if way is None else way.shares
     read, copied = launches.operands_of(inputs)
     q, sinks = read.q, read.sinks
     scales = (q, q) if inputs.k_scales is None else (inputs.k_scales, inputs.v_scales)
     out, lse, parts, part_lse = _buffers(spec, q, into, count if count > 1 else 0)
-    results = out.stride(), lse.stride(), sinks.dtype
+    results, merged = (out.stride(), lse.stride(), sinks.dtype), (parts, part_lse, sinks, out, lse)
     strides = [each.stride() for each in (*read[:3], *scales)]
     layout = (*strides, read.table.stride(0), *results, inputs.cu_seqlens_q is None)
-    operands = (*read, *scales, parts, part_lse)
-    key = ("attend", spec, count, layout)
-    attend = launch(kernels.attend, key, operands, lambda: launches.attend(spec, operands, *_settings(spec, device)))
     merge = None
-    if count > 1:
-        merged = (parts, part_lse, sinks, out, lse)
-        merge_key = ("merge", spec, count, results)
-        merge = launch(kernels.merge, merge_key, merged, lambda: launches.merge(spec, merged, count))
+    if way is None:
+        operands = (*read, *scales, parts, part_lse)
+        key = ("attend", spec, count, layout)
+        attend = launch(kernels.attend, key, operands, lambda: launches.attend(spec, operands, settings, tiles, count))
+        if count > 1:
+            key = ("merge", spec, count, results)
+            merge = launch(kernels.merge, key, merged, lambda: launches.merge(spec, merged, count))
+    else:
+        attend = _attend_in_order(spec, (*read[:7], read.slopes, read.starts, parts, part_lse), settings, way, layout)
+        if count > 1:
+            merge = order.launch_merge(spec, merged, count)
     # A copied operand has other strides than the caller's tensor.
     if copied or attend is None or (count > 1 and merge is None):
         return out, lse, None
@@ -199,7 +201,7 @@ def _buffers(spec: AttentionSpec, q: Any, into: Any, count: int) -> tuple[Any, A
     merges, or out and lse again for none."""
     import torch
 
-    _, out_shape, lse_shape = _results(spec, q.get_device())
+    out_shape, lse_shape = _results(spec)
     out, lse = into or (None, None)
     if out is None:
         out = torch.empty(out_shape, dtype=q.dtype, device=q.device)
@@ -248,36 +250,20 @@ def _describe_in_order(
     return grid, numbers, constants
 
 
-def _in_order(spec: AttentionSpec, inputs: PagedInputs, into: Any = None) -> tuple[Any, Any, Launches | None]:
-    """Returns what ``_forward`` does, for a call with ``invariant``."""
-    device = inputs.q.get_device()
-    settings, kernels, way = _settings(spec, device)[0], _kernels(), how(spec, multiprocessors(device))
-    read, copied = launches.operands_of(inputs)
-    q, sinks = read.q, read.sinks
-    out, lse, parts, part_lse = _buffers(spec, q, into, way.shares)
-    results = out.stride(), lse.stride(), sinks.dtype
-    strides = [each.stride() for each in read[:3]]
-    layout = (*strides, read.table.stride(0), *results, inputs.cu_seqlens_q is None)
-    operands = (*read[:7], read.slopes, read.starts, parts, part_lse)  # no ranges
+def _attend_in_order(
+    spec: AttentionSpec, operands: tuple[Any, ...], settings: dict[str, Any], way: How, layout: Hashable
+) -> Direct | None:
+    """Launches ``kernels.attend_in_order``, which reads no ranges and no scales.
+
+    Returns a launch that takes the addresses of ``kernels.attend``, of which this kernel has some.
+    """
     key = ("attend_in_order", spec, way, layout)
-    attend_at = launch(
-        kernels.attend_in_order, key, operands, lambda: _describe_in_order(spec, operands, settings, way)
+    direct = launch(
+        _kernels().attend_in_order, key, operands, lambda: _describe_in_order(spec, operands, settings, way)
     )
-    merge_at = None
-    if way.shares:
-        merge_at = order.launch_merge(spec, (parts, part_lse, sinks, out, lse), way.shares)
-    if copied or attend_at is None or (way.shares and merge_at is None):
-        return out, lse, None
-    return out, lse, Launches(way.shares, _as_attend(attend_at), merge_at)
-
-
-def _as_attend(direct: Direct) -> Direct:
-    """Returns a launch that takes the addresses of ``kernels.attend``, of which this kernel has some."""
-
-    def run(*at: int) -> None:
-        direct(*at[:7], *at[8:10], *at[-2:])  # all up to the sinks, slopes and starts, out and lse
-
-    return run
+    if direct is None:
+        return None
+    return lambda *at: direct(*at[:7], *at[8:10], *at[-2:])  # all up to the sinks, slopes and starts, out and lse
 
 
 def program_refuses(spec: AttentionSpec, device: str) -> tuple[str, ...]:
