@@ -12,6 +12,7 @@ from attn_core.call.seq_info import is_host_int
 from attn_core.call.spec import DTYPES
 from attn_core.errors import DTypeError, ShapeError, SpecError, shown
 from attn_core.paged.allocation.allocator import Copies, PageAllocator
+from attn_core.paged.allocation.sizing import PoolSizes
 from attn_core.paged.step import Pages, Step, check_step, take_step
 
 Array = TypeVar("Array")
@@ -29,6 +30,12 @@ class SwappedOut(NamedTuple):
 
     pages: Any
     tokens: tuple[int, ...]
+
+
+class CacheSizes(PoolSizes):
+    """The sizes of a ``PagedKVCache``."""
+
+    num_pages: int
 
 
 class PagedCache(Generic[Array]):
@@ -67,7 +74,7 @@ class PagedCache(Generic[Array]):
         page_size: int,
         kv_heads: int,
         head_dim: int,
-        value_dim: int | None,
+        value_dim: int | None = None,
         dtype: str,
         kv_dtype: Any,
     ) -> None:

@@ -15,7 +15,8 @@ from attn_core.errors import DeviceError, DTypeError, SpecError, shown
 from attn_core.paged import layouts
 from attn_core.paged.allocation import sizing
 from attn_core.paged.allocation.allocator import Copies
-from attn_core.paged.cache import PagedCache
+from attn_core.paged.allocation.sizing import PoolSizes
+from attn_core.paged.cache import CacheSizes, PagedCache
 from attn_core.paged.step import Step
 from jax_frontend.dispatch import plan
 from jax_frontend.paged.append import append_kv
@@ -40,18 +41,14 @@ class PagedKVCache(PagedCache[Array]):
 
     _append = staticmethod(append_kv)
 
+    @SharedOptions(PagedCache.__init__, CacheSizes.__annotations__)
     def __init__(
         self,
         *,
-        num_layers: int,
-        num_pages: int,
-        page_size: int,
-        kv_heads: int,
-        head_dim: int,
-        value_dim: int | None = None,
         dtype: Any = jnp.float32,
         device: Any = None,
         kv_dtype: Any = None,
+        **sizes: Unpack[CacheSizes],
     ) -> None:
         try:
             self.dtype = np.dtype(dtype)
@@ -66,17 +63,7 @@ class PagedKVCache(PagedCache[Array]):
                 return jnp.zeros(shape, name, device=device)
             return jnp.ones(shape, name, device=_without_channels(device))
 
-        super().__init__(
-            new,
-            num_layers=num_layers,
-            num_pages=num_pages,
-            page_size=page_size,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            value_dim=value_dim,
-            dtype=self.dtype.name,
-            kv_dtype=name_of(kv_dtype),
-        )
+        super().__init__(new, dtype=self.dtype.name, kv_dtype=name_of(kv_dtype), **sizes)
 
     @overload
     def attend(
@@ -196,17 +183,14 @@ jax.tree_util.register_pytree_node(
 )
 
 
+@SharedOptions(sizing.pages_that_fit, PoolSizes.__annotations__)
 def pages_that_fit(
     memory: int | None = None,
     *,
-    page_size: int,
-    num_layers: int,
-    kv_heads: int,
-    head_dim: int,
-    value_dim: int | None = None,
     dtype: Any = jnp.float32,
     device: Any = None,
     fraction: float = 0.9,
+    **sizes: Unpack[PoolSizes],
 ) -> int:
     """Returns how many pages fit: the ``num_pages`` of a ``PagedKVCache`` of these sizes.
 
@@ -225,15 +209,7 @@ def pages_that_fit(
     """
     if memory is None:
         memory = sizing.part_of(_free_memory(device), fraction)
-    return sizing.pages_that_fit(
-        memory,
-        page_size=page_size,
-        num_layers=num_layers,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        value_dim=value_dim,
-        dtype=name_of(dtype),
-    )
+    return sizing.pages_that_fit(memory, dtype=name_of(dtype), **sizes)
 
 
 def name_of(dtype: Any) -> Any:

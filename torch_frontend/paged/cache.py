@@ -13,7 +13,8 @@ from attn_core.errors import DeviceError, SpecError, shown
 from attn_core.paged import layouts
 from attn_core.paged.allocation import sizing
 from attn_core.paged.allocation.allocator import Copies
-from attn_core.paged.cache import PagedCache
+from attn_core.paged.allocation.sizing import PoolSizes
+from attn_core.paged.cache import CacheSizes, PagedCache
 from attn_core.paged.step import Step
 from torch_frontend.dispatch.plan import check_tensor
 from torch_frontend.paged.append import append_kv
@@ -51,18 +52,14 @@ class PagedKVCache(PagedCache[Tensor]):
 
     _append = staticmethod(append_kv)
 
+    @SharedOptions(PagedCache.__init__, CacheSizes.__annotations__)
     def __init__(
         self,
         *,
-        num_layers: int,
-        num_pages: int,
-        page_size: int,
-        kv_heads: int,
-        head_dim: int,
-        value_dim: int | None = None,
         dtype: torch.dtype = torch.float32,
         device: Any = "cpu",
         kv_dtype: torch.dtype | str | None = None,
+        **sizes: Unpack[CacheSizes],
     ) -> None:
         try:
             device = torch.device(device)
@@ -73,17 +70,7 @@ class PagedKVCache(PagedCache[Tensor]):
             make = torch.zeros if len(shape) == 4 else torch.ones
             return make(shape, dtype=getattr(torch, name), device=device)
 
-        super().__init__(
-            new,
-            num_layers=num_layers,
-            num_pages=num_pages,
-            page_size=page_size,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            value_dim=value_dim,
-            dtype=str(dtype).removeprefix("torch."),
-            kv_dtype=name_of(kv_dtype),
-        )
+        super().__init__(new, dtype=name_of(dtype), kv_dtype=name_of(kv_dtype), **sizes)
         self.dtype = dtype
 
     @overload
@@ -141,17 +128,14 @@ def _indexable(lists: tuple[list[Tensor], ...]) -> list[Tensor]:
     return [pool.view(torch.uint8) if pool.itemsize == 1 else pool for pool in pools]
 
 
+@SharedOptions(sizing.pages_that_fit, PoolSizes.__annotations__)
 def pages_that_fit(
     memory: int | None = None,
     *,
-    page_size: int,
-    num_layers: int,
-    kv_heads: int,
-    head_dim: int,
-    value_dim: int | None = None,
     dtype: torch.dtype | str = torch.float32,
     device: Any = "cuda",
     fraction: float = 0.9,
+    **sizes: Unpack[PoolSizes],
 ) -> int:
     """Returns how many pages fit: the ``num_pages`` of a ``PagedKVCache`` of these sizes.
 
@@ -170,15 +154,7 @@ def pages_that_fit(
     """
     if memory is None:
         memory = sizing.part_of(_free_memory(device), fraction)
-    return sizing.pages_that_fit(
-        memory,
-        page_size=page_size,
-        num_layers=num_layers,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        value_dim=value_dim,
-        dtype=name_of(dtype),
-    )
+    return sizing.pages_that_fit(memory, dtype=name_of(dtype), **sizes)
 
 
 def name_of(dtype: Any) -> Any:

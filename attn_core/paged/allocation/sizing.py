@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 
@@ -17,6 +17,16 @@ BITS = {**FLOAT_BITS, **pages.BITS}
 
 SCALED = tuple(pages.BITS)
 """Dtypes that need a scale, float32, for each token and head, of the key and of the value."""
+
+
+class PoolSizes(TypedDict):
+    """The sizes of the pools of a ``PagedKVCache``, for every layer the same."""
+
+    page_size: int
+    num_layers: int
+    kv_heads: int
+    head_dim: int
+    value_dim: NotRequired[int | None]
 
 
 def bytes_per_token(
