@@ -16,6 +16,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from interrupt_scenes import scene
 from interrupted_lines import count_lines, held_locks, interrupt_at_moment, interrupted_at
 
 import torch_frontend.diffusers
+import torch_frontend.flash_attn
 from attn_core import SeqInfo, cli
 from attn_core.cli import ctrl_c, tune
 from attn_core.dropins import finetrainers
@@ -112,17 +114,38 @@ def test_a_call_after_an_interrupted_one_is_right(framework: Framework, trained:
             np.testing.assert_allclose(one, right, rtol=1e-3, atol=1e-4, err_msg=f"line {at} of {total}")
 
 
-@pytest.mark.parametrize("name", ["math", "sdpa_flash"])
-def test_ctrl_c_at_any_moment_of_a_forward_leaves_autograd_on(name: str) -> None:
-    """Also in the middle of torch's own Python code, such as the end of a ``torch.no_grad()`` block.
+def calls_without_gradients() -> dict[str, Callable[[], Any]]:
+    """Calls in which autograd is switched off for a part, by name.
 
     flex is not here: torch's ``vmap``, which it calls on a CPU, does not survive every interruption.
     """
-    x = torch.from_numpy(numbers(6))
+    x, pool = torch.from_numpy(numbers(6)), torch.zeros(3, 4, 2, 8)
+    table, lengths, one = torch.tensor([[0, 1]]).int(), torch.tensor([6]).int(), torch.zeros(1, 2, 8)
+    leaf, cache = x.clone().requires_grad_(), torch.zeros(1, 9, 2, 8)
 
-    def call() -> None:
-        TORCH.frontend.attention(x, x, x, causal=True, backend=name)
+    def gradient_of_a_gradient() -> None:
+        out = torch_frontend.attention(leaf, leaf, leaf, backend="math")
+        torch.autograd.grad(out.square().sum(), leaf, create_graph=True)
 
+    def cached() -> None:
+        torch_frontend.flash_attn.flash_attn_with_kvcache(leaf, cache, cache.clone(), x, x, cache_seqlens=2)
+
+    def paged() -> None:
+        torch_frontend.paged_attention(one, pool, pool, block_table=table, seq_lens=lengths, out=torch.empty_like(one))
+
+    def appended() -> None:
+        torch_frontend.append_kv(pool, pool.clone(), x[0], x[0], slot_mapping=torch.arange(6))
+
+    calls = {"create_graph": gradient_of_a_gradient, "kvcache": cached, "out": paged, "append_kv": appended}
+    for name in ("math", "sdpa_flash"):
+        calls[name] = partial(torch_frontend.attention, x, x, x, causal=True, backend=name)
+    return calls
+
+
+@pytest.mark.parametrize("name", calls_without_gradients())
+def test_ctrl_c_at_any_moment_of_a_call_leaves_autograd_on(name: str) -> None:
+    """Also in the middle of torch's own Python code, such as the end of a ``torch.no_grad()`` block."""
+    call = calls_without_gradients()[name]
     call()
     total = interrupt_at_moment(10**9, call)
     for at in spread(total, 200):

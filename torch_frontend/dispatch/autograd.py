@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from attn_core.backends.shared.autograd import refuse_second_derivative
+from attn_core.backends.shared.autograd import refuse_second_derivative, without_gradient
 from attn_core.call.functions import aux_of
 from attn_core.call.tensors import Gradients, Inputs
 from attn_core.expressions.properties import aux_numbers
@@ -36,8 +36,7 @@ def once_differentiable(backward: Backward) -> Backward:
         # The gradients depend on each of these, so each of them must lead to the error.
         inputs = [tensor for tensor in (*ctx.saved_tensors, *gradients) if tensor is not None and tensor.requires_grad]
         # Autograd would otherwise record backwards that consist of torch operations, and differentiate these.
-        with torch.no_grad():
-            results = backward(ctx, *gradients)
+        results = without_gradient(backward)(ctx, *gradients)
         return tuple(each if each is None else _Gradient.apply(each, *inputs) for each in results)
 
     return run

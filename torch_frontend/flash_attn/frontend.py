@@ -8,6 +8,7 @@ from typing import Any, Never
 
 import torch
 
+from attn_core.backends.shared.autograd import without_gradient
 from attn_core.call.arguments import ArrayFacts
 from attn_core.call.tensors import PagedInputs
 from attn_core.dropins.flash_attn.frontend import Frontend
@@ -68,8 +69,7 @@ def _without_gradient(call: Callable[[], Any], **named: Any) -> Any:
             return call()
         if not torch.compiler.is_compiling() and transforms.are_observing():
             raise SpecError(f"{message}, on tensors without tangents")
-        with torch.no_grad():
-            results, caches = call()
+        results, caches = without_gradient(call)()
         passed = results if isinstance(results, tuple) else (results,)
         return WithoutGradient.apply(message, next(iter(trained.values())), *passed), caches
 

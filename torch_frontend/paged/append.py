@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Never
 import numpy as np
 import torch
 
+from attn_core.backends.shared.autograd import without_gradient
 from attn_core.backends.shared.programs.triton import Description, Direct, launch, remember
 from attn_core.call.hints import hide_unknown, refuse_keywords
 from attn_core.call.pages import PagedKV
@@ -178,11 +179,10 @@ def _append(k_pages: Any, v_pages: Any, k: Any, v: Any, places: Places, scales: 
     check_appended(k_pages, v_pages, k, v, places, scales)
     if k.shape[0] == 0:
         return
-    with torch.no_grad():
-        if k.device.type == "cpu":
-            _append_on_cpu(k_pages, v_pages, k, v, places, scales)
-        else:
-            on_device(append_on_gpu, k.device)(k_pages, v_pages, k, v, *places, scales=scales)
+    if k.device.type == "cpu":
+        _append_on_cpu(k_pages, v_pages, k, v, places, scales)
+    else:
+        without_gradient(on_device(append_on_gpu, k.device))(k_pages, v_pages, k, v, *places, scales=scales)
 
 
 def gather(k: Tensor, k_pages: Tensor, places: Places, *, in_op: bool = False) -> Places:
@@ -228,6 +228,7 @@ def _check_metadata(entries: tuple[Any, ...]) -> None:
     arguments.check_append({name: plan.facts(*entry) for name, *entry in entries})
 
 
+@without_gradient
 def _append_on_cpu(k_pages: Any, v_pages: Any, k: Any, v: Any, places: Places, scales: tuple[Any, Any]) -> None:
     """Checks the values of the tables, rotates the keys, and writes k and v into the pages by indexing."""
     named = {name: getattr(places, name) for name in (*paged_tables.TABLES, "slot_mapping", "positions")}

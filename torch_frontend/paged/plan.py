@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from attn_core import backends
+from attn_core.backends.shared.autograd import without_gradient
 from attn_core.backends.shared.torch_ranges import in_range, is_on
 from attn_core.call import counters
 from attn_core.call.failed_calls import note_call
@@ -232,10 +233,10 @@ def check_out(out: Any, q: Tensor, k_pages: Tensor, v_pages: Tensor) -> None:
             raise SpecError(f"out: expected memory apart from {name}, which the kernel reads while it writes")
 
 
+@without_gradient
 def copied(result: Tensor, out: Tensor) -> Tensor:
     """Returns out with a result in it."""
-    with torch.no_grad():
-        return out if result is out else out.copy_(result)
+    return out if result is out else out.copy_(result)
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:

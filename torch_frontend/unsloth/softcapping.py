@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from attn_core.backends.shared.autograd import without_gradient
 from attn_core.call.kinds import check_size
 from attn_core.errors import DTypeError, ShapeError, SpecError, shown
 from torch_frontend.dispatch.plan import check_tensor
@@ -103,12 +104,12 @@ def slow_attention_softcapping(
     return out.flatten(2)  # [bsz, q_len, n_heads * head_dim]
 
 
+@without_gradient
 def slow_inference_attention_softcapping(
     Q: Tensor, K: Tensor, V: Tensor, causal_mask: PositionMask | Tensor, self: Any, bsz: int, kv_len: int
 ) -> Tensor:
     """Computes ``slow_attention_softcapping`` without gradients; ``kv_len`` is its ``q_len``."""
-    with torch.no_grad():
-        return slow_attention_softcapping(Q, K, V, causal_mask, self, bsz, kv_len)
+    return slow_attention_softcapping(Q, K, V, causal_mask, self, bsz, kv_len)
 
 
 def _config_number(layer: Any, name: str) -> float:
