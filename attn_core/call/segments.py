@@ -21,7 +21,7 @@ import numpy as np
 from attn_core.call.functions import renumbered
 from attn_core.call.options import check_flag, normalise_window
 from attn_core.errors import DTypeError, ShapeError, SpecError
-from attn_core.expressions import ready_made
+from attn_core.expressions import functions
 from attn_core.expressions.building import build
 from attn_core.expressions.tracing import Aux, TracedFunction, trace_mask, trace_score
 from attn_core.expressions.tree import Expression, nodes
@@ -209,7 +209,7 @@ def _function_of(has_ids: bool, band: tuple[Any, Any], counts_keys: bool, number
     masks += [not_before] if band[0] is not None else []
     masks += [not_after] if band[1] is not None else []
     kinds = (*(Aux((1, 1), "int32"),) * (len(numbers) - scalars), *(Aux((), "int32"),) * scalars)
-    tree = trace_mask(ready_made.and_masks(*masks), kinds).tree
+    tree = trace_mask(functions.and_masks(*masks), kinds).tree
     return renumbered(tree, dict(enumerate(numbers)))
 
 
@@ -321,7 +321,7 @@ def _scaled(cap: float | None, number: int) -> Expression:
 
     def score_mod(score: Any, b: Any, h: Any, q: Any, k: Any, factor: Any) -> Any:
         scaled = score * factor
-        return scaled if cap is None else ready_made.softcap(cap)(scaled, b, h, q, k)
+        return scaled if cap is None else functions.softcap(cap)(scaled, b, h, q, k)
 
     tree = trace_score(score_mod, (Aux((), "float32"),)).tree
     return renumbered(tree, {0: number})

@@ -6,6 +6,11 @@ array: lookups go by number. ``evaluate_numpy`` is the oracle of the other evalu
 
 from attn_core.expressions.derivatives import derivative
 from attn_core.expressions.functions import (
+    alibi,
+    and_masks,
+    causal,
+    compose_scores,
+    documents,
     exp,
     exp2,
     expm1,
@@ -14,29 +19,21 @@ from attn_core.expressions.functions import (
     lookup,
     maximum,
     minimum,
+    or_masks,
+    prefix_lm,
+    relative_bias,
     sigmoid,
+    softcap,
     tanh,
     to_float,
     to_int,
     where,
+    window,
 )
-from attn_core.expressions.intervals import interval
 from attn_core.expressions.on_jax import evaluate_jax
 from attn_core.expressions.on_numpy import block_indices, evaluate_numpy
 from attn_core.expressions.on_torch import evaluate_torch, torch_mask_mod, torch_score_mod
-from attn_core.expressions.properties import aux_numbers, check_aux, is_index_only, uses
-from attn_core.expressions.ready_made import (
-    alibi,
-    and_masks,
-    causal,
-    compose_scores,
-    documents,
-    or_masks,
-    prefix_lm,
-    relative_bias,
-    softcap,
-    window,
-)
+from attn_core.expressions.properties import aux_numbers, check_aux, interval, is_index_only, uses
 from attn_core.expressions.rendering import Vocabulary, evaluate
 from attn_core.expressions.tracing import Aux, TracedFunction, trace_mask, trace_score
 from attn_core.expressions.tree import Expression, ExpressionError

@@ -9,10 +9,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from attn_core.expressions.intervals import INT_MAX, INT_MIN, interval
 from attn_core.expressions.on_numpy import vocabulary
-from attn_core.expressions.operations import OF_FLOATS, OPERATIONS
-from attn_core.expressions.tree import Expression, Kind
+from attn_core.expressions.properties import INT_MAX, INT_MIN, interval
+from attn_core.expressions.tree import OF_FLOATS, OPERATIONS, Expression, Kind
 
 ORDER = ("bool", "int", "float")
 MAX_POWER = 16

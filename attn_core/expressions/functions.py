@@ -1,12 +1,18 @@
-"""The functions that a mask or score function may call on symbols, beside Python's operators."""
+"""The functions to write masks and scores with: those of symbols, beside Python's operators, and ready-made ones.
+
+A ready-made function is plain Python on symbols, as a caller's would be. It takes aux arrays and ignores them, so that
+it combines with functions that need some. Arrays that it is made of become operands of the call.
+"""
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
 from typing import Any
 
+from attn_core.errors import shown
 from attn_core.expressions.building import cast
-from attn_core.expressions.operators import Operand
-from attn_core.expressions.symbols import Array, Recorder, Symbol
+from attn_core.expressions.symbols import Array, Operand, Recorder, Symbol
 from attn_core.expressions.tree import ExpressionError
 
 
@@ -100,3 +106,182 @@ def _recorder(name: str, *values: Any) -> Recorder:
         if isinstance(value, Operand):
             return value.recorder
     raise ExpressionError(f"{name}: expected a symbolic value among the arguments, such as q in a mask_mod(b, h, q, k)")
+
+
+Mask = Callable[..., Any]
+"""``f(b, h, q, k, *aux)``, which gives a bool."""
+Score = Callable[..., Any]
+"""``g(score, b, h, q, k, *aux)``, which gives a float."""
+
+
+def causal(offset: int = 0) -> Mask:
+    """Returns the mask ``k <= q + offset``.
+
+    Args:
+        offset: ``kv_len - q_len`` aligns the diagonal to the bottom right, 0 to the top left.
+    """
+    _check_int("offset", offset)
+    return lambda b, h, q, k, *aux: k <= q + offset
+
+
+def window(left: int | None, right: int | None, offset: int = 0) -> Mask:
+    """Returns the mask of the keys from ``q + offset - left`` to ``q + offset + right``, both included.
+
+    Args:
+        left, right: distances of 0 or more, None for no limit.
+        offset: as in ``causal``.
+
+    Raises:
+        ExpressionError: for a negative distance.
+    """
+    _check_int("offset", offset)
+    for name, distance in (("left", left), ("right", right)):
+        if distance is not None:
+            _check_int(name, distance, least=0)
+
+    def mask(b: Any, h: Any, q: Any, k: Any, *aux: Any) -> Any:
+        after = True if left is None else k >= q + (offset - left)
+        before = True if right is None else k <= q + (offset + right)
+        return before if after is True else after if before is True else after & before
+
+    return mask
+
+
+def documents(ids: Any, kv_ids: Any = None) -> Mask:
+    """Returns the mask of keys in the query's document: ``ids[q] == kv_ids[k]``.
+
+    Args:
+        ids: int ``[q_len]`` or ``[batch, q_len]``, the number of each query's document.
+        kv_ids: int ``[kv_len]`` or ``[batch, kv_len]``, of each key's; None is ids.
+
+    Raises:
+        ExpressionError: for arrays of other axes.
+    """
+    kv_ids = ids if kv_ids is None else kv_ids
+    _check_axes("ids", ids, (1, 2))
+    _check_axes("kv_ids", kv_ids, (1, 2))
+    return lambda b, h, q, k, *aux: _by_batch(ids, b, q) == _by_batch(kv_ids, b, k)
+
+
+def prefix_lm(lengths: Any, offset: int = 0) -> Mask:
+    """Returns the mask of a prefix that every query sees, and causal keys behind it.
+
+    Args:
+        lengths: the prefix's keys: an int, or ints ``[batch]``.
+        offset: as in ``causal``.
+
+    Raises:
+        ExpressionError: for lengths that are neither.
+    """
+    _check_int("offset", offset)
+    if isinstance(lengths, int):
+        _check_int("lengths", lengths, least=0)
+    else:
+        _check_axes("lengths", lengths, (1,))
+
+    def mask(b: Any, h: Any, q: Any, k: Any, *aux: Any) -> Any:
+        return (k <= q + offset) | (k < (lengths if isinstance(lengths, int) else lookup(lengths, b)))
+
+    return mask
+
+
+def and_masks(*masks: Mask) -> Mask:
+    """Returns the mask of keys that every mask shows; each gets all aux arrays. Without masks all keys are visible."""
+    return _joined(masks, True, operator.and_)
+
+
+def or_masks(*masks: Mask) -> Mask:
+    """Returns the mask of keys that some mask shows; each gets all aux arrays. Without masks no key is visible."""
+    return _joined(masks, False, operator.or_)
+
+
+def _joined(masks: tuple[Mask, ...], without: bool, join: Callable[[Any, Any], Any]) -> Mask:
+    def mask(b: Any, h: Any, q: Any, k: Any, *aux: Any) -> Any:
+        result: Any = without
+        for each in masks:
+            visible = each(b, h, q, k, *aux)
+            result = visible if result is without else join(result, visible)
+        return result
+
+    return mask
+
+
+def softcap(cap: float) -> Score:
+    """Returns the score function ``cap * tanh(score / cap)``.
+
+    Raises:
+        ExpressionError: for a cap that is no number above 0.
+    """
+    if isinstance(cap, bool) or not isinstance(cap, (int, float)) or not 0 < cap < float("inf"):
+        raise ExpressionError(f"cap: expected a number above 0, got {shown(cap)}")
+    return lambda score, b, h, q, k, *aux: cap * tanh(score / cap)
+
+
+def alibi(slopes: Any, offset: int = 0) -> Score:
+    """Returns the score function ``score - slope * |q + offset - k|``.
+
+    Args:
+        slopes: floats ``[heads]`` or ``[batch, heads]``.
+        offset: as in ``causal``.
+
+    Raises:
+        ExpressionError: for slopes of other axes.
+    """
+    _check_int("offset", offset)
+    _check_axes("slopes", slopes, (1, 2))
+    return lambda score, b, h, q, k, *aux: score - _by_batch(slopes, b, h) * abs(q + offset - k)
+
+
+def relative_bias(table: Any, offset: int = 0) -> Score:
+    """Returns the score function that adds a bias by distance: ``score + table[h, clamp(k - q - offset) + farthest]``.
+
+    Args:
+        table: floats ``[heads, 2 * farthest + 1]`` or ``[2 * farthest + 1]`` for all heads. The middle is distance 0;
+            keys farther away than ``farthest`` have the bias of the end.
+        offset: as in ``causal``.
+
+    Raises:
+        ExpressionError: for a table of other axes or of an even number of distances.
+    """
+    _check_int("offset", offset)
+    _check_axes("table", table, (1, 2))
+    if table.shape[-1] % 2 == 0:
+        raise ExpressionError(f"table: expected an odd number of distances on its last axis, got {table.shape[-1]}")
+    farthest = table.shape[-1] // 2
+
+    def score_mod(score: Any, b: Any, h: Any, q: Any, k: Any, *aux: Any) -> Any:
+        distance = minimum(maximum(k - q - offset, -farthest), farthest) + farthest
+        return score + _by_batch(table, h, distance)
+
+    return score_mod
+
+
+def compose_scores(*scores: Score) -> Score:
+    """Returns the score function that applies others one after the other, the first one first.
+
+    Each gets all aux arrays. Without functions the score stays as it is.
+    """
+
+    def score_mod(score: Any, b: Any, h: Any, q: Any, k: Any, *aux: Any) -> Any:
+        for each in scores:
+            score = each(score, b, h, q, k, *aux)
+        return score
+
+    return score_mod
+
+
+def _by_batch(array: Any, first: Any, last: Any) -> Any:
+    """``array[first, last]``, or ``array[last]`` of an array without the first axis."""
+    return lookup(array, last) if len(array.shape) == 1 else lookup(array, first, last)
+
+
+def _check_axes(name: str, array: Any, allowed: tuple[int, ...]) -> None:
+    if not hasattr(array, "shape") or not hasattr(array, "dtype") or len(array.shape) not in allowed:
+        axes = " or ".join(map(str, allowed))
+        raise ExpressionError(f"{name}: expected an array of {axes} axes, got {shown(array)}")
+
+
+def _check_int(name: str, value: Any, least: int | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or (least is not None and value < least):
+        limit = "" if least is None else f" of {least} or more"
+        raise ExpressionError(f"{name}: expected an int{limit}, got {shown(value)}")

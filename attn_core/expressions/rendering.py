@@ -13,9 +13,8 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from attn_core.errors import shown
-from attn_core.expressions.intervals import intervals
-from attn_core.expressions.operations import INDICES, OF_FLOATS, OPERATIONS
-from attn_core.expressions.tree import Expression, ExpressionError, Kind, Row
+from attn_core.expressions.properties import intervals
+from attn_core.expressions.tree import INDICES, OF_FLOATS, OPERATIONS, Expression, ExpressionError, Kind, Row
 
 ARITHMETIC = {name: each.python for name, each in OPERATIONS.items() if each.python is not None}
 """The operations that every framework writes as Python's operators."""

@@ -12,11 +12,9 @@ from typing import Any, NamedTuple
 
 from attn_core.errors import shown
 from attn_core.expressions.building import Refused
-from attn_core.expressions.operations import ALLOWED, INDICES
-from attn_core.expressions.operators import Operand
 from attn_core.expressions.properties import kind_of_dtype
-from attn_core.expressions.symbols import Array, Recorder, Symbol
-from attn_core.expressions.tree import Expression, ExpressionError, Kind
+from attn_core.expressions.symbols import Array, Operand, Recorder, Symbol
+from attn_core.expressions.tree import ALLOWED, INDICES, Expression, ExpressionError, Kind
 
 _LEAVES = {leaf: Expression(leaf, "int") for leaf in INDICES} | {"score": Expression("score", "float")}
 

@@ -20,8 +20,7 @@ from attn_core.expressions import (
     trace_score,
 )
 from attn_core.expressions.building import build, constant
-from attn_core.expressions.operations import OF_FLOATS
-from attn_core.expressions.tree import nodes
+from attn_core.expressions.tree import OF_FLOATS, nodes
 
 SCORE = trees.LEAVES["score"]
 

@@ -16,8 +16,8 @@ from attn_core import expressions
 from attn_core.expressions import maximum, minimum, on_cute, trace_score, where
 from attn_core.expressions.on_cute import CuteArray, evaluate_cute
 from attn_core.expressions.on_numpy import block_indices, evaluate_numpy
-from attn_core.expressions.operations import OF_FLOATS
 from attn_core.expressions.rendering import lookups_inside
+from attn_core.expressions.tree import OF_FLOATS
 
 BATCH, HEADS, QUERIES, KEYS = 2, 3, 8, 11
 RANDOM = np.random.default_rng(0)

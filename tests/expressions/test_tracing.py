@@ -26,7 +26,7 @@ from attn_core.expressions import (
     trace_score,
     where,
 )
-from attn_core.expressions.operations import ALLOWED
+from attn_core.expressions.tree import ALLOWED
 
 torch = pytest.importorskip("torch")
 jax = pytest.importorskip("jax")

@@ -30,7 +30,7 @@ from attn_core.expressions import (
     where,
 )
 from attn_core.expressions.building import Refused, build, cast, constant, power
-from attn_core.expressions.operations import INDICES, OPERATIONS
+from attn_core.expressions.tree import INDICES, OPERATIONS
 
 Q, K, SCORE = (trees.LEAVES[name] for name in ("q", "k", "score"))
 ANY_TREE = st.one_of(st.sampled_from(["bool", "int", "float"]).flatmap(trees.exact), trees.tame())

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from attn_core.expressions import Expression, block_indices
 from attn_core.expressions.building import build, cast, constant, power
-from attn_core.expressions.operations import INDICES, OF_FLOATS
+from attn_core.expressions.tree import INDICES, OF_FLOATS
 
 SIZES = (2, 3, 5, 7)
 """Of the block: b, h, q, k."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attn_core.expressions.operations import OPERATIONS
+from attn_core.expressions.tree import OPERATIONS
 
 
 def table() -> str:

@@ -14,9 +14,8 @@ from attn_core.backends.flash4.block_tables import BLOCK, blocks
 from attn_core.backends.flash4.functions import Arrays, arrays_of, inside_of, read, scalars_of
 from attn_core.backends.flash4.own_kernels import OwnKernel
 from attn_core.call.spec import AttentionSpec
-from attn_core.expressions.intervals import INT_MAX, INT_MIN
 from attn_core.expressions.on_cute import CuteArray, evaluate_cute
-from attn_core.expressions.properties import uses
+from attn_core.expressions.properties import INT_MAX, INT_MIN, uses
 from attn_core.expressions.tree import Expression, nodes
 
 LANES = 32
@@ -97,7 +96,7 @@ def _code(tree: Expression, arrays: Arrays, inside: tuple[int, ...]) -> Any:
     return BlockStates()
 
 
-# The bounds of a block: the interval that a mask function lies in for all its pairs. As ``expressions.intervals``, with
+# The bounds of a block: the interval that a mask function lies in for all its pairs. As ``properties.intervals``, with
 # the lowest and the highest value of each array over the tokens of the block. So documents whose ids differ are found
 # without a comparison of their pairs. Bounds are sound, not tight.
 
