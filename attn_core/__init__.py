@@ -5,10 +5,8 @@ Imports neither torch nor jax. Call attention through ``torch_frontend`` or ``ja
 
 from attn_core.backends.support import Support
 from attn_core.call.checks import CheckWarning, checks
-from attn_core.call.counters import Counters, counters
-from attn_core.call.log import log
+from attn_core.call.observe import Counters, counters, log, ranges
 from attn_core.call.pages import PagedKV
-from attn_core.call.ranges import ranges
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.spec import AttentionSpec
 from attn_core.errors import BridgeError, DeviceError, DTypeError, ResultError, ShapeError, SpecError

@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from attn_core.call.kinds import check_size
+from attn_core.call.kinds import check_size, is_host_int
 from attn_core.call.options import check_flag, normalise_window
-from attn_core.call.seq_info import is_host_int
 from attn_core.errors import ShapeError, SpecError, shown
 
 __all__ = [

@@ -14,8 +14,7 @@ from attn_core.call.cache_rows import OPTIONS, CacheRows
 from attn_core.call.functions import NO_FUNCTIONS, are_given, named, trace
 from attn_core.call.hints import hide_unknown, refuse_keywords
 from attn_core.call.keywords import AttentionKeywords, No, Yes
-from attn_core.call.layouts import Layout, check_layout
-from attn_core.call.options import Options, Window, check_flag, check_options, requested_names
+from attn_core.call.options import Layout, Options, Window, check_flag, check_layout, check_options, requested_names
 from attn_core.call.segments import Scores, Segments, as_plain
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.tensors import Inputs

@@ -20,8 +20,8 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from attn_core.call.arguments import ArrayFacts, check_qkv
+from attn_core.call.kinds import is_host_int
 from attn_core.call.options import check_flag, check_number, requested_names
-from attn_core.call.seq_info import is_host_int
 from attn_core.errors import DTypeError, ShapeError, SpecError, shown
 from jax_frontend.attention import attention
 from jax_frontend.bridge.forked import check_process

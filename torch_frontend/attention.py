@@ -11,8 +11,7 @@ from attn_core.call import cache_rows
 from attn_core.call.cache_rows import CacheRows
 from attn_core.call.hints import hide_unknown, refuse_keywords
 from attn_core.call.keywords import AttentionKeywords, No, Yes
-from attn_core.call.layouts import Layout, check_layout
-from attn_core.call.options import Window, is_plain_window
+from attn_core.call.options import Layout, Window, check_layout, is_plain_window
 from attn_core.expressions.tracing import TracedFunction
 from torch_frontend.dispatch import eager_calls, general_calls, heads_first, nested, segments
 from torch_frontend.dispatch.heads_first import exchanged

@@ -10,9 +10,8 @@ from attn_core.call import cache_rows
 from attn_core.call.cache_rows import CacheRows
 from attn_core.call.hints import SharedOptions
 from attn_core.call.keywords import ExplainKeywords
-from attn_core.call.layouts import check_layout
 from attn_core.call.mask_objects import Visible, is_object
-from attn_core.call.options import Door, Options, names_at
+from attn_core.call.options import Door, Options, check_layout, names_at
 from attn_core.call.segments import Segments
 from attn_core.selection import Selection
 from torch_frontend.attention import attention

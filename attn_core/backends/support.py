@@ -30,7 +30,8 @@ class Support:
         lse: it returns the log-sum-exp; lse_gradient: its backward takes a gradient of it.
         partial: it can attend to a part of each row's keys: it returns the log-sum-exp, and its backward computes with
             the output and the log-sum-exp of whole rows.
-        portable_dropout: it drops exactly the weights that ``call.dropout`` drops, not those of its own generator.
+        portable_dropout: it drops exactly those weights that ``arithmetic.dropout_keeps`` drops, none by a generator of
+            its own.
         invariant: which promises of ``AttentionSpec.invariant`` it keeps.
         symbolic: it takes a batch, lengths and a number of documents that ``jax.export`` leaves open.
         approximate: its numbers are not right to the precision of its dtypes (quantised inputs, say), so that it runs

@@ -6,15 +6,15 @@ checks need only metadata, so they run while a compiler traces, and before any k
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, NamedTuple
 
 from attn_core.call.functions import AUX, aux_of
-from attn_core.call.layouts import HINT, fits_heads_first, warn_of_heads_first
+from attn_core.call.kinds import is_number
 from attn_core.call.masks import without_idle_sides
 from attn_core.call.options import PLAIN, Options
-from attn_core.call.seq_info import is_number
 from attn_core.call.spec import DTYPES, AttentionSpec, Shape4
-from attn_core.errors import DeviceError, DTypeError, ShapeError, SpecError
+from attn_core.errors import DeviceError, DTypeError, LayoutWarning, ShapeError, SpecError
 from attn_core.expressions.tracing import Aux
 
 
@@ -313,4 +313,33 @@ def _check_axes(name: str, shape: tuple[int, ...], full: tuple[int, int, int, in
         raise ShapeError(
             f"mask: expected four axes, got {list(shape)}, which fits both {meant} and {read}; write "
             f"mask{spelling} for {meant}, mask[{', '.join(['None'] * (4 - len(shape)))}] for {read}"
+        )
+
+
+MOST_HEADS = 128
+"""Models have no more query heads, so a longer axis likely counts tokens."""
+
+
+HINT = "if q, k and v are [batch, heads, seq, head_dim], pass layout='bhsd'"
+
+
+def fits_heads_first(q: tuple[Any, ...], k: tuple[Any, ...]) -> bool:
+    """Returns whether two shapes of four axes also describe a call if heads come before the sequence."""
+    return all(map(is_number, (*q, *k))) and min(*q, *k) > 0 and q[1] % k[1] == 0
+
+
+def warn_of_heads_first(q: tuple[Any, ...], k: tuple[Any, ...]) -> None:
+    """Warns if the shapes of q and k, ``[batch, seq, heads, head_dim]``, are likelier those of heads first.
+
+    They are if there are as many key/value heads as query heads and more heads than queries, and either more heads than
+    models have, or fewer keys than queries, which is grouped heads if the first axes are heads.
+    """
+    if not fits_heads_first(q, k) or q[2] != k[2] or q[2] <= q[1]:
+        return
+    if q[2] > MOST_HEADS or q[1] > k[1]:
+        warnings.warn(
+            f"q, k: the shapes {list(q)} and {list(k)} are read as [batch, seq, heads, head_dim], which is {q[1]} "
+            f"queries and {k[1]} keys of {q[2]} heads; {HINT}",
+            LayoutWarning,
+            stacklevel=2,
         )

@@ -1,8 +1,9 @@
-"""Counts the arithmetic of a call from its spec."""
+"""The arithmetic of a call: how many operations it has, whether its logits may be large, and what dropout keeps."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from attn_core.call.masks import Band, band
 from attn_core.call.spec import AttentionSpec
@@ -57,3 +58,46 @@ def _clipped_sum(first: int, count: int, top: int) -> int:
         return ramp * (ramp - 1) // 2 + max(0, stop - top) * top
 
     return below(first + count) - below(first)
+
+
+LARGE_LSE = 1024.0
+"""The size of a log-sum-exp from which a backward does not compute weights as exp(logit - lse). In float32 they would
+be wrong by 2^-14 there, and at 1e9 by a factor of the number of keys."""
+
+
+def may_be_large(spec: AttentionSpec) -> bool:
+    """Returns whether a bias, ALiBi or a score function may make all logits of a row large.
+
+    ALiBi does it if a mask hides the keys near a query.
+    """
+    return spec.bias_shape is not None or spec.alibi_shape is not None or spec.score_mod is not None
+
+
+_WORD = 0xFFFFFFFF
+
+
+def dropout_keeps(rng: Any, indices: tuple[Any, ...], dropout: float, word: Callable[[int], Any] = int) -> Any:
+    """Returns a boolean array, False where a weight is dropped. It is True with probability ``1 - dropout``.
+
+    Args:
+        rng: two integer words (seed, offset); only their low 32 bits count.
+        indices: integer arrays (batch, head, row, column) that broadcast against each other.
+        dropout: the probability of dropping.
+        word: converts a constant to the arrays' type; ``jnp.uint32`` if 32-bit arithmetic wraps by itself.
+    """
+    hashed = _mix(rng[0] & word(_WORD), word) + (rng[1] & word(_WORD))
+    for index in indices:  # 0x9E3779B9 is 2^32 / golden ratio, which spreads consecutive indices over all bits
+        hashed = _mix((hashed + index * word(0x9E3779B9)) & word(_WORD), word)
+    # Integers compare alike in every framework. The limit is clamped, because a probability close to 1 rounds
+    # to 2^32, which has no place in 32 bits.
+    return hashed >= word(min(round(dropout * 2**32), _WORD))
+
+
+def _mix(value: Any, word: Callable[[int], Any]) -> Any:
+    """Applies lowbias32. The masks make 64-bit integers (numpy, torch) behave as 32-bit ones that wrap."""
+    value = value & word(_WORD)
+    value = value ^ (value >> word(16))
+    value = (value * word(0x7FEB352D)) & word(_WORD)
+    value = value ^ (value >> word(15))
+    value = (value * word(0x846CA68B)) & word(_WORD)
+    return value ^ (value >> word(16))

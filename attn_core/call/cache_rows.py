@@ -25,8 +25,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from attn_core.call.key_ranges import check_shape
+from attn_core.call.kinds import is_number
 from attn_core.call.options import ON_PAGES, Door, Options, check_options, names_at
-from attn_core.call.seq_info import SeqInfo, is_number
+from attn_core.call.seq_info import SeqInfo
 from attn_core.call.tensors import Inputs, dtype_name
 from attn_core.errors import DTypeError, ShapeError, SpecError
 from attn_core.expressions.tracing import Aux, trace_score

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from attn_core.call.seq_info import is_number
+from attn_core.call.kinds import is_number
 from attn_core.errors import ShapeError, SpecError, shown
 from attn_core.expressions.building import TRUE
 from attn_core.expressions.derivatives import ZERO, derivative, rounding

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from attn_core.call.seq_info import is_number
+from attn_core.call.kinds import is_number
 from attn_core.errors import ShapeError, SpecError
 
 LAYOUT = "[batch or 1, kv_heads or 1, kv_len, ranges, 2]"

@@ -8,7 +8,7 @@ The functions' docstrings say what they mean.
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, Literal, Required, TypedDict, TypeVar
 
-from attn_core.call.layouts import Layout
+from attn_core.call.options import Layout
 from attn_core.expressions.tracing import TracedFunction
 
 Array = TypeVar("Array")

@@ -1,19 +1,50 @@
-"""Checks that an argument is of the expected kind, for arguments that are no tensors and no options of a call."""
+"""What kind of value an argument is: a number on the host, a symbol, an array; and checks of plain arguments."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
-from attn_core.call.seq_info import is_host_int
+import numpy as np
+
 from attn_core.errors import ShapeError, SpecError, shown
 
 MOST = 2**31 - 1
 """The largest size: kernels count in int32."""
-
-
 UNLISTED = (str, bytes, set, frozenset, Mapping)
 """What has elements and is no list of values: one text, and what has no order or no order that a call means."""
+
+
+def is_host_int(value: Any) -> bool:
+    """Returns whether a value is an integer on the host: an int, numpy's int, or a tracer's symbol. No tensor is."""
+    if isinstance(value, (int, np.integer)):  # first, because Dynamo cannot look up attributes of a symbol
+        return not isinstance(value, bool)
+    # A class has the method of its objects.
+    return hasattr(value, "__index__") and not isinstance(value, type) and not _has_shape(value)
+
+
+def must_be_static(value: Any) -> str:
+    """Returns what to do about an array or a tracer in the place of a static option; empty for other values."""
+    if not _has_shape(value) or isinstance(value, np.generic):
+        return ""
+    return "; it must be static: under jit close over it or name it in static_argnames, elsewhere pass a Python value"
+
+
+def _has_shape(value: Any) -> bool:
+    try:
+        return hasattr(value, "shape")
+    except (RuntimeError, ValueError):  # a tensor whose shape is not known yet
+        return True
+
+
+def is_number(size: Any) -> bool:
+    """Returns whether a size is a number. Comparing a symbolic size with a number can raise in its framework."""
+    return isinstance(size, (int, np.integer))
+
+
+def is_size(value: Any) -> bool:
+    """Returns whether a value may be a size: an integer on the host, or a dimension that ``jax.export`` leaves open."""
+    return is_host_int(value) or (hasattr(value, "dimension_as_value") and not isinstance(value, type))
 
 
 def check_kind(name: str, value: Any, kinds: type | tuple[type, ...], expected: str) -> None:
@@ -55,8 +86,3 @@ def check_names(name: str, values: Any) -> tuple[Hashable, ...]:
 
 def _type_of(value: Any) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
-
-
-def is_size(value: Any) -> bool:
-    """Returns whether a value may be a size: an integer on the host, or a dimension that ``jax.export`` leaves open."""
-    return is_host_int(value) or (hasattr(value, "dimension_as_value") and not isinstance(value, type))

@@ -12,8 +12,8 @@ import numpy as np
 
 from attn_core.call.functions import seen_by_function
 from attn_core.call.key_ranges import visible_in_ranges
+from attn_core.call.kinds import is_number
 from attn_core.call.options import Options
-from attn_core.call.seq_info import is_number
 from attn_core.call.spec import AttentionSpec
 
 UNKNOWN_REACH = 2**30

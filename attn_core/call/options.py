@@ -13,7 +13,7 @@ from enum import Flag, auto
 from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
-from attn_core.call.seq_info import is_host_int, must_be_static
+from attn_core.call.kinds import is_host_int, must_be_static
 from attn_core.errors import SpecError, shown
 from attn_core.expressions.tree import Expression
 
@@ -315,3 +315,17 @@ ON_PAGES = tuple(name for name in PLAIN if name in PAGED and name != "window")
 """Those of both but the window, which a call on a dense cache adjusts before it runs on pages."""
 _CHECKS = tuple((option.name, option.check) for option in OPTIONS if option.check)
 _CHECKS_OF_CONSTANTS = tuple(each for each in _CHECKS if each[0] not in ("softcap", "scale", "dropout", "max_len_q"))
+
+
+Layout = Literal["bshd", "bhsd"]
+"""``[batch, seq, heads, head_dim]`` or ``[batch, heads, seq, head_dim]``; packed the same without the batch."""
+
+
+def check_layout(layout: Any) -> Layout:
+    """Returns one of the two layouts. Raises SpecError for any other value."""
+    if not isinstance(layout, str) or layout not in get_args(Layout):
+        raise SpecError(
+            f"layout={shown(layout)}: expected 'bshd', which is [batch, seq, heads, head_dim], or 'bhsd', which is "
+            "[batch, heads, seq, head_dim]"
+        )
+    return layout  # type: ignore[return-value]

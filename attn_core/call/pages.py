@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from attn_core.call.kinds import is_size
+from attn_core.call.kinds import is_host_int, is_size
 from attn_core.call.options import check_flag
-from attn_core.call.seq_info import is_host_int
 from attn_core.errors import DTypeError, ShapeError, SpecError, shown
 
 BITS = {"float8_e4m3fn": 8, "int8": 8, "int4": 4}

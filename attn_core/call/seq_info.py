@@ -5,12 +5,14 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from attn_core.call.hints import remedy_of
-from attn_core.call.offset_checks import check_cu_seqlens
+from attn_core.call.kinds import is_host_int, must_be_static
 from attn_core.errors import DTypeError, ShapeError, SpecError, shown
 
 
@@ -178,33 +180,6 @@ def _refuse_lengths(value: Any) -> None:
         )
 
 
-def is_host_int(value: Any) -> bool:
-    """Returns whether a value is an integer on the host: an int, numpy's int, or a tracer's symbol. No tensor is."""
-    if isinstance(value, (int, np.integer)):  # first, because Dynamo cannot look up attributes of a symbol
-        return not isinstance(value, bool)
-    # A class has the method of its objects.
-    return hasattr(value, "__index__") and not isinstance(value, type) and not _has_shape(value)
-
-
-def must_be_static(value: Any) -> str:
-    """Returns what to do about an array or a tracer in the place of a static option; empty for other values."""
-    if not _has_shape(value) or isinstance(value, np.generic):
-        return ""
-    return "; it must be static: under jit close over it or name it in static_argnames, elsewhere pass a Python value"
-
-
-def _has_shape(value: Any) -> bool:
-    try:
-        return hasattr(value, "shape")
-    except (RuntimeError, ValueError):  # a tensor whose shape is not known yet
-        return True
-
-
-def is_number(size: Any) -> bool:
-    """Returns whether a size is a number. Comparing a symbolic size with a number can raise in its framework."""
-    return isinstance(size, (int, np.integer))
-
-
 def _offsets(lengths: Iterable[int], name: str) -> np.ndarray:
     """Returns int32 offsets ``[documents + 1]``. Raises SpecError or ShapeError, naming ``name``."""
     try:
@@ -258,3 +233,125 @@ def _with_documents(offsets: np.ndarray, count: Any) -> np.ndarray:
     if count > np.iinfo(np.int32).max:
         raise SpecError(f"max_documents={shown(count)}: expected at most {np.iinfo(np.int32).max}, the largest int32")
     return np.pad(offsets, (0, int(missing)), "edge")
+
+
+FEW_OFFSETS = 128
+"""Up to this many offsets are checked as Python's ints, because each of numpy's functions takes a microsecond."""
+
+
+def check_cu_seqlens(cu_seqlens: np.ndarray, max_len: int, *, side: str, tokens: int | None = None) -> None:
+    """Checks offsets whose values are on the host, against the token count when it is known.
+
+    Raises:
+        ShapeError, SpecError: naming the first thing wrong with ``cu_seqlens_q`` or ``cu_seqlens_k``.
+    """
+    name = f"seq_info.cu_seqlens_{side}"
+    if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2:
+        raise ShapeError(
+            f"{name}: expected shape [documents + 1] with at least one document, got {list(cu_seqlens.shape)}"
+        )
+    if len(cu_seqlens) <= FEW_OFFSETS and _are_valid(cu_seqlens.tolist(), max_len, tokens):
+        return
+    if cu_seqlens[0] != 0:
+        raise SpecError(f"{name}: expected to start at 0, got {int(cu_seqlens[0])}; prepend the zero")
+    # In int64, because the difference of two int32 offsets may wrap, and a decrease then looks like growth.
+    lengths = np.diff(cu_seqlens.astype(np.int64))
+    if (lengths < 0).any():
+        at = int(np.argmax(lengths < 0))
+        raise SpecError(
+            f"{name}: expected non-decreasing offsets, got {int(cu_seqlens[at])} then {int(cu_seqlens[at + 1])} "
+            f"at position {at + 1}; pass cumulative lengths, not lengths"
+        )
+    if tokens is not None and cu_seqlens[-1] > tokens:
+        raise SpecError(
+            f"{name}: expected to end at the token count {tokens} or before it, got {int(cu_seqlens[-1])}; "
+            f"{_why_too_many(lengths, tokens)}"
+        )
+    if lengths.max(initial=0) > max_len:
+        raise SpecError(
+            f"seq_info.max_len_{side}={max_len}: expected at least the longest document, {int(lengths.max())} tokens"
+        )
+
+
+def _why_too_many(lengths: np.ndarray, tokens: int) -> str:
+    """Returns what may be wrong with documents that have more tokens than their row."""
+    if len(lengths) > 1 and lengths[0] == 0 and lengths[-1] <= tokens and (np.diff(lengths) >= 0).all():
+        return "the lengths start with 0 and never decrease, so they look like offsets: pass np.diff of them"
+    return "the row may be longer than its documents (padding at the end), but not shorter"
+
+
+def _are_valid(ends: list[int], max_len: int, tokens: int | None) -> bool:
+    """Returns whether offsets are valid."""
+    fits = tokens is None or ends[-1] <= tokens
+    lengths = [stop - start for start, stop in pairwise(ends)]
+    return ends[0] == 0 and fits and min(lengths) >= 0 and max(lengths) <= max_len
+
+
+class Tail(NamedTuple):
+    """The extra documents for trailing tokens, by their ends.
+
+    The last offset may be unknown before the kernel runs. So the ends assume the smallest possible last offset. For a
+    larger one take ``max(end, last offset)``: some of the extra documents then have no token.
+
+    Attributes:
+        ends_q, ends_k: int32, of one length, ascending. The last are the token counts.
+        max_len_q, max_len_k: the longest documents, including the extra ones.
+        queries: the number of extra documents that may have queries; the others may have keys.
+    """
+
+    ends_q: np.ndarray
+    ends_k: np.ndarray
+    max_len_q: int
+    max_len_k: int
+    queries: int
+
+
+@lru_cache(maxsize=1024)
+def tail_of(
+    tokens: tuple[int, int], longest: tuple[int, int], documents: int, last_offsets: tuple[int, int] | None = None
+) -> Tail | None:
+    """Returns the tail of offsets, or None if every token has a document.
+
+    Args:
+        tokens: the tokens of q and k. All pairs here are (q, k).
+        longest: ``max_len_q`` and ``max_len_k``.
+        documents: the number of documents. The tail has at most about twice as many, however small ``longest`` is.
+        last_offsets: the last offsets; None where they are traced or on a device.
+    """
+    for name, count in zip("qk", tokens):
+        if count > np.iinfo(np.int32).max:
+            raise ShapeError(f"{name}: {count} tokens, more than int32 offsets can address ({np.iinfo(np.int32).max})")
+    # Unknown offsets may end as early as 0, so the tail must be able to cover every token.
+    firsts = last_offsets or (0, 0)
+    # This is `longest`, unless the caller's documents could not cover the row even at that length.
+    steps = [max(most, -(-(n - first) // (documents + 1))) for n, most, first in zip(tokens, longest, firsts)]
+    q, k = (_ends(first, n, step) for first, n, step in zip(firsts, tokens, steps))
+    if not q and not k:
+        return None
+    # Documents with keys have no query, so all their ends in q are the token count. Documents with queries have
+    # no key, so all their ends in k are the last offset.
+    ends_q = np.array(q + tokens[:1] * len(k), np.int32)
+    ends_k = np.array(firsts[1:] * len(q) + k, np.int32)
+    return Tail(ends_q, ends_k, steps[0] if q else longest[0], steps[1] if k else longest[1], len(q))
+
+
+def _ends(first: int, tokens: int, step: int) -> tuple[int, ...]:
+    """Returns the ends of documents of at most ``step`` tokens that cover the tokens from ``first`` on."""
+    return tuple(reversed(range(tokens, first, -step))) if first < tokens else ()
+
+
+def append_tail(offsets: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """Returns the offsets with a tail appended."""
+    # An end before the last offset would make the offsets decrease: it becomes a document without tokens.
+    return np.concatenate((offsets, np.maximum(ends, offsets[-1])))
+
+
+def cover_tail(info: SeqInfo, tokens: tuple[int, int]) -> SeqInfo:
+    """Returns a SeqInfo of numpy arrays with documents for trailing tokens; unchanged if there are none."""
+    last_offsets = (int(info.cu_seqlens_q[-1]), int(info.cu_seqlens_k[-1]))
+    longest, documents = (info.max_len_q, info.max_len_k), len(info.cu_seqlens_q) - 1
+    tail = tail_of(tokens, longest, documents, last_offsets)
+    if tail is None:
+        return info
+    queries, keys = append_tail(info.cu_seqlens_q, tail.ends_q), append_tail(info.cu_seqlens_k, tail.ends_k)
+    return SeqInfo.unchecked(queries, keys, tail.max_len_q, tail.max_len_k)

@@ -12,10 +12,9 @@ from typing import Any
 from attn_core.call.after_fork import lazy_property
 from attn_core.call.functions import check_functions
 from attn_core.call.key_ranges import check_shape
-from attn_core.call.kinds import check_hashable, check_kind, is_size
+from attn_core.call.kinds import check_hashable, check_kind, is_number, is_size
 from attn_core.call.options import PLAIN, Alignment, Invariant, Options, check_flag, check_options
 from attn_core.call.pages import PagedKV, check_paged
-from attn_core.call.seq_info import is_number
 from attn_core.errors import DTypeError, ShapeError, SpecError, shown
 from attn_core.expressions.tracing import Aux
 from attn_core.expressions.tree import Expression

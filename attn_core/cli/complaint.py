@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import typer
 
-from attn_core.call.layouts import HINT
+from attn_core.call.arguments import HINT
 from attn_core.selection.explanation_text import wrapped
 
 _WORDS = {

@@ -16,9 +16,8 @@ from attn_core import masks
 from attn_core.backends.shared.device_kinds import half_dtype
 from attn_core.call.arguments import ArrayFacts, Arrays, build_spec
 from attn_core.call.key_ranges import check_values
-from attn_core.call.offset_checks import check_cu_seqlens
 from attn_core.call.options import OPTIONS, PLAIN, Option, Options, check_options
-from attn_core.call.seq_info import SeqInfo
+from attn_core.call.seq_info import SeqInfo, check_cu_seqlens
 from attn_core.call.spec import AttentionSpec
 from attn_core.errors import SpecError
 

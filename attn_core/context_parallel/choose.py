@@ -7,8 +7,8 @@ from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
+from attn_core.call.kinds import is_host_int
 from attn_core.call.masks import band
-from attn_core.call.seq_info import is_host_int
 from attn_core.call.spec import AttentionSpec
 from attn_core.context_parallel.call import Bands, ContextCall, check_spec, kv_repeats, plan_spec
 from attn_core.context_parallel.cost import GIB, MEASURED_ON, Cost, cost_of

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from attn_core.call.seq_info import is_host_int
+from attn_core.call.kinds import is_host_int
 from attn_core.context_parallel.dealing import cut_for_window, deal
 from attn_core.errors import ShapeError, SpecError, shown
 

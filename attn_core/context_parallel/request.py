@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from attn_core.call.arguments import ArrayFacts, Arrays, build_spec
-from attn_core.call.offset_checks import check_cu_seqlens
+from attn_core.call.kinds import is_host_int
 from attn_core.call.options import Options
-from attn_core.call.seq_info import SeqInfo, is_host_int
+from attn_core.call.seq_info import SeqInfo, check_cu_seqlens
 from attn_core.call.spec import AttentionSpec
 from attn_core.context_parallel.call import Bands, ContextCall, build_call, plan_spec
 from attn_core.context_parallel.choose import Choice, Explanation, check_strategy, choose, choose_layout

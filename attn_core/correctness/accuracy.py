@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from attn_core.call.arithmetic import LARGE_LSE
 from attn_core.call.functions import DAUX, TANH_ERROR, aux_of, lookup_slopes, slope
-from attn_core.call.large_logits import LARGE_LSE
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
 from attn_core.correctness import reference

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from attn_core.call import dropout
+from attn_core.call.arithmetic import dropout_keeps
 from attn_core.call.functions import named, scored
 from attn_core.call.masks import visible
 from attn_core.call.spec import AttentionSpec
@@ -122,7 +122,7 @@ def mask_probe(
         pairs = pairs & (scored(spec, np.zeros(full), aux)[0] != -np.inf)
     if spec.dropout:  # a dropped weight is 0, so its pair does not show in the output
         seed, offset = (int(word) for word in rng)
-        pairs = pairs & dropout.keep((seed, offset), tuple(np.ogrid[tuple(slice(n) for n in full)]), spec.dropout)
+        pairs = pairs & dropout_keeps((seed, offset), tuple(np.ogrid[tuple(slice(n) for n in full)]), spec.dropout)
     reads = np.arange(spec.num_heads)[:, None] // spec.group_size == np.arange(spec.num_kv_heads)  # [heads, kv_heads]
     shared = Inputs(
         q=_zeros(spec, spec.q_len, spec.num_heads),

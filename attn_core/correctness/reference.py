@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from attn_core.call import dropout
+from attn_core.call.arithmetic import dropout_keeps
 from attn_core.call.functions import DAUX, Scored, aux_of, lookup_slopes, scored
 from attn_core.call.masks import document_of, positions, visible
 from attn_core.call.spec import AttentionSpec
@@ -233,7 +233,7 @@ def _dropout_factors(spec: AttentionSpec, rng: Any) -> Array:
         return np.ones((1, 1, 1, 1))
     indices = np.ogrid[: spec.batch, : spec.num_heads, : spec.q_len, : spec.kv_len]
     seed, offset = (int(word) for word in rng)
-    return dropout.keep((seed, offset), tuple(indices), spec.dropout) / (1.0 - spec.dropout)
+    return dropout_keeps((seed, offset), tuple(indices), spec.dropout) / (1.0 - spec.dropout)
 
 
 def gather_pages(spec: AttentionSpec, inputs: Any) -> tuple[AttentionSpec, Inputs]:

@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 
 from attn_core import backends
 from attn_core.call.arguments import ArrayFacts, check_qkv
+from attn_core.call.kinds import is_host_int
 from attn_core.call.options import check_flag
-from attn_core.call.seq_info import SeqInfo, is_host_int
+from attn_core.call.seq_info import SeqInfo
 from attn_core.call.tensors import dtype_name
 from attn_core.dropins.flash_attn.arguments import distances
 from attn_core.dropins.replacement import Replacement

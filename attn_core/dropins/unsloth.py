@@ -17,9 +17,9 @@ import numpy as np
 
 from attn_core import backends, masks
 from attn_core.call.hints import MASKS, Meaning
-from attn_core.call.kinds import check_kind
+from attn_core.call.kinds import check_kind, is_host_int
 from attn_core.call.options import check_flag, normalise_window
-from attn_core.call.seq_info import SeqInfo, is_host_int
+from attn_core.call.seq_info import SeqInfo
 from attn_core.call.tensors import dtype_name
 from attn_core.dropins.flash_attn.arguments import distances
 from attn_core.errors import DTypeError, ShapeError, SpecError, shown

@@ -6,9 +6,9 @@ from typing import Any
 
 from attn_core.call.arguments import ArrayFacts
 from attn_core.call.key_ranges import LAYOUT_OF_PAGES, check_shape
+from attn_core.call.kinds import is_number
 from attn_core.call.options import ON_PAGES, Options
 from attn_core.call.pages import PagedKV
-from attn_core.call.seq_info import is_number
 from attn_core.call.spec import DTYPES, AttentionSpec
 from attn_core.call.tensors import PagedInputs
 from attn_core.errors import DeviceError, DTypeError, ShapeError, SpecError

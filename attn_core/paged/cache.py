@@ -7,8 +7,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
+from attn_core.call.kinds import is_host_int
 from attn_core.call.pages import BITS, PagedKV, describe
-from attn_core.call.seq_info import is_host_int
 from attn_core.call.spec import DTYPES
 from attn_core.errors import DTypeError, ShapeError, SpecError, shown
 from attn_core.paged.allocation.allocator import Copies, PageAllocator

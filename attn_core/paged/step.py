@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from attn_core.call.kinds import UNLISTED, check_names
-from attn_core.call.seq_info import is_host_int
+from attn_core.call.kinds import UNLISTED, check_names, is_host_int
 from attn_core.errors import ShapeError, SpecError, shown
 from attn_core.paged.allocation.allocator import Copies, PageAllocator, PoolFullError
 

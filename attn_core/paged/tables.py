@@ -17,8 +17,8 @@ from typing import NamedTuple
 import numpy as np
 
 from attn_core.call import key_ranges
-from attn_core.call.offset_checks import check_cu_seqlens
 from attn_core.call.pages import PagedKV
+from attn_core.call.seq_info import check_cu_seqlens
 from attn_core.call.spec import AttentionSpec
 from attn_core.errors import DTypeError, ShapeError, SpecError
 from attn_core.paged import rotary

@@ -14,9 +14,9 @@ from typing import Any
 
 from attn_core import backends
 from attn_core.backends.shared.claims import unmet_claims
-from attn_core.call import counters, log
+from attn_core.call import observe
 from attn_core.call.functions import listed
-from attn_core.call.ranges import words_of
+from attn_core.call.observe import words_of
 from attn_core.call.spec import AttentionSpec
 from attn_core.errors import SpecError
 from attn_core.selection.reasons import Reasons, refusals
@@ -105,14 +105,14 @@ def noted(choice: ForwardMode) -> str:
     if choice.backend is None:
         raise choice.error()
     target = choice.target
-    counters.count("plan", target.framework, choice.backend)
+    observe.count("plan", target.framework, choice.backend)
     refused = {name: list(why) for name, why in choice.refusals}
     chosen_by = "name" if choice.requested else "static order"
     behind = f", behind {', '.join(refused)}" if refused else ""
     call, where = words_of(choice.spec), f"{target.framework} on {target.device}"
     fields: dict[str, Any] = {"backend": choice.backend, "framework": target.framework, "device": target.device}
     fields |= {"call": call, "chosen_by": chosen_by, "predicted_us": None, "refused": refused, "direction": "jvp"}
-    log.emit("plan", f"{choice.backend} in {where}, by {chosen_by}{behind}: jvp {call}", **fields)
+    observe.emit("plan", f"{choice.backend} in {where}, by {chosen_by}{behind}: jvp {call}", **fields)
     return choice.backend
 
 

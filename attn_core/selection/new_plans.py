@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from attn_core.call import counters, log
-from attn_core.call.ranges import words_of
+from attn_core.call import observe
+from attn_core.call.observe import words_of
 from attn_core.call.spec import AttentionSpec
 from attn_core.selection.choice import Selection
 from attn_core.selection.target import Target
@@ -21,10 +21,10 @@ def planned(spec: AttentionSpec, target: Target, requested: Names, backend: str,
         requested: the backends that the caller named, or None for automatic choice.
         fell_back: see ``is_fallback``.
     """
-    counters.count("plan", target.framework, backend)
+    observe.count("plan", target.framework, backend)
     if fell_back:
-        counters.count("fallback", "backend")
-    if log.enabled():
+        observe.count("fallback", "backend")
+    if observe.log_enabled():
         _record(spec, target, requested, backend, fell_back)
 
 
@@ -57,8 +57,8 @@ def evicted(cache: Any) -> None:
 
 def dropped(name: str, size: int) -> None:
     """Counts and records that a full cache dropped an entry."""
-    counters.count("eviction", name)
-    log.emit("eviction", f"{name} is full with {size} entries and drops the oldest", cache=name, size=size)
+    observe.count("eviction", name)
+    observe.emit("eviction", f"{name} is full with {size} entries and drops the oldest", cache=name, size=size)
 
 
 def _record(spec: AttentionSpec, target: Target, requested: Names, backend: str, fell_back: bool) -> None:
@@ -72,7 +72,7 @@ def _record(spec: AttentionSpec, target: Target, requested: Names, backend: str,
     behind = f", behind {', '.join(refused)}" if refused else ""
     predicted = None if requested else selection.predicted.get(backend)
     fields_of_plan = {"chosen_by": chosen_by, "predicted_us": predicted, "refused": refused}
-    log.emit("plan", f"{backend} in {where}, by {chosen_by}{behind}: {call}", **common, **fields_of_plan)
+    observe.emit("plan", f"{backend} in {where}, by {chosen_by}{behind}: {call}", **common, **fields_of_plan)
     if fell_back:
         reasons = "; ".join(f"{name}: {why[0]}" for name, why in refused.items() if why)
-        log.emit("fallback", f"{backend} in {where}, because {reasons}", what="backend", **common, refused=refused)
+        observe.emit("fallback", f"{backend} in {where}, because {reasons}", what="backend", **common, refused=refused)

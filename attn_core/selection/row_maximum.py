@@ -12,8 +12,8 @@ from typing import Any
 
 from attn_core import backends
 from attn_core.backends.shared.claims import unmet_claims
-from attn_core.call import counters, log
-from attn_core.call.ranges import words_of
+from attn_core.call import observe
+from attn_core.call.observe import words_of
 from attn_core.call.spec import AttentionSpec
 from attn_core.errors import SpecError
 from attn_core.selection.choice import Selection
@@ -92,13 +92,13 @@ def noted(choice: RowMaximum) -> str:
     if choice.backend is None:
         why = "; ".join(f"{name}: {', '.join(each)}" for name, each in refused.items())
         raise SpecError(f"return_max_logit=True: expected a call whose logits a backend can compare: {why}")
-    counters.count("plan", target.framework, choice.backend)
+    observe.count("plan", target.framework, choice.backend)
     behind = f", behind {', '.join(refused)}" if refused else ""
     call, where = words_of(choice.spec), f"{target.framework} on {target.device}"
     fields: dict[str, Any] = {"backend": choice.backend, "framework": target.framework, "device": target.device}
     fields |= {"call": call, "chosen_by": "static order", "predicted_us": None, "refused": refused}
     message = f"{choice.backend} in {where}, by static order{behind}: row_maximum {call}"
-    log.emit("plan", message, **fields, direction="row_maximum")
+    observe.emit("plan", message, **fields, direction="row_maximum")
     return choice.backend
 
 

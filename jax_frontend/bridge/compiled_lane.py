@@ -23,11 +23,9 @@ from jax import lax
 
 from attn_core import backends
 from attn_core.backends.shared.programs.kernel_programs import OPERATOR
-from attn_core.call import counters
-from attn_core.call import log as records
+from attn_core.call import observe
 from attn_core.call.after_fork import free_in_children
-from attn_core.call.counters import compiled
-from attn_core.call.ranges import words_of
+from attn_core.call.observe import compiled, words_of
 from attn_core.call.spec import AttentionSpec
 from attn_core.selection import Selection, choice
 from jax_frontend.bridge import operator_lane
@@ -89,10 +87,10 @@ def _program(call: BridgedCall, backend: Any) -> Any:
 
 
 def _callback_lane(call: BridgedCall, why: tuple[str, ...]) -> Lane:
-    counters.count("fallback", "lane")
+    observe.count("fallback", "lane")
     about = {"backend": call.backend, "direction": call.direction, "device": call.device, "call": words_of(call.spec)}
     message = f"{call.backend} {call.direction} runs by callback, because {why[0]}: {about['call']}"
-    records.emit("fallback", message, what="lane", **about, framework="jax", missing=why[0])
+    observe.emit("fallback", message, what="lane", **about, framework="jax", missing=why[0])
     return Lane(None, why)
 
 

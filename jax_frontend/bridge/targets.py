@@ -30,7 +30,7 @@ import numpy as np
 from attn_core import backends
 from attn_core.backends.shared import dry_run
 from attn_core.backends.shared.cached_once import cached_once
-from attn_core.call import counters
+from attn_core.call import observe
 from attn_core.call.after_fork import free_in_children
 from attn_core.call.spec import AttentionSpec
 from attn_core.errors import BridgeError
@@ -76,7 +76,7 @@ def run(call: BridgedCall, results: tuple[jax.ShapeDtypeStruct, ...], *operands:
     lane = compiled_lane.lane_of(call._replace(overlaps_exchange=False, checked=False))
     if lane.program is not None:
         return compiled_lane.run(lane.program, call, results, operands)
-    counters.count("callback")
+    observe.count("callback")
     _register_targets()
     return tuple(jax.ffi.ffi_call(_target(call.direction), results)(*operands, call=token_of(call)))
 
@@ -90,7 +90,7 @@ def run_step(call: BridgedStep, results: tuple[jax.ShapeDtypeStruct, ...], *oper
     """
     at = 1 + call.step.key_arrays
     aliases = {at: 0, at + 1: 1} if call.step.has_earlier_results else {}
-    counters.count("callback")
+    observe.count("callback")
     _register_targets()
     launch = jax.ffi.ffi_call(_target("step"), results, input_output_aliases=aliases)
     return tuple(launch(*operands, call=token_of(call))[:2])

@@ -18,11 +18,10 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.interpreters import mlir
 
 from attn_core import backends
-from attn_core.call.failed_calls import note_call
-from attn_core.call.ranges import range_name
-from attn_core.call.results import result_error
+from attn_core.call.checks import result_error
+from attn_core.call.observe import range_name
 from attn_core.call.tensors import Gradients, Inputs, PagedInputs
-from attn_core.errors import SpecError
+from attn_core.errors import SpecError, note_call
 from attn_core.selection import Target, refusals, row_maximum
 from jax_frontend.bridge import targets
 from jax_frontend.bridge.bridged_call import BridgedCall

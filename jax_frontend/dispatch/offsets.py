@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attn_core.call import trailing_tokens
+from attn_core.call.kinds import is_number
 from attn_core.call.options import Options
-from attn_core.call.seq_info import SeqInfo, is_number
+from attn_core.call.seq_info import SeqInfo, cover_tail, tail_of
 from attn_core.call.tensors import Inputs
 from jax_frontend.dispatch import plan
 
@@ -45,10 +45,10 @@ def _complete(info: SeqInfo, tokens: tuple[int, int]) -> SeqInfo:
         return SeqInfo.unchecked(queries, keys, *longest)
     if all(plan.is_on_host(offsets) for offsets in both):
         queries, keys = (np.asarray(offsets) for offsets in both)
-        full = trailing_tokens.cover_tail(SeqInfo.unchecked(queries, keys, *longest), tokens)
+        full = cover_tail(SeqInfo.unchecked(queries, keys, *longest), tokens)
         return info if full.cu_seqlens_q is queries else full
     # Traced offsets have no values, so documents for trailing tokens are always appended. They are empty if unneeded.
-    tail = trailing_tokens.tail_of(tokens, longest, len(both[0]) - 1)
+    tail = tail_of(tokens, longest, len(both[0]) - 1)
     if tail is None:
         return info
     queries, keys = _append(both, (tuple(tail.ends_q.tolist()), tuple(tail.ends_k.tolist())))

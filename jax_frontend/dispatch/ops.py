@@ -17,8 +17,8 @@ from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 from attn_core.backends.shared.in_jax.offsets import safe_offsets
-from attn_core.call.counters import compiled
 from attn_core.call.functions import AUX, DAUX
+from attn_core.call.observe import compiled
 from attn_core.call.tensors import Gradients, Inputs, Tangents
 from attn_core.errors import SpecError
 from attn_core.selection import Target, forward_mode

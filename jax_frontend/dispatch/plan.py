@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core import backends
-from attn_core.call import counters
+from attn_core.call import observe
 from attn_core.call.arguments import ArrayFacts, Arrays, build_spec
 from attn_core.call.hints import remedy_of
 from attn_core.call.options import Options
@@ -295,4 +295,4 @@ def check_array(name: str, value: Any, *, shapes_only: bool = False) -> None:
     raise TypeError(f"{name}: expected a jax.Array, got {kind.__module__}.{kind.__qualname__}; {remedy}")
 
 
-counters.watch("jax", plan, backend_of)
+observe.watch("jax", plan, backend_of)

@@ -13,12 +13,11 @@ import numpy as np
 
 from attn_core.call import cache_rows
 from attn_core.call.arguments import Arrays
-from attn_core.call.checks import CheckWarning, warn_of_values
+from attn_core.call.checks import CheckWarning, warn_of_results, warn_of_values
 from attn_core.call.key_ranges import check_values
-from attn_core.call.offset_checks import check_cu_seqlens
-from attn_core.call.ranges import range_name
-from attn_core.call.results import warn_of_results
-from attn_core.call.seq_info import SeqInfo, is_number
+from attn_core.call.kinds import is_number
+from attn_core.call.observe import range_name
+from attn_core.call.seq_info import SeqInfo, check_cu_seqlens
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
 from attn_core.errors import SpecError

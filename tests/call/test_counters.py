@@ -18,9 +18,8 @@ from frameworks import BOTH, Framework, empty_plan_caches
 import attn_core
 import torch_frontend
 from attn_core import AttentionSpec, Target
-from attn_core.call import counters as module
-from attn_core.call import log
-from attn_core.call.counters import Counters
+from attn_core.call import observe
+from attn_core.call.observe import Counters
 from attn_core.context_parallel.call import build_call
 
 everywhere = pytest.mark.parametrize("framework", BOTH, ids=str)
@@ -44,8 +43,8 @@ def test_a_snapshot_has_the_documented_form() -> None:
     assert set(before) == set(Counters.__annotations__)
     assert json.loads(json.dumps(before)) == before
     assert before["plans"] == {"torch": {}, "jax": {}} and before["plan_hits"] == {"torch": 0, "jax": 0}
-    assert set(before["fallbacks"]) == set(module.FALLBACKS) and set(before["copies"]) == set(module.COPIES)
-    assert before["compiles"] == {kind: {"number": 0, "seconds": 0.0} for kind in module.COMPILES}
+    assert set(before["fallbacks"]) == set(observe.FALLBACKS) and set(before["copies"]) == set(observe.COPIES)
+    assert before["compiles"] == {kind: {"number": 0, "seconds": 0.0} for kind in observe.COMPILES}
     call(BOTH[0])
     assert before["plans"]["torch"] == {}, "a snapshot does not change"
 
@@ -127,9 +126,9 @@ def test_no_count_is_lost_between_threads(monkeypatch: pytest.MonkeyPatch) -> No
     def work(_: int) -> None:
         start.wait()
         for _ in range(each):
-            module.count("plan", "torch", "stand_in")
-            module.compiled("triton", "a kernel", 0.5)
-            module.mask_converted()
+            observe.count("plan", "torch", "stand_in")
+            observe.compiled("triton", "a kernel", 0.5)
+            observe.mask_converted()
 
     try:
         with ThreadPoolExecutor(threads) as pool:
@@ -196,6 +195,6 @@ def test_compilations_of_kernels_count(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_page_names_every_key_and_event() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs/how_to/observe.md").read_text(encoding="utf-8")
-    names = {*Counters.__annotations__, *module.COMPILES, *module.COPIES, *log.EVENTS}
+    names = {*Counters.__annotations__, *observe.COMPILES, *observe.COPIES, *observe.EVENTS}
     assert not {name for name in names if f"`{name}`" not in page}
-    assert not {what for what in module.FALLBACKS if f'"{what}"' not in page}
+    assert not {what for what in observe.FALLBACKS if f'"{what}"' not in page}

@@ -15,7 +15,7 @@ from own_process import in_its_own_process
 
 import attn_core
 from attn_core import SpecError
-from attn_core.call import counters, log
+from attn_core.call import observe
 from attn_core.selection import new_plans
 
 everywhere = pytest.mark.parametrize("framework", BOTH, ids=str)
@@ -108,9 +108,9 @@ def test_a_full_cache_gives_a_record(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_a_compilation_gives_its_seconds(caplog: pytest.LogCaptureFixture) -> None:
     with attn_core.log(True):
-        with counters.timed("triton", "a kernel"):
+        with observe.timed("triton", "a kernel"):
             pass
-        with pytest.raises(RuntimeError), counters.timed("triton", "a broken kernel"):
+        with pytest.raises(RuntimeError), observe.timed("triton", "a broken kernel"):
             raise RuntimeError
     (record,) = records_of(caplog, "compile")
     assert (record["kind"], record["name"]) == ("triton", "a kernel") and 0 <= record["seconds"] < 5
@@ -138,13 +138,13 @@ def test_levels_of_the_logger_apply(caplog: pytest.LogCaptureFixture) -> None:
 def test_the_switch_belongs_to_a_block_and_to_a_thread() -> None:
     seen = []
     with attn_core.log(True):
-        thread = threading.Thread(target=lambda: seen.append(log.enabled()))
+        thread = threading.Thread(target=lambda: seen.append(observe.log_enabled()))
         thread.start()
         thread.join()
         with attn_core.log(False):
-            seen.append(log.enabled())
-        seen.append(log.enabled())
-    assert [*seen, log.enabled()] == [False, False, True, False]
+            seen.append(observe.log_enabled())
+        seen.append(observe.log_enabled())
+    assert [*seen, observe.log_enabled()] == [False, False, True, False]
 
 
 def test_the_switch_takes_a_bool() -> None:

@@ -10,7 +10,7 @@ import pytest
 from own_process import in_its_own_process
 
 from attn_core import AttentionSpec, PagedKV, SpecError, ranges
-from attn_core.call.ranges import DTYPE_WORDS, FEATURE_WORDS, enabled, range_name
+from attn_core.call.observe import DTYPE_WORDS, FEATURE_WORDS, range_name, ranges_enabled
 from attn_core.call.spec import DTYPES
 
 SPEC = AttentionSpec(
@@ -62,13 +62,13 @@ def test_every_field_is_in_the_name_or_listed_here() -> None:
 def test_the_switch_belongs_to_a_block_and_to_a_thread() -> None:
     seen = []
     with ranges(True):
-        thread = threading.Thread(target=lambda: seen.append(enabled()))
+        thread = threading.Thread(target=lambda: seen.append(ranges_enabled()))
         thread.start()
         thread.join()
         with ranges(False):
-            seen.append(enabled())
-        seen.append(enabled())
-    assert [*seen, enabled()] == [False, False, True, False]
+            seen.append(ranges_enabled())
+        seen.append(ranges_enabled())
+    assert [*seen, ranges_enabled()] == [False, False, True, False]
 
 
 def test_the_switch_takes_a_bool() -> None:
@@ -78,5 +78,6 @@ def test_the_switch_takes_a_bool() -> None:
 
 @pytest.mark.parametrize(("value", "on"), [("1", True), ("0", False), ("", False)])
 def test_the_environment_switches_ranges_on(value: str, on: bool) -> None:
-    done = in_its_own_process("from attn_core.call.ranges import enabled; print(enabled())", ATTN_CORE_RANGES=value)
+    code = "from attn_core.call.observe import ranges_enabled; print(ranges_enabled())"
+    done = in_its_own_process(code, ATTN_CORE_RANGES=value)
     assert done.stdout.strip() == str(on), done.stderr

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attn_core import DTypeError, SeqInfo, ShapeError, SpecError
-from attn_core.call.offset_checks import check_cu_seqlens
+from attn_core.call.seq_info import check_cu_seqlens
 
 
 def offsets(*values: int) -> np.ndarray:

@@ -39,7 +39,7 @@ ALLOWED = {
 }
 """Functions of modules that plan which only read plain data."""
 PLANNING = (
-    *(f"attn_core.call.{name}:" for name in ("options", "arguments", "offset_checks", "masks")),
+    *(f"attn_core.call.{name}" for name in ("options:", "arguments:", "seq_info:check_cu_seqlens", "masks:")),
     "attn_core.selection.",
     *(f"attn_core.context_parallel.{name}" for name in ("plan:", "tiles:", "layout:", "dealing:", "request:", "call:")),
     *(f"attn_core.context_parallel.{name}" for name in ("bands:", "ranges:", "borders:", "places:", "cost.")),

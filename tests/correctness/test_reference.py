@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from oracle_cases import FEATURES, LENGTHS_K, LENGTHS_Q, Case, altered, fill, make
 
 from attn_core import AttentionSpec
-from attn_core.call.dropout import keep
+from attn_core.call.arithmetic import dropout_keeps
 from attn_core.call.functions import aux_of
 from attn_core.call.tensors import Inputs
 from attn_core.correctness import reference
@@ -45,7 +45,7 @@ def by_loops(case: Case) -> tuple[np.ndarray, np.ndarray]:
         for j, logit in logits.items():
             weight = math.exp(logit - total)
             if spec.dropout:
-                weight *= keep(inputs.rng.tolist(), (b, h, i, j), spec.dropout) / (1 - spec.dropout)
+                weight *= dropout_keeps(inputs.rng.tolist(), (b, h, i, j), spec.dropout) / (1 - spec.dropout)
             for c in range(spec.value_dim):
                 out[(*row, i, h, c)] += weight * inputs.v[(*row, j, g, c)]
     return out, lse
@@ -404,14 +404,14 @@ def test_a_non_finite_value_reaches_every_row_that_sees_it():
 def test_dropout_drops_its_share_and_follows_the_seed():
     indices = tuple(np.ogrid[:2, :3, :101, :103])
     for rate in (0.1, 0.5, 0.9):
-        kept = keep((5, 7), indices, rate)
+        kept = dropout_keeps((5, 7), indices, rate)
         assert kept.shape == (2, 3, 101, 103)
         assert kept.mean() == pytest.approx(1 - rate, abs=0.01)
-        assert np.array_equal(kept, keep((5 + 2**32, 7 - 2**32), indices, rate))  # only the low 32 bits count
+        assert np.array_equal(kept, dropout_keeps((5 + 2**32, 7 - 2**32), indices, rate))  # only the low 32 bits count
         for other in ((6, 7), (5, 8)):
-            agree = (kept == keep(other, indices, rate)).mean()
+            agree = (kept == dropout_keeps(other, indices, rate)).mean()
             assert agree == pytest.approx(rate**2 + (1 - rate) ** 2, abs=0.02)
-    assert keep((5, 7), indices, 0.0).all()
+    assert dropout_keeps((5, 7), indices, 0.0).all()
 
 
 def test_the_mean_over_dropout_seeds_equals_no_dropout():

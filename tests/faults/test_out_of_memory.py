@@ -15,7 +15,7 @@ from faulty_kernels import FROM_XLA, WAYS, X, faulty, raising, text_of
 
 import jax_frontend
 import torch_frontend
-from attn_core.call.failed_calls import MEMORY_REMEDY, SHARED_GPU
+from attn_core.errors import MEMORY_REMEDY, SHARED_GPU
 
 HOST = "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you tried 12 bytes"
 GPU = "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 139.80 GiB"

@@ -41,8 +41,8 @@ from attn_core.backends.triton_jvp import backend as triton_jvp
 from attn_core.call.functions import seen_by_function, trace
 from attn_core.call.masks import visible
 from attn_core.call.segments import function_of
+from attn_core.call.seq_info import tail_of
 from attn_core.call.tensors import Inputs, Tangents
-from attn_core.call.trailing_tokens import tail_of
 from attn_core.context_parallel.on_torch.tiles import merge
 from attn_core.correctness import reference
 from attn_core.errors import SpecError

@@ -22,7 +22,7 @@ from spec_strategies import Call
 import jax_frontend
 import torch_frontend
 from attn_core import SeqInfo, Target, backends
-from attn_core.call import trailing_tokens
+from attn_core.call.seq_info import tail_of
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients
 from attn_core.cli.trial import as_keywords
@@ -134,7 +134,7 @@ def with_every_token(call: Call, *, on_host: bool = True) -> AttentionSpec:
     if not spec.packed:
         return spec
     ended, longest = (int(cu_q[-1]), int(cu_k[-1])) if on_host else None, (spec.max_len_q, spec.max_len_k)
-    tail = trailing_tokens.tail_of((spec.q_len, spec.kv_len), longest, spec.documents, ended)
+    tail = tail_of((spec.q_len, spec.kv_len), longest, spec.documents, ended)
     if tail is None:
         return spec
     documents = spec.documents + len(tail.ends_q)

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 
 from attn_core import AttentionSpec, SeqInfo
-from attn_core.call.dropout import keep
+from attn_core.call.arithmetic import dropout_keeps
 from attn_core.call.functions import aux_of, named, scored
 from attn_core.call.masks import positions, visible
 from attn_core.call.tensors import Gradients, Inputs
@@ -140,7 +140,7 @@ def honest(case: Case, *, key_block: int = 5) -> tuple[np.ndarray, np.ndarray, G
     score, logit, seen = _scores(case)
     kept = np.ones(score.shape, F32)
     if spec.dropout:
-        kept = keep(case.inputs.rng.tolist(), tuple(np.ogrid[tuple(map(slice, score.shape))]), spec.dropout)
+        kept = dropout_keeps(case.inputs.rng.tolist(), tuple(np.ogrid[tuple(map(slice, score.shape))]), spec.dropout)
         kept = kept.astype(F32) / F32(1 - spec.dropout)
     sink = np.full((1, spec.num_heads, 1), -np.inf, F32)
     if spec.sinks:

@@ -23,7 +23,7 @@ from quantised_cases import KINDS, quantised_call, torch_arguments
 
 from attn_core.backends.shared.pages import pools
 from attn_core.backends.triton_splitkv import backend as triton_splitkv
-from attn_core.call import trailing_tokens
+from attn_core.call.seq_info import tail_of
 from attn_core.call.tensors import PagedInputs
 from attn_core.context_parallel.on_torch import merge_parts_triton, merge_triton, tiles
 from attn_core.correctness.reference import append
@@ -511,7 +511,7 @@ def test_offsets(
     values: list[tuple[int, int]], tokens: tuple[int, int], longest: tuple[int, int], shared: bool
 ) -> None:
     """One launch gives the offsets of six torch operations, whatever the values are."""
-    tail = trailing_tokens.tail_of(tokens, longest, len(values) - 1)
+    tail = tail_of(tokens, longest, len(values) - 1)
     if tail is None:
         return
     queries, keys = torch.tensor(values, dtype=torch.int32).T  # strided
@@ -539,7 +539,7 @@ def test_offsets_of_many_documents(documents: int) -> None:
         else:
             queries = queries.sort().values
         keys = queries.flip(0).contiguous()
-        tail = trailing_tokens.tail_of((9001, 8000), (5, 7), documents)
+        tail = tail_of((9001, 8000), (5, 7), documents)
         assert tail is not None
         for pair in ((queries, queries), (queries, keys)):
             actual = triton_offsets.safe(*pair, tail, (9001, 8000))

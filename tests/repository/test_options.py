@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from attn_core.call import keywords
-from attn_core.call.layouts import Layout
-from attn_core.call.options import OPTIONS, PAGED, PLAIN, Door, Option, Options, Window, names_at
+from attn_core.call.options import OPTIONS, PAGED, PLAIN, Door, Layout, Option, Options, Window, names_at
 from attn_core.call.spec import AttentionSpec
 from attn_core.expressions.tracing import TracedFunction
 

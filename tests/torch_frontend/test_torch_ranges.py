@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 import attn_core
 from attn_core import backends
 from attn_core.backends.shared.torch_ranges import Range, in_range_if_on
-from attn_core.call.ranges import range_name
+from attn_core.call.observe import range_name
 from attn_core.call.spec import AttentionSpec
 from torch_frontend import SeqInfo, attention, attention_qkvpacked, paged_attention
 from torch_frontend.diffusers import installed

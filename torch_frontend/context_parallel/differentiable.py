@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from attn_core.backends.shared.autograd import without_create_graph
-from attn_core.call import ranges
+from attn_core.call import observe
 from attn_core.context_parallel.request import Metadata, Request
 from attn_core.selection import override
 from torch_frontend.context_parallel import backward, forward
@@ -35,7 +35,7 @@ class Attention(torch.autograd.Function):
         with_lse = call.request.options.return_lse
         results, residuals = forward.forward(call.plan, q, k, v, sinks, with_lse=with_lse, keep=True)
         # A thread of autograd, which has a context of its own, may run the backward.
-        ctx.call, ctx.ranges = call, ranges.enabled()
+        ctx.call, ctx.ranges = call, observe.ranges_enabled()
         # One flat list, because autograd saves tensors and no tuples of them.
         ctx.save_for_backward(sinks, *(tensor for group in residuals for tensor in group))
         ctx.set_materialize_grads(False)
@@ -59,7 +59,7 @@ class Attention(torch.autograd.Function):
             # Only lse has a gradient. The exchanges and kernels still need a dout.
             out = residuals[0].out
             dout = out.new_zeros(batch, shard, heads, out.shape[3])
-        with autocast.switched_off(dout.device), ranges.ranges(ctx.ranges):
+        with autocast.switched_off(dout.device), observe.ranges(ctx.ranges):
             dlse = _lse_gradient(call.plan, dout, dlse)
             gradients = backward.backward(call.plan, residuals, sinks, dout, dlse)
         call.end()

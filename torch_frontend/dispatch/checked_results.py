@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 
-from attn_core.call.checks import enabled
-from attn_core.call.ranges import range_name
-from attn_core.call.results import result_error, warn_of_results
+from attn_core.call.checks import enabled, result_error, warn_of_results
+from attn_core.call.observe import range_name
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
 from torch_frontend.dispatch.plan import Plan

@@ -10,8 +10,7 @@ import numpy as np
 import torch
 
 from attn_core.call.arguments import Arrays
-from attn_core.call.layouts import check_layout
-from attn_core.call.options import PLAIN, Options, check_options, requested_names
+from attn_core.call.options import PLAIN, Options, check_layout, check_options, requested_names
 from attn_core.call.seq_info import SeqInfo
 from attn_core.call.tensors import Inputs
 from attn_core.selection import NoBackendError

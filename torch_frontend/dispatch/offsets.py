@@ -12,11 +12,8 @@ import numpy as np
 import torch
 
 from attn_core.backends.shared.programs.triton import has_triton
-from attn_core.call import trailing_tokens
-from attn_core.call.offset_checks import check_cu_seqlens
-from attn_core.call.seq_info import SeqInfo
+from attn_core.call.seq_info import SeqInfo, Tail, append_tail, check_cu_seqlens, cover_tail, tail_of
 from attn_core.call.tensors import Inputs
-from attn_core.call.trailing_tokens import Tail
 from torch_frontend.dispatch import plan, tensor_kinds
 
 Tensor = torch.Tensor
@@ -43,7 +40,7 @@ def attach(info: SeqInfo, inputs: Inputs) -> tuple[Inputs, Longest]:
 def attach_complete(info: SeqInfo, inputs: Inputs) -> tuple[Inputs, Longest]:
     """Returns the inputs with offsets that give every token a document, and the longest documents.
 
-    See ``attn_core.call.trailing_tokens``. The SeqInfo caches numpy offsets as checked and completed tensors per
+    See ``attn_core.call.seq_info.Tail``. The SeqInfo caches numpy offsets as checked and completed tensors per
     device, so a second call with the same SeqInfo copies nothing to the device.
 
     Raises:
@@ -69,7 +66,7 @@ def _to_device(info: SeqInfo, device: torch.device, tokens: tuple[int, int]) -> 
     if device.type != "cpu":  # run_plan.check_offsets checks offsets on the CPU later
         check_cu_seqlens(info.cu_seqlens_q, info.max_len_q, side="q", tokens=tokens[0])
         check_cu_seqlens(info.cu_seqlens_k, info.max_len_k, side="k", tokens=tokens[1])
-    whole = trailing_tokens.cover_tail(info, tokens)
+    whole = cover_tail(info, tokens)
     with torch.inference_mode(False):  # a later training call uses the cached tensors, which must not be inference ones
         queries = torch.from_numpy(whole.cu_seqlens_q).to(device)
         same = whole.cu_seqlens_k is whole.cu_seqlens_q
@@ -93,18 +90,18 @@ def complete(inputs: Inputs, longest: Longest) -> tuple[Inputs, Longest]:
         return inputs, longest  # build_spec raises an error that names the invalid argument
     tokens, documents = (inputs.q.shape[-3], inputs.k.shape[-3]), queries.shape[0] - 1
     if not queries.is_cpu:
-        tail = trailing_tokens.tail_of(tokens, longest, documents)
+        tail = tail_of(tokens, longest, documents)
         if tail is None:
             return inputs, longest
         queries, keys = _safe(queries, keys, tail, tokens)
     else:
-        tail = trailing_tokens.tail_of(tokens, longest, documents, (int(queries.numpy()[-1]), int(keys.numpy()[-1])))
+        tail = tail_of(tokens, longest, documents, (int(queries.numpy()[-1]), int(keys.numpy()[-1])))
         if tail is None:
             return inputs, longest
         check_cu_seqlens(queries.numpy(), longest[0], side="q", tokens=tokens[0])
         check_cu_seqlens(keys.numpy(), longest[1], side="k", tokens=tokens[1])
         both = ((queries, tail.ends_q), (keys, tail.ends_k))
-        queries, keys = (torch.from_numpy(trailing_tokens.append_tail(o.numpy(), ends)) for o, ends in both)
+        queries, keys = (torch.from_numpy(append_tail(o.numpy(), ends)) for o, ends in both)
     return inputs._replace(cu_seqlens_q=queries, cu_seqlens_k=keys), (tail.max_len_q, tail.max_len_k)
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from attn_core import backends
-from attn_core.call import counters
+from attn_core.call import observe
 from attn_core.call.arguments import ArrayFacts, Arrays, build_spec
 from attn_core.call.functions import AUX
 from attn_core.call.hints import remedy_of
@@ -210,4 +210,4 @@ def smaller(one: Any, other: Any) -> Any:
     )
 
 
-counters.watch("torch", plan)
+observe.watch("torch", plan)

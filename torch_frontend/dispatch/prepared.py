@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch.autograd import forward_ad, profiler
 
-from attn_core.call import checks, counters, ranges
+from attn_core.call import checks, observe
 from attn_core.selection import new_plans, override
 from torch_frontend.dispatch import autocast, sdpa_flags, tensor_kinds, transforms
 from torch_frontend.dispatch.plan import Metadata
@@ -65,7 +65,7 @@ _is_compiling, _is_grad_enabled, _is_functional = (
     torch._is_functional_tensor,
 )
 _is_autocast_on, _is_transformed, _modes = autocast.is_on, transforms.are_active, tensor_kinds.are_modes_active
-_traces, _checks, _ranges = tensor_kinds.are_jit_traces_active, checks.enabled, ranges.enabled
+_traces, _checks, _ranges = tensor_kinds.are_jit_traces_active, checks.enabled, observe.ranges_enabled
 _flash_on, _efficient_on, _cudnn_on = sdpa_flags.is_flash_on, sdpa_flags.is_efficient_on, sdpa_flags.is_cudnn_on
 _math_on, _others_on, _strided = sdpa_flags.is_math_on, sdpa_flags.are_others_on, torch.strided
 _requested, _fits = override.requested, tensor_kinds.fits_its_storage
@@ -211,4 +211,4 @@ def _prepared(
     return prepare(Request((*entries, *others), needs, trains, requested, options))
 
 
-counters.watch("torch", _prepared)
+observe.watch("torch", _prepared)

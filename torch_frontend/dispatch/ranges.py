@@ -13,7 +13,7 @@ import torch
 from torch.autograd import profiler
 
 from attn_core.backends.shared.torch_ranges import Range, in_range
-from attn_core.call.ranges import enabled, range_name
+from attn_core.call.observe import range_name, ranges_enabled
 from torch_frontend.dispatch.plan import Plan
 
 Tensor = torch.Tensor
@@ -24,8 +24,8 @@ def in_ranges(call_plan: Plan) -> Plan:
 
     The callers on the fast path repeat the condition, because a function call costs more than both of its reads.
     """
-    if profiler._is_profiler_enabled or enabled():
-        return _wrapped(call_plan, enabled())
+    if profiler._is_profiler_enabled or ranges_enabled():
+        return _wrapped(call_plan, ranges_enabled())
     return call_plan
 
 

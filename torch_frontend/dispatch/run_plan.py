@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from attn_core.call import key_ranges as key_ranges_of
-from attn_core.call.failed_calls import note_call
-from attn_core.call.offset_checks import check_cu_seqlens
-from attn_core.call.ranges import range_name
+from attn_core.call.observe import range_name
+from attn_core.call.seq_info import check_cu_seqlens
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
+from attn_core.errors import note_call
 from torch_frontend.dispatch.plan import Plan, check_tensor
 
 Tensor = torch.Tensor

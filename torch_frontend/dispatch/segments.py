@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from attn_core.call import segments
-from attn_core.call.layouts import check_layout
+from attn_core.call.options import check_layout
 from attn_core.call.segments import Segments, Visible
 from attn_core.errors import SpecError
 from torch_frontend.dispatch import nested

@@ -11,9 +11,8 @@ import triton
 import triton.language as tl
 
 from attn_core.backends.shared.programs.triton import relaunch
-from attn_core.call import counters
-from attn_core.call import log as records
-from attn_core.call.trailing_tokens import Tail
+from attn_core.call import observe
+from attn_core.call.seq_info import Tail
 
 Tensor = torch.Tensor
 BLOCK = 1024
@@ -124,10 +123,10 @@ def _run(device: int, launch: Callable[..., Any] | None, arguments: tuple[Any, .
     try:
         _launchers[device] = relaunch(_complete, (2, 1, 1), arguments, BLOCK=BLOCK, num_warps=4)
     except Exception as error:
-        counters.count("fallback", "triton")
+        observe.count("fallback", "triton")
         reason = f"{type(error).__name__}: {error}"
         message = f"torch operations complete the offsets of documents on GPU {device}, because Triton raised {reason}"
-        records.emit("fallback", message, what="triton", framework="torch", device=device, missing=reason)
+        observe.emit("fallback", message, what="triton", framework="torch", device=device, missing=reason)
         _launchers[device] = None
 
 

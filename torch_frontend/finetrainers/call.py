@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from attn_core.call.offset_checks import check_cu_seqlens
-from attn_core.call.seq_info import SeqInfo
+from attn_core.call.seq_info import SeqInfo, check_cu_seqlens
 from attn_core.dropins import finetrainers
 from attn_core.dropins.finetrainers import (
     FLASH_VARLEN,

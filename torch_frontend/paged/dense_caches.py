@@ -16,9 +16,8 @@ from attn_core.call import cache_rows, checks
 from attn_core.call.arguments import Arrays, build_spec
 from attn_core.call.cache_rows import CacheRows
 from attn_core.call.key_ranges import check_values
-from attn_core.call.layouts import check_layout
 from attn_core.call.mask_objects import is_object
-from attn_core.call.options import Options, check_options, check_traced_options, requested_names
+from attn_core.call.options import Options, check_layout, check_options, check_traced_options, requested_names
 from attn_core.errors import DeviceError, DTypeError, SpecError
 from attn_core.expressions.tracing import TracedFunction
 from attn_core.selection import Selection, override

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from attn_core.backends.shared.torch_ranges import in_range
-from attn_core.call.failed_calls import note_call
+from attn_core.call.observe import ranges_enabled
 from attn_core.call.options import requested_names
 from attn_core.call.pages import PagedKV
-from attn_core.call.ranges import enabled
+from attn_core.errors import note_call
 from attn_core.paged.tables import FEW_ENTRIES, are_valid
 from torch_frontend.dispatch import empty_rows
 from torch_frontend.dispatch.plan import Metadata
@@ -75,7 +75,7 @@ def prepare(
     sizes = plan.spec.paged if on_host else None  # kernels on a GPU clamp the values of tables
 
     def in_ranges() -> Run:
-        return _runner(plan, in_range(plan.shortcut, plan.range_name, enabled()), sizes)
+        return _runner(plan, in_range(plan.shortcut, plan.range_name, ranges_enabled()), sizes)
 
     return Prepared(_runner(plan, plan.shortcut, sizes), in_ranges, "all" if on_host else None)
 

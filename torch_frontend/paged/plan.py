@@ -11,14 +11,13 @@ import torch
 from attn_core import backends
 from attn_core.backends.shared.autograd import without_gradient
 from attn_core.backends.shared.torch_ranges import in_range, is_on
-from attn_core.call import counters
-from attn_core.call.failed_calls import note_call
+from attn_core.call import observe
 from attn_core.call.key_ranges import check_values as check_range_values
+from attn_core.call.observe import range_name, ranges_enabled
 from attn_core.call.options import PAGED, Options, check_paged_options, check_traced_options, is_plain_window
-from attn_core.call.ranges import enabled, range_name
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import PagedInputs
-from attn_core.errors import DeviceError, DTypeError, ShapeError, SpecError
+from attn_core.errors import DeviceError, DTypeError, ShapeError, SpecError, note_call
 from attn_core.paged import arguments
 from attn_core.paged import tables as paged_tables
 from attn_core.paged.tables import READ, TABLES, check_read
@@ -190,7 +189,7 @@ def run(
         if call_plan.writes[0] and (call_plan.writes[1] or into.is_contiguous()):
             forward = partial(forward, into=(into, None))
     if is_on() and not call_plan.spec.empty:
-        forward = in_range(forward, call_plan.range_name, enabled())
+        forward = in_range(forward, call_plan.range_name, ranges_enabled())
     try:
         out, lse = forward(call_plan.spec, inputs)
     except Exception as error:
@@ -257,4 +256,4 @@ def _dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-counters.watch("torch", plan_call)
+observe.watch("torch", plan_call)

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from attn_core.call.kinds import MOST, check_kind, check_size
+from attn_core.call.kinds import MOST, check_kind, check_size, is_host_int
 from attn_core.call.options import check_flag
-from attn_core.call.seq_info import SeqInfo, is_host_int
+from attn_core.call.seq_info import SeqInfo
 from attn_core.errors import DTypeError, ShapeError, SpecError, shown
 from torch_frontend.dispatch.plan import check_tensor
 from torch_frontend.dispatch.tensor_kinds import check_data

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from attn_core.backends.flash4 import disk_cache
 from attn_core.backends.shared.cached_once import cached_once
-from attn_core.call.counters import timed
+from attn_core.call.observe import timed
 
 TAKES_VIEWS = True
 """Whether a kernel may take views of one tensor. In a program of XLA each has memory of its own."""

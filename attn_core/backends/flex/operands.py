@@ -22,9 +22,9 @@ from attn_core.backends.flex.blocks import (
 )
 from attn_core.backends.flex.functions import Edges, PackedTokens, Softcap, edges, places
 from attn_core.backends.flex.program import program, refuse_capture
-from attn_core.call.counters import bias_copied, operand_copied
 from attn_core.call.functions import aux_of, reads
 from attn_core.call.masks import band
+from attn_core.call.observe import bias_copied, operand_copied
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
 from attn_core.expressions.on_torch import torch_function

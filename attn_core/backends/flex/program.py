@@ -21,7 +21,7 @@ from attn_core.backends.flex import functions
 from attn_core.backends.flex.blocks import BLOCK, Table
 from attn_core.backends.shared.autograd import differentiable_once
 from attn_core.call.after_fork import free_in_children
-from attn_core.call.counters import timed
+from attn_core.call.observe import timed
 from attn_core.expressions.on_torch import TorchFunction
 
 TRACING = (("torch.fx.experimental._config", "use_duck_shape", False),)

@@ -40,7 +40,7 @@ from attn_core.backends.jax_xla.tiles import (
     tokens_first,
     zero_like,
 )
-from attn_core.call import dropout
+from attn_core.call.arithmetic import dropout_keeps
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
 
@@ -240,7 +240,7 @@ def dropped(spec: AttentionSpec, call: XlaOperands, weights: Any, tile: ScoreTil
         (query + jnp.asarray(tile.query, jnp.uint32))[:, None],
         key + jnp.asarray(tile.key, jnp.uint32),
     )
-    retained = dropout.keep(call.rng, indices, spec.dropout, jnp.uint32)
+    retained = dropout_keeps(call.rng, indices, spec.dropout, jnp.uint32)
     return weights * jnp.where(retained, 1 / (1 - spec.dropout), 0).astype(weights.dtype)
 
 

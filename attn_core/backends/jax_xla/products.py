@@ -6,7 +6,7 @@ from math import prod
 from typing import Any
 
 from attn_core.backends.shared.in_jax.xla_precision import product_precision
-from attn_core.call.seq_info import is_number
+from attn_core.call.kinds import is_number
 from attn_core.call.spec import AttentionSpec
 
 

@@ -12,8 +12,8 @@ from attn_core.backends.jax_xla.finite import all_finite, finite_only
 from attn_core.backends.shared.in_jax.offsets import document_numbers, safe_offsets
 from attn_core.call.functions import aux_of
 from attn_core.call.key_ranges import contains
+from attn_core.call.kinds import is_number
 from attn_core.call.masks import band
-from attn_core.call.seq_info import is_number
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
 

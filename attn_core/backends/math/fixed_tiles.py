@@ -21,7 +21,7 @@ from attn_core.backends.shared.autograd import without_gradient
 from attn_core.backends.shared.parts.split_documents import documents
 from attn_core.backends.shared.plain import contained_sums
 from attn_core.backends.shared.plain.attention import without_autocast
-from attn_core.call.large_logits import LARGE_LSE, may_be_large
+from attn_core.call.arithmetic import LARGE_LSE, may_be_large
 from attn_core.call.masks import Band, band
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from attn_core.backends.shared import aten_masks
 from attn_core.backends.shared.rewrites import by_kv_head, readable
-from attn_core.call.counters import operand_copied
+from attn_core.call.observe import operand_copied
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
 

@@ -9,8 +9,8 @@ from functools import lru_cache
 from typing import Any
 
 from attn_core.backends.shared import kept_masks
-from attn_core.call.counters import bias_copied, mask_converted
 from attn_core.call.masks import Band
+from attn_core.call.observe import bias_copied, mask_converted
 
 CACHED_ELEMENTS = 2**14
 """The most elements of a cached table: with BANDS entries in each cache, at most 16 MiB."""

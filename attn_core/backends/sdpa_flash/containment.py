@@ -15,7 +15,7 @@ from typing import Any
 
 from attn_core.backends.sdpa_flash.cpu_blocks import FEWEST_ROWS, MASK_ELEMENTS
 from attn_core.backends.shared.plain import attention as plain_attention
-from attn_core.call.large_logits import LARGE_LSE, may_be_large
+from attn_core.call.arithmetic import LARGE_LSE, may_be_large
 from attn_core.call.masks import band
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs

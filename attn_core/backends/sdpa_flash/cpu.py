@@ -25,9 +25,9 @@ from attn_core.backends.shared.pages.as_dense import packed_documents
 from attn_core.backends.shared.parts.split_documents import DocumentSlices, dense_inputs, dense_spec, documents
 from attn_core.backends.shared.sinks import sink_gradient, with_sinks
 from attn_core.backends.support import Build, Support
-from attn_core.call.counters import operand_copied
-from attn_core.call.large_logits import LARGE_LSE, may_be_large
+from attn_core.call.arithmetic import LARGE_LSE, may_be_large
 from attn_core.call.masks import band
+from attn_core.call.observe import operand_copied
 from attn_core.call.pages import BITS
 from attn_core.call.spec import DTYPES, AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs, PagedInputs

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from attn_core.backends.support import Support
 from attn_core.call.functions import listed
+from attn_core.call.kinds import is_number
 from attn_core.call.options import FLAGS
-from attn_core.call.seq_info import is_number
 from attn_core.call.spec import AttentionSpec
 
 

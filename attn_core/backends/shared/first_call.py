@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 from attn_core.call.after_fork import free_in_children
-from attn_core.call.counters import timed
+from attn_core.call.observe import timed
 
 MOST_KEYS = 2**15
 """The most keys in ``_compiled``. Dropping a key recompiles nothing; only a later graph capture needs warm_up again."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 from weakref import ref
 
-from attn_core.call.counters import mask_converted
+from attn_core.call.observe import mask_converted
 
 KEPT_ELEMENTS = 2**22
 """The most elements of a kept form: 16 MiB in float32. Larger calls take much longer than the conversion."""

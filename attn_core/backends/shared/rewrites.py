@@ -21,7 +21,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from attn_core.backends.shared.sinks import by_row, sink_gradient, with_sinks
-from attn_core.call.counters import operand_copied
+from attn_core.call.observe import operand_copied
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
 

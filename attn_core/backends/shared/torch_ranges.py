@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from attn_core.backends.shared.cached_once import cached_once
-from attn_core.call.failed_calls import note_call
-from attn_core.call.ranges import enabled, range_name
+from attn_core.call.observe import range_name, ranges_enabled
+from attn_core.errors import note_call
 
 
 class Range:
@@ -72,7 +72,7 @@ def _profiler() -> Any:
 
 def is_on() -> bool:
     """Returns whether somebody listens: a profiler of torch, or ``ranges(True)``."""
-    return _profiler()._is_profiler_enabled or enabled()  # type: ignore[no-any-return]
+    return _profiler()._is_profiler_enabled or ranges_enabled()  # type: ignore[no-any-return]
 
 
 def in_range(function: Callable[..., Any], name: str, nvtx: bool) -> Callable[..., Any]:
@@ -92,7 +92,7 @@ def in_range_if_on(function: Callable[..., Any], backend: str, direction: str) -
         try:
             if not is_on():
                 return function(spec, *arguments)
-            with Range(range_name(backend, spec, direction), enabled()):
+            with Range(range_name(backend, spec, direction), ranges_enabled()):
                 return function(spec, *arguments)
         except Exception as error:
             note_call(error, range_name(backend, spec, direction))

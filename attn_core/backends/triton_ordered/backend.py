@@ -30,7 +30,7 @@ from attn_core.backends.shared.programs.triton import (
 )
 from attn_core.backends.support import Build, Support
 from attn_core.backends.triton_ordered import launches
-from attn_core.call.counters import operand_copied
+from attn_core.call.observe import operand_copied
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Gradients, Inputs
 

@@ -18,8 +18,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from attn_core.backends.shared.flash2_conventions import longest_query
-from attn_core.call.counters import bias_copied, mask_converted
 from attn_core.call.masks import Band, band
+from attn_core.call.observe import bias_copied, mask_converted
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from attn_core.call.kinds import is_host_int, must_be_static
 from attn_core.call.options import Window, check_number
-from attn_core.call.seq_info import is_host_int, must_be_static
 from attn_core.errors import ShapeError, SpecError, shown
 
 OPTIONS = {

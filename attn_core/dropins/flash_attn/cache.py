@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from attn_core.call.arguments import ArrayFacts
+from attn_core.call.kinds import is_host_int
 from attn_core.call.options import Options, check_options
-from attn_core.call.seq_info import is_host_int
 from attn_core.dropins.flash_attn.arguments import CACHE
 from attn_core.dropins.flash_attn.documents import places_in_documents
 from attn_core.dropins.flash_attn.frontend import Frontend

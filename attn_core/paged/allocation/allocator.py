@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from attn_core.call.kinds import check_hashable, check_kind, check_names
-from attn_core.call.seq_info import is_host_int
+from attn_core.call.kinds import check_hashable, check_kind, check_names, is_host_int
 from attn_core.errors import SpecError, shown
 
 MOST = 2**31 - 1

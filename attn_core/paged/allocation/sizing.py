@@ -7,8 +7,8 @@ from typing import Any, NotRequired, TypedDict
 import numpy as np
 
 from attn_core.call import pages
+from attn_core.call.kinds import is_host_int
 from attn_core.call.pages import FLOAT_BITS
-from attn_core.call.seq_info import is_host_int
 from attn_core.errors import DTypeError, SpecError, shown
 from attn_core.paged.allocation.allocator import MOST
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from attn_core.call.offset_checks import FEW_OFFSETS, check_cu_seqlens
+from attn_core.call.seq_info import FEW_OFFSETS, check_cu_seqlens
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
 

@@ -27,7 +27,7 @@ from attn_core.backends.shared.plain.block_weights import (
     without_unit,
 )
 from attn_core.backends.shared.plain.contained_sums import sum_over_keys, sum_over_rows
-from attn_core.call.dropout import keep
+from attn_core.call.arithmetic import dropout_keeps
 from attn_core.call.functions import lookup_slopes
 from attn_core.call.spec import AttentionSpec
 from attn_core.expressions.on_torch import add_at_lookup, evaluate_torch
@@ -141,4 +141,5 @@ def dropout_factors(spec: AttentionSpec, operands: BlockOperands, block: RowBloc
     head = torch.arange(spec.num_heads, device=device).view(spec.num_kv_heads, spec.group_size, 1, 1)
     row = torch.arange(block.rows.start, block.rows.stop, device=device)[:, None]
     column = torch.arange(block.keys.start, block.keys.stop, device=device)
-    return keep(operands.rng, (batch, head, row, column), spec.dropout).to(operands.k.dtype) / (1.0 - spec.dropout)
+    kept = dropout_keeps(operands.rng, (batch, head, row, column), spec.dropout)
+    return kept.to(operands.k.dtype) / (1.0 - spec.dropout)

@@ -6,8 +6,8 @@ import math
 from typing import Any, NamedTuple
 
 from attn_core.backends.shared.parts.row_blocks import RowBlock
+from attn_core.call.arithmetic import may_be_large
 from attn_core.call.functions import aux_of, has_functions
-from attn_core.call.large_logits import may_be_large
 from attn_core.call.spec import AttentionSpec
 from attn_core.call.tensors import Inputs
 

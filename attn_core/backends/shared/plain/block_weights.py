@@ -6,7 +6,7 @@ import math
 from typing import Any, NamedTuple
 
 from attn_core.backends.shared.plain.block_operands import LOG2E, BlockOperands
-from attn_core.call.large_logits import LARGE_LSE, may_be_large
+from attn_core.call.arithmetic import LARGE_LSE, may_be_large
 from attn_core.call.spec import AttentionSpec
 
 LN2 = math.log(2.0)

@@ -7,8 +7,8 @@ from functools import cache
 from time import perf_counter
 from typing import Any
 
-from attn_core.call.counters import compiled as count_compiled
-from attn_core.call.counters import operand_copied
+from attn_core.call.observe import compiled as count_compiled
+from attn_core.call.observe import operand_copied
 
 
 @cache
