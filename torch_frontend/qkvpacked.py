@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, Unpack, overload
 
 import torch
 
-from attn_core.call.arguments import check_qkv_as_one
+from attn_core.call.arguments import Arrays, check_qkv_as_one
 from attn_core.call.functions import are_given
 from attn_core.call.hints import SharedOptions
 from attn_core.call.keywords import QkvPackedKeywords
 from attn_core.call.mask_objects import Visible, is_object
-from attn_core.call.options import Door, Options, names_at, requested_names
+from attn_core.call.options import PLAIN, Door, Options, is_plain_window, names_at, requested_names
 from attn_core.call.segments import Segments
 from attn_core.call.tensors import Gradients, Inputs
 from attn_core.selection import override
@@ -19,7 +20,9 @@ from torch_frontend.attention import attention
 from torch_frontend.dispatch import autocast, autograd, empty_rows, plan, run_plan, sdpa_flags, transforms
 from torch_frontend.dispatch.autograd import once_differentiable
 from torch_frontend.dispatch.checked_results import in_checks
+from torch_frontend.dispatch.eager_calls import checked_options
 from torch_frontend.dispatch.general_calls import gather_arguments
+from torch_frontend.dispatch.prepared import Prepared, Request, find
 from torch_frontend.dispatch.ranges import in_ranges
 from torch_frontend.dispatch.tensor_kinds import is_watched
 
@@ -27,6 +30,8 @@ Tensor = torch.Tensor
 Keywords = QkvPackedKeywords[Tensor, torch.Generator]
 
 _shared = SharedOptions(attention, names_at(Door.QKVPACKED))
+_ALONE = ("seq_info", "dropout_rng", "key_ranges", "mask_mod", "score_mod", *Segments._fields)
+"""Options that the general path alone takes."""
 
 
 @overload
@@ -54,6 +59,10 @@ def attention_qkvpacked(
     The other arguments, the result and the errors are those of ``attention``.
     """
     said = _shared.complete(attention_qkvpacked, {**options, "return_lse": return_lse})
+    trains = torch.is_grad_enabled() and isinstance(qkv, Tensor) and qkv.requires_grad
+    train = _repeated_training(qkv, said) if trains else None
+    if train is not None:
+        return train(qkv, said["mask"], said["bias"], said["alibi_slopes"], said["sinks"])
     plan.check_tensor("qkv", qkv)
     if is_object(said["mask"], said["bias"]):
         rows, visible = qkv.select(-3, 0) if qkv.dim() > 3 else qkv, tuple([said[name] for name in Visible._fields])
@@ -79,6 +88,42 @@ def attention_qkvpacked(
     with autocast.switched_off(qkv.device):
         results = QkvAttention.apply(call_plan, qkv, *inputs[3:])
     return empty_rows.finish_results(results, inputs, seq_info)
+
+
+def _repeated_training(qkv: Tensor, said: dict[str, Any]) -> Any:
+    """Returns what runs a call with gradients that is like an earlier one, on qkv and the tables; else None."""
+    aux, window = said["aux"], said["window"]
+    if any([said[name] is not None for name in _ALONE]) or type(aux) is not tuple or aux:
+        return None
+    if type(window) is tuple and not is_plain_window(window):
+        return None
+    tables = said["mask"], said["bias"], said["alibi_slopes"], said["sinks"]
+    return find(_prepare_training, qkv, qkv, qkv, tables, tuple([said[name] for name in PLAIN]), said["backend"])
+
+
+def _prepare_training(request: Request) -> Prepared | None:
+    """Prepares a call whose qkv autograd records. ``run`` takes qkv and the tables: mask, bias, slopes and sinks."""
+    qkv, _, _, *tables = request.entries
+    options, of_tables = checked_options(*request.options), request.needs >> 3
+    is_slope_trained = of_tables >> 2 & 1  # an error
+    if request.trains or options.dropout or is_slope_trained:
+        return None
+    assert qkv is not None
+    check_qkv_as_one(plan.facts(*qkv), False)
+    shape, dtype, device = qkv
+    part = torch.Size((*shape[:-3], *shape[-2:])), dtype, device
+    entries = Inputs(part, part, part, *tables)[: len(Arrays._fields)]
+    call_plan = plan.plan(entries, options, True, bool(of_tables >> 1 & 1), request.requested)
+    absent = (None,) * (len(Inputs._fields) - 7)
+
+    def build(call_plan: plan.Plan) -> Callable[..., Any]:
+        def run(qkv: Tensor, *tables: Tensor | None) -> Any:
+            results = QkvAttention.apply(call_plan, qkv, *tables, *absent)
+            return empty_rows.finish_results(results, Inputs(qkv, qkv, qkv, *tables), None)
+
+        return run
+
+    return Prepared(build(call_plan), lambda: build(in_ranges(call_plan)), "all" if device.type == "cpu" else None)
 
 
 class QkvAttention(torch.autograd.Function):

@@ -148,6 +148,11 @@ def _of_layer(**call: Any) -> Any:
         return attention_of_layer(**call, trains=True)
 
 
+def _trained_qkv(qkv: Any, **options: Any) -> Any:
+    """A call whose tensor autograd records."""
+    return attention_qkvpacked(qkv.requires_grad_() if type(qkv) is Tensor else qkv, **options)
+
+
 def _of_heads(**call: Any) -> Any:
     return attention_of_heads(**call, trains=False)
 
@@ -247,6 +252,7 @@ FORMS: dict[str, Form] = {
     "layer, dropout": Form(_of_layer, _rows(), _DROPPED),
     "heads of a layer": Form(_of_heads, _heads_first(), _CAUSAL),
     "qkvpacked": Form(attention_qkvpacked, {"qkv": _numbers(BATCH, TOKENS, 3, HEADS, DIM)}, _CAUSAL),
+    "qkvpacked, trained": Form(_trained_qkv, {"qkv": _numbers(BATCH, TOKENS, 3, HEADS, DIM)}, _CAUSAL),
     "nested": Form(_nested, _packed() | {"offsets": _OFFSETS.long()}, _CAUSAL),
     "one rank": Form(_on_one_rank, _rows(), _CAUSAL),
     "one rank, lse": Form(_on_one_rank, _rows() | _SINKS, _CAUSAL | {"window": 3, "return_lse": True}),
@@ -353,6 +359,7 @@ OPTIONS: dict[Callable[..., Any], tuple[str, ...]] = {
     _of_heads: ("causal", "scale", "window"),
     _on_one_rank: (*_SHARED, "return_lse", "alignment"),
     attention_qkvpacked: (*_SHARED, "return_lse", "dropout", "alignment", "invariant"),
+    _trained_qkv: (*_SHARED, "return_lse", "dropout", "alignment", "invariant"),
     paged_attention: (*_SHARED, "return_lse", "max_len_q", "invariant"),
     append_kv: ("rotary_interleaved",),
     flash_attn_func: (*_OF_FLASH_ATTENTION, "dropout_p", "return_attn_probs", "deterministic"),
