@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from attn_core.selection import availability
-from attn_core.selection.availability import Availability
+from attn_core.selection.target import Availability, availability
 from jax_frontend.dispatch.plan import device_name
 
 
 def available_backends() -> dict[str, Availability]:
     """Returns every backend by name: its version, or the reason why it is not available here."""
-    return availability.report("jax", device_name(None))
+    return availability("jax", device_name(None))
 
 
 def available_here() -> tuple[str, ...]:

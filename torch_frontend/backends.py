@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from attn_core.selection import availability
-from attn_core.selection.availability import Availability
+from attn_core.selection.target import Availability, availability
 from torch_frontend.dispatch.plan import device_name
 
 
 def available_backends() -> dict[str, Availability]:
     """Returns every backend by name: its version, or the reason why it is not available here."""
-    return availability.report("torch", here())
+    return availability("torch", here())
 
 
 def available_here() -> tuple[str, ...]:

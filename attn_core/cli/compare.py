@@ -19,7 +19,7 @@ from attn_core.cli.spec_options import ON_CPU, SpecOptions, defaults_on, takes_s
 from attn_core.cli.timing import broken
 from attn_core.cli.trial import Trial, draw
 from attn_core.errors import SpecError
-from attn_core.selection.explanation_text import wrapped
+from attn_core.selection.columns import wrapped
 
 
 @takes_spec

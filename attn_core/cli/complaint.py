@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import typer
 
 from attn_core.call.arguments import HINT
-from attn_core.selection.explanation_text import wrapped
+from attn_core.selection.columns import wrapped
 
 _WORDS = {
     HINT: "change --heads or --kv-heads",

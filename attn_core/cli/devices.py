@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from attn_core.backends.shared.device_kinds import STARTS, kind_of
 from attn_core.cli.frameworks import check_framework, devices_of, installed
 from attn_core.errors import SpecError
-from attn_core.selection.explanation_text import NO_BREAK, wrapped
+from attn_core.selection.columns import NO_BREAK, wrapped
 
 DEVICES: dict[str, tuple[str, ...]] = {
     "cpu": (),

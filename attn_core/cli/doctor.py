@@ -20,7 +20,7 @@ from attn_core.cli.comparison import Row, rows_of
 from attn_core.cli.frameworks import devices_of, installed, versions
 from attn_core.cli.trial import draw
 from attn_core.selection import preference
-from attn_core.selection.explanation_text import COLUMNS, wrapped
+from attn_core.selection.columns import COLUMNS, wrapped
 from attn_core.selection.tables import device_name
 from attn_core.selection.target import bridge_reason
 

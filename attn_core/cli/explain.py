@@ -14,8 +14,7 @@ from attn_core.cli.frameworks import check_framework, devices_of
 from attn_core.cli.spec_options import SpecOptions, defaults_on, takes_spec
 from attn_core.context_parallel.one_device import described
 from attn_core.selection import Target
-from attn_core.selection.explanation import explanation
-from attn_core.selection.explanation_text import text
+from attn_core.selection.choice import text_of
 
 
 @takes_spec
@@ -47,7 +46,7 @@ def explain(
     selection = attn_core.explain(spec, target, tuple(backend) if backend else None)
     if ranges is not None:
         selection = described(selection, ranges)
-    typer.echo(text(explanation(selection), everything, how="--all"))
+    typer.echo(text_of(selection, everything, how="--all"))
     typer.echo(note)
     if selection.backend is None:
         raise typer.Exit(1)

@@ -9,7 +9,7 @@ from typing import Any
 from attn_core.backends.shared.device_kinds import STARTS, kind_of
 from attn_core.errors import SpecError
 from attn_core.selection import tables
-from attn_core.selection.jax_devices import name_of
+from attn_core.selection.target import jax_device_name
 
 FRAMEWORKS = ("torch", "jax")
 
@@ -62,7 +62,7 @@ def _torch_accelerators() -> list[str]:
 def _jax_accelerators() -> list[str]:
     import jax
 
-    return [name_of(device) for device in jax.devices() if device.platform != "cpu"]
+    return [jax_device_name(device) for device in jax.devices() if device.platform != "cpu"]
 
 
 def torch_device(name: str) -> Any:
@@ -76,4 +76,8 @@ def jax_device(name: str) -> Any:
     """Returns JAX's first device that a Target names so. Raises StopIteration if there is none."""
     import jax
 
-    return jax.devices("cpu")[0] if name == "cpu" else next(each for each in jax.devices() if name_of(each) == name)
+    return (
+        jax.devices("cpu")[0]
+        if name == "cpu"
+        else next(each for each in jax.devices() if jax_device_name(each) == name)
+    )

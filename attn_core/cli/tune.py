@@ -29,10 +29,19 @@ from attn_core.cli.timing import Entry, right_times
 from attn_core.cli.trial import draw
 from attn_core.errors import SpecError
 from attn_core.selection import Target, tables
-from attn_core.selection.cost_model import EFFECTS, FACTORS, RATES, Model, host_multiple, microseconds
-from attn_core.selection.features import Kind, kind_of_call
+from attn_core.selection.cost_model import (
+    EFFECTS,
+    FACTORS,
+    RATES,
+    Kind,
+    Model,
+    Sizes,
+    host_multiple,
+    kind_of_call,
+    microseconds,
+    sizes_of_call,
+)
 from attn_core.selection.preference import caution, ranking
-from attn_core.selection.sizes import Sizes, sizes_of_call
 from attn_core.selection.whole_file import check_place
 
 ROUNDS = 3

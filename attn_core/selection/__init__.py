@@ -1,7 +1,6 @@
 """Chooses the backend of a call, as pure data with all reasons, from the spec, the installation and the request."""
 
 from attn_core.selection.choice import NoBackendError, Selection, choose, explain, select
-from attn_core.selection.reasons import refusals
-from attn_core.selection.target import Target
+from attn_core.selection.target import Target, refusals
 
 __all__ = ["NoBackendError", "Selection", "Target", "choose", "explain", "refusals", "select"]

@@ -7,17 +7,29 @@ the same function, ``reasons_of``, so they cannot disagree.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from attn_core import backends
 from attn_core.call.after_fork import lazy_property
 from attn_core.call.kinds import check_kind
 from attn_core.call.options import requested_names
+from attn_core.call.pages import describe_pages
 from attn_core.call.spec import AttentionSpec
-from attn_core.selection import preference, same_bits
-from attn_core.selection.reasons import Reasons, broken_rules, reasons_of, refusals, unclaimed, unclaimed_gradient
-from attn_core.selection.target import Target, backend_on
+from attn_core.selection import forward_mode, preference, same_bits
+from attn_core.selection.columns import NO_BREAK, wrapped
+from attn_core.selection.target import (
+    Reasons,
+    Target,
+    backend_on,
+    broken_rules,
+    reasons_of,
+    refusals,
+    unclaimed,
+    unclaimed_gradient,
+)
 
 
 def lane_of(name: str, spec: AttentionSpec, target: Target, program_faults: Reasons = ()) -> tuple[str, Reasons] | None:
@@ -90,8 +102,6 @@ class Selection:
     @lazy_property
     def forward_mode(self) -> str:
         """The backend that computes the call's tangents in forward mode, or "none"; with the reasons against others."""
-        from attn_core.selection import forward_mode
-
         return str(forward_mode.choose(self.spec, self.target, self.requested))
 
     @property
@@ -112,9 +122,7 @@ class Selection:
         Args:
             everything: list every backend with every reason instead.
         """
-        from attn_core.selection import explanation, explanation_text
-
-        return explanation_text.text(explanation.explanation(self), everything)
+        return text_of(self, everything)
 
     def __str__(self) -> str:
         return self.text()
@@ -197,3 +205,224 @@ def choose(
         if covered and not broken_rules(name, backend, spec, target):
             return name, candidates
     return None
+
+
+# The explanation of a Selection: the answer, then what is worth knowing. Nothing below runs on the way to a kernel.
+
+SELECTED, ABLE, BY_NAME, ONE_CHANGE, REFUSED = "selected", "can run it", "by name only", "one change away", "refused"
+"""The verdicts on a backend. ONE_CHANGE: one installation or one other argument would lift its refusal."""
+
+MOST_CLOSEST = 3
+"""If no backend can run a call and none is one change away, this many with the fewest reasons are shown."""
+
+EXTRAS = {"torch": "attn-core[torch]", "jax": "attn-core[jax]", "jax-tvm-ffi": "attn-core[jax]"}
+"""The extra of this package that installs a requirement."""
+
+PIP_OPTIONS = {"flash-attn": " --no-build-isolation"}
+"""Options that pip needs for a package: the build of flash-attn imports torch."""
+
+MISSING = re.compile(
+    r"(?P<fault>.*(ModuleNotFoundError|PackageNotFoundError): .*) "
+    r"\(needs (?P<requirement>(?P<package>[a-z0-9-]+)[<>=!~][^ ]*)( with .*)?\)"
+)
+"""A reason that one installation lifts, as ``Target.here`` writes it."""
+
+
+class Row(NamedTuple):
+    """What an explanation says about one backend.
+
+    Attributes:
+        backend: its name.
+        verdict: SELECTED, ABLE, BY_NAME, ONE_CHANGE or REFUSED.
+        microseconds: the predicted time; None if it is unknown or the backend cannot run the call.
+        reasons: why it cannot run the call; empty if it can.
+        never_run: see ``Support.never_run``.
+    """
+
+    backend: str
+    verdict: str
+    microseconds: float | None
+    reasons: Reasons
+    never_run: str | None = None
+
+    @property
+    def detail(self) -> str:
+        """All reasons, each with the command that lifts it if there is one; else the predicted time, if it is known."""
+        if self.reasons:
+            return "; ".join(with_remedy(reason) for reason in self.reasons)
+        return "" if self.microseconds is None else f"about {duration(self.microseconds)}"
+
+    @property
+    def sentence(self) -> str:
+        """The verdict with all reasons, or the predicted time."""
+        if self.reasons:
+            return f"refused: {'; '.join(self.reasons)}"
+        verdict = "can run it when requested by name" if self.verdict == BY_NAME else self.verdict
+        return ", ".join(part for part in (verdict, self.detail, self.never_run) if part)
+
+
+def text_of(selection: Selection, everything: bool = False, how: str = "selection.text(everything=True)") -> str:
+    """Returns the explanation as lines of at most 80 columns; see ``Selection.text``. how: what shows everything."""
+    lines, rows = _head(selection, everything), _rows(selection)
+    if everything:
+        return "\n".join([*lines, *_listed({row.backend: row.sentence for row in rows})])
+    shown = _worth_showing(selection, rows)
+    for title, titled in _sections(selection, shown).items():
+        lines.append(wrapped(title + ":", "", "  "))
+        lines += _listed({row.backend: row.detail for row in titled if row.verdict != BY_NAME})
+        # Those that this project never ran are listed apart.
+        for mark in dict.fromkeys(row.never_run for row in titled if row.verdict == BY_NAME):
+            names = [row.backend for row in titled if (row.verdict, row.never_run) == (BY_NAME, mark)]
+            lines.append(wrapped(f"{BY_NAME}{f', {mark}' if mark else ''}: {', '.join(names)}", "  ", "    "))
+    if hidden := len(rows) - len(shown):
+        noun = "other" if hidden == 1 else "others"
+        lines.append(
+            wrapped(f"{hidden} {noun} cannot run it on {selection.target.device}; every reason: {how}", "", "  ")
+        )
+    return "\n".join(lines)
+
+
+def _head(selection: Selection, everything: bool) -> list[str]:
+    """Returns the lines before the list of backends, the answer first."""
+    # Each fault has a line of its own, so that most are not broken.
+    lines = [wrapped(_answer(selection), "", "  "), *(wrapped(fault, "  ", "    ") for fault in _faults(selection))]
+    spec, target, lane = selection.spec, selection.target, selection.lane
+    call = f"attention in {target.framework} on {target.device}: {spec}"
+    labelled = {
+        "because": None if selection.backend is None else _because(selection),
+        "parts": selection.parts,
+        "lane": f"{lane[0]}: {'; '.join(lane[1])}" if lane is not None and lane[1] else None,
+        "mask": selection.mask,
+        "pages": describe_pages(spec),
+        "same bits": same_bits.describe_same_bits(spec, selection.backend, target.kind),
+        "max_logit": selection.max_logit,
+        "forward mode": selection.forward_mode if everything else None,
+        # The call is broken between its fields.
+        "call": ", ".join(field.replace(" ", NO_BREAK) for field in call.split(", ")),
+    }
+    return lines + [wrapped(f"{label}: {fact}", "  ", "    ") for label, fact in labelled.items() if fact is not None]
+
+
+def _answer(selection: Selection) -> str:
+    if selection.backend is not None:
+        time = selection.predicted.get(selection.backend)
+        lane = f", {selection.lane[0]} lane" if selection.lane is not None else ""
+        return f"selected: {selection.backend}{lane}" + ("" if time is None else f", about {duration(time)}")
+    if not selection.requested:
+        able = any(not selection.reasons(name) for name in backends.names())
+        return "no backend can run this call" + (" unless it is requested by name" if able else "")
+    return f"backend={', '.join(selection.requested)!r} cannot run this call:"
+
+
+def _faults(selection: Selection) -> list[str]:
+    """Returns why each requested backend cannot run the call, if none can."""
+    if selection.backend is not None or not selection.requested:
+        return []
+    names = dict.fromkeys(selection.requested)
+    return [
+        ("" if len(names) == 1 else f"{name}: ") + with_remedy(reason)
+        for name in names
+        for reason in selection.reasons(name)
+    ]
+
+
+def _because(selection: Selection) -> str:
+    if selection.requested is not None:
+        names = ", ".join(selection.requested)
+        why = "requested by name" if len(selection.requested) == 1 else f"the first of {names} that can run the call"
+        mark = selection.target.claims(selection.backend or "")[0].never_run
+        return why if mark is None else f"{why}; {mark}"
+    if selection.parts is not None:
+        return "kernels that have no key ranges compute these in parts"
+    if selection.spec.invariant is not None:
+        return same_bits.BECAUSE
+    if selection.source is None:
+        return "the first in the usual order that can run the call"
+    return f"the first that can run the call in the order of predicted times, from {selection.source}"
+
+
+def _rows(selection: Selection) -> list[Row]:
+    """Returns a row for each backend: the requested ones, the candidates of automatic choice, then the others."""
+    names = dict.fromkeys((*(selection.requested or ()), *selection.automatic, *backends.names()))
+    return [_row(selection, name) for name in names]
+
+
+def _row(selection: Selection, name: str) -> Row:
+    if reasons := selection.reasons(name):
+        return Row(name, ONE_CHANGE if _one_change(selection, name) else REFUSED, None, reasons)
+    verdict = ABLE if name in selection.automatic else BY_NAME
+    mark = selection.target.claims(name)[0].never_run
+    return Row(name, SELECTED if name == selection.backend else verdict, selection.predicted.get(name), (), mark)
+
+
+def _one_change(selection: Selection, name: str) -> bool:
+    """Returns whether one installation or one other argument would let a backend run the call."""
+    spec, target = selection.spec, selection.target
+    backend = backends.load(name, target.kind)
+    if target.out_of_reach(name) is not None:
+        return False
+    if not target.claims(name)[0].runs_on(target.device) or (backend.PAGES_ALONE and not spec.paged):
+        return False
+    # A reason starts with the argument: two reasons against one argument still ask for one change. The device is none.
+    changes = {reason.partition(":")[0] for reason in selection.reasons(name)}
+    return len(changes) == 1 and f"device {target.device}" not in changes
+
+
+def _worth_showing(selection: Selection, rows: list[Row]) -> list[Row]:
+    """Returns the rows that help the caller.
+
+    These are the backends that can run the call, the requested ones, and the candidates of automatic choice that are
+    one change away. If there is none, they are the candidates with the fewest reasons.
+    """
+    requested = selection.requested or ()
+    eligible = {*requested, *selection.automatic}
+    shown = [
+        row
+        for row in rows
+        if not row.reasons or row.backend in requested or (row.verdict == ONE_CHANGE and row.backend in eligible)
+    ]
+    if not shown:
+        closest = sorted(rows, key=lambda row: (row.backend not in eligible, len(row.reasons)))[:MOST_CLOSEST]
+        shown = [row for row in rows if row in closest]
+    return shown
+
+
+def _sections(selection: Selection, shown: list[Row]) -> dict[str, list[Row]]:
+    """Returns rows by what their backends have in common, as title -> rows.
+
+    The answer and the faults say everything about the chosen backend, or the requested ones if none was chosen.
+    """
+    chosen, requested = selection.backend, selection.requested or ()
+    title = "can run it too"
+    if chosen is None:
+        title = "can run it, but a backend requested by name never falls back" if requested else "can run it"
+    refused = [row for row in shown if row.reasons]
+    others = [row for row in refused if row.backend not in requested]
+    titled = {
+        title: [row for row in shown if row.verdict in (ABLE, BY_NAME)],
+        "requested, but refused": [row for row in refused if row not in others and chosen is not None],
+        ONE_CHANGE: [row for row in others if row.verdict == ONE_CHANGE],
+        REFUSED: [row for row in others if row.verdict == REFUSED],
+    }
+    return {title: rows for title, rows in titled.items() if rows}
+
+
+def _listed(details: dict[str, str]) -> list[str]:
+    """Returns a line for each backend and its detail, the details in one column."""
+    width = max(map(len, details), default=0)
+    return [wrapped(f"{name:<{width}}  {detail}".rstrip(), "  ", " " * (width + 4)) for name, detail in details.items()]
+
+
+def with_remedy(reason: str) -> str:
+    """Returns a reason, with the command that installs the package if a missing package is the reason."""
+    missing = MISSING.fullmatch(reason)
+    if missing is None:
+        return reason
+    package = missing["package"]
+    required = EXTRAS.get(package, missing["requirement"])
+    return f"{missing['fault']}; pip install '{required}'{PIP_OPTIONS.get(package, '')}"
+
+
+def duration(microseconds: float) -> str:
+    """Returns a time as text, such as "37.5 µs" or "1.25 ms"."""
+    return f"{microseconds:.3g} µs" if microseconds < 1e3 else f"{microseconds / 1e3:.3g} ms"

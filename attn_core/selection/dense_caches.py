@@ -12,7 +12,7 @@ from attn_core.call.arguments import ArrayFacts, Arrays, build_spec
 from attn_core.call.cache_rows import CacheRows, takes_pages
 from attn_core.call.options import Options, check_options
 from attn_core.selection.choice import explain
-from attn_core.selection.features import FEW_QUERIES
+from attn_core.selection.cost_model import FEW_QUERIES
 from attn_core.selection.target import Target
 
 DENSE_KERNELS = ("flash2", "sdpa_flash")

@@ -19,8 +19,7 @@ from attn_core.call.functions import listed
 from attn_core.call.observe import words_of
 from attn_core.call.spec import AttentionSpec
 from attn_core.errors import SpecError
-from attn_core.selection.reasons import Reasons, refusals
-from attn_core.selection.target import Target
+from attn_core.selection.target import Reasons, Target, refusals
 
 WORDS = {
     "torch": ("torch.func.vjp, jacrev", "torch.func.jvp, jacfwd, torch.autograd.forward_ad"),

@@ -15,12 +15,11 @@ import math
 from collections.abc import Mapping
 from functools import lru_cache
 from operator import mul
+from typing import NamedTuple
 
 from attn_core import backends
 from attn_core.call.spec import AttentionSpec
-from attn_core.selection.cost_model import Models
-from attn_core.selection.features import FEW_QUERIES, Kind, is_ragged, kind_of_call
-from attn_core.selection.sizes import sizes_of_call
+from attn_core.selection.cost_model import FEW_QUERIES, Kind, Models, is_ragged, kind_of_call, sizes_of_call
 from attn_core.selection.tables import Table, table_in_force
 
 CAUTION = 0.25
@@ -99,8 +98,22 @@ SMALL_GRADIENT = 2**21
 SAME_KERNEL = {"jax_cudnn": "sdpa_cudnn"}
 """Backends of JAX that run the kernel of another backend, so that they have its model."""
 
-Rates = tuple[str, backends.Backend, float, float, tuple[float, ...]]
-"""Of a backend for one kind of call: name, module, caution factor, the host's time, and a rate for each size."""
+
+class Candidate(NamedTuple):
+    """A backend that has a model, for one kind of call.
+
+    Attributes:
+        place: in the usual order; it decides between equal times.
+        caution: how many times as long its predicted times count.
+        host, rates: the host's time, and a rate for each size, with caution.
+    """
+
+    place: int
+    name: str
+    backend: backends.Backend
+    caution: float
+    host: float
+    rates: tuple[float, ...]
 
 
 def order(spec: AttentionSpec, framework: str, device: str) -> tuple[str, ...]:
@@ -158,8 +171,8 @@ def predicted(spec: AttentionSpec, framework: str, device: str) -> dict[str, flo
     if spec.symbolic or spec.paged is not None:
         return {}
     rounded = _of_round_lengths(spec)  # so that explain shows the times that ``order`` compares
-    counted = {name: factor for name, _, factor, _, _ in _rates(framework, device, kind_of_call(rounded))}
-    return {name: time / counted.get(name, 1.0) for time, _, name in _cautious(rounded, framework, device)}
+    cautions = {each.name: each.caution for each in _candidates(framework, device, kind_of_call(rounded))}
+    return {name: time / cautions.get(name, 1.0) for time, _, name in _cautious(rounded, framework, device)}
 
 
 def source(framework: str, device: str) -> str | None:
@@ -173,20 +186,15 @@ def _cautious(spec: AttentionSpec, framework: str, device: str) -> list[tuple[fl
     table = _table(framework, device)
     if table is None:
         return []
-    # The place in the usual order decides between equal times.
-    rates = [
-        (place, name, caution, host, each)
-        for place, (name, backend, caution, host, each) in enumerate(_rates(framework, device, kind_of_call(spec)))
-        if backend.modelled(spec)
-    ]
+    known = [each for each in _candidates(framework, device, kind_of_call(spec)) if each.backend.modelled(spec)]
     sizes = sizes_of_call(spec, table.tile, table.processors)
+    on_device = [sum(map(mul, each.rates, sizes)) for each in known]
     if framework == "jax" and device != "cpu":
         timed = [
-            (_predicted_in_jax(name, caution, host, sum(map(mul, each, sizes)), spec, device), place, name)
-            for place, name, caution, host, each in rates
+            (_predicted_in_jax(each, time, spec, device), each.place, each.name) for each, time in zip(known, on_device)
         ]
         return [*timed, (_predicted_of_xla(spec), timed[-1][1] + 1, "jax_xla")] if timed else []
-    return [(max(host, sum(map(mul, each, sizes))), place, name) for place, name, _, host, each in rates]
+    return [(max(each.host, time), each.place, each.name) for each, time in zip(known, on_device)]
 
 
 def _table(framework: str, device: str) -> Table | None:
@@ -195,26 +203,30 @@ def _table(framework: str, device: str) -> Table | None:
 
 
 @lru_cache(maxsize=4096)  # because a new shape often is of a known kind
-def _rates(framework: str, device: str, kind: Kind) -> tuple[Rates, ...]:
-    """Returns the rates of the candidates that have a model, with caution, in the usual order."""
-    names, cautions, models = _models(framework, device, kind.training)
+def _candidates(framework: str, device: str, kind: Kind) -> tuple[Candidate, ...]:
+    """Returns the backends that have a model, in the usual order."""
+    cautions, models = _models(framework, device, kind.training)
     grows = framework == "torch" and kind.decode and not (kind.training or kind.mask or kind.bias)
     where = backends.kind_of(device)
     return tuple(
-        (name, backends.load(name, where), caution, host + grows * NEW_LENGTH.get(name, 0.0), tuple(each))
-        for name, caution, (host, *each) in zip(names, cautions, models.of_kind(kind) if names else ())
+        Candidate(
+            place, name, backends.load(name, where), caution, host + grows * NEW_LENGTH.get(name, 0.0), tuple(rates)
+        )
+        for place, ((name, caution), (host, *rates)) in enumerate(
+            zip(cautions.items(), models.of_kind(kind) if cautions else ())
+        )
     )
 
 
 @lru_cache(maxsize=64)
-def _models(framework: str, device: str, training: bool) -> tuple[list[str], list[float], Models]:
-    """Returns the candidates that have a model in a direction, in the usual order, with their caution factors."""
+def _models(framework: str, device: str, training: bool) -> tuple[dict[str, float], Models]:
+    """Returns the caution of each backend that has a model in a direction, in the usual order, and these models."""
     table = _table(framework, device)
     known = {} if table is None else table.models[training]
     usual = backends.usual_order(framework, backends.kind_of(device))
     named = {name: known[SAME_KERNEL.get(name, name)] for name in usual if SAME_KERNEL.get(name, name) in known}
-    cautions = [caution(name, model.error) for name, model in named.items()]
-    return list(named), cautions, Models(list(named.values()), cautions)
+    cautions = {name: caution(name, model.error) for name, model in named.items()}
+    return cautions, Models(list(named.values()), list(cautions.values()))
 
 
 def caution(name: str, error: float) -> float:
@@ -286,15 +298,9 @@ def xla_is_faster(spec: AttentionSpec) -> bool:
     return spec.needs_backward and spec.dtype in ("bfloat16", "float16") and scores <= SMALL_GRADIENT
 
 
-def _predicted_in_jax(
-    name: str, caution: float, host_in_torch: float, device_time: float, spec: AttentionSpec, device: str
-) -> float:
-    """Returns the predicted time of a backend, with caution.
-
-    Args:
-        caution: the factor by which the backend's predicted times count as longer.
-        host_in_torch, device_time: the predicted times of the host in torch and of the device, with caution.
-    """
+def _predicted_in_jax(candidate: Candidate, device_time: float, spec: AttentionSpec, device: str) -> float:
+    """Returns the predicted time of a backend, with caution; ``device_time``: the device's own, with caution."""
+    name, backend, caution, host_in_torch = candidate.name, candidate.backend, candidate.caution, candidate.host
     has_table = spec.mask_shape is not None or spec.bias_shape is not None
     if name == "jax_cudnn" and spec.causal and has_table:
         device_time *= CAUSAL_BESIDE_TABLE
@@ -303,9 +309,10 @@ def _predicted_in_jax(
     slowest += has_table * CALLBACK_TABLE[spec.needs_backward]
     if device_time >= max(caution * slowest, 2 * host_in_torch):
         return device_time  # the device surely takes longer than the host
-    if not _launched_by_xla(name, spec, device):
+    # jax_cudnn is JAX's own call of cuDNN, so XLA launches it without a program of ours.
+    if name != "jax_cudnn" and backend.program_refuses(spec, device) != ():
         return max(caution * slowest, device_time)
-    if backends.load(name, backends.kind_of(device)).OPERATOR_FUNCTIONS is not None:
+    if backend.OPERATOR_FUNCTIONS is not None:
         on_host = OPERATORS[spec.needs_backward] + has_table * OPERATORS_TABLE[spec.needs_backward]
         return max(caution * on_host, device_time)
     if spec.needs_backward and host_in_torch:
@@ -317,11 +324,3 @@ def _predicted_of_xla(spec: AttentionSpec) -> float:
     """Returns the predicted time of ``jax_xla``, which has no model: torch does not run it."""
     scores = spec.batch * spec.num_heads * spec.q_len * spec.kv_len
     return max(XLA_LAUNCH[spec.needs_backward]["jax_xla"], XLA_SCORE[spec.needs_backward] * scores)
-
-
-def _launched_by_xla(name: str, spec: AttentionSpec, device: str) -> bool:
-    """Returns whether a JAX program runs a fused kernel of this backend without Python."""
-    # jax_cudnn is JAX's own call of cuDNN, so XLA launches it without a program of ours.
-    if name == "jax_cudnn":
-        return True
-    return backends.load(name, backends.kind_of(device)).program_refuses(spec, device) == ()

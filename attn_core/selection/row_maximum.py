@@ -17,8 +17,7 @@ from attn_core.call.observe import words_of
 from attn_core.call.spec import AttentionSpec
 from attn_core.errors import SpecError
 from attn_core.selection.choice import Selection
-from attn_core.selection.reasons import Reasons, broken_rules
-from attn_core.selection.target import Target, backend_on
+from attn_core.selection.target import Reasons, Target, backend_on, broken_rules
 
 BY_THE_KERNEL = "by the kernel of the output"
 

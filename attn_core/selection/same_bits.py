@@ -18,8 +18,7 @@ from attn_core.call.functions import has_functions
 from attn_core.call.pages import PagedKV
 from attn_core.call.spec import AttentionSpec
 from attn_core.selection import preference
-from attn_core.selection.reasons import reasons_of
-from attn_core.selection.target import Target
+from attn_core.selection.target import Target, reasons_of
 
 WORDS = {
     "query_tile": "tiles of {} positions",

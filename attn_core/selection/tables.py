@@ -40,7 +40,7 @@ class Table:
 
     Attributes:
         source: what was measured, where and when, as text.
-        tile, processors: see ``sizes.sizes_of_call``.
+        tile, processors: see ``cost_model.sizes_of_call``.
         models: by direction (True for training), then by backend.
     """
 

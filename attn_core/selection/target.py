@@ -1,19 +1,28 @@
-"""Target: the machine that a call would run on, as data, with the backends that are not available there."""
+"""Target: the machine that a call would run on, as data, and every reason why a backend cannot run a call there."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from attn_core import backends
+from attn_core.backends.shared import known_bad
 from attn_core.backends.shared.cached_once import cached_once
+from attn_core.backends.shared.claims import unmet_claims
 from attn_core.backends.support import Build, Support, limit_to_build
 from attn_core.call.after_fork import lazy_property
 from attn_core.call.kinds import check_hashable, check_kind
+from attn_core.call.spec import AttentionSpec
+
+Reasons = tuple[str, ...]
 
 BRIDGED = ("cpu", "cuda")
 """The kinds of device on which JAX reaches torch's kernels: XLA hands its buffers to torch there."""
+
+JAX_GPUS = ("gpu", "cuda", "rocm")
+"""JAX's names for the platform of a GPU; a device of either vendor has "gpu"."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +128,57 @@ def out_of_reach(framework: str, device: str, owner: str) -> str | None:
     return f"device {device}: the bridge from JAX to torch's kernels runs on CPUs and NVIDIA GPUs"
 
 
+def refusals(name: str, spec: AttentionSpec, target: Target) -> Reasons:
+    """Returns every reason why one backend cannot run a call on a target."""
+    return tuple(reasons_of(name, spec, target))
+
+
+def reasons_of(name: str, spec: AttentionSpec, target: Target) -> Iterator[str]:
+    """Yields the reasons against a backend, so that a caller may stop at the first."""
+    backend = backend_on(target, name)
+    yield from unclaimed(backend, spec, target)
+    if spec.symbolic and not backend.forward.symbolic:
+        return  # the rules compare sizes, and a symbol cannot be compared
+    yield from broken_rules(name, backend, spec, target)
+    if spec.needs_backward:
+        yield from unclaimed_gradient(backend, spec, target)
+
+
+def unclaimed(backend: BackendOnTarget, spec: AttentionSpec, target: Target) -> Iterator[str]:
+    """Yields the reasons that follow from the target and from the backend's claims about the forward.
+
+    They are the same for all numbers in place of the batch and the lengths, except for whether q_len is kv_len.
+    """
+    yield from backend.missing
+    # The bridge matters only for kernels that claim the device; the claims refuse it for the others.
+    if backend.unreached and (target.framework == "torch" or backend.forward.runs_on(target.device)):
+        yield backend.unreached
+    if spec.dropout and target.framework == "jax" and backend.module.FRAMEWORK == "torch":
+        yield f"dropout={spec.dropout}: in JAX only the XLA path has dropout"
+    yield from unmet_claims(backend.forward, spec, target.device)
+
+
+def broken_rules(name: str, backend: BackendOnTarget, spec: AttentionSpec, target: Target) -> Reasons:
+    """Returns the reasons that depend on all sizes of a call: the backend's own rules, and its known faults."""
+    reasons = backend.module.refuses(spec, target.device, backend.build)
+    if not known_bad.rows_of(name, target.device, backend.version):
+        return reasons
+    return (*reasons, *known_bad.refusals(name, spec, target.device, backend.version))
+
+
+def unclaimed_gradient(backend: BackendOnTarget, spec: AttentionSpec, target: Target) -> Iterator[str]:
+    """Yields the reasons that follow from the backend's claims about the backward; see ``unclaimed`` for the sizes."""
+    if backend.backward is None:
+        yield f"backward: {backend.forward.kernel} has no gradient"
+        return
+    # The forward's reasons also apply to the backward; list each only once.
+    forward = unmet_claims(backend.forward, spec, target.device)
+    yield from (f"backward: {why}" for why in unmet_claims(backend.backward, spec, target.device) if why not in forward)
+
+
+# This process
+
+
 def _check_place(framework: Any, device: Any) -> None:
     check_kind("framework", framework, str, "'torch' or 'jax'")
     check_kind("device", device, str, "a name such as 'cpu' or 'sm90'")
@@ -158,3 +218,53 @@ def bridge_reason() -> str | None:
     except Exception as error:  # any failure of the import is the reason
         return f"the bridge from JAX is not available: {type(error).__name__}: {error} (needs jax-tvm-ffi>=0.1.3)"
     return None
+
+
+class Availability(NamedTuple):
+    """A backend on this machine: either its version, or the reason why it cannot be used."""
+
+    version: str | None
+    reason: str | None
+
+    def __str__(self) -> str:
+        return f"available ({self.version})" if self.reason is None else self.reason
+
+
+def availability(framework: str, device: str) -> dict[str, Availability]:
+    """Returns the availability of every backend in a framework on a device. Imports each kernel as proof."""
+    return {name: _availability(name, framework, device) for name in backends.names()}
+
+
+def _availability(name: str, framework: str, device: str) -> Availability:
+    kind = backends.kind_of(device)
+    backend = backends.load(name, kind)
+    unreached = out_of_reach(framework, device, backend.FRAMEWORK)
+    if unreached is not None and framework == "jax":  # before a probe, which imports torch
+        return Availability(None, unreached)
+    version, reason = backends.availability(name, kind)
+    if reason is not None:
+        return Availability(None, reason)
+    if not backend.FORWARD.runs_on(device):
+        return Availability(
+            None, f"{backend.FORWARD.kernel} runs on {' or '.join(backend.FORWARD.devices)}, not {device}"
+        )
+    if unreached is not None:
+        return Availability(None, unreached)
+    if backend.FRAMEWORK == "torch" and framework == "jax" and bridge_reason():
+        return Availability(None, bridge_reason())
+    return Availability(version, None)
+
+
+def jax_device_name(device: Any) -> str:
+    """Returns the name of a ``jax.Device``: "cpu", "sm90", "gfx942", or its platform in lower case, such as "tpu".
+
+    XLA's compute capability of a GPU is "9.0" for NVIDIA's, and for AMD's the architecture, "gfx942" (see
+    ``MakeComputeCapabilityString`` in github.com/openxla/xla, xla/pjrt/gpu/se_gpu_pjrt_client.cc).
+    """
+    platform = str(device.platform).lower()
+    if platform not in JAX_GPUS:
+        return platform
+    capability = str(device.compute_capability)
+    if capability.startswith("gfx"):
+        return capability.partition(":")[0]  # the rest, "sramecc+:xnack-", names features
+    return "sm" + capability.replace(".", "")

@@ -15,10 +15,8 @@ from typing import Any
 from attn_core import backends
 from attn_core.cli.timing import fastest_round
 from attn_core.selection import preference
-from attn_core.selection.cost_model import Model, microseconds
-from attn_core.selection.features import kind_of_call
+from attn_core.selection.cost_model import Model, kind_of_call, microseconds, sizes_of_call
 from attn_core.selection.preference import caution, ranking
-from attn_core.selection.sizes import sizes_of_call
 from attn_core.selection.tables import DIRECTIONS, FORMAT, plain_model, shipped_table
 from benchmarks.fit.models import NOISES, Sample, fit
 from benchmarks.fit.records import (

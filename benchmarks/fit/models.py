@@ -12,9 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from attn_core.selection.cost_model import EFFECTS, FACTORS, LEAST_HOST, RATES, Model, host_multiple
-from attn_core.selection.features import Kind
-from attn_core.selection.sizes import Sizes
+from attn_core.selection.cost_model import EFFECTS, FACTORS, LEAST_HOST, RATES, Kind, Model, Sizes, host_multiple
 
 FIRST_SHARE, FIRST_QUANTILE = 0.3, 0.03
 """Where the rates of a fit start: a call takes at least a rate times its size, so the smallest times per size bound the

@@ -18,9 +18,8 @@ from attn_core import backends
 from attn_core.call.spec import AttentionSpec
 from attn_core.cli import timing
 from attn_core.errors import SpecError
-from attn_core.selection.features import kind_of_call
+from attn_core.selection.cost_model import kind_of_call, sizes_of_call
 from attn_core.selection.preference import BEHIND
-from attn_core.selection.sizes import sizes_of_call
 from attn_core.selection.whole_file import read_json, write_whole
 from benchmarks.fit.models import HOST_DECIDES, Sample, slowness
 from benchmarks.fit.plain import spec_of

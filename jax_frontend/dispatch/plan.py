@@ -24,12 +24,12 @@ from attn_core.selection import (
     Target,
     explain,
     forward_mode,
-    jax_devices,
     new_plans,
     preference,
     refusals,
     select,
 )
+from attn_core.selection.target import jax_device_name
 from jax_frontend.bridge import compiled_lane
 from jax_frontend.bridge.forked import check_process
 
@@ -197,7 +197,7 @@ def facts_of(metadata: tuple[Metadata | None, ...], device: str) -> list[Any]:
 
 def device_name(array: Any) -> str:
     """Returns the name of an array's device, such as "cpu" or "sm90". A traced array has JAX's default device."""
-    return jax_devices.name_of(_device(array))
+    return jax_device_name(_device(array))
 
 
 def is_on_host(array: Any, *, or_elsewhere: bool = False) -> bool:

@@ -41,6 +41,6 @@ def tables_in_force(tables: Mapping[tuple[str, str], Table]) -> Iterator[None]:
 
 def _forget() -> None:
     preference._order_by_time.cache_clear()
-    preference._rates.cache_clear()
+    preference._candidates.cache_clear()
     preference._models.cache_clear()
     choice._explained.cache_clear()

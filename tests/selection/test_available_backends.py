@@ -11,7 +11,7 @@ from frameworks import BOTH, JAX, TORCH, Framework, empty_plan_caches
 from torch_first import torch_first  # noqa: F401 (a fixture)
 
 from attn_core import Target, backends
-from attn_core.selection import availability, choice, target
+from attn_core.selection import choice, target
 
 BREAKS: dict[str, Exception] = {
     "missing package": ModuleNotFoundError("No module named 'flash_attn'"),
@@ -69,10 +69,10 @@ def test_every_name_has_a_version_or_a_reason(framework: Framework) -> None:
 def test_the_reasons_of_unavailable_backends() -> None:
     actual = TORCH.frontend.available_backends()
     assert actual["jax_xla"].reason == "runs in JAX only"
-    on_gpu = availability.report("torch", "sm90")
+    on_gpu = target.availability("torch", "sm90")
     assert "CPU" not in (on_gpu["sdpa_flash"].reason or "")  # this name has a file for GPUs
     assert on_gpu["math"].reason is None
-    assert availability.report("torch", "cpu")["flash3"].reason
+    assert target.availability("torch", "cpu")["flash3"].reason
 
 
 @pytest.mark.parametrize("error", BREAKS.values(), ids=BREAKS)

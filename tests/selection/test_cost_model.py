@@ -16,9 +16,17 @@ import pytest
 from cost_tables import made_up_model
 
 from attn_core.call.spec import AttentionSpec
-from attn_core.selection.cost_model import EFFECTS, FACTORS, LEAST_HOST, RATES, Model, Models, microseconds
-from attn_core.selection.features import kind_of_call
-from attn_core.selection.sizes import sizes_of_call
+from attn_core.selection.cost_model import (
+    EFFECTS,
+    FACTORS,
+    LEAST_HOST,
+    RATES,
+    Model,
+    Models,
+    kind_of_call,
+    microseconds,
+    sizes_of_call,
+)
 from attn_core.selection.tables import shipped_table, table_of, write_table
 from benchmarks.fit.calls import random_calls
 from benchmarks.fit.choice import FEWEST, Fitting

@@ -12,7 +12,7 @@ from attn_core import AttentionSpec, NoBackendError, Target, backends, explain, 
 from attn_core.backends.shared.device_kinds import ANY, in_words, kind_of
 from attn_core.backends.support import Support
 from attn_core.call.pages import PagedKV
-from attn_core.selection.jax_devices import name_of
+from attn_core.selection.target import jax_device_name
 
 SIZES = {"batch": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "value_dim": 64, "dtype": "float16"}
 SPEC = AttentionSpec(**SIZES, q_len=128, kv_len=128, causal=True, needs_backward=True)
@@ -84,7 +84,7 @@ def test_the_claim_of_any_device_and_of_kinds() -> None:
     ],
 )
 def test_names_of_jax_devices(device: Any, name: str) -> None:
-    assert name_of(device) == name
+    assert jax_device_name(device) == name
 
 
 # Old GPUs of NVIDIA

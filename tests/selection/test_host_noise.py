@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import islice
 
-from attn_core.selection.features import Kind, kind_of_call
+from attn_core.selection.cost_model import Kind, kind_of_call
 from benchmarks.fit.calls import random_calls
 from benchmarks.fit.models import slowness
 

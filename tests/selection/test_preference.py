@@ -25,10 +25,8 @@ from attn_core.call import masks
 from attn_core.call.arithmetic import flops, pairs
 from attn_core.call.spec import AttentionSpec
 from attn_core.selection import preference
-from attn_core.selection.cost_model import Model
-from attn_core.selection.features import kind_of_call
+from attn_core.selection.cost_model import Model, kind_of_call, sizes_of_call
 from attn_core.selection.preference import order, predicted, ranking
-from attn_core.selection.sizes import sizes_of_call
 from attn_core.selection.tables import shipped_table
 from benchmarks.fit.calls import LIMITS, random_call, random_calls
 from benchmarks.fit.plain import plain_fields, spec_of

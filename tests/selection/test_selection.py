@@ -21,7 +21,7 @@ from attn_core.backends.support import Build, Support
 from attn_core.call.options import FLAGS
 from attn_core.call.pages import PagedKV
 from attn_core.call.spec import DTYPES
-from attn_core.selection import choice, explanation, explanation_text, preference, same_bits
+from attn_core.selection import choice, preference, same_bits
 from benchmarks.fit.calls import random_call
 from tests.campaign.functions import fields_of
 from torch_frontend.dispatch import eager_calls, plan, prepared
@@ -562,7 +562,7 @@ def test_a_candidate_that_one_change_admits_is_shown_with_its_reason() -> None:
     ],
 )
 def test_a_missing_package_is_a_reason_with_a_command(reason: str, remedy: str) -> None:
-    assert explanation.with_remedy(reason) == remedy
+    assert choice.with_remedy(reason) == remedy
 
 
 GEMMA = AttentionSpec(
@@ -615,7 +615,7 @@ def test_explanations_fit_80_columns_and_name_the_answer_first(framework: str, d
 
 def test_an_error_needs_no_explanation_until_somebody_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drop-ins catch the error and run the host's own function."""
-    monkeypatch.setattr(explanation_text, "text", lambda *arguments: pytest.fail("explained"))
+    monkeypatch.setattr(choice, "text_of", lambda *arguments: pytest.fail("explained"))
     with pytest.raises(NoBackendError):
         select(SPEC, CPU, "jax_xla")
 
@@ -653,7 +653,7 @@ def test_without_any_candidate_the_closest_backends_are_shown() -> None:
     lines = str(explain(SPEC, gone)).splitlines()
     assert lines[0] == "no backend can run this call"
     assert "  math     not available: gone; broken: gone, too" in lines
-    assert len([line for line in lines if line.split()[0] in backends.names()]) == explanation.MOST_CLOSEST
+    assert len([line for line in lines if line.split()[0] in backends.names()]) == choice.MOST_CLOSEST
 
 
 @pytest.mark.parametrize("alignment", ["bottom_right", "top_left"])

@@ -15,9 +15,7 @@ from cost_tables import made_up_model
 import benchmarks.fit.__main__ as script
 from attn_core.call.spec import AttentionSpec
 from attn_core.errors import SpecError
-from attn_core.selection.cost_model import microseconds
-from attn_core.selection.features import kind_of_call
-from attn_core.selection.sizes import sizes_of_call
+from attn_core.selection.cost_model import kind_of_call, microseconds, sizes_of_call
 from attn_core.selection.tables import table_of
 from benchmarks.fit import choice
 from benchmarks.fit.calls import random_calls

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from attn_core.errors import SpecError
-from attn_core.selection.explanation_text import wrapped
+from attn_core.selection.columns import wrapped
 from attn_core.selection.tables import device_name, user_folder
 from attn_core.selection.whole_file import make_folder, read_json, write_whole
 
